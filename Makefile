@@ -1,0 +1,57 @@
+# make demo, make test: all the setup is done on the way, once.
+# Needs python3 (3.11 or later), a C++20 compiler and make.
+
+PYTHON ?= python3
+VENV := .venv
+PY := $(VENV)/bin/python
+PIP := $(PY) -m pip --disable-pip-version-check
+TEST_ARGS ?= -n 2
+
+TOOLS := $(VENV)/.tools-installed
+READY := $(VENV)/.tightship-installed
+
+.PHONY: demo test lint format bench setup clean
+.DEFAULT_GOAL := test
+
+demo: $(READY)
+	$(VENV)/bin/tightship demo
+
+test: $(READY)
+	$(PY) -m pytest $(TEST_ARGS)
+
+lint: $(READY)
+	$(VENV)/bin/ruff check .
+	$(VENV)/bin/ruff format --check .
+	$(VENV)/bin/mypy
+
+format: $(READY)
+	$(VENV)/bin/ruff check --fix .
+	$(VENV)/bin/ruff format .
+
+bench: $(READY)
+	$(PY) bench/run.py
+
+setup: $(READY)
+
+# Some distributions ship python3 without ensurepip; the system's pip can then fill the environment.
+$(PY):
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
+	  || { echo "tightship needs Python 3.11 or later; '$(PYTHON)' is older. Try: make PYTHON=python3.12" >&2; exit 2; }
+	$(PYTHON) -m venv $(VENV) \
+	  || { $(PYTHON) -m venv --clear --without-pip $(VENV) && $(PYTHON) -m pip --python $(PY) install pip; } \
+	  || { rm -rf $(VENV); echo "no virtual environment: install your system's python3-venv package" >&2; exit 2; }
+
+# torch first and by its exact version: resolved together with the rest, pip may choose another build of it,
+# which brings gigabytes of GPU libraries along.
+$(TOOLS): | $(PY)
+	$(PIP) install torch==2.13.0
+	$(PIP) install "scikit-build-core>=1.0" "nanobind>=3.0" cmake ninja
+	touch $@
+
+# No build isolation: the build folder is kept, so a changed C++ file alone is compiled anew.
+$(READY): $(TOOLS) pyproject.toml CMakeLists.txt $(wildcard cpp/*)
+	$(PIP) install --no-build-isolation -e ".[dev,demo]"
+	touch $@
+
+clean:
+	rm -rf build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis

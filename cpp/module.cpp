@@ -1,0 +1,17 @@
+// The Python module tightship._core: bindings only; what is bound stands in the other files of this folder.
+
+#include <nanobind/nanobind.h>
+
+namespace nb = nanobind;
+
+namespace {
+
+// Raised by one whenever a binding changes its meaning, so that a stale build can be told from a current one.
+constexpr int kAbi = 1;
+
+}  // namespace
+
+NB_MODULE(_core, m) {
+  m.doc() = "Hot search loops of tightship. Private: use the planners instead.";
+  m.def("abi", [] { return kAbi; }, "Version of the interface between this module and the Python code.");
+}

@@ -1,0 +1,172 @@
+"""The errors tightship raises: one family, so that one ``except`` catches them all.
+
+A message states the rule that was broken, the offending value and its place. ``exit_status`` is what the
+command line exits with: 1 for "not achievable", 2 for bad input or usage.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any, ClassVar, Final
+
+__all__ = [
+    "BadInput",
+    "BudgetExceeded",
+    "Infeasible",
+    "TightshipError",
+    "UnknownAlias",
+    "UnknownSize",
+    "Unsupported",
+    "VerificationFailed",
+]
+
+_SHOWN_VALUE: Final = 120  # characters of an offending value that a message repeats
+_SHOWN_VIOLATIONS: Final = 10
+
+
+class _Missing:
+    """The type of the default of ``BadInput.value``: ``None`` can itself be an offending value."""
+
+    def __repr__(self) -> str:
+        return "<no value>"
+
+    def __reduce__(self) -> str:
+        return "_MISSING"  # pickled by name, or ``is`` would fail after a round trip
+
+
+_MISSING: Final = _Missing()
+
+
+def _bytes(count: int) -> str:
+    """Readable and exact: two sizes that round to the same text must not look equal in a message."""
+    from tightship.units import format_bytes  # here, because units raises the errors of this file
+
+    return format_bytes(count) if abs(count) < 1024 else f"{format_bytes(count)} ({count} B)"
+
+
+def _shown(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= _SHOWN_VALUE else text[: _SHOWN_VALUE - 1] + "…"
+
+
+def _rebuild(cls: type["TightshipError"], args: tuple[Any, ...], state: dict[str, Any]) -> "TightshipError":
+    error = cls.__new__(cls, *args)
+    error.__dict__.update(state)
+    return error
+
+
+class TightshipError(Exception):
+    """Base of every error that tightship raises on purpose."""
+
+    exit_status: ClassVar[int] = 2
+
+    def __reduce__(self) -> tuple[Callable[..., "TightshipError"], tuple[Any, ...]]:
+        # Exceptions are pickled as ``cls(*args)`` by default, which does not fit the constructors below;
+        # errors travel between processes when planners run in a pool.
+        return _rebuild, (type(self), self.args, dict(self.__dict__))
+
+
+class BadInput(TightshipError):
+    """Something that was given breaks a rule.
+
+    ``rule`` says what has to hold, ``value`` is what was found instead (left out if there is nothing to show)
+    and ``place`` says where: an argument, a file and line, an op or value by name.
+    """
+
+    def __init__(self, rule: str, value: object = _MISSING, place: str = "") -> None:
+        self.rule = rule
+        self.value = value
+        self.place = place
+        message = f"{place}: {rule}" if place else rule
+        super().__init__(message if value is _MISSING else f"{message}, got {_shown(value)}")
+
+
+class UnknownSize(BadInput):
+    """A value whose size in bytes is not known; sizes are never guessed."""
+
+
+class UnknownAlias(BadInput):
+    """An op of which it is not known whether its results share bytes with its operands."""
+
+
+class Infeasible(TightshipError):
+    """No plan within the budget was found, or none exists.
+
+    ``best_peak`` is the least peak reached, ``lower_bound`` one that no plan can go below: if it is above the
+    budget, the budget cannot be met by any plan. ``top`` are the values that make up the best peak, largest
+    first, each as (name, bytes, "module path · source line").
+    """
+
+    exit_status: ClassVar[int] = 1
+
+    def __init__(
+        self, *, budget: int, lower_bound: int, best_peak: int, top: Sequence[tuple[str, int, str]] = ()
+    ) -> None:
+        self.budget = budget
+        self.lower_bound = lower_bound
+        self.best_peak = best_peak
+        self.top = tuple((name, size, place) for name, size, place in top)
+        super().__init__(self._message())
+
+    @property
+    def impossible(self) -> bool:
+        """Whether it is proved that no plan meets the budget (otherwise: none was found)."""
+        return self.lower_bound > self.budget
+
+    def _message(self) -> str:
+        verdict = "no plan can meet the budget" if self.impossible else "no plan found that meets the budget"
+        lines = [
+            f"{verdict} of {_bytes(self.budget)}: the lower bound is {_bytes(self.lower_bound)}, "
+            f"the best peak reached {_bytes(self.best_peak)}, "
+            f"{_bytes(self.best_peak - self.budget)} above the budget"
+        ]
+        if self.top:
+            lines.append("values that make up the best peak:")
+            lines += [
+                f"  {_bytes(size)}  {name}" + (f"  at {place}" if place else "")
+                for name, size, place in self.top
+            ]
+        return "\n".join(lines)
+
+
+class VerificationFailed(TightshipError):
+    """A plan breaks invariants; ``violations`` lists all of them, as the verifier gave them."""
+
+    exit_status: ClassVar[int] = 1
+
+    def __init__(self, violations: Sequence[object], place: str = "") -> None:
+        self.violations = tuple(violations)
+        self.place = place
+        count = len(self.violations)
+        head = f"the plan is not valid: {count} violation{'' if count == 1 else 's'}"
+        lines = [f"{place}: {head}" if place else head]
+        lines += [f"  {violation}" for violation in self.violations[:_SHOWN_VIOLATIONS]]
+        if count > _SHOWN_VIOLATIONS:
+            lines.append(f"  … and {count - _SHOWN_VIOLATIONS} more")
+        super().__init__("\n".join(lines))
+
+
+class BudgetExceeded(TightshipError):
+    """An op asked for more bytes, while a plan was running, than the budget leaves it."""
+
+    exit_status: ClassVar[int] = 1
+
+    def __init__(self, op: str, asked: int, budget: int, place: str = "") -> None:
+        self.op = op
+        self.asked = asked
+        self.budget = budget
+        self.place = place
+        where = f" at {place}" if place else ""
+        super().__init__(
+            f"a running plan stays within its budget of {_bytes(budget)}: "
+            f"op {op!r}{where} asked for {_bytes(asked)}, which goes beyond it"
+        )
+
+
+class Unsupported(TightshipError):
+    """Something that tightship cannot do: ``what``, ``why``, and what to do ``instead``."""
+
+    def __init__(self, what: str, why: str, instead: str = "") -> None:
+        self.what = what
+        self.why = why
+        self.instead = instead
+        message = f"{what} is not supported: {why}"
+        super().__init__(f"{message}; instead, {instead}" if instead else message)

@@ -1,0 +1,168 @@
+"""Bytes, budgets and seconds as people write and read them."""
+
+import math
+import operator
+import re
+from dataclasses import dataclass
+from decimal import Decimal
+from fractions import Fraction
+from typing import Final, SupportsIndex
+
+from tightship.errors import BadInput
+
+__all__ = ["MAX_BYTES", "Budget", "format_bytes", "format_seconds", "parse_budget", "parse_bytes"]
+
+MAX_BYTES: Final = 2**63 - 1  # sizes are signed 64-bit integers in the C++ core
+MAX_PERCENT: Final = 1000
+
+_DECIMAL: Final = ("kB", "MB", "GB", "TB", "PB", "EB")
+_BINARY: Final = ("KiB", "MiB", "GiB", "TiB", "PiB", "EiB")
+_UNITS: Final = {
+    "b": 1,
+    **{unit.lower(): 1000 ** (i + 1) for i, unit in enumerate(_DECIMAL)},
+    **{unit.lower(): 1024 ** (i + 1) for i, unit in enumerate(_BINARY)},
+}
+_ACCEPTED: Final = f"B, {', '.join(_DECIMAL)}, {', '.join(_BINARY)}"
+_SIZE_RULE: Final = f"a size is a number of bytes such as 6GiB, 512MB or 1024; units: {_ACCEPTED}"
+_BUDGET_RULE: Final = (
+    f"a budget is a number of bytes such as 6GiB or 512MB (units: {_ACCEPTED}) "
+    "or a percentage of the unplanned peak such as 60%"
+)
+_NUMBER: Final = r"([0-9]+(?:\.[0-9]*)?|\.[0-9]+)"
+_SIZE_TEXT: Final = re.compile(_NUMBER + r"\s*([A-Za-z]*)")
+_PERCENT_TEXT: Final = re.compile(_NUMBER + r"\s*%")
+
+
+@dataclass(frozen=True, slots=True)
+class Budget:
+    """How much memory a plan may use: either ``bytes``, or a ``fraction`` of the unplanned peak."""
+
+    bytes: int | None = None
+    fraction: float | None = None
+
+    def __post_init__(self) -> None:
+        if (self.bytes is None) == (self.fraction is None):
+            raise BadInput("a budget is either bytes or a fraction", (self.bytes, self.fraction), "Budget")
+        if self.bytes is not None:
+            _whole(self.bytes, "a budget in bytes is a whole number", "Budget.bytes")
+        elif (
+            isinstance(self.fraction, bool)
+            or not isinstance(self.fraction, (int, float))
+            or not 0 < self.fraction <= MAX_PERCENT / 100
+        ):
+            rule = f"a fraction is above 0 and at most {MAX_PERCENT // 100}"
+            raise BadInput(rule, self.fraction, "Budget.fraction")
+
+    def resolve(self, unplanned_peak: int, floor: int = 0) -> int:
+        """The budget in bytes.
+
+        A fraction is of ``unplanned_peak``, rounded down, but not below ``floor``, which serves callers that
+        know that less is pointless. A budget in bytes is what the user said: ``floor`` does not touch it.
+        """
+        if self.bytes is not None:
+            return self.bytes
+        if unplanned_peak < 0 or floor < 0:
+            raise BadInput("a peak is not negative", min(unplanned_peak, floor), "Budget.resolve")
+        # Through the decimal text: 29% of 100 is 29, where the nearest binary fraction gives 28.
+        share = math.floor(Fraction(str(self.fraction)) * unplanned_peak)
+        return min(max(share, floor), MAX_BYTES)
+
+    def __str__(self) -> str:
+        if self.bytes is not None:
+            return format_bytes(self.bytes)
+        percent = format((Decimal(str(self.fraction)) * 100).normalize(), "f")
+        return f"{percent}% of the unplanned peak"
+
+
+def parse_bytes(text: str | SupportsIndex, place: str = "") -> int:
+    """Read a size: ``6GiB``, ``1.5 GiB``, ``512MB``, ``1024``; an int is taken as bytes.
+
+    Units are decimal (``MB``) or binary (``MiB``), upper or lower case. A fraction of a unit is rounded down
+    to whole bytes. ``place`` tells the error message where the text came from.
+    """
+    if not isinstance(text, str):
+        return _whole(text, _SIZE_RULE, place)
+    match = _SIZE_TEXT.fullmatch(text.strip())
+    if match is None:
+        raise BadInput(_SIZE_RULE, text, place)
+    number, unit = match.groups()
+    scale = _UNITS.get(unit.lower() or "b")
+    if scale is None:
+        raise BadInput(f"unknown unit {unit!r}: {_SIZE_RULE}", text, place)
+    # Decimal reads any number of digits, and is compared before it is multiplied, so nothing is ever rounded.
+    value = Decimal(number)
+    if value > MAX_BYTES or (size := Fraction(value) * scale) > MAX_BYTES:
+        raise BadInput(f"a size is at most {MAX_BYTES} bytes (2^63-1)", text, place)
+    if scale == 1 and size.denominator != 1:
+        raise BadInput("a number of bytes is whole", text, place)
+    return math.floor(size)
+
+
+def parse_budget(text: "str | SupportsIndex | Budget", place: str = "budget") -> Budget:
+    """Read a budget: a size as in ``parse_bytes``, or a percentage of the unplanned peak such as ``60%``.
+
+    Floats are refused, because 0.6 may mean a fraction or be a slip for 0.6GiB.
+    """
+    if isinstance(text, Budget):
+        return text
+    if not isinstance(text, str):
+        return Budget(bytes=_whole(text, _BUDGET_RULE, place))
+    stripped = text.strip()
+    if stripped.endswith("%"):
+        match = _PERCENT_TEXT.fullmatch(stripped)
+        percent = Decimal(match[1]) if match else Decimal(0)
+        fraction = float(percent.scaleb(-2))
+        # Both are checked: a tiny percentage is above 0 and yet 0 as a float.
+        if not 0 < percent <= MAX_PERCENT or fraction == 0:
+            raise BadInput(f"a percentage is above 0% and at most {MAX_PERCENT}%", text, place)
+        return Budget(fraction=fraction)
+    if not _SIZE_TEXT.fullmatch(stripped):
+        raise BadInput(_BUDGET_RULE, text, place)
+    return Budget(bytes=parse_bytes(stripped, place))
+
+
+def format_bytes(size: int) -> str:
+    """A size for people: ``6.00 GiB``, ``512 B``; differences may be negative."""
+    sign, magnitude = ("-", -size) if size < 0 else ("", size)
+    if magnitude < 1024:
+        return f"{sign}{magnitude} B"
+    for power, unit in enumerate(_BINARY, start=1):
+        # The next unit already where rounding to two digits would say "1024.00".
+        if magnitude * 200 < (1024 * 200 - 1) * 1024**power or unit == _BINARY[-1]:
+            break
+    hundredths = round(Fraction(magnitude * 100, 1024**power))
+    return f"{sign}{hundredths // 100}.{hundredths % 100:02d} {unit}"
+
+
+def format_seconds(seconds: float) -> str:
+    """A time for people, in three digits: ``12.3 ms``, ``1.23 s``, ``2 min 05 s``, ``1 h 02 min``."""
+    if not math.isfinite(seconds):
+        return str(seconds)
+    if seconds < 0:
+        return f"-{format_seconds(-seconds)}"
+    if seconds == 0:
+        return "0 s"
+    if seconds < 59.95:
+        for scale, unit in ((1e9, "ns"), (1e6, "µs"), (1e3, "ms"), (1.0, "s")):
+            scaled = seconds * scale
+            if scaled < 999.5 or unit == "s":
+                break
+        digits = 2 if scaled < 9.995 else 1 if scaled < 99.95 else 0
+        return f"{scaled:.{digits}f} {unit}"
+    whole = round(seconds)
+    if whole < 3600:
+        return f"{whole // 60} min {whole % 60:02d} s"
+    minutes = round(seconds / 60)
+    return f"{minutes // 60} h {minutes % 60:02d} min"
+
+
+def _whole(value: object, rule: str, place: str) -> int:
+    """An integer of any kind (NumPy's too) as a size; bools and floats are not integers here."""
+    if isinstance(value, bool) or not isinstance(value, SupportsIndex):
+        raise BadInput(rule, value, place)
+    size = operator.index(value)
+    if size < 0:
+        raise BadInput("a size is not negative", value, place)
+    if size > MAX_BYTES:
+        raise BadInput(f"a size is at most {MAX_BYTES} bytes (2^63-1)", value, place)
+    return size

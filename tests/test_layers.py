@@ -1,0 +1,159 @@
+"""The direction of imports: a file imports only from layers above it, and frameworks stay in their places.
+
+Imports inside functions count too: they hide a dependency, they do not remove it.
+"""
+
+import ast
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+PACKAGE = "tightship"
+SOURCE = Path(__file__).resolve().parent.parent / "src" / PACKAGE
+
+# In the order data flows; modules of one tuple may import one another.
+LAYERS = (
+    ("_core",),
+    ("errors", "units"),
+    ("graph",),
+    ("plan",),
+    ("serde",),
+    ("simulate",),
+    ("verify",),
+    ("analysis",),
+    ("frontends",),
+    ("planners",),
+    ("execute",),
+    ("report",),
+    ("integrations",),
+    ("__init__", "__main__", "api", "cli", "demo"),
+)
+RANK = {name: rank for rank, names in enumerate(LAYERS) for name in names}
+
+FRAMEWORKS = {"torch", "onnx", "onnxruntime", "jax", "jaxlib", "transformers", "networkx", "tensorflow"}
+MAY_IMPORT_FRAMEWORKS = {"frontends", "execute", "integrations", "demo"}
+
+# The verifier shares no code with what it checks.
+VERIFY_MAY_IMPORT = {"graph", "plan", "errors"}
+
+
+def layer_of(module: str) -> str:
+    """The layer of a dotted module name inside the package: "tightship.planners.order.dfs" -> "planners"."""
+    parts = module.split(".")
+    return parts[1] if len(parts) > 1 else "__init__"
+
+
+def imported(tree: ast.AST, module: str, is_package: bool) -> Iterator[tuple[int, str]]:
+    """Every (line, dotted name) that a file imports, relative names made absolute."""
+    package = module.split(".") if is_package else module.split(".")[:-1]
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                yield node.lineno, alias.name
+        elif isinstance(node, ast.ImportFrom):
+            base = package[: len(package) - node.level + 1] if node.level else []
+            name = ".".join([*base, *filter(None, [node.module])])
+            if name != PACKAGE:
+                yield node.lineno, name
+                continue
+            for alias in node.names:  # "from tightship import graph" imports the layer, not the package
+                yield node.lineno, f"{PACKAGE}.{alias.name}" if alias.name in RANK else PACKAGE
+        elif isinstance(node, ast.Call) and node.args and isinstance(node.args[0], ast.Constant):
+            called = ast.unparse(node.func).rpartition(".")[2]
+            target = node.args[0].value
+            if called in {"import_module", "__import__"} and isinstance(target, str):
+                yield node.lineno, (f"{PACKAGE}{target}" if target.startswith(".") else target)
+
+
+def faults(source: str, module: str, is_package: bool = False) -> list[str]:
+    """What is wrong with the imports of one file, one line each."""
+    layer = layer_of(module)
+    if layer not in RANK:
+        return [f"{module}: {layer!r} is in no layer; add it to LAYERS, where data reaches it"]
+    found = []
+    for line, name in imported(ast.parse(source), module, is_package):
+        root = name.split(".")[0]
+        target = layer_of(name)
+        at = f"{module}:{line} imports {name}"
+        if root in FRAMEWORKS and layer not in MAY_IMPORT_FRAMEWORKS:
+            found.append(f"{at}: frameworks are imported only in {sorted(MAY_IMPORT_FRAMEWORKS)}")
+        if root == PACKAGE and RANK.get(target, len(LAYERS)) > RANK[layer]:
+            found.append(f"{at}: {target} comes after {layer}")
+        if layer == "verify" and not verify_may_import(root, target):
+            found.append(
+                f"{at}: verify imports only {sorted(VERIFY_MAY_IMPORT)}, numpy and the standard library"
+            )
+    return found
+
+
+def verify_may_import(root: str, target: str) -> bool:
+    if root == PACKAGE:
+        return target in VERIFY_MAY_IMPORT
+    return root == "numpy" or root in sys.stdlib_module_names
+
+
+def source_files() -> list[Path]:
+    return sorted(SOURCE.rglob("*.py"))
+
+
+@pytest.mark.parametrize("path", source_files(), ids=lambda path: path.relative_to(SOURCE).as_posix())
+def test_a_file_imports_only_what_stands_above_it(path: Path) -> None:
+    parts = list(path.relative_to(SOURCE.parent).with_suffix("").parts)
+    is_package = parts[-1] == "__init__"
+    module = ".".join(parts[:-1] if is_package else parts)
+    assert faults(path.read_text(encoding="utf-8"), module, is_package) == []
+
+
+@pytest.mark.parametrize(
+    ("module", "source"),
+    [
+        ("tightship.graph", "import torch"),
+        ("tightship.planners.order.dfs", "def f():\n    import networkx as nx"),
+        ("tightship.planners.order.dfs", "import importlib\nimportlib.import_module('torch.fx')"),
+        ("tightship.cli", "from torch import nn"),
+        ("tightship.graph", "from tightship.plan import Plan"),
+        ("tightship.graph", "from tightship import plan"),
+        ("tightship.graph", "from . import plan"),
+        ("tightship.graph", "from .plan import Plan"),
+        ("tightship.plan", "from tightship import fit"),
+        ("tightship.simulate", "def f():\n    import tightship.planners.place"),
+        ("tightship.planners.place.best_fit", "from ...execute import arena"),
+        ("tightship.errors", "from tightship.graph import Graph"),
+        ("tightship.plan", "from tightship.serde import read"),
+        ("tightship.verify", "from tightship.units import format_bytes"),
+        ("tightship.verify", "from tightship.simulate import replay"),
+        ("tightship.verify", "import msgspec"),
+        ("tightship.integrations.hf", "from tightship.api import fit"),
+        ("tightship.stray", ""),
+    ],
+)
+def test_wrong_imports_are_found(module: str, source: str) -> None:
+    assert len(faults(source, module)) == 1
+
+
+@pytest.mark.parametrize(
+    ("module", "source"),
+    [
+        ("tightship.errors", "def f():\n    from tightship.units import format_bytes"),
+        ("tightship.verify", "import math\nimport numpy as np\nfrom tightship import errors, graph, plan"),
+        ("tightship.simulate", "from tightship import _core\nfrom tightship.serde import read"),
+        ("tightship.planners.order.dfs", "from .._base import Options\nfrom tightship.planners import base"),
+        ("tightship.frontends.torch", "import torch\nfrom tightship.graph import Graph"),
+        ("tightship.execute.torch", "import torch.fx\nfrom tightship.analysis.cost import measure"),
+        ("tightship.demo", "import transformers\nimport tightship\nfrom tightship import api, fit"),
+        (
+            "tightship.cli",
+            "from tightship.demo import main\nfrom tightship.integrations import torch_compile",
+        ),
+    ],
+)
+def test_right_imports_pass(module: str, source: str) -> None:
+    assert faults(source, module) == []
+
+
+def test_relative_imports_of_a_package_start_at_itself() -> None:
+    assert faults("from . import dfs\nfrom .dfs import order", "tightship.planners", is_package=True) == []
+    assert faults("from .cli import main", "tightship", is_package=True) == []
+    assert len(faults("from ..execute import arena", "tightship.planners", is_package=True)) == 1
