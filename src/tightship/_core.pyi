@@ -1,0 +1,6 @@
+"""Types of the C++ core. What is bound in cpp/ and not yet written down here is Any."""
+
+from typing import Any
+
+def abi() -> int: ...
+def __getattr__(name: str) -> Any: ...
