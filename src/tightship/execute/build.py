@@ -1,0 +1,134 @@
+"""Compiles the allocator extension with the user's C++ compiler, once per torch, Python and source.
+
+One compiler command on two small files: quicker than torch's extension builder, and it needs neither ninja
+nor setuptools. Several processes may do this at once.
+"""
+
+import atexit
+import contextlib
+import hashlib
+import importlib.util
+import os
+import platform
+import shlex
+import shutil
+import subprocess
+import sys
+import sysconfig
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+
+from tightship.errors import Unsupported
+
+__all__ = ["NoCompiler", "build_and_import"]
+
+_NAME: Final = "tightship_allocator"
+_SOURCES: Final = ("allocator.cpp", "allocator.h")
+_COMPILERS: Final = ("c++", "g++", "clang++")
+_INSTEAD: Final = "run without the arena, or install a C++20 compiler (CXX names it) and Python's headers"
+
+
+class NoCompiler(Unsupported):
+    """The allocator cannot be built here; everything that needs no arena and no meter still works."""
+
+    def __init__(self, why: str) -> None:
+        super().__init__("serving a step from an arena", why, _INSTEAD)
+
+
+def _command(target: Path) -> list[str]:
+    named = shlex.split(os.environ.get("CXX", ""))
+    found = next((path for path in map(shutil.which, _COMPILERS) if path), None)
+    if os.name == "nt" or not (named or found):
+        raise NoCompiler("no C++ compiler was found" if os.name != "nt" else "Windows is not supported")
+    root = Path(torch.__file__).parent
+    python = sysconfig.get_paths()
+    headers = [root / "include", Path(python["include"]), Path(python["platinclude"])]
+    return [
+        *(named or [str(found)]),
+        *("-std=c++20", "-O2", "-shared", "-fPIC", "-fvisibility=hidden"),
+        f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}",
+        *(flag for path in headers for flag in ("-isystem", str(path))),
+        *(("-undefined", "dynamic_lookup") if sys.platform == "darwin" else ()),
+        str(Path(__file__).with_name(_SOURCES[0])),
+        *(f"-L{root / 'lib'}", "-lc10", "-o", str(target)),
+    ]
+
+
+def _compile(target: Path) -> None:
+    """Writes the extension to ``target`` in one step, so that no other process ever sees half of it."""
+    part = target.with_name(f"{target.name}.{os.getpid()}")
+    command = _command(part)
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, errors="replace")
+        if done.returncode != 0:
+            lines = done.stderr.strip().splitlines()
+            first = next((line for line in lines if "error" in line), lines[-1] if lines else "no message")
+            raise NoCompiler(f"{command[0]} failed: {first}")
+        os.replace(part, target)
+    except OSError as error:
+        raise NoCompiler(f"{command[0]} could not be run: {error}") from error
+    finally:
+        part.unlink(missing_ok=True)
+
+
+def _folder() -> Path:
+    """The user's cache, or a private folder for this process where there is none to write to."""
+    try:
+        cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "tightship" / "allocator"
+        cache.mkdir(mode=0o700, parents=True, exist_ok=True)
+        if os.access(cache, os.W_OK):
+            return cache
+    except (OSError, RuntimeError):
+        pass
+    folder = tempfile.mkdtemp(prefix="tightship-")
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    return Path(folder)
+
+
+def _target() -> Path:
+    key = hashlib.sha256(repr((torch.__version__, torch.version.git_version)).encode())
+    for name in _SOURCES:
+        key.update(Path(__file__).with_name(name).read_bytes())
+    version = f"{sys.implementation.cache_tag}-{sys.platform}-{platform.machine()}"
+    return _folder() / f"{_NAME}-{version}-{key.hexdigest()[:20]}.so"
+
+
+@contextlib.contextmanager
+def _one_builder(target: Path) -> Iterator[None]:
+    """Processes that start together build once; unlike a lock file, this lock dies with its holder."""
+    import fcntl  # here, because Windows has none and is refused before
+
+    with open(target.with_suffix(".lock"), "w") as file:
+        with contextlib.suppress(OSError):  # some network folders cannot lock: then each builds for itself
+            fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+def _import(path: Path) -> Any:
+    spec = importlib.util.spec_from_file_location(_NAME, path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def build_and_import() -> Any:
+    """The extension module, compiled unless the user's cache has it. Raises `NoCompiler`."""
+    target = _target()
+    if target.exists():
+        with contextlib.suppress(ImportError):  # from another machine that shares the cache: build anew
+            return _import(target)
+    _command(target)
+    with _one_builder(target):
+        if target.exists():
+            with contextlib.suppress(ImportError):
+                return _import(target)
+        _compile(target)
+    try:
+        return _import(target)
+    except ImportError as error:
+        raise NoCompiler(f"what the compiler made cannot be loaded: {error}") from error
