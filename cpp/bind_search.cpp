@@ -1,0 +1,168 @@
+// Python bindings of the eviction engine and its searches.
+
+#include <nanobind/nanobind.h>
+#include <nanobind/ndarray.h>
+#include <nanobind/stl/function.h>
+#include <nanobind/stl/pair.h>
+#include <nanobind/stl/tuple.h>
+#include <nanobind/stl/vector.h>
+
+#include <cstring>
+
+#include "search.h"
+
+namespace nb = nanobind;
+using namespace tightship;
+
+namespace {
+
+template <class T> using Array = nb::ndarray<const T, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
+using RowsIn = std::pair<Array<i64>, Array<i32>>;
+
+template <class T> std::vector<T> vec(const Array<T>& a) { return {a.data(), a.data() + a.shape(0)}; }
+Rows rows(const RowsIn& r) { return {vec(r.first), vec(r.second)}; }
+
+Bits bits(const Engine& e, const Array<std::uint8_t>& a) {
+    if (a.shape(0) != e.gaps().size()) throw std::invalid_argument("one decision per gap is needed");
+    return vec(a);
+}
+
+template <class T> nb::object array(std::vector<T> v) {
+    auto* held = new std::vector<T>(std::move(v));
+    nb::capsule owner(held, [](void* p) noexcept { delete static_cast<std::vector<T>*>(p); });
+    return nb::cast(nb::ndarray<nb::numpy, T, nb::ndim<1>>(held->data(), {held->size()}, owner));
+}
+
+nb::dict as_dict(const Cost& c) {
+    nb::dict d;
+    d["valid"] = c.valid;
+    d["peak"] = c.peak;
+    d["peak_at"] = c.peak_at;
+    d["extra"] = c.extra;
+    d["excess"] = c.excess;
+    d["runs"] = c.runs;
+    return d;
+}
+
+nb::tuple as_tuple(Found f) {
+    return nb::make_tuple(array(std::move(f.evict)), as_dict(f.cost), f.work, f.met);
+}
+
+// Ctrl-C and progress: Python is asked now and then, with the lock taken for that moment only.
+Budget budget(i64 work, double seconds, std::uint64_t seed, nb::object progress) {
+    Budget b{work, seconds, seed, {}};
+    b.poll = [progress](const Found& f) {
+        nb::gil_scoped_acquire gil;
+        if (PyErr_CheckSignals() != 0) throw nb::python_error();
+        return !progress.is_none() && nb::cast<bool>(progress(f.cost.peak, f.cost.extra, f.met));
+    };
+    return b;
+}
+
+Engine* make(const RowsIn& reads, const RowsIn& needs, const RowsIn& defines, const RowsIn& mutates,
+             const RowsIn& updates, const Array<i64>& extra, const Array<double>& time,
+             const Array<std::uint8_t>& pure, const Array<i64>& size, const Array<std::uint8_t>& owned,
+             const Array<std::uint8_t>& kept, const Array<i32>& order) {
+    Program p;
+    p.ops = static_cast<i64>(order.shape(0));
+    p.storages = static_cast<i64>(size.shape(0));
+    p.reads = rows(reads), p.needs = rows(needs), p.defines = rows(defines);
+    p.mutates = rows(mutates), p.updates = rows(updates);
+    p.extra = vec(extra), p.time = vec(time), p.pure = vec(pure), p.size = vec(size);
+    p.owned = vec(owned), p.kept = vec(kept), p.order = vec(order);
+    return new Engine(std::move(p));
+}
+
+nb::tuple emitted(Engine& e, const Array<std::uint8_t>& evict) {
+    const Bits b = bits(e, evict);
+    const std::vector<Step> steps = e.emit(b.data());
+    nb::list out;
+    for (const Step& s : steps) {
+        nb::list storages;
+        for (i32 x : s.storages) storages.append(x);
+        out.append(nb::make_tuple(int(s.kind), s.op, nb::tuple(storages)));
+    }
+    return nb::tuple(out);
+}
+
+}  // namespace
+
+void bind_search(nb::module_& m) {
+    nb::class_<Engine>(m, "Engine")
+        .def(nb::new_(&make), nb::arg("reads"), nb::arg("needs"), nb::arg("defines"), nb::arg("mutates"),
+             nb::arg("updates"), nb::arg("extra"), nb::arg("time"), nb::arg("pure"), nb::arg("size"),
+             nb::arg("owned"), nb::arg("kept"), nb::arg("order"))
+        .def_prop_ro("gaps",
+                     [](const Engine& e) {
+                         std::vector<i32> s, from, to;
+                         for (const Gap& g : e.gaps())
+                             s.push_back(g.storage), from.push_back(g.from), to.push_back(g.to);
+                         return nb::make_tuple(array(std::move(s)), array(std::move(from)), array(std::move(to)));
+                     })
+        .def_prop_ro("base_time", &Engine::base_time)
+        .def("evaluate",
+             [](Engine& e, const Array<std::uint8_t>& evict, i64 limit) {
+                 const Bits b = bits(e, evict);
+                 return as_dict(e.evaluate(b.data(), limit));
+             })
+        .def("remember",
+             [](Engine& e, const Array<std::uint8_t>& evict, i64 limit) {
+                 const Bits b = bits(e, evict);
+                 e.remember(b.data(), limit);
+             })
+        .def("reevaluate",
+             [](Engine& e, const Array<std::uint8_t>& evict, i64 limit, i32 first) {
+                 const Bits b = bits(e, evict);
+                 return as_dict(e.reevaluate(b.data(), limit, first, std::numeric_limits<double>::infinity()));
+             })
+        .def("profile",
+             [](Engine& e, const Array<std::uint8_t>& evict) {
+                 const Bits b = bits(e, evict);
+                 return array(e.profile(b.data()));
+             })
+        .def("emit", &emitted)
+        .def("greedy",
+             [](Engine& e, i64 limit, const Array<std::uint8_t>& start, i64 work, double seconds,
+                std::uint64_t seed, nb::object progress) {
+                 const Bits b = bits(e, start);
+                 const Budget limits = budget(work, seconds, seed, std::move(progress));
+                 Found f;
+                 {
+                     nb::gil_scoped_release free;
+                     f = greedy(e, limit, b, limits);
+                 }
+                 return as_tuple(std::move(f));
+             },
+             nb::arg("limit"), nb::arg("start"), nb::arg("work"), nb::arg("seconds"), nb::arg("seed"),
+             nb::arg("progress").none())
+        .def("anneal",
+             [](Engine& e, const RowsIn& groups, i64 limit, const Array<std::uint8_t>& start, i64 work,
+                double seconds, std::uint64_t seed, nb::object progress) {
+                 const Bits b = bits(e, start);
+                 const Rows r = rows(groups);
+                 const Budget limits = budget(work, seconds, seed, std::move(progress));
+                 Found f;
+                 {
+                     nb::gil_scoped_release free;
+                     f = anneal(e, r, limit, b, limits);
+                 }
+                 return as_tuple(std::move(f));
+             },
+             nb::arg("groups"), nb::arg("limit"), nb::arg("start"), nb::arg("work"), nb::arg("seconds"),
+             nb::arg("seed"), nb::arg("progress").none())
+        .def("relax",
+             [](Engine& e, const RowsIn& groups, i64 limit, const Array<std::uint8_t>& start, i64 work,
+                double seconds) {
+                 Found f{bits(e, start), {}};
+                 const Rows r = rows(groups);
+                 const Budget limits = budget(work, seconds, 0, nb::none());
+                 f.cost = e.evaluate(f.evict.data(), limit);
+                 f.met = f.cost.valid && f.cost.peak <= limit;
+                 {
+                     nb::gil_scoped_release free;
+                     f = relax(e, r, limit, f, limits);
+                 }
+                 return as_tuple(std::move(f));
+             },
+             nb::arg("groups"), nb::arg("limit"), nb::arg("start"), nb::arg("work"), nb::arg("seconds"));
+}

@@ -1,0 +1,270 @@
+#include "engine.h"
+
+#include <algorithm>
+
+namespace tightship {
+
+namespace {
+constexpr int kMaxDepth = 20000;      // of restoring inputs of inputs
+constexpr i64 kMaxRunsPerOp = 30;     // recomputations, over the number of ops
+constexpr i32 kSnapshots = 48;
+
+bool contains(const Rows& rows, i64 row, i32 x) {
+    return std::find(rows.begin(row), rows.end(row), x) != rows.end(row);
+}
+
+Rows transpose(const std::vector<std::vector<i32>>& lists) {
+    Rows r;
+    r.start.push_back(0);
+    for (const auto& l : lists) {
+        r.item.insert(r.item.end(), l.begin(), l.end());
+        r.start.push_back(static_cast<i64>(r.item.size()));
+    }
+    return r;
+}
+}  // namespace
+
+Engine::Engine(Program program) : p_(std::move(program)) {
+    index();
+    find_gaps();
+    stride_ = std::max<i32>(1, static_cast<i32>(p_.ops / kSnapshots));
+}
+
+void Engine::index() {
+    std::vector<std::vector<i32>> touches(p_.storages), writers(p_.storages);
+    std::vector<i32> readers(p_.storages, 0);
+    last_write_.assign(p_.storages, -1);
+    for (i32 at = 0; at < p_.ops; ++at) {
+        const i32 o = p_.order[at];
+        auto touch = [&](i32 s) {
+            if (touches[s].empty() || touches[s].back() != at) touches[s].push_back(at);
+        };
+        for (auto s = p_.reads.begin(o); s != p_.reads.end(o); ++s) touch(*s), ++readers[*s];
+        for (auto s = p_.defines.begin(o); s != p_.defines.end(o); ++s) {
+            touch(*s);
+            writers[*s].push_back(o);
+            last_write_[*s] = static_cast<i32>(touches[*s].size()) - 1;
+        }
+        for (auto s = p_.mutates.begin(o); s != p_.mutates.end(o); ++s) {
+            writers[*s].push_back(o);
+            last_write_[*s] = static_cast<i32>(touches[*s].size()) - 1;
+        }
+        base_time_ += p_.time[o];
+    }
+    for (i64 s = 0; s < p_.storages; ++s) {
+        if (p_.kept[s]) touches[s].push_back(static_cast<i32>(p_.ops));
+        if (p_.owned[s]) static_bytes_ += p_.size[s];
+    }
+    touches_ = transpose(touches);
+    writers_ = transpose(writers);
+    shared_.resize(p_.storages);
+    for (i64 s = 0; s < p_.storages; ++s) shared_[s] = readers[s] > 1;
+}
+
+// A recipe can run again when each of its ops is pure, writes nothing else, and sees final contents only.
+bool Engine::recipe_is_replayable(i64 s) const {
+    if (p_.owned[s] || writers_.size(s) == 0) return false;
+    for (auto w = writers_.begin(s); w != writers_.end(s); ++w) {
+        if (!p_.pure[*w]) return false;
+        for (auto m = p_.mutates.begin(*w); m != p_.mutates.end(*w); ++m)
+            if (*m != s && !contains(p_.updates, *w, *m)) return false;
+        for (i64 j = 0; j < p_.reads.size(*w); ++j) {
+            const i32 t = p_.reads.begin(*w)[j];
+            if (t == s || p_.owned[t] || contains(p_.updates, *w, t)) continue;
+            if (p_.needs.begin(*w)[j] != writers_.size(t)) return false;
+        }
+    }
+    return true;
+}
+
+void Engine::find_gaps() {
+    gap_of_.assign(touches_.item.size(), -1);
+    replayable_.resize(p_.storages);
+    for (i64 s = 0; s < p_.storages; ++s) {
+        replayable_[s] = recipe_is_replayable(s);
+        if (!replayable_[s] || p_.size[s] == 0) continue;
+        for (i64 j = std::max(0, last_write_[s]); j + 1 < touches_.size(s); ++j) {
+            const i32 from = touches_.begin(s)[j], to = touches_.begin(s)[j + 1];
+            if (to - from < 2) continue;
+            gap_of_[touches_.start[s] + j] = static_cast<i32>(gaps_.size());
+            gaps_.push_back({static_cast<i32>(s), from, to});
+        }
+    }
+}
+
+void Engine::reset() {
+    s_.resident.assign(p_.storages, 0);
+    s_.version.assign(p_.storages, 0);
+    s_.touch.assign(p_.storages, 0);
+    for (i64 s = 0; s < p_.storages; ++s) s_.resident[s] = p_.owned[s];
+    s_.live = static_bytes_;
+    s_.cost = Cost{};
+    s_.cost.peak = static_bytes_;
+    s_.position = 0;
+}
+
+void Engine::use(i64 bytes, i32 position) {
+    if (bytes > s_.cost.peak) {
+        s_.cost.peak = bytes;
+        s_.cost.peak_at = position;
+    }
+    if (bytes > limit_) s_.cost.excess += static_cast<double>(bytes - limit_);
+    if (line_) (*line_)[position] = std::max((*line_)[position], bytes);
+}
+
+void Engine::leave(i32 s) {
+    s_.resident[s] = 0;
+    s_.live -= p_.size[s];
+    if (out_) {
+        if (out_->empty() || out_->back().kind != 2) out_->push_back({2, -1, {}});
+        out_->back().storages.push_back(s);
+    }
+}
+
+// Run one op of the recipe of `wanted` again.
+bool Engine::replay(i32 op, i32 wanted) {
+    if (++s_.cost.runs > kMaxRunsPerOp * p_.ops || s_.cost.extra > cutoff_) return false;
+    const i64 n = p_.reads.size(op);
+    const i32* reads = p_.reads.begin(op);
+    const bool plain = p_.updates.size(op) == 0;
+    i64 pinned = 0;
+    bool ok = true;
+    auto skip = [&](i32 t) { return t == wanted || (!plain && contains(p_.updates, op, t)); };
+    for (; pinned < n && ok; ++pinned) {
+        const i32 t = reads[pinned];
+        if (skip(t)) continue;
+        ++pin_[t];
+        if (!s_.resident[t]) ok = restore(t);
+        if (s_.version[t] != p_.needs.begin(op)[pinned]) ok = false;
+    }
+    if (ok) {
+        i64 made = 0;
+        Step step{1, op, {}};
+        for (auto d = p_.defines.begin(op); d != p_.defines.end(op); ++d) made += p_.size[*d];
+        use(s_.live + made + p_.extra[op], s_.position);
+        for (auto d = p_.defines.begin(op); d != p_.defines.end(op); ++d) {
+            const bool bonus = *d != wanted && replayable_[*d] && writers_.size(*d) == 1 && has_touch(*d);
+            if (s_.resident[*d] || !(*d == wanted || bonus)) continue;
+            s_.resident[*d] = 1;
+            s_.version[*d] = 1;
+            s_.live += p_.size[*d];
+            if (out_) step.storages.push_back(*d);
+        }
+        if (contains(p_.mutates, op, wanted)) ++s_.version[wanted];
+        s_.cost.extra += p_.time[op];
+        if (out_) out_->push_back(std::move(step));
+    }
+    for (i64 j = 0; j < pinned; ++j) {
+        const i32 t = reads[j];
+        if (skip(t)) continue;
+        if (--pin_[t] == 0 && ok && !p_.owned[t] && s_.resident[t] && !has_touch(t)) {
+            if (shared_[t]) held_.push_back(t);
+            else leave(t);
+        }
+    }
+    return ok;
+}
+
+bool Engine::restore(i32 s) {
+    if (!replayable_[s] || depth_ >= kMaxDepth) return false;
+    ++depth_;
+    ++pin_[s];
+    bool ok = true;
+    for (auto w = writers_.begin(s); ok && w != writers_.end(s); ++w) ok = replay(*w, s);
+    --pin_[s];
+    --depth_;
+    return ok;
+}
+
+void Engine::compute(i32 at) {
+    const i32 o = p_.order[at];
+    s_.position = at;
+    const i32 *rb = p_.reads.begin(o), *re = p_.reads.end(o);
+    for (auto s = rb; s != re; ++s) ++pin_[*s];
+    for (auto s = rb; s != re && s_.cost.valid; ++s)
+        if (!s_.resident[*s]) s_.cost.valid = restore(*s);
+    for (auto s = rb; s != re; ++s) --pin_[*s];
+    for (i32 t : held_)
+        if (s_.resident[t] && !contains(p_.reads, o, t)) leave(t);
+    held_.clear();
+    if (!s_.cost.valid) return;
+    i64 made = 0;
+    for (auto d = p_.defines.begin(o); d != p_.defines.end(o); ++d) made += p_.size[*d];
+    use(s_.live + made + p_.extra[o], at);
+    if (out_) out_->push_back({0, o, {}});
+    for (auto d = p_.defines.begin(o); d != p_.defines.end(o); ++d) {
+        s_.resident[*d] = 1;
+        s_.version[*d] = 1;
+        s_.live += p_.size[*d];
+    }
+    for (auto m = p_.mutates.begin(o); m != p_.mutates.end(o); ++m) ++s_.version[*m];
+    auto after = [&](i32 s) {
+        if (p_.owned[s]) return;
+        const i64 touch = touches_.start[s] + s_.touch[s]++;
+        const i32 gap = gap_of_[touch];
+        if (!has_touch(s) || (gap >= 0 && evict_[gap])) leave(s);
+    };
+    for (auto s = rb; s != re; ++s) after(*s);
+    for (auto d = p_.defines.begin(o); d != p_.defines.end(o); ++d) after(*d);
+}
+
+void Engine::run(i32 from) {
+    pin_.assign(p_.storages, 0);
+    held_.clear();
+    depth_ = 0;
+    for (i32 at = from; at < p_.ops && s_.cost.valid; ++at) {
+        if (taking_ && at % stride_ == 0) {
+            s_.position = at;
+            snapshots_.push_back(s_);
+        }
+        compute(at);
+    }
+    s_.position = static_cast<i32>(p_.ops) - 1;
+    for (i64 s = 0; s < p_.storages && s_.cost.valid; ++s)
+        if (p_.kept[s] && !s_.resident[s]) s_.cost.valid = restore(static_cast<i32>(s));
+    for (i32 t : held_)
+        if (s_.resident[t]) leave(t);
+    if (s_.cost.extra > cutoff_) s_.cost.valid = false;
+}
+
+Cost Engine::evaluate(const std::uint8_t* evict, i64 limit, double cutoff) {
+    evict_ = evict, limit_ = limit, cutoff_ = cutoff;
+    reset();
+    run(0);
+    return s_.cost;
+}
+
+void Engine::remember(const std::uint8_t* evict, i64 limit) {
+    snapshots_.clear();
+    taking_ = true;
+    evaluate(evict, limit);
+    taking_ = false;
+}
+
+Cost Engine::reevaluate(const std::uint8_t* evict, i64 limit, i32 first, double cutoff) {
+    evict_ = evict, limit_ = limit, cutoff_ = cutoff;
+    const i32 k = std::min<i32>(first / stride_, static_cast<i32>(snapshots_.size()) - 1);
+    if (k < 0) return evaluate(evict, limit, cutoff);
+    s_ = snapshots_[k];
+    run(s_.position);
+    return s_.cost;
+}
+
+std::vector<i64> Engine::profile(const std::uint8_t* evict) {
+    std::vector<i64> line(p_.ops, 0);
+    line_ = &line;
+    evaluate(evict, std::numeric_limits<i64>::max());
+    line_ = nullptr;
+    return line;
+}
+
+std::vector<Step> Engine::emit(const std::uint8_t* evict) {
+    std::vector<Step> steps;
+    out_ = &steps;
+    evaluate(evict, std::numeric_limits<i64>::max());
+    out_ = nullptr;
+    if (!s_.cost.valid) steps.clear();
+    return steps;
+}
+
+}  // namespace tightship

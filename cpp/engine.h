@@ -1,0 +1,129 @@
+// The eviction engine: what a set of eviction decisions costs, exactly, at storage level.
+//
+// Minimised by the searches above it: seconds of recomputation subject to peak bytes <= limit. Memory is counted
+// as tightship.simulate counts it (that Python replay is the definition; tests hold the two equal): resident
+// storages, plus everything the running op defines, plus its workspace.
+//
+// A decision is one bit per *gap*: a stay of a storage between two consecutive touches, after its last write. A
+// set bit ends the residence at the first touch; the storage is restored just before the next touch, or earlier
+// when a recomputation needs it, by running its recipe (every op that writes it, in order) again. What a recipe
+// reads is restored first, recursively; restored storages stay until their next touch, and those without one are
+// dropped as soon as nothing under way needs them.
+#pragma once
+
+#include <cstdint>
+#include <limits>
+#include <vector>
+
+namespace tightship {
+
+using i32 = std::int32_t;
+using i64 = std::int64_t;
+
+// Rows of integers, one after the other.
+struct Rows {
+    std::vector<i64> start;  // n + 1
+    std::vector<i32> item;
+    const i32* begin(i64 row) const { return item.data() + start[row]; }
+    const i32* end(i64 row) const { return item.data() + start[row + 1]; }
+    i64 size(i64 row) const { return start[row + 1] - start[row]; }
+};
+
+struct Program {
+    i64 ops = 0, storages = 0;
+    Rows reads, needs, defines, mutates, updates;  // by op: storages; needs is parallel to reads
+    std::vector<i64> extra;                        // by op: bytes beyond its results while it runs
+    std::vector<double> time;                      // by op: seconds
+    std::vector<std::uint8_t> pure;                // by op
+    std::vector<i64> size;                         // by storage: bytes
+    std::vector<std::uint8_t> owned, kept;         // by storage: the caller's; must be there at the end
+    std::vector<i32> order;                        // ops as they are to run
+};
+
+struct Gap {
+    i32 storage, from, to;  // touches at these positions of the order; to == ops means the end
+};
+
+struct Cost {
+    bool valid = true;
+    i64 peak = 0;
+    i32 peak_at = -1;      // position whose op (or a recomputation before it) is at the peak
+    double extra = 0;      // seconds of recomputation
+    double excess = 0;     // sum over runs of bytes above the limit
+    i64 runs = 0;          // ops run again
+};
+
+struct Step {
+    std::uint8_t kind;  // 0 compute, 1 recompute, 2 free
+    i32 op;
+    std::vector<i32> storages;
+};
+
+class Engine {
+  public:
+    explicit Engine(Program program);
+
+    const std::vector<Gap>& gaps() const { return gaps_; }
+    const Program& program() const { return p_; }
+    i64 static_bytes() const { return static_bytes_; }
+    double base_time() const { return base_time_; }
+
+    // Cost of the decisions in `evict` (one byte per gap); gives up (valid = false) beyond `cutoff` extra seconds.
+    Cost evaluate(const std::uint8_t* evict, i64 limit, double cutoff = std::numeric_limits<double>::infinity());
+
+    // Re-evaluate after decisions changed only in gaps that begin at position `first` or later than in the
+    // decisions last passed to remember(): resumes from the latest snapshot before it.
+    Cost reevaluate(const std::uint8_t* evict, i64 limit, i32 first, double cutoff);
+    void remember(const std::uint8_t* evict, i64 limit);
+
+    // Bytes in use at each position (the most over the op and the recomputations before it).
+    std::vector<i64> profile(const std::uint8_t* evict);
+    std::vector<Step> emit(const std::uint8_t* evict);
+
+  private:
+    struct State {
+        std::vector<std::uint8_t> resident;
+        std::vector<i32> version, touch;  // touch: index of the next touch of each storage
+        i64 live = 0;
+        Cost cost;
+        i32 position = 0;
+    };
+
+    Program p_;
+    std::vector<Gap> gaps_;
+    std::vector<i32> first_gap_;       // by storage, parallel to its touches from last_write_ on; -1: none
+    Rows touches_;                     // by storage: positions
+    Rows writers_;                     // by storage: ops
+    std::vector<i32> last_write_;      // by storage: index of the touch that writes it last
+    std::vector<std::uint8_t> replayable_, shared_;
+    std::vector<i32> gap_of_;          // parallel to touches_.item: the gap that begins there, or -1
+    i64 static_bytes_ = 0;
+    double base_time_ = 0;
+
+    State s_;
+    std::vector<i32> pin_;
+    std::vector<i32> held_;
+    const std::uint8_t* evict_ = nullptr;
+    i64 limit_ = 0;
+    double cutoff_ = 0;
+    int depth_ = 0;
+    std::vector<Step>* out_ = nullptr;
+    std::vector<i64>* line_ = nullptr;
+    std::vector<State> snapshots_;
+    i32 stride_ = 1;
+    bool taking_ = false;
+
+    void index();
+    void find_gaps();
+    bool recipe_is_replayable(i64 s) const;
+    void reset();
+    void run(i32 from);
+    void compute(i32 position);
+    bool restore(i32 storage);
+    bool replay(i32 op, i32 wanted);
+    void use(i64 bytes, i32 position);
+    void leave(i32 storage);
+    bool has_touch(i32 s) const { return s_.touch[s] < touches_.size(s); }
+};
+
+}  // namespace tightship

@@ -1,0 +1,229 @@
+#include "search.h"
+
+#include <algorithm>
+#include <chrono>
+#include <cmath>
+#include <numeric>
+
+namespace tightship {
+
+namespace {
+
+using Clock = std::chrono::steady_clock;
+
+// Stops a search at its work limit (reproducible) or its time limit (a bound only).
+class Meter {
+  public:
+    Meter(const Engine& engine, const Budget& budget)
+        : ops_(std::max<i64>(1, engine.program().ops)), budget_(budget), begin_(Clock::now()) {}
+    void spend(const Cost& cost) { work_ += ops_ + cost.runs, ++calls_; }
+    i64 work() const { return work_; }
+    double share() const { return budget_.work > 0 ? double(work_) / double(budget_.work) : 1.0; }
+    double seconds() const { return std::chrono::duration<double>(Clock::now() - begin_).count(); }
+    bool over(const Found& best) {
+        if (stopped_ || work_ >= budget_.work) return true;
+        if (calls_ - asked_ < std::max<i64>(1, 20000 / ops_)) return false;
+        asked_ = calls_;
+        stopped_ = seconds() > budget_.seconds || (budget_.poll && budget_.poll(best));
+        return stopped_;
+    }
+
+  private:
+    i64 ops_, work_ = 0, calls_ = 0, asked_ = 0;
+    const Budget& budget_;
+    Clock::time_point begin_;
+    bool stopped_ = false;
+};
+
+bool better(const Cost& a, const Cost& b, i64 limit) {
+    if (!a.valid || !b.valid) return a.valid && !b.valid;
+    const bool fa = a.peak <= limit, fb = b.peak <= limit;
+    if (fa != fb) return fa;
+    if (fa) return a.extra < b.extra || (a.extra == b.extra && a.peak < b.peak);
+    return a.peak < b.peak || (a.peak == b.peak && a.extra < b.extra);
+}
+
+bool offer(Found& best, const Bits& evict, const Cost& cost, i64 limit) {
+    if (!better(cost, best.cost, limit)) return false;
+    best.evict = evict;
+    best.cost = cost;
+    best.met = cost.valid && cost.peak <= limit;
+    return true;
+}
+
+double recipe_seconds(const Program& p, const std::vector<std::vector<i32>>& writers, i32 s) {
+    double t = 0;
+    for (i32 w : writers[s]) t += p.time[w];
+    return t;
+}
+
+}  // namespace
+
+Found greedy(Engine& engine, i64 limit, const Bits& start, const Budget& budget) {
+    const auto& gaps = engine.gaps();
+    const auto& p = engine.program();
+    Meter meter(engine, budget);
+    std::vector<std::vector<i32>> writers(p.storages);
+    for (i64 o = 0; o < p.ops; ++o) {
+        for (auto s = p.defines.begin(o); s != p.defines.end(o); ++s) writers[*s].push_back(static_cast<i32>(o));
+        for (auto s = p.mutates.begin(o); s != p.mutates.end(o); ++s) writers[*s].push_back(static_cast<i32>(o));
+    }
+    Found best{start, engine.evaluate(start.data(), limit)};
+    best.met = best.cost.valid && best.cost.peak <= limit;
+    std::vector<std::uint8_t> banned(gaps.size(), 0);
+    Bits now = best.evict;
+    Cost cost = best.cost;
+    while (cost.valid && cost.peak > limit && !meter.over(best)) {
+        struct Candidate { double price; i32 gap; };
+        std::vector<Candidate> found;
+        for (i32 g = 0; g < static_cast<i32>(gaps.size()); ++g) {
+            const Gap& x = gaps[g];
+            if (now[g] || banned[g] || x.from >= cost.peak_at || x.to <= cost.peak_at) continue;
+            found.push_back({recipe_seconds(p, writers, x.storage) / double(p.size[x.storage]), g});
+        }
+        if (found.empty()) break;
+        std::sort(found.begin(), found.end(), [](const Candidate& a, const Candidate& b) {
+            return a.price < b.price || (a.price == b.price && a.gap < b.gap);
+        });
+        // Take as many as the excess at this point asks for; halve the batch when that made things worse.
+        i64 need = cost.peak - limit;
+        std::size_t take = 0;
+        while (take < found.size() && need > 0) need -= p.size[gaps[found[take++].gap].storage];
+        for (;; take = (take + 1) / 2) {
+            Bits next = now;
+            for (std::size_t j = 0; j < take; ++j) next[found[j].gap] = 1;
+            const Cost c = engine.evaluate(next.data(), limit);
+            meter.spend(c);
+            const bool down = c.valid && (c.peak < cost.peak || (c.peak == cost.peak && c.excess < cost.excess));
+            if (down) {
+                now = std::move(next);
+                cost = c;
+                offer(best, now, cost, limit);
+                break;
+            }
+            if (take == 1) {
+                banned[found[0].gap] = 1;
+                break;
+            }
+        }
+    }
+    best.work = meter.work();
+    return best;
+}
+
+Found relax(Engine& engine, const Rows& groups, i64 limit, const Found& start, const Budget& budget) {
+    Meter meter(engine, budget);
+    Found best = start;
+    Bits now = best.evict;
+    for (i64 g = static_cast<i64>(groups.start.size()) - 2; g >= 0 && !meter.over(best); --g) {
+        bool any = false;
+        for (auto x = groups.begin(g); x != groups.end(g); ++x) any |= now[*x] != 0;
+        if (!any) continue;
+        Bits next = now;
+        for (auto x = groups.begin(g); x != groups.end(g); ++x) next[*x] = 0;
+        const Cost c = engine.evaluate(next.data(), limit, best.cost.extra);
+        meter.spend(c);
+        if (offer(best, next, c, limit)) now = std::move(next);
+    }
+    best.work = meter.work();
+    return best;
+}
+
+namespace {
+
+// One annealing move: a group (or part of it) set to what most of it is not; sometimes two of them at once.
+class Moves {
+  public:
+    Moves(const Rows& groups, i64 gaps, std::uint64_t seed) : groups_(groups), gaps_(gaps), rng_(seed) {}
+
+    double uniform() { return std::uniform_real_distribution<double>(0, 1)(rng_); }
+
+    void apply(Bits& bits, std::vector<i32>& changed) {
+        changed.clear();
+        one(bits, changed);
+        if (uniform() < 0.3) one(bits, changed);
+    }
+
+  private:
+    const Rows& groups_;
+    i64 gaps_;
+    std::mt19937_64 rng_;
+
+    i64 below(i64 n) { return static_cast<i64>(rng_() % static_cast<std::uint64_t>(n)); }
+
+    void one(Bits& bits, std::vector<i32>& changed) {
+        const i64 n = static_cast<i64>(groups_.start.size()) - 1;
+        if (n == 0 || uniform() < 0.25) {
+            flip(bits, changed, static_cast<i32>(below(gaps_)));
+            return;
+        }
+        const i64 g = below(n);
+        i64 lo = 0, hi = groups_.size(g);
+        const double kind = uniform();
+        if (kind < 0.25) hi = 1 + below(hi);
+        else if (kind < 0.5) lo = below(hi);
+        else if (kind < 0.6) lo = below(hi), hi = lo + 1 + below(hi - lo);
+        const i32* row = groups_.begin(g);
+        i64 ones = 0;
+        for (i64 j = lo; j < hi; ++j) ones += bits[row[j]];
+        const std::uint8_t to = 2 * ones < hi - lo || (2 * ones == hi - lo && uniform() < 0.5);
+        for (i64 j = lo; j < hi; ++j)
+            if (bits[row[j]] != to) flip(bits, changed, row[j]);
+    }
+
+    static void flip(Bits& bits, std::vector<i32>& changed, i32 gap) {
+        bits[gap] ^= 1;
+        changed.push_back(gap);
+    }
+};
+
+}  // namespace
+
+Found anneal(Engine& engine, const Rows& groups, i64 limit, const Bits& start, const Budget& budget) {
+    Found best{start, engine.evaluate(start.data(), limit)};
+    best.met = best.cost.valid && best.cost.peak <= limit;
+    if (engine.gaps().empty()) return best;
+    Meter meter(engine, budget);
+    Moves moves(groups, static_cast<i64>(engine.gaps().size()), budget.seed);
+    const double base = std::max(1e-12, engine.base_time());
+    const double room = std::max<double>(1, double(limit - engine.static_bytes()));
+    const double ops = double(std::max<i64>(1, engine.program().ops));
+    double price = 2.0;  // extra time (in step times) that one whole limit of excess is worth
+    auto energy = [&](const Cost& c) {
+        const double over = std::max<double>(0, double(c.peak - limit)) / room;
+        return c.extra / base + price * (over + c.excess / (room * ops));
+    };
+    Bits now = best.evict;
+    Cost cost = best.cost;
+    double at = energy(cost);
+    std::vector<i32> changed;
+    const double hot = 0.01, cold = 0.0001;
+    i64 calls = 0;
+    while (!meter.over(best)) {
+        const double t = hot * std::pow(cold / hot, std::min(1.0, meter.share()));
+        moves.apply(now, changed);
+        if (changed.empty()) {
+            meter.spend(Cost{});
+            continue;
+        }
+        const double reject_above = at - t * std::log(std::max(1e-12, moves.uniform()));
+        const Cost c = engine.evaluate(now.data(), limit, reject_above * base);
+        meter.spend(c);
+        const double e = c.valid ? energy(c) : std::numeric_limits<double>::infinity();
+        if (e <= reject_above) {
+            cost = c;
+            at = e;
+            offer(best, now, c, limit);
+        } else {
+            for (i32 g : changed) now[g] ^= 1;
+        }
+        if (++calls % 2000 == 0) {  // start again from the best now and then
+            if (!best.met) price = std::min(64.0, price * 1.5), at = energy(cost);
+            if (energy(best.cost) + 4 * t < at) now = best.evict, cost = best.cost, at = energy(cost);
+        }
+    }
+    best.work = meter.work();
+    return best;
+}
+
+}  // namespace tightship

@@ -1,0 +1,1 @@
+"""Facts about a graph, no choices: order, structure, bounds."""

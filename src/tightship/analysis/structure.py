@@ -1,0 +1,63 @@
+"""Repeated structure: which ops play the same role in different layers.
+
+Two sources, both heuristics for searches only (a wrong group costs time, never correctness): the module path
+with its numbers left out, and colour refinement (Weisfeiler and Leman, 1968) of the graph of ops, which needs no
+names at all.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+
+from tightship.graph import Graph
+
+__all__ = ["colours", "layer", "role"]
+
+_NUMBER = re.compile(r"\d+")
+_LAYER = re.compile(r"^(.*?\.\d+)(?:\.|$)")
+
+
+def role(graph: Graph, op: int) -> str:
+    """Module path without layer numbers, and the op's target; empty when the graph has no module paths."""
+    o = graph.ops[op]
+    return f"{_NUMBER.sub('#', o.module)}|{o.target}|{o.phase}" if o.module else ""
+
+
+def layer(graph: Graph, op: int) -> str:
+    """The outermost numbered part of the module path (``transformer.h.3``), or empty."""
+    m = _LAYER.match(graph.ops[op].module)
+    return m.group(1) if m else ""
+
+
+def colours(graph: Graph, rounds: int = 2) -> tuple[int, ...]:
+    """A colour per op: equal colours have the same target, sizes, and neighbourhood up to ``rounds`` steps."""
+    uses = graph.uses
+    size = [s.size for s in graph.storages]
+    ids: dict[object, int] = {}
+
+    def colour(key: object) -> int:
+        return ids.setdefault(key, len(ids))
+
+    now = [
+        colour((o.target, o.phase, tuple(size[s] for s in uses.defines[k]), len(uses.reads[k])))
+        for k, o in enumerate(graph.ops)
+    ]
+    for _ in range(rounds):
+        into: dict[int, list[int]] = defaultdict(list)
+        for k in range(len(graph.ops)):
+            for s in uses.reads[k]:
+                d = uses.definer[s]
+                if d >= 0:
+                    into[d].append(now[k])
+        now = [
+            colour(
+                (
+                    now[k],
+                    tuple(now[uses.definer[s]] if uses.definer[s] >= 0 else -1 for s in uses.reads[k]),
+                    tuple(sorted(into[k])),
+                )
+            )
+            for k in range(len(graph.ops))
+        ]
+    return tuple(now)

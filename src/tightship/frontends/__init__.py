@@ -1,0 +1,1 @@
+"""Something real -> Graph. Each front end is a module or package of its own."""

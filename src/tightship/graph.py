@@ -1,0 +1,286 @@
+"""Graph: ops, values and storages of one program, free of any framework.
+
+The order of ``Graph.ops`` is one legal execution order and is what gives mutation its meaning: an op that
+reads a storage sees the writes of the ops before it in that order. Everything here is frozen; planners refer
+to ops, values and storages by index.
+
+A **storage** is a run of bytes that several **values** may share (views, tuple elements, in-place results). A
+value whose storage is one of its op's input storages is an alias; it is a write only if the op *mutates* that
+storage. Storages of ``Graph.inputs`` belong to the caller (the static set): always resident, never freed.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import Any
+
+from tightship.errors import BadInput
+
+__all__ = ["Graph", "Op", "Request", "Storage", "Uses", "Value"]
+
+ALIGNMENT = 64
+"""Bytes every size and offset is rounded up to (what PyTorch's CPU allocator aligns to)."""
+
+
+def aligned(nbytes: int, alignment: int = ALIGNMENT) -> int:
+    """``nbytes`` rounded up to a multiple of ``alignment``."""
+    return -(-nbytes // alignment) * alignment
+
+
+@dataclass(frozen=True, slots=True)
+class Storage:
+    """Bytes that live and die together.
+
+    ``kind`` says what they hold, for people: parameter, buffer, state (of the optimiser), input, constant,
+    activation, gradient, output. ``size`` is bytes as the allocator counts them (already aligned).
+    """
+
+    name: str
+    size: int
+    kind: str = "activation"
+    pool: str = "device"
+
+
+@dataclass(frozen=True, slots=True)
+class Value:
+    """One tensor: a view of ``storage`` with ``shape`` and ``stride`` (elements) from ``offset`` (elements)."""
+
+    name: str
+    storage: int
+    dtype: str = ""
+    shape: tuple[int, ...] = ()
+    stride: tuple[int, ...] = ()
+    offset: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """One request an op makes of the allocator while it runs.
+
+    ``storage`` is the index into the storages the op defines (in ``Uses.defines`` order) that this request
+    becomes, or -1 for a temporary. ``start`` and ``end`` are event numbers inside the op (half-open); a
+    request that outlives the op has ``end == -1``.
+    """
+
+    size: int
+    storage: int
+    start: int
+    end: int
+
+
+@dataclass(frozen=True, slots=True)
+class Op:
+    """One operation.
+
+    ``mutates``  storages written in place (a later reader sees the new contents).
+    ``updates``  the part of ``mutates`` that a recomputation leaves alone: running statistics, which the op can
+                 compute its results without touching.
+    ``random``   draws from the random state; random ops keep their order (an explicit chain).
+    ``effect``   anything else that must happen exactly once (collectives, host side effects).
+    ``control``  ops that must run earlier although no value says so.
+    ``workspace`` bytes the op needs beyond its results while it runs: the maximum over the op's own run of
+                 (bytes it has requested and not yet freed) minus the bytes of its results.
+    ``requests`` the measured sequence of allocator requests, when known.
+    ``time`` seconds, ``flops`` floating-point operations. ``phase``: forward, backward or update.
+    ``calls``    graphs the op runs inside itself (loops, branches); their peak is added while it runs.
+    """
+
+    name: str
+    target: str
+    inputs: tuple[int, ...] = ()
+    outputs: tuple[int, ...] = ()
+    mutates: tuple[int, ...] = ()
+    updates: tuple[int, ...] = ()
+    random: bool = False
+    effect: bool = False
+    control: tuple[int, ...] = ()
+    time: float = 0.0
+    flops: int = 0
+    workspace: int = 0
+    requests: tuple[Request, ...] = ()
+    phase: str = "forward"
+    device: str = "cpu"
+    module: str = ""
+    source: str = ""
+    calls: tuple[Graph, ...] = ()
+
+    @property
+    def pure(self) -> bool:
+        """Whether running the op again gives the same results and changes nothing else but them."""
+        return not (self.random or self.effect)
+
+
+@dataclass(frozen=True, slots=True)
+class Uses:
+    """Storage-level facts derived from a graph, as tuples indexed by op or by storage.
+
+    ``reads[o]``    storages op ``o`` reads (each once, in first-use order; includes those it mutates).
+    ``defines[o]``  storages that come into being at op ``o``.
+    ``mutates[o]``  storages op ``o`` writes in place.
+    ``needs[o]``    version of each of ``reads[o]`` the op must see: the number of writes before it.
+    ``definer[s]``  op that defines storage ``s``; -1 when the caller owns it.
+    ``writers[s]``  ops that write ``s`` (definer first), ``readers[s]`` ops that read it, both ascending.
+    """
+
+    reads: tuple[tuple[int, ...], ...]
+    defines: tuple[tuple[int, ...], ...]
+    mutates: tuple[tuple[int, ...], ...]
+    needs: tuple[tuple[int, ...], ...]
+    definer: tuple[int, ...]
+    writers: tuple[tuple[int, ...], ...]
+    readers: tuple[tuple[int, ...], ...]
+
+
+@dataclass(frozen=True)
+class Graph:
+    """A program: ``ops`` in a legal order over ``values`` over ``storages``.
+
+    Raises ``BadInput`` on construction when an index is out of range, a value is used before it is defined, a
+    value is defined twice, or a size is negative.
+    """
+
+    ops: tuple[Op, ...]
+    values: tuple[Value, ...]
+    storages: tuple[Storage, ...]
+    inputs: tuple[int, ...] = ()
+    outputs: tuple[int, ...] = ()
+    name: str = "graph"
+    meta: dict[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        _check(self)
+
+    @cached_property
+    def uses(self) -> Uses:
+        return _uses(self)
+
+    @cached_property
+    def static(self) -> frozenset[int]:
+        """Storages the caller owns."""
+        return frozenset(self.values[v].storage for v in self.inputs)
+
+    @cached_property
+    def kept(self) -> frozenset[int]:
+        """Storages that must be there when the graph ends."""
+        return frozenset(self.values[v].storage for v in self.outputs)
+
+    @cached_property
+    def static_bytes(self) -> int:
+        return sum(self.storages[s].size for s in self.static)
+
+    @cached_property
+    def digest(self) -> str:
+        """SHA-256 of the structure (ops, aliasing, sizes, flags); measured times and workspaces stay out."""
+        h = hashlib.sha256()
+        for s in self.storages:
+            h.update(f"s{s.size},{s.pool};".encode())
+        for v in self.values:
+            h.update(f"v{v.storage},{v.dtype},{v.shape},{v.stride},{v.offset};".encode())
+        for o in self.ops:
+            parts = (o.target, o.inputs, o.outputs, o.mutates, o.updates, o.random, o.effect, o.control)
+            h.update(f"o{parts}{tuple(g.digest for g in o.calls)};".encode())
+        h.update(f"i{self.inputs}o{self.outputs}".encode())
+        return h.hexdigest()
+
+    def place(self, op: int) -> str:
+        """Where an op comes from, for messages: ``module.path · file:line``."""
+        o = self.ops[op]
+        return " · ".join(x for x in (o.module, o.source) if x) or o.name
+
+    def with_ops(self, ops: tuple[Op, ...]) -> Graph:
+        """The same graph with other measurements on its ops (times, workspaces, requests)."""
+        return replace(self, ops=ops)
+
+
+def _check(g: Graph) -> None:
+    def bad(rule: str, value: object, place: str) -> BadInput:
+        return BadInput(rule, value, place)
+
+    for s in g.storages:
+        if s.size < 0:
+            raise bad("a storage's size is not negative", s.size, f"storage {s.name!r}")
+    for v in g.values:
+        if not 0 <= v.storage < len(g.storages):
+            raise bad("a value's storage is an index of Graph.storages", v.storage, f"value {v.name!r}")
+    defined = bytearray(len(g.values))
+    for i in g.inputs:
+        if not 0 <= i < len(g.values):
+            raise bad("a graph input is an index of Graph.values", i, "Graph.inputs")
+        defined[i] = 1
+    for k, o in enumerate(g.ops):
+        for i in o.inputs:
+            if not 0 <= i < len(g.values):
+                raise bad("an op's input is an index of Graph.values", i, f"op {o.name!r}")
+            if not defined[i]:
+                raise bad("a value is defined before it is used", g.values[i].name, f"op {o.name!r}")
+        for i in o.outputs:
+            if not 0 <= i < len(g.values):
+                raise bad("an op's output is an index of Graph.values", i, f"op {o.name!r}")
+            if defined[i]:
+                raise bad("a value is defined once", g.values[i].name, f"op {o.name!r}")
+            defined[i] = 1
+        for s_ in o.mutates:
+            if not 0 <= s_ < len(g.storages):
+                raise bad("a mutated storage is an index of Graph.storages", s_, f"op {o.name!r}")
+        if not set(o.updates) <= set(o.mutates):
+            raise bad("Op.updates is part of Op.mutates", o.updates, f"op {o.name!r}")
+        for c in o.control:
+            if not 0 <= c < k:
+                raise bad("a control predecessor stands earlier in the graph's order", c, f"op {o.name!r}")
+    for i in g.outputs:
+        if not 0 <= i < len(g.values) or not defined[i]:
+            raise bad("a graph output is a defined value", i, "Graph.outputs")
+
+
+def _uses(g: Graph) -> Uses:
+    n = len(g.storages)
+    store = [v.storage for v in g.values]
+    alive = [False] * n
+    for s in g.static:
+        alive[s] = True
+    version = [0] * n
+    definer = [-1] * n
+    writers: list[list[int]] = [[] for _ in range(n)]
+    readers: list[list[int]] = [[] for _ in range(n)]
+    reads, defines, mutates, needs = [], [], [], []
+    for k, o in enumerate(g.ops):
+        r = tuple(dict.fromkeys([*(store[v] for v in o.inputs), *o.mutates]))
+        d = tuple(dict.fromkeys(s for s in (store[v] for v in o.outputs) if not alive[s]))
+        r = tuple(s for s in r if s not in d)
+        m = tuple(s for s in dict.fromkeys(o.mutates) if s not in d)
+        for s in r:
+            if not alive[s]:
+                raise BadInput("a storage is defined before it is used", g.storages[s].name, f"op {o.name!r}")
+            readers[s].append(k)
+        needs.append(tuple(version[s] for s in r))
+        for s in d:
+            alive[s] = True
+            definer[s] = k
+        for s in (*d, *m):
+            writers[s].append(k)
+            version[s] += 1
+        reads.append(r)
+        defines.append(d)
+        mutates.append(m)
+    freeze = lambda rows: tuple(tuple(x) for x in rows)  # noqa: E731
+    return Uses(
+        tuple(reads),
+        tuple(defines),
+        tuple(mutates),
+        tuple(needs),
+        tuple(definer),
+        freeze(writers),
+        freeze(readers),
+    )
+
+
+def walk(graph: Graph) -> Iterator[tuple[str, Graph]]:
+    """The graph and every graph called inside it, outermost first, each with a path for messages."""
+    yield graph.name, graph
+    for o in graph.ops:
+        for c in o.calls:
+            for path, inner in walk(c):
+                yield f"{graph.name}/{o.name}/{path}", inner

@@ -1,0 +1,138 @@
+"""Plan: what to do with a graph, as a list of steps and a placement; Problem and Solution for placement alone.
+
+Bytes of a storage can be present in three **forms**: ``full`` (usable by ops, in the device pool), ``packed``
+(compressed, in the device pool) and ``host`` (copied out). Each form is resident from the step that makes it to
+the ``free`` step that ends it.
+
+==========  =====================================================================================================
+compute     run ``op``; every storage it defines becomes resident.
+recompute   run ``op`` again; of the storages it defines, those in ``storages`` become resident again, the others
+            exist only while the step runs. ``Op.updates`` are left alone.
+offload     copy ``storages`` to the host pool (form ``host``); the full form stays until it is freed.
+fetch       make ``storages`` full again from their host form.
+compress    make a packed form of ``nbytes``; the full form stays until it is freed.
+decompress  make ``storages`` full again from their packed form.
+free        end the residence of ``storages`` in ``form``.
+==========  =====================================================================================================
+
+Streams: 0 computes, others copy. A step waits for the steps in ``waits``; within a stream steps run in order.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+__all__ = ["KINDS", "Buffer", "Plan", "Problem", "Residence", "Solution", "Step"]
+
+KINDS = ("compute", "recompute", "offload", "fetch", "compress", "decompress", "free")
+FORMS = ("full", "packed", "host")
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    kind: str
+    op: int = -1
+    storages: tuple[int, ...] = ()
+    form: str = "full"
+    nbytes: int = 0
+    stream: int = 0
+    waits: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Residence:
+    """One stay of a storage in memory: steps ``[start, end)``, at ``offset`` (bytes) of ``pool``.
+
+    ``storage`` is -1 for scratch: a temporary request of the step's op (``request`` is its index in
+    ``Op.requests``) or the op's workspace as one block (``request`` -1). A storage that a recomputation makes
+    but does not keep is a residence of that one step. ``first`` and ``last`` are the events within the first
+    step at which the bytes are taken and within the last step at which they are given back (-1: with the
+    step itself).
+    """
+
+    storage: int
+    start: int
+    end: int
+    size: int
+    offset: int = 0
+    pool: str = "device"
+    form: str = "full"
+    request: int = -1
+    first: int = -1
+    last: int = -1
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A decision about a graph and what it costs. Bytes count the static set too, times are seconds.
+
+    ``peak`` is the most bytes in use at any time, ``arena`` the bytes the placement spans beyond ``static``;
+    ``lower_bound`` is a peak no plan of this graph can beat. ``evictions`` counts by kind.
+    """
+
+    digest: str
+    steps: tuple[Step, ...]
+    residences: tuple[Residence, ...] = ()
+    budget: int | None = None
+    peak: int = 0
+    peak_before: int = 0
+    static: int = 0
+    arena: int = 0
+    lower_bound: int = 0
+    time: float = 0.0
+    time_before: float = 0.0
+    planner: str = ""
+    seconds: float = 0.0
+    moved: int = 0
+    source: str = ""
+    command: str = ""
+    notes: tuple[str, ...] = ()
+    meta: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def met(self) -> bool:
+        """Whether peak and placed bytes are both within the budget (always, when there is none)."""
+        return self.budget is None or max(self.peak, self.static + self.arena) <= self.budget
+
+    def count(self, kind: str) -> int:
+        return sum(1 for s in self.steps if s.kind == kind)
+
+    @property
+    def gap(self) -> float:
+        """How far the peak is above the lower bound, as a fraction of the bound."""
+        return self.peak / self.lower_bound - 1 if self.lower_bound else 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Buffer:
+    """Something to place: ``size`` bytes alive in ``[lower, upper)`` (any integer time axis)."""
+
+    id: str
+    lower: int
+    upper: int
+    size: int
+    alignment: int = 1
+    pinned: int | None = None
+
+
+@dataclass(frozen=True)
+class Problem:
+    buffers: tuple[Buffer, ...]
+    capacity: int | None = None
+
+
+@dataclass(frozen=True)
+class Solution:
+    """Offsets (bytes) for a problem's buffers, in their order, and the arena they span."""
+
+    offsets: tuple[int, ...]
+    arena: int
+    lower_bound: int = 0
+    planner: str = ""
+    seconds: float = 0.0
+    work: int = 0
+
+    @property
+    def optimal(self) -> bool:
+        return self.arena == self.lower_bound

@@ -1,0 +1,152 @@
+"""What every eviction planner shares: the C++ engine over a graph and an order, groups of gaps, and the way
+from decisions back to steps."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tightship import _core
+from tightship.analysis.structure import colours, layer, role
+from tightship.graph import Graph
+from tightship.plan import Step
+from tightship.simulate import extra_bytes
+
+__all__ = ["Bits", "Decision", "Frame", "Progress", "Rows"]
+
+Bits = NDArray[np.uint8]
+Rows = tuple[NDArray[np.int64], NDArray[np.int32]]
+Progress = Callable[[int, float, bool], bool]
+"""Told (peak bytes, extra seconds, whether the limit is met) now and then; true stops the search."""
+
+_KINDS = ("compute", "recompute", "free")
+
+
+def pack(lists: Sequence[Sequence[int]]) -> Rows:
+    """Rows of integers as start offsets and one flat array."""
+    start = np.zeros(len(lists) + 1, dtype=np.int64)
+    np.cumsum([len(r) for r in lists], out=start[1:])
+    flat = np.fromiter((x for r in lists for x in r), dtype=np.int32, count=int(start[-1]))
+    return start, flat
+
+
+@dataclass(frozen=True)
+class Decision:
+    """Which gaps are evicted, and what it costs: peak bytes, extra seconds, ops run again, work spent.
+
+    ``steps`` is set by planners that lower their decisions themselves."""
+
+    evict: Bits
+    peak: int
+    extra: float
+    runs: int
+    met: bool
+    valid: bool = True
+    work: int = 0
+    steps: tuple[Step, ...] | None = None
+
+    def beats(self, other: Decision) -> bool:
+        """Met before unmet; among met ones less time, among unmet ones a lower peak."""
+        if self.valid != other.valid or self.met != other.met:
+            return (self.valid, self.met) > (other.valid, other.met)
+        mine, theirs = (self.extra, self.peak), (other.extra, other.peak)
+        return mine < theirs if self.met else mine[::-1] < theirs[::-1]
+
+
+@dataclass(frozen=True)
+class Frame:
+    """A graph and an order, ready for evaluation of eviction decisions."""
+
+    graph: Graph
+    order: tuple[int, ...]
+
+    @cached_property
+    def engine(self) -> Any:
+        g, u = self.graph, self.graph.uses
+        n = len(g.storages)
+        owned, kept = np.zeros(n, np.uint8), np.zeros(n, np.uint8)
+        owned[list(g.static)] = 1
+        kept[[s for s in g.kept if s not in g.static]] = 1
+        return _core.Engine(
+            reads=pack(u.reads),
+            needs=pack(u.needs),
+            defines=pack(u.defines),
+            mutates=pack(u.mutates),
+            updates=pack([o.updates for o in g.ops]),
+            extra=np.array([extra_bytes(o) for o in g.ops], dtype=np.int64),
+            time=np.array([o.time for o in g.ops], dtype=np.float64),
+            pure=np.array([o.pure for o in g.ops], dtype=np.uint8),
+            size=np.array([s.size for s in g.storages], dtype=np.int64),
+            owned=owned,
+            kept=kept,
+            order=np.array(self.order, dtype=np.int32),
+        )
+
+    @cached_property
+    def gaps(self) -> NDArray[np.int32]:
+        """One row per gap: storage, position it begins at, position it ends at."""
+        return np.stack(self.engine.gaps, axis=1) if len(self.engine.gaps[0]) else np.zeros((0, 3), np.int32)
+
+    @cached_property
+    def classes(self) -> tuple[tuple[int, ...], ...]:
+        """Gaps of the same role in different layers, by position."""
+        u = self.graph.uses
+        hues = colours(self.graph)
+        by_role: dict[object, list[int]] = defaultdict(list)
+        by_hue: dict[object, list[int]] = defaultdict(list)
+        nth: dict[int, int] = defaultdict(int)
+        for g, (s, _, to) in enumerate(self.gaps.tolist()):
+            k = u.definer[s]
+            which = (u.defines[k].index(s), nth[s])
+            nth[s] += 1
+            user = hues[self.order[to]] if to < len(self.order) else -1
+            by_hue[hues[k], which, user].append(g)
+            if name := role(self.graph, k):
+                by_role[name, which].append(g)
+        rows = {tuple(r) for d in (by_role, by_hue) for r in d.values()}
+        return tuple(sorted(rows))
+
+    @cached_property
+    def layers(self) -> tuple[tuple[int, ...], ...]:
+        """Gaps of one numbered module, by position."""
+        by_layer: dict[str, list[int]] = defaultdict(list)
+        for g, (s, _, _) in enumerate(self.gaps.tolist()):
+            if name := layer(self.graph, self.graph.uses.definer[s]):
+                by_layer[name].append(g)
+        return tuple(tuple(r) for r in by_layer.values())
+
+    @cached_property
+    def groups(self) -> Rows:
+        """What searches move together: every class and every layer with more than one gap."""
+        rows = [r for r in (*self.classes, *self.layers) if len(r) > 1]
+        return pack(rows or [list(range(len(self.gaps)))])
+
+    @cached_property
+    def singles(self) -> Rows:
+        """Every gap alone, largest first."""
+        size = [self.graph.storages[int(s)].size for s in self.gaps[:, 0]]
+        return pack([[g] for g in sorted(range(len(size)), key=lambda g: size[g])])
+
+    def nothing(self) -> Bits:
+        return np.zeros(len(self.gaps), dtype=np.uint8)
+
+    def cost(self, evict: Bits, limit: int) -> Decision:
+        c = self.engine.evaluate(evict, limit)
+        met = c["valid"] and c["peak"] <= limit
+        return Decision(evict, c["peak"], c["extra"], c["runs"], met, c["valid"])
+
+    def found(self, result: tuple[Bits, dict[str, Any], int, bool]) -> Decision:
+        evict, c, work, met = result
+        return Decision(evict, c["peak"], c["extra"], c["runs"], met, c["valid"], work)
+
+    def steps(self, evict: Bits) -> tuple[Step, ...]:
+        """The steps that carry a decision out."""
+        return tuple(
+            Step(_KINDS[kind], op=op, storages=storages) for kind, op, storages in self.engine.emit(evict)
+        )

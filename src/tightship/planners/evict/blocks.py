@@ -1,0 +1,63 @@
+"""Checkpoint per block: keep one tensor per layer (or a few), recompute the rest.
+
+Problem: the saved set of activation checkpointing, found without being told where the blocks are. Measure:
+extra seconds among those that meet the limit, else the peak. Source: Chen et al. 2016, "Training deep nets with
+sublinear memory cost"; PyTorch's ``checkpoint`` around each block. Every class of repeated tensors is tried as the
+set to keep, alone and then together with the best so far. Guarantee: none on optimality; a good seed. Complexity:
+classes x replay. Known limits: only sees repeated structure.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from tightship.planners.evict._frame import Bits, Decision, Frame
+
+__all__ = ["Options", "plan"]
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """``keep``: how many classes are kept at most. ``every``: keep the tensors of every n-th layer, each tried."""
+
+    keep: int = 3
+    every: tuple[int, ...] = (1, 2, 3, 4)
+    tries: int = 600
+
+
+def plan(frame: Frame, limit: int, options: Options | None = None) -> Decision:
+    """The best of: evict everything but up to ``keep`` classes of repeated tensors."""
+    o = options or Options()
+    far = _crossing(frame)
+    best = frame.cost(far, limit)
+    classes = [r for r in frame.classes if len(r) > 2 and far[list(r)].any()]
+    classes.sort(key=lambda r: -sum(int(frame.graph.storages[frame.gaps[g][0]].size) for g in r))
+    tries = 0
+    for _ in range(o.keep):
+        start, round_best = best.evict, best
+        for row in classes:
+            for every in o.every:
+                tries += 1
+                if tries > o.tries:
+                    return best
+                bits = start.copy()
+                bits[list(row[::every])] = 0
+                found = frame.cost(bits, limit)
+                if found.beats(round_best):
+                    round_best = found
+        if round_best is best:
+            break
+        best = round_best
+    return best
+
+
+def _crossing(frame: Frame) -> Bits:
+    """Gaps that span the point where most bytes are alive."""
+    bits = frame.nothing()
+    if len(bits):
+        line = frame.engine.profile(bits)
+        peak = int(np.argmax(line))
+        bits[(frame.gaps[:, 1] < peak) & (frame.gaps[:, 2] > peak)] = 1
+    return bits

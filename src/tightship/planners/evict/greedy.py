@@ -1,0 +1,35 @@
+"""Evict at the highest point, cheapest seconds per byte first, until the limit is met.
+
+Problem: choose gaps to recompute so that the peak is within the limit. Measure: seconds of recomputation per
+byte gone from the point of the peak. Source: the loop of XLA's HloRematerialization (behaviours R5, R9, R18,
+R19), on gaps and with true costs. Guarantee: never accepts a step that raises the overall peak; reproducible.
+Complexity: near-linear (batches of evictions per replay). Known limits: greedy; does not see that two evictions
+share a recomputation.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from tightship.planners.evict._frame import Decision, Frame, Progress
+
+__all__ = ["Options", "plan"]
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """``work``: ops simulated at most. ``seconds``: wall clock at most."""
+
+    work: int = 200_000_000
+    seconds: float = 10.0
+
+
+def plan(
+    frame: Frame, limit: int, options: Options | None = None, progress: Progress | None = None
+) -> Decision:
+    """Evictions chosen greedily, then those not needed given back group by group."""
+    o = options or Options()
+    first = frame.found(frame.engine.greedy(limit, frame.nothing(), o.work, o.seconds, 0, progress))
+    if not first.met:
+        return first
+    return frame.found(frame.engine.relax(frame.groups, limit, first.evict, o.work, o.seconds))

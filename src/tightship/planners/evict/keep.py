@@ -1,0 +1,23 @@
+"""Keep everything: nothing is evicted.
+
+Problem: the reference every other plan is measured against. Measure: none. Source: what eager execution does,
+less what it holds longer than needed. Guarantee: no extra time. Complexity: one replay.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from tightship.planners.evict._frame import Decision, Frame
+
+__all__ = ["Options", "plan"]
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """No choices."""
+
+
+def plan(frame: Frame, limit: int, options: Options | None = None) -> Decision:
+    """The decision that evicts nothing."""
+    return frame.cost(frame.nothing(), limit)

@@ -1,0 +1,105 @@
+"""Where every byte of a plan lies: steps -> residences, placed.
+
+Time is cut finer than steps: an op's measured requests have events of their own, so that a temporary freed
+inside an op can share bytes with a result the same op asks for later, as the allocator will see it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from tightship.graph import Graph, Op
+from tightship.plan import Residence, Step
+from tightship.planners.place import portfolio
+
+__all__ = ["Layout", "lay_out", "stays"]
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """Placed residences; ``arena`` bytes they span, ``load`` the most of them alive at once (the bound)."""
+
+    residences: tuple[Residence, ...]
+    arena: int
+    load: int
+    handed: int
+
+
+def _width(op: Op) -> int:
+    ends = [max(r.start + 1, r.end) for r in op.requests]
+    return max(ends, default=0) + 1
+
+
+def stays(graph: Graph, steps: Sequence[Step]) -> Iterator[Residence]:
+    """Every residence the steps imply outside the static set, in order of their first step, not yet placed."""
+    uses = graph.uses
+    size = [s.size for s in graph.storages]
+    begun: dict[tuple[int, str], tuple[int, int, int]] = {}
+    out: list[Residence] = []
+    for i, step in enumerate(steps):
+        if step.kind in ("compute", "recompute"):
+            op = graph.ops[step.op]
+            made = uses.defines[step.op]
+            first = {r.storage: r.start for r in op.requests if r.storage >= 0}
+            for j, s in enumerate(made):
+                if step.kind == "compute" or s in step.storages:
+                    begun[s, "full"] = (i, first.get(j, -1), size[s])
+                elif size[s]:
+                    out.append(Residence(s, i, i + 1, size[s], first=first.get(j, -1)))
+            out.extend(_scratch(op, i))
+        elif step.kind == "free":
+            for s in step.storages:
+                start, event, nbytes = begun.pop((s, step.form))
+                if nbytes:
+                    pool = "host" if step.form == "host" else "device"
+                    out.append(Residence(s, start, i, nbytes, 0, pool, step.form, first=event))
+        elif step.kind in ("fetch", "decompress"):
+            begun.update({(s, "full"): (i, -1, size[s]) for s in step.storages})
+        elif step.kind == "offload":
+            begun.update({(s, "host"): (i, -1, size[s]) for s in step.storages})
+        else:
+            begun.update({(s, "packed"): (i, -1, step.nbytes) for s in step.storages})
+    for (s, form), (start, event, nbytes) in begun.items():
+        if nbytes:
+            out.append(Residence(s, start, len(steps), nbytes, form=form, first=event))
+    yield from sorted(out, key=lambda r: (r.start, r.request, r.storage))
+
+
+def _scratch(op: Op, i: int) -> Iterator[Residence]:
+    temporaries = [(k, r) for k, r in enumerate(op.requests) if r.storage < 0]
+    for k, r in temporaries:
+        if r.size:
+            yield Residence(-1, i, i + 1, r.size, request=k, first=r.start, last=r.end)
+    if op.workspace and not op.requests:
+        yield Residence(-1, i, i + 1, op.workspace)
+
+
+def lay_out(
+    graph: Graph,
+    steps: Sequence[Step],
+    *,
+    hand_out: bool = True,
+    seconds: float = 2.0,
+    work: int = 20_000_000,
+    seed: int = 0,
+) -> Layout:
+    """Offsets for everything the steps make. With ``hand_out`` the graph's outputs leave the arena: they are
+    given to the caller in memory of their own (pool ``out``)."""
+    rows = list(stays(graph, steps))
+    ticks = np.zeros(len(steps) + 1, dtype=np.int64)
+    for i, step in enumerate(steps):
+        ticks[i + 1] = ticks[i] + (_width(graph.ops[step.op]) if step.op >= 0 else 1)
+    leaves = {r for r in rows if hand_out and r.storage in graph.kept and r.end == len(steps)}
+    placed = [r for r in rows if r not in leaves and r.pool == "device"]
+    lower = np.array([ticks[r.start] + max(r.first, 0) for r in placed], dtype=np.int64)
+    upper = np.array([ticks[r.end - 1] + r.last if r.last >= 0 else ticks[r.end] for r in placed], dtype=np.int64)
+    size = np.array([r.size for r in placed], dtype=np.int64)
+    offsets, arena, load = portfolio.offsets(lower, upper, size, time_limit=seconds, work_limit=work, seed=seed)
+    at = {r: int(o) for r, o in zip(placed, offsets, strict=True)}
+    done = tuple(
+        replace(r, pool="out", offset=0) if r in leaves else replace(r, offset=at.get(r, 0)) for r in rows
+    )
+    return Layout(done, int(arena), int(load), sum(r.size for r in leaves))

@@ -1,0 +1,1 @@
+"""Planners that decide the order of ops: graph -> order."""

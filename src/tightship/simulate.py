@@ -1,0 +1,225 @@
+"""Replay a plan's steps: bytes at every step, time with copy streams, the peak and who makes it up.
+
+This is the reference: plain Python, the definition of what a plan costs. The C++ engine that planners call in
+their inner loop is tested equal to it. Bytes are those of the device pool, the static set included.
+
+A compute or recompute step needs, beyond what is resident, every storage its op defines (also those a
+recomputation does not keep, also a second copy of those still there) and the op's workspace.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NoReturn
+
+from tightship.errors import BadInput
+from tightship.graph import Graph, Op
+from tightship.plan import Step
+
+__all__ = ["Timeline", "baseline", "extra_bytes", "replay"]
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """What a list of steps costs.
+
+    ``during[i]`` device bytes in use while step ``i`` runs, ``resident[i]`` bytes left after it. ``time`` is
+    seconds until the last stream ends. ``at_peak`` lists what makes up the peak: (storage, bytes), storage -1
+    for what the op at the peak needs while it runs.
+    """
+
+    during: tuple[int, ...]
+    resident: tuple[int, ...]
+    peak: int
+    peak_step: int
+    time: float
+    compute_time: float
+    host_peak: int
+    at_peak: tuple[tuple[int, int], ...]
+
+
+def extra_bytes(op: Op) -> int:
+    """Workspace of an op plus the most that graphs called inside it need beyond their inputs."""
+    inner = 0
+    for g in op.calls:
+        line = replay(g, baseline(g))
+        inner = max(inner, line.peak - g.static_bytes)
+    return op.workspace + inner
+
+
+def baseline(graph: Graph, order: Sequence[int] | None = None) -> tuple[Step, ...]:
+    """The steps that keep everything: each op once in ``order``, every storage freed after its last use."""
+    uses = graph.uses
+    order = range(len(graph.ops)) if order is None else order
+    last: dict[int, int] = {}
+    for k in order:
+        for s in (*uses.reads[k], *uses.defines[k], *uses.mutates[k]):
+            last[s] = k
+    stay = graph.static | graph.kept
+    steps = []
+    for k in order:
+        steps.append(Step("compute", op=k))
+        touched = dict.fromkeys((*uses.reads[k], *uses.defines[k]))
+        dead = tuple(s for s in touched if last[s] == k and s not in stay)
+        if dead:
+            steps.append(Step("free", storages=dead))
+    return tuple(steps)
+
+
+class _Machine:
+    """The state a replay goes through: which forms are resident, in which version, and stream clocks."""
+
+    def __init__(self, graph: Graph, bandwidth: float) -> None:
+        self.graph, self.uses, self.bandwidth = graph, graph.uses, bandwidth
+        n = len(graph.storages)
+        self.full = [False] * n
+        self.version = [0] * n
+        self.packed = [0] * n
+        self.host = [False] * n
+        for s in graph.static:
+            self.full[s] = True
+        self.live = graph.static_bytes
+        self.host_live = self.host_peak = 0
+        self.clock: dict[int, float] = {}
+        self.done: list[float] = []
+        self.compute_time = 0.0
+        self.ran = [False] * len(graph.ops)
+
+    def fail(self, rule: str, value: object, i: int) -> NoReturn:
+        raise BadInput(rule, value, f"step {i} of the plan for {self.graph.name!r}")
+
+    def name(self, s: int) -> str:
+        return self.graph.storages[s].name
+
+    def step(self, i: int, step: Step) -> int:
+        """Apply one step; returns the bytes in use while it runs."""
+        if step.kind in ("compute", "recompute"):
+            return self.run(i, step)
+        if step.kind == "free":
+            return self.free(i, step)
+        if step.kind in ("offload", "fetch", "compress", "decompress"):
+            return self.move(i, step)
+        self.fail("a step's kind is one of plan.KINDS", step.kind, i)
+
+    def run(self, i: int, step: Step) -> int:
+        """Run the op of a compute or recompute step; returns the bytes in use while it runs."""
+        again = step.kind == "recompute"
+        op, k = self.graph.ops[step.op], step.op
+        if again != self.ran[k]:
+            self.fail("an op is computed once, and recomputed only after that", op.name, i)
+        if again and not op.pure:
+            self.fail("an op with random state or effects is never recomputed", op.name, i)
+        self.ran[k] = True
+        skip = set(op.updates) if again else set()
+        for s, need in zip(self.uses.reads[k], self.uses.needs[k], strict=True):
+            if s in skip:
+                continue
+            if not self.full[s]:
+                self.fail("an op's inputs are resident when it runs", f"{op.name} reads {self.name(s)}", i)
+            if self.version[s] != need:
+                self.fail("an op sees the contents it saw at first", f"{op.name} reads {self.name(s)}", i)
+        for s in self.uses.mutates[k]:
+            if s not in skip:
+                self.version[s] += 1
+        made = self.uses.defines[k]
+        during = self.live + sum(self.graph.storages[s].size for s in made) + extra_bytes(op)
+        for s in step.storages if again else made:
+            if s not in made or self.full[s]:
+                self.fail("a recomputation restores what is not resident", self.name(s), i)
+            self.full[s], self.version[s] = True, 1
+            self.live += self.graph.storages[s].size
+        self.compute_time += op.time
+        self.advance(step, op.time)
+        return during
+
+    def move(self, i: int, step: Step) -> int:
+        """Offload, fetch, compress, decompress: one form made from another."""
+        seconds = 0.0
+        for s in step.storages:
+            size = self.graph.storages[s].size
+            seconds += size / self.bandwidth
+            there = {"offload": self.full[s], "compress": self.full[s], "fetch": self.host[s]}
+            if not there.get(step.kind, bool(self.packed[s])):
+                self.fail(f"{step.kind} needs the form it copies from", self.name(s), i)
+            if step.kind == "offload":
+                self.host[s] = True
+                self.host_live += size
+                self.host_peak = max(self.host_peak, self.host_live)
+            elif step.kind == "compress":
+                self.packed[s] = step.nbytes
+                self.live += step.nbytes
+            else:
+                if self.full[s]:
+                    self.fail(f"{step.kind} restores what is not resident", self.name(s), i)
+                self.full[s] = True
+                self.live += size
+        self.advance(step, seconds)
+        return self.live
+
+    def free(self, i: int, step: Step) -> int:
+        before = self.live
+        for s in step.storages:
+            size = self.graph.storages[s].size
+            if s in self.graph.static:
+                self.fail("the caller's storages are not freed", self.name(s), i)
+            if step.form == "host" and self.host[s]:
+                self.host[s] = False
+                self.host_live -= size
+            elif step.form == "packed" and self.packed[s]:
+                self.live -= self.packed[s]
+                self.packed[s] = 0
+            elif step.form == "full" and self.full[s]:
+                self.full[s] = False
+                self.live -= size
+            else:
+                self.fail("only what is resident is freed", f"{self.name(s)} ({step.form})", i)
+        self.advance(step, 0.0)
+        return before
+
+    def advance(self, step: Step, seconds: float) -> None:
+        start = max([self.clock.get(step.stream, 0.0), *(self.done[w] for w in step.waits)])
+        self.clock[step.stream] = start + seconds
+        self.done.append(start + seconds)
+
+    def residents(self) -> list[tuple[int, int]]:
+        rows = [(s, self.graph.storages[s].size) for s, f in enumerate(self.full) if f]
+        return rows + [(s, b) for s, b in enumerate(self.packed) if b]
+
+
+def replay(graph: Graph, steps: Sequence[Step], *, bandwidth: float = 16e9) -> Timeline:
+    """Run ``steps`` on paper. ``bandwidth`` is bytes per second of a copy.
+
+    Raises ``BadInput`` naming the step where the steps break a rule (``verify`` collects all violations).
+    """
+    m = _Machine(graph, bandwidth)
+    during: list[int] = []
+    resident: list[int] = []
+    peak, peak_step = m.live, -1
+    for i, step in enumerate(steps):
+        now = m.step(i, step)
+        if now > peak:
+            peak, peak_step = now, i
+        during.append(now)
+        resident.append(m.live)
+    return Timeline(
+        tuple(during),
+        tuple(resident),
+        peak,
+        peak_step,
+        max(m.clock.values(), default=0.0),
+        m.compute_time,
+        m.host_peak,
+        _at_peak(graph, steps[: peak_step + 1]),
+    )
+
+
+def _at_peak(graph: Graph, steps: Sequence[Step]) -> tuple[tuple[int, int], ...]:
+    """Who is in memory while the last of ``steps`` runs (a second replay: the peak is known only at the end)."""
+    m = _Machine(graph, 1.0)
+    now = m.live
+    for i, step in enumerate(steps):
+        now = m.step(i, step)
+    rows = m.residents()
+    rest = now - sum(b for _, b in rows)
+    return tuple(rows + ([(-1, rest)] if rest else []))
