@@ -4,6 +4,9 @@
 
 namespace nb = nanobind;
 
+void bind_place(nb::module_& m);   // bind_place.cpp
+void bind_search(nb::module_& m);  // bind_search.cpp
+
 namespace {
 
 // Raised by one whenever a binding changes its meaning, so that a stale build can be told from a current one.
@@ -14,4 +17,6 @@ constexpr int kAbi = 1;
 NB_MODULE(_core, m) {
   m.doc() = "Hot search loops of tightship. Private: use the planners instead.";
   m.def("abi", [] { return kAbi; }, "Version of the interface between this module and the Python code.");
+  bind_place(m);
+  bind_search(m);
 }

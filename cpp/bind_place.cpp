@@ -1,0 +1,111 @@
+// Python bindings of placement. Arrays are int64, contiguous and of one length; the Python side checks them.
+
+#include <nanobind/nanobind.h>
+#include <nanobind/ndarray.h>
+#include <nanobind/stl/tuple.h>
+
+#include <memory>
+#include <tuple>
+
+#include "place.h"
+
+namespace nb = nanobind;
+
+namespace tightship::place {
+
+namespace {
+
+using Array = nb::ndarray<const i64, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
+using Result = nb::ndarray<i64, nb::numpy, nb::ndim<1>>;
+
+Result to_numpy(std::vector<i64> values) {
+    auto owned = std::make_unique<std::vector<i64>>(std::move(values));
+    i64* data = owned->data();
+    const std::size_t count = owned->size();
+    nb::capsule owner(owned.release(), [](void* p) noexcept { delete static_cast<std::vector<i64>*>(p); });
+    return Result(data, {count}, owner);
+}
+
+Buffers from_numpy(const Array& lower, const Array& upper, const Array& size, const Array* alignment,
+                   const Array* pinned) {
+    const std::size_t n = size.shape(0);
+    if (lower.shape(0) != n || upper.shape(0) != n || (alignment && alignment->shape(0) != n) ||
+        (pinned && pinned->shape(0) != n))
+        throw nb::value_error("arrays of one length");
+    return make_buffers(lower.data(), upper.data(), size.data(), alignment ? alignment->data() : nullptr,
+                        pinned ? pinned->data() : nullptr, static_cast<i64>(n));
+}
+
+std::vector<i32> to_order(const Array& order, i64 count) {
+    std::vector<i32> result;
+    std::vector<bool> seen(count, false);
+    for (std::size_t k = 0; k < order.shape(0); ++k) {
+        const i64 i = order.data()[k];
+        if (i < 0 || i >= count || seen[i]) break;
+        seen[i] = true;
+        result.push_back(static_cast<i32>(i));
+    }
+    if (static_cast<i64>(result.size()) != count) throw nb::value_error("order is a permutation");
+    return result;
+}
+
+// A problem with its working memory: several packings cost one preparation.
+class Placer {
+  public:
+    Placer(Array lower, Array upper, Array size, Array alignment, Array pinned)
+        : buffers_(from_numpy(lower, upper, size, &alignment, &pinned)), packer_(buffers_) {}
+
+    i64 peak() const { return peak_load(buffers_); }
+    i64 work() const { return packer_.work(); }
+    i64 clash() { return packer_.clash(); }
+
+    std::tuple<Result, i64> pack(Array order, bool best_fit) {
+        const std::vector<i32> by = to_order(order, buffers_.count());
+        std::vector<i64> offset(buffers_.count());
+        i64 arena;
+        {
+            nb::gil_scoped_release unlocked;
+            arena = packer_.pack(by.data(), best_fit ? Fit::best : Fit::first, kNoLimit, offset.data());
+        }
+        return {to_numpy(std::move(offset)), arena};
+    }
+
+    std::tuple<Result, i64> climb(Array order, bool best_fit, std::uint64_t seed, i64 work, double seconds, i64 bound) {
+        const std::vector<i32> by = to_order(order, buffers_.count());
+        std::vector<i64> offset(buffers_.count());
+        i64 arena;
+        {
+            nb::gil_scoped_release unlocked;
+            const Fit fit = best_fit ? Fit::best : Fit::first;
+            arena = place::climb(packer_, buffers_, by, fit, offset, seed, {work, seconds, bound});
+        }
+        return {to_numpy(std::move(offset)), arena};
+    }
+
+  private:
+    Buffers buffers_;
+    Packer packer_;
+};
+
+}  // namespace
+
+}  // namespace tightship::place
+
+void bind_place(nb::module_& m) {
+    using namespace nb::literals;
+    using namespace tightship::place;
+    nb::class_<Placer>(m, "Placer", "Packs one placement problem in given orders.")
+        .def(nb::init<Array, Array, Array, Array, Array>(), "lower"_a, "upper"_a, "size"_a, "alignment"_a, "pinned"_a)
+        .def_prop_ro("peak", &Placer::peak, "The most bytes alive at one time.")
+        .def_prop_ro("clash", &Placer::clash, "A pinned buffer that shares bytes with another one, or -1.")
+        .def_prop_ro("work", &Placer::work, "Buffers placed so far, over all packings.")
+        .def("pack", &Placer::pack, "order"_a, "best_fit"_a, "Offsets and arena of the greedy packing in this order.")
+        .def("climb", &Placer::climb, "order"_a, "best_fit"_a, "seed"_a, "work"_a, "seconds"_a, "bound"_a,
+             "Offsets and arena of the best packing found by changing this order.");
+    m.def(
+        "lower_bound",
+        [](Array lower, Array upper, Array size) {
+            return peak_load(from_numpy(lower, upper, size, nullptr, nullptr));
+        },
+        "lower"_a, "upper"_a, "size"_a, "The most bytes alive at one time.");
+}

@@ -1,0 +1,238 @@
+#include "place.h"
+
+#include <algorithm>
+#include <bit>
+#include <numeric>
+
+namespace tightship::place {
+
+namespace {
+
+i64 align_up(i64 offset, i64 alignment) {
+    if (alignment == 1) return offset;
+    return (offset + alignment - 1) / alignment * alignment;
+}
+
+// Joins [start, end) with the spans of `set` that it meets or leaves a hole smaller than `least` to.
+void join(std::vector<Span>& set, i64 start, i64 end, i64 least) {
+    const i64 reach = least - 1;
+    if (start <= reach) start = 0;
+    auto from = std::lower_bound(set.begin(), set.end(), start - reach,
+                                 [](const Span& s, i64 offset) { return s.end < offset; });
+    auto to = from;
+    while (to != set.end() && to->start - reach <= end) ++to;
+    if (from == to) {
+        set.insert(from, Span{start, end});
+        return;
+    }
+    from->start = std::min(from->start, start);
+    from->end = std::max((to - 1)->end, end);
+    set.erase(from + 1, to);
+}
+
+}  // namespace
+
+Buffers make_buffers(const i64* lower, const i64* upper, const i64* size, const i64* alignment,
+                     const i64* pinned, i64 count) {
+    Buffers b;
+    b.size.assign(size, size + count);
+    b.alignment.assign(count, 1);
+    if (alignment) b.alignment.assign(alignment, alignment + count);
+    b.pinned.assign(count, kFree);
+    if (pinned) b.pinned.assign(pinned, pinned + count);
+    b.first.resize(count);
+    b.last.resize(count);
+    std::vector<i32> starts(count), ends(count);
+    std::iota(starts.begin(), starts.end(), 0);
+    std::iota(ends.begin(), ends.end(), 0);
+    std::sort(starts.begin(), starts.end(), [&](i32 x, i32 y) { return lower[x] < lower[y]; });
+    std::sort(ends.begin(), ends.end(), [&](i32 x, i32 y) { return upper[x] < upper[y]; });
+    // A section ends where a buffer starts after another has ended: the set alive just before was maximal.
+    i32 section = 0;
+    bool ended = false;
+    i64 e = 0;
+    for (i32 s : starts) {
+        for (; e < count && upper[ends[e]] <= lower[s]; ++e) {
+            b.last[ends[e]] = section + 1;
+            ended = true;
+        }
+        section += ended;
+        ended = false;
+        b.first[s] = section;
+    }
+    for (; e < count; ++e) b.last[ends[e]] = section + 1;
+    b.sections = section + 1;
+    return b;
+}
+
+i64 peak_load(const Buffers& b) {
+    std::vector<i64> change(b.sections + 1, 0);
+    for (i64 i = 0; i < b.count(); ++i) {
+        change[b.first[i]] += b.size[i];
+        change[b.last[i]] -= b.size[i];
+    }
+    i64 load = 0, peak = 0;
+    for (i64 c : change) peak = std::max(peak, load += c);
+    return peak;
+}
+
+Space::Space(i32 sections)
+    : leaves_(static_cast<i32>(std::bit_ceil(static_cast<std::uint32_t>(std::max(sections, 1))))),
+      covering_(2 * leaves_), touching_(2 * leaves_) {}
+
+void Space::clear() {
+    for (i32 node : used_) {
+        covering_[node].clear();
+        touching_[node].clear();
+    }
+    used_.clear();
+}
+
+// Calls `whole` on the nodes that make up [first, last) and `partial` on all nodes above them.
+template <class Whole, class Partial>
+void Space::visit(i32 first, i32 last, Whole whole, Partial partial) const {
+    const i32 left = first + leaves_, right = last + leaves_;
+    for (i32 l = left, r = right; l < r; l >>= 1, r >>= 1) {
+        if (l & 1) whole(l++);
+        if (r & 1) whole(--r);
+    }
+    for (int k = 1; leaves_ >> k; ++k) {
+        const i32 l = left >> k, r = (right - 1) >> k;
+        const bool cuts_left = l << k != left, cuts_right = (right >> k) << k != right;
+        if (cuts_left) partial(l);
+        if (cuts_right && !(cuts_left && l == r)) partial(r);
+    }
+}
+
+void Space::take(i32 first, i32 last, i64 start, i64 end, i64 least) {
+    const auto touch = [&](i32 node) {
+        if (touching_[node].empty()) used_.push_back(node);
+        join(touching_[node], start, end, least);
+    };
+    visit(
+        first, last,
+        [&](i32 node) {
+            join(covering_[node], start, end, least);
+            touch(node);
+        },
+        touch);
+}
+
+void Space::open(i32 first, i32 last) {
+    cursors_.clear();
+    const auto add = [&](const std::vector<Span>& set) {
+        if (!set.empty()) cursors_.push_back({set.data(), set.data() + set.size()});
+    };
+    visit(
+        first, last, [&](i32 node) { add(touching_[node]); }, [&](i32 node) { add(covering_[node]); });
+}
+
+i64 Space::next_free(i64 offset, i64 alignment) {
+    offset = align_up(offset, alignment);
+    std::size_t steady = 0;  // cursors in a row that had nothing to say against `offset`
+    for (std::size_t k = 0; steady < cursors_.size();) {
+        Cursor& c = cursors_[k];
+        while (c.at != c.end && c.at->end <= offset) ++c.at;
+        if (c.at == c.end) {  // nothing taken above: never asked again
+            c = cursors_.back();
+            cursors_.pop_back();
+            if (k == cursors_.size()) k = 0;
+            steady = 0;  // the order of the others has changed
+            continue;
+        }
+        if (c.at->start <= offset) {
+            offset = align_up(c.at->end, alignment);
+            steady = 0;
+        } else {
+            ++steady;
+        }
+        if (++k == cursors_.size()) k = 0;
+    }
+    return offset;
+}
+
+i64 Space::next_taken() const {
+    i64 offset = kNoLimit;
+    for (const Cursor& c : cursors_) offset = std::min(offset, c.at->start);
+    return offset;
+}
+
+bool Space::is_free(i32 first, i32 last, i64 start, i64 end) {
+    open(first, last);
+    return next_free(start, 1) == start && next_taken() >= end;
+}
+
+i64 Space::first_fit(i32 first, i32 last, i64 size, i64 alignment) {
+    open(first, last);
+    for (i64 offset = 0;;) {
+        offset = next_free(offset, alignment);
+        const i64 hole = next_taken();
+        if (hole - offset >= size) return offset;
+        offset = hole;
+    }
+}
+
+i64 Space::best_fit(i32 first, i32 last, i64 size, i64 alignment) {
+    open(first, last);
+    i64 best = -1, least = kNoLimit;
+    for (i64 offset = 0;;) {
+        offset = next_free(offset, alignment);
+        const i64 hole = next_taken();
+        if (hole == kNoLimit) return best < 0 ? offset : best;
+        const i64 room = hole - offset;
+        if (room >= size && room < least) {
+            best = offset;
+            least = room;
+            if (room == size) return best;
+        }
+        offset = hole;
+    }
+}
+
+Packer::Packer(const Buffers& buffers) : b_(buffers), space_(buffers.sections), least_(buffers.count() + 1) {
+    for (i64 i = 0; i < b_.count(); ++i)
+        if (b_.pinned[i] != kFree) pinned_.push_back(static_cast<i32>(i));
+}
+
+i64 Packer::clash() {
+    space_.clear();
+    for (i32 i : pinned_) {
+        if (!b_.size[i]) continue;
+        const i64 start = b_.pinned[i], end = start + b_.size[i];
+        if (!space_.is_free(b_.first[i], b_.last[i], start, end)) return i;
+        space_.take(b_.first[i], b_.last[i], start, end, 1);
+    }
+    return -1;
+}
+
+i64 Packer::pack(const i32* order, Fit fit, i64 cutoff, i64* offset) {
+    const i64 n = b_.count();
+    const auto passed = [&](i32 i) { return b_.pinned[i] != kFree || b_.size[i] == 0; };
+    space_.clear();
+    least_[n] = kNoLimit / 2;
+    for (i64 k = n; k-- > 0;)
+        least_[k] = passed(order[k]) ? least_[k + 1] : std::min(least_[k + 1], b_.size[order[k]]);
+    i64 arena = 0;
+    for (i32 i : pinned_) {
+        offset[i] = b_.pinned[i];
+        arena = std::max(arena, offset[i] + b_.size[i]);
+        if (b_.size[i]) space_.take(b_.first[i], b_.last[i], offset[i], offset[i] + b_.size[i], least_[0]);
+    }
+    for (i64 k = 0; k < n; ++k) {
+        const i32 i = order[k];
+        if (passed(i)) {
+            if (b_.pinned[i] == kFree) offset[i] = 0;
+            continue;
+        }
+        ++work_;
+        const auto place = fit == Fit::best ? &Space::best_fit : &Space::first_fit;
+        const i64 at = (space_.*place)(b_.first[i], b_.last[i], b_.size[i], b_.alignment[i]);
+        offset[i] = at;
+        arena = std::max(arena, at + b_.size[i]);
+        if (arena >= cutoff) return kNoLimit;
+        space_.take(b_.first[i], b_.last[i], at, at + b_.size[i], least_[k + 1]);
+    }
+    return arena;
+}
+
+}  // namespace tightship::place

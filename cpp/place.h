@@ -1,0 +1,124 @@
+// Placement: an offset for every buffer such that buffers alive at the same time share no byte.
+//
+// Minimised: the arena, max(offset + size). Time is reduced to *sections*, the maximal sets of buffers alive
+// together in the order of time; two buffers are alive together exactly when their section ranges meet.
+#pragma once
+
+#include <cstdint>
+#include <limits>
+#include <vector>
+
+namespace tightship::place {
+
+using i32 = std::int32_t;
+using i64 = std::int64_t;
+
+constexpr i64 kNoLimit = std::numeric_limits<i64>::max();
+constexpr i64 kFree = -1;  // Buffers::pinned of a buffer that may go anywhere
+
+struct Buffers {
+    std::vector<i64> size, alignment, pinned;
+    std::vector<i32> first, last;  // sections [first, last)
+    i32 sections = 0;
+    i64 count() const { return static_cast<i64>(size.size()); }
+};
+
+// Flat arrays of `count`; alignment and pinned may be null (1 and kFree).
+Buffers make_buffers(const i64* lower, const i64* upper, const i64* size, const i64* alignment,
+                     const i64* pinned, i64 count);
+
+// The most bytes alive at one time: no placement spans less.
+i64 peak_load(const Buffers& buffers);
+
+struct Span {
+    i64 start, end;
+};
+
+// The bytes taken so far, by section. A segment tree over the sections; each node keeps two sets of disjoint
+// spans: `covering`, bytes of buffers that were put at this node, and `touching`, bytes of every buffer that was
+// put here or below. A query therefore reads O(log sections) sets, and the sets stay short because spans that
+// meet are joined.
+class Space {
+  public:
+    explicit Space(i32 sections);
+
+    void clear();
+    // Takes [start, end) in sections [first, last). Holes smaller than `least` are taken as well: the caller
+    // promises to ask for nothing smaller from now on.
+    void take(i32 first, i32 last, i64 start, i64 end, i64 least);
+    // Lowest free offset.
+    i64 first_fit(i32 first, i32 last, i64 size, i64 alignment);
+    bool is_free(i32 first, i32 last, i64 start, i64 end);
+    // Offset of the smallest hole that is large enough (the lowest of equals), else above everything.
+    i64 best_fit(i32 first, i32 last, i64 size, i64 alignment);
+
+  private:
+    struct Cursor {
+        const Span* at;
+        const Span* end;
+    };
+
+    i32 leaves_;
+    std::vector<std::vector<Span>> covering_, touching_;
+    std::vector<i32> used_;  // nodes whose touching_ is not empty
+    std::vector<Cursor> cursors_;
+
+    template <class Whole, class Partial>
+    void visit(i32 first, i32 last, Whole whole, Partial partial) const;
+    void open(i32 first, i32 last);
+    // Moves all cursors beyond `offset` and returns the lowest offset from there on that is free everywhere.
+    i64 next_free(i64 offset, i64 alignment);
+    i64 next_taken() const;
+};
+
+enum class Fit { first, best };
+
+// Places buffers one after the other; keeps its working memory from one packing to the next.
+class Packer {
+  public:
+    explicit Packer(const Buffers& buffers);
+
+    // Pinned buffers first, then the others in `order` (a permutation; pinned and empty ones in it are passed
+    // over). Gives up, with kNoLimit, as soon as the arena would be `cutoff` or more.
+    i64 pack(const i32* order, Fit fit, i64 cutoff, i64* offset);
+    // A pinned buffer that shares bytes with another one alive at the same time; -1: none.
+    i64 clash();
+    // Buffers placed so far.
+    i64 work() const { return work_; }
+
+  private:
+    const Buffers& b_;
+    Space space_;
+    std::vector<i32> pinned_;
+    std::vector<i64> least_;  // least_[k]: smallest size in order[k:]
+    i64 work_ = 0;
+};
+
+struct Limits {
+    i64 work = 0;        // buffers to place
+    double seconds = 0;  // wall time; infinity for none
+    i64 bound = 0;       // an arena this small cannot be beaten
+};
+
+// The same numbers on every platform (splitmix64).
+class Random {
+  public:
+    explicit Random(std::uint64_t seed) : state_(seed) {}
+    std::uint64_t next() {
+        std::uint64_t z = (state_ += 0x9e3779b97f4a7c15u);
+        z = (z ^ (z >> 30)) * 0xbf58476d1ce4e5b9u;
+        z = (z ^ (z >> 27)) * 0x94d049bb133111ebu;
+        return z ^ (z >> 31);
+    }
+    i64 below(i64 n) { return static_cast<i64>(next() % static_cast<std::uint64_t>(n)); }
+
+  private:
+    std::uint64_t state_;
+};
+
+// Hill climbing over orders, starting from `order`: changes the order around the buffers that make up the top of
+// the arena and accepts late (no worse than some rounds ago). Returns the best arena and its offsets.
+i64 climb(Packer& packer, const Buffers& buffers, std::vector<i32> order, Fit fit, std::vector<i64>& offset,
+          std::uint64_t seed, const Limits& limits);
+
+}  // namespace tightship::place

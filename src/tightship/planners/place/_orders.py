@@ -1,0 +1,80 @@
+"""Orders in which greedy placement takes buffers. Each is a permutation; ties go by lower, then by index."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+
+from tightship.planners.place._frame import Arrays, Ints
+
+__all__ = ["Order", "by_area", "by_breadth", "by_conflicts", "by_length", "by_size", "by_start", "given"]
+
+Order = Callable[[Arrays], Ints]
+
+
+def _sorted(*keys: Ints) -> Ints:
+    return np.lexsort(keys[::-1]).astype(np.int64)
+
+
+def given(a: Arrays) -> Ints:
+    return np.arange(a.count, dtype=np.int64)
+
+
+def by_size(a: Arrays) -> Ints:
+    """Largest first, longest first among equals."""
+    return _sorted(-a.size, a.lower - a.upper, a.lower)
+
+
+def by_start(a: Arrays) -> Ints:
+    """As they come alive, largest first among equals."""
+    return _sorted(a.lower, -a.size)
+
+
+def by_length(a: Arrays) -> Ints:
+    """Longest-lived first, largest first among equals."""
+    return _sorted(a.lower - a.upper, -a.size, a.lower)
+
+
+def conflicts(a: Arrays) -> Ints:
+    """For every buffer, how many are alive at the same time as it (itself included)."""
+    begun = np.searchsorted(np.sort(a.lower), a.upper)
+    ended = np.searchsorted(np.sort(a.upper), a.lower, side="right")
+    return (begun - ended).astype(np.int64)
+
+
+def by_conflicts(a: Arrays) -> Ints:
+    """Most conflicts first, largest first among equals."""
+    return _sorted(-conflicts(a), -a.size, a.lower)
+
+
+def by_area(a: Arrays) -> Ints:
+    """Largest product of size and conflicts first: large buffers that are in many others' way."""
+    area = a.size.astype(np.float64) * conflicts(a)
+    return np.lexsort((a.lower, -area)).astype(np.int64)
+
+
+def by_breadth(a: Arrays) -> Ints:
+    """Those alive at the broadest time first (breadth: bytes alive), largest first among them; and so on."""
+    if not a.count:
+        return given(a)
+    times = np.unique(a.lower)  # the bytes alive grow at no other time
+    first, last = np.searchsorted(times, a.lower), np.searchsorted(times, a.upper)
+    change = np.zeros(len(times) + 1, dtype=np.int64)
+    np.add.at(change, first, a.size)
+    np.add.at(change, last, -a.size)
+    rank = np.empty(len(times), dtype=np.int64)
+    rank[np.argsort(-np.cumsum(change)[:-1], kind="stable")] = np.arange(len(times))
+    return _sorted(_range_min(rank, first, last), -a.size, a.lower)
+
+
+def _range_min(values: Ints, first: Ints, last: Ints) -> Ints:
+    """min(values[first:last]) for every pair, from minima over ranges of powers of two."""
+    level = np.frexp((last - first).astype(np.float64))[1] - 1
+    result = np.empty(len(first), dtype=np.int64)
+    row = values
+    for k in range(int(level.max(initial=0)) + 1):
+        at = level == k
+        result[at] = np.minimum(row[first[at]], row[last[at] - (1 << k)])
+        row = np.minimum(row[: -(1 << k)], row[1 << k :])
+    return result

@@ -1,0 +1,43 @@
+"""Greedy by size, then hill climbing over the order in which buffers are placed.
+
+Problem: offsets for buffers with known live ranges. Minimised: the arena. Source: TVM's hill climb (USMP):
+move the buffers that make up the top of the arena before those in their way, place again; here with late
+acceptance instead of annealing. Guarantee: never worse than first fit by size; stops with proof at the
+lower bound. Complexity: one greedy packing a round. Known limits: a packing changes as a whole with its
+order, so on tight problems progress is slow.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from tightship.plan import Problem, Solution
+from tightship.planners.place._frame import Frame, Ints, frame
+from tightship.planners.place._orders import by_size
+
+__all__ = ["Options", "plan"]
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """``work_limit``: buffers to place; ``time_limit``: seconds, None for none. Whichever is reached first.
+
+    The same seed and work limit give the same answer unless the time limit stopped it."""
+
+    seed: int = 0
+    work_limit: int = 200_000
+    time_limit: float | None = 10.0
+
+
+def plan(problem: Problem, options: Options | None = None) -> Solution:
+    f = frame(problem)
+    return f.solution(climb(f, options or Options()), "hill-climb")
+
+
+def climb(f: Frame, o: Options) -> Ints:
+    offsets: Ints
+    left = f.seconds_left(o.time_limit)
+    offsets, _ = f.placer.climb(
+        by_size(f.arrays), best_fit=False, seed=o.seed, work=o.work_limit, seconds=left, bound=f.bound
+    )
+    return offsets
