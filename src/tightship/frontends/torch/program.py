@@ -12,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from tightship.graph import Graph
+from tightship.graph import Graph, Request
 
 __all__ = ["Call", "Program", "Ref", "Slot"]
 
@@ -61,6 +61,7 @@ class Program:
     caller's tensor): the one from which the other values of ``s`` are derived. ``slots`` are the graph's input
     values (one per distinct caller tensor, views of it excluded). ``results`` are the values the step hands
     back, in order; ``result_spec`` (a ``structure.Results``) puts them back into the caller's structure.
+    ``replay_requests[i]`` are the measured requests of ``replays[i]`` where they differ from those of the op.
     ``batch`` (a ``structure.BatchSpec``) says what a batch must look like, and each of ``guards`` (a
     ``record.Guard``) what must be true of its data, for the captured ops to be the ones eager would run.
     """
@@ -76,3 +77,4 @@ class Program:
     notes: tuple[str, ...] = field(default=())
     guards: tuple[Any, ...] = ()
     batch: Any = None
+    replay_requests: dict[int, tuple[Request, ...]] = field(default_factory=dict)

@@ -1,0 +1,1 @@
+"""PyTorch training steps and fx graphs -> Program."""

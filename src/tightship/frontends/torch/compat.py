@@ -1,0 +1,340 @@
+"""Every touch of PyTorch's private interfaces, for one version; nothing else in tightship may import them.
+
+``require_torch`` raises ``Unsupported`` on another version, before anything private is used.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+
+from tightship.errors import Unsupported
+
+__all__ = [
+    "FAKE_ERRORS",
+    "TorchDispatchMode",
+    "backward_sequence",
+    "convolution_like",
+    "decompose",
+    "direct",
+    "fake_mode",
+    "fake_mode_of",
+    "flop_formula",
+    "forward_sequence",
+    "is_collective",
+    "is_fake",
+    "is_inplace_view",
+    "is_random",
+    "module_hooks",
+    "plain_execution",
+    "plain_step",
+    "quiet_capture",
+    "reparametrised",
+    "require_torch",
+    "returns_tensors",
+    "storage_key",
+    "storage_reference",
+    "undeclared_writes",
+    "written_arguments",
+]
+
+VERSION = "2.13"
+
+
+def require_torch() -> None:
+    """Raises ``Unsupported`` if the installed PyTorch is not the one these interfaces were written for."""
+    if not str(torch.__version__).startswith(VERSION + "."):
+        raise Unsupported(
+            f"PyTorch {torch.__version__}",
+            f"capture uses private interfaces of PyTorch {VERSION}",
+            f"install torch>={VERSION},<2.14",
+        )
+
+
+require_torch()
+
+from torch._C import _current_autograd_node  # noqa: E402
+from torch._subclasses import fake_tensor as _fake  # noqa: E402
+from torch.multiprocessing.reductions import StorageWeakRef  # noqa: E402
+from torch.nn.modules import module as _module  # noqa: E402
+from torch.nn.utils import stateless as _stateless  # noqa: E402
+from torch.utils import checkpoint as _checkpoint  # noqa: E402
+from torch.utils.flop_counter import flop_registry  # noqa: E402
+
+FAKE_ERRORS: tuple[type[Exception], ...] = (
+    _fake.DataDependentOutputException,
+    _fake.DynamicOutputShapeException,
+    _fake.UnsupportedOperatorException,
+)
+"""What a fake tensor raises when an op needs the data it does not have."""
+
+
+# --- fake tensors and storages --------------------------------------------------------------------------------
+
+
+def fake_mode() -> Any:
+    """A mode in which tensors have shapes and no data; every shape is static."""
+    return _fake.FakeTensorMode(allow_non_fake_inputs=True)
+
+
+def is_fake(tensor: object) -> bool:
+    return isinstance(tensor, _fake.FakeTensor)
+
+
+def fake_mode_of(tensors: Any) -> Any:
+    """The mode the fake tensors among ``tensors`` belong to, or None."""
+    for t in tensors:
+        if is_fake(t):
+            return t.fake_mode
+    return None
+
+
+def storage_key(tensor: torch.Tensor) -> int:
+    """Identity of the tensor's storage: equal for tensors that share bytes, fake ones too."""
+    return int(tensor.untyped_storage()._cdata)
+
+
+def storage_reference(tensor: torch.Tensor) -> Any:
+    """Keeps ``storage_key`` from being given to another storage, without keeping the storage in use.
+
+    A strong reference would change what autograd does: it adds gradients in place when nobody else holds them.
+    """
+    return StorageWeakRef(tensor.untyped_storage())
+
+
+# --- what an op declares --------------------------------------------------------------------------------------
+
+_UNDECLARED = {
+    "aten::native_batch_norm": ("running_mean", "running_var"),
+    "aten::cudnn_batch_norm": ("running_mean", "running_var"),
+    "aten::miopen_batch_norm": ("running_mean", "running_var"),
+}
+_STATISTICS = {
+    **_UNDECLARED,
+    "aten::_native_batch_norm_legit": ("running_mean", "running_var"),
+    "aten::_batch_norm_with_update": ("running_mean", "running_var"),
+}
+_WITHOUT_STATISTICS = {
+    # These two overloads do not take None for the statistics; these calls compute the same results.
+    "aten::_native_batch_norm_legit": "native_batch_norm",
+}
+
+
+@functools.cache
+def written_arguments(fn: Any) -> tuple[tuple[int, str], ...]:
+    """(position, name) of the arguments the op's schema says it writes."""
+    return tuple(
+        (k, a.name)
+        for k, a in enumerate(fn._schema.arguments)
+        if a.alias_info is not None and a.alias_info.is_write
+    )
+
+
+@functools.cache
+def argument_positions(fn: Any) -> dict[str, int]:
+    return {a.name: k for k, a in enumerate(fn._schema.arguments)}
+
+
+def _argument(fn: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], name: str) -> Any:
+    if name in kwargs:
+        return kwargs[name]
+    k = argument_positions(fn).get(name, -1)
+    return args[k] if 0 <= k < len(args) else None
+
+
+def undeclared_writes(fn: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[str, ...]:
+    """Names of arguments a call writes without saying so in its schema (running statistics in training)."""
+    names = _UNDECLARED.get(fn._schema.name, ())
+    return names if names and _argument(fn, args, kwargs, "training") else ()
+
+
+def statistics_of(fn: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[str, ...]:
+    """Names of arguments a call updates although its results do not depend on them (training batch norm)."""
+    names = _STATISTICS.get(fn._schema.name, ())
+    if not names or ("training" in argument_positions(fn) and not _argument(fn, args, kwargs, "training")):
+        return ()
+    return names
+
+
+def without_statistics(
+    fn: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> tuple[Any, tuple[Any, ...], dict[str, Any]] | None:
+    """The call with the same results that leaves running statistics alone; None where there is none."""
+    name = fn._schema.name
+    positions = argument_positions(fn)
+    if name == "aten::_batch_norm_with_update":
+        return None
+    if name in _WITHOUT_STATISTICS:
+        fn = getattr(torch.ops.aten, _WITHOUT_STATISTICS[name]).default
+    drop = {positions[n] for n in _STATISTICS[name]}
+    new_args = tuple(None if k in drop else a for k, a in enumerate(args))
+    return fn, new_args, {k: None if k in _STATISTICS[name] else v for k, v in kwargs.items()}
+
+
+def is_random(fn: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
+    """Whether the call draws from the random state."""
+    if torch.Tag.nondeterministic_seeded not in fn.tags:
+        return False
+    # Attention kernels are tagged for their dropout and draw nothing without it.
+    return not ("dropout_p" in argument_positions(fn) and _argument(fn, args, kwargs, "dropout_p") in (0, None))
+
+
+def is_inplace_view(fn: Any) -> bool:
+    """Whether the op changes only the metadata of its argument (``t_``, ``unsqueeze_``)."""
+    return torch.Tag.inplace_view in fn.tags
+
+
+def is_collective(fn: Any) -> bool:
+    return fn.namespace in ("c10d", "c10d_functional", "_c10d_functional", "_c10d_functional_autograd")
+
+
+def flop_formula(fn: Any) -> Callable[..., int] | None:
+    """PyTorch's own count of the floating-point operations of ``fn(*args, out_val=result)``, if it has one."""
+    return flop_registry.get(fn.overloadpacket)
+
+
+def decompose(fn: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    """Run a composite op as the ops it is made of; NotImplemented if it is not composite."""
+    return fn.decompose(*args, **kwargs)
+
+
+# --- autograd -------------------------------------------------------------------------------------------------
+
+
+def forward_sequence() -> int:
+    """Sequence number of the autograd node of the op being dispatched (the last one made)."""
+    return int(torch.autograd._get_sequence_nr()) - 1
+
+
+def backward_sequence() -> int:
+    """Sequence number of the autograd node being run in the backward pass, or -1."""
+    node = _current_autograd_node()
+    return -1 if node is None else int(node._sequence_nr())
+
+
+# --- modules --------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def module_hooks(enter: Callable[[Any], None], leave: Callable[[], None]) -> Iterator[None]:
+    """Call ``enter(module)`` and ``leave()`` around every module call, without touching any module."""
+    pre = _module.register_module_forward_pre_hook(lambda m, _args: enter(m))
+    post = _module.register_module_forward_hook(lambda _m, _args, _out: leave(), always_call=True)
+    try:
+        yield
+    finally:
+        pre.remove()
+        post.remove()
+
+
+@contextmanager
+def reparametrised(model: torch.nn.Module, tensors: dict[str, torch.Tensor]) -> Iterator[None]:
+    """Swap the model's parameters and buffers for ``tensors`` (tied ones together), and back."""
+    with _stateless._reparametrize_module(model, tensors, tie_weights=True, strict=False):
+        yield
+
+
+# --- capture --------------------------------------------------------------------------------------------------
+
+
+def _checkpoint_nothing(*_args: Any, **_kwargs: Any) -> Iterator[None]:
+    yield
+
+
+class _CallThrough:
+    """Stands in for the autograd function of reentrant checkpointing: calls what it was to checkpoint."""
+
+    @staticmethod
+    def apply(function: Callable[..., Any], _preserve: bool, *args: Any) -> Any:
+        return function(*args)
+
+
+@contextmanager
+def _patched(owner: Any, name: str, value: Any) -> Iterator[None]:
+    before = getattr(owner, name)
+    setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        setattr(owner, name, before)
+
+
+@contextmanager
+def quiet_capture(*, has_data: bool) -> Iterator[None]:
+    """What has to be different while a step is captured, put back afterwards.
+
+    Checkpointing is switched off (what to recompute is decided here, and its random state is not the step's).
+    Where the data that decides the control flow is at hand (``has_data``), transformers is kept from noticing
+    the fake tensors, so that it takes the path it takes in eager; otherwise it takes its tracing path.
+    """
+    with ExitStack() as stack:
+        enter = stack.enter_context
+        enter(_patched(_checkpoint, "_checkpoint_without_reentrant_generator", _checkpoint_nothing))
+        enter(_patched(_checkpoint, "CheckpointFunction", _CallThrough))
+        if has_data and "transformers" in sys.modules:
+            enter(_patched(importlib.import_module("transformers.utils.import_utils"), "is_fake_tensor", _no))
+        enter(torch.autograd.set_multithreading_enabled(False))
+        yield
+
+
+def _no(_tensor: object) -> bool:
+    return False
+
+
+# --- optimizers -----------------------------------------------------------------------------------------------
+
+
+def plain_step(optimizer_class: type) -> Callable[..., Any]:
+    """The class's ``step`` without the wrapper that runs hooks and profiling around it."""
+    step: Any = optimizer_class.step  # type: ignore[attr-defined]
+    return step.__wrapped__ if getattr(step, "hooked", False) else step
+
+
+def clean_optimizer_hooks(optimizer: Any) -> None:
+    for name in list(vars(optimizer)):
+        if name.endswith("_hooks") and name.startswith("_optimizer_"):
+            setattr(optimizer, name, type(getattr(optimizer, name))())
+
+
+def optimizer_hooks(optimizer: Any) -> bool:
+    """Whether somebody asked to be called around the optimizer's step."""
+    return bool(optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks)
+
+
+# --- running ops ----------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def plain_execution() -> Iterator[None]:
+    """Ops do what their kernels do: no autograd, no autocast, no function or dispatch modes of the caller."""
+    with ExitStack() as stack:
+        enter = stack.enter_context
+        enter(torch.no_grad())
+        for device in ("cpu", "cuda"):
+            if torch.is_autocast_enabled(device):
+                enter(torch.autocast(device, enabled=False))
+        enter(torch._C.DisableTorchFunction())
+        if torch._C._len_torch_dispatch_stack():
+            enter(_disable_current_modes())
+        enter(torch._C._AutoDispatchBelowAutograd())
+        yield
+
+
+def direct(fn: Any) -> Any:
+    """What ``fn(*args)`` ends up calling, without the Python frame in between."""
+    return fn._op if isinstance(fn, torch._ops.OpOverload) else fn
+
+
+def returns_tensors(fn: Any) -> int:
+    """How many tensors ``fn`` returns: 1 means the tensor itself, more a tuple; -1 for anything else."""
+    if not isinstance(fn, torch._ops.OpOverload):
+        return -1
+    kinds = [str(r.type) for r in fn._schema.returns]
+    return len(kinds) if kinds and all(k == "Tensor" for k in kinds) else -1

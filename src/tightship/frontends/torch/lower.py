@@ -1,0 +1,298 @@
+"""Tape or fx graph -> Program."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from tightship.errors import BadInput, UnknownSize, Unsupported
+from tightship.frontends.torch import compat
+from tightship.frontends.torch.origin import Origin
+from tightship.frontends.torch.program import Call, Program, Ref, Slot
+from tightship.frontends.torch.tape import Record, Tape, refs_in
+from tightship.graph import Graph, Op, Storage, Value
+
+__all__ = ["finish", "lower"]
+
+
+# --- tape -> Program ------------------------------------------------------------------------------------------
+
+
+def finish(
+    tape: Tape,
+    results: Sequence[int],
+    *,
+    result_spec: Any = None,
+    name: str = "step",
+    guards: Sequence[Any] = (),
+    batch: Any = None,
+    notes: Sequence[str] = (),
+    losses: Sequence[int] = (),
+) -> Program:
+    """The program of everything on the tape that matters: ops nobody needs are left out.
+
+    ``results`` are values handed back; ``losses`` those among them to be called outputs.
+    """
+    records = _live(tape, results)
+    number = _Numbers.of(tape, records, results)
+    names = _op_names(records)
+    storages = _storages(tape, records, names, number, {tape.storage(v) for v in losses})
+    calls = [_renumbered(Call(r.fn, r.args, r.kwargs, r.results), number) for r in records]
+    replays = {k: _renumbered(r.replay, number) for k, r in enumerate(records) if r.replay is not None}
+    owned = _owned_values(tape, number)
+    ops = tuple(_op(r, n, c, owned, number) for r, n, c in zip(records, names, calls, strict=True))
+    slots = tuple(Slot(number.value[v], role, key) for v, role, key in tape.slots)
+    inputs = [s.value for s in slots]
+    callers = {tape.storage(v) for v, _, _ in tape.slots}
+    inputs += [v for s in callers for v in owned[s] if v not in set(inputs)]
+    graph = Graph(
+        ops, _values(tape, number, storages), storages, tuple(inputs), tuple(number.value[v] for v in results), name
+    )
+    bases = tuple(number.value[tape.storages[s].base] for s in number.storage)
+    return Program(
+        graph, tuple(calls), replays, bases, slots, graph.outputs, result_spec, tuple(tape.constants),
+        tuple(notes), tuple(guards), batch,
+    )  # fmt: skip
+
+
+def _live(tape: Tape, results: Sequence[int]) -> list[Record]:
+    """Records somebody needs, in order. Random ops stay: without them later draws would differ."""
+    needed = {tape.storage(v) for v in results} | {tape.storage(v) for v, _, _ in tape.slots}
+    live = []
+    for r in reversed(tape.records):
+        touched = {tape.storage(v) for v in r.results if v >= 0} | set(r.writes)
+        if r.random or r.effect or touched & needed:
+            live.append(r)
+            needed |= {tape.storage(v) for v in r.reads} | set(r.writes)
+    return live[::-1]
+
+
+@dataclass(frozen=True)
+class _Numbers:
+    """Indices in the graph by index on the tape, in order of first appearance."""
+
+    storage: dict[int, int]
+    value: dict[int, int]
+
+    @staticmethod
+    def of(tape: Tape, records: Sequence[Record], results: Sequence[int]) -> _Numbers:
+        used: dict[int, None] = {}
+        for v, _, _ in tape.slots:
+            used.setdefault(v)
+        for r in records:
+            for v in (*(v for v in r.results if v >= 0), *r.reads):
+                used.setdefault(v)
+        for v in results:
+            used.setdefault(v)
+        storages = dict.fromkeys(tape.storage(v) for v in used)
+        for s in storages:
+            used.setdefault(tape.storages[s].base)
+        return _Numbers(
+            {s: k for k, s in enumerate(storages)}, {v: k for k, v in enumerate(used)}
+        )
+
+
+def _owned_values(tape: Tape, number: _Numbers) -> dict[int, list[int]]:
+    """Graph values by tape storage, each storage's base first."""
+    owned: dict[int, list[int]] = {s: [number.value[tape.storages[s].base]] for s in number.storage}
+    for v, k in number.value.items():
+        if k not in owned[tape.storage(v)]:
+            owned[tape.storage(v)].append(k)
+    return owned
+
+
+def _renumbered(call: Call, number: _Numbers) -> Call:
+    def walk(tree: Any) -> Any:
+        if type(tree) is Ref:
+            return Ref(number.value[tree.value])
+        if isinstance(tree, (list, tuple)):
+            return type(tree)(walk(x) for x in tree)
+        if isinstance(tree, dict):
+            return {k: walk(x) for k, x in tree.items()}
+        return tree
+
+    results = tuple(number.value[v] if v >= 0 else -1 for v in call.results)
+    return Call(call.fn, walk(call.args), walk(call.kwargs), results)
+
+
+def _op(r: Record, name: str, call: Call, owned: Mapping[int, list[int]], number: _Numbers) -> Op:
+    defined = [v for v in r.results if v >= 0]
+    by_base = {values[0]: values for values in owned.values()}
+    return Op(
+        name,
+        r.target,
+        inputs=tuple(dict.fromkeys(refs_in((call.args, call.kwargs)))),
+        outputs=tuple(v for d in defined for v in by_base[number.value[d]]),
+        mutates=tuple(number.storage[s] for s in r.writes),
+        updates=tuple(number.storage[s] for s in r.updates),
+        random=r.random,
+        effect=r.effect,
+        flops=r.flops,
+        phase=r.phase,
+        device=r.device,
+        module=r.origin.module,
+        source=r.origin.source,
+    )
+
+
+# --- names ----------------------------------------------------------------------------------------------------
+
+
+class _Unique:
+    """``name``, ``name#2``, ``name#3``, …"""
+
+    def __init__(self) -> None:
+        self._seen: dict[str, int] = {}
+
+    def __call__(self, name: str) -> str:
+        n = self._seen[name] = self._seen.get(name, 0) + 1
+        return name if n == 1 else f"{name}#{n}"
+
+
+def _op_names(records: Sequence[Record]) -> list[str]:
+    unique = _Unique()
+    return [unique(":".join(x for x in (r.origin.module, _short(r)) if x)) for r in records]
+
+
+def _short(r: Record) -> str:
+    return r.target.removeprefix("aten.").split(".")[0] if r.target.startswith("aten.") else r.target
+
+
+def _storages(
+    tape: Tape, records: Sequence[Record], names: Sequence[str], number: _Numbers, losses: set[int]
+) -> tuple[Storage, ...]:
+    unique = _Unique()
+    label: dict[int, tuple[str, str]] = {}
+    for s in number.storage:
+        if tape.storages[s].role:
+            label[s] = (unique(tape.storages[s].name), tape.storages[s].role)
+    for r, name in zip(records, names, strict=True):
+        made = [tape.storage(v) for v in r.results if v >= 0]
+        for k, s in enumerate(made):
+            kind = "output" if s in losses else "gradient" if r.phase == "backward" else "activation"
+            given = tape.storages[s].name
+            label[s] = (unique(given or (name if len(made) == 1 else f"{name}.{k}")), kind)
+    return tuple(Storage(label[s][0], tape.storages[s].size, label[s][1]) for s in number.storage)
+
+
+def _values(tape: Tape, number: _Numbers, storages: Sequence[Storage]) -> tuple[Value, ...]:
+    unique = _Unique()
+    values = []
+    for v in number.value:
+        i = tape.values[v]
+        s = number.storage[i.storage]
+        dtype = str(i.dtype).removeprefix("torch.")
+        values.append(Value(unique(storages[s].name), s, dtype, i.shape, i.stride, i.offset))
+    return tuple(values)
+
+
+# --- fx graph -> Program --------------------------------------------------------------------------------------
+
+
+def lower(
+    gm: torch.fx.GraphModule,
+    slots: Sequence[tuple[str, Any]] | None = None,
+    *,
+    phase: str | Callable[[torch.fx.Node], str] = "forward",
+    name: str = "graph",
+) -> Program:
+    """The program of an fx graph of ATen ops with fake tensors in ``meta["val"]``.
+
+    ``slots`` gives (role, key) of each placeholder; the default is ("input", position). ``phase`` names the
+    phase of each node. Placeholders and results that are not tensors keep no value; the program's results are
+    the tensors among the output node's arguments, and ``result_spec`` a ``Results`` that puts the others back.
+
+    Raises ``UnknownSize`` for a tensor without a fake value or of a dynamic size, ``Unsupported`` for what a tape
+    does not take (sparse tensors, calls that are not ops), ``BadInput`` when ``slots`` does not fit.
+    """
+    from tightship.frontends.torch.structure import Results
+
+    tape = Tape()
+    env: dict[torch.fx.Node, Any] = {}
+    placeholders = [n for n in gm.graph.nodes if n.op == "placeholder"]
+    if slots is not None and len(slots) != len(placeholders):
+        raise BadInput("slots has one entry per placeholder", len(slots), f"{len(placeholders)} placeholders")
+    which = phase if callable(phase) else lambda _node: phase
+    for n in gm.graph.nodes:
+        if n.op == "placeholder":
+            k = placeholders.index(n)
+            role, key = slots[k] if slots is not None else ("input", k)
+            val = _fake_value(n)
+            env[n] = Ref(tape.input(val, role, key, n.name)) if isinstance(val, torch.Tensor) else val
+        elif n.op == "get_attr":
+            env[n] = _attribute(tape, gm, n)
+        elif n.op == "call_function":
+            env[n] = _node(tape, env, n, which(n))
+        elif n.op == "output":
+            return _finish_fx(tape, env, n, name, Results)
+        else:
+            raise Unsupported(f"the fx node {n.format_node()}", f"{n.op} is not an ATen op", "trace to ATen first")
+    raise BadInput("an fx graph has an output node", name, "lower")
+
+
+def _finish_fx(tape: Tape, env: Mapping[Any, Any], node: torch.fx.Node, name: str, results: Any) -> Program:
+    tree = torch.fx.node.map_arg(node.args[0], lambda a: env[a])
+    spec, values = results.of_refs(tree)
+    return finish(tape, values, result_spec=spec, name=name)
+
+
+def _fake_value(n: torch.fx.Node) -> Any:
+    val = n.meta.get("val")
+    if val is None and n.meta.get("tensor_meta") is not None:
+        raise UnknownSize("every tensor of an fx graph has a fake tensor in meta['val']", n.name, "lower")
+    if isinstance(val, torch.Tensor) and not all(isinstance(d, int) for d in (*val.shape, *val.stride())):
+        raise UnknownSize("every size is a number", tuple(val.shape), f"fx node {n.name!r}")
+    return val
+
+
+def _attribute(tape: Tape, gm: torch.fx.GraphModule, n: torch.fx.Node) -> Any:
+    real: Any = gm
+    for part in str(n.target).split("."):
+        real = getattr(real, part)
+    val = n.meta.get("val", real)
+    if not isinstance(real, torch.Tensor):
+        return real
+    return Ref(tape.constant(val, real))
+
+
+def _node(tape: Tape, env: Mapping[Any, Any], n: torch.fx.Node, phase: str) -> Any:
+    import operator
+
+    args = tuple(torch.fx.node.map_arg(n.args, lambda a: env[a]))
+    kwargs = dict(torch.fx.node.map_arg(n.kwargs, lambda a: env[a]))
+    if n.target is operator.getitem:
+        return args[0][args[1]]
+    if not isinstance(n.target, torch._ops.OpOverload):
+        raise Unsupported(f"the fx node {n.format_node()}", "its target is not an ATen op", "trace to ATen first")
+    val = _fake_value(n)
+    fakes = torch.fx.node.map_arg((n.args, n.kwargs), lambda a: a.meta.get("val"))
+    count = compat.flop_formula(n.target)
+    flops = int(count(*fakes[0], **fakes[1], out_val=val)) if count else 0
+    tape.record(n.target, _listed(args), _listed(kwargs), val, phase=phase, origin=_fx_origin(n), flops=flops)
+    return tape.refs(val)
+
+
+def _listed(tree: Any) -> Any:
+    """fx keeps immutable lists and dicts; ops want plain ones."""
+    if isinstance(tree, tuple):
+        return tuple(_listed(x) for x in tree)
+    if isinstance(tree, list):
+        return [_listed(x) for x in tree]
+    if isinstance(tree, dict):
+        return {k: _listed(x) for k, x in tree.items()}
+    return tree
+
+
+def _fx_origin(n: torch.fx.Node) -> Origin:
+    stack = n.meta.get("nn_module_stack") or n.meta.get("fwd_nn_module_stack") or {}
+    module = str(list(stack.values())[-1][0]) if stack else ""
+    module = module.removeprefix("L['self'].").removeprefix("L__self___").removeprefix("self.")
+    source = ""
+    for line in str(n.meta.get("stack_trace") or "").splitlines():
+        if line.strip().startswith('File "'):
+            path, rest = line.strip()[6:].split('", line ')
+            source = f"{path.rsplit('/', 1)[-1]}:{rest.split(',')[0]}"
+    return Origin(module, source)

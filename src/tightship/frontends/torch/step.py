@@ -1,0 +1,320 @@
+"""Capture a training step, or a model's forward and backward pass, as a Program."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from tightship.errors import BadInput, Unsupported
+from tightship.frontends.torch import compat
+from tightship.frontends.torch.lower import finish
+from tightship.frontends.torch.optim import Updater, updaters
+from tightship.frontends.torch.origin import Origin, Tracker
+from tightship.frontends.torch.program import Program, Ref
+from tightship.frontends.torch.record import Recorder
+from tightship.frontends.torch.structure import BatchSpec, Results, flatten, map_leaves
+from tightship.frontends.torch.tape import Tape
+
+__all__ = ["capture_loss", "capture_step"]
+
+LossFn = Callable[[Any, Any], Any]
+
+
+def capture_step(
+    model: torch.nn.Module,
+    loss_fn: LossFn | torch.nn.Module | None,
+    optimizer: torch.optim.Optimizer | None,
+    batch: Any,
+    *,
+    name: str = "step",
+) -> Program:
+    """The program of one training step: forward, backward and, per parameter, the optimizer's update.
+
+    ``loss_fn(model, batch)`` returns the loss, or (loss, anything else to hand back). A ``loss_fn`` that is a
+    module is called as ``loss_fn(model(x), y)`` on batches ``(x, y)``; without one the batch is a mapping and
+    the loss is ``model(**batch).loss``. The model, its gradients and all random states stay as they are.
+
+    The program's results are the loss and what came with it; without an optimizer also the gradients, as
+    (results, {parameter name: gradient}).
+
+    Raises ``BadInput`` (no module, no scalar loss, nothing to train) and ``Unsupported`` (control flow on data,
+    sparse gradients, an optimizer that couples parameters, hooks on parameters, …).
+    """
+    _check_model(model)
+    loss = _loss_function(loss_fn, batch)
+    return _Capture(model, batch, name).step(loss, optimizer)
+
+
+def capture_loss(
+    model: torch.nn.Module, sample: Any, *, train: bool = True, device: str | None = None, name: str = "loss"
+) -> Program:
+    """The program of the model's forward and backward pass on ``sample``, for deciding only.
+
+    ``sample`` is a mapping of keyword arguments, a tuple of positional ones, or the one argument. The loss is
+    the output's ``loss``, otherwise the sum of its ``logits`` or of its first floating-point tensor. The gradients
+    are results: (loss, {parameter name: gradient}). Model and sample may be fake or on the meta device, in which
+    case ``device`` says where they are to be thought of (default cpu).
+
+    Raises as ``capture_step``.
+    """
+    _check_model(model)
+    modes = [(m, m.training) for m in model.modules()]
+    try:
+        model.train(train)
+        return _Capture(model, sample, name, device).step(_summed_output, None)
+    finally:
+        for m, was in modes:
+            m.training = was
+
+
+# --- what is captured -----------------------------------------------------------------------------------------
+
+
+def _check_model(model: Any) -> None:
+    compat.require_torch()
+    if not isinstance(model, torch.nn.Module):
+        raise BadInput("the model is a torch.nn.Module", type(model).__name__, "model")
+    for n, p in model.named_parameters():
+        if getattr(p, "_backward_hooks", None) or getattr(p, "_post_accumulate_grad_hooks", None):
+            raise Unsupported(f"a hook on the parameter {n!r}", "captured gradients do not run hooks", "remove it")
+
+
+def _loss_function(loss_fn: Any, batch: Any) -> LossFn:
+    if isinstance(loss_fn, torch.nn.Module):
+        if not (isinstance(batch, (tuple, list)) and len(batch) == 2):
+            raise BadInput("a batch for a loss module is (inputs, targets)", type(batch).__name__, "batch")
+        return lambda model, pair: loss_fn(model(pair[0]), pair[1])
+    if loss_fn is not None:
+        if not callable(loss_fn):
+            raise BadInput("loss_fn is a function of (model, batch) or a module", type(loss_fn).__name__, "loss_fn")
+        return loss_fn
+    if not isinstance(batch, Mapping):
+        raise BadInput("without loss_fn a batch is a mapping of the model's arguments", type(batch).__name__, "batch")
+    return _own_loss
+
+
+def _own_loss(model: Any, batch: Any) -> Any:
+    out = model(**batch)
+    loss = out.get("loss") if isinstance(out, Mapping) else getattr(out, "loss", None)
+    if not isinstance(loss, torch.Tensor):
+        raise BadInput("without loss_fn the model's output has a loss", type(out).__name__, "loss_fn")
+    return loss
+
+
+def _summed_output(model: Any, sample: Any) -> Any:
+    if isinstance(sample, Mapping):
+        out = model(**sample)
+    else:
+        out = model(*sample) if isinstance(sample, (tuple, list)) else model(sample)
+    for key in ("loss", "logits"):
+        found = out.get(key) if isinstance(out, Mapping) else getattr(out, key, None)
+        if isinstance(found, torch.Tensor):
+            return found if key == "loss" and found.dim() == 0 else found.sum()
+    for t in flatten(out):
+        if isinstance(t, torch.Tensor) and t.requires_grad:
+            return t.sum()
+    raise BadInput("the model's output depends on its parameters", type(out).__name__, "model")
+
+
+# --- the capture ----------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Fakes:
+    """The fake stand-ins of what the caller owns, by qualified name; ``real`` of the same names."""
+
+    parameters: dict[str, torch.Tensor]
+    buffers: dict[str, torch.Tensor]
+    batch: Any
+
+
+class _Capture:
+    def __init__(self, model: torch.nn.Module, batch: Any, name: str, device: str | None = None) -> None:
+        self.model, self.batch, self.name = model, batch, name
+        self.parameters = dict(model.named_parameters())
+        self.buffers = dict(model.named_buffers())
+        tensors = [*self.parameters.values(), *self.buffers.values(), *_tensors(batch)]
+        self.has_data = not any(compat.is_fake(t) or t.is_meta for t in tensors)
+        self.mode = compat.fake_mode_of(tensors) or compat.fake_mode()
+        self.device = device or "cpu"
+        self.tape = Tape()
+        self.tracker = Tracker({m: n for n, m in model.named_modules()})
+        self.recorder = Recorder(self.tape, self.mode, self.tracker)
+        self.notes: list[str] = []
+
+    def step(self, loss_fn: LossFn, optimizer: torch.optim.Optimizer | None) -> Program:
+        by_name = {n: p for n, p in self.parameters.items() if p.requires_grad}
+        if not by_name:
+            raise BadInput("at least one parameter of the model requires a gradient", place="model")
+        updates = updaters(optimizer, self.parameters) if optimizer is not None else {}
+        wanted = list(updates) if optimizer is not None else list(by_name)
+        with _untouched(self.model, self.notes), compat.quiet_capture(has_data=self.has_data), torch.enable_grad():
+            fakes = self._fakes()
+            results, gradients = self._run(loss_fn, fakes, wanted)
+        tree = self.tape.refs(gradients) if optimizer is None else None
+        spec, values = Results.of_refs(results if optimizer is None is None else results)
+        if optimizer is None:
+            spec, values = Results.of_refs((results, tree))
+        for n, updater in updates.items():
+            if n in gradients:
+                self._update(updater, fakes.parameters[n], gradients[n])
+        loss = values[:1]
+        return finish(
+            self.tape, values, result_spec=spec, name=self.name, guards=self.recorder.guards,
+            batch=BatchSpec.of(self.batch), notes=self.notes, losses=loss,
+        )  # fmt: skip
+
+    def _run(self, loss_fn: LossFn, fakes: _Fakes, wanted: list[str]) -> tuple[Any, dict[str, torch.Tensor]]:
+        """Forward and backward on the fakes: what the loss function returned (as ``Ref``s), and the gradients."""
+        leaves = [fakes.parameters[n] for n in wanted]
+        with ExitStack() as stack:
+            stack.enter_context(self.mode)
+            stack.enter_context(self.recorder)
+            with self.tracker.active(), self._swapped(fakes):
+                out = loss_fn(self.model, fakes.batch)
+                self._rebound(fakes)
+            loss = _checked_loss(out)
+            results = self._results(out)
+            with self.recorder.in_phase("backward"):
+                torch.autograd.backward(loss, inputs=leaves)
+        gradients = {}
+        for n, leaf in zip(wanted, leaves, strict=True):
+            if leaf.grad is not None:
+                gradients[n] = leaf.grad
+                self._name_gradient(n, leaf.grad)
+        return results, gradients
+
+    def _results(self, out: Any) -> Any:
+        def leaf(x: Any) -> Any:
+            return Ref(self.tape.value(x)) if isinstance(x, torch.Tensor) else x
+
+        return map_leaves(leaf, out)
+
+    def _name_gradient(self, name: str, grad: torch.Tensor) -> None:
+        s = self.tape.storages[self.tape.storage(self.tape.value(grad, f"the gradient of {name}"))]
+        if not s.role and not s.name:
+            s.name = f"{name}.grad"
+
+    # --- what the caller owns ---
+
+    def _fakes(self) -> _Fakes:
+        """Fakes of parameters, buffers and batch, each an input of the tape. Equal objects give one fake."""
+        made: dict[int, torch.Tensor] = {}
+
+        def fake_of(real: torch.Tensor, role: str, key: Any, name: str) -> torch.Tensor:
+            if id(real) not in made:
+                made[id(real)] = self._fake(real)
+                self.tape.input(made[id(real)], role, key, name, real if self.has_data else None)
+            return made[id(real)]
+
+        parameters = {n: fake_of(p, "parameter", n, n) for n, p in self.parameters.items()}
+        buffers = {n: fake_of(b, "buffer", n, n) for n, b in self.buffers.items()}
+        position = iter(range(1 << 30))
+
+        def leaf(x: Any) -> Any:
+            k = next(position)
+            if not isinstance(x, torch.Tensor):
+                return x
+            # One fake per leaf, even if two are the same tensor: in the next batch they may not be.
+            fake = self._blank(x).requires_grad_(x.requires_grad)
+            self.tape.input(fake, "input", k, f"batch.{k}", x if self.has_data else None)
+            return fake
+
+        return _Fakes(parameters, buffers, map_leaves(leaf, self.batch))
+
+    def _fake(self, real: torch.Tensor) -> torch.Tensor:
+        if compat.is_fake(real):
+            fake = real.detach()
+        elif real.is_meta:
+            fake = self._blank(real)
+        else:
+            fake = self.mode.from_tensor(real.detach())
+        if isinstance(real, torch.nn.Parameter):
+            fake = torch.nn.Parameter(fake, real.requires_grad)
+        return fake
+
+    def _blank(self, real: torch.Tensor) -> torch.Tensor:
+        device = self.device if real.is_meta else real.device
+        with self.mode:
+            return torch.empty_strided(real.shape, real.stride(), dtype=real.dtype, device=device)
+
+    @contextmanager
+    def _swapped(self, fakes: _Fakes) -> Iterator[None]:
+        with compat.reparametrised(self.model, {**fakes.parameters, **fakes.buffers}):
+            yield
+
+    def _rebound(self, fakes: _Fakes) -> None:
+        """A buffer that was replaced by a new tensor is written back, which is what the next step would read."""
+        for n, b in self.model.named_buffers():
+            fake = fakes.buffers.get(n)
+            if fake is None or b is fake:
+                continue
+            if (b.shape, b.dtype, b.device) != (fake.shape, fake.dtype, fake.device):
+                raise Unsupported(
+                    f"the buffer {n!r}", "the step replaces it by a tensor of another size or type",
+                    "write into it with copy_()",
+                )  # fmt: skip
+            with torch.no_grad():
+                fake.copy_(b)
+
+    # --- updates ---
+
+    def _update(self, updater: Updater, param: torch.Tensor, grad: torch.Tensor) -> None:
+        with self.mode:
+            state = [
+                torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=t.device) for t in updater.state_like
+            ]
+        values = [
+            self.tape.input(t, "state", (updater.name, k), f"{updater.name}.{k}")
+            for k, t in zip(updater.state_keys, state, strict=True)
+        ]
+        p, g = self.tape.value(param), self.tape.value(grad)
+        target = f"optimizer.{type(updater.optimizer).__name__}"
+        r = self.tape.call(updater, target, (p, g, *values), (p, *values))
+        r.phase, r.device, r.flops = "update", str(param.device), param.numel()
+        r.origin = Origin(updater.name.rpartition(".")[0], "")
+
+
+def _tensors(tree: Any) -> list[torch.Tensor]:
+    return [t for t in flatten(tree) if isinstance(t, torch.Tensor)]
+
+
+def _checked_loss(out: Any) -> torch.Tensor:
+    loss = out[0] if isinstance(out, tuple) and out else out
+    if not isinstance(loss, torch.Tensor) or loss.numel() != 1 or not loss.is_floating_point():
+        shown = tuple(loss.shape) if isinstance(loss, torch.Tensor) else type(loss).__name__
+        raise BadInput("the loss is a floating-point tensor with one element", shown, "loss_fn")
+    if not loss.requires_grad:
+        raise BadInput("the loss depends on a parameter that requires a gradient", place="loss_fn")
+    return loss
+
+
+# --- leaving no trace -----------------------------------------------------------------------------------------
+
+
+@contextmanager
+def _untouched(model: torch.nn.Module, notes: list[str]) -> Iterator[None]:
+    """Put back what running a model's Python code changes: attributes of modules and random states."""
+    before = [(m, dict(vars(m))) for m in model.modules()]
+    python, generator = random.getstate(), torch.random.get_rng_state()
+    try:
+        yield
+        drawn = random.getstate() != python
+        if drawn:
+            raise Unsupported(
+                "drawing from Python's random state in a step", "what it decides would be fixed by the capture",
+                "draw with torch",
+            )  # fmt: skip
+    finally:
+        random.setstate(python)
+        torch.random.set_rng_state(generator)
+        for m, attributes in before:
+            changed = [k for k, v in vars(m).items() if k not in attributes or attributes[k] is not v]
+            notes += [f"{type(m).__name__}.{k} is set by each step in eager, not by the program" for k in changed]
+            vars(m).clear()
+            vars(m).update(attributes)

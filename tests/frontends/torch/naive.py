@@ -1,0 +1,72 @@
+"""The simplest interpreter of a Program: graph order, nothing freed, every claim about metadata checked."""
+
+import torch
+
+from tightship.frontends.torch.structure import flatten
+from tightship.frontends.torch.views import derive, flat, substitute
+from tightship.graph import aligned
+
+
+def _metadata(t):
+    return str(t.dtype).removeprefix("torch."), tuple(t.shape), tuple(t.stride())
+
+
+class Naive:
+    """Runs steps of ``program`` on the real ``model`` and ``optimizer``; ``replay`` also runs recomputations."""
+
+    def __init__(self, program, model, optimizer=None, replay=True):
+        self.program, self.model, self.optimizer, self.replay = program, model, optimizer, replay
+        self.names = dict(model.named_parameters()), dict(model.named_buffers())
+        self.updaters = {c.fn.name: c.fn for c in program.calls if hasattr(c.fn, "state_keys")}
+
+    def caller(self, slot, leaves):
+        """The caller's tensor of a slot; None for state that does not exist yet."""
+        if slot.role == "parameter":
+            return self.names[0][slot.key]
+        if slot.role == "buffer":
+            return self.names[1][slot.key]
+        if slot.role == "constant":
+            return self.program.constants[slot.key]
+        if slot.role == "input":
+            return leaves[slot.key]
+        name, key = slot.key
+        return self.optimizer.state.get(self.names[0][name], {}).get(key)
+
+    def check_guards(self, tensors):
+        by_role = {(s.role, s.key): tensors[s.value] for s in self.program.slots}
+        for guard in self.program.guards:
+            assert guard.holds(by_role), guard.place
+
+    def __call__(self, batch):
+        program, graph = self.program, self.program.graph
+        assert program.batch.misfit(batch) is None
+        leaves = flatten(batch)
+        tensors = {s.value: self.caller(s, leaves) for s in program.slots}
+        self.check_guards(tensors)
+        held = {graph.values[v].storage: t for v, t in tensors.items() if graph.values[v].storage is not None}
+        for s in reversed(program.slots):
+            held[graph.values[s.value].storage] = tensors[s.value]
+        base = dict(enumerate(program.bases))
+
+        def read(v):
+            s = graph.values[v].storage
+            tensor = held[s]
+            return tensor if tensor is None else derive(tensor, graph.values[base[s]], graph.values[v])
+
+        with torch.no_grad():
+            for k, call in enumerate(program.calls):
+                again = program.replays.get(k)
+                repeated = again.fn(*substitute(again.args, read), **substitute(again.kwargs, read)) if again else None
+                out = flat(call.fn(*substitute(call.args, read), **substitute(call.kwargs, read)))
+                for v, t in zip(call.results, out, strict=True):
+                    if v >= 0:
+                        value, storage = graph.values[v], graph.storages[graph.values[v].storage]
+                        want = (value.dtype, value.shape, value.stride)
+                        assert _metadata(t) == want, f"{graph.ops[k].name}: {_metadata(t)} instead of {want}"
+                        assert aligned(t.untyped_storage().nbytes()) == storage.size, graph.ops[k].name
+                        held[value.storage] = t
+                if again:
+                    for v, a, b in zip(call.results, out, flat(repeated), strict=True):
+                        assert v < 0 or torch.equal(a, b), f"{graph.ops[k].name}: a replay gives other bits"
+            tensors = [read(v) for v in program.results]
+        return program.result_spec.unflatten(tensors)
