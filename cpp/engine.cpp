@@ -1,6 +1,7 @@
 #include "engine.h"
 
 #include <algorithm>
+#include <utility>
 
 namespace tightship {
 
@@ -85,7 +86,7 @@ void Engine::find_gaps() {
         if (!replayable_[s] || p_.size[s] == 0) continue;
         for (i64 j = std::max(0, last_write_[s]); j + 1 < touches_.size(s); ++j) {
             const i32 from = touches_.begin(s)[j], to = touches_.begin(s)[j + 1];
-            if (to - from < 2) continue;
+            if (to - from < 2 || to == p_.ops) continue;  // results stay: making one again at the end gains nothing
             gap_of_[touches_.start[s] + j] = static_cast<i32>(gaps_.size());
             gaps_.push_back({static_cast<i32>(s), from, to});
         }
@@ -135,6 +136,7 @@ bool Engine::replay(i32 op, i32 wanted) {
         if (skip(t)) continue;
         ++pin_[t];
         if (!s_.resident[t]) ok = restore(t);
+        if (scouting_ && !replayable_[t] && !p_.owned[t]) until_[t] = std::max(until_[t], ending_ ? static_cast<i32>(p_.ops) : s_.position);
         if (s_.version[t] != p_.needs.begin(op)[pinned]) ok = false;
     }
     if (ok) {
@@ -157,7 +159,7 @@ bool Engine::replay(i32 op, i32 wanted) {
     for (i64 j = 0; j < pinned; ++j) {
         const i32 t = reads[j];
         if (skip(t)) continue;
-        if (--pin_[t] == 0 && ok && !p_.owned[t] && s_.resident[t] && !has_touch(t)) {
+        if (--pin_[t] == 0 && ok && replayable_[t] && s_.resident[t] && !has_touch(t)) {
             if (shared_[t]) held_.push_back(t);
             else leave(t);
         }
@@ -166,6 +168,7 @@ bool Engine::replay(i32 op, i32 wanted) {
 }
 
 bool Engine::restore(i32 s) {
+    if (!replayable_[s]) lost_anchor_ = true;
     if (!replayable_[s] || depth_ >= kMaxDepth) return false;
     ++depth_;
     ++pin_[s];
@@ -198,14 +201,18 @@ void Engine::compute(i32 at) {
         s_.live += p_.size[*d];
     }
     for (auto m = p_.mutates.begin(o); m != p_.mutates.end(o); ++m) ++s_.version[*m];
+    auto stays = [&](i32 s) { return scouting_ || until_[s] > at; };
     auto after = [&](i32 s) {
         if (p_.owned[s]) return;
         const i64 touch = touches_.start[s] + s_.touch[s]++;
         const i32 gap = gap_of_[touch];
-        if (!has_touch(s) || (gap >= 0 && evict_[gap])) leave(s);
+        if (has_touch(s) ? gap < 0 || !evict_[gap] : (extended_ || scouting_) && !replayable_[s] && stays(s)) return;
+        leave(s);
     };
     for (auto s = rb; s != re; ++s) after(*s);
     for (auto d = p_.defines.begin(o); d != p_.defines.end(o); ++d) after(*d);
+    if (extended_)
+        for (i32 s : leaving_[at]) leave(s);
 }
 
 void Engine::run(i32 from) {
@@ -220,18 +227,58 @@ void Engine::run(i32 from) {
         compute(at);
     }
     s_.position = static_cast<i32>(p_.ops) - 1;
+    ending_ = true;
     for (i64 s = 0; s < p_.storages && s_.cost.valid; ++s)
         if (p_.kept[s] && !s_.resident[s]) s_.cost.valid = restore(static_cast<i32>(s));
+    ending_ = false;
     for (i32 t : held_)
         if (s_.resident[t]) leave(t);
+    if (extended_ && s_.cost.valid)
+        for (i32 t : leaving_[p_.ops]) leave(t);
     if (s_.cost.extra > cutoff_) s_.cost.valid = false;
+}
+
+// Evaluate with `evict_`, `limit_`, `cutoff_`; a second and third pass only where a life must be extended.
+Cost Engine::attempt() {
+    extended_ = lost_anchor_ = false;
+    const std::size_t taken = snapshots_.size();
+    if (line_) std::fill(line_->begin(), line_->end(), 0);
+    if (out_) out_->clear();
+    reset();
+    run(0);
+    if (s_.cost.valid || !lost_anchor_) return s_.cost;
+    extend();
+    if (!extended_) return s_.cost;
+    if (taking_) snapshots_.resize(taken);
+    if (line_) std::fill(line_->begin(), line_->end(), 0);
+    if (out_) out_->clear();
+    reset();
+    run(0);
+    return s_.cost;
+}
+
+void Engine::extend() {
+    auto* out = std::exchange(out_, nullptr);
+    auto* line = std::exchange(line_, nullptr);
+    const bool taking = std::exchange(taking_, false);
+    until_.assign(p_.storages, -1);
+    scouting_ = true;
+    reset();
+    run(0);
+    scouting_ = false;
+    out_ = out, line_ = line, taking_ = taking;
+    extended_ = s_.cost.valid;
+    leaving_.assign(p_.ops + 1, {});
+    for (i64 s = 0; s < p_.storages; ++s) {
+        const i64 n = touches_.size(s);
+        if (until_[s] >= 0 && n > 0 && touches_.begin(s)[n - 1] < until_[s])
+            leaving_[until_[s]].push_back(static_cast<i32>(s));
+    }
 }
 
 Cost Engine::evaluate(const std::uint8_t* evict, i64 limit, double cutoff) {
     evict_ = evict, limit_ = limit, cutoff_ = cutoff;
-    reset();
-    run(0);
-    return s_.cost;
+    return attempt();
 }
 
 void Engine::remember(const std::uint8_t* evict, i64 limit) {
@@ -239,15 +286,17 @@ void Engine::remember(const std::uint8_t* evict, i64 limit) {
     taking_ = true;
     evaluate(evict, limit);
     taking_ = false;
+    remembered_plain_ = s_.cost.valid && !extended_;
 }
 
 Cost Engine::reevaluate(const std::uint8_t* evict, i64 limit, i32 first, double cutoff) {
     evict_ = evict, limit_ = limit, cutoff_ = cutoff;
     const i32 k = std::min<i32>(first / stride_, static_cast<i32>(snapshots_.size()) - 1);
-    if (k < 0) return evaluate(evict, limit, cutoff);
+    if (k < 0 || !remembered_plain_) return attempt();
+    extended_ = lost_anchor_ = false;
     s_ = snapshots_[k];
     run(s_.position);
-    return s_.cost;
+    return s_.cost.valid || !lost_anchor_ ? s_.cost : attempt();
 }
 
 std::vector<i64> Engine::profile(const std::uint8_t* evict) {

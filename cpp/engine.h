@@ -8,7 +8,8 @@
 // set bit ends the residence at the first touch; the storage is restored just before the next touch, or earlier
 // when a recomputation needs it, by running its recipe (every op that writes it, in order) again. What a recipe
 // reads is restored first, recursively; restored storages stay until their next touch, and those without one are
-// dropped as soon as nothing under way needs them.
+// dropped as soon as nothing under way needs them. What cannot be made again and is read by a recipe stays until
+// the last recomputation that reads it: a first pass finds out until when, a second one counts.
 #pragma once
 
 #include <cstdint>
@@ -112,11 +113,20 @@ class Engine {
     std::vector<State> snapshots_;
     i32 stride_ = 1;
     bool taking_ = false;
+    bool lost_anchor_ = false;               // the last run failed for want of something that can't be made again
+    bool extended_ = false;                  // lives are extended to until_
+    bool scouting_ = false;                  // first pass: nothing of that kind is freed, until_ is filled in
+    bool remembered_plain_ = false;
+    bool ending_ = false;                    // past the last op: restoring what must be there at the end
+    std::vector<i32> until_;                 // by storage: position up to which it stays, -1: its last touch
+    std::vector<std::vector<i32>> leaving_;  // by position: storages whose extended life ends there
 
     void index();
     void find_gaps();
     bool recipe_is_replayable(i64 s) const;
     void reset();
+    Cost attempt();
+    void extend();
     void run(i32 from);
     void compute(i32 position);
     bool restore(i32 storage);

@@ -67,7 +67,8 @@ class Residence:
 class Plan:
     """A decision about a graph and what it costs. Bytes count the static set too, times are seconds.
 
-    ``peak`` is the most bytes in use at any time, ``arena`` the bytes the placement spans beyond ``static``;
+    ``peak`` is the most bytes in use at any time, ``arena`` the bytes the placement spans beyond ``static``,
+    ``handed`` the bytes of results that leave the arena for the caller;
     ``lower_bound`` is a peak no plan of this graph can beat. ``evictions`` counts by kind.
     """
 
@@ -79,6 +80,7 @@ class Plan:
     peak_before: int = 0
     static: int = 0
     arena: int = 0
+    handed: int = 0
     lower_bound: int = 0
     time: float = 0.0
     time_before: float = 0.0
@@ -93,7 +95,8 @@ class Plan:
     @property
     def met(self) -> bool:
         """Whether peak and placed bytes are both within the budget (always, when there is none)."""
-        return self.budget is None or max(self.peak, self.static + self.arena) <= self.budget
+        placed = self.static + self.arena + self.handed
+        return self.budget is None or max(self.peak, placed) <= self.budget
 
     def count(self, kind: str) -> int:
         return sum(1 for s in self.steps if s.kind == kind)

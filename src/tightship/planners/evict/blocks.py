@@ -54,10 +54,13 @@ def plan(frame: Frame, limit: int, options: Options | None = None) -> Decision:
 
 
 def _crossing(frame: Frame) -> Bits:
-    """Gaps that span the point where most bytes are alive."""
+    """Gaps from the forward into the backward (without phases: across the point where most bytes are alive)."""
     bits = frame.nothing()
     if len(bits):
-        line = frame.engine.profile(bits)
-        peak = int(np.argmax(line))
-        bits[(frame.gaps[:, 1] < peak) & (frame.gaps[:, 2] > peak)] = 1
+        phases = [frame.graph.ops[k].phase for k in frame.order]
+        if "backward" in phases:
+            middle = phases.index("backward")
+        else:
+            middle = int(np.argmax(frame.engine.profile(bits)))
+        bits[(frame.gaps[:, 1] < middle) & (frame.gaps[:, 2] >= middle)] = 1
     return bits

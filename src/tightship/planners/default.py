@@ -1,0 +1,163 @@
+"""Order, eviction and placement composed into one verified plan; what `tightship plan` uses.
+
+Problem: the fastest plan whose peak, and whose arena, fit the budget. Measure: seconds, bytes. Source: the parts
+named in ``Options``. Guarantee: the plan is verified; peak and static set plus arena are within the budget, or
+``Infeasible`` is raised with the least peak reached. Complexity: that of the parts. Known limits: decides order
+first, evictions second, offsets last; when offsets do not fit, evictions are searched again under a lower limit.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from importlib import import_module
+from typing import Any
+
+from tightship.analysis.bounds import lower_bound
+from tightship.errors import BadInput, Infeasible
+from tightship.graph import Graph
+from tightship.plan import Plan, Step
+from tightship.planners import planners
+from tightship.planners.evict._frame import Decision, Frame, Progress
+from tightship.planners.layout import Layout, lay_out
+from tightship.simulate import Timeline, baseline, replay
+from tightship.units import Budget, parse_budget
+from tightship.verify import check
+
+__all__ = ["Options", "plan", "top_of_peak"]
+
+_TIGHTEN = 4
+"""How often evictions are searched again because the placement came out larger than the peak."""
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """``order``, ``evict``: planners by name (``order`` may be ``given``: the graph's own order).
+    ``seconds``: of search, at most. ``work``: ops simulated at most; makes plans reproducible. ``seed``: of
+    random moves. ``hand_out``: results go to the caller outside the arena."""
+
+    order: str = "sink"
+    evict: str = "anneal"
+    seconds: float = 10.0
+    work: int = 60_000_000
+    seed: int = 0
+    hand_out: bool = True
+
+
+def plan(
+    graph: Graph,
+    budget: Budget | str | int | None = None,
+    options: Options | None = None,
+    progress: Progress | None = None,
+) -> Plan:
+    """A verified plan for ``budget`` (bytes, text with a unit, or a percentage of the unplanned peak; none:
+    keep everything, in the better order).
+
+    Raises ``Infeasible`` with budget, lower bound, least peak reached and what makes it up.
+    """
+    o = options or Options()
+    began = time.perf_counter()
+    before = replay(graph, baseline(graph))
+    limit = _limit(graph, budget, before.peak)
+    order, moved = _order(graph, o, before.peak)
+    frame = Frame(graph, order)
+    bound = lower_bound(graph)
+    target = before.peak if limit is None else limit
+    for attempt in range(_TIGHTEN):
+        decision = _evict(frame, target, o, progress)
+        steps = decision.steps or frame.steps(decision.evict)
+        if limit is not None and not decision.met:
+            raise _infeasible(graph, limit, bound, replay(graph, steps), steps)
+        layout = lay_out(graph, steps, hand_out=o.hand_out, seed=o.seed, seconds=1.0 + attempt)
+        over = graph.static_bytes + layout.arena + layout.handed - (limit or target)
+        if limit is None or over <= 0:
+            break
+        target -= over
+    else:
+        raise _infeasible(graph, limit, bound, replay(graph, steps), steps)
+    made = _plan(graph, steps, layout, replay(graph, steps), before)
+    made = replace(
+        made,
+        budget=limit,
+        lower_bound=int(bound),
+        planner=f"{o.order}+{o.evict}+portfolio",
+        seconds=time.perf_counter() - began,
+        moved=moved,
+    )
+    check(graph, made)
+    return made
+
+
+def _limit(graph: Graph, budget: Budget | str | int | None, peak: int) -> int | None:
+    if budget is None:
+        return None
+    parsed = budget if isinstance(budget, Budget) else parse_budget(budget)
+    return parsed.resolve(peak)
+
+
+def _named(folder: str, name: str) -> Any:
+    info = planners().get(name)
+    if info is None or info.folder != folder:
+        names = sorted(n for n, i in planners().items() if i.folder == folder)
+        raise BadInput(f"an {folder} planner is one of {', '.join(names)}", name, f"option {folder!r}")
+    return import_module(info.module)
+
+
+def _order(graph: Graph, o: Options, peak: int) -> tuple[tuple[int, ...], int]:
+    """The planned order, unless it needs more memory than the graph's own; and how many ops it moved."""
+    given = tuple(range(len(graph.ops)))
+    if o.order == "given":
+        return given, 0
+    order = _named("order", o.order).plan(graph)
+    if replay(graph, baseline(graph, order)).peak > peak:
+        return given, 0
+    successor = dict(zip(order, order[1:], strict=False))
+    return order, sum(1 for k in given[:-1] if successor.get(k) != k + 1)
+
+
+def _evict(frame: Frame, limit: int, o: Options, progress: Progress | None) -> Decision:
+    module = _named("evict", o.evict)
+    known = {"seconds": o.seconds, "work": o.work, "seed": o.seed}
+    fields = getattr(module.Options, "__dataclass_fields__", {})
+    chosen = module.Options(**{k: v for k, v in known.items() if k in fields})
+    if "progress" in module.plan.__annotations__:
+        found: Decision = module.plan(frame, limit, chosen, progress)
+        return found
+    found = module.plan(frame, limit, chosen)
+    return found
+
+
+def _plan(
+    graph: Graph, steps: Sequence[Step], layout: Layout, line: Timeline, before: Timeline
+) -> Plan:
+    return Plan(
+        digest=graph.digest,
+        steps=tuple(steps),
+        residences=layout.residences,
+        peak=line.peak,
+        peak_before=before.peak,
+        static=graph.static_bytes,
+        arena=layout.arena,
+        handed=layout.handed,
+        time=line.time,
+        time_before=before.time,
+    )
+
+
+def top_of_peak(graph: Graph, line: Timeline, steps: Sequence[Step], n: int = 8) -> tuple[tuple[str, int, str], ...]:
+    """The largest storages outside the static set at the peak: (name, bytes, where they were made)."""
+    rows = []
+    for s, size in line.at_peak:
+        if s in graph.static or not size:
+            continue
+        op = steps[line.peak_step].op if s < 0 else graph.uses.definer[s]
+        name = f"while {graph.ops[op].name} runs" if s < 0 else graph.storages[s].name
+        rows.append((name, size, graph.place(op)))
+    return tuple(sorted(rows, key=lambda r: -r[1])[:n])
+
+
+def _infeasible(graph: Graph, limit: int, bound: int, line: Timeline, steps: Sequence[Step]) -> Infeasible:
+    return Infeasible(
+        budget=limit, lower_bound=int(bound), best_peak=line.peak, top=top_of_peak(graph, line, steps)
+    )
