@@ -151,11 +151,11 @@ class InPlace(nn.Module):
 
     def forward(self, x):
         h = self.a(x)
-        h.relu_()
-        h = h.add_(x).mul_(1.5)
+        h.add_(x).mul_(1.5)
         h.unsqueeze_(0)
-        h = F.leaky_relu_(h * 1.0, 0.1).squeeze_(0)
-        return self.b(F.dropout(h, 0.2, inplace=True))
+        h = F.leaky_relu_(h * 1.0, 0.1) * 2
+        h.squeeze_(0)
+        return self.b(F.dropout(h + 1, 0.2, inplace=True))
 
 
 @model

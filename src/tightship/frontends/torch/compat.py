@@ -21,7 +21,6 @@ __all__ = [
     "FAKE_ERRORS",
     "TorchDispatchMode",
     "backward_sequence",
-    "convolution_like",
     "decompose",
     "direct",
     "fake_mode",
@@ -29,6 +28,7 @@ __all__ = [
     "flop_formula",
     "forward_sequence",
     "is_collective",
+    "is_composite",
     "is_fake",
     "is_inplace_view",
     "is_random",
@@ -38,10 +38,12 @@ __all__ = [
     "quiet_capture",
     "reparametrised",
     "require_torch",
+    "runnable",
     "returns_tensors",
     "storage_key",
     "storage_reference",
     "undeclared_writes",
+    "without_modes",
     "written_arguments",
 ]
 
@@ -94,6 +96,13 @@ def fake_mode_of(tensors: Any) -> Any:
         if is_fake(t):
             return t.fake_mode
     return None
+
+
+@contextmanager
+def without_modes() -> Iterator[None]:
+    """Run on real tensors in the middle of a capture."""
+    with _disable_current_modes():
+        yield
 
 
 def storage_key(tensor: torch.Tensor) -> int:
@@ -178,6 +187,26 @@ def without_statistics(
     return fn, new_args, {k: None if k in _STATISTICS[name] else v for k, v in kwargs.items()}
 
 
+class _WithGradMode:
+    """A kernel that looks at grad mode: run as in a forward pass, on tensors that record nothing."""
+
+    def __init__(self, fn: Any) -> None:
+        self.fn = fn
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        def detached(x: Any) -> Any:
+            return x.detach() if isinstance(x, torch.Tensor) else x
+
+        with torch.enable_grad():
+            return self.fn(*map(detached, args), **{k: detached(v) for k, v in kwargs.items()})
+
+
+def runnable(fn: Any) -> Callable[..., Any]:
+    """What to call, with gradients off, to run the kernel that eager's forward or backward pass runs."""
+    # oneDNN's recurrent layers save their workspace only when grad mode is on.
+    return _WithGradMode(fn) if fn._schema.name == "aten::mkldnn_rnn_layer" else fn
+
+
 def is_random(fn: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
     """Whether the call draws from the random state."""
     if torch.Tag.nondeterministic_seeded not in fn.tags:
@@ -200,8 +229,28 @@ def flop_formula(fn: Any) -> Callable[..., int] | None:
     return flop_registry.get(fn.overloadpacket)
 
 
+def is_composite(fn: Any, device: str) -> bool:
+    """Whether ``fn`` on ``device`` is nothing but a composition of other ops.
+
+    Some ops are compositions with kernels of their own on some devices (``silu_backward``); taking those apart
+    would give other bits than eager, which runs the kernel.
+    """
+    return bool(_composite(fn, device.partition(":")[0]))
+
+
+@functools.cache
+def _composite(fn: Any, device_type: str) -> bool:
+    has = torch._C._dispatch_has_kernel_for_dispatch_key
+    keys = (_DISPATCH_KEYS.get(device_type, "CPU"), "CompositeExplicitAutograd", *_NON_FUNCTIONAL)
+    return has(fn.name(), "CompositeImplicitAutograd") and not any(has(fn.name(), k) for k in keys)
+
+
+_DISPATCH_KEYS = {"cpu": "CPU", "cuda": "CUDA", "mps": "MPS", "xpu": "XPU"}
+_NON_FUNCTIONAL = ("CompositeExplicitAutogradNonFunctional",)
+
+
 def decompose(fn: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-    """Run a composite op as the ops it is made of; NotImplemented if it is not composite."""
+    """Run a composite op as the ops it is made of."""
     return fn.decompose(*args, **kwargs)
 
 
@@ -338,3 +387,23 @@ def returns_tensors(fn: Any) -> int:
         return -1
     kinds = [str(r.type) for r in fn._schema.returns]
     return len(kinds) if kinds and all(k == "Tensor" for k in kinds) else -1
+
+
+# --- where tensors live ---------------------------------------------------------------------------------------
+
+
+def tensor_home(model: torch.nn.Module, role: str, name: str) -> tuple[Mapping[str, Any], str]:
+    """The mapping, and the key in it, where a parameter or buffer of that qualified name stands."""
+    path, _, last = name.rpartition(".")
+    module = model.get_submodule(path)
+    return (module._parameters if role == "parameter" else module._buffers), last
+
+
+def members(module: torch.nn.Module) -> tuple[Mapping[str, Any], ...]:
+    """A module's own parameters, buffers and children, as the mappings that change when they are replaced."""
+    return module._parameters, module._buffers, module._modules
+
+
+def mark_stepped(optimizer: Any) -> None:
+    """What ``optimizer.step()`` leaves behind for learning-rate schedulers, which warn without it."""
+    optimizer._opt_called = True

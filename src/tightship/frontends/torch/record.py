@@ -16,6 +16,7 @@ import torch
 from tightship.errors import Unsupported
 from tightship.frontends.torch import compat
 from tightship.frontends.torch.origin import Origin, Tracker
+from tightship.frontends.torch.probe import Prober
 from tightship.frontends.torch.tape import Record, Tape, TapeValue
 from tightship.frontends.torch.views import evaluate
 
@@ -59,6 +60,7 @@ class Recorder(compat.TorchDispatchMode):
         self.phase = "forward"
         self.guards: list[Guard] = []
         self._fake = fake
+        self._prober = Prober(fake)
         self._tracker = tracker
 
     @contextmanager
@@ -77,8 +79,8 @@ class Recorder(compat.TorchDispatchMode):
             out = fn(*args)
             self.tape.constant(out, args[0])
             return out
-        if fn._can_decompose() and (out := self._decomposed(fn, args, kwargs)) is not NotImplemented:
-            return out
+        if compat.is_composite(fn, _device(args)):
+            return self._decomposed(fn, args, kwargs)
         origin = self._tracker.forward() if self.phase == "forward" else self._tracker.backward()
         args, kwargs = self._faked(args), self._faked(kwargs)
         taken, taken_kw = self.tape.refs(args, str(origin)), self.tape.refs(kwargs, str(origin))
@@ -88,6 +90,7 @@ class Recorder(compat.TorchDispatchMode):
             out = fn(*args, **kwargs)
         except compat.FAKE_ERRORS as e:
             raise _unsupported(fn, origin, str(e)) from e
+        out = self._prober.correct(fn, args, kwargs, out)
         count = compat.flop_formula(fn)
         flops = int(count(*args, **kwargs, out_val=out)) if count else 0
         record = self.tape.record(fn, taken, taken_kw, out, phase=self.phase, origin=origin, flops=flops)
@@ -135,7 +138,7 @@ class Recorder(compat.TorchDispatchMode):
             given = fixed | {v: tensors[role] for v, role in asked.items()}
             return _ask(needed, question, values, bases, given)
 
-        with _without_modes():
+        with compat.without_modes():
             answer = ask({role: tape.real[v] for v, role in asked.items()})
         if asked:
             self.guards.append(Guard(tuple(asked.values()), answer, f"{fn} · {origin}", ask))
@@ -166,6 +169,15 @@ class Recorder(compat.TorchDispatchMode):
         return needed[::-1], sources
 
 
+def _device(args: Any) -> str:
+    for a in args:
+        if isinstance(a, torch.Tensor):
+            return str(a.device.type)
+        if isinstance(a, (list, tuple)) and (inner := _device(a)):
+            return inner
+    return ""
+
+
 def _role(tape: Tape, value: int) -> tuple[str, Any]:
     return next((role, key) for v, role, key in tape.slots if v == value)
 
@@ -179,14 +191,6 @@ def _ask(
 ) -> Any:
     parts = [evaluate(needed, values, bases, given, r.value) for r in question.args if hasattr(r, "value")]
     return question.fn(*parts)
-
-
-@contextmanager
-def _without_modes() -> Any:
-    from torch.utils._python_dispatch import _disable_current_modes
-
-    with _disable_current_modes():
-        yield
 
 
 def _unsupported(fn: Any, origin: Origin, why: str) -> Unsupported:

@@ -210,6 +210,7 @@ class Tape:
         r.random, r.effect, r.device, r.phase, r.origin = random, effect, device, phase, origin
         r.flops = flops or sum(t.numel() for t in tensors)
         self._statistics(r)
+        r.fn = compat.runnable(fn)
         self.records.append(r)
         return r
 

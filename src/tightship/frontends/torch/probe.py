@@ -1,0 +1,129 @@
+"""Prober: what an op's results really look like.
+
+PyTorch derives the metadata of fake results from formulas that now and then differ from what the kernel does (other
+strides for sizes of one, other types of saved statistics, results that are not there). One wrong stride changes the
+ops that follow, and so the bits. Each call with new metadata is therefore run once, on zeros, and believed.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from tightship.errors import Unsupported
+from tightship.frontends.torch import compat
+
+__all__ = ["Prober"]
+
+LIMIT = 1 << 28
+"""Bytes of arguments and results above which the formula is believed, so that capture stays light."""
+
+_MATRIX_PRODUCTS = ("aten::mm", "aten::bmm", "aten::addmm", "aten::baddbmm")
+
+
+class Prober:
+    """``correct`` replaces fake results by ones with the metadata the kernel gives. Remembers what it has seen."""
+
+    def __init__(self, fake: Any) -> None:
+        self._fake = fake
+        self._seen: dict[Any, Any] = {}
+        self.corrected: dict[str, int] = {}
+
+    def correct(self, fn: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> Any:
+        """``out``, or results like the real ones.
+
+        Raises ``Unsupported`` if a real result shares bytes with an argument and the fake one does not.
+        """
+        tensors = [t for t in _tensors((args, kwargs))]
+        fresh = [t for t in _tensors(out)]
+        if not fresh or _believable(fn, tensors, fresh) or not _probable(fn, args, kwargs, tensors, fresh):
+            return out
+        key = (fn, _key(args), _key(kwargs))
+        if key not in self._seen:
+            self._seen[key] = self._real(fn, args, kwargs, out)
+        real = self._seen[key]
+        if real is None or real == _key(out):
+            return out
+        self.corrected[str(fn)] = self.corrected.get(str(fn), 0) + 1
+        return self._like(real, out)
+
+    def _real(self, fn: Any, args: Any, kwargs: Any, out: Any) -> Any:
+        """The metadata of the real results; None if the op cannot be run on zeros."""
+        with compat.without_modes(), torch.no_grad():
+            try:
+                given, named = _zeros(args), _zeros(kwargs)
+                real = compat.runnable(fn)(*given, **named)
+            except Exception:
+                return None
+            keys = {compat.storage_key(t) for t in _tensors((given, named))}
+            if any(compat.storage_key(t) in keys for t in _tensors(real)):
+                raise Unsupported(str(fn), "its result shares bytes with an argument, which its formula hides")
+            return _key(real)
+
+    def _like(self, key: Any, out: Any) -> Any:
+        if isinstance(out, (list, tuple)):
+            return type(out)(self._like(k, o) for k, o in zip(key[1], out, strict=True))
+        if key is None or not isinstance(out, torch.Tensor):
+            return key if not isinstance(out, torch.Tensor) else None
+        if key == _key(out):
+            return out
+        dtype, shape, stride, device = key
+        return torch.empty_strided(shape, stride, dtype=dtype, device=device)
+
+
+def _tensors(tree: Any) -> list[torch.Tensor]:
+    if isinstance(tree, torch.Tensor):
+        return [tree]
+    if isinstance(tree, dict):
+        return _tensors(tuple(tree.values()))
+    return [t for x in tree for t in _tensors(x)] if isinstance(tree, (list, tuple)) else []
+
+
+def _key(tree: Any) -> Any:
+    if isinstance(tree, torch.Tensor):
+        return tree.dtype, tuple(tree.shape), tuple(tree.stride()), str(tree.device)
+    if isinstance(tree, (list, tuple)):
+        return "list", tuple(_key(x) for x in tree)
+    if isinstance(tree, dict):
+        return tuple((k, _key(x)) for k, x in tree.items())
+    return tree
+
+
+def _zeros(tree: Any) -> Any:
+    if isinstance(tree, torch.Tensor):
+        z = torch.empty_strided(tree.shape, tree.stride(), dtype=tree.dtype, device=tree.device)
+        z.untyped_storage().fill_(0)
+        return z
+    if isinstance(tree, (list, tuple)):
+        return type(tree)(_zeros(x) for x in tree)
+    if isinstance(tree, dict):
+        return {k: _zeros(x) for k, x in tree.items()}
+    return tree
+
+
+def _believable(fn: Any, tensors: list[torch.Tensor], fresh: list[torch.Tensor]) -> bool:
+    """Whether formula and kernel are one: matrix products, and element-wise ops on like tensors."""
+    if fn._schema.name in _MATRIX_PRODUCTS:
+        return True
+    if torch.Tag.pointwise not in fn.tags or not tensors:
+        return False
+    full = [t for t in tensors if t.dim()]
+    alike = all(t.shape == fresh[0].shape and t.is_contiguous() for t in (*full, *fresh))
+    return bool(alike and all(d != 1 for d in fresh[0].shape))
+
+
+def _probable(
+    fn: Any, args: Any, kwargs: Any, tensors: list[torch.Tensor], fresh: list[torch.Tensor]
+) -> bool:
+    """Whether the op may be run on zeros: it writes nothing, draws nothing, makes new tensors of moderate size."""
+    if compat.written_arguments(fn) or compat.is_random(fn, args, kwargs) or compat.is_collective(fn):
+        return False
+    storages = {compat.storage_key(t) for t in tensors}
+    if any(compat.storage_key(t) in storages for t in fresh):
+        return False
+    if any(t.device.type not in ("cpu", "cuda") for t in (*tensors, *fresh)):
+        return False
+    if any(t.is_cuda for t in (*tensors, *fresh)) and not torch.cuda.is_available():
+        return False
+    return sum(t.untyped_storage().nbytes() for t in (*tensors, *fresh)) <= LIMIT
