@@ -1,0 +1,214 @@
+"""A plan's steps -> a flat list of instructions, each a function of the environment alone.
+
+Everything that can be decided beforehand is: which places hold an op's arguments, which results are kept,
+which views have to be derived and which places are emptied. A place is emptied with its storage, so nothing
+outlives its last use.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from typing import Any
+
+from tightship.errors import BadInput, Unsupported
+from tightship.execute.arguments import Environment, keywords, positional
+from tightship.execute.views import derivation
+from tightship.frontends.torch import compat
+from tightship.frontends.torch.optim import Updater
+from tightship.frontends.torch.program import Call, Program
+from tightship.frontends.torch.tape import refs_in
+from tightship.frontends.torch.views import flat
+from tightship.plan import Plan, Step
+
+__all__ = ["Code", "Instruction", "compile_plan", "updater_of"]
+
+Action = Callable[[list[Any]], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Instruction:
+    """``run(environment)`` is what step ``step`` does, or a view it needs first (``op`` is then -1)."""
+
+    step: int
+    op: int
+    run: Action
+    made: tuple[int, ...] = ()
+
+
+@dataclass
+class Code:
+    """Compiled steps. ``initial`` is the environment before a run; inputs go to ``inputs``, results lie in
+    ``results`` after it."""
+
+    instructions: list[Instruction] = field(default_factory=list)
+    initial: list[Any] = field(default_factory=list)
+    inputs: tuple[int, ...] = ()
+    results: tuple[int, ...] = ()
+
+
+def updater_of(call: Call) -> Updater | None:
+    """The call's updater if it is an optimizer's update of a parameter."""
+    return call.fn if isinstance(call.fn, Updater) else None
+
+
+def compile_plan(
+    program: Program, plan: Plan, suspended: Callable[[], AbstractContextManager[None]] | None = None
+) -> Code:
+    """``suspended`` keeps the requests inside it away from the arena: optimizer state outlives the step.
+
+    Raises ``Unsupported`` for steps that cannot be run here, ``BadInput`` for steps that do not fit the
+    program.
+    """
+    return _Compiler(program, suspended).run(plan.steps)
+
+
+class _Compiler:
+    def __init__(
+        self, program: Program, suspended: Callable[[], AbstractContextManager[None]] | None
+    ) -> None:
+        self.program, self.graph = program, program.graph
+        self.suspended = suspended
+        self.environment = Environment(len(self.graph.values))
+        self.there: dict[int, dict[int, None]] = {}  # storage -> values of it that have a tensor now
+        self.compiled: dict[tuple[int, bool, tuple[int, ...]], Action] = {}
+        self.code = Code()
+
+    def run(self, steps: Sequence[Step]) -> Code:
+        for slot in self.program.slots:
+            self.appears(slot.value)
+        for i, step in enumerate(steps):
+            if step.kind in ("compute", "recompute"):
+                self.call(i, step)
+            elif step.kind == "free" and step.form == "full":
+                self.free(i, step)
+            else:
+                raise Unsupported(
+                    f"a step of kind {step.kind!r} in a plan to be run",
+                    "the interpreter computes, recomputes and frees",
+                    "plan with recomputation only",
+                )
+        for v in self.program.results:
+            self.view(len(steps) - 1, v)
+        self.code.inputs = tuple(s.value for s in self.program.slots)
+        self.code.results = tuple(self.program.results)
+        self.code.initial = self.environment.initial
+        return self.code
+
+    def appears(self, value: int) -> None:
+        self.there.setdefault(self.graph.values[value].storage, {})[value] = None
+
+    def view(self, i: int, value: int) -> None:
+        """Derives the tensor of ``value`` if it has none in this residence of its storage."""
+        info = self.graph.values[value]
+        held = self.there.get(info.storage)
+        if not held:
+            name = self.graph.storages[info.storage].name
+            raise BadInput("a storage is resident when it is used", name, f"step {i} of the plan")
+        if value in held:
+            return
+        base = self.program.bases[info.storage]
+        if base not in held:
+            base = next(iter(held))
+        derive = derivation(info, self.graph.values[base], movable=info.storage in self.graph.static)
+
+        def run(env: list[Any]) -> None:
+            env[value] = derive(env[base])
+
+        self.code.instructions.append(Instruction(i, -1, run))
+        self.appears(value)
+
+    def call(self, i: int, step: Step) -> None:
+        again = step.kind == "recompute"
+        call = self.program.calls[step.op]
+        if again:
+            call = self.program.replays.get(step.op, call)
+        for v in dict.fromkeys(refs_in((call.args, call.kwargs))):
+            self.view(i, v)
+        kept = set(step.storages) if again else set(self.graph.uses.defines[step.op])
+        results = tuple(v if v >= 0 and self.graph.values[v].storage in kept else -1 for v in call.results)
+        key = (step.op, again, results)
+        if key not in self.compiled:
+            self.compiled[key] = self.action(call, results)
+        made = tuple(v for v in results if v >= 0)
+        self.code.instructions.append(Instruction(i, step.op, self.compiled[key], made))
+        for v in made:
+            self.appears(v)
+
+    def free(self, i: int, step: Step) -> None:
+        places = tuple(v for s in step.storages for v in self.there.pop(s, ()))
+
+        def several(env: list[Any]) -> None:
+            for v in places:
+                env[v] = None
+
+        def one(env: list[Any]) -> None:
+            env[place] = None
+
+        if places:
+            place = places[0]
+            self.code.instructions.append(Instruction(i, -1, one if len(places) == 1 else several))
+
+    def action(self, call: Call, results: tuple[int, ...]) -> Action:
+        get = positional(call, self.environment)
+        more = keywords(call.kwargs, self.environment)
+        fn = compat.direct(call.fn)
+        updater = updater_of(call)
+        if updater is not None and self.suspended is not None:
+            return _update(updater, get, self.suspended)
+        pairs = tuple((k, v) for k, v in enumerate(results) if v >= 0)
+        shape = compat.returns_tensors(call.fn)
+        if not pairs:
+            return _nothing(fn, get, more)
+        if shape == 1:
+            return _one(fn, get, more, pairs[0][1])
+        return _some(fn, get, more, pairs, nested=shape < 0)
+
+
+def _nothing(fn: Any, get: Any, more: Any) -> Action:
+    if more is None:
+
+        def run(env: list[Any]) -> None:
+            fn(*get(env))
+    else:
+
+        def run(env: list[Any]) -> None:
+            fn(*get(env), **more(env))
+
+    return run
+
+
+def _one(fn: Any, get: Any, more: Any, place: int) -> Action:
+    if more is None:
+
+        def run(env: list[Any]) -> None:
+            env[place] = fn(*get(env))
+    else:
+
+        def run(env: list[Any]) -> None:
+            env[place] = fn(*get(env), **more(env))
+
+    return run
+
+
+def _some(fn: Any, get: Any, more: Any, pairs: tuple[tuple[int, int], ...], *, nested: bool) -> Action:
+    def run(env: list[Any]) -> None:
+        out = fn(*get(env)) if more is None else fn(*get(env), **more(env))
+        if nested:
+            out = flat(out)
+        for k, v in pairs:
+            env[v] = out[k]
+
+    return run
+
+
+def _update(fn: Updater, get: Any, suspended: Callable[[], AbstractContextManager[None]]) -> Action:
+    def run(env: list[Any]) -> None:
+        if fn.materialised:
+            fn(*get(env))
+        else:
+            with suspended():
+                fn(*get(env))
+
+    return run

@@ -1,0 +1,273 @@
+"""Executor: runs a plan op by op, every request of the step served from one arena at its planned place."""
+
+from __future__ import annotations
+
+import re
+import traceback
+import warnings
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any, Final
+
+from tightship.errors import BadInput, BudgetExceeded, Unsupported, VerificationFailed
+from tightship.execute import allocator
+from tightship.execute.compile import Code, Instruction, compile_plan, updater_of
+from tightship.execute.meter import Meter
+from tightship.execute.script import orders
+from tightship.execute.views import mismatched
+from tightship.frontends.torch import compat
+from tightship.frontends.torch.program import Program
+from tightship.plan import Plan
+from tightship.units import format_bytes
+
+__all__ = ["Executor", "PeakMismatch", "RunStats", "mismatch"]
+
+_EXCEEDED: Final = re.compile(r"tightship: budget exceeded at step (\d+): asked (\d+)")
+
+
+class PeakMismatch(UserWarning):
+    """A step used other memory than its plan says."""
+
+
+@dataclass(frozen=True, slots=True)
+class RunStats:
+    """What one run used, in bytes unless said otherwise; the static set is included in the peaks.
+
+    ``measured_peak`` counts every request the step itself made, ``process_peak`` those of all threads.
+    ``exact`` is False where the run made optimizer state, which is not planned: peaks are then not compared.
+    ``arena`` is the end of the highest byte the step used there. ``short`` counts steps that asked for less
+    than they were to.
+    """
+
+    planned_peak: int
+    measured_peak: int
+    process_peak: int
+    static: int
+    arena: int
+    requests: int  # count
+    misses: int  # count, requests that went to the heap against the plan
+    short: int  # count
+    exact: bool
+    first_misses: tuple[str, ...] = ()
+
+    @property
+    def as_planned(self) -> bool:
+        """Whether every request was served where it was planned, and the peak is the planned one."""
+        return not self.exact or (
+            self.measured_peak == self.planned_peak and self.misses == 0 and self.short == 0
+        )
+
+
+class Executor:
+    """Runs ``plan`` for ``program`` as often as wanted.
+
+    ``arena`` may be shared by several executors, one running at a time; without it the executor reserves one
+    of the size the plan needs. Requests that would go beyond the plan's budget raise ``BudgetExceeded``. With
+    ``strict`` a run that did not go as planned raises ``VerificationFailed`` when it is over, otherwise it
+    warns `PeakMismatch`.
+
+    Without a C++ compiler, or without measured requests, the plan is run on the ordinary heap: results are
+    the same, nothing is measured, and ``notes`` says so. Raises ``Unsupported`` for plans with steps other
+    than compute, recompute and free, ``BadInput`` for plans that do not belong to the program.
+    """
+
+    def __init__(
+        self, program: Program, plan: Plan, *, arena: allocator.Arena | None = None, strict: bool = False
+    ) -> None:
+        if plan.digest and plan.digest != program.graph.digest:
+            raise BadInput("a plan is run for the graph it was made for", plan.digest[:12], "Executor")
+        self.program, self.plan, self.strict = program, plan, strict
+        self.notes: list[str] = []
+        self.last: RunStats | None = None
+        self.arena = arena
+        self._orders = self._planned()
+        self._code: Code = compile_plan(program, plan, self._suspended())
+        self._limit = None if plan.budget is None else max(plan.budget - program.graph.static_bytes, 0)
+        self._scripts: tuple[int, allocator.Script] | None = None
+        self._updates = [u for c in program.calls if (u := updater_of(c)) is not None]
+        self._verified = False
+
+    @property
+    def extent(self) -> int:
+        """Bytes the arena must have; 0 when the plan is run without one."""
+        return self._orders.extent if self._orders else 0
+
+    def run(self, inputs: Sequence[Any]) -> list[Any]:
+        """One run on the tensors of ``program.slots`` (None where optimizer state does not exist yet).
+
+        Returns the tensors of ``program.results``, which lie outside the arena. If an op fails, the error is
+        raised after everything the step made is freed; what the ops before it wrote stays written (parameters
+        whose update has run are updated, the others are not; running statistics and random state are those of
+        the point reached).
+        """
+        if len(inputs) != len(self._code.inputs):
+            raise BadInput("an input for each slot of the program", len(inputs), "Executor.run")
+        env = self._code.initial.copy()
+        for place, tensor in zip(self._code.inputs, inputs, strict=True):
+            env[place] = tensor
+        instructions = self._code.instructions
+        if not self._verified:
+            self._check_inputs(env)
+            instructions = self._checked()
+        try:
+            with compat.plain_execution():
+                if self._orders is None:
+                    for i in instructions:
+                        i.run(env)
+                else:
+                    self._replayed(instructions, env)
+                results = [env[place] for place in self._code.results]
+        except BaseException as error:
+            traceback.clear_frames(error.__traceback__)
+            env.clear()
+            explained = self._explained(error)
+            if explained is not None:
+                raise explained from error
+            raise
+        env.clear()
+        self._verified = True
+        if self.last is not None and not self.last.as_planned:
+            self._complain(self.last)
+        return results
+
+    # --- with the arena ---
+
+    def _planned(self) -> Any:
+        graph = self.program.graph
+        needs = (
+            (o.workspace or any(graph.storages[s].size for s in d))
+            for o, d in zip(graph.ops, graph.uses.defines, strict=True)
+        )
+        unknown = any(n and not o.requests for n, o in zip(needs, graph.ops, strict=True))
+        if not allocator.available():
+            self.notes.append(
+                "no C++ compiler: the plan runs on the ordinary heap and its peak is not measured"
+            )
+            return None
+        if unknown:
+            self.notes.append(
+                "requests were not measured: the plan runs on the ordinary heap, without an arena"
+            )
+            return None
+        found = orders(self.program, self.plan)
+        if not found.placed:
+            self.notes.append("the plan places nothing: every request is served from the heap, and measured")
+        return found
+
+    def _suspended(self) -> Callable[[], AbstractContextManager[None]] | None:
+        return allocator.suspended if self._orders is not None else None
+
+    def _script(self, already: int) -> allocator.Script:
+        """The limit does not count what is left of earlier runs: results that the caller still holds."""
+        if self._scripts is None or self._scripts[0] != already:
+            o = self._orders
+            limit = None if self._limit is None else self._limit + already
+            self._scripts = already, allocator.Script(o.sizes, o.offsets, o.starts, limit)
+        return self._scripts[1]
+
+    def _replayed(self, instructions: Sequence[Instruction], env: list[Any]) -> None:
+        if self.arena is None:
+            self.arena = allocator.Arena(self.extent)
+        exact = all(u.materialised for u in self._updates)
+        meter = Meter()
+        script = self._script(self.arena.live)
+        try:
+            with meter, allocator.replay(self.arena, script) as session:
+                seek = session.seek
+                for i in instructions:
+                    if i.op >= 0:
+                        seek(i.step)
+                    i.run(env)
+        finally:
+            self.last = self._stats(session.stats, meter.peak, exact)
+
+    def _stats(self, stats: allocator.ReplayStats, process_peak: int, exact: bool) -> RunStats:
+        static = self.program.graph.static_bytes
+        return RunStats(
+            self.plan.peak,
+            stats.peak - stats.start + static,
+            process_peak + static,
+            static,
+            stats.high_water,
+            stats.requests,
+            stats.misses,
+            stats.short,
+            exact,
+            tuple(self._miss(m) for m in stats.first_misses),
+        )
+
+    def _miss(self, miss: allocator.Miss) -> str:
+        op = self.plan.steps[miss.step].op if 0 <= miss.step < len(self.plan.steps) else -1
+        where = (
+            f"{self.program.graph.ops[op].name} at {self.program.graph.place(op)}" if op >= 0 else "a view"
+        )
+        return f"{where}: {miss.kind}, asked for {miss.asked} bytes, planned {miss.planned}"
+
+    def _complain(self, stats: RunStats) -> None:
+        text = mismatch(stats)
+        if self.strict:
+            raise VerificationFailed(text, "running the plan")
+        warnings.warn("; ".join(text), PeakMismatch, stacklevel=3)
+
+    def _explained(self, error: BaseException) -> BudgetExceeded | None:
+        found = _EXCEEDED.search(str(error)) if isinstance(error, RuntimeError) else None
+        if found is None:
+            return None
+        op = self.plan.steps[int(found[1])].op
+        graph = self.program.graph
+        budget = self.plan.budget if self.plan.budget is not None else 0
+        return BudgetExceeded(graph.ops[op].name, int(found[2]), budget, graph.place(op))
+
+    # --- the first run ---
+
+    def _checked(self) -> list[Instruction]:
+        """The same instructions, each followed by a look at what it made."""
+
+        def checked(i: Instruction) -> Instruction:
+            def run(env: list[Any]) -> None:
+                i.run(env)
+                for v in i.made:
+                    self._check(v, env[v], i.op)
+
+            return Instruction(i.step, i.op, run, i.made) if i.made else i
+
+        return [checked(i) for i in self._code.instructions]
+
+    def _check(self, value: int, tensor: Any, op: int) -> None:
+        wrong = mismatched(self.program, value, tensor)
+        if wrong:
+            graph = self.program.graph
+            raise Unsupported(
+                f"{graph.ops[op].target} at {graph.place(op)}",
+                f"its result has {wrong}, which shape inference did not say",
+                "leave this op out, or report it",
+            )
+
+    def _check_inputs(self, env: list[Any]) -> None:
+        for slot in self.program.slots:
+            tensor = env[slot.value]
+            if tensor is None and slot.role == "state":
+                continue
+            wrong = mismatched(self.program, slot.value, tensor, storage=False)
+            if wrong:
+                raise BadInput(
+                    "an input is as it was when the program was captured", wrong, f"{slot.role} {slot.key}"
+                )
+
+
+def mismatch(stats: RunStats) -> list[str]:
+    """What did not go as planned, one sentence each."""
+    text = []
+    if stats.measured_peak != stats.planned_peak:
+        measured, planned = format_bytes(stats.measured_peak), format_bytes(stats.planned_peak)
+        text.append(
+            f"the measured peak is {measured} ({stats.measured_peak} B), the planned one {planned} "
+            f"({stats.planned_peak} B)"
+        )
+    if stats.misses:
+        text.append(f"{stats.misses} of {stats.requests} requests were not served where planned")
+        text.extend(stats.first_misses)
+    if stats.short:
+        text.append(f"{stats.short} ops asked for less than measured")
+    return text

@@ -1,0 +1,277 @@
+"""Profile: what each op of a program costs on this machine, in seconds, bytes and allocator requests.
+
+Ops with the same target and the same argument metadata are measured once, on tensors made for it; the model's
+own are never touched. A measurement is kept on disk for the next time.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import statistics
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from time import perf_counter
+from typing import Any, Final
+
+import torch
+
+from tightship.errors import Unsupported
+from tightship.execute import allocator
+from tightship.execute.cache import Cache, Measurement, default_folder, machine
+from tightship.execute.compile import updater_of
+from tightship.execute.fresh import fresh_arguments
+from tightship.execute.views import mismatched
+from tightship.frontends.torch import compat
+from tightship.frontends.torch.optim import Updater
+from tightship.frontends.torch.program import Call, Program, Ref
+from tightship.frontends.torch.tape import refs_in
+from tightship.frontends.torch.views import flat
+from tightship.graph import ALIGNMENT, Op, Request, aligned
+
+__all__ = ["BANDWIDTH", "FLOPS", "OVERHEAD", "model", "profile"]
+
+FLOPS: Final = 5e10
+"""Floating-point operations per second that `model` assumes: a laptop core or two in single precision."""
+BANDWIDTH: Final = 1e10
+"""Bytes per second that `model` assumes a kernel reads and writes."""
+OVERHEAD: Final = 5e-6
+"""Seconds that `model` adds to every op."""
+
+_ONCE: Final = 0.05  # an op that takes longer (seconds) is not run again only for its time
+_CACHE: Final = "default"
+
+
+def model(
+    program: Program, *, flops: float = FLOPS, bandwidth: float = BANDWIDTH, overhead: float = OVERHEAD
+) -> Program:
+    """The program with modelled times, for graphs that cannot run here; workspaces and requests stay unknown.
+
+    The roofline: an op takes as long as its arithmetic (at ``flops`` operations per second) or its traffic
+    (at ``bandwidth`` bytes per second), whichever is longer, plus ``overhead`` seconds.
+    """
+    ops = tuple(_modelled(program, k, flops, bandwidth, overhead) for k in range(len(program.graph.ops)))
+    return replace(program, graph=program.graph.with_ops(ops))
+
+
+def _modelled(program: Program, k: int, flops: float, bandwidth: float, overhead: float) -> Op:
+    graph = program.graph
+    op = graph.ops[k]
+    made = {graph.values[v].storage for v in op.outputs} | set(op.mutates)
+    traffic = sum(_bytes(program, v) for v in op.inputs) + sum(graph.storages[s].size for s in made)
+    return replace(op, time=max(op.flops / flops, traffic / bandwidth) + overhead)
+
+
+def _bytes(program: Program, value: int) -> int:
+    info = program.graph.values[value]
+    size = program.graph.storages[info.storage].size
+    count = 1
+    for n, s in zip(info.shape, info.stride, strict=True):
+        count *= n if s else 1
+    return min(size, count * getattr(torch, info.dtype).itemsize)
+
+
+def profile(program: Program, *, cache: Path | str | None = _CACHE, seconds_per_op: float = 0.01) -> Program:
+    """The program with measured ``time``, ``workspace`` and ``requests`` on its ops, and ``replay_requests``.
+
+    ``cache`` is the folder measurements are kept in (default: tightship's in the user's cache), None for
+    none. ``seconds_per_op`` bounds how long one op is repeated for its time. Random states are left as they
+    were. Without a C++ compiler times alone are measured; ops that cannot run here (other devices, effects)
+    are modelled. Both are said in the program's notes.
+
+    Raises ``Unsupported`` naming op, module and line if what an op really returns is not what was captured.
+    """
+    with_requests = allocator.available()
+    folder = default_folder() if cache == _CACHE else cache
+    kept = Cache(folder, machine(with_requests))
+    states = torch.get_rng_state()
+    try:
+        with compat.plain_execution():
+            measured = _Profiler(program, kept, with_requests, seconds_per_op)
+            ops = tuple(measured.op(k) for k in range(len(program.graph.ops)))
+    finally:
+        torch.set_rng_state(states)
+        kept.save()
+    notes = [*program.notes, *measured.notes(), *([kept.note] if kept.note else [])]
+    return replace(
+        program,
+        graph=program.graph.with_ops(ops),
+        replay_requests=measured.replays,
+        notes=tuple(dict.fromkeys(notes)),
+    )
+
+
+@dataclass(frozen=True)
+class _Work:
+    """One call on fresh tensors: ``run()`` returns its flattened results."""
+
+    run: Callable[[], list[Any]]
+
+
+class _Profiler:
+    def __init__(self, program: Program, cache: Cache, with_requests: bool, seconds: float) -> None:
+        self.program, self.graph = program, program.graph
+        self.cache, self.with_requests, self.seconds = cache, with_requests, seconds
+        self.replays: dict[int, tuple[Request, ...]] = {}
+        self.modelled: list[str] = []
+        self.count = 0
+
+    def notes(self) -> list[str]:
+        notes = []
+        if not self.with_requests:
+            notes.append("no C++ compiler: workspaces are unknown and taken to be 0")
+        if self.modelled:
+            names = ", ".join(dict.fromkeys(self.modelled[:3]))
+            notes.append(f"{len(self.modelled)} ops were not run but modelled ({names}, …)")
+        return notes
+
+    def op(self, k: int) -> Op:
+        op = self.graph.ops[k]
+        if op.device != "cpu" or op.effect:
+            self.modelled.append(op.target)
+            return _modelled(self.program, k, FLOPS, BANDWIDTH, OVERHEAD)
+        usual = self.call(k, self.program.calls[k])
+        workspace, requests = usual.workspace, _requests(usual)
+        if k in self.program.replays:
+            again = self.call(k, self.program.replays[k])
+            if _requests(again) != requests:
+                self.replays[k] = _requests(again)
+                workspace = max(workspace, again.workspace)
+        return replace(op, time=usual.time, workspace=workspace, requests=requests)
+
+    def call(self, k: int, call: Call) -> Measurement:
+        key = _key(self.program, k, call)
+        found = self.cache.get(key)
+        if found is None:
+            found = self.measure(k, call)
+            self.cache.put(key, found)
+            self.count += 1
+        return found
+
+    def measure(self, k: int, call: Call) -> Measurement:
+        updater = updater_of(call)
+        if updater is not None:
+            rehearse = updater.rehearsal()
+            work = _Work(lambda: [rehearse()])
+        else:
+            args, kwargs = fresh_arguments(self.graph, call)
+            fn = compat.direct(call.fn)
+            work = _Work(lambda: flat(fn(*args, **kwargs)))
+        try:
+            seconds = [_timed(work), _timed(work)][1:]
+            if not self.with_requests:
+                self.verify(k, call, work.run(), ())
+                return Measurement(_median(work, seconds, self.seconds))
+            workspace, requests = self.recorded(k, call, work)
+        except (RuntimeError, ValueError, TypeError, NotImplementedError) as error:
+            where = f"{self.graph.ops[k].target} at {self.graph.place(k)}"
+            raise Unsupported(where, f"it does not run on tensors like those of the step: {error}") from error
+        return Measurement(_median(work, seconds, self.seconds), workspace, requests)
+
+    def recorded(self, k: int, call: Call, work: _Work) -> tuple[int, tuple[tuple[int, int, int, int], ...]]:
+        kept = [position for position, v in enumerate(call.results) if v >= 0]
+        with allocator.record() as recording:
+            results: list[Any] = work.run()
+            results = [r if position in kept else None for position, r in enumerate(results)]
+        made = self.verify(k, call, results, recording.events)
+        del results
+        starts: dict[int, int] = {}
+        ends: dict[int, int] = {}
+        live = most = 0
+        for number, event in enumerate(recording.events):
+            live += event.nbytes if event.kind == "alloc" else -event.nbytes
+            most = max(most, live)
+            (starts if event.kind == "alloc" else ends)[event.id] = number
+        sizes = {e.id: e.nbytes for e in recording.events if e.kind == "alloc"}
+        left = [i for i in starts if i not in ends and i not in made]
+        if left:
+            raise Unsupported(
+                f"{self.graph.ops[k].target} at {self.graph.place(k)}",
+                f"it keeps {sum(sizes[i] for i in left)} bytes that it does not return",
+            )
+        rows = tuple((sizes[i], made.get(i, -1), starts[i], ends.get(i, -1)) for i in sorted(starts))
+        results_size = sum(self.graph.storages[s].size for s in self.graph.uses.defines[k])
+        return max(0, most - results_size), rows
+
+    def verify(self, k: int, call: Call, results: Sequence[Any], events: Sequence[Any]) -> dict[int, int]:
+        """Which request became which of the storages the op defines."""
+        defines = self.graph.uses.defines[k]
+        made: dict[int, int] = {}
+        for v, tensor in zip(call.results, results, strict=False):
+            if v < 0:
+                continue
+            wrong = mismatched(self.program, v, tensor)
+            data = tensor.untyped_storage().data_ptr() if wrong is None else 0
+            if wrong is None and self.with_requests and tensor.untyped_storage().nbytes():
+                ids = [e.id for e in events if e.kind == "alloc" and e.data_ptr == data]
+                if ids:
+                    made[ids[-1]] = defines.index(self.graph.values[v].storage)
+                else:
+                    wrong = "memory that it did not ask for itself"
+            if wrong:
+                raise Unsupported(
+                    f"{self.graph.ops[k].target} at {self.graph.place(k)}",
+                    f"its result has {wrong}, which shape inference did not say",
+                )
+        return made
+
+
+def _requests(m: Measurement) -> tuple[Request, ...]:
+    return tuple(Request(*row) for row in m.requests)
+
+
+def _timed(work: _Work) -> float:
+    start = perf_counter()
+    work.run()
+    return perf_counter() - start
+
+
+def _median(work: _Work, seconds: list[float], limit: float) -> float:
+    """The median time of as many runs as fit in ``limit`` seconds; ``seconds`` are runs made already."""
+    if seconds[-1] < _ONCE:
+        repeats = max(1, min(20, int(limit / max(seconds[-1], 1e-6))))
+        seconds = seconds[:0] + [_timed(work) for _ in range(repeats)]
+    return statistics.median(seconds)
+
+
+# --- what makes two calls the same ---
+
+
+def _key(program: Program, k: int, call: Call) -> str:
+    values = list(dict.fromkeys(refs_in((call.args, call.kwargs))))
+    number = {v: n for n, v in enumerate(values)}
+    made = [None if v < 0 else _metadata(program, v, whole=True) for v in call.results]
+    updater = updater_of(call)
+    parts: tuple[Any, ...] = (
+        str(call.fn) if updater is None else _update_key(updater),
+        _plain((call.args, call.kwargs), number),
+        [_metadata(program, v) for v in values],
+        made,
+        program.graph.ops[k].device,
+    )
+    return hashlib.sha256(repr(parts).encode()).hexdigest()[:32]
+
+
+def _metadata(program: Program, value: int, *, whole: bool = False) -> tuple[Any, ...]:
+    info = program.graph.values[value]
+    itemsize = getattr(torch, info.dtype).itemsize
+    size = program.graph.storages[info.storage].size if whole else 0
+    return info.dtype, info.shape, info.stride, info.offset * itemsize % ALIGNMENT, aligned(size)
+
+
+def _plain(tree: Any, number: dict[int, int]) -> Any:
+    if isinstance(tree, Ref):
+        return f"%{number[tree.value]}"
+    if isinstance(tree, (list, tuple)):
+        return [_plain(x, number) for x in tree]
+    if isinstance(tree, dict):
+        return {name: _plain(x, number) for name, x in tree.items()}
+    return tree
+
+
+def _update_key(updater: Updater) -> tuple[Any, ...]:
+    """The optimizer's class and settings; learning rates change by schedules and cost nothing."""
+    cls = type(updater.optimizer)
+    group = updater.optimizer.param_groups[updater.group]
+    settings = {n: x for n, x in group.items() if n not in ("params", "lr", "initial_lr", "param_names")}
+    return cls.__module__, cls.__qualname__, repr(sorted(settings.items())), type(group.get("lr")).__name__

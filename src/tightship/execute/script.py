@@ -1,0 +1,83 @@
+"""A plan's residences and an op's measured requests -> the allocator's script."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from tightship.errors import BadInput
+from tightship.frontends.torch.program import Program
+from tightship.graph import Request, aligned
+from tightship.plan import Plan, Residence
+
+__all__ = ["HEAP", "Orders", "orders", "requests_of"]
+
+HEAP = -1
+
+
+@dataclass(frozen=True)
+class Orders:
+    """What every step will ask for and where it goes: the arguments of ``allocator.Script``, limit aside.
+
+    ``extent`` is the bytes the offsets span, ``placed`` whether the plan says where anything goes.
+    """
+
+    sizes: np.ndarray
+    offsets: np.ndarray
+    starts: np.ndarray
+    extent: int
+    placed: bool
+
+
+def requests_of(program: Program, op: int, again: bool) -> tuple[Request, ...]:
+    """The requests of an op, or of the way it is run as a recomputation."""
+    usual = program.graph.ops[op].requests
+    return program.replay_requests.get(op, usual) if again else usual
+
+
+def orders(program: Program, plan: Plan) -> Orders:
+    """Places every request of ``plan.steps``.
+
+    Outputs of the graph go to the caller and lie outside the arena. A temporary of a replay that asks for
+    other bytes than the op it stands for lies outside too: the placement knows the op only. Raises
+    ``BadInput`` when a request has no residence, or one of another size.
+    """
+    graph, uses = program.graph, program.graph.uses
+    handed = graph.kept - graph.static
+    stays: dict[tuple[int, int], Residence] = {}
+    scratch: dict[tuple[int, int], Residence] = {}
+    for r in plan.residences:
+        if r.storage >= 0 and r.form == "full":
+            stays[r.storage, r.start] = r
+        elif r.storage < 0:
+            scratch[r.start, r.request] = r
+    sizes: list[int] = []
+    offsets: list[int] = []
+    starts = [0]
+    for i, step in enumerate(plan.steps):
+        again = step.kind == "recompute"
+        if again or step.kind == "compute":
+            foreign = again and step.op in program.replay_requests
+            for k, request in enumerate(requests_of(program, step.op, again)):
+                s = uses.defines[step.op][request.storage] if request.storage >= 0 else -1
+                sizes.append(aligned(request.size))
+                if not plan.residences or s in handed or (foreign and s < 0):
+                    offsets.append(HEAP)
+                    continue
+                found = stays.get((s, i)) if s >= 0 else scratch.get((i, k))
+                offsets.append(_offset(program, step.op, i, sizes[-1], found))
+        starts.append(len(sizes))
+    ends = (o + n for o, n in zip(offsets, sizes, strict=True) if o != HEAP)
+    extent = max(ends, default=0)
+    a, b, c = (np.array(row, dtype=np.int64) for row in (sizes, offsets, starts))
+    return Orders(a, b, c, extent, bool(plan.residences))
+
+
+def _offset(program: Program, op: int, step: int, size: int, found: Residence | None) -> int:
+    place = f"step {step}: op {program.graph.ops[op].name!r} at {program.graph.place(op)}"
+    if found is None:
+        raise BadInput("a plan says where each request of an op goes", f"{size} bytes without a place", place)
+    if aligned(found.size) < size:
+        raise BadInput("a residence has the size of its request", f"{found.size} for {size} bytes", place)
+    return found.offset if found.pool == "device" else HEAP

@@ -1,0 +1,80 @@
+"""Plans for tests of running them, without any planner: keep everything, or recompute all that can be."""
+
+from __future__ import annotations
+
+from tightship import simulate
+from tightship.errors import BadInput
+from tightship.graph import Graph
+from tightship.plan import Plan, Step
+from tightship.planners.layout import lay_out
+
+
+def placed(graph: Graph, steps: tuple[Step, ...], budget: int | None = None) -> Plan:
+    layout, line = lay_out(graph, steps, seconds=0.2), simulate.replay(graph, steps)
+    before = simulate.replay(graph, simulate.baseline(graph))
+    return Plan(
+        graph.digest, steps, layout.residences, budget, line.peak, before.peak, graph.static_bytes,
+        layout.arena, handed=layout.handed, time=line.time, time_before=before.time, planner="test",
+    )  # fmt: skip
+
+
+def keep(graph: Graph, budget: int | None = None) -> Plan:
+    return placed(graph, simulate.baseline(graph), budget)
+
+
+def recompute(graph: Graph, budget: int | None = None) -> Plan:
+    """Drops what forward and backward both use after its forward uses, and makes it again when needed."""
+    chosen: list[int] = []
+    for s, storage in enumerate(graph.storages):
+        if storage.size and s not in graph.static | graph.kept and _gap(graph, s) is not None:
+            try:
+                simulate.replay(graph, _steps(graph, [*chosen, s]))
+            except BadInput:
+                continue
+            chosen.append(s)
+    assert chosen
+    return placed(graph, _steps(graph, chosen), budget)
+
+
+def _gap(graph: Graph, s: int) -> int | None:
+    """The first backward op that reads ``s``, if it may be made again for it."""
+    readers, definer = graph.uses.readers[s], graph.uses.definer[s]
+    op = graph.ops[definer]
+    backward = [k for k in readers if graph.ops[k].phase == "backward"]
+    if not backward or op.phase != "forward" or not op.pure or set(op.mutates) - set(op.updates):
+        return None
+    return backward[0]
+
+
+def _steps(graph: Graph, chosen: list[int]) -> tuple[Step, ...]:
+    uses = graph.uses
+    again: dict[int, list[int]] = {}
+    for s in chosen:
+        again.setdefault(_gap(graph, s) or 0, []).append(s)
+    sequence: list[Step] = []
+    for k in range(len(graph.ops)):
+        # Producers in order: one that is made again may read another that is.
+        for d in sorted({uses.definer[s] for s in again.get(k, [])}):
+            made = tuple(s for s in again[k] if uses.definer[s] == d)
+            sequence.append(Step("recompute", op=d, storages=made))
+        sequence.append(Step("compute", op=k))
+    ends: dict[int, list[int]] = {}
+    last: dict[int, int] = {}
+    for i, step in enumerate(sequence):
+        made = step.storages if step.kind == "recompute" else uses.defines[step.op]
+        skip = set(graph.ops[step.op].updates) if step.kind == "recompute" else set()
+        for s in (*made, *uses.reads[step.op]):
+            if s in made and s in last:
+                ends.setdefault(last[s], []).append(s)
+            if s not in skip:
+                last[s] = i
+    for s, i in last.items():
+        ends.setdefault(i, []).append(s)
+    stay = graph.static | graph.kept
+    steps: list[Step] = []
+    for i, step in enumerate(sequence):
+        steps.append(step)
+        dead = tuple(s for s in ends.get(i, []) if s not in stay)
+        if dead:
+            steps.append(Step("free", storages=dead))
+    return tuple(steps)
