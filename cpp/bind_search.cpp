@@ -24,6 +24,8 @@ Rows rows(const RowsIn& r) { return {vec(r.first), vec(r.second)}; }
 
 Bits bits(const Engine& e, const Array<std::uint8_t>& a) {
     if (a.shape(0) != e.gaps().size()) throw std::invalid_argument("one decision per gap is needed");
+    for (std::size_t i = 0; i < a.shape(0); ++i)
+        if (a.data()[i] > kPass) throw std::invalid_argument("a decision is keep, evict or pass");
     return vec(a);
 }
 
@@ -100,6 +102,7 @@ void bind_search(nb::module_& m) {
                          return nb::make_tuple(array(std::move(s)), array(std::move(from)), array(std::move(to)));
                      })
         .def_prop_ro("base_time", &Engine::base_time)
+        .def("set_horizon", &Engine::set_horizon, nb::arg("positions"))
         .def("evaluate",
              [](Engine& e, const Array<std::uint8_t>& evict, i64 limit) {
                  const Bits b = bits(e, evict);

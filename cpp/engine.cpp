@@ -33,14 +33,19 @@ Engine::Engine(Program program) : p_(std::move(program)) {
 
 void Engine::index() {
     std::vector<std::vector<i32>> touches(p_.storages), writers(p_.storages);
-    std::vector<i32> readers(p_.storages, 0);
     last_write_.assign(p_.storages, -1);
+    shared_.assign(p_.storages, 0);
+    std::vector<i32> reader(p_.storages, -1);
     for (i32 at = 0; at < p_.ops; ++at) {
         const i32 o = p_.order[at];
         auto touch = [&](i32 s) {
             if (touches[s].empty() || touches[s].back() != at) touches[s].push_back(at);
         };
-        for (auto s = p_.reads.begin(o); s != p_.reads.end(o); ++s) touch(*s), ++readers[*s];
+        for (auto s = p_.reads.begin(o); s != p_.reads.end(o); ++s) {
+            touch(*s);
+            shared_[*s] = reader[*s] >= 0;
+            reader[*s] = o;
+        }
         for (auto s = p_.defines.begin(o); s != p_.defines.end(o); ++s) {
             touch(*s);
             writers[*s].push_back(o);
@@ -58,8 +63,6 @@ void Engine::index() {
     }
     touches_ = transpose(touches);
     writers_ = transpose(writers);
-    shared_.resize(p_.storages);
-    for (i64 s = 0; s < p_.storages; ++s) shared_[s] = readers[s] > 1;
 }
 
 // A recipe can run again when each of its ops is pure, writes nothing else, and sees final contents only.
@@ -122,22 +125,33 @@ void Engine::leave(i32 s) {
     }
 }
 
+// Whether a storage restored only for a recomputation is to go again.
+bool Engine::passes(i32 s) const {
+    if (!replayable_[s] || !s_.resident[s]) return false;
+    if (!has_touch(s)) return true;
+    const i64 next = touches_.start[s] + s_.touch[s];
+    if (s_.touch[s] == 0 || touches_.item[next] <= s_.position + horizon_) return false;
+    const i32 gap = gap_of_[next - 1];
+    return gap >= 0 && evict_[gap] == kPass;
+}
+
 // Run one op of the recipe of `wanted` again.
 bool Engine::replay(i32 op, i32 wanted) {
     if (++s_.cost.runs > kMaxRunsPerOp * p_.ops || s_.cost.extra > cutoff_) return false;
     const i64 n = p_.reads.size(op);
     const i32* reads = p_.reads.begin(op);
     const bool plain = p_.updates.size(op) == 0;
-    i64 pinned = 0;
     bool ok = true;
     auto skip = [&](i32 t) { return t == wanted || (!plain && contains(p_.updates, op, t)); };
-    for (; pinned < n && ok; ++pinned) {
-        const i32 t = reads[pinned];
+    // All are pinned before any is restored: what two of them share must not be made twice.
+    for (i64 j = 0; j < n; ++j) pin_[reads[j]] += !skip(reads[j]);
+    for (i64 j = 0; j < n && ok; ++j) {
+        const i32 t = reads[j];
         if (skip(t)) continue;
-        ++pin_[t];
         if (!s_.resident[t]) ok = restore(t);
-        if (scouting_ && !replayable_[t] && !p_.owned[t]) until_[t] = std::max(until_[t], ending_ ? static_cast<i32>(p_.ops) : s_.position);
-        if (s_.version[t] != p_.needs.begin(op)[pinned]) ok = false;
+        if (scouting_ && !replayable_[t] && !p_.owned[t])
+            until_[t] = std::max(until_[t], ending_ ? static_cast<i32>(p_.ops) : s_.position);
+        if (s_.version[t] != p_.needs.begin(op)[j]) ok = false;
     }
     if (ok) {
         i64 made = 0;
@@ -145,9 +159,12 @@ bool Engine::replay(i32 op, i32 wanted) {
         for (auto d = p_.defines.begin(op); d != p_.defines.end(op); ++d) made += p_.size[*d];
         use(s_.live + made + p_.extra[op], s_.position);
         for (auto d = p_.defines.begin(op); d != p_.defines.end(op); ++d) {
-            const bool bonus = *d != wanted && replayable_[*d] && writers_.size(*d) == 1 && has_touch(*d);
-            if (s_.resident[*d] || !(*d == wanted || bonus)) continue;
+            if (s_.resident[*d]) continue;
             s_.resident[*d] = 1;
+            if (*d != wanted && (!replayable_[*d] || writers_.size(*d) > 1 || passes(*d))) {
+                s_.resident[*d] = 0;
+                continue;
+            }
             s_.version[*d] = 1;
             s_.live += p_.size[*d];
             if (out_) step.storages.push_back(*d);
@@ -156,13 +173,11 @@ bool Engine::replay(i32 op, i32 wanted) {
         s_.cost.extra += p_.time[op];
         if (out_) out_->push_back(std::move(step));
     }
-    for (i64 j = 0; j < pinned; ++j) {
+    for (i64 j = 0; j < n; ++j) {
         const i32 t = reads[j];
-        if (skip(t)) continue;
-        if (--pin_[t] == 0 && ok && replayable_[t] && s_.resident[t] && !has_touch(t)) {
-            if (shared_[t]) held_.push_back(t);
-            else leave(t);
-        }
+        if (skip(t) || --pin_[t] > 0 || !ok || !passes(t)) continue;
+        if (shared_[t] && !has_touch(t)) held_.push_back(t);
+        else leave(t);
     }
     return ok;
 }
@@ -179,6 +194,12 @@ bool Engine::restore(i32 s) {
     return ok;
 }
 
+void Engine::release() {
+    for (i32 t : held_)
+        if (s_.resident[t]) leave(t);
+    held_.clear();
+}
+
 void Engine::compute(i32 at) {
     const i32 o = p_.order[at];
     s_.position = at;
@@ -187,9 +208,7 @@ void Engine::compute(i32 at) {
     for (auto s = rb; s != re && s_.cost.valid; ++s)
         if (!s_.resident[*s]) s_.cost.valid = restore(*s);
     for (auto s = rb; s != re; ++s) --pin_[*s];
-    for (i32 t : held_)
-        if (s_.resident[t] && !contains(p_.reads, o, t)) leave(t);
-    held_.clear();
+    release();
     if (!s_.cost.valid) return;
     i64 made = 0;
     for (auto d = p_.defines.begin(o); d != p_.defines.end(o); ++d) made += p_.size[*d];
@@ -231,8 +250,7 @@ void Engine::run(i32 from) {
     for (i64 s = 0; s < p_.storages && s_.cost.valid; ++s)
         if (p_.kept[s] && !s_.resident[s]) s_.cost.valid = restore(static_cast<i32>(s));
     ending_ = false;
-    for (i32 t : held_)
-        if (s_.resident[t]) leave(t);
+    release();
     if (extended_ && s_.cost.valid)
         for (i32 t : leaving_[p_.ops]) leave(t);
     if (s_.cost.extra > cutoff_) s_.cost.valid = false;

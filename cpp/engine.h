@@ -4,11 +4,13 @@
 // as tightship.simulate counts it (that Python replay is the definition; tests hold the two equal): resident
 // storages, plus everything the running op defines, plus its workspace.
 //
-// A decision is one bit per *gap*: a stay of a storage between two consecutive touches, after its last write. A
-// set bit ends the residence at the first touch; the storage is restored just before the next touch, or earlier
-// when a recomputation needs it, by running its recipe (every op that writes it, in order) again. What a recipe
-// reads is restored first, recursively; restored storages stay until their next touch, and those without one are
-// dropped as soon as nothing under way needs them. What cannot be made again and is read by a recipe stays until
+// A decision is one number per *gap*: a stay of a storage between two consecutive touches, after its last write.
+// kKeep stays. kEvict and kPass end the residence at the first touch; the storage is restored just before the next
+// touch, or earlier when a recomputation needs it, by running its recipe (every op that writes it, in order)
+// again. What a recipe reads is restored first, recursively. What was restored for a recomputation stays until
+// its next touch; with kPass only if that touch is within the horizon (so that recomputing through several layers
+// does not fill memory with all of them), otherwise, and without a next touch, it is dropped as soon as nothing
+// under way needs it. What cannot be made again and is read by a recipe stays until
 // the last recomputation that reads it: a first pass finds out until when, a second one counts.
 #pragma once
 
@@ -41,6 +43,8 @@ struct Program {
     std::vector<i32> order;                        // ops as they are to run
 };
 
+enum Decision : std::uint8_t { kKeep = 0, kEvict = 1, kPass = 2 };
+
 struct Gap {
     i32 storage, from, to;  // touches at these positions of the order; to == ops means the end
 };
@@ -68,6 +72,7 @@ class Engine {
     const Program& program() const { return p_; }
     i64 static_bytes() const { return static_bytes_; }
     double base_time() const { return base_time_; }
+    void set_horizon(i32 positions) { horizon_ = positions; }
 
     // Cost of the decisions in `evict` (one byte per gap); gives up (valid = false) beyond `cutoff` extra seconds.
     Cost evaluate(const std::uint8_t* evict, i64 limit, double cutoff = std::numeric_limits<double>::infinity());
@@ -92,7 +97,6 @@ class Engine {
 
     Program p_;
     std::vector<Gap> gaps_;
-    std::vector<i32> first_gap_;       // by storage, parallel to its touches from last_write_ on; -1: none
     Rows touches_;                     // by storage: positions
     Rows writers_;                     // by storage: ops
     std::vector<i32> last_write_;      // by storage: index of the touch that writes it last
@@ -103,7 +107,8 @@ class Engine {
 
     State s_;
     std::vector<i32> pin_;
-    std::vector<i32> held_;
+    i32 horizon_ = 0;
+    std::vector<i32> held_;  // restored, without a next touch, but read by several: kept until the op has run
     const std::uint8_t* evict_ = nullptr;
     i64 limit_ = 0;
     double cutoff_ = 0;
@@ -133,6 +138,8 @@ class Engine {
     bool replay(i32 op, i32 wanted);
     void use(i64 bytes, i32 position);
     void leave(i32 storage);
+    void release();
+    bool passes(i32 storage) const;
     bool has_touch(i32 s) const { return s_.touch[s] < touches_.size(s); }
 };
 

@@ -115,15 +115,17 @@ Found relax(Engine& engine, const Rows& groups, i64 limit, const Found& start, c
     Meter meter(engine, budget);
     Found best = start;
     Bits now = best.evict;
-    for (i64 g = static_cast<i64>(groups.start.size()) - 2; g >= 0 && !meter.over(best); --g) {
-        bool any = false;
-        for (auto x = groups.begin(g); x != groups.end(g); ++x) any |= now[*x] != 0;
-        if (!any) continue;
-        Bits next = now;
-        for (auto x = groups.begin(g); x != groups.end(g); ++x) next[*x] = 0;
-        const Cost c = engine.evaluate(next.data(), limit, best.cost.extra);
-        meter.spend(c);
-        if (offer(best, next, c, limit)) now = std::move(next);
+    for (i64 g = static_cast<i64>(groups.start.size()) - 2; g >= 0; --g) {
+        for (const std::uint8_t to : {kKeep, kEvict}) {
+            if (meter.over(best)) break;
+            Bits next = now;
+            for (auto x = groups.begin(g); x != groups.end(g); ++x)
+                if (next[*x] > to) next[*x] = to;
+            if (next == now) continue;
+            const Cost c = engine.evaluate(next.data(), limit, best.cost.extra);
+            meter.spend(c);
+            if (offer(best, next, c, limit)) now = std::move(next);
+        }
     }
     best.work = meter.work();
     return best;
@@ -138,7 +140,7 @@ class Moves {
 
     double uniform() { return std::uniform_real_distribution<double>(0, 1)(rng_); }
 
-    void apply(Bits& bits, std::vector<i32>& changed) {
+    void apply(Bits& bits, std::vector<std::pair<i32, std::uint8_t>>& changed) {
         changed.clear();
         one(bits, changed);
         if (uniform() < 0.3) one(bits, changed);
@@ -151,10 +153,18 @@ class Moves {
 
     i64 below(i64 n) { return static_cast<i64>(rng_() % static_cast<std::uint64_t>(n)); }
 
-    void one(Bits& bits, std::vector<i32>& changed) {
+    using Changed = std::vector<std::pair<i32, std::uint8_t>>;  // gap, what it was
+
+    std::uint8_t other(std::uint8_t now) {
+        if (now == kKeep) return uniform() < 0.7 ? kEvict : kPass;
+        return uniform() < 0.7 ? kKeep : now == kEvict ? kPass : kEvict;
+    }
+
+    void one(Bits& bits, Changed& changed) {
         const i64 n = static_cast<i64>(groups_.start.size()) - 1;
         if (n == 0 || uniform() < 0.25) {
-            flip(bits, changed, static_cast<i32>(below(gaps_)));
+            const i32 gap = static_cast<i32>(below(gaps_));
+            set(bits, changed, gap, other(bits[gap]));
             return;
         }
         const i64 g = below(n);
@@ -164,16 +174,17 @@ class Moves {
         else if (kind < 0.5) lo = below(hi);
         else if (kind < 0.6) lo = below(hi), hi = lo + 1 + below(hi - lo);
         const i32* row = groups_.begin(g);
-        i64 ones = 0;
-        for (i64 j = lo; j < hi; ++j) ones += bits[row[j]];
-        const std::uint8_t to = 2 * ones < hi - lo || (2 * ones == hi - lo && uniform() < 0.5);
+        i64 count[3] = {0, 0, 0};
+        for (i64 j = lo; j < hi; ++j) ++count[bits[row[j]]];
+        const std::uint8_t most = static_cast<std::uint8_t>(std::max_element(count, count + 3) - count);
+        const std::uint8_t to = other(most);
         for (i64 j = lo; j < hi; ++j)
-            if (bits[row[j]] != to) flip(bits, changed, row[j]);
+            if (bits[row[j]] != to) set(bits, changed, row[j], to);
     }
 
-    static void flip(Bits& bits, std::vector<i32>& changed, i32 gap) {
-        bits[gap] ^= 1;
-        changed.push_back(gap);
+    static void set(Bits& bits, Changed& changed, i32 gap, std::uint8_t to) {
+        changed.emplace_back(gap, bits[gap]);
+        bits[gap] = to;
     }
 };
 
@@ -196,7 +207,7 @@ Found anneal(Engine& engine, const Rows& groups, i64 limit, const Bits& start, c
     Bits now = best.evict;
     Cost cost = best.cost;
     double at = energy(cost);
-    std::vector<i32> changed;
+    std::vector<std::pair<i32, std::uint8_t>> changed;
     const double hot = 0.01, cold = 0.0001;
     i64 calls = 0;
     while (!meter.over(best)) {
@@ -215,7 +226,7 @@ Found anneal(Engine& engine, const Rows& groups, i64 limit, const Bits& start, c
             at = e;
             offer(best, now, c, limit);
         } else {
-            for (i32 g : changed) now[g] ^= 1;
+            for (auto it = changed.rbegin(); it != changed.rend(); ++it) now[it->first] = it->second;
         }
         if (++calls % 2000 == 0) {  // start again from the best now and then
             if (!best.met) price = std::min(64.0, price * 1.5), at = energy(cost);

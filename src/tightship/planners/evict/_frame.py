@@ -18,7 +18,7 @@ from tightship.graph import Graph
 from tightship.plan import Step
 from tightship.simulate import extra_bytes
 
-__all__ = ["Bits", "Decision", "Frame", "Progress", "Rows"]
+__all__ = ["EVICT", "KEEP", "PASS", "Bits", "Decision", "Frame", "Progress", "Rows"]
 
 Bits = NDArray[np.uint8]
 Rows = tuple[NDArray[np.int64], NDArray[np.int32]]
@@ -36,9 +36,14 @@ def pack(lists: Sequence[Sequence[int]]) -> Rows:
     return start, flat
 
 
+KEEP, EVICT, PASS = 0, 1, 2
+"""What a gap may be: kept; evicted, and once restored it stays; evicted, and dropped again if restored only for a
+recomputation while its own next use is beyond the engine's horizon."""
+
+
 @dataclass(frozen=True)
 class Decision:
-    """Which gaps are evicted, and what it costs: peak bytes, extra seconds, ops run again, work spent.
+    """What happens to every gap, and what it costs: peak bytes, extra seconds, ops run again, work spent.
 
     ``steps`` is set by planners that lower their decisions themselves."""
 
@@ -73,7 +78,7 @@ class Frame:
         owned, kept = np.zeros(n, np.uint8), np.zeros(n, np.uint8)
         owned[list(g.static)] = 1
         kept[[s for s in g.kept if s not in g.static]] = 1
-        return _core.Engine(
+        engine = _core.Engine(
             reads=pack(u.reads),
             needs=pack(u.needs),
             defines=pack(u.defines),
@@ -87,6 +92,8 @@ class Frame:
             kept=kept,
             order=np.array(self.order, dtype=np.int32),
         )
+        engine.set_horizon(_horizon(engine, self.order, g))
+        return engine
 
     @cached_property
     def gaps(self) -> NDArray[np.int32]:
@@ -150,3 +157,14 @@ class Frame:
         return tuple(
             Step(_KINDS[kind], op=op, storages=storages) for kind, op, storages in self.engine.emit(evict)
         )
+
+
+def _horizon(engine: Any, order: tuple[int, ...], graph: Graph) -> int:
+    """About one layer's worth of positions: the usual distance between uses of neighbouring layers' tensors."""
+    hues = colours(graph)
+    by_hue: dict[tuple[int, int], list[int]] = defaultdict(list)
+    for s, start, to in zip(*(a.tolist() for a in engine.gaps), strict=True):
+        if to < len(order) and to - start > len(order) // 50:
+            by_hue[hues[graph.uses.definer[s]], hues[order[to]]].append(to)
+    near = [b - a for tos in by_hue.values() for a, b in zip(sorted(tos), sorted(tos)[1:], strict=False)]
+    return int(np.median(near)) if near else max(1, len(order) // 8)

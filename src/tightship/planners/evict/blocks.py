@@ -13,27 +13,36 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from tightship.planners.evict._frame import Bits, Decision, Frame
+from tightship.planners.evict._frame import EVICT, KEEP, PASS, Bits, Decision, Frame
 
 __all__ = ["Options", "plan"]
 
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """``keep``: how many classes are kept at most. ``every``: keep the tensors of every n-th layer, each tried."""
+    """``keep``: how many classes are kept at most. ``every``: keep the tensors of every n-th layer, each tried.
+    ``tries``: candidates at most."""
 
     keep: int = 3
     every: tuple[int, ...] = (1, 2, 3, 4)
-    tries: int = 600
+    tries: int = 800
 
 
 def plan(frame: Frame, limit: int, options: Options | None = None) -> Decision:
-    """The best of: evict everything but up to ``keep`` classes of repeated tensors."""
+    """The best of: evict everything but up to ``keep`` classes of repeated tensors; the tensors between those of
+    every n-th layer are restored on the way and stay, so that a segment is recomputed layer by layer."""
     o = options or Options()
     far = _crossing(frame)
-    best = frame.cost(far, limit)
     classes = [r for r in frame.classes if len(r) > 2 and far[list(r)].any()]
     classes.sort(key=lambda r: -sum(int(frame.graph.storages[frame.gaps[g][0]].size) for g in r))
+    found = [_search(frame, limit, o, far, classes, rest) for rest in (EVICT, PASS)]
+    return found[1] if found[1].beats(found[0]) else found[0]
+
+
+def _search(
+    frame: Frame, limit: int, o: Options, far: Bits, classes: list[tuple[int, ...]], rest: int
+) -> Decision:
+    best = frame.cost(far * np.uint8(rest), limit)
     tries = 0
     for _ in range(o.keep):
         start, round_best = best.evict, best
@@ -43,7 +52,8 @@ def plan(frame: Frame, limit: int, options: Options | None = None) -> Decision:
                 if tries > o.tries:
                     return best
                 bits = start.copy()
-                bits[list(row[::every])] = 0
+                bits[list(row)] = np.minimum(bits[list(row)], EVICT)
+                bits[list(row[::every])] = KEEP
                 found = frame.cost(bits, limit)
                 if found.beats(round_best):
                     round_best = found

@@ -1,0 +1,23 @@
+"""The simplest training graph: a chain forward and back."""
+
+from __future__ import annotations
+
+from tightship.graph import Graph, Op, Storage, Value
+
+
+def chain(n: int, size: int = 64) -> Graph:
+    """x -> f1 -> … -> fn, and a backward that reads every f in reverse."""
+    storages = [Storage("x", size, "input")]
+    values = [Value("x", 0)]
+    ops = []
+    for k in range(n):
+        storages.append(Storage(f"f{k}", size))
+        values.append(Value(f"f{k}", len(storages) - 1))
+        ops.append(Op(f"f{k}", "f", (k,), (k + 1,), time=1.0))
+    last = n
+    for k in reversed(range(n)):
+        storages.append(Storage(f"b{k}", size, "gradient"))
+        values.append(Value(f"b{k}", len(storages) - 1))
+        ops.append(Op(f"b{k}", "b", (last, k + 1), (len(values) - 1,), time=1.0, phase="backward"))
+        last = len(values) - 1
+    return Graph(tuple(ops), tuple(values), tuple(storages), (0,), (last,))

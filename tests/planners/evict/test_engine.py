@@ -1,0 +1,119 @@
+"""The C++ engine against the reference replay: same bytes, same seconds, for any decision."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from chains import chain
+from strategies import random_graph
+
+from tightship.analysis.bounds import lower_bound
+from tightship.graph import Graph, Op, Storage, Value
+from tightship.planners.evict._frame import Frame
+from tightship.simulate import baseline, replay
+
+HUGE = 1 << 60
+
+
+def masks(frame: Frame, seed: int, n: int) -> list[np.ndarray]:
+    rng = np.random.default_rng(seed)
+    return [(rng.random(len(frame.gaps)) < rng.random()).astype(np.uint8) for _ in range(n)]
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_engine_costs_what_the_replay_of_its_steps_costs(seed: int) -> None:
+    graph = random_graph(seed, 10 + seed)
+    frame = Frame(graph, tuple(range(len(graph.ops))))
+    base = replay(graph, baseline(graph))
+    for bits in masks(frame, seed, 8):
+        found = frame.cost(bits, HUGE)
+        if not found.valid:
+            assert frame.steps(bits) == ()
+            continue
+        line = replay(graph, frame.steps(bits))
+        assert line.peak == found.peak
+        assert line.time == pytest.approx(base.time + found.extra)
+        assert sum(s.kind == "recompute" for s in frame.steps(bits)) == found.runs
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_reevaluation_from_a_snapshot_equals_evaluation(seed: int) -> None:
+    graph = random_graph(seed, 80)
+    frame = Frame(graph, tuple(range(len(graph.ops))))
+    rng = np.random.default_rng(seed)
+    for bits in masks(frame, seed, 4):
+        frame.engine.remember(bits, HUGE)
+        for _ in range(5):
+            if not len(bits):
+                continue
+            other = bits.copy()
+            other[g := int(rng.integers(len(bits)))] ^= 1
+            again = frame.engine.reevaluate(other, HUGE, int(frame.gaps[g, 1]))
+            fresh = frame.engine.evaluate(other, HUGE)
+            assert again["valid"] == fresh["valid"]
+            if fresh["valid"]:
+                assert again == fresh
+
+
+def test_nothing_evicted_is_the_baseline() -> None:
+    graph = random_graph(3, 40)
+    frame = Frame(graph, tuple(range(len(graph.ops))))
+    assert frame.steps(frame.nothing()) == baseline(graph)
+
+
+def test_chain_with_everything_evicted_recomputes_each_op_once() -> None:
+    graph = chain(6)
+    frame = Frame(graph, tuple(range(len(graph.ops))))
+    bits = np.ones(len(frame.gaps), dtype=np.uint8)
+    found = frame.cost(bits, HUGE)
+    assert found.valid and found.runs >= 5
+    assert found.peak <= replay(graph, baseline(graph)).peak
+
+
+def test_chain_reaches_less_than_keeping_all_and_never_the_bound() -> None:
+    graph = chain(64)
+    frame = Frame(graph, tuple(range(len(graph.ops))))
+    keep = replay(graph, baseline(graph)).peak
+    bits = frame.nothing()
+    bits[[g for g, (s, _, _) in enumerate(frame.gaps.tolist()) if s % 8]] = 1
+    found = frame.cost(bits, HUGE)
+    assert lower_bound(graph) <= found.peak < keep / 2
+
+
+def test_what_cannot_be_made_again_stays_for_its_last_recomputation() -> None:
+    """r is drawn at random, read by f; f is evicted past r's last use: r's life is extended, not r drawn again."""
+    storages = tuple(Storage(n, 64) for n in ("x", "r", "f", "g", "h"))
+    values = tuple(Value(s.name, i) for i, s in enumerate(storages))
+    ops = (
+        Op("r", "rand", (0,), (1,), random=True),
+        Op("f", "f", (0, 1), (2,)),
+        Op("g", "g", (2, 0), (3,)),
+        Op("pad", "p", (3,), ()),
+        Op("h", "h", (2, 3), (4,)),
+    )
+    graph = Graph(ops, values, storages, (0,), (4,))
+    frame = Frame(graph, tuple(range(5)))
+    bits = np.array([int(s == 2) for s in frame.gaps[:, 0]], dtype=np.uint8)
+    assert bits.sum() == 1
+    steps = frame.steps(bits)
+    kinds = [(s.kind, s.op) for s in steps if s.kind != "free"]
+    assert ("recompute", 1) in kinds and ("recompute", 0) not in kinds
+    assert replay(graph, steps).peak == frame.cost(bits, HUGE).peak
+
+
+def test_updated_parameter_makes_late_recomputation_invalid() -> None:
+    """f reads w; w is updated before f's second reader: making f again would see the new w."""
+    storages = (Storage("w", 64, "parameter"), Storage("f", 64), Storage("g", 64), Storage("h", 64))
+    values = tuple(Value(s.name, i) for i, s in enumerate(storages))
+    ops = (
+        Op("f", "f", (0,), (1,)),
+        Op("g", "g", (1,), (2,)),
+        Op("update", "u", (0, 2), (), (0,)),
+        Op("h", "h", (1, 2), (3,)),
+    )
+    graph = Graph(ops, values, storages, (0,), (3,))
+    frame = Frame(graph, (0, 1, 2, 3))
+    bits = np.array([int(s == 1) for s in frame.gaps[:, 0]], dtype=np.uint8)
+    assert bits.sum() == 1
+    assert not frame.cost(bits, HUGE).valid
