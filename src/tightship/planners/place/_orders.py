@@ -3,17 +3,30 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from tightship.planners.place._frame import Arrays, Ints
 
-__all__ = ["Order", "by_area", "by_breadth", "by_conflicts", "by_length", "by_size", "by_start", "given"]
+__all__ = [
+    "Order",
+    "by_area",
+    "by_breadth",
+    "by_conflicts",
+    "by_length",
+    "by_size",
+    "by_size_then_start",
+    "by_start",
+    "given",
+    "peak_first",
+]
 
 Order = Callable[[Arrays], Ints]
 
 
-def _sorted(*keys: Ints) -> Ints:
+def _sorted(*keys: npt.NDArray[Any]) -> Ints:
     return np.lexsort(keys[::-1]).astype(np.int64)
 
 
@@ -24,6 +37,11 @@ def given(a: Arrays) -> Ints:
 def by_size(a: Arrays) -> Ints:
     """Largest first, longest first among equals."""
     return _sorted(-a.size, a.lower - a.upper, a.lower)
+
+
+def by_size_then_start(a: Arrays) -> Ints:
+    """Largest first, earliest first among equals (networks have many equals)."""
+    return _sorted(-a.size, a.lower)
 
 
 def by_start(a: Arrays) -> Ints:
@@ -50,12 +68,36 @@ def by_conflicts(a: Arrays) -> Ints:
 
 def by_area(a: Arrays) -> Ints:
     """Largest product of size and conflicts first: large buffers that are in many others' way."""
-    area = a.size.astype(np.float64) * conflicts(a)
-    return np.lexsort((a.lower, -area)).astype(np.int64)
+    return _sorted(-_area(a), a.lower)
 
 
 def by_breadth(a: Arrays) -> Ints:
     """Those alive at the broadest time first (breadth: bytes alive), largest first among them; and so on."""
+    return _sorted(_breadth_rank(a), -a.size, a.lower)
+
+
+def peak_first(a: Arrays, stack: str, rest: str) -> Ints:
+    """Those alive at the broadest time first, stacked by one key, then the others by another.
+
+    Keys: ``size`` and ``area`` (largest first), ``length`` (longest), ``start`` (earliest), ``end`` (latest).
+    """
+    keys = {
+        "size": -a.size,
+        "area": -_area(a),
+        "length": a.lower - a.upper,
+        "start": a.lower,
+        "end": -a.upper,
+    }
+    at_peak = _breadth_rank(a) == 0
+    return _sorted(~at_peak, np.where(at_peak, keys[stack], keys[rest]), a.lower)
+
+
+def _area(a: Arrays) -> npt.NDArray[np.float64]:
+    return a.size.astype(np.float64) * conflicts(a)
+
+
+def _breadth_rank(a: Arrays) -> Ints:
+    """For every buffer, the rank of the broadest time it is alive at: 0 for those alive at the peak."""
     if not a.count:
         return given(a)
     times = np.unique(a.lower)  # the bytes alive grow at no other time
@@ -65,7 +107,7 @@ def by_breadth(a: Arrays) -> Ints:
     np.add.at(change, last, -a.size)
     rank = np.empty(len(times), dtype=np.int64)
     rank[np.argsort(-np.cumsum(change)[:-1], kind="stable")] = np.arange(len(times))
-    return _sorted(_range_min(rank, first, last), -a.size, a.lower)
+    return _range_min(rank, first, last)
 
 
 def _range_min(values: Ints, first: Ints, last: Ints) -> Ints:

@@ -13,9 +13,13 @@ from dataclasses import dataclass
 
 from tightship.plan import Problem, Solution
 from tightship.planners.place._frame import Frame, Ints, frame
-from tightship.planners.place._orders import by_size
+from tightship.planners.place._orders import Order, by_size
 
 __all__ = ["Options", "plan"]
+
+
+START: tuple[Order, bool] = (by_size, False)
+"""First fit by size, which often leaves less than best fit does, and is twice as fast."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,13 +35,14 @@ class Options:
 
 def plan(problem: Problem, options: Options | None = None) -> Solution:
     f = frame(problem)
-    return f.solution(climb(f, options or Options()), "hill-climb")
+    return f.solution(climb(f, options or Options(), *START), "hill-climb")
 
 
-def climb(f: Frame, o: Options) -> Ints:
+def climb(f: Frame, o: Options, order: Order, best_fit: bool) -> Ints:
+    """Offsets of the best packing found from one order on."""
+    by, left = order(f.arrays), f.seconds_left(o.time_limit)
     offsets: Ints
-    left = f.seconds_left(o.time_limit)
     offsets, _ = f.placer.climb(
-        by_size(f.arrays), best_fit=False, seed=o.seed, work=o.work_limit, seconds=left, bound=f.bound
+        by, best_fit=best_fit, seed=o.seed, work=o.work_limit, seconds=left, bound=f.bound
     )
     return offsets

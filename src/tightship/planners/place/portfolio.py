@@ -2,14 +2,13 @@
 
 Problem: offsets for buffers with known live ranges. Minimised: the arena. Source: algorithm portfolios.
 Guarantee: never worse than any other planner here given the same seed and limits (unless the time limit
-stops it first); stops with proof at the lower bound. Complexity: that of its parts; ten greedy packings,
-O(n log n) set operations each, come before any search. Known limits: when the best arena is above the lower
-bound, nothing is proved.
+stops it first); stops with proof at the lower bound. Complexity: that of its parts; a score of greedy
+packings, O(n log n) set operations each, come before any search. Known limits: when the best arena is above
+the lower bound, nothing is proved.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -18,18 +17,19 @@ import numpy.typing as npt
 from tightship.errors import BadInput
 from tightship.plan import Problem, Solution
 from tightship.planners.place import _orders as orders
-from tightship.planners.place import hill_climb
+from tightship.planners.place import hill_climb, peak_first
 from tightship.planners.place._frame import FREE, Arrays, Frame, Ints, frame, from_arrays
 
 __all__ = ["Options", "offsets", "plan"]
 
 GREEDY: tuple[tuple[orders.Order, bool], ...] = (
+    hill_climb.START,
+    (orders.by_size_then_start, False),
+    *peak_first.GREEDY,
     (orders.by_size, True),
-    (orders.by_size, False),
+    (orders.by_breadth, True),
     (orders.by_area, False),
     (orders.by_length, True),
-    (orders.by_breadth, True),
-    (orders.by_breadth, False),
     (orders.by_conflicts, True),
     (orders.by_start, False),
     (orders.by_start, True),
@@ -68,26 +68,37 @@ def offsets(
     count = len(columns[2])
     if any(c.shape != (count,) for c in columns):
         raise BadInput("lower, upper and size are of one length", tuple(c.shape for c in columns), "offsets")
-    arrays = Arrays(*columns, np.ones(count, dtype=np.int64), np.full(count, FREE, dtype=np.int64))
-    f = from_arrays(arrays)
+    ones, free = np.ones(count, dtype=np.int64), np.full(count, FREE, dtype=np.int64)
+    f = from_arrays(Arrays(columns[0], columns[1], columns[2], ones, free))
     best = _best(f, Options(seed=seed, work_limit=work_limit, time_limit=time_limit))
     return best, f.arena(best), f.bound
 
 
 def _best(f: Frame, o: Options) -> Ints:
     """The best of all attempts, the first of equals."""
-    best, arena = None, 0
-    for attempt in _attempts(f, o):
-        reached = f.arena(attempt)
-        if best is None or reached < arena:
-            best, arena = attempt, reached
-        if arena <= f.bound or f.seconds_left(o.time_limit) <= 0:
-            break
-    assert best is not None
+    start = GREEDY[0]
+    best = _pack(f, *start)
+    arena = f.arena(best)
+
+    def done() -> bool:
+        return arena <= f.bound or f.seconds_left(o.time_limit) <= 0
+
+    for greedy in GREEDY[1:]:
+        if done():
+            return best
+        attempt = _pack(f, *greedy)
+        if f.arena(attempt) < arena:
+            best, arena, start = attempt, f.arena(attempt), greedy
+    climbing = hill_climb.Options(o.seed, o.work_limit, o.time_limit)
+    for order, best_fit in dict.fromkeys((start, hill_climb.START)):
+        if done():
+            return best
+        attempt = hill_climb.climb(f, climbing, order, best_fit)
+        if f.arena(attempt) < arena:
+            best, arena = attempt, f.arena(attempt)
     return best
 
 
-def _attempts(f: Frame, o: Options) -> Iterator[Ints]:
-    for order, best_fit in GREEDY:
-        yield f.placer.pack(order(f.arrays), best_fit=best_fit)[0]
-    yield hill_climb.climb(f, hill_climb.Options(o.seed, o.work_limit, o.time_limit))
+def _pack(f: Frame, order: orders.Order, best_fit: bool) -> Ints:
+    offsets: Ints = f.placer.pack(order(f.arrays), best_fit=best_fit)[0]
+    return offsets
