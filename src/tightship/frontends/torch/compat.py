@@ -18,7 +18,8 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from tightship.errors import Unsupported
 
 __all__ = [
-    "FAKE_ERRORS",
+    "DATA_ERRORS",
+    "LAZY_BITS",
     "TorchDispatchMode",
     "backward_sequence",
     "decompose",
@@ -70,12 +71,17 @@ from torch.nn.utils import stateless as _stateless  # noqa: E402
 from torch.utils import checkpoint as _checkpoint  # noqa: E402
 from torch.utils.flop_counter import flop_registry  # noqa: E402
 
-FAKE_ERRORS: tuple[type[Exception], ...] = (
+DATA_ERRORS: tuple[type[Exception], ...] = (
     _fake.DataDependentOutputException,
     _fake.DynamicOutputShapeException,
-    _fake.UnsupportedOperatorException,
 )
 """What a fake tensor raises when an op needs the data it does not have."""
+
+LAZY_BITS = {
+    torch.ops.aten._conj.default: torch.ops.aten._conj_physical.default,
+    torch.ops.aten._neg_view.default: torch.ops.aten.neg.default,
+}
+"""Ops that only set a bit of the tensor, and those that compute the same contents."""
 
 
 # --- fake tensors and storages --------------------------------------------------------------------------------
@@ -329,8 +335,17 @@ def quiet_capture(*, has_data: bool) -> Iterator[None]:
         enter(_patched(_checkpoint, "CheckpointFunction", _CallThrough))
         if has_data and "transformers" in sys.modules:
             enter(_patched(importlib.import_module("transformers.utils.import_utils"), "is_fake_tensor", _no))
+            # Reads the batch to warn about padding, which would make a guard of a warning.
+            base = importlib.import_module("transformers.modeling_utils").PreTrainedModel
+            enter(_patched(base, "warn_if_padding_and_no_attention_mask", _nothing))
         enter(torch.autograd.set_multithreading_enabled(False))
+        # Logs the whole stack where a formula fails, also when the kernel is then asked instead.
+        enter(_patched(_fake.log, "disabled", True))
         yield
+
+
+def _nothing(*_args: object, **_kwargs: object) -> None:
+    return None
 
 
 def _no(_tensor: object) -> bool:

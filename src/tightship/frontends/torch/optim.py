@@ -165,7 +165,7 @@ def _first_state(optimizer: torch.optim.Optimizer, group: int, param: torch.Tens
         with compat.fake_mode() if not compat.is_fake(param) else param.fake_mode:  # type: ignore[attr-defined]
             fake = torch.empty_strided(param.shape, param.stride(), dtype=param.dtype, device=param.device)
             return run(torch.nn.Parameter(fake, param.requires_grad))
-    except compat.FAKE_ERRORS:
+    except (RuntimeError, NotImplementedError):
         scratch = torch.zeros_like(param, memory_format=torch.preserve_format)
         return run(torch.nn.Parameter(scratch, param.requires_grad))
 

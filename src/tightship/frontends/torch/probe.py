@@ -48,6 +48,21 @@ class Prober:
         self.corrected[str(fn)] = self.corrected.get(str(fn), 0) + 1
         return self._like(real, out)
 
+    def made_up(self, fn: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Results like the real ones where there is no formula or it fails; None if the op cannot be run."""
+        tensors = _tensors((args, kwargs))
+        if not tensors or not _probable(fn, args, kwargs, tensors, []):
+            return None
+        key = (fn, _key(args), _key(kwargs))
+        if key not in self._seen:
+            self._seen[key] = self._real(fn, args, kwargs, None)
+        return None if self._seen[key] is None else self._new(self._seen[key])
+
+    def _new(self, key: Any) -> Any:
+        if isinstance(key, tuple) and key[0] == "list":
+            return tuple(self._new(k) for k in key[1])
+        return torch.empty_strided(key[1], key[2], dtype=key[0], device=key[3]) if isinstance(key, tuple) else key
+
     def _real(self, fn: Any, args: Any, kwargs: Any, out: Any) -> Any:
         """The metadata of the real results; None if the op cannot be run on zeros."""
         with compat.without_modes(), torch.no_grad():

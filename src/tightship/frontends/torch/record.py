@@ -79,6 +79,9 @@ class Recorder(compat.TorchDispatchMode):
             out = fn(*args)
             self.tape.constant(out, args[0])
             return out
+        if fn in compat.LAZY_BITS:
+            with self:
+                return compat.LAZY_BITS[fn](*args)  # the bits are not part of the bytes; do now what they put off
         if compat.is_composite(fn, _device(args)):
             return self._decomposed(fn, args, kwargs)
         origin = self._tracker.forward() if self.phase == "forward" else self._tracker.backward()
@@ -86,17 +89,26 @@ class Recorder(compat.TorchDispatchMode):
         taken, taken_kw = self.tape.refs(args, str(origin)), self.tape.refs(kwargs, str(origin))
         if fn._schema.name in _READS_DATA:
             return self._answer(fn, taken, taken_kw, origin)
-        try:
-            out = fn(*args, **kwargs)
-        except compat.FAKE_ERRORS as e:
-            raise _unsupported(fn, origin, str(e)) from e
-        out = self._prober.correct(fn, args, kwargs, out)
+        out = self._run(fn, args, kwargs, origin)
         count = compat.flop_formula(fn)
         flops = int(count(*args, **kwargs, out_val=out)) if count else 0
         record = self.tape.record(fn, taken, taken_kw, out, phase=self.phase, origin=origin, flops=flops)
         if record is not None and self.phase == "backward" and not origin.module:
             record.origin = self._inherited(record)
         return out
+
+    def _run(self, fn: Any, args: Any, kwargs: Any, origin: Origin) -> Any:
+        try:
+            return self._prober.correct(fn, args, kwargs, fn(*args, **kwargs))
+        except compat.DATA_ERRORS as e:
+            raise _unsupported(fn, origin, str(e)) from e
+        except (RuntimeError, NotImplementedError) as e:
+            # Some formulas refuse what the kernel takes, and some ops have none.
+            out = self._prober.made_up(fn, args, kwargs)
+            if out is None:
+                e.add_note(f"while capturing {fn} at {origin}")
+                raise
+            return out
 
     def _decomposed(self, fn: Any, args: Any, kwargs: Any) -> Any:
         # Composite ops arrive here only where autograd is switched off altogether (inference mode).

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -301,20 +302,36 @@ def _checked_loss(out: Any) -> torch.Tensor:
 def _untouched(model: torch.nn.Module, notes: list[str]) -> Iterator[None]:
     """Put back what running a model's Python code changes: attributes of modules and random states."""
     before = [(m, dict(vars(m))) for m in model.modules()]
-    python, generator = random.getstate(), torch.random.get_rng_state()
+    states = _random_states()
+    generator = torch.random.get_rng_state()
     try:
         yield
-        drawn = random.getstate() != python
-        if drawn:
-            raise Unsupported(
-                "drawing from Python's random state in a step", "what it decides would be fixed by the capture",
-                "draw with torch",
-            )  # fmt: skip
+        for library, get, _, state in states:
+            if not _equal(get(), state):
+                raise Unsupported(
+                    f"drawing from {library}'s random state in a step", "what it decides would be fixed by the capture",
+                    "draw with torch",
+                )  # fmt: skip
     finally:
-        random.setstate(python)
+        for _, _, put, state in states:
+            put(state)
         torch.random.set_rng_state(generator)
         for m, attributes in before:
             changed = [k for k, v in vars(m).items() if k not in attributes or attributes[k] is not v]
             notes += [f"{type(m).__name__}.{k} is set by each step in eager, not by the program" for k in changed]
             vars(m).clear()
             vars(m).update(attributes)
+
+
+def _random_states() -> list[tuple[str, Callable[[], Any], Callable[[Any], None], Any]]:
+    states = [("Python", random.getstate, random.setstate, random.getstate())]
+    if "numpy" in sys.modules:
+        numpy = sys.modules["numpy"].random
+        states.append(("NumPy", numpy.get_state, numpy.set_state, numpy.get_state()))
+    return states
+
+
+def _equal(a: Any, b: Any) -> bool:
+    if isinstance(a, tuple):
+        return len(a) == len(b) and all(_equal(x, y) for x, y in zip(a, b, strict=True))
+    return bool((a == b).all()) if hasattr(a, "all") else bool(a == b)
