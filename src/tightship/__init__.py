@@ -1,3 +1,44 @@
-"""tightship fits a neural network's work into the memory there is."""
+"""tightship fits a neural network's work into the memory there is.
+
+    step = tightship.fit(model, loss_fn, optimizer, batch, budget="6GiB")  # train within a budget
+    plan = tightship.plan(model, sample, budget="60%")                     # decide only
+    print(plan); plan.save("plan.json"); tightship.check(tightship.load("plan.json"))
+
+`tightship.planners.planners()` lists the planners. Importing this package does not import torch.
+"""
+
+from tightship.api import Planned, check, fit, load, plan
+from tightship.errors import (
+    BadInput,
+    BudgetExceeded,
+    Infeasible,
+    TightshipError,
+    UnknownAlias,
+    UnknownSize,
+    Unsupported,
+    VerificationFailed,
+)
+from tightship.graph import Graph
+from tightship.plan import Plan
+
+# ``plan`` is the function: `tightship.plan` as a module has been imported by now and takes the name no more.
 
 __version__ = "0.1.0"
+
+__all__ = [
+    "BadInput",
+    "BudgetExceeded",
+    "Graph",
+    "Infeasible",
+    "Plan",
+    "Planned",
+    "TightshipError",
+    "UnknownAlias",
+    "UnknownSize",
+    "Unsupported",
+    "VerificationFailed",
+    "check",
+    "fit",
+    "load",
+    "plan",
+]

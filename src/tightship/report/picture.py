@@ -1,0 +1,238 @@
+"""A plan as a picture: memory over one step, before and after, as one SVG file that needs nothing else.
+
+Both panels have the same scale. A column of the picture shows the highest step that falls into it, so no
+peak is lost by drawing. Colours follow the reader's light or dark setting.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from html import escape
+
+from tightship.graph import Graph
+from tightship.plan import Plan
+from tightship.report.numbers import BANDS, Column, columns
+from tightship.report.text import percent
+from tightship.simulate import baseline
+from tightship.units import format_bytes, format_seconds
+
+__all__ = ["picture", "ticks"]
+
+WIDTH, LEFT, RIGHT = 920, 74, 116
+TOP, PANEL, BETWEEN, BOTTOM = 92, 190, 46, 58
+SLOTS = 730  # columns drawn, one for each unit of the plot's width
+COLOURS = {"static": "#94a3b8", "activation": "#3b82c4", "gradient": "#e0912f", "workspace": "#b5495b"}
+DARK = {"static": "#64748b", "activation": "#4f9bdc", "gradient": "#e8a44d", "workspace": "#d4677a"}
+NAMES = {
+    "static": "parameters, state, batch",
+    "activation": "activations",
+    "gradient": "gradients",
+    "workspace": "workspace",
+}
+_STYLE = """
+text{{font-family:system-ui,-apple-system,'Segoe UI',Helvetica,Arial,sans-serif;font-size:12px;fill:#475569}}
+.title{{font-size:17px;font-weight:600;fill:#0f172a}} .head{{font-size:13px;font-weight:600;fill:#0f172a}}
+.end{{text-anchor:end}} .mid{{text-anchor:middle}} .paper{{fill:#ffffff}}
+.grid{{stroke:#e2e8f0;stroke-width:1}} .axis{{stroke:#94a3b8;stroke-width:1}}
+.budget{{stroke:#0f172a;stroke-width:1.4;stroke-dasharray:6 4}}
+.bound{{stroke:#0f172a;stroke-width:1.2;stroke-dasharray:1.5 3}}
+.mark{{fill:#0f172a}} {light}
+@media (prefers-color-scheme:dark){{
+text{{fill:#a8b3c4}} .title,.head,.mark{{fill:#f1f5f9}} .paper{{fill:#0f1620}} .grid{{stroke:#253041}}
+.axis{{stroke:#52607a}} .budget,.bound{{stroke:#f1f5f9}} {dark}
+}}
+"""
+
+
+@dataclass(frozen=True)
+class _Panel:
+    """One plot: its data, where its top is, and what one second (or step) and one byte are in pixels."""
+
+    heading: str
+    data: Sequence[Column]
+    top: int
+    across: float
+    up: float
+
+    def y(self, nbytes: float) -> float:
+        return round(self.top + PANEL - nbytes * self.up, 1)
+
+
+def picture(graph: Graph, plan: Plan, *, title: str = "") -> str:
+    """Memory over one step as SVG text: the graph in its own order, and under the plan.
+
+    Across is computing time where ops have times (recomputation shows as length), else the step's number.
+    """
+    before, after = columns(graph, baseline(graph)), columns(graph, plan.steps)
+    timed = all(_span(data) > 0 for data in (before, after))
+    before, after = (data if timed else _by_number(data) for data in (before, after))
+    longest = max(_span(before), _span(after)) or 1.0
+    levels = ticks(max([plan.budget or 0, *(c.total for c in before), *(c.total for c in after)]))
+    across, up = SLOTS / longest, PANEL / (levels[-1] or 1)
+    planned = f"planned: peak {format_bytes(plan.peak)} ({percent(plan.peak, plan.peak_before)})"
+    panels = (
+        _Panel(f"before: peak {format_bytes(plan.peak_before)}", before, TOP, across, up),
+        _Panel(planned, after, TOP + PANEL + BETWEEN, across, up),
+    )
+    parts = [_head(title or graph.name, plan)]
+    for panel in panels:
+        parts += [_axes(panel, levels), _areas(panel), _phases(panel), _lines(panel, plan)]
+    parts += [_across(panels[-1], longest if timed else 0.0), _legend()]
+    height = TOP + 2 * PANEL + BETWEEN + BOTTOM
+    return _svg(height, "\n".join(parts), title or graph.name)
+
+
+def ticks(most: int) -> list[int]:
+    """Four to eight round levels of a scale in binary units, from 0 to at least ``most`` bytes."""
+    unit = 1024 ** max(0, min(6, int(math.log(most, 1024)))) if most > 0 else 1
+    rough = most / unit / 5
+    base = 10 ** math.floor(math.log10(rough)) if rough > 0 else 1
+    step = next((base * m for m in (1, 2, 2.5, 5, 10) if base * m >= rough), base * 10)
+    size = max(1, math.ceil(step * unit))
+    return [size * k for k in range(math.ceil(most / size) + 1)] if most > 0 else [0, 1]
+
+
+# --- parts ---
+
+
+def _svg(height: int, body: str, title: str) -> str:
+    light = " ".join(f".{b}{{fill:{c}}}" for b, c in COLOURS.items())
+    dark = " ".join(f".{b}{{fill:{c}}}" for b, c in DARK.items())
+    style = _STYLE.format(light=light, dark=dark)
+    return (
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height}" width="{WIDTH}" '
+        f'height="{height}" role="img">\n<title>Memory over one step: {escape(title)}</title>\n'
+        f"<style>{style}</style>\n"
+        f'<rect class="paper" width="{WIDTH}" height="{height}" rx="8"/>\n{body}\n</svg>\n'
+    )
+
+
+def _head(title: str, plan: Plan) -> str:
+    budget = f"budget {format_bytes(plan.budget)} · " if plan.budget is not None else ""
+    time = f"time {percent(plan.time, plan.time_before)} · " if plan.time_before else ""
+    done = f"{plan.count('recompute')} ops recomputed" + (f" · {plan.moved} moved" if plan.moved else "")
+    facts = escape(f"{budget}{time}{done}")
+    heading = f'<text class="title" x="{LEFT}" y="32">{escape(title)}</text>'
+    return f'{heading}\n<text x="{LEFT}" y="52">{facts}</text>'
+
+
+def _axes(panel: _Panel, levels: Sequence[int]) -> str:
+    rows = [f'<text class="head" x="{LEFT}" y="{panel.top - 10}">{escape(panel.heading)}</text>']
+    for level in levels:
+        y = panel.y(level)
+        rows.append(f'<line class="grid" x1="{LEFT}" x2="{LEFT + SLOTS}" y1="{y}" y2="{y}"/>')
+        rows.append(f'<text class="end" x="{LEFT - 8}" y="{y + 4}">{_short(level)}</text>')
+    base = panel.top + PANEL
+    rows.append(f'<line class="axis" x1="{LEFT}" x2="{LEFT + SLOTS}" y1="{base}" y2="{base}"/>')
+    return "\n".join(rows)
+
+
+def _areas(panel: _Panel) -> str:
+    """The bands, drawn from the top one down, each to the ground: no gaps, whatever is rounded."""
+    slots = _slots(panel)
+    paths = []
+    for b in reversed(range(len(BANDS))):
+        paths.append(f'<path class="{BANDS[b]}" d="{_outline(panel, [sum(s[: b + 1]) for s in slots])}"/>')
+    return "\n".join(paths)
+
+
+def _slots(panel: _Panel) -> list[tuple[int, ...]]:
+    """For each unit across, the bands of the highest step that it shows."""
+    best: list[Column | None] = [None] * SLOTS
+    for c in panel.data:
+        first = min(SLOTS - 1, int(c.start * panel.across))
+        last = min(SLOTS - 1, int((c.start + c.seconds) * panel.across - 1e-9))
+        for k in range(first, max(first, last) + 1):
+            known = best[k]
+            if known is None or c.total > known.total:
+                best[k] = c
+    while best and best[-1] is None:
+        best.pop()
+    filled, last_seen = [], (0,) * len(BANDS)
+    for slot in best:
+        last_seen = slot.bytes if slot is not None else last_seen
+        filled.append(last_seen)
+    return filled
+
+
+def _outline(panel: _Panel, heights: Sequence[int]) -> str:
+    base = panel.top + PANEL
+    path = [f"M{LEFT} {base}"]
+    y = None
+    for k, nbytes in enumerate(heights):
+        now = panel.y(nbytes)
+        if now != y:
+            path.append(f"H{LEFT + k}V{now:g}")
+            y = now
+    path.append(f"H{LEFT + len(heights)}V{base}Z")
+    return "".join(path)
+
+
+def _phases(panel: _Panel) -> str:
+    """Where the backward pass begins."""
+    begins = next((c.start for c in panel.data if c.phase == "backward"), None)
+    if begins is None or not begins:
+        return ""
+    x = round(LEFT + begins * panel.across, 1)
+    return (
+        f'<line class="axis" x1="{x}" x2="{x}" y1="{panel.top - 4}" y2="{panel.top + PANEL}"/>'
+        f'<text class="end" x="{x - 5}" y="{panel.top + 6}">forward</text>'
+        f'<text x="{x + 5}" y="{panel.top + 6}">backward</text>'
+    )
+
+
+def _lines(panel: _Panel, plan: Plan) -> str:
+    rows = []
+    marks = [("budget", plan.budget), ("bound", plan.lower_bound or None)]
+    spots = {name: panel.y(nbytes) for name, nbytes in marks if nbytes is not None}
+    labels = dict(spots)
+    if len(spots) == 2 and labels["bound"] - labels["budget"] < 30:  # keep two labels of two lines apart
+        middle = (labels["bound"] + labels["budget"]) / 2
+        labels = {"budget": min(labels["budget"], middle - 15), "bound": max(labels["bound"], middle + 15)}
+    for name, nbytes in marks:
+        if nbytes is None:
+            continue
+        y, at = spots[name], labels[name]
+        text = "budget" if name == "budget" else "lower bound"
+        rows.append(f'<line class="{name}" x1="{LEFT}" x2="{LEFT + SLOTS}" y1="{y}" y2="{y}"/>')
+        rows.append(f'<text class="mark" x="{LEFT + SLOTS + 8}" y="{at - 1:g}">{text}</text>')
+        rows.append(f'<text x="{LEFT + SLOTS + 8}" y="{at + 12:g}">{format_bytes(nbytes)}</text>')
+    return "\n".join(rows)
+
+
+def _across(panel: _Panel, longest: float) -> str:
+    y = panel.top + PANEL + 17
+    end = format_seconds(longest) if longest else f"{len(panel.data)} steps"
+    return (
+        f'<text x="{LEFT}" y="{y}">0</text><text class="end" x="{LEFT + SLOTS}" y="{y}">{end}</text>'
+        f'<text class="mid" x="{LEFT + SLOTS / 2:g}" y="{y}">{"computing time" if longest else "step"}</text>'
+    )
+
+
+def _legend() -> str:
+    y = TOP + 2 * PANEL + BETWEEN + 42
+    rows, x = [], float(LEFT)
+    for band in BANDS:
+        rows.append(f'<rect class="{band}" x="{x:g}" y="{y - 10}" width="12" height="12" rx="2"/>')
+        rows.append(f'<text x="{x + 18:g}" y="{y}">{NAMES[band]}</text>')
+        x += 48 + 6.6 * len(NAMES[band])
+    return "\n".join(rows)
+
+
+# --- numbers ---
+
+
+def _short(nbytes: int) -> str:
+    text = format_bytes(nbytes)
+    number, _, unit = text.partition(" ")
+    return f"{float(number):g} {unit}" if nbytes else "0"
+
+
+def _span(data: Sequence[Column]) -> float:
+    return data[-1].start + data[-1].seconds if data else 0.0
+
+
+def _by_number(data: Sequence[Column]) -> list[Column]:
+    return [Column(float(k), 1.0, c.phase, c.bytes) for k, c in enumerate(data)]
