@@ -19,9 +19,10 @@ LAYERS = (
     ("errors", "units"),
     ("graph",),
     ("plan",),
+    ("violation",),
     ("serde",),
     ("simulate",),
-    ("verify",),
+    ("verify", "verify_placement"),
     ("analysis",),
     ("frontends",),
     ("planners",),
@@ -35,8 +36,9 @@ RANK = {name: rank for rank, names in enumerate(LAYERS) for name in names}
 FRAMEWORKS = {"torch", "onnx", "onnxruntime", "jax", "jaxlib", "transformers", "networkx", "tensorflow"}
 MAY_IMPORT_FRAMEWORKS = {"frontends", "execute", "integrations", "demo"}
 
-# The verifier shares no code with what it checks.
-VERIFY_MAY_IMPORT = {"graph", "plan", "errors"}
+# The verifiers share no code with what they check.
+VERIFIERS = {"verify", "verify_placement"}
+VERIFY_MAY_IMPORT = {"graph", "plan", "errors", "violation"}
 
 
 def layer_of(module: str) -> str:
@@ -81,7 +83,7 @@ def faults(source: str, module: str, is_package: bool = False) -> list[str]:
             found.append(f"{at}: frameworks are imported only in {sorted(MAY_IMPORT_FRAMEWORKS)}")
         if root == PACKAGE and RANK.get(target, len(LAYERS)) > RANK[layer]:
             found.append(f"{at}: {target} comes after {layer}")
-        if layer == "verify" and not verify_may_import(root, target):
+        if layer in VERIFIERS and target != layer and not verify_may_import(root, target):
             found.append(
                 f"{at}: verify imports only {sorted(VERIFY_MAY_IMPORT)}, numpy and the standard library"
             )

@@ -1,0 +1,97 @@
+"""The placement verifier finds what is wrong, and only that."""
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import assume, given
+from hypothesis import strategies as st
+
+from placing import overlapping, problems
+from tightship.plan import Buffer, Problem, Solution
+from tightship.planners.place import naive
+from tightship.verify_placement import CODES, check_solution
+
+A = Buffer("a", 0, 4, 10)
+B = Buffer("b", 2, 6, 10, alignment=5)
+C = Buffer("c", 4, 8, 10, pinned=0)
+GOOD = Problem((A, B, C), capacity=20), Solution((0, 10, 0), 20, lower_bound=20)
+
+
+def codes(problem: Problem, solution: Solution) -> set[str]:
+    return {v.code for v in check_solution(problem, solution)}
+
+
+def test_nothing_is_wrong_with_what_is_right() -> None:
+    assert check_solution(*GOOD) == []
+
+
+BROKEN = {
+    "missing": {"offsets": (0, 10)},
+    "unknown": {"offsets": (0, 10, 0, 4)},
+    "out-of-bounds": {"arena": 19, "lower_bound": 0},
+    "misaligned": {"offsets": (0, 11, 0), "arena": 20, "lower_bound": 0},
+    "moved-pin": {"offsets": (0, 10, 20), "arena": 30},
+    "overlap": {"offsets": (5, 10, 0)},
+    "over-capacity": {"arena": 21},
+    "bound": {"lower_bound": 21},
+}
+
+
+def test_every_code_is_broken_here() -> None:
+    assert tuple(BROKEN) == CODES
+
+
+@pytest.mark.parametrize("code", CODES)
+def test_a_broken_solution_is_found(code: str) -> None:
+    problem, solution = GOOD
+    assert code in codes(problem, replace(solution, **BROKEN[code]))
+
+
+def test_bytes_before_the_arena_are_out_of_bounds() -> None:
+    assert "out-of-bounds" in codes(GOOD[0], replace(GOOD[1], offsets=(-1, 10, 0)))
+
+
+def test_says_who_when_and_which_bytes() -> None:
+    (violation,) = check_solution(Problem((A, B)), Solution((5, 10), 20))
+    assert (violation.code, violation.step, violation.subjects) == ("overlap", 2, ("b", "a"))
+    assert violation.message == (
+        "buffer 'b' at [10, 20) and buffer 'a' at [5, 15) share bytes [10, 15) during [2, 4)"
+    )
+
+
+def test_touching_is_not_overlapping() -> None:
+    problem = Problem((Buffer("a", 0, 2, 4), Buffer("b", 2, 4, 4), Buffer("c", 0, 4, 4)))
+    assert check_solution(problem, Solution((0, 0, 4), 8)) == []
+
+
+def test_an_empty_buffer_overlaps_nothing() -> None:
+    problem = Problem((Buffer("a", 0, 2, 0), Buffer("b", 0, 4, 4)))
+    assert check_solution(problem, Solution((2, 0), 4)) == []
+
+
+@given(problems(), st.data())
+def test_finds_an_overlap_exactly_when_there_is_one(problem: Problem, data: st.DataObject) -> None:
+    offsets = tuple(data.draw(st.integers(0, 40)) for _ in problem.buffers)
+    solution = Solution(offsets, arena=100)
+    found = {frozenset(v.subjects) for v in check_solution(problem, solution) if v.code == "overlap"}
+    really = overlapping(problem, solution)
+    assert found <= really
+    assert bool(found) == bool(really)
+
+
+@given(problems(plain=True), st.data())
+def test_a_buffer_moved_onto_another_is_found(problem: Problem, data: st.DataObject) -> None:
+    solution = naive.plan(problem)
+    assert check_solution(problem, solution) == []
+    pairs = [
+        (i, j)
+        for i, a in enumerate(problem.buffers)
+        for j, b in enumerate(problem.buffers)
+        if i != j and max(a.lower, b.lower) < min(a.upper, b.upper)
+    ]
+    assume(pairs)
+    i, j = data.draw(st.sampled_from(pairs))
+    moved = list(solution.offsets)
+    moved[i] = moved[j]
+    found = check_solution(problem, replace(solution, offsets=tuple(moved)))
+    assert any(v.code == "overlap" and problem.buffers[i].id in v.subjects for v in found)
