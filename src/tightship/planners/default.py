@@ -10,15 +10,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from importlib import import_module
-from typing import Any
+from dataclasses import dataclass, fields, replace
 
 from tightship.analysis.bounds import lower_bound
-from tightship.errors import BadInput, Infeasible
+from tightship.errors import Infeasible
 from tightship.graph import Graph
 from tightship.plan import Plan, Step
-from tightship.planners import planners
+from tightship.planners import planner
 from tightship.planners.evict._frame import Decision, Frame, Progress
 from tightship.planners.layout import Layout, lay_out
 from tightship.simulate import Timeline, baseline, replay
@@ -40,7 +38,7 @@ class Options:
     order: str = "sink"
     evict: str = "anneal"
     seconds: float = 10.0
-    work: int = 60_000_000
+    work: int = 80_000_000
     seed: int = 0
     hand_out: bool = True
 
@@ -96,20 +94,12 @@ def _limit(graph: Graph, budget: Budget | str | int | None, peak: int) -> int | 
     return parsed.resolve(peak)
 
 
-def _named(folder: str, name: str) -> Any:
-    info = planners().get(name)
-    if info is None or info.folder != folder:
-        names = sorted(n for n, i in planners().items() if i.folder == folder)
-        raise BadInput(f"an {folder} planner is one of {', '.join(names)}", name, f"option {folder!r}")
-    return import_module(info.module)
-
-
 def _order(graph: Graph, o: Options, peak: int) -> tuple[tuple[int, ...], int]:
     """The planned order, unless it needs more memory than the graph's own; and how many ops it moved."""
     given = tuple(range(len(graph.ops)))
     if o.order == "given":
         return given, 0
-    order = _named("order", o.order).plan(graph)
+    order = planner(o.order, "order").plan(graph)
     if replay(graph, baseline(graph, order)).peak > peak:
         return given, 0
     successor = dict(zip(order, order[1:], strict=False))
@@ -117,14 +107,11 @@ def _order(graph: Graph, o: Options, peak: int) -> tuple[tuple[int, ...], int]:
 
 
 def _evict(frame: Frame, limit: int, o: Options, progress: Progress | None) -> Decision:
-    module = _named("evict", o.evict)
+    info = planner(o.evict, "evict")
     known = {"seconds": o.seconds, "work": o.work, "seed": o.seed}
-    fields = getattr(module.Options, "__dataclass_fields__", {})
-    chosen = module.Options(**{k: v for k, v in known.items() if k in fields})
-    if "progress" in module.plan.__annotations__:
-        found: Decision = module.plan(frame, limit, chosen, progress)
-        return found
-    found = module.plan(frame, limit, chosen)
+    chosen = info.options(**{f.name: known[f.name] for f in fields(info.options) if f.name in known})
+    more = (progress,) if "progress" in info.plan.__annotations__ else ()
+    found: Decision = info.plan(frame, limit, chosen, *more)
     return found
 
 

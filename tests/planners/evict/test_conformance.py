@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from importlib import import_module
-from types import ModuleType
+from dataclasses import fields
 
 import pytest
 
@@ -11,21 +10,20 @@ from chains import chain
 from strategies import random_graph
 
 from tightship.graph import Graph
-from tightship.planners import planners
+from tightship.planners import PlannerInfo, planner, planners
 from tightship.planners.evict._frame import Frame
 from tightship.simulate import baseline, replay
 
-NAMES = sorted(n for n, i in planners().items() if i.folder == "evict")
+NAMES = sorted(planners("evict"))
 
 
-def module(name: str) -> ModuleType:
-    return import_module(planners()[name].module)
+def module(name: str) -> PlannerInfo:
+    return planner(name, "evict")
 
 
-def options(m: ModuleType) -> object:
+def options(info: PlannerInfo) -> object:
     small = {"work": 300_000, "seconds": 20.0}
-    fields = m.Options.__dataclass_fields__
-    return m.Options(**{k: v for k, v in small.items() if k in fields})
+    return info.options(**{f.name: small[f.name] for f in fields(info.options) if f.name in small})
 
 
 def graphs() -> list[Graph]:

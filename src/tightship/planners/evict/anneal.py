@@ -22,9 +22,9 @@ class Options:
     """``work``: ops simulated at most (this makes a plan reproducible). ``seconds``: wall clock at most.
     ``starts``: how many annealing runs share the work. ``seed``: of the random moves."""
 
-    work: int = 60_000_000
+    work: int = 80_000_000
     seconds: float = 8.0
-    starts: int = 3
+    starts: int = 2
     seed: int = 0
 
 
