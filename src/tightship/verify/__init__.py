@@ -1,0 +1,107 @@
+"""Verify a plan: every rule it breaks, by name.
+
+The verifier replays a plan by its own means and shares no code with planners or the simulator. Work is
+near-linear in steps and residences.
+
+=======================  ================================================================================
+unknown                  an index, kind, form or stream that does not exist; a plan for another graph
+missing-op, repeated-op  every op of the graph is computed exactly once
+order                    control edges, and the order of random ops among themselves
+hazard                   ops on one storage run out of order: one would see too few or too many writes
+use-before-definition    an op uses a storage before the op that makes it
+not-resident             an op or a copy uses a form that is not there
+already-resident         a step makes a form that is there already
+stale                    restored contents are not those wanted (a later write is missing, or is in)
+impure-recompute         recomputing what is random, has effects, writes the caller's bytes, or never ran
+foreign-free             freeing what is the caller's or is not there
+lost-output, leak        when the plan ends, results are there in their last version, and nothing else is
+lane                     a step on another stream may still be using the bytes: a wait is missing
+missing-residence        a stay that the steps imply has no place
+wrong-residence          a residence that is no stay, or has another end, size, pool or event
+overlap                  two residences use the same bytes at the same time
+misaligned               an offset that is no multiple of 64
+out-of-bounds            bytes before or beyond the arena
+over-budget              the plan has a budget, and its peak or the bytes it places are over it
+peak-mismatch            ``peak``, ``static`` or ``handed`` is not what the steps and residences give
+bound                    the claimed lower bound is above the peak, so it is none
+=======================  ================================================================================
+
+A plan without any residence is a decision only and is checked without placement.
+"""
+
+from __future__ import annotations
+
+from tightship.errors import VerificationFailed
+from tightship.graph import Graph
+from tightship.plan import Plan
+from tightship.verify.facts import Facts, facts_of
+from tightship.verify.lanes import Clocks
+from tightship.verify.ledger import Ledger
+from tightship.verify.stays import check_residences
+from tightship.verify.steps import Replay
+from tightship.violation import Violation
+
+__all__ = ["CODES", "check", "verify"]
+
+CODES = (
+    "unknown",
+    "missing-op",
+    "repeated-op",
+    "order",
+    "hazard",
+    "use-before-definition",
+    "not-resident",
+    "already-resident",
+    "stale",
+    "impure-recompute",
+    "foreign-free",
+    "lost-output",
+    "leak",
+    "lane",
+    "missing-residence",
+    "wrong-residence",
+    "overlap",
+    "misaligned",
+    "out-of-bounds",
+    "over-budget",
+    "peak-mismatch",
+    "bound",
+)
+
+
+def verify(graph: Graph, plan: Plan) -> list[Violation]:
+    """Everything wrong with ``plan`` as a plan for ``graph``; of one code, at most ``ledger.PER_CODE``."""
+    ledger = Ledger()
+    if plan.digest != graph.digest:
+        ledger.add("unknown", -1, (graph.name,), f"the plan was made for another graph than {graph.name!r}")
+    facts = facts_of(graph)
+    clocks = Clocks(plan.steps)
+    replay = Replay(graph, facts, plan.steps, clocks, ledger)
+    replay.run()
+    _totals(graph, plan, facts, replay.peak, ledger)
+    if plan.residences:
+        check_residences(graph, facts, plan, replay, clocks, ledger)
+    return ledger.found
+
+
+def check(graph: Graph, plan: Plan) -> None:
+    """Raise ``VerificationFailed`` if anything is wrong."""
+    found = verify(graph, plan)
+    if found:
+        raise VerificationFailed(found, place=f"{plan.planner or 'plan'} for {graph.name!r}")
+
+
+def _totals(graph: Graph, plan: Plan, facts: Facts, peak: int, ledger: Ledger) -> None:
+    if plan.peak != peak:
+        message = f"the plan says its peak is {plan.peak} bytes, its steps reach {peak}"
+        ledger.add("peak-mismatch", -1, ("peak",), message)
+    if plan.static != facts.static_bytes:
+        message = f"the plan says {plan.static} bytes are static, the graph has {facts.static_bytes}"
+        ledger.add("peak-mismatch", -1, ("static",), message)
+    if plan.lower_bound > peak:
+        message = f"a lower bound of {plan.lower_bound} bytes is above the peak of {peak}"
+        ledger.add("bound", -1, (graph.name,), message)
+    placed = facts.static_bytes + plan.arena + plan.handed
+    if plan.budget is not None and max(peak, placed) > plan.budget:
+        message = f"the budget is {plan.budget} bytes; the peak is {peak}, all that is placed {placed}"
+        ledger.add("over-budget", -1, (graph.name,), message)

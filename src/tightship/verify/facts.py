@@ -1,0 +1,78 @@
+"""What the verifier has to know about a graph, derived from its ops and values alone.
+
+This repeats on purpose what ``Graph.uses`` and ``simulate`` say: a mistake there must not pass as right here.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from tightship.graph import Graph, Op
+
+__all__ = ["Facts", "facts_of"]
+
+
+@dataclass(frozen=True)
+class Facts:
+    """``sees[o]`` maps each storage op ``o`` reads to the number of writes it must have behind it; ``makes``
+    and ``writes`` are the storages an op brings into being and those it writes in place; ``maker[s]`` is -1
+    for the caller's storages; ``final[s]`` counts all writes; ``extra[o]`` is what op ``o`` needs while it
+    runs beyond its results."""
+
+    sees: list[dict[int, int]]
+    makes: list[list[int]]
+    writes: list[list[int]]
+    maker: list[int]
+    final: list[int]
+    extra: list[int]
+    static: frozenset[int]
+    kept: frozenset[int]
+    static_bytes: int
+
+
+def facts_of(graph: Graph, inner: dict[int, int] | None = None) -> Facts:
+    """``inner`` remembers the needs of called graphs by identity, as one graph may be called many times."""
+    inner = {} if inner is None else inner
+    count = len(graph.storages)
+    static = frozenset(graph.values[v].storage for v in graph.inputs)
+    final, maker = [0] * count, [-1] * count
+    known = set(static)
+    sees: list[dict[int, int]] = []
+    makes: list[list[int]] = []
+    writes: list[list[int]] = []
+    for o, op in enumerate(graph.ops):
+        touched = {graph.values[v].storage: None for v in op.outputs}
+        new = [s for s in touched if s not in known]
+        used = {graph.values[v].storage: None for v in op.inputs} | {s: None for s in op.mutates}
+        sees.append({s: final[s] for s in used if s not in new})
+        makes.append(new)
+        writes.append([s for s in dict.fromkeys(op.mutates) if s not in new])
+        for s in new:
+            maker[s] = o
+        known.update(new)
+        for s in (*new, *writes[-1]):
+            final[s] += 1
+    kept = frozenset(graph.values[v].storage for v in graph.outputs)
+    extra = [op.workspace + max((_need(g, inner) for g in op.calls), default=0) for op in graph.ops]
+    bytes_ = sum(graph.storages[s].size for s in static)
+    return Facts(sees, makes, writes, maker, final, extra, static, kept, bytes_)
+
+
+def _need(graph: Graph, inner: dict[int, int]) -> int:
+    """The most bytes a called graph uses beyond its inputs: in its own order, freeing after last use."""
+    if id(graph) not in inner:
+        f = facts_of(graph, inner)
+        size = [s.size for s in graph.storages]
+        last = {s: o for o in range(len(graph.ops)) for s in (*f.sees[o], *f.makes[o])}
+        live = peak = 0
+        for o in range(len(graph.ops)):
+            live += sum(size[s] for s in f.makes[o])
+            peak = max(peak, live + f.extra[o])
+            over = {*f.sees[o], *f.makes[o]} - f.static - f.kept
+            live -= sum(size[s] for s in over if last[s] == o)
+        inner[id(graph)] = peak
+    return inner[id(graph)]
+
+
+def place_of(op: Op) -> str:
+    return f"{op.name} ({op.source})" if op.source else op.name

@@ -1,0 +1,282 @@
+"""Replay a plan's steps and note every rule they break; the result says which stays they imply and the peak.
+
+A wrong step is noted and then taken for what it most likely meant, so that one mistake gives few violations.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from tightship.graph import Graph
+from tightship.plan import FORMS, KINDS, Step
+from tightship.verify.facts import Facts, place_of
+from tightship.verify.lanes import MAX_STREAMS, Clocks, Lanes
+from tightship.verify.ledger import Ledger
+
+__all__ = ["Replay", "Stay"]
+
+_COPIES = {
+    "offload": ("full", "host"),
+    "fetch": ("host", "full"),
+    "compress": ("full", "packed"),
+    "decompress": ("packed", "full"),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Stay:
+    """A form of a storage is resident in steps ``[start, end)`` and is ended by step ``released``."""
+
+    storage: int
+    form: str
+    start: int
+    end: int
+    size: int
+    released: int
+
+
+@dataclass(slots=True)
+class _Copy:
+    """A resident form: since which step, with the contents after how many writes, in how many bytes."""
+
+    start: int
+    version: int
+    size: int
+
+
+class Replay:
+    """``stays`` the steps imply, ``ran`` (step, op) of all op runs, ``peak`` bytes with the static set."""
+
+    def __init__(
+        self, graph: Graph, facts: Facts, steps: Sequence[Step], clocks: Clocks, ledger: Ledger
+    ) -> None:
+        self.graph, self.facts, self.steps, self.clocks = graph, facts, steps, clocks
+        self.note = ledger.add
+        self.lanes = Lanes(clocks, steps)
+        self.stays: list[Stay] = []
+        self.ran: list[tuple[int, int]] = []
+        self.live = self.peak = facts.static_bytes
+        self._at: dict[int, int] = {}  # op -> the step that computed it
+        self._written = [0] * len(graph.storages)  # writes by first runs so far
+        self._random = (-1, -1)  # (op, step) of the last random op in the graph's order
+        self._forms: dict[str, dict[int, _Copy]] = {form: {} for form in FORMS}
+        for s in facts.static:
+            self._forms["full"][s] = _Copy(-1, 0, graph.storages[s].size)
+
+    def run(self) -> None:
+        for i, step in enumerate(self.steps):
+            self._waits(i, step)
+            level = self.live
+            if step.kind in ("compute", "recompute"):
+                level = self._op(i, step)
+            elif step.kind in _COPIES:
+                self._copy(i, step)
+            elif step.kind == "free":
+                self._free(i, step)
+            else:
+                self.note("unknown", i, (str(step.kind),), f"a step's kind is one of {', '.join(KINDS)}")
+            self.peak = max(self.peak, level, self.live)
+        self._end()
+
+    def _waits(self, i: int, step: Step) -> None:
+        for w in step.waits:
+            if not 0 <= w < i:
+                self.note("unknown", i, (str(w),), f"waits for step {w}, which does not come earlier")
+        if step.stream < 0 or (i == 0 and self.clocks.too_many):
+            self.note(
+                "unknown", i, (str(step.stream),), f"a plan has streams from 0 on, at most {MAX_STREAMS}"
+            )
+
+    def _name(self, s: int) -> str:
+        return self.graph.storages[s].name
+
+    def _valid(self, i: int, s: int) -> bool:
+        if 0 <= s < len(self.graph.storages):
+            return True
+        self.note("unknown", i, (str(s),), f"there is no storage {s}")
+        return False
+
+    # Ops
+
+    def _op(self, i: int, step: Step) -> int:
+        """Returns the bytes in use while the op runs."""
+        k = step.op
+        if not 0 <= k < len(self.graph.ops):
+            self.note("unknown", i, (str(k),), f"there is no op {k}")
+            return self.live
+        op, again = self.graph.ops[k], step.kind == "recompute"
+        if again and k not in self._at:
+            self.note("impure-recompute", i, (op.name,), f"{place_of(op)} is recomputed but has not run yet")
+            return self.live
+        if not again and k in self._at:
+            self.note(
+                "repeated-op", i, (op.name,), f"{place_of(op)} was already computed at step {self._at[k]}"
+            )
+            return self.live
+        if again:
+            self._pure(i, k)
+        else:
+            self._order(i, k)
+            self._at[k] = i
+        skip = frozenset(op.updates) if again else frozenset()
+        self._reads(i, k, again, skip)
+        self._writes(i, k, again, skip)
+        made = self.facts.makes[k]
+        need = sum(self.graph.storages[s].size for s in made) + self.facts.extra[k]
+        level = self.live + need
+        self.ran.append((i, k))
+        self._results(i, k, step, again)
+        return level
+
+    def _pure(self, i: int, k: int) -> None:
+        op = self.graph.ops[k]
+        if op.random or op.effect:
+            what = "draws from the random state" if op.random else "has effects"
+            self.note("impure-recompute", i, (op.name,), f"{place_of(op)} {what} and runs only once")
+        for s in self._foreign_writes(k):
+            message = f"{place_of(op)} would write {self._name(s)}, which is the caller's, a second time"
+            self.note("impure-recompute", i, (op.name, self._name(s)), message)
+
+    def _foreign_writes(self, k: int) -> list[int]:
+        updates = self.graph.ops[k].updates
+        return [s for s in self.facts.writes[k] if s in self.facts.static and s not in updates]
+
+    def _order(self, i: int, k: int) -> None:
+        op = self.graph.ops[k]
+        for c in op.control:
+            before = self.graph.ops[c]
+            if c not in self._at:
+                self.note("order", i, (op.name, before.name), f"{before.name} must run before {place_of(op)}")
+            else:
+                self._late(i, [self._at[c]] * (not self.clocks.before(self._at[c], i)), op.name)
+        if op.random:
+            last, at = self._random
+            if k < last:
+                name = self.graph.ops[last].name
+                message = f"{place_of(op)} draws from the random state before {name} does"
+                self.note("order", i, (op.name, name), message)
+            self._late(i, [at] * (not self.clocks.before(at, i)), op.name)
+            self._random = max(last, k), i
+
+    def _late(self, i: int, running: list[int], subject: str) -> None:
+        for a in running:
+            message = f"uses {subject}, but step {a} ({self.steps[a].kind}) may still be running"
+            self.note("lane", i, (subject,), message)
+
+    def _reads(self, i: int, k: int, again: bool, skip: frozenset[int]) -> None:
+        full = self._forms["full"]
+        for s, need in self.facts.sees[k].items():
+            if s in skip:
+                continue
+            here, maker = full.get(s), self.facts.maker[s]
+            op, name = self.graph.ops[k], self._name(s)
+            if here is None and maker not in self._at:
+                source = self.graph.ops[maker].name if maker >= 0 else "any op"
+                message = f"{place_of(op)} uses {name}, which {source} has not made yet"
+                self.note("use-before-definition", i, (name, op.name), message)
+            elif here is None:
+                self.note(
+                    "not-resident", i, (name, op.name), f"{place_of(op)} uses {name}, which is not there"
+                )
+            elif here.version != need:
+                # As the first runs left it, yet not as wanted: then the first runs are out of order.
+                code = "stale" if again or here.version != self._written[s] else "hazard"
+                message = f"{place_of(op)} must see {name} after {need} writes, not after {here.version}"
+                self.note(code, i, (name, op.name), message)
+            self._late(i, self.lanes.read(i, ("full", s)), name)
+
+    def _writes(self, i: int, k: int, again: bool, skip: frozenset[int]) -> None:
+        foreign = self._foreign_writes(k) if again else []
+        for s in self.facts.writes[k]:
+            if s in skip or s in foreign:
+                continue
+            if not again:
+                self._written[s] += 1
+            if s in self._forms["full"]:
+                self._forms["full"][s].version += 1
+            self._late(i, self.lanes.write(i, ("full", s)), self._name(s))
+
+    def _results(self, i: int, k: int, step: Step, again: bool) -> None:
+        made = self.facts.makes[k]
+        keep = [s for s in step.storages if self._valid(i, s)] if again else made
+        for s in keep:
+            if s not in made:
+                op = self.graph.ops[k]
+                self.note(
+                    "unknown", i, (self._name(s), op.name), f"{op.name} does not define {self._name(s)}"
+                )
+            else:
+                self._make(i, "full", s, 1, self.graph.storages[s].size)
+        for s in made:
+            if not again:
+                self._written[s] += 1
+            elif s not in keep:
+                self.stays.append(Stay(s, "full", i, i + 1, self.graph.storages[s].size, i))
+
+    # Forms
+
+    def _make(self, i: int, form: str, s: int, version: int, size: int) -> None:
+        if s in self._forms[form]:
+            message = f"makes {self._name(s)} ({form}), which is already there"
+            self.note("already-resident", i, (self._name(s),), message)
+            return
+        self._forms[form][s] = _Copy(i, version, size)
+        self.lanes.make(i, (form, s))
+        if form != "host":
+            self.live += size
+
+    def _copy(self, i: int, step: Step) -> None:
+        source, target = _COPIES[step.kind]
+        if step.kind == "compress" and step.nbytes < 1:
+            self.note("unknown", i, (str(step.nbytes),), "a packed form has at least one byte")
+        for s in step.storages:
+            if not self._valid(i, s):
+                continue
+            here = self._forms[source].get(s)
+            if here is None:
+                message = f"{step.kind} of {self._name(s)}, whose {source} form is not there"
+                self.note("not-resident", i, (self._name(s),), message)
+            self._late(i, self.lanes.read(i, (source, s)), self._name(s))
+            size = step.nbytes if target == "packed" else self.graph.storages[s].size
+            self._make(i, target, s, self._written[s] if here is None else here.version, size)
+
+    def _free(self, i: int, step: Step) -> None:
+        if step.form not in FORMS:
+            self.note("unknown", i, (str(step.form),), f"a form is one of {', '.join(FORMS)}")
+            return
+        for s in step.storages:
+            if not self._valid(i, s):
+                continue
+            if step.form == "full" and s in self.facts.static:
+                message = f"frees {self._name(s)}, which is the caller's"
+                self.note("foreign-free", i, (self._name(s),), message)
+                continue
+            here = self._forms[step.form].pop(s, None)
+            if here is None:
+                message = f"frees {self._name(s)} ({step.form}), which is not there"
+                self.note("foreign-free", i, (self._name(s),), message)
+                continue
+            self._late(i, self.lanes.write(i, (step.form, s)), self._name(s))
+            self.stays.append(Stay(s, step.form, here.start, i, here.size, i))
+            if step.form != "host":
+                self.live -= here.size
+
+    def _end(self) -> None:
+        n, full = len(self.steps), self._forms["full"]
+        for k, op in enumerate(self.graph.ops):
+            if k not in self._at:
+                self.note("missing-op", -1, (op.name,), f"{place_of(op)} is never computed")
+        for s in sorted(self.facts.kept):
+            if s not in full or full[s].version != self.facts.final[s]:
+                what = "is not there" if s not in full else f"is there after only {full[s].version} writes"
+                message = f"{self._name(s)} is a result and {what} when the plan ends"
+                self.note("lost-output", n - 1, (self._name(s),), message)
+        for form, copies in self._forms.items():
+            for s, here in copies.items():
+                if form == "full" and s in self.facts.static:
+                    continue
+                if form != "full" or s not in self.facts.kept:
+                    message = f"{self._name(s)} ({form}) is never freed"
+                    self.note("leak", here.start, (self._name(s),), message)
+                self.stays.append(Stay(s, form, here.start, n, here.size, n))
