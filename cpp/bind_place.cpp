@@ -59,13 +59,13 @@ class Placer {
     i64 work() const { return packer_.work(); }
     i64 clash() { return packer_.clash(); }
 
-    std::tuple<Result, i64> pack(Array order, bool best_fit) {
+    std::tuple<Result, i64> pack(Array order, bool best_fit, i64 cutoff) {
         const std::vector<i32> by = to_order(order, buffers_.count());
         std::vector<i64> offset(buffers_.count());
         i64 arena;
         {
             nb::gil_scoped_release unlocked;
-            arena = packer_.pack(by.data(), best_fit ? Fit::best : Fit::first, kNoLimit, offset.data());
+            arena = packer_.pack(by.data(), best_fit ? Fit::best : Fit::first, cutoff, offset.data());
         }
         return {to_numpy(std::move(offset)), arena};
     }
@@ -99,7 +99,9 @@ void bind_place(nb::module_& m) {
         .def_prop_ro("peak", &Placer::peak, "The most bytes alive at one time.")
         .def_prop_ro("clash", &Placer::clash, "A pinned buffer that shares bytes with another one, or -1.")
         .def_prop_ro("work", &Placer::work, "Buffers placed so far, over all packings.")
-        .def("pack", &Placer::pack, "order"_a, "best_fit"_a, "Offsets and arena of the greedy packing in this order.")
+        .def("pack", &Placer::pack, "order"_a, "best_fit"_a, "cutoff"_a = kNoLimit,
+             "Offsets and arena of the greedy packing in this order; the arena is 2^63-1, and the offsets mean "
+             "nothing, once it would be `cutoff` or more.")
         .def("climb", &Placer::climb, "order"_a, "best_fit"_a, "seed"_a, "work"_a, "seconds"_a, "bound"_a,
              "Offsets and arena of the best packing found by changing this order.");
     m.def(

@@ -77,8 +77,7 @@ def offsets(
 def _best(f: Frame, o: Options) -> Ints:
     """The best of all attempts, the first of equals."""
     start = GREEDY[0]
-    best = _pack(f, *start)
-    arena = f.arena(best)
+    best, arena = _pack(f, start)
 
     def done() -> bool:
         return arena <= f.bound or f.seconds_left(o.time_limit) <= 0
@@ -86,9 +85,9 @@ def _best(f: Frame, o: Options) -> Ints:
     for greedy in GREEDY[1:]:
         if done():
             return best
-        attempt = _pack(f, *greedy)
-        if f.arena(attempt) < arena:
-            best, arena, start = attempt, f.arena(attempt), greedy
+        attempt, reached = _pack(f, greedy, cutoff=arena)
+        if reached < arena:
+            best, arena, start = attempt, reached, greedy
     climbing = hill_climb.Options(o.seed, o.work_limit, o.time_limit)
     for order, best_fit in dict.fromkeys((start, hill_climb.START)):
         if done():
@@ -99,6 +98,8 @@ def _best(f: Frame, o: Options) -> Ints:
     return best
 
 
-def _pack(f: Frame, order: orders.Order, best_fit: bool) -> Ints:
-    offsets: Ints = f.placer.pack(order(f.arrays), best_fit=best_fit)[0]
-    return offsets
+def _pack(f: Frame, greedy: tuple[orders.Order, bool], cutoff: int = 2**63 - 1) -> tuple[Ints, int]:
+    """Offsets and arena; given up, with an arena beyond all, where it would be ``cutoff`` or more."""
+    order, best_fit = greedy
+    offsets, arena = f.placer.pack(order(f.arrays), best_fit=best_fit, cutoff=cutoff)
+    return offsets, int(arena)
