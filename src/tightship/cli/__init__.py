@@ -1,0 +1,127 @@
+"""The command line: ``tightship VERB …``. See ``tightship --help``.
+
+Exit status: 0 done, 1 not achievable (infeasible, not verified), 2 bad input or usage, 130 interrupted. With
+``--json`` a verb prints one JSON object on standard output, also when it fails, and nothing else there.
+"""
+
+from __future__ import annotations
+
+import argparse
+import shlex
+import sys
+from collections.abc import Sequence
+from typing import NoReturn
+
+import tightship
+from tightship.cli import verbs
+from tightship.cli.options import add_options
+from tightship.cli.output import Output
+from tightship.errors import TightshipError
+
+__all__ = ["Usage", "main", "parser"]
+
+INTERRUPTED = 130
+_EPILOG = "exit status: 0 done, 1 infeasible or not verified, 2 bad input or usage, 130 interrupted"
+_SOURCE = "module:factory (found from the current folder), or a graph.json or plan.json that tightship wrote"
+_BUDGET = "bytes with a unit (6GiB, 512MB) or a percentage of the unplanned peak (60%%)"
+
+
+class Usage(TightshipError):
+    """Arguments that the command line does not know; ``usage`` is the line that says what it knows."""
+
+    def __init__(self, message: str, usage: str) -> None:
+        self.usage = usage
+        super().__init__(message)
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise Usage(message, self.format_usage().strip())
+
+
+def parser() -> argparse.ArgumentParser:
+    """All verbs and their options; a planner's options come from its own dataclass."""
+    top = _Parser(prog="tightship", description="Fits a neural network's work into the memory there is.")
+    top.epilog = _EPILOG
+    top.add_argument("--version", action="version", version=f"tightship {tightship.__version__}")
+    actions = top.add_subparsers(dest="verb", metavar="VERB", required=True)
+    for name, (add, summary) in _VERBS.items():
+        verb = actions.add_parser(name, help=summary, description=f"{name}: {summary}.", epilog=_EPILOG)
+        verb.add_argument("--json", action="store_true", help="print one JSON object and nothing else")
+        add(verb)
+    return top
+
+
+def _add_demo(verb: argparse.ArgumentParser) -> None:
+    verb.add_argument("--out", metavar="DIR", default="demo-out", help="where plans and pictures go")
+    verb.add_argument(
+        "--steps", type=int, metavar="N", default=12, help="training steps of each model, at least 5"
+    )
+    verb.set_defaults(run=verbs.demo)
+
+
+def _add_plan(verb: argparse.ArgumentParser) -> None:
+    from tightship.planners.default import Options
+
+    verb.add_argument("source", metavar="SOURCE", help=_SOURCE)
+    verb.add_argument("--budget", "-b", metavar="B", help=f"{_BUDGET}; none: keep everything")
+    verb.add_argument("--output", "-o", metavar="FILE", help="write the plan as JSON")
+    verb.add_argument("--picture", metavar="FILE", help="draw memory over the step as SVG")
+    add_options(verb, Options)
+    verb.set_defaults(run=verbs.plan, options=Options)
+
+
+def _add_explain(verb: argparse.ArgumentParser) -> None:
+    from tightship.planners.default import Options
+
+    verb.add_argument("source", metavar="SOURCE|PLAN", help=_SOURCE)
+    verb.add_argument("--budget", "-b", metavar="B", help=f"also explain a plan for it: {_BUDGET}")
+    verb.add_argument("--top", type=int, metavar="N", default=10, help="rows of each table (default: 10)")
+    add_options(verb, Options)
+    verb.set_defaults(run=verbs.explain, options=Options)
+
+
+def _add_verify(verb: argparse.ArgumentParser) -> None:
+    verb.add_argument("plan", metavar="PLAN", help="a plan.json")
+    verb.add_argument(
+        "--source", metavar="SOURCE", help="check against this graph, not the one in the plan's file"
+    )
+    verb.set_defaults(run=verbs.verify)
+
+
+def _add_planners(verb: argparse.ArgumentParser) -> None:
+    verb.set_defaults(run=verbs.planners)
+
+
+_VERBS = {
+    "demo": (_add_demo, "train real models within a budget and show what happened"),
+    "plan": (_add_plan, "decide what to keep, recompute and move, and where every byte lies"),
+    "explain": (_add_explain, "who makes up the peak, and where it came from"),
+    "verify": (_add_verify, "exit 0 only if nothing is wrong with a plan; say what is wrong and where"),
+    "planners": (_add_planners, "what planners there are, one line each"),
+}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command; returns its exit status."""
+    given = list(sys.argv[1:] if argv is None else argv)
+    with Output(as_json="--json" in given) as out:
+        try:
+            chosen = parser().parse_args(given)
+            chosen.command = shlex.join(["tightship", *given])
+            status: int = chosen.run(chosen, out)
+            return status
+        except Usage as error:
+            out.failed(error, error.usage)
+            return 2
+        except TightshipError as error:
+            out.failed(error)
+            return error.exit_status
+        except KeyboardInterrupt:
+            out.interrupted()
+            return INTERRUPTED
+        except BrokenPipeError:
+            out.closed()
+            return 1
+        except SystemExit as done:  # --help and --version
+            return done.code if isinstance(done.code, int) else 0

@@ -1,0 +1,54 @@
+"""A planner's options as command-line options: names, types and defaults from its dataclass, help from its
+docstring."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import re
+from typing import Any, get_type_hints
+
+from tightship.errors import BadInput
+
+__all__ = ["add_options", "documented", "given_options"]
+
+_READERS = {int: int, float: float, str: str}
+
+
+def add_options(parser: argparse.ArgumentParser, options: type[Any]) -> None:
+    """One ``--option`` for each field; what is not given stays out of the namespace's way as None."""
+    group = parser.add_argument_group("planner")
+    hints = get_type_hints(options)
+    help_of = documented(options)
+    for field in dataclasses.fields(options):
+        flag = f"--{field.name.replace('_', '-')}"
+        text = f"{help_of.get(field.name, '')} (default: {field.default})".strip().replace("%", "%%")
+        if hints[field.name] is bool:
+            group.add_argument(flag, action=argparse.BooleanOptionalAction, help=text, default=None)
+        else:
+            metavar = {int: "N", float: "X"}.get(hints[field.name], "NAME")
+            reader = _READERS.get(hints[field.name], str)
+            group.add_argument(flag, dest=field.name, type=reader, metavar=metavar, help=text)
+
+
+def given_options(chosen: argparse.Namespace) -> dict[str, Any]:
+    """The options that were given; raises ``BadInput`` for numbers below zero."""
+    given = {f.name: getattr(chosen, f.name) for f in dataclasses.fields(chosen.options)}
+    given = {name: value for name, value in given.items() if value is not None}
+    for name, value in given.items():
+        if isinstance(value, (int, float)) and not value >= 0:
+            raise BadInput("a number is not negative", value, f"option --{name.replace('_', '-')}")
+    return given
+
+
+def documented(options: type[Any]) -> dict[str, str]:
+    """What a dataclass's docstring says of each field: ``name``, ``other``: text."""
+    names = "|".join(re.escape(f.name) for f in dataclasses.fields(options))
+    text = " ".join((options.__doc__ or "").split())
+    head = rf"((?:``(?:{names})``(?:, )?)+): "
+    parts = re.split(head, text)[1:]
+    found = {}
+    for subjects, said in zip(parts[::2], parts[1::2], strict=True):
+        for name in re.findall(r"``(\w+)``", subjects):
+            found[name] = said.strip().rstrip(".").replace("``", "")
+    return found

@@ -1,0 +1,115 @@
+"""Where a command's words go: its answer to standard output, everything else to standard error.
+
+With ``--json`` standard output is closed to all others while a command runs, down to the file descriptor: what
+a user's own code prints goes to standard error.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from types import TracebackType
+from typing import Any, TextIO
+
+from rich.console import Console, RenderableType
+
+from tightship.errors import BadInput, Infeasible, TightshipError, VerificationFailed
+from tightship.report.text import NARROW, infeasible_rows
+
+__all__ = ["Output", "error_rows"]
+
+
+class Output:
+    """``with Output(as_json=…) as out``: then ``out.answer(rows, text)`` once."""
+
+    def __init__(self, *, as_json: bool) -> None:
+        self.as_json = as_json
+        self._stdout: TextIO = sys.stdout
+        self._saved: int | None = None
+        self.errors = _console(sys.stderr)
+
+    def __enter__(self) -> Output:
+        if self.as_json:
+            self._stdout = sys.stdout
+            self._stdout.flush()
+            with contextlib.suppress(OSError, ValueError, AttributeError):
+                number = self._stdout.fileno()
+                self._saved = os.dup(number)
+                os.dup2(sys.stderr.fileno(), number)
+            sys.stdout = sys.stderr
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self.as_json:
+            sys.stdout = self._stdout
+            if self._saved is not None:
+                with contextlib.suppress(OSError, ValueError):
+                    self._stdout.flush()  # what was printed behind our back goes where the descriptor points
+                os.dup2(self._saved, self._stdout.fileno())
+                os.close(self._saved)
+                self._saved = None
+
+    def answer(self, rows: Mapping[str, Any], text: RenderableType | Sequence[RenderableType]) -> None:
+        """The command's answer: ``rows`` with ``--json``, else ``text``."""
+        if self.as_json:
+            self._write(json.dumps(rows, allow_nan=False) + "\n")
+            return
+        console = _console(self._stdout)
+        for item in [text] if isinstance(text, str) or not isinstance(text, Sequence) else text:
+            if isinstance(item, str):
+                console.print(item, markup=False, soft_wrap=True)
+            else:
+                console.print(item)
+        self._stdout.flush()
+
+    def failed(self, error: TightshipError, usage: str = "") -> None:
+        """Say what went wrong."""
+        if self.as_json:
+            self.answer(error_rows(error), "")
+        if usage:
+            self.errors.print(usage, markup=False, soft_wrap=True)
+        self.errors.print("[bold red]tightship:[/] ", end="")
+        self.errors.print(str(error), markup=False, soft_wrap=True)
+
+    def interrupted(self) -> None:
+        if self.as_json:
+            self.answer({"error": {"type": "Interrupted", "message": "interrupted"}}, "")
+        self.errors.print("tightship: interrupted; nothing was written")
+
+    def closed(self) -> None:
+        """Nobody reads any more: leave without the interpreter complaining at its end."""
+        null = os.open(os.devnull, os.O_WRONLY)
+        with contextlib.suppress(OSError, ValueError):
+            os.dup2(null, self._stdout.fileno())
+
+    def _write(self, text: str) -> None:
+        if self._saved is None:
+            self._stdout.write(text)
+            self._stdout.flush()
+            return
+        data = text.encode()
+        while data:
+            data = data[os.write(self._saved, data) :]
+
+
+def error_rows(error: TightshipError) -> dict[str, Any]:
+    """An error as JSON: its type and message, and what it knows besides."""
+    rows: dict[str, Any] = {"error": {"type": type(error).__name__, "message": str(error)}}
+    if isinstance(error, Infeasible):
+        rows |= infeasible_rows(error)
+    if isinstance(error, BadInput):
+        rows["error"] |= {"rule": error.rule, "place": error.place}
+    if isinstance(error, VerificationFailed):
+        rows["violations"] = [str(v) for v in error.violations]
+    return rows
+
+
+def _console(stream: TextIO) -> Console:
+    console = Console(file=stream, highlight=False, emoji=False)
+    console.width = max(console.width, NARROW)
+    return console

@@ -1,0 +1,155 @@
+"""SOURCE on the command line: a graph, and the plan that comes with it if there is one."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import os
+import sys
+import traceback
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tightship import api
+from tightship.errors import BadInput, TightshipError
+from tightship.graph import Graph
+from tightship.plan import Plan
+
+__all__ = ["Source", "load_source", "writable"]
+
+_FORMS = (
+    "a source is module:factory, or a graph.json or plan.json that tightship wrote; "
+    "factory() returns (model, sample), (model, loss_fn, sample), (model, loss_fn, optimizer, sample) "
+    "or a mapping with these keys"
+)
+_KEYS = ("model", "loss_fn", "optimizer", "sample")
+
+
+@dataclass(frozen=True)
+class Source:
+    """What a SOURCE holds; ``plan`` only where it is a plan's file."""
+
+    graph: Graph
+    plan: Plan | None = None
+
+
+def load_source(text: str) -> Source:
+    """Read SOURCE. Raises ``BadInput`` for whatever is wrong with it, never anything else."""
+    if text.endswith(".json") or (os.path.exists(text) and ":" not in text):
+        return _from_file(text)
+    module, colon, name = text.partition(":")
+    if not colon or not module or not name:
+        raise BadInput(_FORMS, text, "SOURCE")
+    return Source(_captured(_factory(module, name, text), text))
+
+
+def writable(path: str | None, what: str) -> Path | None:
+    """The path, if a file can be written there. Said before the work is done, not after it."""
+    if path is None:
+        return None
+    target = Path(path)
+    folder = target.parent
+    if target.is_dir():
+        raise BadInput(f"{what} is written to a file, not a folder", path, what)
+    if not folder.is_dir():
+        raise BadInput(f"{what} is written into a folder that exists", str(folder), what)
+    if not os.access(folder, os.W_OK) or (target.exists() and not os.access(target, os.W_OK)):
+        raise BadInput(f"{what} is written where you may write", path, what)
+    return target
+
+
+# --- files ---
+
+
+def _from_file(path: str) -> Source:
+    raise BadInput(_FORMS, path, "SOURCE")
+
+
+# --- module:factory ---
+
+
+def _factory(module: str, name: str, text: str) -> Any:
+    folder = os.getcwd()
+    if folder not in sys.path:
+        sys.path.insert(0, folder)
+    with _users_code(f"importing {module!r}", text):
+        if not _there(module):
+            rule = f"there is no module {module!r}; modules are found from the current folder"
+            raise BadInput(rule, folder, text)
+        found: Any = importlib.import_module(module)
+    for part in name.split("."):
+        if not hasattr(found, part):
+            raise BadInput(f"{module!r} has no attribute {part!r}", place=text)
+        found = getattr(found, part)
+    if not callable(found):
+        raise BadInput("a factory is a function without arguments", type(found).__name__, text)
+    return found
+
+
+def _there(module: str) -> bool:
+    try:
+        return importlib.util.find_spec(module) is not None
+    except ModuleNotFoundError:  # of the package it would be in
+        return False
+
+
+def _captured(factory: Any, text: str) -> Graph:
+    with _users_code("the factory", text):
+        made = factory()
+    parts = _parts(made, text)
+    with _users_code("running the model on its sample", text):
+        return api.capture(
+            parts["model"], parts["sample"], loss_fn=parts["loss_fn"], optimizer=parts["optimizer"]
+        )
+
+
+def _parts(made: Any, text: str) -> dict[str, Any]:
+    """What a factory returned, by key."""
+    many = isinstance(made, (tuple, list))
+    if isinstance(made, Mapping):
+        if not {"model", "sample"} <= set(made) <= set(_KEYS):
+            raise BadInput(f"a factory's mapping has keys of {', '.join(_KEYS)}", list(made), text)
+        parts = dict(made)
+    elif many and 2 <= len(made) <= len(_KEYS):
+        names = {2: ("model", "sample"), 3: ("model", "loss_fn", "sample"), 4: _KEYS}[len(made)]
+        parts = dict(zip(names, made, strict=True))
+    else:
+        shown = f"{type(made).__name__} of {len(made)}" if many else type(made).__name__
+        raise BadInput(_FORMS, shown, text)
+    return {key: parts.get(key) for key in _KEYS}
+
+
+@contextmanager
+def _users_code(what: str, text: str) -> Iterator[None]:
+    """Whatever a user's code raises is the user's to know: which exception, and on which line."""
+    try:
+        yield
+    except TightshipError:
+        raise
+    except (Exception, SystemExit) as error:
+        message = " ".join(str(error).split())
+        said = f"{type(error).__name__}: {message}" if message else type(error).__name__
+        where = f", at {place}" if (place := _line(error)) else ""
+        raise BadInput(f"{what} raised {said}{where}", place=text) from error
+
+
+def _line(error: BaseException) -> str:
+    """The user's line that an exception came from: the deepest outside installed packages, else the deepest."""
+    if isinstance(error, SyntaxError) and error.filename:
+        return f"{_short(error.filename)}:{error.lineno}"
+    library = os.path.dirname(os.__file__) + os.sep
+    package = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
+    machinery = (package, "<frozen", library + "importlib", library + "contextlib.py")
+    frames = [f for f in traceback.extract_tb(error.__traceback__) if not f.filename.startswith(machinery)]
+    own = [f for f in frames if "site-packages" not in f.filename]
+    frame = (own or frames)[-1:]
+    return f"{_short(frame[0].filename)}:{frame[0].lineno}" if frame else ""
+
+
+def _short(path: str) -> str:
+    """A path from the current folder, or where that leads up and away, its last two parts."""
+    relative = os.path.relpath(path)
+    return relative if not relative.startswith("..") else os.sep.join(path.split(os.sep)[-2:])

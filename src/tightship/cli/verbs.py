@@ -1,0 +1,149 @@
+"""What each verb does: arguments in, one answer and an exit status out."""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import replace
+
+from rich import box
+from rich.console import RenderableType
+from rich.table import Table
+
+from tightship import api
+from tightship.cli.options import documented, given_options
+from tightship.cli.output import Output
+from tightship.cli.source import Source, load_source, writable
+from tightship.errors import BadInput, Infeasible
+from tightship.plan import Plan
+from tightship.report.numbers import peak_of, summary
+from tightship.report.progress import Line
+from tightship.report.text import describe, peak_tables
+from tightship.simulate import baseline, replay
+from tightship.units import Budget, parse_budget
+
+__all__ = ["demo", "explain", "plan", "planners", "verify"]
+
+
+def plan(chosen: argparse.Namespace, out: Output) -> int:
+    options = given_options(chosen)
+    budget = _budget(chosen)
+    path = writable(chosen.output, "--output")
+    drawing = writable(chosen.picture, "--picture")
+    source = _loaded(chosen.source, out)
+    made = _planned(source, budget, options, out)
+    made = replace(made, source=chosen.source, command=chosen.command)
+    whole = api.Planned(made, source.graph)
+    text = [describe(made, source.graph)]
+    rows = summary(made, source.graph)
+    if path is not None:
+        whole.save(path)
+        rows["output"] = str(path)
+        text.append(f"written to {path}")
+    if drawing is not None:
+        whole.picture(drawing)
+        rows["picture"] = str(drawing)
+        text.append(f"drawn in {drawing}")
+    out.answer(rows, "\n".join(text))
+    return 0 if made.met else 1
+
+
+def explain(chosen: argparse.Namespace, out: Output) -> int:
+    options = given_options(chosen)
+    if chosen.top < 1:
+        raise BadInput("a table has at least one row", chosen.top, "option --top")
+    budget = _budget(chosen)
+    source = _loaded(chosen.source, out)
+    made, failure = source.plan, None
+    if budget is not None:
+        try:
+            made = _planned(source, budget, options, out)
+        except Infeasible as error:  # the peak is explained all the same
+            made, failure = None, error
+    graph = source.graph
+    before = peak_of(graph, baseline(graph))
+    rows: dict[str, object] = {"graph": graph.name, "static": graph.static_bytes, "before": before.as_dict()}
+    text: list[RenderableType] = peak_tables(before, title="Peak before planning", top=chosen.top)
+    if made is not None:
+        after = peak_of(graph, made.steps)
+        rows |= {"planned": after.as_dict(), "plan": summary(made, graph)}
+        text += ["", *peak_tables(after, title="Peak of the plan", top=chosen.top), "", describe(made, graph)]
+    if failure is not None:
+        rows["error"] = {"type": type(failure).__name__, "message": str(failure)}
+        text += ["", str(failure)]
+    out.answer(rows, text)
+    return 1 if failure is not None else 0
+
+
+def verify(chosen: argparse.Namespace, out: Output) -> int:
+    source = _loaded(chosen.plan, out)
+    if source.plan is None:
+        raise BadInput("what is verified is a plan", "a graph", chosen.plan)
+    graph = source.graph
+    if chosen.source is not None:
+        graph = _loaded(chosen.source, out).graph
+        if graph.digest != source.plan.digest:
+            rule = f"the plan is for the graph of {chosen.source}, whose digest is {graph.digest[:12]}"
+            raise BadInput(rule, source.plan.digest[:12], chosen.plan)
+    found = api.violations(source.plan, graph)
+    rows = [
+        {"code": v.code, "step": v.step, "subjects": list(v.subjects), "message": v.message} for v in found
+    ]
+    made = source.plan
+    head = f"{len(made.steps)} steps, {len(made.residences)} residences"
+    if not found:
+        text = f"{chosen.plan}: nothing is wrong ({head})"
+    else:
+        count = f"{len(found)} violation{'s' if len(found) > 1 else ''}"
+        text = "\n".join([f"{chosen.plan}: {count} ({head})", *(f"  {v}" for v in found)])
+    out.answer({"violations": rows, "peak": made.peak, "budget": made.budget, "steps": len(made.steps)}, text)
+    return 1 if found else 0
+
+
+def planners(chosen: argparse.Namespace, out: Output) -> int:
+    from tightship.planners import planners as every
+
+    rows, table = [], Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False)
+    table.add_column("planner", no_wrap=True)
+    table.add_column("decides", no_wrap=True)
+    table.add_column("how", overflow="fold")
+    for name, info in every().items():
+        fields = getattr(info.options, "__dataclass_fields__", {})
+        help_of = documented(info.options) if fields else {}
+        options = [
+            {"name": n, "default": _plain(f.default), "help": help_of.get(n, "")} for n, f in fields.items()
+        ]
+        rows.append({"name": name, "group": info.group, "summary": info.summary, "options": options})
+        table.add_row(name, info.group or "everything", info.summary)
+    out.answer({"planners": rows}, table)
+    return 0
+
+
+def demo(chosen: argparse.Namespace, out: Output) -> int:
+    from tightship.demo import run
+
+    result = run(out_dir=chosen.out, steps=chosen.steps, console=out.errors)
+    out.answer(result.as_dict(), result.tables())
+    return 0 if result.holds else 1
+
+
+# --- parts ---
+
+
+def _plain(value: object) -> object:
+    return value if isinstance(value, (str, int, float, bool, type(None))) else str(value)
+
+
+def _budget(chosen: argparse.Namespace) -> Budget | None:
+    return None if chosen.budget is None else parse_budget(chosen.budget, "--budget")
+
+
+def _loaded(text: str, out: Output) -> Source:
+    with Line(out.errors, f"reading {text}"):
+        return load_source(text)
+
+
+def _planned(source: Source, budget: Budget | None, options: dict[str, object], out: Output) -> Plan:
+    graph = source.graph
+    step_time = replay(graph, baseline(graph)).time
+    with Line(out.errors, f"planning {graph.name}", step_time=step_time) as line:
+        return api.plan_graph(graph, budget, progress=line.planning, **options).plan
