@@ -2,7 +2,7 @@
 
 Problem: offsets for buffers with known live ranges. Minimised: the arena. Source: algorithm portfolios.
 Guarantee: never worse than any other planner here given the same seed and limits (unless the time limit
-stops it first); stops with proof at the lower bound. Complexity: that of its parts; a score of greedy
+stops it first); stops with proof at the lower bound. Complexity: that of its parts; fifteen greedy
 packings, O(n log n) set operations each, come before any search. Known limits: when the best arena is above
 the lower bound, nothing is proved.
 """
