@@ -7,7 +7,7 @@ ops that follow, and so the bits. Each call with new metadata is therefore run o
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -59,9 +59,9 @@ class Prober:
         return None if self._seen[key] is None else self._new(self._seen[key])
 
     def _new(self, key: Any) -> Any:
-        if isinstance(key, tuple) and key[0] == "list":
-            return tuple(self._new(k) for k in key[1])
-        return torch.empty_strided(key[1], key[2], dtype=key[0], device=key[3]) if isinstance(key, tuple) else key
+        if isinstance(key, _Form):
+            return key.blank()
+        return tuple(self._new(k) for k in key[1]) if isinstance(key, tuple) else key
 
     def _real(self, fn: Any, args: Any, kwargs: Any, out: Any) -> Any:
         """The metadata of the real results; None if the op cannot be run on zeros."""
@@ -83,8 +83,22 @@ class Prober:
             return key if not isinstance(out, torch.Tensor) else None
         if key == _key(out):
             return out
-        dtype, shape, stride, device = key
-        return torch.empty_strided(shape, stride, dtype=dtype, device=device)
+        return key.blank()
+
+
+class _Form(NamedTuple):
+    """What matters about a tensor without its contents. Some kernels return part of a larger storage."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    offset: int
+    nbytes: int
+    device: str
+
+    def blank(self) -> torch.Tensor:
+        whole = torch.empty(self.nbytes // self.dtype.itemsize, dtype=self.dtype, device=self.device)
+        return whole.as_strided(self.shape, self.stride, self.offset)
 
 
 def _tensors(tree: Any) -> list[torch.Tensor]:
@@ -97,7 +111,10 @@ def _tensors(tree: Any) -> list[torch.Tensor]:
 
 def _key(tree: Any) -> Any:
     if isinstance(tree, torch.Tensor):
-        return tree.dtype, tuple(tree.shape), tuple(tree.stride()), str(tree.device)
+        nbytes = tree.untyped_storage().nbytes()
+        return _Form(
+            tree.dtype, tuple(tree.shape), tuple(tree.stride()), int(tree.storage_offset()), nbytes, str(tree.device)
+        )
     if isinstance(tree, (list, tuple)):
         return "list", tuple(_key(x) for x in tree)
     if isinstance(tree, dict):

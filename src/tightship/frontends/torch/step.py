@@ -258,7 +258,7 @@ class _Capture:
             if (b.shape, b.dtype, b.device) != (fake.shape, fake.dtype, fake.device):
                 raise Unsupported(
                     f"the buffer {n!r}", "the step replaces it by a tensor of another size or type",
-                    "write into it with copy_()",
+                    "write into it with copy_(), or run the model once before capturing it",
                 )  # fmt: skip
             with torch.no_grad():
                 fake.copy_(b)
@@ -301,11 +301,18 @@ def _checked_loss(out: Any) -> torch.Tensor:
 @contextmanager
 def _untouched(model: torch.nn.Module, notes: list[str]) -> Iterator[None]:
     """Put back what running a model's Python code changes: attributes of modules and random states."""
-    before = [(m, dict(vars(m))) for m in model.modules()]
+    members = ("_modules", "_parameters", "_buffers")
+    before = [(m, dict(vars(m)), {k: dict(vars(m)[k]) for k in members}) for m in model.modules()]
+    modules = _modules(model)
     states = _random_states()
     generator = torch.random.get_rng_state()
     try:
         yield
+        if _modules(model) != modules:
+            raise Unsupported(
+                "a model that replaces modules while it runs", "eager would do so in the first step only",
+                "run the model once before capturing it",
+            )  # fmt: skip
         for library, get, _, state in states:
             if not _equal(get(), state):
                 raise Unsupported(
@@ -316,11 +323,18 @@ def _untouched(model: torch.nn.Module, notes: list[str]) -> Iterator[None]:
         for _, _, put, state in states:
             put(state)
         torch.random.set_rng_state(generator)
-        for m, attributes in before:
+        for m, attributes, members in before:
             changed = [k for k, v in vars(m).items() if k not in attributes or attributes[k] is not v]
             notes += [f"{type(m).__name__}.{k} is set by each step in eager, not by the program" for k in changed]
             vars(m).clear()
             vars(m).update(attributes)
+            for k, held in members.items():
+                vars(m)[k].clear()
+                vars(m)[k].update(held)
+
+
+def _modules(model: torch.nn.Module) -> list[tuple[str, int]]:
+    return [(n, id(m)) for n, m in model.named_modules()]
 
 
 def _random_states() -> list[tuple[str, Callable[[], Any], Callable[[Any], None], Any]]:

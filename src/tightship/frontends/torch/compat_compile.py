@@ -1,0 +1,206 @@
+"""Every touch of the private interfaces behind ``torch.compile``: Dynamo and AOTAutograd, of one version.
+
+The other half of ``compat``, under the same rule: nothing else in tightship may import them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import _disable_current_modes
+
+from tightship.frontends.torch.compat import require_torch
+
+require_torch()
+
+from torch._dynamo.backends.common import aot_autograd as _aot_autograd  # noqa: E402
+from torch._functorch import config as _config  # noqa: E402
+from torch._functorch import partitioners as _partitioners  # noqa: E402
+from torch._functorch._aot_autograd import descriptors as _descriptors  # noqa: E402
+from torch._guards import CompileContext, TracingContext  # noqa: E402
+from torch.fx import GraphModule, Node  # noqa: E402
+from torch.fx._lazy_graph_module import _make_graph_module  # noqa: E402
+
+__all__ = [
+    "boxed",
+    "breaks",
+    "compile_training",
+    "compiled_options",
+    "fixed_sizes",
+    "frame",
+    "is_backward",
+    "is_tangent",
+    "mutates",
+    "never_donates",
+    "outside",
+    "source_name",
+    "split",
+    "wanted_by_forward",
+]
+
+Compiler = Callable[[GraphModule, Sequence[Any]], Callable[[list[Any]], Any]]
+
+
+# --- compiling ------------------------------------------------------------------------------------------------
+
+
+def compile_training(
+    gm: GraphModule,
+    inputs: Sequence[Any],
+    *,
+    partition: Callable[..., tuple[GraphModule, GraphModule]],
+    forward: Compiler,
+    backward: Compiler,
+    inference: Compiler,
+) -> Callable[..., Any]:
+    """AOTAutograd on a Dynamo graph. ``partition(joint, number of forward outputs, static inputs)`` cuts the joint
+    graph; the compilers return boxed functions (`boxed`)."""
+
+    def partition_fn(joint: GraphModule, _inputs: Any, *, num_fwd_outputs: int, **more: Any) -> Any:
+        return partition(joint, num_fwd_outputs, tuple(more.get("static_lifetime_input_indices") or ()))
+
+    compiler = _aot_autograd(
+        fw_compiler=forward, bw_compiler=backward, inference_compiler=inference, partition_fn=partition_fn
+    )
+    with _config.patch(functionalize_rng_ops=False, enable_autograd_cache=False):
+        made: Callable[..., Any] = compiler(gm, inputs)
+    return made
+
+
+def boxed(fn: Callable[[list[Any]], Any]) -> Callable[[list[Any]], Any]:
+    """Marks a function that takes one list of arguments and empties it, so that nothing outlives its last use."""
+    fn._boxed_call = True  # type: ignore[attr-defined]
+    return fn
+
+
+def never_donates() -> None:
+    """Called while a backward pass is compiled: its saved tensors may be used again (``retain_graph``)."""
+    context = TracingContext.try_get()
+    if context is not None and context.fw_metadata is not None:
+        context.fw_metadata.bw_donated_idxs = []
+
+
+@contextmanager
+def outside() -> Iterator[None]:
+    """Run on tensors of one's own in the middle of a compilation: no modes, no autograd, no Python kernels."""
+    with ExitStack() as stack:
+        stack.enter_context(torch.no_grad())
+        stack.enter_context(_disable_current_modes())
+        stack.enter_context(torch._C._DisablePythonDispatcher())
+        stack.enter_context(torch._C._DisableAutocast())
+        yield
+
+
+# --- joint graphs ---------------------------------------------------------------------------------------------
+
+
+def is_tangent(node: Node) -> bool:
+    return bool(_partitioners._is_tangent(node))
+
+
+def is_backward(node: Node) -> bool:
+    """Whether the node was traced in the backward pass."""
+    return node.meta.get("partitioner_tag") in ("is_backward", "must_be_in_backward")
+
+
+def mutates(node: Node) -> bool:
+    return isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable
+
+
+def wanted_by_forward(node: Node) -> bool:
+    """Whether the node changes one of the caller's tensors in the forward pass."""
+    return mutates(node) and not is_backward(node)
+
+
+def split(
+    joint: GraphModule, saved: Sequence[Node], outputs: int
+) -> tuple[GraphModule, GraphModule]:
+    """Forward and backward graphs of a joint graph of which ``saved`` cross the boundary, all of them kept.
+
+    (PyTorch's own extraction, without the step that drops saved values its backward graph does not need: what a
+    plan recomputes from them is not in that graph.)
+    """
+    fw_out, bw_out, fw_desc, bw_desc = _partitioners._extract_fwd_bwd_outputs(joint, num_fwd_outputs=outputs)
+    placeholders = joint.graph.find_nodes(op="placeholder")
+    primals = [n for n in placeholders if _partitioners._is_primal(n)]
+    tangents = [n for n in placeholders if is_tangent(n)]
+    saved_desc = [_descriptors.SavedForBackwardsAOTOutput(i) for i in range(len(saved))]
+    extract = _partitioners._extract_graph_with_inputs_outputs
+    forward = extract(joint.graph, primals, [*fw_out, *saved], [*fw_desc, *saved_desc], "forward")
+    backward = extract(joint.graph, [*saved, *tangents], bw_out, bw_desc, "backward")
+    return _make_graph_module(joint, forward), _make_graph_module(joint, backward)
+
+
+def unchecked_saving(node: Node) -> bool:
+    """Whether PyTorch saves the node's tensor without looking for later changes; such ones come last."""
+    return bool(node.meta.get("saved_tensor_with_no_vc_check", False))
+
+
+# --- what Dynamo knows ----------------------------------------------------------------------------------------
+
+
+def frame() -> tuple[int, str]:
+    """Number of the Python frame being compiled, and the name of this compilation of it (``0/1``)."""
+    found = CompileContext.current_compile_id()
+    if found is None:
+        return -1, "graph"
+    number = found.frame_id
+    return (-1 if number is None else int(number)), str(found)
+
+
+def breaks(gm: GraphModule) -> bool:
+    """Whether more of the caller's code follows this graph, to be compiled on its own."""
+    reason = getattr(gm, "compile_subgraph_reason", None)
+    return bool(reason is not None and reason.graph_break)
+
+
+def source_name(node: Node) -> str:
+    """The Python expression of a Dynamo placeholder's tensor (``L['self']._modules['fc']._parameters['weight']``)."""
+    source = getattr(node.meta.get("grapharg"), "source", None)
+    name = getattr(source, "name", "")
+    return str(name() if callable(name) else name)
+
+
+def fixed_sizes(gm: GraphModule, inputs: Sequence[Any]) -> bool:
+    """Makes every symbolic size of the graph's inputs the number it is now; whether there were any.
+
+    Dynamo guards on what was asked, so that other sizes are compiled anew.
+    """
+    symbolic = False
+    for x in inputs:
+        if isinstance(x, (torch.SymInt, torch.SymFloat, torch.SymBool)):
+            symbolic = True
+            int(x) if isinstance(x, torch.SymInt) else bool(x) if isinstance(x, torch.SymBool) else float(x)
+        elif isinstance(x, torch.Tensor):
+            for n in (*x.shape, *x.stride(), x.storage_offset()):
+                if isinstance(n, torch.SymInt):
+                    symbolic = True
+                    int(n)
+    return symbolic
+
+
+def compiled_options(compiled: Any) -> dict[str, Any] | None:
+    """The ``options`` a module or function was given to ``torch.compile`` with, the same object; None if none."""
+    implementation = getattr(compiled, "_compiled_call_impl", None)  # Module.compile
+    for thing in (compiled, implementation):
+        for context in _contexts(thing):
+            callback = getattr(context, "callback", None)
+            while callback is not None:
+                kwargs = getattr(callback, "kwargs", None)
+                if isinstance(kwargs, dict) and hasattr(callback, "compiler_fn"):
+                    return kwargs.get("options")
+                callback = getattr(callback, "_torchdynamo_orig_backend", None)
+    return None
+
+
+def _contexts(thing: Any) -> Iterator[Any]:
+    if thing is None:
+        return
+    if hasattr(thing, "dynamo_ctx"):
+        yield thing.dynamo_ctx
+    for cell in getattr(thing, "__closure__", None) or ():
+        if hasattr(cell.cell_contents, "callback"):
+            yield cell.cell_contents
