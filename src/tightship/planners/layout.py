@@ -83,7 +83,7 @@ def lay_out(
     *,
     hand_out: bool = True,
     seconds: float = 2.0,
-    work: int = 20_000_000,
+    work: int = 400_000,
     seed: int = 0,
 ) -> Layout:
     """Offsets for everything the steps make. With ``hand_out`` the graph's outputs leave the arena: they are
