@@ -265,15 +265,14 @@ def _uses(g: Graph) -> Uses:
         reads.append(r)
         defines.append(d)
         mutates.append(m)
-    freeze = lambda rows: tuple(tuple(x) for x in rows)  # noqa: E731
     return Uses(
         tuple(reads),
         tuple(defines),
         tuple(mutates),
         tuple(needs),
         tuple(definer),
-        freeze(writers),
-        freeze(readers),
+        tuple(map(tuple, writers)),
+        tuple(map(tuple, readers)),
     )
 
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
+from itertools import pairwise
 
 from tightship.analysis.bounds import lower_bound
 from tightship.errors import Infeasible
@@ -73,6 +74,7 @@ def plan(
             break
         target -= over
     else:
+        assert limit is not None
         raise _infeasible(graph, limit, bound, replay(graph, steps), steps)
     made = _plan(graph, steps, layout, replay(graph, steps), before)
     made = replace(
@@ -102,7 +104,7 @@ def _order(graph: Graph, o: Options, peak: int) -> tuple[tuple[int, ...], int]:
     order = planner(o.order, "order").plan(graph)
     if replay(graph, baseline(graph, order)).peak > peak:
         return given, 0
-    successor = dict(zip(order, order[1:], strict=False))
+    successor = dict(pairwise(order))
     return order, sum(1 for k in given[:-1] if successor.get(k) != k + 1)
 
 
@@ -115,9 +117,7 @@ def _evict(frame: Frame, limit: int, o: Options, progress: Progress | None) -> D
     return found
 
 
-def _plan(
-    graph: Graph, steps: Sequence[Step], layout: Layout, line: Timeline, before: Timeline
-) -> Plan:
+def _plan(graph: Graph, steps: Sequence[Step], layout: Layout, line: Timeline, before: Timeline) -> Plan:
     return Plan(
         digest=graph.digest,
         steps=tuple(steps),
@@ -132,7 +132,9 @@ def _plan(
     )
 
 
-def top_of_peak(graph: Graph, line: Timeline, steps: Sequence[Step], n: int = 8) -> tuple[tuple[str, int, str], ...]:
+def top_of_peak(
+    graph: Graph, line: Timeline, steps: Sequence[Step], n: int = 8
+) -> tuple[tuple[str, int, str], ...]:
     """The largest storages outside the static set at the peak: (name, bytes, where they were made)."""
     rows = []
     for s, size in line.at_peak:

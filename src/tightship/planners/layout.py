@@ -14,6 +14,7 @@ import numpy as np
 from tightship.graph import Graph, Op
 from tightship.plan import Residence, Step
 from tightship.planners.place import portfolio
+from tightship.simulate import extra_bytes
 
 __all__ = ["Layout", "lay_out", "stays"]
 
@@ -73,8 +74,9 @@ def _scratch(op: Op, i: int) -> Iterator[Residence]:
     for k, r in temporaries:
         if r.size:
             yield Residence(-1, i, i + 1, r.size, request=k, first=r.start, last=r.end)
-    if op.workspace and not op.requests:
-        yield Residence(-1, i, i + 1, op.workspace)
+    block = extra_bytes(op) - (op.workspace if op.requests else 0)
+    if block:
+        yield Residence(-1, i, i + 1, block)
 
 
 def lay_out(
@@ -95,9 +97,13 @@ def lay_out(
     leaves = {r for r in rows if hand_out and r.storage in graph.kept and r.end == len(steps)}
     placed = [r for r in rows if r not in leaves and r.pool == "device"]
     lower = np.array([ticks[r.start] + max(r.first, 0) for r in placed], dtype=np.int64)
-    upper = np.array([ticks[r.end - 1] + r.last if r.last >= 0 else ticks[r.end] for r in placed], dtype=np.int64)
+    upper = np.array(
+        [ticks[r.end - 1] + r.last if r.last >= 0 else ticks[r.end] for r in placed], dtype=np.int64
+    )
     size = np.array([r.size for r in placed], dtype=np.int64)
-    offsets, arena, load = portfolio.offsets(lower, upper, size, time_limit=seconds, work_limit=work, seed=seed)
+    offsets, arena, load = portfolio.offsets(
+        lower, upper, size, time_limit=seconds, work_limit=work, seed=seed
+    )
     at = {r: int(o) for r, o in zip(placed, offsets, strict=True)}
     done = tuple(
         replace(r, pool="out", offset=0) if r in leaves else replace(r, offset=at.get(r, 0)) for r in rows

@@ -8,7 +8,6 @@ import pytest
 
 from chains import chain
 from strategies import random_graph
-
 from tightship.graph import Graph
 from tightship.planners import PlannerInfo, planner, planners
 from tightship.planners.evict._frame import Frame

@@ -7,7 +7,6 @@ import pytest
 
 from chains import chain
 from strategies import random_graph
-
 from tightship.analysis.bounds import lower_bound
 from tightship.graph import Graph, Op, Storage, Value
 from tightship.planners.evict._frame import Frame

@@ -1,0 +1,96 @@
+"""Order, evictions and placement together: verified, within the budget, or a clear no."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from chains import chain
+from strategies import random_graph
+from tightship.errors import BadInput, Infeasible
+from tightship.graph import Op
+from tightship.planners.default import Options, plan
+from tightship.planners.evict._frame import Frame
+from tightship.planners.layout import lay_out, stays
+from tightship.simulate import baseline, replay
+from tightship.verify import verify
+
+QUICK = Options(work=300_000, seconds=30.0)
+
+
+@given(st.integers(0, 10_000), st.integers(5, 60), st.floats(0.3, 1.0))
+@settings(max_examples=40, deadline=None)
+def test_a_plan_is_verified_and_within_its_budget(seed: int, n: int, part: float) -> None:
+    graph = random_graph(seed, n)
+    base = replay(graph, baseline(graph)).peak
+    budget = graph.static_bytes + int(part * (base - graph.static_bytes))
+    try:
+        made = plan(graph, budget, QUICK)
+    except Infeasible as no:
+        assert no.budget == budget and no.lower_bound <= no.best_peak
+        return
+    assert verify(graph, made) == []
+    assert made.met and made.lower_bound <= made.peak <= budget
+    assert made.static + made.arena + made.handed <= budget
+    assert replay(graph, made.steps).peak == made.peak
+
+
+def test_a_percentage_is_of_the_unplanned_peak() -> None:
+    graph = chain(40)
+    made = plan(graph, "60%", QUICK)
+    assert made.peak_before == replay(graph, baseline(graph)).peak
+    assert made.budget == made.peak_before * 60 // 100
+    assert made.count("recompute") > 0 and made.time > made.time_before
+
+
+def test_without_a_budget_nothing_is_recomputed() -> None:
+    made = plan(chain(20), None, QUICK)
+    assert made.count("recompute") == 0 and made.budget is None and made.met
+
+
+def test_below_the_lower_bound_is_infeasible_and_says_who() -> None:
+    graph = chain(20, size=1 << 20)
+    with pytest.raises(Infeasible) as caught:
+        plan(graph, 1 << 20, QUICK)
+    assert caught.value.lower_bound == 4 << 20 <= caught.value.best_peak
+    assert caught.value.top and "MiB" in str(caught.value)
+
+
+def test_same_seed_and_work_give_the_same_plan() -> None:
+    graph = chain(30)
+    first, second = (plan(graph, "50%", QUICK) for _ in range(2))
+    assert (first.steps, first.residences) == (second.steps, second.residences)
+
+
+def test_unknown_planner_is_refused_with_the_known_ones() -> None:
+    with pytest.raises(BadInput, match="anneal"):
+        plan(chain(5), "50%", Options(evict="magic"))
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_every_residence_is_placed_apart_and_the_arena_is_no_more_than_a_little_above_the_load(
+    seed: int,
+) -> None:
+    graph = random_graph(seed, 50)
+    frame = Frame(graph, tuple(range(len(graph.ops))))
+    steps = frame.steps(frame.nothing())
+    layout = lay_out(graph, steps)
+    assert len(layout.residences) == len(list(stays(graph, steps)))
+    assert layout.load <= layout.arena
+    line = replay(graph, steps)
+    assert graph.static_bytes + layout.load + layout.handed >= line.peak - graph.static_bytes
+    assert layout.load <= line.peak - graph.static_bytes
+
+
+def test_workspace_takes_part_in_the_placement() -> None:
+    graph = chain(3)
+    ops = (
+        Op(
+            **{n: getattr(graph.ops[0], n) for n in Op.__dataclass_fields__ if n != "workspace"},
+            workspace=640,
+        ),
+    )
+    graph = graph.with_ops(ops + graph.ops[1:])
+    layout = lay_out(graph, baseline(graph))
+    assert any(r.storage == -1 and r.size == 640 for r in layout.residences)

@@ -1,0 +1,110 @@
+"""The reference replay on graphs small enough to count by hand."""
+
+from __future__ import annotations
+
+import pytest
+
+from chains import chain
+from tightship.errors import BadInput
+from tightship.graph import Graph, Op, Storage, Value
+from tightship.plan import Step
+from tightship.simulate import baseline, extra_bytes, replay
+
+
+def small(**extra: object) -> Graph:
+    """x (owned, 64) -> a (128) -> b (256); c (64) reads a and b."""
+    storages = (Storage("x", 64), Storage("a", 128), Storage("b", 256), Storage("c", 64))
+    values = tuple(Value(s.name, i) for i, s in enumerate(storages))
+    ops = (
+        Op("a", "t", (0,), (1,), time=1.0),
+        Op("b", "t", (1,), (2,), time=2.0, workspace=512),
+        Op("c", "t", (1, 2), (3,), time=4.0),
+    )
+    return Graph(ops, values, storages, (0,), (3,))
+
+
+def test_bytes_and_time_of_keeping_everything() -> None:
+    line = replay(small(), baseline(small()))
+    assert line.during == (64 + 128, 64 + 128 + 256 + 512, 64 + 128 + 256 + 64, 64 + 128 + 256 + 64)
+    assert line.resident[-1] == 64 + 64
+    assert (line.peak, line.peak_step) == (960, 1)
+    assert line.time == line.compute_time == 7.0
+    assert line.at_peak == ((0, 64), (1, 128), (2, 256), (-1, 512))
+
+
+def test_recomputation_costs_its_op_again() -> None:
+    steps = (
+        Step("compute", op=0),
+        Step("compute", op=1),
+        Step("free", storages=(1,)),
+        Step("recompute", op=0, storages=(1,)),
+        Step("compute", op=2),
+        Step("free", storages=(1, 2)),
+    )
+    line = replay(small(), steps)
+    assert line.time == 8.0 and line.peak == 960
+
+
+def test_recomputation_that_keeps_nothing_takes_memory_while_it_runs() -> None:
+    steps = (*baseline(small())[:2], Step("recompute", op=0), *baseline(small())[2:])
+    line = replay(small(), steps)
+    assert line.during[2] == 64 + 128 + 256 + 128
+    assert line.resident[2] == line.resident[1]
+
+
+def test_called_graphs_add_their_peak_beyond_inputs() -> None:
+    inner = small()
+    op = Op("loop", "while", calls=(inner,), workspace=64)
+    assert extra_bytes(op) == 64 + 960 - 64
+
+
+def test_copies_run_beside_compute_and_are_waited_for() -> None:
+    steps = (
+        Step("compute", op=0),
+        Step("offload", storages=(1,), stream=1, waits=(0,)),
+        Step("compute", op=1),
+        Step("free", storages=(1,), waits=(1,)),
+        Step("fetch", storages=(1,), stream=2, waits=(1,)),
+        Step("compute", op=2, waits=(4,)),
+        Step("free", storages=(1, 2)),
+        Step("free", storages=(1,), form="host"),
+    )
+    line = replay(small(), steps, bandwidth=128 / 3)
+    # a 0-1, copy out 1-4 beside b 1-3, copy in 4-7, c 7-11
+    assert line.time == 11.0 and line.compute_time == 7.0 and line.host_peak == 128
+
+
+def test_packed_form_is_charged_in_place_of_the_full_one() -> None:
+    steps = (
+        Step("compute", op=0),
+        Step("compress", storages=(1,), nbytes=64),
+        Step("free", storages=(1,)),
+        Step("decompress", storages=(1,)),
+        Step("free", storages=(1,), form="packed"),
+        *baseline(small())[1:],
+    )
+    line = replay(small(), steps)
+    assert line.resident[:5] == (192, 256, 128, 256, 192)
+
+
+@pytest.mark.parametrize(
+    ("steps", "rule"),
+    [
+        ((Step("compute", op=1),), "inputs are resident"),
+        ((Step("compute", op=0), Step("compute", op=0)), "computed once"),
+        ((Step("recompute", op=0),), "computed once"),
+        ((Step("free", storages=(0,)),), "caller's storages"),
+        ((Step("free", storages=(1,)),), "only what is resident"),
+        ((Step("compute", op=0), Step("fetch", storages=(1,))), "needs the form"),
+        ((Step("dance"),), "kind is one of"),
+    ],
+)
+def test_broken_steps_are_named(steps: tuple[Step, ...], rule: str) -> None:
+    with pytest.raises(BadInput, match=rule) as caught:
+        replay(small(), steps)
+    assert f"step {len(steps) - 1}" in str(caught.value)
+
+
+def test_long_chain_is_linear() -> None:
+    graph = chain(20_000)
+    assert replay(graph, baseline(graph)).peak == 64 * 20_003 - 64
