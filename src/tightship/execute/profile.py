@@ -7,17 +7,16 @@ own are never touched. A measurement is kept on disk for the next time.
 from __future__ import annotations
 
 import hashlib
-import statistics
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
-from time import perf_counter
 from typing import Any, Final
 
 import torch
 
 from tightship.errors import Unsupported
 from tightship.execute import allocator
+from tightship.execute.bench import Bench, workspace_of
 from tightship.execute.cache import Cache, Measurement, default_folder, machine
 from tightship.execute.compile import updater_of
 from tightship.execute.fresh import fresh_arguments
@@ -38,7 +37,6 @@ BANDWIDTH: Final = 1e10
 OVERHEAD: Final = 5e-6
 """Seconds that `model` adds to every op."""
 
-_ONCE: Final = 0.05  # an op that takes longer (seconds) is not run again only for its time
 _CACHE: Final = "default"
 
 
@@ -101,20 +99,13 @@ def profile(program: Program, *, cache: Path | str | None = _CACHE, seconds_per_
     )
 
 
-@dataclass(frozen=True)
-class _Work:
-    """One call on fresh tensors: ``run()`` returns its flattened results."""
-
-    run: Callable[[], list[Any]]
-
-
 class _Profiler:
     def __init__(self, program: Program, cache: Cache, with_requests: bool, seconds: float) -> None:
         self.program, self.graph = program, program.graph
-        self.cache, self.with_requests, self.seconds = cache, with_requests, seconds
+        self.cache, self.with_requests = cache, with_requests
+        self.bench = Bench(seconds, with_requests)
         self.replays: dict[int, tuple[Request, ...]] = {}
         self.modelled: list[str] = []
-        self.count = 0
 
     def notes(self) -> list[str]:
         notes = []
@@ -145,53 +136,39 @@ class _Profiler:
         if found is None:
             found = self.measure(k, call)
             self.cache.put(key, found)
-            self.count += 1
         return found
 
     def measure(self, k: int, call: Call) -> Measurement:
+        work = self.work(call)
+        kept = [position for position, v in enumerate(call.results) if v >= 0]
+        try:
+            updater = updater_of(call)
+            prepared = updater is not None and not updater.materialised  # the rehearsal has begun with a run
+            results, events, once = self.bench.run(work, kept, prepared=prepared)
+            made = self.verify(k, call, results, events)
+            del results
+            size = sum(self.graph.storages[s].size for s in self.graph.uses.defines[k])
+            workspace, rows, hoarded = workspace_of(events, made, size)
+            if hoarded:
+                raise Unsupported(self.where(k), f"it keeps {hoarded} bytes that it does not return")
+            seconds = self.bench.time(work, [row[0] for row in rows], once)
+        except (RuntimeError, ValueError, TypeError, IndexError) as error:
+            raise Unsupported(
+                self.where(k), f"it does not run on tensors like those of the step: {error}"
+            ) from error
+        return Measurement(seconds, workspace, rows)
+
+    def work(self, call: Call) -> Callable[[], list[Any]]:
         updater = updater_of(call)
         if updater is not None:
             rehearse = updater.rehearsal()
-            work = _Work(lambda: [rehearse()])
-        else:
-            args, kwargs = fresh_arguments(self.graph, call)
-            fn = compat.direct(call.fn)
-            work = _Work(lambda: flat(fn(*args, **kwargs)))
-        try:
-            seconds = [_timed(work), _timed(work)][1:]
-            if not self.with_requests:
-                self.verify(k, call, work.run(), ())
-                return Measurement(_median(work, seconds, self.seconds))
-            workspace, requests = self.recorded(k, call, work)
-        except (RuntimeError, ValueError, TypeError, NotImplementedError) as error:
-            where = f"{self.graph.ops[k].target} at {self.graph.place(k)}"
-            raise Unsupported(where, f"it does not run on tensors like those of the step: {error}") from error
-        return Measurement(_median(work, seconds, self.seconds), workspace, requests)
+            return lambda: [rehearse()]
+        args, kwargs = fresh_arguments(self.graph, call)
+        fn = compat.direct(call.fn)
+        return lambda: flat(fn(*args, **kwargs))
 
-    def recorded(self, k: int, call: Call, work: _Work) -> tuple[int, tuple[tuple[int, int, int, int], ...]]:
-        kept = [position for position, v in enumerate(call.results) if v >= 0]
-        with allocator.record() as recording:
-            results: list[Any] = work.run()
-            results = [r if position in kept else None for position, r in enumerate(results)]
-        made = self.verify(k, call, results, recording.events)
-        del results
-        starts: dict[int, int] = {}
-        ends: dict[int, int] = {}
-        live = most = 0
-        for number, event in enumerate(recording.events):
-            live += event.nbytes if event.kind == "alloc" else -event.nbytes
-            most = max(most, live)
-            (starts if event.kind == "alloc" else ends)[event.id] = number
-        sizes = {e.id: e.nbytes for e in recording.events if e.kind == "alloc"}
-        left = [i for i in starts if i not in ends and i not in made]
-        if left:
-            raise Unsupported(
-                f"{self.graph.ops[k].target} at {self.graph.place(k)}",
-                f"it keeps {sum(sizes[i] for i in left)} bytes that it does not return",
-            )
-        rows = tuple((sizes[i], made.get(i, -1), starts[i], ends.get(i, -1)) for i in sorted(starts))
-        results_size = sum(self.graph.storages[s].size for s in self.graph.uses.defines[k])
-        return max(0, most - results_size), rows
+    def where(self, k: int) -> str:
+        return f"{self.graph.ops[k].target} at {self.graph.place(k)}"
 
     def verify(self, k: int, call: Call, results: Sequence[Any], events: Sequence[Any]) -> dict[int, int]:
         """Which request became which of the storages the op defines."""
@@ -209,29 +186,12 @@ class _Profiler:
                 else:
                     wrong = "memory that it did not ask for itself"
             if wrong:
-                raise Unsupported(
-                    f"{self.graph.ops[k].target} at {self.graph.place(k)}",
-                    f"its result has {wrong}, which shape inference did not say",
-                )
+                raise Unsupported(self.where(k), f"its result has {wrong}, which shape inference did not say")
         return made
 
 
 def _requests(m: Measurement) -> tuple[Request, ...]:
     return tuple(Request(*row) for row in m.requests)
-
-
-def _timed(work: _Work) -> float:
-    start = perf_counter()
-    work.run()
-    return perf_counter() - start
-
-
-def _median(work: _Work, seconds: list[float], limit: float) -> float:
-    """The median time of as many runs as fit in ``limit`` seconds; ``seconds`` are runs made already."""
-    if seconds[-1] < _ONCE:
-        repeats = max(1, min(20, int(limit / max(seconds[-1], 1e-6))))
-        seconds = seconds[:0] + [_timed(work) for _ in range(repeats)]
-    return statistics.median(seconds)
 
 
 # --- what makes two calls the same ---
