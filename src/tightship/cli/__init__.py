@@ -55,7 +55,7 @@ def parser() -> argparse.ArgumentParser:
 def _add_demo(verb: argparse.ArgumentParser) -> None:
     verb.add_argument("--out", metavar="DIR", default="demo-out", help="where plans and pictures go")
     verb.add_argument(
-        "--steps", type=int, metavar="N", default=12, help="training steps of each model, at least 5"
+        "--steps", type=int, metavar="N", default=20, help="training steps of each model, at least 5"
     )
     verb.set_defaults(run=verbs.demo)
 

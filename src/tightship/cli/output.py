@@ -1,7 +1,7 @@
 """Where a command's words go: its answer to standard output, everything else to standard error.
 
-With ``--json`` standard output is closed to all others while a command runs, down to the file descriptor: what
-a user's own code prints goes to standard error.
+With ``--json`` standard output is closed to all others while a command runs, down to the file descriptor:
+what a user's own code prints goes to standard error.
 """
 
 from __future__ import annotations

@@ -137,7 +137,7 @@ def _users_code(what: str, text: str) -> Iterator[None]:
 
 
 def _line(error: BaseException) -> str:
-    """The user's line that an exception came from: the deepest outside installed packages, else the deepest."""
+    """The line that an exception came from: the user's deepest one, else the deepest there is."""
     if isinstance(error, SyntaxError) and error.filename:
         return f"{_short(error.filename)}:{error.lineno}"
     library = os.path.dirname(os.__file__) + os.sep

@@ -16,7 +16,7 @@ _EVERY = 0.1  # seconds between two texts, at least
 
 
 class Line:
-    """``with Line(console, "planning") as line``: ``line.say(...)``, or ``line.planning`` as a planner's progress.
+    """``with Line(console, "planning") as line``: ``line.say(...)``, or ``line.planning`` for a planner.
 
     A planner tells the incumbent: its peak, and the seconds that it adds to a step of ``step_time``.
     """

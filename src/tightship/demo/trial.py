@@ -1,0 +1,260 @@
+"""One trial: a model trained eagerly and, from the same weights and random state, within a budget.
+
+Both are measured by the same meter in the same way, from before a step's batch is made until the step is over,
+and the bytes that stay between steps (parameters, buffers, optimizer state) are added. Steps alternate, so that
+what else the machine does slows both.
+"""
+
+from __future__ import annotations
+
+import copy
+import gc
+import statistics
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from tightship.api import Planned
+from tightship.demo.models import Workload
+from tightship.errors import Unsupported
+from tightship.execute import allocator
+from tightship.execute.fit import TrainStep, fit
+from tightship.execute.interpreter import PeakMismatch
+from tightship.execute.meter import Meter
+from tightship.graph import Graph, aligned
+from tightship.plan import Plan
+from tightship.planners import default
+from tightship.report.progress import Line
+
+__all__ = ["SETTLE", "Run", "Trainer", "resident", "trial"]
+
+SETTLE = 2
+"""Steps before peaks and times count: the first one makes the optimizer's state."""
+SHARE = 0.5
+"""The part of what eager needs beyond the static set that the budget leaves."""
+
+
+@dataclass
+class Run:
+    """What a trial found; bytes unless said otherwise. Peaks are None where nothing can be measured."""
+
+    model: str
+    title: str
+    budget: int
+    static: int
+    eager_peak: int | None
+    planned_peak: int
+    measured_peak: int | None
+    unplanned_peak: int
+    lower_bound: int
+    arena: int
+    misses: int | None
+    identical: bool
+    different: list[str]
+    steps: int
+    losses: list[float]
+    evictions: int
+    moved: int
+    time_ratio: float
+    eager_seconds: float
+    seconds: float
+    plan_seconds: float
+    fit_seconds: float
+    parameters: int
+    notes: list[str] = field(default_factory=list)
+
+    def faults(self) -> list[str]:
+        """What does not hold of the claim: planned = measured ≤ budget, and the same numbers to the bit."""
+        found = []
+        if self.measured_peak is None or self.eager_peak is None:
+            found.append("nothing was measured: " + "; ".join(self.notes or ["there is no meter here"]))
+        elif self.measured_peak != self.planned_peak:
+            found.append(
+                f"the measured peak is {self.measured_peak} B, the planned one {self.planned_peak} B"
+            )
+        if max(self.measured_peak or 0, self.planned_peak, self.static + self.arena) > self.budget:
+            found.append(f"the budget of {self.budget} B was exceeded")
+        if self.misses:
+            found.append(f"{self.misses} requests were not served where planned")
+        if not self.identical:
+            found.append("other numbers than eager's: " + ", ".join(self.different[:5]))
+        return [f"{self.title}: {fault}" for fault in found]
+
+
+class Trainer:
+    """A model, its optimizer and its random state; ``step(k)`` trains on batch ``k`` and is measured."""
+
+    def __init__(self, model: torch.nn.Module, workload: Workload, within: TrainStep | None = None) -> None:
+        self.model, self.workload, self.within = model, workload, within
+        self.optimizer = torch.optim.AdamW(model.parameters())
+        self.random = torch.Generator().manual_seed(7).get_state()
+        self.losses: list[torch.Tensor] = []
+        self.seconds: list[float] = []
+        self.peaks: list[int] = []
+
+    def step(self, k: int) -> None:
+        with self._own_random_state():
+            if not allocator.available():
+                self._timed(k)
+                return
+            gc.collect()
+            between = resident(self.model, self.optimizer)
+            with Meter() as meter:
+                self._timed(k)
+            self.peaks.append(between + meter.peak)
+
+    def _timed(self, k: int) -> None:
+        batch = self.workload.batch(k)
+        began = time.perf_counter()
+        loss = self._run(batch)
+        self.seconds.append(time.perf_counter() - began)
+        self.losses.append(loss.detach().clone())
+
+    def _run(self, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+        if self.within is not None:
+            made: torch.Tensor = self.within(batch)
+            return made
+        loss: torch.Tensor = self.model(**batch).loss
+        loss.backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        return loss
+
+    @contextmanager
+    def _own_random_state(self) -> Iterator[None]:
+        others = torch.get_rng_state()
+        torch.set_rng_state(self.random)
+        try:
+            yield
+        finally:
+            self.random = torch.get_rng_state()
+            torch.set_rng_state(others)
+
+
+def resident(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> int:
+    """Bytes that stay between steps, as the allocator counts them; storages that are shared count once."""
+    state = (t for values in optimizer.state.values() for t in values.values() if isinstance(t, torch.Tensor))
+    storages = {
+        t.untyped_storage().data_ptr(): t.untyped_storage().nbytes()
+        for t in (*model.parameters(), *model.buffers(), *state)
+    }
+    return sum(aligned(size) for size in storages.values())
+
+
+def trial(workload: Workload, steps: int, line: Line, **options: Any) -> tuple[Run, Planned]:
+    """Train ``workload`` both ways for ``steps`` steps; ``options`` are the default planner's."""
+    eager = Trainer(workload.make(), workload)
+    model = copy.deepcopy(eager.model)
+    for k in range(SETTLE):
+        line.say(f"eager, step {k + 1}", always=True)
+        eager.step(k)
+    ours = Trainer(model, workload)
+    began = time.perf_counter()
+    line.say("capturing and measuring each op", always=True)
+    budget = _budget(eager, workload)
+    ours.within = fit(model, None, ours.optimizer, workload.batch(0), budget, planner=_planner(line, options))
+    fit_seconds = time.perf_counter() - began
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", PeakMismatch)  # a mismatch is a fault of the run, told at the end
+        _train(eager, ours, steps, line)
+    return _compared(workload, eager, ours, steps, fit_seconds), Planned(ours.within.plan, ours.within.graph)
+
+
+def _budget(eager: Trainer, workload: Workload) -> int | str:
+    """Half of what eager needs beyond the static set (which the batch is in); without a meter a percentage."""
+    if not eager.peaks:
+        return "60%"
+    static = resident(eager.model, eager.optimizer) + _bytes(workload.batch(0))
+    return static + int(SHARE * (eager.peaks[-1] - static))
+
+
+def _bytes(batch: dict[str, torch.Tensor]) -> int:
+    return sum(aligned(t.untyped_storage().nbytes()) for t in batch.values())
+
+
+def _planner(line: Line, options: dict[str, Any]) -> Callable[[Graph, int | None], Plan]:
+    def decide(graph: Graph, budget: int | None) -> Plan:
+        line.step_time = sum(op.time for op in graph.ops)
+        line.say("planning", always=True)
+        return default.plan(graph, budget, default.Options(**options), line.planning)
+
+    return decide
+
+
+def _train(eager: Trainer, ours: Trainer, steps: int, line: Line) -> None:
+    for k in range(SETTLE):
+        line.say(f"within the budget, step {k + 1}", always=True)
+        ours.step(k)
+    for k in range(SETTLE, steps):
+        eager.step(k)
+        ours.step(k)
+        line.say(
+            f"step {k + 1} of {steps}, loss {float(ours.losses[-1]):.3f}, eager {float(eager.losses[-1]):.3f}"
+        )
+
+
+def _compared(workload: Workload, eager: Trainer, ours: Trainer, steps: int, fit_seconds: float) -> Run:
+    within = ours.within
+    if within is None:
+        raise Unsupported("a trial", "it compares eager with a planned step")
+    plan = within.plan
+    different = _differences(eager, ours)
+    times = statistics.median(eager.seconds[SETTLE:]), statistics.median(ours.seconds[SETTLE:])
+    return Run(
+        model=workload.key,
+        title=workload.title,
+        budget=plan.budget or plan.peak,
+        static=plan.static,
+        eager_peak=max(eager.peaks[1:], default=None),
+        planned_peak=plan.peak,
+        measured_peak=max(ours.peaks[1:], default=None),
+        unplanned_peak=plan.peak_before,
+        lower_bound=plan.lower_bound,
+        arena=plan.arena,
+        misses=within.last.misses if within.last else None,
+        identical=not different,
+        different=different,
+        steps=steps,
+        losses=[float(loss) for loss in ours.losses],
+        evictions=plan.count("recompute"),
+        moved=plan.moved,
+        time_ratio=times[1] / times[0],
+        eager_seconds=times[0],
+        seconds=times[1],
+        plan_seconds=plan.seconds,
+        fit_seconds=fit_seconds,
+        parameters=sum(p.numel() for p in ours.model.parameters()),
+        notes=list(within.notes),
+    )
+
+
+def _differences(eager: Trainer, ours: Trainer) -> list[str]:
+    """What is not equal to the bit: losses, parameters, buffers, optimizer state, random state."""
+    found = [
+        f"loss {k}" for k, pair in enumerate(zip(eager.losses, ours.losses, strict=True)) if _differ(*pair)
+    ]
+    mine, theirs = (dict(_state(t)) for t in (ours, eager))
+    found += sorted(mine.keys() ^ theirs.keys())
+    found += [name for name in theirs if name in mine and _differ(theirs[name], mine[name])]
+    return found + (["random state"] if _differ(eager.random, ours.random) else [])
+
+
+def _state(trainer: Trainer) -> Iterator[tuple[str, torch.Tensor]]:
+    yield from trainer.model.named_parameters()
+    yield from trainer.model.named_buffers()
+    for name, p in trainer.model.named_parameters():
+        for key, value in trainer.optimizer.state.get(p, {}).items():
+            if isinstance(value, torch.Tensor):
+                yield f"{name}.{key}", value
+
+
+def _differ(a: torch.Tensor, b: torch.Tensor) -> bool:
+    if a.shape != b.shape or a.dtype != b.dtype:
+        return True
+    x, y = (t.detach().contiguous().reshape(-1).view(torch.uint8) for t in (a, b))
+    return not torch.equal(x, y)
