@@ -150,6 +150,8 @@ def _scratch(
     found: list[tuple[Residence, int]] = []
     for i, k in replay.ran:
         op = graph.ops[k]
+        if not op.requests and not facts.extra[k] and i not in scratch:
+            continue
         wanted = {j: q.size for j, q in enumerate(op.requests) if q.storage < 0 and q.size > 0}
         block = max(facts.extra[k], _temporaries(op))
         placed: set[int] = set()

@@ -1,0 +1,220 @@
+"""Plans and graphs as JSON files with a schema and a version.
+
+A plan's file may carry the graph it was made for; it can then be verified, explained and run alone. Reading
+executes nothing, and whatever is wrong with a file is a ``BadInput`` that names the file and the place in it.
+Writing is atomic: the file appears complete or not at all.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import secrets
+import stat
+from pathlib import Path
+from typing import Any, TypeVar
+
+import msgspec
+
+from tightship.errors import BadInput
+from tightship.graph import Graph
+from tightship.plan import Plan
+from tightship.serde.documents import (
+    GRAPH_FORMAT,
+    PLAN_FORMAT,
+    VERSION,
+    GraphDocument,
+    PlanDocument,
+    from_graph,
+    from_plan,
+    to_graph,
+    to_plan,
+)
+
+__all__ = [
+    "GRAPH_FORMAT",
+    "LARGEST_FILE",
+    "PLAN_FORMAT",
+    "VERSION",
+    "dumps_graph",
+    "dumps_plan",
+    "json_schema",
+    "load_any",
+    "load_graph",
+    "load_plan",
+    "loads_any",
+    "loads_graph",
+    "loads_plan",
+    "save_graph",
+    "save_plan",
+]
+
+LARGEST_FILE = 1 << 30
+"""Bytes a file may have to be read."""
+
+PathLike = str | os.PathLike[str]
+_D = TypeVar("_D", PlanDocument, GraphDocument)
+
+
+def dumps_plan(plan: Plan, graph: Graph | None = None) -> bytes:
+    """JSON of a plan, with its graph if given. Raises ``BadInput`` for what could not be read back."""
+    if graph is not None and graph.digest != plan.digest:
+        raise BadInput("a plan is saved with the graph it was made for", graph.name, "graph")
+    return _encode(from_plan(plan, graph), PlanDocument, "plan")
+
+
+def dumps_graph(graph: Graph) -> bytes:
+    return _encode(from_graph(graph), GraphDocument, "graph")
+
+
+def loads_plan(data: bytes, place: str = "plan") -> tuple[Plan, Graph | None]:
+    """The plan and, if the document has it, its graph; ``place`` is what messages call the document."""
+    doc = _decode(data, PlanDocument, PLAN_FORMAT, place)
+    try:
+        return to_plan(doc)
+    except BadInput as error:
+        raise _placed(error, place) from error
+
+
+def loads_graph(data: bytes, place: str = "graph") -> Graph:
+    doc = _decode(data, GraphDocument, GRAPH_FORMAT, place)
+    try:
+        return to_graph(doc)
+    except BadInput as error:
+        raise _placed(error, place) from error
+
+
+def loads_any(data: bytes, place: str = "document") -> tuple[Plan | None, Graph | None]:
+    """Either kind of document: a plan with or without a graph, or a graph alone."""
+    if _header(data, place).format == GRAPH_FORMAT:
+        return None, loads_graph(data, place)
+    return loads_plan(data, place)
+
+
+def save_plan(plan: Plan, path: PathLike, graph: Graph | None = None) -> None:
+    _write(path, dumps_plan(plan, graph))
+
+
+def save_graph(graph: Graph, path: PathLike) -> None:
+    _write(path, dumps_graph(graph))
+
+
+def load_plan(path: PathLike, limit: int = LARGEST_FILE) -> tuple[Plan, Graph | None]:
+    """Read a plan's file of at most ``limit`` bytes."""
+    return loads_plan(_read(path, limit), os.fspath(path))
+
+
+def load_graph(path: PathLike, limit: int = LARGEST_FILE) -> Graph:
+    return loads_graph(_read(path, limit), os.fspath(path))
+
+
+def load_any(path: PathLike, limit: int = LARGEST_FILE) -> tuple[Plan | None, Graph | None]:
+    return loads_any(_read(path, limit), os.fspath(path))
+
+
+def json_schema() -> dict[str, Any]:
+    """JSON Schema (2020-12) of both documents, by format name."""
+    return {
+        name: {"$schema": "https://json-schema.org/draft/2020-12/schema", **msgspec.json.schema(cls)}
+        for name, cls in ((PLAN_FORMAT, PlanDocument), (GRAPH_FORMAT, GraphDocument))
+    }
+
+
+# Documents
+
+
+class _Header(msgspec.Struct):
+    format: str = ""
+    version: int = 0
+
+
+def _encode(doc: _D, cls: type[_D], place: str) -> bytes:
+    try:
+        data = msgspec.json.encode(doc)
+    except (TypeError, ValueError, OverflowError, RecursionError) as error:
+        raise BadInput(f"text, numbers and nothing else are saved ({error})", place=place) from error
+    _decode(data, cls, "", place)  # never write what cannot be read: an index of 2**63, a time of nan
+    return data
+
+
+def _decode(data: bytes, cls: type[_D], format_: str, place: str) -> _D:
+    try:
+        return msgspec.json.decode(data, type=cls)
+    except RecursionError as error:
+        raise BadInput("lists and objects are not nested so deep", place=place) from error
+    except msgspec.ValidationError as error:
+        if format_:
+            _check_header(_header(data, place), format_, place)
+        raise _located(error, place) from error
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise BadInput(f"a document is JSON ({error})", place=place) from error
+
+
+def _header(data: bytes, place: str) -> _Header:
+    try:
+        return msgspec.json.decode(data, type=_Header)
+    except RecursionError as error:
+        raise BadInput("lists and objects are not nested so deep", place=place) from error
+    except msgspec.ValidationError as error:
+        raise _located(error, place) from error
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise BadInput(f"a document is JSON ({error})", place=place) from error
+
+
+def _check_header(header: _Header, format_: str, place: str) -> None:
+    if header.format != format_:
+        raise BadInput(f"the document's format is {format_!r}", header.format, f"{place}: $.format")
+    if header.version != VERSION:
+        rule = f"this version of tightship reads version {VERSION} of {format_}"
+        raise BadInput(rule, header.version, f"{place}: $.version")
+
+
+def _located(error: msgspec.ValidationError, place: str) -> BadInput:
+    """msgspec ends its messages with the path in the document."""
+    found = re.fullmatch(r"(.*?)(?: - at `(.*)`)?", str(error), re.DOTALL)
+    rule, path = (found[1], found[2]) if found else (str(error), None)
+    return BadInput(rule[:1].lower() + rule[1:], place=f"{place}: {path or '$'}")
+
+
+def _placed(error: BadInput, place: str) -> BadInput:
+    return BadInput(error.rule, error.value, f"{place}: {error.place}")
+
+
+# Files
+
+
+def _read(path: PathLike, limit: int) -> bytes:
+    name = os.fspath(path)
+    try:
+        about = os.stat(path)
+        if not stat.S_ISREG(about.st_mode):
+            raise BadInput("what is read is a regular file", place=name)
+        if about.st_size > limit:
+            raise BadInput(f"a file has at most {limit} bytes", about.st_size, name)
+        with open(path, "rb") as file:
+            data = file.read(limit + 1)
+    except (OSError, ValueError) as error:
+        raise BadInput(f"the file can be read ({error})", place=name) from error
+    if len(data) > limit:
+        raise BadInput(f"a file has at most {limit} bytes", len(data), name)
+    return data
+
+
+def _write(path: PathLike, data: bytes) -> None:
+    """A new file beside the old one takes its name when it is complete; a link stays a link."""
+    target = Path(os.path.realpath(path))
+    beside = target.with_name(f".{target.name[:100]}.{secrets.token_hex(4)}.tmp")
+    try:
+        # Opened this way, and not by tempfile, the file gets the permissions that the umask asks for.
+        handle = os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
+        try:
+            with open(handle, "wb") as file:
+                file.write(data)
+                file.flush()
+                os.fsync(file.fileno())
+            os.replace(beside, target)
+        except BaseException:
+            beside.unlink(missing_ok=True)
+            raise
+    except OSError as error:
+        raise BadInput(f"the file can be written ({error})", place=os.fspath(path)) from error

@@ -1,0 +1,351 @@
+"""What plans and graphs look like as JSON, and their conversion; knows nothing of files.
+
+Ops, values and storages are objects, with fields at their default left out. Steps and residences, of which a
+plan has many, are columns: one list per field, left out when every entry is the default.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import fields
+from operator import attrgetter
+from typing import Annotated, Any, Final, Literal
+
+import msgspec
+
+from tightship.errors import BadInput
+from tightship.graph import Graph, Op, Request, Storage, Value
+from tightship.plan import Plan, Residence, Step
+
+__all__ = [
+    "DEEPEST",
+    "GRAPH_FORMAT",
+    "PLAN_FORMAT",
+    "VERSION",
+    "GraphDocument",
+    "PlanDocument",
+    "from_graph",
+    "from_plan",
+    "to_graph",
+    "to_plan",
+]
+
+PLAN_FORMAT: Final = "tightship-plan"
+GRAPH_FORMAT: Final = "tightship-graph"
+VERSION: Final = 1
+
+DEEPEST = 32
+"""Graphs called inside one another, and lists and objects inside one another in ``meta``, at most."""
+
+_LARGEST: Final = 2**63 - 1
+
+Int = Annotated[int, msgspec.Meta(ge=-(2**63), le=_LARGEST)]
+Index = Annotated[int, msgspec.Meta(ge=0, le=_LARGEST)]
+OptionalIndex = Annotated[int, msgspec.Meta(ge=-1, le=_LARGEST, description="-1: none")]
+Bytes = Annotated[int, msgspec.Meta(ge=0, le=_LARGEST, description="bytes")]
+Seconds = Annotated[float, msgspec.Meta(ge=0, description="seconds")]
+Kind = Literal["compute", "recompute", "offload", "fetch", "compress", "decompress", "free"]
+Form = Literal["full", "packed", "host"]
+
+
+class _Document(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True, kw_only=True):
+    pass
+
+
+class _StorageRow(_Document):
+    name: str
+    size: Bytes
+    kind: str = "activation"
+    pool: str = "device"
+
+
+class _ValueRow(_Document):
+    name: str
+    storage: Index
+    dtype: str = ""
+    shape: tuple[Int, ...] = ()
+    stride: tuple[Int, ...] = ()
+    offset: Int = 0
+
+
+class _RequestRow(_Document):
+    size: Bytes
+    storage: OptionalIndex
+    start: Index
+    end: OptionalIndex
+
+
+class _OpRow(_Document):
+    name: str
+    target: str
+    inputs: tuple[Index, ...] = ()
+    outputs: tuple[Index, ...] = ()
+    mutates: tuple[Index, ...] = ()
+    updates: tuple[Index, ...] = ()
+    random: bool = False
+    effect: bool = False
+    control: tuple[Index, ...] = ()
+    time: Seconds = 0.0
+    flops: Bytes = 0
+    workspace: Bytes = 0
+    requests: tuple[_RequestRow, ...] = ()
+    phase: str = "forward"
+    device: str = "cpu"
+    module: str = ""
+    source: str = ""
+    calls: tuple[_Body, ...] = ()
+
+
+class _Body(_Document, kw_only=True):
+    name: str = "graph"
+    storages: tuple[_StorageRow, ...]
+    values: tuple[_ValueRow, ...]
+    ops: tuple[_OpRow, ...]
+    inputs: tuple[Index, ...] = ()
+    outputs: tuple[Index, ...] = ()
+    meta: dict[str, Any] = {}
+
+
+class GraphDocument(_Body, kw_only=True):
+    """A graph: ops in a legal order over values over storages."""
+
+    format: Literal["tightship-graph"]
+    version: Literal[1]
+
+
+class _StepColumns(_Document):
+    kind: tuple[Kind, ...]
+    op: tuple[OptionalIndex, ...] = ()
+    storages: tuple[tuple[Index, ...], ...] = ()
+    form: tuple[Form, ...] = ()
+    nbytes: tuple[Bytes, ...] = ()
+    stream: tuple[Index, ...] = ()
+    waits: tuple[tuple[Index, ...], ...] = ()
+
+
+class _ResidenceColumns(_Document):
+    storage: tuple[OptionalIndex, ...]
+    start: tuple[Index, ...]
+    end: tuple[Index, ...]
+    size: tuple[Bytes, ...]
+    offset: tuple[Int, ...] = ()
+    pool: tuple[str, ...] = ()
+    form: tuple[Form, ...] = ()
+    request: tuple[OptionalIndex, ...] = ()
+    first: tuple[OptionalIndex, ...] = ()
+    last: tuple[OptionalIndex, ...] = ()
+
+
+class PlanDocument(_Document, kw_only=True):
+    """A plan: steps and residences as columns, what it costs, and perhaps the graph it was made for."""
+
+    format: Literal["tightship-plan"]
+    version: Literal[1]
+    digest: str
+    budget: Bytes | None = None
+    peak: Bytes = 0
+    peak_before: Bytes = 0
+    static: Bytes = 0
+    arena: Bytes = 0
+    handed: Bytes = 0
+    lower_bound: Bytes = 0
+    time: Seconds = 0.0
+    time_before: Seconds = 0.0
+    planner: str = ""
+    seconds: Seconds = 0.0
+    moved: Index = 0
+    source: str = ""
+    command: str = ""
+    notes: tuple[str, ...] = ()
+    meta: dict[str, Any] = {}
+    steps: _StepColumns
+    residences: _ResidenceColumns | None = None
+    graph: GraphDocument | None = None
+
+
+def _names(cls: type) -> tuple[str, ...]:
+    return tuple(f.name for f in fields(cls))
+
+
+_STEP, _RESIDENCE, _PLAN = _names(Step), _names(Residence), _names(Plan)
+_storage: Callable[[Any], tuple[Any, ...]] = attrgetter(*_names(Storage))
+_value: Callable[[Any], tuple[Any, ...]] = attrgetter(*_names(Value))
+_request: Callable[[Any], tuple[Any, ...]] = attrgetter(*_names(Request))
+
+
+# Plans
+
+
+def from_plan(plan: Plan, graph: Graph | None) -> PlanDocument:
+    plain = {name: getattr(plan, name) for name in _PLAN if name not in ("steps", "residences")}
+    _plain(plan.meta, "$.meta")
+    return PlanDocument(
+        format=PLAN_FORMAT,
+        version=VERSION,
+        steps=_StepColumns(**_columns(plan.steps, _STEP, _StepColumns)),
+        residences=_ResidenceColumns(**_columns(plan.residences, _RESIDENCE, _ResidenceColumns))
+        if plan.residences
+        else None,
+        graph=from_graph(graph) if graph is not None else None,
+        **plain,
+    )
+
+
+def to_plan(doc: PlanDocument) -> tuple[Plan, Graph | None]:
+    plain = {name: getattr(doc, name) for name in _PLAN if name not in ("steps", "residences")}
+    _plain(doc.meta, "$.meta")
+    graph = to_graph(doc.graph, "$.graph") if doc.graph is not None else None
+    steps = tuple(Step(*row) for row in _rows(doc.steps, _STEP, Step, "$.steps"))
+    residences: tuple[Residence, ...] = ()
+    if doc.residences is not None:
+        rows = _rows(doc.residences, _RESIDENCE, Residence, "$.residences")
+        residences = tuple(Residence(*row) for row in rows)
+    plan = Plan(steps=steps, residences=residences, **plain)
+    if graph is not None:
+        _within(plan, graph)
+    return plan, graph
+
+
+def _columns(rows: Sequence[Any], names: Sequence[str], document: type) -> dict[str, Any]:
+    """Fields of ``rows`` by name; those that all have the document's default are left out."""
+    always = {f.name for f in msgspec.structs.fields(document) if f.required}
+    out: dict[str, Any] = {}
+    defaults = _defaults(type(rows[0])) if rows else {}
+    for name in names:
+        column = tuple(map(attrgetter(name), rows))
+        if name in always or any(x != defaults[name] for x in column):
+            out[name] = column
+    return out
+
+
+def _defaults(cls: type) -> dict[str, Any]:
+    return {f.name: f.default for f in fields(cls)}
+
+
+def _rows(doc: Any, names: Sequence[str], cls: type, place: str) -> Any:
+    count, defaults = len(getattr(doc, names[0])), _defaults(cls)
+    columns = []
+    for name in names:
+        column = getattr(doc, name)
+        if not column and name in defaults:
+            column = (defaults[name],) * count
+        if len(column) != count:
+            raise BadInput(f"columns are as long as {names[0]!r}, {count}", len(column), f"{place}.{name}")
+        columns.append(column)
+    return zip(*columns, strict=True)
+
+
+def _within(plan: Plan, graph: Graph) -> None:
+    """Indices of the plan exist in the graph that comes with it."""
+    ops, storages = len(graph.ops), len(graph.storages)
+    for i, step in enumerate(plan.steps):
+        if step.op >= ops:
+            raise BadInput(f"an op is an index of the graph's {ops} ops", step.op, f"$.steps.op[{i}]")
+        for s in step.storages:
+            if s >= storages:
+                rule = f"a storage is an index of the graph's {storages} storages"
+                raise BadInput(rule, s, f"$.steps.storages[{i}]")
+        for w in step.waits:
+            if w >= len(plan.steps):
+                rule = f"a wait is an index of the plan's {len(plan.steps)} steps"
+                raise BadInput(rule, w, f"$.steps.waits[{i}]")
+    for i, r in enumerate(plan.residences):
+        if r.storage >= storages:
+            rule = f"a storage is an index of the graph's {storages} storages"
+            raise BadInput(rule, r.storage, f"$.residences.storage[{i}]")
+
+
+# Graphs
+
+
+def from_graph(graph: Graph) -> GraphDocument:
+    return GraphDocument(format=GRAPH_FORMAT, version=VERSION, **_body(graph, "$", 0))
+
+
+def _body(graph: Graph, place: str, depth: int) -> dict[str, Any]:
+    if depth > DEEPEST:
+        raise BadInput(f"graphs call one another at most {DEEPEST} deep", place=place)
+    _plain(graph.meta, f"{place}.meta")
+    ops = []
+    for k, op in enumerate(graph.ops):
+        plain = {name: getattr(op, name) for name in _PLAIN_OP}
+        requests = tuple(
+            _RequestRow(**dict(zip(_names(Request), _request(r), strict=True))) for r in op.requests
+        )
+        calls = tuple(_Body(**_body(g, f"{place}.ops[{k}].calls", depth + 1)) for g in op.calls)
+        ops.append(_OpRow(requests=requests, calls=calls, **plain))
+    return {
+        "name": graph.name,
+        "storages": tuple(
+            _StorageRow(name=s.name, size=s.size, kind=s.kind, pool=s.pool) for s in graph.storages
+        ),
+        "values": tuple(
+            _ValueRow(
+                name=v.name, storage=v.storage, dtype=v.dtype, shape=v.shape, stride=v.stride, offset=v.offset
+            )
+            for v in graph.values
+        ),
+        "ops": tuple(ops),
+        "inputs": graph.inputs,
+        "outputs": graph.outputs,
+        "meta": graph.meta,
+    }
+
+
+_PLAIN_OP = tuple(name for name in _names(Op) if name not in ("requests", "calls"))
+
+
+def to_graph(doc: _Body, place: str = "$", depth: int = 0) -> Graph:
+    if depth > DEEPEST:
+        raise BadInput(f"graphs call one another at most {DEEPEST} deep", place=place)
+    _plain(doc.meta, f"{place}.meta")
+    ops = []
+    for k, row in enumerate(doc.ops):
+        requests = tuple(Request(*_request(r)) for r in row.requests)
+        calls = tuple(to_graph(g, f"{place}.ops[{k}].calls[{j}]", depth + 1) for j, g in enumerate(row.calls))
+        ops.append(Op(requests=requests, calls=calls, **{name: getattr(row, name) for name in _PLAIN_OP}))
+    try:
+        graph = Graph(
+            tuple(ops),
+            tuple(Value(*_value(v)) for v in doc.values),
+            tuple(Storage(*_storage(s)) for s in doc.storages),
+            doc.inputs,
+            doc.outputs,
+            doc.name,
+            doc.meta,
+        )
+        made = graph.uses.defines
+    except BadInput as error:
+        raise BadInput(error.rule, error.value, f"{place}: {error.place}") from error
+    for k, op in enumerate(ops):
+        for r in op.requests:
+            if r.storage >= len(made[k]):
+                rule = f"a request becomes -1 or an index of the {len(made[k])} storages its op defines"
+                raise BadInput(rule, r.storage, f"{place}.ops[{k}].requests")
+    return graph
+
+
+# Meta
+
+
+def _plain(value: Any, place: str, depth: int = 0) -> None:
+    """``meta`` is what JSON can say and no more: anything else would come back as something else."""
+    if depth > DEEPEST:
+        raise BadInput(f"lists and objects lie at most {DEEPEST} deep", place=place)
+    if isinstance(value, dict):
+        for key, inner in value.items():
+            if not isinstance(key, str):
+                raise BadInput("keys are strings", key, place)
+            _plain(inner, f"{place}.{key}", depth + 1)
+    elif isinstance(value, (list, tuple)):
+        for i, inner in enumerate(value):
+            _plain(inner, f"{place}[{i}]", depth + 1)
+    elif isinstance(value, int):
+        if not -(2**63) <= value <= _LARGEST:
+            raise BadInput("a number is within 64 bits", value, place)
+    elif isinstance(value, float):
+        if not math.isfinite(value):
+            raise BadInput("a number is finite", value, place)
+    elif not (value is None or isinstance(value, str)):
+        raise BadInput("meta holds only what JSON can say", type(value).__name__, place)
