@@ -5,6 +5,7 @@ The other half of ``compat``, under the same rule: nothing else in tightship may
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -12,11 +13,13 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
-from tightship.frontends.torch.compat import require_torch
+from tightship.errors import Unsupported
+from tightship.frontends.torch.compat import is_random, require_torch
 
 require_torch()
 
 from torch._dynamo.backends.common import aot_autograd as _aot_autograd  # noqa: E402
+from torch._dynamo.exc import TorchDynamoException  # noqa: E402
 from torch._functorch import config as _config  # noqa: E402
 from torch._functorch import partitioners as _partitioners  # noqa: E402
 from torch._functorch._aot_autograd import descriptors as _descriptors  # noqa: E402
@@ -29,15 +32,20 @@ __all__ = [
     "breaks",
     "compile_training",
     "compiled_options",
+    "example_of",
     "fixed_sizes",
     "frame",
     "is_backward",
+    "is_control_flow",
     "is_tangent",
     "mutates",
     "never_donates",
     "outside",
+    "random_nodes",
+    "result_node",
     "source_name",
     "split",
+    "unchecked_saving",
     "wanted_by_forward",
 ]
 
@@ -56,8 +64,8 @@ def compile_training(
     backward: Compiler,
     inference: Compiler,
 ) -> Callable[..., Any]:
-    """AOTAutograd on a Dynamo graph. ``partition(joint, number of forward outputs, static inputs)`` cuts the joint
-    graph; the compilers return boxed functions (`boxed`)."""
+    """AOTAutograd on a Dynamo graph. ``partition(joint, number of forward outputs, static inputs)`` cuts the
+    joint graph; the compilers return boxed functions (`boxed`)."""
 
     def partition_fn(joint: GraphModule, _inputs: Any, *, num_fwd_outputs: int, **more: Any) -> Any:
         return partition(joint, num_fwd_outputs, tuple(more.get("static_lifetime_input_indices") or ()))
@@ -71,7 +79,8 @@ def compile_training(
 
 
 def boxed(fn: Callable[[list[Any]], Any]) -> Callable[[list[Any]], Any]:
-    """Marks a function that takes one list of arguments and empties it, so that nothing outlives its last use."""
+    """Marks a function that takes one list of arguments and empties it, so that nothing outlives its last
+    use."""
     fn._boxed_call = True  # type: ignore[attr-defined]
     return fn
 
@@ -85,7 +94,8 @@ def never_donates() -> None:
 
 @contextmanager
 def outside() -> Iterator[None]:
-    """Run on tensors of one's own in the middle of a compilation: no modes, no autograd, no Python kernels."""
+    """Run on tensors of one's own in the middle of a compilation: no modes, no autograd, no Python
+    kernels."""
     with ExitStack() as stack:
         stack.enter_context(torch.no_grad())
         stack.enter_context(_disable_current_modes())
@@ -110,18 +120,38 @@ def mutates(node: Node) -> bool:
     return isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable
 
 
+def random_nodes(gm: GraphModule) -> list[Node]:
+    """The nodes that draw from the random state."""
+    found = [n for n in gm.graph.nodes if isinstance(n.target, torch._ops.OpOverload)]
+    return [n for n in found if is_random(n.target, n.args, n.kwargs)]
+
+
+def result_node(node: Node, k: int) -> Node:
+    """The node of the ``k``-th tensor that ``node`` gives; made if nobody has asked for it yet."""
+    val = node.meta.get("val")
+    if not isinstance(val, (list, tuple)):
+        return node
+    if not (k < len(val) and isinstance(val[k], torch.Tensor)):
+        raise Unsupported(f"{node.target}", "its results are nested")
+    for user in node.users:
+        if user.target is operator.getitem and user.args[1] == k:
+            return user
+    with node.graph.inserting_after(node):
+        new = node.graph.call_function(operator.getitem, (node, k))
+    new.meta = {**node.meta, "val": val[k]}
+    return new
+
+
 def wanted_by_forward(node: Node) -> bool:
     """Whether the node changes one of the caller's tensors in the forward pass."""
     return mutates(node) and not is_backward(node)
 
 
-def split(
-    joint: GraphModule, saved: Sequence[Node], outputs: int
-) -> tuple[GraphModule, GraphModule]:
+def split(joint: GraphModule, saved: Sequence[Node], outputs: int) -> tuple[GraphModule, GraphModule]:
     """Forward and backward graphs of a joint graph of which ``saved`` cross the boundary, all of them kept.
 
-    (PyTorch's own extraction, without the step that drops saved values its backward graph does not need: what a
-    plan recomputes from them is not in that graph.)
+    (PyTorch's own extraction, without the step that drops saved values its backward graph does not need:
+    what a plan recomputes from them is not in that graph.)
     """
     fw_out, bw_out, fw_desc, bw_desc = _partitioners._extract_fwd_bwd_outputs(joint, num_fwd_outputs=outputs)
     placeholders = joint.graph.find_nodes(op="placeholder")
@@ -131,6 +161,7 @@ def split(
     extract = _partitioners._extract_graph_with_inputs_outputs
     forward = extract(joint.graph, primals, [*fw_out, *saved], [*fw_desc, *saved_desc], "forward")
     backward = extract(joint.graph, [*saved, *tangents], bw_out, bw_desc, "backward")
+    backward.eliminate_dead_code(is_impure_node=lambda n: n.op in ("placeholder", "output") or mutates(n))
     return _make_graph_module(joint, forward), _make_graph_module(joint, backward)
 
 
@@ -158,10 +189,22 @@ def breaks(gm: GraphModule) -> bool:
 
 
 def source_name(node: Node) -> str:
-    """The Python expression of a Dynamo placeholder's tensor (``L['self']._modules['fc']._parameters['weight']``)."""
+    """The Python expression of a Dynamo placeholder's tensor
+    (``L['self']._modules['fc']._parameters['weight']``)."""
     source = getattr(node.meta.get("grapharg"), "source", None)
     name = getattr(source, "name", "")
     return str(name() if callable(name) else name)
+
+
+def example_of(node: Node) -> torch.Tensor | None:
+    """The caller's tensor that a Dynamo placeholder stood for when it was traced, if it is still there."""
+    found = getattr(node.meta.get("grapharg"), "example", None)
+    return found if isinstance(found, torch.Tensor) else None
+
+
+def is_control_flow(error: BaseException) -> bool:
+    """Whether an exception is Dynamo's way of starting over, and none of a backend's business."""
+    return isinstance(error, TorchDynamoException)
 
 
 def fixed_sizes(gm: GraphModule, inputs: Sequence[Any]) -> bool:
@@ -183,7 +226,8 @@ def fixed_sizes(gm: GraphModule, inputs: Sequence[Any]) -> bool:
 
 
 def compiled_options(compiled: Any) -> dict[str, Any] | None:
-    """The ``options`` a module or function was given to ``torch.compile`` with, the same object; None if none."""
+    """The ``options`` a module or function was given to ``torch.compile`` with, the same object; None if
+    none."""
     implementation = getattr(compiled, "_compiled_call_impl", None)  # Module.compile
     for thing in (compiled, implementation):
         for context in _contexts(thing):

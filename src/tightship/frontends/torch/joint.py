@@ -1,13 +1,14 @@
 """AOTAutograd's joint graph -> Program: forward pass, tangents, backward pass.
 
-The graph is run once more, node by node, on fake tensors of its own, so that everything that capture knows about ops
-(what a kernel's results really look like, what it writes, what draws random numbers) holds here too, and sizes are
-numbers. The tangents are the results of an op of their own, the **boundary**: what stands before it in a plan is
-the forward pass, what stands after it the backward pass.
+The graph is run once more, node by node, on fake tensors of its own, so that everything that capture knows
+about ops (what a kernel's results really look like, what it writes, what draws random numbers) holds here
+too, and sizes are numbers. The tangents are the results of an op of their own, the **boundary**: what stands
+before it in a plan is the forward pass, what stands after it the backward pass.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
@@ -18,8 +19,7 @@ from torch.fx import GraphModule, Node
 
 from tightship.errors import TightshipError, Unsupported
 from tightship.frontends.torch import compat, compat_compile
-from tightship.frontends.torch.lower import _fx_origin as _origin
-from tightship.frontends.torch.lower import _live, _Numbers, finish
+from tightship.frontends.torch.lower import _fx_origin, _live, _Numbers, finish
 from tightship.frontends.torch.origin import Origin
 from tightship.frontends.torch.program import Program, Ref
 from tightship.frontends.torch.record import Recorder
@@ -41,9 +41,10 @@ class Primal:
 class Joint:
     """A joint graph's program. A slot's key is the position of its placeholder (or of its constant).
 
-    ``boundary`` is the op that brings the tangents, None in a forward pass alone. ``forward`` and ``backward`` hold,
-    for each output of the graph, a ``Ref`` to its value or what it is instead (None, a number). ``nodes`` gives the
-    fx node and the position among its results from which each storage that an op defines comes.
+    ``boundary`` is the op that brings the tangents, None in a forward pass alone. ``forward`` and
+    ``backward`` hold, for each output of the graph, a ``Ref`` to its value or what it is instead (None, a
+    number). ``nodes`` gives the fx node and the position among its results from which each storage that an
+    op defines comes.
     """
 
     program: Program
@@ -53,6 +54,15 @@ class Joint:
     tangents: tuple[int, ...]
     nodes: dict[int, tuple[Node, int]]
 
+    def node_of(self, storage: int) -> Node:
+        """The fx node whose tensor spans the storage. Raises ``Unsupported`` where there is none."""
+        if storage not in self.nodes:
+            name = self.program.graph.storages[storage].name
+            raise Unsupported(
+                f"saving {name} for the backward pass", "it is a part of another op", "report this"
+            )
+        return compat_compile.result_node(*self.nodes[storage])
+
 
 def bring_tangents(*_args: Any) -> None:
     """Stands for what autograd does between the two passes; never called."""
@@ -61,11 +71,11 @@ def bring_tangents(*_args: Any) -> None:
 def lower_joint(
     gm: GraphModule, outputs: int | None, primals: Sequence[Primal] = (), *, name: str = "joint"
 ) -> Joint:
-    """The program of a joint graph whose first ``outputs`` results are the forward pass's; None: all are, and there
-    is no backward pass.
+    """The program of a joint graph whose first ``outputs`` results are the forward pass's; None: all are,
+    and there is no backward pass.
 
-    Raises ``Unsupported``, with node and source line, for what cannot be planned (higher-order ops, data-dependent
-    sizes, sparse tensors, a backward pass that reads what the forward pass overwrites).
+    Raises ``Unsupported``, with node and source line, for what cannot be planned (higher-order ops,
+    data-dependent sizes, sparse tensors, a backward pass that reads what the forward pass overwrites).
     """
     return _Lowering(gm, outputs, primals, name).run()
 
@@ -121,11 +131,15 @@ class _Lowering:
         return flat(output.args[0])
 
     def _nodes(self, which: Callable[[Node], bool]) -> list[Node]:
-        return [n for n in self.gm.graph.nodes if n.op in ("call_function", "get_attr", "call_module") and which(n)]
+        return [
+            n
+            for n in self.gm.graph.nodes
+            if n.op in ("call_function", "get_attr", "call_module") and which(n)
+        ]
 
     def _late(self, forward: Sequence[Any]) -> set[Node]:
-        """The nodes of the backward pass: those that depend on tangents, and those traced there that the forward
-        pass does not need."""
+        """The nodes of the backward pass: those that depend on tangents, and those traced there that the
+        forward pass does not need."""
         needed: set[Node] = set()
         stack = [n for n in forward if isinstance(n, Node)]
         stack += [n for n in self.gm.graph.nodes if compat_compile.wanted_by_forward(n)]
@@ -140,7 +154,8 @@ class _Lowering:
                 if compat_compile.is_tangent(n):
                     late.add(n)
             elif n.op != "output" and (
-                any(a in late for a in n.all_input_nodes) or (compat_compile.is_backward(n) and n not in needed)
+                any(a in late for a in n.all_input_nodes)
+                or (compat_compile.is_backward(n) and n not in needed)
             ):
                 late.add(n)
         self._check_order(late)
@@ -170,19 +185,24 @@ class _Lowering:
                 continue
             self.env[n] = fake = self._blank(val, n)
             if not compat_compile.is_tangent(n):
+                self.made[self.tape.storage(self.tape.value(fake))] = (n, 0)
                 known = self.primals[k] if k < len(self.primals) else Primal("input", n.name)
                 self.tape.input(fake, known.role, k, known.name)
 
     def _blank(self, val: torch.Tensor, n: Node) -> torch.Tensor:
         if val.layout is not torch.strided:
-            raise Unsupported(f"the {val.layout} input {n.name}", "its bytes are more than one strided storage")
+            raise Unsupported(
+                f"the {val.layout} input {n.name}", "its bytes are more than one strided storage"
+            )
         shape, stride = [_number(x, n) for x in val.shape], [_number(x, n) for x in val.stride()]
         with self.mode:
             return torch.empty_strided(shape, stride, dtype=val.dtype, device=val.device)
 
     def _tangents(self) -> list[int]:
         nodes = [n for n in self.gm.graph.find_nodes(op="placeholder") if compat_compile.is_tangent(n)]
-        values = [self.tape.value(self.env[n], n.name) for n in nodes if isinstance(self.env[n], torch.Tensor)]
+        values = [
+            self.tape.value(self.env[n], n.name) for n in nodes if isinstance(self.env[n], torch.Tensor)
+        ]
         for n, v in zip(nodes, values, strict=False):
             self.tape.storages[self.tape.storage(v)].name = n.name
         kept = [r.value for r in map(self._ref, self._results()[: self.outputs]) if isinstance(r, Ref)]
@@ -200,15 +220,20 @@ class _Lowering:
             self.env[n] = self._constant(n)
             return
         if n.op != "call_function" or isinstance(n.target, torch._ops.HigherOrderOperator):
-            raise Unsupported(f"{n.target} at {_origin(n)}", "it is not an ATen op", "keep it out of the compiled region")
+            raise Unsupported(
+                f"{n.target} at {_origin(n)}", "it is not an ATen op", "keep it out of the compiled region"
+            )
         args = torch.fx.node.map_arg(n.args, self.env.__getitem__)
         kwargs = torch.fx.node.map_arg(n.kwargs, self.env.__getitem__)
+        run: Any = _copied if n.target is torch.ops.aten.copy.default else n.target
         try:
-            out = n.target(*_plain(args), **_plain(kwargs))  # type: ignore[operator]
+            out = run(*_plain(args), **_plain(kwargs))
         except TightshipError:
             raise
         except Exception as error:
-            raise Unsupported(f"{n.target} at {_origin(n)}", f"it does not run on fake tensors: {error}") from error
+            raise Unsupported(
+                f"{n.target} at {_origin(n)}", f"it does not run on fake tensors: {error}"
+            ) from error
         self.env[n] = out
         for k, t in enumerate(flat(out)):
             if isinstance(t, torch.Tensor) and isinstance(n.target, torch._ops.OpOverload):
@@ -263,9 +288,9 @@ class _Lowering:
         )  # fmt: skip
 
 
-
 def _fenced(program: Program, boundary: int) -> Program:
-    """What the forward pass must have done before the tangents come, and the backward pass must not do earlier."""
+    """What the forward pass must have done before the tangents come, and the backward pass must not do
+    earlier."""
     graph = program.graph
 
     def once(k: int) -> bool:
@@ -282,8 +307,8 @@ def _fenced(program: Program, boundary: int) -> Program:
 
 
 def pinned(joint: Joint, program: Program) -> Program:
-    """``program`` (``joint``'s, perhaps measured) with what the caller gets after the forward pass kept from then on:
-    it may not be dropped and made again, because the caller has it."""
+    """``program`` (``joint``'s, perhaps measured) with what the caller gets after the forward pass kept from
+    then on: it may not be dropped and made again, because the caller has it."""
     graph = program.graph
     held = {graph.values[r.value].storage for r in joint.forward if isinstance(r, Ref)} - graph.static
     definers = {graph.uses.definer[s] for s in held}
@@ -300,6 +325,23 @@ def _number(x: Any, n: Node) -> Any:
         except Exception as error:
             raise Unsupported(f"{n.name} at {_origin(n)}", "its size depends on data") from error
     return x
+
+
+def _origin(n: Node) -> Origin:
+    """Dynamo calls the compiled module by the name it had in the frame (``L['self']``)."""
+    found = _fx_origin(n)
+    return found._replace(module=re.sub(r"^L\['\w+'\]\.?", "", found.module))
+
+
+def _copied(like: torch.Tensor, source: torch.Tensor, non_blocking: bool = False) -> torch.Tensor:
+    """``aten.copy`` without its copy of everything around ``like``, whose strides and offset it would
+    keep."""
+    del non_blocking
+    whole = source if source.shape == like.shape else source.expand(like.shape)
+    new: torch.Tensor = torch.ops.aten._to_copy.default(
+        whole, dtype=like.dtype, device=like.device, memory_format=torch.contiguous_format
+    )
+    return new
 
 
 def _plain(tree: Any) -> Any:

@@ -1,0 +1,321 @@
+"""Backend for torch.compile: ``torch.compile(model, backend="tightship", options={"budget": "6GiB"})``.
+
+Each graph that Dynamo finds is planned as one, forward and backward pass together, and run op by op on ATen:
+losses and gradients are those of ``backend="aot_eager"`` to the bit. Sizes are fixed: a batch of another
+size is planned anew, and kept. Budgets count the graph's inputs (parameters, buffers, batch), everything it
+makes, and its gradients; optimizer state and what the caller's own code makes between graphs they do not.
+"""
+
+from __future__ import annotations
+
+import copy
+import re
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+from weakref import WeakValueDictionary
+
+from tightship.errors import BadInput, Infeasible, TightshipError, VerificationFailed
+from tightship.execute.profile import profile
+from tightship.frontends.torch import compat, compat_compile
+from tightship.frontends.torch.joint import Joint, Primal, lower_joint, pinned
+from tightship.frontends.torch.program import Program, Ref
+from tightship.graph import Graph
+from tightship.integrations.torch_halves import Cut, cut
+from tightship.integrations.torch_ledger import Entry, Ledger
+from tightship.integrations.torch_options import CompileOptions, read_options
+from tightship.integrations.torch_piece import Lane, Piece
+from tightship.plan import Plan
+from tightship.planners.default import plan as default_plan
+from tightship.simulate import baseline, replay
+
+__all__ = ["Fallback", "backend", "compiled_notes", "compiled_plans"]
+
+
+class Fallback(UserWarning):
+    """A graph runs in eager, without a plan: its budget is not kept."""
+
+
+def backend(
+    gm: Any, example_inputs: Sequence[Any], *, options: Mapping[str, Any] | None = None, **more: Any
+) -> Any:
+    """What torch.compile calls with each graph. ``options`` as `CompileOptions` describes them.
+
+    Errors reach the caller when the compiled model is called: ``Infeasible`` when no plan meets the budget,
+    with the least peak reached and what makes it up; ``BadInput`` for bad options; ``Unsupported``, where
+    ``eager_fallback`` is off, for what cannot be planned (otherwise `Fallback` is warned).
+    """
+    compat.require_torch()
+    try:
+        if more:
+            raise BadInput("the backend takes options= and nothing else", sorted(more), "torch.compile")
+        session = _session(options if options is not None else {})
+    except TightshipError as error:
+        return _raising(error)
+    return session.compile(gm, example_inputs)
+
+
+def compiled_plans(compiled: Any) -> tuple[Piece, ...]:
+    """The planned graphs of a compiled module or function, in the order they were planned (empty before its
+    first call). Plans are found by the ``options`` given to torch.compile: raises ``BadInput`` if there were
+    none."""
+    return tuple(_session_of(compiled).pieces)
+
+
+def compiled_notes(compiled: Any) -> tuple[str, ...]:
+    """What a user should know: graphs that run unplanned, and every piece's notes."""
+    session = _session_of(compiled)
+    return tuple(
+        dict.fromkeys([*session.notes, *(f"graph {p.name}: {n}" for p in session.pieces for n in p.notes)])
+    )
+
+
+# --- sessions: what belongs to one call of torch.compile ------------------------------------------------------
+
+
+_sessions: WeakValueDictionary[int, Session] = WeakValueDictionary()
+
+
+def _session(options: Mapping[str, Any]) -> Session:
+    """The options object stands for the call of torch.compile: it is the same for all graphs of a model."""
+    found = _sessions.get(id(options)) if options else None
+    if found is None:
+        chosen = read_options(options)
+        found = Session(options, chosen, Ledger(chosen.budget))
+        if options:
+            _sessions[id(options)] = found  # the session keeps the object, so its identity is not given away
+    return found
+
+
+def _session_of(compiled: Any) -> Session:
+    options = compat_compile.compiled_options(compiled)
+    if options is None:
+        raise BadInput(
+            "a compiled module or function was given options", type(compiled).__name__, "compiled_plans"
+        )
+    return _sessions.get(id(options)) or Session(options, CompileOptions(), Ledger(None))
+
+
+@dataclass(eq=False)
+class Session:
+    """Everything planned under one call of torch.compile."""
+
+    given: Mapping[str, Any]
+    options: CompileOptions
+    ledger: Ledger
+    pieces: list[Piece] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    lanes: dict[int, Lane] = field(default_factory=dict)
+
+    def compile(self, gm: Any, inputs: Sequence[Any]) -> Callable[..., Any]:
+        try:
+            compat_compile.fixed_sizes(gm, inputs)
+            return _Compilation(self, gm).run(gm, inputs)
+        except Infeasible as error:
+            return _raising(error)
+        except Exception as error:
+            if compat_compile.is_control_flow(error):
+                raise
+            if not self.options.eager_fallback:
+                return _raising(error)
+            return self._eager(gm, error)
+
+    def _eager(self, gm: Any, error: Exception) -> Callable[..., Any]:
+        _, name = compat_compile.frame()
+        kind = "" if isinstance(error, TightshipError) else f"{type(error).__name__}: "
+        text = f"graph {name} runs in eager, without a plan and outside the budget: {kind}{error}"
+        self.notes.append(text)
+        warnings.warn(text, Fallback, stacklevel=2)
+        session = self
+
+        def eager(*args: Any) -> Any:
+            session.lanes  # noqa: B018 (keeps the session, and with it the notes, as long as the code)
+            return gm(*args)
+
+        return eager
+
+
+def _raising(error: Exception) -> Callable[..., Any]:
+    """Raises ``error`` itself when the compiled model is called; from within a backend Dynamo would wrap
+    it."""
+
+    def failed(*_args: Any) -> Any:
+        raise copy.copy(error).with_traceback(None)
+
+    return failed
+
+
+# --- compiling one graph --------------------------------------------------------------------------------------
+
+
+class _Compilation:
+    """One graph: joint graph -> program -> plan -> two functions."""
+
+    def __init__(self, session: Session, gm: Any) -> None:
+        self.session, self.options = session, session.options
+        self.frame, self.name = compat_compile.frame()
+        self.more = compat_compile.breaks(gm)
+        self.placeholders = gm.graph.find_nodes(op="placeholder")
+        self.piece: Piece | None = None
+
+    def run(self, gm: Any, inputs: Sequence[Any]) -> Callable[..., Any]:
+        return compat_compile.compile_training(
+            gm, inputs, partition=self.partition, forward=self.forward, backward=self.backward,
+            inference=self.inference,
+        )  # fmt: skip
+
+    def partition(self, gm: Any, outputs: int, static: Sequence[int]) -> tuple[Any, Any]:
+        joint = lower_joint(gm, outputs, self._primals(gm, static), name=f"graph {self.name}")
+        piece, nodes = self._planned(joint)
+        self.piece = piece
+        forward, backward = compat_compile.split(gm, nodes, outputs)
+        _check_seeds(forward, backward)
+        return forward, backward
+
+    def forward(self, _gm: Any, _inputs: Any) -> Any:
+        assert self.piece is not None
+        return self._function(self.piece.forward)
+
+    def backward(self, _gm: Any, _inputs: Any) -> Any:
+        assert self.piece is not None
+        compat_compile.never_donates()
+        return self._function(self.piece.backward)
+
+    def inference(self, gm: Any, _inputs: Any) -> Any:
+        joint = lower_joint(gm, None, self._primals(gm, ()), name=f"graph {self.name}")
+        return self._function(self._planned(joint)[0].forward)
+
+    def _function(self, run: Callable[[list[Any]], list[Any]]) -> Callable[[list[Any]], Any]:
+        session = self.session
+
+        def boxed(args: list[Any]) -> list[Any]:
+            session.lanes  # noqa: B018 (keeps the session alive as long as the code)
+            return run(args)
+
+        return compat_compile.boxed(boxed)
+
+    # --- inputs ---
+
+    def _primals(self, gm: Any, static: Sequence[int]) -> list[Primal]:
+        """Names and roles, from Dynamo's placeholders where AOTAutograd's are the same ones."""
+        inputs = [n for n in gm.graph.find_nodes(op="placeholder") if not compat_compile.is_tangent(n)]
+        if len(inputs) != len(self.placeholders):
+            return [Primal("parameter" if k in static else "input", n.name) for k, n in enumerate(inputs)]
+        rows = []
+        for n, theirs in zip(inputs, self.placeholders, strict=True):
+            source = compat_compile.source_name(theirs)
+            role = next((r for r in ("parameter", "buffer") if f"._{r}s[" in source), "input")
+            rows.append(Primal(role, _readable(source) or n.name))
+        return rows
+
+    def _storages(self, graph: Graph) -> dict[int, int]:
+        """Identity and bytes of the caller's tensors; those that are not known count as themselves."""
+        found: dict[int, int] = {}
+        for n in self.placeholders:
+            real = compat_compile.example_of(n)
+            if real is not None:
+                found[compat.storage_key(real)] = real.untyped_storage().nbytes()
+        rest = graph.static_bytes - sum(found.values())
+        return {**found, -1 - self.frame: rest} if rest > 0 else found
+
+    # --- planning ---
+
+    def _planned(self, joint: Joint) -> tuple[Piece, list[Any]]:
+        o = self.options
+        with compat_compile.outside():
+            program = profile(joint.program, cache=o.cache, seconds_per_op=o.seconds_per_op)
+        program = replace(program, notes=tuple(n for n in program.notes if "(tangents" not in n))
+        program = pinned(joint, program)
+        plan, where = self._within_budget(joint, program)
+        values = sorted((*where.saved, *where.made), key=lambda v: _unchecked(joint, program, v))
+        lane = self.session.lanes.setdefault(self.frame, Lane())
+        piece = Piece(
+            replace(joint, nodes={}),
+            program,
+            plan,
+            where,
+            name=self.name,
+            lane=lane,
+            strict=o.strict,
+            arena=o.arena,
+            saved=values,
+        )
+        self.session.pieces.append(piece)
+        if o.on_plan is not None:
+            o.on_plan(piece)
+        return piece, [joint.node_of(program.graph.values[v].storage) for v in values]
+
+    def _within_budget(self, joint: Joint, program: Program) -> tuple[Plan, Cut]:
+        graph, ledger = program.graph, self.session.ledger
+        everything = replay(graph, baseline(graph))
+        static = ledger.new_static(self.frame, self._storages(graph))
+        free = ledger.available(self.frame, static, everything.peak - graph.static_bytes)
+        plan = self._plan(graph, free)
+        where = cut(joint, program, plan)
+        ledger.enter(self.frame, _entry(joint, program, plan, where, static, everything.peak))
+        return plan, where
+
+    def _plan(self, graph: Graph, free: int | None) -> Plan:
+        """A plan that needs at most ``free`` bytes beyond the inputs; half of that, if it can, where more
+        graphs are to come and nobody knows yet what they need."""
+        if free is None:
+            return self._placed(graph, None)
+        if (
+            self.more
+            and self.session.ledger.budget is not None
+            and self.session.ledger.budget.bytes is not None
+        ):
+            try:
+                return self._placed(graph, graph.static_bytes + max(free, 0) // 2)
+            except Infeasible:
+                pass
+        return self._placed(graph, max(graph.static_bytes + free, 0))
+
+    def _placed(self, graph: Graph, limit: int | None) -> Plan:
+        """With an arena, unless gradients beside an arena need more than the budget although the peak does
+        not."""
+        try:
+            return default_plan(graph, limit, self.options.planner)
+        except Infeasible as error:
+            if error.best_peak > (limit or 0):
+                raise
+        plan = default_plan(graph, limit, replace(self.options.planner, hand_out=False))
+        note = "results beside an arena would not fit the budget: the plan runs on the ordinary heap"
+        return replace(plan, residences=(), arena=0, handed=0, notes=(*plan.notes, note))
+
+
+def _entry(joint: Joint, program: Program, plan: Plan, where: Cut, static: int, unplanned: int) -> Entry:
+    graph = program.graph
+    given = {graph.values[r.value].storage for r in joint.backward if isinstance(r, Ref)} - graph.static
+    keep = cut(joint, program, replace(plan, steps=baseline(graph)))
+    return Entry(
+        static=static,
+        dynamic=plan.peak - graph.static_bytes,
+        rest=where.resident - graph.static_bytes,
+        gradients=sum(graph.storages[s].size for s in given),
+        unplanned=unplanned - graph.static_bytes,
+        unplanned_rest=keep.resident - graph.static_bytes,
+    )
+
+
+def _unchecked(joint: Joint, program: Program, value: int) -> bool:
+    found = joint.nodes.get(program.graph.values[value].storage)
+    return found is not None and compat_compile.unchecked_saving(found[0])
+
+
+def _check_seeds(forward: Any, backward: Any) -> None:
+    """A random op in both graphs would draw twice: wrong gradients, and no error."""
+    twice = {n.name for n in compat_compile.random_nodes(forward)} & {
+        n.name for n in compat_compile.random_nodes(backward)
+    }
+    if twice:
+        raise VerificationFailed(
+            [f"{n} draws random numbers in both passes" for n in sorted(twice)], "torch.compile"
+        )
+
+
+def _readable(source: str) -> str:
+    """``L['self']._modules['fc']._parameters['weight']`` -> ``fc.weight``; other expressions as they are."""
+    parts = re.findall(r"_(?:modules|parameters|buffers)\['([^']*)'\]", source)
+    return ".".join(parts) if parts else re.sub(r"^L\['(\w+)'\]", r"\1", source)
