@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import cast
 
 from tightship.planners.evict._xla_tracker import Item, Tracker
@@ -17,7 +18,7 @@ def check(tracker: Tracker, base: int) -> None:
     assert len(at) == len(items), "an item stands in the schedule once"
     ran = [item.placed for item in items]
     assert ran == sorted(ran, reverse=True), "items that have run stand before those that have not"
-    assert all(a.key < b.key for a, b in zip(items, items[1:], strict=False)), "keys compare as the schedule"
+    assert all(a.key < b.key for a, b in pairwise(items)), "keys compare as the schedule"
     _check_buffers(tracker, items, at)
     _check_bytes(tracker, items, at, base)
 

@@ -19,12 +19,12 @@ class Picker(Protocol):
     def pick(self, now: Item) -> list[Item] | None: ...
     def taken(self, splits: Sequence[Split]) -> None: ...
     def refused(self, item: Item) -> None: ...
-    def ended(self, item: Item, dead: Sequence[Buffer]) -> None: ...
+    def ended(self, item: Item) -> None: ...
 
 
 class Rescan:
-    """XLA's own way: every run of up to ``block`` neighbours among the ops already run, the cheapest by limit / gain.
-    Longer runs are looked at only when no shorter one gains anything."""
+    """XLA's own way: of every run of up to ``block`` neighbours among the ops already run, the cheapest by
+    limit / gain. Longer runs are looked at only when no shorter one gains anything."""
 
     def __init__(self, tracker: Tracker, block: int, limit: int) -> None:
         self.tracker, self.block, self.limit = tracker, block, limit
@@ -88,14 +88,15 @@ class Rescan:
     def refused(self, item: Item) -> None:
         pass
 
-    def ended(self, item: Item, dead: Sequence[Buffer]) -> None:
+    def ended(self, item: Item) -> None:
         pass
 
 
 class Queue:
-    """Candidates by seconds per byte gained (R17, R18). A candidate's place changes only when one of its operands
-    dies, revives or is cloned, or its own results do; those events push it anew, entries left behind are stale.
-    One whose step was refused waits twice as many over-full ops each time."""
+    """Candidates by seconds per byte gained (R17, R18). Whatever makes one better (its own users change, a
+    dead operand revives) gives it its place anew at once; what makes it worse is noticed when it comes up. One
+    that gains nothing now, or whose step was refused, waits twice as many over-full ops each time. Graphs
+    without times are charged the bytes an op reads and makes instead."""
 
     def __init__(self, tracker: Tracker, block: int) -> None:
         self.tracker, self.block = tracker, block
@@ -108,7 +109,7 @@ class Queue:
         self.strikes: dict[Item, int] = {}
         self.busy: list[Item] = []
         self.watch: list[dict[Item, None]] = [{} for _ in tracker.buffers]
-        self.time = [op.time for op in tracker.graph.ops]
+        self.time = _seconds(tracker)
 
     def pick(self, now: Item) -> list[Item] | None:
         if now is not self.last:
@@ -125,6 +126,8 @@ class Queue:
             found = self.value(item)
             if any(self.tracker.in_use(b) for b in item.made):
                 self.busy.append(item)
+            elif found is None:
+                self.refused(item)
             if found is None:
                 continue
             if found[0] <= key:
@@ -145,19 +148,19 @@ class Queue:
         heappush(self.heap, (*key, item))
 
     def value(self, item: Item) -> tuple[tuple[float, int, int], list[Item]] | None:
-        """The best group that ends in ``item``: it and, one by one, the producers of its dead operands (R8, R20)."""
+        """The best group that ends in ``item``: it and, one by one, producers of its dead operands (R8, R20)."""
         t = self.tracker
-        if item.gone or not t.candidate(item) or not t.freed(item):
+        if item.gone or not t.candidate(item) or not (total := t.freed(item)):
             return None
         at = cast(Item, t.target(item))
-        group, lost, total = [item], dict[int, Buffer](), t.freed(item)
+        group, lost = [item], dict[int, Buffer]()
         best: tuple[tuple[float, int, int], list[Item]] | None = None
         self._lose(item, at, group, lost)
         while True:
             self.work += 1
-            gain = total - sum(b.size for b in lost.values())
+            gain = total - sum(b.size for b in lost.values()) if lost else total
             if gain > 0:
-                key = (self._seconds(group) / gain, -gain, item.number)
+                key = (self._cost(group) / gain, -gain, item.number)
                 if best is None or key < best[0]:
                     best = key, group.copy()
             if not lost or len(group) == self.block:
@@ -178,11 +181,11 @@ class Queue:
             if t.dead(b) and b.item not in group:
                 lost[s] = b
 
-    def _seconds(self, group: Sequence[Item]) -> float:
+    def _cost(self, group: Sequence[Item]) -> float:
         """Time of the runs added: a move adds none (R9)."""
         t = self.tracker
-        if t.unused(group[0]) and len(group) == 1:
-            return 0.0
+        if len(group) == 1:
+            return 0.0 if t.unused(group[0]) else self.time[group[0].op]
         moves: set[Item] = set()
         for x in sorted(group, key=lambda i: -i.key):
             users = (u for b in x.made for u in b.users[: b.done])
@@ -191,6 +194,7 @@ class Queue:
         return sum(self.time[x.op] for x in group if x not in moves)
 
     def refused(self, item: Item) -> None:
+        """Let a candidate wait."""
         self.strikes[item] = strikes = self.strikes.get(item, 0) + 1
         heappush(self.parked, (self.round + (1 << min(strikes, 40)), item.number, item))
 
@@ -200,23 +204,29 @@ class Queue:
             again[s.source] = None
             for b, _ in s.extended:
                 again[b.item] = None
-                again.update(self.watch[b.storage])
-            for old, _, _ in s.moved:
-                again.update(self.watch[old.storage])
+                if b.remaining == 1:  # it was dead: whoever reads it no longer loses it
+                    self._forget(self.watch[b.storage])
+                    again.update(self.watch[b.storage])
         for item in again:
             self.touch(item)
 
-    def ended(self, item: Item, dead: Sequence[Buffer]) -> None:
-        again: dict[Item, None] = dict.fromkeys(self.busy)
+    def _forget(self, watch: dict[Item, None]) -> None:
+        for x in [x for x in watch if x.gone or not self.tracker.wanted(x)]:
+            del watch[x]
+
+    def ended(self, item: Item) -> None:
+        for x in self.busy:
+            self.touch(x)
         self.busy = []
-        if self.tracker.wanted(item) and self.tracker.may[item.op]:
-            again[item] = None
+        if self.tracker.may[item.op] and self.tracker.wanted(item):
             for s in item.reads:
                 self.watch[s][item] = None
-        for b in dead:
-            watch = self.watch[b.storage]
-            for w in [w for w in watch if w.gone or not self.tracker.wanted(w)]:
-                del watch[w]
-            again.update(watch)
-        for x in again:
-            self.touch(x)
+            self.touch(item)
+
+
+def _seconds(tracker: Tracker) -> list[float]:
+    uses, size = tracker.uses, tracker.size
+    if any(op.time for op in tracker.graph.ops):
+        return [op.time for op in tracker.graph.ops]
+    rows = zip(uses.reads, uses.defines, strict=True)
+    return [float(sum(size[s] for s in (*reads, *made))) for reads, made in rows]

@@ -1,12 +1,13 @@
 """The memory tracker of ``xla``: which buffer is defined and used by which item of the schedule.
 
 An **item** is one run of an op; a **clone** is a later run of an op that has run before. A **buffer** is one
-residence of a storage, from the item that defines it to its last user; a storage has several buffers once it is
-recomputed, never two at a time. Users reach a buffer through any alias of its storage (R2). Its users that have
-run are a prefix of ``users``, because the schedule is walked in order and clones only go behind the walk.
+residence of a storage, from the item that defines it to its last user; a storage has several buffers once it
+is recomputed, never two at a time. Users reach a buffer through any alias of its storage (R2). Its users that
+have run are a prefix of ``users``: the schedule is walked in order and clones only go behind the walk.
 
-Changes are exact: the bytes in use at *every* item are known at all times, those already walked included, so a
-step can be judged by its effect on the whole schedule, and taken back.
+The bytes in use at *every* item are known at all times, those already walked included, so a step can be judged
+by its effect on the whole schedule, and taken back. A loop (R4) needs no rule of its own: its results are
+aliases of its operands' storages, so it defines nothing, and their other users are indirect.
 """
 
 from __future__ import annotations
@@ -26,8 +27,9 @@ from tightship.simulate import extra_bytes
 __all__ = ["Buffer", "Item", "Split", "Tracker", "recomputable"]
 
 NEVER = frozenset(
-    """parameter constant call conditional while custom-call all-reduce all-gather all-to-all reduce-scatter
-    collective-permute collective-broadcast send recv infeed outfeed""".split()
+    {"parameter", "constant", "call", "conditional", "while", "custom-call", "send", "recv"}
+    | {"infeed", "outfeed", "all-reduce", "all-gather", "all-to-all", "reduce-scatter"}
+    | {"collective-permute", "collective-broadcast"}
 )
 """Targets (HLO opcodes) that are never recomputed, whatever their flags say (R6)."""
 
@@ -114,6 +116,7 @@ class Tracker:
         self.size = [s.size for s in graph.storages]
         self.extra = [extra_bytes(op) for op in graph.ops]
         self.may = [recomputable(graph, k) for k in range(len(graph.ops))]
+        self.kept = [not graph.kept.isdisjoint(row) for row in uses.defines]
         self.indirect = _indirect(graph)
         self.barriers = self._barriers(order)
         self.runs = [1] * len(graph.ops)
@@ -153,8 +156,8 @@ class Tracker:
         return Usage(items, base + own + np.cumsum(change)[:-1])
 
     def _barriers(self, order: Sequence[int]) -> list[tuple[int, ...]]:
-        """Ops a clone of each op must stay ahead of: its control successors, and the next write to what it reads
-        of the caller's (all other operands have their final contents)."""
+        """Ops a clone of each op must stay ahead of: its control successors, and the next write to what it
+        reads of the caller's (all other operands of what may run again have their final contents)."""
         found: list[list[int]] = [[] for _ in order]
         for k, op in enumerate(self.graph.ops):
             for c in op.control:
@@ -174,17 +177,27 @@ class Tracker:
         for b in item.made:
             self.current[b.storage] = b
 
-    def end(self, item: Item) -> list[Buffer]:
-        """``item`` has run; returns the buffers that nobody needs any more."""
+    def end(self) -> None:
+        """The item running now has run: what nobody else reads is free."""
         self.now = None
-        touched = [*(cast(Buffer, self.current[s]) for s in item.reads), *item.made]
-        return [b for b in touched if not b.remaining and not b.live_out]
+
+    def rewind(self) -> None:
+        """Back to the start, for another walk over the schedule as it is now."""
+        self.now = None
+        for place in self.usage:
+            item = cast(Item, place)
+            item.placed = item.moved = item.denied = False
+        for rows in self.buffers:
+            for b in rows:
+                b.done = 0
 
     # -- questions -------------------------------------------------------------------------------------------
 
     def in_use(self, b: Buffer) -> bool:
         """Whether the item running now reads or makes the buffer."""
-        return self.now is not None and (b.item is self.now or (b.done > 0 and b.users[b.done - 1] is self.now))
+        return self.now is not None and (
+            b.item is self.now or (b.done > 0 and b.users[b.done - 1] is self.now)
+        )
 
     def dead(self, b: Buffer) -> bool:
         return b.item.placed and not b.remaining and not b.live_out and not self.in_use(b)
@@ -196,7 +209,7 @@ class Tracker:
             and item.placed
             and item is not self.now
             and not item.denied
-            and not any(self.run_of(k).placed for k in self.barriers[item.op])
+            and not (self.barriers[item.op] and any(self.run_of(k).placed for k in self.barriers[item.op]))
         )
 
     def run_of(self, k: int) -> Item:
@@ -213,21 +226,29 @@ class Tracker:
 
     def freed(self, item: Item) -> int:
         """Bytes of the item's results that are live and not in use right now (R7)."""
-        return sum(b.size for b in item.made if b.remaining and not b.live_out and not self.in_use(b))
+        total = 0
+        for b in item.made:
+            if len(b.users) > b.done and not b.live_out and not self.in_use(b):
+                total += b.size
+        return total
 
     def unused(self, item: Item) -> bool:
         """Whether no user of the item's results has run: recomputing it is only a move (R9)."""
         return not any(b.done for b in item.made) and self.droppable(item)
 
     def droppable(self, item: Item) -> bool:
-        return not self.uses.mutates[item.op] and not any(b.live_out for b in item.made)
+        if self.uses.mutates[item.op]:
+            return False
+        return not (self.kept[item.op] and any(b.live_out for b in item.made))
 
     def target(self, item: Item) -> Item | None:
         """What a clone of ``item`` goes right before: the earliest remaining use (R10) or barrier (R11)."""
         users = [b.users[b.done] for b in self.wanted(item)]
         if not users:
             return None
-        return min([*users, *(self.run_of(k) for k in self.barriers[item.op])], key=lambda i: i.key)
+        if self.barriers[item.op]:
+            users.extend(self.run_of(k) for k in self.barriers[item.op])
+        return users[0] if len(users) == 1 else min(users, key=lambda i: i.key)
 
     def buffer_at(self, s: int, item: Place) -> Buffer:
         """The buffer of storage ``s`` that ``item`` reads: the last one defined before it."""
@@ -242,8 +263,8 @@ class Tracker:
     # -- steps -----------------------------------------------------------------------------------------------
 
     def split(self, item: Item) -> Split:
-        """Put a clone of ``item`` before the earliest remaining use; all remaining uses go to it, and operands
-        live up to it (R7, R10)."""
+        """Put a clone of ``item`` before the earliest remaining use; all remaining uses go to it, and its
+        operands live up to it (R7, R10)."""
         before, wanted = self.target(item), self.wanted(item)
         assert before is not None
         stay = {b.storage for b in wanted}
@@ -289,7 +310,8 @@ class Tracker:
         self.count -= 1
 
     def settle(self, split: Split) -> bool:
-        """Make a split final: a source nobody uses any more goes; returns whether it was such a move (R10)."""
+        """Make a split final: a source nobody uses any more goes. Returns whether it was such a move; moved a
+        second time, it is on the do-not-repeat list (R10)."""
         source, clone = split.source, split.clone
         if source.gone or not self.idle(source):
             return source.gone
@@ -338,6 +360,8 @@ class Tracker:
             if not i:
                 return False
             pairs.append((rows[i - 1], b))
+        if not pairs:
+            return False
         start = min((a.end for a, _ in pairs), key=lambda i: i.key)
         more = sum(b.size for _, b in pairs)
         if self.usage.most(start, clone, last=False) + more > limit:

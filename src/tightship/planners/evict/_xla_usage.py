@@ -1,7 +1,7 @@
 """The schedule of ``xla``: items in order, and the bytes in use while each runs.
 
-A list of blocks of up to 256 items. Inserting, removing, adding to a range and the maximum of a range touch two
-blocks item by item and the rest through one number per block, so each costs about the square root of the
+A list of blocks of up to 256 items. Inserting, removing, adding to a range and the maximum of a range touch
+two blocks item by item and the rest through one number per block, so each costs about the square root of the
 length, most of it inside numpy. Order is decided by (block, rank), which an insertion changes for one block.
 """
 
@@ -132,7 +132,8 @@ class Usage:
         return int(self.top.max())
 
     def most(self, after: Place | None, until: Place, *, last: bool = True) -> int:
-        """The most of any item behind ``after`` (None: from the start) up to ``until``, itself only if ``last``."""
+        """The most of any item behind ``after`` (None: from the start) up to ``until``; without that one if not
+        ``last``."""
         b, stop = until.block, until.rank + last
         first = self.blocks[0] if after is None else after.block
         start = 0 if after is None else after.rank + 1

@@ -1,19 +1,21 @@
-"""XLA's greedy rematerialisation: at the first op over the limit, recompute what gains most for its cost.
+"""XLA's greedy rematerialisation: at an op over the limit, recompute what gains most for its cost.
 
-Problem: choose runs of ops to repeat so that the peak is within the limit. Measure: seconds of recomputation per
-byte gone from where the walk stands (policy ``ours``), or limit / bytes gained (``xla``). Source:
-``HloRematerialization`` of OpenXLA. The schedule is walked once; where it is over the limit, results of ops that
-have run are given up and made again right before their earliest remaining use, for all remaining uses. Operands
-of the repeated op live up to it; they are not themselves recomputed, unless they are in the group chosen.
-Guarantee: ``ours`` never accepts a step that raises the overall peak, nor one that lifts what has been walked over
-the limit; the plan is reproducible; the peak is exact. ``xla`` may raise the peak at an earlier op, as XLA does.
-Complexity: ``ours`` a heap of candidates, each looked at again only when an operand's fate changes, and updates of
-about sqrt(ops); ``xla`` rescans all earlier ops for every step: quadratic. Known limits: greedy; an op with several
-writers of a result, calls inside or flags that forbid it is never repeated; no compression; called graphs add their
-peak but are not themselves planned.
+Problem: choose runs of ops to repeat so that the peak is within the limit. Measure: seconds of recomputation
+per byte gone from where the walk stands (policy ``ours``), or limit / bytes gained (``xla``). Source:
+``HloRematerialization`` of OpenXLA. The schedule is walked in order; where it is over the limit, results of ops
+that have run are given up and made again right before their earliest remaining use, for all remaining uses.
+Operands of the repeated op live up to it; they are not themselves recomputed, unless they are in the group
+chosen. ``ours`` walks again as long as that lowers the peak, and in the end gives back what fits after all.
+Guarantee: ``ours`` never accepts a step that raises the overall peak, nor one that lifts what has been walked
+over the limit; the plan is reproducible; the peak is exact. ``xla`` may raise the peak at an earlier op.
+Complexity: ``ours`` keeps candidates in a heap and looks at one again only when it may have become better; a
+step costs about sqrt(ops). ``xla`` rescans all earlier ops for every step: quadratic. Known limits: greedy; an
+op with calls inside, or a result that several ops write, is never repeated; no compression; called graphs add
+their peak but are not themselves planned.
 
-Where this differs from XLA in policy ``xla``: a storage has one copy at a time, so a clone reads the copy nearest
-before it where XLA may keep the original beside it; sources that nobody uses any more go at once, not at the end.
+Policy ``xla`` differs from XLA where a plan leaves no choice: a storage has one copy at a time, so a clone reads
+the copy nearest before it where XLA may keep the original beside it; a source that nobody uses any more goes at
+once, not at the end; a write to a storage of the caller counts as control successor of the ops that read it.
 """
 
 from __future__ import annotations
@@ -29,6 +31,7 @@ from tightship.plan import Step
 from tightship.planners.evict._frame import Bits, Decision, Frame, Progress
 from tightship.planners.evict._xla_pick import Picker, Queue, Rescan
 from tightship.planners.evict._xla_tracker import Item, Split, Tracker
+from tightship.planners.evict._xla_usage import Place
 from tightship.simulate import baseline, replay
 
 __all__ = ["Options", "Report", "plan", "report"]
@@ -36,15 +39,15 @@ __all__ = ["Options", "Report", "plan", "report"]
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """``policy``: ``ours`` or ``xla``. ``block``: ops recomputed together at most (0: 1 for ``xla``, which is XLA's
-    default, 8 for ``ours``). ``growth``: clones at most, as a multiple of the ops. ``tries``: steps tried and taken
-    back, at most, at one op (``ours``). ``give_back``: in the end keep what fits after all (``ours``)."""
+    """``policy``: ``ours`` or ``xla``. ``block``: ops recomputed together at most (0: 8 for ``ours``, 1 for
+    ``xla``, as is XLA's default). ``growth``: clones at most, as a multiple of the ops. For ``ours``:
+    ``tries``: steps tried and taken back at one op, at most; ``walks``: over the schedule, at most."""
 
     policy: str = "ours"
     block: int = 0
     growth: int = 4
     tries: int = 32
-    give_back: bool = True
+    walks: int = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,51 +83,59 @@ def plan(
 
 
 class Walk:
-    """One pass over the schedule (R1, R5). ``tracker`` holds the result; ``work`` counts candidates looked at."""
+    """Passes over the schedule (R1, R5). ``tracker`` holds the result; ``work`` counts candidates looked at."""
 
     def __init__(self, graph: Graph, order: Sequence[int], limit: int, options: Options) -> None:
         self.options, self.ours = options, options.policy == "ours"
         charge = [s.size for s in graph.storages]
-        base, self.limit = graph.static_bytes, limit
+        self.base, self.limit = graph.static_bytes, limit
         if not self.ours:
             # R3: the caller owns the module's result, and the limit is first reduced by it.
-            base += sum(charge[s] for s in graph.kept - graph.static)
+            self.base += sum(charge[s] for s in graph.kept - graph.static)
             for s in graph.kept:
                 charge[s] = 0
-        self.base = base
-        self.tracker = Tracker(graph, order, charge, base)
+        self.tracker = Tracker(graph, order, charge, self.base)
         if self.ours:
-            self.limit = max(limit, _floor(self.tracker, base))
-        block = options.block or (8 if self.ours else 1)
-        self.picker: Picker = (
-            Queue(self.tracker, block) if self.ours else Rescan(self.tracker, block, max(0, limit - base))
-        )
+            self.limit = max(limit, _floor(self.tracker, self.base))
+        self.picker = self._picker()
         self.left = options.growth * len(order)
         self.extra = 0.0
+        self.work = 0
 
-    @property
-    def work(self) -> int:
-        return self.picker.work
+    def _picker(self) -> Picker:
+        if self.ours:
+            return Queue(self.tracker, self.options.block or 8)
+        return Rescan(self.tracker, self.options.block or 1, max(0, self.limit - self.base))
 
     @property
     def peak(self) -> int:
-        """Bytes the walk believes the schedule needs."""
+        """Bytes the schedule needs, as the tracker counts them."""
         return self.tracker.usage.peak()
 
     def run(self, progress: Progress | None = None) -> None:
+        before = self.peak
+        for _ in range(self.options.walks if self.ours else 1):
+            stopped = self.walk(progress)
+            self.work += self.picker.work
+            if stopped or self.peak <= self.limit or self.peak == before:
+                break
+            before = self.peak
+            self.tracker.rewind()
+            self.picker = self._picker()
+        if self.ours:
+            self.give_back()
+
+    def walk(self, progress: Progress | None = None) -> bool:
+        """Once over the schedule, or until all of it is under the limit; returns whether it was stopped."""
         usage = self.tracker.usage
-        item = usage.first()
-        count = 0
-        while item is not None and usage.peak() > self.limit:
-            self.visit(cast(Item, item))
+        item, count = usage.first(), 0
+        while item is not None and self.peak > self.limit:
+            self.visit(_item(item))
             item = usage.following(item)
             count += 1
-            if progress and count % 1024 == 0:
-                peak = usage.peak()
-                if progress(peak, self.extra, peak <= self.limit):
-                    break
-        if self.ours and self.options.give_back:
-            self.give_back()
+            if progress and count % 1024 == 0 and progress(self.peak, self.extra, self.peak <= self.limit):
+                return True
+        return False
 
     def visit(self, item: Item) -> None:
         """Let ``item`` run; while it is over the limit, take the best step there is."""
@@ -138,7 +149,8 @@ class Walk:
                 tries -= 1
                 if not tries:
                     break
-        self.picker.ended(item, self.tracker.end(item))
+        self.tracker.end()
+        self.picker.ended(item)
 
     def take(self, group: list[Item]) -> bool:
         """Repeat a group, its last op first, so that each clone is a user of its operands' clones (R8)."""
@@ -170,7 +182,7 @@ class Walk:
     def give_back(self) -> None:
         """Dearest first, drop the clones whose results fit in memory until they are needed again."""
         t = self.tracker
-        room = max(self.limit, t.usage.peak())
+        room = max(self.limit, self.peak)
         clones = [i for i in map(_item, t.usage) if i.clone]
         price = {i: t.graph.ops[i.op].time / max(1, sum(b.size for b in i.made)) for i in clones}
         for c in sorted(clones, key=lambda i: (-price[i], i.number)):
@@ -178,7 +190,7 @@ class Walk:
                 t.merge(c, room)
 
 
-def _item(place: object) -> Item:
+def _item(place: Place) -> Item:
     return cast(Item, place)
 
 
