@@ -140,10 +140,15 @@ def capture(
 def plan_graph(
     graph: Graph, budget: Any = None, *, progress: Progress | None = None, **options: Any
 ) -> Planned:
-    """A verified plan for a graph that is there already; otherwise as `plan`."""
+    """A verified plan for a graph that is there already; otherwise as `plan`.
+
+    The results of a whole step leave the arena, as `fit` needs it. Those of a forward and backward pass alone, which
+    are the gradients, are placed in it, unless ``hand_out`` says otherwise.
+    """
     from tightship.planners.default import Options
     from tightship.planners.default import plan as decide
 
+    options = {"hand_out": any(op.phase == "update" for op in graph.ops), **options}
     try:
         chosen = Options(**options)
     except TypeError as error:
@@ -171,10 +176,19 @@ def check(planned: Planned | Plan, graph: Graph | None = None) -> None:
 
 
 def load(path: str | os.PathLike[str]) -> Planned:
-    """Read a plan that was saved, with its graph. Nothing is executed or unpickled. Raises ``BadInput``."""
+    """Read a plan that was saved with its graph. Nothing is executed or unpickled.
+
+    Raises ``BadInput`` naming file and place if it is no plan, or was made for another graph than it carries.
+    What the plan says is not checked: `check` does that.
+    """
     from tightship.serde import load_plan
 
     made, graph = load_plan(path)
+    if graph is None:
+        raise BadInput("a plan's file carries the graph it was made for", "none", os.fspath(path))
+    if graph.digest != made.digest:
+        rule = f"a plan is for the graph in its file, whose digest is {graph.digest[:12]}"
+        raise BadInput(rule, made.digest[:12], os.fspath(path))
     return Planned(made, graph)
 
 

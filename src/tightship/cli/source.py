@@ -17,6 +17,7 @@ from tightship import api
 from tightship.errors import BadInput, TightshipError
 from tightship.graph import Graph
 from tightship.plan import Plan
+from tightship.serde import load_any
 
 __all__ = ["Source", "load_source", "writable"]
 
@@ -53,11 +54,11 @@ def writable(path: str | None, what: str) -> Path | None:
     target = Path(path)
     folder = target.parent
     if target.is_dir():
-        raise BadInput(f"{what} is written to a file, not a folder", path, what)
+        raise BadInput("what is written is a file, not a folder", path, what)
     if not folder.is_dir():
-        raise BadInput(f"{what} is written into a folder that exists", str(folder), what)
+        raise BadInput("a file is written into a folder that exists", str(folder), what)
     if not os.access(folder, os.W_OK) or (target.exists() and not os.access(target, os.W_OK)):
-        raise BadInput(f"{what} is written where you may write", path, what)
+        raise BadInput("a file is written where you may write", path, what)
     return target
 
 
@@ -65,7 +66,10 @@ def writable(path: str | None, what: str) -> Path | None:
 
 
 def _from_file(path: str) -> Source:
-    raise BadInput(_FORMS, path, "SOURCE")
+    plan, graph = load_any(path)
+    if graph is None:
+        raise BadInput("a plan's file carries the graph it was made for", "none", path)
+    return Source(graph, plan)
 
 
 # --- module:factory ---

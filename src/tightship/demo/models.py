@@ -100,11 +100,11 @@ def gpt2(
 
 def resnet50(
     *, depths: tuple[int, ...] = (3, 4, 6, 3), widths: tuple[int, ...] = (256, 512, 1024, 2048),
-    size: int = 96, batch: int = 8,
+    size: int = 96, batch: int = 16,
 ) -> Workload:  # fmt: skip
     t = _transformers()
     config = t.ResNetConfig(
-        depths=list(depths), hidden_sizes=list(widths), embedding_size=min(64, widths[0]),
+        depths=list(depths), hidden_sizes=list(widths), embedding_size=widths[0] // 4,
         num_labels=CLASSES, problem_type="single_label_classification",
     )  # fmt: skip
     name = "ResNet-50" if depths == (3, 4, 6, 3) else "ResNet"

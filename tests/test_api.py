@@ -1,0 +1,110 @@
+"""The public functions: light to import, one object for a plan and its graph."""
+
+import subprocess
+import sys
+
+import pytest
+
+import tightship
+from chains import chain
+from tightship.graph import Graph
+
+QUICK = {"work": 200_000, "seconds": 2.0}
+
+
+def test_importing_is_light_and_the_function_is_not_hidden_by_the_module():
+    code = (
+        "import sys, tightship, tightship.plan, tightship.planners.default\n"
+        "assert callable(tightship.plan) and tightship.Plan.__module__ == 'tightship.plan'\n"
+        "import tightship.cli\n"
+        "found = {'torch', 'transformers', 'networkx'} & set(sys.modules)\n"
+        "assert not found, found"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+def test_everything_exported_is_there():
+    assert all(hasattr(tightship, name) for name in tightship.__all__)
+
+
+def test_a_plan_knows_its_graph(tmp_path):
+    graph = chain(20)
+    made = tightship.plan(graph, budget="60%", **QUICK)
+    assert made.met and made.peak <= made.budget == made.plan.budget
+    assert made.graph is graph
+    assert "within the budget" in str(made)
+    assert "largest" in made.explain()
+    tightship.check(made)
+    tightship.check(made.plan, graph)
+    made.save(tmp_path / "plan.json")
+    again = tightship.load(tmp_path / "plan.json")
+    assert again.plan == made.plan and again.graph.digest == graph.digest
+    tightship.check(again)
+    assert made.picture(tmp_path / "a.svg") == (tmp_path / "a.svg").read_text(encoding="utf-8")
+    with pytest.raises(AttributeError):
+        _ = made.nothing_like_this
+
+
+def test_the_same_plan_each_time():
+    graph = chain(20)
+    first, second = (tightship.plan(graph, budget="60%", **QUICK) for _ in range(2))
+    assert first.steps == second.steps and first.residences == second.residences
+
+
+def test_a_plan_needs_its_graph_to_be_checked():
+    made = tightship.plan(chain(5), **QUICK)
+    with pytest.raises(tightship.BadInput, match="the graph it was made for"):
+        tightship.check(made.plan)
+    with pytest.raises(tightship.VerificationFailed, match="another graph"):
+        tightship.check(made.plan, chain(6))
+
+
+def test_bad_arguments_are_named():
+    with pytest.raises(tightship.BadInput, match="options are those of the default planner"):
+        tightship.plan(chain(5), sped=3)
+    with pytest.raises(tightship.BadInput, match="a budget is"):
+        tightship.plan(chain(5), budget="lots")
+    with pytest.raises(tightship.BadInput, match="a graph is planned without a sample"):
+        tightship.plan(chain(5), 3)
+    with pytest.raises(tightship.Infeasible):
+        tightship.plan(chain(5), budget=70, **QUICK)
+
+
+def test_a_plan_without_its_graph_or_for_another_is_not_loaded(tmp_path):
+    from dataclasses import replace
+
+    from tightship.serde import save_plan
+
+    made = tightship.plan(chain(5), **QUICK)
+    save_plan(made.plan, tmp_path / "alone.json")
+    with pytest.raises(tightship.BadInput, match="carries the graph"):
+        tightship.load(tmp_path / "alone.json")
+    made.save(tmp_path / "plan.json")
+    text = (tmp_path / "plan.json").read_text()
+    other = replace(made.plan, digest="0" * 64)
+    assert made.digest in text
+    (tmp_path / "other.json").write_text(text.replace(made.digest, other.digest))
+    with pytest.raises(tightship.BadInput, match="whose digest is"):
+        tightship.load(tmp_path / "other.json")
+
+
+def test_a_model_is_planned_by_measuring_it(tmp_path):
+    from models import MODELS
+
+    model, loss_fn, batch = MODELS["mlp"]()
+    made = tightship.plan(model, batch(0)[0], budget="100%", cache=tmp_path, **QUICK)
+    assert made.met and made.time_before > 0 and isinstance(made.graph, Graph)
+    whole = tightship.plan(model, batch(0), loss_fn=loss_fn, cache=tmp_path, **QUICK)
+    assert whole.graph.digest != made.graph.digest
+
+
+def test_a_model_on_the_meta_device_is_planned_without_its_weights():
+    import torch
+
+    with torch.device("meta"):
+        layers = [torch.nn.Linear(1 << 15, 1 << 15) for _ in range(4)]  # 16 GiB
+        model, x = torch.nn.Sequential(*layers), torch.empty(64, 1 << 15)
+    made = tightship.plan(model, x, **QUICK)
+    assert made.static > 16 << 30
+    assert made.time_before > 0

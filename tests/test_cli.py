@@ -1,0 +1,354 @@
+"""The command line: the JSON contract, exit statuses, and that no bad input ends in a traceback."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from chains import chain
+from tightship import cli
+from tightship.cli.options import documented
+from tightship.planners.default import Options
+from tightship.serde import save_graph
+
+QUICK = ["--work", "200000", "--seconds", "2"]
+TOY = """
+import os
+import torch
+
+print("imported")
+
+def net(width=64):
+    torch.manual_seed(0)
+    layers = [torch.nn.Linear(width, width) if k % 2 else torch.nn.GELU() for k in range(9)]
+    return torch.nn.Sequential(*layers)
+
+def two():
+    print("made")
+    os.write(1, b"from below\\n")
+    return net(), torch.randn(256, 64)
+
+def three():
+    return net(), torch.nn.CrossEntropyLoss(), (torch.randn(256, 64), torch.zeros(256, dtype=torch.long))
+
+def four():
+    model, loss, sample = three()
+    return model, loss, torch.optim.AdamW(model.parameters()), sample
+
+def named():
+    return dict(zip(("model", "loss_fn", "optimizer", "sample"), four()))
+
+def raises():
+    raise KeyError("nothing here")
+
+def leaves():
+    raise SystemExit(7)
+
+def misfit():
+    return net(), torch.randn(3, 5)
+
+def no_module():
+    return "a model", torch.randn(3)
+
+def one():
+    return net()
+
+def other_keys():
+    return {"model": net(), "batch": 3}
+
+value = 3
+"""
+
+
+@pytest.fixture
+def there(tmp_path, monkeypatch):
+    """A folder with a graph.json and a module toy.py, which is the current one."""
+    save_graph(chain(20), tmp_path / "graph.json")
+    (tmp_path / "toy.py").write_text(TOY)
+    (tmp_path / "broken.py").write_text("x = (\n")
+    (tmp_path / "needs.py").write_text("import no_such_thing_at_all\n")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    for name in ("toy", "broken", "needs"):
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    yield tmp_path
+    sys.modules.pop("toy", None)
+
+
+def run(*args, capsys):
+    status = cli.main([str(a) for a in args])
+    out, err = capsys.readouterr()
+    return status, out, err
+
+
+def as_json(*args, capsys):
+    status, out, err = run(*args, "--json", capsys=capsys)
+    assert out.count("\n") == 1 and out.endswith("\n"), (out, err)
+    return status, json.loads(out)
+
+
+# --- plan ---
+
+
+def test_plan_prints_the_keys_that_programs_read(there, capsys):
+    status, rows = as_json("plan", "graph.json", "--budget", "60%", *QUICK, capsys=capsys)
+    assert status == 0
+    assert rows["met"] is True
+    assert rows["lower_bound"] <= rows["peak_after"] <= rows["budget"] < rows["peak_before"]
+    assert rows["static"] + rows["arena"] + rows["handed"] <= rows["budget"]
+    assert rows["recomputed"] > 0 == rows["offloaded"] == rows["compressed"]
+    assert rows["time_after"] > rows["time_before"] > 0
+    assert isinstance(rows["planner"], str) and rows["seconds"] > 0 and rows["moved"] >= 0
+
+
+def test_plan_for_people_fits_a_narrow_terminal(there, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "60")
+    status, out, _ = run("plan", "graph.json", "-b", "60%", *QUICK, capsys=capsys)
+    assert status == 0
+    assert "within the budget" in out and "recomputed" in out
+    assert "\x1b" not in out
+
+
+def test_a_plan_is_written_verified_explained_and_planned_again(there, capsys):
+    assert run("plan", "graph.json", "-b", "60%", "-o", "p.json", *QUICK, capsys=capsys)[0] == 0
+    saved = json.loads((there / "p.json").read_text())
+    assert saved["command"].startswith("tightship plan graph.json -b 60% -o p.json")
+    assert saved["source"] == "graph.json"
+    assert as_json("verify", "p.json", capsys=capsys)[1]["violations"] == []
+    assert run("verify", "p.json", "--source", "graph.json", capsys=capsys)[0] == 0
+    status, rows = as_json("explain", "p.json", capsys=capsys)
+    assert status == 0
+    assert rows["planned"]["bytes"] == saved["peak"] == rows["plan"]["peak_after"]
+    assert rows["before"]["bytes"] == saved["peak_before"]
+    assert as_json("plan", "p.json", "-b", "80%", *QUICK, capsys=capsys)[1]["met"]
+
+
+def test_a_picture_is_drawn(there, capsys):
+    assert run("plan", "graph.json", "--picture", "a.svg", *QUICK, capsys=capsys)[0] == 0
+    assert (there / "a.svg").read_text().startswith("<svg")
+
+
+def test_without_a_budget_everything_is_kept(there, capsys):
+    status, rows = as_json("plan", "graph.json", *QUICK, capsys=capsys)
+    assert (status, rows["budget"], rows["recomputed"], rows["met"]) == (0, None, 0, True)
+
+
+def test_the_planners_options_are_the_command_lines(there, capsys):
+    assert documented(Options).keys() == set(Options.__dataclass_fields__)
+    args = ["plan", "graph.json", "-b", "60%", "--evict", "blocks", "--order", "given", "--seed", "3"]
+    status, rows = as_json(*args, capsys=capsys)
+    assert status == 0 and rows["planner"].startswith("given+blocks")
+
+
+def test_the_same_arguments_give_the_same_plan(there, capsys):
+    for name in ("a", "b"):
+        run("plan", "graph.json", "-b", "50%", "-o", f"{name}.json", *QUICK, capsys=capsys)
+    first, second = (json.loads((there / f"{n}.json").read_text()) for n in "ab")
+    assert first["steps"] == second["steps"] and first["residences"] == second["residences"]
+
+
+def test_an_infeasible_budget_says_how_far_it_is(there, capsys):
+    status, rows = as_json("plan", "graph.json", "-b", "100B", "-o", "p.json", *QUICK, capsys=capsys)
+    assert status == 1
+    assert rows["met"] is False and rows["error"]["type"] == "Infeasible"
+    assert rows["budget"] == 100 < rows["lower_bound"] <= rows["best_peak"]
+    assert rows["top"][0].keys() == {"name", "bytes", "place"}
+    assert not (there / "p.json").exists()
+    status, out, err = run("plan", "graph.json", "-b", "100B", *QUICK, capsys=capsys)
+    assert (status, out) == (1, "") and "no plan can meet the budget" in err
+
+
+# --- explain, verify, planners ---
+
+
+def test_explain_says_who_makes_up_the_peak(there, capsys):
+    status, out, _ = run("explain", "graph.json", "--budget", "60%", *QUICK, capsys=capsys)
+    assert status == 0
+    assert "Peak before planning" in out and "Peak of the plan" in out and "activation" in out
+    assert max(map(len, out.splitlines())) <= 100
+
+
+def test_explain_explains_also_what_cannot_be_met(there, capsys):
+    status, rows = as_json("explain", "graph.json", "--budget", "100B", *QUICK, capsys=capsys)
+    assert status == 1 and rows["error"]["type"] == "Infeasible"
+    assert sum(r["bytes"] for r in rows["before"]["by_kind"]) == rows["before"]["bytes"]
+
+
+def test_verify_says_what_is_wrong_and_where(there, capsys):
+    run("plan", "graph.json", "-b", "60%", "-o", "p.json", *QUICK, capsys=capsys)
+    saved = json.loads((there / "p.json").read_text())
+    saved["peak"] += 64
+    (there / "wrong.json").write_text(json.dumps(saved))
+    status, rows = as_json("verify", "wrong.json", capsys=capsys)
+    assert status == 1
+    assert [v["code"] for v in rows["violations"]] == ["peak-mismatch"]
+    assert rows["violations"][0].keys() == {"code", "step", "subjects", "message"}
+    assert "peak-mismatch" in run("verify", "wrong.json", capsys=capsys)[1]
+
+
+def test_a_plan_for_another_graph_is_found_out(there, capsys):
+    run("plan", "graph.json", "-o", "p.json", *QUICK, capsys=capsys)
+    save_graph(chain(7), there / "other.json")
+    status, rows = as_json("verify", "p.json", "--source", "other.json", capsys=capsys)
+    assert status == 1 and "another graph" in rows["violations"][0]["message"]
+    saved = json.loads((there / "p.json").read_text())
+    saved["digest"] = "0" * 64
+    (there / "wrong.json").write_text(json.dumps(saved))
+    assert as_json("verify", "wrong.json", capsys=capsys)[0] == 1
+    status, rows = as_json("explain", "wrong.json", capsys=capsys)
+    assert status == 2 and "digest" in rows["error"]["message"]
+
+
+def test_planners_are_listed(capsys):
+    status, rows = as_json("planners", capsys=capsys)
+    assert status == 0
+    names = {r["name"] for r in rows["planners"]}
+    assert {"default", "anneal", "portfolio"} <= names
+    assert all(r["summary"] and isinstance(r["options"], list) for r in rows["planners"])
+    status, out, _ = run("planners", capsys=capsys)
+    assert all(name in out for name in names)
+
+
+# --- module:factory ---
+
+
+@pytest.mark.parametrize("name", ["two", "three", "four", "named"])
+def test_every_form_of_factory(there, capsys, name):
+    status, rows = as_json("plan", f"toy:{name}", "-b", "100%", *QUICK, capsys=capsys)
+    assert status == 0 and rows["met"] and rows["ops"] > 9
+
+
+@pytest.mark.parametrize(
+    ("source", "said"),
+    [
+        ("toy:raises", "the factory raised KeyError: 'nothing here', at toy.py:"),
+        ("toy:leaves", "the factory raised SystemExit: 7"),
+        ("toy:misfit", "running the model on its sample raised RuntimeError"),
+        ("toy:no_module", "the model is a torch.nn.Module"),
+        ("toy:one", "a source is module:factory"),
+        ("toy:other_keys", "a factory's mapping has keys of model"),
+        ("toy:value", "a factory is a function"),
+        ("toy:nobody", "'toy' has no attribute 'nobody'"),
+        ("toy.inner:two", "there is no module 'toy.inner'"),
+        ("broken:x", "importing 'broken' raised SyntaxError"),
+        ("needs:x", "raised ModuleNotFoundError: No module named 'no_such_thing_at_all', at needs.py:1"),
+        ("nowhere_at_all:x", "there is no module 'nowhere_at_all'"),
+        ("toy:", "a source is module:factory"),
+        ("toy", "a source is module:factory"),
+        ("", "a source is module:factory"),
+        ("missing.json", "the file can be read"),
+        (".", "what is read is a regular file"),
+    ],
+)
+def test_a_bad_source_is_said_to_be_one(there, capsys, source, said):
+    status, _, err = run("plan", source, "--budget", "50%", capsys=capsys)
+    assert (status, said in err) == (2, True), err
+    assert "Traceback" not in err
+    status, rows = as_json("plan", source, "--budget", "50%", capsys=capsys)
+    assert status == 2 and said in rows["error"]["message"]
+
+
+@pytest.mark.parametrize(
+    ("args", "said"),
+    [
+        (["-b", "6XB"], "unknown unit 'XB'"),
+        (["-b", "-5"], "a budget is"),
+        (["-b=-5MB"], "a budget is"),
+        (["-b", "0%"], "a percentage is above 0%"),
+        (["-b", ""], "a budget is"),
+        (["--seconds", "-1"], "a number is not negative"),
+        (["--seconds", "nan"], "a number is not negative"),
+        (["--seed", "x"], "invalid int value"),
+        (["--evict", "nobody"], "nobody"),
+        (["--order", "portfolio"], "portfolio"),
+        (["-o", "no/such/folder/p.json"], "a file is written into a folder that exists"),
+        (["-o", "."], "not a folder"),
+        (["--frobnicate"], "unrecognized arguments"),
+    ],
+)
+def test_bad_arguments_are_said_to_be_bad(there, capsys, args, said):
+    before = set(os.listdir(there))
+    status, out, err = run("plan", "graph.json", "-b", "60%", *args, capsys=capsys)
+    assert (status, out) == (2, ""), err
+    assert said in err and "Traceback" not in err
+    status, rows = as_json("plan", "graph.json", "-b", "60%", *args, capsys=capsys)
+    assert status == 2 and said in rows["error"]["message"]
+    assert set(os.listdir(there)) == before
+
+
+@pytest.mark.parametrize("args", [[], ["frob"], ["plan"], ["explain", "a", "b"], ["verify"]])
+def test_bad_usage(capsys, args):
+    status, out, err = run(*args, capsys=capsys)
+    assert (status, out) == (2, "") and "usage: tightship" in err
+    assert as_json(*args, capsys=capsys)[1]["error"]["type"] == "Usage"
+
+
+@pytest.mark.parametrize(
+    "content", ["", "{", '{"format": "tightship-plan", "version": 1, "dig', "[]", "7", "\x00"]
+)
+def test_what_is_no_plan_is_said_to_be_none(there, capsys, content):
+    (there / "p.json").write_text(content)
+    for verb in ("verify", "explain", "plan"):
+        status, rows = as_json(verb, "p.json", capsys=capsys)
+        assert status == 2 and "p.json" in rows["error"]["message"]
+
+
+def test_a_graph_is_not_verified(there, capsys):
+    status, rows = as_json("verify", "graph.json", capsys=capsys)
+    assert status == 2 and "what is verified is a plan" in rows["error"]["message"]
+
+
+@pytest.mark.skipif(not hasattr(os, "geteuid") or os.geteuid() == 0, reason="root may write anywhere")
+def test_an_unwritable_output_is_said_before_the_work(there, capsys):
+    (there / "locked").mkdir(mode=0o500)
+    status, _, err = run("plan", "graph.json", "-o", "locked/p.json", capsys=capsys)
+    assert status == 2 and "where you may write" in err
+
+
+def test_help_and_version(capsys):
+    assert run("--help", capsys=capsys)[0] == 0
+    assert run("plan", "--help", capsys=capsys)[0] == 0
+    status, out, _ = run("--version", capsys=capsys)
+    assert status == 0 and out.startswith("tightship ")
+
+
+# --- as a program ---
+
+
+def program(*args, cwd, **kwargs):
+    command = [sys.executable, "-m", "tightship", *args]
+    return subprocess.run(command, cwd=cwd, capture_output=True, text=True, **kwargs)
+
+
+def test_nothing_but_one_object_on_standard_output(there):
+    done = program("plan", "toy:two", "-b", "100%", "--json", *QUICK, cwd=there)
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["met"] is True
+    assert all(word in done.stderr for word in ("imported", "made", "from below"))
+
+
+def test_an_interrupt_says_so_and_writes_nothing(there):
+    save_graph(chain(3000), there / "large.json")
+    command = [sys.executable, "-m", "tightship", "plan", "large.json", "-b", "30%", "-o", "p.json"]
+    job = subprocess.Popen([*command, "--seconds", "300"], cwd=there, stderr=subprocess.PIPE, text=True)
+    time.sleep(2.0)
+    job.send_signal(signal.SIGINT)
+    _, err = job.communicate(timeout=120)
+    assert job.returncode == 130, err
+    assert "interrupted" in err and "Traceback" not in err
+    assert not (there / "p.json").exists()
+
+
+def test_a_reader_that_leaves_early_is_no_error_of_ours(there):
+    command = [sys.executable, "-m", "tightship", "planners"]
+    job = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, cwd=there)
+    job.stdout.close()
+    err = job.stderr.read()
+    job.stderr.close()
+    job.wait()
+    assert b"Traceback" not in err, err
