@@ -259,8 +259,9 @@ def _stays(graph: Graph, steps: Sequence[Step], rng: random.Random) -> list[Resi
                     out.append(r)
             rows = [(j, r) for j, r in enumerate(op.requests) if r.storage < 0] if fine else []
             out += [Residence(-1, i, i + 1, r.size, request=j, first=r.start, last=r.end) for j, r in rows]
-            if not fine and extra_bytes(op):
-                out.append(Residence(-1, i, i + 1, extra_bytes(op)))
+            block = extra_bytes(op) - (op.workspace if fine else 0)
+            if block:
+                out.append(Residence(-1, i, i + 1, block))
         else:
             form = {"offload": "host", "compress": "packed"}.get(step.kind, "full")
             for s in step.storages:

@@ -11,8 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from strategies import plans, random_plan
-from tightship.graph import Graph
-from tightship.plan import Plan, Residence
+from tightship.graph import Graph, Op, Request, Storage, Value
+from tightship.plan import Plan, Residence, Step
+from tightship.simulate import baseline, replay
 from tightship.verify import verify
 from verifying import (
     A,
@@ -182,3 +183,25 @@ def any_overlap(rows: Sequence[Residence]) -> bool:
         for i, a in enumerate(here)
         for b in here[:i]
     )
+
+
+def test_what_called_graphs_need_is_a_block_beside_an_ops_own_requests() -> None:
+    inner = small()
+    storages, values = (Storage("x", 64), Storage("y", 64)), (Value("x", 0), Value("y", 1))
+    asked = (Request(128, -1, 0, 1), Request(64, 0, 0, -1))
+    loop = Op("loop", "while", (0,), (1,), workspace=128, requests=asked, calls=(inner,))
+    graph = Graph((loop,), values, storages, (0,), (1,))
+    steps = (Step("compute", op=0),)
+    need = replay(inner, baseline(inner)).peak - inner.static_bytes
+    plan = apart(random_plan(graph, 0, steps))
+    result = Residence(1, 0, 1, 64, 0)
+    part, block = Residence(-1, 0, 1, 128, 1 << 12, request=0), Residence(-1, 0, 1, need, 1 << 13)
+    whole = replace(block, size=need + 128)
+
+    def found(*rows: Residence) -> set[str]:
+        return codes(replace(plan, residences=(result, *rows), handed=0), graph)
+
+    assert found(part, block) == found(whole) == set()
+    assert found(part) == {"missing-residence"}
+    assert found(block) == {"missing-residence", "wrong-residence"}
+    assert found(part, whole) == {"wrong-residence", "missing-residence"}

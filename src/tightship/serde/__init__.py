@@ -202,9 +202,9 @@ def _read(path: PathLike, limit: int) -> bytes:
 
 def _write(path: PathLike, data: bytes) -> None:
     """A new file beside the old one takes its name when it is complete; a link stays a link."""
-    target = Path(os.path.realpath(path))
-    beside = target.with_name(f".{target.name[:100]}.{secrets.token_hex(4)}.tmp")
     try:
+        target = Path(os.path.realpath(path))
+        beside = target.with_name(f".{target.name[:50]}.{secrets.token_hex(4)}.tmp")
         # Opened this way, and not by tempfile, the file gets the permissions that the umask asks for.
         handle = os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
         try:
@@ -216,5 +216,5 @@ def _write(path: PathLike, data: bytes) -> None:
         except BaseException:
             beside.unlink(missing_ok=True)
             raise
-    except OSError as error:
+    except (OSError, ValueError) as error:  # a path with a zero byte is a ValueError
         raise BadInput(f"the file can be written ({error})", place=os.fspath(path)) from error

@@ -146,16 +146,20 @@ def _first_fits(graph: Graph, facts: Facts, plan: Plan, r: Residence) -> bool:
 def _scratch(
     graph: Graph, facts: Facts, replay: Replay, scratch: dict[int, list[Residence]], ledger: Ledger
 ) -> list[tuple[Residence, int]]:
-    """What an op needs while it runs has a place: each temporary request, or all of it as one block."""
+    """What an op needs while it runs has a place: its temporaries one by one, and what graphs that it calls need
+    as a block; or all of it as one block."""
     found: list[tuple[Residence, int]] = []
     for i, k in replay.ran:
         op = graph.ops[k]
         if not op.requests and not facts.extra[k] and i not in scratch:
             continue
         wanted = {j: q.size for j, q in enumerate(op.requests) if q.storage < 0 and q.size > 0}
-        block = max(facts.extra[k], _temporaries(op))
+        rows = scratch.pop(i, [])
+        block = facts.extra[k] - op.workspace  # of called graphs
+        if not op.requests or not {r.request for r in rows} >= wanted.keys():
+            block += max(op.workspace, _temporaries(op))
         placed: set[int] = set()
-        for r in scratch.pop(i, ()):
+        for r in rows:
             if _scratch_fits(op, r, block) and r.request not in placed:
                 placed.add(r.request)
                 found.append((r, i))
@@ -163,9 +167,9 @@ def _scratch(
                 name = _name(graph, r)
                 message = f"{name} is nothing {op.name} needs, or not with this size, pool and events"
                 ledger.add("wrong-residence", i, (name, op.name), message)
-        in_parts = bool(op.requests) and placed >= wanted.keys()
-        if block > 0 and not in_parts and -1 not in placed:
-            message = f"{op.name} needs {block} bytes while it runs, which have no place"
+        in_parts = placed >= wanted.keys() or -1 in placed
+        if not in_parts or (block > 0 and -1 not in placed):
+            message = f"{op.name} needs more bytes while it runs than have a place"
             ledger.add("missing-residence", i, (op.name,), message)
     for i, rest in scratch.items():
         for r in rest:
@@ -178,7 +182,7 @@ def _scratch_fits(op: Op, r: Residence, block: int) -> bool:
     if r.end != r.start + 1 or r.form != "full" or r.pool == "out":
         return False
     if r.request < 0:
-        return r.request == -1 and r.first == -1 and r.last == -1 and block <= r.size <= aligned(block)
+        return r.request == -1 and r.first == -1 and r.last == -1 and 0 < block <= r.size <= aligned(block)
     if r.request >= len(op.requests) or op.requests[r.request].storage >= 0:
         return False
     q = op.requests[r.request]
