@@ -24,16 +24,25 @@ def keep(graph: Graph, budget: int | None = None) -> Plan:
 
 def recompute(graph: Graph, budget: int | None = None) -> Plan:
     """Drops what forward and backward both use after its forward uses, and makes it again when needed."""
-    chosen: list[int] = []
-    for s, storage in enumerate(graph.storages):
-        if storage.size and s not in graph.static | graph.kept and _gap(graph, s) is not None:
-            try:
-                simulate.replay(graph, _steps(graph, [*chosen, s]))
-            except BadInput:
-                continue
-            chosen.append(s)
+    stay = graph.static | graph.kept
+    candidates = [
+        s for s, x in enumerate(graph.storages) if x.size and s not in stay and _gap(graph, s) is not None
+    ]
+    chosen = _legal(graph, [], candidates)
     assert chosen
     return placed(graph, _steps(graph, chosen), budget)
+
+
+def _legal(graph: Graph, chosen: list[int], more: list[int]) -> list[int]:
+    """``chosen`` and as many of ``more`` as can be made again: all at once, or each half by itself."""
+    try:
+        simulate.replay(graph, _steps(graph, chosen + more))
+        return chosen + more
+    except BadInput:
+        if len(more) == 1:
+            return chosen
+    half = len(more) // 2
+    return _legal(graph, _legal(graph, chosen, more[:half]), more[half:])
 
 
 def _gap(graph: Graph, s: int) -> int | None:

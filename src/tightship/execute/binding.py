@@ -34,7 +34,7 @@ class Identity:
         return (
             [id(x) for m in self._members for x in m.values()],
             [(t.data_ptr(), t.requires_grad) for t in self._tensors],
-            [id(p) for g in self._optimizer.param_groups for p in g["params"]],
+            [[id(p) for p in g["params"]] for g in self._optimizer.param_groups],
         )
 
     def changed(self) -> str | None:

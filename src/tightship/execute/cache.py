@@ -12,6 +12,7 @@ import functools
 import hashlib
 import os
 import platform
+import threading
 from pathlib import Path
 
 import msgspec
@@ -83,7 +84,7 @@ class Cache:
             return
         self._known = {**self._read(), **self._known, **self._new}
         self._new = {}
-        part = self.path.with_name(f"{self.path.name}.{os.getpid()}.part")
+        part = self.path.with_name(f"{self.path.name}.{os.getpid()}.{threading.get_ident()}.part")
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             part.write_bytes(msgspec.json.encode(_File(self.machine, self._known)))

@@ -1,0 +1,303 @@
+import concurrent.futures
+import json
+import os
+import stat
+from dataclasses import replace
+
+import pytest
+import torch
+from runs import Pair
+
+from tightship.errors import Unsupported
+from tightship.execute import allocator
+from tightship.execute.allocator import Event
+from tightship.execute.bench import workspace_of
+from tightship.execute.cache import Cache, Measurement
+from tightship.execute.fresh import fresh
+from tightship.execute.profile import model as modelled
+from tightship.execute.profile import profile
+from tightship.frontends.torch.program import Call
+from tightship.frontends.torch.step import capture_step
+from tightship.graph import Value
+
+
+def captured(name="cnn", optimizer="adamw"):
+    pair = Pair(name, optimizer)
+    return pair, capture_step(pair.model, pair.loss_fn, pair.optimizer, pair.batch(0))
+
+
+def quick(program, cache=None):
+    return profile(program, cache=cache, seconds_per_op=0.0)
+
+
+@pytest.fixture(scope="module")
+def measured():
+    return quick(captured()[1])
+
+
+def op_of(program, text):
+    return next(k for k, o in enumerate(program.graph.ops) if text in o.target)
+
+
+# ---- what is measured
+
+
+def test_every_op_gets_time_and_requests_for_all_it_defines(measured):
+    graph = measured.graph
+    for op, defines in zip(graph.ops, graph.uses.defines, strict=True):
+        assert op.time > 0
+        made = {r.storage: r for r in op.requests if r.storage >= 0}
+        assert set(made) == {j for j, s in enumerate(defines) if graph.storages[s].size}
+        assert all(r.size == graph.storages[defines[j]].size and r.end == -1 for j, r in made.items())
+        assert all(0 <= r.start < r.end for r in op.requests if r.storage < 0)
+
+
+def test_measuring_changes_nothing_else(measured):
+    _, program = captured()
+    assert measured.graph.digest == program.graph.digest
+    assert measured.calls is not None and len(measured.calls) == len(program.calls)
+
+
+def test_workspace_is_what_a_recording_of_the_op_shows(measured):
+    for op, defines in zip(measured.graph.ops, measured.graph.uses.defines, strict=True):
+        events = sorted(
+            [(r.start, r.size) for r in op.requests] + [(r.end, -r.size) for r in op.requests if r.end >= 0]
+        )
+        live = most = 0
+        for _, size in events:
+            live += size
+            most = max(most, live)
+        results = sum(measured.graph.storages[s].size for s in defines)
+        assert op.workspace == max(0, most - results)
+
+
+def test_workspace_of_a_temporary_that_ends_before_the_result_is_asked_for():
+    def alloc(number, size):
+        return Event("alloc", number, size, number, -1)
+
+    def free(number, size):
+        return Event("free", number, size, number, -1)
+
+    early = [alloc(0, 640), free(0, 640), alloc(1, 128)]
+    assert workspace_of(early, {1: 0}, 128) == (512, ((640, -1, 0, 1), (128, 0, 2, -1)), 0)
+    late = [alloc(0, 128), alloc(1, 640), free(1, 640)]
+    assert workspace_of(late, {0: 0}, 128) == (640, ((128, 0, 0, -1), (640, -1, 1, 2)), 0)
+    assert workspace_of([alloc(0, 64), alloc(1, 128)], {1: 0}, 128)[2] == 64
+
+
+def test_models_parameters_buffers_and_random_state_are_not_touched():
+    pair, program = captured()
+    before = {n: t.clone() for n, t in pair.model.state_dict().items()}
+    torch.manual_seed(5)
+    state = torch.get_rng_state()
+    quick(program)
+    assert torch.equal(torch.get_rng_state(), state)
+    assert all(torch.equal(t, before[n]) for n, t in pair.model.state_dict().items())
+    assert not pair.optimizer.state
+
+
+def test_state_that_exists_is_copied_for_measuring():
+    pair, _ = captured("mlp")
+    for p in pair.model.parameters():
+        p.grad = torch.ones_like(p)
+    pair.optimizer.step()
+    before = [t.clone() for s in pair.optimizer.state.values() for t in s.values()]
+    quick(capture_step(pair.model, pair.loss_fn, pair.optimizer, pair.batch(0)))
+    assert all(
+        torch.equal(t, b)
+        for t, b in zip((t for s in pair.optimizer.state.values() for t in s.values()), before, strict=True)
+    )
+
+
+def test_without_a_compiler_only_times_are_measured(monkeypatch):
+    monkeypatch.setattr(allocator, "available", lambda: False)
+    program = quick(captured()[1])
+    assert all(o.time > 0 and not o.requests and not o.workspace for o in program.graph.ops)
+    assert any("compiler" in note for note in program.notes)
+
+
+def test_what_cannot_run_here_is_modelled():
+    _, program = captured("mlp")
+    ops = [replace(o, device="cuda") if k == 0 else o for k, o in enumerate(program.graph.ops)]
+    program = quick(replace(program, graph=program.graph.with_ops(tuple(ops))))
+    assert program.graph.ops[0].time > 0 and not program.graph.ops[0].requests
+    assert any("modelled" in note for note in program.notes)
+
+
+def test_the_model_is_the_roofline():
+    _, program = captured("mlp")
+    graph = modelled(program, flops=1.0, bandwidth=float("inf"), overhead=0.0).graph
+    assert [o.time for o in graph.ops] == [float(o.flops) for o in graph.ops]
+    slow = modelled(program, flops=float("inf"), bandwidth=1.0, overhead=2.0).graph
+    k = op_of(program, "mm")
+    made = sum(graph.storages[s].size for s in graph.uses.defines[k])
+    assert slow.ops[k].time > made + 2.0
+
+
+# ---- what is refused
+
+
+def with_call(program, k, fn):
+    calls = list(program.calls)
+    calls[k] = Call(fn, *[getattr(calls[k], n) for n in ("args", "kwargs", "results")])
+    return replace(program, calls=tuple(calls))
+
+
+def test_another_result_than_captured_is_refused_by_name():
+    _, program = captured("mlp")
+    k = op_of(program, "addmm")
+    fn = program.calls[k].fn
+    for broken, word in (
+        (lambda *a, **kw: fn(*a, **kw).double(), "dtype"),
+        (lambda *a, **kw: fn(*a, **kw)[:1], "shape"),
+        (lambda *a, **kw: fn(*a, **kw).t().contiguous().t(), "stride"),
+    ):
+        with pytest.raises(Unsupported, match=word) as error:
+            quick(with_call(program, k, broken))
+        assert program.graph.place(k) in str(error.value)
+
+
+def test_a_result_that_is_not_new_memory_is_refused():
+    _, program = captured("mlp")
+    k = op_of(program, "addmm")
+    kept = []
+
+    def remembered(*args, **kwargs):
+        kept.append(program.calls[k].fn(*args, **kwargs))
+        return kept[0]
+
+    with pytest.raises(Unsupported, match="memory that it did not ask for"):
+        quick(with_call(program, k, remembered))
+
+
+def test_memory_that_is_kept_is_refused():
+    _, program = captured("mlp")
+    k = op_of(program, "addmm")
+    kept = []
+
+    def hoarding(*args, **kwargs):
+        kept.append(torch.empty(16))
+        return program.calls[k].fn(*args, **kwargs)
+
+    with pytest.raises(Unsupported, match="keeps 64 bytes"):
+        quick(with_call(program, k, hoarding))
+
+
+def test_an_op_that_does_not_run_is_refused():
+    _, program = captured("mlp")
+
+    def broken(*_args, **_kwargs):
+        raise RuntimeError("no such kernel")
+
+    with pytest.raises(Unsupported, match="no such kernel"):
+        quick(with_call(program, 0, broken))
+
+
+# ---- fresh tensors
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        Value("a", 0, "float32", (3, 4), (4, 1), 0),
+        Value("b", 0, "float32", (3, 4), (1, 3), 5),
+        Value("c", 0, "bfloat16", (2, 1, 5), (20, 7, 3), 100),
+        Value("d", 0, "int64", (), (), 3),
+        Value("e", 0, "bool", (7,), (0,), 0),
+        Value("f", 0, "float32", (0, 4), (4, 1), 8),
+        Value("g", 0, "complex64", (300, 300), (300, 1), 0),
+    ],
+    ids=lambda v: v.name,
+)
+def test_fresh_tensors_have_the_metadata_and_alignment(value):
+    tensor = fresh(value)
+    assert str(tensor.dtype).endswith(value.dtype)
+    assert (tuple(tensor.shape), tuple(tensor.stride())) == (value.shape, value.stride)
+    assert (tensor.storage_offset() - value.offset) * tensor.element_size() % 64 == 0
+    if not tensor.is_floating_point() and not tensor.is_complex():
+        assert not tensor.any()
+    elif tensor.numel() > 1:
+        assert (tensor != tensor.flatten()[0]).any()
+
+
+# ---- kept measurements
+
+
+def test_kept_measurements_are_used(tmp_path, monkeypatch):
+    _, program = captured("mlp")
+    first = quick(program, tmp_path)
+    monkeypatch.setattr("tightship.execute.profile.fresh_arguments", None)
+    assert quick(program, tmp_path).graph.ops == first.graph.ops
+    with pytest.raises(TypeError):
+        quick(captured("tied")[1], tmp_path)
+
+
+def test_a_learning_rate_is_not_part_of_the_key_but_other_settings_are(tmp_path):
+    pair, program = captured("mlp")
+    quick(program, tmp_path)
+    (file,) = tmp_path.iterdir()
+    known = set(json.loads(file.read_text())["entries"])
+    pair.optimizer.param_groups[0]["lr"] = 0.5
+    quick(program, tmp_path)
+    assert set(json.loads(file.read_text())["entries"]) == known
+    pair.optimizer.param_groups[0]["amsgrad"] = True
+    quick(program, tmp_path)
+    assert set(json.loads(file.read_text())["entries"]) > known
+
+
+@pytest.mark.parametrize(
+    "content", [b"", b"{", b'{"machine":1}', b"\xff\x00", b'{"machine":"x","entries":{"k":[]}}']
+)
+def test_a_broken_file_is_ignored_and_replaced(tmp_path, content):
+    _, program = captured("mlp")
+    quick(program, tmp_path)
+    (file,) = tmp_path.iterdir()
+    file.write_bytes(content)
+    again = quick(program, tmp_path)
+    assert any("cannot be read" in note for note in again.notes)
+    assert json.loads(file.read_text())["entries"]
+    assert not any("cannot be read" in note for note in quick(program, tmp_path).notes)
+
+
+def test_a_file_of_another_machine_is_not_used(tmp_path):
+    mine = Cache(tmp_path, "mine")
+    mine.put("k", Measurement(1.0))
+    mine.save()
+    mine.path.rename(tmp_path / "profile-yours.json")
+    assert Cache(tmp_path, "yours").get("k") is None
+
+
+@pytest.mark.skipif(os.name == "nt" or os.geteuid() == 0, reason="permissions mean nothing to root")
+def test_a_folder_that_cannot_be_written_is_a_note(tmp_path):
+    tmp_path.chmod(stat.S_IRUSR | stat.S_IXUSR)
+    cache = Cache(tmp_path / "deeper", "m")
+    cache.put("k", Measurement(1.0))
+    cache.save()
+    assert "could not be kept" in cache.note
+
+
+def test_a_folder_that_is_a_file_is_a_note(tmp_path):
+    (tmp_path / "file").write_text("")
+    cache = Cache(tmp_path / "file", "m")
+    cache.put("k", Measurement(1.0))
+    cache.save()
+    assert "could not be kept" in cache.note and cache.get("k")
+
+
+def _write(folder, worker):
+    for k in range(20):
+        cache = Cache(folder, "m")
+        cache.put(f"{worker}.{k}", Measurement(float(k), k, ((64, -1, 0, 1),)))
+        cache.save()
+        if cache.note or Cache(folder, "m").note:
+            return False
+    return True
+
+
+def test_processes_write_at_the_same_time(tmp_path):
+    with concurrent.futures.ThreadPoolExecutor(4) as pool:
+        assert all(pool.map(_write, [tmp_path] * 4, range(4)))
+    cache = Cache(tmp_path, "m")
+    assert not cache.note
+    assert any(cache.get(f"{w}.19") for w in range(4))
+    assert [p.name for p in tmp_path.iterdir()] == ["profile-m.json"]
