@@ -21,6 +21,8 @@ __all__ = [
     "DATA_ERRORS",
     "LAZY_BITS",
     "TorchDispatchMode",
+    "argument",
+    "argument_positions",
     "backward_sequence",
     "decompose",
     "direct",
@@ -157,7 +159,8 @@ def argument_positions(fn: Any) -> dict[str, int]:
     return {a.name: k for k, a in enumerate(fn._schema.arguments)}
 
 
-def _argument(fn: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], name: str) -> Any:
+def argument(fn: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], name: str) -> Any:
+    """The argument of that name in a call of ``fn``; None if it is not given."""
     if name in kwargs:
         return kwargs[name]
     k = argument_positions(fn).get(name, -1)
@@ -167,13 +170,13 @@ def _argument(fn: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], name: s
 def undeclared_writes(fn: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[str, ...]:
     """Names of arguments a call writes without saying so in its schema (running statistics in training)."""
     names = _UNDECLARED.get(fn._schema.name, ())
-    return names if names and _argument(fn, args, kwargs, "training") else ()
+    return names if names and argument(fn, args, kwargs, "training") else ()
 
 
 def statistics_of(fn: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[str, ...]:
     """Names of arguments a call updates although its results do not depend on them (training batch norm)."""
     names = _STATISTICS.get(fn._schema.name, ())
-    if not names or ("training" in argument_positions(fn) and not _argument(fn, args, kwargs, "training")):
+    if not names or ("training" in argument_positions(fn) and not argument(fn, args, kwargs, "training")):
         return ()
     return names
 
@@ -199,6 +202,9 @@ class _WithGradMode:
     def __init__(self, fn: Any) -> None:
         self.fn = fn
 
+    def __repr__(self) -> str:
+        return f"{self.fn} with grad mode"
+
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         def detached(x: Any) -> Any:
             return x.detach() if isinstance(x, torch.Tensor) else x
@@ -218,7 +224,7 @@ def is_random(fn: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool
     if torch.Tag.nondeterministic_seeded not in fn.tags:
         return False
     # Attention kernels are tagged for their dropout and draw nothing without it.
-    return not ("dropout_p" in argument_positions(fn) and _argument(fn, args, kwargs, "dropout_p") in (0, None))
+    return not ("dropout_p" in argument_positions(fn) and argument(fn, args, kwargs, "dropout_p") in (0, None))
 
 
 def is_inplace_view(fn: Any) -> bool:
@@ -328,11 +334,15 @@ def quiet_capture(*, has_data: bool) -> Iterator[None]:
     Checkpointing is switched off (what to recompute is decided here, and its random state is not the step's).
     Where the data that decides the control flow is at hand (``has_data``), transformers is kept from noticing
     the fake tensors, so that it takes the path it takes in eager; otherwise it takes its tracing path.
+    Setting random states raises ``Unsupported``, and so does converting a module.
     """
     with ExitStack() as stack:
         enter = stack.enter_context
         enter(_patched(_checkpoint, "_checkpoint_without_reentrant_generator", _checkpoint_nothing))
         enter(_patched(_checkpoint, "CheckpointFunction", _CallThrough))
+        enter(_patched(torch.nn.Module, "_apply", _apply_nothing))
+        for owner, name in _SEEDING:
+            enter(_patched(owner, name, _refuse_seed))
         if has_data and "transformers" in sys.modules:
             enter(_patched(importlib.import_module("transformers.utils.import_utils"), "is_fake_tensor", _no))
             # Reads the batch to warn about padding, which would make a guard of a warning.
@@ -342,6 +352,34 @@ def quiet_capture(*, has_data: bool) -> Iterator[None]:
         # Logs the whole stack where a formula fails, also when the kernel is then asked instead.
         enter(_patched(_fake.log, "disabled", True))
         yield
+
+
+_SEEDING = [
+    (owner, name)
+    for owner in (torch, torch.random)
+    for name in ("manual_seed", "seed", "set_rng_state")
+    if hasattr(owner, name)
+]
+
+
+def _refuse_seed(*_args: object, **_kwargs: object) -> None:
+    raise Unsupported(
+        "setting torch's random state in a step",
+        "the captured ops draw from the state they find, in the order of the step",
+        "seed before the step",
+    )
+
+
+def _apply_nothing(module: torch.nn.Module, fn: Callable[[torch.Tensor], Any], recurse: bool = True) -> Any:
+    """``Module.to`` and its like in the middle of a step: nothing, if nothing has to be converted."""
+    for name, t in [*module.named_parameters(recurse=recurse), *module.named_buffers(recurse=recurse)]:
+        if fn(t) is not t:
+            raise Unsupported(
+                f"converting {name!r} of a {type(module).__name__} in a step",
+                "a step does not change what its parameters are",
+                "convert the model before",
+            )
+    return module
 
 
 def _nothing(*_args: object, **_kwargs: object) -> None:

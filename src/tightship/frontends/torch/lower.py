@@ -12,6 +12,7 @@ from tightship.errors import BadInput, UnknownSize, Unsupported
 from tightship.frontends.torch import compat
 from tightship.frontends.torch.origin import Origin
 from tightship.frontends.torch.program import Call, Program, Ref, Slot
+from tightship.frontends.torch.sums import in_place_sums
 from tightship.frontends.torch.tape import Record, Tape, refs_in
 from tightship.graph import Graph, Op, Storage, Value
 
@@ -31,12 +32,17 @@ def finish(
     batch: Any = None,
     notes: Sequence[str] = (),
     losses: Sequence[int] = (),
+    sums: bool = False,
 ) -> Program:
     """The program of everything on the tape that matters: ops nobody needs are left out.
 
-    ``results`` are values handed back; ``losses`` those among them to be called outputs.
+    ``results`` are values handed back; ``losses`` those among them to be called outputs. ``sums``: take sums of
+    gradients in place, as eager does.
     """
     records = _live(tape, results)
+    if sums:
+        records, moved = in_place_sums(tape, records, [*results, *losses])
+        results, losses = moved[: len(results)], moved[len(results) :]
     number = _Numbers.of(tape, records, results)
     names = _op_names(records)
     storages = _storages(tape, records, names, number, {tape.storage(v) for v in losses})

@@ -14,7 +14,7 @@ import torch
 from tightship.errors import Unsupported
 from tightship.frontends.torch import compat
 
-__all__ = ["Prober"]
+__all__ = ["Prober", "form_of", "made_of"]
 
 LIMIT = 1 << 28
 """Bytes of arguments and results above which the formula is believed, so that capture stays light."""
@@ -39,11 +39,11 @@ class Prober:
         fresh = [t for t in _tensors(out)]
         if not fresh or _believable(fn, tensors, fresh) or not _probable(fn, args, kwargs, tensors, fresh):
             return out
-        key = (fn, _key(args), _key(kwargs))
+        key = (fn, form_of(args), form_of(kwargs))
         if key not in self._seen:
             self._seen[key] = self._real(fn, args, kwargs, out)
         real = self._seen[key]
-        if real is None or real == _key(out):
+        if real is None or real == form_of(out):
             return out
         self.corrected[str(fn)] = self.corrected.get(str(fn), 0) + 1
         return self._like(real, out)
@@ -53,15 +53,10 @@ class Prober:
         tensors = _tensors((args, kwargs))
         if not tensors or not _probable(fn, args, kwargs, tensors, []):
             return None
-        key = (fn, _key(args), _key(kwargs))
+        key = (fn, form_of(args), form_of(kwargs))
         if key not in self._seen:
             self._seen[key] = self._real(fn, args, kwargs, None)
-        return None if self._seen[key] is None else self._new(self._seen[key])
-
-    def _new(self, key: Any) -> Any:
-        if isinstance(key, _Form):
-            return key.blank()
-        return tuple(self._new(k) for k in key[1]) if isinstance(key, tuple) else key
+        return None if self._seen[key] is None else made_of(self._seen[key])
 
     def _real(self, fn: Any, args: Any, kwargs: Any, out: Any) -> Any:
         """The metadata of the real results; None if the op cannot be run on zeros."""
@@ -74,14 +69,14 @@ class Prober:
             keys = {compat.storage_key(t) for t in _tensors((given, named))}
             if any(compat.storage_key(t) in keys for t in _tensors(real)):
                 raise Unsupported(str(fn), "its result shares bytes with an argument, which its formula hides")
-            return _key(real)
+            return form_of(real)
 
     def _like(self, key: Any, out: Any) -> Any:
         if isinstance(out, (list, tuple)):
             return type(out)(self._like(k, o) for k, o in zip(key[1], out, strict=True))
         if key is None or not isinstance(out, torch.Tensor):
             return key if not isinstance(out, torch.Tensor) else None
-        if key == _key(out):
+        if key == form_of(out):
             return out
         return key.blank()
 
@@ -101,6 +96,13 @@ class _Form(NamedTuple):
         return whole.as_strided(self.shape, self.stride, self.offset)
 
 
+def made_of(form: Any) -> Any:
+    """New tensors of that form (``form_of`` a call's result)."""
+    if isinstance(form, _Form):
+        return form.blank()
+    return tuple(made_of(f) for f in form[1]) if isinstance(form, tuple) else form
+
+
 def _tensors(tree: Any) -> list[torch.Tensor]:
     if isinstance(tree, torch.Tensor):
         return [tree]
@@ -109,16 +111,17 @@ def _tensors(tree: Any) -> list[torch.Tensor]:
     return [t for x in tree for t in _tensors(x)] if isinstance(tree, (list, tuple)) else []
 
 
-def _key(tree: Any) -> Any:
+def form_of(tree: Any) -> Any:
+    """``tree`` with each tensor replaced by what matters about it without its contents; comparable."""
     if isinstance(tree, torch.Tensor):
         nbytes = tree.untyped_storage().nbytes()
         return _Form(
             tree.dtype, tuple(tree.shape), tuple(tree.stride()), int(tree.storage_offset()), nbytes, str(tree.device)
         )
     if isinstance(tree, (list, tuple)):
-        return "list", tuple(_key(x) for x in tree)
+        return "list", tuple(form_of(x) for x in tree)
     if isinstance(tree, dict):
-        return tuple((k, _key(x)) for k, x in tree.items())
+        return tuple((k, form_of(x)) for k, x in tree.items())
     return tree
 
 

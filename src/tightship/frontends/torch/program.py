@@ -63,7 +63,7 @@ class Program:
     back, in order; ``result_spec`` (a ``structure.Results``) puts them back into the caller's structure.
     ``replay_requests[i]`` are the measured requests of ``replays[i]`` where they differ from those of the op.
     ``batch`` (a ``structure.BatchSpec``) says what a batch must look like, and each of ``guards`` (a
-    ``record.Guard``) what must be true of its data, for the captured ops to be the ones eager would run.
+    ``questions.Guard``) what must be true of its data, for the captured ops to be the ones eager would run.
     """
 
     graph: Graph

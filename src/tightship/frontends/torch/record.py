@@ -1,14 +1,8 @@
-"""Recorder: takes down the ATen ops of a program that runs on fake tensors, below autograd.
-
-Control flow that depends on data is followed where it is known to be the same in every step: where the data comes
-from constants, or from the batch or buffers, in which case a ``Guard`` repeats the question before each step.
-"""
+"""Recorder: takes down the ATen ops of a program that runs on fake tensors, below autograd."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -16,36 +10,11 @@ import torch
 from tightship.errors import Unsupported
 from tightship.frontends.torch import compat
 from tightship.frontends.torch.origin import Origin, Tracker
-from tightship.frontends.torch.probe import Prober
-from tightship.frontends.torch.tape import Record, Tape, TapeValue
-from tightship.frontends.torch.views import evaluate
+from tightship.frontends.torch.probe import Prober, made_of
+from tightship.frontends.torch.questions import READS_DATA, Guard, Questions
+from tightship.frontends.torch.tape import Record, Tape
 
-__all__ = ["Guard", "Recorder"]
-
-_READS_DATA = ("aten::_local_scalar_dense", "aten::equal", "aten::is_nonzero")
-_ALWAYS_UNSUPPORTED = {
-    "aten::_local_scalar_dense": "keep the value in a tensor (torch.where instead of an if, no .item())",
-    "aten::nonzero": "use a mask and torch.where, so that the shape does not depend on the data",
-    "aten::masked_select": "multiply by the mask instead of selecting",
-    "aten::unique": "use an op whose result has a fixed shape",
-}
-
-
-@dataclass(frozen=True)
-class Guard:
-    """Something read from data when the step was captured, on which the captured ops depend.
-
-    ``sources`` are the (role, key) of the caller's tensors the answer depends on. ``holds`` asks again.
-    """
-
-    sources: tuple[tuple[str, Any], ...]
-    expected: Any
-    place: str
-    _ask: Callable[[Mapping[tuple[str, Any], torch.Tensor]], Any]
-
-    def holds(self, tensors: Mapping[tuple[str, Any], torch.Tensor]) -> bool:
-        """Whether the answer is the captured one, given the tensors of ``sources``."""
-        return bool(self._ask(tensors) == self.expected)
+__all__ = ["Recorder"]
 
 
 class Recorder(compat.TorchDispatchMode):
@@ -58,10 +27,15 @@ class Recorder(compat.TorchDispatchMode):
         super().__init__()
         self.tape = tape
         self.phase = "forward"
-        self.guards: list[Guard] = []
+        self.questions = Questions(tape)
         self._fake = fake
         self._prober = Prober(fake)
         self._tracker = tracker
+
+    @property
+    def guards(self) -> list[Guard]:
+        """What must be true of the data for the recorded ops to be the right ones."""
+        return self.questions.guards
 
     @contextmanager
     def in_phase(self, phase: str) -> Any:
@@ -87,9 +61,17 @@ class Recorder(compat.TorchDispatchMode):
         origin = self._tracker.forward() if self.phase == "forward" else self._tracker.backward()
         args, kwargs = self._faked(args), self._faked(kwargs)
         taken, taken_kw = self.tape.refs(args, str(origin)), self.tape.refs(kwargs, str(origin))
-        if fn._schema.name in _READS_DATA:
-            return self._answer(fn, taken, taken_kw, origin)
-        out = self._run(fn, args, kwargs, origin)
+        if fn._schema.name in READS_DATA:
+            return self.questions.value(fn, taken, origin, self.phase)
+        if kwargs.get("generator") is not None:
+            raise Unsupported(
+                f"{fn} at {origin} with a generator", "the step draws from torch's own random state alone",
+                "leave generator out",
+            )  # fmt: skip
+        try:
+            out = self._run(fn, args, kwargs, origin)
+        except compat.DATA_ERRORS:
+            out = made_of(self.questions.shapes(fn, taken, taken_kw, origin))
         count = compat.flop_formula(fn)
         flops = int(count(*args, **kwargs, out_val=out)) if count else 0
         record = self.tape.record(fn, taken, taken_kw, out, phase=self.phase, origin=origin, flops=flops)
@@ -100,8 +82,8 @@ class Recorder(compat.TorchDispatchMode):
     def _run(self, fn: Any, args: Any, kwargs: Any, origin: Origin) -> Any:
         try:
             return self._prober.correct(fn, args, kwargs, fn(*args, **kwargs))
-        except compat.DATA_ERRORS as e:
-            raise _unsupported(fn, origin, str(e)) from e
+        except compat.DATA_ERRORS:
+            raise
         except (RuntimeError, NotImplementedError) as e:
             # Some formulas refuse what the kernel takes, and some ops have none.
             out = self._prober.made_up(fn, args, kwargs)
@@ -136,50 +118,6 @@ class Recorder(compat.TorchDispatchMode):
                 return r.origin
         return Origin()
 
-    # --- questions to the data ---
-
-    def _answer(self, fn: Any, args: Any, kwargs: Any, origin: Origin) -> Any:
-        tape = self.tape
-        needed, sources = self._slice([r.value for r in args if hasattr(r, "value")], fn, origin)
-        values, bases = tape.values, {s: st.base for s, st in enumerate(tape.storages)}
-        question = Record(fn, str(fn), args, kwargs)
-        fixed = {v: tape.real[v] for v in sources if _role(tape, v)[0] == "constant"}
-        asked = {v: _role(tape, v) for v in sources if v not in fixed}
-
-        def ask(tensors: Mapping[tuple[str, Any], torch.Tensor]) -> Any:
-            given = fixed | {v: tensors[role] for v, role in asked.items()}
-            return _ask(needed, question, values, bases, given)
-
-        with compat.without_modes():
-            answer = ask({role: tape.real[v] for v, role in asked.items()})
-        if asked:
-            self.guards.append(Guard(tuple(asked.values()), answer, f"{fn} · {origin}", ask))
-        return answer
-
-    def _slice(self, wanted: list[int], fn: Any, origin: Origin) -> tuple[list[Record], list[int]]:
-        """The records that compute ``wanted`` and the caller's values they start from."""
-        tape = self.tape
-        open_storages = {tape.storage(v) for v in wanted}
-        needed: list[Record] = []
-        for r in reversed(tape.records):
-            touched = {tape.storage(v) for v in r.results if v >= 0} | set(r.writes)
-            if not touched & open_storages:
-                continue
-            if r.random or r.effect:
-                raise _unsupported(fn, origin, f"its data comes from {r.target} at {r.origin}")
-            needed.append(r)
-            open_storages |= {tape.storage(v) for v in r.reads}
-        written = {s for r in needed for s in r.writes}
-        sources = []
-        for v, role, key in tape.slots:
-            s = tape.storage(v)
-            if s not in open_storages:
-                continue
-            if role in ("parameter", "state") or s in written or v not in tape.real:
-                raise _unsupported(fn, origin, f"its data comes from {role} {key}")
-            sources.append(v)
-        return needed[::-1], sources
-
 
 def _device(args: Any) -> str:
     for a in args:
@@ -188,24 +126,3 @@ def _device(args: Any) -> str:
         if isinstance(a, (list, tuple)) and (inner := _device(a)):
             return inner
     return ""
-
-
-def _role(tape: Tape, value: int) -> tuple[str, Any]:
-    return next((role, key) for v, role, key in tape.slots if v == value)
-
-
-def _ask(
-    needed: list[Record],
-    question: Record,
-    values: list[TapeValue],
-    bases: Mapping[int, int],
-    given: Mapping[int, torch.Tensor],
-) -> Any:
-    parts = [evaluate(needed, values, bases, given, r.value) for r in question.args if hasattr(r, "value")]
-    return question.fn(*parts)
-
-
-def _unsupported(fn: Any, origin: Origin, why: str) -> Unsupported:
-    instead = _ALWAYS_UNSUPPORTED.get(fn._schema.name, "use an op whose result and shape do not depend on the data")
-    where = f" at {origin}" if str(origin) else ""
-    return Unsupported(f"{fn}{where}", f"the ops of a step must not depend on data ({why})", instead)

@@ -158,16 +158,13 @@ class _Capture:
             fakes = self._fakes()
             results, gradients = self._run(loss_fn, fakes, wanted)
         tree = self.tape.refs(gradients) if optimizer is None else None
-        spec, values = Results.of_refs(results if optimizer is None is None else results)
-        if optimizer is None:
-            spec, values = Results.of_refs((results, tree))
+        spec, values = Results.of_refs((results, tree) if optimizer is None else results)
         for n, updater in updates.items():
             if n in gradients:
                 self._update(updater, fakes.parameters[n], gradients[n])
-        loss = values[:1]
         return finish(
             self.tape, values, result_spec=spec, name=self.name, guards=self.recorder.guards,
-            batch=BatchSpec.of(self.batch), notes=self.notes, losses=loss,
+            batch=BatchSpec.of(self.batch), notes=self.notes, losses=values[:1], sums=True,
         )  # fmt: skip
 
     def _run(self, loss_fn: LossFn, fakes: _Fakes, wanted: list[str]) -> tuple[Any, dict[str, torch.Tensor]]:
@@ -300,12 +297,12 @@ def _checked_loss(out: Any) -> torch.Tensor:
 
 @contextmanager
 def _untouched(model: torch.nn.Module, notes: list[str]) -> Iterator[None]:
-    """Put back what running a model's Python code changes: attributes of modules and random states."""
-    members = ("_modules", "_parameters", "_buffers")
-    before = [(m, dict(vars(m)), {k: dict(vars(m)[k]) for k in members}) for m in model.modules()]
-    modules = _modules(model)
-    states = _random_states()
-    generator = torch.random.get_rng_state()
+    """Put back what running a model's Python code changes: modules, their attributes, random states.
+
+    Raises ``Unsupported`` for changes without which the captured step is another one than eager's.
+    """
+    before = [(m, dict(vars(m)), _contents(m)) for m in model.modules()]
+    modules, states = _modules(model), _random_states()
     try:
         yield
         if _modules(model) != modules:
@@ -317,28 +314,54 @@ def _untouched(model: torch.nn.Module, notes: list[str]) -> Iterator[None]:
             if not _equal(get(), state):
                 raise Unsupported(
                     f"drawing from {library}'s random state in a step", "what it decides would be fixed by the capture",
-                    "draw with torch",
+                    "draw with torch's functions",
                 )  # fmt: skip
     finally:
         for _, _, put, state in states:
             put(state)
-        torch.random.set_rng_state(generator)
-        for m, attributes, members in before:
-            changed = [k for k, v in vars(m).items() if k not in attributes or attributes[k] is not v]
+        for m, attributes, contents in before:
+            public = [k for k in vars(m) if not k.startswith("_")]
+            changed = [k for k in public if k not in attributes or attributes[k] is not vars(m)[k]]
             notes += [f"{type(m).__name__}.{k} is set by each step in eager, not by the program" for k in changed]
             vars(m).clear()
             vars(m).update(attributes)
-            for k, held in members.items():
-                vars(m)[k].clear()
-                vars(m)[k].update(held)
+            for k, held in contents.items():
+                _refill(vars(m)[k], held)
+
+
+def _contents(module: torch.nn.Module) -> dict[str, Any]:
+    """Copies of the module's containers, which are changed in place (hooks, children, lists)."""
+    return {k: v.copy() for k, v in vars(module).items() if isinstance(v, (dict, list, set))}
+
+
+def _refill(container: Any, held: Any) -> None:
+    if container == held if isinstance(container, set) else _same_objects(container, held):
+        return
+    container.clear()
+    container.extend(held) if isinstance(container, list) else container.update(held)
+
+
+def _same_objects(a: Any, b: Any) -> bool:
+    """Whether two lists or dicts hold the same objects in the same places; never compares tensors."""
+    left, right = (list(x.items()) if isinstance(x, dict) else list(enumerate(x)) for x in (a, b))
+    return len(left) == len(right) and all(
+        k == j and v is w for (k, v), (j, w) in zip(left, right, strict=True)
+    )
 
 
 def _modules(model: torch.nn.Module) -> list[tuple[str, int]]:
     return [(n, id(m)) for n, m in model.named_modules()]
 
 
+_SET_TORCH_STATE = torch.random.set_rng_state
+
+
 def _random_states() -> list[tuple[str, Callable[[], Any], Callable[[Any], None], Any]]:
-    states = [("Python", random.getstate, random.setstate, random.getstate())]
+    states: list[tuple[str, Callable[[], Any], Callable[[Any], None], Any]] = [
+        ("Python", random.getstate, random.setstate, random.getstate()),
+        # Fake tensors draw nothing: who changes this state has seeded it or used real tensors.
+        ("torch", torch.random.get_rng_state, _SET_TORCH_STATE, torch.random.get_rng_state()),
+    ]
     if "numpy" in sys.modules:
         numpy = sys.modules["numpy"].random
         states.append(("NumPy", numpy.get_state, numpy.set_state, numpy.get_state()))

@@ -124,12 +124,17 @@ class Tape:
         info = TapeValue(
             s, tensor.dtype, tuple(tensor.shape), tuple(tensor.stride()), int(tensor.storage_offset())
         )
+        v = self.intern(info)
+        if self.storages[s].base < 0:
+            self.storages[s].base = v
+        return v
+
+    def intern(self, info: TapeValue) -> int:
+        """The number of a value that may be new."""
         v = self._value_of.get(info)
         if v is None:
             v = self._value_of[info] = len(self.values)
             self.values.append(info)
-        if self.storages[s].base < 0:
-            self.storages[s].base = v
         return v
 
     def refs(self, tree: Any, place: str = "") -> Any:

@@ -9,7 +9,7 @@ import torch
 
 from tightship.frontends.torch.program import Ref
 
-__all__ = ["derive", "evaluate", "substitute"]
+__all__ = ["derive", "evaluate", "flat", "substitute"]
 
 
 class Metadata(Protocol):
@@ -66,9 +66,13 @@ def flat(out: Any) -> list[Any]:
 
 
 def evaluate(
-    records: Iterable[Any], values: Any, bases: Mapping[int, int], tensors: Mapping[int, torch.Tensor], want: int
-) -> Any:
-    """Run ``records`` in order on ``tensors`` (by value) and return the tensor of the value ``want``.
+    records: Iterable[Any],
+    values: Any,
+    bases: Mapping[int, int],
+    tensors: Mapping[int, torch.Tensor],
+    wanted: Iterable[int],
+) -> list[torch.Tensor]:
+    """Run ``records`` in order on ``tensors`` (by value) and return the tensors of the values ``wanted``.
 
     ``values`` are indexed by value and have a ``storage``; ``bases`` gives each storage's base value.
     """
@@ -85,4 +89,4 @@ def evaluate(
             for v, t in zip(r.results, flat(out), strict=True):
                 if v >= 0:
                     held[values[v].storage] = t
-        return read(want)
+        return [read(v) for v in wanted]

@@ -1,0 +1,166 @@
+"""Questions that a program asks of its data while it is captured: values for control flow, and shapes.
+
+They are answered where the answer is the same in every step: if it comes from constants, or from the batch or
+buffers, in which case a ``Guard`` repeats the question before each step; or if it is settled without the data.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from tightship.errors import Unsupported
+from tightship.frontends.torch import compat
+from tightship.frontends.torch.origin import Origin
+from tightship.frontends.torch.probe import form_of
+from tightship.frontends.torch.settled import Expectation, settled
+from tightship.frontends.torch.tape import Record, Tape, TapeValue, refs_in
+from tightship.frontends.torch.views import evaluate, substitute
+
+__all__ = ["READS_DATA", "Guard", "Questions", "unsupported"]
+
+READS_DATA = ("aten::_local_scalar_dense", "aten::equal", "aten::is_nonzero")
+"""Ops that hand the contents of a tensor to Python."""
+
+_SHAPED_BY = {
+    "aten::nonzero": ("self",),
+    "aten::masked_select": ("mask",),
+    "aten::index": ("indices",),
+    "aten::repeat_interleave": ("repeats",),
+    "aten::_unique2": ("self",),
+    "aten::unique_consecutive": ("self",),
+    "aten::unique_dim": ("self",),
+    "aten::bincount": ("self",),
+    "aten::_ctc_loss": ("input_lengths", "target_lengths"),
+}
+"""Arguments whose contents decide the shapes of the results."""
+
+_INSTEAD = {
+    "aten::_local_scalar_dense": "keep the value in a tensor (torch.where instead of an if, no .item())",
+    "aten::nonzero": "use a mask and torch.where, so that the shape does not depend on the data",
+    "aten::masked_select": "multiply by the mask instead of selecting",
+}
+
+Tensors = Mapping[tuple[str, Any], torch.Tensor]
+
+
+@dataclass(frozen=True)
+class Guard:
+    """Something read from data when the step was captured, on which the captured ops depend.
+
+    ``sources`` are the (role, key) of the caller's tensors the answer depends on. ``holds`` asks again.
+    """
+
+    sources: tuple[tuple[str, Any], ...]
+    expected: Any
+    place: str
+    _ask: Callable[[Tensors], Any]
+
+    def holds(self, tensors: Tensors) -> bool:
+        """Whether the answer is the captured one, given the tensors of ``sources``."""
+        return bool(self._ask(tensors) == self.expected)
+
+
+class Questions:
+    """Answers for one capture; ``guards`` are those that have to be asked again."""
+
+    def __init__(self, tape: Tape) -> None:
+        self._tape = tape
+        self.guards: list[Guard] = []
+
+    def value(self, fn: Any, args: tuple[Any, ...], origin: Origin, phase: str) -> Any:
+        """What ``fn`` returns to Python. Raises ``Unsupported`` where only the step itself can tell."""
+        wanted = list(refs_in(args))
+        known = settled(self._tape, wanted[0]) if len(wanted) == 1 else None
+        if known is not None:
+            if not known.sure:
+                self._expect(wanted[0], known.value, origin, phase)
+            return known.value
+        return self._ask(fn, wanted, lambda parts: fn(*parts), origin)
+
+    def shapes(self, fn: Any, args: tuple[Any, ...], kwargs: dict[str, Any], origin: Origin) -> Any:
+        """What the results of ``fn`` look like (``probe.form_of``); raises as ``value``."""
+        names = _SHAPED_BY.get(fn._schema.name, ())
+        given = [compat.argument(fn, args, kwargs, n) for n in names]
+        wanted = list(dict.fromkeys(refs_in(given)))
+        if not wanted:
+            raise unsupported(fn, origin, "the shape of its result")
+        values = self._tape.values
+
+        def look(parts: Sequence[torch.Tensor]) -> Any:
+            known = dict(zip(wanted, parts, strict=True))
+
+            def read(v: int) -> torch.Tensor:
+                return known[v] if v in known else _zeros(values[v])
+
+            return form_of(fn(*substitute(args, read), **substitute(kwargs, read)))
+
+        return self._ask(fn, wanted, look, origin)
+
+    def _ask(
+        self, fn: Any, wanted: list[int], finish: Callable[[Sequence[torch.Tensor]], Any], origin: Origin
+    ) -> Any:
+        tape = self._tape
+        needed, sources = self._slice(wanted, fn, origin)
+        values, bases = tape.values, {s: st.base for s, st in enumerate(tape.storages)}
+        role = {v: (role, key) for v, role, key in tape.slots}
+        fixed = {v: tape.real[v] for v in sources if role[v][0] == "constant"}
+        asked = {v: role[v] for v in sources if v not in fixed}
+
+        def ask(tensors: Tensors) -> Any:
+            given = fixed | {v: tensors[key] for v, key in asked.items()}
+            with torch.no_grad():
+                return finish(evaluate(needed, values, bases, given, wanted))
+
+        with compat.without_modes():
+            answer = ask({key: tape.real[v] for v, key in asked.items()})
+        if asked:
+            self.guards.append(Guard(tuple(asked.values()), answer, f"{fn} · {origin}", ask))
+        return answer
+
+    def _expect(self, value: int, expected: bool, origin: Origin, phase: str) -> None:
+        check = Expectation(expected, str(origin))
+        record = self._tape.call(check, "expect", (value,), ())
+        record.effect, record.origin, record.phase = True, origin, phase
+
+    def _slice(self, wanted: list[int], fn: Any, origin: Origin) -> tuple[list[Record], list[int]]:
+        """The records that compute ``wanted`` and the caller's values they start from."""
+        tape = self._tape
+        needed_storages = {tape.storage(v) for v in wanted}
+        needed: list[Record] = []
+        for r in reversed(tape.records):
+            touched = {tape.storage(v) for v in r.results if v >= 0} | set(r.writes)
+            if not touched & needed_storages:
+                continue
+            if r.random or r.effect:
+                raise unsupported(fn, origin, f"its data comes from {r.target} at {r.origin}", random=r.random)
+            needed.append(r)
+            needed_storages |= {tape.storage(v) for v in r.reads}
+        written = {s for r in needed for s in r.writes}
+        sources = []
+        for v, role, key in tape.slots:
+            s = tape.storage(v)
+            if s not in needed_storages:
+                continue
+            if role in ("parameter", "state") or s in written or v not in tape.real:
+                raise unsupported(fn, origin, f"its data comes from {role} {key}")
+            sources.append(v)
+        return needed[::-1], sources
+
+
+def _zeros(value: TapeValue) -> torch.Tensor:
+    t = torch.empty_strided(value.shape, value.stride, dtype=value.dtype)
+    t.untyped_storage().fill_(0)
+    return t
+
+
+def unsupported(fn: Any, origin: Origin, why: str, *, random: bool = False) -> Unsupported:
+    """The error for an op that needs data, with what to do instead."""
+    instead = _INSTEAD.get(fn._schema.name, "use an op whose result and shape do not depend on the data")
+    if random:
+        instead = "set the rate by which things are dropped (layerdrop, …) to 0, or decide with torch.where"
+    where = f" at {origin}" if str(origin) else ""
+    return Unsupported(f"{fn}{where}", f"the ops of a step must not depend on data ({why})", instead)
