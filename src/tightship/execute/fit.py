@@ -51,7 +51,7 @@ def fit(
 
     ``budget`` is bytes, text such as ``6GiB``, or a percentage of the unplanned peak (``60%``); it counts
     parameters, buffers, optimizer state, the batch, and everything the step makes, results included. None
-    plans for the least memory that costs no time. ``planner`` replaces the default planner, to which
+    keeps everything, in the better order. ``planner`` replaces the default planner, to which
     ``options`` go. ``variants`` is how many kinds of batches are kept planned. ``strict``: as for `Executor`.
     ``cache`` and ``seconds_per_op``: as for `profile`.
 
