@@ -87,6 +87,22 @@ def test_packed_form_is_charged_in_place_of_the_full_one() -> None:
     assert line.resident[:5] == (192, 256, 128, 256, 192)
 
 
+def test_a_copy_holds_what_was_copied_not_what_was_written_since() -> None:
+    graph = small()
+    write = Op("write", "t", (1,), (), (1,))
+    graph = Graph((graph.ops[0], write, *graph.ops[1:]), graph.values, graph.storages, (0,), (3,))
+    steps = (
+        Step("compute", op=0),
+        Step("offload", storages=(1,)),
+        Step("compute", op=1),
+        Step("free", storages=(1,)),
+        Step("fetch", storages=(1,)),
+        Step("compute", op=2),
+    )
+    with pytest.raises(BadInput, match="contents it saw at first"):
+        replay(graph, steps)
+
+
 @pytest.mark.parametrize(
     ("steps", "rule"),
     [
@@ -97,6 +113,9 @@ def test_packed_form_is_charged_in_place_of_the_full_one() -> None:
         ((Step("free", storages=(1,)),), "only what is resident"),
         ((Step("compute", op=0), Step("fetch", storages=(1,))), "needs the form"),
         ((Step("dance"),), "kind is one of"),
+        ((Step("compute", op=9),), "index of Graph.ops"),
+        ((Step("free", storages=(-1,)),), "indices of Graph.storages"),
+        ((Step("compute", op=0, waits=(3,)),), "waits for earlier"),
     ],
 )
 def test_broken_steps_are_named(steps: tuple[Step, ...], rule: str) -> None:

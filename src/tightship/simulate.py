@@ -77,6 +77,7 @@ class _Machine:
         self.version = [0] * n
         self.packed = [0] * n
         self.host = [False] * n
+        self.copied: dict[tuple[int, str], int] = {}  # version of what a packed or host form holds
         for s in graph.static:
             self.full[s] = True
         self.live = graph.static_bytes
@@ -94,6 +95,12 @@ class _Machine:
 
     def step(self, i: int, step: Step) -> int:
         """Apply one step; returns the bytes in use while it runs."""
+        if not all(0 <= s < len(self.full) for s in step.storages):
+            self.fail("a step's storages are indices of Graph.storages", step.storages, i)
+        if not all(0 <= w < i for w in step.waits):
+            self.fail("a step waits for earlier steps", step.waits, i)
+        if step.op >= len(self.ran) or (step.op < 0 and step.kind in ("compute", "recompute")):
+            self.fail("a step's op is an index of Graph.ops", step.op, i)
         if step.kind in ("compute", "recompute"):
             return self.run(i, step)
         if step.kind == "free":
@@ -142,6 +149,11 @@ class _Machine:
             there = {"offload": self.full[s], "compress": self.full[s], "fetch": self.host[s]}
             if not there.get(step.kind, bool(self.packed[s])):
                 self.fail(f"{step.kind} needs the form it copies from", self.name(s), i)
+            form = "host" if step.kind in ("offload", "fetch") else "packed"
+            if step.kind in ("offload", "compress"):
+                self.copied[s, form] = self.version[s]
+            else:
+                self.version[s] = self.copied[s, form]
             if step.kind == "offload":
                 self.host[s] = True
                 self.host_live += size
@@ -161,7 +173,7 @@ class _Machine:
         before = self.live
         for s in step.storages:
             size = self.graph.storages[s].size
-            if s in self.graph.static:
+            if s in self.graph.static and step.form == "full":
                 self.fail("the caller's storages are not freed", self.name(s), i)
             if step.form == "host" and self.host[s]:
                 self.host[s] = False
