@@ -1,13 +1,14 @@
 """The placement verifier finds what is wrong, and only that."""
 
 from dataclasses import replace
+from itertools import combinations, pairwise
 
 import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from placing import overlapping, problems
-from tightship.plan import Buffer, Problem, Solution
+from tightship.plan import Buffer, Gap, Problem, Solution
 from tightship.planners.place import naive
 from tightship.verify_placement import CODES, check_solution
 
@@ -95,3 +96,82 @@ def test_a_buffer_moved_onto_another_is_found(problem: Problem, data: st.DataObj
     moved[i] = moved[j]
     found = check_solution(problem, replace(solution, offsets=tuple(moved)))
     assert any(v.code == "overlap" and problem.buffers[i].id in v.subjects for v in found)
+
+
+# --- gaps ---
+
+
+@st.composite
+def gapped(draw: st.DrawFn, most: int = 8) -> Problem:
+    """Small problems whose buffers have gaps with and without windows."""
+    buffers = []
+    for b in draw(problems(most=most)).buffers:
+        cuts = sorted(draw(st.sets(st.integers(b.lower, b.upper), max_size=4)))
+        gaps = []
+        for lower, upper in list(pairwise(cuts))[:: draw(st.integers(1, 2))]:
+            low = draw(st.integers(0, b.size))
+            window = draw(st.sampled_from((None, (low, draw(st.integers(low, b.size))))))
+            gaps.append(Gap(lower, upper, window))
+        buffers.append(replace(b, pinned=None, gaps=tuple(gaps)))
+    return Problem(tuple(buffers))
+
+
+def alive(b: Buffer, offset: int, t: int) -> set[int]:
+    """The definition: every byte of a buffer that is alive at time t."""
+    if not b.lower <= t < b.upper:
+        return set()
+    now = set(range(b.size))
+    for gap in b.gaps:
+        if gap.lower <= t < gap.upper:
+            now &= set(range(*gap.window)) if gap.window else set()
+    return {offset + byte for byte in now}
+
+
+def really_overlapping(problem: Problem, offsets: tuple[int, ...]) -> set[frozenset[str]]:
+    pairs = combinations(zip(problem.buffers, offsets, strict=True), 2)
+    times = range(-4, 17)
+    return {
+        frozenset((a.id, b.id))
+        for (a, x), (b, y) in pairs
+        if any(alive(a, x, t) & alive(b, y, t) for t in times)
+    }
+
+
+@given(gapped(), st.data())
+def test_knows_gaps_and_windows_as_they_are_defined(problem: Problem, data: st.DataObject) -> None:
+    offsets = tuple(data.draw(st.integers(0, 20)) for _ in problem.buffers)
+    violations = check_solution(problem, Solution(offsets, arena=100))
+    found = {frozenset(v.subjects) for v in violations if v.code == "overlap"}
+    really = really_overlapping(problem, offsets)
+    assert found <= really
+    named = {v.subjects[0] for v in violations if v.code == "overlap"}
+    assert all(pair & named for pair in really)  # nothing is left out but what was reported
+
+
+@given(gapped(most=2), st.data())
+def test_of_two_buffers_it_is_exact(problem: Problem, data: st.DataObject) -> None:
+    offsets = tuple(data.draw(st.integers(0, 9)) for _ in problem.buffers)
+    found = [v for v in check_solution(problem, Solution(offsets, arena=100)) if v.code == "overlap"]
+    assert {frozenset(v.subjects) for v in found} == really_overlapping(problem, offsets)
+    for v in found:
+        a, b = (
+            next((c, x) for c, x in zip(problem.buffers, offsets, strict=True) if c.id == s)
+            for s in v.subjects
+        )
+        shared = alive(*a, v.step) & alive(*b, v.step)
+        assert f"share bytes [{min(shared)}, {max(shared) + 1})" in v.message
+
+
+def test_a_gap_makes_room_for_another_and_a_window_takes_it_back() -> None:
+    guest = Buffer("guest", 3, 5, 8)
+    for window, wrong in ((None, False), ((0, 2), False), ((6, 8), True)):
+        host = Buffer("host", 0, 10, 8, gaps=(Gap(3, 5, window),))
+        found = check_solution(Problem((host, guest)), Solution((0, 2), 10))
+        assert [v.subjects for v in found] == ([("guest", "host")] if wrong else [])
+
+
+def test_overlapping_gaps_leave_what_their_windows_share() -> None:
+    host = Buffer("host", 0, 10, 8, gaps=(Gap(2, 6, (0, 4)), Gap(4, 8, (2, 8))))
+    for start, wrong in ((0, False), (1, True), (3, True), (4, False)):
+        found = check_solution(Problem((host, Buffer("guest", 4, 6, 2))), Solution((0, start), 10))
+        assert bool(found) == wrong, start

@@ -23,7 +23,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-__all__ = ["KINDS", "Buffer", "Plan", "Problem", "Residence", "Solution", "Step"]
+__all__ = ["KINDS", "Buffer", "Gap", "Plan", "Problem", "Residence", "Solution", "Step"]
 
 KINDS = ("compute", "recompute", "offload", "fetch", "compress", "decompress", "free")
 FORMS = ("full", "packed", "host")
@@ -108,8 +108,21 @@ class Plan:
 
 
 @dataclass(frozen=True, slots=True)
+class Gap:
+    """A part ``[lower, upper)`` of a buffer's life in which only the bytes ``window`` of it, counted from its
+    offset, are alive; without a window, none."""
+
+    lower: int
+    upper: int
+    window: tuple[int, int] | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class Buffer:
-    """Something to place: ``size`` bytes alive in ``[lower, upper)`` (any integer time axis)."""
+    """Something to place: ``size`` bytes alive in ``[lower, upper)`` (any integer time axis), but for ``gaps``.
+
+    Gaps lie within the live range and do not overlap each other. ``hint`` is an offset worth trying.
+    """
 
     id: str
     lower: int
@@ -117,6 +130,8 @@ class Buffer:
     size: int
     alignment: int = 1
     pinned: int | None = None
+    gaps: tuple[Gap, ...] = ()
+    hint: int | None = None
 
 
 @dataclass(frozen=True)

@@ -11,15 +11,18 @@ over-capacity  the arena is larger than the problem's capacity
 bound          the claimed lower bound is above the arena, so it is none
 =============  ==============================================================
 
-Overlaps are found by a sweep over time with the buffers alive kept in order of offset. A buffer found to
-overlap is reported with everything it overlaps at that moment and then left out of the sweep, so that n wrong
-buffers do not give n² lines.
+Two buffers overlap when, at some time, bytes that are alive of the one are alive bytes of the other: within a
+gap, those of the gap's window alone. Overlaps are found by a sweep over time with what is alive kept in order
+of offset. A buffer found to overlap is reported with everything it overlaps at that moment and then left out
+of the sweep, so that n wrong buffers do not give n² lines.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left, insort
 from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import pairwise
 
 from tightship.plan import Buffer, Problem, Solution
 from tightship.violation import Violation
@@ -76,45 +79,74 @@ def _alone(b: Buffer, offset: int, arena: int) -> Iterator[Violation]:
         yield Violation("moved-pin", b.lower, (b.id,), message)
 
 
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """Bytes ``[start, end)`` that buffer number ``owner`` has alive during ``[since, until)``."""
+
+    owner: int
+    since: int
+    until: int
+    start: int
+    end: int
+
+
+def _parts(owner: int, b: Buffer, offset: int) -> Iterator[_Part]:
+    """A buffer's life cut where its gaps begin and end; where gaps overlap, what all their windows share."""
+    if b.lower >= b.upper:
+        return
+    cuts = {b.lower, b.upper}
+    for gap in b.gaps:
+        cuts |= {min(max(time, b.lower), b.upper) for time in (gap.lower, gap.upper)}
+    for since, until in pairwise(sorted(cuts)):
+        start, end = 0, b.size
+        for gap in b.gaps:
+            if gap.lower <= since < gap.upper:
+                low, high = gap.window or (0, 0)
+                start, end = max(start, low), min(end, high)
+        if start < end:
+            yield _Part(owner, since, until, offset + start, offset + end)
+
+
 def _overlaps(placed: list[tuple[Buffer, int]]) -> Iterator[Violation]:
+    parts = [p for k, (b, offset) in enumerate(placed) for p in _parts(k, b, offset)]
     # Ends before starts at the same time: live ranges are half-open.
-    events: list[tuple[int, int, int]] = []
-    for k, (b, _) in enumerate(placed):
-        if b.size > 0 and b.lower < b.upper:
-            events += [(b.upper, 0, k), (b.lower, 1, k)]
+    events = [(p.until, 0, k) for k, p in enumerate(parts)] + [(p.since, 1, k) for k, p in enumerate(parts)]
     events.sort()
-    alive: list[tuple[int, int]] = []  # (offset, index), sharing no bytes
+    alive: list[tuple[int, int]] = []  # (start, index of the part), sharing no bytes
+    wrong: set[int] = set()
     for _, begins, k in events:
-        buffer, offset = placed[k]
-        at = bisect_left(alive, (offset, k))
+        part = parts[k]
+        at = bisect_left(alive, (part.start, k))
         if not begins:
-            if at < len(alive) and alive[at] == (offset, k):
+            if at < len(alive) and alive[at] == (part.start, k):
                 del alive[at]
             continue
-        clashes = list(_clashes(placed, alive, at, offset, offset + buffer.size))
+        if part.owner in wrong:
+            continue
+        clashes = list(_clashes(parts, alive, at, part))
         for other in clashes:
-            yield _overlap(placed, k, other)
-        if not clashes:
-            insort(alive, (offset, k))
+            yield _overlap(placed, part, parts[other])
+        if clashes:
+            wrong.add(part.owner)
+        else:
+            insort(alive, (part.start, k))
 
 
-def _clashes(
-    placed: list[tuple[Buffer, int]], alive: list[tuple[int, int]], at: int, start: int, end: int
-) -> Iterator[int]:
-    """Who of those alive has bytes in [start, end); ``at`` is where ``start`` would stand among them."""
+def _clashes(parts: list[_Part], alive: list[tuple[int, int]], at: int, part: _Part) -> Iterator[int]:
+    """Who of those alive shares bytes with ``part``; ``at`` is where it would stand among them."""
     if at:
-        below, k = alive[at - 1]
-        if below + placed[k][0].size > start:
-            yield k
-    while at < len(alive) and alive[at][0] < end:
+        _, below = alive[at - 1]
+        if parts[below].end > part.start:
+            yield below
+    while at < len(alive) and alive[at][0] < part.end:
         yield alive[at][1]
         at += 1
 
 
-def _overlap(placed: list[tuple[Buffer, int]], new: int, old: int) -> Violation:
-    (b, x), (c, y) = placed[new], placed[old]
-    start, end = max(x, y), min(x + b.size, y + c.size)
-    since, until = max(b.lower, c.lower), min(b.upper, c.upper)
+def _overlap(placed: list[tuple[Buffer, int]], new: _Part, old: _Part) -> Violation:
+    (b, x), (c, y) = placed[new.owner], placed[old.owner]
+    start, end = max(new.start, old.start), min(new.end, old.end)
+    since, until = max(new.since, old.since), min(new.until, old.until)
     message = f"{_bytes(b, x)} and {_bytes(c, y)} share bytes [{start}, {end}) during [{since}, {until})"
     return Violation("overlap", since, (b.id, c.id), message)
 
