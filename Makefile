@@ -29,7 +29,7 @@ format: $(READY)
 	$(VENV)/bin/ruff format .
 
 bench: $(READY)
-	$(PY) bench/run.py
+	$(PY) benchmarks/train.py
 
 setup: $(READY)
 
