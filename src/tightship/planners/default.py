@@ -64,11 +64,12 @@ def plan(
     bound = lower_bound(graph)
     target = before.peak if limit is None else limit
     for attempt in range(_TIGHTEN):
-        decision = _evict(frame, target, o, progress)
+        left = o.seconds - (time.perf_counter() - began)
+        decision = _evict(frame, target, replace(o, seconds=max(1.0, left)), progress)
         steps = decision.steps or frame.steps(decision.evict)
         if limit is not None and not decision.met:
             raise _infeasible(graph, limit, bound, replay(graph, steps), steps)
-        layout = lay_out(graph, steps, hand_out=o.hand_out, seed=o.seed, seconds=1.0 + attempt)
+        layout = lay_out(graph, steps, hand_out=o.hand_out, seed=o.seed, seconds=1.0)
         over = graph.static_bytes + layout.arena + layout.handed - (limit or target)
         if limit is None or over <= 0:
             break

@@ -51,17 +51,16 @@ def plan(
         start = ranked[n % len(ranked)] if n else best
         found = frame.found(
             frame.engine.anneal(
-                frame.groups, limit, start.evict, share, o.seconds / o.starts, o.seed + n, progress
+                frame.groups, limit, start.evict, share, 0.8 * o.seconds / o.starts, o.seed + n, progress
             )
         )
         if found.met:
-            found = _relaxed(frame, limit, found, share // 4)
+            found = _relaxed(frame, limit, found, share // 4, 0.1 * o.seconds / o.starts)
         best = found if found.beats(best) else best
     return replace(best, work=o.work)
 
 
-def _relaxed(frame: Frame, limit: int, found: Decision, work: int) -> Decision:
-    singles = frame.singles
-    for groups in (frame.groups, singles):
-        found = frame.found(frame.engine.relax(groups, limit, found.evict, work, 1.0))
+def _relaxed(frame: Frame, limit: int, found: Decision, work: int, seconds: float) -> Decision:
+    for groups in (frame.groups, frame.singles):
+        found = frame.found(frame.engine.relax(groups, limit, found.evict, work, seconds))
     return found
