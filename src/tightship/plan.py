@@ -133,6 +133,20 @@ class Buffer:
     gaps: tuple[Gap, ...] = ()
     hint: int | None = None
 
+    @property
+    def gap_fault(self) -> str:
+        """The rule that a gap breaks, or nothing."""
+        since = self.lower
+        for gap in sorted(self.gaps, key=lambda gap: gap.lower):
+            if not self.lower <= gap.lower < gap.upper <= self.upper:
+                return f"a gap is a part of the live range [{self.lower}, {self.upper})"
+            if gap.lower < since:
+                return "the gaps of a buffer do not overlap"
+            if gap.window is not None and not 0 <= gap.window[0] < gap.window[1] <= self.size:
+                return f"a gap's window is a part of the buffer's bytes [0, {self.size})"
+            since = gap.upper
+        return ""
+
 
 @dataclass(frozen=True)
 class Problem:

@@ -47,6 +47,7 @@ __all__ = [
     "loads_plan",
     "save_graph",
     "save_plan",
+    "write_file",
 ]
 
 LARGEST_FILE = 1 << 30
@@ -92,11 +93,11 @@ def loads_any(data: bytes, place: str = "document") -> tuple[Plan | None, Graph 
 
 
 def save_plan(plan: Plan, path: PathLike, graph: Graph | None = None) -> None:
-    _write(path, dumps_plan(plan, graph))
+    write_file(path, dumps_plan(plan, graph))
 
 
 def save_graph(graph: Graph, path: PathLike) -> None:
-    _write(path, dumps_graph(graph))
+    write_file(path, dumps_graph(graph))
 
 
 def load_plan(path: PathLike, limit: int = LARGEST_FILE) -> tuple[Plan, Graph | None]:
@@ -200,7 +201,7 @@ def _read(path: PathLike, limit: int) -> bytes:
     return data
 
 
-def _write(path: PathLike, data: bytes) -> None:
+def write_file(path: PathLike, data: bytes) -> None:
     """A new file beside the old one takes its name when it is complete; a link stays a link."""
     try:
         target = Path(os.path.realpath(path))

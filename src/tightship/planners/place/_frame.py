@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -12,6 +12,7 @@ import numpy.typing as npt
 from tightship import _core
 from tightship.errors import BadInput
 from tightship.plan import Problem, Solution
+from tightship.planners.place._parts import cut
 
 __all__ = ["Arrays", "Frame", "Ints", "frame", "from_arrays", "most_alive"]
 
@@ -77,7 +78,10 @@ def frame(problem: Problem) -> Frame:
     except OverflowError:
         raise BadInput("times and sizes are 64-bit integers", place="Problem.buffers") from None
     columns = [np.ascontiguousarray(c) for c in table.T]
-    return from_arrays(Arrays(*columns), names=[b.id for b in buffers])
+    made = from_arrays(Arrays(*columns), names=[b.id for b in buffers])
+    if any(b.gaps for b in buffers):  # they are alive in their whole live range here, which proves less
+        made = replace(made, bound=min(made.bound, frame(cut(problem)).bound))
+    return made
 
 
 def from_arrays(arrays: Arrays, names: list[str] | None = None) -> Frame:

@@ -1,0 +1,120 @@
+"""Pack a placement problem with any placement planner: gaps, hints and a packing to beat are taken care of.
+
+A planner sees buffers alive in their whole live range, which is right but larger than need be. Those that
+search are followed by a first fit that knows gaps; the lower bound is that of the parts that are alive. What
+comes out has passed ``check_solution``.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from tightship.errors import BadInput, VerificationFailed
+from tightship.plan import Problem, Solution
+from tightship.planners import PlannerInfo, planner
+from tightship.planners.place._fit import Fitter, Limits
+from tightship.planners.place._frame import Ints, frame
+from tightship.planners.place._parts import check_gaps, cut, whole
+from tightship.verify_placement import check_solution
+
+__all__ = ["DEFAULT", "Search", "pack"]
+
+DEFAULT = "portfolio"
+
+
+@dataclass(frozen=True, slots=True)
+class Search:
+    """``seed``: where the search begins; ``work``: buffers that each search may place; ``seconds``: time in all.
+
+    The same seed and work give the same answer unless the time ended it. Planners that do not search need
+    none of them."""
+
+    seed: int = 0
+    work: int = 200_000
+    seconds: float = 10.0
+
+
+def pack(
+    problem: Problem,
+    planner_name: str = DEFAULT,
+    search: Search | None = None,
+    *,
+    baseline: Sequence[int] | None = None,
+) -> Solution:
+    """Offsets for a problem, checked. ``baseline``: offsets of a packing that the answer is not worse than."""
+    info, limits = planner(planner_name, "place"), search or Search()
+    if baseline is not None:
+        _check_baseline(problem, baseline)
+    if any(b.gaps for b in problem.buffers):
+        solution = _with_gaps(problem, info, limits)
+    else:
+        solution = info.plan(problem, _options(info, limits, limits.seconds))
+    if _searches(info) and any(b.hint is not None for b in problem.buffers):
+        solution = _hinted(problem, solution, limits)
+    if baseline is not None and (arena := _arena(problem, baseline)) < solution.arena:
+        solution = replace(solution, offsets=tuple(map(int, baseline)), arena=arena, planner="baseline")
+    if wrong := check_solution(replace(problem, capacity=None), solution):
+        raise VerificationFailed(wrong, f"planner {solution.planner!r}")
+    return solution
+
+
+def _with_gaps(problem: Problem, info: PlannerInfo, search: Search) -> Solution:
+    """The planner's answer for whole live ranges, then first fit into the gaps, if the planner is one that
+    searches."""
+    began = time.perf_counter()
+    check_gaps(problem)
+    bound = max(frame(cut(problem)).bound, max(b.size + (b.pinned or 0) for b in problem.buffers))
+    simple, places = whole(problem)
+    first = info.plan(simple, _options(info, search, search.seconds / 2))
+    rows = zip(problem.buffers, places, strict=True)
+    offsets = np.array([first.offsets[at] if at >= 0 else b.pinned for b, at in rows], dtype=np.int64)
+    name, work = first.planner, first.work
+    if _searches(info):
+        fitter, limits = Fitter(problem), Limits(search.work, began + search.seconds)
+        better = fitter.improve(offsets, bound, limits, search.seed)
+        name = f"{name}+gaps" if better is not offsets else name
+        offsets, work = better, work + limits.used
+    arena = _arena(problem, offsets.tolist())
+    seconds = time.perf_counter() - began
+    return Solution(tuple(offsets.tolist()), arena, bound, name, seconds, work)
+
+
+def _hinted(problem: Problem, solution: Solution, search: Search) -> Solution:
+    """The packing that follows the hints, where it is as small."""
+    began = time.perf_counter()
+    limits = Limits(search.work, began + search.seconds - solution.seconds)
+    found: Ints | None = Fitter(problem).hinted(limits, below=solution.arena + 1)
+    seconds, work = solution.seconds + time.perf_counter() - began, solution.work + limits.used
+    solution = replace(solution, seconds=seconds, work=work)
+    if found is None:
+        return solution
+    offsets = tuple(found.tolist())
+    return replace(solution, offsets=offsets, arena=_arena(problem, offsets), planner="hints")
+
+
+def _check_baseline(problem: Problem, offsets: Sequence[int]) -> None:
+    arena = _arena(problem, offsets)
+    wrong = check_solution(replace(problem, capacity=None), Solution(tuple(map(int, offsets)), arena))
+    if wrong:
+        raise BadInput(f"a baseline is a packing of the problem in which nothing is wrong ({wrong[0]})")
+
+
+def _arena(problem: Problem, offsets: Sequence[int]) -> int:
+    return max((x + b.size for b, x in zip(problem.buffers, offsets, strict=False)), default=0)
+
+
+def _searches(info: PlannerInfo) -> bool:
+    return "work_limit" in {f.name for f in dataclasses.fields(info.options)}
+
+
+def _options(info: PlannerInfo, search: Search, seconds: float) -> Any:
+    """The search's limits as the planner's options, as far as it has them."""
+    given = {"seed": search.seed, "work_limit": search.work, "time_limit": seconds}
+    fields = {f.name for f in dataclasses.fields(info.options)}
+    return info.options(**{name: value for name, value in given.items() if name in fields})

@@ -1,0 +1,78 @@
+"""Gaps: the parts that a buffer's life is cut into, and problems without gaps that say something of one with.
+
+``whole`` asks for more bytes (any answer to it is one), ``cut`` for fewer (any bound of it is one).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+
+from tightship.errors import BadInput
+from tightship.plan import Buffer, Problem
+
+__all__ = ["Part", "check_gaps", "cut", "parts", "whole"]
+
+Part = tuple[int, int, int, int]
+"""During ``[since, until)`` the bytes ``[low, high)`` of a buffer are alive, counted from its offset."""
+
+
+def parts(b: Buffer) -> Iterator[Part]:
+    """A buffer's life in order of time, without the times at which nothing of it is alive."""
+    since = b.lower
+    for gap in sorted(b.gaps, key=lambda gap: gap.lower):
+        if since < gap.lower:
+            yield since, gap.lower, 0, b.size
+        if gap.window is not None:
+            yield gap.lower, gap.upper, *gap.window
+        since = gap.upper
+    if since < b.upper:
+        yield since, b.upper, 0, b.size
+
+
+def check_gaps(problem: Problem) -> None:
+    """Raise ``BadInput`` for gaps that break a rule, and for what cannot be checked part by part."""
+    for b in problem.buffers:
+        if rule := b.gap_fault:
+            raise BadInput(rule, b.gaps, f"buffer {b.id!r}")
+        if b.gaps and b.alignment < 1:
+            raise BadInput("an alignment is at least 1", b.alignment, f"buffer {b.id!r}")
+        if b.gaps and b.pinned is not None and (b.pinned < 0 or b.pinned % b.alignment):
+            raise BadInput("a pinned offset is a multiple of the alignment", b.pinned, f"buffer {b.id!r}")
+
+
+def cut(problem: Problem) -> Problem:
+    """Every part a buffer of its own, free to lie anywhere (pinned ones lie where they are)."""
+    return replace(problem, buffers=tuple(c for b in problem.buffers for c in _cut(b)))
+
+
+def whole(problem: Problem) -> tuple[Problem, list[int]]:
+    """Free buffers alive in all of their live range, pinned ones in their parts; and for every buffer of the
+    problem its place among those (-1: it is pinned)."""
+    buffers: list[Buffer] = []
+    places: list[int] = []
+    for b in problem.buffers:
+        if b.gaps and b.pinned is not None:
+            places.append(-1)
+            buffers += _cut(b)
+        else:
+            places.append(len(buffers))
+            buffers.append(replace(b, gaps=()))
+    return replace(problem, buffers=tuple(buffers)), places
+
+
+def _cut(b: Buffer) -> Sequence[Buffer]:
+    if not b.gaps:
+        return [b]
+    return [
+        Buffer(
+            b.id,
+            since,
+            until,
+            high - low,
+            math.gcd(b.alignment, low),
+            None if b.pinned is None else b.pinned + low,
+        )
+        for since, until, low, high in parts(b)
+    ]
