@@ -21,7 +21,7 @@ from tightship.execute.profile import profile
 from tightship.frontends.torch import compat, compat_compile
 from tightship.frontends.torch.joint import Joint, Primal, lower_joint, pinned
 from tightship.frontends.torch.program import Program, Ref
-from tightship.graph import Graph
+from tightship.graph import Graph, aligned
 from tightship.integrations.torch_halves import Cut, cut
 from tightship.integrations.torch_ledger import Entry, Ledger
 from tightship.integrations.torch_options import CompileOptions, read_options
@@ -112,7 +112,7 @@ class Session:
         try:
             compat_compile.fixed_sizes(gm, inputs)
             return _Compilation(self, gm).run(gm, inputs)
-        except Infeasible as error:
+        except (BadInput, Infeasible) as error:
             return _raising(error)
         except Exception as error:
             if compat_compile.is_control_flow(error):
@@ -127,10 +127,10 @@ class Session:
         text = f"graph {name} runs in eager, without a plan and outside the budget: {kind}{error}"
         self.notes.append(text)
         warnings.warn(text, Fallback, stacklevel=2)
-        session = self
 
-        def eager(*args: Any) -> Any:
-            session.lanes  # noqa: B018 (keeps the session, and with it the notes, as long as the code)
+        def eager(
+            *args: Any, _session: Session = self
+        ) -> Any:  # notes live as long as the code they are about
             return gm(*args)
 
         return eager
@@ -140,8 +140,10 @@ def _raising(error: Exception) -> Callable[..., Any]:
     """Raises ``error`` itself when the compiled model is called; from within a backend Dynamo would wrap
     it."""
 
+    shown = copy.copy(error)  # without the frames that raised it, and all they hold
+
     def failed(*_args: Any) -> Any:
-        raise copy.copy(error).with_traceback(None)
+        raise shown.with_traceback(None) from None
 
     return failed
 
@@ -155,7 +157,7 @@ class _Compilation:
     def __init__(self, session: Session, gm: Any) -> None:
         self.session, self.options = session, session.options
         self.frame, self.name = compat_compile.frame()
-        self.more = compat_compile.breaks(gm)
+        self.goes_on = compat_compile.graph_break(gm)
         self.placeholders = gm.graph.find_nodes(op="placeholder")
         self.piece: Piece | None = None
 
@@ -187,13 +189,10 @@ class _Compilation:
         return self._function(self._planned(joint)[0].forward)
 
     def _function(self, run: Callable[[list[Any]], list[Any]]) -> Callable[[list[Any]], Any]:
-        session = self.session
-
-        def boxed(args: list[Any]) -> list[Any]:
-            session.lanes  # noqa: B018 (keeps the session alive as long as the code)
+        def function(args: list[Any], _session: Session = self.session) -> list[Any]:
             return run(args)
 
-        return compat_compile.boxed(boxed)
+        return compat_compile.boxed(function)
 
     # --- inputs ---
 
@@ -210,13 +209,20 @@ class _Compilation:
         return rows
 
     def _storages(self, graph: Graph) -> dict[int, int]:
-        """Identity and bytes of the caller's tensors; those that are not known count as themselves."""
+        """Identity and bytes of the caller's tensors, without those that an earlier graph made and counts;
+        what is not known counts as itself."""
         found: dict[int, int] = {}
+        counted = 0
         for n in self.placeholders:
             real = compat_compile.example_of(n)
-            if real is not None:
-                found[compat.storage_key(real)] = real.untyped_storage().nbytes()
-        rest = graph.static_bytes - sum(found.values())
+            if real is None:
+                continue
+            key, size = compat.storage_key(real), aligned(real.numel() * real.element_size())
+            if any(p.handed_out(key) for p in self.session.pieces):
+                counted += size
+            else:
+                found[key] = max(found.get(key, 0), size)
+        rest = graph.static_bytes - sum(found.values()) - counted
         return {**found, -1 - self.frame: rest} if rest > 0 else found
 
     # --- planning ---
@@ -241,6 +247,10 @@ class _Compilation:
             arena=o.arena,
             saved=values,
         )
+        if self.goes_on is not None:
+            piece.notes.append(
+                f"a graph break follows at {self.goes_on}: the budget is shared with other graphs"
+            )
         self.session.pieces.append(piece)
         if o.on_plan is not None:
             o.on_plan(piece)
@@ -251,38 +261,50 @@ class _Compilation:
         everything = replay(graph, baseline(graph))
         static = ledger.new_static(self.frame, self._storages(graph))
         free = ledger.available(self.frame, static, everything.peak - graph.static_bytes)
-        plan = self._plan(graph, free)
+        try:
+            plan = self._plan(graph, free)
+        except Infeasible:
+            if joint.boundary is not None or ledger.budget is None or ledger.budget.fraction is None:
+                raise
+            plan = self._placed(graph, None)
+            note = "a percentage is of a training step's peak: this graph has no backward pass and is not held to it"
+            plan = replace(plan, notes=(*plan.notes, note))
         where = cut(joint, program, plan)
         ledger.enter(self.frame, _entry(joint, program, plan, where, static, everything.peak))
         return plan, where
 
     def _plan(self, graph: Graph, free: int | None) -> Plan:
-        """A plan that needs at most ``free`` bytes beyond the inputs; half of that, if it can, where more
-        graphs are to come and nobody knows yet what they need."""
+        """A plan that needs at most ``free`` bytes beyond the inputs. Where more graphs are to come, and
+        nobody knows yet what they need: at most half of that or, if that is too little, about the least
+        possible."""
         if free is None:
             return self._placed(graph, None)
-        if (
-            self.more
-            and self.session.ledger.budget is not None
-            and self.session.ledger.budget.bytes is not None
-        ):
-            try:
-                return self._placed(graph, graph.static_bytes + max(free, 0) // 2)
-            except Infeasible:
-                pass
-        return self._placed(graph, max(graph.static_bytes + free, 0))
+        whole = max(graph.static_bytes + free, 0)
+        budget = self.session.ledger.budget
+        if self.goes_on is not None and budget is not None and budget.bytes is not None:
+            limit = graph.static_bytes + max(free, 0) // 2
+            for _ in range(2):
+                try:
+                    return self._placed(graph, limit)
+                except Infeasible as error:
+                    limit = error.best_peak
+                if limit >= whole:
+                    break
+        return self._placed(graph, whole)
 
     def _placed(self, graph: Graph, limit: int | None) -> Plan:
         """With an arena, unless gradients beside an arena need more than the budget although the peak does
         not."""
-        try:
-            return default_plan(graph, limit, self.options.planner)
-        except Infeasible as error:
-            if error.best_peak > (limit or 0):
-                raise
+        notes: tuple[str, ...] = ()
+        if self.options.arena:
+            try:
+                return default_plan(graph, limit, self.options.planner)
+            except Infeasible as error:
+                if error.best_peak > (limit or 0):
+                    raise
+            notes = ("results beside an arena would not fit the budget: the plan runs on the ordinary heap",)
         plan = default_plan(graph, limit, replace(self.options.planner, hand_out=False))
-        note = "results beside an arena would not fit the budget: the plan runs on the ordinary heap"
-        return replace(plan, residences=(), arena=0, handed=0, notes=(*plan.notes, note))
+        return replace(plan, residences=(), arena=0, handed=0, notes=(*plan.notes, *notes))
 
 
 def _entry(joint: Joint, program: Program, plan: Plan, where: Cut, static: int, unplanned: int) -> Entry:

@@ -9,7 +9,7 @@ from typing import Any
 from tightship.errors import VerificationFailed
 from tightship.execute.allocator import Arena
 from tightship.execute.interpreter import PeakMismatch, RunStats, mismatch
-from tightship.frontends.torch import compat
+from tightship.frontends.torch import compat, compat_compile
 from tightship.frontends.torch.joint import Joint
 from tightship.frontends.torch.program import Program, Ref, Slot
 from tightship.graph import Graph
@@ -84,11 +84,17 @@ class Piece:
         ]  # fmt: skip
         self._build(where, found)
         self._first: HalfStats | None = None
+        self._outputs: dict[int, Any] = {}
         self._complained = False
 
     @property
     def graph(self) -> Graph:
         return self.program.graph
+
+    def __str__(self) -> str:
+        from tightship.report.text import describe
+
+        return describe(self.plan, self.graph)
 
     def _build(self, where: Cut, found: Any) -> None:
         program, plan, joint = self.program, self.plan, self._joint
@@ -110,6 +116,11 @@ class Piece:
                 found=found, begins=where.resumed, peak=where.peaks[1],
             )  # fmt: skip
 
+    def handed_out(self, storage: int) -> bool:
+        """Whether the storage of that identity is a result of the last forward pass, and still there."""
+        found = self._outputs.get(storage)
+        return found is not None and not found.expired()
+
     # --- running ---
 
     def forward(self, args: list[Any]) -> list[Any]:
@@ -119,6 +130,7 @@ class Piece:
         placed = self._placed and self._lane.idle()
         if self._placed and not placed:
             self.unplaced += 1
+            self._note("a forward pass ran outside the arena: tensors of an earlier one lay there")
         arena = self._lane.fit(self._extent) if placed else self._heap
         found, stats = self.forward_half.run(tensors, arena, placed=placed)
         count = len(self._forward_values)
@@ -126,6 +138,7 @@ class Piece:
         if placed and self._tracked:
             self._lane.hold(self, [saved[k] for k in self._tracked])
         self._first = stats
+        self._outputs = {compat.storage_key(t): compat.storage_reference(t) for t in found[:count]}
         if self.backward_half is None:
             self._report(stats, None)
         return _filled(self._joint.forward, found[:count]) + saved
@@ -137,12 +150,16 @@ class Piece:
         brought = [x for x in args[count:] if x is not None]
         tangents = [fitted(self.program, v, t) for v, t in zip(self._joint.tangents, brought, strict=True)]
         tensors = args[:count] + tangents + self._constants
-        placed = self._placed and self._returned(args)
+        again = compat_compile.graph_is_kept()
+        placed = self._placed and not again and self._returned(args)
         args.clear()
         del tangents, brought
         arena = self._lane.fit(self._extent) if placed else self._heap
         found, stats = self.backward_half.run(tensors, arena, placed=placed)
-        self._report(self._first, stats)
+        if again:
+            self._note("retain_graph: what was saved stays in memory, which is not planned")
+        else:
+            self._report(self._first, stats)
         return _filled(self._joint.backward, found)
 
     def _returned(self, args: Sequence[Any]) -> bool:
@@ -152,6 +169,10 @@ class Piece:
         return self._lane.holds(self, [args[k] for k in self._tracked[:1]])
 
     # --- afterwards ---
+
+    def _note(self, text: str) -> None:
+        if text not in self.notes:
+            self.notes.append(text)
 
     def _report(self, first: HalfStats | None, second: HalfStats | None) -> None:
         halves = [h for h in (first, second) if h is not None]

@@ -29,12 +29,13 @@ from torch.fx._lazy_graph_module import _make_graph_module  # noqa: E402
 
 __all__ = [
     "boxed",
-    "breaks",
     "compile_training",
     "compiled_options",
     "example_of",
     "fixed_sizes",
     "frame",
+    "graph_break",
+    "graph_is_kept",
     "is_backward",
     "is_control_flow",
     "is_tangent",
@@ -90,6 +91,12 @@ def never_donates() -> None:
     context = TracingContext.try_get()
     if context is not None and context.fw_metadata is not None:
         context.fw_metadata.bw_donated_idxs = []
+
+
+def graph_is_kept() -> bool:
+    """Whether the backward pass being run leaves what was saved alive (``retain_graph``,
+    ``create_graph``)."""
+    return bool(torch._C._autograd._get_current_graph_task_keep_graph())
 
 
 @contextmanager
@@ -182,10 +189,13 @@ def frame() -> tuple[int, str]:
     return (-1 if number is None else int(number)), str(found)
 
 
-def breaks(gm: GraphModule) -> bool:
-    """Whether more of the caller's code follows this graph, to be compiled on its own."""
+def graph_break(gm: GraphModule) -> str | None:
+    """Where the caller's code goes on after this graph, to be compiled on its own; None if it does not."""
     reason = getattr(gm, "compile_subgraph_reason", None)
-    return bool(reason is not None and reason.graph_break)
+    if reason is None or not reason.graph_break:
+        return None
+    stack = reason.user_stack or []
+    return f"{stack[-1].filename.rpartition('/')[2]}:{stack[-1].lineno}" if stack else "an unknown place"
 
 
 def source_name(node: Node) -> str:
