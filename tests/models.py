@@ -380,8 +380,8 @@ def _llama(name: str = "Llama", attention: str = "sdpa", **extra: Any):
     config = getattr(t, f"{name}Config")(
         **{
             "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
-            "intermediate_size": 32, "vocab_size": 64, "max_position_embeddings": 32, "attn_implementation": attention,
-            "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
+            "intermediate_size": 32, "vocab_size": 64, "max_position_embeddings": 32,
+            "attn_implementation": attention, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
         } | extra,
     )  # fmt: skip
     return getattr(t, f"{name}ForCausalLM")(config), None, language_batch

@@ -11,6 +11,10 @@ def _metadata(t):
     return str(t.dtype).removeprefix("torch."), tuple(t.shape), tuple(t.stride())
 
 
+def run(call, read):
+    return call.fn(*substitute(call.args, read), **substitute(call.kwargs, read))
+
+
 class Naive:
     """Runs steps of ``program`` on the real ``model`` and ``optimizer``; ``replay`` also runs recomputations."""
 
@@ -38,35 +42,48 @@ class Naive:
             assert guard.holds(by_role), guard.place
 
     def __call__(self, batch):
-        program, graph = self.program, self.program.graph
+        program = self.program
         assert program.batch.misfit(batch) is None
         leaves = flatten(batch)
         tensors = {s.value: self.caller(s, leaves) for s in program.slots}
         self.check_guards(tensors)
-        held = {graph.values[v].storage: t for v, t in tensors.items() if graph.values[v].storage is not None}
-        for s in reversed(program.slots):
-            held[graph.values[s.value].storage] = tensors[s.value]
-        base = dict(enumerate(program.bases))
+        return interpret(program, tensors)
 
-        def read(v):
-            s = graph.values[v].storage
-            tensor = held[s]
-            return tensor if tensor is None else derive(tensor, graph.values[base[s]], graph.values[v])
+    @staticmethod
+    def with_inputs(program, args):
+        """A lowered graph on the tensors of its placeholders."""
+        free = iter(args)
+        slots = [(s.value, program.constants[s.key] if s.role == "constant" else next(free)) for s in program.slots]
+        return interpret(program, dict(slots))
 
-        with torch.no_grad():
-            for k, call in enumerate(program.calls):
-                again = program.replays.get(k)
-                repeated = again.fn(*substitute(again.args, read), **substitute(again.kwargs, read)) if again else None
-                out = flat(call.fn(*substitute(call.args, read), **substitute(call.kwargs, read)))
-                for v, t in zip(call.results, out, strict=True):
-                    if v >= 0:
-                        value, storage = graph.values[v], graph.storages[graph.values[v].storage]
-                        want = (value.dtype, value.shape, value.stride)
-                        assert _metadata(t) == want, f"{graph.ops[k].name}: {_metadata(t)} instead of {want}"
-                        assert aligned(t.untyped_storage().nbytes()) == storage.size, graph.ops[k].name
-                        held[value.storage] = t
-                if again:
-                    for v, a, b in zip(call.results, out, flat(repeated), strict=True):
-                        assert v < 0 or torch.equal(a, b), f"{graph.ops[k].name}: a replay gives other bits"
-            tensors = [read(v) for v in program.results]
-        return program.result_spec.unflatten(tensors)
+
+def interpret(program, tensors):
+    graph = program.graph
+    held = {}
+    for s in reversed(program.slots):  # of several in one storage the first is the base
+        held[graph.values[s.value].storage] = tensors[s.value]
+    base = dict(enumerate(program.bases))
+
+    def read(v):
+        s = graph.values[v].storage
+        tensor = held[s]
+        return tensor if tensor is None else derive(tensor, graph.values[base[s]], graph.values[v])
+
+    with torch.no_grad():
+        for k, call in enumerate(program.calls):
+            again = program.replays.get(k)
+            repeated = run(again, read) if again else None
+            out = flat(run(call, read))
+            for v, t in zip(call.results, out, strict=True):
+                if v >= 0:
+                    value, storage = graph.values[v], graph.storages[graph.values[v].storage]
+                    want = (value.dtype, value.shape, value.stride)
+                    assert _metadata(t) == want, f"{graph.ops[k].name}: {_metadata(t)} instead of {want}"
+                    assert aligned(t.untyped_storage().nbytes()) == storage.size, graph.ops[k].name
+                    held[value.storage] = t
+            if again:
+                for v, a, b in zip(call.results, out, flat(repeated), strict=True):
+                    assert v < 0 or torch.equal(a, b), f"{graph.ops[k].name}: a replay gives other bits"
+        tensors = [read(v) for v in program.results]
+    return program.result_spec.unflatten(tensors)
+

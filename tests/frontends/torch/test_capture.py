@@ -4,9 +4,9 @@ import copy
 
 import pytest
 import torch
-from models import MODELS
 from naive import Naive
 
+from models import MODELS
 from tightship.frontends.torch.step import capture_step
 from tightship.frontends.torch.structure import flatten
 

@@ -1,13 +1,13 @@
 """Every touch of PyTorch's private interfaces, for one version; nothing else in tightship may import them.
 
+``compat_capture`` and ``compat_compile`` are further parts of it, under the same rule.
+
 ``require_torch`` raises ``Unsupported`` on another version, before anything private is used.
 """
 
 from __future__ import annotations
 
 import functools
-import importlib
-import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -35,14 +35,11 @@ __all__ = [
     "is_fake",
     "is_inplace_view",
     "is_random",
-    "module_hooks",
     "plain_execution",
     "plain_step",
-    "quiet_capture",
-    "reparametrised",
     "require_torch",
-    "runnable",
     "returns_tensors",
+    "runnable",
     "storage_key",
     "storage_reference",
     "undeclared_writes",
@@ -68,9 +65,6 @@ require_torch()
 from torch._C import _current_autograd_node  # noqa: E402
 from torch._subclasses import fake_tensor as _fake  # noqa: E402
 from torch.multiprocessing.reductions import StorageWeakRef  # noqa: E402
-from torch.nn.modules import module as _module  # noqa: E402
-from torch.nn.utils import stateless as _stateless  # noqa: E402
-from torch.utils import checkpoint as _checkpoint  # noqa: E402
 from torch.utils.flop_counter import flop_registry  # noqa: E402
 
 DATA_ERRORS: tuple[type[Exception], ...] = (
@@ -278,116 +272,6 @@ def backward_sequence() -> int:
     """Sequence number of the autograd node being run in the backward pass, or -1."""
     node = _current_autograd_node()
     return -1 if node is None else int(node._sequence_nr())
-
-
-# --- modules --------------------------------------------------------------------------------------------------
-
-
-@contextmanager
-def module_hooks(enter: Callable[[Any], None], leave: Callable[[], None]) -> Iterator[None]:
-    """Call ``enter(module)`` and ``leave()`` around every module call, without touching any module."""
-    pre = _module.register_module_forward_pre_hook(lambda m, _args: enter(m))
-    post = _module.register_module_forward_hook(lambda _m, _args, _out: leave(), always_call=True)
-    try:
-        yield
-    finally:
-        pre.remove()
-        post.remove()
-
-
-@contextmanager
-def reparametrised(model: torch.nn.Module, tensors: dict[str, torch.Tensor]) -> Iterator[None]:
-    """Swap the model's parameters and buffers for ``tensors`` (tied ones together), and back."""
-    with _stateless._reparametrize_module(model, tensors, tie_weights=True, strict=False):
-        yield
-
-
-# --- capture --------------------------------------------------------------------------------------------------
-
-
-def _checkpoint_nothing(*_args: Any, **_kwargs: Any) -> Iterator[None]:
-    yield
-
-
-class _CallThrough:
-    """Stands in for the autograd function of reentrant checkpointing: calls what it was to checkpoint."""
-
-    @staticmethod
-    def apply(function: Callable[..., Any], _preserve: bool, *args: Any) -> Any:
-        return function(*args)
-
-
-@contextmanager
-def _patched(owner: Any, name: str, value: Any) -> Iterator[None]:
-    before = getattr(owner, name)
-    setattr(owner, name, value)
-    try:
-        yield
-    finally:
-        setattr(owner, name, before)
-
-
-@contextmanager
-def quiet_capture(*, has_data: bool) -> Iterator[None]:
-    """What has to be different while a step is captured, put back afterwards.
-
-    Checkpointing is switched off (what to recompute is decided here, and its random state is not the step's).
-    Where the data that decides the control flow is at hand (``has_data``), transformers is kept from noticing
-    the fake tensors, so that it takes the path it takes in eager; otherwise it takes its tracing path.
-    Setting random states raises ``Unsupported``, and so does converting a module.
-    """
-    with ExitStack() as stack:
-        enter = stack.enter_context
-        enter(_patched(_checkpoint, "_checkpoint_without_reentrant_generator", _checkpoint_nothing))
-        enter(_patched(_checkpoint, "CheckpointFunction", _CallThrough))
-        enter(_patched(torch.nn.Module, "_apply", _apply_nothing))
-        for owner, name in _SEEDING:
-            enter(_patched(owner, name, _refuse_seed))
-        if has_data and "transformers" in sys.modules:
-            enter(_patched(importlib.import_module("transformers.utils.import_utils"), "is_fake_tensor", _no))
-            # Reads the batch to warn about padding, which would make a guard of a warning.
-            base = importlib.import_module("transformers.modeling_utils").PreTrainedModel
-            enter(_patched(base, "warn_if_padding_and_no_attention_mask", _nothing))
-        enter(torch.autograd.set_multithreading_enabled(False))
-        # Logs the whole stack where a formula fails, also when the kernel is then asked instead.
-        enter(_patched(_fake.log, "disabled", True))
-        yield
-
-
-_SEEDING = [
-    (owner, name)
-    for owner in (torch, torch.random)
-    for name in ("manual_seed", "seed", "set_rng_state")
-    if hasattr(owner, name)
-]
-
-
-def _refuse_seed(*_args: object, **_kwargs: object) -> None:
-    raise Unsupported(
-        "setting torch's random state in a step",
-        "the captured ops draw from the state they find, in the order of the step",
-        "seed before the step",
-    )
-
-
-def _apply_nothing(module: torch.nn.Module, fn: Callable[[torch.Tensor], Any], recurse: bool = True) -> Any:
-    """``Module.to`` and its like in the middle of a step: nothing, if nothing has to be converted."""
-    for name, t in [*module.named_parameters(recurse=recurse), *module.named_buffers(recurse=recurse)]:
-        if fn(t) is not t:
-            raise Unsupported(
-                f"converting {name!r} of a {type(module).__name__} in a step",
-                "a step does not change what its parameters are",
-                "convert the model before",
-            )
-    return module
-
-
-def _nothing(*_args: object, **_kwargs: object) -> None:
-    return None
-
-
-def _no(_tensor: object) -> bool:
-    return False
 
 
 # --- optimizers -----------------------------------------------------------------------------------------------

@@ -191,7 +191,9 @@ def _values(tape: Tape, number: _Numbers, storages: Sequence[Storage]) -> tuple[
         i = tape.values[v]
         s = number.storage[i.storage]
         dtype = str(i.dtype).removeprefix("torch.")
-        values.append(Value(unique(storages[s].name), s, dtype, i.shape, i.stride, i.offset))
+        is_base = v == tape.storages[i.storage].base
+        name = storages[s].name if is_base else unique(f"{storages[s].name}/view")
+        values.append(Value(name, s, dtype, i.shape, i.stride, i.offset))
     return tuple(values)
 
 

@@ -122,7 +122,8 @@ def _known_independent(cls: type) -> bool:
 def _mini(optimizer: torch.optim.Optimizer, group: int, param: torch.Tensor) -> Any:
     """An optimizer of the same class and settings with one parameter; made without its constructor, whose
     defaults may differ from the group's values."""
-    mini = type(optimizer).__new__(type(optimizer))
+    cls: Any = type(optimizer)
+    mini = cls.__new__(cls)
     mini.__dict__.update(vars(optimizer))
     mini.__dict__.pop("step", None)  # what a scheduler put there counts steps of the real optimizer
     compat.clean_optimizer_hooks(mini)
@@ -147,7 +148,9 @@ def _state_of(
     kept = {k: t for k, t in state.items() if isinstance(t, torch.Tensor)}
     for k, t in state.items():
         if isinstance(t, (list, tuple, dict)) and t:
-            raise Unsupported(f"the optimizer state {k!r}", "it holds tensors in a container", "use another optimizer")
+            raise Unsupported(
+                f"the optimizer state {k!r}", "it holds tensors in a container", "use another optimizer"
+            )
     return tuple(kept), tuple(kept.values())
 
 
@@ -175,7 +178,11 @@ def _probe(optimizer: torch.optim.Optimizer) -> None:
     step = compat.plain_step(type(optimizer))
     generator = torch.Generator().manual_seed(0)
     start = [torch.randn(4, 4, generator=generator), torch.randn(3, 4, generator=generator)]
-    grads = [[torch.randn(p.shape, generator=generator) * s for p, s in zip(start, (1, 50), strict=True)] for _ in range(3)]
+    scales = (1, 50)
+    grads = [
+        [torch.randn(p.shape, generator=generator) * s for p, s in zip(start, scales, strict=True)]
+        for _ in range(3)
+    ]
 
     def stepped(together: bool) -> list[torch.Tensor]:
         params = [torch.nn.Parameter(p.clone()) for p in start]

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import torch
 
 import tightship
-from tightship.frontends.torch import compat
+from tightship.frontends.torch import compat, compat_capture
 
 __all__ = ["Origin", "Tracker"]
 
@@ -70,7 +70,7 @@ class Tracker:
 
     @contextmanager
     def active(self) -> Iterator[None]:
-        with compat.module_hooks(self._enter, self._leave):
+        with compat_capture.module_hooks(self._enter, self._leave):
             yield
 
     def _enter(self, module: Any) -> None:

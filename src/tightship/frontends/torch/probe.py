@@ -37,6 +37,8 @@ class Prober:
         """
         tensors = [t for t in _tensors((args, kwargs))]
         fresh = [t for t in _tensors(out)]
+        if any(t.layout is not torch.strided for t in fresh):
+            return out  # refused where it is recorded
         if not fresh or _believable(fn, tensors, fresh) or not _probable(fn, args, kwargs, tensors, fresh):
             return out
         key = (fn, form_of(args), form_of(kwargs))

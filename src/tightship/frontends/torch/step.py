@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import random
-import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -12,7 +10,7 @@ from typing import Any
 import torch
 
 from tightship.errors import BadInput, Unsupported
-from tightship.frontends.torch import compat
+from tightship.frontends.torch import compat, compat_capture
 from tightship.frontends.torch.lower import finish
 from tightship.frontends.torch.optim import Updater, updaters
 from tightship.frontends.torch.origin import Origin, Tracker
@@ -20,10 +18,12 @@ from tightship.frontends.torch.program import Program, Ref
 from tightship.frontends.torch.record import Recorder
 from tightship.frontends.torch.structure import BatchSpec, Results, flatten, map_leaves
 from tightship.frontends.torch.tape import Tape
+from tightship.frontends.torch.untouched import untouched
 
 __all__ = ["capture_loss", "capture_step"]
 
 LossFn = Callable[[Any, Any], Any]
+_PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size)
 
 
 def capture_step(
@@ -80,6 +80,8 @@ def _check_model(model: Any) -> None:
     compat.require_torch()
     if not isinstance(model, torch.nn.Module):
         raise BadInput("the model is a torch.nn.Module", type(model).__name__, "model")
+    if isinstance(model, torch.nn.parallel.DistributedDataParallel):
+        raise Unsupported("a model in DistributedDataParallel", "its hooks run outside the step", "give its .module")
     for n, p in model.named_parameters():
         if getattr(p, "_backward_hooks", None) or getattr(p, "_post_accumulate_grad_hooks", None):
             raise Unsupported(f"a hook on the parameter {n!r}", "captured gradients do not run hooks", "remove it")
@@ -154,11 +156,12 @@ class _Capture:
             raise BadInput("at least one parameter of the model requires a gradient", place="model")
         updates = updaters(optimizer, self.parameters) if optimizer is not None else {}
         wanted = list(updates) if optimizer is not None else list(by_name)
-        with _untouched(self.model, self.notes), compat.quiet_capture(has_data=self.has_data), torch.enable_grad():
+        quiet = compat_capture.quiet_capture(has_data=self.has_data)
+        with untouched(self.model, self.notes), quiet, torch.enable_grad():
             fakes = self._fakes()
             results, gradients = self._run(loss_fn, fakes, wanted)
-        tree = self.tape.refs(gradients) if optimizer is None else None
-        spec, values = Results.of_refs((results, tree) if optimizer is None else results)
+        handed_back = results if optimizer is not None else (results, self.tape.refs(gradients))
+        spec, values = Results.of_refs(handed_back)
         for n, updater in updates.items():
             if n in gradients:
                 self._update(updater, fakes.parameters[n], gradients[n])
@@ -189,7 +192,15 @@ class _Capture:
 
     def _results(self, out: Any) -> Any:
         def leaf(x: Any) -> Any:
-            return Ref(self.tape.value(x)) if isinstance(x, torch.Tensor) else x
+            if isinstance(x, torch.Tensor):
+                return Ref(self.tape.value(x))
+            if isinstance(x, _PLAIN):
+                return x
+            raise Unsupported(
+                f"a {type(x).__name__} among the results of a step",
+                "tensors inside it cannot be found",
+                "return its tensors in lists, tuples, dicts or dataclasses",
+            )
 
         return map_leaves(leaf, out)
 
@@ -243,7 +254,7 @@ class _Capture:
 
     @contextmanager
     def _swapped(self, fakes: _Fakes) -> Iterator[None]:
-        with compat.reparametrised(self.model, {**fakes.parameters, **fakes.buffers}):
+        with compat_capture.reparametrised(self.model, {**fakes.parameters, **fakes.buffers}):
             yield
 
     def _rebound(self, fakes: _Fakes) -> None:
@@ -290,85 +301,3 @@ def _checked_loss(out: Any) -> torch.Tensor:
     if not loss.requires_grad:
         raise BadInput("the loss depends on a parameter that requires a gradient", place="loss_fn")
     return loss
-
-
-# --- leaving no trace -----------------------------------------------------------------------------------------
-
-
-@contextmanager
-def _untouched(model: torch.nn.Module, notes: list[str]) -> Iterator[None]:
-    """Put back what running a model's Python code changes: modules, their attributes, random states.
-
-    Raises ``Unsupported`` for changes without which the captured step is another one than eager's.
-    """
-    before = [(m, dict(vars(m)), _contents(m)) for m in model.modules()]
-    modules, states = _modules(model), _random_states()
-    try:
-        yield
-        if _modules(model) != modules:
-            raise Unsupported(
-                "a model that replaces modules while it runs", "eager would do so in the first step only",
-                "run the model once before capturing it",
-            )  # fmt: skip
-        for library, get, _, state in states:
-            if not _equal(get(), state):
-                raise Unsupported(
-                    f"drawing from {library}'s random state in a step", "what it decides would be fixed by the capture",
-                    "draw with torch's functions",
-                )  # fmt: skip
-    finally:
-        for _, _, put, state in states:
-            put(state)
-        for m, attributes, contents in before:
-            public = [k for k in vars(m) if not k.startswith("_")]
-            changed = [k for k in public if k not in attributes or attributes[k] is not vars(m)[k]]
-            notes += [f"{type(m).__name__}.{k} is set by each step in eager, not by the program" for k in changed]
-            vars(m).clear()
-            vars(m).update(attributes)
-            for k, held in contents.items():
-                _refill(vars(m)[k], held)
-
-
-def _contents(module: torch.nn.Module) -> dict[str, Any]:
-    """Copies of the module's containers, which are changed in place (hooks, children, lists)."""
-    return {k: v.copy() for k, v in vars(module).items() if isinstance(v, (dict, list, set))}
-
-
-def _refill(container: Any, held: Any) -> None:
-    if container == held if isinstance(container, set) else _same_objects(container, held):
-        return
-    container.clear()
-    container.extend(held) if isinstance(container, list) else container.update(held)
-
-
-def _same_objects(a: Any, b: Any) -> bool:
-    """Whether two lists or dicts hold the same objects in the same places; never compares tensors."""
-    left, right = (list(x.items()) if isinstance(x, dict) else list(enumerate(x)) for x in (a, b))
-    return len(left) == len(right) and all(
-        k == j and v is w for (k, v), (j, w) in zip(left, right, strict=True)
-    )
-
-
-def _modules(model: torch.nn.Module) -> list[tuple[str, int]]:
-    return [(n, id(m)) for n, m in model.named_modules()]
-
-
-_SET_TORCH_STATE = torch.random.set_rng_state
-
-
-def _random_states() -> list[tuple[str, Callable[[], Any], Callable[[Any], None], Any]]:
-    states: list[tuple[str, Callable[[], Any], Callable[[Any], None], Any]] = [
-        ("Python", random.getstate, random.setstate, random.getstate()),
-        # Fake tensors draw nothing: who changes this state has seeded it or used real tensors.
-        ("torch", torch.random.get_rng_state, _SET_TORCH_STATE, torch.random.get_rng_state()),
-    ]
-    if "numpy" in sys.modules:
-        numpy = sys.modules["numpy"].random
-        states.append(("NumPy", numpy.get_state, numpy.set_state, numpy.get_state()))
-    return states
-
-
-def _equal(a: Any, b: Any) -> bool:
-    if isinstance(a, tuple):
-        return len(a) == len(b) and all(_equal(x, y) for x, y in zip(a, b, strict=True))
-    return bool((a == b).all()) if hasattr(a, "all") else bool(a == b)

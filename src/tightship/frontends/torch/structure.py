@@ -23,13 +23,17 @@ def map_leaves(fn: Callable[[Any], Any], tree: Any) -> Any:
     Containers are lists, tuples (named ones too), mappings (``BatchEncoding`` and other ``UserDict``s,
     ``ModelOutput``) and dataclasses; everything else is a leaf.
     """
+    if isinstance(tree, (Ref, Results.Position)):  # dataclasses, but leaves
+        return fn(tree)
     if isinstance(tree, UserDict):
         new = copy.copy(tree)
         new.data = {k: map_leaves(fn, v) for k, v in tree.data.items()}
         return new
     if isinstance(tree, Mapping):
         items = {k: map_leaves(fn, v) for k, v in tree.items()}
-        return items if type(tree) is dict else type(tree)(**items) if _is_dataclass(tree) else type(tree)(items)  # type: ignore[call-arg]
+        if type(tree) is dict:
+            return items
+        return type(tree)(**items) if _is_dataclass(tree) else type(tree)(items)  # type: ignore[call-arg]
     if isinstance(tree, tuple) and hasattr(tree, "_fields"):
         return type(tree)(*(map_leaves(fn, x) for x in tree))
     if isinstance(tree, (list, tuple)):
@@ -128,7 +132,7 @@ class Results:
             values.append(x.value)
             return Results.Position(len(values) - 1)
 
-        return Results(_map_refs(leaf, tree)), values
+        return Results(map_leaves(leaf, tree)), values
 
     def unflatten(self, tensors: Any) -> Any:
         """The caller's structure with ``tensors`` in their places. Raises ``BadInput`` if there are too few."""
@@ -140,25 +144,4 @@ class Results:
                 raise BadInput("a program hands back all of its results", len(tensors), f"result {x.index}")
             return tensors[x.index]
 
-        return _map_refs(leaf, self.tree)
-
-
-def _map_refs(fn: Callable[[Any], Any], tree: Any) -> Any:
-    if type(tree) in (Ref, Results.Position):
-        return fn(tree)
-    if isinstance(tree, (UserDict, Mapping, list, tuple)) or _is_dataclass(tree):
-        if isinstance(tree, Mapping) and not isinstance(tree, UserDict):
-            items = {k: _map_refs(fn, v) for k, v in tree.items()}
-            return items if type(tree) is dict else type(tree)(**items) if _is_dataclass(tree) else type(tree)(items)  # type: ignore[call-arg]
-        if isinstance(tree, tuple) and hasattr(tree, "_fields"):
-            return type(tree)(*(_map_refs(fn, x) for x in tree))
-        if isinstance(tree, (list, tuple)):
-            return type(tree)(_map_refs(fn, x) for x in tree)
-        new = copy.copy(tree)
-        if isinstance(tree, UserDict):
-            new.data = {k: _map_refs(fn, v) for k, v in tree.data.items()}
-            return new
-        for f in dataclasses.fields(tree):
-            object.__setattr__(new, f.name, _map_refs(fn, getattr(tree, f.name)))
-        return new
-    return fn(tree)
+        return map_leaves(leaf, self.tree)

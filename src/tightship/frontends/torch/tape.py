@@ -244,8 +244,16 @@ class Tape:
 def _plain(tensor: torch.Tensor, place: str) -> None:
     at = f" at {place}" if place else ""
     if tensor.layout is not torch.strided:
-        raise Unsupported(f"a {tensor.layout} tensor{at}", "its bytes are more than one strided storage", "use dense tensors")
+        raise Unsupported(
+            f"a {tensor.layout} tensor{at}",
+            "its bytes are more than one strided storage",
+            "use dense tensors (sparse=False in an embedding)",
+        )
     if tensor.is_quantized or tensor.is_nested:
         raise Unsupported(f"a quantised or nested tensor{at}", "its metadata is more than shape and stride")
     if tensor.is_neg() or tensor.is_conj():
-        raise Unsupported(f"a lazily conjugated or negated tensor{at}", "the bit is not part of its bytes", "call resolve_conj()")
+        raise Unsupported(
+            f"a lazily conjugated or negated tensor{at}",
+            "the bit is not part of its bytes",
+            "call resolve_conj() or resolve_neg()",
+        )

@@ -1,0 +1,108 @@
+"""Leaving no trace: what running a model's Python code changes is put back after a capture."""
+
+from __future__ import annotations
+
+import random
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from tightship.errors import Unsupported
+from tightship.frontends.torch import compat
+
+__all__ = ["untouched"]
+
+
+@contextmanager
+def untouched(model: torch.nn.Module, notes: list[str]) -> Iterator[None]:
+    """Put back what running a model's Python code changes: modules, their attributes, random states.
+
+    Raises ``Unsupported`` for changes without which the captured step is another one than eager's.
+    """
+    before = [(m, dict(vars(m)), _contents(m)) for m in model.modules()]
+    modules, states = _modules(model), _random_states()
+    try:
+        yield
+        if _modules(model) != modules:
+            raise Unsupported(
+                "a model that replaces modules while it runs", "eager would do so in the first step only",
+                "run the model once before capturing it",
+            )  # fmt: skip
+        for library, get, _, state in states:
+            if not _equal(get(), state):
+                raise Unsupported(
+                    f"drawing from {library}'s random state in a step",
+                    "what it decides would be fixed by the capture",
+                    "draw with torch's functions",
+                )
+    finally:
+        for _, _, put, state in states:
+            put(state)
+        for m, attributes, contents in before:
+            public = [k for k in vars(m) if not k.startswith("_")]
+            changed = [k for k in public if k not in attributes or attributes[k] is not vars(m)[k]]
+            notes += [f"{type(m).__name__}.{k} is set by each step in eager, not by the program" for k in changed]
+            vars(m).clear()
+            vars(m).update(attributes)
+            for k, held in contents.items():
+                _refill(vars(m)[k], held)
+
+
+def _contents(module: torch.nn.Module) -> dict[str, Any]:
+    """Copies of the module's containers, which are changed in place (hooks, children, lists)."""
+    return {k: v.copy() for k, v in vars(module).items() if isinstance(v, (dict, list, set))}
+
+
+def _refill(container: Any, held: Any) -> None:
+    if container == held if isinstance(container, set) else _same_objects(container, held):
+        return
+    container.clear()
+    container.extend(held) if isinstance(container, list) else container.update(held)
+
+
+def _same_objects(a: Any, b: Any) -> bool:
+    """Whether two lists or dicts hold the same objects in the same places; never compares tensors."""
+    left, right = (list(x.items()) if isinstance(x, dict) else list(enumerate(x)) for x in (a, b))
+    return len(left) == len(right) and all(
+        k == j and v is w for (k, v), (j, w) in zip(left, right, strict=True)
+    )
+
+
+def _modules(model: torch.nn.Module) -> list[tuple[str, int]]:
+    return [(n, id(m)) for n, m in model.named_modules()]
+
+
+_SET_TORCH_STATE = torch.random.set_rng_state  # capture replaces the name by something that refuses
+
+
+def _random_states() -> list[tuple[str, Callable[[], Any], Callable[[Any], None], Any]]:
+    """(library, how to get its state, how to set it, the state now)."""
+    libraries: list[tuple[str, Callable[[], Any], Callable[[Any], None]]] = [
+        ("Python", random.getstate, random.setstate),
+        # Fake tensors draw nothing: who changes this state has seeded it or used real tensors.
+        ("torch", _torch_state, _set_torch_state),
+    ]
+    if "numpy" in sys.modules:
+        numpy = sys.modules["numpy"].random
+        libraries.append(("NumPy", lambda: numpy.get_state(legacy=False), numpy.set_state))
+    return [(name, get, put, get()) for name, get, put in libraries]
+
+
+def _torch_state() -> bytes:
+    with compat.without_modes():
+        return bytes(torch.random.get_rng_state().numpy())
+
+
+def _set_torch_state(state: bytes) -> None:
+    with compat.without_modes():
+        _SET_TORCH_STATE(torch.frombuffer(bytearray(state), dtype=torch.uint8))
+
+
+def _equal(a: Any, b: Any) -> bool:
+    """Equality that looks into NumPy's dict of arrays."""
+    if isinstance(a, dict):
+        return a.keys() == b.keys() and all(_equal(a[k], b[k]) for k in a)
+    return bool((a == b).all()) if hasattr(a, "all") else bool(a == b)

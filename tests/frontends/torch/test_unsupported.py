@@ -1,0 +1,189 @@
+"""What cannot be captured is said by op, module and line, with what to do instead."""
+
+import random
+
+import numpy
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from tightship.errors import BadInput, Unsupported
+from tightship.frontends.torch.step import capture_loss, capture_step
+
+X = torch.randn(4, 8)
+
+
+def plain(net, x):
+    return net(x).sum()
+
+
+def capture(net, loss_fn=plain, batch=X, optimizer=None):
+    return capture_step(net, loss_fn, optimizer, batch)
+
+
+class Doing(nn.Module):
+    """Does ``action(self, hidden)`` in its middle."""
+
+    def __init__(self, action):
+        super().__init__()
+        self.first, self.last, self.action = nn.Linear(8, 8), nn.Linear(8, 4), action
+
+    def forward(self, x):
+        return self.last(self.action(self, self.first(x)))
+
+
+def branch(net, h):
+    return h if h.sum() > 0 else -h
+
+
+def select(net, h):
+    return h[h[:, 0] > 0]
+
+
+def layerdrop(net, h):
+    return h if torch.rand([]) < 0.5 else 2 * h
+
+
+def seeded(net, h):
+    torch.manual_seed(3)
+    return F.dropout(h, 0.5)
+
+
+def own_generator(net, h):
+    return h * torch.rand(8, generator=torch.Generator().manual_seed(0))
+
+
+def numpy_random(net, h):
+    return h * float(numpy.random.rand())
+
+
+def python_random(net, h):
+    return h * random.random()
+
+
+def resized(net, h):
+    return h + h.detach().clone().resize_(8, 8)[:4]
+
+
+def converted(net, h):
+    net.last.to(torch.float64)
+    return h
+
+
+def grown(net, h):
+    net.extra = nn.Linear(1, 1)
+    return h
+
+
+@pytest.mark.parametrize(
+    ("action", "words"),
+    [
+        (branch, ["_local_scalar_dense", "test_unsupported.py:", "torch.where"]),
+        (select, ["aten.index", "test_unsupported.py:"]),
+        (layerdrop, ["aten.rand", "layerdrop", "to 0"]),
+        (seeded, ["random state", "seed before the step"]),
+        (own_generator, ["generator"]),
+        (numpy_random, ["NumPy"]),
+        (python_random, ["Python"]),
+        (resized, ["resiz"]),
+        (converted, ["converting", "weight"]),
+        (grown, ["modules", "run the model once"]),
+    ],
+)
+def test_unsupported(action, words):
+    net = Doing(action)
+    states = torch.get_rng_state(), random.getstate()
+    kept = set(vars(net)), dict(net.named_modules())
+    with pytest.raises(Unsupported) as e:
+        capture(net)
+    for w in words:
+        assert w in str(e.value)
+    assert torch.equal(states[0], torch.get_rng_state()) and states[1] == random.getstate()
+    assert kept == (set(vars(net)), dict(net.named_modules()))
+    assert all(type(p) is nn.Parameter for p in net.parameters())
+
+
+def test_the_place_is_the_users_line_and_module():
+    net = nn.Sequential(nn.Linear(8, 8), Doing(branch))
+    with pytest.raises(Unsupported, match=r"at 1 · .*test_unsupported\.py:\d+"):
+        capture(net)
+
+
+def test_sparse_gradients():
+    net = nn.Embedding(5, 3, sparse=True)
+    with pytest.raises(Unsupported, match="sparse=False"):
+        capture(net, batch=torch.tensor([1, 2]))
+
+
+def test_hooks_on_parameters():
+    net = nn.Linear(8, 4)
+    net.weight.register_hook(lambda g: g * 2)
+    with pytest.raises(Unsupported, match=r"hook.*weight"):
+        capture(net)
+
+
+def test_results_that_are_not_tensors():
+    with pytest.raises(Unsupported, match="object"):
+        capture(nn.Linear(8, 4), lambda net, x: (net(x).sum(), object()))
+
+
+@pytest.mark.parametrize(
+    ("net", "loss_fn", "batch", "rule"),
+    [
+        (3, plain, X, "torch.nn.Module"),
+        (nn.Linear(8, 4), lambda net, x: net(x), X, "one element"),
+        (nn.Linear(8, 4), lambda net, x: 1.0, X, "one element"),
+        (nn.Linear(8, 4), lambda net, x: x.sum(), X, "depends on a parameter"),
+        (nn.Linear(8, 4).requires_grad_(False), plain, X, "requires a gradient"),
+        (nn.ReLU(), plain, X, "requires a gradient"),
+        (nn.Linear(8, 4), nn.MSELoss(), X, r"\(inputs, targets\)"),
+        (nn.Linear(8, 4), None, X, "mapping"),
+        (nn.Linear(8, 4), None, {"input": X}, "has a loss"),
+        (nn.Linear(8, 4), 3, X, "loss_fn"),
+    ],
+)
+def test_bad_input(net, loss_fn, batch, rule):
+    with pytest.raises(BadInput, match=rule):
+        capture(net, loss_fn, batch)
+
+
+def test_optimizers_that_couple_parameters():
+    net = nn.Linear(8, 4)
+    with pytest.raises(Unsupported, match=r"LBFGS.*closure"):
+        capture(net, optimizer=torch.optim.LBFGS(net.parameters()))
+
+    class Clipped(torch.optim.SGD):
+        def step(self, closure=None):
+            params = [p for g in self.param_groups for p in g["params"]]
+            nn.utils.clip_grad_norm_(params, 1.0)
+            return super().step(closure)
+
+    with pytest.raises(Unsupported, match="depends on the others"):
+        capture(net, optimizer=Clipped(net.parameters(), lr=0.1))
+
+
+def test_optimizers_with_hooks_or_of_another_model():
+    net = nn.Linear(8, 4)
+    hooked = torch.optim.SGD(net.parameters(), lr=0.1)
+    hooked.register_step_post_hook(lambda *a: None)
+    with pytest.raises(Unsupported, match="step hooks"):
+        capture(net, optimizer=hooked)
+    with pytest.raises(BadInput, match="one of the model's"):
+        capture(net, optimizer=torch.optim.SGD(nn.Linear(8, 4).parameters(), lr=0.1))
+    with pytest.raises(BadInput, match=r"torch\.optim\.Optimizer"):
+        capture(net, optimizer=torch.optim.lr_scheduler.StepLR(torch.optim.SGD(net.parameters(), 0.1), 1))
+
+
+def test_capture_loss_without_gradients():
+    with pytest.raises(BadInput, match="depends on its parameters"):
+        capture_loss(_Constant(), X)
+
+
+class _Constant(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.w = nn.Parameter(torch.ones(1))
+
+    def forward(self, x):
+        return x + self.w.detach()
