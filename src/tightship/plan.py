@@ -20,6 +20,7 @@ Streams: 0 computes, others copy. A step waits for the steps in ``waits``; withi
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -146,6 +147,19 @@ class Buffer:
                 return f"a gap's window is a part of the buffer's bytes [0, {self.size})"
             since = gap.upper
         return ""
+
+    def parts(self) -> Iterator[tuple[int, int, int, int]]:
+        """What of it is alive when: ``(since, until, low, high)``, during [since, until) the bytes [low, high),
+        in order of time and without the times at which nothing is."""
+        since = self.lower
+        for gap in sorted(self.gaps, key=lambda gap: gap.lower):
+            if since < gap.lower:
+                yield since, gap.lower, 0, self.size
+            if gap.window is not None:
+                yield gap.lower, gap.upper, *gap.window
+            since = gap.upper
+        if since < self.upper:
+            yield since, self.upper, 0, self.size
 
 
 @dataclass(frozen=True)

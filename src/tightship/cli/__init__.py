@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 import tightship
-from tightship.cli import verbs
+from tightship.cli import pack, verbs
 from tightship.cli.options import add_options
 from tightship.cli.output import Output
 from tightship.errors import TightshipError
@@ -55,7 +55,7 @@ def parser() -> argparse.ArgumentParser:
 def _add_demo(verb: argparse.ArgumentParser) -> None:
     verb.add_argument("--out", metavar="DIR", default="demo-out", help="where plans and pictures go")
     verb.add_argument(
-        "--steps", type=int, metavar="N", default=20, help="training steps of each model, at least 5"
+        "--steps", type=int, metavar="N", default=12, help="training steps of each model, at least 5"
     )
     verb.set_defaults(run=verbs.demo)
 
@@ -81,8 +81,22 @@ def _add_explain(verb: argparse.ArgumentParser) -> None:
     verb.set_defaults(run=verbs.explain, options=Options)
 
 
+def _add_pack(verb: argparse.ArgumentParser) -> None:
+    from tightship.planners.packing import DEFAULT, Search
+
+    verb.add_argument("problem", metavar="PROBLEM.csv", help="columns id, lower, upper, size; see the docs")
+    verb.add_argument("--capacity", "-c", metavar="B", help="bytes, with or without a unit, that have to do")
+    verb.add_argument("--output", "-o", metavar="FILE", help="write the same rows, each with its offset")
+    verb.add_argument("--planner", metavar="NAME", default=DEFAULT, help=f"who places (default: {DEFAULT})")
+    verb.add_argument("--baseline", metavar="FILE", help="a packing that the answer is never worse than")
+    verb.add_argument("--svg", "--picture", dest="picture", metavar="FILE", help="draw the packing as SVG")
+    add_options(verb, Search)
+    verb.set_defaults(run=pack.pack, options=Search)
+
+
 def _add_verify(verb: argparse.ArgumentParser) -> None:
-    verb.add_argument("plan", metavar="PLAN", help="a plan.json")
+    verb.add_argument("plan", metavar="PLAN|PACKED.csv", help="a plan.json, or what pack wrote")
+    verb.add_argument("--capacity", "-c", metavar="B", help="bytes that a packing has to do with")
     verb.add_argument(
         "--source", metavar="SOURCE", help="check against this graph, not the one in the plan's file"
     )
@@ -97,7 +111,8 @@ _VERBS = {
     "demo": (_add_demo, "train real models within a budget and show what happened"),
     "plan": (_add_plan, "decide what to keep, recompute and move, and where every byte lies"),
     "explain": (_add_explain, "who makes up the peak, and where it came from"),
-    "verify": (_add_verify, "exit 0 only if nothing is wrong with a plan; say what is wrong and where"),
+    "pack": (_add_pack, "placement alone: give every buffer of a CSV file its offset"),
+    "verify": (_add_verify, "exit 0 only if nothing is wrong; say what is wrong and where"),
     "planners": (_add_planners, "what planners there are, one line each"),
 }
 

@@ -12,6 +12,7 @@ from rich.table import Table
 from tightship import api
 from tightship.cli.options import documented, given_options
 from tightship.cli.output import Output
+from tightship.cli.pack import is_packing, verify_packing
 from tightship.cli.source import Source, load_source, writable
 from tightship.errors import BadInput, Infeasible
 from tightship.plan import Plan
@@ -78,6 +79,10 @@ def explain(chosen: argparse.Namespace, out: Output) -> int:
 
 
 def verify(chosen: argparse.Namespace, out: Output) -> int:
+    if is_packing(chosen.plan):
+        return verify_packing(chosen, out)
+    if chosen.capacity is not None:
+        raise BadInput("a capacity is for a packing; a plan has its budget", chosen.capacity, "--capacity")
     source = _loaded(chosen.plan, out)
     if source.plan is None:
         raise BadInput("what is verified is a plan", "a graph", chosen.plan)

@@ -68,6 +68,11 @@ class Table:
         """The problem without what ``offset`` says."""
         return replace(self.problem, buffers=tuple(replace(b, pinned=None) for b in self.problem.buffers))
 
+    @property
+    def has_offsets(self) -> bool:
+        """Whether there is a column ``offset``."""
+        return any(_meaning(column) == "offset" for column in self.header)
+
     def place(self, buffer: int) -> str:
         return f"{self.name}:{self.lines[buffer]}"
 

@@ -102,7 +102,8 @@ def _check_baseline(problem: Problem, offsets: Sequence[int]) -> None:
     arena = _arena(problem, offsets)
     wrong = check_solution(replace(problem, capacity=None), Solution(tuple(map(int, offsets)), arena))
     if wrong:
-        raise BadInput(f"a baseline is a packing of the problem in which nothing is wrong ({wrong[0]})")
+        rule = f"a baseline is a packing of the problem in which nothing is wrong ({wrong[0].message})"
+        raise BadInput(rule, place="baseline")
 
 
 def _arena(problem: Problem, offsets: Sequence[int]) -> int:

@@ -18,7 +18,7 @@ from tightship.report.text import percent
 from tightship.simulate import baseline
 from tightship.units import format_bytes, format_seconds
 
-__all__ = ["picture", "ticks"]
+__all__ = ["picture", "short", "ticks"]
 
 WIDTH, LEFT, RIGHT = 920, 74, 116
 TOP, PANEL, BETWEEN, BOTTOM = 92, 190, 46, 58
@@ -123,7 +123,7 @@ def _axes(panel: _Panel, levels: Sequence[int]) -> str:
     for level in levels:
         y = panel.y(level)
         rows.append(f'<line class="grid" x1="{LEFT}" x2="{LEFT + SLOTS}" y1="{y}" y2="{y}"/>')
-        rows.append(f'<text class="end" x="{LEFT - 8}" y="{y + 4}">{_short(level)}</text>')
+        rows.append(f'<text class="end" x="{LEFT - 8}" y="{y + 4}">{short(level)}</text>')
     base = panel.top + PANEL
     rows.append(f'<line class="axis" x1="{LEFT}" x2="{LEFT + SLOTS}" y1="{base}" y2="{base}"/>')
     return "\n".join(rows)
@@ -224,7 +224,8 @@ def _legend() -> str:
 # --- numbers ---
 
 
-def _short(nbytes: int) -> str:
+def short(nbytes: int) -> str:
+    """A level of a scale: ``1.5 MiB``, ``0``."""
     text = format_bytes(nbytes)
     number, _, unit = text.partition(" ")
     return f"{float(number):g} {unit}" if nbytes else "0"

@@ -205,6 +205,9 @@ def write_file(path: PathLike, data: bytes) -> None:
     """A new file beside the old one takes its name when it is complete; a link stays a link."""
     try:
         target = Path(os.path.realpath(path))
+        if target.exists() and not target.is_file():  # a device is written to, not replaced
+            target.write_bytes(data)
+            return
         beside = target.with_name(f".{target.name[:50]}.{secrets.token_hex(4)}.tmp")
         # Opened this way, and not by tempfile, the file gets the permissions that the umask asks for.
         handle = os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)

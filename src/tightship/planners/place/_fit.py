@@ -16,7 +16,6 @@ import numpy as np
 from tightship.plan import Problem
 from tightship.planners.place import _orders as orders
 from tightship.planners.place._frame import FREE, Arrays, Ints
-from tightship.planners.place._parts import parts
 
 __all__ = ["Fitter", "Limits"]
 
@@ -52,7 +51,7 @@ class Fitter:
 
     def __init__(self, problem: Problem) -> None:
         self.buffers = problem.buffers
-        cuts = [list(parts(b)) if b.size else [] for b in problem.buffers]
+        cuts = [list(b.parts()) if b.size else [] for b in problem.buffers]
         self.first = np.cumsum([0, *map(len, cuts)])
         table = np.array([p for c in cuts for p in c], dtype=np.int64).reshape(-1, 4)
         self.since, self.until, self.low, self.high = (np.ascontiguousarray(c) for c in table.T)

@@ -1,4 +1,4 @@
-"""Gaps: the parts that a buffer's life is cut into, and problems without gaps that say something of one with.
+"""Problems without gaps that say something of one with gaps.
 
 ``whole`` asks for more bytes (any answer to it is one), ``cut`` for fewer (any bound of it is one).
 """
@@ -6,29 +6,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 from tightship.errors import BadInput
 from tightship.plan import Buffer, Problem
 
-__all__ = ["Part", "check_gaps", "cut", "parts", "whole"]
-
-Part = tuple[int, int, int, int]
-"""During ``[since, until)`` the bytes ``[low, high)`` of a buffer are alive, counted from its offset."""
-
-
-def parts(b: Buffer) -> Iterator[Part]:
-    """A buffer's life in order of time, without the times at which nothing of it is alive."""
-    since = b.lower
-    for gap in sorted(b.gaps, key=lambda gap: gap.lower):
-        if since < gap.lower:
-            yield since, gap.lower, 0, b.size
-        if gap.window is not None:
-            yield gap.lower, gap.upper, *gap.window
-        since = gap.upper
-    if since < b.upper:
-        yield since, b.upper, 0, b.size
+__all__ = ["check_gaps", "cut", "whole"]
 
 
 def check_gaps(problem: Problem) -> None:
@@ -74,5 +58,5 @@ def _cut(b: Buffer) -> Sequence[Buffer]:
             math.gcd(b.alignment, low),
             None if b.pinned is None else b.pinned + low,
         )
-        for since, until, low, high in parts(b)
+        for since, until, low, high in b.parts()
     ]
