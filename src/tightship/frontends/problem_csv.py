@@ -186,6 +186,8 @@ def _lines(file: BinaryIO, name: str) -> Iterator[str]:
         place = f"{name}:{number}"
         if len(raw) > MAX_LINE:
             raise BadInput(f"a line has at most {MAX_LINE} bytes", place=place)
+        if number > 2 * MAX_ROWS:
+            raise BadInput(f"a problem's file has at most {2 * MAX_ROWS} lines", place=place)
         try:
             text = raw.decode()
         except UnicodeDecodeError as error:

@@ -23,8 +23,8 @@ MOST = 20_000
 
 WIDTH, LEFT, RIGHT, TOP, BOTTOM = 920, 74, 116, 74, 74
 ACROSS, UP = WIDTH - LEFT - RIGHT, 400
-COLOURS = ("#eab55e", "#e08a5b", "#c9647a", "#8f5fa8", "#4f6fc0", "#2f8fb5")
-DARK = ("#d9a34d", "#d67f52", "#c45d75", "#9467b5", "#5b7cd0", "#3f9fc4")
+COLOURS = ("#eab55e", "#e08a5b", "#c9647a", "#8f5fa8", "#4f6fc0", "#28809f")
+DARK = ("#d9a34d", "#d67f52", "#c45d75", "#9467b5", "#5b7cd0", "#2f86ab")
 _STYLE = """
 text{{font-family:system-ui,-apple-system,'Segoe UI',Helvetica,Arial,sans-serif;font-size:12px;fill:#475569}}
 .title{{font-size:17px;font-weight:600;fill:#0f172a}} .end{{text-anchor:end}} .mid{{text-anchor:middle}}
@@ -75,7 +75,8 @@ def packing_picture(problem: Problem, solution: Solution, *, title: str = "packi
     since = min((b.lower for b in problem.buffers), default=0)
     scale = _Scale(since, max((b.upper for b in problem.buffers), default=1), levels[-1])
     parts = [_head(title, problem, solution, len(shown)), _axes(scale, levels)]
-    parts += [_drawn(b, offset, scale) for b, offset in shown]
+    # Those with gaps first: what lies in a gap is drawn over it.
+    parts += [_drawn(b, offset, scale) for b, offset in sorted(shown, key=lambda row: not row[0].gaps)]
     parts += [_lines(marks, scale), _legend()]
     light = " ".join(f".c{k}{{fill:{c}}}" for k, c in enumerate(COLOURS))
     dark = " ".join(f".c{k}{{fill:{c}}}" for k, c in enumerate(DARK))
@@ -130,7 +131,7 @@ def _axes(scale: _Scale, levels: Sequence[int]) -> str:
         x = scale.x(time)
         rows.append(f'<line class="axis" x1="{x:g}" x2="{x:g}" y1="{base}" y2="{base + 4}"/>')
         rows.append(f'<text class="mid" x="{x:g}" y="{base + 17}">{time}</text>')
-    rows.append(f'<text class="end" x="{LEFT + ACROSS}" y="{base + 34}">time (steps of the problem)</text>')
+    rows.append(f'<text class="end" x="{LEFT + ACROSS}" y="{base + 34}">time</text>')
     rows.append(f'<text class="end" x="{LEFT - 8}" y="{TOP - 12}">offset</text>')
     return "\n".join(rows)
 

@@ -75,11 +75,14 @@ def test_gaps_never_cost_anything_and_the_bound_is_one(problem: Problem) -> None
 @pytest.mark.parametrize("seed", range(3))
 def test_buffers_lie_in_the_gaps_of_others(seed: int) -> None:
     problem = turns(120, seed)
-    with_gaps, without = pack(problem, search=Search(work=6_000)), pack(bare(problem), search=QUICK)
+    with_gaps, without = (
+        pack(problem, search=Search(work=6_000, seconds=60.0)),
+        pack(bare(problem), search=QUICK),
+    )
     assert check_solution(problem, with_gaps) == []
     assert with_gaps.planner.endswith("+gaps")
     assert with_gaps.lower_bound <= with_gaps.arena < 0.8 * without.arena
-    again = pack(problem, search=Search(work=6_000))
+    again = pack(problem, search=Search(work=6_000, seconds=60.0))
     assert (again.offsets, again.work) == (with_gaps.offsets, with_gaps.work)
 
 

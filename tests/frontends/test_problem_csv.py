@@ -1,0 +1,285 @@
+"""Problems as CSV: what is read, what is written, and that no bad file is anything but ``BadInput``."""
+
+import csv
+import io
+import os
+from itertools import pairwise
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tightship.errors import BadInput
+from tightship.frontends import problem_csv
+from tightship.frontends.problem_csv import MAX_LINE, check_pins, dumps, loads, read, table_of, write
+from tightship.plan import Buffer, Gap, Problem
+
+HEAD = "id,lower,upper,size\n"
+FULL = "id,lower,upper,size,alignment,hint,gaps,offset\n"
+
+
+def buffers(text: str) -> tuple[Buffer, ...]:
+    return loads(text.encode()).problem.buffers
+
+
+@st.composite
+def anything(draw: st.DrawFn) -> Problem:
+    """Problems with everything that a file can say."""
+    names = st.text(st.characters(codec="utf-8", exclude_categories=("Cc",)), min_size=1, max_size=6)
+    ids = draw(st.lists(names.filter(str.strip), unique=True, max_size=5))
+    rows = []
+    for name in ids:
+        lower = draw(st.integers(0, 2**62))
+        upper = lower + draw(st.integers(1, 50))
+        size = draw(st.integers(1, 2**63 - 1))
+        cuts = sorted(draw(st.sets(st.integers(lower, upper), max_size=4)))
+        gaps = []
+        for since, until in pairwise(cuts):
+            low = draw(st.integers(0, size - 1))
+            window = (low, draw(st.integers(low + 1, size))) if draw(st.booleans()) else None
+            gaps.append(Gap(since, until, window))
+        pinned, hint = (draw(st.none() | st.integers(0, 2**63 - 1)) for _ in range(2))
+        alignment = draw(st.sampled_from((1, 1, 64, 2**40)))
+        rows.append(Buffer(name, lower, upper, size, alignment, pinned, tuple(gaps), hint))
+    return Problem(tuple(rows))
+
+
+# --- reading ---
+
+
+def test_reads_what_minimalloc_writes() -> None:
+    assert buffers(HEAD + "b1,0,3,4\nb2,3,9,4\n") == (Buffer("b1", 0, 3, 4), Buffer("b2", 3, 9, 4))
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "size,upper,lower,id\n4,3,0,b1\n",
+        "buffer,begin,upper,size\nb1,0,3,4\n",
+        "buffer_id,start,end,size\nb1,0,2,4\n",
+        "note,id,lower,upper,size\n,b1,0,3,4\n",
+        " ID , lower,Upper,size\r\nb1, 0 ,3,04\r\n",
+        "\ufeffid,lower,upper,size\nb1,0,3,4",
+        'id,lower,upper,size\n\n"b1",0,"3",4\n\n',
+        "id,lower,upper,size,alignment,hint,gaps,offset\nb1,0,3,4,,,,\n",
+    ],
+)
+def test_columns_go_by_their_names_in_any_order(text: str) -> None:
+    assert buffers(text) == (Buffer("b1", 0, 3, 4),)
+
+
+def test_end_is_the_last_time_alive_for_gaps_too() -> None:
+    (b,) = buffers("id,start,end,size,gaps\nx,0,9,8,2-3 5-6@0:4\n")
+    assert b == Buffer("x", 0, 10, 8, gaps=(Gap(2, 4), Gap(5, 7, (0, 4))))
+
+
+def test_reads_all_that_is_optional() -> None:
+    (b,) = buffers(FULL + "x,0,9,8,4,16,2-3 5-6@0:4,12\n")
+    assert b == Buffer("x", 0, 9, 8, 4, 12, (Gap(2, 3), Gap(5, 6, (0, 4))), 16)
+
+
+def test_a_header_alone_is_a_problem_of_nothing() -> None:
+    assert buffers(HEAD) == ()
+
+
+@pytest.mark.parametrize(
+    ("text", "line", "said"),
+    [
+        ("", "", "a problem begins with a line of column names"),
+        ("\n", ":1", "there is none for id, lower, upper, size"),
+        ("id,lower,upper\n", ":1", "there is none for size"),
+        ("a;b;c\n", ":1", "there is none for id"),
+        ("id,buffer,lower,upper,size\n", ":1", "one column for 'id', not both 'id' and 'buffer'"),
+        ("id,lower,upper,end,size\n", ":1", "not both 'upper' and 'end'"),
+        (HEAD + "a,0,1,4\nb,0,1\n", ":3", "a row has 4 fields"),
+        (HEAD + "a,0,1,4,5\n", ":2", "a row has 4 fields"),
+        (HEAD + "a,-1,1,4\n", ":2", "column 'lower' has whole numbers, at least 0"),
+        (HEAD + "a,0,x,4\n", ":2", "column 'upper' has whole numbers"),
+        (HEAD + "a,0,1,4.5\n", ":2", "column 'size' has whole numbers"),
+        (HEAD + "a,0,1,1_000\n", ":2", "whole numbers"),
+        (HEAD + "a,0,1,٣\n", ":2", "whole numbers"),
+        (HEAD + "a,0,1,\n", ":2", "whole numbers"),
+        (HEAD + "a,0,1,0\n", ":2", "column 'size' has whole numbers, at least 1"),
+        (HEAD + f"a,0,1,{2**63}\n", ":2", "numbers up to 2^63-1"),
+        (HEAD + f"a,0,1,{'9' * 5000}\n", ":2", "numbers up to 2^63-1"),
+        (f"id,lower,end,size\na,0,{2**63 - 1},4\n", ":2", "at most 2^63-1"),
+        (HEAD + "a,3,3,4\n", ":2", "a live range is not empty"),
+        (HEAD + "a,4,3,4\n", ":2", "a live range is not empty"),
+        (HEAD + "a,0,1,4\n\na,1,2,4\n", ":4", "an id stands for one buffer; this one is on line 2 already"),
+        (HEAD + " ,0,1,4\n", ":2", "an id is text"),
+        (HEAD + "a\x1b[31m,0,1,4\n", ":2", "an id is text without control characters"),
+        (HEAD + '"a\nb",0,1,4\n', ":3", "an id is text without control characters"),
+        (HEAD + '"a,0,1,4\n', ":", "CSV"),
+        (HEAD + 'a,0,1,"4"5\n', ":2", "CSV"),
+        (FULL + "a,0,1,4,0,,,\n", ":2", "column 'alignment' has whole numbers, at least 1"),
+        (FULL + "a,0,1,4,,-1,,\n", ":2", "column 'hint'"),
+        (FULL + "a,0,1,4,,,,-1\n", ":2", "column 'offset'"),
+        (FULL + "a,0,9,4,,,3,\n", ":2", "a gap is written lo-hi"),
+        (FULL + "a,0,9,4,,,3-4@,\n", ":2", "a gap is written lo-hi"),
+        (FULL + "a,0,9,4,,,-3-4,\n", ":2", "a gap is written lo-hi"),
+        (FULL + f"a,0,9,4,,,3-{10**30},\n", ":2", "a gap has numbers up to 2^63-1"),
+        (FULL + "a,1,9,4,,,0-3,\n", ":2", "a gap is a part of the live range [1, 9)"),
+        (FULL + "a,1,9,4,,,3-3,\n", ":2", "a gap is a part of the live range"),
+        (FULL + "a,1,9,4,,,8-10,\n", ":2", "a gap is a part of the live range"),
+        (FULL + "a,1,9,4,,,5-8 3-6,\n", ":2", "the gaps of a buffer do not overlap"),
+        (FULL + "a,1,9,4,,,3-6@2:5,\n", ":2", "a gap's window is a part of the buffer's bytes [0, 4)"),
+        (FULL + "a,1,9,4,,,3-6@2:2,\n", ":2", "a gap's window is a part of the buffer's bytes"),
+    ],
+)
+def test_a_bad_file_is_said_to_be_bad_with_its_line(text: str, line: str, said: str) -> None:
+    with pytest.raises(BadInput) as caught:
+        loads(text.encode(), "p.csv")
+    assert said in caught.value.rule
+    assert caught.value.place.startswith(f"p.csv{line}")
+    assert len(str(caught.value)) < 500
+
+
+@pytest.mark.parametrize(
+    ("data", "line"),
+    [
+        (HEAD.encode("utf-16"), ":1"),
+        (HEAD.encode() + b"a,0,1,4\n\xff,0,1,4\n", ":3"),
+        (b"\x89PNG\r\n\x1a\n" + bytes(100), ":1"),
+        (bytes(300), ":1"),
+    ],
+)
+def test_what_is_no_text_is_said_to_be_none(data: bytes, line: str) -> None:
+    with pytest.raises(BadInput) as caught:
+        loads(data, "p.csv")
+    assert caught.value.place == f"p.csv{line}"
+
+
+class Endless(io.RawIOBase):
+    """As much of one pattern as is asked for, counted."""
+
+    def __init__(self, start: bytes, pattern: bytes) -> None:
+        self.start, self.pattern, self.given = start, pattern, 0
+
+    def readline(self, size: int = -1) -> bytes:
+        if self.start:
+            line, self.start = self.start, b""
+            return line
+        assert 0 <= size <= MAX_LINE + 1
+        line = self.pattern if self.pattern.endswith(b"\n") else self.pattern * size
+        self.given += len(line)
+        return line
+
+
+@pytest.mark.parametrize("start", [b"", HEAD.encode()])
+@pytest.mark.parametrize("pattern", [b"x", b"\x00", b'"', b'"x\n', b"x,y,z,w\n", b"a,0,1,4\n"])
+def test_garbage_without_end_is_not_read_to_its_end(start: bytes, pattern: bytes) -> None:
+    endless = Endless(start, pattern)
+    with pytest.raises(BadInput):
+        problem_csv._table(endless, "p.csv")
+    assert endless.given <= 2 * MAX_LINE
+
+
+def test_a_problem_has_so_many_rows_and_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(problem_csv, "MAX_ROWS", 2)
+    assert len(buffers(HEAD + "a,0,1,4\nb,0,1,4\n")) == 2
+    with pytest.raises(BadInput, match="at most 2 buffers"):
+        buffers(HEAD + "a,0,1,4\nb,0,1,4\nc,0,1,4\n")
+
+
+@given(
+    st.binary(max_size=200)
+    | st.text(alphabet='id,lowerupsz0123456789-@: "\n\r', max_size=200).map(str.encode)
+)
+@settings(max_examples=300)
+def test_no_bytes_at_all_are_anything_but_a_problem_or_bad_input(data: bytes) -> None:
+    for start in (b"", HEAD.encode(), FULL.encode()):
+        try:
+            loads(start + data)
+        except BadInput as error:
+            assert error.place
+
+
+@pytest.mark.parametrize("name", ["missing.csv", ".", "a\0b"])
+def test_a_file_that_cannot_be_read_is_said_to_be_one(
+    name: str, tmp_path: os.PathLike[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(BadInput, match="the file can be read"):
+        read(name)
+
+
+# --- pins ---
+
+
+@pytest.mark.parametrize(
+    ("rows", "capacity", "line", "said"),
+    [
+        ("a,0,9,8,,,,8\n", 15, ":2", "a pinned buffer ends within the capacity of 15 bytes"),
+        ("a,0,9,8,,,,0\nb,1,2,4,,,,\nc,5,6,8,,,,4\n", None, ":4", "share bytes [4, 8) during [5, 6)"),
+        ("a,0,9,8,4,,,6\n", None, ":2", "does not start at a multiple of 4"),
+    ],
+)
+def test_pins_that_cannot_be_are_said_with_their_line(
+    rows: str, capacity: int | None, line: str, said: str
+) -> None:
+    with pytest.raises(BadInput) as caught:
+        check_pins(loads((FULL + rows).encode(), "p.csv"), capacity)
+    assert said in caught.value.rule and caught.value.place == f"p.csv{line}"
+
+
+def test_pins_may_lie_in_gaps_and_at_the_top() -> None:
+    check_pins(loads((FULL + "a,0,9,8,,,2-4@0:4,0\nb,2,4,4,,,,4\n").encode()), 8)
+
+
+# --- writing ---
+
+
+@given(anything())
+def test_a_problem_is_read_back_as_it_was_written(problem: Problem) -> None:
+    table = table_of(problem)
+    again = loads(dumps(table))
+    assert again.problem == problem
+    assert (again.header, again.rows) == (table.header, table.rows)
+
+
+@given(anything(), st.data())
+def test_a_packing_keeps_ids_order_and_rows(problem: Problem, data: st.DataObject) -> None:
+    offsets = [data.draw(st.integers(0, 2**62)) for _ in problem.buffers]
+    table = table_of(problem)
+    packed = loads(dumps(table, offsets))
+    assert [b.pinned for b in packed.problem.buffers] == offsets
+    assert packed.unpinned.buffers == table.unpinned.buffers
+
+
+def test_unknown_columns_and_the_way_things_are_written_are_kept() -> None:
+    text = 'note,size,buffer,begin,end\n"x, ""y""",08,b1,0,2\n,4,b2,1,1\n'
+    rows = list(csv.reader(io.StringIO(dumps(loads(text.encode()), [0, 8]).decode())))
+    assert rows == [
+        ["note", "size", "buffer", "begin", "end", "offset"],
+        ['x, "y"', "08", "b1", "0", "2", "0"],
+        ["", "4", "b2", "1", "1", "8"],
+    ]
+
+
+def test_an_offset_column_is_filled_where_it_stands() -> None:
+    text = "offset,id,lower,upper,size\n16,a,0,1,4\n,b,0,1,4\n"
+    assert (
+        dumps(loads(text.encode()), [16, 0]).decode() == "offset,id,lower,upper,size\n16,a,0,1,4\n0,b,0,1,4\n"
+    )
+
+
+@pytest.mark.parametrize(
+    "buffer", [Buffer("a", -1, 1, 4), Buffer("a", 0, 1, 0), Buffer("", 0, 1, 4), Buffer("\ud800", 0, 1, 4)]
+)
+def test_nothing_is_written_that_could_not_be_read(buffer: Buffer, tmp_path: os.PathLike[str]) -> None:
+    path = os.path.join(tmp_path, "p.csv")
+    with pytest.raises(BadInput):
+        write(path, table_of(Problem((buffer,))))
+    assert os.listdir(tmp_path) == []
+
+
+def test_writing_is_all_or_nothing(tmp_path: os.PathLike[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    path = os.path.join(tmp_path, "p.csv")
+    table = loads((HEAD + "a,0,1,4\n").encode())
+    write(path, table)
+    assert read(path).problem == table.problem
+    monkeypatch.setattr(os, "replace", lambda *_: (_ for _ in ()).throw(OSError("disk full")))
+    with pytest.raises(BadInput, match="disk full"):
+        write(path, table, [0])
+    assert os.listdir(tmp_path) == ["p.csv"]
+    assert not read(path).has_offsets
