@@ -1,9 +1,14 @@
 """Backend for torch.compile: ``torch.compile(model, backend="tightship", options={"budget": "6GiB"})``.
 
 Each graph that Dynamo finds is planned as one, forward and backward pass together, and run op by op on ATen:
-losses and gradients are those of ``backend="aot_eager"`` to the bit. Sizes are fixed: a batch of another
-size is planned anew, and kept. Budgets count the graph's inputs (parameters, buffers, batch), everything it
-makes, and its gradients; optimizer state and what the caller's own code makes between graphs they do not.
+losses and gradients are those of ``backend="aot_eager"`` to the bit, which are eager's but for rare last
+bits. A budget counts the graphs' inputs (parameters, buffers, batch), everything they make, and their
+gradients; not optimizer state, gradients of earlier steps, or what the caller's own code makes between
+graphs.
+
+Sizes are fixed: a batch of another size is planned anew, and kept; Dynamo does that eight times per function
+(``torch._dynamo.config.recompile_limit``), warns, and goes on in eager. Graph breaks cost plans their
+overview and are said in the notes: transformers' loss functions cause one unless ``model.loss_type`` is set.
 """
 
 from __future__ import annotations
@@ -71,7 +76,7 @@ def compiled_notes(compiled: Any) -> tuple[str, ...]:
     )
 
 
-# --- sessions: what belongs to one call of torch.compile ------------------------------------------------------
+# --- sessions: what belongs to one call of torch.compile ----------------------------------------------------
 
 
 _sessions: WeakValueDictionary[int, Session] = WeakValueDictionary()
@@ -148,7 +153,7 @@ def _raising(error: Exception) -> Callable[..., Any]:
     return failed
 
 
-# --- compiling one graph --------------------------------------------------------------------------------------
+# --- compiling one graph ------------------------------------------------------------------------------------
 
 
 class _Compilation:
@@ -267,7 +272,9 @@ class _Compilation:
             if joint.boundary is not None or ledger.budget is None or ledger.budget.fraction is None:
                 raise
             plan = self._placed(graph, None)
-            note = "a percentage is of a training step's peak: this graph has no backward pass and is not held to it"
+            note = (
+                "a percentage is of a training step's peak: a graph without backward pass is not held to it"
+            )
             plan = replace(plan, notes=(*plan.notes, note))
         where = cut(joint, program, plan)
         ledger.enter(self.frame, _entry(joint, program, plan, where, static, everything.peak))

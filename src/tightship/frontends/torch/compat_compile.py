@@ -53,7 +53,7 @@ __all__ = [
 Compiler = Callable[[GraphModule, Sequence[Any]], Callable[[list[Any]], Any]]
 
 
-# --- compiling ------------------------------------------------------------------------------------------------
+# --- compiling ----------------------------------------------------------------------------------------------
 
 
 def compile_training(
@@ -111,7 +111,7 @@ def outside() -> Iterator[None]:
         yield
 
 
-# --- joint graphs ---------------------------------------------------------------------------------------------
+# --- joint graphs -------------------------------------------------------------------------------------------
 
 
 def is_tangent(node: Node) -> bool:
@@ -177,7 +177,7 @@ def unchecked_saving(node: Node) -> bool:
     return bool(node.meta.get("saved_tensor_with_no_vc_check", False))
 
 
-# --- what Dynamo knows ----------------------------------------------------------------------------------------
+# --- what Dynamo knows --------------------------------------------------------------------------------------
 
 
 def frame() -> tuple[int, str]:

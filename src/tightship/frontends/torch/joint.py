@@ -170,9 +170,10 @@ class _Lowering:
                 written = n.args[0]
                 if isinstance(written, Node) and any(u in late for u in written.users):
                     raise Unsupported(
-                        f"{n.target} at {_origin(n)}", "the backward pass reads what the forward pass overwrites",
+                        f"{n.target} at {_origin(n)}",
+                        "the backward pass reads what the forward pass overwrites",
                         "write into a copy",
-                    )  # fmt: skip
+                    )
 
     # --- what the caller owns ---
 

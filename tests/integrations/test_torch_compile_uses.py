@@ -1,0 +1,387 @@
+"""The torch.compile backend in the ways people use it, and what it says when it cannot."""
+
+import copy
+import gc
+import warnings
+
+import pytest
+import torch
+from compiled import QUICK, compiled, deep, equal, step
+from torch import nn
+
+from tightship import errors
+from tightship.execute import allocator
+from tightship.execute.meter import Meter
+from tightship.frontends.torch.program import Ref
+from tightship.integrations.torch_compile import Fallback, compiled_notes, compiled_plans
+
+needs_allocator = pytest.mark.skipif(not allocator.available(), reason="no C++ compiler")
+
+
+@pytest.fixture(autouse=True)
+def _fresh():
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+def pair(**options):
+    """A compiled model, the model in it, and the same model for eager."""
+    model = deep()
+    return compiled(model, **options), model, deep()
+
+
+def batch(n=32, seed=0):
+    return torch.randn(n, 16, generator=torch.Generator().manual_seed(seed))
+
+
+# --- sizes and modes ---
+
+
+@pytest.mark.parametrize("dynamic", [None, True, False])
+def test_a_batch_of_another_size_is_planned_anew_and_kept(dynamic):
+    model, other = deep(), deep()
+    call = torch.compile(model, backend="tightship", options={**QUICK, "budget": "90%"}, dynamic=dynamic)
+    for n in (32, 48, 32, 40, 32, 48):
+        assert equal(step(call, model, batch(n)), step(other, other, batch(n)))
+    assert sorted(p.name for p in compiled_plans(call)) == ["0/0", "0/1", "0/2"]
+    assert len({p.plan.peak for p in compiled_plans(call)}) == 3
+
+
+def test_evaluation_is_planned_without_a_backward_pass():
+    call, model, other = pair(budget="90%")
+    model.eval(), other.eval()
+    with torch.no_grad():
+        assert torch.equal(call(batch()), other(batch()))
+    with torch.inference_mode():
+        assert torch.equal(call(batch()), other(batch()))
+    model.train(), other.train()
+    assert equal(step(call, model, batch()), step(other, other, batch()))
+    kinds = [p.kind for p in compiled_plans(call)]
+    assert kinds[-1] == "training" and set(kinds[:-1]) == {"inference"}
+    assert any("not held to it" in n for n in compiled_notes(call))
+
+
+def test_a_model_without_gradients():
+    model = deep(dropout=0.0).requires_grad_(False)
+    call = compiled(model, budget="100%")
+    assert torch.equal(call(batch()), model(batch()))
+    assert [p.kind for p in compiled_plans(call)] == ["inference"]
+
+
+def test_a_function():
+    @torch.compile(backend="tightship", options=(options := {**QUICK}))
+    def function(a, b):
+        return (a @ b).relu().sum(), a * 2
+
+    a, b = batch(16).requires_grad_(), batch(16, 1).requires_grad_()
+    first, second = function(a, b)
+    (first + second.sum()).backward()
+    got = a.grad, b.grad
+    a.grad = b.grad = None
+    ((a @ b).relu().sum() + (a * 2).sum()).backward()
+    assert equal(got, (a.grad, b.grad))
+    assert len(compiled_plans(function)) == 1 and options["strict"]
+
+
+class Named(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.body = deep()
+
+    def forward(self, x):
+        return self.body(x)
+
+
+def test_a_module_compiled_in_place():
+    model, other = Named(), Named()
+    model.compile(backend="tightship", options={**QUICK, "budget": "90%"})
+    assert equal(step(model, model, batch()), step(other, other, batch()))
+    (piece,) = compiled_plans(model)
+    assert piece.graph.storages[0].name == "body.0.weight" and piece.graph.storages[0].kind == "parameter"
+    assert any(o.module.startswith("body.") for o in piece.graph.ops)
+
+
+# --- autograd ---
+
+
+def test_an_input_that_requires_grad():
+    call, model, other = pair()
+    x, y = batch().requires_grad_(), batch().requires_grad_()
+    assert equal(step(call, model, x), step(other, other, y))
+    assert torch.equal(x.grad, y.grad)
+
+
+def test_gradients_accumulate():
+    call, model, other = pair(budget="90%")
+    for seed in range(4):
+        x = batch(seed=seed)
+        assert equal(step(call, model, x, seed), step(other, other, x, seed))
+
+
+@needs_allocator
+def test_two_forward_passes_before_a_backward_pass_do_not_share_an_arena():
+    call, model, other = pair()
+    xs = [batch(seed=k) for k in range(3)]
+
+    def losses(net):
+        torch.manual_seed(1)
+        a, b, c = [net(x).sum() for x in xs]
+        (a * b + c).backward()
+        return [p.grad.clone() for p in model_of[net].parameters()]
+
+    model_of = {call: model, other: other}
+    for _ in range(3):
+        assert equal(losses(call), losses(other))
+    (piece,) = compiled_plans(call)
+    assert piece.unplaced == 6
+    assert any("ran outside the arena" in n for n in piece.notes)
+    assert equal(step(call, model, xs[0]), step(other, other, xs[0]))
+    assert piece.unplaced == 6 and piece.last.arena > 0
+
+
+@needs_allocator
+def test_a_graph_that_is_never_used_does_not_block_the_arena_once_dropped():
+    call, model, _ = pair()
+    unused = call(batch())
+    step(call, model, batch())
+    (piece,) = compiled_plans(call)
+    assert piece.unplaced == 1
+    del unused
+    gc.collect()
+    step(call, model, batch())
+    assert piece.unplaced == 1
+
+
+def test_a_retained_graph_can_be_used_again():
+    call, model, other = pair()
+    for net, its in ((call, model), (other, other)):
+        torch.manual_seed(1)
+        loss = net(batch()).sum()
+        loss.backward(retain_graph=True)
+        loss.backward()
+        its.found = [p.grad.clone() for p in its.parameters()]
+    assert equal(model.found, other.found)
+    assert any("retain_graph" in n for n in compiled_notes(call))
+
+
+def test_double_backward_is_refused():
+    call, _, _ = pair()
+    x = batch().requires_grad_()
+    (grad,) = torch.autograd.grad(call(x).pow(2).sum(), x, create_graph=True)
+    with pytest.raises(RuntimeError, match="double backward"):
+        grad.sum().backward()
+
+
+def test_saved_tensors_may_be_moved_by_hooks():
+    call, model, other = pair()
+    with torch.autograd.graph.save_on_cpu():
+        got = step(call, model, batch())
+    assert equal(got, step(other, other, batch()))
+
+
+def test_gradients_of_outputs_may_be_parts_of_larger_tensors():
+    call, model, other = pair()
+    for net, its in ((call, model), (other, other)):
+        torch.manual_seed(1)
+        torch.cat([net(batch(8)), net(batch(8, 1))]).pow(2).sum().backward()
+        torch.manual_seed(2)
+        net(batch(8)).t().contiguous().pow(3).sum().backward()
+        its.found = [p.grad.clone() for p in its.parameters()]
+    assert equal(model.found, other.found)
+
+
+def test_outputs_that_share_memory_and_inputs_that_come_back():
+    class Several(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.lin = deep(1)
+
+        def forward(self, x):
+            h = self.lin(x).relu()
+            return h, h.view(-1), x, h.detach(), (h * 2)[1:], 3, None
+
+    model, other = Several(), Several()
+    call = compiled(model)
+    torch.manual_seed(1)
+    a = call(batch())
+    torch.manual_seed(1)
+    b = other(batch())
+    for left, right in zip(a, b, strict=True):
+        assert torch.equal(left, right) if isinstance(left, torch.Tensor) else left == right
+    for net, out in ((model, a), (other, b)):
+        (out[0].sum() + out[4].sin().sum()).backward()
+        net.found = [p.grad for p in net.parameters()]
+    assert equal(model.found, other.found)
+
+
+def test_inputs_that_share_memory_at_first_need_not_share_it_later():
+    call = compiled(lambda a, b: (a * b).sin())
+    whole = batch(1).flatten()
+    for a, b in ((whole[:8], whole[8:]), (whole[:8], batch(1, 2).flatten()[:8]), (whole[2:10], whole[1:9])):
+        assert torch.equal(call(a, b), (a * b).sin())
+
+
+# --- memory ---
+
+
+@needs_allocator
+def test_nothing_stays_in_the_arena_after_a_step_and_the_arena_goes_with_the_model():
+    gc.collect()
+    before = allocator.reserved()
+    call, model, _ = pair()
+    step(call, model, batch())
+    (piece,) = compiled_plans(call)
+    model.zero_grad()
+    assert piece._lane.arena.live == 0 and allocator.reserved() > before
+    del call, model, piece
+    torch._dynamo.reset()
+    gc.collect()
+    assert allocator.reserved() == before
+
+
+@needs_allocator
+def test_without_an_arena_the_peak_is_measured_all_the_same():
+    call, model, other = pair(arena=False, budget="80%")
+    assert equal(step(call, model, batch()), step(other, other, batch()))
+    (piece,) = compiled_plans(call)
+    assert piece.last.measured_peak == piece.plan.peak <= piece.plan.budget < piece.plan.peak_before
+    assert piece.last.arena == 0
+
+
+def test_without_a_compiler_the_plan_is_run_and_not_measured(monkeypatch):
+    monkeypatch.setattr(allocator, "available", lambda: False)
+    call, model, other = pair(cache=None)
+    assert equal(step(call, model, batch()), step(other, other, batch()))
+    assert any("no C++ compiler" in n for n in compiled_notes(call))
+
+
+class Broken(nn.Module):
+    """Two graphs."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = deep(), deep()
+        self.a[-1] = nn.Linear(16, 16)
+
+    def forward(self, x):
+        h = self.a(x)
+        torch._dynamo.graph_break()
+        return self.b(h)
+
+
+@needs_allocator
+@pytest.mark.parametrize("budget", ["120KiB", "90KiB", "70KiB"])
+def test_graphs_share_one_budget_in_bytes(budget):
+    torch.manual_seed(0)
+    model = Broken()
+    other = copy.deepcopy(model)
+    x = batch(64)
+    call = compiled(model, budget=budget)
+    step(call, model, x)
+    model.zero_grad()
+    with Meter() as meter:
+        got = step(call, model, x)[:1]
+    static = sum(p.numel() * 4 for p in model.parameters()) + x.numel() * 4
+    assert meter.peak + static <= int(budget[:-3]) * 1024
+    assert equal(got, step(other, other, x)[:1])
+    assert equal([p.grad for p in model.parameters()], [p.grad for p in other.parameters()])
+    assert len(compiled_plans(call)) == 2
+
+
+def test_too_small_a_budget_for_the_later_graph_is_infeasible():
+    model = Broken()
+    with pytest.raises(errors.Infeasible):
+        step(compiled(model, budget="60KiB"), model, batch(64))
+
+
+def test_what_a_random_op_gives_is_saved_whole():
+    call, model, _ = pair(budget="85%")
+    step(call, model, batch())
+    (piece,) = compiled_plans(call)
+    ops = [piece.graph.ops[s.op] for s in piece.plan.steps if s.kind == "recompute"]
+    assert ops and not any(o.random for o in ops)
+
+
+def test_what_the_caller_gets_is_not_made_again():
+    call, model, _ = pair(budget="85%")
+    step(call, model, batch())
+    (piece,) = compiled_plans(call)
+    given = {piece.graph.values[r.value].storage for r in piece._joint.forward if isinstance(r, Ref)}
+    again = {s for t in piece.plan.steps if t.kind == "recompute" for s in t.storages}
+    assert given and not given & again
+
+
+# --- errors and options ---
+
+
+def test_infeasible_reaches_the_caller_as_itself_each_time():
+    call, _, _ = pair(budget="2KiB")
+    for _ in range(2):
+        with pytest.raises(
+            errors.Infeasible, match=r"(?s)no plan can meet the budget of 2.00 KiB.*make up the best peak"
+        ):
+            call(batch())
+
+
+@pytest.mark.parametrize(
+    ("options", "rule"),
+    [
+        ({"bugdet": "1GiB"}, "an option is one of arena, budget, .*got 'bugdet'"),
+        ({"budget": "much"}, "a budget is a number of bytes"),
+        ({"budget": 0.5}, "a budget is"),
+        ({"seconds": "long"}, "seconds is a float"),
+        ({"work": True}, "work is a int"),
+        ({"evict": "nobody"}, "a planner is one of"),
+        ({"strict": 1}, "strict is True or False"),
+        ({"on_plan": 3}, "on_plan is a function"),
+        ({"hand_out": False}, "an option is one of"),
+    ],
+)
+def test_wrong_options_are_named(options, rule):
+    with pytest.raises(errors.BadInput, match=rule):
+        torch.compile(deep(), backend="tightship", options=options)(batch())
+
+
+def test_modes_are_not_options():
+    with pytest.raises(errors.BadInput, match="takes options="):
+        torch.compile(deep(), backend="tightship", mode="max-autotune")(batch())
+
+
+def test_plans_are_told_and_can_be_looked_at():
+    told = []
+    call, _, _ = pair(on_plan=told.append, budget="90%")
+    assert compiled_plans(call) == ()
+    call(batch())
+    assert told == list(compiled_plans(call))
+    assert told[0].plan.digest == told[0].graph.digest and "peak" in str(told[0])
+    with pytest.raises(errors.BadInput):
+        compiled_plans(deep())
+
+
+def sparse():
+    return nn.Sequential(nn.Embedding(50, 8, sparse=True), nn.Linear(8, 4)), torch.arange(12).view(3, 4)
+
+
+def branching():
+    class Net(nn.Module):
+        def forward(self, x):
+            return torch.cond(x.sum() > 0, lambda x: x.sin(), lambda x: x.cos(), (x,))
+
+    return Net(), batch()
+
+
+@pytest.mark.parametrize("make", [sparse, branching])
+def test_what_cannot_be_planned_runs_in_eager_with_a_warning_or_not_at_all(make):
+    model, x = make()
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        call = torch.compile(model, backend="tightship", options={"seconds": 1.0})
+        assert torch.equal(call(x), model(x))
+        call(x)
+    (warning,) = [w for w in found if w.category is Fallback]
+    assert "runs in eager, without a plan and outside the budget: " in str(warning.message)
+    assert str(warning.message) in compiled_notes(call)
+    torch._dynamo.reset()
+    with pytest.raises(errors.Unsupported):
+        torch.compile(model, backend="tightship", options={"strict": True})(x)
