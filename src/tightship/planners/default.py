@@ -63,7 +63,7 @@ def plan(
     frame = Frame(graph, order)
     bound = lower_bound(graph)
     target = before.peak if limit is None else limit
-    for attempt in range(_TIGHTEN):
+    for _ in range(_TIGHTEN):
         left = o.seconds - (time.perf_counter() - began)
         decision = _evict(frame, target, replace(o, seconds=max(1.0, left)), progress)
         steps = decision.steps or frame.steps(decision.evict)
