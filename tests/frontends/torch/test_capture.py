@@ -39,7 +39,7 @@ def same(a, b):
 
 
 def compare(name, optimizer, steps=3):
-    model, loss_fn, batches = MODELS[name]()
+    model, loss_fn, batches = (MODELS[name] if isinstance(name, str) else name)()
     other = copy.deepcopy(model)
     opt, other_opt = OPTIMIZERS[optimizer](model.parameters()), OPTIMIZERS[optimizer](other.parameters())
     before = {k: v.clone() for k, v in tensors_of(other, other_opt).items()}

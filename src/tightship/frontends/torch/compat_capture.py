@@ -5,6 +5,8 @@ A part of ``compat``, under the same rule: nothing else in tightship may import 
 
 from __future__ import annotations
 
+import functools
+import gc
 import importlib
 import logging
 import sys
@@ -80,6 +82,7 @@ def quiet_capture(*, has_data: bool) -> Iterator[None]:
     Checkpointing is switched off (what to recompute is decided here, and its random state is not the step's).
     Where the data that decides the control flow is at hand (``has_data``), transformers is kept from noticing
     the fake tensors, so that it takes the path it takes in eager; otherwise it takes its tracing path.
+    Distributions do not check their arguments: whether to raise is a question to the data.
     Setting random states raises ``Unsupported``, and so does converting a module.
     """
     with ExitStack() as stack:
@@ -88,6 +91,8 @@ def quiet_capture(*, has_data: bool) -> Iterator[None]:
         enter(_patched(_checkpoint, "CheckpointFunction", _CallThrough))
         enter(_patched(torch.nn.Module, "_apply", _apply_nothing))
         enter(torch.compiler.set_stance("force_eager"))
+        enter(_patched(torch.distributions.Distribution, "_validate_args", False))
+        enter(_emptied_caches())
         for owner, name in _SEEDING:
             enter(_patched(owner, name, _refuse_seed))
         if has_data and "transformers" in sys.modules:
@@ -99,6 +104,32 @@ def quiet_capture(*, has_data: bool) -> Iterator[None]:
         # Logs the whole stack where a formula fails, also when the kernel is then asked instead.
         enter(_patched(logging.getLogger("torch._subclasses.fake_tensor"), "disabled", True))
         yield
+
+
+@contextmanager
+def _emptied_caches() -> Iterator[None]:
+    """Empties every ``functools`` cache that grew meanwhile, or later calls would get tensors without data."""
+    before = {id(c): c.cache_info().currsize for c in _caches()}
+    try:
+        yield
+    finally:
+        for c in _caches():
+            if c.cache_info().currsize != before.get(id(c), 0):
+                c.cache_clear()
+
+
+def _caches() -> list[Any]:
+    kind = type(_caches_probe)
+    caches = [c for c in gc.get_objects() if type(c) is kind]
+    return [c for c in caches if str(c.__module__).partition(".")[0] not in _WITHOUT_TENSORS]
+
+
+_WITHOUT_TENSORS = {"torch", "tightship", "sympy", *sys.stdlib_module_names}
+
+
+@functools.lru_cache
+def _caches_probe() -> None:
+    return None
 
 
 _SEEDING = [

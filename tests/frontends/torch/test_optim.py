@@ -1,0 +1,134 @@
+"""One parameter at a time, every optimizer of torch gives the bits it gives all at once."""
+
+import copy
+
+import pytest
+import torch
+from naive import Naive
+from torch import nn
+
+from models import MODELS
+from tightship.frontends.torch.optim import Updater
+from tightship.frontends.torch.step import capture_step
+
+CLASSES = ["Adadelta", "Adafactor", "Adagrad", "Adam", "Adamax", "AdamW", "ASGD", "NAdam", "RAdam", "RMSprop"]
+CLASSES += ["Rprop", "SGD"]
+
+
+def trained(make, steps=3, schedule=None):
+    """Parameters and state after some steps, by the optimizer itself and by the program."""
+    model, loss_fn, batches = MODELS["cnn"]()
+    other = copy.deepcopy(model)
+    opt, other_opt = make(model.parameters()), make(other.parameters())
+    schedulers = [schedule(o) for o in (opt, other_opt)] if schedule else []
+    naive = Naive(capture_step(other, loss_fn, other_opt, batches(0)), other, other_opt)
+    for step in range(steps):
+        torch.manual_seed(step)
+        opt.zero_grad()
+        loss_fn(model, batches(step)).backward()
+        opt.step()
+        torch.manual_seed(step)
+        naive(batches(step))
+        other_opt._opt_called = True
+        for s in schedulers:
+            s.step()
+    return (model, opt), (other, other_opt)
+
+
+def check(left, right):
+    for a, b in zip(left[0].parameters(), right[0].parameters(), strict=True):
+        assert torch.equal(a, b)
+    a, b = left[1].state_dict(), right[1].state_dict()
+    assert a["param_groups"] == b["param_groups"]
+    for k, state in a["state"].items():
+        for name, value in state.items():
+            other = b["state"][k][name]
+            assert torch.equal(value, other) if isinstance(value, torch.Tensor) else value == other
+
+
+@pytest.mark.parametrize("name", CLASSES)
+def test_every_class(name):
+    check(*trained(getattr(torch.optim, name)))
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"foreach": True},
+        {"fused": True},
+        {"amsgrad": True, "maximize": True, "weight_decay": 0.1},
+        {"lr": torch.tensor(0.01)},
+    ],
+)
+def test_settings(settings):
+    check(*trained(lambda ps: torch.optim.AdamW(ps, **settings)))
+
+
+def test_groups_keep_their_own_settings():
+    def make(params):
+        first, *rest = params
+        return torch.optim.SGD([{"params": [first], "lr": 0.5}, {"params": rest}], lr=0.1, momentum=0.9)
+
+    check(*trained(make))
+
+
+def test_schedulers_act_on_every_update():
+    def schedule(optimizer):
+        return torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
+
+    check(*trained(lambda ps: torch.optim.SGD(ps, lr=0.1, momentum=0.9), schedule=schedule))
+
+
+def test_a_subclass_that_changes_nothing():
+    class Mine(torch.optim.AdamW):
+        pass
+
+    check(*trained(Mine))
+
+
+def updater(optimizer=torch.optim.AdamW, **settings):
+    net = nn.Linear(3, 3)
+    made = optimizer(net.parameters(), lr=0.1, **settings)
+    return Updater(made, 0, net.weight, "weight"), net, made
+
+
+def test_state_is_known_before_it_exists():
+    u, net, opt = updater()
+    assert u.state_keys == ("step", "exp_avg", "exp_avg_sq") and not u.materialised
+    assert [tuple(t.shape) for t in u.state_like] == [(), (3, 3), (3, 3)]
+    assert not opt.state
+    u(net.weight, torch.ones(3, 3))
+    assert u.materialised
+    assert [t is opt.state[net.weight][k] for k, t in zip(u.state_keys, u.state_tensors(), strict=True)] == [True] * 3
+    assert net.weight.grad is None
+
+
+def test_no_state_is_always_there():
+    assert updater(torch.optim.SGD)[0].materialised
+    assert not updater(torch.optim.SGD, momentum=0.9)[0].materialised
+
+
+def test_loaded_state_is_used():
+    u, net, opt = updater()
+    u(net.weight, torch.ones(3, 3))
+    opt.load_state_dict(opt.state_dict())
+    u(net.weight, torch.ones(3, 3))
+    assert opt.state[net.weight]["step"] == 2
+
+
+def test_a_rehearsal_changes_nothing():
+    for first in (False, True):
+        u, net, opt = updater()
+        if first:
+            u(net.weight, torch.ones(3, 3))
+        weight, state = net.weight.clone(), copy.deepcopy(opt.state_dict())
+        u.rehearsal()()
+        assert torch.equal(weight, net.weight)
+        assert str(state) == str(opt.state_dict())
+
+
+def test_a_gradient_there_before_stays():
+    u, net, _ = updater()
+    net.weight.grad = torch.full((3, 3), 7.0)
+    u(net.weight, torch.ones(3, 3))
+    assert torch.equal(net.weight.grad, torch.full((3, 3), 7.0))
