@@ -18,7 +18,6 @@ from rich.table import Table
 
 from tightship.errors import BadInput, Unsupported
 from tightship.report.progress import Line
-from tightship.report.text import percent
 from tightship.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:
@@ -57,8 +56,7 @@ class Result:
     def tables(self) -> list[RenderableType]:
         parts: list[RenderableType] = []
         for r in self.runs:
-            parts += ["", _table(r)]
-        parts.append("")
+            parts.append(_table(r))
         if self.holds:
             parts.append("Planned peak = measured peak ≤ budget, and every number is eager's, to the bit.")
         else:
@@ -67,7 +65,7 @@ class Result:
 
 
 def run(
-    *, out_dir: str | Path = "demo-out", steps: int = 20, console: Console | None = None,
+    *, out_dir: str | Path = "demo-out", steps: int = 12, console: Console | None = None,
     workloads: Sequence[Workload] | None = None, **options: Any,
 ) -> Result:  # fmt: skip
     """Train each workload both ways; ``options`` are the default planner's.
@@ -134,7 +132,8 @@ def _table(r: Run) -> Table:
     peak("planned", r.planned_peak)
     exact = "= planned, to the byte" if r.measured_peak == r.planned_peak else "differs from the plan"
     peak("measured", r.measured_peak, exact if r.measured_peak is not None else "")
-    peak("lower bound", r.lower_bound, f"the plan is {percent(r.planned_peak, r.lower_bound)} above")
+    above = f"{100 * (r.planned_peak / r.lower_bound - 1):.1f} % above it" if r.lower_bound else ""
+    peak("lower bound", r.lower_bound, f"the plan is {above}" if above else "")
     peak("arena", r.arena, f"{r.misses or 0} requests outside of their place")
     same = "identical to eager's" if r.identical else "DIFFERENT from eager's"
     table.add_row("losses and state", "to the bit" if r.identical else "no", f"{same}, {r.steps} steps")
