@@ -31,6 +31,7 @@ BUDGETS = {
     "convnext": ("100%", "70%"),
     "swin": ("70%", "50%"),
     "t5": ("100%", "70%"),
+    "norms": ("100%", "85%"),
     "torch_transformer": ("100%", "70%"),
 }
 """What is feasible with models this small: the rest is parameters, gradients and scratch of convolutions."""

@@ -295,6 +295,50 @@ def test_too_small_a_budget_for_the_later_graph_is_infeasible():
         step(compiled(model, budget="60KiB"), model, batch(64))
 
 
+class Remembering(nn.Module):
+    """Uses large buffers before it overwrites them; their old contents are gone when the backward pass runs."""
+
+    def __init__(self):
+        super().__init__()
+        self.lin = nn.ModuleList([nn.Linear(16, 16) for _ in range(4)])
+        for k in range(4):
+            self.register_buffer(f"memory{k}", torch.zeros(64, 16))
+
+    def forward(self, x):
+        for k, lin in enumerate(self.lin):
+            memory = self.get_buffer(f"memory{k}")
+            x = torch.sigmoid(lin(x) * memory.sin())
+            memory.mul_(0.9).add_(x.detach() * 0.1)
+        return x
+
+
+def test_nothing_is_made_again_from_a_buffer_that_was_overwritten():
+    torch.manual_seed(0)
+    model = Remembering()
+    other = copy.deepcopy(model)
+    call = compiled(model, budget="92%")
+    for _ in range(3):
+        assert equal(step(call, model, batch(64)), step(other, other, batch(64)))
+        assert equal(list(model.buffers()), list(other.buffers()))
+    assert compiled_plans(call)[0].plan.count("recompute")
+
+
+def test_batch_norm_is_made_again_without_its_statistics():
+    def net():
+        torch.manual_seed(0)
+        rows = [m for _ in range(5) for m in (nn.Linear(16, 16), nn.BatchNorm1d(16), nn.Sigmoid())]
+        return nn.Sequential(*rows)
+
+    model, other = net(), net()
+    call = compiled(model, budget="75%")
+    for _ in range(3):
+        assert equal(step(call, model, batch(128)), step(other, other, batch(128)))
+        assert equal(list(model.buffers()), list(other.buffers()))
+    (piece,) = compiled_plans(call)
+    again = {piece.graph.ops[s.op].target for s in piece.plan.steps if s.kind == "recompute"}
+    assert "aten.native_batch_norm.default" in again
+
+
 def test_what_a_random_op_gives_is_saved_whole():
     call, model, _ = pair(budget="85%")
     step(call, model, batch())

@@ -21,13 +21,14 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 from weakref import WeakValueDictionary
 
-from tightship.errors import BadInput, Infeasible, TightshipError, VerificationFailed
+from tightship.errors import BadInput, Infeasible, TightshipError
 from tightship.execute.profile import profile
 from tightship.frontends.torch import compat, compat_compile
 from tightship.frontends.torch.joint import Joint, Primal, lower_joint, pinned
 from tightship.frontends.torch.program import Program, Ref
 from tightship.graph import Graph, aligned
 from tightship.integrations.torch_halves import Cut, cut
+from tightship.integrations.torch_heap import plan_on_heap
 from tightship.integrations.torch_ledger import Entry, Ledger
 from tightship.integrations.torch_options import CompileOptions, read_options
 from tightship.integrations.torch_piece import Lane, Piece
@@ -176,9 +177,7 @@ class _Compilation:
         joint = lower_joint(gm, outputs, self._primals(gm, static), name=f"graph {self.name}")
         piece, nodes = self._planned(joint)
         self.piece = piece
-        forward, backward = compat_compile.split(gm, nodes, outputs)
-        _check_seeds(forward, backward)
-        return forward, backward
+        return compat_compile.split(gm, nodes, outputs)
 
     def forward(self, _gm: Any, _inputs: Any) -> Any:
         assert self.piece is not None
@@ -300,18 +299,18 @@ class _Compilation:
         return self._placed(graph, whole)
 
     def _placed(self, graph: Graph, limit: int | None) -> Plan:
-        """With an arena, unless gradients beside an arena need more than the budget although the peak does
-        not."""
+        """With an arena, unless one (and results beside it) needs more than the budget although the peak
+        does not."""
         notes: tuple[str, ...] = ()
         if self.options.arena:
             try:
                 return default_plan(graph, limit, self.options.planner)
             except Infeasible as error:
-                if error.best_peak > (limit or 0):
+                if error.impossible:
                     raise
-            notes = ("results beside an arena would not fit the budget: the plan runs on the ordinary heap",)
-        plan = default_plan(graph, limit, replace(self.options.planner, hand_out=False))
-        return replace(plan, residences=(), arena=0, handed=0, notes=(*plan.notes, *notes))
+            notes = ("an arena does not fit the budget, the peak does: the plan runs on the ordinary heap",)
+        plan = plan_on_heap(graph, limit, self.options.planner)
+        return replace(plan, notes=(*plan.notes, *notes))
 
 
 def _entry(joint: Joint, program: Program, plan: Plan, where: Cut, static: int, unplanned: int) -> Entry:
@@ -331,17 +330,6 @@ def _entry(joint: Joint, program: Program, plan: Plan, where: Cut, static: int, 
 def _unchecked(joint: Joint, program: Program, value: int) -> bool:
     found = joint.nodes.get(program.graph.values[value].storage)
     return found is not None and compat_compile.unchecked_saving(found[0])
-
-
-def _check_seeds(forward: Any, backward: Any) -> None:
-    """A random op in both graphs would draw twice: wrong gradients, and no error."""
-    twice = {n.name for n in compat_compile.random_nodes(forward)} & {
-        n.name for n in compat_compile.random_nodes(backward)
-    }
-    if twice:
-        raise VerificationFailed(
-            [f"{n} draws random numbers in both passes" for n in sorted(twice)], "torch.compile"
-        )
 
 
 def _readable(source: str) -> str:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 import traceback
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Final
@@ -15,7 +16,7 @@ from typing import Any, Final
 import numpy as np
 import torch
 
-from tightship.errors import BudgetExceeded, Unsupported
+from tightship.errors import BudgetExceeded, Unsupported, VerificationFailed
 from tightship.execute import allocator
 from tightship.execute.compile import Instruction, compile_plan
 from tightship.execute.meter import Meter
@@ -51,8 +52,16 @@ class Cut:
 
 
 def cut(joint: Joint, program: Program, plan: Plan) -> Cut:
-    """Cuts ``plan`` (of ``program``, which is ``joint``'s, measured) at the boundary."""
+    """Cuts ``plan`` (of ``program``, which is ``joint``'s, measured) at the boundary.
+
+    Raises ``VerificationFailed`` if an op that draws random numbers would draw twice: wrong gradients, no
+    error.
+    """
     graph, steps = program.graph, plan.steps
+    drawn = Counter(s.op for s in steps if s.kind in ("compute", "recompute") and graph.ops[s.op].random)
+    twice = [f"{graph.ops[k].name} draws {n} times" for k, n in drawn.items() if n > 1]
+    if twice:
+        raise VerificationFailed(twice, "torch.compile")
     line = replay(graph, steps)
     static = graph.static_bytes
     if joint.boundary is None:

@@ -14,7 +14,7 @@ import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
 from tightship.errors import Unsupported
-from tightship.frontends.torch.compat import is_random, require_torch
+from tightship.frontends.torch.compat import require_torch
 
 require_torch()
 
@@ -24,7 +24,7 @@ from torch._functorch import config as _config  # noqa: E402
 from torch._functorch import partitioners as _partitioners  # noqa: E402
 from torch._functorch._aot_autograd import descriptors as _descriptors  # noqa: E402
 from torch._guards import CompileContext, TracingContext  # noqa: E402
-from torch.fx import GraphModule, Node  # noqa: E402
+from torch.fx import Graph, GraphModule, Node  # noqa: E402
 from torch.fx._lazy_graph_module import _make_graph_module  # noqa: E402
 
 __all__ = [
@@ -42,7 +42,7 @@ __all__ = [
     "mutates",
     "never_donates",
     "outside",
-    "random_nodes",
+    "overwritten_inputs",
     "result_node",
     "source_name",
     "split",
@@ -127,12 +127,6 @@ def mutates(node: Node) -> bool:
     return isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable
 
 
-def random_nodes(gm: GraphModule) -> list[Node]:
-    """The nodes that draw from the random state."""
-    found = [n for n in gm.graph.nodes if isinstance(n.target, torch._ops.OpOverload)]
-    return [n for n in found if is_random(n.target, n.args, n.kwargs)]
-
-
 def result_node(node: Node, k: int) -> Node:
     """The node of the ``k``-th tensor that ``node`` gives; made if nobody has asked for it yet."""
     val = node.meta.get("val")
@@ -155,21 +149,65 @@ def wanted_by_forward(node: Node) -> bool:
 
 
 def split(joint: GraphModule, saved: Sequence[Node], outputs: int) -> tuple[GraphModule, GraphModule]:
-    """Forward and backward graphs of a joint graph of which ``saved`` cross the boundary, all of them kept.
+    """Forward and backward graph of a joint graph of which ``saved`` cross the boundary, for AOTAutograd's
+    wrappers.
 
-    (PyTorch's own extraction, without the step that drops saved values its backward graph does not need:
-    what a plan recomputes from them is not in that graph.)
+    They have the inputs and outputs that the two passes have, with their metadata, and one call in between:
+    what a plan does there cannot be said as two graphs (it runs some ops in both, and others in another
+    form).
     """
     fw_out, bw_out, fw_desc, bw_desc = _partitioners._extract_fwd_bwd_outputs(joint, num_fwd_outputs=outputs)
     placeholders = joint.graph.find_nodes(op="placeholder")
     primals = [n for n in placeholders if _partitioners._is_primal(n)]
     tangents = [n for n in placeholders if is_tangent(n)]
+    if len(primals) + len(tangents) != len(placeholders):
+        raise Unsupported(
+            "an input that is neither the caller's nor a tangent", "nobody knows what it is for"
+        )
     saved_desc = [_descriptors.SavedForBackwardsAOTOutput(i) for i in range(len(saved))]
-    extract = _partitioners._extract_graph_with_inputs_outputs
-    forward = extract(joint.graph, primals, [*fw_out, *saved], [*fw_desc, *saved_desc], "forward")
-    backward = extract(joint.graph, [*saved, *tangents], bw_out, bw_desc, "backward")
-    backward.eliminate_dead_code(is_impure_node=lambda n: n.op in ("placeholder", "output") or mutates(n))
+    forward = _one_call(primals, [*fw_out, *saved], [*fw_desc, *saved_desc])
+    backward = _one_call([*saved, *tangents], bw_out, bw_desc)
     return _make_graph_module(joint, forward), _make_graph_module(joint, backward)
+
+
+def planned_pass(*_tensors: Any) -> Any:
+    """Stands in an fx graph for the steps of a plan; never called."""
+    raise RuntimeError("a planned pass is run by its plan")
+
+
+def _one_call(inputs: Sequence[Node], outputs: Sequence[Any], descs: Sequence[Any]) -> Graph:
+    graph = Graph()
+    for n in inputs:
+        graph.placeholder(n.name).meta = dict(n.meta)
+    call = graph.call_function(planned_pass, tuple(graph.nodes))
+    given: list[Any] = []
+    for k, x in enumerate(outputs):
+        if isinstance(x, Node):
+            new = graph.call_function(operator.getitem, (call, k))
+            new.meta = dict(x.meta)
+            given.append(new)
+        else:
+            given.append(x)
+    output = graph.output(tuple(given))
+    output.meta["desc"] = list(descs)
+    return graph
+
+
+def overwritten_inputs(joint: GraphModule) -> list[Node]:
+    """Placeholders whose tensors AOTAutograd's wrapper overwrites between the two passes, with results of the
+    forward graph. Raises ``Unsupported`` for one that cannot be found."""
+    (output,) = joint.graph.find_nodes(op="output")
+    by_desc = {n.meta.get("desc"): n for n in joint.graph.find_nodes(op="placeholder")}
+    found = []
+    for desc in output.meta.get("desc") or ():
+        if isinstance(desc, _descriptors.InputMutationAOTOutput):
+            node = by_desc.get(desc.mutated_input)
+            if node is None:
+                raise Unsupported(
+                    f"writing to {desc.mutated_input.expr()}", "it is not an input of the graph"
+                )
+            found.append(node)
+    return found
 
 
 def unchecked_saving(node: Node) -> bool:

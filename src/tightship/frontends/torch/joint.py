@@ -2,8 +2,9 @@
 
 The graph is run once more, node by node, on fake tensors of its own, so that everything that capture knows
 about ops (what a kernel's results really look like, what it writes, what draws random numbers) holds here
-too, and sizes are numbers. The tangents are the results of an op of their own, the **boundary**: what stands
-before it in a plan is the forward pass, what stands after it the backward pass.
+too, and sizes are numbers. The tangents are the results of an op of their own, the **boundary**, which also
+overwrites the inputs that AOTAutograd's wrapper writes back to (running statistics): what stands before it
+in a plan is the forward pass, what stands after it the backward pass.
 """
 
 from __future__ import annotations
@@ -210,6 +211,8 @@ class _Lowering:
         args = tuple(Ref(v) for v in kept)
         r = Record(bring_tangents, "tangents", args, {}, tuple(values), tuple(dict.fromkeys(kept)))
         r.effect, r.phase = True, "backward"
+        written = [self.env[n] for n in compat_compile.overwritten_inputs(self.gm)]
+        r.writes = tuple(self.tape.storage(self.tape.value(t)) for t in written)
         self.tape.records.append(r)
         return values
 
@@ -226,7 +229,7 @@ class _Lowering:
             )
         args = torch.fx.node.map_arg(n.args, self.env.__getitem__)
         kwargs = torch.fx.node.map_arg(n.kwargs, self.env.__getitem__)
-        run: Any = _copied if n.target is torch.ops.aten.copy.default else n.target
+        run: Any = _INSTEAD.get(n.target, n.target)
         try:
             out = run(*_plain(args), **_plain(kwargs))
         except TightshipError:
@@ -281,6 +284,7 @@ class _Lowering:
         if tangents is not None:
             boundary = next(k for k, c in enumerate(program.calls) if c.fn is bring_tangents)
             program = _fenced(program, boundary)
+            _check_overwritten(program, boundary)
         storages = _Numbers.of(self.tape, _live(self.tape, wanted), wanted).storage
         nodes = {storages[s]: where for s, where in self.made.items() if s in storages}
         return Joint(
@@ -305,6 +309,19 @@ def _fenced(program: Program, boundary: int) -> Program:
         if once(k):
             ops[k] = replace(ops[k], control=(boundary,))
     return replace(program, graph=graph.with_ops(tuple(ops)))
+
+
+def _check_overwritten(program: Program, boundary: int) -> None:
+    graph = program.graph
+    written = set(graph.ops[boundary].mutates)
+    for k in range(boundary + 1, len(graph.ops)):
+        for s in graph.uses.reads[k]:
+            if s in written:
+                raise Unsupported(
+                    f"{graph.ops[k].target} at {graph.place(k)}",
+                    f"the backward pass reads {graph.storages[s].name}, which the forward pass overwrites",
+                    "write into a copy",
+                )
 
 
 def pinned(joint: Joint, program: Program) -> Program:
@@ -343,6 +360,25 @@ def _copied(like: torch.Tensor, source: torch.Tensor, non_blocking: bool = False
         whole, dtype=like.dtype, device=like.device, memory_format=torch.contiguous_format
     )
     return new
+
+
+def _batch_norm(
+    x: Any, weight: Any, bias: Any, mean: Any, variance: Any, training: bool, momentum: float, eps: float
+) -> Any:
+    """Batch norm as eager runs it, on copies of the statistics: it can be recomputed without them."""
+    if not training:
+        op = torch.ops.aten._native_batch_norm_legit_functional.default
+        return op(x, weight, bias, mean, variance, training, momentum, eps)
+    new_mean, new_variance = torch.ops.aten.clone.default(mean), torch.ops.aten.clone.default(variance)
+    op = torch.ops.aten.native_batch_norm.default
+    return (*op(x, weight, bias, new_mean, new_variance, training, momentum, eps), new_mean, new_variance)
+
+
+_INSTEAD = {
+    torch.ops.aten.copy.default: _copied,
+    torch.ops.aten._native_batch_norm_legit_functional.default: _batch_norm,
+}
+"""Functional forms that cost more than what eager runs: the same values to the bit, from other ops."""
 
 
 def _plain(tree: Any) -> Any:
