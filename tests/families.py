@@ -17,7 +17,12 @@ TEXT = dict(
     max_position_embeddings=32, pad_token_id=0, bos_token_id=1, eos_token_id=2,
 )  # fmt: skip
 VISION = dict(
-    hidden_size=16, num_hidden_layers=2, num_attention_heads=2, intermediate_size=32, image_size=16, patch_size=8
+    hidden_size=16,
+    num_hidden_layers=2,
+    num_attention_heads=2,
+    intermediate_size=32,
+    image_size=16,
+    patch_size=8,
 )
 EXPERTS = dict(
     num_experts=4, num_local_experts=4, n_routed_experts=4, num_experts_per_tok=2, moe_intermediate_size=16
@@ -63,7 +68,16 @@ DECODERS = [
     "Bloom", "Cohere", "Falcon", "Gemma", "Gemma2", "GPTNeoX", "Granite", "Mistral", "Mpt", "Olmo", "Olmo2", "OPT",
     "Phi", "Phi3", "Qwen2", "Qwen3", "StableLm", "Starcoder2",
 ]  # fmt: skip
-EXPERT_DECODERS = ["Mixtral", "Olmoe", "Qwen2Moe", "Qwen3Moe", "GptOss", "DeepseekV2", "DeepseekV3", "Qwen3Next"]
+EXPERT_DECODERS = [
+    "Mixtral",
+    "Olmoe",
+    "Qwen2Moe",
+    "Qwen3Moe",
+    "GptOss",
+    "DeepseekV2",
+    "DeepseekV3",
+    "Qwen3Next",
+]
 EXTRA: dict[str, dict[str, Any]] = {
     "Bloom": {"n_layer": 2, "n_head": 2}, "Mpt": {"d_model": 16, "n_heads": 2, "n_layers": 2, "max_seq_len": 32},
     "OPT": {"ffn_dim": 32, "word_embed_proj_dim": 16}, "Gemma": {"head_dim": 8}, "Gemma2": {"head_dim": 8},
@@ -92,9 +106,7 @@ RECURRENT = {
     },
 }  # fmt: skip
 for n, settings in RECURRENT.items():
-    add(
-        n, made(n, "ForCausalLM", settings), language_batch, lambda net, b: net(**b, use_cache=False).loss
-    )
+    add(n, made(n, "ForCausalLM", settings), language_batch, lambda net, b: net(**b, use_cache=False).loss)
 
 ENCODERS = [
     "Albert", "ConvBert", "Deberta", "DebertaV2", "DistilBert", "Electra", "Ernie", "FNet", "MegatronBert", "MPNet",
@@ -112,7 +124,9 @@ for n in ENCODERS:
 for n in ["Bart", "Blenderbot", "BlenderbotSmall", "M2M100", "Marian", "MBart", "Pegasus", "PLBart"]:
     add(n, made(n, "MTModel" if n == "Marian" else "ForConditionalGeneration", SEQ2SEQ), seq2seq_batch)
 for n in ["MT5", "UMT5", "LongT5"]:
-    settings = dict(d_model=16, d_kv=8, d_ff=32, num_layers=2, num_heads=2, vocab_size=64, decoder_start_token_id=0)
+    settings = dict(
+        d_model=16, d_kv=8, d_ff=32, num_layers=2, num_heads=2, vocab_size=64, decoder_start_token_id=0
+    )
     add(n, made(n, "ForConditionalGeneration", settings), seq2seq_batch)
 
 
@@ -189,7 +203,10 @@ def detr():
 @family
 def deformable_detr():
     backbone = hf().ResNetConfig(
-        **SMALL_RESNET, hidden_sizes=[8, 16, 16, 16], depths=[1] * 4, out_features=["stage2", "stage3", "stage4"]
+        **SMALL_RESNET,
+        hidden_sizes=[8, 16, 16, 16],
+        depths=[1] * 4,
+        out_features=["stage2", "stage3", "stage4"],
     )
     settings = dict(backbone_config=backbone, use_timm_backbone=False, d_model=32, num_feature_levels=3)
     return detection("DeformableDetr", **settings)
@@ -210,7 +227,10 @@ def whisper():
 
 def waveform(step):
     g = generator(step)
-    return {"input_values": torch.randn(2, 100, generator=g), "labels": torch.randint(1, 3, (2,), generator=g)}
+    return {
+        "input_values": torch.randn(2, 100, generator=g),
+        "labels": torch.randint(1, 3, (2,), generator=g),
+    }
 
 
 WAVES = dict(
@@ -288,6 +308,9 @@ def patch_time_series():
 
     def batch(step):
         g = generator(step)
-        return {"past_values": torch.randn(2, 16, 2, generator=g), "future_values": torch.randn(2, 4, 2, generator=g)}
+        return {
+            "past_values": torch.randn(2, 16, 2, generator=g),
+            "future_values": torch.randn(2, 4, 2, generator=g),
+        }
 
     return hf().PatchTSTForPrediction(config), None, batch

@@ -405,7 +405,9 @@ def llama_padded():
 @model
 def convnext():
     t = hf()
-    config = t.ConvNextConfig(hidden_sizes=[8, 8, 16, 16], depths=[1, 1, 1, 1], num_labels=4, drop_path_rate=0.1)
+    config = t.ConvNextConfig(
+        hidden_sizes=[8, 8, 16, 16], depths=[1, 1, 1, 1], num_labels=4, drop_path_rate=0.1
+    )
     return t.ConvNextForImageClassification(config), None, image_batch()
 
 

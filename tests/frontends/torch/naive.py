@@ -53,7 +53,9 @@ class Naive:
     def with_inputs(program, args):
         """A lowered graph on the tensors of its placeholders."""
         free = iter(args)
-        slots = [(s.value, program.constants[s.key] if s.role == "constant" else next(free)) for s in program.slots]
+        slots = [
+            (s.value, program.constants[s.key] if s.role == "constant" else next(free)) for s in program.slots
+        ]
         return interpret(program, dict(slots))
 
 
@@ -86,4 +88,3 @@ def interpret(program, tensors):
                     assert v < 0 or torch.equal(a, b), f"{graph.ops[k].name}: a replay gives other bits"
         tensors = [read(v) for v in program.results]
     return program.result_spec.unflatten(tensors)
-

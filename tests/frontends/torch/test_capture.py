@@ -17,7 +17,6 @@ OPTIMIZERS = {
 }
 
 
-
 def eager_loss(model, loss_fn, batch):
     if loss_fn is None:
         return model(**batch).loss

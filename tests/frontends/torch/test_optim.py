@@ -99,7 +99,9 @@ def test_state_is_known_before_it_exists():
     assert not opt.state
     u(net.weight, torch.ones(3, 3))
     assert u.materialised
-    assert [t is opt.state[net.weight][k] for k, t in zip(u.state_keys, u.state_tensors(), strict=True)] == [True] * 3
+    assert [t is opt.state[net.weight][k] for k, t in zip(u.state_keys, u.state_tensors(), strict=True)] == [
+        True
+    ] * 3
     assert net.weight.grad is None
 
 

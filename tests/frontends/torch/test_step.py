@@ -65,7 +65,9 @@ def test_views_leave_no_ops(gpt2):
 
 def test_static_bytes_count_state_that_is_not_there_yet():
     net = nn.Linear(16, 16)
-    program = capture_step(net, lambda n, x: n(x).sum(), torch.optim.Adam(net.parameters()), torch.ones(4, 16))
+    program = capture_step(
+        net, lambda n, x: n(x).sum(), torch.optim.Adam(net.parameters()), torch.ones(4, 16)
+    )
     state = [s for s in program.graph.storages if s.kind == "state"]
     assert sorted(s.size for s in state) == [64, 64, 64, 64, 1024, 1024]
     assert [s.key[1] for s in program.slots if s.role == "state"] == ["step", "exp_avg", "exp_avg_sq"] * 2

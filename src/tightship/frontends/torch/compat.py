@@ -218,7 +218,9 @@ def is_random(fn: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool
     if torch.Tag.nondeterministic_seeded not in fn.tags:
         return False
     # Attention kernels are tagged for their dropout and draw nothing without it.
-    return not ("dropout_p" in argument_positions(fn) and argument(fn, args, kwargs, "dropout_p") in (0, None))
+    return not (
+        "dropout_p" in argument_positions(fn) and argument(fn, args, kwargs, "dropout_p") in (0, None)
+    )
 
 
 def is_inplace_view(fn: Any) -> bool:

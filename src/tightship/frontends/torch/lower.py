@@ -55,7 +55,12 @@ def finish(
     callers = {tape.storage(v) for v, _, _ in tape.slots}
     inputs += [v for s in callers for v in owned[s] if v not in set(inputs)]
     graph = Graph(
-        ops, _values(tape, number, storages), storages, tuple(inputs), tuple(number.value[v] for v in results), name
+        ops,
+        _values(tape, number, storages),
+        storages,
+        tuple(inputs),
+        tuple(number.value[v] for v in results),
+        name,
     )
     bases = tuple(number.value[tape.storages[s].base] for s in number.storage)
     return Program(
@@ -96,9 +101,7 @@ class _Numbers:
         storages = dict.fromkeys(tape.storage(v) for v in used)
         for s in storages:
             used.setdefault(tape.storages[s].base)
-        return _Numbers(
-            {s: k for k, s in enumerate(storages)}, {v: k for k, v in enumerate(used)}
-        )
+        return _Numbers({s: k for k, s in enumerate(storages)}, {v: k for k, v in enumerate(used)})
 
 
 def _owned_values(tape: Tape, number: _Numbers) -> dict[int, list[int]]:
@@ -237,7 +240,9 @@ def lower(
         elif n.op == "output":
             return _finish_fx(tape, env, n, name, Results)
         else:
-            raise Unsupported(f"the fx node {n.format_node()}", f"{n.op} is not an ATen op", "trace to ATen first")
+            raise Unsupported(
+                f"the fx node {n.format_node()}", f"{n.op} is not an ATen op", "trace to ATen first"
+            )
     raise BadInput("an fx graph has an output node", name, "lower")
 
 
@@ -274,7 +279,9 @@ def _node(tape: Tape, env: Mapping[Any, Any], n: torch.fx.Node, phase: str) -> A
     if n.target is operator.getitem:
         return args[0][args[1]]
     if not isinstance(n.target, torch._ops.OpOverload):
-        raise Unsupported(f"the fx node {n.format_node()}", "its target is not an ATen op", "trace to ATen first")
+        raise Unsupported(
+            f"the fx node {n.format_node()}", "its target is not an ATen op", "trace to ATen first"
+        )
     val = _fake_value(n)
     fakes = torch.fx.node.map_arg((n.args, n.kwargs), lambda a: a.meta.get("val"))
     count = compat.flop_formula(n.target)

@@ -70,7 +70,9 @@ class Prober:
                 return None
             keys = {compat.storage_key(t) for t in _tensors((given, named))}
             if any(compat.storage_key(t) in keys for t in _tensors(real)):
-                raise Unsupported(str(fn), "its result shares bytes with an argument, which its formula hides")
+                raise Unsupported(
+                    str(fn), "its result shares bytes with an argument, which its formula hides"
+                )
             return form_of(real)
 
     def _like(self, key: Any, out: Any) -> Any:
@@ -118,7 +120,12 @@ def form_of(tree: Any) -> Any:
     if isinstance(tree, torch.Tensor):
         nbytes = tree.untyped_storage().nbytes()
         return _Form(
-            tree.dtype, tuple(tree.shape), tuple(tree.stride()), int(tree.storage_offset()), nbytes, str(tree.device)
+            tree.dtype,
+            tuple(tree.shape),
+            tuple(tree.stride()),
+            int(tree.storage_offset()),
+            nbytes,
+            str(tree.device),
         )
     if isinstance(tree, (list, tuple)):
         return "list", tuple(form_of(x) for x in tree)

@@ -136,7 +136,9 @@ class Questions:
             if not touched & needed_storages:
                 continue
             if r.random or r.effect:
-                raise unsupported(fn, origin, f"its data comes from {r.target} at {r.origin}", random=r.random)
+                raise unsupported(
+                    fn, origin, f"its data comes from {r.target} at {r.origin}", random=r.random
+                )
             needed.append(r)
             needed_storages |= {tape.storage(v) for v in r.reads}
         written = {s for r in needed for s in r.writes}

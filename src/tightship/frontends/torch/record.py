@@ -55,7 +55,9 @@ class Recorder(compat.TorchDispatchMode):
             return out
         if fn in compat.LAZY_BITS:
             with self:
-                return compat.LAZY_BITS[fn](*args)  # the bits are not part of the bytes; do now what they put off
+                return compat.LAZY_BITS[fn](
+                    *args
+                )  # the bits are not part of the bytes; do now what they put off
         if compat.is_composite(fn, _device(args)):
             return self._decomposed(fn, args, kwargs)
         origin = self._tracker.forward() if self.phase == "forward" else self._tracker.backward()

@@ -60,7 +60,9 @@ class _Reader:
             for v in r.results:
                 if v >= 0:
                     self.maker[tape.storage(v)] = r
-            for s in r.writes:  # no longer what its op made; random numbers written in place are looked at below
+            for (
+                s
+            ) in r.writes:  # no longer what its op made; random numbers written in place are looked at below
                 self.maker[s] = r if _name(r) == "uniform_" else None
 
     def made_by(self, ref: Any) -> Record | None:
@@ -144,7 +146,9 @@ def _below(below: bool) -> Rule:
 
 
 def _unit_interval(r: Record) -> bool:
-    return _name(r) in ("rand", "rand_like") or (_name(r) == "uniform_" and r.args[1:] in ((), (0, 1), (0.0, 1.0)))
+    return _name(r) in ("rand", "rand_like") or (
+        _name(r) == "uniform_" and r.args[1:] in ((), (0, 1), (0.0, 1.0))
+    )
 
 
 _RULES: dict[str, Rule] = {

@@ -81,10 +81,14 @@ def _check_model(model: Any) -> None:
     if not isinstance(model, torch.nn.Module):
         raise BadInput("the model is a torch.nn.Module", type(model).__name__, "model")
     if isinstance(model, torch.nn.parallel.DistributedDataParallel):
-        raise Unsupported("a model in DistributedDataParallel", "its hooks run outside the step", "give its .module")
+        raise Unsupported(
+            "a model in DistributedDataParallel", "its hooks run outside the step", "give its .module"
+        )
     for n, p in model.named_parameters():
         if getattr(p, "_backward_hooks", None) or getattr(p, "_post_accumulate_grad_hooks", None):
-            raise Unsupported(f"a hook on the parameter {n!r}", "captured gradients do not run hooks", "remove it")
+            raise Unsupported(
+                f"a hook on the parameter {n!r}", "captured gradients do not run hooks", "remove it"
+            )
 
 
 def _loss_function(loss_fn: Any, batch: Any) -> LossFn:
@@ -94,10 +98,14 @@ def _loss_function(loss_fn: Any, batch: Any) -> LossFn:
         return lambda model, pair: loss_fn(model(pair[0]), pair[1])
     if loss_fn is not None:
         if not callable(loss_fn):
-            raise BadInput("loss_fn is a function of (model, batch) or a module", type(loss_fn).__name__, "loss_fn")
+            raise BadInput(
+                "loss_fn is a function of (model, batch) or a module", type(loss_fn).__name__, "loss_fn"
+            )
         return loss_fn
     if not isinstance(batch, Mapping):
-        raise BadInput("without loss_fn a batch is a mapping of the model's arguments", type(batch).__name__, "batch")
+        raise BadInput(
+            "without loss_fn a batch is a mapping of the model's arguments", type(batch).__name__, "batch"
+        )
     return _own_loss
 
 
@@ -276,7 +284,8 @@ class _Capture:
     def _update(self, updater: Updater, param: torch.Tensor, grad: torch.Tensor) -> None:
         with self.mode:
             state = [
-                torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=t.device) for t in updater.state_like
+                torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=t.device)
+                for t in updater.state_like
             ]
         values = [
             self.tape.input(t, "state", (updater.name, k), f"{updater.name}.{k}")

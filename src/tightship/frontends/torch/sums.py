@@ -51,9 +51,7 @@ def _is_sum(r: Record) -> bool:
     return r.phase == "backward" and r.fn is torch.ops.aten.add.Tensor and not r.kwargs
 
 
-def _operand(
-    tape: Tape, r: Record, k: int, last: dict[int, int], allowed: set[int]
-) -> int | None:
+def _operand(tape: Tape, r: Record, k: int, last: dict[int, int], allowed: set[int]) -> int | None:
     """The summand that may be overwritten: a gradient not needed later, and laid out like the sum."""
     total = tape.values[r.results[0]]
     size = tape.storages[total.storage].nbytes
@@ -63,7 +61,11 @@ def _operand(
     for ref in (a, b):
         info = tape.values[ref.value]
         free = last[info.storage] == k and info.storage in allowed
-        if free and info == replace(total, storage=info.storage) and tape.storages[info.storage].nbytes == size:
+        if (
+            free
+            and info == replace(total, storage=info.storage)
+            and tape.storages[info.storage].nbytes == size
+        ):
             return int(ref.value)
     return None
 

@@ -219,7 +219,9 @@ class Tape:
         self.records.append(r)
         return r
 
-    def call(self, fn: Callable[..., Any], target: str, values: tuple[int, ...], writes: tuple[int, ...]) -> Record:
+    def call(
+        self, fn: Callable[..., Any], target: str, values: tuple[int, ...], writes: tuple[int, ...]
+    ) -> Record:
         """Take down an opaque call ``fn(*tensors of values)`` that writes the storages of ``writes``."""
         r = Record(fn, target, tuple(Ref(v) for v in values), {}, (-1,), tuple(dict.fromkeys(values)))
         r.writes = tuple(dict.fromkeys(self.storage(v) for v in writes))

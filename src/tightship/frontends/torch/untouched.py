@@ -44,7 +44,9 @@ def untouched(model: torch.nn.Module, notes: list[str]) -> Iterator[None]:
         for m, attributes, contents in before:
             public = [k for k in vars(m) if not k.startswith("_")]
             changed = [k for k in public if k not in attributes or attributes[k] is not vars(m)[k]]
-            notes += [f"{type(m).__name__}.{k} is set by each step in eager, not by the program" for k in changed]
+            notes += [
+                f"{type(m).__name__}.{k} is set by each step in eager, not by the program" for k in changed
+            ]
             vars(m).clear()
             vars(m).update(attributes)
             for k, held in contents.items():

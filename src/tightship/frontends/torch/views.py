@@ -35,7 +35,12 @@ def derive(tensor: torch.Tensor, base: Metadata, value: Metadata) -> torch.Tenso
     Offsets are taken relative to the base: the caller's tensor may start elsewhere in its storage than it did
     when the program was captured (a slice of a data set).
     """
-    if (base.dtype, base.shape, base.stride, base.offset) == (value.dtype, value.shape, value.stride, value.offset):
+    if (base.dtype, base.shape, base.stride, base.offset) == (
+        value.dtype,
+        value.shape,
+        value.stride,
+        value.offset,
+    ):
         return tensor
     dtype = _dtype(value.dtype)
     if dtype == tensor.dtype:
