@@ -268,6 +268,9 @@ def test_a_bad_source_is_said_to_be_one(there, capsys, source, said):
         (["--order", "portfolio"], "portfolio"),
         (["-o", "no/such/folder/p.json"], "a file is written into a folder that exists"),
         (["-o", "."], "not a folder"),
+        (["-o", "x" * 300], "the file can be written"),
+        (["--picture", "x" * 300], "the file can be written"),
+        (["--seed", str(2**63)], "at most 2^63-1"),
         (["--frobnicate"], "unrecognized arguments"),
     ],
 )

@@ -60,10 +60,11 @@ class Planned:
     def picture(self, path: str | os.PathLike[str] | None = None, *, title: str = "") -> str:
         """Memory over the step, before and after, as SVG; written to ``path`` if there is one."""
         from tightship.report.picture import picture
+        from tightship.serde import write_file
 
         drawn = picture(self.graph, self.plan, title=title)
         if path is not None:
-            Path(path).write_text(drawn, encoding="utf-8")
+            write_file(path, drawn.encode())
         return drawn
 
 

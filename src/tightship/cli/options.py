@@ -9,6 +9,7 @@ import re
 from typing import Any, get_type_hints
 
 from tightship.errors import BadInput
+from tightship.units import MAX_BYTES
 
 __all__ = ["add_options", "documented", "given_options"]
 
@@ -32,12 +33,14 @@ def add_options(parser: argparse.ArgumentParser, options: type[Any]) -> None:
 
 
 def given_options(chosen: argparse.Namespace) -> dict[str, Any]:
-    """The options that were given; raises ``BadInput`` for numbers below zero."""
+    """The options that were given; raises ``BadInput`` for numbers no planner can take."""
     given = {f.name: getattr(chosen, f.name) for f in dataclasses.fields(chosen.options)}
     given = {name: value for name, value in given.items() if value is not None}
     for name, value in given.items():
         if isinstance(value, (int, float)) and not value >= 0:
             raise BadInput("a number is not negative", value, f"option --{name.replace('_', '-')}")
+        if isinstance(value, int) and value > MAX_BYTES:
+            raise BadInput("a number is at most 2^63-1", value, f"option --{name.replace('_', '-')}")
     return given
 
 

@@ -79,7 +79,7 @@ class Output:
     def interrupted(self) -> None:
         if self.as_json:
             self.answer({"error": {"type": "Interrupted", "message": "interrupted"}}, "")
-        self.errors.print("tightship: interrupted; nothing was written")
+        self.errors.print("tightship: interrupted")
 
     def closed(self) -> None:
         """Nobody reads any more: leave without the interpreter complaining at its end."""

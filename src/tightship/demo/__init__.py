@@ -18,6 +18,7 @@ from rich.table import Table
 
 from tightship.errors import BadInput, Unsupported
 from tightship.report.progress import Line
+from tightship.serde import write_file
 from tightship.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:
@@ -95,7 +96,7 @@ def run(
         files += [str(folder / f"{workload.key}{end}") for end in (".plan.json", ".svg")]
     files.append(str(folder / "demo.json"))
     result = Result(tuple(runs), tuple(files))
-    (folder / "demo.json").write_text(json.dumps(result.as_dict(), indent=1) + "\n", encoding="utf-8")
+    write_file(folder / "demo.json", (json.dumps(result.as_dict(), indent=1) + "\n").encode())
     return result
 
 
