@@ -52,13 +52,15 @@ def writable(path: str | None, what: str) -> Path | None:
     if path is None:
         return None
     target = Path(path)
-    folder = target.parent
-    if target.is_dir():
-        raise BadInput("what is written is a file, not a folder", path, what)
-    if not folder.is_dir():
-        raise BadInput("a file is written into a folder that exists", str(folder), what)
-    if not os.access(folder, os.W_OK) or (target.exists() and not os.access(target, os.W_OK)):
-        raise BadInput("a file is written where you may write", path, what)
+    try:
+        if target.is_dir():
+            raise BadInput("what is written is a file, not a folder", path, what)
+        if not target.parent.is_dir():
+            raise BadInput("a file is written into a folder that exists", str(target.parent), what)
+        if not os.access(target if target.exists() else target.parent, os.W_OK):
+            raise BadInput("a file is written where you may write", path, what)
+    except OSError as error:
+        raise BadInput(f"the file can be written ({error.strerror})", path, what) from error
     return target
 
 
