@@ -7,7 +7,7 @@
 #include <memory>
 #include <tuple>
 
-#include "place.h"
+#include "place_exact.h"
 
 namespace nb = nanobind;
 
@@ -56,7 +56,7 @@ class Placer {
         : buffers_(from_numpy(lower, upper, size, &alignment, &pinned)), packer_(buffers_) {}
 
     i64 peak() const { return peak_load(buffers_); }
-    i64 work() const { return packer_.work(); }
+    i64 work() const { return packer_.work() + nodes_; }
     i64 clash() { return packer_.clash(); }
 
     std::tuple<Result, i64> pack(Array order, bool best_fit, i64 cutoff) {
@@ -82,9 +82,28 @@ class Placer {
         return {to_numpy(std::move(offset)), arena};
     }
 
+    // Offsets, lower bound, and the buffers that prove it where the peak load does not.
+    std::tuple<Result, i64, Result> exact(Array start, std::uint64_t seed, i64 work, double seconds, i64 goal,
+                                          int threads) {
+        if (static_cast<i64>(start.shape(0)) != buffers_.count()) throw nb::value_error("an offset for every buffer");
+        ExactLimits limits{work, seconds, goal, threads, seed, [] {
+                               nb::gil_scoped_acquire locked;  // Ctrl-C
+                               if (PyErr_CheckSignals() != 0) throw nb::python_error();
+                           }};
+        Exact found;
+        {
+            nb::gil_scoped_release unlocked;
+            found = place_exactly(buffers_, {start.data(), start.data() + start.shape(0)}, limits);
+        }
+        nodes_ += found.nodes;
+        std::vector<i64> clash(found.clash.begin(), found.clash.end());
+        return {to_numpy(std::move(found.offset)), found.bound, to_numpy(std::move(clash))};
+    }
+
   private:
     Buffers buffers_;
     Packer packer_;
+    i64 nodes_ = 0;
 };
 
 }  // namespace
@@ -98,12 +117,15 @@ void bind_place(nb::module_& m) {
         .def(nb::init<Array, Array, Array, Array, Array>(), "lower"_a, "upper"_a, "size"_a, "alignment"_a, "pinned"_a)
         .def_prop_ro("peak", &Placer::peak, "The most bytes alive at one time.")
         .def_prop_ro("clash", &Placer::clash, "A pinned buffer that shares bytes with another one, or -1.")
-        .def_prop_ro("work", &Placer::work, "Buffers placed so far, over all packings.")
+        .def_prop_ro("work", &Placer::work, "Buffers placed so far, over all packings and trees.")
         .def("pack", &Placer::pack, "order"_a, "best_fit"_a, "cutoff"_a = kNoLimit,
              "Offsets and arena of the greedy packing in this order; the arena is 2^63-1, and the offsets mean "
              "nothing, once it would be `cutoff` or more.")
         .def("climb", &Placer::climb, "order"_a, "best_fit"_a, "seed"_a, "work"_a, "seconds"_a, "bound"_a,
-             "Offsets and arena of the best packing found by changing this order.");
+             "Offsets and arena of the best packing found by changing this order.")
+        .def("exact", &Placer::exact, "start"_a, "seed"_a, "work"_a, "seconds"_a, "goal"_a, "threads"_a,
+             "Offsets of the best placement found by tree search from `start` on, a lower bound, and the buffers "
+             "that prove it (none where it is the peak load). Ends at an arena of `goal` bytes. No buffer is pinned.");
     m.def(
         "lower_bound",
         [](Array lower, Array upper, Array size) {

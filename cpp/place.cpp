@@ -42,6 +42,8 @@ Buffers make_buffers(const i64* lower, const i64* upper, const i64* size, const 
     if (pinned) b.pinned.assign(pinned, pinned + count);
     b.first.resize(count);
     b.last.resize(count);
+    b.length.resize(count);
+    for (i64 i = 0; i < count; ++i) b.length[i] = static_cast<double>(upper[i]) - static_cast<double>(lower[i]);
     std::vector<i32> starts(count), ends(count);
     std::iota(starts.begin(), starts.end(), 0);
     std::iota(ends.begin(), ends.end(), 0);

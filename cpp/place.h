@@ -19,6 +19,7 @@ constexpr i64 kFree = -1;  // Buffers::pinned of a buffer that may go anywhere
 struct Buffers {
     std::vector<i64> size, alignment, pinned;
     std::vector<i32> first, last;  // sections [first, last)
+    std::vector<double> length;    // time alive
     i32 sections = 0;
     i64 count() const { return static_cast<i64>(size.size()); }
 };

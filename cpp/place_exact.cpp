@@ -1,0 +1,341 @@
+#include "place_exact.h"
+
+#include <algorithm>
+#include <chrono>
+#include <numeric>
+#include <stdexcept>
+#include <thread>
+
+namespace tightship::place {
+
+namespace {
+
+using Clock = std::chrono::steady_clock;
+
+// Sort keys, most important first: B load of the fullest section, W sections, L time alive, S size,
+// A size times time, X size times sections; all largest first.
+constexpr const char* kPreferences[] = {"X", "WBA", "BAW", "BLS", "LS", "BWA"};
+constexpr int kTries = 6;  // of a round
+constexpr double kDisorder[] = {0.02, 0.06, 0.15};
+constexpr double kPatience = 1.25;
+constexpr i64 kLeastWork = 100;
+constexpr auto kPollEvery = std::chrono::milliseconds(10);
+
+struct Try {
+    std::vector<i32> rank;
+    i64 capacity = 0, most = 0;
+    Outcome outcome = Outcome::given_up;
+    i64 work = 0, nodes = 0, needed = 0;
+    std::vector<i64> offset;
+    std::vector<i32> nogood;
+};
+
+// A part with the best that is known of it.
+struct Job {
+    Part part;
+    std::vector<i64> load;    // of the fullest section of every buffer
+    i64 arena = 0, bound = 0;  // in units
+    std::vector<i32> clash;
+    i64 rounds = 0;
+    int nearer = 1;  // halvings of the way from the lowest capacity of interest to the arena
+};
+
+// What the tries of a round have in common.
+struct Plan {
+    i64 capacity, most;
+    int tries;
+};
+
+double key(const Job& job, i32 b, char name) {
+    const Part& p = job.part;
+    const double size = static_cast<double>(p.size[b]), sections = p.last[b] - p.first[b];
+    switch (name) {
+        case 'B': return static_cast<double>(job.load[b]);
+        case 'W': return sections;
+        case 'L': return p.length[b];
+        case 'S': return size;
+        case 'A': return size * p.length[b];
+        default: return size * sections;
+    }
+}
+
+// Ranks by a preference; `disorder` is the share of all buffers by which one may be misplaced.
+std::vector<i32> ranks(const Job& job, const char* preference, double disorder, Random& random) {
+    const i32 n = job.part.count();
+    std::vector<i32> order(n), rank(n);
+    std::iota(order.begin(), order.end(), 0);
+    std::stable_sort(order.begin(), order.end(), [&](i32 b, i32 c) {
+        for (const char* k = preference; *k; ++k)
+            if (const double x = key(job, b, *k), y = key(job, c, *k); x != y) return x > y;
+        return false;
+    });
+    std::vector<std::pair<double, i32>> place;
+    for (i32 k = 0; k < n; ++k)
+        place.emplace_back(k + disorder * n * static_cast<double>(random.below(1 << 20)) / (1 << 20), order[k]);
+    std::sort(place.begin(), place.end());
+    for (i32 k = 0; k < n; ++k) rank[place[k].second] = k;
+    return rank;
+}
+
+// Runs the tries of a round, on as many threads as there are. The first of them (by number) that decides
+// something ends the round; those after it are stopped, and do not count.
+class Round {
+  public:
+    Round(const Part& part, std::vector<Try>& tries, const ExactLimits& limits, Clock::time_point began)
+        : part_(part), tries_(tries), limits_(limits), began_(began), decided_(static_cast<i64>(tries.size())) {}
+
+    // False: it was ended by the time.
+    bool run() {
+        std::vector<std::thread> others;
+        const int threads = std::min<int>(limits_.threads, static_cast<int>(tries_.size()));
+        try {
+            for (int k = 1; k < threads; ++k) others.emplace_back([this] { work(false); });
+            work(true);
+        } catch (...) {
+            ended_ = true;
+            for (std::thread& t : others) t.join();
+            throw;
+        }
+        for (std::thread& t : others) t.join();
+        return !ended_;
+    }
+
+    std::size_t decided() const { return static_cast<std::size_t>(decided_.load()); }
+
+  private:
+    const Part& part_;
+    std::vector<Try>& tries_;
+    const ExactLimits& limits_;
+    const Clock::time_point began_;
+    Clock::time_point polled_ = Clock::now();
+    std::atomic<i64> next_{0}, decided_;
+    std::atomic<bool> ended_{false};
+
+    void work(bool is_caller) {
+        Tree tree(part_);
+        const Stop stop = [this, is_caller](i64 number) { return is_over(number, is_caller); };
+        for (i64 k; (k = next_++) < decided_ && !ended_;) {
+            Try& t = tries_[k];
+            t.outcome = tree.run(t.rank, t.capacity, t.most, k, stop);
+            t.work = tree.work(), t.nodes = tree.nodes();
+            if (t.outcome == Outcome::given_up) continue;
+            if (t.outcome == Outcome::found)
+                t.offset = tree.offset();
+            else
+                t.nogood = tree.nogood(), t.needed = tree.needed();
+            for (i64 first = decided_; k < first && !decided_.compare_exchange_weak(first, k);) {}
+        }
+    }
+
+    bool is_over(i64 number, bool is_caller) {
+        if (ended_ || number > decided_) return true;
+        const auto now = Clock::now();
+        if (std::chrono::duration<double>(now - began_).count() >= limits_.seconds) ended_ = true;
+        if (is_caller && limits_.poll && now - polled_ >= kPollEvery) {
+            polled_ = now;
+            limits_.poll();
+        }
+        return ended_;
+    }
+};
+
+class Search {
+  public:
+    Search(const Buffers& b, std::vector<i64> offset, const ExactLimits& limits)
+        : b_(b), limits_(limits), began_(Clock::now()) {
+        best_.offset = std::move(offset);
+        measure();
+        split();
+    }
+
+    Exact run() {
+        for (Job* job; !best_.out_of_time && !spent_ && (job = worst());) improve(*job);
+        finish();
+        return std::move(best_);
+    }
+
+  private:
+    const Buffers& b_;
+    const ExactLimits& limits_;
+    const Clock::time_point began_;
+    Exact best_;
+    std::vector<Job> jobs_;
+    std::vector<i64> alignment_;
+    i64 unit_ = 1, goal_ = 0;
+    bool spent_ = false;  // the work left is less than a try takes
+
+    void measure();
+    void split();
+    void open(const std::vector<i32>& members, i32 first);
+    Job* worst();
+    Plan proof(const Job& job, i64 lowest) const;
+    Plan next(Job& job) const;
+    void improve(Job& job);
+    i64 patience(const Job& job) const;
+    bool note(Job& job, const Try& done);
+    void finish();
+};
+
+// The unit: the largest number that divides every size and whatever alignment is not implied by it.
+void Search::measure() {
+    i64 unit = 0;
+    for (i64 size : b_.size) unit = std::gcd(unit, size);
+    unit_ = std::max<i64>(unit, 1);
+    for (bool changed = true; changed;) {
+        changed = false;
+        for (i64 k = 0; k < b_.count(); ++k) {
+            if (!b_.size[k] || unit_ % b_.alignment[k] == 0) continue;
+            const i64 finer = std::gcd(unit_, b_.alignment[k]);
+            changed = changed || finer != unit_;
+            unit_ = finer;
+        }
+    }
+    alignment_.resize(b_.count());
+    for (i64 k = 0; k < b_.count(); ++k)
+        alignment_[k] = unit_ % b_.alignment[k] == 0 ? 1 : b_.alignment[k] / unit_;
+    goal_ = limits_.goal / unit_;
+}
+
+// Parts that share no time can be placed one by one.
+void Search::split() {
+    std::vector<i32> order;
+    for (i64 k = 0; k < b_.count(); ++k) {
+        if (b_.pinned[k] != kFree && b_.size[k]) throw std::invalid_argument("no buffer is pinned");
+        if (b_.size[k]) order.push_back(static_cast<i32>(k));
+        if (!b_.size[k] && b_.pinned[k] == kFree) best_.offset[k] = 0;
+    }
+    std::stable_sort(order.begin(), order.end(), [this](i32 x, i32 y) { return b_.first[x] < b_.first[y]; });
+    std::vector<i32> members;
+    i32 reach = 0;
+    for (i32 k : order) {
+        if (!members.empty() && b_.first[k] >= reach) {
+            open(members, b_.first[members[0]]);
+            members.clear();
+        }
+        members.push_back(k);
+        reach = std::max(reach, b_.last[k]);
+    }
+    if (!members.empty()) open(members, b_.first[members[0]]);
+}
+
+void Search::open(const std::vector<i32>& members, i32 first) {
+    Job& job = jobs_.emplace_back();
+    Part& p = job.part;
+    std::vector<i32> by_index = members;
+    std::sort(by_index.begin(), by_index.end());
+    for (i32 k : by_index) {
+        p.id.push_back(k);
+        p.first.push_back(b_.first[k] - first);
+        p.last.push_back(b_.last[k] - first);
+        p.size.push_back(b_.size[k] / unit_);
+        p.alignment.push_back(alignment_[k]);
+        p.length.push_back(b_.length[k]);
+        job.arena = std::max(job.arena, (best_.offset[k] + b_.size[k] + unit_ - 1) / unit_);
+    }
+    p.index();
+    job.bound = p.bound;
+    std::vector<i64> load(p.sections, 0);
+    for (i32 b = 0; b < p.count(); ++b)
+        for (i32 s = p.first[b]; s < p.last[b]; ++s) load[s] += p.size[b];
+    for (i32 b = 0; b < p.count(); ++b)
+        job.load.push_back(*std::max_element(load.begin() + p.first[b], load.begin() + p.last[b]));
+}
+
+// The part with the largest arena, if a smaller one would help.
+Job* Search::worst() {
+    i64 enough = goal_;
+    Job* most = nullptr;
+    for (Job& job : jobs_) {
+        enough = std::max(enough, job.bound);
+        if (!most || job.arena > most->arena) most = &job;
+    }
+    return most && most->arena > enough ? most : nullptr;
+}
+
+// Two tries at what is wanted, one after the other with half of the work so far: to prove that it cannot be.
+Plan Search::proof(const Job& job, i64 lowest) const {
+    const i64 at = limits_.goal >= job.bound * unit_ ? lowest : job.arena - 1;
+    return {at, std::max(patience(job), best_.work / 8), 2};
+}
+
+// In turn: all that is wanted, part of the way to it, a proof.
+Plan Search::next(Job& job) const {
+    i64 lowest = goal_;
+    for (const Job& other : jobs_) lowest = std::max(lowest, other.bound);
+    const i64 highest = job.arena - 1, way = (highest - lowest) >> job.nearer;
+    switch (job.rounds % 3) {
+        case 0: return {lowest, patience(job), kTries};
+        case 1:
+            if (!way) job.nearer = 0;
+            return {highest - way, patience(job), kTries};
+        default: return proof(job, lowest);
+    }
+}
+
+// Work that a try may do: enough to get to the bottom of a tree a few times, and ever more.
+i64 Search::patience(const Job& job) const {
+    const i64 n = job.part.count(), meets = static_cast<i64>(job.part.meets.size()) / n;
+    double work = static_cast<double>(kLeastWork + 4 * n * Tree::cost(n / 2, meets));
+    for (i64 k = 0; k < job.rounds / 3 && work < 1e9; ++k) work *= kPatience;
+    return static_cast<i64>(work);
+}
+
+// The next round. What it does, and so the answer, depends on the work limit only in where it ends.
+void Search::improve(Job& job) {
+    const Plan plan = next(job);
+    const i64 count = std::min<i64>(plan.tries, (limits_.work - best_.work) / plan.most);
+    if (!count) {
+        spent_ = true;
+        return;
+    }
+    std::vector<Try> tries(count);
+    for (i64 k = 0; k < count; ++k) {
+        Random random(limits_.seed * 0x2545f4914f6cdd1du + static_cast<std::uint64_t>(job.rounds * kTries + k));
+        const double disorder = job.rounds < 3 ? 0 : kDisorder[random.below(3)];
+        tries[k].rank = ranks(job, kPreferences[(plan.tries == kTries ? k : job.rounds + k) % kTries], disorder, random);
+        tries[k].capacity = plan.capacity;
+        tries[k].most = plan.most;
+    }
+    Round round(job.part, tries, limits_, began_);
+    best_.out_of_time = !round.run();
+    const std::size_t decided = round.decided();
+    for (std::size_t k = 0; k < tries.size() && k <= decided; ++k)
+        best_.work += tries[k].work, best_.nodes += tries[k].nodes;
+    const bool was_halfway = job.rounds++ % 3 == 1, found = decided < tries.size() && note(job, tries[decided]);
+    if (was_halfway) job.nearer = found ? 1 : job.nearer + 1;
+}
+
+// Takes down what a try decided; whether it found a placement.
+bool Search::note(Job& job, const Try& done) {
+    const Part& p = job.part;
+    if (done.outcome == Outcome::refuted) {
+        job.bound = std::min(done.needed, job.arena);
+        job.clash.clear();
+        for (i32 b : done.nogood) job.clash.push_back(p.id[b]);
+        return false;
+    }
+    job.arena = 0;
+    for (i32 b = 0; b < p.count(); ++b) {
+        best_.offset[p.id[b]] = done.offset[b] * unit_;
+        job.arena = std::max(job.arena, done.offset[b] + p.size[b]);
+    }
+    return true;
+}
+
+void Search::finish() {
+    for (i64 k = 0; k < b_.count(); ++k) best_.arena = std::max(best_.arena, best_.offset[k] + b_.size[k]);
+    for (Job& job : jobs_) {
+        if (job.bound * unit_ <= best_.bound) continue;
+        best_.bound = job.bound * unit_;
+        best_.clash = std::move(job.clash);
+    }
+    std::sort(best_.clash.begin(), best_.clash.end());
+}
+
+}  // namespace
+
+Exact place_exactly(const Buffers& buffers, std::vector<i64> offset, const ExactLimits& limits) {
+    return Search(buffers, std::move(offset), limits).run();
+}
+
+}  // namespace tightship::place
