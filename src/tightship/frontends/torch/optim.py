@@ -32,12 +32,20 @@ class Updater:
     call so that a planner sees them); hyperparameters are those of the real group at the time of the call.
     """
 
-    def __init__(self, optimizer: torch.optim.Optimizer, group: int, param: torch.Tensor, name: str) -> None:
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        group: int,
+        param: torch.Tensor,
+        name: str,
+        known: dict[Any, Any] | None = None,
+    ) -> None:
+        """``known`` remembers what state parameters of one kind get; share it between updaters."""
         self.optimizer = optimizer
         self.group = group
         self.param = param
         self.name = name
-        self.state_keys, self.state_like = _state_of(optimizer, group, param)
+        self.state_keys, self.state_like = _state_of(optimizer, group, param, {} if known is None else known)
         self._mini = _mini(optimizer, group, param)
         self._step = compat.plain_step(type(optimizer))
 
@@ -83,7 +91,8 @@ def updaters(
     """
     _check(optimizer)
     names = {id(p): n for n, p in reversed(list(model_parameters.items()))}
-    made = {}
+    made: dict[str, Updater] = {}
+    known: dict[Any, Any] = {}
     for g, group in enumerate(optimizer.param_groups):
         for k, p in enumerate(group["params"]):
             if not p.requires_grad:
@@ -92,7 +101,7 @@ def updaters(
                 raise BadInput(
                     "every parameter of the optimizer is one of the model's", tuple(p.shape), f"group {g}, entry {k}"
                 )
-            made[names[id(p)]] = Updater(optimizer, g, p, names[id(p)])
+            made[names[id(p)]] = Updater(optimizer, g, p, names[id(p)], known)
     if not made:
         raise BadInput("the optimizer holds a parameter of the model that requires a gradient", place="optimizer")
     return made
@@ -141,10 +150,15 @@ def _run(mini: Any, step: Callable[..., Any], group: Mapping[str, Any], param: A
 
 
 def _state_of(
-    optimizer: torch.optim.Optimizer, group: int, param: torch.Tensor
+    optimizer: torch.optim.Optimizer, group: int, param: torch.Tensor, known: dict[Any, Any]
 ) -> tuple[tuple[Any, ...], tuple[torch.Tensor, ...]]:
     """Keys and tensors (of the right metadata, perhaps fake) of the state the optimizer has or will create."""
-    state = optimizer.state.get(param) or _first_state(optimizer, group, param)
+    state = optimizer.state.get(param)
+    if not state:
+        kind = group, tuple(param.shape), param.stride(), param.dtype, param.device
+        if kind not in known:
+            known[kind] = _first_state(optimizer, group, param)
+        state = known[kind]
     kept = {k: t for k, t in state.items() if isinstance(t, torch.Tensor)}
     for k, t in state.items():
         if isinstance(t, (list, tuple, dict)) and t:

@@ -15,12 +15,12 @@ from typing import Any, NamedTuple
 
 import torch
 
-import tightship
 from tightship.frontends.torch import compat, compat_capture
 
 __all__ = ["Origin", "Tracker"]
 
-_LIBRARIES = tuple(os.path.dirname(os.path.abspath(str(m.__file__))) + os.sep for m in (torch, tightship))
+_TIGHTSHIP = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+_LIBRARIES = (os.path.dirname(os.path.abspath(str(torch.__file__))) + os.sep, _TIGHTSHIP + os.sep)
 
 
 class Origin(NamedTuple):
