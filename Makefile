@@ -5,12 +5,12 @@ PYTHON ?= python3
 VENV := .venv
 PY := $(VENV)/bin/python
 PIP := $(PY) -m pip --disable-pip-version-check
-TEST_ARGS ?= -n 2
+TEST_ARGS ?= -n 2 -m "not slow"
 
 TOOLS := $(VENV)/.tools-installed
 READY := $(VENV)/.tightship-installed
 
-.PHONY: demo test lint format bench setup clean
+.PHONY: demo test test-all lint format bench setup clean
 .DEFAULT_GOAL := test
 
 demo: $(READY)
@@ -18,6 +18,10 @@ demo: $(READY)
 
 test: $(READY)
 	$(PY) -m pytest $(TEST_ARGS)
+
+# The slow ones too: minutes more.
+test-all: $(READY)
+	$(PY) -m pytest -n 2
 
 lint: $(READY)
 	$(VENV)/bin/ruff check .
