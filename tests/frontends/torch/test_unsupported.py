@@ -28,6 +28,7 @@ class Doing(nn.Module):
     def __init__(self, action):
         super().__init__()
         self.first, self.last, self.action = nn.Linear(8, 8), nn.Linear(8, 4), action
+        self.mean, self.count = torch.tensor(1.0), 0
 
     def forward(self, x):
         return self.last(self.action(self, self.first(x)))
@@ -76,6 +77,21 @@ def grown(net, h):
     return h
 
 
+def average(net, h):
+    net.mean = 0.9 * net.mean + 0.1 * h.detach().mean()
+    return h * net.mean
+
+
+def annealed(net, h):
+    net.count += 1
+    return h * (1 / net.count)
+
+
+def warmed_up(net, h):
+    net.count += 1
+    return h * torch.tensor(min(net.count, 5) / 5)
+
+
 @pytest.mark.parametrize(
     ("action", "words"),
     [
@@ -89,6 +105,9 @@ def grown(net, h):
         (resized, ["resiz"]),
         (converted, ["converting", "weight"]),
         (grown, ["modules", "run the model once"]),
+        (average, ["Doing.mean", "register_buffer"]),
+        (annealed, ["Doing.count", "next step"]),
+        (warmed_up, ["Doing.count", "next step"]),
     ],
 )
 def test_unsupported(action, words):
@@ -102,6 +121,18 @@ def test_unsupported(action, words):
     assert torch.equal(states[0], torch.get_rng_state()) and states[1] == random.getstate()
     assert kept == (set(vars(net)), dict(net.named_modules()))
     assert all(type(p) is nn.Parameter for p in net.parameters())
+
+
+def test_a_count_that_decides_nothing_is_noted():
+    def counted(net, h):
+        net.count += 1
+        net.mean = h.detach().mean()
+        return h
+
+    net = Doing(counted)
+    program = capture(net)
+    assert [n.split()[0] for n in program.notes] == ["Doing.mean", "Doing.count"]
+    assert net.count == 0 and net.mean == 1.0
 
 
 def test_the_place_is_the_users_line_and_module():

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -18,7 +18,7 @@ from tightship.frontends.torch.program import Program, Ref
 from tightship.frontends.torch.record import Recorder
 from tightship.frontends.torch.structure import BatchSpec, Results, flatten, map_leaves
 from tightship.frontends.torch.tape import Tape
-from tightship.frontends.torch.untouched import untouched
+from tightship.frontends.torch.untouched import Change, applied, untouched
 
 __all__ = ["capture_loss", "capture_step"]
 
@@ -44,11 +44,19 @@ def capture_step(
     (results, {parameter name: gradient}).
 
     Raises ``BadInput`` (no module, no scalar loss, nothing to train) and ``Unsupported`` (control flow on data,
-    sparse gradients, an optimizer that couples parameters, hooks on parameters, …).
+    sparse gradients, an optimizer that couples parameters, hooks on parameters, a step that changes what the
+    next one does other than through parameters and buffers, …).
     """
     _check_model(model)
     loss = _loss_function(loss_fn, batch)
-    return _Capture(model, batch, name).step(loss, optimizer)
+    capture = _Capture(model, batch, name)
+    program = capture.step(loss, optimizer)
+    _check_changes(capture.changes, program)
+    if any(c.is_plain for c in capture.changes):
+        with applied(capture.changes):
+            second = _Capture(model, batch, name).step(loss, optimizer)
+        _check_same(program, second, capture.changes)
+    return program
 
 
 def capture_loss(
@@ -156,7 +164,7 @@ class _Capture:
         self.tape = Tape()
         self.tracker = Tracker({m: n for n, m in model.named_modules()})
         self.recorder = Recorder(self.tape, self.mode, self.tracker)
-        self.notes: list[str] = []
+        self.changes: list[Change] = []
 
     def step(self, loss_fn: LossFn, optimizer: torch.optim.Optimizer | None) -> Program:
         by_name = {n: p for n, p in self.parameters.items() if p.requires_grad}
@@ -165,7 +173,7 @@ class _Capture:
         updates = updaters(optimizer, self.parameters) if optimizer is not None else {}
         wanted = list(updates) if optimizer is not None else list(by_name)
         quiet = compat_capture.quiet_capture(has_data=self.has_data)
-        with untouched(self.model, self.notes), quiet, torch.enable_grad():
+        with untouched(self.model, self.changes), quiet, torch.enable_grad():
             fakes = self._fakes()
             results, gradients = self._run(loss_fn, fakes, wanted)
         handed_back = results if optimizer is not None else (results, self.tape.refs(gradients))
@@ -173,9 +181,10 @@ class _Capture:
         for n, updater in updates.items():
             if n in gradients:
                 self._update(updater, fakes.parameters[n], gradients[n])
+        notes = [f"{c} is set by each step in eager, not by the program" for c in self.changes]
         return finish(
             self.tape, values, result_spec=spec, name=self.name, guards=self.recorder.guards,
-            batch=BatchSpec.of(self.batch), notes=self.notes, losses=values[:1], sums=True,
+            batch=BatchSpec.of(self.batch), notes=notes, losses=values[:1], sums=True,
         )  # fmt: skip
 
     def _run(self, loss_fn: LossFn, fakes: _Fakes, wanted: list[str]) -> tuple[Any, dict[str, torch.Tensor]]:
@@ -296,6 +305,38 @@ class _Capture:
         r = self.tape.call(updater, target, (p, g, *values), (p, *values))
         r.phase, r.device, r.flops = "update", str(param.device), param.numel()
         r.origin = Origin(updater.name.rpartition(".")[0], "")
+
+
+# --- steps that change what the next one does -----------------------------------------------------------------
+
+
+def _check_changes(changes: Sequence[Change], program: Program) -> None:
+    """A tensor that the step reads and replaces would be read as it is now for ever."""
+    for c in changes:
+        if isinstance(c.old, torch.Tensor) and any(c.old is t for t in program.constants):
+            raise Unsupported(
+                f"the tensor {c}", "the step reads it and puts another in its place",
+                "make it a buffer (register_buffer)",
+            )  # fmt: skip
+
+
+def _check_same(first: Program, second: Program, changes: Sequence[Change]) -> None:
+    """What the model counts and keeps in plain attributes must make no difference to the next step's ops."""
+    alike = (
+        first.graph.digest == second.graph.digest
+        and all(
+            repr((a.args, a.kwargs)) == repr((b.args, b.kwargs))
+            for a, b in zip(first.calls, second.calls, strict=True)
+        )
+        and len(first.constants) == len(second.constants)
+        and all(a is b or torch.equal(a, b) for a, b in zip(first.constants, second.constants, strict=True))
+    )
+    if not alike:
+        names = ", ".join(str(c) for c in changes if c.is_plain)
+        raise Unsupported(
+            f"a step that changes {names}", "the next step would run other ops or with other numbers",
+            "keep it in a buffer and compute with tensors, or run the model once before capturing it",
+        )  # fmt: skip
 
 
 def _tensors(tree: Any) -> list[torch.Tensor]:

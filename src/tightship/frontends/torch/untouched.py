@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import random
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -13,14 +14,48 @@ import torch
 from tightship.errors import Unsupported
 from tightship.frontends.torch import compat
 
-__all__ = ["untouched"]
+__all__ = ["Change", "applied", "untouched"]
+
+
+@dataclass(frozen=True)
+class Change:
+    """An attribute that running the model has set to another object."""
+
+    module: torch.nn.Module
+    name: str
+    old: Any
+    new: Any
+
+    def __str__(self) -> str:
+        return f"{type(self.module).__name__}.{self.name}"
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether the new object can be put there for another capture: it holds no fake tensors."""
+        return isinstance(self.new, (bool, int, float, str, type(None)))
 
 
 @contextmanager
-def untouched(model: torch.nn.Module, notes: list[str]) -> Iterator[None]:
+def applied(changes: Iterable[Change]) -> Iterator[None]:
+    """The model as it is after a step, as far as its plain attributes go."""
+    plain = [c for c in changes if c.is_plain]
+    before = [(c, dict(vars(c.module))) for c in plain]
+    try:
+        for c in plain:
+            vars(c.module)[c.name] = c.new
+        yield
+    finally:
+        for c, attributes in reversed(before):
+            vars(c.module).clear()
+            vars(c.module).update(attributes)
+
+
+@contextmanager
+def untouched(model: torch.nn.Module, changes: list[Change]) -> Iterator[None]:
     """Put back what running a model's Python code changes: modules, their attributes, random states.
 
-    Raises ``Unsupported`` for changes without which the captured step is another one than eager's.
+    ``changes`` receives the public attributes that were set to something else. Raises ``Unsupported`` for
+    changes without which the captured step is another one than eager's.
     """
     before = [(m, dict(vars(m)), _contents(m)) for m in model.modules()]
     modules, states = _modules(model), _random_states()
@@ -42,11 +77,10 @@ def untouched(model: torch.nn.Module, notes: list[str]) -> Iterator[None]:
         for _, _, put, state in states:
             put(state)
         for m, attributes, contents in before:
-            public = [k for k in vars(m) if not k.startswith("_")]
-            changed = [k for k in public if k not in attributes or attributes[k] is not vars(m)[k]]
-            notes += [
-                f"{type(m).__name__}.{k} is set by each step in eager, not by the program" for k in changed
-            ]
+            for k, new in vars(m).items():
+                old = attributes.get(k)
+                if not k.startswith("_") and old is not new:
+                    changes.append(Change(m, k, old, new))
             vars(m).clear()
             vars(m).update(attributes)
             for k, held in contents.items():
