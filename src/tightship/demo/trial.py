@@ -95,6 +95,7 @@ class Trainer:
         self.random = torch.Generator().manual_seed(7).get_state()
         self.losses: list[torch.Tensor] = []
         self.seconds: list[float] = []
+        self.processor: list[float] = []  # seconds of all cores together
         self.peaks: list[int] = []
 
     def step(self, k: int) -> None:
@@ -110,9 +111,10 @@ class Trainer:
 
     def _timed(self, k: int) -> None:
         batch = self.workload.batch(k)
-        began = time.perf_counter()
+        began, worked = time.perf_counter(), time.process_time()
         loss = self._run(batch)
         self.seconds.append(time.perf_counter() - began)
+        self.processor.append(time.process_time() - worked)
         self.losses.append(loss.detach().clone())
 
     def _run(self, batch: dict[str, torch.Tensor]) -> torch.Tensor:
