@@ -11,7 +11,8 @@ Everything runs on the CPU, op by op, from the same weights and random state on 
     tightship P   tightship.fit within the static set and P % of what eager needs beyond it
 
 Peaks are those of one meter at the allocator, from before a step's batch is made until the step is over; steps of
-all take turns, and times are medians (of processor time on one thread, which a busy machine disturbs less). ``--write`` puts the tables into docs/benchmarks.md.
+all take turns, and times are medians: of processor time on one thread, which a busy machine disturbs less, else of
+the clock. ``--write`` puts the tables into docs/benchmarks.md.
 """
 
 from __future__ import annotations
