@@ -1,12 +1,19 @@
-"""Makes ``models`` importable from every test, and keeps PyTorch to two threads."""
+"""Makes ``models`` importable from every test, and gives PyTorch one thread in each test process.
+
+Tests run in two processes on two cores; threads beyond that wait for one another at every op.
+"""
+
+import os
 
 import pytest
 
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # for the processes that tests start
+
 
 @pytest.fixture(autouse=True, scope="session")
-def _two_threads():
+def _one_thread():
     try:
         import torch
     except ImportError:
         return
-    torch.set_num_threads(2)
+    torch.set_num_threads(1)
