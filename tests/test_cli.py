@@ -338,7 +338,14 @@ def test_nothing_but_one_object_on_standard_output(there):
 def test_an_interrupt_says_so_and_writes_nothing(there):
     save_graph(chain(3000), there / "large.json")
     command = [sys.executable, "-m", "tightship", "plan", "large.json", "-b", "30%", "-o", "p.json"]
-    job = subprocess.Popen([*command, "--seconds", "300"], cwd=there, stderr=subprocess.PIPE, text=True)
+    job = subprocess.Popen(
+        [*command, "--seconds", "300", "--work", str(10**12)],
+        cwd=there,
+        stderr=subprocess.PIPE,
+        text=True,
+        # A job in the background inherits that interrupts are ignored.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+    )
     time.sleep(2.0)
     job.send_signal(signal.SIGINT)
     _, err = job.communicate(timeout=120)
