@@ -99,11 +99,15 @@ def updaters(
                 continue
             if id(p) not in names:
                 raise BadInput(
-                    "every parameter of the optimizer is one of the model's", tuple(p.shape), f"group {g}, entry {k}"
+                    "every parameter of the optimizer is one of the model's",
+                    tuple(p.shape),
+                    f"group {g}, entry {k}",
                 )
             made[names[id(p)]] = Updater(optimizer, g, p, names[id(p)], known)
     if not made:
-        raise BadInput("the optimizer holds a parameter of the model that requires a gradient", place="optimizer")
+        raise BadInput(
+            "the optimizer holds a parameter of the model that requires a gradient", place="optimizer"
+        )
     return made
 
 
@@ -114,11 +118,15 @@ def _check(optimizer: Any) -> None:
     closure = inspect.signature(compat.plain_step(cls)).parameters.get("closure")
     if closure is not None and closure.default is inspect.Parameter.empty:
         raise Unsupported(
-            f"the optimizer {cls.__name__}", "its step needs a closure that runs the model again", "use AdamW or SGD"
+            f"the optimizer {cls.__name__}",
+            "its step needs a closure that runs the model again",
+            "use AdamW or SGD",
         )
     if compat.optimizer_hooks(optimizer):
         raise Unsupported(
-            f"a {cls.__name__} with step hooks", "its step runs once per parameter", "call them after the step"
+            f"a {cls.__name__} with step hooks",
+            "its step runs once per parameter",
+            "call them after the step",
         )
     if not _known_independent(cls):
         _probe(optimizer)
@@ -217,7 +225,9 @@ def _probe(optimizer: torch.optim.Optimizer) -> None:
     try:
         same = all(map(torch.equal, stepped(True), stepped(False)))
     except Exception as e:
-        raise Unsupported(f"the optimizer {type(optimizer).__name__}", f"it cannot step one parameter: {e}") from e
+        raise Unsupported(
+            f"the optimizer {type(optimizer).__name__}", f"it cannot step one parameter: {e}"
+        ) from e
     if not same:
         raise Unsupported(
             f"the optimizer {type(optimizer).__name__}", "its update of one parameter depends on the others",
