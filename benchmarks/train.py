@@ -23,7 +23,7 @@ import platform
 import statistics
 import time
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -179,13 +179,13 @@ def _static(trainer: Trainer, workload: Workload) -> int:
 # --- tables ---
 
 
-def markdown(table: Table) -> str:
+def markdown(table: Table, how: str = "") -> str:
     eager = table.rows[0]
     lines = [
         f"### {table.title}",
         "",
         f"Eager: peak {format_bytes(eager.peak or 0)}, of which the static set is {format_bytes(table.static)}; "
-        f"a step takes {format_seconds(eager.seconds)}.",
+        f"a step takes {format_seconds(eager.seconds)}. {how}".strip(),
         "",
         "| | budget | measured peak | beyond static | step time | prepared in | losses | fastest other that fits |",
         "| --- | ---: | ---: | ---: | ---: | ---: | --- | --- |",
@@ -214,23 +214,26 @@ def _rival(row: Row, table: Table) -> str:
     return f"{best.name}, {best.ratio:.2f}×" if best else "none"
 
 
-def page(tables: Sequence[Table], steps: int) -> str:
-    about = (
-        f"PyTorch {torch.__version__}, {threads(torch.get_num_threads())}, {platform.machine()}, "
-        f"medians of {steps - SETTLE} steps, all ways in turns; AdamW. Step times are seconds of the "
-        f"{'processor' if torch.get_num_threads() == 1 else 'clock'}."
+def about(steps: int) -> str:
+    one = torch.get_num_threads() == 1
+    return (
+        f"PyTorch {torch.__version__}, {'one thread' if one else f'{torch.get_num_threads()} threads'}, "
+        f"{platform.machine()}, medians of {steps - SETTLE} steps, all ways in turns; AdamW. Step times are "
+        f"seconds of the {'processor' if one else 'clock'}."
     )
-    return "\n".join([BEGIN, "", about, "", *(markdown(t) for t in tables), END])
-
-
-def threads(n: int) -> str:
-    return "one thread" if n == 1 else f"{n} threads"
 
 
 def write(text: str) -> None:
+    """Put one model's table into the page, in the place of its last one; the others stay."""
     old = PAGE.read_text(encoding="utf-8") if PAGE.exists() else f"{BEGIN}\n{END}\n"
     before, _, rest = old.partition(BEGIN)
-    PAGE.write_text(before + text + rest.partition(END)[2], encoding="utf-8")
+    kept, _, after = rest.partition(END)
+    sections = [f"### {s.strip()}\n" for s in kept.split("### ")[1:]]
+    title = text.partition("\n")[0]
+    if title not in (s.partition("\n")[0] for s in sections):
+        sections.append(text)
+    sections = [text if s.partition("\n")[0] == title else s for s in sections]
+    PAGE.write_text("\n".join([f"{before}{BEGIN}\n", *sections, f"{END}{after}"]), encoding="utf-8")
 
 
 def main() -> None:
@@ -251,16 +254,14 @@ def main() -> None:
     torch.set_num_threads(chosen.threads or torch.get_num_threads())
     warnings.simplefilter("ignore", PeakMismatch)  # a mismatch is in the table
     console = Console(stderr=True, highlight=False)
-    tables = []
     for name in chosen.models.split(","):
         workload = made[name]()
         console.print(workload.title, style="bold")
         torch._dynamo.reset()
-        tables.append(measured(workload, steps, options, console))
-    text = page(tables, steps)
-    print(text)
-    if chosen.write:
-        write(text)
+        text = markdown(measured(workload, steps, options, console), about(steps))
+        print(text)
+        if chosen.write:
+            write(text)
 
 
 if __name__ == "__main__":
