@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
+from tightship.analysis.packing import Packing, packings
 from tightship.graph import Graph, aligned
 from tightship.plan import Plan, Residence, Step
 from tightship.simulate import baseline, extra_bytes, replay
@@ -93,6 +94,7 @@ class _Lowering:
         self.order, self.rate, self.streams = order, rate, streams
         self.steps: list[Step] = []
         self.ranks = _ranks(graph)
+        self.packings = packings(graph)
         self.version = [0] * len(graph.storages)
         self.full: set[int] = set()  # beyond the static set
         self.away: dict[int, str] = {}  # evicted: "drop", "host" or "packed"
@@ -211,6 +213,8 @@ class _Lowering:
                 continue
             final = self.version[s] == len(self.uses.writers[s])
             how = self.rng.choice(("drop", "host", "packed"))
+            if how == "packed" and not (final and s in self.packings):
+                continue
             if how == "drop":
                 self.full.remove(s)
                 can = final and self.ranks[s] <= 8 and self.feasible(s, {})
@@ -220,8 +224,8 @@ class _Lowering:
                 self.free([s])
             else:
                 kind = "offload" if how == "host" else "compress"
-                nbytes = 64 * self.rng.randint(1, 4) if how == "packed" else 0
-                at = self.emit(kind, 1, storages=(s,), nbytes=nbytes)
+                p = self.packings[s] if how == "packed" else Packing("", 0)
+                at = self.emit(kind, 1, storages=(s,), nbytes=p.nbytes, codec=p.codec)
                 self.full.remove(s)
                 self.made_by.pop(s, None)
                 self.emit("free", storages=(s,), waits=[at])
@@ -242,12 +246,18 @@ def random_steps(
 def _stays(graph: Graph, steps: Sequence[Step], rng: random.Random) -> list[Residence]:
     """The residences that steps imply, unplaced; what an op asks for in parts or whole, by chance."""
     begun: dict[tuple[int, str], Residence] = {}
+    saved: dict[int, Residence] = {}
     out: list[Residence] = []
     for i, step in enumerate(steps):
-        if step.kind == "free":
+        if step.form == "state":
+            out.append(replace(saved.pop(step.op), end=i))
+        elif step.kind == "free":
             ended = [begun.pop((s, step.form)) for s in step.storages]
             out += [replace(r, end=i) for r in ended]
         elif step.op >= 0:
+            if step.saves or (step.kind == "recompute" and graph.ops[step.op].state):
+                state = Residence(-1, i, i + 1, graph.ops[step.op].state, form="state", request=step.op)
+                saved[step.op], out = (state, out) if step.saves else (saved[step.op], [*out, state])
             op, made = graph.ops[step.op], graph.uses.defines[step.op]
             fine = bool(op.requests) and rng.random() < 0.7
             starts = {r.storage: r.start for r in op.requests} if fine else {}
@@ -278,7 +288,7 @@ def _first_fit(rows: Sequence[Residence]) -> list[Residence]:
     done: list[Residence] = []
     for r in rows:
         at = 0
-        if r.pool == "device":
+        if r.pool != "out":
             (low, high), beside = life(r), [o for o in done if o.pool == r.pool]
             beside = [o for o in beside if life(o)[0] < high and low < life(o)[1]]
             for o in sorted(beside, key=lambda o: o.offset):
@@ -300,9 +310,10 @@ def random_plan(graph: Graph, seed: int, steps: tuple[Step, ...] | None = None, 
     placed = tuple(_first_fit(rows))
     line, before = replay(graph, steps), replay(graph, baseline(graph))
     arena = max((r.offset + r.size for r in placed if r.pool == "device"), default=0)
+    host = max((r.offset + r.size for r in placed if r.pool == "host"), default=0)
     handed = sum(r.size for r in placed if r.pool == "out")
     return Plan(
         digest=graph.digest, steps=steps, residences=placed, peak=line.peak, peak_before=before.peak,
         static=graph.static_bytes, arena=arena, handed=handed, time=line.time, time_before=before.time,
-        planner="random", budget=rng.choice((None, max(line.peak, graph.static_bytes + arena + handed))),
+        planner="random", host=host, budget=rng.choice((None, max(line.peak, graph.static_bytes + arena + handed))),
     )  # fmt: skip

@@ -38,7 +38,8 @@ class _Maker:
         return len(self.storages) - 1
 
     def value(self, name: str, storage: int) -> int:
-        self.values.append(Value(name, storage, "float32", (self.storages[storage].size // 4,), (1,)))
+        kind, item = ("bool", 1) if storage % 3 == 0 else ("float32", 4)  # booleans can be packed
+        self.values.append(Value(name, storage, kind, (self.storages[storage].size // item,), (1,)))
         return len(self.values) - 1
 
     def pick(self, most: int) -> tuple[int, ...]:
@@ -103,7 +104,7 @@ class _Maker:
         elif sort == "random":
             chain = (self.last_random,) if self.last_random >= 0 else ()
             self.last_random = k
-            self.add(inputs, self._new(k), 1, random=True, control=chain)
+            self.add(inputs, self._new(k), 1, random=True, control=chain, state=64 * (k % 3))
         elif sort == "effect":
             self.add(inputs, self._new(k) if self.rng.random() < 0.5 else (), 1, effect=True)
         elif sort == "calls":

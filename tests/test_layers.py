@@ -17,6 +17,7 @@ SOURCE = Path(__file__).resolve().parent.parent / "src" / PACKAGE
 LAYERS = (
     ("_core",),
     ("errors", "units"),
+    ("machine",),
     ("graph",),
     ("plan",),
     ("violation",),
@@ -38,7 +39,7 @@ MAY_IMPORT_FRAMEWORKS = {"frontends", "execute", "integrations", "demo"}
 
 # The verifiers share no code with what they check.
 VERIFIERS = {"verify", "verify_placement"}
-VERIFY_MAY_IMPORT = {"graph", "plan", "errors", "violation"}
+VERIFY_MAY_IMPORT = {"machine", "graph", "plan", "errors", "violation"}
 
 
 def layer_of(module: str) -> str:

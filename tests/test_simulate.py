@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from chains import chain
 from tightship.errors import BadInput
 from tightship.graph import Graph, Op, Storage, Value
+from tightship.machine import Machine
 from tightship.plan import Step
 from tightship.simulate import baseline, extra_bytes, replay
 
@@ -69,7 +72,7 @@ def test_copies_run_beside_compute_and_are_waited_for() -> None:
         Step("free", storages=(1, 2)),
         Step("free", storages=(1,), form="host"),
     )
-    line = replay(small(), steps, bandwidth=128 / 3)
+    line = replay(replace(small(), machine=Machine(128 / 3, 128 / 3, 0.0)), steps)
     # a 0-1, copy out 1-4 beside b 1-3, copy in 4-7, c 7-11
     assert line.time == 11.0 and line.compute_time == 7.0 and line.host_peak == 128
 
@@ -127,3 +130,50 @@ def test_broken_steps_are_named(steps: tuple[Step, ...], rule: str) -> None:
 def test_long_chain_is_linear() -> None:
     graph = chain(20_000)
     assert replay(graph, baseline(graph)).peak == 64 * 20_003 - 64
+
+
+def test_a_random_op_is_run_again_from_the_state_it_was_saved_with() -> None:
+    graph = small()
+    drawn = replace(graph.ops[0], random=True, state=320)
+    graph = replace(graph, ops=(drawn, *graph.ops[1:]), machine=Machine(state=0.25))
+    steps = (
+        Step("compute", op=0, saves=True),
+        Step("compute", op=1),
+        Step("free", storages=(1,)),
+        Step("recompute", op=0, storages=(1,)),
+        Step("free", op=0, form="state"),
+        Step("compute", op=2),
+        Step("free", storages=(1, 2)),
+    )
+    line = replay(graph, steps)
+    assert line.during[:4] == (
+        64 + 320 + 128,
+        192 + 320 + 256 + 512,
+        192 + 320 + 256,
+        64 + 256 + 320 + 128 + 320,
+    )
+    assert line.resident[:5] == (512, 768, 640, 768, 448)
+    assert line.time == 8.0 + 0.25 * 4
+    with pytest.raises(BadInput, match="state is not saved"):
+        replay(graph, (Step("compute", op=0), *steps[1:]))
+    with pytest.raises(BadInput, match="only what is resident is freed"):
+        replay(graph, (*steps, steps[4]))
+    with pytest.raises(BadInput, match="a state is saved"):
+        replay(graph, (steps[0], replace(steps[1], saves=True)))
+
+
+def test_a_copy_costs_what_others_wait_for_it() -> None:
+    graph = replace(small(), machine=Machine(offload=128.0, fetch=64.0, latency=0.5))
+    steps = [
+        Step("compute", op=0),  # 0 to 1
+        Step("offload", storages=(1,), stream=1, waits=(0,)),  # 1 to 2.5, beside b
+        Step("compute", op=1),  # 1 to 3
+        Step("free", storages=(1,), waits=(1,)),  # 3
+        Step("fetch", storages=(1,), stream=1, waits=(3,)),  # 3 to 5.5
+        Step("compute", op=2, waits=(4,)),  # 5.5 to 9.5
+    ]
+    assert replay(graph, steps).time == 9.5
+    steps[4] = replace(steps[4], waits=())  # 2.5 to 5: the bytes are counted, the time is not the freeing's
+    assert replay(graph, steps).time == 9.0
+    alone = [replace(s, stream=0, waits=()) for s in steps]
+    assert replay(graph, alone).time == 7.0 + 1.5 + 2.5

@@ -53,9 +53,23 @@ def test_the_good_plan_is_good() -> None:
     check(small(), placed())
 
 
-_pack = [Step("compress", storages=(D,), nbytes=64)]
+_pack = [Step("compress", storages=(D,), nbytes=64, codec="bits")]
 _unpack = free(D, form="packed")
 _again = Step("recompute", op=G, storages=(B,))
+_out = Step("offload", storages=(C,))
+_saved, _forget = Step("compute", op=DRAW, saves=True), Step("free", op=DRAW, form="state")
+_redraw = Step("recompute", op=DRAW, storages=(D,))
+
+
+def _drawn() -> list[Step]:
+    return [*run(*range(DRAW)), *run(DRAW, REDRAW), free(D)]
+
+
+def _packing(**changes: object) -> list[Step]:
+    """d is packed and back, changed."""
+    return plain(replace(_pack[0], **changes), _unpack)  # type: ignore[arg-type]
+
+
 _stale_copy = [
     *run(F, G),
     Step("offload", storages=(B,)),
@@ -76,7 +90,7 @@ BROKEN_STEPS: dict[str, tuple[set[str], list[Step]]] = {
     "a wait for itself": ({"unknown"}, plain(free(waits=(8,)))),
     "a stream": ({"unknown"}, plain(Step("free", stream=-1))),
     "streams without end": ({"unknown"}, plain(*(Step("free", stream=k) for k in range(100)))),
-    "no packed bytes": ({"unknown"}, plain(Step("compress", storages=(A,)), free(A, form="packed"))),
+    "no packed bytes": ({"unknown", "codec"}, plain(Step("compress", storages=(A,)), free(A, form="packed"))),
     "a foreign result": (
         {"unknown"},
         [*run(F, G), Step("recompute", op=F, storages=(C,)), *run(*range(SCALE, 8)), free(A, B, C, D)],
@@ -100,6 +114,42 @@ BROKEN_STEPS: dict[str, tuple[set[str], list[Step]]] = {
     "an old copy": ({"stale"}, [*_stale_copy, *run(*range(H, 8)), free(A, B, C, D)]),
     "inputs have changed": ({"stale"}, plain(Step("recompute", op=F))),
     "random again": ({"impure-recompute"}, plain(Step("recompute", op=DRAW))),
+    "random again, state gone": ({"impure-recompute"}, [*_drawn(), _redraw, *run(UPDATE), free(A, B, C, D)]),
+    "random again too late": (
+        {"impure-recompute"},
+        [*run(*range(DRAW)), _saved, *run(REDRAW), _forget, free(D), _redraw, *run(UPDATE), free(A, B, C, D)],
+    ),
+    "state of another op": (
+        {"unknown"},
+        [*run(*range(REDRAW)), Step("compute", op=REDRAW, saves=True), *run(UPDATE), free(A, B, C, D)],
+    ),
+    "state never freed": ({"leak"}, [*run(*range(DRAW)), _saved, *run(REDRAW, UPDATE), free(A, B, C, D)]),
+    "state freed unsaved": ({"foreign-free"}, plain(_forget)),
+    "another codec": ({"codec"}, _packing(codec="uint8")),
+    "a codec unheard of": ({"codec"}, _packing(codec="zip")),
+    "no codec": ({"codec"}, _packing(codec="")),
+    "too few bytes": ({"codec"}, _packing(storages=(D,), nbytes=32)),
+    "loss": ({"codec"}, _packing(codec="bf16")),
+    "packed before its last write": (
+        {"codec", "stale"},
+        [*run(F, G), Step("compress", storages=(B,), nbytes=64, codec="bits"), *run(SCALE), free(B),
+         Step("decompress", storages=(B,)), free(B, form="packed"), *run(*range(H, 8)), free(A, B, C, D)],
+    ),
+    "packed form of an old version": (
+        {"codec", "stale"},
+        [*run(F, G), Step("compress", storages=(B,), nbytes=64, codec="bits"), free(B), _again,
+         *run(SCALE), free(B), Step("decompress", storages=(B,)), free(B, form="packed"),
+         *run(*range(H, 8)), free(A, B, C, D)],
+    ),
+    "packed twice": ({"already-resident"}, plain(*_pack, *_pack, _unpack)),
+    "copied out twice": ({"already-resident"}, plain(_out, _out, free(C, form="host"))),
+    "fetch of what was never copied": ({"not-resident"}, plain(free(D), Step("fetch", storages=(D,)))),
+    "fetched into the copy's place too early": ({"lane"}, at(13, Step("fetch", storages=(C,), stream=2))),
+    "written while copied out": (
+        {"lane"},
+        [*run(F, G), Step("offload", storages=(B,), stream=1, waits=(1,)), *run(*range(SCALE, 8)),
+         free(B, form="host", waits=(2,)), free(A, B, C, D)],
+    ),
     "effect again": (
         {"impure-recompute"},
         [*run(*range(7)), Step("recompute", op=MARK), *run(UPDATE), free(A, B, C, D)],
@@ -179,6 +229,38 @@ def test_check_raises_with_the_violations() -> None:
 def test_messages_name_ops_and_storages() -> None:
     (found,) = (v for v in verify(small(), decided(plain(free(E)))) if v.code == "lost-output")
     assert found.subjects == ("e",) and "e is a result" in found.message
+
+
+def test_a_random_op_may_run_again_from_its_saved_state() -> None:
+    steps = [
+        *run(*range(DRAW)),
+        _saved,
+        free(D),
+        *run(REDRAW),
+        _redraw,
+        _forget,
+        *run(UPDATE),
+        free(A, B, C, D),
+    ]
+    assert step_codes(steps) == set()
+    plan = random_plan(small(), 2, tuple(steps))
+    assert verify(small(), plan) == []
+    states = [(r.start, r.end, r.size, r.request) for r in plan.residences if r.form == "state"]
+    assert sorted(states) == [(5, 9, 64, DRAW), (8, 9, 64, DRAW)]
+    for r in plan.residences:
+        if r.form == "state":
+            rest = tuple(x for x in plan.residences if x != r)
+            assert "missing-residence" in codes(replace(plan, residences=rest))
+            longer = replace(r, end=r.end + 1)
+            assert "wrong-residence" in codes(replace(plan, residences=(*rest, longer)))
+
+
+def test_a_lossy_codec_needs_the_plans_word() -> None:
+    x, y = (Value("x", 0, "float32", (64,), (1,)), Value("y", 1, "float32", (64,), (1,)))
+    graph = Graph((Op("f", "f", (0,), (1,)),), (x, y), (Storage("x", 256), Storage("y", 256)), (0,), (1,))
+    steps = [*run(0), Step("compress", storages=(1,), nbytes=128, codec="bf16"), free(1, form="packed")]
+    assert step_codes(steps, graph) == {"codec"}
+    assert codes(replace(decided(steps, graph), lossy=True), graph) == {"peak-mismatch"}
 
 
 # Recomputation, in detail

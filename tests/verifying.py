@@ -15,16 +15,19 @@ F, G, SCALE, H, MARK, DRAW, REDRAW, UPDATE = range(8)
 
 
 def small() -> Graph:
-    """w is the caller's; b is written in place; d and e are random; w is updated last; e is the result."""
+    """w is the caller's; b is written in place; d and e are random; w is updated last; e is the result. All hold
+    booleans, so that they can be packed; d can be drawn again from a saved state."""
     storages = tuple(Storage(n, 128, "parameter" if n == "w" else "activation") for n in "wabcde")
-    values = tuple(Value(n, s) for n, s in zip("wabcdeB", (W, A, B, C, D, E, B), strict=True))
+    values = tuple(
+        Value(n, s, "bool", (128,), (1,)) for n, s in zip("wabcdeB", (W, A, B, C, D, E, B), strict=True)
+    )
     ops = (
         Op("f", "f", (0,), (1,)),
         Op("g", "g", (1,), (2,), workspace=64),
         Op("scale", "mul_", (2, 1), (6,), mutates=(B,)),
         Op("h", "h", (6, 1), (3,), workspace=192, requests=(Request(192, -1, 0, 2), Request(128, 0, 1, -1))),
         Op("mark", "mark", (0,), (), effect=True, control=(G,)),
-        Op("draw", "dropout", (3,), (4,), random=True),
+        Op("draw", "dropout", (3,), (4,), random=True, state=64),
         Op("redraw", "dropout", (3,), (5,), random=True),
         Op("update", "add_", (0, 3), (), mutates=(W,), phase="update"),
     )
@@ -46,7 +49,7 @@ def good() -> list[Step]:
         free(A),  # 3
         Step("recompute", op=F, storages=(A,)),  # 4
         *run(H, MARK),  # 5, 6
-        Step("compress", storages=(A,), nbytes=64),  # 7
+        Step("compress", storages=(A,), nbytes=64, codec="bits"),  # 7
         free(A, B),  # 8
         *run(DRAW),  # 9
         free(A, form="packed"),  # 10

@@ -18,6 +18,7 @@ from functools import cached_property
 from typing import Any
 
 from tightship.errors import BadInput
+from tightship.machine import MODELLED, Machine
 
 __all__ = ["Graph", "Op", "Request", "Storage", "Uses", "Value"]
 
@@ -79,6 +80,7 @@ class Op:
     ``updates``  the part of ``mutates`` that a recomputation leaves alone: running statistics, which the op can
                  compute its results without touching.
     ``random``   draws from the random state; random ops keep their order (an explicit chain).
+    ``state``    bytes of the random state which, saved before the op runs, lets it draw the same again; 0: not.
     ``effect``   anything else that must happen exactly once (collectives, host side effects).
     ``control``  ops that must run earlier although no value says so.
     ``workspace`` bytes the op needs beyond its results while it runs: the maximum over the op's own run of
@@ -106,6 +108,7 @@ class Op:
     module: str = ""
     source: str = ""
     calls: tuple[Graph, ...] = ()
+    state: int = 0
 
     @property
     def pure(self) -> bool:
@@ -136,7 +139,8 @@ class Uses:
 
 @dataclass(frozen=True)
 class Graph:
-    """A program: ``ops`` in a legal order over ``values`` over ``storages``.
+    """A program: ``ops`` in a legal order over ``values`` over ``storages``. ``machine`` says what copies and codecs
+    cost where the ops' times are from.
 
     Raises ``BadInput`` on construction when an index is out of range, a value is used before it is defined, a
     value is defined twice, or a size is negative.
@@ -149,6 +153,7 @@ class Graph:
     outputs: tuple[int, ...] = ()
     name: str = "graph"
     meta: dict[str, Any] = field(default_factory=dict)
+    machine: Machine = MODELLED
 
     def __post_init__(self) -> None:
         _check(self)
@@ -181,7 +186,8 @@ class Graph:
             h.update(f"v{v.storage},{v.dtype},{v.shape},{v.stride},{v.offset};".encode())
         for o in self.ops:
             parts = (o.target, o.inputs, o.outputs, o.mutates, o.updates, o.random, o.effect, o.control)
-            h.update(f"o{parts}{tuple(g.digest for g in o.calls)};".encode())
+            again = f"r{o.state}" if o.state else ""
+            h.update(f"o{parts}{tuple(g.digest for g in o.calls)}{again};".encode())
         h.update(f"i{self.inputs}o{self.outputs}".encode())
         return h.hexdigest()
 
@@ -225,6 +231,10 @@ def _check(g: Graph) -> None:
         for s_ in o.mutates:
             if not 0 <= s_ < len(g.storages):
                 raise bad("a mutated storage is an index of Graph.storages", s_, f"op {o.name!r}")
+        if o.state < 0 or (o.state and not o.random):
+            raise bad(
+                "a random op has a state of so many bytes, no other op has one", o.state, f"op {o.name!r}"
+            )
         if not set(o.updates) <= set(o.mutates):
             raise bad("Op.updates is part of Op.mutates", o.updates, f"op {o.name!r}")
         for c in o.control:

@@ -1,21 +1,37 @@
 """Plan: what to do with a graph, as a list of steps and a placement; Problem and Solution for placement alone.
 
 Bytes of a storage can be present in three **forms**: ``full`` (usable by ops, in the device pool), ``packed``
-(compressed, in the device pool) and ``host`` (copied out). Each form is resident from the step that makes it to
-the ``free`` step that ends it.
+(compressed, in the device pool) and ``host`` (copied out: pinned memory beside a GPU, a file on a CPU; in the host
+pool). A fourth, ``state``, belongs to an op rather than a storage: the random state from before it ran, in the
+device pool. Each form is resident from the step that makes it to the ``free`` step that ends it.
 
 ==========  =====================================================================================================
-compute     run ``op``; every storage it defines becomes resident.
+compute     run ``op``; every storage it defines becomes resident. With ``saves`` the random state is copied first
+            and its ``Op.state`` bytes are resident from this step on.
 recompute   run ``op`` again; of the storages it defines, those in ``storages`` become resident again, the others
-            exist only while the step runs. ``Op.updates`` are left alone.
+            exist only while the step runs. ``Op.updates`` are left alone. A random op needs its saved state: the
+            present one is set aside (another ``Op.state`` bytes while the step runs), the saved one set, the op
+            run, and the present one put back, so that later draws are what they would have been.
 offload     copy ``storages`` to the host pool (form ``host``); the full form stays until it is freed.
-fetch       make ``storages`` full again from their host form.
-compress    make a packed form of ``nbytes``; the full form stays until it is freed.
-decompress  make ``storages`` full again from their packed form.
-free        end the residence of ``storages`` in ``form``.
+fetch       make ``storages`` full again from their host form, which stays until it is freed.
+compress    make of each of ``storages`` a packed form of ``nbytes`` with ``codec`` (one of ``machine.CODECS``); the
+            full form stays until it is freed.
+decompress  make ``storages`` full again from their packed form, which stays until it is freed.
+free        end the residence of ``storages`` in ``form``; for ``state``, of the state saved by ``op``.
 ==========  =====================================================================================================
 
-Streams: 0 computes, others copy. A step waits for the steps in ``waits``; within a stream steps run in order.
+A packed or host form holds the contents after the writes that had happened when it was made, and gives back
+those. An op that runs later and must see other contents makes the plan wrong (``stale``); a codec other than a
+lossy one is applied to contents after the last write only, for which its range is known.
+
+**Bytes.** The order of the list is the order in which bytes are taken and given back, whatever the streams: what a
+step makes counts from that step on, and what it frees counts while it runs and no longer after it. While
+compress or decompress runs, both forms are there; codecs need nothing else.
+
+**Time.** Streams: 0 computes (and packs), others copy. Within a stream steps run in order; a step also waits for
+the steps in ``waits``, and for nothing else. So a copy must wait for what made its source, ``free`` must wait for the
+copies that read what it frees, what uses fetched contents for the fetch, and a fetch for the ``free`` whose bytes
+it takes. Freeing takes no time, but waits like any step: a transfer costs exactly what others wait for it.
 """
 
 from __future__ import annotations
@@ -27,7 +43,7 @@ from typing import Any
 __all__ = ["KINDS", "Buffer", "Gap", "Plan", "Problem", "Residence", "Solution", "Step"]
 
 KINDS = ("compute", "recompute", "offload", "fetch", "compress", "decompress", "free")
-FORMS = ("full", "packed", "host")
+FORMS = ("full", "packed", "host", "state")
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +55,8 @@ class Step:
     nbytes: int = 0
     stream: int = 0
     waits: tuple[int, ...] = ()
+    codec: str = ""
+    saves: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +65,10 @@ class Residence:
 
     ``storage`` is -1 for scratch: a temporary request of the step's op (``request`` is its index in
     ``Op.requests``) or the op's workspace as one block (``request`` -1). A storage that a recomputation makes
-    but does not keep is a residence of that one step. ``first`` and ``last`` are the events within the first
+    but does not keep is a residence of that one step. Of form ``state``, ``request`` is the op whose random state
+    it is: from the step that saves it to the one that frees it, and, of the state set aside, during each
+    recomputation. The host form lies in pool ``host``, everything else in ``device``, or in ``out`` for results
+    that leave the arena. ``first`` and ``last`` are the events within the first
     step at which the bytes are taken and within the last step at which they are given back (-1: with the
     step itself).
     """
@@ -70,7 +91,8 @@ class Plan:
 
     ``peak`` is the most bytes in use at any time, ``arena`` the bytes the placement spans beyond ``static``,
     ``handed`` the bytes of results that leave the arena for the caller;
-    ``lower_bound`` is a peak no plan of this graph can beat. ``evictions`` counts by kind.
+    ``host`` the bytes the placement spans in the host pool, which ``host_budget`` limits. ``lower_bound`` is a
+    peak no plan of this graph can beat. ``lossy``: codecs that do not give back the same bits were allowed.
     """
 
     digest: str
@@ -92,6 +114,9 @@ class Plan:
     command: str = ""
     notes: tuple[str, ...] = ()
     meta: dict[str, Any] = field(default_factory=dict)
+    host: int = 0
+    host_budget: int | None = None
+    lossy: bool = False
 
     @property
     def met(self) -> bool:

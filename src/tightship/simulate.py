@@ -4,7 +4,8 @@ This is the reference: plain Python, the definition of what a plan costs. The C+
 their inner loop is tested equal to it. Bytes are those of the device pool, the static set included.
 
 A compute or recompute step needs, beyond what is resident, every storage its op defines (also those a
-recomputation does not keep, also a second copy of those still there) and the op's workspace.
+recomputation does not keep, also a second copy of those still there), the op's workspace, and the random state
+it saves or, run again, sets aside. `plan` says what each kind of step means, bytes and time included.
 """
 
 from __future__ import annotations
@@ -25,8 +26,9 @@ class Timeline:
     """What a list of steps costs.
 
     ``during[i]`` device bytes in use while step ``i`` runs, ``resident[i]`` bytes left after it. ``time`` is
-    seconds until the last stream ends. ``at_peak`` lists what makes up the peak: (storage, bytes), storage -1
-    for what the op at the peak needs while it runs.
+    seconds until the last stream ends, ``compute_time`` those that stream 0 works. ``at_peak`` lists what makes up
+    the peak: (storage, bytes), storage -1
+    for what the op at the peak needs while it runs, and saved random states.
     """
 
     during: tuple[int, ...]
@@ -70,8 +72,8 @@ def baseline(graph: Graph, order: Sequence[int] | None = None) -> tuple[Step, ..
 class _Machine:
     """The state a replay goes through: which forms are resident, in which version, and stream clocks."""
 
-    def __init__(self, graph: Graph, bandwidth: float) -> None:
-        self.graph, self.uses, self.bandwidth = graph, graph.uses, bandwidth
+    def __init__(self, graph: Graph) -> None:
+        self.graph, self.uses, self.machine = graph, graph.uses, graph.machine
         n = len(graph.storages)
         self.full = [False] * n
         self.version = [0] * n
@@ -86,6 +88,7 @@ class _Machine:
         self.done: list[float] = []
         self.compute_time = 0.0
         self.ran = [False] * len(graph.ops)
+        self.saved: set[int] = set()  # ops whose random state is resident
 
     def fail(self, rule: str, value: object, i: int) -> NoReturn:
         raise BadInput(rule, value, f"step {i} of the plan for {self.graph.name!r}")
@@ -115,8 +118,12 @@ class _Machine:
         op, k = self.graph.ops[step.op], step.op
         if again != self.ran[k]:
             self.fail("an op is computed once, and recomputed only after that", op.name, i)
-        if again and not op.pure:
-            self.fail("an op with random state or effects is never recomputed", op.name, i)
+        if again and (op.effect or (op.random and k not in self.saved)):
+            self.fail(
+                "an op with effects, or whose random state is not saved, is never recomputed", op.name, i
+            )
+        if step.saves and (again or not op.state):
+            self.fail("a state is saved when a random op that has one is computed", op.name, i)
         self.ran[k] = True
         skip = set(op.updates) if again else set()
         for s, need in zip(self.uses.reads[k], self.uses.needs[k], strict=True):
@@ -130,14 +137,20 @@ class _Machine:
             if s not in skip:
                 self.version[s] += 1
         made = self.uses.defines[k]
-        during = self.live + sum(self.graph.storages[s].size for s in made) + extra_bytes(op)
+        state = op.state if step.saves or again else 0
+        during = self.live + sum(self.graph.storages[s].size for s in made) + extra_bytes(op) + state
+        if step.saves:
+            self.saved.add(k)
+            self.live += op.state
         for s in step.storages if again else made:
             if s not in made or self.full[s]:
                 self.fail("a recomputation restores what is not resident", self.name(s), i)
             self.full[s], self.version[s] = True, 1
             self.live += self.graph.storages[s].size
-        self.compute_time += op.time
-        self.advance(step, op.time)
+        # To save takes one move of the state; to set it aside, set the saved one and put it back takes three.
+        seconds = op.time + self.machine.state * (int(step.saves) + 3 * int(again and op.random))
+        self.compute_time += seconds
+        self.advance(step, seconds)
         return during
 
     def move(self, i: int, step: Step) -> int:
@@ -145,7 +158,7 @@ class _Machine:
         seconds = 0.0
         for s in step.storages:
             size = self.graph.storages[s].size
-            seconds += size / self.bandwidth
+            seconds += self.machine.seconds(step.kind, size, step.codec)
             there = {"offload": self.full[s], "compress": self.full[s], "fetch": self.host[s]}
             if not there.get(step.kind, bool(self.packed[s])):
                 self.fail(f"{step.kind} needs the form it copies from", self.name(s), i)
@@ -155,10 +168,14 @@ class _Machine:
             else:
                 self.version[s] = self.copied[s, form]
             if step.kind == "offload":
+                if self.host[s]:
+                    self.fail("a host form is made once", self.name(s), i)
                 self.host[s] = True
                 self.host_live += size
                 self.host_peak = max(self.host_peak, self.host_live)
             elif step.kind == "compress":
+                if self.packed[s] or step.nbytes < 1:
+                    self.fail("a packed form is made once, of at least one byte", self.name(s), i)
                 self.packed[s] = step.nbytes
                 self.live += step.nbytes
             else:
@@ -166,11 +183,18 @@ class _Machine:
                     self.fail(f"{step.kind} restores what is not resident", self.name(s), i)
                 self.full[s] = True
                 self.live += size
+        if step.stream == 0:
+            self.compute_time += seconds
         self.advance(step, seconds)
         return self.live
 
     def free(self, i: int, step: Step) -> int:
         before = self.live
+        if step.form == "state":
+            if step.op not in self.saved or step.storages:
+                self.fail("only what is resident is freed", f"the random state of op {step.op}", i)
+            self.saved.remove(step.op)
+            self.live -= self.graph.ops[step.op].state
         for s in step.storages:
             size = self.graph.storages[s].size
             if s in self.graph.static and step.form == "full":
@@ -199,12 +223,12 @@ class _Machine:
         return rows + [(s, b) for s, b in enumerate(self.packed) if b]
 
 
-def replay(graph: Graph, steps: Sequence[Step], *, bandwidth: float = 16e9) -> Timeline:
-    """Run ``steps`` on paper. ``bandwidth`` is bytes per second of a copy.
+def replay(graph: Graph, steps: Sequence[Step]) -> Timeline:
+    """Run ``steps`` on paper, on the graph's machine.
 
     Raises ``BadInput`` naming the step where the steps break a rule (``verify`` collects all violations).
     """
-    m = _Machine(graph, bandwidth)
+    m = _Machine(graph)
     during: list[int] = []
     resident: list[int] = []
     peak, peak_step = m.live, -1
@@ -228,7 +252,7 @@ def replay(graph: Graph, steps: Sequence[Step], *, bandwidth: float = 16e9) -> T
 
 def _at_peak(graph: Graph, steps: Sequence[Step]) -> tuple[tuple[int, int], ...]:
     """Who is in memory while the last of ``steps`` runs (a second replay: the peak is known only at the end)."""
-    m = _Machine(graph, 1.0)
+    m = _Machine(graph)
     now = m.live
     for i, step in enumerate(steps):
         now = m.step(i, step)

@@ -128,6 +128,7 @@ def _plan(graph: Graph, steps: Sequence[Step], layout: Layout, line: Timeline, b
         static=graph.static_bytes,
         arena=layout.arena,
         handed=layout.handed,
+        host=layout.host,
         time=line.time,
         time_before=before.time,
     )

@@ -21,12 +21,14 @@ __all__ = ["Layout", "lay_out", "stays"]
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """Placed residences; ``arena`` bytes they span, ``load`` the most of them alive at once (the bound)."""
+    """Placed residences; ``arena`` bytes they span, ``load`` the most of them alive at once (the bound), ``handed``
+    bytes of results that leave it, ``host`` bytes spanned in the host pool."""
 
     residences: tuple[Residence, ...]
     arena: int
     load: int
     handed: int
+    host: int = 0
 
 
 def _width(op: Op) -> int:
@@ -39,6 +41,7 @@ def stays(graph: Graph, steps: Sequence[Step]) -> Iterator[Residence]:
     uses = graph.uses
     size = [s.size for s in graph.storages]
     begun: dict[tuple[int, str], tuple[int, int, int]] = {}
+    states: dict[int, int] = {}
     out: list[Residence] = []
     for i, step in enumerate(steps):
         if step.kind in ("compute", "recompute"):
@@ -51,6 +54,13 @@ def stays(graph: Graph, steps: Sequence[Step]) -> Iterator[Residence]:
                 elif size[s]:
                     out.append(Residence(s, i, i + 1, size[s], first=first.get(j, -1)))
             out.extend(_scratch(op, i))
+            if step.saves:
+                states[step.op] = i
+            elif step.kind == "recompute" and op.state:
+                out.append(Residence(-1, i, i + 1, op.state, form="state", request=step.op))
+        elif step.form == "state":
+            start, nbytes = states.pop(step.op), graph.ops[step.op].state
+            out.append(Residence(-1, start, i, nbytes, form="state", request=step.op))
         elif step.kind == "free":
             for s in step.storages:
                 start, event, nbytes = begun.pop((s, step.form))
@@ -65,8 +75,9 @@ def stays(graph: Graph, steps: Sequence[Step]) -> Iterator[Residence]:
             begun.update({(s, "packed"): (i, -1, step.nbytes) for s in step.storages})
     for (s, form), (start, event, nbytes) in begun.items():
         if nbytes:
-            out.append(Residence(s, start, len(steps), nbytes, form=form, first=event))
-    yield from sorted(out, key=lambda r: (r.start, r.request, r.storage))
+            pool = "host" if form == "host" else "device"
+            out.append(Residence(s, start, len(steps), nbytes, 0, pool, form, first=event))
+    yield from sorted(out, key=lambda r: (r.start, r.request, r.storage, r.form))
 
 
 def _scratch(op: Op, i: int) -> Iterator[Residence]:
@@ -88,24 +99,29 @@ def lay_out(
     work: int = 400_000,
     seed: int = 0,
 ) -> Layout:
-    """Offsets for everything the steps make. With ``hand_out`` the graph's outputs leave the arena: they are
-    given to the caller in memory of their own (pool ``out``)."""
+    """Offsets for everything the steps make, in the arena and in the host pool. With ``hand_out`` the graph's
+    outputs leave the arena: they are given to the caller in memory of their own (pool ``out``)."""
     rows = list(stays(graph, steps))
     ticks = np.zeros(len(steps) + 1, dtype=np.int64)
     for i, step in enumerate(steps):
-        ticks[i + 1] = ticks[i] + (_width(graph.ops[step.op]) if step.op >= 0 else 1)
+        runs = step.kind in ("compute", "recompute")
+        ticks[i + 1] = ticks[i] + (_width(graph.ops[step.op]) if runs else 1)
     leaves = {r for r in rows if hand_out and r.storage in graph.kept and r.end == len(steps)}
-    placed = [r for r in rows if r not in leaves and r.pool == "device"]
-    lower = np.array([ticks[r.start] + max(r.first, 0) for r in placed], dtype=np.int64)
-    upper = np.array(
-        [ticks[r.end - 1] + r.last if r.last >= 0 else ticks[r.end] for r in placed], dtype=np.int64
-    )
-    size = np.array([r.size for r in placed], dtype=np.int64)
-    offsets, arena, load = portfolio.offsets(
-        lower, upper, size, time_limit=seconds, work_limit=work, seed=seed
-    )
-    at = {r: int(o) for r, o in zip(placed, offsets, strict=True)}
+    at: dict[Residence, int] = {}
+    span: dict[str, tuple[int, int]] = {}
+    for pool in ("device", "host"):
+        placed = [r for r in rows if r not in leaves and r.pool == pool]
+        lower = np.array([ticks[r.start] + max(r.first, 0) for r in placed], dtype=np.int64)
+        upper = np.array(
+            [ticks[r.end - 1] + r.last if r.last >= 0 else ticks[r.end] for r in placed], dtype=np.int64
+        )
+        size = np.array([r.size for r in placed], dtype=np.int64)
+        offsets, extent, load = portfolio.offsets(
+            lower, upper, size, time_limit=seconds, work_limit=work, seed=seed
+        )
+        at.update({r: int(o) for r, o in zip(placed, offsets, strict=True)})
+        span[pool] = int(extent), int(load)
     done = tuple(
         replace(r, pool="out", offset=0) if r in leaves else replace(r, offset=at.get(r, 0)) for r in rows
     )
-    return Layout(done, int(arena), int(load), sum(r.size for r in leaves))
+    return Layout(done, *span["device"], sum(r.size for r in leaves), span["host"][0])

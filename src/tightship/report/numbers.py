@@ -82,7 +82,7 @@ def columns(graph: Graph, steps: Sequence[Step]) -> list[Column]:
                 size = {"full": graph.storages[s].size, "packed": packed.get(s, 0)}
                 live[band[s]] -= size.get(step.form, 0)
         else:
-            seconds = graph.ops[step.op].time if step.op >= 0 else 0.0
+            seconds = graph.ops[step.op].time if step.op >= 0 else _moving(graph, step)
             phase = graph.ops[step.op].phase if step.kind == "compute" else phase
             packed.update(dict.fromkeys(step.storages, step.nbytes) if step.kind == "compress" else {})
             for s, nbytes in _begins(graph, step):
@@ -92,6 +92,13 @@ def columns(graph: Graph, steps: Sequence[Step]) -> list[Column]:
         found.append(Column(clock, seconds, phase, (*now[:-1], now[-1] + rest)))
         clock += seconds
     return found
+
+
+def _moving(graph: Graph, step: Step) -> float:
+    """Seconds of a copy or a codec that nothing runs beside."""
+    if step.stream:
+        return 0.0
+    return sum(graph.machine.seconds(step.kind, graph.storages[s].size, step.codec) for s in step.storages)
 
 
 def _band(graph: Graph, s: int) -> int:

@@ -16,6 +16,7 @@ import msgspec
 
 from tightship.errors import BadInput
 from tightship.graph import Graph, Op, Request, Storage, Value
+from tightship.machine import CODECS, MODELLED, Machine
 from tightship.plan import Plan, Residence, Step
 
 __all__ = [
@@ -45,8 +46,9 @@ Index = Annotated[int, msgspec.Meta(ge=0, le=_LARGEST)]
 OptionalIndex = Annotated[int, msgspec.Meta(ge=-1, le=_LARGEST, description="-1: none")]
 Bytes = Annotated[int, msgspec.Meta(ge=0, le=_LARGEST, description="bytes")]
 Seconds = Annotated[float, msgspec.Meta(ge=0, description="seconds")]
+Rate = Annotated[float, msgspec.Meta(gt=0, description="bytes per second")]
 Kind = Literal["compute", "recompute", "offload", "fetch", "compress", "decompress", "free"]
-Form = Literal["full", "packed", "host"]
+Form = Literal["full", "packed", "host", "state"]
 
 
 class _Document(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True, kw_only=True):
@@ -95,6 +97,17 @@ class _OpRow(_Document):
     module: str = ""
     source: str = ""
     calls: tuple[_Body, ...] = ()
+    state: Bytes = 0
+
+
+class _MachineRow(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
+    offload: Rate = MODELLED.offload
+    fetch: Rate = MODELLED.fetch
+    latency: Seconds = MODELLED.latency
+    pack: tuple[Rate, ...] = MODELLED.pack
+    unpack: tuple[Rate, ...] = MODELLED.unpack
+    state: Seconds = MODELLED.state
+    measured: bool = False
 
 
 class _Body(_Document, kw_only=True):
@@ -105,6 +118,7 @@ class _Body(_Document, kw_only=True):
     inputs: tuple[Index, ...] = ()
     outputs: tuple[Index, ...] = ()
     meta: dict[str, Any] = {}
+    machine: _MachineRow = _MachineRow()
 
 
 class GraphDocument(_Body, kw_only=True):
@@ -122,6 +136,8 @@ class _StepColumns(_Document):
     nbytes: tuple[Bytes, ...] = ()
     stream: tuple[Index, ...] = ()
     waits: tuple[tuple[Index, ...], ...] = ()
+    codec: tuple[str, ...] = ()
+    saves: tuple[bool, ...] = ()
 
 
 class _ResidenceColumns(_Document):
@@ -159,6 +175,9 @@ class PlanDocument(_Document, kw_only=True):
     command: str = ""
     notes: tuple[str, ...] = ()
     meta: dict[str, Any] = {}
+    host: Bytes = 0
+    host_budget: Bytes | None = None
+    lossy: bool = False
     steps: _StepColumns
     residences: _ResidenceColumns | None = None
     graph: GraphDocument | None = None
@@ -168,10 +187,11 @@ def _names(cls: type) -> tuple[str, ...]:
     return tuple(f.name for f in fields(cls))
 
 
-_STEP, _RESIDENCE, _PLAN = _names(Step), _names(Residence), _names(Plan)
+_STEP, _RESIDENCE, _PLAN, _MACHINE = _names(Step), _names(Residence), _names(Plan), _names(Machine)
 _storage: Callable[[Any], tuple[Any, ...]] = attrgetter(*_names(Storage))
 _value: Callable[[Any], tuple[Any, ...]] = attrgetter(*_names(Value))
 _request: Callable[[Any], tuple[Any, ...]] = attrgetter(*_names(Request))
+_machine: Callable[[Any], tuple[Any, ...]] = attrgetter(*_names(Machine))
 
 
 # Plans
@@ -290,6 +310,7 @@ def _body(graph: Graph, place: str, depth: int) -> dict[str, Any]:
         "inputs": graph.inputs,
         "outputs": graph.outputs,
         "meta": graph.meta,
+        "machine": _MachineRow(**dict(zip(_MACHINE, _machine(graph.machine), strict=True))),
     }
 
 
@@ -314,6 +335,7 @@ def to_graph(doc: _Body, place: str = "$", depth: int = 0) -> Graph:
             doc.outputs,
             doc.name,
             doc.meta,
+            _machine_of(doc.machine, f"{place}.machine"),
         )
         made = graph.uses.defines
     except BadInput as error:
@@ -324,6 +346,12 @@ def to_graph(doc: _Body, place: str = "$", depth: int = 0) -> Graph:
                 rule = f"a request becomes -1 or an index of the {len(made[k])} storages its op defines"
                 raise BadInput(rule, r.storage, f"{place}.ops[{k}].requests")
     return graph
+
+
+def _machine_of(row: _MachineRow, place: str) -> Machine:
+    if not len(row.pack) == len(row.unpack) == len(CODECS):
+        raise BadInput(f"a machine has a rate for each of {len(CODECS)} codecs", len(row.pack), place)
+    return Machine(*_machine(row))
 
 
 # Meta

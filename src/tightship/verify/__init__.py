@@ -12,7 +12,10 @@ use-before-definition    an op uses a storage before the op that makes it
 not-resident             an op or a copy uses a form that is not there
 already-resident         a step makes a form that is there already
 stale                    restored contents are not those wanted (a later write is missing, or is in)
-impure-recompute         recomputing what is random, has effects, writes the caller's bytes, or never ran
+impure-recompute         recomputing what is random and has no saved state, has effects, writes the caller's bytes, or
+                         never ran
+codec                    a packed form that no codec makes of these values, of another size, before the last write, or
+                         lossy where the plan allows no loss
 foreign-free             freeing what is the caller's or is not there
 lost-output, leak        when the plan ends, results are there in their last version, and nothing else is
 lane                     a step on another stream may still be using the bytes: a wait is missing
@@ -20,8 +23,8 @@ missing-residence        a stay that the steps imply has no place
 wrong-residence          a residence that is no stay, or has another end, size, pool or event
 overlap                  two residences use the same bytes at the same time
 misaligned               an offset that is no multiple of 64
-out-of-bounds            bytes before or beyond the arena
-over-budget              the plan has a budget, and its peak or the bytes it places are over it
+out-of-bounds            bytes before or beyond the arena, or the plan's bytes of the host pool
+over-budget              the plan has a budget, and its peak or the bytes it places are over it; likewise on the host
 peak-mismatch            ``peak``, ``static`` or ``handed`` is not what the steps and residences give
 bound                    the claimed lower bound is above the peak, so it is none
 =======================  ================================================================================
@@ -54,6 +57,7 @@ CODES = (
     "already-resident",
     "stale",
     "impure-recompute",
+    "codec",
     "foreign-free",
     "lost-output",
     "leak",
@@ -76,7 +80,7 @@ def verify(graph: Graph, plan: Plan) -> list[Violation]:
         ledger.add("unknown", -1, (graph.name,), f"the plan was made for another graph than {graph.name!r}")
     facts = facts_of(graph)
     clocks = Clocks(plan.steps)
-    replay = Replay(graph, facts, plan.steps, clocks, ledger)
+    replay = Replay(graph, facts, plan.steps, clocks, ledger, plan.lossy)
     replay.run()
     _totals(graph, plan, facts, replay.peak, ledger)
     if plan.residences:
@@ -101,6 +105,9 @@ def _totals(graph: Graph, plan: Plan, facts: Facts, peak: int, ledger: Ledger) -
     if plan.lower_bound > peak:
         message = f"a lower bound of {plan.lower_bound} bytes is above the peak of {peak}"
         ledger.add("bound", -1, (graph.name,), message)
+    if plan.host_budget is not None and plan.host > plan.host_budget:
+        message = f"the host budget is {plan.host_budget} bytes; {plan.host} are placed there"
+        ledger.add("over-budget", -1, (graph.name,), message)
     placed = facts.static_bytes + plan.arena + plan.handed
     if plan.budget is not None and max(peak, placed) > plan.budget:
         message = f"the budget is {plan.budget} bytes; the peak is {peak}, all that is placed {placed}"

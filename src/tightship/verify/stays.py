@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from tightship.graph import ALIGNMENT, Graph, Op, aligned
+from tightship.graph import ALIGNMENT, Graph, Op, Storage, aligned
 from tightship.plan import Plan, Residence
 from tightship.verify.facts import Facts
 from tightship.verify.lanes import Clocks
@@ -33,8 +33,8 @@ class _Block:
 def check_residences(
     graph: Graph, facts: Facts, plan: Plan, replay: Replay, clocks: Clocks, ledger: Ledger
 ) -> None:
-    """Offsets count in the arena and in pools of the planner's own; results handed out (pool ``out``) and
-    copies on the host are memory of their own."""
+    """Offsets count in the arena, on the host and in pools of the planner's own; results handed out (pool ``out``)
+    are memory of their own."""
     pools: dict[str, list[_Block]] = {}
     handed = 0
     for r, released in _matched(graph, facts, plan, replay, ledger):
@@ -45,7 +45,7 @@ def check_residences(
         if begin >= finish:
             message = f"the residence of {name} ends before it begins"
             ledger.add("wrong-residence", r.start, (name,), message)
-        elif r.size > 0 and r.pool != "out" and r.form != "host" and _inside(r, name, plan.arena, ledger):
+        elif r.size > 0 and r.pool != "out" and _inside(r, name, plan, ledger):
             block = _Block(name, r.offset, r.offset + r.size, begin, finish, released)
             pools.setdefault(r.pool, []).append(block)
     if plan.handed != handed:
@@ -56,17 +56,20 @@ def check_residences(
 
 
 def _name(graph: Graph, r: Residence) -> str:
+    if r.form == "state":
+        return f"random state of {graph.ops[r.request].name}"
     if r.storage >= 0:
         return graph.storages[r.storage].name
     return f"request {r.request} of step {r.start}" if r.request >= 0 else f"workspace of step {r.start}"
 
 
-def _inside(r: Residence, name: str, arena: int, ledger: Ledger) -> bool:
+def _inside(r: Residence, name: str, plan: Plan, ledger: Ledger) -> bool:
     if r.offset % ALIGNMENT:
         message = f"{name} lies at {r.offset}, which is no multiple of {ALIGNMENT}"
         ledger.add("misaligned", r.start, (name,), message)
-    if r.offset < 0 or (r.pool == "device" and r.offset + r.size > arena):
-        message = f"{name} lies in [{r.offset}, {r.offset + r.size}), outside the arena of {arena} bytes"
+    end = {"device": plan.arena, "host": plan.host}.get(r.pool, r.offset + r.size)
+    if r.offset < 0 or r.offset + r.size > end:
+        message = f"{name} lies in [{r.offset}, {r.offset + r.size}), outside the {end} bytes of {r.pool!r}"
         ledger.add("out-of-bounds", r.start, (name,), message)
     return r.offset >= 0
 
@@ -81,10 +84,10 @@ def _matched(
     expected = {(stay.storage, stay.form, stay.start): stay for stay in replay.stays}
     scratch: dict[int, list[Residence]] = {}
     found: list[tuple[Residence, int]] = []
-    hosted = False
     for r in plan.residences:
-        hosted = hosted or r.form == "host"
-        if r.storage == -1:
+        if r.form == "state":
+            found += _state(graph, r, expected.pop((r.request, "state", r.start), None), ledger)
+        elif r.storage == -1:
             scratch.setdefault(r.start, []).append(r)
         elif not 0 <= r.storage < len(graph.storages):
             ledger.add("unknown", r.start, (str(r.storage),), f"there is no storage {r.storage}")
@@ -98,13 +101,26 @@ def _matched(
                 _compare(graph, facts, plan, r, stay, ledger)
                 found.append((r, stay.released))
     for stay in expected.values():
-        # Copies on the host are placed all or not at all: their allocator may be someone else's.
-        if stay.size > 0 and (stay.form != "host" or hosted):
-            name = graph.storages[stay.storage].name
+        if stay.size > 0:
+            named: Sequence[Op | Storage] = graph.ops if stay.form == "state" else graph.storages
+            name = named[stay.storage].name
             message = f"{name} ({stay.form}) is resident in steps [{stay.start}, {stay.end}) but has no place"
             ledger.add("missing-residence", stay.start, (name,), message)
     found += _scratch(graph, facts, replay, scratch, ledger)
     return found
+
+
+def _state(graph: Graph, r: Residence, stay: Stay | None, ledger: Ledger) -> list[tuple[Residence, int]]:
+    """A random state, saved or set aside, lies in the arena for as long as its steps say."""
+    wanted = stay and Residence(
+        -1, stay.start, stay.end, stay.size, r.offset, form="state", request=stay.storage
+    )
+    if stay is None or r != wanted:
+        message = (
+            f"no random state of op {r.request} is resident in steps [{r.start}, {r.end}) with these bytes"
+        )
+        ledger.add("wrong-residence", r.start, (str(r.request),), message)
+    return [] if stay is None else [(r, stay.released)]
 
 
 def _compare(graph: Graph, facts: Facts, plan: Plan, r: Residence, stay: Stay, ledger: Ledger) -> None:
@@ -125,7 +141,7 @@ def _compare(graph: Graph, facts: Facts, plan: Plan, r: Residence, stay: Stay, l
 
 def _pool_fits(graph: Graph, facts: Facts, n: int, r: Residence, stay: Stay) -> bool:
     if r.form == "host":
-        return r.pool not in ("device", "out")
+        return r.pool == "host"
     if r.pool == "out":
         return r.form == "full" and stay.end == n and r.storage in facts.kept
     return r.pool in ("device", graph.storages[r.storage].pool)

@@ -7,9 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 from tightship.graph import Graph
+from tightship.machine import LOSSY
 from tightship.plan import FORMS, KINDS, Step
+from tightship.verify.codecs import Codecs
 from tightship.verify.facts import Facts, place_of
 from tightship.verify.lanes import MAX_STREAMS, Clocks, Lanes
 from tightship.verify.ledger import Ledger
@@ -26,7 +29,8 @@ _COPIES = {
 
 @dataclass(frozen=True, slots=True)
 class Stay:
-    """A form of a storage is resident in steps ``[start, end)`` and is ended by step ``released``."""
+    """A form of a storage is resident in steps ``[start, end)`` and is ended by step ``released``. In the form
+    ``state``, ``storage`` is the op whose random state it is."""
 
     storage: int
     form: str
@@ -49,9 +53,16 @@ class Replay:
     """``stays`` the steps imply, ``ran`` (step, op) of all op runs, ``peak`` bytes with the static set."""
 
     def __init__(
-        self, graph: Graph, facts: Facts, steps: Sequence[Step], clocks: Clocks, ledger: Ledger
+        self,
+        graph: Graph,
+        facts: Facts,
+        steps: Sequence[Step],
+        clocks: Clocks,
+        ledger: Ledger,
+        lossy: bool = False,
     ) -> None:
         self.graph, self.facts, self.steps, self.clocks = graph, facts, steps, clocks
+        self.lossy = lossy
         self.note = ledger.add
         self.lanes = Lanes(clocks, steps)
         self.stays: list[Stay] = []
@@ -123,20 +134,34 @@ class Replay:
         self._reads(i, k, again, skip)
         self._writes(i, k, again, skip)
         made = self.facts.makes[k]
-        need = sum(self.graph.storages[s].size for s in made) + self.facts.extra[k]
+        state = op.state if step.saves or again else 0
+        need = sum(self.graph.storages[s].size for s in made) + self.facts.extra[k] + state
         level = self.live + need
+        if step.saves:
+            self._save(i, k, again)
+        elif again and op.state:
+            self.stays.append(Stay(k, "state", i, i + 1, op.state, i))
         self.ran.append((i, k))
         self._results(i, k, step, again)
         return level
 
     def _pure(self, i: int, k: int) -> None:
         op = self.graph.ops[k]
-        if op.random or op.effect:
-            what = "draws from the random state" if op.random else "has effects"
+        if op.effect or (op.random and k not in self._forms["state"]):
+            what = "has effects" if op.effect else "draws from the random state, which is not saved,"
             self.note("impure-recompute", i, (op.name,), f"{place_of(op)} {what} and runs only once")
+        elif op.random:
+            self._late(i, self.lanes.read(i, ("state", k)), op.name)
         for s in self._foreign_writes(k):
             message = f"{place_of(op)} would write {self._name(s)}, which is the caller's, a second time"
             self.note("impure-recompute", i, (op.name, self._name(s)), message)
+
+    def _save(self, i: int, k: int, again: bool) -> None:
+        op = self.graph.ops[k]
+        if again or not op.random or not op.state:
+            self.note("unknown", i, (op.name,), f"{place_of(op)} has no random state that can be saved here")
+            return
+        self._make(i, "state", k, 0, op.state)
 
     def _foreign_writes(self, k: int) -> list[int]:
         updates = self.graph.ops[k].updates
@@ -218,8 +243,9 @@ class Replay:
 
     def _make(self, i: int, form: str, s: int, version: int, size: int) -> None:
         if s in self._forms[form]:
-            message = f"makes {self._name(s)} ({form}), which is already there"
-            self.note("already-resident", i, (self._name(s),), message)
+            name = self.graph.ops[s].name if form == "state" else self._name(s)
+            message = f"makes {name} ({form}), which is already there"
+            self.note("already-resident", i, (name,), message)
             return
         self._forms[form][s] = _Copy(i, version, size)
         self.lanes.make(i, (form, s))
@@ -238,12 +264,28 @@ class Replay:
                 message = f"{step.kind} of {self._name(s)}, whose {source} form is not there"
                 self.note("not-resident", i, (self._name(s),), message)
             self._late(i, self.lanes.read(i, (source, s)), self._name(s))
+            if target == "packed":
+                self._codec(i, step, s, None if here is None else here.version)
             size = step.nbytes if target == "packed" else self.graph.storages[s].size
             self._make(i, target, s, self._written[s] if here is None else here.version, size)
+
+    def _codec(self, i: int, step: Step, s: int, version: int | None) -> None:
+        why = self.codecs.fault(s, step.codec, step.nbytes, self.lossy)
+        if not why and step.codec not in LOSSY and version not in (None, self.facts.final[s]):
+            why = "it is packed before its last write, when its range is not known"
+        if why:
+            self.note("codec", i, (self._name(s),), f"{self._name(s)} cannot be packed so: {why}")
+
+    @cached_property
+    def codecs(self) -> Codecs:
+        return Codecs(self.graph, self.facts)
 
     def _free(self, i: int, step: Step) -> None:
         if step.form not in FORMS:
             self.note("unknown", i, (str(step.form),), f"a form is one of {', '.join(FORMS)}")
+            return
+        if step.form == "state":
+            self._forget(i, step)
             return
         for s in step.storages:
             if not self._valid(i, s):
@@ -262,6 +304,17 @@ class Replay:
             if step.form != "host":
                 self.live -= here.size
 
+    def _forget(self, i: int, step: Step) -> None:
+        here = self._forms["state"].pop(step.op, None)
+        if here is None or step.storages:
+            self.note(
+                "foreign-free", i, (str(step.op),), f"op {step.op} has no saved random state to be freed"
+            )
+        if here is not None:
+            self._late(i, self.lanes.write(i, ("state", step.op)), self.graph.ops[step.op].name)
+            self.stays.append(Stay(step.op, "state", here.start, i, here.size, i))
+            self.live -= here.size
+
     def _end(self) -> None:
         n, full = len(self.steps), self._forms["full"]
         for k, op in enumerate(self.graph.ops):
@@ -277,6 +330,6 @@ class Replay:
                 if form == "full" and s in self.facts.static:
                     continue
                 if form != "full" or s not in self.facts.kept:
-                    message = f"{self._name(s)} ({form}) is never freed"
-                    self.note("leak", here.start, (self._name(s),), message)
+                    name = self.graph.ops[s].name if form == "state" else self._name(s)
+                    self.note("leak", here.start, (name,), f"{name} ({form}) is never freed")
                 self.stays.append(Stay(s, form, here.start, n, here.size, n))

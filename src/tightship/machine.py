@@ -1,0 +1,46 @@
+"""Machine: what copies and codecs cost here, in bytes per second.
+
+A graph carries the machine its times are for: measured figures come from `execute`, the defaults model a
+laptop. Seconds of a transfer are ``latency + bytes / rate``, bytes those of the full form; streams are taken
+not to slow one another down.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+__all__ = ["CODECS", "LOSSY", "MODELLED", "Machine"]
+
+CODECS = ("bits", "mask", "uint8", "int8", "uint16", "int16", "uint32", "int32", "bf16")
+"""How bytes are packed. ``bits``: booleans, one bit each. ``mask``: zeros and one other number (a dropout mask),
+one bit each and the number. ``int8`` … ``uint32``: integers in a narrower type, within their known range.
+``bf16``: single precision rounded to bfloat16."""
+
+LOSSY = ("bf16",)
+"""Codecs that do not give back the bits they were given: used only on request."""
+
+
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """``offload`` and ``fetch``: bytes per second to and from the host pool; ``latency``: seconds that each copy
+    of a storage takes besides; ``pack`` and ``unpack``: bytes per second of each of ``CODECS``, in their order;
+    ``state``: seconds to save or to set the random state. ``measured``: here, rather than modelled."""
+
+    offload: float = 1.6e10
+    fetch: float = 1.6e10
+    latency: float = 2e-5
+    pack: tuple[float, ...] = (4e9,) * len(CODECS)
+    unpack: tuple[float, ...] = (4e9,) * len(CODECS)
+    state: float = 2e-5
+    measured: bool = False
+
+    def seconds(self, kind: str, nbytes: int, codec: str = "") -> float:
+        """Of one storage of ``nbytes`` in a step of ``kind`` offload, fetch, compress or decompress. A codec not
+        named takes as long as the slowest."""
+        if kind in ("offload", "fetch"):
+            return self.latency + nbytes / (self.offload if kind == "offload" else self.fetch)
+        rates = self.pack if kind == "compress" else self.unpack
+        return nbytes / (rates[CODECS.index(codec)] if codec in CODECS else min(rates))
+
+
+MODELLED = Machine()
