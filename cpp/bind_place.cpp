@@ -84,9 +84,9 @@ class Placer {
 
     // Offsets, lower bound, and the buffers that prove it where the peak load does not.
     std::tuple<Result, i64, Result> exact(Array start, std::uint64_t seed, i64 work, double seconds, i64 goal,
-                                          int threads) {
+                                          bool wanted, int threads) {
         if (static_cast<i64>(start.shape(0)) != buffers_.count()) throw nb::value_error("an offset for every buffer");
-        ExactLimits limits{work, seconds, goal, threads, seed, [] {
+        ExactLimits limits{work, seconds, goal, wanted, threads, seed, [] {
                                nb::gil_scoped_acquire locked;  // Ctrl-C
                                if (PyErr_CheckSignals() != 0) throw nb::python_error();
                            }};
@@ -123,9 +123,9 @@ void bind_place(nb::module_& m) {
              "nothing, once it would be `cutoff` or more.")
         .def("climb", &Placer::climb, "order"_a, "best_fit"_a, "seed"_a, "work"_a, "seconds"_a, "bound"_a,
              "Offsets and arena of the best packing found by changing this order.")
-        .def("exact", &Placer::exact, "start"_a, "seed"_a, "work"_a, "seconds"_a, "goal"_a, "threads"_a,
+        .def("exact", &Placer::exact, "start"_a, "seed"_a, "work"_a, "seconds"_a, "goal"_a, "wanted"_a, "threads"_a,
              "Offsets of the best placement found by tree search from `start` on, a lower bound, and the buffers "
-             "that prove it (none where it is the peak load). Ends at an arena of `goal` bytes. No buffer is pinned.");
+             "that prove it (none where it is the peak load). Ends at an arena of `goal` bytes.");
     m.def(
         "lower_bound",
         [](Array lower, Array upper, Array size) {

@@ -3,7 +3,6 @@
 #include <algorithm>
 #include <chrono>
 #include <numeric>
-#include <stdexcept>
 #include <thread>
 
 namespace tightship::place {
@@ -16,8 +15,7 @@ using Clock = std::chrono::steady_clock;
 // A size times time, X size times sections; all largest first.
 constexpr const char* kPreferences[] = {"X", "WBA", "BAW", "BLS", "LS", "BWA"};
 constexpr int kTries = 6;  // of a round
-constexpr double kDisorder[] = {0.02, 0.06, 0.15};
-constexpr double kPatience = 1.25;
+constexpr double kDisorder[] = {0.01, 0.03, 0.06};
 constexpr i64 kLeastWork = 100;
 constexpr auto kPollEvery = std::chrono::milliseconds(10);
 
@@ -36,8 +34,8 @@ struct Job {
     std::vector<i64> load;    // of the fullest section of every buffer
     i64 arena = 0, bound = 0;  // in units
     std::vector<i32> clash;
-    i64 rounds = 0;
-    int nearer = 1;  // halvings of the way from the lowest capacity of interest to the arena
+    std::vector<i32> successful;  // the order of the last try that found a placement
+    i64 rounds = 0, tried = 0, work = 0, proving = 0;
 };
 
 // What the tries of a round have in common.
@@ -59,21 +57,28 @@ double key(const Job& job, i32 b, char name) {
     }
 }
 
-// Ranks by a preference; `disorder` is the share of all buffers by which one may be misplaced.
-std::vector<i32> ranks(const Job& job, const char* preference, double disorder, Random& random) {
-    const i32 n = job.part.count();
-    std::vector<i32> order(n), rank(n);
+std::vector<i32> order_by(const Job& job, const char* preference) {
+    std::vector<i32> order(job.part.count());
     std::iota(order.begin(), order.end(), 0);
     std::stable_sort(order.begin(), order.end(), [&](i32 b, i32 c) {
         for (const char* k = preference; *k; ++k)
             if (const double x = key(job, b, *k), y = key(job, c, *k); x != y) return x > y;
         return false;
     });
+    return order;
+}
+
+// Ranks in an order; `disorder` is the share of all buffers by which one may be misplaced.
+std::vector<i32> ranks(const std::vector<i32>& order, double disorder, Random& random) {
+    const std::size_t n = order.size();
     std::vector<std::pair<double, i32>> place;
-    for (i32 k = 0; k < n; ++k)
-        place.emplace_back(k + disorder * n * static_cast<double>(random.below(1 << 20)) / (1 << 20), order[k]);
+    for (std::size_t k = 0; k < n; ++k) {
+        const double share = static_cast<double>(random.below(1 << 20)) / (1 << 20);
+        place.emplace_back(static_cast<double>(k) + disorder * static_cast<double>(n) * share, order[k]);
+    }
     std::sort(place.begin(), place.end());
-    for (i32 k = 0; k < n; ++k) rank[place[k].second] = k;
+    std::vector<i32> rank(n);
+    for (std::size_t k = 0; k < n; ++k) rank[place[k].second] = static_cast<i32>(k);
     return rank;
 }
 
@@ -139,6 +144,15 @@ class Round {
     }
 };
 
+// 1 1 2 1 1 2 4 1 1 2 1 1 2 4 8 ...: within a constant factor of the best restarts when nothing is known of the
+// times that tries take (Luby, Sinclair and Zuckerman 1993).
+i64 luby(i64 k) {
+    for (i64 power = 1;; power *= 2) {
+        if (k == 2 * power - 1) return power;
+        if (k < 2 * power - 1) return luby(k - power + 1);
+    }
+}
+
 class Search {
   public:
     Search(const Buffers& b, std::vector<i64> offset, const ExactLimits& limits)
@@ -164,22 +178,24 @@ class Search {
     i64 unit_ = 1, goal_ = 0;
     bool spent_ = false;  // the work left is less than a try takes
 
+    bool is_pinned(i64 k) const { return b_.pinned[k] != kFree; }
     void measure();
     void split();
+    void fix(Part& part, i32 first) const;
     void open(const std::vector<i32>& members, i32 first);
     Job* worst();
-    Plan proof(const Job& job, i64 lowest) const;
     Plan next(Job& job) const;
     void improve(Job& job);
     i64 patience(const Job& job) const;
-    bool note(Job& job, const Try& done);
+    void note(Job& job, const Try& done);
     void finish();
 };
 
 // The unit: the largest number that divides every size and whatever alignment is not implied by it.
 void Search::measure() {
     i64 unit = 0;
-    for (i64 size : b_.size) unit = std::gcd(unit, size);
+    for (i64 k = 0; k < b_.count(); ++k)
+        if (b_.size[k]) unit = std::gcd(std::gcd(unit, b_.size[k]), is_pinned(k) ? b_.pinned[k] : 0);
     unit_ = std::max<i64>(unit, 1);
     for (bool changed = true; changed;) {
         changed = false;
@@ -200,8 +216,8 @@ void Search::measure() {
 void Search::split() {
     std::vector<i32> order;
     for (i64 k = 0; k < b_.count(); ++k) {
-        if (b_.pinned[k] != kFree && b_.size[k]) throw std::invalid_argument("no buffer is pinned");
-        if (b_.size[k]) order.push_back(static_cast<i32>(k));
+        if (b_.size[k] && is_pinned(k)) goal_ = std::max(goal_, (b_.pinned[k] + b_.size[k]) / unit_);
+        if (b_.size[k] && !is_pinned(k)) order.push_back(static_cast<i32>(k));
         if (!b_.size[k] && b_.pinned[k] == kFree) best_.offset[k] = 0;
     }
     std::stable_sort(order.begin(), order.end(), [this](i32 x, i32 y) { return b_.first[x] < b_.first[y]; });
@@ -232,6 +248,7 @@ void Search::open(const std::vector<i32>& members, i32 first) {
         p.length.push_back(b_.length[k]);
         job.arena = std::max(job.arena, (best_.offset[k] + b_.size[k] + unit_ - 1) / unit_);
     }
+    fix(p, first);
     p.index();
     job.bound = p.bound;
     std::vector<i64> load(p.sections, 0);
@@ -239,6 +256,18 @@ void Search::open(const std::vector<i32>& members, i32 first) {
         for (i32 s = p.first[b]; s < p.last[b]; ++s) load[s] += p.size[b];
     for (i32 b = 0; b < p.count(); ++b)
         job.load.push_back(*std::max_element(load.begin() + p.first[b], load.begin() + p.last[b]));
+}
+
+// The pinned buffers alive with a part that begins with section `first`.
+void Search::fix(Part& p, i32 first) const {
+    const i32 sections = *std::max_element(p.last.begin(), p.last.end());
+    for (i64 k = 0; k < b_.count(); ++k) {
+        const i32 from = std::max(b_.first[k] - first, 0), to = std::min(b_.last[k] - first, sections);
+        if (!is_pinned(k) || !b_.size[k] || from >= to) continue;
+        p.fixed.resize(sections);
+        const Span span{b_.pinned[k] / unit_, (b_.pinned[k] + b_.size[k]) / unit_};
+        for (i32 s = from; s < to; ++s) p.fixed[s].push_back(span);
+    }
 }
 
 // The part with the largest arena, if a smaller one would help.
@@ -252,32 +281,27 @@ Job* Search::worst() {
     return most && most->arena > enough ? most : nullptr;
 }
 
-// Two tries at what is wanted, one after the other with half of the work so far: to prove that it cannot be.
-Plan Search::proof(const Job& job, i64 lowest) const {
-    const i64 at = limits_.goal >= job.bound * unit_ ? lowest : job.arena - 1;
-    return {at, std::max(patience(job), best_.work / 8), 2};
-}
-
-// In turn: all that is wanted, part of the way to it, a proof.
+// The next round's tries. Of a capacity that is wanted two thirds ask; else rounds 1, 2, 4, 8, ... ask for the lowest.
+// The others ask for a random one below the arena, more often a near one. A tenth of the work goes into proofs: two
+// tries that need not be short.
 Plan Search::next(Job& job) const {
     i64 lowest = goal_;
     for (const Job& other : jobs_) lowest = std::max(lowest, other.bound);
-    const i64 highest = job.arena - 1, way = (highest - lowest) >> job.nearer;
-    switch (job.rounds % 3) {
-        case 0: return {lowest, patience(job), kTries};
-        case 1:
-            if (!way) job.nearer = 0;
-            return {highest - way, patience(job), kTries};
-        default: return proof(job, lowest);
-    }
+    const bool wanted = limits_.wanted && lowest == goal_;
+    const i64 highest = job.arena - 1, most = patience(job);
+    if (job.rounds > 2 && 9 * job.proving < job.work)
+        return {wanted ? lowest : highest, std::max(most, job.work / 10), 2};
+    const i64 round = ++job.rounds;
+    if (wanted ? round % 3 != 0 : (round & (round - 1)) == 0) return {lowest, most, kTries};
+    Random random(limits_.seed + static_cast<std::uint64_t>(round));
+    const double share = static_cast<double>(random.below(1 << 20)) / (1 << 20);
+    return {highest - static_cast<i64>(share * share * static_cast<double>(highest - lowest)), most, kTries};
 }
 
-// Work that a try may do: enough to get to the bottom of a tree a few times, and ever more.
+// Work that a try may do: enough to get to the bottom of a tree a few times, and now and then more.
 i64 Search::patience(const Job& job) const {
     const i64 n = job.part.count(), meets = static_cast<i64>(job.part.meets.size()) / n;
-    double work = static_cast<double>(kLeastWork + 4 * n * Tree::cost(n / 2, meets));
-    for (i64 k = 0; k < job.rounds / 3 && work < 1e9; ++k) work *= kPatience;
-    return static_cast<i64>(work);
+    return (kLeastWork + 4 * n * Tree::cost(n / 2, meets)) * luby(job.rounds / 3 + 1);
 }
 
 // The next round. What it does, and so the answer, depends on the work limit only in where it ends.
@@ -288,38 +312,43 @@ void Search::improve(Job& job) {
         spent_ = true;
         return;
     }
+    const bool proves = plan.tries != kTries;
     std::vector<Try> tries(count);
-    for (i64 k = 0; k < count; ++k) {
-        Random random(limits_.seed * 0x2545f4914f6cdd1du + static_cast<std::uint64_t>(job.rounds * kTries + k));
+    for (i64 k = 0; k < count; ++k, ++job.tried) {
+        Random random(limits_.seed * 0x2545f4914f6cdd1du + static_cast<std::uint64_t>(job.tried));
         const double disorder = job.rounds < 3 ? 0 : kDisorder[random.below(3)];
-        tries[k].rank = ranks(job, kPreferences[(plan.tries == kTries ? k : job.rounds + k) % kTries], disorder, random);
+        const bool repeats = k % 2 == 1 && !job.successful.empty();
+        const std::vector<i32> order = repeats ? job.successful : order_by(job, kPreferences[job.tried % kTries]);
+        tries[k].rank = ranks(order, disorder, random);
         tries[k].capacity = plan.capacity;
         tries[k].most = plan.most;
     }
     Round round(job.part, tries, limits_, began_);
     best_.out_of_time = !round.run();
     const std::size_t decided = round.decided();
-    for (std::size_t k = 0; k < tries.size() && k <= decided; ++k)
+    for (std::size_t k = 0; k < tries.size() && k <= decided; ++k) {
         best_.work += tries[k].work, best_.nodes += tries[k].nodes;
-    const bool was_halfway = job.rounds++ % 3 == 1, found = decided < tries.size() && note(job, tries[decided]);
-    if (was_halfway) job.nearer = found ? 1 : job.nearer + 1;
+        job.work += tries[k].work, job.proving += proves ? tries[k].work : 0;
+    }
+    if (decided < tries.size()) note(job, tries[decided]);
 }
 
-// Takes down what a try decided; whether it found a placement.
-bool Search::note(Job& job, const Try& done) {
+// Takes down what a try decided.
+void Search::note(Job& job, const Try& done) {
     const Part& p = job.part;
     if (done.outcome == Outcome::refuted) {
         job.bound = std::min(done.needed, job.arena);
         job.clash.clear();
         for (i32 b : done.nogood) job.clash.push_back(p.id[b]);
-        return false;
+        return;
     }
     job.arena = 0;
+    job.successful.resize(p.count());
+    for (i32 b = 0; b < p.count(); ++b) job.successful[done.rank[b]] = b;
     for (i32 b = 0; b < p.count(); ++b) {
         best_.offset[p.id[b]] = done.offset[b] * unit_;
         job.arena = std::max(job.arena, done.offset[b] + p.size[b]);
     }
-    return true;
 }
 
 void Search::finish() {

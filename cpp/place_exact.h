@@ -13,6 +13,7 @@ struct ExactLimits {
     i64 work = 0;        // units of Tree::cost
     double seconds = 0;  // wall time; infinity for none
     i64 goal = 0;        // an arena this small is enough
+    bool wanted = false;  // there is reason to think that the goal can be reached
     int threads = 1;     // the answer does not depend on it, unless the time ended the search
     std::uint64_t seed = 0;
     std::function<void()> poll;  // called in the calling thread every few milliseconds; may throw to end the search
@@ -26,7 +27,8 @@ struct Exact {
     bool out_of_time = false;
 };
 
-// The best placement found, starting from `offset`, which is one. No buffer may be pinned above 0 bytes.
+// The best placement found, starting from `offset`, which is one. What `clash` proves, it proves with
+// all pinned buffers.
 Exact place_exactly(const Buffers& buffers, std::vector<i64> offset, const ExactLimits& limits);
 
 }  // namespace tightship::place

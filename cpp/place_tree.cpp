@@ -16,6 +16,19 @@ i64 align_up(i64 offset, i64 alignment) {
     return alignment == 1 ? offset : (offset + alignment - 1) / alignment * alignment;
 }
 
+// Sorts spans and joins those that meet.
+void join_all(std::vector<Span>& spans) {
+    std::sort(spans.begin(), spans.end(), [](const Span& x, const Span& y) { return x.start < y.start; });
+    std::size_t kept = 0;
+    for (const Span& span : spans) {
+        if (kept && span.start <= spans[kept - 1].end)
+            spans[kept - 1].end = std::max(spans[kept - 1].end, span.end);
+        else
+            spans[kept++] = span;
+    }
+    spans.resize(kept);
+}
+
 }  // namespace
 
 void Part::index() {
@@ -38,9 +51,48 @@ void Part::index() {
             if (c != b && first[c] < last[b] && first[b] < last[c]) meets.push_back(c);
         meets_from.push_back(static_cast<i32>(meets.size()));
     }
+    if (!fixed.empty()) index_fixed();
     twin.resize(n);
     std::map<std::tuple<i32, i32, i64, i64>, i32> seen;
     for (i32 b = 0; b < n; ++b) twin[b] = seen.try_emplace({first[b], last[b], size[b], alignment[b]}, b).first->second;
+}
+
+void Part::index_fixed() {
+    for (i32 s = 0; s < sections; ++s) {
+        i64 load = 0;
+        join_all(fixed[s]);
+        for (const Span& span : fixed[s]) load += span.end - span.start, bound = std::max(bound, span.end);
+        for (i32 k = alive_from[s]; k < alive_from[s + 1]; ++k) load += size[alive[k]];
+        bound = std::max(bound, load);
+    }
+    around.clear();
+    around_from.assign(1, 0);
+    std::vector<Span> met;
+    for (i32 b = 0; b < count(); ++b) {
+        met.clear();
+        for (i32 s = first[b]; s < last[b]; ++s) met.insert(met.end(), fixed[s].begin(), fixed[s].end());
+        join_all(met);
+        around.insert(around.end(), met.begin(), met.end());
+        around_from.push_back(static_cast<i32>(around.size()));
+    }
+}
+
+i64 Part::clear(i32 b, i64 offset) const {
+    offset = align_up(offset, alignment[b]);
+    if (around.empty()) return offset;
+    for (i32 k = around_from[b]; k < around_from[b + 1]; ++k) {
+        if (around[k].end <= offset) continue;
+        if (around[k].start >= offset + size[b]) break;
+        offset = align_up(around[k].end, alignment[b]);
+    }
+    return offset;
+}
+
+i64 Part::fixed_above(i32 section, i64 offset) const {
+    i64 above = 0;
+    for (const Span& span : fixed[section])
+        if (span.end > offset) above += span.end - std::max(span.start, offset);
+    return above;
 }
 
 // What is known about a state before one of the buffers left is placed.
@@ -62,8 +114,7 @@ void Tree::reset(const std::vector<i32>& rank) {
     const i32 n = p_.count();
     rank_ = rank;
     std::fill(placed_.begin(), placed_.end(), 0);
-    std::fill(lowest_.begin(), lowest_.end(), 0);
-    std::fill(floor_.begin(), floor_.end(), 0);
+    std::fill(floor_.begin(), floor_.end(), p_.fixed.empty() ? 0 : kNone);
     std::fill(rest_.begin(), rest_.end(), 0);
     std::fill(reason_.begin(), reason_.end(), Reason{0, 0});
     for (i32 b : members_) need_[b] = kAbsent;
@@ -80,7 +131,11 @@ void Tree::reset(const std::vector<i32>& rank) {
     }
     for (i32 b = 0; b < n; ++b) {
         left_[b] = place_in_left_[b] = b;
-        for (i32 s = p_.first[b]; s < p_.last[b]; ++s) rest_[s] += p_.size[b], witness_[s] = b;
+        lowest_[b] = p_.clear(b, 0);
+        for (i32 s = p_.first[b]; s < p_.last[b]; ++s) {
+            rest_[s] += p_.size[b];
+            if (lowest_[b] <= floor_[s]) floor_[s] = lowest_[b], witness_[s] = b;
+        }
     }
 }
 
@@ -188,7 +243,7 @@ bool Tree::place(i32 b, i64 offset) {
         const i32 c = p_.meets[k];
         if (placed_[c] || lowest_[c] >= top) continue;
         lifts_.push_back({c, lowest_[c]});
-        lowest_[c] = align_up(top, p_.alignment[c]);
+        lowest_[c] = p_.clear(c, top);
         raised_[c] = mark_;
         from = std::min(from, p_.first[c]), to = std::max(to, p_.last[c]);
     }
@@ -208,8 +263,9 @@ bool Tree::settle(i32 from, i32 to, i64 top, i32 b) {
         }
         drops_.push_back({s, witness_[s], floor_[s]});
         floor_[s] = floor, witness_[s] = witness;
-        if (floor + rest_[s] > capacity_) {
-            needed_ = std::min(needed_, floor + rest_[s]);
+        const i64 filled = floor + rest_[s] + (p_.fixed.empty() ? 0 : p_.fixed_above(s, floor));
+        if (filled > capacity_) {
+            needed_ = std::min(needed_, filled);
             clash_ = s;
             return false;
         }

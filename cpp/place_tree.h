@@ -15,7 +15,8 @@
 
 namespace tightship::place {
 
-// Buffers that hang together in time, none of them empty or pinned; sizes and offsets in units.
+// Buffers that hang together in time, none of them empty or pinned, and bytes that are taken already; sizes and
+// offsets in units.
 struct Part {
     std::vector<i32> id;           // index into the problem
     std::vector<i32> first, last;  // sections [first, last)
@@ -24,12 +25,22 @@ struct Part {
     std::vector<i32> twin;  // the same number for buffers that are alike in all of this
     std::vector<i32> meets, meets_from;  // those alive together with buffer b: meets[meets_from[b]:meets_from[b+1]]
     std::vector<i32> alive, alive_from;  // those alive in section s, in the same way
+    std::vector<std::vector<Span>> fixed;  // by section: bytes that are taken; empty if there are none anywhere
+    std::vector<Span> around;              // those in the way of buffer b: around[around_from[b]:around_from[b+1]]
+    std::vector<i32> around_from;
     i32 sections = 0;
-    i64 bound = 0;  // the peak load
+    i64 bound = 0;  // the peak load, and all that is fixed
 
     i32 count() const { return static_cast<i32>(id.size()); }
-    // From first, last, size and alignment: all the rest.
+    // From first, last, size, alignment and fixed: all the rest. Spans in `fixed` may come in any order.
     void index();
+    // The lowest offset from `offset` on at which nothing fixed is in the way of buffer b.
+    i64 clear(i32 b, i64 offset) const;
+    // Fixed bytes of a section from `offset` on.
+    i64 fixed_above(i32 section, i64 offset) const;
+
+  private:
+    void index_fixed();
 };
 
 enum class Outcome { found, refuted, given_up };

@@ -3,12 +3,14 @@
 import csv
 import itertools
 import os
+import random
 from pathlib import Path
 
 import pytest
 from hypothesis import strategies as st
 
 from tightship.plan import Buffer, Problem, Solution
+from tightship.verify_placement import check_solution
 
 SHARED = Path(os.environ.get("TIGHTSHIP_SHARED", Path(__file__).resolve().parents[2] / "shared"))
 
@@ -43,6 +45,49 @@ def problems(draw: st.DrawFn, most: int = 12, plain: bool = False) -> Problem:
                 buffer = pin
         buffers.append(buffer)
     return Problem(tuple(buffers))
+
+
+def planted(count: int, seed: int, height: int = 64) -> Problem:
+    """At least ``count`` buffers that fill ``height`` bytes at all times, in one placement at least: a rectangle,
+    cut again and again in two, or in five around a middle."""
+    rng = random.Random(seed)
+    whole = [(0, 4 * count, 0, height)]
+    while len(whole) < count:
+        k = rng.choices(range(len(whole)), [(b - a) * (d - c) for a, b, c, d in whole])[0]
+        a, b, c, d = whole.pop(k)
+        if b - a >= 4 and d - c >= 4 and rng.random() < 0.3:
+            t, u = sorted(rng.sample(range(a + 1, b), 2))
+            x, y = sorted(rng.sample(range(c + 1, d), 2))
+            around = [(a, u, c, x), (u, b, c, y), (t, b, y, d), (a, t, x, d)]
+            whole += [*around, (t, u, x, y)]
+        elif d - c < 2 or (b - a >= 2 and rng.random() < 0.5):
+            t = rng.randrange(a + 1, b)
+            whole += [(a, t, c, d), (t, b, c, d)]
+        else:
+            x = rng.randrange(c + 1, d)
+            whole += [(a, b, c, x), (a, b, x, d)]
+    rng.shuffle(whole)
+    return Problem(tuple(Buffer(f"p{k}", a, b, d - c) for k, (a, b, c, d) in enumerate(whole)))
+
+
+def stepped(count: int, seed: int) -> Problem:
+    """Random problem large enough for the spans of the core to be joined and split in many ways."""
+    rng = random.Random(seed)
+    rows = []
+    for k in range(count):
+        lower = rng.randrange(count)
+        alignment = rng.choice((1, 1, 64, 256))
+        rows.append(
+            Buffer(str(k), lower, lower + rng.choice((1, 2, 5, 40, count)), rng.randrange(2000), alignment)
+        )
+    return Problem(tuple(rows))
+
+
+def assert_right(problem: Problem, solution: Solution) -> None:
+    assert check_solution(problem, solution) == []
+    assert overlapping(problem, solution) == set()
+    tops = (x + b.size for b, x in zip(problem.buffers, solution.offsets, strict=True))
+    assert solution.arena == max(tops, default=0) >= solution.lower_bound
 
 
 def shares(a: Buffer, x: int, b: Buffer, y: int) -> bool:

@@ -7,8 +7,7 @@ backjumping (Prosser 1993) over what cannot fit, and restarts with other prefere
 added. Guarantee: optimal, and so proved, if given the time; never worse than any greedy planner here. What was
 refuted raises the lower bound, and ``clash`` names the buffers that cannot fit. Complexity: exponential; in
 practice within some thousand placements on networks, each linear in the buffers alive at the same time. Known
-limits: problems with pinned buffers, and those of more than ``MOST_PAIRS`` pairs of buffers alive together, are
-packed greedily only; proofs other than by the peak load are rare beyond a hundred buffers.
+limits: problems of more than ``MOST_PAIRS`` pairs of buffers alive together are packed greedily only; proofs other than by the peak load are rare beyond a hundred buffers.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from tightship.plan import Buffer, Problem, Solution
-from tightship.planners.place._frame import FREE, Frame, Ints, frame
+from tightship.planners.place._frame import Frame, Ints, frame
 from tightship.planners.place._greedy import best_greedy
 from tightship.planners.place._orders import conflicts
 from tightship.planners.place._parts import cut
@@ -38,7 +37,7 @@ class Options:
     it; more work never gives a worse one."""
 
     seed: int = 0
-    work_limit: int = 2_000_000
+    work_limit: int = 4_000_000
     time_limit: float | None = 10.0
     threads: int = 2
     capacity: int | None = None
@@ -73,8 +72,15 @@ def search(f: Frame, o: Options, start: Ints) -> tuple[Ints, int, Ints]:
     if f.arena(start) <= goal or not _searchable(f):
         return start, f.bound, nothing
     left = max(f.seconds_left(o.time_limit), 0.0)
+    wanted = o.capacity is not None and goal == o.capacity
     offsets, bound, proof = f.placer.exact(
-        start, seed=o.seed, work=o.work_limit, seconds=left, goal=goal, threads=o.threads
+        start,
+        seed=o.seed,
+        work=o.work_limit,
+        seconds=left,
+        goal=goal,
+        wanted=wanted,
+        threads=o.threads,
     )
     return (offsets, int(bound), proof) if bound > f.bound else (offsets, f.bound, nothing)
 
@@ -110,13 +116,11 @@ def _refuted(buffers: tuple[Buffer, ...], o: Options) -> tuple[Buffer, ...] | No
     _, bound, proof = search(f, o, start)
     if o.capacity is None or bound <= o.capacity:
         return None
-    return tuple(buffers[i] for i in proof)
+    return tuple(b for i, b in enumerate(buffers) if i in set(proof.tolist()) or b.pinned is not None)
 
 
 def _searchable(f: Frame) -> bool:
-    a = f.arrays
-    pinned = ((a.pinned != FREE) & (a.size > 0)).any()
-    return not pinned and int(conflicts(a).sum()) <= MOST_PAIRS
+    return int(conflicts(f.arrays).sum()) <= MOST_PAIRS
 
 
 def _with_capacity(o: Options, problem: Problem) -> Options:

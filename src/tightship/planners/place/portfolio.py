@@ -23,7 +23,7 @@ from tightship.planners.place._greedy import best_greedy
 
 __all__ = ["Options", "offsets", "plan"]
 
-TREES = 10
+TREES = 20
 """A plan's trees may do so many times the work that a climb may do: they get further by it."""
 
 

@@ -1,0 +1,152 @@
+"""Exact placement against brute force, its proofs, its limits, and published problems at their capacities."""
+
+import _thread
+import itertools
+import threading
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+
+from placing import assert_right, optimum, packing, planted, problems, stepped
+from tightship.plan import Buffer, Problem
+from tightship.planners.place import exact, portfolio
+from tightship.planners.place._frame import frame
+
+ENOUGH = exact.Options(work_limit=300_000, time_limit=None, threads=1)
+
+CAPACITY = 1_048_576
+
+# Twenty bytes are the most alive at one time, and there is no way to put these into twenty.
+TIGHT = ((0, 1, 11), (1, 2, 7), (0, 3, 4), (2, 3, 4), (1, 4, 3), (3, 4, 8), (2, 5, 3), (0, 5, 5), (4, 5, 10))
+
+
+def tight(scale: int = 1, more: tuple[Buffer, ...] = ()) -> Problem:
+    return Problem(tuple(Buffer(f"t{k}", lo, up, scale * z) for k, (lo, up, z) in enumerate(TIGHT)) + more)
+
+
+@given(problem=problems(most=6, plain=True))
+def test_is_optimal_and_proves_it(problem: Problem) -> None:
+    solution = exact.plan(problem, ENOUGH)
+    assert_right(problem, solution)
+    assert solution.arena == solution.lower_bound == optimum(problem)
+
+
+@given(problem=problems(most=6))
+def test_is_optimal_and_proves_it_with_alignments_and_pins(problem: Problem) -> None:
+    solution = exact.plan(problem, ENOUGH)
+    assert_right(problem, solution)
+    assert solution.arena == solution.lower_bound == optimum(problem)
+
+
+@pytest.mark.parametrize("scale", [1, 7, 1000])
+def test_proves_a_bound_above_the_peak_load(scale: int) -> None:
+    problem = tight(scale)
+    solution = exact.plan(problem, ENOUGH)
+    assert_right(problem, solution)
+    assert frame(problem).bound == 20 * scale
+    assert solution.arena == solution.lower_bound == 21 * scale
+
+
+def test_parts_that_share_no_time_are_proved_apart() -> None:
+    later = tuple(
+        replace(b, id=f"later {b.id}", lower=b.lower + 9, upper=b.upper + 9) for b in tight().buffers
+    )
+    solution = exact.plan(tight(more=later), ENOUGH)
+    assert solution.arena == solution.lower_bound == 21
+
+
+def test_a_clash_names_buffers_that_cannot_fit() -> None:
+    beside = (Buffer("small", 0, 2, 1), Buffer("later", 7, 9, 20))
+    found = exact.clash(tight(more=beside[1:]), 20, ENOUGH)
+    assert found is not None
+    assert found.capacity == 20
+    members = [b for b in tight().buffers if b.id in found.ids]
+    assert len(members) == len(found.ids)
+    assert any(b.lower <= found.time < b.upper for b in members)
+    assert exact.plan(Problem(tuple(members)), ENOUGH).lower_bound > 20
+
+
+def test_there_is_no_clash_where_all_fits() -> None:
+    assert exact.clash(tight(), 21, ENOUGH) is None
+    assert exact.clash(Problem(()), 0, ENOUGH) is None
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_fills_what_can_be_filled(seed: int) -> None:
+    solution = exact.plan(planted(60, seed), ENOUGH)
+    assert solution.arena == solution.lower_bound == 64
+
+
+def test_ends_within_the_capacity() -> None:
+    problem = planted(60, 3)
+    start = exact.plan(problem, replace(ENOUGH, work_limit=0))
+    best = exact.plan(problem, ENOUGH)
+    assert best.arena < start.arena  # there is something to search for
+    within = exact.plan(replace(problem, capacity=start.arena), ENOUGH)
+    assert (within.arena <= start.arena, within.work <= start.work) == (True, True)
+    assert exact.plan(problem, replace(ENOUGH, capacity=best.arena)).arena == best.arena
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_threads_do_not_change_the_answer(seed: int) -> None:
+    problem = planted(90, seed)
+    one, two, three = (exact.plan(problem, replace(ENOUGH, threads=k, seed=seed)) for k in (1, 2, 3))
+    assert one.offsets == two.offsets == three.offsets
+    assert (one.lower_bound, one.work) == (two.lower_bound, two.work) == (three.lower_bound, three.work)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_more_work_is_never_worse(seed: int) -> None:
+    problem = planted(90, seed)
+    by_work = [exact.plan(problem, replace(ENOUGH, work_limit=10**k)) for k in range(6)]
+    for less, more in itertools.pairwise(by_work):
+        assert more.arena <= less.arena
+        assert more.lower_bound >= less.lower_bound
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_pinned_buffers_are_packed_around(seed: int) -> None:
+    free = planted(60, seed)
+    offsets = exact.plan(free, ENOUGH).offsets
+    rows = enumerate(zip(free.buffers, offsets, strict=True))
+    problem = Problem(tuple(replace(b, pinned=x) if k % 4 == seed else b for k, (b, x) in rows))
+    solution = exact.plan(problem, ENOUGH)
+    assert_right(problem, solution)
+    assert solution.arena == solution.lower_bound == 64
+
+
+def test_a_clash_counts_what_is_pinned() -> None:
+    pins = (Buffer("low", 0, 9, 4, pinned=3), Buffer("far", 20, 30, 4, pinned=3))
+    free = (Buffer("a", 1, 4, 5), Buffer("b", 2, 6, 2))
+    found = exact.clash(Problem((*pins, *free)), 13, ENOUGH)
+    assert found is None
+    found = exact.clash(Problem((*pins, *free)), 11, ENOUGH)
+    assert found is not None
+    assert set(found.ids) == {"low", "a"}
+
+
+def test_no_time_is_enough_for_an_answer() -> None:
+    problem = planted(90, 1)
+    assert_right(problem, exact.plan(problem, exact.Options(time_limit=0.0)))
+
+
+def test_can_be_interrupted() -> None:
+    problem = stepped(40, 1)
+    timer = threading.Timer(0.3, _thread.interrupt_main)
+    timer.start()
+    with pytest.raises(KeyboardInterrupt):
+        exact.plan(problem, exact.Options(work_limit=10**12, time_limit=None))
+
+
+@pytest.mark.parametrize("case", "ABCDF")
+def test_published_problems_are_packed_into_their_capacity(case: str) -> None:
+    problem = replace(packing(f"{case}.{CAPACITY}"), capacity=CAPACITY)
+    solution = portfolio.plan(problem, portfolio.Options(time_limit=None))
+    assert_right(problem, solution)
+
+
+def test_published_problems_are_packed_beyond_their_capacity() -> None:
+    c, d = (portfolio.plan(packing(f"{k}.{CAPACITY}"), portfolio.Options(time_limit=None)) for k in "CD")
+    assert c.arena == c.lower_bound == 1_039_360
+    assert d.arena <= 1_026_048
