@@ -7,7 +7,8 @@ backjumping (Prosser 1993) over what cannot fit, and restarts with other prefere
 added. Guarantee: optimal, and so proved, if given the time; never worse than any greedy planner here. What was
 refuted raises the lower bound, and ``clash`` names the buffers that cannot fit. Complexity: exponential; in
 practice within some thousand placements on networks, each linear in the buffers alive at the same time. Known
-limits: problems of more than ``MOST_PAIRS`` pairs of buffers alive together are packed greedily only; proofs other than by the peak load are rare beyond a hundred buffers.
+limits: problems of more than ``MOST_PAIRS`` pairs of buffers alive together are packed greedily only; proofs
+other than by the peak load are rare beyond a hundred buffers.
 """
 
 from __future__ import annotations
