@@ -63,14 +63,14 @@ Budget budget(i64 work, double seconds, std::uint64_t seed, nb::object progress)
 
 Engine* make(const RowsIn& reads, const RowsIn& needs, const RowsIn& defines, const RowsIn& mutates,
              const RowsIn& updates, const Array<i64>& extra, const Array<double>& time,
-             const Array<std::uint8_t>& pure, const Array<i64>& size, const Array<std::uint8_t>& owned,
+             const Array<std::uint8_t>& pure, const Array<std::uint8_t>& fixed, const Array<i64>& size, const Array<std::uint8_t>& owned,
              const Array<std::uint8_t>& kept, const Array<i32>& order) {
     Program p;
     p.ops = static_cast<i64>(order.shape(0));
     p.storages = static_cast<i64>(size.shape(0));
     p.reads = rows(reads), p.needs = rows(needs), p.defines = rows(defines);
     p.mutates = rows(mutates), p.updates = rows(updates);
-    p.extra = vec(extra), p.time = vec(time), p.pure = vec(pure), p.size = vec(size);
+    p.extra = vec(extra), p.time = vec(time), p.pure = vec(pure), p.fixed = vec(fixed), p.size = vec(size);
     p.owned = vec(owned), p.kept = vec(kept), p.order = vec(order);
     return new Engine(std::move(p));
 }
@@ -92,7 +92,7 @@ nb::tuple emitted(Engine& e, const Array<std::uint8_t>& evict) {
 void bind_search(nb::module_& m) {
     nb::class_<Engine>(m, "Engine")
         .def(nb::new_(&make), nb::arg("reads"), nb::arg("needs"), nb::arg("defines"), nb::arg("mutates"),
-             nb::arg("updates"), nb::arg("extra"), nb::arg("time"), nb::arg("pure"), nb::arg("size"),
+             nb::arg("updates"), nb::arg("extra"), nb::arg("time"), nb::arg("pure"), nb::arg("fixed"), nb::arg("size"),
              nb::arg("owned"), nb::arg("kept"), nb::arg("order"))
         .def_prop_ro("gaps",
                      [](const Engine& e) {
@@ -107,16 +107,6 @@ void bind_search(nb::module_& m) {
              [](Engine& e, const Array<std::uint8_t>& evict, i64 limit) {
                  const Bits b = bits(e, evict);
                  return as_dict(e.evaluate(b.data(), limit));
-             })
-        .def("remember",
-             [](Engine& e, const Array<std::uint8_t>& evict, i64 limit) {
-                 const Bits b = bits(e, evict);
-                 e.remember(b.data(), limit);
-             })
-        .def("reevaluate",
-             [](Engine& e, const Array<std::uint8_t>& evict, i64 limit, i32 first) {
-                 const Bits b = bits(e, evict);
-                 return as_dict(e.reevaluate(b.data(), limit, first, std::numeric_limits<double>::infinity()));
              })
         .def("profile",
              [](Engine& e, const Array<std::uint8_t>& evict) {

@@ -8,7 +8,6 @@ namespace tightship {
 namespace {
 constexpr int kMaxDepth = 20000;      // of restoring inputs of inputs
 constexpr i64 kMaxRunsPerOp = 30;     // recomputations, over the number of ops
-constexpr i32 kSnapshots = 48;
 
 bool contains(const Rows& rows, i64 row, i32 x) {
     return std::find(rows.begin(row), rows.end(row), x) != rows.end(row);
@@ -28,7 +27,7 @@ Rows transpose(const std::vector<std::vector<i32>>& lists) {
 Engine::Engine(Program program) : p_(std::move(program)) {
     index();
     find_gaps();
-    stride_ = std::max<i32>(1, static_cast<i32>(p_.ops / kSnapshots));
+    find_movable();
 }
 
 void Engine::index() {
@@ -96,6 +95,43 @@ void Engine::find_gaps() {
     }
 }
 
+void Engine::find_movable() {
+    for (i32 at = 0; at < p_.ops; ++at) {
+        const i32 o = p_.order[at];
+        bool movable = p_.pure[o] && !p_.fixed[o] && p_.mutates.size(o) == 0, read = false;
+        for (auto d = p_.defines.begin(o); d != p_.defines.end(o); ++d) {
+            movable = movable && replayable_[*d] && writers_.size(*d) == 1;
+            read = read || touches_.size(*d) > 1;
+        }
+        if (movable && read) movable_.push_back(at);
+    }
+    late_.assign(p_.ops, 0);
+}
+
+// Whether an op that runs at its place reads `s` before a gap in which it is evicted.
+bool Engine::wanted_at_once(i32 s) const {
+    for (i64 j = touches_.start[s]; j + 1 < touches_.start[s + 1]; ++j) {
+        if (gap_of_[j] >= 0 && evict_[gap_of_[j]]) return false;
+        const i32 next = touches_.item[j + 1];
+        if (next == p_.ops || !late_[next]) return true;
+    }
+    return false;
+}
+
+// Which ops do not run at their place: last first, since readers that don't run want nothing.
+void Engine::defer() {
+    s_.late.assign(p_.ops, 0);
+    s_.waiting = 0;
+    for (auto at = movable_.rbegin(); at != movable_.rend(); ++at) {
+        const i32 o = p_.order[*at];
+        bool wanted = false;
+        for (auto d = p_.defines.begin(o); d != p_.defines.end(o) && !wanted; ++d) wanted = wanted_at_once(*d);
+        late_[*at] = !wanted;
+        s_.late[o] = !wanted;
+        s_.waiting += !wanted;
+    }
+}
+
 void Engine::reset() {
     s_.resident.assign(p_.storages, 0);
     s_.version.assign(p_.storages, 0);
@@ -105,6 +141,7 @@ void Engine::reset() {
     s_.cost = Cost{};
     s_.cost.peak = static_bytes_;
     s_.position = 0;
+    defer();
 }
 
 void Engine::use(i64 bytes, i32 position) {
@@ -155,23 +192,34 @@ bool Engine::replay(i32 op, i32 wanted) {
     }
     if (ok) {
         i64 made = 0;
-        Step step{1, op, {}};
+        const bool first = s_.late[op];
+        Step step{static_cast<std::uint8_t>(first ? 0 : 1), op, {}};
+        std::vector<i32> dropped;
         for (auto d = p_.defines.begin(op); d != p_.defines.end(op); ++d) made += p_.size[*d];
         use(s_.live + made + p_.extra[op], s_.position);
         for (auto d = p_.defines.begin(op); d != p_.defines.end(op); ++d) {
             if (s_.resident[*d]) continue;
             s_.resident[*d] = 1;
+            s_.version[*d] = 1;
             if (*d != wanted && (!replayable_[*d] || writers_.size(*d) > 1 || passes(*d))) {
+                if (first && out_) dropped.push_back(*d);
                 s_.resident[*d] = 0;
                 continue;
             }
-            s_.version[*d] = 1;
             s_.live += p_.size[*d];
             if (out_) step.storages.push_back(*d);
         }
         if (contains(p_.mutates, op, wanted)) ++s_.version[wanted];
-        s_.cost.extra += p_.time[op];
+        if (first) {
+            s_.late[op] = 0;
+            --s_.waiting;
+            --s_.cost.runs;
+            step.storages.clear();
+        } else {
+            s_.cost.extra += p_.time[op];
+        }
         if (out_) out_->push_back(std::move(step));
+        if (!dropped.empty()) out_->push_back({2, -1, std::move(dropped)});
     }
     for (i64 j = 0; j < n; ++j) {
         const i32 t = reads[j];
@@ -220,31 +268,40 @@ void Engine::compute(i32 at) {
         s_.live += p_.size[*d];
     }
     for (auto m = p_.mutates.begin(o); m != p_.mutates.end(o); ++m) ++s_.version[*m];
-    auto stays = [&](i32 s) { return scouting_ || until_[s] > at; };
-    auto after = [&](i32 s) {
-        if (p_.owned[s]) return;
-        const i64 touch = touches_.start[s] + s_.touch[s]++;
-        const i32 gap = gap_of_[touch];
-        if (has_touch(s) ? gap < 0 || !evict_[gap] : (extended_ || scouting_) && !replayable_[s] && stays(s)) return;
-        leave(s);
-    };
-    for (auto s = rb; s != re; ++s) after(*s);
-    for (auto d = p_.defines.begin(o); d != p_.defines.end(o); ++d) after(*d);
+    for (auto s = rb; s != re; ++s) depart(*s, at);
+    for (auto d = p_.defines.begin(o); d != p_.defines.end(o); ++d) depart(*d, at);
     if (extended_)
         for (i32 s : leaving_[at]) leave(s);
 }
 
-void Engine::run(i32 from) {
+// An op that runs later: what it reads is not touched here, though it may leave.
+void Engine::pass_over(i32 at) {
+    const i32 o = p_.order[at];
+    s_.position = at;
+    for (auto s = p_.reads.begin(o); s != p_.reads.end(o); ++s) depart(*s, at);
+    for (auto d = p_.defines.begin(o); d != p_.defines.end(o); ++d) depart(*d, at);
+    if (extended_)
+        for (i32 s : leaving_[at]) leave(s);
+}
+
+// The touch of `s` at this position is over: it leaves when it is not needed, or evicted until the next one.
+void Engine::depart(i32 s, i32 at) {
+    if (p_.owned[s]) return;
+    const i64 touch = touches_.start[s] + s_.touch[s]++;
+    if (!s_.resident[s]) return;
+    if (has_touch(s)) {
+        if (gap_of_[touch] < 0 || !evict_[gap_of_[touch]]) return;
+    } else if ((extended_ || scouting_) && !replayable_[s] && (scouting_ || until_[s] > at)) {
+        return;
+    }
+    leave(s);
+}
+
+void Engine::run() {
     pin_.assign(p_.storages, 0);
     held_.clear();
     depth_ = 0;
-    for (i32 at = from; at < p_.ops && s_.cost.valid; ++at) {
-        if (taking_ && at % stride_ == 0) {
-            s_.position = at;
-            snapshots_.push_back(s_);
-        }
-        compute(at);
-    }
+    for (i32 at = 0; at < p_.ops && s_.cost.valid; ++at) late_[at] ? pass_over(at) : compute(at);
     s_.position = static_cast<i32>(p_.ops) - 1;
     ending_ = true;
     for (i64 s = 0; s < p_.storages && s_.cost.valid; ++s)
@@ -253,38 +310,35 @@ void Engine::run(i32 from) {
     release();
     if (extended_ && s_.cost.valid)
         for (i32 t : leaving_[p_.ops]) leave(t);
-    if (s_.cost.extra > cutoff_) s_.cost.valid = false;
+    if (s_.cost.extra > cutoff_ || s_.waiting > 0) s_.cost.valid = false;
 }
 
 // Evaluate with `evict_`, `limit_`, `cutoff_`; a second and third pass only where a life must be extended.
 Cost Engine::attempt() {
     extended_ = lost_anchor_ = false;
-    const std::size_t taken = snapshots_.size();
     if (line_) std::fill(line_->begin(), line_->end(), 0);
     if (out_) out_->clear();
     reset();
-    run(0);
+    run();
     if (s_.cost.valid || !lost_anchor_) return s_.cost;
     extend();
     if (!extended_) return s_.cost;
-    if (taking_) snapshots_.resize(taken);
     if (line_) std::fill(line_->begin(), line_->end(), 0);
     if (out_) out_->clear();
     reset();
-    run(0);
+    run();
     return s_.cost;
 }
 
 void Engine::extend() {
     auto* out = std::exchange(out_, nullptr);
     auto* line = std::exchange(line_, nullptr);
-    const bool taking = std::exchange(taking_, false);
     until_.assign(p_.storages, -1);
     scouting_ = true;
     reset();
-    run(0);
+    run();
     scouting_ = false;
-    out_ = out, line_ = line, taking_ = taking;
+    out_ = out, line_ = line;
     extended_ = s_.cost.valid;
     leaving_.assign(p_.ops + 1, {});
     for (i64 s = 0; s < p_.storages; ++s) {
@@ -297,24 +351,6 @@ void Engine::extend() {
 Cost Engine::evaluate(const std::uint8_t* evict, i64 limit, double cutoff) {
     evict_ = evict, limit_ = limit, cutoff_ = cutoff;
     return attempt();
-}
-
-void Engine::remember(const std::uint8_t* evict, i64 limit) {
-    snapshots_.clear();
-    taking_ = true;
-    evaluate(evict, limit);
-    taking_ = false;
-    remembered_plain_ = s_.cost.valid && !extended_;
-}
-
-Cost Engine::reevaluate(const std::uint8_t* evict, i64 limit, i32 first, double cutoff) {
-    evict_ = evict, limit_ = limit, cutoff_ = cutoff;
-    const i32 k = std::min<i32>(first / stride_, static_cast<i32>(snapshots_.size()) - 1);
-    if (k < 0 || !remembered_plain_) return attempt();
-    extended_ = lost_anchor_ = false;
-    s_ = snapshots_[k];
-    run(s_.position);
-    return s_.cost.valid || !lost_anchor_ ? s_.cost : attempt();
 }
 
 std::vector<i64> Engine::profile(const std::uint8_t* evict) {

@@ -38,6 +38,7 @@ struct Program {
     std::vector<i64> extra;                        // by op: bytes beyond its results while it runs
     std::vector<double> time;                      // by op: seconds
     std::vector<std::uint8_t> pure;                // by op
+    std::vector<std::uint8_t> fixed;               // by op: others wait for it, so it may not run later
     std::vector<i64> size;                         // by storage: bytes
     std::vector<std::uint8_t> owned, kept;         // by storage: the caller's; must be there at the end
     std::vector<i32> order;                        // ops as they are to run
@@ -77,11 +78,6 @@ class Engine {
     // Cost of the decisions in `evict` (one byte per gap); gives up (valid = false) beyond `cutoff` extra seconds.
     Cost evaluate(const std::uint8_t* evict, i64 limit, double cutoff = std::numeric_limits<double>::infinity());
 
-    // Re-evaluate after decisions changed only in gaps that begin at position `first` or later than in the
-    // decisions last passed to remember(): resumes from the latest snapshot before it.
-    Cost reevaluate(const std::uint8_t* evict, i64 limit, i32 first, double cutoff);
-    void remember(const std::uint8_t* evict, i64 limit);
-
     // Bytes in use at each position (the most over the op and the recomputations before it).
     std::vector<i64> profile(const std::uint8_t* evict);
     std::vector<Step> emit(const std::uint8_t* evict);
@@ -90,6 +86,8 @@ class Engine {
     struct State {
         std::vector<std::uint8_t> resident;
         std::vector<i32> version, touch;  // touch: index of the next touch of each storage
+        std::vector<std::uint8_t> late;   // by op: not run at its place, and not yet run
+        i64 waiting = 0;                  // how many of those there are
         i64 live = 0;
         Cost cost;
         i32 position = 0;
@@ -101,6 +99,8 @@ class Engine {
     Rows writers_;                     // by storage: ops
     std::vector<i32> last_write_;      // by storage: index of the touch that writes it last
     std::vector<std::uint8_t> replayable_, shared_;
+    std::vector<i32> movable_;         // positions of ops that may run later, ascending
+    std::vector<std::uint8_t> late_;   // by position: does not run at its place
     std::vector<i32> gap_of_;          // parallel to touches_.item: the gap that begins there, or -1
     i64 static_bytes_ = 0;
     double base_time_ = 0;
@@ -115,25 +115,26 @@ class Engine {
     int depth_ = 0;
     std::vector<Step>* out_ = nullptr;
     std::vector<i64>* line_ = nullptr;
-    std::vector<State> snapshots_;
-    i32 stride_ = 1;
-    bool taking_ = false;
     bool lost_anchor_ = false;               // the last run failed for want of something that can't be made again
     bool extended_ = false;                  // lives are extended to until_
     bool scouting_ = false;                  // first pass: nothing of that kind is freed, until_ is filled in
-    bool remembered_plain_ = false;
     bool ending_ = false;                    // past the last op: restoring what must be there at the end
     std::vector<i32> until_;                 // by storage: position up to which it stays, -1: its last touch
     std::vector<std::vector<i32>> leaving_;  // by position: storages whose extended life ends there
 
     void index();
     void find_gaps();
+    void find_movable();
+    void defer();
+    bool wanted_at_once(i32 storage) const;
     bool recipe_is_replayable(i64 s) const;
     void reset();
     Cost attempt();
     void extend();
-    void run(i32 from);
+    void run();
     void compute(i32 position);
+    void pass_over(i32 position);
+    void depart(i32 storage, i32 position);
     bool restore(i32 storage);
     bool replay(i32 op, i32 wanted);
     void use(i64 bytes, i32 position);

@@ -36,25 +36,6 @@ def test_engine_costs_what_the_replay_of_its_steps_costs(seed: int) -> None:
         assert sum(s.kind == "recompute" for s in frame.steps(bits)) == found.runs
 
 
-@pytest.mark.parametrize("seed", range(30))
-def test_reevaluation_from_a_snapshot_equals_evaluation(seed: int) -> None:
-    graph = random_graph(seed, 80)
-    frame = Frame(graph, tuple(range(len(graph.ops))))
-    rng = np.random.default_rng(seed)
-    for bits in masks(frame, seed, 4):
-        frame.engine.remember(bits, HUGE)
-        for _ in range(5):
-            if not len(bits):
-                continue
-            other = bits.copy()
-            other[g := int(rng.integers(len(bits)))] ^= 1
-            again = frame.engine.reevaluate(other, HUGE, int(frame.gaps[g, 1]))
-            fresh = frame.engine.evaluate(other, HUGE)
-            assert again["valid"] == fresh["valid"]
-            if fresh["valid"]:
-                assert again == fresh
-
-
 def test_nothing_evicted_is_the_baseline() -> None:
     graph = random_graph(3, 40)
     frame = Frame(graph, tuple(range(len(graph.ops))))

@@ -76,6 +76,8 @@ class Frame:
         g, u = self.graph, self.graph.uses
         n = len(g.storages)
         owned, kept = np.zeros(n, np.uint8), np.zeros(n, np.uint8)
+        fixed = np.zeros(len(g.ops), np.uint8)
+        fixed[[c for o in g.ops for c in o.control]] = 1
         owned[list(g.static)] = 1
         kept[[s for s in g.kept if s not in g.static]] = 1
         engine = _core.Engine(
@@ -87,6 +89,7 @@ class Frame:
             extra=np.array([extra_bytes(o) for o in g.ops], dtype=np.int64),
             time=np.array([o.time for o in g.ops], dtype=np.float64),
             pure=np.array([o.pure for o in g.ops], dtype=np.uint8),
+            fixed=fixed,
             size=np.array([s.size for s in g.storages], dtype=np.int64),
             owned=owned,
             kept=kept,
