@@ -9,6 +9,7 @@
 
 #include <cstring>
 
+#include "cut.h"
 #include "search.h"
 
 namespace nb = nanobind;
@@ -129,7 +130,7 @@ void bind_search(nb::module_& m) {
              nb::arg("limit"), nb::arg("start"), nb::arg("work"), nb::arg("seconds"), nb::arg("seed"),
              nb::arg("progress").none())
         .def("anneal",
-             [](Engine& e, const RowsIn& groups, i64 limit, const Array<std::uint8_t>& start, i64 work,
+             [](Engine& e, const RowsIn& groups, i64 limit, const Array<std::uint8_t>& start, double heat, i64 work,
                 double seconds, std::uint64_t seed, nb::object progress) {
                  const Bits b = bits(e, start);
                  const Rows r = rows(groups);
@@ -137,12 +138,34 @@ void bind_search(nb::module_& m) {
                  Found f;
                  {
                      nb::gil_scoped_release free;
-                     f = anneal(e, r, limit, b, limits);
+                     f = anneal(e, r, limit, b, heat, limits);
                  }
                  return as_tuple(std::move(f));
              },
-             nb::arg("groups"), nb::arg("limit"), nb::arg("start"), nb::arg("work"), nb::arg("seconds"),
-             nb::arg("seed"), nb::arg("progress").none())
+             nb::arg("groups"), nb::arg("limit"), nb::arg("start"), nb::arg("heat"), nb::arg("work"),
+             nb::arg("seconds"), nb::arg("seed"), nb::arg("progress").none())
+        .def("ladder",
+             [](Engine& e, const RowsIn& in, i64 limit, const Array<std::uint8_t>& start, i64 work,
+                double seconds, nb::object progress) {
+                 const Bits b = bits(e, start);
+                 const Rows r = rows(in);
+                 const Budget limits = budget(work, seconds, 0, std::move(progress));
+                 Found f;
+                 {
+                     nb::gil_scoped_release free;
+                     f = ladder(e, r, limit, b, limits);
+                 }
+                 return as_tuple(std::move(f));
+             },
+             nb::arg("rows"), nb::arg("limit"), nb::arg("start"), nb::arg("work"), nb::arg("seconds"),
+             nb::arg("progress").none())
+        .def("priced_cut",
+             [](const Engine& e, i32 boundary, double bytes_per_second) {
+                 if (boundary < 0 || boundary > e.program().ops)
+                     throw std::invalid_argument("the boundary is a position of the order");
+                 return array(priced_cut(e.program(), e.replayable(), boundary, bytes_per_second));
+             },
+             nb::arg("boundary"), nb::arg("bytes_per_second"))
         .def("relax",
              [](Engine& e, const RowsIn& groups, i64 limit, const Array<std::uint8_t>& start, i64 work,
                 double seconds) {

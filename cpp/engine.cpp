@@ -153,6 +153,12 @@ void Engine::use(i64 bytes, i32 position) {
     if (line_) (*line_)[position] = std::max((*line_)[position], bytes);
 }
 
+bool Engine::beyond_cutoff() const {
+    if (scouting_) return s_.cost.extra > cutoff_;
+    const double over = static_cast<double>(std::max<i64>(0, s_.cost.peak - limit_));
+    return s_.cost.extra + peak_price_ * over + excess_price_ * s_.cost.excess > cutoff_;
+}
+
 void Engine::leave(i32 s) {
     s_.resident[s] = 0;
     s_.live -= p_.size[s];
@@ -301,7 +307,10 @@ void Engine::run() {
     pin_.assign(p_.storages, 0);
     held_.clear();
     depth_ = 0;
-    for (i32 at = 0; at < p_.ops && s_.cost.valid; ++at) late_[at] ? pass_over(at) : compute(at);
+    for (i32 at = 0; at < p_.ops && s_.cost.valid; ++at) {
+        late_[at] ? pass_over(at) : compute(at);
+        if (at % 16 == 0 && beyond_cutoff()) s_.cost.valid = false;
+    }
     s_.position = static_cast<i32>(p_.ops) - 1;
     ending_ = true;
     for (i64 s = 0; s < p_.storages && s_.cost.valid; ++s)
@@ -310,7 +319,7 @@ void Engine::run() {
     release();
     if (extended_ && s_.cost.valid)
         for (i32 t : leaving_[p_.ops]) leave(t);
-    if (s_.cost.extra > cutoff_ || s_.waiting > 0) s_.cost.valid = false;
+    if (beyond_cutoff() || s_.waiting > 0) s_.cost.valid = false;
 }
 
 // Evaluate with `evict_`, `limit_`, `cutoff_`; a second and third pass only where a life must be extended.

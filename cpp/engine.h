@@ -78,6 +78,13 @@ class Engine {
     // Cost of the decisions in `evict` (one byte per gap); gives up (valid = false) beyond `cutoff` extra seconds.
     Cost evaluate(const std::uint8_t* evict, i64 limit, double cutoff = std::numeric_limits<double>::infinity());
 
+    // From now on `evaluate` counts this against its cutoff too: seconds per byte of the peak above the limit, and
+    // per byte of excess. Lets a search stop early in what it would reject.
+    void price_excess(double peak, double excess) { peak_price_ = peak, excess_price_ = excess; }
+
+    // By storage: whether it can be made again.
+    const std::vector<std::uint8_t>& replayable() const { return replayable_; }
+
     // Bytes in use at each position (the most over the op and the recomputations before it).
     std::vector<i64> profile(const std::uint8_t* evict);
     std::vector<Step> emit(const std::uint8_t* evict);
@@ -111,7 +118,7 @@ class Engine {
     std::vector<i32> held_;  // restored, without a next touch, but read by several: kept until the op has run
     const std::uint8_t* evict_ = nullptr;
     i64 limit_ = 0;
-    double cutoff_ = 0;
+    double cutoff_ = 0, peak_price_ = 0, excess_price_ = 0;
     int depth_ = 0;
     std::vector<Step>* out_ = nullptr;
     std::vector<i64>* line_ = nullptr;
@@ -138,6 +145,7 @@ class Engine {
     bool restore(i32 storage);
     bool replay(i32 op, i32 wanted);
     void use(i64 bytes, i32 position);
+    bool beyond_cutoff() const;
     void leave(i32 storage);
     void release();
     bool passes(i32 storage) const;

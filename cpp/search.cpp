@@ -1,55 +1,13 @@
 #include "search.h"
 
 #include <algorithm>
-#include <chrono>
 #include <cmath>
-#include <numeric>
+
+#include "meter.h"
 
 namespace tightship {
 
 namespace {
-
-using Clock = std::chrono::steady_clock;
-
-// Stops a search at its work limit (reproducible) or its time limit (a bound only).
-class Meter {
-  public:
-    Meter(const Engine& engine, const Budget& budget)
-        : ops_(std::max<i64>(1, engine.program().ops)), budget_(budget), begin_(Clock::now()) {}
-    void spend(const Cost& cost) { work_ += ops_ + cost.runs, ++calls_; }
-    i64 work() const { return work_; }
-    double share() const { return budget_.work > 0 ? double(work_) / double(budget_.work) : 1.0; }
-    double seconds() const { return std::chrono::duration<double>(Clock::now() - begin_).count(); }
-    bool over(const Found& best) {
-        if (stopped_ || work_ >= budget_.work) return true;
-        if (calls_ - asked_ < std::max<i64>(1, 20000 / ops_)) return false;
-        asked_ = calls_;
-        stopped_ = seconds() > budget_.seconds || (budget_.poll && budget_.poll(best));
-        return stopped_;
-    }
-
-  private:
-    i64 ops_, work_ = 0, calls_ = 0, asked_ = 0;
-    const Budget& budget_;
-    Clock::time_point begin_;
-    bool stopped_ = false;
-};
-
-bool better(const Cost& a, const Cost& b, i64 limit) {
-    if (!a.valid || !b.valid) return a.valid && !b.valid;
-    const bool fa = a.peak <= limit, fb = b.peak <= limit;
-    if (fa != fb) return fa;
-    if (fa) return a.extra < b.extra || (a.extra == b.extra && a.peak < b.peak);
-    return a.peak < b.peak || (a.peak == b.peak && a.extra < b.extra);
-}
-
-bool offer(Found& best, const Bits& evict, const Cost& cost, i64 limit) {
-    if (!better(cost, best.cost, limit)) return false;
-    best.evict = evict;
-    best.cost = cost;
-    best.met = cost.valid && cost.peak <= limit;
-    return true;
-}
 
 double recipe_seconds(const Program& p, const std::vector<std::vector<i32>>& writers, i32 s) {
     double t = 0;
@@ -190,7 +148,7 @@ class Moves {
 
 }  // namespace
 
-Found anneal(Engine& engine, const Rows& groups, i64 limit, const Bits& start, const Budget& budget) {
+Found anneal(Engine& engine, const Rows& groups, i64 limit, const Bits& start, double heat, const Budget& budget) {
     Found best{start, engine.evaluate(start.data(), limit)};
     best.met = best.cost.valid && best.cost.peak <= limit;
     if (engine.gaps().empty()) return best;
@@ -199,6 +157,7 @@ Found anneal(Engine& engine, const Rows& groups, i64 limit, const Bits& start, c
     const double base = std::max(1e-12, engine.base_time());
     const double room = std::max<double>(1, double(limit - engine.static_bytes()));
     const double ops = double(std::max<i64>(1, engine.program().ops));
+    const double hot = heat, cold = heat / 100;
     double price = 2.0;  // extra time (in step times) that one whole limit of excess is worth
     auto energy = [&](const Cost& c) {
         const double over = std::max<double>(0, double(c.peak - limit)) / room;
@@ -208,7 +167,6 @@ Found anneal(Engine& engine, const Rows& groups, i64 limit, const Bits& start, c
     Cost cost = best.cost;
     double at = energy(cost);
     std::vector<std::pair<i32, std::uint8_t>> changed;
-    const double hot = 0.01, cold = 0.0001;
     i64 calls = 0;
     while (!meter.over(best)) {
         const double t = hot * std::pow(cold / hot, std::min(1.0, meter.share()));
@@ -218,7 +176,9 @@ Found anneal(Engine& engine, const Rows& groups, i64 limit, const Bits& start, c
             continue;
         }
         const double reject_above = at - t * std::log(std::max(1e-12, moves.uniform()));
+        engine.price_excess(price * base / room, price * base / (room * ops));
         const Cost c = engine.evaluate(now.data(), limit, reject_above * base);
+        engine.price_excess(0, 0);
         meter.spend(c);
         const double e = c.valid ? energy(c) : std::numeric_limits<double>::infinity();
         if (e <= reject_above) {

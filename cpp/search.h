@@ -31,8 +31,14 @@ struct Budget {
 Found greedy(Engine& engine, i64 limit, const Bits& start, const Budget& budget);
 
 // Simulated annealing over groups of gaps that belong together (the same tensor of every layer, one layer's
-// tensors, single gaps). Energy: extra seconds plus a price on bytes above the limit.
-Found anneal(Engine& engine, const Rows& groups, i64 limit, const Bits& start, const Budget& budget);
+// tensors, single gaps). Energy: extra seconds plus a price on bytes above the limit. `heat`: the first temperature,
+// in step times; the last is a hundredth of it.
+Found anneal(Engine& engine, const Rows& groups, i64 limit, const Bits& start, double heat, const Budget& budget);
+
+// Evict row by row, or a part of a row from its front, always what costs the fewest seconds per excess gone, by the
+// exact cost of each candidate, until the peak is within the limit. What was tried longest ago counts as it was
+// until it comes to the front (Minoux's lazy greedy, 1978), which keeps the candidates tried few.
+Found ladder(Engine& engine, const Rows& rows, i64 limit, const Bits& start, const Budget& budget);
 
 // Clear every decision, group by group and then gap by gap, that is not needed to stay within the limit.
 Found relax(Engine& engine, const Rows& groups, i64 limit, const Found& start, const Budget& budget);

@@ -18,7 +18,7 @@ from tightship.graph import Graph
 from tightship.plan import Step
 from tightship.simulate import extra_bytes
 
-__all__ = ["EVICT", "KEEP", "PASS", "Bits", "Decision", "Frame", "Progress", "Rows"]
+__all__ = ["EVICT", "KEEP", "PASS", "Archive", "Bits", "Decision", "Frame", "Progress", "Rows"]
 
 Bits = NDArray[np.uint8]
 Rows = tuple[NDArray[np.int64], NDArray[np.int32]]
@@ -64,12 +64,36 @@ class Decision:
         return mine < theirs if self.met else mine[::-1] < theirs[::-1]
 
 
+class Archive:
+    """Decisions found so far, none of which another one beats in both bytes and seconds: what was found for less
+    memory is also an answer for more."""
+
+    def __init__(self) -> None:
+        self.found: list[Decision] = []
+
+    def offer(self, d: Decision) -> None:
+        if not d.valid or any(x.peak <= d.peak and x.extra <= d.extra for x in self.found):
+            return
+        self.found = [x for x in self.found if x.peak < d.peak or x.extra < d.extra] + [d]
+        self.found.sort(key=lambda x: x.peak)
+
+    def around(self, limit: int, frame: Frame) -> list[Decision]:
+        """The largest that meets the limit and the smallest that does not."""
+        below = [x for x in self.found if x.peak <= limit][-1:]
+        above = [x for x in self.found if x.peak > limit][:1]
+        return [frame.cost(x.evict, limit) for x in (*below, *above)]
+
+
 @dataclass(frozen=True)
 class Frame:
     """A graph and an order, ready for evaluation of eviction decisions."""
 
     graph: Graph
     order: tuple[int, ...]
+
+    @cached_property
+    def archive(self) -> Archive:
+        return Archive()
 
     @cached_property
     def engine(self) -> Any:
@@ -142,6 +166,20 @@ class Frame:
         """Every gap alone, largest first."""
         size = [self.graph.storages[int(s)].size for s in self.gaps[:, 0]]
         return pack([[g] for g in sorted(range(len(size)), key=lambda g: size[g])])
+
+    @cached_property
+    def rows(self) -> Rows:
+        """Groups by position, and every gap alone."""
+        lists = [r for r in (*self.classes, *self.layers) if len(r) > 1]
+        return pack([*lists, *([g] for g in range(len(self.gaps)))])
+
+    @cached_property
+    def boundary(self) -> int:
+        """Where the backward begins (without phases: where most bytes are alive), as a position."""
+        phases = [self.graph.ops[k].phase for k in self.order]
+        if "backward" in phases:
+            return phases.index("backward")
+        return int(np.argmax(self.engine.profile(self.nothing()))) if phases else 0
 
     def nothing(self) -> Bits:
         return np.zeros(len(self.gaps), dtype=np.uint8)

@@ -1,20 +1,25 @@
-"""Simulated annealing over groups of repeated tensors, from the best seed; the default.
+"""Simulated annealing over groups of repeated tensors, from the best of many seeds; the default.
 
 Problem: choose gaps to recompute; minimise seconds of recomputation, peak within the limit. Measure: the exact
 simulated peak and time of every candidate. Source: Kirkpatrick et al. 1983; moving isomorphic layers together is
-ours. Seeds: keep everything, checkpoint per block, the minimal saved set, greedy. Guarantee: never worse than
-any seed; the same seed and work limit give the same plan. Complexity: a replay per candidate, anytime. Known
-limits: no proof of optimality; the gap to the lower bound is reported instead.
+ours. Seeds: keep everything, checkpoint per block, saved sets by price, the ladder from each side of the limit, what
+the frame's archive has. Guarantee: never worse than any seed, nor than what was found for less memory on the same
+frame; the same seed and work limit give the same plan. Complexity: a replay per candidate, anytime. Known limits:
+no proof of optimality; the gap to the lower bound is reported instead.
 """
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass, replace
 
-from tightship.planners.evict import blocks, greedy, keep, min_cut
+from tightship.planners.evict import blocks, greedy, keep, ladder, min_cut
 from tightship.planners.evict._frame import Decision, Frame, Progress
 
 __all__ = ["Options", "plan"]
+
+_HEATS = (0.001, 0.01)
+"""First temperatures of the runs, in step times."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,7 +27,7 @@ class Options:
     """``work``: ops simulated at most (this makes a plan reproducible). ``seconds``: wall clock at most.
     ``starts``: how many annealing runs share the work. ``seed``: of the random moves."""
 
-    work: int = 80_000_000
+    work: int = 150_000_000
     seconds: float = 8.0
     starts: int = 2
     seed: int = 0
@@ -33,34 +38,47 @@ def plan(
 ) -> Decision:
     """The best decision found within the work limit."""
     o = options or Options()
+    until = time.perf_counter() + o.seconds
     all_kept = keep.plan(frame, limit)
     if all_kept.met or not len(frame.gaps):
         return all_kept
-    few = greedy.Options(work=o.work // 4, seconds=o.seconds / 4)
-    seeds = [
-        min_cut.plan(frame, limit),
-        blocks.plan(frame, limit),
-        greedy.plan(frame, limit, few, progress),
-    ]
-    best = all_kept
-    for seed in seeds:
-        best = seed if seed.beats(best) else best
-    ranked = sorted(seeds, key=lambda d: (not d.met, d.extra if d.met else d.peak))
-    share = o.work // o.starts
+    seeds = _seeds(frame, limit, o, all_kept, until, progress)
+    best = seeds[0]
+    share = o.work // 2 // o.starts
     for n in range(o.starts):
-        start = ranked[n % len(ranked)] if n else best
-        found = frame.found(
-            frame.engine.anneal(
-                frame.groups, limit, start.evict, share, 0.8 * o.seconds / o.starts, o.seed + n, progress
-            )
+        start = best if n == 0 else seeds[n % len(seeds)]
+        left = max(0.0, until - time.perf_counter()) / (o.starts - n)
+        run = frame.engine.anneal(
+            frame.groups, limit, start.evict, _HEATS[n % len(_HEATS)], share, 0.8 * left, o.seed + n, progress
         )
+        found = frame.found(run)
         if found.met:
-            found = _relaxed(frame, limit, found, share // 4, 0.1 * o.seconds / o.starts)
+            found = ladder.relaxed(frame, limit, found, share // 8, 0.1 * left)
         best = found if found.beats(best) else best
+    frame.archive.offer(best)
     return replace(best, work=o.work)
 
 
-def _relaxed(frame: Frame, limit: int, found: Decision, work: int, seconds: float) -> Decision:
-    for groups in (frame.groups, frame.singles):
-        found = frame.found(frame.engine.relax(groups, limit, found.evict, work, seconds))
-    return found
+def _seeds(
+    frame: Frame, limit: int, o: Options, all_kept: Decision, until: float, progress: Progress | None
+) -> list[Decision]:
+    """What annealing may start from, best first."""
+
+    def part(share: float) -> tuple[int, float]:
+        return int(o.work * share), share * max(0.0, until - time.perf_counter())
+
+    found = [all_kept, *min_cut.family(frame, limit), blocks.plan(frame, limit)]
+    found += frame.archive.around(limit, frame)
+    work, seconds = part(0.1)
+    found.append(greedy.plan(frame, limit, greedy.Options(work, seconds), progress))
+    # Up from below the limit is done by giving back, down from above it by the ladder.
+    over = sorted((d for d in found if d.valid and not d.met), key=lambda d: d.peak)
+    for start in (over[0], all_kept) if over else (all_kept,):
+        work, seconds = part(0.1)
+        found.append(ladder.climb(frame, limit, start.evict, ladder.Options(work, seconds), progress))
+    met = sorted((d for d in found if d.met), key=lambda d: d.extra)
+    for start in met[:2]:
+        work, seconds = part(0.03)
+        found.append(ladder.relaxed(frame, limit, start, work, seconds))
+    valid = [d for d in found if d.valid]
+    return sorted(valid, key=lambda d: (not d.met, d.extra if d.met else d.peak))

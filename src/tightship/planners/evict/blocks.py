@@ -65,12 +65,5 @@ def _search(
 
 def _crossing(frame: Frame) -> Bits:
     """Gaps from the forward into the backward (without phases: across the point where most bytes are alive)."""
-    bits = frame.nothing()
-    if len(bits):
-        phases = [frame.graph.ops[k].phase for k in frame.order]
-        if "backward" in phases:
-            middle = phases.index("backward")
-        else:
-            middle = int(np.argmax(frame.engine.profile(bits)))
-        bits[(frame.gaps[:, 1] < middle) & (frame.gaps[:, 2] >= middle)] = 1
-    return bits
+    middle = frame.boundary
+    return ((frame.gaps[:, 1] < middle) & (frame.gaps[:, 2] >= middle)).astype(np.uint8)
