@@ -93,6 +93,13 @@ def test_infeasible_tells_proved_from_not_found_and_near_sizes_apart() -> None:
     assert str(GIB + 1) in str(error)
 
 
+def test_infeasible_says_when_only_the_places_do_not_fit() -> None:
+    error = Infeasible(budget=GIB, lower_bound=1, best_peak=GIB - 512, placed=GIB + 2048)
+    assert "the best peak reached 1.00 GiB (1073741312 B), within the budget, but" in str(error)
+    assert "1.00 GiB (1073743872 B) are needed, 2.00 KiB (2048 B) above it" in str(error)
+    assert "-" not in str(error)
+
+
 def test_verification_failed_keeps_every_violation_and_shows_the_first() -> None:
     error = VerificationFailed([f"violation {i}" for i in range(25)], "plan.json")
     assert len(error.violations) == 25

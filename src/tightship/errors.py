@@ -91,18 +91,26 @@ class Infeasible(TightshipError):
     """No plan within the budget was found, or none exists.
 
     ``best_peak`` is the least peak reached, ``lower_bound`` one that no plan can go below: if it is above the
-    budget, the budget cannot be met by any plan. ``top`` are the values that make up the best peak, largest
-    first, each as (name, bytes, "module path · source line").
+    budget, the budget cannot be met by any plan. ``placed``: the fewest bytes that a plan with a peak within
+    the budget needed once everything in it had a place, if there was such a plan. ``top`` are the values that
+    make up the best peak, largest first, each as (name, bytes, "module path · source line").
     """
 
     exit_status: ClassVar[int] = 1
 
     def __init__(
-        self, *, budget: int, lower_bound: int, best_peak: int, top: Sequence[tuple[str, int, str]] = ()
+        self,
+        *,
+        budget: int,
+        lower_bound: int,
+        best_peak: int,
+        top: Sequence[tuple[str, int, str]] = (),
+        placed: int | None = None,
     ) -> None:
         self.budget = budget
         self.lower_bound = lower_bound
         self.best_peak = best_peak
+        self.placed = placed
         self.top = tuple((name, size, place) for name, size, place in top)
         super().__init__(self._message())
 
@@ -113,10 +121,14 @@ class Infeasible(TightshipError):
 
     def _message(self) -> str:
         verdict = "no plan can meet the budget" if self.impossible else "no plan found that meets the budget"
+        over = self.best_peak - self.budget
+        beside = f"{_bytes(over)} above the budget" if over > 0 else "within the budget"
+        if self.placed is not None:
+            beside += f", but with a place for everything {_bytes(self.placed)} are needed"
+            beside += f", {_bytes(self.placed - self.budget)} above it"
         lines = [
             f"{verdict} of {_bytes(self.budget)}: the lower bound is {_bytes(self.lower_bound)}, "
-            f"the best peak reached {_bytes(self.best_peak)}, "
-            f"{_bytes(self.best_peak - self.budget)} above the budget"
+            f"the best peak reached {_bytes(self.best_peak)}, {beside}"
         ]
         if self.top:
             lines.append("values that make up the best peak:")

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from typing import Any
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -10,9 +13,10 @@ from chains import chain
 from strategies import random_graph
 from tightship.errors import BadInput, Infeasible
 from tightship.graph import Op
+from tightship.planners import default
 from tightship.planners.default import Options, plan
 from tightship.planners.evict._frame import Frame
-from tightship.planners.layout import lay_out, stays
+from tightship.planners.layout import Layout, lay_out, stays
 from tightship.simulate import baseline, replay
 from tightship.verify import verify
 
@@ -61,6 +65,29 @@ def test_same_seed_and_work_give_the_same_plan() -> None:
     graph = chain(30)
     first, second = (plan(graph, "50%", QUICK) for _ in range(2))
     assert (first.steps, first.residences) == (second.steps, second.residences)
+
+
+def test_a_plan_without_places_is_held_to_its_peak_alone() -> None:
+    graph = chain(30)
+    with_places, without = (plan(graph, "60%", replace(QUICK, place=p)) for p in (True, False))
+    assert without.met and without.peak <= without.budget and without.time <= with_places.time
+    assert not without.residences and without.arena == 0 < with_places.arena
+    assert verify(graph, without) == []
+
+
+def test_when_only_the_places_do_not_fit_the_error_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    def loose(*args: Any, **options: Any) -> Layout:
+        layout = lay_out(*args, **options)
+        return replace(layout, arena=layout.arena + (1 << 20))
+
+    graph = chain(20)
+    monkeypatch.setattr(default, "lay_out", loose)
+    with pytest.raises(Infeasible) as caught:
+        plan(graph, "90%", QUICK)
+    error = caught.value
+    assert error.best_peak <= error.budget < error.placed
+    assert "within the budget, but" in str(error) and "-" not in str(error).splitlines()[0]
+    assert plan(graph, "90%", replace(QUICK, place=False)).met
 
 
 def test_unknown_planner_is_refused_with_the_known_ones() -> None:

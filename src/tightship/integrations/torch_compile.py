@@ -28,7 +28,6 @@ from tightship.frontends.torch.joint import Joint, Primal, lower_joint, pinned
 from tightship.frontends.torch.program import Program, Ref
 from tightship.graph import Graph, aligned
 from tightship.integrations.torch_halves import Cut, cut
-from tightship.integrations.torch_heap import plan_on_heap
 from tightship.integrations.torch_ledger import Entry, Ledger
 from tightship.integrations.torch_options import CompileOptions, read_options
 from tightship.integrations.torch_piece import Lane, Piece
@@ -309,7 +308,7 @@ class _Compilation:
                 if error.impossible:
                     raise
             notes = ("an arena does not fit the budget, the peak does: the plan runs on the ordinary heap",)
-        plan = plan_on_heap(graph, limit, self.options.planner)
+        plan = default_plan(graph, limit, replace(self.options.planner, place=False))
         return replace(plan, notes=(*plan.notes, *notes))
 
 

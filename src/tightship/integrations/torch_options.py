@@ -13,7 +13,8 @@ from tightship.units import Budget, parse_budget
 __all__ = ["CompileOptions", "read_options"]
 
 _PLACE = "torch.compile(options=…)"
-_PLANNER = tuple(f for f in fields(PlannerOptions) if f.name != "hand_out")  # results always leave the arena
+_PLANNER = tuple(f for f in fields(PlannerOptions) if f.name not in ("hand_out", "place"))
+"""Without two: results always leave the arena, and ``arena`` says whether there is one."""
 
 
 @dataclass(frozen=True)

@@ -34,7 +34,8 @@ _TIGHTEN = 4
 class Options:
     """``order``, ``evict``: planners by name (``order`` may be ``given``: the graph's own order).
     ``seconds``: of search, at most. ``work``: ops simulated at most; makes plans reproducible. ``seed``: of
-    random moves. ``hand_out``: results go to the caller outside the arena."""
+    random moves. ``hand_out``: results go to the caller outside the arena. ``place``: decide where everything
+    lies; without, the plan says what is in memory when, and runs on the ordinary heap."""
 
     order: str = "sink"
     evict: str = "anneal"
@@ -42,6 +43,7 @@ class Options:
     work: int = 80_000_000
     seed: int = 0
     hand_out: bool = True
+    place: bool = True
 
 
 def plan(
@@ -63,26 +65,32 @@ def plan(
     frame = Frame(graph, order)
     bound = lower_bound(graph)
     target = before.peak if limit is None else limit
+    best: Timeline | None = None  # of all tries
+    needed: int | None = None
     for _ in range(_TIGHTEN):
         left = o.seconds - (time.perf_counter() - began)
         decision = _evict(frame, target, replace(o, seconds=max(1.0, left)), progress)
         steps = decision.steps or frame.steps(decision.evict)
+        line = replay(graph, steps)
+        if best is None or line.peak < best.peak:
+            best, best_steps = line, steps
         if limit is not None and not decision.met:
-            raise _infeasible(graph, limit, bound, replay(graph, steps), steps)
-        layout = lay_out(graph, steps, hand_out=o.hand_out, seed=o.seed, seconds=1.0)
-        over = graph.static_bytes + layout.arena + layout.handed - (limit or target)
-        if limit is None or over <= 0:
+            raise _infeasible(graph, limit, bound, best, best_steps, needed)
+        layout = _layout(graph, steps, o)
+        placed = graph.static_bytes + layout.arena + layout.handed
+        if limit is None or placed <= limit:
             break
-        target -= over
+        needed = placed if needed is None else min(needed, placed)
+        target -= placed - limit
     else:
-        assert limit is not None
-        raise _infeasible(graph, limit, bound, replay(graph, steps), steps)
-    made = _plan(graph, steps, layout, replay(graph, steps), before)
+        assert limit is not None and best is not None
+        raise _infeasible(graph, limit, bound, best, best_steps, needed)
+    made = _plan(graph, steps, layout, line, before)
     made = replace(
         made,
         budget=limit,
         lower_bound=int(bound),
-        planner=f"{o.order}+{o.evict}+portfolio",
+        planner=f"{o.order}+{o.evict}" + "+portfolio" * o.place,
         seconds=time.perf_counter() - began,
         moved=moved,
     )
@@ -118,6 +126,12 @@ def _evict(frame: Frame, limit: int, o: Options, progress: Progress | None) -> D
     return found
 
 
+def _layout(graph: Graph, steps: Sequence[Step], o: Options) -> Layout:
+    if not o.place:
+        return Layout((), 0, 0, 0)
+    return lay_out(graph, steps, hand_out=o.hand_out, seed=o.seed, seconds=1.0)
+
+
 def _plan(graph: Graph, steps: Sequence[Step], layout: Layout, line: Timeline, before: Timeline) -> Plan:
     return Plan(
         digest=graph.digest,
@@ -148,7 +162,13 @@ def top_of_peak(
     return tuple(sorted(rows, key=lambda r: -r[1])[:n])
 
 
-def _infeasible(graph: Graph, limit: int, bound: int, line: Timeline, steps: Sequence[Step]) -> Infeasible:
+def _infeasible(
+    graph: Graph, limit: int, bound: int, line: Timeline, steps: Sequence[Step], placed: int | None
+) -> Infeasible:
     return Infeasible(
-        budget=limit, lower_bound=int(bound), best_peak=line.peak, top=top_of_peak(graph, line, steps)
+        budget=limit,
+        lower_bound=int(bound),
+        best_peak=line.peak,
+        top=top_of_peak(graph, line, steps),
+        placed=placed,
     )

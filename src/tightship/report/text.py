@@ -135,6 +135,7 @@ def infeasible_rows(error: Infeasible) -> dict[str, object]:
         "budget": error.budget,
         "lower_bound": error.lower_bound,
         "best_peak": error.best_peak,
+        "placed": error.placed,
         "impossible": error.impossible,
         "top": [{"name": n, "bytes": b, "place": p} for n, b, p in error.top],
     }
