@@ -8,7 +8,8 @@ from typing import Any
 
 import torch
 
-from models import generator, hf, image_batch, labelled, language_batch, seq2seq_batch, tokens
+from batches import generator, image_batch, labelled, language_batch, seq2seq_batch, tokens
+from models import hf
 
 FAMILIES: dict[str, Callable[[], Any]] = {}
 

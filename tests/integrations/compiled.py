@@ -21,6 +21,16 @@ def deep(layers=4, width=16, dropout=0.1):
         return nn.Sequential(*rows, nn.Linear(width, 4))
 
 
+def pair(**options):
+    """A compiled model, the model in it, and the same model for eager."""
+    model = deep()
+    return compiled(model, **options), model, deep()
+
+
+def batch(n=32, seed=0):
+    return torch.randn(n, 16, generator=torch.Generator().manual_seed(seed))
+
+
 def concatenated(*trees):
     first = trees[0]
     if isinstance(first, dict):

@@ -1,4 +1,4 @@
-"""The torch.compile backend in the ways people use it, and what it says when it cannot."""
+"""The torch.compile backend in the ways people use it, to the bit."""
 
 import copy
 import gc
@@ -6,7 +6,7 @@ import warnings
 
 import pytest
 import torch
-from compiled import QUICK, compiled, deep, equal, step
+from compiled import QUICK, batch, compiled, deep, equal, pair, step
 from torch import nn
 
 from tightship import errors
@@ -25,16 +25,6 @@ def _fresh():
     torch._dynamo.reset()
 
 
-def pair(**options):
-    """A compiled model, the model in it, and the same model for eager."""
-    model = deep()
-    return compiled(model, **options), model, deep()
-
-
-def batch(n=32, seed=0):
-    return torch.randn(n, 16, generator=torch.Generator().manual_seed(seed))
-
-
 # --- sizes and modes ---
 
 
@@ -46,6 +36,33 @@ def test_a_batch_of_another_size_is_planned_anew_and_kept(dynamic):
         assert equal(step(call, model, batch(n)), step(other, other, batch(n)))
     assert sorted(p.name for p in compiled_plans(call)) == ["0/0", "0/1", "0/2"]
     assert len({p.plan.peak for p in compiled_plans(call)}) == 3
+
+
+def test_more_sizes_than_dynamo_compiles_run_in_eager_after_a_warning():
+    model, other = deep(2), deep(2)
+    call = torch.compile(model, backend="tightship", options={**QUICK}, dynamic=False, recompile_limit=3)
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        for n in (2, 3, 4, 5, 6, 3, 5):
+            assert equal(step(call, model, batch(n)), step(other, other, batch(n)))
+    (warning,) = [w for w in found if w.category is Fallback]
+    assert "graph 0/2 is the last of its function's: Dynamo compiles a function 3 times" in str(
+        warning.message
+    )
+    assert str(warning.message) in compiled_notes(call)
+    first, *more = compiled_plans(call)
+    assert len(more) == 2
+    first.last = None
+    step(call, model, batch(2))
+    assert first.last is not None and first.last.as_planned
+
+
+def test_dynamo_can_be_told_to_compile_more_sizes():
+    model, other = deep(2), deep(2)
+    call = torch.compile(model, backend="tightship", options={**QUICK}, dynamic=False, recompile_limit=12)
+    for n in range(2, 12):
+        assert equal(step(call, model, batch(n)), step(other, other, batch(n)))
+    assert len(compiled_plans(call)) == 10 and not any("last of" in n for n in compiled_notes(call))
 
 
 def test_evaluation_is_planned_without_a_backward_pass():
@@ -354,78 +371,3 @@ def test_what_the_caller_gets_is_not_made_again():
     given = {piece.graph.values[r.value].storage for r in piece._joint.forward if isinstance(r, Ref)}
     again = {s for t in piece.plan.steps if t.kind == "recompute" for s in t.storages}
     assert given and not given & again
-
-
-# --- errors and options ---
-
-
-def test_infeasible_reaches_the_caller_as_itself_each_time():
-    call, _, _ = pair(budget="2KiB")
-    for _ in range(2):
-        with pytest.raises(
-            errors.Infeasible, match=r"(?s)no plan can meet the budget of 2.00 KiB.*make up the best peak"
-        ):
-            call(batch())
-
-
-@pytest.mark.parametrize(
-    ("options", "rule"),
-    [
-        ({"bugdet": "1GiB"}, "an option is one of arena, budget, .*got 'bugdet'"),
-        ({"budget": "much"}, "a budget is a number of bytes"),
-        ({"budget": 0.5}, "a budget is"),
-        ({"seconds": "long"}, "seconds is a float"),
-        ({"work": True}, "work is a int"),
-        ({"evict": "nobody"}, "a planner is one of"),
-        ({"strict": 1}, "strict is True or False"),
-        ({"on_plan": 3}, "on_plan is a function"),
-        ({"hand_out": False}, "an option is one of"),
-    ],
-)
-def test_wrong_options_are_named(options, rule):
-    with pytest.raises(errors.BadInput, match=rule):
-        torch.compile(deep(), backend="tightship", options=options)(batch())
-
-
-def test_modes_are_not_options():
-    with pytest.raises(errors.BadInput, match="takes options="):
-        torch.compile(deep(), backend="tightship", mode="max-autotune")(batch())
-
-
-def test_plans_are_told_and_can_be_looked_at():
-    told = []
-    call, _, _ = pair(on_plan=told.append, budget="90%")
-    assert compiled_plans(call) == ()
-    call(batch())
-    assert told == list(compiled_plans(call))
-    assert told[0].plan.digest == told[0].graph.digest and "peak" in str(told[0])
-    with pytest.raises(errors.BadInput):
-        compiled_plans(deep())
-
-
-def sparse():
-    return nn.Sequential(nn.Embedding(50, 8, sparse=True), nn.Linear(8, 4)), torch.arange(12).view(3, 4)
-
-
-def branching():
-    class Net(nn.Module):
-        def forward(self, x):
-            return torch.cond(x.sum() > 0, lambda x: x.sin(), lambda x: x.cos(), (x,))
-
-    return Net(), batch()
-
-
-@pytest.mark.parametrize("make", [sparse, branching])
-def test_what_cannot_be_planned_runs_in_eager_with_a_warning_or_not_at_all(make):
-    model, x = make()
-    with warnings.catch_warnings(record=True) as found:
-        warnings.simplefilter("always")
-        call = torch.compile(model, backend="tightship", options={"seconds": 1.0})
-        assert torch.equal(call(x), model(x))
-        call(x)
-    (warning,) = [w for w in found if w.category is Fallback]
-    assert "runs in eager, without a plan and outside the budget: " in str(warning.message)
-    assert str(warning.message) in compiled_notes(call)
-    torch._dynamo.reset()
-    with pytest.raises(errors.Unsupported):
-        torch.compile(model, backend="tightship", options={"strict": True})(x)

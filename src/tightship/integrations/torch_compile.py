@@ -6,9 +6,10 @@ bits. A budget counts the graphs' inputs (parameters, buffers, batch), everythin
 gradients; not optimizer state, gradients of earlier steps, or what the caller's own code makes between
 graphs.
 
-Sizes are fixed: a batch of another size is planned anew, and kept; Dynamo does that eight times per function
-(``torch._dynamo.config.recompile_limit``), warns, and goes on in eager. Graph breaks cost plans their
-overview and are said in the notes: transformers' loss functions cause one unless ``model.loss_type`` is set.
+Sizes are fixed: a batch of another size is planned anew, and kept. Dynamo compiles a function eight times and no
+more (``torch.compile(recompile_limit=…)``); batches of further sizes then run in eager, unplanned, which the
+eighth plan warns of (`Fallback`). Graph breaks cost plans their overview and are said in the notes:
+transformers' loss functions cause one unless ``model.loss_type`` is set.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ __all__ = ["Fallback", "backend", "compiled_notes", "compiled_plans"]
 
 
 class Fallback(UserWarning):
-    """A graph runs in eager, without a plan: its budget is not kept."""
+    """A graph runs in eager, or others will, without a plan: its budget is not kept."""
 
 
 def backend(
@@ -116,7 +117,9 @@ class Session:
     def compile(self, gm: Any, inputs: Sequence[Any]) -> Callable[..., Any]:
         try:
             compat_compile.fixed_sizes(gm, inputs)
-            return _Compilation(self, gm).run(gm, inputs)
+            made = _Compilation(self, gm).run(gm, inputs)
+            self._last_of_its_kind()
+            return made
         except (BadInput, Infeasible) as error:
             return _raising(error)
         except Exception as error:
@@ -125,6 +128,19 @@ class Session:
             if not self.options.eager_fallback:
                 return _raising(error)
             return self._eager(gm, error)
+
+    def _last_of_its_kind(self) -> None:
+        count = compat_compile.last_time()
+        if count is None:
+            return
+        _, name = compat_compile.frame()
+        text = (
+            f"graph {name} is the last of its function's: Dynamo compiles a function {count} times, and what is "
+            "new after that, such as batches of other sizes, runs in eager, without a plan and outside the "
+            "budget; sizes seen so far stay planned. Give torch.compile a larger recompile_limit, or pad batches"
+        )
+        self.notes.append(text)
+        warnings.warn(text, Fallback, stacklevel=2)
 
     def _eager(self, gm: Any, error: Exception) -> Callable[..., Any]:
         _, name = compat_compile.frame()

@@ -18,6 +18,7 @@ from tightship.frontends.torch.compat import require_torch
 
 require_torch()
 
+from torch._dynamo import config as _dynamo_config  # noqa: E402
 from torch._dynamo.backends.common import aot_autograd as _aot_autograd  # noqa: E402
 from torch._dynamo.exc import TorchDynamoException  # noqa: E402
 from torch._functorch import config as _config  # noqa: E402
@@ -39,6 +40,7 @@ __all__ = [
     "is_backward",
     "is_control_flow",
     "is_tangent",
+    "last_time",
     "mutates",
     "never_donates",
     "outside",
@@ -225,6 +227,19 @@ def frame() -> tuple[int, str]:
         return -1, "graph"
     number = found.frame_id
     return (-1 if number is None else int(number)), str(found)
+
+
+def last_time() -> int | None:
+    """How often Dynamo has compiled this Python frame now, if it will not do so again; else None.
+
+    What then misses all guards runs in eager, and no backend is asked.
+    """
+    found = CompileContext.current_compile_id()
+    if found is None or found.frame_compile_id is None:
+        return None
+    count = found.frame_compile_id + 1
+    limit = min(_dynamo_config.recompile_limit, _dynamo_config.accumulated_recompile_limit)
+    return count if count == limit else None
 
 
 def graph_break(gm: GraphModule) -> str | None:
