@@ -1,3 +1,4 @@
+import threading
 import warnings
 
 import plans
@@ -6,10 +7,12 @@ import torch
 from runs import Pair, eager, loss_of
 
 from models import MODELS
-from tightship.errors import BadInput, Infeasible, VerificationFailed
+from tightship.errors import BadInput, BudgetExceeded, Infeasible, Unsupported, VerificationFailed
 from tightship.execute import allocator
 from tightship.execute.fit import fit
 from tightship.execute.interpreter import PeakMismatch
+from tightship.frontends.torch.optim import Updater
+from tightship.graph import aligned
 
 STEPS = 5
 QUICK = (
@@ -72,13 +75,47 @@ def test_optimizer_state_is_made_as_eager_makes_it(fitted, optimizer):
     as_planned(step)
 
 
-def test_the_first_step_makes_the_state_and_is_not_compared(fitted):
-    pair, step = fitted()
+@pytest.mark.parametrize("optimizer", ["adamw", "momentum"])
+@pytest.mark.parametrize("name", ["mlp", "cnn", "tied"])
+def test_the_first_step_makes_the_state_and_stays_within_the_plan(fitted, name, optimizer):
+    """The plan counts the state from the start, so what was measured may be less, never more."""
+    pair, step = fitted(name, optimizer, planner=lambda graph, _: plans.keep(graph, plans.keep(graph).peak))
     assert step.last is None
     pair.compare(step, 0)
-    assert not step.last.exact
+    first = step.last
+    made = {
+        t for state in pair.optimizer.state.values() for t in state.values() if isinstance(t, torch.Tensor)
+    }
+    made = sum(aligned(t.untyped_storage().nbytes()) for t in made)
+    assert made > 0 and not first.exact and first.as_planned
+    assert step.plan.peak - made <= first.measured_peak == first.process_peak <= step.plan.peak
     pair.compare(step, 1)
     as_planned(step)
+
+
+def test_a_first_step_that_needs_more_than_planned_is_told(fitted, monkeypatch):
+    _, step = fitted("mlp", strict=False)
+    update = Updater.__call__
+
+    def wasteful(self, *args):
+        held = torch.empty(1 << 20)
+        update(self, *args)
+        del held
+
+    monkeypatch.setattr(Updater, "__call__", wasteful)
+    with pytest.warns(PeakMismatch, match="the measured peak is"):
+        step(MODELS["mlp"]()[2](0))
+    assert not step.last.exact and step.last.measured_peak > step.plan.peak + (3 << 20)
+
+
+def test_a_first_step_is_held_to_the_budget(fitted, monkeypatch):
+    _, step = fitted("mlp", planner=lambda graph, _: plans.keep(graph, plans.keep(graph).peak))
+    update = Updater.__call__
+    monkeypatch.setattr(
+        Updater, "__call__", lambda self, *args: (torch.empty(1 << 20), update(self, *args))[1]
+    )
+    with pytest.raises(BudgetExceeded):
+        step(MODELS["mlp"]()[2](0))
 
 
 def test_the_default_planner_under_a_budget(fitted):
@@ -259,6 +296,36 @@ def test_other_values_beside_the_tensors_are_planned_apart(kept):
 
 
 # ---- errors
+
+
+def test_two_calls_at_once_are_refused(fitted):
+    pair, step = fitted()
+    program = step.program
+    inside, go_on = threading.Event(), threading.Event()
+    executor = step._variants[0].executor
+    run = executor.run
+
+    def slow(tensors):
+        inside.set()
+        assert go_on.wait(60)
+        return run(tensors)
+
+    executor.run = slow
+    losses = []
+    thread = threading.Thread(target=lambda: losses.append(step(pair.batch(0))))
+    thread.start()
+    assert inside.wait(60)
+    with pytest.raises(Unsupported, match="one thread at a time"):
+        step(pair.batch(0))
+    with pytest.raises(Unsupported, match="one thread at a time"):
+        step.prepare(pair.batch(0))
+    go_on.set()
+    thread.join()
+    assert len(losses) == 1 and step.program is program
+    executor.run = run
+    expected = eager(pair.twin, pair.loss_fn, pair.twin_optimizer, pair.batch(0))
+    assert torch.equal(losses[0], expected)
+    pair.compare(step, 1)  # from this thread, now that the other is done
 
 
 def test_a_failed_step_leaves_nothing_behind(fitted):

@@ -134,10 +134,19 @@ PyObject* seek(PyObject*, PyObject* number) {
     session->step = step;
     session->next = starts[step];
     session->stop = starts[step + 1];
+    session->aside = false;
   } else if (t_thread.recording) {
     t_thread.recording->step = step;
   } else {
     return fail(PyExc_RuntimeError, "this thread is neither replaying nor recording");
+  }
+  Py_RETURN_NONE;
+}
+
+PyObject* aside(PyObject*, PyObject*) {
+  if (Session* session = t_thread.session) {
+    session->next = session->stop;
+    session->aside = true;
   }
   Py_RETURN_NONE;
 }
@@ -225,6 +234,7 @@ PyMethodDef methods[] = {
     {"script_create", fast(script_create), METH_FASTCALL, "A capsule from sizes, offsets, step_start, limit."},
     {"begin", fast(begin), METH_FASTCALL, "Starts replaying a script in an arena on this thread."},
     {"seek", seek, METH_O, "The requests that follow are those of this step."},
+    {"aside", aside, METH_NOARGS, "The rest of the step is served from the heap, as if planned there."},
     {"end", end, METH_NOARGS, "Stops replaying; a dict of counts."},
     {"record_begin", record_begin, METH_NOARGS, "Starts logging this thread's blocks."},
     {"record_end", record_end, METH_NOARGS, "Stops; (kind, id, bytes, address, step) in order."},

@@ -197,6 +197,7 @@ struct Session {
   Arena* arena;
   const Script* script;
   int64_t step = -1, next = 0, stop = 0;  // requests [next, stop) are still to come in this step
+  bool aside = false;  // the rest of this step is served from the heap, whatever it asks for
   int64_t requests = 0, served = 0, escaped = 0, missed = 0, occupied = 0, steps_short = 0;
   int64_t start = 0, peak = 0, heap_peak = 0, high_water = 0, failed_step = -1;
   std::vector<Miss> misses{};
@@ -210,6 +211,7 @@ struct Session {
 
   // The planned offset of the next request, or kHeap where it is planned there or cannot be served as planned.
   int64_t place(int64_t size) {
+    if (aside) return ++escaped, kHeap;
     if (next >= stop) return miss("extra", next, size, -1), kHeap;
     int64_t k = next++, planned = script->sizes[k], offset = script->offsets[k];
     if (planned != size) return miss("size", k, size, planned), kHeap;

@@ -32,6 +32,7 @@ __all__ = [
     "Replay",
     "ReplayStats",
     "Script",
+    "aside",
     "available",
     "load",
     "record",
@@ -211,6 +212,13 @@ def replay(arena: Arena, script: Script) -> Iterator[Replay]:
         stats["first_misses"] = tuple(Miss(*miss) for miss in stats["first_misses"])
         stats["failed_step"] = None if stats["failed_step"] < 0 else stats["failed_step"]
         session._stats = ReplayStats(**stats)
+
+
+def aside() -> None:
+    """Until the next `Replay.seek`, this thread's requests are served from the heap as if planned there, whatever
+    they are for: they count, also against the limit, and none is a miss. Nothing happens outside of a replay.
+    """
+    load().aside()
 
 
 @contextlib.contextmanager

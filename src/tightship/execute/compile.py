@@ -8,7 +8,6 @@ outlives its last use.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -53,23 +52,20 @@ def updater_of(call: Call) -> Updater | None:
     return call.fn if isinstance(call.fn, Updater) else None
 
 
-def compile_plan(
-    program: Program, plan: Plan, suspended: Callable[[], AbstractContextManager[None]] | None = None
-) -> Code:
-    """``suspended`` keeps the requests inside it away from the arena: optimizer state outlives the step.
+def compile_plan(program: Program, plan: Plan, aside: Callable[[], None] | None = None) -> Code:
+    """``aside`` keeps the requests of an op's run away from the arena: optimizer state, which some make, outlives
+    the step.
 
     Raises ``Unsupported`` for steps that cannot be run here, ``BadInput`` for steps that do not fit the
     program.
     """
-    return _Compiler(program, suspended).run(plan.steps)
+    return _Compiler(program, aside).run(plan.steps)
 
 
 class _Compiler:
-    def __init__(
-        self, program: Program, suspended: Callable[[], AbstractContextManager[None]] | None
-    ) -> None:
+    def __init__(self, program: Program, aside: Callable[[], None] | None) -> None:
         self.program, self.graph = program, program.graph
-        self.suspended = suspended
+        self.aside = aside
         self.environment = Environment(len(self.graph.values))
         self.there: dict[int, dict[int, None]] = {}  # storage -> values of it that have a tensor now
         self.compiled: dict[tuple[int, bool, tuple[int, ...]], Action] = {}
@@ -155,8 +151,8 @@ class _Compiler:
         more = keywords(call.kwargs, self.environment)
         fn = compat.direct(call.fn)
         updater = updater_of(call)
-        if updater is not None and self.suspended is not None:
-            return _update(updater, get, self.suspended)
+        if updater is not None and self.aside is not None:
+            return _update(updater, get, self.aside)
         pairs = tuple((k, v) for k, v in enumerate(results) if v >= 0)
         shape = compat.returns_tensors(call.fn)
         if not pairs:
@@ -203,12 +199,10 @@ def _some(fn: Any, get: Any, more: Any, pairs: tuple[tuple[int, int], ...], *, n
     return run
 
 
-def _update(fn: Updater, get: Any, suspended: Callable[[], AbstractContextManager[None]]) -> Action:
+def _update(fn: Updater, get: Any, aside: Callable[[], None]) -> Action:
     def run(env: list[Any]) -> None:
-        if fn.materialised:
-            fn(*get(env))
-        else:
-            with suspended():
-                fn(*get(env))
+        if not fn.materialised:
+            aside()
+        fn(*get(env))
 
     return run

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+import threading
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -10,7 +12,7 @@ from typing import Any
 import torch
 
 from tightship import simulate
-from tightship.errors import BadInput
+from tightship.errors import BadInput, Unsupported
 from tightship.execute.allocator import Arena
 from tightship.execute.binding import Binding, Identity
 from tightship.execute.interpreter import Executor, RunStats
@@ -99,7 +101,8 @@ class TrainStep:
     A batch of another structure, shape or dtype, another training mode, and data on which the captured
     control flow depends and that answers otherwise, are captured and planned again; the latest kinds are
     kept, in one arena. A model or optimizer whose parts were replaced or moved is captured again from
-    scratch. ``p.grad`` is neither read nor written. If a step raises, the parameters whose update had run are
+    scratch. ``p.grad`` is neither read nor written. One thread at a time: a call while another is running raises
+    ``Unsupported``. If a step raises, the parameters whose update had run are
     updated and the others are not (running statistics and random state likewise): load a checkpoint, or go
     on.
     """
@@ -121,17 +124,34 @@ class TrainStep:
         self._variants: list[_Variant] = []  # the one used last first
         self._arena: Arena | None = None
         self._notes: list[str] = []
+        self._busy = threading.Lock()
 
     def __call__(self, batch: Any) -> Any:
-        leaves = flatten(batch)
-        variant, tensors = self._find(batch, leaves)
-        results = variant.executor.run(tensors)
-        compat.mark_stepped(self.optimizer)
-        return variant.program.result_spec.unflatten(results)
+        with self._alone():
+            leaves = flatten(batch)
+            variant, tensors = self._find(batch, leaves)
+            results = variant.executor.run(tensors)
+            compat.mark_stepped(self.optimizer)
+            return variant.program.result_spec.unflatten(results)
 
     def prepare(self, batch: Any) -> Plan:
         """Captures and plans for batches like this one, if that has not been done; runs nothing."""
-        return self._find(batch, flatten(batch))[0].executor.plan
+        with self._alone():
+            return self._find(batch, flatten(batch))[0].executor.plan
+
+    @contextlib.contextmanager
+    def _alone(self) -> Iterator[None]:
+        """Two at once would write the same parameters and lie in the same arena."""
+        if not self._busy.acquire(blocking=False):
+            raise Unsupported(
+                "calling a training step while another call of it runs",
+                "both would update the same parameters, from one arena",
+                "call it from one thread at a time",
+            )
+        try:
+            yield
+        finally:
+            self._busy.release()
 
     @property
     def program(self) -> Program:
