@@ -1,12 +1,11 @@
 // Python bindings of placement. Arrays are int64, contiguous and of one length; the Python side checks them.
 
 #include <nanobind/nanobind.h>
-#include <nanobind/ndarray.h>
 #include <nanobind/stl/tuple.h>
 
-#include <memory>
 #include <tuple>
 
+#include "bind_arrays.h"
 #include "place_exact.h"
 
 namespace nb = nanobind;
@@ -14,17 +13,6 @@ namespace nb = nanobind;
 namespace tightship::place {
 
 namespace {
-
-using Array = nb::ndarray<const i64, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
-using Result = nb::ndarray<i64, nb::numpy, nb::ndim<1>>;
-
-Result to_numpy(std::vector<i64> values) {
-    auto owned = std::make_unique<std::vector<i64>>(std::move(values));
-    i64* data = owned->data();
-    const std::size_t count = owned->size();
-    nb::capsule owner(owned.release(), [](void* p) noexcept { delete static_cast<std::vector<i64>*>(p); });
-    return Result(data, {count}, owner);
-}
 
 Buffers from_numpy(const Array& lower, const Array& upper, const Array& size, const Array* alignment,
                    const Array* pinned) {
@@ -34,19 +22,6 @@ Buffers from_numpy(const Array& lower, const Array& upper, const Array& size, co
         throw nb::value_error("arrays of one length");
     return make_buffers(lower.data(), upper.data(), size.data(), alignment ? alignment->data() : nullptr,
                         pinned ? pinned->data() : nullptr, static_cast<i64>(n));
-}
-
-std::vector<i32> to_order(const Array& order, i64 count) {
-    std::vector<i32> result;
-    std::vector<bool> seen(count, false);
-    for (std::size_t k = 0; k < order.shape(0); ++k) {
-        const i64 i = order.data()[k];
-        if (i < 0 || i >= count || seen[i]) break;
-        seen[i] = true;
-        result.push_back(static_cast<i32>(i));
-    }
-    if (static_cast<i64>(result.size()) != count) throw nb::value_error("order is a permutation");
-    return result;
 }
 
 // A problem with its working memory: several packings cost one preparation.
@@ -77,7 +52,8 @@ class Placer {
         {
             nb::gil_scoped_release unlocked;
             const Fit fit = best_fit ? Fit::best : Fit::first;
-            arena = place::climb(packer_, buffers_, by, fit, offset, seed, {work, seconds, bound});
+            arena = place::climb(packer_, buffers_.size, buffers_.pinned, by, fit, offset, seed,
+                                 {work, seconds, bound});
         }
         return {to_numpy(std::move(offset)), arena};
     }

@@ -4,8 +4,9 @@
 
 namespace nb = nanobind;
 
-void bind_place(nb::module_& m);   // bind_place.cpp
-void bind_search(nb::module_& m);  // bind_search.cpp
+void bind_place(nb::module_& m);    // bind_place.cpp
+void bind_related(nb::module_& m);  // bind_related.cpp
+void bind_search(nb::module_& m);   // bind_search.cpp
 
 namespace {
 
@@ -18,5 +19,6 @@ NB_MODULE(_core, m) {
   m.doc() = "Hot search loops of tightship. Private: use the planners instead.";
   m.def("abi", [] { return kAbi; }, "Version of the interface between this module and the Python code.");
   bind_place(m);
+  bind_related(m);
   bind_search(m);
 }

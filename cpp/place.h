@@ -75,24 +75,38 @@ class Space {
 enum class Fit { first, best };
 
 // Places buffers one after the other; keeps its working memory from one packing to the next.
-class Packer {
+class Packing {
   public:
-    explicit Packer(const Buffers& buffers);
+    virtual ~Packing() = default;
 
     // Pinned buffers first, then the others in `order` (a permutation; pinned and empty ones in it are passed
     // over). Gives up, with kNoLimit, as soon as the arena would be `cutoff` or more.
-    i64 pack(const i32* order, Fit fit, i64 cutoff, i64* offset);
+    virtual i64 pack(const i32* order, Fit fit, i64 cutoff, i64* offset) = 0;
     // A pinned buffer that shares bytes with another one alive at the same time; -1: none.
-    i64 clash();
+    virtual i64 clash() = 0;
+    // Whether two buffers may be in one another's way.
+    virtual bool meet(i32 i, i32 j) const = 0;
     // Buffers placed so far.
     i64 work() const { return work_; }
+
+  protected:
+    i64 work_ = 0;
+};
+
+// Buffers alive in whole live ranges.
+class Packer final : public Packing {
+  public:
+    explicit Packer(const Buffers& buffers);
+
+    i64 pack(const i32* order, Fit fit, i64 cutoff, i64* offset) override;
+    i64 clash() override;
+    bool meet(i32 i, i32 j) const override { return b_.first[i] < b_.last[j] && b_.first[j] < b_.last[i]; }
 
   private:
     const Buffers& b_;
     Space space_;
     std::vector<i32> pinned_;
     std::vector<i64> least_;  // least_[k]: smallest size in order[k:]
-    i64 work_ = 0;
 };
 
 struct Limits {
@@ -119,7 +133,7 @@ class Random {
 
 // Hill climbing over orders, starting from `order`: changes the order around the buffers that make up the top of
 // the arena and accepts late (no worse than some rounds ago). Returns the best arena and its offsets.
-i64 climb(Packer& packer, const Buffers& buffers, std::vector<i32> order, Fit fit, std::vector<i64>& offset,
-          std::uint64_t seed, const Limits& limits);
+i64 climb(Packing& packer, const std::vector<i64>& size, const std::vector<i64>& pinned, std::vector<i32> order,
+          Fit fit, std::vector<i64>& offset, std::uint64_t seed, const Limits& limits);
 
 }  // namespace tightship::place

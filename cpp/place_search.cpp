@@ -12,12 +12,13 @@ namespace {
 constexpr i64 kHistory = 20;  // accept what is no worse than the arena so many rounds ago
 
 // Moves buffers that reach above a random level nearer to the front, all by the same share of their way.
-void lift(std::vector<i32>& order, const Buffers& b, const std::vector<i64>& at, i64 level, double share) {
+void lift(std::vector<i32>& order, const std::vector<i64>& size, const std::vector<i64>& at, i64 level,
+          double share) {
     std::vector<std::pair<double, i32>> key;
     key.reserve(order.size());
     for (std::size_t k = 0; k < order.size(); ++k) {
         const i32 i = order[k];
-        const bool high = at[i] + b.size[i] > level;
+        const bool high = at[i] + size[i] > level;
         key.emplace_back(high ? share * static_cast<double>(k) : static_cast<double>(k), i);
     }
     std::stable_sort(key.begin(), key.end(), [](const auto& x, const auto& y) { return x.first < y.first; });
@@ -25,18 +26,19 @@ void lift(std::vector<i32>& order, const Buffers& b, const std::vector<i64>& at,
 }
 
 // Takes one buffer that reaches above `level` and puts it before, or swaps it with, one alive at the same time.
-bool advance(std::vector<i32>& order, const Buffers& b, const std::vector<i64>& at, i64 level, Random& random) {
+bool advance(std::vector<i32>& order, const Packing& packer, const std::vector<i64>& size,
+             const std::vector<i64>& pinned, const std::vector<i64>& at, i64 level, Random& random) {
     std::vector<i64> places;
     for (std::size_t k = 0; k < order.size(); ++k) {
         const i32 i = order[k];
-        if (at[i] + b.size[i] > level && b.pinned[i] == kFree) places.push_back(static_cast<i64>(k));
+        if (at[i] + size[i] > level && pinned[i] == kFree) places.push_back(static_cast<i64>(k));
     }
     if (places.empty()) return false;
     const i64 from = places[random.below(static_cast<i64>(places.size()))];
     const i32 i = order[from];
     places.clear();
     for (i64 k = 0; k < from; ++k)
-        if (b.first[order[k]] < b.last[i] && b.first[i] < b.last[order[k]]) places.push_back(k);
+        if (packer.meet(order[k], i)) places.push_back(k);
     if (places.empty()) return false;
     const i64 to = places[random.below(static_cast<i64>(places.size()))];
     if (random.below(2))
@@ -48,8 +50,8 @@ bool advance(std::vector<i32>& order, const Buffers& b, const std::vector<i64>& 
 
 }  // namespace
 
-i64 climb(Packer& packer, const Buffers& b, std::vector<i32> order, Fit fit, std::vector<i64>& offset,
-          std::uint64_t seed, const Limits& limits) {
+i64 climb(Packing& packer, const std::vector<i64>& size, const std::vector<i64>& pinned, std::vector<i32> order,
+          Fit fit, std::vector<i64>& offset, std::uint64_t seed, const Limits& limits) {
     const auto began = std::chrono::steady_clock::now();
     const auto out_of_time = [&] {
         return std::chrono::duration<double>(std::chrono::steady_clock::now() - began).count() >= limits.seconds;
@@ -65,8 +67,8 @@ i64 climb(Packer& packer, const Buffers& b, std::vector<i32> order, Fit fit, std
         trial = order;
         if (random.below(3) == 0) {
             const i64 level = limits.bound + random.below(arena - limits.bound);
-            lift(trial, b, at, level, static_cast<double>(random.below(1000)) / 1000);
-        } else if (!advance(trial, b, at, random.below(2) ? limits.bound : arena - 1, random)) {
+            lift(trial, size, at, level, static_cast<double>(random.below(1000)) / 1000);
+        } else if (!advance(trial, packer, size, pinned, at, random.below(2) ? limits.bound : arena - 1, random)) {
             continue;
         }
         i64& late = history[round % kHistory];

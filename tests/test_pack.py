@@ -366,3 +366,115 @@ def test_the_picture_in_the_docs_is_of_the_problem_beside_it() -> None:
     root = ET.parse(os.path.join(docs, "placement.svg")).getroot()
     said = [g.findtext(f"{SVG}title").split("\n")[0] for g in root.findall(f"{SVG}g")]
     assert sorted(said) == sorted(b.id for b in problem.buffers)
+
+
+# --- groups, conflicts and pools ---
+
+POOLED = """id,lower,upper,size,pools,group,conflicts,note
+a,0,4,10,fast slow,g,,x
+b,8,12,6,,g,,y
+c,4,8,10,,,d,
+d,8,12,4,,,,
+e,0,12,5,,,,
+"""
+
+
+@pytest.fixture
+def pooled(tmp_path, monkeypatch):
+    (tmp_path / "p.csv").write_text(POOLED)
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def test_packs_into_pools_and_verifies_what_it_wrote(pooled, capsys):
+    pools = ["--pool", "fast=12", "--pool", "slow"]
+    status, rows = as_json("pack", "p.csv", *pools, "-o", "out.csv", "--svg", "out.svg", capsys=capsys)
+    assert (status, rows["met"], rows["lower_bound"]) == (0, True, 15)
+    assert [(p["name"], p["capacity"], p["arena"]) for p in rows["pools"]] == [
+        ("fast", 12, 10),
+        ("slow", None, 9),
+    ]
+    lines = (pooled / "out.csv").read_text().splitlines()
+    assert lines[0] == POOLED.splitlines()[0] + ",offset,pool"
+    assert [line.rsplit(",", 2)[0] for line in lines] == POOLED.splitlines()
+    status, rows = as_json("verify", "out.csv", *pools, capsys=capsys)
+    assert (status, rows["violations"], rows["arena"]) == (0, [], 19)
+    status, rows = as_json("verify", "out.csv", "--pool", "fast=9", "--pool", "slow", capsys=capsys)
+    assert status == 1 and [v["code"] for v in rows["violations"]] == ["over-capacity"]
+    ET.parse(pooled / "out.svg")
+
+
+@pytest.mark.parametrize("name", planners("place"))
+def test_every_planner_packs_into_pools(pooled, capsys, name):
+    status, rows = as_json(
+        "pack", "p.csv", "--pool", "fast=12", "--pool", "slow", "--planner", name, capsys=capsys
+    )
+    assert status == 0 and rows["planner"] == f"{name}+spill"
+
+
+def test_packs_into_heaps(pooled, capsys):
+    status, rows = as_json(
+        "pack", "p.csv", "--heap", "fast=10", "--pool", "fast", "--pool", "slow", capsys=capsys
+    )
+    assert status == 0 and rows["pools"][0]["heaps"] == [10, 9]
+    (pooled / "plain.csv").write_text(TOY)
+    assert run("pack", "plain.csv", "--heap", "8", "-o", "out.csv", capsys=capsys)[0] == 0
+    assert (pooled / "out.csv").read_text().startswith("id,lower,upper,size,offset,heap")
+    assert run("verify", "out.csv", "--heap", "8", capsys=capsys)[0] == 0
+    assert run("verify", "out.csv", "--heap", "7", capsys=capsys)[0] == 1
+    assert run("verify", "out.csv", capsys=capsys)[0] == 0
+
+
+def test_what_fits_no_pool_is_said_by_name(pooled, capsys):
+    status, rows = as_json(
+        "pack", "p.csv", "--pool", "fast=12", "--pool", "slow=2", "-o", "out.csv", capsys=capsys
+    )
+    assert (status, rows["met"]) == (1, False)
+    assert not (pooled / "out.csv").exists()
+    assert rows["clash"]["bytes"] > 14
+    assert run("pack", "p.csv", "--pool", "fast=12", "--pool", "slow=2", capsys=capsys)[0] == 1
+
+
+@pytest.mark.parametrize(
+    ("edit", "code"),
+    [
+        (("0,fast\nb", "5,fast\nb"), "colocation-broken"),
+        (("a,0,4,10,fast slow", "a,0,4,10,slow"), "wrong-pool"),
+        (("y,0,fast", "y,0,"), "missing"),
+        ((",5,slow", ",0,slow"), "overlap"),
+    ],
+)
+def test_what_is_wrong_in_pools_is_found(pooled, capsys, edit, code):
+    run("pack", "p.csv", "--pool", "fast=12", "--pool", "slow", "-o", "out.csv", capsys=capsys)
+    text = (pooled / "out.csv").read_text()
+    assert edit[0] in text
+    (pooled / "out.csv").write_text(text.replace(*edit))
+    status, rows = as_json("verify", "out.csv", "--pool", "fast=16", "--pool", "slow", capsys=capsys)
+    assert status == 1 and code in {v["code"] for v in rows["violations"]}
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (["--pool", "fat"], "p.csv:2: a pool is one of fat, got 'fast'"),
+        (["--pool", "fast=x"], "--pool"),
+        (["--pool", "fast", "--pool", "fast"], "named once"),
+        (["--pool", "a b"], "without spaces"),
+        (["--pool", "fast", "--pool", "slow", "--heap", "9"], "--heap: with several pools"),
+        (["--pool", "fast", "--pool", "slow", "--heap", "far=9"], "a heap limit is of a pool (fast, slow)"),
+        (["--heap", "fast=0"], "at least 1 byte"),
+        (["--capacity", "9"], "a capacity is for one arena"),
+        (["--pool", "fast", "--pool", "slow", "--baseline", "p.csv"], "baseline"),
+    ],
+)
+def test_bad_pools_are_refused_in_one_line(pooled, capsys, options, said):
+    status, out, err = run("pack", "p.csv", *options, "-o", "out.csv", capsys=capsys)
+    assert (status, out) == (2, "")
+    assert said in err and err.count("\n") == 1
+    assert not (pooled / "out.csv").exists()
+
+
+def test_a_pool_that_nobody_may_go_to_is_refused(there, capsys):
+    (there / "p.csv").write_text("id,lower,upper,size,pools\na,0,1,4,fast\n")
+    status, _, err = run("pack", "p.csv", "--pool", "fast", "--pool", "slow=9", capsys=capsys)
+    assert status == 2 and "a pool is one that some buffer may go to, got 'slow'" in err

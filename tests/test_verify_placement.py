@@ -2,13 +2,15 @@
 
 from dataclasses import replace
 from itertools import combinations, pairwise
+from typing import Any
 
 import pytest
-from hypothesis import assume, given
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
+import relating
 from placing import overlapping, problems
-from tightship.plan import Buffer, Gap, Problem, Solution
+from tightship.plan import Buffer, Gap, Pool, Problem, Solution
 from tightship.planners.place import naive
 from tightship.verify_placement import CODES, check_solution
 
@@ -16,6 +18,14 @@ A = Buffer("a", 0, 4, 10)
 B = Buffer("b", 2, 6, 10, alignment=5)
 C = Buffer("c", 4, 8, 10, pinned=0)
 GOOD = Problem((A, B, C), capacity=20), Solution((0, 10, 0), 20, lower_bound=20)
+G = Buffer("g", 0, 4, 4, group="both", pools=("fast",))
+H = Buffer("h", 2, 6, 8, group="both")
+J = Buffer("i", 8, 9, 8)
+POOLS = Pool("fast", 20, 8), Pool("slow", 8)
+IN_POOLS = (
+    Problem((G, H, J), conflicts=(0, 4, 2), pools=POOLS),
+    Solution((0, 0, 0), 16, homes=(("fast", 0), ("fast", 0), ("fast", 1))),
+)
 
 
 def codes(problem: Problem, solution: Solution) -> set[str]:
@@ -24,6 +34,7 @@ def codes(problem: Problem, solution: Solution) -> set[str]:
 
 def test_nothing_is_wrong_with_what_is_right() -> None:
     assert check_solution(*GOOD) == []
+    assert check_solution(*IN_POOLS) == []
 
 
 BROKEN = {
@@ -32,6 +43,8 @@ BROKEN = {
     "out-of-bounds": {"arena": 19, "lower_bound": 0},
     "misaligned": {"offsets": (0, 11, 0), "arena": 20, "lower_bound": 0},
     "moved-pin": {"offsets": (0, 10, 20), "arena": 30},
+    "colocation-broken": {},
+    "wrong-pool": {},
     "overlap": {"offsets": (5, 10, 0)},
     "over-capacity": {"arena": 21},
     "bound": {"lower_bound": 21},
@@ -42,7 +55,40 @@ def test_every_code_is_broken_here() -> None:
     assert tuple(BROKEN) == CODES
 
 
-@pytest.mark.parametrize("code", CODES)
+BROKEN_IN_POOLS = (
+    ("missing", {"homes": (("fast", 0), ("fast", 0))}),
+    ("unknown", {"homes": (*IN_POOLS[1].homes, ("fast", 0))}),
+    ("out-of-bounds", {"arena": 15}),
+    ("colocation-broken", {"offsets": (4, 0, 0)}),
+    ("colocation-broken", {"homes": (("fast", 0), ("slow", 0), ("fast", 1)), "arena": 20}),
+    ("wrong-pool", {"homes": (("slow", 0), ("slow", 0), ("fast", 1))}),
+    ("wrong-pool", {"homes": (("fast", 0), ("fast", 0), ("there", 0))}),
+    ("wrong-pool", {"homes": (("fast", 0), ("fast", 0), ("slow", 1))}),
+    ("overlap", {"homes": (("fast", 0), ("fast", 0), ("fast", 0))}),
+    ("over-capacity", {"offsets": (0, 0, 1), "homes": (("fast", 0), ("fast", 0), ("slow", 0)), "arena": 17}),
+    ("over-capacity", {"offsets": (4, 4, 0), "arena": 20}),
+)
+
+
+@pytest.mark.parametrize(("code", "broken"), BROKEN_IN_POOLS)
+def test_a_broken_solution_in_pools_is_found(code: str, broken: dict[str, Any]) -> None:
+    problem, solution = IN_POOLS
+    assert codes(problem, replace(solution, **broken)) == {code}
+
+
+def test_says_what_is_wrong_with_groups_and_conflicts() -> None:
+    problem, solution = IN_POOLS
+    (found,) = check_solution(problem, replace(solution, homes=(("fast", 0),) * 3))
+    assert found.subjects == ("i", "h")
+    assert "may be alive together in another order, share bytes [0, 8)" in found.message
+    (found,) = check_solution(problem, replace(solution, offsets=(4, 0, 0)))
+    assert found.message == (
+        "buffer 'h' at [0, 8) of pool 'fast' and buffer 'g' at [4, 8) of pool 'fast' are of group 'both', "
+        "which shares an offset"
+    )
+
+
+@pytest.mark.parametrize("code", [c for c in CODES if BROKEN[c]])
 def test_a_broken_solution_is_found(code: str) -> None:
     problem, solution = GOOD
     assert code in codes(problem, replace(solution, **BROKEN[code]))
@@ -175,3 +221,30 @@ def test_overlapping_gaps_leave_what_their_windows_share() -> None:
     for start, wrong in ((0, False), (1, True), (3, True), (4, False)):
         found = check_solution(Problem((host, Buffer("guest", 4, 6, 2))), Solution((0, start), 10))
         assert bool(found) == wrong, start
+
+
+# --- groups, conflicts and pools ---
+
+
+@given(relating.related() | relating.pooled(), st.data())
+@settings(max_examples=300)
+def test_knows_groups_conflicts_and_pools_as_they_are_defined(problem: Problem, data: st.DataObject) -> None:
+    units: dict[object, tuple[int, tuple[str, int]]] = {}
+    homes = [(p.name, h) for p in problem.pools for h in range(2 if p.heap else 1)] or [("", 0)]
+    spots = []
+    for k, b in enumerate(problem.buffers):
+        drawn = data.draw(st.integers(0, 9)), data.draw(st.sampled_from(homes))
+        spots.append(units.setdefault(b.group or k, drawn))
+    solution = Solution(
+        tuple(x for x, _ in spots), 10**6, homes=tuple(h for _, h in spots) if problem.pools else ()
+    )
+    violations = check_solution(problem, solution)
+    found = {frozenset(v.subjects) for v in violations if v.code == "overlap"}
+    really = relating.overlapping(problem, solution)
+    group = {b.id: b.group or b.id for b in problem.buffers}
+    together = {frozenset(group[name] for name in pair) for pair in really}
+    assert {frozenset(group[name] for name in pair) for pair in found} <= together
+    named = {group[v.subjects[0]] for v in violations if v.code == "overlap"}
+    assert all(pair & named for pair in together)  # nothing is left out but what was reported
+    allowed = all(not b.pools or h in b.pools for b, (_, (h, _)) in zip(problem.buffers, spots, strict=True))
+    assert ("wrong-pool" in {v.code for v in violations}) != allowed

@@ -40,7 +40,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-__all__ = ["KINDS", "Buffer", "Gap", "Plan", "Problem", "Residence", "Solution", "Step"]
+__all__ = ["KINDS", "Buffer", "Gap", "Plan", "Pool", "Problem", "Residence", "Solution", "Step"]
 
 KINDS = ("compute", "recompute", "offload", "fetch", "compress", "decompress", "free")
 FORMS = ("full", "packed", "host", "state")
@@ -147,7 +147,9 @@ class Gap:
 class Buffer:
     """Something to place: ``size`` bytes alive in ``[lower, upper)`` (any integer time axis), but for ``gaps``.
 
-    Gaps lie within the live range and do not overlap each other. ``hint`` is an offset worth trying.
+    Gaps lie within the live range and do not overlap each other. ``hint`` is an offset worth trying. Buffers of
+    one ``group`` are aliases: they share an offset, each alive in its own live range, and are not in one another's
+    way. ``pools`` are those it may lie in, by name and best first; none: any of the problem's, in their order.
     """
 
     id: str
@@ -158,6 +160,8 @@ class Buffer:
     pinned: int | None = None
     gaps: tuple[Gap, ...] = ()
     hint: int | None = None
+    group: str = ""
+    pools: tuple[str, ...] = ()
 
     @property
     def gap_fault(self) -> str:
@@ -187,15 +191,37 @@ class Buffer:
             yield since, self.upper, 0, self.size
 
 
+@dataclass(frozen=True, slots=True)
+class Pool:
+    """Memory to place in: at most ``capacity`` bytes (None: as many as need be) in heaps of at most ``heap`` bytes
+    each (None: one heap). A buffer lies within one heap; offsets are counted from its start."""
+
+    name: str
+    capacity: int | None = None
+    heap: int | None = None
+
+
 @dataclass(frozen=True)
 class Problem:
+    """Buffers to place in an arena of at most ``capacity`` bytes, or in ``pools``.
+
+    Two buffers must not share bytes when they are alive at one time, and also when ``conflicts`` says so: row k
+    is a bit set of buffers (bit j: the buffer of index j) that k may be alive together with in some other order
+    of execution than the one that live ranges tell. It is symmetric; empty, there is that one order only.
+    """
+
     buffers: tuple[Buffer, ...]
     capacity: int | None = None
+    conflicts: tuple[int, ...] = ()
+    pools: tuple[Pool, ...] = ()
 
 
 @dataclass(frozen=True)
 class Solution:
-    """Offsets (bytes) for a problem's buffers, in their order, and the arena they span."""
+    """Offsets (bytes) for a problem's buffers, in their order, and the arena they span.
+
+    Of a problem with pools, ``homes`` has the pool and the heap of each buffer, and ``arena`` is the sum of what
+    the heaps span."""
 
     offsets: tuple[int, ...]
     arena: int
@@ -203,6 +229,7 @@ class Solution:
     planner: str = ""
     seconds: float = 0.0
     work: int = 0
+    homes: tuple[tuple[str, int], ...] = ()
 
     @property
     def optimal(self) -> bool:

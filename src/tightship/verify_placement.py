@@ -1,28 +1,33 @@
 """Verify a placement: every rule it breaks, by name, sharing no code with any planner.
 
-=============  ==============================================================
-missing        a buffer of the problem has no offset
-unknown        an offset belongs to no buffer of the problem
-out-of-bounds  bytes before offset 0 or beyond the arena
-misaligned     an offset is no multiple of its buffer's alignment
-moved-pin      a pinned buffer lies elsewhere
-overlap        two buffers alive at the same time share bytes
-over-capacity  the arena is larger than the problem's capacity
-bound          the claimed lower bound is above the arena, so it is none
-=============  ==============================================================
+=================  ==================================================================
+missing            a buffer of the problem has no offset, or no pool
+unknown            an offset, or a pool, belongs to no buffer of the problem
+out-of-bounds      bytes before offset 0 or beyond the arena
+misaligned         an offset is no multiple of its buffer's alignment
+moved-pin          a pinned buffer lies elsewhere
+colocation-broken  buffers of one group do not share an offset of one heap
+wrong-pool         a buffer lies in a pool it may not lie in, or one there is not
+overlap            two buffers share bytes while both are, or may be, alive
+over-capacity      the arena is larger than the capacity: of the problem, a pool, a heap
+bound              the claimed lower bound is above the arena, so it is none
+=================  ==================================================================
 
-Two buffers overlap when, at some time, bytes that are alive of the one are alive bytes of the other: within a
-gap, those of the gap's window alone. Overlaps are found by a sweep over time with what is alive kept in order
-of offset. A buffer found to overlap is reported with everything it overlaps at that moment and then left out
-of the sweep, so that n wrong buffers do not give n² lines.
+Two buffers of one heap overlap when, at some time, bytes that are alive of the one are alive bytes of the other:
+within a gap, those of the gap's window alone. Members of a group do not overlap each other. Found by a sweep over
+time with what is alive kept in order of offset. Buffers in conflict overlap when they share bytes at all; found by a
+sweep over the bytes. A buffer found to overlap is reported with everything it overlaps at that moment and then left
+out of the sweep, so that n wrong buffers do not give n² lines.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left, insort
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+
+import numpy as np
 
 from tightship.plan import Buffer, Problem, Solution
 from tightship.violation import Violation
@@ -35,63 +40,150 @@ CODES = (
     "out-of-bounds",
     "misaligned",
     "moved-pin",
+    "colocation-broken",
+    "wrong-pool",
     "overlap",
     "over-capacity",
     "bound",
 )
 
+Home = tuple[str, int]
+"""A pool by name and one of its heaps by number."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Placed:
+    """Buffer ``number`` of the problem at ``offset`` of ``home``."""
+
+    number: int
+    buffer: Buffer
+    offset: int
+    home: Home
+
+    def __str__(self) -> str:
+        pool, heap = self.home
+        where = (f" of pool {pool!r}" if pool else "") + (f", heap {heap}" if heap else "")
+        return f"buffer {self.buffer.id!r} at [{self.offset}, {self.offset + self.buffer.size}){where}"
+
 
 def check_solution(problem: Problem, solution: Solution) -> list[Violation]:
     """Everything that is wrong with ``solution``; nothing, if it is right."""
-    placed = list(zip(problem.buffers, solution.offsets, strict=False))
-    found = list(_counts(problem, solution))
-    for buffer, offset in placed:
-        found += _alone(buffer, offset, solution.arena)
-    found += _overlaps(placed)
-    if problem.capacity is not None and solution.arena > problem.capacity:
-        message = f"the arena is {solution.arena} bytes, the capacity {problem.capacity}"
-        found.append(Violation("over-capacity", -1, (), message))
-    if solution.lower_bound > solution.arena:
-        message = f"the claimed lower bound is {solution.lower_bound} bytes, the arena only {solution.arena}"
-        found.append(Violation("bound", -1, (), message))
+    homes: Sequence[Home] = solution.homes if problem.pools else [("", 0)] * len(problem.buffers)
+    rows = zip(range(len(problem.buffers)), problem.buffers, solution.offsets, homes, strict=False)
+    placed = [_Placed(*row) for row in rows]
+    found = list(_counts(problem, solution, homes))
+    for p in placed:
+        found += _alone(p, solution.arena)
+    found += _groups(placed)
+    if problem.pools:
+        found += _wrong_pools(problem, placed)
+    by_home: dict[Home, list[_Placed]] = {}
+    for p in placed:
+        by_home.setdefault(p.home, []).append(p)
+    for there in by_home.values():
+        found += _overlaps(there)
+    if problem.conflicts:
+        named = {frozenset(v.subjects) for v in found if v.code == "overlap"}
+        rows_of = _symmetric(problem.conflicts, len(problem.buffers))
+        for there in by_home.values():
+            found += (v for v in _conflicts(there, rows_of) if frozenset(v.subjects) not in named)
+    found += _sums(problem, solution, by_home)
     return found
 
 
-def _counts(problem: Problem, solution: Solution) -> Iterator[Violation]:
+def _sums(problem: Problem, solution: Solution, by_home: dict[Home, list[_Placed]]) -> Iterator[Violation]:
+    """What the arena claims, and what there is room for."""
+    tops = {home: max(p.offset + p.buffer.size for p in there) for home, there in by_home.items()}
+    if problem.pools and sum(tops.values()) > solution.arena:
+        message = f"the heaps span {sum(tops.values())} bytes together, the arena claims {solution.arena}"
+        yield Violation("out-of-bounds", -1, (), message)
+    for pool in problem.pools:
+        mine = {heap: top for (name, heap), top in sorted(tops.items()) if name == pool.name}
+        if pool.capacity is not None and sum(mine.values()) > pool.capacity:
+            message = f"pool {pool.name!r} spans {sum(mine.values())} bytes, its capacity is {pool.capacity}"
+            yield Violation("over-capacity", -1, (pool.name,), message)
+        for heap, top in mine.items():
+            if top > (top if pool.heap is None else pool.heap):
+                message = f"heap {heap} of pool {pool.name!r} spans {top} bytes, a heap has {pool.heap}"
+                yield Violation("over-capacity", -1, (pool.name,), message)
+    if problem.capacity is not None and solution.arena > problem.capacity:
+        message = f"the arena is {solution.arena} bytes, the capacity {problem.capacity}"
+        yield Violation("over-capacity", -1, (), message)
+    if solution.lower_bound > solution.arena:
+        message = f"the claimed lower bound is {solution.lower_bound} bytes, the arena only {solution.arena}"
+        yield Violation("bound", -1, (), message)
+
+
+def _counts(problem: Problem, solution: Solution, homes: Sequence[Home]) -> Iterator[Violation]:
     known, given = len(problem.buffers), len(solution.offsets)
     for buffer in problem.buffers[given:]:
         yield Violation("missing", buffer.lower, (buffer.id,), f"buffer {buffer.id!r} has no offset")
     for k in range(known, given):
         message = f"offset {solution.offsets[k]} is number {k + 1}, but the problem has {known} buffers"
         yield Violation("unknown", -1, (f"#{k}",), message)
+    for buffer in problem.buffers[len(homes) : given]:
+        yield Violation("missing", buffer.lower, (buffer.id,), f"buffer {buffer.id!r} has no pool")
+    for k in range(known, len(homes)):
+        message = f"pool {homes[k][0]!r} is number {k + 1}, but the problem has {known} buffers"
+        yield Violation("unknown", -1, (f"#{k}",), message)
 
 
-def _alone(b: Buffer, offset: int, arena: int) -> Iterator[Violation]:
+def _alone(p: _Placed, arena: int) -> Iterator[Violation]:
     """What is wrong with one buffer, whatever the others do."""
-    if offset < 0 or offset + b.size > arena:
-        message = f"{_bytes(b, offset)} is not within the arena [0, {arena})"
-        yield Violation("out-of-bounds", b.lower, (b.id,), message)
-    if offset % b.alignment:
-        message = f"{_bytes(b, offset)} does not start at a multiple of {b.alignment}"
-        yield Violation("misaligned", b.lower, (b.id,), message)
-    if b.pinned is not None and offset != b.pinned:
-        message = f"{_bytes(b, offset)} is pinned to offset {b.pinned}"
-        yield Violation("moved-pin", b.lower, (b.id,), message)
+    b = p.buffer
+    if p.offset < 0 or p.offset + b.size > arena:
+        yield Violation("out-of-bounds", b.lower, (b.id,), f"{p} is not within the arena [0, {arena})")
+    if p.offset % b.alignment:
+        yield Violation("misaligned", b.lower, (b.id,), f"{p} does not start at a multiple of {b.alignment}")
+    if b.pinned is not None and p.offset != b.pinned:
+        yield Violation("moved-pin", b.lower, (b.id,), f"{p} is pinned to offset {b.pinned}")
+
+
+def _groups(placed: Sequence[_Placed]) -> Iterator[Violation]:
+    first: dict[str, _Placed] = {}
+    for p in placed:
+        if not p.buffer.group:
+            continue
+        other = first.setdefault(p.buffer.group, p)
+        if (p.offset, p.home) != (other.offset, other.home):
+            message = f"{p} and {other} are of group {p.buffer.group!r}, which shares an offset"
+            yield Violation("colocation-broken", p.buffer.lower, (p.buffer.id, other.buffer.id), message)
+
+
+def _wrong_pools(problem: Problem, placed: Sequence[_Placed]) -> Iterator[Violation]:
+    known = {pool.name: pool for pool in problem.pools}
+    for p in placed:
+        name, heap = p.home
+        allowed = p.buffer.pools or tuple(known)
+        if not name and name not in known:
+            yield Violation("missing", p.buffer.lower, (p.buffer.id,), f"{p} has no pool")
+            continue
+        if name not in known or heap < 0 or (heap and known[name].heap is None):
+            message = f"{p}: there is no such pool or heap (pools: {', '.join(known)})"
+        elif name not in allowed:
+            message = f"{p} may lie in {', '.join(allowed)} only"
+        else:
+            continue
+        yield Violation("wrong-pool", p.buffer.lower, (p.buffer.id,), message)
+
+
+# --- overlaps of what is alive ---
 
 
 @dataclass(frozen=True, slots=True)
 class _Part:
-    """Bytes ``[start, end)`` that buffer number ``owner`` has alive during ``[since, until)``."""
+    """Bytes ``[start, end)`` that ``owner`` has alive during ``[since, until)``."""
 
-    owner: int
+    owner: _Placed
     since: int
     until: int
     start: int
     end: int
 
 
-def _parts(owner: int, b: Buffer, offset: int) -> Iterator[_Part]:
+def _parts(owner: _Placed) -> Iterator[_Part]:
     """A buffer's life cut where its gaps begin and end; where gaps overlap, what all their windows share."""
+    b = owner.buffer
     if b.lower >= b.upper:
         return
     cuts = {b.lower, b.upper}
@@ -104,11 +196,31 @@ def _parts(owner: int, b: Buffer, offset: int) -> Iterator[_Part]:
                 low, high = gap.window or (0, 0)
                 start, end = max(start, low), min(end, high)
         if start < end:
-            yield _Part(owner, since, until, offset + start, offset + end)
+            yield _Part(owner, since, until, owner.offset + start, owner.offset + end)
 
 
-def _overlaps(placed: list[tuple[Buffer, int]]) -> Iterator[Violation]:
-    parts = [p for k, (b, offset) in enumerate(placed) for p in _parts(k, b, offset)]
+def _united(group: Sequence[_Placed]) -> Iterator[_Part]:
+    """The parts of a group, bytes that several members have alive counted once."""
+    parts = [part for p in group for part in _parts(p)]
+    cuts = sorted({time for part in parts for time in (part.since, part.until)})
+    for since, until in pairwise(cuts):
+        alive = [part for part in parts if part.since <= since and until <= part.until]
+        alive.sort(key=lambda part: (part.start, -part.end))
+        k = 0
+        while k < len(alive):
+            first, end = alive[k], alive[k].end
+            while k < len(alive) and alive[k].start < end:
+                end = max(end, alive[k].end)
+                k += 1
+            yield _Part(first.owner, since, until, first.start, end)
+
+
+def _overlaps(placed: Sequence[_Placed]) -> Iterator[Violation]:
+    """Of buffers in one heap."""
+    groups: dict[object, list[_Placed]] = {}
+    for p in placed:
+        groups.setdefault(p.buffer.group or p.number, []).append(p)
+    parts = [part for g in groups.values() for part in (_united(g) if len(g) > 1 else _parts(g[0]))]
     # Ends before starts at the same time: live ranges are half-open.
     events = [(p.until, 0, k) for k, p in enumerate(parts)] + [(p.since, 1, k) for k, p in enumerate(parts)]
     events.sort()
@@ -121,13 +233,13 @@ def _overlaps(placed: list[tuple[Buffer, int]]) -> Iterator[Violation]:
             if at < len(alive) and alive[at] == (part.start, k):
                 del alive[at]
             continue
-        if part.owner in wrong:
+        if part.owner.number in wrong:
             continue
         clashes = list(_clashes(parts, alive, at, part))
         for other in clashes:
-            yield _overlap(placed, part, parts[other])
+            yield _overlap(part, parts[other])
         if clashes:
-            wrong.add(part.owner)
+            wrong.add(part.owner.number)
         else:
             insort(alive, (part.start, k))
 
@@ -143,13 +255,55 @@ def _clashes(parts: list[_Part], alive: list[tuple[int, int]], at: int, part: _P
         at += 1
 
 
-def _overlap(placed: list[tuple[Buffer, int]], new: _Part, old: _Part) -> Violation:
-    (b, x), (c, y) = placed[new.owner], placed[old.owner]
+def _overlap(new: _Part, old: _Part) -> Violation:
     start, end = max(new.start, old.start), min(new.end, old.end)
     since, until = max(new.since, old.since), min(new.until, old.until)
-    message = f"{_bytes(b, x)} and {_bytes(c, y)} share bytes [{start}, {end}) during [{since}, {until})"
-    return Violation("overlap", since, (b.id, c.id), message)
+    message = f"{new.owner} and {old.owner} share bytes [{start}, {end}) during [{since}, {until})"
+    return Violation("overlap", since, (new.owner.buffer.id, old.owner.buffer.id), message)
 
 
-def _bytes(b: Buffer, offset: int) -> str:
-    return f"buffer {b.id!r} at [{offset}, {offset + b.size})"
+# --- overlaps of what may be alive in another order ---
+
+
+def _symmetric(rows: Sequence[int], count: int) -> list[int]:
+    """Bit sets in which j is of k's when k is of j's."""
+    width = -(-count // 8)
+    mask = (1 << count) - 1
+    packed = b"".join((row & mask).to_bytes(width, "little") for row in rows[:count])
+    packed += bytes(width * (count - len(rows[:count])))
+    bits = np.unpackbits(
+        np.frombuffer(packed, dtype=np.uint8).reshape(count, width), axis=1, bitorder="little"
+    )[:, :count]
+    both = np.packbits(bits | bits.T, axis=1, bitorder="little")
+    return [int.from_bytes(row.tobytes(), "little") for row in both]
+
+
+def _conflicts(placed: Sequence[_Placed], rows: Sequence[int]) -> Iterator[Violation]:
+    """Of buffers in one heap: a sweep over its bytes."""
+    solid = {p.number: p for p in placed if p.buffer.size > 0}
+    events = [(p.offset + p.buffer.size, 0, k) for k, p in solid.items()]
+    events += [(p.offset, 1, k) for k, p in solid.items()]
+    there = 0  # bit set of those that have the byte the sweep is at
+    for byte, begins, k in sorted(events):
+        if not begins:
+            there &= ~(1 << k)
+            continue
+        clashes = [solid[j] for j in _members(there & rows[k])]
+        clashes = [c for c in clashes if not c.buffer.group or c.buffer.group != solid[k].buffer.group]
+        for other in clashes:
+            yield _conflict(solid[k], other, byte)
+        if not clashes:
+            there |= 1 << k
+
+
+def _conflict(new: _Placed, old: _Placed, start: int) -> Violation:
+    end = min(p.offset + p.buffer.size for p in (new, old))
+    message = f"{new} and {old}, which may be alive together in another order, share bytes [{start}, {end})"
+    return Violation("overlap", new.buffer.lower, (new.buffer.id, old.buffer.id), message)
+
+
+def _members(bits: int) -> Iterator[int]:
+    while bits:
+        low = bits & -bits
+        yield low.bit_length() - 1
+        bits ^= low

@@ -10,11 +10,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tightship.errors import BadInput
-from tightship.frontends import problem_csv
+from tightship.frontends import _problem_rows, problem_csv
 from tightship.frontends.problem_csv import MAX_LINE, check_pins, dumps, loads, read, table_of, write
-from tightship.plan import Buffer, Gap, Problem
+from tightship.plan import Buffer, Gap, Pool, Problem
 
 HEAD = "id,lower,upper,size\n"
+MORE = "id,lower,upper,size,group,conflicts,pools,pool,heap\n"
 FULL = "id,lower,upper,size,alignment,hint,gaps,offset\n"
 
 
@@ -40,8 +41,20 @@ def anything(draw: st.DrawFn) -> Problem:
             gaps.append(Gap(since, until, window))
         pinned, hint = (draw(st.none() | st.integers(0, 2**63 - 1)) for _ in range(2))
         alignment = draw(st.sampled_from((1, 1, 64, 2**40)))
-        rows.append(Buffer(name, lower, upper, size, alignment, pinned, tuple(gaps), hint))
-    return Problem(tuple(rows))
+        group = draw(st.sampled_from(("", "", "one", " two words")))
+        pools = tuple(draw(st.lists(st.sampled_from(("sram", "dram")), unique=True, max_size=2)))
+        rows.append(Buffer(name, lower, upper, size, alignment, pinned, tuple(gaps), hint, group, pools))
+    pairs = [
+        (i, j)
+        for j in range(len(rows))
+        for i in range(j)
+        if draw(st.integers(0, 3)) == 0 and rows[j].id.split() == [rows[j].id]
+    ]
+    conflicts = [0] * len(rows)
+    for i, j in pairs:
+        conflicts[i] |= 1 << j
+        conflicts[j] |= 1 << i
+    return Problem(tuple(rows), conflicts=tuple(conflicts) if pairs else ())
 
 
 # --- reading ---
@@ -124,12 +137,19 @@ def test_a_header_alone_is_a_problem_of_nothing() -> None:
         (FULL + "a,1,9,4,,,5-8 3-6,\n", ":2", "the gaps of a buffer do not overlap"),
         (FULL + "a,1,9,4,,,3-6@2:5,\n", ":2", "a gap's window is a part of the buffer's bytes [0, 4)"),
         (FULL + "a,1,9,4,,,3-6@2:2,\n", ":2", "a gap's window is a part of the buffer's bytes"),
+        ("id,lower,upper,size,group,colocation\n", ":1", "not both 'group' and 'colocation'"),
+        (MORE + "a,0,1,4,g\x07,,,,\n", ":2", "column 'group' has text without control characters"),
+        (MORE + "a,0,1,4,,b,,,\n", ":2", "a conflict is with another buffer of the file, by its id, got 'b'"),
+        (MORE + "a,0,1,4,,,,,\nb,0,1,4,,a b,,,\n", ":3", "a conflict is with another buffer"),
+        (MORE + "a,0,1,4,,,,one two,\n", ":2", "a pool's name is without spaces"),
+        (MORE + "a,0,1,4,,,,p,-1\n", ":2", "column 'heap' has whole numbers"),
+        (MORE + "a,0,1,4,,,,p,99999999\n", ":2", "a heap's number is at most"),
     ],
 )
 def test_a_bad_file_is_said_to_be_bad_with_its_line(text: str, line: str, said: str) -> None:
     with pytest.raises(BadInput) as caught:
         loads(text.encode(), "p.csv")
-    assert said in caught.value.rule
+    assert said in str(caught.value)
     assert caught.value.place.startswith(f"p.csv{line}")
     assert len(str(caught.value)) < 500
 
@@ -175,7 +195,7 @@ def test_garbage_without_end_is_not_read_to_its_end(start: bytes, pattern: bytes
 
 
 def test_a_problem_has_so_many_rows_and_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(problem_csv, "MAX_ROWS", 2)
+    monkeypatch.setattr(_problem_rows, "MAX_ROWS", 2)
     assert len(buffers(HEAD + "a,0,1,4\nb,0,1,4\n")) == 2
     with pytest.raises(BadInput, match="at most 2 buffers"):
         buffers(HEAD + "a,0,1,4\nb,0,1,4\nc,0,1,4\n")
@@ -203,6 +223,16 @@ def test_a_file_that_cannot_be_read_is_said_to_be_one(
         read(name)
 
 
+def test_reads_groups_conflicts_and_pools() -> None:
+    table = loads((MORE + "a,0,1,4,g,,sram dram,sram,1\nb,2,3,4,g,c,,,\nc,4,5,4,,,,,\n").encode())
+    a, b, c = table.problem.buffers
+    assert (a.group, a.pools, b.group, c.group, c.pools) == ("g", ("sram", "dram"), "g", "", ())
+    assert table.problem.conflicts == (0, 0b100, 0b010)
+    assert table.homes == (("sram", 1), ("", 0), ("", 0))
+    assert table.pool_names == ("sram", "dram")
+    assert [b.pools for b in table.fixed.buffers] == [("sram",), (), ()]
+
+
 # --- pins ---
 
 
@@ -220,6 +250,31 @@ def test_pins_that_cannot_be_are_said_with_their_line(
     with pytest.raises(BadInput) as caught:
         check_pins(loads((FULL + rows).encode(), "p.csv"), capacity)
     assert said in caught.value.rule and caught.value.place == f"p.csv{line}"
+
+
+@pytest.mark.parametrize(
+    ("rows", "line", "said"),
+    [
+        ("a,0,4,8,,0,g,\nb,6,9,8,,4,g,\n", ":3", "of group 'g', which shares an offset"),
+        ("a,0,4,8,,4,g,\nb,6,9,8,8,,g,\n", ":3", "members of group 'g' are pinned to a multiple of 8"),
+        ("a,0,4,8,,,g,p\nb,6,9,8,,,g,q\n", ":3", "members of group 'g' have a pool in common"),
+    ],
+)
+def test_members_that_cannot_share_an_offset_are_said_with_their_line(
+    rows: str, line: str, said: str
+) -> None:
+    with pytest.raises(BadInput) as caught:
+        check_pins(loads(("id,lower,upper,size,alignment,offset,group,pools\n" + rows).encode(), "p.csv"))
+    assert said in caught.value.rule and caught.value.place == f"p.csv{line}"
+
+
+def test_pins_are_of_their_pools() -> None:
+    table = loads(b"id,lower,upper,size,offset,pools\na,0,4,8,0,p\nb,0,4,8,0,q\n", "p.csv")
+    check_pins(table, None, (Pool("p", 8), Pool("q")))
+    with pytest.raises(
+        BadInput, match=r"p\.csv:3: a pinned buffer ends within the capacity of pool 'q' of 4"
+    ):
+        check_pins(table, None, (Pool("p", 8), Pool("q", 4)))
 
 
 def test_pins_may_lie_in_gaps_and_at_the_top() -> None:

@@ -86,6 +86,7 @@ def _add_pack(verb: argparse.ArgumentParser) -> None:
 
     verb.add_argument("problem", metavar="PROBLEM.csv", help="columns id, lower, upper, size; see the docs")
     verb.add_argument("--capacity", "-c", metavar="B", help="bytes, with or without a unit, that have to do")
+    _add_pools(verb)
     verb.add_argument("--output", "-o", metavar="FILE", help="write the same rows, each with its offset")
     verb.add_argument("--planner", metavar="NAME", default=DEFAULT, help=f"who places (default: {DEFAULT})")
     verb.add_argument("--baseline", metavar="FILE", help="a packing that the answer is never worse than")
@@ -94,9 +95,17 @@ def _add_pack(verb: argparse.ArgumentParser) -> None:
     verb.set_defaults(run=pack.pack, options=Search)
 
 
+def _add_pools(verb: argparse.ArgumentParser) -> None:
+    text = "a pool, the first one being tried first, and the bytes it has (may be given several times)"
+    verb.add_argument("--pool", action="append", default=[], metavar="NAME[=B]", help=text)
+    text = "the most bytes of a heap: of one pool, or where there is only one"
+    verb.add_argument("--heap", action="append", default=[], metavar="[NAME=]B", help=text)
+
+
 def _add_verify(verb: argparse.ArgumentParser) -> None:
     verb.add_argument("plan", metavar="PLAN|PACKED.csv", help="a plan.json, or what pack wrote")
     verb.add_argument("--capacity", "-c", metavar="B", help="bytes that a packing has to do with")
+    _add_pools(verb)
     verb.add_argument(
         "--source", metavar="SOURCE", help="check against this graph, not the one in the plan's file"
     )

@@ -4,20 +4,22 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from tightship.cli.options import given_options
 from tightship.cli.output import Output
+from tightship.cli.pools import placed_of, pool_lines, pool_rows, pools_of, side_by_side
 from tightship.cli.source import writable
 from tightship.errors import BadInput
 from tightship.frontends import problem_csv
-from tightship.frontends.problem_csv import Table
 from tightship.plan import Problem, Solution
 from tightship.planners import planner
 from tightship.planners.clash import Clash, clash
 from tightship.planners.packing import Search
 from tightship.planners.packing import pack as place
+from tightship.planners.pools import clash_of_pools
 from tightship.report.packing import packing_picture
 from tightship.report.progress import Line
 from tightship.serde import write_file
@@ -38,26 +40,27 @@ def pack(chosen: argparse.Namespace, out: Output) -> int:
     drawing = writable(chosen.picture, "--svg")
     with Line(out.errors, f"reading {chosen.problem}"):
         table = problem_csv.read(chosen.problem)
-        problem_csv.check_pins(table, capacity)
-        problem = Problem(table.problem.buffers, capacity)
+        pools = pools_of(chosen, table, capacity)
+        problem_csv.check_pins(table, capacity, pools)
+        problem = replace(table.fixed, capacity=None if pools else capacity, pools=pools)
         known = None if chosen.baseline is None else _baseline(chosen.baseline, problem)
     with Line(out.errors, f"packing {chosen.problem}"):
         made = place(problem, chosen.planner, search, baseline=known)
-        met = capacity is None or made.arena <= capacity
-        why = None if met or capacity is None else clash(problem, capacity)
-    rows = _rows(problem, made) | {"met": met, "clash": _clash_rows(why)}
-    text = [_said(chosen.problem, problem, made)]
-    if capacity is not None and not met:
+        met = not any(v.code == "over-capacity" for v in check_solution(problem, made))
+        why = None if met else clash_of_pools(problem) if pools else clash(problem, capacity or 0)
+    rows = _rows(problem, made) | {"met": met, "clash": _clash_rows(why), "pools": pool_rows(problem, made)}
+    text = [_said(chosen.problem, problem, made), *pool_lines(problem, made)]
+    if not met:
         text.append(_why(why, made, capacity))
     if path is not None and met:
-        problem_csv.write(path, table, made.offsets)
+        problem_csv.write(path, table, made.offsets, made.homes)
         rows["output"] = str(path)
         text.append(f"written to {path}")
     elif path is not None:
         text.append(f"not written to {path}: the capacity is not met")
     if drawing is not None:
         title = Path(chosen.problem).stem
-        write_file(drawing, packing_picture(problem, made, title=title).encode())
+        write_file(drawing, packing_picture(problem, side_by_side(problem, made), title=title).encode())
         rows["picture"] = str(drawing)
         text.append(f"drawn in {drawing}")
     out.answer(rows, "\n".join(text))
@@ -82,10 +85,11 @@ def verify_packing(chosen: argparse.Namespace, out: Output) -> int:
     capacity = _capacity(chosen)
     with Line(out.errors, f"reading {chosen.plan}"):
         table = problem_csv.read(chosen.plan)
-        placed, offsets = _placed(table)
-    arena = max((x + b.size for b, x in zip(placed.buffers, offsets, strict=True)), default=0)
+        pools = pools_of(chosen, table, capacity)
+        problem, solution = placed_of(table, pools)
+        arena = solution.arena
     found = [_unplaced(b.id, b.lower) for b in table.problem.buffers if b.pinned is None]
-    found += check_solution(Problem(placed.buffers, capacity), Solution(offsets, arena))
+    found += check_solution(replace(problem, capacity=None if pools else capacity), solution)
     rows = [
         {"code": v.code, "step": v.step, "subjects": list(v.subjects), "message": v.message} for v in found
     ]
@@ -96,7 +100,8 @@ def verify_packing(chosen: argparse.Namespace, out: Output) -> int:
         count = f"{len(found)} violation{'s' if len(found) > 1 else ''}"
         lines = [f"{chosen.plan}: {count} ({head})", *(f"  {_timed(v)}" for v in found[:_SHOWN])]
         text = "\n".join(lines + ([f"  … and {len(found) - _SHOWN} more"] if len(found) > _SHOWN else []))
-    out.answer({"violations": rows, "arena": arena, "capacity": capacity, "buffers": len(table.rows)}, text)
+    answer = {"violations": rows, "arena": arena, "capacity": capacity, "buffers": len(table.rows)}
+    out.answer(answer | ({"pools": pool_rows(problem, solution)} if pools else {}), text)
     return 1 if found else 0
 
 
@@ -113,15 +118,6 @@ def _search(chosen: argparse.Namespace) -> Search:
 
 def _capacity(chosen: argparse.Namespace) -> int | None:
     return None if chosen.capacity is None else parse_bytes(chosen.capacity, "--capacity")
-
-
-def _placed(table: Table) -> tuple[Problem, tuple[int, ...]]:
-    """The buffers that have an offset, not pinned, and the offsets."""
-    if not table.has_offsets:
-        raise BadInput("a packing has a column 'offset'", ",".join(table.header), f"{table.name}:1")
-    rows = zip(table.unpinned.buffers, table.problem.buffers, strict=True)
-    pairs = [(b, pin.pinned) for b, pin in rows if pin.pinned is not None]
-    return Problem(tuple(b for b, _ in pairs)), tuple(x for _, x in pairs)
 
 
 def _baseline(path: str, problem: Problem) -> list[int]:
@@ -181,8 +177,8 @@ def _said(name: str, problem: Problem, made: Solution) -> str:
     return "\n".join([head, *(f"  {word:<11}  {said}" for word, said in rows)])
 
 
-def _why(why: Clash | None, made: Solution, capacity: int) -> str:
-    if why is None and made.lower_bound > capacity:
+def _why(why: Clash | None, made: Solution, capacity: int | None) -> str:
+    if why is None and capacity is not None and made.lower_bound > capacity:
         return "no packing can meet the capacity: the lower bound is above it"
     if why is None:
         return "no packing was found that meets the capacity; that there is none is not proved"

@@ -83,6 +83,8 @@ def verify(chosen: argparse.Namespace, out: Output) -> int:
         return verify_packing(chosen, out)
     if chosen.capacity is not None:
         raise BadInput("a capacity is for a packing; a plan has its budget", chosen.capacity, "--capacity")
+    if chosen.pool or chosen.heap:
+        raise BadInput("pools are for a packing", (chosen.pool or chosen.heap)[0], "--pool, --heap")
     source = _loaded(chosen.plan, out)
     if source.plan is None:
         raise BadInput("what is verified is a plan", "a graph", chosen.plan)

@@ -13,6 +13,12 @@ hint                   (may be absent or empty) an offset worth trying
 gaps                   (may be absent or empty) separated by spaces: ``lo-hi``, not alive in [lo, hi), or
                        ``lo-hi@wlo:whi``, of its bytes only [wlo, whi) alive then
 offset                 (may be absent or empty) where it lies: pinned in a problem, placed in a packing
+group, colocation      (may be absent or empty) buffers of one group share an offset, as aliases do
+conflicts              (may be absent or empty) ids, separated by spaces, of buffers that it shares no bytes with
+                       although no time is theirs together; said of one of the two, it holds for both
+pools                  (may be absent or empty) names, separated by spaces, of the pools it may lie in, best first
+pool                   (may be absent or empty) the pool it lies in: fixed in a problem, chosen in a packing
+heap                   (may be absent or empty) the number of the heap of that pool; only in a packing
 =====================  ===================================================================================
 
 Numbers are whole, from 0 to 2^63-1. Reading stops at the first line that breaks a rule and names it; no line
@@ -24,37 +30,36 @@ from __future__ import annotations
 import csv
 import io
 import os
-import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import BinaryIO, Final
+from typing import BinaryIO
 
 from tightship.errors import BadInput
-from tightship.plan import Buffer, Gap, Problem, Solution
+from tightship.frontends import _problem_rows as _rows
+from tightship.frontends._problem_rows import MAX_LINE, REQUIRED, Row, lines_of, meaning
+from tightship.plan import Buffer, Gap, Pool, Problem, Solution
 from tightship.serde import write_file
-from tightship.units import MAX_BYTES
 from tightship.verify_placement import check_solution
 
-__all__ = ["MAX_LINE", "MAX_ROWS", "Table", "check_pins", "dumps", "loads", "read", "table_of", "write"]
-
-MAX_LINE: Final = 1 << 20
-MAX_ROWS: Final = 1 << 22
-
-_COLUMNS: Final = {
-    "id": "id", "buffer": "id", "buffer_id": "id", "lower": "lower", "begin": "lower", "start": "lower",
-    "upper": "upper", "end": "upper", "size": "size", "alignment": "alignment", "hint": "hint", "gaps": "gaps",
-    "offset": "offset",
-}  # fmt: skip
-_REQUIRED: Final = ("id", "lower", "upper", "size")
-_GAP: Final = re.compile(r"([0-9]+)-([0-9]+)(?:@([0-9]+):([0-9]+))?")
-_CONTROL: Final = re.compile(r"[\x00-\x1f\x7f-\x9f]")
+__all__ = [
+    "MAX_LINE",
+    "Table",
+    "check_pins",
+    "chosen_conflicts",
+    "dumps",
+    "loads",
+    "read",
+    "table_of",
+    "write",
+]
 
 
 @dataclass(frozen=True)
 class Table:
     """A file of a problem: the problem with what ``offset`` says as pins, and the rows as they stand.
 
-    ``lines`` has the line on which each buffer's row ends, ``name`` is what messages call the file.
+    ``lines`` has the line on which each buffer's row ends, ``name`` is what messages call the file, ``homes`` the
+    pool ("": none is said) and heap of each buffer. The problem has no pools; its buffers say which they may go to.
     """
 
     problem: Problem
@@ -62,6 +67,7 @@ class Table:
     rows: tuple[tuple[str, ...], ...]
     lines: tuple[int, ...]
     name: str
+    homes: tuple[tuple[str, int], ...] = ()
 
     @property
     def unpinned(self) -> Problem:
@@ -71,7 +77,21 @@ class Table:
     @property
     def has_offsets(self) -> bool:
         """Whether there is a column ``offset``."""
-        return any(_meaning(column) == "offset" for column in self.header)
+        return any(meaning(column) == "offset" for column in self.header)
+
+    @property
+    def fixed(self) -> Problem:
+        """The problem with what ``pool`` says as the one pool that a buffer may go to."""
+        rows = zip(self.problem.buffers, self.homes, strict=True)
+        return replace(
+            self.problem, buffers=tuple(replace(b, pools=(name,)) if name else b for b, (name, _) in rows)
+        )
+
+    @property
+    def pool_names(self) -> tuple[str, ...]:
+        """The pools that the file names, in their order."""
+        rows = zip(self.problem.buffers, self.homes, strict=True)
+        return tuple(dict.fromkeys(n for b, (name, _) in rows for n in (*b.pools, name) if n))
 
     def place(self, buffer: int) -> str:
         return f"{self.name}:{self.lines[buffer]}"
@@ -91,18 +111,41 @@ def loads(data: bytes, name: str = "problem") -> Table:
     return _table(io.BytesIO(data), name)
 
 
-def check_pins(table: Table, capacity: int | None = None) -> None:
-    """Raise ``BadInput``, with the line, for pinned buffers that lie beyond the capacity or on one another."""
-    pinned = [(k, b, b.pinned) for k, b in enumerate(table.problem.buffers) if b.pinned is not None]
-    for k, b, offset in pinned:
-        if capacity is not None and offset + b.size > capacity:
-            rule = f"a pinned buffer ends within the capacity of {capacity} bytes"
-            raise BadInput(rule, offset + b.size, table.place(k))
-    arena = max((offset + b.size for _, b, offset in pinned), default=0)
-    alone = Problem(tuple(b for _, b, _ in pinned))
-    for wrong in check_solution(alone, Solution(tuple(offset for _, _, offset in pinned), arena)):
-        at = next(k for k, b, _ in pinned if b.id == wrong.subjects[0])
+def check_pins(table: Table, capacity: int | None = None, pools: Sequence[Pool] = ()) -> None:
+    """Raise ``BadInput``, with the line, for pinned buffers that lie beyond the capacity or on one another, and for
+    members of a group that cannot share an offset."""
+    _check_groups(table.fixed.buffers, table.lines, table.name)
+    limits = {pool.name: min(filter(None, (pool.capacity, pool.heap)), default=None) for pool in pools}
+    every = tuple(limits)
+    pinned = []
+    for k, b in enumerate(table.fixed.buffers):
+        if b.pinned is None:
+            continue
+        name = (b.pools or every)[0] if pools else ""
+        limit = limits.get(name, capacity)
+        if limit is not None and b.pinned + b.size > limit:
+            where = f" of pool {name!r}" if name else ""
+            rule = f"a pinned buffer ends within the capacity{where} of {limit} bytes"
+            raise BadInput(rule, b.pinned + b.size, table.place(k))
+        pinned.append((k, replace(b, pools=()), b.pinned, (name, 0)))
+    arena = max((offset + b.size for _, b, offset, _ in pinned), default=0)
+    rows = chosen_conflicts(table.problem.conflicts, [k for k, *_ in pinned])
+    alone = Problem(tuple(b for _, b, _, _ in pinned), None, rows, tuple(Pool(name) for name in every))
+    there = Solution(
+        tuple(offset for _, _, offset, _ in pinned),
+        arena * max(1, len(pools)),
+        homes=tuple(home for *_, home in pinned),
+    )
+    for wrong in check_solution(alone, there):
+        at = next(k for k, b, *_ in pinned if b.id == wrong.subjects[0])
         raise BadInput(f"pinned buffers lie rightly ({wrong.message})", place=table.place(at))
+
+
+def chosen_conflicts(conflicts: Sequence[int], chosen: Sequence[int]) -> tuple[int, ...]:
+    """The conflicts of some buffers among themselves."""
+    if not conflicts:
+        return ()
+    return tuple(sum((conflicts[k] >> j & 1) << at for at, j in enumerate(chosen)) for k in chosen)
 
 
 def table_of(problem: Problem, name: str = "problem") -> Table:
@@ -118,22 +161,27 @@ def table_of(problem: Problem, name: str = "problem") -> Table:
         "alignment": [str(b.alignment) if b.alignment != 1 else "" for b in buffers],
         "hint": ["" if b.hint is None else str(b.hint) for b in buffers],
         "gaps": [" ".join(map(_gap_text, b.gaps)) for b in buffers],
+        "group": [b.group for b in buffers],
+        "conflicts": [_words(names, name) for names in _conflict_names(problem)],
+        "pools": [_words(b.pools, name) for b in buffers],
         "offset": ["" if b.pinned is None else str(b.pinned) for b in buffers],
     }
     columns = fixed | {name: texts for name, texts in optional.items() if any(texts)}
     rows = tuple(zip(*columns.values(), strict=True))
-    return Table(problem, tuple(columns), rows, tuple(range(2, len(rows) + 2)), name)
+    nowhere = (("", 0),) * len(rows)
+    return Table(problem, tuple(columns), rows, tuple(range(2, len(rows) + 2)), name, nowhere)
 
 
-def dumps(table: Table, offsets: Sequence[int] | None = None) -> bytes:
-    """The file of a table; with ``offsets``, that of its packing: the same rows, and where each lies."""
+def dumps(table: Table, offsets: Sequence[int] | None = None, homes: Sequence[tuple[str, int]] = ()) -> bytes:
+    """The file of a table; with ``offsets``, and ``homes`` where there are pools, that of its packing: the same rows,
+    and where each lies."""
     header, rows = table.header, table.rows
     if offsets is not None:
-        at = next((k for k, name in enumerate(header) if _meaning(name) == "offset"), len(header))
-        header = (*header[:at], header[at] if at < len(header) else "offset", *header[at + 1 :])
-        rows = tuple(
-            (*row[:at], str(x), *row[at + 1 :]) for row, x in zip(rows, map(int, offsets), strict=True)
-        )
+        header, rows = _filled(header, rows, "offset", [str(int(x)) for x in offsets])
+    if any(pool for pool, _ in homes):
+        header, rows = _filled(header, rows, "pool", [pool for pool, _ in homes])
+    if any(heap for _, heap in homes) or (homes and any(meaning(c) == "heap" for c in header)):
+        header, rows = _filled(header, rows, "heap", [str(heap) for _, heap in homes])
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
     writer.writerow(header)
@@ -146,142 +194,93 @@ def dumps(table: Table, offsets: Sequence[int] | None = None) -> bytes:
     return data
 
 
-def write(path: str | os.PathLike[str], table: Table, offsets: Sequence[int] | None = None) -> None:
+def _filled(
+    header: tuple[str, ...], rows: tuple[tuple[str, ...], ...], column: str, texts: Sequence[str]
+) -> tuple[tuple[str, ...], tuple[tuple[str, ...], ...]]:
+    """Header and rows with what a column says, in its place or as the last."""
+    at = next((k for k, name in enumerate(header) if meaning(name) == column), len(header))
+    header = (*header[:at], header[at] if at < len(header) else column, *header[at + 1 :])
+    return header, tuple((*row[:at], x, *row[at + 1 :]) for row, x in zip(rows, texts, strict=True))
+
+
+def _conflict_names(problem: Problem) -> Iterator[list[str]]:
+    """Of each buffer those in conflict with it that stand further down."""
+    for k in range(len(problem.buffers)):
+        row = (problem.conflicts[k] if problem.conflicts else 0) >> (k + 1)
+        names = []
+        while row:
+            low = row & -row
+            names.append(problem.buffers[k + low.bit_length()].id)
+            row ^= low
+        yield names
+
+
+def _words(names: Sequence[str], place: str) -> str:
+    for name in names:
+        if name.split() != [name]:
+            raise BadInput("a name in a list of names is without spaces", name, place)
+    return " ".join(names)
+
+
+def write(
+    path: str | os.PathLike[str],
+    table: Table,
+    offsets: Sequence[int] | None = None,
+    homes: Sequence[tuple[str, int]] = (),
+) -> None:
     """The file appears complete or not at all."""
-    write_file(path, dumps(table, offsets))
+    write_file(path, dumps(table, offsets, homes))
 
 
 # --- reading ---
 
 
 def _table(file: BinaryIO, name: str) -> Table:
-    reader = csv.reader(_lines(file, name), strict=True)
+    reader = csv.reader(lines_of(file, name), strict=True)
     buffers: list[Buffer] = []
+    homes: list[tuple[str, int]] = []
     rows: list[tuple[str, ...]] = []
     lines: list[int] = []
     try:
         header = next(reader, None)
         if header is None:
-            raise BadInput(
-                f"a problem begins with a line of column names: {', '.join(_REQUIRED)}", place=name
-            )
-        parse = _Row(header, name)
+            raise BadInput(f"a problem begins with a line of column names: {', '.join(REQUIRED)}", place=name)
+        parse = Row(header, name)
         for fields in reader:
             if not fields:
                 continue
-            if len(rows) == MAX_ROWS:
-                raise BadInput(f"a problem has at most {MAX_ROWS} buffers", place=f"{name}:{reader.line_num}")
+            if len(rows) == _rows.MAX_ROWS:
+                raise BadInput(
+                    f"a problem has at most {_rows.MAX_ROWS} buffers", place=f"{name}:{reader.line_num}"
+                )
             buffers.append(parse.buffer(fields, reader.line_num))
+            homes.append(parse.home(fields, reader.line_num))
             rows.append(tuple(fields))
             lines.append(reader.line_num)
     except csv.Error as error:
         raise BadInput(f"a problem's file is CSV ({error})", place=f"{name}:{reader.line_num}") from error
-    return Table(Problem(tuple(buffers)), tuple(header), tuple(rows), tuple(lines), name)
+    conflicts = parse.conflicts(rows, lines)
+    return Table(
+        Problem(tuple(buffers), None, conflicts), tuple(header), tuple(rows), tuple(lines), name, tuple(homes)
+    )
 
 
-def _lines(file: BinaryIO, name: str) -> Iterator[str]:
-    number = 0
-    while raw := file.readline(MAX_LINE + 1):
-        number += 1
-        place = f"{name}:{number}"
-        if len(raw) > MAX_LINE:
-            raise BadInput(f"a line has at most {MAX_LINE} bytes", place=place)
-        if number > 2 * MAX_ROWS:
-            raise BadInput(f"a problem's file has at most {2 * MAX_ROWS} lines", place=place)
-        try:
-            text = raw.decode()
-        except UnicodeDecodeError as error:
-            raise BadInput(f"a problem's file is UTF-8 text ({error.reason})", place=place) from error
-        yield text.removeprefix("\ufeff") if number == 1 else text
-
-
-class _Row:
-    """Reads rows under one header."""
-
-    def __init__(self, header: Sequence[str], name: str) -> None:
-        self.name, self.width = name, len(header)
-        self.at: dict[str, int] = {}
-        for k, column in enumerate(header):
-            known = _meaning(column)
-            if known in self.at:
-                rule = (
-                    f"there is one column for {known!r}, not both {header[self.at[known]]!r} and {column!r}"
-                )
-                raise BadInput(rule, place=f"{name}:1")
-            if known:
-                self.at[known] = k
-        if missing := [column for column in _REQUIRED if column not in self.at]:
-            rule = f"a problem has columns {', '.join(_REQUIRED)}; there is none for {', '.join(missing)}"
-            raise BadInput(rule, ",".join(header), f"{name}:1")
-        self.header = [column.strip() for column in header]
-        self.last = int(self.header[self.at["upper"]].lower() == "end")
-        self.seen: dict[str, int] = {}
-
-    def buffer(self, fields: Sequence[str], line: int) -> Buffer:
-        place = f"{self.name}:{line}"
-        if len(fields) != self.width:
-            raise BadInput(f"a row has {self.width} fields, as the first line has", len(fields), place)
-        b = Buffer(
-            self._id(fields, line),
-            self._number(fields, "lower", place),
-            self._number(fields, "upper", place) + self.last,
-            self._number(fields, "size", place, least=1),
-            self._maybe(fields, "alignment", place, least=1) or 1,
-            self._maybe(fields, "offset", place),
-            self._gaps(fields, place),
-            self._maybe(fields, "hint", place),
-        )
-        if b.upper > MAX_BYTES:
-            raise BadInput("a number is at most 2^63-1", b.upper, place)
-        if b.lower >= b.upper:
-            rule = "a live range is not empty: it ends after it begins"
-            raise BadInput(rule, (b.lower, b.upper - self.last), place)
-        if rule := b.gap_fault:
-            raise BadInput(rule, fields[self.at["gaps"]], place)
-        return b
-
-    def _id(self, fields: Sequence[str], line: int) -> str:
-        name, place = fields[self.at["id"]], f"{self.name}:{line}"
-        if not name.strip() or _CONTROL.search(name):
-            raise BadInput("an id is text without control characters, and not empty", name, place)
-        if (first := self.seen.setdefault(name, line)) != line:
-            raise BadInput(f"an id stands for one buffer; this one is on line {first} already", name, place)
-        return name
-
-    def _number(self, fields: Sequence[str], column: str, place: str, least: int = 0) -> int:
-        at = self.at[column]
-        return _whole(fields[at], f"column {self.header[at]!r}", place, least)
-
-    def _maybe(self, fields: Sequence[str], column: str, place: str, least: int = 0) -> int | None:
-        at = self.at.get(column)
-        return None if at is None or not fields[at].strip() else self._number(fields, column, place, least)
-
-    def _gaps(self, fields: Sequence[str], place: str) -> tuple[Gap, ...]:
-        at = self.at.get("gaps")
-        gaps = []
-        for text in fields[at].split() if at is not None else ():
-            found = _GAP.fullmatch(text)
-            if found is None:
-                raise BadInput("a gap is written lo-hi or lo-hi@wlo:whi, in whole numbers", text, place)
-            lower, upper, *window = [_whole(n, "a gap", place) for n in found.groups() if n is not None]
-            gaps.append(Gap(lower, upper + self.last, (window[0], window[1]) if window else None))
-        return tuple(gaps)
-
-
-def _meaning(column: str) -> str:
-    return _COLUMNS.get(column.strip().lower(), "")
-
-
-def _whole(text: str, what: str, place: str, least: int = 0) -> int:
-    digits = text.strip()
-    if not (digits.isascii() and digits.isdigit()):
-        raise BadInput(f"{what} has whole numbers, at least {least}", text, place)
-    digits = digits.lstrip("0") or "0"
-    if len(digits) > 19 or (value := int(digits)) > MAX_BYTES:
-        raise BadInput(f"{what} has numbers up to 2^63-1", text, place)
-    if value < least:
-        raise BadInput(f"{what} has whole numbers, at least {least}", text, place)
-    return value
+def _check_groups(buffers: Sequence[Buffer], lines: Sequence[int], name: str) -> None:
+    """That members of a group can share an offset."""
+    first: dict[str, int] = {}
+    for k, b in enumerate(buffers):
+        if not b.group:
+            continue
+        if any(gap.window for gap in b.gaps):
+            raise BadInput("a member of a group has no windows in its gaps", b.id, f"{name}:{lines[k]}")
+        other = buffers[first.setdefault(b.group, k)]
+        if b.pools and other.pools and not set(b.pools) & set(other.pools):
+            rule = f"members of group {b.group!r} have a pool in common; {other.id!r} has {', '.join(other.pools)}"
+            raise BadInput(rule, " ".join(b.pools), f"{name}:{lines[k]}")
+        for one, two in ((b, other), (other, b)):
+            if one.pinned is not None and one.pinned % two.alignment:
+                rule = f"members of group {b.group!r} are pinned to a multiple of {two.alignment}, as all ask for"
+                raise BadInput(rule, one.pinned, f"{name}:{lines[k]}")
 
 
 def _gap_text(gap: Gap) -> str:

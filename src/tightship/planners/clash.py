@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from tightship.plan import Buffer, Problem
+from tightship.planners.place._groups import merge
 from tightship.planners.place._parts import cut
 
 __all__ = ["Clash", "clash"]
@@ -25,7 +26,7 @@ class Clash:
 
 def clash(problem: Problem, capacity: int) -> Clash | None:
     """Those of the buffers alive at the peak that prove that ``capacity`` cannot be met; None if they do not."""
-    parts = [b for b in cut(problem).buffers if b.size > 0]
+    parts = [b for b in cut(merge(problem)[0]).buffers if b.size > 0]
     unit = math.gcd(*(b.alignment for b in parts))
     # Every offset is a multiple of the unit, so each but the one on top takes whole units.
     whole = [replace(b, size=-(-b.size // unit) * unit) for b in parts] if unit > 1 else parts
@@ -44,7 +45,14 @@ def clash(problem: Problem, capacity: int) -> Clash | None:
         fewer = [m for m in members if m != k]
         if need(fewer) > capacity:
             members = fewer
-    return Clash(time, tuple(parts[k].id for k in members), need(members))
+    return Clash(time, tuple(_said(problem, parts[k], time) for k in members), need(members))
+
+
+def _said(problem: Problem, part: Buffer, time: int) -> str:
+    """Of a group, the largest member that is alive."""
+    group = next(b.group for b in problem.buffers if b.id == part.id)
+    alive = [b for b in problem.buffers if group and b.group == group and b.lower <= time < b.upper]
+    return max(alive, key=lambda b: b.size).id if alive else part.id
 
 
 def _peak(buffers: Sequence[Buffer]) -> tuple[int, list[int]]:

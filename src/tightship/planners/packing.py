@@ -1,8 +1,9 @@
-"""Pack a placement problem with any placement planner: gaps, hints and a packing to beat are taken care of.
+"""Pack a placement problem with any placement planner: pools, gaps, hints and a packing to beat are taken care of.
 
-A planner sees buffers alive in their whole live range, which is right but larger than need be. Those that
-search are followed by a first fit that knows gaps; the lower bound is that of the parts that are alive. What
-comes out has passed ``check_solution``.
+A planner places in one arena. Of a problem with gaps alone, it sees buffers alive in their whole live range, which is
+right but larger than need be; those that search are followed by a first fit that knows gaps; the lower bound is
+that of the parts that are alive. Groups and conflicts (and gaps, where there are any of them) every planner knows
+exactly. What comes out has passed ``check_solution``.
 """
 
 from __future__ import annotations
@@ -19,8 +20,9 @@ from tightship.errors import BadInput, VerificationFailed
 from tightship.plan import Problem, Solution
 from tightship.planners import PlannerInfo, planner
 from tightship.planners.place._fit import Fitter, Limits
-from tightship.planners.place._frame import Ints, frame
+from tightship.planners.place._frame import Ints, frame, hinted
 from tightship.planners.place._parts import check_gaps, cut, whole
+from tightship.planners.pools import spill
 from tightship.verify_placement import check_solution
 
 __all__ = ["DEFAULT", "Search", "pack"]
@@ -49,19 +51,42 @@ def pack(
 ) -> Solution:
     """Offsets for a problem, checked. ``baseline``: offsets of a packing that the answer is not worse than."""
     info, limits = planner(planner_name, "place"), search or Search()
+    if baseline is not None and problem.pools:
+        raise BadInput("a baseline is a packing in one arena; the problem has pools", place="baseline")
     if baseline is not None:
         _check_baseline(problem, baseline)
-    if any(b.gaps for b in problem.buffers):
+    if problem.pools:
+        until = time.perf_counter() + limits.seconds
+        solution = spill(problem, lambda part: _one_arena(part, info, _within(limits, until)))
+    else:
+        solution = _one_arena(problem, info, limits)
+    if baseline is not None and (arena := _arena(problem, baseline)) < solution.arena:
+        solution = replace(solution, offsets=tuple(map(int, baseline)), arena=arena, planner="baseline")
+    # Whether a capacity is met is the answer, not a fault of it.
+    if wrong := [v for v in check_solution(problem, solution) if v.code != "over-capacity"]:
+        raise VerificationFailed(wrong, f"planner {solution.planner!r}")
+    return solution
+
+
+def _one_arena(problem: Problem, info: PlannerInfo, limits: Search) -> Solution:
+    if _related(problem):
+        solution: Solution = info.plan(problem, _options(info, limits, limits.seconds))
+    elif any(b.gaps for b in problem.buffers):
         solution = _with_gaps(problem, info, limits)
     else:
         solution = info.plan(problem, _options(info, limits, limits.seconds))
     if _searches(info) and any(b.hint is not None for b in problem.buffers):
         solution = _hinted(problem, solution, limits)
-    if baseline is not None and (arena := _arena(problem, baseline)) < solution.arena:
-        solution = replace(solution, offsets=tuple(map(int, baseline)), arena=arena, planner="baseline")
-    if wrong := check_solution(replace(problem, capacity=None), solution):
-        raise VerificationFailed(wrong, f"planner {solution.planner!r}")
     return solution
+
+
+def _related(problem: Problem) -> bool:
+    return bool(problem.conflicts) or any(b.group for b in problem.buffers)
+
+
+def _within(limits: Search, until: float) -> Search:
+    """Limits of one of several placements: a part of the time that is left."""
+    return replace(limits, seconds=max(0.05, (until - time.perf_counter()) / 3))
 
 
 def _with_gaps(problem: Problem, info: PlannerInfo, search: Search) -> Solution:
@@ -89,7 +114,11 @@ def _hinted(problem: Problem, solution: Solution, search: Search) -> Solution:
     """The packing that follows the hints, where it is as small."""
     began = time.perf_counter()
     limits = Limits(search.work, began + search.seconds - solution.seconds)
-    found: Ints | None = Fitter(problem).hinted(limits, below=solution.arena + 1)
+    found: Ints | None
+    if _related(problem):
+        found = hinted(problem, solution.arena + 1)
+    else:
+        found = Fitter(problem).hinted(limits, below=solution.arena + 1)
     seconds, work = solution.seconds + time.perf_counter() - began, solution.work + limits.used
     solution = replace(solution, seconds=seconds, work=work)
     if found is None:

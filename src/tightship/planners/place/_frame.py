@@ -12,9 +12,11 @@ import numpy.typing as npt
 from tightship import _core
 from tightship.errors import BadInput
 from tightship.plan import Problem, Solution
-from tightship.planners.place._parts import cut
+from tightship.planners.place._groups import merge
+from tightship.planners.place._parts import check_gaps, cut
+from tightship.planners.place._related import RelatedPlacer
 
-__all__ = ["Arrays", "Frame", "Ints", "frame", "from_arrays", "most_alive"]
+__all__ = ["Arrays", "Frame", "Ints", "frame", "from_arrays", "hinted", "most_alive", "related"]
 
 Ints = npt.NDArray[np.int64]
 
@@ -42,16 +44,22 @@ class Arrays:
 
 @dataclass(frozen=True, slots=True)
 class Frame:
-    """A checked problem, the core's working memory for it, its lower bound, and when work on it began."""
+    """A checked problem, the core's working memory for it, its lower bound, and when work on it began.
+
+    ``became``, where buffers were joined: the entry of the arrays that each buffer of the problem is part of.
+    ``related``: the placer knows who is in whose way, beyond whole live ranges."""
 
     arrays: Arrays
     placer: Any
     bound: int
     began: float
+    became: tuple[int, ...] = ()
+    related: bool = False
 
     def solution(self, offsets: Ints, planner: str) -> Solution:
+        every = offsets[np.array(self.became, dtype=np.int64)] if self.became else offsets
         return Solution(
-            offsets=tuple(offsets.tolist()),
+            offsets=tuple(every.tolist()),
             arena=self.arena(offsets),
             lower_bound=self.bound,
             planner=planner,
@@ -67,7 +75,44 @@ class Frame:
 
 
 def frame(problem: Problem) -> Frame:
-    """Check a problem and prepare it for the core."""
+    """Check a problem of one arena and prepare it for the core."""
+    if problem.pools:
+        raise BadInput("a planner places in one arena; `pack` goes from pool to pool", len(problem.pools))
+    if problem.conflicts or any(b.group for b in problem.buffers):
+        return related(problem)
+    made = from_arrays(_arrays(problem), names=[b.id for b in problem.buffers])
+    if any(
+        b.gaps for b in problem.buffers
+    ):  # they are alive in their whole live range here, which proves less
+        made = replace(made, bound=min(made.bound, frame(cut(problem)).bound))
+    return made
+
+
+def related(problem: Problem) -> Frame:
+    """The same for a problem with groups, conflicts and gaps, by pairs of buffers."""
+    began = time.perf_counter()
+    merged, became = merge(problem)
+    check_gaps(merged)
+    arrays, names = _arrays(merged), [b.id for b in merged.buffers]
+    _check(arrays, names)
+    placer = RelatedPlacer(problem, merged, became, (arrays.size, arrays.alignment, arrays.pinned))
+    _check_pins(placer.clash, arrays, names)
+    alone = frame(cut(merged)).bound
+    least = max(placer.peak, alone, int((arrays.size + np.maximum(arrays.pinned, 0)).max(initial=0)))
+    return Frame(arrays, placer, least, began, became if merged.buffers else (), related=True)
+
+
+def hinted(problem: Problem, below: int) -> Ints | None:
+    """Offsets of a problem by pairs that follow the hints, from the lowest on; None if its arena is not below."""
+    f = related(problem)
+    merged, became = merge(problem)
+    hints = np.array([FREE if b.hint is None else b.hint for b in merged.buffers], dtype=np.int64)
+    order = np.lexsort((-f.arrays.size, hints, hints == FREE)).astype(np.int64)
+    offsets, arena = f.placer.hinted(order, hints, below)
+    return None if arena >= below else np.asarray(offsets)[np.array(became, dtype=np.int64)]
+
+
+def _arrays(problem: Problem) -> Arrays:
     buffers = problem.buffers
     rows = [(b.lower, b.upper, b.size, b.alignment, FREE if b.pinned is None else b.pinned) for b in buffers]
     for b in buffers:
@@ -77,23 +122,21 @@ def frame(problem: Problem) -> Frame:
         table = np.array(rows, dtype=np.int64).reshape(len(rows), 5)
     except OverflowError:
         raise BadInput("times and sizes are 64-bit integers", place="Problem.buffers") from None
-    columns = [np.ascontiguousarray(c) for c in table.T]
-    made = from_arrays(Arrays(*columns), names=[b.id for b in buffers])
-    if any(b.gaps for b in buffers):  # they are alive in their whole live range here, which proves less
-        made = replace(made, bound=min(made.bound, frame(cut(problem)).bound))
-    return made
+    return Arrays(*(np.ascontiguousarray(c) for c in table.T))
 
 
 def from_arrays(arrays: Arrays, names: list[str] | None = None) -> Frame:
     began = time.perf_counter()
     _check(arrays, names)
     placer = _core.Placer(arrays.lower, arrays.upper, arrays.size, arrays.alignment, arrays.pinned)
-    if placer.clash >= 0:
-        i = placer.clash
-        raise BadInput(
-            "pinned buffers that are alive together share no bytes", int(arrays.pinned[i]), _name(i, names)
-        )
+    _check_pins(placer.clash, arrays, names)
     return Frame(arrays, placer, max(placer.peak, _bound(arrays)), began)
+
+
+def _check_pins(clash: int, arrays: Arrays, names: list[str] | None) -> None:
+    if clash >= 0:
+        rule = "pinned buffers that are alive together share no bytes"
+        raise BadInput(rule, int(arrays.pinned[clash]), _name(clash, names))
 
 
 def most_alive(lower: Ints, upper: Ints, weight: Ints) -> int:

@@ -20,6 +20,7 @@ import numpy as np
 from tightship.plan import Buffer, Problem, Solution
 from tightship.planners.place._frame import Frame, Ints, frame
 from tightship.planners.place._greedy import best_greedy
+from tightship.planners.place._groups import merge
 from tightship.planners.place._orders import conflicts
 from tightship.planners.place._parts import cut
 
@@ -63,7 +64,8 @@ def plan(problem: Problem, options: Options | None = None) -> Solution:
 
 def with_bound(f: Frame, problem: Problem, bound: int) -> Frame:
     """With gaps, what was proved is proved of whole live ranges only, and so is no bound of the problem's."""
-    return f if any(b.gaps for b in problem.buffers) else replace(f, bound=bound)
+    loose = not f.related and any(b.gaps for b in problem.buffers)
+    return f if loose else replace(f, bound=bound)
 
 
 def search(f: Frame, o: Options, start: Ints) -> tuple[Ints, int, Ints]:
@@ -92,7 +94,7 @@ def clash(problem: Problem, capacity: int, options: Options | None = None) -> Cl
     The set found is made smaller, one buffer at a time, with what is left of the limits."""
     o = replace(options or Options(), capacity=capacity)
     began = frame(problem)
-    members = _refuted(cut(problem).buffers, o)  # gaps only make it easier
+    members = _refuted(cut(merge(problem)[0]).buffers, o)  # gaps only make it easier
     if members is None:
         return None
     for b in sorted(members, key=lambda b: (b.size * (b.upper - b.lower), b.id)):
@@ -121,7 +123,7 @@ def _refuted(buffers: tuple[Buffer, ...], o: Options) -> tuple[Buffer, ...] | No
 
 
 def _searchable(f: Frame) -> bool:
-    return int(conflicts(f.arrays).sum()) <= MOST_PAIRS
+    return f.related or int(conflicts(f.arrays).sum()) <= MOST_PAIRS
 
 
 def _with_capacity(o: Options, problem: Problem) -> Options:

@@ -1,0 +1,164 @@
+"""Problems that live ranges alone do not tell: pairs of buffers, and the distances they must not have.
+
+Gaps, windows and conflicts become, for two buffers a and b, ranges of ``offset(a) - offset(b)`` that are not
+allowed. All planners work on them as they do on live ranges, because the core packs both in the same way. Memory
+is that of the pairs: up to ``MOST_PAIRS`` of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from tightship import _core
+from tightship.errors import BadInput
+from tightship.plan import Problem
+
+__all__ = ["MOST_PAIRS", "RelatedPlacer", "clique", "pairs"]
+
+Ints = npt.NDArray[np.int64]
+
+MOST_PAIRS = 20_000_000
+"""About 1.5 GB while they are made: some six thousand buffers all of which are in one another's way."""
+
+_CLIQUES = 64
+"""Buffers, largest first, around which a set of buffers all in conflict is looked for."""
+
+
+class RelatedPlacer:
+    """What the core's ``Placer`` is for whole live ranges: the same methods, for a problem given by pairs."""
+
+    def __init__(
+        self, problem: Problem, merged: Problem, became: Sequence[int], columns: tuple[Ints, Ints, Ints]
+    ) -> None:
+        size, alignment, pinned = columns
+        self.core: Any = _core.RelatedPlacer(size, alignment, pinned, *pairs(problem, merged, became))
+        self.size = size
+        self.peak = clique(problem)
+        self.pack, self.climb, self.hinted = self.core.pack, self.core.climb, self.core.hinted
+        self.fill = self.core.fill
+
+    @property
+    def clash(self) -> int:
+        return int(self.core.clash)
+
+    @property
+    def work(self) -> int:
+        return int(self.core.work)
+
+    def exact(
+        self, start: Ints, *, seed: int, work: int, seconds: float, goal: int, wanted: bool, threads: int
+    ) -> tuple[Ints, int, Ints]:
+        """Offsets, a lower bound (0: none was proved), and nobody in particular who proves it. ``seed``, ``wanted``
+        and ``threads`` change nothing."""
+        offsets, complete = self.core.exhaust(start, work=work, seconds=seconds, goal=goal)
+        bound = int((offsets + self.size).max(initial=0)) if complete else 0
+        return offsets, bound, np.empty(0, dtype=np.int64)
+
+
+def pairs(problem: Problem, merged: Problem, became: Sequence[int]) -> tuple[Ints, Ints, Ints, Ints]:
+    """(one, two, low, high): what ``low < offset[one] - offset[two] < high`` is not allowed for, of the merged
+    problem's buffers."""
+    rows = [(k, *part) for k, b in enumerate(merged.buffers) if b.size for part in b.parts()]
+    rows = [row for row in rows if row[3] < row[4]]
+    table = np.array(rows, dtype=np.int64).reshape(-1, 5)
+    table = table[np.argsort(table[:, 1], kind="stable")]
+    owner, since, until, low, high = (np.ascontiguousarray(c) for c in table.T)
+    # Those that begin while a part is alive meet it; of two that meet, one begins while the other is alive.
+    stop = np.searchsorted(since, until)
+    many = stop - np.arange(1, len(since) + 1)
+    total = int(many.sum())
+    _limit(total)
+    a = np.repeat(np.arange(len(since)), many)
+    b = np.arange(total) - np.repeat(np.cumsum(many) - many, many) + a + 1
+    differ = owner[a] != owner[b]
+    a, b = a[differ], b[differ]
+    parts = np.stack([owner[a], owner[b], low[b] - high[a], high[b] - low[a]], axis=1)
+    also = _conflicts(problem, np.array(became, dtype=np.int64))
+    _limit(len(parts) + len(also))
+    found = np.concatenate([parts, also])
+    swap = found[:, 0] > found[:, 1]
+    found[swap] = np.stack([found[swap, 1], found[swap, 0], -found[swap, 3], -found[swap, 2]], axis=1)
+    found = found[np.lexsort(found.T)]
+    again = (found[1:] == found[:-1]).all(axis=1)
+    found = np.delete(found, np.flatnonzero(again), axis=0)
+    return tuple(np.ascontiguousarray(c) for c in found.T)  # type: ignore[return-value]
+
+
+def clique(problem: Problem) -> int:
+    """The most bytes found in a set of buffers each of which is in every other one's way, in some order: no
+    placement spans less. Searched around the largest buffers, heaviest first."""
+    if not problem.conflicts:
+        return 0
+    rows = _in_the_way(problem)
+    size = [b.size for b in problem.buffers]
+    by_size = sorted(range(len(size)), key=lambda k: (-size[k], k))
+    best = 0
+    for k in by_size[:_CLIQUES]:
+        common, total = rows[k], size[k]
+        for j in by_size:
+            if common >> j & 1:
+                common &= rows[j]
+                total += size[j]
+        best = max(best, total)
+    return best
+
+
+def _in_the_way(problem: Problem) -> list[int]:
+    """For every buffer a bit set of those that are whole in its way: in conflict, or alive at one time."""
+    buffers = problem.buffers
+    rows = list(problem.conflicts)
+    whole = [(k, b) for k, b in enumerate(buffers) if b.size and not b.gaps]
+    events = [(b.upper, 0, k) for k, b in whole] + [(b.lower, 1, k) for k, b in whole]
+    alive = 0
+    for _, begins, k in sorted(events):
+        if not begins:
+            alive &= ~(1 << k)
+            continue
+        rows[k] |= alive
+        for j in members(alive):
+            rows[j] |= 1 << k
+        alive |= 1 << k
+    allies: dict[str, int] = {}
+    for k, b in enumerate(buffers):
+        allies[b.group] = allies.get(b.group, 0) | 1 << k
+    return [
+        row & ~(allies[b.group] if b.group else 1 << k)
+        for k, (row, b) in enumerate(zip(rows, buffers, strict=True))
+    ]
+
+
+def members(bits: int) -> Iterator[int]:
+    """The indices of a bit set, ascending."""
+    while bits:
+        low = bits & -bits
+        yield low.bit_length() - 1
+        bits ^= low
+
+
+def _conflicts(problem: Problem, became: Ints) -> Ints:
+    buffers, rows = problem.buffers, problem.conflicts
+    if not rows:
+        return np.empty((0, 4), dtype=np.int64)
+    if len(rows) != len(buffers):
+        raise BadInput("conflicts have a row for every buffer", len(rows), "Problem.conflicts")
+    count = len(buffers)
+    width = -(-count // 8)
+    if any(row < 0 or row >> count for row in rows):
+        raise BadInput("a row of conflicts is a bit set of the buffers", place="Problem.conflicts")
+    packed = np.frombuffer(b"".join(row.to_bytes(width, "little") for row in rows), dtype=np.uint8)
+    bits = np.unpackbits(packed.reshape(count, width), axis=1, bitorder="little")[:, :count]
+    _limit(int(bits.sum()) // 2)
+    one, two = np.nonzero(np.triu(bits | bits.T, 1))
+    size = np.array([b.size for b in buffers], dtype=np.int64)
+    found = np.stack([became[one], became[two], -size[one], size[two]], axis=1).astype(np.int64)
+    return found[(became[one] != became[two]) & (size[one] > 0) & (size[two] > 0)]
+
+
+def _limit(count: int) -> None:
+    if count > MOST_PAIRS:
+        rule = f"a problem with groups or conflicts has at most {MOST_PAIRS} pairs of buffers that meet"
+        raise BadInput(rule, count, "placement problem")
