@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tightship.errors import BadInput, VerificationFailed
+from tightship.errors import BadInput, Unsupported, VerificationFailed
 from tightship.graph import Graph
 from tightship.plan import Plan
 from tightship.units import parse_budget
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from tightship.execute.fit import TrainStep
     from tightship.violation import Violation
 
-__all__ = ["Planned", "capture", "check", "fit", "load", "plan", "plan_graph", "violations"]
+__all__ = ["Planned", "capture", "check", "fit", "load", "plan", "plan_graph", "read_onnx", "violations"]
 
 Progress = Callable[[int, float, bool], bool]
 
@@ -138,18 +138,36 @@ def capture(
     return profile.profile(program, cache=cache).graph
 
 
+def read_onnx(path: str | os.PathLike[str], shape: Any = None, **options: Any) -> Any:
+    """An ONNX model and its graph (``.graph``): see `tightship.frontends.onnx.lower.lower`.
+
+    ``shape`` gives sizes to symbolic dimensions: ``batch=4,seq=128``, or a mapping. Weights are not loaded.
+    """
+    try:
+        from tightship.frontends.onnx.load import read
+        from tightship.frontends.onnx.lower import lower
+    except ImportError as error:
+        raise Unsupported(
+            "reading ONNX", f"{error.name} is not installed", "pip install 'tightship[onnx]'"
+        ) from error
+    return lower(read(path), shape, **options)
+
+
 def plan_graph(
     graph: Graph, budget: Any = None, *, progress: Progress | None = None, **options: Any
 ) -> Planned:
     """A verified plan for a graph that is there already; otherwise as `plan`.
 
     The results of a whole step leave the arena, as `fit` needs it. Those of a forward and backward pass alone, which
-    are the gradients, are placed in it, unless ``hand_out`` says otherwise.
+    are the gradients, are placed in it, unless ``hand_out`` says otherwise. A graph that only computes its results
+    is searched for the order with the least peak.
     """
     from tightship.planners.default import Options
     from tightship.planners.default import plan as decide
 
     options = {"hand_out": any(op.phase == "update" for op in graph.ops), **options}
+    if all(op.phase == "forward" for op in graph.ops):
+        options = {"order": "beam", **options}
     try:
         chosen = Options(**options)
     except TypeError as error:

@@ -14,7 +14,7 @@ from typing import NoReturn
 
 import tightship
 from tightship.cli import pack, verbs
-from tightship.cli.options import add_options
+from tightship.cli.options import add_onnx, add_options
 from tightship.cli.output import Output
 from tightship.errors import TightshipError
 
@@ -22,7 +22,9 @@ __all__ = ["Usage", "main", "parser"]
 
 INTERRUPTED = 130
 _EPILOG = "exit status: 0 done, 1 infeasible or not verified, 2 bad input or usage, 130 interrupted"
-_SOURCE = "module:factory (found from the current folder), or a graph.json or plan.json that tightship wrote"
+_SOURCE = (
+    "module:factory (found from the current folder), model.onnx, or a graph.json or plan.json of tightship's"
+)
 _BUDGET = "bytes with a unit (6GiB, 512MB) or a percentage of the unplanned peak (60%%)"
 
 
@@ -67,6 +69,10 @@ def _add_plan(verb: argparse.ArgumentParser) -> None:
     verb.add_argument("--budget", "-b", metavar="B", help=f"{_BUDGET}; none: keep everything")
     verb.add_argument("--output", "-o", metavar="FILE", help="write the plan as JSON")
     verb.add_argument("--picture", metavar="FILE", help="draw memory over the step as SVG")
+    verb.add_argument(
+        "--write", metavar="FILE", help="write the ONNX model as planned: order, clones, the plan"
+    )
+    add_onnx(verb)
     add_options(verb, Options)
     verb.set_defaults(run=verbs.plan, options=Options)
 
@@ -77,6 +83,7 @@ def _add_explain(verb: argparse.ArgumentParser) -> None:
     verb.add_argument("source", metavar="SOURCE|PLAN", help=_SOURCE)
     verb.add_argument("--budget", "-b", metavar="B", help=f"also explain a plan for it: {_BUDGET}")
     verb.add_argument("--top", type=int, metavar="N", default=10, help="rows of each table (default: 10)")
+    add_onnx(verb)
     add_options(verb, Options)
     verb.set_defaults(run=verbs.explain, options=Options)
 
@@ -109,6 +116,7 @@ def _add_verify(verb: argparse.ArgumentParser) -> None:
     verb.add_argument(
         "--source", metavar="SOURCE", help="check against this graph, not the one in the plan's file"
     )
+    add_onnx(verb)
     verb.set_defaults(run=verbs.verify)
 
 

@@ -11,7 +11,7 @@ from typing import Any, get_type_hints
 from tightship.errors import BadInput
 from tightship.units import MAX_BYTES
 
-__all__ = ["add_options", "documented", "given_options"]
+__all__ = ["add_onnx", "add_options", "documented", "given_options", "onnx_options"]
 
 _READERS = {int: int, float: float, str: str}
 
@@ -42,6 +42,22 @@ def given_options(chosen: argparse.Namespace) -> dict[str, Any]:
         if isinstance(value, int) and value > MAX_BYTES:
             raise BadInput("a number is at most 2^63-1", value, f"option --{name.replace('_', '-')}")
     return given
+
+
+def add_onnx(parser: argparse.ArgumentParser) -> None:
+    """What can be said of a model.onnx."""
+    group = parser.add_argument_group("onnx")
+    text = "sizes of symbolic dimensions, such as batch=4,seq=128, or of a value, such as x=1x3x224x224"
+    group.add_argument("--shape", metavar="NAME=N,…", action="append", help=text)
+    text = "whether the runtime makes views where it can, or copies (default: views)"
+    group.add_argument("--views", action=argparse.BooleanOptionalAction, help=text, default=None)
+    text = "what it writes over an input nobody needs: as onnxruntime does, all that is elementwise, or none"
+    choices = ("onnxruntime", "elementwise", "none")
+    group.add_argument("--in-place", choices=choices, help=f"{text} (default: onnxruntime)")
+
+
+def onnx_options(chosen: argparse.Namespace) -> dict[str, Any]:
+    return {name: getattr(chosen, name) for name in ("shape", "views", "in_place")}
 
 
 def documented(options: type[Any]) -> dict[str, str]:

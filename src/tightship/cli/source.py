@@ -22,7 +22,7 @@ from tightship.serde import load_any
 __all__ = ["Source", "load_source", "writable"]
 
 _FORMS = (
-    "a source is module:factory, or a graph.json or plan.json that tightship wrote; "
+    "a source is module:factory, model.onnx, or a graph.json or plan.json that tightship wrote; "
     "factory() returns (model, sample), (model, loss_fn, sample), (model, loss_fn, optimizer, sample) "
     "or a mapping with these keys"
 )
@@ -31,14 +31,23 @@ _KEYS = ("model", "loss_fn", "optimizer", "sample")
 
 @dataclass(frozen=True)
 class Source:
-    """What a SOURCE holds; ``plan`` only where it is a plan's file."""
+    """What a SOURCE holds; ``plan`` only where it is a plan's file, ``program`` only where it is an ONNX model's."""
 
     graph: Graph
     plan: Plan | None = None
+    program: Any = None
 
 
-def load_source(text: str) -> Source:
-    """Read SOURCE. Raises ``BadInput`` for whatever is wrong with it, never anything else."""
+def load_source(text: str, onnx: Mapping[str, Any] | None = None) -> Source:
+    """Read SOURCE; ``onnx`` are the options given for a model's file. Raises ``BadInput`` for whatever is wrong
+    with it, never anything else."""
+    given = {name: value for name, value in (onnx or {}).items() if value is not None}
+    if text.endswith(".onnx"):
+        program = api.read_onnx(text, **given)
+        return Source(program.graph, program=program)
+    if given:
+        names = ", ".join(f"--{name.replace('_', '-')}" for name in given)
+        raise BadInput(f"{names}: for a model.onnx only", text, "SOURCE")
     if text.endswith(".json") or (os.path.exists(text) and ":" not in text):
         return _from_file(text)
     module, colon, name = text.partition(":")

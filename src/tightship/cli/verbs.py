@@ -10,7 +10,7 @@ from rich.console import RenderableType
 from rich.table import Table
 
 from tightship import api
-from tightship.cli.options import documented, given_options
+from tightship.cli.options import documented, given_options, onnx_options
 from tightship.cli.output import Output
 from tightship.cli.pack import is_packing, verify_packing
 from tightship.cli.source import Source, load_source, writable
@@ -30,7 +30,12 @@ def plan(chosen: argparse.Namespace, out: Output) -> int:
     budget = _budget(chosen)
     path = writable(chosen.output, "--output")
     drawing = writable(chosen.picture, "--picture")
-    source = _loaded(chosen.source, out)
+    model = writable(chosen.write, "--write")
+    source = _loaded(chosen.source, out, onnx_options(chosen))
+    if model is not None and source.program is None:
+        raise BadInput(
+            "a model is written where one is read: SOURCE is a model.onnx", chosen.source, "--write"
+        )
     made = _planned(source, budget, options, out)
     made = replace(made, source=chosen.source, command=chosen.command)
     whole = api.Planned(made, source.graph)
@@ -44,6 +49,12 @@ def plan(chosen: argparse.Namespace, out: Output) -> int:
         whole.picture(drawing)
         rows["picture"] = str(drawing)
         text.append(f"drawn in {drawing}")
+    if model is not None:
+        from tightship.integrations.onnx_write import write_model
+
+        write_model(source.program, made, model)
+        rows["written"] = str(model)
+        text.append(f"model written to {model}; see docs/inference.md for what onnxruntime must be told")
     out.answer(rows, "\n".join(text))
     return 0 if made.met else 1
 
@@ -53,7 +64,7 @@ def explain(chosen: argparse.Namespace, out: Output) -> int:
     if chosen.top < 1:
         raise BadInput("a table has at least one row", chosen.top, "option --top")
     budget = _budget(chosen)
-    source = _loaded(chosen.source, out)
+    source = _loaded(chosen.source, out, onnx_options(chosen))
     made, failure = source.plan, None
     if made is not None and made.digest != source.graph.digest:
         rule = f"a plan is for the graph in its file, whose digest is {source.graph.digest[:12]}"
@@ -88,7 +99,7 @@ def verify(chosen: argparse.Namespace, out: Output) -> int:
     source = _loaded(chosen.plan, out)
     if source.plan is None:
         raise BadInput("what is verified is a plan", "a graph", chosen.plan)
-    graph = source.graph if chosen.source is None else _loaded(chosen.source, out).graph
+    graph = source.graph if chosen.source is None else _loaded(chosen.source, out, onnx_options(chosen)).graph
     found = api.violations(source.plan, graph)
     if source.plan.digest != graph.digest:
         del found[1:]  # it is for another graph: what else does not fit says nothing
@@ -144,9 +155,9 @@ def _budget(chosen: argparse.Namespace) -> Budget | None:
     return None if chosen.budget is None else parse_budget(chosen.budget, "--budget")
 
 
-def _loaded(text: str, out: Output) -> Source:
+def _loaded(text: str, out: Output, onnx: dict[str, object] | None = None) -> Source:
     with Line(out.errors, f"reading {text}"):
-        return load_source(text)
+        return load_source(text, onnx)
 
 
 def _planned(source: Source, budget: Budget | None, options: dict[str, object], out: Output) -> Plan:

@@ -14,6 +14,7 @@ from typing import Any, Final
 
 import torch
 
+from tightship.analysis.cost import BANDWIDTH, FLOPS, OVERHEAD, modelled_time
 from tightship.errors import Unsupported
 from tightship.execute import allocator
 from tightship.execute.bench import Bench, workspace_of
@@ -29,13 +30,6 @@ from tightship.frontends.torch.views import flat
 from tightship.graph import ALIGNMENT, Op, Request, aligned
 
 __all__ = ["BANDWIDTH", "FLOPS", "OVERHEAD", "model", "profile"]
-
-FLOPS: Final = 5e10
-"""Floating-point operations per second that `model` assumes: a laptop core or two in single precision."""
-BANDWIDTH: Final = 1e10
-"""Bytes per second that `model` assumes a kernel reads and writes."""
-OVERHEAD: Final = 5e-6
-"""Seconds that `model` adds to every op."""
 
 _CACHE: Final = "default"
 
@@ -57,7 +51,8 @@ def _modelled(program: Program, k: int, flops: float, bandwidth: float, overhead
     op = graph.ops[k]
     made = {graph.values[v].storage for v in op.outputs} | set(op.mutates)
     traffic = sum(_bytes(program, v) for v in op.inputs) + sum(graph.storages[s].size for s in made)
-    return replace(op, time=max(op.flops / flops, traffic / bandwidth) + overhead)
+    seconds = modelled_time(op.flops, traffic, rate=flops, bandwidth=bandwidth, overhead=overhead)
+    return replace(op, time=seconds)
 
 
 def _bytes(program: Program, value: int) -> int:

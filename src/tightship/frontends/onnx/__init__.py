@@ -1,0 +1,1 @@
+"""ONNX models to graphs: `read` a file, `lower` it."""

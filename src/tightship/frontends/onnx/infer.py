@@ -1,0 +1,393 @@
+"""Shape inference: a type for every value of a model, given the sizes of its symbolic dimensions.
+
+Node by node, in the file's order: onnx's own inference for the node's result types, given the types of its inputs
+and the contents of those that are known; then, where all contents are known and few, the node itself is evaluated
+(shapes are computed from shapes). A dimension that stays unknown gets a name, and the walk goes on with it, so that
+all of them can be named at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+import numpy as np
+import onnx
+from onnx import shape_inference
+
+from tightship.errors import BadInput, UnknownSize, Unsupported
+from tightship.frontends.onnx.load import Model
+from tightship.frontends.onnx.types import Dim, Shapes, TensorType, type_of
+from tightship.frontends.onnx.values import MOST, constant_type, constant_value, evaluated
+
+__all__ = ["Scope", "infer", "label"]
+
+_INT64, _BOOL = onnx.TensorProto.INT64, onnx.TensorProto.BOOL
+_LIKE_FIRST: Final = frozenset(
+    "Gelu FastGelu QuickGelu BiasGelu LayerNormalization SimplifiedLayerNormalization SkipLayerNormalization "
+    "SkipSimplifiedLayerNormalization RotaryEmbedding GroupNorm GroupNormalization MeanVarianceNormalization "
+    "ThresholdedRelu".split()
+)
+"""Ops without inference of their own (of any domain) whose first result is like their first input."""
+
+
+@dataclass
+class Scope:
+    """What is known of the values of one graph; ``bodies[k]`` are the graphs inside its node ``k``, by attribute.
+    Names that it does not know are its parent's."""
+
+    proto: Any
+    parent: Scope | None = None
+    types: dict[str, TensorType] = field(default_factory=dict)
+    values: dict[str, np.ndarray] = field(default_factory=dict)
+    bodies: dict[int, dict[str, Scope]] = field(default_factory=dict)
+
+    def type(self, name: str) -> TensorType | None:
+        found = self.types.get(name)
+        return found if found is not None or self.parent is None else self.parent.type(name)
+
+    def value(self, name: str) -> np.ndarray | None:
+        if name in self.types:
+            return self.values.get(name)
+        return None if self.parent is None else self.parent.value(name)
+
+
+def label(node: Any, k: int) -> str:
+    """What messages and plans call a node."""
+    return node.name or f"{node.op_type}_{k}"
+
+
+def infer(model: Model, shapes: Shapes) -> Scope:
+    """Types of all values of the model's graph.
+
+    Raises ``UnknownSize`` naming every dimension that has no size, ``BadInput`` for graphs that make no sense,
+    ``Unsupported`` for values that are not tensors.
+    """
+    walk = _Walk(model, shapes)
+    scope = walk.graph(model.proto.graph, None, None)
+    shapes.check_used(walk.names, "--shape")
+    if walk.unknown:
+        names = ", ".join(walk.unknown)
+        hint = ",".join(f"{n}=N" for n in list(walk.unknown)[:4])
+        raise UnknownSize(
+            f"every dimension has a size: give --shape {hint} for {names}", place=str(model.path)
+        )
+    return scope
+
+
+class _Walk:
+    def __init__(self, model: Model, shapes: Shapes) -> None:
+        self.model, self.shapes, self.place = model, shapes, str(model.path)
+        self.opsets = model.opsets
+        self.imports = list(model.proto.opset_import)
+        self.unknown: dict[str, None] = {}
+        self.names: dict[str, None] = {}  # of the dimensions that can be given
+
+    # --- graphs ---
+
+    def graph(self, proto: Any, parent: Scope | None, inputs: Sequence[TensorType] | None) -> Scope:
+        """``inputs`` are the types a body is called with; without them the graph declares its own."""
+        scope = Scope(proto, parent)
+        for tensor in proto.initializer:
+            self._once(scope, tensor.name, "initializer")
+            scope.types[tensor.name] = constant_type(tensor, self.place)
+            if scope.types[tensor.name].count <= MOST:
+                value = constant_value(tensor, self.model.path.parent, self.place)
+                if value is not None:
+                    scope.values[tensor.name] = value
+        for sparse in proto.sparse_initializer:
+            dims = tuple(int(d) for d in sparse.dims)
+            scope.types[sparse.values.name] = TensorType(sparse.values.data_type, dims)
+        self._inputs(scope, inputs)
+        declared = self._declared(proto)
+        for k, node in enumerate(proto.node):
+            self._node(scope, k, node, declared)
+        for out in proto.output:
+            if scope.type(out.name) is None:
+                raise BadInput(
+                    "a graph's output is made in it", out.name, f"{self.place}: graph {proto.name!r}"
+                )
+        return scope
+
+    def _once(self, scope: Scope, name: str, what: str) -> None:
+        if name in scope.types:
+            raise BadInput("a value is made once", name, f"{self.place}: {what}")
+
+    def _inputs(self, scope: Scope, given: Sequence[TensorType] | None) -> None:
+        names = [i for i in scope.proto.input if i.name not in scope.types]  # initializers may be listed, too
+        if given is not None:
+            if len(names) != len(given):
+                rule = f"a body has {len(given)} inputs here"
+                raise BadInput(rule, len(names), f"{self.place}: graph {scope.proto.name!r}")
+            for i, t in zip(names, given, strict=True):
+                scope.types[i.name] = t
+            return
+        for i in names:
+            self._once(scope, i.name, "input")
+            t = type_of(i.type, f"{self.place}: input {i.name!r}")
+            scope.types[i.name] = self._settled(i.name, t, root=True)
+
+    def _declared(self, proto: Any) -> dict[str, TensorType]:
+        """What the file says of its values; types that cannot be planned are met where they are made."""
+        found = {}
+        for info in (*proto.value_info, *proto.output):
+            if info.type.WhichOneof("value") == "tensor_type":
+                found[info.name] = type_of(info.type, f"{self.place}: value {info.name!r}")
+        return found
+
+    def _settled(
+        self, name: str, t: TensorType, *, root: bool, declared: TensorType | None = None
+    ) -> TensorType:
+        """The type with names for what is unknown; ``root``: what is unknown begins here."""
+        if declared is not None and declared.shape is not None:
+            t = _completed(t, declared)
+        self.names.update((d, None) for d in t.shape or () if isinstance(d, str) and d)
+        t = self.shapes.applied(name, t)
+        if t.shape is None:
+            if root:
+                self.names[name] = self.unknown[name] = None
+            return t
+        dims_: list[Dim] = []
+        for axis, d in enumerate(t.shape):
+            if d == "":
+                d = f"{name}[{axis}]"
+                self.names[d] = None
+            if isinstance(d, str) and root:
+                self.unknown[d] = None
+            dims_.append(d)
+        return TensorType(t.dtype, tuple(dims_))
+
+    # --- nodes ---
+
+    def _node(self, scope: Scope, k: int, node: Any, declared: Mapping[str, TensorType]) -> None:
+        where = f"{self.place}: node {label(node, k)!r} ({node.op_type})"
+        names = [n for n in node.input if n]
+        inputs = [self._known(scope, n, where) for n in names]
+        if node.op_type == "Constant" and node.domain in ("", "ai.onnx"):
+            self._constant(scope, node, where)
+            return
+        types = self._results(scope, k, node, where)
+        if len(types) < sum(1 for n in node.output if n):
+            types += [TensorType(0)] * (len(node.output) - len(types))
+        root = all(t.known for t in inputs)
+        settled = []
+        for name, t in zip(node.output, types, strict=False):
+            if not name:
+                settled.append(t)
+                continue
+            self._once(scope, name, where)
+            t = self._settled(name, t, root=root, declared=declared.get(name))
+            if t.known and any(n < 0 for n in t.sizes):
+                raise BadInput("a dimension is not negative", t.sizes, f"{where}: {name}")
+            if not t.dtype:
+                raise UnknownSize("the type of every value is known", name, where)
+            scope.types[name] = t
+            settled.append(t)
+        self._evaluate(scope, node, names, settled)
+
+    def _known(self, scope: Scope, name: str, where: str) -> TensorType:
+        found = scope.type(name)
+        if found is None:
+            raise BadInput("a value is made before it is used", name, where)
+        return found
+
+    def _constant(self, scope: Scope, node: Any, where: str) -> None:
+        if len(node.attribute) != 1 or len(node.output) != 1:
+            raise BadInput("a Constant has one value", len(node.attribute), where)
+        tensor = constant_tensor(node, where)
+        self._once(scope, node.output[0], where)
+        scope.types[node.output[0]] = constant_type(tensor, where)
+        value = constant_value(tensor, self.model.path.parent, where)
+        if value is not None:
+            scope.values[node.output[0]] = value
+
+    def _evaluate(self, scope: Scope, node: Any, names: Sequence[str], types: Sequence[TensorType]) -> None:
+        if node.domain not in ("", "ai.onnx") or not node.output:
+            return
+        if node.op_type in ("Shape", "Size"):
+            t = scope.type(node.input[0]) if node.input else None
+            if t is None or not t.known:
+                return
+            bounds = {a.name: int(a.i) for a in node.attribute}
+            sizes = t.sizes[bounds.get("start", 0) : bounds.get("end", len(t.sizes))]
+            found = np.array(sizes if node.op_type == "Shape" else t.count, dtype=np.int64)
+            scope.values[node.output[0]] = found
+            return
+        known = {n: v for n in names if (v := scope.value(n)) is not None}
+        if len(known) < len(set(names)):
+            return
+        results = evaluated(node, known, types, self.opsets)
+        for name, value in zip(node.output, results or (), strict=False):
+            if name:
+                scope.values[name] = value
+                scope.types[name] = TensorType(scope.types[name].dtype, value.shape)
+                for axis in range(value.ndim):
+                    self.unknown.pop(f"{name}[{axis}]", None)
+                self.unknown.pop(name, None)
+
+    def _results(self, scope: Scope, k: int, node: Any, where: str) -> list[TensorType]:
+        standard = node.domain in ("", "ai.onnx")
+        if standard and node.op_type in _BODIES:
+            return _BODIES[node.op_type](self, scope, k, node, where)
+        domain = "" if standard else node.domain
+        version = self.opsets.get(domain)
+        if version is None:
+            raise BadInput("a node's domain is among the model's opsets", node.domain, where)
+        types: dict[str, TensorType] = {}
+        if onnx.defs.has(node.op_type, version, domain):
+            types = self._by_onnx(scope, node, domain, version, where)
+        elif standard:
+            raise BadInput(f"an op is one of opset {version}", node.op_type, where)
+        found = [types.get(name, TensorType(0)) for name in node.output]
+        if found and found[0].shape is None and node.op_type in _LIKE_FIRST and node.input:
+            like = self._known(scope, node.input[0], where)
+            found[0] = TensorType(found[0].dtype or like.dtype, like.shape)
+        return found
+
+    def _by_onnx(
+        self, scope: Scope, node: Any, domain: str, version: int, where: str
+    ) -> dict[str, TensorType]:
+        schema = onnx.defs.get_schema(node.op_type, version, domain)
+        inputs = {n: _proto(self._known(scope, n, where)) for n in node.input if n}
+        data = {}
+        for n in inputs:
+            value = scope.value(n)
+            if value is not None and value.size <= 1024:
+                data[n] = onnx.numpy_helper.from_array(value, n)
+        try:
+            found = shape_inference.infer_node_outputs(
+                schema, node, inputs, data, opset_imports=self.imports, ir_version=self.model.proto.ir_version
+            )
+        except (
+            shape_inference.InferenceError,
+            onnx.checker.ValidationError,
+            RuntimeError,
+            ValueError,
+        ) as error:
+            said = " ".join(str(error).split())
+            raise BadInput(f"an op's inputs and attributes fit together ({said})", place=where) from error
+        return {n: type_of(t, f"{where}: {n}") for n, t in found.items() if t.WhichOneof("value")}
+
+    # --- nodes with graphs inside ---
+
+    def body(
+        self, scope: Scope, k: int, name: str, node: Any, types: Sequence[TensorType], where: str
+    ) -> Scope:
+        found = [a.g for a in node.attribute if a.name == name and a.HasField("g")]
+        if not found:
+            raise BadInput(f"a {node.op_type} has a graph {name!r}", place=where)
+        inner = self.graph(found[0], scope, types)
+        scope.bodies.setdefault(k, {})[name] = inner
+        return inner
+
+    def outputs(self, inner: Scope, count: int, where: str) -> list[TensorType]:
+        if len(inner.proto.output) != count:
+            raise BadInput(f"a body has {count} outputs here", len(inner.proto.output), where)
+        return [self._known(inner, o.name, where) for o in inner.proto.output]
+
+
+def _completed(t: TensorType, declared: TensorType) -> TensorType:
+    """What was inferred, and where that says nothing, what the file declares."""
+    assert declared.shape is not None
+    dtype = t.dtype or declared.dtype
+    if t.shape is None:
+        return TensorType(dtype, declared.shape)
+    if len(declared.shape) != len(t.shape):
+        return t
+    both = zip(t.shape, declared.shape, strict=True)
+    return TensorType(dtype, tuple(a if isinstance(a, int) or a else b for a, b in both))
+
+
+def constant_tensor(node: Any, where: str) -> Any:
+    """The value of a Constant node as a tensor."""
+    a = node.attribute[0]
+    if a.name == "value" and a.HasField("t"):
+        return a.t
+    if a.name in ("value_int", "value_ints"):
+        return onnx.numpy_helper.from_array(
+            np.array(a.i if a.name == "value_int" else list(a.ints), dtype=np.int64)
+        )
+    if a.name in ("value_float", "value_floats"):
+        data = a.f if a.name == "value_float" else list(a.floats)
+        return onnx.numpy_helper.from_array(np.array(data, dtype=np.float32))
+    raise Unsupported(
+        f"{where}: the value {a.name!r} of a Constant", "only tensors of numbers have known sizes"
+    )
+
+
+def _proto(t: TensorType) -> Any:
+    """A ``TypeProto``, where the shape is left out of what has none."""
+    return onnx.helper.make_tensor_type_proto(t.dtype, None if t.shape is None else list(t.shape))
+
+
+def _if(walk: _Walk, scope: Scope, k: int, node: Any, where: str) -> list[TensorType]:
+    branches = [walk.body(scope, k, name, node, (), where) for name in ("then_branch", "else_branch")]
+    then, other = (walk.outputs(b, len(node.output), where) for b in branches)
+    condition = scope.value(node.input[0]) if node.input else None
+    if condition is not None and condition.size == 1:
+        return then if bool(condition.reshape(())) else other
+    return [_merged(a, b) for a, b in zip(then, other, strict=True)]
+
+
+def _merged(a: TensorType, b: TensorType) -> TensorType:
+    if a.shape is None or b.shape is None or len(a.shape) != len(b.shape):
+        return TensorType(a.dtype)
+    dims = tuple(x if x == y else "" for x, y in zip(a.shape, b.shape, strict=True))
+    return TensorType(a.dtype, dims)
+
+
+def _loop(walk: _Walk, scope: Scope, k: int, node: Any, where: str) -> list[TensorType]:
+    carried = [walk._known(scope, n, where) for n in node.input[2:]]
+    types = [TensorType(_INT64, ()), TensorType(_BOOL, ()), *carried]
+    inner = walk.body(scope, k, "body", node, types, where)
+    _, *made = walk.outputs(inner, 1 + len(node.output), where)
+    _check_carried(carried, made, where)
+    trips = scope.value(node.input[0]) if node.input and node.input[0] else None
+    count: Dim = int(trips.reshape(())) if trips is not None and trips.size == 1 else ""
+    if isinstance(count, int) and not 0 <= count < 1 << 62:
+        count = ""
+    return [*made[: len(carried)], *(_stacked(t, 0, count) for t in made[len(carried) :])]
+
+
+def _scan(walk: _Walk, scope: Scope, k: int, node: Any, where: str) -> list[TensorType]:
+    given = {a.name: a for a in node.attribute}
+    types = [walk._known(scope, n, where) for n in node.input]
+    scans = int(given["num_scan_inputs"].i) if "num_scan_inputs" in given else 0
+    states = len(types) - scans
+    if scans < 1 or states < 0 or len(node.output) < states:
+        raise BadInput("num_scan_inputs is a number of inputs", scans, where)
+    axes = list(given["scan_input_axes"].ints) if "scan_input_axes" in given else [0] * scans
+    slices, length = [], None
+    for t, axis in zip(types[states:], axes, strict=False):
+        if t.shape is None or not -len(t.shape) <= axis < len(t.shape):
+            raise BadInput("a scan goes along an axis of its input", axis, where)
+        axis %= len(t.shape)
+        length = t.shape[axis]
+        slices.append(TensorType(t.dtype, t.shape[:axis] + t.shape[axis + 1 :]))
+    inner = walk.body(scope, k, "body", node, [*types[:states], *slices], where)
+    made = walk.outputs(inner, len(node.output), where)
+    _check_carried(types[:states], made, where)
+    many = len(node.output) - states
+    stacked = list(given["scan_output_axes"].ints) if "scan_output_axes" in given else [0] * many
+    rest = [_stacked(t, axis, length or 0) for t, axis in zip(made[states:], stacked, strict=False)]
+    return [*made[:states], *rest]
+
+
+def _check_carried(before: Iterable[TensorType], after: Iterable[TensorType], where: str) -> None:
+    for n, (a, b) in enumerate(zip(before, after, strict=False)):
+        if a != b:
+            raise Unsupported(
+                f"{where}: value {n} that it carries", f"its type is {a.shape} before and {b.shape} after a turn",
+                "carry values of a fixed shape",
+            )  # fmt: skip
+
+
+def _stacked(t: TensorType, axis: int, count: Dim) -> TensorType:
+    if t.shape is None:
+        return t
+    axis = axis % (len(t.shape) + 1)
+    return TensorType(t.dtype, (*t.shape[:axis], count, *t.shape[axis:]))
+
+
+_BODIES: Final = {"If": _if, "Loop": _loop, "Scan": _scan}

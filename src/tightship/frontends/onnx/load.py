@@ -1,0 +1,311 @@
+"""A model's file -> its protobuf message: bounded, without the weights that lie beside it, functions inlined.
+
+Nothing is believed that can be checked cheaply: the structure (everything but the weights) is measured on the
+wire before it is parsed, because an empty node takes two bytes in a file and a hundred in memory; functions are
+counted before they are inlined, because twenty lines can stand for a billion nodes; a path to weights must lead
+to a place within the model's folder.
+"""
+
+from __future__ import annotations
+
+import os
+import stat
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+import onnx
+import onnx.inliner
+from google.protobuf.message import DecodeError
+
+from tightship.errors import BadInput, Unsupported
+
+__all__ = [
+    "LARGEST_FILE",
+    "LARGEST_STRUCTURE",
+    "MOST_NODES",
+    "OLDEST",
+    "Model",
+    "bodies",
+    "check_external",
+    "external",
+    "read",
+    "tensors",
+]
+
+LARGEST_FILE: Final = 2**31 - 1
+"""Bytes a protobuf file may have; larger models keep their weights beside it."""
+LARGEST_STRUCTURE: Final = 1 << 26
+"""Bytes of a file that may be other than weights."""
+MOST_NODES: Final = 1_000_000
+"""Nodes a model may have once its functions are inlined."""
+OLDEST: Final = 13
+"""The oldest opset that is read."""
+
+_MODEL_GRAPH, _GRAPH_INITIALIZER = 7, 5  # field numbers of onnx.proto
+
+
+@dataclass(frozen=True)
+class Model:
+    """A model as it was read: ``proto`` without external data and without functions, from ``path``."""
+
+    path: Path
+    proto: Any
+    inlined: int = 0
+
+    @property
+    def opsets(self) -> dict[str, int]:
+        """Version by domain; the default domain is ``""``."""
+        return {_domain(o.domain): o.version for o in self.proto.opset_import}
+
+
+def read(path: str | os.PathLike[str]) -> Model:
+    """Read a model's file; external data stays where it is.
+
+    Raises ``BadInput`` naming file and place for whatever is wrong with it, ``Unsupported`` for an opset older
+    than `OLDEST`.
+    """
+    place = os.fspath(path)
+    proto = _parsed(_bytes(path), place)
+    try:
+        _check(proto, place)
+        _check_text(proto, place)
+        for tensor in tensors(proto):
+            check_external(tensor, Path(place).parent, place)
+        inlined = len(proto.functions)
+        if inlined:
+            proto = _inlined(proto, place)
+    except UnicodeError as error:
+        raise BadInput("names in a model are text", place=place) from error
+    except RecursionError as error:
+        raise BadInput("graphs are not nested so deep", place=place) from error
+    return Model(Path(place), proto, inlined)
+
+
+def _domain(name: str) -> str:
+    return "" if name == "ai.onnx" else name
+
+
+def _bytes(path: str | os.PathLike[str]) -> bytes:
+    place = os.fspath(path)
+    try:
+        about = os.stat(path)
+        if not stat.S_ISREG(about.st_mode):
+            raise BadInput("what is read is a regular file", place=place)
+        if about.st_size > LARGEST_FILE:
+            rule = f"a model's file has at most {LARGEST_FILE} bytes; larger models keep weights in external data"
+            raise BadInput(rule, about.st_size, place)
+        with open(path, "rb") as file:
+            return file.read(LARGEST_FILE + 1)
+    except (OSError, ValueError) as error:
+        raise BadInput(f"the file can be read ({error})", place=place) from error
+
+
+def _parsed(data: bytes, place: str) -> Any:
+    rule = "an ONNX model is a protobuf message of type ModelProto"
+    try:
+        size = _structure(data)
+    except ValueError as error:
+        raise BadInput(f"{rule} ({error})", place=place) from error
+    if size > LARGEST_STRUCTURE:
+        raise BadInput(f"what is not weights has at most {LARGEST_STRUCTURE} bytes", size, place)
+    try:
+        proto = onnx.ModelProto.FromString(data)
+    except (DecodeError, RecursionError, UnicodeError, ValueError) as error:
+        raise BadInput(f"{rule} ({error})", place=place) from error
+    if not proto.HasField("graph") or not proto.opset_import:
+        raise BadInput(f"{rule}, with a graph and the opsets it uses", place=place)
+    return proto
+
+
+def _structure(data: bytes) -> int:
+    """Bytes of a model that are not initializers. Raises ``ValueError`` where there is no message."""
+    weights = 0
+    for number, start, end in _fields(data, 0, len(data)):
+        if number == _MODEL_GRAPH:
+            inner = _fields(data, start, end)
+            weights += sum(stop - at for n, at, stop in inner if n == _GRAPH_INITIALIZER)
+    return len(data) - weights
+
+
+def _fields(data: bytes, at: int, end: int) -> Iterator[tuple[int, int, int]]:
+    """(number, start, end) of the fields of the message at ``data[at:end]``, by their headers alone."""
+    while at < end:
+        key, at = _varint(data, at, end)
+        kind = key & 7
+        if kind == 0:
+            stop = _varint(data, at, end)[1]
+        elif kind == 2:
+            size, at = _varint(data, at, end)
+            stop = at + size
+        elif kind in (1, 5):
+            stop = at + (8 if kind == 1 else 4)
+        else:
+            raise ValueError(f"byte {at} begins no field")
+        if stop > end:
+            raise ValueError(f"it ends before the field that begins at byte {at} does")
+        yield key >> 3, at, stop
+        at = stop
+
+
+def _varint(data: bytes, at: int, end: int) -> tuple[int, int]:
+    value = 0
+    for shift in range(0, 70, 7):
+        if at >= end:
+            raise ValueError("it ends within a number")
+        byte = data[at]
+        at += 1
+        value |= (byte & 127) << shift
+        if byte < 128:
+            return value, at
+    raise ValueError(f"the number before byte {at} is too long")
+
+
+def _check(proto: Any, place: str) -> None:
+    for opset in proto.opset_import:
+        if _domain(opset.domain) == "" and opset.version < OLDEST:
+            raise Unsupported(
+                f"opset {opset.version} of {place}", f"the oldest that is read is {OLDEST}",
+                "convert the model with onnx.version_converter",
+            )  # fmt: skip
+    newest = onnx.defs.onnx_opset_version()
+    version = max((o.version for o in proto.opset_import if _domain(o.domain) == ""), default=OLDEST)
+    if version > newest:
+        rule = f"the installed onnx {onnx.__version__} knows opsets up to {newest}"
+        raise BadInput(rule, version, place)
+
+
+def bodies(node: Any) -> Iterator[Any]:
+    """The graphs among a node's attributes."""
+    for a in node.attribute:
+        if a.HasField("g"):
+            yield a.g
+        yield from a.graphs
+
+
+def _check_text(proto: Any, place: str) -> None:
+    """Names that are not UTF-8 come as bytes, and would go wrong in a hundred places."""
+    graphs, nodes = [proto.graph], [n for f in proto.functions for n in f.node]
+    names: list[Any] = [x for f in proto.functions for x in (f.name, f.domain, *f.input, *f.output)]
+    names += [o.domain for o in proto.opset_import]
+    while graphs or nodes:
+        if graphs:
+            graph = graphs.pop()
+            names.append(graph.name)
+            for info in (*graph.input, *graph.output, *graph.value_info):
+                names.append(info.name)
+                names.extend(d.dim_param for d in info.type.tensor_type.shape.dim)
+            for tensor in graph.initializer:
+                names.append(tensor.name)
+                names.extend(x for e in tensor.external_data for x in (e.key, e.value))
+            nodes.extend(graph.node)
+        while nodes:
+            node = nodes.pop()
+            names += [node.name, node.op_type, node.domain, *node.input, *node.output]
+            names += [x for e in node.metadata_props for x in (e.key, e.value)]
+            names += [a.name for a in node.attribute]
+            graphs.extend(bodies(node))
+    wrong = next((n for n in names if not isinstance(n, str)), None)
+    if wrong is not None:
+        raise BadInput("names in a model are UTF-8", wrong, place)
+
+
+# --- weights beside the file ---
+
+
+def tensors(proto: Any) -> Iterator[Any]:
+    """Every tensor of a model's graph that may have its bytes elsewhere: initializers and attributes."""
+    graphs = [proto.graph]
+    nodes: list[Any] = [n for f in proto.functions for n in f.node]
+    while graphs or nodes:
+        if graphs:
+            graph = graphs.pop()
+            yield from graph.initializer
+            for sparse in graph.sparse_initializer:
+                yield from (sparse.values, sparse.indices)
+            nodes.extend(graph.node)
+        while nodes:
+            node = nodes.pop()
+            for a in node.attribute:
+                if a.HasField("t"):
+                    yield a.t
+                yield from a.tensors
+            graphs.extend(bodies(node))
+
+
+def external(tensor: Any) -> dict[str, str]:
+    """Where a tensor's bytes are (location, offset, length, …); empty if they are in the message."""
+    if tensor.data_location != onnx.TensorProto.EXTERNAL:
+        return {}
+    return {entry.key: entry.value for entry in tensor.external_data}
+
+
+def check_external(tensor: Any, folder: Path, place: str) -> None:
+    """Raise ``BadInput`` for a path that leads out of ``folder``, by name or by link, or a range that is none."""
+    about = external(tensor)
+    if tensor.data_location != onnx.TensorProto.EXTERNAL:
+        return
+    where = f"{place}: tensor {tensor.name!r}"
+    location = about.get("location", "")
+    rule = "external data lies in the model's folder"
+    if not location or "\0" in location or os.path.isabs(location) or ".." in Path(location).parts:
+        raise BadInput(f"{rule}, at a relative path", location, where)
+    root = os.path.realpath(folder)
+    if os.path.commonpath([root, os.path.realpath(os.path.join(root, location))]) != root:
+        raise BadInput(f"{rule}, also when links are followed", location, where)
+    for key in ("offset", "length"):
+        if key in about and not (about[key].isascii() and about[key].isdigit() and len(about[key]) < 19):
+            raise BadInput(f"the {key} of external data is a number of bytes", about[key], where)
+
+
+# --- functions ---
+
+
+def _inlined(proto: Any, place: str) -> Any:
+    """The same model without functions. Weights are taken out meanwhile: the inliner copies what it is given."""
+    count = _expanded(proto, place)
+    if count > MOST_NODES:
+        raise BadInput(f"a model has at most {MOST_NODES} nodes once its functions are inlined", count, place)
+    kept = {}
+    for tensor in proto.graph.initializer:
+        if tensor.ByteSize() > 1024:
+            kept[tensor.name] = onnx.TensorProto.FromString(tensor.SerializeToString())
+            for field in ("raw_data", "float_data", "int32_data", "int64_data", "double_data", "uint64_data"):
+                tensor.ClearField(field)
+            tensor.ClearField("external_data")
+            tensor.data_location = onnx.TensorProto.EXTERNAL
+            tensor.external_data.add(key="location", value="elsewhere")
+    try:
+        flat = onnx.inliner.inline_local_functions(proto)
+    except (RuntimeError, ValueError, TypeError) as error:
+        raise BadInput(f"a model's functions can be inlined ({error})", place=place) from error
+    for tensor in flat.graph.initializer:
+        if tensor.name in kept:
+            tensor.CopyFrom(kept[tensor.name])
+    return flat
+
+
+def _expanded(proto: Any, place: str) -> int:
+    """Nodes of the model after inlining; raises ``BadInput`` for functions that call themselves."""
+    functions = {(_domain(f.domain), f.name, f.overload): f for f in proto.functions}
+    known: dict[Any, int] = {}
+    open_: set[Any] = set()
+
+    def of(nodes: Any) -> int:
+        return sum(one(n) for n in nodes)
+
+    def one(node: Any) -> int:
+        inner = sum(of(g.node) for g in bodies(node))
+        key = (_domain(node.domain), node.op_type, node.overload)
+        if key not in functions:
+            return 1 + inner
+        if key in open_:
+            raise BadInput("a function does not call itself", node.op_type, place)
+        if key not in known:
+            open_.add(key)
+            known[key] = of(functions[key].node)
+            open_.discard(key)
+        return known[key] + inner
+
+    return of(proto.graph.node)

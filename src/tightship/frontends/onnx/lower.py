@@ -1,0 +1,323 @@
+"""A model whose types are known -> a Graph.
+
+Weights are constants of the caller, in the file or beside it; so are its inputs. Results of the model are buffers
+of their own, as they are where the caller hands them in: nothing is viewed or overwritten into them. A graph inside
+a node (If, Loop, Scan) is called by the op, and what it takes from outside is the op's input.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+from tightship.analysis.cost import modelled_time
+from tightship.errors import BadInput
+from tightship.frontends.onnx.infer import Scope, infer, label
+from tightship.frontends.onnx.load import Model, bodies
+from tightship.frontends.onnx.rules import IN_PLACE, flops_of, is_random, may_overwrite, viewed
+from tightship.frontends.onnx.types import Shapes, TensorType, nbytes_of
+from tightship.graph import Graph, Op, Storage, Value, aligned
+
+__all__ = ["Program", "lower"]
+
+_ANCESTORS: Final = 20_000
+"""Nodes of a graph up to which it is known which of them come before which in every order."""
+
+
+@dataclass(frozen=True)
+class Program:
+    """A model and its graph: ``nodes[o]`` is the node, by position in the file, that op ``o`` runs. Values have
+    the names they have in the model."""
+
+    model: Model
+    graph: Graph
+    nodes: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class _Settings:
+    views: bool
+    in_place: str
+
+
+def lower(
+    model: Model,
+    shapes: Shapes | str | Mapping[str, Any] | None = None,
+    *,
+    views: bool = True,
+    in_place: str = IN_PLACE[0],
+) -> Program:
+    """The graph of a model for the sizes in ``shapes`` (as `Shapes.of` reads them).
+
+    ``views`` false: the runtime copies where others make a view. ``in_place``: which results the runtime writes
+    over an input that nobody else needs (``onnxruntime``, ``elementwise``, ``none``). Costs are modelled from
+    FLOPs and bytes. ``Graph.meta`` names, as [result, input], what may be written in place of an input only in
+    some orders. Raises ``UnknownSize`` naming every dimension without a size, ``BadInput``, ``Unsupported``.
+    """
+    if in_place not in IN_PLACE:
+        raise BadInput(f"in_place is one of {', '.join(IN_PLACE)}", in_place, "in_place")
+    given = shapes if isinstance(shapes, Shapes) else Shapes.of(shapes)
+    scope = infer(model, given)
+    low = _Lowering(scope, str(model.path), _Settings(views, in_place))
+    low.run()
+    name = model.path.stem or "model"
+    meta = {"source": "onnx", "views": views, "in_place": in_place, "in_place_candidates": low.could}
+    parts = (tuple(low.ops), tuple(low.values), tuple(low.storages), tuple(low.inputs))
+    graph = Graph(*parts, low.outputs(), name, meta)
+    return Program(model, graph, tuple(low.nodes))
+
+
+@dataclass
+class _Body:
+    """A graph inside a node: the graph, and the outside values it needs."""
+
+    graph: Graph
+    taken: list[str]
+    flops: int
+
+
+@dataclass
+class _Lowering:
+    scope: Scope
+    place: str
+    settings: _Settings
+    inner: bool = False
+    storages: list[Storage] = field(default_factory=list)
+    values: list[Value] = field(default_factory=list)
+    inputs: list[int] = field(default_factory=list)
+    ops: list[Op] = field(default_factory=list)
+    nodes: list[int] = field(default_factory=list)
+    value_of: dict[str, int] = field(default_factory=dict)
+    constants: set[str] = field(default_factory=set)
+    taken: dict[str, None] = field(default_factory=dict)  # names of the graphs around this one
+    op_names: dict[str, int] = field(default_factory=dict)
+    adopted: dict[str, TensorType] = field(default_factory=dict)  # constants of graphs inside this one
+    op_of: dict[int, int] = field(default_factory=dict)  # by node
+    could: list[list[str]] = field(default_factory=list)
+
+    # --- the graph ---
+
+    def run(self) -> None:
+        proto = self.scope.proto
+        self.results = dict.fromkeys(o.name for o in proto.output)
+        self.readers = _readers(proto)
+        weights = {t.name for t in proto.initializer} | {t.values.name for t in proto.sparse_initializer}
+        self.constants = weights | {n for node in proto.node if _is_constant(node) for n in node.output}
+        for i in proto.input:
+            if i.name not in weights:
+                self._own(i.name, "input")
+        self.before: list[int] = []  # bits of the ops that come before an op in every order
+        self.holders: dict[int, list[str]] = {}  # names of the values in a storage
+        self.maker: dict[str, int] = {}
+        for k, node in enumerate(proto.node):
+            if not _is_constant(node):
+                self._op(k, node)
+        for name in self.results:
+            self._value(name)
+
+    def outputs(self) -> tuple[int, ...]:
+        return tuple(self._value(o.name) for o in self.scope.proto.output)
+
+    # --- values ---
+
+    def _type(self, name: str) -> TensorType:
+        found = self.adopted.get(name) or self.scope.type(name)
+        assert found is not None, name
+        return found
+
+    def _size(self, name: str) -> int:
+        return nbytes_of(self._type(name), f"{self.place}: value {name!r}")
+
+    def _add(self, name: str, storage: int) -> int:
+        t = self._type(name)
+        self.value_of[name] = len(self.values)
+        self.values.append(Value(name, storage, t.name, t.sizes))
+        return self.value_of[name]
+
+    def _storage(self, name: str, kind: str, size: int) -> int:
+        self.storages.append(Storage(name, aligned(size), kind))
+        return len(self.storages) - 1
+
+    def _own(self, name: str, kind: str) -> int:
+        """A value of the caller."""
+        value = self._add(name, self._storage(name, kind, self._size(name)))
+        self.inputs.append(value)
+        return value
+
+    def _value(self, name: str) -> int:
+        """The value of a name; constants and what comes from outside enter the graph when they are met."""
+        if name in self.value_of:
+            return self.value_of[name]
+        if name in self.constants:
+            # A body's constants are counted with those of the model.
+            if self.inner:
+                self.taken[name] = None
+            return self._own(name, "constant")
+        if self.scope.parent is None:
+            raise BadInput("a value is made before it is used", name, self.place)
+        self.taken[name] = None
+        return self._own(name, "input")
+
+    # --- ops ---
+
+    def _op(self, k: int, node: Any) -> None:
+        where = f"{self.place}: node {label(node, k)!r}"
+        bodies = [self._body(inner, label(node, k)) for inner in self.scope.bodies.get(k, {}).values()]
+        given = [n for n in node.input if n]
+        taken = [n for b in bodies for n in b.taken]
+        inputs = tuple(dict.fromkeys(self._value(n) for n in (*given, *taken)))
+        position = self.op_of[k] = len(self.ops)
+        self.before.append(self._ancestors([*given, *taken], position))
+        outputs: list[int] = []
+        written: tuple[int, ...] = ()
+        for j, name in enumerate(n for n in node.output if n):
+            shared = self._shared(node, name, position) if j == 0 and not bodies else None
+            if shared is None:
+                size = 0 if self.inner and name in self.results else self._size(name)  # R3: the caller's
+                storage = self._storage(name, "output" if name in self.results else "activation", size)
+            else:
+                storage, overwritten = shared
+                written = (storage,) if overwritten else ()
+            outputs.append(self._add(name, storage))
+            self.holders.setdefault(storage, []).append(name)
+            self.maker[name] = position
+        flops, workspace = self._cost(node, bodies, where)
+        made = sum(self._size(n) for n in node.output if n)
+        traffic = (
+            0 if viewed(node) is not None and self.settings.views else made + sum(map(self._size, given))
+        )
+        module, source = _origin(node)
+        self.ops.append(
+            Op(
+                self._op_name(label(node, k)),
+                f"{node.domain}.{node.op_type}" if node.domain not in ("", "ai.onnx") else node.op_type,
+                inputs,
+                tuple(outputs),
+                mutates=written,
+                random=is_random(node, [self.scope.value(n) if n else None for n in node.input]),
+                time=modelled_time(flops, traffic),
+                flops=flops,
+                workspace=workspace,
+                module=module,
+                source=source,
+                calls=tuple(b.graph for b in bodies),
+            )
+        )
+        self.nodes.append(k)
+
+    def _op_name(self, name: str) -> str:
+        n = self.op_names[name] = self.op_names.get(name, 0) + 1
+        return name if n == 1 else f"{name}#{n}"
+
+    def _ancestors(self, names: Iterable[str], position: int) -> int:
+        if position >= _ANCESTORS:
+            return 0
+        bits = 0
+        for n in names:
+            o = self.maker.get(n)
+            if o is not None and o < _ANCESTORS:
+                bits |= self.before[o] | 1 << o
+        return bits
+
+    def _shared(self, node: Any, name: str, position: int) -> tuple[int, bool] | None:
+        """The storage a result shares with an input, and whether it overwrites it."""
+        if name in self.results:
+            return None
+        size = self._size(name)
+        source = viewed(node) if self.settings.views else None
+        if source is not None and self._size(node.input[source]) == size:
+            return self.values[self._value(node.input[source])].storage, False
+        for i in may_overwrite(node, self.settings.in_place):
+            given = node.input[i]
+            if given and self._size(given) == size and list(node.input).count(given) == 1:
+                storage = self.values[self._value(given)].storage
+                if self._free(storage, position):
+                    return storage, True
+                self.could.append([name, given])
+        return None
+
+    def _free(self, storage: int, position: int) -> bool:
+        """Whether op ``position`` is the last to need a storage, in every order."""
+        holders = self.holders.get(storage)
+        if holders is None or any(n in self.results for n in holders):
+            return False  # the caller's
+        before = self.before[position]
+        readers = {self.op_of.get(k, -1) for n in holders for k in self.readers.get(n, ())} - {position}
+        return all(r >= 0 and before >> r & 1 for r in readers)  # -1: comes later in the file
+
+    def _cost(self, node: Any, bodies: list[_Body], where: str) -> tuple[int, int]:
+        """FLOPs and bytes of scratch of a node."""
+        if not bodies:
+            types = [self.scope.type(n) if n else None for n in node.input]
+            return flops_of(node, types, [self.scope.type(n) for n in node.output if n]), 0
+        if node.op_type == "If":
+            return max(b.flops for b in bodies), 0
+        trips, states = 1, 0
+        if node.op_type == "Loop":
+            count = self.scope.value(node.input[0]) if node.input[0] else None
+            trips = int(count.reshape(())) if count is not None and count.size == 1 else 1
+            states = max(0, len(node.input) - 2)
+            carried = sum(self._size(n) for n in node.input[2:] if n)
+            # What a turn made is there while the next is made; single turns' slices wait to be joined.
+            slices = sum(self._size(n) for n in node.output[states:] if n)
+            return max(trips, 1) * bodies[0].flops, carried + slices
+        scans = next((int(a.i) for a in node.attribute if a.name == "num_scan_inputs"), 0)
+        states = len(node.input) - scans
+        carried = sum(self._size(n) for n in node.input[:states] if n)
+        length = self._type(node.input[states]).sizes[:1] or (1,)
+        return length[0] * bodies[0].flops, carried
+
+    def _body(self, scope: Scope, owner: str) -> _Body:
+        low = _Lowering(scope, self.place, self.settings, inner=True)
+        low.run()
+        outside = [self._adopted(n, low, owner) if n in low.constants else n for n in low.taken]
+        name = scope.proto.name or "body"
+        parts = (tuple(low.ops), tuple(low.values), tuple(low.storages), tuple(low.inputs))
+        return _Body(Graph(*parts, low.outputs(), name), outside, sum(o.flops for o in low.ops))
+
+    def _adopted(self, name: str, low: _Lowering, owner: str) -> str:
+        """A constant of a graph inside this one becomes one of this graph: it is there all the time, too."""
+        own = f"{owner}/{name}"
+        if own not in self.adopted:
+            self.adopted[own] = low._type(name)
+            self.constants.add(own)
+        return own
+
+
+def _is_constant(node: Any) -> bool:
+    return node.op_type == "Constant" and node.domain in ("", "ai.onnx")
+
+
+def _readers(proto: Any) -> dict[str, list[int]]:
+    """The nodes that read a name, themselves or in a graph inside them."""
+    found: dict[str, list[int]] = {}
+    for k, node in enumerate(proto.node):
+        for name in dict.fromkeys(_names(node)):
+            found.setdefault(name, []).append(k)
+    return found
+
+
+def _names(node: Any) -> Iterator[str]:
+    yield from (n for n in node.input if n)
+    for graph in bodies(node):
+        for inner in graph.node:
+            yield from _names(inner)
+        yield from (o.name for o in graph.output)
+
+
+def _origin(node: Any) -> tuple[str, str]:
+    """Module path and source line, as torch's exporters leave them."""
+    notes = {entry.key: entry.value for entry in node.metadata_props}
+    parts = [
+        p.strip().strip("'\"") for p in notes.get("pkg.torch.onnx.name_scopes", "").strip("[]").split(",")
+    ]
+    module = parts[-2] if len(parts) > 1 else ""
+    if not module and node.name.startswith("/"):
+        module = ".".join(node.name.split("/")[1:-1])
+    source = ""
+    for line in notes.get("pkg.torch.onnx.stack_trace", "").splitlines():
+        if line.strip().startswith('File "'):
+            path, _, rest = line.strip()[6:].partition('", line ')
+            source = f"{path.rsplit('/', 1)[-1]}:{rest.split(',')[0]}"
+    return module, source

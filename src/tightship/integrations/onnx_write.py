@@ -1,0 +1,246 @@
+"""A plan -> an ONNX model: nodes in the planned order, clones for what is recomputed, the plan in the metadata.
+
+A runtime that keeps the file's order then needs what the plan says. Numbers stay the same to the bit, because
+every node is one of the model's own or a copy of one.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import shutil
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import onnx
+
+from tightship.errors import BadInput, Unsupported
+from tightship.frontends.onnx.load import Model, bodies, external, tensors
+from tightship.frontends.onnx.lower import Program
+from tightship.frontends.onnx.rules import viewed
+from tightship.plan import Plan, Step
+from tightship.serde import dumps_plan, write_file
+
+__all__ = ["KEY_OFFSETS", "KEY_PLAN", "planned_nodes", "write_model"]
+
+KEY_PLAN, KEY_OFFSETS = "tightship.plan", "tightship.offsets"
+
+
+def write_model(program: Program, plan: Plan, path: str | os.PathLike[str]) -> None:
+    """Write the model as the plan has it. External data stays where it is when the new file lies in the same
+    folder, otherwise it is linked or copied beside it. The file appears complete and checked, or not at all.
+
+    Raises ``BadInput`` where it cannot be written or onnx's checker does not accept it, ``Unsupported`` for steps
+    other than compute, recompute and free.
+    """
+    target = Path(path)
+    nodes, offsets = planned_nodes(program, plan)
+    with _rearranged(program.model, nodes, plan, offsets) as proto:
+        data = proto.SerializeToString()
+    _bring_data(program.model, target.parent)
+    beside = target.with_name(f".{target.name[:50]}.{secrets.token_hex(4)}.onnx")
+    try:
+        write_file(beside, data)
+        onnx.checker.check_model(os.fspath(beside))
+        os.replace(beside, target)
+    except onnx.checker.ValidationError as error:
+        said = " ".join(str(error).split())
+        raise BadInput(f"onnx's checker accepts the model ({said})", place=os.fspath(path)) from error
+    except OSError as error:
+        raise BadInput(f"the file can be written ({error})", place=os.fspath(path)) from error
+    finally:
+        beside.unlink(missing_ok=True)
+
+
+def planned_nodes(program: Program, plan: Plan) -> tuple[list[Any], dict[str, list[int]]]:
+    """The nodes of the plan in order; and of each value made, by name: offset, size, and the positions of the node
+    that makes it and of the node before which it is freed."""
+    if plan.digest != program.graph.digest:
+        raise BadInput(
+            "a plan is written into the model it was made for", plan.digest[:12], str(program.model.path)
+        )
+    writer = _Writer(program)
+    for i, step in enumerate(plan.steps):
+        writer.step(i, step)
+    return writer.finish(), writer.offsets(plan)
+
+
+class _Writer:
+    def __init__(self, program: Program) -> None:
+        self.program, self.graph = program, program.graph
+        self.proto = program.model.proto.graph
+        self.nodes: list[Any] = [n for n in self.proto.node if n.op_type == "Constant" and not n.domain]
+        self.first = len(self.nodes)
+        self.number = {v.name: k for k, v in enumerate(self.graph.values)}
+        self.maker = {v: o for o, op in enumerate(self.graph.ops) for v in op.outputs}
+        self.stay = [0] * len(self.graph.storages)  # how often a storage has been made
+        self.name: dict[int, tuple[str, int]] = {}  # of a value now, and the stay it is of
+        self.clones: dict[int, int] = {}
+        self.taken = _names_in(self.proto)
+        self.at: dict[int, int] = {}  # step -> position of its node
+        self.made: dict[tuple[int, int], int] = {}  # storage, step -> stay that begins there
+        self.names: dict[tuple[int, int], list[str]] = {}  # storage, stay -> names of its values
+        self.swapped: dict[str, str] = {}
+
+    def step(self, i: int, step: Step) -> None:
+        self.at[i] = len(self.nodes)
+        if step.kind == "compute":
+            self.emit(i, step.op, frozenset(self.graph.uses.defines[step.op]), again=False)
+        elif step.kind == "recompute":
+            self.emit(i, step.op, frozenset(step.storages), again=True)
+        elif step.kind != "free":
+            raise Unsupported(
+                f"a step of kind {step.kind!r} in a model", "onnx has nodes for computing only",
+                "plan with recomputation only",
+            )  # fmt: skip
+
+    def emit(self, i: int, op: int, kept: frozenset[int], *, again: bool) -> None:
+        original = self.proto.node[self.program.nodes[op]]
+        node = onnx.NodeProto()
+        node.CopyFrom(original)
+        needed = {self.graph.values[v].name: self.current(i, v) for v in self.graph.ops[op].inputs}
+        _rename_inputs(node, {old: new for old, new in needed.items() if old != new})
+        defined = set(self.graph.uses.defines[op])
+        for s in defined & kept:
+            self.stay[s] += 1
+            self.made[s, i] = self.stay[s]
+        if again:
+            n = self.clones[op] = self.clones.get(op, 0) + 1
+            node.name = f"{node.name or node.op_type}__again{n}"
+        for k, name in enumerate(node.output):
+            if not name:
+                continue
+            v = self.number[name]
+            s = self.graph.values[v].storage
+            if again:
+                node.output[k] = self.fresh(f"{name}__again{self.clones[op]}")
+            if s in kept or s not in defined:
+                self.name[v] = node.output[k], self.stay[s]
+                self.names.setdefault((s, self.stay[s]), []).append(node.output[k])
+        self.nodes.append(node)
+
+    def current(self, i: int, v: int) -> str:
+        """The name of a value's bytes at step ``i``; views of what has been made again are made again."""
+        s = self.graph.values[v].storage
+        if s in self.graph.static and v not in self.maker:
+            return self.graph.values[v].name
+        name, stay = self.name[v]
+        if stay == self.stay[s]:
+            return name
+        op = self.maker[v]
+        if viewed(self.proto.node[self.program.nodes[op]]) is None:
+            raise BadInput("what is read has been made again, too", self.graph.values[v].name, "plan")
+        self.emit(i, op, frozenset(), again=True)
+        return self.name[v][0]
+
+    def fresh(self, name: str) -> str:
+        while name in self.taken:
+            name += "_"
+        self.taken.add(name)
+        return name
+
+    def finish(self) -> list[Any]:
+        """The nodes, in which results have the names the model's users know."""
+        swap: dict[str, str] = {}
+        for v in self.graph.outputs:
+            if v in self.maker and (now := self.current(-1, v)) != (known := self.graph.values[v].name):
+                swap |= {now: known, known: now}
+        if swap:
+            for node in self.nodes:
+                _rename_inputs(node, swap)
+                for k, name in enumerate(node.output):
+                    node.output[k] = swap.get(name, name)
+        self.swapped = swap
+        return self.nodes
+
+    def offsets(self, plan: Plan) -> dict[str, list[int]]:
+        """Offset, size, first and last position by name, for every stay of a storage in memory."""
+        found: dict[str, list[int]] = {}
+        for r in plan.residences:
+            stay = self.made.get((r.storage, r.start))
+            if stay is None:
+                continue  # scratch, or made by a recomputation and not kept
+            last = self.at[r.end] if r.end < len(plan.steps) else len(self.nodes)
+            for name in self.names.get((r.storage, stay), ()):
+                found[self.swapped.get(name, name)] = [r.offset, r.size, self.at[r.start], last]
+        return found
+
+
+def _names_in(graph: Any) -> set[str]:
+    names = {x.name for x in (*graph.input, *graph.output, *graph.initializer, *graph.value_info)}
+    for node in graph.node:
+        names.update(node.output)
+        for inner in bodies(node):
+            names |= _names_in(inner)
+    return names
+
+
+def _rename_inputs(node: Any, names: Mapping[str, str]) -> None:
+    """Put new names for what a node reads, also where a graph inside it reads it."""
+    if not names:
+        return
+    for k, name in enumerate(node.input):
+        node.input[k] = names.get(name, name)
+    for graph in bodies(node):
+        own = {x.name for x in (*graph.input, *graph.initializer)} | {n for x in graph.node for n in x.output}
+        outside = {old: new for old, new in names.items() if old not in own}
+        for inner in graph.node:
+            _rename_inputs(inner, outside)
+        for out in graph.output:
+            out.name = outside.get(out.name, out.name)
+
+
+@contextmanager
+def _rearranged(model: Model, nodes: list[Any], plan: Plan, offsets: dict[str, list[int]]) -> Iterator[Any]:
+    """The model with other nodes, and as it was afterwards: weights are never copied."""
+    proto = model.proto
+    before, notes = list(proto.graph.node), list(proto.metadata_props)
+    held = [onnx.NodeProto.FromString(n.SerializeToString()) for n in nodes]
+    kept = [onnx.NodeProto.FromString(n.SerializeToString()) for n in before]
+    said = [onnx.StringStringEntryProto(key=e.key, value=e.value) for e in notes]
+    try:
+        del proto.graph.node[:]
+        proto.graph.node.extend(held)
+        del proto.metadata_props[:]
+        proto.metadata_props.extend(e for e in said if e.key not in (KEY_PLAN, KEY_OFFSETS))
+        proto.metadata_props.add(key=KEY_PLAN, value=dumps_plan(plan).decode())
+        table = {
+            "arena": plan.arena,
+            "columns": ["offset", "size", "made_at", "freed_before"],
+            "values": offsets,
+        }
+        proto.metadata_props.add(key=KEY_OFFSETS, value=json.dumps(table, separators=(",", ":")))
+        yield proto
+    finally:
+        del proto.graph.node[:]
+        proto.graph.node.extend(kept)
+        del proto.metadata_props[:]
+        proto.metadata_props.extend(said)
+
+
+def _bring_data(model: Model, folder: Path) -> None:
+    """External data beside the new file: the same file, a link to it, or a copy; never over another file."""
+    source = model.path.parent
+    if os.path.realpath(source) == os.path.realpath(folder):
+        return
+    for location in sorted({about["location"] for t in tensors(model.proto) if (about := external(t))}):
+        old, new = source / location, folder / location
+        try:
+            if new.exists():
+                if not os.path.samefile(old, new):
+                    raise BadInput("external data does not replace another file", str(new), str(folder))
+                continue
+            new.parent.mkdir(parents=True, exist_ok=True)
+            try:
+                os.link(old, new)
+            except OSError:
+                part = new.with_name(f".{new.name[:50]}.{secrets.token_hex(4)}.tmp")
+                shutil.copyfile(old, part)
+                os.replace(part, new)
+        except OSError as error:
+            raise BadInput(
+                f"external data can be put beside the model ({error})", location, str(folder)
+            ) from error
