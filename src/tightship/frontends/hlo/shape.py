@@ -10,6 +10,8 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cached_property
+from itertools import accumulate
 
 from tightship.errors import BadInput
 
@@ -36,7 +38,7 @@ _SPACE = re.compile(r"S\((\d+)\)")
 _ELEMENT = re.compile(r"E\((\d+)\)")
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Shape:
     """``dtype`` is an element type of ``BITS``, ``token``, ``opaque`` or ``tuple``; ``parts`` are a tuple's.
 
@@ -59,7 +61,7 @@ class Shape:
         found = _SPACE.search(self.layout or "")
         return int(found[1]) if found else 0
 
-    @property
+    @cached_property
     def elements(self) -> int:
         """Number of elements of an array."""
         count = 1
@@ -74,20 +76,23 @@ class Shape:
             shape = shape.parts[k]
         return shape
 
-    def indices(self, base: Index = ()) -> Iterator[Index]:
-        """Every position, a tuple's own before those of its parts."""
-        yield base
-        for k, part in enumerate(self.parts):
-            yield from part.indices((*base, k))
+    @cached_property
+    def positions(self) -> tuple[tuple[Index, Shape], ...]:
+        """Every position with what stands there, a tuple's own before those of its parts."""
+        inner = (((k, *i), shape) for k, part in enumerate(self.parts) for i, shape in part.positions)
+        return (((), self), *inner)
 
-    def leaves(self) -> Iterator[tuple[Index, Shape]]:
-        """Every position that is no tuple, with what stands there."""
-        for index in self.indices():
-            part = self.part(index)
-            if not part.is_tuple:
-                yield index, part
+    @cached_property
+    def starts(self) -> tuple[int, ...]:
+        """Where in ``positions`` those of each part begin."""
+        return tuple(accumulate((len(part.positions) for part in self.parts[:-1]), initial=1))
 
     @property
+    def leaves(self) -> Iterator[tuple[Index, Shape]]:
+        """Every position that is no tuple."""
+        return ((index, part) for index, part in self.positions if not part.is_tuple)
+
+    @cached_property
     def nbytes(self) -> int:
         """Bytes of the buffer of this position alone: an array's elements, a tuple's table of addresses.
 
@@ -114,10 +119,10 @@ class Shape:
             return -(-self.elements * bits // 8)
         return self.elements * -(-bits // 8)
 
-    @property
+    @cached_property
     def total(self) -> int:
         """Bytes of all arrays of the shape, without tables of addresses."""
-        return sum(part.nbytes for _, part in self.leaves())
+        return sum(part.nbytes for _, part in self.leaves)
 
     def __str__(self) -> str:
         if self.is_tuple:
