@@ -16,8 +16,6 @@ if TYPE_CHECKING:
 
 __all__ = ["async_start", "forwarded"]
 
-Found = "list[Buffer | None]"
-
 
 def forwarded(node: Node) -> list[Buffer | None]:
     """For each position the operand's buffer that stands there, or None where the instruction defines one."""

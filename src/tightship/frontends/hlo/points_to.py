@@ -11,19 +11,18 @@ Source: XLA, ``HloDataflowAnalysis``. L1-L3 of the systems this project brings t
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from tightship.errors import BadInput, Unsupported
-from tightship.frontends.hlo.module import Computation, Instruction, Module
+from tightship.frontends.hlo.forward import async_start, forwarded
+from tightship.frontends.hlo.module import Computation, Instruction, Module, names_in
 from tightship.frontends.hlo.post_order import computations_in_post_order, post_order
 from tightship.frontends.hlo.shape import Index, Shape
 
 __all__ = ["Buffer", "Node", "PointsTo", "Use", "points_to"]
 
 SEQUENTIAL = {"while": ("condition", "body"), "call": ("to_apply",), "async-start": ("calls",)}
-_FORWARD_ALL = frozenset({"bitcast", "domain", "opt-barrier", "add-dependency"})
-_ASYNC = frozenset({"async-start", "async-update", "async-done"})
 
 
 @dataclass(eq=False, slots=True)
@@ -115,6 +114,17 @@ class PointsTo:
     embedded: tuple[Computation, ...]
     notes: tuple[str, ...] = ()
 
+    def sources(self, node: Node, index: Index = ()) -> frozenset[Buffer]:
+        """L2: the buffers that may be meant at a position, phis resolved; several: it is ambiguous."""
+        found: set[Buffer] = set()
+        work = [node.buffer(index)]
+        while work:
+            buffer = work.pop()
+            if buffer not in found:
+                found.add(buffer)
+                work += buffer.inputs
+        return frozenset(b for b in found if not b.phi)
+
     def root(self, computation: Computation) -> Node:
         return next(n for n in self.nodes[computation.name] if n.is_root)
 
@@ -132,8 +142,6 @@ def points_to(module: Module) -> PointsTo:
 
 def branches(i: Instruction) -> tuple[str, ...]:
     """The computations of a conditional, in the order of its operands after the first."""
-    from tightship.frontends.hlo.module import names_in
-
     listed = i.attribute("branch_computations")
     if listed:
         return names_in(listed)
@@ -142,8 +150,6 @@ def branches(i: Instruction) -> tuple[str, ...]:
 
 def runs(i: Instruction) -> tuple[str, ...]:
     """Computations an instruction runs one after another with its own operands (not element by element)."""
-    from tightship.frontends.hlo.module import names_in
-
     if i.opcode == "conditional":
         return branches(i)
     return tuple(n for key in SEQUENTIAL.get(i.opcode, ()) for n in names_in(i.attribute(key)))
@@ -190,7 +196,9 @@ class _Analysis:
                     for _, part in i.shape.positions:
                         _ = part.nbytes
                 except BadInput as error:
-                    raise BadInput(error.rule, error.value, f"line {i.line}, {i.name!r} in {c.name!r}") from None
+                    raise BadInput(
+                        error.rule, error.value, f"line {i.line}, {i.name!r} in {c.name!r}"
+                    ) from None
                 node = Node(count, c, i, tuple(mine[o] for o in i.operands))
                 for operand in dict.fromkeys(node.operands):
                     operand.users.append(node)
@@ -291,8 +299,10 @@ class _Analysis:
 
     def _visit(self, node: Node) -> None:
         """What an instruction that runs no computation points to, from its operands."""
-        from tightship.frontends.hlo.forward import forwarded
-
+        if node.shape.is_tuple and node.opcode in ("select", "tuple-select"):
+            either = self._phi(node, [o.at for o in node.operands[1:]])
+            node.at = [self._new(node, (), node.shape), *either[1:]]
+            return
         given = forwarded(node)
         node.at = [
             self._new(node, index, shape) if found is None else found
@@ -300,8 +310,6 @@ class _Analysis:
         ]
 
     def _async_start(self, node: Node, result: list[Buffer]) -> list[Buffer]:
-        from tightship.frontends.hlo.forward import async_start
-
         return [
             self._new(node, index, shape) if found is None else found
             for (index, shape), found in zip(node.shape.positions, async_start(node, result), strict=True)

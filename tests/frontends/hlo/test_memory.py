@@ -1,0 +1,163 @@
+"""Points-to sets, alias sets and live ranges, against XLA's own dumps."""
+
+import pytest
+
+import hlo_data
+import hlo_dumps
+from tightship.errors import BadInput, Unsupported
+from tightship.frontends.hlo import parse
+from tightship.frontends.hlo.alias import alias_sets
+from tightship.frontends.hlo.live import live_ranges
+from tightship.frontends.hlo.points_to import PointsTo, points_to
+
+LOOP = """\
+HloModule loop, is_scheduled=true
+
+%body (p: (s32[], f32[8])) -> (s32[], f32[8]) {
+  %p = (s32[], f32[8]{0}) parameter(0)
+  %i = s32[] get-tuple-element(%p), index=0
+  %x = f32[8]{0} get-tuple-element(%p), index=1
+  %one = s32[] constant(1)
+  %next = s32[] add(%i, %one)
+  ROOT %t = (s32[], f32[8]{0}) tuple(%next, %x)
+}
+
+%cond (q: (s32[], f32[8])) -> pred[] {
+  %q = (s32[], f32[8]{0}) parameter(0)
+  %j = s32[] get-tuple-element(%q), index=0
+  %ten = s32[] constant(10)
+  ROOT %lt = pred[] compare(%j, %ten), direction=LT
+}
+
+ENTRY %main (a: f32[8]) -> f32[8] {
+  %a = f32[8]{0} parameter(0)
+  %zero = s32[] constant(0)
+  %z = s32[] copy(%zero)
+  %b = f32[8]{0} negate(%a)
+  %init = (s32[], f32[8]{0}) tuple(%z, %b)
+  %loop = (s32[], f32[8]{0}) while(%init), condition=%cond, body=%body
+  ROOT %out = f32[8]{0} get-tuple-element(%loop), index=1
+}
+"""
+
+
+def at(points: PointsTo, computation: str, name: str, index: tuple[int, ...] = ()) -> str:
+    return str(next(n for n in points.nodes[computation] if n.name == name).buffer(index))
+
+
+@pytest.mark.parametrize("name", hlo_data.CPU)
+def test_every_buffer_with_its_positions_and_uses_is_xlas(name: str) -> None:
+    theirs = hlo_dumps.values(hlo_data.text(name, "after_optimizations-buffer-assignment-values"))
+    assert hlo_dumps.our_values(points_to(hlo_data.module(name))) == theirs
+
+
+@pytest.mark.parametrize("name", hlo_data.CPU + hlo_data.GPU)
+def test_the_schedule_and_every_live_range_are_xlas(name: str) -> None:
+    theirs = hlo_dumps.ranges(hlo_data.text(name, "after_optimizations-live-range"))
+    assert hlo_dumps.our_ranges(live_ranges(hlo_data.module(name))) == theirs
+
+
+@pytest.mark.parametrize("name", hlo_data.CPU + hlo_data.GPU)
+def test_an_alias_set_lies_at_one_place_in_xlas_assignment(name: str) -> None:
+    where = hlo_dumps.offsets(hlo_data.text(name, "after_optimizations-buffer-assignment"))
+    for group in alias_sets(points_to(hlo_data.module(name))):
+        places = {where[str(b)][:2] for b in group.buffers if str(b) in where}
+        assert len(places) <= 1, group.buffers
+
+
+def test_a_loop_is_one_place_and_what_it_passes_on_is_one_buffer() -> None:
+    points = points_to(parse(LOOP))
+    assert at(points, "main", "out") == at(points, "body", "x") == "b"  # passed on unchanged: no phi
+    assert at(points, "body", "i") == "p{0}" and at(points, "cond", "j") == "q{0}"
+    sets = [{str(b) for b in group.buffers} for group in alias_sets(points)]
+    assert {"z", "p{0}", "q{0}", "next", "loop{0}"} in sets
+    assert {"init{}", "p{}", "q{}", "t{}", "loop{}"} in sets
+    assert {"b"} in sets
+
+
+def test_what_a_while_takes_ends_where_its_body_begins() -> None:
+    ranges = hlo_dumps.our_ranges(live_ranges(parse(LOOP)))[1]
+    assert ranges["z{}"] == (2, 5) and ranges["q{0}"] == (5, 9)
+    assert ranges["a{}"] == (0, 17)  # an input that is not donated stays to the end
+
+
+def test_a_computation_run_from_two_places_is_refused() -> None:
+    text = LOOP.replace("condition=%cond, body=%body", "condition=%cond, body=%body").replace(
+        "  ROOT %out", "  %again = (s32[], f32[8]{0}) while(%init), condition=%cond, body=%body\n  ROOT %out"
+    )
+    with pytest.raises(Unsupported, match="run from both 'loop' and 'again'"):
+        points_to(parse(text))
+
+
+def test_an_unscheduled_module_has_no_live_ranges() -> None:
+    with pytest.raises(
+        BadInput, match=r"live ranges need a schedule.*module 'loop'|module 'loop'.*need a schedule"
+    ):
+        live_ranges(parse(LOOP.replace(", is_scheduled=true", "")))
+
+
+@pytest.mark.parametrize("shape", ["f32[4294967296,4294967296]", "f32[<=8]"])
+def test_shapes_without_a_size_are_refused_with_their_place(shape: str) -> None:
+    text = LOOP.replace("%b = f32[8]", f"%b = {shape}")
+    with pytest.raises(BadInput, match=r"line 23, 'b' in 'main'"):
+        points_to(parse(text))
+
+
+SELECT = """\
+HloModule choice, is_scheduled=true
+
+ENTRY %main (c: pred[], x: f32[2], y: f32[2]) -> f32[2] {
+  %c = pred[] parameter(0)
+  %x = f32[2]{0} parameter(1)
+  %y = f32[2]{0} parameter(2)
+  %inner = (f32[2]{0}) tuple(%y)
+  %left = (f32[2]{0}, (f32[2]{0})) tuple(%x, %inner)
+  %right = (f32[2]{0}, (f32[2]{0})) tuple(%y, %inner)
+  %either = (f32[2]{0}, (f32[2]{0})) tuple-select(%c, %left, %right)
+  %first = f32[2]{0} get-tuple-element(%either), index=0
+  %second = (f32[2]{0}) get-tuple-element(%either), index=1
+  %same = f32[2]{0} get-tuple-element(%second), index=0
+  ROOT %sum = f32[2]{0} add(%first, %same)
+}
+"""
+
+
+def test_L01_one_logical_buffer_per_instruction_and_position() -> None:
+    points = points_to(parse(SELECT))
+    left = [str(b) for b in points.buffers if b.node.name == "left"]
+    assert left == ["left{}"]  # a table of addresses; what stands in it comes from elsewhere
+    sizes = {str(b): b.nbytes for b in points.buffers}
+    assert sizes["left{}"] == 16 and sizes["inner{}"] == 8 and sizes["sum"] == 8 and sizes["c"] == 1
+
+
+def test_L02_points_to_sets_forward_unite_and_know_whether_they_are_ambiguous() -> None:
+    points = points_to(parse(SELECT))
+    nodes = {n.name: n for n in points.nodes["main"]}
+    assert {str(b) for b in points.sources(nodes["first"])} == {"x", "y"}  # ambiguous
+    assert {str(b) for b in points.sources(nodes["same"])} == {"y"}  # distinct
+    assert at(points, "main", "either") == "either{}"
+
+
+@pytest.mark.parametrize("name", hlo_data.CPU)
+def test_L03_positions_are_the_inverse_of_points_to(name: str) -> None:
+    points = points_to(hlo_data.module(name))
+    forward = {
+        (n.name, n.computation.name, index, b.id)
+        for nodes in points.nodes.values()
+        for n in nodes
+        for b, (index, _) in zip(n.at, n.shape.positions, strict=False)
+    }
+    inverse = {(n.name, n.computation.name, i, b.id) for b in points.buffers for n, i in b.positions}
+    assert forward == inverse
+
+
+def test_L04_live_out_is_all_the_root_points_to() -> None:
+    points = points_to(parse(LOOP))
+    assert {str(b) for b in points.live_out} == {"b"}
+    control = points_to(hlo_data.module("cpu_control"))
+    assert {str(b) for b in control.live_out} == {
+        "tuple.25{}",
+        "add_select_fusion",
+        "wrapped_copy.2",
+        "while.4{2}",
+    }
