@@ -122,7 +122,7 @@ ENTRY %main (c: pred[], x: f32[2], y: f32[2]) -> f32[2] {
 """
 
 
-def test_L01_one_logical_buffer_per_instruction_and_position() -> None:
+def test_L01_one_logical_buffer_per_instruction_and_position() -> None:  # noqa: N802
     points = points_to(parse(SELECT))
     left = [str(b) for b in points.buffers if b.node.name == "left"]
     assert left == ["left{}"]  # a table of addresses; what stands in it comes from elsewhere
@@ -130,7 +130,7 @@ def test_L01_one_logical_buffer_per_instruction_and_position() -> None:
     assert sizes["left{}"] == 16 and sizes["inner{}"] == 8 and sizes["sum"] == 8 and sizes["c"] == 1
 
 
-def test_L02_points_to_sets_forward_unite_and_know_whether_they_are_ambiguous() -> None:
+def test_L02_points_to_sets_forward_unite_and_know_whether_they_are_ambiguous() -> None:  # noqa: N802
     points = points_to(parse(SELECT))
     nodes = {n.name: n for n in points.nodes["main"]}
     assert {str(b) for b in points.sources(nodes["first"])} == {"x", "y"}  # ambiguous
@@ -139,7 +139,7 @@ def test_L02_points_to_sets_forward_unite_and_know_whether_they_are_ambiguous() 
 
 
 @pytest.mark.parametrize("name", hlo_data.CPU)
-def test_L03_positions_are_the_inverse_of_points_to(name: str) -> None:
+def test_L03_positions_are_the_inverse_of_points_to(name: str) -> None:  # noqa: N802
     points = points_to(hlo_data.module(name))
     forward = {
         (n.name, n.computation.name, index, b.id)
@@ -151,7 +151,7 @@ def test_L03_positions_are_the_inverse_of_points_to(name: str) -> None:
     assert forward == inverse
 
 
-def test_L04_live_out_is_all_the_root_points_to() -> None:
+def test_L04_live_out_is_all_the_root_points_to() -> None:  # noqa: N802
     points = points_to(parse(LOOP))
     assert {str(b) for b in points.live_out} == {"b"}
     control = points_to(hlo_data.module("cpu_control"))
