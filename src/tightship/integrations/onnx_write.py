@@ -6,6 +6,7 @@ every node is one of the model's own or a copy of one.
 
 from __future__ import annotations
 
+import filecmp
 import json
 import os
 import secrets
@@ -31,14 +32,14 @@ KEY_PLAN, KEY_OFFSETS = "tightship.plan", "tightship.offsets"
 
 def write_model(program: Program, plan: Plan, path: str | os.PathLike[str]) -> None:
     """Write the model as the plan has it. External data stays where it is when the new file lies in the same
-    folder, otherwise it is linked or copied beside it. The file appears complete and checked, or not at all.
+    folder, otherwise it is copied beside it. The file appears complete and checked, or not at all.
 
     Raises ``BadInput`` where it cannot be written or onnx's checker does not accept it, ``Unsupported`` for steps
     other than compute, recompute and free.
     """
     target = Path(path)
     nodes, offsets = planned_nodes(program, plan)
-    with _rearranged(program.model, nodes, plan, offsets) as proto:
+    with _rearranged(program.model, nodes, plan, offsets), _ranked(program) as proto:
         data = proto.SerializeToString()
     _bring_data(program.model, target.parent)
     beside = target.with_name(f".{target.name[:50]}.{secrets.token_hex(4)}.onnx")
@@ -109,7 +110,7 @@ class _Writer:
             self.made[s, i] = self.stay[s]
         if again:
             n = self.clones[op] = self.clones.get(op, 0) + 1
-            node.name = f"{node.name or node.op_type}__again{n}"
+            node.name = f"{self.graph.ops[op].name}__again{n}"
         for k, name in enumerate(node.output):
             if not name:
                 continue
@@ -194,7 +195,7 @@ def _rename_inputs(node: Any, names: Mapping[str, str]) -> None:
 
 
 @contextmanager
-def _rearranged(model: Model, nodes: list[Any], plan: Plan, offsets: dict[str, list[int]]) -> Iterator[Any]:
+def _rearranged(model: Model, nodes: list[Any], plan: Plan, offsets: dict[str, list[int]]) -> Iterator[None]:
     """The model with other nodes, and as it was afterwards: weights are never copied."""
     proto = model.proto
     before, notes = list(proto.graph.node), list(proto.metadata_props)
@@ -213,7 +214,7 @@ def _rearranged(model: Model, nodes: list[Any], plan: Plan, offsets: dict[str, l
             "values": offsets,
         }
         proto.metadata_props.add(key=KEY_OFFSETS, value=json.dumps(table, separators=(",", ":")))
-        yield proto
+        yield
     finally:
         del proto.graph.node[:]
         proto.graph.node.extend(kept)
@@ -221,8 +222,26 @@ def _rearranged(model: Model, nodes: list[Any], plan: Plan, offsets: dict[str, l
         proto.metadata_props.extend(said)
 
 
+@contextmanager
+def _ranked(program: Program) -> Iterator[Any]:
+    """Inputs and results without a shape get their rank, which the checker asks for and runtimes do not."""
+    proto = program.model.proto
+    rank = {v.name: len(v.shape) for v in program.graph.values}
+    ends = [x for x in (*proto.graph.input, *proto.graph.output) if x.name in rank]
+    bare = [x for x in ends if not x.type.tensor_type.HasField("shape")]
+    try:
+        for x in bare:
+            x.type.tensor_type.shape.SetInParent()
+            for _ in range(rank[x.name]):
+                x.type.tensor_type.shape.dim.add()
+        yield proto
+    finally:
+        for x in bare:
+            x.type.tensor_type.ClearField("shape")
+
+
 def _bring_data(model: Model, folder: Path) -> None:
-    """External data beside the new file: the same file, a link to it, or a copy; never over another file."""
+    """External data beside the new file: the same, or a copy (links the checker refuses); never over another."""
     source = model.path.parent
     if os.path.realpath(source) == os.path.realpath(folder):
         return
@@ -230,17 +249,16 @@ def _bring_data(model: Model, folder: Path) -> None:
         old, new = source / location, folder / location
         try:
             if new.exists():
-                if not os.path.samefile(old, new):
+                if not filecmp.cmp(old, new, shallow=False):
                     raise BadInput("external data does not replace another file", str(new), str(folder))
                 continue
             new.parent.mkdir(parents=True, exist_ok=True)
+            part = new.with_name(f".{new.name[:50]}.{secrets.token_hex(4)}.tmp")
             try:
-                os.link(old, new)
-            except OSError:
-                part = new.with_name(f".{new.name[:50]}.{secrets.token_hex(4)}.tmp")
                 shutil.copyfile(old, part)
                 os.replace(part, new)
+            finally:
+                part.unlink(missing_ok=True)
         except OSError as error:
-            raise BadInput(
-                f"external data can be put beside the model ({error})", location, str(folder)
-            ) from error
+            rule = f"external data can be put beside the model ({error})"
+            raise BadInput(rule, location, str(folder)) from error
