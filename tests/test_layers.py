@@ -34,7 +34,17 @@ LAYERS = (
 )
 RANK = {name: rank for rank, names in enumerate(LAYERS) for name in names}
 
-FRAMEWORKS = {"torch", "onnx", "onnxruntime", "jax", "jaxlib", "transformers", "networkx", "tensorflow"}
+FRAMEWORKS = {
+    "executorch",
+    "torch",
+    "onnx",
+    "onnxruntime",
+    "jax",
+    "jaxlib",
+    "transformers",
+    "networkx",
+    "tensorflow",
+}
 MAY_IMPORT_FRAMEWORKS = {"frontends", "execute", "integrations", "demo"}
 
 # The verifiers share no code with what they check.

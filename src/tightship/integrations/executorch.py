@@ -1,0 +1,201 @@
+"""Placement for ExecuTorch: an algorithm for its ``MemoryPlanningAlgorithmSuite``, verified.
+
+    from executorch.exir import ExecutorchBackendConfig
+    from tightship.integrations.executorch import memory_planning_pass
+
+    program = edge.to_executorch(ExecutorchBackendConfig(memory_planning_pass=memory_planning_pass()))
+
+ExecuTorch places the tensors of a method in arenas by a greedy algorithm, one arena for each memory id, and does
+not check what other algorithms do. Its live ranges include both ends; ids begin at 1, since 0 stands for
+constants. A tensor with a storage base lies inside that base's bytes and is not placed on its own. Bytes that the
+branches of control flow need lie below everything else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from executorch.exir.memory_planning import (
+    MemoryAlgoResult,
+    MemoryPlanningAlgorithmSuite,
+    SpecAllocResult,
+    greedy,
+)
+from executorch.exir.passes import MemoryPlanningPass
+
+from tightship.errors import BadInput, VerificationFailed
+from tightship.graph import aligned
+from tightship.plan import Buffer, Problem, Solution
+from tightship.planners.packing import DEFAULT, Search, pack
+from tightship.verify_placement import check_solution
+from tightship.violation import Violation
+
+__all__ = ["PlaceTensors", "memory_planning_pass"]
+
+_FIRST_POOL = 1
+
+
+@dataclass(frozen=True, slots=True)
+class PlaceTensors:
+    """The algorithm. ``planner``: of placements, by name; ``seconds``, ``work`` and ``seed`` limit its search in
+    each arena (the same seed and work give the same offsets unless the time ended it).
+
+    Raises ``BadInput`` for tensors without a live range or whose storage base is not placed with them, and
+    ``VerificationFailed`` if what came out were wrong.
+    """
+
+    planner: str = DEFAULT
+    seconds: float = 5.0
+    work: int = 200_000
+    seed: int = 0
+
+    __name__ = "tightship"  # by which the suite knows it
+
+    def __call__(
+        self, alignment: int, specs: Iterable[Any], graph_module: Any, _signature: Any, extra_padding: int = 0
+    ) -> MemoryAlgoResult:
+        rows = sorted(specs, key=_order)
+        for spec in rows:
+            spec.realign(alignment)
+        known = set(rows)
+        given = list(getattr(graph_module, "input_mem_buffer_sizes", None) or ())
+        reserved = {k: aligned(n, alignment) for k, n in enumerate(given) if n and k >= _FIRST_POOL}
+        pools: dict[int, list[Any]] = {}
+        for spec in rows:
+            if (root := _root(spec)) is spec:
+                pools.setdefault(_pool(spec), []).append(spec)
+            elif root not in known:
+                raise BadInput("a tensor's storage base is placed with it", _name(root), _name(spec))
+        offsets: dict[Any, int] = {}
+        for pool, roots in pools.items():
+            offsets |= self._placed(roots, reserved.get(pool, 0))
+        for spec in rows:
+            offsets[spec] = _offset(spec, offsets)
+        sizes = [0] * (1 + max([_FIRST_POOL, *pools, *reserved]))
+        for pool, nbytes in reserved.items():
+            sizes[pool] = nbytes
+        for spec in rows:
+            pool = _pool(_root(spec))
+            sizes[pool] = max(sizes[pool], offsets[spec] + spec.allocated_memory)
+        _check(rows, offsets, sizes, reserved)
+        padded = [n + extra_padding if k in pools else n for k, n in enumerate(sizes)]
+        return MemoryAlgoResult(_results(rows, offsets), padded)
+
+    def _placed(self, roots: Sequence[Any], since: int) -> dict[Any, int]:
+        """Offsets of one arena's tensors, from ``since`` up."""
+        real = [spec for spec in roots if spec.allocated_memory]
+        offsets = dict.fromkeys(roots, since)  # of tensors without bytes
+        if real:
+            problem = Problem(tuple(_buffer(k, spec) for k, spec in enumerate(real)))
+            found = pack(problem, self.planner, Search(self.seed, self.work, self.seconds))
+            offsets |= {spec: since + at for spec, at in zip(real, found.offsets, strict=True)}
+        return offsets
+
+
+def memory_planning_pass(algorithm: PlaceTensors | None = None, **flags: Any) -> MemoryPlanningPass:
+    """ExecuTorch's pass with the better of its own greedy placement and ``algorithm``'s.
+
+    ``flags`` are the pass's: ``alloc_graph_input``, ``alloc_graph_output``, ``alignment``, …
+    """
+    suite = MemoryPlanningAlgorithmSuite([greedy, algorithm or PlaceTensors()])
+    return MemoryPlanningPass(memory_planning_algo=suite, **flags)
+
+
+# --- ExecuTorch's tensors -----------------------------------------------------------------------------------
+
+
+def _order(spec: Any) -> tuple[Any, ...]:
+    """The order in which tensors are placed: older versions give a set, whose order differs between runs."""
+    if not spec.lifetime or None in spec.lifetime:
+        raise BadInput("a tensor to be placed has a live range", spec.lifetime, _name(spec))
+    return (*spec.lifetime, -spec.nbytes(), str(spec.dtype), tuple(spec.shape))
+
+
+def _name(spec: Any) -> str:
+    return f"{spec.dtype}{list(spec.shape)} alive in {spec.lifetime}"
+
+
+def _pool(spec: Any) -> int:
+    pool = _FIRST_POOL if spec.mem_id is None else int(spec.mem_id)
+    if pool < _FIRST_POOL:
+        raise BadInput("a memory id is at least 1, as 0 is for constants", pool, _name(spec))
+    return pool
+
+
+def _root(spec: Any) -> Any:
+    seen = [spec]
+    while (base := getattr(seen[-1], "storage_base", None)) is not None:
+        if any(base is other for other in seen):
+            raise BadInput("storage bases do not go round in a circle", place=_name(spec))
+        seen.append(base)
+    return seen[-1]
+
+
+def _offset(spec: Any, roots: dict[Any, int]) -> int:
+    root, at = _root(spec), 0
+    while spec is not root:
+        at += spec.storage_base_offset
+        spec = spec.storage_base
+    return roots[root] + at
+
+
+def _buffer(number: int, spec: Any) -> Buffer:
+    first, last = spec.lifetime
+    return Buffer(f"{number}: {_name(spec)}", first, last + 1, spec.allocated_memory, spec.alignment)
+
+
+def _results(rows: Sequence[Any], offsets: dict[Any, int]) -> dict[Any, SpecAllocResult]:
+    """Objects, in ExecuTorch's sense, are runs of bytes that no tensor reaches beyond."""
+    found: dict[Any, SpecAllocResult] = {}
+    number, pool, end = -1, 0, 0
+    for spec in sorted(rows, key=lambda s: (_pool(_root(s)), offsets[s], -s.allocated_memory)):
+        at = offsets[spec]
+        if (own := _pool(_root(spec))) != pool or at >= end or number < 0:
+            number, pool, end = number + 1, own, at
+        end = max(end, at + spec.allocated_memory)
+        found[spec] = SpecAllocResult(own, number, at)
+    return found
+
+
+# --- verification -------------------------------------------------------------------------------------------
+
+
+def _check(
+    rows: Sequence[Any], offsets: dict[Any, int], sizes: Sequence[int], reserved: dict[int, int]
+) -> None:
+    """Everything that is wrong with the placement as ExecuTorch will see it, from its own live ranges."""
+    wrong: list[Violation] = []
+    for pool, size in enumerate(sizes):
+        roots = [s for s in rows if s is _root(s) and _pool(s) == pool and s.allocated_memory]
+        buffers = [_buffer(k, s) for k, s in enumerate(roots)]
+        if roots and (below := reserved.get(pool, 0)):
+            first, last = min(b.lower for b in buffers), max(b.upper for b in buffers)
+            buffers.append(Buffer("control flow", first, last, below, pinned=0))
+        at = [offsets[s] for s in roots] + [0] * (len(buffers) - len(roots))
+        wrong += check_solution(Problem(tuple(buffers)), Solution(tuple(at), size))
+    wrong += [v for s in rows if s is not _root(s) for v in _inside(s, offsets)]
+    if wrong:
+        raise VerificationFailed(wrong, "placement for ExecuTorch")
+
+
+def _inside(spec: Any, offsets: dict[Any, int]) -> list[Violation]:
+    """A tensor within its base: bytes, alignment, and lives no longer."""
+    base, at = spec.storage_base, offsets[spec]
+    start, end = offsets[base], offsets[base] + base.allocated_memory
+    rules = (
+        ("out-of-bounds", start <= at and at + spec.allocated_memory <= end, "lies beyond its storage base"),
+        ("misaligned", at % spec.alignment == 0, f"does not start at a multiple of {spec.alignment}"),
+        (
+            "overlap",
+            base.lifetime[0] <= spec.lifetime[0] and spec.lifetime[1] <= base.lifetime[1],
+            "is alive when its storage base is not",
+        ),
+    )
+    name = _name(spec)
+    return [
+        Violation(code, spec.lifetime[0], (name,), f"{name} {what}")
+        for code, holds, what in rules
+        if not holds
+    ]
