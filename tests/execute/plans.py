@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from tightship import simulate
 from tightship.errors import BadInput
 from tightship.graph import Graph
@@ -14,7 +16,7 @@ def placed(graph: Graph, steps: tuple[Step, ...], budget: int | None = None) -> 
     before = simulate.replay(graph, simulate.baseline(graph))
     return Plan(
         graph.digest, steps, layout.residences, budget, line.peak, before.peak, graph.static_bytes,
-        layout.arena, handed=layout.handed, time=line.time, time_before=before.time, planner="test",
+        layout.arena, handed=layout.handed, time=line.time, time_before=before.time, planner="test", host=layout.host,
     )  # fmt: skip
 
 
@@ -67,6 +69,12 @@ def _steps(graph: Graph, chosen: list[int]) -> tuple[Step, ...]:
             made = tuple(s for s in again[k] if uses.definer[s] == d)
             sequence.append(Step("recompute", op=d, storages=made))
         sequence.append(Step("compute", op=k))
+    return with_frees(graph, sequence)
+
+
+def with_frees(graph: Graph, sequence: Sequence[Step]) -> tuple[Step, ...]:
+    """The same runs of ops, everything freed after its last use before it is made again or forgotten."""
+    uses = graph.uses
     ends: dict[int, list[int]] = {}
     last: dict[int, int] = {}
     for i, step in enumerate(sequence):

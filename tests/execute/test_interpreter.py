@@ -131,10 +131,10 @@ def test_a_plan_for_another_graph_is_refused(bound):
         bound.executor(plans.keep(other.graph))
 
 
-def test_other_kinds_of_steps_are_refused(bound):
+def test_an_offload_without_a_place_is_refused(bound):
     plan = plans.keep(bound.graph)
     steps = (*plan.steps, Step("offload", storages=(0,)))
-    with pytest.raises(Unsupported, match="offload"):
+    with pytest.raises(BadInput, match="where on the host"):
         bound.executor(replace(plan, steps=steps))
 
 

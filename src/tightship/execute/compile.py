@@ -11,8 +11,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from tightship.errors import BadInput, Unsupported
+from tightship.errors import BadInput
 from tightship.execute.arguments import Environment, keywords, positional
+from tightship.execute.moves import Moves, with_state
+from tightship.execute.spill import Spill
 from tightship.execute.views import derivation
 from tightship.frontends.torch import compat
 from tightship.frontends.torch.optim import Updater
@@ -28,12 +30,14 @@ Action = Callable[[list[Any]], None]
 
 @dataclass(frozen=True, slots=True)
 class Instruction:
-    """``run(environment)`` is what step ``step`` does, or a view it needs first (``op`` is then -1)."""
+    """``run(environment)`` is what step ``step`` does, or a view or a wait it needs first (``op`` is then -1).
+    ``asks``: it makes the requests of its step."""
 
     step: int
     op: int
     run: Action
     made: tuple[int, ...] = ()
+    asks: bool = False
 
 
 @dataclass
@@ -52,39 +56,43 @@ def updater_of(call: Call) -> Updater | None:
     return call.fn if isinstance(call.fn, Updater) else None
 
 
-def compile_plan(program: Program, plan: Plan, aside: Callable[[], None] | None = None) -> Code:
+def compile_plan(
+    program: Program, plan: Plan, aside: Callable[[], None] | None = None, spill: Spill | None = None
+) -> Code:
     """``aside`` keeps the requests of an op's run away from the arena: optimizer state, which some make, outlives
-    the step.
+    the step. ``spill`` is the host pool, for plans that offload.
 
-    Raises ``Unsupported`` for steps that cannot be run here, ``BadInput`` for steps that do not fit the
-    program.
+    Raises ``BadInput`` for steps that do not fit the program.
     """
-    return _Compiler(program, aside).run(plan.steps)
+    return _Compiler(program, plan, aside, spill).run(plan.steps)
 
 
 class _Compiler:
-    def __init__(self, program: Program, aside: Callable[[], None] | None) -> None:
+    def __init__(
+        self, program: Program, plan: Plan, aside: Callable[[], None] | None, spill: Spill | None
+    ) -> None:
         self.program, self.graph = program, program.graph
         self.aside = aside
         self.environment = Environment(len(self.graph.values))
         self.there: dict[int, dict[int, None]] = {}  # storage -> values of it that have a tensor now
         self.compiled: dict[tuple[int, bool, tuple[int, ...]], Action] = {}
+        self.states: dict[int, int] = {}  # op -> place of its saved random state
+        self.moves = Moves(program, plan, self.environment, spill)
         self.code = Code()
 
     def run(self, steps: Sequence[Step]) -> Code:
         for slot in self.program.slots:
             self.appears(slot.value)
         for i, step in enumerate(steps):
+            wait = self.moves.waits(step)
+            if wait is not None:
+                self.code.instructions.append(Instruction(i, -1, wait))
             if step.kind in ("compute", "recompute"):
                 self.call(i, step)
-            elif step.kind == "free" and step.form == "full":
+            elif step.kind == "free":
                 self.free(i, step)
             else:
-                raise Unsupported(
-                    f"a step of kind {step.kind!r} in a plan to be run",
-                    "the interpreter computes, recomputes and frees",
-                    "plan with recomputation only",
-                )
+                self.move(i, step)
         for v in self.program.results:
             self.view(len(steps) - 1, v)
         self.code.inputs = tuple(s.value for s in self.program.slots)
@@ -128,12 +136,36 @@ class _Compiler:
         if key not in self.compiled:
             self.compiled[key] = self.action(call, results)
         made = tuple(v for v in results if v >= 0)
-        self.code.instructions.append(Instruction(i, step.op, self.compiled[key], made))
+        action = self.compiled[key]
+        if step.saves or (again and self.graph.ops[step.op].random):
+            if step.saves:
+                self.states[step.op] = self.environment.constant(None)
+            elif step.op not in self.states:
+                name = self.graph.ops[step.op].name
+                raise BadInput("a random op runs again from its saved state", name, f"step {i} of the plan")
+            action = with_state(action, self.states[step.op], again=again)
+        if step.stream:
+            raise BadInput("ops run on stream 0", step.stream, f"step {i} of the plan")
+        self.code.instructions.append(Instruction(i, step.op, action, made, asks=True))
         for v in made:
             self.appears(v)
 
+    def move(self, i: int, step: Step) -> None:
+        if step.kind in ("offload", "compress"):
+            for s in step.storages:
+                self.view(i, self.program.bases[s])
+        self.code.instructions.append(Instruction(i, -1, self.moves.move(i, step), asks=True))
+        if step.kind in ("fetch", "decompress"):
+            for s in step.storages:
+                self.appears(self.program.bases[s])
+
     def free(self, i: int, step: Step) -> None:
-        places = tuple(v for s in step.storages for v in self.there.pop(s, ()))
+        if step.form == "full":
+            places = tuple(v for s in step.storages for v in self.there.pop(s, ()))
+        elif step.form == "state":
+            places = (self.states.pop(step.op),)
+        else:
+            places = self.moves.forget(step)
 
         def several(env: list[Any]) -> None:
             for v in places:

@@ -2,22 +2,25 @@
 
 from __future__ import annotations
 
+import os
 import re
 import traceback
 import warnings
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Final
 
 from tightship.errors import BadInput, BudgetExceeded, Unsupported, VerificationFailed
 from tightship.execute import allocator
 from tightship.execute.compile import Code, Instruction, compile_plan
 from tightship.execute.meter import Meter
+from tightship.execute.moves import host_offsets
 from tightship.execute.script import orders
+from tightship.execute.spill import Spill
 from tightship.execute.views import mismatched
 from tightship.frontends.torch import compat
 from tightship.frontends.torch.program import Program
-from tightship.plan import Plan
+from tightship.plan import Plan, Step
 from tightship.units import format_bytes
 
 __all__ = ["Executor", "PeakMismatch", "RunStats", "mismatch"]
@@ -68,15 +71,22 @@ class Executor:
     ``arena`` may be shared by several executors, one running at a time; without it the executor reserves one
     of the size the plan needs. Requests that would go beyond the plan's budget raise ``BudgetExceeded``. With
     ``strict`` a run that did not go as planned raises ``VerificationFailed`` when it is over, otherwise it
-    warns `PeakMismatch`.
+    warns `PeakMismatch`. What the plan offloads goes to a file without a name in ``folder`` (default: the
+    system's for temporary files), reserved here.
 
     Without a C++ compiler, or without measured requests, the plan is run on the ordinary heap: results are
-    the same, nothing is measured, and ``notes`` says so. Raises ``Unsupported`` for plans with steps other
-    than compute, recompute and free, ``BadInput`` for plans that do not belong to the program.
+    the same, nothing is measured, and ``notes`` says so. Raises ``BadInput`` for plans that do not belong to the
+    program, and when ``folder`` has no room for what is offloaded.
     """
 
     def __init__(
-        self, program: Program, plan: Plan, *, arena: allocator.Arena | None = None, strict: bool = False
+        self,
+        program: Program,
+        plan: Plan,
+        *,
+        arena: allocator.Arena | None = None,
+        strict: bool = False,
+        folder: str | os.PathLike[str] | None = None,
     ) -> None:
         if plan.digest and plan.digest != program.graph.digest:
             raise BadInput("a plan is run for the graph it was made for", plan.digest[:12], "Executor")
@@ -85,7 +95,8 @@ class Executor:
         self.last: RunStats | None = None
         self.arena = arena
         self._orders = self._planned()
-        self._code: Code = compile_plan(program, plan, self._aside())
+        self._spill = Spill(host_offsets(program, plan)[1], folder) if plan.count("offload") else None
+        self._code: Code = compile_plan(program, plan, self._aside(), self._spill)
         self._limit = None if plan.budget is None else max(plan.budget - program.graph.static_bytes, 0)
         self._scripts: tuple[int, allocator.Script] | None = None
         self._verified = False
@@ -120,7 +131,11 @@ class Executor:
                 else:
                     self._replayed(instructions, env)
                 results = [env[place] for place in self._code.results]
+            if self._spill is not None:
+                self._spill.drain()
         except BaseException as error:
+            if self._spill is not None:
+                self._spill.drain()  # copies know addresses only
             traceback.clear_frames(error.__traceback__)
             env.clear()
             explained = self._explained(error)
@@ -179,7 +194,7 @@ class Executor:
             with meter, allocator.replay(self.arena, script) as session:
                 seek = session.seek
                 for i in instructions:
-                    if i.op >= 0:
+                    if i.asks:
                         seek(i.step)
                     i.run(env)
         finally:
@@ -207,11 +222,15 @@ class Executor:
         )
 
     def _miss(self, miss: allocator.Miss) -> str:
-        op = self.plan.steps[miss.step].op if 0 <= miss.step < len(self.plan.steps) else -1
-        where = (
-            f"{self.program.graph.ops[op].name} at {self.program.graph.place(op)}" if op >= 0 else "a view"
-        )
+        step = self.plan.steps[miss.step] if 0 <= miss.step < len(self.plan.steps) else Step("view")
+        where = self._where(step)
         return f"{where}: {miss.kind}, asked for {miss.asked} bytes, planned {miss.planned}"
+
+    def _where(self, step: Step) -> str:
+        graph = self.program.graph
+        if step.op >= 0:
+            return f"{graph.ops[step.op].name} at {graph.place(step.op)}"
+        return " ".join([f"a {step.kind}", *(graph.storages[s].name for s in step.storages[:1])])
 
     def _complain(self, stats: RunStats) -> None:
         text = mismatch(stats)
@@ -223,10 +242,12 @@ class Executor:
         found = _EXCEEDED.search(str(error)) if isinstance(error, RuntimeError) else None
         if found is None:
             return None
-        op = self.plan.steps[int(found[1])].op
+        step = self.plan.steps[int(found[1])]
         graph = self.program.graph
         budget = self.plan.budget if self.plan.budget is not None else 0
-        return BudgetExceeded(graph.ops[op].name, int(found[2]), budget, graph.place(op))
+        if step.op < 0:
+            return BudgetExceeded(self._where(step), int(found[2]), budget)
+        return BudgetExceeded(graph.ops[step.op].name, int(found[2]), budget, graph.place(step.op))
 
     # --- the first run ---
 
@@ -239,7 +260,7 @@ class Executor:
                 for v in i.made:
                     self._check(v, env[v], i.op)
 
-            return Instruction(i.step, i.op, run, i.made) if i.made else i
+            return replace(i, run=run) if i.made else i
 
         return [checked(i) for i in self._code.instructions]
 

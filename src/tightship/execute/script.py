@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -9,7 +10,7 @@ import numpy as np
 from tightship.errors import BadInput
 from tightship.frontends.torch.program import Program
 from tightship.graph import Request, aligned
-from tightship.plan import Plan, Residence
+from tightship.plan import Plan, Residence, Step
 
 __all__ = ["HEAP", "Orders", "orders", "requests_of"]
 
@@ -45,18 +46,22 @@ def orders(program: Program, plan: Plan) -> Orders:
     """
     graph, uses = program.graph, program.graph.uses
     handed = graph.kept - graph.static
-    stays: dict[tuple[int, int], Residence] = {}
+    stays: dict[tuple[int, int, str], Residence] = {}
     scratch: dict[tuple[int, int], Residence] = {}
     for r in plan.residences:
-        if r.storage >= 0 and r.form == "full":
-            stays[r.storage, r.start] = r
-        elif r.storage < 0:
+        if r.storage >= 0 or r.form == "state":
+            stays[r.request if r.form == "state" else r.storage, r.start, r.form] = r
+        else:
             scratch[r.start, r.request] = r
     sizes: list[int] = []
     offsets: list[int] = []
     starts = [0]
     for i, step in enumerate(plan.steps):
         again = step.kind == "recompute"
+        for s, form, size in _moved(program, step):
+            sizes.append(aligned(size))
+            there = stays.get((s, i, form))
+            offsets.append(_offset(program, step.op, i, sizes[-1], there) if plan.residences else HEAP)
         if again or step.kind == "compute":
             foreign = again and step.op in program.replay_requests
             for k, request in enumerate(requests_of(program, step.op, again)):
@@ -65,7 +70,7 @@ def orders(program: Program, plan: Plan) -> Orders:
                 if not plan.residences or s in handed or (foreign and s < 0):
                     offsets.append(HEAP)
                     continue
-                found = stays.get((s, i)) if s >= 0 else scratch.get((i, k))
+                found = stays.get((s, i, "full")) if s >= 0 else scratch.get((i, k))
                 offsets.append(_offset(program, step.op, i, sizes[-1], found))
         starts.append(len(sizes))
     ends = (o + n for o, n in zip(offsets, sizes, strict=True) if o != HEAP)
@@ -74,8 +79,22 @@ def orders(program: Program, plan: Plan) -> Orders:
     return Orders(a, b, c, extent, bool(plan.residences))
 
 
+def _moved(program: Program, step: Step) -> Iterator[tuple[int, str, int]]:
+    """What a step asks for beside its op: (storage or op, form, bytes). Random states come before the op's own."""
+    graph = program.graph
+    if step.kind in ("fetch", "decompress", "compress"):
+        for s in step.storages:
+            size = step.nbytes if step.kind == "compress" else graph.storages[s].size
+            if size:
+                yield s, "packed" if step.kind == "compress" else "full", size
+    elif step.saves or (step.kind == "recompute" and graph.ops[step.op].random):
+        yield step.op, "state", graph.ops[step.op].state
+
+
 def _offset(program: Program, op: int, step: int, size: int, found: Residence | None) -> int:
-    place = f"step {step}: op {program.graph.ops[op].name!r} at {program.graph.place(op)}"
+    place = f"step {step}"
+    if op >= 0:
+        place += f": op {program.graph.ops[op].name!r} at {program.graph.place(op)}"
     if found is None:
         raise BadInput("a plan says where each request of an op goes", f"{size} bytes without a place", place)
     if aligned(found.size) < size:

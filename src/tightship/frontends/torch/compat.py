@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
@@ -211,6 +211,10 @@ def runnable(fn: Any) -> Callable[..., Any]:
     """What to call, with gradients off, to run the kernel that eager's forward or backward pass runs."""
     # oneDNN's recurrent layers save their workspace only when grad mode is on.
     return _WithGradMode(fn) if fn._schema.name == "aten::mkldnn_rnn_layer" else fn
+
+
+RANDOM_STATE: Final = torch.get_rng_state().numel()
+"""Bytes of the CPU generator's state, as ``torch.get_rng_state`` makes it."""
 
 
 def is_random(fn: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:

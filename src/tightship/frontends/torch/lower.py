@@ -138,6 +138,7 @@ def _op(r: Record, name: str, call: Call, owned: Mapping[int, list[int]], number
         mutates=tuple(number.storage[s] for s in r.writes),
         updates=tuple(number.storage[s] for s in r.updates),
         random=r.random,
+        state=compat.RANDOM_STATE if r.random and r.device == "cpu" and not r.effect else 0,
         effect=r.effect,
         flops=r.flops,
         phase=r.phase,

@@ -1,0 +1,193 @@
+"""Instructions for the steps that move bytes instead of running ops: offload, fetch, compress, decompress, and
+the random states that ops are run again from."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from tightship.errors import BadInput
+from tightship.execute.arguments import Environment
+from tightship.execute.codecs import compress, decompress
+from tightship.execute.spill import Spill
+from tightship.execute.views import dtype_of
+from tightship.frontends.torch.program import Program
+from tightship.graph import Value
+from tightship.plan import Plan, Step
+
+__all__ = ["Moves", "host_offsets", "with_state"]
+
+Action = Callable[[list[Any]], None]
+
+
+def host_offsets(program: Program, plan: Plan) -> tuple[dict[tuple[int, int], int], int]:
+    """Where each stay on the host lies, by (storage, first step), and the bytes they span: as placed, or one
+    after the other in a plan without placement."""
+    placed = {(r.storage, r.start): r.offset for r in plan.residences if r.form == "host"}
+    end, offsets = 0, {}
+    for i, step in enumerate(plan.steps):
+        for s in step.storages if step.kind == "offload" else ():
+            at = placed.get((s, i), end if not plan.residences else -1)
+            size = program.graph.storages[s].size
+            if at < 0 and size:
+                name = program.graph.storages[s].name
+                raise BadInput("a plan says where on the host a storage goes", name, f"step {i}")
+            offsets[s, i] = max(at, 0)
+            end = max(end, offsets[s, i] + size)
+    return offsets, end
+
+
+class Moves:
+    """Makes the actions of one plan. Packed forms and the ends of copies have places in the environment."""
+
+    def __init__(self, program: Program, plan: Plan, environment: Environment, spill: Spill | None) -> None:
+        self.program, self.graph, self.environment, self.spill = program, program.graph, environment, spill
+        self.offsets, _ = host_offsets(program, plan)
+        self.extent: dict[int, int] = {}
+        for v in self.graph.values:
+            reach = v.offset + 1 + sum((n - 1) * s for n, s in zip(v.shape, v.stride, strict=True))
+            self.extent[v.storage] = max(self.extent.get(v.storage, 0), 0 if 0 in v.shape else reach)
+        self.packed: dict[int, tuple[int, str]] = {}  # storage -> place, codec
+        self.hosted: dict[int, int] = {}  # storage -> offset
+        self.ends: dict[int, int] = {}  # copy step -> place of what it is waited for by
+
+    def waits(self, step: Step) -> Action | None:
+        """Waiting for the copies that a step on stream 0 waits for."""
+        places = [self.ends[w] for w in step.waits if w in self.ends] if step.stream == 0 else []
+        if not places:
+            return None
+
+        def run(env: list[Any]) -> None:
+            for place in places:
+                for job in env[place] or ():
+                    job.result()
+
+        return run
+
+    def move(self, i: int, step: Step) -> Action:
+        """The action of a step of kind offload, fetch, compress or decompress."""
+        if step.kind in ("offload", "fetch"):
+            return self._copy(i, step)
+        if step.stream:
+            raise BadInput("stream 0 packs and unpacks", step.stream, f"step {i} of the plan")
+        return _each(
+            [self._pack(step, s) if step.kind == "compress" else self._unpack(s) for s in step.storages]
+        )
+
+    def forget(self, step: Step) -> tuple[int, ...]:
+        """The places emptied when packed forms are freed; what the host holds needs none."""
+        if step.form == "packed":
+            return tuple(self.packed.pop(s)[0] for s in step.storages)
+        return ()
+
+    # --- packing ---
+
+    def _pack(self, step: Step, s: int) -> Action:
+        place = self.environment.constant(None)
+        self.packed[s] = place, step.codec
+        base, count = self.program.bases[s], self.extent[s]
+        name, codec, nbytes = self.graph.storages[s].name, step.codec, step.nbytes
+        dtype = dtype_of(self.graph.values[base].dtype)
+
+        def run(env: list[Any]) -> None:
+            packed = env[place] = torch.empty(nbytes, dtype=torch.uint8)
+            compress(codec, _flat(env[base], dtype, count), packed, name)
+
+        return run
+
+    def _unpack(self, s: int) -> Action:
+        place, codec = self.packed[s]
+        base, count, make = self.program.bases[s], self.extent[s], self._maker(s)
+        dtype = dtype_of(self.graph.values[base].dtype)
+
+        def run(env: list[Any]) -> None:
+            env[base] = made = make()
+            decompress(codec, env[place], _flat(made, dtype, count))
+
+        return run
+
+    def _maker(self, s: int) -> Callable[[], Any]:
+        """Makes a storage again as its op made it, contents aside."""
+        value: Value = self.graph.values[self.program.bases[s]]
+        size, dtype = self.graph.storages[s].size, dtype_of(value.dtype)
+
+        def make() -> Any:
+            memory = torch.empty(size, dtype=torch.uint8).untyped_storage()
+            return torch.empty(0, dtype=dtype).set_(memory, value.offset, value.shape, value.stride)
+
+        return make
+
+    # --- copies ---
+
+    def _copy(self, i: int, step: Step) -> Action:
+        """Begins the copies of a step; on stream 0 they are waited for at once."""
+        assert self.spill is not None
+        spill, stream = self.spill, step.stream
+        place = self.ends[i] = self.environment.constant(None)
+        after = [self.ends[w] for w in step.waits if w in self.ends]
+        parts = [self._part(i, step.kind, s) for s in step.storages]
+
+        def run(env: list[Any]) -> None:
+            earlier = [job for p in after for job in env[p] or ()]
+            env[place] = jobs = [part(env, spill, stream, earlier) for part in parts]
+            if not stream:
+                for job in jobs:
+                    job.result()
+
+        return run
+
+    def _part(self, i: int, kind: str, s: int) -> Callable[[list[Any], Spill, int, Sequence[Any]], Any]:
+        base, size = self.program.bases[s], self.graph.storages[s].size
+        if kind == "offload":
+            offset = self.hosted[s] = self.offsets[s, i]
+
+            def out(env: list[Any], spill: Spill, stream: int, after: Sequence[Any]) -> Any:
+                memory = env[base].untyped_storage()
+                return spill.write(stream, memory.data_ptr(), min(size, memory.nbytes()), offset, after)
+
+            return out
+        offset, make = self.hosted[s], self._maker(s)
+
+        def back(env: list[Any], spill: Spill, stream: int, after: Sequence[Any]) -> Any:
+            env[base] = made = make()
+            return spill.read(stream, made.untyped_storage().data_ptr(), size, offset, after)
+
+        return back
+
+
+def _flat(tensor: Any, dtype: torch.dtype, count: int) -> Any:
+    """All elements of a tensor's storage in a row."""
+    return torch.empty(0, dtype=dtype).set_(tensor.untyped_storage(), 0, (count,), (1,))
+
+
+def _each(actions: Sequence[Action]) -> Action:
+    def run(env: list[Any]) -> None:
+        for action in actions:
+            action(env)
+
+    return actions[0] if len(actions) == 1 else run
+
+
+# --- random states ---
+
+
+def with_state(action: Action, place: int, *, again: bool) -> Action:
+    """The action of a random op that saves the random state at ``place`` before it draws, or draws ``again`` from
+    the one there and leaves the present one as it was."""
+    generator = torch.default_generator
+
+    def saving(env: list[Any]) -> None:
+        env[place] = generator.get_state()
+        action(env)
+
+    def drawing(env: list[Any]) -> None:
+        present = generator.get_state()
+        generator.set_state(env[place])
+        try:
+            action(env)
+        finally:
+            generator.set_state(present)
+
+    return drawing if again else saving

@@ -1,0 +1,184 @@
+"""Plans that pack, copy out and draw again: the same bits as eager, and the planned peak to the byte."""
+
+import errno
+from dataclasses import replace
+
+import plans
+import pytest
+import torch
+from test_interpreter import Bound
+
+from tightship import simulate
+from tightship.errors import BadInput
+from tightship.execute import spill
+from tightship.plan import Step
+from tightship.planners.evict import compress, offload
+from tightship.planners.evict._aside import overlapped, spans, steps_with
+from tightship.planners.evict._frame import Frame
+from tightship.verify import check
+
+ZOO = ("cnn", "gpt2", "bert", "resnet", "t5", "unet", "in_place", "viewed")
+
+
+def aside(graph, how):
+    """Everything that can be packed, or copied out, while nobody uses it."""
+    frame = Frame(graph, tuple(range(len(graph.ops))))
+    if how == "offload":
+        can = overlapped(graph, frame.order, spans(graph, frame.order))
+        return steps_with(graph, frame.order, can)
+    return {"compress": compress, "tight": offload}[how].plan(frame, 0).steps
+
+
+def held(bound, steps, runs=2, **changes):
+    """The plan verifies, runs to the same bits, and has the peak it was planned to have."""
+    plan = replace(plans.placed(bound.graph, tuple(steps)), **changes)
+    check(bound.graph, plan)
+    executor = bound.executor(plan)
+    for number in range(runs):
+        bound.compare(executor, number)
+        assert executor.last.as_planned
+        assert executor.last.measured_peak == plan.peak == simulate.replay(bound.graph, steps).peak
+        assert executor.last.misses == executor.last.short == 0
+    return plan
+
+
+@pytest.mark.parametrize("how", ["compress", "offload", "tight"])
+@pytest.mark.parametrize("name", ZOO)
+def test_the_same_bits_and_the_planned_peak(name, how):
+    bound = Bound(name)
+    plan = held(bound, aside(bound.graph, how))
+    if how != "compress":
+        assert plan.count("offload") == plan.count("fetch") > 0 < plan.host
+    if how == "tight":
+        assert plan.peak < plan.peak_before
+
+
+@pytest.mark.parametrize(
+    ("name", "codecs"), [("bert", {"mask"}), ("resnet", {"uint8"}), ("gpt2", {"mask", "bits", "uint8"})]
+)
+def test_masks_and_indices_are_packed(name, codecs):
+    bound = Bound(name)
+    plan = held(bound, aside(bound.graph, "compress"))
+    assert {s.codec for s in plan.steps if s.kind == "compress"} == codecs
+    assert plan.peak < plan.peak_before
+
+
+def test_without_an_arena_the_bits_are_the_same():
+    bound = Bound("bert", measured=False)
+    for how in ("compress", "offload"):
+        plan = plans.placed(bound.graph, aside(bound.graph, how))
+        for one in (plan, replace(plan, residences=(), arena=0, host=0)):
+            executor = bound.executor(one)
+            bound.compare(executor, 0)
+            assert executor.notes
+            bound = Bound("bert", measured=False)
+
+
+def _redrawn(graph):
+    """Every random op saves its state; its mask goes after the forward pass and is drawn again."""
+    uses, again = graph.uses, {}
+    for k, op in enumerate(graph.ops):
+        s = (*uses.mutates[k], *uses.defines[k])[0] if op.random else -1
+        back = [r for r in uses.readers[s] if graph.ops[r].phase == "backward"] if op.random else []
+        if back:
+            again.setdefault(back[0], []).append(s)
+    saved = {w for row in again.values() for s in row for w in uses.writers[s] if graph.ops[w].random}
+    sequence = []
+    for k in range(len(graph.ops)):
+        for w in sorted(w for s in again.get(k, []) for w in uses.writers[s]):
+            made = tuple(s for s in uses.defines[w] if s in again[k])
+            sequence.append(Step("recompute", op=w, storages=made))
+        sequence.append(Step("compute", op=k, saves=k in saved))
+    steps = []
+    for step in plans.with_frees(graph, sequence):
+        steps.append(step)
+        if step.kind == "recompute" and step.op in saved:
+            steps.append(Step("free", op=step.op, form="state"))
+    return steps, len(saved)
+
+
+@pytest.mark.parametrize("name", ["bert", "gpt2", "cnn", "t5"])
+def test_dropout_is_drawn_again_with_the_same_masks(name):
+    bound = Bound(name)
+    steps, count = _redrawn(bound.graph)
+    assert count
+    plan = held(bound, steps, runs=3)
+    assert sum(s.kind == "recompute" and bound.graph.ops[s.op].random for s in plan.steps) == count
+
+
+def test_a_mask_drawn_from_another_state_would_be_noticed(monkeypatch):
+    """The tests above fail if the saved state is not what the ops draw from."""
+    bound = Bound("bert")
+    steps, _ = _redrawn(bound.graph)
+    executor = bound.executor(plans.placed(bound.graph, tuple(steps)))
+    real, other, calls = torch.default_generator, torch.Generator().manual_seed(7).get_state(), []
+
+    class Forgetful:
+        def get_state(self):
+            return real.get_state()
+
+        def set_state(self, state):
+            calls.append(1)
+            real.set_state(other if len(calls) % 2 else state)  # the present state comes back as it was
+
+    monkeypatch.setattr(torch, "default_generator", Forgetful())
+    executor = bound.executor(executor.plan)
+    with pytest.raises(AssertionError):
+        bound.compare(executor, 0)
+
+
+def test_a_random_op_is_not_run_again_without_its_state():
+    bound = Bound("bert")
+    steps, _ = _redrawn(bound.graph)
+    bare = tuple(replace(s, saves=False) for s in steps if s.form != "state")
+    with pytest.raises(BadInput, match="runs again from its saved state"):
+        bound.executor(replace(plans.keep(bound.graph), steps=bare, residences=()))
+
+
+def test_a_copy_that_fails_is_raised_and_the_next_run_is_right(monkeypatch):
+    bound = Bound("mlp")
+    plan = plans.placed(bound.graph, aside(bound.graph, "tight"))
+    executor = bound.executor(plan)
+
+    def full(*_):
+        raise OSError(errno.ENOSPC, "no space left on device")
+
+    inputs = bound.inputs()
+    with monkeypatch.context() as broken:
+        broken.setattr(spill, "_put", full)
+        with pytest.raises(OSError, match="no space left"):
+            executor.run(inputs)
+    assert executor.arena.live == 0
+    bound = Bound("mlp")
+    bound.compare(bound.executor(plan), 0)
+
+
+def test_a_codec_that_does_not_fit_raises_and_corrupts_nothing():
+    bound = Bound("resnet")
+    steps = aside(bound.graph, "compress")
+    plan = plans.placed(bound.graph, steps)
+    graph = bound.graph
+    narrow = [replace(s, codec="mask", nbytes=s.nbytes) if s.kind == "compress" else s for s in steps]
+    executor = bound.executor(replace(plan, steps=tuple(narrow), digest=graph.digest))
+    with pytest.raises(BadInput, match="zeros and one other number"):
+        executor.run(bound.inputs())
+
+
+def test_a_folder_without_room_is_refused_before_anything_runs(tmp_path):
+    bound = Bound("mlp")
+    plan = plans.placed(bound.graph, aside(bound.graph, "tight"))
+    with pytest.raises(BadInput, match="folder"):
+        bound.executor(plan, folder=tmp_path / "missing")
+    bound.compare(bound.executor(plan, folder=tmp_path), 0)
+
+
+def test_lossy_packing_runs_and_is_not_the_same():
+    bound = Bound("mlp")
+    frame = Frame(bound.graph, tuple(range(len(bound.graph.ops))))
+    found = compress.plan(frame, 0, compress.Options(lossy=True))
+    assert {s.codec for s in found.steps if s.codec} == {"bf16"}
+    plan = replace(plans.placed(bound.graph, found.steps), lossy=True)
+    check(bound.graph, plan)
+    executor = bound.executor(plan)
+    executor.run(bound.inputs())
+    assert executor.last.as_planned
