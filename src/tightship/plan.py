@@ -92,7 +92,8 @@ class Plan:
     ``peak`` is the most bytes in use at any time, ``arena`` the bytes the placement spans beyond ``static``,
     ``handed`` the bytes of results that leave the arena for the caller;
     ``host`` the bytes the placement spans in the host pool, which ``host_budget`` limits. ``lower_bound`` is a
-    peak no plan of this graph can beat. ``lossy``: codecs that do not give back the same bits were allowed.
+    peak no plan of this graph can beat, ``time_bound`` a time no plan within the budget can beat (0: not computed).
+    ``lossy``: codecs that do not give back the same bits were allowed.
     """
 
     digest: str
@@ -107,6 +108,7 @@ class Plan:
     lower_bound: int = 0
     time: float = 0.0
     time_before: float = 0.0
+    time_bound: float = 0.0
     planner: str = ""
     seconds: float = 0.0
     moved: int = 0
@@ -131,6 +133,11 @@ class Plan:
     def gap(self) -> float:
         """How far the peak is above the lower bound, as a fraction of the bound."""
         return self.peak / self.lower_bound - 1 if self.lower_bound else 0.0
+
+    @property
+    def time_gap(self) -> float:
+        """How far the time lies above what no plan within the budget can beat."""
+        return max(0.0, self.time / self.time_bound - 1) if self.time_bound else 0.0
 
 
 @dataclass(frozen=True, slots=True)

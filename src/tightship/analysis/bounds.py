@@ -1,17 +1,26 @@
-"""Lower bounds on the peak of any plan that recomputes and reorders: computed apart from every planner."""
+"""Lower bounds on the peak and on the time of any plan: computed apart from every planner, by other means.
+
+`lower_bound` is the largest working set of an op plus what must be live then; `time_bound` what any plan within a
+budget takes. Both look at single moments (`relaxation`): what several moments ask for together is not seen.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Iterable, Mapping, Sequence
 
 from tightship.analysis.order import predecessors, successors
+from tightship.analysis.relaxation import Relaxation, runs_again
 from tightship.graph import Graph
-from tightship.simulate import extra_bytes
+from tightship.simulate import baseline, replay
 
-__all__ = ["Bound", "lower_bound", "replayable"]
+__all__ = ["Bound", "lower_bound", "replayable", "time_bound"]
 
 _MARK_WORK = 20_000_000
 """Edges looked at, at most, while marking what must be in memory (largest storages first)."""
+_CUTS = 64
+_CUT_WORK = 400_000
+"""Moments looked at, at most, and ops in all of them together (an op and all its ancestors make one network)."""
 
 
 class Bound(int):
@@ -51,26 +60,56 @@ def _marks(start: Sequence[int], edges: Sequence[Sequence[int]]) -> tuple[set[in
     return seen, work
 
 
-def lower_bound(graph: Graph, *, recompute: bool = True) -> Bound:
-    """Bytes no plan can stay under: for each op, what it reads, writes and needs while it runs, the static set,
-    and what cannot be made again although it was made before the op in every order and is read after it in
-    every order. Valid for any legal order. With ``recompute`` false everything counts as not makeable again.
+def lower_bound(graph: Graph, *, recompute: bool = True, least: Mapping[int, int] | None = None) -> Bound:
+    """Bytes no plan can stay under, whatever its order and however often it recomputes: for each op, the static
+    set, what it reads, writes and needs while it runs, and what must be there too because it was made before the op
+    in every order, is needed after it in every order, and cannot be made again from less.
+
+    Without ``recompute`` nothing can be made again. ``least`` is the bytes in which storages can wait (see
+    `Relaxation`): for plans that compress storages, or move them out.
     """
+    relaxed = Relaxation(graph, least)
+    load = [relaxed.own(k) for k in range(len(graph.ops))]
+    if not load:
+        return Bound(graph.static_bytes)
+    _add_stuck(graph, load, relaxed.waits.tolist(), recompute)
+    if recompute:
+        ranked = sorted(range(len(load)), key=lambda k: -load[k])
+        for k in _few(ranked, len(load)):
+            load[k] = max(load[k], relaxed.least_bytes(relaxed.moment(k)))
+    best = max(range(len(load)), key=load.__getitem__)
+    bound = Bound(max(load[best], graph.static_bytes))
+    bound.op = best
+    return bound
+
+
+def _few(ranked: Sequence[int], ops: int) -> list[int]:
+    """The first of ``ranked`` and some from everywhere else, as many as the work allows."""
+    most = min(_CUTS, max(2, _CUT_WORK // max(1, ops)))
+    first = ranked[: most // 2]
+    rest = sorted(set(ranked) - set(first))
+    return [*first, *(rest[j] for j in _spread(len(rest), most - len(first)))]
+
+
+def _spread(n: int, most: int) -> Iterable[int]:
+    """At most ``most`` of ``range(n)``, evenly."""
+    return range(n) if n <= most else sorted({(2 * j + 1) * n // (2 * most) for j in range(most)})
+
+
+def _add_stuck(graph: Graph, load: list[int], waits: Sequence[int], recompute: bool) -> None:
+    """Add to every op's bytes the storages that no plan can make again and that are there while it runs."""
     uses = graph.uses
-    size = [s.size for s in graph.storages]
     before = predecessors(graph)
     after = successors(before)
-    load = []
-    for k, op in enumerate(graph.ops):
-        own = sum(size[s] for s in uses.reads[k] if s not in graph.static)
-        load.append(graph.static_bytes + own + sum(size[s] for s in uses.defines[k]) + extra_bytes(op))
+
+    def stays(s: int) -> bool:
+        return not recompute or not all(runs_again(graph, w) for w in uses.writers[s][:1])
+
     stuck = [
-        s
-        for s in range(len(size))
-        if s not in graph.static and size[s] and not (recompute and replayable(graph, s))
+        s for s in range(len(waits)) if s not in graph.static and waits[s] and uses.writers[s] and stays(s)
     ]
     work = 0
-    for s in sorted(stuck, key=lambda s: -size[s]):
+    for s in sorted(stuck, key=lambda s: -waits[s]):
         if work > _MARK_WORK:
             break
         later, w1 = _marks(uses.writers[s][:1], after)
@@ -83,8 +122,36 @@ def lower_bound(graph: Graph, *, recompute: bool = True) -> Bound:
         touching = {uses.definer[s], *uses.readers[s]}
         for k in later & earlier:
             if k not in touching:
-                load[k] += size[s]
-    best = max(range(len(load)), key=load.__getitem__, default=-1)
-    bound = Bound(max(load[best], graph.static_bytes) if best >= 0 else graph.static_bytes)
-    bound.op = best
-    return bound
+                load[k] += waits[s]
+
+
+def time_bound(graph: Graph, budget: int, *, least: Mapping[int, int] | None = None) -> float:
+    """Seconds no plan within ``budget`` bytes can stay under: every op once, and the recomputation that a Lagrangian
+    relaxation shows to be unavoidable. Infinite where the relaxation shows that no plan meets the budget.
+
+    Valid for any order and any recomputation, and with ``least`` (see `Relaxation`) also for plans that compress or
+    move storages without ever waiting for it. Looks at moments at which keeping everything would be over the budget.
+    """
+    total = math.fsum(op.time for op in graph.ops)
+    steps = baseline(graph)
+    during = replay(graph, steps).during
+    over = {s.op: n for s, n in zip(steps, during, strict=True) if s.kind == "compute" and n > budget}
+    if not over:
+        return total
+    relaxed = Relaxation(graph, least)
+    found: dict[int, float] = {}
+
+    def look(ops: Iterable[int]) -> None:
+        for k in ops:
+            if k not in found and len(found) < most:
+                found[k] = relaxed.least_seconds(relaxed.moment(k), budget)
+
+    most = min(_CUTS, max(4, _CUT_WORK // len(graph.ops)))
+    ranked = sorted(over, key=lambda k: -over[k])
+    look(_few(ranked, len(graph.ops) * 2))
+    while len(found) < most:  # around the best one, nearer and nearer
+        best, known = max(found, key=lambda k: found[k]), len(found)
+        look(k for d in (1, 2, 4, 8, 16) for k in (best - d, best + d) if k in over)
+        if len(found) == known:
+            break
+    return total + max(found.values())

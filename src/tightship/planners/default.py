@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from itertools import pairwise
 
-from tightship.analysis.bounds import lower_bound
+from tightship.analysis.bounds import lower_bound, time_bound
 from tightship.errors import Infeasible
 from tightship.graph import Graph
 from tightship.plan import Plan, Step
@@ -85,17 +85,27 @@ def plan(
     else:
         assert limit is not None and best is not None
         raise _infeasible(graph, limit, bound, best, best_steps, needed)
+    least = _least(graph, steps)
+    if least:
+        bound = lower_bound(graph, least=least)
     made = _plan(graph, steps, layout, line, before)
     made = replace(
         made,
         budget=limit,
         lower_bound=int(bound),
+        time_bound=0.0 if limit is None else time_bound(graph, limit, least=least),
         planner=f"{o.order}+{o.evict}" + "+portfolio" * o.place,
         seconds=time.perf_counter() - began,
         moved=moved,
     )
     check(graph, made)
     return made
+
+
+def _least(graph: Graph, steps: Sequence[Step]) -> dict[int, int]:
+    """Storages may wait outside of memory, or in fewer bytes, if that is among what the plan does."""
+    moves = any(step.kind in ("offload", "compress") for step in steps)
+    return dict.fromkeys(range(len(graph.storages)), 0) if moves else {}
 
 
 def _limit(graph: Graph, budget: Budget | str | int | None, peak: int) -> int | None:

@@ -31,6 +31,8 @@ def summary(plan: Plan, graph: Graph | None = None) -> dict[str, Any]:
         "handed": plan.handed,
         "time_before": plan.time_before,
         "time_after": plan.time,
+        "time_bound": plan.time_bound,
+        "time_gap": plan.time_gap,
         "recomputed": plan.count("recompute"),
         "offloaded": plan.count("offload"),
         "compressed": plan.count("compress"),

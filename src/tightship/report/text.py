@@ -39,7 +39,11 @@ def describe(plan: Plan, graph: Graph | None = None) -> str:
     if plan.lower_bound:
         bound = f"{format_bytes(plan.lower_bound)}; the peak is {100 * plan.gap:.1f} % above it"
         rows.append(("lower bound", bound))
-    rows += [("time", _time(plan)), ("done", _done(plan, graph))]
+    rows.append(("time", _time(plan)))
+    if plan.time_bound and plan.budget is not None:
+        least = f"{format_seconds(plan.time_bound)}; the time is {100 * plan.time_gap:.1f} % above it"
+        rows.append(("time bound", least))
+    rows.append(("done", _done(plan, graph)))
     if plan.planner:
         rows.append(("planner", f"{plan.planner}, in {format_seconds(plan.seconds)}"))
     rows += [("note", note) for note in plan.notes]

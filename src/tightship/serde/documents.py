@@ -168,6 +168,7 @@ class PlanDocument(_Document, kw_only=True):
     lower_bound: Bytes = 0
     time: Seconds = 0.0
     time_before: Seconds = 0.0
+    time_bound: Seconds = 0.0
     planner: str = ""
     seconds: Seconds = 0.0
     moved: Index = 0

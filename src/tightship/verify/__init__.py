@@ -26,7 +26,7 @@ misaligned               an offset that is no multiple of 64
 out-of-bounds            bytes before or beyond the arena, or the plan's bytes of the host pool
 over-budget              the plan has a budget, and its peak or the bytes it places are over it; likewise on the host
 peak-mismatch            ``peak``, ``static`` or ``handed`` is not what the steps and residences give
-bound                    the claimed lower bound is above the peak, so it is none
+bound                    the claimed bound of the peak, or of the time, is above it, so it is none
 =======================  ================================================================================
 
 A plan without any residence is a decision only and is checked without placement.
@@ -108,6 +108,9 @@ def _totals(graph: Graph, plan: Plan, facts: Facts, peak: int, ledger: Ledger) -
     if plan.host_budget is not None and plan.host > plan.host_budget:
         message = f"the host budget is {plan.host_budget} bytes; {plan.host} are placed there"
         ledger.add("over-budget", -1, (graph.name,), message)
+    if plan.time_bound > plan.time * (1 + 1e-6):
+        message = f"a time bound of {plan.time_bound} s is above the time of {plan.time} s"
+        ledger.add("bound", -1, (graph.name,), message)
     placed = facts.static_bytes + plan.arena + plan.handed
     if plan.budget is not None and max(peak, placed) > plan.budget:
         message = f"the budget is {plan.budget} bytes; the peak is {peak}, all that is placed {placed}"

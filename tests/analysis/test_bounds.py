@@ -1,0 +1,131 @@
+"""Bounds against the truth: on graphs small enough to try every order and every recomputation."""
+
+from __future__ import annotations
+
+import math
+from itertools import pairwise
+
+import numpy as np
+import pytest
+
+from chains import chain
+from optimum import least_extra
+from strategies import random_graph
+from tightship import _core
+from tightship.analysis.bounds import lower_bound, time_bound
+from tightship.analysis.relaxation import Relaxation
+from tightship.graph import Graph
+from tightship.simulate import baseline, replay
+
+SMALL = [random_graph(seed, 3 + seed % 5, calls=0.0, updates=0.2) for seed in range(120)]
+SMALL = [g for g in SMALL if len(g.ops) <= 7 and len(g.storages) <= 11]
+
+
+def budgets(graph: Graph) -> list[int]:
+    peak, bound = replay(graph, baseline(graph)).peak, int(lower_bound(graph))
+    return sorted({peak, bound - 64, bound, *((bound * j + peak * (4 - j)) // 256 * 64 for j in (1, 2, 3))})
+
+
+def truth(graph: Graph, budget: int) -> float:
+    try:
+        best = least_extra(graph, budget, 60_000)
+    except RuntimeError:
+        pytest.skip("too many states to try")
+    return math.inf if best is None else best
+
+
+@pytest.mark.parametrize("graph", SMALL, ids=lambda g: g.name)
+def test_no_plan_beats_the_bounds(graph: Graph) -> None:
+    once = sum(op.time for op in graph.ops)
+    for budget in budgets(graph):
+        best = truth(graph, budget)
+        assert time_bound(graph, budget) - once <= best + 1e-9
+        if budget < lower_bound(graph):
+            assert best == math.inf
+
+
+def test_the_bounds_are_worth_something() -> None:
+    """Otherwise zero would pass the test above."""
+    met = total = 0
+    for graph in SMALL:
+        try:
+            met += least_extra(graph, int(lower_bound(graph)), 60_000) is not None
+        except RuntimeError:
+            continue
+        total += 1
+    assert met > 0.8 * total > 0
+    graph = chain(12)
+    least = int(lower_bound(graph))
+    assert time_bound(graph, least) > 24 + 6  # of 12 forward ops at least half run again
+
+
+def test_time_bound_is_the_step_itself_where_everything_fits_and_endless_where_nothing_does() -> None:
+    graph = chain(10)
+    peak = replay(graph, baseline(graph)).peak
+    assert time_bound(graph, peak) == 20.0
+    assert time_bound(graph, int(lower_bound(graph)) - 1) == math.inf
+
+
+def test_time_bound_does_not_fall_when_the_budget_does() -> None:
+    graph = chain(24)
+    peak, least = replay(graph, baseline(graph)).peak, int(lower_bound(graph))
+    found = [time_bound(graph, b) for b in range(peak, least - 1, -64)]
+    assert all(b >= a - 1e-9 for a, b in pairwise(found))
+
+
+def test_storages_that_can_wait_elsewhere_weaken_both_bounds() -> None:
+    graph = chain(24)
+    away = dict.fromkeys(range(len(graph.storages)), 0)
+    least = int(lower_bound(graph, least=away))
+    assert least <= lower_bound(graph) and time_bound(graph, least, least=away) == 48.0
+    half = {s: x.size // 2 for s, x in enumerate(graph.storages)}
+    budget = replay(graph, baseline(graph)).peak // 2
+    assert 48.0 <= time_bound(graph, budget, least=half) < time_bound(graph, budget)
+
+
+def test_without_recomputation_the_bound_is_what_must_be_kept() -> None:
+    graph = chain(12)
+    assert lower_bound(graph, recompute=False) == replay(graph, baseline(graph)).peak
+
+
+def test_what_is_random_must_be_there() -> None:
+    graph = chain(12)
+    drawn = tuple(op if op.phase != "forward" else _random(op) for op in graph.ops)
+    assert lower_bound(graph.with_ops(drawn)) == replay(graph, baseline(graph)).peak
+
+
+def _random(op):  # type: ignore[no-untyped-def]
+    from dataclasses import replace
+
+    return replace(op, random=True)
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_the_minimum_cut_is_the_least_of_all_cuts(seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    n, m = 7, 16
+    tail, head = (rng.integers(0, n, m).astype(np.int32) for _ in range(2))
+    capacity = rng.integers(0, 1 << 40, m)
+    value, near = _core.min_cut(n, tail, head, capacity, 0, 1)
+
+    def cut(side: int) -> int:
+        inside = np.array([side >> v & 1 for v in range(n)], dtype=bool)
+        return int(capacity[inside[tail] & ~inside[head]].sum())
+
+    assert value == min(cut(side) for side in range(1 << n) if side & 1 and not side & 2)
+    assert near[0] and not near[1] and cut(sum(1 << v for v in range(n) if near[v])) == value
+
+
+def test_a_network_that_is_none_is_refused() -> None:
+    one, big = np.array([0], dtype=np.int32), np.array([9], dtype=np.int32)
+    room = np.array([1])
+    for args in ((2, one, big, room, 0, 1), (2, one, one, -room, 0, 1), (2, one, one, room, 0, 0)):
+        with pytest.raises(ValueError):
+            _core.min_cut(*args)
+
+
+def test_every_moment_bounds_alone() -> None:
+    graph = chain(8)
+    relaxed = Relaxation(graph)
+    peak = replay(graph, baseline(graph)).peak
+    assert all(relaxed.least_bytes(relaxed.moment(k)) <= peak for k in range(len(graph.ops)))

@@ -1,0 +1,77 @@
+"""The best that any plan can do on a small graph, found by trying everything: orders and recomputations."""
+
+from __future__ import annotations
+
+import heapq
+
+from tightship.analysis.order import predecessors
+from tightship.graph import Graph
+from tightship.simulate import extra_bytes
+
+State = tuple[int, tuple[int, ...]]  # ops that have run, version of each storage (0: not there)
+
+
+def least_extra(graph: Graph, budget: int, most: int = 400_000) -> float | None:
+    """Seconds of recomputation of the best plan within ``budget`` bytes; None if there is none.
+
+    Dijkstra over (which ops ran, which storages are there in which version). Frees are free of charge. Raises
+    ``RuntimeError`` when more than ``most`` states would be looked at.
+    """
+    uses, size = graph.uses, [s.size for s in graph.storages]
+    before = [sum(1 << b for b in row) for row in predecessors(graph)]
+    every = (1 << len(graph.ops)) - 1
+    final = {s: len(uses.writers[s]) for s in graph.kept if s not in graph.static}
+    start: State = (0, (0,) * len(size))
+    best = {start: 0.0}
+    heap: list[tuple[float, State]] = [(0.0, start)]
+    while heap:
+        cost, state = heapq.heappop(heap)
+        if cost > best[state]:
+            continue
+        ran, there = state
+        if ran == every and all(there[s] == v for s, v in final.items()):
+            return cost
+        for extra, after in _next(graph, state, budget, before, size):
+            total = cost + extra
+            if total < best.get(after, float("inf")):
+                best[after] = total
+                heapq.heappush(heap, (total, after))
+        if len(best) > most:
+            raise RuntimeError("too many states")
+    return None
+
+
+def _next(graph: Graph, state: State, budget: int, before: list[int], size: list[int]):
+    ran, there = state
+    uses = graph.uses
+    live = graph.static_bytes + sum(n for n, v in zip(size, there, strict=True) if v)
+    for s, v in enumerate(there):
+        if v:
+            yield 0.0, (ran, (*there[:s], 0, *there[s + 1 :]))
+    for k, op in enumerate(graph.ops):
+        again = bool(ran >> k & 1)
+        if not again and before[k] & ~ran:
+            continue
+        skip = set(op.updates) if again else set()
+        wrote = set(uses.mutates[k]) - skip
+        if again and (not op.pure or wrote & graph.static):
+            continue
+        if live + sum(size[s] for s in uses.defines[k]) + extra_bytes(op) > budget:
+            continue
+        # Of the caller's storages only what is written once and for all counts: nothing sees them change here.
+        if any(
+            s not in graph.static and s not in skip and there[s] != need
+            for s, need in zip(uses.reads[k], uses.needs[k], strict=True)
+        ):
+            continue
+        now = list(there)
+        for s in wrote - graph.static:
+            now[s] += 1
+        fresh = [s for s in uses.defines[k] if not there[s]]
+        if not again and len(fresh) < len(uses.defines[k]):
+            continue
+        for pick in range(1 << len(fresh)) if again else [(1 << len(fresh)) - 1]:
+            made = now.copy()
+            for j, s in enumerate(fresh):
+                made[s] = int(pick >> j & 1)
+            yield (op.time if again else 0.0), (ran | 1 << k, tuple(made))
