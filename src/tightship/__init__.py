@@ -2,12 +2,13 @@
 
     step = tightship.fit(model, loss_fn, optimizer, batch, budget="6GiB")  # train within a budget
     plan = tightship.plan(model, sample, budget="60%")                     # decide only
+    line = tightship.frontier(model, sample)                               # time against memory
     print(plan); plan.save("plan.json"); tightship.check(tightship.load("plan.json"))
 
 `tightship.planners.planners()` lists the planners. Importing this package does not import torch.
 """
 
-from tightship.api import Planned, check, fit, load, plan
+from tightship.api import Planned, check, fit, frontier, load, plan
 from tightship.errors import (
     BadInput,
     BudgetExceeded,
@@ -39,6 +40,7 @@ __all__ = [
     "VerificationFailed",
     "check",
     "fit",
+    "frontier",
     "load",
     "plan",
 ]

@@ -15,9 +15,24 @@ from tightship.units import parse_budget
 
 if TYPE_CHECKING:
     from tightship.execute.fit import TrainStep
+    from tightship.planners.frontier import Frontier
     from tightship.violation import Violation
 
-__all__ = ["Planned", "capture", "check", "fit", "load", "plan", "plan_graph", "read_onnx", "violations"]
+__all__ = [
+    "Planned",
+    "capture",
+    "captured",
+    "check",
+    "fit",
+    "frontier",
+    "frontier_of",
+    "load",
+    "plan",
+    "plan_graph",
+    "read_onnx",
+    "torch_saved",
+    "violations",
+]
 
 Progress = Callable[[int, float, bool], bool]
 
@@ -124,6 +139,22 @@ def capture(
     cache: Path | str | None = "default",
 ) -> Graph:
     """The graph of one step of ``model``, with times: measured, or modelled for models without data."""
+    graph: Graph = captured(
+        model, sample, loss_fn=loss_fn, optimizer=optimizer, train=train, cache=cache
+    ).graph
+    return graph
+
+
+def captured(
+    model: Any,
+    sample: Any,
+    *,
+    loss_fn: Any = None,
+    optimizer: Any = None,
+    train: bool = True,
+    cache: Path | str | None = "default",
+) -> Any:
+    """As `capture`, but the program: the graph and how PyTorch runs it."""
     from tightship.execute import profile
     from tightship.frontends.torch import compat
     from tightship.frontends.torch.step import capture_loss, capture_step
@@ -134,8 +165,8 @@ def capture(
         program = capture_step(model, loss_fn, optimizer, sample)
     tensors = [*model.parameters(), *model.buffers()]
     if any(t.is_meta or compat.is_fake(t) for t in tensors):
-        return profile.model(program).graph
-    return profile.profile(program, cache=cache).graph
+        return profile.model(program)
+    return profile.profile(program, cache=cache)
 
 
 def read_onnx(path: str | os.PathLike[str], shape: Any = None, **options: Any) -> Any:
@@ -162,18 +193,86 @@ def plan_graph(
     are the gradients, are placed in it, unless ``hand_out`` says otherwise. A graph that only computes its results
     is searched for the order with the least peak.
     """
-    from tightship.planners.default import Options
     from tightship.planners.default import plan as decide
 
-    options = {"hand_out": any(op.phase == "update" for op in graph.ops), **options}
+    return Planned(decide(graph, budget, _options(graph, options), progress), graph)
+
+
+def _options(graph: Graph, given: dict[str, Any]) -> Any:
+    from tightship.planners.default import Options
+
+    given = {"hand_out": any(op.phase == "update" for op in graph.ops), **given}
     if all(op.phase == "forward" for op in graph.ops):
-        options = {"order": "beam", **options}
+        given = {"order": "beam", **given}
     try:
-        chosen = Options(**options)
+        return Options(**given)
     except TypeError as error:
         rule = f"options are those of the default planner ({', '.join(Options.__dataclass_fields__)})"
-        raise BadInput(rule, sorted(options), "plan") from error
-    return Planned(decide(graph, budget, chosen, progress), graph)
+        raise BadInput(rule, sorted(given), "plan") from error
+
+
+def frontier(
+    model: Any,
+    sample: Any = None,
+    points: int = 9,
+    *,
+    loss_fn: Any = None,
+    optimizer: Any = None,
+    train: bool = True,
+    cache: Path | str | None = "default",
+    peers: bool = True,
+    say: Callable[[str], None] | None = None,
+    **options: Any,
+) -> Frontier:
+    """Time against memory for one step of ``model`` (or for a ``Graph``): verified plans for ``points`` budgets, from
+    the least that is reached to what keeping everything needs.
+
+    Arguments as for `plan`; ``seconds`` and ``work`` among the options are for all budgets together. With ``peers``
+    the result has what fixed policies come to on the same graph: checkpoints per block, selective ones, and, for a
+    model, what PyTorch's ``activation_memory_budget`` would save.
+    """
+    if isinstance(model, Graph):
+        if sample is not None:
+            raise BadInput("a graph is planned without a sample", type(sample).__name__, "sample")
+        return frontier_of(model, points, peers=peers, say=say, **options)
+    program = captured(model, sample, loss_fn=loss_fn, optimizer=optimizer, train=train, cache=cache)
+    return frontier_of(program.graph, points, program=program, peers=peers, say=say, **options)
+
+
+def frontier_of(
+    graph: Graph,
+    points: int = 9,
+    *,
+    program: Any = None,
+    peers: bool = True,
+    say: Callable[[str], None] | None = None,
+    **options: Any,
+) -> Frontier:
+    """The frontier of a graph that is there already; ``program`` is what it was captured as, if it was."""
+    from tightship.planners.frontier import frontier as found
+
+    saved = {}
+    if peers and program is not None:
+        if say is not None:
+            say("what torch's activation_memory_budget saves")
+        saved = torch_saved(program)
+    return found(graph, points, _options(graph, options), saved, say, peers=peers)
+
+
+def torch_saved(program: Any) -> dict[str, frozenset[int]]:
+    """What PyTorch's partitioner saves at each budget, by name; empty for what is not captured from a model of
+    PyTorch's, and where it does not take the graph."""
+    try:
+        from tightship.frontends.torch.program import Program
+        from tightship.frontends.torch.torch_budget import saved_sets
+    except ImportError:
+        return {}
+    if not isinstance(program, Program):
+        return {}
+    try:
+        return {f"torch {budget:g}": saved for budget, saved in saved_sets(program).items()}
+    except Unsupported:
+        return {}
 
 
 def violations(planned: Planned | Plan, graph: Graph | None = None) -> list[Violation]:

@@ -22,6 +22,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -148,29 +149,33 @@ class Relaxation:
         reads, writes = self._reads, self._writes
         reads, writes = reads[there[reads[:, 1]]], writes[there[writes[:, 0]] & before[writes[:, 1]]]
         again, later = reads[before[reads[:, 0]]], reads[after[reads[:, 0]]]
-        wanted = np.unique(np.concatenate([later[:, 1], [s for s in self.graph.kept if there[s]]])).astype(
-            np.int64
-        )
+        wanted = np.union1d(later[:, 1], [s for s in self.graph.kept if there[s]]).astype(np.int64)
         held, ops = np.flatnonzero(there), np.flatnonzero(before)
         need, make = 2 + n, 2 + n + m
-        parts = [
-            (np.zeros(len(wanted)), need + wanted, None, None),
-            (2 + again[:, 0], need + again[:, 1], None, None),
-            (need + held, make + held, None, self.waits[held]),
-            (make + writes[:, 0], 2 + writes[:, 1], None, None),
-            (2 + ops, np.ones(len(ops)), self._scaled[ops], None),
+        tails: list[NDArray[Any]] = [
+            np.zeros(len(wanted)),
+            2 + again[:, 0],
+            need + held,
+            make + writes[:, 0],
+            2 + ops,
         ]
-        endless = [np.full(len(t), -1, dtype=np.int64) for t, *_ in parts]
+        heads: list[NDArray[Any]] = [
+            need + wanted,
+            need + again[:, 1],
+            make + held,
+            2 + writes[:, 1],
+            np.ones(len(ops)),
+        ]
+        ends = [np.full(len(wanted) + len(again), -1), np.full(len(writes), -1)]
+        none = [np.zeros(len(held), np.int64), np.zeros(len(ops), np.int64)]
         return Moment(
             k,
             self.own(k),
-            np.concatenate([t for t, *_ in parts]).astype(np.int32),
-            np.concatenate([h for _, h, *_ in parts]).astype(np.int32),
-            np.concatenate([e if c is None and b is None else c if c is not None else 0 * e
-                            for e, (_, _, c, b) in zip(endless, parts, strict=True)]),
-            np.concatenate([e if c is None and b is None else b if b is not None else 0 * e
-                            for e, (_, _, c, b) in zip(endless, parts, strict=True)]),
-        )  # fmt: skip
+            np.concatenate(tails).astype(np.int32),
+            np.concatenate(heads).astype(np.int32),
+            np.concatenate([ends[0], none[0], ends[1], self._scaled[ops]]),
+            np.concatenate([ends[0], self.waits[held], ends[1], none[1]]),
+        )
 
     def _cut(self, at: Moment, capacity: NDArray[np.int64]) -> tuple[int, Mask]:
         value, near = _core.min_cut(self.nodes, at.tail, at.head, capacity, 0, 1)

@@ -77,6 +77,19 @@ def _add_plan(verb: argparse.ArgumentParser) -> None:
     verb.set_defaults(run=verbs.plan, options=Options)
 
 
+def _add_frontier(verb: argparse.ArgumentParser) -> None:
+    from tightship.planners.default import Options
+
+    verb.add_argument("source", metavar="SOURCE", help=_SOURCE)
+    verb.add_argument("--points", type=int, metavar="N", default=9, help="budgets to plan for (default: 9)")
+    verb.add_argument("--svg", "--picture", dest="picture", metavar="FILE", help="draw it as SVG")
+    verb.add_argument(
+        "--peers", action=argparse.BooleanOptionalAction, default=True, help="compare with fixed policies"
+    )
+    add_options(verb, Options)
+    verb.set_defaults(run=verbs.frontier, options=Options)
+
+
 def _add_explain(verb: argparse.ArgumentParser) -> None:
     from tightship.planners.default import Options
 
@@ -127,6 +140,10 @@ def _add_planners(verb: argparse.ArgumentParser) -> None:
 _VERBS = {
     "demo": (_add_demo, "train real models within a budget and show what happened"),
     "plan": (_add_plan, "decide what to keep, recompute and move, and where every byte lies"),
+    "frontier": (
+        _add_frontier,
+        "time against memory: plans for many budgets, and what other policies come to",
+    ),
     "explain": (_add_explain, "who makes up the peak, and where it came from"),
     "pack": (_add_pack, "placement alone: give every buffer of a CSV file its offset"),
     "verify": (_add_verify, "exit 0 only if nothing is wrong; say what is wrong and where"),

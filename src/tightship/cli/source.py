@@ -31,7 +31,7 @@ _KEYS = ("model", "loss_fn", "optimizer", "sample")
 
 @dataclass(frozen=True)
 class Source:
-    """What a SOURCE holds; ``plan`` only where it is a plan's file, ``program`` only where it is an ONNX model's."""
+    """What a SOURCE holds; ``plan`` only where it is a plan's file, ``program`` only where it is a model."""
 
     graph: Graph
     plan: Plan | None = None
@@ -53,7 +53,8 @@ def load_source(text: str, onnx: Mapping[str, Any] | None = None) -> Source:
     module, colon, name = text.partition(":")
     if not colon or not module or not name:
         raise BadInput(_FORMS, text, "SOURCE")
-    return Source(_captured(_factory(module, name, text), text))
+    program = _captured(_factory(module, name, text), text)
+    return Source(program.graph, program=program)
 
 
 def writable(path: str | None, what: str) -> Path | None:
@@ -111,12 +112,12 @@ def _there(module: str) -> bool:
         return False
 
 
-def _captured(factory: Any, text: str) -> Graph:
+def _captured(factory: Any, text: str) -> Any:
     with _users_code("the factory", text):
         made = factory()
     parts = _parts(made, text)
     with _users_code("running the model on its sample", text):
-        return api.capture(
+        return api.captured(
             parts["model"], parts["sample"], loss_fn=parts["loss_fn"], optimizer=parts["optimizer"]
         )
 

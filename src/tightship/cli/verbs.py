@@ -16,13 +16,16 @@ from tightship.cli.pack import is_packing, verify_packing
 from tightship.cli.source import Source, load_source, writable
 from tightship.errors import BadInput, Infeasible
 from tightship.plan import Plan
+from tightship.planners.frontier import MOST
+from tightship.report.frontier import frontier_picture, frontier_rows, frontier_tables
 from tightship.report.numbers import peak_of, summary
 from tightship.report.progress import Line
 from tightship.report.text import describe, peak_tables
+from tightship.serde import write_file
 from tightship.simulate import baseline, replay
 from tightship.units import Budget, parse_budget
 
-__all__ = ["demo", "explain", "plan", "planners", "verify"]
+__all__ = ["demo", "explain", "frontier", "plan", "planners", "verify"]
 
 
 def plan(chosen: argparse.Namespace, out: Output) -> int:
@@ -57,6 +60,31 @@ def plan(chosen: argparse.Namespace, out: Output) -> int:
         text.append(f"model written to {model}; see docs/inference.md for what onnxruntime must be told")
     out.answer(rows, "\n".join(text))
     return 0 if made.met else 1
+
+
+def frontier(chosen: argparse.Namespace, out: Output) -> int:
+    options = given_options(chosen)
+    drawing = writable(chosen.picture, "--svg")
+    if not 1 <= chosen.points <= MOST:
+        raise BadInput(f"a frontier has 1 to {MOST} points", chosen.points, "option --points")
+    source = _loaded(chosen.source, out)
+    with Line(out.errors, f"planning {source.graph.name}") as line:
+        found = api.frontier_of(
+            source.graph,
+            chosen.points,
+            program=source.program,
+            peers=chosen.peers,
+            say=lambda text: line.say(text, always=True),
+            **options,
+        )
+    rows = frontier_rows(found)
+    text: list[RenderableType] = [*frontier_tables(found)]
+    if drawing is not None:
+        write_file(drawing, frontier_picture(found).encode())
+        rows["picture"] = str(drawing)
+        text.append(f"drawn in {drawing}")
+    out.answer(rows, text)
+    return 0
 
 
 def explain(chosen: argparse.Namespace, out: Output) -> int:

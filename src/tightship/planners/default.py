@@ -24,7 +24,7 @@ from tightship.simulate import Timeline, baseline, replay
 from tightship.units import Budget, parse_budget
 from tightship.verify import check
 
-__all__ = ["Options", "plan", "top_of_peak"]
+__all__ = ["Options", "order_of", "plan", "top_of_peak"]
 
 _TIGHTEN = 4
 """How often evictions are searched again because the placement came out larger than the peak."""
@@ -51,9 +51,11 @@ def plan(
     budget: Budget | str | int | None = None,
     options: Options | None = None,
     progress: Progress | None = None,
+    frame: Frame | None = None,
 ) -> Plan:
     """A verified plan for ``budget`` (bytes, text with a unit, or a percentage of the unplanned peak; none:
-    keep everything, in the better order).
+    keep everything, in the better order). ``frame``: the graph in an order decided before, so that several budgets
+    share what is found.
 
     Raises ``Infeasible`` with budget, lower bound, least peak reached and what makes it up.
     """
@@ -61,8 +63,7 @@ def plan(
     began = time.perf_counter()
     before = replay(graph, baseline(graph))
     limit = _limit(graph, budget, before.peak)
-    order, moved = _order(graph, o, before.peak)
-    frame = Frame(graph, order)
+    frame = frame or Frame(graph, order_of(graph, o, before.peak))
     bound = lower_bound(graph)
     target = before.peak if limit is None else limit
     best: Timeline | None = None  # of all tries
@@ -96,7 +97,7 @@ def plan(
         time_bound=0.0 if limit is None else time_bound(graph, limit, least=least),
         planner=f"{o.order}+{o.evict}" + "+portfolio" * o.place,
         seconds=time.perf_counter() - began,
-        moved=moved,
+        moved=_moved(frame.order),
     )
     check(graph, made)
     return made
@@ -115,16 +116,19 @@ def _limit(graph: Graph, budget: Budget | str | int | None, peak: int) -> int | 
     return parsed.resolve(peak)
 
 
-def _order(graph: Graph, o: Options, peak: int) -> tuple[tuple[int, ...], int]:
-    """The planned order, unless it needs more memory than the graph's own; and how many ops it moved."""
+def order_of(graph: Graph, o: Options, peak: int) -> tuple[int, ...]:
+    """The planned order, unless it needs more memory than the graph's own."""
     given = tuple(range(len(graph.ops)))
     if o.order == "given":
-        return given, 0
-    order = planner(o.order, "order").plan(graph)
-    if replay(graph, baseline(graph, order)).peak > peak:
-        return given, 0
+        return given
+    order: tuple[int, ...] = planner(o.order, "order").plan(graph)
+    return given if replay(graph, baseline(graph, order)).peak > peak else order
+
+
+def _moved(order: tuple[int, ...]) -> int:
+    """How many ops run after another one than in the graph's own order."""
     successor = dict(pairwise(order))
-    return order, sum(1 for k in given[:-1] if successor.get(k) != k + 1)
+    return sum(1 for k in range(len(order) - 1) if successor.get(k) != k + 1)
 
 
 def _evict(frame: Frame, limit: int, o: Options, progress: Progress | None) -> Decision:

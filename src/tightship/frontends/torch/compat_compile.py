@@ -46,6 +46,7 @@ __all__ = [
     "outside",
     "overwritten_inputs",
     "result_node",
+    "saved_values",
     "source_name",
     "split",
     "unchecked_saving",
@@ -170,6 +171,22 @@ def split(joint: GraphModule, saved: Sequence[Node], outputs: int) -> tuple[Grap
     forward = _one_call(primals, [*fw_out, *saved], [*fw_desc, *saved_desc])
     backward = _one_call([*saved, *tangents], bw_out, bw_desc)
     return _make_graph_module(joint, forward), _make_graph_module(joint, backward)
+
+
+def saved_values(joint: GraphModule, budgets: Sequence[float]) -> dict[float, list[Node]]:
+    """The nodes that PyTorch's partitioner saves at each ``activation_memory_budget``; the graph's first result is
+    the forward pass's only one, and nodes of the backward pass are tagged."""
+    with _disable_current_modes():
+        info = _partitioners.classify_nodes(joint, [], 1)
+        for node in reversed(joint.graph.nodes):  # what the partitioner notes on nodes before it chooses
+            far = int(1e9)
+            if node.op != "output" and not info.is_required_fw(node):
+                far = 0
+            elif node.op != "output":
+                far = min([far, *(user.dist_from_bw + 1 for user in node.users)])
+            node.dist_from_bw = far
+        choose = _partitioners.choose_saved_values_set
+        return {b: list(choose(joint.graph, info, memory_budget=b)) for b in budgets}
 
 
 def planned_pass(*_tensors: Any) -> Any:

@@ -1,0 +1,206 @@
+"""The whole trade-off of a graph: plans for many budgets, found together, and what fixed policies give.
+
+Problem: for every budget the fastest plan within it. Measure: seconds against bytes. All budgets share one order
+and one frame, so that what the search finds for one is a start for the others. Guarantee: monotone by construction,
+since a plan that needs less memory and is no slower is also the plan for more; every plan is verified. Known limits:
+those of the default planner.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from tightship.analysis.bounds import lower_bound, time_bound
+from tightship.errors import BadInput, Infeasible
+from tightship.graph import Graph
+from tightship.plan import Plan, Step
+from tightship.planners import default
+from tightship.planners.evict import checkpoint
+from tightship.planners.evict._frame import EVICT, Decision, Frame
+from tightship.simulate import baseline, replay
+from tightship.units import Budget
+
+__all__ = ["MOST", "Frontier", "Other", "extra_flops", "frontier", "needs", "others"]
+
+MOST = 200
+_SLACK = (1.0, 1.01, 1.03, 1.1)
+"""What the least peak is multiplied by, in turns, until its placement fits too."""
+
+Said = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class Other:
+    """What somebody else's policy comes to on this graph: peak bytes, seconds of a step, floating-point operations
+    added (a share); and ``ours``, a plan for as much memory, where one was found."""
+
+    name: str
+    peak: int
+    time: float
+    extra_flops: float
+    ours: Plan | None = None
+
+
+@dataclass(frozen=True)
+class Frontier:
+    """Plans for ``budget``s in ascending order, ``others`` to compare with, and a peak no plan can beat."""
+
+    graph: Graph
+    points: tuple[Plan, ...]
+    others: tuple[Other, ...] = ()
+    lower_bound: int = 0
+    seconds: float = 0.0
+
+    def best(self, budget: int) -> Plan | None:
+        """The fastest of the plans that need at most ``budget`` bytes."""
+        return _best(self.points, budget)
+
+
+def needs(plan: Plan) -> int:
+    """The smallest budget that a plan is within."""
+    return max(plan.peak, plan.static + plan.arena + plan.handed)
+
+
+def extra_flops(graph: Graph, steps: tuple[Step, ...]) -> float:
+    """Floating-point operations of all recomputation, as a share of those of the step."""
+    once = sum(op.flops for op in graph.ops)
+    again = sum(graph.ops[s.op].flops for s in steps if s.kind == "recompute")
+    return again / once if once else 0.0
+
+
+def frontier(
+    graph: Graph,
+    points: int = 9,
+    options: default.Options | None = None,
+    saved: Mapping[str, frozenset[int]] | None = None,
+    say: Said | None = None,
+    *,
+    peers: bool = True,
+) -> Frontier:
+    """Plans for ``points`` budgets from the least that is reached to what keeping everything needs.
+
+    ``options.seconds`` and ``options.work`` are for all budgets together, those of the other policies among them:
+    each is compared with a plan for as much memory. ``saved`` adds to the other policies:
+    what is kept between forward and backward, by name. ``say`` is told what is being done. An interrupt ends the
+    search and gives back what there is, if there is anything.
+    """
+    if not 1 <= points <= MOST:
+        raise BadInput(f"a frontier has 1 to {MOST} points", points, "points")
+    began = time.perf_counter()
+    o = options or default.Options()
+    before = replay(graph, baseline(graph)).peak
+    frame = Frame(graph, default.order_of(graph, o, before))
+    beside = others(frame, saved or {}) if peers else ()
+    searches = points + len(beside)
+    each = replace(o, seconds=o.seconds / searches, work=o.work // searches)
+    search = _Search(
+        graph, frame, each, [default.plan(graph, None, each, frame=frame)], say or (lambda text: None)
+    )
+    made, budgets = search.made, [needs(search.made[0])]
+    try:
+        for budget in search.spread(points):
+            budgets.append(budget)
+        for x in beside:
+            if min(budgets) < x.peak < budgets[0] and x.peak not in budgets:
+                search.at(x.peak, "as much memory as others")
+    except KeyboardInterrupt:
+        if len(made) < 2:
+            raise
+    bound = min(int(lower_bound(graph)), *(p.lower_bound for p in made))
+    beside = tuple(replace(x, ours=_best(made, x.peak)) for x in beside)
+    return Frontier(graph, _monotone(graph, budgets, made), beside, bound, time.perf_counter() - began)
+
+
+@dataclass(frozen=True)
+class _Search:
+    """Plans made so far (the first keeps everything), and how to make more of them."""
+
+    graph: Graph
+    frame: Frame
+    each: default.Options
+    made: list[Plan]
+    say: Said
+
+    def at(self, budget: int, why: str) -> int:
+        """Plan for a budget; the least peak reached, should it not be met."""
+        self.say(why)
+        try:
+            self.made.append(default.plan(self.graph, Budget(bytes=budget), self.each, frame=self.frame))
+        except Infeasible as no:
+            return no.best_peak
+        return budget
+
+    def spread(self, points: int) -> Iterator[int]:
+        """Plan for all budgets but that of the first plan: the tightest one, then from the largest down."""
+        if points == 1:
+            return
+        full = needs(self.made[0])
+        least = self.at(int(lower_bound(self.graph)), "the least memory")
+        for slack in _SLACK:
+            if len(self.made) > 1:
+                break
+            self.at(int(least * slack), "the least memory")
+        least = needs(self.made[-1])
+        yield least
+        for j in range(points - 2):
+            budget = full - (full - least) * (j + 1) // (points - 1)
+            self.at(budget, f"budget {j + 2} of {points}")
+            yield budget
+
+
+def _best(made: Sequence[Plan], budget: int) -> Plan | None:
+    fits = [p for p in made if needs(p) <= budget]
+    return min(fits, key=lambda p: (p.time, needs(p)), default=None)
+
+
+def _monotone(graph: Graph, budgets: Sequence[int], made: Sequence[Plan]) -> tuple[Plan, ...]:
+    """For each budget the fastest of all plans within it."""
+    found = []
+    for budget in sorted(set(budgets)):
+        best = _best(made, budget)
+        if best is not None:
+            known = next((p for p in made if p.budget == budget), None)
+            bound = known.time_bound if known is not None else time_bound(graph, budget)
+            found.append(replace(best, budget=budget, time_bound=min(bound, best.time)))
+    return tuple(found)
+
+
+# --- what others do ---
+
+
+def others(frame: Frame, saved: Mapping[str, frozenset[int]]) -> tuple[Other, ...]:
+    """Fixed policies on the same graph in the same order, simulated: checkpoints around blocks, and saved sets
+    from which the rest is recomputed where the backward needs it."""
+    rows = []
+    for name, o in {
+        "per block": checkpoint.Options(),
+        "per inner block": checkpoint.Options(depth=2),
+        "selective": checkpoint.Options(selective=True),
+        "selective, inner": checkpoint.Options(depth=2, selective=True),
+    }.items():
+        found = checkpoint.plan(frame, 0, o)
+        if found.runs:
+            rows.append(_row(frame, name, found))
+    for name, kept in saved.items():
+        rows.append(_row(frame, name, with_saved(frame, kept)))
+    return tuple(rows)
+
+
+def with_saved(frame: Frame, saved: frozenset[int]) -> Decision:
+    """Everything but ``saved`` leaves between forward and backward."""
+    phases = [frame.graph.ops[k].phase for k in frame.order]
+    bits = frame.nothing()
+    if "backward" in phases:
+        boundary = phases.index("backward")
+        for g, (s, start, end) in enumerate(frame.gaps.tolist()):
+            if start < boundary <= end and s not in saved:
+                bits[g] = EVICT
+    return frame.cost(bits, 0)
+
+
+def _row(frame: Frame, name: str, d: Decision) -> Other:
+    steps = d.steps or frame.steps(d.evict)
+    line = replay(frame.graph, steps)
+    return Other(name, line.peak, line.time, extra_flops(frame.graph, steps))
