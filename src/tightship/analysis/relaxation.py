@@ -45,9 +45,10 @@ Mask = NDArray[np.bool_]
 
 
 def runs_again(graph: Graph, op: int) -> bool:
-    """Whether any plan may run the op a second time: it is pure and writes nothing of the caller's."""
+    """Whether any plan may run the op a second time: it has no effect, draws nothing or from a state that can be
+    saved, and writes nothing of the caller's."""
     o = graph.ops[op]
-    return o.pure and not any(s in graph.static and s not in o.updates for s in graph.uses.mutates[op])
+    return not o.effect and (not o.random or o.state > 0) and not any(s in graph.static and s not in o.updates for s in graph.uses.mutates[op])
 
 
 @dataclass(frozen=True)
