@@ -48,7 +48,8 @@ def runs_again(graph: Graph, op: int) -> bool:
     """Whether any plan may run the op a second time: it has no effect, draws nothing or from a state that can be
     saved, and writes nothing of the caller's."""
     o = graph.ops[op]
-    return not o.effect and (not o.random or o.state > 0) and not any(s in graph.static and s not in o.updates for s in graph.uses.mutates[op])
+    writes = any(s in graph.static and s not in o.updates for s in graph.uses.mutates[op])
+    return not o.effect and not writes and (not o.random or o.state > 0)
 
 
 @dataclass(frozen=True)
