@@ -5,8 +5,10 @@
 
 #include <tuple>
 
+#include "bind_alarm.h"
 #include "bind_arrays.h"
 #include "place_exact.h"
+#include "place_windows.h"
 
 namespace nb = nanobind;
 
@@ -24,7 +26,8 @@ Buffers from_numpy(const Array& lower, const Array& upper, const Array& size, co
                         pinned ? pinned->data() : nullptr, static_cast<i64>(n));
 }
 
-// A problem with its working memory: several packings cost one preparation.
+// A problem with its working memory: several packings cost one preparation. The searches end by Ctrl-C with what
+// they have, and from then on at once.
 class Placer {
   public:
     Placer(Array lower, Array upper, Array size, Array alignment, Array pinned)
@@ -33,53 +36,71 @@ class Placer {
     i64 peak() const { return peak_load(buffers_); }
     i64 work() const { return packer_.work() + nodes_; }
     i64 clash() { return packer_.clash(); }
+    bool interrupted() const { return alarm_.interrupted(); }
 
-    std::tuple<Result, i64> pack(Array order, bool best_fit, i64 cutoff) {
+    std::tuple<Result, i64> pack(Array order, bool best_fit, i64 cutoff, double seconds) {
         const std::vector<i32> by = to_order(order, buffers_.count());
-        std::vector<i64> offset(buffers_.count());
-        i64 arena;
-        {
-            nb::gil_scoped_release unlocked;
-            arena = packer_.pack(by.data(), best_fit ? Fit::best : Fit::first, cutoff, offset.data());
-        }
-        return {to_numpy(std::move(offset)), arena};
+        return packed([&](std::vector<i64>& offset) {
+            return packer_.pack(by.data(), best_fit ? Fit::best : Fit::first, cutoff, offset.data(), alarm_.set(seconds));
+        });
     }
 
     std::tuple<Result, i64> climb(Array order, bool best_fit, std::uint64_t seed, i64 work, double seconds, i64 bound) {
         const std::vector<i32> by = to_order(order, buffers_.count());
-        std::vector<i64> offset(buffers_.count());
-        i64 arena;
-        {
-            nb::gil_scoped_release unlocked;
+        return packed([&](std::vector<i64>& offset) {
             const Fit fit = best_fit ? Fit::best : Fit::first;
-            arena = place::climb(packer_, buffers_.size, buffers_.pinned, by, fit, offset, seed,
-                                 {work, seconds, bound});
-        }
-        return {to_numpy(std::move(offset)), arena};
+            return place::climb(packer_, buffers_.size, buffers_.pinned, by, fit, offset, seed, {work, bound},
+                                alarm_.set(seconds));
+        });
     }
 
     // Offsets, lower bound, and the buffers that prove it where the peak load does not.
     std::tuple<Result, i64, Result> exact(Array start, std::uint64_t seed, i64 work, double seconds, i64 goal,
                                           bool wanted, int threads) {
-        if (static_cast<i64>(start.shape(0)) != buffers_.count()) throw nb::value_error("an offset for every buffer");
-        ExactLimits limits{work, seconds, goal, wanted, threads, seed, [] {
-                               nb::gil_scoped_acquire locked;  // Ctrl-C
-                               if (PyErr_CheckSignals() != 0) throw nb::python_error();
-                           }};
+        std::vector<i64> offset = to_offsets(start);
         Exact found;
         {
             nb::gil_scoped_release unlocked;
-            found = place_exactly(buffers_, {start.data(), start.data() + start.shape(0)}, limits);
+            const ExactLimits limits{work, goal, wanted, threads, seed};
+            found = place_exactly(buffers_, std::move(offset), limits, alarm_.set(seconds));
         }
         nodes_ += found.nodes;
         std::vector<i64> clash(found.clash.begin(), found.clash.end());
         return {to_numpy(std::move(found.offset)), found.bound, to_numpy(std::move(clash))};
     }
 
+    Result windows(Array start, std::uint64_t seed, i64 work, double seconds, i64 goal) {
+        std::vector<i64> offset = to_offsets(start);
+        Windows found;
+        {
+            nb::gil_scoped_release unlocked;
+            found = place_in_windows(buffers_, std::move(offset), {work, goal, seed}, alarm_.set(seconds));
+        }
+        nodes_ += found.nodes;
+        return to_numpy(std::move(found.offset));
+    }
+
   private:
     Buffers buffers_;
     Packer packer_;
+    Alarm alarm_;
     i64 nodes_ = 0;
+
+    std::vector<i64> to_offsets(const Array& start) const {
+        if (static_cast<i64>(start.shape(0)) != buffers_.count()) throw nb::value_error("an offset for every buffer");
+        return {start.data(), start.data() + start.shape(0)};
+    }
+
+    template <class Pack>
+    std::tuple<Result, i64> packed(Pack pack) {
+        std::vector<i64> offset(buffers_.count());
+        i64 arena;
+        {
+            nb::gil_scoped_release unlocked;
+            arena = pack(offset);
+        }
+        return {to_numpy(std::move(offset)), arena};
+    }
 };
 
 }  // namespace
@@ -94,14 +115,18 @@ void bind_place(nb::module_& m) {
         .def_prop_ro("peak", &Placer::peak, "The most bytes alive at one time.")
         .def_prop_ro("clash", &Placer::clash, "A pinned buffer that shares bytes with another one, or -1.")
         .def_prop_ro("work", &Placer::work, "Buffers placed so far, over all packings and trees.")
+        .def_prop_ro("interrupted", &Placer::interrupted, "Whether Ctrl-C ended a search.")
         .def("pack", &Placer::pack, "order"_a, "best_fit"_a, "cutoff"_a = kNoLimit,
+             "seconds"_a = std::numeric_limits<double>::infinity(),
              "Offsets and arena of the greedy packing in this order; the arena is 2^63-1, and the offsets mean "
-             "nothing, once it would be `cutoff` or more.")
+             "nothing, once it would be `cutoff` or more, or the time is over.")
         .def("climb", &Placer::climb, "order"_a, "best_fit"_a, "seed"_a, "work"_a, "seconds"_a, "bound"_a,
-             "Offsets and arena of the best packing found by changing this order.")
+             "Offsets and arena of the best packing found by changing this order, as `pack` gives them.")
         .def("exact", &Placer::exact, "start"_a, "seed"_a, "work"_a, "seconds"_a, "goal"_a, "wanted"_a, "threads"_a,
              "Offsets of the best placement found by tree search from `start` on, a lower bound, and the buffers "
-             "that prove it (none where it is the peak load). Ends at an arena of `goal` bytes.");
+             "that prove it (none where it is the peak load). Ends at an arena of `goal` bytes.")
+        .def("windows", &Placer::windows, "start"_a, "seed"_a, "work"_a, "seconds"_a, "goal"_a,
+             "Offsets no worse than `start`, improved by tree search of a few dozen buffers at a time.");
     m.def(
         "lower_bound",
         [](Array lower, Array upper, Array size) {

@@ -5,6 +5,7 @@
 
 #include <tuple>
 
+#include "bind_alarm.h"
 #include "bind_arrays.h"
 #include "place_related.h"
 
@@ -26,10 +27,11 @@ class RelatedPlacer {
 
     i64 work() const { return packer_.work(); }
     i64 clash() { return packer_.clash(); }
+    bool interrupted() const { return alarm_.interrupted(); }
 
-    std::tuple<Result, i64> pack(Array order, bool best_fit, i64 cutoff) {
+    std::tuple<Result, i64> pack(Array order, bool best_fit, i64 cutoff, double seconds) {
         return packed(order, [&](const i32* by, i64* offset) {
-            return packer_.pack(by, best_fit ? Fit::best : Fit::first, cutoff, offset);
+            return packer_.pack(by, best_fit ? Fit::best : Fit::first, cutoff, offset, alarm_.set(seconds));
         });
     }
 
@@ -54,21 +56,17 @@ class RelatedPlacer {
         {
             nb::gil_scoped_release unlocked;
             arena = place::climb(packer_, problem_.size, problem_.pinned, by, best_fit ? Fit::best : Fit::first, offset,
-                                 seed, {work, seconds, bound});
+                                 seed, {work, bound}, alarm_.set(seconds));
         }
         return {to_numpy(std::move(offset)), arena};
     }
 
     std::tuple<Result, bool> exhaust(Array start, i64 work, double seconds, i64 goal) {
         std::vector<i64> offset = to_vector(start, problem_.count());
-        const TreeLimits limits{work, seconds, goal, [] {
-                                    nb::gil_scoped_acquire locked;  // Ctrl-C
-                                    if (PyErr_CheckSignals() != 0) throw nb::python_error();
-                                }};
         bool complete;
         {
             nb::gil_scoped_release unlocked;
-            complete = packer_.exhaust(offset, limits);
+            complete = packer_.exhaust(offset, {work, goal}, alarm_.set(seconds));
         }
         return {to_numpy(std::move(offset)), complete};
     }
@@ -76,6 +74,7 @@ class RelatedPlacer {
   private:
     Related problem_;
     RelatedPacker packer_;
+    Alarm alarm_;
 
     static Related read(const Array& size, const Array& alignment, const Array& pinned, const Array& one,
                         const Array& two, const Array& low, const Array& high) {
@@ -118,7 +117,9 @@ void bind_related(nb::module_& m) {
              "two"_a, "low"_a, "high"_a)
         .def_prop_ro("clash", &RelatedPlacer::clash, "A pinned buffer that shares bytes with another one, or -1.")
         .def_prop_ro("work", &RelatedPlacer::work, "Buffers placed so far, over all packings and trees.")
+        .def_prop_ro("interrupted", &RelatedPlacer::interrupted, "Whether Ctrl-C ended a search.")
         .def("pack", &RelatedPlacer::pack, "order"_a, "best_fit"_a, "cutoff"_a = kNoLimit,
+             "seconds"_a = std::numeric_limits<double>::infinity(),
              "Offsets and arena of the greedy packing in this order, as Placer.pack.")
         .def("hinted", &RelatedPlacer::hinted, "order"_a, "hint"_a, "cutoff"_a,
              "First fit, but at the hint (-1: none) where that is free.")

@@ -8,6 +8,8 @@ namespace tightship::place {
 
 namespace {
 
+constexpr i64 kLookEvery = 16;  // buffers placed, most of them within microseconds
+
 i64 align_up(i64 offset, i64 alignment) {
     if (alignment == 1) return offset;
     return (offset + alignment - 1) / alignment * alignment;
@@ -207,7 +209,7 @@ i64 Packer::clash() {
     return -1;
 }
 
-i64 Packer::pack(const i32* order, Fit fit, i64 cutoff, i64* offset) {
+i64 Packer::pack(const i32* order, Fit fit, i64 cutoff, i64* offset, const Watch& watch) {
     const i64 n = b_.count();
     const auto passed = [&](i32 i) { return b_.pinned[i] != kFree || b_.size[i] == 0; };
     space_.clear();
@@ -226,7 +228,7 @@ i64 Packer::pack(const i32* order, Fit fit, i64 cutoff, i64* offset) {
             if (b_.pinned[i] == kFree) offset[i] = 0;
             continue;
         }
-        ++work_;
+        if (work_++ % kLookEvery == 0 && watch()) return kNoLimit;
         const auto place = fit == Fit::best ? &Space::best_fit : &Space::first_fit;
         const i64 at = (space_.*place)(b_.first[i], b_.last[i], b_.size[i], b_.alignment[i]);
         offset[i] = at;

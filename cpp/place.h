@@ -5,6 +5,7 @@
 #pragma once
 
 #include <cstdint>
+#include <functional>
 #include <limits>
 #include <vector>
 
@@ -74,14 +75,17 @@ class Space {
 
 enum class Fit { first, best };
 
+// Asked again and again while the core works, in the calling thread; true: stop, with the best so far. May throw.
+using Watch = std::function<bool()>;
+
 // Places buffers one after the other; keeps its working memory from one packing to the next.
 class Packing {
   public:
     virtual ~Packing() = default;
 
     // Pinned buffers first, then the others in `order` (a permutation; pinned and empty ones in it are passed
-    // over). Gives up, with kNoLimit, as soon as the arena would be `cutoff` or more.
-    virtual i64 pack(const i32* order, Fit fit, i64 cutoff, i64* offset) = 0;
+    // over). Gives up, with kNoLimit, as soon as the arena would be `cutoff` or more, or the watch says so.
+    virtual i64 pack(const i32* order, Fit fit, i64 cutoff, i64* offset, const Watch& watch) = 0;
     // A pinned buffer that shares bytes with another one alive at the same time; -1: none.
     virtual i64 clash() = 0;
     // Whether two buffers may be in one another's way.
@@ -98,7 +102,7 @@ class Packer final : public Packing {
   public:
     explicit Packer(const Buffers& buffers);
 
-    i64 pack(const i32* order, Fit fit, i64 cutoff, i64* offset) override;
+    i64 pack(const i32* order, Fit fit, i64 cutoff, i64* offset, const Watch& watch) override;
     i64 clash() override;
     bool meet(i32 i, i32 j) const override { return b_.first[i] < b_.last[j] && b_.first[j] < b_.last[i]; }
 
@@ -110,9 +114,8 @@ class Packer final : public Packing {
 };
 
 struct Limits {
-    i64 work = 0;        // buffers to place
-    double seconds = 0;  // wall time; infinity for none
-    i64 bound = 0;       // an arena this small cannot be beaten
+    i64 work = 0;   // buffers to place
+    i64 bound = 0;  // an arena this small cannot be beaten
 };
 
 // The same numbers on every platform (splitmix64).
@@ -132,8 +135,9 @@ class Random {
 };
 
 // Hill climbing over orders, starting from `order`: changes the order around the buffers that make up the top of
-// the arena and accepts late (no worse than some rounds ago). Returns the best arena and its offsets.
+// the arena and accepts late (no worse than some rounds ago). Returns the best arena and its offsets; kNoLimit when
+// it was stopped before there was one.
 i64 climb(Packing& packer, const std::vector<i64>& size, const std::vector<i64>& pinned, std::vector<i32> order,
-          Fit fit, std::vector<i64>& offset, std::uint64_t seed, const Limits& limits);
+          Fit fit, std::vector<i64>& offset, std::uint64_t seed, const Limits& limits, const Watch& watch);
 
 }  // namespace tightship::place

@@ -2,6 +2,8 @@
 
 #include <algorithm>
 #include <chrono>
+#include <condition_variable>
+#include <mutex>
 #include <numeric>
 #include <thread>
 
@@ -9,15 +11,13 @@ namespace tightship::place {
 
 namespace {
 
-using Clock = std::chrono::steady_clock;
-
 // Sort keys, most important first: B load of the fullest section, W sections, L time alive, S size,
 // A size times time, X size times sections; all largest first.
 constexpr const char* kPreferences[] = {"X", "WBA", "BAW", "BLS", "LS", "BWA"};
 constexpr int kTries = 6;  // of a round
 constexpr double kDisorder[] = {0.01, 0.03, 0.06};
 constexpr i64 kLeastWork = 100;
-constexpr auto kPollEvery = std::chrono::milliseconds(10);
+constexpr auto kWatchEvery = std::chrono::milliseconds(5);
 
 struct Try {
     std::vector<i32> rank;
@@ -86,16 +86,17 @@ std::vector<i32> ranks(const std::vector<i32>& order, double disorder, Random& r
 // something ends the round; those after it are stopped, and do not count.
 class Round {
   public:
-    Round(const Part& part, std::vector<Try>& tries, const ExactLimits& limits, Clock::time_point began)
-        : part_(part), tries_(tries), limits_(limits), began_(began), decided_(static_cast<i64>(tries.size())) {}
+    Round(const Part& part, std::vector<Try>& tries, const Watch& watch)
+        : part_(part), tries_(tries), watch_(watch), decided_(static_cast<i64>(tries.size())) {}
 
-    // False: it was ended by the time.
-    bool run() {
+    // False: it was ended by the watch.
+    bool run(int most_threads) {
         std::vector<std::thread> others;
-        const int threads = std::min<int>(limits_.threads, static_cast<int>(tries_.size()));
+        const int threads = std::min<int>(most_threads, static_cast<int>(tries_.size()));
         try {
-            for (int k = 1; k < threads; ++k) others.emplace_back([this] { work(false); });
+            for (int k = 1; k < threads; ++k, ++busy_) others.emplace_back([this] { work_beside(); });
             work(true);
+            wait();
         } catch (...) {
             ended_ = true;
             for (std::thread& t : others) t.join();
@@ -110,11 +111,26 @@ class Round {
   private:
     const Part& part_;
     std::vector<Try>& tries_;
-    const ExactLimits& limits_;
-    const Clock::time_point began_;
-    Clock::time_point polled_ = Clock::now();
+    const Watch& watch_;
     std::atomic<i64> next_{0}, decided_;
     std::atomic<bool> ended_{false};
+    std::atomic<int> busy_{0};  // threads beside the caller's
+    std::mutex mutex_;
+    std::condition_variable done_;
+
+    void work_beside() {
+        work(false);
+        const std::lock_guard<std::mutex> lock(mutex_);
+        --busy_;
+        done_.notify_one();
+    }
+
+    // For the others, keeping watch.
+    void wait() {
+        std::unique_lock<std::mutex> lock(mutex_);
+        while (!done_.wait_for(lock, kWatchEvery, [this] { return busy_ == 0; }))
+            if (!ended_ && watch_()) ended_ = true;
+    }
 
     void work(bool is_caller) {
         Tree tree(part_);
@@ -134,12 +150,7 @@ class Round {
 
     bool is_over(i64 number, bool is_caller) {
         if (ended_ || number > decided_) return true;
-        const auto now = Clock::now();
-        if (std::chrono::duration<double>(now - began_).count() >= limits_.seconds) ended_ = true;
-        if (is_caller && limits_.poll && now - polled_ >= kPollEvery) {
-            polled_ = now;
-            limits_.poll();
-        }
+        if (is_caller && watch_()) ended_ = true;
         return ended_;
     }
 };
@@ -155,15 +166,15 @@ i64 luby(i64 k) {
 
 class Search {
   public:
-    Search(const Buffers& b, std::vector<i64> offset, const ExactLimits& limits)
-        : b_(b), limits_(limits), began_(Clock::now()) {
+    Search(const Buffers& b, std::vector<i64> offset, const ExactLimits& limits, const Watch& watch)
+        : b_(b), limits_(limits), watch_(watch) {
         best_.offset = std::move(offset);
         measure();
         split();
     }
 
     Exact run() {
-        for (Job* job; !best_.out_of_time && !spent_ && (job = worst());) improve(*job);
+        for (Job* job; !stopped_ && !spent_ && (job = worst());) improve(*job);
         finish();
         return std::move(best_);
     }
@@ -171,12 +182,13 @@ class Search {
   private:
     const Buffers& b_;
     const ExactLimits& limits_;
-    const Clock::time_point began_;
+    const Watch& watch_;
     Exact best_;
     std::vector<Job> jobs_;
     std::vector<i64> alignment_;
     i64 unit_ = 1, goal_ = 0;
-    bool spent_ = false;  // the work left is less than a try takes
+    bool spent_ = false;    // the work left is less than a try takes
+    bool stopped_ = false;  // by the watch
 
     bool is_pinned(i64 k) const { return b_.pinned[k] != kFree; }
     void measure();
@@ -323,8 +335,8 @@ void Search::improve(Job& job) {
         tries[k].capacity = plan.capacity;
         tries[k].most = plan.most;
     }
-    Round round(job.part, tries, limits_, began_);
-    best_.out_of_time = !round.run();
+    Round round(job.part, tries, watch_);
+    stopped_ = !round.run(limits_.threads);
     const std::size_t decided = round.decided();
     for (std::size_t k = 0; k < tries.size() && k <= decided; ++k) {
         best_.work += tries[k].work, best_.nodes += tries[k].nodes;
@@ -363,8 +375,9 @@ void Search::finish() {
 
 }  // namespace
 
-Exact place_exactly(const Buffers& buffers, std::vector<i64> offset, const ExactLimits& limits) {
-    return Search(buffers, std::move(offset), limits).run();
+Exact place_exactly(const Buffers& buffers, std::vector<i64> offset, const ExactLimits& limits,
+                    const Watch& watch) {
+    return Search(buffers, std::move(offset), limits, watch).run();
 }
 
 }  // namespace tightship::place

@@ -11,12 +11,10 @@ namespace tightship::place {
 
 struct ExactLimits {
     i64 work = 0;        // units of Tree::cost
-    double seconds = 0;  // wall time; infinity for none
     i64 goal = 0;        // an arena this small is enough
     bool wanted = false;  // there is reason to think that the goal can be reached
-    int threads = 1;     // the answer does not depend on it, unless the time ended the search
+    int threads = 1;     // the answer does not depend on it, unless the watch ended the search
     std::uint64_t seed = 0;
-    std::function<void()> poll;  // called in the calling thread every few milliseconds; may throw to end the search
 };
 
 struct Exact {
@@ -24,11 +22,11 @@ struct Exact {
     i64 arena = 0, bound = 0;
     i64 work = 0, nodes = 0;  // units of Tree::cost, and buffers placed; of the tries that count
     std::vector<i32> clash;  // buffers that cannot all be placed below `bound` (empty: the peak load is the bound)
-    bool out_of_time = false;
 };
 
 // The best placement found, starting from `offset`, which is one. What `clash` proves, it proves with
 // all pinned buffers.
-Exact place_exactly(const Buffers& buffers, std::vector<i64> offset, const ExactLimits& limits);
+Exact place_exactly(const Buffers& buffers, std::vector<i64> offset, const ExactLimits& limits,
+                    const Watch& watch);
 
 }  // namespace tightship::place

@@ -1,16 +1,13 @@
 #include "place_related.h"
 
 #include <algorithm>
-#include <chrono>
 #include <numeric>
 
 namespace tightship::place {
 
 namespace {
 
-using Clock = std::chrono::steady_clock;
-
-constexpr i64 kPollEvery = 1 << 12;  // offsets looked for, a fraction of a millisecond each
+constexpr i64 kLookEvery = 16;  // offsets looked for, a fraction of a millisecond each
 
 i64 align_up(i64 offset, i64 alignment) { return (offset + alignment - 1) / alignment * alignment; }
 
@@ -96,11 +93,12 @@ i64 RelatedPacker::clash() {
     return -1;
 }
 
-i64 RelatedPacker::pack(const i32* order, Fit how, i64 cutoff, i64* offset) {
+i64 RelatedPacker::pack(const i32* order, Fit how, i64 cutoff, i64* offset, const Watch& watch) {
     i64 arena = start(offset);
     for (i64 k = 0; k < b_.count(); ++k) {
         const i32 i = order[k];
         if (passed(i)) continue;
+        if (work_ % kLookEvery == 0 && watch()) return kNoLimit;
         offset[i] = fit(i, how, 0, offset);
         placed_[i] = 1;
         arena = std::max(arena, offset[i] + b_.size[i]);
@@ -143,7 +141,7 @@ struct RelatedPacker::Tree {
     const TreeLimits& limits;
     std::vector<i64>& best;
     i64 arena, stop;
-    Clock::time_point began = Clock::now();
+    const Watch& watch;
     std::vector<i64> offset;
     std::vector<i32> left;  // to place
     bool complete = true, over = false;
@@ -161,10 +159,7 @@ struct RelatedPacker::Tree {
             return;
         }
         if (p.work_ >= stop) over = true;
-        if (p.work_ % kPollEvery < static_cast<i64>(left.size())) {
-            limits.poll();
-            over = over || std::chrono::duration<double>(Clock::now() - began).count() >= limits.seconds;
-        }
+        over = over || watch();
         if (over) return;
         std::vector<std::pair<i64, i32>> next;
         i64 lowest_end = kNoLimit;
@@ -191,8 +186,8 @@ struct RelatedPacker::Tree {
     }
 };
 
-bool RelatedPacker::exhaust(std::vector<i64>& offset, const TreeLimits& limits) {
-    Tree tree{*this, limits, offset, 0, work_ + limits.work, Clock::now(), offset, {}, true, false};
+bool RelatedPacker::exhaust(std::vector<i64>& offset, const TreeLimits& limits, const Watch& watch) {
+    Tree tree{*this, limits, offset, 0, work_ + limits.work, watch, offset, {}, true, false};
     tree.arena = tree.reaches(offset);
     const i64 top = start(tree.offset.data());
     for (i64 i = 0; i < b_.count(); ++i)

@@ -24,17 +24,15 @@ struct Related {
 };
 
 struct TreeLimits {
-    i64 work;        // offsets looked for
-    double seconds;  // wall time; infinity for none
-    i64 goal;        // an arena that is small enough
-    std::function<void()> poll;  // called now and then; may throw
+    i64 work;  // offsets looked for
+    i64 goal;  // an arena that is small enough
 };
 
 class RelatedPacker final : public Packing {
   public:
     explicit RelatedPacker(const Related& problem);
 
-    i64 pack(const i32* order, Fit fit, i64 cutoff, i64* offset) override;
+    i64 pack(const i32* order, Fit fit, i64 cutoff, i64* offset, const Watch& watch) override;
     i64 clash() override;
     bool meet(i32 i, i32 j) const override;
 
@@ -44,7 +42,7 @@ class RelatedPacker final : public Packing {
     void fill(const i32* order, Fit fit, i64 capacity, i64* offset);
     // Improves `offset` by going through all placements in which every buffer lies as low as those below it allow.
     // Returns whether it went through all of them: then there is none with a smaller arena.
-    bool exhaust(std::vector<i64>& offset, const TreeLimits& limits);
+    bool exhaust(std::vector<i64>& offset, const TreeLimits& limits, const Watch& watch);
 
   private:
     struct Edge {

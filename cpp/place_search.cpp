@@ -1,7 +1,6 @@
 // Improvement of a packing by changing the order in which buffers are placed.
 
 #include <algorithm>
-#include <chrono>
 
 #include "place.h"
 
@@ -51,19 +50,16 @@ bool advance(std::vector<i32>& order, const Packing& packer, const std::vector<i
 }  // namespace
 
 i64 climb(Packing& packer, const std::vector<i64>& size, const std::vector<i64>& pinned, std::vector<i32> order,
-          Fit fit, std::vector<i64>& offset, std::uint64_t seed, const Limits& limits) {
-    const auto began = std::chrono::steady_clock::now();
-    const auto out_of_time = [&] {
-        return std::chrono::duration<double>(std::chrono::steady_clock::now() - began).count() >= limits.seconds;
-    };
+          Fit fit, std::vector<i64>& offset, std::uint64_t seed, const Limits& limits, const Watch& watch) {
     const i64 stop = packer.work() + limits.work, most_rounds = limits.work;
     Random random(seed);
-    i64 best = packer.pack(order.data(), fit, kNoLimit, offset.data());
+    i64 best = packer.pack(order.data(), fit, kNoLimit, offset.data(), watch);
+    if (best == kNoLimit) return best;
     std::vector<i32> trial;
     std::vector<i64> at = offset, tried(offset.size());
     i64 arena = best;
     std::vector<i64> history(kHistory, arena);
-    for (i64 round = 0; round < most_rounds && best > limits.bound && packer.work() < stop && !out_of_time(); ++round) {
+    for (i64 round = 0; round < most_rounds && best > limits.bound && packer.work() < stop && !watch(); ++round) {
         trial = order;
         if (random.below(3) == 0) {
             const i64 level = limits.bound + random.below(arena - limits.bound);
@@ -72,7 +68,7 @@ i64 climb(Packing& packer, const std::vector<i64>& size, const std::vector<i64>&
             continue;
         }
         i64& late = history[round % kHistory];
-        const i64 reached = packer.pack(trial.data(), fit, std::max(late, arena) + 1, tried.data());
+        const i64 reached = packer.pack(trial.data(), fit, std::max(late, arena) + 1, tried.data(), watch);
         if (reached == kNoLimit) continue;
         order.swap(trial);
         at.swap(tried);

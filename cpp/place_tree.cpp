@@ -44,11 +44,17 @@ void Part::index() {
     std::vector<i32> next(alive_from.begin(), alive_from.end() - 1);
     for (i32 b = 0; b < n; ++b)
         for (i32 s = first[b]; s < last[b]; ++s) alive[next[s]++] = b;
+    std::vector<i32> starts_from(sections + 1, 0), starts(n);
+    for (i32 b = 0; b < n; ++b) ++starts_from[first[b] + 1];
+    for (i32 s = 0; s < sections; ++s) starts_from[s + 1] += starts_from[s];
+    next.assign(starts_from.begin(), starts_from.end() - 1);
+    for (i32 b = 0; b < n; ++b) starts[next[first[b]]++] = b;
     meets.clear();
     meets_from.assign(1, 0);
-    for (i32 b = 0; b < n; ++b) {
-        for (i32 c = 0; c < n; ++c)
-            if (c != b && first[c] < last[b] && first[b] < last[c]) meets.push_back(c);
+    for (i32 b = 0; b < n; ++b) {  // those alive when it starts, and those that start while it is alive
+        for (i32 k = alive_from[first[b]]; k < alive_from[first[b] + 1]; ++k)
+            if (alive[k] != b) meets.push_back(alive[k]);
+        for (i32 k = starts_from[first[b] + 1]; k < starts_from[last[b]]; ++k) meets.push_back(starts[k]);
         meets_from.push_back(static_cast<i32>(meets.size()));
     }
     if (!fixed.empty()) index_fixed();
