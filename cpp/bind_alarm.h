@@ -13,6 +13,12 @@ namespace tightship::place {
 class Alarm {
   public:
     bool interrupted() const { return interrupted_; }
+    // For work of which a part is worth nothing.
+    void raise() const {
+        if (!interrupted_) return;
+        PyErr_SetNone(PyExc_KeyboardInterrupt);
+        throw nanobind::python_error();
+    }
 
     Watch set(double seconds) {
         began_ = polled_ = Clock::now();

@@ -40,9 +40,11 @@ class Placer {
 
     std::tuple<Result, i64> pack(Array order, bool best_fit, i64 cutoff, double seconds) {
         const std::vector<i32> by = to_order(order, buffers_.count());
-        return packed([&](std::vector<i64>& offset) {
+        auto found = packed([&](std::vector<i64>& offset) {
             return packer_.pack(by.data(), best_fit ? Fit::best : Fit::first, cutoff, offset.data(), alarm_.set(seconds));
         });
+        alarm_.raise();
+        return found;
     }
 
     std::tuple<Result, i64> climb(Array order, bool best_fit, std::uint64_t seed, i64 work, double seconds, i64 bound) {

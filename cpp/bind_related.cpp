@@ -30,9 +30,11 @@ class RelatedPlacer {
     bool interrupted() const { return alarm_.interrupted(); }
 
     std::tuple<Result, i64> pack(Array order, bool best_fit, i64 cutoff, double seconds) {
-        return packed(order, [&](const i32* by, i64* offset) {
+        auto found = packed(order, [&](const i32* by, i64* offset) {
             return packer_.pack(by, best_fit ? Fit::best : Fit::first, cutoff, offset, alarm_.set(seconds));
         });
+        alarm_.raise();
+        return found;
     }
 
     std::tuple<Result, i64> hinted(Array order, Array hint, i64 cutoff) {

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import time
-
 from tightship.planners.place import _orders as orders
 from tightship.planners.place import hill_climb, peak_first
-from tightship.planners.place._frame import Frame, Ints
+from tightship.planners.place._best import Best
 
-__all__ = ["GREEDY", "Packing", "best_greedy", "pack"]
+__all__ = ["GREEDY", "Packing", "best_greedy"]
 
 Packing = tuple[orders.Order, bool]
 """An order, and whether each buffer goes into the smallest hole that fits (True) or into the first."""
@@ -28,27 +26,26 @@ GREEDY: tuple[Packing, ...] = (
 )
 """Those that usually win first."""
 
-NO_CUTOFF = 2**63 - 1
+MOST_PLACED = 3_000_000
+"""Packings are tried until so many buffers are placed: all up to 200,000 buffers, three of a million."""
+
+LEAST_TIME = 0.02
+"""Seconds for the first packing, whatever the limit: it is so much better than none."""
 
 
-def best_greedy(f: Frame, enough: int, time_limit: float | None) -> tuple[Ints, Packing]:
-    """The best offsets, the first of equals, and how they were packed. Ends at an arena of ``enough`` bytes, and
-    when the time left is less than the slowest packing took: a packing is not interrupted."""
-    best, arena, how = *pack(f, GREEDY[0]), GREEDY[0]
-    slowest = time.perf_counter() - f.began
-    for greedy in GREEDY[1:]:
-        if arena <= enough or f.seconds_left(time_limit) <= slowest:
+def best_greedy(best: Best, enough: int, time_limit: float | None) -> Packing:
+    """Improves the best, and returns how it was packed. Ends at an arena of ``enough`` bytes, and by the time."""
+    f, how = best.frame, GREEDY[0]
+    for k, (order, best_fit) in enumerate(GREEDY):
+        left = f.seconds_left(time_limit)
+        if k and (best.arena <= enough or left <= 0 or k * f.arrays.count >= MOST_PLACED):
             break
-        began = time.perf_counter()
-        attempt, reached = pack(f, greedy, cutoff=arena)
-        slowest = max(slowest, time.perf_counter() - began)
-        if reached < arena:
-            best, arena, how = attempt, reached, greedy
-    return best, how
-
-
-def pack(f: Frame, greedy: Packing, cutoff: int = NO_CUTOFF) -> tuple[Ints, int]:
-    """Offsets and arena; given up, with an arena beyond all, where it would be ``cutoff`` or more."""
-    order, best_fit = greedy
-    offsets, arena = f.placer.pack(order(f.arrays), best_fit=best_fit, cutoff=cutoff)
-    return offsets, int(arena)
+        offsets, arena = f.placer.pack(
+            order(f.arrays),
+            best_fit=best_fit,
+            cutoff=best.cutoff,
+            seconds=left if k else max(left, LEAST_TIME),
+        )
+        if best.offer(offsets, int(arena)):
+            how = order, best_fit
+    return how

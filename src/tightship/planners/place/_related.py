@@ -49,6 +49,10 @@ class RelatedPlacer:
     def work(self) -> int:
         return int(self.core.work)
 
+    @property
+    def interrupted(self) -> bool:
+        return bool(self.core.interrupted)
+
     def exact(
         self, start: Ints, *, seed: int, work: int, seconds: float, goal: int, wanted: bool, threads: int
     ) -> tuple[Ints, int, Ints]:

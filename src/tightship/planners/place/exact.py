@@ -7,8 +7,8 @@ backjumping (Prosser 1993) over what cannot fit, and restarts with other prefere
 added. Guarantee: optimal, and so proved, if given the time; never worse than any greedy planner here. What was
 refuted raises the lower bound, and ``clash`` names the buffers that cannot fit. Complexity: exponential; in
 practice within some thousand placements on networks, each linear in the buffers alive at the same time. Known
-limits: problems of more than ``MOST_PAIRS`` pairs of buffers alive together are packed greedily only; proofs
-other than by the peak load are rare beyond a hundred buffers.
+limits: problems of more than ``MOST_BUFFERS``, or ``MOST_PAIRS`` pairs of them alive together, are packed greedily
+only; proofs other than by the peak load are rare beyond a hundred buffers.
 """
 
 from __future__ import annotations
@@ -18,16 +18,18 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from tightship.plan import Buffer, Problem, Solution
+from tightship.planners.place._best import Best
 from tightship.planners.place._frame import Frame, Ints, frame
 from tightship.planners.place._greedy import best_greedy
 from tightship.planners.place._groups import merge
 from tightship.planners.place._orders import conflicts
 from tightship.planners.place._parts import cut
 
-__all__ = ["MOST_PAIRS", "Clash", "Options", "clash", "plan", "search", "with_bound"]
+__all__ = ["MOST_PAIRS", "Clash", "Options", "clash", "plan", "search"]
 
+MOST_BUFFERS = 5_000
 MOST_PAIRS = 8_000_000
-"""Of buffers alive together, counted both ways: 32 MB, and about 4,000 buffers of a network."""
+"""Of buffers alive together, counted both ways: 32 MB."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,37 +57,35 @@ class Clash:
 
 
 def plan(problem: Problem, options: Options | None = None) -> Solution:
-    o = _with_capacity(options or Options(), problem)
-    f = frame(problem)
-    start, _ = best_greedy(f, max(f.bound, o.capacity or 0), o.time_limit)
-    better, bound, _ = search(f, o, start)
-    return with_bound(f, problem, bound).solution(better, "exact")
+    o, best = _with_capacity(options or Options(), problem), Best(frame(problem))
+
+    def go() -> None:
+        best_greedy(best, max(best.bound, o.capacity or 0), o.time_limit)
+        search(best, o)
+
+    return best.search(problem, "exact", go)
 
 
-def with_bound(f: Frame, problem: Problem, bound: int) -> Frame:
-    """With gaps, what was proved is proved of whole live ranges only, and so is no bound of the problem's."""
-    loose = not f.related and any(b.gaps for b in problem.buffers)
-    return f if loose else replace(f, bound=bound)
-
-
-def search(f: Frame, o: Options, start: Ints) -> tuple[Ints, int, Ints]:
-    """Offsets no worse than ``start``, a lower bound, and the indices of buffers that prove it (none: it is the
-    bound that was known before)."""
-    goal, nothing = max(f.bound, o.capacity or 0), np.empty(0, dtype=np.int64)
-    if f.arena(start) <= goal or not _searchable(f):
-        return start, f.bound, nothing
-    left = max(f.seconds_left(o.time_limit), 0.0)
-    wanted = o.capacity is not None and goal == o.capacity
+def search(best: Best, o: Options) -> Ints:
+    """Improves the best and the lower bound; returns the indices of buffers that prove the bound (none: it is the
+    one that was known before)."""
+    f, goal, nothing = best.frame, max(best.bound, o.capacity or 0), np.empty(0, dtype=np.int64)
+    if best.arena <= goal or not _searchable(f):
+        return nothing
     offsets, bound, proof = f.placer.exact(
-        start,
+        best.offsets,
         seed=o.seed,
         work=o.work_limit,
-        seconds=left,
+        seconds=max(f.seconds_left(o.time_limit), 0.0),
         goal=goal,
-        wanted=wanted,
+        wanted=o.capacity is not None and goal == o.capacity,
         threads=o.threads,
     )
-    return (offsets, int(bound), proof) if bound > f.bound else (offsets, f.bound, nothing)
+    best.offer(offsets, f.arena(offsets))
+    proved = bound > best.bound
+    best.bound = max(best.bound, int(bound))
+    best.go_on()
+    return np.asarray(proof) if proved else nothing
 
 
 def clash(problem: Problem, capacity: int, options: Options | None = None) -> Clash | None:
@@ -115,9 +115,10 @@ def _refuted(buffers: tuple[Buffer, ...], o: Options) -> tuple[Buffer, ...] | No
     f = frame(Problem(buffers))
     if o.capacity is not None and f.bound > o.capacity:
         return buffers
-    start, _ = best_greedy(f, max(f.bound, o.capacity or 0), o.time_limit)
-    _, bound, proof = search(f, o, start)
-    if o.capacity is None or bound <= o.capacity:
+    best = Best(f)
+    best_greedy(best, max(f.bound, o.capacity or 0), o.time_limit)
+    proof = search(best, o)
+    if o.capacity is None or best.bound <= o.capacity:
         return None
     return tuple(b for i, b in enumerate(buffers) if i in set(proof.tolist()) or b.pinned is not None)
 

@@ -12,10 +12,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from tightship.plan import Problem, Solution
-from tightship.planners.place._frame import Frame, Ints, frame
+from tightship.planners.place._best import Best
+from tightship.planners.place._frame import frame
 from tightship.planners.place._orders import Order, by_size
 
-__all__ = ["Options", "plan"]
+__all__ = ["START", "Options", "climb", "plan"]
 
 
 START: tuple[Order, bool] = (by_size, False)
@@ -34,15 +35,20 @@ class Options:
 
 
 def plan(problem: Problem, options: Options | None = None) -> Solution:
-    f = frame(problem)
-    return f.solution(climb(f, options or Options(), *START), "hill-climb")
+    o, best = options or Options(), Best(frame(problem))
+    return best.search(problem, "hill-climb", lambda: climb(best, o, *START))
 
 
-def climb(f: Frame, o: Options, order: Order, best_fit: bool) -> Ints:
-    """Offsets of the best packing found from one order on."""
-    by, left = order(f.arrays), f.seconds_left(o.time_limit)
-    offsets: Ints
-    offsets, _ = f.placer.climb(
-        by, best_fit=best_fit, seed=o.seed, work=o.work_limit, seconds=left, bound=f.bound
+def climb(best: Best, o: Options, order: Order, best_fit: bool) -> None:
+    """Improves the best by packings found from one order on."""
+    f = best.frame
+    offsets, arena = f.placer.climb(
+        order(f.arrays),
+        best_fit=best_fit,
+        seed=o.seed,
+        work=o.work_limit,
+        seconds=f.seconds_left(o.time_limit),
+        bound=f.bound,
     )
-    return offsets
+    best.offer(offsets, int(arena))
+    best.go_on()

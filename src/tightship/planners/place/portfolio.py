@@ -4,8 +4,8 @@ Problem: offsets for buffers with known live ranges. Minimised: the arena; with 
 enough. Source: algorithm portfolios. Guarantee: never worse than any other planner here given the same seed and
 limits (unless the time limit or a capacity stops it first); stops with proof at the lower bound, which exact
 search may raise. Complexity: that of its parts; fifteen greedy packings, O(n log n) set operations each, come
-before any search. Known limits: those of its parts; exact search leaves out problems that are large or have
-pins, and these are only climbed.
+before any search. Known limits: those of its parts; exact search leaves out problems of many thousand buffers, which
+are climbed and then searched exactly in windows of a few dozen.
 """
 
 from __future__ import annotations
@@ -18,10 +18,14 @@ import numpy.typing as npt
 from tightship.errors import BadInput
 from tightship.plan import Problem, Solution
 from tightship.planners.place import exact, hill_climb
-from tightship.planners.place._frame import FREE, Arrays, Frame, Ints, frame, from_arrays
+from tightship.planners.place._best import Best
+from tightship.planners.place._frame import FREE, Arrays, Ints, frame, from_arrays
 from tightship.planners.place._greedy import best_greedy
 
 __all__ = ["Options", "offsets", "plan"]
+
+LEAST_WINDOWED = 1_000
+"""Below that, the exact search does as well with all buffers as with a few dozen at a time."""
 
 TREES = 20
 """A plan's trees may do so many times the work that a climb may do: they get further by it."""
@@ -46,9 +50,8 @@ def plan(problem: Problem, options: Options | None = None) -> Solution:
     o = options or Options()
     if o.capacity is None:
         o = replace(o, capacity=problem.capacity)
-    f = frame(problem)
-    best, bound = _best(f, o, TREES * o.work_limit)
-    return exact.with_bound(f, problem, bound).solution(best, "portfolio")
+    best = Best(frame(problem))
+    return best.search(problem, "portfolio", lambda: _improve(best, o, TREES * o.work_limit))
 
 
 def offsets(
@@ -68,22 +71,26 @@ def offsets(
     ones, free = np.ones(count, dtype=np.int64), np.full(count, FREE, dtype=np.int64)
     f = from_arrays(Arrays(columns[0], columns[1], columns[2], ones, free))
     o = Options(seed=seed, work_limit=work_limit, time_limit=time_limit)
-    best, bound = _best(f, o, work_limit)
-    return best, f.arena(best), bound
+    best = Best(f)
+    _improve(best, o, work_limit)
+    return best.offsets, best.arena, best.bound
 
 
-def _best(f: Frame, o: Options, trees: int) -> tuple[Ints, int]:
-    """The best of all attempts, the first of equals, and the lower bound. ``trees``: work of the exact search."""
-    enough = max(f.bound, o.capacity or 0)
-    best, how = best_greedy(f, enough, o.time_limit)
-    limits = exact.Options(o.seed, trees, o.time_limit, o.threads, o.capacity)
-    best, bound, _ = exact.search(f, limits, best)
-    enough = max(enough, bound)
-    climbing = hill_climb.Options(o.seed, o.work_limit, o.time_limit)
+def _improve(best: Best, o: Options, trees: int) -> None:
+    """All attempts, one after the other. ``trees``: work of the exact search."""
+    f, capacity = best.frame, o.capacity or 0
+
+    def done() -> bool:
+        return best.arena <= max(best.bound, capacity) or f.seconds_left(o.time_limit) <= 0
+
+    how = best_greedy(best, max(f.bound, capacity), o.time_limit)
+    exact.search(best, exact.Options(o.seed, trees, o.time_limit, o.threads, o.capacity))
     for order, best_fit in dict.fromkeys((how, hill_climb.START)):
-        if f.arena(best) <= enough or f.seconds_left(o.time_limit) <= 0:
-            break
-        attempt = hill_climb.climb(f, climbing, order, best_fit)
-        if f.arena(attempt) < f.arena(best):
-            best = attempt
-    return best, bound
+        if not done():
+            hill_climb.climb(best, hill_climb.Options(o.seed, o.work_limit, o.time_limit), order, best_fit)
+    if not done() and not f.related and f.arrays.count >= LEAST_WINDOWED:
+        left = f.seconds_left(o.time_limit)
+        goal = max(f.bound, capacity)
+        found = f.placer.windows(best.offsets, seed=o.seed, work=o.work_limit, seconds=left, goal=goal)
+        best.offer(found, f.arena(found))
+        best.go_on()
