@@ -7,13 +7,14 @@ is that of the pairs: up to ``MOST_PAIRS`` of them.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from tightship import _core
+from tightship.analysis.concurrency import members
 from tightship.errors import BadInput
 from tightship.plan import Problem
 
@@ -133,14 +134,6 @@ def _in_the_way(problem: Problem) -> list[int]:
         row & ~(allies[b.group] if b.group else 1 << k)
         for k, (row, b) in enumerate(zip(rows, buffers, strict=True))
     ]
-
-
-def members(bits: int) -> Iterator[int]:
-    """The indices of a bit set, ascending."""
-    while bits:
-        low = bits & -bits
-        yield low.bit_length() - 1
-        bits ^= low
 
 
 def _conflicts(problem: Problem, became: Ints) -> Ints:

@@ -1,0 +1,1 @@
+"""Planners that let storages share whole buffers by name: Graph -> Plan."""
