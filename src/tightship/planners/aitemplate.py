@@ -19,10 +19,11 @@ from tightship.analysis.concurrency import waves
 from tightship.analysis.order import predecessors
 from tightship.errors import BadInput
 from tightship.graph import Graph, aligned
-from tightship.plan import Plan, Problem, Residence
+from tightship.plan import Plan, Problem
 from tightship.planners.layout import stays
 from tightship.planners.lifetimes import in_steps
 from tightship.planners.packing import Search, pack
+from tightship.planners.scratch import pack_scratch
 from tightship.simulate import baseline, replay
 from tightship.verify import check
 
@@ -68,13 +69,19 @@ def plan(graph: Graph, options: Options | None = None) -> Plan:
     order = sorted(range(len(step)), key=lambda k: (step[k], k))
     steps = baseline(graph, order)
     rows = list(stays(graph, steps))
-    scratch = {k: aligned(nbytes, o.alignment) for k, nbytes in _scratch(rows, [s.op for s in steps]).items()}
+    packings = pack_scratch(rows, o.alignment)
+    scratch = {steps[i].op: needed.size for i, needed in packings.items()}
     unique, shared, lanes = _workspaces(graph, scratch, step, o)
     values = aligned(packed.arena, o.alignment)
     own = {k: values + at for k, at in unique.items()} | {
         k: values + sum(scratch[u] for u in unique) + at for k, at in lanes.items()
     }
-    residences = tuple(_placed(rows, offsets, own, [s.op for s in steps], o.alignment))
+    residences = tuple(
+        replace(r, offset=offsets[r.storage])
+        if r.storage >= 0
+        else replace(r, offset=own[steps[r.start].op] + packings[r.start].offsets[r])
+        for r in rows
+    )
     line, before = replay(graph, steps), replay(graph, baseline(graph))
     constants = _constants(graph, o.alignment)
     facts = {
@@ -136,15 +143,6 @@ def check_records(found: Sequence[Record], steps: int) -> None:
             raise BadInput("a record has bytes", r.size, f"record {r.name!r}")
 
 
-def _scratch(rows: Sequence[Residence], op_of: Sequence[int]) -> dict[int, int]:
-    """Bytes of scratch of every op that needs some."""
-    found: dict[int, int] = {}
-    for r in rows:
-        if r.storage < 0:
-            found[op_of[r.start]] = found.get(op_of[r.start], 0) + aligned(r.size)
-    return found
-
-
 def _workspaces(
     graph: Graph, scratch: dict[int, int], step: Sequence[int], o: Options
 ) -> tuple[dict[int, int], int, dict[int, int]]:
@@ -152,7 +150,7 @@ def _workspaces(
     at the same time, so that they lie side by side in what is shared otherwise."""
     names = {name.strip() for name in o.unique.split(",") if name.strip()}
     if unknown := sorted(names - {op.name for op in graph.ops}):
-        raise BadInput("a name is that of an op of the graph", unknown[0], "aitemplate, unique")
+        raise BadInput("a name is that of one of the graph's ops", unknown[0], "aitemplate, unique")
     unique: dict[int, int] = {}
     lanes: dict[int, int] = {}
     at, used = 0, dict[int, int]()
@@ -164,25 +162,6 @@ def _workspaces(
             lanes[k] = used.get(step[k], 0)
             used[step[k]] = lanes[k] + nbytes
     return unique, max(used.values(), default=0), lanes
-
-
-def _placed(
-    rows: Sequence[Residence],
-    offsets: dict[int, int],
-    own: dict[int, int],
-    op_of: Sequence[int],
-    alignment: int,
-) -> list[Residence]:
-    made = []
-    used: dict[int, int] = {}
-    for r in rows:
-        if r.storage >= 0:
-            made.append(replace(r, offset=offsets[r.storage]))
-            continue
-        k = op_of[r.start]
-        made.append(replace(r, offset=own[k] + used.get(k, 0)))
-        used[k] = used.get(k, 0) + aligned(r.size)
-    return made
 
 
 def _constants(graph: Graph, alignment: int) -> dict[str, int]:

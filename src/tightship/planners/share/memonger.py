@@ -16,8 +16,9 @@ from itertools import accumulate
 from tightship.analysis.bounds import lower_bound
 from tightship.errors import BadInput
 from tightship.graph import Graph, aligned
-from tightship.plan import Plan, Residence
+from tightship.plan import Plan
 from tightship.planners.layout import stays
+from tightship.planners.scratch import pack_scratch
 from tightship.planners.share._recycling import Buffers, in_any_order, in_list_order
 from tightship.simulate import baseline, replay
 from tightship.verify import check
@@ -132,7 +133,7 @@ def _shareable(graph: Graph, o: Options) -> frozenset[int]:
 def _named(text: str, known: list[str], what: str) -> frozenset[str]:
     names = frozenset(name for name in (n.strip() for n in text.split(",")) if name)
     if unknown := sorted(names - set(known)):
-        raise BadInput(f"a name is that of a {what} of the graph", unknown[0], "memonger")
+        raise BadInput(f"a name is that of one of the graph's {what}s", unknown[0], "memonger")
     return names
 
 
@@ -160,18 +161,19 @@ def _placed(graph: Graph, found: Buffers, any_order: bool) -> Plan:
     line = replay(graph, steps)
     starts = [0, *accumulate(aligned(size) for size in found.sizes)]
     top = starts[-1]
-    residences: list[Residence] = []
-    scratch: dict[int, int] = {}  # end of what a step has taken above
-    base = top
-    for r in stays(graph, steps):
-        if r.storage >= 0:
-            residences.append(replace(r, offset=starts[found.of[r.storage]]))
-            continue
-        at = scratch.get(r.start, base)
-        residences.append(replace(r, offset=at))
-        scratch[r.start] = at + aligned(r.size)
-        top = max(top, at + r.size)
-        base = max(base, scratch[r.start]) if any_order else base
+    rows = list(stays(graph, steps))
+    scratch, base = pack_scratch(rows), starts[-1]
+    above: dict[int, int] = {}  # where the scratch of a step begins
+    for step, needed in scratch.items():
+        above[step] = base
+        top = max(top, base + needed.size)
+        base += needed.size if any_order else 0
+    residences = [
+        replace(r, offset=starts[found.of[r.storage]])
+        if r.storage >= 0
+        else replace(r, offset=above[r.start] + scratch[r.start].offsets[r])
+        for r in rows
+    ]
     return Plan(
         digest=graph.digest,
         steps=steps,
