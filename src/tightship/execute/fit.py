@@ -43,6 +43,7 @@ def fit(
     cache: Path | str | None = "default",
     seconds_per_op: float = 0.01,
     variants: int = 4,
+    folder: Path | str | None = None,
     **options: Any,
 ) -> TrainStep:
     """A training step of ``model`` that stays within ``budget``.
@@ -55,7 +56,8 @@ def fit(
     parameters, buffers, optimizer state, the batch, and everything the step makes, results included. None
     keeps everything, in the better order. ``planner`` replaces the default planner, to which
     ``options`` go. ``variants`` is how many kinds of batches are kept planned. ``strict``: as for `Executor`.
-    ``cache`` and ``seconds_per_op``: as for `profile`.
+    ``cache`` and ``seconds_per_op``: as for `profile`. ``folder``: where offloaded bytes go, in files without names
+    (default: the system's folder for temporary files).
 
     Raises ``Infeasible`` when no plan meets the budget, ``Unsupported`` for what cannot be captured or run
     exactly, ``BadInput`` for arguments that make no sense.
@@ -67,7 +69,7 @@ def fit(
     elif options:
         raise BadInput("options go to the default planner", sorted(options), "fit")
     wanted = None if budget is None else parse_budget(budget)
-    measuring = {"cache": cache, "seconds_per_op": seconds_per_op}
+    measuring = {"cache": cache, "seconds_per_op": seconds_per_op, "folder": folder}
     step = TrainStep(model, loss_fn, optimizer, wanted, planner, measuring, strict, variants)
     step.prepare(sample_batch)
     return step
@@ -224,7 +226,7 @@ class TrainStep:
             budget = self.budget.resolve(unplanned)
         plan = self._planner(program.graph, budget)
         check(program.graph, plan)
-        executor = Executor(program, plan, strict=self._strict)
+        executor = Executor(program, plan, strict=self._strict, folder=self._measuring["folder"])
         return _Variant(program, executor, Binding(program, self.model, self.optimizer), modes)
 
     def _share(self) -> None:

@@ -21,6 +21,7 @@ from tightship.execute.bench import Bench, workspace_of
 from tightship.execute.cache import Cache, Measurement, default_folder, machine
 from tightship.execute.compile import updater_of
 from tightship.execute.fresh import fresh_arguments
+from tightship.execute.speeds import speeds
 from tightship.execute.views import mismatched
 from tightship.frontends.torch import compat
 from tightship.frontends.torch.optim import Updater
@@ -64,8 +65,15 @@ def _bytes(program: Program, value: int) -> int:
     return min(size, count * getattr(torch, info.dtype).itemsize)
 
 
-def profile(program: Program, *, cache: Path | str | None = _CACHE, seconds_per_op: float = 0.01) -> Program:
-    """The program with measured ``time``, ``workspace`` and ``requests`` on its ops, and ``replay_requests``.
+def profile(
+    program: Program,
+    *,
+    cache: Path | str | None = _CACHE,
+    seconds_per_op: float = 0.01,
+    folder: Path | str | None = None,
+) -> Program:
+    """The program with measured ``time``, ``workspace`` and ``requests`` on its ops, and ``replay_requests``; its
+    graph's ``machine`` says what copies (to ``folder``) and codecs cost here.
 
     ``cache`` is the folder measurements are kept in (default: tightship's in the user's cache), None for
     none. ``seconds_per_op`` bounds how long one op is repeated for its time. Random states are left as they
@@ -82,13 +90,14 @@ def profile(program: Program, *, cache: Path | str | None = _CACHE, seconds_per_
         with compat.plain_execution():
             measured = _Profiler(program, kept, with_requests, seconds_per_op)
             ops = tuple(measured.op(k) for k in range(len(program.graph.ops)))
+            figures = speeds(kept, folder)
     finally:
         torch.set_rng_state(states)
         kept.save()
     notes = [*program.notes, *measured.notes(), *([kept.note] if kept.note else [])]
     return replace(
         program,
-        graph=program.graph.with_ops(ops),
+        graph=replace(program.graph, ops=ops, machine=figures),
         replay_requests=measured.replays,
         notes=tuple(dict.fromkeys(notes)),
     )

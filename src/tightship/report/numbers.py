@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -29,6 +29,9 @@ def summary(plan: Plan, graph: Graph | None = None) -> dict[str, Any]:
         "static": plan.static,
         "arena": plan.arena,
         "handed": plan.handed,
+        "host": plan.host,
+        "host_budget": plan.host_budget,
+        "lossy": plan.lossy,
         "time_before": plan.time_before,
         "time_after": plan.time,
         "time_bound": plan.time_bound,
@@ -36,6 +39,8 @@ def summary(plan: Plan, graph: Graph | None = None) -> dict[str, Any]:
         "recomputed": plan.count("recompute"),
         "offloaded": plan.count("offload"),
         "compressed": plan.count("compress"),
+        "codecs": dict(sorted(Counter(s.codec for s in plan.steps if s.kind == "compress").items())),
+        "redrawn": sum(s.saves for s in plan.steps),
         "moved": plan.moved,
         "steps": len(plan.steps),
         "planner": plan.planner,

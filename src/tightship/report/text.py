@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+from collections import Counter
 from collections.abc import Sequence
 
 from rich import box
@@ -11,6 +12,7 @@ from rich.table import Table
 
 from tightship.errors import Infeasible
 from tightship.graph import Graph
+from tightship.machine import LOSSY
 from tightship.plan import Plan
 from tightship.report.numbers import Peak, Share
 from tightship.units import format_bytes, format_seconds
@@ -73,12 +75,20 @@ def _time(plan: Plan) -> str:
 def _done(plan: Plan, graph: Graph | None) -> str:
     counts = [
         (plan.count("recompute"), "recomputed"),
-        (plan.count("offload"), "offloaded"),
-        (plan.count("compress"), "compressed"),
+        (plan.count("offload"), f"offloaded ({format_bytes(plan.host)} outside)"),
+        (plan.count("compress"), f"compressed ({_codecs(plan)})"),
+        (sum(s.saves for s in plan.steps), "drawn again from saved random states"),
         (plan.moved, "moved"),
     ]
     done = [f"{n} {word}" for n, word in counts if n]
     return ", ".join(done) if done else "nothing: everything is kept, in the given order"
+
+
+def _codecs(plan: Plan) -> str:
+    count = Counter(s.codec for s in plan.steps if s.kind == "compress")
+    return ", ".join(
+        f"{n} {codec}{', lossy' if codec in LOSSY else ''}" for codec, n in sorted(count.items())
+    )
 
 
 # --- the peak ---

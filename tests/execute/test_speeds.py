@@ -1,0 +1,36 @@
+"""What copies and codecs cost is measured once, kept, and carried by the graph."""
+
+from dataclasses import replace
+
+import pytest
+from test_interpreter import Bound
+
+from tightship.execute import speeds as module
+from tightship.execute.cache import Cache
+from tightship.execute.speeds import speeds
+from tightship.machine import CODECS, MODELLED, Machine
+from tightship.serde import dumps_graph, loads_graph
+
+
+def test_every_figure_is_measured_and_kept(tmp_path, monkeypatch):
+    monkeypatch.setattr(module, "_here", {})
+    cache = Cache(tmp_path, "m")
+    found = speeds(cache, tmp_path)
+    assert found.measured and min(found.offload, found.fetch, *found.pack, *found.unpack, found.state) > 0
+    assert len(found.pack) == len(found.unpack) == len(CODECS)
+    cache.save()
+    monkeypatch.setattr(module, "_here", {})
+    monkeypatch.setattr(module, "_seconds", lambda run: pytest.fail("measured again"))
+    assert speeds(Cache(tmp_path, "m"), tmp_path) == found
+
+
+def test_a_folder_that_is_none_leaves_the_model(tmp_path):
+    found = speeds(Cache(None, "m"), tmp_path / "missing")
+    assert (found.offload, found.fetch) == (MODELLED.offload, MODELLED.fetch) and found.measured
+
+
+def test_a_measured_graph_carries_its_machine_into_files_and_not_into_its_digest():
+    graph = Bound().graph
+    assert graph.machine.measured
+    assert loads_graph(dumps_graph(graph)).machine == graph.machine
+    assert replace(graph, machine=Machine(1.0)).digest == graph.digest
