@@ -1,0 +1,152 @@
+"""One computation of HLO as a Graph whose peak is the one XLA's rematerialisation counts, up to tables of addresses.
+
+Every instruction that does something is an op; those that only hand addresses on (tuple, get-tuple-element, bitcast)
+are none: they are written anew wherever they are needed. Storages are the arrays of results; the caller's
+(parameters, the computation's result) have no bytes (R3). A loop writes to the storages of its operand (R4).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+
+from tightship.frontends.hlo.module import Computation, Instruction, Module
+from tightship.frontends.hlo.shape import Index
+from tightship.graph import Graph, Op, Storage, Value
+from tightship.planners.remat._points_to import PointsTo
+from tightship.planners.remat.peak import CALLING
+
+__all__ = ["LAZY", "Counted"]
+
+LAZY = frozenset({"tuple", "get-tuple-element", "bitcast"})
+"""Opcodes that only hand addresses on and may stand anywhere."""
+
+Buffer = tuple[str, Index]
+
+
+@dataclass(frozen=True)
+class Counted:
+    """``computation`` of ``module``; ``callees[name]`` is the peak of each computation it runs, ``seconds`` and
+    ``may`` say what an instruction costs and whether it may run again."""
+
+    module: Module
+    computation: Computation
+    callees: Mapping[str, int]
+    seconds: Callable[[Computation, Instruction], float]
+    may: Callable[[Instruction], bool]
+
+    @cached_property
+    def points(self) -> PointsTo:
+        return PointsTo(self.computation)
+
+    @cached_property
+    def ops(self) -> tuple[Instruction, ...]:
+        """The instructions that are ops, in the graph's order."""
+        return tuple(
+            i for i in self.computation.instructions if i.opcode not in LAZY and i.opcode != "parameter"
+        )
+
+    @cached_property
+    def storage(self) -> Mapping[Buffer, int]:
+        """The storage of every array that some instruction makes; a loop's are its operand's."""
+        found: dict[Buffer, int] = {}
+        n = 0
+        for i in self.computation.instructions:
+            for index, part in i.shape.leaves():
+                buffer = self.points.sets[i.name][index]
+                if buffer != (i.name, index) or part.dtype in ("token", "opaque"):
+                    continue
+                if i.opcode == "while":
+                    found[buffer] = found[self.points.sets[i.operands[0]][index]]
+                else:
+                    found[buffer] = n
+                    n += 1
+        return found
+
+    def leaves(self, name: str) -> list[int]:
+        """Storages of the arrays of an instruction's result."""
+        rows = self.points.sets[name]
+        shape = self.computation.by_name[name].shape
+        buffers = [rows[index] for index, _ in shape.leaves()]
+        return list(dict.fromkeys(self.storage[b] for b in buffers if b in self.storage))
+
+    @cached_property
+    def graph(self) -> Graph:
+        out = {self.storage[b] for b in self.points.live_out if b in self.storage}
+        storages = self._storages(out)
+        values = tuple(Value(s.name, k) for k, s in enumerate(storages))
+        given = [s for i in self.computation.parameters for s in self.leaves(i.name)]
+        number = {i.name: k for k, i in enumerate(self.ops)}
+        ops, defined, extra = [], set(given), []
+        bound = self._bound()
+        for i in self.ops:
+            made = self.leaves(i.name)
+            new = [s for s in made if s not in defined]
+            defined.update(new)
+            reads = tuple(dict.fromkeys(s for o in i.operands for s in self.leaves(o)))
+            again = [s for s in made if s not in new]
+            ops.append(self._op(i, reads, tuple(new), tuple(again), number, i.name in bound))
+            extra.append(i)
+        return Graph(tuple(ops), values, storages, tuple(given), tuple(sorted(out)), self.computation.name)
+
+    def _storages(self, out: set[int]) -> tuple[Storage, ...]:
+        rows: dict[int, Storage] = {}
+        for (name, index), s in self.storage.items():
+            if s in rows:
+                continue
+            i = self.computation.by_name[name]
+            size = 0 if s in out or i.opcode == "parameter" else i.shape.part(index).nbytes
+            label = name + "".join(f"{{{k}}}" for k in index)
+            rows[s] = Storage(label, size, "output" if s in out else "activation")
+        return tuple(rows[s] for s in range(len(rows)))
+
+    def _op(
+        self,
+        i: Instruction,
+        reads: tuple[int, ...],
+        new: tuple[int, ...],
+        again: tuple[int, ...],
+        number: Mapping[str, int],
+        bound: bool,
+    ) -> Op:
+        changed = again if i.opcode != "while" else tuple(self._changed(i))
+        place = self.module.place(i)
+        return Op(
+            i.name,
+            i.opcode,
+            inputs=reads,
+            outputs=new,
+            mutates=tuple(s for s in changed if s in reads),
+            effect=bound or not self.may(i),
+            control=tuple(number[c] for c in i.control_predecessors if c in number),
+            time=self.seconds(self.computation, i),
+            workspace=sum(self.callees.get(c, 0) for c in i.called) if i.opcode in CALLING else 0,
+            module=i.op_name,
+            source=str(place) if place else "",
+        )
+
+    def _changed(self, loop: Instruction) -> list[int]:
+        """Storages a loop writes: all but the parts that its body hands on as they are."""
+        body = self.module.by_name[loop.attribute("body").lstrip("%")]
+        found = []
+        rows = self.points.sets[loop.name]
+        inner = PointsTo(body).sets[body.root.name]
+        for index, _ in loop.shape.leaves():
+            if rows[index] in self.storage and inner[index] != (body.parameters[0].name, index):
+                found.append(self.storage[rows[index]])
+        return list(dict.fromkeys(found))
+
+    def _bound(self) -> set[str]:
+        """Instructions that keep their one run because others are tied to it: control dependencies, and results used
+        as whole tuples."""
+        inside = self.computation
+        found = {i.name for i in inside.instructions if i.control_predecessors}
+        found |= {c for i in inside.instructions for c in i.control_predecessors}
+        for i in inside.instructions:
+            if not i.shape.is_tuple or i.opcode == "tuple":
+                continue
+            users = (inside.by_name[u] for u in inside.users[i.name])
+            if i.root or any(u.opcode != "get-tuple-element" or u.shape.is_tuple for u in users):
+                found.add(i.name)
+        return found

@@ -1,0 +1,286 @@
+"""XLA's own rematerialisation of a scheduled module: at an instruction over the limit, recompute what gains most.
+
+Problem: repeat instructions so that the module's peak is within the limit. Measure: limit / bytes gained, time is
+not looked at (R18 is a limit of it). Source: ``HloRematerialization`` of OpenXLA, recompute only, as its GPU
+pipeline runs it (blocks of one instruction). The peak is XLA's: results of the module throughout, its parameters not,
+called computations on top of what lives at the call (R3, R14). Guarantee: the module computes what it computed;
+control dependencies are kept (R11); it ends. Complexity: quadratic (R17). Known limits: greedy, may raise the
+peak at an earlier instruction (R19); kept as it is, to be compared with.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from tightship.errors import BadInput
+from tightship.frontends.hlo.module import Computation, Instruction, Module
+from tightship.planners.remat._body import Body, Names, Node, suffixed
+from tightship.planners.remat._narrow import clean
+from tightship.planners.remat._tracker import PASSES_ON, Tracker
+from tightship.planners.remat.peak import CALLING, peaks, result_bytes
+
+__all__ = ["Options", "Remade", "plan", "repeatable"]
+
+_NEVER = frozenset(
+    {"call", "conditional", "constant", "custom-call", "parameter", "while", "tuple", "opt-barrier"}
+    | {"infeed", "outfeed", "send", "send-done", "recv", "recv-done", "rng", "rng-get-and-update-state"}
+    | {
+        "all-reduce",
+        "all-gather",
+        "all-to-all",
+        "reduce-scatter",
+        "collective-permute",
+        "collective-broadcast",
+    }
+    | {f"{kind}-{end}" for kind in ("async", "copy", "all-reduce", "all-gather") for end in ("start", "done")}
+    | {"async-update", "collective-permute-start", "collective-permute-done", "after-all", "partition-id"}
+)
+"""Opcodes that are never repeated (R6): calls, what has effects, and what belongs to the caller."""
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """``block``: neighbours recomputed together at most (1 in XLA's GPU pipeline). ``effort``: candidates of more
+    than one instruction looked at, at most, as a multiple of single ones looked at."""
+
+    block: int = 1
+    effort: int = 1
+
+
+@dataclass(frozen=True)
+class Remade:
+    """A module that was made to need less: peaks in bytes as XLA counts them, instructions ``recomputed`` in the
+    order they were chosen, and how many more the module has (R15)."""
+
+    module: Module
+    limit: int
+    peak_before: int
+    peak_after: int
+    recomputed: tuple[str, ...]
+    added: int
+
+    @property
+    def met(self) -> bool:
+        return self.peak_after <= self.limit
+
+
+def plan(module: Module, limit: int, options: Options | None = None) -> Remade:
+    """The module with instructions repeated so that its peak is at most ``limit`` bytes, or as XLA leaves it.
+
+    Raises ``BadInput`` when the module has no schedule.
+    """
+    if not module.scheduled:
+        raise BadInput("a module has a schedule (is_scheduled=true) to be rematerialised", module.name)
+    run = _Run(module, options or Options())
+    before = run.peak[module.entry.name]
+    out = result_bytes(module)
+    run.computation(module.entry.name, max(0, limit - out))
+    return Remade(
+        run.written(), limit, before + out, run.peak[module.entry.name] + out, tuple(run.chosen), run.added
+    )
+
+
+def repeatable(module: Module, i: Instruction) -> bool:
+    """Whether an instruction may run again (R6)."""
+    if i.opcode in _NEVER or i.attribute("custom_call_has_side_effect") == "true":
+        return False
+    if i.opcode == "copy":
+        return True
+    return all(repeatable_inside(module, name) for name in i.called)
+
+
+def repeatable_inside(module: Module, name: str) -> bool:
+    inside = module.by_name[name]
+    free = {"parameter", "constant", "tuple", "custom-call", "partition-id"}
+    return all(
+        (i.opcode in free and i.attribute("custom_call_has_side_effect") != "true") or repeatable(module, i)
+        for i in inside.instructions
+    )
+
+
+class _Run:
+    """One pass over a module. Computations are done at most once each (R14)."""
+
+    def __init__(self, module: Module, options: Options) -> None:
+        self.module, self.options = module, options
+        self.peak: dict[str, int] = dict(peaks(module))
+        self.names = Names(i.name for i in module.instructions)
+        self.computations = Names(c.name for c in module.computations)
+        self.done: dict[str, Computation] = {}
+        self.clones: list[str] = []
+        self.inside = dict(module.by_name)
+        self.may: dict[str, bool] = {}
+        self.chosen: list[str] = []
+        self.added = 0
+
+    def written(self) -> Module:
+        changed = [self.done.get(c.name, self.inside[c.name]) for c in self.module.computations]
+        at = next(k for k, c in enumerate(changed) if c.name == self.module.entry.name)
+        clones = (self.inside[name] for name in self.clones)
+        return replace(self.module, computations=(*changed[:at], *clones, *changed[at:]))
+
+    def can(self, node: Node) -> bool:
+        if node.denied:
+            return False
+        first = node.made.name  # a clone may run again if its original may
+        if first not in self.may:
+            copies = node.opcode == "copy" and node.shape.layout == node.operands[0].shape.layout
+            self.may[first] = repeatable(self.module, node.made) and not copies
+        return self.may[first]
+
+    def computation(self, name: str, limit: int) -> None:
+        if self.peak[name] <= limit:
+            return
+        walk = _Walk(self, self.module.by_name[name], limit)
+        self.peak[name] = walk.run()
+        clean(walk.body, self.inside)
+        self.done[name] = walk.body.written()
+
+    def callees(self, node: Node) -> int:
+        return sum(self.peak[name] for name in node.made.called) if node.opcode in CALLING else 0
+
+
+class _Walk:
+    """The walk over one computation (R5)."""
+
+    def __init__(self, run: _Run, computation: Computation, limit: int) -> None:
+        self.run_, self.limit, self.inside = run, limit, computation
+        self.body = Body(computation, run.names)
+        self.tracker = Tracker(run.module, computation, self.body)
+        self.moves: set[Node] = set()
+
+    def run(self) -> int:
+        t, peak = self.tracker, 0
+        for node in self.body:
+            callees = self.run_.callees(node)
+            t.begin(node)
+            if t.made(node) + callees > 0:
+                self._reduce(callees)
+            if callees and t.use + callees > self.limit:
+                for name in node.made.called:
+                    if name not in self.run_.done:
+                        self.run_.computation(name, max(0, self.limit - t.use))
+                callees = self.run_.callees(node)
+            peak = max(peak, t.use + callees)
+            t.end()
+        return peak
+
+    def _reduce(self, callees: int) -> None:
+        """Recompute until under the limit, or nothing more gains anything; larger blocks when single ones do not."""
+        low = high = 1
+        looked, looked_further = 0, 0
+        while self.tracker.use + callees > self.limit:
+            block, effort = self._pick(low, high)
+            if low == 1:
+                looked += effort
+            else:
+                looked_further += effort
+            if block:
+                self.run_.chosen += [n.name for n in block]
+                for node in reversed(block):
+                    if any(not use.node.placed for use in self.tracker.uses(node)):
+                        self._repeat(node)
+                low = high = 1
+            else:
+                low, high = high + 1, 2 * high
+            if high > self.run_.options.block or looked_further > self.run_.options.effort * looked:
+                break
+
+    def _pick(self, low: int, high: int) -> tuple[list[Node], int]:
+        """The cheapest run of ``low`` to ``high`` neighbours that have run (R5-R9), and how many were looked at."""
+        best: list[Node] = []
+        least, effort = float("inf"), 0
+        start = self.body.first
+        while start is not None and start.placed and start is not self.tracker.now:
+            block: list[Node] = []
+            node: Node | None = start
+            while node is not None and node.placed and node is not self.tracker.now and len(block) < high:
+                if not self.run_.can(node):
+                    break
+                block.append(node)
+                if len(block) >= low:
+                    effort += 1
+                    cost = self._cost(block)
+                    if cost is not None and cost < least:
+                        best, least = list(block), cost
+                node = node.following
+            start = start.following
+        return best, effort
+
+    def _cost(self, block: list[Node]) -> int | None:
+        if any(n.placed for node in block for n in node.after):
+            return None
+        gain = self.tracker.gain(block)
+        if gain <= 0:
+            return None
+        if not any(user.placed for node in block for user in node.users):
+            return 0
+        return self.limit // gain
+
+    def _repeat(self, node: Node) -> None:
+        """Clone a node for its users to come, right before the first of them (R10)."""
+        clone = self.body.clone(node)
+        if node.made.called:
+            clone.made = self.run_copy(node.made)
+        handed: list[Node] = []
+        parts: dict[int, Node] = {}
+        for use in self.tracker.uses(node):
+            if not use.node.placed:
+                self._redirect(use.node, use.operand, use.part, clone, handed, parts)
+        self.tracker.cloned(node, clone, handed)
+        before = self._places(clone, handed)
+        for new in (clone, *handed):
+            self.body.insert(new, before)
+        if self._forgotten(node):
+            clone.denied = node in self.moves
+            self.moves.add(clone)
+            self.run_.added -= 1
+        self.run_.added += 1 + len(handed)
+        for new in handed:
+            new.denied = True
+
+    def _redirect(
+        self, user: Node, k: int, part: int | None, clone: Node, handed: list[Node], parts: dict[int, Node]
+    ) -> None:
+        """Let operand ``k`` of ``user`` be the clone, or what hands the same on from it."""
+        old, new = user.operands[k], clone
+        if old is clone:
+            return
+        if part is not None and clone.shape != old.shape:
+            if part not in parts:
+                parts[part] = self.body.unary(
+                    "gte.remat", "get-tuple-element", clone.shape.parts[part], clone, index=str(part)
+                )
+                handed.append(parts[part])
+            new = parts[part]
+        if new.shape != old.shape:
+            new = self.body.unary("bitcast.remat", "bitcast", old.shape, new)
+            handed.append(new)
+        user.replace_operand(k, new)
+
+    def _places(self, clone: Node, handed: list[Node]) -> list[Node]:
+        """Nodes that must come after the clone (R10, R11): its users, those to come of its operands, which would live
+        longer otherwise, and its control successors."""
+        new = set(handed)
+        found = [u for n in (clone, *handed) for u in n.users if u not in new]
+        found += [u for o in clone.operands for u in o.users if u is not clone and not u.placed]
+        return found + list(clone.after)
+
+    def _forgotten(self, node: Node) -> bool:
+        return all(u.opcode in PASSES_ON and self._forgotten(u) for u in node.users)
+
+    def run_copy(self, made: Instruction) -> Instruction:
+        """The same instruction with copies of its own of the computations it calls."""
+        run = self.run_
+        copies = {}
+        for name in made.called:
+            copies[name] = run.computations.new(suffixed(name, "clone"))
+            run.inside[copies[name]] = replace(run.inside[name], name=copies[name])
+            run.clones.append(copies[name])
+        rows = []
+        for key, text in made.attributes:
+            named = text.lstrip("%")
+            rows.append(
+                (key, f"%{copies[named]}" if key in ("calls", "to_apply") and named in copies else text)
+            )
+        return replace(made, attributes=tuple(rows))
