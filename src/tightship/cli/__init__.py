@@ -22,9 +22,7 @@ __all__ = ["Usage", "main", "parser"]
 
 INTERRUPTED = 130
 _EPILOG = "exit status: 0 done, 1 infeasible or not verified, 2 bad input or usage, 130 interrupted"
-_SOURCE = (
-    "module:factory (found from the current folder), model.onnx, or a graph.json or plan.json of tightship's"
-)
+_SOURCE = "module:factory (found from the current folder), model.onnx, a module.txt of HLO, or a graph.json or plan.json of tightship's"
 _BUDGET = "bytes with a unit (6GiB, 512MB) or a percentage of the unplanned peak (60%%)"
 
 
@@ -70,8 +68,10 @@ def _add_plan(verb: argparse.ArgumentParser) -> None:
     verb.add_argument("--output", "-o", metavar="FILE", help="write the plan as JSON")
     verb.add_argument("--picture", metavar="FILE", help="draw memory over the step as SVG")
     verb.add_argument(
-        "--write", metavar="FILE", help="write the ONNX model as planned: order, clones, the plan"
+        "--write", metavar="FILE", help="write the ONNX model or HLO module as planned: order, clones"
     )
+    text = "who rematerialises a module.txt: search or xla (default: search)"
+    verb.add_argument("--planner", metavar="NAME", help=text)
     add_onnx(verb)
     add_options(verb, Options)
     verb.set_defaults(run=verbs.plan, options=Options)

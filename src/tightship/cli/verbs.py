@@ -10,6 +10,7 @@ from rich.console import RenderableType
 from rich.table import Table
 
 from tightship import api
+from tightship.cli.module import is_module, plan_module
 from tightship.cli.options import documented, given_options, onnx_options
 from tightship.cli.output import Output
 from tightship.cli.pack import is_packing, verify_packing
@@ -29,6 +30,14 @@ __all__ = ["demo", "explain", "frontier", "plan", "planners", "verify"]
 
 
 def plan(chosen: argparse.Namespace, out: Output) -> int:
+    if is_module(chosen.source):
+        return plan_module(chosen, out)
+    if chosen.planner is not None:
+        raise BadInput(
+            "parts are chosen with --order and --evict; --planner is for a module",
+            chosen.planner,
+            "--planner",
+        )
     options = given_options(chosen)
     budget = _budget(chosen)
     path = writable(chosen.output, "--output")

@@ -1,14 +1,11 @@
 """Rematerialisation as XLA does it, against what XLA did: the same instructions, the same peaks."""
 
 import re
-from collections.abc import Iterator
 from dataclasses import replace
 
-import numpy as np
 import pytest
 
 import hlo_data
-import hlo_interpreter
 from tightship.errors import BadInput
 from tightship.frontends.hlo import Module, parse, to_text
 from tightship.planners.remat import xla
@@ -17,37 +14,6 @@ from tightship.planners.remat._tracker import Tracker
 from tightship.planners.remat.peak import module_peak, peaks, result_bytes, sequential_order
 
 MIB = 2**20
-HEADER = "HloModule m, is_scheduled=true\n\n"
-K = 1024 * 1024  # bytes of f32[512,512]
-
-
-def module(text: str, header: str = HEADER) -> Module:
-    return parse(header + text)
-
-
-CHAIN = """ENTRY %main (p: f32[512,512]) -> f32[] {
-  %p = f32[512,512]{1,0} parameter(0)
-  %zero = f32[] constant(0)
-  %a = f32[512,512]{1,0} tanh(%p)
-  %b = f32[512,512]{1,0} exponential(%p)
-  %c = f32[512,512]{1,0} multiply(%b, %b)
-  %d = f32[512,512]{1,0} cosine(%c)
-  ROOT %e = f32[] dot(%a, %d), lhs_contracting_dims={0,1}, rhs_contracting_dims={0,1}
-}
-"""
-
-
-def flat(x: object) -> Iterator[bytes]:
-    if isinstance(x, tuple):
-        for part in x:
-            yield from flat(part)
-    else:
-        yield np.asarray(x).tobytes()
-
-
-def same_results(a: Module, b: Module) -> bool:
-    given = hlo_interpreter.arguments(a)
-    return list(flat(hlo_interpreter.run(a, given))) == list(flat(hlo_interpreter.run(b, given)))
 
 
 class Logged:
@@ -132,40 +98,6 @@ def test_R03_parameters_and_results_belong_to_the_caller() -> None:  # noqa: N80
                "  ROOT %a = f32[512,512]{1,0} tanh(%p)\n}\n")  # fmt: skip
     assert peaks(m)["main"] == 0
     assert result_bytes(m) == module_peak(m) == K
-
-
-LOOP = """%body (t: (s32[], f32[512,512])) -> (s32[], f32[512,512]) {
-  %t = (s32[], f32[512,512]{1,0}) parameter(0)
-  %n = s32[] get-tuple-element(%t), index=0
-  %x = f32[512,512]{1,0} get-tuple-element(%t), index=1
-  %one = s32[] constant(1)
-  %m = s32[] add(%n, %one)
-  %u = f32[512,512]{1,0} tanh(%x)
-  %v = f32[512,512]{1,0} exponential(%x)
-  %w = f32[512,512]{1,0} multiply(%v, %v)
-  %z = f32[512,512]{1,0} cosine(%w)
-  %y = f32[512,512]{1,0} add(%u, %z)
-  ROOT %out = (s32[], f32[512,512]{1,0}) tuple(%m, %y)
-}
-
-%test (t: (s32[], f32[512,512])) -> pred[] {
-  %t.1 = (s32[], f32[512,512]{1,0}) parameter(0)
-  %n.1 = s32[] get-tuple-element(%t.1), index=0
-  %three = s32[] constant(3)
-  ROOT %less = pred[] compare(%n.1, %three), direction=LT
-}
-
-ENTRY %main (p: f32[512,512]) -> f32[] {
-  %p = f32[512,512]{1,0} parameter(0)
-  %zero = s32[] constant(0)
-  %a = f32[512,512]{1,0} tanh(%p)
-  %init = (s32[], f32[512,512]{1,0}) tuple(%zero, %a)
-  %loop = (s32[], f32[512,512]{1,0}) while(%init), condition=%test, body=%body
-  %r = f32[512,512]{1,0} get-tuple-element(%loop), index=1
-  %row = f32[512]{0} slice(%r), slice={[0:1], [0:512]}
-  ROOT %s = f32[] slice(%row), slice={[0:1]}
-}
-"""
 
 
 def test_R04_a_loop_makes_no_buffer() -> None:  # noqa: N802

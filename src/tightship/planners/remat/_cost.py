@@ -90,7 +90,7 @@ def _flops(module: Module, inside: Computation, i: Instruction, of: object) -> i
         return _custom(i, shapes)
     if i.opcode in ("reduce", "reduce-window", "select-and-scatter", "scatter", "sort", "map"):
         return sum(s.elements for s in shapes[: max(1, len(shapes) // 2)])
-    return sum(part.elements for _, part in i.shape.leaves())
+    return sum(part.elements for _, part in i.shape.leaves)
 
 
 def _contracted(i: Instruction, left: Shape) -> int:

@@ -53,7 +53,7 @@ class Counted:
         found: dict[Buffer, int] = {}
         n = 0
         for i in self.computation.instructions:
-            for index, part in i.shape.leaves():
+            for index, part in i.shape.leaves:
                 buffer = self.points.sets[i.name][index]
                 if buffer != (i.name, index) or part.dtype in ("token", "opaque"):
                     continue
@@ -68,7 +68,7 @@ class Counted:
         """Storages of the arrays of an instruction's result."""
         rows = self.points.sets[name]
         shape = self.computation.by_name[name].shape
-        buffers = [rows[index] for index, _ in shape.leaves()]
+        buffers = [rows[index] for index, _ in shape.leaves]
         return list(dict.fromkeys(self.storage[b] for b in buffers if b in self.storage))
 
     @cached_property
@@ -132,7 +132,7 @@ class Counted:
         found = []
         rows = self.points.sets[loop.name]
         inner = PointsTo(body).sets[body.root.name]
-        for index, _ in loop.shape.leaves():
+        for index, _ in loop.shape.leaves:
             if rows[index] in self.storage and inner[index] != (body.parameters[0].name, index):
                 found.append(self.storage[rows[index]])
         return list(dict.fromkeys(found))

@@ -37,7 +37,7 @@ class PointsTo:
         found: dict[str, Mapping[Index, Buffer]] = {}
         for i in self.computation.instructions:
             given = _forwarded(i, found)
-            found[i.name] = {x: given.get(x, (i.name, x)) for x in i.shape.indices()}
+            found[i.name] = {x: given.get(x, (i.name, x)) for x in (x for x, _ in i.shape.positions)}
         return found
 
     @cached_property

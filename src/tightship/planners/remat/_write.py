@@ -21,6 +21,7 @@ class Writer:
         self.computations = Names(c.name for c in module.computations)
         self.inside = dict(module.by_name)
         self.copies: list[Computation] = []
+        self.origin: dict[str, str] = {}
 
     def copied(self, made: Instruction) -> Instruction:
         """The same instruction with copies of its own of the computations it calls."""
@@ -61,6 +62,8 @@ class _Run:
         name = self.writer.names.new(suffixed(self.latest[i.name])) if i.name in self.ran else i.name
         self.ran.add(i.name)
         self.emit(i, operands, name)
+        if name != i.name:
+            self.writer.origin[name] = i.name
         self.latest[i.name] = name
         self.at.update(dict.fromkeys(kept, name))
 

@@ -17,8 +17,7 @@ CALLING = frozenset({"call", "while", "conditional", "async-start", "async-updat
 
 def result_bytes(module: Module) -> int:
     """Bytes of the module's result, tables of addresses included."""
-    shape = module.entry.root.shape
-    return sum(shape.part(index).nbytes for index in shape.indices())
+    return sum(part.nbytes for _, part in module.entry.root.shape.positions)
 
 
 def module_peak(module: Module) -> int:

@@ -25,7 +25,7 @@ from tightship.planners.remat.peak import CALLING, peaks, result_bytes, sequenti
 from tightship.planners.remat.xla import Remade, repeatable
 from tightship.simulate import replay
 
-__all__ = ["Options", "plan"]
+__all__ = ["Options", "bound", "may_repeat", "plan"]
 
 PURE_CALLS = (
     "__cublas$gemm",
@@ -39,8 +39,8 @@ PURE_CALLS = (
 @dataclass(frozen=True, slots=True)
 class Options:
     """``seconds``: of search, at most, for each computation. ``work``: ops simulated at most; makes plans
-    reproducible. ``libraries``: whether calls of cuBLAS and forward convolutions of cuDNN may be repeated; XLA
-    never repeats custom calls."""
+    reproducible. ``libraries``: whether calls of cuBLAS and forward convolutions of cuDNN may be repeated when the
+    limit is not met without; XLA never repeats custom calls."""
 
     seconds: float = 10.0
     work: int = 80_000_000
@@ -55,16 +55,20 @@ def plan(module: Module, limit: int, options: Options | None = None) -> Remade:
     """
     if not module.scheduled:
         raise BadInput("a module has a schedule (is_scheduled=true) to be rematerialised", module.name)
-    search = _Search(module, options or Options())
+    o = options or Options()
     out = result_bytes(module)
-    before = search.peak[module.entry.name]
-    if before + out > limit:
-        search.module_within(max(0, limit - out))
+    for libraries in (False, True)[: 1 + o.libraries]:
+        search = _Search(module, replace(o, libraries=libraries))
+        before = search.peak[module.entry.name]
+        if before + out > limit:
+            search.module_within(max(0, limit - out))
+        if search.met:
+            break
     made = search.made
     after = peaks(made)[made.entry.name]
     runs = sum(len(c.instructions) for c in made.computations if c.name in search.peak)
     added = runs - sum(len(module.by_name[name].instructions) for name in search.peak)
-    return Remade(made, limit, before + out, after + out, search.recomputed(), added)
+    return Remade(made, limit, before + out, after + out, search.recomputed(), added, search.origin)
 
 
 def bound(module: Module) -> int:
@@ -78,11 +82,12 @@ def bound(module: Module) -> int:
 
 
 def _counted(module: Module, name: str, callees: dict[str, int], work: Work, *, libraries: bool) -> Counted:
-    may = partial(_may, module, libraries=libraries)
+    may = partial(may_repeat, module, libraries=libraries)
     return Counted(module, module.by_name[name], callees, work.seconds, may)
 
 
-def _may(module: Module, i: Instruction, *, libraries: bool) -> bool:
+def may_repeat(module: Module, i: Instruction, *, libraries: bool = True) -> bool:
+    """Whether an instruction may run again; calls of libraries that have no effects only with ``libraries``."""
     if i.opcode == "custom-call" and i.attribute("custom_call_has_side_effect") != "true":
         return libraries and i.custom_call_target.startswith(PURE_CALLS)
     return repeatable(module, i)
@@ -98,6 +103,7 @@ class _Search:
         self.first = dict(self.peak)
         self.plans: dict[str, Plan] = {}
         self.made = module
+        self.origin: dict[str, str] = {}
         self.met = True
 
     def module_within(self, limit: int) -> None:
@@ -164,6 +170,7 @@ class _Search:
     def _written(self) -> Module:
         writer = Writer(self.module)
         changed = {name: self._rewrite(name, made, writer) for name, made in self.plans.items()}
+        self.origin = writer.origin
         rows: list[Computation] = []
         for c in self.module.computations:
             if c.entry:

@@ -10,6 +10,7 @@ peak at an earlier instruction (R19); kept as it is, to be compared with.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from tightship.errors import BadInput
@@ -50,7 +51,7 @@ class Options:
 @dataclass(frozen=True)
 class Remade:
     """A module that was made to need less: peaks in bytes as XLA counts them, instructions ``recomputed`` in the
-    order they were chosen, and how many more the module has (R15)."""
+    order they were chosen, and how many more the module has (R15). ``origin`` has the first name of each clone."""
 
     module: Module
     limit: int
@@ -58,6 +59,7 @@ class Remade:
     peak_after: int
     recomputed: tuple[str, ...]
     added: int
+    origin: Mapping[str, str]
 
     @property
     def met(self) -> bool:
@@ -76,7 +78,13 @@ def plan(module: Module, limit: int, options: Options | None = None) -> Remade:
     out = result_bytes(module)
     run.computation(module.entry.name, max(0, limit - out))
     return Remade(
-        run.written(), limit, before + out, run.peak[module.entry.name] + out, tuple(run.chosen), run.added
+        run.written(),
+        limit,
+        before + out,
+        run.peak[module.entry.name] + out,
+        tuple(run.chosen),
+        run.added,
+        run.origin,
     )
 
 
@@ -111,6 +119,7 @@ class _Run:
         self.inside = dict(module.by_name)
         self.may: dict[str, bool] = {}
         self.chosen: list[str] = []
+        self.origin: dict[str, str] = {}
         self.added = 0
 
     def written(self) -> Module:
@@ -220,6 +229,7 @@ class _Walk:
     def _repeat(self, node: Node) -> None:
         """Clone a node for its users to come, right before the first of them (R10)."""
         clone = self.body.clone(node)
+        self.run_.origin[clone.name] = node.made.name
         if node.made.called:
             clone.made = self.run_copy(node.made)
         handed: list[Node] = []

@@ -1,0 +1,117 @@
+"""`tightship plan module.txt`: rematerialisation of a scheduled HLO module."""
+
+from __future__ import annotations
+
+import argparse
+import time
+from typing import Any
+
+from tightship import api
+from tightship.cli.options import given_options
+from tightship.cli.output import Output
+from tightship.cli.source import writable
+from tightship.errors import BadInput
+from tightship.frontends.hlo import Module, read, to_text
+from tightship.plan import Plan
+from tightship.planners import planner
+from tightship.planners.remat._cost import work_of
+from tightship.planners.remat.as_plan import as_plan
+from tightship.planners.remat.peak import module_peak
+from tightship.planners.remat.search import bound
+from tightship.planners.remat.xla import Remade
+from tightship.report.progress import Line
+from tightship.serde import write_file
+from tightship.units import format_bytes, parse_budget
+
+__all__ = ["is_module", "plan_module"]
+
+_ENDINGS = (".hlo", ".txt")
+
+
+def is_module(text: str) -> bool:
+    """Whether a SOURCE is the text of an HLO module: by its ending."""
+    return text.endswith(_ENDINGS)
+
+
+def plan_module(chosen: argparse.Namespace, out: Output) -> int:
+    info = planner(chosen.planner or "search", "remat")
+    options = _options(info.options, given_options(chosen))
+    budget = parse_budget(chosen.budget, "--budget") if chosen.budget is not None else None
+    path, text = writable(chosen.output, "--output"), writable(chosen.write, "--write")
+    if chosen.picture is not None:
+        raise BadInput(
+            "a picture is drawn of a step of a model, not of a module", chosen.picture, "--picture"
+        )
+    with Line(out.errors, f"reading {chosen.source}"):
+        module = read(chosen.source)
+    before = module_peak(module)
+    limit = before if budget is None else budget.resolve(before)
+    began = time.perf_counter()
+    with Line(out.errors, f"planning {module.name}"):
+        made: Remade = info.plan(module, limit, options)
+    seconds = time.perf_counter() - began
+    graph, plan = as_plan(module, made, info.name)
+    rows = _rows(module, made, plan, seconds) | {"budget": None if budget is None else limit}
+    said = [_said(module, made, rows)]
+    if path is not None:
+        api.Planned(plan, graph).save(path)
+        rows["output"] = str(path)
+        said.append(f"written to {path}")
+    if text is not None:
+        write_file(text, to_text(made.module).encode())
+        rows["written"] = str(text)
+        said.append(f"module written to {text}")
+    out.answer(rows, "\n".join(said))
+    return 0 if made.met else 1
+
+
+def _options(kind: type[Any], given: dict[str, Any]) -> Any:
+    known = {name: value for name, value in given.items() if name in kind.__dataclass_fields__}
+    if unknown := sorted(set(given) - set(known)):
+        rule = f"options of a module's planner are {', '.join(kind.__dataclass_fields__)}"
+        raise BadInput(rule, ", ".join(unknown), "options")
+    return kind(**known)
+
+
+def _rows(module: Module, made: Remade, plan: Plan, seconds: float) -> dict[str, Any]:
+    work = work_of(module)
+    flops = work.flops[module.entry.name]
+    again = sum(flops.get(made.origin.get(i.name, i.name), 0) for i in made.module.entry.instructions)
+    return {
+        "peak_before": made.peak_before,
+        "peak_after": made.peak_after,
+        "budget": made.limit,
+        "met": made.met,
+        "lower_bound": bound(module),
+        "static": 0,
+        "arena": made.peak_after,
+        "time_before": plan.time_before,
+        "time_after": plan.time,
+        "flops_before": sum(flops.values()),
+        "flops_after": again,
+        "recomputed": len(made.recomputed),
+        "offloaded": 0,
+        "compressed": 0,
+        "moved": plan.moved,
+        "added": made.added,
+        "planner": plan.planner,
+        "seconds": seconds,
+        "instructions": [*made.recomputed],
+        "graph": module.name,
+    }
+
+
+def _said(module: Module, made: Remade, rows: dict[str, Any]) -> str:
+    verdict = "within the limit" if made.met else "ABOVE the limit"
+    least = rows["lower_bound"]
+    lines = [
+        f"plan for {module.name} ({len(module.entry.instructions)} instructions)",
+        f"  peak         {format_bytes(made.peak_after)}, {verdict} of {format_bytes(made.limit)}",
+        f"  before       {format_bytes(made.peak_before)}, as XLA counts it: results, without parameters",
+        f"  lower bound  {format_bytes(least)}" + (": no plan meets the limit" if least > made.limit else ""),
+        f"  recomputed   {len(made.recomputed)} instructions, {made.added:+d} in all",
+        f"  time         {100 * (rows['time_after'] / rows['time_before'] - 1 if rows['time_before'] else 0):+.2f} %, "
+        f"modelled; {rows['flops_after'] - rows['flops_before']:,} FLOPs more",
+        f"  planner      {rows['planner']}, in {rows['seconds']:.2f} s",
+    ]
+    return "\n".join(lines)

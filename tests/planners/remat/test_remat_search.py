@@ -1,0 +1,153 @@
+"""Our own rematerialisation of HLO modules: limits that XLA meets at no more work, limits it misses, and proofs."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+import hlo_data
+from hlo_small import CHAIN, LOOP, K, module, same_results
+from tightship.cli import main
+from tightship.errors import BadInput
+from tightship.frontends.hlo import Module, parse, to_text
+from tightship.planners.remat import search, xla
+from tightship.planners.remat._cost import work_of
+from tightship.planners.remat.as_plan import as_plan
+from tightship.planners.remat.peak import module_peak
+from tightship.verify import verify
+
+MIB = 2**20
+QUICK = search.Options(seconds=60.0, work=6_000_000)
+LIMITS = {"gpu_tx_unroll_250000000": 184.20, "gpu_cnn_30000000": 21.45, "gpu_mlp_35000000": 26.32}
+
+
+def repeated_flops(m: Module, made: xla.Remade) -> int:
+    flops = work_of(m).flops[m.entry.name]
+    runs = sum(flops.get(made.origin.get(i.name, i.name), 0) for i in made.module.entry.instructions)
+    return runs - sum(flops.values())
+
+
+def test_where_xla_meets_the_limit_so_do_we_at_no_more_work() -> None:
+    m = hlo_data.module("gpu_tx_unroll_250000000", hlo_data.BEFORE)
+    limit = int(184.20 * MIB)
+    theirs, ours = xla.plan(m, limit), search.plan(m, limit, QUICK)
+    assert theirs.met
+    assert ours.met
+    assert repeated_flops(m, ours) <= repeated_flops(m, theirs)
+
+
+def test_meets_a_limit_that_xla_misses() -> None:
+    m = hlo_data.module("gpu_cnn_30000000", hlo_data.BEFORE)
+    made = search.plan(m, int(21.45 * MIB), QUICK)
+    assert made.met
+    assert module_peak(made.module) == made.peak_after <= 21.45 * MIB
+    assert not xla.plan(m, int(21.45 * MIB)).met
+
+
+def test_proves_that_a_limit_cannot_be_met() -> None:
+    m = hlo_data.module("gpu_mlp_35000000", hlo_data.BEFORE)
+    limit = int(26.32 * MIB)
+    made = search.plan(m, limit, QUICK)
+    assert search.bound(m) > limit
+    assert not made.met
+    assert made.peak_after <= 1.0001 * search.bound(m)
+
+
+@pytest.mark.parametrize("name", LIMITS)
+def test_the_plan_is_what_the_verifier_accepts_and_counts_what_the_module_counts(name: str) -> None:
+    m = hlo_data.module(name, hlo_data.BEFORE)
+    for planner, options in ((xla, None), (search, QUICK)):
+        made = planner.plan(m, int(1.05 * LIMITS[name] * MIB), options)  # type: ignore[attr-defined]
+        graph, plan = as_plan(m, made, "x")
+        assert verify(graph, plan) == []
+        assert plan.peak_before <= made.peak_before
+        if planner is search:
+            tables = sum(8 * len(i.shape.parts) for i in made.module.entry.instructions)
+            assert made.peak_after - tables <= plan.peak + sum(
+                p.nbytes for _, p in m.entry.root.shape.positions
+            )
+
+
+@pytest.mark.parametrize("name", ["cpu_mlp", "cpu_lstm", "cpu_control"])
+def test_computes_the_same_values(name: str) -> None:
+    m = hlo_data.module(name)
+    made = search.plan(m, max(search.bound(m), int(0.8 * module_peak(m))), QUICK)
+    assert made.peak_after < made.peak_before
+    assert same_results(m, made.module)
+    assert parse(to_text(made.module)) == made.module
+
+
+def test_moves_what_was_made_too_early_at_no_cost() -> None:
+    m = module(CHAIN)
+    made = search.plan(m, 2 * K + 4, QUICK)
+    assert (made.met, made.recomputed) == (True, ())
+    assert same_results(m, made.module)
+
+
+def test_plans_the_body_of_a_loop_for_what_is_left_at_its_call() -> None:
+    m = module(LOOP)
+    limit = module_peak(m) - K + 64
+    made = search.plan(m, limit, QUICK)
+    assert made.met
+    assert [i.name for i in made.module.by_name["body"].instructions] != [
+        i.name for i in m.by_name["body"].instructions
+    ]
+    assert made.module.entry == m.entry
+    assert same_results(m, made.module)
+
+
+def test_a_module_within_its_limit_stays_as_it_is() -> None:
+    m = module(LOOP)
+    made = search.plan(m, module_peak(m), QUICK)
+    assert (made.module, made.recomputed, made.added) == (m, (), 0)
+
+
+def test_control_dependent_instructions_run_once() -> None:
+    tied = CHAIN.replace("exponential(%p)", "exponential(%p), control-predecessors={%a}")
+    made = search.plan(module(tied), 2 * K + 4, QUICK)
+    names = [i.name for i in made.module.entry.instructions]
+    assert names.index("a") < names.index("b")
+    assert not made.met
+
+
+def test_one_seed_and_work_limit_give_one_answer() -> None:
+    m = hlo_data.module("gpu_cnn_30000000", hlo_data.BEFORE)
+    first, second = (search.plan(m, int(24 * MIB), replace(QUICK, seed=3)) for _ in range(2))
+    assert first.module == second.module
+
+
+class TestCommandLine:
+    @pytest.fixture()
+    def path(self, tmp_path: Path) -> Path:
+        file = tmp_path / "module.txt"
+        file.write_text(to_text(module(LOOP)))
+        return file
+
+    def test_writes_plan_and_module(self, path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        limit = module_peak(module(LOOP)) - K + 64
+        out, plan = path.with_name("out.txt"), path.with_name("plan.json")
+        given = ["plan", str(path), "--budget", str(limit), "--write", str(out), "-o", str(plan)]
+        given += ["--work", "2000000", "--json"]
+        assert main(given) == 0
+        rows = json.loads(capsys.readouterr().out)
+        assert rows["peak_after"] == module_peak(parse(out.read_text())) <= limit == rows["budget"]
+        assert (rows["met"], rows["planner"], rows["recomputed"]) == (True, "search", 0)
+        assert main(["verify", str(plan)]) == 0
+
+    def test_a_limit_that_is_missed_is_exit_1(self, path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        assert main(["plan", str(path), "--budget", "1KiB", "--planner", "xla"]) == 1
+        assert "ABOVE the limit" in capsys.readouterr().out
+
+    @pytest.mark.parametrize("given", [["--planner", "nobody"], ["--order", "sink"], ["--budget", "x"]])
+    def test_bad_options_are_exit_2(self, path: Path, given: list[str]) -> None:
+        assert main(["plan", str(path), *given]) == 2
+
+    def test_a_module_without_a_schedule_is_exit_2(self, path: Path) -> None:
+        path.write_text(path.read_text().replace(", is_scheduled=true", ""))
+        assert main(["plan", str(path), "--budget", "1MiB"]) == 2
+
+
+def test_needs_a_schedule() -> None:
+    with pytest.raises(BadInput, match="schedule"):
+        search.plan(module(CHAIN, "HloModule m\n\n"), 1)
