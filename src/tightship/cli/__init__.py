@@ -22,7 +22,10 @@ __all__ = ["Usage", "main", "parser"]
 
 INTERRUPTED = 130
 _EPILOG = "exit status: 0 done, 1 infeasible or not verified, 2 bad input or usage, 130 interrupted"
-_SOURCE = "module:factory (found from the current folder), model.onnx, a module.txt of HLO, or a graph.json or plan.json of tightship's"
+_SOURCE = (
+    "module:factory (found from the current folder), model.onnx, a module.txt of HLO, "
+    "or a graph.json or plan.json of tightship's"
+)
 _BUDGET = "bytes with a unit (6GiB, 512MB) or a percentage of the unplanned peak (60%%)"
 
 

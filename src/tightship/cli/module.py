@@ -104,13 +104,14 @@ def _rows(module: Module, made: Remade, plan: Plan, seconds: float) -> dict[str,
 def _said(module: Module, made: Remade, rows: dict[str, Any]) -> str:
     verdict = "within the limit" if made.met else "ABOVE the limit"
     least = rows["lower_bound"]
+    longer = rows["time_after"] / rows["time_before"] - 1 if rows["time_before"] else 0.0
     lines = [
         f"plan for {module.name} ({len(module.entry.instructions)} instructions)",
         f"  peak         {format_bytes(made.peak_after)}, {verdict} of {format_bytes(made.limit)}",
         f"  before       {format_bytes(made.peak_before)}, as XLA counts it: results, without parameters",
         f"  lower bound  {format_bytes(least)}" + (": no plan meets the limit" if least > made.limit else ""),
         f"  recomputed   {len(made.recomputed)} instructions, {made.added:+d} in all",
-        f"  time         {100 * (rows['time_after'] / rows['time_before'] - 1 if rows['time_before'] else 0):+.2f} %, "
+        f"  time         {100 * longer:+.2f} %, "
         f"modelled; {rows['flops_after'] - rows['flops_before']:,} FLOPs more",
         f"  planner      {rows['planner']}, in {rows['seconds']:.2f} s",
     ]

@@ -6,6 +6,7 @@ from dataclasses import replace
 import pytest
 
 import hlo_data
+from hlo_small import CHAIN, LOOP, K, module, same_results
 from tightship.errors import BadInput
 from tightship.frontends.hlo import Module, parse, to_text
 from tightship.planners.remat import xla
