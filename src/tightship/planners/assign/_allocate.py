@@ -1,0 +1,202 @@
+"""Which buffers get allocations of their own, and which may lie in those: XLA's rules before its heap.
+
+Largest first: constants, the entry's parameters, buffers of computations applied element by element and tuples'
+tables of addresses each get an allocation. What remains may take one that is there already, as a whole, when nothing
+in it is alive at the same time: an operand's, else the smallest of those that results and donated parameters have. A
+result that finds none gets one; anything else is a temporary. Source: XLA, ``BufferAssigner``.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+from tightship.frontends.hlo.alias import AliasSet
+from tightship.frontends.hlo.live import LiveRanges
+from tightship.frontends.hlo.module import Computation
+from tightship.frontends.hlo.points_to import Buffer, Node
+from tightship.frontends.hlo.post_order import post_order
+from tightship.frontends.hlo.share import Sharing
+
+__all__ = ["Allocation", "allocate", "thread_locals"]
+
+
+@dataclass(eq=False)
+class Allocation:
+    """``kind``: parameter, constant, thread-local, output, tuple or heap. ``donated``: a parameter whose bytes
+    an output has; ``output``: something in it is there at the end. ``held``: where each buffer lies in it."""
+
+    kind: str
+    size: int
+    space: int = 0
+    donated: bool = False
+    output: bool = False
+    number: int = -1
+    held: dict[Buffer, int] = field(default_factory=dict)
+    lives: list[tuple[int, int, int]] = field(default_factory=list)
+
+    @property
+    def read_only(self) -> bool:
+        return self.kind == "constant" or (self.kind == "parameter" and not self.donated)
+
+    @property
+    def temporary(self) -> bool:
+        return self.kind in ("tuple", "heap") and not self.output
+
+    def hold(self, group: AliasSet, live: LiveRanges) -> None:
+        for buffer in group.buffers:
+            self.held[buffer] = 0
+            if buffer in live.ranges:
+                r = live.ranges[buffer]
+                self.lives.append((r.start, r.end, buffer.id))
+        self.lives.sort()
+
+
+@dataclass
+class Assigner:
+    """The pass over all alias sets of the sequential computations."""
+
+    live: LiveRanges
+    sharing: Sharing
+    allocations: list[Allocation] = field(default_factory=list)
+    heap: dict[Buffer, AliasSet] = field(default_factory=dict)
+    of: dict[Buffer, Allocation] = field(default_factory=dict)
+    open: list[Allocation] = field(default_factory=list)
+
+    def run(self) -> None:
+        live_out = self.live.points.live_out
+        for group in _ordered(self.live):
+            out = any(b in live_out for b in group.buffers)
+            if self._own(group) or self._reuse(group, out):
+                continue
+            if out:
+                self.open.append(self._new("output", group))
+            else:
+                self.heap.update((b, group) for b in group.buffers)
+        for buffer in live_out:
+            if buffer in self.of:
+                self.of[buffer].output = True
+
+    def _new(self, kind: str, group: AliasSet) -> Allocation:
+        made = Allocation(kind, group.size, group.buffers[0].shape.memory_space)
+        made.hold(group, self.live)
+        self.allocations.append(made)
+        self.of.update((b, made) for b in group.buffers)
+        return made
+
+    def _own(self, group: AliasSet) -> bool:
+        entry = self.live.points.module.entry
+        for buffer in group.buffers:
+            node = buffer.node
+            if node.opcode == "constant":
+                self._new("constant", group)
+                return True
+            if node.opcode == "parameter" and node.computation is entry:
+                made = self._new("parameter", group)
+                made.number = node.instruction.parameter_number
+                aliased = {(n, i) for n, i, _ in self.live.points.module.aliases.values()}
+                made.donated = (made.number, buffer.index) in aliased
+                if made.donated:
+                    self.open.append(made)
+                return True
+        return False
+
+    def _reuse(self, group: AliasSet, out: bool) -> bool:
+        for buffer in group.buffers:
+            if buffer.shape.is_tuple:
+                self._new("tuple", group)
+                return True
+            if not buffer.index:
+                for operand in buffer.node.operands:
+                    found = self.of.get(operand.at[0])
+                    if found is not None and self._fits(found, group, out):
+                        return True
+        return any(self._fits(found, group, out) for found in reversed(self.open))
+
+    def _fits(self, into: Allocation, group: AliasSet, out: bool) -> bool:
+        if into.read_only or into.kind == "tuple" or group.size > into.size:
+            return False
+        if into.space != group.buffers[0].shape.memory_space or (out and into.size != group.size):
+            return False
+        if any(self._clashes(into, buffer) for buffer in group.buffers):
+            return False
+        into.hold(group, self.live)
+        self.of.update((b, into) for b in group.buffers)
+        return True
+
+    def _clashes(self, into: Allocation, new: Buffer) -> bool:
+        copies = new.node.opcode == "copy" and any(
+            b in into.held for operand in new.node.operands for b in operand.at
+        )
+        if new not in self.live.ranges or copies:
+            return True
+        r = self.live.ranges[new]
+        at = bisect_right(into.lives, (r.end, self.live.end + 1, 0))
+        while at and into.lives[at - 1][1] >= r.start:
+            at -= 1
+            if self._interfere(self.live.points.buffers[into.lives[at][2]], new):
+                return True
+        return False
+
+    def _interfere(self, old: Buffer, new: Buffer) -> bool:
+        a, b = self.live.ranges[old], self.live.ranges[new]
+        if a.start > b.end or b.start > a.end:
+            return False
+        if a.end == b.start:
+            return not self._over(new, a.last)
+        if b.end == a.start:
+            return not self._over(old, b.last)
+        return True
+
+    def _over(self, user: Buffer, operand: tuple[Node, tuple[int, ...]]) -> bool:
+        node, index = operand
+        return (
+            user.node.opcode != "copy"
+            and node in user.node.operands
+            and self.sharing.allowed(node, index, user.node, user.index)
+        )
+
+
+def allocate(live: LiveRanges, sharing: Sharing) -> Assigner:
+    """Allocations of everything but temporaries, which ``heap`` names."""
+    made = Assigner(live, sharing)
+    made.run()
+    return made
+
+
+def _ordered(live: LiveRanges) -> list[AliasSet]:
+    """By size, outputs before others, then by where the first of them is defined; callers before callees."""
+    points = live.points
+    names = {c.name for c in points.sequential}
+    rank: dict[tuple[str, str], int] = {}
+    for c in _callers_first(points.sequential):
+        for name in post_order(c):
+            rank[c.name, name] = len(rank)
+    groups = [g for g in live.sets if g.buffers[0].node.computation.name in names]
+
+    def key(group: AliasSet) -> tuple[int, bool, int]:
+        out = any(b in points.live_out for b in group.buffers)
+        first = min(
+            rank.get((b.node.computation.name, b.node.name), len(rank)) for b in group.buffers
+        )
+        return -group.size, not out, first
+
+    return sorted(groups, key=key)
+
+
+def _callers_first(sequential: Sequence[Computation]) -> Iterator[Computation]:
+    return reversed(sequential)
+
+
+def thread_locals(live: LiveRanges) -> list[Allocation]:
+    """What computations applied element by element need: an allocation for each of their alias sets."""
+    names = {c.name for c in live.points.embedded}
+    found = []
+    for group in live.sets:
+        if group.buffers[0].node.computation.name in names:
+            constant = any(b.node.opcode == "constant" for b in group.buffers)
+            made = Allocation("constant" if constant else "thread-local", group.size)
+            made.hold(group, live)
+            found.append(made)
+    return found
