@@ -176,7 +176,7 @@ class _Analysis:
         self._optimise()
         numbered = self._ids(order)
         self._positions(numbered)
-        self._uses(numbered)
+        self._find_uses(numbered)
         return PointsTo(
             self.module,
             tuple(numbered),
@@ -368,17 +368,25 @@ class _Analysis:
                     if buffer.node is not node or buffer.index != index:
                         buffer.positions.append((node, index))
 
-    def _uses(self, numbered: Sequence[Buffer]) -> None:
+    def _find_uses(self, numbered: Sequence[Buffer]) -> None:
         for buffer in numbered:
             for node, index in buffer.positions:
                 for user in node.users:
-                    if index and user.opcode in ("get-tuple-element", "copy"):
-                        continue
-                    if user.opcode == "domain" or (user.opcode == "tuple" and not user.is_root):
+                    if not _uses(user, index):
                         continue
                     for k, operand in enumerate(user.operands):
                         if operand is node:
                             buffer.uses.append(Use(user, k, index))
+
+
+def _uses(user: Node, index: Index) -> bool:
+    """Whether an instruction uses what stands at a position of its operand, rather than handing it on. What the
+    root of a computation hands on counts as used."""
+    if user.opcode == "get-tuple-element":
+        return not index or (user.is_root and index[0] == user.instruction.tuple_index)
+    if user.opcode == "copy":
+        return not index or user.is_root
+    return user.opcode not in ("tuple", "domain") or user.is_root
 
 
 def _close(phi: Buffer, real: object, seen: set[Buffer], same: dict[Buffer, Buffer]) -> bool:
