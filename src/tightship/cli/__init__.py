@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 import tightship
-from tightship.cli import pack, verbs
+from tightship.cli import hlo, pack, verbs
 from tightship.cli.options import add_onnx, add_options
 from tightship.cli.output import Output
 from tightship.errors import TightshipError
@@ -125,6 +125,17 @@ def _add_pools(verb: argparse.ArgumentParser) -> None:
     verb.add_argument("--heap", action="append", default=[], metavar="[NAME=]B", help=text)
 
 
+def _add_assign(verb: argparse.ArgumentParser) -> None:
+    from tightship.planners.assign.tight import Options
+
+    verb.add_argument("module", metavar="MODULE.txt", help="a scheduled HLO module as text")
+    verb.add_argument("--planner", metavar="NAME", default="tight", help="tight (default), or xla: XLA's own")
+    verb.add_argument("--order", action="store_true", help="look for another legal schedule that needs less")
+    verb.add_argument("--write", metavar="FILE", help="write the module, in the order chosen")
+    add_options(verb, Options)
+    verb.set_defaults(run=hlo.assign, options=Options)
+
+
 def _add_verify(verb: argparse.ArgumentParser) -> None:
     verb.add_argument("plan", metavar="PLAN|PACKED.csv", help="a plan.json, or what pack wrote")
     verb.add_argument("--capacity", "-c", metavar="B", help="bytes that a packing has to do with")
@@ -150,6 +161,7 @@ _VERBS = {
     "explain": (_add_explain, "who makes up the peak, and where it came from"),
     "pack": (_add_pack, "placement alone: give every buffer of a CSV file its offset"),
     "verify": (_add_verify, "exit 0 only if nothing is wrong; say what is wrong and where"),
+    "assign": (_add_assign, "aliasing, liveness and buffer assignment of a scheduled HLO module"),
     "planners": (_add_planners, "what planners there are, one line each"),
 }
 

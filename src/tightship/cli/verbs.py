@@ -10,6 +10,7 @@ from rich.console import RenderableType
 from rich.table import Table
 
 from tightship import api
+from tightship.cli.hlo import explain_module
 from tightship.cli.module import is_module, plan_module
 from tightship.cli.options import documented, given_options, onnx_options
 from tightship.cli.output import Output
@@ -100,6 +101,8 @@ def explain(chosen: argparse.Namespace, out: Output) -> int:
     options = given_options(chosen)
     if chosen.top < 1:
         raise BadInput("a table has at least one row", chosen.top, "option --top")
+    if is_module(chosen.source):
+        return explain_module(chosen, out)
     budget = _budget(chosen)
     source = _loaded(chosen.source, out, onnx_options(chosen))
     made, failure = source.plan, None

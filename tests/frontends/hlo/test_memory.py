@@ -90,16 +90,14 @@ def test_a_computation_run_from_two_places_is_refused() -> None:
 
 
 def test_an_unscheduled_module_has_no_live_ranges() -> None:
-    with pytest.raises(
-        BadInput, match=r"live ranges need a schedule.*module 'loop'|module 'loop'.*need a schedule"
-    ):
+    with pytest.raises(BadInput, match="live ranges need a schedule"):
         live_ranges(parse(LOOP.replace(", is_scheduled=true", "")))
 
 
 @pytest.mark.parametrize("shape", ["f32[4294967296,4294967296]", "f32[<=8]"])
 def test_shapes_without_a_size_are_refused_with_their_place(shape: str) -> None:
     text = LOOP.replace("%b = f32[8]", f"%b = {shape}")
-    with pytest.raises(BadInput, match=r"line 23, 'b' in 'main'"):
+    with pytest.raises(BadInput, match=r"module:23, 'b' in 'main'"):
         points_to(parse(text))
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import pairwise
 
 from tightship.errors import BadInput
@@ -44,12 +45,17 @@ class LiveRanges:
     def end(self) -> int:
         return len(self.schedule)
 
+    @cached_property
+    def time(self) -> Mapping[Node, int]:
+        """When each instruction runs."""
+        return {node: k for k, node in enumerate(self.schedule)}
+
 
 def live_ranges(module: Module) -> LiveRanges:
     """Aliasing and liveness of a scheduled module. Raises ``BadInput`` if it is not scheduled."""
     if not module.scheduled:
         rule = "live ranges need a schedule: is_scheduled=true in the module's header (--order makes one)"
-        raise BadInput(rule, place=f"module {module.name!r}")
+        raise BadInput(rule, place=module.file or f"module {module.name!r}")
     points = points_to(module)
     sets = alias_sets(points)
     schedule, spans, contexts = _flatten(points)

@@ -166,12 +166,14 @@ class Computation:
 
 @dataclass(frozen=True)
 class Module:
-    """A module: ``attributes`` of its header as text, ``tables`` (file names, stack frames) as text by title."""
+    """A module: ``attributes`` of its header as text, ``tables`` (file names, stack frames) as text by title.
+    ``file`` is what messages call it (not part of equality)."""
 
     name: str
     computations: tuple[Computation, ...]
     attributes: tuple[tuple[str, str], ...] = ()
     tables: tuple[tuple[str, tuple[str, ...]], ...] = ()
+    file: str = field(default="", compare=False)
 
     def attribute(self, key: str, default: str = "") -> str:
         return next((text for name, text in self.attributes if name == key), default)

@@ -68,7 +68,7 @@ def parse(text: str, file: str = "module") -> Module:
         computations.append(_computation(scan, line))
     if not computations:
         scan.fail("a computation", len(scan.text))
-    module = Module(name, tuple(computations), attributes, tuple(tables))
+    module = Module(name, tuple(computations), attributes, tuple(tables), file)
     check_module(module, file)
     return module
 

@@ -196,9 +196,8 @@ class _Analysis:
                     for _, part in i.shape.positions:
                         _ = part.nbytes
                 except BadInput as error:
-                    raise BadInput(
-                        error.rule, error.value, f"line {i.line}, {i.name!r} in {c.name!r}"
-                    ) from None
+                    place = f"{self.module.file}:{i.line}, {i.name!r} in {c.name!r}"
+                    raise BadInput(error.rule, error.value, place) from None
                 node = Node(count, c, i, tuple(mine[o] for o in i.operands))
                 for operand in dict.fromkeys(node.operands):
                     operand.users.append(node)

@@ -8,7 +8,6 @@ order of elements. Source: XLA, ``HloDataflowAnalysis::CanShareOperandBufferWith
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
 
 from tightship.frontends.hlo.alias import in_place
 from tightship.frontends.hlo.module import Computation, Instruction, Module
@@ -126,7 +125,11 @@ class Sharing:
             if not any(heavy):
                 return False
             other = 1 - heavy.index(True)
-            uses = [(u, k) for u in inside.users[parameter] for k in _operand_numbers(inside.by_name[u], parameter)]
+            uses = [
+                (u, k)
+                for u in inside.users[parameter]
+                for k in _operand_numbers(inside.by_name[u], parameter)
+            ]
             return uses == [(inside.root.name, other)]
         return None
 
@@ -227,7 +230,11 @@ class _Fused:
                     work.append(user)
                 if not self._passes(name, by_name[user], real):
                     return False
-        if several and not (real.opcode in _ELEMENTWISE) and any(o in seen for o in root.operands if o != output.name):
+        if (
+            several
+            and real.opcode not in _ELEMENTWISE
+            and any(o in seen for o in root.operands if o != output.name)
+        ):
             return False
         return found
 
@@ -256,5 +263,3 @@ def _same_bytes(a: Shape, b: Shape) -> bool:
     if a.is_tuple or b.is_tuple or "token" in (a.dtype, b.dtype):
         return False
     return a.elements == b.elements and a.nbytes == b.nbytes
-
-

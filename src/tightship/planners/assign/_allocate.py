@@ -59,6 +59,7 @@ class Assigner:
 
     live: LiveRanges
     sharing: Sharing
+    hosting: bool = True
     allocations: list[Allocation] = field(default_factory=list)
     heap: dict[Buffer, AliasSet] = field(default_factory=dict)
     of: dict[Buffer, Allocation] = field(default_factory=dict)
@@ -68,7 +69,9 @@ class Assigner:
         live_out = self.live.points.live_out
         for group in _ordered(self.live):
             out = any(b in live_out for b in group.buffers)
-            if self._own(group) or self._reuse(group, out):
+            if self._own(group):
+                continue
+            if (self.hosting or out or group.buffers[0].shape.is_tuple) and self._reuse(group, out):
                 continue
             if out:
                 self.open.append(self._new("output", group))
@@ -158,9 +161,10 @@ class Assigner:
         )
 
 
-def allocate(live: LiveRanges, sharing: Sharing) -> Assigner:
-    """Allocations of everything but temporaries, which ``heap`` names."""
-    made = Assigner(live, sharing)
+def allocate(live: LiveRanges, sharing: Sharing, *, hosting: bool = True) -> Assigner:
+    """Allocations of everything but temporaries, which ``heap`` names. Without ``hosting`` temporaries take no
+    part of what outputs and donated parameters have."""
+    made = Assigner(live, sharing, hosting)
     made.run()
     return made
 
@@ -177,9 +181,7 @@ def _ordered(live: LiveRanges) -> list[AliasSet]:
 
     def key(group: AliasSet) -> tuple[int, bool, int]:
         out = any(b in points.live_out for b in group.buffers)
-        first = min(
-            rank.get((b.node.computation.name, b.node.name), len(rank)) for b in group.buffers
-        )
+        first = min(rank.get((b.node.computation.name, b.node.name), len(rank)) for b in group.buffers)
         return -group.size, not out, first
 
     return sorted(groups, key=key)

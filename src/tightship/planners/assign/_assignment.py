@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
+from tightship.frontends.hlo.alias import AliasSet
 from tightship.frontends.hlo.live import LiveRanges
 from tightship.frontends.hlo.points_to import Buffer
 from tightship.planners.assign._allocate import Allocation
 
-__all__ = ["Assignment", "combine", "fragmentation"]
+__all__ = ["Assignment", "combine", "lower_bound", "most_alive"]
 
 
 @dataclass(frozen=True)
@@ -94,11 +96,41 @@ def _partition(found: list[Allocation]) -> tuple[list[Allocation], list[Allocati
         first, last = first + 1, last - 1
 
 
-def fragmentation(size: int, lives: Sequence[tuple[int, int, int]]) -> int:
-    """Bytes of a heap beyond the most alive in it; ``lives`` are (start, end, bytes)."""
-    events = sorted([(s, 1, n) for s, e, n in lives if e > s] + [(e, 0, n) for s, e, n in lives if e > s])
-    now = most = 0
-    for _, begins, n in events:
-        now += n if begins else -n
-        most = max(most, now)
-    return size - most
+def most_alive(lives: Iterable[tuple[int, int, int]]) -> int:
+    """The most bytes alive at once; ``lives`` are (start, end, bytes), half-open."""
+    changes: dict[int, int] = {}
+    for start, end, nbytes in lives:
+        changes[start] = changes.get(start, 0) + nbytes
+        changes[end] = changes.get(end, 0) - nbytes
+    return max(accumulate(changes[t] for t in sorted(changes)), default=0)
+
+
+def lower_bound(live: LiveRanges, allocations: Sequence[Allocation]) -> int:
+    """A total that no assignment of this schedule goes below, whatever may share.
+
+    What is never given back (read-only parameters, constants, thread-local buffers) plus the larger of what
+    donated parameters and outputs take and the most bytes of anything else alive between two instructions:
+    between them nothing is written over anything.
+    """
+    fixed = sum(a.size for a in allocations if a.read_only or a.kind == "thread-local")
+    handed = sum(a.size for a in allocations if not a.read_only and a.kind in ("parameter", "output"))
+    never = {b for a in allocations if a.read_only or a.kind == "thread-local" for b in a.held}
+    lives = []
+    for group in live.sets:
+        if group.buffers[0] not in never:
+            lives += [(start, end, group.size) for start, end in between(live, group)]
+    return fixed + max(handed, most_alive(lives))
+
+
+def between(live: LiveRanges, group: AliasSet) -> list[tuple[int, int]]:
+    """When the place of an alias set is taken after an instruction: [start, end), without overlaps."""
+    found: list[tuple[int, int]] = []
+    since = -1
+    for r in sorted(
+        (live.ranges[b] for b in group.buffers if b in live.ranges), key=lambda r: (r.start, r.end)
+    ):
+        start = max(r.start, since)
+        if r.end > start:
+            found.append((start, r.end))
+            since = r.end
+    return found

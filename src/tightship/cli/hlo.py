@@ -1,0 +1,129 @@
+"""``assign`` and ``explain`` of a scheduled HLO module."""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import replace
+from typing import Any
+
+from rich.console import RenderableType
+
+from tightship.cli.options import given_options
+from tightship.cli.output import Output
+from tightship.cli.source import writable
+from tightship.errors import BadInput
+from tightship.frontends import hlo
+from tightship.frontends.hlo import Module
+from tightship.planners import planner
+from tightship.planners.assign import advice, tight
+from tightship.planners.assign._assignment import Assignment
+from tightship.planners.assign._order import reordered
+from tightship.report.hlo import assignment_rows, assignment_text, peak_step, residents, residents_table
+from tightship.report.progress import Line
+from tightship.serde import write_file
+from tightship.units import format_bytes
+
+__all__ = ["assign", "explain_module"]
+
+
+def assign(chosen: argparse.Namespace, out: Output) -> int:
+    options = given_options(chosen)
+    info = planner(chosen.planner, "assign")
+    fields = getattr(info.options, "__dataclass_fields__", {})
+    for name in options:
+        if name not in fields:
+            raise BadInput(
+                f"options of planner {chosen.planner!r} are {', '.join(fields)}", name, f"option --{name}"
+            )
+    path = writable(chosen.write, "--write")
+    module, moved = _module(chosen, out)
+    with Line(out.errors, f"assigning {module.name}"):
+        made: Assignment = info.plan(module, info.options(**options))
+        if moved is not None:
+            made, module, moved = _not_worse(chosen, made, module, moved, info, options)
+    rows = assignment_rows(made)
+    text = [assignment_text(made)]
+    if moved is not None:
+        rows["moved"] = moved
+        text.append(f"  order        {moved} instructions moved")
+    if path is not None:
+        write_file(path, hlo.to_text(module).encode())
+        rows["written"] = str(path)
+        text.append(f"written to {path}")
+    out.answer(rows, "\n".join(text))
+    return 0
+
+
+def _module(chosen: argparse.Namespace, out: Output) -> tuple[Module, int | None]:
+    with Line(out.errors, f"reading {chosen.module}"):
+        module = hlo.read(chosen.module)
+    if not chosen.order:
+        if not module.scheduled:
+            raise BadInput(
+                "the module is not scheduled (no is_scheduled=true in its header); --order schedules it",
+                place=str(chosen.module),
+            )
+        return module, None
+    with Line(out.errors, f"ordering {module.name}"):
+        return reordered(module)
+
+
+def _not_worse(
+    chosen: argparse.Namespace,
+    made: Assignment,
+    module: Module,
+    moved: int,
+    info: Any,
+    options: dict[str, Any],
+) -> tuple[Assignment, Module, int]:
+    """The given order, where the new one comes out larger."""
+    given = hlo.read(chosen.module)
+    if not given.scheduled:
+        return made, module, moved
+    before: Assignment = info.plan(given, info.options(**options))
+    return (before, given, 0) if before.total <= made.total else (made, module, moved)
+
+
+def explain_module(chosen: argparse.Namespace, out: Output) -> int:
+    """The peak of a module, who makes it up, and what would lower it."""
+    if chosen.budget is not None:
+        raise BadInput("a budget is not for explaining a module", chosen.budget, "--budget")
+    with Line(out.errors, f"reading {chosen.source}"):
+        module = hlo.read(chosen.source)
+    if not module.scheduled:
+        raise BadInput(
+            "the module is not scheduled (no is_scheduled=true in its header); "
+            "assign --order --write FILE schedules it",
+            place=str(chosen.source),
+        )
+    with Line(out.errors, f"assigning {module.name}"):
+        made = planner("xla", "assign").plan(module)
+        ours = tight.plan(module)
+        found = advice.advice(made, ours)
+    step, alive = peak_step(made.live)
+    rows = residents(made, step)
+    at = made.live.schedule[step]
+    answer = assignment_rows(made) | {
+        "peak": {
+            "step": step,
+            "bytes": alive,
+            "instruction": at.name,
+            "computation": at.computation.name,
+            "residents": [r.as_dict() for r in rows[: chosen.top]],
+            "count": len(rows),
+        },
+        "advice": [a.as_dict() for a in found],
+    }
+    title = f"Most alive: {format_bytes(alive)} at step {step} of {made.live.end}, while {at.name} runs"
+    text: list[RenderableType] = [
+        assignment_text(replace(made, planner="xla")),
+        "",
+        title,
+        "",
+        residents_table(rows, chosen.top, ""),
+        "",
+        "What would lower it",
+    ]
+    text += [f"  {format_bytes(a.saves):>12}  {a.text}" for a in found] or ["  nothing that was tried"]
+    out.answer(answer, text)
+    return 0

@@ -1,0 +1,116 @@
+"""Our buffer assignment: every legal sharing, placed by the portfolio; never larger than XLA's.
+
+Problem, measure and rules: as in ``xla``. Differences: temporaries go into outputs and donated parameters side by
+side and at any offset while nothing else is alive there, chosen to lower the peak of what remains; what remains is
+placed together, tables of addresses among it, by the placement portfolio with alias sets as groups. Source: ours.
+Guarantee: not larger than ``xla``; checked. Complexity: that of the placement; the search is bounded by ``work``.
+Known limits: which operand a result is written over is decided once, as XLA does it.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from tightship.frontends.hlo import Module
+from tightship.frontends.hlo.live import LiveRanges
+from tightship.frontends.hlo.points_to import Buffer
+from tightship.frontends.hlo.share import TARGETS, Sharing
+from tightship.plan import Buffer as Block
+from tightship.plan import Problem
+from tightship.planners.assign import xla
+from tightship.planners.assign._allocate import Allocation, allocate, thread_locals
+from tightship.planners.assign._assignment import Assignment, lower_bound, most_alive
+from tightship.planners.assign._check import check
+from tightship.planners.assign._heap import Group, best_fit, replay
+from tightship.planners.assign._hosts import host
+from tightship.planners.packing import Search, pack
+
+__all__ = ["Options", "plan"]
+
+_LARGE = 20_000
+"""Groups beyond which the best fit is not searched any further."""
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """``target``: cpu, gpu or auto. ``seconds`` of search at most, ``work``: buffers each search may place,
+    ``seed`` of random moves."""
+
+    target: str = "auto"
+    seconds: float = 5.0
+    work: int = 100_000
+    seed: int = 0
+
+
+def plan(module: Module, options: Options | None = None) -> Assignment:
+    """The smallest assignment found; at most XLA's. Raises what ``xla.plan`` raises."""
+    o = options or Options()
+    began = time.perf_counter()
+    best = xla.plan(module, xla.Options(o.target))
+    live, sharing = best.live, Sharing(best.live.points, best.target)
+    bound = best.lower_bound
+    for hosting in (False, True):
+        if best.total <= bound or time.perf_counter() - began > o.seconds:
+            break
+        made = _assign(live, sharing, best.target, hosting, o)
+        if made is not None and made.total < best.total:
+            best = made
+    best = replace(best, planner="tight", seconds=time.perf_counter() - began)
+    check(best, sharing)
+    return best
+
+
+def _assign(live: LiveRanges, sharing: Sharing, target: str, hosting: bool, o: Options) -> Assignment | None:
+    """One assignment: with XLA's choice of who lies in outputs and donated parameters, or with our own."""
+    assigner = allocate(live, sharing, hosting=not hosting)
+    tables = [a for a in assigner.allocations if a.kind == "tuple" and not _kept(live, a)]
+    fixed = [a for a in assigner.allocations if a not in tables]
+    heap = dict(assigner.heap)
+    sets = {b: g for g in live.sets for b in g.buffers}
+    for table in tables:
+        heap.update((b, sets[b]) for b in table.held)
+    groups = replay(live, heap, sharing)
+    if hosting:
+        groups = host(live, sharing, groups, [a for a in fixed if not a.read_only], TARGETS[target])
+    offsets, size = _place(groups, TARGETS[target], o)
+    allocation = Allocation("heap", size)
+    for group, offset in zip(groups, offsets, strict=True):
+        allocation.held.update((m.buffer, offset) for m in group.members)
+    found = [*fixed, *([allocation] if allocation.held else []), *thread_locals(live)]
+    fragmentation = size - most_alive(xla.stays(groups))
+    return Assignment(live, target, tuple(found), fragmentation, lower_bound(live, found), "tight")
+
+
+def _kept(live: LiveRanges, table: Allocation) -> bool:
+    """Whether a table of addresses is part of the result."""
+    return any(b in live.points.live_out for b in table.held)
+
+
+def _place(groups: Sequence[Group], alignment: int, o: Options) -> tuple[list[int], int]:
+    """Offsets by the better of XLA's best fit and the portfolio."""
+    fitted, size = best_fit(groups, alignment)
+    if not groups or len(groups) > _LARGE or size <= most_alive(xla.stays(list(groups))):
+        return fitted, size
+    blocks: list[Block] = []
+    for k, group in enumerate(groups):
+        name = str(k) if len(group.members) > 1 else ""
+        for m in group.members:
+            if group.size and m.end > m.start:
+                blocks.append(_block(m.buffer, m.start, m.end, group.size, alignment, name))
+    search = Search(seed=o.seed, work=o.work, seconds=o.seconds)
+    solution = pack(Problem(tuple(blocks)), search=search)
+    if solution.arena >= size:
+        return fitted, size
+    where = dict(zip((b.id for b in blocks), solution.offsets, strict=True))
+    found = [where.get(_id(group.members[0].buffer), 0) for group in groups]
+    return found, solution.arena
+
+
+def _id(buffer: Buffer) -> str:
+    return f"{buffer.id}:{buffer}"
+
+
+def _block(buffer: Buffer, start: int, end: int, size: int, alignment: int, group: str) -> Block:
+    return Block(_id(buffer), start, end, size, alignment=alignment, group=group)

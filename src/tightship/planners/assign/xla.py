@@ -1,0 +1,79 @@
+"""XLA's buffer assignment: the same allocations, offsets and total, from the text of a scheduled module.
+
+Problem: a place for every logical buffer, with the least bytes in all. Measure: bytes of all allocations. Source:
+XLA, ``BufferAssigner`` with its heap simulator (best fit by decreasing size or span). Guarantee: none on the size;
+legal by construction, and checked. Complexity: buffers × those alive with them. Known limits: what already has an
+allocation is reused as a whole only, from its start; tables of addresses are never reused; ties between equal buffers
+follow the order of the text, which may not be the order XLA had.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+
+from tightship.errors import BadInput
+from tightship.frontends.hlo import Module
+from tightship.frontends.hlo.live import live_ranges
+from tightship.frontends.hlo.share import TARGETS, Sharing, target_of
+from tightship.planners.assign._allocate import Allocation, allocate, thread_locals
+from tightship.planners.assign._assignment import Assignment, combine, lower_bound, most_alive
+from tightship.planners.assign._check import check
+from tightship.planners.assign._heap import Group, best_fit, replay
+
+__all__ = ["Options", "plan"]
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """``target``: cpu or gpu decides alignment and what a fusion may write over; auto: as the module says."""
+
+    target: str = "auto"
+
+
+def plan(module: Module, options: Options | None = None) -> Assignment:
+    """XLA's assignment. Raises ``BadInput`` for a module without a schedule, or with shapes without a size."""
+    began = time.perf_counter()
+    target = known_target(module, (options or Options()).target)
+    live = live_ranges(module)
+    sharing = Sharing(live.points, target)
+    assigner = allocate(live, sharing)
+    groups = replay(live, assigner.heap, sharing)
+    offsets, size = best_fit(groups, TARGETS[target])
+    heap = Allocation("heap", size)
+    for group, offset in zip(groups, offsets, strict=True):
+        heap.held.update((m.buffer, offset) for m in group.members)
+    found = [*assigner.allocations, *([heap] if assigner.heap else []), *thread_locals(live)]
+    made = Assignment(
+        live,
+        target,
+        tuple(combine(found, TARGETS[target])),
+        size - most_alive(stays(groups)),
+        lower_bound(live, found),
+        "xla",
+        time.perf_counter() - began,
+    )
+    check(made, sharing)
+    return made
+
+
+def known_target(module: Module, target: str) -> str:
+    """``target``, or what the module was compiled for."""
+    if target == "auto":
+        return target_of(module)
+    if target not in TARGETS:
+        raise BadInput(f"a target is auto, {' or '.join(TARGETS)}", target, "--target")
+    return target
+
+
+def stays(groups: list[Group]) -> list[tuple[int, int, int]]:
+    """(start, end, bytes) of every group, the stays of its members joined where they overlap."""
+    found = []
+    for group in groups:
+        since = -1
+        for m in sorted(group.members, key=lambda m: m.start):
+            start = max(m.start, since)
+            if m.end > start:
+                found.append((start, m.end, group.size))
+                since = m.end
+    return found

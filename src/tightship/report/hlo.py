@@ -1,0 +1,159 @@
+"""Buffer assignment of an HLO module in numbers and words: bytes by kind, the peak, and who makes it up."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Any
+
+from rich import box
+from rich.console import RenderableType
+from rich.table import Table
+
+from tightship.frontends.hlo.live import LiveRanges
+from tightship.frontends.hlo.points_to import Buffer
+from tightship.planners.assign._allocate import Allocation
+from tightship.planners.assign._assignment import Assignment, between
+from tightship.units import format_bytes, format_seconds
+
+__all__ = ["Resident", "assignment_rows", "assignment_text", "peak_step", "residents", "residents_table"]
+
+
+@dataclass(frozen=True)
+class Resident:
+    """A buffer that is there at the peak. ``made`` and ``used`` are steps: when it was made, and when it is next
+    used (-1: by whoever called)."""
+
+    name: str
+    shape: str
+    nbytes: int
+    opcode: str
+    kind: str
+    op_name: str
+    source: str
+    made: int
+    used: int
+
+    def as_dict(self) -> dict[str, Any]:
+        return {
+            "name": self.name,
+            "shape": self.shape,
+            "bytes": self.nbytes,
+            "opcode": self.opcode,
+            "kind": self.kind,
+            "op_name": self.op_name,
+            "source": self.source,
+            "made": self.made,
+            "used": self.used,
+        }
+
+
+def assignment_rows(made: Assignment) -> dict[str, Any]:
+    """What ``assign --json`` prints. Bytes; ``gap`` is how far the total is above the bound, as a fraction."""
+    return {
+        "total": made.total,
+        "temp": made.temp,
+        "arguments": made.arguments,
+        "output": made.output,
+        "alias": made.alias,
+        "constants": made.constants,
+        "thread_local": made.thread_local,
+        "lower_bound": made.lower_bound,
+        "gap": made.total / made.lower_bound - 1 if made.lower_bound else 0.0,
+        "heap_fragmentation": made.heap_fragmentation,
+        "allocations": len(made.allocations),
+        "buffers": len(made.live.points.buffers),
+        "instructions": len(made.live.schedule),
+        "target": made.target,
+        "planner": made.planner,
+        "seconds": made.seconds,
+        "notes": list(made.live.points.notes),
+    }
+
+
+def assignment_text(made: Assignment) -> str:
+    """The same for people, one fact a line."""
+    rows = assignment_rows(made)
+    name = made.live.points.module.name
+    alias = f", of which {format_bytes(made.alias)} in donated arguments" if made.alias else ""
+    lines = [
+        f"{name}: {format_bytes(made.total)} ({made.total} B) in {len(made.allocations)} allocations",
+        f"  arguments    {format_bytes(made.arguments)}",
+        f"  outputs      {format_bytes(made.output)}{alias}",
+        f"  temporaries  {format_bytes(made.temp)}, {format_bytes(made.heap_fragmentation)} of it fragmentation",
+        f"  constants    {format_bytes(made.constants)}",
+        f"  lower bound  {format_bytes(made.lower_bound)}; the total is {100 * rows['gap']:.2f} % above it",
+        f"  planner      {made.planner} for {made.target}, in {format_seconds(made.seconds)}",
+    ]
+    return "\n".join([*lines, *(f"  note         {note}" for note in made.live.points.notes)])
+
+
+def peak_step(live: LiveRanges) -> tuple[int, int]:
+    """(step, bytes): when the most bytes are alive, arguments and constants among them."""
+    changes = [0] * (live.end + 2)
+    for group in live.sets:
+        for start, end in between(live, group):
+            changes[start] += group.size
+            changes[end] -= group.size
+    totals = list(accumulate(changes))
+    most = max(totals)
+    return totals.index(most), most
+
+
+def residents(made: Assignment, step: int) -> list[Resident]:
+    """Who is there at a step, largest first."""
+    live = made.live
+    kinds = {b: _kind(a) for a in made.allocations for b in a.held}
+    found = []
+    for group in live.sets:
+        if not any(start <= step < end for start, end in between(live, group)):
+            continue
+        here = [b for b in group.buffers if b in live.ranges and live.ranges[b].start <= step]
+        buffer = max(here, key=lambda b: live.ranges[b].start)
+        kind = kinds.get(buffer, "")
+        if kind == "argument" and buffer.node.opcode != "parameter":
+            kind = "output" if buffer in live.points.live_out else "temporary"
+        found.append(_resident(live, buffer, group.size, kind, step))
+    return sorted(found, key=lambda r: (-r.nbytes, r.made))
+
+
+def _kind(a: Allocation) -> str:
+    if a.kind == "parameter":
+        return "argument"
+    return "output" if a.output else "temporary" if a.temporary else a.kind
+
+
+def _resident(live: LiveRanges, buffer: Buffer, nbytes: int, kind: str, step: int) -> Resident:
+    i = buffer.node.instruction
+    place = live.points.module.place(i)
+    time = live.time
+    later = [time[u.node] for u in buffer.uses if time.get(u.node, -1) > step]
+    return Resident(
+        str(buffer),
+        str(buffer.shape),
+        nbytes,
+        i.opcode,
+        kind,
+        i.op_name,
+        "" if place is None else str(place),
+        live.ranges[buffer].start,
+        min(later, default=-1),
+    )
+
+
+def residents_table(rows: Sequence[Resident], top: int, title: str) -> RenderableType:
+    """The largest of them, with where they come from."""
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False, title=title, title_justify="left")
+    table.add_column("bytes", justify="right", no_wrap=True)
+    table.add_column("what", overflow="fold")
+    table.add_column("kind", no_wrap=True)
+    table.add_column("shape", overflow="fold")
+    table.add_column("made by, at", overflow="fold")
+    for r in rows[:top]:
+        where = " ".join(x for x in (r.op_name, f"({r.source})" if r.source else "") if x) or r.opcode
+        table.add_row(format_bytes(r.nbytes), f"{r.name}: {r.opcode}", r.kind, r.shape, where)
+    rest = rows[top:]
+    if rest:
+        table.add_row(format_bytes(sum(r.nbytes for r in rest)), f"({len(rest)} more)", "", "", "")
+    return table
