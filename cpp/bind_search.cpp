@@ -25,9 +25,12 @@ Rows rows(const RowsIn& r) { return {vec(r.first), vec(r.second)}; }
 
 Bits bits(const Engine& e, const Array<std::uint8_t>& a) {
     if (a.shape(0) != e.gaps().size()) throw std::invalid_argument("one decision per gap is needed");
-    for (std::size_t i = 0; i < a.shape(0); ++i)
-        if (a.data()[i] > kPass) throw std::invalid_argument("a decision is keep, evict or pass");
-    return vec(a);
+    Bits found = vec(a);
+    for (std::size_t i = 0; i < found.size(); ++i) {
+        if (found[i] >= kDecisions) throw std::invalid_argument("a decision is keep, evict, pass, pack or offload");
+        if (!e.allowed(static_cast<i32>(i), found[i])) found[i] = e.least(static_cast<i32>(i));
+    }
+    return found;
 }
 
 template <class T> nb::object array(std::vector<T> v) {
@@ -44,6 +47,7 @@ nb::dict as_dict(const Cost& c) {
     d["extra"] = c.extra;
     d["excess"] = c.excess;
     d["runs"] = c.runs;
+    d["host"] = c.host;
     return d;
 }
 
@@ -65,7 +69,9 @@ Budget budget(i64 work, double seconds, std::uint64_t seed, nb::object progress)
 Engine* make(const RowsIn& reads, const RowsIn& needs, const RowsIn& defines, const RowsIn& mutates,
              const RowsIn& updates, const Array<i64>& extra, const Array<double>& time,
              const Array<std::uint8_t>& pure, const Array<std::uint8_t>& fixed, const Array<i64>& size, const Array<std::uint8_t>& owned,
-             const Array<std::uint8_t>& kept, const Array<i32>& order) {
+             const Array<std::uint8_t>& kept, const Array<i32>& order, const Array<i64>& packed,
+             const Array<double>& pack, const Array<double>& unpack, const Array<double>& offload,
+             const Array<double>& fetch, const Array<std::uint8_t>& may) {
     Program p;
     p.ops = static_cast<i64>(order.shape(0));
     p.storages = static_cast<i64>(size.shape(0));
@@ -73,18 +79,23 @@ Engine* make(const RowsIn& reads, const RowsIn& needs, const RowsIn& defines, co
     p.mutates = rows(mutates), p.updates = rows(updates);
     p.extra = vec(extra), p.time = vec(time), p.pure = vec(pure), p.fixed = vec(fixed), p.size = vec(size);
     p.owned = vec(owned), p.kept = vec(kept), p.order = vec(order);
+    p.packed = vec(packed), p.pack = vec(pack), p.unpack = vec(unpack);
+    p.offload = vec(offload), p.fetch = vec(fetch), p.may = vec(may);
     return new Engine(std::move(p));
 }
 
-nb::tuple emitted(Engine& e, const Array<std::uint8_t>& evict) {
-    const Bits b = bits(e, evict);
-    const std::vector<Step> steps = e.emit(b.data());
+nb::tuple as_tuple(const std::vector<i32>& row) {
     nb::list out;
-    for (const Step& s : steps) {
-        nb::list storages;
-        for (i32 x : s.storages) storages.append(x);
-        out.append(nb::make_tuple(int(s.kind), s.op, nb::tuple(storages)));
-    }
+    for (i32 x : row) out.append(x);
+    return nb::tuple(out);
+}
+
+nb::tuple emitted(Engine& e, const Array<std::uint8_t>& evict, i64 limit) {
+    const Bits b = bits(e, evict);
+    const std::vector<Step> steps = e.emit(b.data(), limit);
+    nb::list out;
+    for (const Step& s : steps)
+        out.append(nb::make_tuple(int(s.kind), s.op, as_tuple(s.storages), int(s.form), int(s.stream), as_tuple(s.waits)));
     return nb::tuple(out);
 }
 
@@ -94,7 +105,8 @@ void bind_search(nb::module_& m) {
     nb::class_<Engine>(m, "Engine")
         .def(nb::new_(&make), nb::arg("reads"), nb::arg("needs"), nb::arg("defines"), nb::arg("mutates"),
              nb::arg("updates"), nb::arg("extra"), nb::arg("time"), nb::arg("pure"), nb::arg("fixed"), nb::arg("size"),
-             nb::arg("owned"), nb::arg("kept"), nb::arg("order"))
+             nb::arg("owned"), nb::arg("kept"), nb::arg("order"), nb::arg("packed"), nb::arg("pack"),
+             nb::arg("unpack"), nb::arg("offload"), nb::arg("fetch"), nb::arg("may"))
         .def_prop_ro("gaps",
                      [](const Engine& e) {
                          std::vector<i32> s, from, to;
@@ -103,6 +115,8 @@ void bind_search(nb::module_& m) {
                          return nb::make_tuple(array(std::move(s)), array(std::move(from)), array(std::move(to)));
                      })
         .def_prop_ro("base_time", &Engine::base_time)
+        .def_prop_ro("allowed", [](const Engine& e) { return array(std::vector<std::uint8_t>(e.allowed())); })
+        .def("set_host_limit", &Engine::set_host_limit, nb::arg("bytes"))
         .def("set_horizon", &Engine::set_horizon, nb::arg("positions"))
         .def("evaluate",
              [](Engine& e, const Array<std::uint8_t>& evict, i64 limit) {

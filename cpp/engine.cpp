@@ -28,6 +28,7 @@ Engine::Engine(Program program) : p_(std::move(program)) {
     index();
     find_gaps();
     find_movable();
+    find_copies();
 }
 
 void Engine::index() {
@@ -85,14 +86,42 @@ void Engine::find_gaps() {
     replayable_.resize(p_.storages);
     for (i64 s = 0; s < p_.storages; ++s) {
         replayable_[s] = recipe_is_replayable(s);
-        if (!replayable_[s] || p_.size[s] == 0) continue;
+        if (p_.size[s] == 0 || p_.owned[s]) continue;
+        std::uint8_t may = p_.may[s];
+        if (!replayable_[s]) may &= ~(1 << kEvict | 1 << kPass);
+        if (!p_.packed[s]) may &= ~(1 << kPack);
+        if (may == 0) may = 1 << kKeep;
+        if (may == 1 << kKeep) continue;
         for (i64 j = std::max(0, last_write_[s]); j + 1 < touches_.size(s); ++j) {
             const i32 from = touches_.begin(s)[j], to = touches_.begin(s)[j + 1];
-            if (to - from < 2 || to == p_.ops) continue;  // results stay: making one again at the end gains nothing
+            std::uint8_t here = may;
+            if (to == p_.ops) here &= 1 << kKeep | 1 << kPack;  // results stay: what comes back comes at the end
+            if (to - from < 2 || here == 1 << kKeep || here == 0) continue;
             gap_of_[touches_.start[s] + j] = static_cast<i32>(gaps_.size());
             gaps_.push_back({static_cast<i32>(s), from, to});
+            allowed_.push_back(here);
         }
     }
+}
+
+std::uint8_t Engine::least(i32 gap) const {
+    std::uint8_t to = 0;
+    while (to + 1 < kDecisions && !allowed(gap, to)) ++to;
+    return to;
+}
+
+void Engine::find_copies() {
+    for (i32 g = 0; g < static_cast<i32>(gaps_.size()); ++g)
+        if (allowed(g, kOffload)) by_end_.push_back(g);
+    std::sort(by_end_.begin(), by_end_.end(), [&](i32 a, i32 b) {
+        return gaps_[a].to != gaps_[b].to ? gaps_[a].to > gaps_[b].to : a < b;
+    });
+    copies_ = !by_end_.empty();
+    start_.assign(p_.ops + 1, 0);
+    for (i32 at = 0; at < p_.ops; ++at) start_[at + 1] = start_[at] + p_.time[p_.order[at]];
+    fetches_.resize(copies_ ? p_.ops + 1 : 0);
+    offload_step_.assign(p_.storages, -1);
+    fetch_step_.assign(p_.storages, -1);
 }
 
 void Engine::find_movable() {
@@ -111,7 +140,9 @@ void Engine::find_movable() {
 // Whether an op that runs at its place reads `s` before a gap in which it is evicted.
 bool Engine::wanted_at_once(i32 s) const {
     for (i64 j = touches_.start[s]; j + 1 < touches_.start[s + 1]; ++j) {
-        if (gap_of_[j] >= 0 && evict_[gap_of_[j]]) return false;
+        const i32 gap = gap_of_[j];
+        if (gap >= 0 && (evict_[gap] == kEvict || evict_[gap] == kPass)) return false;
+        if (gap >= 0 && evict_[gap] != kKeep) return true;
         const i32 next = touches_.item[j + 1];
         if (next == p_.ops || !late_[next]) return true;
     }
@@ -141,6 +172,17 @@ void Engine::reset() {
     s_.cost = Cost{};
     s_.cost.peak = static_bytes_;
     s_.position = 0;
+    s_.packed.assign(p_.storages, 0);
+    s_.host.assign(p_.storages, 0);
+    now_ = sent_ = fetched_ = 0;
+    host_live_ = 0;
+    leaving_now_.clear();
+    landed_.clear();
+    if (copies_) {
+        ready_.assign(p_.storages, 0);
+        coming_.assign(p_.storages, 0);
+        schedule();
+    }
     defer();
 }
 
@@ -162,10 +204,14 @@ bool Engine::beyond_cutoff() const {
 void Engine::leave(i32 s) {
     s_.resident[s] = 0;
     s_.live -= p_.size[s];
-    if (out_) {
-        if (out_->empty() || out_->back().kind != 2) out_->push_back({2, -1, {}});
-        out_->back().storages.push_back(s);
-    }
+    std::vector<i32> waits;
+    if (copies_ && coming_[s]) waits = arrivals(&s, &s + 1);
+    if (!out_) return clear_copies();
+    const Step* last = out_->empty() ? nullptr : &out_->back();
+    const bool joins = last && last->kind == kFree && last->form == kFull && last->stream == 0 && last->waits.empty();
+    if (!joins || !waits.empty()) out_->push_back({kFree, -1, {}, kFull, 0, std::move(waits)});
+    out_->back().storages.push_back(s);
+    if (copies_) clear_copies();
 }
 
 // Whether a storage restored only for a recomputation is to go again.
@@ -199,15 +245,21 @@ bool Engine::replay(i32 op, i32 wanted) {
     if (ok) {
         i64 made = 0;
         const bool first = s_.late[op];
-        Step step{static_cast<std::uint8_t>(first ? 0 : 1), op, {}};
+        Step step{first ? kCompute : kRecompute, op, {}};
         std::vector<i32> dropped;
         for (auto d = p_.defines.begin(op); d != p_.defines.end(op); ++d) made += p_.size[*d];
+        if (copies_) {
+            step.waits = arrivals(reads, reads + n);
+            settle();
+            make_room(made + p_.extra[op]);
+        }
         use(s_.live + made + p_.extra[op], s_.position);
         for (auto d = p_.defines.begin(op); d != p_.defines.end(op); ++d) {
             if (s_.resident[*d]) continue;
             s_.resident[*d] = 1;
             s_.version[*d] = 1;
-            if (*d != wanted && (!replayable_[*d] || writers_.size(*d) > 1 || passes(*d))) {
+            const bool stored = s_.packed[*d] || s_.host[*d];
+            if (*d != wanted && (stored || !replayable_[*d] || writers_.size(*d) > 1 || passes(*d))) {
                 if (first && out_) dropped.push_back(*d);
                 s_.resident[*d] = 0;
                 continue;
@@ -221,11 +273,13 @@ bool Engine::replay(i32 op, i32 wanted) {
             --s_.waiting;
             --s_.cost.runs;
             step.storages.clear();
+            now_ += p_.time[op];
         } else {
-            s_.cost.extra += p_.time[op];
+            spend(p_.time[op]);
         }
         if (out_) out_->push_back(std::move(step));
-        if (!dropped.empty()) out_->push_back({2, -1, std::move(dropped)});
+        if (copies_) clear_copies();
+        if (!dropped.empty()) out_->push_back({kFree, -1, std::move(dropped)});
     }
     for (i64 j = 0; j < n; ++j) {
         const i32 t = reads[j];
@@ -237,6 +291,8 @@ bool Engine::replay(i32 op, i32 wanted) {
 }
 
 bool Engine::restore(i32 s) {
+    if (s_.packed[s]) return unpack(s), true;
+    if (s_.host[s]) return fetch(s), true;
     if (!replayable_[s]) lost_anchor_ = true;
     if (!replayable_[s] || depth_ >= kMaxDepth) return false;
     ++depth_;
@@ -258,6 +314,10 @@ void Engine::compute(i32 at) {
     const i32 o = p_.order[at];
     s_.position = at;
     const i32 *rb = p_.reads.begin(o), *re = p_.reads.end(o);
+    if (copies_) {
+        for (auto s = rb; s != re; ++s) stay(*s);
+        issue(at);
+    }
     for (auto s = rb; s != re; ++s) ++pin_[*s];
     for (auto s = rb; s != re && s_.cost.valid; ++s)
         if (!s_.resident[*s]) s_.cost.valid = restore(*s);
@@ -266,8 +326,16 @@ void Engine::compute(i32 at) {
     if (!s_.cost.valid) return;
     i64 made = 0;
     for (auto d = p_.defines.begin(o); d != p_.defines.end(o); ++d) made += p_.size[*d];
+    std::vector<i32> waits;
+    if (copies_) {
+        waits = arrivals(rb, re);
+        settle();
+        make_room(made + p_.extra[o]);
+    }
     use(s_.live + made + p_.extra[o], at);
-    if (out_) out_->push_back({0, o, {}});
+    now_ += p_.time[o];
+    if (out_) out_->push_back({kCompute, o, {}, kFull, 0, std::move(waits)});
+    if (copies_) clear_copies();
     for (auto d = p_.defines.begin(o); d != p_.defines.end(o); ++d) {
         s_.resident[*d] = 1;
         s_.version[*d] = 1;
@@ -284,6 +352,10 @@ void Engine::compute(i32 at) {
 void Engine::pass_over(i32 at) {
     const i32 o = p_.order[at];
     s_.position = at;
+    if (copies_) {
+        for (auto s = p_.reads.begin(o); s != p_.reads.end(o); ++s) stay(*s);
+        issue(at);
+    }
     for (auto s = p_.reads.begin(o); s != p_.reads.end(o); ++s) depart(*s, at);
     for (auto d = p_.defines.begin(o); d != p_.defines.end(o); ++d) depart(*d, at);
     if (extended_)
@@ -296,7 +368,10 @@ void Engine::depart(i32 s, i32 at) {
     const i64 touch = touches_.start[s] + s_.touch[s]++;
     if (!s_.resident[s]) return;
     if (has_touch(s)) {
-        if (gap_of_[touch] < 0 || !evict_[gap_of_[touch]]) return;
+        const std::uint8_t to = gap_of_[touch] < 0 ? std::uint8_t{kKeep} : evict_[gap_of_[touch]];
+        if (to == kKeep) return;
+        if (to == kPack) return pack(s);
+        if (to == kOffload) return send(s);
     } else if ((extended_ || scouting_) && !replayable_[s] && (scouting_ || until_[s] > at)) {
         return;
     }
@@ -319,7 +394,8 @@ void Engine::run() {
     release();
     if (extended_ && s_.cost.valid)
         for (i32 t : leaving_[p_.ops]) leave(t);
-    if (beyond_cutoff() || s_.waiting > 0) s_.cost.valid = false;
+    if (copies_) s_.cost.extra += std::max(0.0, std::max(sent_, fetched_) - now_);
+    if (beyond_cutoff() || s_.waiting > 0 || s_.cost.host > host_limit_) s_.cost.valid = false;
 }
 
 // Evaluate with `evict_`, `limit_`, `cutoff_`; a second and third pass only where a life must be extended.
@@ -370,10 +446,10 @@ std::vector<i64> Engine::profile(const std::uint8_t* evict) {
     return line;
 }
 
-std::vector<Step> Engine::emit(const std::uint8_t* evict) {
+std::vector<Step> Engine::emit(const std::uint8_t* evict, i64 limit) {
     std::vector<Step> steps;
     out_ = &steps;
-    evaluate(evict, std::numeric_limits<i64>::max());
+    evaluate(evict, limit);
     out_ = nullptr;
     if (!s_.cost.valid) steps.clear();
     return steps;

@@ -15,6 +15,7 @@
 #pragma once
 
 #include <cstdint>
+#include <deque>
 #include <limits>
 #include <vector>
 
@@ -42,9 +43,12 @@ struct Program {
     std::vector<i64> size;                         // by storage: bytes
     std::vector<std::uint8_t> owned, kept;         // by storage: the caller's; must be there at the end
     std::vector<i32> order;                        // ops as they are to run
+    std::vector<i64> packed;                       // by storage: bytes when packed, 0: cannot be
+    std::vector<double> pack, unpack, offload, fetch;  // by storage: seconds
+    std::vector<std::uint8_t> may;                 // by storage: decisions allowed, a bit each (1 << Decision)
 };
 
-enum Decision : std::uint8_t { kKeep = 0, kEvict = 1, kPass = 2 };
+enum Decision : std::uint8_t { kKeep = 0, kEvict = 1, kPass = 2, kPack = 3, kOffload = 4, kDecisions = 5 };
 
 struct Gap {
     i32 storage, from, to;  // touches at these positions of the order; to == ops means the end
@@ -57,12 +61,19 @@ struct Cost {
     double extra = 0;      // seconds of recomputation
     double excess = 0;     // sum over runs of bytes above the limit
     i64 runs = 0;          // ops run again
+    i64 host = 0;          // most bytes copied out at once
 };
 
+enum StepKind : std::uint8_t { kCompute, kRecompute, kFree, kOffloadStep, kFetch, kCompress, kDecompress };
+enum Form : std::uint8_t { kFull, kPacked, kHost };
+
 struct Step {
-    std::uint8_t kind;  // 0 compute, 1 recompute, 2 free
+    std::uint8_t kind;
     i32 op;
     std::vector<i32> storages;
+    std::uint8_t form = kFull;
+    std::uint8_t stream = 0;
+    std::vector<i32> waits = {};
 };
 
 class Engine {
@@ -87,12 +98,19 @@ class Engine {
 
     // Bytes in use at each position (the most over the op and the recomputations before it).
     std::vector<i64> profile(const std::uint8_t* evict);
-    std::vector<Step> emit(const std::uint8_t* evict);
+    std::vector<Step> emit(const std::uint8_t* evict, i64 limit);
+
+    // Whether a gap may be decided so; the first decision that it may.
+    bool allowed(i32 gap, std::uint8_t to) const { return allowed_[gap] >> to & 1; }
+    std::uint8_t least(i32 gap) const;
+    const std::vector<std::uint8_t>& allowed() const { return allowed_; }
+    void set_host_limit(i64 bytes) { host_limit_ = bytes; }
 
   private:
     struct State {
         std::vector<std::uint8_t> resident;
         std::vector<i32> version, touch;  // touch: index of the next touch of each storage
+        std::vector<std::uint8_t> packed, host;  // by storage: in this form
         std::vector<std::uint8_t> late;   // by op: not run at its place, and not yet run
         i64 waiting = 0;                  // how many of those there are
         i64 live = 0;
@@ -111,8 +129,21 @@ class Engine {
     std::vector<i32> gap_of_;          // parallel to touches_.item: the gap that begins there, or -1
     i64 static_bytes_ = 0;
     double base_time_ = 0;
+    std::vector<std::uint8_t> allowed_;  // by gap: a bit per decision
+    std::vector<i32> by_end_;            // gaps that may be copied out, the last to end first
+    std::vector<double> start_;          // by position: when it begins if nothing is recomputed
+    bool copies_ = false;                // whether anything may be copied out
+    i64 host_limit_ = std::numeric_limits<i64>::max();
 
     State s_;
+    double now_ = 0, sent_ = 0, fetched_ = 0;  // the clocks of the three streams
+    i64 host_live_ = 0;
+    std::vector<double> ready_;                // by storage: when its copy out, or back, is done
+    std::vector<std::uint8_t> coming_;         // by storage: 1 fetched, 2 copied out for nothing; and not yet waited for
+    std::deque<i32> leaving_now_;              // copied out, bytes not yet given back
+    std::vector<std::vector<i32>> fetches_;    // by position: to be issued there
+    std::vector<i32> landed_;                  // waited for: their copies can go
+    std::vector<i32> offload_step_, fetch_step_;
     std::vector<i32> pin_;
     i32 horizon_ = 0;
     std::vector<i32> held_;  // restored, without a next touch, but read by several: kept until the op has run
@@ -144,6 +175,22 @@ class Engine {
     void depart(i32 storage, i32 position);
     bool restore(i32 storage);
     bool replay(i32 op, i32 wanted);
+    void find_copies();
+    void schedule();
+    void pack(i32 storage);
+    void unpack(i32 storage);
+    void send(i32 storage);
+    void settle();
+    void make_room(i64 bytes);
+    void give_back();
+    void stay(i32 storage);
+    void fetch(i32 storage);
+    void issue(i32 position);
+    void clear_copies();
+    std::vector<i32> arrivals(const i32* begin, const i32* end);
+    void wait_for(double time);
+    void spend(double seconds);
+    std::vector<i32> last_compute() const;
     void use(i64 bytes, i32 position);
     bool beyond_cutoff() const;
     void leave(i32 storage);

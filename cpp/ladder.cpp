@@ -25,13 +25,14 @@ struct Dearer {
     }
 };
 
-bool climb(const Rows& rows, const Rung& rung, Bits& bits) {
+bool climb(const Engine& engine, const Rows& rows, const Rung& rung, Bits& bits) {
+    auto open = [&](i32 gap) { return bits[gap] == kKeep && engine.allowed(gap, rung.to); };
     i64 kept = 0;
-    for (auto g = rows.begin(rung.row); g != rows.end(rung.row); ++g) kept += bits[*g] == kKeep;
+    for (auto g = rows.begin(rung.row); g != rows.end(rung.row); ++g) kept += open(*g);
     if (kept == 0 || (rung.part > 1 && kept < rung.part)) return false;
     i64 take = (kept + rung.part - 1) / rung.part;
     for (auto g = rows.begin(rung.row); take > 0; ++g)
-        if (bits[*g] == kKeep) bits[*g] = rung.to, --take;
+        if (open(*g)) bits[*g] = rung.to, --take;
     return true;
 }
 
@@ -50,7 +51,7 @@ Found ladder(Engine& engine, const Rows& rows, i64 limit, const Bits& start, con
     auto attempt = [&](Rung& rung) {
         next = now;
         rung.tried = taken;
-        if (!climb(rows, rung, next)) return false;
+        if (!climb(engine, rows, rung, next)) return false;
         tried = engine.evaluate(next.data(), limit);
         meter.spend(tried);
         if (!tried.valid || tried.excess >= cost.excess) return false;
@@ -60,9 +61,12 @@ Found ladder(Engine& engine, const Rows& rows, i64 limit, const Bits& start, con
     std::priority_queue<Rung, std::vector<Rung>, Dearer> open;
     std::vector<Rung> resting;
     for (i64 r = 0; r + 1 < static_cast<i64>(rows.start.size()); ++r)
-        for (const std::uint8_t to : {kEvict, kPass})
-            for (i32 part = 1; part <= rows.size(r); part *= 3)
-                if (to == kEvict || rows.size(r) > 1) resting.push_back({r, to, part, 0, -1});
+        for (const std::uint8_t to : {kEvict, kPass, kPack, kOffload}) {
+            if (to == kPass && rows.size(r) == 1) continue;
+            const auto may = [&](i32 gap) { return engine.allowed(gap, to); };
+            if (std::none_of(rows.begin(r), rows.end(r), may)) continue;
+            for (i32 part = 1; part <= rows.size(r); part *= 3) resting.push_back({r, to, part, 0, -1});
+        }
     while (cost.valid && cost.peak > limit && !meter.over(best)) {
         if (open.empty()) {  // what did not help before may help now
             bool any = false;

@@ -36,7 +36,7 @@ Found greedy(Engine& engine, i64 limit, const Bits& start, const Budget& budget)
         std::vector<Candidate> found;
         for (i32 g = 0; g < static_cast<i32>(gaps.size()); ++g) {
             const Gap& x = gaps[g];
-            if (now[g] || banned[g] || x.from >= cost.peak_at || x.to <= cost.peak_at) continue;
+            if (now[g] || banned[g] || !engine.allowed(g, kEvict) || x.from >= cost.peak_at || x.to <= cost.peak_at) continue;
             found.push_back({recipe_seconds(p, writers, x.storage) / double(p.size[x.storage]), g});
         }
         if (found.empty()) break;
@@ -78,7 +78,7 @@ Found relax(Engine& engine, const Rows& groups, i64 limit, const Found& start, c
             if (meter.over(best)) break;
             Bits next = now;
             for (auto x = groups.begin(g); x != groups.end(g); ++x)
-                if (next[*x] > to) next[*x] = to;
+                if (next[*x] > to && engine.allowed(*x, to)) next[*x] = to;
             if (next == now) continue;
             const Cost c = engine.evaluate(next.data(), limit, best.cost.extra);
             meter.spend(c);
@@ -94,7 +94,12 @@ namespace {
 // One annealing move: a group (or part of it) set to what most of it is not; sometimes two of them at once.
 class Moves {
   public:
-    Moves(const Rows& groups, i64 gaps, std::uint64_t seed) : groups_(groups), gaps_(gaps), rng_(seed) {}
+    Moves(const Engine& engine, const Rows& groups, std::uint64_t seed)
+        : engine_(engine), groups_(groups), gaps_(static_cast<i64>(engine.gaps().size())), rng_(seed) {
+        for (i64 g = 0; g < gaps_; ++g)
+            for (std::uint8_t to = kPack; to < kDecisions; ++to)
+                if (engine.allowed(static_cast<i32>(g), to)) others_ |= 1 << to;
+    }
 
     double uniform() { return std::uniform_real_distribution<double>(0, 1)(rng_); }
 
@@ -105,15 +110,24 @@ class Moves {
     }
 
   private:
+    const Engine& engine_;
     const Rows& groups_;
     i64 gaps_;
     std::mt19937_64 rng_;
+    int others_ = 0;  // decisions beyond recomputing that any gap allows
 
     i64 below(i64 n) { return static_cast<i64>(rng_() % static_cast<std::uint64_t>(n)); }
 
     using Changed = std::vector<std::pair<i32, std::uint8_t>>;  // gap, what it was
 
     std::uint8_t other(std::uint8_t now) {
+        if (others_ && uniform() < 0.4) {
+            const std::uint8_t to = others_ == (1 << kPack | 1 << kOffload) ? (uniform() < 0.5 ? kPack : kOffload)
+                                    : others_ == 1 << kPack                 ? kPack
+                                                                            : kOffload;
+            return to == now ? std::uint8_t{kKeep} : to;
+        }
+        if (now > kPass) return uniform() < 0.5 ? kKeep : kEvict;
         if (now == kKeep) return uniform() < 0.7 ? kEvict : kPass;
         return uniform() < 0.7 ? kKeep : now == kEvict ? kPass : kEvict;
     }
@@ -132,15 +146,16 @@ class Moves {
         else if (kind < 0.5) lo = below(hi);
         else if (kind < 0.6) lo = below(hi), hi = lo + 1 + below(hi - lo);
         const i32* row = groups_.begin(g);
-        i64 count[3] = {0, 0, 0};
+        i64 count[kDecisions] = {};
         for (i64 j = lo; j < hi; ++j) ++count[bits[row[j]]];
-        const std::uint8_t most = static_cast<std::uint8_t>(std::max_element(count, count + 3) - count);
+        const std::uint8_t most = static_cast<std::uint8_t>(std::max_element(count, count + kDecisions) - count);
         const std::uint8_t to = other(most);
         for (i64 j = lo; j < hi; ++j)
             if (bits[row[j]] != to) set(bits, changed, row[j], to);
     }
 
-    static void set(Bits& bits, Changed& changed, i32 gap, std::uint8_t to) {
+    void set(Bits& bits, Changed& changed, i32 gap, std::uint8_t to) {
+        if (!engine_.allowed(gap, to)) return;
         changed.emplace_back(gap, bits[gap]);
         bits[gap] = to;
     }
@@ -153,7 +168,7 @@ Found anneal(Engine& engine, const Rows& groups, i64 limit, const Bits& start, d
     best.met = best.cost.valid && best.cost.peak <= limit;
     if (engine.gaps().empty()) return best;
     Meter meter(engine, budget);
-    Moves moves(groups, static_cast<i64>(engine.gaps().size()), budget.seed);
+    Moves moves(engine, groups, budget.seed);
     const double base = std::max(1e-12, engine.base_time());
     const double room = std::max<double>(1, double(limit - engine.static_bytes()));
     const double ops = double(std::max<i64>(1, engine.program().ops));

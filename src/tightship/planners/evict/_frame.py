@@ -4,8 +4,8 @@ from decisions back to steps."""
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
@@ -13,19 +13,35 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tightship import _core
+from tightship.analysis.packing import Packing, packings
 from tightship.analysis.structure import colours, layer, role
 from tightship.graph import Graph
 from tightship.plan import Step
 from tightship.simulate import extra_bytes
 
-__all__ = ["EVICT", "KEEP", "PASS", "Archive", "Bits", "Decision", "Frame", "Progress", "Rows"]
+__all__ = [
+    "EVICT",
+    "KEEP",
+    "MEANS",
+    "OFFLOAD",
+    "PACK",
+    "PASS",
+    "Archive",
+    "Bits",
+    "Decision",
+    "Frame",
+    "Progress",
+    "Rows",
+]
 
 Bits = NDArray[np.uint8]
 Rows = tuple[NDArray[np.int64], NDArray[np.int32]]
 Progress = Callable[[int, float, bool], bool]
 """Told (peak bytes, extra seconds, whether the limit is met) now and then; true stops the search."""
 
-_KINDS = ("compute", "recompute", "free")
+_KINDS = ("compute", "recompute", "free", "offload", "fetch", "compress", "decompress")
+_FORMS = ("full", "packed", "host")
+_NO_LIMIT = (1 << 63) - 1
 
 
 def pack(lists: Sequence[Sequence[int]]) -> Rows:
@@ -36,14 +52,18 @@ def pack(lists: Sequence[Sequence[int]]) -> Rows:
     return start, flat
 
 
-KEEP, EVICT, PASS = 0, 1, 2
+KEEP, EVICT, PASS, PACK, OFFLOAD = range(5)
 """What a gap may be: kept; evicted, and once restored it stays; evicted, and dropped again if restored only for a
-recomputation while its own next use is beyond the engine's horizon."""
+recomputation while its own next use is beyond the engine's horizon; packed; copied out to the host pool."""
+
+MEANS = {"recompute": (EVICT, PASS), "compress": (PACK,), "offload": (OFFLOAD,)}
+"""The decisions that each way of leaving memory allows."""
 
 
 @dataclass(frozen=True)
 class Decision:
-    """What happens to every gap, and what it costs: peak bytes, extra seconds, ops run again, work spent.
+    """What happens to every gap, and what it costs: peak bytes, extra seconds, ops run again, work spent, bytes
+    copied out at once.
 
     ``steps`` is set by planners that lower their decisions themselves."""
 
@@ -55,6 +75,7 @@ class Decision:
     valid: bool = True
     work: int = 0
     steps: tuple[Step, ...] | None = None
+    host: int = 0
 
     def beats(self, other: Decision) -> bool:
         """Met before unmet; among met ones less time, among unmet ones a lower peak."""
@@ -86,10 +107,18 @@ class Archive:
 
 @dataclass(frozen=True)
 class Frame:
-    """A graph and an order, ready for evaluation of eviction decisions."""
+    """A graph and an order, ready for evaluation of eviction decisions.
+
+    ``means``: how storages may leave memory (``recompute``, ``compress``, ``offload``). ``only``: for storages for which
+    it is not up to the planner, the ones of ``means`` (or ``keep``) to take. ``lossy``: codecs may round.
+    ``host``: bytes that may be copied out at once."""
 
     graph: Graph
     order: tuple[int, ...]
+    means: tuple[str, ...] = ("recompute",)
+    only: Mapping[int, tuple[str, ...]] = field(default_factory=dict)
+    lossy: bool = False
+    host: int | None = None
 
     @cached_property
     def archive(self) -> Archive:
@@ -118,9 +147,36 @@ class Frame:
             owned=owned,
             kept=kept,
             order=np.array(self.order, dtype=np.int32),
+            **self._copies(),
         )
+        if self.host is not None:
+            engine.set_host_limit(self.host)
         engine.set_horizon(_horizon(engine, self.order, g))
         return engine
+
+    @cached_property
+    def packings(self) -> dict[int, Packing]:
+        """How each storage is packed, where that is allowed."""
+        allowed = "compress" in self.means or any("compress" in ways for ways in self.only.values())
+        return packings(self.graph, lossy=self.lossy) if allowed else {}
+
+    def _copies(self) -> dict[str, NDArray[Any]]:
+        """What the engine is told of packing and copying out: bytes, seconds, and what is allowed, by storage."""
+        machine, storages = self.graph.machine, self.graph.storages
+        rows = [(p.codec, storages[s].size) for s, p in self.packings.items()]
+        at = list(self.packings)
+        packed, pack_, unpack = (np.zeros(len(storages), t) for t in (np.int64, np.float64, np.float64))
+        packed[at] = [p.nbytes for p in self.packings.values()]
+        pack_[at] = [machine.seconds("compress", n, codec) for codec, n in rows]
+        unpack[at] = [machine.seconds("decompress", n, codec) for codec, n in rows]
+        may = np.full(len(storages), _bits(self.means) | 1 << KEEP, np.uint8)
+        for s, ways in self.only.items():
+            may[s] = _bits(ways)
+        return {
+            "packed": packed, "pack": pack_, "unpack": unpack, "may": may,
+            "offload": np.array([machine.seconds("offload", s.size) for s in storages], np.float64),
+            "fetch": np.array([machine.seconds("fetch", s.size) for s in storages], np.float64),
+        }  # fmt: skip
 
     @cached_property
     def gaps(self) -> NDArray[np.int32]:
@@ -187,17 +243,35 @@ class Frame:
     def cost(self, evict: Bits, limit: int) -> Decision:
         c = self.engine.evaluate(evict, limit)
         met = c["valid"] and c["peak"] <= limit
-        return Decision(evict, c["peak"], c["extra"], c["runs"], met, c["valid"])
+        return Decision(evict, c["peak"], c["extra"], c["runs"], met, c["valid"], host=c["host"])
 
     def found(self, result: tuple[Bits, dict[str, Any], int, bool]) -> Decision:
         evict, c, work, met = result
-        return Decision(evict, c["peak"], c["extra"], c["runs"], met, c["valid"], work)
+        return Decision(evict, c["peak"], c["extra"], c["runs"], met, c["valid"], work, host=c["host"])
 
-    def steps(self, evict: Bits) -> tuple[Step, ...]:
-        """The steps that carry a decision out."""
+    def steps(self, evict: Bits, limit: int = _NO_LIMIT) -> tuple[Step, ...]:
+        """The steps that carry a decision out; within ``limit``, which says when copies out must be waited for."""
         return tuple(
-            Step(_KINDS[kind], op=op, storages=storages) for kind, op, storages in self.engine.emit(evict)
+            self._step(_KINDS[kind], op, storages, _FORMS[form], stream, waits)
+            for kind, op, storages, form, stream, waits in self.engine.emit(evict, limit)
         )
+
+    def _step(
+        self, kind: str, op: int, storages: tuple[int, ...], form: str, stream: int, waits: tuple[int, ...]
+    ) -> Step:
+        if kind not in ("compress", "decompress"):
+            return Step(kind, op, storages, form, stream=stream, waits=waits)
+        p = self.packings[storages[0]]
+        nbytes = p.nbytes if kind == "compress" else 0
+        return Step(kind, op, storages, form, nbytes, stream, waits, codec=p.codec)
+
+
+def _bits(ways: Sequence[str]) -> int:
+    bits = 0
+    for way in ways:
+        for decision in (KEEP,) if way == "keep" else MEANS[way]:
+            bits |= 1 << decision
+    return bits
 
 
 def _horizon(engine: Any, order: tuple[int, ...], graph: Graph) -> int:

@@ -1,0 +1,152 @@
+// The other ways out of memory: packed in place, or copied out by one stream and back by another.
+
+#include <algorithm>
+
+#include "engine.h"
+
+namespace tightship {
+
+// When to issue each fetch so that it is done when its storage is read, going by the order's own times, last first:
+// recomputation only adds time. What has no time for it is fetched when it is read.
+void Engine::schedule() {
+    for (auto& row : fetches_) row.clear();
+    double before = std::numeric_limits<double>::infinity();
+    for (i32 g : by_end_) {
+        if (evict_[g] != kOffload) continue;
+        const Gap& gap = gaps_[g];
+        before = std::min(before, start_[gap.to]) - p_.fetch[gap.storage];
+        const auto after = std::upper_bound(start_.begin(), start_.end(), before);
+        const i32 at = static_cast<i32>(after - start_.begin()) - 1;
+        if (at > gap.from + 1 && at < gap.to) fetches_[at].push_back(gap.storage);
+    }
+}
+
+void Engine::pack(i32 s) {
+    use(s_.live + p_.packed[s], s_.position);
+    s_.live += p_.packed[s];
+    s_.packed[s] = 1;
+    spend(p_.pack[s]);
+    if (out_) out_->push_back({kCompress, -1, {s}, kFull, 0, {}});
+    leave(s);
+}
+
+void Engine::unpack(i32 s) {
+    make_room(p_.size[s]);
+    use(s_.live + p_.size[s], s_.position);
+    s_.live += p_.size[s] - p_.packed[s];
+    s_.packed[s] = 0;
+    s_.resident[s] = 1;
+    spend(p_.unpack[s]);
+    if (!out_) return;
+    out_->push_back({kDecompress, -1, {s}, kFull, 0, {}});
+    out_->push_back({kFree, -1, {s}, kPacked, 0, {}});
+}
+
+// Copied out from now on; the bytes are given back once that is done, and at once only where they are short.
+void Engine::send(i32 s) {
+    sent_ = std::max(sent_, now_) + p_.offload[s];
+    s_.host[s] = 1;
+    host_live_ += p_.size[s];
+    s_.cost.host = std::max(s_.cost.host, host_live_);
+    ready_[s] = sent_;
+    leaving_now_.push_back(s);
+    if (out_) {
+        offload_step_[s] = static_cast<i32>(out_->size());
+        out_->push_back({kOffloadStep, -1, {s}, kFull, 1, last_compute()});
+    }
+}
+
+// Bytes of what has been copied out, given back as far as that costs no waiting.
+void Engine::settle() {
+    while (!leaving_now_.empty() && ready_[leaving_now_.front()] <= now_ && !pin_[leaving_now_.front()]) give_back();
+}
+
+void Engine::make_room(i64 bytes) {
+    while (!leaving_now_.empty() && s_.live + bytes > limit_ && !pin_[leaving_now_.front()]) give_back();
+}
+
+void Engine::give_back() {
+    const i32 s = leaving_now_.front();
+    leaving_now_.pop_front();
+    wait_for(ready_[s]);
+    s_.resident[s] = 0;
+    s_.live -= p_.size[s];
+    if (out_) out_->push_back({kFree, -1, {s}, kFull, 0, {offload_step_[s]}});
+}
+
+// Read again before its bytes were given back: it stays, the copy was for nothing and is waited for.
+void Engine::stay(i32 s) {
+    const auto at = std::find(leaving_now_.begin(), leaving_now_.end(), s);
+    if (at == leaving_now_.end()) return;
+    leaving_now_.erase(at);
+    s_.host[s] = 0;
+    host_live_ -= p_.size[s];
+    if (out_) out_->push_back({kFree, -1, {s}, kHost, 1, {}});
+    coming_[s] = 2;
+    fetch_step_[s] = offload_step_[s];
+}
+
+void Engine::fetch(i32 s) {
+    make_room(p_.size[s]);
+    use(s_.live + p_.size[s], s_.position);
+    s_.live += p_.size[s];
+    s_.resident[s] = 1;
+    s_.host[s] = 0;
+    fetched_ = std::max({fetched_, now_, ready_[s]}) + p_.fetch[s];
+    ready_[s] = fetched_;
+    coming_[s] = 1;
+    if (!out_) return;
+    std::vector<i32> waits = last_compute();
+    waits.push_back(offload_step_[s]);
+    fetch_step_[s] = static_cast<i32>(out_->size());
+    out_->push_back({kFetch, -1, {s}, kFull, 2, std::move(waits)});
+}
+
+// The fetches that are to begin here.
+void Engine::issue(i32 at) {
+    for (i32 s : fetches_[at]) {
+        stay(s);
+        if (s_.host[s] && !s_.resident[s]) fetch(s);
+    }
+}
+
+// Wait for what is on its way of the storages an op reads; the steps it waits for.
+std::vector<i32> Engine::arrivals(const i32* begin, const i32* end) {
+    std::vector<i32> waits;
+    for (auto s = begin; s != end; ++s) {
+        if (!coming_[*s]) continue;
+        if (coming_[*s] == 1) landed_.push_back(*s);
+        coming_[*s] = 0;
+        wait_for(ready_[*s]);
+        if (out_) waits.push_back(fetch_step_[*s]);
+    }
+    return waits;
+}
+
+// The copies of what has arrived, given back on the stream that knows it.
+void Engine::clear_copies() {
+    for (i32 s : landed_) {
+        host_live_ -= p_.size[s];
+        if (out_) out_->push_back({kFree, -1, {s}, kHost, 0, {}});
+    }
+    landed_.clear();
+}
+
+void Engine::wait_for(double time) {
+    if (time <= now_) return;
+    s_.cost.extra += time - now_;
+    now_ = time;
+}
+
+void Engine::spend(double seconds) {
+    s_.cost.extra += seconds;
+    now_ += seconds;
+}
+
+std::vector<i32> Engine::last_compute() const {
+    for (std::size_t k = out_->size(); k-- > 0;)
+        if ((*out_)[k].stream == 0) return {static_cast<i32>(k)};
+    return {};
+}
+
+}  // namespace tightship

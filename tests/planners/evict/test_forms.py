@@ -1,0 +1,101 @@
+"""Packing and copying out beside recomputation: the engine costs what the replay of its steps costs."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from chains import chain
+from strategies import random_graph
+from tightship.graph import Graph
+from tightship.machine import Machine
+from tightship.plan import Plan
+from tightship.planners.evict import anneal, ladder
+from tightship.planners.evict._frame import KEEP, OFFLOAD, PACK, Frame
+from tightship.planners.layout import lay_out
+from tightship.simulate import baseline, replay
+from tightship.verify import verify
+
+HUGE = 1 << 60
+ALL = ("recompute", "compress", "offload")
+SLOW = Machine(offload=300.0, fetch=200.0, latency=0.1, pack=(900.0,) * 9, unpack=(700.0,) * 9)
+
+
+def frame_of(graph: Graph, **more: object) -> Frame:
+    graph = replace(graph, machine=SLOW)
+    return Frame(graph, tuple(range(len(graph.ops))), **({"means": ALL, "lossy": True} | more))
+
+
+def checked(frame: Frame, bits: np.ndarray, limit: int) -> None:
+    graph = frame.graph
+    found = frame.cost(bits, limit)
+    if not found.valid:
+        return
+    base = replay(graph, baseline(graph))
+    steps = frame.steps(bits, limit)
+    line = replay(graph, steps)
+    assert line.peak == found.peak
+    assert line.time == pytest.approx(base.time + found.extra)
+    assert line.host_peak == found.host
+    layout = lay_out(graph, steps)
+    made = Plan(
+        graph.digest, steps, layout.residences, None, line.peak, base.peak, graph.static_bytes, layout.arena,
+        layout.handed, 0, line.time, base.time, host=layout.host, lossy=True,
+    )  # fmt: skip
+    assert verify(graph, made) == []
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_any_decision_costs_what_its_steps_cost_and_is_verified(seed: int) -> None:
+    frame = frame_of(random_graph(seed, 10 + seed))
+    base = replay(frame.graph, baseline(frame.graph))
+    rng = np.random.default_rng(seed)
+    for kinds in ((KEEP, PACK), (KEEP, OFFLOAD), (0, 1, 2, 3, 4), (0, 0, 0, 1, 2, 3, 4)):
+        bits = rng.choice(np.array(kinds, np.uint8), len(frame.gaps))
+        for part in (2.0, 0.7):
+            checked(
+                frame, bits, frame.graph.static_bytes + int(part * (base.peak - frame.graph.static_bytes))
+            )
+
+
+def test_a_transfer_that_overlaps_costs_nothing() -> None:
+    graph = replace(chain(20), machine=Machine(offload=1e12, fetch=1e12, latency=0.0))
+    frame = Frame(graph, tuple(range(len(graph.ops))), means=("offload",))
+    bits = np.where(frame.gaps[:, 2] - frame.gaps[:, 1] > 6, OFFLOAD, KEEP).astype(np.uint8)
+    found = frame.cost(bits, HUGE)
+    assert found.extra == pytest.approx(0.0, abs=1e-6)
+    assert found.peak < replay(graph, baseline(graph)).peak
+    assert found.host > 0
+
+
+def test_what_is_not_left_to_the_planner_is_decided_so() -> None:
+    graph = chain(12)
+    kept = {s: ("keep",) for s in range(1, 4)}
+    frame = Frame(graph, tuple(range(len(graph.ops))), only=kept)
+    base = replay(graph, baseline(graph)).peak
+    found = anneal.plan(frame, base * 3 // 4, anneal.Options(work=300_000))
+    again = {s for step in frame.steps(found.evict) for s in step.storages if step.kind == "recompute"}
+    assert found.met and again and not again & set(kept)
+    frame = Frame(graph, tuple(range(len(graph.ops))), only={3: ("offload",)})
+    sent = [s for step in frame.steps(frame.nothing(), base) for s in step.storages if step.kind == "offload"]
+    assert sent == [3]
+
+
+def test_more_ways_out_of_memory_reach_less_at_no_more_time() -> None:
+    graph = chain(40)
+    base = replay(graph, baseline(graph)).peak
+    few = anneal.Options(work=2_000_000)
+    order = tuple(range(len(graph.ops)))
+    again = anneal.plan(Frame(graph, order), base // 3, few)
+    both = anneal.plan(Frame(graph, order, means=ALL, lossy=True), base // 3, few)
+    assert again.met and both.met and both.extra <= again.extra
+
+
+def test_the_host_pool_is_not_exceeded() -> None:
+    graph = replace(chain(30), machine=Machine(offload=1e12, fetch=1e12, latency=0.0))
+    base = replay(graph, baseline(graph)).peak
+    frame = Frame(graph, tuple(range(len(graph.ops))), means=("offload",), host=64 * 5)
+    found = ladder.plan(frame, base - 64 * 4, ladder.Options(work=1_000_000))
+    assert found.met and replay(graph, frame.steps(found.evict, base - 64 * 4)).host_peak <= 64 * 5
