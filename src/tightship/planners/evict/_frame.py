@@ -109,8 +109,8 @@ class Archive:
 class Frame:
     """A graph and an order, ready for evaluation of eviction decisions.
 
-    ``means``: how storages may leave memory (``recompute``, ``compress``, ``offload``). ``only``: for storages for which
-    it is not up to the planner, the ones of ``means`` (or ``keep``) to take. ``lossy``: codecs may round.
+    ``means``: how storages may leave memory (``recompute``, ``compress``, ``offload``). ``only``: for storages for
+    which it is not up to the planner, the ones of ``means`` (or ``keep``) to take. ``lossy``: codecs may round.
     ``host``: bytes that may be copied out at once."""
 
     graph: Graph
