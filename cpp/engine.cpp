@@ -87,14 +87,15 @@ void Engine::find_gaps() {
     for (i64 s = 0; s < p_.storages; ++s) {
         replayable_[s] = recipe_is_replayable(s);
         if (p_.size[s] == 0 || p_.owned[s]) continue;
-        std::uint8_t may = p_.may[s];
-        if (!replayable_[s]) may &= ~(1 << kEvict | 1 << kPass);
-        if (!p_.packed[s]) may &= ~(1 << kPack);
-        if (may == 0) may = 1 << kKeep;
-        if (may == 1 << kKeep) continue;
+        auto possible = [&](std::uint8_t may) -> std::uint8_t {
+            if (!replayable_[s]) may &= ~(1 << kEvict | 1 << kPass);
+            if (!p_.packed[s]) may &= ~(1 << kPack);
+            return may ? may : 1 << kKeep;
+        };
         for (i64 j = std::max(0, last_write_[s]); j + 1 < touches_.size(s); ++j) {
             const i32 from = touches_.begin(s)[j], to = touches_.begin(s)[j + 1];
-            std::uint8_t here = may;
+            const bool bound = p_.must[s] && from < p_.boundary && to >= p_.boundary;
+            std::uint8_t here = possible(bound ? p_.must[s] : p_.may[s]);
             if (to == p_.ops) here &= 1 << kKeep | 1 << kPack;  // results stay: what comes back comes at the end
             if (to - from < 2 || here == 1 << kKeep || here == 0) continue;
             gap_of_[touches_.start[s] + j] = static_cast<i32>(gaps_.size());

@@ -46,6 +46,8 @@ struct Program {
     std::vector<i64> packed;                       // by storage: bytes when packed, 0: cannot be
     std::vector<double> pack, unpack, offload, fetch;  // by storage: seconds
     std::vector<std::uint8_t> may;                 // by storage: decisions allowed, a bit each (1 << Decision)
+    std::vector<std::uint8_t> must;                // by storage: those allowed across the boundary, 0: as `may`
+    i32 boundary = 0;                              // a position
 };
 
 enum Decision : std::uint8_t { kKeep = 0, kEvict = 1, kPass = 2, kPack = 3, kOffload = 4, kDecisions = 5 };

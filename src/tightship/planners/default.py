@@ -14,11 +14,12 @@ from dataclasses import dataclass, fields, replace
 from itertools import pairwise
 
 from tightship.analysis.bounds import lower_bound, time_bound
-from tightship.errors import Infeasible
+from tightship.errors import BadInput, Infeasible
 from tightship.graph import Graph
 from tightship.plan import Plan, Step
 from tightship.planners import planner
-from tightship.planners.evict._frame import Decision, Frame, Progress
+from tightship.planners.evict._frame import MEANS, Decision, Frame, Progress
+from tightship.planners.hints import parse_hints, resolve
 from tightship.planners.layout import Layout, lay_out
 from tightship.simulate import Timeline, baseline, replay
 from tightship.units import Budget, parse_budget
@@ -35,15 +36,22 @@ class Options:
     """``order``, ``evict``: planners by name (``order`` may be ``given``: the graph's own order).
     ``seconds``: of search, at most. ``work``: ops simulated at most; makes plans reproducible. ``seed``: of
     random moves. ``hand_out``: results go to the caller outside the arena. ``place``: decide where everything
-    lies; without, the plan says what is in memory when, and runs on the ordinary heap."""
+    lies; without, the plan says what is in memory when, and runs on the ordinary heap. ``allow``: how storages may
+    leave memory, between commas (recompute, compress, offload). ``hints``: PATTERN=WAY between commas, what to do
+    with the values of modules (keep, recompute, compress, offload). ``lossy``: codecs may round single precision to
+    bfloat16. ``host``: bytes that may be copied out at once, 0 for any number."""
 
     order: str = "sink"
     evict: str = "anneal"
     seconds: float = 10.0
-    work: int = 80_000_000
+    work: int = 150_000_000
     seed: int = 0
     hand_out: bool = True
     place: bool = True
+    allow: str = "recompute"
+    hints: str = ""
+    lossy: bool = False
+    host: int = 0
 
 
 def plan(
@@ -63,15 +71,17 @@ def plan(
     began = time.perf_counter()
     before = replay(graph, baseline(graph))
     limit = _limit(graph, budget, before.peak)
-    frame = frame or Frame(graph, order_of(graph, o, before.peak))
+    frame = frame or frame_of(graph, order_of(graph, o, before.peak), o)
     bound = lower_bound(graph)
     target = before.peak if limit is None else limit
     best: Timeline | None = None  # of all tries
     needed: int | None = None
     for _ in range(_TIGHTEN):
         left = o.seconds - (time.perf_counter() - began)
-        decision = _evict(frame, target, replace(o, seconds=max(1.0, left)), progress)
-        steps = decision.steps or frame.steps(decision.evict)
+        # A search again begins where the last one ended: a part of the work is enough.
+        share = o.work if best is None else o.work // 3
+        decision = _evict(frame, target, replace(o, seconds=max(1.0, left), work=share), progress)
+        steps = decision.steps or frame.steps(decision.evict, target)
         line = replay(graph, steps)
         if best is None or line.peak < best.peak:
             best, best_steps = line, steps
@@ -95,6 +105,8 @@ def plan(
         budget=limit,
         lower_bound=int(bound),
         time_bound=0.0 if limit is None else time_bound(graph, limit, least=least),
+        host_budget=o.host or None,
+        lossy=o.lossy,
         planner=f"{o.order}+{o.evict}" + "+portfolio" * o.place,
         seconds=time.perf_counter() - began,
         moved=_moved(frame.order),
@@ -114,6 +126,16 @@ def _limit(graph: Graph, budget: Budget | str | int | None, peak: int) -> int | 
         return None
     parsed = budget if isinstance(budget, Budget) else parse_budget(budget)
     return parsed.resolve(peak)
+
+
+def frame_of(graph: Graph, order: tuple[int, ...], o: Options) -> Frame:
+    """What evictions are decided on, with what the options say of them. Raises ``BadInput``."""
+    means = tuple(filter(None, (m.strip() for m in o.allow.split(","))))
+    for m in means:
+        if m not in MEANS:
+            raise BadInput(f"what leaves memory does so by {', '.join(MEANS)}", m, "allow")
+    only = resolve(graph, parse_hints(o.hints), lossy=o.lossy)
+    return Frame(graph, order, means, only, o.lossy, o.host or None)
 
 
 def order_of(graph: Graph, o: Options, peak: int) -> tuple[int, ...]:

@@ -91,7 +91,7 @@ def frontier(
     began = time.perf_counter()
     o = options or default.Options()
     before = replay(graph, baseline(graph)).peak
-    frame = Frame(graph, default.order_of(graph, o, before))
+    frame = default.frame_of(graph, default.order_of(graph, o, before), o)
     beside = others(frame, saved or {}) if peers else ()
     searches = points + len(beside)
     each = replace(o, seconds=o.seconds / searches, work=o.work // searches)

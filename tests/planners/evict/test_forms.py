@@ -79,6 +79,7 @@ def test_what_is_not_left_to_the_planner_is_decided_so() -> None:
     again = {s for step in frame.steps(found.evict) for s in step.storages if step.kind == "recompute"}
     assert found.met and again and not again & set(kept)
     frame = Frame(graph, tuple(range(len(graph.ops))), only={3: ("offload",)})
+    assert frame.boundary == 12
     sent = [s for step in frame.steps(frame.nothing(), base) for s in step.storages if step.kind == "offload"]
     assert sent == [3]
 

@@ -17,7 +17,7 @@ from tightship.analysis.packing import Packing, packings
 from tightship.analysis.structure import colours, layer, role
 from tightship.graph import Graph
 from tightship.plan import Step
-from tightship.simulate import extra_bytes
+from tightship.simulate import baseline, extra_bytes, replay
 
 __all__ = [
     "EVICT",
@@ -110,7 +110,8 @@ class Frame:
     """A graph and an order, ready for evaluation of eviction decisions.
 
     ``means``: how storages may leave memory (``recompute``, ``compress``, ``offload``). ``only``: for storages for
-    which it is not up to the planner, the ones of ``means`` (or ``keep``) to take. ``lossy``: codecs may round.
+    which it is not up to the planner, the ones of ``means`` to take from forward to backward, or ``keep`` throughout.
+    ``lossy``: codecs may round.
     ``host``: bytes that may be copied out at once."""
 
     graph: Graph
@@ -170,10 +171,11 @@ class Frame:
         pack_[at] = [machine.seconds("compress", n, codec) for codec, n in rows]
         unpack[at] = [machine.seconds("decompress", n, codec) for codec, n in rows]
         may = np.full(len(storages), _bits(self.means) | 1 << KEEP, np.uint8)
+        must = np.zeros(len(storages), np.uint8)
         for s, ways in self.only.items():
-            may[s] = _bits(ways)
+            (may if ways == ("keep",) else must)[s] = _bits(ways)
         return {
-            "packed": packed, "pack": pack_, "unpack": unpack, "may": may,
+            "packed": packed, "pack": pack_, "unpack": unpack, "may": may, "must": must, "boundary": self.boundary,
             "offload": np.array([machine.seconds("offload", s.size) for s in storages], np.float64),
             "fetch": np.array([machine.seconds("fetch", s.size) for s in storages], np.float64),
         }  # fmt: skip
@@ -235,7 +237,9 @@ class Frame:
         phases = [self.graph.ops[k].phase for k in self.order]
         if "backward" in phases:
             return phases.index("backward")
-        return int(np.argmax(self.engine.profile(self.nothing()))) if phases else 0
+        steps = baseline(self.graph, self.order)
+        at = replay(self.graph, steps).peak_step
+        return sum(step.kind == "compute" for step in steps[:at]) if at > 0 else 0
 
     def nothing(self) -> Bits:
         return np.zeros(len(self.gaps), dtype=np.uint8)
