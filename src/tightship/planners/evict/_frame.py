@@ -161,7 +161,7 @@ class Frame:
         allowed = "compress" in self.means or any("compress" in ways for ways in self.only.values())
         return packings(self.graph, lossy=self.lossy) if allowed else {}
 
-    def _copies(self) -> dict[str, NDArray[Any]]:
+    def _copies(self) -> dict[str, Any]:
         """What the engine is told of packing and copying out: bytes, seconds, and what is allowed, by storage."""
         machine, storages = self.graph.machine, self.graph.storages
         rows = [(p.codec, storages[s].size) for s, p in self.packings.items()]
