@@ -3,14 +3,19 @@
 import json
 import os
 import re
+import signal
+import subprocess
+import sys
+import time
 import xml.etree.ElementTree as ET
 from itertools import pairwise
+from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from placing import packing, problems
+from placing import packing, planted, problems
 from tightship import cli
 from tightship.frontends import problem_csv
 from tightship.plan import Buffer, Gap, Problem, Solution
@@ -478,3 +483,26 @@ def test_a_pool_that_nobody_may_go_to_is_refused(there, capsys):
     (there / "p.csv").write_text("id,lower,upper,size,pools\na,0,1,4,fast\n")
     status, _, err = run("pack", "p.csv", "--pool", "fast", "--pool", "slow=9", capsys=capsys)
     assert status == 2 and "a pool is one that some buffer may go to, got 'slow'" in err
+
+
+def test_an_interrupt_prints_and_writes_the_best_so_far(tmp_path: Path) -> None:
+    rows = [f"{b.id},{b.lower},{b.upper},{b.size}" for b in planted(600, 1, height=5000).buffers]
+    (tmp_path / "p.csv").write_text("\n".join(["id,lower,upper,size", *rows]) + "\n")
+    command = [sys.executable, "-m", "tightship", "pack", "p.csv", "-o", "out.csv", "--json"]
+    job = subprocess.Popen(
+        [*command, "--seconds", "300", "--work", str(10**12)],
+        cwd=tmp_path,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        # A job in the background inherits that interrupts are ignored.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+    )
+    time.sleep(4.0)
+    job.send_signal(signal.SIGINT)
+    said, err = job.communicate(timeout=60)
+    assert job.returncode == 130, err
+    answer = json.loads(said)
+    assert answer["interrupted"] is True
+    assert 5000 <= answer["arena"] < 10_000
+    assert len((tmp_path / "out.csv").read_text().splitlines()) == len(rows) + 1

@@ -20,7 +20,6 @@ from tightship.errors import TightshipError
 
 __all__ = ["Usage", "main", "parser"]
 
-INTERRUPTED = 130
 _EPILOG = "exit status: 0 done, 1 infeasible or not verified, 2 bad input or usage, 130 interrupted"
 _SOURCE = (
     "module:factory (found from the current folder), model.onnx, a module.txt of HLO, "
@@ -183,7 +182,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             return error.exit_status
         except KeyboardInterrupt:
             out.interrupted()
-            return INTERRUPTED
+            return pack.INTERRUPTED
         except BrokenPipeError:
             out.closed()
             return 1

@@ -17,7 +17,7 @@ from tightship.frontends import problem_csv
 from tightship.plan import Problem, Solution
 from tightship.planners import planner
 from tightship.planners.clash import Clash, clash
-from tightship.planners.packing import Search
+from tightship.planners.packing import Interrupted, Search
 from tightship.planners.packing import pack as place
 from tightship.planners.pools import clash_of_pools
 from tightship.report.packing import packing_picture
@@ -28,6 +28,9 @@ from tightship.verify_placement import check_solution
 from tightship.violation import Violation
 
 __all__ = ["is_packing", "pack", "verify_packing"]
+
+INTERRUPTED = 130
+"""Exit status of a command that Ctrl-C ended."""
 
 _SHOWN = 20  # ids of a clash, and violations, that people are shown
 
@@ -45,11 +48,17 @@ def pack(chosen: argparse.Namespace, out: Output) -> int:
         problem = replace(table.fixed, capacity=None if pools else capacity, pools=pools)
         known = None if chosen.baseline is None else _baseline(chosen.baseline, problem)
     with Line(out.errors, f"packing {chosen.problem}"):
-        made = place(problem, chosen.planner, search, baseline=known)
+        try:
+            made, interrupted = place(problem, chosen.planner, search, baseline=known), False
+        except Interrupted as end:
+            made, interrupted = end.solution, True
         met = not any(v.code == "over-capacity" for v in check_solution(problem, made))
         why = None if met else clash_of_pools(problem) if pools else clash(problem, capacity or 0)
     rows = _rows(problem, made) | {"met": met, "clash": _clash_rows(why), "pools": pool_rows(problem, made)}
+    rows["interrupted"] = interrupted
     text = [_said(chosen.problem, problem, made), *pool_lines(problem, made)]
+    if interrupted:
+        text.append("interrupted: this is the best that was found so far")
     if not met:
         text.append(_why(why, made, capacity))
     if path is not None and met:
@@ -64,7 +73,7 @@ def pack(chosen: argparse.Namespace, out: Output) -> int:
         rows["picture"] = str(drawing)
         text.append(f"drawn in {drawing}")
     out.answer(rows, "\n".join(text))
-    return 0 if met else 1
+    return INTERRUPTED if interrupted else 0 if met else 1
 
 
 def is_packing(path: str) -> bool:

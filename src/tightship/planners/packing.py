@@ -12,20 +12,20 @@ import dataclasses
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import numpy as np
 
 from tightship.errors import BadInput, VerificationFailed
 from tightship.plan import Problem, Solution
 from tightship.planners import PlannerInfo, planner
+from tightship.planners.place._best import Interrupted
 from tightship.planners.place._fit import Fitter, Limits
 from tightship.planners.place._frame import Ints, frame, hinted
 from tightship.planners.place._parts import check_gaps, cut, whole
 from tightship.planners.pools import spill
 from tightship.verify_placement import check_solution
 
-__all__ = ["DEFAULT", "Search", "pack"]
+__all__ = ["DEFAULT", "Interrupted", "Search", "pack"]
 
 DEFAULT = "portfolio"
 
@@ -49,33 +49,63 @@ def pack(
     *,
     baseline: Sequence[int] | None = None,
 ) -> Solution:
-    """Offsets for a problem, checked. ``baseline``: offsets of a packing that the answer is not worse than."""
-    info, limits = planner(planner_name, "place"), search or Search()
+    """Offsets for a problem, checked. ``baseline``: offsets of a packing that the answer is not worse than.
+
+    Raises ``Interrupted``, a ``KeyboardInterrupt``, with the best so far when Ctrl-C ends a search."""
+    run, limits = _Run(planner(planner_name, "place")), search or Search()
     if baseline is not None and problem.pools:
         raise BadInput("a baseline is a packing in one arena; the problem has pools", place="baseline")
     if baseline is not None:
         _check_baseline(problem, baseline)
     if problem.pools:
         until = time.perf_counter() + limits.seconds
-        solution = spill(problem, lambda part: _one_arena(part, info, _within(limits, until)))
+        solution = spill(problem, lambda part: _one_arena(part, run, _within(limits, until)))
     else:
-        solution = _one_arena(problem, info, limits)
+        solution = _one_arena(problem, run, limits)
     if baseline is not None and (arena := _arena(problem, baseline)) < solution.arena:
         solution = replace(solution, offsets=tuple(map(int, baseline)), arena=arena, planner="baseline")
     # Whether a capacity is met is the answer, not a fault of it.
     if wrong := [v for v in check_solution(problem, solution) if v.code != "over-capacity"]:
         raise VerificationFailed(wrong, f"planner {solution.planner!r}")
+    if run.interrupted:
+        raise Interrupted(solution)
     return solution
 
 
-def _one_arena(problem: Problem, info: PlannerInfo, limits: Search) -> Solution:
-    if _related(problem):
-        solution: Solution = info.plan(problem, _options(info, limits, limits.seconds))
-    elif any(b.gaps for b in problem.buffers):
-        solution = _with_gaps(problem, info, limits)
+@dataclass(slots=True)
+class _Run:
+    """A planner, and whether Ctrl-C has ended its search: then what is left to do is done without searching."""
+
+    info: PlannerInfo
+    interrupted: bool = False
+
+    @property
+    def searches(self) -> bool:
+        return not self.interrupted and "work_limit" in self._names
+
+    @property
+    def _names(self) -> set[str]:
+        return {f.name for f in dataclasses.fields(self.info.options)}
+
+    def plan(self, problem: Problem, search: Search, seconds: float) -> Solution:
+        """The planner's answer; the search's limits are its options, as far as it has them."""
+        if self.interrupted:
+            seconds = 0.0
+        given = {"seed": search.seed, "work_limit": search.work, "time_limit": seconds}
+        options = self.info.options(**{name: value for name, value in given.items() if name in self._names})
+        try:
+            solution: Solution = self.info.plan(problem, options)
+        except Interrupted as end:
+            self.interrupted, solution = True, end.solution
+        return solution
+
+
+def _one_arena(problem: Problem, run: _Run, limits: Search) -> Solution:
+    if any(b.gaps for b in problem.buffers) and not _related(problem):
+        solution = _with_gaps(problem, run, limits)
     else:
-        solution = info.plan(problem, _options(info, limits, limits.seconds))
-    if _searches(info) and any(b.hint is not None for b in problem.buffers):
+        solution = run.plan(problem, limits, limits.seconds)
+    if run.searches and any(b.hint is not None for b in problem.buffers):
         solution = _hinted(problem, solution, limits)
     return solution
 
@@ -89,20 +119,24 @@ def _within(limits: Search, until: float) -> Search:
     return replace(limits, seconds=max(0.05, (until - time.perf_counter()) / 3))
 
 
-def _with_gaps(problem: Problem, info: PlannerInfo, search: Search) -> Solution:
+def _with_gaps(problem: Problem, run: _Run, search: Search) -> Solution:
     """The planner's answer for whole live ranges, then first fit into the gaps, if the planner is one that
     searches."""
     began = time.perf_counter()
     check_gaps(problem)
     bound = max(frame(cut(problem)).bound, max(b.size + (b.pinned or 0) for b in problem.buffers))
     simple, places = whole(problem)
-    first = info.plan(simple, _options(info, search, search.seconds / 2))
+    first = run.plan(simple, search, search.seconds / 2)
     rows = zip(problem.buffers, places, strict=True)
     offsets = np.array([first.offsets[at] if at >= 0 else b.pinned for b, at in rows], dtype=np.int64)
     name, work = first.planner, first.work
-    if _searches(info):
+    if run.searches:
         fitter, limits = Fitter(problem), Limits(search.work, began + search.seconds)
-        better = fitter.improve(offsets, bound, limits, search.seed)
+        try:
+            fitter.improve(offsets, bound, limits, search.seed)
+        except KeyboardInterrupt:
+            run.interrupted = True
+        better = offsets if fitter.best is None else fitter.best
         name = f"{name}+gaps" if better is not offsets else name
         offsets, work = better, work + limits.used
     arena = _arena(problem, offsets.tolist())
@@ -137,14 +171,3 @@ def _check_baseline(problem: Problem, offsets: Sequence[int]) -> None:
 
 def _arena(problem: Problem, offsets: Sequence[int]) -> int:
     return max((x + b.size for b, x in zip(problem.buffers, offsets, strict=False)), default=0)
-
-
-def _searches(info: PlannerInfo) -> bool:
-    return "work_limit" in {f.name for f in dataclasses.fields(info.options)}
-
-
-def _options(info: PlannerInfo, search: Search, seconds: float) -> Any:
-    """The search's limits as the planner's options, as far as it has them."""
-    given = {"seed": search.seed, "work_limit": search.work, "time_limit": seconds}
-    fields = {f.name for f in dataclasses.fields(info.options)}
-    return info.options(**{name: value for name, value in given.items() if name in fields})

@@ -1,6 +1,8 @@
 """Packing with any planner: gaps, hints and baselines."""
 
+import _thread
 import random
+import threading
 from dataclasses import replace
 from itertools import pairwise
 
@@ -8,11 +10,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from placing import optimum, problems
+from placing import optimum, planted, problems
 from tightship.errors import BadInput
 from tightship.plan import Buffer, Gap, Problem, Solution
 from tightship.planners import planners
-from tightship.planners.packing import Search, pack
+from tightship.planners.packing import Interrupted, Search, pack
 from tightship.planners.place import portfolio
 from tightship.verify_placement import check_solution
 
@@ -154,3 +156,19 @@ def test_a_planners_answer_is_checked(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(portfolio, "plan", lambda p, o=None: Solution((0, 0), 4, planner="wrong"))
     with pytest.raises(VerificationFailed, match=r"planner .wrong.: the plan is not valid"):
         pack(Problem((Buffer("a", 0, 2, 4), Buffer("b", 1, 3, 4))))
+
+
+@pytest.mark.parametrize("gaps", [False, True])
+def test_an_interrupt_gives_the_best_so_far(gaps: bool) -> None:
+    problem = planted(600, 1, height=5000)  # far more than a search comes to an end with
+    if gaps:
+        first = problem.buffers[0]
+        cut = replace(first, upper=first.upper + 2, gaps=(Gap(first.upper, first.upper + 1),))
+        problem = replace(problem, buffers=(cut, *problem.buffers[1:]))
+    timer = threading.Timer(0.5, _thread.interrupt_main)
+    timer.start()
+    with pytest.raises(Interrupted) as caught:
+        pack(problem, search=Search(work=10**12, seconds=1e6))
+    assert check_solution(problem, caught.value.solution) == []
+    greedy = pack(problem, "greedy-by-size")
+    assert caught.value.solution.arena <= greedy.arena

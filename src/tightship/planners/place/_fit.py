@@ -58,6 +58,7 @@ class Fitter:
         self.pinned = [(k, b.pinned) for k, b in enumerate(problem.buffers) if b.pinned is not None]
         self.free = [k for k, b in enumerate(problem.buffers) if b.pinned is None]
         self.size = np.array([b.size for b in problem.buffers], dtype=np.int64)
+        self.best: Ints | None = None  # what ``improve`` has found so far
 
     def arena(self, offsets: Ints) -> int:
         return int((offsets + self.size).max(initial=0))
@@ -83,16 +84,16 @@ class Fitter:
             taken.add(k, offset)
         return offsets
 
-    def improve(self, start: Ints, bound: int, limits: Limits, seed: int) -> Ints:
-        """The best of ``start``, first fit in several orders, and of changing the best order."""
-        best, order = start, self._by(start)
+    def improve(self, start: Ints, bound: int, limits: Limits, seed: int) -> None:
+        """``best``: that of ``start``, first fit in several orders, and of changing the best order."""
+        self.best, order = start, self._by(start)
         for attempt in self._orders(start):
-            if self.arena(best) <= bound or limits.over:
-                return best
-            found = self.pack(attempt, limits, below=self.arena(best))
+            if self.arena(self.best) <= bound or limits.over:
+                return
+            found = self.pack(attempt, limits, below=self.arena(self.best))
             if found is not None:
-                best, order = found, attempt
-        return self._climb(best, order, bound, limits, random.Random(seed))
+                self.best, order = found, attempt
+        self._climb(self.best, order, bound, limits, random.Random(seed))
 
     def hinted(self, limits: Limits, *, below: int) -> Ints | None:
         """A packing that follows the hints: those who have one first, from the lowest on."""
@@ -112,9 +113,9 @@ class Fitter:
         for by in ORDERS:
             yield [k for k in by(arrays).tolist() if b[k].pinned is None]
 
-    def _climb(self, best: Ints, order: list[int], bound: int, limits: Limits, rng: random.Random) -> Ints:
+    def _climb(self, now: Ints, order: list[int], bound: int, limits: Limits, rng: random.Random) -> None:
         """Again and again, place what makes up the top of the arena earlier."""
-        now, history, least = best, [self.arena(best)] * HISTORY, self.arena(best)
+        history, least = [self.arena(now)] * HISTORY, self.arena(now)
         round_ = 0
         while least > bound and not limits.over:
             round_ += 1
@@ -128,9 +129,8 @@ class Fitter:
             if found is not None:
                 now, order = found, moved
                 if self.arena(now) < least:
-                    best, least = now, self.arena(now)
+                    self.best, least = now, self.arena(now)
             history[round_ % HISTORY] = self.arena(now)
-        return best
 
 
 class _Taken:
