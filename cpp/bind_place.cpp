@@ -8,6 +8,7 @@
 #include "bind_alarm.h"
 #include "bind_arrays.h"
 #include "place_exact.h"
+#include "place_sets.h"
 #include "place_windows.h"
 
 namespace nb = nanobind;
@@ -82,6 +83,17 @@ class Placer {
         return to_numpy(std::move(found.offset));
     }
 
+    // The order in which a skyline is built; `rule` is one of Sky, in order.
+    Result skyline(int rule) {
+        std::vector<i32> order;
+        {
+            nb::gil_scoped_release unlocked;
+            order = place::skyline(buffers_, static_cast<Sky>(rule), alarm_.set(std::numeric_limits<double>::infinity()));
+        }
+        alarm_.raise();
+        return to_numpy({order.begin(), order.end()});
+    }
+
   private:
     Buffers buffers_;
     Packer packer_;
@@ -105,6 +117,29 @@ class Placer {
     }
 };
 
+std::tuple<Result, i64> pack_sets_of(Array lower, Array upper, Array set, Array size, Array alignment, Array order) {
+    const i64 count = static_cast<i64>(size.shape(0));
+    if (set.shape(0) != lower.shape(0) || alignment.shape(0) != size.shape(0)) throw nb::value_error("arrays of one length");
+    const std::vector<i32> by = to_order(order, count);
+    std::vector<i32> sets;
+    std::vector<i64> sizes(size.data(), size.data() + count), offset;
+    for (std::size_t k = 0; k < set.shape(0); ++k) {
+        if (set.data()[k] < 0 || set.data()[k] >= count) throw nb::value_error("a set is one of those with a size");
+        sets.push_back(static_cast<i32>(set.data()[k]));
+    }
+    const Buffers buffers = from_numpy(lower, upper, set, nullptr, nullptr);
+    Alarm alarm;
+    {
+        nb::gil_scoped_release unlocked;
+        const Watch watch = alarm.set(std::numeric_limits<double>::infinity());
+        offset = pack_sets(buffers, sets, sizes, {alignment.data(), alignment.data() + count}, by, watch);
+    }
+    alarm.raise();
+    i64 arena = 0;
+    for (i64 k = 0; k < count; ++k) arena = std::max(arena, offset[k] + sizes[k]);
+    return {to_numpy(std::move(offset)), arena};
+}
+
 }  // namespace
 
 }  // namespace tightship::place
@@ -127,8 +162,13 @@ void bind_place(nb::module_& m) {
         .def("exact", &Placer::exact, "start"_a, "seed"_a, "work"_a, "seconds"_a, "goal"_a, "wanted"_a, "threads"_a,
              "Offsets of the best placement found by tree search from `start` on, a lower bound, and the buffers "
              "that prove it (none where it is the peak load). Ends at an arena of `goal` bytes.")
+        .def("skyline", &Placer::skyline, "rule"_a,
+             "The order in which a skyline is built: 0 longest-lived, 1 largest, 2 most snug first.")
         .def("windows", &Placer::windows, "start"_a, "seed"_a, "work"_a, "seconds"_a, "goal"_a,
              "Offsets no worse than `start`, improved by tree search of a few dozen buffers at a time.");
+    m.def("pack_sets", &pack_sets_of, "lower"_a, "upper"_a, "set"_a, "size"_a, "alignment"_a, "order"_a,
+          "Offsets and arena of sets of buffers, each set at one offset: set after set in this order, each into the "
+          "smallest hole that is free in all live ranges of its members.");
     m.def(
         "lower_bound",
         [](Array lower, Array upper, Array size) {

@@ -124,6 +124,10 @@ void Space::take(i32 first, i32 last, i64 start, i64 end, i64 least) {
 
 void Space::open(i32 first, i32 last) {
     cursors_.clear();
+    open_also(first, last);
+}
+
+void Space::open_also(i32 first, i32 last) {
     const auto add = [&](const std::vector<Span>& set) {
         if (!set.empty()) cursors_.push_back({set.data(), set.data() + set.size()});
     };
@@ -178,6 +182,16 @@ i64 Space::first_fit(i32 first, i32 last, i64 size, i64 alignment) {
 
 i64 Space::best_fit(i32 first, i32 last, i64 size, i64 alignment) {
     open(first, last);
+    return smallest_hole(size, alignment);
+}
+
+i64 Space::best_fit_all(const std::vector<Stay>& stays, i64 size, i64 alignment) {
+    cursors_.clear();
+    for (const Stay& stay : stays) open_also(stay.first, stay.last);
+    return smallest_hole(size, alignment);
+}
+
+i64 Space::smallest_hole(i64 size, i64 alignment) {
     i64 best = -1, least = kNoLimit;
     for (i64 offset = 0;;) {
         offset = next_free(offset, alignment);

@@ -53,6 +53,11 @@ class Space {
     bool is_free(i32 first, i32 last, i64 start, i64 end);
     // Offset of the smallest hole that is large enough (the lowest of equals), else above everything.
     i64 best_fit(i32 first, i32 last, i64 size, i64 alignment);
+    // The same for something that is there several times.
+    struct Stay {
+        i32 first, last;
+    };
+    i64 best_fit_all(const std::vector<Stay>& stays, i64 size, i64 alignment);
 
   private:
     struct Cursor {
@@ -68,6 +73,8 @@ class Space {
     template <class Whole, class Partial>
     void visit(i32 first, i32 last, Whole whole, Partial partial) const;
     void open(i32 first, i32 last);
+    void open_also(i32 first, i32 last);
+    i64 smallest_hole(i64 size, i64 alignment);
     // Moves all cursors beyond `offset` and returns the lowest offset from there on that is free everywhere.
     i64 next_free(i64 offset, i64 alignment);
     i64 next_taken() const;

@@ -1,9 +1,9 @@
-"""The greedy packings that come before any search: fifteen orders, most of them given up early."""
+"""The greedy packings that come before any search: twenty orders, most of them given up early."""
 
 from __future__ import annotations
 
 from tightship.planners.place import _orders as orders
-from tightship.planners.place import hill_climb, peak_first
+from tightship.planners.place import hill_climb, peak_first, skyline, xla_heap
 from tightship.planners.place._best import Best
 
 __all__ = ["GREEDY", "Packing", "best_greedy"]
@@ -23,11 +23,16 @@ GREEDY: tuple[Packing, ...] = (
     (orders.by_start, False),
     (orders.by_start, True),
     (orders.given, False),
+    *xla_heap.GREEDY,
+    *skyline.GREEDY,
 )
 """Those that usually win first."""
 
 MOST_PLACED = 3_000_000
 """Packings are tried until so many buffers are placed: all up to 200,000 buffers, three of a million."""
+
+MOST_SKYLINE = 20_000
+"""Buffers; for more, the skyline planner alone takes the time that it needs."""
 
 LEAST_TIME = 0.02
 """Seconds for the first packing, whatever the limit: it is so much better than none."""
@@ -40,6 +45,8 @@ def best_greedy(best: Best, enough: int, time_limit: float | None) -> Packing:
         left = f.seconds_left(time_limit)
         if k and (best.arena <= enough or left <= 0 or k * f.arrays.count >= MOST_PLACED):
             break
+        if (order, best_fit) in skyline.GREEDY and f.arrays.count > MOST_SKYLINE:
+            continue
         offsets, arena = f.placer.pack(
             order(f.arrays),
             best_fit=best_fit,

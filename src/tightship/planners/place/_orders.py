@@ -8,9 +8,11 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from tightship import _core
 from tightship.planners.place._frame import Arrays, Ints
 
 __all__ = [
+    "SKIES",
     "Order",
     "by_area",
     "by_breadth",
@@ -21,6 +23,9 @@ __all__ = [
     "by_start",
     "given",
     "peak_first",
+    "skyline",
+    "xla_spatial",
+    "xla_temporal",
 ]
 
 Order = Callable[[Arrays], Ints]
@@ -90,6 +95,25 @@ def peak_first(a: Arrays, stack: str, rest: str) -> Ints:
     }
     at_peak = _breadth_rank(a) == 0
     return _sorted(~at_peak, np.where(at_peak, keys[stack], keys[rest]), a.lower)
+
+
+def xla_spatial(a: Arrays) -> Ints:
+    """Largest first, then longest-lived, then as given."""
+    return _sorted(-a.size, a.lower - a.upper)
+
+
+def xla_temporal(a: Arrays) -> Ints:
+    """Longest-lived first, then largest, then as given."""
+    return _sorted(a.lower - a.upper, -a.size)
+
+
+SKIES = ("longest", "largest", "snug")
+
+
+def skyline(a: Arrays, rule: str) -> Ints:
+    """The order in which a skyline is built; ``rule``: whom its lowest stretch takes, one of ``SKIES``."""
+    placer = _core.Placer(a.lower, a.upper, a.size, a.alignment, a.pinned)
+    return np.asarray(placer.skyline(SKIES.index(rule)))
 
 
 def _area(a: Arrays) -> npt.NDArray[np.float64]:
