@@ -1,6 +1,7 @@
 """tightship fits a neural network's work into the memory there is.
 
     step = tightship.fit(model, loss_fn, optimizer, batch, budget="6GiB")  # train within a budget
+    run = tightship.infer(model, sample)                                   # a forward pass in one arena
     plan = tightship.plan(model, sample, budget="60%")                     # decide only
     line = tightship.frontier(model, sample)                               # time against memory
     print(plan); plan.save("plan.json"); tightship.check(tightship.load("plan.json"))
@@ -8,7 +9,7 @@
 `tightship.planners.planners()` lists the planners. Importing this package does not import torch.
 """
 
-from tightship.api import Planned, check, fit, frontier, load, plan
+from tightship.api import Planned, check, fit, frontier, infer, load, plan
 from tightship.errors import (
     BadInput,
     BudgetExceeded,
@@ -41,6 +42,7 @@ __all__ = [
     "check",
     "fit",
     "frontier",
+    "infer",
     "load",
     "plan",
 ]

@@ -15,6 +15,7 @@ from tightship.units import parse_budget
 
 if TYPE_CHECKING:
     from tightship.execute.fit import TrainStep
+    from tightship.execute.infer import Inference
     from tightship.planners.frontier import Frontier
     from tightship.violation import Violation
 
@@ -26,6 +27,7 @@ __all__ = [
     "fit",
     "frontier",
     "frontier_of",
+    "infer",
     "load",
     "plan",
     "plan_graph",
@@ -95,6 +97,16 @@ def fit(
     return made(model, loss_fn, optimizer, sample_batch, budget, **options)
 
 
+def infer(model: Any, sample: Any, budget: Any = None, **options: Any) -> Inference:
+    """A forward pass of ``model`` in one arena, within ``budget``: see `tightship.execute.infer.infer`.
+
+    ``run = infer(model, x)``, then ``y = run(x)`` gives what ``model(x)`` gives in evaluation mode.
+    """
+    from tightship.execute.infer import infer as made
+
+    return made(model, sample, budget, **options)
+
+
 def plan(
     model: Any,
     sample: Any = None,
@@ -109,8 +121,9 @@ def plan(
 ) -> Planned:
     """Decide only: a verified plan for one step of ``model`` (or for a ``Graph``) within ``budget``.
 
-    Without ``loss_fn`` and ``optimizer`` the step is the forward and backward pass on ``sample`` (``train``:
-    in training mode); with them it is the step that `fit` would run. A model on the meta device, or of fake
+    Without ``loss_fn`` and ``optimizer`` the step is the forward and backward pass on ``sample``, or, without
+    ``train``, the forward pass in evaluation mode that `infer` would run, its results in the arena; with them it
+    is the step that `fit` would run. A model on the meta device, or of fake
     tensors, is planned with modelled times and without its weights ever existing; otherwise each op is
     measured once, on tensors made for it. ``budget`` is bytes, text (``6GiB``), or a percentage of the
     unplanned peak (``60%``). ``cache`` is the folder measurements are kept in, ``options`` are the default
@@ -157,10 +170,15 @@ def captured(
     """As `capture`, but the program: the graph and how PyTorch runs it."""
     from tightship.execute import profile
     from tightship.frontends.torch import compat
-    from tightship.frontends.torch.step import capture_loss, capture_step
+    from tightship.frontends.torch.step import capture_forward, capture_loss, capture_step, module_of
 
-    if loss_fn is None and optimizer is None:
-        program = capture_loss(model, sample, train=train)
+    if not train and (loss_fn is not None or optimizer is not None):
+        raise BadInput("a step with a loss or an optimizer trains", train, "train")
+    model = module_of(model)
+    if not train:
+        program = capture_forward(model, sample)
+    elif loss_fn is None and optimizer is None:
+        program = capture_loss(model, sample)
     else:
         program = capture_step(model, loss_fn, optimizer, sample)
     tensors = [*model.parameters(), *model.buffers()]

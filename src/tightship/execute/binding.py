@@ -21,10 +21,10 @@ __all__ = ["Binding", "Identity"]
 
 
 class Identity:
-    """Whether model and optimizer are made of the objects they were made of at construction."""
+    """Whether model and optimizer (if there is one) are made of the objects they were made of at construction."""
 
-    def __init__(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
-        self._optimizer = optimizer
+    def __init__(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer | None) -> None:
+        self._groups = optimizer.param_groups if optimizer is not None else []
         self._modules = tuple(model.modules())
         self._members = tuple(m for module in self._modules for m in compat.members(module))
         self._tensors = (*model.parameters(), *model.buffers())
@@ -34,7 +34,7 @@ class Identity:
         return (
             [id(x) for m in self._members for x in m.values()],
             [(t.data_ptr(), t.requires_grad) for t in self._tensors],
-            [[id(p) for p in g["params"]] for g in self._optimizer.param_groups],
+            [[id(p) for p in g["params"]] for g in self._groups],
         )
 
     def changed(self) -> str | None:
@@ -61,7 +61,9 @@ class Identity:
 class Binding:
     """Finds the tensors of ``program.slots``."""
 
-    def __init__(self, program: Program, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    def __init__(
+        self, program: Program, model: torch.nn.Module, optimizer: torch.optim.Optimizer | None
+    ) -> None:
         self._program, self._optimizer = program, optimizer
         # Of a slot: mapping and key (parameters, buffers), parameter and key (state), leaf number, or tensor.
         self._finders: list[tuple[str, Any, Any]] = []
@@ -83,7 +85,7 @@ class Binding:
         """One tensor per slot; None for optimizer state that does not exist yet. ``leaves`` are the
         batch's.
         """
-        state = self._optimizer.state
+        state = self._optimizer.state if self._optimizer is not None else {}
         found: list[Any] = []
         for role, where, key in self._finders:
             if role == "state":

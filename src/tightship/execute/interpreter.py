@@ -53,6 +53,7 @@ class RunStats:
     short: int  # count
     exact: bool
     first_misses: tuple[str, ...] = ()
+    heap: int = 0  # most bytes at once that lay outside of the arena, results that are handed out included
 
     @property
     def as_planned(self) -> bool:
@@ -71,8 +72,9 @@ class Executor:
     ``arena`` may be shared by several executors, one running at a time; without it the executor reserves one
     of the size the plan needs. Requests that would go beyond the plan's budget raise ``BudgetExceeded``. With
     ``strict`` a run that did not go as planned raises ``VerificationFailed`` when it is over, otherwise it
-    warns `PeakMismatch`. What the plan offloads goes to a file without a name in ``folder`` (default: the
-    system's for temporary files), reserved here.
+    warns `PeakMismatch`. Without ``hand_out`` results lie where the plan has placed them, in the arena: they are
+    to be let go of before the next run. What the plan offloads goes to a file without a name in ``folder``
+    (default: the system's for temporary files), reserved here.
 
     Without a C++ compiler, or without measured requests, the plan is run on the ordinary heap: results are
     the same, nothing is measured, and ``notes`` says so. Raises ``BadInput`` for plans that do not belong to the
@@ -87,6 +89,7 @@ class Executor:
         arena: allocator.Arena | None = None,
         strict: bool = False,
         folder: str | os.PathLike[str] | None = None,
+        hand_out: bool = True,
     ) -> None:
         if plan.digest and plan.digest != program.graph.digest:
             raise BadInput("a plan is run for the graph it was made for", plan.digest[:12], "Executor")
@@ -94,6 +97,7 @@ class Executor:
         self.notes: list[str] = []
         self.last: RunStats | None = None
         self.arena = arena
+        self._hand_out = hand_out
         self._orders = self._planned()
         self._spill = Spill(host_offsets(program, plan)[1], folder) if plan.count("offload") else None
         self._code: Code = compile_plan(program, plan, self._aside(), self._spill)
@@ -167,7 +171,7 @@ class Executor:
                 "requests were not measured: the plan runs on the ordinary heap, without an arena"
             )
             return None
-        found = orders(self.program, self.plan)
+        found = orders(self.program, self.plan, hand_out=self._hand_out)
         if not found.placed:
             self.notes.append("the plan places nothing: every request is served from the heap, and measured")
         return found
@@ -219,6 +223,7 @@ class Executor:
             stats.short,
             not missing,
             tuple(self._miss(m) for m in stats.first_misses),
+            stats.heap_peak,
         )
 
     def _miss(self, miss: allocator.Miss) -> str:

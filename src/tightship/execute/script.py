@@ -37,15 +37,15 @@ def requests_of(program: Program, op: int, again: bool) -> tuple[Request, ...]:
     return program.replay_requests.get(op, usual) if again else usual
 
 
-def orders(program: Program, plan: Plan) -> Orders:
+def orders(program: Program, plan: Plan, *, hand_out: bool = True) -> Orders:
     """Places every request of ``plan.steps``.
 
-    Outputs of the graph go to the caller and lie outside the arena. A temporary of a replay that asks for
-    other bytes than the op it stands for lies outside too: the placement knows the op only. Raises
-    ``BadInput`` when a request has no residence, or one of another size.
+    Outputs of the graph go to the caller and lie outside the arena, unless they are not to be handed out. A
+    temporary of a replay that asks for other bytes than the op it stands for lies outside too: the placement
+    knows the op only. Raises ``BadInput`` when a request has no residence, or one of another size.
     """
     graph, uses = program.graph, program.graph.uses
-    handed = graph.kept - graph.static
+    handed = graph.kept - graph.static if hand_out else frozenset()
     stays: dict[tuple[int, int, str], Residence] = {}
     scratch: dict[tuple[int, int], Residence] = {}
     for r in plan.residences:

@@ -62,10 +62,11 @@ class Prober:
 
     def _real(self, fn: Any, args: Any, kwargs: Any, out: Any) -> Any:
         """The metadata of the real results; None if the op cannot be run on zeros."""
+        run = compat.runnable(fn) if torch.is_grad_enabled() else fn
         with compat.without_modes(), torch.no_grad():
             try:
                 given, named = _zeros(args), _zeros(kwargs)
-                real = compat.runnable(fn)(*given, **named)
+                real = run(*given, **named)
             except Exception:
                 return None
             keys = {compat.storage_key(t) for t in _tensors((given, named))}

@@ -20,7 +20,7 @@ from tightship.frontends.torch.structure import BatchSpec, Results, flatten, map
 from tightship.frontends.torch.tape import Tape
 from tightship.frontends.torch.untouched import Change, applied, untouched
 
-__all__ = ["capture_loss", "capture_step"]
+__all__ = ["capture_forward", "capture_loss", "capture_step", "module_of"]
 
 LossFn = Callable[[Any, Any], Any]
 _PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size)
@@ -81,6 +81,28 @@ def capture_loss(
             m.training = was
 
 
+def module_of(model: Any) -> Any:
+    """The module to capture: the model, or what is inside of what ``torch.export.export`` made of one."""
+    return model.module() if isinstance(model, torch.export.ExportedProgram) else model
+
+
+def capture_forward(
+    model: torch.nn.Module, sample: Any, *, device: str | None = None, name: str = "forward"
+) -> Program:
+    """The program of the model's forward pass on ``sample`` in evaluation mode, without gradients; its results are
+    the model's. ``sample`` and ``device`` as for ``capture_loss``. Raises as ``capture_step``.
+    """
+    _check_model(model)
+    modes = [(m, m.training) for m in model.modules()]
+    try:
+        for m in model.modules():
+            m.training = False  # not model.eval(): what torch.export made refuses that
+        return _Capture(model, sample, name, device).forward()
+    finally:
+        for m, was in modes:
+            m.training = was
+
+
 # --- what is captured -----------------------------------------------------------------------------------------
 
 
@@ -125,11 +147,14 @@ def _own_loss(model: Any, batch: Any) -> Any:
     return loss
 
 
-def _summed_output(model: Any, sample: Any) -> Any:
+def _called(model: Any, sample: Any) -> Any:
     if isinstance(sample, Mapping):
-        out = model(**sample)
-    else:
-        out = model(*sample) if isinstance(sample, (tuple, list)) else model(sample)
+        return model(**sample)
+    return model(*sample) if isinstance(sample, (tuple, list)) else model(sample)
+
+
+def _summed_output(model: Any, sample: Any) -> Any:
+    out = _called(model, sample)
     for key in ("loss", "logits"):
         found = out.get(key) if isinstance(out, Mapping) else getattr(out, key, None)
         if isinstance(found, torch.Tensor):
@@ -185,6 +210,22 @@ class _Capture:
         return finish(
             self.tape, values, result_spec=spec, name=self.name, guards=self.recorder.guards,
             batch=BatchSpec.of(self.batch), notes=notes, losses=values[:1], sums=True,
+        )  # fmt: skip
+
+    def forward(self) -> Program:
+        self.tape.grad = False
+        quiet = compat_capture.quiet_capture(has_data=self.has_data)
+        with untouched(self.model, self.changes), quiet, torch.no_grad():
+            fakes = self._fakes()
+            with self.mode, self.recorder, self.tracker.active(), self._swapped(fakes):
+                out = _called(self.model, fakes.batch)
+                self._rebound(fakes)
+        spec, values = Results.of_refs(self._results(out))
+        if not values:
+            raise BadInput("a model's output has tensors", type(out).__name__, "model")
+        return finish(
+            self.tape, values, result_spec=spec, name=self.name, guards=self.recorder.guards,
+            batch=BatchSpec.of(self.batch), losses=values,
         )  # fmt: skip
 
     def _run(self, loss_fn: LossFn, fakes: _Fakes, wanted: list[str]) -> tuple[Any, dict[str, torch.Tensor]]:

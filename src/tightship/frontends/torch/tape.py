@@ -86,7 +86,10 @@ def _leaves(tree: Any) -> Iterator[Any]:
 
 
 class Tape:
-    def __init__(self) -> None:
+    """``grad``: whether eager runs the ops with gradients enabled, which some kernels look at."""
+
+    def __init__(self, *, grad: bool = True) -> None:
+        self.grad = grad
         self.values: list[TapeValue] = []
         self.storages: list[TapeStorage] = []
         self.records: list[Record] = []
@@ -215,7 +218,7 @@ class Tape:
         r.random, r.effect, r.device, r.phase, r.origin = random, effect, device, phase, origin
         r.flops = flops or sum(t.numel() for t in tensors)
         self._statistics(r)
-        r.fn = compat.runnable(fn)
+        r.fn = compat.runnable(fn) if self.grad else fn
         self.records.append(r)
         return r
 
