@@ -362,3 +362,34 @@ def test_a_reader_that_leaves_early_is_no_error_of_ours(there):
     job.stderr.close()
     job.wait()
     assert b"Traceback" not in err, err
+
+
+# --- named systems ---
+
+
+def test_a_named_system_plans_with_its_own_options(there, capsys):
+    status, rows = as_json("plan", "graph.json", "--planner", "memonger", "--any-order", capsys=capsys)
+    assert status == 0 and rows["planner"] == "memonger" and rows["arena"] > 0
+    assert (
+        run("plan", "graph.json", "--planner=aitemplate", "--streams", "2", "-o", "p.json", capsys=capsys)[0]
+        == 0
+    )
+    assert run("verify", "p.json", capsys=capsys)[0] == 0
+    status, rows = as_json("plan", "graph.json", "--planner", "aitemplate", "-b", "50%", capsys=capsys)
+    assert status == 1 and rows["met"] is False  # it does not evict, and says so
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (["--planner", "nobody"], "a system is one of aitemplate, memonger"),
+        (["--planner"], "--planner"),
+        (["--planner", "memonger", "--seconds", "3"], "--seconds"),
+        (["--any-order"], "--any-order"),
+        (["--planner", "memonger", "--share", "nobody"], "one of the graph's storages"),
+        (["--planner", "aitemplate", "--streams", "0"], "at least one op runs at a time"),
+    ],
+)
+def test_a_named_system_that_there_is_not_is_refused(there, capsys, options, said):
+    status, out, err = run("plan", "graph.json", *options, capsys=capsys)
+    assert (status, out) == (2, "") and said in err

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,6 +16,7 @@ from tightship.units import parse_budget
 if TYPE_CHECKING:
     from tightship.execute.fit import TrainStep
     from tightship.execute.infer import Inference
+    from tightship.planners import PlannerInfo
     from tightship.planners.frontier import Frontier
     from tightship.violation import Violation
 
@@ -31,7 +32,9 @@ __all__ = [
     "load",
     "plan",
     "plan_graph",
+    "plan_named",
     "read_onnx",
+    "systems",
     "torch_saved",
     "violations",
 ]
@@ -291,6 +294,34 @@ def torch_saved(program: Any) -> dict[str, frozenset[int]]:
         return {f"torch {budget:g}": saved for budget, saved in saved_sets(program).items()}
     except Unsupported:
         return {}
+
+
+def plan_named(graph: Graph, name: str, budget: Any = None, **options: Any) -> Planned:
+    """The verified plan of a named system that takes a graph as it is (``memonger``, ``aitemplate``).
+
+    Such a planner decides without a budget; the plan says whether it meets ``budget``. Raises ``BadInput`` for names
+    and options that there are not.
+    """
+    known = systems()
+    if name not in known:
+        rule = f"a system is one of {', '.join(sorted(known))} (parts are chosen with order and evict)"
+        raise BadInput(rule, name, "planner")
+    info = known[name]
+    try:
+        chosen = info.options(**options)
+    except TypeError as error:
+        rule = f"options are those of {name!r} ({', '.join(info.options.__dataclass_fields__)})"
+        raise BadInput(rule, sorted(options), "plan") from error
+    made = info.plan(graph, chosen)
+    limit = None if budget is None else parse_budget(budget).resolve(made.peak_before)
+    return Planned(replace(made, budget=limit), graph)
+
+
+def systems() -> dict[str, PlannerInfo]:
+    """The named systems that take a graph as it is, by name."""
+    from tightship.planners import planners
+
+    return {n: i for group in ("", "share") for n, i in planners(group).items() if n != "default"}
 
 
 def violations(planned: Planned | Plan, graph: Graph | None = None) -> list[Violation]:

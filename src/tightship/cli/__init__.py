@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 import tightship
+from tightship import api
 from tightship.cli import hlo, pack, verbs
 from tightship.cli.options import add_onnx, add_options
 from tightship.cli.output import Output
@@ -41,8 +42,9 @@ class _Parser(argparse.ArgumentParser):
         raise Usage(message, self.format_usage().strip())
 
 
-def parser() -> argparse.ArgumentParser:
-    """All verbs and their options; a planner's options come from its own dataclass."""
+def parser(given: Sequence[str] = ()) -> argparse.ArgumentParser:
+    """All verbs and their options; a planner's options come from its own dataclass: that of ``plan --planner NAME``,
+    where ``given`` has it."""
     top = _Parser(prog="tightship", description="Fits a neural network's work into the memory there is.")
     top.epilog = _EPILOG
     top.add_argument("--version", action="version", version=f"tightship {tightship.__version__}")
@@ -51,7 +53,28 @@ def parser() -> argparse.ArgumentParser:
         verb = actions.add_parser(name, help=summary, description=f"{name}: {summary}.", epilog=_EPILOG)
         verb.add_argument("--json", action="store_true", help="print one JSON object and nothing else")
         add(verb)
+        if name == "plan":
+            _add_planner(verb, given)
     return top
+
+
+def _add_planner(verb: argparse.ArgumentParser, given: Sequence[str]) -> None:
+    """The option ``--planner`` and the options of the planner that it names in what was given."""
+    known = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
+    text = "a named system instead of the search: memonger or aitemplate, with options of its own; for a module.txt, "
+    text += "who rematerialises it: search or xla (default: search)"
+    for either in (verb, known):
+        either.add_argument("--planner", metavar="NAME", default=None, help=text)
+    try:
+        name = known.parse_known_args(list(given))[0].planner if "plan" in given else None
+    except argparse.ArgumentError:
+        name = None  # the parser itself says what is wrong
+    from tightship.planners.default import Options
+
+    system = api.systems().get(name or "")
+    options = Options if system is None else system.options
+    add_options(verb, options)
+    verb.set_defaults(run=verbs.plan, options=options)
 
 
 def _add_demo(verb: argparse.ArgumentParser) -> None:
@@ -63,8 +86,6 @@ def _add_demo(verb: argparse.ArgumentParser) -> None:
 
 
 def _add_plan(verb: argparse.ArgumentParser) -> None:
-    from tightship.planners.default import Options
-
     verb.add_argument("source", metavar="SOURCE", help=_SOURCE)
     verb.add_argument("--budget", "-b", metavar="B", help=f"{_BUDGET}; none: keep everything")
     verb.add_argument("--output", "-o", metavar="FILE", help="write the plan as JSON")
@@ -72,11 +93,7 @@ def _add_plan(verb: argparse.ArgumentParser) -> None:
     verb.add_argument(
         "--write", metavar="FILE", help="write the ONNX model or HLO module as planned: order, clones"
     )
-    text = "who rematerialises a module.txt: search or xla (default: search)"
-    verb.add_argument("--planner", metavar="NAME", help=text)
     add_onnx(verb)
-    add_options(verb, Options)
-    verb.set_defaults(run=verbs.plan, options=Options)
 
 
 def _add_frontier(verb: argparse.ArgumentParser) -> None:
@@ -170,7 +187,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     given = list(sys.argv[1:] if argv is None else argv)
     with Output(as_json="--json" in given) as out:
         try:
-            chosen = parser().parse_args(given)
+            chosen = parser(given).parse_args(given)
             chosen.command = shlex.join(["tightship", *given])
             status: int = chosen.run(chosen, out)
             return status

@@ -33,12 +33,6 @@ __all__ = ["demo", "explain", "frontier", "plan", "planners", "verify"]
 def plan(chosen: argparse.Namespace, out: Output) -> int:
     if is_module(chosen.source):
         return plan_module(chosen, out)
-    if chosen.planner is not None:
-        raise BadInput(
-            "parts are chosen with --order and --evict; --planner is for a module",
-            chosen.planner,
-            "--planner",
-        )
     options = given_options(chosen)
     budget = _budget(chosen)
     path = writable(chosen.output, "--output")
@@ -49,7 +43,11 @@ def plan(chosen: argparse.Namespace, out: Output) -> int:
         raise BadInput(
             "a model is written where one is read: SOURCE is a model.onnx", chosen.source, "--write"
         )
-    made = _planned(source, budget, options, out)
+    if chosen.planner is None:
+        made = _planned(source, budget, options, out)
+    else:
+        with Line(out.errors, f"planning {source.graph.name}"):
+            made = api.plan_named(source.graph, chosen.planner, budget, **options).plan
     made = replace(made, source=chosen.source, command=chosen.command)
     whole = api.Planned(made, source.graph)
     text = [describe(made, source.graph)]
