@@ -1,17 +1,20 @@
-"""torch's CPU allocator, replaced once by one that counts, records, and serves a planned step from one arena.
+"""torch's allocators, replaced once by ones that count, record, and serve a planned step from one arena.
 
-Byte counts are requests rounded up to 64 bytes, as torch's allocator sees them: op temporaries and oneDNN
-scratch included, bookkeeping not. A request for 0 bytes has no block and is not counted.
+Devices are of two kinds, ``cpu`` and ``cuda``, with an allocator each; a device is named as torch names it
+(``cuda:0``). Byte counts are requests rounded up to 64 bytes (512 on CUDA), as torch's allocator sees them: op
+temporaries and oneDNN scratch included, bookkeeping not. A request for 0 bytes has no block and is not counted.
 
-`load` compiles ``allocator.cpp`` with the user's C++ compiler on first use (two seconds; kept in the user's
-cache) and installs it for the rest of the process; with nothing active it is the default allocator plus two
-counters. Recording and replay concern the calling thread only: requests of other threads are plain heap, and
-blocks may be freed on any thread. Blocks from before `load`, and later resizes of them, are not counted.
+`load` compiles the allocator with the user's C++ compiler on first use (two seconds; kept in the user's cache) and
+installs it for the rest of the process; with nothing active it is the default allocator plus two counters (on CUDA:
+one that keeps freed blocks for requests of the same size, see `cuda`). Recording and replay concern the calling
+thread only: requests of other threads are plain heap, and blocks may be freed on any thread. Blocks from before
+`load`, and later resizes of them, are not counted.
 
 ``python -m tightship.execute.allocator`` prints what a request and a `Replay.seek` cost.
 """
 
 import contextlib
+import copy
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -34,89 +37,118 @@ __all__ = [
     "Script",
     "aside",
     "available",
+    "kind_of",
     "load",
     "record",
     "replay",
     "reserved",
     "suspended",
+    "why_not",
 ]
 
 _lock = threading.RLock()
-_native: Any = None
-_failure: str | None = None
+_natives: dict[str, Any] = {}
+_failures: dict[str, Unsupported] = {}
 
 
-def load() -> Any:
-    """Builds the extension if needed, installs it as torch's CPU allocator once, and returns the C functions.
+def kind_of(device: str) -> str:
+    """``cuda`` for ``cuda:0``."""
+    return device.partition(":")[0]
+
+
+def load(kind: str = "cpu") -> Any:
+    """Builds the extension if needed, installs it as torch's allocator once, and returns the C functions.
 
     Raises `NoCompiler` if it cannot be built (the same again on later calls, without another attempt),
-    `Unsupported` if an allocator of higher priority is installed.
+    `Unsupported` if it cannot be installed: an allocator of higher priority is there, or torch's own CUDA
+    allocator has been used.
     """
-    global _native, _failure
-    if _native is not None:
-        return _native
+    if kind in _natives:
+        return _natives[kind]
     with _lock:
-        if _failure is not None:
-            raise NoCompiler(_failure)
-        if _native is None:
+        if kind in _failures:
+            raise copy.copy(_failures[kind])
+        if kind not in _natives:
             try:
-                native = build_and_import()
+                _natives[kind] = _installed(kind)
             except NoCompiler as error:
-                _failure = error.why
+                _failures[kind] = error
                 raise
-            if not native.install():
-                raise Unsupported("serving a step from an arena", "another CPU allocator has priority")
-            _native = native
-    return _native
+    return _natives[kind]
 
 
-def available() -> bool:
+def _installed(kind: str) -> Any:
+    if kind == "cuda":
+        from tightship.execute import cuda
+
+        cuda.check()
+        native = build_and_import(kind)
+        cuda.install(native)
+        return native
+    if kind != "cpu":
+        raise Unsupported(f"an arena on {kind}", "there is an allocator for CPU and CUDA")
+    native = build_and_import(kind)
+    if not native.install():
+        raise Unsupported("serving a step from an arena", "another CPU allocator has priority")
+    return native
+
+
+def available(kind: str = "cpu") -> bool:
     """Whether `load` works here; builds and installs the allocator if it does."""
+    return why_not(kind) is None
+
+
+def why_not(kind: str) -> str | None:
+    """Why `load` does not work here, for people; None if it does."""
     try:
-        load()
-    except Unsupported:
-        return False
-    return True
+        load(kind)
+    except NoCompiler:
+        return "no C++ compiler"
+    except Unsupported as error:
+        return error.why
+    return None
 
 
 # ---- replay
 
 
 class Arena:
-    """One reservation that the blocks of a step are served from.
+    """One reservation on ``device`` that the blocks of a step are served from.
 
     ``size`` is in bytes. The memory is given back when this object is gone and no block in it is alive, so a
     tensor that escapes keeps it. Raises `BadInput` for a negative size, `MemoryError` if there is no such
     memory.
     """
 
-    def __init__(self, size: int) -> None:
+    def __init__(self, size: int, device: str = "cpu") -> None:
+        self.kind = kind_of(device)
+        self._native = load(self.kind)
         try:
-            self._handle = load().arena_create(size)
+            self._handle = self._native.arena_create(size, int(device.partition(":")[2] or 0))
         except (ValueError, OverflowError) as error:
             raise BadInput("an arena's size is a number of bytes from 0 to 2**63", size, "Arena") from error
 
     @property
     def base(self) -> int:
         """The address of offset 0, at the start of a page."""
-        return int(load().arena_info(self._handle)[0])
+        return int(self._native.arena_info(self._handle)[0])
 
     @property
     def size(self) -> int:
         """Bytes reserved."""
-        return int(load().arena_info(self._handle)[1])
+        return int(self._native.arena_info(self._handle)[1])
 
     @property
     def live(self) -> int:
         """Bytes of all live blocks of this arena's sessions, those served from the heap included."""
-        return int(load().arena_info(self._handle)[2])
+        return int(self._native.arena_info(self._handle)[2])
 
 
 class Script:
     """What a step will ask for, and where it goes.
 
-    Request ``k`` is for ``sizes[k]`` bytes (rounded up to 64) and lies at ``offsets[k]`` (a multiple of 64),
-    or on the heap if that is -1: values that escape to the user. The requests of step ``s`` are those from
+    Request ``k`` is for ``sizes[k]`` bytes (rounded up to 64; on CUDA, 512) and lies at ``offsets[k]`` (a multiple
+    of that), or on the heap if that is -1: values that escape to the user. The requests of step ``s`` are those from
     ``step_start[s]`` up to ``step_start[s + 1]``. A request that would bring the arena's live bytes (arena
     and heap together) above ``limit`` bytes fails with a RuntimeError that names the step. Raises `BadInput`.
     """
@@ -127,12 +159,13 @@ class Script:
         offsets: Sequence[int],
         step_start: Sequence[int],
         limit: int | None = None,
+        kind: str = "cpu",
     ) -> None:
         if limit is not None and limit < 0:
             raise BadInput("a limit is a number of bytes", limit, "Script")
         try:
             buffers = [np.ascontiguousarray(item, dtype=np.int64) for item in (sizes, offsets, step_start)]
-            self._handle = load().script_create(*buffers, -1 if limit is None else limit)
+            self._handle = load(kind).script_create(*buffers, -1 if limit is None else limit)
         except (ValueError, OverflowError) as error:
             raise BadInput(str(error), place="Script") from error
 
@@ -142,14 +175,15 @@ class Miss:
     """A request that was not served as planned and went to the heap.
 
     ``kind``: "size" (asked for other than planned), "extra" (more requests in the step than planned,
-    ``planned`` is -1), "occupied" (a block that should be dead still lies there).
+    ``planned`` is -1), "occupied" (a block that should be dead still lies there), "stream" (asked for on another
+    CUDA stream than the first).
     """
 
     step: int
     request: int
     asked: int
     planned: int
-    kind: Literal["size", "extra", "occupied"]
+    kind: Literal["size", "extra", "occupied", "stream"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -199,7 +233,7 @@ def replay(arena: Arena, script: Script) -> Iterator[Replay]:
     session on the same arena counts them. Raises `BadInput` if the script reaches beyond the arena,
     RuntimeError if this thread is replaying or recording already.
     """
-    native = load()
+    native = arena._native
     try:
         native.begin(arena._handle, script._handle)
     except ValueError as error:
@@ -214,17 +248,17 @@ def replay(arena: Arena, script: Script) -> Iterator[Replay]:
         session._stats = ReplayStats(**stats)
 
 
-def aside() -> None:
+def aside(kind: str = "cpu") -> None:
     """Until the next `Replay.seek`, this thread's requests are served from the heap as if planned there, whatever
     they are for: they count, also against the limit, and none is a miss. Nothing happens outside of a replay.
     """
-    load().aside()
+    load(kind).aside()
 
 
 @contextlib.contextmanager
-def suspended() -> Iterator[None]:
+def suspended(kind: str = "cpu") -> Iterator[None]:
     """Makes this thread's requests plain heap, unknown to its replay or recording (but not to a meter)."""
-    native = load()
+    native = load(kind)
     native.pause()
     try:
         yield
@@ -232,9 +266,9 @@ def suspended() -> Iterator[None]:
         native.resume()
 
 
-def reserved() -> int:
+def reserved(kind: str = "cpu") -> int:
     """Bytes of all arenas whose memory has not been given back."""
-    return int(load().reserved())
+    return int(load(kind).reserved())
 
 
 # ---- recording
@@ -267,12 +301,12 @@ class Recording:
 
 
 @contextlib.contextmanager
-def record() -> Iterator[Recording]:
+def record(kind: str = "cpu") -> Iterator[Recording]:
     """Logs this thread's requests and the frees of the blocks they got; a block freed elsewhere never ends.
 
     Raises RuntimeError if this thread is replaying or recording already.
     """
-    native = load()
+    native = load(kind)
     native.record_begin()
     recording = Recording(native.seek)
     try:

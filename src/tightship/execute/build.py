@@ -1,6 +1,6 @@
-"""Compiles the allocator extension with the user's C++ compiler, once per torch, Python and source.
+"""Compiles an allocator extension with the user's C++ compiler, once per torch, Python and source.
 
-One compiler command on two small files: quicker than torch's extension builder, and it needs neither ninja
+One compiler command on a few small files: quicker than torch's extension builder, and it needs neither ninja
 nor setuptools. Several processes may do this at once.
 """
 
@@ -26,8 +26,12 @@ from tightship.errors import Unsupported
 
 __all__ = ["NoCompiler", "build_and_import"]
 
-_NAME: Final = "tightship_allocator"
-_SOURCES: Final = ("allocator.cpp", "allocator.h")
+_NAMES: Final = {"cpu": "tightship_allocator", "cuda": "tightship_cuda"}
+_SOURCES: Final = {
+    "cpu": ("allocator.cpp", "allocator.h", "module.h", "arena.h"),
+    "cuda": ("cuda.cpp", "module.h", "arena.h"),
+}
+"""By kind of device; the first is what is compiled."""
 _COMPILERS: Final = ("c++", "g++", "clang++")
 _INSTEAD: Final = "run without the arena, or install a C++20 compiler (CXX names it) and Python's headers"
 
@@ -39,29 +43,32 @@ class NoCompiler(Unsupported):
         super().__init__("serving a step from an arena", why, _INSTEAD)
 
 
-def _command(target: Path) -> list[str]:
+def _command(kind: str, target: Path) -> list[str]:
     named = shlex.split(os.environ.get("CXX", ""))
     found = next((path for path in map(shutil.which, _COMPILERS) if path), None)
     if os.name == "nt" or not (named or found):
         raise NoCompiler("no C++ compiler was found" if os.name != "nt" else "Windows is not supported")
     root = Path(torch.__file__).parent
     python = sysconfig.get_paths()
-    headers = [root / "include", Path(python["include"]), Path(python["platinclude"])]
+    headers = [Path(python["include"]), Path(python["platinclude"])]
+    libraries = ["-ldl"] if kind == "cuda" else [f"-L{root / 'lib'}", "-lc10"]
+    if kind == "cpu":
+        headers.insert(0, root / "include")
     return [
         *(named or [str(found)]),
         *("-std=c++20", "-O2", "-shared", "-fPIC", "-fvisibility=hidden"),
         f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}",
         *(flag for path in headers for flag in ("-isystem", str(path))),
         *(("-undefined", "dynamic_lookup") if sys.platform == "darwin" else ()),
-        str(Path(__file__).with_name(_SOURCES[0])),
-        *(f"-L{root / 'lib'}", "-lc10", "-o", str(target)),
+        str(Path(__file__).with_name(_SOURCES[kind][0])),
+        *(*libraries, "-o", str(target)),
     ]
 
 
-def _compile(target: Path) -> None:
+def _compile(kind: str, target: Path) -> None:
     """Writes the extension to ``target`` in one step, so that no other process ever sees half of it."""
     part = target.with_name(f"{target.name}.{os.getpid()}")
-    command = _command(part)
+    command = _command(kind, part)
     try:
         done = subprocess.run(command, capture_output=True, text=True, errors="replace")
         if done.returncode != 0:
@@ -89,12 +96,12 @@ def _folder() -> Path:
     return Path(folder)
 
 
-def _target() -> Path:
+def _target(kind: str) -> Path:
     key = hashlib.sha256(repr((torch.__version__, torch.version.git_version)).encode())
-    for name in _SOURCES:
+    for name in _SOURCES[kind]:
         key.update(Path(__file__).with_name(name).read_bytes())
     version = f"{sys.implementation.cache_tag}-{sys.platform}-{platform.machine()}"
-    return _folder() / f"{_NAME}-{version}-{key.hexdigest()[:20]}.so"
+    return _folder() / f"{_NAMES[kind]}-{version}-{key.hexdigest()[:20]}.so"
 
 
 @contextlib.contextmanager
@@ -108,27 +115,28 @@ def _one_builder(target: Path) -> Iterator[None]:
         yield
 
 
-def _import(path: Path) -> Any:
-    spec = importlib.util.spec_from_file_location(_NAME, path)
+def _import(kind: str, path: Path) -> Any:
+    spec = importlib.util.spec_from_file_location(_NAMES[kind], path)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
 
 
-def build_and_import() -> Any:
-    """The extension module, compiled unless the user's cache has it. Raises `NoCompiler`."""
-    target = _target()
+def build_and_import(kind: str = "cpu") -> Any:
+    """The extension module for devices of this kind (``cpu``, ``cuda``), compiled unless the user's cache has it.
+    Raises `NoCompiler`."""
+    target = _target(kind)
     if target.exists():
         with contextlib.suppress(ImportError):  # from another machine that shares the cache: build anew
-            return _import(target)
-    _command(target)
+            return _import(kind, target)
+    _command(kind, target)
     with _one_builder(target):
         if target.exists():
             with contextlib.suppress(ImportError):
-                return _import(target)
-        _compile(target)
+                return _import(kind, target)
+        _compile(kind, target)
     try:
-        return _import(target)
+        return _import(kind, target)
     except ImportError as error:
         raise NoCompiler(f"what the compiler made cannot be loaded: {error}") from error

@@ -1,4 +1,4 @@
-"""The physical peak at torch's CPU allocator, op temporaries included: what budgets are checked against."""
+"""The physical peak at torch's allocator, op temporaries included: what budgets are checked against."""
 
 import threading
 from types import TracebackType
@@ -15,13 +15,14 @@ _running: "list[Meter]" = []
 class Meter:
     """Measures how far the bytes of all live blocks rise above their level at entry, over all threads.
 
-    ``with Meter() as meter: ...`` then ``meter.peak``. Blocks count in multiples of 64 bytes, from heap or
-    arena; an arena's unused bytes do not. Blocks allocated before the allocator was first loaded were never
-    counted, so freeing them lowers nothing. Meters may nest and overlap. Raises `NoCompiler` at construction.
+    ``with Meter() as meter: ...`` then ``meter.peak``; ``Meter("cuda")`` for CUDA devices, all together. Blocks
+    count in multiples of 64 bytes (512 on CUDA), from heap or arena; an arena's unused bytes do not. Blocks
+    allocated before the allocator was first loaded were never counted, so freeing them lowers nothing. Meters may
+    nest and overlap. Raises `NoCompiler` at construction.
     """
 
-    def __init__(self) -> None:
-        self._native: Any = load()
+    def __init__(self, kind: str = "cpu") -> None:
+        self._native: Any = load(kind)
         self.start_level = 0
         self._highest = 0
         self._last = 0
@@ -62,5 +63,5 @@ class Meter:
 def _fold(native: Any) -> None:
     """Starts a new peak at the current level, after every running meter has taken note of the old one."""
     highest = native.meter_reset_peak()
-    for meter in _running:
+    for meter in (m for m in _running if m._native is native):
         meter._highest = max(meter._highest, highest)

@@ -1,0 +1,192 @@
+// What the allocators of all devices share: scripts, sessions, recordings, the books of arenas, and the meter.
+#pragma once
+
+#include <algorithm>
+#include <atomic>
+#include <cstdint>
+#include <iterator>
+#include <map>
+#include <mutex>
+#include <stdexcept>
+#include <string>
+#include <vector>
+
+namespace tightship {
+
+constexpr int64_t kHeap = -1;
+constexpr size_t kKeptMisses = 8;
+
+inline int64_t round_up(int64_t n, int64_t to) { return (n + to - 1) / to * to; }
+
+// ---- meter: every block allocated since the install, from heap or arena, on any thread
+
+inline std::atomic<int64_t> g_current{0}, g_peak{0}, g_reserved{0};
+
+inline void meter_add(int64_t n) {
+  int64_t now = g_current.fetch_add(n, std::memory_order_relaxed) + n;
+  int64_t peak = g_peak.load(std::memory_order_relaxed);
+  while (now > peak && !g_peak.compare_exchange_weak(peak, now, std::memory_order_relaxed)) {
+  }
+}
+
+inline void meter_sub(int64_t n) { g_current.fetch_sub(n, std::memory_order_relaxed); }
+
+// ---- arenas
+
+// What lies where in an arena. Backends derive from it and own the memory.
+struct Book {
+  char* base = nullptr;
+  int64_t size = 0;
+  std::mutex mutex;  // guards what follows
+  std::map<int64_t, int64_t> blocks;  // offset -> size of the blocks served and not yet freed
+  int64_t live = 0, heap_live = 0, heap_blocks = 0;
+  bool held = true;       // by Python
+  bool reserved = false;  // whether there is memory
+
+  virtual ~Book() = default;
+  virtual void unreserve() = 0;
+
+  bool is_free(int64_t offset, int64_t bytes) const {
+    auto next = blocks.lower_bound(offset);
+    if (next != blocks.end() && next->first < offset + bytes) return false;
+    return next == blocks.begin() || std::prev(next)->first + std::prev(next)->second <= offset;
+  }
+
+  // Called with the mutex held after something was given up; the memory goes with the last served block, the
+  // counts with the last block of either kind.
+  void settle(std::unique_lock<std::mutex>& lock) {
+    if (held) return;
+    bool dead = blocks.empty() && heap_blocks == 0;
+    if (blocks.empty() && reserved) {
+      unreserve();
+      reserved = false;
+    }
+    lock.unlock();
+    if (dead) delete this;
+  }
+
+  void free_block(void* data) {
+    std::unique_lock<std::mutex> lock(mutex);
+    auto block = blocks.find(static_cast<char*>(data) - base);
+    if (block == blocks.end()) return;
+    live -= block->second;
+    meter_sub(block->second);
+    blocks.erase(block);
+    settle(lock);
+  }
+
+  void free_heap(int64_t bytes) {
+    std::unique_lock<std::mutex> lock(mutex);
+    live -= bytes;
+    heap_live -= bytes;
+    --heap_blocks;
+    settle(lock);
+  }
+
+  void let_go() {
+    std::unique_lock<std::mutex> lock(mutex);
+    held = false;
+    settle(lock);
+  }
+};
+
+// ---- what one thread is doing
+
+struct Script {
+  std::vector<int64_t> sizes, offsets, starts;  // starts: first request of each step, and the number of requests
+  int64_t limit = -1, extent = 0;
+};
+
+struct Event {
+  bool free;
+  int64_t id, size;
+  void* data;
+  int64_t step;
+};
+
+struct Recording {
+  uint64_t serial;
+  int64_t next = 0, step = -1;
+  std::vector<Event> events{};
+};
+
+struct Miss {
+  int64_t step, request, asked, planned;
+  const char* kind;
+};
+
+// One run of a script on one thread. An arena may see several, one after the other (forward, then backward): what is
+// live belongs to the arena, peaks to the session.
+struct Session {
+  Book* arena;
+  const Script* script;
+  int64_t step = -1, next = 0, stop = 0;  // requests [next, stop) are still to come in this step
+  bool aside = false;  // the rest of this step is served from the heap, whatever it asks for
+  int64_t requests = 0, served = 0, escaped = 0, missed = 0, occupied = 0, steps_short = 0;
+  int64_t start = 0, peak = 0, heap_peak = 0, high_water = 0, failed_step = -1;
+  std::vector<Miss> misses{};
+
+  void leave_step() { steps_short += next < stop; }
+
+  void miss(const char* kind, int64_t request, int64_t asked, int64_t planned) {
+    ++missed;
+    if (misses.size() < kKeptMisses) misses.push_back({step, request, asked, planned, kind});
+  }
+
+  // The planned offset of the next request, or kHeap where it is planned there or cannot be served as planned.
+  // ``astray``: why the block cannot lie in the arena, whatever was planned; or null.
+  int64_t place(int64_t size, const char* astray) {
+    if (aside) return ++escaped, kHeap;
+    if (next >= stop) return miss("extra", next, size, -1), kHeap;
+    int64_t k = next++, planned = script->sizes[k], offset = script->offsets[k];
+    if (planned != size) return miss("size", k, size, planned), kHeap;
+    if (offset == kHeap) return ++escaped, kHeap;
+    if (astray) return miss(astray, k, size, planned), kHeap;
+    if (!arena->is_free(offset, size)) return ++occupied, miss("occupied", k, size, planned), kHeap;
+    return ++served, offset;
+  }
+
+  // Nothing throws while the mutex is held: reporting an error may wait for the interpreter, and whoever has that
+  // may be freeing a block of this arena. Only this thread allocates here, so the placement cannot go stale.
+  // ``from_heap(size)`` gives a block that `Book::free_heap` will be told of.
+  template <typename Heap>
+  void* alloc(int64_t size, Heap from_heap, const char* astray = nullptr) {
+    std::unique_lock<std::mutex> lock(arena->mutex);
+    ++requests;
+    if (int64_t live = arena->live; script->limit >= 0 && live + size > script->limit) {
+      lock.unlock();
+      failed_step = step;
+      throw std::runtime_error("tightship: budget exceeded at step " + std::to_string(step) + ": asked " +
+                               std::to_string(size) + ", live " + std::to_string(live) + ", limit " +
+                               std::to_string(script->limit));
+    }
+    int64_t offset = place(size, astray);
+    void* data = arena->base + offset;
+    if (offset == kHeap) {
+      lock.unlock();
+      data = from_heap(size);
+      lock.lock();
+      arena->heap_live += size;
+      ++arena->heap_blocks;
+      heap_peak = std::max(heap_peak, arena->heap_live);
+    } else {
+      arena->blocks.emplace(offset, size);
+      high_water = std::max(high_water, offset + size);
+      meter_add(size);
+    }
+    arena->live += size;
+    peak = std::max(peak, arena->live);
+    return data;
+  }
+};
+
+struct Thread {
+  Session* session;
+  Recording* recording;
+  int64_t paused;
+};
+
+inline thread_local Thread t_thread{nullptr, nullptr, 0};
+inline std::atomic<uint64_t> g_recordings{0};
+
+}  // namespace tightship
