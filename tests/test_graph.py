@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from strategies import graphs, random_graph, random_order
 from tightship.errors import BadInput
-from tightship.graph import Graph, Op, Request, Storage, Value, aligned, walk
+from tightship.graph import Graph, Op, Request, Storage, Value, aligned, alignment_of, walk
 
 X, S = Storage("x", 64, "input"), Storage("s", 128)
 
@@ -164,3 +164,9 @@ def test_random_orders_keep_what_every_op_sees(graph: Graph, seed: int) -> None:
             seen[s] += 1
     where = {k: i for i, k in enumerate(order)}
     assert all(where[c] < where[k] for k, op in enumerate(graph.ops) for c in op.control)
+
+
+@pytest.mark.parametrize(("device", "expected"), [("cpu", 64), ("meta", 64), ("cuda", 512), ("cuda:3", 512)])
+def test_sizes_are_multiples_of_what_the_devices_allocator_aligns_to(device: str, expected: int) -> None:
+    assert alignment_of(device) == expected
+    assert aligned(1, alignment_of(device)) == expected

@@ -25,6 +25,14 @@ __all__ = ["Graph", "Op", "Request", "Storage", "Uses", "Value"]
 ALIGNMENT = 64
 """Bytes every size and offset is rounded up to (what PyTorch's CPU allocator aligns to)."""
 
+CUDA_ALIGNMENT = 512
+"""The same on CUDA devices."""
+
+
+def alignment_of(device: str) -> int:
+    """What sizes on a device (``cpu``, ``cuda:0``) are multiples of; offsets, which are sums of them, too."""
+    return CUDA_ALIGNMENT if device.startswith("cuda") else ALIGNMENT
+
 
 def aligned(nbytes: int, alignment: int = ALIGNMENT) -> int:
     """``nbytes`` rounded up to a multiple of ``alignment``."""

@@ -5,16 +5,23 @@ import random
 import shutil
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 torch = pytest.importorskip("torch")
 
+import plans  # noqa: E402
+
+from chains import chain  # noqa: E402
 from tightship.errors import Unsupported  # noqa: E402
 from tightship.execute import allocator, build, cuda  # noqa: E402
 from tightship.execute.allocator import Arena, Miss, Script, record, replay  # noqa: E402
+from tightship.execute.fit import fit  # noqa: E402
+from tightship.execute.interpreter import Executor  # noqa: E402
 from tightship.execute.meter import Meter  # noqa: E402
+from tightship.execute.script import device_of  # noqa: E402
 
 try:
     native = build.build_and_import("cuda")
@@ -287,6 +294,39 @@ def test_the_first_steps_own_requests_may_be_anything(device):
         device.free(device.malloc(1))
     assert session.stats.as_planned and session.stats.escaped == 1
     device.free(state)
+
+
+# ---- which allocator
+
+
+def on(graph, devices):
+    """The graph with its ops on these devices, in turn."""
+    ops = tuple(replace(op, device=devices[k % len(devices)]) for k, op in enumerate(graph.ops))
+    return graph.with_ops(ops)
+
+
+def test_the_graphs_device_says_where_its_arena_is(device):
+    graph = chain(6)
+    assert device_of(graph) == "cpu"
+    assert device_of(on(graph, ["cuda:1"])) == "cuda:1"
+    assert device_of(on(graph, ["cuda:0", "cpu"])) is None
+    step = fit(*trained(), planner=plans.keep, cache=None, seconds_per_op=0.0)
+    program, plan = step.program, step.plan
+
+    def moved(*devices):
+        return Executor(replace(program, graph=on(program.graph, devices)), plan)
+
+    arena = moved("cuda:1").reserve(1000)
+    assert (arena.kind, arena.size, device.live(1)) == ("cuda", 2 * UNIT, 2 * UNIT)
+    del arena
+    assert any("several devices" in n for n in moved("cuda:0", "cpu").notes)
+    assert any("CPU and CUDA" in n for n in moved("xpu:0").notes)
+
+
+def trained():
+    model = torch.nn.Linear(4, 4)
+    x = torch.ones(2, 4)
+    return model, lambda net, batch: net(batch).sum(), torch.optim.SGD(model.parameters(), lr=0.1), x
 
 
 # ---- torch

@@ -110,7 +110,7 @@ def test_state_that_exists_is_copied_for_measuring():
 
 
 def test_without_a_compiler_only_times_are_measured(monkeypatch):
-    monkeypatch.setattr(allocator, "available", lambda: False)
+    monkeypatch.setattr(allocator, "why_not", lambda _kind: "no C++ compiler")
     program = quick(captured()[1])
     assert all(o.time > 0 and not o.requests and not o.workspace for o in program.graph.ops)
     assert any("compiler" in note for note in program.notes)
@@ -210,7 +210,7 @@ def test_an_op_that_does_not_run_is_refused():
     ids=lambda v: v.name,
 )
 def test_fresh_tensors_have_the_metadata_and_alignment(value):
-    tensor = fresh(value)
+    tensor = fresh(value, "cpu")
     assert str(tensor.dtype).endswith(value.dtype)
     assert (tuple(tensor.shape), tuple(tensor.stride())) == (value.shape, value.stride)
     assert (tensor.storage_offset() - value.offset) * tensor.element_size() % 64 == 0

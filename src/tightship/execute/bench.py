@@ -7,6 +7,8 @@ from collections.abc import Callable, Sequence
 from time import perf_counter
 from typing import Any, Final
 
+import torch
+
 from tightship.execute import allocator
 
 __all__ = ["Bench", "Row", "workspace_of"]
@@ -19,10 +21,12 @@ _REPEATS: Final = 20
 
 
 class Bench:
-    """``seconds`` bounds how long a call is repeated for its time; ``recording``: requests are wanted too."""
+    """``seconds`` bounds how long a call is repeated for its time; ``recording``: requests are wanted too.
+    ``device``: where the calls run."""
 
-    def __init__(self, seconds: float, recording: bool) -> None:
-        self._seconds, self._recording = seconds, recording
+    def __init__(self, seconds: float, recording: bool, device: str = "cpu") -> None:
+        self._seconds, self._recording, self._device = seconds, recording, device
+        self._kind = allocator.kind_of(device)
         self._arena: allocator.Arena | None = None
 
     def run(
@@ -36,13 +40,13 @@ class Bench:
         if not prepared:
             call()
         if not self._recording:
-            start = perf_counter()
+            start = self._now()
             results = call()
-            return results, [], perf_counter() - start
-        with allocator.record() as recording:
-            start = perf_counter()
+            return results, [], self._now() - start
+        with allocator.record(self._kind) as recording:
+            start = self._now()
             results = call()
-            seconds = perf_counter() - start
+            seconds = self._now() - start
             results = [r if position in kept else None for position, r in enumerate(results)]
         return results, recording.events, seconds
 
@@ -55,29 +59,34 @@ class Bench:
             return once
         repeats = max(1, min(_REPEATS, int(self._seconds / max(once, 1e-7))))
         if not self._recording:
-            return statistics.median(_seconds(call) for _ in range(repeats))
+            return statistics.median(self._seconds_of(call) for _ in range(repeats))
         offsets = [0]
         for size in sizes:
             offsets.append(offsets[-1] + size)
-        script = allocator.Script(sizes, offsets[:-1], (0, len(sizes)))
+        script = allocator.Script(sizes, offsets[:-1], (0, len(sizes)), kind=self._kind)
         with allocator.replay(self._room(offsets[-1]), script) as session:
             times = []
             for _ in range(repeats + 1):
                 session.seek(0)
-                times.append(_seconds(call))
+                times.append(self._seconds_of(call))
         return statistics.median(times[1:])
 
     def _room(self, size: int) -> allocator.Arena:
         if self._arena is None or self._arena.size < size:
             self._arena = None  # given back before the larger one is taken
-            self._arena = allocator.Arena(size * 5 // 4)
+            self._arena = allocator.Arena(size * 5 // 4, self._device)
         return self._arena
 
+    def _now(self) -> float:
+        """Seconds, once everything asked of the device is done."""
+        if self._kind == "cuda":
+            torch.cuda.synchronize(self._device)
+        return perf_counter()
 
-def _seconds(call: Callable[[], list[Any]]) -> float:
-    start = perf_counter()
-    call()
-    return perf_counter() - start
+    def _seconds_of(self, call: Callable[[], list[Any]]) -> float:
+        start = self._now()
+        call()
+        return self._now() - start
 
 
 def workspace_of(

@@ -49,10 +49,10 @@ class Identity:
 
     def modes(self) -> tuple[Any, ...]:
         """What else decides which ops eager would run: training modes, autocast, threads, determinism."""
-        autocast = torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else None
+        kinds = ("cpu", "cuda")
         return (
             tuple([m.training for m in self._modules]),
-            autocast,
+            tuple([torch.get_autocast_dtype(k) if torch.is_autocast_enabled(k) else None for k in kinds]),
             torch.get_num_threads(),
             torch.are_deterministic_algorithms_enabled(),
         )

@@ -236,6 +236,6 @@ class TrainStep:
             for v in self._variants:
                 v.executor.arena = None
             self._arena = None  # given back before the larger one is taken
-            self._arena = Arena(need) if need else None
+            self._arena = self._variants[0].executor.reserve(need) if need else None
         for v in self._variants:
             v.executor.arena = self._arena

@@ -31,29 +31,29 @@ def _filled(flat: Any) -> None:
     if not (flat.dtype.is_floating_point or flat.dtype.is_complex):
         flat.zero_()
         return
-    tile, whole = _tile(flat.dtype), flat.numel() // _TILE * _TILE
+    tile, whole = _tile(flat.dtype).to(flat.device), flat.numel() // _TILE * _TILE
     if whole:
         flat[:whole].view(-1, _TILE).copy_(tile.expand(whole // _TILE, _TILE))
     flat[whole:].copy_(tile[: flat.numel() - whole])
 
 
-def fresh(value: Value) -> Any:
-    """A tensor with the metadata of ``value`` in a storage of its own, aligned as the value is in its
-    storage.
+def fresh(value: Value, device: str) -> Any:
+    """A tensor on ``device`` with the metadata of ``value`` in a storage of its own, aligned as the value is in
+    its storage.
     """
     dtype = dtype_of(value.dtype)
     start = value.offset * dtype.itemsize % ALIGNMENT // dtype.itemsize
     extent = start + 1 + sum((n - 1) * s for n, s in zip(value.shape, value.stride, strict=True))
     if 0 in value.shape:
         extent = start
-    flat = torch.empty(extent, dtype=dtype)
+    flat = torch.empty(extent, dtype=dtype, device=device)
     _filled(flat)
     return flat.as_strided(value.shape, value.stride, start)
 
 
-def fresh_arguments(graph: Graph, call: Call) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Arguments like those of ``call``, its tensors fresh; one value is one tensor, however often it is
-    given.
+def fresh_arguments(graph: Graph, call: Call, device: str = "cpu") -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Arguments like those of ``call``, its tensors fresh and on ``device``; one value is one tensor, however often
+    it is given.
     """
-    made = {v: fresh(graph.values[v]) for v in dict.fromkeys(refs_in((call.args, call.kwargs)))}
+    made = {v: fresh(graph.values[v], device) for v in dict.fromkeys(refs_in((call.args, call.kwargs)))}
     return substitute(call.args, made.__getitem__), substitute(call.kwargs, made.__getitem__)

@@ -8,6 +8,7 @@ import traceback
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Final
 
 from tightship.errors import BadInput, BudgetExceeded, Unsupported, VerificationFailed
@@ -15,7 +16,7 @@ from tightship.execute import allocator
 from tightship.execute.compile import Code, Instruction, compile_plan
 from tightship.execute.meter import Meter
 from tightship.execute.moves import host_offsets
-from tightship.execute.script import orders
+from tightship.execute.script import device_of, orders
 from tightship.execute.spill import Spill
 from tightship.execute.views import mismatched
 from tightship.frontends.torch import compat
@@ -98,6 +99,8 @@ class Executor:
         self.last: RunStats | None = None
         self.arena = arena
         self._hand_out = hand_out
+        self._device = device_of(program.graph)
+        self._kind = allocator.kind_of(self._device or "cpu")
         self._orders = self._planned()
         self._spill = Spill(host_offsets(program, plan)[1], folder) if plan.count("offload") else None
         self._code: Code = compile_plan(program, plan, self._aside(), self._spill)
@@ -161,10 +164,9 @@ class Executor:
             for o, d in zip(graph.ops, graph.uses.defines, strict=True)
         )
         unknown = any(n and not o.requests for n, o in zip(needs, graph.ops, strict=True))
-        if not allocator.available():
-            self.notes.append(
-                "no C++ compiler: the plan runs on the ordinary heap and its peak is not measured"
-            )
+        why = "ops on several devices" if self._device is None else allocator.why_not(self._kind)
+        if why is not None:
+            self.notes.append(f"{why}: the plan runs on the ordinary heap and its peak is not measured")
             return None
         if unknown:
             self.notes.append(
@@ -177,7 +179,11 @@ class Executor:
         return found
 
     def _aside(self) -> Callable[[], None] | None:
-        return allocator.aside if self._orders is not None else None
+        return partial(allocator.aside, self._kind) if self._orders is not None else None
+
+    def reserve(self, extent: int) -> allocator.Arena:
+        """An arena of ``extent`` bytes where the program's ops run."""
+        return allocator.Arena(extent, self._device or "cpu")
 
     def _script(self, already: int) -> allocator.Script:
         """The limit does not count ``already``, bytes of earlier runs: results that the caller still holds, and
@@ -185,14 +191,14 @@ class Executor:
         if self._scripts is None or self._scripts[0] != already:
             o = self._orders
             limit = None if self._limit is None else self._limit + already
-            self._scripts = already, allocator.Script(o.sizes, o.offsets, o.starts, limit)
+            self._scripts = already, allocator.Script(o.sizes, o.offsets, o.starts, limit, self._kind)
         return self._scripts[1]
 
     def _replayed(self, instructions: Sequence[Instruction], env: list[Any]) -> None:
         if self.arena is None:
-            self.arena = allocator.Arena(self.extent)
+            self.arena = self.reserve(self.extent)
         missing = self._missing(env)
-        meter = Meter()
+        meter = Meter(self._kind)
         script = self._script(self.arena.live + missing)
         try:
             with meter, allocator.replay(self.arena, script) as session:

@@ -82,10 +82,12 @@ def profile(
 
     Raises ``Unsupported`` naming op, module and line if what an op really returns is not what was captured.
     """
-    with_requests = allocator.available()
+    devices = sorted({op.device for op in program.graph.ops if _runs_here(op.device)} | {"cpu"})
+    with_requests = {d: allocator.available(allocator.kind_of(d)) for d in devices}
     folder = default_folder() if cache == _CACHE else cache
-    kept = Cache(folder, machine(with_requests))
+    kept = Cache(folder, machine(all(with_requests.values())))
     states = torch.get_rng_state()
+    cuda_states = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
     try:
         with compat.plain_execution():
             measured = _Profiler(program, kept, with_requests, seconds_per_op)
@@ -93,6 +95,8 @@ def profile(
             figures = speeds(kept, folder)
     finally:
         torch.set_rng_state(states)
+        for index, state in enumerate(cuda_states):
+            torch.cuda.set_rng_state(state, index)
         kept.save()
     notes = [*program.notes, *measured.notes(), *([kept.note] if kept.note else [])]
     return replace(
@@ -104,17 +108,21 @@ def profile(
 
 
 class _Profiler:
-    def __init__(self, program: Program, cache: Cache, with_requests: bool, seconds: float) -> None:
+    def __init__(
+        self, program: Program, cache: Cache, with_requests: dict[str, bool], seconds: float
+    ) -> None:
         self.program, self.graph = program, program.graph
         self.cache, self.with_requests = cache, with_requests
-        self.bench = Bench(seconds, with_requests)
+        self.benches = {d: Bench(seconds, recorded, d) for d, recorded in with_requests.items()}
         self.replays: dict[int, tuple[Request, ...]] = {}
         self.modelled: list[str] = []
 
     def notes(self) -> list[str]:
         notes = []
-        if not self.with_requests:
-            notes.append("no C++ compiler: workspaces are unknown and taken to be 0")
+        for device, recorded in self.with_requests.items():
+            if not recorded:
+                why = allocator.why_not(allocator.kind_of(device))
+                notes.append(f"{why}: workspaces are unknown and taken to be 0")
         if self.modelled:
             names = ", ".join(dict.fromkeys(self.modelled[:3]))
             notes.append(f"{len(self.modelled)} ops were not run but modelled ({names}, …)")
@@ -122,7 +130,7 @@ class _Profiler:
 
     def op(self, k: int) -> Op:
         op = self.graph.ops[k]
-        if op.device != "cpu" or op.effect:
+        if op.device not in self.benches or op.effect:
             self.modelled.append(op.target)
             return _modelled(self.program, k, FLOPS, BANDWIDTH, OVERHEAD)
         usual = self.call(k, self.program.calls[k])
@@ -143,31 +151,32 @@ class _Profiler:
         return found
 
     def measure(self, k: int, call: Call) -> Measurement:
-        work = self.work(call)
+        device = self.graph.ops[k].device
+        work, bench = self.work(call, device), self.benches[device]
         kept = [position for position, v in enumerate(call.results) if v >= 0]
         try:
             updater = updater_of(call)
             prepared = updater is not None and not updater.materialised  # the rehearsal has begun with a run
-            results, events, once = self.bench.run(work, kept, prepared=prepared)
+            results, events, once = bench.run(work, kept, prepared=prepared)
             made = self.verify(k, call, results, events)
             del results
             size = sum(self.graph.storages[s].size for s in self.graph.uses.defines[k])
             workspace, rows, hoarded = workspace_of(events, made, size)
             if hoarded:
                 raise Unsupported(self.where(k), f"it keeps {hoarded} bytes that it does not return")
-            seconds = self.bench.time(work, [row[0] for row in rows], once)
+            seconds = bench.time(work, [row[0] for row in rows], once)
         except (RuntimeError, ValueError, TypeError, IndexError) as error:
             raise Unsupported(
                 self.where(k), f"it does not run on tensors like those of the step: {error}"
             ) from error
         return Measurement(seconds, workspace, rows)
 
-    def work(self, call: Call) -> Callable[[], list[Any]]:
+    def work(self, call: Call, device: str) -> Callable[[], list[Any]]:
         updater = updater_of(call)
         if updater is not None:
             rehearse = updater.rehearsal()
             return lambda: [rehearse()]
-        args, kwargs = fresh_arguments(self.graph, call)
+        args, kwargs = fresh_arguments(self.graph, call, device)
         fn = compat.direct(call.fn)
         return lambda: flat(fn(*args, **kwargs))
 
@@ -183,7 +192,11 @@ class _Profiler:
                 continue
             wrong = mismatched(self.program, v, tensor)
             data = tensor.untyped_storage().data_ptr() if wrong is None else 0
-            if wrong is None and self.with_requests and tensor.untyped_storage().nbytes():
+            if (
+                wrong is None
+                and self.with_requests[self.graph.ops[k].device]
+                and tensor.untyped_storage().nbytes()
+            ):
                 ids = [e.id for e in events if e.kind == "alloc" and e.data_ptr == data]
                 if ids:
                     made[ids[-1]] = defines.index(self.graph.values[v].storage)
@@ -194,6 +207,10 @@ class _Profiler:
         return made
 
 
+def _runs_here(device: str) -> bool:
+    return device == "cpu" or (allocator.kind_of(device) == "cuda" and torch.cuda.is_available())
+
+
 def _requests(m: Measurement) -> tuple[Request, ...]:
     return tuple(Request(*row) for row in m.requests)
 
@@ -202,6 +219,7 @@ def _requests(m: Measurement) -> tuple[Request, ...]:
 
 
 def _key(program: Program, k: int, call: Call) -> str:
+    device = program.graph.ops[k].device
     values = list(dict.fromkeys(refs_in((call.args, call.kwargs))))
     number = {v: n for n, v in enumerate(values)}
     made = [None if v < 0 else _metadata(program, v, whole=True) for v in call.results]
@@ -211,7 +229,7 @@ def _key(program: Program, k: int, call: Call) -> str:
         _plain((call.args, call.kwargs), number),
         [_metadata(program, v) for v in values],
         made,
-        program.graph.ops[k].device,
+        device if device == "cpu" else torch.cuda.get_device_name(device),
     )
     return hashlib.sha256(repr(parts).encode()).hexdigest()[:32]
 

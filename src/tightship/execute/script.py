@@ -9,10 +9,10 @@ import numpy as np
 
 from tightship.errors import BadInput
 from tightship.frontends.torch.program import Program
-from tightship.graph import Request, aligned
+from tightship.graph import Graph, Request, aligned
 from tightship.plan import Plan, Residence, Step
 
-__all__ = ["HEAP", "Orders", "orders", "requests_of"]
+__all__ = ["HEAP", "Orders", "device_of", "orders", "requests_of"]
 
 HEAP = -1
 
@@ -29,6 +29,16 @@ class Orders:
     starts: np.ndarray
     extent: int
     placed: bool
+
+
+def device_of(graph: Graph) -> str | None:
+    """The one device on which the graph's ops need memory (``cpu`` if none does); None if there are several."""
+    defines = graph.uses.defines
+    needy = (
+        o for k, o in enumerate(graph.ops) if o.workspace or any(graph.storages[s].size for s in defines[k])
+    )
+    found = {o.device for o in needy} or {"cpu"}
+    return found.pop() if len(found) == 1 else None
 
 
 def requests_of(program: Program, op: int, again: bool) -> tuple[Request, ...]:

@@ -13,7 +13,7 @@ import torch
 
 from tightship.errors import BadInput
 from tightship.frontends.torch.program import Program
-from tightship.graph import Value, aligned
+from tightship.graph import Value, aligned, alignment_of
 
 __all__ = ["derivation", "dtype_of", "mismatched"]
 
@@ -72,4 +72,5 @@ def mismatched(program: Program, value: int, tensor: Any, *, storage: bool = Tru
     if tensor.storage_offset() != info.offset:
         return f"storage offset {tensor.storage_offset()} instead of {info.offset}"
     size, known = tensor.untyped_storage().nbytes(), program.graph.storages[info.storage].size
-    return None if aligned(size) == known else f"a storage of {size} bytes instead of {known}"
+    whole = aligned(size, alignment_of(str(tensor.device)))
+    return None if whole == known else f"a storage of {size} bytes instead of {known}"

@@ -20,7 +20,7 @@ from tightship.errors import BudgetExceeded, Unsupported, VerificationFailed
 from tightship.execute import allocator
 from tightship.execute.compile import Instruction, compile_plan
 from tightship.execute.meter import Meter
-from tightship.execute.script import HEAP, Orders, orders
+from tightship.execute.script import HEAP, Orders, device_of, orders
 from tightship.execute.views import dtype_of, mismatched
 from tightship.frontends.torch import compat
 from tightship.frontends.torch.joint import Joint
@@ -249,8 +249,10 @@ def placed_orders(program: Program, plan: Plan, boundary: int | None) -> tuple[O
         made = any(graph.storages[s].size for s in graph.uses.defines[k])
         if k != boundary and (op.workspace or made) and not op.requests:
             return None, "requests were not measured: the plan runs on the ordinary heap, without an arena"
-    if not allocator.available():
-        return None, "no C++ compiler: the plan runs on the ordinary heap and its peak is not measured"
+    if (device := device_of(graph)) != "cpu":
+        return None, f"{device or 'several devices'}: compiled graphs have an arena on the CPU only"
+    if (why := allocator.why_not("cpu")) is not None:
+        return None, f"{why}: the plan runs on the ordinary heap and its peak is not measured"
     return orders(program, plan), ""
 
 

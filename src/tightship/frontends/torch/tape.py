@@ -17,7 +17,7 @@ from tightship.errors import Unsupported
 from tightship.frontends.torch import compat
 from tightship.frontends.torch.origin import Origin
 from tightship.frontends.torch.program import Call, Ref
-from tightship.graph import aligned
+from tightship.graph import aligned, alignment_of
 
 __all__ = ["Record", "Tape", "TapeStorage", "TapeValue", "refs_in"]
 
@@ -117,7 +117,9 @@ class Tape:
         if s is None:
             s = self._storage_of[key] = len(self.storages)
             self._references.append(compat.storage_reference(tensor))
-            self.storages.append(TapeStorage(aligned(nbytes), nbytes, str(tensor.device), -1))
+            device = str(tensor.device)
+            size = aligned(nbytes, alignment_of(device))
+            self.storages.append(TapeStorage(size, nbytes, device, -1))
         elif nbytes != self.storages[s].nbytes:
             raise Unsupported(
                 f"resizing a tensor{' at ' + place if place else ''}",
