@@ -9,7 +9,7 @@
 `tightship.planners.planners()` lists the planners. Importing this package does not import torch.
 """
 
-from tightship.api import Planned, check, fit, frontier, infer, load, plan
+from tightship.api import Planned, check, fit, frontier, infer, load, max_batch, plan
 from tightship.errors import (
     BadInput,
     BudgetExceeded,
@@ -44,5 +44,6 @@ __all__ = [
     "frontier",
     "infer",
     "load",
+    "max_batch",
     "plan",
 ]

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from tightship.execute.fit import TrainStep
     from tightship.execute.infer import Inference
     from tightship.planners import PlannerInfo
+    from tightship.planners.batch import MaxBatch
     from tightship.planners.frontier import Frontier
     from tightship.violation import Violation
 
@@ -28,8 +29,10 @@ __all__ = [
     "fit",
     "frontier",
     "frontier_of",
+    "graph_at",
     "infer",
     "load",
+    "max_batch",
     "plan",
     "plan_graph",
     "plan_named",
@@ -278,6 +281,55 @@ def frontier_of(
             say("what torch's activation_memory_budget saves")
         saved = torch_saved(program)
     return found(graph, points, _options(graph, options), saved, say, peers=peers)
+
+
+def max_batch(
+    model: Any,
+    sample: Any,
+    budget: Any,
+    *,
+    loss_fn: Any = None,
+    optimizer: Any = None,
+    train: bool = True,
+    say: Callable[[str], None] | None = None,
+    **options: Any,
+) -> MaxBatch:
+    """The largest batch whose step fits ``budget`` bytes: ``.batch``, with its ``.plan`` and ``.graph``.
+
+    ``sample`` is one batch of any size; its size is the first dimension that most of its tensors share. Steps are
+    captured without data and with modelled times, so neither model nor batch needs memory, and scratch that ops take
+    from the allocator is not counted: leave some room. Each size tried has a quarter of ``seconds`` and ``work``.
+
+    Raises ``Infeasible`` if not even a batch of 1 fits.
+    """
+    from dataclasses import replace
+
+    from tightship.frontends.torch.batch import batch_size
+    from tightship.planners.batch import max_batch as found
+
+    def graph_of(batch: int) -> Graph:
+        return graph_at(model, sample, batch, loss_fn=loss_fn, optimizer=optimizer, train=train)
+
+    o = _options(graph_of(1), options)
+    o = replace(o, seconds=o.seconds / 4, work=o.work // 4)
+    return found(graph_of, budget, o, start=batch_size(sample), say=say)
+
+
+def graph_at(
+    model: Any, sample: Any, batch: int, *, loss_fn: Any = None, optimizer: Any = None, train: bool = True
+) -> Graph:
+    """The graph of one step at another batch size, captured without data and with modelled times."""
+    from tightship.execute import profile
+    from tightship.frontends.torch.batch import resized
+    from tightship.frontends.torch.step import capture_loss, capture_step
+
+    sample = resized(sample, batch)
+    if loss_fn is None and optimizer is None:
+        program = capture_loss(model, sample, train=train)
+    else:
+        program = capture_step(model, loss_fn, optimizer, sample)
+    graph: Graph = profile.model(program).graph
+    return graph
 
 
 def torch_saved(program: Any) -> dict[str, frozenset[int]]:

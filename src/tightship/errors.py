@@ -93,7 +93,8 @@ class Infeasible(TightshipError):
     ``best_peak`` is the least peak reached, ``lower_bound`` one that no plan can go below: if it is above the
     budget, the budget cannot be met by any plan. ``placed``: the fewest bytes that a plan with a peak within
     the budget needed once everything in it had a place, if there was such a plan. ``top`` are the values that
-    make up the best peak, largest first, each as (name, bytes, "module path · source line").
+    make up the best peak, largest first, each as (name, bytes, "module path · source line"), ``at`` is the op
+    that runs then, ``advice`` what else may help.
     """
 
     exit_status: ClassVar[int] = 1
@@ -106,11 +107,15 @@ class Infeasible(TightshipError):
         best_peak: int,
         top: Sequence[tuple[str, int, str]] = (),
         placed: int | None = None,
+        at: str = "",
+        advice: Sequence[str] = (),
     ) -> None:
         self.budget = budget
         self.lower_bound = lower_bound
         self.best_peak = best_peak
         self.placed = placed
+        self.at = at
+        self.advice = tuple(advice)
         self.top = tuple((name, size, place) for name, size, place in top)
         super().__init__(self._message())
 
@@ -131,11 +136,14 @@ class Infeasible(TightshipError):
             f"the best peak reached {_bytes(self.best_peak)}, {beside}"
         ]
         if self.top:
-            lines.append("values that make up the best peak:")
+            where = f", reached while {self.at} runs" if self.at else ""
+            lines.append(f"values that make up the best peak{where}:")
             lines += [
                 f"  {_bytes(size)}  {name}" + (f"  at {place}" if place else "")
                 for name, size, place in self.top
             ]
+        if self.advice:
+            lines += ["what else may help:", *(f"  {text}" for text in self.advice)]
         return "\n".join(lines)
 
 

@@ -89,6 +89,9 @@ def _add_plan(verb: argparse.ArgumentParser) -> None:
     verb.add_argument("source", metavar="SOURCE", help=_SOURCE)
     verb.add_argument("--budget", "-b", metavar="B", help=f"{_BUDGET}; none: keep everything")
     verb.add_argument("--output", "-o", metavar="FILE", help="write the plan as JSON")
+    verb.add_argument(
+        "--max-batch", action="store_true", help="find the largest batch that fits the budget, and its plan"
+    )
     verb.add_argument("--picture", metavar="FILE", help="draw memory over the step as SVG")
     verb.add_argument(
         "--write", metavar="FILE", help="write the ONNX model or HLO module as planned: order, clones"

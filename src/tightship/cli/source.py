@@ -31,11 +31,14 @@ _KEYS = ("model", "loss_fn", "optimizer", "sample")
 
 @dataclass(frozen=True)
 class Source:
-    """What a SOURCE holds; ``plan`` only where it is a plan's file, ``program`` only where it is a model."""
+    """What a SOURCE holds; ``plan`` only where it is a plan's file, ``program`` only where it is an ONNX model's,
+    ``captured`` (a program of PyTorch's) and ``parts`` (what the factory returned, by key) where it is a model."""
 
     graph: Graph
     plan: Plan | None = None
     program: Any = None
+    captured: Any = None
+    parts: Mapping[str, Any] | None = None
 
 
 def load_source(text: str, onnx: Mapping[str, Any] | None = None) -> Source:
@@ -53,8 +56,7 @@ def load_source(text: str, onnx: Mapping[str, Any] | None = None) -> Source:
     module, colon, name = text.partition(":")
     if not colon or not module or not name:
         raise BadInput(_FORMS, text, "SOURCE")
-    program = _captured(_factory(module, name, text), text)
-    return Source(program.graph, program=program)
+    return _captured(_factory(module, name, text), text)
 
 
 def writable(path: str | None, what: str) -> Path | None:
@@ -112,14 +114,15 @@ def _there(module: str) -> bool:
         return False
 
 
-def _captured(factory: Any, text: str) -> Any:
+def _captured(factory: Any, text: str) -> Source:
     with _users_code("the factory", text):
         made = factory()
     parts = _parts(made, text)
     with _users_code("running the model on its sample", text):
-        return api.captured(
+        made = api.captured(
             parts["model"], parts["sample"], loss_fn=parts["loss_fn"], optimizer=parts["optimizer"]
         )
+    return Source(made.graph, captured=made, parts=parts)
 
 
 def _parts(made: Any, text: str) -> dict[str, Any]:

@@ -31,6 +31,8 @@ __all__ = ["demo", "explain", "frontier", "plan", "planners", "verify"]
 
 
 def plan(chosen: argparse.Namespace, out: Output) -> int:
+    if chosen.max_batch:
+        return largest(chosen, out)
     if is_module(chosen.source):
         return plan_module(chosen, out)
     options = given_options(chosen)
@@ -70,6 +72,35 @@ def plan(chosen: argparse.Namespace, out: Output) -> int:
     return 0 if made.met else 1
 
 
+def largest(chosen: argparse.Namespace, out: Output) -> int:
+    """``plan --max-batch``: the largest batch that fits, and its plan."""
+    options = given_options(chosen)
+    if chosen.budget is None:
+        raise BadInput("the largest batch is asked for with a budget", "none", "--budget")
+    if chosen.picture is not None or chosen.write is not None:
+        raise BadInput("with --max-batch, --output alone is written", place="--max-batch")
+    path = writable(chosen.output, "--output")
+    source = _loaded(chosen.source, out)
+    if source.parts is None:
+        raise BadInput(
+            "the batch of a model can change: SOURCE is module:factory", chosen.source, "--max-batch"
+        )
+    with Line(out.errors, "looking for the largest batch") as line:
+        found = api.max_batch(
+            **source.parts, budget=_budget(chosen), say=lambda text: line.say(text, always=True), **options
+        )
+    made = replace(found.plan, source=chosen.source, command=chosen.command)
+    text = [f"largest batch: {found.batch}", describe(made, found.graph)]
+    tried = [{"batch": n, "met": met} for n, met in found.tried.items()]
+    rows = {"batch": found.batch, "tried": tried} | summary(made, found.graph)
+    if path is not None:
+        api.Planned(made, found.graph).save(path)
+        rows["output"] = str(path)
+        text.append(f"written to {path}")
+    out.answer(rows, "\n".join(text))
+    return 0
+
+
 def frontier(chosen: argparse.Namespace, out: Output) -> int:
     options = given_options(chosen)
     drawing = writable(chosen.picture, "--svg")
@@ -80,7 +111,7 @@ def frontier(chosen: argparse.Namespace, out: Output) -> int:
         found = api.frontier_of(
             source.graph,
             chosen.points,
-            program=source.program,
+            program=source.captured,
             peers=chosen.peers,
             say=lambda text: line.say(text, always=True),
             **options,

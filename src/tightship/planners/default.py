@@ -18,6 +18,7 @@ from tightship.errors import BadInput, Infeasible
 from tightship.graph import Graph
 from tightship.plan import Plan, Step
 from tightship.planners import planner
+from tightship.planners.advice import advice
 from tightship.planners.evict._frame import MEANS, Decision, Frame, Progress
 from tightship.planners.hints import parse_hints, resolve
 from tightship.planners.layout import Layout, lay_out
@@ -207,4 +208,6 @@ def _infeasible(
         best_peak=line.peak,
         top=top_of_peak(graph, line, steps),
         placed=placed,
+        at=graph.ops[steps[line.peak_step].op].name if line.peak_step >= 0 else "",
+        advice=advice(graph, limit, line.peak),
     )

@@ -151,6 +151,8 @@ def infeasible_rows(error: Infeasible) -> dict[str, object]:
         "best_peak": error.best_peak,
         "placed": error.placed,
         "impossible": error.impossible,
+        "at": error.at,
+        "advice": list(error.advice),
         "top": [{"name": n, "bytes": b, "place": p} for n, b, p in error.top],
     }
 

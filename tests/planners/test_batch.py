@@ -1,0 +1,122 @@
+"""The largest batch that fits, and what is said when nothing does."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+import tightship
+from chains import chain
+from tightship import api
+from tightship.cli import main
+from tightship.errors import BadInput, Infeasible
+from tightship.frontends.torch.batch import batch_size, resized
+from tightship.graph import Graph, Value
+from tightship.planners.advice import advice, batch_of
+from tightship.planners.batch import max_batch
+from tightship.planners.default import Options, plan
+from tightship.verify import verify
+
+QUICK = Options(work=200_000, seconds=20.0, hand_out=False)
+
+
+def sized(batch: int) -> Graph:
+    """A chain whose storages grow with the batch."""
+    graph = chain(12, size=64 * batch)
+    return replace(graph, values=(Value("x", 0, "float32", (batch, 16), (16, 1)), *graph.values[1:]))
+
+
+@pytest.mark.parametrize("start", [1, 3, 40])
+def test_the_largest_batch_fits_and_the_next_does_not(start: int) -> None:
+    budget = 64 * 100
+    found = max_batch(sized, budget, QUICK, start=start)
+    assert verify(found.graph, found.plan) == [] and found.plan.met and found.plan.budget == budget
+    assert found.tried[found.batch] and not found.tried[found.batch + 1]
+    assert found.graph.storages[0].size == 64 * found.batch
+    with pytest.raises(Infeasible):
+        plan(sized(found.batch + 1), budget, QUICK)
+
+
+def test_when_not_even_one_fits() -> None:
+    with pytest.raises(Infeasible) as no:
+        max_batch(sized, 64 * 2, QUICK)
+    assert no.value.budget == 128
+
+
+def test_a_share_of_the_peak_is_no_budget_for_a_batch() -> None:
+    with pytest.raises(BadInput, match="number of bytes"):
+        max_batch(sized, "60%", QUICK)
+
+
+def test_samples_of_other_sizes_have_no_data() -> None:
+    sample = {"x": torch.ones(4, 7), "mask": torch.ones(1, 7), "y": torch.zeros(4, dtype=torch.long), "n": 3}
+    assert batch_size(sample) == 4
+    other = resized(sample, 9)
+    assert (other["x"].shape, other["y"].shape, other["mask"].shape, other["n"]) == ((9, 7), (9,), (1, 7), 3)
+    assert all(t.is_meta for t in other.values() if isinstance(t, torch.Tensor))
+    with pytest.raises(BadInput, match="first dimension"):
+        batch_size({"n": 3})
+
+
+def net() -> torch.nn.Module:
+    return torch.nn.Sequential(*(torch.nn.Linear(32, 32) for _ in range(6)))
+
+
+def test_a_model_of_pytorchs() -> None:
+    found = tightship.max_batch(net(), torch.randn(4, 32), "200kB", work=400_000, seconds=20.0)
+    assert found.batch > 4 and found.plan.peak <= 200_000
+    inputs = [found.graph.values[v] for v in found.graph.inputs]
+    assert any(v.shape == (found.batch, 32) for v in inputs)
+    more = api.graph_at(net(), torch.randn(4, 32), found.batch + 1)
+    assert more.static_bytes > found.graph.static_bytes
+
+
+def test_command_line(tmp_path: Path, capsys, monkeypatch) -> None:  # type: ignore[no-untyped-def]
+    (tmp_path / "some_net.py").write_text(
+        "import torch\n\ndef make():\n"
+        "    return torch.nn.Sequential(*(torch.nn.Linear(32, 32) for _ in range(6))), torch.randn(4, 32)\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    args = ["plan", "some_net:make", "--max-batch", "--work", "200000"]
+    assert main([*args, "-b", "200kB", "--json", "-o", "p.json"]) == 0
+    rows = json.loads(capsys.readouterr().out)
+    assert rows["batch"] > 4 and rows["met"] and {"batch": rows["batch"], "met": True} in rows["tried"]
+    assert main(["verify", "p.json"]) == 0
+    assert main(args) == 2 and "--budget" in capsys.readouterr().err
+    assert main(["plan", "p.json", "--max-batch", "-b", "200kB"]) == 2
+    assert main([*args, "-b", "1kB", "--json"]) == 1
+    assert json.loads(capsys.readouterr().out.splitlines()[-1])["met"] is False
+
+
+# --- what else would help ---
+
+
+def test_advice_is_told_with_its_numbers() -> None:
+    graph = sized(64)
+    with pytest.raises(Infeasible) as no:
+        plan(graph, 64 * 64 * 4, QUICK)
+    error = no.value
+    assert error.at in {op.name for op in graph.ops} and f"reached while {error.at} runs" in str(error)
+    assert (
+        batch_of(replace(graph, storages=(replace(graph.storages[0], kind="input"), *graph.storages[1:])))
+        == 64
+    )
+    assert any("offloading" in text and "16.00 KiB" in text for text in error.advice)
+    assert "what else may help" in str(error)
+
+
+def test_a_smaller_batch_is_a_number_that_fits() -> None:
+    graph = sized(64)
+    text = next(a for a in advice(graph, 64 * 200, 64 * 64 * 5) if "smaller batch" in a)
+    smaller = int(text.split("about ")[1].split()[0])
+    assert 1 <= smaller < 64 and str(64) in text
+
+
+def test_when_the_callers_own_bytes_are_too_many_nothing_else_is_advised() -> None:
+    assert advice(sized(64), 64, 64 * 64 * 5)[0].startswith("nothing that a plan can do")
+    assert len(advice(sized(64), 64, 64 * 64 * 5)) == 1
