@@ -14,6 +14,7 @@ from dataclasses import dataclass, fields, replace
 from itertools import pairwise
 
 from tightship.analysis.bounds import lower_bound, time_bound
+from tightship.analysis.packing import packings
 from tightship.errors import BadInput, Infeasible
 from tightship.graph import Graph
 from tightship.plan import Plan, Step
@@ -73,7 +74,8 @@ def plan(
     before = replay(graph, baseline(graph))
     limit = _limit(graph, budget, before.peak)
     frame = frame or frame_of(graph, order_of(graph, o, before.peak), o)
-    bound = lower_bound(graph)
+    least = _least(frame)
+    bound = lower_bound(graph, least=least)
     target = before.peak if limit is None else limit
     best: Timeline | None = None  # of all tries
     needed: int | None = None
@@ -97,9 +99,6 @@ def plan(
     else:
         assert limit is not None and best is not None
         raise _infeasible(graph, limit, bound, best, best_steps, needed)
-    least = _least(graph, steps)
-    if least:
-        bound = lower_bound(graph, least=least)
     made = _plan(graph, steps, layout, line, before)
     made = replace(
         made,
@@ -116,10 +115,13 @@ def plan(
     return made
 
 
-def _least(graph: Graph, steps: Sequence[Step]) -> dict[int, int]:
-    """Storages may wait outside of memory, or in fewer bytes, if that is among what the plan does."""
-    moves = any(step.kind in ("offload", "compress") for step in steps)
-    return dict.fromkeys(range(len(graph.storages)), 0) if moves else {}
+def _least(frame: Frame) -> dict[int, int]:
+    """The bytes in which storages can wait until they are needed again, if they may be packed or moved out."""
+    if "offload" in frame.means:
+        return dict.fromkeys(range(len(frame.graph.storages)), 0)
+    if "compress" in frame.means:
+        return {s: x.nbytes for s, x in packings(frame.graph, lossy=frame.lossy).items()}
+    return {}
 
 
 def _limit(graph: Graph, budget: Budget | str | int | None, peak: int) -> int | None:

@@ -92,7 +92,7 @@ def frontier(
     o = options or default.Options()
     before = replay(graph, baseline(graph)).peak
     frame = default.frame_of(graph, default.order_of(graph, o, before), o)
-    beside = others(frame, saved or {}) if peers else ()
+    beside = others(Frame(graph, frame.order), saved or {}) if peers else ()
     searches = points + len(beside)
     each = replace(o, seconds=o.seconds / searches, work=o.work // searches)
     search = _Search(
