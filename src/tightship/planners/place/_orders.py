@@ -19,6 +19,7 @@ __all__ = [
     "by_conflicts",
     "by_length",
     "by_size",
+    "by_size_then_conflicts",
     "by_size_then_start",
     "by_start",
     "given",
@@ -69,6 +70,11 @@ def conflicts(a: Arrays) -> Ints:
 def by_conflicts(a: Arrays) -> Ints:
     """Most conflicts first, largest first among equals."""
     return _sorted(-conflicts(a), -a.size, a.lower)
+
+
+def by_size_then_conflicts(a: Arrays) -> Ints:
+    """Largest first, most conflicts among equals, then the last given."""
+    return _sorted(-a.size, -conflicts(a), -given(a))
 
 
 def by_area(a: Arrays) -> Ints:

@@ -2,10 +2,11 @@
 
 Problem: offsets for buffers with known live ranges. Minimised: the arena; with a capacity, any arena within it is
 enough. Source: algorithm portfolios. Guarantee: never worse than any other planner here given the same seed and
-limits (unless the time limit or a capacity stops it first); stops with proof at the lower bound, which exact
-search may raise. Complexity: that of its parts; fifteen greedy packings, O(n log n) set operations each, come
-before any search. Known limits: those of its parts; exact search leaves out problems of many thousand buffers, which
-are climbed and then searched exactly in windows of a few dozen.
+limits (unless the time limit or a capacity stops it first, or there are so many buffers that some packings are left
+out: ``_greedy``); stops with proof at the lower bound, which exact search may raise. Complexity: that of its parts;
+twenty greedy packings, O(n log n) set operations each, come before any search. Known limits: those of its parts;
+exact search leaves out problems of many thousand buffers, which are climbed and then searched exactly in windows of
+a few dozen.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import numpy.typing as npt
 
 from tightship.errors import BadInput
 from tightship.plan import Problem, Solution
-from tightship.planners.place import exact, hill_climb
+from tightship.planners.place import exact, hill_climb, tvm_hill_climb
 from tightship.planners.place._best import Best
 from tightship.planners.place._frame import FREE, Arrays, Ints, frame, from_arrays
 from tightship.planners.place._greedy import best_greedy
@@ -94,3 +95,5 @@ def _improve(best: Best, o: Options, trees: int) -> None:
         found = f.placer.windows(best.offsets, seed=o.seed, work=o.work_limit, seconds=left, goal=goal)
         best.offer(found, f.arena(found))
         best.go_on()
+    if not done():
+        tvm_hill_climb.climb(best, tvm_hill_climb.Options(o.seed, o.work_limit, o.time_limit))
