@@ -90,6 +90,31 @@ class Planned:
             write_file(path, drawn.encode())
         return drawn
 
+    def report(self, path: str | os.PathLike[str], *, title: str = "") -> None:
+        """One HTML page with everything on it: works offline, needs nothing beside it."""
+        from tightship.report.page import page
+        from tightship.serde import write_file
+
+        write_file(path, page(self.graph, self.plan, title=title).encode())
+
+    def trace(self, path: str | os.PathLike[str]) -> None:
+        """A Chrome trace for Perfetto; compressed where the path ends in ``.gz``."""
+        from tightship.report.trace import write_trace
+
+        write_trace(self.graph, self.plan, path)
+
+    def snapshot(self, path: str | os.PathLike[str]) -> None:
+        """A memory snapshot that PyTorch's viewers read."""
+        from tightship.report.snapshot import write_snapshot
+
+        write_snapshot(self.graph, self.plan, path)
+
+    def _repr_html_(self) -> str:
+        """The picture and the numbers, for notebooks."""
+        from html import escape
+
+        return f"{self.picture()}<pre>{escape(str(self))}</pre>"
+
 
 def fit(
     model: Any, loss_fn: Any, optimizer: Any, sample_batch: Any, budget: Any = None, **options: Any

@@ -25,7 +25,8 @@ __all__ = ["Timeline", "baseline", "extra_bytes", "replay"]
 class Timeline:
     """What a list of steps costs.
 
-    ``during[i]`` device bytes in use while step ``i`` runs, ``resident[i]`` bytes left after it. ``time`` is
+    ``during[i]`` device bytes in use while step ``i`` runs, ``resident[i]`` bytes left after it. ``spans[i]`` are the
+    seconds at which it begins and ends. ``time`` is
     seconds until the last stream ends, ``compute_time`` those that stream 0 works. ``at_peak`` lists what makes up
     the peak: (storage, bytes), storage -1
     for what the op at the peak needs while it runs, and saved random states.
@@ -39,6 +40,7 @@ class Timeline:
     compute_time: float
     host_peak: int
     at_peak: tuple[tuple[int, int], ...]
+    spans: tuple[tuple[float, float], ...] = ()
 
 
 def extra_bytes(op: Op) -> int:
@@ -86,6 +88,7 @@ class _Machine:
         self.host_live = self.host_peak = 0
         self.clock: dict[int, float] = {}
         self.done: list[float] = []
+        self.spans: list[tuple[float, float]] = []
         self.compute_time = 0.0
         self.ran = [False] * len(graph.ops)
         self.saved: set[int] = set()  # ops whose random state is resident
@@ -217,6 +220,7 @@ class _Machine:
         start = max([self.clock.get(step.stream, 0.0), *(self.done[w] for w in step.waits)])
         self.clock[step.stream] = start + seconds
         self.done.append(start + seconds)
+        self.spans.append((start, start + seconds))
 
     def residents(self) -> list[tuple[int, int]]:
         rows = [(s, self.graph.storages[s].size) for s, f in enumerate(self.full) if f]
@@ -247,6 +251,7 @@ def replay(graph: Graph, steps: Sequence[Step]) -> Timeline:
         m.compute_time,
         m.host_peak,
         _at_peak(graph, steps[: peak_step + 1]),
+        tuple(m.spans),
     )
 
 

@@ -93,6 +93,9 @@ def _add_plan(verb: argparse.ArgumentParser) -> None:
         "--max-batch", action="store_true", help="find the largest batch that fits the budget, and its plan"
     )
     verb.add_argument("--picture", metavar="FILE", help="draw memory over the step as SVG")
+    verb.add_argument("--report", metavar="FILE", help="write one HTML page that shows everything, offline")
+    verb.add_argument("--trace", metavar="FILE", help="write a Chrome trace for Perfetto (.gz: compressed)")
+    verb.add_argument("--snapshot", metavar="FILE", help="write a memory snapshot for PyTorch's viewers")
     verb.add_argument(
         "--write", metavar="FILE", help="write the ONNX model or HLO module as planned: order, clones"
     )

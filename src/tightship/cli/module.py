@@ -38,10 +38,9 @@ def plan_module(chosen: argparse.Namespace, out: Output) -> int:
     options = _options(info.options, given_options(chosen))
     budget = parse_budget(chosen.budget, "--budget") if chosen.budget is not None else None
     path, text = writable(chosen.output, "--output"), writable(chosen.write, "--write")
-    if chosen.picture is not None:
-        raise BadInput(
-            "a picture is drawn of a step of a model, not of a module", chosen.picture, "--picture"
-        )
+    for name in ("picture", "report", "trace", "snapshot"):
+        if (given := getattr(chosen, name)) is not None:
+            raise BadInput("plans of models can be looked at, not those of modules yet", given, f"--{name}")
     with Line(out.errors, f"reading {chosen.source}"):
         module = read(chosen.source)
     before = module_peak(module)

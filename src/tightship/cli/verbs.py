@@ -30,6 +30,15 @@ from tightship.units import Budget, parse_budget
 __all__ = ["demo", "explain", "frontier", "plan", "planners", "verify"]
 
 
+_SHOWN = {
+    "picture": "drawn in",
+    "report": "shown in",
+    "trace": "traced in",
+    "snapshot": "memory snapshot in",
+}
+"""Ways to look at a plan, by option and by method of ``api.Planned``, and how they are announced."""
+
+
 def plan(chosen: argparse.Namespace, out: Output) -> int:
     if chosen.max_batch:
         return largest(chosen, out)
@@ -38,7 +47,7 @@ def plan(chosen: argparse.Namespace, out: Output) -> int:
     options = given_options(chosen)
     budget = _budget(chosen)
     path = writable(chosen.output, "--output")
-    drawing = writable(chosen.picture, "--picture")
+    shown = {name: writable(getattr(chosen, name), f"--{name}") for name in _SHOWN}
     model = writable(chosen.write, "--write")
     source = _loaded(chosen.source, out, onnx_options(chosen))
     if model is not None and source.program is None:
@@ -58,10 +67,11 @@ def plan(chosen: argparse.Namespace, out: Output) -> int:
         whole.save(path)
         rows["output"] = str(path)
         text.append(f"written to {path}")
-    if drawing is not None:
-        whole.picture(drawing)
-        rows["picture"] = str(drawing)
-        text.append(f"drawn in {drawing}")
+    for name, target in shown.items():
+        if target is not None:
+            getattr(whole, name)(target)
+            rows[name] = str(target)
+            text.append(f"{_SHOWN[name]} {target}")
     if model is not None:
         from tightship.integrations.onnx_write import write_model
 

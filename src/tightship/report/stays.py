@@ -1,0 +1,55 @@
+"""Every stay of a storage in memory as a row that can be drawn: where it lies, from when to when, what it is."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from tightship.graph import Graph
+from tightship.plan import Plan
+from tightship.report.numbers import BANDS
+
+__all__ = ["Stay", "label", "stays_of"]
+
+SCRATCH = BANDS.index("workspace")
+
+
+@dataclass(frozen=True, slots=True)
+class Stay:
+    """``size`` bytes at ``offset`` of ``pool`` during steps [start, end); ``kind`` is what they hold: static,
+    activation, gradient or workspace."""
+
+    name: str
+    kind: str
+    start: int
+    end: int
+    offset: int
+    size: int
+    pool: str
+    form: str
+    where: str
+
+
+def label(graph: Graph, plan: Plan, step: int) -> str:
+    """What a step does, in a few words."""
+    s = plan.steps[step]
+    if s.op >= 0:
+        return f"{s.kind} {graph.ops[s.op].name}" if s.kind != "compute" else graph.ops[s.op].name
+    names = ", ".join(graph.storages[x].name for x in s.storages[:3])
+    return f"{s.kind} {names}" + (" …" if len(s.storages) > 3 else "")
+
+
+def stays_of(graph: Graph, plan: Plan) -> list[Stay]:
+    """The residences of a plan, scratch included, in their order."""
+    found = []
+    for r in plan.residences:
+        if r.storage < 0:
+            op = plan.steps[r.start].op
+            name, kind = f"while {graph.ops[op].name} runs", "workspace"
+            where = graph.place(op)
+        else:
+            made = graph.uses.definer[r.storage]
+            name = graph.storages[r.storage].name
+            kind = "gradient" if graph.storages[r.storage].kind == "gradient" else "activation"
+            where = graph.place(made) if made >= 0 else ""
+        found.append(Stay(name, kind, r.start, r.end, r.offset, r.size, r.pool, r.form, where))
+    return found

@@ -1,0 +1,185 @@
+"""The page, the trace and the snapshot of one plan: their numbers are the plan's, and their readers accept them."""
+
+import gzip
+import json
+import os
+import pickle
+import re
+import shutil
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from chains import chain
+from tightship import api
+from tightship.graph import Graph
+from tightship.plan import Plan
+from tightship.report.page import page, page_data
+from tightship.report.snapshot import snapshot
+from tightship.report.trace import events
+from tightship.simulate import replay
+
+BROWSER = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+QUIET = (
+    "--headless --no-sandbox --disable-gpu --disable-quic --no-first-run --disable-background-networking "
+    "--disable-component-update --disable-sync"
+)
+
+
+@pytest.fixture(scope="module")
+def planned() -> api.Planned:
+    made = api.plan_graph(chain(12), "70%", seconds=1.0)
+    assert made.plan.count("recompute")
+    return made
+
+
+@pytest.fixture()
+def both(planned: api.Planned) -> tuple[Graph, Plan]:
+    return planned.graph, planned.plan
+
+
+def in_page(text: str) -> dict[str, object]:
+    found = re.search(r'<script type="application/json" id="data">(.*?)</script>', text, re.S)
+    assert found
+    return json.loads(found[1])  # type: ignore[no-any-return]
+
+
+class TestPage:
+    def test_its_numbers_are_the_plan_s(self, both) -> None:
+        graph, plan = both
+        data = in_page(page(graph, plan))
+        assert data["summary"] == json.loads(json.dumps(api_summary(plan, graph)))
+        assert max(map(sum, data["after"])) == plan.peak
+        assert max(map(sum, data["before"])) == plan.peak_before
+        assert len(data["arcs"]) == sum(len(s.storages) for s in plan.steps if s.kind == "recompute")
+        assert sum(row[2] for row in data["peak"]["rows"]) == plan.peak
+
+    def test_asks_the_network_for_nothing(self, both) -> None:
+        text = page(*both)
+        assert not re.search(r"""(src|href)\s*=|https?://|@import|url\(""", text)
+        assert len(text) < 300_000
+
+    def test_a_name_cannot_end_the_script(self, both) -> None:
+        graph, plan = both
+        text = page(graph, plan, title="</script><script>alert(1)</script>")
+        assert text.count("</script>") == 2
+        assert in_page(text)["title"] == "</script><script>alert(1)</script>"
+
+    def test_stays_lie_within_the_arena(self, both) -> None:
+        graph, plan = both
+        stays = page_data(graph, plan, "x")["stays"]
+        assert max(s[2] + s[3] for s in stays) == plan.arena
+
+    @pytest.mark.skipif(BROWSER is None, reason="no Chromium is installed")
+    def test_a_browser_draws_it(self, planned: api.Planned, tmp_path: Path) -> None:
+        file = tmp_path / "plan.html"
+        planned.report(file)
+        given = [
+            str(BROWSER),
+            *QUIET.split(),
+            f"--user-data-dir={tmp_path / 'user'}",
+            "--dump-dom",
+            file.as_uri(),
+        ]
+        done = subprocess.run(given, capture_output=True, text=True, timeout=120, check=False)
+        assert 'data-ready="true"' in done.stdout, done.stderr[-500:]
+        facts = dict(re.findall(r'<dd data-fact="(\w[\w ]*)">([^<]*)</dd>', done.stdout))
+        assert facts["recomputed"] == str(planned.plan.count("recompute"))
+
+
+def api_summary(plan: Plan, graph: Graph) -> dict[str, object]:
+    from tightship.report.numbers import summary
+
+    return summary(plan, graph)
+
+
+class TestTrace:
+    def test_has_every_step_and_every_stay(self, both) -> None:
+        graph, plan = both
+        rows = events(graph, plan)
+        count = Counter(r["ph"] for r in rows)
+        assert count["X"] == sum(s.kind != "free" for s in plan.steps)
+        assert count["b"] == count["e"] == len(plan.residences)
+        assert max(sum(r["args"].values()) for r in rows if r["ph"] == "C") == plan.peak
+
+    def test_time_ends_with_the_plan(self, both) -> None:
+        graph, plan = both
+        ends = [r["ts"] + r["dur"] for r in events(graph, plan) if r["ph"] == "X"]
+        assert max(ends) == pytest.approx(1e6 * plan.time)
+
+    @pytest.mark.parametrize("name", ["t.json", "t.json.gz"])
+    def test_can_be_read_back(self, planned: api.Planned, tmp_path: Path, name: str) -> None:
+        planned.trace(tmp_path / name)
+        data = (tmp_path / name).read_bytes()
+        rows = json.loads(gzip.decompress(data) if name.endswith("gz") else data)
+        assert rows["otherData"]["peak"] == planned.plan.peak
+
+
+class TestSnapshot:
+    def test_allocations_of_the_trace_reach_the_peak(self, both) -> None:
+        graph, plan = both
+        live = most = 0
+        for e in snapshot(graph, plan)["device_traces"][0]:
+            live += {"alloc": e["size"], "free_completed": -e["size"]}.get(e["action"], 0)
+            most = max(most, live)
+        assert most == plan.peak
+
+    def test_is_plain_values(self, planned: api.Planned, tmp_path: Path) -> None:
+        planned.snapshot(tmp_path / "s.pickle")
+        with open(tmp_path / "s.pickle", "rb") as file:
+            assert pickle.load(file) == snapshot(planned.graph, planned.plan)
+
+    def test_pytorch_s_viewer_accepts_it(self, planned: api.Planned, tmp_path: Path) -> None:
+        pytest.importorskip("torch", reason="torch is not installed")
+        planned.snapshot(tmp_path / "s.pickle")
+        out = tmp_path / "s.html"
+        viewer = [
+            sys.executable,
+            "-m",
+            "torch.cuda._memory_viz",
+            "trace_plot",
+            str(tmp_path / "s.pickle"),
+            "-o",
+            str(out),
+        ]
+        done = subprocess.run(
+            viewer, capture_output=True, text=True, env=dict(os.environ), timeout=120, check=False
+        )
+        assert done.returncode == 0, done.stderr
+        assert out.stat().st_size > 1000
+        from torch.cuda import _memory_viz
+
+        text = _memory_viz.trace(snapshot(planned.graph, planned.plan))
+        assert "TOTAL MEM" in text
+
+
+def test_spans_follow_the_streams(both) -> None:
+    graph, plan = both
+    line = replay(graph, plan.steps)
+    assert len(line.spans) == len(plan.steps)
+    assert max(end for _, end in line.spans) == line.time
+
+
+def test_a_notebook_shows_the_picture(planned: api.Planned) -> None:
+    shown = planned._repr_html_()
+    assert shown.startswith("<svg")
+    assert "recomputed" in shown
+
+
+def test_the_command_line_writes_all_three(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    from tightship.cli import main
+    from tightship.serde import save_graph
+
+    source = tmp_path / "graph.json"
+    save_graph(chain(8), source)
+    wanted = {"report": "p.html", "trace": "t.json.gz", "snapshot": "s.pickle"}
+    given = [x for name, file in wanted.items() for x in (f"--{name}", str(tmp_path / file))]
+    assert main(["plan", str(source), "--budget", "80%", "--json", *given]) == 0
+    rows = json.loads(capsys.readouterr().out)
+    assert all(
+        (tmp_path / file).exists() and rows[name] == str(tmp_path / file) for name, file in wanted.items()
+    )
+    assert in_page((tmp_path / "p.html").read_text())["summary"]["peak_after"] == rows["peak_after"]
