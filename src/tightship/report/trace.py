@@ -46,12 +46,12 @@ def events(graph: Graph, plan: Plan) -> list[dict[str, Any]]:
     for column, (start, _) in zip(columns(graph, plan.steps), line.spans, strict=True):
         bytes_ = dict(zip(BANDS, column.bytes, strict=True))
         found.append({"ph": "C", "pid": _MEMORY, "ts": start * _MICRO, "name": "memory", "args": bytes_})
-    end = [s for s, _ in line.spans] + [line.time]
+    at = [since for since, _ in line.spans] + [line.time]
     for k, stay in enumerate(stays_of(graph, plan)):
         common = {"pid": _MEMORY, "tid": 0, "id": k, "cat": stay.pool, "name": stay.name}
         args = {"bytes": stay.size, "offset": stay.offset, "form": stay.form, "where": stay.where}
-        found.append(common | {"ph": "b", "ts": end[stay.start] * _MICRO, "args": args})
-        found.append(common | {"ph": "e", "ts": end[min(stay.end, len(end) - 1)] * _MICRO})
+        found.append(common | {"ph": "b", "ts": at[stay.start] * _MICRO, "args": args})
+        found.append(common | {"ph": "e", "ts": at[min(stay.end, len(at) - 1)] * _MICRO})
     return found
 
 
