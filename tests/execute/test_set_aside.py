@@ -1,15 +1,19 @@
 """Plans that pack, copy out and draw again: the same bits as eager, and the planned peak to the byte."""
 
+import copy
 import errno
+import os
 from dataclasses import replace
 
 import plans
 import pytest
 import torch
+from runs import Pair, eager
 from test_interpreter import Bound
 
+import tightship
 from tightship import simulate
-from tightship.errors import BadInput
+from tightship.errors import BadInput, Infeasible
 from tightship.execute import spill
 from tightship.plan import Step
 from tightship.planners.evict import compress, offload
@@ -17,7 +21,7 @@ from tightship.planners.evict._aside import overlapped, spans, steps_with
 from tightship.planners.evict._frame import Frame
 from tightship.verify import check
 
-ZOO = ("cnn", "gpt2", "bert", "resnet", "t5", "unet", "in_place", "viewed")
+ZOO = ("cnn", "gpt2", "bert", "resnet", "in_place", "viewed")
 
 
 def aside(graph, how):
@@ -43,7 +47,7 @@ def held(bound, steps, runs=2, **changes):
 
 
 @pytest.mark.parametrize("how", ["compress", "offload", "tight"])
-@pytest.mark.parametrize("name", ZOO)
+@pytest.mark.parametrize("name", [*ZOO, *(pytest.param(n, marks=pytest.mark.slow) for n in ("t5", "unet"))])
 def test_the_same_bits_and_the_planned_peak(name, how):
     bound = Bound(name)
     plan = held(bound, aside(bound.graph, how))
@@ -182,3 +186,63 @@ def test_lossy_packing_runs_and_is_not_the_same():
     executor = bound.executor(plan)
     executor.run(bound.inputs())
     assert executor.last.as_planned
+
+
+@pytest.mark.parametrize(
+    ("allow", "budget"),
+    [
+        ("compress", "95%"),
+        ("offload", "62%"),
+        ("recompute,compress,offload", "60%"),
+        ("recompute,redraw", "62%"),
+    ],
+)
+def test_fit_does_what_is_allowed(allow, budget, tmp_path):
+    """The default search, end to end: capture, measured copies, plan, verified, run to the bit."""
+    pair = Pair("bert", "sgd")
+    step = tightship.fit(
+        pair.model, pair.loss_fn, pair.optimizer, pair.batch(0), budget, allow=allow, strict=True, cache=None,
+        seconds_per_op=0.0, work=2_000_000, folder=tmp_path,
+    )  # fmt: skip
+    for number in range(2):
+        pair.compare(step, number)
+    plan, kinds = step.plan, {s.kind for s in step.plan.steps} - {"compute", "free"}
+    assert plan.met and step.last.measured_peak == plan.peak and step.last.misses == 0
+    of = {"recompute": {"recompute"}, "redraw": {"recompute"}, "compress": {"compress", "decompress"}}
+    assert kinds and kinds <= set().union(*(of.get(a, {"offload", "fetch"}) for a in allow.split(",")))
+    assert (plan.host > 0) == ("offload" in kinds) and os.listdir(tmp_path) == []
+
+
+class Dropped(torch.nn.Module):
+    """Dropout whose masks are larger than the random state."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = torch.nn.ModuleList(torch.nn.Linear(64, 64) for _ in range(4))
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = torch.nn.functional.dropout(torch.relu(layer(x)), 0.3)
+        return x.square().mean()
+
+
+def test_the_search_draws_dropout_again_where_nothing_else_is_left():
+    torch.manual_seed(0)
+    model, x = Dropped(), torch.randn(256, 64)
+    twin = copy.deepcopy(model)
+    optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (model, twin)]
+    options = {"cache": None, "seconds_per_op": 0.0, "work": 5_000_000, "strict": True}
+    loss_fn = lambda m, batch: m(batch)  # noqa: E731
+    with pytest.raises(Infeasible) as alone:
+        tightship.fit(model, loss_fn, optimizers[0], x, "20%", **options)
+    budget = alone.value.best_peak - 48 * 1024  # a mask less, and room for three states
+    step = tightship.fit(model, loss_fn, optimizers[0], x, budget, allow="recompute,redraw", **options)
+    assert sum(s.saves for s in step.plan.steps) > 0
+    for number in range(3):
+        torch.manual_seed(number)
+        expected = eager(twin, loss_fn, optimizers[1], x)
+        torch.manual_seed(number)
+        assert torch.equal(step(x), expected)
+        pairs = zip(model.parameters(), twin.parameters(), strict=True)
+        assert all(torch.equal(a, b) for a, b in pairs)
+        assert step.last.measured_peak == step.plan.peak <= budget

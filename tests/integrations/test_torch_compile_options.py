@@ -30,7 +30,7 @@ def test_infeasible_reaches_the_caller_as_itself_each_time():
 @pytest.mark.parametrize(
     ("options", "rule"),
     [
-        ({"bugdet": "1GiB"}, "an option is one of arena, budget, .*got 'bugdet'"),
+        ({"bugdet": "1GiB"}, "an option is one of allow, arena, budget, .*got 'bugdet'"),
         ({"budget": "much"}, "a budget is a number of bytes"),
         ({"budget": 0.5}, "a budget is"),
         ({"seconds": "long"}, "seconds is a float"),
@@ -38,6 +38,9 @@ def test_infeasible_reaches_the_caller_as_itself_each_time():
         ({"evict": "nobody"}, "a planner is one of"),
         ({"strict": 1}, "strict is True or False"),
         ({"on_plan": 3}, "on_plan is a function"),
+        ({"allow": "recompute,compress"}, "this backend recomputes.*got 'compress'"),
+        ({"hints": "*.mlp=offload"}, "this backend recomputes.*got 'offload'"),
+        ({"lossy": True}, "this backend recomputes.*got 'lossy'"),
         ({"hand_out": False}, "an option is one of"),
     ],
 )

@@ -67,10 +67,22 @@ def _planner_options(given: Mapping[str, Any]) -> PlannerOptions:
         if f.name in given:
             kind = type(f.default)
             chosen[f.name] = _of_kind(f.name, given[f.name], kind, f"a {kind.__name__} such as {f.default!r}")
+    _recomputing(chosen)
     for folder in ("order", "evict"):
         if chosen.get(folder, "given") != "given":
             planner(chosen[folder], folder)
-    return PlannerOptions(**chosen)
+    return PlannerOptions(**{"allow": "recompute", **chosen})
+
+
+def _recomputing(chosen: Mapping[str, Any]) -> None:
+    """Between forward and backward it is autograd that holds what is saved, and only as the tensors it knows."""
+    ways = {way.strip() for way in chosen.get("allow", "").split(",")} - {""}
+    ways |= {hint.rpartition("=")[2].strip() for hint in chosen.get("hints", "").split(",")} - {"", "keep"}
+    if chosen.get("lossy") or ways - {"recompute"}:
+        found = "lossy" if chosen.get("lossy") else sorted(ways - {"recompute"})[0]
+        raise BadInput(
+            "this backend recomputes; tightship.fit packs, copies out and draws again, too", found, _PLACE
+        )
 
 
 def _of_kind(name: str, value: Any, kind: type, rule: str) -> Any:

@@ -21,6 +21,7 @@ from tightship.plan import Plan, Step
 from tightship.planners import planner
 from tightship.planners.advice import advice
 from tightship.planners.evict._frame import MEANS, Decision, Frame, Progress
+from tightship.planners.evict._redraw import redrawable, with_states
 from tightship.planners.hints import parse_hints, resolve
 from tightship.planners.layout import Layout, lay_out
 from tightship.simulate import Timeline, baseline, replay
@@ -29,6 +30,7 @@ from tightship.verify import check
 
 __all__ = ["Options", "order_of", "plan", "top_of_peak"]
 
+_REDRAW = "redraw"
 _TIGHTEN = 4
 """How often evictions are searched again because the placement came out larger than the peak."""
 
@@ -39,7 +41,8 @@ class Options:
     ``seconds``: of search, at most. ``work``: ops simulated at most; makes plans reproducible. ``seed``: of
     random moves. ``hand_out``: results go to the caller outside the arena. ``place``: decide where everything
     lies; without, the plan says what is in memory when, and runs on the ordinary heap. ``allow``: how storages may
-    leave memory, between commas (recompute, compress, offload). ``hints``: PATTERN=WAY between commas, what to do
+    leave memory, between commas (recompute; redraw: recompute random ops too, from saved random states; compress;
+    offload). ``hints``: PATTERN=WAY between commas, what to do
     with the values of modules (keep, recompute, compress, offload). ``lossy``: codecs may round single precision to
     bfloat16. ``host``: bytes that may be copied out at once, 0 for any number."""
 
@@ -84,14 +87,14 @@ def plan(
         # A search again begins where the last one ended: a part of the work is enough.
         share = o.work if best is None else o.work // 3
         decision = _evict(frame, target, replace(o, seconds=max(1.0, left), work=share), progress)
-        steps = decision.steps or frame.steps(decision.evict, target)
+        steps = with_states(graph, decision.steps or frame.steps(decision.evict, target))
         line = replay(graph, steps)
         if best is None or line.peak < best.peak:
             best, best_steps = line, steps
         if limit is not None and not decision.met:
             raise _infeasible(graph, limit, bound, best, best_steps, needed)
         layout = _layout(graph, steps, o)
-        placed = graph.static_bytes + layout.arena + layout.handed
+        placed = max(line.peak, graph.static_bytes + layout.arena + layout.handed)
         if limit is None or placed <= limit:
             break
         needed = placed if needed is None else min(needed, placed)
@@ -135,8 +138,11 @@ def frame_of(graph: Graph, order: tuple[int, ...], o: Options) -> Frame:
     """What evictions are decided on, with what the options say of them. Raises ``BadInput``."""
     means = tuple(filter(None, (m.strip() for m in o.allow.split(","))))
     for m in means:
-        if m not in MEANS:
-            raise BadInput(f"what leaves memory does so by {', '.join(MEANS)}", m, "allow")
+        if m not in (*MEANS, _REDRAW):
+            raise BadInput(f"what leaves memory does so by {', '.join((*MEANS, _REDRAW))}", m, "allow")
+    if _REDRAW in means:
+        graph = redrawable(graph)
+        means = tuple(dict.fromkeys("recompute" if m == _REDRAW else m for m in means))
     only = resolve(graph, parse_hints(o.hints), lossy=o.lossy)
     return Frame(graph, order, means, only, o.lossy, o.host or None)
 

@@ -21,7 +21,7 @@ STATE = 64
 
 def dice(n: int) -> Graph:
     """A chain whose every third forward op is random."""
-    graph = chain(n)
+    graph = chain(n, 256)
     ops = [
         replace(op, random=True, state=STATE) if op.phase == "forward" and k % 3 == 0 else op
         for k, op in enumerate(graph.ops)
@@ -61,6 +61,12 @@ def test_waits_follow_the_steps_they_are_for() -> None:
     steps = (*first, Step("offload", storages=(s,), stream=1, waits=(len(first) - 1,)))
     out = with_states(graph, steps)
     assert out[-1].waits == (out.index(first[-1]),) and out[-2] == Step("free", op=k, form="state")
+
+
+def test_a_state_larger_than_what_it_brings_back_is_not_saved() -> None:
+    graph = dice(6)
+    heavy = graph.with_ops(tuple(replace(op, state=op.state * 2) for op in graph.ops))
+    assert redrawable(heavy) == heavy and redrawable(graph) != graph
 
 
 def test_nothing_random_nothing_changed() -> None:

@@ -16,15 +16,22 @@ from tightship.plan import Step
 __all__ = ["redrawable", "with_states"]
 
 
+_WORTH = 2
+"""A random op runs again only if it writes more than this many times the bytes of its state."""
+
+
 def redrawable(graph: Graph) -> Graph:
-    """The graph with every random op that has a state taken for a pure one, which needs the state as workspace.
+    """The graph with random ops that have a state, and are worth it, taken for pure ones, which need the state as
+    workspace.
 
     Orders are those of the original: this graph does not know the random chain.
     """
-    ops = (
-        replace(op, random=False, state=0, workspace=op.workspace + op.state) if op.state else op
-        for op in graph.ops
-    )
+    uses, ops = graph.uses, []
+    for k, op in enumerate(graph.ops):
+        written = sum(graph.storages[s].size for s in (*uses.defines[k], *uses.mutates[k]))
+        if op.state and written > _WORTH * op.state:
+            op = replace(op, random=False, state=0, workspace=op.workspace + op.state)
+        ops.append(op)
     return graph.with_ops(tuple(ops))
 
 
