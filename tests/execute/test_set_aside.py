@@ -13,8 +13,9 @@ from test_interpreter import Bound
 
 import tightship
 from tightship import simulate
-from tightship.errors import BadInput, Infeasible
+from tightship.errors import BadInput, Infeasible, Unsupported
 from tightship.execute import spill
+from tightship.execute.compile import compile_plan
 from tightship.plan import Step
 from tightship.planners.evict import compress, offload
 from tightship.planners.evict._aside import overlapped, spans, steps_with
@@ -174,6 +175,15 @@ def test_a_folder_without_room_is_refused_before_anything_runs(tmp_path):
     with pytest.raises(BadInput, match="folder"):
         bound.executor(plan, folder=tmp_path / "missing")
     bound.compare(bound.executor(plan, folder=tmp_path), 0)
+
+
+def test_other_devices_are_refused_in_words():
+    bound = Bound("cnn", measured=False)
+    plan = plans.placed(bound.graph, aside(bound.graph, "tight"))
+    ops = tuple(replace(op, device="cuda:0") for op in bound.graph.ops)
+    program = replace(bound.program, graph=bound.graph.with_ops(ops))
+    with pytest.raises(Unsupported, match=r"'offload' on cuda:0.*CPU only"):
+        compile_plan(program, plan)
 
 
 def test_lossy_packing_runs_and_is_not_the_same():

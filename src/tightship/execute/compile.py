@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from tightship.errors import BadInput
+from tightship.errors import BadInput, Unsupported
 from tightship.execute.arguments import Environment, keywords, positional
 from tightship.execute.moves import Moves, with_state
 from tightship.execute.spill import Spill
@@ -62,7 +62,8 @@ def compile_plan(
     """``aside`` keeps the requests of an op's run away from the arena: optimizer state, which some make, outlives
     the step. ``spill`` is the host pool, for plans that offload.
 
-    Raises ``BadInput`` for steps that do not fit the program.
+    Raises ``BadInput`` for steps that do not fit the program, ``Unsupported`` for packing and copying out beside ops
+    on another device than the CPU.
     """
     return _Compiler(program, plan, aside, spill).run(plan.steps)
 
@@ -83,6 +84,7 @@ class _Compiler:
     def run(self, steps: Sequence[Step]) -> Code:
         for slot in self.program.slots:
             self.appears(slot.value)
+        self.refuse_elsewhere(steps)
         for i, step in enumerate(steps):
             wait = self.moves.waits(step)
             if wait is not None:
@@ -99,6 +101,14 @@ class _Compiler:
         self.code.results = tuple(self.program.results)
         self.code.initial = self.environment.initial
         return self.code
+
+    def refuse_elsewhere(self, steps: Sequence[Step]) -> None:
+        """Packing and copying out are written for the CPU's memory."""
+        device = next((o.device for o in self.graph.ops if o.device != "cpu"), None)
+        kind = next((s.kind for s in steps if s.kind not in ("compute", "recompute", "free")), None)
+        if device is not None and kind is not None:
+            what = f"a step of kind {kind!r} on {device}"
+            raise Unsupported(what, "bytes are packed and copied out on the CPU only", "allow recompute only")
 
     def appears(self, value: int) -> None:
         self.there.setdefault(self.graph.values[value].storage, {})[value] = None
