@@ -1,9 +1,9 @@
 """Pack a placement problem with any placement planner: pools, gaps, hints and a packing to beat are taken care of.
 
-A planner places in one arena. Of a problem with gaps alone, it sees buffers alive in their whole live range, which is
-right but larger than need be; those that search are followed by a first fit that knows gaps; the lower bound is
-that of the parts that are alive. Groups and conflicts (and gaps, where there are any of them) every planner knows
-exactly. What comes out has passed ``check_solution``.
+A planner places in one arena. Groups, conflicts and gaps every planner knows exactly; of a problem with gaps alone
+and too many pairs of buffers that meet, it sees buffers alive in their whole live range, which is right but larger
+than need be. Planners that search are followed by a first fit that knows gaps; the lower bound is that of the parts
+that are alive. What comes out has passed ``check_solution``.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from tightship.plan import Problem, Solution
 from tightship.planners import PlannerInfo, planner
 from tightship.planners.place._best import Interrupted
 from tightship.planners.place._fit import Fitter, Limits
-from tightship.planners.place._frame import Ints, frame, hinted
+from tightship.planners.place._frame import Ints, by_pairs, frame, hinted
 from tightship.planners.place._parts import check_gaps, cut, whole
 from tightship.planners.pools import spill
 from tightship.verify_placement import check_solution
@@ -120,17 +120,21 @@ def _within(limits: Search, until: float) -> Search:
 
 
 def _with_gaps(problem: Problem, run: _Run, search: Search) -> Solution:
-    """The planner's answer for whole live ranges, then first fit into the gaps, if the planner is one that
-    searches."""
+    """The planner's answer (for whole live ranges, if there are too many pairs), then first fit into the gaps, if the
+    planner is one that searches."""
     began = time.perf_counter()
     check_gaps(problem)
     bound = max(frame(cut(problem)).bound, max(b.size + (b.pinned or 0) for b in problem.buffers))
-    simple, places = whole(problem)
-    first = run.plan(simple, search, search.seconds / 2)
-    rows = zip(problem.buffers, places, strict=True)
-    offsets = np.array([first.offsets[at] if at >= 0 else b.pinned for b, at in rows], dtype=np.int64)
+    if by_pairs(problem):
+        first = run.plan(problem, search, search.seconds)
+        offsets, bound = np.array(first.offsets, dtype=np.int64), max(bound, first.lower_bound)
+    else:
+        simple, places = whole(problem)
+        first = run.plan(simple, search, search.seconds / 2)
+        rows = zip(problem.buffers, places, strict=True)
+        offsets = np.array([first.offsets[at] if at >= 0 else b.pinned for b, at in rows], dtype=np.int64)
     name, work = first.planner, first.work
-    if run.searches:
+    if run.searches and _arena(problem, offsets.tolist()) > bound:
         fitter, limits = Fitter(problem), Limits(search.work, began + search.seconds)
         try:
             fitter.improve(offsets, bound, limits, search.seed)

@@ -14,9 +14,9 @@ from tightship.errors import BadInput
 from tightship.plan import Problem, Solution
 from tightship.planners.place._groups import merge
 from tightship.planners.place._parts import check_gaps, cut
-from tightship.planners.place._related import RelatedPlacer
+from tightship.planners.place._related import MOST_PAIRS, RelatedPlacer
 
-__all__ = ["Arrays", "Frame", "Ints", "frame", "from_arrays", "hinted", "most_alive", "related"]
+__all__ = ["Arrays", "Frame", "Ints", "by_pairs", "frame", "from_arrays", "hinted", "most_alive", "related"]
 
 Ints = npt.NDArray[np.int64]
 
@@ -78,7 +78,7 @@ def frame(problem: Problem) -> Frame:
     """Check a problem of one arena and prepare it for the core."""
     if problem.pools:
         raise BadInput("a planner places in one arena; `pack` goes from pool to pool", len(problem.pools))
-    if problem.conflicts or any(b.group for b in problem.buffers):
+    if by_pairs(problem):
         return related(problem)
     made = from_arrays(_arrays(problem), names=[b.id for b in problem.buffers])
     if any(
@@ -86,6 +86,15 @@ def frame(problem: Problem) -> Frame:
     ):  # they are alive in their whole live range here, which proves less
         made = replace(made, bound=min(made.bound, frame(cut(problem)).bound))
     return made
+
+
+def by_pairs(problem: Problem) -> bool:
+    """Whether a problem is placed by pairs of buffers: where live ranges do not tell all, and, if that is gaps alone,
+    there are not too many. Otherwise a buffer with gaps is in the way in its whole live range."""
+    if problem.conflicts or any(b.group for b in problem.buffers):
+        return True
+    parts = sum(2 * len(b.gaps) + 1 for b in problem.buffers)
+    return parts > len(problem.buffers) and parts * parts <= MOST_PAIRS
 
 
 def related(problem: Problem) -> Frame:

@@ -25,6 +25,10 @@ Ints = npt.NDArray[np.int64]
 MOST_PAIRS = 20_000_000
 """About 1.5 GB while they are made: some six thousand buffers all of which are in one another's way."""
 
+_EXHAUSTED, _BEYOND = 40, 100_000
+"""Buffers up to which all of the work may go into looking at every placement, and the work beyond: most of them are
+then never reached, and climbing gets further."""
+
 _CLIQUES = 64
 """Buffers, largest first, around which a set of buffers all in conflict is looked for."""
 
@@ -59,6 +63,7 @@ class RelatedPlacer:
     ) -> tuple[Ints, int, Ints]:
         """Offsets, a lower bound (0: none was proved), and nobody in particular who proves it. ``seed``, ``wanted``
         and ``threads`` change nothing."""
+        work = work if len(self.size) <= _EXHAUSTED else min(work, _BEYOND)
         offsets, complete = self.core.exhaust(start, work=work, seconds=seconds, goal=goal)
         bound = int((offsets + self.size).max(initial=0)) if complete else 0
         return offsets, bound, np.empty(0, dtype=np.int64)
