@@ -9,6 +9,7 @@ first run.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import chain
 from typing import Any
 
 import torch
@@ -21,18 +22,21 @@ __all__ = ["Binding", "Identity"]
 
 
 class Identity:
-    """Whether model and optimizer (if there is one) are made of the objects they were made of at construction."""
+    """Whether model and optimizer (if there is one) are made of the objects they were made of at construction.
+
+    Without an optimizer it does not matter where parameters lie: a forward pass reads them from wherever they are.
+    """
 
     def __init__(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer | None) -> None:
         self._groups = optimizer.param_groups if optimizer is not None else []
         self._modules = tuple(model.modules())
         self._members = tuple(m for module in self._modules for m in compat.members(module))
-        self._tensors = (*model.parameters(), *model.buffers())
+        self._tensors = (*model.parameters(), *model.buffers()) if optimizer is not None else ()
         self._known = self._now()
 
     def _now(self) -> tuple[Any, ...]:
         return (
-            [id(x) for m in self._members for x in m.values()],
+            list(map(id, chain.from_iterable(m.values() for m in self._members))),
             [(t.data_ptr(), t.requires_grad) for t in self._tensors],
             [[id(p) for p in g["params"]] for g in self._groups],
         )
