@@ -18,7 +18,7 @@ from tightship.planners import planner
 from tightship.planners.assign import advice, tight
 from tightship.planners.assign._assignment import Assignment
 from tightship.planners.assign._order import reordered
-from tightship.report.hlo import assignment_rows, assignment_text, peak_step, residents, residents_table
+from tightship.report.hlo import assignment_rows, assignment_text, residents, residents_table
 from tightship.report.progress import Line
 from tightship.serde import write_file
 from tightship.units import format_bytes
@@ -100,7 +100,7 @@ def explain_module(chosen: argparse.Namespace, out: Output) -> int:
         made = planner("xla", "assign").plan(module)
         ours = tight.plan(module)
         found = advice.advice(made, ours)
-    step, alive = peak_step(made.live)
+    step, alive = advice.peak_step(made.live)
     rows = residents(made, step)
     at = made.live.schedule[step]
     answer = assignment_rows(made) | {

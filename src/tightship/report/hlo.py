@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import accumulate
 from typing import Any
 
 from rich import box
@@ -17,7 +16,7 @@ from tightship.planners.assign._allocate import Allocation
 from tightship.planners.assign._assignment import Assignment, between
 from tightship.units import format_bytes, format_seconds
 
-__all__ = ["Resident", "assignment_rows", "assignment_text", "peak_step", "residents", "residents_table"]
+__all__ = ["Resident", "assignment_rows", "assignment_text", "residents", "residents_table"]
 
 
 @dataclass(frozen=True)
@@ -87,18 +86,6 @@ def assignment_text(made: Assignment) -> str:
         f"  planner      {made.planner} for {made.target}, in {format_seconds(made.seconds)}",
     ]
     return "\n".join([*lines, *(f"  note         {note}" for note in made.live.points.notes)])
-
-
-def peak_step(live: LiveRanges) -> tuple[int, int]:
-    """(step, bytes): when the most bytes are alive, arguments and constants among them."""
-    changes = [0] * (live.end + 2)
-    for group in live.sets:
-        for start, end in between(live, group):
-            changes[start] += group.size
-            changes[end] -= group.size
-    totals = list(accumulate(changes))
-    most = max(totals)
-    return totals.index(most), most
 
 
 def residents(made: Assignment, step: int) -> list[Resident]:

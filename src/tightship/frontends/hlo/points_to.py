@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 
 from tightship.errors import BadInput, Unsupported
 from tightship.frontends.hlo.forward import async_start, forwarded
@@ -125,10 +126,14 @@ class PointsTo:
                 work += buffer.inputs
         return frozenset(b for b in found if not b.phi)
 
-    def root(self, computation: Computation) -> Node:
-        return next(n for n in self.nodes[computation.name] if n.is_root)
+    @cached_property
+    def _roots(self) -> Mapping[str, Node]:
+        return {name: next(n for n in nodes if n.is_root) for name, nodes in self.nodes.items()}
 
-    @property
+    def root(self, computation: Computation) -> Node:
+        return self._roots[computation.name]
+
+    @cached_property
     def live_out(self) -> frozenset[Buffer]:
         """L4: what the entry's result points to, at any position."""
         return frozenset(self.root(self.module.entry).at)

@@ -148,18 +148,20 @@ class Scan:
     def bracketed(self) -> str:
         """The text between the bracket that stands here and the one that closes it; goes past both."""
         start = at = self.at
-        expected = f"a bracket that closes the {self.text[start]!r} of line {self.line(start)}"
         waiting: list[str] = []
         while True:
             found = _NESTED.search(self.text, at)
             if found is None:
-                self.fail(expected, len(self.text))
+                self._unclosed(start, len(self.text))
             at, token = found.end(), found[0]
             if token in _CLOSING:
                 waiting.append(_CLOSING[token])
             elif token[0] != '"':
                 if token != waiting.pop():
-                    self.fail(expected, found.start())
+                    self._unclosed(start, found.start())
                 if not waiting:
                     self.at = at
                     return self.given[start + 1 : at - 1]
+
+    def _unclosed(self, start: int, at: int) -> NoReturn:
+        self.fail(f"a bracket that closes the {self.text[start]!r} of line {self.line(start)}", at)

@@ -11,12 +11,16 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
+
+import numpy as np
 
 from tightship.frontends.hlo.alias import AliasSet
 from tightship.frontends.hlo.live import LiveRanges
 from tightship.frontends.hlo.module import Computation
 from tightship.frontends.hlo.points_to import Buffer, Node
 from tightship.frontends.hlo.post_order import post_order
+from tightship.frontends.hlo.shape import Index
 from tightship.frontends.hlo.share import Sharing
 
 __all__ = ["Allocation", "allocate", "thread_locals"]
@@ -53,6 +57,40 @@ class Allocation:
         self.lives.sort()
 
 
+class _Open:
+    """Allocations that others may lie in, and quickly those of them that may have room at a time.
+
+    Of each the first and the last life are kept in arrays: who is alive strictly within one of them, or for so long
+    that both lie within, has no room. The others have to be asked."""
+
+    def __init__(self) -> None:
+        self.all: list[Allocation] = []
+        self.number: dict[Allocation, int] = {}
+        self.table = np.zeros((5, 16), dtype=np.int64)
+
+    def append(self, a: Allocation) -> None:
+        if len(self.all) == self.table.shape[1]:
+            self.table = np.concatenate([self.table, np.zeros_like(self.table)], axis=1)
+        self.number[a] = len(self.all)
+        self.all.append(a)
+        self.changed(a)
+
+    def changed(self, a: Allocation) -> None:
+        k = self.number.get(a)
+        if k is not None:
+            self.table[:, k] = (*a.lives[0][:2], *a.lives[-1][:2], a.size)
+
+    def candidates(self, start: int, end: int, size: int) -> Iterator[Allocation]:
+        """The smallest first, which is the last."""
+        since, until, since_last, until_last, room = self.table[:, : len(self.all)]
+        free = (
+            ((end <= since) | (start >= until))
+            & ((end <= since_last) | (start >= until_last))
+            & (room >= size)
+        )
+        return (self.all[k] for k in np.flatnonzero(free)[::-1].tolist())
+
+
 @dataclass
 class Assigner:
     """The pass over all alias sets of the sequential computations."""
@@ -63,7 +101,12 @@ class Assigner:
     allocations: list[Allocation] = field(default_factory=list)
     heap: dict[Buffer, AliasSet] = field(default_factory=dict)
     of: dict[Buffer, Allocation] = field(default_factory=dict)
-    open: list[Allocation] = field(default_factory=list)
+    open: _Open = field(default_factory=lambda: _Open())
+
+    @cached_property
+    def donated(self) -> frozenset[tuple[int, Index]]:
+        """Positions of parameters that an output has."""
+        return frozenset((n, i) for n, i, _ in self.live.points.module.aliases.values())
 
     def run(self) -> None:
         live_out = self.live.points.live_out
@@ -98,8 +141,7 @@ class Assigner:
             if node.opcode == "parameter" and node.computation is entry:
                 made = self._new("parameter", group)
                 made.number = node.instruction.parameter_number
-                aliased = {(n, i) for n, i, _ in self.live.points.module.aliases.values()}
-                made.donated = (made.number, buffer.index) in aliased
+                made.donated = (made.number, buffer.index) in self.donated
                 if made.donated:
                     self.open.append(made)
                 return True
@@ -115,7 +157,9 @@ class Assigner:
                     found = self.of.get(operand.at[0])
                     if found is not None and self._fits(found, group, out):
                         return True
-        return any(self._fits(found, group, out) for found in reversed(self.open))
+        lives = [self.live.ranges[b] for b in group.buffers if b in self.live.ranges]
+        free = self.open.candidates(min(r.start for r in lives), max(r.end for r in lives), group.size)
+        return any(self._fits(a, group, out) for a in free)
 
     def _fits(self, into: Allocation, group: AliasSet, out: bool) -> bool:
         if into.read_only or into.kind == "tuple" or group.size > into.size:
@@ -125,6 +169,7 @@ class Assigner:
         if any(self._clashes(into, buffer) for buffer in group.buffers):
             return False
         into.hold(group, self.live)
+        self.open.changed(into)
         self.of.update((b, into) for b in group.buffers)
         return True
 

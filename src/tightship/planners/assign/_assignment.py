@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import accumulate
 
 from tightship.frontends.hlo.alias import AliasSet
 from tightship.frontends.hlo.live import LiveRanges
 from tightship.frontends.hlo.points_to import Buffer
 from tightship.planners.assign._allocate import Allocation
+from tightship.planners.assign._heap import most_alive
 
-__all__ = ["Assignment", "combine", "lower_bound", "most_alive"]
+__all__ = ["Assignment", "between", "combine", "lower_bound"]
 
 
 @dataclass(frozen=True)
@@ -94,15 +94,6 @@ def _partition(found: list[Allocation]) -> tuple[list[Allocation], list[Allocati
             return found[:first], found[first:]
         found[first], found[last - 1] = found[last - 1], found[first]
         first, last = first + 1, last - 1
-
-
-def most_alive(lives: Iterable[tuple[int, int, int]]) -> int:
-    """The most bytes alive at once; ``lives`` are (start, end, bytes), half-open."""
-    changes: dict[int, int] = {}
-    for start, end, nbytes in lives:
-        changes[start] = changes.get(start, 0) + nbytes
-        changes[end] = changes.get(end, 0) - nbytes
-    return max(accumulate(changes[t] for t in sorted(changes)), default=0)
 
 
 def lower_bound(live: LiveRanges, allocations: Sequence[Allocation]) -> int:

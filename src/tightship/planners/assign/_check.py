@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 
 from tightship.errors import VerificationFailed
+from tightship.frontends.hlo.alias import AliasSet
 from tightship.frontends.hlo.live import LiveRanges
 from tightship.frontends.hlo.points_to import Buffer as Logical
 from tightship.frontends.hlo.share import TARGETS, Sharing
@@ -39,9 +40,10 @@ def violations(made: Assignment, sharing: Sharing) -> Iterator[Violation]:
                 yield Violation("twice", -1, (str(buffer),), f"buffer {str(buffer)!r} has two places")
             of[buffer] = (k, offset)
     yield from _places(made, of)
+    sets = {b: g for g in made.live.sets for b in g.buffers}
     for k, allocation in enumerate(made.allocations):
-        yield from _read_only(made, k, allocation)
-        yield from _overlaps(made, allocation, sharing)
+        yield from _read_only(sets, k, allocation)
+        yield from _overlaps(made, sets, allocation, sharing)
 
 
 def _places(made: Assignment, of: Mapping[Logical, tuple[int, int]]) -> Iterator[Violation]:
@@ -55,16 +57,18 @@ def _places(made: Assignment, of: Mapping[Logical, tuple[int, int]]) -> Iterator
             yield Violation("apart", -1, tuple(map(str, group.buffers)), message)
 
 
-def _read_only(made: Assignment, k: int, allocation: Allocation) -> Iterator[Violation]:
+def _read_only(sets: Mapping[Logical, AliasSet], k: int, allocation: Allocation) -> Iterator[Violation]:
     if not allocation.read_only:
         return
-    owners = {g.id for g in made.live.sets for b in g.buffers if b in allocation.held}
+    owners = {sets[b].id for b in allocation.held}
     if len(owners) > 1:
         message = f"allocation {k} ({allocation.kind}) is not to be written, but holds {len(owners)} buffers"
         yield Violation("written", -1, tuple(map(str, allocation.held)), message)
 
 
-def _overlaps(made: Assignment, allocation: Allocation, sharing: Sharing) -> Iterator[Violation]:
+def _overlaps(
+    made: Assignment, sets: Mapping[Logical, AliasSet], allocation: Allocation, sharing: Sharing
+) -> Iterator[Violation]:
     live = made.live
     held = [(b, offset) for b, offset in allocation.held.items() if b in live.ranges]
     if len(held) < 2:
@@ -74,9 +78,6 @@ def _overlaps(made: Assignment, allocation: Allocation, sharing: Sharing) -> Ite
                     "out-of-bounds", -1, (str(buffer),), f"{buffer} ends beyond {allocation.size}"
                 )
         return
-    alone = {g.buffers[0] for g in live.sets if len(g.buffers) == 1}
-    sets = {b: g.id for g in live.sets for b in g.buffers if len(g.buffers) > 1}
-    sizes = {b: g.size for g in live.sets for b in g.buffers}
     starts: dict[tuple[int, int], list[Logical]] = {}
     for buffer, offset in held:
         starts.setdefault((live.ranges[buffer].start, offset), []).append(buffer)
@@ -87,8 +88,8 @@ def _overlaps(made: Assignment, allocation: Allocation, sharing: Sharing) -> Ite
         after = starts.get((r.end, offset), [])
         if r.end > r.start and any(_over(live, buffer, new, sharing) for new in after):
             upper = 2 * r.end
-        group = "" if buffer in alone else str(sets[buffer])
-        size = sizes[buffer]
+        group = str(sets[buffer].id) if len(sets[buffer].buffers) > 1 else ""
+        size = sets[buffer].size
         if size:
             alignment = TARGETS[made.target] if allocation.kind == "heap" else 1
             buffers.append(

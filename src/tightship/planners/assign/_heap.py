@@ -9,17 +9,19 @@ in all lives of its group; the smaller heap wins. Source: XLA, ``HeapSimulator``
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 
 import numpy as np
 
+from tightship import _core
 from tightship.frontends.hlo.alias import AliasSet
 from tightship.frontends.hlo.live import LiveRanges
 from tightship.frontends.hlo.points_to import Buffer
 from tightship.frontends.hlo.share import Sharing
 
-__all__ = ["Group", "Member", "best_fit", "replay"]
+__all__ = ["Group", "Member", "best_fit", "most_alive", "replay", "stays_of"]
 
 
 @dataclass(slots=True)
@@ -114,10 +116,11 @@ def _operand(
 
 def best_fit(groups: Sequence[Group], alignment: int) -> tuple[list[int], int]:
     """Offsets of the groups, in their order, and the bytes of the heap."""
-    spatial = sorted(range(len(groups)), key=lambda k: _spatial(groups[k]))
-    temporal = sorted(range(len(groups)), key=lambda k: _temporal(groups[k]))
-    found = [_fit(groups, order, alignment) for order in (spatial, temporal)]
-    return min(found, key=lambda f: f[1])
+    spatial = _fit(groups, sorted(range(len(groups)), key=lambda k: _spatial(groups[k])), alignment)
+    if spatial[1] <= most_alive((s, e, g.size) for g in groups for s, e in stays_of(g)):
+        return spatial  # nothing is smaller, and of two alike the first is taken
+    temporal = _fit(groups, sorted(range(len(groups)), key=lambda k: _temporal(groups[k])), alignment)
+    return min(spatial, temporal, key=lambda f: f[1])
 
 
 def _spatial(g: Group) -> tuple[int, int, int]:
@@ -130,70 +133,32 @@ def _temporal(g: Group) -> tuple[int, int, int]:
 
 
 def _fit(groups: Sequence[Group], order: Sequence[int], alignment: int) -> tuple[list[int], int]:
-    offsets = [0] * len(groups)
-    total = 0
-    placed = _Placed(sum(len(g.members) for g in groups))
-    for k in order:
-        group = groups[k]
-        if not group.size:
-            continue
-        used = placed.during(group.members)
-        offsets[k] = _smallest(used, group.size, alignment)
-        total = max(total, offsets[k] + group.size)
-        for m in group.members:
-            placed.add(m.start, m.end, offsets[k], offsets[k] + group.size)
-    return offsets, total
+    stays = [stays_of(g) for g in groups]
+    first = np.cumsum([0, *map(len, stays)], dtype=np.int64)
+    flat = np.array([s for row in stays for s in row], dtype=np.int64).reshape(-1, 2)
+    size = np.array([g.size for g in groups], dtype=np.int64)
+    start, end = np.ascontiguousarray(flat[:, 0]), np.ascontiguousarray(flat[:, 1])
+    offsets = _core.best_fit(start, end, first, size, np.array(order, dtype=np.int64), alignment)
+    found: list[int] = offsets.tolist()
+    return found, max((o + g.size for o, g in zip(found, groups, strict=True) if g.size), default=0)
 
 
-def _smallest(used: list[tuple[int, int]], size: int, alignment: int) -> int:
-    """The lowest offset in the smallest gap between the used chunks that takes ``size`` bytes."""
-    best, at, top = None, 0, 0
-    for start, end in sorted(used):
-        if start > top:
-            room = start - at
-            if room >= size and (best is None or room < best[0]):
-                best = (room, at)
-        if end > top:
-            top = end
-            at = -(-top // alignment) * alignment
-    return at if best is None else best[1]
+def stays_of(group: Group) -> list[tuple[int, int]]:
+    """[start, end) in which the group's place is taken, those that overlap joined."""
+    found: list[tuple[int, int]] = []
+    since = -1
+    for m in sorted(group.members, key=lambda m: m.start):
+        start = max(m.start, since)
+        if m.end > start:
+            found.append((start, m.end))
+            since = m.end
+    return found
 
 
-class _Placed:
-    """What lies where and when; asked for all that lies within some time. Short lives are found by bucket."""
-
-    WIDTH = 64
-
-    def __init__(self, count: int) -> None:
-        self.count = 0
-        self.table = np.zeros((4, max(count, 1)), dtype=np.int64)
-        self.buckets: dict[int, list[tuple[int, int, int, int]]] = {}
-        self.long: list[int] = []
-
-    def add(self, start: int, end: int, low: int, high: int) -> None:
-        self.table[:, self.count] = (start, end, low, high)
-        self.count += 1
-        if end - start > self.WIDTH:
-            self.long.append(self.count - 1)
-        else:
-            self.buckets.setdefault(start // self.WIDTH, []).append((start, end, low, high))
-
-    def during(self, members: Sequence[Member]) -> list[tuple[int, int]]:
-        found: list[tuple[int, int]] = []
-        for m in members:
-            if m.end - m.start > 64 * self.WIDTH or len(self.long) > 8 * self.WIDTH:
-                found += self._scan(m.start, m.end)
-                continue
-            for start, end, low, high in (self.table[:, k].tolist() for k in self.long):
-                if start < m.end and end > m.start:
-                    found.append((low, high))
-            for bucket in range(m.start // self.WIDTH - 1, m.end // self.WIDTH + 1):
-                for start, end, low, high in self.buckets.get(bucket, ()):
-                    if start < m.end and end > m.start:
-                        found.append((low, high))
-        return found
-
-    def _scan(self, since: int, until: int) -> list[tuple[int, int]]:
-        starts, ends, low, high = self.table[:, : self.count]
-        hit = (starts < until) & (ends > since)
-        return list(zip(low[hit].tolist(), high[hit].tolist(), strict=True))
+def most_alive(lives: Iterable[tuple[int, int, int]]) -> int:
+    """The most bytes alive at once; ``lives`` are (start, end, bytes), half-open."""
+    changes: dict[int, int] = {}
+    for start, end, nbytes in lives:
+        changes[start] = changes.get(start, 0) + nbytes
+        changes[end] = changes.get(end, 0) - nbytes
+    return max(accumulate(changes[t] for t in sorted(changes)), default=0)

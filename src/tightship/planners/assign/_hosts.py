@@ -14,10 +14,18 @@ from tightship.frontends.hlo.share import Sharing
 from tightship.planners.assign._allocate import Allocation
 from tightship.planners.assign._heap import Group
 
-__all__ = ["host"]
+__all__ = ["host", "hostable"]
+
+_CELLS = 10_000_000
+"""Steps of all buffers together beyond which hosts are chosen as XLA does."""
 
 _TRIES = 4_000
 """Moves that are tried at most, so that large modules take no longer than small ones."""
+
+
+def hostable(live: LiveRanges) -> bool:
+    """Whether the module is small enough to look at every buffer at every step."""
+    return sum(r.end - r.start + 1 for r in live.ranges.values()) <= _CELLS
 
 
 def host(

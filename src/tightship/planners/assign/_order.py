@@ -17,7 +17,8 @@ from itertools import pairwise
 from tightship.frontends.hlo import Computation, Module
 from tightship.frontends.hlo.live import LiveRanges, live_ranges
 from tightship.frontends.hlo.points_to import Buffer, Node
-from tightship.planners.assign._assignment import between, most_alive
+from tightship.planners.assign._assignment import between
+from tightship.planners.assign._heap import most_alive
 
 __all__ = ["reordered", "scheduled"]
 

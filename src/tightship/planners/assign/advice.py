@@ -6,16 +6,22 @@ temporaries that lie idle at the peak would give if they were made again, offloa
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any
 
 from tightship.frontends.hlo import Index, Module
+from tightship.frontends.hlo.live import LiveRanges
+from tightship.frontends.hlo.points_to import Node
 from tightship.planners.assign import xla
-from tightship.planners.assign._assignment import Assignment, between, most_alive
+from tightship.planners.assign._assignment import Assignment, between
+from tightship.planners.assign._heap import most_alive
 from tightship.planners.assign._order import reordered
 
-__all__ = ["Advice", "advice"]
+__all__ = ["Advice", "advice", "peak_step"]
 
+_TRIPS = re.compile(r'"known_trip_count":\{"n":"(\d+)"')
 _LARGE = 30_000
 """Instructions beyond which other orders are not tried."""
 
@@ -44,7 +50,7 @@ def advice(made: Assignment, ours: Assignment) -> list[Advice]:
         total = xla.plan(other, xla.Options(made.target)).total if moved else made.total
         text = f"by another order: {moved} instructions moved (tightship assign --order)"
         found.append(Advice("order", made.total - total, text))
-    found += _donate(made, module)
+    found += [*_donate(made, module), *_loops(made)]
     return sorted((a for a in found if a.saves > 0), key=lambda a: -a.saves)
 
 
@@ -69,6 +75,44 @@ def _donate(made: Assignment, module: Module) -> list[Advice]:
         f"at most, by donating {len(pairs)} arguments to outputs of their shape (donate_argnums): {numbers}"
     )
     return [Advice("donate", saved, text)]
+
+
+def _loops(made: Assignment) -> list[Advice]:
+    """Arrays that a loop stacks up, one slice for each time around, to be used by a later loop: what
+    ``jax.checkpoint`` around the body of a ``lax.scan`` makes again instead."""
+    live = made.live
+    step, _ = peak_step(live)
+    entry = frozenset(live.points.nodes[live.points.module.entry.name])
+    found: dict[Node, int] = {}
+    for g in live.sets:
+        if not any(start <= step < end for start, end in between(live, g)):
+            continue
+        for b in g.buffers:
+            trips = _TRIPS.search(b.node.instruction.attribute("backend_config"))
+            carried = b.node.opcode == "while" and b.shape.dims and trips and b.shape.dims[0] == int(trips[1])
+            argument = any(x.node in entry and x.node.opcode == "parameter" for x in g.buffers)
+            if carried and not argument and live.ranges[b].end > live.ranges[b].start:
+                found[b.node] = found.get(b.node, 0) + g.size
+                break
+    advices = []
+    for node, stacked in found.items():
+        place = live.points.module.place(node.instruction)
+        where = f" ({place})" if place else ""
+        text = f"at most, by making again what loop {node.name}{where} stacks up (jax.checkpoint of its body)"
+        advices.append(Advice("loop", stacked, text))
+    return advices
+
+
+def peak_step(live: LiveRanges) -> tuple[int, int]:
+    """(step, bytes): when the most bytes are alive, arguments and constants among them."""
+    changes = [0] * (live.end + 2)
+    for group in live.sets:
+        for start, end in between(live, group):
+            changes[start] += group.size
+            changes[end] -= group.size
+    totals = list(accumulate(changes))
+    most = max(totals)
+    return totals.index(most), most
 
 
 def _idle(made: Assignment) -> Advice:

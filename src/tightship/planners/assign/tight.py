@@ -21,16 +21,19 @@ from tightship.plan import Buffer as Block
 from tightship.plan import Problem
 from tightship.planners.assign import xla
 from tightship.planners.assign._allocate import Allocation, allocate, thread_locals
-from tightship.planners.assign._assignment import Assignment, lower_bound, most_alive
+from tightship.planners.assign._assignment import Assignment, lower_bound
 from tightship.planners.assign._check import check
-from tightship.planners.assign._heap import Group, best_fit, replay
-from tightship.planners.assign._hosts import host
+from tightship.planners.assign._heap import Group, best_fit, most_alive, replay
+from tightship.planners.assign._hosts import host, hostable
 from tightship.planners.packing import Search, pack
 
 __all__ = ["Options", "plan"]
 
 _LARGE = 20_000
-"""Groups beyond which the best fit is not searched any further."""
+"""Groups beyond which the best fit is not searched any further; a tenth of that if several buffers share places."""
+
+_CLOSE = 1.0001
+"""A total this close to the bound is not worth a search: it could gain a ten thousandth."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,14 +55,16 @@ def plan(module: Module, options: Options | None = None) -> Assignment:
     live, sharing = best.live, Sharing(best.live.points, best.target)
     bound = best.lower_bound
     for hosting in (False, True):
-        if best.total <= bound or time.perf_counter() - began > o.seconds:
+        if hosting and not hostable(live):
+            break
+        if best.total <= bound * _CLOSE or time.perf_counter() - began > o.seconds:
             break
         made = _assign(live, sharing, best.target, hosting, o)
         if made is not None and made.total < best.total:
             best = made
-    best = replace(best, planner="tight", seconds=time.perf_counter() - began)
-    check(best, sharing)
-    return best
+    if best.planner != "xla":
+        check(best, sharing)
+    return replace(best, planner="tight", seconds=time.perf_counter() - began)
 
 
 def _assign(live: LiveRanges, sharing: Sharing, target: str, hosting: bool, o: Options) -> Assignment | None:
@@ -91,7 +96,12 @@ def _kept(live: LiveRanges, table: Allocation) -> bool:
 def _place(groups: Sequence[Group], alignment: int, o: Options) -> tuple[list[int], int]:
     """Offsets by the better of XLA's best fit and the portfolio."""
     fitted, size = best_fit(groups, alignment)
-    if not groups or len(groups) > _LARGE or size <= most_alive(xla.stays(list(groups))):
+    shared = any(len(g.members) > 1 for g in groups)
+    if (
+        not groups
+        or len(groups) > (_LARGE // 10 if shared else _LARGE)
+        or size <= most_alive(xla.stays(list(groups)))
+    ):
         return fitted, size
     blocks: list[Block] = []
     for k, group in enumerate(groups):

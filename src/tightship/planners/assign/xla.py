@@ -17,9 +17,9 @@ from tightship.frontends.hlo import Module
 from tightship.frontends.hlo.live import live_ranges
 from tightship.frontends.hlo.share import TARGETS, Sharing, target_of
 from tightship.planners.assign._allocate import Allocation, allocate, thread_locals
-from tightship.planners.assign._assignment import Assignment, combine, lower_bound, most_alive
+from tightship.planners.assign._assignment import Assignment, combine, lower_bound
 from tightship.planners.assign._check import check
-from tightship.planners.assign._heap import Group, best_fit, replay
+from tightship.planners.assign._heap import Group, best_fit, most_alive, replay, stays_of
 
 __all__ = ["Options", "plan"]
 
@@ -68,12 +68,4 @@ def known_target(module: Module, target: str) -> str:
 
 def stays(groups: list[Group]) -> list[tuple[int, int, int]]:
     """(start, end, bytes) of every group, the stays of its members joined where they overlap."""
-    found = []
-    for group in groups:
-        since = -1
-        for m in sorted(group.members, key=lambda m: m.start):
-            start = max(m.start, since)
-            if m.end > start:
-                found.append((start, m.end, group.size))
-                since = m.end
-    return found
+    return [(start, end, group.size) for group in groups for start, end in stays_of(group)]
