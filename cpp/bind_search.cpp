@@ -52,16 +52,22 @@ nb::dict as_dict(const Cost& c) {
 }
 
 nb::tuple as_tuple(Found f) {
-    return nb::make_tuple(array(std::move(f.evict)), as_dict(f.cost), f.work, f.met);
+    return nb::make_tuple(array(std::move(f.evict)), as_dict(f.cost), f.work, f.met, f.interrupted);
 }
 
-// Ctrl-C and progress: Python is asked now and then, with the lock taken for that moment only.
-Budget budget(i64 work, double seconds, std::uint64_t seed, nb::object progress) {
+// Ctrl-C and progress: Python is asked now and then, with the lock taken for that moment only. Ctrl-C ends a search,
+// which still has what it found.
+Budget budget(i64 work, double seconds, std::uint64_t seed, nb::object progress, bool& interrupted) {
     Budget b{work, seconds, seed, {}};
-    b.poll = [progress](const Found& f) {
+    b.poll = [progress, &interrupted](const Found& f) {
         nb::gil_scoped_acquire gil;
-        if (PyErr_CheckSignals() != 0) throw nb::python_error();
-        return !progress.is_none() && nb::cast<bool>(progress(f.cost.peak, f.cost.extra, f.met));
+        try {
+            if (PyErr_CheckSignals() != 0) throw nb::python_error();
+            return !progress.is_none() && nb::cast<bool>(progress(f.cost.peak, f.cost.extra, f.met));
+        } catch (nb::python_error& raised) {
+            if (!raised.matches(PyExc_KeyboardInterrupt)) throw;
+            return interrupted = true;
+        }
     };
     return b;
 }
@@ -135,12 +141,14 @@ void bind_search(nb::module_& m) {
              [](Engine& e, i64 limit, const Array<std::uint8_t>& start, i64 work, double seconds,
                 std::uint64_t seed, nb::object progress) {
                  const Bits b = bits(e, start);
-                 const Budget limits = budget(work, seconds, seed, std::move(progress));
+                 bool interrupted = false;
+                 const Budget limits = budget(work, seconds, seed, std::move(progress), interrupted);
                  Found f;
                  {
                      nb::gil_scoped_release free;
                      f = greedy(e, limit, b, limits);
                  }
+                 f.interrupted = interrupted;
                  return as_tuple(std::move(f));
              },
              nb::arg("limit"), nb::arg("start"), nb::arg("work"), nb::arg("seconds"), nb::arg("seed"),
@@ -150,12 +158,14 @@ void bind_search(nb::module_& m) {
                 double seconds, std::uint64_t seed, nb::object progress) {
                  const Bits b = bits(e, start);
                  const Rows r = rows(groups);
-                 const Budget limits = budget(work, seconds, seed, std::move(progress));
+                 bool interrupted = false;
+                 const Budget limits = budget(work, seconds, seed, std::move(progress), interrupted);
                  Found f;
                  {
                      nb::gil_scoped_release free;
                      f = anneal(e, r, limit, b, heat, limits);
                  }
+                 f.interrupted = interrupted;
                  return as_tuple(std::move(f));
              },
              nb::arg("groups"), nb::arg("limit"), nb::arg("start"), nb::arg("heat"), nb::arg("work"),
@@ -165,12 +175,14 @@ void bind_search(nb::module_& m) {
                 double seconds, nb::object progress) {
                  const Bits b = bits(e, start);
                  const Rows r = rows(in);
-                 const Budget limits = budget(work, seconds, 0, std::move(progress));
+                 bool interrupted = false;
+                 const Budget limits = budget(work, seconds, 0, std::move(progress), interrupted);
                  Found f;
                  {
                      nb::gil_scoped_release free;
                      f = ladder(e, r, limit, b, limits);
                  }
+                 f.interrupted = interrupted;
                  return as_tuple(std::move(f));
              },
              nb::arg("rows"), nb::arg("limit"), nb::arg("start"), nb::arg("work"), nb::arg("seconds"),
@@ -187,13 +199,15 @@ void bind_search(nb::module_& m) {
                 double seconds) {
                  Found f{bits(e, start), {}};
                  const Rows r = rows(groups);
-                 const Budget limits = budget(work, seconds, 0, nb::none());
+                 bool interrupted = false;
+                 const Budget limits = budget(work, seconds, 0, nb::none(), interrupted);
                  f.cost = e.evaluate(f.evict.data(), limit);
                  f.met = f.cost.valid && f.cost.peak <= limit;
                  {
                      nb::gil_scoped_release free;
                      f = relax(e, r, limit, f, limits);
                  }
+                 f.interrupted = interrupted;
                  return as_tuple(std::move(f));
              },
              nb::arg("groups"), nb::arg("limit"), nb::arg("start"), nb::arg("work"), nb::arg("seconds"));

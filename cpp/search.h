@@ -16,13 +16,14 @@ struct Found {
     Cost cost;
     i64 work = 0;  // ops simulated
     bool met = false;
+    bool interrupted = false;
 };
 
 struct Budget {
     i64 work = 0;           // ops to simulate at most
     double seconds = 0;     // wall clock at most
     std::uint64_t seed = 0;
-    std::function<bool(const Found&)> poll;  // called now and then with the best so far; true stops the search
+    std::function<bool(const Found&)> poll;  // told the best so far now and then; true ends the search
 };
 
 // Take decisions one group at a time, always at the highest point, by seconds per byte saved there, until the

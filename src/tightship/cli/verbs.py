@@ -14,10 +14,11 @@ from tightship.cli.hlo import explain_module
 from tightship.cli.module import is_module, plan_module
 from tightship.cli.options import documented, given_options, onnx_options
 from tightship.cli.output import Output
-from tightship.cli.pack import is_packing, verify_packing
+from tightship.cli.pack import INTERRUPTED, is_packing, verify_packing
 from tightship.cli.source import Source, load_source, writable
 from tightship.errors import BadInput, Infeasible
 from tightship.plan import Plan
+from tightship.planners.default import Interrupted
 from tightship.planners.frontier import MOST
 from tightship.report.frontier import frontier_picture, frontier_rows, frontier_tables
 from tightship.report.numbers import peak_of, summary
@@ -54,15 +55,21 @@ def plan(chosen: argparse.Namespace, out: Output) -> int:
         raise BadInput(
             "a model is written where one is read: SOURCE is a model.onnx", chosen.source, "--write"
         )
-    if chosen.planner is None:
-        made = _planned(source, budget, options, out)
-    else:
-        with Line(out.errors, f"planning {source.graph.name}"):
-            made = api.plan_named(source.graph, chosen.planner, budget, **options).plan
+    interrupted = False
+    try:
+        if chosen.planner is None:
+            made = _planned(source, budget, options, out)
+        else:
+            with Line(out.errors, f"planning {source.graph.name}"):
+                made = api.plan_named(source.graph, chosen.planner, budget, **options).plan
+    except Interrupted as end:
+        made, interrupted = end.plan, True
     made = replace(made, source=chosen.source, command=chosen.command)
     whole = api.Planned(made, source.graph)
     text = [describe(made, source.graph)]
-    rows = summary(made, source.graph)
+    rows = summary(made, source.graph) | {"interrupted": interrupted}
+    if interrupted:
+        text.append("interrupted: this is the best that was found so far")
     if path is not None:
         whole.save(path)
         rows["output"] = str(path)
@@ -79,7 +86,7 @@ def plan(chosen: argparse.Namespace, out: Output) -> int:
         rows["written"] = str(model)
         text.append(f"model written to {model}; see docs/inference.md for what onnxruntime must be told")
     out.answer(rows, "\n".join(text))
-    return 0 if made.met else 1
+    return INTERRUPTED if interrupted else 0 if made.met else 1
 
 
 def largest(chosen: argparse.Namespace, out: Output) -> int:

@@ -28,11 +28,19 @@ from tightship.simulate import Timeline, baseline, replay
 from tightship.units import Budget, parse_budget
 from tightship.verify import check
 
-__all__ = ["Options", "order_of", "plan", "top_of_peak"]
+__all__ = ["Interrupted", "Options", "order_of", "plan", "top_of_peak"]
 
 _REDRAW = "redraw"
 _TIGHTEN = 4
 """How often evictions are searched again because the placement came out larger than the peak."""
+
+
+class Interrupted(KeyboardInterrupt):
+    """The search was ended by Ctrl-C; ``plan`` is the best it had found, verified."""
+
+    def __init__(self, plan: Plan) -> None:
+        super().__init__()
+        self.plan = plan
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +78,8 @@ def plan(
     keep everything, in the better order). ``frame``: the graph in an order decided before, so that several budgets
     share what is found.
 
-    Raises ``Infeasible`` with budget, lower bound, least peak reached and what makes it up.
+    Raises ``Infeasible`` with budget, lower bound, least peak reached and what makes it up; after Ctrl-C
+    ``Interrupted`` with the best plan so far, or ``KeyboardInterrupt`` where none fits yet.
     """
     o = options or Options()
     began = time.perf_counter()
@@ -82,16 +91,20 @@ def plan(
     target = before.peak if limit is None else limit
     best: Timeline | None = None  # of all tries
     needed: int | None = None
+    interrupted = False
     for _ in range(_TIGHTEN):
         left = o.seconds - (time.perf_counter() - began)
         # A search again begins where the last one ended: a part of the work is enough.
-        share = o.work if best is None else o.work // 3
+        share = o.work if best is None else o.work // (30 if interrupted else 3)
         decision = _evict(frame, target, replace(o, seconds=max(1.0, left), work=share), progress)
+        interrupted, frame.archive.stopped = interrupted or frame.archive.stopped, False
         steps = with_states(graph, decision.steps or frame.steps(decision.evict, target))
         line = replay(graph, steps)
         if best is None or line.peak < best.peak:
             best, best_steps = line, steps
         if limit is not None and not decision.met:
+            if interrupted:
+                raise KeyboardInterrupt
             raise _infeasible(graph, limit, bound, best, best_steps, needed)
         layout = _layout(graph, steps, o)
         placed = max(line.peak, graph.static_bytes + layout.arena + layout.handed)
@@ -115,6 +128,8 @@ def plan(
         moved=_moved(frame.order),
     )
     check(graph, made)
+    if interrupted:
+        raise Interrupted(made)
     return made
 
 

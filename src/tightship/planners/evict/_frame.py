@@ -87,10 +87,11 @@ class Decision:
 
 class Archive:
     """Decisions found so far, none of which another one beats in both bytes and seconds: what was found for less
-    memory is also an answer for more."""
+    memory is also an answer for more. ``stopped``: by Ctrl-C, and nothing more is to be searched."""
 
     def __init__(self) -> None:
         self.found: list[Decision] = []
+        self.stopped = False
 
     def offer(self, d: Decision) -> None:
         if not d.valid or any(x.peak <= d.peak and x.extra <= d.extra for x in self.found):
@@ -249,8 +250,9 @@ class Frame:
         met = c["valid"] and c["peak"] <= limit
         return Decision(evict, c["peak"], c["extra"], c["runs"], met, c["valid"], host=c["host"])
 
-    def found(self, result: tuple[Bits, dict[str, Any], int, bool]) -> Decision:
-        evict, c, work, met = result
+    def found(self, result: tuple[Bits, dict[str, Any], int, bool, bool]) -> Decision:
+        evict, c, work, met, stopped = result
+        self.archive.stopped |= stopped
         return Decision(evict, c["peak"], c["extra"], c["runs"], met, c["valid"], work, host=c["host"])
 
     def steps(self, evict: Bits, limit: int = _NO_LIMIT) -> tuple[Step, ...]:

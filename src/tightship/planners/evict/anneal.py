@@ -11,6 +11,7 @@ no proof of optimality; the gap to the lower bound is reported instead.
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from tightship.planners.evict import blocks, greedy, keep, ladder, min_cut
@@ -36,15 +37,37 @@ class Options:
 def plan(
     frame: Frame, limit: int, options: Options | None = None, progress: Progress | None = None
 ) -> Decision:
-    """The best decision found within the work limit."""
+    """The best decision found within the work limit, or before Ctrl-C: the frame's archive says if it came."""
     o = options or Options()
     until = time.perf_counter() + o.seconds
     all_kept = keep.plan(frame, limit)
     if all_kept.met or not len(frame.gaps):
         return all_kept
-    seeds = _seeds(frame, limit, o, all_kept, until, progress)
-    best = seeds[0]
-    share = o.work // 2 // o.starts
+    found = [all_kept]
+    try:
+        for d in _search(frame, limit, o, all_kept, until, progress):
+            found.append(d)
+            if frame.archive.stopped:
+                break
+    except KeyboardInterrupt:
+        frame.archive.stopped = True
+    best = all_kept
+    for d in found:
+        best = d if d.beats(best) else best
+    frame.archive.offer(best)
+    return replace(best, work=o.work)
+
+
+def _search(
+    frame: Frame, limit: int, o: Options, all_kept: Decision, until: float, progress: Progress | None
+) -> Iterator[Decision]:
+    """Seeds, then annealing from the best of them, then from the others."""
+    seeds = []
+    for d in _seeds(frame, limit, o, all_kept, until, progress):
+        seeds.append(d)
+        yield d
+    seeds = sorted((d for d in seeds if d.valid), key=lambda d: (not d.met, d.extra if d.met else d.peak))
+    best, share = seeds[0], o.work // 2 // o.starts
     for n in range(o.starts):
         start = best if n == 0 else seeds[n % len(seeds)]
         left = max(0.0, until - time.perf_counter()) / (o.starts - n)
@@ -52,33 +75,39 @@ def plan(
             frame.groups, limit, start.evict, _HEATS[n % len(_HEATS)], share, 0.8 * left, o.seed + n, progress
         )
         found = frame.found(run)
+        yield found
         if found.met:
             found = ladder.relaxed(frame, limit, found, share // 8, 0.1 * left)
+            yield found
         best = found if found.beats(best) else best
-    frame.archive.offer(best)
-    return replace(best, work=o.work)
 
 
 def _seeds(
     frame: Frame, limit: int, o: Options, all_kept: Decision, until: float, progress: Progress | None
-) -> list[Decision]:
-    """What annealing may start from, best first."""
+) -> Iterator[Decision]:
+    """What annealing may start from."""
 
     def part(share: float) -> tuple[int, float]:
         return int(o.work * share), share * max(0.0, until - time.perf_counter())
 
-    found = [all_kept, *min_cut.family(frame, limit), blocks.plan(frame, limit)]
-    found += frame.archive.around(limit, frame)
+    found = [all_kept]
+
+    def seed(d: Decision) -> Decision:
+        found.append(d)
+        return d
+
+    for d in (*min_cut.family(frame, limit), *frame.archive.around(limit, frame)):
+        yield seed(d)
+    yield seed(blocks.plan(frame, limit, blocks.Options(work=o.work // 4)))
     work, seconds = part(0.1)
-    found.append(greedy.plan(frame, limit, greedy.Options(work, seconds), progress))
+    yield seed(greedy.plan(frame, limit, greedy.Options(work, seconds), progress))
     # Up from below the limit is done by giving back, down from above it by the ladder.
     over = sorted((d for d in found if d.valid and not d.met), key=lambda d: d.peak)
-    for start in (over[0], all_kept) if over else (all_kept,):
+    starts = [all_kept] if not over or over[0] is all_kept else [over[0], all_kept]
+    for d in starts:
         work, seconds = part(0.1)
-        found.append(ladder.climb(frame, limit, start.evict, ladder.Options(work, seconds), progress))
+        yield seed(ladder.climb(frame, limit, d.evict, ladder.Options(work, seconds), progress))
     met = sorted((d for d in found if d.met), key=lambda d: d.extra)
-    for start in met[:2]:
+    for d in met[:2]:
         work, seconds = part(0.03)
-        found.append(ladder.relaxed(frame, limit, start, work, seconds))
-    valid = [d for d in found if d.valid]
-    return sorted(valid, key=lambda d: (not d.met, d.extra if d.met else d.peak))
+        yield ladder.relaxed(frame, limit, d, work, seconds)

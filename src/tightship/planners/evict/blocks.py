@@ -18,19 +18,22 @@ from tightship.planners.evict._frame import EVICT, KEEP, PASS, Bits, Decision, F
 __all__ = ["Options", "plan"]
 
 
+_SPACES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128)
+"""Distances, in layers, between those whose tensors are kept."""
+
+
 @dataclass(frozen=True, slots=True)
 class Options:
-    """``keep``: how many classes are kept at most. ``every``: keep the tensors of every n-th layer, each tried.
-    ``tries``: candidates at most."""
+    """``keep``: how many classes are kept at most. ``tries``: candidates at most. ``work``: ops simulated at most."""
 
     keep: int = 3
-    every: tuple[int, ...] = (1, 2, 3, 4)
     tries: int = 800
+    work: int = 40_000_000
 
 
 def plan(frame: Frame, limit: int, options: Options | None = None) -> Decision:
-    """The best of: evict everything but up to ``keep`` classes of repeated tensors; the tensors between those of
-    every n-th layer are restored on the way and stay, so that a segment is recomputed layer by layer."""
+    """The best of: evict everything but up to ``keep`` classes of repeated tensors, in every layer or every n-th; the
+    tensors between are restored on the way and stay, so that a segment is recomputed layer by layer."""
     o = options or Options()
     far = _crossing(frame)
     classes = [r for r in frame.classes if len(r) > 2 and far[list(r)].any()]
@@ -43,14 +46,16 @@ def _search(
     frame: Frame, limit: int, o: Options, far: Bits, classes: list[tuple[int, ...]], rest: int
 ) -> Decision:
     best = frame.cost(far * np.uint8(rest), limit)
-    tries = 0
+    tries, most = 0, min(o.tries, o.work // (4 * max(1, len(frame.order))))
     for _ in range(o.keep):
         start, round_best = best.evict, best
         for row in classes:
-            for every in o.every:
+            for every in _SPACES:
+                if every > 1 and every * 2 > len(row):
+                    break
                 tries += 1
-                if tries > o.tries:
-                    return best
+                if tries > most or frame.archive.stopped:
+                    return round_best if round_best.beats(best) else best
                 bits = start.copy()
                 bits[list(row)] = np.minimum(bits[list(row)], EVICT)
                 bits[list(row[::every])] = KEEP

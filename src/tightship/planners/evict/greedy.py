@@ -1,7 +1,8 @@
 """Evict at the highest point, cheapest seconds per byte first, until the limit is met.
 
 Problem: choose gaps to recompute so that the peak is within the limit. Measure: seconds of recomputation per
-byte gone from the point of the peak. Source: the loop of XLA's HloRematerialization (behaviours R5, R9, R18,
+byte gone from the point of the peak; where that gets stuck (in deep chains, all of which would be made again at
+once), from a checkpoint per block. Source: the loop of XLA's HloRematerialization (behaviours R5, R9, R18,
 R19), on gaps and with true costs. Guarantee: never accepts a step that raises the overall peak; reproducible.
 Complexity: near-linear (batches of evictions per replay). Known limits: greedy; does not see that two evictions
 share a recomputation.
@@ -11,6 +12,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from tightship.planners.evict import blocks
 from tightship.planners.evict._frame import Decision, Frame, Progress
 
 __all__ = ["Options", "plan"]
@@ -30,6 +32,12 @@ def plan(
     """Evictions chosen greedily, then those not needed given back group by group."""
     o = options or Options()
     first = frame.found(frame.engine.greedy(limit, frame.nothing(), o.work, o.seconds, 0, progress))
+    if not first.met:
+        start = blocks.plan(frame, limit)
+        second = start
+        if start.valid and not start.met:
+            second = frame.found(frame.engine.greedy(limit, start.evict, o.work, o.seconds, 0, progress))
+        first = second if second.beats(first) else first
     if not first.met:
         return first
     return frame.found(frame.engine.relax(frame.groups, limit, first.evict, o.work, o.seconds))

@@ -1,0 +1,53 @@
+"""Ctrl-C ends a search and gives back the best so far, verified."""
+
+from __future__ import annotations
+
+import signal
+
+import pytest
+
+from chains import chain
+from tightship.planners import default
+from tightship.planners.default import Interrupted, Options, plan
+from tightship.verify import verify
+
+
+@pytest.fixture(autouse=True)
+def interrupts_are_heard():
+    """A parent may have told its children to ignore them."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+def test_the_best_so_far_is_given_back_with_the_interrupt() -> None:
+    graph = chain(60)
+
+    heard = []
+
+    def progress(_peak: int, _extra: float, met: bool) -> bool:
+        if met and not heard:
+            heard.append(1)
+            signal.raise_signal(signal.SIGINT)
+        return False
+
+    with pytest.raises(Interrupted) as end:
+        plan(graph, "50%", Options(work=1_000_000_000, seconds=60.0), progress)
+    assert end.value.plan.met and verify(graph, end.value.plan) == []
+
+
+def test_without_a_plan_that_fits_there_is_none_to_give_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(frame, limit, *_args):
+        frame.archive.stopped = True
+        return frame.cost(frame.nothing(), limit)
+
+    info = default.planner("anneal", "evict")
+    monkeypatch.setattr(default, "planner", lambda *_: _With(info, interrupted))
+    with pytest.raises(KeyboardInterrupt) as end:
+        plan(chain(60), "30%", Options(order="given"))
+    assert not isinstance(end.value, Interrupted)
+
+
+class _With:
+    def __init__(self, info, found) -> None:
+        self.options, self.plan = info.options, found
