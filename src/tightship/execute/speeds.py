@@ -40,17 +40,21 @@ def speeds(cache: Cache, folder: Path | str | None = None) -> Machine:
             cache.put(name, found)
         return _BYTES / found.time
 
+    def seconds(name: str, prepared: Callable[..., Callable[[], Any]], *what: Any) -> float:
+        return _BYTES / rate(name, prepared, *what)
+
     place = "" if folder is None else str(Path(folder).resolve())
     try:
         offload, fetch = (rate(f"speed:{k}:{place}", _copies, k, folder) for k in ("offload", "fetch"))
+        latency = seconds(f"speed:latency:{place}", _copies, "offload", folder, 64)
     except BadInput:  # no such folder: who copies there will say so
-        offload, fetch = MODELLED.offload, MODELLED.fetch
+        offload, fetch, latency = MODELLED.offload, MODELLED.fetch, MODELLED.latency
     pack, unpack = (
         tuple(rate(f"speed:{kind}:{codec}", _codecs, kind, codec) for codec in CODECS)
         for kind in ("compress", "decompress")
     )
-    state = _BYTES / rate("speed:state", lambda: torch.default_generator.get_state)
-    return Machine(offload, fetch, MODELLED.latency, pack, unpack, state, measured=True)
+    state = seconds("speed:state", lambda: torch.default_generator.get_state)
+    return Machine(offload, fetch, latency, pack, unpack, state, measured=True)
 
 
 def _seconds(run: Callable[[], Any]) -> float:
@@ -63,12 +67,12 @@ def _seconds(run: Callable[[], Any]) -> float:
     return statistics.median(times)
 
 
-def _copies(kind: str, folder: Path | str | None) -> Callable[[], Any]:
-    spill = Spill(_BYTES, folder)
-    memory = torch.zeros(_BYTES, dtype=torch.uint8)
+def _copies(kind: str, folder: Path | str | None, size: int = _BYTES) -> Callable[[], Any]:
+    spill = Spill(size, folder)
+    memory = torch.zeros(size, dtype=torch.uint8)
     move = spill.write if kind == "offload" else spill.read
-    spill.write(1, memory.data_ptr(), _BYTES, 0).result()
-    return lambda: move(1, memory.data_ptr(), _BYTES, 0).result()
+    spill.write(1, memory.data_ptr(), size, 0).result()
+    return lambda: move(1, memory.data_ptr(), size, 0).result()
 
 
 def _codecs(kind: str, codec: str) -> Callable[[], Any]:
