@@ -1,25 +1,46 @@
-"""Placement planners against problems: arena over lower bound, and seconds.
+"""Placement against peers: one Markdown table each for capacities to meet, for arenas, and for growth.
 
-    python benchmarks/place.py [--planner NAME ...] [--generate COUNT ...] [PROBLEM.csv ...]
+    python benchmarks/place.py [--problems FOLDER] [--write docs/placement.md]
 
-Without problems, training-like ones are generated. A CSV has the columns id, lower, upper, size (lifetimes
-half-open).
+FOLDER holds MiniMalloc's and idealloc's problems (``A.1048576.csv``, …, ``resnet50.csv``, ``pangu_2.6B.csv``);
+without it, training-like problems are generated. Everything in a table is of one run. ``--write`` puts the tables
+between the lines ``<!-- benchmark -->`` of a page. OR-tools is measured if it is installed.
 """
 
 from __future__ import annotations
 
 import argparse
 import csv
+import datetime
+import os
+import platform
 import random
-from collections.abc import Iterator
+import resource
+import statistics
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 
-from rich.console import Console
-from rich.table import Table
+import numpy as np
 
 from tightship.plan import Buffer, Problem
-from tightship.planners import planners
+from tightship.planners.packing import Search, pack
+from tightship.planners.place import portfolio
 from tightship.verify_placement import check_solution
+
+REPEATS = 3
+LIMIT = 5.0
+"""Seconds for a search."""
+
+NAMED = {
+    "xla-heap": "XLA",
+    "by-breadth": "TFLite",
+    "tvm-hill-climb": "TVM",
+    "skyline": "skyline",
+    "portfolio": "tightship",
+}
+MARK = "<!-- benchmark -->"
 
 ALIGNMENT = 64
 
@@ -84,35 +105,125 @@ def training_like(count: int, seed: int = 0) -> Problem:
     return Problem(tuple(Buffer(str(k), *row) for k, row in enumerate(sorted(made))))
 
 
-def problems(args: argparse.Namespace) -> Iterator[tuple[str, Problem]]:
-    for path in args.problems:
+def generated() -> Iterator[tuple[str, Problem]]:
+    for count in (200, 2_000, 20_000):
+        yield f"training {count}", training_like(count)
+
+
+def given(folder: Path) -> Iterator[tuple[str, Problem]]:
+    for path in sorted(folder.glob("*.csv")):
         yield path.stem, read(path)
-    for count in args.generate or ([] if args.problems else [2_000, 20_000]):
-        for seed in range(args.seeds):
-            yield f"training {count} #{seed}", training_like(count, seed)
+
+
+def capacities(problems: Sequence[tuple[str, Problem]]) -> Iterator[str]:
+    """Seconds of search, and of processors, until the capacity in a problem's name is met."""
+    yield "| problem | buffers | capacity / bound | tightship | of processors | OR-tools CP-SAT |"
+    yield "| --- | --- | --- | --- | --- | --- |"
+    total = work = 0.0
+    for name, problem in problems:
+        stem, _, number = name.partition(".")
+        if not number.isdigit() or len(problem.buffers) < 100:
+            continue
+        capacity = int(number)
+        wanted = replace(problem, capacity=capacity)
+        made, spent = [], []
+        for _ in range(REPEATS):
+            began = time.process_time()
+            made.append(portfolio.plan(wanted, portfolio.Options(time_limit=60.0)))
+            spent.append(time.process_time() - began)
+        assert all(check_solution(wanted, m) == [] for m in made)
+        seconds, processors = statistics.median(m.seconds for m in made), statistics.median(spent)
+        total, work = total + seconds, work + processors
+        cells = [f"{capacity / made[0].lower_bound:.4f}", f"{seconds:.3f} s", f"{processors:.3f} s"]
+        yield f"| {stem} | {len(problem.buffers)} | {' | '.join(cells)} | {by_cp_sat(problem, capacity)} |"
+    yield f"| together | | | {total:.3f} s | {work:.3f} s | |"
+
+
+def by_cp_sat(problem: Problem, capacity: int) -> str:
+    """The same question as two-dimensional no-overlap."""
+    try:
+        from ortools.sat.python import cp_model
+    except ImportError:
+        return "not installed"
+    model = cp_model.CpModel()
+    unit = int(np.gcd.reduce([b.size for b in problem.buffers]))
+    times, bytes_ = [], []
+    for b in problem.buffers:
+        times.append(model.new_fixed_size_interval_var(b.lower, b.upper - b.lower, b.id))
+        size = b.size // unit
+        at = model.new_int_var(0, capacity // unit - size, b.id)
+        bytes_.append(model.new_fixed_size_interval_var(at, size, b.id))
+    model.add_no_overlap_2d(times, bytes_)
+    model.add_cumulative(times, [b.size // unit for b in problem.buffers], capacity // unit)
+    solver = cp_model.CpSolver()
+    solver.parameters.max_time_in_seconds = LIMIT
+    solver.parameters.num_workers = os.cpu_count() or 1
+    began = time.perf_counter()
+    status = solver.solve(model)
+    seconds = time.perf_counter() - began
+    met = status in (cp_model.OPTIMAL, cp_model.FEASIBLE)
+    return f"{seconds:.3f} s" if met else f"not in {LIMIT:.0f} s"
+
+
+def arenas(problems: Sequence[tuple[str, Problem]]) -> Iterator[str]:
+    """Arena over lower bound, and seconds, without a capacity."""
+    yield f"| problem | buffers | {' | '.join(NAMED.values())} |"
+    yield "| --- " * (len(NAMED) + 2) + "|"
+    for name, problem in problems:
+        if len(problem.buffers) < 100:
+            continue
+        cells = []
+        for planner in NAMED:
+            made = pack(problem, planner, Search(seconds=LIMIT))
+            proved = "*" if made.optimal else ""
+            cells.append(f"{made.arena / made.lower_bound:.4f}{proved} {made.seconds:.3f} s")
+        yield f"| {name.partition('.')[0]} | {len(problem.buffers)} | {' | '.join(cells)} |"
+
+
+def growth() -> Iterator[str]:
+    yield "| buffers | arena / bound | seconds | of processors | µs per buffer | most memory |"
+    yield "| --- | --- | --- | --- | --- | --- |"
+    for count in (1_000, 10_000, 100_000, 1_100_000):
+        rows = [(b.lower, b.upper, b.size) for b in training_like(count).buffers]
+        lower, upper, size = (np.array(c, dtype=np.int64) for c in zip(*rows, strict=True))
+        began, before = time.perf_counter(), time.process_time()
+        _, arena, bound = portfolio.offsets(lower, upper, size, time_limit=10.0)
+        seconds, spent = time.perf_counter() - began, time.process_time() - before
+        memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
+        each = 1e6 * spent / len(rows)
+        cells = [f"{arena / bound:.4f}", f"{seconds:.3f}", f"{spent:.3f}", f"{each:.2f}", f"{memory:.2f} GiB"]
+        yield f"| {len(rows)} | {' | '.join(cells)} |"
+
+
+def machine() -> str:
+    model = platform.processor() or platform.machine()
+    cpu = Path("/proc/cpuinfo")
+    if cpu.exists():
+        lines = [x for x in cpu.read_text().splitlines() if x.startswith("model name")]
+        model = lines[0].partition(":")[2].strip() if lines else model
+    load = os.getloadavg()[0] if hasattr(os, "getloadavg") else 0.0
+    today = datetime.date.today().isoformat()
+    return f"{today}, {os.cpu_count()} cores ({model}), Python {platform.python_version()}, load {load:.1f}"
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Placement planners against problems.")
-    parser.add_argument("problems", nargs="*", type=Path, metavar="PROBLEM.csv")
-    parser.add_argument("--planner", action="append", help="only this one (may be repeated)")
-    parser.add_argument(
-        "--generate", action="append", type=int, metavar="COUNT", help="a problem of this size"
-    )
-    parser.add_argument("--seeds", type=int, default=1, help="generated problems of each size")
+    parser = argparse.ArgumentParser(description="Placement against peers.")
+    parser.add_argument("--problems", type=Path, metavar="FOLDER")
+    parser.add_argument("--write", type=Path, metavar="PAGE.md")
     args = parser.parse_args()
-    chosen = {n: p for n, p in planners("place").items() if not args.planner or n in args.planner}
-    table = Table("problem", "buffers", "lower bound", *chosen)
-    for name, problem in problems(args):
-        cells, bound = [], 0
-        for planner in chosen.values():
-            solution = planner.plan(problem, planner.options())
-            wrong = check_solution(problem, solution)
-            bound = solution.lower_bound
-            ratio = solution.arena / bound if bound else 1.0
-            cells.append(f"[red]{wrong[0].code}" if wrong else f"{ratio:.4f}  {solution.seconds:.3f} s")
-        table.add_row(name, str(len(problem.buffers)), str(bound), *cells)
-    Console(width=max(120, 24 * (len(chosen) + 3))).print(table)
+    problems = list(given(args.problems) if args.problems else generated())
+    said = [machine(), ""]
+    for title, rows in (
+        (f"Seconds until a capacity is met (medians of {REPEATS}):", capacities(problems)),
+        (f"Arena over lower bound (* proved least), and seconds, at most {LIMIT:.0f}:", arenas(problems)),
+        ("Training-like problems, growing:", growth()),
+    ):
+        said += [title, "", *rows, ""]
+    print("\n".join(said))
+    if args.write:
+        before, _, rest = args.write.read_text().partition(MARK)
+        after = rest.partition(MARK)[2]
+        args.write.write_text(f"{before}{MARK}\n" + "\n".join(said) + f"{MARK}{after}")
 
 
 if __name__ == "__main__":
