@@ -83,6 +83,18 @@ class Placer {
         return to_numpy(std::move(found.offset));
     }
 
+    Result sweep(Array order) {
+        const std::vector<i32> by = to_order(order, buffers_.count());
+        std::vector<i64> offset;
+        {
+            nb::gil_scoped_release unlocked;
+            offset = first_fit_by_start(buffers_, by, alarm_.set(std::numeric_limits<double>::infinity()));
+        }
+        alarm_.raise();
+        nodes_ += buffers_.count();
+        return to_numpy(std::move(offset));
+    }
+
     // The order in which a skyline is built; `rule` is one of Sky, in order.
     Result skyline(int rule) {
         std::vector<i32> order;
@@ -156,12 +168,14 @@ void bind_place(nb::module_& m) {
         .def("pack", &Placer::pack, "order"_a, "best_fit"_a, "cutoff"_a = kNoLimit,
              "seconds"_a = std::numeric_limits<double>::infinity(),
              "Offsets and arena of the greedy packing in this order; the arena is 2^63-1, and the offsets mean "
-             "nothing, once it would be `cutoff` or more, or the time is over.")
+             "nothing, once it would be `cutoff` or more. What is left when the time is over is not packed but stacked.")
         .def("climb", &Placer::climb, "order"_a, "best_fit"_a, "seed"_a, "work"_a, "seconds"_a, "bound"_a,
              "Offsets and arena of the best packing found by changing this order, as `pack` gives them.")
         .def("exact", &Placer::exact, "start"_a, "seed"_a, "work"_a, "seconds"_a, "goal"_a, "wanted"_a, "threads"_a,
              "Offsets of the best placement found by tree search from `start` on, a lower bound, and the buffers "
              "that prove it (none where it is the peak load). Ends at an arena of `goal` bytes.")
+        .def("sweep", &Placer::sweep, "order"_a,
+             "Offsets by first fit in this order, which is that of time; no buffer is pinned. As `pack`, but faster.")
         .def("skyline", &Placer::skyline, "rule"_a,
              "The order in which a skyline is built: 0 longest-lived, 1 largest, 2 most snug first.")
         .def("windows", &Placer::windows, "start"_a, "seed"_a, "work"_a, "seconds"_a, "goal"_a,

@@ -236,13 +236,20 @@ i64 Packer::pack(const i32* order, Fit fit, i64 cutoff, i64* offset, const Watch
         arena = std::max(arena, offset[i] + b_.size[i]);
         if (b_.size[i]) space_.take(b_.first[i], b_.last[i], offset[i], offset[i] + b_.size[i], least_[0]);
     }
+    bool stopped = false;
     for (i64 k = 0; k < n; ++k) {
         const i32 i = order[k];
         if (passed(i)) {
             if (b_.pinned[i] == kFree) offset[i] = 0;
             continue;
         }
-        if (work_++ % kLookEvery == 0 && watch()) return kNoLimit;
+        if (stopped || (work_++ % kLookEvery == 0 && watch())) {  // the rest in bytes of their own
+            stopped = true;
+            offset[i] = align_up(arena, b_.alignment[i]);
+            arena = offset[i] + b_.size[i];
+            if (arena >= cutoff) return kNoLimit;
+            continue;
+        }
         const auto place = fit == Fit::best ? &Space::best_fit : &Space::first_fit;
         const i64 at = (space_.*place)(b_.first[i], b_.last[i], b_.size[i], b_.alignment[i]);
         offset[i] = at;

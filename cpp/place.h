@@ -91,7 +91,8 @@ class Packing {
     virtual ~Packing() = default;
 
     // Pinned buffers first, then the others in `order` (a permutation; pinned and empty ones in it are passed
-    // over). Gives up, with kNoLimit, as soon as the arena would be `cutoff` or more, or the watch says so.
+    // over). Gives up, with kNoLimit, as soon as the arena would be `cutoff` or more. When the watch says so, the others
+    // get bytes of their own, or it gives up.
     virtual i64 pack(const i32* order, Fit fit, i64 cutoff, i64* offset, const Watch& watch) = 0;
     // A pinned buffer that shares bytes with another one alive at the same time; -1: none.
     virtual i64 clash() = 0;
@@ -146,5 +147,10 @@ class Random {
 // it was stopped before there was one.
 i64 climb(Packing& packer, const std::vector<i64>& size, const std::vector<i64>& pinned, std::vector<i32> order,
           Fit fit, std::vector<i64>& offset, std::uint64_t seed, const Limits& limits, const Watch& watch);
+
+// First fit in the order of time, for buffers none of which is pinned: what Packer does in the same order, but by the
+// holes that there are at that time, so that it takes a time near-linear in the buffers however many are alive. Empty
+// if the watch stopped it.
+std::vector<i64> first_fit_by_start(const Buffers& buffers, const std::vector<i32>& order, const Watch& watch);
 
 }  // namespace tightship::place

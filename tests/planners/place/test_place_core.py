@@ -1,16 +1,18 @@
 """The core's packings against first fit and best fit as they are defined, its bounds, and real problems."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from placing import lowest, optimum, packing, problems, smallest_hole
+from placing import lowest, optimum, packing, problems, smallest_hole, stepped
 from tightship.errors import BadInput
 from tightship.plan import Buffer, Problem
 from tightship.planners.place import portfolio
 from tightship.planners.place._frame import frame, most_alive
-from tightship.planners.place._orders import by_breadth
+from tightship.planners.place._orders import by_breadth, by_start
 
 
 @pytest.mark.parametrize(("best_fit", "definition"), [(False, lowest), (True, smallest_hole)])
@@ -26,6 +28,23 @@ def test_packs_as_defined(best_fit, definition, problem: Problem, data: st.DataO
             continue
         assert offsets[k] == definition(b, placed)
         placed.append((b, int(offsets[k])))
+
+
+def assert_sweeps_as_it_packs(problem: Problem) -> None:
+    f = frame(problem)
+    order = by_start(f.arrays)
+    packed, _ = f.placer.pack(order, best_fit=False)
+    assert f.placer.sweep(order).tolist() == packed.tolist()
+
+
+@given(problems())
+def test_a_sweep_is_first_fit_by_start(problem: Problem) -> None:
+    assert_sweeps_as_it_packs(Problem(tuple(replace(b, pinned=None) for b in problem.buffers)))
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_a_sweep_is_first_fit_by_start_with_many_holes(seed: int) -> None:
+    assert_sweeps_as_it_packs(stepped(6000, seed))
 
 
 @given(problems(plain=True))

@@ -42,17 +42,14 @@ def best_greedy(best: Best, enough: int, time_limit: float | None) -> Packing:
     """Improves the best, and returns how it was packed. Ends at an arena of ``enough`` bytes, and by the time."""
     f, how = best.frame, GREEDY[0]
     for k, (order, best_fit) in enumerate(GREEDY):
-        left = f.seconds_left(time_limit)
-        if k and (best.arena <= enough or left <= 0 or k * f.arrays.count >= MOST_PLACED):
+        over = best.arena <= enough or k * f.arrays.count >= MOST_PLACED or f.seconds_left(time_limit) <= 0
+        if k and over:
             break
         if (order, best_fit) in skyline.GREEDY and f.arrays.count > MOST_SKYLINE:
             continue
-        offsets, arena = f.placer.pack(
-            order(f.arrays),
-            best_fit=best_fit,
-            cutoff=best.cutoff,
-            seconds=left if k else max(left, LEAST_TIME),
-        )
+        by = order(f.arrays)  # takes a part of the time
+        left = max(f.seconds_left(time_limit), 0.0 if k else LEAST_TIME)
+        offsets, arena = f.placer.pack(by, best_fit=best_fit, cutoff=best.cutoff, seconds=left)
         if best.offer(offsets, int(arena)):
             how = order, best_fit
     return how

@@ -11,7 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from tightship.plan import Problem, Solution
-from tightship.planners.place._frame import frame
+from tightship.planners.place._frame import FREE, frame
 from tightship.planners.place._orders import by_start
 
 __all__ = ["Options", "plan"]
@@ -24,5 +24,9 @@ class Options:
 
 def plan(problem: Problem, options: Options | None = None) -> Solution:
     f = frame(problem)
-    offsets, _ = f.placer.pack(by_start(f.arrays), best_fit=False)
+    order, pinned = by_start(f.arrays), (f.arrays.pinned != FREE).any()
+    if pinned or f.related:
+        offsets, _ = f.placer.pack(order, best_fit=False)
+    else:
+        offsets = f.placer.sweep(order)
     return f.solution(offsets, "first-fit")
