@@ -155,11 +155,12 @@ def frame_of(graph: Graph, order: tuple[int, ...], o: Options) -> Frame:
     for m in means:
         if m not in (*MEANS, _REDRAW):
             raise BadInput(f"what leaves memory does so by {', '.join((*MEANS, _REDRAW))}", m, "allow")
+    chained = tuple(k for k, op in enumerate(graph.ops) if op.random)
     if _REDRAW in means:
         graph = redrawable(graph)
         means = tuple(dict.fromkeys("recompute" if m == _REDRAW else m for m in means))
     only = resolve(graph, parse_hints(o.hints), lossy=o.lossy)
-    return Frame(graph, order, means, only, o.lossy, o.host or None)
+    return Frame(graph, order, means, only, o.lossy, o.host or None, chained)
 
 
 def order_of(graph: Graph, o: Options, peak: int) -> tuple[int, ...]:

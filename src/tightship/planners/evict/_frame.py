@@ -113,7 +113,8 @@ class Frame:
     ``means``: how storages may leave memory (``recompute``, ``compress``, ``offload``). ``only``: for storages for
     which it is not up to the planner, the ones of ``means`` to take from forward to backward, or ``keep`` throughout.
     ``lossy``: codecs may round.
-    ``host``: bytes that may be copied out at once."""
+    ``host``: bytes that may be copied out at once. ``chained``: ops that keep their place for a reason the graph does
+    not know."""
 
     graph: Graph
     order: tuple[int, ...]
@@ -121,6 +122,7 @@ class Frame:
     only: Mapping[int, tuple[str, ...]] = field(default_factory=dict)
     lossy: bool = False
     host: int | None = None
+    chained: tuple[int, ...] = ()
 
     @cached_property
     def archive(self) -> Archive:
@@ -133,6 +135,7 @@ class Frame:
         owned, kept = np.zeros(n, np.uint8), np.zeros(n, np.uint8)
         fixed = np.zeros(len(g.ops), np.uint8)
         fixed[[c for o in g.ops for c in o.control]] = 1
+        fixed[list(self.chained)] = 1
         owned[list(g.static)] = 1
         kept[[s for s in g.kept if s not in g.static]] = 1
         engine = _core.Engine(
