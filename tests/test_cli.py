@@ -106,6 +106,16 @@ def test_plan_prints_the_keys_that_programs_read(there, capsys):
     assert isinstance(rows["planner"], str) and rows["seconds"] > 0 and rows["moved"] >= 0
 
 
+def test_what_may_leave_memory_how_is_said_and_counted(there, capsys):
+    args = ("plan", "graph.json", "--budget", "60%", *QUICK, "--allow", "offload", "--host", "1000000")
+    status, rows = as_json(*args, "-o", "out.json", capsys=capsys)
+    assert status == 0 and rows["met"] and rows["recomputed"] == 0 < rows["offloaded"]
+    assert 0 < rows["host"] <= rows["host_budget"] == 1000000 and not rows["lossy"] and rows["codecs"] == {}
+    assert as_json("verify", "out.json", capsys=capsys)[1]["violations"] == []
+    status, rows = as_json("plan", "graph.json", "--allow", "zip", capsys=capsys)
+    assert status == 2 and "zip" in rows["error"]["message"]
+
+
 def test_plan_for_people_fits_a_narrow_terminal(there, capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "60")
     status, out, _ = run("plan", "graph.json", "-b", "60%", *QUICK, capsys=capsys)
