@@ -154,9 +154,10 @@ def plan(
 
     Without ``loss_fn`` and ``optimizer`` the step is the forward and backward pass on ``sample``, or, without
     ``train``, the forward pass in evaluation mode that `infer` would run, its results in the arena; with them it
-    is the step that `fit` would run. A model on the meta device, or of fake
-    tensors, is planned with modelled times and without its weights ever existing; otherwise each op is
-    measured once, on tensors made for it. ``budget`` is bytes, text (``6GiB``), or a percentage of the
+    is the step that `fit` would run. A model on the meta device, or of fake tensors, is planned with modelled
+    times and without its weights ever existing; otherwise each op is measured once, on tensors made for it. The
+    path of an ONNX model is planned for the sizes that ``sample`` gives its dimensions (``batch=4,seq=128``, or a
+    mapping). ``budget`` is bytes, text (``6GiB``), or a percentage of the
     unplanned peak (``60%``). ``cache`` is the folder measurements are kept in, ``options`` are the default
     planner's.
 
@@ -166,7 +167,9 @@ def plan(
     if budget is not None:
         budget = parse_budget(budget)
     graph = model
-    if not isinstance(model, Graph):
+    if isinstance(model, (str, os.PathLike)):
+        graph = read_onnx(model, sample).graph
+    elif not isinstance(model, Graph):
         graph = capture(model, sample, loss_fn=loss_fn, optimizer=optimizer, train=train, cache=cache)
     elif sample is not None:
         raise BadInput("a graph is planned without a sample", type(sample).__name__, "sample")

@@ -16,6 +16,7 @@ import onnx
 from graphs import made, node, saved, tensor, value
 from onnx import TensorProto, helper
 
+import tightship
 from tightship import api
 from tightship.cli import main
 from tightship.errors import BadInput
@@ -253,6 +254,29 @@ def test_plan_writes_and_prints_what_others_read(tmp_path, capsys, monkeypatch):
     assert run(capsys, "verify", "plan.json", "--source", "model.onnx", "--shape", "n=16")[0] == 1
     status, out, _ = run(capsys, "explain", "model.onnx", "--shape", "n=32", "--json")
     assert status == 0 and json.loads(out)["before"]["by_kind"][0]["name"] in ("activation", "constant")
+
+
+def test_a_path_is_planned_in_python_too(tmp_path):
+    path = saved(tmp_path, wide())
+    planned = tightship.plan(path, {"n": 32})
+    assert planned.peak == tightship.plan(str(path), "n=32").peak < planned.peak_before
+    tightship.check(planned)
+    with pytest.raises(BadInput, match="n=N"):
+        tightship.plan(path)
+
+
+def test_R14_called_graphs_are_listed_with_their_peaks(tmp_path, capsys):  # noqa: N802
+    then = helper.make_graph(
+        [node("Exp", ["x"], ["t"]), node("Neg", ["t"], ["r"])], "then", [], [value("r", [256])]
+    )
+    other = helper.make_graph([node("Neg", ["x"], ["r"])], "else", [], [value("r", [256])])
+    choice = node("If", ["c"], ["out"], name="choice", then_branch=then, else_branch=other)
+    ends = [value("x", [256]), value("c", [], TensorProto.BOOL)], [value("out", [256])]
+    status, out, _ = run(capsys, "plan", saved(tmp_path, made([choice], *ends)), "--json")
+    assert status == 0 and json.loads(out)["called"] == [
+        {"op": "choice", "graph": "then", "peak": 1024},
+        {"op": "choice", "graph": "else", "peak": 0},
+    ]
 
 
 def test_wrong_commands_are_one_line(tmp_path, capsys, monkeypatch):

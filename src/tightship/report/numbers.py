@@ -9,7 +9,7 @@ from typing import Any
 
 from tightship.graph import Graph
 from tightship.plan import Plan, Step
-from tightship.simulate import replay
+from tightship.simulate import baseline, replay
 
 __all__ = ["BANDS", "Column", "Peak", "Share", "columns", "peak_of", "summary"]
 
@@ -50,6 +50,11 @@ def summary(plan: Plan, graph: Graph | None = None) -> dict[str, Any]:
     }
     if graph is not None:
         found |= {"graph": graph.name, "ops": len(graph.ops), "storages": len(graph.storages)}
+        found["called"] = [
+            {"op": op.name, "graph": g.name, "peak": replay(g, baseline(g)).peak - g.static_bytes}
+            for op in graph.ops
+            for g in op.calls
+        ]
     return found
 
 
