@@ -13,7 +13,7 @@ READY := $(VENV)/.tightship-installed
 # The core once more, built with sanitizers, in an environment of its own that shares the packages of the other.
 SANITIZED := build/sanitized
 SANITIZED_READY := $(SANITIZED)/.tightship-installed
-SANITIZED_TESTS := tests/planners/place tests/planners/evict/test_engine.py tests/planners/evict/test_conformance.py
+SANITIZED_TESTS := tests/planners/place $(addprefix tests/planners/evict/test_, engine.py forms.py moves.py conformance.py)
 
 .PHONY: demo test test-all sanitize lint format bench setup clean
 .DEFAULT_GOAL := test

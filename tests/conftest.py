@@ -4,6 +4,7 @@ Tests run in two processes on two cores; threads beyond that wait for one anothe
 """
 
 import os
+import signal
 
 import pytest
 
@@ -17,3 +18,10 @@ def _one_thread():
     except ImportError:
         return
     torch.set_num_threads(1)
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _interruptible():
+    """A job in the background inherits that interrupts are ignored; tests that interrupt would then never end."""
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
