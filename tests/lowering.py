@@ -73,7 +73,8 @@ def _rank(graph: Graph, s: int, rank: Sequence[int], final: Sequence[int]) -> in
     uses, deepest = graph.uses, 0
     for k in uses.writers[s]:
         op = graph.ops[k]
-        if not op.pure or s in op.updates or set(uses.mutates[k]) - {s, *op.updates}:
+        again = op.pure or (op.state and not op.effect)
+        if not again or s in op.updates or set(uses.mutates[k]) - {s, *op.updates}:
             return -1
         for r, need in zip(uses.reads[k], uses.needs[k], strict=True):
             if r == s or r in op.updates:
@@ -131,7 +132,23 @@ class _Lowering:
             self.evict()
         self.bring(sorted(self.graph.kept))
         self.release(sorted(self.full))
-        return tuple(self.steps)
+        return tuple(self.saved())
+
+    def saved(self) -> list[Step]:
+        """The steps with the states of random ops that run again: saved at first, freed after the last time."""
+        last = {
+            s.op: i for i, s in enumerate(self.steps) if s.kind == "recompute" and self.graph.ops[s.op].random
+        }
+        at: list[int] = []
+        out: list[Step] = []
+        for i, step in enumerate(self.steps):
+            at.append(len(out))
+            first = step.kind == "compute" and step.op in last
+            out.append(replace(step, waits=tuple(at[w] for w in step.waits), saves=first))
+            if step.kind == "recompute" and last.get(step.op) == i:
+                at[i] = len(out)  # who waits for the op may take the state's bytes
+                out.append(Step("free", op=step.op, form="state"))
+        return out
 
     def waits(self, storages: set[int]) -> list[int]:
         return [self.made_by[s] for s in storages if s in self.made_by]

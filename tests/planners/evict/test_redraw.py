@@ -60,7 +60,8 @@ def test_waits_follow_the_steps_they_are_for() -> None:
     first = [*baseline(graph)[: k + 1], Step("free", storages=(s,)), Step("recompute", op=k, storages=(s,))]
     steps = (*first, Step("offload", storages=(s,), stream=1, waits=(len(first) - 1,)))
     out = with_states(graph, steps)
-    assert out[-1].waits == (out.index(first[-1]),) and out[-2] == Step("free", op=k, form="state")
+    assert out[-2] == Step("free", op=k, form="state")
+    assert out[-1].waits == (len(out) - 2,)  # the copy may lie where the state was
 
 
 def test_a_state_larger_than_what_it_brings_back_is_not_saved() -> None:

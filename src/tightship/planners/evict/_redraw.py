@@ -41,11 +41,12 @@ def with_states(graph: Graph, steps: Sequence[Step]) -> tuple[Step, ...]:
     if not last:
         return tuple(steps)
     out: list[Step] = []
-    at: list[int] = []  # where each step has gone
+    at: list[int] = []  # what to wait for instead of each step
     for i, step in enumerate(steps):
         at.append(len(out))
         saves = step.kind == "compute" and step.op in last
         out.append(replace(step, saves=saves, waits=tuple(at[w] for w in step.waits)))
         if step.kind == "recompute" and last.get(step.op) == i:
+            at[i] = len(out)  # a copy that waits for the op may take the state's bytes
             out.append(Step("free", op=step.op, form="state"))
     return tuple(out)
