@@ -159,3 +159,43 @@ def test_L04_live_out_is_all_the_root_points_to() -> None:  # noqa: N802
         "wrapped_copy.2",
         "while.4{2}",
     }
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "says"),
+    [
+        ("negate(%a)", "copy()", "23: copy 'b' has at least 1 operand, got 0"),
+        ("tuple(%z, %b)", "tuple(%z)", "24: tuple 'init' and its operands have shapes of the same parts"),
+        (
+            "while(%init)",
+            "while(%b)",
+            "25: parameter 'p' and what 'loop' gives it have shapes of the same parts",
+        ),
+        (", condition=%cond", "", "25: while 'loop' names one computation as its condition"),
+        (
+            "true",
+            "true, input_output_alias={ {3}: (0, {}) }",
+            "1: input_output_alias names a part of the result",
+        ),
+        (
+            "true",
+            "true, input_output_alias={ {}: (4, {}) }",
+            "1: input_output_alias names a part of a parameter",
+        ),
+    ],
+)
+def test_instructions_that_cannot_be_are_refused_with_their_line(old: str, new: str, says: str) -> None:
+    assert old in LOOP
+    with pytest.raises(BadInput) as error:
+        points_to(parse(LOOP.replace(old, new, 1)))
+    assert f"module:{says}" in str(error.value)
+
+
+def test_calls_nested_without_end_are_refused() -> None:
+    deep = "".join(
+        f"c{k} {{\n p = f32[] parameter(0)\n ROOT r = f32[] "
+        + (f"call(p), to_apply=c{k - 1}\n}}\n" if k else "negate(p)\n}\n")
+        for k in range(2000)
+    )
+    with pytest.raises(BadInput, match="at most 100 deep"):
+        parse("HloModule m, is_scheduled=true\n" + deep)

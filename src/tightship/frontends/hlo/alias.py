@@ -6,12 +6,11 @@ an operand and a result; donation an input and an output. Source: XLA, ``HloAlia
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from tightship.frontends.hlo.module import Instruction, Module
+from tightship.frontends.hlo.module import Instruction, Module, declared
 from tightship.frontends.hlo.points_to import Buffer, Node, PointsTo
 from tightship.frontends.hlo.shape import Index
 
@@ -20,7 +19,6 @@ __all__ = ["AliasSet", "InPlace", "alias_sets", "in_place"]
 InPlace = tuple[int, Index, Index]
 """(operand, position in it, position in the result) that share their bytes."""
 
-_PAIR = re.compile(r"\{([\d,\s]*)\}:\s*\((\d+),\s*\{([\d,\s]*)\}")
 _FIRST = frozenset({"dynamic-update-slice", "set-dimension-size"})
 _EACH = frozenset({"all-reduce-start"})
 _PASS = frozenset({"bitcast"})
@@ -104,23 +102,14 @@ def in_place(module: Module, i: Instruction, operands: int) -> Sequence[InPlace]
             return ()
         return ((0, (), ()),) if operands == 1 else tuple((k, (), (k,)) for k in range(operands))
     if i.opcode in ("custom-call", "async-start"):
-        return _declared(i)
+        return declared(i)
     if i.opcode == "fusion":
-        return (*_fusion(module, i), *_declared(i))
+        return (*_fusion(module, i), *declared(i))
     if i.opcode == "ragged-all-to-all":
         return ((1, (), ()),)
     if i.opcode in ("collective-permute", "collective-permute-start") and operands == 4:
         return _permute(module, i)
     return ()
-
-
-def _declared(i: Instruction) -> tuple[InPlace, ...]:
-    text = i.attribute("output_to_operand_aliasing")
-    return tuple((int(m[2]), _index(m[3]), _index(m[1])) for m in _PAIR.finditer(text))
-
-
-def _index(text: str) -> Index:
-    return tuple(int(k) for k in text.split(",") if k.strip())
 
 
 def _permute(module: Module, i: Instruction) -> tuple[InPlace, ...]:

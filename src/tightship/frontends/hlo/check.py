@@ -13,6 +13,9 @@ from tightship.frontends.hlo.module import Computation, Instruction, Module
 
 __all__ = ["check_module"]
 
+_DEPTH = 100
+"""Calls nested deeper are refused: nothing real is, and recursion has to end."""
+
 
 def check_module(module: Module, file: str) -> None:
     """Raises ``BadInput`` with file and line for the first rule that is broken."""
@@ -71,6 +74,7 @@ def _check_part(i: Instruction, seen: dict[str, Instruction], place: str) -> Non
 def _check_calls(module: Module, file: str) -> None:
     """No computation reaches itself through calls (depth first, without recursion of our own)."""
     done: set[str] = set()
+    depth: dict[str, int] = {}
     for first in module.computations:
         if first.name in done:
             continue
@@ -86,6 +90,10 @@ def _check_calls(module: Module, file: str) -> None:
                     stack.pop()
                     path.pop(c.name)
                     done.add(c.name)
+                    depth[c.name] = 1 + max((depth[n] for i in c.instructions for n in i.called), default=0)
+                    if depth[c.name] > _DEPTH:
+                        rule = f"computations call one another at most {_DEPTH} deep"
+                        raise BadInput(rule, depth[c.name], f"{file}:{c.line}")
                 else:
                     stack[-1] = (c, rest, iter([(name, i.line) for name in i.called]))
                 continue

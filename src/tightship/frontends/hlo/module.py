@@ -13,7 +13,7 @@ from functools import cached_property
 
 from tightship.frontends.hlo.shape import Shape
 
-__all__ = ["CALLS", "Computation", "Instruction", "Module", "Place", "names_in"]
+__all__ = ["CALLS", "Computation", "Instruction", "Module", "Place", "declared", "names_in"]
 
 CALLS = (
     "calls",
@@ -234,6 +234,7 @@ class Module:
 
 _ALIAS = re.compile(r"\{([\d,\s]*)\}:\s*\((\d+),\s*\{([\d,\s]*)\}(?:,\s*([\w-]+))?\)")
 _DONOR = re.compile(r"\((\d+),\s*\{([\d,\s]*)\}\)")
+_PAIR = re.compile(r"\{([\d,\s]*)\}:\s*\((\d+),\s*\{([\d,\s]*)\}")
 _FIELD = re.compile(r"(\w+)=(\d+)")
 
 
@@ -250,3 +251,9 @@ def _rows(lines: tuple[str, ...]) -> Iterator[tuple[str, str]]:
         number, _, rest = line.partition(" ")
         if number.isdigit():
             yield number, rest
+
+
+def declared(i: Instruction) -> tuple[tuple[int, tuple[int, ...], tuple[int, ...]], ...]:
+    """``output_to_operand_aliasing``: (operand, position in it, position in the result)."""
+    text = i.attribute("output_to_operand_aliasing")
+    return tuple((int(m[2]), _index(m[3]), _index(m[1])) for m in _PAIR.finditer(text))

@@ -12,6 +12,7 @@ from pathlib import Path
 
 from tightship.errors import BadInput
 from tightship.frontends.hlo.check import check_module
+from tightship.frontends.hlo.check_calls import check_instructions
 from tightship.frontends.hlo.module import Computation, Instruction, Module
 from tightship.frontends.hlo.scan import Scan
 
@@ -70,6 +71,7 @@ def parse(text: str, file: str = "module") -> Module:
         scan.fail("a computation", len(scan.text))
     module = Module(name, tuple(computations), attributes, tuple(tables), file)
     check_module(module, file)
+    check_instructions(module, file)
     return module
 
 

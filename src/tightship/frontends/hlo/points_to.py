@@ -11,7 +11,7 @@ Source: XLA, ``HloDataflowAnalysis``. L1-L3 of the systems this project brings t
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -307,17 +307,19 @@ class _Analysis:
             either = self._phi(node, [o.at for o in node.operands[1:]])
             node.at = [self._new(node, (), node.shape), *either[1:]]
             return
-        given = forwarded(node)
-        node.at = [
-            self._new(node, index, shape) if found is None else found
-            for (index, shape), found in zip(node.shape.positions, given, strict=True)
-        ]
+        node.at = self._made(node, lambda: forwarded(node))
+
+    def _made(self, node: Node, given: Callable[[], list[Buffer | None]]) -> list[Buffer]:
+        """What an instruction hands on, and a new buffer wherever it hands on nothing."""
+        try:
+            pairs = list(zip(node.shape.positions, given(), strict=True))
+        except (IndexError, ValueError):
+            rule = f"{node.opcode} {node.name!r} gives the parts of its operands that it hands on"
+            raise BadInput(rule, str(node.shape), f"{self.module.file}:{node.instruction.line}") from None
+        return [self._new(node, index, part) if b is None else b for (index, part), b in pairs]
 
     def _async_start(self, node: Node, result: list[Buffer]) -> list[Buffer]:
-        return [
-            self._new(node, index, shape) if found is None else found
-            for (index, shape), found in zip(node.shape.positions, async_start(node, result), strict=True)
-        ]
+        return self._made(node, lambda: async_start(node, result))
 
     # --- phis that are only one buffer -------------------------------------------------------------------
 
