@@ -75,6 +75,9 @@ def test_structure_is_measured_before_it_is_parsed(tmp_path, monkeypatch):
     (tmp_path / "m.onnx").write_bytes(head + graph)
     with pytest.raises(BadInput, match="not weights"):
         load.read(tmp_path / "m.onnx")
+    (tmp_path / "m.onnx").write_bytes(head + graph.replace(b"\x0a", b"\x2a"))  # empty weights
+    with pytest.raises(BadInput, match="not weights"):
+        load.read(tmp_path / "m.onnx")
     big = tensor("w", np.ones(100_000, np.float32))
     fine = made([node("Add", ["x", "w"], ["y"])], [value("x", [1])], [value("y", None)], [big])
     assert lower(load.read(saved(tmp_path, fine))).graph.static_bytes == 400_000 + 64

@@ -1,7 +1,7 @@
 """A model's file -> its protobuf message: bounded, without the weights that lie beside it, functions inlined.
 
 Nothing is believed that can be checked cheaply: the structure (everything but the weights) is measured on the
-wire before it is parsed, because an empty node takes two bytes in a file and a hundred in memory; functions are
+wire before it is parsed, because an empty node takes two bytes in a file and many more in memory; functions are
 counted before they are inlined, because twenty lines can stand for a billion nodes; a path to weights must lead
 to a place within the model's folder.
 """
@@ -43,6 +43,7 @@ MOST_NODES: Final = 1_000_000
 OLDEST: Final = 13
 """The oldest opset that is read."""
 
+_LEAST: Final = 64  # bytes that a field takes in memory, however short it is in the file
 _MODEL_GRAPH, _GRAPH_INITIALIZER = 7, 5  # field numbers of onnx.proto
 
 
@@ -120,13 +121,18 @@ def _parsed(data: bytes, place: str) -> Any:
 
 
 def _structure(data: bytes) -> int:
-    """Bytes of a model that are not initializers. Raises ``ValueError`` where there is no message."""
-    weights = 0
+    """Bytes of a model that are not weights, each field counted as `_LEAST` at least; no further than the limit.
+    Raises ``ValueError`` where there is no message."""
+    total = 0
     for number, start, end in _fields(data, 0, len(data)):
-        if number == _MODEL_GRAPH:
-            inner = _fields(data, start, end)
-            weights += sum(stop - at for n, at, stop in inner if n == _GRAPH_INITIALIZER)
-    return len(data) - weights
+        if number != _MODEL_GRAPH:
+            total += max(end - start, _LEAST)
+            continue
+        for inner, at, stop in _fields(data, start, end):
+            total += _LEAST if inner == _GRAPH_INITIALIZER else max(stop - at, _LEAST)
+            if total > LARGEST_STRUCTURE:
+                return total
+    return total
 
 
 def _fields(data: bytes, at: int, end: int) -> Iterator[tuple[int, int, int]]:
