@@ -149,3 +149,13 @@ def test_command_line(tmp_path, capsys) -> None:  # type: ignore[no-untyped-def]
     assert "per block" not in capsys.readouterr().out
     assert main(["frontier", str(tmp_path / "graph.json"), "--points", "0"]) == 2
     assert "1 to 200 points" in capsys.readouterr().err
+
+
+def test_a_policy_that_is_faster_than_what_was_found_is_the_plan() -> None:
+    """With next to no search the others' own plans stand in, placed and verified."""
+    graph = layered(layers=8)
+    f = frontier(graph, 3, Options(work=10, seconds=0.01, hand_out=False))
+    for o in f.others:
+        within = [p for p in f.points if needs(p) <= o.peak]
+        assert o.ours is None or (o.ours.time <= o.time and verify(graph, o.ours) == [])
+        assert o.ours is not None or not within

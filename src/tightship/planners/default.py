@@ -28,7 +28,7 @@ from tightship.simulate import Timeline, baseline, replay
 from tightship.units import Budget, parse_budget
 from tightship.verify import check
 
-__all__ = ["Interrupted", "Options", "order_of", "plan", "top_of_peak"]
+__all__ = ["Interrupted", "Options", "adopted", "frame_of", "order_of", "plan", "top_of_peak"]
 
 _REDRAW = "redraw"
 _TIGHTEN = 4
@@ -130,6 +130,25 @@ def plan(
     check(graph, made)
     if interrupted:
         raise Interrupted(made)
+    return made
+
+
+def adopted(frame: Frame, steps: Sequence[Step], o: Options, planner: str) -> Plan:
+    """A verified plan that does what ``steps`` say, placed; its budget is what it needs."""
+    graph, began = frame.graph, time.perf_counter()
+    line, layout = replay(graph, steps), _layout(graph, steps, o)
+    made = _plan(graph, steps, layout, line, replay(graph, baseline(graph)))
+    limit = max(line.peak, graph.static_bytes + layout.arena + layout.handed)
+    made = replace(
+        made,
+        budget=limit,
+        lower_bound=int(lower_bound(graph, least=_least(frame))),
+        time_bound=time_bound(graph, limit, least=_least(frame)),
+        planner=planner,
+        seconds=time.perf_counter() - began,
+        moved=_moved(frame.order),
+    )
+    check(graph, made)
     return made
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from tightship.analysis.bounds import lower_bound, time_bound
 from tightship.errors import BadInput, Infeasible
@@ -41,6 +41,7 @@ class Other:
     time: float
     extra_flops: float
     ours: Plan | None = None
+    steps: tuple[Step, ...] = field(default=(), repr=False)
 
 
 @dataclass(frozen=True)
@@ -82,9 +83,9 @@ def frontier(
     """Plans for ``points`` budgets from the least that is reached to what keeping everything needs.
 
     ``options.seconds`` and ``options.work`` are for all budgets together, those of the other policies among them:
-    each is compared with a plan for as much memory. ``saved`` adds to the other policies:
-    what is kept between forward and backward, by name. ``say`` is told what is being done. An interrupt ends the
-    search and gives back what there is, if there is anything.
+    each is compared with a plan for as much memory, and is the plan where it is the faster one. ``saved`` adds to
+    them: what is kept between forward and backward, by name. ``say`` is told what is being done. An interrupt
+    ends the search and gives back what there is, if there is anything.
     """
     if not 1 <= points <= MOST:
         raise BadInput(f"a frontier has 1 to {MOST} points", points, "points")
@@ -105,6 +106,9 @@ def frontier(
         for x in beside:
             if min(budgets) < x.peak < budgets[0] and x.peak not in budgets:
                 search.at(x.peak, "as much memory as others")
+            best = _best(made, x.peak)
+            if not frame.only and "recompute" in frame.means and (best is None or best.time > x.time):
+                made.append(default.adopted(frame, x.steps, each, x.name))  # then theirs is the plan
     except KeyboardInterrupt:
         if len(made) < 2:
             raise
@@ -203,4 +207,4 @@ def with_saved(frame: Frame, saved: frozenset[int]) -> Decision:
 def _row(frame: Frame, name: str, d: Decision) -> Other:
     steps = d.steps or frame.steps(d.evict)
     line = replay(frame.graph, steps)
-    return Other(name, line.peak, line.time, extra_flops(frame.graph, steps))
+    return Other(name, line.peak, line.time, extra_flops(frame.graph, steps), steps=steps)
