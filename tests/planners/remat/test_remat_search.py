@@ -151,3 +151,21 @@ class TestCommandLine:
 def test_needs_a_schedule() -> None:
     with pytest.raises(BadInput, match="schedule"):
         search.plan(module(CHAIN, "HloModule m\n\n"), 1)
+
+
+@pytest.mark.parametrize("planner", [xla, search], ids=["xla", "search"])
+def test_what_is_called_stands_before_what_calls_it(planner: object) -> None:
+    m = hlo_data.module("cpu_tx_scan")
+    options = QUICK if planner is search else None
+    made = planner.plan(m, int(0.97 * module_peak(m)), options).module  # type: ignore[attr-defined]
+    assert len(made.computations) > len(m.computations)  # clones bring copies of what they call
+    known: set[str] = set()
+    for c in made.computations:
+        assert {name for i in c.instructions for name in i.called} <= known
+        known.add(c.name)
+
+
+def test_is_never_above_what_xla_leaves() -> None:
+    m = hlo_data.module("cpu_lstm")
+    limit = int(0.5 * module_peak(m))
+    assert search.plan(m, limit, QUICK).peak_after <= module_peak(xla.plan(m, limit).module)

@@ -20,18 +20,18 @@ class Writer:
         self.names = Names(i.name for i in module.instructions)
         self.computations = Names(c.name for c in module.computations)
         self.inside = dict(module.by_name)
-        self.copies: list[Computation] = []
+        self.copies: dict[str, list[Computation]] = {}  # by the computation they stand before
         self.origin: dict[str, str] = {}
 
-    def copied(self, made: Instruction) -> Instruction:
-        """The same instruction with copies of its own of the computations it calls."""
+    def copied(self, made: Instruction, before: str) -> Instruction:
+        """The same instruction with copies of its own of the computations it calls, written before that one."""
         rows = []
         for key, text in made.attributes:
             name = text.lstrip("%")
             if key in ("calls", "to_apply") and name in self.inside:
                 new = self.computations.new(suffixed(name, "clone"))
                 self.inside[new] = replace(self.inside[name], name=new)
-                self.copies.append(self.inside[new])
+                self.copies.setdefault(before, []).append(self.inside[new])
                 text = f"%{new}"
             rows.append((key, text))
         return replace(made, attributes=tuple(rows))
@@ -54,7 +54,7 @@ class _Run:
             self.at.update(dict.fromkeys(counted.leaves(p.name), p.name))
 
     def emit(self, i: Instruction, operands: tuple[str, ...], name: str) -> None:
-        made = i if name == i.name else self.writer.copied(replace(i, root=False))
+        made = i if name == i.name else self.writer.copied(replace(i, root=False), self.inside.name)
         self.out.append(replace(made, name=name, operands=operands))
 
     def run(self, i: Instruction, kept: Sequence[int]) -> None:

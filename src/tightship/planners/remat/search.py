@@ -3,9 +3,10 @@
 Problem: repeat and move instructions so that the module's peak is within the limit. Measure: seconds of repeated
 work, from FLOPs and bytes of each instruction; the peak is XLA's (results throughout, parameters not). Source:
 the default planner on each computation. A computation that a loop, branch or call runs is planned apart,
-first for the least it can need, then for what is left at its call (R14). Guarantee: the peak given is the one counted
-anew on the module written; the module computes what it computed. Complexity: that of the default planner, per
-computation. Known limits: control-dependent instructions run once; collectives are never repeated.
+first for the least it can need, then for what is left at its call (R14). Guarantee: the peak given is the one
+counted anew on the module written, and never more than XLA's way leaves; the module computes what it computed.
+Complexity: that of the default planner, per computation. Known limits: control-dependent instructions run once;
+collectives are never repeated.
 """
 
 from __future__ import annotations
@@ -18,14 +19,18 @@ from tightship.errors import BadInput, Infeasible
 from tightship.frontends.hlo.module import Computation, Instruction, Module
 from tightship.plan import Plan
 from tightship.planners import default
+from tightship.planners.remat import xla
 from tightship.planners.remat._cost import Machine, Work, work_of
 from tightship.planners.remat._counted import Counted
 from tightship.planners.remat._write import Writer, write
-from tightship.planners.remat.peak import CALLING, peaks, result_bytes, sequential_order
+from tightship.planners.remat.peak import CALLING, module_peak, peaks, result_bytes, sequential_order
 from tightship.planners.remat.xla import Remade, repeatable
 from tightship.simulate import replay
 
 __all__ = ["Options", "bound", "may_repeat", "plan"]
+
+_GREEDY = 20_000
+"""Instructions of the entry up to which XLA's quadratic way is tried, too, where the limit is not met."""
 
 PURE_CALLS = (
     "__cublas$gemm",
@@ -64,11 +69,12 @@ def plan(module: Module, limit: int, options: Options | None = None) -> Remade:
             search.module_within(max(0, limit - out))
         if search.met:
             break
-    made = search.made
-    after = peaks(made)[made.entry.name]
-    runs = sum(len(c.instructions) for c in made.computations if c.name in search.peak)
-    added = runs - sum(len(module.by_name[name].instructions) for name in search.peak)
-    return Remade(made, limit, before + out, after + out, search.recomputed(), added, search.origin)
+    made = search.result(limit)
+    if made.met or len(module.entry.instructions) > _GREEDY:
+        return made
+    theirs = xla.plan(module, limit)
+    peak = module_peak(theirs.module)
+    return replace(theirs, peak_after=peak) if peak < made.peak_after else made
 
 
 def bound(module: Module) -> int:
@@ -173,13 +179,20 @@ class _Search:
         self.origin = writer.origin
         rows: list[Computation] = []
         for c in self.module.computations:
-            if c.entry:
-                rows += writer.copies
+            rows += writer.copies.get(c.name, [])
             rows.append(changed.get(c.name, c))
         return replace(self.module, computations=tuple(rows))
 
     def _rewrite(self, name: str, made: Plan, writer: Writer) -> Computation:
         return write(self._graph(name), made.steps, writer)
+
+    def result(self, limit: int) -> Remade:
+        out = result_bytes(self.module)
+        entry = self.module.entry.name
+        runs = sum(len(c.instructions) for c in self.made.computations if c.name in self.peak)
+        added = runs - sum(len(self.module.by_name[name].instructions) for name in self.peak)
+        before, after = self.first[entry] + out, peaks(self.made)[entry] + out
+        return Remade(self.made, limit, before, after, self.recomputed(), added, self.origin)
 
     def recomputed(self) -> tuple[str, ...]:
         found = []

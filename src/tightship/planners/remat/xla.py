@@ -115,7 +115,7 @@ class _Run:
         self.names = Names(i.name for i in module.instructions)
         self.computations = Names(c.name for c in module.computations)
         self.done: dict[str, Computation] = {}
-        self.clones: list[str] = []
+        self.clones: dict[str, list[str]] = {}  # by the computation they stand before
         self.inside = dict(module.by_name)
         self.may: dict[str, bool] = {}
         self.chosen: list[str] = []
@@ -123,10 +123,11 @@ class _Run:
         self.added = 0
 
     def written(self) -> Module:
-        changed = [self.done.get(c.name, self.inside[c.name]) for c in self.module.computations]
-        at = next(k for k, c in enumerate(changed) if c.name == self.module.entry.name)
-        clones = (self.inside[name] for name in self.clones)
-        return replace(self.module, computations=(*changed[:at], *clones, *changed[at:]))
+        rows = []
+        for c in self.module.computations:
+            rows += [self.inside[name] for name in self.clones.get(c.name, ())]
+            rows.append(self.done.get(c.name, self.inside[c.name]))
+        return replace(self.module, computations=tuple(rows))
 
     def can(self, node: Node) -> bool:
         if node.denied:
@@ -286,7 +287,7 @@ class _Walk:
         for name in made.called:
             copies[name] = run.computations.new(suffixed(name, "clone"))
             run.inside[copies[name]] = replace(run.inside[name], name=copies[name])
-            run.clones.append(copies[name])
+            run.clones.setdefault(self.inside.name, []).append(copies[name])
         rows = []
         for key, text in made.attributes:
             named = text.lstrip("%")
