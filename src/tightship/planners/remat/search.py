@@ -121,7 +121,7 @@ class _Search:
             over = peaks(self.made)[entry] - limit
             if over <= 0 or not self.met:
                 return
-            target -= over
+            target = max(0, target - over)
 
     def _entry_within(self, entry: str, limit: int) -> None:
         inner = [c for c in sequential_order(self.module) if c != entry]
