@@ -506,3 +506,13 @@ def test_an_interrupt_prints_and_writes_the_best_so_far(tmp_path: Path) -> None:
     assert answer["interrupted"] is True
     assert 5000 <= answer["arena"] < 10_000
     assert len((tmp_path / "out.csv").read_text().splitlines()) == len(rows) + 1
+
+
+def test_a_large_packing_is_verified_in_one_pass(there, capsys):
+    rows = "\n".join(f"b{k},{k},{k + 1},64,0" for k in range(20_000))
+    (there / "many.csv").write_text(f"id,lower,upper,size,offset\n{rows}\n")
+    status, out, _ = run(
+        "verify", "many.csv", capsys=capsys
+    )  # minutes, if the table is made anew for every row
+    assert status == 0
+    assert "20000 buffers" in out

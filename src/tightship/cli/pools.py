@@ -74,7 +74,8 @@ def placed_of(table: Table, pools: tuple[Pool, ...]) -> tuple[Problem, Solution]
     if not table.has_offsets:
         raise BadInput("a packing has a column 'offset'", ",".join(table.header), f"{table.name}:1")
     keep = [k for k, b in enumerate(table.problem.buffers) if b.pinned is not None]
-    buffers = tuple(table.unpinned.buffers[k] for k in keep)
+    loose = table.unpinned.buffers  # made anew each time it is asked for
+    buffers = tuple(loose[k] for k in keep)
     if not pools:
         buffers = tuple(replace(b, pools=()) for b in buffers)
     offsets = tuple(table.problem.buffers[k].pinned or 0 for k in keep)
