@@ -30,6 +30,7 @@ LAYERS = (
     ("execute",),
     ("report",),
     ("integrations",),
+    ("planned",),
     ("__init__", "__main__", "api", "cli", "demo"),
 )
 RANK = {name: rank for rank, names in enumerate(LAYERS) for name in names}

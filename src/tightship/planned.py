@@ -1,0 +1,83 @@
+"""A plan and the graph it is for, as one: printed, saved, drawn, shown and checked."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from typing import Any
+
+from tightship.graph import Graph
+from tightship.plan import Plan
+
+__all__ = ["Planned"]
+
+
+@dataclass(frozen=True, repr=False)
+class Planned:
+    """A plan together with the graph it is for: printed, saved, drawn and checked as one.
+
+    The plan's own attributes (``peak``, ``budget``, ``met``, ``time``, …) can be read from here.
+    """
+
+    plan: Plan
+    graph: Graph
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return getattr(self.plan, name)
+
+    def __str__(self) -> str:
+        from tightship.report.text import describe
+
+        return describe(self.plan, self.graph)
+
+    __repr__ = __str__
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write plan and graph as JSON; the file appears complete or not at all."""
+        from tightship.serde import save_plan
+
+        save_plan(self.plan, path, self.graph)
+
+    def explain(self) -> str:
+        """Who makes up the plan's peak: by kind, by module, by source line, one by one."""
+        from tightship.report.numbers import peak_of
+        from tightship.report.text import peak_tables, rendered
+
+        return rendered(peak_tables(peak_of(self.graph, self.plan.steps), title="peak"))
+
+    def picture(self, path: str | os.PathLike[str] | None = None, *, title: str = "") -> str:
+        """Memory over the step, before and after, as SVG; written to ``path`` if there is one."""
+        from tightship.report.picture import picture
+        from tightship.serde import write_file
+
+        drawn = picture(self.graph, self.plan, title=title)
+        if path is not None:
+            write_file(path, drawn.encode())
+        return drawn
+
+    def report(self, path: str | os.PathLike[str], *, title: str = "") -> None:
+        """One HTML page with everything on it: works offline, needs nothing beside it."""
+        from tightship.report.page import page
+        from tightship.serde import write_file
+
+        write_file(path, page(self.graph, self.plan, title=title).encode())
+
+    def trace(self, path: str | os.PathLike[str]) -> None:
+        """A Chrome trace for Perfetto; compressed where the path ends in ``.gz``."""
+        from tightship.report.trace import write_trace
+
+        write_trace(self.graph, self.plan, path)
+
+    def snapshot(self, path: str | os.PathLike[str]) -> None:
+        """A memory snapshot that PyTorch's viewers read."""
+        from tightship.report.snapshot import write_snapshot
+
+        write_snapshot(self.graph, self.plan, path)
+
+    def _repr_html_(self) -> str:
+        """The picture and the numbers, for notebooks."""
+        from html import escape
+
+        return f"{self.picture()}<pre>{escape(str(self))}</pre>"
