@@ -245,7 +245,7 @@ def test_the_search_draws_dropout_again_where_nothing_else_is_left():
     loss_fn = lambda m, batch: m(batch)  # noqa: E731
     with pytest.raises(Infeasible) as alone:
         tightship.fit(model, loss_fn, optimizers[0], x, "20%", **options)
-    budget = alone.value.best_peak - 48 * 1024  # a mask less, and room for three states
+    budget = alone.value.best_peak - 1024  # less than recomputation reaches
     step = tightship.fit(model, loss_fn, optimizers[0], x, budget, allow="recompute,redraw", **options)
     assert sum(s.saves for s in step.plan.steps) > 0
     for number in range(3):
