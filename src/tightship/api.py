@@ -106,19 +106,10 @@ def plan(
     return plan_graph(graph, budget, progress=progress, **options)
 
 
-def capture(
-    model: Any,
-    sample: Any,
-    *,
-    loss_fn: Any = None,
-    optimizer: Any = None,
-    train: bool = True,
-    cache: Path | str | None = "default",
-) -> Graph:
-    """The graph of one step of ``model``, with times: measured, or modelled for models without data."""
-    graph: Graph = captured(
-        model, sample, loss_fn=loss_fn, optimizer=optimizer, train=train, cache=cache
-    ).graph
+def capture(model: Any, sample: Any, **how: Any) -> Graph:
+    """The graph of one step of ``model``, with times, measured or modelled: that of `captured`, whose arguments it
+    takes."""
+    graph: Graph = captured(model, sample, **how).graph
     return graph
 
 
@@ -131,7 +122,8 @@ def captured(
     train: bool = True,
     cache: Path | str | None = "default",
 ) -> Any:
-    """As `capture`, but the program: the graph and how PyTorch runs it."""
+    """The program of one step of ``model``: its graph, with times (measured, or modelled for models without data),
+    and how PyTorch runs it. What the step is, `plan` says."""
     from tightship.execute import profile
     from tightship.frontends.torch import compat
     from tightship.frontends.torch.step import capture_forward, capture_loss, capture_step, module_of

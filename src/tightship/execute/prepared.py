@@ -1,0 +1,210 @@
+"""Prepared: kinds of batches captured, planned and run in one arena; what `fit` and `infer` have in common."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from tightship import simulate
+from tightship.errors import Unsupported
+from tightship.execute.allocator import Arena
+from tightship.execute.binding import Binding, Identity
+from tightship.execute.interpreter import Executor, RunStats
+from tightship.execute.profile import profile
+from tightship.frontends.torch.program import Program
+from tightship.frontends.torch.structure import flatten
+from tightship.graph import Graph
+from tightship.plan import Plan
+from tightship.units import Budget, format_bytes
+from tightship.verify import check
+
+__all__ = ["Planner", "Prepared", "Settings", "Variant"]
+
+Planner = Callable[[Graph, int | None], Plan]
+
+
+@dataclass(frozen=True)
+class Settings:
+    """How kinds of batches are planned and run: ``variants`` of them are kept, ``hand_out`` and ``strict`` are as for
+    `Executor`, ``measuring`` are the arguments of `profile`."""
+
+    budget: Budget | None
+    planner: Planner
+    measuring: dict[str, Any]
+    strict: bool = False
+    variants: int = 4
+    hand_out: bool = True
+
+
+@dataclass
+class Variant:
+    """What was captured and planned for one kind of batch, in one set of modes; ``windows`` are its results in the
+    arena, where they stay there."""
+
+    program: Program
+    executor: Executor
+    binding: Binding
+    modes: tuple[Any, ...]
+    windows: list[Any] | None = None
+
+
+class Prepared:
+    """What has been captured and planned for ``model`` (and ``optimizer``): one `Variant` per kind of batch.
+
+    A batch of another structure, shape or dtype, another mode of the model, and data on which the captured control
+    flow depends and that answers otherwise, are captured and planned again; the latest kinds are kept, in one arena,
+    as they never run at the same time. A model or optimizer whose parts were replaced is captured from scratch.
+    """
+
+    def __init__(
+        self, model: torch.nn.Module, optimizer: torch.optim.Optimizer | None, settings: Settings
+    ) -> None:
+        self.model, self.optimizer, self.settings = model, optimizer, settings
+        self._identity = Identity(model, optimizer)
+        self._variants: list[Variant] = []  # the one used last first
+        self._arena: Arena | None = None
+        self._notes: list[str] = []
+        self._busy = threading.Lock()
+
+    # --- what a function says of itself ---
+
+    def _capture(self, batch: Any) -> Program:
+        raise NotImplementedError
+
+    def _modes(self) -> tuple[Any, ...]:
+        """What decides, apart from the batch, which ops eager would run."""
+        return self._identity.modes()
+
+    def _check_new(self, batch: Any, leaves: list[Any]) -> None:
+        """Raise ``BadInput`` for a batch that nothing is to be captured for."""
+
+    # --- what there is ---
+
+    @property
+    def program(self) -> Program:
+        """Of the kind of batch used last, like ``plan``, ``graph`` and ``last``."""
+        return self._variants[0].program
+
+    @property
+    def plan(self) -> Plan:
+        return self._variants[0].executor.plan
+
+    @property
+    def graph(self) -> Graph:
+        return self.program.graph
+
+    @property
+    def last(self) -> RunStats | None:
+        """What the last run used; None before the first and where nothing can be measured."""
+        return self._variants[0].executor.last
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What a user should know: what was captured again and why, and which guarantees do not hold here."""
+        now = self._variants[0]
+        rows = [*self._notes, *now.program.notes, *now.executor.notes, *now.executor.plan.notes]
+        return tuple(dict.fromkeys(rows))
+
+    @property
+    def reserved(self) -> int:
+        """Bytes of the arena."""
+        return self._arena.size if self._arena is not None else 0
+
+    def measure(self) -> dict[str, int | None]:
+        """Bytes of the last run against its plan; None where nothing was measured (yet)."""
+        last, plan = self.last, self.plan
+        return {
+            "budget": plan.budget,
+            "static": plan.static,
+            "arena": plan.arena,
+            "reserved": self.reserved,
+            "unplanned_peak": plan.peak_before,
+            "planned_peak": plan.peak,
+            "measured_peak": last.measured_peak if last else None,
+            "process_peak": last.process_peak if last else None,
+            "outside": last.heap if last else None,
+            "misses": last.misses if last else None,
+        }
+
+    # --- running ---
+
+    def prepare(self, batch: Any) -> Plan:
+        """Captures and plans for batches like this one, if that has not been done; runs nothing."""
+        with self._alone():
+            return self._find(batch, flatten(batch))[0].executor.plan
+
+    @contextlib.contextmanager
+    def _alone(self) -> Iterator[None]:
+        """Two at once would write the same parameters and lie in the same arena."""
+        if not self._busy.acquire(blocking=False):
+            raise Unsupported(
+                "two calls at once",
+                "both would lie in one arena, and what one makes the other would overwrite",
+                "call it from one thread at a time, or make two",
+            )
+        try:
+            yield
+        finally:
+            self._busy.release()
+
+    # --- finding what to run ---
+
+    def _find(self, batch: Any, leaves: list[Any]) -> tuple[Variant, list[Any]]:
+        why = self._identity.changed()
+        if why is not None:
+            self._notes.append(f"captured again: {why}")
+            self._variants.clear()
+            self._identity = Identity(self.model, self.optimizer)
+        modes = self._modes()
+        for k, variant in enumerate(self._variants):
+            if variant.modes != modes or variant.program.batch.misfit(batch) is not None:
+                continue
+            tensors = variant.binding.tensors(leaves)
+            if variant.binding.broken_guard(tensors) is None:
+                if k:
+                    self._variants.insert(0, self._variants.pop(k))
+                return variant, tensors
+        self._check_new(batch, leaves)
+        variant = self._made(batch, modes)
+        self._variants.insert(0, variant)
+        while len(self._variants) > self.settings.variants:
+            gone = self._variants.pop()
+            gone.executor.arena = gone.windows = None
+        self._share()
+        return variant, variant.binding.tensors(leaves)
+
+    def _made(self, batch: Any, modes: tuple[Any, ...]) -> Variant:
+        program = profile(self._capture(batch), **self.settings.measuring)
+        plan = self.settings.planner(program.graph, self._budget(program.graph))
+        return Variant(
+            program, self._executor(program, plan), Binding(program, self.model, self.optimizer), modes
+        )
+
+    def _budget(self, graph: Graph) -> int | None:
+        if self.settings.budget is None:
+            return None
+        return self.settings.budget.resolve(simulate.replay(graph, simulate.baseline(graph)).peak)
+
+    def _executor(self, program: Program, plan: Plan) -> Executor:
+        check(program.graph, plan)
+        s = self.settings
+        folder = s.measuring.get("folder")
+        return Executor(program, plan, strict=s.strict, folder=folder, hand_out=s.hand_out)
+
+    def _share(self) -> None:
+        """One arena for all."""
+        had, need = self.reserved, max(v.executor.extent for v in self._variants)
+        if need > had:
+            for v in self._variants:
+                v.executor.arena = v.windows = None
+            self._arena = None  # given back before the larger one is taken
+            self._arena = self._variants[0].executor.reserve(need)
+            if len(self._variants) > 1:
+                self._notes.append(f"the arena grew from {format_bytes(had)} to {format_bytes(need)}")
+        for v in self._variants:
+            v.executor.arena = self._arena
