@@ -59,10 +59,10 @@ class Planned:
 
     def report(self, path: str | os.PathLike[str], *, title: str = "") -> None:
         """One HTML page with everything on it: works offline, needs nothing beside it."""
-        from tightship.report.page import page
+        from tightship.report.pages.plan import plan_page
         from tightship.serde import write_file
 
-        write_file(path, page(self.graph, self.plan, title=title).encode())
+        write_file(path, plan_page(self.graph, self.plan, title=title).encode())
 
     def trace(self, path: str | os.PathLike[str]) -> None:
         """A Chrome trace for Perfetto; compressed where the path ends in ``.gz``."""

@@ -26,10 +26,9 @@ class Timeline:
     """What a list of steps costs.
 
     ``during[i]`` device bytes in use while step ``i`` runs, ``resident[i]`` bytes left after it. ``spans[i]`` are the
-    seconds at which it begins and ends. ``time`` is
-    seconds until the last stream ends, ``compute_time`` those that stream 0 works. ``at_peak`` lists what makes up
-    the peak: (storage, bytes), storage -1
-    for what the op at the peak needs while it runs, and saved random states.
+    seconds at which it begins and ends. ``time`` is seconds until the last stream ends, ``compute_time`` those that
+    stream 0 works. ``at_peak`` lists what makes up the peak: (storage, bytes), storage -1 for what the op at the
+    peak needs while it runs, and saved random states.
     """
 
     during: tuple[int, ...]
@@ -87,7 +86,6 @@ class _Machine:
         self.live = graph.static_bytes
         self.host_live = self.host_peak = 0
         self.clock: dict[int, float] = {}
-        self.done: list[float] = []
         self.spans: list[tuple[float, float]] = []
         self.compute_time = 0.0
         self.ran = [False] * len(graph.ops)
@@ -217,9 +215,8 @@ class _Machine:
         return before
 
     def advance(self, step: Step, seconds: float) -> None:
-        start = max([self.clock.get(step.stream, 0.0), *(self.done[w] for w in step.waits)])
+        start = max([self.clock.get(step.stream, 0.0), *(self.spans[w][1] for w in step.waits)])
         self.clock[step.stream] = start + seconds
-        self.done.append(start + seconds)
         self.spans.append((start, start + seconds))
 
     def residents(self) -> list[tuple[int, int]]:

@@ -4,8 +4,6 @@ import gzip
 import json
 import os
 import pickle
-import re
-import shutil
 import subprocess
 import sys
 from collections import Counter
@@ -14,19 +12,13 @@ from pathlib import Path
 import pytest
 
 from chains import chain
+from pages import in_page
 from tightship import api
 from tightship.graph import Graph
 from tightship.plan import Plan
-from tightship.report.page import page, page_data
 from tightship.report.snapshot import snapshot
 from tightship.report.trace import events
 from tightship.simulate import replay
-
-BROWSER = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
-QUIET = (
-    "--headless --no-sandbox --disable-gpu --disable-quic --no-first-run --disable-background-networking "
-    "--disable-component-update --disable-sync"
-)
 
 
 @pytest.fixture(scope="module")
@@ -39,61 +31,6 @@ def planned() -> api.Planned:
 @pytest.fixture()
 def both(planned: api.Planned) -> tuple[Graph, Plan]:
     return planned.graph, planned.plan
-
-
-def in_page(text: str) -> dict[str, object]:
-    found = re.search(r'<script type="application/json" id="data">(.*?)</script>', text, re.S)
-    assert found
-    return json.loads(found[1])  # type: ignore[no-any-return]
-
-
-class TestPage:
-    def test_its_numbers_are_the_plan_s(self, both) -> None:
-        graph, plan = both
-        data = in_page(page(graph, plan))
-        assert data["summary"] == json.loads(json.dumps(api_summary(plan, graph)))
-        assert max(map(sum, data["after"])) == plan.peak
-        assert max(map(sum, data["before"])) == plan.peak_before
-        assert len(data["arcs"]) == sum(len(s.storages) for s in plan.steps if s.kind == "recompute")
-        assert sum(row[2] for row in data["peak"]["rows"]) == plan.peak
-
-    def test_asks_the_network_for_nothing(self, both) -> None:
-        text = page(*both)
-        assert not re.search(r"""(src|href)\s*=|https?://|@import|url\(""", text)
-        assert len(text) < 300_000
-
-    def test_a_name_cannot_end_the_script(self, both) -> None:
-        graph, plan = both
-        text = page(graph, plan, title="</script><script>alert(1)</script>")
-        assert text.count("</script>") == 2
-        assert in_page(text)["title"] == "</script><script>alert(1)</script>"
-
-    def test_stays_lie_within_the_arena(self, both) -> None:
-        graph, plan = both
-        stays = page_data(graph, plan, "x")["stays"]
-        assert max(s[2] + s[3] for s in stays) == plan.arena
-
-    @pytest.mark.skipif(BROWSER is None, reason="no Chromium is installed")
-    def test_a_browser_draws_it(self, planned: api.Planned, tmp_path: Path) -> None:
-        file = tmp_path / "plan.html"
-        planned.report(file)
-        given = [
-            str(BROWSER),
-            *QUIET.split(),
-            f"--user-data-dir={tmp_path / 'user'}",
-            "--dump-dom",
-            file.as_uri(),
-        ]
-        done = subprocess.run(given, capture_output=True, text=True, timeout=120, check=False)
-        assert 'data-ready="true"' in done.stdout, done.stderr[-500:]
-        facts = dict(re.findall(r'<dd data-fact="(\w[\w ]*)">([^<]*)</dd>', done.stdout))
-        assert facts["recomputed"] == str(planned.plan.count("recompute"))
-
-
-def api_summary(plan: Plan, graph: Graph) -> dict[str, object]:
-    from tightship.report.numbers import summary
-
-    return summary(plan, graph)
 
 
 class TestTrace:

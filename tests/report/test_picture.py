@@ -6,6 +6,7 @@ import pytest
 
 from chains import chain
 from tightship.planners.default import Options, plan
+from tightship.report.numbers import BANDS
 from tightship.report.picture import PANEL, SLOTS, picture, ticks
 from tightship.units import format_bytes
 
@@ -42,7 +43,8 @@ def test_the_highest_outline_is_the_peak(drawn):
     _, made, text = drawn
     top = ticks(max(made.peak_before, made.budget))[-1]
     for panel, peak in enumerate((made.peak_before, made.peak)):
-        paths = re.findall(r'<path class="\w+" d="M[\d.]+ ([\d.]+)([^"]*)"', text)[4 * panel : 4 * panel + 4]
+        paths = re.findall(r'<path class="\w+" d="M[\d.]+ ([\d.]+)([^"]*)"', text)
+        paths = paths[len(BANDS) * panel : len(BANDS) * (panel + 1)]
         heights = [float(base) - float(y) for base, rest in paths for y in re.findall(r"V([\d.]+)", rest)]
         assert max(heights) == pytest.approx(peak / top * PANEL, abs=0.1)
 

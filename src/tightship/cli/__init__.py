@@ -27,6 +27,7 @@ _SOURCE = (
     "or a graph.json or plan.json of tightship's"
 )
 _BUDGET = "bytes with a unit (6GiB, 512MB) or a percentage of the unplanned peak (60%%)"
+_REPORT = "write one HTML page that shows everything, offline"
 
 
 class Usage(TightshipError):
@@ -93,7 +94,7 @@ def _add_plan(verb: argparse.ArgumentParser) -> None:
         "--max-batch", action="store_true", help="find the largest batch that fits the budget, and its plan"
     )
     verb.add_argument("--picture", metavar="FILE", help="draw memory over the step as SVG")
-    verb.add_argument("--report", metavar="FILE", help="write one HTML page that shows everything, offline")
+    verb.add_argument("--report", metavar="FILE", help=_REPORT)
     verb.add_argument("--trace", metavar="FILE", help="write a Chrome trace for Perfetto (.gz: compressed)")
     verb.add_argument("--snapshot", metavar="FILE", help="write a memory snapshot for PyTorch's viewers")
     verb.add_argument(
@@ -106,6 +107,7 @@ def _add_frontier(verb: argparse.ArgumentParser) -> None:
     from tightship.planners.default import Options
 
     verb.add_argument("source", metavar="SOURCE", help=_SOURCE)
+    verb.add_argument("--report", metavar="FILE", help=_REPORT)
     verb.add_argument("--points", type=int, metavar="N", default=9, help="budgets to plan for (default: 9)")
     verb.add_argument("--svg", "--picture", dest="picture", metavar="FILE", help="draw it as SVG")
     verb.add_argument(
@@ -136,6 +138,7 @@ def _add_pack(verb: argparse.ArgumentParser) -> None:
     verb.add_argument("--planner", metavar="NAME", default=DEFAULT, help=f"who places (default: {DEFAULT})")
     verb.add_argument("--baseline", metavar="FILE", help="a packing that the answer is never worse than")
     verb.add_argument("--svg", "--picture", dest="picture", metavar="FILE", help="draw the packing as SVG")
+    verb.add_argument("--report", metavar="FILE", help=_REPORT)
     add_options(verb, Search)
     verb.set_defaults(run=pack.pack, options=Search)
 
@@ -154,6 +157,7 @@ def _add_assign(verb: argparse.ArgumentParser) -> None:
     verb.add_argument("--planner", metavar="NAME", default="tight", help="tight (default), or xla: XLA's own")
     verb.add_argument("--order", action="store_true", help="look for another legal schedule that needs less")
     verb.add_argument("--write", metavar="FILE", help="write the module, in the order chosen")
+    verb.add_argument("--report", metavar="FILE", help=_REPORT)
     add_options(verb, Options)
     verb.set_defaults(run=hlo.assign, options=Options)
 

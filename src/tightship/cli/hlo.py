@@ -19,6 +19,7 @@ from tightship.planners.assign import advice, tight
 from tightship.planners.assign._assignment import Assignment
 from tightship.planners.assign._order import reordered
 from tightship.report.hlo import assignment_rows, assignment_text, residents, residents_table
+from tightship.report.pages.assignment import assignment_page
 from tightship.report.progress import Line
 from tightship.serde import write_file
 from tightship.units import format_bytes
@@ -35,7 +36,7 @@ def assign(chosen: argparse.Namespace, out: Output) -> int:
             raise BadInput(
                 f"options of planner {chosen.planner!r} are {', '.join(fields)}", name, f"option --{name}"
             )
-    path = writable(chosen.write, "--write")
+    path, page = writable(chosen.write, "--write"), writable(chosen.report, "--report")
     module, moved = _module(chosen, out)
     with Line(out.errors, f"assigning {module.name}"):
         made: Assignment = info.plan(module, info.options(**options))
@@ -50,6 +51,10 @@ def assign(chosen: argparse.Namespace, out: Output) -> int:
         write_file(path, hlo.to_text(module).encode())
         rows["written"] = str(path)
         text.append(f"written to {path}")
+    if page is not None:
+        write_file(page, assignment_page(made, rows=rows).encode())
+        rows["report"] = str(page)
+        text.append(f"shown in {page}")
     out.answer(rows, "\n".join(text))
     return 0
 

@@ -4,21 +4,27 @@ from __future__ import annotations
 
 import argparse
 import time
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from tightship import api
+from tightship.cli.looks import SHOWN
 from tightship.cli.options import given_options
 from tightship.cli.output import Output
 from tightship.cli.source import writable
 from tightship.errors import BadInput
 from tightship.frontends.hlo import Module, read, to_text
+from tightship.graph import Graph
 from tightship.plan import Plan
 from tightship.planners import planner
+from tightship.planners.layout import lay_out
 from tightship.planners.remat._cost import work_of
 from tightship.planners.remat.as_plan import as_plan
 from tightship.planners.remat.peak import module_peak
 from tightship.planners.remat.search import bound
 from tightship.planners.remat.xla import Remade
+from tightship.report.pages.plan import plan_page
 from tightship.report.progress import Line
 from tightship.serde import write_file
 from tightship.units import format_bytes, parse_budget
@@ -38,9 +44,7 @@ def plan_module(chosen: argparse.Namespace, out: Output) -> int:
     options = _options(info.options, given_options(chosen))
     budget = parse_budget(chosen.budget, "--budget") if chosen.budget is not None else None
     path, text = writable(chosen.output, "--output"), writable(chosen.write, "--write")
-    for name in ("picture", "report", "trace", "snapshot"):
-        if (given := getattr(chosen, name)) is not None:
-            raise BadInput("plans of models can be looked at, not those of modules yet", given, f"--{name}")
+    looks = {name: writable(getattr(chosen, name), f"--{name}") for name in SHOWN}
     with Line(out.errors, f"reading {chosen.source}"):
         module = read(chosen.source)
     before = module_peak(module)
@@ -60,8 +64,23 @@ def plan_module(chosen: argparse.Namespace, out: Output) -> int:
         write_file(text, to_text(made.module).encode())
         rows["written"] = str(text)
         said.append(f"module written to {text}")
+    for name, target in looks.items():
+        if target is not None:
+            _look(name, target, graph, plan, rows)
+            rows[name] = str(target)
+            said.append(f"{SHOWN[name]} {target}")
     out.answer(rows, "\n".join(said))
     return 0 if made.met else 1
+
+
+def _look(name: str, target: Path, graph: Graph, plan: Plan, rows: dict[str, Any]) -> None:
+    """A plan of a module to look at. What is in memory at once is placed for that, results outside the graph."""
+    layout = lay_out(graph, plan.steps, seconds=1.0)
+    placed = replace(plan, residences=layout.residences, arena=layout.arena, handed=layout.handed)
+    if name == "report":
+        write_file(target, plan_page(graph, placed, rows=rows).encode())
+    else:
+        getattr(api.Planned(placed, graph), name)(target)
 
 
 def _options(kind: type[Any], given: dict[str, Any]) -> Any:

@@ -21,6 +21,7 @@ from tightship.planners.packing import Interrupted, Search
 from tightship.planners.packing import pack as place
 from tightship.planners.pools import clash_of_pools
 from tightship.report.packing import packing_picture
+from tightship.report.pages.packing import packing_page
 from tightship.report.progress import Line
 from tightship.serde import write_file
 from tightship.units import MAX_BYTES, format_bytes, format_seconds, parse_bytes
@@ -40,7 +41,7 @@ def pack(chosen: argparse.Namespace, out: Output) -> int:
     capacity = _capacity(chosen)
     planner(chosen.planner, "place")  # what is unknown is said before the work is done
     path = writable(chosen.output, "--output")
-    drawing = writable(chosen.picture, "--svg")
+    drawing, page = writable(chosen.picture, "--svg"), writable(chosen.report, "--report")
     with Line(out.errors, f"reading {chosen.problem}"):
         table = problem_csv.read(chosen.problem)
         pools = pools_of(chosen, table, capacity)
@@ -72,6 +73,11 @@ def pack(chosen: argparse.Namespace, out: Output) -> int:
         write_file(drawing, packing_picture(problem, side_by_side(problem, made), title=title).encode())
         rows["picture"] = str(drawing)
         text.append(f"drawn in {drawing}")
+    if page is not None:
+        shown = packing_page(problem, made, rows, title=Path(chosen.problem).stem)
+        write_file(page, shown.encode())
+        rows["report"] = str(page)
+        text.append(f"shown in {page}")
     out.answer(rows, "\n".join(text))
     return INTERRUPTED if interrupted else 0 if met else 1
 

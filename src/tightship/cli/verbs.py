@@ -11,6 +11,7 @@ from rich.table import Table
 
 from tightship import api
 from tightship.cli.hlo import explain_module
+from tightship.cli.looks import SHOWN
 from tightship.cli.module import is_module, plan_module
 from tightship.cli.options import documented, given_options, onnx_options
 from tightship.cli.output import Output
@@ -22,6 +23,7 @@ from tightship.planners.default import Interrupted
 from tightship.planners.frontier import MOST
 from tightship.report.frontier import frontier_picture, frontier_rows, frontier_tables
 from tightship.report.numbers import peak_of, summary
+from tightship.report.pages.frontier import frontier_page
 from tightship.report.progress import Line
 from tightship.report.text import describe, peak_tables
 from tightship.serde import write_file
@@ -29,15 +31,6 @@ from tightship.simulate import baseline, replay
 from tightship.units import Budget, parse_budget
 
 __all__ = ["demo", "explain", "frontier", "plan", "planners", "verify"]
-
-
-_SHOWN = {
-    "picture": "drawn in",
-    "report": "shown in",
-    "trace": "traced in",
-    "snapshot": "memory snapshot in",
-}
-"""Ways to look at a plan, by option and by method of ``api.Planned``, and how they are announced."""
 
 
 def plan(chosen: argparse.Namespace, out: Output) -> int:
@@ -48,7 +41,7 @@ def plan(chosen: argparse.Namespace, out: Output) -> int:
     options = given_options(chosen)
     budget = _budget(chosen)
     path = writable(chosen.output, "--output")
-    shown = {name: writable(getattr(chosen, name), f"--{name}") for name in _SHOWN}
+    shown = {name: writable(getattr(chosen, name), f"--{name}") for name in SHOWN}
     model = writable(chosen.write, "--write")
     source = _loaded(chosen.source, out, onnx_options(chosen))
     if model is not None and source.program is None:
@@ -78,7 +71,7 @@ def plan(chosen: argparse.Namespace, out: Output) -> int:
         if target is not None:
             getattr(whole, name)(target)
             rows[name] = str(target)
-            text.append(f"{_SHOWN[name]} {target}")
+            text.append(f"{SHOWN[name]} {target}")
     if model is not None:
         from tightship.integrations.onnx_write import write_model
 
@@ -120,7 +113,7 @@ def largest(chosen: argparse.Namespace, out: Output) -> int:
 
 def frontier(chosen: argparse.Namespace, out: Output) -> int:
     options = given_options(chosen)
-    drawing = writable(chosen.picture, "--svg")
+    drawing, page = writable(chosen.picture, "--svg"), writable(chosen.report, "--report")
     if not 1 <= chosen.points <= MOST:
         raise BadInput(f"a frontier has 1 to {MOST} points", chosen.points, "option --points")
     source = _loaded(chosen.source, out)
@@ -139,6 +132,10 @@ def frontier(chosen: argparse.Namespace, out: Output) -> int:
         write_file(drawing, frontier_picture(found).encode())
         rows["picture"] = str(drawing)
         text.append(f"drawn in {drawing}")
+    if page is not None:
+        write_file(page, frontier_page(found).encode())
+        rows["report"] = str(page)
+        text.append(f"shown in {page}")
     out.answer(rows, text)
     return 0
 

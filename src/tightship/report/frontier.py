@@ -17,7 +17,7 @@ from tightship.report.picture import ticks
 from tightship.report.text import percent
 from tightship.units import format_bytes, format_seconds
 
-__all__ = ["frontier_picture", "frontier_rows", "frontier_tables"]
+__all__ = ["done", "frontier_picture", "frontier_rows", "frontier_tables"]
 
 WIDTH, HEIGHT, LEFT, RIGHT, TOP, BOTTOM = 920, 420, 74, 40, 76, 64
 _STYLE = """
@@ -63,7 +63,7 @@ def frontier_tables(f: Frontier) -> list[RenderableType]:
             percent(p.time, once),
             percent(p.time_bound, once),
             f"{100 * extra_flops(f.graph, p.steps):+.1f} %",
-            _done(p),
+            done(p),
         )
     found: list[RenderableType] = [f"{head}no plan needs less than {format_bytes(f.lower_bound)}", "", table]
     if f.others:
@@ -71,7 +71,8 @@ def frontier_tables(f: Frontier) -> list[RenderableType]:
     return [*found, "", f"{len(f.points)} plans in {format_seconds(f.seconds)}"]
 
 
-def _done(plan: Plan) -> str:
+def done(plan: Plan) -> str:
+    """What a plan does, in a few words."""
     kinds = {"recompute": "recomputed", "offload": "offloaded", "compress": "compressed"}
     counts = [f"{n} {word}" for kind, word in kinds.items() if (n := plan.count(kind))]
     return ", ".join(counts) or "nothing"

@@ -16,7 +16,7 @@ from tightship.planners.assign._allocate import Allocation
 from tightship.planners.assign._assignment import Assignment, between
 from tightship.units import format_bytes, format_seconds
 
-__all__ = ["Resident", "assignment_rows", "assignment_text", "residents", "residents_table"]
+__all__ = ["Resident", "assignment_rows", "assignment_text", "kind_of", "residents", "residents_table"]
 
 
 @dataclass(frozen=True)
@@ -91,7 +91,7 @@ def assignment_text(made: Assignment) -> str:
 def residents(made: Assignment, step: int) -> list[Resident]:
     """Who is there at a step, largest first."""
     live = made.live
-    kinds = {b: _kind(a) for a in made.allocations for b in a.held}
+    kinds = {b: kind_of(a) for a in made.allocations for b in a.held}
     found = []
     for group in live.sets:
         if not any(start <= step < end for start, end in between(live, group)):
@@ -105,7 +105,8 @@ def residents(made: Assignment, step: int) -> list[Resident]:
     return sorted(found, key=lambda r: (-r.nbytes, r.made))
 
 
-def _kind(a: Allocation) -> str:
+def kind_of(a: Allocation) -> str:
+    """What an allocation is for: argument, output, temporary, constant or thread-local."""
     if a.kind == "parameter":
         return "argument"
     return "output" if a.output else "temporary" if a.temporary else a.kind

@@ -11,10 +11,11 @@ from tightship.graph import Graph
 from tightship.plan import Plan, Step
 from tightship.simulate import baseline, replay
 
-__all__ = ["BANDS", "Column", "Peak", "Share", "columns", "peak_of", "summary"]
+__all__ = ["BANDS", "Column", "Peak", "Share", "band", "columns", "peak_of", "summary"]
 
-BANDS = ("static", "activation", "gradient", "workspace")
-"""What a picture tells apart: bytes of the caller, what ops made (results included), gradients, scratch."""
+BANDS = ("weights", "state", "batch", "activation", "gradient", "workspace")
+"""What a picture tells apart, from below: bytes of the caller (parameters and buffers, optimiser state, inputs), what
+ops made (results included), gradients, scratch."""
 
 
 def summary(plan: Plan, graph: Graph | None = None) -> dict[str, Any]:
@@ -77,46 +78,41 @@ class Column:
 
 def columns(graph: Graph, steps: Sequence[Step]) -> list[Column]:
     """Device bytes while each step runs, split by band; their sum is what the simulator says."""
-    band = [_band(graph, s) for s in range(len(graph.storages))]
+    bands = [BANDS.index(band(graph, s)) for s in range(len(graph.storages))]
     live = [0] * len(BANDS)
     for s in graph.static:
-        live[band[s]] += graph.storages[s].size
+        live[bands[s]] += graph.storages[s].size
     line = replay(graph, steps)
     found = []
     clock = 0.0
     phase = ""
     packed: dict[int, int] = {}
-    for step, during in zip(steps, line.during, strict=True):
-        seconds = 0.0
+    for step, during, (start, end) in zip(steps, line.during, line.spans, strict=True):
         if step.kind == "free":
             now = tuple(live)
             for s in step.storages:
                 size = {"full": graph.storages[s].size, "packed": packed.get(s, 0)}
-                live[band[s]] -= size.get(step.form, 0)
+                live[bands[s]] -= size.get(step.form, 0)
         else:
-            seconds = graph.ops[step.op].time if step.op >= 0 else _moving(graph, step)
             phase = graph.ops[step.op].phase if step.kind == "compute" else phase
             packed.update(dict.fromkeys(step.storages, step.nbytes) if step.kind == "compress" else {})
             for s, nbytes in _begins(graph, step):
-                live[band[s]] += nbytes
+                live[bands[s]] += nbytes
             now = tuple(live)
+        if step.stream:  # beside what is computed, which it does not make longer
+            start = end = clock
         rest = during - sum(now)
-        found.append(Column(clock, seconds, phase, (*now[:-1], now[-1] + rest)))
-        clock += seconds
+        found.append(Column(start, end - start, phase, (*now[:-1], now[-1] + rest)))
+        clock = end
     return found
 
 
-def _moving(graph: Graph, step: Step) -> float:
-    """Seconds of a copy or a codec that nothing runs beside."""
-    if step.stream:
-        return 0.0
-    return sum(graph.machine.seconds(step.kind, graph.storages[s].size, step.codec) for s in step.storages)
-
-
-def _band(graph: Graph, s: int) -> int:
+def band(graph: Graph, s: int) -> str:
+    """Which of ``BANDS`` a storage belongs to."""
+    kind = graph.storages[s].kind
     if s in graph.static:
-        return 0
-    return 2 if graph.storages[s].kind == "gradient" else 1
+        return {"state": "state", "input": "batch"}.get(kind, "weights")
+    return "gradient" if kind == "gradient" else "activation"
 
 
 def _begins(graph: Graph, step: Step) -> list[tuple[int, int]]:

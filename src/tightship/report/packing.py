@@ -16,7 +16,7 @@ from tightship.plan import Buffer, Problem, Solution
 from tightship.report.picture import short, ticks
 from tightship.units import format_bytes
 
-__all__ = ["MOST", "packing_picture", "time_ticks"]
+__all__ = ["COLOURS", "DARK", "MOST", "age", "packing_picture", "time_ticks"]
 
 MOST = 20_000
 """Buffers that are drawn; of more, those with the largest area."""
@@ -59,9 +59,7 @@ class _Scale:
         return round(TOP + UP - UP * (offset / (self.top or 1)), 2)
 
     def shade(self, b: Buffer) -> int:
-        """0 for those that live shortest, in steps of a factor of about two of all the time there is."""
-        share = (b.upper - b.lower) / ((self.until - self.since) or 1)
-        return max(0, min(len(COLOURS) - 1, len(COLOURS) + math.floor(math.log2(share)))) if share > 0 else 0
+        return age(b, self.until - self.since)
 
 
 def packing_picture(problem: Problem, solution: Solution, *, title: str = "packing") -> str:
@@ -87,6 +85,12 @@ def packing_picture(problem: Problem, solution: Solution, *, title: str = "packi
         f"<style>{_STYLE.format(light=light, dark=dark)}</style>\n"
         f'<rect class="paper" width="{WIDTH}" height="{height}" rx="8"/>\n' + "\n".join(parts) + "\n</svg>\n"
     )
+
+
+def age(b: Buffer, span: int) -> int:
+    """Which of ``COLOURS``: 0 for those that live shortest, in steps of a factor of about two of ``span``."""
+    share = (b.upper - b.lower) / (span or 1)
+    return max(0, min(len(COLOURS) - 1, len(COLOURS) + math.floor(math.log2(share)))) if share > 0 else 0
 
 
 def time_ticks(since: int, until: int) -> list[int]:

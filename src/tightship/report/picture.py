@@ -18,15 +18,31 @@ from tightship.report.text import percent
 from tightship.simulate import baseline
 from tightship.units import format_bytes, format_seconds
 
-__all__ = ["picture", "short", "ticks"]
+__all__ = ["COLOURS", "DARK", "NAMES", "picture", "short", "ticks"]
 
 WIDTH, LEFT, RIGHT = 920, 74, 116
 TOP, PANEL, BETWEEN, BOTTOM = 92, 190, 46, 58
 SLOTS = 730  # columns drawn, one for each unit of the plot's width
-COLOURS = {"static": "#94a3b8", "activation": "#3b82c4", "gradient": "#e0912f", "workspace": "#b5495b"}
-DARK = {"static": "#64748b", "activation": "#4f9bdc", "gradient": "#e8a44d", "workspace": "#d4677a"}
+COLOURS = {
+    "weights": "#94a3b8",
+    "state": "#b9a6cf",
+    "batch": "#7fb3a6",
+    "activation": "#3b82c4",
+    "gradient": "#e0912f",
+    "workspace": "#b5495b",
+}
+DARK = {
+    "weights": "#64748b",
+    "state": "#8472a3",
+    "batch": "#4d8579",
+    "activation": "#4f9bdc",
+    "gradient": "#e8a44d",
+    "workspace": "#d4677a",
+}
 NAMES = {
-    "static": "parameters, state, batch",
+    "weights": "parameters",
+    "state": "optimiser state",
+    "batch": "inputs",
     "activation": "activations",
     "gradient": "gradients",
     "workspace": "workspace",
@@ -79,7 +95,7 @@ def picture(graph: Graph, plan: Plan, *, title: str = "") -> str:
     parts = [_head(title or graph.name, plan)]
     for panel in panels:
         parts += [_axes(panel, levels), _areas(panel), _phases(panel), _lines(panel, plan)]
-    parts += [_across(panels[-1], longest if timed else 0.0), _legend()]
+    parts += [_across(panels[-1], longest if timed else 0.0), _legend([*before, *after])]
     height = TOP + 2 * PANEL + BETWEEN + BOTTOM
     return _svg(height, "\n".join(parts), title or graph.name)
 
@@ -211,10 +227,13 @@ def _across(panel: _Panel, longest: float) -> str:
     )
 
 
-def _legend() -> str:
+def _legend(data: Sequence[Column]) -> str:
+    """The bands that there are."""
     y = TOP + 2 * PANEL + BETWEEN + 42
     rows, x = [], float(LEFT)
-    for band in BANDS:
+    for k, band in enumerate(BANDS):
+        if not any(c.bytes[k] for c in data):
+            continue
         rows.append(f'<rect class="{band}" x="{x:g}" y="{y - 10}" width="12" height="12" rx="2"/>')
         rows.append(f'<text x="{x + 18:g}" y="{y}">{NAMES[band]}</text>')
         x += 48 + 6.6 * len(NAMES[band])

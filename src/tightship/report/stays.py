@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from tightship.graph import Graph
-from tightship.plan import Plan
-from tightship.report.numbers import BANDS
+from tightship.plan import Plan, Step
+from tightship.report.numbers import band
 
 __all__ = ["Stay", "label", "stays_of"]
-
-SCRATCH = BANDS.index("workspace")
 
 
 @dataclass(frozen=True, slots=True)
 class Stay:
-    """``size`` bytes at ``offset`` of ``pool`` during steps [start, end); ``kind`` is what they hold: static,
-    activation, gradient or workspace."""
+    """``size`` bytes at ``offset`` of ``pool`` during steps [start, end); ``kind`` is what they hold, one of
+    ``BANDS``."""
 
     name: str
     kind: str
@@ -29,9 +28,9 @@ class Stay:
     where: str
 
 
-def label(graph: Graph, plan: Plan, step: int) -> str:
+def label(graph: Graph, steps: Sequence[Step], step: int) -> str:
     """What a step does, in a few words."""
-    s = plan.steps[step]
+    s = steps[step]
     if s.op >= 0:
         return f"{s.kind} {graph.ops[s.op].name}" if s.kind != "compute" else graph.ops[s.op].name
     names = ", ".join(graph.storages[x].name for x in s.storages[:3])
@@ -49,7 +48,7 @@ def stays_of(graph: Graph, plan: Plan) -> list[Stay]:
         else:
             made = graph.uses.definer[r.storage]
             name = graph.storages[r.storage].name
-            kind = "gradient" if graph.storages[r.storage].kind == "gradient" else "activation"
+            kind = band(graph, r.storage)
             where = graph.place(made) if made >= 0 else ""
         found.append(Stay(name, kind, r.start, r.end, r.offset, r.size, r.pool, r.form, where))
     return found

@@ -41,7 +41,7 @@ def events(graph: Graph, plan: Plan) -> list[dict[str, Any]]:
                 "ts": start * _MICRO,
                 "dur": (end - start) * _MICRO,
             }
-            | {"name": label(graph, plan, i), "cat": step.kind, "args": {"step": i, "where": where}}
+            | {"name": label(graph, plan.steps, i), "cat": step.kind, "args": {"step": i, "where": where}}
         )
     for column, (start, _) in zip(columns(graph, plan.steps), line.spans, strict=True):
         bytes_ = dict(zip(BANDS, column.bytes, strict=True))

@@ -1,0 +1,52 @@
+"""Pages: one HTML file each, without network, that draws what its data says. ``page_of`` puts data and script in one.
+
+What a page shows is a list of sections, each a mapping with ``kind`` (a file's part in ``web/``: memory, arcs,
+streams, arena, frontier, table) and ``heading``. ``summary`` holds the numbers that the command prints as JSON.
+"""
+
+from __future__ import annotations
+
+import html
+from collections.abc import Mapping, Sequence
+from importlib.resources import files
+from typing import Any
+
+import msgspec
+
+from tightship.report.packing import COLOURS as AGES
+from tightship.report.packing import DARK as AGES_DARK
+from tightship.report.picture import COLOURS, DARK
+
+__all__ = ["Fact", "Section", "page_of"]
+
+Section = dict[str, Any]
+Fact = tuple[str, Any, str]
+"""A number at the top of a page: its name, its value, and how it is said (bytes, seconds, count, percent or text)."""
+
+_SCRIPTS = ("base.js", "memory.js", "steps.js", "arena.js", "frontier.js", "main.js")
+
+
+def page_of(
+    title: str, about: str, facts: Sequence[Fact], sections: Sequence[Section], summary: Mapping[str, Any]
+) -> str:
+    """The page's text."""
+    web = files("tightship.report.pages").joinpath("web")
+    shown = {"title": title, "about": about, "facts": facts, "sections": sections, "summary": summary}
+    # Nothing of a model's names can end the script element.
+    data = msgspec.json.encode(shown).decode().replace("</", "<\\/").replace("<!--", "<\\u0021--")
+    style = web.joinpath("style.css").read_text(encoding="utf-8")
+    style = style.replace("__LIGHT__", _variables(COLOURS, AGES)).replace(
+        "__DARK__", _variables(DARK, AGES_DARK)
+    )
+    script = "".join(web.joinpath(name).read_text(encoding="utf-8") for name in _SCRIPTS)
+    parts = {"TITLE": html.escape(title), "STYLE": style, "SCRIPT": script, "DATA": data}
+    text = web.joinpath("page.html").read_text(encoding="utf-8")
+    head, *rest = text.split("__")  # once through, so that what is put in is not looked at again
+    for name, literal in zip(rest[::2], rest[1::2], strict=True):
+        head += parts[name] + literal
+    return head
+
+
+def _variables(bands: Mapping[str, str], ages: Sequence[str]) -> str:
+    named = [*bands.items(), *((f"age{k}", c) for k, c in enumerate(ages))]
+    return " ".join(f"--{name}: {c};" for name, c in named)
