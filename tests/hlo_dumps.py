@@ -2,8 +2,8 @@
 
 import re
 
+from tightship.frontends.hlo.buffers import Buffer, PointsTo
 from tightship.frontends.hlo.live import LiveRanges
-from tightship.frontends.hlo.points_to import Buffer, PointsTo
 
 Values = dict[str, tuple[bool, list[str], list[str]]]
 

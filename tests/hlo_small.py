@@ -72,3 +72,34 @@ ENTRY %main (p: f32[512,512]) -> f32[] {
   ROOT %s = f32[] slice(%row), slice={[0:1]}
 }
 """
+
+COUNTING = """\
+HloModule loop, is_scheduled=true
+
+%body (p: (s32[], f32[8])) -> (s32[], f32[8]) {
+  %p = (s32[], f32[8]{0}) parameter(0)
+  %i = s32[] get-tuple-element(%p), index=0
+  %x = f32[8]{0} get-tuple-element(%p), index=1
+  %one = s32[] constant(1)
+  %next = s32[] add(%i, %one)
+  ROOT %t = (s32[], f32[8]{0}) tuple(%next, %x)
+}
+
+%cond (q: (s32[], f32[8])) -> pred[] {
+  %q = (s32[], f32[8]{0}) parameter(0)
+  %j = s32[] get-tuple-element(%q), index=0
+  %ten = s32[] constant(10)
+  ROOT %lt = pred[] compare(%j, %ten), direction=LT
+}
+
+ENTRY %main (a: f32[8]) -> f32[8] {
+  %a = f32[8]{0} parameter(0)
+  %zero = s32[] constant(0)
+  %z = s32[] copy(%zero)
+  %b = f32[8]{0} negate(%a)
+  %init = (s32[], f32[8]{0}) tuple(%z, %b)
+  %loop = (s32[], f32[8]{0}) while(%init), condition=%cond, body=%body
+  ROOT %out = f32[8]{0} get-tuple-element(%loop), index=1
+}
+"""
+"""A loop that counts, and passes an array on unchanged."""

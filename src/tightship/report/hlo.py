@@ -10,8 +10,8 @@ from rich import box
 from rich.console import RenderableType
 from rich.table import Table
 
+from tightship.frontends.hlo.buffers import Buffer
 from tightship.frontends.hlo.live import LiveRanges
-from tightship.frontends.hlo.points_to import Buffer
 from tightship.planners.assign._allocate import Allocation
 from tightship.planners.assign._assignment import Assignment, between
 from tightship.units import format_bytes, format_seconds
@@ -67,7 +67,7 @@ def assignment_rows(made: Assignment) -> dict[str, Any]:
         "target": made.target,
         "planner": made.planner,
         "seconds": made.seconds,
-        "notes": list(made.live.points.notes),
+        "notes": list(made.live.points.module.notes),
     }
 
 
@@ -85,7 +85,7 @@ def assignment_text(made: Assignment) -> str:
         f"  lower bound  {format_bytes(made.lower_bound)}; the total is {100 * rows['gap']:.2f} % above it",
         f"  planner      {made.planner} for {made.target}, in {format_seconds(made.seconds)}",
     ]
-    return "\n".join([*lines, *(f"  note         {note}" for note in made.live.points.notes)])
+    return "\n".join([*lines, *(f"  note         {note}" for note in made.live.points.module.notes)])
 
 
 def residents(made: Assignment, step: int) -> list[Resident]:

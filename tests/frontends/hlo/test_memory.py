@@ -4,41 +4,13 @@ import pytest
 
 import hlo_data
 import hlo_dumps
-from tightship.errors import BadInput, Unsupported
+from hlo_small import COUNTING
+from tightship.errors import BadInput
 from tightship.frontends.hlo import parse
 from tightship.frontends.hlo.alias import alias_sets
+from tightship.frontends.hlo.buffers import PointsTo
 from tightship.frontends.hlo.live import live_ranges
-from tightship.frontends.hlo.points_to import PointsTo, points_to
-
-LOOP = """\
-HloModule loop, is_scheduled=true
-
-%body (p: (s32[], f32[8])) -> (s32[], f32[8]) {
-  %p = (s32[], f32[8]{0}) parameter(0)
-  %i = s32[] get-tuple-element(%p), index=0
-  %x = f32[8]{0} get-tuple-element(%p), index=1
-  %one = s32[] constant(1)
-  %next = s32[] add(%i, %one)
-  ROOT %t = (s32[], f32[8]{0}) tuple(%next, %x)
-}
-
-%cond (q: (s32[], f32[8])) -> pred[] {
-  %q = (s32[], f32[8]{0}) parameter(0)
-  %j = s32[] get-tuple-element(%q), index=0
-  %ten = s32[] constant(10)
-  ROOT %lt = pred[] compare(%j, %ten), direction=LT
-}
-
-ENTRY %main (a: f32[8]) -> f32[8] {
-  %a = f32[8]{0} parameter(0)
-  %zero = s32[] constant(0)
-  %z = s32[] copy(%zero)
-  %b = f32[8]{0} negate(%a)
-  %init = (s32[], f32[8]{0}) tuple(%z, %b)
-  %loop = (s32[], f32[8]{0}) while(%init), condition=%cond, body=%body
-  ROOT %out = f32[8]{0} get-tuple-element(%loop), index=1
-}
-"""
+from tightship.frontends.hlo.points_to import points_to
 
 
 def at(points: PointsTo, computation: str, name: str, index: tuple[int, ...] = ()) -> str:
@@ -66,7 +38,7 @@ def test_an_alias_set_lies_at_one_place_in_xlas_assignment(name: str) -> None:
 
 
 def test_a_loop_is_one_place_and_what_it_passes_on_is_one_buffer() -> None:
-    points = points_to(parse(LOOP))
+    points = points_to(parse(COUNTING))
     assert at(points, "main", "out") == at(points, "body", "x") == "b"  # passed on unchanged: no phi
     assert at(points, "body", "i") == "p{0}" and at(points, "cond", "j") == "q{0}"
     sets = [{str(b) for b in group.buffers} for group in alias_sets(points)]
@@ -76,27 +48,19 @@ def test_a_loop_is_one_place_and_what_it_passes_on_is_one_buffer() -> None:
 
 
 def test_what_a_while_takes_ends_where_its_body_begins() -> None:
-    ranges = hlo_dumps.our_ranges(live_ranges(parse(LOOP)))[1]
+    ranges = hlo_dumps.our_ranges(live_ranges(parse(COUNTING)))[1]
     assert ranges["z{}"] == (2, 5) and ranges["q{0}"] == (5, 9)
     assert ranges["a{}"] == (0, 17)  # an input that is not donated stays to the end
 
 
-def test_a_computation_run_from_two_places_is_refused() -> None:
-    text = LOOP.replace("condition=%cond, body=%body", "condition=%cond, body=%body").replace(
-        "  ROOT %out", "  %again = (s32[], f32[8]{0}) while(%init), condition=%cond, body=%body\n  ROOT %out"
-    )
-    with pytest.raises(Unsupported, match="run from both 'loop' and 'again'"):
-        points_to(parse(text))
-
-
 def test_an_unscheduled_module_has_no_live_ranges() -> None:
     with pytest.raises(BadInput, match="live ranges need a schedule"):
-        live_ranges(parse(LOOP.replace(", is_scheduled=true", "")))
+        live_ranges(parse(COUNTING.replace(", is_scheduled=true", "")))
 
 
 @pytest.mark.parametrize("shape", ["f32[4294967296,4294967296]", "f32[<=8]"])
 def test_shapes_without_a_size_are_refused_with_their_place(shape: str) -> None:
-    text = LOOP.replace("%b = f32[8]", f"%b = {shape}")
+    text = COUNTING.replace("%b = f32[8]", f"%b = {shape}")
     with pytest.raises(BadInput, match=r"module:23, 'b' in 'main'"):
         points_to(parse(text))
 
@@ -150,7 +114,7 @@ def test_L03_positions_are_the_inverse_of_points_to(name: str) -> None:  # noqa:
 
 
 def test_L04_live_out_is_all_the_root_points_to() -> None:  # noqa: N802
-    points = points_to(parse(LOOP))
+    points = points_to(parse(COUNTING))
     assert {str(b) for b in points.live_out} == {"b"}
     control = points_to(hlo_data.module("cpu_control"))
     assert {str(b) for b in control.live_out} == {
@@ -185,9 +149,9 @@ def test_L04_live_out_is_all_the_root_points_to() -> None:  # noqa: N802
     ],
 )
 def test_instructions_that_cannot_be_are_refused_with_their_line(old: str, new: str, says: str) -> None:
-    assert old in LOOP
+    assert old in COUNTING
     with pytest.raises(BadInput) as error:
-        points_to(parse(LOOP.replace(old, new, 1)))
+        points_to(parse(COUNTING.replace(old, new, 1)))
     assert f"module:{says}" in str(error.value)
 
 

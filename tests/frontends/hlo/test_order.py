@@ -4,9 +4,10 @@ import pytest
 
 import hlo_data
 from tightship.frontends.hlo import parse
+from tightship.frontends.hlo.buffers import Buffer, Node, PointsTo
 from tightship.frontends.hlo.live import live_ranges
 from tightship.frontends.hlo.order import Order, may_interfere, total
-from tightship.frontends.hlo.points_to import Buffer, Node, PointsTo, points_to
+from tightship.frontends.hlo.points_to import points_to
 from tightship.frontends.hlo.share import Sharing
 
 FORK = """\

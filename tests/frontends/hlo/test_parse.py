@@ -186,3 +186,31 @@ def test_jaxlib_reads_the_same() -> None:
         for computation in theirs.computations():
             found = {i.name: [o.name for o in i.operands()] for i in computation.instructions()}
             assert found == {i.name: list(i.operands) for i in ours.by_name[computation.name].instructions}
+
+
+def test_an_unknown_opcode_is_read_and_noted_with_its_line() -> None:
+    text = (
+        "HloModule m, is_scheduled=true\nENTRY e {\n  p = f32[8]{0} parameter(0)\n"
+        "  a = f32[8]{0} warp-shuffle(p), lanes={4}\n  ROOT b = f32[8]{0} warp-shuffle(a)\n}\n"
+    )
+    module = parse(text)
+    assert module.notes == (
+        "opcode 'warp-shuffle' is not known (2, first 'a' in line 4):"
+        " its results are taken to have bytes of their own",
+    )
+    assert module.entry.by_name["a"].attribute("lanes") == "{4}"
+    for name in hlo_data.CPU + hlo_data.GPU:
+        assert hlo_data.module(name).notes == ()
+
+
+def test_replica_groups_by_axes_of_a_mesh_are_one_value() -> None:
+    groups = "mesh['axis_0'=4,'axis_1'=2], device_ids=([2,4]T(1,0)) {'axis_0'}"
+    text = (
+        "HloModule m, is_scheduled=true\n%add {\n  a = f32[] parameter(0)\n  b = f32[] parameter(1)\n"
+        "  ROOT c = f32[] add(a, b)\n}\nENTRY e {\n  p = f32[8]{0} parameter(0)\n"
+        f"  ROOT r = f32[8]{{0}} all-reduce(p), channel_id=1, replica_groups={groups}, to_apply=%add\n}}\n"
+    )
+    root = parse(text).entry.root
+    assert root.called == ("add",)
+    assert f"{root.attribute('replica_groups')}, device_ids={root.attribute('device_ids')}" == groups
+    assert parse(to_text(parse(text))) == parse(text)

@@ -10,8 +10,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
+from tightship.frontends.hlo.buffers import Buffer, Node, PointsTo
 from tightship.frontends.hlo.module import Instruction, Module, declared
-from tightship.frontends.hlo.points_to import Buffer, Node, PointsTo
 from tightship.frontends.hlo.shape import Index
 
 __all__ = ["AliasSet", "InPlace", "alias_sets", "in_place"]

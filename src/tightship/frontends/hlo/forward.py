@@ -1,90 +1,111 @@
 """Instructions whose results are their operands' buffers, wholly or at some positions.
 
 An opcode that is not listed defines every position of its shape, which is what XLA does and is safe for opcodes
-nobody has heard of: they share nothing.
+nobody has heard of: they share nothing. What a buffer is, is the caller's matter: the rules pass on whatever stands
+at the positions of the operands.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol, TypeVar
 
+from tightship.frontends.hlo.module import Instruction
 from tightship.frontends.hlo.shape import Index, Shape
 
-if TYPE_CHECKING:
-    from tightship.frontends.hlo.points_to import Buffer, Node
+__all__ = ["Operand", "async_start", "forwarded"]
 
-__all__ = ["async_start", "forwarded"]
-
-
-def forwarded(node: Node) -> list[Buffer | None]:
-    """For each position the operand's buffer that stands there, or None where the instruction defines one."""
-    rule = _RULES.get(node.opcode)
-    return rule(node) if rule else [None] * len(node.shape.positions)
+T = TypeVar("T")
+T_co = TypeVar("T_co", covariant=True)
 
 
-def _whole(node: Node) -> list[Buffer | None]:
-    return list(node.operands[0].at)
+class Operand(Protocol[T_co]):
+    """What an instruction is given: a shape, and what stands at each position, in the order of ``positions``."""
+
+    @property
+    def shape(self) -> Shape: ...
+
+    @property
+    def at(self) -> Sequence[T_co]: ...
 
 
-def _copy(node: Node) -> list[Buffer | None]:
+def forwarded(i: Instruction, operands: Sequence[Operand[T]]) -> list[T | None]:
+    """For each position what stands there of the operands, or None where the instruction defines a buffer."""
+    rule = _RULES.get(i.opcode)
+    return rule(i, operands) if rule else [None] * len(i.shape.positions)
+
+
+Operands = Sequence[Operand[T]]
+
+
+def _whole(i: Instruction, operands: Operands[T]) -> list[T | None]:
+    return list(operands[0].at)
+
+
+def _copy(i: Instruction, operands: Operands[T]) -> list[T | None]:
     """A shallow copy: the top is new."""
-    return [None, *node.operands[0].at[1:]]
+    return [None, *operands[0].at[1:]]
 
 
-def _tuple(node: Node) -> list[Buffer | None]:
-    return [None, *(b for operand in node.operands for b in operand.at)]
+def _tuple(i: Instruction, operands: Operands[T]) -> list[T | None]:
+    return [None, *(b for operand in operands for b in operand.at)]
 
 
-def _element(node: Node) -> list[Buffer | None]:
-    start = node.operands[0].shape.starts[node.instruction.tuple_index]
-    return list(node.operands[0].at[start : start + len(node.shape.positions)])
+def _element(i: Instruction, operands: Operands[T]) -> list[T | None]:
+    start = operands[0].shape.starts[i.tuple_index]
+    return list(operands[0].at[start : start + len(i.shape.positions)])
 
 
-def _picked(node: Node, pick: Callable[[Index, Shape], tuple[int, Index] | None]) -> list[Buffer | None]:
+def _picked(
+    i: Instruction, operands: Operands[T], pick: Callable[[Index, Shape], tuple[int, Index] | None]
+) -> list[T | None]:
     """By position: (operand, position in it) that stands there."""
-    found: list[Buffer | None] = []
-    for index, shape in node.shape.positions:
+    found: list[T | None] = []
+    for index, shape in i.shape.positions:
         source = pick(index, shape)
-        found.append(None if source is None else node.operands[source[0]].buffer(source[1]))
+        if source is None:
+            found.append(None)
+        else:
+            given = operands[source[0]]
+            found.append(given.at[given.shape.offset(source[1])])
     return found
 
 
-def _copy_start(node: Node) -> list[Buffer | None]:
-    return _picked(node, lambda index, _: (0, ()) if index == (1,) else None)
+def _copy_start(i: Instruction, operands: Operands[T]) -> list[T | None]:
+    return _picked(i, operands, lambda index, _: (0, ()) if index == (1,) else None)
 
 
-def _copy_done(node: Node) -> list[Buffer | None]:
-    return _picked(node, lambda index, _: (0, (0,)) if not index else None)
+def _copy_done(i: Instruction, operands: Operands[T]) -> list[T | None]:
+    return _picked(i, operands, lambda index, _: (0, (0,)) if not index else None)
 
 
-def _send(node: Node) -> list[Buffer | None]:
-    return _picked(node, lambda index, _: (0, index[1:]) if index[:1] == (0,) else None)
+def _send(i: Instruction, operands: Operands[T]) -> list[T | None]:
+    return _picked(i, operands, lambda index, _: (0, index[1:]) if index[:1] == (0,) else None)
 
 
-def _recv_done(node: Node) -> list[Buffer | None]:
-    return _picked(node, lambda index, _: (0, index) if index[:1] == (0,) else None)
+def _recv_done(i: Instruction, operands: Operands[T]) -> list[T | None]:
+    return _picked(i, operands, lambda index, _: (0, index) if index[:1] == (0,) else None)
 
 
-def _all_gather_start(node: Node) -> list[Buffer | None]:
-    several = len(node.operands) > 1
+def _all_gather_start(i: Instruction, operands: Operands[T]) -> list[T | None]:
+    several = len(operands) > 1
 
     def pick(index: Index, shape: Shape) -> tuple[int, Index] | None:
         if shape.is_tuple or index[:1] != (0,):
             return None
         return (index[1], ()) if several else (0, ())
 
-    return _picked(node, pick)
+    return _picked(i, operands, pick)
 
 
-def _done_with_second(node: Node) -> list[Buffer | None]:
+def _done_with_second(i: Instruction, operands: Operands[T]) -> list[T | None]:
     """Results stand at position 1 of what the start gave; a tuple around them is new."""
-    return _picked(node, lambda index, shape: None if shape.is_tuple else (0, (1, *index)))
+    return _picked(i, operands, lambda index, shape: None if shape.is_tuple else (0, (1, *index)))
 
 
-def _permute_start(node: Node) -> list[Buffer | None]:
-    inplace = node.instruction.has("slice_sizes") or len(node.operands) == 4
-    several = not inplace and len(node.operands) > 1
+def _permute_start(i: Instruction, operands: Operands[T]) -> list[T | None]:
+    inplace = i.has("slice_sizes") or len(operands) == 4
+    several = not inplace and len(operands) > 1
 
     def pick(index: Index, shape: Shape) -> tuple[int, Index] | None:
         if index[:1] != (0,):
@@ -93,28 +114,29 @@ def _permute_start(node: Node) -> list[Buffer | None]:
             return (index[1], ()) if len(index) == 2 else None
         return None if shape.is_tuple else (0, index[1:])
 
-    return _picked(node, pick)
+    return _picked(i, operands, pick)
 
 
-def async_start(node: Node, result: list[Buffer]) -> list[Buffer | None]:
+def async_start(i: Instruction, operands: Operands[T], result: Sequence[T]) -> list[T | None]:
     """Operands stand below position 0, results of the wrapped computation below 1; tables and contexts are new."""
-    root = dict(zip((i for i, _ in node.shape.parts[1].positions), result, strict=False))
-    found: list[Buffer | None] = []
-    for index, shape in node.shape.positions:
+    root = dict(zip((index for index, _ in i.shape.parts[1].positions), result, strict=False))
+    found: list[T | None] = []
+    for index, shape in i.shape.positions:
         if shape.is_tuple or not index or index[0] > 1:
             found.append(None)
         elif index[0] == 0:
-            found.append(node.operands[index[1]].buffer(index[2:]))
+            given = operands[index[1]]
+            found.append(given.at[given.shape.offset(index[2:])])
         else:
             found.append(root.get(index[1:]))
     return found
 
 
-def _async_update(node: Node) -> list[Buffer | None]:
-    return _picked(node, lambda index, shape: None if shape.is_tuple else (0, index))
+def _async_update(i: Instruction, operands: Operands[T]) -> list[T | None]:
+    return _picked(i, operands, lambda index, shape: None if shape.is_tuple else (0, index))
 
 
-_RULES: dict[str, Callable[[Node], list[Buffer | None]]] = {
+_RULES: dict[str, Callable[[Instruction, Operands[Any]], list[Any]]] = {
     "tuple": _tuple,
     "get-tuple-element": _element,
     "bitcast": _whole,

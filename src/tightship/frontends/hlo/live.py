@@ -15,8 +15,9 @@ from itertools import pairwise
 
 from tightship.errors import BadInput
 from tightship.frontends.hlo.alias import AliasSet, alias_sets
-from tightship.frontends.hlo.module import Computation, Module
-from tightship.frontends.hlo.points_to import Buffer, Node, PointsTo, points_to, runs
+from tightship.frontends.hlo.buffers import Buffer, Node, PointsTo
+from tightship.frontends.hlo.module import Computation, Module, runs
+from tightship.frontends.hlo.points_to import points_to
 
 __all__ = ["LiveRanges", "Range", "live_ranges"]
 

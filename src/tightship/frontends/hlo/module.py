@@ -13,7 +13,17 @@ from functools import cached_property
 
 from tightship.frontends.hlo.shape import Shape
 
-__all__ = ["CALLS", "Computation", "Instruction", "Module", "Place", "declared", "names_in"]
+__all__ = [
+    "CALLS",
+    "Computation",
+    "Instruction",
+    "Module",
+    "Place",
+    "declared",
+    "names_in",
+    "run_keys",
+    "runs",
+]
 
 CALLS = (
     "calls",
@@ -30,6 +40,13 @@ CALLS = (
     "comparator",
 )
 """Attributes that name computations."""
+
+_RUNS = {
+    "while": ("condition", "body"),
+    "call": ("to_apply",),
+    "async-start": ("calls",),
+    "conditional": ("branch_computations", "true_computation", "false_computation"),
+}
 
 _NAME = re.compile(r"%?([\w.\-]+)")
 _COMMENT = re.compile(r"/\*.*?\*/")
@@ -167,13 +184,14 @@ class Computation:
 @dataclass(frozen=True)
 class Module:
     """A module: ``attributes`` of its header as text, ``tables`` (file names, stack frames) as text by title.
-    ``file`` is what messages call it (not part of equality)."""
+    ``file`` is what messages call it, ``notes`` say what had to be assumed (neither is part of equality)."""
 
     name: str
     computations: tuple[Computation, ...]
     attributes: tuple[tuple[str, str], ...] = ()
     tables: tuple[tuple[str, tuple[str, ...]], ...] = ()
     file: str = field(default="", compare=False)
+    notes: tuple[str, ...] = field(default=(), compare=False)
 
     def attribute(self, key: str, default: str = "") -> str:
         return next((text for name, text in self.attributes if name == key), default)
@@ -251,6 +269,19 @@ def _rows(lines: tuple[str, ...]) -> Iterator[tuple[str, str]]:
         number, _, rest = line.partition(" ")
         if number.isdigit():
             yield number, rest
+
+
+def run_keys(i: Instruction) -> tuple[str, ...]:
+    """The attributes whose computations an instruction runs one after another, with its own operands."""
+    return tuple(key for key in _RUNS.get(i.opcode, ()) if i.has(key))
+
+
+def runs(i: Instruction) -> tuple[str, ...]:
+    """Computations an instruction runs one after another with its own operands (not element by element): a
+    loop's condition before its body, the branches of a conditional in the order of their operands."""
+    if i.opcode not in _RUNS:
+        return ()
+    return tuple(n for key in run_keys(i) for n in names_in(i.attribute(key)))
 
 
 def declared(i: Instruction) -> tuple[tuple[int, tuple[int, ...], tuple[int, ...]], ...]:

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
 
-from tightship.frontends.hlo.points_to import Buffer, Node, PointsTo
+from tightship.frontends.hlo.buffers import Buffer, Node, PointsTo
 from tightship.frontends.hlo.share import Sharing
 
 __all__ = ["Order", "may_interfere", "total"]

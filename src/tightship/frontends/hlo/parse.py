@@ -14,6 +14,7 @@ from tightship.errors import BadInput
 from tightship.frontends.hlo.check import check_module
 from tightship.frontends.hlo.check_calls import check_instructions
 from tightship.frontends.hlo.module import Computation, Instruction, Module
+from tightship.frontends.hlo.opcodes import KNOWN
 from tightship.frontends.hlo.scan import Scan
 
 __all__ = ["SIZE_LIMIT", "parse", "read"]
@@ -69,10 +70,24 @@ def parse(text: str, file: str = "module") -> Module:
         computations.append(_computation(scan, line))
     if not computations:
         scan.fail("a computation", len(scan.text))
-    module = Module(name, tuple(computations), attributes, tuple(tables), file)
+    module = Module(name, tuple(computations), attributes, tuple(tables), file, _notes(computations))
     check_module(module, file)
     check_instructions(module, file)
     return module
+
+
+def _notes(computations: list[Computation]) -> tuple[str, ...]:
+    """What the text has that nothing is known of."""
+    unknown: dict[str, list[Instruction]] = {}
+    for c in computations:
+        for i in c.instructions:
+            if i.opcode not in KNOWN:
+                unknown.setdefault(i.opcode, []).append(i)
+    return tuple(
+        f"opcode {opcode!r} is not known ({len(found)}, first {found[0].name!r} in line {found[0].line}):"
+        " its results are taken to have bytes of their own"
+        for opcode, found in unknown.items()
+    )
 
 
 class _Lines:

@@ -25,6 +25,7 @@ _GROUP = re.compile(rf'\{{(?:[^{{}}()"\[\]]|{_STRING})*\}}')
 _NESTED = re.compile(rf"[{{}}()\[\]]|{_STRING}")
 _QUOTED = re.compile(_STRING)
 _DIM = re.compile(r"\s*(<=)?(\d+|\?)\s*\Z")
+_APART = re.compile(r"[ \t]+(?=\{)")
 _CLOSING = {"{": "}", "(": ")", "[": "]"}
 
 
@@ -133,10 +134,13 @@ class Scan:
         return tuple(found)
 
     def value(self) -> str:
-        """The text of a value: words, strings and anything in brackets, up to a comma or a blank."""
+        """The text of a value: words, strings and anything in brackets, up to a comma or a blank; a brace after
+        a blank belongs to it, as in the replica groups ``mesh['a'=2,'b'=4] {'a'}``."""
         start = self.at
         while self.at < len(self.text):
             if self.match(_PLAIN) or self.match(_GROUP) or self.match(_QUOTED):
+                continue
+            if self.at > start and self.match(_APART):
                 continue
             if self.text[self.at] not in _CLOSING:
                 break

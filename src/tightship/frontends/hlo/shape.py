@@ -87,6 +87,13 @@ class Shape:
         """Where in ``positions`` those of each part begin."""
         return tuple(accumulate((len(part.positions) for part in self.parts[:-1]), initial=1))
 
+    def offset(self, index: Index) -> int:
+        """Where a position stands in ``positions``."""
+        at, shape = 0, self
+        for k in index:
+            at, shape = at + shape.starts[k], shape.parts[k]
+        return at
+
     @property
     def leaves(self) -> Iterator[tuple[Index, Shape]]:
         """Every position that is no tuple."""

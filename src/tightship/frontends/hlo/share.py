@@ -10,8 +10,8 @@ from __future__ import annotations
 import re
 
 from tightship.frontends.hlo.alias import in_place
+from tightship.frontends.hlo.buffers import Node, PointsTo
 from tightship.frontends.hlo.module import Computation, Instruction, Module
-from tightship.frontends.hlo.points_to import Node, PointsTo
 from tightship.frontends.hlo.shape import Index, Shape
 
 __all__ = ["TARGETS", "Sharing", "elementwise", "target_of"]

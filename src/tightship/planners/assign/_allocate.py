@@ -16,9 +16,9 @@ from functools import cached_property
 import numpy as np
 
 from tightship.frontends.hlo.alias import AliasSet
+from tightship.frontends.hlo.buffers import Buffer, Node
 from tightship.frontends.hlo.live import LiveRanges
 from tightship.frontends.hlo.module import Computation
-from tightship.frontends.hlo.points_to import Buffer, Node
 from tightship.frontends.hlo.post_order import post_order
 from tightship.frontends.hlo.shape import Index
 from tightship.frontends.hlo.share import Sharing

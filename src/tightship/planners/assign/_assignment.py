@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from tightship.frontends.hlo.alias import AliasSet
+from tightship.frontends.hlo.buffers import Buffer
 from tightship.frontends.hlo.live import LiveRanges
-from tightship.frontends.hlo.points_to import Buffer
 from tightship.planners.assign._allocate import Allocation
 from tightship.planners.assign._heap import most_alive
 

@@ -12,8 +12,8 @@ from collections.abc import Iterator, Mapping
 
 from tightship.errors import VerificationFailed
 from tightship.frontends.hlo.alias import AliasSet
+from tightship.frontends.hlo.buffers import Buffer as Logical
 from tightship.frontends.hlo.live import LiveRanges
-from tightship.frontends.hlo.points_to import Buffer as Logical
 from tightship.frontends.hlo.share import TARGETS, Sharing
 from tightship.plan import Buffer, Problem, Solution
 from tightship.planners.assign._allocate import Allocation

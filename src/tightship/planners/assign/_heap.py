@@ -17,8 +17,8 @@ import numpy as np
 
 from tightship import _core
 from tightship.frontends.hlo.alias import AliasSet
+from tightship.frontends.hlo.buffers import Buffer
 from tightship.frontends.hlo.live import LiveRanges
-from tightship.frontends.hlo.points_to import Buffer
 from tightship.frontends.hlo.share import Sharing
 
 __all__ = ["Group", "Member", "best_fit", "most_alive", "replay", "stays_of"]

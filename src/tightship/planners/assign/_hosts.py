@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from tightship.frontends.hlo.buffers import Buffer
 from tightship.frontends.hlo.live import LiveRanges
-from tightship.frontends.hlo.points_to import Buffer
 from tightship.frontends.hlo.share import Sharing
 from tightship.planners.assign._allocate import Allocation
 from tightship.planners.assign._heap import Group

@@ -14,9 +14,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
-from tightship.frontends.hlo import Computation, Module
+from tightship.frontends.hlo import Computation, Module, flattened
+from tightship.frontends.hlo.buffers import Buffer, Node
 from tightship.frontends.hlo.live import LiveRanges, live_ranges
-from tightship.frontends.hlo.points_to import Buffer, Node
 from tightship.planners.assign._assignment import between
 from tightship.planners.assign._heap import most_alive
 
@@ -40,7 +40,7 @@ def scheduled(module: Module) -> Module:
 
 def reordered(module: Module) -> tuple[Module, int]:
     """The module in the best order found, and how many instructions it moved."""
-    best = scheduled(module)
+    best = module = scheduled(flattened(module))
     live = live_ranges(best)
     least = _peak(live)
     for c in live.points.sequential:

@@ -12,8 +12,8 @@ from itertools import accumulate
 from typing import Any
 
 from tightship.frontends.hlo import Index, Module
+from tightship.frontends.hlo.buffers import Node
 from tightship.frontends.hlo.live import LiveRanges
-from tightship.frontends.hlo.points_to import Node
 from tightship.planners.assign import xla
 from tightship.planners.assign._assignment import Assignment, between
 from tightship.planners.assign._heap import most_alive

@@ -14,8 +14,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from tightship.frontends.hlo import Module
+from tightship.frontends.hlo.buffers import Buffer
 from tightship.frontends.hlo.live import LiveRanges
-from tightship.frontends.hlo.points_to import Buffer
 from tightship.frontends.hlo.share import TARGETS, Sharing
 from tightship.plan import Buffer as Block
 from tightship.plan import Problem

@@ -13,7 +13,7 @@ import time
 from dataclasses import dataclass
 
 from tightship.errors import BadInput
-from tightship.frontends.hlo import Module
+from tightship.frontends.hlo import Module, flattened
 from tightship.frontends.hlo.live import live_ranges
 from tightship.frontends.hlo.share import TARGETS, Sharing, target_of
 from tightship.planners.assign._allocate import Allocation, allocate, thread_locals
@@ -35,7 +35,7 @@ def plan(module: Module, options: Options | None = None) -> Assignment:
     """XLA's assignment. Raises ``BadInput`` for a module without a schedule, or with shapes without a size."""
     began = time.perf_counter()
     target = known_target(module, (options or Options()).target)
-    live = live_ranges(module)
+    live = live_ranges(flattened(module))
     sharing = Sharing(live.points, target)
     assigner = allocate(live, sharing)
     groups = replay(live, assigner.heap, sharing)
