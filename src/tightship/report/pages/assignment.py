@@ -6,7 +6,7 @@ from collections import defaultdict
 from itertools import accumulate
 from typing import Any
 
-from tightship.frontends.hlo.points_to import Buffer
+from tightship.frontends.hlo.buffers import Buffer
 from tightship.planners.assign._allocate import Allocation
 from tightship.planners.assign._assignment import Assignment, between
 from tightship.planners.assign.advice import peak_step
