@@ -27,7 +27,7 @@ Bits bits(const Engine& e, const Array<std::uint8_t>& a) {
     if (a.shape(0) != e.gaps().size()) throw std::invalid_argument("one decision per gap is needed");
     Bits found = vec(a);
     for (std::size_t i = 0; i < found.size(); ++i) {
-        if (found[i] >= kDecisions) throw std::invalid_argument("a decision is keep, evict, pass, pack or offload");
+        if (found[i] >= kDecisions) throw std::invalid_argument("a decision is keep, evict, pass, drop, pack or offload");
         if (!e.allowed(static_cast<i32>(i), found[i])) found[i] = e.least(static_cast<i32>(i));
     }
     return found;

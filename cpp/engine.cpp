@@ -88,7 +88,7 @@ void Engine::find_gaps() {
         replayable_[s] = recipe_is_replayable(s);
         if (p_.size[s] == 0 || p_.owned[s]) continue;
         auto possible = [&](std::uint8_t may) -> std::uint8_t {
-            if (!replayable_[s]) may &= ~(1 << kEvict | 1 << kPass);
+            if (!replayable_[s]) may &= ~(1 << kEvict | 1 << kPass | 1 << kDrop);
             if (!p_.packed[s]) may &= ~(1 << kPack);
             return may ? may : 1 << kKeep;
         };
@@ -142,7 +142,7 @@ void Engine::find_movable() {
 bool Engine::wanted_at_once(i32 s) const {
     for (i64 j = touches_.start[s]; j + 1 < touches_.start[s + 1]; ++j) {
         const i32 gap = gap_of_[j];
-        if (gap >= 0 && (evict_[gap] == kEvict || evict_[gap] == kPass)) return false;
+        if (gap >= 0 && recomputed(evict_[gap])) return false;
         if (gap >= 0 && evict_[gap] != kKeep) return true;
         const i32 next = touches_.item[j + 1];
         if (next == p_.ops || !late_[next]) return true;
@@ -220,9 +220,9 @@ bool Engine::passes(i32 s) const {
     if (!replayable_[s] || !s_.resident[s]) return false;
     if (!has_touch(s)) return true;
     const i64 next = touches_.start[s] + s_.touch[s];
-    if (s_.touch[s] == 0 || touches_.item[next] <= s_.position + horizon_) return false;
-    const i32 gap = gap_of_[next - 1];
-    return gap >= 0 && evict_[gap] == kPass;
+    if (s_.touch[s] == 0 || gap_of_[next - 1] < 0) return false;
+    const std::uint8_t to = evict_[gap_of_[next - 1]];
+    return to == kDrop || (to == kPass && touches_.item[next] > s_.position + horizon_);
 }
 
 // Run one op of the recipe of `wanted` again.

@@ -5,12 +5,12 @@
 // storages, plus everything the running op defines, plus its workspace.
 //
 // A decision is one number per *gap*: a stay of a storage between two consecutive touches, after its last write.
-// kKeep stays. kEvict and kPass end the residence at the first touch; the storage is restored just before the next
+// kKeep stays. kEvict, kPass and kDrop end the residence at the first touch; the storage is restored just before the next
 // touch, or earlier when a recomputation needs it, by running its recipe (every op that writes it, in order)
 // again. What a recipe reads is restored first, recursively. What was restored for a recomputation stays until
 // its next touch; with kPass only if that touch is within the horizon (so that recomputing through several layers
-// does not fill memory with all of them), otherwise, and without a next touch, it is dropped as soon as nothing
-// under way needs it. What cannot be made again and is read by a recipe stays until
+// does not fill memory with all of them), with kDrop not even then; otherwise, and without a next touch, it is dropped as soon
+// as nothing under way needs it. What cannot be made again and is read by a recipe stays until
 // the last recomputation that reads it: a first pass finds out until when, a second one counts.
 #pragma once
 
@@ -50,7 +50,10 @@ struct Program {
     i32 boundary = 0;                              // a position
 };
 
-enum Decision : std::uint8_t { kKeep = 0, kEvict = 1, kPass = 2, kPack = 3, kOffload = 4, kDecisions = 5 };
+enum Decision : std::uint8_t { kKeep, kEvict, kPass, kDrop, kPack, kOffload, kDecisions };
+
+// Whether it leaves and is made again.
+inline bool recomputed(std::uint8_t decision) { return decision >= kEvict && decision <= kDrop; }
 
 struct Gap {
     i32 storage, from, to;  // touches at these positions of the order; to == ops means the end

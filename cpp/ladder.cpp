@@ -61,8 +61,8 @@ Found ladder(Engine& engine, const Rows& rows, i64 limit, const Bits& start, con
     std::priority_queue<Rung, std::vector<Rung>, Dearer> open;
     std::vector<Rung> resting;
     for (i64 r = 0; r + 1 < static_cast<i64>(rows.start.size()); ++r)
-        for (const std::uint8_t to : {kEvict, kPass, kPack, kOffload}) {
-            if (to == kPass && rows.size(r) == 1) continue;
+        for (const std::uint8_t to : {kEvict, kPass, kDrop, kPack, kOffload}) {
+            if ((to == kPass || to == kDrop) && rows.size(r) == 1) continue;
             const auto may = [&](i32 gap) { return engine.allowed(gap, to); };
             if (std::none_of(rows.begin(r), rows.end(r), may)) continue;
             for (i32 part = 1; part <= rows.size(r); part *= 3) resting.push_back({r, to, part, 0, -1});

@@ -74,11 +74,11 @@ Found relax(Engine& engine, const Rows& groups, i64 limit, const Found& start, c
     Found best = start;
     Bits now = best.evict;
     for (i64 g = static_cast<i64>(groups.start.size()) - 2; g >= 0; --g) {
-        for (const std::uint8_t to : {kKeep, kEvict}) {
+        for (const std::uint8_t to : {kKeep, kEvict, kPass}) {
             if (meter.over(best)) break;
             Bits next = now;
             for (auto x = groups.begin(g); x != groups.end(g); ++x)
-                if (next[*x] > to && engine.allowed(*x, to)) next[*x] = to;
+                if (next[*x] > to && (to < kPass || next[*x] == kDrop) && engine.allowed(*x, to)) next[*x] = to;
             if (next == now) continue;
             const Cost c = engine.evaluate(next.data(), limit, best.cost.extra);
             meter.spend(c);
@@ -127,9 +127,12 @@ class Moves {
                                                                             : kOffload;
             return to == now ? std::uint8_t{kKeep} : to;
         }
-        if (now > kPass) return uniform() < 0.5 ? kKeep : kEvict;
-        if (now == kKeep) return uniform() < 0.7 ? kEvict : kPass;
-        return uniform() < 0.7 ? kKeep : now == kEvict ? kPass : kEvict;
+        if (now > kDrop) return uniform() < 0.5 ? kKeep : kEvict;
+        const double u = uniform();
+        if (now == kKeep) return u < 0.7 ? kEvict : u < 0.85 ? kPass : kDrop;
+        if (u < 0.7) return kKeep;
+        const bool first = u < 0.85;
+        return now == kEvict ? (first ? kPass : kDrop) : now == kPass ? (first ? kEvict : kDrop) : (first ? kEvict : kPass);
     }
 
     void one(Bits& bits, Changed& changed) {

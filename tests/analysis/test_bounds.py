@@ -14,7 +14,7 @@ from strategies import random_graph
 from tightship import _core
 from tightship.analysis.bounds import lower_bound, time_bound
 from tightship.analysis.relaxation import Relaxation
-from tightship.graph import Graph
+from tightship.graph import Graph, Op, Storage, Value
 from tightship.simulate import baseline, replay
 
 SMALL = [random_graph(seed, 3 + seed % 5, calls=0.0, updates=0.2) for seed in range(120)]
@@ -57,6 +57,18 @@ def test_the_bounds_are_worth_something() -> None:
     graph = chain(12)
     least = int(lower_bound(graph))
     assert time_bound(graph, least) > 24 + 6  # of 12 forward ops at least half run again
+
+
+def test_all_results_are_there_at_the_end() -> None:
+    """Gradients can be made again one by one, but at the end each of them is there, and so is what makes the last."""
+    ops = tuple(Op(f"f{k}", "f", (0,), (k + 1,), time=1.0, workspace=8 * k) for k in range(5))
+    storages = (Storage("x", 64, "input"), *(Storage(f"y{k}", 64) for k in range(5)))
+    graph = Graph(
+        ops, tuple(Value(s.name, k) for k, s in enumerate(storages)), storages, (0,), (1, 2, 3, 4, 5)
+    )
+    assert lower_bound(graph) == 64 + 5 * 64 and lower_bound(graph).op == 0
+    assert lower_bound(graph, least=dict.fromkeys(range(6), 0)) == 64 + 5 * 64
+    assert time_bound(graph, 6 * 64 - 1) == math.inf and time_bound(graph, 6 * 64) < math.inf
 
 
 def test_time_bound_is_the_step_itself_where_everything_fits_and_endless_where_nothing_does() -> None:

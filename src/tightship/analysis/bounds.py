@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from tightship.analysis.order import predecessors, successors
 from tightship.analysis.relaxation import Relaxation, runs_again
 from tightship.graph import Graph
-from tightship.simulate import baseline, replay
+from tightship.simulate import baseline, extra_bytes, replay
 
 __all__ = ["Bound", "lower_bound", "replayable", "time_bound"]
 
@@ -63,7 +63,8 @@ def _marks(start: Sequence[int], edges: Sequence[Sequence[int]]) -> tuple[set[in
 def lower_bound(graph: Graph, *, recompute: bool = True, least: Mapping[int, int] | None = None) -> Bound:
     """Bytes no plan can stay under, whatever its order and however often it recomputes: for each op, the static
     set, what it reads, writes and needs while it runs, and what must be there too because it was made before the op
-    in every order, is needed after it in every order, and cannot be made again from less.
+    in every order, is needed after it in every order, and cannot be made again from less; and for the end of the step,
+    all results (in training, every gradient that no update consumes).
 
     Without ``recompute`` nothing can be made again. ``least`` is the bytes in which storages can wait (see
     `Relaxation`): for plans that compress storages, or move them out.
@@ -78,9 +79,31 @@ def lower_bound(graph: Graph, *, recompute: bool = True, least: Mapping[int, int
         for k in _few(ranked, len(load)):
             load[k] = max(load[k], relaxed.least_bytes(relaxed.moment(k)))
     best = max(range(len(load)), key=load.__getitem__)
-    bound = Bound(max(load[best], graph.static_bytes))
-    bound.op = best
+    end, last = _at_end(graph, alone=recompute and not least)
+    bound = Bound(max(load[best], end))
+    bound.op = best if load[best] >= end else last
     return bound
+
+
+def _at_end(graph: Graph, *, alone: bool) -> tuple[int, int]:
+    """Bytes when the last result comes to stay, and the op that makes it (-1: none has to).
+
+    All other results are there already. If results can only be made (``alone``), not unpacked or copied back, the op
+    that makes the last one holds what it reads and makes besides: the least that any such op needs counts.
+    """
+    uses, size = graph.uses, [s.size for s in graph.storages]
+    stay = graph.static | graph.kept
+    floor = graph.static_bytes + sum(size[s] for s in graph.kept - graph.static)
+    makers = {w for s in graph.kept - graph.static for w in uses.writers[s]}
+    if not alone or not makers:
+        return floor, -1
+
+    def beside(k: int) -> int:
+        touched = {*uses.reads[k], *uses.defines[k]} - stay
+        return sum(size[s] for s in touched) + extra_bytes(graph.ops[k])
+
+    last = min(sorted(makers), key=beside)
+    return floor + beside(last), last
 
 
 def _few(ranked: Sequence[int], ops: int) -> list[int]:
@@ -133,6 +156,8 @@ def time_bound(graph: Graph, budget: int, *, least: Mapping[int, int] | None = N
     move storages without ever waiting for it. Looks at moments at which keeping everything would be over the budget.
     """
     total = math.fsum(op.time for op in graph.ops)
+    if _at_end(graph, alone=not least)[0] > budget:
+        return math.inf
     steps = baseline(graph)
     during = replay(graph, steps).during
     over = {s.op: n for s, n in zip(steps, during, strict=True) if s.kind == "compute" and n > budget}

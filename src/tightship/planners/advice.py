@@ -35,7 +35,9 @@ def advice(graph: Graph, budget: int, best_peak: int) -> tuple[str, ...]:
         size = format_bytes(graph.static_bytes)
         return (f"nothing that a plan can do: parameters, state and inputs alone are {size}",)
     if away > budget:
-        found.append(f"no offloading: a single op works on {format_bytes(away)} with the static set")
+        found.append(
+            f"no offloading: an op, or the step's results, with the static set are {format_bytes(away)}"
+        )
     else:
         found.append(f"offloading (allow=recompute,offload): no less than {format_bytes(away)} then")
         half = {s: x.size // 2 for s, x in enumerate(graph.storages) if s not in graph.static}

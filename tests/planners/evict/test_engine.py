@@ -9,7 +9,7 @@ from chains import chain
 from strategies import random_graph
 from tightship.analysis.bounds import lower_bound
 from tightship.graph import Graph, Op, Storage, Value
-from tightship.planners.evict._frame import Frame
+from tightship.planners.evict._frame import DROP, EVICT, KEEP, PASS, Frame
 from tightship.simulate import baseline, replay
 
 HUGE = 1 << 60
@@ -17,7 +17,8 @@ HUGE = 1 << 60
 
 def masks(frame: Frame, seed: int, n: int) -> list[np.ndarray]:
     rng = np.random.default_rng(seed)
-    return [(rng.random(len(frame.gaps)) < rng.random()).astype(np.uint8) for _ in range(n)]
+    kinds = [KEEP, EVICT, PASS, DROP]
+    return [rng.choice(kinds[: 2 + k % 3], len(frame.gaps)).astype(np.uint8) for k in range(n)]
 
 
 @pytest.mark.parametrize("seed", range(60))
@@ -59,6 +60,14 @@ def test_chain_reaches_less_than_keeping_all_and_never_the_bound() -> None:
     bits[[g for g, (s, _, _) in enumerate(frame.gaps.tolist()) if s % 8]] = 1
     found = frame.cost(bits, HUGE)
     assert lower_bound(graph) <= found.peak < keep / 2
+
+
+def test_what_is_dropped_whenever_it_can_be_brings_a_chain_to_its_bound() -> None:
+    graph = chain(24)
+    frame = Frame(graph, tuple(range(len(graph.ops))))
+    peaks = {kind: frame.cost(frame.nothing() + np.uint8(kind), HUGE) for kind in (EVICT, DROP)}
+    assert peaks[EVICT].peak > peaks[DROP].peak == lower_bound(graph)
+    assert peaks[DROP].runs == 24 * 23 // 2  # each op again for every later one
 
 
 def test_what_cannot_be_made_again_stays_for_its_last_recomputation() -> None:

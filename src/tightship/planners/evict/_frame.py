@@ -20,6 +20,7 @@ from tightship.plan import Step
 from tightship.simulate import baseline, extra_bytes, replay
 
 __all__ = [
+    "DROP",
     "EVICT",
     "KEEP",
     "MEANS",
@@ -52,11 +53,12 @@ def pack(lists: Sequence[Sequence[int]]) -> Rows:
     return start, flat
 
 
-KEEP, EVICT, PASS, PACK, OFFLOAD = range(5)
+KEEP, EVICT, PASS, DROP, PACK, OFFLOAD = range(6)
 """What a gap may be: kept; evicted, and once restored it stays; evicted, and dropped again if restored only for a
-recomputation while its own next use is beyond the engine's horizon; packed; copied out to the host pool."""
+recomputation while its own next use is beyond the engine's horizon; the same however near its next use; packed;
+copied out to the host pool."""
 
-MEANS = {"recompute": (EVICT, PASS), "compress": (PACK,), "offload": (OFFLOAD,)}
+MEANS = {"recompute": (EVICT, PASS, DROP), "compress": (PACK,), "offload": (OFFLOAD,)}
 """The decisions that each way of leaving memory allows."""
 
 

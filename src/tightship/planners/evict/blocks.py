@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from tightship.planners.evict._frame import EVICT, KEEP, PASS, Bits, Decision, Frame
+from tightship.planners.evict._frame import DROP, EVICT, KEEP, PASS, Bits, Decision, Frame
 
 __all__ = ["Options", "plan"]
 
@@ -38,8 +38,13 @@ def plan(frame: Frame, limit: int, options: Options | None = None) -> Decision:
     far = _crossing(frame)
     classes = [r for r in frame.classes if len(r) > 2 and far[list(r)].any()]
     classes.sort(key=lambda r: -sum(int(frame.graph.storages[frame.gaps[g][0]].size) for g in r))
-    found = [_search(frame, limit, o, far, classes, rest) for rest in (EVICT, PASS)]
-    return found[1] if found[1].beats(found[0]) else found[0]
+    best = _search(frame, limit, o, far, classes, EVICT)
+    for rest in (PASS, DROP):
+        if rest == DROP and best.met:
+            break  # it costs more than the others, and only reaches less
+        found = _search(frame, limit, o, far, classes, rest)
+        best = found if found.beats(best) else best
+    return best
 
 
 def _search(

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from tightship.planners.evict._frame import EVICT, PASS, Decision, Frame
+from tightship.planners.evict._frame import DROP, EVICT, PASS, Decision, Frame
 
 __all__ = ["Options", "family", "plan"]
 
@@ -52,5 +52,7 @@ def family(frame: Frame, limit: int, options: Options | None = None) -> list[Dec
         if (key := dropped.tobytes()) in seen:
             continue
         seen.add(key)
-        found += [frame.cost(dropped.astype(np.uint8) * np.uint8(kind), limit) for kind in (EVICT, PASS)]
+        found += [
+            frame.cost(dropped.astype(np.uint8) * np.uint8(kind), limit) for kind in (EVICT, PASS, DROP)
+        ]
     return found
