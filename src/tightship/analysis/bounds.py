@@ -63,7 +63,7 @@ def _marks(start: Sequence[int], edges: Sequence[Sequence[int]]) -> tuple[set[in
 def lower_bound(graph: Graph, *, recompute: bool = True, least: Mapping[int, int] | None = None) -> Bound:
     """Bytes no plan can stay under, whatever its order and however often it recomputes: for each op, the static
     set, what it reads, writes and needs while it runs, and what must be there too because it was made before the op
-    in every order, is needed after it in every order, and cannot be made again from less; and for the end of the step,
+    in every order, is needed after it in every order, and cannot be made again from less; and for the end of a step,
     all results (in training, every gradient that no update consumes).
 
     Without ``recompute`` nothing can be made again. ``least`` is the bytes in which storages can wait (see
