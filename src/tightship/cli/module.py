@@ -20,7 +20,7 @@ from tightship.plan import Plan
 from tightship.planners import planner
 from tightship.planners.layout import lay_out
 from tightship.planners.remat._cost import work_of
-from tightship.planners.remat.as_plan import as_plan
+from tightship.planners.remat.as_plan import as_plan, graph_before
 from tightship.planners.remat.peak import module_peak
 from tightship.planners.remat.search import bound
 from tightship.planners.remat.xla import Remade
@@ -66,19 +66,19 @@ def plan_module(chosen: argparse.Namespace, out: Output) -> int:
         said.append(f"module written to {text}")
     for name, target in looks.items():
         if target is not None:
-            _look(name, target, graph, plan, rows)
+            _look(name, target, graph_before(module), graph, plan, rows)
             rows[name] = str(target)
             said.append(f"{SHOWN[name]} {target}")
     out.answer(rows, "\n".join(said))
     return 0 if made.met else 1
 
 
-def _look(name: str, target: Path, graph: Graph, plan: Plan, rows: dict[str, Any]) -> None:
+def _look(name: str, target: Path, before: Graph, graph: Graph, plan: Plan, rows: dict[str, Any]) -> None:
     """A plan of a module to look at. What is in memory at once is placed for that, results outside the graph."""
     layout = lay_out(graph, plan.steps, seconds=1.0)
     placed = replace(plan, residences=layout.residences, arena=layout.arena, handed=layout.handed)
     if name == "report":
-        write_file(target, plan_page(graph, placed, rows=rows).encode())
+        write_file(target, plan_page(graph, placed, rows=rows, before=before).encode())
     else:
         getattr(api.Planned(placed, graph), name)(target)
 

@@ -7,12 +7,12 @@ are none: they are written anew wherever they are needed. Storages are the array
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
 from tightship.frontends.hlo.module import Computation, Instruction, Module
-from tightship.frontends.hlo.shape import Index
+from tightship.frontends.hlo.shape import Index, Shape
 from tightship.graph import Graph, Op, Storage, Value
 from tightship.planners.remat._points_to import PointsTo
 from tightship.planners.remat.peak import CALLING
@@ -75,7 +75,7 @@ class Counted:
     def graph(self) -> Graph:
         out = {self.storage[b] for b in self.points.live_out if b in self.storage}
         storages = self._storages(out)
-        values = tuple(Value(s.name, k) for k, s in enumerate(storages))
+        values = self._values(storages)
         given = [s for i in self.computation.parameters for s in self.leaves(i.name)]
         number = {i.name: k for k, i in enumerate(self.ops)}
         ops, defined, extra = [], set(given), []
@@ -100,6 +100,13 @@ class Counted:
             label = name + "".join(f"{{{k}}}" for k in index)
             rows[s] = Storage(label, size, "output" if s in out else "activation")
         return tuple(rows[s] for s in range(len(rows)))
+
+    def _values(self, storages: Sequence[Storage]) -> tuple[Value, ...]:
+        """One for each storage, of the shape it is made with."""
+        parts: dict[int, Shape] = {}
+        for (name, index), s in self.storage.items():
+            parts.setdefault(s, self.computation.by_name[name].shape.part(index))
+        return tuple(Value(s.name, k, parts[k].dtype, parts[k].dims) for k, s in enumerate(storages))
 
     def _op(
         self,

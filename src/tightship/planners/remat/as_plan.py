@@ -6,7 +6,7 @@ a time; a run whose results are all still resident is left out.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 from tightship.analysis.bounds import lower_bound
 from tightship.frontends.hlo.module import Module
@@ -20,7 +20,7 @@ from tightship.planners.remat.xla import Remade
 from tightship.simulate import baseline, replay
 from tightship.verify import check
 
-__all__ = ["as_plan"]
+__all__ = ["as_plan", "graph_before"]
 
 
 def as_plan(module: Module, made: Remade, planner: str) -> tuple[Graph, Plan]:
@@ -28,8 +28,7 @@ def as_plan(module: Module, made: Remade, planner: str) -> tuple[Graph, Plan]:
 
     Bytes are without the module's result and tables of addresses, which the caller owns.
     """
-    after = peaks(made.module)
-    counted = Counted(module, module.entry, after, work_of(module).seconds, lambda i: may_repeat(module, i))
+    counted = _counted(module, peaks(made.module))
     graph = counted.graph
     steps = tuple(_steps(counted, made))
     before, line = replay(graph, baseline(graph)), replay(graph, steps)
@@ -47,6 +46,15 @@ def as_plan(module: Module, made: Remade, planner: str) -> tuple[Graph, Plan]:
     )
     check(graph, plan)
     return graph, plan
+
+
+def graph_before(module: Module) -> Graph:
+    """The graph of ``module``'s entry as it is counted without any plan: what it calls is as it was, too."""
+    return _counted(module, peaks(module)).graph
+
+
+def _counted(module: Module, callees: Mapping[str, int]) -> Counted:
+    return Counted(module, module.entry, callees, work_of(module).seconds, lambda i: may_repeat(module, i))
 
 
 def _steps(counted: Counted, made: Remade) -> Iterator[Step]:

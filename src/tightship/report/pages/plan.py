@@ -10,6 +10,7 @@ from tightship.plan import Plan
 from tightship.report.numbers import summary
 from tightship.report.pages import Fact, page_of
 from tightship.report.pages.sections import marks, steps_of
+from tightship.simulate import baseline, replay
 from tightship.units import format_seconds
 
 __all__ = ["plan_page"]
@@ -21,9 +22,10 @@ def plan_page(
     *,
     title: str = "",
     rows: Mapping[str, Any] | None = None,
+    before: Graph | None = None,
 ) -> str:
     """The page's text. ``rows``: the plan's numbers where they are not those of ``summary``: of a module, whose peak
-    counts bytes that its graph does not have."""
+    counts bytes that its graph does not have. ``before``: what there was, where planning changed what ops call."""
     s = dict(summary(plan, graph) if rows is None else rows)
     done = [
         (name, s[name], "count") for name in ("recomputed", "offloaded", "compressed", "moved") if name in s
@@ -41,6 +43,8 @@ def plan_page(
     ]
     about = f"{s['planner']}, planned in {format_seconds(s['seconds'])}; {len(plan.steps)} steps"
     about += "" if s["met"] else "; the budget is NOT met"
-    beside = (s["peak_before"] - plan.peak_before, s["peak_after"] - plan.peak)
-    sections = steps_of(graph, plan, marks(s["budget"], s["lower_bound"]), beside)
+    before = before or graph
+    unplanned = replay(before, baseline(before)).peak
+    beside = (s["peak_before"] - unplanned, s["peak_after"] - plan.peak)
+    sections = steps_of(before, graph, plan, marks(s["budget"], s["lower_bound"]), beside)
     return page_of(title or f"Plan for {graph.name}", about, facts, sections, s)

@@ -39,19 +39,19 @@ _ROWS = 40
 """Rows of a table of storages; what is left out is summed up in one more."""
 
 
-def memory(graph: Graph, plan: Plan, lines: Sequence[Line], beside: tuple[int, int] = (0, 0)) -> Section:
+def memory(
+    given: Graph, graph: Graph, plan: Plan, lines: Sequence[Line], beside: tuple[int, int] = (0, 0)
+) -> Section:
     """Bytes while each step runs, before and with the plan. ``beside``: bytes, before and with it, that are there all
     the time and not in the graph (the results of a module and what XLA counts besides)."""
     panels = []
-    for caption, view, steps, more in (
-        ("before planning", "before", baseline(graph), beside[0]),
-        ("with the plan", "plan", plan.steps, beside[1]),
+    for caption, view, g, steps, more in (
+        ("before planning", "before", given, baseline(given), beside[0]),
+        ("with the plan", "plan", graph, plan.steps, beside[1]),
     ):
-        rows = [(more, *c.bytes) for c in columns(graph, steps)] or [
-            (more + graph.static_bytes, *(0 for _ in BANDS))
-        ]
+        rows = [(more, *c.bytes) for c in columns(g, steps)] or [(more + g.static_bytes, *(0 for _ in BANDS))]
         panels.append(
-            panel(caption, rows, view) | {"labels": [label(graph, steps, i) for i in range(len(steps))]}
+            panel(caption, rows, view) | {"labels": [label(g, steps, i) for i in range(len(steps))]}
         )
     bands = [("batch", "results"), *((b, NAMES[b]) for b in BANDS)]
     return {
@@ -126,11 +126,10 @@ def evictions(graph: Graph, plan: Plan, line: Timeline) -> list[Section]:
     drawn = {"kind": "arcs", "heading": "What left and came back", "arcs": found, "view": "plan"}
     largest = sorted(found, key=lambda a: (-a["bytes"], a["from"]))
     rows = [[a["name"], a["kind"], a["bytes"], a["cost"], a["from"], a["to"]] for a in largest[:_ROWS]]
+    many = f"all {len(found)}" if len(rows) == len(found) else f"the largest {len(rows)} of {len(found)}"
     names = [("storage", "text"), ("how", "text"), ("bytes", "bytes"), ("cost", "seconds")]
     names += [("leaves at step", "count"), ("is back at step", "count")]
-    listed = table(
-        "Evictions, largest first", names, rows, fold=f"as a table: the largest {len(rows)} of {len(found)}"
-    )
+    listed = table("Evictions, largest first", names, rows, fold=f"as a table: {many}")
     return [drawn | {"steps": len(plan.steps)}, listed]
 
 
@@ -211,12 +210,12 @@ def table(
 
 
 def steps_of(
-    graph: Graph, plan: Plan, lines: Sequence[Line], beside: tuple[int, int] = (0, 0)
+    given: Graph, graph: Graph, plan: Plan, lines: Sequence[Line], beside: tuple[int, int] = (0, 0)
 ) -> list[Section]:
     """All of a plan, in the order in which it is looked at."""
     line = replay(graph, plan.steps)
     return [
-        memory(graph, plan, lines, beside),
+        memory(given, graph, plan, lines, beside),
         *evictions(graph, plan, line),
         *arena(graph, plan),
         peak_table(graph, plan.steps, line, beside[1]),

@@ -5,29 +5,30 @@ PARTS.arena = (s, host) => {
   const o = { height: 420, left, rise, view: view(s.view, s.start, s.end), count: () => wanted ? hits.length : space.n };
   function take(k) {
     const rows = s.spaces[k].stays.slice().sort((p, q) => p[4] - q[4] || q[3] - p[3]), n = rows.length, col = j => Float64Array.from(rows, r => r[j] || 0);
-    space = { rows, n, since: col(0), until: col(1), low: col(2), size: col(3), band: Int32Array.from(rows, r => r[4]), pale: Int8Array.from(rows, r => r[7] || 0), drawn: new Uint8Array(n) };
+    space = { rows, n, since: col(0), until: col(1), low: col(2), size: col(3), band: Int32Array.from(rows, r => r[4]), pale: Int8Array.from(rows, r => r[7] || 0) };
     rise.bottom = rise.low = 0; rise.top = rise.high = Math.max(1, s.spaces[k].size); find();
   }
   function find() { hits = []; if (wanted) for (let i = 0; i < space.n; i++) { const r = space.rows[i]; if (lower[r[5]].includes(wanted) || lower[r[6]].includes(wanted)) hits.push(i); } const f = space.found = new Uint8Array(space.n); hits.forEach(i => { f[i] = 1; }); }
-  // What is smaller than a pixel is drawn once for all that fall into that pixel.
-  o.draw = (g, w, h, mark) => {
-    const v = o.view, low = h - 18, sx = (w - left - 4) / (v.b - v.a), sy = (low - 10) / (rise.high - rise.low), y0 = low, taken = new Uint8Array(Math.ceil(w) * Math.ceil(h));
+  // Rectangles are written to pixels directly: tens of thousands of them in a few milliseconds, however small.
+  o.draw = (g, w, h) => {
+    const v = o.view, low = h - 18, sx = (w - left - 4) / (v.b - v.a), sy = (low - 10) / (rise.high - rise.low), y0 = low, r = g.canvas.width / w;
     frame(g, w, h, left, rise.low, rise.high, v, s.across);
-    g.save(); g.beginPath(); g.rect(left, 10, w - left - 4, low - 10); g.clip();
-    const { since, until, low: at, size: nbytes, band, pale, found } = space, names = [];
-    for (const pass of wanted ? [0, 1] : [0]) {
-      let tint = -1; g.globalAlpha = wanted && !pass ? .18 : 1;
-      for (let i = 0; i < space.n; i++) {
-        if (until[i] <= v.a || since[i] >= v.b || at[i] + nbytes[i] <= rise.low || at[i] >= rise.high || (wanted && found[i] !== pass)) continue;
-        const x = left + (since[i] - v.a) * sx, y = y0 - (at[i] + nbytes[i] - rise.low) * sy, wide = (until[i] - since[i]) * sx, high = nbytes[i] * sy;
-        if (wide < 1 && high < 1) { const spot = Math.max(0, Math.floor(y)) * Math.ceil(w) + Math.max(0, Math.floor(x)); if (taken[spot] === band[i] + 1) continue; taken[spot] = band[i] + 1; }
-        if (band[i] !== tint) { tint = band[i]; g.fillStyle = colour(s.bands[tint][0]); }
-        if (pale[i]) g.globalAlpha = .25;
-        const edge = wide > 3 && high > 3 ? .6 : 0; g.fillRect(x, y, Math.max(.6, wide - edge), Math.max(.6, high - edge));
-        if (pale[i]) g.globalAlpha = wanted && !pass ? .18 : 1;
-        if (wide > 70 && high > 13 && names.length < 300) names.push(i);
-      }
+    const { since, until, low: at, size: nbytes, band, pale, found, n } = space, names = [];
+    const W = Math.max(1, Math.round((w - left - 4) * r)), H = Math.max(1, Math.round((low - 10) * r)), sheet = paper(W, H), px = sheet.pixels, kx = W / (v.b - v.a), ky = H / (rise.high - rise.low);
+    const ink = s.bands.map(b => packed(g, colour(b[0])));
+    for (let i = 0; i < n; i++) {
+      if (until[i] <= v.a || since[i] >= v.b || at[i] + nbytes[i] <= rise.low || at[i] >= rise.high) continue;
+      let p = (since[i] - v.a) * kx, q = (until[i] - v.a) * kx, t = (rise.high - at[i] - nbytes[i]) * ky, u = (rise.high - at[i]) * ky;
+      if (q - p > 70 * r && u - t > 13 * r && names.length < 300) names.push(i);
+      const gap = q - p > 3 * r && u - t > 3 * r ? 1 : 0;
+      p = Math.max(0, Math.min(W - 1, Math.round(p))); t = Math.max(0, Math.min(H - 1, Math.round(t)));
+      q = Math.max(p + 1, Math.min(W, Math.round(q) - gap)); u = Math.max(t + 1, Math.min(H, Math.round(u) - gap));
+      const solid = wanted && !found[i] ? 46 : pale[i] ? 64 : 255, paint = (ink[band[i]] & 0xffffff | solid << 24) >>> 0;
+      if (solid < 255 && q - p === 1 && px[t * W + p]) continue; // what is faint hides nothing
+      if (q - p === 1) for (let y = t * W + p, e = u * W; y < e; y += W) px[y] = paint; else for (let y = t; y < u; y++) px.fill(paint, y * W + p, y * W + q);
     }
+    sheet.put(g, left, 10, w - left - 4, low - 10);
+    g.save(); g.beginPath(); g.rect(left, 10, w - left - 4, low - 10); g.clip();
     g.globalAlpha = 1; g.textAlign = "left";
     for (const i of names) {
       const x = Math.max(left, left + (since[i] - v.a) * sx), right = Math.min(w - 4, left + (until[i] - v.a) * sx), top = Math.max(10, y0 - (at[i] + nbytes[i] - rise.low) * sy), base = Math.min(low, y0 - (at[i] - rise.low) * sy);
@@ -35,10 +36,14 @@ PARTS.arena = (s, host) => {
       const room = Math.floor((right - x - 8) / 7), name = s.names[space.rows[i][5]]; g.fillStyle = "#fff"; g.strokeStyle = "rgba(15,23,42,.75)"; g.lineWidth = 2.5; g.lineJoin = "round";
       const text = name.length > room ? name.slice(0, room - 1) + "…" : name, y = (top + base) / 2 + 4; g.strokeText(text, x + 4, y); g.fillText(text, x + 4, y); g.lineWidth = 1;
     }
-    const chosen = item(mark);
-    if (chosen >= 0) { g.strokeStyle = colour("ink"); g.lineWidth = 2; g.strokeRect(left + (since[chosen] - v.a) * sx, y0 - (at[chosen] + nbytes[chosen] - rise.low) * sy, Math.max(1, (until[chosen] - since[chosen]) * sx), Math.max(1, nbytes[chosen] * sy)); g.lineWidth = 1; }
-    (s.lines || []).forEach(([name, value, tint]) => { if (value <= rise.high && value >= rise.low) across(g, w, left, y0 - (value - rise.low) * sy, `${name} ${size(value)}`, tint, [6, 4]); });
+    const beside = [];
+    (s.lines || []).forEach(([name, value, tint]) => { if (value <= rise.high && value >= rise.low) across(g, w, left, y0 - (value - rise.low) * sy, `${name} ${size(value)}`, tint, [6, 4], beside); });
     g.restore();
+  };
+  o.mark = (g, w, h, mark) => {
+    const i = item(mark), v = o.view, low = h - 18, sx = (w - left - 4) / (v.b - v.a), sy = (low - 10) / (rise.high - rise.low); if (i < 0) return;
+    g.beginPath(); g.rect(left, 10, w - left - 4, low - 10); g.clip(); g.strokeStyle = colour("ink"); g.lineWidth = 2;
+    g.strokeRect(left + (space.since[i] - v.a) * sx, low - (space.low[i] + space.size[i] - rise.low) * sy, Math.max(1, (space.until[i] - space.since[i]) * sx), Math.max(1, space.size[i] * sy));
   };
   const item = k => k < 0 ? -1 : wanted ? hits[k] ?? -1 : k;
   o.hit = (px, py, t) => {

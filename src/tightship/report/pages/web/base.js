@@ -35,16 +35,22 @@ function reframe(v, a, b) {
   v.a = Math.max(v.start, Math.min(v.end - span, a)); v.b = v.a + span;
   v.drawn.forEach(later);
 }
-// A canvas in a figure. o: height, label, caption, view, left (pixels of the scale), draw(g, w, h, mark), hit(px, py) -> item or -1,
+// A canvas in a figure. o: height, label, caption, view, left (pixels of the scale), draw(g, w, h), mark(g, w, h, item), hit(px, py) -> item or -1,
 // count(), words(item), stride() and, where it has a second axis, rise: { low, high, bottom, top }.
 function stage(host, o) {
   const canvas = make("canvas", { tabIndex: 0, role: "img", "aria-label": o.label });
-  host.append(make("figure", {}, canvas, make("figcaption", {}, ...[].concat(o.caption || []))));
+  // What is pointed at is marked on a sheet of its own: nothing else need be drawn again.
+  const glass = make("canvas", { className: "glass", "aria-hidden": "true" });
+  host.append(make("figure", {}, make("div", { className: "stage" }, canvas, glass), make("figcaption", {}, ...[].concat(o.caption || []))));
   let mark = -1, from = null, w = 0, h = 0;
   function draw() {
     const r = devicePixelRatio || 1; w = canvas.clientWidth || 640; h = o.height instanceof Function ? o.height() : o.height;
-    canvas.width = w * r; canvas.height = h * r; canvas.style.height = h + "px"; canvas.style.aspectRatio = `${w} / ${h}`;
-    const g = canvas.getContext("2d"); g.scale(r, r); g.font = "12px system-ui, sans-serif"; o.draw(g, w, h, mark);
+    canvas.width = glass.width = Math.round(w * r); canvas.height = glass.height = Math.round(h * r); canvas.style.height = h + "px"; canvas.style.aspectRatio = `${w} / ${h}`;
+    const g = canvas.getContext("2d"); g.scale(r, r); g.font = "12px system-ui, sans-serif"; o.draw(g, w, h); point();
+  }
+  function point() {
+    const g = glass.getContext("2d"); g.setTransform(1, 0, 0, 1, 0, 0); g.clearRect(0, 0, glass.width, glass.height);
+    if (mark >= 0) { g.save(); g.scale(glass.width / w, glass.height / h); o.mark(g, w, h, mark); g.restore(); }
   }
   const time = px => o.view.a + (o.view.b - o.view.a) * (px - o.left) / (w - o.left - 4);
   function zoom(by, px = (w + o.left) / 2, py = h / 2) {
@@ -58,7 +64,7 @@ function stage(host, o) {
     reframe(v, v.a + d, v.b + d);
   }
   function all() { if (o.rise) { o.rise.low = o.rise.bottom; o.rise.high = o.rise.top; } reframe(o.view, o.view.start, o.view.end); }
-  function show(i, x, y) { if (i !== mark) { mark = i; later(draw); } tip(i < 0 ? "" : o.words(i), x, y); }
+  function show(i, x, y) { if (i !== mark) { mark = i; later(point); } tip(i < 0 ? "" : o.words(i), x, y); }
   function read(i) {
     const n = o.count(); if (!n) return;
     i = Math.max(0, Math.min(n - 1, i));
@@ -105,11 +111,24 @@ function frame(g, w, h, left, bottom, top, v, unit) {
   ends(g, w, h, left, v, unit);
 }
 // A dashed line across with its name, readable over whatever is behind it.
-function across(g, w, left, y, text, tint, dashes) {
+function across(g, w, left, y, text, tint, dashes, beside = []) {
   g.strokeStyle = colour(tint); g.setLineDash(dashes); g.lineWidth = 1.5; g.beginPath(); g.moveTo(left, y); g.lineTo(w - 4, y); g.stroke(); g.setLineDash([]);
-  g.textAlign = "right"; g.lineJoin = "round"; g.lineWidth = 4; g.strokeStyle = colour("card"); const at = y < 26 ? y + 15 : y - 5; g.strokeText(text, w - 10, at);
+  g.textAlign = "right"; g.lineJoin = "round"; g.lineWidth = 4; g.strokeStyle = colour("card");
+  let at = y < 26 ? y + 15 : y - 5;
+  if (beside.some(b => Math.abs(b - at) < 14)) at = y + 15;
+  beside.push(at);
+  g.strokeText(text, w - 10, at);
   g.fillStyle = colour(tint); g.fillText(text, w - 10, at); g.textAlign = "left"; g.lineWidth = 1;
 }
+// Pixels to be written to directly, kept from frame to frame.
+const sheets = {};
+function paper(w, h) {
+  const found = sheets[`${w},${h}`] ??= (() => { const canvas = make("canvas", { width: w, height: h }), image = new ImageData(w, h); return { canvas, image, pixels: new Uint32Array(image.data.buffer) }; })();
+  found.pixels.fill(0);
+  found.put = (g, x, y, wide, high) => { found.canvas.getContext("2d").putImageData(found.image, 0, 0); g.drawImage(found.canvas, x, y, wide, high); };
+  return found;
+}
+const packed = (g, text) => { g.fillStyle = text; const n = parseInt(g.fillStyle.slice(1), 16); return (0xff000000 | (n & 255) << 16 | n & 0xff00 | n >> 16) >>> 0; };
 function ends(g, w, h, left, v, unit) {
   const word = x => unit === "seconds" ? secs(x) : `${unit} ${Math.round(x)}`;
   g.fillStyle = colour("soft"); g.textAlign = "left"; g.fillText(word(v.a), left, h - 5); g.textAlign = "right"; g.fillText(word(v.b), w - 6, h - 5); g.textAlign = "left";

@@ -5,7 +5,7 @@ PARTS.memory = (s, host) => {
   host.append(make("div", { className: "legend" }, ...s.bands.map(b => key(b[0], b[1]))));
   return s.panels.map((panel, k) => {
     const left = 78; let data = read(panel);
-    const draw = (g, w, h, mark) => {
+    const draw = (g, w, h) => {
       const low = h - 18, v = o.view, y = b => low - (low - 10) * b / top, per = (v.b - v.a) / (w - 4 - left);
       frame(g, w, h, left, 0, top, v, s.across);
       for (let x = left; x < w - 4; x++) {
@@ -13,13 +13,14 @@ PARTS.memory = (s, host) => {
         if (best < 0) continue;
         let at = 0; data.bands.forEach((row, b) => { if (row[best]) { g.fillStyle = colour(s.bands[b][0]); g.fillRect(x, y(at + row[best]), 1, y(at) - y(at + row[best])); at += row[best]; } });
       }
-      s.lines.forEach(([name, value, tint], j) => { if (value <= top) across(g, w, left, y(value), `${name} ${size(value)}`, tint, j ? [2, 3] : [6, 4]); });
-      if (mark >= 0) { const x = left + (data.at(mark) - v.a) / per; g.fillStyle = colour("ink"); g.fillRect(Math.round(x), 8, 1, low - 8); }
+      const beside = [];
+      s.lines.forEach(([name, value, tint], j) => { if (value <= top) across(g, w, left, y(value), `${name} ${size(value)}`, tint, j ? [2, 3] : [6, 4], beside); });
     };
+    const mark = (g, w, h, i) => { const x = left + (data.at(i) - o.view.a) * (w - 4 - left) / (o.view.b - o.view.a); g.fillStyle = colour("ink"); if (x >= left) g.fillRect(Math.round(x), 8, 1, h - 26); };
     const words = i => `${s.across} ${data.at(i)}${data.label(i)}\n${size(data.total[i])}\n` + data.bands.map((row, b) => row[i] ? `${s.bands[b][1]} ${size(row[i])}` : "").filter(Boolean).reverse().join("\n");
     const caption = p => `${p.caption}: peak ${size(p.peak)}`, said = make("span", {}, caption(panel));
     const o = { height: 260, left, view: view(panel.view, panel.start, panel.end), label: `${caption(panel)}. Arrow keys read, plus and minus zoom.`, caption: [said],
-      draw, words, count: () => data.total.length, hit: (x, y, t) => x < left ? -1 : data.index(t), stride: () => Math.max(1, Math.round(data.total.length / 100)) };
+      draw, mark, words, count: () => data.total.length, hit: (x, y, t) => x < left ? -1 : data.index(t), stride: () => Math.max(1, Math.round(data.total.length / 100)) };
     const made = stage(pair, o);
     if (panel.choices) addEventListener("choose", e => { const p = panel.choices[e.detail]; data = read(p); said.textContent = caption(p); made.canvas.setAttribute("aria-label", caption(p)); Object.assign(o.view, { start: p.start, end: p.end, a: p.start, b: p.end }); later(made.draw); });
     return made.draw;
