@@ -252,6 +252,7 @@ def test_every_form_of_factory(there, capsys, name):
         ("toy", "a source is module:factory"),
         ("", "a source is module:factory"),
         ("missing.json", "the file can be read"),
+        ("model.pt2", "files that may hold code are not opened: load it in a factory()"),
         (".", "what is read is a regular file"),
     ],
 )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import io
 
 import pytest
 import torch
@@ -207,13 +208,30 @@ def test_A06_workspace_of_each_op_is_measured():  # noqa: N802
     assert run.measure()["planned_peak"] >= run.plan.static + 2 * 16 * 24 * 24 * 4
 
 
+def reloaded(program):
+    """As its user has it: saved and loaded again. Reading files is not ours."""
+    file = io.BytesIO()
+    torch.export.save(program, file)
+    file.seek(0)
+    return torch.export.load(file)
+
+
 def test_exported_programs():
     model, _, batches = MODELS["cnn"]()
     x = sample_of(batches(0))
-    exported = torch.export.export(model.eval(), (x,))
+    exported = reloaded(torch.export.export(model.eval(), (x,)))
     run = infer(exported, (x,))
     assert same(run(x), called(model, x))
     assert tightship.plan(exported, (x,), train=False).peak == tightship.plan(model, x, train=False).peak
+
+
+def test_exported_programs_of_any_batch():
+    model, _, _ = MODELS["cnn"]()
+    x, batch = torch.randn(6, 3, 16, 16), torch.export.Dim("batch", min=1, max=6)
+    exported = torch.export.export(model.eval(), (x,), dynamic_shapes=({0: batch},))
+    run = infer(exported, (x,), dynamic=True)
+    for n in (6, 1, 4):
+        assert same(run(x[:n]), called(model, x[:n]))
 
 
 # --- batches ---
@@ -233,13 +251,49 @@ def test_smaller_batches_run_in_the_arena_of_the_largest():
             assert used["measured_peak"] == used["planned_peak"] and used["arena"] <= reserved == run.reserved
 
 
+class Pooled(nn.Module):
+    """Asks for more scratch the fewer rows there are."""
+
+    def forward(self, x):
+        return (x.sum(0, keepdim=True) + torch.zeros(4096 // x.shape[0], x.shape[1])).sum()
+
+
+def test_one_row_is_planned_ahead():
+    x = torch.ones(8, 16)
+    run = infer(Pooled(), x, dynamic=True)
+    reserved, one = run.reserved, run._variants[1]
+    assert run.program.batch.fits(x) and one.program.batch.fits(x[:1])
+    assert reserved >= one.executor.extent > run._variants[0].executor.extent
+    for n in (1, 8, 3):
+        assert same(run(x[:n]), called(Pooled(), x[:n])) and run.reserved == reserved
+    assert not run.notes
+
+
+def test_a_model_that_takes_no_single_row_says_so():
+    class Pairs(nn.Module):
+        def forward(self, x):
+            return x.reshape(2, -1).exp()
+
+    run = infer(Pairs(), torch.ones(4, 3), dynamic=True)
+    assert "a batch of one was not planned ahead: RuntimeError" in run.notes[0]
+    assert same(run(torch.ones(2, 3)), torch.ones(2, 3).exp())
+
+
+def test_every_dimension_may_be_smaller():
+    run = infer(nn.Tanh(), torch.ones(4, 6), dynamic=True)
+    assert same(run(torch.ones(2, 5)), torch.ones(2, 5).tanh())
+    for shape, said in (((4, 7), "largest shape that was planned for is"), ((4,), "planned for the shape")):
+        with pytest.raises(BadInput, match=said):
+            run(torch.ones(*shape))
+
+
 def test_larger_and_other_batches_are_refused():
     model, _, _ = MODELS["cnn"]()
     x = torch.randn(4, 3, 16, 16)
     run = infer(model, x, dynamic=True)
     with pytest.raises(BadInput, match="largest batch that was planned for has 4 rows, got 5"):
         run(torch.randn(5, 3, 16, 16))
-    with pytest.raises(BadInput, match="planned for the shape"):
+    with pytest.raises(BadInput, match="largest shape that was planned for"):
         run(torch.randn(4, 3, 20, 20))
     with pytest.raises(BadInput, match="one argument"):
         run(x, x)

@@ -51,6 +51,9 @@ def load_source(text: str, onnx: Mapping[str, Any] | None = None) -> Source:
     if given:
         names = ", ".join(f"--{name.replace('_', '-')}" for name in given)
         raise BadInput(f"{names}: for a model.onnx only", text, "SOURCE")
+    if text.endswith((".pt2", ".pt", ".pth", ".bin", ".ckpt", ".pkl")):
+        rule = "files that may hold code are not opened: load it in a factory() that returns (model, sample)"
+        raise BadInput(rule, text, "SOURCE")
     if text.endswith(".json") or (os.path.exists(text) and ":" not in text):
         return _from_file(text)
     module, colon, name = text.partition(":")

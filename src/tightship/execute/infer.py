@@ -49,8 +49,9 @@ def infer(
     ``budget`` (bytes, text, or a percentage of the unplanned peak) counts weights, inputs and everything the pass
     makes; None: the order with the least peak, nothing recomputed. ``fresh``: results are tensors of their own;
     without, they lie in the arena, nothing is requested outside of it, and the next run overwrites them.
-    ``dynamic``: the sample's batch is the largest there will be; anything smaller runs in the same arena,
-    planned when it is first met (``variants`` kinds are kept). ``strict`` as for `Executor`, ``cache`` and
+    ``dynamic``: the sample is the largest there will be, in every dimension; anything smaller runs in the same arena,
+    planned when it is first met (``variants`` kinds are kept); a batch of one is planned ahead, as some ops ask for
+    more scratch there. ``strict`` as for `Executor`, ``cache`` and
     ``seconds_per_op`` as for `profile`; ``options`` are the default planner's.
 
     Raises ``Infeasible`` when no plan meets the budget, ``Unsupported`` for what cannot be captured or run
@@ -72,7 +73,10 @@ def infer(
         wanted, lambda graph, limit: default_plan(graph, limit, chosen), measuring, strict, variants, fresh
     )
     made = Inference(module, settings, dynamic=dynamic)
-    made.prepare(dict(sample) if isinstance(sample, Mapping) else sample)
+    sample = dict(sample) if isinstance(sample, Mapping) else sample
+    made.prepare(sample)
+    if dynamic and variants > 1:
+        made.prepare_one(sample)
     return made
 
 
@@ -101,10 +105,12 @@ class Inference(Prepared):
         with self._alone():
             batch = self._batch(args, kwargs)
             variant, tensors = self._find(batch, flatten(batch))
+            if not self.settings.hand_out:
+                self._check_outside(tensors)
             results = variant.executor.run(tensors)
             if not self.settings.hand_out:
                 results = self._windows(variant, results)
-        return variant.program.result_spec.unflatten(results)
+            return variant.program.result_spec.unflatten(results, batch)
 
     def _batch(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         assert self._most is not None
@@ -122,6 +128,16 @@ class Inference(Prepared):
             raise BadInput("the sample was one argument", len(args), "infer")
         return args[0]
 
+    def _check_outside(self, tensors: list[Any]) -> None:
+        """Raise ``BadInput`` for what lies where this pass will write: results of the pass before."""
+        arena = self._arena
+        if arena is None:
+            return
+        for slot, t in zip(self.program.slots, tensors, strict=True):
+            if slot.role == "input" and arena.base <= t.data_ptr() < arena.base + arena.size:
+                rule = "an input does not lie in the arena: clone() results of a pass, or make them fresh"
+                raise BadInput(rule, f"leaf {slot.key}", "infer")
+
     def _windows(self, variant: Variant, results: list[Any]) -> list[Any]:
         """Results as views of the arena's bytes, which outlive the blocks that the pass requested for them."""
         if variant.windows is None:
@@ -131,6 +147,24 @@ class Inference(Prepared):
 
     # --- finding what to run ---
 
+    def prepare_one(self, sample: Any) -> None:
+        """Plans for the first row of the sample as well, if it has more and the model takes one alone: with one
+        thread, PyTorch's convolutions ask for more scratch there than for a few rows."""
+        assert self._most is not None
+        rows = self._most.rows
+
+        def first(x: Any) -> Any:
+            return x[:1] if isinstance(x, torch.Tensor) and x.dim() and x.shape[0] == rows else x
+
+        if rows > 1:
+            try:
+                self.prepare(map_leaves(first, sample))
+                self._notes.clear()  # that the arena grew: nobody has seen it yet
+            except Exception as error:  # the model's own, too: it may not be made for one row
+                said = " ".join(str(error).split())[:200]
+                self._notes.append(f"a batch of one was not planned ahead: {type(error).__name__}: {said}")
+            self.prepare(sample)
+
     def _capture(self, batch: Any) -> Program:
         return capture_forward(self.model, batch)
 
@@ -138,29 +172,32 @@ class Inference(Prepared):
         return super()._modes()[1:]  # captured in evaluation mode, whatever the model is in
 
     def _check_new(self, batch: Any, leaves: list[Any]) -> None:
-        """Raise ``BadInput`` unless the batch is the sample with fewer rows."""
+        """Raise ``BadInput`` unless the batch is the sample, or where that is allowed, no larger in any dimension."""
         most = self._most
         if most is None:
             return
         tensors = [x.shape if isinstance(x, torch.Tensor) else None for x in leaves]
         if [t is None for t in tensors] != [s is None for s in most.shapes]:
             raise BadInput("a batch has the structure of the sample", type(batch).__name__, "infer")
-        rows = {}
+        rows = set()
         for k, (now, known) in enumerate(zip(tensors, most.shapes, strict=True)):
             if now is None or known is None or tuple(now) == known:
                 continue
             place = f"infer: leaf {k} of the batch"
-            if len(now) != len(known) or tuple(now[1:]) != known[1:] or known[0] != most.rows:
+            if len(now) != len(known) or (tuple(now[1:]) != known[1:] and not self._dynamic):
                 raise BadInput(f"it was planned for the shape {known}", tuple(now), place)
             if not self._dynamic:
-                rule = f"it was planned for a batch of {most.rows} alone; dynamic=True takes smaller ones"
+                rule = f"it was planned for a batch of {known[0]} alone; dynamic=True takes smaller ones"
                 raise BadInput(rule, int(now[0]), place)
-            if now[0] > most.rows:
+            if known[0] == most.rows and now[0] > most.rows:
                 rule = f"the largest batch that was planned for has {most.rows} rows"
                 raise BadInput(rule, int(now[0]), place)
-            rows[k] = int(now[0])
-        if len(set(rows.values())) > 1:
-            raise BadInput("all tensors of a batch have as many rows", sorted(set(rows.values())), "infer")
+            if any(n > m for n, m in zip(now, known, strict=True)):
+                raise BadInput(f"the largest shape that was planned for is {known}", tuple(now), place)
+            if known[0] == most.rows:
+                rows.add(int(now[0]))
+        if len(rows) > 1:
+            raise BadInput("all tensors of a batch have as many rows", sorted(rows), "infer")
 
     def _budget(self, graph: Graph) -> int | None:
         """The largest batch's, in bytes, for all."""

@@ -16,14 +16,14 @@ from tightship.frontends.torch.optim import Updater, updaters
 from tightship.frontends.torch.origin import Origin, Tracker
 from tightship.frontends.torch.program import Program, Ref
 from tightship.frontends.torch.record import Recorder
-from tightship.frontends.torch.structure import BatchSpec, Results, flatten, map_leaves
+from tightship.frontends.torch.structure import BatchSpec, Given, Results, caches, flatten, map_leaves
 from tightship.frontends.torch.tape import Tape
 from tightship.frontends.torch.untouched import Change, applied, untouched
 
 __all__ = ["capture_forward", "capture_loss", "capture_step", "module_of"]
 
 LossFn = Callable[[Any, Any], Any]
-_PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size)
+_PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size, type)
 
 
 def capture_step(
@@ -220,7 +220,8 @@ class _Capture:
             with self.mode, self.recorder, self.tracker.active(), self._swapped(fakes):
                 out = _called(self.model, fakes.batch)
                 self._rebound(fakes)
-        spec, values = Results.of_refs(self._results(out))
+        given = caches(fakes.batch)
+        spec, values = Results.of_refs(self._results(out, given), [self._results(c) for c in given])
         if not values:
             raise BadInput("a model's output has tensors", type(out).__name__, "model")
         return finish(
@@ -248,8 +249,12 @@ class _Capture:
                 self._name_gradient(n, leaf.grad)
         return results, gradients
 
-    def _results(self, out: Any) -> Any:
+    def _results(self, out: Any, given: Sequence[Any] = ()) -> Any:
+        """``out`` with ``Ref``s for its tensors, and `Given` for caches that the model was ``given``."""
+
         def leaf(x: Any) -> Any:
+            if any(x is c for c in given):
+                return Given(next(k for k, c in enumerate(given) if c is x))
             if isinstance(x, torch.Tensor):
                 return Ref(self.tape.value(x))
             if isinstance(x, _PLAIN):
@@ -260,7 +265,7 @@ class _Capture:
                 "return its tensors in lists, tuples, dicts or dataclasses",
             )
 
-        return map_leaves(leaf, out)
+        return map_leaves(leaf, out, lambda x: any(x is c for c in given))
 
     def _name_gradient(self, name: str, grad: torch.Tensor) -> None:
         s = self.tape.storages[self.tape.storage(self.tape.value(grad, f"the gradient of {name}"))]

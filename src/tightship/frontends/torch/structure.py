@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import sys
 from collections import UserDict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,40 +15,89 @@ import torch
 from tightship.errors import BadInput
 from tightship.frontends.torch.program import Ref
 
-__all__ = ["BatchSpec", "Results", "flatten", "map_leaves"]
+__all__ = ["BatchSpec", "Given", "Results", "caches", "flatten", "map_leaves"]
 
 
-def map_leaves(fn: Callable[[Any], Any], tree: Any) -> Any:
+@dataclass(frozen=True)
+class Given:
+    """Stands among results for cache number ``index`` of the batch: the caller's own object."""
+
+    index: int
+
+
+def map_leaves(fn: Callable[[Any], Any], tree: Any, whole: Callable[[Any], bool] = lambda x: False) -> Any:
     """A copy of ``tree`` with ``fn`` applied to its leaves, visited in a fixed order.
 
     Containers are lists, tuples (named ones too), mappings (``BatchEncoding`` and other ``UserDict``s,
-    ``ModelOutput``) and dataclasses; everything else is a leaf.
+    ``ModelOutput``), dataclasses, and the caches of transformers with their layers; everything else is a leaf, and
+    so is what ``whole`` is true of.
     """
-    if isinstance(tree, (Ref, Results.Position)):  # dataclasses, but leaves
+
+    if isinstance(tree, (Ref, Given, Results.Position)) or whole(tree):  # dataclasses, but leaves
         return fn(tree)
     if isinstance(tree, UserDict):
         new = copy.copy(tree)
-        new.data = {k: map_leaves(fn, v) for k, v in tree.data.items()}
+        new.data = {k: map_leaves(fn, v, whole) for k, v in tree.data.items()}
         return new
     if isinstance(tree, Mapping):
-        items = {k: map_leaves(fn, v) for k, v in tree.items()}
+        items = {k: map_leaves(fn, v, whole) for k, v in tree.items()}
         if type(tree) is dict:
             return items
         return type(tree)(**items) if _is_dataclass(tree) else type(tree)(items)  # type: ignore[call-arg]
     if isinstance(tree, tuple) and hasattr(tree, "_fields"):
-        return type(tree)(*(map_leaves(fn, x) for x in tree))
+        return type(tree)(*(map_leaves(fn, x, whole) for x in tree))
     if isinstance(tree, (list, tuple)):
-        return type(tree)(map_leaves(fn, x) for x in tree)
-    if _is_dataclass(tree):
+        return type(tree)(map_leaves(fn, x, whole) for x in tree)
+    if _is_cache(tree) or _is_dataclass(tree):
         new = copy.copy(tree)
-        for f in dataclasses.fields(tree):
-            object.__setattr__(new, f.name, map_leaves(fn, getattr(tree, f.name)))
+        for name, x in _attributes(tree):
+            object.__setattr__(new, name, map_leaves(fn, x, whole))
         return new
     return fn(tree)
 
 
+def _attributes(x: Any) -> list[tuple[str, Any]]:
+    """Names and values of what a dataclass or a cache holds, in a fixed order."""
+    if _is_cache(x):
+        return sorted(vars(x).items())
+    return [(f.name, getattr(x, f.name)) for f in dataclasses.fields(x)]
+
+
 def _is_dataclass(x: Any) -> bool:
     return dataclasses.is_dataclass(x) and not isinstance(x, type)
+
+
+def _is_cache(x: Any) -> bool:
+    """Whether this is a cache of keys and values, or a layer of one: objects that are containers of tensors."""
+    known = sys.modules.get("transformers.cache_utils")  # who has made one has imported it
+    if known is None:
+        return False
+    kinds = ("Cache", "CacheLayerMixin", "LinearAttentionCacheLayerMixin")
+    return isinstance(x, tuple(getattr(known, kind) for kind in kinds if hasattr(known, kind)))
+
+
+def caches(tree: Any) -> list[Any]:
+    """The caches in ``tree``, outermost ones only. A model writes into those that it is given."""
+    if _is_cache(tree):
+        return [tree]
+    if isinstance(tree, Mapping):
+        return [c for x in tree.values() for c in caches(x)]
+    if isinstance(tree, (list, tuple)):
+        return [c for x in tree for c in caches(x)]
+    if _is_dataclass(tree):
+        return [c for _, x in _attributes(tree) for c in caches(x)]
+    return []
+
+
+def _renewed(old: Any, new: Any) -> Any:
+    """``new``, in the objects that ``old`` is made of: whoever holds the cache finds there what a run has put in."""
+    if _is_cache(old) and type(old) is type(new):
+        vars(old).update([(k, _renewed(vars(old).get(k), v)) for k, v in vars(new).items()])
+        return old
+    if type(old) is list and type(new) is list:
+        old[:] = [_renewed(a, b) for a, b in zip(old, new, strict=False)] + new[len(old) :]
+        return old
+    return new
 
 
 def _shape_of(tree: Any) -> Any:
@@ -56,9 +106,8 @@ def _shape_of(tree: Any) -> Any:
         return type(tree).__qualname__, tuple((k, _shape_of(v)) for k, v in tree.items())
     if isinstance(tree, (list, tuple)):
         return type(tree).__qualname__, tuple(_shape_of(x) for x in tree)
-    if _is_dataclass(tree):
-        names = [f.name for f in dataclasses.fields(tree)]
-        return type(tree).__qualname__, tuple((n, _shape_of(getattr(tree, n))) for n in names)
+    if _is_cache(tree) or _is_dataclass(tree):
+        return type(tree).__qualname__, tuple((n, _shape_of(v)) for n, v in _attributes(tree))
     return None
 
 
@@ -113,17 +162,19 @@ def _described(leaf: Any) -> Any:
 
 @dataclass(frozen=True)
 class Results:
-    """How a program's results are put together: ``tree`` has a position where a result goes."""
+    """How a program's results are put together: ``tree`` has a position where a result goes; ``after`` are the caches
+    of the batch as the run leaves them, in that form, too."""
 
     tree: Any
+    after: tuple[Any, ...] = ()
 
     @dataclass(frozen=True)
     class Position:
         index: int
 
     @staticmethod
-    def of_refs(tree: Any) -> tuple[Results, list[int]]:
-        """``tree`` holds ``Ref``s; returns the spec and the values in order."""
+    def of_refs(tree: Any, after: Sequence[Any] = ()) -> tuple[Results, list[int]]:
+        """Both hold ``Ref``s; returns the spec and the values in order."""
         values: list[int] = []
 
         def leaf(x: Any) -> Any:
@@ -132,16 +183,22 @@ class Results:
             values.append(x.value)
             return Results.Position(len(values) - 1)
 
-        return Results(map_leaves(leaf, tree)), values
+        return Results(map_leaves(leaf, tree), tuple([map_leaves(leaf, c) for c in after])), values
 
-    def unflatten(self, tensors: Any) -> Any:
-        """The caller's structure with ``tensors`` in their places. Raises ``BadInput`` if there are too few."""
+    def unflatten(self, tensors: Any, batch: Any = None) -> Any:
+        """The caller's structure with ``tensors`` in their places; caches of ``batch`` get what the run has put into
+        them. Raises ``BadInput`` if there are too few tensors."""
+        given = caches(batch) if self.after else []
 
         def leaf(x: Any) -> Any:
+            if type(x) is Given:
+                return given[x.index]
             if type(x) is not Results.Position:
                 return x
             if x.index >= len(tensors):
                 raise BadInput("a program hands back all of its results", len(tensors), f"result {x.index}")
             return tensors[x.index]
 
+        for cache, after in zip(given, self.after, strict=True):
+            _renewed(cache, map_leaves(leaf, after))
         return map_leaves(leaf, self.tree)
