@@ -9,13 +9,14 @@ TEST_ARGS ?= -n 2 -m "not slow"
 
 TOOLS := $(VENV)/.tools-installed
 READY := $(VENV)/.tightship-installed
+DOCS_READY := $(VENV)/.docs-installed
 
 # The core once more, built with sanitizers, in an environment of its own that shares the packages of the other.
 SANITIZED := build/sanitized
 SANITIZED_READY := $(SANITIZED)/.tightship-installed
 SANITIZED_TESTS := tests/planners/place $(addprefix tests/planners/evict/test_, engine.py forms.py moves.py conformance.py)
 
-.PHONY: demo test test-all sanitize lint format bench setup clean
+.PHONY: demo test test-all docs pictures sanitize lint format bench setup clean
 .DEFAULT_GOAL := test
 
 demo: $(READY)
@@ -34,6 +35,14 @@ sanitize: $(SANITIZED_READY)
 	LD_PRELOAD="$$($(CXX) -print-file-name=libasan.so) $$($(CXX) -print-file-name=libstdc++.so)" \
 	  ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=halt_on_error=1:print_stacktrace=1 \
 	  $(SANITIZED)/bin/python -m pytest -m "not slow" $(SANITIZED_TESTS)
+
+# Every block of the README and of every page is run as it stands, every example too; then the site is built, strictly.
+docs: $(DOCS_READY)
+	$(PY) -m pytest -n 2 tests/test_readme.py tests/test_docs.py tests/test_examples.py
+	NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --quiet
+
+pictures: $(READY)
+	$(PY) docs/pictures.py
 
 lint: $(READY)
 	$(VENV)/bin/ruff check .
@@ -67,6 +76,10 @@ $(TOOLS): | $(PY)
 # No build isolation: the build folder is kept, so a changed C++ file alone is compiled anew.
 $(READY): $(TOOLS) pyproject.toml CMakeLists.txt $(wildcard cpp/*)
 	$(PIP) install --no-build-isolation -e ".[dev,demo]"
+	touch $@
+
+$(DOCS_READY): $(READY)
+	$(PIP) install --no-build-isolation -e ".[docs]"
 	touch $@
 
 $(SANITIZED_READY): $(READY) CMakeLists.txt $(wildcard cpp/*)
