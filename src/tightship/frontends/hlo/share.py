@@ -214,6 +214,8 @@ class _Fused:
         if self.given != part and not _same_bytes(self.given, part):
             return False
         by_name, root = self.inside.by_name, self.inside.root
+        if root.opcode == "sort":
+            return self._sorts(root, out)
         several = root.opcode == "tuple"
         output = by_name[root.operands[out[0]]] if several and out else root
         real = by_name[output.operands[0]] if output.opcode == "bitcast" else output
@@ -237,6 +239,12 @@ class _Fused:
         ):
             return False
         return found
+
+    def _sorts(self, sort: Instruction, out: Index) -> bool:
+        """A sort puts in order where each of its operands lies, when nothing else reads that one."""
+        number = out[0] if out else 0
+        alone = self.inside.users[self.parameter] == (sort.name,) and sort.operands.count(self.parameter) == 1
+        return alone and sort.operands[number] == self.parameter
 
     def _passes(self, name: str, user: Instruction, real: Instruction) -> bool:
         number = user.operands.index(name)

@@ -48,7 +48,9 @@ class Group:
 def replay(
     live: LiveRanges, heap: Mapping[Buffer, AliasSet], sharing: Sharing, *, share: bool = True
 ) -> list[Group]:
-    """Which temporaries share a place and when each is there. ``heap``: the buffers to place, with their sets."""
+    """Which temporaries share a place and when each is there. ``heap``: the buffers to place, with their sets.
+
+    As in XLA, a buffer without bytes is no event: it does not make others live longer."""
     defined: list[list[Buffer]] = [[] for _ in range(live.end + 1)]
     freed: list[dict[Buffer, None]] = [{} for _ in range(live.end + 1)]
     ends = {b: live.ranges[b].end for b in heap}
@@ -68,7 +70,7 @@ def replay(
                 if taken is not None:
                     group = of[taken][0]
                     of[taken][1].end = clock
-                    clock += 1
+                    clock += heap[taken].size > 0
                     del freed[step][taken]
                     ends[taken] = live.ranges[buffer].end
                     group.size = max(group.size, heap[buffer].size)
@@ -79,12 +81,12 @@ def replay(
                 of_set[heap[buffer].id] = group = Group(heap[buffer].size)
                 groups.append(group)
             member = Member(buffer, clock)
-            clock += 1
+            clock += heap[buffer].size > 0
             group.members.append(member)
             of[buffer] = (group, member)
         for buffer in freed[step]:
             of[buffer][1].end = clock
-            clock += 1
+            clock += heap[buffer].size > 0
     return groups
 
 
