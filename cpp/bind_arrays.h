@@ -22,6 +22,11 @@ inline Result to_numpy(std::vector<i64> values) {
     return Result(data, {count}, owner);
 }
 
+inline std::vector<i64> to_vector(const Array& a, std::size_t count) {
+    if (a.shape(0) != count) throw nanobind::value_error("arrays of one length");
+    return {a.data(), a.data() + count};
+}
+
 inline std::vector<i32> to_order(const Array& order, i64 count) {
     std::vector<i32> result;
     std::vector<bool> seen(count, false);

@@ -1,12 +1,6 @@
 // Python bindings of placement. Arrays are int64, contiguous and of one length; the Python side checks them.
 
-#include <nanobind/nanobind.h>
-#include <nanobind/stl/tuple.h>
-
-#include <tuple>
-
-#include "bind_alarm.h"
-#include "bind_arrays.h"
+#include "bind_packing.h"
 #include "place_exact.h"
 #include "place_sets.h"
 #include "place_windows.h"
@@ -27,35 +21,12 @@ Buffers from_numpy(const Array& lower, const Array& upper, const Array& size, co
                         pinned ? pinned->data() : nullptr, static_cast<i64>(n));
 }
 
-// A problem with its working memory: several packings cost one preparation. The searches end by Ctrl-C with what
-// they have, and from then on at once.
-class Placer {
+class Placer : public Bound<Buffers, Packer> {
   public:
     Placer(Array lower, Array upper, Array size, Array alignment, Array pinned)
-        : buffers_(from_numpy(lower, upper, size, &alignment, &pinned)), packer_(buffers_) {}
+        : Bound(from_numpy(lower, upper, size, &alignment, &pinned)) {}
 
-    i64 peak() const { return peak_load(buffers_); }
-    i64 work() const { return packer_.work() + nodes_; }
-    i64 clash() { return packer_.clash(); }
-    bool interrupted() const { return alarm_.interrupted(); }
-
-    std::tuple<Result, i64> pack(Array order, bool best_fit, i64 cutoff, double seconds) {
-        const std::vector<i32> by = to_order(order, buffers_.count());
-        auto found = packed([&](std::vector<i64>& offset) {
-            return packer_.pack(by.data(), best_fit ? Fit::best : Fit::first, cutoff, offset.data(), alarm_.set(seconds));
-        });
-        alarm_.raise();
-        return found;
-    }
-
-    std::tuple<Result, i64> climb(Array order, bool best_fit, std::uint64_t seed, i64 work, double seconds, i64 bound) {
-        const std::vector<i32> by = to_order(order, buffers_.count());
-        return packed([&](std::vector<i64>& offset) {
-            const Fit fit = best_fit ? Fit::best : Fit::first;
-            return place::climb(packer_, buffers_.size, buffers_.pinned, by, fit, offset, seed, {work, bound},
-                                alarm_.set(seconds));
-        });
-    }
+    i64 peak() const { return peak_load(problem_); }
 
     // Offsets, lower bound, and the buffers that prove it where the peak load does not.
     std::tuple<Result, i64, Result> exact(Array start, std::uint64_t seed, i64 work, double seconds, i64 goal,
@@ -65,7 +36,7 @@ class Placer {
         {
             nb::gil_scoped_release unlocked;
             const ExactLimits limits{work, goal, wanted, threads, seed};
-            found = place_exactly(buffers_, std::move(offset), limits, alarm_.set(seconds));
+            found = place_exactly(problem_, std::move(offset), limits, alarm_.set(seconds));
         }
         nodes_ += found.nodes;
         std::vector<i64> clash(found.clash.begin(), found.clash.end());
@@ -77,22 +48,24 @@ class Placer {
         Windows found;
         {
             nb::gil_scoped_release unlocked;
-            found = place_in_windows(buffers_, std::move(offset), {work, goal, seed}, alarm_.set(seconds));
+            found = place_in_windows(problem_, std::move(offset), {work, goal, seed}, alarm_.set(seconds));
         }
         nodes_ += found.nodes;
         return to_numpy(std::move(found.offset));
     }
 
-    Result sweep(Array order) {
-        const std::vector<i32> by = to_order(order, buffers_.count());
+    std::tuple<Result, bool> sweep(Array order, double seconds) {
+        const std::vector<i32> by = to_order(order, problem_.count());
         std::vector<i64> offset;
         {
             nb::gil_scoped_release unlocked;
-            offset = first_fit_by_start(buffers_, by, alarm_.set(std::numeric_limits<double>::infinity()));
+            offset = first_fit_by_start(problem_, by, alarm_.set(seconds));
         }
         alarm_.raise();
-        nodes_ += buffers_.count();
-        return to_numpy(std::move(offset));
+        nodes_ += problem_.count();
+        const bool complete = static_cast<i64>(offset.size()) == problem_.count();
+        offset.resize(problem_.count());
+        return {to_numpy(std::move(offset)), complete};
     }
 
     // The order in which a skyline is built; `rule` is one of Sky, in order.
@@ -100,33 +73,14 @@ class Placer {
         std::vector<i32> order;
         {
             nb::gil_scoped_release unlocked;
-            order = place::skyline(buffers_, static_cast<Sky>(rule), alarm_.set(std::numeric_limits<double>::infinity()));
+            order = place::skyline(problem_, static_cast<Sky>(rule), alarm_.set(std::numeric_limits<double>::infinity()));
         }
         alarm_.raise();
         return to_numpy({order.begin(), order.end()});
     }
 
   private:
-    Buffers buffers_;
-    Packer packer_;
-    Alarm alarm_;
-    i64 nodes_ = 0;
-
-    std::vector<i64> to_offsets(const Array& start) const {
-        if (static_cast<i64>(start.shape(0)) != buffers_.count()) throw nb::value_error("an offset for every buffer");
-        return {start.data(), start.data() + start.shape(0)};
-    }
-
-    template <class Pack>
-    std::tuple<Result, i64> packed(Pack pack) {
-        std::vector<i64> offset(buffers_.count());
-        i64 arena;
-        {
-            nb::gil_scoped_release unlocked;
-            arena = pack(offset);
-        }
-        return {to_numpy(std::move(offset)), arena};
-    }
+    std::vector<i64> to_offsets(const Array& start) const { return to_vector(start, problem_.count()); }
 };
 
 std::tuple<Result, i64> pack_sets_of(Array lower, Array upper, Array set, Array size, Array alignment, Array order) {
@@ -159,23 +113,16 @@ std::tuple<Result, i64> pack_sets_of(Array lower, Array upper, Array set, Array 
 void bind_place(nb::module_& m) {
     using namespace nb::literals;
     using namespace tightship::place;
-    nb::class_<Placer>(m, "Placer", "Packs one placement problem in given orders.")
+    auto placer = nb::class_<Placer>(m, "Placer", "Packs one placement problem in given orders.");
+    bind_packing<Placer>(placer)
         .def(nb::init<Array, Array, Array, Array, Array>(), "lower"_a, "upper"_a, "size"_a, "alignment"_a, "pinned"_a)
         .def_prop_ro("peak", &Placer::peak, "The most bytes alive at one time.")
-        .def_prop_ro("clash", &Placer::clash, "A pinned buffer that shares bytes with another one, or -1.")
-        .def_prop_ro("work", &Placer::work, "Buffers placed so far, over all packings and trees.")
-        .def_prop_ro("interrupted", &Placer::interrupted, "Whether Ctrl-C ended a search.")
-        .def("pack", &Placer::pack, "order"_a, "best_fit"_a, "cutoff"_a = kNoLimit,
-             "seconds"_a = std::numeric_limits<double>::infinity(),
-             "Offsets and arena of the greedy packing in this order; the arena is 2^63-1, and the offsets mean "
-             "nothing, once it would be `cutoff` or more. What is left when the time is over is not packed but stacked.")
-        .def("climb", &Placer::climb, "order"_a, "best_fit"_a, "seed"_a, "work"_a, "seconds"_a, "bound"_a,
-             "Offsets and arena of the best packing found by changing this order, as `pack` gives them.")
         .def("exact", &Placer::exact, "start"_a, "seed"_a, "work"_a, "seconds"_a, "goal"_a, "wanted"_a, "threads"_a,
              "Offsets of the best placement found by tree search from `start` on, a lower bound, and the buffers "
              "that prove it (none where it is the peak load). Ends at an arena of `goal` bytes.")
-        .def("sweep", &Placer::sweep, "order"_a,
-             "Offsets by first fit in this order, which is that of time; no buffer is pinned. As `pack`, but faster.")
+        .def("sweep", &Placer::sweep, "order"_a, "seconds"_a = std::numeric_limits<double>::infinity(),
+             "Offsets by first fit in this order, which is that of time; no buffer is pinned. As `pack`, but faster. And "
+             "whether it came to its end.")
         .def("skyline", &Placer::skyline, "rule"_a,
              "The order in which a skyline is built: 0 longest-lived, 1 largest, 2 most snug first.")
         .def("windows", &Placer::windows, "start"_a, "seed"_a, "work"_a, "seconds"_a, "goal"_a,

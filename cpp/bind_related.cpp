@@ -1,12 +1,8 @@
-// Python bindings of placement by pairs, with the methods that bind_place.cpp gives to placement by live ranges.
+// Python bindings of placement by pairs and in parts, with the methods that bind_place.cpp gives to placement by whole
+// live ranges.
 
-#include <nanobind/nanobind.h>
-#include <nanobind/stl/tuple.h>
-
-#include <tuple>
-
-#include "bind_alarm.h"
-#include "bind_arrays.h"
+#include "bind_packing.h"
+#include "place_parts.h"
 #include "place_related.h"
 
 namespace nb = nanobind;
@@ -15,53 +11,37 @@ namespace tightship::place {
 
 namespace {
 
-std::vector<i64> to_vector(const Array& a, std::size_t count) {
-    if (a.shape(0) != count) throw nb::value_error("arrays of one length");
-    return {a.data(), a.data() + count};
+Sizes to_sizes(const Array& size, const Array& alignment, const Array& pinned) {
+    const std::size_t n = size.shape(0);
+    return {to_vector(size, n), to_vector(alignment, n), to_vector(pinned, n)};
 }
 
-class RelatedPlacer {
+template <class Problem, class Packer>
+class StepBound : public Bound<Problem, Packer> {
   public:
-    RelatedPlacer(Array size, Array alignment, Array pinned, Array one, Array two, Array low, Array high)
-        : problem_(read(size, alignment, pinned, one, two, low, high)), packer_(problem_) {}
+    using Bound<Problem, Packer>::Bound;
 
-    i64 work() const { return packer_.work(); }
-    i64 clash() { return packer_.clash(); }
-    bool interrupted() const { return alarm_.interrupted(); }
-
-    std::tuple<Result, i64> pack(Array order, bool best_fit, i64 cutoff, double seconds) {
-        auto found = packed(order, [&](const i32* by, i64* offset) {
-            return packer_.pack(by, best_fit ? Fit::best : Fit::first, cutoff, offset, alarm_.set(seconds));
-        });
-        alarm_.raise();
-        return found;
-    }
-
-    std::tuple<Result, i64> hinted(Array order, Array hint, i64 cutoff) {
-        const std::vector<i64> hints = to_vector(hint, problem_.count());
-        return packed(order, [&](const i32* by, i64* offset) {
-            return packer_.pack_hinted(by, hints.data(), cutoff, offset);
+    std::tuple<Result, i64> hinted(Array order, Array hint, i64 cutoff, double seconds) {
+        const std::vector<i32> by = to_order(order, this->problem_.count());
+        const std::vector<i64> hints = to_vector(hint, this->problem_.count());
+        return this->packed([&](i64* offset) {
+            return this->packer_.pack_hinted(by.data(), hints.data(), cutoff, offset, this->alarm_.set(seconds));
         });
     }
 
-    Result fill(Array order, bool best_fit, i64 capacity) {
-        return std::get<0>(packed(order, [&](const i32* by, i64* offset) {
-            packer_.fill(by, best_fit ? Fit::best : Fit::first, capacity, offset);
+    Result fill(Array order, bool best_fit, i64 capacity, double seconds) {
+        const std::vector<i32> by = to_order(order, this->problem_.count());
+        return std::get<0>(this->packed([&](i64* offset) {
+            this->packer_.fill(by.data(), this->to_fit(best_fit), capacity, offset, this->alarm_.set(seconds));
             return i64{0};
         }));
     }
+};
 
-    std::tuple<Result, i64> climb(Array order, bool best_fit, std::uint64_t seed, i64 work, double seconds, i64 bound) {
-        const std::vector<i32> by = to_order(order, problem_.count());
-        std::vector<i64> offset(problem_.count());
-        i64 arena;
-        {
-            nb::gil_scoped_release unlocked;
-            arena = place::climb(packer_, problem_.size, problem_.pinned, by, best_fit ? Fit::best : Fit::first, offset,
-                                 seed, {work, bound}, alarm_.set(seconds));
-        }
-        return {to_numpy(std::move(offset)), arena};
-    }
+class RelatedPlacer : public StepBound<Related, RelatedPacker> {
+  public:
+    RelatedPlacer(Array size, Array alignment, Array pinned, Array one, Array two, Array low, Array high)
+        : StepBound(read(to_sizes(size, alignment, pinned), one, two, low, high)) {}
 
     std::tuple<Result, bool> exhaust(Array start, i64 work, double seconds, i64 goal) {
         std::vector<i64> offset = to_vector(start, problem_.count());
@@ -74,18 +54,14 @@ class RelatedPlacer {
     }
 
   private:
-    Related problem_;
-    RelatedPacker packer_;
-    Alarm alarm_;
-
-    static Related read(const Array& size, const Array& alignment, const Array& pinned, const Array& one,
-                        const Array& two, const Array& low, const Array& high) {
-        const std::size_t n = size.shape(0), pairs = one.shape(0);
+    static Related read(Sizes sizes, const Array& one, const Array& two, const Array& low, const Array& high) {
+        const i64 n = sizes.count();
+        const std::size_t pairs = one.shape(0);
         if (two.shape(0) != pairs || low.shape(0) != pairs || high.shape(0) != pairs)
             throw nb::value_error("arrays of one length");
-        Related r{to_vector(size, n), to_vector(alignment, n), to_vector(pinned, n), {}};
+        Related r{std::move(sizes), {}};
         r.pairs.reserve(pairs);
-        const auto known = [n](i64 i) { return 0 <= i && i < static_cast<i64>(n); };
+        const auto known = [n](i64 i) { return 0 <= i && i < n; };
         for (std::size_t k = 0; k < pairs; ++k) {
             const i64 i = one.data()[k], j = two.data()[k];
             if (!known(i) || !known(j) || i == j) throw nb::value_error("a pair is of two buffers");
@@ -93,19 +69,47 @@ class RelatedPlacer {
         }
         return r;
     }
+};
 
-    template <class Pack>
-    std::tuple<Result, i64> packed(const Array& order, Pack pack) {
-        const std::vector<i32> by = to_order(order, problem_.count());
-        std::vector<i64> offset(problem_.count());
-        i64 arena;
-        {
-            nb::gil_scoped_release unlocked;
-            arena = pack(by.data(), offset.data());
+class PartPlacer : public StepBound<Parts, PartPacker> {
+  public:
+    PartPlacer(Array size, Array alignment, Array pinned, Array owner, Array since, Array until, Array low, Array high)
+        : StepBound(read(to_sizes(size, alignment, pinned), owner, since, until, low, high)) {}
+
+  private:
+    static Parts read(Sizes sizes, const Array& owner, const Array& since, const Array& until, const Array& low,
+                      const Array& high) {
+        const i64 n = sizes.count();
+        const std::size_t count = owner.shape(0);
+        if (since.shape(0) != count || until.shape(0) != count || high.shape(0) != count)
+            throw nb::value_error("arrays of one length");
+        Parts p{std::move(sizes), {}, to_vector(low, count), std::vector<i64>(n + 1, 0)};
+        std::vector<i64> size(count);
+        for (std::size_t k = 0; k < count; ++k) {
+            const i64 i = owner.data()[k];
+            if (i < (k ? owner.data()[k - 1] : 0) || i >= n) throw nb::value_error("parts in the order of their buffers");
+            if (p.low[k] < 0 || high.data()[k] < p.low[k] || high.data()[k] > p.size[i] ||
+                since.data()[k] >= until.data()[k])
+                throw nb::value_error("a part is of its buffer");
+            size[k] = high.data()[k] - p.low[k];
+            ++p.from[i + 1];
         }
-        return {to_numpy(std::move(offset)), arena};
+        for (i64 i = 0; i < n; ++i) p.from[i + 1] += p.from[i];
+        p.part = make_buffers(since.data(), until.data(), size.data(), nullptr, nullptr, static_cast<i64>(count));
+        return p;
     }
 };
+
+template <class Bound, class Class>
+Class& bind_steps(Class& c) {
+    using namespace nb::literals;
+    constexpr double forever = std::numeric_limits<double>::infinity();
+    return bind_packing<Bound>(c)
+        .def("hinted", &Bound::hinted, "order"_a, "hint"_a, "cutoff"_a, "seconds"_a = forever,
+             "First fit, but at the hint (-1: none) where that is free.")
+        .def("fill", &Bound::fill, "order"_a, "best_fit"_a, "capacity"_a, "seconds"_a = forever,
+             "Offsets of what fits into the capacity in this order; -1 for what does not, or came too late.");
+}
 
 }  // namespace
 
@@ -114,21 +118,14 @@ class RelatedPlacer {
 void bind_related(nb::module_& m) {
     using namespace nb::literals;
     using namespace tightship::place;
-    nb::class_<RelatedPlacer>(m, "RelatedPlacer", "Packs one placement problem given by pairs that are in the way.")
+    auto related =
+        nb::class_<RelatedPlacer>(m, "RelatedPlacer", "Packs one placement problem given by pairs that are in the way.");
+    bind_steps<RelatedPlacer>(related)
         .def(nb::init<Array, Array, Array, Array, Array, Array, Array>(), "size"_a, "alignment"_a, "pinned"_a, "one"_a,
              "two"_a, "low"_a, "high"_a)
-        .def_prop_ro("clash", &RelatedPlacer::clash, "A pinned buffer that shares bytes with another one, or -1.")
-        .def_prop_ro("work", &RelatedPlacer::work, "Buffers placed so far, over all packings and trees.")
-        .def_prop_ro("interrupted", &RelatedPlacer::interrupted, "Whether Ctrl-C ended a search.")
-        .def("pack", &RelatedPlacer::pack, "order"_a, "best_fit"_a, "cutoff"_a = kNoLimit,
-             "seconds"_a = std::numeric_limits<double>::infinity(),
-             "Offsets and arena of the greedy packing in this order, as Placer.pack.")
-        .def("hinted", &RelatedPlacer::hinted, "order"_a, "hint"_a, "cutoff"_a,
-             "First fit, but at the hint (-1: none) where that is free.")
-        .def("fill", &RelatedPlacer::fill, "order"_a, "best_fit"_a, "capacity"_a,
-             "Offsets of what fits into the capacity in this order; -1 for what does not.")
-        .def("climb", &RelatedPlacer::climb, "order"_a, "best_fit"_a, "seed"_a, "work"_a, "seconds"_a, "bound"_a,
-             "Offsets and arena of the best packing found by changing this order.")
         .def("exhaust", &RelatedPlacer::exhaust, "start"_a, "work"_a, "seconds"_a, "goal"_a,
              "Offsets of the best placement found from `start` on, and whether no other has a smaller arena.");
+    auto parts = nb::class_<PartPlacer>(m, "PartPlacer", "Packs one placement problem given by parts that are alive.");
+    bind_steps<PartPlacer>(parts).def(nb::init<Array, Array, Array, Array, Array, Array, Array, Array>(), "size"_a,
+                                      "alignment"_a, "pinned"_a, "owner"_a, "since"_a, "until"_a, "low"_a, "high"_a);
 }

@@ -10,11 +10,6 @@ namespace {
 
 constexpr i64 kLookEvery = 16;  // buffers placed, most of them within microseconds
 
-i64 align_up(i64 offset, i64 alignment) {
-    if (alignment == 1) return offset;
-    return (offset + alignment - 1) / alignment * alignment;
-}
-
 // Joins [start, end) with the spans of `set` that it meets or leaves a hole smaller than `least` to.
 void join(std::vector<Span>& set, i64 start, i64 end, i64 least) {
     const i64 reach = least - 1;
@@ -92,22 +87,6 @@ void Space::clear() {
     used_.clear();
 }
 
-// Calls `whole` on the nodes that make up [first, last) and `partial` on all nodes above them.
-template <class Whole, class Partial>
-void Space::visit(i32 first, i32 last, Whole whole, Partial partial) const {
-    const i32 left = first + leaves_, right = last + leaves_;
-    for (i32 l = left, r = right; l < r; l >>= 1, r >>= 1) {
-        if (l & 1) whole(l++);
-        if (r & 1) whole(--r);
-    }
-    for (int k = 1; leaves_ >> k; ++k) {
-        const i32 l = left >> k, r = (right - 1) >> k;
-        const bool cuts_left = l << k != left, cuts_right = (right >> k) << k != right;
-        if (cuts_left) partial(l);
-        if (cuts_right && !(cuts_left && l == r)) partial(r);
-    }
-}
-
 void Space::take(i32 first, i32 last, i64 start, i64 end, i64 least) {
     const auto touch = [&](i32 node) {
         if (touching_[node].empty()) used_.push_back(node);
@@ -128,11 +107,9 @@ void Space::open(i32 first, i32 last) {
 }
 
 void Space::open_also(i32 first, i32 last) {
-    const auto add = [&](const std::vector<Span>& set) {
+    each(first, last, [&](const std::vector<Span>& set) {
         if (!set.empty()) cursors_.push_back({set.data(), set.data() + set.size()});
-    };
-    visit(
-        first, last, [&](i32 node) { add(touching_[node]); }, [&](i32 node) { add(covering_[node]); });
+    });
 }
 
 i64 Space::next_free(i64 offset, i64 alignment) {

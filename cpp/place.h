@@ -17,6 +17,10 @@ using i64 = std::int64_t;
 constexpr i64 kNoLimit = std::numeric_limits<i64>::max();
 constexpr i64 kFree = -1;  // Buffers::pinned of a buffer that may go anywhere
 
+inline i64 align_up(i64 offset, i64 alignment) {
+    return alignment == 1 ? offset : (offset + alignment - 1) / alignment * alignment;
+}
+
 struct Buffers {
     std::vector<i64> size, alignment, pinned;
     std::vector<i32> first, last;  // sections [first, last)
@@ -58,6 +62,12 @@ class Space {
         i32 first, last;
     };
     i64 best_fit_all(const std::vector<Stay>& stays, i64 size, i64 alignment);
+    // Calls `use` on sets of spans that are, together, all that is taken in sections [first, last).
+    template <class Use>
+    void each(i32 first, i32 last, Use use) const {
+        visit(
+            first, last, [&](i32 node) { use(touching_[node]); }, [&](i32 node) { use(covering_[node]); });
+    }
 
   private:
     struct Cursor {
@@ -79,6 +89,22 @@ class Space {
     i64 next_free(i64 offset, i64 alignment);
     i64 next_taken() const;
 };
+
+// Calls `whole` on the nodes that make up [first, last) and `partial` on all nodes above them.
+template <class Whole, class Partial>
+void Space::visit(i32 first, i32 last, Whole whole, Partial partial) const {
+    const i32 left = first + leaves_, right = last + leaves_;
+    for (i32 l = left, r = right; l < r; l >>= 1, r >>= 1) {
+        if (l & 1) whole(l++);
+        if (r & 1) whole(--r);
+    }
+    for (int k = 1; leaves_ >> k; ++k) {
+        const i32 l = left >> k, r = (right - 1) >> k;
+        const bool cuts_left = l << k != left, cuts_right = (right >> k) << k != right;
+        if (cuts_left) partial(l);
+        if (cuts_right && !(cuts_left && l == r)) partial(r);
+    }
+}
 
 enum class Fit { first, best };
 

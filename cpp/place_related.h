@@ -2,25 +2,22 @@
 //
 // What live ranges alone cannot say is said this way: bytes that are alive for a while only, buffers that lie at one
 // offset, and buffers that meet in some order of execution. Memory is that of the pairs, so this is for thousands of
-// buffers, not millions.
+// buffers, not millions; all but the last can be told in parts, too (place_parts.h).
 #pragma once
 
-#include <functional>
 #include <vector>
 
-#include "place.h"
+#include "place_steps.h"
 
 namespace tightship::place {
 
-struct Related {
+struct Related : Sizes {
     // Offsets of buffers `one` and `two` must not have low < offset[one] - offset[two] < high.
     struct Pair {
         i32 one, two;
         i64 low, high;
     };
-    std::vector<i64> size, alignment, pinned;
     std::vector<Pair> pairs;
-    i64 count() const { return static_cast<i64>(size.size()); }
 };
 
 struct TreeLimits {
@@ -28,21 +25,20 @@ struct TreeLimits {
     i64 goal;  // an arena that is small enough
 };
 
-class RelatedPacker final : public Packing {
+class RelatedPacker final : public StepPacker {
   public:
     explicit RelatedPacker(const Related& problem);
 
-    i64 pack(const i32* order, Fit fit, i64 cutoff, i64* offset, const Watch& watch) override;
-    i64 clash() override;
     bool meet(i32 i, i32 j) const override;
-
-    // As pack, by first fit, but buffers lie where `hint` says (-1: nowhere) if nothing is there.
-    i64 pack_hinted(const i32* order, const i64* hint, i64 cutoff, i64* offset);
-    // As pack, but buffers that would end beyond `capacity` are left out, with offset -1.
-    void fill(const i32* order, Fit fit, i64 capacity, i64* offset);
     // Improves `offset` by going through all placements in which every buffer lies as low as those below it allow.
     // Returns whether it went through all of them: then there is none with a smaller arena.
     bool exhaust(std::vector<i64>& offset, const TreeLimits& limits, const Watch& watch);
+
+  protected:
+    void clear() override;
+    void put(i32 i, i64 at) override;
+    bool is_free(i32 i, i64 at) override;
+    i64 find(i32 i, Fit fit) override { return find_from(i, fit, 0); }
 
   private:
     struct Edge {
@@ -54,18 +50,15 @@ class RelatedPacker final : public Packing {
     };
     struct Tree;
 
-    const Related& b_;
+    const Related& r_;
     std::vector<i64> from_;  // edges of buffer i: [from_[i], from_[i + 1])
     std::vector<Edge> edges_;
     std::vector<Range> taken_;
     std::vector<char> placed_;
-    std::vector<i32> pinned_;
+    std::vector<i64> at_;  // where those placed lie
 
-    bool passed(i32 i) const { return b_.pinned[i] != kFree || b_.size[i] == 0; }
-    void collect(i32 i, const i64* offset);
-    i64 fit(i32 i, Fit fit, i64 from, const i64* offset);
-    bool is_free(i32 i, i64 at, const i64* offset);
-    i64 start(i64* offset);
+    void collect(i32 i);
+    i64 find_from(i32 i, Fit fit, i64 from);
 };
 
 }  // namespace tightship::place

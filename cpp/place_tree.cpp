@@ -12,10 +12,6 @@ constexpr i64 kAbsent = -1;
 constexpr i64 kNone = std::numeric_limits<i64>::max();
 constexpr i64 kLookEvery = 64;  // placements between two looks at the clock
 
-i64 align_up(i64 offset, i64 alignment) {
-    return alignment == 1 ? offset : (offset + alignment - 1) / alignment * alignment;
-}
-
 // Sorts spans and joins those that meet.
 void join_all(std::vector<Span>& spans) {
     std::sort(spans.begin(), spans.end(), [](const Span& x, const Span& y) { return x.start < y.start; });

@@ -21,6 +21,7 @@ LAYERS = (
     ("graph",),
     ("plan",),
     ("violation",),
+    ("disjoint",),
     ("serde",),
     ("simulate",),
     ("verify", "verify_placement"),
@@ -50,7 +51,7 @@ MAY_IMPORT_FRAMEWORKS = {"frontends", "execute", "integrations", "demo"}
 
 # The verifiers share no code with what they check.
 VERIFIERS = {"verify", "verify_placement"}
-VERIFY_MAY_IMPORT = {"machine", "graph", "plan", "errors", "violation"}
+VERIFY_MAY_IMPORT = {"machine", "graph", "plan", "errors", "violation", "disjoint"}
 
 
 def layer_of(module: str) -> str:

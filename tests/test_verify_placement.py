@@ -4,12 +4,14 @@ from dataclasses import replace
 from itertools import combinations, pairwise
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 import relating
 from placing import overlapping, problems
+from tightship.disjoint import disjoint
 from tightship.plan import Buffer, Gap, Pool, Problem, Solution
 from tightship.planners.place import naive
 from tightship.verify_placement import CODES, check_solution
@@ -124,6 +126,25 @@ def test_finds_an_overlap_exactly_when_there_is_one(problem: Problem, data: st.D
     really = overlapping(problem, solution)
     assert found <= really
     assert bool(found) == bool(really)
+
+
+@given(
+    st.lists(
+        st.tuples(st.integers(0, 9), st.integers(0, 5), st.integers(0, 12), st.integers(0, 4)), max_size=9
+    )
+)
+def test_disjoint_is_what_it_says(rows: list[tuple[int, int, int, int]]) -> None:
+    boxes = [(t, t + life, x, x + size) for t, life, x, size in rows]
+    pairs = combinations([b for b in boxes if b[0] < b[1] and b[2] < b[3]], 2)
+    meet = any(max(a[0], b[0]) < min(a[1], b[1]) and max(a[2], b[2]) < min(a[3], b[3]) for a, b in pairs)
+    columns = np.array(boxes, dtype=np.int64).reshape(-1, 4).T
+    assert disjoint(*columns) != meet
+
+
+def test_what_is_too_large_for_the_core_is_verified_too() -> None:
+    problem = Problem((Buffer("a", 0, 2, 2**63), Buffer("b", 1, 3, 4)))
+    assert codes(problem, Solution((0, 2**63 - 1), 2**64)) == {"overlap"}
+    assert codes(problem, Solution((0, 2**63), 2**64)) == set()
 
 
 @given(problems(plain=True), st.data())

@@ -14,25 +14,29 @@ bound              the claimed lower bound is above the arena, so it is none
 =================  ==================================================================
 
 Two buffers of one heap overlap when, at some time, bytes that are alive of the one are alive bytes of the other:
-within a gap, those of the gap's window alone. Members of a group do not overlap each other. Found by a sweep over
-time with what is alive kept in order of offset. Buffers in conflict overlap when they share bytes at all; found by a
-sweep over the bytes. A buffer found to overlap is reported with everything it overlaps at that moment and then left
-out of the sweep, so that n wrong buffers do not give n² lines.
+within a gap, those of the gap's window alone. Members of a group do not overlap each other. Whether there are any is
+found for all at once (``disjoint``); if so, which, by a sweep over time with what is alive kept in order of offset.
+Buffers in conflict overlap when they share bytes at all; found by a sweep over the bytes. A buffer found to overlap
+is reported with everything it overlaps at that moment and then left out of the sweep, so that n wrong buffers do
+not give n² lines.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left, insort
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from itertools import pairwise
+from operator import attrgetter
+from typing import NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 
+from tightship.disjoint import disjoint
 from tightship.plan import Buffer, Problem, Solution
 from tightship.violation import Violation
 
-__all__ = ["CODES", "check_solution"]
+__all__ = ["CODES", "check_solution", "within_capacity"]
 
 CODES = (
     "missing",
@@ -51,8 +55,7 @@ Home = tuple[str, int]
 """A pool by name and one of its heaps by number."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Placed:
+class _Placed(NamedTuple):
     """Buffer ``number`` of the problem at ``offset`` of ``home``."""
 
     number: int
@@ -70,16 +73,15 @@ def check_solution(problem: Problem, solution: Solution) -> list[Violation]:
     """Everything that is wrong with ``solution``; nothing, if it is right."""
     homes: Sequence[Home] = solution.homes if problem.pools else [("", 0)] * len(problem.buffers)
     rows = zip(range(len(problem.buffers)), problem.buffers, solution.offsets, homes, strict=False)
-    placed = [_Placed(*row) for row in rows]
+    placed = list(map(_Placed._make, rows))
     found = list(_counts(problem, solution, homes))
     for p in placed:
-        found += _alone(p, solution.arena)
+        if _is_wrong_alone(p, solution.arena):
+            found += _alone(p, solution.arena)
     found += _groups(placed)
     if problem.pools:
         found += _wrong_pools(problem, placed)
-    by_home: dict[Home, list[_Placed]] = {}
-    for p in placed:
-        by_home.setdefault(p.home, []).append(p)
+    by_home = _by_home(placed)
     for there in by_home.values():
         found += _overlaps(there)
     if problem.conflicts:
@@ -89,6 +91,21 @@ def check_solution(problem: Problem, solution: Solution) -> list[Violation]:
             found += (v for v in _conflicts(there, rows_of) if frozenset(v.subjects) not in named)
     found += _sums(problem, solution, by_home)
     return found
+
+
+def within_capacity(problem: Problem, solution: Solution) -> bool:
+    """Whether a solution in which nothing else is wrong is within all capacities."""
+    homes = solution.homes if problem.pools else [("", 0)] * len(problem.buffers)
+    rows = zip(range(len(problem.buffers)), problem.buffers, solution.offsets, homes, strict=True)
+    by_home = _by_home([_Placed(*row) for row in rows])
+    return not any(v.code == "over-capacity" for v in _sums(problem, solution, by_home))
+
+
+def _by_home(placed: Sequence[_Placed]) -> dict[Home, list[_Placed]]:
+    by_home: dict[Home, list[_Placed]] = {}
+    for p in placed:
+        by_home.setdefault(p.home, []).append(p)
+    return by_home
 
 
 def _sums(problem: Problem, solution: Solution, by_home: dict[Home, list[_Placed]]) -> Iterator[Violation]:
@@ -126,6 +143,12 @@ def _counts(problem: Problem, solution: Solution, homes: Sequence[Home]) -> Iter
     for k in range(known, len(homes)):
         message = f"pool {homes[k][0]!r} is number {k + 1}, but the problem has {known} buffers"
         yield Violation("unknown", -1, (f"#{k}",), message)
+
+
+def _is_wrong_alone(p: _Placed, arena: int) -> bool:
+    b, at = p.buffer, p.offset
+    pinned = b.pinned is not None and at != b.pinned
+    return at < 0 or at + b.size > arena or at % b.alignment != 0 or pinned
 
 
 def _alone(p: _Placed, arena: int) -> Iterator[Violation]:
@@ -170,8 +193,7 @@ def _wrong_pools(problem: Problem, placed: Sequence[_Placed]) -> Iterator[Violat
 # --- overlaps of what is alive ---
 
 
-@dataclass(frozen=True, slots=True)
-class _Part:
+class _Part(NamedTuple):
     """Bytes ``[start, end)`` that ``owner`` has alive during ``[since, until)``."""
 
     owner: _Placed
@@ -185,6 +207,10 @@ def _parts(owner: _Placed) -> Iterator[_Part]:
     """A buffer's life cut where its gaps begin and end; where gaps overlap, what all their windows share."""
     b = owner.buffer
     if b.lower >= b.upper:
+        return
+    if not b.gaps:
+        if b.size > 0:
+            yield _Part(owner, b.lower, b.upper, owner.offset, owner.offset + b.size)
         return
     cuts = {b.lower, b.upper}
     for gap in b.gaps:
@@ -217,10 +243,15 @@ def _united(group: Sequence[_Placed]) -> Iterator[_Part]:
 
 def _overlaps(placed: Sequence[_Placed]) -> Iterator[Violation]:
     """Of buffers in one heap."""
+    simple = [p for p in placed if not p.buffer.group and not p.buffer.gaps]
     groups: dict[object, list[_Placed]] = {}
-    for p in placed:
-        groups.setdefault(p.buffer.group or p.number, []).append(p)
+    for p in placed if len(simple) < len(placed) else ():
+        if p.buffer.group or p.buffer.gaps:
+            groups.setdefault(p.buffer.group or p.number, []).append(p)
     parts = [part for g in groups.values() for part in (_united(g) if len(g) > 1 else _parts(g[0]))]
+    if _disjoint(simple, parts):
+        return
+    parts += [part for p in simple for part in _parts(p)]
     # Ends before starts at the same time: live ranges are half-open.
     events = [(p.until, 0, k) for k, p in enumerate(parts)] + [(p.since, 1, k) for k, p in enumerate(parts)]
     events.sort()
@@ -260,6 +291,29 @@ def _overlap(new: _Part, old: _Part) -> Violation:
     since, until = max(new.since, old.since), min(new.until, old.until)
     message = f"{new.owner} and {old.owner} share bytes [{start}, {end}) during [{since}, {until})"
     return Violation("overlap", since, (new.owner.buffer.id, old.owner.buffer.id), message)
+
+
+# --- whether there is any overlap ---
+
+
+def _disjoint(simple: Sequence[_Placed], parts: Sequence[_Part]) -> bool:
+    """Whether of buffers without groups and gaps, and parts of the others, no two overlap; False also where their
+    numbers are too large to say."""
+
+    def column(rows: Sequence[object], name: str) -> npt.NDArray[np.int64]:
+        return np.fromiter(map(attrgetter(name), rows), dtype=np.int64, count=len(rows))
+
+    try:
+        since, until, size, start = (
+            column(simple, name) for name in ("buffer.lower", "buffer.upper", "buffer.size", "offset")
+        )
+        alone = since, until, start, start + size
+        columns = [
+            np.concatenate((a, column(parts, name))) for a, name in zip(alone, _Part._fields[1:], strict=True)
+        ]
+    except OverflowError:
+        return False
+    return bool((start + size >= start).all()) and disjoint(*columns)
 
 
 # --- overlaps of what may be alive in another order ---

@@ -1,9 +1,7 @@
 """Pack a placement problem with any placement planner: pools, gaps, hints and a packing to beat are taken care of.
 
-A planner places in one arena. Groups, conflicts and gaps every planner knows exactly; of a problem with gaps alone
-and too many pairs of buffers that meet, it sees buffers alive in their whole live range, which is right but larger
-than need be. Planners that search are followed by a first fit that knows gaps; the lower bound is that of the parts
-that are alive. What comes out has passed ``check_solution``.
+A planner places in one arena. Groups, conflicts and gaps every planner knows exactly. Planners that search are
+followed by a first fit that takes the hints. What comes out has passed ``check_solution``.
 """
 
 from __future__ import annotations
@@ -13,15 +11,11 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-import numpy as np
-
 from tightship.errors import BadInput, VerificationFailed
 from tightship.plan import Problem, Solution
 from tightship.planners import PlannerInfo, planner
 from tightship.planners.place._best import Interrupted
-from tightship.planners.place._fit import Fitter, Limits
-from tightship.planners.place._frame import Ints, by_pairs, frame, hinted
-from tightship.planners.place._parts import check_gaps, cut, whole
+from tightship.planners.place._frame import hinted
 from tightship.planners.pools import spill
 from tightship.verify_placement import check_solution
 
@@ -101,17 +95,10 @@ class _Run:
 
 
 def _one_arena(problem: Problem, run: _Run, limits: Search) -> Solution:
-    if any(b.gaps for b in problem.buffers) and not _related(problem):
-        solution = _with_gaps(problem, run, limits)
-    else:
-        solution = run.plan(problem, limits, limits.seconds)
+    solution = run.plan(problem, limits, limits.seconds)
     if run.searches and any(b.hint is not None for b in problem.buffers):
         solution = _hinted(problem, solution, limits)
     return solution
-
-
-def _related(problem: Problem) -> bool:
-    return bool(problem.conflicts) or any(b.group for b in problem.buffers)
 
 
 def _within(limits: Search, until: float) -> Search:
@@ -119,46 +106,11 @@ def _within(limits: Search, until: float) -> Search:
     return replace(limits, seconds=max(0.05, (until - time.perf_counter()) / 3))
 
 
-def _with_gaps(problem: Problem, run: _Run, search: Search) -> Solution:
-    """The planner's answer (for whole live ranges, if there are too many pairs), then first fit into the gaps, if the
-    planner is one that searches."""
-    began = time.perf_counter()
-    check_gaps(problem)
-    bound = max(frame(cut(problem)).bound, max(b.size + (b.pinned or 0) for b in problem.buffers))
-    if by_pairs(problem):
-        first = run.plan(problem, search, search.seconds)
-        offsets, bound = np.array(first.offsets, dtype=np.int64), max(bound, first.lower_bound)
-    else:
-        simple, places = whole(problem)
-        first = run.plan(simple, search, search.seconds / 2)
-        rows = zip(problem.buffers, places, strict=True)
-        offsets = np.array([first.offsets[at] if at >= 0 else b.pinned for b, at in rows], dtype=np.int64)
-    name, work = first.planner, first.work
-    if run.searches and _arena(problem, offsets.tolist()) > bound:
-        fitter, limits = Fitter(problem), Limits(search.work, began + search.seconds)
-        try:
-            fitter.improve(offsets, bound, limits, search.seed)
-        except KeyboardInterrupt:
-            run.interrupted = True
-        better = offsets if fitter.best is None else fitter.best
-        name = f"{name}+gaps" if better is not offsets else name
-        offsets, work = better, work + limits.used
-    arena = _arena(problem, offsets.tolist())
-    seconds = time.perf_counter() - began
-    return Solution(tuple(offsets.tolist()), arena, bound, name, seconds, work)
-
-
 def _hinted(problem: Problem, solution: Solution, search: Search) -> Solution:
     """The packing that follows the hints, where it is as small."""
     began = time.perf_counter()
-    limits = Limits(search.work, began + search.seconds - solution.seconds)
-    found: Ints | None
-    if _related(problem):
-        found = hinted(problem, solution.arena + 1)
-    else:
-        found = Fitter(problem).hinted(limits, below=solution.arena + 1)
-    seconds, work = solution.seconds + time.perf_counter() - began, solution.work + limits.used
-    solution = replace(solution, seconds=seconds, work=work)
+    found = hinted(problem, solution.arena + 1, max(search.seconds - solution.seconds, 0.0))
+    solution = replace(solution, seconds=solution.seconds + time.perf_counter() - began)
     if found is None:
         return solution
     offsets = tuple(found.tolist())

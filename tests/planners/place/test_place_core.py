@@ -34,7 +34,10 @@ def assert_sweeps_as_it_packs(problem: Problem) -> None:
     f = frame(problem)
     order = by_start(f.arrays)
     packed, _ = f.placer.pack(order, best_fit=False)
-    assert f.placer.sweep(order).tolist() == packed.tolist()
+    swept, complete = f.placer.sweep(order)
+    assert complete
+    assert swept.tolist() == packed.tolist()
+    assert f.placer.sweep(order, seconds=0.0)[1] is (len(order) == 0)
 
 
 @given(problems())

@@ -54,19 +54,16 @@ class Best:
         try:
             go()
         except KeyboardInterrupt:
-            raise Interrupted(self._solution(problem, planner)) from None
-        return self._solution(problem, planner)
+            raise Interrupted(self._solution(planner)) from None
+        return self._solution(planner)
 
     def go_on(self) -> None:
         """Raise ``KeyboardInterrupt`` if the core has been told to stop."""
         if self.frame.placer.interrupted:
             raise KeyboardInterrupt
 
-    def _solution(self, problem: Problem, planner: str) -> Solution:
-        # With gaps, what was proved is proved of whole live ranges only, and so is no bound of the problem's.
-        known = self.frame.related or not any(b.gaps for b in problem.buffers)
-        framed = replace(self.frame, bound=self.bound) if known else self.frame
-        return framed.solution(self.offsets, planner)
+    def _solution(self, planner: str) -> Solution:
+        return replace(self.frame, bound=self.bound).solution(self.offsets, planner)
 
 
 def stacked(f: Frame) -> Ints:

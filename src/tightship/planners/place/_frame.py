@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from operator import attrgetter
 from typing import Any
 
 import numpy as np
@@ -14,9 +15,9 @@ from tightship.errors import BadInput
 from tightship.plan import Problem, Solution
 from tightship.planners.place._groups import merge
 from tightship.planners.place._parts import check_gaps, cut
-from tightship.planners.place._related import MOST_PAIRS, RelatedPlacer
+from tightship.planners.place._related import placer_of
 
-__all__ = ["Arrays", "Frame", "Ints", "by_pairs", "frame", "from_arrays", "hinted", "most_alive", "related"]
+__all__ = ["Arrays", "Frame", "Ints", "frame", "from_arrays", "hinted", "is_plain", "most_alive", "related"]
 
 Ints = npt.NDArray[np.int64]
 
@@ -78,64 +79,65 @@ def frame(problem: Problem) -> Frame:
     """Check a problem of one arena and prepare it for the core."""
     if problem.pools:
         raise BadInput("a planner places in one arena; `pack` goes from pool to pool", len(problem.pools))
-    if by_pairs(problem):
+    if not is_plain(problem):
         return related(problem)
-    made = from_arrays(_arrays(problem), names=[b.id for b in problem.buffers])
-    if any(
-        b.gaps for b in problem.buffers
-    ):  # they are alive in their whole live range here, which proves less
-        made = replace(made, bound=min(made.bound, frame(cut(problem)).bound))
-    return made
+    began = time.perf_counter()
+    return from_arrays(_arrays(problem), names=[b.id for b in problem.buffers], began=began)
 
 
-def by_pairs(problem: Problem) -> bool:
-    """Whether a problem is placed by pairs of buffers: where live ranges do not tell all, and, if that is gaps alone,
-    there are not too many. Otherwise a buffer with gaps is in the way in its whole live range."""
-    if problem.conflicts or any(b.group for b in problem.buffers):
-        return True
-    parts = sum(2 * len(b.gaps) + 1 for b in problem.buffers)
-    return parts > len(problem.buffers) and parts * parts <= MOST_PAIRS
+def is_plain(problem: Problem) -> bool:
+    """Whether live ranges tell all of who is in whose way."""
+    return (
+        not problem.conflicts
+        and not any(map(attrgetter("gaps"), problem.buffers))
+        and not any(map(attrgetter("group"), problem.buffers))
+    )
 
 
 def related(problem: Problem) -> Frame:
-    """The same for a problem with groups, conflicts and gaps, by pairs of buffers."""
+    """The same for a problem with groups, conflicts and gaps, by pairs of buffers or in parts."""
     began = time.perf_counter()
     merged, became = merge(problem)
     check_gaps(merged)
     arrays, names = _arrays(merged), [b.id for b in merged.buffers]
     _check(arrays, names)
-    placer = RelatedPlacer(problem, merged, became, (arrays.size, arrays.alignment, arrays.pinned))
+    placer = placer_of(problem, merged, became, (arrays.size, arrays.alignment, arrays.pinned))
     _check_pins(placer.clash, arrays, names)
     alone = frame(cut(merged)).bound
     least = max(placer.peak, alone, int((arrays.size + np.maximum(arrays.pinned, 0)).max(initial=0)))
     return Frame(arrays, placer, least, began, became if merged.buffers else (), related=True)
 
 
-def hinted(problem: Problem, below: int) -> Ints | None:
-    """Offsets of a problem by pairs that follow the hints, from the lowest on; None if its arena is not below."""
+def hinted(problem: Problem, below: int, seconds: float) -> Ints | None:
+    """Offsets that follow the hints, from the lowest on; None if their arena is not below, or time was short."""
     f = related(problem)
     merged, became = merge(problem)
     hints = np.array([FREE if b.hint is None else b.hint for b in merged.buffers], dtype=np.int64)
     order = np.lexsort((-f.arrays.size, hints, hints == FREE)).astype(np.int64)
-    offsets, arena = f.placer.hinted(order, hints, below)
+    offsets, arena = f.placer.hinted(order, hints, below, seconds)
     return None if arena >= below else np.asarray(offsets)[np.array(became, dtype=np.int64)]
 
 
 def _arrays(problem: Problem) -> Arrays:
     buffers = problem.buffers
-    rows = [(b.lower, b.upper, b.size, b.alignment, FREE if b.pinned is None else b.pinned) for b in buffers]
-    for b in buffers:
-        if b.pinned is not None and b.pinned < 0:
-            raise BadInput("a pinned offset is not negative", b.pinned, f"buffer {b.id!r}")
+
+    def column(name: str) -> Ints:
+        return np.fromiter(map(attrgetter(name), buffers), dtype=np.int64, count=len(buffers))
+
+    pins = list(map(attrgetter("pinned"), buffers))
+    given = [pin for pin in pins if pin is not None]
+    if given and (least := min(given)) < 0:
+        raise BadInput("a pinned offset is not negative", least, f"buffer {buffers[pins.index(least)].id!r}")
     try:
-        table = np.array(rows, dtype=np.int64).reshape(len(rows), 5)
+        pinned = np.array([FREE if pin is None else pin for pin in pins], dtype=np.int64)
+        return Arrays(column("lower"), column("upper"), column("size"), column("alignment"), pinned)
     except OverflowError:
         raise BadInput("times and sizes are 64-bit integers", place="Problem.buffers") from None
-    return Arrays(*(np.ascontiguousarray(c) for c in table.T))
 
 
-def from_arrays(arrays: Arrays, names: list[str] | None = None) -> Frame:
-    began = time.perf_counter()
+def from_arrays(arrays: Arrays, names: list[str] | None = None, *, began: float | None = None) -> Frame:
+    """The same of arrays. ``began``: when work on the problem did, if not now."""
+    began = time.perf_counter() if began is None else began
     _check(arrays, names)
     placer = _core.Placer(arrays.lower, arrays.upper, arrays.size, arrays.alignment, arrays.pinned)
     _check_pins(placer.clash, arrays, names)

@@ -1,7 +1,4 @@
-"""Problems without gaps that say something of one with gaps.
-
-``whole`` asks for more bytes (any answer to it is one), ``cut`` for fewer (any bound of it is one).
-"""
+"""A problem without gaps that says something of one with gaps: it asks for fewer bytes, so any bound of it is one."""
 
 from __future__ import annotations
 
@@ -12,7 +9,7 @@ from dataclasses import replace
 from tightship.errors import BadInput
 from tightship.plan import Buffer, Problem
 
-__all__ = ["check_gaps", "cut", "whole"]
+__all__ = ["check_gaps", "cut"]
 
 
 def check_gaps(problem: Problem) -> None:
@@ -29,21 +26,6 @@ def check_gaps(problem: Problem) -> None:
 def cut(problem: Problem) -> Problem:
     """Every part a buffer of its own, free to lie anywhere (pinned ones lie where they are)."""
     return replace(problem, buffers=tuple(c for b in problem.buffers for c in _cut(b)))
-
-
-def whole(problem: Problem) -> tuple[Problem, list[int]]:
-    """Free buffers alive in all of their live range, pinned ones in their parts; and for every buffer of the
-    problem its place among those (-1: it is pinned)."""
-    buffers: list[Buffer] = []
-    places: list[int] = []
-    for b in problem.buffers:
-        if b.gaps and b.pinned is not None:
-            places.append(-1)
-            buffers += _cut(b)
-        else:
-            places.append(len(buffers))
-            buffers.append(replace(b, gaps=()))
-    return replace(problem, buffers=tuple(buffers)), places
 
 
 def _cut(b: Buffer) -> Sequence[Buffer]:

@@ -1,8 +1,9 @@
-"""Problems that live ranges alone do not tell: pairs of buffers, and the distances they must not have.
+"""Problems that live ranges alone do not tell: by pairs of buffers, or in parts.
 
 Gaps, windows and conflicts become, for two buffers a and b, ranges of ``offset(a) - offset(b)`` that are not
-allowed. All planners work on them as they do on live ranges, because the core packs both in the same way. Memory
-is that of the pairs: up to ``MOST_PAIRS`` of them.
+allowed. Memory is that of the pairs: up to ``MOST_PAIRS`` of them. Where there may be more, and no conflicts are,
+buffers are told by the parts of them that are alive: any number of them, but without exact search. All planners work
+on both as they do on live ranges, because the core packs them in the same way.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from tightship.analysis.concurrency import members
 from tightship.errors import BadInput
 from tightship.plan import Problem
 
-__all__ = ["MOST_PAIRS", "RelatedPlacer", "clique", "pairs"]
+__all__ = ["MOST_PAIRS", "LoosePlacer", "clique", "pairs", "placer_of"]
 
 Ints = npt.NDArray[np.int64]
 
@@ -33,18 +34,27 @@ _CLIQUES = 64
 """Buffers, largest first, around which a set of buffers all in conflict is looked for."""
 
 
-class RelatedPlacer:
-    """What the core's ``Placer`` is for whole live ranges: the same methods, for a problem given by pairs."""
+Columns = tuple[Ints, Ints, Ints]
+"""Sizes, alignments and pins of a problem's buffers."""
 
-    def __init__(
-        self, problem: Problem, merged: Problem, became: Sequence[int], columns: tuple[Ints, Ints, Ints]
-    ) -> None:
-        size, alignment, pinned = columns
-        self.core: Any = _core.RelatedPlacer(size, alignment, pinned, *pairs(problem, merged, became))
-        self.size = size
-        self.peak = clique(problem)
-        self.pack, self.climb, self.hinted = self.core.pack, self.core.climb, self.core.hinted
-        self.fill = self.core.fill
+
+def placer_of(problem: Problem, merged: Problem, became: Sequence[int], columns: Columns) -> LoosePlacer:
+    """What the core's ``Placer`` is for whole live ranges, for a problem that these do not tell all of. ``merged``:
+    the problem with its groups as one buffer each, and ``became`` to whom each buffer belongs."""
+    table = _parts(merged)
+    if problem.conflicts or len(table) ** 2 <= MOST_PAIRS:
+        core: Any = _core.RelatedPlacer(*columns, *pairs(problem, merged, became))
+        return LoosePlacer(core, columns[0], core.exhaust, clique(problem))
+    return LoosePlacer(_core.PartPlacer(*columns, *(np.ascontiguousarray(c) for c in table.T)), columns[0])
+
+
+class LoosePlacer:
+    """The methods of the core's ``Placer``, over one of pairs or parts. ``exhaust``: exact search, if there is one;
+    ``peak``: a lower bound."""
+
+    def __init__(self, core: Any, size: Ints, exhaust: Any = None, peak: int = 0) -> None:
+        self.core, self.size, self.exhaust, self.peak = core, size, exhaust, peak
+        self.pack, self.climb, self.hinted, self.fill = core.pack, core.climb, core.hinted, core.fill
 
     @property
     def clash(self) -> int:
@@ -63,18 +73,24 @@ class RelatedPlacer:
     ) -> tuple[Ints, int, Ints]:
         """Offsets, a lower bound (0: none was proved), and nobody in particular who proves it. ``seed``, ``wanted``
         and ``threads`` change nothing."""
+        nobody = np.empty(0, dtype=np.int64)
+        if self.exhaust is None:
+            return start, 0, nobody
         work = work if len(self.size) <= _EXHAUSTED else min(work, _BEYOND)
-        offsets, complete = self.core.exhaust(start, work=work, seconds=seconds, goal=goal)
-        bound = int((offsets + self.size).max(initial=0)) if complete else 0
-        return offsets, bound, np.empty(0, dtype=np.int64)
+        offsets, complete = self.exhaust(start, work=work, seconds=seconds, goal=goal)
+        return offsets, int((offsets + self.size).max(initial=0)) if complete else 0, nobody
+
+
+def _parts(merged: Problem) -> Ints:
+    """Rows of (buffer, since, until, low, high), in the order of the buffers: its bytes that are alive then."""
+    rows = [(k, *part) for k, b in enumerate(merged.buffers) if b.size for part in b.parts()]
+    return np.array([row for row in rows if row[3] < row[4]], dtype=np.int64).reshape(-1, 5)
 
 
 def pairs(problem: Problem, merged: Problem, became: Sequence[int]) -> tuple[Ints, Ints, Ints, Ints]:
     """(one, two, low, high): what ``low < offset[one] - offset[two] < high`` is not allowed for, of the merged
     problem's buffers."""
-    rows = [(k, *part) for k, b in enumerate(merged.buffers) if b.size for part in b.parts()]
-    rows = [row for row in rows if row[3] < row[4]]
-    table = np.array(rows, dtype=np.int64).reshape(-1, 5)
+    table = _parts(merged)
     table = table[np.argsort(table[:, 1], kind="stable")]
     owner, since, until, low, high = (np.ascontiguousarray(c) for c in table.T)
     # Those that begin while a part is alive meet it; of two that meet, one begins while the other is alive.
@@ -162,5 +178,5 @@ def _conflicts(problem: Problem, became: Ints) -> Ints:
 
 def _limit(count: int) -> None:
     if count > MOST_PAIRS:
-        rule = f"a problem with groups or conflicts has at most {MOST_PAIRS} pairs of buffers that meet"
+        rule = f"a problem with conflicts has at most {MOST_PAIRS} pairs of buffers that meet"
         raise BadInput(rule, count, "placement problem")

@@ -28,5 +28,5 @@ def plan(problem: Problem, options: Options | None = None) -> Solution:
     if pinned or f.related:
         offsets, _ = f.placer.pack(order, best_fit=False)
     else:
-        offsets = f.placer.sweep(order)
+        offsets, _ = f.placer.sweep(order)
     return f.solution(offsets, "first-fit")
