@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
+from collections.abc import Sequence
 
 from tightship.graph import Graph
 
-__all__ = ["colours", "layer", "role"]
+__all__ = ["colours", "layer", "pattern", "role"]
 
 _NUMBER = re.compile(r"\d+")
 _LAYER = re.compile(r"^(.*?\.\d+)(?:\.|$)")
@@ -61,3 +62,22 @@ def colours(graph: Graph, rounds: int = 2) -> tuple[int, ...]:
             for k in range(len(graph.ops))
         ]
     return tuple(now)
+
+
+def pattern(names: Sequence[str]) -> str:
+    """Many names as one (``blocks.*.mlp:gelu``): where they differ in numbers alone, ``*`` in place of those, else
+    the first and how many more there are."""
+    first = names[0]
+    if len(names) == 1:
+        return first
+    if len({_NUMBER.sub("#", name) for name in names}) > 1:
+        return f"{first} and {len(names) - 1} more"
+    rows = [_NUMBER.findall(name) for name in names]
+    same = [len(set(column)) == 1 for column in zip(*rows, strict=True)]
+    numbers = iter(zip(rows[0], same, strict=True))
+
+    def put(_: re.Match[str]) -> str:
+        number, kept = next(numbers)
+        return number if kept else "*"
+
+    return _NUMBER.sub(put, first)

@@ -18,10 +18,14 @@ from tightship.planners import planner
 from tightship.planners.assign import advice, tight
 from tightship.planners.assign._assignment import Assignment
 from tightship.planners.assign._order import reordered
+from tightship.planners.changes import Change, changes
+from tightship.planners.remat.as_plan import graph_before
 from tightship.report.hlo import assignment_rows, assignment_text, residents, residents_table
 from tightship.report.pages.assignment import assignment_page
 from tightship.report.progress import Line
+from tightship.report.words import change_lines
 from tightship.serde import write_file
+from tightship.simulate import Timeline, baseline, replay
 from tightship.units import format_bytes
 
 __all__ = ["assign", "explain_module"]
@@ -89,6 +93,13 @@ def _not_worse(
     return (before, given, 0) if before.total <= made.total else (made, module, moved)
 
 
+def changes_of(module: Module) -> tuple[tuple[Change, ...], Timeline]:
+    """What running instructions of the entry again would give, simulated with modelled times, and what there is now:
+    bytes without the module's parameters and results."""
+    graph = graph_before(module)
+    return changes(graph, means=("recompute",), reorder=False), replay(graph, baseline(graph))
+
+
 def explain_module(chosen: argparse.Namespace, out: Output) -> int:
     """The peak of a module, who makes it up, and what would lower it."""
     if chosen.budget is not None:
@@ -105,6 +116,7 @@ def explain_module(chosen: argparse.Namespace, out: Output) -> int:
         made = planner("xla", "assign").plan(module)
         ours = tight.plan(module)
         found = advice.advice(made, ours)
+        again, line = changes_of(module)
     step, alive = advice.peak_step(made.live)
     rows = residents(made, step)
     at = made.live.schedule[step]
@@ -118,6 +130,7 @@ def explain_module(chosen: argparse.Namespace, out: Output) -> int:
             "count": len(rows),
         },
         "advice": [a.as_dict() for a in found],
+        "changes": [c.as_dict() for c in again],
     }
     title = f"Most alive: {format_bytes(alive)} at step {step} of {made.live.end}, while {at.name} runs"
     text: list[RenderableType] = [
@@ -130,5 +143,6 @@ def explain_module(chosen: argparse.Namespace, out: Output) -> int:
         "What would lower it",
     ]
     text += [f"  {format_bytes(a.saves):>12}  {a.text}" for a in found] or ["  nothing that was tried"]
+    text += ["", "\n".join(change_lines(again, line))]
     out.answer(answer, text)
     return 0

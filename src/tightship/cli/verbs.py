@@ -19,6 +19,7 @@ from tightship.cli.pack import INTERRUPTED, is_packing, verify_packing
 from tightship.cli.source import Source, load_source, writable
 from tightship.errors import BadInput, Infeasible
 from tightship.plan import Plan
+from tightship.planners.changes import changes
 from tightship.planners.default import Interrupted
 from tightship.planners.frontier import MOST
 from tightship.report.frontier import frontier_picture, frontier_rows, frontier_tables
@@ -26,6 +27,7 @@ from tightship.report.numbers import peak_of, summary
 from tightship.report.pages.frontier import frontier_page
 from tightship.report.progress import Line
 from tightship.report.text import describe, peak_tables
+from tightship.report.words import change_lines, makers, peak_lines
 from tightship.serde import write_file
 from tightship.simulate import baseline, replay
 from tightship.units import Budget, parse_budget
@@ -160,7 +162,14 @@ def explain(chosen: argparse.Namespace, out: Output) -> int:
     graph = source.graph
     before = peak_of(graph, baseline(graph))
     rows: dict[str, object] = {"graph": graph.name, "static": graph.static_bytes, "before": before.as_dict()}
-    text: list[RenderableType] = peak_tables(before, title="Peak before planning", top=chosen.top)
+    with Line(out.errors, "simulating changes"):
+        found = changes(graph)
+    line = replay(graph, baseline(graph))
+    rows["makers"] = [m.as_dict() for m in makers(graph, baseline(graph), line)]
+    rows["changes"] = [c.as_dict() for c in found]
+    text: list[RenderableType] = ["\n".join(peak_lines(graph, baseline(graph))), ""]
+    text += ["\n".join(change_lines(found, line)), ""]
+    text += peak_tables(before, title="Peak before planning", top=chosen.top)
     if made is not None:
         after = peak_of(graph, made.steps)
         rows |= {"planned": after.as_dict(), "plan": summary(made, graph)}
