@@ -12,11 +12,17 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from math import prod
+from typing import Final
 
+from tightship.analysis.cost import modelled_time
 from tightship.frontends.hlo.module import Computation, Instruction, Module
 from tightship.frontends.hlo.shape import Shape
 
-__all__ = ["Machine", "Work", "work_of"]
+__all__ = ["Work", "work_of"]
+
+_FLOPS: Final = 20e12
+_BANDWIDTH: Final = 1.5e12
+"""FLOPs and bytes per second of the accelerator that times are modelled for."""
 
 _FREE = frozenset(
     {
@@ -36,30 +42,22 @@ _FREE = frozenset(
 """Opcodes that move bytes at most."""
 
 
-@dataclass(frozen=True, slots=True)
-class Machine:
-    """FLOPs per second and bytes per second."""
-
-    flops: float = 20e12
-    bytes: float = 1.5e12
-
-
 @dataclass(frozen=True)
 class Work:
     """Work of every instruction of a module, by name of computation and instruction."""
 
     module: Module
-    machine: Machine
     flops: Mapping[str, Mapping[str, int]]
 
     def seconds(self, computation: Computation, i: Instruction) -> float:
         if i.opcode in ("parameter", "constant", "tuple", "get-tuple-element", "bitcast"):
             return 0.0
         moved = i.shape.total + sum(computation.by_name[o].shape.total for o in i.operands)
-        return max(self.flops[computation.name][i.name] / self.machine.flops, moved / self.machine.bytes)
+        flops = self.flops[computation.name][i.name]
+        return modelled_time(flops, moved, rate=_FLOPS, bandwidth=_BANDWIDTH, overhead=0.0)
 
 
-def work_of(module: Module, machine: Machine | None = None) -> Work:
+def work_of(module: Module) -> Work:
     found: dict[str, dict[str, int]] = {}
 
     def of(name: str) -> int:
@@ -72,7 +70,7 @@ def work_of(module: Module, machine: Machine | None = None) -> Work:
 
     for c in module.computations:
         of(c.name)
-    return Work(module, machine or Machine(), found)
+    return Work(module, found)
 
 
 def _flops(module: Module, inside: Computation, i: Instruction, of: object) -> int:

@@ -2,28 +2,26 @@
 
 A buffer is defined by an instruction at a position of its result; tables of addresses of tuples are buffers too.
 Instructions that only hand addresses on (tuple, get-tuple-element, bitcast, …) point to buffers of others. Source:
-``TuplePointsToAnalysis`` of OpenXLA, which its rematerialisation counts bytes by.
+``TuplePointsToAnalysis`` of OpenXLA, which its rematerialisation counts bytes by. It is not the dataflow analysis of
+the buffer assignment (`frontends.hlo.forward`): collectives and what runs asynchronously forward otherwise there.
 """
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
-from tightship.frontends.hlo.module import Computation, Instruction, Module
+from tightship.frontends.hlo.module import Computation, Instruction, Module, declared
 from tightship.frontends.hlo.shape import Index
 
-__all__ = ["FORWARDS", "PointsTo", "aliased", "unread"]
+__all__ = ["FORWARDS", "PointsTo", "unread"]
 
 FORWARDS = frozenset({"bitcast", "domain", "opt-barrier", "add-dependency", "async-update"})
 """Opcodes whose result is their first operand."""
 
 Buffer = tuple[str, Index]
 """The instruction that defines it and the position of its result."""
-
-_ALIASED = re.compile(r"\{([\d, ]*)\}:\s*\((\d+),\s*\{([\d, ]*)\}")
 
 
 @dataclass(frozen=True)
@@ -84,24 +82,13 @@ def _forwarded(i: Instruction, sets: Mapping[str, Mapping[Index, Buffer]]) -> di
         case "recv-done":
             return {(0, *x): b for x, b in _part(first, (0,)).items()}
         case "fusion" | "custom-call":
-            rows = aliased(i)
-            return {out: sets[i.operands[k]][at] for out, (k, at) in rows.items() if k < len(i.operands)}
+            return {out: sets[i.operands[k]][at] for k, at, out in declared(i) if k < len(i.operands)}
     return {}
 
 
 def _part(rows: Mapping[Index, Buffer], at: Index) -> dict[Index, Buffer]:
     n = len(at)
     return {x[n:]: b for x, b in rows.items() if x[:n] == at}
-
-
-def aliased(i: Instruction) -> dict[Index, tuple[int, Index]]:
-    """Positions of the result that are positions of operands, as the instruction itself says."""
-    text = i.attribute("output_to_operand_aliasing")
-    return {_index(m[1]): (int(m[2]), _index(m[3])) for m in _ALIASED.finditer(text)}
-
-
-def _index(text: str) -> Index:
-    return tuple(int(k) for k in text.replace(" ", "").split(",") if k)
 
 
 def unread(module: Module, user: Instruction, operand: str, index: Index) -> bool:

@@ -8,33 +8,19 @@ from dataclasses import replace
 from tightship.frontends.hlo.module import Computation, Instruction, Module
 from tightship.plan import Step
 from tightship.planners.remat._body import Names, suffixed
+from tightship.planners.remat._copies import Copies
 from tightship.planners.remat._counted import LAZY, Counted
 
 __all__ = ["Writer", "write"]
 
 
 class Writer:
-    """Names in use in a module, and the copies of called computations that clones have brought."""
+    """Names in use in a module, the computations that clones have brought, and each clone's first name."""
 
     def __init__(self, module: Module) -> None:
         self.names = Names(i.name for i in module.instructions)
-        self.computations = Names(c.name for c in module.computations)
-        self.inside = dict(module.by_name)
-        self.copies: dict[str, list[Computation]] = {}  # by the computation they stand before
+        self.copies = Copies(module)
         self.origin: dict[str, str] = {}
-
-    def copied(self, made: Instruction, before: str) -> Instruction:
-        """The same instruction with copies of its own of the computations it calls, written before that one."""
-        rows = []
-        for key, text in made.attributes:
-            name = text.lstrip("%")
-            if key in ("calls", "to_apply") and name in self.inside:
-                new = self.computations.new(suffixed(name, "clone"))
-                self.inside[new] = replace(self.inside[name], name=new)
-                self.copies.setdefault(before, []).append(self.inside[new])
-                text = f"%{new}"
-            rows.append((key, text))
-        return replace(made, attributes=tuple(rows))
 
 
 class _Run:
@@ -54,7 +40,7 @@ class _Run:
             self.at.update(dict.fromkeys(counted.leaves(p.name), p.name))
 
     def emit(self, i: Instruction, operands: tuple[str, ...], name: str) -> None:
-        made = i if name == i.name else self.writer.copied(replace(i, root=False), self.inside.name)
+        made = i if name == i.name else self.writer.copies.copied(replace(i, root=False), self.inside.name)
         self.out.append(replace(made, name=name, operands=operands))
 
     def run(self, i: Instruction, kept: Sequence[int]) -> None:

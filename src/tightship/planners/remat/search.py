@@ -20,7 +20,7 @@ from tightship.frontends.hlo.module import Computation, Instruction, Module
 from tightship.plan import Plan
 from tightship.planners import default
 from tightship.planners.remat import xla
-from tightship.planners.remat._cost import Machine, Work, work_of
+from tightship.planners.remat._cost import Work, work_of
 from tightship.planners.remat._counted import Counted
 from tightship.planners.remat._write import Writer, write
 from tightship.planners.remat.peak import CALLING, module_peak, peaks, result_bytes, sequential_order
@@ -104,7 +104,7 @@ class _Search:
 
     def __init__(self, module: Module, options: Options) -> None:
         self.module, self.options = module, options
-        self.work = work_of(module, Machine())
+        self.work = work_of(module)
         self.peak = dict(peaks(module))
         self.first = dict(self.peak)
         self.plans: dict[str, Plan] = {}
@@ -177,11 +177,7 @@ class _Search:
         writer = Writer(self.module)
         changed = {name: self._rewrite(name, made, writer) for name, made in self.plans.items()}
         self.origin = writer.origin
-        rows: list[Computation] = []
-        for c in self.module.computations:
-            rows += writer.copies.get(c.name, [])
-            rows.append(changed.get(c.name, c))
-        return replace(self.module, computations=tuple(rows))
+        return writer.copies.written(changed)
 
     def _rewrite(self, name: str, made: Plan, writer: Writer) -> Computation:
         return write(self._graph(name), made.steps, writer)

@@ -11,11 +11,12 @@ peak at an earlier instruction (R19); kept as it is, to be compared with.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from tightship.errors import BadInput
 from tightship.frontends.hlo.module import Computation, Instruction, Module
-from tightship.planners.remat._body import Body, Names, Node, suffixed
+from tightship.planners.remat._body import Body, Names, Node
+from tightship.planners.remat._copies import Copies
 from tightship.planners.remat._narrow import clean
 from tightship.planners.remat._tracker import PASSES_ON, Tracker
 from tightship.planners.remat.peak import CALLING, peaks, result_bytes
@@ -78,7 +79,7 @@ def plan(module: Module, limit: int, options: Options | None = None) -> Remade:
     out = result_bytes(module)
     run.computation(module.entry.name, max(0, limit - out))
     return Remade(
-        run.written(),
+        run.copies.written(run.done),
         limit,
         before + out,
         run.peak[module.entry.name] + out,
@@ -113,21 +114,12 @@ class _Run:
         self.module, self.options = module, options
         self.peak: dict[str, int] = dict(peaks(module))
         self.names = Names(i.name for i in module.instructions)
-        self.computations = Names(c.name for c in module.computations)
+        self.copies = Copies(module)
         self.done: dict[str, Computation] = {}
-        self.clones: dict[str, list[str]] = {}  # by the computation they stand before
-        self.inside = dict(module.by_name)
         self.may: dict[str, bool] = {}
         self.chosen: list[str] = []
         self.origin: dict[str, str] = {}
         self.added = 0
-
-    def written(self) -> Module:
-        rows = []
-        for c in self.module.computations:
-            rows += [self.inside[name] for name in self.clones.get(c.name, ())]
-            rows.append(self.done.get(c.name, self.inside[c.name]))
-        return replace(self.module, computations=tuple(rows))
 
     def can(self, node: Node) -> bool:
         if node.denied:
@@ -143,7 +135,7 @@ class _Run:
             return
         walk = _Walk(self, self.module.by_name[name], limit)
         self.peak[name] = walk.run()
-        clean(walk.body, self.inside)
+        clean(walk.body, self.copies.inside)
         self.done[name] = walk.body.written()
 
     def callees(self, node: Node) -> int:
@@ -232,7 +224,7 @@ class _Walk:
         clone = self.body.clone(node)
         self.run_.origin[clone.name] = node.made.name
         if node.made.called:
-            clone.made = self.run_copy(node.made)
+            clone.made = self.run_.copies.copied(node.made, self.inside.name)
         handed: list[Node] = []
         parts: dict[int, Node] = {}
         for use in self.tracker.uses(node):
@@ -279,19 +271,3 @@ class _Walk:
 
     def _forgotten(self, node: Node) -> bool:
         return all(u.opcode in PASSES_ON and self._forgotten(u) for u in node.users)
-
-    def run_copy(self, made: Instruction) -> Instruction:
-        """The same instruction with copies of its own of the computations it calls."""
-        run = self.run_
-        copies = {}
-        for name in made.called:
-            copies[name] = run.computations.new(suffixed(name, "clone"))
-            run.inside[copies[name]] = replace(run.inside[name], name=copies[name])
-            run.clones.setdefault(self.inside.name, []).append(copies[name])
-        rows = []
-        for key, text in made.attributes:
-            named = text.lstrip("%")
-            rows.append(
-                (key, f"%{copies[named]}" if key in ("calls", "to_apply") and named in copies else text)
-            )
-        return replace(made, attributes=tuple(rows))
