@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from strategies import graphs, plans, random_graph, random_plan, random_steps
 from tightship.errors import BadInput
 from tightship.graph import Graph, Op, Storage, Value
-from tightship.plan import Plan, Residence, Step
+from tightship.plan import Inner, Plan, Residence, Step
 from tightship.serde import documents as docs
 from tightship.serde import (
     dumps_graph,
@@ -71,7 +71,7 @@ def test_plans_with_nothing_and_with_everything_come_back() -> None:
         "d", (Step("compress", -1, (0, 1), "full", 64, 1, ()), Step("free", form="packed", waits=(0,))),
         (Residence(-1, 0, 1, 64, -64, "sram", "packed", 3, 1, 2),), 2**63 - 1, 1, 2, 3, 4, 5, 6, 0.1, 1e300, 0.05,
         "p", 7.0, 8, "src", "cmd", ("é", "\n"), {"a": [1, None, {"b": 1.5}], "": True},
-        9, 10, True,
+        9, 10, True, (Inner(0, GRAPH, PLAN), Inner(2, GRAPH, PLAN)),
     )  # fmt: skip
     assert loads_plan(dumps_plan(most)) == (most, None)
     assert {f.name for f in fields(Plan)} - {"steps", "residences"} <= set(json.loads(dumps_plan(most)))
@@ -89,6 +89,13 @@ def test_no_field_is_forgotten(row: Any, document: Any) -> None:
 def test_tuples_in_meta_come_back_as_lists() -> None:
     back, _ = loads_plan(dumps_plan(replace(PLAN, meta={"shape": (1, 2)})))
     assert back.meta == {"shape": [1, 2]}
+
+
+def test_a_plan_inside_another_has_its_graph() -> None:
+    row = json.loads(dumps_plan(Plan("d", (), inner=(Inner(0, GRAPH, PLAN),))))
+    del row["inner"][0]["plan"]["graph"]
+    with pytest.raises(BadInput, match="has its graph"):
+        loads_plan(json.dumps(row).encode())
 
 
 def test_files_come_back(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from lowering import random_steps
 from strategies import graphs, plans, random_graph, random_plan
 from tightship.errors import BadInput, VerificationFailed
 from tightship.graph import Graph, Op, Storage, Value
-from tightship.plan import Plan, Step
+from tightship.plan import Inner, Plan, Step
 from tightship.simulate import baseline, replay
 from tightship.verify import CODES, check, verify
 from tightship.verify.facts import facts_of
@@ -203,7 +203,29 @@ def test_static_and_handed_bytes_and_what_they_do_to_the_budget() -> None:
 def test_every_code_is_broken_here() -> None:
     placement = {"missing-residence", "wrong-residence", "overlap", "misaligned", "out-of-bounds"}
     broken = set().union(*(c for c, _ in BROKEN_STEPS.values()), BROKEN_TOTALS, placement)
-    assert broken == set(CODES)
+    assert broken | {"inner"} == set(CODES)
+
+
+def test_plans_inside_a_plan_are_checked_and_fit_the_workspace_of_their_op() -> None:
+    inside = Graph(
+        (Op("f", "f", (0,), (1,)), Op("g", "g", (1,), (2,))),
+        tuple(Value(n, k) for k, n in enumerate("xyz")),
+        (Storage("x", 0), Storage("y", 32), Storage("z", 0)), (0,), (2,), "body",
+    )  # fmt: skip
+    steps = (*run(0, 1), free(1))
+    body = Plan(inside.digest, steps, peak=32)
+    outer = replace(placed(), inner=(Inner(G, inside, body), Inner(G, inside, body)))
+    assert verify(small(), outer) == []  # 64 bytes of workspace, two times 32
+    assert codes(replace(outer, inner=(*outer.inner, Inner(G, inside, body)))) == {"inner"}
+    assert codes(replace(outer, inner=(Inner(F, inside, body),))) == {"inner"}
+    assert codes(replace(outer, inner=(Inner(99, inside, body),))) == {"unknown"}
+    wrong = replace(body, steps=steps[1:])
+    (found, *_) = verify(small(), replace(outer, inner=(Inner(G, inside, wrong),)))
+    assert found.message.startswith("inside g: ")
+    deep = replace(placed(), inner=())
+    for _ in range(102):
+        deep = replace(placed(), inner=(Inner(G, small(), deep),))
+    assert "at most 100 deep" in " ".join(v.message for v in verify(small(), deep))
 
 
 # Everything wrong is told, within reason

@@ -40,7 +40,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-__all__ = ["KINDS", "Buffer", "Gap", "Plan", "Pool", "Problem", "Residence", "Solution", "Step"]
+from tightship.graph import Graph
+
+__all__ = ["KINDS", "Buffer", "Gap", "Inner", "Plan", "Pool", "Problem", "Residence", "Solution", "Step"]
 
 KINDS = ("compute", "recompute", "offload", "fetch", "compress", "decompress", "free")
 FORMS = ("full", "packed", "host", "state")
@@ -93,7 +95,8 @@ class Plan:
     ``handed`` the bytes of results that leave the arena for the caller;
     ``host`` the bytes the placement spans in the host pool, which ``host_budget`` limits. ``lower_bound`` is a
     peak no plan of this graph can beat, ``time_bound`` a time no plan within the budget can beat (0: not computed).
-    ``lossy``: codecs that do not give back the same bits were allowed.
+    ``lossy``: codecs that do not give back the same bits were allowed. ``inner``: plans of what ops run inside
+    themselves (loops, branches).
     """
 
     digest: str
@@ -119,6 +122,7 @@ class Plan:
     host: int = 0
     host_budget: int | None = None
     lossy: bool = False
+    inner: tuple[Inner, ...] = ()
 
     @property
     def met(self) -> bool:
@@ -138,6 +142,16 @@ class Plan:
     def time_gap(self) -> float:
         """How far the time lies above what no plan within the budget can beat."""
         return max(0.0, self.time / self.time_bound - 1) if self.time_bound else 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Inner:
+    """What op ``op`` runs inside itself, and the plan of it. The workspace of the op covers the peaks, beyond their
+    static sets, of all that it runs so, as if they ran at one time."""
+
+    op: int
+    graph: Graph
+    plan: Plan
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import time
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,11 +19,12 @@ from tightship.frontends.hlo import Module, read, to_text
 from tightship.graph import Graph
 from tightship.plan import Plan
 from tightship.planners import planner
+from tightship.planners.assign import xla as assigned
 from tightship.planners.layout import lay_out
 from tightship.planners.remat._cost import work_of
 from tightship.planners.remat.as_plan import as_plan, graph_before
-from tightship.planners.remat.peak import module_peak
-from tightship.planners.remat.search import bound
+from tightship.planners.remat.bound import bounds
+from tightship.planners.remat.peak import module_peak, result_bytes, sequential_order
 from tightship.planners.remat.xla import Remade
 from tightship.report.pages.plan import plan_page
 from tightship.report.progress import Line
@@ -53,8 +55,10 @@ def plan_module(chosen: argparse.Namespace, out: Output) -> int:
     with Line(out.errors, f"planning {module.name}"):
         made: Remade = info.plan(module, limit, options)
     seconds = time.perf_counter() - began
-    graph, plan = as_plan(module, made, info.name)
-    rows = _rows(module, made, plan, seconds) | {"budget": None if budget is None else limit}
+    least = bounds(module)
+    graph, plan = as_plan(module, made, info.name, least)
+    plan = replace(plan, seconds=seconds, source=chosen.source, command=chosen.command)
+    rows = _rows(module, made, plan, least[module.entry.name]) | {"budget": None if budget is None else limit}
     said = [_said(module, made, rows)]
     if path is not None:
         api.Planned(plan, graph).save(path)
@@ -91,32 +95,44 @@ def _options(kind: type[Any], given: dict[str, Any]) -> Any:
     return kind(**known)
 
 
-def _rows(module: Module, made: Remade, plan: Plan, seconds: float) -> dict[str, Any]:
-    work = work_of(module)
-    flops = work.flops[module.entry.name]
-    again = sum(flops.get(made.origin.get(i.name, i.name), 0) for i in made.module.entry.instructions)
+def _rows(module: Module, made: Remade, plan: Plan, least: int) -> dict[str, Any]:
+    work, names = work_of(module), sequential_order(module)
+    longer = sum(p.time - p.time_before for p in _inner(plan))
     return {
         "peak_before": made.peak_before,
         "peak_after": made.peak_after,
         "budget": made.limit,
         "met": made.met,
-        "lower_bound": bound(module),
+        "lower_bound": least + result_bytes(module),
         "static": 0,
-        "arena": made.peak_after,
+        "arena": _arena(made.module),
         "time_before": plan.time_before,
-        "time_after": plan.time,
-        "flops_before": sum(flops.values()),
-        "flops_after": again,
+        "time_after": plan.time + longer,
+        "flops_before": sum(sum(work.flops[name].values()) for name in names),
+        "flops_after": made.flops(work, names),
         "recomputed": len(made.recomputed),
         "offloaded": 0,
         "compressed": 0,
         "moved": plan.moved,
         "added": made.added,
         "planner": plan.planner,
-        "seconds": seconds,
+        "seconds": plan.seconds,
         "instructions": [*made.recomputed],
+        "computations": 1 + sum(1 for _ in _inner(plan)),
         "graph": module.name,
     }
+
+
+def _arena(module: Module) -> int:
+    """Bytes that XLA's buffer assignment of a module takes in the device's memory beyond its parameters."""
+    made = assigned.plan(module)
+    return sum(a.size for a in made.allocations if a.kind != "parameter" and not a.space)
+
+
+def _inner(plan: Plan) -> Iterator[Plan]:
+    for row in plan.inner:
+        yield row.plan
+        yield from _inner(row.plan)
 
 
 def _said(module: Module, made: Remade, rows: dict[str, Any]) -> str:
@@ -127,6 +143,7 @@ def _said(module: Module, made: Remade, rows: dict[str, Any]) -> str:
         f"plan for {module.name} ({len(module.entry.instructions)} instructions)",
         f"  peak         {format_bytes(made.peak_after)}, {verdict} of {format_bytes(made.limit)}",
         f"  before       {format_bytes(made.peak_before)}, as XLA counts it: results, without parameters",
+        f"  placed       {format_bytes(rows['arena'])}, by XLA's buffer assignment of the module written",
         f"  lower bound  {format_bytes(least)}" + (": no plan meets the limit" if least > made.limit else ""),
         f"  recomputed   {len(made.recomputed)} instructions, {made.added:+d} in all",
         f"  time         {100 * longer:+.2f} %, "

@@ -17,7 +17,7 @@ import msgspec
 from tightship.errors import BadInput
 from tightship.graph import Graph, Op, Request, Storage, Value
 from tightship.machine import CODECS, MODELLED, Machine
-from tightship.plan import Plan, Residence, Step
+from tightship.plan import Inner, Plan, Residence, Step
 
 __all__ = [
     "DEEPEST",
@@ -153,6 +153,11 @@ class _ResidenceColumns(_Document):
     last: tuple[OptionalIndex, ...] = ()
 
 
+class _InnerRow(_Document):
+    op: Index
+    plan: PlanDocument
+
+
 class PlanDocument(_Document, kw_only=True):
     """A plan: steps and residences as columns, what it costs, and perhaps the graph it was made for."""
 
@@ -179,6 +184,7 @@ class PlanDocument(_Document, kw_only=True):
     host: Bytes = 0
     host_budget: Bytes | None = None
     lossy: bool = False
+    inner: tuple[_InnerRow, ...] = ()
     steps: _StepColumns
     residences: _ResidenceColumns | None = None
     graph: GraphDocument | None = None
@@ -189,6 +195,7 @@ def _names(cls: type) -> tuple[str, ...]:
 
 
 _STEP, _RESIDENCE, _PLAN, _MACHINE = _names(Step), _names(Residence), _names(Plan), _names(Machine)
+_ROWS = ("steps", "residences", "inner")
 _storage: Callable[[Any], tuple[Any, ...]] = attrgetter(*_names(Storage))
 _value: Callable[[Any], tuple[Any, ...]] = attrgetter(*_names(Value))
 _request: Callable[[Any], tuple[Any, ...]] = attrgetter(*_names(Request))
@@ -198,8 +205,10 @@ _machine: Callable[[Any], tuple[Any, ...]] = attrgetter(*_names(Machine))
 # Plans
 
 
-def from_plan(plan: Plan, graph: Graph | None) -> PlanDocument:
-    plain = {name: getattr(plan, name) for name in _PLAN if name not in ("steps", "residences")}
+def from_plan(plan: Plan, graph: Graph | None, depth: int = 0) -> PlanDocument:
+    if depth > DEEPEST:
+        raise BadInput(f"plans lie at most {DEEPEST} deep in one another", place="$.inner")
+    plain = {name: getattr(plan, name) for name in _PLAN if name not in _ROWS}
     _plain(plan.meta, "$.meta")
     return PlanDocument(
         format=PLAN_FORMAT,
@@ -208,24 +217,35 @@ def from_plan(plan: Plan, graph: Graph | None) -> PlanDocument:
         residences=_ResidenceColumns(**_columns(plan.residences, _RESIDENCE, _ResidenceColumns))
         if plan.residences
         else None,
+        inner=tuple(_InnerRow(row.op, from_plan(row.plan, row.graph, depth + 1)) for row in plan.inner),
         graph=from_graph(graph) if graph is not None else None,
         **plain,
     )
 
 
-def to_plan(doc: PlanDocument) -> tuple[Plan, Graph | None]:
-    plain = {name: getattr(doc, name) for name in _PLAN if name not in ("steps", "residences")}
-    _plain(doc.meta, "$.meta")
-    graph = to_graph(doc.graph, "$.graph") if doc.graph is not None else None
-    steps = tuple(Step(*row) for row in _rows(doc.steps, _STEP, Step, "$.steps"))
+def to_plan(doc: PlanDocument, place: str = "$", depth: int = 0) -> tuple[Plan, Graph | None]:
+    if depth > DEEPEST:
+        raise BadInput(f"plans lie at most {DEEPEST} deep in one another", place=place)
+    plain = {name: getattr(doc, name) for name in _PLAN if name not in _ROWS}
+    _plain(doc.meta, f"{place}.meta")
+    graph = to_graph(doc.graph, f"{place}.graph") if doc.graph is not None else None
+    steps = tuple(Step(*row) for row in _rows(doc.steps, _STEP, Step, f"{place}.steps"))
     residences: tuple[Residence, ...] = ()
     if doc.residences is not None:
-        rows = _rows(doc.residences, _RESIDENCE, Residence, "$.residences")
+        rows = _rows(doc.residences, _RESIDENCE, Residence, f"{place}.residences")
         residences = tuple(Residence(*row) for row in rows)
-    plan = Plan(steps=steps, residences=residences, **plain)
+    inner = tuple(_inner(row, f"{place}.inner[{i}]", depth) for i, row in enumerate(doc.inner))
+    plan = Plan(steps=steps, residences=residences, inner=inner, **plain)
     if graph is not None:
-        _within(plan, graph)
+        _within(plan, graph, place)
     return plan, graph
+
+
+def _inner(row: _InnerRow, place: str, depth: int) -> Inner:
+    plan, graph = to_plan(row.plan, f"{place}.plan", depth + 1)
+    if graph is None:
+        raise BadInput("a plan inside another has its graph with it", place=f"{place}.plan")
+    return Inner(row.op, graph, plan)
 
 
 def _columns(rows: Sequence[Any], names: Sequence[str], document: type) -> dict[str, Any]:
@@ -257,24 +277,24 @@ def _rows(doc: Any, names: Sequence[str], cls: type, place: str) -> Any:
     return zip(*columns, strict=True)
 
 
-def _within(plan: Plan, graph: Graph) -> None:
+def _within(plan: Plan, graph: Graph, place: str) -> None:
     """Indices of the plan exist in the graph that comes with it."""
     ops, storages = len(graph.ops), len(graph.storages)
     for i, step in enumerate(plan.steps):
         if step.op >= ops:
-            raise BadInput(f"an op is an index of the graph's {ops} ops", step.op, f"$.steps.op[{i}]")
+            raise BadInput(f"an op is an index of the graph's {ops} ops", step.op, f"{place}.steps.op[{i}]")
         for s in step.storages:
             if s >= storages:
                 rule = f"a storage is an index of the graph's {storages} storages"
-                raise BadInput(rule, s, f"$.steps.storages[{i}]")
+                raise BadInput(rule, s, f"{place}.steps.storages[{i}]")
         for w in step.waits:
             if w >= len(plan.steps):
                 rule = f"a wait is an index of the plan's {len(plan.steps)} steps"
-                raise BadInput(rule, w, f"$.steps.waits[{i}]")
+                raise BadInput(rule, w, f"{place}.steps.waits[{i}]")
     for i, r in enumerate(plan.residences):
         if r.storage >= storages:
             rule = f"a storage is an index of the graph's {storages} storages"
-            raise BadInput(rule, r.storage, f"$.residences.storage[{i}]")
+            raise BadInput(rule, r.storage, f"{place}.residences.storage[{i}]")
 
 
 # Graphs

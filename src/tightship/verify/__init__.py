@@ -26,13 +26,17 @@ misaligned               an offset that is no multiple of 64
 out-of-bounds            bytes before or beyond the arena, or the plan's bytes of the host pool
 over-budget              the plan has a budget, and its peak or the bytes it places are over it; likewise on the host
 peak-mismatch            ``peak``, ``static`` or ``handed`` is not what the steps and residences give
+inner                    what an op runs inside itself needs more than the op's workspace
 bound                    the claimed bound of the peak, or of the time, is above it, so it is none
 =======================  ================================================================================
 
-A plan without any residence is a decision only and is checked without placement.
+A plan without any residence is a decision only and is checked without placement. Plans of what ops run inside
+themselves (``Plan.inner``) are checked like any other; their violations name the op.
 """
 
 from __future__ import annotations
+
+from dataclasses import replace
 
 from tightship.errors import VerificationFailed
 from tightship.graph import Graph
@@ -45,6 +49,9 @@ from tightship.verify.steps import Replay
 from tightship.violation import Violation
 
 __all__ = ["CODES", "check", "verify"]
+
+_DEEPEST = 100
+"""Plans lie in one another no deeper."""
 
 CODES = (
     "unknown",
@@ -69,12 +76,18 @@ CODES = (
     "out-of-bounds",
     "over-budget",
     "peak-mismatch",
+    "inner",
     "bound",
 )
 
 
 def verify(graph: Graph, plan: Plan) -> list[Violation]:
-    """Everything wrong with ``plan`` as a plan for ``graph``; of one code, at most ``ledger.PER_CODE``."""
+    """Everything wrong with ``plan`` as a plan for ``graph``; of one code, at most ``ledger.PER_CODE`` (in each plan
+    inside it, too)."""
+    return _verify(graph, plan, 0)
+
+
+def _verify(graph: Graph, plan: Plan, depth: int) -> list[Violation]:
     ledger = Ledger()
     if plan.digest != graph.digest:
         ledger.add("unknown", -1, (graph.name,), f"the plan was made for another graph than {graph.name!r}")
@@ -85,7 +98,30 @@ def verify(graph: Graph, plan: Plan) -> list[Violation]:
     _totals(graph, plan, facts, replay.peak, ledger)
     if plan.residences:
         check_residences(graph, facts, plan, replay, clocks, ledger)
-    return ledger.found
+    return ledger.found + _inner(graph, plan, depth)
+
+
+def _inner(graph: Graph, plan: Plan, depth: int) -> list[Violation]:
+    if plan.inner and depth >= _DEEPEST:
+        return [Violation("inner", -1, (graph.name,), f"plans lie at most {_DEEPEST} deep in one another")]
+    found: list[Violation] = []
+    need: dict[int, int] = {}
+    for row in plan.inner:
+        if not 0 <= row.op < len(graph.ops):
+            found.append(Violation("unknown", -1, (str(row.op),), f"there is no op {row.op} to run a graph"))
+            continue
+        name = graph.ops[row.op].name
+        for v in _verify(row.graph, row.plan, depth + 1):
+            found.append(replace(v, message=f"inside {name}: {v.message}"))
+        need[row.op] = need.get(row.op, 0) + max(0, row.plan.peak - row.plan.static)
+    for k, nbytes in need.items():
+        op = graph.ops[k]
+        if nbytes > op.workspace:
+            message = (
+                f"what {op.name} runs inside itself needs {nbytes} bytes, its workspace has {op.workspace}"
+            )
+            found.append(Violation("inner", -1, (op.name,), message))
+    return found
 
 
 def check(graph: Graph, plan: Plan) -> None:

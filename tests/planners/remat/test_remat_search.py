@@ -11,10 +11,12 @@ from hlo_small import CHAIN, LOOP, K, module, same_results
 from tightship.cli import main
 from tightship.errors import BadInput
 from tightship.frontends.hlo import Module, parse, to_text
+from tightship.planners.assign import xla as assigned
 from tightship.planners.remat import search, xla
 from tightship.planners.remat._cost import work_of
 from tightship.planners.remat.as_plan import as_plan
-from tightship.planners.remat.peak import module_peak
+from tightship.planners.remat.bound import bound
+from tightship.planners.remat.peak import module_peak, sequential_order
 from tightship.verify import verify
 
 MIB = 2**20
@@ -23,9 +25,8 @@ LIMITS = {"gpu_tx_unroll_250000000": 184.20, "gpu_cnn_30000000": 21.45, "gpu_mlp
 
 
 def repeated_flops(m: Module, made: xla.Remade) -> int:
-    flops = work_of(m).flops[m.entry.name]
-    runs = sum(flops.get(made.origin.get(i.name, i.name), 0) for i in made.module.entry.instructions)
-    return runs - sum(flops.values())
+    work, names = work_of(m), sequential_order(m)
+    return made.flops(work, names) - sum(sum(work.flops[name].values()) for name in names)
 
 
 def test_where_xla_meets_the_limit_so_do_we_at_no_more_work() -> None:
@@ -49,9 +50,9 @@ def test_proves_that_a_limit_cannot_be_met() -> None:
     m = hlo_data.module("gpu_mlp_35000000", hlo_data.BEFORE)
     limit = int(26.32 * MIB)
     made = search.plan(m, limit, QUICK)
-    assert search.bound(m) > limit
+    assert bound(m) > limit
     assert not made.met
-    assert made.peak_after <= 1.0001 * search.bound(m)
+    assert made.peak_after <= 1.0001 * bound(m)
 
 
 @pytest.mark.parametrize("name", LIMITS)
@@ -72,7 +73,7 @@ def test_the_plan_is_what_the_verifier_accepts_and_counts_what_the_module_counts
 @pytest.mark.parametrize("name", ["cpu_mlp", "cpu_lstm", "cpu_control"])
 def test_computes_the_same_values(name: str) -> None:
     m = hlo_data.module(name)
-    made = search.plan(m, max(search.bound(m), int(0.8 * module_peak(m))), QUICK)
+    made = search.plan(m, max(bound(m), int(0.8 * module_peak(m))), QUICK)
     assert made.peak_after < made.peak_before
     assert same_results(m, made.module)
     assert parse(to_text(made.module)) == made.module
@@ -133,7 +134,23 @@ class TestCommandLine:
         rows = json.loads(capsys.readouterr().out)
         assert rows["peak_after"] == module_peak(parse(out.read_text())) <= limit == rows["budget"]
         assert (rows["met"], rows["planner"], rows["recomputed"]) == (True, "search", 0)
+        capsys.readouterr()
         assert main(["verify", str(plan)]) == 0
+        made = assigned.plan(parse(out.read_text()))
+        assert rows["arena"] == made.total - made.arguments
+        assert rows["computations"] == 3
+
+    def test_the_plan_proves_what_loops_run(self, path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        limit = module_peak(module(LOOP)) - K + 64
+        plan = path.with_name("plan.json")
+        assert main(["plan", str(path), "--budget", str(limit), "-o", str(plan), "--work", "2000000"]) == 0
+        document = json.loads(plan.read_text())
+        names = [row["plan"]["graph"]["name"] for row in document["inner"]]
+        assert names == ["test", "body"]
+        document["inner"][1]["plan"]["steps"] = {"kind": [], "op": []}
+        plan.write_text(json.dumps(document))
+        assert main(["verify", str(plan)]) == 1
+        assert "inside loop" in capsys.readouterr().out
 
     def test_a_limit_that_is_missed_is_exit_1(self, path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         assert main(["plan", str(path), "--budget", "1KiB", "--planner", "xla"]) == 1

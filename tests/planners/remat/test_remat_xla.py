@@ -11,6 +11,7 @@ from tightship.errors import BadInput
 from tightship.frontends.hlo import Module, parse, to_text
 from tightship.planners.remat import xla
 from tightship.planners.remat._body import Body, Names, suffixed
+from tightship.planners.remat._repeat import repeatable
 from tightship.planners.remat._tracker import Tracker
 from tightship.planners.remat.peak import module_peak, peaks, result_bytes, sequential_order
 
@@ -121,7 +122,7 @@ def test_R05_recomputes_at_the_instruction_that_is_over_the_limit() -> None:  # 
 @pytest.mark.parametrize("opcode", ["custom-call", "all-reduce", "rng", "parameter", "constant", "while"])
 def test_R06_some_instructions_are_never_repeated(opcode: str) -> None:  # noqa: N802
     i = replace(module(CHAIN).entry.by_name["a"], opcode=opcode)
-    assert not xla.repeatable(module(CHAIN), i)
+    assert not repeatable(module(CHAIN), i)
 
 
 def test_R06_a_copy_that_changes_no_layout_is_never_repeated() -> None:  # noqa: N802

@@ -58,7 +58,9 @@ class Shape:
 
     @property
     def memory_space(self) -> int:
-        found = _SPACE.search(self.layout or "")
+        if self.layout is None or "S" not in self.layout:
+            return 0
+        found = _SPACE.search(self.layout)
         return int(found[1]) if found else 0
 
     @cached_property

@@ -118,6 +118,8 @@ class Assigner:
                 continue
             if out:
                 self.open.append(self._new("output", group))
+            elif group.buffers[0].shape.memory_space:
+                self._new("heap", group)  # in other memory than the heap's
             else:
                 self.heap.update((b, group) for b in group.buffers)
         for buffer in live_out:

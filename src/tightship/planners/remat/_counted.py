@@ -9,32 +9,57 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
+from math import prod
 
+from tightship.analysis.bounds import lower_bound
+from tightship.analysis.packing import packings
 from tightship.frontends.hlo.module import Computation, Instruction, Module
 from tightship.frontends.hlo.shape import Index, Shape
 from tightship.graph import Graph, Op, Storage, Value
+from tightship.planners.remat._cost import Work
 from tightship.planners.remat._points_to import PointsTo
+from tightship.planners.remat._repeat import may_repeat
+from tightship.planners.remat._tracker import device_bytes
 from tightship.planners.remat.peak import CALLING
 
-__all__ = ["LAZY", "Counted"]
+__all__ = ["LAZY", "Counted", "counted"]
 
 LAZY = frozenset({"tuple", "get-tuple-element", "bitcast"})
 """Opcodes that only hand addresses on and may stand anywhere."""
 
 Buffer = tuple[str, Index]
 
+_TYPES = {"pred": "bool", "bf16": "bfloat16", "f16": "float16", "f32": "float32", "f64": "float64"}
+"""Element types by the names that graphs have for them, as far as codecs know them."""
+
+
+def counted(
+    module: Module,
+    name: str,
+    callees: Mapping[str, int],
+    work: Work,
+    *,
+    libraries: bool = True,
+    once: bool = True,
+) -> Counted:
+    """Computation ``name``, with what it calls at ``callees`` bytes and instructions at their modelled seconds."""
+    may = partial(may_repeat, module, libraries=libraries)
+    return Counted(module, module.by_name[name], callees, work.seconds, may, once)
+
 
 @dataclass(frozen=True)
 class Counted:
     """``computation`` of ``module``; ``callees[name]`` is the peak of each computation it runs, ``seconds`` and
-    ``may`` say what an instruction costs and whether it may run again."""
+    ``may`` say what an instruction costs and whether it may run again. ``once``: what others are tied to, by control
+    dependencies or as a whole tuple, does not."""
 
     module: Module
     computation: Computation
     callees: Mapping[str, int]
     seconds: Callable[[Computation, Instruction], float]
     may: Callable[[Instruction], bool]
+    once: bool = True
 
     @cached_property
     def points(self) -> PointsTo:
@@ -78,7 +103,7 @@ class Counted:
         values = self._values(storages)
         given = [s for i in self.computation.parameters for s in self.leaves(i.name)]
         number = {i.name: k for k, i in enumerate(self.ops)}
-        ops, defined, extra = [], set(given), []
+        ops, defined = [], set(given)
         bound = self._bound()
         for i in self.ops:
             made = self.leaves(i.name)
@@ -87,8 +112,37 @@ class Counted:
             reads = tuple(dict.fromkeys(s for o in i.operands for s in self.leaves(o)))
             again = [s for s in made if s not in new]
             ops.append(self._op(i, reads, tuple(new), tuple(again), number, i.name in bound))
-            extra.append(i)
         return Graph(tuple(ops), values, storages, tuple(given), tuple(sorted(out)), self.computation.name)
+
+    @cached_property
+    def stuck(self) -> frozenset[int]:
+        """Storages that cannot be copied out or packed and come back as another array: a loop continues them, or
+        something else than what only hands addresses on reaches them."""
+        found: set[int] = set()
+        for name, rows in self.points.sets.items():
+            i = self.computation.by_name[name]
+            whole = i.opcode not in LAZY and name in self.tied_tuples
+            for index, buffer in rows.items():
+                s = self.storage.get(buffer)
+                if s is None or i.opcode in LAZY:
+                    continue
+                if whole or buffer != (name, index) or i.opcode == "while" or len(index) > 1:
+                    found.add(s)
+        return frozenset(found)
+
+    def waiting(self, allow: Sequence[str]) -> Mapping[int, int]:
+        """The bytes in which storages can wait for their next use, in the ways of ``allow``."""
+        free = [s for s in range(len(self.graph.storages)) if s not in self.stuck]
+        if "offload" in allow:
+            return dict.fromkeys(free, 0)
+        if "compress" in allow:
+            return {s: p.nbytes for s, p in packings(self.graph).items() if s not in self.stuck}
+        return {}
+
+    @cached_property
+    def least(self) -> int:
+        """What it needs however it is ordered and repeated, with what it calls as it is."""
+        return int(lower_bound(self.graph))
 
     def _storages(self, out: set[int]) -> tuple[Storage, ...]:
         rows: dict[int, Storage] = {}
@@ -96,7 +150,7 @@ class Counted:
             if s in rows:
                 continue
             i = self.computation.by_name[name]
-            size = 0 if s in out or i.opcode == "parameter" else i.shape.part(index).nbytes
+            size = 0 if s in out or i.opcode == "parameter" else device_bytes(i.shape.part(index))
             label = name + "".join(f"{{{k}}}" for k in index)
             rows[s] = Storage(label, size, "output" if s in out else "activation")
         return tuple(rows[s] for s in range(len(rows)))
@@ -106,7 +160,7 @@ class Counted:
         parts: dict[int, Shape] = {}
         for (name, index), s in self.storage.items():
             parts.setdefault(s, self.computation.by_name[name].shape.part(index))
-        return tuple(Value(s.name, k, parts[k].dtype, parts[k].dims) for k, s in enumerate(storages))
+        return tuple(_value(s.name, k, parts[k]) for k, s in enumerate(storages))
 
     def _op(
         self,
@@ -125,7 +179,7 @@ class Counted:
             inputs=reads,
             outputs=new,
             mutates=tuple(s for s in changed if s in reads),
-            effect=bound or not self.may(i),
+            effect=(self.once and bound) or not self.may(i),
             control=tuple(number[c] for c in i.control_predecessors if c in number),
             time=self.seconds(self.computation, i),
             workspace=sum(self.callees.get(c, 0) for c in i.called) if i.opcode in CALLING else 0,
@@ -150,10 +204,21 @@ class Counted:
         inside = self.computation
         found = {i.name for i in inside.instructions if i.control_predecessors}
         found |= {c for i in inside.instructions for c in i.control_predecessors}
+        return found | self.tied_tuples
+
+    @cached_property
+    def tied_tuples(self) -> frozenset[str]:
+        """Instructions whose results are used as whole tuples."""
+        inside, found = self.computation, set()
         for i in inside.instructions:
             if not i.shape.is_tuple or i.opcode == "tuple":
                 continue
             users = (inside.by_name[u] for u in inside.users[i.name])
             if i.root or any(u.opcode != "get-tuple-element" or u.shape.is_tuple for u in users):
                 found.add(i.name)
-        return found
+        return frozenset(found)
+
+
+def _value(name: str, storage: int, shape: Shape) -> Value:
+    strides = tuple(prod(shape.dims[k + 1 :]) for k in range(len(shape.dims)))
+    return Value(name, storage, _TYPES.get(shape.dtype, shape.dtype), shape.dims, strides)

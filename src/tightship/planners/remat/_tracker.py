@@ -16,10 +16,18 @@ from tightship.frontends.hlo.shape import Index, Shape
 from tightship.planners.remat._body import Body, Node
 from tightship.planners.remat._points_to import PointsTo, unread
 
-__all__ = ["PASSES_ON", "Buffer", "Tracker", "Use"]
+__all__ = ["PASSES_ON", "Buffer", "Tracker", "Use", "device_bytes"]
+
+HOST = 5
+"""XLA's number of the host's memory in a layout."""
 
 PASSES_ON = ("bitcast", "get-tuple-element")
 """Indirect users that can be made again for a repeated instruction."""
+
+
+def device_bytes(shape: Shape) -> int:
+    """Bytes of a buffer in the device's memory: those in the host's (``S(5)``) count nothing."""
+    return 0 if shape.memory_space == HOST else shape.nbytes
 
 
 class Use(NamedTuple):
@@ -47,7 +55,7 @@ class Buffer:
     def __post_init__(self) -> None:
         self.remaining = len({use.node for use in self.users})
         owned = self.live_out or self.node.opcode == "parameter"
-        self.size = 0 if owned else self.shape.nbytes
+        self.size = 0 if owned else device_bytes(self.shape)
 
 
 class Tracker:

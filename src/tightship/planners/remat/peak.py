@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from tightship.errors import BadInput
 from tightship.frontends.hlo.module import Module
 from tightship.planners.remat._body import Body, Names
-from tightship.planners.remat._tracker import Tracker
+from tightship.planners.remat._tracker import Tracker, device_bytes
 
 __all__ = ["CALLING", "module_peak", "peaks", "result_bytes", "sequential_order"]
 
@@ -17,7 +17,7 @@ CALLING = frozenset({"call", "while", "conditional", "async-start", "async-updat
 
 def result_bytes(module: Module) -> int:
     """Bytes of the module's result, tables of addresses included."""
-    return sum(part.nbytes for _, part in module.entry.root.shape.positions)
+    return sum(device_bytes(part) for _, part in module.entry.root.shape.positions)
 
 
 def module_peak(module: Module) -> int:

@@ -12,33 +12,24 @@ collectives are never repeated.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from functools import partial
 
-from tightship.analysis.bounds import lower_bound
 from tightship.errors import BadInput, Infeasible
-from tightship.frontends.hlo.module import Computation, Instruction, Module
+from tightship.frontends.hlo.module import Module
 from tightship.plan import Plan
 from tightship.planners import default
 from tightship.planners.remat import xla
-from tightship.planners.remat._cost import Work, work_of
-from tightship.planners.remat._counted import Counted
+from tightship.planners.remat._cost import work_of
+from tightship.planners.remat._counted import Counted, counted
 from tightship.planners.remat._write import Writer, write
+from tightship.planners.remat.bound import bound
 from tightship.planners.remat.peak import CALLING, module_peak, peaks, result_bytes, sequential_order
-from tightship.planners.remat.xla import Remade, repeatable
+from tightship.planners.remat.xla import Remade
 from tightship.simulate import replay
 
-__all__ = ["Options", "bound", "may_repeat", "plan"]
+__all__ = ["Options", "plan"]
 
 _GREEDY = 20_000
 """Instructions of the entry up to which XLA's quadratic way is tried, too, where the limit is not met."""
-
-PURE_CALLS = (
-    "__cublas$gemm",
-    "__cublas$lt$matmul",
-    "__cudnn$convForward",
-    "__cudnn$convBiasActivationForward",
-)
-"""Calls of libraries that give the same result for the same operands and touch nothing else."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,41 +53,18 @@ def plan(module: Module, limit: int, options: Options | None = None) -> Remade:
         raise BadInput("a module has a schedule (is_scheduled=true) to be rematerialised", module.name)
     o = options or Options()
     out = result_bytes(module)
-    for libraries in (False, True)[: 1 + o.libraries]:
+    hopeless = o.libraries and bound(module) > limit
+    for libraries in (False, True)[hopeless : 1 + o.libraries]:
         search = _Search(module, replace(o, libraries=libraries))
-        before = search.peak[module.entry.name]
-        if before + out > limit:
-            search.module_within(max(0, limit - out))
-        if search.met:
+        search.module_within(max(0, limit - out))
+        made = search.result(limit)
+        if made.met:
             break
-    made = search.result(limit)
     if made.met or len(module.entry.instructions) > _GREEDY:
         return made
     theirs = xla.plan(module, limit)
     peak = module_peak(theirs.module)
     return replace(theirs, peak_after=peak) if peak < made.peak_after else made
-
-
-def bound(module: Module) -> int:
-    """Bytes that the module needs however it is ordered and repeated, called computations at their least."""
-    work = work_of(module)
-    least: dict[str, int] = {}
-    for name in sequential_order(module):
-        counted = _counted(module, name, least, work, libraries=True)
-        least[name] = int(lower_bound(counted.graph))
-    return least[module.entry.name] + result_bytes(module)
-
-
-def _counted(module: Module, name: str, callees: dict[str, int], work: Work, *, libraries: bool) -> Counted:
-    may = partial(may_repeat, module, libraries=libraries)
-    return Counted(module, module.by_name[name], callees, work.seconds, may)
-
-
-def may_repeat(module: Module, i: Instruction, *, libraries: bool = True) -> bool:
-    """Whether an instruction may run again; calls of libraries that have no effects only with ``libraries``."""
-    if i.opcode == "custom-call" and i.attribute("custom_call_has_side_effect") != "true":
-        return libraries and i.custom_call_target.startswith(PURE_CALLS)
-    return repeatable(module, i)
 
 
 class _Search:
@@ -108,62 +76,75 @@ class _Search:
         self.peak = dict(peaks(module))
         self.first = dict(self.peak)
         self.plans: dict[str, Plan] = {}
+        self.counted: dict[tuple[str, tuple[int, ...]], Counted] = {}
         self.made = module
         self.origin: dict[str, str] = {}
-        self.met = True
+        self.recomputed: tuple[str, ...] = ()
+        self.reached = self.first[module.entry.name]
 
     def module_within(self, limit: int) -> None:
         """Plan the entry; its callees only when they have to need less."""
         entry, target = self.module.entry.name, limit
         for _ in range(3):
-            self._entry_within(entry, target)
-            self.made = self._written()
-            over = peaks(self.made)[entry] - limit
-            if over <= 0 or not self.met:
+            if self.reached <= limit:
                 return
-            target = max(0, target - over)
+            met = self._entry_within(entry, target)
+            made, origin, recomputed = self._written()
+            reached = peaks(made)[entry]
+            if reached < self.reached:
+                self.made, self.origin, self.recomputed, self.reached = made, origin, recomputed, reached
+            if not met:
+                return
+            target = max(0, target - (reached - limit))
 
-    def _entry_within(self, entry: str, limit: int) -> None:
+    def _entry_within(self, entry: str, limit: int) -> bool:
         inner = [c for c in sequential_order(self.module) if c != entry]
         self.plans.clear()
         self.peak.update({c: self.first[c] for c in inner})
-        if self.within(entry, limit) or not any(self.peak[c] for c in inner):
-            return
-        for c in inner:
-            self.within(c, 0)
-        self.within(entry, limit)
-        self._relax(entry, limit)
+        if self.within(entry, limit):
+            return True
+        if any(self.peak[c] for c in inner):
+            for c in inner:
+                self.within(c, 0)
+            met = self.within(entry, limit)
+            self._relax(entry, limit)
+            return met
+        return False
 
     def within(self, name: str, limit: int) -> bool:
         """Plan one computation for a peak of ``limit`` bytes, or of the least that is found."""
-        counted = self._graph(name)
-        target = limit
+        graph = self._graph(name).graph
+        target = max(limit, self._graph(name).least)
         for _ in range(4):
             options = default.Options(
                 seconds=self.options.seconds, work=self.options.work, seed=self.options.seed, place=False
             )
             try:
-                self.plans[name] = default.plan(counted.graph, target, options)
+                self.plans[name] = default.plan(graph, target, options)
                 self.peak[name] = self.plans[name].peak
                 break
             except Infeasible as error:
                 target = max(error.best_peak, error.lower_bound)
-        self.met = target == limit
-        return self.met
+        return target == limit
 
     def _graph(self, name: str) -> Counted:
-        return _counted(self.module, name, self.peak, self.work, libraries=self.options.libraries)
+        calls = {c for i in self.module.by_name[name].instructions if i.opcode in CALLING for c in i.called}
+        key = name, tuple(self.peak[c] for c in sorted(calls))
+        if key not in self.counted:
+            libraries = self.options.libraries
+            self.counted[key] = counted(self.module, name, dict(self.peak), self.work, libraries=libraries)
+        return self.counted[key]
 
     def _relax(self, name: str, limit: int) -> None:
         """Give what is left at each call to what is called: first its own plan, if that fits."""
-        counted, steps = self._graph(name), self.plans[name].steps
-        line = replay(counted.graph, steps)
+        at, steps = self._graph(name), self.plans[name].steps
+        line = replay(at.graph, steps)
         room: dict[str, int] = {}
         for step, used in zip(steps, line.during, strict=True):
-            if step.kind != "compute" or counted.ops[step.op].opcode not in CALLING:
+            if step.kind != "compute" or at.ops[step.op].opcode not in CALLING:
                 continue
-            called = counted.ops[step.op].called
-            spare = max(0, max(limit, line.peak) - used)
+            called = at.ops[step.op].called
+            spare = max(0, max(limit, line.peak) - used - self._tables(name) - max(map(self._tables, called)))
             for c in called:
                 room[c] = min(room.get(c, limit), self.peak[c] + spare // len(called))
         for c, most in room.items():
@@ -173,26 +154,24 @@ class _Search:
             elif most > self.peak[c]:
                 self.within(c, most)
 
-    def _written(self) -> Module:
-        writer = Writer(self.module)
-        changed = {name: self._rewrite(name, made, writer) for name, made in self.plans.items()}
-        self.origin = writer.origin
-        return writer.copies.written(changed)
+    def _tables(self, name: str) -> int:
+        """Bytes of tables of addresses in a computation, which plans do not count."""
+        rows = self.module.by_name[name].instructions
+        return sum(part.nbytes for i in rows for _, part in i.shape.positions if part.is_tuple)
 
-    def _rewrite(self, name: str, made: Plan, writer: Writer) -> Computation:
-        return write(self._graph(name), made.steps, writer)
+    def _written(self) -> tuple[Module, dict[str, str], tuple[str, ...]]:
+        """The module as it is planned now, the first names of clones, and what is repeated."""
+        writer, changed, again = Writer(self.module), {}, []
+        for name, made in self.plans.items():
+            at = self._graph(name)
+            changed[name] = write(at, made.steps, writer)
+            again += [at.ops[step.op].name for step in made.steps if step.kind == "recompute"]
+        return writer.copies.written(changed), writer.origin, tuple(again)
 
     def result(self, limit: int) -> Remade:
         out = result_bytes(self.module)
         entry = self.module.entry.name
         runs = sum(len(c.instructions) for c in self.made.computations if c.name in self.peak)
         added = runs - sum(len(self.module.by_name[name].instructions) for name in self.peak)
-        before, after = self.first[entry] + out, peaks(self.made)[entry] + out
-        return Remade(self.made, limit, before, after, self.recomputed(), added, self.origin)
-
-    def recomputed(self) -> tuple[str, ...]:
-        found = []
-        for name, made in self.plans.items():
-            ops = self._graph(name).ops
-            found += [ops[step.op].name for step in made.steps if step.kind == "recompute"]
-        return tuple(found)
+        before, after = self.first[entry] + out, self.reached + out
+        return Remade(self.made, limit, before, after, self.recomputed, added, self.origin)

@@ -10,34 +10,20 @@ peak at an earlier instruction (R19); kept as it is, to be compared with.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from tightship.errors import BadInput
-from tightship.frontends.hlo.module import Computation, Instruction, Module
+from tightship.frontends.hlo.module import Computation, Module
 from tightship.planners.remat._body import Body, Names, Node
 from tightship.planners.remat._copies import Copies
+from tightship.planners.remat._cost import Work
 from tightship.planners.remat._narrow import clean
+from tightship.planners.remat._repeat import repeatable
 from tightship.planners.remat._tracker import PASSES_ON, Tracker
 from tightship.planners.remat.peak import CALLING, peaks, result_bytes
 
-__all__ = ["Options", "Remade", "plan", "repeatable"]
-
-_NEVER = frozenset(
-    {"call", "conditional", "constant", "custom-call", "parameter", "while", "tuple", "opt-barrier"}
-    | {"infeed", "outfeed", "send", "send-done", "recv", "recv-done", "rng", "rng-get-and-update-state"}
-    | {
-        "all-reduce",
-        "all-gather",
-        "all-to-all",
-        "reduce-scatter",
-        "collective-permute",
-        "collective-broadcast",
-    }
-    | {f"{kind}-{end}" for kind in ("async", "copy", "all-reduce", "all-gather") for end in ("start", "done")}
-    | {"async-update", "collective-permute-start", "collective-permute-done", "after-all", "partition-id"}
-)
-"""Opcodes that are never repeated (R6): calls, what has effects, and what belongs to the caller."""
+__all__ = ["Options", "Remade", "plan"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +52,14 @@ class Remade:
     def met(self) -> bool:
         return self.peak_after <= self.limit
 
+    def flops(self, work: Work, names: Iterable[str]) -> int:
+        """Those of the computations ``names``, each run once, by the ``work`` of the module that it was."""
+        return sum(
+            work.flops[name].get(self.origin.get(i.name, i.name), 0)
+            for name in names
+            for i in self.module.by_name[name].instructions
+        )
+
 
 def plan(module: Module, limit: int, options: Options | None = None) -> Remade:
     """The module with instructions repeated so that its peak is at most ``limit`` bytes, or as XLA leaves it.
@@ -86,24 +80,6 @@ def plan(module: Module, limit: int, options: Options | None = None) -> Remade:
         tuple(run.chosen),
         run.added,
         run.origin,
-    )
-
-
-def repeatable(module: Module, i: Instruction) -> bool:
-    """Whether an instruction may run again (R6)."""
-    if i.opcode in _NEVER or i.attribute("custom_call_has_side_effect") == "true":
-        return False
-    if i.opcode == "copy":
-        return True
-    return all(repeatable_inside(module, name) for name in i.called)
-
-
-def repeatable_inside(module: Module, name: str) -> bool:
-    inside = module.by_name[name]
-    free = {"parameter", "constant", "tuple", "custom-call", "partition-id"}
-    return all(
-        (i.opcode in free and i.attribute("custom_call_has_side_effect") != "true") or repeatable(module, i)
-        for i in inside.instructions
     )
 
 
