@@ -4,8 +4,8 @@
 
 - ``python`` blocks share one namespace, like cells of a notebook; ``console`` blocks have commands (``$ …``) and what
   they print; ``sh`` blocks have commands alone. A block with ``title="file"`` is that file.
-- What is printed is compared line by line, but for seconds, which differ from run to run. ``…`` stands for any text,
-  alone on a line for any lines.
+- What is printed is compared line by line, but for seconds, which differ from run to run, and the drawn part of charts.
+  ``…`` stands for any text, alone on a line for any lines.
 - A comment before a block says more: ``<!-- not run: why -->``; ``<!-- needs: module -->``, or it is left out;
   ``<!-- exit: 1 -->``; ``<!-- varies: peak, time: why -->`` for lines that begin so and follow from measured times
   (``all``: only the exit status is looked at).
@@ -41,6 +41,7 @@ _BLOCK = re.compile(
     r"^```(?P<language>\w+)(?P<info>[^\n]*)\n(?P<text>.*?)^```$",
     re.DOTALL | re.MULTILINE,
 )
+_CHART = re.compile(r"^ *[\d.]*(?: [KMGT]?i?B)? [┤│] ?.*|^ +0 +[\d.]+ (?:ns|µs|ms|s|min)$")
 _SECONDS = re.compile(r"\d[\d.]* (?:ns|µs|ms|s|min)\b|[+-]\d[\d.]* %|±0 %")
 
 
@@ -84,7 +85,8 @@ def differences(expected: str, got: str, varies: str = "") -> list[str]:
         return []
 
     def plain(text: str) -> list[str]:
-        lines = (" ".join(_SECONDS.sub("#", line).split()) for line in text.splitlines())
+        drawn = (_CHART.sub("(chart)", line) for line in text.splitlines())
+        lines = (" ".join(_SECONDS.sub("#", line).split()) for line in drawn)
         known = (next((f"{h} #" for h in heads if line.startswith(h)), line) for line in lines)
         return [line for line in known if line.strip("─ ")]
 

@@ -119,6 +119,8 @@ def test_blocks_are_found_with_their_titles_and_marks():
         ("a\nb\n", "a\n", False),
         ("x (…) y\n", "x (1, 2) y\n", True),
         ("x (…) y\n", "x 1 y\n", False),
+        ("  9 MiB ┤ ▂█\n      │█\n", "  8 MiB ┤  █\n        │\n", True),
+        ("  9 MiB ┤ ▂█\n", "  9 MiB   ▂█\n", False),
     ],
 )
 def test_what_is_printed_is_compared(expected, got, same):

@@ -124,6 +124,11 @@ class Plan:
     lossy: bool = False
     inner: tuple[Inner, ...] = ()
 
+    def __repr__(self) -> str:
+        counts = f"{len(self.steps)} steps, {len(self.residences)} residences"
+        limit = "no budget" if self.budget is None else f"budget {self.budget}"
+        return f"<Plan of {counts}: peak {self.peak}, {self.peak_before} unplanned, {limit}>"
+
     @property
     def met(self) -> bool:
         """Whether peak and placed bytes are both within the budget (always, when there is none)."""

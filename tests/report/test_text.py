@@ -1,4 +1,5 @@
 import io
+import re
 
 from rich.console import Console
 
@@ -81,7 +82,24 @@ def test_progress_on_a_terminal():
     out = io.StringIO()
     with Line(Console(file=out, force_terminal=True, width=100), "planning", step_time=1.0) as line:
         line.say("peak 5 B", always=True)
-        line._status.refresh() if hasattr(line._status, "refresh") else line._status._live.refresh()
-    assert "planning" in out.getvalue()
-    assert incumbent(1 << 20, 0.25, True, 1.0) == "peak 1.00 MiB, within the budget · time +25.0 %"
-    assert incumbent(512, 0.25, False) == "peak 512 B, not yet within the budget · time +250 ms"
+        line._live.refresh()
+    assert "planning" in out.getvalue() and "peak 5 B" in out.getvalue()
+
+
+def test_the_incumbent_and_its_distance_from_the_goal():
+    assert incumbent(1 << 20, 0.25, True, 1.0) == "time +25.0 % · peak 1.00 MiB, within the budget"
+    assert incumbent(1 << 20, 0.25, True, 1.0, least=1.0).startswith("time +25.0 %, gap 25.0 % · peak")
+    assert incumbent(1 << 20, 0.25, True, 1.0, least=float("inf")).startswith("time +25.0 % · peak")
+    assert incumbent(512, 0.25, False) == "not yet within the budget · peak 512 B"
+    assert incumbent(512, 0.25, False, over=12) == "12 B over the budget · peak 512 B"
+
+
+def test_a_narrow_terminal_keeps_one_line():
+    out = io.StringIO()
+    with Line(Console(file=out, force_terminal=True, width=60), "planning", step_time=1.0, limit=9.0) as line:
+        line.least, line.budget = 1.0, 10
+        line.planning(1 << 20, 0.25, True)
+        line._live.refresh()
+    shown = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", out.getvalue()).replace("\r", "\n")
+    assert any("gap 25.0 %" in text for text in shown.splitlines())
+    assert all(len(text) <= 60 for text in shown.splitlines())

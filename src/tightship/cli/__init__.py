@@ -53,6 +53,9 @@ def parser(given: Sequence[str] = ()) -> argparse.ArgumentParser:
     for name, (add, summary) in _VERBS.items():
         verb = actions.add_parser(name, help=summary, description=f"{name}: {summary}.", epilog=_EPILOG)
         verb.add_argument("--json", action="store_true", help="print one JSON object and nothing else")
+        verb.add_argument(
+            "--quiet", "-q", action="store_true", help="no progress, and errors alone for people"
+        )
         add(verb)
         if name == "plan":
             _add_planner(verb, given)
@@ -195,7 +198,7 @@ _VERBS = {
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; returns its exit status."""
     given = list(sys.argv[1:] if argv is None else argv)
-    with Output(as_json="--json" in given) as out:
+    with Output(as_json="--json" in given, quiet=not {"--quiet", "-q"}.isdisjoint(given)) as out:
         try:
             chosen = parser(given).parse_args(given)
             chosen.command = shlex.join(["tightship", *given])

@@ -23,13 +23,20 @@ __all__ = ["Output", "error_rows"]
 
 
 class Output:
-    """``with Output(as_json=…) as out``: then ``out.answer(rows, text)`` once."""
+    """``with Output(as_json=…) as out``: then ``out.answer(rows, text)`` once. ``quiet``: for people, errors alone.
 
-    def __init__(self, *, as_json: bool) -> None:
-        self.as_json = as_json
+    ``errors`` is where progress goes."""
+
+    def __init__(self, *, as_json: bool, quiet: bool = False) -> None:
+        self.as_json, self.quiet = as_json, quiet
         self._stdout: TextIO = sys.stdout
         self._saved: int | None = None
-        self.errors = _console(sys.stderr)
+        self.errors = _console(sys.stderr, quiet=quiet)
+
+    @property
+    def reads(self) -> bool:
+        """Whether there is a person who reads the answer."""
+        return not (self.as_json or self.quiet)
 
     def __enter__(self) -> Output:
         if self.as_json:
@@ -59,6 +66,8 @@ class Output:
         if self.as_json:
             self._write(json.dumps(rows, allow_nan=False) + "\n")
             return
+        if self.quiet:
+            return
         console = _console(self._stdout)
         for item in [text] if isinstance(text, str) or not isinstance(text, Sequence) else text:
             if isinstance(item, str):
@@ -71,10 +80,11 @@ class Output:
         """Say what went wrong."""
         if self.as_json:
             self.answer(error_rows(error), "")
+        console = _console(sys.stderr)
         if usage:
-            self.errors.print(usage, markup=False, soft_wrap=True)
-        self.errors.print("[bold red]tightship:[/] ", end="")
-        self.errors.print(str(error), markup=False, soft_wrap=True)
+            console.print(usage, markup=False, soft_wrap=True)
+        console.print("[bold red]tightship:[/] ", end="")
+        console.print(str(error), markup=False, soft_wrap=True)
 
     def interrupted(self) -> None:
         if self.as_json:
@@ -109,7 +119,7 @@ def error_rows(error: TightshipError) -> dict[str, Any]:
     return rows
 
 
-def _console(stream: TextIO) -> Console:
-    console = Console(file=stream, highlight=False, emoji=False)
+def _console(stream: TextIO, *, quiet: bool = False) -> Console:
+    console = Console(file=stream, highlight=False, emoji=False, quiet=quiet)
     console.width = max(console.width, NARROW)
     return console

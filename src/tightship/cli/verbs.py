@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import argparse
 from dataclasses import replace
+from typing import Any
 
 from rich import box
 from rich.console import RenderableType
 from rich.table import Table
 
 from tightship import api
+from tightship.analysis.bounds import time_bound
 from tightship.cli.hlo import explain_module
 from tightship.cli.looks import SHOWN
 from tightship.cli.module import is_module, plan_module
@@ -20,12 +22,13 @@ from tightship.cli.source import Source, load_source, writable
 from tightship.errors import BadInput, Infeasible
 from tightship.plan import Plan
 from tightship.planners.changes import changes
-from tightship.planners.default import Interrupted
+from tightship.planners.default import Interrupted, Options
 from tightship.planners.frontier import MOST
 from tightship.report.frontier import frontier_picture, frontier_rows, frontier_tables
 from tightship.report.numbers import peak_of, summary
 from tightship.report.pages.frontier import frontier_page
 from tightship.report.progress import Line
+from tightship.report.terminal import looks
 from tightship.report.text import describe, peak_tables
 from tightship.report.words import change_lines, makers, peak_lines
 from tightship.serde import write_file
@@ -80,7 +83,8 @@ def plan(chosen: argparse.Namespace, out: Output) -> int:
         write_model(source.program, made, model)
         rows["written"] = str(model)
         text.append(f"model written to {model}; see docs/inference.md for what onnxruntime must be told")
-    out.answer(rows, "\n".join(text))
+    picture = looks(source.graph, made) if out.reads else []
+    out.answer(rows, [text[0], *picture, "", *text[1:]])
     return INTERRUPTED if interrupted else 0 if made.met else 1
 
 
@@ -252,8 +256,12 @@ def _loaded(text: str, out: Output, onnx: dict[str, object] | None = None) -> So
         return load_source(text, onnx)
 
 
-def _planned(source: Source, budget: Budget | None, options: dict[str, object], out: Output) -> Plan:
+def _planned(source: Source, budget: Budget | None, options: dict[str, Any], out: Output) -> Plan:
     graph = source.graph
-    step_time = replay(graph, baseline(graph)).time
-    with Line(out.errors, f"planning {graph.name}", step_time=step_time) as line:
+    before = replay(graph, baseline(graph))
+    chosen = Options(**options)
+    with Line(out.errors, f"planning {graph.name}", step_time=before.time, limit=chosen.seconds) as line:
+        if line.shown and budget is not None:
+            line.budget = budget.resolve(before.peak)
+            line.least = time_bound(graph, line.budget) if chosen.allow == Options().allow else 0.0
         return api.plan_graph(graph, budget, progress=line.planning, **options).plan

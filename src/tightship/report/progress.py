@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import math
 import time
 from types import TracebackType
 
 from rich.console import Console
+from rich.progress import BarColumn, Progress, ProgressColumn, SpinnerColumn, Task, TextColumn
+from rich.table import Column
+from rich.text import Text
 
 from tightship.report.text import percent
 from tightship.units import format_bytes, format_seconds
 
-__all__ = ["Line"]
+__all__ = ["Line", "incumbent"]
 
 _EVERY = 0.1  # seconds between two texts, at least
 
@@ -18,42 +22,89 @@ _EVERY = 0.1  # seconds between two texts, at least
 class Line:
     """``with Line(console, "planning") as line``: ``line.say(...)``, or ``line.planning`` for a planner.
 
-    A planner tells the incumbent: its peak, and the seconds that it adds to a step of ``step_time``.
+    A planner tells the incumbent: its peak, and the seconds that it adds to a step of ``step_time``. ``limit``, the
+    seconds that the search may take, makes a bar. ``budget`` (bytes) and ``least`` (seconds that no plan can do
+    without) may be said once they are known; 0: not known.
     """
 
-    def __init__(self, console: Console, what: str, *, step_time: float = 0.0) -> None:
+    budget = 0
+    least = 0.0
+
+    def __init__(self, console: Console, what: str, *, step_time: float = 0.0, limit: float = 0.0) -> None:
         self.console, self.what, self.step_time = console, what, step_time
         self.began = time.perf_counter()
         self._said = 0.0
-        self._status = console.status(what, spinner="dots") if console.is_terminal else None
+        self._live: Progress | None = None
+        if console.is_terminal and not console.quiet:
+            bar = [BarColumn(bar_width=12 if console.width >= 80 else 8)] if limit else []
+            text = TextColumn("{task.fields[text]}", table_column=_column(ratio=1))
+            what_column = TextColumn("{task.description}", markup=False, table_column=_column())
+            self._live = Progress(
+                SpinnerColumn(),
+                what_column,
+                *bar,
+                _Clock(),
+                text,
+                console=console,
+                transient=True,
+                expand=True,
+            )
+            self._task = self._live.add_task(what, total=limit or None, text="")
 
     def __enter__(self) -> Line:
-        if self._status is not None:
-            self._status.start()
+        if self._live is not None:
+            self._live.start()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if self._status is not None:
-            self._status.stop()
+        if self._live is not None:
+            self._live.stop()
+
+    @property
+    def shown(self) -> bool:
+        """Whether anybody sees it."""
+        return self._live is not None
 
     def say(self, text: str, *, always: bool = False) -> None:
         """Replace the text after what is being done; texts that come too fast are left out."""
         now = time.perf_counter()
-        if self._status is None or (not always and now - self._said < _EVERY):
+        if self._live is None or (not always and now - self._said < _EVERY):
             return
         self._said = now
-        self._status.update(f"{self.what} · {format_seconds(now - self.began)} · {text}")
+        self._live.update(self._task, text=text, completed=now - self.began)
 
     def planning(self, peak: int, extra: float, met: bool) -> bool:
         """A planner's progress: never stops the search."""
-        self.say(incumbent(peak, extra, met, self.step_time))
+        over = 0 if met or not self.budget else peak - self.budget
+        self.say(incumbent(peak, extra, met, self.step_time, self.least, over))
         return False
 
 
-def incumbent(peak: int, extra: float, met: bool, step_time: float = 0.0) -> str:
-    """The best plan so far, in words."""
+class _Clock(ProgressColumn):
+    """Seconds since the beginning."""
+
+    def render(self, task: Task) -> Text:
+        return Text(format_seconds(task.elapsed or 0.0), style="dim")
+
+    def get_table_column(self) -> Column:
+        return Column(no_wrap=True)
+
+
+def _column(ratio: int | None = None) -> Column:
+    return Column(no_wrap=True, overflow="ellipsis", ratio=ratio)
+
+
+def incumbent(
+    peak: int, extra: float, met: bool, step_time: float = 0.0, least: float = 0.0, over: int = 0
+) -> str:
+    """The best plan so far, in words; what comes first is what a narrow terminal still shows. Its distance from the
+    goal: bytes ``over`` the budget as long as it is not met, then from the least time that there can be."""
+    if not met:
+        beyond = f"{format_bytes(over)} over" if over else "not yet within"
+        return f"{beyond} the budget · peak {format_bytes(peak)}"
     cost = percent(step_time + extra, step_time) if step_time else f"+{format_seconds(extra)}"
-    verdict = "within the budget" if met else "not yet within the budget"
-    return f"peak {format_bytes(peak)}, {verdict} · time {cost}"
+    known = 0 < least < math.inf
+    gap = f", gap {100 * max(0.0, (step_time + extra) / least - 1):.1f} %" if known else ""
+    return f"time {cost}{gap} · peak {format_bytes(peak)}, within the budget"
