@@ -4,7 +4,7 @@
 
 - ``python`` blocks share one namespace, like cells of a notebook; ``console`` blocks have commands (``$ …``) and what
   they print; ``sh`` blocks have commands alone. A block with ``title="file"`` is that file.
-- What is printed is compared line by line, but for seconds, which differ from run to run, and the drawn part of charts.
+- What is printed is compared line by line, but for seconds, which differ from run to run, and what a chart draws.
   ``…`` stands for any text, alone on a line for any lines.
 - A comment before a block says more: ``<!-- not run: why -->``; ``<!-- needs: module -->``, or it is left out;
   ``<!-- exit: 1 -->``; ``<!-- varies: peak, time: why -->`` for lines that begin so and follow from measured times
