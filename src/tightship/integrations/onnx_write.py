@@ -11,41 +11,42 @@ import json
 import os
 import secrets
 import shutil
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import onnx
 
 from tightship.errors import BadInput, Unsupported
-from tightship.frontends.onnx.load import Model, bodies, external, tensors
+from tightship.frontends.onnx.load import LARGEST_FILE, Model, bodies, external, stamp, tensors
 from tightship.frontends.onnx.lower import Program
 from tightship.frontends.onnx.rules import viewed
+from tightship.frontends.onnx.wire import fattened, held
 from tightship.plan import Plan, Step
 from tightship.serde import dumps_plan, write_file
 
 __all__ = ["KEY_OFFSETS", "KEY_PLAN", "planned_nodes", "write_model"]
 
 KEY_PLAN, KEY_OFFSETS = "tightship.plan", "tightship.offsets"
+_BLOCK: Final = 1 << 24  # bytes copied at once
 
 
 def write_model(program: Program, plan: Plan, path: str | os.PathLike[str]) -> None:
-    """Write the model as the plan has it. External data stays where it is when the new file lies in the same
-    folder, otherwise it is copied beside it. The file appears complete and checked, or not at all.
+    """Write the model as the plan has it. Weights are copied from the file it was read from, range by range; external
+    data stays where it is when the new file lies in the same folder, otherwise it is copied beside it. The file
+    appears complete and checked, or not at all.
 
-    Raises ``BadInput`` where it cannot be written or onnx's checker does not accept it, ``Unsupported`` for steps
-    other than compute, recompute and free.
+    Raises ``BadInput`` where it cannot be written, the model's file has changed meanwhile or onnx's checker does not
+    accept the new one, ``Unsupported`` for steps other than compute, recompute and free.
     """
     target = Path(path)
     nodes, offsets = planned_nodes(program, plan)
-    with _rearranged(program.model, nodes, plan, offsets), _ranked(program) as proto:
-        data = proto.SerializeToString()
+    proto = _rearranged(program, nodes, plan, offsets)
     _bring_data(program.model, target.parent)
     beside = target.with_name(f".{target.name[:50]}.{secrets.token_hex(4)}.onnx")
     try:
-        write_file(beside, data)
-        onnx.checker.check_model(os.fspath(beside))
+        _write_pieces(proto, program.model, beside)
+        _check(proto, beside)
         os.replace(beside, target)
     except onnx.checker.ValidationError as error:
         said = " ".join(str(error).split())
@@ -54,6 +55,55 @@ def write_model(program: Program, plan: Plan, path: str | os.PathLike[str]) -> N
         raise BadInput(f"the file can be written ({error})", place=os.fspath(path)) from error
     finally:
         beside.unlink(missing_ok=True)
+
+
+def _write_pieces(proto: Any, model: Model, path: Path) -> None:
+    """A model that was read without the contents of its large tensors, written with them."""
+    pieces = fattened(proto)
+    size = sum(len(p) if isinstance(p, bytes) else p.size for p in pieces)
+    if size > LARGEST_FILE:
+        rule = (
+            f"with its plan a model's file has at most {LARGEST_FILE} bytes: put weights into external data"
+        )
+        raise BadInput(rule, size, str(model.path))
+    with open(model.path, "rb") as source, open(path, "xb") as file:
+        if stamp(os.fstat(source.fileno())) != model.stamp:
+            raise BadInput("a model's file stays as it was when it was read", place=str(model.path))
+        for p in pieces:
+            if isinstance(p, bytes):
+                file.write(p)
+                continue
+            source.seek(p.offset)
+            left = p.size
+            while left:
+                block = source.read(min(left, _BLOCK))
+                if not block:
+                    raise BadInput("a model's file stays as it was when it was read", place=str(model.path))
+                file.write(block)
+                left -= len(block)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _check(proto: Any, path: Path) -> None:
+    """onnx's checker on the file at ``path``; raises what it raises. It reads models whole, so large tensors, whose
+    sizes have been checked against their shapes, are said to lie beside a file without them: in the one to check.
+    """
+    large = [t for t in tensors(proto) if held(t) is not None]
+    slim = path.with_name(f"{path.name[:-5]}.slim.onnx")
+    try:
+        if large:
+            about = onnx.ModelProto()
+            about.CopyFrom(proto)
+            for tensor in tensors(about):
+                if held(tensor) is not None:
+                    del tensor.external_data[:]
+                    tensor.data_location = onnx.TensorProto.EXTERNAL
+                    tensor.external_data.add(key="location", value=path.name)
+            write_file(slim, about.SerializeToString())
+        onnx.checker.check_model(os.fspath(slim if large else path))
+    finally:
+        slim.unlink(missing_ok=True)
 
 
 def planned_nodes(program: Program, plan: Plan) -> tuple[list[Any], dict[str, list[int]]]:
@@ -194,50 +244,33 @@ def _rename_inputs(node: Any, names: Mapping[str, str]) -> None:
             out.name = outside.get(out.name, out.name)
 
 
-@contextmanager
-def _rearranged(model: Model, nodes: list[Any], plan: Plan, offsets: dict[str, list[int]]) -> Iterator[None]:
-    """The model with other nodes, and as it was afterwards: weights are never copied."""
-    proto = model.proto
-    before, notes = list(proto.graph.node), list(proto.metadata_props)
-    held = [onnx.NodeProto.FromString(n.SerializeToString()) for n in nodes]
-    kept = [onnx.NodeProto.FromString(n.SerializeToString()) for n in before]
-    said = [onnx.StringStringEntryProto(key=e.key, value=e.value) for e in notes]
-    try:
-        del proto.graph.node[:]
-        proto.graph.node.extend(held)
-        del proto.metadata_props[:]
-        proto.metadata_props.extend(e for e in said if e.key not in (KEY_PLAN, KEY_OFFSETS))
-        proto.metadata_props.add(key=KEY_PLAN, value=dumps_plan(plan).decode())
-        table = {
-            "arena": plan.arena,
-            "columns": ["offset", "size", "made_at", "freed_before"],
-            "values": offsets,
-        }
-        proto.metadata_props.add(key=KEY_OFFSETS, value=json.dumps(table, separators=(",", ":")))
-        yield
-    finally:
-        del proto.graph.node[:]
-        proto.graph.node.extend(kept)
-        del proto.metadata_props[:]
-        proto.metadata_props.extend(said)
+def _rearranged(program: Program, nodes: list[Any], plan: Plan, offsets: dict[str, list[int]]) -> Any:
+    """A copy of the model with other nodes and with the plan in its metadata."""
+    proto = onnx.ModelProto()
+    proto.CopyFrom(program.model.proto)
+    del proto.graph.node[:]
+    proto.graph.node.extend(nodes)
+    notes = [(e.key, e.value) for e in proto.metadata_props if e.key not in (KEY_PLAN, KEY_OFFSETS)]
+    columns = ["offset", "size", "made_at", "freed_before"]
+    table = {"arena": plan.arena, "columns": columns, "values": offsets}
+    notes += [
+        (KEY_PLAN, dumps_plan(plan).decode()), (KEY_OFFSETS, json.dumps(table, separators=(",", ":"))),
+    ]  # fmt: skip
+    del proto.metadata_props[:]
+    for key, value in notes:
+        proto.metadata_props.add(key=key, value=value)
+    _rank(proto, program)
+    return proto
 
 
-@contextmanager
-def _ranked(program: Program) -> Iterator[Any]:
+def _rank(proto: Any, program: Program) -> None:
     """Inputs and results without a shape get their rank, which the checker asks for and runtimes do not."""
-    proto = program.model.proto
     rank = {v.name: len(v.shape) for v in program.graph.values}
-    ends = [x for x in (*proto.graph.input, *proto.graph.output) if x.name in rank]
-    bare = [x for x in ends if not x.type.tensor_type.HasField("shape")]
-    try:
-        for x in bare:
+    for x in (*proto.graph.input, *proto.graph.output):
+        if x.name in rank and not x.type.tensor_type.HasField("shape"):
             x.type.tensor_type.shape.SetInParent()
             for _ in range(rank[x.name]):
                 x.type.tensor_type.shape.dim.add()
-        yield proto
-    finally:
-        for x in bare:
-            x.type.tensor_type.ClearField("shape")
 
 
 def _bring_data(model: Model, folder: Path) -> None:

@@ -98,18 +98,18 @@ def test_functions_that_grow_without_end(tmp_path):
         load.read(saved(tmp_path, made(call, *ends, functions=ring, opsets=opsets[1:])))
 
 
-def test_graphs_nested_without_end(tmp_path):
-    inner = helper.make_graph([node("Identity", ["x"], ["y"])], "g", [], [value("y", None)])
-    for _ in range(60):
-        choice = node("If", ["c"], ["y"], then_branch=inner, else_branch=inner)
-        if choice.ByteSize() > 1 << 22:
-            break
+def nested(depth, both):
+    leaf = helper.make_graph([node("Identity", ["x"], ["y"])], "g", [], [value("y", None)])
+    inner = leaf
+    for _ in range(depth):
+        choice = node("If", ["c"], ["y"], then_branch=inner, else_branch=inner if both else leaf)
         inner = helper.make_graph([choice], "g", [], [value("y", None)])
-    ends = [value("x", [1]), value("c", [], TensorProto.BOOL)], [value("y", None)]
-    try:
-        lower(load.read(saved(tmp_path, made(inner.node, *ends))))
-    except BadInput as error:
-        assert "m" in str(error)
+    return made(inner.node, [value("x", [1]), value("c", [], TensorProto.BOOL)], [value("y", None)])
+
+
+def test_graphs_nested_far(tmp_path):
+    assert len(lower(load.read(saved(tmp_path, nested(25, False)))).graph.ops) == 1
+    assert len(lower(load.read(saved(tmp_path, nested(10, True)))).graph.ops) == 1
 
 
 @pytest.mark.parametrize("dims", [[2**62, 2**62], [-1, 4], [2**40, 2**40]])

@@ -1,9 +1,8 @@
-"""A model's file -> its protobuf message: bounded, without the weights that lie beside it, functions inlined.
+"""A model's file -> its protobuf message: bounded, without weights, functions inlined.
 
-Nothing is believed that can be checked cheaply: the structure (everything but the weights) is measured on the
-wire before it is parsed, because an empty node takes two bytes in a file and many more in memory; functions are
-counted before they are inlined, because twenty lines can stand for a billion nodes; a path to weights must lead
-to a place within the model's folder.
+Nothing is believed that can be checked cheaply: what is not weights is taken out of the file and measured before it
+is parsed, see `wire`; functions are counted before they are inlined, because twenty lines can stand for a billion
+nodes; a path to weights must lead to a place within the model's folder.
 """
 
 from __future__ import annotations
@@ -20,6 +19,7 @@ import onnx.inliner
 from google.protobuf.message import DecodeError
 
 from tightship.errors import BadInput, Unsupported
+from tightship.frontends.onnx import wire
 
 __all__ = [
     "LARGEST_FILE",
@@ -31,29 +31,31 @@ __all__ = [
     "check_external",
     "external",
     "read",
+    "stamp",
     "tensors",
 ]
 
 LARGEST_FILE: Final = 2**31 - 1
 """Bytes a protobuf file may have; larger models keep their weights beside it."""
-LARGEST_STRUCTURE: Final = 1 << 26
+LARGEST_STRUCTURE: Final = 1 << 27
 """Bytes of a file that may be other than weights."""
 MOST_NODES: Final = 1_000_000
 """Nodes a model may have once its functions are inlined."""
 OLDEST: Final = 13
 """The oldest opset that is read."""
 
-_LEAST: Final = 64  # bytes that a field takes in memory, however short it is in the file
-_MODEL_GRAPH, _GRAPH_INITIALIZER = 7, 5  # field numbers of onnx.proto
+_RULE: Final = "an ONNX model is a protobuf message of type ModelProto"
 
 
 @dataclass(frozen=True)
 class Model:
-    """A model as it was read: ``proto`` without external data and without functions, from ``path``."""
+    """A model as it was read: ``proto`` without functions, external data, and the contents of large tensors (see
+    `wire.held`), from the file at ``path``, which had this ``stamp``."""
 
     path: Path
     proto: Any
     inlined: int = 0
+    stamp: tuple[int, ...] = ()
 
     @property
     def opsets(self) -> dict[str, int]:
@@ -68,7 +70,8 @@ def read(path: str | os.PathLike[str]) -> Model:
     than `OLDEST`.
     """
     place = os.fspath(path)
-    proto = _parsed(_bytes(path), place)
+    data, known = _opened(path)
+    proto = _parsed(data, place)
     try:
         _check(proto, place)
         _check_text(proto, place)
@@ -81,91 +84,47 @@ def read(path: str | os.PathLike[str]) -> Model:
         raise BadInput("names in a model are text", place=place) from error
     except RecursionError as error:
         raise BadInput("graphs are not nested so deep", place=place) from error
-    return Model(Path(place), proto, inlined)
+    return Model(Path(place), proto, inlined, known)
 
 
 def _domain(name: str) -> str:
     return "" if name == "ai.onnx" else name
 
 
-def _bytes(path: str | os.PathLike[str]) -> bytes:
+def _opened(path: str | os.PathLike[str]) -> tuple[bytes, tuple[int, ...]]:
+    """What a file holds besides weights, and what it can be recognised by."""
     place = os.fspath(path)
     try:
-        about = os.stat(path)
-        if not stat.S_ISREG(about.st_mode):
+        if not stat.S_ISREG(os.stat(path).st_mode):  # a pipe would not even open
             raise BadInput("what is read is a regular file", place=place)
-        if about.st_size > LARGEST_FILE:
-            rule = f"a model's file has at most {LARGEST_FILE} bytes; larger models keep weights in external data"
-            raise BadInput(rule, about.st_size, place)
         with open(path, "rb") as file:
-            return file.read(LARGEST_FILE + 1)
-    except (OSError, ValueError) as error:
+            about = os.fstat(file.fileno())
+            if about.st_size > LARGEST_FILE:
+                rule = f"a model's file has at most {LARGEST_FILE} bytes; larger models keep weights in external data"
+                raise BadInput(rule, about.st_size, place)
+            return wire.slim(wire.from_file(file.fileno()), about.st_size, LARGEST_STRUCTURE), stamp(about)
+    except wire.TooLarge as error:
+        rule = f"what is not weights has at most {LARGEST_STRUCTURE} bytes (a message counted as 64 at least)"
+        raise BadInput(rule, f"{error} and more", place) from error
+    except OSError as error:
         raise BadInput(f"the file can be read ({error})", place=place) from error
+    except ValueError as error:
+        raise BadInput(f"{_RULE} ({error})", place=place) from error
+
+
+def stamp(about: os.stat_result) -> tuple[int, ...]:
+    """What a file that has not been touched has kept."""
+    return about.st_size, about.st_mtime_ns, about.st_ino, about.st_dev
 
 
 def _parsed(data: bytes, place: str) -> Any:
-    rule = "an ONNX model is a protobuf message of type ModelProto"
-    try:
-        size = _structure(data)
-    except ValueError as error:
-        raise BadInput(f"{rule} ({error})", place=place) from error
-    if size > LARGEST_STRUCTURE:
-        raise BadInput(f"what is not weights has at most {LARGEST_STRUCTURE} bytes", size, place)
     try:
         proto = onnx.ModelProto.FromString(data)
     except (DecodeError, RecursionError, UnicodeError, ValueError) as error:
-        raise BadInput(f"{rule} ({error})", place=place) from error
+        raise BadInput(f"{_RULE} ({error})", place=place) from error
     if not proto.HasField("graph") or not proto.opset_import:
-        raise BadInput(f"{rule}, with a graph and the opsets it uses", place=place)
+        raise BadInput(f"{_RULE}, with a graph and the opsets it uses", place=place)
     return proto
-
-
-def _structure(data: bytes) -> int:
-    """Bytes of a model that are not weights, each field counted as `_LEAST` at least; no further than the limit.
-    Raises ``ValueError`` where there is no message."""
-    total = 0
-    for number, start, end in _fields(data, 0, len(data)):
-        if number != _MODEL_GRAPH:
-            total += max(end - start, _LEAST)
-            continue
-        for inner, at, stop in _fields(data, start, end):
-            total += _LEAST if inner == _GRAPH_INITIALIZER else max(stop - at, _LEAST)
-            if total > LARGEST_STRUCTURE:
-                return total
-    return total
-
-
-def _fields(data: bytes, at: int, end: int) -> Iterator[tuple[int, int, int]]:
-    """(number, start, end) of the fields of the message at ``data[at:end]``, by their headers alone."""
-    while at < end:
-        key, at = _varint(data, at, end)
-        kind = key & 7
-        if kind == 0:
-            stop = _varint(data, at, end)[1]
-        elif kind == 2:
-            size, at = _varint(data, at, end)
-            stop = at + size
-        elif kind in (1, 5):
-            stop = at + (8 if kind == 1 else 4)
-        else:
-            raise ValueError(f"byte {at} begins no field")
-        if stop > end:
-            raise ValueError(f"it ends before the field that begins at byte {at} does")
-        yield key >> 3, at, stop
-        at = stop
-
-
-def _varint(data: bytes, at: int, end: int) -> tuple[int, int]:
-    value = 0
-    for shift in range(0, 70, 7):
-        if at >= end:
-            raise ValueError("it ends within a number")
-        byte = data[at]
-        at += 1
-        value |= (byte & 127) << shift
-        if byte < 128:
-            return value, at
-    raise ValueError(f"the number before byte {at} is too long")
 
 
 def _check(proto: Any, place: str) -> None:
@@ -269,49 +228,40 @@ def check_external(tensor: Any, folder: Path, place: str) -> None:
 
 
 def _inlined(proto: Any, place: str) -> Any:
-    """The same model without functions. Weights are taken out meanwhile: the inliner copies what it is given."""
-    count = _expanded(proto, place)
+    """The same model without functions."""
+    count, size = _expanded(proto, place)
     if count > MOST_NODES:
         raise BadInput(f"a model has at most {MOST_NODES} nodes once its functions are inlined", count, place)
-    kept = {}
-    for tensor in proto.graph.initializer:
-        if tensor.ByteSize() > 1024:
-            kept[tensor.name] = onnx.TensorProto.FromString(tensor.SerializeToString())
-            for field in ("raw_data", "float_data", "int32_data", "int64_data", "double_data", "uint64_data"):
-                tensor.ClearField(field)
-            tensor.ClearField("external_data")
-            tensor.data_location = onnx.TensorProto.EXTERNAL
-            tensor.external_data.add(key="location", value="elsewhere")
+    if size > LARGEST_STRUCTURE:
+        rule = f"a model's nodes have at most {LARGEST_STRUCTURE} bytes once its functions are inlined"
+        raise BadInput(rule, size, place)
     try:
-        flat = onnx.inliner.inline_local_functions(proto)
+        return onnx.inliner.inline_local_functions(proto)
     except (RuntimeError, ValueError, TypeError) as error:
         raise BadInput(f"a model's functions can be inlined ({error})", place=place) from error
-    for tensor in flat.graph.initializer:
-        if tensor.name in kept:
-            tensor.CopyFrom(kept[tensor.name])
-    return flat
 
 
-def _expanded(proto: Any, place: str) -> int:
-    """Nodes of the model after inlining; raises ``BadInput`` for functions that call themselves."""
+def _expanded(proto: Any, place: str) -> tuple[int, int]:
+    """Nodes of the model after inlining, and their bytes; raises ``BadInput`` for functions that call themselves."""
     functions = {(_domain(f.domain), f.name, f.overload): f for f in proto.functions}
-    known: dict[Any, int] = {}
+    known: dict[Any, tuple[int, int]] = {}
     open_: set[Any] = set()
 
-    def of(nodes: Any) -> int:
-        return sum(one(n) for n in nodes)
+    def of(nodes: Any) -> tuple[int, int]:
+        counts = [one(n) for n in nodes]
+        return sum(n for n, _ in counts), sum(size for _, size in counts)
 
-    def one(node: Any) -> int:
-        inner = sum(of(g.node) for g in bodies(node))
+    def one(node: Any) -> tuple[int, int]:
+        inner = sum(of(g.node)[0] for g in bodies(node))
         key = (_domain(node.domain), node.op_type, node.overload)
         if key not in functions:
-            return 1 + inner
+            return 1 + inner, node.ByteSize()
         if key in open_:
             raise BadInput("a function does not call itself", node.op_type, place)
         if key not in known:
             open_.add(key)
             known[key] = of(functions[key].node)
             open_.discard(key)
-        return known[key] + inner
+        return known[key][0] + inner, known[key][1] + node.ByteSize()
 
     return of(proto.graph.node)

@@ -14,6 +14,7 @@ from onnx.reference import ReferenceEvaluator
 from tightship.errors import BadInput
 from tightship.frontends.onnx.load import external
 from tightship.frontends.onnx.types import TensorType, nbytes_of
+from tightship.frontends.onnx.wire import held
 
 __all__ = ["MOST", "constant_type", "constant_value", "evaluated"]
 
@@ -39,15 +40,18 @@ def constant_type(tensor: Any, place: str) -> TensorType:
     about = external(tensor)
     if "length" in about and int(about["length"]) != size:
         raise BadInput(f"external data has the {size} bytes of its tensor", int(about["length"]), where)
-    if tensor.HasField("raw_data") and not about and len(tensor.raw_data) != size:
-        raise BadInput(f"a tensor of this shape has {size} bytes", len(tensor.raw_data), where)
+    inline = held(tensor)
+    if not about and (tensor.HasField("raw_data") or (inline is not None and inline.raw)):
+        given = len(tensor.raw_data) if inline is None else inline.size
+        if given != size:
+            raise BadInput(f"a tensor of this shape has {size} bytes", given, where)
     return found
 
 
 def constant_value(tensor: Any, folder: Path, place: str) -> np.ndarray | None:
     """The contents of a small tensor of numbers; None for others."""
     known = constant_type(tensor, place)
-    if known.count > MOST:
+    if known.count > MOST or held(tensor) is not None:
         return None
     where = f"{place}: tensor {tensor.name!r}"
     about = external(tensor)
