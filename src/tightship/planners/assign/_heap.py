@@ -1,10 +1,8 @@
 """One arena for temporaries as XLA's heap simulator fills it.
 
 Buffers are replayed along the schedule: within a step all that begins is taken before anything that ends is given
-back, unless a result is written over an operand that ends there. Then they are placed by decreasing size (spatial)
-or by decreasing span of life over all that share a place (temporal), each into the smallest free chunk that fits it
-in all lives of its group; the smaller heap wins. Source: XLA, ``HeapSimulator`` and
-``GlobalDecreasingSizeBestFitHeap``.
+back, unless a result is written over an operand that ends there. Then planner ``xla-heap`` places them. Source: XLA,
+``HeapSimulator``.
 """
 
 from __future__ import annotations
@@ -13,13 +11,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 
-import numpy as np
-
-from tightship import _core
 from tightship.frontends.hlo.alias import AliasSet
 from tightship.frontends.hlo.buffers import Buffer
 from tightship.frontends.hlo.live import LiveRanges
 from tightship.frontends.hlo.share import Sharing
+from tightship.planners.place import xla_heap
 
 __all__ = ["Group", "Member", "best_fit", "most_alive", "replay", "stays_of"]
 
@@ -39,10 +35,6 @@ class Group:
 
     size: int
     members: list[Member] = field(default_factory=list)
-
-    @property
-    def span(self) -> int:
-        return max(m.end for m in self.members) - min(m.start for m in self.members)
 
 
 def replay(
@@ -117,32 +109,19 @@ def _operand(
 
 
 def best_fit(groups: Sequence[Group], alignment: int) -> tuple[list[int], int]:
-    """Offsets of the groups, in their order, and the bytes of the heap."""
-    spatial = _fit(groups, sorted(range(len(groups)), key=lambda k: _spatial(groups[k])), alignment)
-    if spatial[1] <= most_alive((s, e, g.size) for g in groups for s, e in stays_of(g)):
-        return spatial  # nothing is smaller, and of two alike the first is taken
-    temporal = _fit(groups, sorted(range(len(groups)), key=lambda k: _temporal(groups[k])), alignment)
-    return min(spatial, temporal, key=lambda f: f[1])
-
-
-def _spatial(g: Group) -> tuple[int, int, int]:
-    first = g.members[0]
-    return -g.size, first.start - first.end, first.buffer.id
-
-
-def _temporal(g: Group) -> tuple[int, int, int]:
-    return -g.span, -g.size, g.members[0].buffer.id
-
-
-def _fit(groups: Sequence[Group], order: Sequence[int], alignment: int) -> tuple[list[int], int]:
-    stays = [stays_of(g) for g in groups]
-    first = np.cumsum([0, *map(len, stays)], dtype=np.int64)
-    flat = np.array([s for row in stays for s in row], dtype=np.int64).reshape(-1, 2)
-    size = np.array([g.size for g in groups], dtype=np.int64)
-    start, end = np.ascontiguousarray(flat[:, 0]), np.ascontiguousarray(flat[:, 1])
-    offsets = _core.best_fit(start, end, first, size, np.array(order, dtype=np.int64), alignment)
-    found: list[int] = offsets.tolist()
-    return found, max((o + g.size for o, g in zip(found, groups, strict=True) if g.size), default=0)
+    """Offsets of the groups, in their order, and the bytes of the heap: those of planner ``xla-heap``."""
+    found = [0] * len(groups)
+    placed = ((m.buffer.id, m.start, m.end, k) for k, g in enumerate(groups) if g.size for m in g.members)
+    members = sorted((m for m in placed if m[2] > m[1]), key=lambda m: m[0])
+    if not members:
+        return found, 0
+    _, start, end, group = zip(*members, strict=True)
+    offsets, size, _ = xla_heap.offsets(
+        start, end, [groups[k].size for k in group], group=group, alignment=alignment
+    )
+    for k, offset in zip(group, offsets.tolist(), strict=True):
+        found[k] = offset
+    return found, size
 
 
 def stays_of(group: Group) -> list[tuple[int, int]]:
