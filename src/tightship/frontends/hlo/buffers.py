@@ -6,7 +6,7 @@ A **logical buffer** is what one instruction defines at one position of its shap
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -61,14 +61,15 @@ class Use:
 
 @dataclass(eq=False, slots=True)
 class Buffer:
-    """A logical buffer: defined by ``node`` at ``index``; ``positions`` are all that alias it, its own first."""
+    """A logical buffer: defined by ``node`` at ``index``; ``positions`` are all that alias it, its own first.
+    ``inputs``: what a phi may be."""
 
     id: int
     node: Node
     index: Index
     shape: Shape
     phi: bool = False
-    inputs: list[Buffer] = field(default_factory=list)
+    inputs: Sequence[Buffer] = ()
     positions: list[tuple[Node, Index]] = field(default_factory=list)
     uses: list[Use] = field(default_factory=list)
 
@@ -86,12 +87,14 @@ class Buffer:
 
 @dataclass(frozen=True)
 class PointsTo:
-    """``buffers`` by id; ``nodes`` by computation, in the order of the text; ``callers`` of each computation
-    that runs sequentially; ``embedded``: computations applied element by element."""
+    """``buffers`` by id; ``nodes`` by computation, in the order of the text, ``post_order`` in that in which XLA
+    numbers them; ``callers`` of each computation that runs sequentially; ``embedded``: computations applied element
+    by element."""
 
     module: Module
     buffers: tuple[Buffer, ...]
     nodes: Mapping[str, tuple[Node, ...]]
+    post_order: Mapping[str, tuple[Node, ...]]
     callers: Mapping[str, Node]
     sequential: tuple[Computation, ...]
     embedded: tuple[Computation, ...]

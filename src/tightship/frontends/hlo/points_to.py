@@ -11,7 +11,8 @@ Source: XLA, ``HloDataflowAnalysis``. L1-L3 of the systems this project brings t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from itertools import chain
 
 from tightship.errors import BadInput, Unsupported
 from tightship.frontends.hlo.buffers import Buffer, Node, PointsTo, Use
@@ -48,13 +49,15 @@ class _Analysis:
                 self._visit(node)
         self._computation(self.module.entry)
         self._resolve()
-        numbered = self._ids(order)
+        ordered = {c.name: post_order(self.nodes[c.name]) for c in order}
+        numbered = self._ids(ordered)
         self._positions(numbered)
         self._find_uses(numbered)
         return PointsTo(
             self.module,
             tuple(numbered),
             self.nodes,
+            ordered,
             self.callers,
             tuple(sequential),
             tuple(embedded),
@@ -150,7 +153,7 @@ class _Analysis:
             self._computation(condition, [looped[1]])
             for head in looped:
                 for buffer, back in zip(head, root, strict=True):
-                    buffer.inputs.append(back)
+                    buffer.inputs = [*buffer.inputs, back]
             return self._phi(node, [root, init])
         if i.opcode == "conditional":
             ends = [
@@ -192,16 +195,14 @@ class _Analysis:
 
     # --- ids, positions, uses ------------------------------------------------------------------------------
 
-    def _ids(self, order: Sequence[Computation]) -> list[Buffer]:
+    def _ids(self, ordered: Mapping[str, Sequence[Node]]) -> list[Buffer]:
         """XLA's numbering: as defined in post order, then the phis."""
-        rank: dict[Node, int] = {}
-        for c in order:
-            for i in post_order(c):
-                rank[self.named[c.name][i]] = len(rank)
-        offset = {b: b.node.shape.offset(b.index) for b in (*self.made, *self.phis)}
-        made = sorted(self.made, key=lambda b: (rank[b.node], offset[b]))
-        phis = sorted(self.phis, key=lambda b: (rank[b.node], offset[b]))
-        numbered = [*made, *phis]
+        rank = {node: k for k, node in enumerate(chain.from_iterable(ordered.values()))}
+
+        def key(b: Buffer) -> tuple[int, int]:
+            return rank[b.node], b.node.shape.offset(b.index) if b.index else 0
+
+        numbered = [*sorted(self.made, key=key), *sorted(self.phis, key=key)]
         for k, buffer in enumerate(numbered):
             buffer.id = k
         return numbered

@@ -2,33 +2,39 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
+from tightship.frontends.hlo.buffers import Node
 from tightship.frontends.hlo.module import Computation, Module
 
 __all__ = ["computations_in_post_order", "post_order"]
 
 
-def post_order(c: Computation) -> list[str]:
-    """Names with operands before users, depth first from the instructions nobody uses."""
-    done: set[str] = set()
-    found: list[str] = []
-    by_name, users = c.by_name, c.users
-    for i in c.instructions:
-        if users[i.name]:
+def post_order(nodes: Sequence[Node]) -> tuple[Node, ...]:
+    """Those of one computation, operands before users, depth first from the instructions nobody uses."""
+    named = {n.name: n for n in nodes}
+    done: set[Node] = set()
+    found: list[Node] = []
+    for node in nodes:
+        if node.users:
             continue
-        stack = [(i.name, False)]
+        stack = [node]
         while stack:
-            name, ready = stack.pop()
-            if name in done:
+            last = stack[-1]
+            if last in done:
+                stack.pop()
                 continue
-            if ready:
-                done.add(name)
-                found.append(name)
-                continue
-            stack.append((name, True))
-            at = by_name[name]
-            stack += [(o, False) for o in reversed(at.operands) if o not in done]
-            stack += [(p, False) for p in at.control_predecessors if p not in done]
-    return found
+            before = [o for o in reversed(last.operands) if o not in done]
+            if last.instruction.has("control-predecessors"):
+                waits = (named[p] for p in last.instruction.control_predecessors)
+                before += [p for p in waits if p not in done]
+            if before:
+                stack += before
+            else:
+                done.add(last)
+                found.append(last)
+                stack.pop()
+    return tuple(found)
 
 
 def computations_in_post_order(module: Module) -> list[Computation]:

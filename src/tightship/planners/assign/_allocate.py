@@ -9,17 +9,16 @@ result that finds none gets one; anything else is a temporary. Source: XLA, ``Bu
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import chain
 
 import numpy as np
 
 from tightship.frontends.hlo.alias import AliasSet
 from tightship.frontends.hlo.buffers import Buffer, Node
 from tightship.frontends.hlo.live import LiveRanges
-from tightship.frontends.hlo.module import Computation
-from tightship.frontends.hlo.post_order import post_order
 from tightship.frontends.hlo.shape import Index
 from tightship.frontends.hlo.share import Sharing
 
@@ -220,22 +219,16 @@ def _ordered(live: LiveRanges) -> list[AliasSet]:
     """By size, outputs before others, then by where the first of them is defined; callers before callees."""
     points = live.points
     names = {c.name for c in points.sequential}
-    rank: dict[tuple[str, str], int] = {}
-    for c in _callers_first(points.sequential):
-        for name in post_order(c):
-            rank[c.name, name] = len(rank)
+    callers_first = (points.post_order[c.name] for c in reversed(points.sequential))
+    rank = {node: k for k, node in enumerate(chain.from_iterable(callers_first))}
     groups = [g for g in live.sets if g.buffers[0].node.computation.name in names]
 
     def key(group: AliasSet) -> tuple[int, bool, int]:
         out = any(b in points.live_out for b in group.buffers)
-        first = min(rank.get((b.node.computation.name, b.node.name), len(rank)) for b in group.buffers)
+        first = min(rank.get(b.node, len(rank)) for b in group.buffers)
         return -group.size, not out, first
 
     return sorted(groups, key=key)
-
-
-def _callers_first(sequential: Sequence[Computation]) -> Iterator[Computation]:
-    return reversed(sequential)
 
 
 def thread_locals(live: LiveRanges) -> list[Allocation]:
