@@ -2,7 +2,7 @@
 
 #include <algorithm>
 #include <bit>
-#include <numeric>
+#include <utility>
 
 namespace tightship::place {
 
@@ -19,12 +19,22 @@ void join(std::vector<Span>& set, i64 start, i64 end, i64 least) {
     auto to = from;
     while (to != set.end() && to->start - reach <= end) ++to;
     if (from == to) {
-        set.insert(from, Span{start, end});
+        if (set.empty()) set.reserve(4);
+        set.insert(set.empty() ? set.end() : from, Span{start, end});
         return;
     }
     from->start = std::min(from->start, start);
     from->end = std::max((to - 1)->end, end);
     set.erase(from + 1, to);
+}
+
+// Buffers by a time of theirs, which is kept beside them: a fourth of the time that looking it up takes.
+std::vector<std::pair<i64, i32>> by_time(const i64* time, i64 count) {
+    std::vector<std::pair<i64, i32>> order;
+    order.reserve(count);
+    for (i64 i = 0; i < count; ++i) order.emplace_back(time[i], static_cast<i32>(i));
+    if (!std::is_sorted(order.begin(), order.end())) std::sort(order.begin(), order.end());
+    return order;
 }
 
 }  // namespace
@@ -41,25 +51,21 @@ Buffers make_buffers(const i64* lower, const i64* upper, const i64* size, const 
     b.last.resize(count);
     b.length.resize(count);
     for (i64 i = 0; i < count; ++i) b.length[i] = static_cast<double>(upper[i]) - static_cast<double>(lower[i]);
-    std::vector<i32> starts(count), ends(count);
-    std::iota(starts.begin(), starts.end(), 0);
-    std::iota(ends.begin(), ends.end(), 0);
-    std::sort(starts.begin(), starts.end(), [&](i32 x, i32 y) { return lower[x] < lower[y]; });
-    std::sort(ends.begin(), ends.end(), [&](i32 x, i32 y) { return upper[x] < upper[y]; });
+    const auto starts = by_time(lower, count), ends = by_time(upper, count);
     // A section ends where a buffer starts after another has ended: the set alive just before was maximal.
     i32 section = 0;
     bool ended = false;
     i64 e = 0;
-    for (i32 s : starts) {
-        for (; e < count && upper[ends[e]] <= lower[s]; ++e) {
-            b.last[ends[e]] = section + 1;
+    for (const auto& [time, s] : starts) {
+        for (; e < count && ends[e].first <= time; ++e) {
+            b.last[ends[e].second] = section + 1;
             ended = true;
         }
         section += ended;
         ended = false;
         b.first[s] = section;
     }
-    for (; e < count; ++e) b.last[ends[e]] = section + 1;
+    for (; e < count; ++e) b.last[ends[e].second] = section + 1;
     b.sections = section + 1;
     return b;
 }
@@ -77,25 +83,25 @@ i64 peak_load(const Buffers& b) {
 
 Space::Space(i32 sections)
     : leaves_(static_cast<i32>(std::bit_ceil(static_cast<std::uint32_t>(std::max(sections, 1))))),
-      covering_(2 * leaves_), touching_(2 * leaves_) {}
+      nodes_(2 * leaves_) {}
 
 void Space::clear() {
     for (i32 node : used_) {
-        covering_[node].clear();
-        touching_[node].clear();
+        nodes_[node].covering.clear();
+        nodes_[node].touching.clear();
     }
     used_.clear();
 }
 
 void Space::take(i32 first, i32 last, i64 start, i64 end, i64 least) {
     const auto touch = [&](i32 node) {
-        if (touching_[node].empty()) used_.push_back(node);
-        join(touching_[node], start, end, least);
+        if (nodes_[node].touching.empty()) used_.push_back(node);
+        join(nodes_[node].touching, start, end, least);
     };
     visit(
         first, last,
         [&](i32 node) {
-            join(covering_[node], start, end, least);
+            join(nodes_[node].covering, start, end, least);
             touch(node);
         },
         touch);
@@ -117,7 +123,7 @@ i64 Space::next_free(i64 offset, i64 alignment) {
     std::size_t steady = 0;  // cursors in a row that had nothing to say against `offset`
     for (std::size_t k = 0; steady < cursors_.size();) {
         Cursor& c = cursors_[k];
-        while (c.at != c.end && c.at->end <= offset) ++c.at;
+        c.at = first_above(c.at, c.end, offset);
         if (c.at == c.end) {  // nothing taken above: never asked again
             c = cursors_.back();
             cursors_.pop_back();

@@ -4,6 +4,7 @@
 // together in the order of time; two buffers are alive together exactly when their section ranges meet.
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
 #include <functional>
 #include <limits>
@@ -40,6 +41,19 @@ struct Span {
     i64 start, end;
 };
 
+// The first of the spans that ends above `offset`: in steps that double, since it is often near.
+inline const Span* first_above(const Span* from, const Span* end, i64 offset) {
+    for (i64 step = 1; from != end && from->end <= offset; step *= 2) {
+        if (end - from > step && from[step].end <= offset) {
+            from += step;
+        } else {
+            const Span* to = from + std::min<i64>(step, end - from);
+            return std::partition_point(from, to, [offset](const Span& s) { return s.end <= offset; });
+        }
+    }
+    return from;
+}
+
 // The bytes taken so far, by section. A segment tree over the sections; each node keeps two sets of disjoint
 // spans: `covering`, bytes of buffers that were put at this node, and `touching`, bytes of every buffer that was
 // put here or below. A query therefore reads O(log sections) sets, and the sets stay short because spans that
@@ -66,7 +80,7 @@ class Space {
     template <class Use>
     void each(i32 first, i32 last, Use use) const {
         visit(
-            first, last, [&](i32 node) { use(touching_[node]); }, [&](i32 node) { use(covering_[node]); });
+            first, last, [&](i32 node) { use(nodes_[node].touching); }, [&](i32 node) { use(nodes_[node].covering); });
     }
 
   private:
@@ -75,9 +89,13 @@ class Space {
         const Span* end;
     };
 
+    struct Node {  // side by side, because what a query has read is what is changed next
+        std::vector<Span> covering, touching;
+    };
+
     i32 leaves_;
-    std::vector<std::vector<Span>> covering_, touching_;
-    std::vector<i32> used_;  // nodes whose touching_ is not empty
+    std::vector<Node> nodes_;
+    std::vector<i32> used_;  // nodes whose touching set is not empty
     std::vector<Cursor> cursors_;
 
     template <class Whole, class Partial>

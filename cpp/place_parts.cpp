@@ -41,7 +41,7 @@ i64 PartPacker::next_free(i64 at, i64 alignment) {
     std::size_t steady = 0;  // cursors in a row that had nothing to say against `at`
     for (std::size_t k = 0; steady < cursors_.size(); k = k + 1 < cursors_.size() ? k + 1 : 0) {
         Cursor& c = cursors_[k];
-        while (c.at != c.end && c.at->end - c.low <= at) ++c.at;
+        c.at = first_above(c.at, c.end, at + c.low);
         ++steady;
         if (c.at == c.end || c.at->start - c.high >= at) continue;
         at = align_up(c.at->end - c.low, alignment);

@@ -6,7 +6,7 @@ limits (unless the time limit or a capacity stops it first, or there are so many
 out: ``_greedy``); stops with proof at the lower bound, which exact search may raise. Complexity: that of its parts;
 twenty greedy packings, O(n log n) set operations each, come before any search. Known limits: those of its parts;
 exact search leaves out problems of many thousand buffers, which are climbed and then searched exactly in windows of
-a few dozen.
+a few dozen; beyond ``MANY`` buffers, without a capacity, it stops within a thousandth of the bound.
 """
 
 from __future__ import annotations
@@ -21,12 +21,18 @@ from tightship.plan import Problem, Solution
 from tightship.planners.place import exact, hill_climb, tvm_hill_climb
 from tightship.planners.place._best import Best
 from tightship.planners.place._frame import FREE, Arrays, Ints, frame, from_arrays
-from tightship.planners.place._greedy import best_greedy
+from tightship.planners.place._greedy import MANY, best_greedy
 
 __all__ = ["Options", "offsets", "plan"]
 
 LEAST_WINDOWED = 1_000
 """Below that, the exact search does as well with all buffers as with a few dozen at a time."""
+
+CLOSE = 1_000
+"""Of many buffers, an arena so near to the bound, as a part of it, is as good as the bound: more would not pay."""
+
+LEAST_ROUNDS = 10
+"""Packings that climbing has work for, or of many buffers it is left out."""
 
 TREES = 20
 """A plan's trees may do so many times the work that a climb may do: they get further by it."""
@@ -79,21 +85,23 @@ def offsets(
 
 def _improve(best: Best, o: Options, trees: int) -> None:
     """All attempts, one after the other. ``trees``: work of the exact search."""
-    f, capacity = best.frame, o.capacity or 0
+    f, count = best.frame, best.frame.arrays.count
+    near = f.bound + f.bound // CLOSE if count > MANY and o.capacity is None else f.bound
+    enough = max(near, o.capacity or 0)
 
     def done() -> bool:
-        return best.arena <= max(best.bound, capacity) or f.seconds_left(o.time_limit) <= 0
+        return best.arena <= max(best.bound, enough) or f.seconds_left(o.time_limit) <= 0
 
-    how = best_greedy(best, max(f.bound, capacity), o.time_limit)
+    how = best_greedy(best, enough, o.time_limit)
     exact.search(best, exact.Options(o.seed, trees, o.time_limit, o.threads, o.capacity))
-    for order, best_fit in dict.fromkeys((how, hill_climb.START)):
+    climbs = count <= MANY or o.work_limit >= LEAST_ROUNDS * count
+    for order, best_fit in dict.fromkeys((how, hill_climb.START)) if climbs else ():
         if not done():
             hill_climb.climb(best, hill_climb.Options(o.seed, o.work_limit, o.time_limit), order, best_fit)
-    if not done() and not f.related and f.arrays.count >= LEAST_WINDOWED:
+    if not done() and not f.related and count >= LEAST_WINDOWED:
         left = f.seconds_left(o.time_limit)
-        goal = max(f.bound, capacity)
-        found = f.placer.windows(best.offsets, seed=o.seed, work=o.work_limit, seconds=left, goal=goal)
+        found = f.placer.windows(best.offsets, seed=o.seed, work=o.work_limit, seconds=left, goal=enough)
         best.offer(found, f.arena(found))
         best.go_on()
-    if not done():
+    if not done() and climbs:
         tvm_hill_climb.climb(best, tvm_hill_climb.Options(o.seed, o.work_limit, o.time_limit))
