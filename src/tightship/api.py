@@ -299,14 +299,14 @@ def torch_saved(program: Any) -> dict[str, frozenset[int]]:
 
 
 def plan_named(graph: Graph, name: str, budget: Any = None, **options: Any) -> Planned:
-    """The verified plan of a named system that takes a graph as it is (``memonger``, ``aitemplate``).
+    """The verified plan of a named planner alone, with options of its own (``memonger``, ``grappler``, …).
 
-    Such a planner decides without a budget; the plan says whether it meets ``budget``. Raises ``BadInput`` for names
-    and options that there are not.
+    Those that share memory decide without a budget, those that evict decide for it (without one, as for no memory at
+    all); the plan says whether it meets ``budget``. Raises ``BadInput`` for names and options that there are not.
     """
     known = systems()
     if name not in known:
-        rule = f"a system is one of {', '.join(sorted(known))} (parts are chosen with order and evict)"
+        rule = f"a planner that plans alone is one of {', '.join(sorted(known))}"
         raise BadInput(rule, name, "planner")
     info = known[name]
     try:
@@ -314,16 +314,21 @@ def plan_named(graph: Graph, name: str, budget: Any = None, **options: Any) -> P
     except TypeError as error:
         rule = f"options are those of {name!r} ({', '.join(info.options.__dataclass_fields__)})"
         raise BadInput(rule, sorted(options), "plan") from error
+    if info.group == "evict":
+        from tightship.planners.alone import alone
+
+        return Planned(alone(graph, info, chosen, budget), graph)
     made = info.plan(graph, chosen)
     limit = None if budget is None else parse_budget(budget).resolve(made.peak_before)
     return Planned(replace(made, budget=limit), graph)
 
 
 def systems() -> dict[str, PlannerInfo]:
-    """The named systems that take a graph as it is, by name."""
+    """The planners that take a graph as it is and plan alone, by the name that `planners` gives them."""
     from tightship.planners import planners
 
-    return {n: i for group in ("", "share") for n, i in planners(group).items() if n != "default"}
+    groups = ("", "share", "evict")
+    return {n: i for n, i in planners().items() if i.group in groups and n != "default"}
 
 
 def violations(planned: Planned | Plan, graph: Graph | None = None) -> list[Violation]:

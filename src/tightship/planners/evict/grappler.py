@@ -1,7 +1,8 @@
 """Grappler's memory optimiser: cheap ops run again for the backward, values live at the peak swapped out and in.
 
 Problem: what TensorFlow's ``MemoryOptimizer`` decides (behaviours G1-G5, G8-G13), on graphs of this project; its
-targets, the ops under ``gradients/``, are the backward ops where nothing has such a name. Measure: its own: a list
+targets, the ops under ``gradients/``, are the backward ops where nothing has such a name. Of a graph read from
+TensorFlow's files exactly the nodes that Grappler recomputes are recomputed. Measure: its own: a list
 of cheap kinds of op, and a ranking by times. Source: tensorflow/core/grappler/optimizers/memory_optimizer.cc.
 Guarantee: none on the peak, which the rewrites may miss; what comes out is legal and costed exactly. Complexity:
 linear, with a replay for each round of swapping. Known limits: G15, recompute and swap do not know of each other and
@@ -17,6 +18,7 @@ from tightship.errors import BadInput
 from tightship.planners.evict import _grappler as rewrites
 from tightship.planners.evict._events import carried_out
 from tightship.planners.evict._frame import Decision, Frame
+from tightship.planners.evict._grappler_plan import node_runs, rewritten
 
 __all__ = ["LEVELS", "Options", "plan"]
 
@@ -55,7 +57,9 @@ def _made(frame: Frame, limit: int, o: Options) -> list[Decision]:
     hints = tuple(filter(None, (h.strip() for h in o.recompute_hints.split(","))))
     hinted = {k for k, op in enumerate(frame.graph.ops) if any(fnmatchcase(op.name, h) for h in hints)}
     found = []
-    if o.level != "swap":
+    if o.level != "swap" and "nodes" in frame.graph.meta:
+        found += _on_nodes(frame, limit, o, hints)
+    elif o.level != "swap":
         again = rewrites.clones(
             frame, rewrites.targets(frame.graph, o.scope), hinted, heuristic=o.level != "manual"
         )
@@ -66,3 +70,10 @@ def _made(frame: Frame, limit: int, o: Options) -> list[Decision]:
     if o.level in ("swap", "all", "default"):
         found.append(rewrites.swap(frame, limit, o.rounds))
     return found
+
+
+def _on_nodes(frame: Frame, limit: int, o: Options, hints: tuple[str, ...]) -> list[Decision]:
+    """What the recompute rewrite of a TensorFlow graph's nodes comes to."""
+    rewrite = rewritten(frame.graph, o.level, o.scope, hints)
+    runs = node_runs(frame, rewrite)
+    return [carried_out(frame, runs, limit)] if any(run.again for run in runs) else []

@@ -1,0 +1,1 @@
+"""TensorFlow's graphs (GraphDef) as files: read, never executed."""

@@ -1,0 +1,156 @@
+"""A file -> TensorFlow's own GraphDef message: bounded, checked, never executed.
+
+Read are a GraphDef as bytes (``.pb``) or as text (``.pbtxt``), a MetaGraphDef (``.meta``), and the first graph of a
+``saved_model.pb``. What is not weights is measured on the wire before anything is parsed, because an empty node takes
+two bytes in a file and many more in memory.
+"""
+
+from __future__ import annotations
+
+import os
+import stat
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+from google.protobuf import text_format
+from google.protobuf.message import DecodeError
+from tensorflow.core.framework import graph_pb2
+from tensorflow.core.protobuf import meta_graph_pb2, saved_model_pb2
+
+from tightship.errors import BadInput, Unsupported
+from tightship.frontends._wire import fields
+from tightship.frontends.tensorflow.nodes import name_of
+
+__all__ = ["LARGEST_FILE", "LARGEST_STRUCTURE", "LARGEST_TEXT", "MOST_NODES", "GraphFile", "read"]
+
+LARGEST_FILE: Final = 2**31 - 1
+"""Bytes a protobuf file may have."""
+LARGEST_STRUCTURE: Final = 1 << 26
+"""Bytes of a file that may be other than the contents of constants."""
+LARGEST_TEXT: Final = 1 << 26
+"""Bytes of a file of text."""
+MOST_NODES: Final = 1_000_000
+
+_LEAST: Final = 64  # bytes that a field takes in memory, however short it is in the file
+_NODE, _ATTR, _VALUE, _TENSOR, _CONTENT = (
+    1,
+    5,
+    2,
+    8,
+    4,
+)  # field numbers of the messages on the way to a weight
+
+
+@dataclass(frozen=True)
+class GraphFile:
+    """A graph as it was read from ``path``; ``fetch``: what a MetaGraph says is run (its ``train_op``)."""
+
+    path: Path
+    proto: Any
+    fetch: tuple[str, ...] = ()
+
+
+def read(path: str | os.PathLike[str]) -> GraphFile:
+    """Read a file. Raises ``BadInput`` naming it for whatever is wrong with it, ``Unsupported`` where the graph is
+    only called functions."""
+    place = os.fspath(path)
+    proto, fetch = _parsed(_bytes(path), place)
+    _check(proto, place)
+    return GraphFile(Path(place), proto, fetch)
+
+
+def _bytes(path: str | os.PathLike[str]) -> bytes:
+    place = os.fspath(path)
+    limit = LARGEST_TEXT if place.endswith(".pbtxt") else LARGEST_FILE
+    try:
+        about = os.stat(path)
+        if not stat.S_ISREG(about.st_mode):
+            raise BadInput("what is read is a regular file", place=place)
+        if about.st_size > limit:
+            raise BadInput(f"such a file has at most {limit} bytes", about.st_size, place)
+        with open(path, "rb") as file:
+            return file.read(limit + 1)
+    except (OSError, ValueError) as error:
+        raise BadInput(f"the file can be read ({error})", place=place) from error
+
+
+def _parsed(data: bytes, place: str) -> tuple[Any, tuple[str, ...]]:
+    """The GraphDef in a file, and what is fetched of it."""
+    rule = "a TensorFlow graph is a protobuf message of type GraphDef"
+    try:
+        if place.endswith(".pbtxt"):
+            return text_format.Parse(data.decode(), graph_pb2.GraphDef()), ()
+        if place.endswith(".meta"):
+            rule = rule.replace("GraphDef", "MetaGraphDef")
+            _measure(data, place, (2,))
+            return _of_meta(meta_graph_pb2.MetaGraphDef.FromString(data))
+        if next(fields(data, 0, len(data)), (0, 0, 0))[0] == 1 and data[0] & 7 == 0:  # a SavedModel's version
+            rule = rule.replace("GraphDef", "SavedModel")
+            _measure(data, place, (2, 2))
+            saved = saved_model_pb2.SavedModel.FromString(data)
+            if not saved.meta_graphs:
+                raise BadInput(f"{rule}, with a graph", place=place)
+            return _of_meta(saved.meta_graphs[0])
+        _measure(data, place, ())
+        return graph_pb2.GraphDef.FromString(data), ()
+    except (DecodeError, RecursionError, UnicodeError, ValueError, text_format.ParseError) as error:
+        said = " ".join(str(error).split())
+        raise BadInput(f"{rule} ({said})", place=place) from error
+
+
+def _of_meta(meta: Any) -> tuple[Any, tuple[str, ...]]:
+    names = meta.collection_def["train_op"].node_list.value if "train_op" in meta.collection_def else ()
+    return meta.graph_def, tuple(dict.fromkeys(map(name_of, names)))
+
+
+def _measure(data: bytes, place: str, path: tuple[int, ...]) -> None:
+    """Raise ``BadInput`` where more than `LARGEST_STRUCTURE` bytes are no weights; ``path`` leads to the GraphDef."""
+    total = 0
+
+    def walk(start: int, end: int, path: tuple[int, ...], heavy: bool) -> None:
+        nonlocal total
+        for number, at, stop in fields(data, start, end):
+            if path and number == path[0]:
+                walk(at, stop, path[1:], heavy)
+            elif not path and heavy and number == _CONTENT:
+                total += _LEAST
+            else:
+                total += max(stop - at, _LEAST)
+            if total > LARGEST_STRUCTURE:
+                rule = f"what is not the contents of constants has at most {LARGEST_STRUCTURE} bytes"
+                raise BadInput(rule, total, place)
+
+    walk(0, len(data), (*path, _NODE, _ATTR, _VALUE, _TENSOR), heavy=True)
+
+
+def _check(proto: Any, place: str) -> None:
+    if not proto.node:
+        raise BadInput("a graph has nodes", "none", place)
+    if len(proto.node) > MOST_NODES:
+        raise BadInput(f"a graph has at most {MOST_NODES} nodes", len(proto.node), place)
+    seen = set()
+    for node in proto.node:
+        if not node.name or not node.op:
+            raise BadInput("a node has a name and an op", f"{node.name!r}, {node.op!r}", place)
+        if node.name in seen:
+            raise BadInput("a node's name is its own", node.name, place)
+        seen.add(node.name)
+    for node in proto.node:
+        for given in node.input:
+            if name_of(given) not in seen:
+                raise BadInput("an input is a node's", given, f"{place}: node {node.name!r}")
+    called = sorted({n.op for n in proto.node} & {f.signature.name for f in proto.library.function})
+    functional = next((n for n in proto.node if n.op in _CALLS or n.op in called), None)
+    if functional is not None:
+        raise Unsupported(
+            f"node {functional.name!r} of {place}, a {functional.op},",
+            "what is planned is one graph, not the functions it calls",
+            "write the graph with its functions inlined (freeze it, or build it with tf.compat.v1)",
+        )
+
+
+_CALLS: Final = frozenset(
+    "PartitionedCall StatefulPartitionedCall While StatelessWhile If StatelessIf Case StatelessCase For "
+    "SymbolicGradient RemoteCall TPUPartitionedCall BatchFunction ParallelMapDataset MapDataset".split()
+)
