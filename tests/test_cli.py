@@ -395,7 +395,7 @@ def test_a_named_system_plans_with_its_own_options(there, capsys):
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        (["--planner", "nobody"], "a system is one of aitemplate, memonger"),
+        (["--planner", "nobody"], "a planner that plans alone is one of aitemplate"),
         (["--planner"], "--planner"),
         (["--planner", "memonger", "--seconds", "3"], "--seconds"),
         (["--any-order"], "--any-order"),

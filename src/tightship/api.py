@@ -37,6 +37,7 @@ __all__ = [
     "plan",
     "plan_graph",
     "plan_named",
+    "read_graphdef",
     "read_onnx",
     "systems",
     "torch_saved",
@@ -86,8 +87,8 @@ def plan(
     ``train``, the forward pass in evaluation mode that `infer` would run, its results in the arena; with them it
     is the step that `fit` would run. A model on the meta device, or of fake tensors, is planned with modelled
     times and without its weights ever existing; otherwise each op is measured once, on tensors made for it. The
-    path of an ONNX model is planned for the sizes that ``sample`` gives its dimensions (``batch=4,seq=128``, or a
-    mapping). ``budget`` is bytes, text (``6GiB``), or a percentage of the
+    path of an ONNX model or a TensorFlow graph is planned for the sizes that ``sample`` gives its dimensions
+    (``batch=4,seq=128``, or a mapping). ``budget`` is bytes, text (``6GiB``), or a percentage of the
     unplanned peak (``60%``). ``cache`` is the folder measurements are kept in, ``options`` are the default
     planner's.
 
@@ -98,7 +99,8 @@ def plan(
         budget = parse_budget(budget)
     graph = model
     if isinstance(model, (str, os.PathLike)):
-        graph = read_onnx(model, sample).graph
+        tensorflow = os.fspath(model).endswith((".pb", ".pbtxt", ".meta"))
+        graph = (read_graphdef if tensorflow else read_onnx)(model, sample).graph
     elif not isinstance(model, Graph):
         graph = capture(model, sample, loss_fn=loss_fn, optimizer=optimizer, train=train, cache=cache)
     elif sample is not None:
@@ -154,6 +156,24 @@ def read_onnx(path: str | os.PathLike[str], shape: Any = None, **options: Any) -
     except ImportError as error:
         raise Unsupported(
             "reading ONNX", f"{error.name} is not installed", "pip install 'tightship[onnx]'"
+        ) from error
+    return lower(read(path), shape, **options)
+
+
+def read_graphdef(path: str | os.PathLike[str], shape: Any = None, **options: Any) -> Any:
+    """A TensorFlow graph and its graph here (``.graph``): see `tightship.frontends.tensorflow.lower.lower`.
+
+    ``shape`` gives sizes to placeholders: ``x=8x32``, or a mapping. Nothing in the file is run.
+    """
+    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")  # it says much when it is imported
+    try:
+        from tightship.frontends.tensorflow.load import read
+        from tightship.frontends.tensorflow.lower import lower
+    except ImportError as error:
+        raise Unsupported(
+            "reading TensorFlow's graphs",
+            f"{error.name} is not installed",
+            "pip install 'tightship[tensorflow]'",
         ) from error
     return lower(read(path), shape, **options)
 

@@ -58,6 +58,8 @@ class _Table:
 def _reach(v: Value) -> int:
     if 0 in v.shape:
         return 0
+    if not v.stride:  # not known of files: side by side
+        return v.offset + prod(v.shape)
     return v.offset + 1 + sum((n - 1) * step for n, step in zip(v.shape, v.stride, strict=True))
 
 

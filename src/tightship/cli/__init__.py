@@ -15,7 +15,7 @@ from typing import NoReturn
 import tightship
 from tightship import api
 from tightship.cli import hlo, pack, verbs
-from tightship.cli.options import add_onnx, add_options
+from tightship.cli.options import add_model, add_options
 from tightship.cli.output import Output
 from tightship.errors import TightshipError
 
@@ -23,7 +23,7 @@ __all__ = ["Usage", "main", "parser"]
 
 _EPILOG = "exit status: 0 done, 1 infeasible or not verified, 2 bad input or usage, 130 interrupted"
 _SOURCE = (
-    "module:factory (found from the current folder), model.onnx, a module.txt of HLO, "
+    "module:factory (found from the current folder), model.onnx, a graph.pb of TensorFlow's, a module.txt of HLO, "
     "or a graph.json or plan.json of tightship's"
 )
 _BUDGET = "bytes with a unit (6GiB, 512MB) or a percentage of the unplanned peak (60%%)"
@@ -65,8 +65,8 @@ def parser(given: Sequence[str] = ()) -> argparse.ArgumentParser:
 def _add_planner(verb: argparse.ArgumentParser, given: Sequence[str]) -> None:
     """The option ``--planner`` and the options of the planner that it names in what was given."""
     known = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
-    text = "a named system instead of the search: memonger or aitemplate, with options of its own; for a module.txt, "
-    text += "who rematerialises it: search or xla (default: search)"
+    text = "one planner instead of the search, with options of its own: memonger, aitemplate, grappler, …; for a "
+    text += "module.txt, who rematerialises it: search or xla (default: search)"
     for either in (verb, known):
         either.add_argument("--planner", metavar="NAME", default=None, help=text)
     try:
@@ -101,9 +101,15 @@ def _add_plan(verb: argparse.ArgumentParser) -> None:
     verb.add_argument("--trace", metavar="FILE", help="write a Chrome trace for Perfetto (.gz: compressed)")
     verb.add_argument("--snapshot", metavar="FILE", help="write a memory snapshot for PyTorch's viewers")
     verb.add_argument(
-        "--write", metavar="FILE", help="write the ONNX model or HLO module as planned: order, clones"
+        "--write", metavar="FILE", help="write the model, graph or module as planned: order, clones"
     )
-    add_onnx(verb)
+    text = (
+        "how --write copies out in a graph.pb: copy (ops that GPUs have) or identity (to the host's device)"
+    )
+    verb.add_argument(
+        "--copies", choices=("copy", "identity"), default="copy", help=f"{text} (default: copy)"
+    )
+    add_model(verb)
 
 
 def _add_frontier(verb: argparse.ArgumentParser) -> None:
@@ -126,7 +132,7 @@ def _add_explain(verb: argparse.ArgumentParser) -> None:
     verb.add_argument("source", metavar="SOURCE|PLAN", help=_SOURCE)
     verb.add_argument("--budget", "-b", metavar="B", help=f"also explain a plan for it: {_BUDGET}")
     verb.add_argument("--top", type=int, metavar="N", default=10, help="rows of each table (default: 10)")
-    add_onnx(verb)
+    add_model(verb)
     add_options(verb, Options)
     verb.set_defaults(run=verbs.explain, options=Options)
 
@@ -172,7 +178,7 @@ def _add_verify(verb: argparse.ArgumentParser) -> None:
     verb.add_argument(
         "--source", metavar="SOURCE", help="check against this graph, not the one in the plan's file"
     )
-    add_onnx(verb)
+    add_model(verb)
     verb.set_defaults(run=verbs.verify)
 
 

@@ -22,17 +22,26 @@ from tightship.serde import load_any
 __all__ = ["Source", "load_source", "writable"]
 
 _FORMS = (
-    "a source is module:factory, model.onnx, or a graph.json or plan.json that tightship wrote; "
+    "a source is module:factory, model.onnx, a graph.pb, or a graph.json or plan.json that tightship wrote; "
     "factory() returns (model, sample), (model, loss_fn, sample), (model, loss_fn, optimizer, sample) "
     "or a mapping with these keys"
 )
+_TENSORFLOW = ("shape", "fetch", "feed"), "a graph.pb, .pbtxt or .meta of TensorFlow's"
+_OF = {
+    ".onnx": (("shape", "views", "in_place"), "a model.onnx"),
+    ".pb": _TENSORFLOW,
+    ".pbtxt": _TENSORFLOW,
+    ".meta": _TENSORFLOW,
+}
+"""By ending: the options for files of models, and what such a file is called."""
 _KEYS = ("model", "loss_fn", "optimizer", "sample")
 
 
 @dataclass(frozen=True)
 class Source:
-    """What a SOURCE holds; ``plan`` only where it is a plan's file, ``program`` only where it is an ONNX model's,
-    ``captured`` (a program of PyTorch's) and ``parts`` (what the factory returned, by key) where it is a model."""
+    """What a SOURCE holds; ``plan`` only where it is a plan's file, ``program`` only where it is an ONNX model's or a
+    TensorFlow graph's, ``captured`` (a program of PyTorch's) and ``parts`` (what the factory returned, by key) where
+    it is a model."""
 
     graph: Graph
     plan: Plan | None = None
@@ -41,16 +50,18 @@ class Source:
     parts: Mapping[str, Any] | None = None
 
 
-def load_source(text: str, onnx: Mapping[str, Any] | None = None) -> Source:
-    """Read SOURCE; ``onnx`` are the options given for a model's file. Raises ``BadInput`` for whatever is wrong
+def load_source(text: str, options: Mapping[str, Any] | None = None) -> Source:
+    """Read SOURCE; ``options`` are those given for a model's file. Raises ``BadInput`` for whatever is wrong
     with it, never anything else."""
-    given = {name: value for name, value in (onnx or {}).items() if value is not None}
-    if text.endswith(".onnx"):
-        program = api.read_onnx(text, **given)
+    given = {name: value for name, value in (options or {}).items() if value is not None}
+    allowed, _ = _OF.get(Path(text).suffix, ((), ""))
+    if unknown := [n for n in given if n not in allowed]:
+        names = ", ".join(f"--{name.replace('_', '-')}" for name in unknown)
+        kinds = " or ".join(dict.fromkeys(w for a, w in _OF.values() if set(unknown) <= set(a)))
+        raise BadInput(f"{names}: for {kinds or 'one kind of file'} only", text, "SOURCE")
+    if allowed:
+        program = (api.read_onnx if text.endswith(".onnx") else api.read_graphdef)(text, **given)
         return Source(program.graph, program=program)
-    if given:
-        names = ", ".join(f"--{name.replace('_', '-')}" for name in given)
-        raise BadInput(f"{names}: for a model.onnx only", text, "SOURCE")
     if text.endswith((".pt2", ".pt", ".pth", ".bin", ".ckpt", ".pkl")):
         rule = "files that may hold code are not opened: load it in a factory() that returns (model, sample)"
         raise BadInput(rule, text, "SOURCE")

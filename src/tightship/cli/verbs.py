@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from rich import box
@@ -15,7 +16,7 @@ from tightship.analysis.bounds import time_bound
 from tightship.cli.hlo import explain_module
 from tightship.cli.looks import SHOWN
 from tightship.cli.module import is_module, plan_module
-from tightship.cli.options import documented, given_options, onnx_options
+from tightship.cli.options import documented, given_options, model_options
 from tightship.cli.output import Output
 from tightship.cli.pack import INTERRUPTED, is_packing, verify_packing
 from tightship.cli.source import Source, load_source, writable
@@ -48,10 +49,12 @@ def plan(chosen: argparse.Namespace, out: Output) -> int:
     path = writable(chosen.output, "--output")
     shown = {name: writable(getattr(chosen, name), f"--{name}") for name in SHOWN}
     model = writable(chosen.write, "--write")
-    source = _loaded(chosen.source, out, onnx_options(chosen))
+    source = _loaded(chosen.source, out, model_options(chosen))
     if model is not None and source.program is None:
         raise BadInput(
-            "a model is written where one is read: SOURCE is a model.onnx", chosen.source, "--write"
+            "a model is written where one is read: SOURCE is a model.onnx or a graph.pb",
+            chosen.source,
+            "--write",
         )
     interrupted = False
     try:
@@ -78,11 +81,9 @@ def plan(chosen: argparse.Namespace, out: Output) -> int:
             rows[name] = str(target)
             text.append(f"{SHOWN[name]} {target}")
     if model is not None:
-        from tightship.integrations.onnx_write import write_model
-
-        write_model(source.program, made, model)
+        page = _write_model(source, made, model, chosen)
         rows["written"] = str(model)
-        text.append(f"model written to {model}; see docs/inference.md for what onnxruntime must be told")
+        text.append(f"model written to {model}; see {page}")
     picture = looks(source.graph, made) if out.reads else []
     out.answer(rows, [text[0], *picture, "", *text[1:]])
     return INTERRUPTED if interrupted else 0 if made.met else 1
@@ -122,7 +123,7 @@ def frontier(chosen: argparse.Namespace, out: Output) -> int:
     drawing, page = writable(chosen.picture, "--svg"), writable(chosen.report, "--report")
     if not 1 <= chosen.points <= MOST:
         raise BadInput(f"a frontier has 1 to {MOST} points", chosen.points, "option --points")
-    source = _loaded(chosen.source, out)
+    source = _loaded(chosen.source, out, model_options(chosen))
     with Line(out.errors, f"planning {source.graph.name}") as line:
         found = api.frontier_of(
             source.graph,
@@ -153,7 +154,7 @@ def explain(chosen: argparse.Namespace, out: Output) -> int:
     if is_module(chosen.source):
         return explain_module(chosen, out)
     budget = _budget(chosen)
-    source = _loaded(chosen.source, out, onnx_options(chosen))
+    source = _loaded(chosen.source, out, model_options(chosen))
     made, failure = source.plan, None
     if made is not None and made.digest != source.graph.digest:
         rule = f"a plan is for the graph in its file, whose digest is {source.graph.digest[:12]}"
@@ -195,7 +196,9 @@ def verify(chosen: argparse.Namespace, out: Output) -> int:
     source = _loaded(chosen.plan, out)
     if source.plan is None:
         raise BadInput("what is verified is a plan", "a graph", chosen.plan)
-    graph = source.graph if chosen.source is None else _loaded(chosen.source, out, onnx_options(chosen)).graph
+    graph = (
+        source.graph if chosen.source is None else _loaded(chosen.source, out, model_options(chosen)).graph
+    )
     found = api.violations(source.plan, graph)
     if source.plan.digest != graph.digest:
         del found[1:]  # it is for another graph: what else does not fit says nothing
@@ -243,6 +246,19 @@ def demo(chosen: argparse.Namespace, out: Output) -> int:
 # --- parts ---
 
 
+def _write_model(source: Source, made: Plan, path: Path, chosen: argparse.Namespace) -> str:
+    """Write the model as planned; where it is said how it must be run."""
+    if chosen.source.endswith(".onnx"):
+        from tightship.integrations.onnx_write import write_model
+
+        write_model(source.program, made, path)
+        return "docs/inference.md for what onnxruntime must be told"
+    from tightship.integrations.tensorflow_write import write_graph
+
+    write_graph(source.program, made, path, chosen.copies)
+    return "docs/tensorflow.md for what a session must be told"
+
+
 def _plain(value: object) -> object:
     return value if isinstance(value, (str, int, float, bool, type(None))) else str(value)
 
@@ -251,9 +267,9 @@ def _budget(chosen: argparse.Namespace) -> Budget | None:
     return None if chosen.budget is None else parse_budget(chosen.budget, "--budget")
 
 
-def _loaded(text: str, out: Output, onnx: dict[str, object] | None = None) -> Source:
+def _loaded(text: str, out: Output, options: dict[str, object] | None = None) -> Source:
     with Line(out.errors, f"reading {text}"):
-        return load_source(text, onnx)
+        return load_source(text, options)
 
 
 def _planned(source: Source, budget: Budget | None, options: dict[str, Any], out: Output) -> Plan:

@@ -11,7 +11,7 @@ from tightship.graph import Graph
 from tightship.plan import Plan
 from tightship.planners import PlannerInfo
 from tightship.planners.default import Options, adopted
-from tightship.planners.evict._frame import Decision, Frame
+from tightship.planners.evict._frame import MEANS, Decision, Frame
 from tightship.simulate import baseline, replay
 from tightship.units import Budget, parse_budget
 
@@ -32,7 +32,10 @@ def alone(graph: Graph, info: PlannerInfo, chosen: Any, budget: Budget | str | i
     if not decision.valid:
         raise Unsupported(f"planner {info.name!r} for {graph.name}", "what it evicts cannot be made again")
     steps = decision.steps or frame.steps(decision.evict, graph.static_bytes if limit is None else limit)
-    made = adopted(frame, steps, Options(lossy=lossy), info.name)
+    means = tuple(
+        dict.fromkeys(("recompute", *(s.kind for s in steps if s.kind in MEANS)))
+    )  # what bounds allow
+    made = adopted(replace(frame, means=means), steps, Options(lossy=lossy), info.name)
     return replace(
         made,
         budget=limit,

@@ -19,8 +19,8 @@ from tensorflow.core.framework import graph_pb2
 from tensorflow.core.protobuf import meta_graph_pb2, saved_model_pb2
 
 from tightship.errors import BadInput, Unsupported
-from tightship.frontends._wire import fields
 from tightship.frontends.tensorflow.nodes import name_of
+from tightship.frontends.tensorflow.wire import fields
 
 __all__ = ["LARGEST_FILE", "LARGEST_STRUCTURE", "LARGEST_TEXT", "MOST_NODES", "GraphFile", "read"]
 
@@ -110,6 +110,7 @@ def _measure(data: bytes, place: str, path: tuple[int, ...]) -> None:
 
     def walk(start: int, end: int, path: tuple[int, ...], heavy: bool) -> None:
         nonlocal total
+        total += _LEAST
         for number, at, stop in fields(data, start, end):
             if path and number == path[0]:
                 walk(at, stop, path[1:], heavy)

@@ -230,7 +230,8 @@ class _Lowering:
         shapes = [self.values[v].shape for v in ins]
         flops = 0
         if made_bytes or writes:
-            turned = self.proto[n].attr["transpose_a"].b or self.proto[n].attr["adj_x"].b
+            attrs = self.proto[n].attr  # a map that what is asked for is put into
+            turned = any(k in attrs and attrs[k].b for k in ("transpose_a", "adj_x"))
             flops = flops_of(node.kind, shapes, [self.values[v].shape for v in outs], transposed=turned)
         traffic = made_bytes + sum(self.storages[self.values[v].storage].size for v in ins) if flops else 0
         control = {self.op_of[m] for m in self.web.read[n] if m in self.op_of}

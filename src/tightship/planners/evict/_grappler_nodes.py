@@ -93,7 +93,7 @@ def groups(web: Web, scope: str, fed: Collection[str] = (), *, heuristic: bool =
     goals = {n for n in web.order if is_target(n, scope)}
     likely = {
         n for n in web.order
-        if n not in goals and n not in fed
+        if n not in goals and n not in fed and not n.startswith(CLONE)  # of a rewrite before
         and (web.nodes[n].hinted or (heuristic and web.nodes[n].kind in CHEAP))
     }  # fmt: skip
     place = {n: i for i, n in enumerate(web.order)}

@@ -1,0 +1,241 @@
+"""A plan -> a GraphDef: clones for what is recomputed, pairs of copies for what is swapped, and what makes them wait.
+
+Nodes keep their names, so what is fetched and fed stays the same, and so do the numbers: every node is one of the
+graph's own, a copy of one, or a copy of bytes. A session runs whatever is ready. Grappler's own plans are written
+as Grappler does, with triggers (G3-G5, G12); of any other plan every node waits for the one before it, or the
+session would not keep to the planned order, and to its peak.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any, Final
+
+import tensorflow as tf
+from google.protobuf import text_format
+
+from tightship.errors import BadInput, Unsupported
+from tightship.frontends.tensorflow.lower import Program
+from tightship.frontends.tensorflow.nodes import Node
+from tightship.frontends.tensorflow.rules import forwarded
+from tightship.plan import Plan, Step
+from tightship.planners.evict._grappler_nodes import CLONE, TRIGGER, Rewrite
+from tightship.planners.evict._grappler_plan import rewritten
+from tightship.serde import write_file
+
+__all__ = ["COPIES", "planned_graph", "write_graph"]
+
+COPIES: Final = ("copy", "identity")
+"""How bytes are copied out and back: by Grappler's two ops, which TensorFlow has for GPUs only, or by ``Identity`` on
+the host's device and back, which runs everywhere."""
+_OUT, _IN = "_CopyFromGpuToHost", "_CopyFromHostToGpu"
+_HOST = "/device:CPU:0"
+
+
+def write_graph(program: Program, plan: Plan, path: str | os.PathLike[str], copies: str = COPIES[0]) -> None:
+    """Write the graph as planned, as bytes, or as text where the path ends in ``.pbtxt``; complete and accepted by
+    TensorFlow's importer, or not at all. Raises ``BadInput`` and ``Unsupported``."""
+    proto = planned_graph(program, plan, copies)
+    try:
+        with tf.Graph().as_default():
+            tf.graph_util.import_graph_def(proto, name="")
+    except (ValueError, TypeError, RuntimeError, tf.errors.OpError) as error:
+        said = " ".join(str(error).split())[:400]
+        raise BadInput(f"TensorFlow accepts the graph as planned ({said})", place=os.fspath(path)) from error
+    text = os.fspath(path).endswith(".pbtxt")
+    write_file(Path(path), text_format.MessageToString(proto).encode() if text else proto.SerializeToString())
+
+
+def planned_graph(program: Program, plan: Plan, copies: str = COPIES[0]) -> Any:
+    """The GraphDef of a plan."""
+    if plan.digest != program.graph.digest:
+        rule = "a plan is written into the graph it was made for"
+        raise BadInput(rule, plan.digest[:12], str(program.file.path))
+    if copies not in COPIES:
+        raise BadInput(f"copies are made by one of {', '.join(COPIES)}", copies, "--copies")
+    options = plan.meta.get("grappler")
+    if options is not None and plan.count("recompute") and not plan.count("offload"):
+        hints = tuple(filter(None, (h.strip() for h in options["recompute_hints"].split(","))))
+        return _applied(program, rewritten(program.graph, options["level"], options["scope"], hints))
+    writer = _Writer(program, plan, copies, chained=options is None)
+    for i, step in enumerate(plan.steps):
+        writer.step(i, step)
+    return writer.proto
+
+
+def _copied(proto: Any) -> Any:
+    return type(proto).FromString(proto.SerializeToString())
+
+
+def _applied(program: Program, rewrite: Rewrite) -> Any:
+    """The graph with what Grappler's recompute rewrite adds and changes."""
+    proto = _copied(program.file.proto)
+    nodes = {n.name: n for n in proto.node}
+    for name, inputs in rewrite.inputs.items():
+        nodes[name].input[:] = inputs
+    for added in rewrite.added:
+        origin = nodes[rewrite.origin[added.name]] if added.name in rewrite.origin else None
+        _add(proto, added, origin)
+    return proto
+
+
+def _add(proto: Any, added: Node, origin: Any = None) -> Any:
+    """A new node; a clone has the attributes of its origin."""
+    node = proto.node.add(name=added.name, op=added.kind, device=added.device, input=added.inputs)
+    if origin is not None:
+        for key in origin.attr:
+            node.attr[key].CopyFrom(origin.attr[key])
+    return node
+
+
+class _Writer:
+    def __init__(self, program: Program, plan: Plan, copies: str, *, chained: bool) -> None:
+        self.graph, self.copies, self.chained = program.graph, copies, chained
+        self.plan = plan
+        self.proto = _copied(program.file.proto)
+        self.nodes = {n.name: n for n in self.proto.node}
+        self.stay = [0] * len(self.graph.storages)  # how often a storage has come back
+        self.ref = {
+            v: (value.name, 0) for v, value in enumerate(self.graph.values)
+        }  # where its bytes are, of a stay
+        self.maker = {v: k for k, op in enumerate(self.graph.ops) for v in op.outputs}
+        self.pairs: dict[int, str] = {}  # storage -> its copy outside
+        self.going: dict[int, str] = {}  # the same, of those whose bytes inside are not free yet
+        self.leaving: list[str] = []  # copies that the next node waits for
+        self.last = ""  # the node before
+
+    def step(self, i: int, step: Step) -> None:
+        if step.kind == "compute":
+            self.compute(self.graph.ops[step.op].name, step.op)
+        elif step.kind == "recompute":
+            self.again(step.op, step.storages)
+        elif step.kind == "offload":
+            for s in step.storages:
+                self.out(i, s)
+        elif step.kind == "fetch":
+            for s in step.storages:
+                self.back(i, s)
+        elif step.kind == "free" and step.form == "full":
+            self.leaving += [self.going.pop(s) for s in step.storages if s in self.going]
+        elif step.kind != "free":
+            raise Unsupported(
+                f"a step of kind {step.kind!r} in a GraphDef", "TensorFlow has no op for it",
+                "plan with recompute and offload",
+            )  # fmt: skip
+
+    def compute(self, name: str, op: int) -> None:
+        node = self.nodes[name]
+        data = [i for i in node.input if not i.startswith("^")]
+        waits = [i for i in node.input if i.startswith("^")]
+        waits += [f"^{n}" for n in (*self.leaving, *([self.last] if self.chained and self.last else []))]
+        self.leaving.clear()
+        node.input[:] = [*self.read(op, data), *dict.fromkeys(waits)]
+        self.last = name
+
+    def read(self, op: int, data: list[str]) -> list[str]:
+        """The inputs with the names under which their bytes are there now."""
+        return [
+            given if self.stay[self.graph.values[v].storage] == 0 else self.current(v)
+            for given, v in zip(data, self.graph.ops[op].inputs, strict=True)
+        ]
+
+    def current(self, v: int) -> str:
+        """Where a value's bytes are; a view of what came back is made again."""
+        s = self.graph.values[v].storage
+        name, stay = self.ref[v]
+        if stay == self.stay[s]:
+            return name
+        op = self.maker[v]
+        node = self.nodes[self.graph.ops[op].name]
+        count = sum(not i.startswith("^") for i in node.input)
+        if forwarded(node.op, 0, count) is None:
+            raise BadInput("what is read has come back, too", self.graph.values[v].name, "plan")
+        self.clone(op)
+        return self.ref[v][0]
+
+    def again(self, op: int, storages: tuple[int, ...]) -> None:
+        for s in storages:
+            self.stay[s] += 1
+        name = self.fresh(TRIGGER, op)
+        waits = [f"^{n}" for n in (*self.leaving, *([self.last] if self.last else []))]
+        self.leaving.clear()
+        self.nodes[name] = _add(
+            self.proto, Node(name, "NoOp", tuple(waits), self.nodes[self.graph.ops[op].name].device)
+        )
+        self.last = self.clone(op, f"^{name}", storages)
+
+    def clone(self, op: int, trigger: str = "", storages: tuple[int, ...] = ()) -> str:
+        """A copy of an op's node; its results are the bytes of ``storages`` from now on, those of a view anyway."""
+        origin, name = self.nodes[self.graph.ops[op].name], self.fresh(CLONE, op)
+        data = [self.graph.values[v].name for v in self.graph.ops[op].inputs]
+        waits = [i for i in origin.input if i.startswith("^")] if not self.chained else []
+        inputs = (*self.read(op, data), *dict.fromkeys(waits), *([trigger] if trigger else []))
+        self.nodes[name] = _add(self.proto, Node(name, origin.op, inputs, origin.device), origin)
+        for port, v in enumerate(self.graph.ops[op].outputs):
+            at = f"{name}:{port}" if port else name
+            if not trigger or self.graph.values[v].storage in storages:
+                self.ref[v] = at, self.stay[self.graph.values[v].storage]
+        return name
+
+    def fresh(self, prefix: str, op: int) -> str:
+        """``Recomputed/x``, and ``Recomputed_2/x`` for the second time."""
+        name, n = prefix + self.graph.ops[op].name, 1
+        while name in self.nodes:
+            n += 1
+            name = f"{prefix[:-1]}_{n}/{self.graph.ops[op].name}"
+        return name
+
+    # --- copies ---
+
+    def out(self, i: int, s: int) -> None:
+        """The copy out, named after who reads the copy back first; none where nobody does."""
+        found = self.consumer(i, s)
+        if found is None:
+            return
+        v = self.defined(s)
+        reads, (consumer, index) = self.current(v), found
+        name = f"swap_out_{consumer.name}_{index}"
+        self.pairs[s] = self.going[s] = self.copy(name, reads, v, consumer, outward=True)
+
+    def back(self, i: int, s: int) -> None:
+        found = self.consumer(i, s)
+        if found is None or s not in self.pairs:
+            return
+        v, (consumer, index) = self.defined(s), found
+        name = self.copy(f"swap_in_{consumer.name}_{index}", self.pairs[s], v, consumer, outward=False)
+        self.stay[s] += 1
+        self.ref[v] = name, self.stay[s]
+
+    def copy(self, name: str, reads: str, v: int, consumer: Any, *, outward: bool) -> str:
+        """A node that copies, with the consumer's device and group."""
+        if name in self.nodes:
+            raise BadInput("an input is swapped once", name, "plan")  # G13
+        waits = () if outward or not self.last else (f"^{self.last}",)
+        device = _HOST if outward and self.copies == "identity" else consumer.device
+        kind = "Identity" if self.copies == "identity" else _OUT if outward else _IN
+        node = self.nodes[name] = _add(self.proto, Node(name, kind, (reads, *waits), device))
+        node.attr["T"].type = tf.dtypes.as_dtype(self.graph.values[v].dtype).as_datatype_enum
+        if self.copies == "copy":
+            group = f"loc@{name.removeprefix('swap_out_').removeprefix('swap_in_')}".encode()
+            node.attr["_class"].list.s.append(group)
+            if group not in consumer.attr["_class"].list.s:
+                consumer.attr["_class"].list.s.append(group)
+        return name
+
+    def defined(self, s: int) -> int:
+        """The value that a storage is made as."""
+        made = self.graph.ops[self.graph.uses.definer[s]].outputs
+        return next(v for v in made if self.graph.values[v].storage == s)
+
+    def consumer(self, i: int, s: int) -> tuple[Any, int] | None:
+        """The node, and which of its inputs, that first reads a storage once it is back; none: it is not read."""
+        back = False
+        for step in self.plan.steps[i:]:
+            back = back or (step.kind == "fetch" and s in step.storages)
+            if back and step.kind in ("compute", "recompute"):
+                op = self.graph.ops[step.op]
+                for index, v in enumerate(op.inputs):
+                    if self.graph.values[v].storage == s:
+                        return self.nodes[op.name], index
+        return None

@@ -1,0 +1,202 @@
+"""GraphDefs as files: what becomes of them, and what is refused. Skipped without TensorFlow."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+if importlib.util.find_spec("tensorflow") is None:
+    pytest.skip("TensorFlow is not installed (pip install 'tightship[tensorflow]')", allow_module_level=True)
+
+import tensorflow as tf
+from google.protobuf import text_format
+
+from tensorflow_models import GPU, MODELS, cnn, mlp, v1
+from tightship import api
+from tightship.errors import BadInput, UnknownSize, Unsupported
+from tightship.frontends.tensorflow import load
+from tightship.graph import Graph
+from tightship.simulate import baseline, replay
+from tightship.verify import verify
+
+
+def saved(folder: Path, proto: Any, name: str = "graph.pb") -> str:
+    path = folder / name
+    path.write_bytes(proto.SerializeToString())
+    return str(path)
+
+
+def graph_of(folder: Path, proto: Any, **options: Any) -> Graph:
+    found: Graph = api.read_graphdef(saved(folder, proto), **options).graph
+    return found
+
+
+def built(make: Any) -> Any:
+    with tf.Graph().as_default() as g:
+        make()
+        return g.as_graph_def()
+
+
+@pytest.mark.parametrize("name", sorted(MODELS))
+def test_training_graphs_become_graphs_that_every_system_plans(name: str, tmp_path: Path) -> None:
+    proto, fetch = MODELS[name]()
+    graph = graph_of(tmp_path, proto, fetch=fetch)
+    assert {op.phase for op in graph.ops} == {"forward", "backward", "update"}
+    assert replay(graph, baseline(graph)).peak > graph.static_bytes > 0
+    for system in ("memonger", "aitemplate", "grappler"):
+        made = api.plan_named(graph, system)
+        assert verify(graph, made.plan) == []
+
+
+def test_bytes_and_flops_of_a_small_graph(tmp_path: Path) -> None:
+    def make() -> None:
+        x = v1.placeholder(tf.float32, (8, 16), name="x")
+        w = tf.constant([[1.0] * 32] * 16, name="w")
+        y = tf.matmul(x, w, name="y")
+        tf.reshape(y, (32, 8), name="z")
+
+    graph = graph_of(tmp_path, built(make))
+    assert graph.static_bytes == 8 * 16 * 4 + 16 * 32 * 4 + 64
+    by_name = {op.name: op for op in graph.ops}
+    assert by_name["y"].flops == 2 * 8 * 32 * 16 and by_name["z"].flops == 0
+    assert [s.size for k, s in enumerate(graph.storages) if k not in graph.static] == [8 * 32 * 4]
+    assert [graph.values[v].name for v in graph.outputs] == ["z"]
+
+
+def test_variables_of_both_kinds_are_the_callers_and_updates_stand_last(tmp_path: Path) -> None:
+    sizes = []
+    for resources in (True, False):
+        proto, fetch = mlp(resources)
+        graph = graph_of(tmp_path, proto, fetch=fetch)
+        sizes.append((graph.static_bytes, replay(graph, baseline(graph)).peak))
+        phases = [op.phase for op in graph.ops]
+        assert phases.index("update") > max(k for k, p in enumerate(phases) if p == "backward")
+        weights = [
+            s.size for k, s in enumerate(graph.storages) if k in graph.static and s.kind == "parameter"
+        ]
+        assert sorted(weights) == [128] * 4 + [4096] * 4
+    assert sizes[0] == sizes[1]
+
+
+def test_a_variable_that_is_written_before_the_last_use_of_a_read_is_copied(tmp_path: Path) -> None:
+    def make(order: bool) -> None:
+        w = v1.get_variable("w", (64, 64), use_resource=True)
+        read = w.read_value()
+        with tf.control_dependencies([w.assign_add(read * 2.0)] if order else []):
+            tf.identity(read + 1.0, name="after")
+
+    made = []
+    for order in (True, False):
+        graph = graph_of(tmp_path, built(lambda order=order: make(order)), fetch="after")
+        reads = [k for k, op in enumerate(graph.ops) if op.target == "ReadVariableOp"]
+        made.append(sum(bool(graph.uses.defines[k]) for k in reads))
+    assert made == [1, 0]
+
+
+def test_shapes_of_placeholders_are_given_and_never_guessed(tmp_path: Path) -> None:
+    def make() -> None:
+        x = v1.placeholder(tf.float32, (None, 16), name="x")
+        tf.nn.relu(x, name="y")
+
+    proto = built(make)
+    with pytest.raises(UnknownSize, match="x, y:0"):
+        graph_of(tmp_path, proto)
+    graph = graph_of(tmp_path, proto, shape="x=4x16")
+    assert graph.storages[graph.values[graph.outputs[0]].storage].size == 256
+    assert graph_of(tmp_path, proto, shape={"x": (4, 16)}).digest == graph.digest
+    for wrong in ("x=4x8", "x=4", "z=4x16", "x=ax2", "x"):
+        with pytest.raises(BadInput):
+            graph_of(tmp_path, proto, shape=wrong)
+
+
+def test_what_is_not_fetched_is_left_out_and_what_is_fed_is_the_callers(tmp_path: Path) -> None:
+    proto, fetch = cnn()
+    whole, part = graph_of(tmp_path, proto), graph_of(tmp_path, proto, fetch=",".join(fetch))
+    assert len(part.ops) < len(whole.ops)
+    assert any("Initializer" in op.name for op in whole.ops)
+    assert not any("Initializer" in op.name for op in part.ops)
+    fed = graph_of(tmp_path, proto, fetch=fetch, feed="Relu")
+    assert "Relu" in {fed.values[v].name for v in fed.inputs}
+    assert "Relu" not in {op.name for op in api.plan_named(fed, "grappler", level="recompute").graph.ops}
+    with pytest.raises(BadInput, match="--fetch"):
+        graph_of(tmp_path, proto, fetch="nobody")
+
+
+def test_text_meta_and_saved_models_are_read(tmp_path: Path) -> None:
+    proto, fetch = cnn()
+    graph = graph_of(tmp_path, proto)
+    text = tmp_path / "g.pbtxt"
+    text.write_text(text_format.MessageToString(proto))
+    assert api.read_graphdef(str(text)).graph.digest == graph.digest
+    with tf.Graph().as_default() as g:
+        tf.import_graph_def(proto, name="")
+        meta = v1.train.export_meta_graph(graph=g, graph_def=proto)
+    meta.collection_def["train_op"].node_list.value.extend(fetch)
+    assert api.read_graphdef(saved(tmp_path, meta, "g.meta")).fetch == fetch
+    whole = load.saved_model_pb2.SavedModel(saved_model_schema_version=1)
+    whole.meta_graphs.add().CopyFrom(meta)
+    assert len(api.read_graphdef(saved(tmp_path, whole, "saved_model.pb")).graph.ops) < len(graph.ops)
+
+
+def test_loops_and_functions_are_refused_by_name(tmp_path: Path) -> None:
+    def loop() -> None:
+        v1.disable_control_flow_v2()
+        try:
+            v1.while_loop(lambda i: i < 3, lambda i: i + 1, [tf.constant(0)])
+        finally:
+            v1.enable_control_flow_v2()
+
+    with pytest.raises(Unsupported, match="loops have no order"):
+        graph_of(tmp_path, built(loop))
+    called = tf.function(lambda x: x + 1.0)
+    with pytest.raises(Unsupported, match="functions it calls"):
+        graph_of(tmp_path, built(lambda: called(tf.constant(1.0))))
+
+
+def test_what_is_wrong_with_a_file_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "wrong.pb"
+    for data in (b"", b"\xff" * 50, b"\x0a\x7f", b"\x08\x01", b"not a graph"):
+        path.write_bytes(data)
+        with pytest.raises(BadInput):
+            api.read_graphdef(str(path))
+    for name in ("missing.pb", "."):
+        with pytest.raises(BadInput):
+            api.read_graphdef(str(tmp_path / name))
+    (tmp_path / "t.pbtxt").write_text("node { name: 'a' op: 'NoSuchOp' }")
+    with pytest.raises(BadInput, match="NoSuchOp"):
+        api.read_graphdef(str(tmp_path / "t.pbtxt"))
+    (tmp_path / "t.pbtxt").write_text("node { name: 'a' op: 'NoOp' input: '^b' }")
+    with pytest.raises(BadInput, match="an input is a node's"):
+        api.read_graphdef(str(tmp_path / "t.pbtxt"))
+    (tmp_path / "t.pbtxt").write_text("node { name: 'a' op: 'NoOp' } node { name: 'a' op: 'NoOp' }")
+    with pytest.raises(BadInput, match="its own"):
+        api.read_graphdef(str(tmp_path / "t.pbtxt"))
+    monkeypatch.setattr(load, "LARGEST_STRUCTURE", 1000)
+    path.write_bytes(b"\x0a\x00" * 100)
+    with pytest.raises(BadInput, match="at most 1000 bytes"):
+        api.read_graphdef(str(path))
+
+
+def test_contents_of_constants_are_not_structure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    proto = built(lambda: tf.constant(b"x" * 1, name="c") is None or tf.zeros((4,)))
+    node = proto.node.add(name="big", op="Const")
+    node.attr["dtype"].type = 1
+    node.attr["value"].tensor.dtype = 1
+    node.attr["value"].tensor.tensor_shape.dim.add().size = 100_000
+    node.attr["value"].tensor.tensor_content = bytes(400_000)
+    monkeypatch.setattr(load, "LARGEST_STRUCTURE", 20_000)
+    assert graph_of(tmp_path, proto).static_bytes >= 400_000
+
+
+def test_devices_are_kept(tmp_path: Path) -> None:
+    def make() -> None:
+        with tf.device(GPU):
+            x = tf.nn.relu(v1.placeholder(tf.float32, (8, 8), name="x"))
+        with tf.device("/cpu:0"):
+            tf.nn.relu(tf.identity(x))
+
+    devices = [op.device for op in graph_of(tmp_path, built(make)).ops]
+    assert devices == ["cuda:0", "cpu", "cpu"]

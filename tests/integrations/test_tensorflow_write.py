@@ -1,0 +1,189 @@
+"""Plans of TensorFlow's graphs written back: they run with the same numbers, and are what Grappler writes."""
+
+# ruff: noqa: N802
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+if importlib.util.find_spec("tensorflow") is None:
+    pytest.skip("TensorFlow is not installed (pip install 'tightship[tensorflow]')", allow_module_level=True)
+
+import numpy as np
+import tensorflow as tf
+
+from tensorflow_models import MODELS, grappler, trained, v1
+from tightship import api
+from tightship.cli import main
+from tightship.errors import BadInput, Unsupported
+from tightship.frontends.tensorflow.nodes import Node, Web
+from tightship.integrations.tensorflow_write import planned_graph, write_graph
+from tightship.planners.alone import alone
+
+TRAINED = ("cnn", "mlp", "mlp_ref", "transformer")
+
+
+def program(folder: Path, name: str) -> Any:
+    proto, fetch = MODELS[name]()
+    path = folder / f"{name}.pb"
+    path.write_bytes(proto.SerializeToString())
+    return api.read_graphdef(str(path), fetch=fetch)
+
+
+def nodes_of(proto: Any) -> dict[str, Node]:
+    return {n.name: Node(n.name, n.op, tuple(n.input), n.device) for n in proto.node}
+
+
+def same(one: list[np.ndarray], other: list[np.ndarray]) -> bool:
+    return len(one) == len(other) and all(np.array_equal(a, b) for a, b in zip(one, other, strict=True))
+
+
+@pytest.mark.parametrize("name", TRAINED)
+def test_G03_G04_G05_a_session_trains_the_rewritten_graph_to_the_same_bits(name: str, tmp_path: Path) -> None:
+    source = program(tmp_path, name)
+    made = api.plan_named(source.graph, "grappler", level="recompute").plan
+    after = planned_graph(source, made)
+    assert made.count("recompute") > 0 and len(after.node) > len(source.file.proto.node)
+    assert same(trained(source.file.proto, source.fetch), trained(after, source.fetch))
+
+
+@pytest.mark.parametrize("name", sorted(MODELS))
+def test_G01_G02_G03_G04_G05_the_same_nodes_as_tensorflows_own_grappler(name: str, tmp_path: Path) -> None:
+    source = program(tmp_path, name)
+    made = api.plan_named(source.graph, "grappler", level="recompute").plan
+    ours = nodes_of(planned_graph(source, made))
+    theirs = nodes_of(grappler(source.file.proto, source.fetch, "RECOMPUTATION_HEURISTICS"))
+    assert ours.keys() == theirs.keys()
+    for n, node in ours.items():
+        assert (node.kind, node.device) == (theirs[n].kind, theirs[n].device)
+        assert sorted(node.inputs) == sorted(theirs[n].inputs)
+
+
+def swaps(before: Any, after: Any) -> list[tuple[Node, Node, list[str]]]:
+    """Copy out, copy in, and who waits for the copy out; holds for every run of either Grappler."""
+    nodes = nodes_of(after)
+    Web([Node(n.name, n.kind, n.inputs) for n in nodes.values()])  # no cycle
+    known = nodes_of(before)
+    added = {n: node for n, node in nodes.items() if n not in known}
+    outs = {n: node for n, node in added.items() if n.startswith("swap_out_")}
+    ins = {n: node for n, node in added.items() if n.startswith("swap_in_")}
+    views = {
+        n for n, node in added.items() if n.startswith("Recomputed/") and node.kind in ("Identity", "Reshape")
+    }
+    assert len(outs) + len(ins) + len(views) == len(added) and len(outs) == len(ins) > 0
+    found = []
+    for n, node in outs.items():
+        back = ins[n.replace("swap_out_", "swap_in_")]
+        assert back.inputs[0] == n and len(back.inputs) == 2 and back.inputs[1].startswith("^")
+        assert len(node.inputs) == 1
+        found.append((node, back, [m for m, other in nodes.items() if f"^{n}" in other.inputs]))
+    return found
+
+
+@pytest.mark.parametrize("memory", [30 << 20, 60 << 20])
+def test_G08_G09_G12_swaps_hold_what_grapplers_hold_in_every_run(memory: int, tmp_path: Path) -> None:
+    source = program(tmp_path, "tanh_chain")
+    before = source.file.proto
+    made = api.plan_named(source.graph, "grappler", memory, level="swap").plan
+    ours, theirs = planned_graph(source, made), grappler(before, source.fetch, "SWAPPING_HEURISTICS", memory)
+    for after in (ours, theirs):
+        for out, back, waiting in swaps(before, after):
+            assert (out.kind, back.kind) == ("_CopyFromGpuToHost", "_CopyFromHostToGpu")
+            assert "GPU" in out.device and out.device == back.device
+            assert len(waiting) == 1
+        classes = {n.name: list(n.attr["_class"].list.s) for n in after.node if n.name.startswith("swap_")}
+        assert all(any(c.startswith(b"loc@") for c in row) for row in classes.values())
+    largest = {tf.as_dtype(v.dtype).size * int(np.prod(v.shape)) for v in source.graph.values}
+    assert max(largest) == 8 << 20  # a swapped tanh
+    peak = made.peak_before
+    assert made.peak < peak and made.met == (made.peak <= memory)
+
+
+def test_G08_enough_memory_swaps_nothing_in_either(tmp_path: Path) -> None:
+    source = program(tmp_path, "tanh_chain")
+    made = api.plan_named(source.graph, "grappler", "1GiB", level="swap").plan
+    after = grappler(source.file.proto, source.fetch, "SWAPPING_HEURISTICS", 1 << 30)
+    assert made.count("offload") == 0 and len(after.node) == len(source.file.proto.node)
+
+
+def test_G11_G13_an_input_named_by_hand_is_swapped_once(tmp_path: Path) -> None:
+    source = program(tmp_path, "tanh_chain")
+    consumer = next(op for op in source.graph.ops if op.name == "gradients/MatMul_2_grad/MatMul_1")
+    made = api.plan_named(source.graph, "grappler", level="manual", swap_hints=f"{consumer.name}:0").plan
+    found = swaps(source.file.proto, planned_graph(source, made))
+    assert [out.name for out, _, _ in found] == [f"swap_out_{consumer.name}_0"]
+    with pytest.raises(BadInput, match="swapped once"):
+        hints = f"{consumer.name}:0,{consumer.name}:0"
+        api.plan_named(source.graph, "grappler", level="manual", swap_hints=hints)
+
+
+def test_swaps_run_on_the_host_by_identity_to_the_same_bits(tmp_path: Path) -> None:
+    source = program(tmp_path, "transformer")
+    made = api.plan_named(source.graph, "grappler", level="swap").plan
+    after = planned_graph(source, made, "identity")
+    kinds = {n.op for n in after.node if n.name.startswith("swap_")}
+    assert kinds == {"Identity"} and made.count("offload") > 0
+    assert same(trained(source.file.proto, source.fetch), trained(after, source.fetch))
+    with pytest.raises(BadInput, match="--copies"):
+        planned_graph(source, made, "teleport")
+
+
+@pytest.mark.parametrize("name", TRAINED)
+def test_our_own_plans_run_to_the_same_bits_in_their_order(name: str, tmp_path: Path) -> None:
+    source = program(tmp_path, name)
+    made = api.plan_graph(source.graph, "75%", work=2_000_000).plan
+    after = planned_graph(source, made)
+    assert same(trained(source.file.proto, source.fetch), trained(after, source.fetch))
+    order = [n for n in Web(list(nodes_of(after).values())).order if n in {o.name for o in source.graph.ops}]
+    planned = [source.graph.ops[s.op].name for s in made.steps if s.kind == "compute"]
+    assert order == planned
+
+
+def test_whole_buffers_and_offload_are_written_too(tmp_path: Path) -> None:
+    source = program(tmp_path, "transformer")
+    for made in (
+        api.plan_named(source.graph, "memonger").plan,
+        api.plan_graph(source.graph, "70%", allow="recompute,offload", work=2_000_000).plan,
+    ):
+        after = planned_graph(source, made, "identity")
+        assert same(trained(source.file.proto, source.fetch), trained(after, source.fetch))
+    packed = api.plan_graph(source.graph, "97%", allow="compress", work=100_000, lossy=True).plan
+    if packed.count("compress"):
+        with pytest.raises(Unsupported, match="no op for it"):
+            planned_graph(source, packed)
+
+
+def test_alone_keeps_options_in_the_plan(tmp_path: Path) -> None:
+    source = program(tmp_path, "mlp")
+    info = api.systems()["grappler"]
+    made = alone(source.graph, info, info.options(level="recompute"), "50%")
+    assert made.meta["grappler"]["level"] == "recompute" and made.planner == "grappler"
+    other = program(tmp_path, "cnn")
+    with pytest.raises(BadInput, match="the graph it was made for"):
+        planned_graph(other, made)
+
+
+def test_the_command_line_reads_plans_and_writes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    source = program(tmp_path, "mlp")
+    path, out = tmp_path / "mlp.pb", tmp_path / "out.pb"
+    fetch = ",".join(source.fetch)
+    asked = ["plan", str(path), "--fetch", fetch, "--planner", "grappler", "--write", str(out), "--json"]
+    assert main(asked) == 0
+    rows = json.loads(capsys.readouterr().out)
+    assert rows["written"] == str(out) and rows["recomputed"] > 0 and rows["planner"] == "grappler"
+    assert rows["peak_after"] < rows["peak_before"]
+    after = v1.GraphDef.FromString(out.read_bytes())
+    assert same(trained(source.file.proto, source.fetch), trained(after, source.fetch))
+    text = tmp_path / "out.pbtxt"
+    write_graph(source, api.plan_named(source.graph, "grappler").plan, text)
+    assert "Recomputed/" in text.read_text()
+    for wrong in (["--views"], ["--fetch", "nobody"], ["--shape", "x=1x1"], ["--level", "some"]):
+        assert main(["plan", str(path), "--planner", "grappler", *wrong]) == 2
+        assert "Traceback" not in capsys.readouterr().err
+    assert main(["plan", "no.onnx", "--fetch", "x"]) == 2
+    assert "graph.pb" in capsys.readouterr().err
