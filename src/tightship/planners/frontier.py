@@ -94,6 +94,8 @@ def frontier(
     before = replay(graph, baseline(graph)).peak
     frame = default.frame_of(graph, default.order_of(graph, o, before), o)
     beside = others(Frame(graph, frame.order), saved or {}) if peers else ()
+    for kept in (saved or {}).values() if peers and "recompute" in frame.means else ():
+        frame.archive.offer(with_saved(frame, kept))
     searches = points + len(beside)
     each = replace(o, seconds=o.seconds / searches, work=o.work // searches)
     search = _Search(

@@ -2,7 +2,8 @@
 
 Problem: choose gaps to recompute; minimise seconds of recomputation, peak within the limit. Measure: the exact
 simulated peak and time of every candidate. Source: Kirkpatrick et al. 1983; moving isomorphic layers together is
-ours. Seeds: keep everything, checkpoint per block, saved sets by price, the ladder from each side of the limit, what
+ours. Seeds: keep everything, checkpoints as people set them and as blocks are found, saved sets by price and mixed
+of two layer by layer, the ladder from each side of the limit, what
 the frame's archive has. Guarantee: never worse than any seed, nor than what was found for less memory on the same
 frame; the same seed and work limit give the same plan. Complexity: a replay per candidate, anytime. Known limits:
 no proof of optimality; the gap to the lower bound is reported instead.
@@ -14,13 +15,16 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from tightship.planners.evict import blocks, greedy, keep, ladder, min_cut
+from tightship.planners.evict import blocks, checkpoint, greedy, keep, ladder, min_cut
 from tightship.planners.evict._frame import Decision, Frame, Progress
 
 __all__ = ["Options", "plan"]
 
 _HEATS = (0.001, 0.01)
 """First temperatures of the runs, in step times."""
+
+
+_CHECKPOINTS = tuple(checkpoint.Options(depth, selective) for depth in (1, 2) for selective in (False, True))
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,6 +102,13 @@ def _seeds(
 
     for d in (*min_cut.family(frame, limit), *frame.archive.around(limit, frame)):
         yield seed(d)
+    for by_hand in _CHECKPOINTS:
+        bits = checkpoint.dropped(frame, by_hand)
+        if bits.any():
+            yield seed(frame.cost(bits, limit))
+    for d in min_cut.between(frame, limit):
+        work, seconds = part(0.05)
+        yield seed(ladder.relaxed(frame, limit, d, work, seconds) if d.met else d)
     yield seed(blocks.plan(frame, limit, blocks.Options(work=o.work // 4)))
     work, seconds = part(0.1)
     yield seed(greedy.plan(frame, limit, greedy.Options(work, seconds), progress))

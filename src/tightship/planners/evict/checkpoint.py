@@ -14,11 +14,13 @@ import re
 from collections import defaultdict
 from dataclasses import dataclass
 
+import numpy as np
+
 from tightship.analysis.bounds import replayable
 from tightship.planners.evict._events import Run, carried_out
-from tightship.planners.evict._frame import Decision, Frame
+from tightship.planners.evict._frame import EVICT, Bits, Decision, Frame
 
-__all__ = ["Options", "block_of", "plan"]
+__all__ = ["Options", "block_of", "dropped", "plan"]
 
 _NUMBERED = re.compile(r"\.\d+(?=\.|$)")
 HEAVY = ("mm.", "bmm.", "convolution", "attention", "einsum", "linear.")
@@ -48,6 +50,15 @@ def plan(frame: Frame, limit: int, options: Options | None = None) -> Decision:
         return kept
     blocks = _Blocks(frame, o)
     return carried_out(frame, blocks.runs(), limit)
+
+
+def dropped(frame: Frame, options: Options) -> Bits:
+    """What leaves by the policy, made again where it is wanted rather than block by block."""
+    blocks = _Blocks(frame, options)
+    gone = [s for row in blocks.evicted.values() for s in row]
+    across = (frame.gaps[:, 1] < blocks.boundary) & (frame.gaps[:, 2] >= blocks.boundary)
+    bits: Bits = (across & np.isin(frame.gaps[:, 0], gone)).astype(np.uint8) * np.uint8(EVICT)
+    return bits
 
 
 class _Blocks:

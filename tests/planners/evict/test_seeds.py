@@ -1,0 +1,86 @@
+"""What the default search begins with: nobody's policy is faster than a plan for as much memory."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from chains import chain
+from tightship.graph import Graph, Op, Storage, Value
+from tightship.planners.evict import anneal, checkpoint, min_cut
+from tightship.planners.evict._frame import Frame
+from tightship.planners.frontier import others
+
+HUGE = 1 << 60
+
+
+def layered(layers: int, ops: int) -> Frame:
+    """A chain in numbered modules, whose first op in each is dear and whose second is large."""
+    graph: Graph = chain(layers * ops)
+    made = []
+    for k, op in enumerate(graph.ops):
+        place = int(op.name[1:])
+        target = "aten.mm.default" if place % ops == 0 else "f"
+        made.append(
+            replace(op, module=f"net.{place // ops}", target=target, time=9.0 if target != "f" else 1.0)
+        )
+        assert made[k].name == op.name
+    storages = [replace(s, size=s.size * (4 if k % ops == 2 else 1)) for k, s in enumerate(graph.storages)]
+    graph = replace(graph.with_ops(tuple(made)), storages=tuple(storages))
+    return Frame(graph, tuple(range(len(graph.ops))))
+
+
+@pytest.mark.parametrize("layers", [4, 12])
+def test_a_plan_is_never_slower_than_any_policy_at_its_peak(layers: int) -> None:
+    """With next to no work left for annealing, and without being told what the policies save."""
+    frame = layered(layers, 4)
+    dear = frozenset(
+        s for s, k in enumerate(frame.graph.uses.definer) if k >= 0 and frame.graph.ops[k].time > 1
+    )
+    for other in others(frame, {"dear": dear, "none": frozenset()}):
+        fresh = layered(layers, 4)
+        best = anneal.plan(fresh, other.peak, anneal.Options(work=300_000, seconds=60.0))
+        once = sum(op.time for op in frame.graph.ops)
+        assert best.met and best.extra <= other.time - once + 1e-9, other.name
+
+
+def test_what_leaves_by_a_policy_is_what_its_steps_recompute() -> None:
+    frame = layered(6, 4)
+    for o in (checkpoint.Options(), checkpoint.Options(selective=True)):
+        bits, steps = checkpoint.dropped(frame, o), checkpoint.plan(frame, 0, o).steps or ()
+        gone = {s for step in steps if step.kind == "recompute" for s in step.storages}
+        assert bits.any() and set(frame.gaps[bits > 0, 0].tolist()) <= gone
+    assert not checkpoint.dropped(frame, checkpoint.Options(depth=2)).any()
+
+
+def wide(layers: int) -> Frame:
+    """Layers x -> w -> x' whose w is large and made of x alone, and a backward that reads all of them in reverse."""
+    storages, ops = [Storage("x0", 64, "input")], []
+
+    def op(name: str, size: int, reads: tuple[int, ...], phase: str) -> int:
+        storages.append(Storage(name, size))
+        ops.append(Op(name, name[0], reads, (len(storages) - 1,), time=1.0, phase=phase))
+        return len(storages) - 1
+
+    x, made = 0, []
+    for k in range(layers):
+        w = op(f"w{k}", 256, (x,), "forward")
+        made.append((x, w))
+        x = op(f"x{k + 1}", 64, (x, w), "forward")
+    last = loss = x
+    for k, (x, w) in reversed(list(enumerate(made))):
+        last = op(f"b{k}", 64, (last, x, w), "backward")
+    values = tuple(Value(s.name, k) for k, s in enumerate(storages))
+    graph = Graph(tuple(ops), values, tuple(storages), (0,), (loss, last))
+    return Frame(graph, tuple(range(len(ops))))
+
+
+def test_between_two_saved_sets_are_some_layers_of_each() -> None:
+    """All layers change sides at one price: the hull of saved sets has nothing between none of them and all."""
+    frame = wide(12)
+    hull = {int((d.evict[frame.gaps[:, 0] % 2 == 1] > 0).sum()) for d in min_cut.family(frame, HUGE)}
+    assert hull == {0, 11}  # the twelfth is read at once
+    everything = frame.cost(frame.nothing(), HUGE).peak
+    met = [d for d in min_cut.between(frame, everything - 5 * 256) if d.met]
+    assert len(met) == 6 and {d.extra for d in met} == {5.0}
