@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tightship.errors import BadInput, Unsupported, VerificationFailed
 from tightship.graph import Graph
 from tightship.plan import Plan
-from tightship.planned import Planned
+from tightship.planned import Frontier, Planned
 from tightship.units import parse_budget
 
 if TYPE_CHECKING:
@@ -19,10 +19,10 @@ if TYPE_CHECKING:
     from tightship.execute.infer import Inference
     from tightship.planners import PlannerInfo
     from tightship.planners.batch import MaxBatch
-    from tightship.planners.frontier import Frontier
     from tightship.violation import Violation
 
 __all__ = [
+    "Frontier",
     "Planned",
     "capture",
     "captured",
@@ -250,7 +250,8 @@ def frontier_of(
         if say is not None:
             say("what torch's activation_memory_budget saves")
         saved = torch_saved(program)
-    return found(graph, points, _options(graph, options), saved, say, peers=peers)
+    made = found(graph, points, _options(graph, options), saved, say, peers=peers)
+    return Frontier(**{f.name: getattr(made, f.name) for f in fields(made)})
 
 
 def max_batch(

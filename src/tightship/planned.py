@@ -1,4 +1,4 @@
-"""A plan and the graph it is for, as one: printed, saved, drawn, shown and checked."""
+"""What the public functions give back, to be printed, saved, drawn and shown: a plan with its graph, a frontier."""
 
 from __future__ import annotations
 
@@ -8,8 +8,19 @@ from typing import Any
 
 from tightship.graph import Graph
 from tightship.plan import Plan
+from tightship.planners import frontier
 
-__all__ = ["Planned"]
+__all__ = ["Frontier", "Planned"]
+
+
+def _cell(drawn: str, text: str) -> str:
+    """A picture and text as a notebook shows them. The picture is an image: the styles of one that stands in the page
+    would hold for all of it."""
+    from base64 import b64encode
+    from html import escape
+
+    data = b64encode(drawn.encode()).decode()
+    return f'<img alt="{escape(text)}" src="data:image/svg+xml;base64,{data}"><pre>{escape(text)}</pre>'
 
 
 @dataclass(frozen=True, repr=False)
@@ -78,6 +89,38 @@ class Planned:
 
     def _repr_html_(self) -> str:
         """The picture and the numbers, for notebooks."""
-        from html import escape
+        return _cell(self.picture(), str(self))
 
-        return f"{self.picture()}<pre>{escape(str(self))}</pre>"
+
+@dataclass(frozen=True, repr=False)
+class Frontier(frontier.Frontier):
+    """Plans for many budgets beside other policies: printed, drawn and shown as one."""
+
+    def __str__(self) -> str:
+        from tightship.report.frontier import frontier_tables
+        from tightship.report.text import rendered
+
+        return rendered(frontier_tables(self))
+
+    __repr__ = __str__
+
+    def picture(self, path: str | os.PathLike[str] | None = None) -> str:
+        """Time against memory as SVG; written to ``path`` if there is one."""
+        from tightship.report.frontier import frontier_picture
+        from tightship.serde import write_file
+
+        drawn = frontier_picture(self)
+        if path is not None:
+            write_file(path, drawn.encode())
+        return drawn
+
+    def report(self, path: str | os.PathLike[str], *, title: str = "") -> None:
+        """One HTML page: time against memory, and memory over the steps of every plan; works offline."""
+        from tightship.report.pages.frontier import frontier_page
+        from tightship.serde import write_file
+
+        write_file(path, frontier_page(self, title=title).encode())
+
+    def _repr_html_(self) -> str:
+        """The picture and the numbers, for notebooks."""
+        return _cell(self.picture(), str(self))

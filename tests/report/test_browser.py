@@ -267,6 +267,19 @@ def test_a_frontier_shows_the_plan_that_is_chosen(graph_file, opened, capsys) ->
     assert page.faults == []
 
 
+def test_a_notebook_s_cells_do_not_change_one_another(tmp_path, opened) -> None:
+    """Plan and frontier on one page: both are drawn, and their styles hold for themselves alone."""
+    plan = api.plan_graph(chain(6, 1 << 20), "80%", seconds=0.5)
+    frontier = api.frontier(chain(6, 1 << 20), points=3, peers=False, seconds=0.5)
+    file = tmp_path / "cells.html"
+    file.write_text("<html data-ready=true>" + plan._repr_html_() + frontier._repr_html_())
+    page = opened(file)
+    assert page.page.evaluate("document.styleSheets.length") == 0
+    assert page.page.evaluate("[...document.images].map(i => i.naturalWidth)") == [920, 920]
+    assert page.page.text_content("pre") == str(plan)
+    assert (page.faults, [a for a in page.asked if not a.startswith("data:")]) == ([], [file.as_uri()])
+
+
 def test_a_packing_s_page_works_too(tmp_path, opened) -> None:
     rows = "".join(f"b{k},{k},{k + 3 + k % 5},{64 * (1 + k % 7)}\n" for k in range(60))
     (tmp_path / "p.csv").write_text("id,lower,upper,size\n" + rows)

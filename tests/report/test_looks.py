@@ -102,8 +102,20 @@ def test_spans_follow_the_streams(both) -> None:
 
 def test_a_notebook_shows_the_picture(planned: api.Planned) -> None:
     shown = planned._repr_html_()
-    assert shown.startswith("<svg")
+    assert shown.startswith("<img")
     assert "recomputed" in shown
+
+
+def test_a_notebook_shows_a_frontier(tmp_path: Path) -> None:
+    found = api.frontier(chain(8), points=3, peers=False, seconds=1.0)
+    shown = found._repr_html_()
+    assert shown.startswith("<img") and "3 plans" in shown
+    assert shown.count("<pre>") == 1 and "&lt;" not in str(found)
+    assert str(found) == repr(found)
+    found.report(tmp_path / "f.html")
+    assert [p["peak_after"] for p in in_page((tmp_path / "f.html").read_text())["summary"]["points"]] == [
+        p.peak for p in found.points
+    ]
 
 
 def test_the_command_line_writes_all_three(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
