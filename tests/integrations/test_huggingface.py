@@ -1,0 +1,94 @@
+"""The callback in the real Trainer: losses and parameters to the bit, a lower measured peak, nothing left behind."""
+
+import pytest
+import torch
+
+pytest.importorskip("transformers", reason="transformers is not installed")
+pytest.importorskip("accelerate", reason="accelerate, which the Trainer needs, is not installed")
+
+from transformers import (
+    BertConfig,
+    BertForSequenceClassification,
+    GPT2Config,
+    GPT2LMHeadModel,
+    Trainer,
+    TrainingArguments,
+)
+
+from tightship.errors import BadInput, Infeasible
+from tightship.execute.meter import Meter
+from tightship.integrations.huggingface import Tightship
+
+QUICK = {"seconds_per_op": 0.0005, "seconds": 20.0, "work": 500_000, "strict": True}
+
+
+def gpt2():
+    config = GPT2Config(
+        n_layer=2, n_embd=32, n_head=2, vocab_size=100, n_positions=64, bos_token_id=1, eos_token_id=2
+    )
+    return GPT2LMHeadModel(config)
+
+
+def bert():
+    config = BertConfig(
+        num_hidden_layers=2, hidden_size=32, num_attention_heads=2, intermediate_size=64, vocab_size=100
+    )
+    return BertForSequenceClassification(config)
+
+
+def sentences(classes: int = 0):
+    draw = torch.Generator().manual_seed(0)
+    rows = torch.randint(3, 100, (16, 48), generator=draw)
+    return [
+        {"input_ids": r, "labels": torch.tensor(k % classes) if classes else r} for k, r in enumerate(rows)
+    ]
+
+
+def train(make, data, folder, *callbacks, steps=3):
+    torch.manual_seed(0)
+    model = make()
+    args = TrainingArguments(
+        str(folder), per_device_train_batch_size=8, max_steps=steps, logging_steps=1, report_to=[], seed=1,
+        save_strategy="no", use_cpu=True, disable_tqdm=True,
+    )  # fmt: skip
+    trainer = Trainer(model, args, train_dataset=data, callbacks=list(callbacks))
+    with Meter() as meter:
+        trainer.train()
+    return [row["loss"] for row in trainer.state.log_history if "loss" in row], model, meter.peak
+
+
+@pytest.mark.parametrize(("make", "classes"), [(gpt2, 0), pytest.param(bert, 2, marks=pytest.mark.slow)])
+def test_losses_and_parameters_are_eager_s_and_the_peak_is_lower(make, classes, tmp_path) -> None:
+    data = sentences(classes)
+    said = []
+    planned = Tightship("60%", say=said.append, **QUICK)
+    losses, model, peak = train(make, data, tmp_path, planned)
+    eager, other, without = train(make, data, tmp_path)
+    assert losses == eager and len(losses) == 3
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), other.parameters(), strict=True))
+    assert peak < 0.85 * without
+    largest = max(planned.plans, key=lambda piece: piece.plan.peak_before)
+    assert largest.plan.peak < largest.plan.peak_before
+    assert any(text.startswith(f"tightship: graph {largest.name}: peak") for text in said)
+    assert model._compiled_call_impl is None
+    assert getattr(model, "loss_type", None) == getattr(other, "loss_type", None)
+
+
+def test_a_budget_that_cannot_be_met_ends_training(tmp_path) -> None:
+    with pytest.raises(Infeasible):
+        train(gpt2, sentences(), tmp_path, Tightship(1 << 16, say=None, **QUICK))
+
+
+def test_bad_options_are_said_at_once() -> None:
+    with pytest.raises(BadInput, match="an option is one of"):
+        Tightship("60%", colour="red")
+
+
+def test_a_model_is_not_compiled_twice(tmp_path) -> None:
+    def compiled():
+        model = gpt2()
+        model.compile(backend="eager")
+        return model
+
+    with pytest.raises(BadInput, match="compiled once"):
+        train(compiled, sentences(), tmp_path, Tightship("60%"))
