@@ -3,7 +3,8 @@
     Trainer(model, args, train_dataset=data, callbacks=[Tightship("60%")]).train()
 
 When training begins the model is given to ``torch.compile`` with tightship's backend; each size of batch is planned
-when it first comes, and losses are those of ``backend="aot_eager"`` to the bit. When training ends the model is as it was.
+when it first comes, and losses are those of ``backend="aot_eager"`` to the bit. When training ends the model is as it
+was.
 """
 
 from __future__ import annotations

@@ -1,0 +1,201 @@
+"""A traced JAX function (`jax.jit(f).trace(…)`) to a Graph, with the names that `checkpoint_name` gave.
+
+Loops of `lax.scan` are written out, one op after the other for each time around, so that what an iteration saves for
+the backward pass is a storage of its own; calls (`jit`, `custom_jvp`, `checkpoint`) are inlined. Other control flow
+is one op. Times are modelled: floating-point operations of contractions and convolutions, bytes of all else. What
+XLA fuses is not fused here, so peaks are above those of compiled programs; what is saved is the same.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from tightship.errors import Unsupported
+from tightship.graph import Graph, Op, Storage, Value, aligned
+
+__all__ = ["Traced", "lower"]
+
+FLOPS = 5e10
+"""Floating-point operations a second: only how they compare with bytes matters."""
+BYTES = 2e10
+MOST = 100_000
+"""Ops of a graph."""
+
+_INSIDE = ("jaxpr", "call_jaxpr", "fun_jaxpr")
+
+
+@dataclass(frozen=True)
+class Traced:
+    """``graph``; ``names``: storages that each name stands for; ``carried``: those that an iteration begins with,
+    which a checkpoint around a loop's body saves in any case."""
+
+    graph: Graph
+    names: Mapping[str, frozenset[int]]
+    carried: frozenset[int]
+
+
+def lower(traced: Any) -> Traced:
+    """``traced`` is what `jax.jit(f).trace(…)` gives. Raises ``Unsupported`` for loops too long to write out."""
+    made = _Lowering()
+    closed = traced.jaxpr
+    constants = [made.given("constant", x.aval) for x in closed.jaxpr.constvars]
+    inputs = [made.given("parameter", x.aval) for x in closed.jaxpr.invars]
+    outputs = made.run(closed.jaxpr, constants, inputs, "")
+    flat = tuple(dict.fromkeys(v for x in outputs for v in _flat(x) if v >= len(constants) + len(inputs)))
+    graph = Graph(
+        tuple(made.ops), tuple(made.values), tuple(made.storages),
+        tuple(constants + inputs), flat, str(getattr(traced, "fun_name", "") or "traced"),
+    )  # fmt: skip
+    names = {name: frozenset(found) for name, found in made.names.items()}
+    return Traced(graph, names, frozenset(made.carried))
+
+
+_Known = int | list[int]
+"""A value, or the values of a stacked array that a loop has made, one for each time around."""
+
+
+def _flat(known: _Known) -> list[int]:
+    return known if isinstance(known, list) else [known]
+
+
+@dataclass
+class _Lowering:
+    ops: list[Op] = field(default_factory=list)
+    values: list[Value] = field(default_factory=list)
+    storages: list[Storage] = field(default_factory=list)
+    names: dict[str, set[int]] = field(default_factory=dict)
+    carried: set[int] = field(default_factory=set)
+    backward: bool = False  # inside of what runs in the backward pass
+
+    def phase(self, e: Any) -> str:
+        return "backward" if self.backward or "transpose" in str(e.source_info.name_stack) else "forward"
+
+    def given(self, kind: str, aval: Any) -> int:
+        return self.value(f"{kind}{len(self.values)}", aval, kind)
+
+    def value(self, name: str, aval: Any, kind: str = "activation") -> int:
+        self.storages.append(Storage(name, aligned(_bytes(aval)), kind))
+        self.values.append(Value(name, len(self.storages) - 1, str(aval.dtype), tuple(aval.shape)))
+        return len(self.values) - 1
+
+    def run(
+        self, jaxpr: Any, constants: Sequence[_Known], inputs: Sequence[_Known], module: str
+    ) -> list[_Known]:
+        """The outputs of a jaxpr."""
+        known: dict[Any, _Known] = dict(
+            zip([*jaxpr.constvars, *jaxpr.invars], [*constants, *inputs], strict=True)
+        )
+        for e in jaxpr.eqns:
+            args = [None if hasattr(x, "val") else known[x] for x in e.invars]
+            known |= zip(e.outvars, self.equation(e, args, module), strict=True)
+        # A literal needs no memory of its own.
+        return [self.given("constant", x.aval) if hasattr(x, "val") else known[x] for x in jaxpr.outvars]
+
+    def equation(self, e: Any, args: list[_Known | None], module: str) -> list[_Known]:
+        outside, self.backward = self.backward, self.phase(e) == "backward"
+        made = self._equation(e, args, module)
+        self.backward = outside
+        return made
+
+    def _equation(self, e: Any, args: list[_Known | None], module: str) -> list[_Known]:
+        name = e.primitive.name
+        if name == "name" and args[0] is not None:
+            self.names.setdefault(e.params["name"], set()).update(
+                self.values[v].storage for v in _flat(args[0])
+            )
+            return [args[0]]
+        if name == "scan":
+            return self.scan(e, args, module)
+        inside = next((e.params[k] for k in _INSIDE if k in e.params), None)
+        if (
+            inside is not None
+            and name not in ("while", "cond", "pallas_call")
+            and not isinstance(inside, (tuple, list))
+        ):
+            closed = getattr(inside, "jaxpr", inside)
+            given = [self._present(a, x) for a, x in zip(args, e.invars, strict=True)]
+            if len(closed.invars) == len(given):
+                constants = [self.given("constant", x.aval) for x in closed.constvars]
+                return self.run(closed, constants, given, module)
+        return self.op(e, args, module)
+
+    def _present(self, arg: _Known | None, var: Any) -> _Known:
+        return self.given("constant", var.aval) if arg is None else arg
+
+    def scan(self, e: Any, args: list[_Known | None], module: str) -> list[_Known]:
+        """A loop, written out."""
+        p, body = e.params, e.params["jaxpr"]
+        n, fixed, around = p["length"], p["num_consts"], p["num_carry"]
+        if len(self.ops) + n * len(body.jaxpr.eqns) > MOST:
+            raise Unsupported(
+                "a loop that is written out", f"it makes more than {MOST} ops", "trace fewer iterations"
+            )
+        present = [self._present(a, x) for a, x in zip(args, e.invars, strict=True)]
+        constants, carry, stacked = (
+            present[:fixed],
+            present[fixed : fixed + around],
+            present[fixed + around :],
+        )
+        inner = [self.given("constant", x.aval) for x in body.jaxpr.constvars]
+        made: list[list[int]] = [[-1] * n for _ in range(len(e.outvars) - around)]
+        for k in reversed(range(n)) if p["reverse"] else range(n):
+            if self.phase(e) == "forward":
+                self.carried.update(self.values[v].storage for x in carry for v in _flat(x))
+            slices = [x[k] if isinstance(x, list) else x for x in stacked]
+            out = self.run(body.jaxpr, inner, [*constants, *carry, *slices], f"{module}scan.{k}.")
+            carry = out[:around]
+            for row, x in zip(made, out[around:], strict=True):
+                row[k] = self._one(x, e)
+        return [*carry, *made]
+
+    def _one(self, known: _Known, e: Any) -> int:
+        """A stack of stacks is one array."""
+        if isinstance(known, int):
+            return known
+        whole = sum(self.storages[self.values[v].storage].size for v in known)
+        self.storages.append(Storage(f"stack{len(self.values)}", whole))
+        self.values.append(Value(f"stack{len(self.values)}", len(self.storages) - 1))
+        self.ops.append(
+            Op(self.values[-1].name, "stack", tuple(known), (len(self.values) - 1,), phase=self.phase(e))
+        )
+        return len(self.values) - 1
+
+    def op(self, e: Any, args: list[_Known | None], module: str) -> list[_Known]:
+        inputs = tuple(v for a in args if a is not None for v in _flat(a))
+        name = f"{module}{e.primitive.name}"
+        outputs = [self.value(f"{name}.{len(self.ops)}", x.aval) for x in e.outvars]
+        flops = _flops(e)
+        moved = sum(_bytes(x.aval) for x in (*e.invars, *e.outvars))
+        self.ops.append(
+            Op(
+                f"{name}#{len(self.ops)}", e.primitive.name, inputs, tuple(outputs),
+                time=max(flops / FLOPS, moved / BYTES), flops=flops, phase=self.phase(e),
+                module=module.rstrip("."), source=_source(e), effect=bool(e.effects),
+            )
+        )  # fmt: skip
+        return list(outputs)
+
+
+def _bytes(aval: Any) -> int:
+    shape = getattr(aval, "shape", ())
+    return math.prod(shape) * int(getattr(getattr(aval, "dtype", None), "itemsize", 0))
+
+
+def _flops(e: Any) -> int:
+    out = math.prod(e.outvars[0].aval.shape) if e.outvars else 0
+    if e.primitive.name == "dot_general":
+        (contracted, _), _ = e.params["dimension_numbers"]
+        return 2 * out * math.prod(e.invars[0].aval.shape[d] for d in contracted)
+    if e.primitive.name == "conv_general_dilated":
+        kernel = e.invars[1].aval.shape
+        return 2 * out * math.prod(kernel) // max(1, kernel[e.params["dimension_numbers"].rhs_spec[0]])
+    return 0
+
+
+def _source(e: Any) -> str:
+    frames = getattr(e.source_info.traceback, "frames", ()) if e.source_info.traceback else ()
+    frame = next((f for f in frames if "site-packages" not in f.file_name), None)
+    return "" if frame is None else f"{'/'.join(frame.file_name.split('/')[-2:])}:{frame.line_num}"
