@@ -9,9 +9,8 @@ from tightship.frontends.hlo.alias import AliasSet
 from tightship.frontends.hlo.buffers import Buffer
 from tightship.frontends.hlo.live import LiveRanges
 from tightship.planners.assign._allocate import Allocation
-from tightship.planners.assign._heap import most_alive
 
-__all__ = ["Assignment", "between", "combine", "lower_bound"]
+__all__ = ["Assignment", "between", "combine"]
 
 
 @dataclass(frozen=True)
@@ -94,23 +93,6 @@ def _partition(found: list[Allocation]) -> tuple[list[Allocation], list[Allocati
             return found[:first], found[first:]
         found[first], found[last - 1] = found[last - 1], found[first]
         first, last = first + 1, last - 1
-
-
-def lower_bound(live: LiveRanges, allocations: Sequence[Allocation]) -> int:
-    """A total that no assignment of this schedule goes below, whatever may share.
-
-    What is never given back (read-only parameters, constants, thread-local buffers) plus the larger of what
-    donated parameters and outputs take and the most bytes of anything else alive between two instructions:
-    between them nothing is written over anything.
-    """
-    fixed = sum(a.size for a in allocations if a.read_only or a.kind == "thread-local")
-    handed = sum(a.size for a in allocations if not a.read_only and a.kind in ("parameter", "output"))
-    never = {b for a in allocations if a.read_only or a.kind == "thread-local" for b in a.held}
-    lives = []
-    for group in live.sets:
-        if group.buffers[0] not in never:
-            lives += [(start, end, group.size) for start, end in between(live, group)]
-    return fixed + max(handed, most_alive(lives))
 
 
 def between(live: LiveRanges, group: AliasSet) -> list[tuple[int, int]]:

@@ -21,7 +21,8 @@ from tightship.plan import Buffer as Block
 from tightship.plan import Problem
 from tightship.planners.assign import xla
 from tightship.planners.assign._allocate import Allocation, allocate, thread_locals
-from tightship.planners.assign._assignment import Assignment, lower_bound
+from tightship.planners.assign._assignment import Assignment
+from tightship.planners.assign._bound import lower_bound
 from tightship.planners.assign._check import check
 from tightship.planners.assign._heap import Group, best_fit, most_alive, replay
 from tightship.planners.assign._hosts import host, hostable
@@ -85,7 +86,7 @@ def _assign(live: LiveRanges, sharing: Sharing, target: str, hosting: bool, o: O
         allocation.held.update((m.buffer, offset) for m in group.members)
     found = [*fixed, *([allocation] if allocation.held else []), *thread_locals(live)]
     fragmentation = size - most_alive(xla.stays(groups))
-    return Assignment(live, target, tuple(found), fragmentation, lower_bound(live, found), "tight")
+    return Assignment(live, target, tuple(found), fragmentation, lower_bound(live, found, sharing), "tight")
 
 
 def _kept(live: LiveRanges, table: Allocation) -> bool:

@@ -17,7 +17,8 @@ from tightship.frontends.hlo import Module, flattened
 from tightship.frontends.hlo.live import live_ranges
 from tightship.frontends.hlo.share import TARGETS, Sharing, target_of
 from tightship.planners.assign._allocate import Allocation, allocate, thread_locals
-from tightship.planners.assign._assignment import Assignment, combine, lower_bound
+from tightship.planners.assign._assignment import Assignment, combine
+from tightship.planners.assign._bound import lower_bound
 from tightship.planners.assign._check import check
 from tightship.planners.assign._heap import Group, best_fit, most_alive, replay, stays_of
 
@@ -49,7 +50,7 @@ def plan(module: Module, options: Options | None = None) -> Assignment:
         target,
         tuple(combine(found, TARGETS[target])),
         size - most_alive(stays(groups)),
-        lower_bound(live, found),
+        lower_bound(live, found, sharing),
         "xla",
         time.perf_counter() - began,
     )
