@@ -4,7 +4,7 @@ Problem, measure and rules: as in ``xla``. Differences: temporaries go into outp
 side and at any offset while nothing else is alive there, chosen to lower the peak of what remains; what remains is
 placed together, tables of addresses among it, by the placement portfolio with alias sets as groups. Source: ours.
 Guarantee: not larger than ``xla``; checked. Complexity: that of the placement; the search is bounded by ``work``.
-Known limits: which operand a result is written over is decided once, as XLA does it.
+Known limits: which operand a result is written over is decided before anything is placed.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from tightship.planners.assign._bound import lower_bound
 from tightship.planners.assign._check import check
 from tightship.planners.assign._heap import Group, best_fit, most_alive, replay
 from tightship.planners.assign._hosts import host, hostable
+from tightship.planners.assign._join import joined
 from tightship.planners.packing import Search, pack
 
 __all__ = ["Options", "plan"]
@@ -55,12 +56,12 @@ def plan(module: Module, options: Options | None = None) -> Assignment:
     best = xla.plan(module, xla.Options(o.target))
     live, sharing = best.live, Sharing(best.live.points, best.target)
     bound = best.lower_bound
-    for hosting in (False, True):
+    for hosting, joining in ((False, True), (True, True), (True, False)):
         if hosting and not hostable(live):
             break
         if best.total <= bound * _CLOSE or time.perf_counter() - began > o.seconds:
             break
-        made = _assign(live, sharing, best.target, hosting, o)
+        made = _assign(live, sharing, best.target, hosting, joining, o)
         if made is not None and made.total < best.total:
             best = made
     if best.planner != "xla":
@@ -68,8 +69,11 @@ def plan(module: Module, options: Options | None = None) -> Assignment:
     return replace(best, planner="tight", seconds=time.perf_counter() - began)
 
 
-def _assign(live: LiveRanges, sharing: Sharing, target: str, hosting: bool, o: Options) -> Assignment | None:
-    """One assignment: with XLA's choice of who lies in outputs and donated parameters, or with our own."""
+def _assign(
+    live: LiveRanges, sharing: Sharing, target: str, hosting: bool, joining: bool, o: Options
+) -> Assignment | None:
+    """One assignment: with XLA's choice of who lies in outputs and donated parameters, or with our own, and with
+    every legal sharing, or with XLA's."""
     assigner = allocate(live, sharing, hosting=not hosting)
     tables = [a for a in assigner.allocations if a.kind == "tuple" and not _kept(live, a)]
     fixed = [a for a in assigner.allocations if a not in tables]
@@ -78,6 +82,8 @@ def _assign(live: LiveRanges, sharing: Sharing, target: str, hosting: bool, o: O
     for table in tables:
         heap.update((b, sets[b]) for b in table.held)
     groups = replay(live, heap, sharing)
+    if joining:
+        groups = joined(groups, live, sharing)
     if hosting:
         groups = host(live, sharing, groups, [a for a in fixed if not a.read_only], TARGETS[target])
     offsets, size = _place(groups, TARGETS[target], o)
