@@ -98,6 +98,12 @@ class _Machine:
     def _get_tuple_element(self, i: Instruction, x: Any) -> Any:
         return x[i.tuple_index]
 
+    def _copy_start(self, i: Instruction, x: Any) -> Any:
+        return np.copy(x), x, np.uint32(0)
+
+    def _copy_done(self, i: Instruction, x: Any) -> Any:
+        return x[0]
+
     def _opt_barrier(self, i: Instruction, x: Any) -> Any:
         return x
 

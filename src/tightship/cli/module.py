@@ -22,6 +22,7 @@ from tightship.planners import planner
 from tightship.planners.assign import xla as assigned
 from tightship.planners.layout import lay_out
 from tightship.planners.remat._cost import work_of
+from tightship.planners.remat._forms import ways
 from tightship.planners.remat.as_plan import as_plan, graph_before
 from tightship.planners.remat.bound import bounds
 from tightship.planners.remat.peak import module_peak, result_bytes, sequential_order
@@ -55,7 +56,7 @@ def plan_module(chosen: argparse.Namespace, out: Output) -> int:
     with Line(out.errors, f"planning {module.name}"):
         made: Remade = info.plan(module, limit, options)
     seconds = time.perf_counter() - began
-    least = bounds(module)
+    least = bounds(module, ways(options.allow), lossy=getattr(options, "lossy", False))
     graph, plan = as_plan(module, made, info.name, least)
     plan = replace(plan, seconds=seconds, source=chosen.source, command=chosen.command)
     rows = _rows(module, made, plan, least[module.entry.name]) | {"budget": None if budget is None else limit}
@@ -111,8 +112,8 @@ def _rows(module: Module, made: Remade, plan: Plan, least: int) -> dict[str, Any
         "flops_before": sum(sum(work.flops[name].values()) for name in names),
         "flops_after": made.flops(work, names),
         "recomputed": len(made.recomputed),
-        "offloaded": 0,
-        "compressed": 0,
+        "offloaded": made.count("offload"),
+        "compressed": made.count("compress"),
         "moved": plan.moved,
         "added": made.added,
         "planner": plan.planner,
@@ -146,6 +147,7 @@ def _said(module: Module, made: Remade, rows: dict[str, Any]) -> str:
         f"  placed       {format_bytes(rows['arena'])}, by XLA's buffer assignment of the module written",
         f"  lower bound  {format_bytes(least)}" + (": no plan meets the limit" if least > made.limit else ""),
         f"  recomputed   {len(made.recomputed)} instructions, {made.added:+d} in all",
+        f"  set aside    {rows['offloaded']} copied to the host, {rows['compressed']} packed",
         f"  time         {100 * longer:+.2f} %, "
         f"modelled; {rows['flops_after'] - rows['flops_before']:,} FLOPs more",
         f"  planner      {rows['planner']}, in {rows['seconds']:.2f} s",

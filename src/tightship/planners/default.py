@@ -155,9 +155,11 @@ def adopted(frame: Frame, steps: Sequence[Step], o: Options, planner: str) -> Pl
 def _least(frame: Frame) -> dict[int, int]:
     """The bytes in which storages can wait until they are needed again, if they may be packed or moved out."""
     if "offload" in frame.means:
-        return dict.fromkeys(range(len(frame.graph.storages)), 0)
+        return dict.fromkeys((s for s in range(len(frame.graph.storages)) if s not in frame.stuck), 0)
     if "compress" in frame.means:
-        return {s: x.nbytes for s, x in packings(frame.graph, lossy=frame.lossy).items()}
+        return {
+            s: x.nbytes for s, x in packings(frame.graph, lossy=frame.lossy).items() if s not in frame.stuck
+        }
     return {}
 
 

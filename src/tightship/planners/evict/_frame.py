@@ -116,7 +116,7 @@ class Frame:
     which it is not up to the planner, the ones of ``means`` to take from forward to backward, or ``keep`` throughout.
     ``lossy``: codecs may round.
     ``host``: bytes that may be copied out at once. ``chained``: ops that keep their place for a reason the graph does
-    not know."""
+    not know, ``stuck``: storages that can be made again, but not be packed or copied out, for such a reason."""
 
     graph: Graph
     order: tuple[int, ...]
@@ -125,6 +125,7 @@ class Frame:
     lossy: bool = False
     host: int | None = None
     chained: tuple[int, ...] = ()
+    stuck: frozenset[int] = frozenset()
 
     @cached_property
     def archive(self) -> Archive:
@@ -177,6 +178,7 @@ class Frame:
         pack_[at] = [machine.seconds("compress", n, codec) for codec, n in rows]
         unpack[at] = [machine.seconds("decompress", n, codec) for codec, n in rows]
         may = np.full(len(storages), _bits(self.means) | 1 << KEEP, np.uint8)
+        may[list(self.stuck)] &= _bits(("keep", "recompute"))
         must = np.zeros(len(storages), np.uint8)
         for s, ways in self.only.items():
             (may if ways == ("keep",) else must)[s] = _bits(ways)

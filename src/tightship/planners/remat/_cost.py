@@ -17,8 +17,12 @@ from typing import Final
 from tightship.analysis.cost import modelled_time
 from tightship.frontends.hlo.module import Computation, Instruction, Module
 from tightship.frontends.hlo.shape import Shape
+from tightship.machine import CODECS, Machine
 
-__all__ = ["Work", "work_of"]
+__all__ = ["ACCELERATOR", "Work", "work_of"]
+
+ACCELERATOR: Final = Machine(latency=0.0, pack=(7e11,) * len(CODECS), unpack=(7e11,) * len(CODECS))
+"""What copies to the host and packing cost there: a PCIe link, and packing as fast as memory is read and written."""
 
 _FLOPS: Final = 20e12
 _BANDWIDTH: Final = 1.5e12

@@ -17,13 +17,13 @@ from tightship.analysis.packing import packings
 from tightship.frontends.hlo.module import Computation, Instruction, Module
 from tightship.frontends.hlo.shape import Index, Shape
 from tightship.graph import Graph, Op, Storage, Value
-from tightship.planners.remat._cost import Work
+from tightship.planners.remat._cost import ACCELERATOR, Work
 from tightship.planners.remat._points_to import PointsTo
 from tightship.planners.remat._repeat import may_repeat
 from tightship.planners.remat._tracker import device_bytes
 from tightship.planners.remat.peak import CALLING
 
-__all__ = ["LAZY", "Counted", "counted"]
+__all__ = ["LAZY", "Buffer", "Counted", "counted"]
 
 LAZY = frozenset({"tuple", "get-tuple-element", "bitcast"})
 """Opcodes that only hand addresses on and may stand anywhere."""
@@ -112,7 +112,8 @@ class Counted:
             reads = tuple(dict.fromkeys(s for o in i.operands for s in self.leaves(o)))
             again = [s for s in made if s not in new]
             ops.append(self._op(i, reads, tuple(new), tuple(again), number, i.name in bound))
-        return Graph(tuple(ops), values, storages, tuple(given), tuple(sorted(out)), self.computation.name)
+        name, outs = self.computation.name, tuple(sorted(out))
+        return Graph(tuple(ops), values, storages, tuple(given), outs, name, machine=ACCELERATOR)
 
     @cached_property
     def stuck(self) -> frozenset[int]:
@@ -130,19 +131,19 @@ class Counted:
                     found.add(s)
         return frozenset(found)
 
-    def waiting(self, allow: Sequence[str]) -> Mapping[int, int]:
-        """The bytes in which storages can wait for their next use, in the ways of ``allow``."""
+    def waiting(self, allow: Sequence[str], *, lossy: bool = False) -> Mapping[int, int]:
+        """The bytes in which storages can wait for their next use, in the ways of ``allow``: exactly, or in bfloat16
+        with ``lossy``."""
         free = [s for s in range(len(self.graph.storages)) if s not in self.stuck]
         if "offload" in allow:
             return dict.fromkeys(free, 0)
         if "compress" in allow:
-            return {s: p.nbytes for s, p in packings(self.graph).items() if s not in self.stuck}
+            return {s: p.nbytes for s, p in packings(self.graph, lossy=lossy).items() if s not in self.stuck}
         return {}
 
-    @cached_property
-    def least(self) -> int:
+    def least(self, allow: Sequence[str], *, lossy: bool = False) -> int:
         """What it needs however it is ordered and repeated, with what it calls as it is."""
-        return int(lower_bound(self.graph))
+        return int(lower_bound(self.graph, least=self.waiting(allow, lossy=lossy)))
 
     def _storages(self, out: set[int]) -> tuple[Storage, ...]:
         rows: dict[int, Storage] = {}

@@ -223,6 +223,54 @@ class Tracker:
             self.buffers[k].remaining += 1
             self.buffers[k].users.append(Use(node, 0, None))
 
+    def compressed(self, node: Node, small: Node, full: Node) -> None:
+        """Count with the result of ``node`` packed to ``small``, and unpacked to ``full`` for its users to come."""
+        k = node.output[0]
+        later = self._apart(k, small)
+        self.use -= self.buffers[k].size
+        self.buffers[k].remaining = 0
+        a = self._made(small, small.shape, [Use(full, 0, None)])
+        self.use += self.buffers[a].size
+        b = self._made(full, full.shape, later)
+        small.used, small.output, full.used, full.output = [k], [a], [a], [b]
+        self._renamed(k, b)
+
+    def offloaded(self, node: Node, out: Node, kept: Node, back: Node, done: Node) -> None:
+        """Count with the result of ``node`` copied out from ``out`` to ``kept``, and back from ``back`` to ``done``,
+        which its users to come use. What is on the host is not counted; each copy is, as XLA does it, as one more
+        array."""
+        k = node.output[0]
+        later = self._apart(k, out)
+        self.buffers[k].remaining = 1
+        context = Shape("u32")
+        out.output = [self._made(out, part, [Use(kept, 0, None)]) for part in (node.shape, context)]
+        back.output = [self._made(back, part, [Use(done, 0, None)]) for part in (node.shape, context)]
+        done.output = [self._made(done, done.shape, later)]
+        out.used, kept.used, done.used = [k], list(out.output), list(back.output)
+        self._renamed(k, done.output[0])
+        now = self.now
+        for new in (out, kept, back, done):
+            if new.placed:
+                self.begin(new)
+                self.end()
+        self.now = now
+
+    def _apart(self, k: int, by: Node) -> list[Use]:
+        """Leave buffer ``k`` its users that have run, and ``by``; returns those to come."""
+        buffer = self.buffers[k]
+        later = [use for use in buffer.users if not use.node.placed]
+        buffer.users = [use for use in buffer.users if use.node.placed] + [Use(by, 0, None)]
+        return later
+
+    def _made(self, node: Node, shape: Shape, users: list[Use]) -> int:
+        k = self._add(Buffer(node, shape, (), users))
+        node.defined.append(k)
+        return k
+
+    def _renamed(self, old: int, new: int) -> None:
+        for use in self.buffers[new].users:
+            use.node.used = [new if x == old else x for x in use.node.used]
+
     def faults(self) -> list[str]:
         """What is wrong with the books (R16): nothing, ever."""
         found = []

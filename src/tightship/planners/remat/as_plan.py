@@ -7,10 +7,13 @@ is left out.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from functools import cached_property
 
+from tightship.analysis.packing import Packing, packings
 from tightship.frontends.hlo.module import Module
 from tightship.graph import Graph
+from tightship.machine import LOSSY
 from tightship.plan import Inner, Plan, Step
 from tightship.planners.remat._cost import work_of
 from tightship.planners.remat._counted import Counted, counted
@@ -54,7 +57,7 @@ def graph_before(module: Module) -> Graph:
 
 
 def _planned(at: Counted, made: Remade, planner: str, least: int, inner: tuple[Inner, ...]) -> Plan:
-    graph, steps = at.graph, tuple(_steps(at, made))
+    graph, steps = at.graph, _steps(at, made)
     before, line = replay(graph, baseline(graph)), replay(graph, steps)
     entry = at.computation.entry
     return Plan(
@@ -69,33 +72,112 @@ def _planned(at: Counted, made: Remade, planner: str, least: int, inner: tuple[I
         time_before=before.time,
         planner=planner,
         inner=inner,
+        host=line.host_peak,
+        lossy=any(step.codec in LOSSY for step in steps),
     )
 
 
-def _steps(at: Counted, made: Remade) -> Iterator[Step]:
-    graph, uses = at.graph, at.graph.uses
+_Form = tuple[int, str]
+_READS = {"offload": "full", "offloaded": "full", "fetch": "host", "fetched": "full"}
+_READS |= {"compress": "full", "decompress": "packed"}
+_MAKES = {"offload": "host", "fetch": "full", "compress": "packed", "decompress": "full"}
+
+
+def _steps(at: Counted, made: Remade) -> tuple[Step, ...]:
+    """What the written computation does, step by step; every form is freed after its last use."""
+    happens = list(_happens(at, made))
+    uses = at.graph.uses
+    last: dict[_Form, int] = {}  # of each form, when it is free until it is made again
+    gone: dict[int, list[_Form]] = {}
+    for t in reversed(range(len(happens))):
+        kind, which = happens[t]
+        reads = [(s, "full") for s in uses.reads[which]] if kind == "run" else [(which, _READS[kind])]
+        makes = [(s, "full") for s in uses.defines[which]] if kind == "run" else []
+        makes += [(which, _MAKES[kind])] if kind in _MAKES else []
+        for form in reads:
+            last.setdefault(form, t)
+        for form in makes:
+            gone.setdefault(last.pop(form, t), []).append(form)
+    steps = _Steps(at.graph)
+    for t, (kind, which) in enumerate(happens):
+        steps.happen(kind, which)
+        steps.free(gone.get(t, ()))
+    return tuple(steps.found)
+
+
+def _happens(at: Counted, made: Remade) -> Iterator[tuple[str, int]]:
+    """("run", op) or (what is done with a storage, storage), in the order of the written computation."""
     number = {i.name: k for k, i in enumerate(at.ops)}
-    written = made.module.by_name[at.computation.name].instructions
-    runs = [number.get(made.origin.get(i.name, i.name), -1) for i in written]
-    runs = [k for k in runs if k >= 0]
-    last: dict[int, int] = {}  # of each storage, the run at which it is free until it is made again
-    ends: dict[int, list[int]] = {}
-    for t in reversed(range(len(runs))):
-        for s in uses.reads[runs[t]]:
-            last.setdefault(s, t)
-        for s in uses.defines[runs[t]]:
-            ends.setdefault(last.pop(s, t), []).append(s)
-    ran: set[int] = set()
-    resident = set(graph.static)
-    for t, k in enumerate(runs):
-        new = tuple(s for s in uses.defines[k] if s not in resident)
-        if k not in ran:
-            yield Step("compute", op=k)
+    for i in made.module.by_name[at.computation.name].instructions:
+        if i.name in made.aside:
+            kind, buffer = made.aside[i.name]
+            yield kind, at.storage[buffer]
+        elif (k := number.get(made.origin.get(i.name, i.name), -1)) >= 0:
+            yield "run", k
+
+
+class _Steps:
+    """Steps with what they wait for: copies go on a stream of their own."""
+
+    def __init__(self, graph: Graph) -> None:
+        self.graph, self.found = graph, list[Step]()
+        self.resident: set[_Form] = {(s, "full") for s in graph.static}
+        self.ran: set[int] = set()
+        self.latest = -1  # on the stream of ops
+        self.out: dict[int, int] = {}  # copies out and back that nothing has waited for
+        self.back: dict[int, int] = {}
+
+    @cached_property
+    def packings(self) -> Mapping[int, Packing]:
+        return packings(self.graph, lossy=True)
+
+    def emit(self, step: Step) -> int:
+        self.found.append(step)
+        if not step.stream:
+            self.latest = len(self.found) - 1
+        return len(self.found) - 1
+
+    def waits(self, read: Iterable[int]) -> tuple[int, ...]:
+        return tuple(sorted(self.back.pop(s) for s in read if s in self.back))
+
+    def happen(self, kind: str, which: int) -> None:
+        if kind == "run":
+            self.run(which)
+            return
+        s = (which,)
+        if kind in _MAKES:
+            self.resident.add((which, _MAKES[kind]))
+        before = (self.latest,) if self.latest >= 0 else ()
+        if kind == "offload":
+            waits = (*before, *self.waits(s))
+            self.out[which] = self.emit(Step("offload", storages=s, stream=1, waits=waits))
+        elif kind == "fetch":
+            self.back[which] = self.emit(Step("fetch", storages=s, stream=1, waits=before))
+        elif kind == "compress":
+            p = self.packings[which]
+            self.emit(Step("compress", storages=s, nbytes=p.nbytes, codec=p.codec, waits=self.waits(s)))
+        elif kind == "decompress":
+            self.emit(Step("decompress", storages=s, codec=self.packings[which].codec))
+
+    def run(self, k: int) -> None:
+        uses = self.graph.uses
+        new = tuple(s for s in uses.defines[k] if (s, "full") not in self.resident)
+        if k not in self.ran:
+            self.emit(Step("compute", op=k, waits=self.waits(uses.reads[k])))
         elif new:
-            yield Step("recompute", op=k, storages=new)
-        ran.add(k)
-        resident.update(new)
-        gone = [s for s in ends.get(t, ()) if s not in graph.kept and s not in graph.static and s in resident]
-        if gone:
-            resident.difference_update(gone)
-            yield Step("free", storages=tuple(sorted(set(gone))))
+            self.emit(Step("recompute", op=k, storages=new, waits=self.waits(uses.reads[k])))
+        self.ran.add(k)
+        self.resident.update((s, "full") for s in new)
+
+    def free(self, forms: Iterable[_Form]) -> None:
+        for form in ("full", "packed", "host"):
+            found = {s for s, f in forms if f == form and (s, f) in self.resident}
+            gone = sorted(found if form != "full" else found - self.graph.kept - self.graph.static)
+            if gone:
+                self.resident.difference_update((s, form) for s in gone)
+                waits = (
+                    tuple(sorted(self.out.pop(s) for s in gone if s in self.out)) if form == "full" else ()
+                )
+                self.emit(
+                    Step("free", storages=tuple(gone), form=form, stream=int(form == "host"), waits=waits)
+                )

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping, Sequence
 
-from tightship.analysis.bounds import lower_bound
 from tightship.frontends.hlo.module import Module
 from tightship.planners.remat._cost import work_of
 from tightship.planners.remat._counted import counted
@@ -13,17 +12,19 @@ from tightship.planners.remat.peak import result_bytes, sequential_order
 __all__ = ["bound", "bounds"]
 
 
-def bound(module: Module, allow: Iterable[str] = ("recompute",)) -> int:
+def bound(module: Module, allow: Sequence[str] = ("recompute",), *, lossy: bool = False) -> int:
     """Bytes that the module needs however it is ordered and repeated, called computations at their least, where
     arrays may wait in the ways of ``allow`` (recompute, compress, offload)."""
-    return bounds(module, allow)[module.entry.name] + result_bytes(module)
+    return bounds(module, allow, lossy=lossy)[module.entry.name] + result_bytes(module)
 
 
-def bounds(module: Module, allow: Iterable[str] = ("recompute",)) -> Mapping[str, int]:
+def bounds(
+    module: Module, allow: Sequence[str] = ("recompute",), *, lossy: bool = False
+) -> Mapping[str, int]:
     """The same of each computation that is run in sequence, beyond its parameters and its result."""
-    work, ways = work_of(module), tuple(allow)
+    work = work_of(module)
     least: dict[str, int] = {}
     for name in sequential_order(module):
         c = counted(module, name, least, work)
-        least[name] = int(lower_bound(c.graph, least=c.waiting(ways)))
+        least[name] = c.least(allow, lossy=lossy)
     return least

@@ -11,20 +11,23 @@ collectives are never repeated.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, fields, replace
 
 from tightship.errors import BadInput, Infeasible
 from tightship.frontends.hlo.module import Module
 from tightship.plan import Plan
 from tightship.planners import default
+from tightship.planners.evict._frame import Frame
 from tightship.planners.remat import xla
 from tightship.planners.remat._cost import work_of
-from tightship.planners.remat._counted import Counted, counted
+from tightship.planners.remat._counted import Buffer, Counted, counted
+from tightship.planners.remat._forms import ways
 from tightship.planners.remat._write import Writer, write
 from tightship.planners.remat.bound import bound
 from tightship.planners.remat.peak import CALLING, module_peak, peaks, result_bytes, sequential_order
 from tightship.planners.remat.xla import Remade
-from tightship.simulate import replay
+from tightship.simulate import baseline, replay
 
 __all__ = ["Options", "plan"]
 
@@ -36,12 +39,17 @@ _GREEDY = 20_000
 class Options:
     """``seconds``: of search, at most, for each computation. ``work``: ops simulated at most; makes plans
     reproducible. ``libraries``: whether calls of cuBLAS and forward convolutions of cuDNN may be repeated when the
-    limit is not met without; XLA never repeats custom calls."""
+    limit is not met without; XLA never repeats custom calls. ``allow``: how arrays may leave memory, between commas
+    (recompute, compress, offload). ``lossy``: single precision may be packed as bfloat16. ``host``: bytes that may be
+    copied out at once, 0 for any number."""
 
     seconds: float = 10.0
     work: int = 80_000_000
     libraries: bool = True
     seed: int = 0
+    allow: str = "recompute"
+    lossy: bool = False
+    host: int = 0
 
 
 def plan(module: Module, limit: int, options: Options | None = None) -> Remade:
@@ -52,8 +60,9 @@ def plan(module: Module, limit: int, options: Options | None = None) -> Remade:
     if not module.scheduled:
         raise BadInput("a module has a schedule (is_scheduled=true) to be rematerialised", module.name)
     o = options or Options()
+    allow = ways(o.allow)
     out = result_bytes(module)
-    hopeless = o.libraries and bound(module) > limit
+    hopeless = o.libraries and bound(module, allow, lossy=o.lossy) > limit
     for libraries in (False, True)[hopeless : 1 + o.libraries]:
         search = _Search(module, replace(o, libraries=libraries))
         search.module_within(max(0, limit - out))
@@ -62,9 +71,19 @@ def plan(module: Module, limit: int, options: Options | None = None) -> Remade:
             break
     if made.met or len(module.entry.instructions) > _GREEDY:
         return made
-    theirs = xla.plan(module, limit)
+    theirs = xla.plan(module, limit, xla.Options(allow=o.allow))
     peak = module_peak(theirs.module)
     return replace(theirs, peak_after=peak) if peak < made.peak_after else made
+
+
+@dataclass(frozen=True)
+class _Written:
+    """A module as it was planned, with what `Remade` says of it."""
+
+    module: Module
+    recomputed: tuple[str, ...]
+    origin: Mapping[str, str]
+    aside: Mapping[str, tuple[str, Buffer]]
 
 
 class _Search:
@@ -72,14 +91,15 @@ class _Search:
 
     def __init__(self, module: Module, options: Options) -> None:
         self.module, self.options = module, options
+        self.allow = ways(options.allow)
+        shared = {f.name: getattr(options, f.name) for f in fields(options) if f.name != "libraries"}
+        self.chosen = default.Options(place=False, **shared)
         self.work = work_of(module)
         self.peak = dict(peaks(module))
         self.first = dict(self.peak)
         self.plans: dict[str, Plan] = {}
         self.counted: dict[tuple[str, tuple[int, ...]], Counted] = {}
-        self.made = module
-        self.origin: dict[str, str] = {}
-        self.recomputed: tuple[str, ...] = ()
+        self.made = _Written(module, (), {}, {})
         self.reached = self.first[module.entry.name]
 
     def module_within(self, limit: int) -> None:
@@ -89,10 +109,10 @@ class _Search:
             if self.reached <= limit:
                 return
             met = self._entry_within(entry, target)
-            made, origin, recomputed = self._written()
-            reached = peaks(made)[entry]
+            made = self._written()
+            reached = peaks(made.module)[entry]
             if reached < self.reached:
-                self.made, self.origin, self.recomputed, self.reached = made, origin, recomputed, reached
+                self.made, self.reached = made, reached
             if not met:
                 return
             target = max(0, target - (reached - limit))
@@ -113,19 +133,22 @@ class _Search:
 
     def within(self, name: str, limit: int) -> bool:
         """Plan one computation for a peak of ``limit`` bytes, or of the least that is found."""
-        graph = self._graph(name).graph
-        target = max(limit, self._graph(name).least)
+        at = self._graph(name)
+        graph, frame = at.graph, self._frame(at)
+        target = max(limit, at.least(self.allow, lossy=self.options.lossy))
         for _ in range(4):
-            options = default.Options(
-                seconds=self.options.seconds, work=self.options.work, seed=self.options.seed, place=False
-            )
             try:
-                self.plans[name] = default.plan(graph, target, options)
+                self.plans[name] = default.plan(graph, target, self.chosen, frame=frame)
                 self.peak[name] = self.plans[name].peak
                 break
             except Infeasible as error:
                 target = max(error.best_peak, error.lower_bound)
         return target == limit
+
+    def _frame(self, at: Counted) -> Frame:
+        before = replay(at.graph, baseline(at.graph)).peak
+        order = default.order_of(at.graph, self.chosen, before)
+        return replace(default.frame_of(at.graph, order, self.chosen), stuck=at.stuck)
 
     def _graph(self, name: str) -> Counted:
         calls = {c for i in self.module.by_name[name].instructions if i.opcode in CALLING for c in i.called}
@@ -159,19 +182,20 @@ class _Search:
         rows = self.module.by_name[name].instructions
         return sum(part.nbytes for i in rows for _, part in i.shape.positions if part.is_tuple)
 
-    def _written(self) -> tuple[Module, dict[str, str], tuple[str, ...]]:
-        """The module as it is planned now, the first names of clones, and what is repeated."""
+    def _written(self) -> _Written:
+        """The module as it is planned now."""
         writer, changed, again = Writer(self.module), {}, []
         for name, made in self.plans.items():
             at = self._graph(name)
             changed[name] = write(at, made.steps, writer)
             again += [at.ops[step.op].name for step in made.steps if step.kind == "recompute"]
-        return writer.copies.written(changed), writer.origin, tuple(again)
+        return _Written(writer.copies.written(changed), tuple(again), writer.origin, writer.aside)
 
     def result(self, limit: int) -> Remade:
         out = result_bytes(self.module)
         entry = self.module.entry.name
-        runs = sum(len(c.instructions) for c in self.made.computations if c.name in self.peak)
+        made = self.made
+        runs = sum(len(c.instructions) for c in made.module.computations if c.name in self.peak)
         added = runs - sum(len(self.module.by_name[name].instructions) for name in self.peak)
         before, after = self.first[entry] + out, self.reached + out
-        return Remade(self.made, limit, before, after, self.recomputed, added, self.origin)
+        return Remade(made.module, limit, before, after, made.recomputed, added, made.origin, made.aside)

@@ -11,15 +11,18 @@ peak at an earlier instruction (R19); kept as it is, to be compared with.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from tightship.errors import BadInput
 from tightship.frontends.hlo.module import Computation, Module
+from tightship.frontends.hlo.shape import Index
 from tightship.planners.remat._body import Body, Names, Node
 from tightship.planners.remat._copies import Copies
-from tightship.planners.remat._cost import Work
+from tightship.planners.remat._cost import Work, work_of
+from tightship.planners.remat._forms import ways
 from tightship.planners.remat._narrow import clean
 from tightship.planners.remat._repeat import repeatable
+from tightship.planners.remat._set_aside import SetAside
 from tightship.planners.remat._tracker import PASSES_ON, Tracker
 from tightship.planners.remat.peak import CALLING, peaks, result_bytes
 
@@ -29,16 +32,20 @@ __all__ = ["Options", "Remade", "plan"]
 @dataclass(frozen=True, slots=True)
 class Options:
     """``block``: neighbours recomputed together at most (1 in XLA's GPU pipeline). ``effort``: candidates of more
-    than one instruction looked at, at most, as a multiple of single ones looked at."""
+    than one instruction looked at, at most, as a multiple of single ones looked at. ``allow``: how arrays may leave
+    memory, between commas: recompute, compress, offload (R13; the first alone in XLA's GPU pipeline)."""
 
     block: int = 1
     effort: int = 1
+    allow: str = "recompute"
 
 
 @dataclass(frozen=True)
 class Remade:
     """A module that was made to need less: peaks in bytes as XLA counts them, instructions ``recomputed`` in the
-    order they were chosen, and how many more the module has (R15). ``origin`` has the first name of each clone."""
+    order they were chosen, and how many more the module has (R15). ``origin`` has the first name of each clone,
+    ``aside`` what instructions do that set arrays aside or bring them back (offload, offloaded, fetch, fetched,
+    compress, decompress), and the instruction and position that first made the array."""
 
     module: Module
     limit: int
@@ -47,10 +54,15 @@ class Remade:
     recomputed: tuple[str, ...]
     added: int
     origin: Mapping[str, str]
+    aside: Mapping[str, tuple[str, tuple[str, Index]]] = field(default_factory=dict)
 
     @property
     def met(self) -> bool:
         return self.peak_after <= self.limit
+
+    def count(self, kind: str) -> int:
+        """How many instructions set arrays aside in one way, or bring them back."""
+        return sum(what == kind for what, _ in self.aside.values())
 
     def flops(self, work: Work, names: Iterable[str]) -> int:
         """Those of the computations ``names``, each run once, by the ``work`` of the module that it was."""
@@ -69,18 +81,14 @@ def plan(module: Module, limit: int, options: Options | None = None) -> Remade:
     if not module.scheduled:
         raise BadInput("a module has a schedule (is_scheduled=true) to be rematerialised", module.name)
     run = _Run(module, options or Options())
-    before = run.peak[module.entry.name]
+    before, entry = run.peak[module.entry.name], module.entry.name
     out = result_bytes(module)
-    run.computation(module.entry.name, max(0, limit - out))
-    return Remade(
-        run.copies.written(run.done),
-        limit,
-        before + out,
-        run.peak[module.entry.name] + out,
-        tuple(run.chosen),
-        run.added,
-        run.origin,
-    )
+    run.computation(entry, max(0, limit - out))
+    made = run.copies.written(run.done)
+    # What is copied out is counted twice while it is walked; the module written says what there is.
+    after = peaks(made)[entry] if run.aside else run.peak[entry]
+    chosen = tuple(run.chosen)
+    return Remade(made, limit, before + out, after + out, chosen, run.added, run.origin, run.aside)
 
 
 class _Run:
@@ -95,6 +103,9 @@ class _Run:
         self.may: dict[str, bool] = {}
         self.chosen: list[str] = []
         self.origin: dict[str, str] = {}
+        self.aside: dict[str, tuple[str, tuple[str, Index]]] = {}
+        self.allow = ways(options.allow)
+        self.work = work_of(module)
         self.added = 0
 
     def can(self, node: Node) -> bool:
@@ -111,6 +122,7 @@ class _Run:
             return
         walk = _Walk(self, self.module.by_name[name], limit)
         self.peak[name] = walk.run()
+        self.aside |= walk.aside.record
         clean(walk.body, self.copies.inside)
         self.done[name] = walk.body.written()
 
@@ -126,6 +138,8 @@ class _Walk:
         self.body = Body(computation, run.names)
         self.tracker = Tracker(run.module, computation, self.body)
         self.moves: set[Node] = set()
+        self.aside = SetAside(computation, self.body, self.tracker, run.work, run.copies)
+        self.before = run.peak[computation.name]
 
     def run(self) -> int:
         t, peak = self.tracker, 0
@@ -148,12 +162,15 @@ class _Walk:
         low = high = 1
         looked, looked_further = 0, 0
         while self.tracker.use + callees > self.limit:
-            block, effort = self._pick(low, high)
+            block, way, effort = self._pick(low, high)
             if low == 1:
                 looked += effort
             else:
                 looked_further += effort
-            if block:
+            if block and way != "recompute":
+                self.run_.added += self.aside.do(way, block[0])
+                low = high = 1
+            elif block:
                 self.run_.chosen += [n.name for n in block]
                 for node in reversed(block):
                     if any(not use.node.placed for use in self.tracker.uses(node)):
@@ -164,14 +181,23 @@ class _Walk:
             if high > self.run_.options.block or looked_further > self.run_.options.effort * looked:
                 break
 
-    def _pick(self, low: int, high: int) -> tuple[list[Node], int]:
-        """The cheapest run of ``low`` to ``high`` neighbours that have run (R5-R9), and how many were looked at."""
+    def _pick(self, low: int, high: int) -> tuple[list[Node], str, int]:
+        """The cheapest run of ``low`` to ``high`` neighbours that have run (R5-R9), what to do with it (R13), and how
+        many were looked at."""
         best: list[Node] = []
-        least, effort = float("inf"), 0
+        least, effort, best_way = float("inf"), 0, "recompute"
+        others = [way for way in ("compress", "offload") if way in self.run_.allow and low == 1]
         start = self.body.first
         while start is not None and start.placed and start is not self.tracker.now:
             block: list[Node] = []
             node: Node | None = start
+            for way in others if self.run_.can(start) else ():
+                effort += 1
+                cost = self.aside.cost(way, start, self.limit, self.before)
+                if cost is not None and cost < least:
+                    best, least, best_way = [start], cost, way
+            if "recompute" not in self.run_.allow:
+                node = None
             while node is not None and node.placed and node is not self.tracker.now and len(block) < high:
                 if not self.run_.can(node):
                     break
@@ -180,10 +206,10 @@ class _Walk:
                     effort += 1
                     cost = self._cost(block)
                     if cost is not None and cost < least:
-                        best, least = list(block), cost
+                        best, least, best_way = list(block), cost, "recompute"
                 node = node.following
             start = start.following
-        return best, effort
+        return best, best_way, effort
 
     def _cost(self, block: list[Node]) -> int | None:
         if any(n.placed for node in block for n in node.after):
