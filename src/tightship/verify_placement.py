@@ -51,6 +51,8 @@ CODES = (
     "bound",
 )
 
+_COLUMNS = 128  # bytes of each row of conflicts that are turned at a time
+
 Home = tuple[str, int]
 """A pool by name and one of its heaps by number."""
 
@@ -325,11 +327,16 @@ def _symmetric(rows: Sequence[int], count: int) -> list[int]:
     mask = (1 << count) - 1
     packed = b"".join((row & mask).to_bytes(width, "little") for row in rows[:count])
     packed += bytes(width * (count - len(rows[:count])))
-    bits = np.unpackbits(
-        np.frombuffer(packed, dtype=np.uint8).reshape(count, width), axis=1, bitorder="little"
-    )[:, :count]
-    both = np.packbits(bits | bits.T, axis=1, bitorder="little")
-    return [int.from_bytes(row.tobytes(), "little") for row in both]
+    table = np.frombuffer(packed, dtype=np.uint8).reshape(count, width)
+    both: list[int] = []
+    for at in range(0, width, _COLUMNS):  # a byte for every bit of some columns at a time
+        bits = np.unpackbits(table[:, at : at + _COLUMNS], axis=1, bitorder="little")[:, : count - 8 * at]
+        there = np.packbits(bits.T, axis=1, bitorder="little")
+        mine = (int.from_bytes(row.tobytes(), "little") for row in table[8 * at : 8 * at + len(there)])
+        both += (
+            row | int.from_bytes(column.tobytes(), "little") for row, column in zip(mine, there, strict=True)
+        )
+    return both
 
 
 def _conflicts(placed: Sequence[_Placed], rows: Sequence[int]) -> Iterator[Violation]:

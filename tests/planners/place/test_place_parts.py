@@ -12,7 +12,7 @@ from tightship.planners import planners
 from tightship.planners.packing import Search, pack
 from tightship.planners.place import _related
 from tightship.planners.place._groups import merge
-from tightship.planners.place._related import placer_of
+from tightship.planners.place._related import parts_of, placer_of
 from tightship.verify_placement import check_solution
 
 QUICK = Search(work=300, seconds=60.0)
@@ -29,10 +29,15 @@ def placers(problem: Problem) -> tuple[_related.LoosePlacer, _related.LoosePlace
     size, alignment, pinned = (
         np.ascontiguousarray(c) for c in np.array(rows, dtype=np.int64).reshape(-1, 3).T
     )
-    by_pairs = placer_of(problem, merged, became, (size, alignment, pinned))
+    lower, upper = (
+        np.array(c, dtype=np.int64)
+        for c in ([b.lower for b in merged.buffers], [b.upper for b in merged.buffers])
+    )
+    parts = parts_of(merged, lower, upper, size)
+    by_pairs = placer_of(problem, became, (size, alignment, pinned), parts)
     most, _related.MOST_PAIRS = _related.MOST_PAIRS, -1
     try:
-        in_parts = placer_of(problem, merged, became, (size, alignment, pinned))
+        in_parts = placer_of(problem, became, (size, alignment, pinned), parts)
     finally:
         _related.MOST_PAIRS = most
     assert isinstance(by_pairs.core, _core.RelatedPlacer) and isinstance(in_parts.core, _core.PartPlacer)

@@ -14,8 +14,8 @@ from tightship import _core
 from tightship.errors import BadInput
 from tightship.plan import Problem, Solution
 from tightship.planners.place._groups import merge
-from tightship.planners.place._parts import check_gaps, cut
-from tightship.planners.place._related import placer_of
+from tightship.planners.place._parts import check_gaps
+from tightship.planners.place._related import parts_of, placer_of
 
 __all__ = ["Arrays", "Frame", "Ints", "frame", "from_arrays", "hinted", "is_plain", "most_alive", "related"]
 
@@ -101,9 +101,10 @@ def related(problem: Problem) -> Frame:
     check_gaps(merged)
     arrays, names = _arrays(merged), [b.id for b in merged.buffers]
     _check(arrays, names)
-    placer = placer_of(problem, merged, became, (arrays.size, arrays.alignment, arrays.pinned))
+    parts = parts_of(merged, arrays.lower, arrays.upper, arrays.size)
+    placer = placer_of(problem, became, (arrays.size, arrays.alignment, arrays.pinned), parts)
     _check_pins(placer.clash, arrays, names)
-    alone = frame(cut(merged)).bound
+    alone = _least(_apart(arrays, parts))
     least = max(placer.peak, alone, int((arrays.size + np.maximum(arrays.pinned, 0)).max(initial=0)))
     return Frame(arrays, placer, least, began, became if merged.buffers else (), related=True)
 
@@ -142,6 +143,18 @@ def from_arrays(arrays: Arrays, names: list[str] | None = None, *, began: float 
     placer = _core.Placer(arrays.lower, arrays.upper, arrays.size, arrays.alignment, arrays.pinned)
     _check_pins(placer.clash, arrays, names)
     return Frame(arrays, placer, max(placer.peak, _bound(arrays)), began)
+
+
+def _apart(a: Arrays, parts: Ints) -> Arrays:
+    """Every part a buffer of its own, free to lie anywhere (of pinned ones where it is): a bound of that is one of
+    the whole."""
+    owner, since, until, low, high = (np.ascontiguousarray(c) for c in parts.T)
+    pinned = np.where(a.pinned[owner] == FREE, FREE, a.pinned[owner] + low)
+    return Arrays(since, until, high - low, np.gcd(a.alignment[owner], low), pinned)
+
+
+def _least(a: Arrays) -> int:
+    return max(most_alive(a.lower, a.upper, a.size), _bound(a))
 
 
 def _check_pins(clash: int, arrays: Arrays, names: list[str] | None) -> None:

@@ -36,7 +36,7 @@ GREEDY: tuple[Packing, ...] = (
 )
 """Those that usually win first."""
 
-MANY = 20_000
+SOME, MANY = 1_000, 20_000
 """Buffers beyond which there is a sweep first, and the skyline is left to its own planner."""
 
 MANY_GREEDY: tuple[Packing, ...] = (
@@ -60,11 +60,11 @@ def best_greedy(best: Best, enough: int, time_limit: float | None) -> Packing:
     f, count = best.frame, best.frame.arrays.count
     packings, needed = (MANY_GREEDY, ORDER_TIME * count) if count > MANY else (GREEDY, 0.0)
     how = packings[0]
-    if count > MANY:
+    if count > SOME:
         _sweep(best)
     for k, (order, best_fit) in enumerate(packings):
         over = k * count >= MOST_PLACED or f.seconds_left(time_limit) <= needed
-        if best.arena <= enough or (over and not best.first):
+        if not best.first and (best.arena <= enough or over):
             break
         by = order(f.arrays)  # takes a part of the time
         left = max(f.seconds_left(time_limit), LEAST_TIME if best.first else 0.0)

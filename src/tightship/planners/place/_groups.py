@@ -19,6 +19,8 @@ def merge(problem: Problem) -> tuple[Problem, tuple[int, ...]]:
     A merged buffer has the id of its first member, the windows of those alive, and everything that one of them
     asks for. Raises ``BadInput`` for members that cannot share an offset.
     """
+    if not any(b.group for b in problem.buffers):
+        return replace(problem, conflicts=()), tuple(range(len(problem.buffers)))
     first: dict[str, int] = {}
     members: list[list[int]] = []
     became: list[int] = []
@@ -28,9 +30,6 @@ def merge(problem: Problem) -> tuple[Problem, tuple[int, ...]]:
             members.append([])
         members[at].append(k)
         became.append(at)
-    if len(members) == len(became):
-        bare = tuple(replace(b, group="") for b in problem.buffers)
-        return replace(problem, buffers=bare, conflicts=()), tuple(became)
     groups = [[problem.buffers[k] for k in rows] for rows in members]
     buffers = tuple(_one(g) if len(g) > 1 else replace(g[0], group="") for g in groups)
     return replace(problem, buffers=buffers, conflicts=()), tuple(became)

@@ -15,11 +15,13 @@ __all__ = ["check_gaps", "cut"]
 def check_gaps(problem: Problem) -> None:
     """Raise ``BadInput`` for gaps that break a rule, and for what cannot be checked part by part."""
     for b in problem.buffers:
+        if not b.gaps:
+            continue
         if rule := b.gap_fault:
             raise BadInput(rule, b.gaps, f"buffer {b.id!r}")
-        if b.gaps and b.alignment < 1:
+        if b.alignment < 1:
             raise BadInput("an alignment is at least 1", b.alignment, f"buffer {b.id!r}")
-        if b.gaps and b.pinned is not None and (b.pinned < 0 or b.pinned % b.alignment):
+        if b.pinned is not None and (b.pinned < 0 or b.pinned % b.alignment):
             raise BadInput("a pinned offset is a multiple of the alignment", b.pinned, f"buffer {b.id!r}")
 
 

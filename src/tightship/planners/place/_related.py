@@ -15,11 +15,10 @@ import numpy as np
 import numpy.typing as npt
 
 from tightship import _core
-from tightship.analysis.concurrency import members
 from tightship.errors import BadInput
 from tightship.plan import Problem
 
-__all__ = ["MOST_PAIRS", "LoosePlacer", "clique", "pairs", "placer_of"]
+__all__ = ["MOST_PAIRS", "LoosePlacer", "clique", "pairs", "parts_of", "placer_of"]
 
 Ints = npt.NDArray[np.int64]
 
@@ -30,6 +29,9 @@ _EXHAUSTED, _BEYOND = 40, 100_000
 """Buffers up to which all of the work may go into looking at every placement, and the work beyond: most of them are
 then never reached, and climbing gets further."""
 
+_ROWS = 512
+"""Rows of conflicts that are taken apart at a time."""
+
 _CLIQUES = 64
 """Buffers, largest first, around which a set of buffers all in conflict is looked for."""
 
@@ -38,14 +40,14 @@ Columns = tuple[Ints, Ints, Ints]
 """Sizes, alignments and pins of a problem's buffers."""
 
 
-def placer_of(problem: Problem, merged: Problem, became: Sequence[int], columns: Columns) -> LoosePlacer:
-    """What the core's ``Placer`` is for whole live ranges, for a problem that these do not tell all of. ``merged``:
-    the problem with its groups as one buffer each, and ``became`` to whom each buffer belongs."""
-    table = _parts(merged)
-    if problem.conflicts or len(table) ** 2 <= MOST_PAIRS:
-        core: Any = _core.RelatedPlacer(*columns, *pairs(problem, merged, became))
-        return LoosePlacer(core, columns[0], core.exhaust, clique(problem))
-    return LoosePlacer(_core.PartPlacer(*columns, *(np.ascontiguousarray(c) for c in table.T)), columns[0])
+def placer_of(problem: Problem, became: Sequence[int], columns: Columns, parts: Ints) -> LoosePlacer:
+    """What the core's ``Placer`` is for whole live ranges, for a problem that these do not tell all of. ``became``:
+    to which buffer of the merged problem, whose columns and parts these are, each buffer belongs."""
+    size = columns[0]
+    if problem.conflicts or len(parts) ** 2 <= MOST_PAIRS:
+        core: Any = _core.RelatedPlacer(*columns, *pairs(problem, became, parts))
+        return LoosePlacer(core, size, core.exhaust, clique(problem))
+    return LoosePlacer(_core.PartPlacer(*columns, *(np.ascontiguousarray(c) for c in parts.T)), size)
 
 
 class LoosePlacer:
@@ -81,17 +83,21 @@ class LoosePlacer:
         return offsets, int((offsets + self.size).max(initial=0)) if complete else 0, nobody
 
 
-def _parts(merged: Problem) -> Ints:
+def parts_of(merged: Problem, lower: Ints, upper: Ints, size: Ints) -> Ints:
     """Rows of (buffer, since, until, low, high), in the order of the buffers: its bytes that are alive then."""
-    rows = [(k, *part) for k, b in enumerate(merged.buffers) if b.size for part in b.parts()]
-    return np.array([row for row in rows if row[3] < row[4]], dtype=np.int64).reshape(-1, 5)
+    rows = [(k, *part) for k, b in enumerate(merged.buffers) if b.gaps and b.size for part in b.parts()]
+    pieces = np.array([row for row in rows if row[3] < row[4]], dtype=np.int64).reshape(-1, 5)
+    whole = size > 0
+    whole[[k for k, b in enumerate(merged.buffers) if b.gaps]] = False
+    k = np.flatnonzero(whole)
+    table = np.concatenate((pieces, np.stack((k, lower[k], upper[k], np.zeros_like(k), size[k]), axis=1)))
+    return table[np.argsort(table[:, 0], kind="stable")]
 
 
-def pairs(problem: Problem, merged: Problem, became: Sequence[int]) -> tuple[Ints, Ints, Ints, Ints]:
+def pairs(problem: Problem, became: Sequence[int], parts: Ints) -> tuple[Ints, Ints, Ints, Ints]:
     """(one, two, low, high): what ``low < offset[one] - offset[two] < high`` is not allowed for, of the merged
     problem's buffers."""
-    table = _parts(merged)
-    table = table[np.argsort(table[:, 1], kind="stable")]
+    table = parts[np.argsort(parts[:, 1], kind="stable")]
     owner, since, until, low, high = (np.ascontiguousarray(c) for c in table.T)
     # Those that begin while a part is alive meet it; of two that meet, one begins while the other is alive.
     stop = np.searchsorted(since, until)
@@ -102,10 +108,10 @@ def pairs(problem: Problem, merged: Problem, became: Sequence[int]) -> tuple[Int
     b = np.arange(total) - np.repeat(np.cumsum(many) - many, many) + a + 1
     differ = owner[a] != owner[b]
     a, b = a[differ], b[differ]
-    parts = np.stack([owner[a], owner[b], low[b] - high[a], high[b] - low[a]], axis=1)
+    meeting = np.stack([owner[a], owner[b], low[b] - high[a], high[b] - low[a]], axis=1)
     also = _conflicts(problem, np.array(became, dtype=np.int64))
-    _limit(len(parts) + len(also))
-    found = np.concatenate([parts, also])
+    _limit(len(meeting) + len(also))
+    found = np.concatenate([meeting, also])
     swap = found[:, 0] > found[:, 1]
     found[swap] = np.stack([found[swap, 1], found[swap, 0], -found[swap, 3], -found[swap, 2]], axis=1)
     found = found[np.lexsort(found.T)]
@@ -139,15 +145,16 @@ def _in_the_way(problem: Problem) -> list[int]:
     rows = list(problem.conflicts)
     whole = [(k, b) for k, b in enumerate(buffers) if b.size and not b.gaps]
     events = [(b.upper, 0, k) for k, b in whole] + [(b.lower, 1, k) for k, b in whole]
-    alive = 0
+    alive = begun = 0
+    before: dict[int, int] = {}
     for _, begins, k in sorted(events):
-        if not begins:
+        if begins:
+            rows[k] |= alive
+            alive, begun = alive | 1 << k, begun | 1 << k
+            before[k] = begun
+        else:
+            rows[k] |= begun & ~before[k]  # who has begun since
             alive &= ~(1 << k)
-            continue
-        rows[k] |= alive
-        for j in members(alive):
-            rows[j] |= 1 << k
-        alive |= 1 << k
     allies: dict[str, int] = {}
     for k, b in enumerate(buffers):
         allies[b.group] = allies.get(b.group, 0) | 1 << k
@@ -167,13 +174,19 @@ def _conflicts(problem: Problem, became: Ints) -> Ints:
     width = -(-count // 8)
     if any(row < 0 or row >> count for row in rows):
         raise BadInput("a row of conflicts is a bit set of the buffers", place="Problem.conflicts")
-    packed = np.frombuffer(b"".join(row.to_bytes(width, "little") for row in rows), dtype=np.uint8)
-    bits = np.unpackbits(packed.reshape(count, width), axis=1, bitorder="little")[:, :count]
-    _limit(int(bits.sum()) // 2)
-    one, two = np.nonzero(np.triu(bits | bits.T, 1))
+    _limit(sum(row.bit_count() for row in rows) // 2)
+    found = []
+    for at in range(0, count, _ROWS):  # a byte for every bit of some rows at a time
+        some = b"".join(row.to_bytes(width, "little") for row in rows[at : at + _ROWS])
+        bits = np.unpackbits(
+            np.frombuffer(some, dtype=np.uint8).reshape(-1, width), axis=1, bitorder="little"
+        )
+        one, two = np.nonzero(bits)
+        found.append(np.stack((np.minimum(one + at, two), np.maximum(one + at, two)), axis=1))
+    one, two = np.unique(np.concatenate(found), axis=0).T
     size = np.array([b.size for b in buffers], dtype=np.int64)
-    found = np.stack([became[one], became[two], -size[one], size[two]], axis=1).astype(np.int64)
-    return found[(became[one] != became[two]) & (size[one] > 0) & (size[two] > 0)]
+    ranges = np.stack([became[one], became[two], -size[one], size[two]], axis=1).astype(np.int64)
+    return ranges[(one != two) & (became[one] != became[two]) & (size[one] > 0) & (size[two] > 0)]
 
 
 def _limit(count: int) -> None:

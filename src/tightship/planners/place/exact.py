@@ -27,7 +27,7 @@ from tightship.planners.place._parts import cut
 
 __all__ = ["MOST_PAIRS", "Clash", "Options", "clash", "plan", "search"]
 
-MOST_BUFFERS = 5_000
+MOST_BUFFERS = 20_000
 MOST_PAIRS = 8_000_000
 """Of buffers alive together, counted both ways: 32 MB."""
 
@@ -124,7 +124,8 @@ def _refuted(buffers: tuple[Buffer, ...], o: Options) -> tuple[Buffer, ...] | No
 
 
 def _searchable(f: Frame) -> bool:
-    return f.related or int(conflicts(f.arrays).sum()) <= MOST_PAIRS
+    few = f.arrays.count <= MOST_BUFFERS  # asked first: counting takes its time, too
+    return f.related or (few and int(conflicts(f.arrays).sum()) <= MOST_PAIRS)
 
 
 def _with_capacity(o: Options, problem: Problem) -> Options:
