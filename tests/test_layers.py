@@ -43,6 +43,7 @@ FRAMEWORKS = {
     "onnxruntime",
     "jax",
     "jaxlib",
+    "lightning",
     "transformers",
     "networkx",
     "tensorflow",

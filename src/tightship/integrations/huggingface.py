@@ -4,7 +4,7 @@
 
 When training begins the model is given to ``torch.compile`` with tightship's backend; each size of batch is planned
 when it first comes, and losses are those of ``backend="aot_eager"`` to the bit. When training ends the model is as it
-was.
+was (not after an error: the Trainer then tells no callback).
 """
 
 from __future__ import annotations
@@ -15,9 +15,7 @@ from typing import Any
 from transformers import TrainerCallback
 
 from tightship.errors import BadInput
-from tightship.integrations.torch_compile import compiled_notes, compiled_plans
-from tightship.integrations.torch_options import read_options
-from tightship.units import format_bytes
+from tightship.integrations._attached import Attached
 
 __all__ = ["Tightship"]
 
@@ -34,45 +32,32 @@ class Tightship(TrainerCallback):
     def __init__(
         self, budget: Any = None, *, say: Callable[[str], object] | None = print, **options: Any
     ) -> None:
-        self.options = {"budget": budget, **options}
-        self.say = say
-        self.plans: tuple[Any, ...] = ()
-        self.notes: tuple[str, ...] = ()
-        self._model: Any = None
-        self._loss_type: Any = None
-        read_options(self.options)  # what is wrong is said before anything is loaded
+        self.attached = Attached(budget, say, options)
+        self._untyped: Any = None
+
+    @property
+    def plans(self) -> tuple[Any, ...]:
+        """The graphs planned so far, each with its ``plan``."""
+        return self.attached.plans
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        return self.attached.notes
 
     def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **_: Any) -> None:
         """Attach: from here on the model runs as planned."""
-        if getattr(model, "_compiled_call_impl", None) is not None or getattr(args, "torch_compile", False):
-            raise BadInput(
-                "a model is compiled once: leave out torch_compile", type(model).__name__, "Trainer"
-            )
-        self._model, self._loss_type = model, getattr(model, "loss_type", None)
-        if hasattr(model, "loss_function") and self._loss_type is None:
+        if getattr(args, "torch_compile", False):
+            raise BadInput("a model is compiled once: leave out torch_compile", True, "TrainingArguments")
+        self.attached.attach(model)
+        if hasattr(model, "loss_function") and getattr(model, "loss_type", None) is None:
+            self._untyped = model
             model.loss_type = "ForCausalLM"  # which is taken anyway, with a warning that breaks the graph
-        model.compile(backend="tightship", options=self.options)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        self._look()
+        self.attached.look()
 
     def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """Detach, and say what was planned."""
-        if self._model is None:
-            return
-        self._look()
-        self._model._compiled_call_impl = None
-        if self._loss_type is None and hasattr(self._model, "loss_type"):
-            self._model.loss_type = None
-        self._model = None
-        if self.say is not None:
-            for text in (*map(_said, self.plans), *self.notes):
-                self.say(f"tightship: {text}")
-
-    def _look(self) -> None:
-        self.plans, self.notes = compiled_plans(self._model), compiled_notes(self._model)
-
-
-def _said(piece: Any) -> str:
-    plan = piece.plan
-    return f"graph {piece.name}: peak {format_bytes(plan.peak)}, {format_bytes(plan.peak_before)} unplanned"
+        self.attached.detach()
+        if self._untyped is not None:
+            self._untyped.loss_type = self._untyped = None
