@@ -7,6 +7,8 @@ import pickle
 import subprocess
 import sys
 from collections import Counter
+from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -15,6 +17,7 @@ from chains import chain
 from pages import in_page
 from tightship import api
 from tightship.graph import Graph
+from tightship.machine import Machine
 from tightship.plan import Plan
 from tightship.report.snapshot import snapshot
 from tightship.report.trace import events
@@ -53,6 +56,65 @@ class TestTrace:
         data = (tmp_path / name).read_bytes()
         rows = json.loads(gzip.decompress(data) if name.endswith("gz") else data)
         assert rows["otherData"]["peak"] == planned.plan.peak
+
+
+@pytest.fixture(scope="module")
+def copying() -> api.Planned:
+    """A plan that copies out and back beside compute, on a machine whose copies take a while."""
+    slow = Machine(offload=2e6, fetch=2e6)
+    graph = replace(chain(12, 1 << 20), machine=slow)
+    made = api.plan_graph(graph, "60%", seconds=1.0, work=200_000, allow="offload")
+    assert made.plan.count("offload") and made.plan.host
+    return made
+
+
+class TestCopies:
+    """What moves between pools, in both files."""
+
+    def test_streams_are_tracks_with_every_copy(self, copying: api.Planned) -> None:
+        rows = events(copying.graph, copying.plan)
+        names = {r["tid"]: r["args"]["name"] for r in rows if r["name"] == "thread_name"}
+        assert names == {0: "compute", 1: "copy 1", 2: "copy 2"}
+        for stream in names:
+            slices = sorted(
+                (r["ts"], r["ts"] + r["dur"]) for r in rows if r["ph"] == "X" and r["tid"] == stream
+            )
+            steps = [s for s in copying.plan.steps if s.stream == stream and s.kind != "free"]
+            assert len(slices) == len(steps)
+            assert all(end <= begin + 1e-3 for (_, end), (begin, _) in pairwise(slices))
+        copies = [r for r in rows if r["ph"] == "X" and r["cat"] == "offload"]
+        size = copying.graph.machine.seconds("offload", 1 << 20)
+        assert {round(r["dur"]) for r in copies} == {round(1e6 * size)}
+
+    def test_residences_are_slices_of_their_pool_that_end_after_they_begin(
+        self, copying: api.Planned
+    ) -> None:
+        rows = events(copying.graph, copying.plan)
+        begins = {r["id"]: r for r in rows if r["ph"] == "b"}
+        ends = {r["id"]: r for r in rows if r["ph"] == "e"}
+        assert begins.keys() == ends.keys() == set(range(len(copying.plan.residences)))
+        assert all(ends[k]["ts"] >= b["ts"] for k, b in begins.items())
+        assert Counter(b["cat"] for b in begins.values()) == Counter(r.pool for r in copying.plan.residences)
+        assert Counter(b["args"]["form"] for b in begins.values())["host"] == copying.plan.count("offload")
+
+    def test_memory_is_a_counter_that_goes_forward(self, copying: api.Planned) -> None:
+        counted = [r for r in events(copying.graph, copying.plan) if r["ph"] == "C"]
+        times = [r["ts"] for r in counted]
+        assert times == sorted(times)
+        assert max(sum(r["args"].values()) for r in counted) == copying.plan.peak
+
+    def test_a_snapshot_has_what_is_on_the_device_alone(self, copying: api.Planned, tmp_path: Path) -> None:
+        copying.snapshot(tmp_path / "s.pickle")
+        data = pickle.loads((tmp_path / "s.pickle").read_bytes())
+        (trace,) = data["device_traces"]
+        device = [r for r in copying.plan.residences if r.pool != "host"]
+        assert sum(e["action"] == "alloc" for e in trace) == len(device) + len(copying.graph.static)
+        assert [e["time_us"] for e in trace] == sorted(e["time_us"] for e in trace)
+        live = most = 0
+        for e in trace:
+            live += {"alloc": e["size"], "free_completed": -e["size"]}.get(e["action"], 0)
+            most = max(most, live)
+        assert most == copying.plan.peak
 
 
 class TestSnapshot:
@@ -118,17 +180,44 @@ def test_a_notebook_shows_a_frontier(tmp_path: Path) -> None:
     ]
 
 
-def test_the_command_line_writes_all_three(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+FACTORY = """
+import torch
+from torch import nn
+
+def make():
+    torch.manual_seed(0)
+    rows = [m for _ in range(4) for m in (nn.Linear(16, 16), nn.GELU())]
+    model = nn.Sequential(*rows, nn.Linear(16, 1))
+    return model, lambda model, x: model(x).square().mean(), torch.optim.SGD(model.parameters()), torch.randn(64, 16)
+"""
+
+
+@pytest.mark.parametrize("source", ["graph.json", "a_model:make"])
+def test_the_command_line_writes_all_three(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, source: str
+) -> None:
     from tightship.cli import main
     from tightship.serde import save_graph
 
-    source = tmp_path / "graph.json"
-    save_graph(chain(8), source)
+    if ":" in source:
+        pytest.importorskip("torch", reason="torch is not installed")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    (tmp_path / "a_model.py").write_text(FACTORY)
+    save_graph(chain(8), tmp_path / "graph.json")
     wanted = {"report": "p.html", "trace": "t.json.gz", "snapshot": "s.pickle"}
     given = [x for name, file in wanted.items() for x in (f"--{name}", str(tmp_path / file))]
-    assert main(["plan", str(source), "--budget", "80%", "--json", *given]) == 0
+    assert main(["plan", source, "--budget", "80%", "--work", "300000", "--json", *given]) == 0
     rows = json.loads(capsys.readouterr().out)
     assert all(
         (tmp_path / file).exists() and rows[name] == str(tmp_path / file) for name, file in wanted.items()
     )
-    assert in_page((tmp_path / "p.html").read_text())["summary"]["peak_after"] == rows["peak_after"]
+    page = in_page((tmp_path / "p.html").read_text())["summary"]
+    assert page == {k: rows[k] for k in page}
+    trace = json.loads(gzip.decompress((tmp_path / "t.json.gz").read_bytes()))
+    assert trace["otherData"]["peak"] == rows["peak_after"]
+    (device,) = pickle.loads((tmp_path / "s.pickle").read_bytes())["device_traces"]
+    live = [0]
+    for e in device:
+        live.append(live[-1] + {"alloc": e["size"], "free_completed": -e["size"]}.get(e["action"], 0))
+    assert max(live) == rows["peak_after"]

@@ -12,7 +12,7 @@ from typing import Any
 
 from tightship.graph import Graph
 from tightship.plan import Plan
-from tightship.report.stays import Stay, stays_of
+from tightship.report.stays import Stay, moments, stays_of
 from tightship.serde import write_file
 from tightship.simulate import replay
 
@@ -49,7 +49,7 @@ def snapshot(graph: Graph, plan: Plan) -> dict[str, Any]:
 
 
 def _trace(graph: Graph, plan: Plan, stays: list[Stay], base: dict[str, int]) -> list[dict[str, Any]]:
-    spans = replay(graph, plan.steps).spans
+    at_step = [int(1e6 * t) for t in moments(replay(graph, plan.steps))]
     rows: list[tuple[int, int, dict[str, Any]]] = []
     at = _BASE
     for s in sorted(graph.static):
@@ -58,17 +58,13 @@ def _trace(graph: Graph, plan: Plan, stays: list[Stay], base: dict[str, int]) ->
         at += size
     for stay in stays:
         addr, frames = base[stay.pool] + stay.offset, _frame(stay.name, stay.where)
-        rows.append((stay.start, 1, _entry("alloc", addr, stay.size, _micro(spans, stay.start), frames)))
+        rows.append((stay.start, 1, _entry("alloc", addr, stay.size, at_step[stay.start], frames)))
         if stay.end < len(plan.steps):
-            when = _micro(spans, stay.end)
+            when = at_step[stay.end]
             rows.append((stay.end, -1, _entry("free_requested", addr, stay.size, when, frames)))
             rows.append((stay.end, 0, _entry("free_completed", addr, stay.size, when, frames)))
     rows.sort(key=lambda row: row[:2])
     return [entry for _, _, entry in rows]
-
-
-def _micro(spans: tuple[tuple[float, float], ...], step: int) -> int:
-    return int(1e6 * spans[step][0]) if 0 <= step < len(spans) else 0
 
 
 def _entry(action: str, addr: int, size: int, when: int, frames: list[dict[str, Any]]) -> dict[str, Any]:

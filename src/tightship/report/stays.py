@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 from tightship.graph import Graph
 from tightship.plan import Plan, Step
 from tightship.report.numbers import band
+from tightship.simulate import Timeline
 
-__all__ = ["Stay", "label", "stays_of"]
+__all__ = ["Stay", "label", "moments", "stays_of"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +37,12 @@ def label(graph: Graph, steps: Sequence[Step], step: int) -> str:
         return f"{s.kind} {graph.ops[s.op].name}" if s.kind != "compute" else graph.ops[s.op].name
     names = ", ".join(graph.storages[x].name for x in s.storages[:3])
     return f"{s.kind} {names}" + (" …" if len(s.storages) > 3 else "")
+
+
+def moments(line: Timeline) -> list[float]:
+    """When bytes are taken and given back: for each step, and for the end, seconds that never go back. Bytes follow
+    the order of the steps, whatever the streams: a step that its stream runs early counts from those before it on."""
+    return [*accumulate((since for since, _ in line.spans), max), line.time]
 
 
 def stays_of(graph: Graph, plan: Plan) -> list[Stay]:

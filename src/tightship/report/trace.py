@@ -15,7 +15,7 @@ import msgspec
 from tightship.graph import Graph
 from tightship.plan import Plan
 from tightship.report.numbers import BANDS, columns
-from tightship.report.stays import label, stays_of
+from tightship.report.stays import label, moments, stays_of
 from tightship.serde import write_file
 from tightship.simulate import replay
 
@@ -43,10 +43,10 @@ def events(graph: Graph, plan: Plan) -> list[dict[str, Any]]:
             }
             | {"name": label(graph, plan.steps, i), "cat": step.kind, "args": {"step": i, "where": where}}
         )
-    for column, (start, _) in zip(columns(graph, plan.steps), line.spans, strict=True):
+    at = moments(line)
+    for column, start in zip(columns(graph, plan.steps), at, strict=False):
         bytes_ = dict(zip(BANDS, column.bytes, strict=True))
         found.append({"ph": "C", "pid": _MEMORY, "ts": start * _MICRO, "name": "memory", "args": bytes_})
-    at = [since for since, _ in line.spans] + [line.time]
     for k, stay in enumerate(stays_of(graph, plan)):
         common = {"pid": _MEMORY, "tid": 0, "id": k, "cat": stay.pool, "name": stay.name}
         args = {"bytes": stay.size, "offset": stay.offset, "form": stay.form, "where": stay.where}
