@@ -104,6 +104,16 @@ def tanh_chain() -> tuple[Any, tuple[str, str]]:
         return _trained(g, tf.reduce_mean(h))
 
 
+def branches() -> tuple[Any, tuple[str, str]]:
+    """Six products of one input, summed: what accumulators are for."""
+    with tf.Graph().as_default() as g, tf.device(GPU):
+        v1.set_random_seed(1)
+        x = v1.placeholder(tf.float32, (4096, 64), name="x")
+        weights = [v1.get_variable(f"w{i}", (64, 64), use_resource=True) for i in range(6)]
+        total = tf.add_n([tf.matmul(x, w) for w in weights], name="total")
+        return _trained(g, tf.reduce_mean(tf.square(total)))
+
+
 MODELS: dict[str, Callable[[], tuple[Any, tuple[str, str]]]] = {
     "mlp": mlp,
     "mlp_ref": lambda: mlp(resources=False),

@@ -17,11 +17,12 @@ if importlib.util.find_spec("tensorflow") is None:
 import numpy as np
 import tensorflow as tf
 
-from tensorflow_models import MODELS, grappler, trained, v1
+from tensorflow_models import MODELS, branches, grappler, trained, v1
 from tightship import api
 from tightship.cli import main
 from tightship.errors import BadInput, Unsupported
 from tightship.frontends.tensorflow.nodes import Node, Web
+from tightship.integrations.tensorflow_sums import accumulated
 from tightship.integrations.tensorflow_write import planned_graph, write_graph
 from tightship.planners.alone import alone
 
@@ -120,6 +121,30 @@ def test_G11_G13_an_input_named_by_hand_is_swapped_once(tmp_path: Path) -> None:
     with pytest.raises(BadInput, match="swapped once"):
         hints = f"{consumer.name}:0,{consumer.name}:0"
         api.plan_named(source.graph, "grappler", level="manual", swap_hints=hints)
+
+
+def test_G06_G07_a_sum_that_is_crowded_becomes_an_accumulator(tmp_path: Path) -> None:
+    proto, fetch = branches()
+    path = tmp_path / "branches.pb"
+    path.write_bytes(proto.SerializeToString())
+    source = api.read_graphdef(str(path), fetch=fetch)
+    before = api.plan_named(source.graph, "grappler", level="none").plan.peak
+    assert accumulated(source, 2 * before) is source  # the peak is below 80 % of that
+    after = accumulated(source, before)
+    assert api.plan_named(after.graph, "grappler", level="none").plan.peak < 0.6 * before
+    nodes = nodes_of(after.file.proto)
+    kinds = [n.kind for n in nodes.values() if n.name.startswith("total")]
+    assert {k: kinds.count(k) for k in kinds} == {
+        "TemporaryVariable": 1, "ZerosLike": 1, "Assign": 1, "AssignAdd": 6, "DestroyTemporaryVariable": 1,
+    }  # fmt: skip
+    readers = {n for n, node in nodes.items() if "total" in node.inputs}
+    assert readers == {n for n, node in nodes_of(proto).items() if "total" in node.inputs}
+    for one, other in zip(trained(proto, fetch), trained(after.file.proto, fetch), strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-6)
+    out = tmp_path / "out.pb"
+    asked = ["plan", str(path), "--fetch", ",".join(fetch), "--planner", "grappler", "--level", "scheduling"]
+    assert main([*asked, "--budget", "5MB", "--write", str(out), "--json"]) == 0
+    assert "total/tmp_var" in nodes_of(v1.GraphDef.FromString(out.read_bytes()))
 
 
 def test_swaps_run_on_the_host_by_identity_to_the_same_bits(tmp_path: Path) -> None:

@@ -56,6 +56,8 @@ def plan(chosen: argparse.Namespace, out: Output) -> int:
             chosen.source,
             "--write",
         )
+    if options.get("level") == "scheduling":
+        source = _summed(source, budget)
     interrupted = False
     try:
         if chosen.planner is None:
@@ -244,6 +246,17 @@ def demo(chosen: argparse.Namespace, out: Output) -> int:
 
 
 # --- parts ---
+
+
+def _summed(source: Source, budget: Budget | None) -> Source:
+    """A graph of TensorFlow's with its sums as Grappler's scheduling has them; anything else as it is."""
+    if source.program is None or source.graph.meta.get("source") != "tensorflow":
+        return source
+    from tightship.integrations.tensorflow_sums import accumulated
+
+    peak = replay(source.graph, baseline(source.graph)).peak
+    made = accumulated(source.program, peak if budget is None else budget.resolve(peak))
+    return replace(source, graph=made.graph, program=made)
 
 
 def _write_model(source: Source, made: Plan, path: Path, chosen: argparse.Namespace) -> str:

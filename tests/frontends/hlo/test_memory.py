@@ -19,6 +19,7 @@ def at(points: PointsTo, computation: str, name: str, index: tuple[int, ...] = (
 
 @pytest.mark.parametrize("name", hlo_data.CPU)
 def test_every_buffer_with_its_positions_and_uses_is_xlas(name: str) -> None:
+    """L1, L2, L3 and L4, as XLA has them."""
     theirs = hlo_dumps.values(hlo_data.text(name, "after_optimizations-buffer-assignment-values"))
     assert hlo_dumps.our_values(points_to(hlo_data.module(name))) == theirs
 

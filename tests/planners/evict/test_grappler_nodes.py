@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from tightship.errors import BadInput
 from tightship.frontends.tensorflow.nodes import Node, Web, from_rows, name_of
 from tightship.planners.evict._grappler_nodes import CLONE, TRIGGER, is_target, late_order, recomputed
+from tightship.planners.evict._grappler_sums import SUMS, accumulator
 
 DATA = Path(__file__).resolve().parents[2] / "data" / "grappler"
 RECORDED = sorted(p.stem for p in DATA.glob("*.json"))
@@ -84,6 +85,40 @@ def test_G05_triggers_form_a_chain_from_what_is_needed_first() -> None:
     made = {n.name: n.inputs for n in recomputed(CHAIN).added}
     assert made["RecomputeTrigger/c"] == ("^d",)  # gradients/d is served first, by c and by b through c
     assert made["RecomputeTrigger/b"] == () or "^RecomputeTrigger/c" in made["RecomputeTrigger/b"]
+
+
+def test_G06_G07_sums_of_a_real_graph_as_accumulators_keep_name_readers_and_order() -> None:
+    nodes, _ = recorded("cnn")
+    web = Web(nodes)
+    place = {n: i for i, n in enumerate(web.order)}
+    sums = [n for n in nodes if n.kind in SUMS and len(n.inputs) > 2]
+    assert sums
+    for n in sums:
+        found = accumulator(web, n.name, place)
+        start, zeros, initial, *adds = found.added
+        assert (start.kind, zeros.kind, initial.kind) == ("TemporaryVariable", "ZerosLike", "Assign")
+        assert [a.inputs[1] for a in adds] == [i for i in n.inputs if not i.startswith("^")]
+        assert all(a.inputs[0] == initial.name for a in adds)
+        assert (found.result.name, found.result.device) == (n.name, n.device)
+        assert set(found.result.inputs) >= {initial.name, *(f"^{a.name}" for a in adds)}
+        Web(
+            [*(m for m in nodes if m.name != n.name), *found.added, found.result]
+        )  # no cycle, all inputs there
+
+
+def test_G07_what_a_sum_waits_for_goes_before_the_first_value_or_to_the_end() -> None:
+    nodes = web("""
+early NoOp
+a MatMul ^early
+b MatMul a
+late NoOp ^b
+c MatMul b
+s AddN a b c ^early ^late
+""")
+    names = Web(nodes)
+    found = accumulator(names, "s", {n: i for i, n in enumerate(names.order)})
+    assert found.added[0].inputs == ("^early", "^a") and "^late" in found.result.inputs
+    assert "^early" not in found.result.inputs
 
 
 def test_a_graph_that_was_rewritten_before_stays_as_it_is() -> None:

@@ -116,7 +116,7 @@ class _Lowering:
     def _order(self, needed: set[str]) -> list[str]:
         """The file's order where it is legal; what writes variables later."""
         count = len(self.web.nodes)
-        key = {n: k + (count if self._writes(n) else 0) for k, n in enumerate(self.web.nodes)}
+        key = {n: k + (count if self._updates(n) else 0) for k, n in enumerate(self.web.nodes)}
         read = {n: [m for m in self.web.read[n] if m in needed and n not in self.fed] for n in needed}
         missing = {n: len(r) for n, r in read.items()}
         ready = [(key[n], n) for n in needed if not missing[n]]
@@ -161,6 +161,20 @@ class _Lowering:
         kind, given = self.web.nodes[n].kind, self._data(n)
         handles = [i for i, (m, p) in enumerate(given) if self._made(m, p, n).handle]
         return [*self.types.refs.get(n, ()), *([] if reads_handle(kind) else handles)]
+
+    def _updates(self, n: str) -> bool:
+        """Whether a node writes a variable of the caller's, and not one that the graph makes for a while."""
+        given = self._data(n)
+        return any(self._variable(given[i][0]) for i in self._writes(n))
+
+    def _variable(self, n: str) -> bool:
+        """Whether a handle or a reference leads back to a variable of the caller's."""
+        while not self._caller(n):
+            given = self._data(n)
+            if not given:
+                return False  # TemporaryVariable
+            n = given[0][0]
+        return True
 
     def _copied(self) -> frozenset[str]:
         """Nodes that read a variable which somebody writes before the last use of what was read."""
@@ -247,7 +261,7 @@ class _Lowering:
                 control=tuple(sorted(control)),
                 time=modelled_time(flops, traffic) if flops else 0.0,
                 flops=flops,
-                phase="update" if writes else "backward" if _backward(n) else "forward",
+                phase="update" if writes and self._updates(n) else "backward" if _backward(n) else "forward",
                 device=_device(node.device),
                 module=n.rpartition("/")[0],
             )

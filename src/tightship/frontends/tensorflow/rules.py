@@ -14,9 +14,9 @@ HANDLES: Final = frozenset("VarHandleOp VarHandlesOp".split())
 
 _FORWARD: Final = frozenset(
     "Identity IdentityN RefIdentity Snapshot StopGradient PreventGradient CheckNumerics EnsureShape Reshape Squeeze "
-    "ExpandDims Bitcast Switch RefSwitch ReadVariableOp".split()
+    "ExpandDims Bitcast Switch RefSwitch ReadVariableOp DestroyTemporaryVariable".split()
 )
-"""Kinds whose results are their inputs' bytes; `TemporaryVariable` and the like have bytes of their own."""
+"""Kinds whose results are their inputs' bytes."""
 _READS_HANDLE: Final = frozenset(
     "ReadVariableOp VarIsInitializedOp VariableShape ResourceGather ResourceGatherNd Identity IdentityN Switch "
     "StopGradient DestroyResourceOp ResourceStridedSlice".split()

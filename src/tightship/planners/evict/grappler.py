@@ -6,7 +6,10 @@ TensorFlow's files exactly the nodes that Grappler recomputes are recomputed. Me
 of cheap kinds of op, and a ranking by times. Source: tensorflow/core/grappler/optimizers/memory_optimizer.cc.
 Guarantee: none on the peak, which the rewrites may miss; what comes out is legal and costed exactly. Complexity:
 linear, with a replay for each round of swapping. Known limits: G15, recompute and swap do not know of each other and
-there is no cost model, which is what the default planner is for; sums (G6, G7) are the capture's own rewrite.
+there is no cost model,
+which is what the default planner is for; of the two, the better one is taken. Sums (G6, G7) are rewritten before
+planning: by the capture of a training step always, of TensorFlow's graphs at the level scheduling alone, because an
+accumulator takes what it adds in no fixed order.
 """
 
 from __future__ import annotations
@@ -22,14 +25,15 @@ from tightship.planners.evict._grappler_plan import node_runs, rewritten
 
 __all__ = ["LEVELS", "Options", "plan"]
 
-LEVELS = ("none", "manual", "default", "recompute", "swap", "all")
+LEVELS = ("none", "manual", "default", "recompute", "swap", "scheduling", "all")
 
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """``level``: none, manual (only what hints say), default and all (recompute what is cheap, then swap), recompute
-    or swap alone. ``scope``: the name that targets stand under. ``recompute_hints``: patterns of op names, between
-    commas, that run again whatever their kind. ``swap_hints``: OP:INPUT between commas, which input of an op to swap.
+    """``level``: none, manual (only what hints say), default and all (recompute what is cheap, or swap), recompute
+    or swap alone, scheduling (sums alone, which are rewritten where a graph of TensorFlow's is read). ``scope``: the
+    name that targets stand under. ``recompute_hints``: patterns of op names, between commas, that run again whatever
+    their kind. ``swap_hints``: OP:INPUT between commas, which input of an op to swap.
     ``rounds``: of swapping, at most."""
 
     level: str = "all"
@@ -46,7 +50,7 @@ def plan(frame: Frame, limit: int, options: Options | None = None) -> Decision:
     if o.level not in LEVELS:
         raise BadInput(f"a level is one of {', '.join(LEVELS)}", o.level, "level")
     best = frame.cost(frame.nothing(), limit)
-    if o.level == "none" or (best.met and o.level != "manual"):
+    if o.level in ("none", "scheduling") or (best.met and o.level != "manual"):
         return best
     for made in _made(frame, limit, o):
         best = made if made.beats(best) or o.level in ("manual", "recompute") else best
