@@ -52,11 +52,14 @@ class Planned:
         save_plan(self.plan, path, self.graph)
 
     def explain(self) -> str:
-        """Who makes up the plan's peak: by kind, by module, by source line, one by one."""
+        """Who makes up the plan's peak: in words, then by kind, by module, by source line, one by one."""
         from tightship.report.numbers import peak_of
         from tightship.report.text import peak_tables, rendered
+        from tightship.report.words import peak_lines
 
-        return rendered(peak_tables(peak_of(self.graph, self.plan.steps), title="peak"))
+        steps = self.plan.steps
+        words = "\n".join(peak_lines(self.graph, steps))
+        return rendered([words, "", *peak_tables(peak_of(self.graph, steps), title="peak")])
 
     def picture(self, path: str | os.PathLike[str] | None = None, *, title: str = "") -> str:
         """Memory over the step, before and after, as SVG; written to ``path`` if there is one."""

@@ -3,6 +3,8 @@
 import json
 from dataclasses import replace
 
+import pytest
+
 from chains import chain
 from tightship.analysis.structure import pattern
 from tightship.cli import main
@@ -16,6 +18,7 @@ def test_names_that_differ_in_numbers_are_one() -> None:
     assert pattern(["h.0.mlp:gelu", "h.1.mlp:gelu"]) == "h.*.mlp:gelu"
     assert pattern(["h.0.mlp:gelu.1", "h.1.mlp:gelu.1"]) == "h.*.mlp:gelu.1"
     assert pattern(["a", "b", "c"]) == "a and 2 more"
+    assert pattern(["h.0:mul", "h.0:mul#2", "h.1:mul", "h.1:mul#2"]) == "h.*:mul and 2 more"
     assert pattern(["only.7"]) == "only.7"
 
 
@@ -76,3 +79,33 @@ def test_a_module_s_changes_are_simulated_too(tmp_path, capsys) -> None:
     (change,) = json.loads(capsys.readouterr().out)["changes"]
     assert (change["way"], change["what"], change["source"]) == ("recompute", "wide", "m.py:3")
     assert change["saves"] == 4096
+
+
+def test_a_plan_s_peak_is_said_too(tmp_path, capsys) -> None:
+    save_graph(chain(12, 1 << 20), tmp_path / "g.json")
+    assert main(["explain", str(tmp_path / "g.json"), "--budget", "60%", "--work", "200000", "--json"]) == 0
+    rows = json.loads(capsys.readouterr().out)
+    assert sum(m["bytes"] for m in rows["planned_makers"]) == rows["plan"]["peak_after"]
+
+
+def test_an_onnx_model_s_changes_are_simulated_too(tmp_path, capsys) -> None:
+    """Two wide branches that need not be there at once: another order, or one of them made again."""
+    onnx = pytest.importorskip("onnx", reason="onnx is not installed")
+    from onnx import TensorProto, helper
+
+    def info(name: str, n: int) -> object:
+        return helper.make_tensor_value_info(name, TensorProto.FLOAT, [n])
+
+    def concat(name: str) -> object:
+        return helper.make_node("Concat", ["x"] * 8, [name], f"make_{name}", axis=0)
+
+    nodes = [concat("a"), concat("b")]
+    nodes += [helper.make_node("ReduceSum", [n], [f"sum_{n}"], f"sum_of_{n}", keepdims=1) for n in "ab"]
+    nodes.append(helper.make_node("Add", ["sum_a", "sum_b"], ["y"], "add"))
+    graph = helper.make_graph(nodes, "branches", [info("x", 1024)], [info("y", 1)])
+    onnx.save(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)]), tmp_path / "m.onnx")
+    assert main(["explain", str(tmp_path / "m.onnx"), "--json"]) == 0
+    rows = json.loads(capsys.readouterr().out)
+    (change,) = rows["changes"]
+    assert (change["way"], change["saves"]) == ("order", 8 * 4096 - 64)  # the first sum is there instead
+    assert change["peak"] == rows["before"]["bytes"] - change["saves"]

@@ -66,12 +66,13 @@ def colours(graph: Graph, rounds: int = 2) -> tuple[int, ...]:
 
 def pattern(names: Sequence[str]) -> str:
     """Many names as one (``blocks.*.mlp:gelu``): where they differ in numbers alone, ``*`` in place of those, else
-    the first and how many more there are."""
+    those like the first and how many more there are."""
     first = names[0]
     if len(names) == 1:
         return first
-    if len({_NUMBER.sub("#", name) for name in names}) > 1:
-        return f"{first} and {len(names) - 1} more"
+    alike = [name for name in names if _NUMBER.sub("#", name) == _NUMBER.sub("#", first)]
+    if len(alike) < len(names):
+        return f"{pattern(alike)} and {len(names) - len(alike)} more"
     rows = [_NUMBER.findall(name) for name in names]
     same = [len(set(column)) == 1 for column in zip(*rows, strict=True)]
     numbers = iter(zip(rows[0], same, strict=True))

@@ -179,7 +179,10 @@ def explain(chosen: argparse.Namespace, out: Output) -> int:
     text += peak_tables(before, title="Peak before planning", top=chosen.top)
     if made is not None:
         after = peak_of(graph, made.steps)
+        of_plan = makers(graph, made.steps, replay(graph, made.steps))
         rows |= {"planned": after.as_dict(), "plan": summary(made, graph)}
+        rows["planned_makers"] = [m.as_dict() for m in of_plan]
+        text[2:2] = ["\n".join(["With the plan:", *peak_lines(graph, made.steps)]), ""]
         text += ["", *peak_tables(after, title="Peak of the plan", top=chosen.top), "", describe(made, graph)]
     if failure is not None:
         rows["error"] = {"type": type(failure).__name__, "message": str(failure)}

@@ -15,12 +15,10 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
-import numpy as np
-
 from tightship.analysis.structure import pattern
 from tightship.graph import Graph
 from tightship.planners import planner
-from tightship.planners.evict._frame import EVICT, OFFLOAD, PACK, PASS, Bits, Frame
+from tightship.planners.evict._frame import EVICT, OFFLOAD, PACK, PASS, Bits, Decision, Frame
 from tightship.simulate import Timeline, baseline, replay
 
 __all__ = ["GROUPS", "Change", "changes"]
@@ -68,28 +66,29 @@ def changes(
     bits = frame.nothing()
     least = max(1, int(_LEAST * (line.peak - graph.static_bytes)))
     while len(found) < most and len(frame.gaps):
-        tried = [t for t in _tries(frame, bits, line) if line.peak - t.line.peak >= least]
+        now = frame.cost(bits, line.peak)
+        tried = [t for t in _tries(frame, bits, line) if line.peak - t.cost.peak >= least]
         if not tried:
             break
-        best = min(tried, key=lambda t: _price(t.line, line))
-        found.append(_said(graph, best, line))
-        bits, line = best.bits, best.line
+        best = min(tried, key=lambda t: _price(t.cost, now, line))
+        made = replay(graph, frame.steps(best.cost.evict, best.cost.peak))
+        found.append(_said(graph, best, line, made))
+        bits, line = best.cost.evict, made
     return tuple(found)
 
 
-def _price(now: Timeline, before: Timeline) -> float:
+def _price(then: Decision, now: Decision, line: Timeline) -> float:
     """Seconds for each byte; of two that cost nothing, the one that saves more is the cheaper."""
-    return (now.time - before.time + 1e-3 * before.time) / (before.peak - now.peak)
+    return (then.extra - now.extra + 1e-3 * line.time) / (line.peak - then.peak)
 
 
 @dataclass(frozen=True)
 class _Try:
-    """A group of storages that leave in one way, and what steps that do so come to."""
+    """A group of storages that leave in one way, and what that comes to."""
 
     way: str
     storages: tuple[int, ...]
-    bits: Bits
-    line: Timeline
+    cost: Decision
 
 
 def _ordered(graph: Graph, line: Timeline) -> tuple[tuple[int, ...], list[Change]]:
@@ -123,24 +122,24 @@ def _tries(frame: Frame, bits: Bits, line: Timeline) -> Iterator[_Try]:
 
 
 def _best(frame: Frame, bits: Bits, gaps: tuple[int, ...], way: str, line: Timeline) -> _Try | None:
-    """A group's gaps over the peak leave in one way, replayed; None where that saves nothing."""
-    found = None
+    """A group's gaps over the peak leave in one way; None where that saves nothing."""
+    found: Decision | None = None
     for decision in _DECISIONS[way]:
-        now = bits.copy()
-        now[list(gaps)] = decision
+        then = bits.copy()
+        then[list(gaps)] = decision
         # With no limit at all copies are waited for at once; the second time only where the peak asks for it.
-        most = frame.cost(now, 0)
-        if not most.valid or most.peak >= line.peak:
+        least = frame.cost(then, 0)
+        if not least.valid or least.peak >= line.peak:
             continue
-        steps = frame.steps(now, most.peak)
-        made = replay(frame.graph, steps)
-        if made.peak < line.peak and (found is None or made.time < found.line.time):
-            storages = tuple(dict.fromkeys(int(s) for s in frame.gaps[list(gaps), 0]))
-            found = _Try(way, storages, np.asarray(now), made)
-    return found
+        cost = frame.cost(then, least.peak)
+        if cost.peak < line.peak and (found is None or cost.extra < found.extra):
+            found = cost
+    if found is None:
+        return None
+    return _Try(way, tuple(dict.fromkeys(int(s) for s in frame.gaps[list(gaps), 0])), found)
 
 
-def _said(graph: Graph, best: _Try, line: Timeline) -> Change:
+def _said(graph: Graph, best: _Try, line: Timeline, made: Timeline) -> Change:
     ops = [graph.uses.definer[s] for s in best.storages]
     sources = list(dict.fromkeys(graph.ops[k].source for k in ops if graph.ops[k].source))
     more = f" and {len(sources) - 1} more" if len(sources) > 1 else ""
@@ -149,8 +148,8 @@ def _said(graph: Graph, best: _Try, line: Timeline) -> Change:
         len(best.storages),
         pattern([graph.storages[s].name for s in best.storages]),
         (sources[0] if sources else "") + more,
-        line.peak - best.line.peak,
-        best.line.time - line.time,
-        best.line.peak,
-        best.line.time,
+        line.peak - made.peak,
+        made.time - line.time,
+        made.peak,
+        made.time,
     )
