@@ -14,6 +14,7 @@
 // the last recomputation that reads it: a first pass finds out until when, a second one counts.
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
 #include <deque>
 #include <limits>
@@ -32,6 +33,10 @@ struct Rows {
     const i32* end(i64 row) const { return item.data() + start[row + 1]; }
     i64 size(i64 row) const { return start[row + 1] - start[row]; }
 };
+
+inline bool contains(const Rows& rows, i64 row, i32 x) {
+    return std::find(rows.begin(row), rows.end(row), x) != rows.end(row);
+}
 
 struct Program {
     i64 ops = 0, storages = 0;

@@ -115,8 +115,19 @@ def plan(
     else:
         assert limit is not None and best is not None
         raise _infeasible(graph, limit, bound, best, best_steps, needed)
-    made = _plan(graph, steps, layout, line, before)
-    made = replace(
+    made = _bounded(_plan(graph, steps, layout, line, before), graph, o, limit, bound, least)
+    made = replace(made, moved=_moved(frame.order), seconds=time.perf_counter() - began)
+    check(graph, made)
+    if interrupted:
+        raise Interrupted(made)
+    return made
+
+
+def _bounded(
+    made: Plan, graph: Graph, o: Options, limit: int | None, bound: float, least: dict[int, int]
+) -> Plan:
+    """A plan with what it was asked for, what none can go below, and who made it."""
+    return replace(
         made,
         budget=limit,
         lower_bound=int(bound),
@@ -124,13 +135,7 @@ def plan(
         host_budget=o.host or None,
         lossy=o.lossy,
         planner=f"{o.order}+{o.evict}" + "+portfolio" * o.place,
-        seconds=time.perf_counter() - began,
-        moved=_moved(frame.order),
     )
-    check(graph, made)
-    if interrupted:
-        raise Interrupted(made)
-    return made
 
 
 def adopted(frame: Frame, steps: Sequence[Step], o: Options, planner: str) -> Plan:
