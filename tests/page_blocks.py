@@ -7,8 +7,8 @@
 - What is printed is compared line by line, but for seconds, which differ from run to run, and what a chart draws.
   ``…`` stands for any text, alone on a line for any lines.
 - A comment before a block says more: ``<!-- not run: why -->``; ``<!-- needs: module -->``, or it is left out;
-  ``<!-- exit: 1 -->``; ``<!-- varies: peak, time: why -->`` for lines that begin so and follow from measured times
-  (``all``: only the exit status is looked at).
+  ``<!-- exit: 1 -->``; ``<!-- varies: peak, time: why -->`` for lines that begin so (``a/b``: so or so) and
+  follow from measured times (``all``: only the exit status is looked at).
   ``<!-- before: … -->`` holds Python that the page does not show, such as a file the reader would bring.
 """
 
@@ -87,7 +87,7 @@ def differences(expected: str, got: str, varies: str = "") -> list[str]:
     def plain(text: str) -> list[str]:
         drawn = (_CHART.sub("(chart)", line) for line in text.splitlines())
         lines = (" ".join(_SECONDS.sub("#", line).split()) for line in drawn)
-        known = (next((f"{h} #" for h in heads if line.startswith(h)), line) for line in lines)
+        known = (next((f"{h} #" for h in heads if line.startswith(tuple(h.split("/")))), line) for line in lines)
         return [line for line in known if line.strip("─ ")]
 
     wanted, have = plain(expected), plain(got)
