@@ -87,7 +87,9 @@ def differences(expected: str, got: str, varies: str = "") -> list[str]:
     def plain(text: str) -> list[str]:
         drawn = (_CHART.sub("(chart)", line) for line in text.splitlines())
         lines = (" ".join(_SECONDS.sub("#", line).split()) for line in drawn)
-        known = (next((f"{h} #" for h in heads if line.startswith(tuple(h.split("/")))), line) for line in lines)
+        known = (
+            next((f"{h} #" for h in heads if line.startswith(tuple(h.split("/")))), line) for line in lines
+        )
         return [line for line in known if line.strip("─ ")]
 
     wanted, have = plain(expected), plain(got)

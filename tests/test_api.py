@@ -108,3 +108,16 @@ def test_a_model_on_the_meta_device_is_planned_without_its_weights():
     made = tightship.plan(model, x, **QUICK)
     assert made.static > 16 << 30
     assert made.time_before > 0
+
+
+def test_without_pytorch_it_is_said_how_to_get_it(monkeypatch):
+    monkeypatch.setitem(sys.modules, "torch", None)
+    for call in (
+        lambda: tightship.fit(None, None, None, None),
+        lambda: tightship.infer(None, None),
+        lambda: tightship.plan(None, None),
+        lambda: tightship.frontier(None, None),
+        lambda: tightship.max_batch(None, None, "1MiB"),
+    ):
+        with pytest.raises(tightship.Unsupported, match=r"PyTorch is not installed.*tightship\[torch\]"):
+            call()

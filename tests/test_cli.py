@@ -251,7 +251,8 @@ def test_every_form_of_factory(there, capsys, name):
         ("toy:", "a source is module:factory"),
         ("toy", "a source is module:factory"),
         ("", "a source is module:factory"),
-        ("missing.json", "the file can be read"),
+        ("missing.json", "missing.json: there is no such file"),
+        ("toy.py", "a model is named as module:factory, such as toy:step"),
         ("model.pt2", "files that may hold code are not opened: load it in a factory()"),
         (".", "what is read is a regular file"),
     ],
@@ -298,7 +299,8 @@ def test_bad_arguments_are_said_to_be_bad(there, capsys, args, said):
 @pytest.mark.parametrize("args", [[], ["frob"], ["plan"], ["explain", "a", "b"], ["verify"]])
 def test_bad_usage(capsys, args):
     status, out, err = run(*args, capsys=capsys)
-    assert (status, out) == (2, "") and "usage: tightship" in err
+    assert (status, out) == (2, "") and "usage:" not in err and "--help" in err
+    assert len(err.splitlines()) == 1
     assert as_json(*args, capsys=capsys)[1]["error"]["type"] == "Usage"
 
 

@@ -187,7 +187,7 @@ def test_bad_input_leaves_the_output_alone(there, capsys, content, said):
         (["--seconds", "nan"], "a number is not negative"),
         (["-o", "no/such/folder.csv"], "a folder that exists"),
         (["--svg", "."], "not a folder"),
-        (["--baseline", "missing.csv"], "the file can be read"),
+        (["--baseline", "missing.csv"], "there is no such file"),
     ],
 )
 def test_bad_arguments_are_said_to_be_bad(there, capsys, args, said):
@@ -256,7 +256,7 @@ def test_a_packing_is_known_by_its_name_or_its_content(there, capsys):
     ("args", "said"),
     [
         (["toy.csv"], "a packing has a column 'offset'"),
-        (["missing.csv"], "the file can be read"),
+        (["missing.csv"], "there is no such file"),
         (["toy.csv", "--source", "graph.json"], "verified without a graph"),
         (["toy.csv", "--capacity", "x"], "a size is"),
         (["plan.json", "--capacity", "1GB"], "a capacity is for a packing"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 from collections.abc import Callable
 from dataclasses import fields, replace
@@ -47,6 +48,11 @@ __all__ = [
 Progress = Callable[[int, float, bool], bool]
 
 
+def _need_torch(what: str) -> None:
+    if importlib.util.find_spec("torch") is None:
+        raise Unsupported(what, "PyTorch is not installed", "pip install 'tightship[torch]'")
+
+
 def fit(
     model: Any, loss_fn: Any, optimizer: Any, sample_batch: Any, budget: Any = None, **options: Any
 ) -> TrainStep:
@@ -54,6 +60,7 @@ def fit(
 
     ``step = fit(model, loss_fn, optimizer, batch, "6GiB")``, then ``loss = step(batch)`` for every batch.
     """
+    _need_torch("training a model")
     from tightship.execute.fit import fit as made
 
     return made(model, loss_fn, optimizer, sample_batch, budget, **options)
@@ -64,6 +71,7 @@ def infer(model: Any, sample: Any, budget: Any = None, **options: Any) -> Infere
 
     ``run = infer(model, x)``, then ``y = run(x)`` gives what ``model(x)`` gives in evaluation mode.
     """
+    _need_torch("running a model")
     from tightship.execute.infer import infer as made
 
     return made(model, sample, budget, **options)
@@ -126,6 +134,7 @@ def captured(
 ) -> Any:
     """The program of one step of ``model``: its graph, with times (measured, or modelled for models without data),
     and how PyTorch runs it. What the step is, `plan` says."""
+    _need_torch("capturing a model")
     from tightship.execute import profile
     from tightship.frontends.torch import compat
     from tightship.frontends.torch.step import capture_forward, capture_loss, capture_step, module_of
@@ -275,6 +284,7 @@ def max_batch(
     """
     from dataclasses import replace
 
+    _need_torch("capturing a model")
     from tightship.frontends.torch.batch import batch_size
     from tightship.planners.batch import max_batch as found
 

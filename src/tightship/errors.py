@@ -79,6 +79,13 @@ class BadInput(TightshipError):
         super().__init__(message if value is _MISSING else f"{message}, got {_shown(value)}")
 
 
+def unreadable(error: Exception, place: str) -> BadInput:
+    """What is said of a file that the system does not give: in words, without error numbers."""
+    if isinstance(error, FileNotFoundError):
+        return BadInput("there is no such file", place=place)
+    return BadInput(f"the file cannot be read ({getattr(error, 'strerror', None) or error})", place=place)
+
+
 class UnknownSize(BadInput):
     """A value whose size in bytes is not known; sizes are never guessed."""
 

@@ -31,16 +31,12 @@ _REPORT = "write one HTML page that shows everything, offline"
 
 
 class Usage(TightshipError):
-    """Arguments that the command line does not know; ``usage`` is the line that says what it knows."""
-
-    def __init__(self, message: str, usage: str) -> None:
-        self.usage = usage
-        super().__init__(message)
+    """Arguments that the command line does not know."""
 
 
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
-        raise Usage(message, self.format_usage().strip())
+        raise Usage(f"{message} (see {self.prog} --help)")
 
 
 def parser(given: Sequence[str] = ()) -> argparse.ArgumentParser:
@@ -206,12 +202,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     given = list(sys.argv[1:] if argv is None else argv)
     with Output(as_json="--json" in given, quiet=not {"--quiet", "-q"}.isdisjoint(given)) as out:
         try:
-            chosen = parser(given).parse_args(given)
+            chosen, unknown = parser(given).parse_known_args(given)
+            if unknown:
+                said = f"unrecognized arguments: {' '.join(unknown)}"
+                raise Usage(f"{said} (see tightship {chosen.verb} --help)")
             chosen.command = shlex.join(["tightship", *given])
             status: int = chosen.run(chosen, out)
             return status
         except Usage as error:
-            out.failed(error, error.usage)
+            out.failed(error)
             return 2
         except TightshipError as error:
             out.failed(error)

@@ -76,13 +76,11 @@ class Output:
                 console.print(item)
         self._stdout.flush()
 
-    def failed(self, error: TightshipError, usage: str = "") -> None:
+    def failed(self, error: TightshipError) -> None:
         """Say what went wrong."""
         if self.as_json:
             self.answer(error_rows(error), "")
         console = _console(sys.stderr)
-        if usage:
-            console.print(usage, markup=False, soft_wrap=True)
         console.print("[bold red]tightship:[/] ", end="")
         console.print(str(error), markup=False, soft_wrap=True)
 

@@ -65,6 +65,9 @@ def load_source(text: str, options: Mapping[str, Any] | None = None) -> Source:
     if text.endswith((".pt2", ".pt", ".pth", ".bin", ".ckpt", ".pkl")):
         rule = "files that may hold code are not opened: load it in a factory() that returns (model, sample)"
         raise BadInput(rule, text, "SOURCE")
+    if text.endswith(".py"):
+        named = f"a model is named as module:factory, such as {Path(text).stem}:step"
+        raise BadInput(named, text, "SOURCE")
     if text.endswith(".json") or (os.path.exists(text) and ":" not in text):
         return _from_file(text)
     module, colon, name = text.partition(":")

@@ -34,7 +34,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import BinaryIO
 
-from tightship.errors import BadInput
+from tightship.errors import BadInput, unreadable
 from tightship.frontends import _problem_rows as _rows
 from tightship.frontends._problem_rows import MAX_LINE, REQUIRED, Row, lines_of, meaning
 from tightship.plan import Buffer, Gap, Pool, Problem, Solution
@@ -104,7 +104,7 @@ def read(path: str | os.PathLike[str]) -> Table:
         with open(path, "rb") as file:
             return _table(file, name)
     except (OSError, ValueError) as error:  # a path with a zero byte is a ValueError
-        raise BadInput(f"the file can be read ({error})", place=name) from error
+        raise unreadable(error, name) from error
 
 
 def loads(data: bytes, name: str = "problem") -> Table:

@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from tightship.errors import BadInput
+from tightship.errors import BadInput, unreadable
 from tightship.graph import Graph
 from tightship.plan import Plan
 from tightship.serde.documents import (
@@ -195,7 +195,7 @@ def _read(path: PathLike, limit: int) -> bytes:
         with open(path, "rb") as file:
             data = file.read(limit + 1)
     except (OSError, ValueError) as error:
-        raise BadInput(f"the file can be read ({error})", place=name) from error
+        raise unreadable(error, name) from error
     if len(data) > limit:
         raise BadInput(f"a file has at most {limit} bytes", len(data), name)
     return data

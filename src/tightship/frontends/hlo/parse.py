@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from tightship.errors import BadInput
+from tightship.errors import BadInput, unreadable
 from tightship.frontends.hlo.check import check_module
 from tightship.frontends.hlo.check_calls import check_instructions
 from tightship.frontends.hlo.module import Computation, Instruction, Module
@@ -44,7 +44,7 @@ def read(path: str | Path) -> Module:
             )
         text = path.read_text(encoding="utf-8")
     except OSError as error:
-        raise BadInput(f"the file can be read: {error.strerror}", place=str(path)) from None
+        raise unreadable(error, str(path)) from None
     except UnicodeDecodeError as error:
         raise BadInput(f"an HLO module is UTF-8 text (byte {error.start} is not)", place=str(path)) from None
     return parse(text, path.name)

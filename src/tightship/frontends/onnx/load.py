@@ -18,7 +18,7 @@ import onnx
 import onnx.inliner
 from google.protobuf.message import DecodeError
 
-from tightship.errors import BadInput, Unsupported
+from tightship.errors import BadInput, Unsupported, unreadable
 from tightship.frontends.onnx import wire
 
 __all__ = [
@@ -107,7 +107,7 @@ def _opened(path: str | os.PathLike[str]) -> tuple[bytes, tuple[int, ...]]:
         rule = f"what is not weights has at most {LARGEST_STRUCTURE} bytes (a message counted as 64 at least)"
         raise BadInput(rule, f"{error} and more", place) from error
     except OSError as error:
-        raise BadInput(f"the file can be read ({error})", place=place) from error
+        raise unreadable(error, place) from error
     except ValueError as error:
         raise BadInput(f"{_RULE} ({error})", place=place) from error
 

@@ -18,7 +18,7 @@ from google.protobuf.message import DecodeError
 from tensorflow.core.framework import graph_pb2
 from tensorflow.core.protobuf import meta_graph_pb2, saved_model_pb2
 
-from tightship.errors import BadInput, Unsupported
+from tightship.errors import BadInput, Unsupported, unreadable
 from tightship.frontends.tensorflow.nodes import name_of
 from tightship.frontends.tensorflow.wire import fields
 
@@ -72,7 +72,7 @@ def _bytes(path: str | os.PathLike[str]) -> bytes:
         with open(path, "rb") as file:
             return file.read(limit + 1)
     except (OSError, ValueError) as error:
-        raise BadInput(f"the file can be read ({error})", place=place) from error
+        raise unreadable(error, place) from error
 
 
 def _parsed(data: bytes, place: str) -> tuple[Any, tuple[str, ...]]:
