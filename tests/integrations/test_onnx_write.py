@@ -86,6 +86,38 @@ def test_real_models_run_as_planned(name, folder, tmp_path):
     onnx.checker.check_model(str(tmp_path / "out.onnx"), full_check=True)
 
 
+@pytest.mark.slow
+def test_recomputation_in_a_real_model_saves_what_was_planned(folder, tmp_path):
+    pytest.importorskip("onnxscript")
+    from onnx_models import MODELS, exported
+
+    program = lower(read(exported("densenet", folder)), MODELS["densenet"].shape)
+    free = api.plan_graph(program.graph).plan
+    plan = api.plan_graph(program.graph, free.static + int(0.95 * (free.peak - free.static))).plan
+    assert plan.met and plan.count("recompute")
+    before, after = run_both(program, plan, tmp_path / "out.onnx")
+    assert after.peak <= 0.95 * before.peak
+    assert len(after.order) > len(before.order)  # clones ran
+
+
+@pytest.mark.slow
+def test_bert_on_the_command_line(folder, tmp_path, capsys):
+    pytest.importorskip("onnxscript")
+    pytest.importorskip("transformers")
+    from onnx_models import exported
+
+    path, out = exported("bert", folder), tmp_path / "out.onnx"
+    status, text, _ = run(capsys, "plan", path, "--shape", "batch=1,seq=128", "--write", out, "--json")
+    rows = json.loads(text)
+    assert status == 0 and {"peak_before", "peak_after", "arena", "lower_bound"} <= set(rows)
+    assert rows["lower_bound"] <= rows["peak_after"] <= rows["peak_before"]
+    onnx.checker.check_model(str(out), full_check=True)
+    feeds = feeds_of(lower(read(path), "batch=1,seq=128"))
+    planned, theirs = measure(out, feeds), measure(path, feeds, keep_order=False, reuse=True)
+    assert same(planned, theirs)
+    assert planned.peak <= rows["peak_after"] - rows["static"] and planned.peak < theirs.peak
+
+
 # --- models made by hand ---
 
 
