@@ -86,6 +86,21 @@ def test_real_models_run_as_planned(name, folder, tmp_path):
     onnx.checker.check_model(str(tmp_path / "out.onnx"), full_check=True)
 
 
+def test_a_real_model_of_every_opset(folder, tmp_path):
+    pytest.importorskip("onnxscript")
+    from onnx import version_converter
+
+    from onnx_models import MODELS, exported
+
+    model = onnx.load(exported("unet", folder))
+    shape, peaks = MODELS["unet"].shape, {}
+    for version in range(14, onnx.defs.onnx_opset_version() + 1):  # the converter does not go below
+        path = saved(tmp_path, version_converter.convert_version(model, version))
+        graph = lower(read(path), shape).graph
+        peaks[version] = replay(graph, baseline(graph)).peak - graph.static_bytes
+    assert set(peaks.values()) == {4 * 8 * 32 * 32 * 4}, peaks
+
+
 @pytest.mark.slow
 def test_recomputation_in_a_real_model_saves_what_was_planned(folder, tmp_path):
     pytest.importorskip("onnxscript")

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 pytest.importorskip("onnx")
+import onnx
 from graphs import FLOAT, made, node, saved, tensor, value
 from onnx import TensorProto, helper
 
@@ -41,6 +42,13 @@ def test_every_unknown_dimension_is_named(tmp_path):
     with pytest.raises(UnknownSize) as error:
         graph_of(tmp_path, two_inputs(), "batch=2")
     assert "seq, y[1]" in str(error.value) and "batch" not in str(error.value).split("for ")[-1]
+
+
+def test_a_value_without_a_shape_is_asked_for_whole(tmp_path):
+    model = made([node("Relu", ["x"], ["y"])], [value("x", None)], [value("y", None)])
+    with pytest.raises(UnknownSize, match="give --shape x=NxM for x"):
+        graph_of(tmp_path, model)
+    assert peak(graph_of(tmp_path, model, "x=4x8")) == 128
 
 
 def test_sizes_are_given_by_dimension_by_axis_and_by_value(tmp_path):
@@ -103,7 +111,7 @@ def test_what_depends_on_data_is_asked_for_by_name(tmp_path):
     assert graph.storages[storage_of(graph, "out")].size == 2 * 16 * 4
 
 
-@pytest.mark.parametrize("opset", range(13, 27))
+@pytest.mark.parametrize("opset", range(13, onnx.defs.onnx_opset_version() + 1))
 def test_opsets(tmp_path, opset):
     graph = graph_of(tmp_path, two_inputs(opset), "batch=2,seq=3,y[1]=5")
     assert peak(graph) == 2 * 8 * 8 * 4 * 2
@@ -275,8 +283,8 @@ def test_R14_loops_count_what_a_turn_needs(tmp_path):  # noqa: N802
     graph = graph_of(tmp_path, loop(5))
     unit = 16 * 16 * 4
     assert graph.storages[storage_of(graph, "all")].size == 5 * unit
-    # beside the results: what the turn before made, the turns' slices, and what a turn makes for itself
-    assert extra_bytes(graph.ops[0]) == unit + 5 * unit + unit
+    # beside the results: the turns' slices when they are joined, which is more than what turns need for themselves
+    assert extra_bytes(graph.ops[0]) == 5 * unit + 3 * 64
     assert graph.ops[0].flops >= 5 * 2 * 16**3
 
 

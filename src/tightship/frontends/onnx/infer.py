@@ -69,7 +69,7 @@ def infer(model: Model, shapes: Shapes) -> Scope:
     shapes.check_used(walk.names, "--shape")
     if walk.unknown:
         names = ", ".join(walk.unknown)
-        hint = ",".join(f"{n}=N" for n in list(walk.unknown)[:4])
+        hint = ",".join(f"{n}={'NxM' if n in walk.shapeless else 'N'}" for n in list(walk.unknown)[:4])
         raise UnknownSize(
             f"every dimension has a size: give --shape {hint} for {names}", place=str(model.path)
         )
@@ -82,6 +82,7 @@ class _Walk:
         self.opsets = model.opsets
         self.imports = list(model.proto.opset_import)
         self.unknown: dict[str, None] = {}
+        self.shapeless: set[str] = set()  # values among them of which not even the rank is known
         self.names: dict[str, None] = {}  # of the dimensions that can be given
 
     # --- graphs ---
@@ -147,6 +148,7 @@ class _Walk:
         if t.shape is None:
             if root:
                 self.names[name] = self.unknown[name] = None
+                self.shapeless.add(name)
             return t
         dims_: list[Dim] = []
         for axis, d in enumerate(t.shape):

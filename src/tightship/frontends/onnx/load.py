@@ -105,7 +105,7 @@ def _opened(path: str | os.PathLike[str]) -> tuple[bytes, tuple[int, ...]]:
             return wire.slim(wire.from_file(file.fileno()), about.st_size, LARGEST_STRUCTURE), stamp(about)
     except wire.TooLarge as error:
         rule = f"what is not weights has at most {LARGEST_STRUCTURE} bytes (a message counted as 64 at least)"
-        raise BadInput(rule, f"{error} and more", place) from error
+        raise BadInput(rule, error.args[0], place) from error
     except OSError as error:
         raise unreadable(error, place) from error
     except ValueError as error:

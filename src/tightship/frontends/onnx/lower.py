@@ -18,9 +18,12 @@ from tightship.frontends.onnx.load import Model, bodies
 from tightship.frontends.onnx.rules import IN_PLACE, flops_of, is_random, may_overwrite, viewed
 from tightship.frontends.onnx.types import Shapes, TensorType, nbytes_of
 from tightship.graph import Graph, Op, Storage, Value, aligned
+from tightship.simulate import baseline, replay
 
 __all__ = ["Program", "lower"]
 
+_COUNTERS: Final = 3 * 64
+"""Bytes of a Loop's number of the turn, and of its conditions."""
 _ANCESTORS: Final = 20_000
 """Nodes of a graph up to which it is known which of them come before which in every order."""
 
@@ -253,20 +256,27 @@ class _Lowering:
             return flops_of(node, types, [self.scope.type(n) for n in node.output if n]), 0
         if node.op_type == "If":
             return max(b.flops for b in bodies), 0
-        trips, states = 1, 0
         if node.op_type == "Loop":
-            count = self.scope.value(node.input[0]) if node.input[0] else None
-            trips = int(count.reshape(())) if count is not None and count.size == 1 else 1
-            states = max(0, len(node.input) - 2)
-            carried = sum(self._size(n) for n in node.input[2:] if n)
-            # What a turn made is there while the next is made; single turns' slices wait to be joined.
-            slices = sum(self._size(n) for n in node.output[states:] if n)
-            return max(trips, 1) * bodies[0].flops, carried + slices
+            return self._loop_cost(node, bodies[0])
         scans = next((int(a.i) for a in node.attribute if a.name == "num_scan_inputs"), 0)
         states = len(node.input) - scans
         carried = sum(self._size(n) for n in node.input[:states] if n)
-        length = self._type(node.input[states]).sizes[:1] or (1,)
-        return length[0] * bodies[0].flops, carried
+        axes = next((list(a.ints) for a in node.attribute if a.name == "scan_input_axes"), [0])
+        length = self._type(node.input[states]).sizes[axes[0]]
+        # What is carried is read from one buffer and written into another; the first turn reads what is given, the
+        # last one writes the result.
+        return length * bodies[0].flops, min(max(length - 1, 0), 2) * carried
+
+    def _loop_cost(self, node: Any, body: _Body) -> tuple[int, int]:
+        count = self.scope.value(node.input[0]) if node.input[0] else None
+        trips = int(count.reshape(())) if count is not None and count.size == 1 else 1
+        states = max(0, len(node.input) - 2)
+        carried = sum(self._size(n) for n in node.input[2:] if n)
+        slices = sum(self._size(n) for n in node.output[states:] if n)
+        inner = max(0, replay(body.graph, baseline(body.graph)).peak - body.graph.static_bytes)
+        # While a turn runs there is what the turn before it made, and single turns' slices; in the end, when turns
+        # have no needs of their own any more, the slices are joined.
+        return max(trips, 1) * body.flops, max(carried, slices - inner) + _COUNTERS
 
     def _body(self, scope: Scope, owner: str) -> _Body:
         low = _Lowering(scope, self.place, self.settings, inner=True)

@@ -24,6 +24,7 @@ tried where too much would be kept by the first."""
 
 _MESSAGE, _FIELD = 64, 16  # bytes counted at least, of a message and of any other field
 _DEPTH: Final = 100  # of messages within one another, as protobuf has it
+_WINDOW: Final = 1 << 15  # bytes read at once in passing
 _BLOCK: Final = 1 << 20  # a message of up to so many bytes is read at once
 _MARK: Final = f"tightship.{secrets.token_hex(8)}"  # drawn anew in every process: no file can hold it
 _CONTENTS: Final = frozenset(
@@ -38,8 +39,18 @@ Read = Callable[[int, int], bytes]
 
 
 def from_file(handle: int) -> Read:
-    """Reads from an open file."""
-    return lambda offset, size: os.pread(handle, size, offset)
+    """Reads from an open file, little by little what is asked for little by little."""
+    at, window = 0, b""
+
+    def read(offset: int, size: int) -> bytes:
+        nonlocal at, window
+        if not at <= offset <= offset + size <= at + len(window):
+            if size > _WINDOW // 2:
+                return os.pread(handle, size, offset)
+            at, window = offset, os.pread(handle, _WINDOW, offset)
+        return window[offset - at : offset - at + size]
+
+    return read
 
 
 def from_bytes(data: bytes, at: int = 0) -> Read:
