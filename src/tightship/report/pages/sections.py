@@ -171,7 +171,8 @@ def peak_table(graph: Graph, steps: Sequence[Step], line: Timeline, beside: int 
     shapes: dict[int, str] = {}
     for v in graph.values:
         shapes.setdefault(
-            v.storage, f"{v.dtype.removeprefix('torch.')}{list(v.shape)}" if v.shape else v.dtype
+            v.storage,
+            f"{v.dtype.removeprefix('torch.')}[{','.join(map(str, v.shape))}]" if v.shape else v.dtype,
         )
     rows: list[list[Any]] = []
     static, at = 0, steps[line.peak_step].op if line.peak_step >= 0 else -1
@@ -187,7 +188,7 @@ def peak_table(graph: Graph, steps: Sequence[Step], line: Timeline, beside: int 
     rows.append(["results", "output", "", beside, "", ""])
     rows = sorted((r for r in rows if r[3]), key=lambda r: -r[3])
     running = label(graph, steps, line.peak_step) if line.peak_step >= 0 else "the static set"
-    names = [("tensor", "text"), ("kind", "text"), ("shape", "text"), ("bytes", "bytes"), ("module", "text")]
+    names = [("tensor", "text"), ("kind", "text"), ("shape", "shape"), ("bytes", "bytes"), ("module", "text")]
     made = table("The peak", [*names, ("made on line", "text")], cut(rows, 3))
     return made | {"said": f"{format_bytes(line.peak + beside)} at step {line.peak_step}: {running}"}
 

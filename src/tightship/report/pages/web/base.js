@@ -4,7 +4,7 @@ window.report = D;
 const scaled = (n, names, k = 0) => { let x = n; while (Math.abs(x) >= 1024 && k < names.length - 1) { x /= 1024; k++; } return (k ? x.toFixed(2) : x) + " " + names[k]; };
 const size = n => scaled(n, ["B", "KiB", "MiB", "GiB", "TiB"]);
 const secs = t => t >= 1 ? t.toFixed(2) + " s" : t >= 1e-3 ? (t * 1e3).toFixed(1) + " ms" : (t * 1e6).toFixed(0) + " µs";
-const WORDS = { bytes: size, seconds: secs, percent: x => (x >= 0 ? "+" : "") + (100 * x).toFixed(1) + " %", count: x => String(x), text: x => x };
+const WORDS = { bytes: size, seconds: secs, percent: x => (x >= 0 ? "+" : "") + (100 * x).toFixed(1) + " %", count: x => String(x), text: x => x, shape: x => x };
 function make(tag, given = {}, ...inside) {
   const node = document.createElement(tag);
   for (const [k, v] of Object.entries(given)) if (k in node) node[k] = v; else node.setAttribute(k, v);

@@ -1,6 +1,6 @@
 // Tables, the numbers at the top, and the parts in their order.
 PARTS.table = (s, host) => {
-  const cell = (tag, v, kind) => make(tag, { className: kind === "text" ? "t" : "n", ...(tag === "th" ? { scope: "col" } : {}) }, v === null ? "" : tag === "th" ? v : WORDS[kind](v));
+  const cell = (tag, v, kind) => make(tag, { className: kind === "text" ? "t" : kind === "shape" ? "s" : "n", ...(tag === "th" ? { scope: "col" } : {}) }, v === null ? "" : tag === "th" ? v : WORDS[kind](v));
   const body = make("tbody", {}, ...s.rows.map(r => make("tr", {}, ...r.map((v, k) => cell("td", v, s.columns[k][1])))));
   const table = make("table", {}, make("caption", { className: "unseen" }, s.heading), make("thead", {}, make("tr", {}, ...s.columns.map(c => cell("th", c[0], c[1])))), body);
   const inside = make("div", { className: "wrap", tabIndex: 0, role: "region", "aria-label": s.heading }, table);
