@@ -2,11 +2,12 @@
 
 What is never given back (read-only arguments, constants, thread-local buffers), and what outputs and donated
 arguments take (the *hosts*), are there in any case. What else is alive while an instruction runs lies in hosts that
-are idle then, or in the heap. A buffer lies in one of them whole, so only those as large as it is can take it: for any
-size, the buffers of at least that size, less the idle hosts of at least that size, are in the heap; the most over all
-sizes and instructions is a bound. Where that is highest, it is sharpened by what each host can take at best: of the
-buffers that are never in the way of its own, a sum of sizes that it has room for. Two of which one may be written over
-the other count for the larger. Source: ours; with size 0 and between instructions it is the usual one.
+are idle then, or in the heap. A buffer lies in one of them whole, so only those as large as it is can take it: for
+any size, the buffers of at least that size, less the idle hosts of at least that size, are in the heap; the most
+over all sizes and instructions is a bound. Where that is highest, it is sharpened by what each host can take at
+best: of the buffers that are never in the way of its own, a sum of sizes that it has room for. Two of which one may
+be written over the other count for the larger. Source: ours; with size 0 and between instructions it is the usual
+one.
 """
 
 from __future__ import annotations
