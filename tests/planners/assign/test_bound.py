@@ -12,8 +12,6 @@ from tightship.planners.assign._heap import replay
 from tightship.planners.assign._join import joined
 
 HEAD = "HloModule m, is_scheduled=true"
-    "}}", "}"
-)
 
 
 def total(text: str) -> tuple[int, int, int]:
@@ -72,7 +70,8 @@ def test_the_most_that_fits_beside_each_other(size: int, sizes: list[int], room:
 def test_results_out_of_tuples_are_written_over_where_that_is_legal() -> None:
     text = (
         f"{HEAD}\n%f {{\n  %x = f32[64]{{0}} parameter(0)\n  %n = f32[64]{{0}} negate(%x)\n"
-        "  %r = f32[64]{0} reverse(%x), dimensions={0}\n  ROOT %t = (f32[64]{0}, f32[64]{0}) tuple(%n, %r)\n}\nENTRY %e {\n"
+        "  %r = f32[64]{0} reverse(%x), dimensions={0}\n  ROOT %t = (f32[64]{0}, f32[64]{0}) tuple(%n, %r)\n}\n"
+        "ENTRY %e {\n"
         "  %p = f32[64]{0} parameter(0)\n  %both = (f32[64]{0}, f32[64]{0}) fusion(%p), kind=kLoop, calls=%f\n"
         "  %one = f32[64]{0} get-tuple-element(%both), index=0\n  %a = f32[64]{0} tanh(%one)\n"
         "  %two = f32[64]{0} get-tuple-element(%both), index=1\n  %b = f32[64]{0} add(%a, %two)\n"
