@@ -118,6 +118,7 @@ def _add_frontier(verb: argparse.ArgumentParser) -> None:
     verb.add_argument(
         "--peers", action=argparse.BooleanOptionalAction, default=True, help="compare with fixed policies"
     )
+    add_model(verb)
     add_options(verb, Options)
     verb.set_defaults(run=verbs.frontier, options=Options)
 
