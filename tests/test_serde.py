@@ -181,7 +181,7 @@ def test_a_plan_is_not_saved_with_another_graph() -> None:
 
 
 def test_what_is_no_file_is_refused(tmp_path: Path) -> None:
-    for path, message in ((tmp_path / "none.json", "No such file"), (tmp_path, "regular file")):
+    for path, message in ((tmp_path / "none.json", "no such file"), (tmp_path, "regular file")):
         with pytest.raises(BadInput, match=message) as caught:
             load_plan(path)
         assert str(path) in str(caught.value)
