@@ -6,6 +6,7 @@ mkdocs calls ``on_config`` and ``on_files``; the rest are functions from the pac
 from __future__ import annotations
 
 import argparse
+import ast
 import dataclasses
 import re
 import sys
@@ -37,6 +38,7 @@ LABELS += ("Guarantee", "Complexity", "Known limits")
 def pages() -> dict[str, str]:
     """Every generated page: its path within the site, and its text."""
     made = {"planners/index.md": planner_index(), "reference/cli.md": command_line()}
+    made["modules.md"] = modules()
     made["changelog.md"] = (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
     return made | {planner_path(info): planner_page(info) for info in planners().values()}
 
@@ -93,6 +95,31 @@ def options_table(options: type[Any]) -> list[str]:
     said = documented(options)
     rows = [f"| `{f.name}` | {code(f.default)} | {cell(said.get(f.name, ''))} |" for f in fields]
     return ["| Option | Default | |", "| --- | --- | --- |", *rows]
+
+
+# --- modules ---
+
+
+def modules() -> str:
+    """Every module with the first sentence of its docstring, folders in the order in which `layout.md` has them."""
+    layout = (ROOT / "docs" / "layout.md").read_text(encoding="utf-8")
+    folders: dict[str, list[str]] = {}
+    for path in sorted((ROOT / "src" / "tightship").rglob("*.py")):
+        name = path.relative_to(ROOT / "src" / "tightship")
+        said = ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or ""
+        sentence = re.split(r"(?<=\.)\s", " ".join(said.split()), maxsplit=1)[0]
+        row = f"| `{name.name}` | {cell(sentence)} |"
+        folders.setdefault(name.parent.as_posix(), []).append(row)
+
+    def place(folder: str) -> tuple[int, str]:
+        at = layout.find(f"`{folder.split('/')[0]}/`")
+        return (-1 if folder == "." else at if at >= 0 else len(layout)), folder
+
+    lines = ["# Every module", "", "With its first sentence, in the order in which data flows.", ""]
+    for folder in sorted(folders, key=place):
+        title = "The package itself" if folder == "." else f"`{folder}/`"
+        lines += [f"## {title}", "", "| | |", "| --- | --- |", *folders[folder], ""]
+    return "\n".join(lines)
 
 
 # --- the command line ---

@@ -63,7 +63,7 @@ def test_what_is_not_run_says_why_and_is_little():
 
 @pytest.mark.parametrize("page", PAGES, ids=name)
 def test_links_lead_to_files_and_headings_that_exist(page):
-    from_the_site = {"planners/index.md", "reference/cli.md", "changelog.md"}
+    from_the_site = {"planners/index.md", "reference/cli.md", "changelog.md", "modules.md"}
     for target in re.findall(r"\]\(([^)]+)\)", SPOKEN[page]):
         path, _, heading = target.partition("#")
         there = (page.parent / path).resolve() if path else page
@@ -76,8 +76,8 @@ def test_links_lead_to_files_and_headings_that_exist(page):
             assert heading in [re.sub(r"[^\w -]", "", h.lower()).replace(" ", "-") for h in found], target
 
 
-def test_the_layout_names_every_module():
-    """By file or folder: ``simulate.py``, ``serde/``; within a folder, files that begin with _ need no name."""
+def test_the_layout_names_every_part_of_the_package():
+    """By file or folder: ``simulate.py``, ``serde/``; what is in the folders is listed in a page of its own."""
     text = SPOKEN[DOCS / "layout.md"]
     source = ROOT / "src" / "tightship"
     for path in sorted(source.iterdir()):
@@ -154,6 +154,22 @@ def test_every_planner_has_a_page_made_of_its_docstring(made):
         doc = sys.modules[info.plan.__module__].__doc__
         assert re.sub(r"\W+", "", doc) in re.sub(r"\W+", "", text), info.name
         assert f"## Options\n\n{'|' if info.options.__dataclass_fields__ else 'None.'}" in text
+
+
+def test_every_module_is_listed_with_what_it_is(made):
+    source = ROOT / "src" / "tightship"
+    for path in source.rglob("*.py"):
+        part = path.parent.relative_to(source).as_posix()
+        title = "The package itself" if part == "." else f"`{part}/`"
+        rows = made["modules.md"].partition(f"\n## {title}\n")[2].partition("\n## ")[0]
+        assert re.search(rf"^\| `{re.escape(path.name)}` \| \w.{{8,}} \|$", rows, re.M), path
+
+
+def test_the_navigation_names_every_page():
+    """mkdocs itself says so too (``omitted_files``), where it is installed."""
+    nav = (ROOT / "mkdocs.yml").read_text(encoding="utf-8").partition("\nnav:")[2]
+    for page in DOCS.rglob("*.md"):
+        assert page.relative_to(DOCS).as_posix() in nav, f"mkdocs.yml does not name {page.name}"
 
 
 def test_every_verb_and_option_is_in_the_reference(made):
