@@ -23,7 +23,7 @@ Section = dict[str, Any]
 Fact = tuple[str, Any, str]
 """A number at the top of a page: its name, its value, and how it is said (bytes, seconds, count, percent or text)."""
 
-_SCRIPTS = ("base.js", "memory.js", "steps.js", "arena.js", "frontier.js", "main.js")
+_SCRIPTS = ("base.js", "stage.js", "memory.js", "steps.js", "arena.js", "frontier.js", "main.js")
 
 
 def page_of(

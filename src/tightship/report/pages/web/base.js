@@ -1,136 +1,166 @@
 // What every part of the page uses: the data, words for numbers, colours, and canvases that can be pointed at.
-const D = JSON.parse(document.getElementById("data").textContent), $ = id => document.getElementById(id);
+const D = JSON.parse(document.getElementById("data").textContent),
+  $ = id => document.getElementById(id);
 window.report = D;
-const scaled = (n, names, k = 0) => { let x = n; while (Math.abs(x) >= 1024 && k < names.length - 1) { x /= 1024; k++; } return (k ? x.toFixed(2) : x) + " " + names[k]; };
+const scaled = (n, names, k = 0) => {
+  let x = n;
+  while (Math.abs(x) >= 1024 && k < names.length - 1) {
+    x /= 1024;
+    k++;
+  }
+  return (k ? x.toFixed(2) : x) + " " + names[k];
+};
 const size = n => scaled(n, ["B", "KiB", "MiB", "GiB", "TiB"]);
 const secs = t => t >= 1 ? t.toFixed(2) + " s" : t >= 1e-3 ? (t * 1e3).toFixed(1) + " ms" : (t * 1e6).toFixed(0) + " µs";
-const WORDS = { bytes: size, seconds: secs, percent: x => (x >= 0 ? "+" : "") + (100 * x).toFixed(1) + " %", count: x => String(x), text: x => x, shape: x => x };
+const WORDS = {
+  bytes: size,
+  seconds: secs,
+  percent: x => (x >= 0 ? "+" : "") + (100 * x).toFixed(1) + " %",
+  count: x => String(x),
+  text: x => x,
+  shape: x => x
+};
+
 function make(tag, given = {}, ...inside) {
   const node = document.createElement(tag);
-  for (const [k, v] of Object.entries(given)) if (k in node) node[k] = v; else node.setAttribute(k, v);
+  for (const [k, v] of Object.entries(given))
+    if (k in node) node[k] = v;
+    else node.setAttribute(k, v);
   node.append(...inside);
   return node;
 }
 let paints = {};
 const colour = name => paints[name] ??= getComputedStyle(document.documentElement).getPropertyValue("--" + name).trim();
-const key = (name, text) => { const k = make("span", { className: "key" }, text); k.style.setProperty("--c", `var(--${name})`); return k; };
+const key = (name, text) => {
+  const k = make("span", {
+    className: "key"
+  }, text);
+  k.style.setProperty("--c", `var(--${name})`);
+  return k;
+};
+
 function tip(text, x = 0, y = 0) {
   const box = $("tip");
-  box.textContent = text; box.style.display = text ? "block" : "none";
+  box.textContent = text;
+  box.style.display = text ? "block" : "none";
   if (!text) return;
   box.style.left = Math.max(4, Math.min(innerWidth - box.offsetWidth - 8, x + 14)) + "px";
   box.style.top = Math.max(4, Math.min(innerHeight - box.offsetHeight - 8, y + 14)) + "px";
 }
 // All that changed between two frames is drawn once.
 const waiting = new Set();
+
 function later(draw) {
-  if (!waiting.size) requestAnimationFrame(() => { const now = [...waiting]; waiting.clear(); now.forEach(f => f()); });
+  if (!waiting.size) requestAnimationFrame(() => {
+    const now = [...waiting];
+    waiting.clear();
+    now.forEach(f => f());
+  });
   waiting.add(draw);
 }
 // Charts of one axis share a view, [a, b) of [0, end): moving one moves them all.
 const views = {};
-const view = (name, start, end) => views[name] ??= { start, end, a: start, b: end, drawn: [] };
+const view = (name, start, end) => views[name] ??= {
+  start,
+  end,
+  a: start,
+  b: end,
+  drawn: []
+};
+
 function reframe(v, a, b) {
   const span = Math.min(b - a, v.end - v.start);
-  v.a = Math.max(v.start, Math.min(v.end - span, a)); v.b = v.a + span;
+  v.a = Math.max(v.start, Math.min(v.end - span, a));
+  v.b = v.a + span;
   v.drawn.forEach(later);
-}
-// A canvas in a figure. o: height, label, caption, view, left (pixels of the scale), draw(g, w, h), mark(g, w, h, item), hit(px, py) -> item or -1,
-// count(), words(item), stride() and, where it has a second axis, rise: { low, high, bottom, top }.
-function stage(host, o) {
-  const canvas = make("canvas", { tabIndex: 0, role: "img", "aria-label": o.label });
-  // What is pointed at is marked on a sheet of its own: nothing else need be drawn again.
-  const glass = make("canvas", { className: "glass", "aria-hidden": "true" });
-  host.append(make("figure", {}, make("div", { className: "stage" }, canvas, glass), make("figcaption", {}, ...[].concat(o.caption || []))));
-  let mark = -1, from = null, w = 0, h = 0;
-  function draw() {
-    const r = devicePixelRatio || 1; w = canvas.clientWidth || 640; h = o.height instanceof Function ? o.height() : o.height;
-    canvas.width = glass.width = Math.round(w * r); canvas.height = glass.height = Math.round(h * r); canvas.style.height = h + "px"; canvas.style.aspectRatio = `${w} / ${h}`;
-    const g = canvas.getContext("2d"); g.scale(r, r); g.font = "12px system-ui, sans-serif"; o.draw(g, w, h); point();
-  }
-  function point() {
-    const g = glass.getContext("2d"); g.setTransform(1, 0, 0, 1, 0, 0); g.clearRect(0, 0, glass.width, glass.height);
-    if (mark >= 0) { g.save(); g.scale(glass.width / w, glass.height / h); o.mark(g, w, h, mark); g.restore(); }
-  }
-  const time = px => o.view.a + (o.view.b - o.view.a) * (px - o.left) / (w - o.left - 4);
-  function zoom(by, px = (w + o.left) / 2, py = h / 2) {
-    const v = o.view, at = time(px), up = o.rise;
-    if (up) { const spot = up.high - (up.high - up.low) * py / h; up.low = Math.max(up.bottom, spot - (spot - up.low) * by); up.high = Math.min(up.top, spot + (up.high - spot) * by); }
-    reframe(v, at - (at - v.a) * by, at + (v.b - at) * by);
-  }
-  function pan(dx, dy) {
-    const v = o.view, d = (v.b - v.a) * dx, up = o.rise;
-    if (up) { const e = (up.high - up.low) * dy, m = Math.max(up.bottom - up.low, Math.min(up.top - up.high, e)); up.low += m; up.high += m; }
-    reframe(v, v.a + d, v.b + d);
-  }
-  function all() { if (o.rise) { o.rise.low = o.rise.bottom; o.rise.high = o.rise.top; } reframe(o.view, o.view.start, o.view.end); }
-  function show(i, x, y) { if (i !== mark) { mark = i; later(point); } tip(i < 0 ? "" : o.words(i), x, y); }
-  function read(i) {
-    const n = o.count(); if (!n) return;
-    i = Math.max(0, Math.min(n - 1, i));
-    if (o.reveal) o.reveal(i);
-    const box = canvas.getBoundingClientRect(); show(i, box.left + o.left, box.top + 8); $("said").textContent = o.words(i);
-  }
-  canvas.onpointerdown = e => { from = [e.clientX, e.clientY]; canvas.setPointerCapture(e.pointerId); };
-  canvas.onpointerup = () => { from = null; };
-  canvas.onpointermove = e => {
-    if (from && e.buttons) { pan((from[0] - e.clientX) / (w - o.left), (e.clientY - from[1]) / h); from = [e.clientX, e.clientY]; return tip(""); }
-    show(o.hit(e.offsetX, e.offsetY, time(e.offsetX)), e.clientX, e.clientY);
-  };
-  canvas.onpointerleave = () => { from = null; show(-1); };
-  canvas.onblur = () => show(-1);
-  canvas.onclick = e => { const i = o.hit(e.offsetX, e.offsetY, time(e.offsetX)); if (i >= 0 && o.choose) o.choose(i); };
-  // The wheel scrolls the page until the picture is clicked or Ctrl is held.
-  canvas.addEventListener("wheel", e => { if (document.activeElement !== canvas && !e.ctrlKey && !e.metaKey) return; e.preventDefault(); zoom(e.deltaY > 0 ? 1.2 : 1 / 1.2, e.offsetX, e.offsetY); }, { passive: false });
-  canvas.onkeydown = e => {
-    const way = { ArrowLeft: [-.1, 0], ArrowRight: [.1, 0], ArrowUp: [0, .1], ArrowDown: [0, -.1] }[e.key], one = e.shiftKey ? 1 : o.stride ? o.stride() : 1;
-    if (way && (o.rise || way[1])) pan(...way);
-    else if (e.key === "ArrowLeft" || e.key === "ArrowRight") read(mark + (mark < 0 ? 1 : one * Math.sign(way[0])));
-    else if (e.key === "n" || e.key === "p") read(mark + (e.key === "n" ? 1 : -1));
-    else if (e.key === "Home") read(0); else if (e.key === "End") read(o.count() - 1);
-    else if (e.key === "+" || e.key === "=") zoom(1 / 1.4); else if (e.key === "-") zoom(1.4); else if (e.key === "0") all();
-    else if (e.key === "Enter" && mark >= 0 && o.choose) o.choose(mark);
-    else if (e.key === "Escape") show(-1); else return;
-    e.preventDefault();
-  };
-  o.view.drawn.push(draw);
-  return { canvas, draw, zoom, all, read };
 }
 // Round levels of a scale of bytes within [low, high].
 function levels(low, high) {
-  const span = Math.max(1, high - low), unit = 1024 ** Math.max(0, Math.floor(Math.log(span / 2) / Math.log(1024))), rough = span / unit / 5, base = 10 ** Math.floor(Math.log10(rough));
-  const step = Math.max(1, unit * base * [1, 2, 2.5, 5, 10].find(m => base * m >= rough)), found = [];
+  const span = Math.max(1, high - low),
+    unit = 1024 ** Math.max(0, Math.floor(Math.log(span / 2) / Math.log(1024))),
+    rough = span / unit / 5,
+    base = 10 ** Math.floor(Math.log10(rough));
+  const step = Math.max(1, unit * base * [1, 2, 2.5, 5, 10].find(m => base * m >= rough)),
+    found = [];
   for (let b = Math.ceil(low / step) * step; b <= high; b += step) found.push(Math.round(b));
   return found;
 }
 const short = b => size(b).replace(/\.00 /, " ").replace(/(\.\d)0 /, "$1 ");
+
 function frame(g, w, h, left, bottom, top, v, unit) {
-  const low = h - 18, y = b => low - (low - 10) * (b - bottom) / (top - bottom);
-  g.strokeStyle = colour("line"); g.fillStyle = colour("soft"); g.textAlign = "right";
-  for (const b of levels(bottom, top)) { g.beginPath(); g.moveTo(left, y(b)); g.lineTo(w - 4, y(b)); g.stroke(); g.fillText(short(b), left - 6, y(b) + 4); }
+  const low = h - 18,
+    y = b => low - (low - 10) * (b - bottom) / (top - bottom);
+  g.strokeStyle = colour("line");
+  g.fillStyle = colour("soft");
+  g.textAlign = "right";
+  for (const b of levels(bottom, top)) {
+    g.beginPath();
+    g.moveTo(left, y(b));
+    g.lineTo(w - 4, y(b));
+    g.stroke();
+    g.fillText(short(b), left - 6, y(b) + 4);
+  }
   ends(g, w, h, left, v, unit);
 }
 // A dashed line across with its name, readable over whatever is behind it.
 function across(g, w, left, y, text, tint, dashes, beside = []) {
-  g.strokeStyle = colour(tint); g.setLineDash(dashes); g.lineWidth = 1.5; g.beginPath(); g.moveTo(left, y); g.lineTo(w - 4, y); g.stroke(); g.setLineDash([]);
-  g.textAlign = "right"; g.lineJoin = "round"; g.lineWidth = 4; g.strokeStyle = colour("card");
+  g.strokeStyle = colour(tint);
+  g.setLineDash(dashes);
+  g.lineWidth = 1.5;
+  g.beginPath();
+  g.moveTo(left, y);
+  g.lineTo(w - 4, y);
+  g.stroke();
+  g.setLineDash([]);
+  g.textAlign = "right";
+  g.lineJoin = "round";
+  g.lineWidth = 4;
+  g.strokeStyle = colour("card");
   let at = y < 26 ? y + 15 : y - 5;
   if (beside.some(b => Math.abs(b - at) < 14)) at = y + 15;
   beside.push(at);
   g.strokeText(text, w - 10, at);
-  g.fillStyle = colour(tint); g.fillText(text, w - 10, at); g.textAlign = "left"; g.lineWidth = 1;
+  g.fillStyle = colour(tint);
+  g.fillText(text, w - 10, at);
+  g.textAlign = "left";
+  g.lineWidth = 1;
 }
 // Pixels to be written to directly, kept from frame to frame.
 const sheets = {};
+
 function paper(w, h) {
-  const found = sheets[`${w},${h}`] ??= (() => { const canvas = make("canvas", { width: w, height: h }), image = new ImageData(w, h); return { canvas, image, pixels: new Uint32Array(image.data.buffer) }; })();
+  const found = sheets[`${w},${h}`] ??= (() => {
+    const canvas = make("canvas", {
+        width: w,
+        height: h
+      }),
+      image = new ImageData(w, h);
+    return {
+      canvas,
+      image,
+      pixels: new Uint32Array(image.data.buffer)
+    };
+  })();
   found.pixels.fill(0);
-  found.put = (g, x, y, wide, high) => { found.canvas.getContext("2d").putImageData(found.image, 0, 0); g.drawImage(found.canvas, x, y, wide, high); };
+  found.put = (g, x, y, wide, high) => {
+    found.canvas.getContext("2d").putImageData(found.image, 0, 0);
+    g.drawImage(found.canvas, x, y, wide, high);
+  };
   return found;
 }
-const packed = (g, text) => { g.fillStyle = text; const n = parseInt(g.fillStyle.slice(1), 16); return (0xff000000 | (n & 255) << 16 | n & 0xff00 | n >> 16) >>> 0; };
+const packed = (g, text) => {
+  g.fillStyle = text;
+  const n = parseInt(g.fillStyle.slice(1), 16);
+  return (0xff000000 | (n & 255) << 16 | n & 0xff00 | n >> 16) >>> 0;
+};
+
 function ends(g, w, h, left, v, unit) {
   const word = x => unit === "seconds" ? secs(x) : `${unit} ${Math.round(x)}`;
-  g.fillStyle = colour("soft"); g.textAlign = "left"; g.fillText(word(v.a), left, h - 5); g.textAlign = "right"; g.fillText(word(v.b), w - 6, h - 5); g.textAlign = "left";
+  g.fillStyle = colour("soft");
+  g.textAlign = "left";
+  g.fillText(word(v.a), left, h - 5);
+  g.textAlign = "right";
+  g.fillText(word(v.b), w - 6, h - 5);
+  g.textAlign = "left";
 }
 const PARTS = {};
