@@ -34,12 +34,11 @@ sys.path.insert(0, str(ROOT / "tests"))
 import tightship  # noqa: E402
 from onnx_models import MODELS, exported  # noqa: E402
 from tightship import api  # noqa: E402
-from tightship.analysis.bounds import lower_bound  # noqa: E402
 from tightship.frontends.onnx.load import read  # noqa: E402
 from tightship.frontends.onnx.lower import lower  # noqa: E402
 from tightship.integrations.onnx_write import write_model  # noqa: E402
 from tightship.integrations.onnxruntime import measure, random_feeds  # noqa: E402
-from tightship.planners.order import beam  # noqa: E402
+from tightship.planners.order.beam import order_bound  # noqa: E402
 from tightship.units import format_bytes  # noqa: E402
 
 PAGE = ROOT / "docs" / "inference.md"
@@ -64,10 +63,7 @@ def onnx_rows(names: list[str], cache: Path, *, small: bool) -> Iterator[tuple[s
         equal = all(
             np.array_equal(a, b, equal_nan=True) for a, b in zip(file.outputs, ours.outputs, strict=True)
         )
-        found = beam.found(graph)
-        bound = (
-            found.peak if found.optimal else int(lower_bound(graph, recompute=False))
-        ) - graph.static_bytes
+        bound = order_bound(graph) - graph.static_bytes
         before, after = plan.peak_before - plan.static, plan.peak - plan.static
         yield (
             name,

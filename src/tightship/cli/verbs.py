@@ -25,6 +25,7 @@ from tightship.plan import Plan
 from tightship.planners.changes import changes
 from tightship.planners.default import Interrupted, Options
 from tightship.planners.frontier import MOST
+from tightship.planners.order.beam import order_bound
 from tightship.report.frontier import frontier_picture, frontier_rows, frontier_tables
 from tightship.report.numbers import peak_of, summary
 from tightship.report.pages.frontier import frontier_page
@@ -34,7 +35,7 @@ from tightship.report.text import describe, peak_tables
 from tightship.report.words import change_lines, makers, peak_lines
 from tightship.serde import write_file
 from tightship.simulate import baseline, replay
-from tightship.units import Budget, parse_budget
+from tightship.units import Budget, format_bytes, parse_budget
 
 __all__ = ["demo", "explain", "frontier", "plan", "planners", "verify"]
 
@@ -73,6 +74,9 @@ def plan(chosen: argparse.Namespace, out: Output) -> int:
     rows = summary(made, source.graph) | {"interrupted": interrupted}
     if interrupted:
         text.append("interrupted: this is the best that was found so far")
+    if source.graph.meta.get("source") == "onnx" and chosen.planner is None and not interrupted:
+        rows["order_bound"] = least = order_bound(source.graph)
+        text.append(f"without recomputation no order needs less than {format_bytes(least)}")
     if path is not None:
         whole.save(path)
         rows["output"] = str(path)

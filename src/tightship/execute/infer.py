@@ -11,9 +11,11 @@ from typing import Any
 import torch
 
 from tightship import simulate
-from tightship.errors import BadInput
+from tightship.errors import BadInput, Unsupported
 from tightship.execute.allocator import Arena
+from tightship.execute.interpreter import Executor
 from tightship.execute.prepared import Prepared, Settings, Variant
+from tightship.execute.script import device_of
 from tightship.frontends.torch.program import Program
 from tightship.frontends.torch.step import capture_forward, module_of
 from tightship.frontends.torch.structure import flatten, map_leaves
@@ -51,33 +53,37 @@ def infer(
     without, they lie in the arena, nothing is requested outside of it, and the next run overwrites them.
     ``dynamic``: the sample is the largest there will be, in every dimension; anything smaller runs in the same arena,
     planned when it is first met (``variants`` kinds are kept); a batch of one is planned ahead, as some ops ask for
-    more scratch there. ``strict`` as for `Executor`, ``cache`` and
-    ``seconds_per_op`` as for `profile`; ``options`` are the default planner's.
+    more scratch there. ``strict`` as for `Executor`, ``cache`` and ``seconds_per_op`` as for `profile`; ``options``
+    are the default planner's.
 
     Raises ``Infeasible`` when no plan meets the budget, ``Unsupported`` for what cannot be captured or run
     exactly, ``BadInput`` for arguments that make no sense.
     """
-    module = module_of(model)
-    try:
-        chosen = Options(**{"order": "beam", "hand_out": fresh, **options})
-    except TypeError as error:
-        rule = f"options are those of the default planner ({error})"
-        raise BadInput(rule, sorted(options), "infer") from error
-    if chosen.hand_out != fresh:
-        raise BadInput("whether results leave the arena is said by fresh", chosen.hand_out, "infer")
     if variants < 1:
         raise BadInput("at least one kind of batch is kept", variants, "infer(variants=…)")
+    chosen = _options(options, fresh=fresh)
     wanted = None if budget is None else parse_budget(budget)
     measuring = {"cache": cache, "seconds_per_op": seconds_per_op}
     settings = Settings(
         wanted, lambda graph, limit: default_plan(graph, limit, chosen), measuring, strict, variants, fresh
     )
-    made = Inference(module, settings, dynamic=dynamic)
+    made = Inference(module_of(model), settings, dynamic=dynamic)
     sample = dict(sample) if isinstance(sample, Mapping) else sample
     made.prepare(sample)
     if dynamic and variants > 1:
         made.prepare_one(sample)
     return made
+
+
+def _options(given: dict[str, Any], *, fresh: bool) -> Options:
+    try:
+        chosen = Options(**{"order": "beam", "hand_out": fresh, **given})
+    except TypeError as error:
+        rule = f"options are those of the default planner ({error})"
+        raise BadInput(rule, sorted(given), "infer") from error
+    if chosen.hand_out != fresh:
+        raise BadInput("whether results leave the arena is said by fresh", chosen.hand_out, "infer")
+    return chosen
 
 
 @dataclass(frozen=True)
@@ -137,6 +143,15 @@ class Inference(Prepared):
             if slot.role == "input" and arena.base <= t.data_ptr() < arena.base + arena.size:
                 rule = "an input does not lie in the arena: clone() results of a pass, or make them fresh"
                 raise BadInput(rule, f"leaf {slot.key}", "infer")
+
+    def _executor(self, program: Program, plan: Plan) -> Executor:
+        device = device_of(program.graph)
+        if not self.settings.hand_out and device is not None and device != "cpu":
+            raise Unsupported(
+                f"results that stay in an arena on {device}", "tensors can be put over memory of the CPU only",
+                "let them be fresh",
+            )  # fmt: skip
+        return super()._executor(program, plan)
 
     def _windows(self, variant: Variant, results: list[Any]) -> list[Any]:
         """Results as views of the arena's bytes, which outlive the blocks that the pass requested for them."""

@@ -20,7 +20,7 @@ from tightship.analysis.order import predecessors, successors
 from tightship.graph import Graph
 from tightship.simulate import baseline, extra_bytes, replay
 
-__all__ = ["MOST", "Found", "Options", "found", "plan"]
+__all__ = ["MOST", "Found", "Options", "found", "order_bound", "plan"]
 
 MOST: Final = 20_000
 """Ops of a graph that is searched."""
@@ -69,6 +69,13 @@ def found(graph: Graph, options: Options | None = None) -> Found:
         if search.work >= o.work or width >= o.widest:
             return Found(best.order, best.peak, False, search.work)
         width *= 4
+
+
+def order_bound(graph: Graph) -> int:
+    """Bytes of peak that no order of the graph's ops goes below, nothing recomputed: those of the best one, where the
+    search left none out, else a computed bound."""
+    best = found(graph)
+    return best.peak if best.optimal else int(lower_bound(graph, recompute=False))
 
 
 @dataclass(slots=True)
