@@ -16,6 +16,20 @@ Sizes to_sizes(const Array& size, const Array& alignment, const Array& pinned) {
     return {to_vector(size, n), to_vector(alignment, n), to_vector(pinned, n)};
 }
 
+std::vector<Pair> to_pairs(i64 count, const Array& one, const Array& two, const Array& low, const Array& high) {
+    const std::size_t n = one.shape(0);
+    if (two.shape(0) != n || low.shape(0) != n || high.shape(0) != n) throw nb::value_error("arrays of one length");
+    std::vector<Pair> pairs;
+    pairs.reserve(n);
+    const auto known = [count](i64 i) { return 0 <= i && i < count; };
+    for (std::size_t k = 0; k < n; ++k) {
+        const i64 i = one.data()[k], j = two.data()[k];
+        if (!known(i) || !known(j) || i == j) throw nb::value_error("a pair is of two buffers");
+        pairs.push_back({static_cast<i32>(i), static_cast<i32>(j), low.data()[k], high.data()[k]});
+    }
+    return pairs;
+}
+
 template <class Problem, class Packer>
 class StepBound : public Bound<Problem, Packer> {
   public:
@@ -55,35 +69,26 @@ class RelatedPlacer : public StepBound<Related, RelatedPacker> {
 
   private:
     static Related read(Sizes sizes, const Array& one, const Array& two, const Array& low, const Array& high) {
-        const i64 n = sizes.count();
-        const std::size_t pairs = one.shape(0);
-        if (two.shape(0) != pairs || low.shape(0) != pairs || high.shape(0) != pairs)
-            throw nb::value_error("arrays of one length");
-        Related r{std::move(sizes), {}};
-        r.pairs.reserve(pairs);
-        const auto known = [n](i64 i) { return 0 <= i && i < n; };
-        for (std::size_t k = 0; k < pairs; ++k) {
-            const i64 i = one.data()[k], j = two.data()[k];
-            if (!known(i) || !known(j) || i == j) throw nb::value_error("a pair is of two buffers");
-            r.pairs.push_back({static_cast<i32>(i), static_cast<i32>(j), low.data()[k], high.data()[k]});
-        }
-        return r;
+        std::vector<Pair> pairs = to_pairs(sizes.count(), one, two, low, high);
+        return {std::move(sizes), std::move(pairs)};
     }
 };
 
 class PartPlacer : public StepBound<Parts, PartPacker> {
   public:
-    PartPlacer(Array size, Array alignment, Array pinned, Array owner, Array since, Array until, Array low, Array high)
-        : StepBound(read(to_sizes(size, alignment, pinned), owner, since, until, low, high)) {}
+    PartPlacer(Array size, Array alignment, Array pinned, Array owner, Array since, Array until, Array low, Array high,
+               Array one, Array two, Array from, Array to)
+        : StepBound(read(to_sizes(size, alignment, pinned), owner, since, until, low, high,
+                         to_pairs(static_cast<i64>(size.shape(0)), one, two, from, to))) {}
 
   private:
     static Parts read(Sizes sizes, const Array& owner, const Array& since, const Array& until, const Array& low,
-                      const Array& high) {
+                      const Array& high, std::vector<Pair> conflicts) {
         const i64 n = sizes.count();
         const std::size_t count = owner.shape(0);
         if (since.shape(0) != count || until.shape(0) != count || high.shape(0) != count)
             throw nb::value_error("arrays of one length");
-        Parts p{std::move(sizes), {}, to_vector(low, count), std::vector<i64>(n + 1, 0)};
+        Parts p{std::move(sizes), {}, to_vector(low, count), std::vector<i64>(n + 1, 0), std::move(conflicts)};
         std::vector<i64> size(count);
         for (std::size_t k = 0; k < count; ++k) {
             const i64 i = owner.data()[k];
@@ -126,6 +131,8 @@ void bind_related(nb::module_& m) {
         .def("exhaust", &RelatedPlacer::exhaust, "start"_a, "work"_a, "seconds"_a, "goal"_a,
              "Offsets of the best placement found from `start` on, and whether no other has a smaller arena.");
     auto parts = nb::class_<PartPlacer>(m, "PartPlacer", "Packs one placement problem given by parts that are alive.");
-    bind_steps<PartPlacer>(parts).def(nb::init<Array, Array, Array, Array, Array, Array, Array, Array>(), "size"_a,
-                                      "alignment"_a, "pinned"_a, "owner"_a, "since"_a, "until"_a, "low"_a, "high"_a);
+    bind_steps<PartPlacer>(parts).def(
+        nb::init<Array, Array, Array, Array, Array, Array, Array, Array, Array, Array, Array, Array>(), "size"_a,
+        "alignment"_a, "pinned"_a, "owner"_a, "since"_a, "until"_a, "low"_a, "high"_a, "one"_a, "two"_a, "below"_a,
+        "above"_a);
 }

@@ -4,7 +4,9 @@
 
 namespace tightship::place {
 
-PartPacker::PartPacker(const Parts& problem) : StepPacker(problem), p_(problem), space_(problem.part.sections) {
+PartPacker::PartPacker(const Parts& problem)
+    : StepPacker(problem), p_(problem), conflicts_(problem.count(), problem.conflicts), placed_(problem.count(), 0),
+      at_(problem.count(), 0), space_(problem.part.sections) {
     for (i64 size : p_.part.size)
         if (size) least_ = std::min(least_, size);
 }
@@ -14,18 +16,42 @@ bool PartPacker::meet(i32 i, i32 j) const {
     for (i64 k = p_.from[i]; k < p_.from[i + 1]; ++k)
         for (i64 m = p_.from[j]; m < p_.from[j + 1]; ++m)
             if (b.first[k] < b.last[m] && b.first[m] < b.last[k]) return true;
-    return false;
+    return conflicts_.has(i, j);
+}
+
+void PartPacker::clear() {
+    space_.clear();
+    std::fill(placed_.begin(), placed_.end(), 0);
 }
 
 void PartPacker::put(i32 i, i64 at) {
+    at_[i] = at;
+    placed_[i] = 1;
     for (i64 k = p_.from[i]; k < p_.from[i + 1]; ++k) {
         const i64 start = at + p_.low[k];
         if (p_.part.size[k]) space_.take(p_.part.first[k], p_.part.last[k], start, start + p_.part.size[k], least_);
     }
 }
 
+void PartPacker::collect(i32 i) {
+    taken_.clear();
+    for (const auto* e = conflicts_.begin(i); e != conflicts_.end(i); ++e)
+        if (placed_[e->other]) taken_.push_back({at_[e->other] + e->low, at_[e->other] + e->high});
+    std::sort(taken_.begin(), taken_.end(), [](const Span& x, const Span& y) { return x.start < y.start; });
+    std::size_t kept = 0;
+    for (const Span& span : taken_) {
+        if (kept && span.start < taken_[kept - 1].end)
+            taken_[kept - 1].end = std::max(taken_[kept - 1].end, span.end);
+        else
+            taken_[kept++] = span;
+    }
+    taken_.resize(kept);
+}
+
 void PartPacker::open(i32 i) {
     cursors_.clear();
+    collect(i);
+    if (!taken_.empty()) cursors_.push_back({taken_.data(), taken_.data() + taken_.size(), 0, 0});
     for (i64 k = p_.from[i]; k < p_.from[i + 1]; ++k) {
         const i64 low = p_.low[k], high = low + p_.part.size[k];
         if (low == high) continue;

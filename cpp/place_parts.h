@@ -1,6 +1,7 @@
 // Placement of buffers in parts: bytes [low, high) of a buffer are alive in sections [first, last), and a buffer may
 // have any number of such parts. Gaps, windows in them, and buffers that lie at one offset are told this way. As with
-// whole live ranges a packing takes a time near-linear in the parts, so there may be a million of them.
+// whole live ranges a packing takes a time near-linear in the parts, so there may be a million of them. Conflicts,
+// buffers in one another's way at all times, are pairs beside that.
 #pragma once
 
 #include <vector>
@@ -13,6 +14,7 @@ struct Parts : Sizes {
     Buffers part;             // of every part its sections; its size is high - low
     std::vector<i64> low;     // of every part
     std::vector<i64> from;    // the parts of buffer i: [from[i], from[i + 1])
+    std::vector<Pair> conflicts;
 };
 
 class PartPacker final : public StepPacker {
@@ -22,7 +24,7 @@ class PartPacker final : public StepPacker {
     bool meet(i32 i, i32 j) const override;
 
   protected:
-    void clear() override { space_.clear(); }
+    void clear() override;
     void put(i32 i, i64 at) override;
     bool is_free(i32 i, i64 at) override;
     i64 find(i32 i, Fit fit) override;
@@ -36,10 +38,15 @@ class PartPacker final : public StepPacker {
     };
 
     const Parts& p_;
+    Edges conflicts_;
+    std::vector<char> placed_;
+    std::vector<i64> at_;      // where those placed lie
+    std::vector<Span> taken_;  // where the buffer that is looked for may not begin for its conflicts, both exclusive
     Space space_;
     i64 least_ = kNoLimit / 2;  // bytes of the smallest part
     std::vector<Cursor> cursors_;
 
+    void collect(i32 i);
     void open(i32 i);
     i64 next_free(i64 at, i64 alignment);
     i64 last_free() const;

@@ -1,31 +1,12 @@
 #include "place_related.h"
 
 #include <algorithm>
-#include <numeric>
 
 namespace tightship::place {
 
 RelatedPacker::RelatedPacker(const Related& problem)
-    : StepPacker(problem), r_(problem), from_(problem.count() + 1, 0), edges_(2 * problem.pairs.size()),
-      placed_(problem.count(), 0), at_(problem.count(), 0) {
-    for (const auto& p : r_.pairs) ++from_[p.one + 1], ++from_[p.two + 1];
-    std::partial_sum(from_.begin(), from_.end(), from_.begin());
-    std::vector<i64> at(from_.begin(), from_.end() - 1);
-    for (const auto& p : r_.pairs) {
-        edges_[at[p.one]++] = {p.two, p.low, p.high};
-        edges_[at[p.two]++] = {p.one, -p.high, -p.low};
-    }
-    for (i64 i = 0; i < b_.count(); ++i)
-        std::sort(edges_.begin() + from_[i], edges_.begin() + from_[i + 1],
-                  [](const Edge& x, const Edge& y) { return x.other < y.other; });
-}
-
-bool RelatedPacker::meet(i32 i, i32 j) const {
-    const auto last = edges_.begin() + from_[i + 1];
-    const auto at = std::lower_bound(edges_.begin() + from_[i], last, j,
-                                     [](const Edge& e, i32 other) { return e.other < other; });
-    return at != last && at->other == j;
-}
+    : StepPacker(problem), r_(problem), edges_(problem.count(), problem.pairs), placed_(problem.count(), 0),
+      at_(problem.count(), 0) {}
 
 void RelatedPacker::clear() { std::fill(placed_.begin(), placed_.end(), 0); }
 
@@ -37,10 +18,8 @@ void RelatedPacker::put(i32 i, i64 at) {
 // What buffers placed so far do not allow buffer i, by where it begins.
 void RelatedPacker::collect(i32 i) {
     taken_.clear();
-    for (i64 k = from_[i]; k < from_[i + 1]; ++k) {
-        const Edge& e = edges_[k];
-        if (placed_[e.other]) taken_.push_back({at_[e.other] + e.low, at_[e.other] + e.high});
-    }
+    for (const auto* e = edges_.begin(i); e != edges_.end(i); ++e)
+        if (placed_[e->other]) taken_.push_back({at_[e->other] + e->low, at_[e->other] + e->high});
     std::sort(taken_.begin(), taken_.end(), [](const Range& x, const Range& y) { return x.after < y.after; });
 }
 
@@ -128,7 +107,7 @@ bool RelatedPacker::exhaust(std::vector<i64>& offset, const TreeLimits& limits, 
     if (tree.arena > limits.goal && tree.arena > top) tree.go(0, top);
     // Where a buffer may lie within another, lowering the one can be in the way of the other: nothing is proved.
     const bool plain = std::all_of(r_.pairs.begin(), r_.pairs.end(),
-                                   [](const Related::Pair& p) { return p.low <= 0 && 0 <= p.high; });
+                                   [](const Pair& p) { return p.low <= 0 && 0 <= p.high; });
     return plain && !tree.over && tree.arena > limits.goal;
 }
 

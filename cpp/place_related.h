@@ -12,11 +12,6 @@
 namespace tightship::place {
 
 struct Related : Sizes {
-    // Offsets of buffers `one` and `two` must not have low < offset[one] - offset[two] < high.
-    struct Pair {
-        i32 one, two;
-        i64 low, high;
-    };
     std::vector<Pair> pairs;
 };
 
@@ -29,7 +24,7 @@ class RelatedPacker final : public StepPacker {
   public:
     explicit RelatedPacker(const Related& problem);
 
-    bool meet(i32 i, i32 j) const override;
+    bool meet(i32 i, i32 j) const override { return edges_.has(i, j); }
     // Improves `offset` by going through all placements in which every buffer lies as low as those below it allow.
     // Returns whether it went through all of them: then there is none with a smaller arena.
     bool exhaust(std::vector<i64>& offset, const TreeLimits& limits, const Watch& watch);
@@ -41,18 +36,13 @@ class RelatedPacker final : public StepPacker {
     i64 find(i32 i, Fit fit) override { return find_from(i, fit, 0); }
 
   private:
-    struct Edge {
-        i32 other;
-        i64 low, high;  // not allowed: low < own offset - other's offset < high
-    };
     struct Range {
         i64 after, before;  // not allowed, both exclusive
     };
     struct Tree;
 
     const Related& r_;
-    std::vector<i64> from_;  // edges of buffer i: [from_[i], from_[i + 1])
-    std::vector<Edge> edges_;
+    Edges edges_;
     std::vector<Range> taken_;
     std::vector<char> placed_;
     std::vector<i64> at_;  // where those placed lie

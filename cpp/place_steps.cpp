@@ -1,6 +1,7 @@
 #include "place_steps.h"
 
 #include <algorithm>
+#include <numeric>
 
 namespace tightship::place {
 
@@ -9,6 +10,24 @@ namespace {
 constexpr i64 kLookEvery = 16;  // offsets looked for, a fraction of a millisecond each
 
 }  // namespace
+
+Edges::Edges(i64 count, const std::vector<Pair>& pairs) : from_(count + 1, 0), edges_(2 * pairs.size()) {
+    for (const Pair& p : pairs) ++from_[p.one + 1], ++from_[p.two + 1];
+    std::partial_sum(from_.begin(), from_.end(), from_.begin());
+    std::vector<i64> at(from_.begin(), from_.end() - 1);
+    for (const Pair& p : pairs) {
+        edges_[at[p.one]++] = {p.two, p.low, p.high};
+        edges_[at[p.two]++] = {p.one, -p.high, -p.low};
+    }
+    for (i64 i = 0; i < count; ++i)
+        std::sort(edges_.begin() + from_[i], edges_.begin() + from_[i + 1],
+                  [](const Edge& x, const Edge& y) { return x.other < y.other; });
+}
+
+bool Edges::has(i32 i, i32 j) const {
+    const Edge* at = std::lower_bound(begin(i), end(i), j, [](const Edge& e, i32 other) { return e.other < other; });
+    return at != end(i) && at->other == j;
+}
 
 StepPacker::StepPacker(const Sizes& sizes) : b_(sizes) {
     for (i64 i = 0; i < b_.count(); ++i)

@@ -13,6 +13,30 @@ struct Sizes {
     i64 count() const { return static_cast<i64>(size.size()); }
 };
 
+// Offsets of buffers `one` and `two` must not have low < offset[one] - offset[two] < high.
+struct Pair {
+    i32 one, two;
+    i64 low, high;
+};
+
+// Pairs by buffer.
+class Edges {
+  public:
+    struct Edge {
+        i32 other;
+        i64 low, high;  // not allowed: low < own offset - other's offset < high
+    };
+
+    Edges(i64 count, const std::vector<Pair>& pairs);
+    const Edge* begin(i32 i) const { return edges_.data() + from_[i]; }
+    const Edge* end(i32 i) const { return edges_.data() + from_[i + 1]; }
+    bool has(i32 i, i32 j) const;
+
+  private:
+    std::vector<i64> from_;
+    std::vector<Edge> edges_;
+};
+
 class StepPacker : public Packing {
   public:
     explicit StepPacker(const Sizes& sizes);

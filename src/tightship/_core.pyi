@@ -70,6 +70,10 @@ class PartPlacer:
         until: I64,
         low: I64,
         high: I64,
+        one: I64,
+        two: I64,
+        below: I64,
+        above: I64,
     ) -> None: ...
     @property
     def clash(self) -> int: ...

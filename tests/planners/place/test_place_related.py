@@ -122,6 +122,17 @@ def test_a_conflict_keeps_two_apart_that_never_meet() -> None:
     assert pack(Problem(buffers, conflicts=(0b110, 0b101, 0b011))).lower_bound == 12
 
 
+@pytest.mark.parametrize("seconds", [0.0, 60.0])
+def test_conflicts_of_many_are_kept_apart_whatever_the_time(seconds: float) -> None:
+    count = 1_500
+    rows = tuple((1 << k + 1) % (1 << count) | (1 << k) >> 1 for k in range(count))
+    buffers = tuple(Buffer(f"b{k}", k, k + 1, 4 + k % 5) for k in range(count))
+    problem = Problem(buffers, conflicts=rows)
+    solution = pack(problem, search=Search(work=300, seconds=seconds))
+    assert check_solution(problem, solution) == []
+    assert solution.lower_bound == 8 + 7
+
+
 @pytest.mark.parametrize(
     ("one", "two", "rule"),
     [

@@ -75,9 +75,10 @@ def best_greedy(best: Best, enough: int, time_limit: float | None) -> Packing:
 
 
 def _sweep(best: Best) -> None:
-    """A first packing, of buffers alive in their whole live ranges; whatever the time limit."""
+    """A first packing, of buffers alive in their whole live ranges; whatever the time limit. None where there may be
+    conflicts beside these."""
     f, a = best.frame, best.frame.arrays
-    if (a.pinned == FREE).all():
+    if (a.pinned == FREE).all() and (not f.related or f.placer.by_time):
         placer = _core.Placer(a.lower, a.upper, a.size, a.alignment, a.pinned) if f.related else f.placer
         offsets, _ = placer.sweep(orders.by_start(a))
         best.offer(np.asarray(offsets), f.arena(offsets))

@@ -1,9 +1,9 @@
 """Problems that live ranges alone do not tell: by pairs of buffers, or in parts.
 
 Gaps, windows and conflicts become, for two buffers a and b, ranges of ``offset(a) - offset(b)`` that are not
-allowed. Memory is that of the pairs: up to ``MOST_PAIRS`` of them. Where there may be more, and no conflicts are,
-buffers are told by the parts of them that are alive: any number of them, but without exact search. All planners work
-on both as they do on live ranges, because the core packs them in the same way.
+allowed. Memory is that of the pairs. Of more than ``MOST_PARTS``, buffers are told by the parts of them that are
+alive, and only conflicts by pairs: any number of buffers, but without exact search. All planners work on both as they
+do on live ranges, because the core packs them in the same way.
 """
 
 from __future__ import annotations
@@ -18,12 +18,15 @@ from tightship import _core
 from tightship.errors import BadInput
 from tightship.plan import Problem
 
-__all__ = ["MOST_PAIRS", "LoosePlacer", "clique", "pairs", "parts_of", "placer_of"]
+__all__ = ["MOST_PAIRS", "MOST_PARTS", "LoosePlacer", "clique", "pairs", "parts_of", "placer_of"]
 
 Ints = npt.NDArray[np.int64]
 
+MOST_PARTS = 4_000
+"""Parts of buffers, up to which these are told by pairs: 8 million at most."""
+
 MOST_PAIRS = 20_000_000
-"""About 1.5 GB while they are made: some six thousand buffers all of which are in one another's way."""
+"""Conflicts, at most: about 1.5 GB while they are made."""
 
 _EXHAUSTED, _BEYOND = 40, 100_000
 """Buffers up to which all of the work may go into looking at every placement, and the work beyond: most of them are
@@ -32,8 +35,8 @@ then never reached, and climbing gets further."""
 _ROWS = 512
 """Rows of conflicts that are taken apart at a time."""
 
-_CLIQUES = 64
-"""Buffers, largest first, around which a set of buffers all in conflict is looked for."""
+_CLIQUES, _LOOKED = 64, 200_000
+"""Buffers, largest first, around which a set of buffers all in conflict is looked for; and buffers looked at."""
 
 
 Columns = tuple[Ints, Ints, Ints]
@@ -43,19 +46,23 @@ Columns = tuple[Ints, Ints, Ints]
 def placer_of(problem: Problem, became: Sequence[int], columns: Columns, parts: Ints) -> LoosePlacer:
     """What the core's ``Placer`` is for whole live ranges, for a problem that these do not tell all of. ``became``:
     to which buffer of the merged problem, whose columns and parts these are, each buffer belongs."""
-    size = columns[0]
-    if problem.conflicts or len(parts) ** 2 <= MOST_PAIRS:
+    size, least = columns[0], clique(problem)
+    if len(parts) <= MOST_PARTS:
         core: Any = _core.RelatedPlacer(*columns, *pairs(problem, became, parts))
-        return LoosePlacer(core, size, core.exhaust, clique(problem))
-    return LoosePlacer(_core.PartPlacer(*columns, *(np.ascontiguousarray(c) for c in parts.T)), size)
+        return LoosePlacer(core, size, core.exhaust, least)
+    beside = _conflicts(problem, np.array(became, dtype=np.int64))
+    tables = [np.ascontiguousarray(c) for table in (parts, beside) for c in table.T]
+    return LoosePlacer(_core.PartPlacer(*columns, *tables), size, None, least, by_time=not len(beside))
 
 
 class LoosePlacer:
     """The methods of the core's ``Placer``, over one of pairs or parts. ``exhaust``: exact search, if there is one;
-    ``peak``: a lower bound."""
+    ``peak``: a lower bound; ``by_time``: buffers that share no time are known to be in nobody's way."""
 
-    def __init__(self, core: Any, size: Ints, exhaust: Any = None, peak: int = 0) -> None:
-        self.core, self.size, self.exhaust, self.peak = core, size, exhaust, peak
+    def __init__(
+        self, core: Any, size: Ints, exhaust: Any = None, peak: int = 0, *, by_time: bool = False
+    ) -> None:
+        self.core, self.size, self.exhaust, self.peak, self.by_time = core, size, exhaust, peak, by_time
         self.pack, self.climb, self.hinted, self.fill = core.pack, core.climb, core.hinted, core.fill
 
     @property
@@ -129,7 +136,7 @@ def clique(problem: Problem) -> int:
     size = [b.size for b in problem.buffers]
     by_size = sorted(range(len(size)), key=lambda k: (-size[k], k))
     best = 0
-    for k in by_size[:_CLIQUES]:
+    for k in by_size[: min(_CLIQUES, 1 + _LOOKED // len(size))] if size else ():
         common, total = rows[k], size[k]
         for j in by_size:
             if common >> j & 1:
@@ -191,5 +198,5 @@ def _conflicts(problem: Problem, became: Ints) -> Ints:
 
 def _limit(count: int) -> None:
     if count > MOST_PAIRS:
-        rule = f"a problem with conflicts has at most {MOST_PAIRS} pairs of buffers that meet"
+        rule = f"a problem has at most {MOST_PAIRS} pairs of buffers in conflict"
         raise BadInput(rule, count, "placement problem")
