@@ -20,6 +20,7 @@ from tightship.graph import Graph
 from tightship.plan import Plan
 from tightship.planners import planner
 from tightship.planners.assign import xla as assigned
+from tightship.planners.default import top_of_peak
 from tightship.planners.layout import lay_out
 from tightship.planners.remat._cost import work_of
 from tightship.planners.remat._forms import ways
@@ -30,11 +31,14 @@ from tightship.planners.remat.xla import Remade
 from tightship.report.pages.plan import plan_page
 from tightship.report.progress import Line
 from tightship.serde import write_file
+from tightship.simulate import replay
 from tightship.units import format_bytes, parse_budget
 
 __all__ = ["is_module", "plan_module"]
 
 _ENDINGS = (".hlo", ".txt")
+_TOP = 8
+"""Arrays that are named where the limit is missed."""
 
 
 def is_module(text: str) -> bool:
@@ -50,6 +54,9 @@ def plan_module(chosen: argparse.Namespace, out: Output) -> int:
     looks = {name: writable(getattr(chosen, name), f"--{name}") for name in SHOWN}
     with Line(out.errors, f"reading {chosen.source}"):
         module = read(chosen.source)
+    if not module.scheduled:
+        rule = "a module that is planned has is_scheduled=true; assign --order --write FILE schedules it"
+        raise BadInput(rule, place=str(chosen.source))
     before = module_peak(module)
     limit = before if budget is None else budget.resolve(before)
     began = time.perf_counter()
@@ -61,6 +68,10 @@ def plan_module(chosen: argparse.Namespace, out: Output) -> int:
     plan = replace(plan, seconds=seconds, source=chosen.source, command=chosen.command)
     rows = _rows(module, made, plan, least[module.entry.name]) | {"budget": None if budget is None else limit}
     said = [_said(module, made, rows)]
+    if not made.met:
+        top = top_of_peak(graph, replay(graph, plan.steps), plan.steps, _TOP)
+        rows["top"] = [{"name": name, "bytes": nbytes, "at": at} for name, nbytes, at in top]
+        said += ["at its peak"] + [f"  {format_bytes(nbytes):>12}  {name} ({at})" for name, nbytes, at in top]
     if path is not None:
         api.Planned(plan, graph).save(path)
         rows["output"] = str(path)
@@ -114,7 +125,7 @@ def _rows(module: Module, made: Remade, plan: Plan, least: int) -> dict[str, Any
         "recomputed": len(made.recomputed),
         "offloaded": made.count("offload"),
         "compressed": made.count("compress"),
-        "moved": plan.moved,
+        "moved": plan.moved + sum(p.moved for p in _inner(plan)),
         "added": made.added,
         "planner": plan.planner,
         "seconds": plan.seconds,
@@ -144,9 +155,9 @@ def _said(module: Module, made: Remade, rows: dict[str, Any]) -> str:
         f"plan for {module.name} ({len(module.entry.instructions)} instructions)",
         f"  peak         {format_bytes(made.peak_after)}, {verdict} of {format_bytes(made.limit)}",
         f"  before       {format_bytes(made.peak_before)}, as XLA counts it: results, without parameters",
-        f"  placed       {format_bytes(rows['arena'])}, by XLA's buffer assignment of the module written",
+        f"  placed       {format_bytes(rows['arena'])}, beyond parameters, by XLA's assignment of what is written",
         f"  lower bound  {format_bytes(least)}" + (": no plan meets the limit" if least > made.limit else ""),
-        f"  recomputed   {len(made.recomputed)} instructions, {made.added:+d} in all",
+        f"  recomputed   {len(made.recomputed)} instructions, {made.added:+d} in all; {rows['moved']} moved",
         f"  set aside    {rows['offloaded']} copied to the host, {rows['compressed']} packed",
         f"  time         {100 * longer:+.2f} %, "
         f"modelled; {rows['flops_after'] - rows['flops_before']:,} FLOPs more",

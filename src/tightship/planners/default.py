@@ -28,7 +28,7 @@ from tightship.simulate import Timeline, baseline, replay
 from tightship.units import Budget, parse_budget
 from tightship.verify import check
 
-__all__ = ["Interrupted", "Options", "adopted", "frame_of", "order_of", "plan", "top_of_peak"]
+__all__ = ["Interrupted", "Options", "adopted", "displaced", "frame_of", "order_of", "plan", "top_of_peak"]
 
 _REDRAW = "redraw"
 _TIGHTEN = 4
@@ -116,7 +116,7 @@ def plan(
         assert limit is not None and best is not None
         raise _infeasible(graph, limit, bound, best, best_steps, needed)
     made = _bounded(_plan(graph, steps, layout, line, before), graph, o, limit, bound, least)
-    made = replace(made, moved=_moved(frame.order), seconds=time.perf_counter() - began)
+    made = replace(made, moved=displaced(frame.order), seconds=time.perf_counter() - began)
     check(graph, made)
     if interrupted:
         raise Interrupted(made)
@@ -151,7 +151,7 @@ def adopted(frame: Frame, steps: Sequence[Step], o: Options, planner: str) -> Pl
         time_bound=time_bound(graph, limit, least=_least(frame)),
         planner=planner,
         seconds=time.perf_counter() - began,
-        moved=_moved(frame.order),
+        moved=displaced(frame.order),
     )
     check(graph, made)
     return made
@@ -198,7 +198,7 @@ def order_of(graph: Graph, o: Options, peak: int) -> tuple[int, ...]:
     return given if replay(graph, baseline(graph, order)).peak > peak else order
 
 
-def _moved(order: tuple[int, ...]) -> int:
+def displaced(order: tuple[int, ...]) -> int:
     """How many ops run after another one than in the graph's own order."""
     successor = dict(pairwise(order))
     return sum(1 for k in range(len(order) - 1) if successor.get(k) != k + 1)

@@ -17,6 +17,7 @@ from tightship.analysis.packing import packings
 from tightship.frontends.hlo.module import Computation, Instruction, Module
 from tightship.frontends.hlo.shape import Index, Shape
 from tightship.graph import Graph, Op, Storage, Value
+from tightship.plan import Step
 from tightship.planners.remat._cost import ACCELERATOR, Work
 from tightship.planners.remat._points_to import PointsTo
 from tightship.planners.remat._repeat import may_repeat
@@ -41,7 +42,7 @@ def counted(
     work: Work,
     *,
     libraries: bool = True,
-    once: bool = True,
+    once: frozenset[str] | None = None,
 ) -> Counted:
     """Computation ``name``, with what it calls at ``callees`` bytes and instructions at their modelled seconds."""
     may = partial(may_repeat, module, libraries=libraries)
@@ -51,15 +52,15 @@ def counted(
 @dataclass(frozen=True)
 class Counted:
     """``computation`` of ``module``; ``callees[name]`` is the peak of each computation it runs, ``seconds`` and
-    ``may`` say what an instruction costs and whether it may run again. ``once``: what others are tied to, by control
-    dependencies or as a whole tuple, does not."""
+    ``may`` say what an instruction costs and whether it may run again. ``once`` names others that do not, besides
+    those whose one run is tied to what others do; None: these may, too."""
 
     module: Module
     computation: Computation
     callees: Mapping[str, int]
     seconds: Callable[[Computation, Instruction], float]
     may: Callable[[Instruction], bool]
-    once: bool = True
+    once: frozenset[str] | None = None
 
     @cached_property
     def points(self) -> PointsTo:
@@ -104,7 +105,7 @@ class Counted:
         given = [s for i in self.computation.parameters for s in self.leaves(i.name)]
         number = {i.name: k for k, i in enumerate(self.ops)}
         ops, defined = [], set(given)
-        bound = self._bound()
+        bound = self.tied if self.once is not None else frozenset()
         for i in self.ops:
             made = self.leaves(i.name)
             new = [s for s in made if s not in defined]
@@ -180,7 +181,7 @@ class Counted:
             inputs=reads,
             outputs=new,
             mutates=tuple(s for s in changed if s in reads),
-            effect=(self.once and bound) or not self.may(i),
+            effect=bound or not self.may(i),
             control=tuple(number[c] for c in i.control_predecessors if c in number),
             time=self.seconds(self.computation, i),
             workspace=sum(self.callees.get(c, 0) for c in i.called) if i.opcode in CALLING else 0,
@@ -199,13 +200,27 @@ class Counted:
                 found.append(self.storage[rows[index]])
         return list(dict.fromkeys(found))
 
-    def _bound(self) -> set[str]:
-        """Instructions that keep their one run because others are tied to it: control dependencies, and results used
-        as whole tuples."""
-        inside = self.computation
-        found = {i.name for i in inside.instructions if i.control_predecessors}
-        found |= {c for i in inside.instructions for c in i.control_predecessors}
-        return found | self.tied_tuples
+    @cached_property
+    def tied(self) -> frozenset[str]:
+        """Instructions that run once: those that wait for others, what they write over may be read no more; and those
+        whose results are used as whole tuples."""
+        waiting = {i.name for i in self.computation.instructions if i.control_predecessors}
+        return self.tied_tuples | waiting | (self.once or frozenset())
+
+    def late(self, steps: Sequence[Step]) -> frozenset[str]:
+        """Instructions that ``steps`` repeat after something has run that they must run before (R11)."""
+        after: dict[int, list[int]] = {}
+        for k, op in enumerate(self.graph.ops):
+            for c in op.control:
+                after.setdefault(c, []).append(k)
+        ran: set[int] = set()
+        found = set()
+        for step in steps:
+            if step.kind == "recompute" and any(k in ran for k in after.get(step.op, ())):
+                found.add(self.ops[step.op].name)
+            elif step.kind == "compute":
+                ran.add(step.op)
+        return frozenset(found)
 
     @cached_property
     def tied_tuples(self) -> frozenset[str]:

@@ -48,6 +48,7 @@ class _Run:
         for buffer, s in counted.storage.items():
             self.made.setdefault(s, buffer)
         self.ran: set[str] = set()
+        self.runs: dict[str, list[str]] = {}
         self.latest: dict[str, str] = {}
         self.handed: dict[tuple[str, tuple[str, ...]], str] = {}
         for p in self.inside.parameters:
@@ -57,9 +58,16 @@ class _Run:
 
     def emit(self, i: Instruction, operands: tuple[str, ...], name: str) -> None:
         made = i if name == i.name else self.writer.copies.copied(replace(i, root=False), self.inside.name)
+        if before := i.control_predecessors:  # every run of theirs comes first (R11)
+            every = ", ".join(f"%{run}" for p in before for run in self.runs.get(p, ()))
+            made = made.but(**{"control-predecessors": f"{{{every}}}"})
         self.out.append(replace(made, name=name, operands=operands))
+        self.runs.setdefault(i.name, []).append(name)
 
     def run(self, i: Instruction, kept: Sequence[int]) -> None:
+        for before in i.control_predecessors:
+            if before not in self.ran and self.inside.by_name[before].opcode in LAZY:
+                self.operand(before)
         operands = tuple(map(self.operand, i.operands))
         name = self.writer.names.new(suffixed(self.latest[i.name])) if i.name in self.ran else i.name
         self.ran.add(i.name)

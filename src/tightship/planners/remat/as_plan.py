@@ -15,6 +15,7 @@ from tightship.frontends.hlo.module import Module
 from tightship.graph import Graph
 from tightship.machine import LOSSY
 from tightship.plan import Inner, Plan, Step
+from tightship.planners.default import displaced
 from tightship.planners.remat._cost import work_of
 from tightship.planners.remat._counted import Counted, counted
 from tightship.planners.remat.bound import bounds
@@ -40,7 +41,7 @@ def as_plan(
 
     def of(name: str) -> tuple[Graph, Plan]:
         if name not in known:
-            at = counted(module, name, after, work, once=False)
+            at = counted(module, name, after, work)
             calling = [(k, c) for k, i in enumerate(at.ops) if i.opcode in CALLING for c in i.called]
             inner = tuple(Inner(k, *of(c)) for k, c in calling)
             known[name] = at.graph, _planned(at, made, planner, least[name], inner)
@@ -53,7 +54,7 @@ def as_plan(
 
 def graph_before(module: Module) -> Graph:
     """The graph of ``module``'s entry as it is counted without any plan: what it calls is as it was, too."""
-    return counted(module, module.entry.name, peaks(module), work_of(module), once=False).graph
+    return counted(module, module.entry.name, peaks(module), work_of(module)).graph
 
 
 def _planned(at: Counted, made: Remade, planner: str, least: int, inner: tuple[Inner, ...]) -> Plan:
@@ -71,6 +72,7 @@ def _planned(at: Counted, made: Remade, planner: str, least: int, inner: tuple[I
         time=line.time,
         time_before=before.time,
         planner=planner,
+        moved=displaced(tuple(step.op for step in steps if step.kind == "compute")),
         inner=inner,
         host=line.host_peak,
         lossy=any(step.codec in LOSSY for step in steps),
