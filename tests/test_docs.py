@@ -162,7 +162,7 @@ def test_every_module_is_listed_with_what_it_is(made):
         part = path.parent.relative_to(source).as_posix()
         title = "The package itself" if part == "." else f"`{part}/`"
         rows = made["modules.md"].partition(f"\n## {title}\n")[2].partition("\n## ")[0]
-        assert re.search(rf"^\| `{re.escape(path.name)}` \| \w.{{8,}} \|$", rows, re.M), path
+        assert re.search(rf"^\| `{re.escape(path.name)}` \| \S.{{8,}} \|$", rows, re.M), path
 
 
 def test_the_navigation_names_every_page():
