@@ -51,6 +51,7 @@ void Engine::reset() {
     host_live_ = 0;
     leaving_now_.clear();
     landed_.clear();
+    late_fetches_.clear();
     if (copies_) {
         ready_.assign(p_.storages, 0);
         coming_.assign(p_.storages, 0);
@@ -261,10 +262,14 @@ void Engine::run() {
     }
     s_.position = static_cast<i32>(p_.ops) - 1;
     ending_ = true;
+    if (copies_)
+        for (i64 s = 0; s < p_.storages; ++s)
+            if (p_.kept[s]) stay(static_cast<i32>(s));
     for (i64 s = 0; s < p_.storages && s_.cost.valid; ++s)
         if (p_.kept[s] && !s_.resident[s]) s_.cost.valid = restore(static_cast<i32>(s));
     ending_ = false;
     release();
+    if (copies_ && s_.cost.valid) land_results();
     if (extended_ && s_.cost.valid)
         for (i32 t : leaving_[p_.ops]) leave(t);
     if (copies_) s_.cost.extra += std::max(0.0, std::max(sent_, fetched_) - now_);

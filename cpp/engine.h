@@ -151,7 +151,8 @@ class Engine {
     std::vector<double> ready_;                // by storage: when its copy out, or back, is done
     std::vector<std::uint8_t> coming_;         // by storage: 1 fetched, 2 copied out for nothing; and not yet waited for
     std::deque<i32> leaving_now_;              // copied out, bytes not yet given back
-    std::vector<std::vector<i32>> fetches_;    // by position: to be issued there
+    std::vector<std::vector<i32>> fetches_;    // by position: gaps whose fetches are to be issued there
+    std::vector<i32> late_fetches_;            // gaps: no room where they were to be issued
     std::vector<i32> landed_;                  // waited for: their copies can go
     std::vector<i32> offload_step_, fetch_step_;
     std::vector<i32> pin_;
@@ -197,6 +198,9 @@ class Engine {
     void fetch(i32 storage);
     void issue(i32 position);
     void clear_copies();
+    void land(const i32* begin, const i32* end);
+    void land_results();
+    bool fits(i32 storage, i32 position) const;
     std::vector<i32> arrivals(const i32* begin, const i32* end);
     void wait_for(double time);
     void spend(double seconds);

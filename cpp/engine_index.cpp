@@ -92,7 +92,8 @@ void Engine::find_gaps() {
             const i32 from = touches_.begin(s)[j], to = touches_.begin(s)[j + 1];
             const bool bound = p_.must[s] && from < p_.boundary && to >= p_.boundary;
             std::uint8_t here = possible(bound ? p_.must[s] : p_.may[s]);
-            if (to == p_.ops) here &= 1 << kKeep | 1 << kPack;  // results stay: what comes back comes at the end
+            // Results made again at the end would gain nothing; a copy of them may come back there.
+            if (to == p_.ops) here &= 1 << kKeep | 1 << kPack | 1 << kOffload;
             if (to - from < 2 || here == 1 << kKeep || here == 0) continue;
             gap_of_[touches_.start[s] + j] = static_cast<i32>(gaps_.size());
             gaps_.push_back({static_cast<i32>(s), from, to});

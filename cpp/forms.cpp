@@ -17,7 +17,7 @@ void Engine::schedule() {
         before = std::min(before, start_[gap.to]) - p_.fetch[gap.storage];
         const auto after = std::upper_bound(start_.begin(), start_.end(), before);
         const i32 at = static_cast<i32>(after - start_.begin()) - 1;
-        if (at > gap.from + 1 && at < gap.to) fetches_[at].push_back(gap.storage);
+        if (at > gap.from + 1 && at < gap.to) fetches_[at].push_back(g);
     }
 }
 
@@ -44,6 +44,8 @@ void Engine::unpack(i32 s) {
 
 // Copied out from now on; the bytes are given back once that is done, and at once only where they are short.
 void Engine::send(i32 s) {
+    if (coming_[s] == 1) land(&s, &s + 1);  // fetched for an op that runs later
+    coming_[s] = 0;
     sent_ = std::max(sent_, now_) + p_.offload[s];
     s_.host[s] = 1;
     host_live_ += p_.size[s];
@@ -102,12 +104,30 @@ void Engine::fetch(i32 s) {
     out_->push_back({kFetch, -1, {s}, kFull, 2, std::move(waits)});
 }
 
-// The fetches that are to begin here.
+// The fetches that are to begin here, or were to begin before and had no room.
 void Engine::issue(i32 at) {
-    for (i32 s : fetches_[at]) {
+    late_fetches_.insert(late_fetches_.end(), fetches_[at].begin(), fetches_[at].end());
+    std::size_t left = 0;
+    for (i32 g : late_fetches_) {
+        const i32 s = gaps_[g].storage;
+        if (!s_.host[s] || gaps_[g].to <= at) continue;  // read meanwhile, or now
+        if (!fits(s, at)) {
+            late_fetches_[left++] = g;
+            continue;
+        }
         stay(s);
-        if (s_.host[s] && !s_.resident[s]) fetch(s);
+        if (!s_.resident[s]) fetch(s);
     }
+    late_fetches_.resize(left);
+}
+
+// Whether the op at a position still has room beside a storage that comes back before it.
+bool Engine::fits(i32 s, i32 at) const {
+    const i32 o = p_.order[at];
+    i64 bytes = s_.live + (s_.resident[s] ? 0 : p_.size[s]) + p_.extra[o];
+    for (auto d = p_.defines.begin(o); d != p_.defines.end(o); ++d) bytes += p_.size[*d];
+    for (auto r = p_.reads.begin(o); r != p_.reads.end(o); ++r) bytes += s_.resident[*r] ? 0 : p_.size[*r];
+    return bytes <= limit_;
 }
 
 // Wait for what is on its way of the storages an op reads; the steps it waits for.
@@ -130,6 +150,21 @@ void Engine::clear_copies() {
         if (out_) out_->push_back({kFree, -1, {s}, kHost, 0, {}});
     }
     landed_.clear();
+}
+
+// Wait for what is on its way, with no op that does.
+void Engine::land(const i32* begin, const i32* end) {
+    const auto waits = arrivals(begin, end);
+    const std::size_t first = out_ ? out_->size() : 0;
+    clear_copies();
+    if (out_ && first < out_->size()) (*out_)[first].waits = waits;
+}
+
+void Engine::land_results() {
+    std::vector<i32> results;
+    for (i32 s = 0; s < static_cast<i32>(p_.storages); ++s)
+        if (p_.kept[s]) results.push_back(s);
+    land(results.data(), results.data() + results.size());
 }
 
 void Engine::wait_for(double time) {

@@ -19,7 +19,7 @@ from tightship.execute.compile import compile_plan
 from tightship.plan import Step
 from tightship.planners.evict import compress, offload
 from tightship.planners.evict._aside import overlapped, spans, steps_with
-from tightship.planners.evict._frame import Frame
+from tightship.planners.evict._frame import OFFLOAD, Frame
 from tightship.verify import check
 
 ZOO = ("cnn", "gpt2", "bert", "resnet", "in_place", "viewed")
@@ -56,6 +56,17 @@ def test_the_same_bits_and_the_planned_peak(name, how):
         assert plan.count("offload") == plan.count("fetch") > 0 < plan.host
     if how == "tight":
         assert plan.peak < plan.peak_before
+
+
+@pytest.mark.parametrize("name", ["gpt2", "cnn"])
+def test_results_wait_outside_and_are_back_at_the_end(name):
+    bound = Bound(name)
+    graph = bound.graph
+    frame = Frame(graph, tuple(range(len(graph.ops))), means=("offload",))
+    ends = frame.gaps[:, 2] == len(graph.ops)
+    assert ends.any() and set(frame.gaps[ends, 0].tolist()) <= graph.kept
+    plan = held(bound, frame.steps(ends.astype("uint8") * OFFLOAD))
+    assert plan.count("offload") == plan.count("fetch") == ends.sum()
 
 
 @pytest.mark.parametrize(

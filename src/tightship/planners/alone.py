@@ -35,8 +35,7 @@ def alone(graph: Graph, info: PlannerInfo, chosen: Any, budget: Budget | str | i
     means = tuple(
         dict.fromkeys(("recompute", *(s.kind for s in steps if s.kind in MEANS)))
     )  # what bounds allow
-    whole = any(op.phase == "update" for op in graph.ops)  # the results of a whole step leave the arena
-    made = adopted(replace(frame, means=means), steps, Options(lossy=lossy, hand_out=whole), info.name)
+    made = adopted(replace(frame, means=means), steps, Options(lossy=lossy), info.name)
     return replace(
         made,
         budget=limit,

@@ -52,10 +52,8 @@ def pack(
     if baseline is not None:
         _check_baseline(problem, baseline)
     if problem.pools:
-        began = time.perf_counter()
-        until = began + limits.seconds
+        until = time.perf_counter() + limits.seconds
         solution = spill(problem, lambda part: _one_arena(part, run, _within(limits, until)))
-        solution = replace(solution, seconds=time.perf_counter() - began)
     else:
         solution = _one_arena(problem, run, limits)
     if baseline is not None and (arena := _arena(problem, baseline)) < solution.arena:

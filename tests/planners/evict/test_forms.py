@@ -9,7 +9,8 @@ import pytest
 
 from chains import chain
 from strategies import random_graph
-from tightship.graph import Graph
+from tightship.analysis.bounds import lower_bound
+from tightship.graph import Graph, Op, Storage, Value
 from tightship.machine import Machine
 from tightship.plan import Plan
 from tightship.planners.evict import anneal, ladder
@@ -100,3 +101,17 @@ def test_the_host_pool_is_not_exceeded() -> None:
     frame = Frame(graph, tuple(range(len(graph.ops))), means=("offload",), host=64 * 5)
     found = ladder.plan(frame, base - 64 * 4, ladder.Options(work=1_000_000))
     assert found.met and replay(graph, frame.steps(found.evict, base - 64 * 4)).host_peak <= 64 * 5
+
+
+def test_results_may_wait_outside_until_the_end() -> None:
+    """The op at the end needs room that the results before it have, who are wanted only after it."""
+    ops = tuple(Op(f"f{k}", "f", (0,), (k + 1,), time=1.0, workspace=400 if k == 5 else 0) for k in range(6))
+    storages = (Storage("x", 64, "input"), *(Storage(f"y{k}", 64) for k in range(6)))
+    values = tuple(Value(s.name, k) for k, s in enumerate(storages))
+    graph = Graph(ops, values, storages, (0,), tuple(range(1, 7)))
+    frame = Frame(graph, tuple(range(6)), means=("offload",))
+    bound = lower_bound(graph, least=dict.fromkeys(range(7), 0))
+    found = ladder.plan(frame, bound, ladder.Options(work=1_000_000))
+    assert found.met and found.peak == bound == 64 + 64 + 400
+    assert replay(graph, baseline(graph)).peak == 7 * 64 + 400
+    checked(frame, found.evict, bound)

@@ -86,6 +86,16 @@ def _search(
         best = found if found.beats(best) else best
 
 
+def _saved_sets(frame: Frame, limit: int) -> Iterator[Decision]:
+    """What was found for other limits, what people keep by hand, and minimum cuts."""
+    yield from frame.archive.around(limit, frame)
+    for by_hand in _CHECKPOINTS:
+        bits = checkpoint.dropped(frame, by_hand)
+        if bits.any():
+            yield frame.cost(bits, limit)
+    yield from min_cut.family(frame, limit)
+
+
 def _seeds(
     frame: Frame, limit: int, o: Options, all_kept: Decision, until: float, progress: Progress | None
 ) -> Iterator[Decision]:
@@ -100,16 +110,17 @@ def _seeds(
         found.append(d)
         return d
 
-    for d in (*min_cut.family(frame, limit), *frame.archive.around(limit, frame)):
+    for d in _saved_sets(frame, limit):
         yield seed(d)
-    for by_hand in _CHECKPOINTS:
-        bits = checkpoint.dropped(frame, by_hand)
-        if bits.any():
-            yield seed(frame.cost(bits, limit))
+        if time.perf_counter() > until:
+            return
     for d in min_cut.between(frame, limit):
         work, seconds = part(0.05)
         yield seed(ladder.relaxed(frame, limit, d, work, seconds) if d.met else d)
-    yield seed(blocks.plan(frame, limit, blocks.Options(work=o.work // 4)))
+        if time.perf_counter() > until:
+            return
+    _, seconds = part(0.2)
+    yield seed(blocks.plan(frame, limit, blocks.Options(work=o.work // 4, seconds=seconds)))
     work, seconds = part(0.1)
     yield seed(greedy.plan(frame, limit, greedy.Options(work, seconds), progress))
     # Up from below the limit is done by giving back, down from above it by the ladder.

@@ -9,6 +9,7 @@ classes x replay. Known limits: only sees repeated structure.
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass
 
 import numpy as np
@@ -24,11 +25,13 @@ _SPACES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128)
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """``keep``: how many classes are kept at most. ``tries``: candidates at most. ``work``: ops simulated at most."""
+    """``keep``: how many classes are kept at most. ``tries``: candidates at most. ``work``: ops simulated at most.
+    ``seconds``: wall clock at most."""
 
     keep: int = 3
     tries: int = 800
     work: int = 40_000_000
+    seconds: float = 10.0
 
 
 def plan(frame: Frame, limit: int, options: Options | None = None) -> Decision:
@@ -38,17 +41,24 @@ def plan(frame: Frame, limit: int, options: Options | None = None) -> Decision:
     far = _crossing(frame)
     classes = [r for r in frame.classes if len(r) > 2 and far[list(r)].any()]
     classes.sort(key=lambda r: -sum(int(frame.graph.storages[frame.gaps[g][0]].size) for g in r))
-    best = _search(frame, limit, o, far, classes, EVICT)
+    until = time.perf_counter() + o.seconds
+    best = _search(frame, limit, o, far, classes, EVICT, until)
     for rest in (PASS, DROP):
         if rest == DROP and best.met:
             break  # it costs more than the others, and only reaches less
-        found = _search(frame, limit, o, far, classes, rest)
+        found = _search(frame, limit, o, far, classes, rest, until)
         best = found if found.beats(best) else best
     return best
 
 
 def _search(
-    frame: Frame, limit: int, o: Options, far: Bits, classes: list[tuple[int, ...]], rest: int
+    frame: Frame,
+    limit: int,
+    o: Options,
+    far: Bits,
+    classes: list[tuple[int, ...]],
+    rest: int,
+    until: float,
 ) -> Decision:
     best = frame.cost(far * np.uint8(rest), limit)
     tries, most = 0, min(o.tries, o.work // (4 * max(1, len(frame.order))))
@@ -59,7 +69,7 @@ def _search(
                 if every > 1 and every * 2 > len(row):
                     break
                 tries += 1
-                if tries > most or frame.archive.stopped:
+                if tries > most or frame.archive.stopped or time.perf_counter() > until:
                     return round_best if round_best.beats(best) else best
                 bits = start.copy()
                 bits[list(row)] = np.minimum(bits[list(row)], EVICT)

@@ -10,6 +10,7 @@ share a recomputation.
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass
 
 from tightship.planners.evict import blocks
@@ -31,13 +32,18 @@ def plan(
 ) -> Decision:
     """Evictions chosen greedily, then those not needed given back group by group."""
     o = options or Options()
+    until = time.perf_counter() + o.seconds
+
+    def left() -> float:
+        return max(0.0, until - time.perf_counter())
+
     first = frame.found(frame.engine.greedy(limit, frame.nothing(), o.work, o.seconds, 0, progress))
     if not first.met:
-        start = blocks.plan(frame, limit)
+        start = blocks.plan(frame, limit, blocks.Options(work=o.work // 4, seconds=0.5 * left()))
         second = start
         if start.valid and not start.met:
-            second = frame.found(frame.engine.greedy(limit, start.evict, o.work, o.seconds, 0, progress))
+            second = frame.found(frame.engine.greedy(limit, start.evict, o.work, left(), 0, progress))
         first = second if second.beats(first) else first
     if not first.met:
         return first
-    return frame.found(frame.engine.relax(frame.groups, limit, first.evict, o.work, o.seconds))
+    return frame.found(frame.engine.relax(frame.groups, limit, first.evict, o.work, left()))

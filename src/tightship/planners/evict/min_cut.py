@@ -45,21 +45,22 @@ def plan(frame: Frame, limit: int, options: Options | None = None) -> Decision:
     return best
 
 
-def family(frame: Frame, limit: int, options: Options | None = None) -> list[Decision]:
+def family(frame: Frame, limit: int, options: Options | None = None) -> Iterator[Decision]:
     """One decision per saved set and way of dropping the rest, fewest bytes first; the first, if there is none,
     keeps everything."""
     o = options or Options()
     cuts = _Cuts(frame)
     if not cuts.crossing.any():
-        return [frame.cost(frame.nothing(), limit)]
-    found, seen = [], set()
+        yield frame.cost(frame.nothing(), limit)
+        return
+    seen = set()
     for k in range(o.prices):
         dropped = cuts.dropped(cuts.rate * 2.0 ** (k - 4) if k else 0.0)
         if (key := dropped.tobytes()) in seen:
             continue
         seen.add(key)
-        found += [frame.cost(_bits(dropped, kind), limit) for kind in _KINDS]
-    return found
+        for kind in _KINDS:
+            yield frame.cost(_bits(dropped, kind), limit)
 
 
 def between(frame: Frame, limit: int) -> Iterator[Decision]:

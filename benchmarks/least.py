@@ -1,0 +1,129 @@
+"""The least memory at all: fixed policies' and ours, beside what no plan can do without.
+
+    python benchmarks/least.py [--work N] [--models gpt6,…] [--write]
+
+Parameters, buffers and the batch are there all the time, and at the end of a forward and backward pass so are all
+gradients: no plan can have less. What a policy or a plan decides about is what is beyond these; the last columns
+compare that. *All ways* allows recomputing, redrawing, packing without loss, and copying out. The search is limited
+by work (``--work``: ops simulated, some 50 million a second), so that the machine's load does not matter.
+``--write`` puts the table into docs/benchmarks.md.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import transformers
+from budget import FULL, PAGE, SMALL, captured
+from rich.console import Console
+
+from tightship import api
+from tightship.analysis.bounds import lower_bound
+from tightship.errors import Infeasible
+from tightship.graph import Graph
+from tightship.planners import default
+from tightship.planners.evict._frame import Frame
+from tightship.planners.frontier import Other, others
+from tightship.simulate import baseline, replay
+
+BEGIN, END = "<!-- begin: benchmarks/least.py -->", "<!-- end: benchmarks/least.py -->"
+WAYS = {"recompute": "recompute", "all ways": "recompute,redraw,compress,offload"}
+MIB = 2**20
+
+
+@dataclass(frozen=True)
+class Row:
+    """Bytes: the static set and the results, the best of the other policies, ours and the bound by ways."""
+
+    title: str
+    static: int
+    results: int
+    other: Other
+    ours: dict[str, int]
+    bounds: dict[str, int]
+
+
+def least(graph: Graph, allow: str, work: int) -> int:
+    """The least peak that a search of so much work reaches."""
+    o = default.Options(allow=allow, work=work, seconds=3600.0, place=False, hand_out=False)
+    bound = lower_bound(graph, least=dict.fromkeys(range(len(graph.storages)), 0))
+    try:
+        return default.plan(graph, int(bound), o).peak
+    except Infeasible as no:
+        return int(no.best_peak)
+
+
+def measured(name: str, quick: bool, work: int) -> Row:
+    title, make = (SMALL if quick else FULL)[name]
+    program = captured(make)
+    graph = program.graph
+    order = default.order_of(graph, default.Options(), replay(graph, baseline(graph)).peak)
+    policies = others(Frame(graph, order), api.torch_saved(program))
+    away = dict.fromkeys(range(len(graph.storages)), 0)
+    return Row(
+        title,
+        graph.static_bytes,
+        sum(graph.storages[s].size for s in graph.kept - graph.static),
+        min(policies, key=lambda x: (x.peak, x.time)),
+        {way: least(graph, allow, work) for way, allow in WAYS.items()},
+        {"recompute": int(lower_bound(graph)), "all ways": int(lower_bound(graph, least=away))},
+    )
+
+
+def mib(nbytes: float) -> str:
+    return f"{nbytes / MIB:.2f}"
+
+
+def markdown(rows: Sequence[Row], work: int) -> str:
+    lines = [
+        f"{datetime.date.today()}; MiB; {work // 10**6} million ops simulated for each figure.",
+        "",
+        "| model | static + gradients | best other | ours: recompute | all ways | bounds on both | whole, both | "
+        "beyond static + gradients, both |",
+        "| --- | ---: | ---: | ---: | ---: | ---: | ---: | ---: |",
+    ]
+    for r in rows:
+        floor, best = r.static + r.results, r.other.peak
+        a, b = r.ours.values()
+        shares = [f"{100 * (x / best - 1):+.0f} %" for x in (a, b)]
+        beyond = [f"{100 * ((x - floor) / (best - floor) - 1):+.0f} %" for x in (a, b)]
+        bounds = ", ".join(mib(x) for x in r.bounds.values())
+        row = f"| {r.title} | {mib(r.static)} + {mib(r.results)} | {mib(best)} ({r.other.name}) | {mib(a)} | "
+        lines.append(f"{row}{mib(b)} | {bounds} | {', '.join(shares)} | {', '.join(beyond)} |")
+    return "\n".join(lines) + "\n"
+
+
+def write(table: str) -> None:
+    old = PAGE.read_text(encoding="utf-8")
+    before, _, rest = old.partition(BEGIN)
+    _, _, after = rest.partition(END)
+    PAGE.write_text(f"{before}{BEGIN}\n\n{table}\n{END}{after}", encoding="utf-8")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--quick", action="store_true", help="tiny models")
+    parser.add_argument(
+        "--work", type=int, default=150_000_000, help="ops simulated for each figure (150000000)"
+    )
+    parser.add_argument("--models", help="which, by name, with commas")
+    parser.add_argument("--write", action="store_true", help=f"put the table into docs/{PAGE.name}")
+    chosen = parser.parse_args()
+    transformers.logging.set_verbosity_error()
+    console = Console(stderr=True, highlight=False)
+    rows = []
+    for name in chosen.models.split(",") if chosen.models else (SMALL if chosen.quick else FULL):
+        console.print(name, style="bold")
+        rows.append(measured(name, chosen.quick, chosen.work))
+        print(markdown(rows[-1:], chosen.work))
+    if chosen.write:
+        write(markdown(rows, chosen.work))
+
+
+if __name__ == "__main__":
+    main()
