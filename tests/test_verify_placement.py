@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 import relating
 from placing import overlapping, problems
+from tightship import verify_placement
 from tightship.disjoint import disjoint
 from tightship.plan import Buffer, Gap, Pool, Problem, Solution
 from tightship.planners.place import naive
@@ -106,6 +107,18 @@ def test_says_who_when_and_which_bytes() -> None:
     assert violation.message == (
         "buffer 'b' at [10, 20) and buffer 'a' at [5, 15) share bytes [10, 15) during [2, 4)"
     )
+
+
+@pytest.mark.parametrize("few", [-1, 32])
+def test_a_conflict_said_of_one_of_two_holds_for_both(few: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(verify_placement, "_FEW", few)
+    count = 1100
+    buffers = tuple(Buffer(str(k), k, k + 1, 4) for k in range(count))
+    for i, j in ((0, 1099), (1099, 0), (1023, 1024), (1030, 5)):
+        rows = tuple(1 << j if k == i else 0 for k in range(count))
+        offsets = tuple(0 if k in (i, j) else 4 for k in range(count))
+        (found,) = check_solution(Problem(buffers, conflicts=rows), Solution(offsets, 8))
+        assert set(found.subjects) == {str(i), str(j)}
 
 
 def test_touching_is_not_overlapping() -> None:

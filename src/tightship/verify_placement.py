@@ -51,6 +51,7 @@ CODES = (
     "bound",
 )
 
+_FEW = 32  # conflicts of a buffer, on average, up to which each is turned alone
 _COLUMNS = 128  # bytes of each row of conflicts that are turned at a time
 
 Home = tuple[str, int]
@@ -325,10 +326,16 @@ def _symmetric(rows: Sequence[int], count: int) -> list[int]:
     """Bit sets in which j is of k's when k is of j's."""
     width = -(-count // 8)
     mask = (1 << count) - 1
+    if sum(row.bit_count() for row in rows) < _FEW * count:
+        both = [row & mask for row in rows[:count]] + [0] * (count - len(rows))
+        for k, row in enumerate(rows[:count]):
+            for j in _members(row & mask):
+                both[j] |= 1 << k
+        return both
     packed = b"".join((row & mask).to_bytes(width, "little") for row in rows[:count])
     packed += bytes(width * (count - len(rows[:count])))
     table = np.frombuffer(packed, dtype=np.uint8).reshape(count, width)
-    both: list[int] = []
+    both = []
     for at in range(0, width, _COLUMNS):  # a byte for every bit of some columns at a time
         bits = np.unpackbits(table[:, at : at + _COLUMNS], axis=1, bitorder="little")[:, : count - 8 * at]
         there = np.packbits(bits.T, axis=1, bitorder="little")

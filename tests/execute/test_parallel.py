@@ -1,16 +1,20 @@
 """Ops on several threads in one arena: no legal interleaving corrupts a value, and a wrong place is seen."""
 
+# ruff: noqa: N802
+
 from functools import cache
 
 import pytest
 import torch
 
 from models import MODELS
+from tightship.analysis.concurrency import waves
+from tightship.analysis.order import predecessors
 from tightship.errors import BadInput
 from tightship.execute.parallel import ParallelExecutor
 from tightship.frontends.torch.step import capture_loss
 from tightship.frontends.torch.structure import flatten
-from tightship.planners.lifetimes import in_any_order, in_order
+from tightship.planners.lifetimes import in_any_order, in_order, in_steps
 from tightship.planners.packing import Search, pack
 from tightship.planners.share.memonger import Options, recycled
 
@@ -88,6 +92,29 @@ def test_buffers_shared_by_name_hold_in_any_order_too(name: str) -> None:
     executor = ParallelExecutor(program, offsets, sum(found.sizes), threads=3, poison=True)
     for seed in range(8):
         assert same(run(executor, inputs, seed), expected(name))
+
+
+@pytest.mark.parametrize("width", [2, 4])
+@pytest.mark.parametrize("name", NAMES)
+def test_A07_steps_of_n_ops_run_in_the_arena_of_their_steps(name: str, width: int) -> None:
+    program, inputs = prepared(name)
+    steps = waves(predecessors(program.graph), width)
+    executor = ParallelExecutor(
+        program, *places(in_steps(program.graph, width)), threads=width, poison=True, steps=steps
+    )
+    for seed in (None, *range(8)):
+        assert same(run(executor, inputs, seed), expected(name))
+
+
+def test_A07_the_arena_of_steps_is_right_in_these_steps_alone() -> None:
+    """The test above can fail: without the steps, and in other steps, the same arena is not right."""
+    program, inputs = prepared("gpt2")
+    graph = program.graph
+    offsets, arena = places(in_steps(graph, 2))
+    free = ParallelExecutor(program, offsets, arena, threads=1, poison=True)
+    assert not all(same(run(free, inputs, seed), expected("gpt2")) for seed in range(8))
+    with pytest.raises(BadInput, match="comes after those of all it waits for"):
+        ParallelExecutor(program, offsets, arena, steps=[0] * len(graph.ops))
 
 
 def test_a_placement_for_one_order_is_corrupted_by_others() -> None:

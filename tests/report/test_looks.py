@@ -192,18 +192,49 @@ def make():
 """
 
 
+@pytest.fixture
+def a_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    pytest.importorskip("torch", reason="torch is not installed")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.delitem(sys.modules, "a_model", raising=False)
+    (tmp_path / "a_model.py").write_text(FACTORY)
+    return "a_model:make"
+
+
+def test_explain_names_the_lines_of_the_user_s_model(
+    a_model: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from tightship.cli import main
+
+    assert main(["explain", a_model, "--json"]) == 0
+    rows = json.loads(capsys.readouterr().out)
+    lines = [m["source"] for m in rows["makers"] if m["kind"] == "activation"]
+    line = 1 + FACTORY.splitlines().index(next(x for x in FACTORY.splitlines() if "lambda" in x))
+    assert lines and all(source.endswith(f"a_model.py:{line}") for source in lines)
+    assert rows["changes"]
+
+
+def test_the_plan_of_the_largest_batch_can_be_looked_at(
+    a_model: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    from tightship.cli import main
+
+    given = ["--max-batch", "--budget", "100kB", "--work", "100000", "--report", "p.html", "--json"]
+    assert main(["plan", a_model, *given]) == 0
+    rows = json.loads(capsys.readouterr().out)
+    assert rows["report"] == "p.html"
+    page = in_page((tmp_path / "p.html").read_text())["summary"]
+    assert page == {k: rows[k] for k in page}
+
+
 @pytest.mark.parametrize("source", ["graph.json", "a_model:make"])
 def test_the_command_line_writes_all_three(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, source: str
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], a_model: str, source: str
 ) -> None:
     from tightship.cli import main
     from tightship.serde import save_graph
 
-    if ":" in source:
-        pytest.importorskip("torch", reason="torch is not installed")
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.syspath_prepend(str(tmp_path))
-    (tmp_path / "a_model.py").write_text(FACTORY)
     save_graph(chain(8), tmp_path / "graph.json")
     wanted = {"report": "p.html", "trace": "t.json.gz", "snapshot": "s.pickle"}
     given = [x for name, file in wanted.items() for x in (f"--{name}", str(tmp_path / file))]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -77,15 +78,7 @@ def plan(chosen: argparse.Namespace, out: Output) -> int:
     if source.graph.meta.get("source") == "onnx" and chosen.planner is None and not interrupted:
         rows["order_bound"] = least = order_bound(source.graph)
         text.append(f"without recomputation no order needs less than {format_bytes(least)}")
-    if path is not None:
-        whole.save(path)
-        rows["output"] = str(path)
-        text.append(f"written to {path}")
-    for name, target in shown.items():
-        if target is not None:
-            getattr(whole, name)(target)
-            rows[name] = str(target)
-            text.append(f"{SHOWN[name]} {target}")
+    _kept(whole, path, shown, rows, text)
     if model is not None:
         page = _write_model(source, made, model, chosen)
         rows["written"] = str(model)
@@ -100,9 +93,10 @@ def largest(chosen: argparse.Namespace, out: Output) -> int:
     options = given_options(chosen)
     if chosen.budget is None:
         raise BadInput("the largest batch is asked for with a budget", "none", "--budget")
-    if chosen.picture is not None or chosen.write is not None:
-        raise BadInput("with --max-batch, --output alone is written", place="--max-batch")
+    if chosen.write is not None:
+        raise BadInput("with --max-batch no model is written", chosen.write, "--write")
     path = writable(chosen.output, "--output")
+    shown = {name: writable(getattr(chosen, name), f"--{name}") for name in SHOWN}
     source = _loaded(chosen.source, out)
     if source.parts is None:
         raise BadInput(
@@ -116,10 +110,7 @@ def largest(chosen: argparse.Namespace, out: Output) -> int:
     text = [f"largest batch: {found.batch}", describe(made, found.graph)]
     tried = [{"batch": n, "met": met} for n, met in found.tried.items()]
     rows = {"batch": found.batch, "tried": tried} | summary(made, found.graph)
-    if path is not None:
-        api.Planned(made, found.graph).save(path)
-        rows["output"] = str(path)
-        text.append(f"written to {path}")
+    _kept(api.Planned(made, found.graph), path, shown, rows, text)
     out.answer(rows, "\n".join(text))
     return 0
 
@@ -277,6 +268,25 @@ def _write_model(source: Source, made: Plan, path: Path, chosen: argparse.Namesp
 
     write_graph(source.program, made, path, chosen.copies)
     return "docs/tensorflow.md for what a session must be told"
+
+
+def _kept(
+    made: api.Planned,
+    path: Path | None,
+    shown: Mapping[str, Path | None],
+    rows: dict[str, Any],
+    text: list[str],
+) -> None:
+    """Write a plan and every way to look at it that was asked for, and say so."""
+    if path is not None:
+        made.save(path)
+        rows["output"] = str(path)
+        text.append(f"written to {path}")
+    for name, target in shown.items():
+        if target is not None:
+            getattr(made, name)(target)
+            rows[name] = str(target)
+            text.append(f"{SHOWN[name]} {target}")
 
 
 def _plain(value: object) -> object:

@@ -1,14 +1,17 @@
-"""Independent ops on several threads, all values in one arena that is right for any order.
+"""Independent ops on several threads, all values in one arena that is right for any order, or for steps.
 
 The placement has to hold for every order the dependencies allow (``planners.lifetimes.in_any_order``): which ops run
-at the same time is decided while they run. An op's results are made on the heap and moved to their places, so what
-is shown here is that places are right, not how fast they can be reached.
+at the same time is decided while they run. With steps, the ops of one step run at the same time, and a step begins
+when the one before it has ended: then the placement has to hold for these (``lifetimes.in_steps``). An op's results
+are made on the heap and moved to their places, so what is shown here is that places are right, not how fast they
+can be reached.
 """
 
 from __future__ import annotations
 
 import random
 import threading
+from collections import Counter
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -31,11 +34,19 @@ class ParallelExecutor:
     """Runs ``program`` on ``threads`` threads; storage s lies at ``offsets[s]`` of an arena of ``arena`` bytes.
 
     Storages of the caller have no offset. With ``poison`` the bytes of a storage are overwritten when its last
-    user has ended, so that a place which is not right shows. Raises ``BadInput`` for a storage without a place.
+    user has ended, so that a place which is not right shows. ``steps``: the step of each op
+    (``concurrency.waves``). Raises ``BadInput`` for a storage without a place, and for steps that are not legal.
     """
 
     def __init__(
-        self, program: Program, offsets: dict[int, int], arena: int, *, threads: int = 2, poison: bool = False
+        self,
+        program: Program,
+        offsets: dict[int, int],
+        arena: int,
+        *,
+        threads: int = 2,
+        poison: bool = False,
+        steps: Sequence[int] | None = None,
     ) -> None:
         if threads < 1:
             raise BadInput("at least one thread runs ops", threads, "threads")
@@ -50,6 +61,12 @@ class ParallelExecutor:
         self.waits = predecessors(graph)
         self.after = successors(self.waits)
         self.users = [bits.bit_count() for bits in touching(graph)]
+        self.steps = tuple(steps) if steps is not None else (0,) * len(graph.ops)
+        late = steps is not None and any(
+            self.steps[w] >= self.steps[k] for k, row in enumerate(self.waits) for w in row
+        )
+        if late or len(self.steps) != len(graph.ops):
+            raise BadInput("an op's step comes after those of all it waits for", place="steps")
 
     def run(self, inputs: Sequence[Any], seed: int | None = None) -> list[Any]:
         """The tensors of ``program.results``, copied out of the arena. ``seed``: of the choice among ops that are
@@ -72,6 +89,8 @@ class _Run:
         self.waiting = [len(w) for w in executor.waits]
         self.ready = [k for k, n in enumerate(self.waiting) if not n]
         self.left = len(graph.ops)
+        self.in_step = Counter(executor.steps)
+        self.step = min(executor.steps, default=0)
         self.changed = threading.Condition()
         self.failed = False
 
@@ -97,14 +116,18 @@ class _Run:
 
     def next(self) -> int | None:
         with self.changed:
-            while not self.ready and self.left and not self.failed:
+            while not (now := self.of_step()) and self.left and not self.failed:
                 self.changed.wait()
             if self.failed or not self.left:
                 return None
-            at = (
-                self.ready.index(min(self.ready)) if self.rng is None else self.rng.randrange(len(self.ready))
-            )
-            return self.ready.pop(at)
+            k = min(now) if self.rng is None else self.rng.choice(now)
+            self.ready.remove(k)
+            return k
+
+    def of_step(self) -> list[int]:
+        """Ops that are ready and whose step it is."""
+        steps = self.executor.steps
+        return [k for k in self.ready if steps[k] == self.step]
 
     def ended(self, k: int) -> None:
         uses = self.graph.uses
@@ -119,6 +142,9 @@ class _Run:
                 if not self.waiting[a]:
                     self.ready.append(a)
             self.left -= 1
+            self.in_step[self.executor.steps[k]] -= 1
+            while self.left and not self.in_step[self.step]:
+                self.step += 1
             self.changed.notify_all()
 
     def dead(self, s: int) -> None:

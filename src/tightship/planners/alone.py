@@ -35,7 +35,8 @@ def alone(graph: Graph, info: PlannerInfo, chosen: Any, budget: Budget | str | i
     means = tuple(
         dict.fromkeys(("recompute", *(s.kind for s in steps if s.kind in MEANS)))
     )  # what bounds allow
-    made = adopted(replace(frame, means=means), steps, Options(lossy=lossy), info.name)
+    whole = any(op.phase == "update" for op in graph.ops)  # the results of a whole step leave the arena
+    made = adopted(replace(frame, means=means), steps, Options(lossy=lossy, hand_out=whole), info.name)
     return replace(
         made,
         budget=limit,

@@ -52,8 +52,10 @@ def pack(
     if baseline is not None:
         _check_baseline(problem, baseline)
     if problem.pools:
-        until = time.perf_counter() + limits.seconds
+        began = time.perf_counter()
+        until = began + limits.seconds
         solution = spill(problem, lambda part: _one_arena(part, run, _within(limits, until)))
+        solution = replace(solution, seconds=time.perf_counter() - began)
     else:
         solution = _one_arena(problem, run, limits)
     if baseline is not None and (arena := _arena(problem, baseline)) < solution.arena:

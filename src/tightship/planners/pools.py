@@ -5,7 +5,7 @@ of limited size. Every buffer goes to its first pool; what does not fit spills t
 make others spill in turn. Who has no other pool left goes first, pinned buffers before all. A pool with a heap limit
 fills one heap after the other. Source: ours, after what XLA's heap simulator and TVM's pools do. Guarantee: none but
 that a buffer only moves down its list. Complexity: a placement for each pool that buffers spill into, each time.
-Known limits: greedy in who spills; a spilling pool is placed by pairs, so it has thousands of buffers at most.
+Known limits: greedy in who spills.
 """
 
 from __future__ import annotations
@@ -18,10 +18,9 @@ import numpy as np
 from tightship.errors import BadInput
 from tightship.plan import Buffer, Pool, Problem, Solution
 from tightship.planners.clash import Clash, clash
-from tightship.planners.place._frame import Ints, frame, most_alive, related
+from tightship.planners.place._frame import Ints, load, related
 from tightship.planners.place._groups import merge
 from tightship.planners.place._orders import by_size
-from tightship.planners.place._parts import cut
 
 __all__ = ["check_pools", "clash_of_pools", "spill"]
 
@@ -193,8 +192,9 @@ def _part(problem: Problem, units: Sequence[_Unit], chosen: Sequence[int], at: d
     keep = [(i, at.get(k)) for k in chosen for i in units[k].members]
     buffers = []
     for i, x in keep:
-        b = replace(problem.buffers[i], pools=())
-        buffers.append(b if x is None else replace(b, pinned=x))
+        b = problem.buffers[i]
+        pinned = b.pinned if x is None else x
+        buffers.append(b if not b.pools and pinned == b.pinned else replace(b, pools=(), pinned=pinned))
     return Problem(tuple(buffers), conflicts=_rows(problem.conflicts, [i for i, _ in keep]))
 
 
@@ -226,13 +226,9 @@ def _size(problem: Problem, unit: _Unit) -> int:
 
 
 def _bare(buffers: Sequence[Buffer]) -> Problem:
-    return Problem(tuple(replace(b, pools=()) for b in buffers))
+    return Problem(tuple(replace(b, pools=()) if b.pools else b for b in buffers))
 
 
 def _load(problem: Problem) -> int:
     """The most bytes alive at one time, wherever they lie."""
-    merged, _ = merge(_bare(problem.buffers))
-    a = frame(
-        cut(replace(merged, buffers=tuple(replace(b, pinned=None, alignment=1) for b in merged.buffers)))
-    ).arrays
-    return most_alive(a.lower, a.upper, a.size)
+    return load(_bare(problem.buffers))

@@ -48,6 +48,7 @@ def summary(plan: Plan, graph: Graph | None = None) -> dict[str, Any]:
         "seconds": plan.seconds,
         "digest": plan.digest,
         "notes": list(plan.notes),
+        "meta": plan.meta,
     }
     if graph is not None:
         found |= {"graph": graph.name, "ops": len(graph.ops), "storages": len(graph.storages)}

@@ -2,7 +2,9 @@
 
 # ruff: noqa: N802
 
+import json
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
@@ -11,6 +13,7 @@ from hypothesis import strategies as st
 from strategies import graphs, random_order
 from tightship.analysis.concurrency import interference
 from tightship.analysis.order import is_legal, predecessors
+from tightship.cli import main
 from tightship.errors import BadInput
 from tightship.graph import Graph, Op, Storage, Value
 from tightship.plan import Problem
@@ -18,7 +21,7 @@ from tightship.planners import planner
 from tightship.planners.lifetimes import in_any_order
 from tightship.planners.packing import Search, pack
 from tightship.planners.share.memonger import Options, mapping, plan, recycled, renamed
-from tightship.serde import dumps_plan, loads_plan
+from tightship.serde import dumps_graph, dumps_plan, loads_plan
 from tightship.verify import verify
 from zoo import captured, measured, on_devices
 
@@ -279,3 +282,42 @@ def test_an_empty_graph() -> None:
     assert plan(graph).arena == plan(graph, ANY).arena == 0
     assert pack(in_any_order(graph).problem).arena == 0
     assert in_any_order(graph).problem == Problem(())
+
+
+# --- from the command line ---
+
+
+def asked(capsys: pytest.CaptureFixture[str], *given: str) -> dict[str, object]:
+    assert main(["plan", *given, "--planner", "memonger", "--json"]) == 0
+    found: dict[str, object] = json.loads(capsys.readouterr().out)
+    return found
+
+
+def written(folder: Path, graph: Graph) -> str:
+    path = folder / "graph.json"
+    path.write_bytes(dumps_graph(graph))
+    return str(path)
+
+
+def test_M01_M03_M07_as_the_command_line_says_them(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    graph = captured("gpt2")
+    rows = asked(capsys, written(tmp_path, graph))
+    assert rows["meta"]["memonger"]["mapping"] == mapping(graph)  # type: ignore[index]
+    assert "bytes saved" in rows["notes"][0]  # type: ignore[index]
+    again = asked(capsys, written(tmp_path, renamed(graph, mapping(graph))))
+    assert "recycled before" in again["notes"][0]  # type: ignore[index]
+    loop = graph.with_ops((replace(graph.ops[0], calls=(net("in > x; x > out"),)), *graph.ops[1:]))
+    left = asked(capsys, written(tmp_path, loop))
+    assert "runs graphs of its own" in left["notes"][0]  # type: ignore[index]
+    assert left["meta"]["memonger"]["mapping"] == {}  # type: ignore[index]
+    apart = on_devices(graph, "cuda:0", "cuda:1")
+    shared_names = asked(capsys, written(tmp_path, apart))["meta"]["memonger"]["mapping"]  # type: ignore[index]
+    device = {
+        apart.storages[s].name: apart.ops[k].device for k, d in enumerate(apart.uses.defines) for s in d
+    }
+    by_buffer: dict[str, set[str]] = {}
+    for old, new in shared_names.items():
+        by_buffer.setdefault(new, set()).add(device[old])
+    assert by_buffer and all(len(there) == 1 for there in by_buffer.values())

@@ -248,7 +248,8 @@ class _Lowering:
             turned = any(k in attrs and attrs[k].b for k in ("transpose_a", "adj_x"))
             flops = flops_of(node.kind, shapes, [self.values[v].shape for v in outs], transposed=turned)
         traffic = made_bytes + sum(self.storages[self.values[v].storage].size for v in ins) if flops else 0
-        control = {self.op_of[m] for m in self.web.read[n] if m in self.op_of}
+        waits = [name_of(i) for i in node.inputs if i.startswith("^")]
+        control = {self.op_of[m] for m in waits if m in self.op_of}
         random = "Random" in node.kind and not node.kind.startswith("Stateless")
         harmless = bool(writes) or random or reads_handle(node.kind) or n not in self.types.stateful
         self.op_of[n] = len(self.ops)

@@ -17,7 +17,18 @@ from tightship.planners.place._groups import merge
 from tightship.planners.place._parts import check_gaps
 from tightship.planners.place._related import parts_of, placer_of
 
-__all__ = ["Arrays", "Frame", "Ints", "frame", "from_arrays", "hinted", "is_plain", "most_alive", "related"]
+__all__ = [
+    "Arrays",
+    "Frame",
+    "Ints",
+    "frame",
+    "from_arrays",
+    "hinted",
+    "is_plain",
+    "load",
+    "most_alive",
+    "related",
+]
 
 Ints = npt.NDArray[np.int64]
 
@@ -166,6 +177,16 @@ def _check_pins(clash: int, arrays: Arrays, names: list[str] | None) -> None:
 def most_alive(lower: Ints, upper: Ints, weight: Ints) -> int:
     """The largest sum of weights alive at one time."""
     return int(_core.lower_bound(lower, upper, weight)) if len(weight) else 0
+
+
+def load(problem: Problem) -> int:
+    """The most bytes alive at one time, wherever they lie: without alignments and pins."""
+    merged, _ = merge(problem)
+    a = _arrays(merged)
+    _, since, until, low, high = (
+        np.ascontiguousarray(c) for c in parts_of(merged, a.lower, a.upper, a.size).T
+    )
+    return most_alive(since, until, high - low)
 
 
 def _bound(a: Arrays) -> int:

@@ -183,12 +183,13 @@ def _conflicts(problem: Problem, became: Ints) -> Ints:
         raise BadInput("a row of conflicts is a bit set of the buffers", place="Problem.conflicts")
     _limit(sum(row.bit_count() for row in rows) // 2)
     found = []
-    for at in range(0, count, _ROWS):  # a byte for every bit of some rows at a time
+    for at in range(0, count, _ROWS):
         some = b"".join(row.to_bytes(width, "little") for row in rows[at : at + _ROWS])
-        bits = np.unpackbits(
-            np.frombuffer(some, dtype=np.uint8).reshape(-1, width), axis=1, bitorder="little"
-        )
-        one, two = np.nonzero(bits)
+        packed = np.frombuffer(some, dtype=np.uint8)
+        filled = np.flatnonzero(packed)
+        byte, bit = np.nonzero(np.unpackbits(packed[filled, None], axis=1, bitorder="little"))
+        one, column = np.divmod(filled[byte], width)
+        two = 8 * column + bit
         found.append(np.stack((np.minimum(one + at, two), np.maximum(one + at, two)), axis=1))
     one, two = np.unique(np.concatenate(found), axis=0).T
     size = np.array([b.size for b in buffers], dtype=np.int64)

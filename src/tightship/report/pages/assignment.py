@@ -42,14 +42,20 @@ def assignment_page(made: Assignment, *, title: str = "", rows: dict[str, Any] |
 def _memory(made: Assignment) -> Section:
     """Bytes alive at each step of the schedule, by kind; what is never given back is there all the time."""
     live, end = made.live, max(1, made.live.end)
-    kinds = {b: kind_of(a) for a in made.allocations for b in a.held}
     change: dict[str, dict[int, int]] = {name: defaultdict(int) for name in _NAMES}
+    kinds: dict[Buffer, str] = {}
+    for a in made.allocations:
+        stays = a.read_only or a.kind == "thread-local"
+        change[kind_of(a)][0] += a.size if stays else 0
+        kinds |= dict.fromkeys(a.held, "" if stays else kind_of(a))
     for group in live.sets:
         kind = kinds.get(group.buffers[0], "temporary")
+        if not kind:
+            continue
         for start, stop in between(live, group):
             change[kind][max(0, start)] += group.size
             change[kind][min(end, stop)] -= group.size
-    rows = {k: list(accumulate(c[t] for t in range(end))) for k, c in change.items() if c}
+    rows = {k: list(accumulate(c[t] for t in range(end))) for k, c in change.items() if any(c.values())}
     peak = max(map(sum, zip(*rows.values(), strict=True)), default=0)
     panel = {
         "caption": "alive at each step of the schedule", "columns": list(rows.values()) or [[0]], "view": "steps",
