@@ -5,7 +5,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 
 import pytest
 
@@ -13,6 +12,7 @@ from chains import chain
 from tightship import cli
 from tightship.cli.options import documented
 from tightship.planners.default import Options
+from tightship.report.progress import Line
 from tightship.serde import save_graph
 
 QUICK = ["--work", "200000", "--seconds", "2"]
@@ -348,25 +348,23 @@ def test_nothing_but_one_object_on_standard_output(there):
     assert all(word in done.stderr for word in ("imported", "made", "from below"))
 
 
-def test_an_interrupt_prints_and_writes_the_best_plan_so_far(there):
-    save_graph(chain(3000), there / "large.json")
-    command = [sys.executable, "-m", "tightship", "plan", "large.json", "-b", "30%", "-o", "p.json"]
-    job = subprocess.Popen(
-        [*command, "--seconds", "300", "--work", str(10**12)],
-        cwd=there,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        # A job in the background inherits that interrupts are ignored.
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
-    )
-    time.sleep(2.0)
-    job.send_signal(signal.SIGINT)
-    out, err = job.communicate(timeout=120)
-    assert job.returncode == 130, err
-    assert "interrupted" in out + err and "Traceback" not in err
-    if (there / "p.json").exists():  # unless it came before anything was found
-        assert cli.main(["verify", str(there / "p.json")]) == 0
+def test_an_interrupt_prints_and_writes_the_best_plan_so_far(there, capsys, monkeypatch):
+    save_graph(chain(60), there / "large.json")
+    heard = []
+
+    def planning(_line, peak, _extra, met):
+        if met and not heard:
+            heard.append(peak)
+            signal.raise_signal(signal.SIGINT)
+        return False
+
+    monkeypatch.setattr(Line, "planning", planning)
+    args = ["plan", "large.json", "-b", "50%", "-o", "p.json", "--seconds", "300", "--work", str(10**12)]
+    status, rows = as_json(*args, capsys=capsys)
+    assert status == 130
+    assert (rows["interrupted"], rows["met"]) == (True, True)
+    assert len(heard) == 1
+    assert cli.main(["verify", str(there / "p.json")]) == 0
 
 
 def test_a_reader_that_leaves_early_is_no_error_of_ours(there):
