@@ -1,131 +1,114 @@
 // Time against memory: plans as a line, other policies as points. A click or Enter chooses the plan that is shown below.
 PARTS.frontier = (s, host) => {
-  const all = [...s.points.map(p => ({
-      ...p,
-      ours: true
-    })), ...s.peers],
-    left = 60,
-    most = Math.max(...s.points.map(p => p.peak));
-  const shown = all.filter(p => p.ours || p.peak <= 2 * most),
-    far = Math.max(...shown.map(p => p.peak)) * 1.04,
-    tall = Math.max(.02, ...shown.map(p => p.extra)) * 1.12;
-  const o = {
-    height: 360,
-    left,
-    view: view("peak", 0, far),
-    count: () => shown.length,
-    choose: i => {
-      if (shown[i].ours) {
-        chosen = i;
-        dispatchEvent(new CustomEvent("choose", {
-          detail: i
-        }));
-        later(made.draw);
-        $("said").textContent = "shown below: " + o.words(i);
-      }
-    }
-  };
+  const most = Math.max(...s.points.map(p => p.peak)), left = 60, height = 360, base = height - 34;
+  const all = [...s.points.map(p => ({ ...p, ours: true })), ...s.peers];
+  const shown = all.filter(p => p.ours || p.peak <= 2 * most);
+  const far = Math.max(...shown.map(p => p.peak)) * 1.04, tall = Math.max(.02, ...shown.map(p => p.extra)) * 1.12;
+  const across = view("peak", 0, far);
   let chosen = 0;
-  const spot = (p, w, h) => [left + (w - left - 8) * (p.peak - o.view.a) / (o.view.b - o.view.a), h - 34 - (h - 50) * Math.max(0, p.extra) / tall];
-  o.draw = (g, w, h) => {
+
+  const x = (peak, w) => left + (w - left - 8) * (peak - across.a) / (across.b - across.a);
+  const y = extra => base - (base - 16) * Math.max(0, extra) / tall;
+  // Round shares of a step, four to eight of them.
+  const step = [.005, .01, .02, .05, .1, .2, .5, 1, 2, 5, 10, 20, 50, 100].find(share => tall / share <= 8) || tall;
+
+  function scale(g, w) {
     g.strokeStyle = colour("line");
     g.fillStyle = colour("soft");
     g.textAlign = "right";
-    for (let f = 0; f <= 4; f++) {
-      const y = h - 34 - (h - 50) * f / 4;
-      g.beginPath();
-      g.moveTo(left, y);
-      g.lineTo(w - 8, y);
-      g.stroke();
-      g.fillText(`+${(100 * tall * f / 4).toFixed(1)} %`, left - 6, y + 4);
+    for (let share = 0; share <= tall; share += step) {
+      line(g, [[left, y(share)], [w - 8, y(share)]]);
+      g.fillText(`+${+(100 * share).toFixed(1)} %`, left - 6, y(share) + 4);
     }
-    g.textAlign = "center";
-    for (let f = 0; f <= 4; f++) {
-      const x = left + (w - left - 8) * f / 4;
-      g.textAlign = f === 4 ? "right" : f ? "center" : "left";
-      g.fillText(size(Math.round(o.view.a + (o.view.b - o.view.a) * f / 4)), x, h - 18);
+    for (const bytes of levels(across.a, across.b)) {
+      const at = x(bytes, w);
+      g.textAlign = at < left + 20 ? "left" : at > w - 40 ? "right" : "center";
+      g.fillText(short(bytes), at, height - 18);
     }
     g.textAlign = "left";
-    g.fillText("extra time of one step, by peak", left, h - 3);
-    const bound = spot({
-      peak: s.bound,
-      extra: 0
-    }, w, h)[0];
+    g.fillText("extra time of one step, by peak", left, height - 3);
+  }
+
+  function line(g, points) {
+    g.beginPath();
+    points.forEach(([px, py], k) => k ? g.lineTo(px, py) : g.moveTo(px, py));
+    g.stroke();
+  }
+
+  function bounds(g, w) {
+    const least = x(s.bound, w);
     g.strokeStyle = g.fillStyle = colour("bound");
     g.setLineDash([2, 3]);
-    g.beginPath();
-    g.moveTo(bound, 12);
-    g.lineTo(bound, h - 34);
-    g.stroke();
-    g.beginPath();
-    s.points.forEach((p, k) => {
-      const [x, y] = spot({
-        peak: p.budget,
-        extra: p.least
-      }, w, h);
-      k ? g.lineTo(x, y) : g.moveTo(x, y);
-    });
-    g.stroke();
+    line(g, [[least, 12], [least, base]]);
+    line(g, s.points.map(p => [x(p.budget, w), y(p.least)]));
     g.setLineDash([]);
-    g.fillText("lower bound " + size(s.bound), bound + 5, 22);
+    g.fillText("lower bound " + size(s.bound), least + 5, 22);
+  }
+
+  // Names of other policies, kept apart where they are close to one another.
+  function named(g, w, p, taken) {
+    const wide = g.measureText(p.name).width, px = x(p.peak, w), at = px + 9 + wide > w ? px - 9 - wide : px + 9;
+    let up = y(p.extra) + 4;
+    while (taken.some(t => Math.abs(t.up - up) < 13 && t.from < at + wide && at < t.to)) up += 13;
+    taken.push({ up, from: at, to: at + wide });
+    g.fillStyle = colour("ink");
+    g.fillText(p.name, at, up);
+  }
+
+  function draw(g, w) {
+    scale(g, w);
+    bounds(g, w);
     g.strokeStyle = colour("activation");
     g.lineWidth = 2;
-    g.beginPath();
-    s.points.forEach((p, k) => {
-      const [x, y] = spot(p, w, h);
-      k ? g.lineTo(x, y) : g.moveTo(x, y);
-    });
-    g.stroke();
-    g.lineWidth = 1;
-    const ends = []; // names of others, kept apart
+    line(g, s.points.map(p => [x(p.peak, w), y(p.extra)]));
+    const taken = [];
     shown.forEach((p, i) => {
-      const [x, y] = spot(p, w, h);
+      const px = x(p.peak, w), py = y(p.extra);
       g.fillStyle = colour(p.ours ? "activation" : "gradient");
       g.beginPath();
-      p.ours ? g.arc(x, y, i === chosen ? 6 : 4, 0, 7) : g.rect(x - 4, y - 4, 8, 8);
+      if (p.ours) g.arc(px, py, i === chosen ? 6 : 4, 0, 7);
+      else g.rect(px - 4, py - 4, 8, 8);
       g.fill();
-      if (!p.ours) {
-        g.fillStyle = colour("ink");
-        const wide = g.measureText(p.name).width,
-          at = x + 9 + wide > w ? x - 9 - wide : x + 9;
-        let up = y + 4;
-        while (ends.some(e => Math.abs(e[1] - up) < 13 && e[0] < at + wide && at < e[2])) up += 13;
-        ends.push([at, up, at + wide]);
-        g.fillText(p.name, at, up);
-      }
+      if (!p.ours) named(g, w, p, taken);
     });
-  };
-  o.mark = (g, w, h, i) => {
-    const [x, y] = spot(shown[i], w, h);
+  }
+
+  function mark(g, w, h, i) {
     g.strokeStyle = colour("ink");
     g.lineWidth = 2;
     g.beginPath();
-    g.arc(x, y, 9, 0, 7);
+    g.arc(x(shown[i].peak, w), y(shown[i].extra), 9, 0, 7);
     g.stroke();
-  };
-  o.hit = (px, py) => {
+  }
+
+  function hit(px, py) {
     const w = made.canvas.clientWidth;
-    let best = -1,
-      near = 14;
-    shown.forEach((p, i) => {
-      const [x, y] = spot(p, w, 360), d = Math.hypot(px - x, py - y);
-      if (d < near) {
-        near = d;
-        best = i;
-      }
-    });
-    return best;
-  };
-  o.words = i => {
+    const far = shown.map(p => Math.hypot(px - x(p.peak, w), py - y(p.extra))), near = Math.min(...far);
+    return near < 14 ? far.indexOf(near) : -1;
+  }
+
+  function words(i) {
     const p = shown[i];
-    return `${p.name}\npeak ${size(p.peak)}\ntime ${secs(p.time)} (${WORDS.percent(p.extra)})` + (p.said ? "\n" + p.said : "");
-  };
-  o.caption = [
+    return [p.name, `peak ${size(p.peak)}`, `time ${secs(p.time)} (${WORDS.percent(p.extra)})`, p.said]
+      .filter(Boolean).join("\n");
+  }
+
+  function choose(i) {
+    if (!shown[i].ours) return;
+    chosen = i;
+    dispatchEvent(new CustomEvent("choose", { detail: i }));
+    later(made.draw);
+    $("said").textContent = "shown below: " + words(i);
+  }
+
+  const caption = [
     key("activation", "plans (choose one to see it below)"),
     key("gradient", "other policies, simulated"),
     key("bound", "no plan is below")
   ];
-  o.label = `Time against memory: ${s.points.length} plans, ${s.peers.length} other policies. Arrow keys read them, Enter shows a plan below.`;
-  const made = stage(host, o);
+  const label = `Time against memory: ${s.points.length} plans, ${s.peers.length} other policies. ` +
+    "Arrow keys read them, Enter shows a plan below.";
+  const count = () => shown.length;
+  const made = stage(host, { height, label, caption, left, view: across, draw, mark, hit, words, choose, count });
   return [made.draw];
 };
