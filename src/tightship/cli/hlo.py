@@ -132,7 +132,9 @@ def explain_module(chosen: argparse.Namespace, out: Output) -> int:
         "advice": [a.as_dict() for a in found],
         "changes": [c.as_dict() for c in again],
     }
-    title = f"Most alive: {format_bytes(alive)} at step {step} of {made.live.end}, while {at.name} runs"
+    place = made.live.points.module.place(at.instruction)
+    runs = f"{at.name} ({place}) runs" if place else f"{at.name} runs"
+    title = f"Most alive: {format_bytes(alive)} at step {step} of {made.live.end}, while {runs}"
     text: list[RenderableType] = [
         assignment_text(replace(made, planner="xla")),
         "",

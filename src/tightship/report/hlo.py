@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -10,11 +11,19 @@ from rich import box
 from rich.console import RenderableType
 from rich.table import Table
 
-from tightship.frontends.hlo.buffers import Buffer
+from tightship.frontends.hlo.buffers import Buffer, Node
 from tightship.frontends.hlo.live import LiveRanges
 from tightship.planners.assign._allocate import Allocation
 from tightship.planners.assign._assignment import Assignment, between
 from tightship.units import format_bytes, format_seconds
+
+_CARRY = frozenset({"while", "conditional", "call", "parameter", "copy", "get-tuple-element"})
+"""What hands buffers on between a computation and its caller."""
+
+_SCALAR = 8
+"""Bytes of an index; a slice is larger."""
+
+_LAYOUT = re.compile(r"\{[^}]*\}")
 
 __all__ = ["Resident", "assignment_rows", "assignment_text", "kind_of", "residents", "residents_table"]
 
@@ -22,7 +31,7 @@ __all__ = ["Resident", "assignment_rows", "assignment_text", "kind_of", "residen
 @dataclass(frozen=True)
 class Resident:
     """A buffer that is there at the peak. ``made`` and ``used`` are steps: when it was made, and when it is next
-    used (-1: by whoever called)."""
+    used (-1: by whoever called). What a loop carries is told by what makes it in the body."""
 
     name: str
     shape: str
@@ -101,7 +110,7 @@ def residents(made: Assignment, step: int) -> list[Resident]:
         kind = kinds.get(buffer, "")
         if kind == "argument" and buffer.node.opcode != "parameter":
             kind = "output" if buffer in live.points.live_out else "temporary"
-        found.append(_resident(live, buffer, group.size, kind, step))
+        found.append(_resident(live, buffer, _maker(group.buffers, buffer), group.size, kind, step))
     return sorted(found, key=lambda r: (-r.nbytes, r.made))
 
 
@@ -112,9 +121,23 @@ def kind_of(a: Allocation) -> str:
     return "output" if a.output else "temporary" if a.temporary else a.kind
 
 
-def _resident(live: LiveRanges, buffer: Buffer, nbytes: int, kind: str, step: int) -> Resident:
+def _maker(group: Sequence[Buffer], buffer: Buffer) -> Node:
+    """The instruction that tells most of what is in a buffer: for what a loop or a branch carries, what makes it
+    there; for slices stacked up, what makes the slices."""
+    if buffer.node.opcode not in _CARRY:
+        return buffer.node
+    inside = [b.node for b in group if b.node.computation is not buffer.node.computation]
+    made = next((n for n in reversed(inside) if n.opcode not in _CARRY), buffer.node)
+    if not made.op_name.endswith("dynamic_update_slice"):
+        return made
+    given = [o.at[0] for o in made.operands if not o.shape.is_tuple and o.at[0] not in group]
+    slices = max(given, key=lambda b: b.nbytes, default=buffer)
+    return slices.node if slices.node.op_name and slices.nbytes > _SCALAR else made
+
+
+def _resident(live: LiveRanges, buffer: Buffer, maker: Node, nbytes: int, kind: str, step: int) -> Resident:
     i = buffer.node.instruction
-    place = live.points.module.place(i)
+    place = live.points.module.place(maker.instruction)
     time = live.time
     later = [time[u.node] for u in buffer.uses if time.get(u.node, -1) > step]
     return Resident(
@@ -123,7 +146,7 @@ def _resident(live: LiveRanges, buffer: Buffer, nbytes: int, kind: str, step: in
         nbytes,
         i.opcode,
         kind,
-        i.op_name,
+        maker.instruction.op_name or i.op_name,
         "" if place is None else str(place),
         live.ranges[buffer].start,
         min(later, default=-1),
@@ -140,7 +163,9 @@ def residents_table(rows: Sequence[Resident], top: int, title: str) -> Renderabl
     table.add_column("made by, at", overflow="fold")
     for r in rows[:top]:
         where = " ".join(x for x in (r.op_name, f"({r.source})" if r.source else "") if x) or r.opcode
-        table.add_row(format_bytes(r.nbytes), f"{r.name}: {r.opcode}", r.kind, r.shape, where)
+        table.add_row(
+            format_bytes(r.nbytes), f"{r.name}: {r.opcode}", r.kind, _LAYOUT.sub("", r.shape), where
+        )
     rest = rows[top:]
     if rest:
         table.add_row(format_bytes(sum(r.nbytes for r in rest)), f"({len(rest)} more)", "", "", "")

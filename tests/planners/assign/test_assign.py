@@ -166,6 +166,25 @@ def test_explain_on_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert "What would lower it" in said and "Most alive" in said
 
 
+def test_explain_says_what_a_loop_stacks_up_and_on_which_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "module.txt"
+    path.write_text(hlo_data.text("cpu_tx_scan"))
+    assert main(["explain", str(path), "--json"]) == 0
+    rows = json.loads(capsys.readouterr().out)["peak"]["residents"]
+    stacked = [r for r in rows if r["name"].startswith("while.41")]
+    assert [r["bytes"] for r in stacked[:6]] == [6 * 8 * 128 * 1024 * 4] * 6
+    made = {r["op_name"].rpartition("/")[2] for r in stacked[:6]}
+    assert made == {"dot_general", "tanh"} and {r["source"] for r in stacked[:6]} == {"models.py:39"}
+    assert any(r["op_name"] == "p['layers']['w1']" for r in rows)  # as it is written, without backslashes
+
+
+def test_an_output_without_bytes_is_no_place(tmp_path: Path) -> None:
+    text = "HloModule none, is_scheduled=true\nENTRY e {\n  ROOT p = f32[0]{0} iota(), iota_dimension=0\n}\n"
+    assert tight.plan(parse(text)).total == xla.plan(parse(text)).lower_bound == 0
+
+
 @pytest.mark.parametrize("verb", ["assign", "explain"])
 @pytest.mark.parametrize(
     ("damage", "says"),

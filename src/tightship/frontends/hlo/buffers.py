@@ -36,6 +36,10 @@ class Node:
         return self.instruction.opcode
 
     @property
+    def op_name(self) -> str:
+        return self.instruction.op_name
+
+    @property
     def shape(self) -> Shape:
         return self.instruction.shape
 

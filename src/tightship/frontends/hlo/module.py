@@ -50,6 +50,7 @@ _RUNS = {
 
 _NAME = re.compile(r"%?([\w.\-]+)")
 _COMMENT = re.compile(r"/\*.*?\*/")
+_ESCAPED = re.compile(r"\\(.)")
 _TEXT = re.compile(r'"((?:[^"\\]|\\.)*)"')
 
 
@@ -131,7 +132,7 @@ class Instruction:
         at += len(key) + 1
         if text[at : at + 1] == '"':
             found = _TEXT.match(text, at)
-            return found[1] if found else ""
+            return _ESCAPED.sub(r"\1", found[1]) if found else ""
         return re.split(r"[\s}]", text[at:], maxsplit=1)[0]
 
     def but(self, **changes: object) -> Instruction:

@@ -267,7 +267,8 @@ class _Fused:
 
 
 def _same_bytes(a: Shape, b: Shape) -> bool:
-    """Arrays of as many elements of as many bytes."""
+    """Arrays of as many elements of as many bits, a truth value being one bit: XLA's fusions of GPUs do not write
+    bytes over truth values, nor truth values over bytes."""
     if a.is_tuple or b.is_tuple or "token" in (a.dtype, b.dtype):
         return False
-    return a.elements == b.elements and a.nbytes == b.nbytes
+    return a.elements == b.elements and a.nbytes == b.nbytes and (a.dtype == "pred") == (b.dtype == "pred")

@@ -74,7 +74,7 @@ class _Bound:
         self.hosts = [
             (a, of[next(b for b in a.held if self._own(b))])
             for a in self.allocations
-            if not a.read_only and a.kind in ("parameter", "output")
+            if a.size and not a.read_only and a.kind in ("parameter", "output")
         ]
         self.saved = list(self._written_over())
 
