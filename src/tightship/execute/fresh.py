@@ -52,8 +52,13 @@ def fresh(value: Value, device: str) -> Any:
 
 
 def fresh_arguments(graph: Graph, call: Call, device: str = "cpu") -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Arguments like those of ``call``, its tensors fresh and on ``device``; one value is one tensor, however often
+    """Arguments like those of ``call``, its tensors fresh and on ``device``, or on the host as there; one value is one tensor, however often
     it is given.
     """
-    made = {v: fresh(graph.values[v], device) for v in dict.fromkeys(refs_in((call.args, call.kwargs)))}
+
+    def like(v: int) -> Any:
+        value = graph.values[v]
+        return fresh(value, "cpu" if graph.storages[value.storage].pool == "host" else device)
+
+    made = {v: like(v) for v in dict.fromkeys(refs_in((call.args, call.kwargs)))}
     return substitute(call.args, made.__getitem__), substitute(call.kwargs, made.__getitem__)

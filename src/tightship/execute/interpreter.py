@@ -11,6 +11,8 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Final
 
+import torch
+
 from tightship.errors import BadInput, BudgetExceeded, Unsupported, VerificationFailed
 from tightship.execute import allocator
 from tightship.execute.compile import Code, Instruction, compile_plan
@@ -198,6 +200,9 @@ class Executor:
         if self.arena is None:
             self.arena = self.reserve(self.extent)
         missing = self._missing(env)
+        if self._kind == "cuda":
+            # cuBLAS keeps a workspace for each thread and stream, asked for by its first matmul: no part of the step
+            torch.cuda.current_blas_handle()
         meter = Meter(self._kind)
         script = self._script(self.arena.live + missing)
         try:

@@ -134,6 +134,8 @@ class _Profiler:
             self.modelled.append(op.target)
             return _modelled(self.program, k, FLOPS, BANDWIDTH, OVERHEAD)
         usual = self.call(k, self.program.calls[k])
+        if self.on_host(k):
+            return replace(op, time=usual.time)
         workspace, requests = usual.workspace, _requests(usual)
         if k in self.program.replays:
             again = self.call(k, self.program.replays[k])
@@ -141,6 +143,10 @@ class _Profiler:
                 self.replays[k] = _requests(again)
                 workspace = max(workspace, again.workspace)
         return replace(op, time=usual.time, workspace=workspace, requests=requests)
+
+    def on_host(self, k: int) -> bool:
+        """Whether an op runs on the CPU beside a GPU, where no bytes are planned."""
+        return self.graph.ops[k].device == "cpu" and len(self.benches) > 1
 
     def call(self, k: int, call: Call) -> Measurement:
         key = _key(self.program, k, call)
@@ -192,8 +198,10 @@ class _Profiler:
                 continue
             wrong = mismatched(self.program, v, tensor)
             data = tensor.untyped_storage().data_ptr() if wrong is None else 0
+            planned = self.graph.storages[self.graph.values[v].storage].pool == "device"
             if (
                 wrong is None
+                and planned
                 and self.with_requests[self.graph.ops[k].device]
                 and tensor.untyped_storage().nbytes()
             ):
@@ -237,7 +245,10 @@ def _key(program: Program, k: int, call: Call) -> str:
 def _metadata(program: Program, value: int, *, whole: bool = False) -> tuple[Any, ...]:
     info = program.graph.values[value]
     itemsize = getattr(torch, info.dtype).itemsize
-    size = program.graph.storages[info.storage].size if whole else 0
+    home = program.graph.storages[info.storage]
+    size = home.size if whole else 0
+    if home.pool == "host":
+        return info.dtype, info.shape, info.stride, home.pool
     return info.dtype, info.shape, info.stride, info.offset * itemsize % ALIGNMENT, aligned(size)
 
 

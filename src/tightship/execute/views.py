@@ -67,10 +67,11 @@ def mismatched(program: Program, value: int, tensor: Any, *, storage: bool = Tru
     strides = zip(tensor.shape, tensor.stride(), info.stride, strict=True)
     if tensor.numel() and any(n != 1 and now != known for n, now, known in strides):
         return f"stride {tuple(tensor.stride())} instead of {info.stride}"
-    if not storage:
+    home = program.graph.storages[info.storage]
+    if not storage or home.pool == "host":
         return None
     if tensor.storage_offset() != info.offset:
         return f"storage offset {tensor.storage_offset()} instead of {info.offset}"
-    size, known = tensor.untyped_storage().nbytes(), program.graph.storages[info.storage].size
+    size = tensor.untyped_storage().nbytes()
     whole = aligned(size, alignment_of(str(tensor.device)))
-    return None if whole == known else f"a storage of {size} bytes instead of {known}"
+    return None if whole == home.size else f"a storage of {size} bytes instead of {home.size}"

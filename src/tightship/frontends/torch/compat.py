@@ -8,7 +8,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from typing import Any, Final
 
@@ -225,6 +225,21 @@ def is_random(fn: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool
     return not (
         "dropout_p" in argument_positions(fn) and argument(fn, args, kwargs, "dropout_p") in (0, None)
     )
+
+
+@contextmanager
+def random_states_kept(devices: Iterable[str]) -> Iterator[None]:
+    """Draws inside leave the random states of these devices (``cpu``, ``cuda:0``) as they were."""
+    generators = [
+        torch.default_generator if d == "cpu" else torch.cuda.default_generators[torch.device(d).index or 0]
+        for d in devices
+    ]
+    states = [g.get_state() for g in generators]
+    try:
+        yield
+    finally:
+        for g, state in zip(generators, states, strict=True):
+            g.set_state(state)
 
 
 def is_inplace_view(fn: Any) -> bool:

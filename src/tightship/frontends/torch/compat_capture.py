@@ -134,8 +134,8 @@ def _caches_probe() -> None:
 
 _SEEDING = [
     (owner, name)
-    for owner in (torch, torch.random)
-    for name in ("manual_seed", "seed", "set_rng_state")
+    for owner in (torch, torch.random, torch.cuda)
+    for name in ("manual_seed", "manual_seed_all", "seed", "seed_all", "set_rng_state", "set_rng_state_all")
     if hasattr(owner, name)
 ]
 

@@ -13,7 +13,7 @@ from tightship.frontends.torch import compat
 from tightship.frontends.torch.origin import Origin
 from tightship.frontends.torch.program import Call, Program, Ref, Slot
 from tightship.frontends.torch.sums import in_place_sums
-from tightship.frontends.torch.tape import Record, Tape, refs_in
+from tightship.frontends.torch.tape import Record, Tape, TapeStorage, refs_in
 from tightship.graph import Graph, Op, Storage, Value
 
 __all__ = ["finish", "lower"]
@@ -185,7 +185,14 @@ def _storages(
             kind = "output" if s in losses else "gradient" if r.phase == "backward" else "activation"
             given = tape.storages[s].name
             label[s] = (unique(given or (name if len(made) == 1 else f"{name}.{k}")), kind)
-    return tuple(Storage(label[s][0], tape.storages[s].size, label[s][1]) for s in number.storage)
+    return tuple(_storage(tape.storages[s], *label[s], tape.on_cuda) for s in number.storage)
+
+
+def _storage(known: TapeStorage, name: str, kind: str, on_cuda: bool) -> Storage:
+    """Where ops run on a GPU, tensors on the CPU (seeds, scalars) take none of the bytes that are planned."""
+    if on_cuda and known.device == "cpu":
+        return Storage(name, 0, kind, "host")
+    return Storage(name, known.size, kind)
 
 
 def _values(tape: Tape, number: _Numbers, storages: Sequence[Storage]) -> tuple[Value, ...]:

@@ -63,7 +63,9 @@ class Prober:
     def _real(self, fn: Any, args: Any, kwargs: Any, out: Any) -> Any:
         """The metadata of the real results; None if the op cannot be run on zeros."""
         run = compat.runnable(fn) if torch.is_grad_enabled() else fn
-        with compat.without_modes(), torch.no_grad():
+        draws = compat.is_random(fn, args, kwargs)
+        devices = {str(t.device) for t in _tensors((args, kwargs))} if draws else ()
+        with compat.without_modes(), torch.no_grad(), compat.random_states_kept(devices):
             try:
                 given, named = _zeros(args), _zeros(kwargs)
                 real = run(*given, **named)
@@ -161,8 +163,8 @@ def _believable(fn: Any, tensors: list[torch.Tensor], fresh: list[torch.Tensor])
 def _probable(
     fn: Any, args: Any, kwargs: Any, tensors: list[torch.Tensor], fresh: list[torch.Tensor]
 ) -> bool:
-    """Whether the op may be run on zeros: it writes nothing, draws nothing, makes new tensors of moderate size."""
-    if compat.written_arguments(fn) or compat.is_random(fn, args, kwargs) or compat.is_collective(fn):
+    """Whether the op may be run on zeros: it writes nothing, makes new tensors of moderate size."""
+    if compat.written_arguments(fn) or compat.is_collective(fn):
         return False
     storages = {compat.storage_key(t) for t in tensors}
     if any(compat.storage_key(t) in storages for t in fresh):

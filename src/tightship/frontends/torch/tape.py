@@ -100,6 +100,10 @@ class Tape:
         self._storage_of: dict[int, int] = {}
         self._references: list[Any] = []
 
+    @property
+    def on_cuda(self) -> bool:
+        return any(s.device.startswith("cuda") for s in self.storages)
+
     # --- tensors ---
 
     def knows(self, tensor: torch.Tensor) -> bool:

@@ -1,0 +1,128 @@
+"""PyTorch's CUDA build on a runtime that computes nothing: every request of a step comes as planned.
+
+Values mean nothing here. What is tested is what torch asks its allocator for, on which devices results are, and that
+the arena serves all of it; `test_cuda` tests values where there is a GPU. ``make dry-cuda`` installs such a torch.
+"""
+
+import pytest
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("transformers")
+
+import dry_cuda  # noqa: E402
+
+REASON = dry_cuda.why_not()
+pytestmark = [pytest.mark.slow, pytest.mark.skipif(REASON is not None, reason=str(REASON))]
+
+MODELS = """
+import warnings, torch, transformers, tightship
+warnings.simplefilter("ignore")
+transformers.logging.set_verbosity_error()
+torch.manual_seed(0)
+native = allocator.load("cuda")
+text = dict(hidden_size=128, num_hidden_layers=3, num_attention_heads=4, intermediate_size=256, vocab_size=500)
+x = torch.randint(0, 500, (4, 64)).cuda()
+
+def made(name):
+    if name.startswith("gpt"):
+        kind = {"attn_implementation": "eager"} if name == "gpt-eager" else {}
+        config = transformers.GPT2Config(n_layer=3, n_embd=128, n_head=4, vocab_size=500, n_positions=64, **kind)
+        return transformers.GPT2LMHeadModel(config)
+    if name == "bert":
+        return transformers.BertForMaskedLM(transformers.BertConfig(**text))
+    return transformers.LlamaForCausalLM(transformers.LlamaConfig(**text))
+
+def loss(model, batch):
+    with torch.autocast("cuda", torch.bfloat16, enabled=HALF):
+        return model(input_ids=batch, labels=batch).loss
+"""
+STEP = """
+step = tightship.fit(model, loss, optimizer, x, budget=BUDGET, strict=True, cache=CACHE)
+for _ in range(3):
+    step(x)
+    assert step.last.as_planned and step.last.misses == 0, step.last
+print(step.plan.count("recompute"), step.last.requests)
+"""
+RESNET = """
+torch.backends.cudnn.enabled = False
+config = transformers.ResNetConfig(num_labels=10, depths=[1, 1], hidden_sizes=[32, 64], embedding_size=16)
+model = transformers.ResNetForImageClassification(config).cuda().train()
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+x = {"pixel_values": torch.randn(4, 3, 64, 64).cuda(), "labels": torch.zeros(4, dtype=torch.long).cuda()}
+loss = lambda model, batch: model(**batch).loss
+"""
+
+
+@pytest.fixture(scope="module")
+def dry(tmp_path_factory):
+    return dry_cuda.build(tmp_path_factory.mktemp("dry"))
+
+
+def program(name, body, *, half=False, budget="85%", cache=None, optimizer="torch.optim.AdamW({}, lr=1e-3)"):
+    lines = [f"HALF, BUDGET, CACHE = {half}, {budget!r}, {cache!r}", MODELS]
+    if name == "resnet":
+        return "\n".join([*lines, RESNET, body])
+    lines.append(f"model = made({name!r}).cuda().train()")
+    lines.append(f"optimizer = {optimizer.format('model.parameters()')}")
+    return "\n".join([*lines, body])
+
+
+@pytest.mark.parametrize("name", ["gpt", "gpt-eager", "bert", "llama", "resnet"])
+def test_a_training_step_asks_for_what_was_planned(dry, name):
+    recomputed, requests = map(int, dry_cuda.run(dry, program(name, STEP)).split())
+    assert recomputed > 0 and requests > 50
+
+
+def test_the_same_under_autocast_and_with_a_fused_optimizer(dry):
+    fused = "torch.optim.AdamW({}, lr=1e-3, fused=True)"
+    assert dry_cuda.run(dry, program("gpt", STEP, half=True, optimizer=fused))
+
+
+def test_a_profile_from_the_cache_runs_nothing_before_the_step(dry, tmp_path):
+    """cuBLAS asks for its workspace in the first matmul, which then is the step's."""
+    text = program("llama", STEP, cache=str(tmp_path))
+    assert dry_cuda.run(dry, text) == dry_cuda.run(dry, text)
+
+
+def test_another_stream_and_another_thread(dry):
+    body = STEP + """
+import threading
+with torch.cuda.stream(torch.cuda.Stream()):
+    step(x)
+assert step.last.as_planned
+thread = threading.Thread(target=lambda: step(x))
+thread.start(), thread.join()
+assert step.last.as_planned
+"""
+    assert dry_cuda.run(dry, program("llama", body))
+
+
+def test_seeds_on_the_host_take_no_bytes_of_the_device(dry):
+    """Memory-efficient attention returns its seed and offset on the CPU, which shape inference does not say."""
+    body = STEP + """
+hosted = {s.name for s in step.graph.storages if s.pool == "host"}
+assert all(s.size == 0 for s in step.graph.storages if s.pool == "host")
+ops = [o for o in step.graph.ops if "efficient_attention" in o.target and "backward" not in o.target]
+assert len(ops) == 3
+for op in ops:
+    kinds = [step.graph.storages[step.graph.values[v].storage].pool for v in op.outputs]
+    assert kinds.count("host") == 2, kinds
+"""
+    assert dry_cuda.run(dry, program("bert", body))
+
+
+def test_the_backend_and_inference(dry):
+    body = """
+compiled = torch.compile(model, backend="tightship", options={"budget": "80%", "strict": True})
+for _ in range(3):
+    loss(compiled, x).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+model.eval()
+run = tightship.infer(model, {"input_ids": x, "use_cache": False})
+for _ in range(2):
+    run(input_ids=x, use_cache=False)
+    assert run.last.misses == 0 and run.last.peak_as_planned, run.last
+print("held")
+"""
+    assert dry_cuda.run(dry, program("llama", body)) == "held"
