@@ -16,7 +16,7 @@ SANITIZED := build/sanitized
 SANITIZED_READY := $(SANITIZED)/.tightship-installed
 SANITIZED_TESTS := tests/planners/place $(addprefix tests/planners/evict/test_, engine.py forms.py moves.py conformance.py)
 
-.PHONY: demo test test-all docs pictures sanitize lint format bench setup clean
+.PHONY: demo test test-all dry-cuda docs pictures sanitize lint format bench setup clean
 .DEFAULT_GOAL := test
 
 demo: $(READY)
@@ -28,6 +28,15 @@ test: $(READY)
 # The slow ones too: minutes more.
 test-all: $(READY)
 	$(PY) -m pytest -n 2
+
+# PyTorch's CUDA build (several GB, in an environment of its own) on a CUDA runtime that computes nothing: no GPU needed.
+DRY := build/dry-cuda
+CUDA_TORCH ?= torch==2.13.0
+dry-cuda:
+	$(PYTHON) -m venv $(DRY)
+	$(DRY)/bin/python -m pip install $(CUDA_TORCH)
+	$(DRY)/bin/python -m pip install . transformers pytest hypothesis setuptools
+	$(DRY)/bin/python -m pytest -ra tests/execute/test_dry_cuda.py
 
 # Placement and the eviction engine under the address and undefined-behaviour sanitizers; the first finding ends it.
 # Python does not give back all it takes, so leaks are not looked for.

@@ -40,7 +40,19 @@ def build(folder: Path) -> dict[str, str]:
         (driver, _undefined(root, r"cu[A-Z]\w+") | _looked_up(root), ("-DDRIVER", f"-Wl,-soname,{driver.name}")),
     ):  # fmt: skip
         rest.write_text("".join(f"int {name}(void) {{ return 0; }}\n" for name in sorted(names - have)))
-        command = ["gcc", "-shared", "-fPIC", "-O1", "-w", *extra, *flags, HERE / "dry_cuda.c", rest, "-o", target]
+        command = [
+            "gcc",
+            "-shared",
+            "-fPIC",
+            "-O1",
+            "-w",
+            *extra,
+            *flags,
+            HERE / "dry_cuda.c",
+            rest,
+            "-o",
+            target,
+        ]
         subprocess.run(list(map(str, command)), check=True)
     return {"LD_PRELOAD": str(runtime), "LD_LIBRARY_PATH": str(folder), "DRY_CUDA": str(runtime)}
 

@@ -85,7 +85,9 @@ def test_a_profile_from_the_cache_runs_nothing_before_the_step(dry, tmp_path):
 
 
 def test_another_stream_and_another_thread(dry):
-    body = STEP + """
+    body = (
+        STEP
+        + """
 import threading
 with torch.cuda.stream(torch.cuda.Stream()):
     step(x)
@@ -94,12 +96,15 @@ thread = threading.Thread(target=lambda: step(x))
 thread.start(), thread.join()
 assert step.last.as_planned
 """
+    )
     assert dry_cuda.run(dry, program("llama", body))
 
 
 def test_seeds_on_the_host_take_no_bytes_of_the_device(dry):
     """Memory-efficient attention returns its seed and offset on the CPU, which shape inference does not say."""
-    body = STEP + """
+    body = (
+        STEP
+        + """
 hosted = {s.name for s in step.graph.storages if s.pool == "host"}
 assert all(s.size == 0 for s in step.graph.storages if s.pool == "host")
 ops = [o for o in step.graph.ops if "efficient_attention" in o.target and "backward" not in o.target]
@@ -108,16 +113,22 @@ for op in ops:
     kinds = [step.graph.storages[step.graph.values[v].storage].pool for v in op.outputs]
     assert kinds.count("host") == 2, kinds
 """
+    )
     assert dry_cuda.run(dry, program("bert", body))
 
 
 def test_the_backend_and_inference(dry):
     body = """
-compiled = torch.compile(model, backend="tightship", options={"budget": "80%", "strict": True})
+from tightship.integrations import torch_piece
+pieces, build = [], torch_piece.Piece._build
+torch_piece.Piece._build = lambda self, *args: (pieces.append(self), build(self, *args))[1]
+compiled = torch.compile(model, backend="tightship", options={"budget": "100%", "strict": True})
 for _ in range(3):
     loss(compiled, x).backward()
     optimizer.step()
     optimizer.zero_grad()
+    assert all(p.last.as_planned and p.last.arena for p in pieces), [p.last for p in pieces]
+assert pieces
 model.eval()
 run = tightship.infer(model, {"input_ids": x, "use_cache": False})
 for _ in range(2):

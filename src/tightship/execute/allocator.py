@@ -121,7 +121,7 @@ class Arena:
     """
 
     def __init__(self, size: int, device: str = "cpu") -> None:
-        self.kind = kind_of(device)
+        self.kind, self.device = kind_of(device), device
         self._native = load(self.kind)
         try:
             self._handle = self._native.arena_create(size, int(device.partition(":")[2] or 0))
@@ -234,6 +234,9 @@ def replay(arena: Arena, script: Script) -> Iterator[Replay]:
     RuntimeError if this thread is replaying or recording already.
     """
     native = arena._native
+    if arena.kind == "cuda" and torch.cuda.is_initialized():
+        # cuBLAS keeps a workspace for each thread and stream, which its first matmul asks for: no part of a step.
+        torch.cuda.current_blas_handle()
     try:
         native.begin(arena._handle, script._handle)
     except ValueError as error:

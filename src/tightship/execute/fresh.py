@@ -52,8 +52,8 @@ def fresh(value: Value, device: str) -> Any:
 
 
 def fresh_arguments(graph: Graph, call: Call, device: str = "cpu") -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Arguments like those of ``call``, its tensors fresh and on ``device``, or on the host as there; one value is one tensor, however often
-    it is given.
+    """Arguments like those of ``call``, its tensors fresh and on ``device`` (on the host, if they lie there); one
+    value is one tensor, however often it is given.
     """
 
     def like(v: int) -> Any:

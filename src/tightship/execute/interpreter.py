@@ -11,8 +11,6 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Final
 
-import torch
-
 from tightship.errors import BadInput, BudgetExceeded, Unsupported, VerificationFailed
 from tightship.execute import allocator
 from tightship.execute.compile import Code, Instruction, compile_plan
@@ -200,13 +198,10 @@ class Executor:
         if self.arena is None:
             self.arena = self.reserve(self.extent)
         missing = self._missing(env)
-        if self._kind == "cuda":
-            # cuBLAS keeps a workspace for each thread and stream, asked for by its first matmul: no part of the step
-            torch.cuda.current_blas_handle()
         meter = Meter(self._kind)
         script = self._script(self.arena.live + missing)
         try:
-            with meter, allocator.replay(self.arena, script) as session:
+            with allocator.replay(self.arena, script) as session, meter:
                 seek = session.seek
                 for i in instructions:
                     if i.asks:

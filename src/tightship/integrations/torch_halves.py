@@ -166,9 +166,9 @@ class Half:
     def _replayed(
         self, instructions: Sequence[Instruction], env: list[Any], arena: Any, placed: bool
     ) -> HalfStats:
-        script = self._script(arena.live, placed)
-        meter = Meter()
-        with meter, allocator.replay(arena, script) as session:
+        script = self._script(arena.live, placed, arena.kind)
+        meter = Meter(arena.kind)
+        with allocator.replay(arena, script) as session, meter:
             seek = session.seek
             for i in instructions:
                 if i.op >= 0:
@@ -181,7 +181,7 @@ class Half:
             self.peak, measured, meter.peak + self.begins, s.high_water, s.requests, s.misses, s.short, misses
         )
 
-    def _script(self, live: int, placed: bool) -> allocator.Script:
+    def _script(self, live: int, placed: bool, kind: str) -> allocator.Script:
         """``live`` bytes are there already: of them the plan knows those it begins with."""
         limit = None
         if self.plan.budget is not None:
@@ -190,7 +190,7 @@ class Half:
         if known is None or known[0] != live:
             o: Any = self._orders
             offsets = o.offsets if placed else np.full_like(o.offsets, HEAP)
-            known = live, allocator.Script(o.sizes, offsets, o.starts, limit)
+            known = live, allocator.Script(o.sizes, offsets, o.starts, limit, kind)
             self._scripts[placed] = known
         return known[1]
 
@@ -249,9 +249,9 @@ def placed_orders(program: Program, plan: Plan, boundary: int | None) -> tuple[O
         made = any(graph.storages[s].size for s in graph.uses.defines[k])
         if k != boundary and (op.workspace or made) and not op.requests:
             return None, "requests were not measured: the plan runs on the ordinary heap, without an arena"
-    if (device := device_of(graph)) != "cpu":
-        return None, f"{device or 'several devices'}: compiled graphs have an arena on the CPU only"
-    if (why := allocator.why_not("cpu")) is not None:
+    device = device_of(graph)
+    why = "ops on several devices" if device is None else allocator.why_not(allocator.kind_of(device))
+    if why is not None:
         return None, f"{why}: the plan runs on the ordinary heap and its peak is not measured"
     return orders(program, plan), ""
 

@@ -9,6 +9,7 @@ from typing import Any
 from tightship.errors import VerificationFailed
 from tightship.execute.allocator import Arena
 from tightship.execute.interpreter import PeakMismatch, RunStats, mismatch
+from tightship.execute.script import device_of
 from tightship.frontends.torch import compat, compat_compile
 from tightship.frontends.torch.joint import Joint
 from tightship.frontends.torch.program import Program, Ref, Slot
@@ -36,11 +37,11 @@ class Lane:
             self._references.pop()
         return not self._references
 
-    def fit(self, extent: int) -> Arena:
-        """The arena, of at least ``extent`` bytes; a larger one replaces it."""
-        if self.arena is None or self.arena.size < extent:
+    def fit(self, extent: int, device: str) -> Arena:
+        """The arena, of at least ``extent`` bytes on ``device``; a larger one replaces it."""
+        if self.arena is None or self.arena.size < extent or self.arena.device != device:
             self.arena = None  # given back before the larger one is taken
-            self.arena = Arena(extent)
+            self.arena = Arena(extent, device)
         return self.arena
 
     def hold(self, holder: Any, tensors: Sequence[Any]) -> None:
@@ -76,7 +77,8 @@ class Piece:
         self.notes += [note] if note else []
         self._placed = arena and found is not None and found.placed
         self._extent = found.extent if found is not None and self._placed else 0
-        self._heap = None if found is None else Arena(0)
+        self._device = device_of(program.graph) or "cpu"
+        self._heap = None if found is None else Arena(0, self._device)
         kept = {program.graph.values[v].storage for v in program.results}
         self._tracked = [
             k for k, v in enumerate(self.saved)
@@ -131,7 +133,7 @@ class Piece:
         if self._placed and not placed:
             self.unplaced += 1
             self._note("a forward pass ran outside the arena: tensors of an earlier one lay there")
-        arena = self._lane.fit(self._extent) if placed else self._heap
+        arena = self._lane.fit(self._extent, self._device) if placed else self._heap
         found, stats = self.forward_half.run(tensors, arena, placed=placed)
         count = len(self._forward_values)
         saved = found[count:]
@@ -154,7 +156,7 @@ class Piece:
         placed = self._placed and not again and self._returned(args)
         args.clear()
         del tangents, brought
-        arena = self._lane.fit(self._extent) if placed else self._heap
+        arena = self._lane.fit(self._extent, self._device) if placed else self._heap
         found, stats = self.backward_half.run(tensors, arena, placed=placed)
         if again:
             self._note("retain_graph: what was saved stays in memory, which is not planned")

@@ -211,6 +211,7 @@ class _Lowering:
         args = tuple(Ref(v) for v in kept)
         r = Record(bring_tangents, "tangents", args, {}, tuple(values), tuple(dict.fromkeys(kept)))
         r.effect, r.phase = True, "backward"
+        r.device = next((self.tape.storages[self.tape.storage(v)].device for v in values), "cpu")
         written = [self.env[n] for n in compat_compile.overwritten_inputs(self.gm)]
         r.writes = tuple(self.tape.storage(self.tape.value(t)) for t in written)
         self.tape.records.append(r)

@@ -64,7 +64,7 @@ class Prober:
         """The metadata of the real results; None if the op cannot be run on zeros."""
         run = compat.runnable(fn) if torch.is_grad_enabled() else fn
         draws = compat.is_random(fn, args, kwargs)
-        devices = {str(t.device) for t in _tensors((args, kwargs))} if draws else ()
+        devices = {"cpu", *(str(t.device) for t in _tensors((args, kwargs, out)))} if draws else ()
         with compat.without_modes(), torch.no_grad(), compat.random_states_kept(devices):
             try:
                 given, named = _zeros(args), _zeros(kwargs)
