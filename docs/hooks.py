@@ -178,6 +178,11 @@ def on_config(config: Any) -> Any:
     return config
 
 
+def on_page_markdown(markdown: str, **_: Any) -> str:
+    """Links to files that are no part of the site are text here; where the repository is read, they lead there."""
+    return re.sub(r"\[([^\]]+)\]\((?:\.\./)+(?:tests|src|benchmarks|examples)/[^)]*\)", r"\1", markdown)
+
+
 def on_files(files: Any, config: Any) -> Any:
     from mkdocs.structure.files import File
 
