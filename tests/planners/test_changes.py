@@ -1,10 +1,14 @@
 """Changes that lower a peak: what is said of each is what its steps come to."""
 
 import pytest
+from hypothesis import given, settings
 
 from chains import chain
+from strategies import graphs, plans
 from tightship.graph import Graph, Op, Storage, Value
+from tightship.plan import Plan
 from tightship.planners.changes import changes
+from tightship.report.words import makers
 from tightship.simulate import baseline, replay
 
 
@@ -85,3 +89,23 @@ def test_an_order_that_needs_less_comes_first() -> None:
     assert first.way == "order"
     assert first.extra == pytest.approx(0, abs=1e-9)
     assert first.saves >= (n - 2) * size
+
+
+@settings(max_examples=60, deadline=None)
+@given(graphs())
+def test_of_any_graph_each_change_lowers_the_peak_by_what_it_says(graph: Graph) -> None:
+    line = replay(graph, baseline(graph))
+    peak, time = line.peak, line.time
+    for c in changes(graph, means=("recompute", "compress", "offload")):
+        assert c.saves == peak - c.peak > 0
+        assert c.extra == pytest.approx(c.time - time)
+        peak, time = c.peak, c.time
+    assert peak >= graph.static_bytes
+
+
+@settings(max_examples=30, deadline=None)
+@given(plans())
+def test_what_makes_up_any_plan_s_peak_adds_up_to_it(both: tuple[Graph, Plan]) -> None:
+    graph, plan = both
+    line = replay(graph, plan.steps)
+    assert sum(m.bytes for m in makers(graph, plan.steps, line)) == line.peak

@@ -4,17 +4,20 @@ import json
 import re
 
 import pytest
+from hypothesis import given, settings
 
 from chains import chain
 from pages import in_page, part
+from strategies import plans
 from tightship import api
 from tightship.cli import main
-from tightship.plan import Step
+from tightship.graph import Graph
+from tightship.plan import Plan, Step
 from tightship.report.numbers import summary
 from tightship.report.pages.plan import plan_page
 from tightship.report.pages.sections import arcs
 from tightship.serde import save_graph
-from tightship.simulate import replay
+from tightship.simulate import baseline, replay
 
 PROBLEM = "id,lower,upper,size\na,0,4,128\nb,2,6,64\nc,5,9,256\n"
 MODULE = """HloModule m, is_scheduled=true
@@ -112,6 +115,18 @@ class TestPlan:
     def test_nothing_is_left_out_of_a_graph_that_is_empty(self) -> None:
         text = plan_page(chain(1), api.plan_graph(chain(1), place=False, seconds=0.1).plan)
         assert {s["kind"] for s in in_page(text)["sections"]} == {"memory", "table", "streams"}
+
+
+@settings(max_examples=30, deadline=None)
+@given(plans())
+def test_a_page_of_any_plan_has_its_bytes_step_by_step(both: tuple[Graph, Plan]) -> None:
+    graph, plan = both
+    text = plan_page(graph, plan)
+    for panel, steps in zip(part(text, "memory")["panels"], (baseline(graph), plan.steps), strict=True):
+        found = [sum(row) for row in zip(*panel["columns"], strict=True)]
+        assert found == list(replay(graph, steps).during) or not steps
+    table = next(s for s in in_page(text)["sections"] if s["heading"] == "The peak")
+    assert sum(row[3] for row in table["rows"]) == replay(graph, plan.steps).peak
 
 
 def run(capsys: pytest.CaptureFixture[str], *given: str) -> dict[str, object]:

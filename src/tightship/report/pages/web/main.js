@@ -35,7 +35,7 @@ const draws = D.sections.flatMap((s, k) => {
   $("main").append(host);
   return PARTS[s.kind](s, host);
 });
-const first = document.querySelector("section table");
+const first = [...document.querySelectorAll("section table")].find(t => !t.closest("details"));
 if (first) {
   first.closest("section").tabIndex = -1;
   $("skip").setAttribute("href", "#" + first.closest("section").id);
