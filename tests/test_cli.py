@@ -42,6 +42,15 @@ def four():
 def named():
     return dict(zip(("model", "loss_fn", "optimizer", "sample"), four()))
 
+def forward():
+    return {"model": net(), "sample": torch.randn(256, 64), "train": False}
+
+def exported():
+    return {**forward(), "model": torch.export.export(net().eval(), (torch.randn(256, 64),))}
+
+def trained():
+    return {**forward(), "train": "no"}
+
 def raises():
     raise KeyError("nothing here")
 
@@ -233,9 +242,22 @@ def test_every_form_of_factory(there, capsys, name):
     assert status == 0 and rows["met"] and rows["ops"] > 9
 
 
+@pytest.mark.parametrize("name", ["forward", "exported"])
+def test_a_factory_may_ask_for_the_forward_pass_alone(there, capsys, name):
+    status, rows = as_json("plan", f"toy:{name}", *QUICK, capsys=capsys)
+    assert status == 0 and rows["ops"] < 20 and rows["recomputed"] == 0
+    held, side = 256 * 64 * 4, 64 * 64 * 4 + 64 * 4
+    assert rows["static"] == held + 4 * side and rows["peak_after"] == rows["static"] + 2 * held
+    if name == "forward":
+        budget = str(4 * side + 3 * 100 * 64 * 4)  # weights, and a hundred rows coming, being made and made
+        status, rows = as_json("plan", f"toy:{name}", "--max-batch", "-b", budget, *QUICK, capsys=capsys)
+        assert status == 0 and rows["batch"] == 100
+
+
 @pytest.mark.parametrize(
     ("source", "said"),
     [
+        ("toy:trained", "train is True or False"),
         ("toy:raises", "the factory raised KeyError: 'nothing here', at toy.py:"),
         ("toy:leaves", "the factory raised SystemExit: 7"),
         ("toy:misfit", "running the model on its sample raised RuntimeError"),

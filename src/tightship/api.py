@@ -302,11 +302,13 @@ def graph_at(
     """The graph of one step at another batch size, captured without data and with modelled times."""
     from tightship.execute import profile
     from tightship.frontends.torch.batch import resized
-    from tightship.frontends.torch.step import capture_loss, capture_step
+    from tightship.frontends.torch.step import capture_forward, capture_loss, capture_step, module_of
 
-    sample = resized(sample, batch)
-    if loss_fn is None and optimizer is None:
-        program = capture_loss(model, sample, train=train)
+    model, sample = module_of(model), resized(sample, batch)
+    if not train:
+        program = capture_forward(model, sample)
+    elif loss_fn is None and optimizer is None:
+        program = capture_loss(model, sample)
     else:
         program = capture_step(model, loss_fn, optimizer, sample)
     graph: Graph = profile.model(program).graph

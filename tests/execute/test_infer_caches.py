@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import tightship
-from tightship.errors import BadInput
+from tightship.errors import BadInput, Unsupported
 from tightship.execute import allocator
 
 transformers = pytest.importorskip("transformers")
@@ -157,3 +157,11 @@ def test_more_keys_than_planned_for_are_refused():
     cache = filled(model, transformers.DynamicCache(config=model.config), 6)
     with pytest.raises(BadInput, match=r"largest shape that was planned for is \(1, 2, 5, 8\)"):
         run(input_ids=torch.tensor([[1]]), past_key_values=cache, use_cache=True)
+
+
+def test_a_cache_in_a_training_batch_is_refused():
+    model = llama()
+    ids = torch.tensor([[1]])
+    cache = filled(model, transformers.DynamicCache(config=model.config), 5)
+    with pytest.raises(Unsupported, match="a cache of keys and values in a training batch"):
+        tightship.plan(model, {"input_ids": ids, "labels": ids, "past_key_values": cache})

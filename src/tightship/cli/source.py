@@ -24,7 +24,7 @@ __all__ = ["Source", "load_source", "writable"]
 _FORMS = (
     "a source is module:factory, model.onnx, a graph.pb, or a graph.json or plan.json that tightship wrote; "
     "factory() returns (model, sample), (model, loss_fn, sample), (model, loss_fn, optimizer, sample) "
-    "or a mapping with these keys"
+    "or a mapping with these keys, where train=False stands for a forward pass alone"
 )
 _TENSORFLOW = ("shape", "fetch", "feed"), "a graph.pb, .pbtxt or .meta of TensorFlow's"
 _OF = {
@@ -35,6 +35,7 @@ _OF = {
 }
 """By ending: the options for files of models, and what such a file is called."""
 _KEYS = ("model", "loss_fn", "optimizer", "sample")
+_MAPPED = (*_KEYS, "train")
 
 
 @dataclass(frozen=True)
@@ -136,9 +137,7 @@ def _captured(factory: Any, text: str) -> Source:
         made = factory()
     parts = _parts(made, text)
     with _users_code("running the model on its sample", text):
-        made = api.captured(
-            parts["model"], parts["sample"], loss_fn=parts["loss_fn"], optimizer=parts["optimizer"]
-        )
+        made = api.captured(**parts)
     return Source(made.graph, captured=made, parts=parts)
 
 
@@ -146,8 +145,10 @@ def _parts(made: Any, text: str) -> dict[str, Any]:
     """What a factory returned, by key."""
     many = isinstance(made, (tuple, list))
     if isinstance(made, Mapping):
-        if not {"model", "sample"} <= set(made) <= set(_KEYS):
-            raise BadInput(f"a factory's mapping has keys of {', '.join(_KEYS)}", list(made), text)
+        if not {"model", "sample"} <= set(made) <= set(_MAPPED):
+            raise BadInput(f"a factory's mapping has keys of {', '.join(_MAPPED)}", list(made), text)
+        if not isinstance(made.get("train", True), bool):
+            raise BadInput("train is True or False", made["train"], text)
         parts = dict(made)
     elif many and 2 <= len(made) <= len(_KEYS):
         names = {2: ("model", "sample"), 3: ("model", "loss_fn", "sample"), 4: _KEYS}[len(made)]
@@ -155,7 +156,7 @@ def _parts(made: Any, text: str) -> dict[str, Any]:
     else:
         shown = f"{type(made).__name__} of {len(made)}" if many else type(made).__name__
         raise BadInput(_FORMS, shown, text)
-    return {key: parts.get(key) for key in _KEYS}
+    return {"train": True} | {key: parts.get(key) for key in _KEYS} | parts
 
 
 @contextmanager

@@ -98,6 +98,17 @@ def test_functions_that_grow_without_end(tmp_path):
         load.read(saved(tmp_path, made(call, *ends, functions=ring, opsets=opsets[1:])))
 
 
+def test_functions_whose_text_grows_without_end(tmp_path, monkeypatch):
+    monkeypatch.setattr(load, "LARGEST_STRUCTURE", 200_000)
+    opsets = [helper.make_opsetid("", 21), helper.make_opsetid("my", 1)]
+    long = node("Relu", ["a"], ["b"], doc_string="x" * 50_000)
+    function = helper.make_function("my", "F", ["a"], ["b"], [long], opsets)
+    calls = [node("F", [f"x{k}"], [f"x{k + 1}"], domain="my") for k in range(5)]
+    ends = [value("x0", [1])], [value("x5", None)]
+    with pytest.raises(BadInput, match="nodes have at most 200000 bytes once its functions"):
+        load.read(saved(tmp_path, made(calls, *ends, functions=[function], opsets=opsets[1:])))
+
+
 def nested(depth, both):
     leaf = helper.make_graph([node("Identity", ["x"], ["y"])], "g", [], [value("y", None)])
     inner = leaf

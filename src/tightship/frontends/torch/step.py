@@ -195,6 +195,11 @@ class _Capture:
         by_name = {n: p for n, p in self.parameters.items() if p.requires_grad}
         if not by_name:
             raise BadInput("at least one parameter of the model requires a gradient", place="model")
+        if caches(self.batch):
+            raise Unsupported(
+                "a cache of keys and values in a training batch", "what a step writes into it would be lost",
+                "leave it out, or train with use_cache=False",
+            )  # fmt: skip
         updates = updaters(optimizer, self.parameters) if optimizer is not None else {}
         wanted = list(updates) if optimizer is not None else list(by_name)
         quiet = compat_capture.quiet_capture(has_data=self.has_data)
