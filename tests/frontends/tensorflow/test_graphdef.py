@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import random
 from pathlib import Path
 from typing import Any
 
@@ -178,6 +179,40 @@ def test_what_is_wrong_with_a_file_is_said(tmp_path: Path, monkeypatch: pytest.M
     path.write_bytes(b"\x0a\x00" * 100)
     with pytest.raises(BadInput, match="at most 1000 bytes"):
         api.read_graphdef(str(path))
+
+
+@pytest.mark.parametrize("port", ["7", "99999", "2147483648", "-1", "x", "1:2"])
+def test_a_port_that_there_is_not_is_refused_before_tensorflow_sees_it(port: str, tmp_path: Path) -> None:
+    proto, _ = mlp()
+    node = next(n for n in proto.node if n.op == "MatMul")
+    node.input[0] += f":{port}"
+    with pytest.raises(BadInput):
+        graph_of(tmp_path, proto)
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_damaged_graphs_are_read_or_refused_but_never_crash(seed: int, tmp_path: Path) -> None:
+    rng = random.Random(seed)
+    proto, _ = mlp()
+    node = rng.choice(proto.node)
+    what = rng.randrange(5)
+    if what == 0 and node.input:
+        node.input[rng.randrange(len(node.input))] = rng.choice(proto.node).name
+    elif what == 1 and node.attr:
+        del node.attr[rng.choice(sorted(node.attr))]
+    elif what == 2:
+        node.op = rng.choice(proto.node).op
+    elif what == 3:
+        for key in node.attr:
+            for d in node.attr[key].shape.dim:
+                d.size = rng.choice([-2, -1, 0, 1 << 31, 1 << 62])
+    else:
+        node.name = rng.choice(["", "a b", "^x", "x:0"])
+    try:
+        graph = graph_of(tmp_path, proto)
+    except (BadInput, Unsupported):
+        return
+    assert verify(graph, api.plan_named(graph, "memonger").plan) == []
 
 
 def test_contents_of_constants_are_not_structure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,6 +8,7 @@ two bytes in a file and many more in memory.
 from __future__ import annotations
 
 import os
+import re
 import stat
 from dataclasses import dataclass
 from pathlib import Path
@@ -141,6 +142,8 @@ def _check(proto: Any, place: str) -> None:
         for given in node.input:
             if name_of(given) not in seen:
                 raise BadInput("an input is a node's", given, f"{place}: node {node.name!r}")
+            if not _INPUT.fullmatch(given):  # TensorFlow ends the process at a number that is too large
+                raise BadInput("an input is NAME, NAME:PORT or ^NAME", given, f"{place}: node {node.name!r}")
     called = sorted({n.op for n in proto.node} & {f.signature.name for f in proto.library.function})
     functional = next((n for n in proto.node if n.op in _CALLS or n.op in called), None)
     if functional is not None:
@@ -151,6 +154,7 @@ def _check(proto: Any, place: str) -> None:
         )
 
 
+_INPUT: Final = re.compile(r"\^?[^:^]+|[^:^]+:\d{1,5}", re.ASCII)
 _CALLS: Final = frozenset(
     "PartitionedCall StatefulPartitionedCall While StatelessWhile If StatelessIf Case StatelessCase For "
     "SymbolicGradient RemoteCall TPUPartitionedCall BatchFunction ParallelMapDataset MapDataset".split()
