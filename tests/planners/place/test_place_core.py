@@ -7,10 +7,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from placing import lowest, optimum, packing, problems, smallest_hole, stepped
+from placing import assert_right, lowest, optimum, packing, problems, smallest_hole, stepped
 from tightship.errors import BadInput
 from tightship.plan import Buffer, Problem
 from tightship.planners.place import portfolio
+from tightship.planners.place._best import Best
 from tightship.planners.place._frame import frame, most_alive
 from tightship.planners.place._orders import by_breadth, by_start
 
@@ -48,6 +49,12 @@ def test_a_sweep_is_first_fit_by_start(problem: Problem) -> None:
 @pytest.mark.parametrize("seed", range(3))
 def test_a_sweep_is_first_fit_by_start_with_many_holes(seed: int) -> None:
     assert_sweeps_as_it_packs(stepped(6000, seed))
+
+
+@given(problems())
+def test_what_a_search_begins_with_is_right(problem: Problem) -> None:
+    f = frame(problem)
+    assert_right(problem, f.solution(Best(f).offsets, "stacked"))
 
 
 @given(problems(plain=True))

@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from placing import planted
 from relating import optimum, overlapping, pooled, related
 from tightship.errors import BadInput
 from tightship.plan import Buffer, Gap, Pool, Problem, Solution
@@ -103,6 +104,14 @@ def test_exact_search_agrees_with_brute_force(problem: Problem) -> None:
 def test_the_portfolio_is_never_worse_than_any_other(problem: Problem) -> None:
     arenas = {name: solve(name, problem, work=200).arena for name in PLANNERS if by_pairs(problem)}
     assert not arenas or arenas["portfolio"] == min(arenas.values())
+
+
+def test_a_search_that_was_not_completed_proves_nothing() -> None:
+    filled = planted(60, 2)
+    problem = replace(filled, conflicts=(0,) * len(filled.buffers))
+    solution = solve("exact", problem, work=50)
+    assert check_solution(problem, solution) == []
+    assert solution.lower_bound == 64 < solution.arena
 
 
 def test_members_of_a_group_share_an_offset_and_leave_room_for_others() -> None:
