@@ -39,8 +39,8 @@ _TRIES = 6
 
 _ORDERS = ("sink", "beam")
 """Orders that are tried, the second where the first one finds no plan."""
-_REORDERED = 5_000
-"""Instructions of a computation up to which the second is tried."""
+_SMALL = 5_000
+"""Instructions of a computation up to which the second is tried, and what cannot be reached is known beforehand."""
 
 _SLACK = 1.0001
 """Where both miss the limit, so much more of XLA's peak is not worth its repetitions: tables of addresses differ."""
@@ -73,7 +73,8 @@ def plan(module: Module, limit: int, options: Options | None = None) -> Remade:
     o = options or Options()
     allow = ways(o.allow)
     out = result_bytes(module)
-    hopeless = o.libraries and bound(module, allow, lossy=o.lossy) > limit
+    small = len(module.entry.instructions) <= _SMALL
+    hopeless = small and o.libraries and bound(module, allow, lossy=o.lossy) > limit
     for libraries in (False, True)[hopeless : 1 + o.libraries]:
         search = _Search(module, replace(o, libraries=libraries))
         search.module_within(max(0, limit - out))
@@ -146,7 +147,8 @@ class _Search:
     def within(self, name: str, limit: int) -> bool:
         """Plan one computation for a peak of ``limit`` bytes, or of the least that is found."""
         at = self._graph(name)
-        target = max(limit, at.least(self.allow, lossy=self.options.lossy))
+        known = at.least(self.allow, lossy=self.options.lossy) if len(at.ops) <= _SMALL else 0
+        target = max(limit, known)
         for share in (1, *[4] * (_TRIES - 1)):
             found = self._tried(at, target, share)
             if isinstance(found, int):
@@ -164,7 +166,7 @@ class _Search:
         o = self.chosen
         before = replay(at.graph, baseline(at.graph)).peak
         least = before
-        for order in _ORDERS[: 1 + (len(at.ops) <= _REORDERED)]:
+        for order in _ORDERS[: 1 + (len(at.ops) <= _SMALL)]:
             chosen = replace(o, order=order, seconds=o.seconds / share, work=o.work // share)
             frame = default.frame_of(at.graph, default.order_of(at.graph, chosen, before), chosen)
             try:
