@@ -193,6 +193,20 @@ def test_recomputation_is_written_as_clones_with_their_views(tmp_path):
     assert any("Reshape" in n for n in again) and len(again) > plan.count("recompute")
 
 
+def test_clones_survive_the_runtime_s_basic_optimisation_when_it_may_not_merge_them(tmp_path):
+    program = lower(read(saved(tmp_path, stacked())))
+    free = api.plan_graph(program.graph).plan
+    plan = api.plan_graph(program.graph, f"{free.peak - 2 * 16384}").plan
+    write_model(program, plan, tmp_path / "out.onnx")
+    feeds = feeds_of(program)
+    apart, kept, merged = (
+        measure(tmp_path / "out.onnx", feeds, level=level, merge=merge)
+        for level, merge in (("disabled", False), ("basic", False), ("basic", True))
+    )
+    assert plan.peak - plan.static == apart.peak == kept.peak < merged.peak
+    assert same(apart, kept) and same(apart, merged)
+
+
 def steps(*rows):
     return tuple(Step(kind, op=op) if kind == "compute" else Step(kind, op, s) for kind, op, s in rows)
 

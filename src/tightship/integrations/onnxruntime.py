@@ -1,8 +1,8 @@
 """A model run in onnxruntime as a plan needs it, and the memory the runtime itself says it used.
 
 onnxruntime keeps the order of a file's nodes only with ``ExecutionOrder.PRIORITY_BASED``, frees what is dead only
-with ``enable_mem_reuse`` off, and keeps cloned nodes only with graph optimisation ``ORT_ENABLE_BASIC`` or lower
-(higher levels also change numbers).
+with ``enable_mem_reuse`` off, and keeps cloned nodes only without graph optimisation, or with ``ORT_ENABLE_BASIC``
+where a session is told `MERGING` among its ``disabled_optimizers`` (higher levels also change numbers).
 """
 
 from __future__ import annotations
@@ -18,12 +18,16 @@ from typing import Any, Final
 import numpy as np
 import onnxruntime
 
-__all__ = ["LEVELS", "Measured", "measure", "random_feeds", "session_options"]
+__all__ = ["LEVELS", "MERGING", "Measured", "measure", "random_feeds", "session_options"]
 
 LEVELS: Final = ("disabled", "basic", "extended", "all")
 _LEVEL: Final = dict(
     zip(LEVELS, ("ORT_DISABLE_ALL", "ORT_ENABLE_BASIC", "ORT_ENABLE_EXTENDED", "ORT_ENABLE_ALL"), strict=True)
 )
+
+
+MERGING: Final = "CommonSubexpressionElimination"
+"""The optimiser that makes one node of equal ones: of a node and its clone, too."""
 
 
 @dataclass(frozen=True)
@@ -43,7 +47,7 @@ class Measured:
 
 def session_options(*, keep_order: bool = True, level: str = "disabled", reuse: bool = False) -> Any:
     """Options with which onnxruntime runs a planned model's nodes in the file's order, clones included, and frees
-    what is dead.
+    what is dead (from ``basic`` on clones stay with ``InferenceSession(…, disabled_optimizers=[MERGING])`` alone).
 
     ``keep_order`` false is the runtime's default order. ``reuse`` is its default, too: a dead buffer is then kept
     for the next value of the same shape, which costs more memory than it saves; views and results written over an
@@ -64,8 +68,10 @@ def measure(
     keep_order: bool = True,
     level: str = "disabled",
     reuse: bool = False,
+    merge: bool = False,
 ) -> Measured:
-    """Run a model once to warm up and once measured, on one thread; the options are those of `session_options`."""
+    """Run a model once to warm up and once measured, on one thread; the options are those of `session_options`.
+    ``merge``: equal nodes may be made one (`MERGING`), as the runtime does by default from ``basic`` on."""
     options = session_options(keep_order=keep_order, level=level, reuse=reuse)
     options.enable_profiling = True
     options.intra_op_num_threads = 1
@@ -73,7 +79,12 @@ def measure(
     options.log_severity_level = 3
     with tempfile.TemporaryDirectory() as folder:
         options.profile_file_prefix = str(Path(folder) / "profile")
-        session = onnxruntime.InferenceSession(os.fspath(path), options, providers=["CPUExecutionProvider"])
+        session = onnxruntime.InferenceSession(
+            os.fspath(path),
+            options,
+            ["CPUExecutionProvider"],
+            disabled_optimizers=None if merge else [MERGING],
+        )
         session.run(None, dict(feeds))
         outputs = session.run(None, dict(feeds))
         events = json.loads(Path(session.end_profiling()).read_text())
