@@ -145,6 +145,7 @@ def explain_module(chosen: argparse.Namespace, out: Output) -> int:
         "What would lower it",
     ]
     text += [f"  {format_bytes(a.saves):>12}  {a.text}" for a in found] or ["  nothing that was tried"]
-    text += ["", "\n".join(change_lines(again, line))]
+    if again:
+        text += ["", "\n".join(change_lines(again, line))]
     out.answer(answer, text)
     return 0
