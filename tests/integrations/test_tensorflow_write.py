@@ -123,6 +123,26 @@ def test_G11_G13_an_input_named_by_hand_is_swapped_once(tmp_path: Path) -> None:
         api.plan_named(source.graph, "grappler", level="manual", swap_hints=hints)
 
 
+@pytest.mark.parametrize("many", [False, True])
+def test_G11_the_attribute_of_a_consumer_names_its_inputs_as_for_tensorflow(
+    many: bool, tmp_path: Path
+) -> None:
+    proto, fetch = MODELS["tanh_chain"]()
+    name = "gradients/MatMul_2_grad/MatMul_1"
+    said = v1.AttrValue(list=v1.AttrValue.ListValue(i=[0])) if many else v1.AttrValue(i=0)
+    next(n for n in proto.node if n.name == name).attr["_swap_to_host"].CopyFrom(said)
+    path = tmp_path / "hinted.pb"
+    path.write_bytes(proto.SerializeToString())
+    source = api.read_graphdef(str(path), fetch=fetch)
+    assert source.graph.meta["swaps"] == [f"{name}:0"]
+    ours = planned_graph(source, api.plan_named(source.graph, "grappler", level="manual").plan)
+    theirs = grappler(proto, fetch, "MANUAL")
+    for after in (ours, theirs):
+        assert [out.name for out, _, _ in swaps(proto, after)] == [f"swap_out_{name}_0"]
+        reads = {n.name: list(n.input) for n in after.node}
+        assert reads[name][0] == f"swap_in_{name}_0" and reads[f"swap_out_{name}_0"][0] == "Tanh_1"
+
+
 def test_G06_G07_a_sum_that_is_crowded_becomes_an_accumulator(tmp_path: Path) -> None:
     proto, fetch = branches()
     path = tmp_path / "branches.pb"

@@ -102,9 +102,7 @@ def _add_plan(verb: argparse.ArgumentParser) -> None:
     text = (
         "how --write copies out in a graph.pb: copy (ops that GPUs have) or identity (to the host's device)"
     )
-    verb.add_argument(
-        "--copies", choices=("copy", "identity"), default="copy", help=f"{text} (default: copy)"
-    )
+    verb.add_argument("--copies", choices=("copy", "identity"), help=f"{text} (default: copy)")
     add_model(verb)
 
 

@@ -58,6 +58,8 @@ def plan(chosen: argparse.Namespace, out: Output) -> int:
             chosen.source,
             "--write",
         )
+    if chosen.copies is not None and (model is None or source.graph.meta.get("source") != "tensorflow"):
+        raise BadInput("copies are written into a graph.pb, with --write", chosen.source, "--copies")
     if options.get("level") == "scheduling":
         source = _summed(source, budget)
     interrupted = False
@@ -266,7 +268,7 @@ def _write_model(source: Source, made: Plan, path: Path, chosen: argparse.Namesp
         return "docs/inference.md for what onnxruntime must be told"
     from tightship.integrations.tensorflow_write import write_graph
 
-    write_graph(source.program, made, path, chosen.copies)
+    write_graph(source.program, made, path, chosen.copies or "copy")
     return "docs/tensorflow.md for what a session must be told"
 
 

@@ -15,10 +15,12 @@ if importlib.util.find_spec("tensorflow") is None:
 import tensorflow as tf
 from google.protobuf import text_format
 
+from strategies import random_order
 from tensorflow_models import GPU, MODELS, cnn, mlp, v1
 from tightship import api
 from tightship.errors import BadInput, UnknownSize, Unsupported
 from tightship.frontends.tensorflow import load
+from tightship.frontends.tensorflow.nodes import name_of
 from tightship.graph import Graph
 from tightship.simulate import baseline, replay
 from tightship.verify import verify
@@ -50,6 +52,18 @@ def test_training_graphs_become_graphs_that_every_system_plans(name: str, tmp_pa
     for system in ("memonger", "aitemplate", "grappler"):
         made = api.plan_named(graph, system)
         assert verify(graph, made.plan) == []
+
+
+@pytest.mark.parametrize("name", ["cnn", "mlp", "transformer"])
+def test_every_legal_order_of_the_graph_is_one_of_the_nodes(name: str, tmp_path: Path) -> None:
+    proto, fetch = MODELS[name]()
+    graph = graph_of(tmp_path, proto, fetch=fetch)
+    nodes = {n.name: n for n in proto.node}
+    for seed in range(5):
+        place = {graph.ops[k].name: i for i, k in enumerate(random_order(graph, seed))}
+        for op in graph.ops:
+            read = (name_of(i) for i in nodes[op.name].input)
+            assert all(place[m] < place[op.name] for m in read if m in place)
 
 
 def test_bytes_and_flops_of_a_small_graph(tmp_path: Path) -> None:

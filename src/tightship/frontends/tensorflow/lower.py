@@ -72,6 +72,7 @@ def lower(
     low = _Lowering(str(file.path), Web(nodes), types, frozenset(fed), {n.name: n for n in file.proto.node})
     low.run(wanted)
     meta = {"source": "tensorflow", "nodes": to_rows(nodes), "fed": list(fed), "fetch": list(wanted)}
+    meta["swaps"] = [hint for n in file.proto.node for hint in _swaps(n) if n.name in low.op_of]
     parts = (tuple(low.ops), tuple(low.values), tuple(low.storages), tuple(low.inputs), tuple(low.outputs))
     return Program(file, Graph(*parts, file.path.stem or "graph", meta), nodes, wanted)
 
@@ -90,6 +91,7 @@ class _Lowering:
     ops: list[Op] = field(default_factory=list)
     value_of: dict[tuple[str, int], int] = field(default_factory=dict)
     op_of: dict[str, int] = field(default_factory=dict)
+    first: dict[int, str] = field(default_factory=dict)  # by storage, the node that made it
 
     def run(self, wanted: tuple[str, ...]) -> None:
         needed = self._needed(wanted)
@@ -211,6 +213,7 @@ class _Lowering:
 
     def _value(self, name: str, port: int, made: Made, storage: int) -> int:
         self.value_of[name, port] = len(self.values)
+        self.first.setdefault(storage, name)
         label = f"{name}:{port}" if port else name
         self.values.append(Value(label, storage, made.dtype, made.shape))
         return self.value_of[name, port]
@@ -248,7 +251,9 @@ class _Lowering:
             turned = any(k in attrs and attrs[k].b for k in ("transpose_a", "adj_x"))
             flops = flops_of(node.kind, shapes, [self.values[v].shape for v in outs], transposed=turned)
         traffic = made_bytes + sum(self.storages[self.values[v].storage].size for v in ins) if flops else 0
-        waits = [name_of(i) for i in node.inputs if i.startswith("^")]
+        # Who reads a view waits for the node that makes it, although the bytes are there before.
+        views = [m for (m, _), v in zip(given, ins, strict=True) if not self._made_bytes(m, v)]
+        waits = [name_of(i) for i in node.inputs if i.startswith("^")] + views
         control = {self.op_of[m] for m in waits if m in self.op_of}
         random = "Random" in node.kind and not node.kind.startswith("Stateless")
         harmless = bool(writes) or random or reads_handle(node.kind) or n not in self.types.stateful
@@ -267,6 +272,10 @@ class _Lowering:
                 module=n.rpartition("/")[0],
             )
         )  # fmt: skip
+
+    def _made_bytes(self, n: str, v: int) -> bool:
+        """Whether a node made the storage of one of its values, and not just a view of it."""
+        return self.first[self.values[v].storage] == n
 
     def _callers(self) -> set[int]:
         return {self.values[v].storage for v in self.inputs}
@@ -287,6 +296,14 @@ class _Lowering:
         if made.handle or (self.storages[storage].size == aligned(made.nbytes) and not moved):
             return storage
         return None
+
+
+def _swaps(node: Any) -> list[str]:
+    """The inputs that a node says are to be swapped (G11), as ``OP:INPUT``."""
+    if "_swap_to_host" not in node.attr:
+        return []
+    said = node.attr["_swap_to_host"]
+    return [f"{node.name}:{i}" for i in (said.list.i if said.HasField("list") else [said.i])]
 
 
 def _backward(name: str) -> bool:

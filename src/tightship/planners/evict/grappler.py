@@ -69,8 +69,9 @@ def _made(frame: Frame, limit: int, o: Options) -> list[Decision]:
         )
         if again:
             found.append(carried_out(frame, rewrites.runs(frame, again, o.scope), limit))
-    if o.level == "manual" and o.swap_hints:
-        found.append(rewrites.swapped(frame, limit, rewrites.by_hand(frame, o.swap_hints)))
+    swaps = ",".join(filter(None, (o.swap_hints, *frame.graph.meta.get("swaps", ()))))
+    if o.level == "manual" and swaps:
+        found.append(rewrites.swapped(frame, limit, rewrites.by_hand(frame, swaps)))
     if o.level in ("swap", "all", "default"):
         found.append(rewrites.swap(frame, limit, o.rounds))
     return found
