@@ -175,11 +175,11 @@ class _Steps:
         for form in ("full", "packed", "host"):
             found = {s for s, f in forms if f == form and (s, f) in self.resident}
             gone = sorted(found if form != "full" else found - self.graph.kept - self.graph.static)
-            if gone:
-                self.resident.difference_update((s, form) for s in gone)
-                waits = (
-                    tuple(sorted(self.out.pop(s) for s in gone if s in self.out)) if form == "full" else ()
-                )
-                self.emit(
-                    Step("free", storages=tuple(gone), form=form, stream=int(form == "host"), waits=waits)
-                )
+            if not gone:
+                continue
+            self.resident.difference_update((s, form) for s in gone)
+            waits: tuple[int, ...] = ()
+            if form == "full":
+                out = [self.out.pop(s) for s in gone if s in self.out]
+                waits = tuple(sorted((*out, *self.waits(gone))))
+            self.emit(Step("free", storages=tuple(gone), form=form, stream=int(form == "host"), waits=waits))
