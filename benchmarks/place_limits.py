@@ -26,7 +26,7 @@ from tightship.verify_placement import check_solution
 
 MARK = "<!-- limits -->"
 LIMITS = (0.1, 0.5, 2.0)
-INTERRUPTS = 12
+INTERRUPTS = 8
 FOREVER = portfolio.Options(work_limit=10**12, time_limit=None)
 
 
@@ -92,7 +92,7 @@ def rows(most: int) -> Iterator[str]:
         began = time.perf_counter()
         assert check_solution(problem, greedy) == []
         verifying = time.perf_counter() - began
-        span = 2.0 + 4 * first
+        span = 1.0 + 2 * first
         waits = [latency(problem, span * (k + 0.5) / INTERRUPTS)[0] for k in range(INTERRUPTS)]
         cells = [", ".join(f"{1000 * x:.0f} ms" for x in beyond)]
         cells += [f"{1000 * x:.0f} ms" for x in (statistics.median(waits), max(waits))]

@@ -10,9 +10,10 @@ from hypothesis import strategies as st
 from placing import assert_right, lowest, optimum, packing, problems, smallest_hole, stepped
 from tightship.errors import BadInput
 from tightship.plan import Buffer, Problem
-from tightship.planners.place import portfolio
+from tightship.planners.place import _orders, portfolio
 from tightship.planners.place._best import Best
 from tightship.planners.place._frame import frame, most_alive
+from tightship.planners.place._greedy import GREEDY
 from tightship.planners.place._orders import by_breadth, by_start
 
 
@@ -49,6 +50,13 @@ def test_a_sweep_is_first_fit_by_start(problem: Problem) -> None:
 @pytest.mark.parametrize("seed", range(3))
 def test_a_sweep_is_first_fit_by_start_with_many_holes(seed: int) -> None:
     assert_sweeps_as_it_packs(stepped(6000, seed))
+
+
+def test_many_are_ordered_as_few_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    arrays = frame(stepped(300, 3)).arrays
+    every = [order(arrays).tolist() for order, _ in GREEDY]
+    monkeypatch.setattr(_orders, "_AT_ONCE", 0)
+    assert [order(arrays).tolist() for order, _ in GREEDY] == every
 
 
 @given(problems())

@@ -29,11 +29,19 @@ __all__ = [
     "xla_temporal",
 ]
 
+_AT_ONCE = 100_000
+"""Entries that are sorted by all keys in one call."""
+
 Order = Callable[[Arrays], Ints]
 
 
 def _sorted(*keys: npt.NDArray[Any]) -> Ints:
-    return np.lexsort(keys[::-1]).astype(np.int64)
+    if len(keys[0]) <= _AT_ONCE:
+        return np.lexsort(keys[::-1]).astype(np.int64)
+    order = np.arange(len(keys[0]), dtype=np.int64)
+    for key in keys[::-1]:  # key by key, so that Ctrl-C need not wait for all
+        order = order[np.argsort(key[order], kind="stable")]
+    return order
 
 
 def given(a: Arrays) -> Ints:
