@@ -216,6 +216,7 @@ PARTS.arena = (s, host) => {
     found.textContent = wanted ? hits.length + " found" : "";
     later(made.draw);
   };
+  search.onblur = () => tip("");
   search.onkeydown = e => {
     if (e.key === "Enter" && hits.length) {
       next = (next + 1) % hits.length;
