@@ -7,8 +7,10 @@ import pytest
 from rich.console import Console
 
 from chains import chain
+from tightship import frontier
 from tightship.cli import main
 from tightship.planners.default import plan
+from tightship.report.frontier import frontier_tables
 from tightship.report.numbers import Column, peak_of
 from tightship.report.terminal import LABEL, ROWS, Chart, looks
 from tightship.serde import save_graph
@@ -113,3 +115,13 @@ def test_quiet_says_errors_alone(flag, tmp_path, capsys):
     assert out == "" and "no plan can meet the budget of 1 B" in err
     assert main(["plan", path, "--budget", "60%", flag, "--json"]) == 0
     assert capsys.readouterr().out.startswith('{"peak_before"')
+
+
+def test_a_frontiers_tables_fit_from_60_columns_on():
+    found = frontier(chain(30), points=3, seconds=1.0)
+    for width in (60, 80, 140):
+        text = drawn(frontier_tables(found), width)
+        tables = [line for line in text.splitlines() if "ops)" not in line]
+        assert max(map(len, tables)) <= width
+        assert "…" not in text and "extra time" in text
+        assert ("extra FLOPs" in text) is (width > 60)

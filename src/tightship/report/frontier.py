@@ -11,9 +11,10 @@ from rich.console import RenderableType
 from rich.table import Table
 
 from tightship.plan import Plan
-from tightship.planners.frontier import Frontier, extra_flops
+from tightship.planners.frontier import Frontier, Other, extra_flops
 from tightship.report.numbers import summary
 from tightship.report.picture import ticks
+from tightship.report.terminal import Fitting
 from tightship.report.text import percent
 from tightship.units import format_bytes, format_seconds
 
@@ -55,19 +56,22 @@ def frontier_tables(f: Frontier) -> list[RenderableType]:
     """The plans, from the least memory up; then each of the others beside the plan for as much memory."""
     once = f.points[0].time_before
     head = f"{f.graph.name} ({len(f.graph.ops)} ops), one step {format_seconds(once)}; "
-    table = _table("budget", "peak", "extra time", "at least", "extra FLOPs", "done")
-    for p in f.points:
-        table.add_row(
-            format_bytes(p.budget or 0),
-            format_bytes(p.peak),
-            percent(p.time, once),
-            percent(p.time_bound, once),
-            f"{100 * extra_flops(f.graph, p.steps):+.1f} %",
-            done(p),
-        )
+    rows = [
+        {
+            "budget": format_bytes(p.budget or 0),
+            "peak": format_bytes(p.peak),
+            "extra time": percent(p.time, once),
+            "at least": percent(p.time_bound, once),
+            "extra FLOPs": f"{100 * extra_flops(f.graph, p.steps):+.1f} %",
+            "done": done(p),
+        }
+        for p in f.points
+    ]
+    table = Fitting([_table(rows), _table(rows, "budget", "extra FLOPs")])
     found: list[RenderableType] = [f"{head}no plan needs less than {format_bytes(f.lower_bound)}", "", table]
     if f.others:
-        found += ["", _beside(f, once)]
+        beside = [_beside(o, once) for o in f.others]
+        found += ["", Fitting([_table(beside), _table(beside, "extra FLOPs")])]
     return [*found, "", f"{len(f.points)} plans in {format_seconds(f.seconds)}"]
 
 
@@ -78,20 +82,27 @@ def done(plan: Plan) -> str:
     return ", ".join(counts) or "nothing"
 
 
-def _beside(f: Frontier, once: float) -> Table:
-    table = _table("others, simulated", "peak", "extra time", "extra FLOPs", "ours within it")
-    for o in f.others:
-        best = o.ours
-        ours = "none" if best is None else f"{percent(best.time, once)} at {format_bytes(best.peak)}"
-        flops = f"{100 * o.extra_flops:+.1f} %"
-        table.add_row(o.name, format_bytes(o.peak), percent(o.time, once), flops, ours)
-    return table
+def _beside(o: Other, once: float) -> dict[str, str]:
+    best = o.ours
+    return {
+        "others": o.name,
+        "peak": format_bytes(o.peak),
+        "extra time": percent(o.time, once),
+        "extra FLOPs": f"{100 * o.extra_flops:+.1f} %",
+        "ours within it": "none"
+        if best is None
+        else f"{percent(best.time, once)} at {format_bytes(best.peak)}",
+    }
 
 
-def _table(*columns: str) -> Table:
+def _table(rows: Sequence[dict[str, str]], *without: str) -> Table:
+    """Rows by column; ``without``: columns that a narrow terminal has no room for."""
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False)
-    for j, name in enumerate(columns):
-        table.add_column(name, justify="left" if j == 0 and "others" in name else "right", no_wrap=j < 4)
+    for name in rows[0]:
+        if name not in without:
+            table.add_column(name, justify="left" if name == "others" else "right", overflow="fold")
+    for row in rows:
+        table.add_row(*(text for name, text in row.items() if name not in without))
     return table
 
 

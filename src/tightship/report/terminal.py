@@ -16,7 +16,7 @@ from tightship.report.numbers import Column, columns, peak_of
 from tightship.simulate import baseline
 from tightship.units import format_bytes, format_seconds
 
-__all__ = ["Chart", "looks"]
+__all__ = ["Chart", "Fitting", "looks"]
 
 ROWS = 8
 WIDEST = 110
@@ -80,6 +80,18 @@ class Chart:
             text.append(sign, STYLES[style]).append(f" {name}   ")
         text.rstrip()
         return text
+
+
+@dataclass(frozen=True)
+class Fitting:
+    """The first of several tables that fits the width; the last one where none does."""
+
+    tables: Sequence[Table]
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        wide = options.update(max_width=1000)
+        fits = (t for t in self.tables if console.measure(t, options=wide).maximum <= options.max_width)
+        yield next(fits, self.tables[-1])
 
 
 def looks(graph: Graph, plan: Plan, *, top: int = 5) -> list[RenderableType]:
