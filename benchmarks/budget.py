@@ -33,6 +33,9 @@ from tightship.units import format_bytes, format_seconds
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "benchmarks.md"
 BEGIN, END = "<!-- begin: benchmarks/budget.py -->", "<!-- end: benchmarks/budget.py -->"
 
+WORK = 15_000_000
+"""Ops simulated at most for every second: what `tightship plan` has by default."""
+
 Made = tuple[torch.nn.Module, dict[str, torch.Tensor]]
 
 
@@ -192,7 +195,7 @@ def measured(make: Callable[[], Made], seconds: float, console: Console) -> Fron
     program = captured(make)
     saved = api.torch_saved(program)
     searches = 2 + len(saved) + 4
-    options = Options(seconds=seconds * searches, work=10_000_000 * searches, hand_out=False)
+    options = Options(seconds=seconds * searches, work=int(seconds * WORK) * searches, hand_out=False)
     return frontier(program.graph, 2, options, saved, lambda text: console.print("  ", text))
 
 

@@ -269,7 +269,7 @@ void Engine::run() {
         if (p_.kept[s] && !s_.resident[s]) s_.cost.valid = restore(static_cast<i32>(s));
     ending_ = false;
     release();
-    if (copies_ && s_.cost.valid) land_results();
+    if (copies_ && s_.cost.valid) land_all();
     if (extended_ && s_.cost.valid)
         for (i32 t : leaving_[p_.ops]) leave(t);
     if (copies_) s_.cost.extra += std::max(0.0, std::max(sent_, fetched_) - now_);

@@ -199,7 +199,7 @@ class Engine {
     void issue(i32 position);
     void clear_copies();
     void land(const i32* begin, const i32* end);
-    void land_results();
+    void land_all();
     bool fits(i32 storage, i32 position) const;
     std::vector<i32> arrivals(const i32* begin, const i32* end);
     void wait_for(double time);

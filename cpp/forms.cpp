@@ -160,11 +160,14 @@ void Engine::land(const i32* begin, const i32* end) {
     if (out_ && first < out_->size()) (*out_)[first].waits = waits;
 }
 
-void Engine::land_results() {
+// At the end: results are waited for; what came back for an op that ran later, and cannot be made again, goes.
+void Engine::land_all() {
     std::vector<i32> results;
     for (i32 s = 0; s < static_cast<i32>(p_.storages); ++s)
         if (p_.kept[s]) results.push_back(s);
     land(results.data(), results.data() + results.size());
+    for (i32 s = 0; s < static_cast<i32>(p_.storages); ++s)
+        if (s_.resident[s] && !p_.kept[s] && !p_.owned[s]) leave(s);
 }
 
 void Engine::wait_for(double time) {

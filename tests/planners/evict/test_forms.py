@@ -61,6 +61,19 @@ def test_any_decision_costs_what_its_steps_cost_and_is_verified(seed: int) -> No
             )
 
 
+@pytest.mark.parametrize("seed", [0, 11, 26])
+def test_many_copies_beside_ops_that_run_later(seed: int) -> None:
+    """What came back for an op that runs later goes again; what is sent while it comes back is waited for."""
+    graph = random_graph(seed, 30)
+    rng = np.random.default_rng(5)
+    for machine in (SLOW, Machine()):
+        frame = Frame(replace(graph, machine=machine), tuple(range(len(graph.ops))), means=ALL, lossy=True)
+        for _ in range(60):
+            others = rng.choice([0, 0, 1, 2, 3, 4], len(frame.gaps))
+            bits = np.where(rng.random(len(frame.gaps)) < 0.4, OFFLOAD, others).astype(np.uint8)
+            checked(frame, bits, HUGE)
+
+
 def test_a_transfer_that_overlaps_costs_nothing() -> None:
     graph = replace(chain(20), machine=Machine(offload=1e12, fetch=1e12, latency=0.0))
     frame = Frame(graph, tuple(range(len(graph.ops))), means=("offload",))
