@@ -156,6 +156,12 @@ def test_instructions_that_cannot_be_are_refused_with_their_line(old: str, new: 
     assert f"module:{says}" in str(error.value)
 
 
+def test_an_instruction_that_writes_over_parts_there_are_not_is_refused_with_its_line() -> None:
+    text = COUNTING.replace("%b = f32[8]{0} negate(%a)", "%b = f32[8]{0} all-reduce-start(%a, %a)")
+    with pytest.raises(BadInput, match=r"module:23: all-reduce-start 'b' gives the parts .* writes over"):
+        live_ranges(parse(text))
+
+
 def test_calls_nested_without_end_are_refused() -> None:
     deep = "".join(
         f"c{k} {{\n p = f32[] parameter(0)\n ROOT r = f32[] "

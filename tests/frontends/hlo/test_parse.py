@@ -214,3 +214,22 @@ def test_replica_groups_by_axes_of_a_mesh_are_one_value() -> None:
     assert root.called == ("add",)
     assert f"{root.attribute('replica_groups')}, device_ids={root.attribute('device_ids')}" == groups
     assert parse(to_text(parse(text))) == parse(text)
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "says"),
+    [
+        ("f32[8]", f"f32[{'9' * 5000}]", ": expected a number of at most 400 digits, got"),
+        ("f32[8]", f"f32[{','.join('1' * 300)}]", "3:16: expected at most 256 dimensions"),
+        (
+            "=true",
+            f"=true, input_output_alias={{ {{}}: ({'1' * 5000}, {{}}) }}",
+            "module:1:",
+        ),
+    ],
+)
+def test_numbers_and_shapes_that_nothing_real_has_are_refused(old: str, new: str, says: str) -> None:
+    text = "HloModule m, is_scheduled=true\nENTRY e {\n  ROOT p = f32[8] parameter(0)\n}\n"
+    with pytest.raises(BadInput) as error:
+        parse(text.replace(old, new))
+    assert says in str(error.value)

@@ -10,6 +10,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
+from tightship.errors import BadInput
 from tightship.frontends.hlo.buffers import Buffer, Node, PointsTo
 from tightship.frontends.hlo.module import Instruction, Module, declared
 from tightship.frontends.hlo.shape import Index
@@ -78,7 +79,12 @@ def _must(points: PointsTo) -> Iterator[tuple[Buffer, Buffer]]:
     for nodes in (points.nodes[c.name] for c in (*points.sequential, *points.embedded)):
         for node in nodes:
             for operand, inside, out in in_place(module, node.instruction, len(node.operands)):
-                yield node.buffer(out), node.operands[operand].buffer(inside)
+                try:
+                    yield node.buffer(out), node.operands[operand].buffer(inside)
+                except IndexError:
+                    rule = f"{node.opcode} {node.name!r} gives the parts of its operands that it writes over"
+                    place = f"{module.file}:{node.instruction.line}"
+                    raise BadInput(rule, str(node.shape), place) from None
 
 
 def _while(points: PointsTo, loop: Node) -> Iterator[tuple[Buffer, Buffer]]:

@@ -31,6 +31,7 @@ _WORD = re.compile(r"\s*(\w+)[ \t]*\n")
 _ROW = re.compile(r"[ \t]*(\d+ [^\n]*?)[ \t\r]*(?:\n|\Z)")
 _END = re.compile(r"\s*\Z")
 _NUMBER = re.compile(r"\d{1,9}\Z")
+_LONG = re.compile(r"\d{401}")
 _LITERAL = frozenset({"constant", "parameter"})
 
 
@@ -53,6 +54,8 @@ def read(path: str | Path) -> Module:
 def parse(text: str, file: str = "module") -> Module:
     """The module a text describes; ``file`` is what messages call it."""
     scan = Scan(text, file)
+    if (number := _LONG.search(text)) is not None:
+        scan.fail("a number of at most 400 digits", number.start())
     scan.expect("HloModule", "at the start of a module")
     name = scan.name("the module's name")
     attributes = scan.attributes()

@@ -13,6 +13,9 @@ __all__ = ["Scan"]
 _DEPTH = 64
 """Tuples nested deeper than this are refused: nothing real is, and recursion has to end."""
 
+_RANK = 256
+"""Dimensions an array has at most."""
+
 _SHOWN = 24
 _STRING = r'"(?:[^"\\]|\\.)*"'
 _COMMENT = re.compile(rf"{_STRING}|/\*.*?\*/|//[^\n]*", re.S)
@@ -123,6 +126,8 @@ class Scan:
                 self.fail("a dimension: a number, <=number or ?", found.start(2))
             dims.append(-1 if dim[2] == "?" else int(dim[2]))
             dynamic.append(bool(dim[1]) or dim[2] == "?")
+        if len(dims) > _RANK:
+            self.fail(f"at most {_RANK} dimensions", found.start(2))
         marks = tuple(dynamic) if any(dynamic) else ()
         return Shape(dtype, tuple(dims), layout[1:-1] if layout else None, dynamic=marks)
 
