@@ -181,7 +181,7 @@ def read_graphdef(path: str | os.PathLike[str], shape: Any = None, **options: An
     except ImportError as error:
         raise Unsupported(
             "reading TensorFlow's graphs",
-            f"{error.name} is not installed",
+            "TensorFlow is not installed",
             "pip install 'tightship[tensorflow]'",
         ) from error
     return lower(read(path), shape, **options)
