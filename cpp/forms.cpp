@@ -22,6 +22,7 @@ void Engine::schedule() {
 }
 
 void Engine::pack(i32 s) {
+    if (copies_ && coming_[s] == 1) land(&s, &s + 1);
     use(s_.live + p_.packed[s], s_.position);
     s_.live += p_.packed[s];
     s_.packed[s] = 1;

@@ -61,7 +61,7 @@ def test_any_decision_costs_what_its_steps_cost_and_is_verified(seed: int) -> No
             )
 
 
-@pytest.mark.parametrize("seed", [0, 11, 26])
+@pytest.mark.parametrize("seed", [0, 11, 19, 21, 37])
 def test_many_copies_beside_ops_that_run_later(seed: int) -> None:
     """What came back for an op that runs later goes again; what is sent while it comes back is waited for."""
     graph = random_graph(seed, 30)
