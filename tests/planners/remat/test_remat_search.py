@@ -233,7 +233,8 @@ def test_what_is_called_stands_before_what_calls_it(planner: object) -> None:
     m = hlo_data.module("cpu_tx_scan")
     options = QUICK if planner is search else None
     made = planner.plan(m, int(0.97 * module_peak(m)), options).module  # type: ignore[attr-defined]
-    assert len(made.computations) > len(m.computations) or planner is search  # clones bring copies along
+    if planner is xla:
+        assert len(made.computations) > len(m.computations)  # clones bring copies along
     known: set[str] = set()
     for c in made.computations:
         assert {name for i in c.instructions for name in i.called} <= known
