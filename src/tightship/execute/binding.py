@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import chain
+from operator import is_
 from typing import Any
 
 import torch
@@ -30,21 +31,29 @@ class Identity:
     def __init__(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer | None) -> None:
         self._groups = optimizer.param_groups if optimizer is not None else []
         self._modules = tuple(model.modules())
-        self._members = tuple(m for module in self._modules for m in compat.members(module))
+        members = [m for module in self._modules for m in compat.members(module)]
+        self._members = [m for m in members if m]
+        self._empty = [m for m in members if not m]  # most are: most modules are leaves, or have no buffers
+        self._objects = self._held()  # kept, or another could get the address of one that is gone
         self._tensors = (*model.parameters(), *model.buffers()) if optimizer is not None else ()
         self._known = self._now()
 
+    def _held(self) -> list[Any]:
+        return list(chain.from_iterable([m.values() for m in self._members]))
+
     def _now(self) -> tuple[Any, ...]:
         return (
-            list(map(id, chain.from_iterable(m.values() for m in self._members))),
             [(t.data_ptr(), t.requires_grad) for t in self._tensors],
             [[id(p) for p in g["params"]] for g in self._groups],
         )
 
     def changed(self) -> str | None:
         """What is different now, for people; None if nothing is."""
+        held = self._held()
+        same = len(held) == len(self._objects) and all(map(is_, held, self._objects))
+        if not same or any(self._empty):
+            return "a module, parameter or buffer of the model was added or replaced"
         what = (
-            "a module, parameter or buffer of the model was added or replaced",
             "a parameter or buffer was moved, resized or frozen",
             "the optimizer's parameter groups changed",
         )
@@ -53,9 +62,12 @@ class Identity:
 
     def modes(self) -> tuple[Any, ...]:
         """What else decides which ops eager would run: training modes, autocast, threads, determinism."""
+        return (tuple([m.training for m in self._modules]), *self.settings())
+
+    def settings(self) -> tuple[Any, ...]:
+        """As `modes`, of the process alone: for what is run in evaluation mode, whatever the model is in."""
         kinds = ("cpu", "cuda")
         return (
-            tuple([m.training for m in self._modules]),
             tuple([torch.get_autocast_dtype(k) if torch.is_autocast_enabled(k) else None for k in kinds]),
             torch.get_num_threads(),
             torch.are_deterministic_algorithms_enabled(),
@@ -63,41 +75,47 @@ class Identity:
 
 
 class Binding:
-    """Finds the tensors of ``program.slots``."""
+    """Finds the tensors of ``program.slots``.
+
+    Parameters, buffers and constants are found once: `Identity` says when they are others, and until then nothing
+    looks at some hundred mappings before each step.
+    """
 
     def __init__(
         self, program: Program, model: torch.nn.Module, optimizer: torch.optim.Optimizer | None
     ) -> None:
         self._program, self._optimizer = program, optimizer
-        # Of a slot: mapping and key (parameters, buffers), parameter and key (state), leaf number, or tensor.
-        self._finders: list[tuple[str, Any, Any]] = []
-        for slot in program.slots:
+        self._found: list[Any] = []  # by slot; None for what each step brings
+        self._leaves: list[tuple[int, int]] = []  # slot, leaf of the batch
+        self._states: list[tuple[int, Any, Any]] = []  # slot, parameter, key
+        for n, slot in enumerate(program.slots):
+            found = None
             if slot.role in ("parameter", "buffer"):
-                self._finders.append((slot.role, *compat.tensor_home(model, slot.role, slot.key)))
+                home, name = compat.tensor_home(model, slot.role, slot.key)
+                found = home[name]
             elif slot.role == "state":
                 home, name = compat.tensor_home(model, "parameter", slot.key[0])
-                self._finders.append((slot.role, home[name], slot.key[1]))
+                self._states.append((n, home[name], slot.key[1]))
             elif slot.role == "input":
-                self._finders.append((slot.role, None, slot.key))
+                self._leaves.append((n, slot.key))
             elif slot.role == "constant":
-                self._finders.append((slot.role, program.constants[slot.key], None))
+                found = program.constants[slot.key]
             else:
                 raise BadInput("a slot's role is known", slot.role, f"slot {slot.key}")
+            self._found.append(found)
         self._guarded = {(s.role, s.key): n for n, s in enumerate(program.slots)}
 
     def tensors(self, leaves: Sequence[Any]) -> list[Any]:
         """One tensor per slot; None for optimizer state that does not exist yet. ``leaves`` are the
         batch's.
         """
-        state = self._optimizer.state if self._optimizer is not None else {}
-        found: list[Any] = []
-        for role, where, key in self._finders:
-            if role == "state":
-                found.append(state[where].get(key) if where in state else None)
-            elif role == "input":
-                found.append(leaves[key])
-            else:
-                found.append(where if key is None else where[key])
+        found = self._found.copy()
+        for n, leaf in self._leaves:
+            found[n] = leaves[leaf]
+        if self._optimizer is not None:
+            state = self._optimizer.state
+            for n, parameter, key in self._states:
+                found[n] = state[parameter].get(key) if parameter in state else None
         return found
 
     def broken_guard(self, tensors: Sequence[Any]) -> str | None:

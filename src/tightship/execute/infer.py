@@ -184,7 +184,7 @@ class Inference(Prepared):
         return capture_forward(self.model, batch)
 
     def _modes(self) -> tuple[Any, ...]:
-        return super()._modes()[1:]  # captured in evaluation mode, whatever the model is in
+        return self._identity.settings()  # captured in evaluation mode, whatever the model is in
 
     def _check_new(self, batch: Any, leaves: list[Any]) -> None:
         """Raise ``BadInput`` unless the batch is the sample, or where that is allowed, no larger in any dimension."""

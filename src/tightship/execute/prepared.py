@@ -162,7 +162,7 @@ class Prepared:
             self._identity = Identity(self.model, self.optimizer)
         modes = self._modes()
         for k, variant in enumerate(self._variants):
-            if variant.modes != modes or variant.program.batch.misfit(batch) is not None:
+            if variant.modes != modes or variant.program.batch.misfit(batch, leaves) is not None:
                 continue
             tensors = variant.binding.tensors(leaves)
             if variant.binding.broken_guard(tensors) is None:

@@ -135,11 +135,13 @@ class BatchSpec:
     def fits(self, batch: Any) -> bool:
         return self.misfit(batch) is None
 
-    def misfit(self, batch: Any) -> str | None:
-        """What is different about ``batch``, or None if a captured step can take it."""
+    def misfit(self, batch: Any, leaves: Sequence[Any] | None = None) -> str | None:
+        """What is different about ``batch``, or None if a captured step can take it; ``leaves`` are its own, where
+        they are known."""
         if _shape_of(batch) != self.containers:
             return "the batch's structure"
-        for k, (leaf, known) in enumerate(zip(flatten(batch), self.leaves, strict=True)):
+        leaves = flatten(batch) if leaves is None else leaves
+        for k, (leaf, known) in enumerate(zip(leaves, self.leaves, strict=True)):
             now = _described(leaf)
             if type(now) is not type(known) or now != known:
                 return f"leaf {k} of the batch: {now} instead of {known}"
