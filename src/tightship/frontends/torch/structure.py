@@ -33,7 +33,7 @@ def map_leaves(fn: Callable[[Any], Any], tree: Any, whole: Callable[[Any], bool]
     so is what ``whole`` is true of.
     """
 
-    if isinstance(tree, (Ref, Given, Results.Position)) or whole(tree):  # dataclasses, but leaves
+    if isinstance(tree, (torch.Tensor, Ref, Given, Results.Position)) or whole(tree):
         return fn(tree)
     if isinstance(tree, UserDict):
         new = copy.copy(tree)
@@ -102,6 +102,8 @@ def _renewed(old: Any, new: Any) -> Any:
 
 def _shape_of(tree: Any) -> Any:
     """The containers of ``tree`` without its leaves, comparable by equality."""
+    if isinstance(tree, torch.Tensor):
+        return None
     if isinstance(tree, Mapping):
         return type(tree).__qualname__, tuple((k, _shape_of(v)) for k, v in tree.items())
     if isinstance(tree, (list, tuple)):
