@@ -45,6 +45,24 @@ make(sgd, ps, S(32, 40), S(32, 10))
 make(sgd, ps, S(32, 40), S(32, 10), donate=(0,))
 make(lambda a: jnp.linalg.cholesky(a @ a.T + jnp.eye(24)), S(24, 24))
 make(lambda a, b: (a, b, a + b), S(7), S(7), donate=(0,))
+make(lambda k, x: (jax.random.permutation(k, x), jax.random.normal(k, (9, 9))), S(2, d=jnp.uint32), S(200, 3))
+make(lambda a: jnp.fft.irfft2(jnp.fft.rfft2(a) * 2), S(32, 32))
+half = jnp.bfloat16
+make(jax.grad(lambda w, x: jnp.tanh(x @ w).astype(jnp.float32).sum()), S(64, 96, d=half), S(8, 64, d=half))
+import numpy as np
+mesh = jax.sharding.Mesh(np.array(jax.devices()).reshape(2, 4), ("d", "m"))
+def on(*names): return jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(*names))
+def T(*s, at=()): return jax.ShapeDtypeStruct(s, jnp.float32, sharding=on(*at))
+weights = [T(64, 32, at=(None, "m")), T(32, 16, at=("m",))]
+make(jax.grad(lambda w, x: (jnp.tanh(x @ w[0]) @ w[1]).mean()), weights, T(8, 64, at=("d",)))
+make(lambda x: jnp.sort(x, 0), T(800, 16, at=("m",)))
+def ring(x):
+    turn = [(0, 1), (1, 2), (2, 3), (3, 0)]
+    step = lambda c, _: (lax.ppermute(c, "m", turn) + lax.axis_index("m"), lax.pmax(c.sum(), "m"))
+    return lax.scan(step, x, None, length=5)
+spec = jax.sharding.PartitionSpec
+here = spec("d", "m")
+make(jax.shard_map(ring, mesh=mesh, in_specs=here, out_specs=(here, spec()), check_vma=False), S(8, 64))
 """
 
 
@@ -52,7 +70,7 @@ make(lambda a, b: (a, b, a + b), S(7), S(7), donate=(0,))
 def dumped(tmp_path_factory: pytest.TempPathFactory) -> Path:
     pytest.importorskip("jax")
     folder = tmp_path_factory.mktemp("dump")
-    flags = f"--xla_dump_to={folder} --xla_dump_hlo_as_text"
+    flags = f"--xla_dump_to={folder} --xla_dump_hlo_as_text --xla_force_host_platform_device_count=8"
     environment = os.environ | {"XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu"}
     subprocess.run([sys.executable, "-c", PROGRAMS], env=environment, check=True, capture_output=True)
     return folder
@@ -62,7 +80,7 @@ def dumped(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_fresh_modules_are_assigned_as_xla_assigned_them(dumped: Path) -> None:
     hlo = pytest.importorskip("jaxlib._hlo")
     files = sorted(dumped.glob("*_after_optimizations.txt"))
-    assert len(files) >= 13
+    assert len(files) >= 19
     for file in files:
         part = file.name.removesuffix(".txt")
         text = file.read_text()
