@@ -21,6 +21,7 @@ from tightship.plan import Plan, Step
 from tightship.planners import planner
 from tightship.planners.advice import advice
 from tightship.planners.evict._frame import MEANS, Decision, Frame, Progress
+from tightship.planners.evict._idle import without_idle_copies
 from tightship.planners.evict._redraw import redrawable, with_states
 from tightship.planners.hints import parse_hints, resolve
 from tightship.planners.layout import Layout, lay_out
@@ -98,7 +99,8 @@ def plan(
         share = o.work if best is None else o.work // (30 if interrupted else 3)
         decision = _evict(frame, target, replace(o, seconds=max(1.0, left), work=share), progress)
         interrupted, frame.archive.stopped = interrupted or frame.archive.stopped, False
-        steps = with_states(graph, decision.steps or frame.steps(decision.evict, target))
+        steps = decision.steps or frame.steps(decision.evict, target)
+        steps = with_states(graph, without_idle_copies(steps))
         line = replay(graph, steps)
         if best is None or line.peak < best.peak:
             best, best_steps = line, steps
