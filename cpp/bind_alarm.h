@@ -9,6 +9,11 @@
 
 namespace tightship::place {
 
+// Between the parts of what is prepared with the interpreter locked: Ctrl-C is raised at once.
+inline void raise_signals() {
+    if (PyErr_CheckSignals() != 0) throw nanobind::python_error();
+}
+
 // Takes note of Ctrl-C instead of raising it: what was found by then is not lost. From then on it rings at once.
 class Alarm {
   public:

@@ -18,7 +18,7 @@ Buffers from_numpy(const Array& lower, const Array& upper, const Array& size, co
         (pinned && pinned->shape(0) != n))
         throw nb::value_error("arrays of one length");
     return make_buffers(lower.data(), upper.data(), size.data(), alignment ? alignment->data() : nullptr,
-                        pinned ? pinned->data() : nullptr, static_cast<i64>(n));
+                        pinned ? pinned->data() : nullptr, static_cast<i64>(n), raise_signals);
 }
 
 class Placer : public Bound<Buffers, Packer> {

@@ -100,7 +100,8 @@ class PartPlacer : public StepBound<Parts, PartPacker> {
             ++p.from[i + 1];
         }
         for (i64 i = 0; i < n; ++i) p.from[i + 1] += p.from[i];
-        p.part = make_buffers(since.data(), until.data(), size.data(), nullptr, nullptr, static_cast<i64>(count));
+        p.part = make_buffers(since.data(), until.data(), size.data(), nullptr, nullptr, static_cast<i64>(count),
+                              raise_signals);
         return p;
     }
 };

@@ -40,7 +40,7 @@ std::vector<std::pair<i64, i32>> by_time(const i64* time, i64 count) {
 }  // namespace
 
 Buffers make_buffers(const i64* lower, const i64* upper, const i64* size, const i64* alignment,
-                     const i64* pinned, i64 count) {
+                     const i64* pinned, i64 count, const std::function<void()>& between) {
     Buffers b;
     b.size.assign(size, size + count);
     b.alignment.assign(count, 1);
@@ -51,7 +51,11 @@ Buffers make_buffers(const i64* lower, const i64* upper, const i64* size, const 
     b.last.resize(count);
     b.length.resize(count);
     for (i64 i = 0; i < count; ++i) b.length[i] = static_cast<double>(upper[i]) - static_cast<double>(lower[i]);
-    const auto starts = by_time(lower, count), ends = by_time(upper, count);
+    between();
+    const auto starts = by_time(lower, count);
+    between();
+    const auto ends = by_time(upper, count);
+    between();
     // A section ends where a buffer starts after another has ended: the set alive just before was maximal.
     i32 section = 0;
     bool ended = false;
@@ -67,6 +71,7 @@ Buffers make_buffers(const i64* lower, const i64* upper, const i64* size, const 
     }
     for (; e < count; ++e) b.last[ends[e].second] = section + 1;
     b.sections = section + 1;
+    between();
     return b;
 }
 
