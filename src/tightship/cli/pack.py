@@ -17,7 +17,7 @@ from tightship.frontends import problem_csv
 from tightship.plan import Problem, Solution
 from tightship.planners import planner
 from tightship.planners.clash import Clash, clash
-from tightship.planners.packing import Interrupted, Search
+from tightship.planners.packing import Interrupted, Search, watched
 from tightship.planners.packing import pack as place
 from tightship.planners.pools import clash_of_pools
 from tightship.report.packing import packing_picture
@@ -48,7 +48,7 @@ def pack(chosen: argparse.Namespace, out: Output) -> int:
         problem_csv.check_pins(table, capacity, pools)
         problem = replace(table.fixed, capacity=None if pools else capacity, pools=pools)
         known = None if chosen.baseline is None else _baseline(chosen.baseline, problem)
-    with Line(out.errors, f"packing {chosen.problem}"):
+    with Line(out.errors, f"packing {chosen.problem}", limit=search.seconds) as line, watched(line.packing):
         try:
             made, interrupted = place(problem, chosen.planner, search, baseline=known), False
         except Interrupted as end:

@@ -14,12 +14,12 @@ from dataclasses import dataclass, replace
 from tightship.errors import BadInput, VerificationFailed
 from tightship.plan import Problem, Solution
 from tightship.planners import PlannerInfo, planner
-from tightship.planners.place._best import Interrupted
+from tightship.planners.place._best import Interrupted, watched
 from tightship.planners.place._frame import hinted
 from tightship.planners.pools import spill
 from tightship.verify_placement import check_solution
 
-__all__ = ["DEFAULT", "Interrupted", "Search", "pack"]
+__all__ = ["DEFAULT", "Interrupted", "Search", "pack", "watched"]
 
 DEFAULT = "portfolio"
 

@@ -81,6 +81,10 @@ class Line:
         self.say(incumbent(peak, extra, met, self.step_time, self.least, over))
         return False
 
+    def packing(self, arena: int, bound: int) -> None:
+        """A placement's progress: the arena of the best packing, and how far above the bound it is."""
+        self.say(f"arena {format_bytes(arena)}, gap {percent(arena, bound)}", always=True)
+
 
 class _Clock(ProgressColumn):
     """Seconds since the beginning."""

@@ -15,7 +15,7 @@ from placing import optimum, planted, problems
 from tightship.errors import BadInput
 from tightship.plan import Buffer, Gap, Problem, Solution
 from tightship.planners import planners
-from tightship.planners.packing import Interrupted, Search, pack
+from tightship.planners.packing import Interrupted, Search, pack, watched
 from tightship.planners.place import portfolio
 from tightship.verify_placement import check_solution
 
@@ -188,3 +188,14 @@ def test_an_interrupt_gives_the_best_so_far(gaps: bool) -> None:
     assert check_solution(problem, caught.value.solution) == []
     greedy = pack(problem, "greedy-by-size")
     assert caught.value.solution.arena <= greedy.arena
+
+
+def test_a_watcher_is_told_of_every_better_packing() -> None:
+    problem = Problem(tuple(Buffer(str(k), k % 7, k % 7 + 3 + k % 5, 64 * (1 + k % 9)) for k in range(60)))
+    told: list[tuple[int, int]] = []
+    with watched(lambda arena, bound: told.append((arena, bound))):
+        made = pack(problem, "portfolio", Search(work=2_000))
+    assert told and told[-1][0] == made.arena and all(bound <= arena for arena, bound in told)
+    assert [arena for arena, _ in told] == sorted({arena for arena, _ in told}, reverse=True)
+    pack(problem, "portfolio", Search(work=2_000))
+    assert told[-1][0] == made.arena  # nobody watches any more

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -10,7 +12,20 @@ import numpy as np
 from tightship.plan import Problem, Solution
 from tightship.planners.place._frame import FREE, Frame, Ints
 
-__all__ = ["Best", "Interrupted", "stacked"]
+__all__ = ["Best", "Interrupted", "stacked", "watched"]
+
+Watcher = Callable[[int, int], None]
+_watcher: ContextVar[Watcher | None] = ContextVar("watcher", default=None)
+
+
+@contextmanager
+def watched(watcher: Watcher) -> Iterator[None]:
+    """``watcher(arena, bound)``, in bytes, is told of every better packing that is found inside."""
+    token = _watcher.set(watcher)
+    try:
+        yield
+    finally:
+        _watcher.reset(token)
 
 
 class Interrupted(KeyboardInterrupt):
@@ -47,6 +62,8 @@ class Best:
         if arena >= self.cutoff:
             return False
         self.offsets, self.arena, self.first = offsets, arena, False
+        if (watcher := _watcher.get()) is not None:
+            watcher(arena, self.bound)
         return True
 
     def search(self, problem: Problem, planner: str, go: Callable[[], None]) -> Solution:
