@@ -218,3 +218,10 @@ class _Constant(nn.Module):
 
     def forward(self, x):
         return x + self.w.detach()
+
+
+@pytest.mark.skipif(bool(torch.version.cuda), reason="PyTorch has been built with CUDA")
+def test_a_device_that_this_pytorch_cannot_think_of() -> None:
+    model = torch.nn.Linear(4, 2, device="meta")
+    with pytest.raises(Unsupported, match=r"cuda:0.*built without CUDA"):
+        capture_loss(model, torch.empty(3, 4, device="meta"), device="cuda:0")

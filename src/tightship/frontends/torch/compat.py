@@ -227,6 +227,16 @@ def is_random(fn: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool
     )
 
 
+def thinkable(device: str) -> str:
+    """``device``, unless autograd would end the process at the first tensor there, fake or not."""
+    if torch.device(device).type == "cuda" and not torch.version.cuda:
+        raise Unsupported(
+            f"a step thought of on {device}", "this PyTorch has been built without CUDA",
+            "plan for the CPU, or install PyTorch with CUDA",
+        )  # fmt: skip
+    return device
+
+
 @contextmanager
 def random_states_kept(devices: Iterable[str]) -> Iterator[None]:
     """Draws inside leave the random states of these devices (``cpu``, ``cuda:0``) as they were."""

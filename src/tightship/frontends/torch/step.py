@@ -185,7 +185,7 @@ class _Capture:
         tensors = [*self.parameters.values(), *self.buffers.values(), *_tensors(batch)]
         self.has_data = not any(compat.is_fake(t) or t.is_meta for t in tensors)
         self.mode = compat.fake_mode_of(tensors) or compat.fake_mode()
-        self.device = device or "cpu"
+        self.device = compat.thinkable(device or "cpu")
         self.tape = Tape()
         self.tracker = Tracker({m: n for n, m in model.named_modules()})
         self.recorder = Recorder(self.tape, self.mode, self.tracker)
