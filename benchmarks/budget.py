@@ -24,6 +24,7 @@ import torch
 import transformers
 from rich.console import Console
 
+import pages
 from tightship import api
 from tightship.errors import Infeasible
 from tightship.planners.default import Options
@@ -282,17 +283,12 @@ def executed(console: Console) -> str:
 
 
 def write(parts: list[str], seconds: float) -> None:
-    old = PAGE.read_text(encoding="utf-8")
-    if BEGIN not in old:
-        old += f"\n{BEGIN}\n{END}\n"
-    before, _, rest = old.partition(BEGIN)
-    _, _, after = rest.partition(END)
     about = (
         f"{datetime.date.today()}; {platform.machine()}, {os.cpu_count()} cores shared with other work; Python "
         f"{platform.python_version()}, PyTorch {torch.__version__}; {seconds:g} s of search for each row, modelled "
         "times (50 GFLOP/s, 10 GB/s, 5 µs an op), fp32, recomputation only."
     )
-    PAGE.write_text("\n".join([f"{before}{BEGIN}\n", about, "", *parts, f"{END}{after}"]), encoding="utf-8")
+    pages.put(PAGE, BEGIN, END, "\n".join([about, "", *parts]))
 
 
 def main() -> None:

@@ -16,6 +16,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import pages
 from tightship.frontends.tensorflow.nodes import Node, to_rows
 from tightship.planners.evict._grappler_nodes import CLONE, TRIGGER, recomputed
 
@@ -73,12 +74,10 @@ def main() -> None:
             text = json.dumps({"tensorflow": tf.__version__} | record, separators=(",", ":"))
             (DATA / f"{name}.json").write_text(text + "\n")
     marks = ("---", "---:", "---", "---:", "---:", "---")
-    table = "\n".join("| " + " | ".join(cells) + " |" for cells in (HEAD, marks, *rows))
+    table = pages.table(HEAD, marks, rows)
     print(table)
     if chosen.write:
-        text = PAGE.read_text()
-        start, end = text.index(BEGIN) + len(BEGIN), text.index(END)
-        PAGE.write_text(f"{text[:start]}\n\n{table}\n\n{text[end:]}")
+        pages.put(PAGE, BEGIN, END, table)
 
 
 if __name__ == "__main__":

@@ -15,6 +15,7 @@ import re
 import time
 from pathlib import Path
 
+import pages
 from tightship.frontends.hlo import Module, parse
 from tightship.planners.remat import search, xla
 from tightship.planners.remat._cost import work_of
@@ -93,8 +94,7 @@ def main() -> None:
     table = "\n".join(lines)
     print(table)
     if chosen.write:
-        before, _, rest = PAGE.read_text(encoding="utf-8").partition(BEGIN)
-        PAGE.write_text(f"{before}{BEGIN}\n\n{table}\n\n{END}{rest.partition(END)[2]}", encoding="utf-8")
+        pages.put(PAGE, BEGIN, END, table)
 
 
 if __name__ == "__main__":

@@ -32,6 +32,7 @@ import torch
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "tests"))
 
+import pages  # noqa: E402
 import tightship  # noqa: E402
 from onnx_models import MODELS, exported  # noqa: E402
 from tightship import api  # noqa: E402
@@ -184,15 +185,11 @@ def _first(tree: Any) -> Any:
 
 
 def table(head: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:
-    lines = [head, ("---",) + ("---:",) * (len(head) - 1), *rows]
-    return "\n".join("| " + " | ".join(row) + " |" for row in lines)
+    return pages.table(head, ("---",) + ("---:",) * (len(head) - 1), rows)
 
 
 def written(mark: str, text: str) -> None:
-    begin, end = f"<!-- begin: {mark} -->", f"<!-- end: {mark} -->"
-    page = PAGE.read_text()
-    first, last = page.index(begin) + len(begin), page.index(end)
-    PAGE.write_text(f"{page[:first]}\n{text}\n{page[last:]}")
+    pages.put(PAGE, f"<!-- begin: {mark} -->", f"<!-- end: {mark} -->", text)
 
 
 def main() -> None:

@@ -20,6 +20,7 @@ import transformers
 from budget import FULL, PAGE, SMALL, captured
 from rich.console import Console
 
+import pages
 from tightship import api
 from tightship.analysis.bounds import lower_bound
 from tightship.errors import Infeasible
@@ -96,13 +97,6 @@ def markdown(rows: Sequence[Row], work: int) -> str:
     return "\n".join(lines) + "\n"
 
 
-def write(table: str) -> None:
-    old = PAGE.read_text(encoding="utf-8")
-    before, _, rest = old.partition(BEGIN)
-    _, _, after = rest.partition(END)
-    PAGE.write_text(f"{before}{BEGIN}\n\n{table}\n{END}{after}", encoding="utf-8")
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -122,7 +116,7 @@ def main() -> None:
         rows.append(measured(name, chosen.quick, chosen.work))
         print(markdown(rows[-1:], chosen.work))
     if chosen.write:
-        write(markdown(rows, chosen.work))
+        pages.put(PAGE, BEGIN, END, markdown(rows, chosen.work))
 
 
 if __name__ == "__main__":

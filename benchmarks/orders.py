@@ -16,6 +16,7 @@ from pathlib import Path
 import torch
 from rich.console import Console
 
+import pages
 from tightship.frontends.torch.step import capture_step
 from tightship.graph import Graph
 from tightship.plan import Solution
@@ -77,15 +78,10 @@ def main() -> None:
     for name in chosen.models or sorted(MODELS):
         console.print(name)
         rows.append(row(name))
-    lines = [
-        " | ".join(("", *cells, "")).strip() for cells in (HEAD, ("---", *["---:"] * (len(HEAD) - 1)), *rows)
-    ]
-    table = "\n".join(lines)
+    table = pages.table(HEAD, ("---", *["---:"] * (len(HEAD) - 1)), rows)
     print(table)
     if chosen.write:
-        text = PAGE.read_text()
-        start, end = text.index(BEGIN) + len(BEGIN), text.index(END)
-        PAGE.write_text(f"{text[:start]}\n\n{table}\n\n{text[end:]}")
+        pages.put(PAGE, BEGIN, END, table)
 
 
 if __name__ == "__main__":

@@ -24,6 +24,7 @@ from pathlib import Path
 
 import numpy as np
 
+import pages
 from tightship.plan import Buffer, Problem
 from tightship.planners.packing import Search, pack
 from tightship.planners.place import portfolio
@@ -239,9 +240,7 @@ def main() -> None:
         said += [title, "", *rows, ""]
     print("\n".join(said))
     if args.write:
-        before, _, rest = args.write.read_text().partition(MARK)
-        after = rest.partition(MARK)[2]
-        args.write.write_text(f"{before}{MARK}\n" + "\n".join(said) + f"{MARK}{after}")
+        pages.put(args.write, MARK, MARK, "\n".join(said))
 
 
 if __name__ == "__main__":

@@ -19,6 +19,7 @@ from pathlib import Path
 
 from place import machine, random_storages
 
+import pages
 from tightship.plan import Gap, Problem
 from tightship.planners.place import portfolio
 from tightship.planners.place._best import Interrupted
@@ -108,8 +109,7 @@ def main() -> None:
     said = "\n".join([machine(), "", *rows(args.most), ""])
     print(said)
     if args.write:
-        before, _, rest = args.write.read_text().partition(MARK)
-        args.write.write_text(f"{before}{MARK}\n{said}{MARK}{rest.partition(MARK)[2]}")
+        pages.put(args.write, MARK, MARK, said)
 
 
 if __name__ == "__main__":

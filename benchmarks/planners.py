@@ -15,13 +15,14 @@ import importlib.util
 import re
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 
+import pages
 from tightship import api
 from tightship.analysis.bounds import lower_bound
 from tightship.errors import Infeasible, TightshipError
@@ -115,28 +116,24 @@ def made_bytes(graph: Graph) -> int:
 # --- models ---
 
 
-def training() -> Iterator[list[str]]:
+def of_torch(names: Iterable[str], capture: str, *, evict: bool) -> Iterator[list[str]]:
     from models import MODELS
     from tightship.execute import profile
-    from tightship.frontends.torch.step import capture_loss
+    from tightship.frontends.torch import step
 
-    for name in TRAINING:
+    for name in names:
         model, _, batch = MODELS[name]()
         sample = batch(0)
-        program = capture_loss(model, sample[0] if isinstance(sample, tuple) else sample)
-        yield from rows(name, profile.model(program).graph, evict=True)
+        program = getattr(step, capture)(model, sample[0] if isinstance(sample, tuple) else sample)
+        yield from rows(name, profile.model(program).graph, evict=evict)
+
+
+def training() -> Iterator[list[str]]:
+    yield from of_torch(TRAINING, "capture_loss", evict=True)
 
 
 def inference() -> Iterator[list[str]]:
-    from models import MODELS
-    from tightship.execute import profile
-    from tightship.frontends.torch.step import capture_forward
-
-    for name in INFERENCE:
-        model, _, batch = MODELS[name]()
-        sample = batch(0)
-        program = capture_forward(model, sample[0] if isinstance(sample, tuple) else sample)
-        yield from rows(name, profile.model(program).graph, evict=False)
+    yield from of_torch(INFERENCE, "capture_forward", evict=False)
 
 
 def onnx() -> Iterator[list[str]]:
@@ -214,13 +211,11 @@ def main() -> None:
                 console.print(f"{kind}: {cells[0]}")
             found.append([cells[0] if cells[0] != last else "", *cells[1:]])
             last = cells[0]
-        table = "\n".join("| " + " | ".join(cells) + " |" for cells in (HEAD, MARKS, *found))
+        table = pages.table(HEAD, MARKS, found)
         print(f"\n{kind}\n\n{table}")
         if chosen.write:
-            text = PAGE.read_text()
             begin, end = (f"<!-- {kind}: {which} -->" for which in ("begin", "end"))
-            head, tail = text.index(begin) + len(begin), text.index(end)
-            PAGE.write_text(f"{text[:head]}\n\n{table}\n\n{text[tail:]}")
+            pages.put(PAGE, begin, end, table)
 
 
 if __name__ == "__main__":

@@ -32,6 +32,7 @@ from rich.console import Console
 from torch._dynamo.backends.debugging import aot_eager
 from torch.utils.checkpoint import checkpoint
 
+import pages
 import tightship
 from tightship.demo import models
 from tightship.demo.models import Workload
@@ -225,15 +226,13 @@ def about(steps: int) -> str:
 
 def write(text: str) -> None:
     """Put one model's table into the page, in the place of its last one; the others stay."""
-    old = PAGE.read_text(encoding="utf-8") if PAGE.exists() else f"{BEGIN}\n{END}\n"
-    before, _, rest = old.partition(BEGIN)
-    kept, _, after = rest.partition(END)
+    kept = pages.between(PAGE, BEGIN, END)[1]
     sections = [f"### {s.strip()}\n" for s in kept.split("### ")[1:]]
     title = text.partition("\n")[0]
     if title not in (s.partition("\n")[0] for s in sections):
         sections.append(text)
     sections = [text if s.partition("\n")[0] == title else s for s in sections]
-    PAGE.write_text("\n".join([f"{before}{BEGIN}\n", *sections, f"{END}{after}"]), encoding="utf-8")
+    pages.put(PAGE, BEGIN, END, "\n".join(sections))
 
 
 def main() -> None:
