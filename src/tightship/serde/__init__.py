@@ -45,6 +45,7 @@ __all__ = [
     "loads_any",
     "loads_graph",
     "loads_plan",
+    "read_bytes",
     "save_graph",
     "save_plan",
     "write_file",
@@ -102,15 +103,15 @@ def save_graph(graph: Graph, path: PathLike) -> None:
 
 def load_plan(path: PathLike, limit: int = LARGEST_FILE) -> tuple[Plan, Graph | None]:
     """Read a plan's file of at most ``limit`` bytes."""
-    return loads_plan(_read(path, limit), os.fspath(path))
+    return loads_plan(read_bytes(path, limit), os.fspath(path))
 
 
 def load_graph(path: PathLike, limit: int = LARGEST_FILE) -> Graph:
-    return loads_graph(_read(path, limit), os.fspath(path))
+    return loads_graph(read_bytes(path, limit), os.fspath(path))
 
 
 def load_any(path: PathLike, limit: int = LARGEST_FILE) -> tuple[Plan | None, Graph | None]:
-    return loads_any(_read(path, limit), os.fspath(path))
+    return loads_any(read_bytes(path, limit), os.fspath(path))
 
 
 def json_schema() -> dict[str, Any]:
@@ -184,20 +185,21 @@ def _placed(error: BadInput, place: str) -> BadInput:
 # Files
 
 
-def _read(path: PathLike, limit: int) -> bytes:
+def read_bytes(path: PathLike, limit: int, what: str = "a file") -> bytes:
+    """What is in a regular file of at most ``limit`` bytes. Raises ``BadInput`` for all others: a pipe would wait."""
     name = os.fspath(path)
     try:
         about = os.stat(path)
         if not stat.S_ISREG(about.st_mode):
             raise BadInput("what is read is a regular file", place=name)
         if about.st_size > limit:
-            raise BadInput(f"a file has at most {limit} bytes", about.st_size, name)
+            raise BadInput(f"{what} has at most {limit} bytes", about.st_size, name)
         with open(path, "rb") as file:
             data = file.read(limit + 1)
     except (OSError, ValueError) as error:
         raise unreadable(error, name) from error
     if len(data) > limit:
-        raise BadInput(f"a file has at most {limit} bytes", len(data), name)
+        raise BadInput(f"{what} has at most {limit} bytes", len(data), name)
     return data
 
 

@@ -10,12 +10,13 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from tightship.errors import BadInput, unreadable
+from tightship.errors import BadInput
 from tightship.frontends.hlo.check import check_module
 from tightship.frontends.hlo.check_calls import check_instructions
 from tightship.frontends.hlo.module import Computation, Instruction, Module
 from tightship.frontends.hlo.opcodes import KNOWN
 from tightship.frontends.hlo.scan import Scan
+from tightship.serde import read_bytes
 
 __all__ = ["SIZE_LIMIT", "parse", "read"]
 
@@ -38,14 +39,9 @@ _LITERAL = frozenset({"constant", "parameter"})
 def read(path: str | Path) -> Module:
     """The module in a text file. Raises ``BadInput`` with file, line and column."""
     path = Path(path)
+    data = read_bytes(path, SIZE_LIMIT, "an HLO module")
     try:
-        if path.stat().st_size > SIZE_LIMIT:
-            raise BadInput(
-                f"an HLO module has at most {SIZE_LIMIT} bytes of text", path.stat().st_size, str(path)
-            )
-        text = path.read_text(encoding="utf-8")
-    except OSError as error:
-        raise unreadable(error, str(path)) from None
+        text = data.decode()
     except UnicodeDecodeError as error:
         raise BadInput(f"an HLO module is UTF-8 text (byte {error.start} is not)", place=str(path)) from None
     return parse(text, path.name)

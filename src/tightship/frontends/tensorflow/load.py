@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import os
 import re
-import stat
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -19,9 +18,10 @@ from google.protobuf.message import DecodeError
 from tensorflow.core.framework import graph_pb2
 from tensorflow.core.protobuf import meta_graph_pb2, saved_model_pb2
 
-from tightship.errors import BadInput, Unsupported, unreadable
+from tightship.errors import BadInput, Unsupported
 from tightship.frontends.tensorflow.nodes import name_of
 from tightship.frontends.tensorflow.wire import fields
+from tightship.serde import read_bytes
 
 __all__ = ["LARGEST_FILE", "LARGEST_STRUCTURE", "LARGEST_TEXT", "MOST_NODES", "GraphFile", "read"]
 
@@ -56,24 +56,10 @@ def read(path: str | os.PathLike[str]) -> GraphFile:
     """Read a file. Raises ``BadInput`` naming it for whatever is wrong with it, ``Unsupported`` where the graph is
     only called functions."""
     place = os.fspath(path)
-    proto, fetch = _parsed(_bytes(path), place)
+    limit = LARGEST_TEXT if place.endswith(".pbtxt") else LARGEST_FILE
+    proto, fetch = _parsed(read_bytes(path, limit), place)
     _check(proto, place)
     return GraphFile(Path(place), proto, fetch)
-
-
-def _bytes(path: str | os.PathLike[str]) -> bytes:
-    place = os.fspath(path)
-    limit = LARGEST_TEXT if place.endswith(".pbtxt") else LARGEST_FILE
-    try:
-        about = os.stat(path)
-        if not stat.S_ISREG(about.st_mode):
-            raise BadInput("what is read is a regular file", place=place)
-        if about.st_size > limit:
-            raise BadInput(f"such a file has at most {limit} bytes", about.st_size, place)
-        with open(path, "rb") as file:
-            return file.read(limit + 1)
-    except (OSError, ValueError) as error:
-        raise unreadable(error, place) from error
 
 
 def _parsed(data: bytes, place: str) -> tuple[Any, tuple[str, ...]]:
