@@ -25,7 +25,7 @@ import transformers
 from rich.console import Console
 
 import pages
-from tightship import api
+from tightship import api, sources
 from tightship.errors import Infeasible
 from tightship.planners.default import Options
 from tightship.planners.frontier import Frontier, Other, extra_flops, frontier
@@ -189,12 +189,12 @@ PUBLISHED: dict[str, tuple[str, Callable[[], Made], float, list[tuple[float, flo
 def captured(make: Callable[[], Made]) -> Any:
     with torch.device("meta"):
         model, sample = make()
-    return api.captured(model, sample)
+    return sources.captured(model, sample)
 
 
 def measured(make: Callable[[], Made], seconds: float, console: Console) -> Frontier:
     program = captured(make)
-    saved = api.torch_saved(program)
+    saved = sources.torch_saved(program)
     searches = 2 + len(saved) + 4
     options = Options(seconds=seconds * searches, work=int(seconds * WORK) * searches, hand_out=False)
     return frontier(program.graph, 2, options, saved, lambda text: console.print("  ", text))

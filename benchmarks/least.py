@@ -21,7 +21,7 @@ from budget import FULL, PAGE, SMALL, captured
 from rich.console import Console
 
 import pages
-from tightship import api
+from tightship import sources
 from tightship.analysis.bounds import lower_bound
 from tightship.errors import Infeasible
 from tightship.graph import Graph
@@ -62,7 +62,7 @@ def measured(name: str, quick: bool, work: int) -> Row:
     program = captured(make)
     graph = program.graph
     order = default.order_of(graph, default.Options(), replay(graph, baseline(graph)).peak)
-    policies = others(Frame(graph, order), api.torch_saved(program))
+    policies = others(Frame(graph, order), sources.torch_saved(program))
     away = dict.fromkeys(range(len(graph.storages)), 0)
     return Row(
         title,

@@ -23,7 +23,7 @@ from typing import Any
 from rich.console import Console
 
 import pages
-from tightship import api
+from tightship import api, sources
 from tightship.analysis.bounds import lower_bound
 from tightship.errors import Infeasible, TightshipError
 from tightship.graph import Graph
@@ -141,7 +141,7 @@ def onnx() -> Iterator[list[str]]:
 
     with tempfile.TemporaryDirectory() as folder:
         for name, model in MODELS.items():
-            program = api.read_onnx(exported(name, Path(folder)), model.shape or None)
+            program = sources.read_onnx(exported(name, Path(folder)), model.shape or None)
             yield from rows(name, program.graph, evict=False)
 
 
@@ -155,7 +155,7 @@ def tensorflow() -> Iterator[list[str]]:
             proto, fetch = make()
             path = Path(folder) / f"{name}.pb"
             path.write_bytes(proto.SerializeToString())
-            yield from rows(name, api.read_graphdef(path, fetch=fetch).graph, evict=True)
+            yield from rows(name, sources.read_graphdef(path, fetch=fetch).graph, evict=True)
 
 
 def hlo() -> Iterator[list[str]]:

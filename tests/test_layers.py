@@ -32,6 +32,7 @@ LAYERS = (
     ("report",),
     ("integrations",),
     ("planned",),
+    ("sources",),
     ("__init__", "__main__", "api", "cli", "demo"),
 )
 RANK = {name: rank for rank, names in enumerate(LAYERS) for name in names}

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
 from collections.abc import Callable
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tightship.errors import BadInput, Unsupported, VerificationFailed
+from tightship.errors import BadInput, VerificationFailed
 from tightship.graph import Graph
 from tightship.plan import Plan
 from tightship.planned import Frontier, Planned
+from tightship.sources import capture, captured, graph_at, need_torch, read_graphdef, read_onnx, torch_saved
 from tightship.units import parse_budget
 
 if TYPE_CHECKING:
@@ -26,31 +26,21 @@ __all__ = [
     "Frontier",
     "Planned",
     "capture",
-    "captured",
     "check",
     "fit",
     "frontier",
     "frontier_of",
-    "graph_at",
     "infer",
     "load",
     "max_batch",
     "plan",
     "plan_graph",
     "plan_named",
-    "read_graphdef",
-    "read_onnx",
     "systems",
-    "torch_saved",
     "violations",
 ]
 
 Progress = Callable[[int, float, bool], bool]
-
-
-def _need_torch(what: str) -> None:
-    if importlib.util.find_spec("torch") is None:
-        raise Unsupported(what, "PyTorch is not installed", "pip install 'tightship[torch]'")
 
 
 def fit(
@@ -60,7 +50,7 @@ def fit(
 
     ``step = fit(model, loss_fn, optimizer, batch, "6GiB")``, then ``loss = step(batch)`` for every batch.
     """
-    _need_torch("training a model")
+    need_torch("training a model")
     from tightship.execute.fit import fit as made
 
     return made(model, loss_fn, optimizer, sample_batch, budget, **options)
@@ -71,7 +61,7 @@ def infer(model: Any, sample: Any, budget: Any = None, **options: Any) -> Infere
 
     ``run = infer(model, x)``, then ``y = run(x)`` gives what ``model(x)`` gives in evaluation mode.
     """
-    _need_torch("running a model")
+    need_torch("running a model")
     from tightship.execute.infer import infer as made
 
     return made(model, sample, budget, **options)
@@ -114,77 +104,6 @@ def plan(
     elif sample is not None:
         raise BadInput("a graph is planned without a sample", type(sample).__name__, "sample")
     return plan_graph(graph, budget, progress=progress, **options)
-
-
-def capture(model: Any, sample: Any, **how: Any) -> Graph:
-    """The graph of one step of ``model``, with times, measured or modelled: that of `captured`, whose arguments it
-    takes."""
-    graph: Graph = captured(model, sample, **how).graph
-    return graph
-
-
-def captured(
-    model: Any,
-    sample: Any,
-    *,
-    loss_fn: Any = None,
-    optimizer: Any = None,
-    train: bool = True,
-    cache: Path | str | None = "default",
-) -> Any:
-    """The program of one step of ``model``: its graph, with times (measured, or modelled for models without data),
-    and how PyTorch runs it. What the step is, `plan` says."""
-    _need_torch("capturing a model")
-    from tightship.execute import profile
-    from tightship.frontends.torch import compat
-    from tightship.frontends.torch.step import capture_forward, capture_loss, capture_step, module_of
-
-    if not train and (loss_fn is not None or optimizer is not None):
-        raise BadInput("a step with a loss or an optimizer trains", train, "train")
-    model = module_of(model)
-    if not train:
-        program = capture_forward(model, sample)
-    elif loss_fn is None and optimizer is None:
-        program = capture_loss(model, sample)
-    else:
-        program = capture_step(model, loss_fn, optimizer, sample)
-    tensors = [*model.parameters(), *model.buffers()]
-    if any(t.is_meta or compat.is_fake(t) for t in tensors):
-        return profile.model(program)
-    return profile.profile(program, cache=cache)
-
-
-def read_onnx(path: str | os.PathLike[str], shape: Any = None, **options: Any) -> Any:
-    """An ONNX model and its graph (``.graph``): see `tightship.frontends.onnx.lower.lower`.
-
-    ``shape`` gives sizes to symbolic dimensions: ``batch=4,seq=128``, or a mapping. Weights are not loaded.
-    """
-    try:
-        from tightship.frontends.onnx.load import read
-        from tightship.frontends.onnx.lower import lower
-    except ImportError as error:
-        raise Unsupported(
-            "reading ONNX", f"{error.name} is not installed", "pip install 'tightship[onnx]'"
-        ) from error
-    return lower(read(path), shape, **options)
-
-
-def read_graphdef(path: str | os.PathLike[str], shape: Any = None, **options: Any) -> Any:
-    """A TensorFlow graph and its graph here (``.graph``): see `tightship.frontends.tensorflow.lower.lower`.
-
-    ``shape`` gives sizes to placeholders: ``x=8x32``, or a mapping. Nothing in the file is run.
-    """
-    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")  # it says much when it is imported
-    try:
-        from tightship.frontends.tensorflow.load import read
-        from tightship.frontends.tensorflow.lower import lower
-    except ImportError as error:
-        raise Unsupported(
-            "reading TensorFlow's graphs",
-            "TensorFlow is not installed",
-            "pip install 'tightship[tensorflow]'",
-        ) from error
-    return lower(read(path), shape, **options)
 
 
 def plan_graph(
@@ -284,7 +203,7 @@ def max_batch(
     """
     from dataclasses import replace
 
-    _need_torch("capturing a model")
+    need_torch("capturing a model")
     from tightship.frontends.torch.batch import batch_size
     from tightship.planners.batch import max_batch as found
 
@@ -294,41 +213,6 @@ def max_batch(
     o = _options(graph_of(1), options)
     o = replace(o, seconds=o.seconds / 4, work=o.work // 4)
     return found(graph_of, budget, o, start=batch_size(sample), say=say)
-
-
-def graph_at(
-    model: Any, sample: Any, batch: int, *, loss_fn: Any = None, optimizer: Any = None, train: bool = True
-) -> Graph:
-    """The graph of one step at another batch size, captured without data and with modelled times."""
-    from tightship.execute import profile
-    from tightship.frontends.torch.batch import resized
-    from tightship.frontends.torch.step import capture_forward, capture_loss, capture_step, module_of
-
-    model, sample = module_of(model), resized(sample, batch)
-    if not train:
-        program = capture_forward(model, sample)
-    elif loss_fn is None and optimizer is None:
-        program = capture_loss(model, sample)
-    else:
-        program = capture_step(model, loss_fn, optimizer, sample)
-    graph: Graph = profile.model(program).graph
-    return graph
-
-
-def torch_saved(program: Any) -> dict[str, frozenset[int]]:
-    """What PyTorch's partitioner saves at each budget, by name; empty for what is not captured from a model of
-    PyTorch's, and where it does not take the graph."""
-    try:
-        from tightship.frontends.torch.program import Program
-        from tightship.frontends.torch.torch_budget import saved_sets
-    except ImportError:
-        return {}
-    if not isinstance(program, Program):
-        return {}
-    try:
-        return {f"torch {budget:g}": saved for budget, saved in saved_sets(program).items()}
-    except Unsupported:
-        return {}
 
 
 def plan_named(graph: Graph, name: str, budget: Any = None, **options: Any) -> Planned:

@@ -190,9 +190,9 @@ def test_the_peak_follows_the_budget() -> None:
     model = blocks(
         lambda: nn.Sequential(nn.Conv1d(4, 8, 3, padding=1), nn.BatchNorm1d(8), nn.ReLU(), nn.Conv1d(8, 4, 1))
     )
-    from tightship import api
+    from tightship import api, sources
 
-    graph = api.graph_at(model, torch.randn(8, 4, 16), 8)
+    graph = sources.graph_at(model, torch.randn(8, 4, 16), 8)
     line = api.frontier_of(graph, 6, work=3_000_000, seconds=60.0).points
     assert len(line) == 6
     for less, more in pairwise(line):

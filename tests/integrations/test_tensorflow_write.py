@@ -18,7 +18,7 @@ import numpy as np
 import tensorflow as tf
 
 from tensorflow_models import MODELS, branches, grappler, trained, v1
-from tightship import api
+from tightship import api, sources
 from tightship.cli import main
 from tightship.errors import BadInput, Unsupported
 from tightship.frontends.tensorflow.nodes import Node, Web
@@ -33,7 +33,7 @@ def program(folder: Path, name: str) -> Any:
     proto, fetch = MODELS[name]()
     path = folder / f"{name}.pb"
     path.write_bytes(proto.SerializeToString())
-    return api.read_graphdef(str(path), fetch=fetch)
+    return sources.read_graphdef(str(path), fetch=fetch)
 
 
 def nodes_of(proto: Any) -> dict[str, Node]:
@@ -133,7 +133,7 @@ def test_G11_the_attribute_of_a_consumer_names_its_inputs_as_for_tensorflow(
     next(n for n in proto.node if n.name == name).attr["_swap_to_host"].CopyFrom(said)
     path = tmp_path / "hinted.pb"
     path.write_bytes(proto.SerializeToString())
-    source = api.read_graphdef(str(path), fetch=fetch)
+    source = sources.read_graphdef(str(path), fetch=fetch)
     assert source.graph.meta["swaps"] == [f"{name}:0"]
     ours = planned_graph(source, api.plan_named(source.graph, "grappler", level="manual").plan)
     theirs = grappler(proto, fetch, "MANUAL")
@@ -147,7 +147,7 @@ def test_G06_G07_a_sum_that_is_crowded_becomes_an_accumulator(tmp_path: Path) ->
     proto, fetch = branches()
     path = tmp_path / "branches.pb"
     path.write_bytes(proto.SerializeToString())
-    source = api.read_graphdef(str(path), fetch=fetch)
+    source = sources.read_graphdef(str(path), fetch=fetch)
     before = api.plan_named(source.graph, "grappler", level="none").plan.peak
     assert accumulated(source, 2 * before) is source  # the peak is below 80 % of that
     after = accumulated(source, before)

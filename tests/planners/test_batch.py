@@ -11,7 +11,7 @@ import torch
 
 import tightship
 from chains import chain
-from tightship import api
+from tightship import sources
 from tightship.cli import main
 from tightship.errors import BadInput, Infeasible
 from tightship.frontends.torch.batch import batch_size, resized
@@ -71,7 +71,7 @@ def test_a_model_of_pytorchs() -> None:
     assert found.batch > 4 and found.plan.peak <= 200_000
     inputs = [found.graph.values[v] for v in found.graph.inputs]
     assert any(v.shape == (found.batch, 32) for v in inputs)
-    more = api.graph_at(net(), torch.randn(4, 32), found.batch + 1)
+    more = sources.graph_at(net(), torch.randn(4, 32), found.batch + 1)
     assert more.static_bytes > found.graph.static_bytes
 
 

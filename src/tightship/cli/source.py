@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tightship import api
+from tightship import sources
 from tightship.errors import BadInput, TightshipError
 from tightship.graph import Graph
 from tightship.plan import Plan
@@ -61,7 +61,7 @@ def load_source(text: str, options: Mapping[str, Any] | None = None) -> Source:
         kinds = " or ".join(dict.fromkeys(w for a, w in _OF.values() if set(unknown) <= set(a)))
         raise BadInput(f"{names}: for {kinds or 'one kind of file'} only", text, "SOURCE")
     if allowed:
-        program = (api.read_onnx if text.endswith(".onnx") else api.read_graphdef)(text, **given)
+        program = (sources.read_onnx if text.endswith(".onnx") else sources.read_graphdef)(text, **given)
         return Source(program.graph, program=program)
     if text.endswith((".pt2", ".pt", ".pth", ".bin", ".ckpt", ".pkl")):
         rule = "files that may hold code are not opened: load it in a factory() that returns (model, sample)"
@@ -137,7 +137,7 @@ def _captured(factory: Any, text: str) -> Source:
         made = factory()
     parts = _parts(made, text)
     with _users_code("running the model on its sample", text):
-        made = api.captured(**parts)
+        made = sources.captured(**parts)
     return Source(made.graph, captured=made, parts=parts)
 
 

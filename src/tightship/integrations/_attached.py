@@ -10,7 +10,7 @@ from tightship.integrations.torch_compile import compiled_notes, compiled_plans
 from tightship.integrations.torch_options import read_options
 from tightship.units import format_bytes
 
-__all__ = ["Attached"]
+__all__ = ["Attached", "Planning"]
 
 
 class Attached:
@@ -48,6 +48,22 @@ class Attached:
         if self.say is not None:
             for text in (*map(_said, self.plans), *self.notes):
                 self.say(f"tightship: {text}")
+
+
+class Planning:
+    """A callback with a model ``attached``: what was planned for it."""
+
+    attached: Attached
+
+    @property
+    def plans(self) -> tuple[Any, ...]:
+        """The graphs planned so far, each with its ``plan``."""
+        return self.attached.plans
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What a user should know of them."""
+        return self.attached.notes
 
 
 def _said(piece: Any) -> str:

@@ -15,12 +15,12 @@ from typing import Any
 from transformers import TrainerCallback
 
 from tightship.errors import BadInput
-from tightship.integrations._attached import Attached
+from tightship.integrations._attached import Attached, Planning
 
 __all__ = ["Tightship"]
 
 
-class Tightship(TrainerCallback):
+class Tightship(Planning, TrainerCallback):
     """Plans each kind of batch for ``budget`` and runs the plans.
 
     ``budget`` and ``options`` are those of the torch.compile backend (`CompileOptions`): a budget counts parameters,
@@ -34,15 +34,6 @@ class Tightship(TrainerCallback):
     ) -> None:
         self.attached = Attached(budget, say, options)
         self._untyped: Any = None
-
-    @property
-    def plans(self) -> tuple[Any, ...]:
-        """The graphs planned so far, each with its ``plan``."""
-        return self.attached.plans
-
-    @property
-    def notes(self) -> tuple[str, ...]:
-        return self.attached.notes
 
     def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **_: Any) -> None:
         """Attach: from here on the model runs as planned."""

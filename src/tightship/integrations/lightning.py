@@ -14,12 +14,12 @@ from typing import Any
 
 from lightning.pytorch import Callback
 
-from tightship.integrations._attached import Attached
+from tightship.integrations._attached import Attached, Planning
 
 __all__ = ["Tightship"]
 
 
-class Tightship(Callback):
+class Tightship(Planning, Callback):
     """Plans each kind of batch for ``budget`` and runs the plans.
 
     ``budget`` and ``options`` are those of the torch.compile backend (`CompileOptions`): a budget counts parameters,
@@ -32,15 +32,6 @@ class Tightship(Callback):
         self, budget: Any = None, *, say: Callable[[str], object] | None = print, **options: Any
     ) -> None:
         self.attached = Attached(budget, say, options)
-
-    @property
-    def plans(self) -> tuple[Any, ...]:
-        """The graphs planned so far, each with its ``plan``."""
-        return self.attached.plans
-
-    @property
-    def notes(self) -> tuple[str, ...]:
-        return self.attached.notes
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         self.attached.attach(pl_module)

@@ -17,7 +17,7 @@ from google.protobuf import text_format
 
 from strategies import random_order
 from tensorflow_models import GPU, MODELS, cnn, mlp, v1
-from tightship import api
+from tightship import api, sources
 from tightship.errors import BadInput, UnknownSize, Unsupported
 from tightship.frontends.tensorflow import load
 from tightship.frontends.tensorflow.nodes import name_of
@@ -33,7 +33,7 @@ def saved(folder: Path, proto: Any, name: str = "graph.pb") -> str:
 
 
 def graph_of(folder: Path, proto: Any, **options: Any) -> Graph:
-    found: Graph = api.read_graphdef(saved(folder, proto), **options).graph
+    found: Graph = sources.read_graphdef(saved(folder, proto), **options).graph
     return found
 
 
@@ -145,15 +145,15 @@ def test_text_meta_and_saved_models_are_read(tmp_path: Path) -> None:
     graph = graph_of(tmp_path, proto)
     text = tmp_path / "g.pbtxt"
     text.write_text(text_format.MessageToString(proto))
-    assert api.read_graphdef(str(text)).graph.digest == graph.digest
+    assert sources.read_graphdef(str(text)).graph.digest == graph.digest
     with tf.Graph().as_default() as g:
         tf.import_graph_def(proto, name="")
         meta = v1.train.export_meta_graph(graph=g, graph_def=proto)
     meta.collection_def["train_op"].node_list.value.extend(fetch)
-    assert api.read_graphdef(saved(tmp_path, meta, "g.meta")).fetch == fetch
+    assert sources.read_graphdef(saved(tmp_path, meta, "g.meta")).fetch == fetch
     whole = load.saved_model_pb2.SavedModel(saved_model_schema_version=1)
     whole.meta_graphs.add().CopyFrom(meta)
-    assert len(api.read_graphdef(saved(tmp_path, whole, "saved_model.pb")).graph.ops) < len(graph.ops)
+    assert len(sources.read_graphdef(saved(tmp_path, whole, "saved_model.pb")).graph.ops) < len(graph.ops)
 
 
 def test_loops_and_functions_are_refused_by_name(tmp_path: Path) -> None:
@@ -176,23 +176,23 @@ def test_what_is_wrong_with_a_file_is_said(tmp_path: Path, monkeypatch: pytest.M
     for data in (b"", b"\xff" * 50, b"\x0a\x7f", b"\x08\x01", b"not a graph"):
         path.write_bytes(data)
         with pytest.raises(BadInput):
-            api.read_graphdef(str(path))
+            sources.read_graphdef(str(path))
     for name in ("missing.pb", "."):
         with pytest.raises(BadInput):
-            api.read_graphdef(str(tmp_path / name))
+            sources.read_graphdef(str(tmp_path / name))
     (tmp_path / "t.pbtxt").write_text("node { name: 'a' op: 'NoSuchOp' }")
     with pytest.raises(BadInput, match="NoSuchOp"):
-        api.read_graphdef(str(tmp_path / "t.pbtxt"))
+        sources.read_graphdef(str(tmp_path / "t.pbtxt"))
     (tmp_path / "t.pbtxt").write_text("node { name: 'a' op: 'NoOp' input: '^b' }")
     with pytest.raises(BadInput, match="an input is a node's"):
-        api.read_graphdef(str(tmp_path / "t.pbtxt"))
+        sources.read_graphdef(str(tmp_path / "t.pbtxt"))
     (tmp_path / "t.pbtxt").write_text("node { name: 'a' op: 'NoOp' } node { name: 'a' op: 'NoOp' }")
     with pytest.raises(BadInput, match="its own"):
-        api.read_graphdef(str(tmp_path / "t.pbtxt"))
+        sources.read_graphdef(str(tmp_path / "t.pbtxt"))
     monkeypatch.setattr(load, "LARGEST_STRUCTURE", 1000)
     path.write_bytes(b"\x0a\x00" * 100)
     with pytest.raises(BadInput, match="at most 1000 bytes"):
-        api.read_graphdef(str(path))
+        sources.read_graphdef(str(path))
 
 
 @pytest.mark.parametrize("port", ["7", "99999", "2147483648", "-1", "x", "1:2"])

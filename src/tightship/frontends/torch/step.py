@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -11,6 +11,7 @@ import torch
 
 from tightship.errors import BadInput, Unsupported
 from tightship.frontends.torch import compat, compat_capture
+from tightship.frontends.torch.loss import LossFn, called, checked_loss, loss_function, summed_output
 from tightship.frontends.torch.lower import finish
 from tightship.frontends.torch.optim import Updater, updaters
 from tightship.frontends.torch.origin import Origin, Tracker
@@ -22,7 +23,6 @@ from tightship.frontends.torch.untouched import Change, applied, untouched
 
 __all__ = ["capture_forward", "capture_loss", "capture_step", "module_of"]
 
-LossFn = Callable[[Any, Any], Any]
 _PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size, type)
 
 
@@ -48,7 +48,7 @@ def capture_step(
     next one does other than through parameters and buffers, …).
     """
     _check_model(model)
-    loss = _loss_function(loss_fn, batch)
+    loss = loss_function(loss_fn, batch)
     capture = _Capture(model, batch, name)
     program = capture.step(loss, optimizer)
     _check_changes(capture.changes, program)
@@ -75,7 +75,7 @@ def capture_loss(
     modes = [(m, m.training) for m in model.modules()]
     try:
         model.train(train)
-        return _Capture(model, sample, name, device).step(_summed_output, None)
+        return _Capture(model, sample, name, device).step(summed_output, None)
     finally:
         for m, was in modes:
             m.training = was
@@ -119,50 +119,6 @@ def _check_model(model: Any) -> None:
             raise Unsupported(
                 f"a hook on the parameter {n!r}", "captured gradients do not run hooks", "remove it"
             )
-
-
-def _loss_function(loss_fn: Any, batch: Any) -> LossFn:
-    if isinstance(loss_fn, torch.nn.Module):
-        if not (isinstance(batch, (tuple, list)) and len(batch) == 2):
-            raise BadInput("a batch for a loss module is (inputs, targets)", type(batch).__name__, "batch")
-        return lambda model, pair: loss_fn(model(pair[0]), pair[1])
-    if loss_fn is not None:
-        if not callable(loss_fn):
-            raise BadInput(
-                "loss_fn is a function of (model, batch) or a module", type(loss_fn).__name__, "loss_fn"
-            )
-        return loss_fn
-    if not isinstance(batch, Mapping):
-        raise BadInput(
-            "without loss_fn a batch is a mapping of the model's arguments", type(batch).__name__, "batch"
-        )
-    return _own_loss
-
-
-def _own_loss(model: Any, batch: Any) -> Any:
-    out = model(**batch)
-    loss = out.get("loss") if isinstance(out, Mapping) else getattr(out, "loss", None)
-    if not isinstance(loss, torch.Tensor):
-        raise BadInput("without loss_fn the model's output has a loss", type(out).__name__, "loss_fn")
-    return loss
-
-
-def _called(model: Any, sample: Any) -> Any:
-    if isinstance(sample, Mapping):
-        return model(**sample)
-    return model(*sample) if isinstance(sample, (tuple, list)) else model(sample)
-
-
-def _summed_output(model: Any, sample: Any) -> Any:
-    out = _called(model, sample)
-    for key in ("loss", "logits"):
-        found = out.get(key) if isinstance(out, Mapping) else getattr(out, key, None)
-        if isinstance(found, torch.Tensor):
-            return found if key == "loss" and found.dim() == 0 else found.sum()
-    for t in flatten(out):
-        if isinstance(t, torch.Tensor) and t.requires_grad:
-            return t.sum()
-    raise BadInput("the model's output depends on its parameters", type(out).__name__, "model")
 
 
 # --- the capture ----------------------------------------------------------------------------------------------
@@ -223,7 +179,7 @@ class _Capture:
         with untouched(self.model, self.changes), quiet, torch.no_grad():
             fakes = self._fakes()
             with self.mode, self.recorder, self.tracker.active(), self._swapped(fakes):
-                out = _called(self.model, fakes.batch)
+                out = called(self.model, fakes.batch)
                 self._rebound(fakes)
         given = caches(fakes.batch)
         spec, values = Results.of_refs(self._results(out, given), [self._results(c) for c in given])
@@ -243,7 +199,7 @@ class _Capture:
             with self.tracker.active(), self._swapped(fakes):
                 out = loss_fn(self.model, fakes.batch)
                 self._rebound(fakes)
-            loss = _checked_loss(out)
+            loss = checked_loss(out)
             results = self._results(out)
             with self.recorder.in_phase("backward"):
                 torch.autograd.backward(loss, inputs=leaves)
@@ -392,13 +348,3 @@ def _check_same(first: Program, second: Program, changes: Sequence[Change]) -> N
 
 def _tensors(tree: Any) -> list[torch.Tensor]:
     return [t for t in flatten(tree) if isinstance(t, torch.Tensor)]
-
-
-def _checked_loss(out: Any) -> torch.Tensor:
-    loss = out[0] if isinstance(out, tuple) and out else out
-    if not isinstance(loss, torch.Tensor) or loss.numel() != 1 or not loss.is_floating_point():
-        shown = tuple(loss.shape) if isinstance(loss, torch.Tensor) else type(loss).__name__
-        raise BadInput("the loss is a floating-point tensor with one element", shown, "loss_fn")
-    if not loss.requires_grad:
-        raise BadInput("the loss depends on a parameter that requires a gradient", place="loss_fn")
-    return loss
