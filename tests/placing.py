@@ -1,6 +1,7 @@
 """Placement problems for tests, and slow definitions to hold fast code against."""
 
 import csv
+import dataclasses
 import itertools
 import os
 import random
@@ -10,6 +11,7 @@ import pytest
 from hypothesis import strategies as st
 
 from tightship.plan import Buffer, Problem, Solution
+from tightship.planners import planner
 from tightship.verify_placement import check_solution
 
 SHARED = Path(os.environ.get("TIGHTSHIP_SHARED", Path(__file__).resolve().parents[2] / "shared"))
@@ -144,3 +146,12 @@ def optimum(problem: Problem) -> int:
         arena = max((x + b.size for b, x in placed), default=0)
         best = arena if best is None else min(best, arena)
     return best or 0
+
+
+def solve(name: str, problem: Problem, seed: int = 0, work: int = 3_000) -> Solution:
+    """What a placement planner makes of a problem: limited by work alone, so that it is the same every time."""
+    info = planner(name, "place")
+    given = {"seed": seed, "work_limit": work, "time_limit": None}
+    fields = {f.name for f in dataclasses.fields(info.options)}
+    made: Solution = info.plan(problem, info.options(**{k: v for k, v in given.items() if k in fields}))
+    return made

@@ -11,6 +11,12 @@ from tightship.plan import Buffer, Gap, Pool, Problem, Solution
 TIMES = range(-3, 20)
 
 
+def spans(draw: st.DrawFn, lower: int, upper: int, most: int) -> list[tuple[int, int]]:
+    """Up to ``most - 1`` spans of time between two times, one after the other, some of which touch."""
+    cuts = sorted(draw(st.sets(st.integers(lower, upper), max_size=most)))
+    return list(pairwise(cuts))[:: draw(st.integers(1, 2))]
+
+
 @st.composite
 def related(draw: st.DrawFn, most: int = 7, windows: bool = True) -> Problem:
     """Small problems with groups, gaps, conflicts, alignments and pins that can be met."""
@@ -22,8 +28,7 @@ def related(draw: st.DrawFn, most: int = 7, windows: bool = True) -> Problem:
         size, alignment = draw(st.integers(0, 9)), draw(st.sampled_from((1, 1, 2, 4)))
         group = draw(st.sampled_from(("", *groups)))
         gaps = []
-        cuts = sorted(draw(st.sets(st.integers(lower, upper), max_size=3)))
-        for since, until in list(pairwise(cuts))[:: draw(st.integers(1, 2))]:
+        for since, until in spans(draw, lower, upper, 3):
             low = draw(st.integers(0, max(size - 1, 0)))
             window = (low, size) if windows and size and not group and draw(st.booleans()) else None
             gaps.append(Gap(since, until, window))

@@ -9,6 +9,7 @@ import sys
 import pytest
 
 from chains import chain
+from commands import as_json, run
 from tightship import cli
 from tightship.cli.options import documented
 from tightship.planners.default import Options
@@ -87,18 +88,6 @@ def there(tmp_path, monkeypatch):
         monkeypatch.delitem(sys.modules, name, raising=False)
     yield tmp_path
     sys.modules.pop("toy", None)
-
-
-def run(*args, capsys):
-    status = cli.main([str(a) for a in args])
-    out, err = capsys.readouterr()
-    return status, out, err
-
-
-def as_json(*args, capsys):
-    status, out, err = run(*args, "--json", capsys=capsys)
-    assert out.count("\n") == 1 and out.endswith("\n"), (out, err)
-    return status, json.loads(out)
 
 
 # --- plan ---

@@ -1,7 +1,6 @@
 """``tightship pack`` and ``verify`` of packings: the JSON contract, exit statuses, bad input, pictures."""
 
 import _thread
-import json
 import os
 import re
 import threading
@@ -12,8 +11,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from commands import as_json, run
 from placing import packing, planted, problems
-from tightship import cli
 from tightship.frontends import problem_csv
 from tightship.plan import Buffer, Gap, Problem, Solution
 from tightship.planners import planners
@@ -33,18 +32,6 @@ def there(tmp_path, monkeypatch):
     (tmp_path / "toy.csv").write_text(TOY)
     monkeypatch.chdir(tmp_path)
     return tmp_path
-
-
-def run(*args, capsys):
-    status = cli.main([str(a) for a in args])
-    out, err = capsys.readouterr()
-    return status, out, err
-
-
-def as_json(*args, capsys):
-    status, out, err = run(*args, "--json", capsys=capsys)
-    assert out.count("\n") == 1 and out.endswith("\n"), (out, err)
-    return status, json.loads(out)
 
 
 # --- pack ---

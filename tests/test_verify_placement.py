@@ -1,7 +1,7 @@
 """The placement verifier finds what is wrong, and only that."""
 
 from dataclasses import replace
-from itertools import combinations, pairwise
+from itertools import combinations
 from typing import Any
 
 import numpy as np
@@ -186,25 +186,13 @@ def gapped(draw: st.DrawFn, most: int = 8) -> Problem:
     """Small problems whose buffers have gaps with and without windows."""
     buffers = []
     for b in draw(problems(most=most)).buffers:
-        cuts = sorted(draw(st.sets(st.integers(b.lower, b.upper), max_size=4)))
         gaps = []
-        for lower, upper in list(pairwise(cuts))[:: draw(st.integers(1, 2))]:
+        for lower, upper in relating.spans(draw, b.lower, b.upper, 4):
             low = draw(st.integers(0, b.size))
             window = draw(st.sampled_from((None, (low, draw(st.integers(low, b.size))))))
             gaps.append(Gap(lower, upper, window))
         buffers.append(replace(b, pinned=None, gaps=tuple(gaps)))
     return Problem(tuple(buffers))
-
-
-def alive(b: Buffer, offset: int, t: int) -> set[int]:
-    """The definition: every byte of a buffer that is alive at time t."""
-    if not b.lower <= t < b.upper:
-        return set()
-    now = set(range(b.size))
-    for gap in b.gaps:
-        if gap.lower <= t < gap.upper:
-            now &= set(range(*gap.window)) if gap.window else set()
-    return {offset + byte for byte in now}
 
 
 def really_overlapping(problem: Problem, offsets: tuple[int, ...]) -> set[frozenset[str]]:
@@ -213,7 +201,7 @@ def really_overlapping(problem: Problem, offsets: tuple[int, ...]) -> set[frozen
     return {
         frozenset((a.id, b.id))
         for (a, x), (b, y) in pairs
-        if any(alive(a, x, t) & alive(b, y, t) for t in times)
+        if any(relating.alive(a, x, t) & relating.alive(b, y, t) for t in times)
     }
 
 
@@ -238,7 +226,7 @@ def test_of_two_buffers_it_is_exact(problem: Problem, data: st.DataObject) -> No
             next((c, x) for c, x in zip(problem.buffers, offsets, strict=True) if c.id == s)
             for s in v.subjects
         )
-        shared = alive(*a, v.step) & alive(*b, v.step)
+        shared = relating.alive(*a, v.step) & relating.alive(*b, v.step)
         assert f"share bytes [{min(shared)}, {max(shared) + 1})" in v.message
 
 

@@ -9,16 +9,11 @@ import pytest
 
 pytest.importorskip("torch")
 
+from blocks import KB
+
 from tightship.errors import BadInput, Unsupported
 from tightship.execute import allocator
 from tightship.execute.allocator import Arena, Script, replay
-
-try:
-    allocator.load()
-except allocator.NoCompiler as error:
-    pytest.skip(str(error), allow_module_level=True)
-
-KB = 1024
 
 
 def python(code: str, **environment: str) -> subprocess.Popen[str]:

@@ -4,7 +4,6 @@ import _thread
 import random
 import threading
 from dataclasses import replace
-from itertools import pairwise
 
 import pytest
 from hypothesis import given, settings
@@ -27,9 +26,8 @@ def gapped(draw: st.DrawFn, most: int = 8) -> Problem:
     """Small problems with gaps; pins are those that lie rightly whatever the gaps."""
     buffers = []
     for b in draw(problems(most=most)).buffers:
-        cuts = sorted(draw(st.sets(st.integers(b.lower, b.upper), max_size=4)))
         gaps = []
-        for lower, upper in list(pairwise(cuts))[:: draw(st.integers(1, 2))]:
+        for lower, upper in relating.spans(draw, b.lower, b.upper, 4):
             low = draw(st.integers(0, max(b.size - 1, 0)))
             window = (low, draw(st.integers(low + 1, b.size))) if b.size and draw(st.booleans()) else None
             gaps.append(Gap(lower, upper, window))

@@ -6,20 +6,13 @@ import sys
 import pytest
 from hypothesis import given, settings
 
-from placing import assert_right, optimum, packing, problems, stepped
+from placing import assert_right, optimum, packing, problems, solve, stepped
 from tightship.errors import BadInput
-from tightship.plan import Buffer, Problem, Solution
+from tightship.plan import Buffer, Problem
 from tightship.planners import planner, planners
 
 PLANNERS = planners("place")
 WORK = 3_000
-
-
-def solve(name: str, problem: Problem, seed: int = 0, work: int = WORK) -> Solution:
-    info = PLANNERS[name]
-    given = {"seed": seed, "work_limit": work, "time_limit": None}
-    fields = {f.name for f in dataclasses.fields(info.options)}
-    return info.plan(problem, info.options(**{k: v for k, v in given.items() if k in fields}))
 
 
 @pytest.mark.parametrize("name", PLANNERS)

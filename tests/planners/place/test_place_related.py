@@ -1,16 +1,15 @@
 """Groups, conflicts and pools: what every placement planner promises of them."""
 
-import dataclasses
 from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from placing import planted
+from placing import planted, solve
 from relating import optimum, overlapping, pooled, related
 from tightship.errors import BadInput
-from tightship.plan import Buffer, Gap, Pool, Problem, Solution
+from tightship.plan import Buffer, Gap, Pool, Problem
 from tightship.planners import planners
 from tightship.planners.packing import Search, pack
 from tightship.planners.pools import clash_of_pools
@@ -22,13 +21,6 @@ QUICK = Search(work=300, seconds=60.0)
 
 def by_pairs(problem: Problem) -> bool:
     return bool(problem.conflicts) or any(b.group for b in problem.buffers)
-
-
-def solve(name: str, problem: Problem, seed: int = 0, work: int = 3_000) -> Solution:
-    info = PLANNERS[name]
-    given = {"seed": seed, "work_limit": work, "time_limit": None}
-    fields = {f.name for f in dataclasses.fields(info.options)}
-    return info.plan(problem, info.options(**{k: v for k, v in given.items() if k in fields}))
 
 
 @pytest.mark.parametrize("name", PLANNERS)
