@@ -4,6 +4,7 @@
 
 namespace nb = nanobind;
 
+void bind_copier(nb::module_& m);   // bind_copier.cpp
 void bind_flow(nb::module_& m);     // bind_flow.cpp
 void bind_place(nb::module_& m);    // bind_place.cpp
 void bind_related(nb::module_& m);  // bind_related.cpp
@@ -19,6 +20,7 @@ constexpr int kAbi = 1;
 NB_MODULE(_core, m) {
   m.doc() = "Hot search loops of tightship. Private: use the planners instead.";
   m.def("abi", [] { return kAbi; }, "Version of the interface between this module and the Python code.");
+  bind_copier(m);
   bind_flow(m);
   bind_place(m);
   bind_related(m);

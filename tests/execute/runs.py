@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
-from collections.abc import Callable
+import resource
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -68,3 +70,14 @@ class Pair:
             for key in mine:
                 assert torch.equal(torch.as_tensor(mine[key]), torch.as_tensor(other[key])), key
             assert p.grad is None
+
+
+@contextlib.contextmanager
+def beyond(size: int) -> Iterator[None]:
+    """No file can be written beyond its first ``size`` bytes."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))

@@ -2,14 +2,12 @@
 
 import errno
 import os
-import resource
-import threading
 
 import pytest
 import torch
+from runs import beyond
 
 from tightship.errors import BadInput
-from tightship.execute import spill as module
 from tightship.execute.spill import Spill
 
 
@@ -24,18 +22,31 @@ def test_bytes_come_back_in_the_order_of_their_stream(tmp_path):
     assert torch.equal(target, expected[256:2304])
 
 
-def test_streams_wait_for_one_another_only_when_told(tmp_path, monkeypatch):
-    gate, put = threading.Event(), module._put
-    monkeypatch.setattr(module, "_put", lambda *a: (gate.wait(10), put(*a))[1])
-    spill = Spill(128, tmp_path)
-    source, target = torch.full((64,), 7, dtype=torch.uint8), torch.zeros(64, dtype=torch.uint8)
-    slow = spill.write(1, source.data_ptr(), 64, 0)
-    spill.read(2, target.data_ptr(), 64, 64).result()
-    after = spill.read(2, target.data_ptr(), 64, 0, [slow])
-    assert not slow.done() and not after.done()
-    gate.set()
+def test_streams_wait_for_one_another_only_when_told(tmp_path):
+    """A copy of 64 MiB is under way while a short one of another stream is done; one that comes after it waits."""
+    size = 64 << 20
+    spill = Spill(size + 64, tmp_path)
+    source, target = torch.full((size,), 7, dtype=torch.uint8), torch.zeros(64, dtype=torch.uint8)
+    slow = spill.write(1, source.data_ptr(), size, 0)
+    early = slow.done
+    spill.read(2, target.data_ptr(), 64, size).result()
+    assert target.sum() == 0 and not early
+    after = spill.read(2, target.data_ptr(), 64, size - 64, [slow])
     after.result()
-    assert target.sum() == 7 * 64
+    assert slow.done and target.sum() == 7 * 64
+
+
+def test_many_copies_of_many_streams_come_back(tmp_path):
+    """Each is written by one stream and read by another, after it; nothing is waited for but the last of all."""
+    spill = Spill(1 << 20, tmp_path)
+    source = torch.randint(0, 256, (1 << 20,), dtype=torch.uint8)
+    target = torch.zeros(1 << 20, dtype=torch.uint8)
+    for k in range(1024):
+        at = k * 1024
+        out = spill.write(1 + k % 3, source.data_ptr() + at, 1024, at)
+        spill.read(4 + k % 2, target.data_ptr() + at, 1024, at, [out])
+    spill.drain()
+    assert torch.equal(source, target)
 
 
 def test_no_name_leads_to_the_file_and_its_bytes_are_reserved(tmp_path):
@@ -48,28 +59,22 @@ def test_no_name_leads_to_the_file_and_its_bytes_are_reserved(tmp_path):
 def test_a_folder_that_is_none_or_has_no_room_is_refused(tmp_path):
     with pytest.raises(BadInput, match="takes 64 bytes"):
         Spill(64, tmp_path / "missing")
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 16, hard))
-    try:
-        with pytest.raises(BadInput, match="takes 1048576 bytes"):
-            Spill(1 << 20, tmp_path)
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    with beyond(1 << 16), pytest.raises(BadInput, match="takes 1048576 bytes"):
+        Spill(1 << 20, tmp_path)
 
 
-def test_a_copy_that_fails_says_so_to_who_waits_and_to_what_comes_after(tmp_path, monkeypatch):
-    def full(*_):
-        raise OSError(errno.ENOSPC, "no space left")
-
-    spill = Spill(64, tmp_path)
-    monkeypatch.setattr(module, "_put", full)
-    source = torch.zeros(64, dtype=torch.uint8)
-    out = spill.write(1, source.data_ptr(), 64, 0)
-    back = spill.read(2, source.data_ptr(), 64, 0, [out])
-    for job in (out, back):
-        with pytest.raises(OSError, match="no space"):
-            job.result()
-    spill.drain()
+def test_a_copy_that_fails_says_so_to_who_waits_and_to_what_comes_after(tmp_path):
+    spill = Spill(1 << 20, tmp_path)
+    source = torch.zeros(1 << 20, dtype=torch.uint8)
+    with beyond(1 << 16):
+        out = spill.write(1, source.data_ptr(), 1 << 20, 0)
+        back = spill.read(2, source.data_ptr(), 64, 0, [out])
+        for job in (out, back):
+            with pytest.raises(OSError, match="too large") as raised:
+                job.result()
+            assert raised.value.errno == errno.EFBIG
+        spill.drain()
+    spill.write(1, source.data_ptr(), 1 << 20, 0).result()
 
 
 def test_a_file_that_was_cut_short_is_an_error(tmp_path):

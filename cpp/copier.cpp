@@ -1,0 +1,139 @@
+#include "copier.h"
+
+#include <cerrno>
+
+#if __has_include(<unistd.h>)
+#include <pthread.h>
+#include <sched.h>
+#include <signal.h>
+#include <unistd.h>
+#endif
+
+namespace tightship {
+
+namespace {
+
+#if __has_include(<unistd.h>)
+// Signals are for the threads of who started these.
+class Undisturbed {
+  public:
+    Undisturbed() {
+        sigset_t all;
+        sigfillset(&all);
+        pthread_sigmask(SIG_SETMASK, &all, &before_);
+    }
+    ~Undisturbed() { pthread_sigmask(SIG_SETMASK, &before_, nullptr); }
+
+  private:
+    sigset_t before_;
+};
+
+// A thread that wakes does not take the core of the one that woke it: ops come first where cores are short.
+void yielding() {
+#ifdef SCHED_BATCH
+    const sched_param none{};
+    pthread_setschedparam(pthread_self(), SCHED_BATCH, &none);
+#endif
+}
+
+std::int64_t once(int file, bool out, char* at, std::int64_t size, std::int64_t offset) {
+    return out ? pwrite(file, at, static_cast<std::size_t>(size), offset)
+               : pread(file, at, static_cast<std::size_t>(size), offset);
+}
+#else
+struct Undisturbed {};
+
+void yielding() {}
+
+std::int64_t once(int, bool, char*, std::int64_t, std::int64_t) {
+    errno = ENOSYS;
+    return -1;
+}
+#endif
+
+}  // namespace
+
+int Copy::wait() {
+    if (!done.load(std::memory_order_acquire)) {
+        std::unique_lock<std::mutex> held(bell->lock);
+        bell->rung.wait(held, [this] { return done.load(std::memory_order_acquire); });
+    }
+    return error;
+}
+
+std::shared_ptr<Copy> Copier::begin(int number, bool out, std::uintptr_t address, std::int64_t size,
+                                    std::int64_t offset, std::vector<std::shared_ptr<Copy>> after) {
+    auto copy = std::make_shared<Copy>();
+    copy->out = out;
+    copy->address = reinterpret_cast<void*>(address);
+    copy->size = size;
+    copy->offset = offset;
+    copy->after = std::move(after);
+    copy->bell = bell_;
+    Stream& stream = streams_[number];
+    if (!stream.thread.joinable()) {
+        const Undisturbed here;
+        stream.thread = std::thread([this, &stream] { work(stream); });
+    }
+    stream.last = copy;
+    {
+        const std::lock_guard<std::mutex> held(stream.lock);
+        stream.queue.push_back(copy);
+    }
+    stream.filled.notify_one();
+    return copy;
+}
+
+void Copier::drain() {
+    for (auto& [number, stream] : streams_)
+        if (stream.last) stream.last->wait();
+}
+
+void Copier::close() {
+    for (auto& [number, stream] : streams_) {
+        {
+            const std::lock_guard<std::mutex> held(stream.lock);
+            stream.ending = true;
+        }
+        stream.filled.notify_one();
+    }
+    for (auto& [number, stream] : streams_)
+        if (stream.thread.joinable()) stream.thread.join();
+    streams_.clear();
+}
+
+void Copier::work(Stream& stream) const {
+    yielding();
+    for (;;) {
+        std::unique_lock<std::mutex> held(stream.lock);
+        stream.filled.wait(held, [&] { return stream.ending || !stream.queue.empty(); });
+        if (stream.queue.empty()) return;
+        const std::shared_ptr<Copy> copy = std::move(stream.queue.front());
+        stream.queue.pop_front();
+        held.unlock();
+        int error = 0;
+        for (const auto& other : copy->after)
+            if (const int theirs = other->wait(); theirs && !error) error = theirs;
+        copy->after.clear();
+        copy->error = error ? error : move(*copy);
+        {
+            const std::lock_guard<std::mutex> ringing(bell_->lock);
+            copy->done.store(true, std::memory_order_release);
+        }
+        bell_->rung.notify_all();
+    }
+}
+
+int Copier::move(const Copy& copy) const {
+    for (std::int64_t done = 0; done < copy.size;) {
+        char* at = static_cast<char*>(copy.address) + done;
+        const std::int64_t moved = once(file_, copy.out, at, copy.size - done, copy.offset + done);
+        if (moved < 0 && errno == EINTR) continue;
+        if (moved < 0) return errno;
+        if (moved == 0) return -1;
+        done += moved;
+    }
+    return 0;
+}
+
+}  // namespace tightship
