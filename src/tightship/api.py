@@ -190,29 +190,32 @@ def max_batch(
     loss_fn: Any = None,
     optimizer: Any = None,
     train: bool = True,
+    dim: int = 0,
     say: Callable[[str], None] | None = None,
     **options: Any,
 ) -> MaxBatch:
     """The largest batch whose step fits ``budget`` bytes: ``.batch``, with its ``.plan`` and ``.graph``.
 
-    ``sample`` is one batch of any size; its size is the first dimension that most of its tensors share. Steps are
-    captured without data and with modelled times, so neither model nor batch needs memory, and scratch that ops take
-    from the allocator is not counted: leave some room. Each size tried has a quarter of ``seconds`` and ``work``.
+    ``sample`` is one batch of any size that runs; its size is that of dimension ``dim`` that most of its tensors
+    share. Sizes at which the model does not run are left out (``.refused`` says why); where it runs at multiples of a
+    number only, such are tried (``.unit``). Steps are captured without data and with modelled times, so neither model
+    nor batch needs memory, and scratch that ops take from the allocator is not counted: leave some room. Each size
+    tried has a quarter of ``seconds`` and ``work``.
 
-    Raises ``Infeasible`` if not even a batch of 1 fits.
+    Raises ``Infeasible`` if no size fits, ``BadInput`` for a model that runs at no other size than the sample's.
     """
-    from dataclasses import replace
-
     need_torch("capturing a model")
     from tightship.frontends.torch.batch import batch_size
     from tightship.planners.batch import max_batch as found
 
-    def graph_of(batch: int) -> Graph:
-        return graph_at(model, sample, batch, loss_fn=loss_fn, optimizer=optimizer, train=train)
+    start = batch_size(sample, dim)
 
-    o = _options(graph_of(1), options)
+    def graph_of(batch: int) -> Graph:
+        return graph_at(model, sample, batch, loss_fn=loss_fn, optimizer=optimizer, train=train, dim=dim)
+
+    o = _options(graph_of(start), options)
     o = replace(o, seconds=o.seconds / 4, work=o.work // 4)
-    return found(graph_of, budget, o, start=batch_size(sample), say=say)
+    return found(graph_of, budget, o, start=start, say=say)
 
 
 def plan_named(graph: Graph, name: str, budget: Any = None, **options: Any) -> Planned:

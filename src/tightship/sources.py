@@ -59,14 +59,22 @@ def captured(
 
 
 def graph_at(
-    model: Any, sample: Any, batch: int, *, loss_fn: Any = None, optimizer: Any = None, train: bool = True
+    model: Any,
+    sample: Any,
+    batch: int,
+    *,
+    loss_fn: Any = None,
+    optimizer: Any = None,
+    train: bool = True,
+    dim: int = 0,
 ) -> Graph:
-    """The graph of one step at another batch size, captured without data and with modelled times."""
+    """The graph of one step at another batch size, captured without data and with modelled times; ``dim`` is the
+    dimension of the sample's tensors that is the batch."""
     need_torch("capturing a model")
     from tightship.execute import profile
     from tightship.frontends.torch.batch import resized
 
-    program = _program(model, resized(sample, batch), loss_fn, optimizer, train)
+    program = _program(model, resized(sample, batch, dim), loss_fn, optimizer, train)
     graph: Graph = profile.model(program).graph
     return graph
 

@@ -14,7 +14,7 @@ from chains import chain
 from tightship import sources
 from tightship.cli import main
 from tightship.errors import BadInput, Infeasible
-from tightship.frontends.torch.batch import batch_size, resized
+from tightship.frontends.torch.batch import batch_size, batched, resized
 from tightship.graph import Graph, Value
 from tightship.planners.advice import advice, batch_of
 from tightship.planners.batch import max_batch
@@ -87,10 +87,64 @@ def test_command_line(tmp_path: Path, capsys, monkeypatch) -> None:  # type: ign
     rows = json.loads(capsys.readouterr().out)
     assert rows["batch"] > 4 and rows["met"] and {"batch": rows["batch"], "met": True} in rows["tried"]
     assert main(["verify", "p.json"]) == 0
+    assert rows["unit"] == 1 and rows["refused"] == {}
+    assert main([*args, "-b", "200kB", "--batch-dim", "1"]) == 2  # of a linear layer, that is its features
+    assert "other sizes of the batch than the sample's 32" in capsys.readouterr().err
+    assert main([*args, "-b", "200kB", "--batch-dim", "7"]) == 2
+    assert main(["plan", "some_net:make", "--batch-dim", "1"]) == 2
+    assert "--max-batch" in capsys.readouterr().err
+    assert main([*args[:2], "--budget", "10kB", *args[2:], "--batch-dim", "-1"]) == 2
+    assert "numbered from 0" in capsys.readouterr().err
     assert main(args) == 2 and "--budget" in capsys.readouterr().err
     assert main(["plan", "p.json", "--max-batch", "-b", "200kB"]) == 2
     assert main([*args, "-b", "1kB", "--json"]) == 1
     assert json.loads(capsys.readouterr().out.splitlines()[-1])["met"] is False
+
+
+class Folded(torch.nn.Module):
+    """Folds pairs of rows: runs at even sizes only."""
+
+    def __init__(self, rows: int | None = None) -> None:
+        super().__init__()
+        self.layers, self.rows = net(), rows
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layers(x.view(-1, 2, 32) if self.rows is None else x.view(self.rows, 32))
+
+
+def test_a_model_that_runs_at_multiples_only() -> None:
+    found = tightship.max_batch(Folded(), torch.randn(4, 32), "200kB", work=400_000, seconds=20.0)
+    assert found.unit == 2 and found.batch > 4 and all(n % 2 == 0 for n in found.tried)
+    assert list(found.refused) == [5] and "RuntimeError" in found.refused[5]
+
+
+def test_a_model_of_one_size_is_refused_with_what_it_said() -> None:
+    with pytest.raises(BadInput, match=r"other sizes of the batch than the sample's 4.*RuntimeError"):
+        tightship.max_batch(Folded(rows=4), torch.randn(4, 32), "200kB", work=100_000)
+
+
+@pytest.mark.parametrize("start", [3, 4, 64])
+def test_a_size_too_small_to_run_is_not_one_too_large(start: int) -> None:
+    """Batch norm trains on two rows at least, and two fit here."""
+
+    def graph_of(n: int) -> Graph:
+        if n < 2:
+            raise ValueError("more than one row")
+        return sized(n)
+
+    found = max_batch(graph_of, 64 * 9, QUICK, start=start)
+    assert found.batch == 2 and found.tried[2] and 3 in found.tried and not found.tried[3]
+    with pytest.raises(Infeasible):
+        max_batch(graph_of, 64 * 4, QUICK, start=start)
+
+
+def test_the_batch_may_be_another_dimension() -> None:
+    sample = {"x": torch.ones(7, 4, 3), "y": torch.ones(4), "length": torch.ones(7)}
+    other = resized(sample, 9, dim=1)
+    assert [tuple(t.shape) for t in other.values()] == [(7, 9, 3), (9,), (7,)]
+    assert batched(sample, 1) == (2, 3) and batched(sample) == (2, 3) and batch_size(sample, 1) == 4
+    found = tightship.max_batch(net(), torch.randn(5, 4, 32), "200kB", dim=1, work=400_000, seconds=20.0)
+    assert any(found.graph.values[v].shape == (5, found.batch, 32) for v in found.graph.inputs)
 
 
 # --- what else would help ---

@@ -94,6 +94,8 @@ def _add_plan(verb: argparse.ArgumentParser) -> None:
     verb.add_argument(
         "--max-batch", action="store_true", help="find the largest batch that fits the budget, and its plan"
     )
+    text = "which dimension of the sample's tensors is the batch, from 0 (with --max-batch; default: 0)"
+    verb.add_argument("--batch-dim", type=int, metavar="N", help=text)
     verb.add_argument("--picture", metavar="FILE", help="draw memory over the step as SVG")
     verb.add_argument("--report", metavar="FILE", help=_REPORT)
     verb.add_argument("--trace", metavar="FILE", help="write a Chrome trace for Perfetto (.gz: compressed)")

@@ -19,7 +19,7 @@ from tightship.graph import Graph
 from tightship.plan import Plan
 from tightship.serde import load_any
 
-__all__ = ["Source", "load_source", "writable"]
+__all__ = ["Source", "load_source", "users_code", "writable"]
 
 _FORMS = (
     "a source is module:factory, model.onnx, a graph.pb, or a graph.json or plan.json that tightship wrote; "
@@ -111,7 +111,7 @@ def _factory(module: str, name: str, text: str) -> Any:
     folder = os.getcwd()
     if folder not in sys.path:
         sys.path.insert(0, folder)
-    with _users_code(f"importing {module!r}", text):
+    with users_code(f"importing {module!r}", text):
         if not _there(module):
             rule = f"there is no module {module!r}; modules are found from the current folder"
             raise BadInput(rule, folder, text)
@@ -133,10 +133,10 @@ def _there(module: str) -> bool:
 
 
 def _captured(factory: Any, text: str) -> Source:
-    with _users_code("the factory", text):
+    with users_code("the factory", text):
         made = factory()
     parts = _parts(made, text)
-    with _users_code("running the model on its sample", text):
+    with users_code("running the model on its sample", text):
         made = sources.captured(**parts)
     return Source(made.graph, captured=made, parts=parts)
 
@@ -160,7 +160,7 @@ def _parts(made: Any, text: str) -> dict[str, Any]:
 
 
 @contextmanager
-def _users_code(what: str, text: str) -> Iterator[None]:
+def users_code(what: str, text: str) -> Iterator[None]:
     """Whatever a user's code raises is the user's to know: which exception, and on which line."""
     try:
         yield

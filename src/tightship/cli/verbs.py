@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -20,9 +20,10 @@ from tightship.cli.module import is_module, plan_module
 from tightship.cli.options import documented, given_options, model_options
 from tightship.cli.output import Output
 from tightship.cli.pack import INTERRUPTED, is_packing, verify_packing
-from tightship.cli.source import Source, load_source, writable
+from tightship.cli.source import Source, load_source, users_code, writable
 from tightship.errors import BadInput, Infeasible
 from tightship.plan import Plan
+from tightship.planners.batch import MaxBatch
 from tightship.planners.changes import changes
 from tightship.planners.default import Interrupted, Options
 from tightship.planners.frontier import MOST
@@ -44,6 +45,10 @@ __all__ = ["demo", "explain", "frontier", "plan", "planners", "verify"]
 def plan(chosen: argparse.Namespace, out: Output) -> int:
     if chosen.max_batch:
         return largest(chosen, out)
+    if chosen.batch_dim is not None:
+        raise BadInput(
+            "which dimension is the batch is said with --max-batch", chosen.batch_dim, "--batch-dim"
+        )
     if is_module(chosen.source):
         return plan_module(chosen, out)
     options = given_options(chosen)
@@ -97,6 +102,9 @@ def largest(chosen: argparse.Namespace, out: Output) -> int:
         raise BadInput("the largest batch is asked for with a budget", "none", "--budget")
     if chosen.write is not None:
         raise BadInput("with --max-batch no model is written", chosen.write, "--write")
+    dim = chosen.batch_dim or 0
+    if dim < 0:
+        raise BadInput("dimensions are numbered from 0", dim, "--batch-dim")
     path = writable(chosen.output, "--output")
     shown = {name: writable(getattr(chosen, name), f"--{name}") for name in SHOWN}
     source = _loaded(chosen.source, out)
@@ -104,17 +112,41 @@ def largest(chosen: argparse.Namespace, out: Output) -> int:
         raise BadInput(
             "the batch of a model can change: SOURCE is module:factory", chosen.source, "--max-batch"
         )
-    with Line(out.errors, "looking for the largest batch") as line:
+    from tightship.frontends.torch.batch import batched
+
+    with (
+        Line(out.errors, "looking for the largest batch") as line,
+        users_code("running the model at another batch", chosen.source),
+    ):
         found = api.max_batch(
-            **source.parts, budget=_budget(chosen), say=lambda text: line.say(text, always=True), **options
+            **source.parts,
+            budget=_budget(chosen),
+            dim=dim,
+            say=lambda text: line.say(text, always=True),
+            **options,
         )
     made = replace(found.plan, source=chosen.source, command=chosen.command)
-    text = [f"largest batch: {found.batch}", describe(made, found.graph)]
+    text = [
+        "\n".join(_largest(found, dim, *batched(source.parts["sample"], dim))),
+        describe(made, found.graph),
+    ]
     tried = [{"batch": n, "met": met} for n, met in found.tried.items()]
-    rows = {"batch": found.batch, "tried": tried} | summary(made, found.graph)
+    rows = {"batch": found.batch, "tried": tried, "unit": found.unit, "refused": found.refused}
+    rows |= summary(made, found.graph)
     _kept(api.Planned(made, found.graph), path, shown, rows, text)
     out.answer(rows, "\n".join(text))
     return 0
+
+
+def _largest(found: MaxBatch, dim: int, count: int, tensors: int) -> Iterator[str]:
+    """The answer, and what it rests on."""
+    yield f"largest batch: {found.batch}"
+    yield f"  the batch is dimension {dim} of {count} of the sample's {tensors} tensors (--batch-dim says which)"
+    if found.unit > 1:
+        yield f"  the model runs at multiples of {found.unit}"
+    above = [n for n in found.refused if n > found.batch and n % found.unit == 0]
+    if above:
+        yield f"  it does not run at {min(above)}: {found.refused[min(above)]}"
 
 
 def frontier(chosen: argparse.Namespace, out: Output) -> int:

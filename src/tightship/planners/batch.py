@@ -1,15 +1,18 @@
 """The largest batch whose step fits a budget: bisection over graphs of one step at different batch sizes.
 
 Problem: the largest size of the batch for which a plan meets the budget. Measure: as of the default planner.
-Guarantee: the answer comes with its verified plan; the next larger size tried had none that was found. Complexity: a
-capture and a plan for each size tried, about a dozen. Known limits: takes the least memory to grow with the batch.
+Guarantee: the answer comes with its verified plan; the next larger size tried had none that was found, or does not
+run. Complexity: a capture for each size tried, about a dozen, and a plan for each that no bound rules out. Known
+limits: takes the least memory to grow with the batch, and all sizes that run to be multiples of one number.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 
+from tightship.analysis.bounds import lower_bound
 from tightship.errors import BadInput, Infeasible
 from tightship.graph import Graph
 from tightship.plan import Plan
@@ -22,56 +25,102 @@ LARGEST = 1 << 20
 _CLOSE = 64
 """Sizes above this are found to within one part in so many."""
 
+GraphOf = Callable[[int], Graph]
+
 
 @dataclass(frozen=True)
 class MaxBatch:
     """``batch`` is the largest size found, ``plan`` fits its ``graph``; ``tried`` says of each size whether there was
-    a plan (True) or not."""
+    a plan (True) or not; ``refused`` why a size does not run. Sizes are multiples of ``unit``."""
 
     batch: int
     plan: Plan
     graph: Graph
     tried: dict[int, bool] = field(default_factory=dict)
+    refused: dict[int, str] = field(default_factory=dict)
+    unit: int = 1
 
 
 def max_batch(
-    graph_of: Callable[[int], Graph],
+    graph_of: GraphOf,
     budget: Budget | str | int,
     options: default.Options | None = None,
     *,
     start: int = 1,
     say: Callable[[str], None] | None = None,
 ) -> MaxBatch:
-    """The largest batch that fits ``budget`` bytes. ``graph_of(n)`` is the step at batch size ``n``, ``start`` the
-    size to begin with.
+    """The largest batch that fits ``budget`` bytes. ``graph_of(n)`` is the step at batch size ``n``, ``start`` a size
+    that runs.
 
-    Raises ``Infeasible`` if not even a batch of 1 fits, ``BadInput`` for a budget that is a percentage.
+    Raises ``Infeasible`` if no size that runs fits, ``BadInput`` for a budget that is a percentage and for a step
+    that runs at no size but ``start``; what ``graph_of(start)`` raises is passed on.
     """
     limit = parse_budget(budget)
     if limit.bytes is None:
         raise BadInput("the budget for the largest batch is a number of bytes", str(limit), "budget")
-    found: dict[int, tuple[Graph, Plan] | Infeasible] = {}
-
-    def fits(n: int) -> bool:
-        if n not in found:
-            if say is not None:
-                say(f"a batch of {n}")
-            graph = graph_of(n)
-            try:
-                found[n] = graph, default.plan(graph, limit, options)
-            except Infeasible as no:
-                found[n] = no
-        return not isinstance(found[n], Infeasible)
-
-    low, high = 0, max(1, start)
-    while high < LARGEST and fits(high):
-        low, high = high, min(2 * high, LARGEST)
+    search = _Search(graph_of, limit.bytes, options or default.Options(), say or (lambda text: None))
+    start = max(1, start)
+    search.graphs[start] = graph_of(start)
+    unit = search.unit(start)
+    low, high = 0, start // unit
+    while high * unit < LARGEST and search.fits(high * unit):
+        low, high = high, min(2 * high, LARGEST // unit)
     while high - low > max(1, low // _CLOSE):
         middle = (low + high) // 2
-        low, high = (middle, high) if fits(middle) else (low, middle)
-    best = found[max(low, 1)]
-    if isinstance(best, Infeasible):
-        raise best
-    return MaxBatch(
-        low, best[1], best[0], {n: not isinstance(f, Infeasible) for n, f in sorted(found.items())}
-    )
+        small = not search.plans and not search.runs(
+            middle * unit
+        )  # batch norm at 1: larger ones may run, and fit
+        low, high = (middle, high) if small or search.fits(middle * unit) else (low, middle)
+    if not search.plans:
+        smallest = min(search.graphs)
+        search.plans[smallest] = default.plan(search.graphs[smallest], limit, options)
+    best = max(search.plans)
+    tried = {n: n in search.plans for n in sorted(search.tried | {best})}
+    return MaxBatch(best, search.plans[best], search.graphs[best], tried, search.refused, unit)
+
+
+@dataclass(frozen=True)
+class _Search:
+    """What is known of the sizes that were looked at."""
+
+    graph_of: GraphOf
+    limit: int
+    options: default.Options
+    say: Callable[[str], None]
+    graphs: dict[int, Graph] = field(default_factory=dict)
+    plans: dict[int, Plan] = field(default_factory=dict)
+    refused: dict[int, str] = field(default_factory=dict)
+    tried: set[int] = field(default_factory=set)
+
+    def runs(self, n: int) -> bool:
+        """Whether the step runs at this size: whatever it raises is an answer."""
+        if n not in self.graphs and n not in self.refused:
+            try:
+                self.graphs[n] = self.graph_of(n)
+            except Exception as error:
+                self.refused[n] = " ".join(f"{type(error).__name__}: {error}".split())
+        return n in self.graphs
+
+    def unit(self, start: int) -> int:
+        """What all sizes are multiples of: the smallest divisor of ``start`` by which it can grow."""
+        for step in (d for d in range(1, start + 1) if start % d == 0):
+            self.say(f"a batch of {start + step}")
+            if self.runs(start + step):
+                return step
+        why = self.refused[start + 1]
+        rule = f"the step runs at other sizes of the batch than the sample's {start}"
+        raise BadInput(rule, why, f"a batch of {start + 1}")
+
+    def fits(self, n: int) -> bool:
+        if n not in self.tried:
+            self.tried.add(n)
+            self.say(f"a batch of {n}")
+            if self.runs(n) and self._least(n) <= self.limit:
+                with suppress(Infeasible):
+                    self.plans[n] = default.plan(self.graphs[n], self.limit, self.options)
+        return n in self.plans
+
+    def _least(self, n: int) -> float:
+        """Bytes below which there is no plan of this size, whatever may leave memory."""
+        graph, away = self.graphs[n], self.options.allow != default.Options().allow or self.options.hints
+        return lower_bound(graph, least=dict.fromkeys(range(len(graph.storages)), 0) if away else {})
