@@ -9,7 +9,7 @@ import pytest
 from chains import chain
 from tightship.graph import Graph, Op, Storage, Value
 from tightship.planners.evict import anneal, checkpoint, min_cut
-from tightship.planners.evict._frame import Frame
+from tightship.planners.evict._frame import Frame, _horizon
 from tightship.planners.frontier import others
 
 HUGE = 1 << 60
@@ -84,3 +84,22 @@ def test_between_two_saved_sets_are_some_layers_of_each() -> None:
     everything = frame.cost(frame.nothing(), HUGE).peak
     met = [d for d in min_cut.between(frame, everything - 5 * 256) if d.met]
     assert len(met) == 6 and {d.extra for d in met} == {5.0}
+
+
+def test_equal_tensors_that_one_op_reads_together_do_not_make_layers_of_no_length() -> None:
+    """How long a restored tensor stays for its next use is counted in layers (`_horizon`)."""
+    storages = [Storage("x", 64, "input")]
+    ops = []
+    for k in range(40):
+        storages += [Storage(f"a{k}", 64), Storage(f"b{k}", 64)]
+        ops.append(Op(f"f{k}", "f", (2 * k,), (2 * k + 1, 2 * k + 2), time=1.0))
+    last = 80
+    for k in reversed(range(40)):
+        storages.append(Storage(f"g{k}", 64))
+        reads = (last, 2 * k + 1, 2 * k + 2)
+        ops.append(Op(f"g{k}", "g", reads, (len(storages) - 1,), time=1.0, phase="backward"))
+        last = len(storages) - 1
+    values = tuple(Value(s.name, k) for k, s in enumerate(storages))
+    graph = Graph(tuple(ops), values, tuple(storages), (0,), (last,))
+    frame = Frame(graph, tuple(range(len(ops))))
+    assert _horizon(frame.engine, frame.order, graph) == 1

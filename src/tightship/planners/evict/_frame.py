@@ -7,6 +7,7 @@ from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -294,5 +295,7 @@ def _horizon(engine: Any, order: tuple[int, ...], graph: Graph) -> int:
     for s, start, to in zip(*(a.tolist() for a in engine.gaps), strict=True):
         if to < len(order) and to - start > len(order) // 50:
             by_hue[hues[graph.uses.definer[s]], hues[order[to]]].append(to)
-    near = [b - a for tos in by_hue.values() for a, b in zip(sorted(tos), sorted(tos)[1:], strict=False)]
+    # Equal tensors that one op reads together say nothing of layers.
+    rows = (sorted(set(tos)) for tos in by_hue.values())
+    near = [b - a for row in rows for a, b in pairwise(row)]
     return int(np.median(near)) if near else max(1, len(order) // 8)
