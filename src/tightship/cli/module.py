@@ -1,4 +1,4 @@
-"""`tightship plan module.txt`: rematerialisation of a scheduled HLO module."""
+"""`tightship plan module.txt` and `frontier module.txt`: rematerialisation of a scheduled HLO module."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 
 from tightship import api
 from tightship.cli.looks import SHOWN
-from tightship.cli.options import given_options
+from tightship.cli.options import given_options, model_options
 from tightship.cli.output import Output
 from tightship.cli.source import writable
 from tightship.errors import BadInput
@@ -20,13 +20,15 @@ from tightship.graph import Graph
 from tightship.plan import Plan
 from tightship.planners import planner
 from tightship.planners.assign import xla as assigned
-from tightship.planners.default import top_of_peak
+from tightship.planners.default import Options, top_of_peak
+from tightship.planners.frontier import Frontier
 from tightship.planners.layout import lay_out
 from tightship.planners.remat._cost import work_of
 from tightship.planners.remat._forms import ways
 from tightship.planners.remat.as_plan import as_plan, graph_before
 from tightship.planners.remat.bound import bounds
 from tightship.planners.remat.peak import module_peak, result_bytes, sequential_order
+from tightship.planners.remat.tradeoff import tradeoff
 from tightship.planners.remat.xla import Remade
 from tightship.report.pages.plan import plan_page
 from tightship.report.progress import Line
@@ -34,7 +36,7 @@ from tightship.serde import write_file
 from tightship.simulate import replay
 from tightship.units import format_bytes, parse_budget
 
-__all__ = ["is_module", "plan_module"]
+__all__ = ["is_module", "module_frontier", "plan_module"]
 
 _ENDINGS = (".hlo", ".txt")
 _TOP = 8
@@ -87,6 +89,24 @@ def plan_module(chosen: argparse.Namespace, out: Output) -> int:
             said.append(f"{SHOWN[name]} {target}")
     out.answer(rows, "\n".join(said))
     return 0 if made.met else 1
+
+
+def module_frontier(chosen: argparse.Namespace, out: Output, options: dict[str, Any]) -> Frontier:
+    """The trade-off of a module's entry: see `planners.remat.tradeoff`."""
+    if given := [name for name, value in model_options(chosen).items() if value is not None]:
+        raise BadInput("a module's text says all sizes", ", ".join(given), chosen.source)
+    if given := [name for name in ("hints", "place", "hand_out") if name in options]:
+        raise BadInput("not for a module", ", ".join(given), chosen.source)
+    with Line(out.errors, f"reading {chosen.source}"):
+        module = read(chosen.source)
+    with Line(out.errors, f"planning {module.name}") as line:
+        return tradeoff(
+            module,
+            chosen.points,
+            Options(**options),
+            lambda text: line.say(text, always=True),
+            peers=chosen.peers,
+        )
 
 
 def _look(name: str, target: Path, before: Graph, graph: Graph, plan: Plan, rows: dict[str, Any]) -> None:

@@ -16,7 +16,7 @@ from tightship import api
 from tightship.analysis.bounds import time_bound
 from tightship.cli.hlo import explain_module
 from tightship.cli.looks import SHOWN
-from tightship.cli.module import is_module, plan_module
+from tightship.cli.module import is_module, module_frontier, plan_module
 from tightship.cli.options import documented, given_options, model_options
 from tightship.cli.output import Output
 from tightship.cli.pack import INTERRUPTED, is_packing, verify_packing
@@ -26,7 +26,7 @@ from tightship.plan import Plan
 from tightship.planners.batch import MaxBatch
 from tightship.planners.changes import changes
 from tightship.planners.default import Interrupted, Options
-from tightship.planners.frontier import MOST
+from tightship.planners.frontier import MOST, Frontier
 from tightship.planners.order.beam import order_bound
 from tightship.report.frontier import frontier_picture, frontier_rows, frontier_tables
 from tightship.report.numbers import peak_of, summary
@@ -154,16 +154,10 @@ def frontier(chosen: argparse.Namespace, out: Output) -> int:
     drawing, page = writable(chosen.picture, "--svg"), writable(chosen.report, "--report")
     if not 1 <= chosen.points <= MOST:
         raise BadInput(f"a frontier has 1 to {MOST} points", chosen.points, "option --points")
-    source = _loaded(chosen.source, out, model_options(chosen))
-    with Line(out.errors, f"planning {source.graph.name}") as line:
-        found = api.frontier_of(
-            source.graph,
-            chosen.points,
-            program=source.captured,
-            peers=chosen.peers,
-            say=lambda text: line.say(text, always=True),
-            **options,
-        )
+    if is_module(chosen.source):
+        found = module_frontier(chosen, out, options)
+    else:
+        found = _frontier(chosen, out, options)
     rows = frontier_rows(found)
     text: list[RenderableType] = [*frontier_tables(found)]
     if drawing is not None:
@@ -176,6 +170,19 @@ def frontier(chosen: argparse.Namespace, out: Output) -> int:
         text.append(f"shown in {page}")
     out.answer(rows, text)
     return 0
+
+
+def _frontier(chosen: argparse.Namespace, out: Output, options: dict[str, Any]) -> Frontier:
+    source = _loaded(chosen.source, out, model_options(chosen))
+    with Line(out.errors, f"planning {source.graph.name}") as line:
+        return api.frontier_of(
+            source.graph,
+            chosen.points,
+            program=source.captured,
+            peers=chosen.peers,
+            say=lambda text: line.say(text, always=True),
+            **options,
+        )
 
 
 def explain(chosen: argparse.Namespace, out: Output) -> int:

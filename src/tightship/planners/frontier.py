@@ -25,8 +25,8 @@ from tightship.units import Budget
 __all__ = ["MOST", "Frontier", "Other", "extra_flops", "frontier", "needs", "others"]
 
 MOST = 200
-_SLACK = (1.0, 1.01, 1.03, 1.1)
-"""What the least peak is multiplied by, in turns, until its placement fits too."""
+_SLACK = 30
+"""By what part of it the least budget grows until there is a plan, with a place for everything."""
 
 Said = Callable[[str], None]
 
@@ -79,21 +79,24 @@ def frontier(
     say: Said | None = None,
     *,
     peers: bool = True,
+    beside: Sequence[Other] = (),
+    stuck: frozenset[int] = frozenset(),
 ) -> Frontier:
     """Plans for ``points`` budgets from the least that is reached to what keeping everything needs.
 
     ``options.seconds`` and ``options.work`` are for all budgets together, those of the other policies among them:
     each is compared with a plan for as much memory, and is the plan where it is the faster one. ``saved`` adds to
-    them: what is kept between forward and backward, by name. ``say`` is told what is being done. An interrupt
-    ends the search and gives back what there is, if there is anything.
+    them: what is kept between forward and backward, by name; so does ``beside``, with steps of this graph or without.
+    ``stuck``: storages that can be made again, but not be packed or copied out. ``say`` is told what is being done.
+    An interrupt ends the search and gives back what there is, if there is anything.
     """
     if not 1 <= points <= MOST:
         raise BadInput(f"a frontier has 1 to {MOST} points", points, "points")
     began = time.perf_counter()
     o = options or default.Options()
     before = replay(graph, baseline(graph)).peak
-    frame = default.frame_of(graph, default.order_of(graph, o, before), o)
-    beside = others(Frame(graph, frame.order), saved or {}) if peers else ()
+    frame = replace(default.frame_of(graph, default.order_of(graph, o, before), o), stuck=stuck)
+    beside = (*others(Frame(graph, frame.order), saved or {}), *beside) if peers else ()
     for kept in (saved or {}).values() if peers and "recompute" in frame.means else ():
         frame.archive.offer(with_saved(frame, kept))
     searches = points + len(beside)
@@ -109,7 +112,8 @@ def frontier(
             if min(budgets) < x.peak < budgets[0] and x.peak not in budgets:
                 search.at(x.peak, "as much memory as others")
             best = _best(made, x.peak)
-            if not frame.only and "recompute" in frame.means and (best is None or best.time > x.time):
+            allowed = x.steps and not frame.only and "recompute" in frame.means
+            if allowed and (best is None or best.time > x.time):
                 made.append(default.adopted(frame, x.steps, each, x.name))  # then theirs is the plan
     except KeyboardInterrupt:
         if len(made) < 2:
@@ -130,12 +134,12 @@ class _Search:
     say: Said
 
     def at(self, budget: int, why: str) -> int:
-        """Plan for a budget; the least peak reached, should it not be met."""
+        """Plan for a budget; the least bytes that were enough, placed, should it not be met."""
         self.say(why)
         try:
             self.made.append(default.plan(self.graph, Budget(bytes=budget), self.each, frame=self.frame))
         except Infeasible as no:
-            return no.best_peak
+            return max(no.best_peak, no.placed or 0)
         return budget
 
     def spread(self, points: int) -> Iterator[int]:
@@ -143,11 +147,9 @@ class _Search:
         if points == 1:
             return
         full = needs(self.made[0])
-        least = self.at(int(lower_bound(self.graph)), "the least memory")
-        for slack in _SLACK:
-            if len(self.made) > 1:
-                break
-            self.at(int(least * slack), "the least memory")
+        least = int(lower_bound(self.graph))
+        while len(self.made) == 1 and least < full:
+            least = max(self.at(least, "the least memory"), least + least // _SLACK)
         least = needs(self.made[-1])
         yield least
         for j in range(points - 2):

@@ -46,19 +46,20 @@ def counted(
 ) -> Counted:
     """Computation ``name``, with what it calls at ``callees`` bytes and instructions at their modelled seconds."""
     may = partial(may_repeat, module, libraries=libraries)
-    return Counted(module, module.by_name[name], callees, work.seconds, may, once)
+    return Counted(module, module.by_name[name], callees, work.seconds, work.flops[name], may, once)
 
 
 @dataclass(frozen=True)
 class Counted:
-    """``computation`` of ``module``; ``callees[name]`` is the peak of each computation it runs, ``seconds`` and
-    ``may`` say what an instruction costs and whether it may run again. ``once`` names others that do not, besides
-    those whose one run is tied to what others do; None: these may, too."""
+    """``computation`` of ``module``; ``callees[name]`` is the peak of each computation it runs, ``seconds``,
+    ``flops`` and ``may`` say what an instruction costs and whether it may run again. ``once`` names others that do
+    not, besides those whose one run is tied to what others do; None: these may, too."""
 
     module: Module
     computation: Computation
     callees: Mapping[str, int]
     seconds: Callable[[Computation, Instruction], float]
+    flops: Mapping[str, int]
     may: Callable[[Instruction], bool]
     once: frozenset[str] | None = None
 
@@ -184,6 +185,7 @@ class Counted:
             effect=bound or not self.may(i),
             control=tuple(number[c] for c in i.control_predecessors if c in number),
             time=self.seconds(self.computation, i),
+            flops=self.flops.get(i.name, 0),
             workspace=sum(self.callees.get(c, 0) for c in i.called) if i.opcode in CALLING else 0,
             module=i.op_name,
             source=str(place) if place else "",
