@@ -21,7 +21,9 @@ def module(name: str) -> PlannerInfo:
 
 
 def options(info: PlannerInfo) -> object:
-    small = {"work": 300_000, "seconds": 20.0}
+    if info.name == "exact":
+        pytest.importorskip("ortools")
+    small = {"work": 300_000, "seconds": 20.0, "effort": 0.05}
     return info.options(**{f.name: small[f.name] for f in fields(info.options) if f.name in small})
 
 

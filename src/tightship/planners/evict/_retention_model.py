@@ -1,0 +1,280 @@
+"""A `Retention` problem as a constraint program of OR-tools' CP-SAT, from one list of runs to a better one."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Collection
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+from tightship.planners.evict._events import Run
+from tightship.planners.evict._retention import Retention, Runs, Unit
+
+__all__ = ["Effort", "Model"]
+
+_TICKS = 10_000_000
+"""Integer time that all ops together come to."""
+
+
+@dataclass(frozen=True, slots=True)
+class Effort:
+    """``work``: the solver's deterministic seconds at most, ``seconds``: of the wall clock, ``seed``: of its
+    choices."""
+
+    work: float
+    seconds: float
+    seed: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class _Copy:
+    """What one run makes of one storage: in memory from moment ``begin`` to ``end``, both included, and whole after
+    ``ready``; ``there`` if that run happens (a literal, or 1)."""
+
+    begin: Any
+    ready: Any
+    end: Any
+    length: Any
+    there: Any
+
+
+@dataclass(frozen=True, slots=True)
+class _Again:
+    """One more run of a unit: in stage ``stage``, if ``there``."""
+
+    stage: Any
+    there: Any
+
+
+@dataclass(frozen=True, slots=True)
+class _Find:
+    """A read of ``storage`` at ``at`` by run ``run`` (0: the first) of unit ``unit`` (-1: by whoever takes the
+    results), and a literal for each copy that it may find."""
+
+    storage: int
+    unit: int
+    run: int
+    at: int
+    ways: tuple[Any, ...]
+
+
+class Model:
+    """``runs`` are what it begins with; every unit may run again ``most`` times, or as often as it does there. Only
+    units in ``free`` change their runs (None: all); every copy may stay for another time. ``bound`` is a time no plan
+    is below, in seconds beyond those of the first runs."""
+
+    def __init__(
+        self,
+        cp: Any,
+        problem: Retention,
+        limit: int,
+        runs: Runs,
+        most: int,
+        free: Collection[int] | None = None,
+        bound: float = 0.0,
+    ) -> None:
+        self.cp, self.problem, self.runs = cp, problem, runs
+        self.model = cp.CpModel()
+        self.size = [s.size for s in problem.graph.storages]
+        self.intervals: list[Any] = []
+        self.demands: list[int] = []
+        self.first: list[Any] = []
+        self.again: list[list[_Again]] = []
+        self.copies: dict[int, list[_Copy]] = defaultdict(list)
+        self.finds: list[_Find] = []
+        for u, unit in enumerate(problem.units):
+            self._first(u, unit, free is None or u in free)
+            self._again(u, unit, most, free is None or u in free)
+        self._reads()
+        self.model.add_cumulative(self.intervals, self.demands, limit - problem.graph.static_bytes)
+        self._objective(bound)
+
+    def _first(self, u: int, unit: Unit, free: bool) -> None:
+        if unit.late and free:
+            first = self.model.new_bool_var("")
+        else:
+            first = 1 if self.runs.first[u] else self.model.new_constant(0)
+        self.first.append(first)
+        for s, at, ready in unit.makes:
+            if s not in self.problem.held:
+                stay = max(ready, self.problem.stays.get(s, 0))
+                end = self._moment_var(self.problem.moment(stay, stay))
+                self._copy(s, (self.problem.moment(at, at), self.problem.moment(ready, ready), end), first)
+        for at in unit.at:
+            t = self.problem.moment(at, at)
+            self._takes((t, t), first, self.problem.workspace[at])
+
+    def _again(self, u: int, unit: Unit, most: int, free: bool) -> None:
+        m, known, rows = self.model, self.runs.again[u], []
+        stages = self.cp.Domain.from_values(list(unit.stages))
+        count = len(known) if not free or not unit.stages else max(most, len(known))
+        for j in range(count):
+            if free:
+                there, stage = m.new_bool_var(""), m.new_int_var_from_domain(stages, "")
+            else:
+                there, stage = 1, known[j]
+            rows.append(_Again(stage, there))
+            for s, at, ready in unit.makes:
+                if s not in self.problem.held:
+                    begin, whole = self.problem.moment(stage, at), self.problem.moment(stage, ready)
+                    end = self._moment_var(0)
+                    constraint = m.add(end >= whole)
+                    if not isinstance(there, int):
+                        constraint.only_enforce_if(there)
+                    self._copy(s, (begin, whole, end), there)
+            for at in unit.at:
+                t = self.problem.moment(stage, at)
+                self._takes((t, t), there, self.problem.workspace[at])
+        if free:
+            for a, b in pairwise(rows):
+                m.add_implication(b.there, a.there)
+                m.add(a.stage < b.stage).only_enforce_if(b.there)
+        if unit.late and free:
+            m.add_bool_or([self.first[u], *(r.there for r in rows)])
+        self.again.append(rows)
+
+    def _moment_var(self, least: int) -> Any:
+        return self.model.new_int_var(least, self.problem.moment(self.problem.n, self.problem.n), "")
+
+    def _copy(self, storage: int, span: tuple[Any, Any, Any], there: Any) -> None:
+        begin, ready, end = span
+        length = self._takes((begin, end), there, self.size[storage])
+        self.copies[storage].append(_Copy(begin, ready, end, length, there))
+
+    def _takes(self, span: tuple[Any, Any], there: Any, nbytes: int) -> Any:
+        if not nbytes:
+            return None
+        begin, end = span
+        length = self.model.new_int_var(1, self.problem.moment(self.problem.n + 1, 0), "")
+        if isinstance(there, int):
+            self.intervals.append(self.model.new_interval_var(begin, length, end + 1, ""))
+        else:
+            self.intervals.append(self.model.new_optional_interval_var(begin, length, end + 1, there, ""))
+        self.demands.append(nbytes)
+        return length
+
+    def _reads(self) -> None:
+        p = self.problem
+        for s, at, who in p.first_reads:
+            self._find(s, (who, 0, at), p.moment(at, at), self.first[who] if who >= 0 else 1)
+        for u, unit in enumerate(p.units):
+            for j, run in enumerate(self.again[u]):
+                for s, at in unit.reads:
+                    self._find(s, (u, j + 1, at), p.moment(run.stage, at), run.there)
+
+    def _find(self, storage: int, who: tuple[int, int, int], moment: Any, there: Any) -> None:
+        """A read finds a copy that is whole and has not ended."""
+        m, ways = self.model, []
+        for c in self.copies[storage]:
+            way = m.new_bool_var("")
+            m.add(c.ready < moment).only_enforce_if(way)
+            m.add(c.end >= moment).only_enforce_if(way)
+            if not isinstance(c.there, int):
+                m.add_implication(way, c.there)
+            ways.append(way)
+        clause = m.add_bool_or(ways)
+        if not isinstance(there, int):
+            clause.only_enforce_if(there)
+        self.finds.append(_Find(storage, *who, tuple(ways)))
+
+    def _objective(self, bound: float) -> None:
+        units = self.problem.units
+        self.scale = _TICKS / (sum(u.time for u in units) or 1.0)
+        terms: list[Any] = [0]
+        for unit, first, again in zip(units, self.first, self.again, strict=True):
+            ticks = round(unit.time * self.scale)
+            terms += [ticks * r.there for r in again]
+            terms.append(ticks * (first - 1))
+        total = sum(terms)
+        if not isinstance(total, int):
+            # Rounded times may add up to less than the bound by half a tick for each run.
+            self.model.add(total >= int(bound * self.scale) - sum(map(len, self.again)) - len(units))
+            self.model.minimize(total)
+
+    def solved(self, effort: Effort) -> tuple[Runs, list[Run], bool] | None:
+        """The best runs found, the same in their order, and whether there are none better; None for none."""
+        self._hint()
+        solver = self.cp.CpSolver()
+        p = solver.parameters
+        p.random_seed, p.max_time_in_seconds, p.max_deterministic_time = (
+            effort.seed,
+            effort.seconds,
+            effort.work,
+        )
+        # Several strategies in turns on one thread: the same answer on every machine.
+        p.num_workers, p.interleave_search, p.repair_hint = 8, True, True
+        status = solver.solve(self.model)
+        if status not in (self.cp.OPTIMAL, self.cp.FEASIBLE):
+            return None
+        first = tuple(isinstance(f, int) or bool(solver.value(f)) for f in self.first)
+        again, rows = [], []
+        for u, unit in enumerate(self.problem.units):
+            ran = first[u]
+            if ran:
+                rows += [(self.problem.moment(at, at), Run(self.problem.order[at])) for at in unit.at]
+            stages = []
+            for j, run in enumerate(self.again[u]):
+                if solver.value(run.there):
+                    stages.append(solver.value(run.stage))
+                    rows += self._run(solver, unit, j, stages[-1], ran)
+                    ran = True
+            again.append(tuple(stages))
+        rows.sort(key=lambda row: row[0])
+        return Runs(first, tuple(again)), [run for _, run in rows], status == self.cp.OPTIMAL
+
+    def _run(self, solver: Any, unit: Unit, j: int, stage: int, again: bool) -> list[tuple[int, Run]]:
+        """One more run of a unit, and what stays of it; the first one, if it has not run ``again``."""
+        rows = []
+        for at in unit.at:
+            moment = self.problem.moment(stage, at)
+            stay = [
+                s
+                for s, made, ready in unit.makes
+                if made == at and s not in self.problem.held
+                # Copies of a run stand after that of the first.
+                if ready > at or solver.value(self.copies[s][j + 1].end) > moment
+            ]
+            op = self.problem.order[at]
+            rows.append((moment, Run(op, True, tuple(stay)) if again else Run(op)))
+        return rows
+
+    def _hint(self) -> None:
+        """All variables, as in the runs to begin with: each read finds the last copy made before it."""
+        m, p = self.model, self.problem
+        stages = [[-1, *again] for again in self.runs.again]
+        spans: dict[tuple[int, int], list[int]] = {}  # (storage, run): begin, ready, end
+        for u, unit in enumerate(p.units):
+            for s, at, ready in unit.makes:
+                for j, stage in enumerate(stages[u]):
+                    if j or self.runs.first[u]:
+                        begin, whole = (p.moment(x if stage < 0 else stage, x) for x in (at, ready))
+                        stay = 0 if j else p.stays.get(s, 0)
+                        spans[s, j] = [begin, whole, max(whole, p.moment(stay, stay))]
+        for find in self.finds:
+            chosen = -1
+            if find.unit < 0 or (
+                self.runs.first[find.unit] if not find.run else find.run < len(stages[find.unit])
+            ):
+                moment = p.moment(stages[find.unit][find.run] if find.run else find.at, find.at)
+                before = [
+                    j for j in range(len(find.ways)) if spans.get((find.storage, j), [0, moment])[1] < moment
+                ]
+                chosen = max(before, key=lambda j: spans[find.storage, j][1], default=-1)
+                if chosen >= 0:
+                    spans[find.storage, chosen][2] = max(spans[find.storage, chosen][2], moment)
+            for j, way in enumerate(find.ways):
+                m.add_hint(way, j == chosen)
+        for u, again in enumerate(self.again):
+            if not isinstance(self.first[u], int):
+                m.add_hint(self.first[u], self.runs.first[u])
+            for j, run in enumerate(again):
+                if not isinstance(run.there, int):
+                    known = self.runs.again[u]
+                    m.add_hint(run.there, j < len(known))
+                    m.add_hint(run.stage, known[j] if j < len(known) else p.units[u].stages[0])
+        for s, copies in self.copies.items():
+            for j, c in enumerate(copies):
+                begin, whole, end = spans.get((s, j), (0, 0, 0))
+                m.add_hint(c.end, end)
+                m.add_hint(c.length, end + 1 - begin)

@@ -1,0 +1,113 @@
+"""The exact planner: what trying everything finds, and never worse than the search it begins with."""
+
+from __future__ import annotations
+
+import builtins
+from dataclasses import replace
+
+import pytest
+
+from chains import chain
+from optimum import least_extra
+from strategies import random_graph
+from tightship.errors import Unsupported
+from tightship.graph import Graph
+from tightship.planners.evict import anneal, exact
+from tightship.planners.evict._frame import Frame
+from tightship.planners.evict._retention import Retention
+from tightship.planners.hints import parse_hints, resolve
+from tightship.simulate import baseline, replay
+
+PROVE = exact.Options(again=4, effort=5.0, seconds=30.0, work=20_000)
+
+
+def frame_of(graph: Graph) -> Frame:
+    return Frame(graph, tuple(range(len(graph.ops))))
+
+
+def limit_of(graph: Graph, part: float) -> int:
+    base = replay(graph, baseline(graph)).peak
+    return graph.static_bytes + int(part * (base - graph.static_bytes))
+
+
+def in_order(graph: Graph) -> Graph:
+    """The graph, with one order only in which its ops may run at first."""
+    rows = (replace(op, control=(k - 1,)) if k else op for k, op in enumerate(graph.ops))
+    return graph.with_ops(tuple(rows))
+
+
+def test_nothing_is_imported_before_it_is_asked_for_and_its_absence_is_said(monkeypatch) -> None:
+    real = builtins.__import__
+
+    def absent(name, *rest, **more):
+        if name.startswith("ortools"):
+            raise ImportError(name)
+        return real(name, *rest, **more)
+
+    monkeypatch.setattr(builtins, "__import__", absent)
+    graph = chain(12)
+    assert exact.plan(frame_of(graph), limit_of(graph, 1.0)).extra == 0
+    with pytest.raises(Unsupported, match=r"tightship\[solver\]"):
+        exact.plan(frame_of(graph), limit_of(graph, 0.5))
+
+
+@pytest.mark.parametrize("seed", range(24))
+def test_trying_everything_agrees_for_up_to_six_ops(seed: int) -> None:
+    """All orders of repetitions are tried. (Nothing writes what the caller owns: the trying does not see that.)"""
+    pytest.importorskip("ortools")
+    graph = in_order(random_graph(seed, 4 + seed % 3, updates=0.0, stats=0.0, inplace=0.0))
+    for part in (0.6, 0.8, 0.95):
+        limit = limit_of(graph, part)
+        try:
+            least = least_extra(graph, limit)
+        except RuntimeError:
+            continue  # too many states
+        found = exact.plan(frame_of(graph), limit, PROVE)
+        assert found.met == (least is not None)
+        assert least is None or found.extra == pytest.approx(least)
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_what_is_written_in_place_is_planned_soundly(seed: int) -> None:
+    """As a whole only, which may cost more than the least of all."""
+    pytest.importorskip("ortools")
+    graph = in_order(random_graph(seed, 6, updates=0.2, inplace=0.4))
+    for part in (0.6, 0.9):
+        limit = limit_of(graph, part)
+        found = exact.plan(frame_of(graph), limit, PROVE)
+        if found.met:
+            assert replay(graph, found.steps or frame_of(graph).steps(found.evict)).peak <= limit
+            assert (least_extra(graph, limit) or 0.0) <= found.extra + 1e-9
+
+
+def test_windows_of_a_larger_graph_never_make_it_worse() -> None:
+    pytest.importorskip("ortools")
+    graph = random_graph(3, 60)
+    limit = limit_of(graph, 0.6)
+    few = exact.Options(effort=0.5, work=50_000, whole=20, window=16)
+    start = anneal.plan(frame_of(graph), limit, anneal.Options(work=50_000, seconds=15.0))
+    found = exact.plan(frame_of(graph), limit, few)
+    assert not start.beats(found)
+    again = exact.plan(frame_of(graph), limit, few)
+    assert (found.steps, found.extra) == (again.steps, again.extra)
+
+
+def test_what_is_to_be_kept_stays() -> None:
+    pytest.importorskip("ortools")
+    graph = chain(8)
+    named = graph.with_ops(tuple(replace(op, module=f"net.{op.name}") for op in graph.ops))
+    only = resolve(named, parse_hints("net.f2=keep,net.f4=keep"))
+    assert only
+    frame = Frame(named, tuple(range(len(named.ops))), only=only)
+    found = exact.plan(frame, limit_of(named, 0.8), PROVE)
+    again = {s.op for s in found.steps or frame.steps(found.evict) if s.kind == "recompute"}
+    assert found.met and again and not again & {2, 4}
+
+
+def test_ops_that_write_one_storage_are_one_unit() -> None:
+    graph = random_graph(2, 30, inplace=0.5)
+    problem = Retention(frame_of(graph))
+    for s, writers in enumerate(graph.uses.writers):
+        if s not in graph.static and writers:
+            assert len({problem.unit_at[w] for w in writers}) == 1
+    assert sorted(at for unit in problem.units for at in unit.at) == list(range(len(graph.ops)))
