@@ -77,7 +77,7 @@ Engine* make(const RowsIn& reads, const RowsIn& needs, const RowsIn& defines, co
              const Array<std::uint8_t>& pure, const Array<std::uint8_t>& fixed, const Array<i64>& size, const Array<std::uint8_t>& owned,
              const Array<std::uint8_t>& kept, const Array<i32>& order, const Array<i64>& packed,
              const Array<double>& pack, const Array<double>& unpack, const Array<double>& offload,
-             const Array<double>& fetch, const Array<std::uint8_t>& may, const Array<std::uint8_t>& must,
+             const Array<double>& fetch, const Array<double>& lost, const Array<std::uint8_t>& may, const Array<std::uint8_t>& must,
              i32 boundary) {
     Program p;
     p.ops = static_cast<i64>(order.shape(0));
@@ -87,7 +87,7 @@ Engine* make(const RowsIn& reads, const RowsIn& needs, const RowsIn& defines, co
     p.extra = vec(extra), p.time = vec(time), p.pure = vec(pure), p.fixed = vec(fixed), p.size = vec(size);
     p.owned = vec(owned), p.kept = vec(kept), p.order = vec(order);
     p.packed = vec(packed), p.pack = vec(pack), p.unpack = vec(unpack);
-    p.offload = vec(offload), p.fetch = vec(fetch), p.may = vec(may), p.must = vec(must), p.boundary = boundary;
+    p.offload = vec(offload), p.fetch = vec(fetch), p.lost = vec(lost), p.may = vec(may), p.must = vec(must), p.boundary = boundary;
     return new Engine(std::move(p));
 }
 
@@ -113,7 +113,7 @@ void bind_search(nb::module_& m) {
         .def(nb::new_(&make), nb::arg("reads"), nb::arg("needs"), nb::arg("defines"), nb::arg("mutates"),
              nb::arg("updates"), nb::arg("extra"), nb::arg("time"), nb::arg("pure"), nb::arg("fixed"), nb::arg("size"),
              nb::arg("owned"), nb::arg("kept"), nb::arg("order"), nb::arg("packed"), nb::arg("pack"),
-             nb::arg("unpack"), nb::arg("offload"), nb::arg("fetch"), nb::arg("may"), nb::arg("must"),
+             nb::arg("unpack"), nb::arg("offload"), nb::arg("fetch"), nb::arg("lost"), nb::arg("may"), nb::arg("must"),
              nb::arg("boundary"))
         .def_prop_ro("gaps",
                      [](const Engine& e) {

@@ -50,6 +50,7 @@ struct Program {
     std::vector<i32> order;                        // ops as they are to run
     std::vector<i64> packed;                       // by storage: bytes when packed, 0: cannot be
     std::vector<double> pack, unpack, offload, fetch;  // by storage: seconds
+    std::vector<double> lost;                      // by storage: seconds that a copy of it takes from the ops
     std::vector<std::uint8_t> may;                 // by storage: decisions allowed, a bit each (1 << Decision)
     std::vector<std::uint8_t> must;                // by storage: those allowed across the boundary, 0: as `may`
     i32 boundary = 0;                              // a position

@@ -52,6 +52,7 @@ void Engine::send(i32 s) {
     host_live_ += p_.size[s];
     s_.cost.host = std::max(s_.cost.host, host_live_);
     ready_[s] = sent_;
+    spend(p_.lost[s]);
     leaving_now_.push_back(s);
     if (out_) {
         offload_step_[s] = static_cast<i32>(out_->size());
@@ -98,6 +99,7 @@ void Engine::fetch(i32 s) {
     fetched_ = std::max({fetched_, now_, ready_[s]}) + p_.fetch[s];
     ready_[s] = fetched_;
     coming_[s] = 1;
+    spend(p_.lost[s]);
     if (!out_) return;
     std::vector<i32> waits = last_compute();
     waits.push_back(offload_step_[s]);

@@ -173,7 +173,28 @@ def test_a_copy_costs_what_others_wait_for_it() -> None:
         Step("compute", op=2, waits=(4,)),  # 5.5 to 9.5
     ]
     assert replay(graph, steps).time == 9.5
-    steps[4] = replace(steps[4], waits=())  # 2.5 to 5: the bytes are counted, the time is not the freeing's
-    assert replay(graph, steps).time == 9.0
+    steps[4] = replace(steps[4], waits=())  # no sooner, since stream 0 begins it after what stands before it
+    assert replay(graph, steps).time == 9.5
+    alone = [replace(s, stream=0, waits=()) for s in steps]
+    assert replay(graph, alone).time == 7.0 + 1.5 + 2.5
+
+
+def test_a_copy_costs_what_it_takes_from_the_ops_beside_it() -> None:
+    """A quarter of a second to begin each, and another one for 128 bytes."""
+    machine = Machine(offload=128.0, fetch=64.0, latency=0.5, begin=0.25, beside=1 / 512)
+    graph = replace(small(), machine=machine)
+    steps = [
+        Step("compute", op=0),  # 0 to 1
+        Step("offload", storages=(1,), stream=1, waits=(0,)),  # 1 to 2.5
+        Step("compute", op=1),  # 1.5 to 3.5
+        Step("free", storages=(1,), waits=(1,)),  # 3.5
+        Step(
+            "fetch", storages=(1,), stream=1, waits=(3,)
+        ),  # 3.5 to 6: what is lost meanwhile nobody waits for
+        Step("compute", op=2, waits=(4,)),  # 6 to 10
+    ]
+    line = replay(graph, steps)
+    assert line.time == 10.0 and line.compute_time == 7.0 + 0.5 + 0.5
+    assert [line.spans[i] for i in (1, 2, 4, 5)] == [(1.0, 2.5), (1.5, 3.5), (3.5, 6.0), (6.0, 10.0)]
     alone = [replace(s, stream=0, waits=()) for s in steps]
     assert replay(graph, alone).time == 7.0 + 1.5 + 2.5

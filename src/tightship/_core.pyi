@@ -125,6 +125,7 @@ class Engine:
         unpack: F64,
         offload: F64,
         fetch: F64,
+        lost: F64,
         may: U8,
         must: U8,
         boundary: int,

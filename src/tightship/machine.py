@@ -1,8 +1,9 @@
 """Machine: what copies and codecs cost here, in bytes per second.
 
 A graph carries the machine its times are for: measured figures come from `execute`, the defaults model a
-laptop. Seconds of a transfer are ``latency + bytes / rate``, bytes those of the full form; streams are taken
-not to slow one another down.
+laptop. Seconds of a transfer are ``latency + bytes / rate``, bytes those of the full form. A transfer on a stream of
+its own takes ``begin + bytes * beside`` seconds from the ops as well: who runs them begins it, and on a CPU it shares
+cores and memory with them. Modelled, engines copy, and that is nothing.
 """
 
 from __future__ import annotations
@@ -23,7 +24,8 @@ LOSSY = ("bf16",)
 @dataclass(frozen=True, slots=True)
 class Machine:
     """``offload`` and ``fetch``: bytes per second to and from the host pool; ``latency``: seconds that each copy
-    of a storage takes besides; ``pack`` and ``unpack``: bytes per second of each of ``CODECS``, in their order;
+    of a storage takes besides; ``begin`` and ``beside``: seconds that stream 0 loses for each copy of a storage and
+    for each byte copied beside it; ``pack`` and ``unpack``: bytes per second of each of ``CODECS``, in their order;
     ``state``: seconds to save or to set the random state. ``measured``: here, rather than modelled."""
 
     offload: float = 1.6e10
@@ -33,6 +35,12 @@ class Machine:
     unpack: tuple[float, ...] = (4e9,) * len(CODECS)
     state: float = 2e-5
     measured: bool = False
+    begin: float = 0.0
+    beside: float = 0.0
+
+    def lost(self, nbytes: int) -> float:
+        """Seconds of stream 0 for the copy of one storage of ``nbytes`` on another stream."""
+        return self.begin + nbytes * self.beside
 
     def seconds(self, kind: str, nbytes: int, codec: str = "") -> float:
         """Of one storage of ``nbytes`` in a step of ``kind`` offload, fetch, compress or decompress. A codec not

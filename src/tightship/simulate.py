@@ -27,8 +27,8 @@ class Timeline:
 
     ``during[i]`` device bytes in use while step ``i`` runs, ``resident[i]`` bytes left after it. ``spans[i]`` are the
     seconds at which it begins and ends. ``time`` is seconds until the last stream ends, ``compute_time`` those that
-    stream 0 works. ``at_peak`` lists what makes up the peak: (storage, bytes), storage -1 for what the op at the
-    peak needs while it runs, and saved random states.
+    stream 0 works, what copies on other streams take from it included. ``at_peak`` lists what makes up the peak:
+    (storage, bytes), storage -1 for what the op at the peak needs while it runs, and saved random states.
     """
 
     during: tuple[int, ...]
@@ -156,10 +156,11 @@ class _Machine:
 
     def move(self, i: int, step: Step) -> int:
         """Offload, fetch, compress, decompress: one form made from another."""
-        seconds = 0.0
+        seconds = lost = 0.0
         for s in step.storages:
             size = self.graph.storages[s].size
             seconds += self.machine.seconds(step.kind, size, step.codec)
+            lost += self.machine.lost(size)
             there = {"offload": self.full[s], "compress": self.full[s], "fetch": self.host[s]}
             if not there.get(step.kind, bool(self.packed[s])):
                 self.fail(f"{step.kind} needs the form it copies from", self.name(s), i)
@@ -186,7 +187,12 @@ class _Machine:
                 self.live += size
         if step.stream == 0:
             self.compute_time += seconds
-        self.advance(step, seconds)
+            self.advance(step, seconds)
+        else:
+            self.clock[step.stream] = max(self.clock.get(step.stream, 0.0), self.clock.get(0, 0.0))
+            self.advance(step, seconds)
+            self.compute_time += lost
+            self.clock[0] = self.clock.get(0, 0.0) + lost
         return self.live
 
     def free(self, i: int, step: Step) -> int:

@@ -108,6 +108,8 @@ class _MachineRow(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_
     unpack: tuple[Rate, ...] = MODELLED.unpack
     state: Seconds = MODELLED.state
     measured: bool = False
+    begin: Seconds = 0.0
+    beside: Seconds = 0.0
 
 
 class _Body(_Document, kw_only=True):

@@ -22,10 +22,11 @@ from tightship.verify import verify
 HUGE = 1 << 60
 ALL = ("recompute", "compress", "offload")
 SLOW = Machine(offload=300.0, fetch=200.0, latency=0.1, pack=(900.0,) * 9, unpack=(700.0,) * 9)
+BUSY = replace(SLOW, begin=0.07, beside=0.002)
 
 
-def frame_of(graph: Graph, **more: object) -> Frame:
-    graph = replace(graph, machine=SLOW)
+def frame_of(graph: Graph, machine: Machine = SLOW, **more: object) -> Frame:
+    graph = replace(graph, machine=machine)
     return Frame(graph, tuple(range(len(graph.ops))), **({"means": ALL, "lossy": True} | more))
 
 
@@ -50,7 +51,7 @@ def checked(frame: Frame, bits: np.ndarray, limit: int) -> None:
 
 @pytest.mark.parametrize("seed", range(60))
 def test_any_decision_costs_what_its_steps_cost_and_is_verified(seed: int) -> None:
-    frame = frame_of(random_graph(seed, 10 + seed))
+    frame = frame_of(random_graph(seed, 10 + seed), (SLOW, BUSY)[seed % 2])
     base = replay(frame.graph, baseline(frame.graph))
     rng = np.random.default_rng(seed)
     for kinds in ((KEEP, PACK), (KEEP, OFFLOAD), tuple(range(6)), (0, 0, *range(6))):
@@ -66,7 +67,7 @@ def test_many_copies_beside_ops_that_run_later(seed: int) -> None:
     """What came back for an op that runs later goes again; what is sent while it comes back is waited for."""
     graph = random_graph(seed, 30)
     rng = np.random.default_rng(5)
-    for machine in (SLOW, Machine()):
+    for machine in (SLOW, BUSY, Machine(), Machine(begin=1e-3)):
         frame = Frame(replace(graph, machine=machine), tuple(range(len(graph.ops))), means=ALL, lossy=True)
         for _ in range(60):
             others = rng.choice([0, 0, 1, 2, 3, 4], len(frame.gaps))
@@ -82,6 +83,23 @@ def test_a_transfer_that_overlaps_costs_nothing() -> None:
     assert found.extra == pytest.approx(0.0, abs=1e-6)
     assert found.peak < replay(graph, baseline(graph)).peak
     assert found.host > 0
+
+
+def test_what_copies_take_from_ops_is_paid_for_each_and_small_ones_are_not_made() -> None:
+    """Ops of 1 s, copies of 0.1 s; each takes 0.5 s from the ops: to run an op of less again is cheaper."""
+    graph = chain(20)
+    free, dear = (Machine(offload=6400.0, fetch=6400.0, latency=0.09, begin=b) for b in (0.0, 0.5))
+    found = {}
+    for machine in (free, dear):
+        frame = frame_of(replace(graph, ops=tuple(replace(o, time=1.0) for o in graph.ops)), machine)
+        bits = np.where(frame.gaps[:, 2] - frame.gaps[:, 1] > 6, OFFLOAD, KEEP).astype(np.uint8)
+        copies = sum(s.kind in ("offload", "fetch") for s in frame.steps(bits))
+        assert copies and frame.cost(bits, HUGE).extra == pytest.approx(machine.begin * copies)
+        base = replay(frame.graph, baseline(frame.graph)).peak
+        found[machine.begin] = ladder.plan(frame, base * 2 // 3, ladder.Options(work=1_000_000))
+    assert found[0.0].met and found[0.5].met
+    assert found[0.0].extra == pytest.approx(0.0) and found[0.0].host > 0
+    assert found[0.5].extra > 0.0
 
 
 def test_what_is_not_left_to_the_planner_is_decided_so() -> None:

@@ -187,6 +187,7 @@ class Frame:
             "packed": packed, "pack": pack_, "unpack": unpack, "may": may, "must": must, "boundary": self.boundary,
             "offload": np.array([machine.seconds("offload", s.size) for s in storages], np.float64),
             "fetch": np.array([machine.seconds("fetch", s.size) for s in storages], np.float64),
+            "lost": np.array([machine.lost(s.size) for s in storages], np.float64),
         }  # fmt: skip
 
     @cached_property
