@@ -44,7 +44,7 @@ from tightship.graph import Graph  # noqa: E402
 from tightship.integrations.onnx_write import write_model  # noqa: E402
 from tightship.integrations.onnxruntime import measure, random_feeds  # noqa: E402
 from tightship.plan import Plan  # noqa: E402
-from tightship.planners.order.beam import order_bound  # noqa: E402
+from tightship.planners.order.best import order_bound  # noqa: E402
 from tightship.units import format_bytes  # noqa: E402
 
 PAGE = ROOT / "docs" / "inference.md"

@@ -1,4 +1,4 @@
-"""The simplest training graph: a chain forward and back."""
+"""The simplest graphs: a chain forward and back, a fan of branches."""
 
 from __future__ import annotations
 
@@ -21,3 +21,18 @@ def chain(n: int, size: int = 64) -> Graph:
         ops.append(Op(f"b{k}", "b", (last, k + 1), (len(values) - 1,), time=1.0, phase="backward"))
         last = len(values) - 1
     return Graph(tuple(ops), tuple(values), tuple(storages), (0,), (last,))
+
+
+def fan(branches: int, large: int = 1024, small: int = 64) -> Graph:
+    """Branches that make much and keep little, all the large first."""
+    values, storages, ops = [Value("x", 0)], [Storage("x", 64)], []
+
+    def made(name: str, size: int, inputs: tuple[int, ...]) -> int:
+        storages.append(Storage(name, size))
+        values.append(Value(name, len(storages) - 1))
+        ops.append(Op(name, "op", inputs, (len(values) - 1,)))
+        return len(values) - 1
+
+    big = [made(f"large{k}", large, (0,)) for k in range(branches)]
+    end = made("end", 64, tuple(made(f"small{k}", small, (b,)) for k, b in enumerate(big)))
+    return Graph(tuple(ops), tuple(values), tuple(storages), (0,), (end,))

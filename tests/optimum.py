@@ -75,3 +75,34 @@ def _next(graph: Graph, state: State, budget: int, before: list[int], size: list
             for j, s in enumerate(fresh):
                 made[s] = int(pick >> j & 1)
             yield (op.time if again else 0.0), (ran | 1 << k, tuple(made))
+
+
+def least_peak(graph: Graph) -> int:
+    """The least peak of all legal orders, nothing recomputed: the best way to every set of ops that may have run."""
+    uses, size = graph.uses, [s.size for s in graph.storages]
+    before = [sum(1 << b for b in row) for row in predecessors(graph)]
+    users = [0] * len(size)
+    for k in range(len(graph.ops)):
+        for s in (*uses.reads[k], *uses.defines[k]):
+            users[s] |= 1 << k
+    stay = graph.static | graph.kept
+
+    def held(done: int) -> int:
+        """Bytes after the ops ``done``."""
+        made = (s for s, d in enumerate(uses.definer) if d >= 0 and done >> d & 1 and s not in graph.static)
+        return graph.static_bytes + sum(size[s] for s in made if s in stay or users[s] & ~done)
+
+    peaks = {0: graph.static_bytes}
+    for _ in graph.ops:
+        then: dict[int, int] = {}
+        for done, peak in peaks.items():
+            live = held(done)
+            for k, op in enumerate(graph.ops):
+                if done >> k & 1 or before[k] & ~done:
+                    continue
+                during = live + sum(size[s] for s in uses.defines[k]) + extra_bytes(op)
+                after = done | 1 << k
+                then[after] = min(then.get(after, 1 << 62), max(peak, during))
+        peaks = then
+    (peak,) = peaks.values()
+    return peak

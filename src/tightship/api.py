@@ -112,8 +112,7 @@ def plan_graph(
     """A verified plan for a graph that is there already; otherwise as `plan`.
 
     The results of a whole step leave the arena, as `fit` needs it. Those of a forward and backward pass alone, which
-    are the gradients, are placed in it, unless ``hand_out`` says otherwise. A graph that only computes its results
-    is searched for the order with the least peak.
+    are the gradients, are placed in it, unless ``hand_out`` says otherwise.
     """
     from tightship.planners.default import plan as decide
 
@@ -124,8 +123,6 @@ def _options(graph: Graph, given: dict[str, Any]) -> Any:
     from tightship.planners.default import Options
 
     given = {"hand_out": any(op.phase == "update" for op in graph.ops), **given}
-    if all(op.phase == "forward" for op in graph.ops):
-        given = {"order": "beam", **given}
     try:
         return Options(**given)
     except TypeError as error:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 
+from tightship.analysis.moments import Moments
 from tightship.analysis.order import predecessors, successors
 from tightship.analysis.relaxation import Relaxation, runs_again
 from tightship.graph import Graph
@@ -66,8 +67,8 @@ def lower_bound(graph: Graph, *, recompute: bool = True, least: Mapping[int, int
     in every order, is needed after it in every order, and cannot be made again from less; and for the end of a step,
     all results (in training, every gradient that no update consumes).
 
-    Without ``recompute`` nothing can be made again. ``least`` is the bytes in which storages can wait (see
-    `Relaxation`): for plans that compress storages, or move them out.
+    Without ``recompute`` nothing can be made again, and every op is passed at its best moment (`moments`). ``least``
+    is the bytes in which storages can wait (see `Relaxation`): for plans that compress storages, or move them out.
     """
     relaxed = Relaxation(graph, least)
     load = [relaxed.own(k) for k in range(len(graph.ops))]
@@ -78,6 +79,11 @@ def lower_bound(graph: Graph, *, recompute: bool = True, least: Mapping[int, int
         ranked = sorted(range(len(load)), key=lambda k: -load[k])
         for k in _few(ranked, len(load)):
             load[k] = max(load[k], relaxed.least_bytes(relaxed.moment(k)))
+    else:
+        moments = Moments(graph)
+        ranked = sorted(range(len(load)), key=lambda k: -load[k])
+        for k in _few(ranked, len(load)):
+            load[k] = max(load[k], moments.passing(k).bytes)
     best = max(range(len(load)), key=load.__getitem__)
     end, last = _at_end(graph, alone=recompute and not least)
     bound = Bound(max(load[best], end))

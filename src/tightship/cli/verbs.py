@@ -27,7 +27,7 @@ from tightship.planners.batch import MaxBatch
 from tightship.planners.changes import changes
 from tightship.planners.default import Interrupted, Options
 from tightship.planners.frontier import MOST, Frontier
-from tightship.planners.order.beam import order_bound
+from tightship.planners.order.best import order_bound
 from tightship.report.frontier import frontier_picture, frontier_rows, frontier_tables
 from tightship.report.numbers import peak_of, summary
 from tightship.report.pages.frontier import frontier_page

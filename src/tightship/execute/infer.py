@@ -77,7 +77,7 @@ def infer(
 
 def _options(given: dict[str, Any], *, fresh: bool) -> Options:
     try:
-        chosen = Options(**{"order": "beam", "hand_out": fresh, **given})
+        chosen = Options(**{"hand_out": fresh, **given})
     except TypeError as error:
         rule = f"options are those of the default planner ({error})"
         raise BadInput(rule, sorted(given), "infer") from error

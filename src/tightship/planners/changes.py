@@ -94,7 +94,7 @@ class _Try:
 def _ordered(graph: Graph, line: Timeline) -> tuple[tuple[int, ...], list[Change]]:
     """The order with less memory, as the first change, if there is one: it costs nothing."""
     given = tuple(range(len(graph.ops)))
-    name = "beam" if all(op.phase == "forward" for op in graph.ops) else "sink"
+    name = "best" if all(op.phase == "forward" for op in graph.ops) else "sink"
     order: tuple[int, ...] = planner(name, "order").plan(graph)
     other = replay(graph, baseline(graph, order))
     saves = line.peak - other.peak

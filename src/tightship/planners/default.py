@@ -55,7 +55,7 @@ class Options:
     with the values of modules (keep, recompute, compress, offload). ``lossy``: codecs may round single precision to
     bfloat16. ``host``: bytes that may be copied out at once, 0 for any number."""
 
-    order: str = "sink"
+    order: str = "best"
     evict: str = "anneal"
     seconds: float = 10.0
     work: int = 150_000_000

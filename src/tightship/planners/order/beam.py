@@ -6,7 +6,8 @@ Chaos"; Liberis and Lane 2019); cutting each layer to the best few and widening 
 at once where that cannot be wrong. Guarantee: a legal order, never worse than the graph's own; optimal when the peak
 meets the lower bound or no layer had to be cut (`found` says so). Complexity: ``work`` ops tried, each looked at
 against sets of n bits; the same work gives the same order everywhere. Known limits: knows nothing of recomputation;
-above `MOST` ops it returns the graph's own order.
+above `MOST` ops it returns the graph's own order; the cut of
+layers knows only peak and bytes, which is little on graphs of hundreds of ops (`cuts` is better there).
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from tightship.analysis.order import predecessors, successors
 from tightship.graph import Graph
 from tightship.simulate import baseline, extra_bytes, replay
 
-__all__ = ["MOST", "Found", "Options", "found", "order_bound", "plan"]
+__all__ = ["MOST", "Found", "Options", "found", "plan"]
 
 MOST: Final = 20_000
 """Ops of a graph that is searched."""
@@ -49,14 +50,19 @@ def plan(graph: Graph, options: Options | None = None) -> tuple[int, ...]:
     return found(graph, options).order
 
 
-def found(graph: Graph, options: Options | None = None) -> Found:
-    """The best order within the work limit, and what is known of it."""
+def found(graph: Graph, options: Options | None = None, known: tuple[Found, int] | None = None) -> Found:
+    """The best order within the work limit, and what is known of it. ``known``: an order, and a bound on all orders,
+    from elsewhere."""
     o = options or Options()
-    given = tuple(range(len(graph.ops)))
-    floor = int(lower_bound(graph, recompute=False))
-    best = Found(given, replay(graph, baseline(graph)).peak, False, 0)
-    if not given or len(given) > MOST or best.peak <= floor:
-        return Found(given, best.peak, best.peak <= floor or not given, 0)
+    if known is None:
+        given = tuple(range(len(graph.ops)))
+        known = (
+            Found(given, replay(graph, baseline(graph)).peak, False, 0),
+            int(lower_bound(graph, recompute=False)),
+        )
+    best, floor = known
+    if not best.order or len(best.order) > MOST or best.peak <= floor:
+        return Found(best.order, best.peak, best.peak <= floor or not best.order, 0)
     search = _Search(graph, floor, o.work)
     width = 1
     while True:
@@ -69,13 +75,6 @@ def found(graph: Graph, options: Options | None = None) -> Found:
         if search.work >= o.work or width >= o.widest:
             return Found(best.order, best.peak, False, search.work)
         width *= 4
-
-
-def order_bound(graph: Graph) -> int:
-    """Bytes of peak that no order of the graph's ops goes below, nothing recomputed: those of the best one, where the
-    search left none out, else a computed bound."""
-    best = found(graph)
-    return best.peak if best.optimal else int(lower_bound(graph, recompute=False))
 
 
 @dataclass(slots=True)

@@ -1,0 +1,77 @@
+"""The order with the least peak that is found: list schedulers, minimum cuts, and a search that can prove it.
+
+Problem: an order with the least peak, nothing recomputed. Measure: the simulated peak in bytes. Source: `sink`,
+`lpmf`, `bfs` and `dfs` as they are, each lowered by `cuts`, then `beam`, then cuts at other places. It ends at once
+where a cut proves that no order has a lower peak, which on captured models is mostly the first look. Guarantee: a
+legal order, never worse than the graph's own, or than those of PyTorch's Inductor (`lpmf`, `bfs`, `dfs`) on the
+same dependencies; of equal ones that which moves updates to their gradients. Complexity: n log n for the
+schedulers, ``work`` for the rest; the same work gives the same order everywhere. Known limits: knows nothing of
+recomputation.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Final
+
+from tightship.analysis.moments import Moments
+from tightship.graph import Graph
+from tightship.planners.order import beam, bfs, cuts, dfs, lpmf, sink
+
+__all__ = ["Options", "found", "order_bound", "plan"]
+
+_BEAM: Final = 3
+"""The part of the work that the beam may do, as its inverse."""
+_SMALL: Final = 1000
+"""Ops of graphs on which a beam is worth its time: it finds little on larger ones, and cannot prove it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """``work``: ops in networks that are cut, at most, and a part of it ops tried by the beam. ``seed``: of where
+    orders are cut when nothing else helps."""
+
+    work: int = 600_000
+    seed: int = 0
+
+
+def plan(graph: Graph, options: Options | None = None) -> tuple[int, ...]:
+    """A legal order of the graph's ops."""
+    return found(graph, options).order
+
+
+def found(graph: Graph, options: Options | None = None) -> cuts.Lowered:
+    """The best order within the work limit, and what is known of it."""
+    o = options or Options()
+    if not graph.ops:
+        return cuts.Lowered((), graph.static_bytes, graph.static_bytes)
+    search = cuts.Search(Moments(graph), o.work)
+    best: cuts.Lowered | None = None
+    for order in _starts(graph):
+        lowered = search.lowered(order)
+        if best is None or lowered.peak < best.peak:
+            best = lowered
+        if best.peak <= search.bound:
+            break
+    assert best is not None
+    if best.peak > search.bound and len(graph.ops) <= _SMALL:
+        known = beam.Found(best.order, best.peak, False, 0), search.bound
+        tried = beam.found(graph, beam.Options(o.work // _BEAM), known)
+        best = cuts.Lowered(tried.order, tried.peak, tried.peak if tried.optimal else search.bound)
+    return best if best.optimal else search.kicks(best, o.seed)
+
+
+def order_bound(graph: Graph) -> int:
+    """Bytes of peak that no order of the graph's ops goes below, nothing recomputed."""
+    return found(graph).bound
+
+
+def _starts(graph: Graph) -> Iterator[tuple[int, ...]]:
+    """Orders to begin with. In a training step the first is that with updates at their gradients: of equal peaks
+    the one that leaves plans most room elsewhere."""
+    given, early = tuple(range(len(graph.ops))), sink.plan(graph)
+    trains = any(op.phase != "forward" for op in graph.ops)
+    yield from ((early, given) if trains else (given, early))
+    for planned in (lpmf, bfs, dfs):
+        yield planned.plan(graph)

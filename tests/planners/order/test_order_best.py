@@ -1,0 +1,90 @@
+"""The least peak of all ways: against every order there is, against each way, and as what plans begin with."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from chains import fan
+from optimum import least_peak
+from strategies import graphs, random_graph
+from tightship import api
+from tightship.analysis.moments import Moments
+from tightship.analysis.order import is_legal
+from tightship.planners import planners
+from tightship.planners.order import best, cuts
+from tightship.simulate import baseline, replay
+
+ALL = planners("order")
+
+
+def peak(graph, order=None):
+    return replay(graph, baseline(graph, order)).peak
+
+
+@settings(max_examples=120)
+@given(graphs(max_ops=7))
+def test_up_to_seven_ops_it_is_the_best_there_is_and_says_so(graph):
+    found = best.found(graph)
+    assert is_legal(graph, found.order)
+    assert peak(graph, found.order) == found.peak == found.bound == least_peak(graph)
+
+
+@settings(max_examples=20)
+@given(graphs(max_ops=11))
+def test_a_bound_is_never_above_the_best_order(graph):
+    found = best.found(graph, best.Options(work=1))
+    assert found.bound <= least_peak(graph) <= found.peak == peak(graph, found.order)
+
+
+@settings(max_examples=25)
+@given(graphs(max_ops=60), st.sampled_from([1, 50_000]))
+def test_it_is_never_worse_than_the_given_order_or_any_list_scheduler(graph, work):
+    made = peak(graph, best.plan(graph, best.Options(work=work)))
+    for name in ("sink", "lpmf", "bfs", "dfs"):
+        assert made <= peak(graph, ALL[name].plan(graph))
+    assert made <= peak(graph)
+
+
+@settings(max_examples=25)
+@given(graphs(max_ops=60))
+def test_cuts_never_raise_a_peak_and_know_when_they_are_done(graph):
+    search = cuts.Search(Moments(graph), 200_000)
+    lowered = search.lowered(range(len(graph.ops)))
+    assert is_legal(graph, lowered.order)
+    assert peak(graph, lowered.order) == lowered.peak <= peak(graph)
+    assert lowered.bound <= lowered.peak
+    further = search.kicks(lowered, seed=3)
+    assert is_legal(graph, further.order) and further.peak <= lowered.peak
+
+
+def test_cuts_find_what_lies_several_ops_ahead():
+    """Without any other start, half of the random graphs of 30 ops come to an order that is proved to be the best."""
+    optimal = 0
+    for seed in range(40):
+        graph = random_graph(seed, 30)
+        search = cuts.Search(Moments(graph), 20_000)
+        lowered = search.lowered(range(len(graph.ops)))
+        assert lowered.peak <= peak(graph)
+        optimal += lowered.optimal
+    assert optimal >= 20
+
+
+def test_it_is_what_plans_begin_with():
+    planned = api.plan_graph(fan(12)).plan
+    assert planned.planner.startswith("best+") and planned.peak == 64 + 11 * 64 + 1024 + 64
+    assert planned.moved > 0 and planned.handed == 0
+
+
+def test_an_order_that_cannot_be_better_stays():
+    """Of equal peaks the graph's own order is the one, where nothing is trained."""
+    graph = fan(1)
+    assert best.plan(graph) == tuple(range(len(graph.ops)))
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_more_work_is_never_worse(seed):
+    graph = random_graph(seed, 80)
+    peaks = [best.found(graph, best.Options(work=w)).peak for w in (1, 50_000, 200_000, 600_000)]
+    assert peaks == sorted(peaks, reverse=True)
