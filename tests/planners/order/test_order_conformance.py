@@ -24,11 +24,11 @@ def test_an_order_is_legal_and_the_same_each_time(name, graph):
 
 
 @pytest.mark.parametrize("name", ALL)
-def test_next_to_nothing_and_thousands_in_a_row(name):
+def test_next_to_nothing_and_hundreds_in_a_row(name):
     nothing = Graph((), (Value("x", 0),), (Storage("x", 64),), (0,), (0,))
     assert ALL[name].plan(nothing) == ()
     assert ALL[name].plan(chain(1)) == (0, 1)
-    for graph in (chain(2000), random_graph(1, 400)):
+    for graph in (chain(600), random_graph(1, 400)):
         assert is_legal(graph, ALL[name].plan(graph))
 
 
