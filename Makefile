@@ -36,7 +36,7 @@ dry-cuda:
 	$(PYTHON) -m venv $(DRY)
 	$(DRY)/bin/python -m pip install $(CUDA_TORCH)
 	$(DRY)/bin/python -m pip install . transformers pytest hypothesis setuptools
-	$(DRY)/bin/python -m pytest -ra tests/execute/test_dry_cuda.py
+	$(DRY)/bin/python -m pytest -ra tests/execute/test_dry_cuda.py tests/execute/test_dry_offload.py
 
 # Placement and the eviction engine under the address and undefined-behaviour sanitizers; the first finding ends it.
 # Python does not give back all it takes, so leaks are not looked for.

@@ -185,6 +185,11 @@ class Graph:
         return sum(self.storages[s].size for s in self.static)
 
     @cached_property
+    def alignment(self) -> int:
+        """What sizes in the device pool are multiples of."""
+        return max((alignment_of(o.device) for o in self.ops), default=ALIGNMENT)
+
+    @cached_property
     def digest(self) -> str:
         """SHA-256 of the structure (ops, aliasing, sizes, flags); measured times and workspaces stay out."""
         h = hashlib.sha256()

@@ -10,6 +10,28 @@ int cuInit(unsigned flags) { return 0; }
 #include <string.h>
 #undef cudaGetDeviceProperties
 
+// ---- what was asked of streams, for who wants to know
+
+enum { RECORD = 1, WAIT, COPY, KERNEL, SYNC };
+typedef struct {
+  long long kind, stream, event, to, source, size;
+} Call;
+static Call calls[1 << 20];
+static int called, logging;
+
+static int note(long long kind, const void* stream, const void* event, const void* to, const void* from, size_t n) {
+  if (!logging) return 0;
+  if (called == 1 << 20) abort();
+  calls[called++] = (Call){kind, (long long)stream, (long long)event, (long long)to, (long long)from, (long long)n};
+  return 0;
+}
+void dry_log(int on) { logging = on, called = 0; }
+Call* dry_calls(int* count) {  // since the last time
+  *count = called;
+  called = 0;
+  return calls;
+}
+
 // ---- memory
 
 typedef struct {
@@ -64,7 +86,7 @@ cudaError_t cudaMemcpy(void* to, const void* from, size_t n, enum cudaMemcpyKind
   return memmove(to, from, n), 0;
 }
 cudaError_t cudaMemcpyAsync(void* to, const void* from, size_t n, enum cudaMemcpyKind kind, cudaStream_t stream) {
-  return memmove(to, from, n), 0;
+  return memmove(to, from, n), note(COPY, stream, 0, to, from, n);
 }
 cudaError_t cudaMemset(void* to, int value, size_t n) { return memset(to, value, n), 0; }
 cudaError_t cudaMemsetAsync(void* to, int value, size_t n, cudaStream_t stream) { return memset(to, value, n), 0; }
@@ -128,7 +150,7 @@ cudaError_t cudaDeviceGetPCIBusId(char* text, int n, int device) { return strncp
 
 // ---- streams, events, kernels
 
-static char handles[1 << 16];
+static char handles[1 << 20];
 static unsigned used;
 static void* handle(void) { return &handles[used++ % sizeof handles]; }
 
@@ -137,7 +159,14 @@ cudaError_t cudaStreamCreateWithPriority(cudaStream_t* s, unsigned flags, int p)
 cudaError_t cudaStreamCreateWithFlags(cudaStream_t* s, unsigned flags) { return *s = handle(), 0; }
 cudaError_t cudaEventCreateWithFlags(cudaEvent_t* e, unsigned flags) { return *e = handle(), 0; }
 cudaError_t cudaEventCreate(cudaEvent_t* e) { return *e = handle(), 0; }
-cudaError_t cudaEventElapsedTime(float* ms, cudaEvent_t a, cudaEvent_t b) { return *ms = 1, 0; }
+cudaError_t cudaEventElapsedTime(float* ms, cudaEvent_t a, cudaEvent_t b) { return *ms = 0.02, 0; }
+cudaError_t cudaEventRecord(cudaEvent_t e, cudaStream_t s) { return note(RECORD, s, e, 0, 0, 0); }
+cudaError_t cudaEventRecordWithFlags(cudaEvent_t e, cudaStream_t s, unsigned flags) { return note(RECORD, s, e, 0, 0, 0); }
+cudaError_t cudaStreamWaitEvent(cudaStream_t s, cudaEvent_t e, unsigned flags) { return note(WAIT, s, e, 0, 0, 0); }
+cudaError_t cudaDeviceSynchronize(void) { return note(SYNC, 0, 0, 0, 0, 0); }
+cudaError_t cudaLaunchKernel(const void* kernel, dim3 grid, dim3 block, void** args, size_t shared, cudaStream_t s) {
+  return note(KERNEL, s, 0, 0, 0, 0);
+}
 cudaError_t cudaStreamIsCapturing(cudaStream_t s, enum cudaStreamCaptureStatus* status) {
   return *status = cudaStreamCaptureStatusNone, 0;
 }
@@ -171,11 +200,18 @@ void** __cudaRegisterFatBinary(void* image) {
   static void* registered;
   return &registered;
 }
+static __thread cudaStream_t launch_stream;
+unsigned __cudaPushCallConfiguration(dim3 grid, dim3 block, size_t shared, cudaStream_t stream) {
+  return launch_stream = stream, 0;
+}
 cudaError_t __cudaPopCallConfiguration(dim3* grid, dim3* block, size_t* shared, void* stream) {
   grid->x = grid->y = grid->z = block->x = block->y = block->z = 1;
   *shared = 0;
-  *(void**)stream = NULL;
+  *(void**)stream = launch_stream;
   return 0;
+}
+cudaError_t __cudaLaunchKernel(void* kernel, dim3 grid, dim3 block, void** args, size_t shared, cudaStream_t s) {
+  return note(KERNEL, s, 0, 0, 0, 0);
 }
 
 // ---- BLAS

@@ -9,7 +9,9 @@ import sys
 from pathlib import Path
 
 HERE = Path(__file__).parent
-BEFORE = "import os; from tightship.execute import allocator, cuda; cuda.runtime = lambda: os.environ['DRY_CUDA']\n"
+BEFORE = f"""import os, sys; sys.path.insert(0, {str(HERE)!r})
+from tightship.execute import allocator, cuda; cuda.runtime = lambda: os.environ["DRY_CUDA"]
+"""
 """torch is linked with the runtime; the allocator looks its runtime up by name, and finds the real one."""
 
 

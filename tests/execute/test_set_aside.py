@@ -14,6 +14,7 @@ import tightship
 from tightship import simulate
 from tightship.errors import BadInput, Infeasible, Unsupported
 from tightship.execute.compile import compile_plan
+from tightship.execute.interpreter import Executor
 from tightship.plan import Step
 from tightship.planners.evict import compress, offload
 from tightship.planners.evict._aside import overlapped, spans, steps_with
@@ -184,10 +185,18 @@ def test_a_folder_without_room_is_refused_before_anything_runs(tmp_path):
 def test_other_devices_are_refused_in_words():
     bound = Bound("cnn", measured=False)
     plan = plans.placed(bound.graph, aside(bound.graph, "tight"))
-    ops = tuple(replace(op, device="cuda:0") for op in bound.graph.ops)
-    program = replace(bound.program, graph=bound.graph.with_ops(ops))
-    with pytest.raises(Unsupported, match=r"'offload' on cuda:0.*CPU only"):
-        compile_plan(program, plan)
+
+    def on(*devices):
+        ops = tuple(replace(op, device=devices[k % len(devices)]) for k, op in enumerate(bound.graph.ops))
+        return replace(bound.program, graph=bound.graph.with_ops(ops))
+
+    with pytest.raises(Unsupported, match=r"'offload' on xpu:0.*CPU and CUDA only"):
+        compile_plan(on("xpu:0"), plan)
+    with pytest.raises(Unsupported, match=r"'offload' on several devices"):
+        compile_plan(on("cuda:0", "cuda:1"), plan)
+    packed = replace(plan, steps=(Step("compress", codec="mask"),))
+    with pytest.raises(Unsupported, match=r"packing with 'mask' on cuda:0"):
+        compile_plan(on("cuda:0"), packed)
 
 
 def test_lossy_packing_runs_and_is_not_the_same():
@@ -260,3 +269,13 @@ def test_the_search_draws_dropout_again_where_nothing_else_is_left():
         pairs = zip(model.parameters(), twin.parameters(), strict=True)
         assert all(torch.equal(a, b) for a, b in pairs)
         assert step.last.measured_peak == step.plan.peak <= budget
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_a_plan_that_copies_out_of_a_gpu_says_that_there_is_none():
+    bound = Bound("cnn", measured=False)
+    plan = plans.placed(bound.graph, aside(bound.graph, "tight"))
+    ops = tuple(replace(op, device="cuda:0") for op in bound.graph.ops)
+    program = replace(bound.program, graph=bound.graph.with_ops(ops))
+    with pytest.raises(Unsupported, match=r"copying out of cuda:0.*no CUDA device"):
+        Executor(program, replace(plan, digest=""))

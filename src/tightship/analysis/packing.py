@@ -65,14 +65,16 @@ def _reach(v: Value) -> int:
 
 def packings(graph: Graph, *, lossy: bool = False) -> dict[int, Packing]:
     """The packing of every storage that the caller does not own and that a codec makes smaller. With ``lossy``,
-    single precision that no lossless codec takes is rounded to bfloat16."""
+    single precision that no lossless codec takes is rounded to bfloat16. On CUDA there is no ``mask``."""
     table = _Table.of(graph)
-    below, masks = _below(graph, table), _masks(graph, table)
+    below = _below(graph, table)
+    masks = _masks(graph, table) if not any(o.device.startswith("cuda") for o in graph.ops) else set()
     found = {}
     for s, storage in enumerate(graph.storages):
         codec, raw = _codec(table, s, below.get(s), s in masks, lossy)
-        if s not in graph.static and codec and 0 < aligned(raw) < storage.size:
-            found[s] = Packing(codec, aligned(raw))
+        nbytes = aligned(raw, graph.alignment)
+        if s not in graph.static and codec and 0 < nbytes < storage.size:
+            found[s] = Packing(codec, nbytes)
     return found
 
 

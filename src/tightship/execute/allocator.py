@@ -39,6 +39,7 @@ __all__ = [
     "available",
     "kind_of",
     "load",
+    "loaded",
     "record",
     "replay",
     "reserved",
@@ -91,6 +92,11 @@ def _installed(kind: str) -> Any:
     if not native.install():
         raise Unsupported("serving a step from an arena", "another CPU allocator has priority")
     return native
+
+
+def loaded(kind: str) -> bool:
+    """Whether `load` has worked in this process; tries nothing."""
+    return kind in _natives
 
 
 def available(kind: str = "cpu") -> bool:

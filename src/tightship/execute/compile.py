@@ -13,8 +13,9 @@ from typing import Any
 
 from tightship.errors import BadInput, Unsupported
 from tightship.execute.arguments import Environment, keywords, positional
-from tightship.execute.moves import Moves, with_state
-from tightship.execute.spill import Spill
+from tightship.execute.device_codecs import PACKED
+from tightship.execute.moves import Moves, Pool, with_state
+from tightship.execute.script import device_of
 from tightship.execute.views import derivation
 from tightship.frontends.torch import compat
 from tightship.frontends.torch.optim import Updater
@@ -57,20 +58,20 @@ def updater_of(call: Call) -> Updater | None:
 
 
 def compile_plan(
-    program: Program, plan: Plan, aside: Callable[[], None] | None = None, spill: Spill | None = None
+    program: Program, plan: Plan, aside: Callable[[], None] | None = None, spill: Pool | None = None
 ) -> Code:
     """``aside`` keeps the requests of an op's run away from the arena: optimizer state, which some make, outlives
     the step. ``spill`` is the host pool, for plans that offload.
 
     Raises ``BadInput`` for steps that do not fit the program, ``Unsupported`` for packing and copying out beside ops
-    on another device than the CPU.
+    on several devices, or on others than CPU and CUDA, and for a codec that is not there on CUDA.
     """
     return _Compiler(program, plan, aside, spill).run(plan.steps)
 
 
 class _Compiler:
     def __init__(
-        self, program: Program, plan: Plan, aside: Callable[[], None] | None, spill: Spill | None
+        self, program: Program, plan: Plan, aside: Callable[[], None] | None, spill: Pool | None
     ) -> None:
         self.program, self.graph = program, program.graph
         self.aside = aside
@@ -86,7 +87,7 @@ class _Compiler:
             self.appears(slot.value)
         self.refuse_elsewhere(steps)
         for i, step in enumerate(steps):
-            wait = self.moves.waits(step)
+            wait = self.moves.waits(i, step)
             if wait is not None:
                 self.code.instructions.append(Instruction(i, -1, wait))
             if step.kind in ("compute", "recompute"):
@@ -103,12 +104,18 @@ class _Compiler:
         return self.code
 
     def refuse_elsewhere(self, steps: Sequence[Step]) -> None:
-        """Packing and copying out are written for the CPU's memory."""
-        device = next((o.device for o in self.graph.ops if o.device != "cpu"), None)
-        kind = next((s.kind for s in steps if s.kind not in ("compute", "recompute", "free")), None)
-        if device is not None and kind is not None:
-            what = f"a step of kind {kind!r} on {device}"
-            raise Unsupported(what, "bytes are packed and copied out on the CPU only", "allow recompute only")
+        """Packing and copying out are written for the memory of the CPU and of one GPU."""
+        moving = [s for s in steps if s.kind not in ("compute", "recompute", "free")]
+        device = device_of(self.graph) or "several devices"
+        if not moving or device == "cpu":
+            return
+        if not device.startswith("cuda"):
+            what = f"a step of kind {moving[0].kind!r} on {device}"
+            why = "bytes are packed and copied out on CPU and CUDA only, and of one device"
+            raise Unsupported(what, why, "allow recompute only")
+        unknown = next((s.codec for s in moving if s.codec and s.codec not in PACKED), None)
+        if unknown is not None:
+            raise Unsupported(f"packing with {unknown!r} on {device}", "it would wait for the device")
 
     def appears(self, value: int) -> None:
         self.there.setdefault(self.graph.values[value].storage, {})[value] = None
@@ -153,7 +160,8 @@ class _Compiler:
             elif step.op not in self.states:
                 name = self.graph.ops[step.op].name
                 raise BadInput("a random op runs again from its saved state", name, f"step {i} of the plan")
-            action = with_state(action, self.states[step.op], again=again)
+            op = self.graph.ops[step.op]
+            action = with_state(action, self.states[step.op], again=again, device=op.device, nbytes=op.state)
         if step.stream:
             raise BadInput("ops run on stream 0", step.stream, f"step {i} of the plan")
         self.code.instructions.append(Instruction(i, step.op, action, made, asks=True))

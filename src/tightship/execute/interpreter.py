@@ -15,7 +15,8 @@ from tightship.errors import BadInput, BudgetExceeded, Unsupported, Verification
 from tightship.execute import allocator
 from tightship.execute.compile import Code, Instruction, compile_plan
 from tightship.execute.meter import Meter
-from tightship.execute.moves import host_offsets
+from tightship.execute.moves import Pool, host_offsets
+from tightship.execute.pinned import Pinned
 from tightship.execute.script import device_of, orders
 from tightship.execute.spill import Spill
 from tightship.execute.views import mismatched
@@ -75,11 +76,11 @@ class Executor:
     ``strict`` a run that did not go as planned raises ``VerificationFailed`` when it is over, otherwise it
     warns `PeakMismatch`. Without ``hand_out`` results lie where the plan has placed them, in the arena: they are
     to be let go of before the next run. What the plan offloads goes to a file without a name in ``folder``
-    (default: the system's for temporary files), reserved here.
+    (default: the system's for temporary files), from a GPU to pinned memory instead; either is reserved here.
 
     Without a C++ compiler, or without measured requests, the plan is run on the ordinary heap: results are
     the same, nothing is measured, and ``notes`` says so. Raises ``BadInput`` for plans that do not belong to the
-    program, and when ``folder`` has no room for what is offloaded.
+    program, and when there is no room for what is offloaded.
     """
 
     def __init__(
@@ -102,7 +103,7 @@ class Executor:
         self._device = device_of(program.graph)
         self._kind = allocator.kind_of(self._device or "cpu")
         self._orders = self._planned()
-        self._spill = Spill(host_offsets(program, plan)[1], folder) if plan.count("offload") else None
+        self._spill = self._host_pool(folder) if plan.count("offload") else None
         self._code: Code = compile_plan(program, plan, self._aside(), self._spill)
         self._limit = None if plan.budget is None else max(plan.budget - program.graph.static_bytes, 0)
         self._scripts: tuple[int, allocator.Script] | None = None
@@ -177,6 +178,10 @@ class Executor:
         if not found.placed:
             self.notes.append("the plan places nothing: every request is served from the heap, and measured")
         return found
+
+    def _host_pool(self, folder: str | os.PathLike[str] | None) -> Pool:
+        size = host_offsets(self.program, self.plan)[1]
+        return Pinned(size, self._device) if self._device and self._kind == "cuda" else Spill(size, folder)
 
     def _aside(self) -> Callable[[], None] | None:
         return partial(allocator.aside, self._kind) if self._orders is not None else None

@@ -3,16 +3,20 @@ the random states that ops are run again from."""
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
 from tightship.errors import BadInput
+from tightship.execute import allocator, codecs, device_codecs
 from tightship.execute.arguments import Environment
-from tightship.execute.codecs import compress, decompress
+from tightship.execute.pinned import Pinned
+from tightship.execute.script import device_of
 from tightship.execute.spill import Spill
 from tightship.execute.views import dtype_of
+from tightship.frontends.torch import compat
 from tightship.frontends.torch.program import Program
 from tightship.graph import Value
 from tightship.plan import Plan, Step
@@ -20,6 +24,7 @@ from tightship.plan import Plan, Step
 __all__ = ["Moves", "host_offsets", "with_state"]
 
 Action = Callable[[list[Any]], None]
+Pool = Spill | Pinned
 
 
 def host_offsets(program: Program, plan: Plan) -> tuple[dict[tuple[int, int], int], int]:
@@ -42,8 +47,9 @@ def host_offsets(program: Program, plan: Plan) -> tuple[dict[tuple[int, int], in
 class Moves:
     """Makes the actions of one plan. Packed forms and the ends of copies have places in the environment."""
 
-    def __init__(self, program: Program, plan: Plan, environment: Environment, spill: Spill | None) -> None:
+    def __init__(self, program: Program, plan: Plan, environment: Environment, spill: Pool | None) -> None:
         self.program, self.graph, self.environment, self.spill = program, program.graph, environment, spill
+        self.device = device_of(program.graph) or "cpu"
         self.offsets, _ = host_offsets(program, plan)
         self.extent: dict[int, int] = {}
         for v in self.graph.values:
@@ -51,11 +57,20 @@ class Moves:
             self.extent[v.storage] = max(self.extent.get(v.storage, 0), 0 if 0 in v.shape else reach)
         self.packed: dict[int, tuple[int, str]] = {}  # storage -> place, codec
         self.hosted: dict[int, int] = {}  # storage -> offset
-        self.ends: dict[int, int] = {}  # copy step -> place of what it is waited for by
+        self.ends: dict[
+            int, tuple[int, ...]
+        ] = {}  # step of a copy stream -> places of what it is waited for by
+        self.latest: dict[int, int] = {}  # copy stream -> its latest step
 
-    def waits(self, step: Step) -> Action | None:
-        """Waiting for the copies that a step on stream 0 waits for."""
-        places = [self.ends[w] for w in step.waits if w in self.ends] if step.stream == 0 else []
+    def waits(self, i: int, step: Step) -> Action | None:
+        """Waiting for the copies that a step on stream 0 waits for. On a copy stream a step that frees is over when
+        those before it are."""
+        places = tuple(p for w in step.waits for p in self.ends.get(w, ()))
+        if step.stream:
+            if step.kind == "free":
+                self.ends[i] = (*self.ends.get(self.latest.get(step.stream, -1), ()), *places)
+                self.latest[step.stream] = i
+            return None
         if not places:
             return None
 
@@ -93,14 +108,31 @@ class Moves:
 
         def run(env: list[Any]) -> None:
             packed = env[place] = torch.empty(nbytes, dtype=torch.uint8)
-            compress(codec, _flat(env[base], dtype, count), packed, name)
+            codecs.compress(codec, _flat(env[base], dtype, count), packed, name)
 
-        return run
+        unchecked = [True]
+
+        def on_device(env: list[Any]) -> None:
+            full = _flat(env[base], dtype, count)
+            if unchecked:
+                with self.unplanned():
+                    device_codecs.check(codec, full, name)
+                unchecked.clear()
+            packed = env[place] = torch.empty(nbytes, dtype=torch.uint8, device=self.device)
+            device_codecs.compress(codec, full, packed)
+
+        return run if self.device == "cpu" else on_device
+
+    def unplanned(self) -> contextlib.AbstractContextManager[None]:
+        """What is asked for inside is no request of the step."""
+        kind = allocator.kind_of(self.device)
+        return allocator.suspended(kind) if allocator.loaded(kind) else contextlib.nullcontext()
 
     def _unpack(self, s: int) -> Action:
         place, codec = self.packed[s]
         base, count, make = self.program.bases[s], self.extent[s], self._maker(s)
         dtype = dtype_of(self.graph.values[base].dtype)
+        decompress = (codecs if self.device == "cpu" else device_codecs).decompress
 
         def run(env: list[Any]) -> None:
             env[base] = made = make()
@@ -111,11 +143,13 @@ class Moves:
     def _maker(self, s: int) -> Callable[[], Any]:
         """Makes a storage again as its op made it, contents aside."""
         value: Value = self.graph.values[self.program.bases[s]]
-        size, dtype = self.graph.storages[s].size, dtype_of(value.dtype)
+        size, dtype, device = self.graph.storages[s].size, dtype_of(value.dtype), self.device
 
         def make() -> Any:
-            memory = torch.empty(size, dtype=torch.uint8).untyped_storage()
-            return torch.empty(0, dtype=dtype).set_(memory, value.offset, value.shape, value.stride)
+            memory = torch.empty(size, dtype=torch.uint8, device=device).untyped_storage()
+            return torch.empty(0, dtype=dtype, device=device).set_(
+                memory, value.offset, value.shape, value.stride
+            )
 
         return make
 
@@ -125,8 +159,10 @@ class Moves:
         """Begins the copies of a step; on stream 0 they are waited for at once."""
         assert self.spill is not None
         spill, stream = self.spill, step.stream
-        place = self.ends[i] = self.environment.constant(None)
-        after = [self.ends[w] for w in step.waits if w in self.ends]
+        place = self.environment.constant(None)
+        after = [p for w in step.waits for p in self.ends.get(w, ())]
+        self.ends[i] = (place,)
+        self.latest[stream] = i
         parts = [self._part(i, step.kind, s) for s in step.storages]
 
         def run(env: list[Any]) -> None:
@@ -138,19 +174,19 @@ class Moves:
 
         return run
 
-    def _part(self, i: int, kind: str, s: int) -> Callable[[list[Any], Spill, int, Sequence[Any]], Any]:
+    def _part(self, i: int, kind: str, s: int) -> Callable[[list[Any], Pool, int, Sequence[Any]], Any]:
         base, size = self.program.bases[s], self.graph.storages[s].size
         if kind == "offload":
             offset = self.hosted[s] = self.offsets[s, i]
 
-            def out(env: list[Any], spill: Spill, stream: int, after: Sequence[Any]) -> Any:
+            def out(env: list[Any], spill: Pool, stream: int, after: Sequence[Any]) -> Any:
                 memory = env[base].untyped_storage()
                 return spill.write(stream, memory.data_ptr(), min(size, memory.nbytes()), offset, after)
 
             return out
         offset, make = self.hosted[s], self._maker(s)
 
-        def back(env: list[Any], spill: Spill, stream: int, after: Sequence[Any]) -> Any:
+        def back(env: list[Any], spill: Pool, stream: int, after: Sequence[Any]) -> Any:
             env[base] = made = make()
             return spill.read(stream, made.untyped_storage().data_ptr(), size, offset, after)
 
@@ -159,7 +195,7 @@ class Moves:
 
 def _flat(tensor: Any, dtype: torch.dtype, count: int) -> Any:
     """All elements of a tensor's storage in a row."""
-    return torch.empty(0, dtype=dtype).set_(tensor.untyped_storage(), 0, (count,), (1,))
+    return torch.empty(0, dtype=dtype, device=tensor.device).set_(tensor.untyped_storage(), 0, (count,), (1,))
 
 
 def _each(actions: Sequence[Action]) -> Action:
@@ -173,21 +209,26 @@ def _each(actions: Sequence[Action]) -> Action:
 # --- random states ---
 
 
-def with_state(action: Action, place: int, *, again: bool) -> Action:
+def with_state(action: Action, place: int, *, again: bool, device: str = "cpu", nbytes: int = 0) -> Action:
     """The action of a random op that saves the random state at ``place`` before it draws, or draws ``again`` from
-    the one there and leaves the present one as it was."""
-    generator = torch.default_generator
+    the one there and leaves the present one as it was. A GPU's is held by the host: ``nbytes`` of ``device`` are
+    taken for it, as the plan counts them."""
+    generator = compat.generator_of(device)
+
+    def state() -> tuple[Any, Any]:
+        room = None if device == "cpu" else torch.empty(nbytes, dtype=torch.uint8, device=device)
+        return generator.get_state(), room
 
     def saving(env: list[Any]) -> None:
-        env[place] = generator.get_state()
+        env[place] = state()
         action(env)
 
     def drawing(env: list[Any]) -> None:
-        present = generator.get_state()
-        generator.set_state(env[place])
+        present = state()
+        generator.set_state(env[place][0])
         try:
             action(env)
         finally:
-            generator.set_state(present)
+            generator.set_state(present[0])
 
     return drawing if again else saving

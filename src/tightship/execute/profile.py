@@ -20,6 +20,7 @@ from tightship.execute import allocator
 from tightship.execute.bench import Bench, workspace_of
 from tightship.execute.cache import Cache, Measurement, default_folder, machine
 from tightship.execute.compile import updater_of
+from tightship.execute.device_speeds import device_speeds
 from tightship.execute.fresh import fresh_arguments
 from tightship.execute.speeds import speeds
 from tightship.execute.views import mismatched
@@ -73,7 +74,7 @@ def profile(
     folder: Path | str | None = None,
 ) -> Program:
     """The program with measured ``time``, ``workspace`` and ``requests`` on its ops, and ``replay_requests``; its
-    graph's ``machine`` says what copies (to ``folder``) and codecs cost here.
+    graph's ``machine`` says what copies (to ``folder``, or to pinned memory) and codecs cost here.
 
     ``cache`` is the folder measurements are kept in (default: tightship's in the user's cache), None for
     none. ``seconds_per_op`` bounds how long one op is repeated for its time. Random states are left as they
@@ -92,7 +93,8 @@ def profile(
         with compat.plain_execution():
             measured = _Profiler(program, kept, with_requests, seconds_per_op)
             ops = tuple(measured.op(k) for k in range(len(program.graph.ops)))
-            figures = speeds(kept, folder)
+            on_gpu = next((d for d in devices if d != "cpu"), None)
+            figures = speeds(kept, folder) if on_gpu is None else device_speeds(kept, on_gpu)
     finally:
         torch.set_rng_state(states)
         for index, state in enumerate(cuda_states):

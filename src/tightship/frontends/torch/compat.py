@@ -16,6 +16,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from tightship.errors import Unsupported
+from tightship.graph import CUDA_ALIGNMENT
 
 __all__ = [
     "DATA_ERRORS",
@@ -30,6 +31,7 @@ __all__ = [
     "fake_mode_of",
     "flop_formula",
     "forward_sequence",
+    "generator_of",
     "is_collective",
     "is_composite",
     "is_fake",
@@ -213,8 +215,22 @@ def runnable(fn: Any) -> Callable[..., Any]:
     return _WithGradMode(fn) if fn._schema.name == "aten::mkldnn_rnn_layer" else fn
 
 
-RANDOM_STATE: Final = torch.get_rng_state().numel()
-"""Bytes of the CPU generator's state, as ``torch.get_rng_state`` makes it."""
+_RANDOM_STATES: Final = {"cpu": torch.get_rng_state().numel(), "cuda": CUDA_ALIGNMENT}
+
+
+def random_state(device: str) -> int:
+    """Bytes that a saved state of the device's generator takes there; 0 where none can be saved. On the CPU those
+    that ``torch.get_rng_state`` makes. CUDA's, a seed and an offset, are 16 bytes of the host: a plan, which counts
+    saved states on the device, has the smallest block for each."""
+    return _RANDOM_STATES.get(device.partition(":")[0], 0)
+
+
+def generator_of(device: str) -> torch.Generator:
+    """torch's own random generator of ``cpu`` or ``cuda:0``."""
+    if device == "cpu":
+        return torch.default_generator
+    torch.cuda.init()
+    return torch.cuda.default_generators[torch.device(device).index or 0]
 
 
 def is_random(fn: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
@@ -240,10 +256,7 @@ def thinkable(device: str) -> str:
 @contextmanager
 def random_states_kept(devices: Iterable[str]) -> Iterator[None]:
     """Draws inside leave the random states of these devices (``cpu``, ``cuda:0``) as they were."""
-    generators = [
-        torch.default_generator if d == "cpu" else torch.cuda.default_generators[torch.device(d).index or 0]
-        for d in devices
-    ]
+    generators = [generator_of(d) for d in devices]
     states = [g.get_state() for g in generators]
     try:
         yield

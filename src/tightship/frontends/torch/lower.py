@@ -49,7 +49,9 @@ def finish(
     calls = [_renumbered(Call(r.fn, r.args, r.kwargs, r.results), number) for r in records]
     replays = {k: _renumbered(r.replay, number) for k, r in enumerate(records) if r.replay is not None}
     owned = _owned_values(tape, number)
-    ops = tuple(_op(r, n, c, owned, number) for r, n, c in zip(records, names, calls, strict=True))
+    ops = tuple(
+        _op(r, n, c, owned, number, tape.on_cuda) for r, n, c in zip(records, names, calls, strict=True)
+    )
     slots = tuple(Slot(number.value[v], role, key) for v, role, key in tape.slots)
     inputs = [s.value for s in slots]
     callers = {tape.storage(v) for v, _, _ in tape.slots}
@@ -127,9 +129,12 @@ def _renumbered(call: Call, number: _Numbers) -> Call:
     return Call(call.fn, walk(call.args), walk(call.kwargs), results)
 
 
-def _op(r: Record, name: str, call: Call, owned: Mapping[int, list[int]], number: _Numbers) -> Op:
+def _op(
+    r: Record, name: str, call: Call, owned: Mapping[int, list[int]], number: _Numbers, on_cuda: bool
+) -> Op:
     defined = [v for v in r.results if v >= 0]
     by_base = {values[0]: values for values in owned.values()}
+    saved = r.random and not r.effect and not (on_cuda and r.device == "cpu")  # there, no bytes are planned
     return Op(
         name,
         r.target,
@@ -138,7 +143,7 @@ def _op(r: Record, name: str, call: Call, owned: Mapping[int, list[int]], number
         mutates=tuple(number.storage[s] for s in r.writes),
         updates=tuple(number.storage[s] for s in r.updates),
         random=r.random,
-        state=compat.RANDOM_STATE if r.random and r.device == "cpu" and not r.effect else 0,
+        state=compat.random_state(r.device) if saved else 0,
         effect=r.effect,
         flops=r.flops,
         phase=r.phase,

@@ -1,0 +1,98 @@
+"""What copies to pinned memory, codecs and random states cost beside a GPU: the figures of a graph's `Machine`.
+
+Copies and codecs are timed by CUDA's events. It has not yet run on a GPU.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable
+from time import perf_counter
+from typing import Any, Final
+
+import torch
+
+from tightship.execute.cache import Cache, Measurement
+from tightship.execute.device_codecs import PACKED, compress, decompress
+from tightship.execute.pinned import Pinned
+from tightship.frontends.torch import compat
+from tightship.machine import CODECS, MODELLED, Machine
+
+__all__ = ["device_speeds"]
+
+_BYTES: Final = 1 << 23
+"""Of the full form in each measurement: beyond a GPU's start of a copy or kernel, well below its memory."""
+_REPEATS: Final = 5
+
+_here: dict[str, Measurement] = {}
+"""What this process has measured, for caches that keep nothing."""
+
+
+def device_speeds(cache: Cache, device: str) -> Machine:
+    """Measured once and kept in ``cache``. Takes 32 MiB of ``device`` and half of that on the host while it does.
+
+    ``mask`` is not packed on GPUs; its rate is a model's.
+    """
+    gpu = torch.cuda.get_device_name(device)
+
+    def seconds(name: str, prepared: Callable[..., Callable[[], float]], *what: Any) -> float:
+        key = f"speed:{name}:{gpu}"
+        found = cache.get(key) or _here.get(key)
+        if found is None:
+            found = _here[key] = Measurement(max(_median(prepared(device, *what)), 1e-9))
+        if cache.get(key) is None:
+            cache.put(key, found)
+        return found.time
+
+    offload, fetch = (_BYTES / seconds(kind, _copying, kind, _BYTES) for kind in ("offload", "fetch"))
+    latency = seconds("latency", _copying, "offload", 64)
+    pack, unpack = (
+        tuple(
+            _BYTES / seconds(f"{kind}:{codec}", _packing, kind, codec) if codec in PACKED else modelled
+            for codec, modelled in zip(CODECS, rates, strict=True)
+        )
+        for kind, rates in (("compress", MODELLED.pack), ("decompress", MODELLED.unpack))
+    )
+    return Machine(offload, fetch, latency, pack, unpack, seconds("state", _saving), measured=True)
+
+
+def _median(run: Callable[[], float]) -> float:
+    run()
+    return statistics.median(run() for _ in range(_REPEATS))
+
+
+def _timed(device: str, run: Callable[[], Any]) -> float:
+    """Seconds of what ``run`` asks of the current stream."""
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    with torch.cuda.device(device):
+        start.record()
+        run()
+        end.record()
+        end.synchronize()
+    return float(start.elapsed_time(end)) / 1e3
+
+
+def _copying(device: str, kind: str, size: int) -> Callable[[], float]:
+    pool, memory = Pinned(size, device), torch.zeros(size, dtype=torch.uint8, device=device)
+    move = pool.write if kind == "offload" else pool.read
+    return lambda: _timed(device, lambda: move(0, memory.data_ptr(), size, 0))
+
+
+def _packing(device: str, kind: str, codec: str) -> Callable[[], float]:
+    dtype = {"bits": torch.bool, "bf16": torch.float32}.get(codec, torch.int64)
+    full = torch.zeros(_BYTES // dtype.itemsize, dtype=dtype, device=device)
+    packed = torch.zeros(_BYTES, dtype=torch.uint8, device=device)
+    if kind == "compress":
+        return lambda: _timed(device, lambda: compress(codec, full, packed))
+    return lambda: _timed(device, lambda: decompress(codec, packed, full))
+
+
+def _saving(device: str) -> Callable[[], float]:
+    generator = compat.generator_of(device)
+
+    def run() -> float:
+        start = perf_counter()
+        generator.get_state()
+        return perf_counter() - start
+
+    return run

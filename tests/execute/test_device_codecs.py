@@ -1,0 +1,60 @@
+"""The codecs of a GPU, which are torch ops, on tensors of the CPU: the same bits come back, and what fits is told."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tightship.errors import BadInput, Unsupported
+from tightship.execute.device_codecs import PACKED, check, compress, decompress
+from tightship.machine import CODECS
+
+WIDTH = {"bits": 0, "bf16": 2, **{c: int(c.lstrip("uint")) // 8 for c in PACKED if "int" in c}}
+
+
+def there_and_back(codec, full):
+    nbytes = -(-full.numel() // 8) if codec == "bits" else full.numel() * WIDTH[codec]
+    room = -(-max(nbytes, 1) // 512) * 512
+    packed = torch.full((room,), 0xA5, dtype=torch.uint8)  # not empty: what lay there before
+    back = torch.full_like(full, 1)
+    compress(codec, full, packed)
+    decompress(codec, packed, back)
+    assert (packed[nbytes:] == 0xA5).all()
+    return back
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.integers(0, 70), st.integers(0, 2**32))
+def test_booleans_of_any_number_come_back(count, seed):
+    full = torch.rand(count, generator=torch.Generator().manual_seed(seed)) < 0.5
+    check("bits", full)
+    assert torch.equal(there_and_back("bits", full), full)
+
+
+@pytest.mark.parametrize("codec", [c for c in PACKED if "int" in c])
+@pytest.mark.parametrize("dtype", [torch.int64, torch.int32, torch.int16])
+def test_integers_come_back_to_both_ends_of_the_range(codec, dtype):
+    size, signed = WIDTH[codec] * 8, codec[0] == "i"
+    if WIDTH[codec] >= dtype.itemsize:
+        return
+    low, high = (-(1 << size - 1), (1 << size - 1) - 1) if signed else (0, (1 << size) - 1)
+    full = torch.tensor([low, high, 0, 1, high - 1, low + 1, high // 2], dtype=dtype)
+    check(codec, full, "here")
+    assert torch.equal(there_and_back(codec, full), full)
+    for beyond in (low - 1, high + 1):
+        with pytest.raises(BadInput, match=f"here: .*packed as {codec} lies from {low} to {high}"):
+            check(codec, torch.tensor([0, beyond], dtype=dtype), "here")
+
+
+def test_rounding_is_that_of_bfloat16():
+    full = torch.randn(1000)
+    assert torch.equal(there_and_back("bf16", full), full.to(torch.bfloat16).to(torch.float32))
+
+
+def test_what_is_no_boolean_and_what_is_not_there_is_told():
+    check("bits", torch.zeros(0, dtype=torch.bool))
+    with pytest.raises(BadInput, match="from 0 to 1"):
+        check("bits", torch.tensor([0, 3], dtype=torch.uint8).view(torch.bool), "a mask")
+    with pytest.raises(Unsupported, match="'mask' on a GPU"):
+        check("mask", torch.zeros(8))
+    assert set(CODECS) - set(PACKED) == {"mask"}

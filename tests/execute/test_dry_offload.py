@@ -1,0 +1,91 @@
+"""Leaving the memory of a GPU, on a CUDA runtime that computes nothing: planned bytes, the order of copies, values.
+
+Copies are real there and kernels are not: `watched` writes what ops would write, and looks for it where it is read.
+"""
+
+import pytest
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("transformers")
+
+import dry_cuda  # noqa: E402
+from test_dry_cuda import REASON, dry, program  # noqa: E402, F401
+
+pytestmark = [pytest.mark.slow, pytest.mark.skipif(REASON is not None, reason=str(REASON))]
+
+HOW = """
+import plans, watched
+from tightship.planners.evict import compress, offload
+from tightship.planners.evict._aside import overlapped, spans, steps_with
+from tightship.planners.evict._frame import OFFLOAD, Frame
+
+def planner(graph, budget):
+    frame = Frame(graph, tuple(range(len(graph.ops))), means=("offload",) * (HOW == "searched"))
+    if HOW == "searched":  # as the search does it: out on one stream, back on another
+        steps = frame.steps(((frame.gaps[:, 0] >= 0) * OFFLOAD).astype("uint8"))
+    elif HOW == "overlapped":
+        steps = steps_with(graph, frame.order, overlapped(graph, frame.order, spans(graph, frame.order)))
+    else:
+        steps = {"compress": compress, "tight": offload}[HOW].plan(frame, 0).steps
+    return plans.placed(graph, tuple(steps))
+watched.packing_runs()
+step = tightship.fit(model, loss, optimizer, x, strict=True, cache=CACHE, planner=planner)
+plan, executor = step.plan, step._variants[0].executor
+"""
+WATCHED = """
+seen = watched.Watched(executor)
+for number in range(2):
+    seen.start()
+    step(x)
+    found = seen.races()
+    assert step.last.as_planned and step.last.misses == 0, step.last
+    assert step.last.measured_peak == plan.peak or not number  # the first step makes the optimizer's state
+left = plan.count("offload"), plan.count("compress")
+streams = len(seen.kernels), len(seen.copying - seen.kernels)
+print(plan.peak < plan.peak_before, *left, seen.back, len(found), *streams)
+"""
+
+
+def watched(dry, name, how, body=""):  # noqa: F811
+    text = program(name, f"HOW = {how!r}\n{HOW}\n{body}\n{WATCHED}")
+    less, *counts = dry_cuda.run(dry, text).split()
+    return less == "True", *map(int, counts)
+
+
+STREAMS = {"overlapped": 1, "tight": 1, "searched": 2}
+
+
+@pytest.mark.parametrize("how", STREAMS)
+@pytest.mark.parametrize("name", ["gpt", "bert", "resnet"])
+def test_what_is_copied_out_comes_back_in_time_as_it_was(dry, name, how):  # noqa: F811
+    less, offloads, _, back, races, *streams = watched(dry, name, how)
+    assert (less or how != "tight") and offloads > 10 and back >= 2 * offloads
+    assert races == 0 and streams == [1, STREAMS[how]]
+
+
+@pytest.mark.parametrize(
+    "broken",
+    [
+        "from tightship.execute import pinned; pinned.Copied.result = lambda self: None",
+        "torch.cuda.Stream.wait_stream = lambda self, other: None",
+    ],
+)
+def test_without_waiting_the_order_would_be_wrong_and_is_seen_to_be(dry, broken):  # noqa: F811
+    *_, races, _, copying = watched(dry, "gpt", "searched", broken)
+    assert races > 0 and copying == 2
+
+
+def test_a_copy_back_follows_the_copy_out_that_it_waits_for(dry):  # noqa: F811
+    body = """
+import watched
+from tightship.execute.pinned import Pinned
+pool, memory = Pinned(512, "cuda:0"), torch.zeros(1024, dtype=torch.uint8, device="cuda")
+memory[:512] = 7
+seen = watched.Seen()
+for after in (True, False):
+    seen.start()
+    out = pool.write(1, memory.data_ptr(), 512, 0)
+    pool.read(2, memory.data_ptr() + 512, 512, 0, [out] if after else [])
+    print(len(seen.races()))
+"""
+    assert dry_cuda.run(dry, f"{program('gpt', body)}").split() == ["0", "1"]
