@@ -58,10 +58,28 @@ def dry(tmp_path_factory):
     return dry_cuda.build(tmp_path_factory.mktemp("dry"))
 
 
+POOLED = """
+torch.backends.cudnn.enabled = False
+class Pooled(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = torch.nn.Conv2d(3, 16, 3), torch.nn.Conv2d(16, 16, 3)
+
+    def forward(self, x):
+        for layer in (self.first, self.second):
+            x = torch.nn.functional.max_pool2d(torch.nn.functional.dropout(torch.relu(layer(x)), 0.2), 2)
+        return x.square().mean()
+
+model = Pooled().cuda()
+optimizer, x = torch.optim.SGD(model.parameters(), lr=0.1), torch.randn(8, 3, 64, 64).cuda()
+loss = lambda model, batch: model(batch)
+"""
+
+
 def program(name, body, *, half=False, budget="85%", cache=None, optimizer="torch.optim.AdamW({}, lr=1e-3)"):
     lines = [f"HALF, BUDGET, CACHE = {half}, {budget!r}, {cache!r}", MODELS]
-    if name == "resnet":
-        return "\n".join([*lines, RESNET, body])
+    if name in ("resnet", "pooled"):
+        return "\n".join([*lines, {"resnet": RESNET, "pooled": POOLED}[name], body])
     lines.append(f"model = made({name!r}).cuda().train()")
     lines.append(f"optimizer = {optimizer.format('model.parameters()')}")
     return "\n".join([*lines, body])

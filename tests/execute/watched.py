@@ -85,7 +85,9 @@ class Watched(Seen):
         if i.op < 0 and not (step.kind in ("compress", "decompress") and i.asks):
             return i
         read = uses.reads[i.op] if i.op >= 0 else step.storages if step.kind == "compress" else ()
-        made = (*uses.defines[i.op], *uses.mutates[i.op]) if i.op >= 0 else step.storages
+        made = step.storages  # of what a recomputation makes again, some may be there: that is another copy
+        if i.op >= 0:
+            made = (*(uses.defines[i.op] if step.kind == "compute" else made), *uses.mutates[i.op])
 
         def run(env):
             self.collect()

@@ -1,6 +1,8 @@
 """What copies to pinned memory, codecs and random states cost beside a GPU: the figures of a graph's `Machine`.
 
-Copies and codecs are timed by CUDA's events. It has not yet run on a GPU.
+Copies and codecs are timed by CUDA's events. What a copy takes from the ops beside it is what the host needs to begin
+it and to have it waited for: an engine copies, and what that takes of the GPU's memory is not counted. It has not yet
+run on a GPU.
 """
 
 from __future__ import annotations
@@ -23,6 +25,7 @@ __all__ = ["device_speeds"]
 _BYTES: Final = 1 << 23
 """Of the full form in each measurement: beyond a GPU's start of a copy or kernel, well below its memory."""
 _REPEATS: Final = 5
+_MANY: Final = 16
 
 _here: dict[str, Measurement] = {}
 """What this process has measured, for caches that keep nothing."""
@@ -53,7 +56,8 @@ def device_speeds(cache: Cache, device: str) -> Machine:
         )
         for kind, rates in (("compress", MODELLED.pack), ("decompress", MODELLED.unpack))
     )
-    return Machine(offload, fetch, latency, pack, unpack, seconds("state", _saving), measured=True)
+    state, begin = seconds("state", _saving), seconds("begin", _beginning)
+    return Machine(offload, fetch, latency, pack, unpack, state, measured=True, begin=begin)
 
 
 def _median(run: Callable[[], float]) -> float:
@@ -76,6 +80,20 @@ def _copying(device: str, kind: str, size: int) -> Callable[[], float]:
     pool, memory = Pinned(size, device), torch.zeros(size, dtype=torch.uint8, device=device)
     move = pool.write if kind == "offload" else pool.read
     return lambda: _timed(device, lambda: move(0, memory.data_ptr(), size, 0))
+
+
+def _beginning(device: str) -> Callable[[], float]:
+    pool, memory = Pinned(64, device), torch.zeros(64, dtype=torch.uint8, device=device)
+
+    def run() -> float:
+        start = perf_counter()
+        for _ in range(_MANY):
+            pool.write(1, memory.data_ptr(), 64, 0).result()
+        taken = perf_counter() - start
+        torch.cuda.synchronize(device)
+        return taken / _MANY
+
+    return run
 
 
 def _packing(device: str, kind: str, codec: str) -> Callable[[], float]:
