@@ -65,7 +65,10 @@ void Engine::use(i64 bytes, i32 position) {
         s_.cost.peak = bytes;
         s_.cost.peak_at = position;
     }
-    if (bytes > limit_) s_.cost.excess += static_cast<double>(bytes - limit_);
+    if (bytes > limit_) {
+        s_.cost.excess += static_cast<double>(bytes - limit_);
+        if (copies_) crowded_[position] = 1;
+    }
     if (line_) (*line_)[position] = std::max((*line_)[position], bytes);
 }
 
@@ -313,7 +316,7 @@ void Engine::extend() {
 
 Cost Engine::evaluate(const std::uint8_t* evict, i64 limit, double cutoff) {
     evict_ = evict, limit_ = limit, cutoff_ = cutoff;
-    return attempt();
+    return copies_ ? attempt_with_copies() : attempt();
 }
 
 std::vector<i64> Engine::profile(const std::uint8_t* evict) {

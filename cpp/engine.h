@@ -4,7 +4,8 @@
 // as tightship.simulate counts it (that Python replay is the definition; tests hold the two equal): resident
 // storages, plus everything the running op defines, plus its workspace.
 //
-// A decision is one number per *gap*: a stay of a storage between two consecutive touches, after its last write.
+// A decision is one number per *gap*: a stay of a storage between two consecutive touches, after its last write (before
+// it, a copy may be made of what is there so far, and nothing else).
 // kKeep stays. kEvict, kPass and kDrop end the residence at the first touch; the storage is restored just before the next
 // touch, or earlier when a recomputation needs it, by running its recipe (every op that writes it, in order)
 // again. What a recipe reads is restored first, recursively. What was restored for a recomputation stays until
@@ -154,6 +155,9 @@ class Engine {
     std::deque<i32> leaving_now_;              // copied out, bytes not yet given back
     std::vector<std::vector<i32>> fetches_;    // by position: gaps whose fetches are to be issued there
     std::vector<i32> late_fetches_;            // gaps: no room where they were to be issued
+    std::vector<std::uint8_t> crowded_;        // by position: bytes above the limit there, in this attempt
+    std::vector<i32> room_until_;              // by position: the next one that an earlier attempt found crowded
+    bool early_ = false;                       // something was fetched before it was read, in this attempt
     std::vector<i32> landed_;                  // waited for: their copies can go
     std::vector<i32> offload_step_, fetch_step_;
     std::vector<i32> pin_;
@@ -188,13 +192,14 @@ class Engine {
     bool restore(i32 storage);
     bool replay(i32 op, i32 wanted);
     void find_copies();
+    Cost attempt_with_copies();
     void schedule();
     void pack(i32 storage);
     void unpack(i32 storage);
     void send(i32 storage);
     void settle();
     void make_room(i64 bytes);
-    void give_back();
+    void give_back(std::size_t which = 0);
     void stay(i32 storage);
     void fetch(i32 storage);
     void issue(i32 position);

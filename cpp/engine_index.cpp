@@ -88,10 +88,13 @@ void Engine::find_gaps() {
             if (!p_.packed[s]) may &= ~(1 << kPack);
             return may ? may : 1 << kKeep;
         };
-        for (i64 j = std::max(0, last_write_[s]); j + 1 < touches_.size(s); ++j) {
+        const i64 written = std::max(0, last_write_[s]);
+        for (i64 j = 0; j + 1 < touches_.size(s); ++j) {
             const i32 from = touches_.begin(s)[j], to = touches_.begin(s)[j + 1];
             const bool bound = p_.must[s] && from < p_.boundary && to >= p_.boundary;
             std::uint8_t here = possible(bound ? p_.must[s] : p_.may[s]);
+            // Before its last write it cannot be made again, nor is it known what packs; a copy has what was there.
+            if (j < written) here &= 1 << kKeep | 1 << kOffload;
             // Results made again at the end would gain nothing; a copy of them may come back there.
             if (to == p_.ops) here &= 1 << kKeep | 1 << kPack | 1 << kOffload;
             if (to - from < 2 || here == 1 << kKeep || here == 0) continue;

@@ -21,8 +21,28 @@ void Engine::schedule() {
     }
 }
 
+// What is fetched early has room where that begins, and perhaps not at every op until it is read. So where bytes are
+// above the limit, once more, with nothing fetched across the places where they were; then with nothing fetched early.
+Cost Engine::attempt_with_copies() {
+    const i32 end = static_cast<i32>(p_.ops);
+    room_until_.assign(p_.ops + 1, end + 1);
+    Cost cost;
+    for (int tried = 0;; ++tried) {
+        crowded_.assign(p_.ops + 1, 0);
+        early_ = false;
+        cost = attempt();
+        if (cost.peak <= limit_ || !early_ || tried == 2) return cost;
+        if (tried == 1) std::fill(crowded_.begin(), crowded_.end(), 1);
+        for (i32 at = end, next = end + 1; at >= 0; --at) {
+            if (crowded_[at]) next = at;
+            room_until_[at] = next;
+        }
+    }
+}
+
 void Engine::pack(i32 s) {
     if (copies_ && coming_[s] == 1) land(&s, &s + 1);
+    if (copies_) make_room(p_.packed[s]);
     use(s_.live + p_.packed[s], s_.position);
     s_.live += p_.packed[s];
     s_.packed[s] = 1;
@@ -66,12 +86,13 @@ void Engine::settle() {
 }
 
 void Engine::make_room(i64 bytes) {
-    while (!leaving_now_.empty() && s_.live + bytes > limit_ && !pin_[leaving_now_.front()]) give_back();
+    for (std::size_t k = 0; k < leaving_now_.size() && s_.live + bytes > limit_;)
+        pin_[leaving_now_[k]] ? void(++k) : give_back(k);
 }
 
-void Engine::give_back() {
-    const i32 s = leaving_now_.front();
-    leaving_now_.pop_front();
+void Engine::give_back(std::size_t which) {
+    const i32 s = leaving_now_[which];
+    leaving_now_.erase(leaving_now_.begin() + static_cast<std::ptrdiff_t>(which));
     wait_for(ready_[s]);
     s_.resident[s] = 0;
     s_.live -= p_.size[s];
@@ -114,12 +135,12 @@ void Engine::issue(i32 at) {
     for (i32 g : late_fetches_) {
         const i32 s = gaps_[g].storage;
         if (!s_.host[s] || gaps_[g].to <= at) continue;  // read meanwhile, or now
-        if (!fits(s, at)) {
+        if (room_until_[at] < gaps_[g].to || !fits(s, at)) {
             late_fetches_[left++] = g;
             continue;
         }
         stay(s);
-        if (!s_.resident[s]) fetch(s);
+        if (!s_.resident[s]) fetch(s), early_ = true;
     }
     late_fetches_.resize(left);
 }

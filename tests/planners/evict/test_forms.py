@@ -16,7 +16,7 @@ from tightship.plan import Plan
 from tightship.planners.evict import anneal, ladder
 from tightship.planners.evict._frame import KEEP, OFFLOAD, PACK, Frame
 from tightship.planners.layout import lay_out
-from tightship.simulate import baseline, replay
+from tightship.simulate import baseline, extra_bytes, replay
 from tightship.verify import verify
 
 HUGE = 1 << 60
@@ -83,6 +83,27 @@ def test_a_transfer_that_overlaps_costs_nothing() -> None:
     assert found.extra == pytest.approx(0.0, abs=1e-6)
     assert found.peak < replay(graph, baseline(graph)).peak
     assert found.host > 0
+
+
+def touched(graph: Graph) -> int:
+    """The most that one op touches, and results at the end: in this order nothing can need less."""
+    uses, size = graph.uses, [s.size for s in graph.storages]
+    rows = [{*uses.reads[k], *uses.defines[k]} - graph.static for k in range(len(graph.ops))]
+    bytes_ = [sum(size[s] for s in row) + extra_bytes(op) for row, op in zip(rows, graph.ops, strict=True)]
+    return graph.static_bytes + max(*bytes_, sum(size[s] for s in graph.kept - graph.static))
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_copies_reach_every_limit_down_to_what_one_op_touches(seed: int) -> None:
+    """Also where a copy has to be waited for at once, and where the contents are still to be written to."""
+    frame = frame_of(random_graph(seed, 10 + seed), (SLOW, BUSY)[seed % 2], means=("recompute", "offload"))
+    graph, least = frame.graph, touched(frame.graph)
+    base = replay(graph, baseline(graph)).peak
+    for limit in (least, (least + base) // 2):
+        found = frame.cost(frame.wherever(OFFLOAD), limit)
+        assert found.valid and found.peak <= max(limit, least)
+        checked(frame, found.evict, limit)
+    assert anneal.plan(frame, least, anneal.Options(work=60_000)).met
 
 
 def test_what_copies_take_from_ops_is_paid_for_each_and_small_ones_are_not_made() -> None:

@@ -254,6 +254,10 @@ class Frame:
     def nothing(self) -> Bits:
         return np.zeros(len(self.gaps), dtype=np.uint8)
 
+    def wherever(self, to: int) -> Bits:
+        """The decision ``to`` for every gap that may be so, the others kept."""
+        return np.where(self.engine.allowed >> to & 1, to, KEEP).astype(np.uint8)
+
     def cost(self, evict: Bits, limit: int) -> Decision:
         c = self.engine.evaluate(evict, limit)
         met = c["valid"] and c["peak"] <= limit

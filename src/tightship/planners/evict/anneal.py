@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from tightship.planners.evict import blocks, checkpoint, greedy, keep, ladder, min_cut
-from tightship.planners.evict._frame import Decision, Frame, Progress
+from tightship.planners.evict._frame import OFFLOAD, Decision, Frame, Progress
 
 __all__ = ["Options", "plan"]
 
@@ -87,8 +87,10 @@ def _search(
 
 
 def _saved_sets(frame: Frame, limit: int) -> Iterator[Decision]:
-    """What was found for other limits, what people keep by hand, and minimum cuts."""
+    """What was found for other limits, everything outside, what people keep by hand, and minimum cuts."""
     yield from frame.archive.around(limit, frame)
+    if (outside := frame.wherever(OFFLOAD)).any():  # the least memory there is in this order
+        yield frame.cost(outside, limit)
     for by_hand in _CHECKPOINTS:
         bits = checkpoint.dropped(frame, by_hand)
         if bits.any():
