@@ -61,20 +61,23 @@ def _marks(start: Sequence[int], edges: Sequence[Sequence[int]]) -> tuple[set[in
     return seen, work
 
 
-def lower_bound(graph: Graph, *, recompute: bool = True, least: Mapping[int, int] | None = None) -> Bound:
+def lower_bound(
+    graph: Graph, *, recompute: bool = True, redraw: bool = True, least: Mapping[int, int] | None = None
+) -> Bound:
     """Bytes no plan can stay under, whatever its order and however often it recomputes: for each op, the static
     set, what it reads, writes and needs while it runs, and what must be there too because it was made before the op
     in every order, is needed after it in every order, and cannot be made again from less; and for the end of a step,
     all results (in training, every gradient that no update consumes).
 
-    Without ``recompute`` nothing can be made again, and every op is passed at its best moment (`moments`). ``least``
-    is the bytes in which storages can wait (see `Relaxation`): for plans that compress storages, or move them out.
+    Without ``recompute`` nothing can be made again, and every op is passed at its best moment (`moments`); without
+    ``redraw`` nothing random is. ``least`` is the bytes in which storages can wait (see `Relaxation`): for plans that
+    compress storages, or move them out.
     """
-    relaxed = Relaxation(graph, least)
+    relaxed = Relaxation(graph, least, redraw=redraw)
     load = [relaxed.own(k) for k in range(len(graph.ops))]
     if not load:
         return Bound(graph.static_bytes)
-    _add_stuck(graph, load, relaxed.waits.tolist(), recompute)
+    _add_stuck(relaxed, load, recompute)
     if recompute:
         ranked = sorted(range(len(load)), key=lambda k: -load[k])
         for k in _few(ranked, len(load)):
@@ -125,14 +128,16 @@ def _spread(n: int, most: int) -> Iterable[int]:
     return range(n) if n <= most else sorted({(2 * j + 1) * n // (2 * most) for j in range(most)})
 
 
-def _add_stuck(graph: Graph, load: list[int], waits: Sequence[int], recompute: bool) -> None:
+def _add_stuck(relaxed: Relaxation, load: list[int], recompute: bool) -> None:
     """Add to every op's bytes the storages that no plan can make again and that are there while it runs."""
-    uses = graph.uses
+    graph, uses, waits = relaxed.graph, relaxed.uses, relaxed.waits.tolist()
     before = predecessors(graph)
     after = successors(before)
 
     def stays(s: int) -> bool:
-        return not recompute or not all(runs_again(graph, w) for w in uses.writers[s][:1])
+        return not recompute or not all(
+            runs_again(graph, w, redraw=relaxed.redraw) for w in uses.writers[s][:1]
+        )
 
     stuck = [
         s for s in range(len(waits)) if s not in graph.static and waits[s] and uses.writers[s] and stays(s)
@@ -154,12 +159,15 @@ def _add_stuck(graph: Graph, load: list[int], waits: Sequence[int], recompute: b
                 load[k] += waits[s]
 
 
-def time_bound(graph: Graph, budget: int, *, least: Mapping[int, int] | None = None) -> float:
+def time_bound(
+    graph: Graph, budget: int, *, redraw: bool = True, least: Mapping[int, int] | None = None
+) -> float:
     """Seconds no plan within ``budget`` bytes can stay under: every op once, and the recomputation that a Lagrangian
     relaxation shows to be unavoidable. Infinite where the relaxation shows that no plan meets the budget.
 
-    Valid for any order and any recomputation, and with ``least`` (see `Relaxation`) also for plans that compress or
-    move storages without ever waiting for it. Looks at moments at which keeping everything would be over the budget.
+    Valid for any order and any recomputation (without ``redraw``: that runs no random op again), and with ``least``
+    (see `Relaxation`) also for plans that compress or move storages without ever waiting for it. Looks at moments at
+    which keeping everything would be over the budget.
     """
     total = math.fsum(op.time for op in graph.ops)
     if _at_end(graph, alone=not least)[0] > budget:
@@ -169,7 +177,7 @@ def time_bound(graph: Graph, budget: int, *, least: Mapping[int, int] | None = N
     over = {s.op: n for s, n in zip(steps, during, strict=True) if s.kind == "compute" and n > budget}
     if not over:
         return total
-    relaxed = Relaxation(graph, least)
+    relaxed = Relaxation(graph, least, redraw=redraw)
     found: dict[int, float] = {}
 
     def look(ops: Iterable[int]) -> None:

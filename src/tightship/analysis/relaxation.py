@@ -44,12 +44,12 @@ _SAFE = 1 - 1e-9
 Mask = NDArray[np.bool_]
 
 
-def runs_again(graph: Graph, op: int) -> bool:
-    """Whether any plan may run the op a second time: it has no effect, draws nothing or from a state that can be
-    saved, and writes nothing of the caller's."""
+def runs_again(graph: Graph, op: int, *, redraw: bool = True) -> bool:
+    """Whether any plan may run the op a second time: it has no effect, draws nothing or (``redraw``) from a state
+    that can be saved, and writes nothing of the caller's."""
     o = graph.ops[op]
     writes = any(s in graph.static and s not in o.updates for s in graph.uses.mutates[op])
-    return not o.effect and not writes and (not o.random or o.state > 0)
+    return not o.effect and not writes and (not o.random or (redraw and o.state > 0))
 
 
 @dataclass(frozen=True)
@@ -70,11 +70,12 @@ class Relaxation:
     """A graph, prepared for bounds at any of its ops.
 
     ``least`` is the bytes in which a storage can wait until it is needed again: of its packed form, or none where
-    it can be moved out of memory. All of its own, where nothing is said.
+    it can be moved out of memory. All of its own, where nothing is said. ``redraw``: random ops may run again.
     """
 
-    def __init__(self, graph: Graph, least: Mapping[int, int] | None = None) -> None:
+    def __init__(self, graph: Graph, least: Mapping[int, int] | None = None, *, redraw: bool = True) -> None:
         self.graph = graph
+        self.redraw = redraw
         self.uses = graph.uses
         self.size = np.array([s.size for s in graph.storages], dtype=np.int64)
         self.waits = self.size.copy()
@@ -97,7 +98,7 @@ class Relaxation:
         out = np.zeros(len(self.graph.ops), dtype=np.int64)
         for k, op in enumerate(self.graph.ops):
             scaled = int(op.time / self.total * _SCALE) if self.total else 0
-            out[k] = scaled if runs_again(self.graph, k) else -1
+            out[k] = scaled if runs_again(self.graph, k, redraw=self.redraw) else -1
         return out
 
     @cached_property
@@ -140,10 +141,17 @@ class Relaxation:
                     stack.append(b)
         return seen
 
-    def moment(self, k: int) -> Moment:
-        """The network of op ``k``. Nodes: 0 source, 1 sink, then ops, storages needed, storages to be made."""
+    def moment(self, k: int, until: int = -1) -> Moment:
+        """The network of op ``k``; with ``until``, a descendant, only of what first runs before that op is done.
+
+        Nodes: 0 source, 1 sink, then ops, storages needed, storages to be made."""
         n, m = len(self.graph.ops), len(self.graph.storages)
         before, after = self._reached(k, self._before), self._reached(k, self._after)
+        last = [s for s in self.graph.kept if until < 0]
+        if until >= 0:
+            early = self._reached(until, self._before)
+            early[until] = True
+            after &= early
         definer = np.array(self.uses.definer, dtype=np.int64)
         there = np.zeros(m, dtype=np.bool_)  # made before, and not among what the op holds anyway
         there[definer >= 0] = before[definer[definer >= 0]]
@@ -151,7 +159,7 @@ class Relaxation:
         reads, writes = self._reads, self._writes
         reads, writes = reads[there[reads[:, 1]]], writes[there[writes[:, 0]] & before[writes[:, 1]]]
         again, later = reads[before[reads[:, 0]]], reads[after[reads[:, 0]]]
-        wanted = np.union1d(later[:, 1], [s for s in self.graph.kept if there[s]]).astype(np.int64)
+        wanted = np.union1d(later[:, 1], [s for s in last if there[s]]).astype(np.int64)
         held, ops = np.flatnonzero(there), np.flatnonzero(before)
         need, make = 2 + n, 2 + n + m
         tails: list[NDArray[Any]] = [

@@ -29,7 +29,17 @@ from tightship.simulate import Timeline, baseline, replay
 from tightship.units import Budget, parse_budget
 from tightship.verify import check
 
-__all__ = ["Interrupted", "Options", "adopted", "displaced", "frame_of", "order_of", "plan", "top_of_peak"]
+__all__ = [
+    "Interrupted",
+    "Options",
+    "adopted",
+    "displaced",
+    "frame_of",
+    "least_time",
+    "order_of",
+    "plan",
+    "top_of_peak",
+]
 
 _REDRAW = "redraw"
 _TIGHTEN = 4
@@ -87,8 +97,7 @@ def plan(
     before = replay(graph, baseline(graph))
     limit = _limit(graph, budget, before.peak)
     frame = frame or frame_of(graph, order_of(graph, o, before.peak), o)
-    least = _least(frame)
-    bound = lower_bound(graph, least=least)
+    bound = lower_bound(graph, redraw=_redraws(o), least=_least(frame))
     target = before.peak if limit is None else limit
     best: Timeline | None = None  # of all tries
     needed: int | None = None
@@ -117,7 +126,7 @@ def plan(
     else:
         assert limit is not None and best is not None
         raise _infeasible(graph, limit, bound, best, best_steps, needed)
-    made = _bounded(_plan(graph, steps, layout, line, before), graph, o, limit, bound, least)
+    made = _bounded(_plan(graph, steps, layout, line, before), graph, frame, o, limit, bound)
     made = replace(made, moved=displaced(frame.order), seconds=time.perf_counter() - began)
     check(graph, made)
     if interrupted:
@@ -125,15 +134,13 @@ def plan(
     return made
 
 
-def _bounded(
-    made: Plan, graph: Graph, o: Options, limit: int | None, bound: float, least: dict[int, int]
-) -> Plan:
+def _bounded(made: Plan, graph: Graph, frame: Frame, o: Options, limit: int | None, bound: float) -> Plan:
     """A plan with what it was asked for, what none can go below, and who made it."""
     return replace(
         made,
         budget=limit,
         lower_bound=int(bound),
-        time_bound=0.0 if limit is None else time_bound(graph, limit, least=least),
+        time_bound=0.0 if limit is None else least_time(graph, frame, o, limit),
         host_budget=o.host or None,
         lossy=o.lossy,
         planner=f"{o.order}+{o.evict}" + "+portfolio" * o.place,
@@ -149,14 +156,27 @@ def adopted(frame: Frame, steps: Sequence[Step], o: Options, planner: str) -> Pl
     made = replace(
         made,
         budget=limit,
-        lower_bound=int(lower_bound(graph, least=_least(frame))),
-        time_bound=time_bound(graph, limit, least=_least(frame)),
+        lower_bound=int(lower_bound(graph, redraw=_redraws(o), least=_least(frame))),
+        time_bound=least_time(graph, frame, o, limit),
         planner=planner,
         seconds=time.perf_counter() - began,
         moved=displaced(frame.order),
     )
     check(graph, made)
     return made
+
+
+def least_time(graph: Graph, frame: Frame, o: Options, limit: int) -> float:
+    """Seconds no plan by the ways that the options allow can go below."""
+    return time_bound(graph, limit, redraw=_redraws(o), least=_least(frame))
+
+
+def _redraws(o: Options) -> bool:
+    return _REDRAW in _means(o)
+
+
+def _means(o: Options) -> tuple[str, ...]:
+    return tuple(filter(None, (m.strip() for m in o.allow.split(","))))
 
 
 def _least(frame: Frame) -> dict[int, int]:
@@ -179,7 +199,7 @@ def _limit(graph: Graph, budget: Budget | str | int | None, peak: int) -> int | 
 
 def frame_of(graph: Graph, order: tuple[int, ...], o: Options) -> Frame:
     """What evictions are decided on, with what the options say of them. Raises ``BadInput``."""
-    means = tuple(filter(None, (m.strip() for m in o.allow.split(","))))
+    means = _means(o)
     for m in means:
         if m not in (*MEANS, _REDRAW):
             raise BadInput(f"what leaves memory does so by {', '.join((*MEANS, _REDRAW))}", m, "allow")

@@ -12,7 +12,6 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from tightship.analysis.bounds import lower_bound, time_bound
 from tightship.errors import BadInput, Infeasible
 from tightship.graph import Graph
 from tightship.plan import Plan, Step
@@ -118,9 +117,9 @@ def frontier(
     except KeyboardInterrupt:
         if len(made) < 2:
             raise
-    bound = min(int(lower_bound(graph)), *(p.lower_bound for p in made))
+    bound = min(p.lower_bound for p in made)
     beside = tuple(replace(x, ours=_best(made, x.peak)) for x in beside)
-    return Frontier(graph, _monotone(graph, budgets, made), beside, bound, time.perf_counter() - began)
+    return Frontier(graph, search.monotone(budgets), beside, bound, time.perf_counter() - began)
 
 
 @dataclass(frozen=True)
@@ -147,7 +146,7 @@ class _Search:
         if points == 1:
             return
         full = needs(self.made[0])
-        least = int(lower_bound(self.graph))
+        least = self.made[0].lower_bound
         while len(self.made) == 1 and least < full:
             least = max(self.at(least, "the least memory"), least + least // _SLACK)
         least = needs(self.made[-1])
@@ -157,22 +156,22 @@ class _Search:
             self.at(budget, f"budget {j + 2} of {points}")
             yield budget
 
+    def monotone(self, budgets: Sequence[int]) -> tuple[Plan, ...]:
+        """For each budget the fastest of all plans within it."""
+        found = []
+        for budget in sorted(set(budgets)):
+            best = _best(self.made, budget)
+            if best is not None:
+                known = next((p.time_bound for p in self.made if p.budget == budget), None)
+                if known is None:
+                    known = default.least_time(self.graph, self.frame, self.each, budget)
+                found.append(replace(best, budget=budget, time_bound=min(known, best.time)))
+        return tuple(found)
+
 
 def _best(made: Sequence[Plan], budget: int) -> Plan | None:
     fits = [p for p in made if needs(p) <= budget]
     return min(fits, key=lambda p: (p.time, needs(p)), default=None)
-
-
-def _monotone(graph: Graph, budgets: Sequence[int], made: Sequence[Plan]) -> tuple[Plan, ...]:
-    """For each budget the fastest of all plans within it."""
-    found = []
-    for budget in sorted(set(budgets)):
-        best = _best(made, budget)
-        if best is not None:
-            known = next((p for p in made if p.budget == budget), None)
-            bound = known.time_bound if known is not None else time_bound(graph, budget)
-            found.append(replace(best, budget=budget, time_bound=min(bound, best.time)))
-    return tuple(found)
 
 
 # --- what others do ---
