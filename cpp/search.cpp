@@ -164,6 +164,12 @@ class Moves {
     }
 };
 
+// The price on bytes above the limit goes up while less than a fifth of the states are within it, and down while more
+// than three fifths are, so that the walk stays about the limit, however steep time is there (after Gendreau, Hertz
+// and Laporte, 1994).
+constexpr i64 kTurns = 200;
+constexpr double kStep = 1.1, kCheapest = 0.05, kDearest = 1000;
+
 }  // namespace
 
 Found anneal(Engine& engine, const Rows& groups, i64 limit, const Bits& start, double heat, const Budget& budget) {
@@ -176,7 +182,7 @@ Found anneal(Engine& engine, const Rows& groups, i64 limit, const Bits& start, d
     const double room = std::max<double>(1, double(limit - engine.static_bytes()));
     const double ops = double(std::max<i64>(1, engine.program().ops));
     const double hot = heat, cold = heat / 100;
-    double price = 2.0;  // extra time (in step times) that one whole limit of excess is worth
+    double price = 2.0;  // extra time (in step times) that one whole limit of excess is worth, for now
     auto energy = [&](const Cost& c) {
         const double over = std::max<double>(0, double(c.peak - limit)) / room;
         return c.extra / base + price * (over + c.excess / (room * ops));
@@ -185,7 +191,7 @@ Found anneal(Engine& engine, const Rows& groups, i64 limit, const Bits& start, d
     Cost cost = best.cost;
     double at = energy(cost);
     std::vector<std::pair<i32, std::uint8_t>> changed;
-    i64 calls = 0;
+    i64 calls = 0, inside = 0;
     while (!meter.over(best)) {
         const double t = hot * std::pow(cold / hot, std::min(1.0, meter.share()));
         moves.apply(now, changed);
@@ -206,8 +212,14 @@ Found anneal(Engine& engine, const Rows& groups, i64 limit, const Bits& start, d
         } else {
             for (auto it = changed.rbegin(); it != changed.rend(); ++it) now[it->first] = it->second;
         }
-        if (++calls % 2000 == 0) {  // start again from the best now and then
-            if (!best.met) price = std::min(64.0, price * 1.5), at = energy(cost);
+        inside += cost.peak <= limit;
+        if (++calls % kTurns == 0) {
+            if (inside < kTurns / 5) price = std::min(kDearest, price * kStep);
+            if (inside > 3 * kTurns / 5) price = std::max(kCheapest, price / kStep);
+            at = energy(cost);
+            inside = 0;
+        }
+        if (calls % 2000 == 0) {  // start again from the best now and then
             if (energy(best.cost) + 4 * t < at) now = best.evict, cost = best.cost, at = energy(cost);
         }
     }
