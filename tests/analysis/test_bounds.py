@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from itertools import pairwise
 
 import numpy as np
@@ -106,10 +107,16 @@ def test_what_is_random_must_be_there() -> None:
     assert lower_bound(graph.with_ops(drawn)) == replay(graph, baseline(graph)).peak
 
 
-def _random(op):  # type: ignore[no-untyped-def]
-    from dataclasses import replace
+def test_what_is_random_may_be_drawn_again_from_a_state_where_that_is_allowed() -> None:
+    graph = chain(12)
+    drawn = graph.with_ops(tuple(op if op.phase != "forward" else _random(op, 8) for op in graph.ops))
+    peak = replay(drawn, baseline(drawn)).peak
+    assert lower_bound(drawn, redraw=False) == peak > lower_bound(drawn)
+    assert time_bound(drawn, peak - 64, redraw=False) == math.inf > time_bound(drawn, peak - 64)
 
-    return replace(op, random=True)
+
+def _random(op: Op, state: int = 0) -> Op:
+    return replace(op, random=True, state=state)
 
 
 @pytest.mark.parametrize("seed", range(30))
