@@ -114,9 +114,9 @@ def plan_graph(
     The results of a whole step leave the arena, as `fit` needs it. Those of a forward and backward pass alone, which
     are the gradients, are placed in it, unless ``hand_out`` says otherwise.
     """
-    from tightship.planners.default import plan as decide
+    from tightship.planners.remedies import advised
 
-    return Planned(decide(graph, budget, _options(graph, options), progress), graph)
+    return Planned(advised(graph, budget, _options(graph, options), progress), graph)
 
 
 def _options(graph: Graph, given: dict[str, Any]) -> Any:

@@ -126,6 +126,18 @@ class Infeasible(TightshipError):
         self.top = tuple((name, size, place) for name, size, place in top)
         super().__init__(self._message())
 
+    def with_advice(self, advice: Sequence[str]) -> "Infeasible":
+        """The same with other advice."""
+        return Infeasible(
+            budget=self.budget,
+            lower_bound=self.lower_bound,
+            best_peak=self.best_peak,
+            top=self.top,
+            placed=self.placed,
+            at=self.at,
+            advice=advice,
+        )
+
     @property
     def impossible(self) -> bool:
         """Whether it is proved that no plan meets the budget (otherwise: none was found)."""

@@ -16,7 +16,7 @@ from tightship.cli import main
 from tightship.errors import BadInput, Infeasible
 from tightship.frontends.torch.batch import batch_size, batched, resized
 from tightship.graph import Graph, Value
-from tightship.planners.advice import advice, batch_of
+from tightship.planners.advice import advice, batch_of, smaller_batch
 from tightship.planners.batch import max_batch
 from tightship.planners.default import Options, plan
 from tightship.verify import verify
@@ -165,13 +165,36 @@ def test_advice_is_told_with_its_numbers() -> None:
     assert "what else may help" in str(error)
 
 
-def test_a_smaller_batch_is_a_number_that_fits() -> None:
-    graph = sized(64)
-    text = next(a for a in advice(graph, 64 * 200, 64 * 64 * 5) if "smaller batch" in a)
-    smaller = int(text.split("about ")[1].split()[0])
-    assert 1 <= smaller < 64 and str(64) in text
+def given_as(kind: str, batch: int) -> Graph:
+    graph = sized(batch)
+    return replace(graph, storages=(replace(graph.storages[0], kind=kind), *graph.storages[1:]))
+
+
+@pytest.mark.parametrize("room", [17, 40, 63])
+def test_a_smaller_batch_is_a_number_that_fits(room: int) -> None:
+    """On a graph that grows with its batch, it is the one that `max_batch` finds."""
+    graph, budget = given_as("input", 64), 64 * 4 * room
+    with pytest.raises(Infeasible) as no:
+        plan(graph, budget, QUICK)
+    text = next(a for a in no.value.advice if "smaller batch" in a)
+    found = max_batch(lambda n: given_as("input", n), budget, QUICK, start=64).batch
+    assert f"about {found} instead of 64" in text
+
+
+def test_what_does_not_grow_with_the_batch_is_left_out() -> None:
+    graph = given_as("parameter", 64)  # 4,096 bytes of weights, whatever the batch
+    assert (
+        smaller_batch(graph, 64 * 64 * 2, [(0, 4096), (3, 4096), (4, 4096)]) is None
+    )  # no input has a batch
+    graph = given_as("input", 64)
+    assert smaller_batch(graph, 64 * 64, [(0, 4096), (3, 4096)]) == 32
+    gradient = graph.outputs[0]
+    grown = replace(graph, storages=(*graph.storages[:-1], replace(graph.storages[-1], size=64)))
+    assert graph.values[gradient].storage == len(graph.storages) - 1
+    assert smaller_batch(grown, 64 * 33, [(0, 2048), (3, 2048), (len(graph.storages) - 1, 64)]) == 32
+    assert smaller_batch(grown, 63, [(0, 2048), (3, 2048), (len(graph.storages) - 1, 64)]) is None
 
 
 def test_when_the_callers_own_bytes_are_too_many_nothing_else_is_advised() -> None:
-    assert advice(sized(64), 64, 64 * 64 * 5)[0].startswith("nothing that a plan can do")
-    assert len(advice(sized(64), 64, 64 * 64 * 5)) == 1
+    assert advice(sized(64), 64, [])[0].startswith("nothing that a plan can do")
+    assert len(advice(sized(64), 64, [])) == 1

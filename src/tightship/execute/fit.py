@@ -64,7 +64,8 @@ def fit(
 
 
 def _default_planner(options: dict[str, Any]) -> Planner:
-    from tightship.planners.default import Options, plan
+    from tightship.planners.default import Options
+    from tightship.planners.remedies import advised
 
     try:
         chosen = Options(**options)
@@ -72,7 +73,7 @@ def _default_planner(options: dict[str, Any]) -> Planner:
         raise BadInput(
             f"options are those of the default planner ({error})", sorted(options), "fit"
         ) from error
-    return lambda graph, budget: plan(graph, budget, chosen)
+    return lambda graph, budget: advised(graph, budget, chosen)
 
 
 class TrainStep(Prepared):

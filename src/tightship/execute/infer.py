@@ -22,8 +22,8 @@ from tightship.frontends.torch.structure import flatten, map_leaves
 from tightship.graph import Graph
 from tightship.plan import Plan
 from tightship.planners.default import Options
-from tightship.planners.default import plan as default_plan
 from tightship.planners.layout import lay_out
+from tightship.planners.remedies import advised
 from tightship.units import parse_budget
 
 __all__ = ["Inference", "infer"]
@@ -65,7 +65,7 @@ def infer(
     wanted = None if budget is None else parse_budget(budget)
     measuring = {"cache": cache, "seconds_per_op": seconds_per_op}
     settings = Settings(
-        wanted, lambda graph, limit: default_plan(graph, limit, chosen), measuring, strict, variants, fresh
+        wanted, lambda graph, limit: advised(graph, limit, chosen), measuring, strict, variants, fresh
     )
     made = Inference(module_of(model), settings, dynamic=dynamic)
     sample = dict(sample) if isinstance(sample, Mapping) else sample

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterable
 
 from tightship.analysis.bounds import lower_bound
 from tightship.graph import Graph
 from tightship.units import format_bytes
 
-__all__ = ["advice", "batch_of"]
+__all__ = ["advice", "batch_of", "smaller_batch"]
 
 
 def batch_of(graph: Graph) -> int | None:
@@ -22,19 +23,20 @@ def batch_of(graph: Graph) -> int | None:
     return best if best > 1 else None
 
 
-def advice(graph: Graph, budget: int, best_peak: int) -> tuple[str, ...]:
-    """What may help, most certain first. ``best_peak`` is the least peak that recomputation and order reached.
+def advice(graph: Graph, budget: int, at_peak: Iterable[tuple[int, int]]) -> tuple[str, ...]:
+    """What may help, most certain first. ``at_peak`` are the storages (below 0: scratch) that make up the least peak
+    reached, and their bytes.
 
-    That storages are moved or compressed is judged by a bound: no plan of that kind needs less. The batch is an
-    estimate, linear in what is beyond the static set.
+    That storages are moved or compressed is judged by a bound: no plan of that kind needs less (`remedies` tries).
+    The batch is an estimate: see `smaller_batch`.
     """
     found = []
     everything = range(len(graph.storages))
     away = int(lower_bound(graph, least=dict.fromkeys(everything, 0)))
     if graph.static_bytes > budget:
         size = format_bytes(graph.static_bytes)
-        return (f"nothing that a plan can do: parameters, state and inputs alone are {size}",)
-    if away > budget:
+        found.append(f"nothing that a plan can do: parameters, state and inputs alone are {size}")
+    elif away > budget:
         found.append(
             f"no offloading: an op, or the step's results, with the static set are {format_bytes(away)}"
         )
@@ -47,12 +49,28 @@ def advice(graph: Graph, budget: int, best_peak: int) -> tuple[str, ...]:
                 f"compression, to half the bytes where it is lossy: no less than {format_bytes(packed)} then"
             )
             found.append(text)
-    batch, room = batch_of(graph), budget - graph.static_bytes
-    used = best_peak - graph.static_bytes
-    if batch is not None and used > 0:
-        smaller = batch * room // used
-        if 1 <= smaller < batch:
-            found.append(
-                f"a smaller batch: about {smaller} instead of {batch} (--max-batch finds the largest)"
-            )
+    smaller, batch = smaller_batch(graph, budget, at_peak), batch_of(graph)
+    if smaller:
+        found.append(f"a smaller batch: about {smaller} instead of {batch} (--max-batch finds the largest)")
     return tuple(found)
+
+
+def smaller_batch(graph: Graph, budget: int, at_peak: Iterable[tuple[int, int]]) -> int | None:
+    """The batch whose least peak would be within the budget if everything grew with it but parameters, their state
+    and their gradients; None if that is no smaller batch."""
+    batch, storages = batch_of(graph), graph.storages
+    static = sum(storages[s].size for s in graph.static if storages[s].kind != "input")
+    gradients = {
+        s
+        for s in graph.kept - graph.static
+        for w in graph.uses.writers[s]
+        if graph.ops[w].phase == "backward"
+    }
+    whole = fixed = 0
+    for s, nbytes in at_peak:
+        whole += nbytes
+        fixed += nbytes if s in gradients or (s in graph.static and storages[s].kind != "input") else 0
+    if batch is None or whole <= fixed or static + sum(storages[s].size for s in gradients) > budget:
+        return None
+    smaller = batch * (budget - fixed) // (whole - fixed)
+    return smaller if 1 <= smaller < batch else None

@@ -281,5 +281,5 @@ def _infeasible(
         top=top_of_peak(graph, line, steps),
         placed=placed,
         at=graph.ops[steps[line.peak_step].op].name if line.peak_step >= 0 else "",
-        advice=advice(graph, limit, line.peak),
+        advice=advice(graph, limit, line.at_peak),
     )
