@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,7 +19,7 @@ from tightship.execute.spill import Spill
 from tightship.execute.views import dtype_of
 from tightship.frontends.torch import compat
 from tightship.frontends.torch.program import Program
-from tightship.graph import Value
+from tightship.graph import Value, aligned, alignment_of
 from tightship.plan import Plan, Step
 
 __all__ = ["Moves", "host_offsets", "with_state"]
@@ -53,8 +54,7 @@ class Moves:
         self.offsets, _ = host_offsets(program, plan)
         self.extent: dict[int, int] = {}
         for v in self.graph.values:
-            reach = v.offset + 1 + sum((n - 1) * s for n, s in zip(v.shape, v.stride, strict=True))
-            self.extent[v.storage] = max(self.extent.get(v.storage, 0), 0 if 0 in v.shape else reach)
+            self.extent[v.storage] = max(self.extent.get(v.storage, 0), _reach(v))
         self.packed: dict[int, tuple[int, str]] = {}  # storage -> place, codec
         self.hosted: dict[int, int] = {}  # storage -> offset
         self.ends: dict[
@@ -144,6 +144,9 @@ class Moves:
         """Makes a storage again as its op made it, contents aside."""
         value: Value = self.graph.values[self.program.bases[s]]
         size, dtype, device = self.graph.storages[s].size, dtype_of(value.dtype), self.device
+        whole = aligned(_reach(value) * dtype.itemsize, alignment_of(device)) == size
+        if whole and value.offset == 0 and _reach(value) == self.extent[s]:
+            return partial(torch.empty_strided, value.shape, value.stride, dtype=dtype, device=device)
 
         def make() -> Any:
             memory = torch.empty(size, dtype=torch.uint8, device=device).untyped_storage()
@@ -188,9 +191,17 @@ class Moves:
 
         def back(env: list[Any], spill: Pool, stream: int, after: Sequence[Any]) -> Any:
             env[base] = made = make()
-            return spill.read(stream, made.untyped_storage().data_ptr(), size, offset, after)
+            memory = made.untyped_storage()
+            return spill.read(stream, memory.data_ptr(), min(size, memory.nbytes()), offset, after)
 
         return back
+
+
+def _reach(value: Value) -> int:
+    """Elements of its storage up to the last one of the value."""
+    if 0 in value.shape:
+        return 0
+    return value.offset + 1 + sum((n - 1) * s for n, s in zip(value.shape, value.stride, strict=True))
 
 
 def _flat(tensor: Any, dtype: torch.dtype, count: int) -> Any:
