@@ -18,6 +18,7 @@ from tightship.errors import Infeasible  # noqa: E402
 from tightship.execute import allocator  # noqa: E402
 from tightship.execute.fit import TrainStep, fit  # noqa: E402
 from tightship.graph import Graph  # noqa: E402
+from tightship.plan import Step  # noqa: E402
 from tightship.planners import planners  # noqa: E402
 from tightship.planners.default import Options, plan  # noqa: E402
 from tightship.planners.evict._frame import Frame  # noqa: E402
@@ -197,3 +198,33 @@ def test_the_peak_follows_the_budget() -> None:
     assert len(line) == 6
     for less, more in pairwise(line):
         assert less.peak <= (less.budget or 0) < (more.budget or 0) and less.time >= more.time
+
+
+def test_hints_are_obeyed_where_the_plan_runs() -> None:
+    """G2, G11: per module, by a pattern of its name, in a step that is still eager's to the bit."""
+    torch.manual_seed(1)
+    model = blocks(lambda: nn.Sequential(nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 32)))
+    twin, x = copy.deepcopy(model), torch.randn(64, 32)
+    ours, theirs = (torch.optim.AdamW(m.parameters(), lr=1e-2) for m in (model, twin))
+    hints = "*=keep,1=recompute,2.1=offload,4.0=recompute"
+    step = fit(model, loss_of, ours, x, "100%", hints=hints, **QUICK)
+    graph = step.program.graph
+    by_kind = {
+        kind: {
+            graph.ops[graph.uses.definer[s]].module
+            for p in step.plan.steps
+            if p.kind == kind
+            for s in storages(p, graph)
+        }
+        for kind in ("recompute", "offload")
+    }
+    assert {"1.0", "1.1", "4.0"} <= by_kind["recompute"] <= {"1.0", "1.1", "1.2", "4.0"}
+    assert by_kind["offload"] == {"2.1"}
+    for _ in range(2):
+        assert torch.equal(step(x.clone()), eager(twin, loss_of, theirs, x.clone()))
+    if allocator.available():
+        assert step.last.measured_peak == step.plan.peak
+
+
+def storages(step: Step, graph: Graph) -> tuple[int, ...]:
+    return step.storages or (graph.uses.defines[step.op] if step.op >= 0 else ())

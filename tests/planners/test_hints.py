@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
 from chains import chain
+from tightship.cli import main
 from tightship.errors import BadInput
 from tightship.graph import Graph
 from tightship.planners.default import Options, plan
 from tightship.planners.hints import parse_hints, resolve
+from tightship.serde import save_graph
 
 QUICK = Options(work=300_000, seconds=30.0)
 
@@ -58,3 +62,38 @@ def test_G13_what_cannot_be_done_is_refused_with_the_reason() -> None:  # noqa: 
         parse_hints("net.0=forget")
     with pytest.raises(BadInput, match="recompute, compress, offload"):
         plan(graph, "80%", replace(QUICK, allow="magic"))
+
+
+def test_a_hint_that_later_ones_undo_is_refused() -> None:
+    graph = layered(6)
+    with pytest.raises(BadInput, match=r"undone by later ones.*net\.2=keep"):
+        resolve(graph, [("net.2", "keep"), ("net.*", "recompute")])
+    general_first = resolve(graph, [("net.*", "recompute"), ("net.2", "keep")])
+    assert general_first[3] == ("keep",) and general_first[4] == ("recompute",)
+    assert resolve(graph, [("net.2", "keep"), ("net.*", "keep")]) == resolve(graph, [("net.*", "keep")])
+
+
+def test_a_pattern_that_matches_nothing_is_told_what_there_is() -> None:
+    with pytest.raises(BadInput, match=r"such as net\.1, net\.\d+, net\.\d+.*'nett\.1'"):
+        resolve(layered(6), [("nett.1", "keep")])
+    with pytest.raises(BadInput, match="this graph has none"):
+        resolve(chain(6), [("net.1", "keep")])
+
+
+def test_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    save_graph(layered(12), tmp_path / "g.json")
+    args = ["plan", str(tmp_path / "g.json"), "-b", "100%", "--work", "300000", "--seconds", "30"]
+    out = str(tmp_path / "p.json")
+    assert main([*args, "--hints", "net.2=keep,net.3=offload", "--json", "-o", out]) == 0
+    rows = json.loads(capsys.readouterr().out)
+    assert rows["met"] and rows["offloaded"] == 1
+    for hints, said in (
+        ("nope=keep", "matches a module"),
+        ("net.2", "PATTERN=WAY"),
+        ("net.2=keep,*=recompute", "undone by later ones"),
+        ("net.2=compress", "no codec makes f2 smaller"),
+    ):
+        assert main([*args, "--hints", hints]) == 2
+        assert said in capsys.readouterr().err
+    assert main([*args[:2], "-b", "40%", *args[4:], "--hints", "*=keep"]) == 1
+    assert "without the hint *=keep: fits" in capsys.readouterr().err

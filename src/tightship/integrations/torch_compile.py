@@ -33,7 +33,9 @@ from tightship.integrations.torch_ledger import Entry, Ledger
 from tightship.integrations.torch_options import CompileOptions, read_options
 from tightship.integrations.torch_piece import Lane, Piece
 from tightship.plan import Plan
+from tightship.planners.default import Options as PlannerOptions
 from tightship.planners.default import plan as default_plan
+from tightship.planners.hints import matches, parse_hints
 from tightship.simulate import baseline, replay
 
 __all__ = ["Fallback", "backend", "compiled_notes", "compiled_plans"]
@@ -316,16 +318,28 @@ class _Compilation:
     def _placed(self, graph: Graph, limit: int | None) -> Plan:
         """With an arena, unless one (and results beside it) needs more than the budget although the peak
         does not."""
-        notes: tuple[str, ...] = ()
+        options, notes = self._hinted(graph)
         if self.options.arena:
             try:
-                return default_plan(graph, limit, self.options.planner)
+                plan = default_plan(graph, limit, options)
+                return replace(plan, notes=(*plan.notes, *notes))
             except Infeasible as error:
                 if error.impossible:
                     raise
-            notes = ("an arena does not fit the budget, the peak does: the plan runs on the ordinary heap",)
-        plan = default_plan(graph, limit, replace(self.options.planner, place=False))
+            notes += ("an arena does not fit the budget, the peak does: the plan runs on the ordinary heap",)
+        plan = default_plan(graph, limit, replace(options, place=False))
         return replace(plan, notes=(*plan.notes, *notes))
+
+    def _hinted(self, graph: Graph) -> tuple[PlannerOptions, tuple[str, ...]]:
+        """The options without hints that are about other graphs of a model with graph breaks; a note of those."""
+        options = self.options.planner
+        if self.goes_on is None and not self.session.pieces:
+            return options, ()
+        here = {h: matches(graph, h[0]) for h in parse_hints(options.hints)}
+        notes = tuple(
+            f"no module of this graph is meant by the hint {a}={b}" for (a, b), yes in here.items() if not yes
+        )
+        return replace(options, hints=",".join(f"{a}={b}" for (a, b), yes in here.items() if yes)), notes
 
 
 def _entry(joint: Joint, program: Program, plan: Plan, where: Cut, static: int, unplanned: int) -> Entry:

@@ -8,6 +8,7 @@ from typing import Any
 
 from tightship.errors import BadInput
 from tightship.planners.default import Options as PlannerOptions
+from tightship.planners.hints import parse_hints
 from tightship.units import Budget, parse_budget
 
 __all__ = ["CompileOptions", "read_options"]
@@ -77,7 +78,7 @@ def _planner_options(given: Mapping[str, Any]) -> PlannerOptions:
 def _recomputing(chosen: Mapping[str, Any]) -> None:
     """Between forward and backward it is autograd that holds what is saved, and only as the tensors it knows."""
     ways = {way.strip() for way in chosen.get("allow", "").split(",")} - {""}
-    ways |= {hint.rpartition("=")[2].strip() for hint in chosen.get("hints", "").split(",")} - {"", "keep"}
+    ways |= {way for _, way in parse_hints(chosen.get("hints", ""))} - {"keep"}
     if chosen.get("lossy") or ways - {"recompute"}:
         found = "lossy" if chosen.get("lossy") else sorted(ways - {"recompute"})[0]
         raise BadInput(

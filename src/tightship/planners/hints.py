@@ -9,6 +9,7 @@ levels, which go by attributes of nodes (behaviours G2, G11).
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from difflib import get_close_matches
 from fnmatch import fnmatchcase
 
 from tightship.analysis.bounds import replayable
@@ -16,7 +17,7 @@ from tightship.analysis.packing import packings
 from tightship.errors import BadInput
 from tightship.graph import Graph
 
-__all__ = ["WAYS", "parse_hints", "resolve"]
+__all__ = ["WAYS", "matches", "parse_hints", "resolve"]
 
 WAYS = ("keep", "recompute", "compress", "offload")
 
@@ -39,19 +40,45 @@ def resolve(
 
     Where only some of a module's values can leave memory in that way (a drawn random mask cannot be made again),
     the others are left to the planner. Raises ``BadInput`` for a hint that matches nothing, or nothing that could
-    obey it, with the reason.
+    obey it, or that later ones undo for all that it is about, with the reason.
     """
     only: dict[int, tuple[str, ...]] = {}
+    said: dict[int, tuple[str, str]] = {}
     for pattern, way in hints:
         made = list(_made(graph, pattern))
         if not made:
-            raise BadInput("a hint's pattern matches a module of the forward pass", pattern, "hints")
+            raise BadInput(
+                f"a hint's pattern matches a module of the forward pass{_near(graph, pattern)}",
+                pattern,
+                "hints",
+            )
         refused = _refusals(graph, made, way, lossy)
         if len(refused) == len(made):
             s = max(made, key=lambda s: graph.storages[s].size)
             raise BadInput(f"what a hint says can be done: {way}", pattern, f"hints, {refused[s]}")
+        said |= {s: (pattern, way) for s in made if s not in refused}
         only |= {s: (way,) for s in made if s not in refused}
+    for pattern, way in dict.fromkeys(hints):
+        if (pattern, way) not in said.values() and not all(_obeyed(graph, only, pattern, way)):
+            rule = "a hint is not undone by later ones: the general one comes first"
+            raise BadInput(rule, f"{pattern}={way}", "hints")
     return only
+
+
+def matches(graph: Graph, pattern: str) -> bool:
+    """Whether a hint's pattern is about anything that the forward pass makes."""
+    return next(_made(graph, pattern), None) is not None
+
+
+def _obeyed(graph: Graph, only: Mapping[int, tuple[str, ...]], pattern: str, way: str) -> Iterator[bool]:
+    return (only.get(s, (way,)) == (way,) for s in _made(graph, pattern))
+
+
+def _near(graph: Graph, pattern: str) -> str:
+    """Modules with names such as a pattern that matches none."""
+    names = {op.module: None for op in graph.ops if op.phase == "forward" and op.module}
+    near = get_close_matches(pattern, list(names), 3, 0.3) or list(names)[:3]
+    return f" (such as {', '.join(near)})" if near else " (this graph has none)"
 
 
 def _made(graph: Graph, pattern: str) -> Iterator[int]:
