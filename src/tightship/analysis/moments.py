@@ -51,6 +51,9 @@ class Moments:
         self.definer = np.array([uses.definer[s] for s in made], dtype=np.int64)
         self.kept = np.array([s in graph.kept for s in made], dtype=np.bool_)
         self.reads = _pairs((j, r) for j, s in enumerate(made) for r in uses.readers[s])
+        # Storages that are read, with the first of their rows in ``reads``; those that end.
+        self._read, self._rows = np.unique(self.reads[:, 0], return_index=True)
+        self._ends = np.flatnonzero(~self.kept)
         self.waits = _pairs((k, b) for k, row in enumerate(self.before) for b in row)
         self.extra = np.array([extra_bytes(op) for op in graph.ops], dtype=np.int64)
         self.makes = np.bincount(self.definer, self.size, self.ops).astype(np.int64)
@@ -63,11 +66,11 @@ class Moments:
         at[ops] = np.arange(n)
         begin = at[self.definer]
         end = begin.copy()
-        np.maximum.at(end, self.reads[:, 0], at[self.reads[:, 1]])
-        change = np.zeros(n + 1, dtype=np.int64)
-        np.add.at(change, begin, self.size)
-        np.subtract.at(change, end[~self.kept] + 1, self.size[~self.kept])
-        return self.static_bytes + np.cumsum(change[:n]) + self.extra[ops]
+        if len(self.reads):
+            end[self._read] = np.maximum.reduceat(at[self.reads[:, 1]], self._rows)
+        ended = np.zeros(n + 1, dtype=np.int64)
+        np.add.at(ended, end[self._ends] + 1, self.size[self._ends])
+        return self.static_bytes + np.cumsum(self.makes[ops] - ended[:n]) + self.extra[ops]
 
     def bytes(self, k: int, done: Mask) -> int:
         """Bytes in use while op ``k`` runs after the ops ``done``."""
