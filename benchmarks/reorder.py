@@ -117,7 +117,13 @@ def row(title: str, graph: Graph) -> list[str]:
     found, bound, seconds = peaks(graph)
     best_other = min(found[method] for method in METHODS)
     gap = found["ours"] / bound - 1
-    mark = "**worse**" if found["ours"] > best_other else f"{100 * gap:.1f} % open" if gap else "the least there is"
+    mark = (
+        "**worse**"
+        if found["ours"] > best_other
+        else f"{100 * gap:.1f} % open"
+        if gap
+        else "the least there is"
+    )
     sizes = [f"{found[way] / MIB:.2f}" for way in ("given", "sink", "beam", "ours", *METHODS)]
     return [title, str(len(graph.ops)), *sizes, f"{bound / MIB:.2f}", f"{seconds:.2f} s", mark]
 
