@@ -125,9 +125,12 @@ void Copier::work(Stream& stream) const {
 }
 
 int Copier::move(const Copy& copy) const {
-    for (std::int64_t done = 0; done < copy.size;) {
-        char* at = static_cast<char*>(copy.address) + done;
-        const std::int64_t moved = once(file_, copy.out, at, copy.size - done, copy.offset + done);
+    return move_bytes(file_, copy.out, static_cast<char*>(copy.address), copy.size, copy.offset);
+}
+
+int move_bytes(int file, bool out, char* address, std::int64_t size, std::int64_t offset) {
+    for (std::int64_t done = 0; done < size;) {
+        const std::int64_t moved = once(file, out, address + done, size - done, offset + done);
         if (moved < 0 && errno == EINTR) continue;
         if (moved < 0) return errno;
         if (moved == 0) return -1;

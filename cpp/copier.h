@@ -17,6 +17,9 @@
 
 namespace tightship {
 
+// `size` bytes from or to `offset` of a file; an error of errno, -1 if the file ended, or 0.
+int move_bytes(int file, bool out, char* address, std::int64_t size, std::int64_t offset);
+
 // What waits for copies sleeps on this. It outlives the copier as long as anyone holds one of its copies.
 struct Bell {
     std::mutex lock;

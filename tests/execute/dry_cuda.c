@@ -164,6 +164,7 @@ cudaError_t cudaEventRecord(cudaEvent_t e, cudaStream_t s) { return note(RECORD,
 cudaError_t cudaEventRecordWithFlags(cudaEvent_t e, cudaStream_t s, unsigned flags) { return note(RECORD, s, e, 0, 0, 0); }
 cudaError_t cudaStreamWaitEvent(cudaStream_t s, cudaEvent_t e, unsigned flags) { return note(WAIT, s, e, 0, 0, 0); }
 cudaError_t cudaDeviceSynchronize(void) { return note(SYNC, 0, 0, 0, 0, 0); }
+cudaError_t cudaLaunchHostFunc(cudaStream_t s, cudaHostFn_t function, void* argument) { return function(argument), 0; }
 cudaError_t cudaLaunchKernel(const void* kernel, dim3 grid, dim3 block, void** args, size_t shared, cudaStream_t s) {
   return note(KERNEL, s, 0, 0, 0, 0);
 }

@@ -358,29 +358,44 @@ import tightship
 
 def made():
     torch.manual_seed(0)
-    model = torch.nn.Sequential(*[m for _ in range(6) for m in (torch.nn.Linear(256, 256), torch.nn.GELU())]).cuda()
+    parts = torch.nn.Linear, torch.nn.GELU, torch.nn.Dropout
+    rows = [m for _ in range(6) for m in (parts[0](256, 256), parts[1](), parts[2](0.3))]
+    model = torch.nn.Sequential(*rows).cuda()
     return model, torch.optim.SGD(model.parameters(), lr=0.1)
 
 x = torch.randn(512, 256, device="cuda")
 loss = lambda model, batch: model(batch).pow(2).mean()
 (model, optimizer), (twin, other) = made(), made()
-step = tightship.fit(model, loss, optimizer, x, budget="80%", strict=True, cache=None)
-for _ in range(4):
+step = tightship.fit(model, loss, optimizer, x, budget=BUDGET, allow=ALLOW, strict=True, cache=None)
+for number in range(4):
+    torch.manual_seed(number)
     got = step(x)
+    torch.manual_seed(number)
     expected = loss(twin, x)
     other.zero_grad()
     expected.backward()
     other.step()
     assert torch.equal(got, expected.detach())
     assert all(torch.equal(a, b) for a, b in zip(model.parameters(), twin.parameters()))
-assert step.plan.count("recompute") and step.last.as_planned, step.last
+    assert step.last.as_planned and step.last.measured_peak == step.plan.peak, step.last
+assert {s.kind for s in step.plan.steps} & {"recompute", "offload", "compress"}
 print("held")
 """
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device: never run on hardware yet")
-def test_a_training_step_on_a_gpu_is_eagers_and_within_its_budget():
-    done = subprocess.run([sys.executable, "-c", ON_A_GPU], capture_output=True, text=True)
+@pytest.mark.parametrize(
+    ("allow", "budget"),
+    [
+        ("recompute", "80%"),
+        ("offload", "70%"),
+        ("compress", "95%"),
+        ("recompute,redraw,compress,offload", "60%"),
+    ],
+)
+def test_a_training_step_on_a_gpu_is_eagers_and_within_its_budget(allow, budget):
+    text = f"ALLOW, BUDGET = {allow!r}, {budget!r}\n{ON_A_GPU}"
+    done = subprocess.run([sys.executable, "-c", text], capture_output=True, text=True)
     assert done.stdout.strip() == "held", done.stderr
 
 

@@ -166,3 +166,40 @@ def test_the_search_copies_out_and_packs(dry):  # noqa: F811
     text = program("bert", ALLOWED + WATCHED, budget="70%")
     less, offloads, _, back, races, *_ = dry_cuda.run(dry, text).split()
     assert less == "True" and int(offloads) > 0 and int(back) > 0 and races == "0"
+
+
+TIERED = """
+import glob, os, watched
+watched.packing_runs()
+from tightship.execute import staged
+staged.PIECE = 100_000
+step = tightship.fit(model, loss, optimizer, x, strict=True, cache=CACHE, budget=BUDGET, work=1_000_000,
+                     allow="offload", pinned=PINNED, folder=".")
+plan, executor = step.plan, step._variants[0].executor
+pool, path = executor._spill, f"/proc/self/fd/{executor._spill._file.descriptor}"
+assert plan.met and pool.pinned == 150_000 < plan.host and not glob.glob("*")
+assert pool.size == plan.host and os.stat(path).st_size >= plan.host - pool.pinned
+"""
+BROKEN = """
+os.dup2(os.open("/dev/null", os.O_RDONLY), executor._spill._file.descriptor)
+for number in range(2):
+    try:
+        step(x)
+    except OSError as error:
+        print(type(error).__name__, executor.arena.live)  # alive is the optimizer's state
+"""
+
+
+def test_what_is_beyond_the_pinned_memory_goes_to_a_file(dry, tmp_path, monkeypatch):  # noqa: F811
+    """Storages that lie in both, and in several pieces, among them."""
+    monkeypatch.chdir(tmp_path)
+    text = program("gpt", "PINNED = '150kB'\n" + TIERED + WATCHED, budget="70%")
+    less, offloads, _, back, races, *_ = dry_cuda.run(dry, text).split()
+    assert less == "True" and int(offloads) > 0 and int(back) >= 2 * int(offloads) and races == "0"
+
+
+def test_a_file_that_cannot_be_written_is_heard_of_in_the_step(dry, tmp_path, monkeypatch):  # noqa: F811
+    monkeypatch.chdir(tmp_path)
+    text = program("gpt", "PINNED = '150kB'\n" + TIERED + BROKEN, budget="70%")
+    first, alive, second, then = dry_cuda.run(dry, text).split()
+    assert first == second == "OSError" and alive == then

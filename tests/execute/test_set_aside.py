@@ -13,9 +13,11 @@ from test_interpreter import Bound
 import tightship
 from tightship import simulate
 from tightship.errors import BadInput, Infeasible, Unsupported
+from tightship.execute.arguments import Environment
 from tightship.execute.compile import compile_plan
 from tightship.execute.interpreter import Executor
-from tightship.plan import Step
+from tightship.execute.moves import Moves
+from tightship.plan import Plan, Step
 from tightship.planners.evict import compress, offload
 from tightship.planners.evict._aside import overlapped, spans, steps_with
 from tightship.planners.evict._frame import OFFLOAD, Frame
@@ -279,3 +281,41 @@ def test_a_plan_that_copies_out_of_a_gpu_says_that_there_is_none():
     program = replace(bound.program, graph=bound.graph.with_ops(ops))
     with pytest.raises(Unsupported, match=r"copying out of cuda:0.*no CUDA device"):
         Executor(program, replace(plan, digest=""))
+
+
+def test_a_copy_waits_for_what_a_copy_stream_frees():
+    """A step that frees on a copy stream is over when the copies before it, and those it waits for, are."""
+    bound = Bound("mlp", measured=False)
+    graph = bound.graph
+    first, second = [s for s, x in enumerate(graph.storages) if x.size and s not in graph.static][:2]
+    steps = (
+        Step("offload", storages=(first,), stream=1),
+        Step("fetch", storages=(first,), stream=2, waits=(0,)),
+        Step("free", storages=(first,), form="host", stream=2),
+        Step("offload", storages=(second,), stream=1, waits=(2,)),
+    )
+    asked = []
+
+    class Pool:
+        def write(self, stream, address, size, offset, after=()):
+            asked.append(("write", tuple(after)))
+            return f"write {len(asked)}"
+
+        def read(self, stream, address, size, offset, after=()):
+            asked.append(("read", tuple(after)))
+            return f"read {len(asked)}"
+
+    plan = Plan("", steps)
+    environment = Environment(len(graph.values))
+    moves = Moves(bound.program, plan, environment, Pool())
+    runs = []
+    for i, step in enumerate(steps):
+        assert moves.waits(i, step) is None
+        if step.kind != "free":
+            runs.append(moves.move(i, step))
+    env = [*environment.initial]
+    for s in (first, second):
+        env[bound.program.bases[s]] = torch.zeros(graph.storages[s].size // 4)
+    for run in runs:
+        run(env)
+    assert asked == [("write", ()), ("read", ("write 1",)), ("write", ("read 2",))]

@@ -9,14 +9,16 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Callable
+from pathlib import Path
 from time import perf_counter
 from typing import Any, Final
 
 import torch
 
+from tightship.errors import BadInput
 from tightship.execute.cache import Cache, Measurement
 from tightship.execute.device_codecs import PACKED, compress, decompress
-from tightship.execute.pinned import Pinned
+from tightship.execute.staged import host_pool
 from tightship.frontends.torch import compat
 from tightship.machine import CODECS, MODELLED, Machine
 
@@ -31,15 +33,19 @@ _here: dict[str, Measurement] = {}
 """What this process has measured, for caches that keep nothing."""
 
 
-def device_speeds(cache: Cache, device: str) -> Machine:
+def device_speeds(
+    cache: Cache, device: str, pinned: int | None = None, folder: Path | str | None = None
+) -> Machine:
     """Measured once and kept in ``cache``. Takes 32 MiB of ``device`` and half of that on the host while it does.
 
-    ``mask`` is not packed on GPUs; its rate is a model's.
+    Where ``pinned`` limits the host's memory, copies are taken to go to the file in ``folder``: which of them do is
+    known after planning only. ``mask`` is not packed on GPUs; its rate is a model's.
     """
     gpu = torch.cuda.get_device_name(device)
+    place: tuple[Any, ...] = () if pinned is None else (0, None if folder is None else Path(folder).resolve())
 
     def seconds(name: str, prepared: Callable[..., Callable[[], float]], *what: Any) -> float:
-        key = f"speed:{name}:{gpu}"
+        key = ":".join(map(str, ("speed", name, gpu, *what)))
         found = cache.get(key) or _here.get(key)
         if found is None:
             found = _here[key] = Measurement(max(_median(prepared(device, *what)), 1e-9))
@@ -47,8 +53,14 @@ def device_speeds(cache: Cache, device: str) -> Machine:
             cache.put(key, found)
         return found.time
 
-    offload, fetch = (_BYTES / seconds(kind, _copying, kind, _BYTES) for kind in ("offload", "fetch"))
-    latency = seconds("latency", _copying, "offload", 64)
+    try:
+        offload, fetch = (
+            _BYTES / seconds(kind, _copying, kind, _BYTES, *place) for kind in ("offload", "fetch")
+        )
+        copies = offload, fetch, seconds("latency", _copying, "offload", 64, *place)
+        begin = seconds("begin", _beginning, *place)
+    except BadInput:  # nothing can be pinned, or there is no such folder: who copies there will say so
+        copies, begin = (MODELLED.offload, MODELLED.fetch, MODELLED.latency), 0.0
     pack, unpack = (
         tuple(
             _BYTES / seconds(f"{kind}:{codec}", _packing, kind, codec) if codec in PACKED else modelled
@@ -56,8 +68,7 @@ def device_speeds(cache: Cache, device: str) -> Machine:
         )
         for kind, rates in (("compress", MODELLED.pack), ("decompress", MODELLED.unpack))
     )
-    state, begin = seconds("state", _saving), seconds("begin", _beginning)
-    return Machine(offload, fetch, latency, pack, unpack, state, measured=True, begin=begin)
+    return Machine(*copies, pack, unpack, seconds("state", _saving), measured=True, begin=begin)
 
 
 def _median(run: Callable[[], float]) -> float:
@@ -76,14 +87,14 @@ def _timed(device: str, run: Callable[[], Any]) -> float:
     return float(start.elapsed_time(end)) / 1e3
 
 
-def _copying(device: str, kind: str, size: int) -> Callable[[], float]:
-    pool, memory = Pinned(size, device), torch.zeros(size, dtype=torch.uint8, device=device)
+def _copying(device: str, kind: str, size: int, *place: Any) -> Callable[[], float]:
+    pool, memory = host_pool(size, device, *place), torch.zeros(size, dtype=torch.uint8, device=device)
     move = pool.write if kind == "offload" else pool.read
     return lambda: _timed(device, lambda: move(0, memory.data_ptr(), size, 0))
 
 
-def _beginning(device: str) -> Callable[[], float]:
-    pool, memory = Pinned(64, device), torch.zeros(64, dtype=torch.uint8, device=device)
+def _beginning(device: str, *place: Any) -> Callable[[], float]:
+    pool, memory = host_pool(64, device, *place), torch.zeros(64, dtype=torch.uint8, device=device)
 
     def run() -> float:
         start = perf_counter()

@@ -13,7 +13,7 @@ from tightship.frontends.torch import compat
 from tightship.frontends.torch.program import Program
 from tightship.frontends.torch.step import capture_step
 from tightship.frontends.torch.structure import flatten
-from tightship.units import parse_budget
+from tightship.units import parse_budget, parse_bytes
 
 __all__ = ["TrainStep", "fit"]
 
@@ -31,6 +31,7 @@ def fit(
     seconds_per_op: float = 0.01,
     variants: int = 4,
     folder: Path | str | None = None,
+    pinned: Any = None,
     **options: Any,
 ) -> TrainStep:
     """A training step of ``model`` that stays within ``budget``.
@@ -44,7 +45,8 @@ def fit(
     keeps everything, in the better order. ``planner`` replaces the default planner, to which
     ``options`` go. ``variants`` is how many kinds of batches are kept planned. ``strict``: as for `Executor`.
     ``cache`` and ``seconds_per_op``: as for `profile`. ``folder``: where offloaded bytes go, in files without names
-    (default: the system's folder for temporary files).
+    (default: the system's folder for temporary files); from a GPU to pinned memory instead, and to files only what
+    is beyond ``pinned`` of it (bytes or text such as ``8GiB``), if that is said.
 
     Raises ``Infeasible`` when no plan meets the budget, ``Unsupported`` for what cannot be captured or run
     exactly, ``BadInput`` for arguments that make no sense.
@@ -56,7 +58,8 @@ def fit(
     elif options:
         raise BadInput("options go to the default planner", sorted(options), "fit")
     wanted = None if budget is None else parse_budget(budget)
-    measuring = {"cache": cache, "seconds_per_op": seconds_per_op, "folder": folder}
+    most = None if pinned is None else parse_bytes(pinned, "fit(pinned=…)")
+    measuring = {"cache": cache, "seconds_per_op": seconds_per_op, "folder": folder, "pinned": most}
     settings = Settings(wanted, planner, measuring, strict, variants)
     step = TrainStep(model, loss_fn, optimizer, settings)
     step.prepare(sample_batch)

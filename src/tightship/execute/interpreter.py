@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import traceback
@@ -16,9 +17,9 @@ from tightship.execute import allocator
 from tightship.execute.compile import Code, Instruction, compile_plan
 from tightship.execute.meter import Meter
 from tightship.execute.moves import Pool, host_offsets
-from tightship.execute.pinned import Pinned
 from tightship.execute.script import device_of, orders
 from tightship.execute.spill import Spill
+from tightship.execute.staged import host_pool
 from tightship.execute.views import mismatched
 from tightship.frontends.torch import compat
 from tightship.frontends.torch.program import Program
@@ -76,7 +77,8 @@ class Executor:
     ``strict`` a run that did not go as planned raises ``VerificationFailed`` when it is over, otherwise it
     warns `PeakMismatch`. Without ``hand_out`` results lie where the plan has placed them, in the arena: they are
     to be let go of before the next run. What the plan offloads goes to a file without a name in ``folder``
-    (default: the system's for temporary files), from a GPU to pinned memory instead; either is reserved here.
+    (default: the system's for temporary files); from a GPU to pinned memory, and to that file only what is beyond
+    ``pinned`` bytes of it, if that is said. All of it is reserved here.
 
     Without a C++ compiler, or without measured requests, the plan is run on the ordinary heap: results are
     the same, nothing is measured, and ``notes`` says so. Raises ``BadInput`` for plans that do not belong to the
@@ -92,6 +94,7 @@ class Executor:
         strict: bool = False,
         folder: str | os.PathLike[str] | None = None,
         hand_out: bool = True,
+        pinned: int | None = None,
     ) -> None:
         if plan.digest and plan.digest != program.graph.digest:
             raise BadInput("a plan is run for the graph it was made for", plan.digest[:12], "Executor")
@@ -103,7 +106,7 @@ class Executor:
         self._device = device_of(program.graph)
         self._kind = allocator.kind_of(self._device or "cpu")
         self._orders = self._planned()
-        self._spill = self._host_pool(folder) if plan.count("offload") else None
+        self._spill = self._host_pool(folder, pinned) if plan.count("offload") else None
         self._code: Code = compile_plan(program, plan, self._aside(), self._spill)
         self._limit = None if plan.budget is None else max(plan.budget - program.graph.static_bytes, 0)
         self._scripts: tuple[int, allocator.Script] | None = None
@@ -143,7 +146,8 @@ class Executor:
                 self._spill.drain()
         except BaseException as error:
             if self._spill is not None:
-                self._spill.drain()  # copies know addresses only
+                with contextlib.suppress(OSError):  # what went wrong first is told
+                    self._spill.drain()  # copies know addresses only
             traceback.clear_frames(error.__traceback__)
             env.clear()
             explained = self._explained(error)
@@ -179,9 +183,11 @@ class Executor:
             self.notes.append("the plan places nothing: every request is served from the heap, and measured")
         return found
 
-    def _host_pool(self, folder: str | os.PathLike[str] | None) -> Pool:
+    def _host_pool(self, folder: str | os.PathLike[str] | None, pinned: int | None) -> Pool:
         size = host_offsets(self.program, self.plan)[1]
-        return Pinned(size, self._device) if self._device and self._kind == "cuda" else Spill(size, folder)
+        if self._device and self._kind == "cuda":
+            return host_pool(size, self._device, pinned, folder)
+        return Spill(size, folder)
 
     def _aside(self) -> Callable[[], None] | None:
         return partial(allocator.aside, self._kind) if self._orders is not None else None

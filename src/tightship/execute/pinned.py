@@ -23,10 +23,10 @@ import torch
 from tightship.errors import BadInput, Unsupported
 from tightship.execute import cuda
 
-__all__ = ["Copied", "Pinned"]
+__all__ = ["TO_DEVICE", "TO_HOST", "Copied", "Pinned"]
 
-_TO_DEVICE: Final = 1
-_TO_HOST: Final = 2
+TO_DEVICE: Final = 1
+TO_HOST: Final = 2
 _PORTABLE: Final = 1  # pinned for every device of the process
 
 
@@ -38,6 +38,7 @@ class _Runtime:
             library = ctypes.CDLL(name)
             self._copy, self._register = library.cudaMemcpyAsync, library.cudaHostRegister
             self._unregister, self._last = library.cudaHostUnregister, library.cudaGetLastError
+            self._call = library.cudaLaunchHostFunc
         except (OSError, AttributeError) as error:
             raise Unsupported(
                 "copying out of a GPU", f"the CUDA runtime cannot be loaded: {error}"
@@ -46,11 +47,18 @@ class _Runtime:
         self._copy.argtypes = (pointer, pointer, size, ctypes.c_int, pointer)
         self._register.argtypes = (pointer, size, ctypes.c_uint)
         self._unregister.argtypes = (pointer,)
+        self._call.argtypes = (pointer, pointer, pointer)
 
     def copy(self, to: int, source: int, size: int, kind: int, stream: int) -> None:
         code = self._copy(to, source, size, kind, stream)
         if code:
             raise RuntimeError(f"tightship: copying {size} bytes between GPU and host: CUDA error {code}")
+
+    def call(self, stream: int, function: int, argument: int) -> None:
+        """Has the host call a function of C when the stream has come to it."""
+        code = self._call(stream, function, argument)
+        if code:
+            raise RuntimeError(f"tightship: calling the host in the order of a stream: CUDA error {code}")
 
     def pin(self, address: int, size: int) -> int:
         """CUDA's error, or 0; the error is read here, or torch would find it later."""
@@ -104,9 +112,9 @@ class Pinned:
         except (OSError, ValueError, OverflowError) as error:
             raise BadInput(rule, f"{size} bytes: {error}", "the host pool") from error
         self._first: Any = ctypes.c_char.from_buffer(self._memory)
-        self._base = ctypes.addressof(self._first)
+        self.base = ctypes.addressof(self._first)
         with torch.cuda.device(self.device):
-            code = self._runtime.pin(self._base, len(self._memory))
+            code = self._runtime.pin(self.base, len(self._memory))
         self._pinned = not code
         if code:
             self.close()
@@ -114,21 +122,29 @@ class Pinned:
 
     def write(self, stream: int, address: int, size: int, offset: int, after: Sequence[Any] = ()) -> Copied:
         """Copies ``size`` bytes of the device to ``offset``, after the copies ``after``."""
-        return self._begin(stream, self._base + offset, address, size, _TO_HOST, after)
+        return self._begin(stream, TO_HOST, address, offset, size, after)
 
     def read(self, stream: int, address: int, size: int, offset: int, after: Sequence[Any] = ()) -> Copied:
         """Copies ``size`` bytes at ``offset`` to the device, after the copies ``after``."""
-        return self._begin(stream, address, self._base + offset, size, _TO_DEVICE, after)
+        return self._begin(stream, TO_DEVICE, address, offset, size, after)
 
-    def _begin(self, stream: int, to: int, source: int, size: int, kind: int, after: Sequence[Any]) -> Copied:
+    def _begin(
+        self, stream: int, kind: int, address: int, offset: int, size: int, after: Sequence[Any]
+    ) -> Copied:
         compute = torch.cuda.current_stream(self.device)
         copies = self._stream(stream) if stream else compute
         if copies != compute:
             copies.wait_stream(compute)
         for other in after:
             copies.wait_event(other.event)
-        self._runtime.copy(to, source, size, kind, copies.cuda_stream)
+        self._move(copies, stream, kind, address, offset, size)
         return Copied(copies.record_event(), self.device)
+
+    def _move(self, copies: Any, stream: int, kind: int, address: int, offset: int, size: int) -> None:
+        """Asks ``copies``, the stream of number ``stream``, to copy between device and pool."""
+        here = self.base + offset
+        to, source = (here, address) if kind == TO_HOST else (address, here)
+        self._runtime.copy(to, source, size, kind, copies.cuda_stream)
 
     def _stream(self, stream: int) -> Any:
         if stream not in self._streams:
@@ -147,7 +163,7 @@ class Pinned:
             return
         torch.cuda.synchronize(self.device)
         if self._pinned:
-            self._runtime.unpin(self._base)
+            self._runtime.unpin(self.base)
         self._first = None
         self._memory.close()
 

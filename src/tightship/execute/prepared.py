@@ -193,8 +193,8 @@ class Prepared:
     def _executor(self, program: Program, plan: Plan) -> Executor:
         check(program.graph, plan)
         s = self.settings
-        folder = s.measuring.get("folder")
-        return Executor(program, plan, strict=s.strict, folder=folder, hand_out=s.hand_out)
+        where = {k: s.measuring.get(k) for k in ("folder", "pinned")}
+        return Executor(program, plan, strict=s.strict, hand_out=s.hand_out, **where)
 
     def _share(self) -> None:
         """One arena for all."""

@@ -72,9 +72,11 @@ def profile(
     cache: Path | str | None = _CACHE,
     seconds_per_op: float = 0.01,
     folder: Path | str | None = None,
+    pinned: int | None = None,
 ) -> Program:
     """The program with measured ``time``, ``workspace`` and ``requests`` on its ops, and ``replay_requests``; its
-    graph's ``machine`` says what copies (to ``folder``, or to pinned memory) and codecs cost here.
+    graph's ``machine`` says what copies and codecs cost here: to ``folder``; from a GPU to pinned memory, or to
+    ``folder`` where ``pinned`` says how much of that there is.
 
     ``cache`` is the folder measurements are kept in (default: tightship's in the user's cache), None for
     none. ``seconds_per_op`` bounds how long one op is repeated for its time. Random states are left as they
@@ -85,8 +87,7 @@ def profile(
     """
     devices = sorted({op.device for op in program.graph.ops if _runs_here(op.device)} | {"cpu"})
     with_requests = {d: allocator.available(allocator.kind_of(d)) for d in devices}
-    folder = default_folder() if cache == _CACHE else cache
-    kept = Cache(folder, machine(all(with_requests.values())))
+    kept = Cache(default_folder() if cache == _CACHE else cache, machine(all(with_requests.values())))
     states = torch.get_rng_state()
     cuda_states = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
     try:
@@ -94,7 +95,7 @@ def profile(
             measured = _Profiler(program, kept, with_requests, seconds_per_op)
             ops = tuple(measured.op(k) for k in range(len(program.graph.ops)))
             on_gpu = next((d for d in devices if d != "cpu"), None)
-            figures = speeds(kept, folder) if on_gpu is None else device_speeds(kept, on_gpu)
+            figures = speeds(kept, folder) if on_gpu is None else device_speeds(kept, on_gpu, pinned, folder)
     finally:
         torch.set_rng_state(states)
         for index, state in enumerate(cuda_states):

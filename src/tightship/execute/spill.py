@@ -53,6 +53,10 @@ class Spill:
                 if error.errno not in (errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL):
                     raise
 
+    @property
+    def descriptor(self) -> int:
+        return self._file.fileno()
+
     def write(self, stream: int, address: int, size: int, offset: int, after: Sequence[Any] = ()) -> Any:
         """Copies ``size`` bytes of memory to ``offset``, after the copies ``after``."""
         return self._copier.begin(stream, True, address, size, offset, after)
