@@ -275,6 +275,10 @@ class Frame:
             for kind, op, storages, form, stream, waits in self.engine.emit(evict, limit)
         )
 
+    def again(self, evict: Bits) -> list[int]:
+        """The ops that a decision runs again, once for each time, without the rest of the steps."""
+        return [op for kind, op, *_ in self.engine.emit(evict, _NO_LIMIT) if _KINDS[kind] == "recompute"]
+
     def _step(
         self, kind: str, op: int, storages: tuple[int, ...], form: str, stream: int, waits: tuple[int, ...]
     ) -> Step:

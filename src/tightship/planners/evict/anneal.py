@@ -15,7 +15,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from tightship.planners.evict import blocks, checkpoint, greedy, keep, ladder, min_cut
+from tightship.planners.evict import blocks, chain, checkpoint, greedy, keep, ladder, min_cut
 from tightship.planners.evict._frame import OFFLOAD, Decision, Frame, Progress
 
 __all__ = ["Options", "plan"]
@@ -121,6 +121,8 @@ def _seeds(
         yield seed(ladder.relaxed(frame, limit, d, work, seconds) if d.met else d)
         if time.perf_counter() > until:
             return
+    work, seconds = part(0.05)
+    yield seed(chain.plan(frame, limit, chain.Options(work=work, seconds=seconds)))
     _, seconds = part(0.2)
     yield seed(blocks.plan(frame, limit, blocks.Options(work=o.work // 4, seconds=seconds)))
     work, seconds = part(0.1)
