@@ -78,7 +78,7 @@ Engine* make(const RowsIn& reads, const RowsIn& needs, const RowsIn& defines, co
              const Array<std::uint8_t>& kept, const Array<i32>& order, const Array<i64>& packed,
              const Array<double>& pack, const Array<double>& unpack, const Array<double>& offload,
              const Array<double>& fetch, const Array<double>& lost, const Array<std::uint8_t>& may, const Array<std::uint8_t>& must,
-             i32 boundary) {
+             i32 boundary, const RowsIn& overwrites) {
     Program p;
     p.ops = static_cast<i64>(order.shape(0));
     p.storages = static_cast<i64>(size.shape(0));
@@ -88,6 +88,7 @@ Engine* make(const RowsIn& reads, const RowsIn& needs, const RowsIn& defines, co
     p.owned = vec(owned), p.kept = vec(kept), p.order = vec(order);
     p.packed = vec(packed), p.pack = vec(pack), p.unpack = vec(unpack);
     p.offload = vec(offload), p.fetch = vec(fetch), p.lost = vec(lost), p.may = vec(may), p.must = vec(must), p.boundary = boundary;
+    p.overwrites = rows(overwrites);
     return new Engine(std::move(p));
 }
 
@@ -102,7 +103,8 @@ nb::tuple emitted(Engine& e, const Array<std::uint8_t>& evict, i64 limit) {
     const std::vector<Step> steps = e.emit(b.data(), limit);
     nb::list out;
     for (const Step& s : steps)
-        out.append(nb::make_tuple(int(s.kind), s.op, as_tuple(s.storages), int(s.form), int(s.stream), as_tuple(s.waits)));
+        out.append(nb::make_tuple(int(s.kind), s.op, as_tuple(s.storages), int(s.form), int(s.stream), as_tuple(s.waits),
+                                 as_tuple(s.reuses)));
     return nb::tuple(out);
 }
 
@@ -114,7 +116,7 @@ void bind_search(nb::module_& m) {
              nb::arg("updates"), nb::arg("extra"), nb::arg("time"), nb::arg("pure"), nb::arg("fixed"), nb::arg("size"),
              nb::arg("owned"), nb::arg("kept"), nb::arg("order"), nb::arg("packed"), nb::arg("pack"),
              nb::arg("unpack"), nb::arg("offload"), nb::arg("fetch"), nb::arg("lost"), nb::arg("may"), nb::arg("must"),
-             nb::arg("boundary"))
+             nb::arg("boundary"), nb::arg("overwrites"))
         .def_prop_ro("gaps",
                      [](const Engine& e) {
                          std::vector<i32> s, from, to;

@@ -117,7 +117,8 @@ class Frame:
     which it is not up to the planner, the ones of ``means`` to take from forward to backward, or ``keep`` throughout.
     ``lossy``: codecs may round.
     ``host``: bytes that may be copied out at once. ``chained``: ops that keep their place for a reason the graph does
-    not know, ``stuck``: storages that can be made again, but not be packed or copied out, for such a reason."""
+    not know, ``stuck``: storages that can be made again, but not be packed or copied out, for such a reason.
+    ``in_place``: results take the places of inputs wherever ops allow it and nothing needs those any more."""
 
     graph: Graph
     order: tuple[int, ...]
@@ -127,6 +128,7 @@ class Frame:
     host: int | None = None
     chained: tuple[int, ...] = ()
     stuck: frozenset[int] = frozenset()
+    in_place: bool = True
 
     @cached_property
     def archive(self) -> Archive:
@@ -156,6 +158,7 @@ class Frame:
             owned=owned,
             kept=kept,
             order=np.array(self.order, dtype=np.int32),
+            overwrites=pack([[s for pair in o.overwrites * self.in_place for s in pair] for o in g.ops]),
             **self._copies(),
         )
         if self.host is not None:
@@ -271,8 +274,8 @@ class Frame:
     def steps(self, evict: Bits, limit: int = _NO_LIMIT) -> tuple[Step, ...]:
         """The steps that carry a decision out; within ``limit``, which says when copies out must be waited for."""
         return tuple(
-            self._step(_KINDS[kind], op, storages, _FORMS[form], stream, waits)
-            for kind, op, storages, form, stream, waits in self.engine.emit(evict, limit)
+            self._step(_KINDS[kind], op, storages, _FORMS[form], stream, waits, reuses)
+            for kind, op, storages, form, stream, waits, reuses in self.engine.emit(evict, limit)
         )
 
     def again(self, evict: Bits) -> list[int]:
@@ -280,10 +283,12 @@ class Frame:
         return [op for kind, op, *_ in self.engine.emit(evict, _NO_LIMIT) if _KINDS[kind] == "recompute"]
 
     def _step(
-        self, kind: str, op: int, storages: tuple[int, ...], form: str, stream: int, waits: tuple[int, ...]
-    ) -> Step:
+        self, kind: str, op: int, storages: tuple[int, ...], form: str, stream: int, waits: tuple[int, ...],
+        reuses: tuple[int, ...],
+    ) -> Step:  # fmt: skip
         if kind not in ("compress", "decompress"):
-            return Step(kind, op, storages, form, stream=stream, waits=waits)
+            pairs = tuple(zip(reuses[::2], reuses[1::2], strict=True))
+            return Step(kind, op, storages, form, stream=stream, waits=waits, reuses=pairs)
         p = self.packings[storages[0]]
         nbytes = p.nbytes if kind == "compress" else 0
         return Step(kind, op, storages, form, nbytes, stream, waits, codec=p.codec)
