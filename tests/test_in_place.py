@@ -220,5 +220,5 @@ def test_plans_and_graphs_come_back_from_files() -> None:
     plan = plan_of(graph, GOOD)
     assert serde.loads_plan(serde.dumps_plan(plan, graph)) == (plan, graph)
     data = serde.dumps_plan(plan, graph).replace(b"[[1,2]]", b"[[1,9]]")
-    with pytest.raises(BadInput, match="index of the graph's 5 storages|may overwrite is read"):
+    with pytest.raises(BadInput, match=r"index of the graph's 5 storages|may overwrite is read"):
         serde.loads_plan(data)

@@ -76,9 +76,9 @@ struct Block {
   Book* owner = nullptr;    // the arena it lies in, or whose session asked for it
   bool placed = false;      // in the arena
   bool shared = false;      // used on another stream, too
-  int owners = 1;           // 2 while a result lies in the place of an input that is still held
   uint64_t recording = 0;   // serial of the recording that saw the request, or 0
   int64_t id = 0;
+  int owners = 1;           // 2 while a result lies in the place of an input that is still held
 };
 
 inline std::mutex g_mutex;  // guards the two tables; never held while another lock is taken

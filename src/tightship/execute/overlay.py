@@ -22,6 +22,10 @@ Room = Callable[[int], allocator.Arena]
 """An arena of at least so many bytes."""
 
 
+_TILE = 65_521
+"""Random numbers that are drawn for a tensor and repeated; prime, so that no row or page has the same as another."""
+
+
 def overlaid(graph: Graph, call: Call, device: str, room: Room) -> tuple[int, ...]:
     """Which of the values that ``call`` is given, by number in the order of its arguments, its result can
     be laid over."""
@@ -54,12 +58,13 @@ def _same(graph: Graph, call: Call, over: int, device: str, room: Room) -> bool:
     asked = [e for e in recording.events if e.kind == "alloc"]
     given = tensors[over]
     size = aligned(given.untyped_storage().nbytes(), alignment)
-    if [e for e in asked if e.data_ptr == want.data_ptr() and e.nbytes != size]:
+    mine = max((k for k, e in enumerate(asked) if e.data_ptr == want.data_ptr()), default=-1)
+    if mine < 0 or asked[mine].nbytes != size:
         return False
     sizes, offsets, taking = [size], [0], [0]
     end = size
-    for e in asked:
-        here = e.data_ptr == want.data_ptr()
+    for k, e in enumerate(asked):
+        here = k == mine
         sizes.append(e.nbytes)
         offsets.append(0 if here else end)
         taking.append(int(here))
@@ -93,7 +98,8 @@ def _drawn(graph: Graph, call: Call, device: str) -> dict[int, Any]:
         value = graph.values[v]
         tensor = fresh(value, "cpu" if graph.storages[value.storage].pool == "host" else device)
         if all(s > 0 or n == 1 for n, s in zip(value.shape, value.stride, strict=True)):
-            drawn = torch.rand(tensor.shape, generator=generator)
+            drawn = torch.rand(_TILE, generator=generator)
+            drawn = drawn.repeat(-(-tensor.numel() // _TILE))[: tensor.numel()].view(tensor.shape)
             numbers = tensor.dtype.is_floating_point or tensor.dtype.is_complex
             tensor.copy_(
                 drawn - 0.25 if numbers else drawn > 0.5 if tensor.dtype == torch.bool else drawn * 7 + 1
