@@ -70,9 +70,10 @@ def lower_bound(
     in every order, is needed after it in every order, and cannot be made again from less; and for the end of a step,
     all results (in training, every gradient that no update consumes).
 
-    Without ``recompute`` nothing can be made again or written over, and every op is passed at its best moment (`moments`); without
-    ``redraw`` nothing random is. ``least`` is the bytes in which storages can wait (see `Relaxation`): for plans that
-    compress storages, or move them out. ``in_place``: results may take the places of inputs.
+    Without ``recompute`` nothing can be made again or written over, and every op is passed at its best moment
+    (`moments`); without ``redraw`` nothing random is. ``least`` is the bytes in which storages can wait (see
+    `Relaxation`): for plans that compress storages, or move them out. ``in_place``: results may take the places
+    of inputs.
     """
     relaxed = Relaxation(graph, least, redraw=redraw, in_place=in_place and recompute)
     load = [relaxed.own(k) for k in range(len(graph.ops))]

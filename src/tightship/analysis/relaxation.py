@@ -76,7 +76,12 @@ class Relaxation:
     """
 
     def __init__(
-        self, graph: Graph, least: Mapping[int, int] | None = None, *, redraw: bool = True, in_place: bool = True
+        self,
+        graph: Graph,
+        least: Mapping[int, int] | None = None,
+        *,
+        redraw: bool = True,
+        in_place: bool = True,
     ) -> None:
         self.graph = graph
         self.redraw = redraw

@@ -51,7 +51,8 @@ def finish(
     replays = {k: _renumbered(r.replay, number) for k, r in enumerate(records) if r.replay is not None}
     owned = _owned_values(tape, number)
     ops = tuple(
-        _op(r, n, c, owned, number, overwrites(tape, r), tape.on_cuda) for r, n, c in zip(records, names, calls, strict=True)
+        _op(r, n, c, owned, number, overwrites(tape, r), tape.on_cuda)
+        for r, n, c in zip(records, names, calls, strict=True)
     )
     slots = tuple(Slot(number.value[v], role, key) for v, role, key in tape.slots)
     inputs = [s.value for s in slots]
