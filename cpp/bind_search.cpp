@@ -156,21 +156,24 @@ void bind_search(nb::module_& m) {
              nb::arg("limit"), nb::arg("start"), nb::arg("work"), nb::arg("seconds"), nb::arg("seed"),
              nb::arg("progress").none())
         .def("anneal",
-             [](Engine& e, const RowsIn& groups, i64 limit, const Array<std::uint8_t>& start, double heat, i64 work,
-                double seconds, std::uint64_t seed, nb::object progress) {
+             [](Engine& e, const RowsIn& groups, const RowsIn& twins, const Array<i64>& families, i64 limit,
+                const Array<std::uint8_t>& start, double heat, i64 span, i64 work, double seconds, std::uint64_t seed,
+                nb::object progress) {
                  const Bits b = bits(e, start);
                  const Rows r = rows(groups);
+                 const Twins t{rows(twins), vec(families)};
                  bool interrupted = false;
                  const Budget limits = budget(work, seconds, seed, std::move(progress), interrupted);
                  Found f;
                  {
                      nb::gil_scoped_release free;
-                     f = anneal(e, r, limit, b, heat, limits);
+                     f = anneal(e, r, t, limit, b, {heat, span}, limits);
                  }
                  f.interrupted = interrupted;
                  return as_tuple(std::move(f));
              },
-             nb::arg("groups"), nb::arg("limit"), nb::arg("start"), nb::arg("heat"), nb::arg("work"),
+             nb::arg("groups"), nb::arg("twins"), nb::arg("families"), nb::arg("limit"), nb::arg("start"), nb::arg("heat"),
+             nb::arg("span"), nb::arg("work"),
              nb::arg("seconds"), nb::arg("seed"), nb::arg("progress").none())
         .def("ladder",
              [](Engine& e, const RowsIn& in, i64 limit, const Array<std::uint8_t>& start, i64 work,

@@ -18,6 +18,7 @@ from tightship.analysis.packing import Packing, packings
 from tightship.analysis.structure import colours, layer, role
 from tightship.graph import Graph
 from tightship.plan import Step
+from tightship.planners.evict._twins import families
 from tightship.simulate import baseline, extra_bytes, replay
 
 __all__ = [
@@ -231,6 +232,13 @@ class Frame:
         """What searches move together: every class and every layer with more than one gap."""
         rows = [r for r in (*self.classes, *self.layers) if len(r) > 1]
         return pack(rows or [list(range(len(self.gaps)))])
+
+    @cached_property
+    def twins(self) -> tuple[Rows, NDArray[np.int64]]:
+        """Rows of gaps of one role in several layers (-1: a layer has none), and at which rows families begin."""
+        found = families(self.graph, [(s, a, b) for s, a, b in self.gaps.tolist()], self.classes)
+        starts = np.cumsum([0, *(len(f) for f in found)], dtype=np.int64)
+        return pack([row for f in found for row in f]), starts
 
     @cached_property
     def singles(self) -> Rows:
