@@ -121,3 +121,33 @@ def least_peak(graph: Graph) -> int:
         peaks = then
     (peak,) = peaks.values()
     return peak
+
+
+def least_peak_of_tree(parents: list[int], sizes: list[int]) -> int:
+    """The least peak of a tree of ops, each reading what its children make and making ``sizes`` bytes; ``parents``
+    by op, all with larger numbers, the last op the root (Liu 1987: subtrees fall into stretches from a hill to the
+    lowest valley after it, and those of all children are run by how far they fall)."""
+    stretches: list[list[tuple[int, int]]] = [[] for _ in sizes]  # by op: (hill, valley) since the one before
+    for k, size in enumerate(sizes):
+        rows = sorted(
+            (row for c in range(k) if parents[c] == k for row in stretches[c]),
+            key=lambda row: row[0] - row[1],
+            reverse=True,
+        )
+        live, line = 0, []  # bytes while a stretch runs, and after it
+        for hill, valley in rows:
+            line.append((live + hill, live + valley))
+            live += valley
+        line.append((live + size, size))
+        stretches[k] = _stretches(line)
+    return stretches[-1][0][0]
+
+
+def _stretches(line: list[tuple[int, int]]) -> list[tuple[int, int]]:
+    out, base = [], 0
+    while line:
+        hill = max(range(len(line)), key=lambda j: (line[j][0], j))
+        valley = min(range(hill, len(line)), key=lambda j: (line[j][1], -j))
+        out.append((line[hill][0] - base, line[valley][1] - base))
+        base, line = line[valley][1], line[valley + 1 :]
+    return out

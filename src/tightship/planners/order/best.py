@@ -18,6 +18,7 @@ from typing import Final
 from tightship.analysis.moments import Moments
 from tightship.graph import Graph
 from tightship.planners.order import beam, bfs, cuts, dfs, lpmf, sink
+from tightship.planners.order._tables import tables
 
 __all__ = ["Options", "found", "order_bound", "plan"]
 
@@ -73,5 +74,6 @@ def _starts(graph: Graph) -> Iterator[tuple[int, ...]]:
     given, early = tuple(range(len(graph.ops))), sink.plan(graph)
     trains = any(op.phase != "forward" for op in graph.ops)
     yield from ((early, given) if trains else (given, early))
+    shared = tables(graph)
     for planned in (lpmf, bfs, dfs):
-        yield planned.plan(graph)
+        yield planned.scheduled(shared)
