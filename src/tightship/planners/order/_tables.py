@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from tightship.analysis.order import predecessors, successors
@@ -29,15 +30,15 @@ class Tables:
     results: int
 
 
-def tables(graph: Graph) -> Tables:
-    """A graph's tables; several schedulers may share them."""
+def tables(graph: Graph, waits: Sequence[Sequence[int]] | None = None) -> Tables:
+    """A graph's tables; several schedulers may share them. ``waits``: its `predecessors`, where they are known."""
     uses, static, kept = graph.uses, graph.static, graph.kept
     size = tuple(s.size for s in graph.storages)
     scratch = [extra_bytes(op) for op in graph.ops]
     reads = tuple(tuple(s for s in row if s not in static) for row in uses.reads)
     before = tuple(
         tuple(sorted({*row, *(uses.definer[s] for s in read)}))
-        for row, read in zip(predecessors(graph), reads, strict=True)
+        for row, read in zip(waits or predecessors(graph), reads, strict=True)
     )
     unread = [0 if uses.readers[s] or s in kept else n for s, n in enumerate(size)]
     return Tables(
