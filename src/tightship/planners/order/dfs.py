@@ -11,9 +11,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from tightship.graph import Graph
-from tightship.planners.order._tables import Tables, tables
+from tightship.planners.order._tables import tables
 
-__all__ = ["Options", "plan", "scheduled"]
+__all__ = ["Options", "plan"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,11 +23,7 @@ class Options:
 
 def plan(graph: Graph, options: Options | None = None) -> tuple[int, ...]:
     """A legal order of the graph's ops."""
-    return scheduled(tables(graph))
-
-
-def scheduled(t: Tables) -> tuple[int, ...]:
-    """The same, of tables that are there already."""
+    t = tables(graph)
     touched = [
         (made + sum(t.size[s] for s in r), k)
         for k, (made, r) in enumerate(zip(t.makes, t.reads, strict=True))
