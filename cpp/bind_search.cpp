@@ -78,7 +78,7 @@ Engine* make(const RowsIn& reads, const RowsIn& needs, const RowsIn& defines, co
              const Array<std::uint8_t>& kept, const Array<i32>& order, const Array<i64>& packed,
              const Array<double>& pack, const Array<double>& unpack, const Array<double>& offload,
              const Array<double>& fetch, const Array<double>& lost, const Array<std::uint8_t>& may, const Array<std::uint8_t>& must,
-             i32 boundary) {
+             i32 boundary, const RowsIn& overwrites) {
     Program p;
     p.ops = static_cast<i64>(order.shape(0));
     p.storages = static_cast<i64>(size.shape(0));
@@ -88,6 +88,7 @@ Engine* make(const RowsIn& reads, const RowsIn& needs, const RowsIn& defines, co
     p.owned = vec(owned), p.kept = vec(kept), p.order = vec(order);
     p.packed = vec(packed), p.pack = vec(pack), p.unpack = vec(unpack);
     p.offload = vec(offload), p.fetch = vec(fetch), p.lost = vec(lost), p.may = vec(may), p.must = vec(must), p.boundary = boundary;
+    p.overwrites = rows(overwrites);
     return new Engine(std::move(p));
 }
 
@@ -102,7 +103,8 @@ nb::tuple emitted(Engine& e, const Array<std::uint8_t>& evict, i64 limit) {
     const std::vector<Step> steps = e.emit(b.data(), limit);
     nb::list out;
     for (const Step& s : steps)
-        out.append(nb::make_tuple(int(s.kind), s.op, as_tuple(s.storages), int(s.form), int(s.stream), as_tuple(s.waits)));
+        out.append(nb::make_tuple(int(s.kind), s.op, as_tuple(s.storages), int(s.form), int(s.stream), as_tuple(s.waits),
+                                 as_tuple(s.reuses)));
     return nb::tuple(out);
 }
 
@@ -114,7 +116,7 @@ void bind_search(nb::module_& m) {
              nb::arg("updates"), nb::arg("extra"), nb::arg("time"), nb::arg("pure"), nb::arg("fixed"), nb::arg("size"),
              nb::arg("owned"), nb::arg("kept"), nb::arg("order"), nb::arg("packed"), nb::arg("pack"),
              nb::arg("unpack"), nb::arg("offload"), nb::arg("fetch"), nb::arg("lost"), nb::arg("may"), nb::arg("must"),
-             nb::arg("boundary"))
+             nb::arg("boundary"), nb::arg("overwrites"))
         .def_prop_ro("gaps",
                      [](const Engine& e) {
                          std::vector<i32> s, from, to;
@@ -154,21 +156,24 @@ void bind_search(nb::module_& m) {
              nb::arg("limit"), nb::arg("start"), nb::arg("work"), nb::arg("seconds"), nb::arg("seed"),
              nb::arg("progress").none())
         .def("anneal",
-             [](Engine& e, const RowsIn& groups, i64 limit, const Array<std::uint8_t>& start, double heat, i64 work,
-                double seconds, std::uint64_t seed, nb::object progress) {
+             [](Engine& e, const RowsIn& groups, const RowsIn& twins, const Array<i64>& families, i64 limit,
+                const Array<std::uint8_t>& start, double heat, i64 span, i64 work, double seconds, std::uint64_t seed,
+                nb::object progress) {
                  const Bits b = bits(e, start);
                  const Rows r = rows(groups);
+                 const Twins t{rows(twins), vec(families)};
                  bool interrupted = false;
                  const Budget limits = budget(work, seconds, seed, std::move(progress), interrupted);
                  Found f;
                  {
                      nb::gil_scoped_release free;
-                     f = anneal(e, r, limit, b, heat, limits);
+                     f = anneal(e, r, t, limit, b, {heat, span}, limits);
                  }
                  f.interrupted = interrupted;
                  return as_tuple(std::move(f));
              },
-             nb::arg("groups"), nb::arg("limit"), nb::arg("start"), nb::arg("heat"), nb::arg("work"),
+             nb::arg("groups"), nb::arg("twins"), nb::arg("families"), nb::arg("limit"), nb::arg("start"), nb::arg("heat"),
+             nb::arg("span"), nb::arg("work"),
              nb::arg("seconds"), nb::arg("seed"), nb::arg("progress").none())
         .def("ladder",
              [](Engine& e, const RowsIn& in, i64 limit, const Array<std::uint8_t>& start, i64 work,

@@ -101,6 +101,38 @@ bool Engine::passes(i32 s) const {
     return to == kDrop || (to == kPass && touches_.item[next] > s_.position + horizon_);
 }
 
+// Whether the stay of `s` ends with its touch at this position, its bytes free at once.
+bool Engine::departs(i32 s, i32 at) const {
+    if (p_.owned[s] || !s_.resident[s] || pin_[s]) return false;
+    const i64 touch = touches_.start[s] + s_.touch[s];
+    if (s_.touch[s] + 1 < touches_.size(s)) return gap_of_[touch] >= 0 && recomputed(evict_[gap_of_[touch]]);
+    return replayable_[s] || !(scouting_ || (extended_ && until_[s] > at));
+}
+
+// Which results take the places of inputs when `op` runs, at its position or (-1) for `wanted` only. These inputs are
+// gone from here on.
+void Engine::take_places(i32 op, i32 at, i32 wanted) {
+    reused_.clear();
+    const auto taken = [&](i32 s, std::size_t side) {
+        for (std::size_t j = side; j < reused_.size(); j += 2)
+            if (reused_[j] == s) return true;
+        return false;
+    };
+    for (auto pair = p_.overwrites.begin(op); pair != p_.overwrites.end(op); pair += 2) {
+        const i32 a = pair[0], b = pair[1];
+        if (p_.kept[b] || !s_.resident[a] || taken(a, 0) || taken(b, 1)) continue;
+        if (at >= 0) {
+            if (!departs(a, at)) continue;
+        } else if (b != wanted || s_.resident[b] || pin_[a] != 1 || !passes(a) || (shared_[a] && !has_touch(a))) {
+            continue;
+        }
+        reused_.push_back(a);
+        reused_.push_back(b);
+        s_.resident[a] = 0;
+        s_.live -= p_.size[a];
+    }
+}
+
 // Run one op of the recipe of `wanted` again.
 bool Engine::replay(i32 op, i32 wanted) {
     if (++s_.cost.runs > kMaxRunsPerOp * p_.ops || s_.cost.extra > cutoff_) return false;
@@ -128,8 +160,9 @@ bool Engine::replay(i32 op, i32 wanted) {
         if (copies_) {
             step.waits = arrivals(reads, reads + n);
             settle();
-            make_room(made + p_.extra[op]);
         }
+        take_places(op, -1, wanted);
+        if (copies_) make_room(made + p_.extra[op]);
         use(s_.live + made + p_.extra[op], s_.position);
         for (auto d = p_.defines.begin(op); d != p_.defines.end(op); ++d) {
             if (s_.resident[*d]) continue;
@@ -154,6 +187,7 @@ bool Engine::replay(i32 op, i32 wanted) {
         } else {
             spend(p_.time[op]);
         }
+        if (out_) step.reuses = reused_;
         if (out_) out_->push_back(std::move(step));
         if (copies_) clear_copies();
         if (!dropped.empty()) out_->push_back({kFree, -1, std::move(dropped)});
@@ -207,11 +241,12 @@ void Engine::compute(i32 at) {
     if (copies_) {
         waits = arrivals(rb, re);
         settle();
-        make_room(made + p_.extra[o]);
     }
+    take_places(o, at, -1);
+    if (copies_) make_room(made + p_.extra[o]);
     use(s_.live + made + p_.extra[o], at);
     now_ += p_.time[o];
-    if (out_) out_->push_back({kCompute, o, {}, kFull, 0, std::move(waits)});
+    if (out_) out_->push_back({kCompute, o, {}, kFull, 0, std::move(waits), reused_});
     if (copies_) clear_copies();
     for (auto d = p_.defines.begin(o); d != p_.defines.end(o); ++d) {
         s_.resident[*d] = 1;

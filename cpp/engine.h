@@ -13,6 +13,9 @@
 // does not fill memory with all of them), with kDrop not even then; otherwise, and without a next touch, it is dropped as soon
 // as nothing under way needs it. What cannot be made again and is read by a recipe stays until
 // the last recomputation that reads it: a first pass finds out until when, a second one counts.
+//
+// In-place reuse is no decision: where an op may write a result over an input whose stay ends with that very run, it
+// does, and the bytes count once.
 #pragma once
 
 #include <algorithm>
@@ -55,6 +58,7 @@ struct Program {
     std::vector<std::uint8_t> may;                 // by storage: decisions allowed, a bit each (1 << Decision)
     std::vector<std::uint8_t> must;                // by storage: those allowed across the boundary, 0: as `may`
     i32 boundary = 0;                              // a position
+    Rows overwrites;                               // by op: storage read, storage defined, and so on in pairs
 };
 
 enum Decision : std::uint8_t { kKeep, kEvict, kPass, kDrop, kPack, kOffload, kDecisions };
@@ -86,6 +90,7 @@ struct Step {
     std::uint8_t form = kFull;
     std::uint8_t stream = 0;
     std::vector<i32> waits = {};
+    std::vector<i32> reuses = {};  // storage read, storage that takes its place, and so on
 };
 
 class Engine {
@@ -158,6 +163,7 @@ class Engine {
     std::vector<std::uint8_t> crowded_;        // by position: bytes above the limit there, in this attempt
     std::vector<i32> room_until_;              // by position: the next one that an earlier attempt found crowded
     bool early_ = false;                       // something was fetched before it was read, in this attempt
+    std::vector<i32> reused_;                  // by the op that runs: storage read, storage that takes its place, ...
     std::vector<i32> landed_;                  // waited for: their copies can go
     std::vector<i32> offload_step_, fetch_step_;
     std::vector<i32> pin_;
@@ -216,6 +222,8 @@ class Engine {
     void leave(i32 storage);
     void release();
     bool passes(i32 storage) const;
+    bool departs(i32 storage, i32 position) const;
+    void take_places(i32 op, i32 position, i32 wanted);
     bool has_touch(i32 s) const { return s_.touch[s] < touches_.size(s); }
 };
 

@@ -17,7 +17,6 @@ class Meter {
         : ops_(std::max<i64>(1, engine.program().ops)), budget_(budget), begin_(Clock::now()) {}
     void spend(const Cost& cost) { work_ += ops_ + cost.runs, ++calls_; }
     i64 work() const { return work_; }
-    double share() const { return budget_.work > 0 ? double(work_) / double(budget_.work) : 1.0; }
     double seconds() const { return std::chrono::duration<double>(Clock::now() - begin_).count(); }
     bool over(const Found& best) {
         if (stopped_ || work_ >= budget_.work) return true;

@@ -4,6 +4,7 @@
 #include <cmath>
 
 #include "meter.h"
+#include "moves.h"
 
 namespace tightship {
 
@@ -91,79 +92,6 @@ Found relax(Engine& engine, const Rows& groups, i64 limit, const Found& start, c
 
 namespace {
 
-// One annealing move: a group (or part of it) set to what most of it is not; sometimes two of them at once.
-class Moves {
-  public:
-    Moves(const Engine& engine, const Rows& groups, std::uint64_t seed)
-        : engine_(engine), groups_(groups), gaps_(static_cast<i64>(engine.gaps().size())), rng_(seed) {
-        for (i64 g = 0; g < gaps_; ++g)
-            for (std::uint8_t to = kPack; to < kDecisions; ++to)
-                if (engine.allowed(static_cast<i32>(g), to)) others_ |= 1 << to;
-    }
-
-    double uniform() { return std::uniform_real_distribution<double>(0, 1)(rng_); }
-
-    void apply(Bits& bits, std::vector<std::pair<i32, std::uint8_t>>& changed) {
-        changed.clear();
-        one(bits, changed);
-        if (uniform() < 0.3) one(bits, changed);
-    }
-
-  private:
-    const Engine& engine_;
-    const Rows& groups_;
-    i64 gaps_;
-    std::mt19937_64 rng_;
-    int others_ = 0;  // decisions beyond recomputing that any gap allows
-
-    i64 below(i64 n) { return static_cast<i64>(rng_() % static_cast<std::uint64_t>(n)); }
-
-    using Changed = std::vector<std::pair<i32, std::uint8_t>>;  // gap, what it was
-
-    std::uint8_t other(std::uint8_t now) {
-        if (others_ && uniform() < 0.4) {
-            const std::uint8_t to = others_ == (1 << kPack | 1 << kOffload) ? (uniform() < 0.5 ? kPack : kOffload)
-                                    : others_ == 1 << kPack                 ? kPack
-                                                                            : kOffload;
-            return to == now ? std::uint8_t{kKeep} : to;
-        }
-        if (now > kDrop) return uniform() < 0.5 ? kKeep : kEvict;
-        const double u = uniform();
-        if (now == kKeep) return u < 0.7 ? kEvict : u < 0.85 ? kPass : kDrop;
-        if (u < 0.7) return kKeep;
-        const bool first = u < 0.85;
-        return now == kEvict ? (first ? kPass : kDrop) : now == kPass ? (first ? kEvict : kDrop) : (first ? kEvict : kPass);
-    }
-
-    void one(Bits& bits, Changed& changed) {
-        const i64 n = static_cast<i64>(groups_.start.size()) - 1;
-        if (n == 0 || uniform() < 0.25) {
-            const i32 gap = static_cast<i32>(below(gaps_));
-            set(bits, changed, gap, other(bits[gap]));
-            return;
-        }
-        const i64 g = below(n);
-        i64 lo = 0, hi = groups_.size(g);
-        const double kind = uniform();
-        if (kind < 0.25) hi = 1 + below(hi);
-        else if (kind < 0.5) lo = below(hi);
-        else if (kind < 0.6) lo = below(hi), hi = lo + 1 + below(hi - lo);
-        const i32* row = groups_.begin(g);
-        i64 count[kDecisions] = {};
-        for (i64 j = lo; j < hi; ++j) ++count[bits[row[j]]];
-        const std::uint8_t most = static_cast<std::uint8_t>(std::max_element(count, count + kDecisions) - count);
-        const std::uint8_t to = other(most);
-        for (i64 j = lo; j < hi; ++j)
-            if (bits[row[j]] != to) set(bits, changed, row[j], to);
-    }
-
-    void set(Bits& bits, Changed& changed, i32 gap, std::uint8_t to) {
-        if (!engine_.allowed(gap, to)) return;
-        changed.emplace_back(gap, bits[gap]);
-        bits[gap] = to;
-    }
-};
-
 // The price on bytes above the limit goes up while less than a fifth of the states are within it, and down while more
 // than three fifths are, so that the walk stays about the limit, however steep time is there (after Gendreau, Hertz
 // and Laporte, 1994).
@@ -172,16 +100,17 @@ constexpr double kStep = 1.1, kCheapest = 0.05, kDearest = 1000;
 
 }  // namespace
 
-Found anneal(Engine& engine, const Rows& groups, i64 limit, const Bits& start, double heat, const Budget& budget) {
+Found anneal(Engine& engine, const Rows& groups, const Twins& twins, i64 limit, const Bits& start, const Cooling& cooling,
+             const Budget& budget) {
     Found best{start, engine.evaluate(start.data(), limit)};
     best.met = best.cost.valid && best.cost.peak <= limit;
     if (engine.gaps().empty()) return best;
     Meter meter(engine, budget);
-    Moves moves(engine, groups, budget.seed);
+    Moves moves(engine, groups, twins, budget.seed);
     const double base = std::max(1e-12, engine.base_time());
     const double room = std::max<double>(1, double(limit - engine.static_bytes()));
     const double ops = double(std::max<i64>(1, engine.program().ops));
-    const double hot = heat, cold = heat / 100;
+    const double hot = cooling.heat, cold = hot / 100, span = double(std::max<i64>(1, cooling.span));
     double price = 2.0;  // extra time (in step times) that one whole limit of excess is worth, for now
     auto energy = [&](const Cost& c) {
         const double over = std::max<double>(0, double(c.peak - limit)) / room;
@@ -190,10 +119,10 @@ Found anneal(Engine& engine, const Rows& groups, i64 limit, const Bits& start, d
     Bits now = best.evict;
     Cost cost = best.cost;
     double at = energy(cost);
-    std::vector<std::pair<i32, std::uint8_t>> changed;
+    Changed changed;
     i64 calls = 0, inside = 0;
     while (!meter.over(best)) {
-        const double t = hot * std::pow(cold / hot, std::min(1.0, meter.share()));
+        const double t = hot * std::pow(cold / hot, std::min(1.0, double(meter.work()) / span));
         moves.apply(now, changed);
         if (changed.empty()) {
             meter.spend(Cost{});

@@ -2,7 +2,6 @@
 #pragma once
 
 #include <functional>
-#include <random>
 #include <vector>
 
 #include "engine.h"
@@ -26,15 +25,30 @@ struct Budget {
     std::function<bool(const Found&)> poll;  // told the best so far now and then; true ends the search
 };
 
+// Gaps of one role in several layers: a row per role with a gap per layer, -1 for none; rows of one family are
+// neighbours and equally long.
+struct Twins {
+    Rows rows;
+    std::vector<i64> family = {0};  // first rows of the families, and how many rows there are
+    i64 families() const { return static_cast<i64>(family.size()) - 1; }
+};
+
 // Take decisions one group at a time, always at the highest point, by seconds per byte saved there, until the
 // peak is within the limit or nothing helps; never keeps a step that raises the peak. Then give back what is not
 // needed. Source: XLA's HloRematerialization, turned to gaps; batches keep it near-linear.
 Found greedy(Engine& engine, i64 limit, const Bits& start, const Budget& budget);
 
+// The first temperature, in step times, and after how many ops simulated it is a hundredth of it.
+struct Cooling {
+    double heat = 0;
+    i64 span = 0;
+};
+
 // Simulated annealing over groups of gaps that belong together (the same tensor of every layer, one layer's
-// tensors, single gaps). Energy: extra seconds plus a price on bytes above the limit. `heat`: the first temperature,
-// in step times; the last is a hundredth of it.
-Found anneal(Engine& engine, const Rows& groups, i64 limit, const Bits& start, double heat, const Budget& budget);
+// tensors, single gaps), and over what one layer has that another has not. Energy: extra seconds plus a price on
+// bytes above the limit. What it does depends on no limit of work: with more of it, it goes on where it would end.
+Found anneal(Engine& engine, const Rows& groups, const Twins& twins, i64 limit, const Bits& start, const Cooling& cooling,
+             const Budget& budget);
 
 // Evict row by row, or a part of a row from its front, always what costs the fewest seconds per excess gone, by the
 // exact cost of each candidate, until the peak is within the limit. What was tried longest ago counts as it was

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import heapq
+from itertools import combinations
 
 from tightship.analysis.order import predecessors
 from tightship.graph import Graph
@@ -56,8 +57,6 @@ def _next(graph: Graph, state: State, budget: int, before: list[int], size: list
         wrote = set(uses.mutates[k]) - skip
         if again and (not op.pure or wrote & graph.static):
             continue
-        if live + sum(size[s] for s in uses.defines[k]) + extra_bytes(op) > budget:
-            continue
         # Of the caller's storages only what is written once and for all counts: nothing sees them change here.
         if any(
             s not in graph.static and s not in skip and there[s] != need
@@ -70,11 +69,27 @@ def _next(graph: Graph, state: State, budget: int, before: list[int], size: list
         fresh = [s for s in uses.defines[k] if not there[s]]
         if not again and len(fresh) < len(uses.defines[k]):
             continue
-        for pick in range(1 << len(fresh)) if again else [(1 << len(fresh)) - 1]:
-            made = now.copy()
-            for j, s in enumerate(fresh):
-                made[s] = int(pick >> j & 1)
-            yield (op.time if again else 0.0), (ran | 1 << k, tuple(made))
+        need = live + sum(size[s] for s in uses.defines[k]) + extra_bytes(op) - budget
+        for gone in _taken(graph, k):
+            if need > sum(size[a] for a, _ in gone):
+                continue
+            for pick in range(1 << len(fresh)) if again else [(1 << len(fresh)) - 1]:
+                made = now.copy()
+                for j, s in enumerate(fresh):
+                    made[s] = int(pick >> j & 1)
+                if all(made[b] and not there[b] for _, b in gone):
+                    for a, _ in gone:
+                        made[a] = 0
+                    yield (op.time if again else 0.0), (ran | 1 << k, tuple(made))
+
+
+def _taken(graph: Graph, k: int):
+    """Every way in which results of op ``k`` take the places of inputs: sets of pairs, no storage in two."""
+    pairs = [p for p in graph.ops[k].overwrites if p[0] not in graph.static]
+    for n in range(len(pairs) + 1):
+        for some in combinations(pairs, n):
+            if all(len({p[side] for p in some}) == n for side in (0, 1)):
+                yield some
 
 
 def least_peak(graph: Graph) -> int:
@@ -106,3 +121,33 @@ def least_peak(graph: Graph) -> int:
         peaks = then
     (peak,) = peaks.values()
     return peak
+
+
+def least_peak_of_tree(parents: list[int], sizes: list[int]) -> int:
+    """The least peak of a tree of ops, each reading what its children make and making ``sizes`` bytes; ``parents``
+    by op, all with larger numbers, the last op the root (Liu 1987: subtrees fall into stretches from a hill to the
+    lowest valley after it, and those of all children are run by how far they fall)."""
+    stretches: list[list[tuple[int, int]]] = [[] for _ in sizes]  # by op: (hill, valley) since the one before
+    for k, size in enumerate(sizes):
+        rows = sorted(
+            (row for c in range(k) if parents[c] == k for row in stretches[c]),
+            key=lambda row: row[0] - row[1],
+            reverse=True,
+        )
+        live, line = 0, []  # bytes while a stretch runs, and after it
+        for hill, valley in rows:
+            line.append((live + hill, live + valley))
+            live += valley
+        line.append((live + size, size))
+        stretches[k] = _stretches(line)
+    return stretches[-1][0][0]
+
+
+def _stretches(line: list[tuple[int, int]]) -> list[tuple[int, int]]:
+    out, base = [], 0
+    while line:
+        hill = max(range(len(line)), key=lambda j: (line[j][0], j))
+        valley = min(range(hill, len(line)), key=lambda j: (line[j][1], -j))
+        out.append((line[hill][0] - base, line[valley][1] - base))
+        base, line = line[valley][1], line[valley + 1 :]
+    return out

@@ -7,6 +7,7 @@ to small graphs.
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 from typing import Any
 
 from hypothesis import strategies as st
@@ -110,8 +111,25 @@ class _Maker:
         elif sort == "calls":
             called = random_graph(self.rng.randrange(1 << 30), self.rng.randint(1, 5), calls=0.0)
             self.add(inputs, self._new(k), 1, calls=(called,))
+        elif self.chance("overwrites"):
+            outputs, pairs = self._over(k, inputs)
+            self.add(inputs, outputs, 1, overwrites=pairs)
         else:
             self.add(inputs, self._new(k), 1)
+
+    def _over(self, k: int, inputs: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[tuple[int, int], ...]]:
+        """New storages, the first of which may take the place of one of the inputs, or of any of them of its size."""
+        outputs = self._new(k)
+        made = list(dict.fromkeys(self.values[v].storage for v in outputs))
+        read = list(dict.fromkeys(self.values[v].storage for v in inputs))
+        size = self.storages[read[-1]].size
+        for v in outputs:
+            if self.values[v].storage == made[0]:
+                value = self.values[v]
+                self.values[v] = replace(value, shape=(size // (1 if value.dtype == "bool" else 4),))
+        self.storages[made[0]] = replace(self.storages[made[0]], size=size)
+        sizes = [s.size for s in self.storages]
+        return outputs, tuple((a, b) for b in made for a in read if sizes[a] == sizes[b])
 
     def _new(self, k: int) -> tuple[int, ...]:
         """New storages, some with two values that alias one another."""
@@ -125,12 +143,13 @@ def random_graph(seed: int, n_ops: int, **knobs: float) -> Graph:
     """A graph of ``n_ops`` ops (and a few updates of static inputs at its end).
 
     Knobs are probabilities: ``view``, ``inplace``, ``stats``, ``random``, ``effect``, ``calls`` (sorts of
-    op), ``control``, ``workspace``, ``requests`` (features of an op); ``static_writes`` (0 or 1: in-place ops
-    in the middle write the caller's storages too), ``updates`` (of each static input, at the end).
+    op), ``control``, ``workspace``, ``requests`` (features of an op); ``overwrites`` (of a plain op: a result may
+    take an input's place); ``static_writes`` (0 or 1: in-place ops in the middle write the caller's storages
+    too), ``updates`` (of each static input, at the end).
     """
     known = {
         "view": 0.1, "inplace": 0.12, "stats": 0.05, "random": 0.06, "effect": 0.03, "calls": 0.03,
-        "control": 0.05, "workspace": 0.3, "requests": 0.5, "static_writes": 0.0, "updates": 0.5,
+        "control": 0.05, "workspace": 0.3, "requests": 0.5, "overwrites": 0.4, "static_writes": 0.0, "updates": 0.5,
     }  # fmt: skip
     assert set(knobs) <= set(known), f"knobs are {sorted(known)}"
     m = _Maker(random.Random(seed), known | knobs)

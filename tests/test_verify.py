@@ -203,7 +203,7 @@ def test_static_and_handed_bytes_and_what_they_do_to_the_budget() -> None:
 def test_every_code_is_broken_here() -> None:
     placement = {"missing-residence", "wrong-residence", "overlap", "misaligned", "out-of-bounds"}
     broken = set().union(*(c for c, _ in BROKEN_STEPS.values()), BROKEN_TOTALS, placement)
-    assert broken | {"inner"} == set(CODES)
+    assert broken | {"inner", "reuse"} == set(CODES)
 
 
 def test_plans_inside_a_plan_are_checked_and_fit_the_workspace_of_their_op() -> None:

@@ -134,6 +134,7 @@ class Engine:
         may: U8,
         must: U8,
         boundary: int,
+        overwrites: tuple[I64, I32],
     ) -> None: ...
     @property
     def gaps(self) -> tuple[Any, ...]: ...

@@ -91,6 +91,8 @@ class Op:
     ``state``    bytes of the random state which, saved before the op runs, lets it draw the same again; 0: not.
     ``effect``   anything else that must happen exactly once (collectives, host side effects).
     ``control``  ops that must run earlier although no value says so.
+    ``overwrites`` pairs (storage read, storage defined): the op gives the same results when the second lies exactly
+                 where the first lies, if nothing needs the first afterwards. Both have the same size.
     ``workspace`` bytes the op needs beyond its results while it runs: the maximum over the op's own run of
                  (bytes it has requested and not yet freed) minus the bytes of its results.
     ``requests`` the measured sequence of allocator requests, when known.
@@ -117,6 +119,7 @@ class Op:
     source: str = ""
     calls: tuple[Graph, ...] = ()
     state: int = 0
+    overwrites: tuple[tuple[int, int], ...] = ()
 
     @property
     def pure(self) -> bool:
@@ -200,7 +203,8 @@ class Graph:
         for o in self.ops:
             parts = (o.target, o.inputs, o.outputs, o.mutates, o.updates, o.random, o.effect, o.control)
             again = f"r{o.state}" if o.state else ""
-            h.update(f"o{parts}{tuple(g.digest for g in o.calls)}{again};".encode())
+            over = f"w{o.overwrites}" if o.overwrites else ""
+            h.update(f"o{parts}{tuple(g.digest for g in o.calls)}{again}{over};".encode())
         h.update(f"i{self.inputs}o{self.outputs}".encode())
         return h.hexdigest()
 
@@ -250,12 +254,26 @@ def _check(g: Graph) -> None:
             )
         if not set(o.updates) <= set(o.mutates):
             raise bad("Op.updates is part of Op.mutates", o.updates, f"op {o.name!r}")
+        if o.overwrites:
+            _check_overwrites(g, o)
         for c in o.control:
             if not 0 <= c < k:
                 raise bad("a control predecessor stands earlier in the graph's order", c, f"op {o.name!r}")
     for i in g.outputs:
         if not 0 <= i < len(g.values) or not defined[i]:
             raise bad("a graph output is a defined value", i, "Graph.outputs")
+
+
+def _check_overwrites(g: Graph, o: Op) -> None:
+    read, made = ({g.values[v].storage for v in row} for row in (o.inputs, o.outputs))
+    for pair in o.overwrites:
+        a, b = pair
+        if a not in read - made or b not in made - read or a in o.mutates or b in o.mutates:
+            rule = "what an op may overwrite is read and not written, and a result of it takes the place"
+            raise BadInput(rule, pair, f"op {o.name!r}")
+        if g.storages[a].size != g.storages[b].size:
+            sizes = g.storages[a].size, g.storages[b].size
+            raise BadInput("what takes a storage's place has its size", sizes, f"op {o.name!r}")
 
 
 def _uses(g: Graph) -> Uses:

@@ -8,8 +8,11 @@ device pool. Each form is resident from the step that makes it to the ``free`` s
 ==========  =====================================================================================================
 compute     run ``op``; every storage it defines becomes resident. With ``saves`` the random state is copied first
             and its ``Op.state`` bytes are resident from this step on.
+            ``reuses``, pairs (storage read, storage defined) of ``Op.overwrites``: the result takes the place of what
+            is read, whose stay ends with the beginning of this step and needs no free.
 recompute   run ``op`` again; of the storages it defines, those in ``storages`` become resident again, the others
-            exist only while the step runs. ``Op.updates`` are left alone. A random op needs its saved state: the
+            exist only while the step runs. ``reuses`` as above, for results that become resident. ``Op.updates`` are
+            left alone. A random op needs its saved state: the
             present one is set aside (another ``Op.state`` bytes while the step runs), the saved one set, the op
             run, and the present one put back, so that later draws are what they would have been.
 offload     copy ``storages`` to the host pool (form ``host``); the full form stays until it is freed.
@@ -25,7 +28,8 @@ those. An op that runs later and must see other contents makes the plan wrong (`
 lossy one is applied to contents after the last write only, for which its range is known.
 
 **Bytes.** The order of the list is the order in which bytes are taken and given back, whatever the streams: what a
-step makes counts from that step on, and what it frees counts while it runs and no longer after it. While
+step makes counts from that step on, and what it frees counts while it runs and no longer after it; of a pair in
+``reuses`` the bytes count once. While
 compress or decompress runs, both forms are there; codecs need nothing else.
 
 **Time.** Streams: 0 computes (and packs), others copy. Within a stream steps run in order; a step also waits for
@@ -61,6 +65,7 @@ class Step:
     waits: tuple[int, ...] = ()
     codec: str = ""
     saves: bool = False
+    reuses: tuple[tuple[int, int], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,7 +5,8 @@ their inner loop is tested equal to it. Bytes are those of the device pool, the 
 
 A compute or recompute step needs, beyond what is resident, every storage its op defines (also those a
 recomputation does not keep, also a second copy of those still there), the op's workspace, and the random state
-it saves or, run again, sets aside. `plan` says what each kind of step means, bytes and time included.
+it saves or, run again, sets aside; less what results take the place of (``Step.reuses``). `plan` says what each
+kind of step means, bytes and time included.
 """
 
 from __future__ import annotations
@@ -139,6 +140,7 @@ class _Machine:
                 self.version[s] += 1
         made = self.uses.defines[k]
         state = op.state if step.saves or again else 0
+        self.overwrite(i, step)
         during = self.live + sum(self.graph.storages[s].size for s in made) + extra_bytes(op) + state
         if step.saves:
             self.saved.add(k)
@@ -153,6 +155,22 @@ class _Machine:
         self.compute_time += seconds
         self.advance(step, seconds)
         return during
+
+    def overwrite(self, i: int, step: Step) -> None:
+        """End the stays whose places results take."""
+        op = self.graph.ops[step.op]
+        kept = step.storages if step.kind == "recompute" else self.uses.defines[step.op]
+        taken: set[int] = set()
+        for pair in step.reuses:
+            a, b = pair
+            if pair not in op.overwrites or b not in kept or b in taken:
+                self.fail("a result takes the place of an input that its op may overwrite", pair, i)
+            if a in self.graph.static or not self.full[a] or self.full[b]:
+                rule = "the place that is taken is that of a storage that is there and not the caller's"
+                self.fail(rule, f"{op.name} reads {self.name(a)}", i)
+            taken.add(b)
+            self.full[a] = False
+            self.live -= self.graph.storages[a].size
 
     def move(self, i: int, step: Step) -> int:
         """Offload, fetch, compress, decompress: one form made from another."""

@@ -203,3 +203,61 @@ def test_a_file_that_cannot_be_written_is_heard_of_in_the_step(dry, tmp_path, mo
     text = program("gpt", "PINNED = '150kB'\n" + TIERED + BROKEN, budget="70%")
     first, alive, second, then = dry_cuda.run(dry, text).split()
     assert first == second == "OSError" and alive == then
+
+
+def test_on_torchs_own_allocator_copies_are_in_order_too(dry):  # noqa: F811
+    """There a block that is asked for was another's before, and what used it may still be running."""
+    own = (
+        HOW.replace("strict=True", "strict=False")
+        + """
+assert executor.arena is None and step.notes
+seen = watched.Watched(executor)
+for _ in range(2):
+    seen.start()
+    step(x)
+    print(plan.count("offload"), seen.back, len(seen.races()))
+"""
+    )
+    text = "HOW = 'searched'\n" + own
+    text = program("gpt", text).replace('native = allocator.load("cuda")', "torch.zeros(8).cuda()")
+    offloads, back, races = map(int, dry_cuda.run(dry, text).split()[-3:])
+    assert back >= offloads > 10 and races == 0
+
+
+RANDOM = """
+import numpy as np, plans, watched
+from tightship.execute.interpreter import Executor
+from tightship.planners.evict._frame import KEEP, OFFLOAD, PACK, Frame
+from tightship.planners.evict._redraw import redrawable, with_states
+from tightship.verify import check
+
+watched.packing_runs()
+step = tightship.fit(model, loss, optimizer, x, strict=True, cache=CACHE)
+step(x)
+variant, means = step._variants[0], ("recompute", "compress", "offload")
+graph, total = step.graph, dict.fromkeys(("offload", "compress", "recompute"), 0)
+for seed in range(SEEDS):
+    draw = np.random.default_rng(seed)
+    frame = Frame(redrawable(graph), tuple(range(len(graph.ops))), means=means)
+    way = draw.choice(OFFLOAD + 1, len(frame.gaps), p=draw.dirichlet(np.ones(OFFLOAD + 1)))
+    bits = np.where(frame.engine.allowed >> way & 1, way, KEEP).astype(np.uint8)
+    while not frame.cost(bits, 0).valid:  # not everything can be made again at once
+        bits[(bits < PACK) & (draw.random(len(bits)) < 0.2)] = KEEP
+    plan = plans.placed(graph, with_states(graph, frame.steps(bits)))
+    check(graph, plan)
+    variant.executor = executor = Executor(step.program, plan, strict=True)
+    seen = watched.Watched(executor)
+    seen.start()
+    step(x)
+    assert not seen.races(), seed
+    assert step.last.as_planned and step.last.measured_peak == plan.peak and step.last.misses == 0, seed
+    for kind in total:
+        total[kind] += plan.count(kind)
+print(*total.values())
+"""
+
+
+@pytest.mark.parametrize("name", ["bert", "pooled"])
+def test_any_way_out_of_memory_is_as_planned_ordered_and_right(dry, name):  # noqa: F811
+    """Random decisions for every stay between two uses, none of which a search would take."""
+    assert all(int(n) > 0 for n in dry_cuda.run(dry, program(name, "SEEDS = 12\n" + RANDOM)).split())

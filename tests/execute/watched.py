@@ -99,8 +99,9 @@ class Watched(Seen):
                 for s in made:
                     self.fill(env, s, i.op)
             self.collect()
-            base = self.executor.arena.base
-            writes = [(base + r.offset, base + r.offset + r.size) for r in self.rows.get(i.step, ())]
+            rows = self.rows.get(i.step, ()) if self.executor.arena is not None else ()
+            writes = [(r.offset + self.executor.arena.base, r.size) for r in rows]
+            writes = [(at, at + size) for at, size in writes]
             writes += self.ranges(env, made if step.kind != "compress" else ())
             stream = torch.cuda.current_stream().cuda_stream
             self.calls.append(races.Work(stream, tuple(reads), tuple(writes), f"{step.kind} {i.step}"))

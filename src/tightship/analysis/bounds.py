@@ -62,18 +62,20 @@ def _marks(start: Sequence[int], edges: Sequence[Sequence[int]]) -> tuple[set[in
 
 
 def lower_bound(
-    graph: Graph, *, recompute: bool = True, redraw: bool = True, least: Mapping[int, int] | None = None
-) -> Bound:
+    graph: Graph, *, recompute: bool = True, redraw: bool = True, least: Mapping[int, int] | None = None,
+    in_place: bool = True,
+) -> Bound:  # fmt: skip
     """Bytes no plan can stay under, whatever its order and however often it recomputes: for each op, the static
     set, what it reads, writes and needs while it runs, and what must be there too because it was made before the op
     in every order, is needed after it in every order, and cannot be made again from less; and for the end of a step,
     all results (in training, every gradient that no update consumes).
 
-    Without ``recompute`` nothing can be made again, and every op is passed at its best moment (`moments`); without
-    ``redraw`` nothing random is. ``least`` is the bytes in which storages can wait (see `Relaxation`): for plans that
-    compress storages, or move them out.
+    Without ``recompute`` nothing can be made again or written over, and every op is passed at its best moment
+    (`moments`); without ``redraw`` nothing random is. ``least`` is the bytes in which storages can wait (see
+    `Relaxation`): for plans that compress storages, or move them out. ``in_place``: results may take the places
+    of inputs.
     """
-    relaxed = Relaxation(graph, least, redraw=redraw)
+    relaxed = Relaxation(graph, least, redraw=redraw, in_place=in_place and recompute)
     load = [relaxed.own(k) for k in range(len(graph.ops))]
     if not load:
         return Bound(graph.static_bytes)
@@ -88,19 +90,20 @@ def lower_bound(
         for k in _few(ranked, len(load)):
             load[k] = max(load[k], moments.passing(k).bytes)
     best = max(range(len(load)), key=load.__getitem__)
-    end, last = _at_end(graph, alone=recompute and not least)
+    end, last = _at_end(relaxed, alone=recompute and not least)
     bound = Bound(max(load[best], end))
     bound.op = best if load[best] >= end else last
     return bound
 
 
-def _at_end(graph: Graph, *, alone: bool) -> tuple[int, int]:
+def _at_end(relaxed: Relaxation, *, alone: bool) -> tuple[int, int]:
     """Bytes when the last result comes to stay, and the op that makes it (-1: none has to).
 
     All other results are there already. If results can only be made (``alone``), not unpacked or copied back, the op
     that makes the last one holds what it reads and makes besides: the least that any such op needs counts.
     """
-    uses, size = graph.uses, [s.size for s in graph.storages]
+    graph, uses = relaxed.graph, relaxed.uses
+    size = relaxed.size.tolist()
     stay = graph.static | graph.kept
     floor = graph.static_bytes + sum(size[s] for s in graph.kept - graph.static)
     makers = {w for s in graph.kept - graph.static for w in uses.writers[s]}
@@ -109,7 +112,7 @@ def _at_end(graph: Graph, *, alone: bool) -> tuple[int, int]:
 
     def beside(k: int) -> int:
         touched = {*uses.reads[k], *uses.defines[k]} - stay
-        return sum(size[s] for s in touched) + extra_bytes(graph.ops[k])
+        return max(0, sum(size[s] for s in touched) + extra_bytes(graph.ops[k]) - relaxed.reused(k))
 
     last = min(sorted(makers), key=beside)
     return floor + beside(last), last
@@ -160,8 +163,9 @@ def _add_stuck(relaxed: Relaxation, load: list[int], recompute: bool) -> None:
 
 
 def time_bound(
-    graph: Graph, budget: int, *, redraw: bool = True, least: Mapping[int, int] | None = None
-) -> float:
+    graph: Graph, budget: int, *, redraw: bool = True, least: Mapping[int, int] | None = None,
+    in_place: bool = True,
+) -> float:  # fmt: skip
     """Seconds no plan within ``budget`` bytes can stay under: every op once, and the recomputation that a Lagrangian
     relaxation shows to be unavoidable. Infinite where the relaxation shows that no plan meets the budget.
 
@@ -170,14 +174,14 @@ def time_bound(
     which keeping everything would be over the budget.
     """
     total = math.fsum(op.time for op in graph.ops)
-    if _at_end(graph, alone=not least)[0] > budget:
+    relaxed = Relaxation(graph, least, redraw=redraw, in_place=in_place)
+    if _at_end(relaxed, alone=not least)[0] > budget:
         return math.inf
     steps = baseline(graph)
     during = replay(graph, steps).during
     over = {s.op: n for s, n in zip(steps, during, strict=True) if s.kind == "compute" and n > budget}
     if not over:
         return total
-    relaxed = Relaxation(graph, least, redraw=redraw)
     found: dict[int, float] = {}
 
     def look(ops: Iterable[int]) -> None:

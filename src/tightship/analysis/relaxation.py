@@ -12,7 +12,8 @@ seconds on ops and a price per byte on storages.
   of the linear relaxation.
 
 Valid for every plan that reorders and recomputes, in any order and any number of times, and for plans that move or
-compress storages when ``least`` says how few of a storage's bytes may stay in memory. Capacities are rounded down to
+compress storages when ``least`` says how few of a storage's bytes may stay in memory. What *k* may write a result
+over need not be there beside it, and then counts like any other storage. Capacities are rounded down to
 integers, so that rounding only weakens a bound.
 """
 
@@ -71,9 +72,17 @@ class Relaxation:
 
     ``least`` is the bytes in which a storage can wait until it is needed again: of its packed form, or none where
     it can be moved out of memory. All of its own, where nothing is said. ``redraw``: random ops may run again.
+    ``in_place``: results may take the places of inputs.
     """
 
-    def __init__(self, graph: Graph, least: Mapping[int, int] | None = None, *, redraw: bool = True) -> None:
+    def __init__(
+        self,
+        graph: Graph,
+        least: Mapping[int, int] | None = None,
+        *,
+        redraw: bool = True,
+        in_place: bool = True,
+    ) -> None:
         self.graph = graph
         self.redraw = redraw
         self.uses = graph.uses
@@ -81,6 +90,9 @@ class Relaxation:
         self.waits = self.size.copy()
         for storage, nbytes in (least or {}).items():
             self.waits[storage] = min(nbytes, self.size[storage])
+        self.pairs = [
+            [p for p in op.overwrites if p[0] not in graph.static] if in_place else [] for op in graph.ops
+        ]
         self.total = math.fsum(op.time for op in graph.ops)
         self.nodes = 2 + len(graph.ops) + 2 * len(graph.storages)
 
@@ -129,7 +141,12 @@ class Relaxation:
         """Bytes that are there while op ``k`` runs, whatever the plan."""
         made = sum(int(self.size[s]) for s in self.uses.defines[k])
         read = sum(int(self.size[s]) for s in self.uses.reads[k] if s not in self.graph.static)
-        return self.graph.static_bytes + made + read + extra_bytes(self.graph.ops[k])
+        return self.graph.static_bytes + made + read + extra_bytes(self.graph.ops[k]) - self.reused(k)
+
+    def reused(self, k: int) -> int:
+        """The most bytes of inputs whose places results of op ``k`` may take."""
+        inputs, results = ({p[side] for p in self.pairs[k]} for side in (0, 1))
+        return min(sum(int(self.size[s]) for s in side) for side in (inputs, results))
 
     def _reached(self, k: int, edges: Sequence[Sequence[int]]) -> Mask:
         seen = np.zeros(len(self.graph.ops), dtype=np.bool_)
@@ -156,6 +173,9 @@ class Relaxation:
         there = np.zeros(m, dtype=np.bool_)  # made before, and not among what the op holds anyway
         there[definer >= 0] = before[definer[definer >= 0]]
         there[list(self.uses.reads[k])] = False
+        if len(self.pairs[k]) == 1:  # of several it is not known which
+            a = self.pairs[k][0][0]
+            there[a] = definer[a] >= 0
         reads, writes = self._reads, self._writes
         reads, writes = reads[there[reads[:, 1]]], writes[there[writes[:, 0]] & before[writes[:, 1]]]
         again, later = reads[before[reads[:, 0]]], reads[after[reads[:, 0]]]

@@ -13,9 +13,10 @@ from collections.abc import Sequence
 
 from tightship.graph import Graph
 
-__all__ = ["colours", "layer", "pattern", "role"]
+__all__ = ["block_of", "colours", "layer", "pattern", "role"]
 
 _NUMBER = re.compile(r"\d+")
+_NUMBERED = re.compile(r"\.\d+(?=\.|$)")
 _LAYER = re.compile(r"^(.*?\.\d+)(?:\.|$)")
 
 
@@ -29,6 +30,12 @@ def layer(graph: Graph, op: int) -> str:
     """The outermost numbered part of the module path (``transformer.h.3``), or empty."""
     m = _LAYER.match(graph.ops[op].module)
     return m.group(1) if m else ""
+
+
+def block_of(module: str, depth: int) -> str:
+    """The module path up to its ``depth``-th number; empty if it has fewer."""
+    ends = [m.end() for m in _NUMBERED.finditer(module)]
+    return module[: ends[depth - 1]] if len(ends) >= depth > 0 else ""
 
 
 def colours(graph: Graph, rounds: int = 2) -> tuple[int, ...]:

@@ -156,7 +156,9 @@ class Script:
     Request ``k`` is for ``sizes[k]`` bytes (rounded up to 64; on CUDA, 512) and lies at ``offsets[k]`` (a multiple
     of that), or on the heap if that is -1: values that escape to the user. The requests of step ``s`` are those from
     ``step_start[s]`` up to ``step_start[s + 1]``. A request that would bring the arena's live bytes (arena
-    and heap together) above ``limit`` bytes fails with a RuntimeError that names the step. Raises `BadInput`.
+    and heap together) above ``limit`` bytes fails with a RuntimeError that names the step. With ``over[k]`` a request
+    takes the place of an input of its op: a block that lies exactly there may still be held, but no longer than to
+    the end of the step, and its bytes count once. Raises `BadInput`.
     """
 
     def __init__(
@@ -166,12 +168,14 @@ class Script:
         step_start: Sequence[int],
         limit: int | None = None,
         kind: str = "cpu",
+        over: Sequence[int] = (),
     ) -> None:
         if limit is not None and limit < 0:
             raise BadInput("a limit is a number of bytes", limit, "Script")
         try:
-            buffers = [np.ascontiguousarray(item, dtype=np.int64) for item in (sizes, offsets, step_start)]
-            self._handle = load(kind).script_create(*buffers, -1 if limit is None else limit)
+            rows = (sizes, offsets, step_start, over)
+            *three, last = (np.ascontiguousarray(item, dtype=np.int64) for item in rows)
+            self._handle = load(kind).script_create(*three, -1 if limit is None else limit, last)
         except (ValueError, OverflowError) as error:
             raise BadInput(str(error), place="Script") from error
 
@@ -182,14 +186,14 @@ class Miss:
 
     ``kind``: "size" (asked for other than planned), "extra" (more requests in the step than planned,
     ``planned`` is -1), "occupied" (a block that should be dead still lies there), "stream" (asked for on another
-    CUDA stream than the first).
+    CUDA stream than the first), "held" (the input whose place a result took is still held after the step).
     """
 
     step: int
     request: int
     asked: int
     planned: int
-    kind: Literal["size", "extra", "occupied", "stream"]
+    kind: Literal["size", "extra", "occupied", "stream", "held"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -235,9 +239,9 @@ class Replay:
 def replay(arena: Arena, script: Script) -> Iterator[Replay]:
     """Serves this thread's requests from ``arena`` as ``script`` says; what deviates is served from the heap.
 
-    Nothing is ever placed over a live block of the same arena. Blocks may outlive the session, and a later
-    session on the same arena counts them. Raises `BadInput` if the script reaches beyond the arena,
-    RuntimeError if this thread is replaying or recording already.
+    Nothing is ever placed over a live block of the same arena, but what ``over`` says. Blocks may outlive the
+    session, and a later session on the same arena counts them. Raises `BadInput` if the script reaches beyond
+    the arena, RuntimeError if this thread is replaying or recording already.
     """
     native = arena._native
     if arena.kind == "cuda" and torch.cuda.is_initialized():

@@ -33,12 +33,18 @@ inline void meter_sub(int64_t n) { g_current.fetch_sub(n, std::memory_order_rela
 
 // ---- arenas
 
+// A block in an arena. ``owners``: 2 while a result lies in the place of an input that is still held.
+struct Placed {
+  int64_t size;
+  int owners = 1;
+};
+
 // What lies where in an arena. Backends derive from it and own the memory.
 struct Book {
   char* base = nullptr;
   int64_t size = 0;
   std::mutex mutex;  // guards what follows
-  std::map<int64_t, int64_t> blocks;  // offset -> size of the blocks served and not yet freed
+  std::map<int64_t, Placed> blocks;  // by offset: the blocks served and not yet freed
   int64_t live = 0, heap_live = 0, heap_blocks = 0;
   bool held = true;       // by Python
   bool reserved = false;  // whether there is memory
@@ -49,7 +55,13 @@ struct Book {
   bool is_free(int64_t offset, int64_t bytes) const {
     auto next = blocks.lower_bound(offset);
     if (next != blocks.end() && next->first < offset + bytes) return false;
-    return next == blocks.begin() || std::prev(next)->first + std::prev(next)->second <= offset;
+    return next == blocks.begin() || std::prev(next)->first + std::prev(next)->second.size <= offset;
+  }
+
+  // The block of just this place, with one owner, or null.
+  Placed* at(int64_t offset, int64_t bytes) {
+    auto found = blocks.find(offset);
+    return found != blocks.end() && found->second.size == bytes && found->second.owners == 1 ? &found->second : nullptr;
   }
 
   // Called with the mutex held after something was given up; the memory goes with the last served block, the
@@ -68,9 +80,9 @@ struct Book {
   void free_block(void* data) {
     std::unique_lock<std::mutex> lock(mutex);
     auto block = blocks.find(static_cast<char*>(data) - base);
-    if (block == blocks.end()) return;
-    live -= block->second;
-    meter_sub(block->second);
+    if (block == blocks.end() || --block->second.owners > 0) return;
+    live -= block->second.size;
+    meter_sub(block->second.size);
     blocks.erase(block);
     settle(lock);
   }
@@ -94,6 +106,7 @@ struct Book {
 
 struct Script {
   std::vector<int64_t> sizes, offsets, starts;  // starts: first request of each step, and the number of requests
+  std::vector<int64_t> over;  // by request: whether it takes the place of an input, which may still be there
   int64_t limit = -1, extent = 0;
 };
 
@@ -121,12 +134,25 @@ struct Session {
   Book* arena;
   const Script* script;
   int64_t step = -1, next = 0, stop = 0;  // requests [next, stop) are still to come in this step
+  int64_t taken = -1;  // the request of this step that took an input's place
   bool aside = false;  // the rest of this step is served from the heap, whatever it asks for
   int64_t requests = 0, served = 0, escaped = 0, missed = 0, occupied = 0, steps_short = 0;
   int64_t start = 0, peak = 0, heap_peak = 0, high_water = 0, failed_step = -1;
   std::vector<Miss> misses{};
 
-  void leave_step() { steps_short += next < stop; }
+  // An input whose place was taken is let go of within its step: what still holds it would see other contents.
+  void leave_step() {
+    steps_short += next < stop;
+    if (taken >= 0) {
+      std::lock_guard<std::mutex> guard(arena->mutex);
+      auto block = arena->blocks.find(script->offsets[taken]);
+      if (block != arena->blocks.end() && block->second.owners > 1) {
+        --served;
+        miss("held", taken, script->sizes[taken], script->sizes[taken]);
+      }
+    }
+    taken = -1;
+  }
 
   void miss(const char* kind, int64_t request, int64_t asked, int64_t planned) {
     ++missed;
@@ -142,8 +168,19 @@ struct Session {
     if (planned != size) return miss("size", k, size, planned), kHeap;
     if (offset == kHeap) return ++escaped, kHeap;
     if (astray) return miss(astray, k, size, planned), kHeap;
+    if (taken == k) return ++served, offset;
     if (!arena->is_free(offset, size)) return ++occupied, miss("occupied", k, size, planned), kHeap;
     return ++served, offset;
+  }
+
+  // The block of the input whose place the next request takes, or null where none lies there.
+  Placed* beneath(int64_t size) {
+    if (aside || next >= stop || script->over.empty() || !script->over[next] || script->sizes[next] != size ||
+        script->offsets[next] == kHeap)
+      return nullptr;
+    Placed* under = arena->at(script->offsets[next], size);
+    if (under) taken = next;
+    return under;
   }
 
   // Nothing throws while the mutex is held: reporting an error may wait for the interpreter, and whoever has that
@@ -153,7 +190,9 @@ struct Session {
   void* alloc(int64_t size, Heap from_heap, const char* astray = nullptr) {
     std::unique_lock<std::mutex> lock(arena->mutex);
     ++requests;
-    if (int64_t live = arena->live; script->limit >= 0 && live + size > script->limit) {
+    Placed* under = astray ? nullptr : beneath(size);
+    int64_t more = under ? 0 : size;
+    if (int64_t live = arena->live; script->limit >= 0 && live + more > script->limit) {
       lock.unlock();
       failed_step = step;
       throw std::runtime_error("tightship: budget exceeded at step " + std::to_string(step) + ": asked " +
@@ -169,12 +208,14 @@ struct Session {
       arena->heap_live += size;
       ++arena->heap_blocks;
       heap_peak = std::max(heap_peak, arena->heap_live);
+    } else if (under) {
+      under->owners = 2;
     } else {
-      arena->blocks.emplace(offset, size);
+      arena->blocks.emplace(offset, Placed{size});
       high_water = std::max(high_water, offset + size);
       meter_add(size);
     }
-    arena->live += size;
+    arena->live += more;
     peak = std::max(peak, arena->live);
     return data;
   }

@@ -64,14 +64,15 @@ class Bench:
         for size in sizes:
             offsets.append(offsets[-1] + size)
         script = allocator.Script(sizes, offsets[:-1], (0, len(sizes)), kind=self._kind)
-        with allocator.replay(self._room(offsets[-1]), script) as session:
+        with allocator.replay(self.room(offsets[-1]), script) as session:
             times = []
             for _ in range(repeats + 1):
                 session.seek(0)
                 times.append(self._seconds_of(call))
         return statistics.median(times[1:])
 
-    def _room(self, size: int) -> allocator.Arena:
+    def room(self, size: int) -> allocator.Arena:
+        """An arena of at least so many bytes."""
         if self._arena is None or self._arena.size < size:
             self._arena = None  # given back before the larger one is taken
             self._arena = allocator.Arena(size * 5 // 4, self._device)

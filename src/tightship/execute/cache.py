@@ -25,11 +25,13 @@ VERSION = 1
 
 
 class Measurement(msgspec.Struct, frozen=True, array_like=True):
-    """Of one call: seconds, bytes beyond its results, and requests as (size, storage, start, end)."""
+    """Of one call: seconds, bytes beyond its results, requests as (size, storage, start, end), and which of the
+    values it is given its result was laid over without changing (None: not tried)."""
 
     time: float
     workspace: int = 0
     requests: tuple[tuple[int, int, int, int], ...] = ()
+    over: tuple[int, ...] | None = None
 
 
 class _File(msgspec.Struct):

@@ -165,6 +165,8 @@ class _Compiler:
         if step.stream:
             raise BadInput("ops run on stream 0", step.stream, f"step {i} of the plan")
         self.code.instructions.append(Instruction(i, step.op, action, made, asks=True))
+        if step.reuses:
+            self.empty(i, tuple(v for a, _ in step.reuses for v in self.there.pop(a, ())))
         for v in made:
             self.appears(v)
 
@@ -184,7 +186,9 @@ class _Compiler:
             places = (self.states.pop(step.op),)
         else:
             places = self.moves.forget(step)
+        self.empty(i, places)
 
+    def empty(self, i: int, places: tuple[int, ...]) -> None:
         def several(env: list[Any]) -> None:
             for v in places:
                 env[v] = None

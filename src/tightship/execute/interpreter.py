@@ -202,7 +202,7 @@ class Executor:
         if self._scripts is None or self._scripts[0] != already:
             o = self._orders
             limit = None if self._limit is None else self._limit + already
-            self._scripts = already, allocator.Script(o.sizes, o.offsets, o.starts, limit, self._kind)
+            self._scripts = already, allocator.Script(o.sizes, o.offsets, o.starts, limit, self._kind, o.over)
         return self._scripts[1]
 
     def _replayed(self, instructions: Sequence[Instruction], env: list[Any]) -> None:

@@ -53,6 +53,7 @@ const char* fault_of(Script& script) {
   static const std::string uneven = "an offset is neither -1 nor a multiple of " + std::to_string(kAlign);
   auto requests = static_cast<int64_t>(script.sizes.size());
   if (script.offsets.size() != script.sizes.size()) return "sizes and offsets differ in length";
+  if (!script.over.empty() && script.over.size() != script.sizes.size()) return "sizes and over differ in length";
   if (script.starts.empty() || script.starts.front() != 0 || script.starts.back() != requests)
     return "step_start must begin with 0 and end with the number of requests";
   for (size_t s = 1; s < script.starts.size(); ++s)
@@ -68,12 +69,12 @@ const char* fault_of(Script& script) {
 }
 
 PyObject* script_create(PyObject*, PyObject* const* args, Py_ssize_t count) {
-  if (count != 4) return fail(PyExc_TypeError, "expected sizes, offsets, step_start, limit");
+  if (count != 5) return fail(PyExc_TypeError, "expected sizes, offsets, step_start, limit, over");
   auto script = std::make_unique<Script>();
   script->limit = PyLong_AsLongLong(args[3]);
   if (PyErr_Occurred()) return nullptr;
   if (!read_int64(args[0], script->sizes) || !read_int64(args[1], script->offsets) ||
-      !read_int64(args[2], script->starts))
+      !read_int64(args[2], script->starts) || !read_int64(args[4], script->over))
     return nullptr;
   if (const char* fault = fault_of(*script)) return fail(PyExc_ValueError, fault);
   return PyCapsule_New(script.release(), "script", [](PyObject* self) { delete unwrap<Script>(self, "script"); });
@@ -217,7 +218,7 @@ PyCFunction fast(Function function) { return reinterpret_cast<PyCFunction>(reint
   {"meter_reset_peak", meter_reset_peak, METH_NOARGS, "Sets the peak to the current level; returns the old peak."},  \
   {"reserved", reserved, METH_NOARGS, "Bytes of all arenas not yet released."},                                      \
   {"arena_info", arena_info, METH_O, "(base address, size, bytes live)."},                                           \
-  {"script_create", fast(script_create), METH_FASTCALL, "A capsule from sizes, offsets, step_start, limit."},        \
+  {"script_create", fast(script_create), METH_FASTCALL, "A capsule from sizes, offsets, step_start, limit, over."},        \
   {"begin", fast(begin), METH_FASTCALL, "Starts replaying a script in an arena on this thread."},                    \
   {"seek", seek, METH_O, "The requests that follow are those of this step."},                                        \
   {"aside", aside, METH_NOARGS, "The rest of the step is served from the heap, as if planned there."},               \

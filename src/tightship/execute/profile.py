@@ -22,6 +22,7 @@ from tightship.execute.cache import Cache, Measurement, default_folder, machine
 from tightship.execute.compile import updater_of
 from tightship.execute.device_speeds import device_speeds
 from tightship.execute.fresh import fresh_arguments
+from tightship.execute.overlay import overlaid
 from tightship.execute.speeds import speeds
 from tightship.execute.views import mismatched
 from tightship.frontends.torch import compat
@@ -145,7 +146,14 @@ class _Profiler:
             if _requests(again) != requests:
                 self.replays[k] = _requests(again)
                 workspace = max(workspace, again.workspace)
-        return replace(op, time=usual.time, workspace=workspace, requests=requests)
+        safe = self.overwrites(op, self.program.calls[k], usual)
+        return replace(op, time=usual.time, workspace=workspace, requests=requests, overwrites=safe)
+
+    def overwrites(self, op: Op, call: Call, measured: Measurement) -> tuple[tuple[int, int], ...]:
+        """Those of the op's that were tried and gave the same result."""
+        values = list(dict.fromkeys(refs_in((call.args, call.kwargs))))
+        wrong = {self.graph.values[v].storage for n, v in enumerate(values) if n not in (measured.over or ())}
+        return tuple((a, b) for a, b in op.overwrites if a not in wrong)
 
     def on_host(self, k: int) -> bool:
         """Whether an op runs on the CPU beside a GPU, where no bytes are planned."""
@@ -154,7 +162,7 @@ class _Profiler:
     def call(self, k: int, call: Call) -> Measurement:
         key = _key(self.program, k, call)
         found = self.cache.get(key)
-        if found is None:
+        if found is None or (found.over is None and self.graph.ops[k].overwrites):
             found = self.measure(k, call)
             self.cache.put(key, found)
         return found
@@ -174,11 +182,13 @@ class _Profiler:
             if hoarded:
                 raise Unsupported(self.where(k), f"it keeps {hoarded} bytes that it does not return")
             seconds = bench.time(work, [row[0] for row in rows], once)
+            measured = self.with_requests[device]
+            over = overlaid(self.graph, call, device, bench.room) if measured else ()
         except (RuntimeError, ValueError, TypeError, IndexError) as error:
             raise Unsupported(
                 self.where(k), f"it does not run on tensors like those of the step: {error}"
             ) from error
-        return Measurement(seconds, workspace, rows)
+        return Measurement(seconds, workspace, rows, over)
 
     def work(self, call: Call, device: str) -> Callable[[], list[Any]]:
         updater = updater_of(call)

@@ -21,7 +21,8 @@ HEAP = -1
 class Orders:
     """What every step will ask for and where it goes: the arguments of ``allocator.Script``, limit aside.
 
-    ``extent`` is the bytes the offsets span, ``placed`` whether the plan says where anything goes.
+    ``extent`` is the bytes the offsets span, ``placed`` whether the plan says where anything goes. ``over`` is empty
+    where no result takes the place of an input.
     """
 
     sizes: np.ndarray
@@ -29,6 +30,7 @@ class Orders:
     starts: np.ndarray
     extent: int
     placed: bool
+    over: np.ndarray
 
 
 def device_of(graph: Graph) -> str | None:
@@ -66,6 +68,7 @@ def orders(program: Program, plan: Plan, *, hand_out: bool = True) -> Orders:
     sizes: list[int] = []
     offsets: list[int] = []
     starts = [0]
+    over: list[int] = []  # requests that take an input's place
     for i, step in enumerate(plan.steps):
         again = step.kind == "recompute"
         for s, form, size in _moved(program, step):
@@ -76,6 +79,8 @@ def orders(program: Program, plan: Plan, *, hand_out: bool = True) -> Orders:
             foreign = again and step.op in program.replay_requests
             for k, request in enumerate(requests_of(program, step.op, again)):
                 s = uses.defines[step.op][request.storage] if request.storage >= 0 else -1
+                if any(b == s for _, b in step.reuses):
+                    over.append(len(sizes))
                 sizes.append(aligned(request.size))
                 if not plan.residences or s in handed or (foreign and s < 0):
                     offsets.append(HEAP)
@@ -86,7 +91,9 @@ def orders(program: Program, plan: Plan, *, hand_out: bool = True) -> Orders:
     ends = (o + n for o, n in zip(offsets, sizes, strict=True) if o != HEAP)
     extent = max(ends, default=0)
     a, b, c = (np.array(row, dtype=np.int64) for row in (sizes, offsets, starts))
-    return Orders(a, b, c, extent, bool(plan.residences))
+    taking = np.zeros(len(sizes) if over else 0, dtype=np.int64)
+    taking[over] = 1
+    return Orders(a, b, c, extent, bool(plan.residences), taking)
 
 
 def _moved(program: Program, step: Step) -> Iterator[tuple[int, str, int]]:

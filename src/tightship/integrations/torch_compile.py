@@ -319,6 +319,8 @@ class _Compilation:
         """With an arena, unless one (and results beside it) needs more than the budget although the peak
         does not."""
         options, notes = self._hinted(graph)
+        # Where a pass runs on the heap, for its arena is taken, no result lies over an input.
+        options = replace(options, reuse=False)
         if self.options.arena:
             try:
                 plan = default_plan(graph, limit, options)

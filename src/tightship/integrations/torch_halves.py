@@ -190,7 +190,7 @@ class Half:
         if known is None or known[0] != live:
             o: Any = self._orders
             offsets = o.offsets if placed else np.full_like(o.offsets, HEAP)
-            known = live, allocator.Script(o.sizes, offsets, o.starts, limit, kind)
+            known = live, allocator.Script(o.sizes, offsets, o.starts, limit, kind, o.over)
             self._scripts[placed] = known
         return known[1]
 
@@ -239,7 +239,7 @@ class Half:
 def _sliced(o: Orders, which: range) -> Orders:
     a, b = int(o.starts[which.start]), int(o.starts[which.stop])
     starts = o.starts[which.start : which.stop + 1] - a
-    return Orders(o.sizes[a:b], o.offsets[a:b], starts, o.extent, o.placed)
+    return Orders(o.sizes[a:b], o.offsets[a:b], starts, o.extent, o.placed, o.over[a:b])
 
 
 def placed_orders(program: Program, plan: Plan, boundary: int | None) -> tuple[Orders | None, str]:

@@ -59,11 +59,12 @@ class Options:
     """``order``, ``evict``: planners by name (``order`` may be ``given``: the graph's own order).
     ``seconds``: of search, at most. ``work``: ops simulated at most; makes plans reproducible. ``seed``: of
     random moves. ``hand_out``: results go to the caller outside the arena. ``place``: decide where everything
-    lies; without, the plan says what is in memory when, and runs on the ordinary heap. ``allow``: how storages may
-    leave memory, between commas (recompute; redraw: recompute random ops too, from saved random states; compress;
-    offload). ``hints``: PATTERN=WAY between commas, what to do
-    with the values of modules (keep, recompute, compress, offload). ``lossy``: codecs may round single precision to
-    bfloat16. ``host``: bytes that may be copied out at once, 0 for any number."""
+    lies; without, the plan says what is in memory when, and runs on the ordinary heap. ``reuse``: results take
+    the places of inputs that nothing needs any more, where ops allow it (and all is placed). ``allow``: how
+    storages may leave memory, between commas (recompute; redraw: recompute random ops too, from saved random
+    states; compress; offload). ``hints``: PATTERN=WAY between commas, what to do with the values of modules
+    (keep, recompute, compress, offload). ``lossy``: codecs may round single precision to bfloat16. ``host``:
+    bytes that may be copied out at once, 0 for any number."""
 
     order: str = "best"
     evict: str = "anneal"
@@ -72,6 +73,7 @@ class Options:
     seed: int = 0
     hand_out: bool = True
     place: bool = True
+    reuse: bool = True
     allow: str = "recompute"
     hints: str = ""
     lossy: bool = False
@@ -97,7 +99,7 @@ def plan(
     before = replay(graph, baseline(graph))
     limit = _limit(graph, budget, before.peak)
     frame = frame or frame_of(graph, order_of(graph, o, before.peak), o)
-    bound = lower_bound(graph, redraw=_redraws(o), least=_least(frame))
+    bound = lower_bound(graph, redraw=_redraws(o), least=_least(frame), in_place=frame.in_place)
     target = before.peak if limit is None else limit
     best: Timeline | None = None  # of all tries
     needed: int | None = None
@@ -156,7 +158,7 @@ def adopted(frame: Frame, steps: Sequence[Step], o: Options, planner: str) -> Pl
     made = replace(
         made,
         budget=limit,
-        lower_bound=int(lower_bound(graph, redraw=_redraws(o), least=_least(frame))),
+        lower_bound=int(lower_bound(graph, redraw=_redraws(o), least=_least(frame), in_place=frame.in_place)),
         time_bound=least_time(graph, frame, o, limit),
         planner=planner,
         seconds=time.perf_counter() - began,
@@ -168,7 +170,7 @@ def adopted(frame: Frame, steps: Sequence[Step], o: Options, planner: str) -> Pl
 
 def least_time(graph: Graph, frame: Frame, o: Options, limit: int) -> float:
     """Seconds no plan by the ways that the options allow can go below."""
-    return time_bound(graph, limit, redraw=_redraws(o), least=_least(frame))
+    return time_bound(graph, limit, redraw=_redraws(o), least=_least(frame), in_place=frame.in_place)
 
 
 def _redraws(o: Options) -> bool:
@@ -208,7 +210,8 @@ def frame_of(graph: Graph, order: tuple[int, ...], o: Options) -> Frame:
         graph = redrawable(graph)
         means = tuple(dict.fromkeys("recompute" if m == _REDRAW else m for m in means))
     only = resolve(graph, parse_hints(o.hints), lossy=o.lossy)
-    return Frame(graph, order, means, only, o.lossy, o.host or None, chained)
+    in_place = o.reuse and o.place
+    return Frame(graph, order, means, only, o.lossy, o.host or None, chained, in_place=in_place)
 
 
 def order_of(graph: Graph, o: Options, peak: int) -> tuple[int, ...]:

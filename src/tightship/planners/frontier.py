@@ -95,7 +95,7 @@ def frontier(
     o = options or default.Options()
     before = replay(graph, baseline(graph)).peak
     frame = replace(default.frame_of(graph, default.order_of(graph, o, before), o), stuck=stuck)
-    beside = (*others(Frame(graph, frame.order), saved or {}), *beside) if peers else ()
+    beside = (*others(Frame(graph, frame.order, in_place=False), saved or {}), *beside) if peers else ()
     for kept in (saved or {}).values() if peers and "recompute" in frame.means else ():
         frame.archive.offer(with_saved(frame, kept))
     searches = points + len(beside)

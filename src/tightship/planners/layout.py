@@ -48,6 +48,10 @@ def stays(graph: Graph, steps: Sequence[Step]) -> Iterator[Residence]:
             op = graph.ops[step.op]
             made = uses.defines[step.op]
             first = {r.storage: r.start for r in op.requests if r.storage >= 0}
+            for a, b in step.reuses:
+                start, event, nbytes = begun.pop((a, "full"))
+                out.append(Residence(a, start, i, nbytes, first=event))
+                first[made.index(b)] = -1
             for j, s in enumerate(made):
                 if step.kind == "compute" or s in step.storages:
                     begun[s, "full"] = (i, first.get(j, -1), size[s])
@@ -110,18 +114,34 @@ def lay_out(
     at: dict[Residence, int] = {}
     span: dict[str, tuple[int, int]] = {}
     for pool in ("device", "host"):
-        placed = [r for r in rows if r not in leaves and r.pool == pool]
-        lower = np.array([ticks[r.start] + max(r.first, 0) for r in placed], dtype=np.int64)
+        lines = _lines([r for r in rows if r not in leaves and r.pool == pool], steps)
+        lower = np.array([ticks[r[0].start] + max(r[0].first, 0) for r in lines], dtype=np.int64)
         upper = np.array(
-            [ticks[r.end - 1] + r.last if r.last >= 0 else ticks[r.end] for r in placed], dtype=np.int64
+            [ticks[r[-1].end - 1] + r[-1].last if r[-1].last >= 0 else ticks[r[-1].end] for r in lines],
+            dtype=np.int64,
         )
-        size = np.array([r.size for r in placed], dtype=np.int64)
+        size = np.array([r[0].size for r in lines], dtype=np.int64)
         offsets, extent, load = portfolio.offsets(
             lower, upper, size, time_limit=seconds, work_limit=work, seed=seed
         )
-        at.update({r: int(o) for r, o in zip(placed, offsets, strict=True)})
+        at.update({r: int(o) for line, o in zip(lines, offsets, strict=True) for r in line})
         span[pool] = int(extent), int(load)
     done = tuple(
         replace(r, pool="out", offset=0) if r in leaves else replace(r, offset=at.get(r, 0)) for r in rows
     )
     return Layout(done, *span["device"], sum(r.size for r in leaves), span["host"][0])
+
+
+def _lines(rows: Sequence[Residence], steps: Sequence[Step]) -> list[list[Residence]]:
+    """Stays, in order of their first step, of which each but the first takes the place of the one before it."""
+    took = {(b, i): a for i, step in enumerate(steps) for a, b in step.reuses}
+    lines: list[list[Residence]] = []
+    ended: dict[tuple[int, int], list[Residence]] = {}  # (storage, step) -> the line that ends there so far
+    for r in rows:
+        line = ended.pop((took.get((r.storage, r.start), -1), r.start), []) if r.form == "full" else []
+        if not line:
+            lines.append(line)
+        line.append(r)
+        if r.form == "full" and r.storage >= 0:
+            ended[r.storage, r.end] = line
+    return lines

@@ -43,6 +43,7 @@ def summary(plan: Plan, graph: Graph | None = None) -> dict[str, Any]:
         "codecs": dict(sorted(Counter(s.codec for s in plan.steps if s.kind == "compress").items())),
         "redrawn": sum(s.saves for s in plan.steps),
         "moved": plan.moved,
+        "in_place": sum(len(s.reuses) for s in plan.steps),
         "steps": len(plan.steps),
         "planner": plan.planner,
         "seconds": plan.seconds,
@@ -97,6 +98,8 @@ def columns(graph: Graph, steps: Sequence[Step]) -> list[Column]:
         else:
             phase = graph.ops[step.op].phase if step.kind == "compute" else phase
             packed.update(dict.fromkeys(step.storages, step.nbytes) if step.kind == "compress" else {})
+            for s, _ in step.reuses:
+                live[bands[s]] -= graph.storages[s].size
             for s, nbytes in _begins(graph, step):
                 live[bands[s]] += nbytes
             now = tuple(live)

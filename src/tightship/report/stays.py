@@ -34,7 +34,8 @@ def label(graph: Graph, steps: Sequence[Step], step: int) -> str:
     """What a step does, in a few words."""
     s = steps[step]
     if s.op >= 0:
-        return f"{s.kind} {graph.ops[s.op].name}" if s.kind != "compute" else graph.ops[s.op].name
+        over = "".join(f", in place of {graph.storages[a].name}" for a, _ in s.reuses)
+        return (f"{s.kind} " if s.kind != "compute" else "") + graph.ops[s.op].name + over
     names = ", ".join(graph.storages[x].name for x in s.storages[:3])
     return f"{s.kind} {names}" + (" …" if len(s.storages) > 3 else "")
 

@@ -79,6 +79,7 @@ def _done(plan: Plan, graph: Graph | None) -> str:
         (plan.count("compress"), f"compressed ({_codecs(plan)})"),
         (sum(s.saves for s in plan.steps), "drawn again from saved random states"),
         (plan.moved, "moved"),
+        (sum(len(s.reuses) for s in plan.steps), "in place of inputs"),
     ]
     done = [f"{n} {word}" for n, word in counts if n]
     return ", ".join(done) if done else "nothing: everything is kept, in the given order"

@@ -98,6 +98,7 @@ class _OpRow(_Document):
     source: str = ""
     calls: tuple[_Body, ...] = ()
     state: Bytes = 0
+    overwrites: tuple[tuple[Index, Index], ...] = ()
 
 
 class _MachineRow(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
@@ -140,6 +141,7 @@ class _StepColumns(_Document):
     waits: tuple[tuple[Index, ...], ...] = ()
     codec: tuple[str, ...] = ()
     saves: tuple[bool, ...] = ()
+    reuses: tuple[tuple[tuple[Index, Index], ...], ...] = ()
 
 
 class _ResidenceColumns(_Document):
@@ -289,6 +291,10 @@ def _within(plan: Plan, graph: Graph, place: str) -> None:
             if s >= storages:
                 rule = f"a storage is an index of the graph's {storages} storages"
                 raise BadInput(rule, s, f"{place}.steps.storages[{i}]")
+        for pair in step.reuses:
+            if max(pair) >= storages:
+                rule = f"a storage is an index of the graph's {storages} storages"
+                raise BadInput(rule, pair, f"{place}.steps.reuses[{i}]")
         for w in step.waits:
             if w >= len(plan.steps):
                 rule = f"a wait is an index of the plan's {len(plan.steps)} steps"

@@ -16,6 +16,8 @@ impure-recompute         recomputing what is random and has no saved state, has 
                          never ran
 codec                    a packed form that no codec makes of these values, of another size, before the last write, or
                          lossy where the plan allows no loss
+reuse                    a result takes the place of what its op may not overwrite, or of what is the caller's or not
+                         there; or it does not lie exactly there
 foreign-free             freeing what is the caller's or is not there
 lost-output, leak        when the plan ends, results are there in their last version, and nothing else is
 lane                     a step on another stream may still be using the bytes: a wait is missing
@@ -65,6 +67,7 @@ CODES = (
     "stale",
     "impure-recompute",
     "codec",
+    "reuse",
     "foreign-free",
     "lost-output",
     "leak",

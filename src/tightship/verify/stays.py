@@ -37,7 +37,9 @@ def check_residences(
     are memory of their own."""
     pools: dict[str, list[_Block]] = {}
     handed = 0
-    for r, released in _matched(graph, facts, plan, replay, ledger):
+    matched = list(_matched(graph, facts, plan, replay, ledger))
+    _same_places(graph, [r for r, _ in matched], replay, ledger)
+    for r, released in matched:
         name = _name(graph, r)
         handed += r.size if r.pool == "out" else 0
         begin = (r.start, max(r.first, 0))
@@ -53,6 +55,24 @@ def check_residences(
         ledger.add("peak-mismatch", -1, ("handed",), message)
     for pool, blocks in pools.items():
         _sweep(blocks, pool, clocks, ledger)
+
+
+def _same_places(graph: Graph, rows: list[Residence], replay: Replay, ledger: Ledger) -> None:
+    """A result that takes the place of an input lies exactly there from the beginning of the step."""
+    full = [r for r in rows if r.storage >= 0 and r.form == "full"] if replay.took else []
+    begun, ended = {(r.storage, r.start): r for r in full}, {(r.storage, r.end): r for r in full}
+    for i, s, before in replay.took:
+        new, old = begun.get((s, i)), ended.get((before, i))
+        if new is None or old is None:  # without bytes, or noted already
+            continue
+        name, other = graph.storages[s].name, graph.storages[before].name
+        there = (new.offset, new.pool, new.size) == (old.offset, old.pool, old.size)
+        if not there or new.pool == "out" or new.first != -1:
+            message = (
+                f"{name} takes the place of {other} but lies at {new.offset} of {new.pool!r}, not from the step's"
+                f" beginning at {old.offset} of {old.pool!r}"
+            )
+            ledger.add("reuse", i, (name, other), message)
 
 
 def _name(graph: Graph, r: Residence) -> str:

@@ -50,7 +50,8 @@ class _Copy:
 
 
 class Replay:
-    """``stays`` the steps imply, ``ran`` (step, op) of all op runs, ``peak`` bytes with the static set."""
+    """``stays`` the steps imply, ``ran`` (step, op) of all op runs, ``took`` (step, storage, the one whose place it
+    takes), ``peak`` bytes with the static set."""
 
     def __init__(
         self,
@@ -67,6 +68,7 @@ class Replay:
         self.lanes = Lanes(clocks, steps)
         self.stays: list[Stay] = []
         self.ran: list[tuple[int, int]] = []
+        self.took: list[tuple[int, int, int]] = []
         self.live = self.peak = facts.static_bytes
         self._at: dict[int, int] = {}  # op -> the step that computed it
         self._written = [0] * len(graph.storages)  # writes by first runs so far
@@ -136,6 +138,8 @@ class Replay:
         made = self.facts.makes[k]
         state = op.state if step.saves or again else 0
         need = sum(self.graph.storages[s].size for s in made) + self.facts.extra[k] + state
+        for a, b in step.reuses:
+            self._reuse(i, k, step, a, b)
         level = self.live + need
         if step.saves:
             self._save(i, k, again)
@@ -221,6 +225,33 @@ class Replay:
             if s in self._forms["full"]:
                 self._forms["full"][s].version += 1
             self._late(i, self.lanes.write(i, ("full", s)), self._name(s))
+
+    def _reuse(self, i: int, k: int, step: Step, a: int, b: int) -> None:
+        """The stay of ``a`` ends and ``b`` takes its place."""
+        if not (self._valid(i, a) and self._valid(i, b)):
+            return
+        op, full, storages = self.graph.ops[k], self._forms["full"], self.graph.storages
+        kept = step.storages if step.kind == "recompute" else self.facts.makes[k]
+        why = ""
+        if (a, b) not in op.overwrites or a not in self.facts.sees[k] or a in self.facts.writes[k]:
+            why = f"which {place_of(op)} may not overwrite so"
+        elif storages[a].size != storages[b].size:
+            why = f"which has {storages[a].size} bytes, not {storages[b].size}"
+        elif a in self.facts.static:
+            why = "which is the caller's"
+        elif a not in full:
+            why = "which is not there, or whose place is taken already"
+        elif b not in kept or b in full or (i, b) in (row[:2] for row in self.took[-len(step.reuses) :]):
+            why = "but is not what this step makes, or has a place already"
+        if why:
+            message = f"{self._name(b)} takes the place of {self._name(a)}, {why}"
+            self.note("reuse", i, (self._name(b), self._name(a)), message)
+            return
+        here = full.pop(a)
+        self._late(i, self.lanes.write(i, ("full", a)), self._name(a))
+        self.stays.append(Stay(a, "full", here.start, i, here.size, i))
+        self.live -= here.size
+        self.took.append((i, b, a))
 
     def _results(self, i: int, k: int, step: Step, again: bool) -> None:
         made = self.facts.makes[k]

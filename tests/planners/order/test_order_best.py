@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import random
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from chains import fan
-from optimum import least_peak
+from optimum import least_peak, least_peak_of_tree
 from strategies import graphs, random_graph
 from tightship import api
 from tightship.analysis.moments import Moments
 from tightship.analysis.order import is_legal
+from tightship.graph import Graph, Op, Storage, Value
 from tightship.planners import planners
 from tightship.planners.order import best, cuts
 from tightship.simulate import baseline, replay
@@ -88,3 +91,25 @@ def test_more_work_is_never_worse(seed):
     graph = random_graph(seed, 80)
     peaks = [best.found(graph, best.Options(work=w)).peak for w in (1, 50_000, 200_000, 600_000)]
     assert peaks == sorted(peaks, reverse=True)
+
+
+def tree(parents: list[int], sizes: list[int]) -> Graph:
+    """Ops that each read what their children make."""
+    storages = (Storage("x", 64), *(Storage(f"s{k}", size) for k, size in enumerate(sizes)))
+    values = tuple(Value(s.name, j) for j, s in enumerate(storages))
+    children = [tuple(c + 1 for c in range(k) if parents[c] == k) for k in range(len(sizes))]
+    ops = tuple(Op(f"op{k}", "op", row or (0,), (k + 1,)) for k, row in enumerate(children))
+    return Graph(ops, values, storages, (0,), (len(sizes),))
+
+
+@pytest.mark.parametrize("ops", [6, 9, 30, 80])
+def test_on_trees_the_bound_and_the_order_are_about_the_known_optimum(ops):
+    rng = random.Random(ops)
+    for _ in range(4):
+        parents = [rng.randrange(k + 1, min(ops, k + 9)) for k in range(ops - 1)] + [ops]
+        sizes = [64 * rng.randint(1, 100) for _ in range(ops)]
+        graph, least = tree(parents, sizes), 64 + least_peak_of_tree(parents, sizes)
+        if ops < 10:
+            assert least == least_peak(graph)
+        found = best.found(graph)
+        assert found.bound <= least <= found.peak <= 1.05 * least

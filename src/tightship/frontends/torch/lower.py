@@ -11,6 +11,7 @@ import torch
 from tightship.errors import BadInput, UnknownSize, Unsupported
 from tightship.frontends.torch import compat
 from tightship.frontends.torch.origin import Origin
+from tightship.frontends.torch.overwrites import overwrites
 from tightship.frontends.torch.program import Call, Program, Ref, Slot
 from tightship.frontends.torch.sums import in_place_sums
 from tightship.frontends.torch.tape import Record, Tape, TapeStorage, refs_in
@@ -50,7 +51,8 @@ def finish(
     replays = {k: _renumbered(r.replay, number) for k, r in enumerate(records) if r.replay is not None}
     owned = _owned_values(tape, number)
     ops = tuple(
-        _op(r, n, c, owned, number, tape.on_cuda) for r, n, c in zip(records, names, calls, strict=True)
+        _op(r, n, c, owned, number, overwrites(tape, r), tape.on_cuda)
+        for r, n, c in zip(records, names, calls, strict=True)
     )
     slots = tuple(Slot(number.value[v], role, key) for v, role, key in tape.slots)
     inputs = [s.value for s in slots]
@@ -130,8 +132,9 @@ def _renumbered(call: Call, number: _Numbers) -> Call:
 
 
 def _op(
-    r: Record, name: str, call: Call, owned: Mapping[int, list[int]], number: _Numbers, on_cuda: bool
-) -> Op:
+    r: Record, name: str, call: Call, owned: Mapping[int, list[int]], number: _Numbers,
+    over: tuple[tuple[int, int], ...], on_cuda: bool,
+) -> Op:  # fmt: skip
     defined = [v for v in r.results if v >= 0]
     by_base = {values[0]: values for values in owned.values()}
     saved = r.random and not r.effect and not (on_cuda and r.device == "cpu")  # there, no bytes are planned
@@ -143,6 +146,7 @@ def _op(
         mutates=tuple(number.storage[s] for s in r.writes),
         updates=tuple(number.storage[s] for s in r.updates),
         random=r.random,
+        overwrites=tuple((number.storage[a], number.storage[b]) for a, b in over),
         state=compat.random_state(r.device) if saved else 0,
         effect=r.effect,
         flops=r.flops,

@@ -18,6 +18,7 @@ from tightship.analysis.packing import Packing, packings
 from tightship.analysis.structure import colours, layer, role
 from tightship.graph import Graph
 from tightship.plan import Step
+from tightship.planners.evict._twins import families
 from tightship.simulate import baseline, extra_bytes, replay
 
 __all__ = [
@@ -117,7 +118,8 @@ class Frame:
     which it is not up to the planner, the ones of ``means`` to take from forward to backward, or ``keep`` throughout.
     ``lossy``: codecs may round.
     ``host``: bytes that may be copied out at once. ``chained``: ops that keep their place for a reason the graph does
-    not know, ``stuck``: storages that can be made again, but not be packed or copied out, for such a reason."""
+    not know, ``stuck``: storages that can be made again, but not be packed or copied out, for such a reason.
+    ``in_place``: results take the places of inputs wherever ops allow it and nothing needs those any more."""
 
     graph: Graph
     order: tuple[int, ...]
@@ -127,6 +129,7 @@ class Frame:
     host: int | None = None
     chained: tuple[int, ...] = ()
     stuck: frozenset[int] = frozenset()
+    in_place: bool = True
 
     @cached_property
     def archive(self) -> Archive:
@@ -156,6 +159,7 @@ class Frame:
             owned=owned,
             kept=kept,
             order=np.array(self.order, dtype=np.int32),
+            overwrites=pack([[s for pair in o.overwrites * self.in_place for s in pair] for o in g.ops]),
             **self._copies(),
         )
         if self.host is not None:
@@ -230,6 +234,13 @@ class Frame:
         return pack(rows or [list(range(len(self.gaps)))])
 
     @cached_property
+    def twins(self) -> tuple[Rows, NDArray[np.int64]]:
+        """Rows of gaps of one role in several layers (-1: a layer has none), and at which rows families begin."""
+        found = families(self.graph, [(s, a, b) for s, a, b in self.gaps.tolist()], self.classes)
+        starts = np.cumsum([0, *(len(f) for f in found)], dtype=np.int64)
+        return pack([row for f in found for row in f]), starts
+
+    @cached_property
     def singles(self) -> Rows:
         """Every gap alone, largest first."""
         size = [self.graph.storages[int(s)].size for s in self.gaps[:, 0]]
@@ -271,15 +282,21 @@ class Frame:
     def steps(self, evict: Bits, limit: int = _NO_LIMIT) -> tuple[Step, ...]:
         """The steps that carry a decision out; within ``limit``, which says when copies out must be waited for."""
         return tuple(
-            self._step(_KINDS[kind], op, storages, _FORMS[form], stream, waits)
-            for kind, op, storages, form, stream, waits in self.engine.emit(evict, limit)
+            self._step(_KINDS[kind], op, storages, _FORMS[form], stream, waits, reuses)
+            for kind, op, storages, form, stream, waits, reuses in self.engine.emit(evict, limit)
         )
 
+    def again(self, evict: Bits) -> list[int]:
+        """The ops that a decision runs again, once for each time, without the rest of the steps."""
+        return [op for kind, op, *_ in self.engine.emit(evict, _NO_LIMIT) if _KINDS[kind] == "recompute"]
+
     def _step(
-        self, kind: str, op: int, storages: tuple[int, ...], form: str, stream: int, waits: tuple[int, ...]
-    ) -> Step:
+        self, kind: str, op: int, storages: tuple[int, ...], form: str, stream: int, waits: tuple[int, ...],
+        reuses: tuple[int, ...],
+    ) -> Step:  # fmt: skip
         if kind not in ("compress", "decompress"):
-            return Step(kind, op, storages, form, stream=stream, waits=waits)
+            pairs = tuple(zip(reuses[::2], reuses[1::2], strict=True))
+            return Step(kind, op, storages, form, stream=stream, waits=waits, reuses=pairs)
         p = self.packings[storages[0]]
         nbytes = p.nbytes if kind == "compress" else 0
         return Step(kind, op, storages, form, nbytes, stream, waits, codec=p.codec)

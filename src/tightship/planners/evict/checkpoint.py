@@ -10,19 +10,18 @@ running it. Complexity: linear. Known limits: needs module paths; what cannot be
 
 from __future__ import annotations
 
-import re
 from collections import defaultdict
 from dataclasses import dataclass
 
 import numpy as np
 
 from tightship.analysis.bounds import replayable
+from tightship.analysis.structure import block_of
 from tightship.planners.evict._events import Run, carried_out
 from tightship.planners.evict._frame import EVICT, Bits, Decision, Frame
 
-__all__ = ["Options", "block_of", "dropped", "plan"]
+__all__ = ["Options", "dropped", "plan"]
 
-_NUMBERED = re.compile(r"\.\d+(?=\.|$)")
 HEAVY = ("mm.", "bmm.", "convolution", "attention", "einsum", "linear.")
 """Parts of the targets whose results a selective checkpoint keeps."""
 
@@ -34,12 +33,6 @@ class Options:
 
     depth: int = 1
     selective: bool = False
-
-
-def block_of(module: str, depth: int) -> str:
-    """The module path up to its ``depth``-th number; empty if it has fewer."""
-    ends = [m.end() for m in _NUMBERED.finditer(module)]
-    return module[: ends[depth - 1]] if len(ends) >= depth > 0 else ""
 
 
 def plan(frame: Frame, limit: int, options: Options | None = None) -> Decision:

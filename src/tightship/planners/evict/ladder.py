@@ -9,7 +9,7 @@ only where a row has both.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from tightship.planners.evict._frame import Bits, Decision, Frame, Progress
 
@@ -36,11 +36,14 @@ def climb(frame: Frame, limit: int, start: Bits, o: Options, progress: Progress 
     found = frame.found(frame.engine.ladder(frame.rows, limit, start, o.work, o.seconds, progress))
     if not found.met or not found.extra:
         return found
-    return relaxed(frame, limit, found, o.work // 4, o.seconds / 4)
+    better = relaxed(frame, limit, found, o.work // 4, o.seconds / 4)
+    return replace(better, work=found.work + better.work)
 
 
 def relaxed(frame: Frame, limit: int, found: Decision, work: int, seconds: float) -> Decision:
     """What is not needed to stay within the limit given back, rows first."""
+    spent = 0
     for rows in (frame.groups, frame.singles):
         found = frame.found(frame.engine.relax(rows, limit, found.evict, work, seconds))
-    return found
+        spent += found.work
+    return replace(found, work=spent)

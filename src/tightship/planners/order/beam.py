@@ -5,9 +5,9 @@ Source: dynamic programming over down-sets of the dependency order with a soft b
 Chaos"; Liberis and Lane 2019); cutting each layer to the best few and widening it is ours, and so is taking an op
 at once where that cannot be wrong. Guarantee: a legal order, never worse than the graph's own; optimal when the peak
 meets the lower bound or no layer had to be cut (`found` says so). Complexity: ``work`` ops tried, each looked at
-against sets of n bits; the same work gives the same order everywhere. Known limits: knows nothing of recomputation;
-above `MOST` ops it returns the graph's own order; the cut of
-layers knows only peak and bytes, which is little on graphs of hundreds of ops (`cuts` is better there).
+against sets of n bits; the same work gives the same order everywhere. Known limits: knows nothing of recomputation
+and of results in the places of inputs; above `MOST` ops it returns the graph's own order; the cut of layers knows
+only peak and bytes, which is little on graphs of hundreds of ops (`cuts` is better there).
 """
 
 from __future__ import annotations

@@ -18,6 +18,7 @@ from typing import Final
 from tightship.analysis.moments import Moments
 from tightship.graph import Graph
 from tightship.planners.order import beam, bfs, cuts, dfs, lpmf, sink
+from tightship.planners.order._tables import tables
 
 __all__ = ["Options", "found", "order_bound", "plan"]
 
@@ -48,7 +49,7 @@ def found(graph: Graph, options: Options | None = None) -> cuts.Lowered:
         return cuts.Lowered((), graph.static_bytes, graph.static_bytes)
     search = cuts.Search(Moments(graph), o.work)
     best: cuts.Lowered | None = None
-    for order in _starts(graph):
+    for order in _starts(graph, search.moments):
         lowered = search.lowered(order)
         if best is None or lowered.peak < best.peak:
             best = lowered
@@ -67,11 +68,12 @@ def order_bound(graph: Graph) -> int:
     return found(graph).bound
 
 
-def _starts(graph: Graph) -> Iterator[tuple[int, ...]]:
+def _starts(graph: Graph, moments: Moments) -> Iterator[tuple[int, ...]]:
     """Orders to begin with. In a training step the first is that with updates at their gradients: of equal peaks
     the one that leaves plans most room elsewhere."""
     given, early = tuple(range(len(graph.ops))), sink.plan(graph)
     trains = any(op.phase != "forward" for op in graph.ops)
     yield from ((early, given) if trains else (given, early))
+    shared = tables(graph, moments.before)
     for planned in (lpmf, bfs, dfs):
-        yield planned.plan(graph)
+        yield planned.scheduled(shared)

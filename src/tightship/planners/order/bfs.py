@@ -12,9 +12,9 @@ import heapq
 from dataclasses import dataclass
 
 from tightship.graph import Graph
-from tightship.planners.order._tables import tables
+from tightship.planners.order._tables import Tables, tables
 
-__all__ = ["Options", "plan"]
+__all__ = ["Options", "plan", "scheduled"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,7 +24,11 @@ class Options:
 
 def plan(graph: Graph, options: Options | None = None) -> tuple[int, ...]:
     """A legal order of the graph's ops."""
-    t = tables(graph)
+    return scheduled(tables(graph))
+
+
+def scheduled(t: Tables) -> tuple[int, ...]:
+    """The same, of tables that are there already."""
     waiting = [len(b) for b in t.before]
     heap: list[tuple[tuple[int, ...], int]] = [((), k) for k, count in enumerate(waiting) if not count]
     at = [0] * len(waiting)

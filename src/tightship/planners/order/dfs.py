@@ -11,9 +11,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from tightship.graph import Graph
-from tightship.planners.order._tables import tables
+from tightship.planners.order._tables import Tables, tables
 
-__all__ = ["Options", "plan"]
+__all__ = ["Options", "plan", "scheduled"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,7 +23,11 @@ class Options:
 
 def plan(graph: Graph, options: Options | None = None) -> tuple[int, ...]:
     """A legal order of the graph's ops."""
-    t = tables(graph)
+    return scheduled(tables(graph))
+
+
+def scheduled(t: Tables) -> tuple[int, ...]:
+    """The same, of tables that are there already."""
     touched = [
         (made + sum(t.size[s] for s in r), k)
         for k, (made, r) in enumerate(zip(t.makes, t.reads, strict=True))

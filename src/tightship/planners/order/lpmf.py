@@ -14,9 +14,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from tightship.graph import Graph
-from tightship.planners.order._tables import tables
+from tightship.planners.order._tables import Tables, tables
 
-__all__ = ["Options", "plan"]
+__all__ = ["Options", "plan", "scheduled"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,18 +26,21 @@ class Options:
 
 def plan(graph: Graph, options: Options | None = None) -> tuple[int, ...]:
     """A legal order of the graph's ops."""
-    t, uses = tables(graph), graph.uses
+    return scheduled(tables(graph))
+
+
+def scheduled(t: Tables) -> tuple[int, ...]:
+    """The same, of tables that are there already."""
     waiting = [len(b) for b in t.before]
     left = [len(r) + stays for r, stays in zip(t.readers, t.stays, strict=True)]  # that still need a storage
     ends = [
-        scratch + t.unread(d) + sum(t.size[s] for s in r if left[s] == 1)
-        for scratch, d, r in zip(t.scratch, uses.defines, t.reads, strict=True)
+        lost + sum(t.size[s] for s in r if left[s] == 1) for lost, r in zip(t.loses, t.reads, strict=True)
     ]
     ready = _Ready(t.makes)
     for k, count in enumerate(waiting):
         if not count:
             ready.put(k, t.makes[k] - ends[k])
-    live, top = 0, sum(t.size[s] for s in graph.kept - graph.static)
+    live, top = 0, t.results
     order: list[int] = []
     while len(order) < len(waiting):
         k = ready.take(top - live)

@@ -37,7 +37,7 @@ _GREEDY = 20_000
 _TRIES = 6
 """Plans of one computation at most: each is for what the last one reached, or kept from repeating too late."""
 
-_ORDERS = ("sink", "beam")
+_ORDERS = ("sink", "best")
 """Orders that are tried, the second where the first one finds no plan."""
 _SMALL = 5_000
 """Instructions of a computation up to which the second is tried, and what cannot be reached is known beforehand."""

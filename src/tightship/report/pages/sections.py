@@ -108,7 +108,8 @@ def arcs(graph: Graph, plan: Plan, line: Timeline) -> list[dict[str, Any]]:
     for i, (step, (start, end)) in enumerate(zip(plan.steps, line.spans, strict=True)):
         if step.kind == "free" and step.form == "full":
             left.update(dict.fromkeys(step.storages, i))
-        elif step.kind in _AGAIN:
+        left.update((s, i) for s, _ in step.reuses)
+        if step.kind in _AGAIN:
             share = (end - start) / max(1, len(step.storages))
             found += [
                 {"kind": _AGAIN[step.kind], "from": left.get(s, i), "to": i, "name": graph.storages[s].name}

@@ -1,0 +1,249 @@
+"""Results laid over inputs: the arena counts their bytes once, ops are tried first, and steps stay what they are."""
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from runs import Pair  # noqa: E402
+
+from models import MODELS  # noqa: E402
+from tightship.errors import Infeasible  # noqa: E402
+from tightship.execute import allocator, overlay, profile  # noqa: E402
+from tightship.execute.allocator import Arena, Miss, Script, replay  # noqa: E402
+from tightship.execute.fit import fit  # noqa: E402
+from tightship.execute.interpreter import Executor  # noqa: E402
+from tightship.execute.meter import Meter  # noqa: E402
+from tightship.frontends.torch import overwrites  # noqa: E402
+from tightship.frontends.torch.step import capture_step  # noqa: E402
+from tightship.planners import default  # noqa: E402
+
+try:
+    allocator.load()
+except allocator.NoCompiler as error:
+    pytest.skip(str(error), allow_module_level=True)
+
+KB = 1024
+aten = torch.ops.aten
+
+
+def block() -> torch.Tensor:
+    return torch.empty(KB, dtype=torch.uint8)
+
+
+# ---- the arena
+
+
+def test_a_block_may_lie_over_an_input_and_counts_once():
+    arena = Arena(2 * KB)
+    script = Script([KB, KB, KB], [0, 0, KB], [0, 1, 2, 3], limit=KB, over=[0, 1, 0])
+    with Meter() as meter, replay(arena, script) as session:
+        session.seek(0)
+        below = block()
+        session.seek(1)
+        above = block()
+        assert above.data_ptr() == below.data_ptr() and arena.live == KB
+        del below
+        assert arena.live == KB
+        del above
+        assert arena.live == 0
+        session.seek(2)
+        after = block()
+    assert session.stats.as_planned and session.stats.peak == meter.peak == KB == arena.live
+    del after
+    assert arena.live == 0 == session.stats.start
+
+
+def test_an_input_held_longer_than_its_step_is_named():
+    arena = Arena(KB)
+    with replay(arena, Script([KB, KB], [0, 0], [0, 1, 2], over=[0, 1])) as session:
+        session.seek(0)
+        below = block()
+        session.seek(1)
+        above = block()
+    stats = session.stats
+    assert (stats.requests, stats.served, stats.misses) == (2, 1, 1)
+    assert stats.first_misses == (Miss(1, 1, KB, KB, "held"),)
+    del below, above
+    assert arena.live == 0
+
+
+def test_nothing_lies_over_what_is_not_exactly_there():
+    """Another size, another offset, a place taken already: to the heap; an empty place: as planned."""
+    arena = Arena(4 * KB)
+    sizes, offsets = [KB, KB, KB, KB, 2 * KB], [0, 0, 0, KB, 0]
+    with replay(arena, Script(sizes, offsets, [0, 1, 3, 5], over=[0, 1, 1, 1, 1])) as session:
+        session.seek(0)
+        below = block()
+        session.seek(1)
+        above, third = block(), block()
+        del below
+        session.seek(2)
+        beside, larger = block(), torch.empty(2 * KB, dtype=torch.uint8)
+    at = [t.data_ptr() - arena.base for t in (above, third, beside, larger)]
+    assert at[0] == 0 and at[2] == KB
+    assert all(not 0 <= x < arena.size for x in (at[1], at[3]))
+    assert session.stats.occupied == session.stats.misses == 2
+
+
+# ---- ops are tried
+
+
+def call_of(fn, *tensors):
+    from tightship.frontends.torch.program import Call, Ref
+    from tightship.graph import Graph, Op, Storage, Value, aligned
+
+    args = [*tensors, fn(*tensors)]
+    values = tuple(
+        Value(f"t{k}", k, str(t.dtype).removeprefix("torch."), tuple(t.shape), t.stride())
+        for k, t in enumerate(args)
+    )
+    storages = tuple(
+        Storage(v.name, aligned(t.untyped_storage().nbytes())) for v, t in zip(values, args, strict=True)
+    )
+    n = len(tensors)
+    graph = Graph((Op("op", str(fn), tuple(range(n)), (n,)),), values, storages, tuple(range(n)), (n,))
+    return graph, Call(fn, tuple(Ref(k) for k in range(n)), {}, (n,))
+
+
+def tried(fn, *tensors):
+    arenas = []
+
+    def room(size):
+        arenas.append(Arena(size))
+        return arenas[-1]
+
+    return overlay.overlaid(*call_of(fn, *tensors), "cpu", room)
+
+
+def test_an_elementwise_op_keeps_its_result_over_each_input_laid_out_alike():
+    x = torch.randn(300, 70)
+    assert tried(aten.gelu_backward.default, x, x + 1) == (0, 1)
+    assert tried(aten.mul.Tensor, x, x[0]) == (0,)  # the other one is broadcast
+    assert tried(aten.add.Tensor, x, x.t().contiguous().t()) == (0,)
+    assert tried(aten.where.self, x > 0, x, x + 1) == (1, 2)
+    assert tried(aten.tanh.default, x.half()) == (0,)
+
+
+def test_an_op_that_is_no_such_is_found_out(monkeypatch):
+    x = torch.randn(300, 70)
+    assert tried(aten.mm.default, x[:70].clone(), x[:70].clone()) == () == tried(torch.tanh, x)
+    monkeypatch.setattr(overlay, "elementwise", lambda _fn: True)
+    square = x[:70].clone()
+    assert tried(aten.mm.default, square, square + 1) == ()
+    assert tried(lambda a: a.flip(0), x) == ()
+    assert tried(lambda a: a + a.flip(0).flip(0), x) == (0,)  # all that is read elsewhere is read before
+    assert tried(lambda a: torch.zeros_like(a).add_(a), x) == ()
+
+
+def test_an_op_that_differs_loses_what_it_claimed(monkeypatch, tmp_path):
+    model, loss, batch = MODELS["mlp"]()
+    program = capture_step(model, loss, torch.optim.SGD(model.parameters(), lr=0.1), batch(0))
+    claimed = sum(len(o.overwrites) for o in program.graph.ops)
+    assert claimed
+    kept = profile.profile(program, cache=tmp_path, seconds_per_op=0.0).graph
+    assert sum(len(o.overwrites) for o in kept.ops) == claimed and kept.digest == program.graph.digest
+    monkeypatch.setattr(profile, "overlaid", lambda *_args: ())
+    again = profile.profile(program, cache=tmp_path, seconds_per_op=0.0).graph  # known from the first time
+    assert again.digest == kept.digest
+    lost = profile.profile(program, cache=None, seconds_per_op=0.0).graph
+    assert sum(len(o.overwrites) for o in lost.ops) == 0 and lost.digest != kept.digest
+
+
+@pytest.mark.parametrize("name", ["cnn", "gpt2", "resnet", "swin"])
+def test_every_op_of_a_model_that_claims_it_can_do_it(name):
+    model, loss, batch = MODELS[name]()
+    program = capture_step(model, loss, torch.optim.SGD(model.parameters(), lr=0.1), batch(0))
+    graph = program.graph
+    wrong = []
+    for k, op in enumerate(graph.ops):
+        if op.overwrites:
+            safe = profile._Profiler(program, profile.Cache(None, ""), {"cpu": True}, 0.0).op(k).overwrites
+            wrong += [op.name] if safe != op.overwrites else []
+    assert not wrong and any(op.overwrites for op in graph.ops)
+
+
+def test_what_is_claimed_is_elementwise_and_laid_out_alike():
+    for name in ("gpt2", "cnn"):
+        model, loss, batch = MODELS[name]()
+        graph = capture_step(model, loss, torch.optim.SGD(model.parameters(), lr=0.1), batch(0)).graph
+        for op in graph.ops:
+            for a, b in op.overwrites:
+                made = next((graph.values[i] for i in op.outputs if graph.values[i].storage == b), None)
+                assert a not in graph.static and made is not None
+                for v in (graph.values[i] for i in op.inputs):
+                    assert v.storage != a or (v.dtype, v.shape, v.stride) == (
+                        made.dtype,
+                        made.shape,
+                        made.stride,
+                    )
+    assert overwrites.elementwise(aten.gelu_backward.default) and overwrites.elementwise(
+        aten.hardtanh_backward.default
+    )
+    for fn in (
+        aten.add_.Tensor,
+        aten.add.out,
+        aten.clone.default,
+        aten.frexp.Tensor,
+        aten.mm.default,
+        torch.relu,
+    ):
+        assert not overwrites.elementwise(fn)
+
+
+# ---- steps
+
+
+def planner(budget):
+    """The default plan within ``budget``, or with a little more than the least that is reached."""
+
+    def plan(graph, _budget=None):
+        o = default.Options(work=200_000, seconds=60.0)
+        try:
+            return default.plan(graph, budget, o)
+        except Infeasible as no:
+            return default.plan(graph, int(max(no.best_peak, no.placed or 0) * 1.03), o)
+
+    return plan
+
+
+@pytest.mark.parametrize("budget", [None, "45%"])
+@pytest.mark.parametrize("name", ["cnn", "in_place", "lstm", "gpt2", "bert", "resnet", "llama_sdpa"])
+def test_steps_are_those_of_eager_and_take_the_planned_bytes(name, budget, tmp_path):
+    pair = Pair(name)
+    step = fit(
+        pair.model, pair.loss_fn, pair.optimizer, pair.batch(0),
+        planner=planner(budget), strict=True, cache=tmp_path, seconds_per_op=0.0,
+    )  # fmt: skip
+    assert any(s.reuses for s in step.plan.steps)
+    for number in range(3):
+        pair.compare(step, number)
+    assert step.last.exact and step.last.misses == 0
+    assert step.last.measured_peak == step.last.process_peak == step.plan.peak
+
+
+def test_somebody_who_holds_an_input_is_noticed():
+    """A tensor of the run that is still held when a result takes its place."""
+    model, loss, batch = MODELS["gpt2"]()
+    program = capture_step(model, loss, torch.optim.SGD(model.parameters(), lr=0.1), batch(0))
+    program = profile.profile(program, cache=None, seconds_per_op=0.0)
+    plan = default.plan(program.graph, None, default.Options(work=1000))
+    executor = Executor(program, plan)
+    taken = next(i for i, s in enumerate(plan.steps) if s.reuses)
+    at = next(k for k, i in enumerate(executor._code.instructions) if i.step == taken and i.op >= 0)
+    instruction, held = executor._code.instructions[at], []
+    storage = plan.steps[taken].reuses[0][0]
+
+    def run(env):
+        held.extend(
+            env[v] for v, x in enumerate(program.graph.values) if x.storage == storage and env[v] is not None
+        )
+        instruction.run(env)
+
+    executor._code.instructions[at] = profile.replace(instruction, run=run)
+    from tightship.execute.binding import Binding
+
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    leaves = torch.utils._pytree.tree_leaves(batch(0))
+    with pytest.warns(UserWarning, match="held"):
+        executor.run(Binding(program, model, optimizer).tensors(leaves))
+    assert held
