@@ -1,13 +1,14 @@
 """Time against memory on paper: plans against what PyTorch has, on the same captured steps, at equal peaks.
 
-    python benchmarks/budget.py [--quick] [--seconds X] [--models gpt6,…] [--execute] [--write]
+    python benchmarks/budget.py [--quick] [--seconds X] [--models gpt6,…] [--only PART] [--execute] [--write]
 
 Each model's forward and backward pass is captured on fake tensors (no memory for the model) and its ops get modelled
 times. Others are replayed on that graph by the same simulator: checkpoints around blocks, selective ones that keep
 the results of matrix products and convolutions, and what torch's activation_memory_budget saves at 1.0 to 0. For
 the peak of each of them a plan is made (``--seconds`` of search for each), and one for the least memory.
-``--execute`` trains small models for real, for the measured peaks (see train.py). ``--write`` puts the tables into
-docs/benchmarks.md.
+``--execute`` runs plans for real and measures their peaks (see executed.py). ``--only`` takes one part: peers,
+published, activations or executed. ``--write`` puts the tables into docs/benchmarks.md; with ``--only activations``
+or ``--only executed``, that table alone.
 """
 
 from __future__ import annotations
@@ -16,10 +17,12 @@ import argparse
 import datetime
 import os
 import platform
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+import activations
+import executed
 import torch
 import transformers
 from rich.console import Console
@@ -33,6 +36,12 @@ from tightship.units import format_bytes, format_seconds
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "benchmarks.md"
 BEGIN, END = "<!-- begin: benchmarks/budget.py -->", "<!-- end: benchmarks/budget.py -->"
+
+APART = {
+    part: tuple(f"<!-- {edge}: benchmarks/budget.py --only {part} -->" for edge in ("begin", "end"))
+    for part in ("activations", "executed")
+}
+"""Parts that have a place of their own in the page."""
 
 WORK = 15_000_000
 """Ops simulated at most for every second: what `tightship plan` has by default."""
@@ -269,26 +278,40 @@ def published(name: str, seconds: float) -> str:
     return "\n".join(lines) + "\n"
 
 
-def executed(console: Console) -> str:
-    """Small models trained for real: planned and measured peaks of all ways."""
-    import train
-
-    parts = []
-    for name, make in train.SMALL.items():
-        console.print(name)
-        torch._dynamo.reset()
-        table = train.measured(make(), 5, {"work": 500_000, "seconds": 1.0}, console)
-        parts.append(train.markdown(table, train.about(5)))
-    return "\n".join(parts)
+def quarter(made: Mapping[str, tuple[str, Callable[[], Made]]], seconds: float) -> str:
+    """Plans at a quarter of the activations."""
+    models = {title: (lambda make=make: captured(make).graph) for title, make in made.values()}
+    return activations.table(models, seconds, int(seconds * WORK))
 
 
-def write(parts: list[str], seconds: float) -> None:
-    about = (
+def about(seconds: float) -> str:
+    return (
         f"{datetime.date.today()}; {platform.machine()}, {os.cpu_count()} cores shared with other work; Python "
         f"{platform.python_version()}, PyTorch {torch.__version__}; {seconds:g} s of search for each row, modelled "
         "times (50 GFLOP/s, 10 GB/s, 5 µs an op), fp32, recomputation only."
     )
-    pages.put(PAGE, BEGIN, END, "\n".join([about, "", *parts]))
+
+
+def parts_of(chosen: argparse.Namespace, console: Console) -> Iterator[tuple[str, str]]:
+    """The tables asked for, each with the part that it belongs to."""
+    made = SMALL if chosen.quick else FULL
+    seconds = chosen.seconds or (0.5 if chosen.quick else 10.0)
+    wanted = chosen.models.split(",") if chosen.models else [*made, *([] if chosen.quick else PUBLISHED)]
+    models = {name: made[name] for name in wanted if name in made}
+    for name in wanted:
+        part = "published" if name in PUBLISHED else "peers"
+        if chosen.only not in (None, part):
+            continue
+        console.print(name, style="bold")
+        if name in PUBLISHED:
+            yield part, published(name, 3 * seconds)
+        else:
+            yield part, markdown(made[name][0], measured(made[name][1], seconds, console))
+    if chosen.only in (None, "activations"):
+        console.print("activations", style="bold")
+        yield "activations", quarter(models, seconds)
+    if chosen.only == "executed" or chosen.execute:
+        yield "executed", executed.table(models, seconds, console)
 
 
 def main() -> None:
@@ -298,30 +321,30 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="tiny models, a minute in all")
     parser.add_argument("--seconds", type=float, help="of search for each budget (default: 10; quick: 0.5)")
     parser.add_argument("--models", help="which, by name, with commas")
-    parser.add_argument("--execute", action="store_true", help="also train small models and measure")
+    parser.add_argument("--only", choices=("peers", "published", *APART), help="one part alone")
+    parser.add_argument("--execute", action="store_true", help="also run plans and measure their peaks")
     parser.add_argument(
         "--write", action="store_true", help=f"put the tables into {PAGE.parent.name}/{PAGE.name}"
     )
     chosen = parser.parse_args()
+    if chosen.write and chosen.only in ("peers", "published"):
+        parser.error("these two are written together: without --only")
     transformers.logging.set_verbosity_error()
-    console = Console(stderr=True, highlight=False)
-    made = SMALL if chosen.quick else FULL
     seconds = chosen.seconds or (0.5 if chosen.quick else 10.0)
-    names = chosen.models.split(",") if chosen.models else [*made, *([] if chosen.quick else PUBLISHED)]
-    parts = []
-    for name in names:
-        console.print(name, style="bold")
-        parts.append(
-            published(name, 3 * seconds)
-            if name in PUBLISHED
-            else markdown(made[name][0], measured(made[name][1], seconds, console))
+    found: dict[str, list[str]] = {}
+    for part, text in parts_of(chosen, Console(stderr=True, highlight=False)):
+        found.setdefault(part, []).append(text)
+        print(text)
+    if not chosen.write:
+        return
+    if chosen.only is None:
+        pages.put(
+            PAGE, BEGIN, END, "\n".join([about(seconds), "", *found["peers"], *found.get("published", [])])
         )
-        print(parts[-1])
-    if chosen.execute:
-        parts.append(executed(console))
-        print(parts[-1])
-    if chosen.write:
-        write(parts, seconds)
+    for part, marks in APART.items():
+        if part in found:
+            said = about(seconds) if part != "executed" else executed.about()
+            pages.put(PAGE, *marks, "\n".join([said, "", *found[part]]))
 
 
 if __name__ == "__main__":
