@@ -261,3 +261,49 @@ print(*total.values())
 def test_any_way_out_of_memory_is_as_planned_ordered_and_right(dry, name):  # noqa: F811
     """Random decisions for every stay between two uses, none of which a search would take."""
     assert all(int(n) > 0 for n in dry_cuda.run(dry, program(name, "SEEDS = 12\n" + RANDOM)).split())
+
+
+SHARED = """
+from tightship.planners.evict._aside import overlapped, spans, steps_with
+import plans
+
+def planner(graph, budget):
+    order = tuple(range(len(graph.ops)))
+    return plans.placed(graph, steps_with(graph, order, overlapped(graph, order, spans(graph, order))))
+
+step = tightship.fit(model, loss, optimizer, x[:2], strict=True, cache=CACHE, planner=planner)
+first = step._variants[0].executor
+had = first.pool.size
+step(x), step(x[:2]), step(x)
+assert step.last.as_planned and len(step._variants) == 2
+pools = {id(v.executor.pool) for v in step._variants}
+print(len(pools), first.pool.size > had, first.pool.size == step.plan.host)
+"""
+REFUSED = """
+from tightship.errors import BadInput
+from tightship.execute import pinned
+pool = pinned.Pinned(1000, "cuda:0")
+pin = pinned._Runtime.pin
+pinned._Runtime.pin = lambda self, address, size: 2 if size > 1000 else pin(self, address, size)
+for ask in (lambda: pinned.Pinned(2000, "cuda:0"), lambda: pool.reserve(2000), lambda: pool.reserve(1 << 62)):
+    try:
+        ask()
+    except BadInput as error:
+        print(str(error).split(":")[0])
+memory = torch.full((1000,), 3, dtype=torch.uint8).cuda()
+pool.write(1, memory.data_ptr(), 1000, 0)
+assert pool.size == 1000 and pool._memory[999] == 3
+pinned._Runtime.pin = lambda *_: 2
+step = tightship.fit(model, loss, optimizer, x, strict=True, cache=None, budget="90%")
+step(x)
+print(step.graph.machine.offload == 1.6e10)
+"""
+
+
+def test_kinds_of_batches_share_the_pinned_memory(dry):  # noqa: F811
+    assert dry_cuda.run(dry, program("gpt", SHARED)) == "1 True True"
+
+
+def test_memory_that_cannot_be_pinned_is_said_and_only_who_copies_needs_it(dry):  # noqa: F811
+    told = dry_cuda.run(dry, program("gpt", REFUSED)).splitlines()
+    assert told == ["the host pool"] * 3 + ["True"]

@@ -17,6 +17,7 @@ from tightship.execute import allocator
 from tightship.execute.compile import Code, Instruction, compile_plan
 from tightship.execute.meter import Meter
 from tightship.execute.moves import Pool, host_offsets
+from tightship.execute.pinned import Pinned
 from tightship.execute.script import device_of, orders
 from tightship.execute.spill import Spill
 from tightship.execute.staged import host_pool
@@ -78,7 +79,8 @@ class Executor:
     warns `PeakMismatch`. Without ``hand_out`` results lie where the plan has placed them, in the arena: they are
     to be let go of before the next run. What the plan offloads goes to a file without a name in ``folder``
     (default: the system's for temporary files); from a GPU to pinned memory, and to that file only what is beyond
-    ``pinned`` bytes of it, if that is said. All of it is reserved here.
+    ``pinned`` bytes of it, if that is said. All of it is reserved here; pinned memory may be shared, as the arena:
+    ``pool`` is another executor's.
 
     Without a C++ compiler, or without measured requests, the plan is run on the ordinary heap: results are
     the same, nothing is measured, and ``notes`` says so. Raises ``BadInput`` for plans that do not belong to the
@@ -95,6 +97,7 @@ class Executor:
         folder: str | os.PathLike[str] | None = None,
         hand_out: bool = True,
         pinned: int | None = None,
+        pool: Pinned | None = None,
     ) -> None:
         if plan.digest and plan.digest != program.graph.digest:
             raise BadInput("a plan is run for the graph it was made for", plan.digest[:12], "Executor")
@@ -106,7 +109,7 @@ class Executor:
         self._device = device_of(program.graph)
         self._kind = allocator.kind_of(self._device or "cpu")
         self._orders = self._planned()
-        self._spill = self._host_pool(folder, pinned) if plan.count("offload") else None
+        self._spill = self._host_pool(folder, pinned, pool) if plan.count("offload") else None
         self._code: Code = compile_plan(program, plan, self._aside(), self._spill)
         self._limit = None if plan.budget is None else max(plan.budget - program.graph.static_bytes, 0)
         self._scripts: tuple[int, allocator.Script] | None = None
@@ -183,11 +186,21 @@ class Executor:
             self.notes.append("the plan places nothing: every request is served from the heap, and measured")
         return found
 
-    def _host_pool(self, folder: str | os.PathLike[str] | None, pinned: int | None) -> Pool:
+    def _host_pool(
+        self, folder: str | os.PathLike[str] | None, pinned: int | None, pool: Pinned | None
+    ) -> Pool:
         size = host_offsets(self.program, self.plan)[1]
-        if self._device and self._kind == "cuda":
+        if not self._device or self._kind != "cuda":
+            return Spill(size, folder)
+        if pool is None or str(pool.device) != self._device:
             return host_pool(size, self._device, pinned, folder)
-        return Spill(size, folder)
+        pool.reserve(size)
+        return pool
+
+    @property
+    def pool(self) -> Pinned | None:
+        """The memory beside a GPU that the plan copies to, for other executors that never run at the same time."""
+        return self._spill if isinstance(self._spill, Pinned) else None
 
     def _aside(self) -> Callable[[], None] | None:
         return partial(allocator.aside, self._kind) if self._orders is not None else None

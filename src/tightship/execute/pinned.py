@@ -103,22 +103,48 @@ class Pinned:
                 f"copying out of {device}", "there is no CUDA device", "plan for it without running"
             )
         torch.cuda.init()
-        self.size, self.device = size, torch.device(device)
+        self.size, self.device = 0, torch.device(device)
         self._runtime = _runtime(cuda.runtime())
         self._streams: dict[int, Any] = {}
+        self._first: Any = None
+        self.reserve(size)
+
+    def reserve(self, size: int) -> None:
+        """Makes it at least ``size`` bytes, between steps: what it holds is forgotten. Raises ``BadInput`` as at
+        first, and is then as large as before."""
+        had = self.size
+        if size <= had and self._first is not None:
+            return
+        self._shut()
+        try:
+            self._open(size)
+        except BadInput:
+            if had:
+                self._open(had)
+            raise
+
+    def _open(self, size: int) -> None:
         rule = "the host has room to pin for what is offloaded"
         try:
             self._memory = mmap.mmap(-1, max(size, 1))
         except (OSError, ValueError, OverflowError) as error:
             raise BadInput(rule, f"{size} bytes: {error}", "the host pool") from error
-        self._first: Any = ctypes.c_char.from_buffer(self._memory)
-        self.base = ctypes.addressof(self._first)
+        first = ctypes.c_char.from_buffer(self._memory)
+        self.base = ctypes.addressof(first)
         with torch.cuda.device(self.device):
             code = self._runtime.pin(self.base, len(self._memory))
-        self._pinned = not code
         if code:
-            self.close()
+            del first
+            self._memory.close()
             raise BadInput(rule, f"{size} bytes: CUDA error {code}", "the host pool")
+        self.size, self._first = size, first
+
+    def _shut(self) -> None:
+        if self._first is not None:
+            torch.cuda.synchronize(self.device)
+            self._runtime.unpin(self.base)
+            self._first = None
+            self._memory.close()
 
     def write(self, stream: int, address: int, size: int, offset: int, after: Sequence[Any] = ()) -> Copied:
         """Copies ``size`` bytes of the device to ``offset``, after the copies ``after``."""
@@ -159,13 +185,7 @@ class Pinned:
 
     def close(self) -> None:
         """Waits for what is running, here and on the device, and gives the bytes back."""
-        if self._first is None:
-            return
-        torch.cuda.synchronize(self.device)
-        if self._pinned:
-            self._runtime.unpin(self.base)
-        self._first = None
-        self._memory.close()
+        self._shut()
 
     def __del__(self) -> None:
         with contextlib.suppress(Exception):

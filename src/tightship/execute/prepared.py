@@ -15,6 +15,7 @@ from tightship.errors import Unsupported
 from tightship.execute.allocator import Arena
 from tightship.execute.binding import Binding, Identity
 from tightship.execute.interpreter import Executor, RunStats
+from tightship.execute.pinned import Pinned
 from tightship.execute.profile import profile
 from tightship.frontends.torch.program import Program
 from tightship.frontends.torch.structure import flatten
@@ -68,6 +69,7 @@ class Prepared:
         self._identity = Identity(model, optimizer)
         self._variants: list[Variant] = []  # the one used last first
         self._arena: Arena | None = None
+        self._pool: Pinned | None = None
         self._notes: list[str] = []
         self._busy = threading.Lock()
 
@@ -194,7 +196,9 @@ class Prepared:
         check(program.graph, plan)
         s = self.settings
         where = {k: s.measuring.get(k) for k in ("folder", "pinned")}
-        return Executor(program, plan, strict=s.strict, hand_out=s.hand_out, **where)
+        executor = Executor(program, plan, strict=s.strict, hand_out=s.hand_out, pool=self._pool, **where)
+        self._pool = executor.pool or self._pool
+        return executor
 
     def _share(self) -> None:
         """One arena for all."""

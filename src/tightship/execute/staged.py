@@ -43,12 +43,22 @@ class Staged(Pinned):
     def __init__(
         self, size: int, device: str, pinned: int, folder: str | os.PathLike[str] | None = None
     ) -> None:
-        self.pinned = min(size, pinned)
-        self._file = Spill(size - self.pinned, folder)
-        self._staged = _core.Staged(self._file.descriptor)
+        self.limit, self.folder = pinned, folder
         self._pieces: dict[int, Pinned] = {}
-        super().__init__(self.pinned, device)
+        self._file: Spill | None = None
+        super().__init__(size, device)
+
+    def _open(self, size: int) -> None:
+        self.pinned = min(size, self.limit)
+        self._file = Spill(size - self.pinned, self.folder)
+        self._staged = _core.Staged(self._file.descriptor)
+        super()._open(self.pinned)
         self.size = size
+
+    def _shut(self) -> None:
+        super()._shut()
+        if self._file is not None:
+            self._file.close()
 
     def _move(self, copies: Any, stream: int, kind: int, address: int, offset: int, size: int) -> None:
         inside = max(0, min(size, self.pinned - offset))
@@ -83,4 +93,3 @@ class Staged(Pinned):
         super().close()
         for piece in self._pieces.values():
             piece.close()
-        self._file.close()
