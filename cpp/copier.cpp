@@ -53,81 +53,6 @@ std::int64_t once(int, bool, char*, std::int64_t, std::int64_t) {
 
 }  // namespace
 
-int Copy::wait() {
-    if (!done.load(std::memory_order_acquire)) {
-        std::unique_lock<std::mutex> held(bell->lock);
-        bell->rung.wait(held, [this] { return done.load(std::memory_order_acquire); });
-    }
-    return error;
-}
-
-std::shared_ptr<Copy> Copier::begin(int number, bool out, std::uintptr_t address, std::int64_t size,
-                                    std::int64_t offset, std::vector<std::shared_ptr<Copy>> after) {
-    auto copy = std::make_shared<Copy>();
-    copy->out = out;
-    copy->address = reinterpret_cast<void*>(address);
-    copy->size = size;
-    copy->offset = offset;
-    copy->after = std::move(after);
-    copy->bell = bell_;
-    Stream& stream = streams_[number];
-    if (!stream.thread.joinable()) {
-        const Undisturbed here;
-        stream.thread = std::thread([this, &stream] { work(stream); });
-    }
-    stream.last = copy;
-    {
-        const std::lock_guard<std::mutex> held(stream.lock);
-        stream.queue.push_back(copy);
-    }
-    stream.filled.notify_one();
-    return copy;
-}
-
-void Copier::drain() {
-    for (auto& [number, stream] : streams_)
-        if (stream.last) stream.last->wait();
-}
-
-void Copier::close() {
-    for (auto& [number, stream] : streams_) {
-        {
-            const std::lock_guard<std::mutex> held(stream.lock);
-            stream.ending = true;
-        }
-        stream.filled.notify_one();
-    }
-    for (auto& [number, stream] : streams_)
-        if (stream.thread.joinable()) stream.thread.join();
-    streams_.clear();
-}
-
-void Copier::work(Stream& stream) const {
-    yielding();
-    for (;;) {
-        std::unique_lock<std::mutex> held(stream.lock);
-        stream.filled.wait(held, [&] { return stream.ending || !stream.queue.empty(); });
-        if (stream.queue.empty()) return;
-        const std::shared_ptr<Copy> copy = std::move(stream.queue.front());
-        stream.queue.pop_front();
-        held.unlock();
-        int error = 0;
-        for (const auto& other : copy->after)
-            if (const int theirs = other->wait(); theirs && !error) error = theirs;
-        copy->after.clear();
-        copy->error = error ? error : move(*copy);
-        {
-            const std::lock_guard<std::mutex> ringing(bell_->lock);
-            copy->done.store(true, std::memory_order_release);
-        }
-        bell_->rung.notify_all();
-    }
-}
-
-int Copier::move(const Copy& copy) const {
-    return move_bytes(file_, copy.out, static_cast<char*>(copy.address), copy.size, copy.offset);
-}
-
 int move_bytes(int file, bool out, char* address, std::int64_t size, std::int64_t offset) {
     for (std::int64_t done = 0; done < size;) {
         const std::int64_t moved = once(file, out, address + done, size - done, offset + done);
@@ -137,6 +62,88 @@ int move_bytes(int file, bool out, char* address, std::int64_t size, std::int64_
         done += moved;
     }
     return 0;
+}
+
+int Copy::wait() {
+    if (!done.load(std::memory_order_acquire)) {
+        std::unique_lock<std::mutex> held(stream->lock);
+        while (!done.load(std::memory_order_acquire))
+            if (!stream->next(held)) stream->finished.wait(held);
+    }
+    return error;
+}
+
+bool Stream::next(std::unique_lock<std::mutex>& held) {
+    if (busy || queue.empty()) return false;
+    busy = true;
+    const std::shared_ptr<Copy> copy = std::move(queue.front());
+    queue.pop_front();
+    held.unlock();
+    int error = 0;
+    for (const auto& other : copy->after)
+        if (const int theirs = other->wait(); theirs && !error) error = theirs;
+    copy->after.clear();
+    if (!error) error = move_bytes(file, copy->out, static_cast<char*>(copy->address), copy->size, copy->offset);
+    copy->error = error;
+    held.lock();
+    copy->done.store(true, std::memory_order_release);
+    busy = false;
+    finished.notify_all();
+    if (ending || !queue.empty()) filled.notify_one();
+    return true;
+}
+
+void Stream::work() {
+    yielding();
+    std::unique_lock<std::mutex> held(lock);
+    for (;;) {
+        filled.wait(held, [this] { return !busy && (ending || !queue.empty()); });
+        if (!next(held)) return;
+    }
+}
+
+std::shared_ptr<Copy> Copier::begin(int number, bool out, std::uintptr_t address, std::int64_t size,
+                                    std::int64_t offset, std::vector<std::shared_ptr<Copy>> after) {
+    std::shared_ptr<Stream>& stream = streams_[number];
+    if (!stream) {
+        stream = std::make_shared<Stream>(file_);
+        const Undisturbed here;
+        stream->thread = std::thread([at = stream.get()] { at->work(); });
+    }
+    auto copy = std::make_shared<Copy>();
+    copy->out = out;
+    copy->address = reinterpret_cast<void*>(address);
+    copy->size = size;
+    copy->offset = offset;
+    copy->after = std::move(after);
+    copy->stream = stream;
+    {
+        const std::lock_guard<std::mutex> held(stream->lock);
+        stream->queue.push_back(copy);
+    }
+    stream->filled.notify_one();
+    return copy;
+}
+
+void Copier::drain() {
+    for (auto& [number, stream] : streams_) {
+        std::unique_lock<std::mutex> held(stream->lock);
+        while (stream->busy || !stream->queue.empty())
+            if (!stream->next(held)) stream->finished.wait(held);
+    }
+}
+
+void Copier::close() {
+    for (auto& [number, stream] : streams_) {
+        {
+            const std::lock_guard<std::mutex> held(stream->lock);
+            stream->ending = true;
+        }
+        stream->filled.notify_one();
+    }
+    for (auto& [number, stream] : streams_)
+        if (stream->thread.joinable()) stream->thread.join();
+    streams_.clear();
 }
 
 }  // namespace tightship

@@ -1,8 +1,9 @@
 // Copies between memory and a file, by threads that know nothing of Python.
 //
-// Each stream is a thread and a queue: copies of one stream run one after the other, and after those of others that
-// they are told to wait for. To begin a copy takes the caller a lock and, where the thread sleeps, waking it; to wait
-// for one that is done takes neither.
+// Each stream is a queue and a thread: copies of one stream run one after the other, and after those of others that
+// they are told to wait for. To begin a copy takes the caller a lock and, where the thread sleeps, waking it; to wait for
+// one that is done takes neither. Who waits for a copy that its thread has not begun makes it itself, with those before
+// it in the queue: where cores are short, the thread that is to copy has none yet.
 #pragma once
 
 #include <atomic>
@@ -20,11 +21,7 @@ namespace tightship {
 // `size` bytes from or to `offset` of a file; an error of errno, -1 if the file ended, or 0.
 int move_bytes(int file, bool out, char* address, std::int64_t size, std::int64_t offset);
 
-// What waits for copies sleeps on this. It outlives the copier as long as anyone holds one of its copies.
-struct Bell {
-    std::mutex lock;
-    std::condition_variable rung;
-};
+struct Stream;
 
 // One copy: `size` bytes at `address` of memory and `offset` of the file. `error` (of errno; -1: the file ended) is
 // set once it is done.
@@ -32,17 +29,31 @@ struct Copy {
     bool out = false;
     void* address = nullptr;
     std::int64_t size = 0, offset = 0;
-    std::vector<std::shared_ptr<Copy>> after;
-    std::shared_ptr<Bell> bell;
+    std::vector<std::shared_ptr<Copy>> after;  // begun before it, so that nothing waits in a circle
+    std::shared_ptr<Stream> stream;
     std::atomic<bool> done{false};
     int error = 0;
 
     int wait();  // until it is done; its error
 };
 
+struct Stream {
+    explicit Stream(int to) : file(to) {}
+
+    int file;
+    std::mutex lock;
+    std::condition_variable filled, finished;
+    std::deque<std::shared_ptr<Copy>> queue;
+    bool busy = false, ending = false;  // someone copies; no more will come
+    std::thread thread;
+
+    void work();
+    bool next(std::unique_lock<std::mutex>& held);  // makes the first of the queue, if there is one and nobody copies
+};
+
 class Copier {
   public:
-    explicit Copier(int file) : file_(file), bell_(std::make_shared<Bell>()) {}
+    explicit Copier(int file) : file_(file) {}
     ~Copier() { close(); }
     Copier(const Copier&) = delete;
     Copier& operator=(const Copier&) = delete;
@@ -54,21 +65,8 @@ class Copier {
     void close();  // the same, and ends the threads
 
   private:
-    struct Stream {
-        std::mutex lock;
-        std::condition_variable filled;
-        std::deque<std::shared_ptr<Copy>> queue;
-        std::shared_ptr<Copy> last;
-        bool ending = false;
-        std::thread thread;
-    };
-
     int file_;
-    std::shared_ptr<Bell> bell_;
-    std::map<int, Stream> streams_;  // used by one thread, that of who begins copies
-
-    void work(Stream& stream) const;
-    int move(const Copy& copy) const;
+    std::map<int, std::shared_ptr<Stream>> streams_;  // used by one thread, that of who begins copies
 };
 
 }  // namespace tightship

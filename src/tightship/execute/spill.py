@@ -4,7 +4,8 @@ The file is made in a folder of the user's choice and is gone with the process, 
 reserved before anything runs, so that a disk without room is an error before the step, not in the middle of it.
 Reads and writes go through the system's page cache: those pages are not the process's, and are written out
 and given up as the system needs memory. The threads are the core's (`cpp/copier`): they need no interpreter, so that
-copies and what the interpreter does between ops do not wait for one another.
+copies and what the interpreter does between ops do not wait for one another. Who waits for a copy that has not begun
+makes it.
 """
 
 from __future__ import annotations
