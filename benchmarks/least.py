@@ -14,7 +14,7 @@ from __future__ import annotations
 import argparse
 import datetime
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import transformers
 from budget import FULL, PAGE, SMALL, captured
@@ -51,8 +51,10 @@ def least(graph: Graph, allow: str, work: int) -> int:
     """The least peak that a search of so much work reaches."""
     o = default.Options(allow=allow, work=work, seconds=3600.0, place=False, hand_out=False)
     bound = lower_bound(graph, least=dict.fromkeys(range(len(graph.storages)), 0))
+    order = default.order_of(graph, o, replay(graph, baseline(graph)).peak)
+    frame = replace(default.frame_of(graph, order, o), in_place=True)  # as if all were placed
     try:
-        return default.plan(graph, int(bound), o).peak
+        return default.plan(graph, int(bound), o, frame=frame).peak
     except Infeasible as no:
         return int(no.best_peak)
 
@@ -62,7 +64,7 @@ def measured(name: str, quick: bool, work: int) -> Row:
     program = captured(make)
     graph = program.graph
     order = default.order_of(graph, default.Options(), replay(graph, baseline(graph)).peak)
-    policies = others(Frame(graph, order), sources.torch_saved(program))
+    policies = others(Frame(graph, order, in_place=False), sources.torch_saved(program))
     away = dict.fromkeys(range(len(graph.storages)), 0)
     return Row(
         title,
