@@ -78,16 +78,16 @@ def test_what_blocks_cost_adds_up() -> None:
 
 
 def test_no_product_of_choices_is_better() -> None:
+    """Among those that need no more than the limit by what the blocks need each."""
     frame = layers(5)
     blocks = Chain(frame, 10)
     every = []
     for pick in product(*blocks.choices(10)):
-        bits = frame.nothing()
-        for gaps, c in zip(blocks.gaps, pick, strict=True):
-            bits[gaps] = c.bits
-        every.append(frame.cost(bits, HUGE))
-    for limit in sorted({d.peak for d in every}):
-        least = min(d.extra for d in every if d.peak <= limit)
+        before = np.cumsum([0, *(c.keeps for c in pick)])
+        needs = max(int(b) + c.peak for b, c in zip(before, pick, strict=False))
+        every.append((needs, sum(c.time for c in pick)))
+    for limit in sorted({needs for needs, _ in every}):
+        least = min(seconds for needs, seconds in every if needs <= limit)
         found = chain.plan(layers(5), limit, chain.Options(blocks=10, slots=2000))
         assert found.met and found.extra <= least + 1e-9
 

@@ -159,6 +159,12 @@ class Chain:
                 out[: self.block[self.made[s]]] += self.size[s]
         return tuple(out.tolist())
 
+    def used(self, bits: Bits) -> NDArray[np.int64]:
+        """By block: the most bytes in use while it runs, forward or backward."""
+        out = np.zeros(self.length, dtype=np.int64)
+        np.maximum.at(out, self.block, self.frame.engine.profile(bits))
+        return out
+
     def choices(self, prices: int) -> tuple[tuple[Choice, ...], ...]:
         """By block: what none of the others is as good as in bytes kept, seconds and peak together; what all blocks
         do at one price is simulated at once."""

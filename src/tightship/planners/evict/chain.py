@@ -3,11 +3,11 @@
 Problem: cut the forward where little goes from one part to the next; for every block one of a few saved sets, or, for
 a run of blocks, only what enters it, to be run again before its backward, where the same is decided again. Measure:
 seconds of recomputation, peak within the limit; the program works with the bytes and seconds of each block by itself,
-the exact peak of what it finds judges, and corrects the limit it works with. Source: the optimal persistent schedules
-of rotor (Beaumont, Eyraud-Dubois, Herrmann, Joly, Shilova 2019; before, Griewank 1992 and Gruslys et al. 2016), with
-options per block as in Rockmate (Zhao et al. 2023). Guarantee: optimal for a chain of blocks whose costs add up, in
-memory rounded to ``slots``; none for the graph. Complexity: blocks cubed times slots. Known limits: what is run again
-in a run that is itself run again stays by the engine's rule for `PASS`.
+and learns from the exact bytes of what it finds. Source: the optimal persistent schedules of rotor (Beaumont,
+Eyraud-Dubois, Herrmann, Joly, Shilova 2019; before, Griewank 1992 and Gruslys et al. 2016), with options per block as
+in Rockmate (Zhao et al. 2023). Guarantee: optimal for a chain of blocks whose costs add up, in memory rounded to
+``slots``; none for the graph. Complexity: blocks cubed times slots. Known limits: what is run again in a run that is
+itself run again stays by the engine's rule for `PASS`.
 """
 
 from __future__ import annotations
@@ -27,14 +27,11 @@ __all__ = ["Options", "family", "plan"]
 Choices = tuple[tuple[Choice, ...], ...]
 Floats = NDArray[np.float64]
 
-_CLOSE = 1 / 256
-"""Of the room beyond the static set: limits nearer than that are not tried."""
-
 
 @dataclass(frozen=True, slots=True)
 class Options:
     """``blocks``: how many at most. ``prices``: saved sets tried for each. ``slots``: parts memory is counted in.
-    ``tries``: limits the program works with, one after the other. ``most``: ops of graphs that it is for. ``work``:
+    ``tries``: how often the program may learn from what it found. ``most``: ops of graphs that it is for. ``work``:
     ops simulated at most, ``seconds``: wall clock at most, to give back what is not needed."""
 
     blocks: int = 40
@@ -68,7 +65,7 @@ def _better(found: Decision, best: Decision) -> Decision:
 
 
 def family(frame: Frame, limit: int, options: Options | None = None) -> Iterator[Decision]:
-    """One decision for each limit the program worked with; none where there is no chain."""
+    """The program's decisions, with each block by itself and with blocks run again together; none without a chain."""
     o = options or Options()
     if not 0 < frame.boundary < len(frame.order) <= o.most:
         return
@@ -81,32 +78,47 @@ def family(frame: Frame, limit: int, options: Options | None = None) -> Iterator
 
 
 def _corrected(chain: Chain, choices: Choices, limit: int, o: Options, nested: bool) -> Iterator[Decision]:
-    """The program's decision for the limit, then for limits corrected by what its decisions really need."""
-    room, within = limit - chain.frame.graph.static_bytes, limit
-    low, high = limit - room // 4, limit + room // 4
-    seen = set()
+    """The program's decision, and those after it has learned what blocks needed beyond what it had believed."""
+    frame, within, step = chain.frame, limit, (limit - chain.frame.graph.static_bytes) // 16
+    beyond = np.zeros((2, chain.length), dtype=np.int64)
     for _ in range(o.tries):
-        bits = _Program(chain, choices, within, o.slots, nested).decisions()
-        if bits is None:
-            low = aim = within
-        else:
-            found = chain.frame.cost(bits, limit)
-            if bits.tobytes() not in seen:
-                yield found
-            seen.add(bits.tobytes())
-            low, high = (within, high) if found.met else (low, within)
-            over = found.peak - limit
-            aim = within - (over if over <= 0 else max(over, int(room * _CLOSE)))
-        if high - low <= room * _CLOSE:
-            break
-        within = aim if low < aim < high else (low + high) // 2
+        made = _Program(chain, choices, within, o.slots, nested, beyond).decisions()
+        if made is None:  # the search goes on from what needs a little more
+            within += step
+            continue
+        found = frame.cost(made.bits, limit)
+        yield found
+        if not found.valid or (found.met and within > limit):
+            return
+        if found.met:  # a little more than fits, which the ladder makes fit, may be better still
+            within += limit - found.peak + step // 4
+            continue
+        used = chain.used(made.bits)
+        short = np.flatnonzero(used > within).tolist()
+        if not short:
+            return
+        for b in short:
+            now = beyond[made.ends[b], b]
+            beyond[made.ends[b], b] = max(now + int(made.slot), now + used[b] - made.expected[b])
+
+
+@dataclass(frozen=True, slots=True)
+class _Made:
+    """A decision, and by block the bytes it should need, and whether (1) the block ends blocks that run again."""
+
+    bits: Bits
+    expected: list[int]
+    ends: list[int]
+    slot: float
 
 
 class _Program:
     """Seconds that blocks ``first`` to ``last`` run again, by slots of what is kept before them, for every such run:
     with what each block saves itself, or with a first part of them run again after the backward of the second."""
 
-    def __init__(self, chain: Chain, choices: Choices, limit: int, slots: int, nested: bool) -> None:
+    def __init__(
+        self, chain: Chain, choices: Choices, limit: int, slots: int, nested: bool, beyond: NDArray[np.int64]
+    ) -> None:
         self.chain, self.choices, self.limit, n = chain, choices, limit, chain.length
         self.slot = max(1, limit - chain.frame.graph.static_bytes) / slots
         self.kept = np.arange(slots + 1)
@@ -116,7 +128,7 @@ class _Program:
         self.there = [x + y for x, y in zip(chain.results, chain.hands_on, strict=True)]
         self.there[-1] = 0  # nothing is, when they first run
         self.ahead = [min(c.ahead for c in row) for row in choices]
-        self.nested = nested
+        self.nested, self.beyond = nested, beyond
         # By first block, last block and slots kept before; `later` has what the block before hands on besides.
         self.least = np.full((n + 1, n, slots + 1), np.inf)
         self.later = np.full((n + 1, n, slots + 1), np.inf)
@@ -135,12 +147,17 @@ class _Program:
             out[: len(out) - kept] = self.least[first, last][kept:]
         return out
 
+    def _needs(self, first: int, last: int, c: Choice) -> int:
+        """Bytes for the first of these blocks, beyond what is kept before it."""
+        ends = int(first == last < self.chain.length - 1)
+        return int(max(c.peak, c.ahead + self.there[last]) + self.beyond[ends, first])
+
     def _ways(self, first: int, last: int) -> tuple[Floats, Floats]:
         """Seconds by slots kept before: for each choice of the first block, and for each first part of them that is
         run again, by its last block."""
         own = np.full((len(self.choices[first]), len(self.kept)), np.inf)
         for row, c in zip(own, self.choices[first], strict=True):
-            least = max(c.peak, c.ahead + self.there[last])
+            least = self._needs(first, last, c)
             fits = self.kept * self.slot + least <= self.limit
             row[fits] = c.time + self._with(first + 1, last, round(c.keeps / self.slot))[fits]
         if not self.nested:
@@ -151,31 +168,34 @@ class _Program:
         parts[self.kept[None, :] * self.slot + most[:, None] > self.limit] = np.inf
         return own, parts
 
-    def decisions(self) -> Bits | None:
+    def decisions(self) -> _Made | None:
         """What the least asks of every gap; None if nothing fits."""
-        bits = self.chain.frame.nothing()
-        if not np.isfinite(self.least[0, self.chain.length - 1][0]):
+        n = self.chain.length
+        made = _Made(self.chain.frame.nothing(), [0] * n, [0] * n, self.slot)
+        if not np.isfinite(self.least[0, n - 1][0]):
             return None
-        parts = [(0, self.chain.length - 1, 0, 0)]
+        parts = [(0, n - 1, 0, 0)]
         handed: dict[int, int] = {}
         while parts:
             first, last, kept, depth = parts.pop()
             own, again = (ways[:, kept] for ways in self._ways(first, last))
             if not len(again) or own.min() <= again.min():
                 c = self.choices[first][int(own.argmin())]
-                bits[self.chain.gaps[first]] = _at_depth(c.bits, depth)
+                made.bits[self.chain.gaps[first]] = _at_depth(c.bits, depth)
+                made.expected[first] = round(kept * self.slot) + self._needs(first, last, c)
+                made.ends[first] = int(first == last < n - 1)
                 rest = (first + 1, last, kept + round(c.keeps / self.slot), depth)
             else:
-                n = first + int(again.argmin())
-                parts.append((first, n, kept, depth + 1))
-                handed[n] = min(depth, handed.get(n, depth))
-                rest = (n + 1, last, kept + self.handed[n], depth)
+                middle = first + int(again.argmin())
+                parts.append((first, middle, kept, depth + 1))
+                handed[middle] = min(depth, handed.get(middle, depth))
+                rest = (middle + 1, last, kept + self.handed[middle], depth)
             if rest[0] <= last:
                 parts.append(rest)
-        for n, depth in handed.items():
-            row = self.chain.gaps[n][self.chain.goes_on[n]]
-            bits[row] = _at_depth(np.zeros(len(row), np.uint8), depth)
-        return bits
+        for b, depth in handed.items():
+            row = self.chain.gaps[b][self.chain.goes_on[b]]
+            made.bits[row] = _at_depth(np.zeros(len(row), np.uint8), depth)
+        return made
 
 
 def _at_depth(bits: Bits, depth: int) -> Bits:
@@ -183,4 +203,4 @@ def _at_depth(bits: Bits, depth: int) -> Bits:
     if depth == 0:
         return bits
     stays = EVICT if depth == 1 else PASS
-    return np.where(bits == KEEP, stays, np.where(bits == DROP, DROP, PASS)).astype(np.uint8)
+    return np.where(bits == KEEP, stays, DROP).astype(np.uint8)
