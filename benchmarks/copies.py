@@ -193,7 +193,8 @@ def main() -> None:
             rows += measured(CASES[name], options.steps, options.seconds, cache, console)
     if options.write:
         table = pages.table(HEAD, MARKS, rows)
-        where = f"{platform.machine()}, {os.cpu_count()} cores, {options.threads} of them for ops"
+        load = f"load {os.getloadavg()[0]:.0f}"
+        where = f"{platform.machine()}, {os.cpu_count()} cores ({load}), {options.threads} for ops"
         said = (
             f"{time.strftime('%Y-%m-%d')}; {where}; PyTorch {torch.__version__}; {options.steps} steps each, in "
             f"turns; `python benchmarks/copies.py`."
