@@ -64,7 +64,7 @@ def stack(layers: int, width: int = 256, tokens: int = 1024) -> Graph:
             chain.append(op(f"{name}.{k}", size, reads, "forward", module, flops))
         x = op(f"residual.{k}", plain, (chain[-1], chain[6]), "forward", module)
         tape.append((module, weights, chain, kinds))
-    grad = loss = op("loss", 4, (x,), "forward", "")
+    grad = loss = op("loss", 64, (x,), "forward", "")
     for k, (module, weights, chain, kinds) in reversed(list(enumerate(tape))):
         for j in reversed(range(len(kinds))):
             name, _, weight = kinds[j]

@@ -6,7 +6,7 @@
 namespace tightship {
 
 namespace {
-constexpr int kMaxDepth = 20000;      // of restoring inputs of inputs
+constexpr int kMaxDepth = 8000;       // of restoring inputs of inputs; some 600 bytes of the stack each
 constexpr i64 kMaxRunsPerOp = 30;     // recomputations, over the number of ops
 }  // namespace
 

@@ -104,3 +104,10 @@ def test_without_names_classes_of_one_length_are_twins() -> None:
     assert not any(block_of(op.module, 1) for op in graph.ops)
     classes = [(0, 1, 2), (3, 4, 5), (6, 7)]
     assert _twins.families(graph, [], classes) == (((0, 1, 2), (3, 4, 5)),)
+
+
+def test_what_would_be_restored_from_too_far_back_is_no_plan_rather_than_the_end_of_the_process() -> None:
+    graph = chain(12_000)
+    frame = frame_of(graph)
+    bits = ((frame.gaps[:, 1] < 12_000) & (frame.gaps[:, 2] >= 12_000)).astype("uint8")
+    assert not frame.cost(bits, 0).valid

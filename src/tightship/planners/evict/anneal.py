@@ -137,7 +137,7 @@ def _seeds(
         yield seed(d)
         if purse.empty:
             return
-    for d in min_cut.between(frame, limit):
+    for d in min_cut.between(frame, limit, purse.until):
         work, seconds = purse.part(_MIX, 0.05)
         yield seed(purse.paid(ladder.relaxed(frame, limit, d, work, seconds)) if d.met else d)
         if purse.empty:

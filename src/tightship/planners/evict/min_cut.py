@@ -13,6 +13,8 @@ keeping everything; a seed.
 
 from __future__ import annotations
 
+import math
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
@@ -63,31 +65,43 @@ def family(frame: Frame, limit: int, options: Options | None = None) -> Iterator
             yield frame.cost(_bits(dropped, kind), limit)
 
 
-def between(frame: Frame, limit: int) -> Iterator[Decision]:
+def between(frame: Frame, limit: int, until: float = math.inf) -> Iterator[Decision]:
     """Decisions just within the limit: between the two neighbouring saved sets, one within and one beyond it, a part
-    of the layers as in the one and the rest as in the other, for each way of dropping and from either end."""
+    of the layers as in the one and the rest as in the other, for each way of dropping and from either end.
+
+    Ends when the clock (`time.perf_counter`) says ``until``, with what it has."""
     cuts = _Cuts(frame)
     if not cuts.crossing.any():
         return
+
+    def over() -> bool:
+        return frame.archive.stopped or time.perf_counter() > until
+
     for kind in _KINDS:
 
         def cost(dropped: Mask, kind: int = kind) -> Decision:
             return frame.cost(_bits(dropped, kind), limit)
 
-        pair = cuts.around(cost)
+        pair = cuts.around(cost, over)
         if pair is None:
             continue
         within, beyond = pair
         changed = np.flatnonzero(within != beyond)
         changed = changed[np.argsort(frame.gaps[changed, 1], kind="stable")]
         for part in (changed, changed[::-1]):
-            yield _mixed(cost, within, beyond, part)
+            yield _mixed(cost, within, beyond, part, over)
 
 
-def _mixed(cost: Callable[[Mask], Decision], within: Mask, beyond: Mask, part: NDArray[np.int64]) -> Decision:
+def _mixed(
+    cost: Callable[[Mask], Decision],
+    within: Mask,
+    beyond: Mask,
+    part: NDArray[np.int64],
+    over: Callable[[], bool],
+) -> Decision:
     """The fewest of ``part`` as in ``within``, the rest as in ``beyond``, that the limit asks for."""
     best, low, high = cost(within), 0, len(part)
-    while high - low > 1:
+    while high - low > 1 and not over():
         middle = (low + high) // 2
         now = beyond.copy()
         now[part[:middle]] = within[part[:middle]]
@@ -121,7 +135,7 @@ class _Cuts:
             self.known[price] = self.crossing & (saved[self.frame.gaps[:, 0]] == 0)
         return self.known[price]
 
-    def around(self, cost: Callable[[Mask], Decision]) -> tuple[Mask, Mask] | None:
+    def around(self, cost: Callable[[Mask], Decision], over: Callable[[], bool]) -> tuple[Mask, Mask] | None:
         """Neighbours within and beyond the limit, found by halving a range of prices; None for none within."""
         high = self.rate * 2.0**14
         beyond = self.dropped(high)
@@ -130,10 +144,12 @@ class _Cuts:
             within = self.dropped(low)
             if cost(within).met:
                 break
+            if over():
+                return None
             high, beyond = low, within
         else:
             return None
-        while high > low * _CLOSE:
+        while high > low * _CLOSE and not over():
             price = (low * high) ** 0.5
             now = self.dropped(price)
             if cost(now).met:
