@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import copy
 from itertools import pairwise
+from typing import Any
 
 import pytest
 
@@ -36,23 +37,27 @@ def loss_of(net: nn.Module, x: torch.Tensor) -> torch.Tensor:
     return net(x).square().mean()
 
 
-def tightest(model: nn.Module, optimizer: torch.optim.Optimizer, batch: torch.Tensor) -> TrainStep:
+def tightest(
+    model: nn.Module, optimizer: torch.optim.Optimizer, batch: torch.Tensor, **options: Any
+) -> TrainStep:
     """Within the least peak that is reached, or a little more where places do not fit."""
     budget = 1
     for _ in range(8):
         try:
-            return fit(model, loss_of, optimizer, batch, budget, **QUICK)
+            return fit(model, loss_of, optimizer, batch, budget, **QUICK, **options)
         except Infeasible as no:
             budget = max(no.best_peak, budget + budget // 50)
     raise AssertionError("no budget near the least peak could be met")
 
 
-def same_as_eager(model: nn.Module, *, sample: torch.Tensor | None = None, steps: int = 3) -> TrainStep:
+def same_as_eager(
+    model: nn.Module, *, sample: torch.Tensor | None = None, steps: int = 3, **options: Any
+) -> TrainStep:
     """Train both ways from the same random states: losses, parameters, buffers and draws are equal to the bit."""
     x = torch.randn(64, 32, generator=torch.Generator().manual_seed(0)) if sample is None else sample
     twin = copy.deepcopy(model)
     ours, theirs = (torch.optim.AdamW(m.parameters(), lr=1e-2) for m in (model, twin))
-    step = tightest(model, ours, x)
+    step = tightest(model, ours, x, **options)
     assert step.plan.count("recompute") > 0
     for n in range(steps):
         batch = x + n
@@ -71,9 +76,17 @@ def same_as_eager(model: nn.Module, *, sample: torch.Tensor | None = None, steps
 
 
 def test_dropout_is_recomputed_with_the_same_masks() -> None:
-    torch.manual_seed(1)
-    model = blocks(lambda: nn.Sequential(nn.Linear(32, 64), nn.GELU(), nn.Dropout(0.3), nn.Linear(64, 32)))
-    same_as_eager(model)
+    """What was drawn stays; allowed to, a step draws it again from the state it was drawn from."""
+    for allow in ("recompute", "recompute,redraw"):
+        torch.manual_seed(1)
+        model = blocks(
+            lambda: nn.Sequential(nn.Linear(32, 64), nn.GELU(), nn.Dropout(0.3), nn.Linear(64, 32))
+        )
+        sample = torch.randn(512, 32, generator=torch.Generator().manual_seed(0))
+        step = same_as_eager(model, sample=sample, allow=allow)
+        again = [s.op for s in step.plan.steps if s.kind == "recompute"]
+        drawn = [k for k in again if step.program.graph.ops[k].random]
+        assert bool(drawn) == ("redraw" in allow)
 
 
 def test_running_statistics_are_updated_once() -> None:
