@@ -11,7 +11,6 @@ recomputation.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Final
 
@@ -48,14 +47,7 @@ def found(graph: Graph, options: Options | None = None) -> cuts.Lowered:
     if not graph.ops:
         return cuts.Lowered((), graph.static_bytes, graph.static_bytes)
     search = cuts.Search(Moments(graph), o.work)
-    best: cuts.Lowered | None = None
-    for order in _starts(graph, search.moments):
-        lowered = search.lowered(order)
-        if best is None or lowered.peak < best.peak:
-            best = lowered
-        if best.peak <= search.bound:
-            break
-    assert best is not None
+    best = _descended(graph, search)
     if best.peak > search.bound and len(graph.ops) <= _SMALL:
         known = beam.Found(best.order, best.peak, False, 0), search.bound
         tried = beam.found(graph, beam.Options(o.work // _BEAM), known)
@@ -68,12 +60,21 @@ def order_bound(graph: Graph) -> int:
     return found(graph).bound
 
 
-def _starts(graph: Graph, moments: Moments) -> Iterator[tuple[int, ...]]:
-    """Orders to begin with. In a training step the first is that with updates at their gradients: of equal peaks
-    the one that leaves plans most room elsewhere."""
+def _descended(graph: Graph, search: cuts.Search) -> cuts.Lowered:
+    """The best of all starts, each lowered, those of lower peaks before the others: work may not do for all. In a
+    training step the first is that with updates at their gradients: of equal orders the one that leaves plans most
+    room elsewhere."""
     given, early = tuple(range(len(graph.ops))), sink.plan(graph)
-    trains = any(op.phase != "forward" for op in graph.ops)
-    yield from ((early, given) if trains else (given, early))
-    shared = tables(graph, moments.before)
-    for planned in (lpmf, bfs, dfs):
-        yield planned.scheduled(shared)
+    first, second = (early, given) if any(op.phase != "forward" for op in graph.ops) else (given, early)
+    best = search.lowered(first)
+    if best.peak <= search.bound:
+        return best
+    shared = tables(graph, search.moments.before)
+    starts = [second, *(planned.scheduled(shared) for planned in (lpmf, bfs, dfs))]
+    for order in sorted(starts, key=lambda o: int(search.moments.during(o).max())):
+        lowered = search.lowered(order)
+        if lowered.peak < best.peak:
+            best = lowered
+        if best.peak <= search.bound:
+            break
+    return best
