@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 from strategies import graphs, plans, random_graph, random_plan, random_steps
 from tightship.errors import BadInput
 from tightship.graph import Graph, Op, Storage, Value
+from tightship.machine import Machine
 from tightship.plan import Inner, Plan, Residence, Step
 from tightship.serde import documents as docs
 from tightship.serde import (
@@ -84,6 +85,17 @@ def test_plans_with_nothing_and_with_everything_come_back() -> None:
 )  # fmt: skip
 def test_no_field_is_forgotten(row: Any, document: Any) -> None:
     assert {f.name for f in fields(row)} <= set(document.__struct_fields__)
+
+
+def test_machines_of_earlier_files_lose_nothing_to_copies() -> None:
+    graph = replace(
+        random_graph(3, 5), machine=Machine(2e9, 3e9, 1e-5, measured=True, begin=1e-6, beside=1e-11)
+    )
+    written = json.loads(dumps_graph(graph))
+    assert loads_graph(json.dumps(written)).machine == graph.machine
+    for name in ("begin", "beside"):
+        del written["machine"][name]
+    assert loads_graph(json.dumps(written)).machine == replace(graph.machine, begin=0.0, beside=0.0)
 
 
 def test_tuples_in_meta_come_back_as_lists() -> None:

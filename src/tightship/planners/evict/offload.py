@@ -1,7 +1,8 @@
 """Copy storages out between two uses, largest first, until the limit is met.
 
-Problem: lower the peak without running any op again. Measure: seconds that ops wait for copies. Source: vDNN (Rhu
-et al., MICRO 2016), with copies begun as early, and bytes given back as late, as their overlap with compute asks.
+Problem: lower the peak without running any op again. Measure: seconds that ops wait for copies and lose to them.
+Source: vDNN (Rhu et al., MICRO 2016), with copies begun as early, and bytes given back as late, as their overlap with
+compute asks.
 Guarantee: the same bits; never recomputes or packs; at most ``host`` bytes outside. Complexity: one replay per
 halving, twice. Known limits: largest first, not where the peak is; one stretch per storage; when the limit is not
 met with overlap, all copies are waited for at once.
