@@ -25,8 +25,9 @@ __all__ = ["Usage", "main", "parser"]
 
 _EPILOG = "exit status: 0 done, 1 infeasible or not verified, 2 bad input or usage, 130 interrupted"
 _SOURCE = (
-    "module:factory (found from the current folder), model.onnx, a graph.pb of TensorFlow's, a module.txt of HLO, "
-    "or a graph.json or plan.json of tightship's"
+    "module:factory (found from the current folder; factory() returns (model, sample), (model, loss_fn, sample) or "
+    "(model, loss_fn, optimizer, sample)), model.onnx, a graph.pb of TensorFlow's, a module.txt of HLO, or a "
+    "graph.json or plan.json of tightship's"
 )
 _BUDGET = "bytes with a unit (6GiB, 512MB) or a percentage of the unplanned peak (60%%)"
 _REPORT = "write one HTML page that shows everything, offline"
@@ -115,11 +116,11 @@ def _add_frontier(verb: argparse.ArgumentParser) -> None:
 
     verb.add_argument("source", metavar="SOURCE", help=_SOURCE)
     verb.add_argument("--report", metavar="FILE", help=_REPORT)
-    verb.add_argument("--points", type=int, metavar="N", default=9, help="budgets to plan for (default: 9)")
+    text = "budgets to plan for, all of them together in --seconds (default: 9)"
+    verb.add_argument("--points", type=int, metavar="N", default=9, help=text)
     verb.add_argument("--svg", "--picture", dest="picture", metavar="FILE", help="draw it as SVG")
-    verb.add_argument(
-        "--peers", action=argparse.BooleanOptionalAction, default=True, help="compare with fixed policies"
-    )
+    text = "compare with others: checkpoints around blocks, PyTorch's activation_memory_budget, XLA's own way"
+    verb.add_argument("--peers", action=argparse.BooleanOptionalAction, default=True, help=text)
     add_model(verb)
     add_options(verb, Options)
     verb.set_defaults(run=verbs.frontier, options=Options)

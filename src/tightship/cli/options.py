@@ -14,6 +14,8 @@ from tightship.units import MAX_BYTES
 __all__ = ["add_model", "add_options", "documented", "given_options", "model_options"]
 
 _READERS = {int: int, float: float, str: str}
+_SHOWN = {"allow": "WAY,…", "hints": "PATTERN=WAY,…"}
+"""What stands for the value of an option that is not a name or a number."""
 
 
 def add_options(parser: argparse.ArgumentParser, options: type[Any]) -> None:
@@ -23,11 +25,12 @@ def add_options(parser: argparse.ArgumentParser, options: type[Any]) -> None:
     help_of = documented(options)
     for field in dataclasses.fields(options):
         flag = f"--{field.name.replace('_', '-')}"
-        text = f"{help_of.get(field.name, '')} (default: {field.default})".strip().replace("%", "%%")
+        default = "none" if field.default == "" else field.default
+        text = f"{help_of.get(field.name, '')} (default: {default})".strip().replace("%", "%%")
         if hints[field.name] is bool:
             group.add_argument(flag, action=argparse.BooleanOptionalAction, help=text, default=None)
         else:
-            metavar = {int: "N", float: "X"}.get(hints[field.name], "NAME")
+            metavar = {int: "N", float: "X"}.get(hints[field.name], _SHOWN.get(field.name, "NAME"))
             reader = _READERS.get(hints[field.name], str)
             group.add_argument(flag, dest=field.name, type=reader, metavar=metavar, help=text)
 

@@ -22,7 +22,8 @@ from tightship.serde import load_any
 __all__ = ["Source", "load_source", "users_code", "writable"]
 
 _FORMS = (
-    "a source is module:factory, model.onnx, a graph.pb, or a graph.json or plan.json that tightship wrote; "
+    "a source is module:factory, model.onnx, a graph.pb, a module.txt of HLO, or a graph.json or plan.json of "
+    "tightship's; "
     "factory() returns (model, sample), (model, loss_fn, sample), (model, loss_fn, optimizer, sample) "
     "or a mapping with these keys, where train=False stands for a forward pass alone"
 )

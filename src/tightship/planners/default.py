@@ -56,7 +56,7 @@ class Interrupted(KeyboardInterrupt):
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """``order``, ``evict``: planners by name (``order`` may be ``given``: the graph's own order).
+    """``order``, ``evict``: planners by name, see ``tightship planners`` (an order may be ``given``: the graph's).
     ``seconds``: of search, at most. ``work``: ops simulated at most; makes plans reproducible. ``seed``: of
     random moves. ``hand_out``: results go to the caller outside the arena. ``place``: decide where everything
     lies; without, the plan says what is in memory when, and runs on the ordinary heap. ``reuse``: results take
