@@ -182,6 +182,7 @@ def test_a_folder_without_room_is_refused_before_anything_runs(tmp_path):
     with pytest.raises(BadInput, match="folder"):
         bound.executor(plan, folder=tmp_path / "missing")
     bound.compare(bound.executor(plan, folder=tmp_path), 0)
+    assert any("beside a GPU only" in n for n in bound.executor(plan, folder=tmp_path, pinned=1).notes)
 
 
 def test_other_devices_are_refused_in_words():

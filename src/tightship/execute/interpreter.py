@@ -191,6 +191,10 @@ class Executor:
     ) -> Pool:
         size = host_offsets(self.program, self.plan)[1]
         if not self._device or self._kind != "cuda":
+            if pinned is not None:
+                self.notes.append(
+                    "memory is pinned beside a GPU only: all that is offloaded goes to the file"
+                )
             return Spill(size, folder)
         if pool is None or str(pool.device) != self._device:
             return host_pool(size, self._device, pinned, folder)
