@@ -41,6 +41,8 @@ def overwrites(tape: Tape, r: Record) -> tuple[tuple[int, int], ...]:
     """``Op.overwrites`` of a record, in storages of the tape."""
     if not elementwise(r.fn) or r.writes or r.random or r.effect or len(r.results) != 1 or r.results[0] < 0:
         return ()
+    if r.device.startswith("cuda"):  # torch's pluggable allocator takes two tensors at one address for one
+        return ()
     made = tape.values[r.results[0]]
     if not _whole(tape, made):
         return ()
