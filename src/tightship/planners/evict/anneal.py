@@ -80,7 +80,8 @@ def plan(
     try:
         for d in _search(frame, limit, o, all_kept, purse, progress):
             best = d if d.beats(best) else best
-            if frame.archive.stopped:
+            told = progress is not None and progress(best.peak, best.extra, best.met)
+            if told or frame.archive.stopped:
                 break
     except KeyboardInterrupt:
         frame.archive.stopped = True
