@@ -1,6 +1,7 @@
 """Reordering alone: the least peaks of our orders and of those that PyTorch's Inductor chooses from.
 
     python benchmarks/reorder.py [--graphs train/gpt6,wired,…] [--random N] [--write]
+    python benchmarks/reorder.py --plans [--graphs …]
 
 Graphs: the models of budget.py as inference, as forward and backward, and as a step with AdamW; networks that branch
 (branching.py), as inference and as forward and backward; XLA's modules of tests/data. Inductor's orders are made by
@@ -8,6 +9,8 @@ its own functions (`torch._inductor.memory.topological_sort_lpmf`, `_bfs`, `_dfs
 same dependencies: data, hazards on shared storages, the random chain, effects, control. Every order is judged by the
 same simulator. ``no order below`` is a bound. Then ``--random`` random graphs of up to seven ops, against the best of
 all their orders. Seconds are those of the processor. ``--write`` puts the tables into docs/benchmarks.md.
+
+``--plans`` says instead what plans within budgets cost, with recomputation, that begin with our order and with `sink`.
 """
 
 from __future__ import annotations
@@ -32,8 +35,9 @@ from inductor import METHODS, scheduled
 from optimum import least_peak
 from strategies import random_graph
 from tightship import api
+from tightship.errors import Infeasible
 from tightship.graph import Graph
-from tightship.planners import planner
+from tightship.planners import default, planner
 from tightship.planners.order import beam, best, cuts
 from tightship.planners.remat.as_plan import graph_before
 from tightship.simulate import baseline, replay
@@ -42,6 +46,8 @@ PAGE = Path(__file__).resolve().parent.parent / "docs" / "benchmarks.md"
 BEGIN, END = "<!-- begin: benchmarks/reorder.py -->", "<!-- end: benchmarks/reorder.py -->"
 HEAD = ("graph", "ops", "given", "sink", "beam", "ours", *METHODS, "no order below", "ours in", "")
 MIB = 2**20
+PLANNING = 6_000_000
+"""Ops simulated for each plan."""
 PROOF = 4_000_000
 """Ops tried where the bound is still open."""
 
@@ -146,6 +152,20 @@ def on_random(count: int) -> str:
     )
 
 
+def plans(graph: Graph) -> Iterator[list[str]]:
+    """Extra time at budgets, in % of the step, of plans that begin with `sink` and with our order."""
+    for share in (85, 60, 45, 35, 28):
+        cells = []
+        for order in ("sink", "best"):
+            chosen = default.Options(order=order, work=PLANNING, seconds=600.0, place=False, hand_out=False)
+            try:
+                made = default.plan(graph, f"{share}%", chosen)
+                cells.append(f"{100 * (made.time / made.time_before - 1):+.2f} %")
+            except Infeasible as no:
+                cells.append(f"none, {no.best_peak / MIB:.2f} MiB at least")
+        yield [f"{share} %", *cells]
+
+
 def main() -> None:
     known = graphs()
     parser = argparse.ArgumentParser(
@@ -153,6 +173,7 @@ def main() -> None:
     )
     parser.add_argument("--graphs", help=f"whose names have one of these in them, of {', '.join(known)}")
     parser.add_argument("--random", type=int, default=500, metavar="N", help="random graphs (default: 500)")
+    parser.add_argument("--plans", action="store_true", help="compare plans that begin with the orders")
     parser.add_argument(
         "--write", action="store_true", help=f"put the tables into {PAGE.parent.name}/{PAGE.name}"
     )
@@ -165,7 +186,14 @@ def main() -> None:
         for name, (title, make) in known.items():
             if any(part in name for part in parts):
                 console.print(name)
-                yield row(title, make())
+                if chosen.plans:
+                    yield from ([title, *cells] for cells in plans(make()))
+                else:
+                    yield row(title, make())
+
+    if chosen.plans:
+        print(pages.table(("graph", "budget", "sink", "ours"), ("---", "---:", "---:", "---:"), rows()))
+        return
 
     table = pages.table(HEAD, ("---", *["---:"] * (len(HEAD) - 2), "---"), rows())
     about = (
