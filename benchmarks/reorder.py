@@ -10,7 +10,7 @@ same dependencies: data, hazards on shared storages, the random chain, effects, 
 same simulator. ``no order below`` is a bound. Then ``--random`` random graphs of up to seven ops, against the best of
 all their orders. Seconds are those of the processor. ``--write`` puts the tables into docs/benchmarks.md.
 
-``--plans`` says instead what plans within budgets cost, with recomputation, that begin with our order and with `sink`.
+``--plans`` says instead what plans within budgets cost that recompute and begin with our order or with `sink`.
 """
 
 from __future__ import annotations

@@ -6,7 +6,7 @@ where a cut proves that no order has a lower peak, which on captured models is m
 legal order, never worse than the graph's own, or than those of PyTorch's Inductor (`lpmf`, `bfs`, `dfs`) on the
 same dependencies; of equal ones that which moves updates to their gradients. Complexity: n log n for the
 schedulers, ``work`` for the rest; the same work gives the same order everywhere. Known limits: knows nothing of
-recomputation.
+recomputation, nor of results that take the place of inputs.
 """
 
 from __future__ import annotations
