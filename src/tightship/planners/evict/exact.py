@@ -7,7 +7,8 @@ retention intervals of Moccasin (Bartan et al. 2023) on the stages of Checkmate 
 by windows, with the rest as it is. Guarantee: never worse than what it began with; where the solver ends before its
 effort does, the least time of all plans that keep the order, run an op again ``again`` times at most, and run what
 precedes an op again in that order, too. The same seed, ``work`` and ``effort`` give the same plan. Complexity:
-exponential; some twenty ops to proof, two hundred to a good plan. Known limits: recomputation only.
+exponential; some twenty ops to proof, two hundred to a good plan. Known limits: recomputation only; no results in the
+place of inputs (what the search saves by them it cannot save); what is written in place is run again as a whole.
 """
 
 from __future__ import annotations

@@ -1,0 +1,85 @@
+"""What dynamic programming over blocks and an exact solver reach where the search leaves most to its bound.
+
+    python benchmarks/blocks.py [--rows gpt6:35,…] [--work N] [--effort X] [--write]
+
+The graphs of budget.py, at a percentage of their unplanned peak: the planner ``chain`` by itself; the default
+search, which has it as a seed; and ``exact``, which goes on from the search (an effort of 0 leaves it out). Work and
+effort are limited, not time, so that the load of the machine does not show in the extra times. No results in the
+place of inputs, which the solver knows nothing of. ``--write`` puts the table into docs/search.md.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from pathlib import Path
+
+import budget
+import transformers
+
+import pages
+from tightship.analysis.bounds import time_bound
+from tightship.planners.default import Options, frame_of, order_of
+from tightship.planners.evict import anneal, chain, exact
+from tightship.simulate import baseline, replay
+
+PAGE = Path(__file__).resolve().parent.parent / "docs" / "search.md"
+BEGIN, END = "<!-- begin: benchmarks/blocks.py -->", "<!-- end: benchmarks/blocks.py -->"
+ROWS = "gpt6:35,cnn:40,resnet50:68,monet-unet:35,bert:37,bert:33"
+HEAD = ("model", "budget", "`chain`", "search", "`exact`", "no plan below", "seconds of the processor")
+MARKS = ("---", "---:", "---:", "---:", "---:", "---:", "---:")
+
+
+def row(name: str, percent: float, work: int, effort: float) -> list[str]:
+    made = budget.PUBLISHED[name][1] if name in budget.PUBLISHED else budget.FULL[name][1]
+    graph = budget.captured(made).graph
+    peak = replay(graph, baseline(graph)).peak
+    plain = Options(reuse=False)
+    order = order_of(graph, plain, peak)
+    limit = int(peak * percent / 100)
+    once = sum(op.time for op in graph.ops)
+    options = (
+        chain.Options(),
+        anneal.Options(work=work, seconds=600.0),
+        exact.Options(work=work, effort=effort, seconds=600.0),
+    )
+    cells, spent = [], []
+    for planner, o in zip((chain, anneal, exact), options, strict=True):
+        if planner is exact and not effort:
+            cells.append("")
+            continue
+        began = time.process_time()
+        fresh = frame_of(graph, order, plain)
+        found = planner.plan(fresh, limit, o)
+        spent.append(f"{time.process_time() - began:.1f}")
+        cells.append(f"{100 * found.extra / once:+.2f} %" if found.met else "not met")
+    bound = max(0.0, time_bound(graph, limit) / once - 1)
+    title = f"{name}, {len(graph.ops)} ops"
+    return [title, f"{percent:g} %", *cells, f"{100 * bound:+.2f} %", ", ".join(spent)]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--rows", default=ROWS, help="models and percentages of their unplanned peak")
+    parser.add_argument("--work", type=int, default=30_000_000, help="ops simulated by the search")
+    parser.add_argument(
+        "--effort", type=float, default=5.0, help="of the solver, in its deterministic seconds"
+    )
+    parser.add_argument("--write", action="store_true", help=f"put the table into docs/{PAGE.name}")
+    chosen = parser.parse_args()
+    transformers.logging.set_verbosity_error()
+    found = []
+    for part in chosen.rows.split(","):
+        name, _, percent = part.partition(":")
+        found.append(row(name, float(percent), chosen.work, chosen.effort))
+        print(found[-1], flush=True)
+    table = pages.table(HEAD, MARKS, found)
+    print(table)
+    if chosen.write:
+        pages.put(PAGE, BEGIN, END, table)
+
+
+if __name__ == "__main__":
+    main()
