@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 from dataclasses import replace
 from pathlib import Path
 
@@ -136,6 +137,23 @@ def test_a_size_too_small_to_run_is_not_one_too_large(start: int) -> None:
     assert found.batch == 2 and found.tried[2] and 3 in found.tried and not found.tried[3]
     with pytest.raises(Infeasible):
         max_batch(graph_of, 64 * 4, QUICK, start=start)
+
+
+def test_an_interrupt_gives_back_the_largest_so_far() -> None:
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+
+    def graph_of(n: int) -> Graph:
+        if n > 30:
+            signal.raise_signal(signal.SIGINT)
+        return sized(n)
+
+    try:
+        found = max_batch(graph_of, 64 * 400, QUICK, start=8)
+        assert found.interrupted and found.batch == 16 and verify(found.graph, found.plan) == []
+        with pytest.raises(KeyboardInterrupt):
+            max_batch(graph_of, 64 * 400, QUICK, start=30)
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def test_the_batch_may_be_another_dimension() -> None:

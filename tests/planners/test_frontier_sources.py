@@ -18,7 +18,8 @@ from tightship.planners import default
 from tightship.planners.frontier import frontier, needs
 from tightship.planners.remat.peak import module_peak, result_bytes
 from tightship.planners.remat.tradeoff import tradeoff
-from tightship.report.text import NARROW
+from tightship.report.frontier import frontier_rows, frontier_tables
+from tightship.report.text import NARROW, rendered
 from tightship.serde import save_graph
 from tightship.verify import verify
 
@@ -142,6 +143,7 @@ def test_an_interrupt_gives_back_the_plans_there_are(monkeypatch: pytest.MonkeyP
         f = frontier(chain(40), 9, default.Options(work=2_000_000, seconds=60.0))
     finally:
         signal.signal(signal.SIGINT, before)
+    assert f.interrupted and frontier_rows(f)["interrupted"] and "interrupted" in rendered(frontier_tables(f))
     assert 2 <= len(f.points) < 9 and all(verify(f.graph, p) == [] for p in f.points)
 
 

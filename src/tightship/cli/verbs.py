@@ -132,15 +132,17 @@ def largest(chosen: argparse.Namespace, out: Output) -> int:
     ]
     tried = [{"batch": n, "met": met} for n, met in found.tried.items()]
     rows = {"batch": found.batch, "tried": tried, "unit": found.unit, "refused": found.refused}
+    rows["interrupted"] = found.interrupted
     rows |= summary(made, found.graph)
     _kept(api.Planned(made, found.graph), path, shown, rows, text)
     out.answer(rows, "\n".join(text))
-    return 0
+    return INTERRUPTED if found.interrupted else 0
 
 
 def _largest(found: MaxBatch, dim: int, count: int, tensors: int) -> Iterator[str]:
     """The answer, and what it rests on."""
-    yield f"largest batch: {found.batch}"
+    ended = ", as far as was tried: interrupted" if found.interrupted else ""
+    yield f"largest batch: {found.batch}{ended}"
     yield f"  the batch is dimension {dim} of {count} of the sample's {tensors} tensors (--batch-dim says which)"
     if found.unit > 1:
         yield f"  the model runs at multiples of {found.unit}"
@@ -169,7 +171,7 @@ def frontier(chosen: argparse.Namespace, out: Output) -> int:
         rows["report"] = str(page)
         text.append(f"shown in {page}")
     out.answer(rows, text)
-    return 0
+    return INTERRUPTED if found.interrupted else 0
 
 
 def _frontier(chosen: argparse.Namespace, out: Output, options: dict[str, Any]) -> Frontier:

@@ -31,7 +31,8 @@ GraphOf = Callable[[int], Graph]
 @dataclass(frozen=True)
 class MaxBatch:
     """``batch`` is the largest size found, ``plan`` fits its ``graph``; ``tried`` says of each size whether there was
-    a plan (True) or not; ``refused`` why a size does not run. Sizes are multiples of ``unit``."""
+    a plan (True) or not; ``refused`` why a size does not run. Sizes are multiples of ``unit``. ``interrupted``: the
+    search was ended, and a larger one may fit."""
 
     batch: int
     plan: Plan
@@ -39,6 +40,7 @@ class MaxBatch:
     tried: dict[int, bool] = field(default_factory=dict)
     refused: dict[int, str] = field(default_factory=dict)
     unit: int = 1
+    interrupted: bool = False
 
 
 def max_batch(
@@ -61,22 +63,20 @@ def max_batch(
     search = _Search(graph_of, limit.bytes, options or default.Options(), say or (lambda text: None))
     start = max(1, start)
     search.graphs[start] = graph_of(start)
-    unit = search.unit(start)
-    low, high = 0, start // unit
-    while high * unit < LARGEST and search.fits(high * unit):
-        low, high = high, min(2 * high, LARGEST // unit)
-    while high - low > max(1, low // _CLOSE):
-        middle = (low + high) // 2
-        small = not search.plans and not search.runs(
-            middle * unit
-        )  # batch norm at 1: larger ones may run, and fit
-        low, high = (middle, high) if small or search.fits(middle * unit) else (low, middle)
+    unit, interrupted = 1, False
+    try:
+        unit = search.unit(start)
+        search.bisect(start // unit, unit)
+    except KeyboardInterrupt:
+        if not search.plans:
+            raise
+        interrupted = True
     if not search.plans:
         smallest = min(search.graphs)
         search.plans[smallest] = default.plan(search.graphs[smallest], limit, options)
     best = max(search.plans)
     tried = {n: n in search.plans for n in sorted(search.tried | {best})}
-    return MaxBatch(best, search.plans[best], search.graphs[best], tried, search.refused, unit)
+    return MaxBatch(best, search.plans[best], search.graphs[best], tried, search.refused, unit, interrupted)
 
 
 @dataclass(frozen=True)
@@ -110,6 +110,17 @@ class _Search:
         why = self.refused[start + 1]
         rule = f"the step runs at other sizes of the batch than the sample's {start}"
         raise BadInput(rule, why, f"a batch of {start + 1}")
+
+    def bisect(self, start: int, unit: int) -> None:
+        """Looks at ``start`` times ``unit``, then at twice as many, then between what fits and what does not."""
+        low, high = 0, start
+        while high * unit < LARGEST and self.fits(high * unit):
+            low, high = high, min(2 * high, LARGEST // unit)
+        while high - low > max(1, low // _CLOSE):
+            middle = (low + high) // 2
+            # Batch norm at 1: larger ones may run, and fit.
+            small = not self.plans and not self.runs(middle * unit)
+            low, high = (middle, high) if small or self.fits(middle * unit) else (low, middle)
 
     def fits(self, n: int) -> bool:
         if n not in self.tried:

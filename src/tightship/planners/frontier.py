@@ -45,13 +45,15 @@ class Other:
 
 @dataclass(frozen=True)
 class Frontier:
-    """Plans for ``budget``s in ascending order, ``others`` to compare with, and a peak no plan can beat."""
+    """Plans for ``budget``s in ascending order, ``others`` to compare with, and a peak no plan can beat;
+    ``interrupted``: not all that were asked for."""
 
     graph: Graph
     points: tuple[Plan, ...]
     others: tuple[Other, ...] = ()
     lower_bound: int = 0
     seconds: float = 0.0
+    interrupted: bool = False
 
     def best(self, budget: int) -> Plan | None:
         """The fastest of the plans that need at most ``budget`` bytes."""
@@ -104,6 +106,7 @@ def frontier(
         graph, frame, each, [default.plan(graph, None, each, frame=frame)], say or (lambda text: None)
     )
     made, budgets = search.made, [needs(search.made[0])]
+    interrupted = False
     try:
         for budget in search.spread(points):
             budgets.append(budget)
@@ -117,9 +120,11 @@ def frontier(
     except KeyboardInterrupt:
         if len(made) < 2:
             raise
+        interrupted = True
     bound = min(p.lower_bound for p in made)
     beside = tuple(replace(x, ours=_best(made, x.peak)) for x in beside)
-    return Frontier(graph, search.monotone(budgets), beside, bound, time.perf_counter() - began)
+    seconds = time.perf_counter() - began
+    return Frontier(graph, search.monotone(budgets), beside, bound, seconds, interrupted)
 
 
 @dataclass(frozen=True)

@@ -41,6 +41,7 @@ def frontier_rows(f: Frontier) -> dict[str, Any]:
         "lower_bound": f.lower_bound,
         "least_peak": min(p.peak for p in f.points),
         "seconds": f.seconds,
+        "interrupted": f.interrupted,
         "points": [
             summary(p, f.graph) | {"extra_flops": extra_flops(f.graph, p.steps)} for p in f.points
         ],
@@ -72,7 +73,8 @@ def frontier_tables(f: Frontier) -> list[RenderableType]:
     if f.others:
         beside = [_beside(o, once) for o in f.others]
         found += ["", Fitting([_table(beside), _table(beside, "extra FLOPs")])]
-    return [*found, "", f"{len(f.points)} plans in {format_seconds(f.seconds)}"]
+    ended = "; interrupted: not all that were asked for" if f.interrupted else ""
+    return [*found, "", f"{len(f.points)} plans in {format_seconds(f.seconds)}{ended}"]
 
 
 def done(plan: Plan) -> str:
