@@ -21,7 +21,7 @@ from tightship.planners.evict import anneal, greedy
 from tightship.planners.evict._frame import Decision, Frame
 from tightship.simulate import baseline, replay
 
-WORK_OF_5_S, WORK_OF_60_S = 250_000_000, 3_000_000_000
+WORK_OF_5_S, WORK_OF_60_S = 125_000_000, 1_500_000_000
 """Ops simulated in so many seconds on the machine of the docs when it is quiet."""
 LARGE = 30_000
 SHARE = 0.25
