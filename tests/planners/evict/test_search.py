@@ -111,3 +111,14 @@ def test_what_would_be_restored_from_too_far_back_is_no_plan_rather_than_the_end
     frame = frame_of(graph)
     bits = ((frame.gaps[:, 1] < 12_000) & (frame.gaps[:, 2] >= 12_000)).astype("uint8")
     assert not frame.cost(bits, 0).valid
+
+
+def test_layers_without_a_gap_in_common_are_no_family() -> None:
+    """A model whose numbered modules keep nothing of their own from one use to the next."""
+    pytest.importorskip("torch")
+    from zoo import captured
+
+    frame = frame_of(captured("checkpointed"))
+    rows, starts = frame.twins
+    assert len(frame.gaps) and (starts[1:] > starts[:-1]).all() and len(rows[0]) - 1 == starts[-1]
+    assert anneal.plan(frame, 1, anneal.Options(work=20_000, seconds=60.0)).valid

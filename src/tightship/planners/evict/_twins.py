@@ -28,7 +28,7 @@ def families(
 
     ``gaps``: storage, where it begins, where it ends; ``classes`` serve where ops have no module paths. A wrong twin
     costs time, never correctness."""
-    found = [f for depth in _DEPTHS for f in _named(graph, gaps, depth)]
+    found = [f for depth in _DEPTHS for f in _named(graph, gaps, depth) if f]
     if found:
         return tuple(dict.fromkeys(found))
     by_length: dict[int, list[tuple[int, ...]]] = defaultdict(list)
