@@ -55,7 +55,7 @@ def test_nothing_is_imported_before_it_is_asked_for_and_its_absence_is_said(monk
 def test_trying_everything_agrees_for_up_to_six_ops(seed: int) -> None:
     """All orders of repetitions are tried. (Nothing writes what the caller owns: the trying does not see that.)"""
     pytest.importorskip("ortools")
-    graph = in_order(random_graph(seed, 4 + seed % 3, updates=0.0, stats=0.0, inplace=0.0))
+    graph = in_order(random_graph(seed, 4 + seed % 3, updates=0.0, stats=0.0, inplace=0.0, overwrites=0.0))
     for part in (0.6, 0.8, 0.95):
         limit = limit_of(graph, part)
         try:
