@@ -156,9 +156,9 @@ class Script:
     Request ``k`` is for ``sizes[k]`` bytes (rounded up to 64; on CUDA, 512) and lies at ``offsets[k]`` (a multiple
     of that), or on the heap if that is -1: values that escape to the user. The requests of step ``s`` are those from
     ``step_start[s]`` up to ``step_start[s + 1]``. A request that would bring the arena's live bytes (arena
-    and heap together) above ``limit`` bytes fails with a RuntimeError that names the step. With ``over[k]`` a request
-    takes the place of an input of its op: a block that lies exactly there may still be held, but no longer than to
-    the end of the step, and its bytes count once. Raises `BadInput`.
+    and heap together) above ``limit`` bytes fails with a RuntimeError that names the step. With ``over[k]`` a
+    request takes the place of an input of its op: a block that lies exactly there may still be held, but no
+    longer than to the end of the step, and its bytes count once (on the CPU alone). Raises `BadInput`.
     """
 
     def __init__(

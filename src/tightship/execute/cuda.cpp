@@ -78,7 +78,6 @@ struct Block {
   bool shared = false;      // used on another stream, too
   uint64_t recording = 0;   // serial of the recording that saw the request, or 0
   int64_t id = 0;
-  int owners = 1;           // 2 while a result lies in the place of an input that is still held
 };
 
 inline std::mutex g_mutex;  // guards the two tables; never held while another lock is taken
@@ -127,8 +126,7 @@ inline void* spare_or_new(int64_t size, int device, Stream stream) {
 
 inline void enter(void* data, const Block& block) {
   std::lock_guard<std::mutex> guard(g_mutex);
-  auto [found, fresh] = g_blocks.try_emplace(data, block);
-  if (!fresh) ++found->second.owners;
+  g_blocks[data] = block;
 }
 
 // ---- arenas
@@ -198,7 +196,7 @@ inline void release(void* data) {
     auto found = g_blocks.find(data);
     if (found == g_blocks.end()) return;
     block = found->second;
-    if (--found->second.owners == 0) g_blocks.erase(found);
+    g_blocks.erase(found);
     if (!block.placed && !block.shared) {
       g_spare[{block.device, block.stream, block.size}].push_back(data);
       g_kept += block.size;
