@@ -17,12 +17,13 @@ __all__ = ["random_order", "random_plan", "random_steps"]
 
 
 def random_order(graph: Graph, seed: int) -> tuple[int, ...]:
-    """A legal order of the ops: values, hazards per storage, control edges and the random chain are kept."""
+    """A legal order of the ops: values, hazards per storage, control edges, the random chain and that of effects are
+    kept."""
     rng, uses = random.Random(seed), graph.uses
     before: list[set[int]] = [set(op.control) for op in graph.ops]
     write: dict[int, int] = {}
     reads: dict[int, set[int]] = {}
-    last_random = -1
+    last_random = last_effect = -1
     for k, op in enumerate(graph.ops):
         writes = {*uses.mutates[k], *uses.defines[k]}
         for s in {*uses.reads[k], *writes}:
@@ -36,6 +37,9 @@ def random_order(graph: Graph, seed: int) -> tuple[int, ...]:
         if op.random:
             before[k] |= {last_random} - {-1}
             last_random = k
+        if op.effect:
+            before[k] |= {last_effect} - {-1}
+            last_effect = k
     after: list[list[int]] = [[] for _ in graph.ops]
     for k, many in enumerate(before):
         for b in many:

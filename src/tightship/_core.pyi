@@ -153,9 +153,12 @@ class Engine:
     def anneal(
         self,
         groups: tuple[I64, I32],
+        twins: tuple[I64, I32],
+        families: I64,
         limit: int,
         start: U8,
         heat: float,
+        span: int,
         work: int,
         seconds: float,
         seed: int,
