@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import contextlib
 import os
-import re
-import traceback
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Final
+from typing import Any
 
 from tightship.errors import BadInput, BudgetExceeded, Unsupported, VerificationFailed
 from tightship.execute import allocator
 from tightship.execute.compile import Code, Instruction, compile_plan
+from tightship.execute.failing import freed
 from tightship.execute.meter import Meter
 from tightship.execute.moves import Pool, host_offsets
 from tightship.execute.pinned import Pinned
@@ -28,8 +27,6 @@ from tightship.plan import Plan, Step
 from tightship.units import format_bytes
 
 __all__ = ["Executor", "PeakMismatch", "RunStats", "mismatch"]
-
-_EXCEEDED: Final = re.compile(r"tightship: budget exceeded at step (\d+): asked (\d+)")
 
 
 class PeakMismatch(UserWarning):
@@ -137,26 +134,13 @@ class Executor:
         if not self._verified:
             self._check_inputs(env)
             instructions = self._checked()
-        try:
-            with compat.plain_execution():
-                if self._orders is None:
-                    for i in instructions:
-                        i.run(env)
-                else:
-                    self._replayed(instructions, env)
-                results = [env[place] for place in self._code.results]
-            if self._spill is not None:
-                self._spill.drain()
-        except BaseException as error:
-            if self._spill is not None:
-                with contextlib.suppress(OSError):  # what went wrong first is told
-                    self._spill.drain()  # copies know addresses only
-            traceback.clear_frames(error.__traceback__)
-            env.clear()
-            explained = self._explained(error)
-            if explained is not None:
-                raise explained from error
-            raise
+        with freed(env, self._exceeded), self._landed(), compat.plain_execution():
+            if self._orders is None:
+                for i in instructions:
+                    i.run(env)
+            else:
+                self._replayed(instructions, env)
+            results = [env[place] for place in self._code.results]
         env.clear()
         self._verified = True
         if self.last is not None and not self.last.as_planned:
@@ -277,16 +261,25 @@ class Executor:
             raise VerificationFailed(text, "running the plan")
         warnings.warn("; ".join(text), PeakMismatch, stacklevel=3)
 
-    def _explained(self, error: BaseException) -> BudgetExceeded | None:
-        found = _EXCEEDED.search(str(error)) if isinstance(error, RuntimeError) else None
-        if found is None:
-            return None
-        step = self.plan.steps[int(found[1])]
-        graph = self.program.graph
+    @contextlib.contextmanager
+    def _landed(self) -> Iterator[None]:
+        """Waits for every copy before anything is freed: copies know addresses only."""
+        try:
+            yield
+            if self._spill is not None:
+                self._spill.drain()
+        except BaseException:
+            if self._spill is not None:
+                with contextlib.suppress(OSError):  # what went wrong first is told
+                    self._spill.drain()
+            raise
+
+    def _exceeded(self, at: int, nbytes: int) -> BudgetExceeded:
+        step, graph = self.plan.steps[at], self.program.graph
         budget = self.plan.budget if self.plan.budget is not None else 0
         if step.op < 0:
-            return BudgetExceeded(self._where(step), int(found[2]), budget)
-        return BudgetExceeded(graph.ops[step.op].name, int(found[2]), budget, graph.place(step.op))
+            return BudgetExceeded(self._where(step), nbytes, budget)
+        return BudgetExceeded(graph.ops[step.op].name, nbytes, budget, graph.place(step.op))
 
     # --- the first run ---
 

@@ -6,12 +6,10 @@ between the two passes; it comes back in the backward pass, where each tensor is
 
 from __future__ import annotations
 
-import re
-import traceback
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Final
+from typing import Any
 
 import numpy as np
 import torch
@@ -19,6 +17,7 @@ import torch
 from tightship.errors import BudgetExceeded, Unsupported, VerificationFailed
 from tightship.execute import allocator
 from tightship.execute.compile import Instruction, compile_plan
+from tightship.execute.failing import freed
 from tightship.execute.meter import Meter
 from tightship.execute.script import HEAP, Orders, device_of, orders
 from tightship.execute.views import dtype_of, mismatched
@@ -29,8 +28,6 @@ from tightship.plan import Plan, Step
 from tightship.simulate import replay
 
 __all__ = ["Cut", "Half", "HalfStats", "cut", "fitted", "placed_orders"]
-
-_EXCEEDED: Final = re.compile(r"tightship: budget exceeded at step (\d+): asked (\d+)")
 
 
 @dataclass(frozen=True)
@@ -144,21 +141,13 @@ class Half:
             self._check_inputs(env)
             instructions = [self._checked(i) for i in instructions]
         stats = None
-        try:
-            with compat.plain_execution():
-                if self._orders is None:
-                    for i in instructions:
-                        i.run(env)
-                else:
-                    stats = self._replayed(instructions, env, arena, placed)
-                results = [env[place] for place in self._code.results]
-        except BaseException as error:
-            traceback.clear_frames(error.__traceback__)
-            env.clear()
-            explained = self._explained(error)
-            if explained is not None:
-                raise explained from error
-            raise
+        with freed(env, self._exceeded), compat.plain_execution():
+            if self._orders is None:
+                for i in instructions:
+                    i.run(env)
+            else:
+                stats = self._replayed(instructions, env, arena, placed)
+            results = [env[place] for place in self._code.results]
         env.clear()
         self._verified = True
         return results, stats
@@ -203,13 +192,9 @@ class Half:
     def _miss(self, miss: allocator.Miss) -> str:
         return f"{self._where(miss.step)}: {miss.kind}, asked for {miss.asked} bytes, planned {miss.planned}"
 
-    def _explained(self, error: BaseException) -> BudgetExceeded | None:
-        found = _EXCEEDED.search(str(error)) if isinstance(error, RuntimeError) else None
-        if found is None:
-            return None
-        op = self.plan.steps[self.first + int(found[1])].op
-        graph = self.program.graph
-        return BudgetExceeded(graph.ops[op].name, int(found[2]), self.plan.budget or 0, graph.place(op))
+    def _exceeded(self, at: int, nbytes: int) -> BudgetExceeded:
+        op, graph = self.plan.steps[self.first + at].op, self.program.graph
+        return BudgetExceeded(graph.ops[op].name, nbytes, self.plan.budget or 0, graph.place(op))
 
     def _checked(self, i: Instruction) -> Instruction:
         def run(env: list[Any]) -> None:
