@@ -18,8 +18,7 @@ import budget
 import transformers
 
 import pages
-from tightship.analysis.bounds import time_bound
-from tightship.planners.default import Options, frame_of, order_of
+from tightship.planners.default import Options, frame_of, least_time, order_of
 from tightship.planners.evict import anneal, chain, exact
 from tightship.simulate import baseline, replay
 
@@ -53,7 +52,7 @@ def row(name: str, percent: float, work: int, effort: float) -> list[str]:
         found = planner.plan(fresh, limit, o)
         spent.append(f"{time.process_time() - began:.1f}")
         cells.append(f"{100 * found.extra / once:+.2f} %" if found.met else "not met")
-    bound = max(0.0, time_bound(graph, limit) / once - 1)
+    bound = max(0.0, least_time(graph, fresh, plain, limit) / once - 1)
     title = f"{name}, {len(graph.ops)} ops"
     return [title, f"{percent:g} %", *cells, f"{100 * bound:+.2f} %", ", ".join(spent)]
 
