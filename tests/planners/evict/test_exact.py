@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import builtins
+import signal
 from dataclasses import replace
 
 import pytest
@@ -111,3 +112,17 @@ def test_ops_that_write_one_storage_are_one_unit() -> None:
         if s not in graph.static and writers:
             assert len({problem.unit_at[w] for w in writers}) == 1
     assert sorted(at for unit in problem.units for at in unit.at) == list(range(len(graph.ops)))
+
+
+def test_ctrl_c_is_heard_after_the_solver_as_before() -> None:
+    pytest.importorskip("ortools")
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    graph = chain(6)
+    try:
+        exact.plan(
+            frame_of(graph), limit_of(graph, 0.6), exact.Options(work=20_000, effort=0.2, seconds=20.0)
+        )
+        with pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGINT)  # the process would end here
+    finally:
+        signal.signal(signal.SIGINT, before)

@@ -204,6 +204,7 @@ class Model:
         )
         # Several strategies in turns on one thread: the same answer on every machine.
         p.num_workers, p.interleave_search, p.repair_hint = 8, True, True
+        p.catch_sigint_signal = False  # it would leave Ctrl-C to the system, which ends the process
         status = solver.solve(self.model)
         if status not in (self.cp.OPTIMAL, self.cp.FEASIBLE):
             return None
