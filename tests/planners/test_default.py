@@ -121,3 +121,10 @@ def test_workspace_takes_part_in_the_placement() -> None:
     graph = graph.with_ops(ops + graph.ops[1:])
     layout = lay_out(graph, baseline(graph))
     assert any(r.storage == -1 and r.size == 640 for r in layout.residences)
+
+
+def test_sizes_that_are_no_multiples_of_the_alignment_are_placed_at_multiples_of_it() -> None:
+    graph = chain(6, size=100)  # as somebody's own graph may have them
+    made = plan(graph, "80%", Options(work=200_000))
+    assert verify(graph, made) == []
+    assert any(r.offset for r in made.residences) and all(r.offset % 64 == 0 for r in made.residences)

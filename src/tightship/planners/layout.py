@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from tightship.graph import Graph, Op
+from tightship.graph import Graph, Op, aligned
 from tightship.plan import Residence, Step
 from tightship.planners.place import portfolio
 from tightship.simulate import extra_bytes
@@ -120,7 +120,7 @@ def lay_out(
             [ticks[r[-1].end - 1] + r[-1].last if r[-1].last >= 0 else ticks[r[-1].end] for r in lines],
             dtype=np.int64,
         )
-        size = np.array([r[0].size for r in lines], dtype=np.int64)
+        size = np.array([aligned(r[0].size, graph.alignment) for r in lines], dtype=np.int64)
         offsets, extent, load = portfolio.offsets(
             lower, upper, size, time_limit=seconds, work_limit=work, seed=seed
         )
