@@ -80,8 +80,8 @@ def test_plans_with_nothing_and_with_everything_come_back() -> None:
 
 @pytest.mark.parametrize(
     ("row", "document"),
-    [(Op, docs._OpRow), (Value, docs._ValueRow), (Storage, docs._StorageRow), (Step, docs._StepColumns),
-     (Residence, docs._ResidenceColumns), (Graph, docs.GraphDocument), (Plan, docs.PlanDocument)],
+    [(Op, docs.OpRow), (Value, docs.ValueRow), (Storage, docs.StorageRow), (Step, docs.StepColumns),
+     (Residence, docs.ResidenceColumns), (Graph, docs.GraphDocument), (Plan, docs.PlanDocument)],
 )  # fmt: skip
 def test_no_field_is_forgotten(row: Any, document: Any) -> None:
     assert {f.name for f in fields(row)} <= set(document.__struct_fields__)

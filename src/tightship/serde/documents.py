@@ -1,8 +1,4 @@
-"""What plans and graphs look like as JSON, and their conversion; knows nothing of files.
-
-Ops, values and storages are objects, with fields at their default left out. Steps and residences, of which a
-plan has many, are columns: one list per field, left out when every entry is the default.
-"""
+"""Plans and graphs to documents (`rows`) and back, with what the rows cannot say checked; knows nothing of files."""
 
 from __future__ import annotations
 
@@ -10,14 +6,27 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import fields
 from operator import attrgetter
-from typing import Annotated, Any, Final, Literal
+from typing import Any, Final
 
 import msgspec
 
 from tightship.errors import BadInput
 from tightship.graph import Graph, Op, Request, Storage, Value
-from tightship.machine import CODECS, MODELLED, Machine
+from tightship.machine import CODECS, Machine
 from tightship.plan import Inner, Plan, Residence, Step
+from tightship.serde.rows import (
+    Body,
+    GraphDocument,
+    InnerRow,
+    MachineRow,
+    OpRow,
+    PlanDocument,
+    RequestRow,
+    ResidenceColumns,
+    StepColumns,
+    StorageRow,
+    ValueRow,
+)
 
 __all__ = [
     "DEEPEST",
@@ -38,160 +47,6 @@ VERSION: Final = 1
 
 DEEPEST = 32
 """Graphs called inside one another, and lists and objects inside one another in ``meta``, at most."""
-
-_LARGEST: Final = 2**63 - 1
-
-Int = Annotated[int, msgspec.Meta(ge=-(2**63), le=_LARGEST)]
-Index = Annotated[int, msgspec.Meta(ge=0, le=_LARGEST)]
-OptionalIndex = Annotated[int, msgspec.Meta(ge=-1, le=_LARGEST, description="-1: none")]
-Bytes = Annotated[int, msgspec.Meta(ge=0, le=_LARGEST, description="bytes")]
-Seconds = Annotated[float, msgspec.Meta(ge=0, description="seconds")]
-Rate = Annotated[float, msgspec.Meta(gt=0, description="bytes per second")]
-Kind = Literal["compute", "recompute", "offload", "fetch", "compress", "decompress", "free"]
-Form = Literal["full", "packed", "host", "state"]
-
-
-class _Document(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True, kw_only=True):
-    pass
-
-
-class _StorageRow(_Document):
-    name: str
-    size: Bytes
-    kind: str = "activation"
-    pool: str = "device"
-
-
-class _ValueRow(_Document):
-    name: str
-    storage: Index
-    dtype: str = ""
-    shape: tuple[Int, ...] = ()
-    stride: tuple[Int, ...] = ()
-    offset: Int = 0
-
-
-class _RequestRow(_Document):
-    size: Bytes
-    storage: OptionalIndex
-    start: Index
-    end: OptionalIndex
-
-
-class _OpRow(_Document):
-    name: str
-    target: str
-    inputs: tuple[Index, ...] = ()
-    outputs: tuple[Index, ...] = ()
-    mutates: tuple[Index, ...] = ()
-    updates: tuple[Index, ...] = ()
-    random: bool = False
-    effect: bool = False
-    control: tuple[Index, ...] = ()
-    time: Seconds = 0.0
-    flops: Bytes = 0
-    workspace: Bytes = 0
-    requests: tuple[_RequestRow, ...] = ()
-    phase: str = "forward"
-    device: str = "cpu"
-    module: str = ""
-    source: str = ""
-    calls: tuple[_Body, ...] = ()
-    state: Bytes = 0
-    overwrites: tuple[tuple[Index, Index], ...] = ()
-
-
-class _MachineRow(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
-    offload: Rate = MODELLED.offload
-    fetch: Rate = MODELLED.fetch
-    latency: Seconds = MODELLED.latency
-    pack: tuple[Rate, ...] = MODELLED.pack
-    unpack: tuple[Rate, ...] = MODELLED.unpack
-    state: Seconds = MODELLED.state
-    measured: bool = False
-    begin: Seconds = 0.0
-    beside: Seconds = 0.0
-
-
-class _Body(_Document, kw_only=True):
-    name: str = "graph"
-    storages: tuple[_StorageRow, ...]
-    values: tuple[_ValueRow, ...]
-    ops: tuple[_OpRow, ...]
-    inputs: tuple[Index, ...] = ()
-    outputs: tuple[Index, ...] = ()
-    meta: dict[str, Any] = {}
-    machine: _MachineRow = _MachineRow()
-
-
-class GraphDocument(_Body, kw_only=True):
-    """A graph: ops in a legal order over values over storages."""
-
-    format: Literal["tightship-graph"]
-    version: Literal[1]
-
-
-class _StepColumns(_Document):
-    kind: tuple[Kind, ...]
-    op: tuple[OptionalIndex, ...] = ()
-    storages: tuple[tuple[Index, ...], ...] = ()
-    form: tuple[Form, ...] = ()
-    nbytes: tuple[Bytes, ...] = ()
-    stream: tuple[Index, ...] = ()
-    waits: tuple[tuple[Index, ...], ...] = ()
-    codec: tuple[str, ...] = ()
-    saves: tuple[bool, ...] = ()
-    reuses: tuple[tuple[tuple[Index, Index], ...], ...] = ()
-
-
-class _ResidenceColumns(_Document):
-    storage: tuple[OptionalIndex, ...]
-    start: tuple[Index, ...]
-    end: tuple[Index, ...]
-    size: tuple[Bytes, ...]
-    offset: tuple[Int, ...] = ()
-    pool: tuple[str, ...] = ()
-    form: tuple[Form, ...] = ()
-    request: tuple[OptionalIndex, ...] = ()
-    first: tuple[OptionalIndex, ...] = ()
-    last: tuple[OptionalIndex, ...] = ()
-
-
-class _InnerRow(_Document):
-    op: Index
-    plan: PlanDocument
-
-
-class PlanDocument(_Document, kw_only=True):
-    """A plan: steps and residences as columns, what it costs, and perhaps the graph it was made for."""
-
-    format: Literal["tightship-plan"]
-    version: Literal[1]
-    digest: str
-    budget: Bytes | None = None
-    peak: Bytes = 0
-    peak_before: Bytes = 0
-    static: Bytes = 0
-    arena: Bytes = 0
-    handed: Bytes = 0
-    lower_bound: Bytes = 0
-    time: Seconds = 0.0
-    time_before: Seconds = 0.0
-    time_bound: Seconds = 0.0
-    planner: str = ""
-    seconds: Seconds = 0.0
-    moved: Index = 0
-    source: str = ""
-    command: str = ""
-    notes: tuple[str, ...] = ()
-    meta: dict[str, Any] = {}
-    host: Bytes = 0
-    host_budget: Bytes | None = None
-    lossy: bool = False
-    inner: tuple[_InnerRow, ...] = ()
-    steps: _StepColumns
-    residences: _ResidenceColumns | None = None
-    graph: GraphDocument | None = None
 
 
 def _names(cls: type) -> tuple[str, ...]:
@@ -217,11 +72,11 @@ def from_plan(plan: Plan, graph: Graph | None, depth: int = 0) -> PlanDocument:
     return PlanDocument(
         format=PLAN_FORMAT,
         version=VERSION,
-        steps=_StepColumns(**_columns(plan.steps, _STEP, _StepColumns)),
-        residences=_ResidenceColumns(**_columns(plan.residences, _RESIDENCE, _ResidenceColumns))
+        steps=StepColumns(**_columns(plan.steps, _STEP, StepColumns)),
+        residences=ResidenceColumns(**_columns(plan.residences, _RESIDENCE, ResidenceColumns))
         if plan.residences
         else None,
-        inner=tuple(_InnerRow(row.op, from_plan(row.plan, row.graph, depth + 1)) for row in plan.inner),
+        inner=tuple(InnerRow(row.op, from_plan(row.plan, row.graph, depth + 1)) for row in plan.inner),
         graph=from_graph(graph) if graph is not None else None,
         **plain,
     )
@@ -245,7 +100,7 @@ def to_plan(doc: PlanDocument, place: str = "$", depth: int = 0) -> tuple[Plan, 
     return plan, graph
 
 
-def _inner(row: _InnerRow, place: str, depth: int) -> Inner:
+def _inner(row: InnerRow, place: str, depth: int) -> Inner:
     plan, graph = to_plan(row.plan, f"{place}.plan", depth + 1)
     if graph is None:
         raise BadInput("a plan inside another has its graph with it", place=f"{place}.plan")
@@ -320,17 +175,17 @@ def _body(graph: Graph, place: str, depth: int) -> dict[str, Any]:
     for k, op in enumerate(graph.ops):
         plain = {name: getattr(op, name) for name in _PLAIN_OP}
         requests = tuple(
-            _RequestRow(**dict(zip(_names(Request), _request(r), strict=True))) for r in op.requests
+            RequestRow(**dict(zip(_names(Request), _request(r), strict=True))) for r in op.requests
         )
-        calls = tuple(_Body(**_body(g, f"{place}.ops[{k}].calls", depth + 1)) for g in op.calls)
-        ops.append(_OpRow(requests=requests, calls=calls, **plain))
+        calls = tuple(Body(**_body(g, f"{place}.ops[{k}].calls", depth + 1)) for g in op.calls)
+        ops.append(OpRow(requests=requests, calls=calls, **plain))
     return {
         "name": graph.name,
         "storages": tuple(
-            _StorageRow(name=s.name, size=s.size, kind=s.kind, pool=s.pool) for s in graph.storages
+            StorageRow(name=s.name, size=s.size, kind=s.kind, pool=s.pool) for s in graph.storages
         ),
         "values": tuple(
-            _ValueRow(
+            ValueRow(
                 name=v.name, storage=v.storage, dtype=v.dtype, shape=v.shape, stride=v.stride, offset=v.offset
             )
             for v in graph.values
@@ -339,14 +194,14 @@ def _body(graph: Graph, place: str, depth: int) -> dict[str, Any]:
         "inputs": graph.inputs,
         "outputs": graph.outputs,
         "meta": graph.meta,
-        "machine": _MachineRow(**dict(zip(_MACHINE, _machine(graph.machine), strict=True))),
+        "machine": MachineRow(**dict(zip(_MACHINE, _machine(graph.machine), strict=True))),
     }
 
 
 _PLAIN_OP = tuple(name for name in _names(Op) if name not in ("requests", "calls"))
 
 
-def to_graph(doc: _Body, place: str = "$", depth: int = 0) -> Graph:
+def to_graph(doc: Body, place: str = "$", depth: int = 0) -> Graph:
     if depth > DEEPEST:
         raise BadInput(f"graphs call one another at most {DEEPEST} deep", place=place)
     _plain(doc.meta, f"{place}.meta")
@@ -377,7 +232,7 @@ def to_graph(doc: _Body, place: str = "$", depth: int = 0) -> Graph:
     return graph
 
 
-def _machine_of(row: _MachineRow, place: str) -> Machine:
+def _machine_of(row: MachineRow, place: str) -> Machine:
     if not len(row.pack) == len(row.unpack) == len(CODECS):
         raise BadInput(f"a machine has a rate for each of {len(CODECS)} codecs", len(row.pack), place)
     return Machine(*_machine(row))
@@ -399,7 +254,7 @@ def _plain(value: Any, place: str, depth: int = 0) -> None:
         for i, inner in enumerate(value):
             _plain(inner, f"{place}[{i}]", depth + 1)
     elif isinstance(value, int):
-        if not -(2**63) <= value <= _LARGEST:
+        if not -(2**63) <= value < 2**63:
             raise BadInput("a number is within 64 bits", value, place)
     elif isinstance(value, float):
         if not math.isfinite(value):
