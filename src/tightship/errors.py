@@ -5,6 +5,7 @@ command line exits with: 1 for "not achievable", 2 for bad input or usage.
 """
 
 from collections.abc import Callable, Sequence
+from copy import copy
 from typing import Any, ClassVar, Final
 
 __all__ = [
@@ -128,15 +129,10 @@ class Infeasible(TightshipError):
 
     def with_advice(self, advice: Sequence[str]) -> "Infeasible":
         """The same with other advice."""
-        return Infeasible(
-            budget=self.budget,
-            lower_bound=self.lower_bound,
-            best_peak=self.best_peak,
-            top=self.top,
-            placed=self.placed,
-            at=self.at,
-            advice=advice,
-        )
+        other = copy(self)
+        other.advice = tuple(advice)
+        other.args = (other._message(),)
+        return other
 
     @property
     def impossible(self) -> bool:

@@ -4,11 +4,12 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
+from blocks import KB, block  # noqa: E402
 from runs import Pair  # noqa: E402
 
 from models import MODELS  # noqa: E402
 from tightship.errors import Infeasible  # noqa: E402
-from tightship.execute import allocator, overlay, profile  # noqa: E402
+from tightship.execute import overlay, profile  # noqa: E402
 from tightship.execute.allocator import Arena, Miss, Script, replay  # noqa: E402
 from tightship.execute.fit import fit  # noqa: E402
 from tightship.execute.interpreter import Executor  # noqa: E402
@@ -17,17 +18,7 @@ from tightship.frontends.torch import overwrites  # noqa: E402
 from tightship.frontends.torch.step import capture_step  # noqa: E402
 from tightship.planners import default  # noqa: E402
 
-try:
-    allocator.load()
-except allocator.NoCompiler as error:
-    pytest.skip(str(error), allow_module_level=True)
-
-KB = 1024
 aten = torch.ops.aten
-
-
-def block() -> torch.Tensor:
-    return torch.empty(KB, dtype=torch.uint8)
 
 
 # ---- the arena
@@ -38,16 +29,16 @@ def test_a_block_may_lie_over_an_input_and_counts_once():
     script = Script([KB, KB, KB], [0, 0, KB], [0, 1, 2, 3], limit=KB, over=[0, 1, 0])
     with Meter() as meter, replay(arena, script) as session:
         session.seek(0)
-        below = block()
+        below = block(1)
         session.seek(1)
-        above = block()
+        above = block(1)
         assert above.data_ptr() == below.data_ptr() and arena.live == KB
         del below
         assert arena.live == KB
         del above
         assert arena.live == 0
         session.seek(2)
-        after = block()
+        after = block(1)
     assert session.stats.as_planned and session.stats.peak == meter.peak == KB == arena.live
     del after
     assert arena.live == 0 == session.stats.start
@@ -57,9 +48,9 @@ def test_an_input_held_longer_than_its_step_is_named():
     arena = Arena(KB)
     with replay(arena, Script([KB, KB], [0, 0], [0, 1, 2], over=[0, 1])) as session:
         session.seek(0)
-        below = block()
+        below = block(1)
         session.seek(1)
-        above = block()
+        above = block(1)
     stats = session.stats
     assert (stats.requests, stats.served, stats.misses) == (2, 1, 1)
     assert stats.first_misses == (Miss(1, 1, KB, KB, "held"),)
@@ -73,12 +64,12 @@ def test_nothing_lies_over_what_is_not_exactly_there():
     sizes, offsets = [KB, KB, KB, KB, 2 * KB], [0, 0, 0, KB, 0]
     with replay(arena, Script(sizes, offsets, [0, 1, 3, 5], over=[0, 1, 1, 1, 1])) as session:
         session.seek(0)
-        below = block()
+        below = block(1)
         session.seek(1)
-        above, third = block(), block()
+        above, third = block(1), block(1)
         del below
         session.seek(2)
-        beside, larger = block(), torch.empty(2 * KB, dtype=torch.uint8)
+        beside, larger = block(1), torch.empty(2 * KB, dtype=torch.uint8)
     at = [t.data_ptr() - arena.base for t in (above, third, beside, larger)]
     assert at[0] == 0 and at[2] == KB
     assert all(not 0 <= x < arena.size for x in (at[1], at[3]))
