@@ -87,6 +87,7 @@ class Binding:
         self._program, self._optimizer = program, optimizer
         self._found: list[Any] = []  # by slot; None for what each step brings
         self._leaves: list[tuple[int, int]] = []  # slot, leaf of the batch
+        self._constants: list[tuple[int, int]] = []  # slot, index of the constant
         self._states: list[tuple[int, Any, Any]] = []  # slot, parameter, key
         for n, slot in enumerate(program.slots):
             found = None
@@ -100,16 +101,20 @@ class Binding:
                 self._leaves.append((n, slot.key))
             elif slot.role == "constant":
                 found = program.constants[slot.key]
+                self._constants.append((n, slot.key))
             else:
                 raise BadInput("a slot's role is known", slot.role, f"slot {slot.key}")
             self._found.append(found)
         self._guarded = {(s.role, s.key): n for n, s in enumerate(program.slots)}
 
-    def tensors(self, leaves: Sequence[Any]) -> list[Any]:
+    def tensors(self, leaves: Sequence[Any], constants: Sequence[Any] | None = None) -> list[Any]:
         """One tensor per slot; None for optimizer state that does not exist yet. ``leaves`` are the
-        batch's.
+        batch's, ``constants`` those of this step where they are not the program's own.
         """
         found = self._found.copy()
+        if constants is not None:
+            for n, k in self._constants:
+                found[n] = constants[k]
         for n, leaf in self._leaves:
             found[n] = leaves[leaf]
         if self._optimizer is not None:

@@ -7,12 +7,17 @@ from typing import Any
 
 import torch
 
-from tightship.errors import BadInput
-from tightship.execute.prepared import Planner, Prepared, Settings
+from tightship.errors import BadInput, Unsupported
+from tightship.execute.prepared import Planner, Prepared, Settings, Variant
 from tightship.frontends.torch import compat
-from tightship.frontends.torch.program import Program
-from tightship.frontends.torch.step import capture_step
-from tightship.frontends.torch.structure import flatten
+from tightship.frontends.torch.live_step import Asked, run_code
+from tightship.frontends.torch.loss import loss_function
+from tightship.frontends.torch.program import Program, with_numbers
+from tightship.frontends.torch.python_state import python_state_kept
+from tightship.frontends.torch.step import check_model
+from tightship.frontends.torch.structure import Results, flatten
+from tightship.frontends.torch.untouched import untouched
+from tightship.plan import Plan
 from tightship.units import parse_budget, parse_bytes
 
 __all__ = ["TrainStep", "fit"]
@@ -82,10 +87,13 @@ def _default_planner(options: dict[str, Any]) -> Planner:
 class TrainStep(Prepared):
     """Made by `fit`. ``step(batch)`` trains on a batch and returns the loss, or (loss, what came with it).
 
-    Kinds of batches are kept as `Prepared` says. ``p.grad`` is neither read nor written. One thread at a time: a call
-    while another is running raises ``Unsupported``. If a step raises, the parameters whose update had run are
-    updated and the others are not (running statistics and random state likewise): load a checkpoint, or go
-    on.
+    ``loss_fn`` runs once in every step, as in eager and with its side effects, on stand-ins for tensors that compute
+    nothing; what it asks for is compared with what was captured. Numbers that have changed are taken over, anything
+    else is captured and planned as a kind of its own; the latest kinds are kept, as `Prepared` says.
+
+    Gradients are not left in ``p.grad``, and one that is there is refused, as are hooks on parameters. One thread at a
+    time: a call while another is running raises ``Unsupported``. If a step raises, the parameters whose update had run
+    are updated and the others are not (running statistics and random state likewise): load a checkpoint, or go on.
     """
 
     optimizer: torch.optim.Optimizer
@@ -93,15 +101,72 @@ class TrainStep(Prepared):
     def __init__(
         self, model: torch.nn.Module, loss_fn: Any, optimizer: torch.optim.Optimizer, settings: Settings
     ) -> None:
+        check_model(model)
         super().__init__(model, optimizer, settings)
         self.loss_fn = loss_fn
 
     def __call__(self, batch: Any) -> Any:
         with self._alone():
-            variant, tensors = self._find(batch, flatten(batch))
-            results = variant.executor.run(tensors)
+            variant, tensors, results = self._asked(batch)
+            done = variant.executor.run(tensors)
             compat.mark_stepped(self.optimizer)
-            return variant.program.result_spec.unflatten(results)
+            return results.unflatten(done)
 
-    def _capture(self, batch: Any) -> Program:
-        return capture_step(self.model, self.loss_fn, self.optimizer, batch)
+    def prepare(self, batch: Any) -> Plan:
+        """Captures and plans for batches like this one, if that has not been done. The code of the step runs once,
+        and what it changed of the model, of random states and of what it can reach is put back; no op is run."""
+        with self._alone(), untouched(self.model, [], frozen=False), python_state_kept(self.model, self.loss_fn):
+            return self._asked(batch)[0].executor.plan
+
+    def _asked(self, batch: Any) -> tuple[Variant, list[Any], Results]:
+        """What the code of the step asks for on this batch, the tensors to run it on, and what to make of its results."""
+        self._renew()
+        check_call(self.model)
+        leaves, modes = flatten(batch), self._modes()
+        fitting = [v for v in self._variants if v.modes == modes]
+        traces = {id(t): (t, v) for v in fitting for t in v.traces if t.batch.misfit(batch, leaves, plain=False) is None}
+        loss = loss_function(self.loss_fn, batch)
+        asked = run_code(self.model, loss, self.optimizer, batch, [t for t, _ in traces.values()])
+        if asked.program is None:
+            variant = traces[id(asked.trace)][1]
+        else:
+            variant = self._taken_over(asked, fitting) or self._new(asked.program, batch, modes)
+            variant.remember(asked.trace)
+        self._use(variant)
+        return variant, variant.binding.tensors(leaves, asked.constants), asked.results
+
+    def _taken_over(self, asked: Asked, fitting: list[Variant]) -> Variant | None:
+        """The variant whose ops are those of the program but for numbers, with the numbers of the program."""
+        assert asked.program is not None
+        for variant in fitting:
+            renewed = with_numbers(variant.captured, asked.program, variant.program)
+            if renewed is not None:
+                if renewed is not variant.program:
+                    variant.executor.change_numbers(renewed)
+                    variant.program = renewed
+                    variant.captured = asked.program
+                    variant.traces.clear()  # they hold other numbers
+                return variant
+        return None
+
+    def _new(self, program: Program, batch: Any, modes: tuple[Any, ...]) -> Variant:
+        self._check_new(batch, flatten(batch))
+        variant = self._planned(program, modes)
+        self._variants.insert(0, variant)
+        return variant
+
+
+def check_call(model: torch.nn.Module) -> None:
+    """Raises ``Unsupported`` where eager's step would do something else than train on gradients from nothing."""
+    if not torch.is_grad_enabled() or torch.is_inference_mode_enabled():
+        mode = "inference mode" if torch.is_inference_mode_enabled() else "torch.no_grad"
+        raise Unsupported(
+            f"a training step under {mode}", "it needs gradients", "call it outside, or evaluate the model itself"
+        )
+    for n, p in model.named_parameters():
+        if p.grad is not None:
+            raise Unsupported(
+                f"the parameter {n!r} has a gradient", "a step starts with zero_grad and leaves no gradients",
+                "call optimizer.zero_grad() before the step",
+            )  # fmt: skip
+    check_model(model)

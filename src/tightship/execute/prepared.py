@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -17,6 +17,7 @@ from tightship.execute.binding import Binding, Identity
 from tightship.execute.interpreter import Executor, RunStats
 from tightship.execute.pinned import Pinned
 from tightship.execute.profile import profile
+from tightship.frontends.torch.function_trace import FunctionTrace
 from tightship.frontends.torch.program import Program
 from tightship.frontends.torch.structure import flatten
 from tightship.graph import Graph
@@ -25,6 +26,8 @@ from tightship.units import Budget, format_bytes
 from tightship.verify import check
 
 __all__ = ["Planner", "Prepared", "Settings", "Variant"]
+
+_TRACES = 4
 
 Planner = Callable[[Graph, int | None], Plan]
 
@@ -51,7 +54,13 @@ class Variant:
     executor: Executor
     binding: Binding
     modes: tuple[Any, ...]
+    captured: Program  # before it was measured
     windows: list[Any] | None = None
+    traces: list[FunctionTrace] = field(default_factory=list)
+
+    def remember(self, trace: FunctionTrace) -> None:
+        """Code that asks for this program may do so in several ways."""
+        self.traces = [trace, *self.traces][:_TRACES]
 
 
 class Prepared:
@@ -156,36 +165,49 @@ class Prepared:
 
     # --- finding what to run ---
 
-    def _find(self, batch: Any, leaves: list[Any]) -> tuple[Variant, list[Any]]:
+    def _renew(self) -> None:
+        """Forgets what was captured of a model or optimizer that has other parts now."""
         why = self._identity.changed()
         if why is not None:
             self._notes.append(f"captured again: {why}")
             self._variants.clear()
             self._identity = Identity(self.model, self.optimizer)
+
+    def _find(self, batch: Any, leaves: list[Any]) -> tuple[Variant, list[Any]]:
+        self._renew()
         modes = self._modes()
-        for k, variant in enumerate(self._variants):
+        for variant in self._variants:
             if variant.modes != modes or variant.program.batch.misfit(batch, leaves) is not None:
                 continue
             tensors = variant.binding.tensors(leaves)
             if variant.binding.broken_guard(tensors) is None:
-                if k:
-                    self._variants.insert(0, self._variants.pop(k))
+                self._use(variant)
                 return variant, tensors
         self._check_new(batch, leaves)
         variant = self._made(batch, modes)
         self._variants.insert(0, variant)
+        self._use(variant)
+        return variant, variant.binding.tensors(leaves)
+
+    def _use(self, variant: Variant) -> None:
+        """Makes it the one used last, and lets go of the one not used for longest if there are too many."""
+        if self._variants[0] is not variant:
+            self._variants.remove(variant)
+            self._variants.insert(0, variant)
         while len(self._variants) > self.settings.variants:
             gone = self._variants.pop()
             gone.executor.arena = gone.windows = None
-        self._share()
-        return variant, variant.binding.tensors(leaves)
+        if variant.executor.arena is None:
+            self._share()
 
     def _made(self, batch: Any, modes: tuple[Any, ...]) -> Variant:
-        program = profile(self._capture(batch), **self.settings.measuring)
+        return self._planned(self._capture(batch), modes)
+
+    def _planned(self, captured: Program, modes: tuple[Any, ...]) -> Variant:
+        program = profile(captured, **self.settings.measuring)
         plan = self.settings.planner(program.graph, self._budget(program.graph))
-        return Variant(
-            program, self._executor(program, plan), Binding(program, self.model, self.optimizer), modes
-        )
+        binding = Binding(program, self.model, self.optimizer)
+        return Variant(program, self._executor(program, plan), binding, modes, captured)
 
     def _budget(self, graph: Graph) -> int | None:
         if self.settings.budget is None:

@@ -35,6 +35,7 @@ __all__ = [
     "is_collective",
     "is_composite",
     "is_fake",
+    "is_functorch",
     "is_inplace_view",
     "is_random",
     "plain_execution",
@@ -92,6 +93,11 @@ def fake_mode() -> Any:
 
 def is_fake(tensor: object) -> bool:
     return isinstance(tensor, _fake.FakeTensor)
+
+
+def is_functorch(tensor: torch.Tensor) -> bool:
+    """Whether the tensor is a wrapper of a functional transform (vmap, grad)."""
+    return bool(torch._C._functorch.is_functorch_wrapped_tensor(tensor))
 
 
 def fake_mode_of(tensors: Any) -> Any:

@@ -25,7 +25,18 @@ from torch.nn.modules import module as _module  # noqa: E402
 from torch.nn.utils import stateless as _stateless  # noqa: E402
 from torch.utils import checkpoint as _checkpoint  # noqa: E402
 
-__all__ = ["module_hooks", "quiet_capture", "reparametrised"]
+__all__ = [
+    "GrownCaches",
+    "Special",
+    "States",
+    "calls_seen",
+    "module_hooks",
+    "python_for_stand_ins",
+    "quiet_capture",
+    "quiet_engine",
+    "reparametrised",
+    "running_modules",
+]
 
 
 # --- modules --------------------------------------------------------------------------------------------------
@@ -43,11 +54,117 @@ def module_hooks(enter: Callable[[Any], None], leave: Callable[[], None]) -> Ite
         post.remove()
 
 
+def running_modules() -> list[torch.nn.Module]:
+    """The modules whose calls are running, outermost first."""
+    found: list[torch.nn.Module] = []
+    frame: Any = sys._getframe(1)
+    while frame is not None:
+        if frame.f_code is _CALL:
+            found.append(frame.f_locals["self"])
+        frame = frame.f_back
+    return found[::-1]
+
+
+_CALL = torch.nn.Module._call_impl.__code__
+
+
 @contextmanager
 def reparametrised(model: torch.nn.Module, tensors: dict[str, torch.Tensor]) -> Iterator[None]:
     """Swap the model's parameters and buffers for ``tensors`` (tied ones together), and back."""
     with _stateless._reparametrize_module(model, tensors, tie_weights=True, strict=False):
         yield
+
+
+# --- calls that torch's function modes do not see -------------------------------------------------------------
+
+
+class Special:
+    """Such a call as a function: equal for the same ``owner``; ``inner_code`` is the caller's Python in it."""
+
+    def __init__(self, name: str, call: Callable[..., Any], owner: Any, inner_code: tuple[Any, ...] = ()) -> None:
+        self.__name__, self._call, self.owner, self.inner_code = name, call, owner, inner_code
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._call(*args, **kwargs)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Special) and (other.__name__, other.owner) == (self.__name__, self.owner)
+
+    def __hash__(self) -> int:
+        return hash(self.__name__)
+
+
+Seen = Callable[[Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
+
+
+@contextmanager
+def calls_seen(seen: Seen) -> Iterator[None]:
+    """``seen(function, args, kwargs)`` makes calls of autograd functions, scripted code and functional transforms,
+    and is told when autocast forgets what it has converted."""
+    apply: Any = vars(torch.autograd.Function)["apply"]
+
+    def applied(cls: Any, *args: Any, **kwargs: Any) -> Any:
+        code = (cls.forward, cls.backward, *([cls.setup_context] if _has_setup(cls) else []))
+        return seen(Special(f"{cls.__name__}.apply", functools.partial(apply.__func__, cls), cls, code), args, kwargs)
+
+    def through(owner: Any, name: str) -> Any:
+        call = getattr(owner, name)
+        return lambda *args, **kwargs: seen(Special(name, call, owner), args, kwargs)
+
+    with ExitStack() as stack:
+        stack.enter_context(_patched(torch.autograd.Function, "apply", classmethod(applied)))
+        for owner, name in _UNSEEN:
+            stack.enter_context(_patched(owner, name, through(owner, name)))
+        yield
+
+
+def _has_setup(cls: Any) -> bool:
+    return cls.setup_context is not torch.autograd.Function.setup_context
+
+
+_UNSEEN: list[tuple[Any, str]] = [
+    (torch._C.ScriptFunction, "__call__"),
+    (torch._C.ScriptMethod, "__call__"),
+    (importlib.import_module("torch._functorch.apis"), "vmap_impl"),
+    (importlib.import_module("torch._functorch.eager_transforms"), "grad_impl"),
+    (importlib.import_module("torch._functorch.eager_transforms"), "grad_and_value_impl"),
+    (torch, "clear_autocast_cache"),
+]
+
+
+class States:
+    """Sets gradient and inference mode and autocast from call to call, as `function_trace.ExecutionState` has them."""
+
+    def __init__(self) -> None:
+        self._stack = ExitStack()
+        self._known: Any = None
+
+    @contextmanager
+    def kept(self) -> Iterator[None]:
+        """Puts the modes back that there were; autocast forgets nothing meanwhile."""
+        torch.autocast_increment_nesting()
+        try:
+            with self._stack:
+                yield
+        finally:
+            self._stack.close()
+            if torch.autocast_decrement_nesting() == 0:
+                torch.clear_autocast_cache()
+
+    def set(self, state: Any) -> None:
+        if state == self._known:
+            return
+        self._stack.close()
+        self._known = state
+        enter = self._stack.enter_context
+        enter(torch.inference_mode(state.inference))
+        enter(torch.set_grad_enabled(state.grad))
+        on = {kind: (dtype, cache) for kind, dtype, cache in state.autocast}
+        for kind in ("cpu", "cuda"):
+            if kind in on:
+                enter(torch.autocast(kind, dtype=on[kind][0], cache_enabled=on[kind][1]))
+            elif torch.is_autocast_enabled(kind):
+                enter(torch.autocast(kind, enabled=False))
 
 
 # --- capture --------------------------------------------------------------------------------------------------
@@ -67,7 +184,7 @@ class _CallThrough:
 
 @contextmanager
 def _patched(owner: Any, name: str, value: Any) -> Iterator[None]:
-    before = getattr(owner, name)
+    before = vars(owner)[name] if isinstance(owner, type) and name in vars(owner) else getattr(owner, name)
     setattr(owner, name, value)
     try:
         yield
@@ -77,7 +194,19 @@ def _patched(owner: Any, name: str, value: Any) -> Iterator[None]:
 
 @contextmanager
 def quiet_capture(*, has_data: bool) -> Iterator[None]:
-    """What has to be different while a step is captured, put back afterwards.
+    """What has to be different while a step is captured, put back afterwards: ``python_for_stand_ins``, and caches
+    that grew meanwhile are emptied."""
+    grown = GrownCaches()
+    try:
+        with python_for_stand_ins(has_data=has_data), quiet_engine():
+            yield
+    finally:
+        grown.empty()
+
+
+@contextmanager
+def python_for_stand_ins(*, has_data: bool) -> Iterator[None]:
+    """What has to be different while Python code runs on tensors without data, put back afterwards.
 
     Checkpointing is switched off (what to recompute is decided here, and its random state is not the step's).
     Where the data that decides the control flow is at hand (``has_data``), transformers is kept from noticing
@@ -92,7 +221,6 @@ def quiet_capture(*, has_data: bool) -> Iterator[None]:
         enter(_patched(torch.nn.Module, "_apply", _apply_nothing))
         enter(torch.compiler.set_stance("force_eager"))
         enter(_patched(torch.distributions.Distribution, "_validate_args", False))
-        enter(_emptied_caches())
         for owner, name in _SEEDING:
             enter(_patched(owner, name, _refuse_seed))
         if has_data and "transformers" in sys.modules:
@@ -100,22 +228,31 @@ def quiet_capture(*, has_data: bool) -> Iterator[None]:
             # Reads the batch to warn about padding, which would make a guard of a warning.
             base = importlib.import_module("transformers.modeling_utils").PreTrainedModel
             enter(_patched(base, "warn_if_padding_and_no_attention_mask", _nothing))
-        enter(torch.autograd.set_multithreading_enabled(False))
-        # Logs the whole stack where a formula fails, also when the kernel is then asked instead.
-        enter(_patched(logging.getLogger("torch._subclasses.fake_tensor"), "disabled", True))
         yield
 
 
 @contextmanager
-def _emptied_caches() -> Iterator[None]:
-    """Empties every ``functools`` cache that grew meanwhile, or later calls would get tensors without data."""
-    before = {id(c): c.cache_info().currsize for c in _caches()}
-    try:
+def quiet_engine() -> Iterator[None]:
+    """Backward passes of fake tensors on this thread, and no logging of formulas that fail."""
+    with ExitStack() as stack:
+        stack.enter_context(torch.autograd.set_multithreading_enabled(False))
+        # Logs the whole stack where a formula fails, also when the kernel is then asked instead.
+        stack.enter_context(_patched(logging.getLogger("torch._subclasses.fake_tensor"), "disabled", True))
         yield
-    finally:
-        for c in _caches():
-            if c.cache_info().currsize != before.get(id(c), 0):
-                c.cache_clear()
+
+
+class GrownCaches:
+    """The ``functools`` caches that have grown since: they hold tensors without data, which later calls would get."""
+
+    def __init__(self) -> None:
+        self._before = {id(c): c.cache_info().currsize for c in _caches()}
+
+    def empty(self) -> tuple[Any, ...]:
+        """Empties and returns them."""
+        grown = tuple(c for c in _caches() if c.cache_info().currsize != self._before.get(id(c), 0))
+        for c in grown:
+            c.cache_clear()
+        return grown
 
 
 def _caches() -> list[Any]:

@@ -67,6 +67,8 @@ class Tracker:
         self._names = names
         self._stack: list[str] = []
         self._by_sequence: dict[int, Origin] = {}
+        self.place: Origin | None = None  # of ops that are run again, without the code that asked for them
+        self._resumed = False
 
     @contextmanager
     def active(self) -> Iterator[None]:
@@ -83,9 +85,22 @@ class Tracker:
 
     def forward(self) -> Origin:
         """Origin of the op being dispatched in the forward pass; remembered for its backward ops."""
-        origin = Origin(self._stack[-1] if self._stack else "", source_line())
+        origin = self.here()
         self._by_sequence[compat.forward_sequence()] = origin
         return origin
+
+    def here(self) -> Origin:
+        """Where the running code is."""
+        if self.place is not None:
+            return self.place
+        if self._resumed:
+            known = [self._names[m] for m in compat_capture.running_modules() if m in self._names]
+            return Origin(known[-1] if known else "", source_line())
+        return Origin(self._stack[-1] if self._stack else "", source_line())
+
+    def resume(self) -> None:
+        """From now on, modules are looked for on the stack: they were called before anybody could be told."""
+        self._resumed = True
 
     def backward(self) -> Origin:
         """Origin of the forward op whose backward is running; empty between autograd nodes."""

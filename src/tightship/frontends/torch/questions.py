@@ -1,7 +1,7 @@
 """Questions that a program asks of its data while it is captured: values for control flow, and shapes.
 
-They are answered where the answer is the same in every step: if it comes from constants, or from the batch or
-buffers, in which case a ``Guard`` repeats the question before each step; or if it is settled without the data.
+They are answered where the answer is the same in every step: if it comes from constants, the batch or buffers, in
+which case a ``Guard`` repeats the question in each step; or if it is settled without the data.
 """
 
 from __future__ import annotations
@@ -107,11 +107,10 @@ class Questions:
         needed, sources = self._slice(wanted, fn, origin)
         values, bases = tape.values, {s: st.base for s, st in enumerate(tape.storages)}
         role = {v: (role, key) for v, role, key in tape.slots}
-        fixed = {v: tape.real[v] for v in sources if role[v][0] == "constant"}
-        asked = {v: role[v] for v in sources if v not in fixed}
+        asked = {v: role[v] for v in sources}
 
         def ask(tensors: Tensors) -> Any:
-            given = fixed | {v: tensors[key] for v, key in asked.items()}
+            given = {v: tensors[key] for v, key in asked.items()}
             with torch.no_grad():
                 return finish(evaluate(needed, values, bases, given, wanted))
 

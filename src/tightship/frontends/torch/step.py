@@ -21,7 +21,16 @@ from tightship.frontends.torch.structure import BatchSpec, Given, Results, cache
 from tightship.frontends.torch.tape import Tape
 from tightship.frontends.torch.untouched import Change, applied, untouched
 
-__all__ = ["capture_forward", "capture_loss", "capture_step", "module_of"]
+__all__ = [
+    "StepCapture",
+    "capture_forward",
+    "capture_loss",
+    "capture_step",
+    "check_changes",
+    "check_model",
+    "checked_leaf",
+    "module_of",
+]
 
 _PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size, type)
 
@@ -47,11 +56,11 @@ def capture_step(
     sparse gradients, an optimizer that couples parameters, hooks on parameters, a step that changes what the
     next one does other than through parameters and buffers, …).
     """
-    _check_model(model)
+    check_model(model)
     loss = loss_function(loss_fn, batch)
     capture = _Capture(model, batch, name)
     program = capture.step(loss, optimizer)
-    _check_changes(capture.changes, program)
+    check_changes(capture.changes, program)
     if any(c.is_plain for c in capture.changes):
         with applied(capture.changes):
             second = _Capture(model, batch, name).step(loss, optimizer)
@@ -71,7 +80,7 @@ def capture_loss(
 
     Raises as ``capture_step``.
     """
-    _check_model(model)
+    check_model(model)
     modes = [(m, m.training) for m in model.modules()]
     try:
         model.train(train)
@@ -92,7 +101,7 @@ def capture_forward(
     """The program of the model's forward pass on ``sample`` in evaluation mode, without gradients; its results are
     the model's. ``sample`` and ``device`` as for ``capture_loss``. Raises as ``capture_step``.
     """
-    _check_model(model)
+    check_model(model)
     modes = [(m, m.training) for m in model.modules()]
     try:
         for m in model.modules():
@@ -106,7 +115,7 @@ def capture_forward(
 # --- what is captured -----------------------------------------------------------------------------------------
 
 
-def _check_model(model: Any) -> None:
+def check_model(model: Any) -> None:
     compat.require_torch()
     if not isinstance(model, torch.nn.Module):
         raise BadInput("the model is a torch.nn.Module", type(model).__name__, "model")
@@ -148,7 +157,25 @@ class _Capture:
         self.changes: list[Change] = []
 
     def step(self, loss_fn: LossFn, optimizer: torch.optim.Optimizer | None) -> Program:
-        by_name = {n: p for n, p in self.parameters.items() if p.requires_grad}
+        updates, wanted = self._wanted(optimizer)
+        quiet = compat_capture.quiet_capture(has_data=self.has_data)
+        with untouched(self.model, self.changes), quiet, torch.enable_grad():
+            fakes = self._fakes()
+            results, gradients = self._run(loss_fn, fakes, wanted)
+        handed_back = results if optimizer is not None else (results, self.tape.refs(gradients))
+        spec, values = Results.of_refs(handed_back)
+        self._updated(updates, fakes, gradients)
+        notes = [f"{c} is set by each step in eager, not by the program" for c in self.changes]
+        return finish(
+            self.tape, values, result_spec=spec, name=self.name, guards=self.recorder.guards,
+            batch=BatchSpec.of(self.batch), notes=notes, losses=values[:1], sums=True,
+        )  # fmt: skip
+
+    def _wanted(
+        self, optimizer: torch.optim.Optimizer | None
+    ) -> tuple[dict[str, Updater], list[str]]:
+        """The optimizer's updaters, and the parameters whose gradients are wanted."""
+        by_name = [n for n, p in self.parameters.items() if p.requires_grad]
         if not by_name:
             raise BadInput("at least one parameter of the model requires a gradient", place="model")
         if caches(self.batch):
@@ -156,22 +183,17 @@ class _Capture:
                 "a cache of keys and values in a training batch", "what a step writes into it would be lost",
                 "leave it out, or train with use_cache=False",
             )  # fmt: skip
-        updates = updaters(optimizer, self.parameters) if optimizer is not None else {}
-        wanted = list(updates) if optimizer is not None else list(by_name)
-        quiet = compat_capture.quiet_capture(has_data=self.has_data)
-        with untouched(self.model, self.changes), quiet, torch.enable_grad():
-            fakes = self._fakes()
-            results, gradients = self._run(loss_fn, fakes, wanted)
-        handed_back = results if optimizer is not None else (results, self.tape.refs(gradients))
-        spec, values = Results.of_refs(handed_back)
+        if optimizer is None:
+            return {}, by_name
+        updates = updaters(optimizer, self.parameters)
+        return updates, list(updates)
+
+    def _updated(
+        self, updates: dict[str, Updater], fakes: _Fakes, gradients: dict[str, torch.Tensor]
+    ) -> None:
         for n, updater in updates.items():
             if n in gradients:
                 self._update(updater, fakes.parameters[n], gradients[n])
-        notes = [f"{c} is set by each step in eager, not by the program" for c in self.changes]
-        return finish(
-            self.tape, values, result_spec=spec, name=self.name, guards=self.recorder.guards,
-            batch=BatchSpec.of(self.batch), notes=notes, losses=values[:1], sums=True,
-        )  # fmt: skip
 
     def forward(self) -> Program:
         self.tape.grad = False
@@ -201,14 +223,19 @@ class _Capture:
                 self._rebound(fakes)
             loss = checked_loss(out)
             results = self._results(out)
-            with self.recorder.in_phase("backward"):
-                torch.autograd.backward(loss, inputs=leaves)
+            return results, self._gradients(loss, wanted, leaves)
+
+    def _gradients(
+        self, loss: torch.Tensor, wanted: Sequence[str], leaves: Sequence[torch.Tensor]
+    ) -> dict[str, torch.Tensor]:
+        with self.recorder.in_phase("backward"):
+            torch.autograd.backward(loss, inputs=leaves)
         gradients = {}
         for n, leaf in zip(wanted, leaves, strict=True):
             if leaf.grad is not None:
                 gradients[n] = leaf.grad
                 self._name_gradient(n, leaf.grad)
-        return results, gradients
+        return gradients
 
     def _results(self, out: Any, given: Sequence[Any] = ()) -> Any:
         """``out`` with ``Ref``s for its tensors, and `Given` for caches that the model was ``given``."""
@@ -216,15 +243,7 @@ class _Capture:
         def leaf(x: Any) -> Any:
             if any(x is c for c in given):
                 return Given(next(k for k, c in enumerate(given) if c is x))
-            if isinstance(x, torch.Tensor):
-                return Ref(self.tape.value(x))
-            if isinstance(x, _PLAIN):
-                return x
-            raise Unsupported(
-                f"a {type(x).__name__} among the results of a step",
-                "tensors inside it cannot be found",
-                "return its tensors in lists, tuples, dicts or dataclasses",
-            )
+            return Ref(self.tape.value(x)) if isinstance(x, torch.Tensor) else checked_leaf(x)
 
         return map_leaves(leaf, out, lambda x: any(x is c for c in given))
 
@@ -314,10 +333,75 @@ class _Capture:
         r.origin = Origin(updater.name.rpartition(".")[0], "")
 
 
+class StepCapture(_Capture):
+    """Captures a step whose calls come one by one, as `rerun.Execution` makes them: ``program`` when all are made."""
+
+    def __init__(self, model: torch.nn.Module, batch: Any, name: str) -> None:
+        super().__init__(model, batch, name)
+        self._given = self._fakes()
+
+    @property
+    def stand_ins(self) -> Any:
+        """The batch on fake tensors."""
+        return self._given.batch
+
+    @property
+    def guards(self) -> list[Any]:
+        return self.recorder.guards
+
+    def inputs(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """What the code sees of parameters, buffers and the batch, and the fake tensor of each."""
+        own = [(p, self._given.parameters[n]) for n, p in self.parameters.items()]
+        own += [(b, self._given.buffers[n]) for n, b in self.buffers.items()]
+        return own + [(t, t) for t in _tensors(self._given.batch)]
+
+    @contextmanager
+    def executing(self) -> Iterator[None]:
+        with self.mode, self.recorder:
+            yield
+
+    def origin(self) -> Origin:
+        return self.tracker.here()
+
+    def place(self, origin: Origin | None) -> None:
+        """Where calls come from that are made again; None: where the running code is."""
+        self.tracker.place = origin
+
+    def resume(self) -> None:
+        self.tracker.resume()
+
+    def program(
+        self, loss: torch.Tensor, results: Sequence[torch.Tensor], spec: Results,
+        optimizer: torch.optim.Optimizer | None, notes: Sequence[str],
+    ) -> Program:  # fmt: skip
+        """The program of the calls made and of the backward pass and update that follow them."""
+        updates, wanted = self._wanted(optimizer)
+        leaves = [self._given.parameters[n] for n in wanted]
+        with torch.enable_grad(), self.executing():
+            values = [self.tape.value(t) for t in (*results, loss)]
+            gradients = self._gradients(loss, wanted, leaves)
+        self._updated(updates, self._given, gradients)
+        return finish(
+            self.tape, values[:-1], result_spec=spec, name=self.name, guards=self.recorder.guards,
+            batch=BatchSpec.of(self.batch), notes=notes, losses=values[-1:], sums=True,
+        )  # fmt: skip
+
+
+def checked_leaf(x: Any) -> Any:
+    """What may be handed back beside tensors; raises ``Unsupported`` for anything else."""
+    if isinstance(x, _PLAIN):
+        return x
+    raise Unsupported(
+        f"a {type(x).__name__} among the results of a step",
+        "tensors inside it cannot be found",
+        "return its tensors in lists, tuples, dicts or dataclasses",
+    )
+
+
 # --- steps that change what the next one does -----------------------------------------------------------------
 
 
-def _check_changes(changes: Sequence[Change], program: Program) -> None:
+def check_changes(changes: Sequence[Change], program: Program) -> None:
     """A tensor that the step reads and replaces would be read as it is now for ever."""
     for c in changes:
         if isinstance(c.old, torch.Tensor) and any(c.old is t for t in program.constants):

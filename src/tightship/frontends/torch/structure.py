@@ -137,14 +137,16 @@ class BatchSpec:
     def fits(self, batch: Any) -> bool:
         return self.misfit(batch) is None
 
-    def misfit(self, batch: Any, leaves: Sequence[Any] | None = None) -> str | None:
+    def misfit(self, batch: Any, leaves: Sequence[Any] | None = None, *, plain: bool = True) -> str | None:
         """What is different about ``batch``, or None if a captured step can take it; ``leaves`` are its own, where
-        they are known."""
+        they are known. Without ``plain``, leaves that are no tensors may differ."""
         if _shape_of(batch) != self.containers:
             return "the batch's structure"
         leaves = flatten(batch) if leaves is None else leaves
         for k, (leaf, known) in enumerate(zip(leaves, self.leaves, strict=True)):
             now = _described(leaf)
+            if not plain and not isinstance(now, _TensorLeaf) and not isinstance(known, _TensorLeaf):
+                continue
             if type(now) is not type(known) or now != known:
                 return f"leaf {k} of the batch: {now} instead of {known}"
         return None

@@ -14,7 +14,7 @@ import torch
 from tightship.errors import Unsupported
 from tightship.frontends.torch import compat
 
-__all__ = ["Change", "applied", "untouched"]
+__all__ = ["Change", "Leftovers", "applied", "untouched"]
 
 
 @dataclass(frozen=True)
@@ -51,11 +51,12 @@ def applied(changes: Iterable[Change]) -> Iterator[None]:
 
 
 @contextmanager
-def untouched(model: torch.nn.Module, changes: list[Change]) -> Iterator[None]:
+def untouched(model: torch.nn.Module, changes: list[Change], *, frozen: bool = True) -> Iterator[None]:
     """Put back what running a model's Python code changes: modules, their attributes, random states.
 
     ``changes`` receives the public attributes that were set to something else. Raises ``Unsupported`` for
-    changes without which the captured step is another one than eager's.
+    changes without which the captured step is another one than eager's; if the code is ``frozen``, not to run again
+    in every step, that is also so for random numbers that Python and NumPy have drawn.
     """
     before = [(m, dict(vars(m)), _contents(m)) for m in model.modules()]
     modules, states = _modules(model), _random_states()
@@ -66,7 +67,7 @@ def untouched(model: torch.nn.Module, changes: list[Change]) -> Iterator[None]:
                 "a model that replaces modules while it runs", "eager would do so in the first step only",
                 "run the model once before capturing it",
             )  # fmt: skip
-        for library, get, _, state in states:
+        for library, get, _, state in states if frozen else ():
             if not _equal(get(), state):
                 raise Unsupported(
                     f"drawing from {library}'s random state in a step",
@@ -85,6 +86,72 @@ def untouched(model: torch.nn.Module, changes: list[Change]) -> Iterator[None]:
             vars(m).update(attributes)
             for k, held in contents.items():
                 _refill(vars(m)[k], held)
+
+
+class Leftovers:
+    """Attributes of a model's modules as they are now, to be put back where Python code that ran on stand-ins has left
+    some there. ``only`` is where to look; None: everywhere."""
+
+    def __init__(
+        self, model: torch.nn.Module, only: Iterable[tuple[torch.nn.Module, str]] | None = None
+    ) -> None:
+        self._model, self._everywhere = model, only is None
+        if only is None:
+            self._before = [(m, dict(vars(m)), _contents(m)) for m in model.modules()]
+            self._modules = _modules(model)
+            return
+        wanted: dict[torch.nn.Module, list[str]] = {}
+        for m, name in only:
+            wanted.setdefault(m, []).append(name)
+        self._before = [
+            (m, {k: vars(m)[k] for k in names if k in vars(m)}, {k: _copied(vars(m).get(k)) for k in names})
+            for m, names in wanted.items()
+        ]
+
+    def remove(self) -> list[Change]:
+        """Puts back what holds stand-ins; returns what that was. Other changes stay, as eager's do.
+
+        Raises ``Unsupported`` for modules that were replaced.
+        """
+        gone = []
+        for m, attributes, contents in self._before:
+            names = list(vars(m)) if self._everywhere else list(contents)
+            for k in names:
+                new, old = vars(m).get(k), attributes.get(k)
+                if k in _MEMBERS or not _holds_stand_ins(new):
+                    continue
+                gone.append(Change(m, k, old, new))
+                if old is new and contents.get(k) is not None:
+                    _refill(new, contents[k])
+                elif k in attributes:
+                    vars(m)[k] = old
+                else:
+                    del vars(m)[k]
+        if self._everywhere and _modules(self._model) != self._modules:
+            raise Unsupported(
+                "a model that replaces modules while it runs", "the step was captured with those it had",
+                "run the model once before capturing it",
+            )  # fmt: skip
+        return gone
+
+
+_MEMBERS = ("_parameters", "_buffers", "_modules")
+
+
+def _copied(value: Any) -> Any:
+    return value.copy() if isinstance(value, (dict, list, set)) else None
+
+
+def _holds_stand_ins(value: Any, depth: int = 3) -> bool:
+    if isinstance(value, torch.Tensor):
+        return compat.is_fake(value)
+    if depth and isinstance(value, (list, tuple, set)):
+        return any(_holds_stand_ins(x, depth - 1) for x in value)
+    if depth and isinstance(value, dict):
+        return any(_holds_stand_ins(x, depth - 1) for x in value.values())
+    return depth > 0 and hasattr(value, "__dataclass_fields__") and any(
+        _holds_stand_ins(x, depth - 1) for x in getattr(value, "__dict__", {}).values()
+    )
 
 
 def _contents(module: torch.nn.Module) -> dict[str, Any]:

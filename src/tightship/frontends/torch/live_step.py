@@ -1,0 +1,201 @@
+"""One training step's Python code, run as in eager, and the program that it asks for.
+
+What a step computes is known only when its code has run: a number may have been annealed, a counter have reached its
+end, a tensor have been replaced. So the code runs in every step (`Rerun`), and what it asks for is compared with what
+was captured.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from tightship.errors import Unsupported
+from tightship.frontends.torch import compat, compat_capture
+from tightship.frontends.torch.function_trace import FunctionTrace
+from tightship.frontends.torch.loss import LossFn, checked_loss
+from tightship.frontends.torch.program import Program
+from tightship.frontends.torch.rerun import Rerun
+from tightship.frontends.torch.step import StepCapture, check_changes, checked_leaf
+from tightship.frontends.torch.structure import BatchSpec, Results, flatten, map_leaves
+from tightship.frontends.torch.untouched import Leftovers
+
+__all__ = ["Asked", "run_code"]
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What the code of one step asked for. ``program`` is None where it is what ``trace`` was captured with.
+    ``results`` puts the step's results together; ``constants`` are this step's, by the index of the program's."""
+
+    trace: FunctionTrace
+    program: Program | None
+    results: Results
+    constants: tuple[Any, ...]
+
+
+def run_code(
+    model: torch.nn.Module, loss_fn: LossFn, optimizer: torch.optim.Optimizer | None, batch: Any,
+    traces: Sequence[FunctionTrace], *, name: str = "step",
+) -> Asked:  # fmt: skip
+    """Run ``loss_fn(model, batch)`` on stand-ins, with its side effects; ``traces`` are those of earlier steps that
+    may be met again, the likeliest first. Nothing is computed, and no random number of torch's is drawn.
+
+    Raises as ``capture_step``, and whatever the code raises.
+    """
+    code = _Code(model, batch, traces, name)
+    with compat_capture.python_for_stand_ins(has_data=True), code.open():
+        out = code.rerun.run(lambda given: code.asked(loss_fn, given))
+        return code.finish(out, optimizer)
+
+
+class _Code:
+    def __init__(
+        self, model: torch.nn.Module, batch: Any, traces: Sequence[FunctionTrace], name: str
+    ) -> None:
+        self.model, self.batch, self.traces, self.name = model, batch, traces, name
+        self.leaves = flatten(batch)
+        self.buffers = dict(model.named_buffers())
+        self.stack = ExitStack()
+        self.captures: list[StepCapture] = []
+        self.caches: list[compat_capture.GrownCaches] = []
+        known = {(m, k): None for t in traces for m, k in t.attributes}
+        self.left = [Leftovers(model, known)]
+
+    @contextmanager
+    def open(self) -> Iterator[None]:
+        cleaned = False
+        with self.stack:
+            self.rerun = Rerun(self.traces, self.start, self.stand_ins, self.read)
+            try:
+                yield
+                cleaned = True
+            finally:
+                if not cleaned:
+                    self.clean()
+
+    def start(self) -> StepCapture:
+        capture = StepCapture(self.model, self.batch, self.name)
+        self.caches.append(compat_capture.GrownCaches())
+        self.left.append(Leftovers(self.model))
+        self.stack.enter_context(compat_capture.quiet_engine())
+        self.stack.enter_context(capture.tracker.active())
+        self.captures.append(capture)
+        return capture
+
+    def stand_ins(self, trace: FunctionTrace) -> Any:
+        """The batch with a trace's stand-ins in the place of its tensors."""
+        tensors = iter(trace.tensors[trace.leaves : trace.inputs])
+        return map_leaves(lambda x: next(tensors) if isinstance(x, torch.Tensor) else x, self.batch)
+
+    def read(self, trace: FunctionTrace, bound: Mapping[int, torch.Tensor]) -> dict[tuple[str, Any], Any]:
+        """The caller's tensors by role and key, as guards know them."""
+        found: dict[tuple[str, Any], Any] = {("buffer", n): b for n, b in self.buffers.items()}
+        found |= {("input", k): x for k, x in enumerate(self.leaves) if isinstance(x, torch.Tensor)}
+        for k, c in enumerate(trace.program_constants):
+            found["constant", k] = bound.get(trace.index.get(id(c), -1), c)
+        return found
+
+    # --- around the code ---
+
+    def asked(self, loss_fn: LossFn, given: Any) -> Any:
+        out = loss_fn(self.model, given)
+        self.rebound()
+        return out
+
+    def rebound(self) -> None:
+        """A buffer that was replaced by a new tensor is written back, which is what the next step would read."""
+        for m in self.model.modules():
+            for k, b in m._buffers.items():
+                if b is None or not compat.is_fake(b):
+                    continue
+                name, real = next(
+                    ((n, r) for n, r in self.buffers.items() if _home(self.model, n) == (m, k)), ("", None)
+                )
+                if real is None or (b.shape, b.dtype, b.device) != (real.shape, real.dtype, real.device):
+                    m._buffers[k] = real
+                    raise Unsupported(
+                        f"the buffer {name or k!r}", "the step replaces it by a tensor of another size or type",
+                        "write into it with copy_(), or run the model once before capturing it",
+                    )  # fmt: skip
+                with torch.no_grad():
+                    real.copy_(b)
+                m._buffers[k] = real
+
+    def clean(self) -> tuple[tuple[torch.nn.Module, str], ...]:
+        """Takes away what the code has left of stand-ins; returns where."""
+        for m in self.model.modules():
+            for k, b in m._buffers.items():
+                if b is not None and compat.is_fake(b):
+                    m._buffers[k] = next(r for n, r in self.buffers.items() if _home(self.model, n) == (m, k))
+        grown = [c.empty() for c in self.caches]
+        for t in self.traces:
+            for c in t.caches:
+                c.cache_clear()
+        self.grown = tuple(c for some in grown for c in some)
+        changes = [c for left in reversed(self.left) for c in left.remove()]
+        self.changes = changes
+        return tuple({(c.module, c.name): None for c in changes})
+
+    # --- when it has run ---
+
+    def finish(self, out: Any, optimizer: torch.optim.Optimizer | None) -> Asked:
+        rerun = self.rerun
+        tensors = [t for t in flatten(out) if isinstance(t, torch.Tensor)]
+        numbers = rerun.settle(tensors)
+        if rerun.execution is None and (rerun.actual or rerun.trace.repeats):
+            rerun.go_on()
+            rerun.trace.results = numbers
+        trace = rerun.trace
+        results = [n for n in numbers if n >= 0 and n not in trace.constants]
+        left = self.clean()
+        position = iter(range(len(results)))
+
+        def leaf(x: Any) -> Any:
+            if isinstance(x, torch.Tensor):
+                n = rerun.number(x)
+                return Results.Position(next(position)) if n >= 0 and n not in trace.constants else x
+            return checked_leaf(x)
+
+        spec = Results(map_leaves(leaf, out))
+        if rerun.execution is None:
+            constants = [rerun.bound.get(trace.index.get(id(c), -1), c) for c in trace.program_constants]
+            return Asked(trace, None, spec, tuple(constants))
+        capture = self.captures[-1]
+        fakes = rerun.execution.fakes
+        loss = checked_loss(out)
+        guards = len(capture.guards)
+        program = capture.program(
+            fakes[rerun.number(loss)], [fakes[n] for n in results], spec, optimizer, self.notes(left)
+        )
+        self.note(trace, program, capture.guards[guards:], left)
+        check_changes(self.changes, program)
+        return Asked(trace, program, spec, program.constants)
+
+    def notes(self, left: Sequence[tuple[torch.nn.Module, str]]) -> list[str]:
+        return [f"{type(m).__name__}.{k} is set to a tensor by each step in eager, not by the program" for m, k in left]
+
+    def note(
+        self, trace: FunctionTrace, program: Program, guards: Sequence[Any],
+        left: tuple[tuple[torch.nn.Module, str], ...],
+    ) -> None:  # fmt: skip
+        """What is known of a trace when its program is."""
+        trace.batch = BatchSpec.of(self.batch)
+        trace.end_guards, trace.attributes = tuple(guards), left
+        trace.caches = tuple({id(c): c for c in (*self.grown, *(c for t in self.traces for c in t.caches))}.values())
+        trace.program_constants = program.constants
+        keys: dict[int, int] = {}
+        shared = [*trace.tensors[: trace.inputs], *(trace.tensors[n] for n in trace.constants)]
+        for t in shared:
+            if not compat.is_fake(t):
+                keys[compat.storage_key(t)] = keys.get(compat.storage_key(t), 0) + 1
+        trace.rigid = {n for n in trace.constants if keys[compat.storage_key(trace.tensors[n])] > 1}
+
+
+def _home(model: torch.nn.Module, name: str) -> tuple[torch.nn.Module, str]:
+    path, _, last = name.rpartition(".")
+    return model.get_submodule(path), last
