@@ -107,6 +107,7 @@ class TrainStep(Prepared):
 
     def __call__(self, batch: Any) -> Any:
         with self._alone():
+            check_no_gradients(self.model)
             variant, tensors, results = self._asked(batch)
             done = variant.executor.run(tensors)
             compat.mark_stepped(self.optimizer)
@@ -163,10 +164,14 @@ def check_call(model: torch.nn.Module) -> None:
         raise Unsupported(
             f"a training step under {mode}", "it needs gradients", "call it outside, or evaluate the model itself"
         )
+    check_model(model)
+
+
+def check_no_gradients(model: torch.nn.Module) -> None:
+    """Raises ``Unsupported`` for gradients that eager would add to, or that would stay."""
     for n, p in model.named_parameters():
         if p.grad is not None:
             raise Unsupported(
-                f"the parameter {n!r} has a gradient", "a step starts with zero_grad and leaves no gradients",
+                f"a training step while {n!r} has a gradient", "a step starts with zero_grad and leaves no gradients",
                 "call optimizer.zero_grad() before the step",
             )  # fmt: skip
-    check_model(model)

@@ -65,6 +65,7 @@ class _Code:
         self.caches: list[compat_capture.GrownCaches] = []
         known = {(m, k): None for t in traces for m, k in t.attributes}
         self.left = [Leftovers(model, known)]
+        self.has_run = False
 
     @contextmanager
     def open(self) -> Iterator[None]:
@@ -80,8 +81,9 @@ class _Code:
 
     def start(self) -> StepCapture:
         capture = StepCapture(self.model, self.batch, self.name)
-        self.caches.append(compat_capture.GrownCaches())
-        self.left.append(Leftovers(self.model))
+        if not self.has_run:
+            self.caches.append(compat_capture.GrownCaches())
+            self.left.append(Leftovers(self.model))
         self.stack.enter_context(compat_capture.quiet_engine())
         self.stack.enter_context(capture.tracker.active())
         self.captures.append(capture)
@@ -105,6 +107,7 @@ class _Code:
     def asked(self, loss_fn: LossFn, given: Any) -> Any:
         out = loss_fn(self.model, given)
         self.rebound()
+        self.has_run = True
         return out
 
     def rebound(self) -> None:
