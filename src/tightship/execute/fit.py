@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -10,11 +11,11 @@ import torch
 from tightship.errors import BadInput, Unsupported
 from tightship.execute.prepared import Planner, Prepared, Settings, Variant
 from tightship.frontends.torch import compat
-from tightship.frontends.torch.live_step import Asked, run_code
+from tightship.frontends.torch.live_step import Asked, Owned, run_code
 from tightship.frontends.torch.loss import loss_function
 from tightship.frontends.torch.program import Program, with_numbers
 from tightship.frontends.torch.python_state import python_state_kept
-from tightship.frontends.torch.step import check_model
+from tightship.frontends.torch.step import check_hooks, check_model
 from tightship.frontends.torch.structure import Results, flatten
 from tightship.frontends.torch.untouched import untouched
 from tightship.plan import Plan
@@ -37,6 +38,7 @@ def fit(
     variants: int = 4,
     folder: Path | str | None = None,
     pinned: Any = None,
+    prepare: bool = True,
     **options: Any,
 ) -> TrainStep:
     """A training step of ``model`` that stays within ``budget``.
@@ -53,6 +55,9 @@ def fit(
     (default: the system's folder for temporary files); from a GPU to pinned memory instead, and to files only what
     is beyond ``pinned`` of it (bytes or text such as ``8GiB``), if that is said.
 
+    ``loss_fn`` runs once in every step, as in eager, and once here: what that run changes of Python's state is put back.
+    Without ``prepare`` it does not run here, and the first step captures and plans.
+
     Raises ``Infeasible`` when no plan meets the budget, ``Unsupported`` for what cannot be captured or run
     exactly, ``BadInput`` for arguments that make no sense.
     """
@@ -67,7 +72,8 @@ def fit(
     measuring = {"cache": cache, "seconds_per_op": seconds_per_op, "folder": folder, "pinned": most}
     settings = Settings(wanted, planner, measuring, strict, variants)
     step = TrainStep(model, loss_fn, optimizer, settings)
-    step.prepare(sample_batch)
+    if prepare:
+        step.prepare(sample_batch)
     return step
 
 
@@ -104,10 +110,14 @@ class TrainStep(Prepared):
         check_model(model)
         super().__init__(model, optimizer, settings)
         self.loss_fn = loss_fn
+        self._owned = Owned(model)
+
+    def _renewed(self) -> None:
+        self._owned = Owned(self.model)
 
     def __call__(self, batch: Any) -> Any:
         with self._alone():
-            check_no_gradients(self.model)
+            check_no_gradients(self._owned.parameters)
             variant, tensors, results = self._asked(batch)
             done = variant.executor.run(tensors)
             compat.mark_stepped(self.optimizer)
@@ -122,12 +132,13 @@ class TrainStep(Prepared):
     def _asked(self, batch: Any) -> tuple[Variant, list[Any], Results]:
         """What the code of the step asks for on this batch, the tensors to run it on, and what to make of its results."""
         self._renew()
-        check_call(self.model)
+        check_call()
+        check_hooks(self._owned.parameters)
         leaves, modes = flatten(batch), self._modes()
         fitting = [v for v in self._variants if v.modes == modes]
         traces = {id(t): (t, v) for v in fitting for t in v.traces if t.batch.misfit(batch, leaves, plain=False) is None}
         loss = loss_function(self.loss_fn, batch)
-        asked = run_code(self.model, loss, self.optimizer, batch, [t for t, _ in traces.values()])
+        asked = run_code(self._owned, loss, self.optimizer, batch, [t for t, _ in traces.values()])
         if asked.program is None:
             variant = traces[id(asked.trace)][1]
         else:
@@ -157,19 +168,18 @@ class TrainStep(Prepared):
         return variant
 
 
-def check_call(model: torch.nn.Module) -> None:
+def check_call() -> None:
     """Raises ``Unsupported`` where eager's step would do something else than train on gradients from nothing."""
     if not torch.is_grad_enabled() or torch.is_inference_mode_enabled():
         mode = "inference mode" if torch.is_inference_mode_enabled() else "torch.no_grad"
         raise Unsupported(
             f"a training step under {mode}", "it needs gradients", "call it outside, or evaluate the model itself"
         )
-    check_model(model)
 
 
-def check_no_gradients(model: torch.nn.Module) -> None:
+def check_no_gradients(parameters: Iterable[tuple[str, torch.Tensor]]) -> None:
     """Raises ``Unsupported`` for gradients that eager would add to, or that would stay."""
-    for n, p in model.named_parameters():
+    for n, p in parameters:
         if p.grad is not None:
             raise Unsupported(
                 f"a training step while {n!r} has a gradient", "a step starts with zero_grad and leaves no gradients",

@@ -24,6 +24,7 @@ __all__ = [
     "FunctionCall",
     "FunctionTrace",
     "form",
+    "globals_of",
     "map_tensors",
     "name_of",
     "tensors_in",
@@ -283,14 +284,14 @@ def understood(fn: Any, depth: int = 3) -> bool:
         return True
     if not isinstance(fn, types.FunctionType) or fn.__closure__ or depth == 0:
         return False
-    return all(_harmless(fn.__globals__, name, depth) for name in _globals_of(fn.__code__))
+    return all(_harmless(fn.__globals__, name, depth) for name in globals_of(fn.__code__))
 
 
-def _globals_of(code: types.CodeType) -> set[str]:
+def globals_of(code: types.CodeType) -> set[str]:
     names = {i.argval for i in dis.get_instructions(code) if i.opname in ("LOAD_GLOBAL", "LOAD_NAME")}
     for const in code.co_consts:
         if isinstance(const, types.CodeType):
-            names |= _globals_of(const)
+            names |= globals_of(const)
     writes = {"STORE_GLOBAL", "DELETE_GLOBAL", "IMPORT_NAME"}
     return names | {"<writes>" for i in dis.get_instructions(code) if i.opname in writes}
 

@@ -240,8 +240,7 @@ class Rerun(TorchFunctionMode):
             self._compare(call, args, kwargs)
         state = call.state
         if torch.is_grad_enabled() is not state.grad or (
-            (state.autocast or torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda"))
-            and ExecutionState.now() != state
+            (state.autocast or torch._C._is_any_autocast_enabled()) and ExecutionState.now() != state
         ):
             raise _Differs
         if call.guards and not self._holds(call.guards):
