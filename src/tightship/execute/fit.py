@@ -55,8 +55,8 @@ def fit(
     (default: the system's folder for temporary files); from a GPU to pinned memory instead, and to files only what
     is beyond ``pinned`` of it (bytes or text such as ``8GiB``), if that is said.
 
-    ``loss_fn`` runs once in every step, as in eager, and once here: what that run changes of Python's state is put back.
-    Without ``prepare`` it does not run here, and the first step captures and plans.
+    ``loss_fn`` runs once in every step, as in eager, and once here: what that run changes of Python's state is put
+    back. Without ``prepare`` it does not run here, and the first step captures and plans.
 
     Raises ``Infeasible`` when no plan meets the budget, ``Unsupported`` for what cannot be captured or run
     exactly, ``BadInput`` for arguments that make no sense.
@@ -97,9 +97,10 @@ class TrainStep(Prepared):
     nothing; what it asks for is compared with what was captured. Numbers that have changed are taken over, anything
     else is captured and planned as a kind of its own; the latest kinds are kept, as `Prepared` says.
 
-    Gradients are not left in ``p.grad``, and one that is there is refused, as are hooks on parameters. One thread at a
-    time: a call while another is running raises ``Unsupported``. If a step raises, the parameters whose update had run
-    are updated and the others are not (running statistics and random state likewise): load a checkpoint, or go on.
+    Gradients are not left in ``p.grad``, and one that is there is refused, as are hooks on parameters and backward
+    hooks of modules. One thread at a time: a call while another is running raises ``Unsupported``. If a step raises,
+    the parameters whose update had run are updated and the others are not (running statistics and random state
+    likewise): load a checkpoint, or go on.
     """
 
     optimizer: torch.optim.Optimizer
@@ -126,17 +127,26 @@ class TrainStep(Prepared):
     def prepare(self, batch: Any) -> Plan:
         """Captures and plans for batches like this one, if that has not been done. The code of the step runs once,
         and what it changed of the model, of random states and of what it can reach is put back; no op is run."""
-        with self._alone(), untouched(self.model, [], frozen=False), python_state_kept(self.model, self.loss_fn):
+        with (
+            self._alone(),
+            untouched(self.model, [], frozen=False),
+            python_state_kept(self.model, self.loss_fn),
+        ):
             return self._asked(batch)[0].executor.plan
 
     def _asked(self, batch: Any) -> tuple[Variant, list[Any], Results]:
-        """What the code of the step asks for on this batch, the tensors to run it on, and what to make of its results."""
+        """What the code of the step asks for on this batch, the tensors to run it on, and how results go together."""
         self._renew()
         check_call()
-        check_hooks(self._owned.parameters)
+        check_hooks(self._owned.parameters, self._owned.modules)
         leaves, modes = flatten(batch), self._modes()
         fitting = [v for v in self._variants if v.modes == modes]
-        traces = {id(t): (t, v) for v in fitting for t in v.traces if t.batch.misfit(batch, leaves, plain=False) is None}
+        traces = {
+            id(t): (t, v)
+            for v in fitting
+            for t in v.traces
+            if t.batch.misfit(batch, leaves, plain=False) is None
+        }
         loss = loss_function(self.loss_fn, batch)
         asked = run_code(self._owned, loss, self.optimizer, batch, [t for t, _ in traces.values()])
         if asked.program is None:
@@ -173,7 +183,9 @@ def check_call() -> None:
     if not torch.is_grad_enabled() or torch.is_inference_mode_enabled():
         mode = "inference mode" if torch.is_inference_mode_enabled() else "torch.no_grad"
         raise Unsupported(
-            f"a training step under {mode}", "it needs gradients", "call it outside, or evaluate the model itself"
+            f"a training step under {mode}",
+            "it needs gradients",
+            "call it outside, or evaluate the model itself",
         )
 
 

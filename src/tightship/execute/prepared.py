@@ -108,7 +108,9 @@ class Prepared:
     @property
     def _latest(self) -> Variant:
         if not self._variants:
-            raise BadInput("a plan is there once something was captured", "nothing", "call it, or prepare(batch)")
+            raise BadInput(
+                "a plan is there once something was captured", "nothing", "call it, or prepare(batch)"
+            )
         return self._variants[0]
 
     @property

@@ -18,6 +18,8 @@ from typing import Any
 
 import torch
 
+from tightship.frontends.torch import compat
+
 __all__ = [
     "ExecutionState",
     "Form",
@@ -92,8 +94,8 @@ class ExecutionState:
 
     @staticmethod
     def now() -> ExecutionState:
-        autocast = ()
-        if torch._C._is_any_autocast_enabled():
+        autocast: tuple[tuple[str, torch.dtype, bool], ...] = ()
+        if compat.any_autocast():
             cache = torch.is_autocast_cache_enabled()
             kinds = [k for k in ("cpu", "cuda") if torch.is_autocast_enabled(k)]
             autocast = tuple((k, torch.get_autocast_dtype(k), cache) for k in kinds)
@@ -125,11 +127,12 @@ class FunctionCall:
 
 @dataclass
 class FunctionTrace:
-    """``tensors`` are those that the code gets to see, by number: the caller's own parameters, buffers and constants,
-    stand-ins without data for everything else; the first ``inputs`` are parameters, buffers and, from ``leaves`` on, the batch's. ``constants``
-    gives the form of each constant; for those in ``rigid``, which share bytes, no other can stand. ``results`` are the
-    numbers of what the code handed back; ``end_guards`` are what its backward pass says of data. ``attributes`` and ``caches`` are where it left stand-ins behind.
-    ``batch`` (a ``structure.BatchSpec``) is the kind of batch; ``program_constants`` are the program's, by its own index.
+    """``tensors`` are those that the code gets to see, by number: the caller's own parameters, buffers and
+    constants, stand-ins without data for everything else. The first ``inputs`` are parameters, buffers and, from
+    ``leaves`` on, the batch's. ``constants`` gives the form of each constant; for those in ``rigid``, which share
+    bytes, no other can stand. ``results`` are the numbers of what the code handed back; ``end_guards`` are what its
+    backward pass says of data. ``attributes`` and ``caches`` are where it left stand-ins behind. ``batch`` (a
+    ``structure.BatchSpec``) is the kind of batch, ``program_constants`` the program's constants by its own index.
     """
 
     tensors: list[torch.Tensor] = field(default_factory=list)
@@ -255,7 +258,9 @@ class Arguments:
         if isinstance(now, float):  # NumPy's float64
             return self._numbers(float(now), float(known))
         if hasattr(now, "dtype") and hasattr(now, "tobytes"):
-            return bool(now.dtype == known.dtype and now.shape == known.shape and now.tobytes() == known.tobytes())
+            return bool(
+                now.dtype == known.dtype and now.shape == known.shape and now.tobytes() == known.tobytes()
+            )
         if isinstance(now, types.FunctionType):
             return now.__code__ is known.__code__  # a call with functions among its arguments repeats
         if isinstance(now, types.MethodType):
@@ -267,9 +272,9 @@ class Arguments:
 
 
 def _is_method(func: Any) -> bool:
-    return isinstance(func, (types.BuiltinFunctionType, types.MethodDescriptorType, types.WrapperDescriptorType)) or (
-        isinstance(func, types.MethodWrapperType)
-    )
+    return isinstance(
+        func, (types.BuiltinFunctionType, types.MethodDescriptorType, types.WrapperDescriptorType)
+    ) or (isinstance(func, types.MethodWrapperType))
 
 
 # --- Python code that runs inside a call ----------------------------------------------------------------------

@@ -28,10 +28,11 @@ __all__ = ["Asked", "Owned", "run_code"]
 
 
 class Owned:
-    """A model's parameters and buffers, and where buffers stand, looked up once."""
+    """A model's modules, parameters and buffers, and where buffers stand, looked up once."""
 
     def __init__(self, model: torch.nn.Module) -> None:
         self.model = model
+        self.modules = tuple(model.modules())
         self.parameters = tuple(model.named_parameters())
         self.buffers = dict(model.named_buffers())
         homes = [(n, m._buffers, k) for n, (m, k) in {n: _home(model, n) for n in self.buffers}.items()]
@@ -57,8 +58,9 @@ def run_code(
     owned: Owned, loss_fn: LossFn, optimizer: torch.optim.Optimizer | None, batch: Any,
     traces: Sequence[FunctionTrace], *, name: str = "step",
 ) -> Asked:  # fmt: skip
-    """Run ``loss_fn(model, batch)`` of the model ``owned`` is of on stand-ins, with its side effects; ``traces`` are those of earlier steps that
-    may be met again, the likeliest first. Nothing is computed, and no random number of torch's is drawn.
+    """Run ``loss_fn(model, batch)`` of the model of ``owned`` on stand-ins, with its side effects; ``traces`` are those of
+    earlier steps that may be met again, the likeliest first. Nothing is computed, and nothing drawn from torch's
+    random state.
 
     Raises as ``capture_step``, and whatever the code raises.
     """
@@ -69,9 +71,7 @@ def run_code(
 
 
 class _Code:
-    def __init__(
-        self, owned: Owned, batch: Any, traces: Sequence[FunctionTrace], name: str
-    ) -> None:
+    def __init__(self, owned: Owned, batch: Any, traces: Sequence[FunctionTrace], name: str) -> None:
         self.owned, self.model = owned, owned.model
         self.batch, self.traces, self.name = batch, traces, name
         self.leaves = flatten(batch)
@@ -186,7 +186,10 @@ class _Code:
         return Asked(trace, program, spec, program.constants)
 
     def notes(self, left: Sequence[tuple[torch.nn.Module, str]]) -> list[str]:
-        return [f"{type(m).__name__}.{k} is set to a tensor by each step in eager, not by the program" for m, k in left]
+        return [
+            f"{type(m).__name__}.{k} is set to a tensor by each step in eager, not by the program"
+            for m, k in left
+        ]
 
     def note(
         self, trace: FunctionTrace, program: Program, guards: Sequence[Any],
@@ -195,7 +198,9 @@ class _Code:
         """What is known of a trace when its program is."""
         trace.batch = BatchSpec.of(self.batch)
         trace.end_guards, trace.attributes = tuple(guards), left
-        trace.caches = tuple({id(c): c for c in (*self.grown, *(c for t in self.traces for c in t.caches))}.values())
+        trace.caches = tuple(
+            {id(c): c for c in (*self.grown, *(c for t in self.traces for c in t.caches))}.values()
+        )
         trace.program_constants = program.constants
         keys: dict[int, int] = {}
         shared = [*trace.tensors[: trace.inputs], *(trace.tensors[n] for n in trace.constants)]

@@ -51,7 +51,7 @@ def python_state_kept(*roots: Any) -> Iterator[None]:
     found.undo()
     if moved is not None:
         raise Unsupported(
-            f"{moved}, which the step's code moves on", "fit runs that code once to capture it, and cannot set it back",
+            f"{moved}, which the step's code moves on", "fit runs that code once to capture it and cannot set it back",
             "pass prepare=False: the first step then captures",
         )  # fmt: skip
 
@@ -62,7 +62,9 @@ class _Reachable:
         self._todo: list[Any] = []
         self._undo: list[Undo] = []
         self._moving: list[tuple[Any, Any]] = []
-        self._copies: dict[int, Any] = {}  # of iterators that cannot be set back, by id: a copy takes their place
+        self._copies: dict[
+            int, Any
+        ] = {}  # of iterators that cannot be set back, by id: a copy takes their place
         self._replaceable: set[int] = set()
         self._gone: set[int] = set()
 
@@ -301,7 +303,9 @@ def _state(iterator: Any) -> Any:
 def _set_state(iterator: Any, state: Any) -> None:
     if _state(iterator) != state:
         iterator.__setstate__(
-            tuple(x.copy() if isinstance(x, list) else x for x in state) if isinstance(state, tuple) else state
+            tuple(x.copy() if isinstance(x, list) else x for x in state)
+            if isinstance(state, tuple)
+            else state
         )
 
 

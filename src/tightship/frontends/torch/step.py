@@ -124,11 +124,17 @@ def check_model(model: Any) -> None:
         raise Unsupported(
             "a model in DistributedDataParallel", "its hooks run outside the step", "give its .module"
         )
-    check_hooks(model.named_parameters())
+    check_hooks(model.named_parameters(), model.modules())
 
 
-def check_hooks(parameters: Iterable[tuple[str, torch.Tensor]]) -> None:
-    """Raises ``Unsupported`` for hooks on parameters, which the captured backward pass would not run."""
+def check_hooks(parameters: Iterable[tuple[str, torch.Tensor]], modules: Iterable[torch.nn.Module]) -> None:
+    """Raises ``Unsupported`` for hooks on parameters and for backward hooks of modules, which the captured backward
+    pass would not run."""
+    if compat.backward_hooks(modules):
+        raise Unsupported(
+            "a backward hook on a module", "the captured backward pass does not run hooks",
+            "remove it, or hook the tensor in the step (tensor.register_hook)",
+        )  # fmt: skip
     for n, p in parameters:
         if p._backward_hooks or getattr(p, "_post_accumulate_grad_hooks", None):
             raise Unsupported(
@@ -177,9 +183,7 @@ class _Capture:
             batch=BatchSpec.of(self.batch), notes=notes, losses=values[:1], sums=True,
         )  # fmt: skip
 
-    def _wanted(
-        self, optimizer: torch.optim.Optimizer | None
-    ) -> tuple[dict[str, Updater], list[str]]:
+    def _wanted(self, optimizer: torch.optim.Optimizer | None) -> tuple[dict[str, Updater], list[str]]:
         """The optimizer's updaters, and the parameters whose gradients are wanted."""
         by_name = [n for n, p in self.parameters.items() if p.requires_grad]
         if not by_name:
