@@ -8,7 +8,8 @@ from typing import Any
 
 import torch
 
-from tightship.errors import BadInput, Unsupported
+from tightship.errors import BadInput, Unsupported, VerificationFailed
+from tightship.execute.eager_check import expected
 from tightship.execute.prepared import Planner, Prepared, Settings, Variant
 from tightship.frontends.torch import compat
 from tightship.frontends.torch.live_step import Asked, Owned, run_code
@@ -16,7 +17,7 @@ from tightship.frontends.torch.loss import loss_function
 from tightship.frontends.torch.program import Program, with_numbers
 from tightship.frontends.torch.python_state import python_state_kept
 from tightship.frontends.torch.step import check_hooks, check_model
-from tightship.frontends.torch.structure import Results, flatten
+from tightship.frontends.torch.structure import flatten
 from tightship.frontends.torch.untouched import untouched
 from tightship.plan import Plan
 from tightship.units import parse_budget, parse_bytes
@@ -39,6 +40,7 @@ def fit(
     folder: Path | str | None = None,
     pinned: Any = None,
     prepare: bool = True,
+    verify_every: int = 0,
     **options: Any,
 ) -> TrainStep:
     """A training step of ``model`` that stays within ``budget``.
@@ -71,7 +73,9 @@ def fit(
     most = None if pinned is None else parse_bytes(pinned, "fit(pinned=…)")
     measuring = {"cache": cache, "seconds_per_op": seconds_per_op, "folder": folder, "pinned": most}
     settings = Settings(wanted, planner, measuring, strict, variants)
-    step = TrainStep(model, loss_fn, optimizer, settings)
+    if verify_every < 0:
+        raise BadInput("verify_every is a number of steps, 0 for never", verify_every, "fit(verify_every=…)")
+    step = TrainStep(model, loss_fn, optimizer, settings, verify_every)
     if prepare:
         step.prepare(sample_batch)
     return step
@@ -106,12 +110,14 @@ class TrainStep(Prepared):
     optimizer: torch.optim.Optimizer
 
     def __init__(
-        self, model: torch.nn.Module, loss_fn: Any, optimizer: torch.optim.Optimizer, settings: Settings
-    ) -> None:
+        self, model: torch.nn.Module, loss_fn: Any, optimizer: torch.optim.Optimizer, settings: Settings,
+        verify_every: int = 0,
+    ) -> None:  # fmt: skip
         check_model(model)
         super().__init__(model, optimizer, settings)
         self.loss_fn = loss_fn
         self._owned = Owned(model)
+        self._verify_every, self._steps = verify_every, 0
 
     def _renewed(self) -> None:
         self._owned = Owned(self.model)
@@ -119,10 +125,25 @@ class TrainStep(Prepared):
     def __call__(self, batch: Any) -> Any:
         with self._alone():
             check_no_gradients(self._owned.parameters)
-            variant, tensors, results = self._asked(batch)
-            done = variant.executor.run(tensors)
+            variant, tensors, asked = self._asked(batch)
+            self._steps += 1
+            if self._verify_every and self._steps % self._verify_every == 0:
+                done = self._verified(variant, tensors, asked, flatten(batch))
+            else:
+                done = variant.executor.run(tensors)
             compat.mark_stepped(self.optimizer)
-            return results.unflatten(done)
+            return asked.results.unflatten(done)
+
+    def _verified(self, variant: Variant, tensors: list[Any], asked: Asked, leaves: list[Any]) -> list[Any]:
+        """The step's results, compared with eager's, which runs first."""
+        eager = expected(asked.trace, asked.bound, leaves, self._owned, self.optimizer)
+        done = variant.executor.run(tensors)
+        wrong = eager.differences(done, self._owned, self.optimizer)
+        if wrong:
+            raise VerificationFailed(
+                [f"{w} is not bit-identical to eager's" for w in wrong], f"step {self._steps}"
+            )
+        return done
 
     def prepare(self, batch: Any) -> Plan:
         """Captures and plans for batches like this one, if that has not been done. The code of the step runs once,
@@ -134,7 +155,7 @@ class TrainStep(Prepared):
         ):
             return self._asked(batch)[0].executor.plan
 
-    def _asked(self, batch: Any) -> tuple[Variant, list[Any], Results]:
+    def _asked(self, batch: Any) -> tuple[Variant, list[Any], Asked]:
         """What the code of the step asks for on this batch, the tensors to run it on, and how results go together."""
         self._renew()
         check_call()
@@ -155,7 +176,7 @@ class TrainStep(Prepared):
             variant = self._taken_over(asked, fitting) or self._new(asked.program, batch, modes)
             variant.remember(asked.trace)
         self._use(variant)
-        return variant, variant.binding.tensors(leaves, asked.constants), asked.results
+        return variant, variant.binding.tensors(leaves, asked.constants), asked
 
     def _taken_over(self, asked: Asked, fitting: list[Variant]) -> Variant | None:
         """The variant whose ops are those of the program but for numbers, with the numbers of the program."""

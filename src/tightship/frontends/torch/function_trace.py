@@ -272,9 +272,12 @@ class Arguments:
 
 
 def _is_method(func: Any) -> bool:
-    return isinstance(
-        func, (types.BuiltinFunctionType, types.MethodDescriptorType, types.WrapperDescriptorType)
-    ) or (isinstance(func, types.MethodWrapperType))
+    return isinstance(func, _METHODS)
+
+
+_METHODS = (
+    types.BuiltinFunctionType, types.MethodDescriptorType, types.WrapperDescriptorType, types.MethodWrapperType,
+)  # fmt: skip
 
 
 # --- Python code that runs inside a call ----------------------------------------------------------------------

@@ -46,19 +46,21 @@ class Owned:
 @dataclass(frozen=True)
 class Asked:
     """What the code of one step asked for. ``program`` is None where it is what ``trace`` was captured with.
-    ``results`` puts the step's results together; ``constants`` are this step's, by the index of the program's."""
+    ``results`` puts the step's results together; ``constants`` are this step's by the index of the program's,
+    ``bound`` by their numbers in the trace."""
 
     trace: FunctionTrace
     program: Program | None
     results: Results
     constants: tuple[Any, ...]
+    bound: dict[int, torch.Tensor]
 
 
 def run_code(
     owned: Owned, loss_fn: LossFn, optimizer: torch.optim.Optimizer | None, batch: Any,
     traces: Sequence[FunctionTrace], *, name: str = "step",
 ) -> Asked:  # fmt: skip
-    """Run ``loss_fn(model, batch)`` of the model of ``owned`` on stand-ins, with its side effects; ``traces`` are those of
+    """Run ``loss_fn(model, batch)`` of ``owned.model`` on stand-ins, with its side effects; ``traces`` are those of
     earlier steps that may be met again, the likeliest first. Nothing is computed, and nothing drawn from torch's
     random state.
 
@@ -173,7 +175,7 @@ class _Code:
         spec = Results(map_leaves(leaf, out))
         if rerun.execution is None:
             constants = [rerun.bound.get(trace.index.get(id(c), -1), c) for c in trace.program_constants]
-            return Asked(trace, None, spec, tuple(constants))
+            return Asked(trace, None, spec, tuple(constants), rerun.bound)
         capture = self.captures[-1]
         fakes = rerun.execution.fakes
         loss = checked_loss(out)
@@ -183,7 +185,7 @@ class _Code:
         )
         self.note(trace, program, capture.guards[guards:], left)
         check_changes(self.changes, program)
-        return Asked(trace, program, spec, program.constants)
+        return Asked(trace, program, spec, program.constants, rerun.bound)
 
     def notes(self, left: Sequence[tuple[torch.nn.Module, str]]) -> list[str]:
         return [

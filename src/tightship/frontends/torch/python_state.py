@@ -51,7 +51,7 @@ def python_state_kept(*roots: Any) -> Iterator[None]:
     found.undo()
     if moved is not None:
         raise Unsupported(
-            f"{moved}, which the step's code moves on", "fit runs that code once to capture it and cannot set it back",
+            f"{moved}, which the step's code moves on", "fit runs that code once beforehand and cannot set it back",
             "pass prepare=False: the first step then captures",
         )  # fmt: skip
 
