@@ -11,7 +11,6 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from operator import is_
 from typing import Any, Protocol
 
 import torch
@@ -27,6 +26,7 @@ from tightship.frontends.torch.function_trace import (
     form,
     map_tensors,
     name_of,
+    plainly_same,
     tensors_in,
     understood,
 )
@@ -235,8 +235,7 @@ class Rerun(TorchFunctionMode):
         call = self.trace.calls[self._at]
         if call.func is not func and call.func != func:
             raise _Differs
-        plain = not (call.bound or kwargs or call.kwargs or call.repeats) and len(args) == len(call.args)
-        if not (plain and all(map(is_, args, call.args))):
+        if call.bound or call.repeats or not plainly_same(args, kwargs, call.args, call.kwargs):
             self._compare(call, args, kwargs)
         state = call.state
         if torch.is_grad_enabled() is not state.grad or (
