@@ -61,17 +61,14 @@ class Identity:
         return next((text for text, now, known in pairs if now != known), None)
 
     def modes(self) -> tuple[Any, ...]:
-        """What else decides which ops eager would run: training modes, autocast, threads, determinism."""
+        """What else decides which ops eager would run: training modes, autocast, threads, types by default, …."""
         return (tuple([m.training for m in self._modules]), *self.settings())
 
     def settings(self) -> tuple[Any, ...]:
         """As `modes`, of the process alone: for what is run in evaluation mode, whatever the model is in."""
         kinds = ("cpu", "cuda")
-        return (
-            tuple([torch.get_autocast_dtype(k) if torch.is_autocast_enabled(k) else None for k in kinds]),
-            torch.get_num_threads(),
-            torch.are_deterministic_algorithms_enabled(),
-        )
+        autocast = [torch.get_autocast_dtype(k) if torch.is_autocast_enabled(k) else None for k in kinds]
+        return tuple(autocast), *compat.process_settings()
 
 
 class Binding:

@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from tightship.errors import BadInput, Unsupported
+from tightship.errors import BadInput, Unsupported, VerificationFailed
+from tightship.execute.eager_check import expected
 from tightship.execute.prepared import Planner, Prepared, Settings, Variant
 from tightship.frontends.torch import compat
-from tightship.frontends.torch.live_step import Asked, run_code
+from tightship.frontends.torch.live_step import Asked, Owned, run_code
 from tightship.frontends.torch.loss import loss_function
 from tightship.frontends.torch.program import Program, with_numbers
 from tightship.frontends.torch.python_state import python_state_kept
-from tightship.frontends.torch.step import check_model
-from tightship.frontends.torch.structure import Results, flatten
+from tightship.frontends.torch.step import check_hooks, check_model
+from tightship.frontends.torch.structure import flatten
 from tightship.frontends.torch.untouched import untouched
 from tightship.plan import Plan
 from tightship.units import parse_budget, parse_bytes
@@ -37,6 +39,8 @@ def fit(
     variants: int = 4,
     folder: Path | str | None = None,
     pinned: Any = None,
+    prepare: bool = True,
+    verify_every: int = 0,
     **options: Any,
 ) -> TrainStep:
     """A training step of ``model`` that stays within ``budget``.
@@ -53,6 +57,9 @@ def fit(
     (default: the system's folder for temporary files); from a GPU to pinned memory instead, and to files only what
     is beyond ``pinned`` of it (bytes or text such as ``8GiB``), if that is said.
 
+    ``loss_fn`` runs once in every step, as in eager, and once here: what that run changes of Python's state is put
+    back. Without ``prepare`` it does not run here, and the first step captures and plans.
+
     Raises ``Infeasible`` when no plan meets the budget, ``Unsupported`` for what cannot be captured or run
     exactly, ``BadInput`` for arguments that make no sense.
     """
@@ -66,8 +73,11 @@ def fit(
     most = None if pinned is None else parse_bytes(pinned, "fit(pinned=…)")
     measuring = {"cache": cache, "seconds_per_op": seconds_per_op, "folder": folder, "pinned": most}
     settings = Settings(wanted, planner, measuring, strict, variants)
-    step = TrainStep(model, loss_fn, optimizer, settings)
-    step.prepare(sample_batch)
+    if verify_every < 0:
+        raise BadInput("verify_every is a number of steps, 0 for never", verify_every, "fit(verify_every=…)")
+    step = TrainStep(model, loss_fn, optimizer, settings, verify_every)
+    if prepare:
+        step.prepare(sample_batch)
     return step
 
 
@@ -91,50 +101,82 @@ class TrainStep(Prepared):
     nothing; what it asks for is compared with what was captured. Numbers that have changed are taken over, anything
     else is captured and planned as a kind of its own; the latest kinds are kept, as `Prepared` says.
 
-    Gradients are not left in ``p.grad``, and one that is there is refused, as are hooks on parameters. One thread at a
-    time: a call while another is running raises ``Unsupported``. If a step raises, the parameters whose update had run
-    are updated and the others are not (running statistics and random state likewise): load a checkpoint, or go on.
+    Gradients are not left in ``p.grad``, and one that is there is refused, as are hooks on parameters and backward
+    hooks of modules. One thread at a time: a call while another is running raises ``Unsupported``. If a step raises,
+    the parameters whose update had run are updated and the others are not (running statistics and random state
+    likewise): load a checkpoint, or go on.
     """
 
     optimizer: torch.optim.Optimizer
 
     def __init__(
-        self, model: torch.nn.Module, loss_fn: Any, optimizer: torch.optim.Optimizer, settings: Settings
-    ) -> None:
+        self, model: torch.nn.Module, loss_fn: Any, optimizer: torch.optim.Optimizer, settings: Settings,
+        verify_every: int = 0,
+    ) -> None:  # fmt: skip
         check_model(model)
         super().__init__(model, optimizer, settings)
         self.loss_fn = loss_fn
+        self._owned = Owned(model)
+        self._verify_every, self._steps = verify_every, 0
+
+    def _renewed(self) -> None:
+        self._owned = Owned(self.model)
 
     def __call__(self, batch: Any) -> Any:
         with self._alone():
-            check_no_gradients(self.model)
-            variant, tensors, results = self._asked(batch)
-            done = variant.executor.run(tensors)
+            check_no_gradients(self._owned.parameters)
+            variant, tensors, asked = self._asked(batch)
+            self._steps += 1
+            if self._verify_every and self._steps % self._verify_every == 0:
+                done = self._verified(variant, tensors, asked, flatten(batch))
+            else:
+                done = variant.executor.run(tensors)
             compat.mark_stepped(self.optimizer)
-            return results.unflatten(done)
+            return asked.results.unflatten(done)
+
+    def _verified(self, variant: Variant, tensors: list[Any], asked: Asked, leaves: list[Any]) -> list[Any]:
+        """The step's results, compared with eager's, which runs first."""
+        eager = expected(asked.trace, asked.bound, leaves, self._owned, self.optimizer)
+        done = variant.executor.run(tensors)
+        wrong = eager.differences(done, self._owned, self.optimizer)
+        if wrong:
+            raise VerificationFailed(
+                [f"{w} is not bit-identical to eager's" for w in wrong], f"step {self._steps}"
+            )
+        return done
 
     def prepare(self, batch: Any) -> Plan:
         """Captures and plans for batches like this one, if that has not been done. The code of the step runs once,
         and what it changed of the model, of random states and of what it can reach is put back; no op is run."""
-        with self._alone(), untouched(self.model, [], frozen=False), python_state_kept(self.model, self.loss_fn):
+        with (
+            self._alone(),
+            untouched(self.model, [], frozen=False),
+            python_state_kept(self.model, self.loss_fn),
+        ):
             return self._asked(batch)[0].executor.plan
 
-    def _asked(self, batch: Any) -> tuple[Variant, list[Any], Results]:
-        """What the code of the step asks for on this batch, the tensors to run it on, and what to make of its results."""
+    def _asked(self, batch: Any) -> tuple[Variant, list[Any], Asked]:
+        """What the code of the step asks for on this batch, the tensors to run it on, and how results go together."""
         self._renew()
-        check_call(self.model)
+        check_call()
+        check_hooks(self._owned.parameters, self._owned.modules)
         leaves, modes = flatten(batch), self._modes()
         fitting = [v for v in self._variants if v.modes == modes]
-        traces = {id(t): (t, v) for v in fitting for t in v.traces if t.batch.misfit(batch, leaves, plain=False) is None}
+        traces = {
+            id(t): (t, v)
+            for v in fitting
+            for t in v.traces
+            if t.batch.misfit(batch, leaves, plain=False) is None
+        }
         loss = loss_function(self.loss_fn, batch)
-        asked = run_code(self.model, loss, self.optimizer, batch, [t for t, _ in traces.values()])
+        asked = run_code(self._owned, loss, self.optimizer, batch, [t for t, _ in traces.values()])
         if asked.program is None:
             variant = traces[id(asked.trace)][1]
         else:
             variant = self._taken_over(asked, fitting) or self._new(asked.program, batch, modes)
             variant.remember(asked.trace)
         self._use(variant)
-        return variant, variant.binding.tensors(leaves, asked.constants), asked.results
+        return variant, variant.binding.tensors(leaves, asked.constants), asked
 
     def _taken_over(self, asked: Asked, fitting: list[Variant]) -> Variant | None:
         """The variant whose ops are those of the program but for numbers, with the numbers of the program."""
@@ -157,19 +199,20 @@ class TrainStep(Prepared):
         return variant
 
 
-def check_call(model: torch.nn.Module) -> None:
+def check_call() -> None:
     """Raises ``Unsupported`` where eager's step would do something else than train on gradients from nothing."""
     if not torch.is_grad_enabled() or torch.is_inference_mode_enabled():
         mode = "inference mode" if torch.is_inference_mode_enabled() else "torch.no_grad"
         raise Unsupported(
-            f"a training step under {mode}", "it needs gradients", "call it outside, or evaluate the model itself"
+            f"a training step under {mode}",
+            "it needs gradients",
+            "call it outside, or evaluate the model itself",
         )
-    check_model(model)
 
 
-def check_no_gradients(model: torch.nn.Module) -> None:
+def check_no_gradients(parameters: Iterable[tuple[str, torch.Tensor]]) -> None:
     """Raises ``Unsupported`` for gradients that eager would add to, or that would stay."""
-    for n, p in model.named_parameters():
+    for n, p in parameters:
         if p.grad is not None:
             raise Unsupported(
                 f"a training step while {n!r} has a gradient", "a step starts with zero_grad and leaves no gradients",

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from tightship import simulate
-from tightship.errors import Unsupported
+from tightship.errors import BadInput, Unsupported
 from tightship.execute.allocator import Arena
 from tightship.execute.binding import Binding, Identity
 from tightship.execute.interpreter import Executor, RunStats
@@ -99,11 +99,19 @@ class Prepared:
     @property
     def program(self) -> Program:
         """Of the kind of batch used last, like ``plan``, ``graph`` and ``last``."""
-        return self._variants[0].program
+        return self._latest.program
 
     @property
     def plan(self) -> Plan:
-        return self._variants[0].executor.plan
+        return self._latest.executor.plan
+
+    @property
+    def _latest(self) -> Variant:
+        if not self._variants:
+            raise BadInput(
+                "a plan is there once something was captured", "nothing", "call it, or prepare(batch)"
+            )
+        return self._variants[0]
 
     @property
     def graph(self) -> Graph:
@@ -112,12 +120,12 @@ class Prepared:
     @property
     def last(self) -> RunStats | None:
         """What the last run used; None before the first and where nothing can be measured."""
-        return self._variants[0].executor.last
+        return self._latest.executor.last
 
     @property
     def notes(self) -> tuple[str, ...]:
         """What a user should know: what was captured again and why, and which guarantees do not hold here."""
-        now = self._variants[0]
+        now = self._latest
         rows = [*self._notes, *now.program.notes, *now.executor.notes, *now.executor.plan.notes]
         return tuple(dict.fromkeys(rows))
 
@@ -172,6 +180,10 @@ class Prepared:
             self._notes.append(f"captured again: {why}")
             self._variants.clear()
             self._identity = Identity(self.model, self.optimizer)
+            self._renewed()
+
+    def _renewed(self) -> None:
+        """Called when the model or the optimizer has other parts."""
 
     def _find(self, batch: Any, leaves: list[Any]) -> tuple[Variant, list[Any]]:
         self._renew()

@@ -22,8 +22,10 @@ __all__ = [
     "DATA_ERRORS",
     "LAZY_BITS",
     "TorchDispatchMode",
+    "any_autocast",
     "argument",
     "argument_positions",
+    "backward_hooks",
     "backward_sequence",
     "decompose",
     "direct",
@@ -40,6 +42,7 @@ __all__ = [
     "is_random",
     "plain_execution",
     "plain_step",
+    "process_settings",
     "require_torch",
     "returns_tensors",
     "runnable",
@@ -68,6 +71,7 @@ require_torch()
 from torch._C import _current_autograd_node  # noqa: E402
 from torch._subclasses import fake_tensor as _fake  # noqa: E402
 from torch.multiprocessing.reductions import StorageWeakRef  # noqa: E402
+from torch.nn.modules import module as _module  # noqa: E402
 from torch.utils.flop_counter import flop_registry  # noqa: E402
 
 DATA_ERRORS: tuple[type[Exception], ...] = (
@@ -231,6 +235,10 @@ def random_state(device: str) -> int:
     return _RANDOM_STATES.get(device.partition(":")[0], 0)
 
 
+any_autocast: Callable[[], bool] = torch._C._is_any_autocast_enabled
+"""Whether autocast is on, whatever the device."""
+
+
 def generator_of(device: str) -> torch.Generator:
     """torch's own random generator of ``cpu`` or ``cuda:0``."""
     if device == "cpu":
@@ -389,6 +397,29 @@ def tensor_home(model: torch.nn.Module, role: str, name: str) -> tuple[Mapping[s
 def members(module: torch.nn.Module) -> tuple[Mapping[str, Any], ...]:
     """A module's own parameters, buffers and children, as the mappings that change when they are replaced."""
     return module._parameters, module._buffers, module._modules
+
+
+def backward_hooks(modules: Iterable[torch.nn.Module]) -> bool:
+    """Whether somebody asked to be called in the backward pass of one of the modules, or of all."""
+    every = _module._global_backward_hooks or _module._global_backward_pre_hooks
+    return bool(every) or any(m._backward_hooks or m._backward_pre_hooks for m in modules)
+
+
+def process_settings() -> tuple[Any, ...]:
+    """What of the process decides which kernels and types ops have: types and devices by default, attention."""
+    backends = torch.backends.cuda
+    return (
+        torch.get_default_dtype(),
+        str(torch.get_default_device()),
+        torch.get_num_threads(),
+        torch.are_deterministic_algorithms_enabled(),
+        torch._C._get_mkldnn_enabled(),
+        torch.get_float32_matmul_precision(),
+        backends.flash_sdp_enabled(),
+        backends.mem_efficient_sdp_enabled(),
+        backends.math_sdp_enabled(),
+        backends.cudnn_sdp_enabled(),
+    )
 
 
 def mark_stepped(optimizer: Any) -> None:

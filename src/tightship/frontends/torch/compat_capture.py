@@ -81,7 +81,9 @@ def reparametrised(model: torch.nn.Module, tensors: dict[str, torch.Tensor]) -> 
 class Special:
     """Such a call as a function: equal for the same ``owner``; ``inner_code`` is the caller's Python in it."""
 
-    def __init__(self, name: str, call: Callable[..., Any], owner: Any, inner_code: tuple[Any, ...] = ()) -> None:
+    def __init__(
+        self, name: str, call: Callable[..., Any], owner: Any, inner_code: tuple[Any, ...] = ()
+    ) -> None:
         self.__name__, self._call, self.owner, self.inner_code = name, call, owner, inner_code
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -105,7 +107,9 @@ def calls_seen(seen: Seen) -> Iterator[None]:
 
     def applied(cls: Any, *args: Any, **kwargs: Any) -> Any:
         code = (cls.forward, cls.backward, *([cls.setup_context] if _has_setup(cls) else []))
-        return seen(Special(f"{cls.__name__}.apply", functools.partial(apply.__func__, cls), cls, code), args, kwargs)
+        return seen(
+            Special(f"{cls.__name__}.apply", functools.partial(apply.__func__, cls), cls, code), args, kwargs
+        )
 
     def through(owner: Any, name: str) -> Any:
         call = getattr(owner, name)
@@ -133,7 +137,7 @@ _UNSEEN: list[tuple[Any, str]] = [
 
 
 class States:
-    """Sets gradient and inference mode and autocast from call to call, as `function_trace.ExecutionState` has them."""
+    """Sets gradient and inference mode and autocast from call to call, as a trace's `ExecutionState` has them."""
 
     def __init__(self) -> None:
         self._stack = ExitStack()

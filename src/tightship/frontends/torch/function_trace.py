@@ -18,14 +18,18 @@ from typing import Any
 
 import torch
 
+from tightship.frontends.torch import compat
+
 __all__ = [
     "ExecutionState",
     "Form",
     "FunctionCall",
     "FunctionTrace",
     "form",
+    "globals_of",
     "map_tensors",
     "name_of",
+    "plainly_same",
     "tensors_in",
     "understood",
 ]
@@ -91,8 +95,8 @@ class ExecutionState:
 
     @staticmethod
     def now() -> ExecutionState:
-        autocast = ()
-        if torch._C._is_any_autocast_enabled():
+        autocast: tuple[tuple[str, torch.dtype, bool], ...] = ()
+        if compat.any_autocast():
             cache = torch.is_autocast_cache_enabled()
             kinds = [k for k in ("cpu", "cuda") if torch.is_autocast_enabled(k)]
             autocast = tuple((k, torch.get_autocast_dtype(k), cache) for k in kinds)
@@ -124,11 +128,12 @@ class FunctionCall:
 
 @dataclass
 class FunctionTrace:
-    """``tensors`` are those that the code gets to see, by number: the caller's own parameters, buffers and constants,
-    stand-ins without data for everything else; the first ``inputs`` are parameters, buffers and, from ``leaves`` on, the batch's. ``constants``
-    gives the form of each constant; for those in ``rigid``, which share bytes, no other can stand. ``results`` are the
-    numbers of what the code handed back; ``end_guards`` are what its backward pass says of data. ``attributes`` and ``caches`` are where it left stand-ins behind.
-    ``batch`` (a ``structure.BatchSpec``) is the kind of batch; ``program_constants`` are the program's, by its own index.
+    """``tensors`` are those that the code gets to see, by number: the caller's own parameters, buffers and
+    constants, stand-ins without data for everything else. The first ``inputs`` are parameters, buffers and, from
+    ``leaves`` on, the batch's. ``constants`` gives the form of each constant; for those in ``rigid``, which share
+    bytes, no other can stand. ``results`` are the numbers of what the code handed back; ``end_guards`` are what its
+    backward pass says of data. ``attributes`` and ``caches`` are where it left stand-ins behind. ``batch`` (a
+    ``structure.BatchSpec``) is the kind of batch, ``program_constants`` the program's constants by its own index.
     """
 
     tensors: list[torch.Tensor] = field(default_factory=list)
@@ -190,6 +195,39 @@ _ARITHMETIC = {
     "clamp", "clamp_", "clamp_min", "clamp_max", "clip", "masked_fill", "masked_fill_", "fill_", "full_like",
     "lerp", "lerp_", "addcmul", "addcmul_", "addcdiv", "addcdiv_", "leaky_relu", "eq", "ne", "lt", "le", "gt", "ge",
 }  # fmt: skip
+
+
+def plainly_same(
+    args: tuple[Any, ...], kwargs: dict[str, Any], known: tuple[Any, ...], known_kwargs: dict[str, Any]
+) -> bool:
+    """Whether arguments are the same objects or equal whole numbers, names and shapes; most are, and this is quick.
+    Where it is False, ``Arguments`` tells."""
+    if len(args) != len(known) or len(kwargs) != len(known_kwargs):
+        return False
+    for a, b in zip(args, known, strict=True):
+        if a is not b and not _plainly_equal(a, b):
+            return False
+    for k, a in kwargs.items():
+        b = known_kwargs.get(k, _NOTHING)
+        if a is not b and not _plainly_equal(a, b):
+            return False
+    return True
+
+
+_NOTHING = object()
+
+
+def _plainly_equal(a: Any, b: Any) -> bool:
+    kind = type(a)
+    if kind is not type(b):
+        return False
+    if kind is int or kind is str:
+        return bool(a == b)
+    if kind is tuple or kind is list or kind is torch.Size:
+        return len(a) == len(b) and all(
+            x is y or (type(x) is int and type(y) is int and x == y) for x, y in zip(a, b, strict=True)
+        )
+    return False
 
 
 class Arguments:
@@ -254,7 +292,9 @@ class Arguments:
         if isinstance(now, float):  # NumPy's float64
             return self._numbers(float(now), float(known))
         if hasattr(now, "dtype") and hasattr(now, "tobytes"):
-            return bool(now.dtype == known.dtype and now.shape == known.shape and now.tobytes() == known.tobytes())
+            return bool(
+                now.dtype == known.dtype and now.shape == known.shape and now.tobytes() == known.tobytes()
+            )
         if isinstance(now, types.FunctionType):
             return now.__code__ is known.__code__  # a call with functions among its arguments repeats
         if isinstance(now, types.MethodType):
@@ -266,9 +306,12 @@ class Arguments:
 
 
 def _is_method(func: Any) -> bool:
-    return isinstance(func, (types.BuiltinFunctionType, types.MethodDescriptorType, types.WrapperDescriptorType)) or (
-        isinstance(func, types.MethodWrapperType)
-    )
+    return isinstance(func, _METHODS)
+
+
+_METHODS = (
+    types.BuiltinFunctionType, types.MethodDescriptorType, types.WrapperDescriptorType, types.MethodWrapperType,
+)  # fmt: skip
 
 
 # --- Python code that runs inside a call ----------------------------------------------------------------------
@@ -283,14 +326,14 @@ def understood(fn: Any, depth: int = 3) -> bool:
         return True
     if not isinstance(fn, types.FunctionType) or fn.__closure__ or depth == 0:
         return False
-    return all(_harmless(fn.__globals__, name, depth) for name in _globals_of(fn.__code__))
+    return all(_harmless(fn.__globals__, name, depth) for name in globals_of(fn.__code__))
 
 
-def _globals_of(code: types.CodeType) -> set[str]:
+def globals_of(code: types.CodeType) -> set[str]:
     names = {i.argval for i in dis.get_instructions(code) if i.opname in ("LOAD_GLOBAL", "LOAD_NAME")}
     for const in code.co_consts:
         if isinstance(const, types.CodeType):
-            names |= _globals_of(const)
+            names |= globals_of(const)
     writes = {"STORE_GLOBAL", "DELETE_GLOBAL", "IMPORT_NAME"}
     return names | {"<writes>" for i in dis.get_instructions(code) if i.opname in writes}
 

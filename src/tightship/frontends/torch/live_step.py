@@ -24,47 +24,64 @@ from tightship.frontends.torch.step import StepCapture, check_changes, checked_l
 from tightship.frontends.torch.structure import BatchSpec, Results, flatten, map_leaves
 from tightship.frontends.torch.untouched import Leftovers
 
-__all__ = ["Asked", "run_code"]
+__all__ = ["Asked", "Owned", "run_code"]
+
+
+class Owned:
+    """A model's modules, parameters and buffers, and where buffers stand, looked up once."""
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        self.model = model
+        self.modules = tuple(model.modules())
+        self.parameters = tuple(model.named_parameters())
+        self.buffers = dict(model.named_buffers())
+        homes = [(n, m._buffers, k) for n, (m, k) in {n: _home(model, n) for n in self.buffers}.items()]
+        self.homes = tuple((n, home, k, self.buffers[n]) for n, home, k in homes)
+
+    def replaced(self) -> list[tuple[str, dict[str, Any], str, torch.Tensor, torch.Tensor]]:
+        """(name, mapping, key, own tensor, tensor there now) of buffers in whose place something else stands."""
+        return [(n, home, k, own, home[k]) for n, home, k, own in self.homes if home.get(k) is not own]
 
 
 @dataclass(frozen=True)
 class Asked:
     """What the code of one step asked for. ``program`` is None where it is what ``trace`` was captured with.
-    ``results`` puts the step's results together; ``constants`` are this step's, by the index of the program's."""
+    ``results`` puts the step's results together; ``constants`` are this step's by the index of the program's,
+    ``bound`` by their numbers in the trace."""
 
     trace: FunctionTrace
     program: Program | None
     results: Results
     constants: tuple[Any, ...]
+    bound: dict[int, torch.Tensor]
 
 
 def run_code(
-    model: torch.nn.Module, loss_fn: LossFn, optimizer: torch.optim.Optimizer | None, batch: Any,
+    owned: Owned, loss_fn: LossFn, optimizer: torch.optim.Optimizer | None, batch: Any,
     traces: Sequence[FunctionTrace], *, name: str = "step",
 ) -> Asked:  # fmt: skip
-    """Run ``loss_fn(model, batch)`` on stand-ins, with its side effects; ``traces`` are those of earlier steps that
-    may be met again, the likeliest first. Nothing is computed, and no random number of torch's is drawn.
+    """Run ``loss_fn(model, batch)`` of ``owned.model`` on stand-ins, with its side effects; ``traces`` are those of
+    earlier steps that may be met again, the likeliest first. Nothing is computed, and nothing drawn from torch's
+    random state.
 
     Raises as ``capture_step``, and whatever the code raises.
     """
-    code = _Code(model, batch, traces, name)
+    code = _Code(owned, batch, traces, name)
     with compat_capture.python_for_stand_ins(has_data=True), code.open():
         out = code.rerun.run(lambda given: code.asked(loss_fn, given))
         return code.finish(out, optimizer)
 
 
 class _Code:
-    def __init__(
-        self, model: torch.nn.Module, batch: Any, traces: Sequence[FunctionTrace], name: str
-    ) -> None:
-        self.model, self.batch, self.traces, self.name = model, batch, traces, name
+    def __init__(self, owned: Owned, batch: Any, traces: Sequence[FunctionTrace], name: str) -> None:
+        self.owned, self.model = owned, owned.model
+        self.batch, self.traces, self.name = batch, traces, name
         self.leaves = flatten(batch)
-        self.buffers = dict(model.named_buffers())
         self.stack = ExitStack()
         self.captures: list[StepCapture] = []
         self.caches: list[compat_capture.GrownCaches] = []
         known = {(m, k): None for t in traces for m, k in t.attributes}
-        self.left = [Leftovers(model, known)]
+        self.left = [Leftovers(self.model, known)]
         self.has_run = False
 
     @contextmanager
@@ -96,7 +113,7 @@ class _Code:
 
     def read(self, trace: FunctionTrace, bound: Mapping[int, torch.Tensor]) -> dict[tuple[str, Any], Any]:
         """The caller's tensors by role and key, as guards know them."""
-        found: dict[tuple[str, Any], Any] = {("buffer", n): b for n, b in self.buffers.items()}
+        found: dict[tuple[str, Any], Any] = {("buffer", n): b for n, b in self.owned.buffers.items()}
         found |= {("input", k): x for k, x in enumerate(self.leaves) if isinstance(x, torch.Tensor)}
         for k, c in enumerate(trace.program_constants):
             found["constant", k] = bound.get(trace.index.get(id(c), -1), c)
@@ -112,29 +129,20 @@ class _Code:
 
     def rebound(self) -> None:
         """A buffer that was replaced by a new tensor is written back, which is what the next step would read."""
-        for m in self.model.modules():
-            for k, b in m._buffers.items():
-                if b is None or not compat.is_fake(b):
-                    continue
-                name, real = next(
-                    ((n, r) for n, r in self.buffers.items() if _home(self.model, n) == (m, k)), ("", None)
-                )
-                if real is None or (b.shape, b.dtype, b.device) != (real.shape, real.dtype, real.device):
-                    m._buffers[k] = real
-                    raise Unsupported(
-                        f"the buffer {name or k!r}", "the step replaces it by a tensor of another size or type",
-                        "write into it with copy_(), or run the model once before capturing it",
-                    )  # fmt: skip
-                with torch.no_grad():
-                    real.copy_(b)
-                m._buffers[k] = real
+        for name, home, key, own, now in self.owned.replaced():
+            if now is None or (now.shape, now.dtype, now.device) != (own.shape, own.dtype, own.device):
+                raise Unsupported(
+                    f"the buffer {name!r}", "the step replaces it by a tensor of another size or type",
+                    "write into it with copy_(), or run the model once before capturing it",
+                )  # fmt: skip
+            with torch.no_grad():
+                own.copy_(now)
+            home[key] = own
 
     def clean(self) -> tuple[tuple[torch.nn.Module, str], ...]:
         """Takes away what the code has left of stand-ins; returns where."""
-        for m in self.model.modules():
-            for k, b in m._buffers.items():
-                if b is not None and compat.is_fake(b):
-                    m._buffers[k] = next(r for n, r in self.buffers.items() if _home(self.model, n) == (m, k))
+        for _, home, key, own, _ in self.owned.replaced():
+            home[key] = own
         grown = [c.empty() for c in self.caches]
         for t in self.traces:
             for c in t.caches:
@@ -167,7 +175,7 @@ class _Code:
         spec = Results(map_leaves(leaf, out))
         if rerun.execution is None:
             constants = [rerun.bound.get(trace.index.get(id(c), -1), c) for c in trace.program_constants]
-            return Asked(trace, None, spec, tuple(constants))
+            return Asked(trace, None, spec, tuple(constants), rerun.bound)
         capture = self.captures[-1]
         fakes = rerun.execution.fakes
         loss = checked_loss(out)
@@ -177,10 +185,13 @@ class _Code:
         )
         self.note(trace, program, capture.guards[guards:], left)
         check_changes(self.changes, program)
-        return Asked(trace, program, spec, program.constants)
+        return Asked(trace, program, spec, program.constants, rerun.bound)
 
     def notes(self, left: Sequence[tuple[torch.nn.Module, str]]) -> list[str]:
-        return [f"{type(m).__name__}.{k} is set to a tensor by each step in eager, not by the program" for m, k in left]
+        return [
+            f"{type(m).__name__}.{k} is set to a tensor by each step in eager, not by the program"
+            for m, k in left
+        ]
 
     def note(
         self, trace: FunctionTrace, program: Program, guards: Sequence[Any],
@@ -189,7 +200,9 @@ class _Code:
         """What is known of a trace when its program is."""
         trace.batch = BatchSpec.of(self.batch)
         trace.end_guards, trace.attributes = tuple(guards), left
-        trace.caches = tuple({id(c): c for c in (*self.grown, *(c for t in self.traces for c in t.caches))}.values())
+        trace.caches = tuple(
+            {id(c): c for c in (*self.grown, *(c for t in self.traces for c in t.caches))}.values()
+        )
         trace.program_constants = program.constants
         keys: dict[int, int] = {}
         shared = [*trace.tensors[: trace.inputs], *(trace.tensors[n] for n in trace.constants)]

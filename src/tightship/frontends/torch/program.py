@@ -81,8 +81,8 @@ class Program:
 
 
 def with_numbers(known: Program, new: Program, running: Program) -> Program | None:
-    """``running``, which was made of ``known``, with the numbers of ``new``; ``running`` itself if those are the same,
-    None where ``new`` has other ops, other inputs or results."""
+    """``running``, which was made of ``known``, with the numbers of ``new``; ``running`` itself if those are the
+    same, None where ``new`` has other ops, other inputs or results."""
     alike = (
         known.graph.digest == new.graph.digest
         and known.slots == new.slots

@@ -11,7 +11,6 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from operator import is_
 from typing import Any, Protocol
 
 import torch
@@ -27,6 +26,7 @@ from tightship.frontends.torch.function_trace import (
     form,
     map_tensors,
     name_of,
+    plainly_same,
     tensors_in,
     understood,
 )
@@ -38,8 +38,8 @@ _DATA = {"tensor", "as_tensor", "asarray", "scalar_tensor", "from_numpy", "fromb
 """Functions that make tensors of Python's data, where no tensor is among their arguments."""
 
 _READS = {
-    "item", "tolist", "__bool__", "__int__", "__float__", "__complex__", "__index__", "is_nonzero", "equal", "allclose",
-    "numpy", "__array__", "__contains__", "__format__", "__repr__", "__str__", "data_ptr", "__reversed__",
+    "item", "tolist", "__bool__", "__int__", "__float__", "__complex__", "__index__", "is_nonzero", "equal",
+    "allclose", "numpy", "__array__", "__contains__", "__format__", "__repr__", "__str__", "data_ptr", "__reversed__",
 }  # fmt: skip
 """Functions that hand contents to Python: of tensors that the step does not write, they are run in every step."""
 
@@ -50,8 +50,8 @@ _SETTERS = {"requires_grad.__set__", "requires_grad_", "data.__set__", "grad.__s
 class Capturing(Protocol):
     """What runs calls on fake tensors and writes the ops down: `step.StepCapture`."""
 
-    stand_ins: Any
-
+    @property
+    def stand_ins(self) -> Any: ...
     @property
     def guards(self) -> list[Any]: ...
     def inputs(self) -> list[tuple[torch.Tensor, torch.Tensor]]: ...
@@ -65,8 +65,8 @@ class Capturing(Protocol):
 
 
 class Execution:
-    """Makes the calls of a trace on the fake tensors of ``capture``. ``fakes`` holds, by number, what to give to torch
-    for each tensor of the trace."""
+    """Makes the calls of a trace on the fake tensors of ``capture``. ``fakes`` holds, by number, what to give to
+    torch for each tensor of the trace."""
 
     def __init__(self, capture: Capturing, trace: FunctionTrace) -> None:
         self.capture, self.trace = capture, trace
@@ -235,13 +235,11 @@ class Rerun(TorchFunctionMode):
         call = self.trace.calls[self._at]
         if call.func is not func and call.func != func:
             raise _Differs
-        plain = not (call.bound or kwargs or call.kwargs or call.repeats) and len(args) == len(call.args)
-        if not (plain and all(map(is_, args, call.args))):
+        if call.bound or call.repeats or not plainly_same(args, kwargs, call.args, call.kwargs):
             self._compare(call, args, kwargs)
         state = call.state
         if torch.is_grad_enabled() is not state.grad or (
-            (state.autocast or torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda"))
-            and ExecutionState.now() != state
+            (state.autocast or compat.any_autocast()) and ExecutionState.now() != state
         ):
             raise _Differs
         if call.guards and not self._holds(call.guards):
@@ -381,7 +379,7 @@ class Rerun(TorchFunctionMode):
             answer = execution.call(func, args, kwargs)
         if not _same_plain(answer, call.answer):
             raise Unsupported(
-                f"{name_of(func)} at {call.origin} with a number that changes", "the shape of what it returns follows it",
+                f"{name_of(func)} at {call.origin} with a number that changes", "the shape of its result follows it",
                 "keep the number as it was when the step was captured",
             )  # fmt: skip
         self._write_down(trace, call.kind, func, args, kwargs, answer, call.state, call.origin, first, guards)
@@ -471,7 +469,9 @@ class Rerun(TorchFunctionMode):
 def _repeats(func: Any, args: Any, kwargs: Any) -> bool:
     """Whether the caller's own Python code runs inside the call or in its backward pass, with an unknown outcome."""
     inner = getattr(func, "inner_code", ())
-    callables = [x for x in (*args, *kwargs.values()) if callable(x) and not isinstance(x, (torch.Tensor, type))]
+    callables = [
+        x for x in (*args, *kwargs.values()) if callable(x) and not isinstance(x, (torch.Tensor, type))
+    ]
     return not all(understood(f) for f in (*inner, *callables))
 
 

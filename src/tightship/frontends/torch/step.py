@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -27,6 +27,7 @@ __all__ = [
     "capture_loss",
     "capture_step",
     "check_changes",
+    "check_hooks",
     "check_model",
     "checked_leaf",
     "module_of",
@@ -123,8 +124,19 @@ def check_model(model: Any) -> None:
         raise Unsupported(
             "a model in DistributedDataParallel", "its hooks run outside the step", "give its .module"
         )
-    for n, p in model.named_parameters():
-        if getattr(p, "_backward_hooks", None) or getattr(p, "_post_accumulate_grad_hooks", None):
+    check_hooks(model.named_parameters(), model.modules())
+
+
+def check_hooks(parameters: Iterable[tuple[str, torch.Tensor]], modules: Iterable[torch.nn.Module]) -> None:
+    """Raises ``Unsupported`` for hooks on parameters and for backward hooks of modules, which the captured backward
+    pass would not run."""
+    if compat.backward_hooks(modules):
+        raise Unsupported(
+            "a backward hook on a module", "the captured backward pass does not run hooks",
+            "remove it, or hook the tensor in the step (tensor.register_hook)",
+        )  # fmt: skip
+    for n, p in parameters:
+        if p._backward_hooks or getattr(p, "_post_accumulate_grad_hooks", None):
             raise Unsupported(
                 f"a hook on the parameter {n!r}", "captured gradients do not run hooks", "remove it"
             )
@@ -171,9 +183,7 @@ class _Capture:
             batch=BatchSpec.of(self.batch), notes=notes, losses=values[:1], sums=True,
         )  # fmt: skip
 
-    def _wanted(
-        self, optimizer: torch.optim.Optimizer | None
-    ) -> tuple[dict[str, Updater], list[str]]:
+    def _wanted(self, optimizer: torch.optim.Optimizer | None) -> tuple[dict[str, Updater], list[str]]:
         """The optimizer's updaters, and the parameters whose gradients are wanted."""
         by_name = [n for n, p in self.parameters.items() if p.requires_grad]
         if not by_name:

@@ -89,8 +89,8 @@ def untouched(model: torch.nn.Module, changes: list[Change], *, frozen: bool = T
 
 
 class Leftovers:
-    """Attributes of a model's modules as they are now, to be put back where Python code that ran on stand-ins has left
-    some there. ``only`` is where to look; None: everywhere."""
+    """Attributes of a model's modules as they are now, to be put back where Python code that ran on stand-ins has
+    left some there. ``only`` is where to look; None: everywhere."""
 
     def __init__(
         self, model: torch.nn.Module, only: Iterable[tuple[torch.nn.Module, str]] | None = None
@@ -149,8 +149,10 @@ def _holds_stand_ins(value: Any, depth: int = 3) -> bool:
         return any(_holds_stand_ins(x, depth - 1) for x in value)
     if depth and isinstance(value, dict):
         return any(_holds_stand_ins(x, depth - 1) for x in value.values())
-    return depth > 0 and hasattr(value, "__dataclass_fields__") and any(
-        _holds_stand_ins(x, depth - 1) for x in getattr(value, "__dict__", {}).values()
+    return (
+        depth > 0
+        and hasattr(value, "__dataclass_fields__")
+        and any(_holds_stand_ins(x, depth - 1) for x in getattr(value, "__dict__", {}).values())
     )
 
 
