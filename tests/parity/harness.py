@@ -197,15 +197,16 @@ class Verdict:
         return f"{self.kind} {where} ({self.plans} plans): {self.sentence}"
 
 
-def run(build: Callable[[], Loop], cache: Any) -> Verdict:
-    """Runs the pattern on both sides. Errors that are neither refusals nor eager's own are raised."""
+def run(build: Callable[[], Loop], cache: Any, **more: Any) -> Verdict:
+    """Runs the pattern on both sides; ``more`` goes to ``fit``. Errors that are neither refusals nor eager's own are
+    raised."""
     planned: list[int] = []
 
     def planner(graph: Any, budget: Any) -> Any:
         planned.append(len(graph.ops))
         return plans.keep(graph, budget)
 
-    options = {"planner": planner, "strict": True, "cache": cache, "seconds_per_op": 0.0}
+    options = {"planner": planner, "strict": True, "cache": cache, "seconds_per_op": 0.0} | more
     eager, fitted = _Side(build), _Side(build)
     before = fitted.kept()
     steps = []
@@ -276,33 +277,35 @@ def measurements(tmp_path_factory: pytest.TempPathFactory) -> Any:
     return tmp_path_factory.mktemp("measurements")
 
 
-def _test(build: Pattern, check: Callable[[Verdict], None]) -> Callable[[Any], None]:
+def _test(build: Pattern, check: Callable[[Verdict], None], **options: Any) -> Callable[[Any], None]:
     def test(measurements: Any) -> None:
-        check(run(build, measurements))
+        check(run(build, measurements, **options))
 
     test.__name__, test.__qualname__, test.__module__ = build.__name__, build.__qualname__, build.__module__
     test.__doc__ = build.__doc__
     return test
 
 
-def identical(plans: int | None = 1) -> Callable[[Pattern], Callable[[Any], None]]:
-    """The pattern trains as in eager, with so many plans at most (None: however many)."""
+def identical(plans: int | None = 1, **options: Any) -> Callable[[Pattern], Callable[[Any], None]]:
+    """The pattern trains as in eager, with so many plans at most (None: however many). ``options`` go to ``fit``."""
 
     def check(verdict: Verdict) -> None:
         assert verdict.kind == "identical", verdict
         assert plans is None or verdict.plans <= plans, verdict
 
-    return lambda build: _test(build, check)
+    return lambda build: _test(build, check, **options)
 
 
-def refused(sentence: str, step: int | None = None) -> Callable[[Pattern], Callable[[Any], None]]:
+def refused(
+    sentence: str, step: int | None = None, **options: Any
+) -> Callable[[Pattern], Callable[[Any], None]]:
     """The pattern is refused with an error that holds ``sentence``, in that step if it is given (-1: by ``fit``)."""
 
     def check(verdict: Verdict) -> None:
         assert verdict.kind == "refused" and sentence in verdict.sentence, verdict
         assert step is None or verdict.step == step, verdict
 
-    return lambda build: _test(build, check)
+    return lambda build: _test(build, check, **options)
 
 
 def raises(sentence: str) -> Callable[[Pattern], Callable[[Any], None]]:
