@@ -61,7 +61,8 @@ class Program:
     caller's tensor): the one from which the other values of ``s`` are derived. ``slots`` are the graph's input
     values (one per distinct caller tensor, views of it excluded). ``results`` are the values the step hands
     back, in order; ``result_spec`` (a ``structure.Results``) puts them back into the caller's structure.
-    ``replay_requests[i]`` are the measured requests of ``replays[i]`` where they differ from those of the op.
+    ``asked[i]`` is the call of a torch function from which ``calls[i]`` follows, by its number in the step's trace, -1
+    where that is not known. ``replay_requests[i]`` are the measured requests of ``replays[i]`` where they differ from those of the op.
     ``batch`` (a ``structure.BatchSpec``) says what a batch must look like, and each of ``guards`` (a
     ``questions.Guard``) what must be true of its data, for the captured ops to be the ones eager would run.
     """
@@ -78,6 +79,7 @@ class Program:
     guards: tuple[Any, ...] = ()
     batch: Any = None
     replay_requests: dict[int, tuple[Request, ...]] = field(default_factory=dict)
+    asked: tuple[int, ...] = ()
 
 
 def with_numbers(known: Program, new: Program, running: Program) -> Program | None:
