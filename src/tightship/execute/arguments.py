@@ -14,7 +14,7 @@ from typing import Any
 from tightship.frontends.torch.program import Call, Ref
 from tightship.frontends.torch.tape import refs_in
 
-__all__ = ["Environment", "Getter", "keywords", "positional"]
+__all__ = ["Environment", "Getter", "constants_of", "keywords", "positional"]
 
 Getter = Callable[[list[Any]], Any]
 
@@ -32,6 +32,14 @@ class Environment:
     def constant(self, value: Any) -> int:
         self.initial.append(value)
         return len(self.initial) - 1
+
+
+def constants_of(call: Call) -> list[Any]:
+    """What the getters of the call's arguments put into the environment, in order."""
+    environment = Environment(0)
+    positional(call, environment)
+    keywords(call.kwargs, environment)
+    return environment.initial
 
 
 def _flat(tree: Any, environment: Environment) -> int | None:
@@ -73,8 +81,7 @@ def keywords(tree: dict[str, Any], environment: Environment) -> Getter | None:
     if not tree:
         return None
     if not _has_refs(tree):
-        fixed = dict(tree)
-        return lambda env: fixed
+        return itemgetter(environment.constant(dict(tree)))
     names = tuple(tree)
     getters = [_tree(x, environment) for x in tree.values()]
     return lambda env: {name: get(env) for name, get in zip(names, getters, strict=True)}

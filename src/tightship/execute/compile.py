@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from tightship.errors import BadInput, Unsupported
-from tightship.execute.arguments import Environment, keywords, positional
+from tightship.execute.arguments import Environment, constants_of, keywords, positional
 from tightship.execute.device_codecs import PACKED
 from tightship.execute.moves import Moves, Pool, with_state
 from tightship.execute.script import device_of
@@ -44,12 +44,20 @@ class Instruction:
 @dataclass
 class Code:
     """Compiled steps. ``initial`` is the environment before a run; inputs go to ``inputs``, results lie in
-    ``results`` after it."""
+    ``results`` after it. ``constants`` tells, by op and whether it is a recomputation, from which places on the
+    constants among a call's arguments lie."""
 
     instructions: list[Instruction] = field(default_factory=list)
     initial: list[Any] = field(default_factory=list)
     inputs: tuple[int, ...] = ()
     results: tuple[int, ...] = ()
+    constants: dict[tuple[int, bool], list[int]] = field(default_factory=dict)
+
+    def change(self, call: Call, op: int, again: bool) -> None:
+        """From now on, run ``op`` with the numbers of ``call``, which has the same tensors."""
+        values = constants_of(call)
+        for start in self.constants.get((op, again), ()):
+            self.initial[start : start + len(values)] = values
 
 
 def updater_of(call: Call) -> Updater | None:
@@ -151,6 +159,7 @@ class _Compiler:
         results = tuple(v if v >= 0 and self.graph.values[v].storage in kept else -1 for v in call.results)
         key = (step.op, again, results)
         if key not in self.compiled:
+            self.code.constants.setdefault((step.op, again), []).append(len(self.environment.initial))
             self.compiled[key] = self.action(call, results)
         made = tuple(v for v in results if v >= 0)
         action = self.compiled[key]

@@ -49,7 +49,7 @@ def expected(
     optimizer: torch.optim.Optimizer,
 ) -> Expected:  # fmt: skip
     """Run the calls of ``trace`` in eager, then the backward pass and the optimizer's step, on copies of everything;
-    ``bound`` are this step's constants, ``leaves`` the batch's. Needs the bytes of an eager step beside those there are.
+    ``bound`` are this step's constants, ``leaves`` the batch's. Needs the bytes of an eager step beside the plan's.
     """
     random = _random()
     parameters = {n: _copy(p) for n, p in owned.parameters}

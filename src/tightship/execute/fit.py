@@ -14,7 +14,8 @@ from tightship.execute.prepared import Planner, Prepared, Settings, Variant
 from tightship.frontends.torch import compat
 from tightship.frontends.torch.live_step import Asked, Owned, run_code
 from tightship.frontends.torch.loss import loss_function
-from tightship.frontends.torch.program import Program, with_numbers
+from tightship.frontends.torch.numbers import other_numbers, with_numbers_at
+from tightship.frontends.torch.program import Program
 from tightship.frontends.torch.python_state import python_state_kept
 from tightship.frontends.torch.step import check_hooks, check_model
 from tightship.frontends.torch.structure import flatten
@@ -172,6 +173,8 @@ class TrainStep(Prepared):
         asked = run_code(self._owned, loss, self.optimizer, batch, [t for t, _ in traces.values()])
         if asked.program is None:
             variant = traces[id(asked.trace)][1]
+            if asked.numbers:
+                self._renumber(variant, asked)
         else:
             variant = self._taken_over(asked, fitting) or self._new(asked.program, batch, modes)
             variant.remember(asked.trace)
@@ -182,15 +185,24 @@ class TrainStep(Prepared):
         """The variant whose ops are those of the program but for numbers, with the numbers of the program."""
         assert asked.program is not None
         for variant in fitting:
-            renewed = with_numbers(variant.captured, asked.program, variant.program)
-            if renewed is not None:
-                if renewed is not variant.program:
-                    variant.executor.change_numbers(renewed)
-                    variant.program = renewed
-                    variant.captured = asked.program
+            numbers = other_numbers(variant.captured, asked.program)
+            if numbers is not None:
+                if numbers:
+                    self._change(variant, asked.program, numbers)
                     variant.traces.clear()  # they hold other numbers
                 return variant
         return None
+
+    def _renumber(self, variant: Variant, asked: Asked) -> None:
+        """The variant with the numbers that its code asked for, for a trace that has them by now."""
+        self._change(variant, asked.trace.program, asked.numbers)
+        variant.traces = [asked.trace]
+
+    def _change(self, variant: Variant, captured: Program, numbers: dict[int, tuple[Any, ...]]) -> None:
+        renewed = with_numbers_at(variant.program, numbers)
+        assert renewed is not None  # recomputations take the numbers of the captured program's
+        variant.executor.change_numbers(renewed)
+        variant.program, variant.captured = renewed, captured
 
     def _new(self, program: Program, batch: Any, modes: tuple[Any, ...]) -> Variant:
         self._check_new(batch, flatten(batch))

@@ -107,18 +107,20 @@ class Executor:
         self._kind = allocator.kind_of(self._device or "cpu")
         self._orders = self._planned()
         self._spill = self._host_pool(folder, pinned, pool) if plan.count("offload") else None
-        self._code: Code = self._compiled()
+        self._code: Code = compile_plan(program, plan, self._aside(), self._spill)
         self._limit = None if plan.budget is None else max(plan.budget - program.graph.static_bytes, 0)
         self._scripts: tuple[int, allocator.Script] | None = None
         self._verified = False
 
     def change_numbers(self, program: Program) -> None:
         """From now on, run ``program``: the same ops with other numbers among their arguments."""
+        for op, (known, call) in enumerate(zip(self.program.calls, program.calls, strict=True)):
+            if call is not known:
+                self._code.change(call, op, False)
+            again = program.replays.get(op, call)
+            if again is not self.program.replays.get(op, known):
+                self._code.change(again, op, True)
         self.program = program
-        self._code = self._compiled()
-
-    def _compiled(self) -> Code:
-        return compile_plan(self.program, self.plan, self._aside(), self._spill)
 
     @property
     def extent(self) -> int:

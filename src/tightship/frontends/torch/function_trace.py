@@ -133,7 +133,8 @@ class FunctionTrace:
     ``leaves`` on, the batch's. ``constants`` gives the form of each constant; for those in ``rigid``, which share
     bytes, no other can stand. ``results`` are the numbers of what the code handed back; ``end_guards`` are what its
     backward pass says of data. ``attributes`` and ``caches`` are where it left stand-ins behind. ``batch`` (a
-    ``structure.BatchSpec``) is the kind of batch, ``program_constants`` the program's constants by its own index.
+    ``structure.BatchSpec``) is the kind of batch, ``program`` what was captured, ``renumbering`` (a
+    ``numbers.Renumbering``) tells how its numbers follow.
     """
 
     tensors: list[torch.Tensor] = field(default_factory=list)
@@ -148,7 +149,8 @@ class FunctionTrace:
     caches: tuple[Any, ...] = ()
     end_guards: tuple[Any, ...] = ()
     batch: Any = None
-    program_constants: tuple[torch.Tensor, ...] = ()
+    program: Any = None
+    renumbering: Any = None
 
     @property
     def repeats(self) -> bool:

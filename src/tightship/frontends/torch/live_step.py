@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -18,6 +18,7 @@ from tightship.errors import Unsupported
 from tightship.frontends.torch import compat, compat_capture
 from tightship.frontends.torch.function_trace import FunctionTrace
 from tightship.frontends.torch.loss import LossFn, checked_loss
+from tightship.frontends.torch.numbers import Renumbering, with_numbers_at
 from tightship.frontends.torch.program import Program
 from tightship.frontends.torch.rerun import Rerun
 from tightship.frontends.torch.step import StepCapture, check_changes, checked_leaf
@@ -45,15 +46,16 @@ class Owned:
 
 @dataclass(frozen=True)
 class Asked:
-    """What the code of one step asked for. ``program`` is None where it is what ``trace`` was captured with.
+    """What the code of one step asked for. ``program`` is None where it is what ``trace`` has been for before.
     ``results`` puts the step's results together; ``constants`` are this step's by the index of the program's,
-    ``bound`` by their numbers in the trace."""
+    ``bound`` by their numbers in the trace; ``numbers`` are the new ones of ops of the trace's program, by op."""
 
     trace: FunctionTrace
     program: Program | None
     results: Results
     constants: tuple[Any, ...]
     bound: dict[int, torch.Tensor]
+    numbers: dict[int, tuple[Any, ...]] = field(default_factory=dict)
 
 
 def run_code(
@@ -115,7 +117,7 @@ class _Code:
         """The caller's tensors by role and key, as guards know them."""
         found: dict[tuple[str, Any], Any] = {("buffer", n): b for n, b in self.owned.buffers.items()}
         found |= {("input", k): x for k, x in enumerate(self.leaves) if isinstance(x, torch.Tensor)}
-        for k, c in enumerate(trace.program_constants):
+        for k, c in enumerate(trace.program.constants if trace.program is not None else ()):
             found["constant", k] = bound.get(trace.index.get(id(c), -1), c)
         return found
 
@@ -158,7 +160,8 @@ class _Code:
         rerun = self.rerun
         tensors = [t for t in flatten(out) if isinstance(t, torch.Tensor)]
         numbers = rerun.settle(tensors)
-        if rerun.execution is None and (rerun.actual or rerun.trace.repeats):
+        new_numbers = self.renumbered() if rerun.execution is None else None
+        if rerun.execution is None and new_numbers is None and (rerun.actual or rerun.trace.repeats):
             rerun.go_on()
             rerun.trace.results = numbers
         trace = rerun.trace
@@ -174,8 +177,8 @@ class _Code:
 
         spec = Results(map_leaves(leaf, out))
         if rerun.execution is None:
-            constants = [rerun.bound.get(trace.index.get(id(c), -1), c) for c in trace.program_constants]
-            return Asked(trace, None, spec, tuple(constants), rerun.bound)
+            constants = [rerun.bound.get(trace.index.get(id(c), -1), c) for c in trace.program.constants]
+            return Asked(trace, None, spec, tuple(constants), rerun.bound, new_numbers or {})
         capture = self.captures[-1]
         fakes = rerun.execution.fakes
         loss = checked_loss(out)
@@ -186,6 +189,19 @@ class _Code:
         self.note(trace, program, capture.guards[guards:], left)
         check_changes(self.changes, program)
         return Asked(trace, program, spec, program.constants, rerun.bound)
+
+    def renumbered(self) -> dict[int, tuple[Any, ...]] | None:
+        """The numbers of this step by op of the program, if nothing but numbers differs and that is all it takes."""
+        rerun, trace = self.rerun, self.rerun.trace
+        if not rerun.actual or trace.repeats:
+            return None
+        found = trace.renumbering.changes(trace.program, trace, rerun.actual, rerun.number)
+        renewed = None if found is None else with_numbers_at(trace.program, found)
+        if renewed is None:
+            return None
+        rerun.take_numbers()
+        trace.program = renewed
+        return found
 
     def notes(self, left: Sequence[tuple[torch.nn.Module, str]]) -> list[str]:
         return [
@@ -203,7 +219,7 @@ class _Code:
         trace.caches = tuple(
             {id(c): c for c in (*self.grown, *(c for t in self.traces for c in t.caches))}.values()
         )
-        trace.program_constants = program.constants
+        trace.program, trace.renumbering = program, Renumbering()
         keys: dict[int, int] = {}
         shared = [*trace.tensors[: trace.inputs], *(trace.tensors[n] for n in trace.constants)]
         for t in shared:

@@ -69,7 +69,7 @@ def finish(
     bases = tuple(number.value[tape.storages[s].base] for s in number.storage)
     return Program(
         graph, tuple(calls), replays, bases, slots, graph.outputs, result_spec, tuple(tape.constants),
-        tuple(notes), tuple(guards), batch,
+        tuple(notes), tuple(guards), batch, asked=tuple(r.asked for r in records),
     )  # fmt: skip
 
 

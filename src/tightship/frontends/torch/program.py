@@ -9,12 +9,12 @@ caller).
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 from tightship.graph import Graph, Request
 
-__all__ = ["Call", "Program", "Ref", "Slot", "with_numbers"]
+__all__ = ["Call", "Program", "Ref", "Slot"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +61,9 @@ class Program:
     caller's tensor): the one from which the other values of ``s`` are derived. ``slots`` are the graph's input
     values (one per distinct caller tensor, views of it excluded). ``results`` are the values the step hands
     back, in order; ``result_spec`` (a ``structure.Results``) puts them back into the caller's structure.
-    ``replay_requests[i]`` are the measured requests of ``replays[i]`` where they differ from those of the op.
+    ``asked[i]`` is the call of a torch function from which ``calls[i]`` follows, by its number in the step's trace,
+    -1 where that is not known. ``replay_requests[i]`` are the measured requests of ``replays[i]`` where they differ
+    from those of the op.
     ``batch`` (a ``structure.BatchSpec``) says what a batch must look like, and each of ``guards`` (a
     ``questions.Guard``) what must be true of its data, for the captured ops to be the ones eager would run.
     """
@@ -78,54 +80,4 @@ class Program:
     guards: tuple[Any, ...] = ()
     batch: Any = None
     replay_requests: dict[int, tuple[Request, ...]] = field(default_factory=dict)
-
-
-def with_numbers(known: Program, new: Program, running: Program) -> Program | None:
-    """``running``, which was made of ``known``, with the numbers of ``new``; ``running`` itself if those are the
-    same, None where ``new`` has other ops, other inputs or results."""
-    alike = (
-        known.graph.digest == new.graph.digest
-        and known.slots == new.slots
-        and known.results == new.results
-        and known.bases == new.bases
-        and known.replays.keys() == new.replays.keys()
-        and len(known.constants) == len(new.constants)
-    )
-    if not alike:
-        return None
-    changed = False
-    calls, replays = list(running.calls), dict(running.replays)
-    for k, (a, b) in enumerate(zip(known.calls, new.calls, strict=True)):
-        if not _same_function(a.fn, b.fn) or a.results != b.results or not _same_but_numbers(a, b):
-            return None
-        if _written(a) != _written(b):
-            changed = True
-            calls[k] = replace(calls[k], args=b.args, kwargs=b.kwargs)
-            if k in replays:
-                replays[k] = new.replays[k]
-    return replace(running, calls=tuple(calls), replays=replays) if changed else running
-
-
-def _same_function(a: Any, b: Any) -> bool:
-    """Functions of torch are the same object; those made for one program say what they are."""
-    return a is b or (type(a) is type(b) and _described(a) == _described(b))
-
-
-def _described(fn: Any) -> Any:
-    return getattr(fn, "name", None) or repr(fn)
-
-
-def _same_but_numbers(a: Call, b: Call) -> bool:
-    return _without_numbers((a.args, a.kwargs)) == _without_numbers((b.args, b.kwargs))
-
-
-def _without_numbers(tree: Any) -> Any:
-    if isinstance(tree, (list, tuple)):
-        return [_without_numbers(x) for x in tree]
-    if isinstance(tree, dict):
-        return {k: _without_numbers(x) for k, x in tree.items()}
-    return type(tree).__name__ if type(tree) in (int, float, complex) else repr(tree)
-
-
-def _written(call: Call) -> str:
-    return repr((call.args, call.kwargs))
+    asked: tuple[int, ...] = ()

@@ -31,6 +31,8 @@ class Recorder(compat.TorchDispatchMode):
         self._fake = fake
         self._prober = Prober(fake)
         self._tracker = tracker
+        self.asked = -1  # the number of the torch function's call being made
+        self._asked_by_sequence: dict[int, int] = {}
 
     @property
     def guards(self) -> list[Guard]:
@@ -61,6 +63,7 @@ class Recorder(compat.TorchDispatchMode):
         if compat.is_composite(fn, _device(args)):
             return self._decomposed(fn, args, kwargs)
         origin = self._tracker.forward() if self.phase == "forward" else self._tracker.backward()
+        asked = self._asked()
         args, kwargs = self._faked(args), self._faked(kwargs)
         taken, taken_kw = self.tape.refs(args, str(origin)), self.tape.refs(kwargs, str(origin))
         if fn._schema.name in READS_DATA:
@@ -77,9 +80,19 @@ class Recorder(compat.TorchDispatchMode):
         count = compat.flop_formula(fn)
         flops = int(count(*args, **kwargs, out_val=out)) if count else 0
         record = self.tape.record(fn, taken, taken_kw, out, phase=self.phase, origin=origin, flops=flops)
+        if record is not None:
+            record.asked = asked
         if record is not None and self.phase == "backward" and not origin.module:
             record.origin = self._inherited(record)
         return out
+
+    def _asked(self) -> int:
+        """The function's call that this op, or the op whose gradient it computes, belongs to."""
+        if self.phase == "backward":
+            return self._asked_by_sequence.get(compat.backward_sequence(), -1)
+        # An op without a gradient finds the node of the one before it, which is not its own.
+        self._asked_by_sequence.setdefault(compat.forward_sequence(), self.asked)
+        return self.asked
 
     def _run(self, fn: Any, args: Any, kwargs: Any, origin: Origin) -> Any:
         try:

@@ -58,6 +58,7 @@ class Capturing(Protocol):
     def executing(self) -> AbstractContextManager[None]: ...
     def origin(self) -> Origin: ...
     def place(self, origin: Origin | None) -> None: ...
+    def asking(self, number: int) -> None: ...
     def resume(self) -> None: ...
 
 
@@ -104,6 +105,7 @@ class Execution:
                 raise _unknown(t, f"given to {name_of(func)}")
             return self.fakes[self.constant(t)]
 
+        self.capture.asking(len(self.trace.calls))
         with self.capture.executing():
             out = func(*map_tensors(fake_of, tuple(args)), **map_tensors(fake_of, dict(kwargs)))
         return map_tensors(self._seen, out)
@@ -311,6 +313,14 @@ class Rerun(TorchFunctionMode):
 
     def _holds(self, guards: Sequence[Any]) -> bool:
         return all(g.holds(self._read(self.trace, self.bound)) for g in guards)
+
+    def take_numbers(self) -> None:
+        """Makes the numbers of this run those of the trace."""
+        for k, (func, args, kwargs) in self.actual.items():
+            call = self.trace.calls[k]
+            call.func = func
+            call.args = map_tensors(lambda t: self.trace.tensors[self.number(t)], args)
+            call.kwargs = map_tensors(lambda t: self.trace.tensors[self.number(t)], kwargs)
 
     # --- other traces ---
 

@@ -377,6 +377,10 @@ class StepCapture(_Capture):
         """Where calls come from that are made again; None: where the running code is."""
         self.tracker.place = origin
 
+    def asking(self, number: int) -> None:
+        """The ops to come belong to the torch function's call of that number."""
+        self.recorder.asked = number
+
     def resume(self) -> None:
         self.tracker.resume()
 
@@ -387,6 +391,7 @@ class StepCapture(_Capture):
         """The program of the calls made and of the backward pass and update that follow them."""
         updates, wanted = self._wanted(optimizer)
         leaves = [self._given.parameters[n] for n in wanted]
+        self.asking(-1)
         with torch.enable_grad(), self.executing():
             values = [self.tape.value(t) for t in (*results, loss)]
             gradients = self._gradients(loss, wanted, leaves)

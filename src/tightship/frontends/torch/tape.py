@@ -46,7 +46,8 @@ class TapeStorage:
 
 @dataclass(slots=True)
 class Record:
-    """One op. ``results`` as in ``Call``; ``reads`` are values, ``writes`` and ``updates`` storages."""
+    """One op. ``results`` as in ``Call``; ``reads`` are values, ``writes`` and ``updates`` storages.
+    ``asked`` is the number of the torch function's call it belongs to, -1 where that is not known."""
 
     fn: Callable[..., Any]
     target: str
@@ -63,6 +64,7 @@ class Record:
     device: str = "cpu"
     phase: str = "forward"
     origin: Origin = field(default_factory=Origin)
+    asked: int = -1
 
 
 def refs_in(tree: Any) -> Iterator[int]:
