@@ -445,14 +445,13 @@ def test_a_scripted_function_with_a_number():
     def scaled(x: torch.Tensor, s: float) -> torch.Tensor:
         return (x * s).tanh() if s > 0.5 else x
 
-    model = mlp()
+    model, held = mlp(), SimpleNamespace(scale=1.0)
 
     def before(k):
-        code.scale = 1.0 + 0.5 * k
+        held.scale = 1.0 + 0.5 * k
 
-    code.scale = 1.0
     return Loop(
-        model, lambda m, b: cross_entropy(scaled(m(b[0]), code.scale), b[1]), sgd(model), before=before
+        model, lambda m, b: cross_entropy(scaled(m(b[0]), held.scale), b[1]), sgd(model), before=before
     )
 
 

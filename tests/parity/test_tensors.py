@@ -234,6 +234,59 @@ def test_the_output_before_is_kept_from_some_step():
     return Loop(model, loss_fn, sgd(model))
 
 
+@refused("", step=1)
+def test_a_layer_before_is_kept():
+    """When it is read, this step's is there already."""
+    model, held = mlp(), [torch.zeros(6, 8)]
+
+    def loss_fn(model, batch):
+        hidden = model[0](batch[0])
+        now = hidden.detach()
+        loss = (hidden - held[0]).pow(2).mean()
+        held[0] = now
+        return loss + cross_entropy(model[1:](hidden), batch[1])
+
+    return Loop(model, loss_fn, sgd(model))
+
+
+@refused("", step=4)
+def test_an_attribute_is_kept_from_some_step():
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer, self.h, self.k = nn.Linear(4, 3), None, 0
+
+        def forward(self, x):
+            self.k += 1
+            h = self.layer(x)
+            out = h if self.h is None else h + self.h
+            if self.k == 4:
+                self.h = h.detach()
+            else:
+                h.detach()
+            return out
+
+    model = Net()
+    return Loop(model, plain_loss, sgd(model))
+
+
+@identical(plans=2)
+def test_a_list_that_changes_in_place():
+    model, pad, terms = mlp(), [0, 1], []
+
+    def loss_fn(model, batch):
+        out = model(functional.pad(batch[0][:, :3], pad))
+        terms[:] = [out.exp().mean(), cross_entropy(out, batch[1])]
+        if pad[0]:
+            terms.reverse()
+        return (torch.stack(terms) * torch.tensor([1.0, 2.0])).sum()
+
+    def before(k):
+        pad[:] = [k % 2, 1 - k % 2]
+
+    return Loop(model, loss_fn, sgd(model), before=before)
+
+
 @identical()
 def test_the_batch_before_is_kept_by_the_loop():
     model, held = mlp(), [torch.ones(6, 4)]
