@@ -161,6 +161,10 @@ class TrainStep(Prepared):
         self._renew()
         check_call()
         check_hooks(self._owned.parameters, self._owned.modules)
+        if compat.optimizer_hooks(self.optimizer):
+            raise Unsupported(
+                "step hooks on the optimizer", "its step runs once per parameter", "call them after the step"
+            )
         leaves, modes = flatten(batch), self._modes()
         fitting = [v for v in self._variants if v.modes == modes]
         traces = {
