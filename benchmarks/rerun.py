@@ -2,10 +2,10 @@
 
     python benchmarks/rerun.py [--steps N] [--write]
 
-The demonstration's models under `fit`, within nothing but the order. Of each step the part is timed that runs the code,
-compares what it asks for and finds the tensors; the rest is the step's ops. ``schedule``: a number of the code changes
-in every step (the probability of every dropout, or the loss's weight where the model has none). Eager steps take turns
-with ours. Times are medians; ``--write`` puts the table into docs/training.md.
+The demonstration's models under `fit`, within nothing but the order. Of each step the part is timed that runs the
+code, compares what it asks for and finds the tensors; the rest is the step's ops. ``schedule``: a number of the code
+changes in every step (the probability of every dropout, or the loss's weight where the model has none). Eager steps
+take turns with ours. Times are medians; ``--write`` puts the table into docs/training.md.
 """
 
 from __future__ import annotations
