@@ -156,18 +156,19 @@ class _Capture:
                 "a cache of keys and values in a training batch", "what a step writes into it would be lost",
                 "leave it out, or train with use_cache=False",
             )  # fmt: skip
-        updates = updaters(optimizer, self.parameters) if optimizer is not None else {}
-        wanted = list(updates) if optimizer is not None else list(by_name)
+        updates = updaters(optimizer, self.parameters) if optimizer is not None else None
+        wanted = list(updates.names if updates is not None else by_name)
         quiet = compat_capture.quiet_capture(has_data=self.has_data)
         with untouched(self.model, self.changes), quiet, torch.enable_grad():
             fakes = self._fakes()
             results, gradients = self._run(loss_fn, fakes, wanted)
         handed_back = results if optimizer is not None else (results, self.tape.refs(gradients))
         spec, values = Results.of_refs(handed_back)
-        for n, updater in updates.items():
-            if n in gradients:
-                self._update(updater, fakes.parameters[n], gradients[n])
         notes = [f"{c} is set by each step in eager, not by the program" for c in self.changes]
+        if updates is not None:
+            notes += updates.notes
+            for updater in updates.ops(gradients):
+                self._update(updater, fakes.parameters, gradients)
         return finish(
             self.tape, values, result_spec=spec, name=self.name, guards=self.recorder.guards,
             batch=BatchSpec.of(self.batch), notes=notes, losses=values[:1], sums=True,
@@ -297,21 +298,30 @@ class _Capture:
 
     # --- updates ---
 
-    def _update(self, updater: Updater, param: torch.Tensor, grad: torch.Tensor) -> None:
-        with self.mode:
-            state = [
-                torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=t.device)
-                for t in updater.state_like
+    def _update(
+        self, updater: Updater, parameters: dict[str, torch.Tensor], gradients: dict[str, torch.Tensor]
+    ) -> None:
+        read: list[int] = []
+        written: list[int] = []
+        for m in updater.members:
+            with self.mode:
+                state = [
+                    torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=t.device)
+                    for t in m.state_like
+                ]
+            values = [
+                self.tape.input(t, "state", (m.name, k), f"{m.name}.{k}")
+                for k, t in zip(m.state_keys, state, strict=True)
             ]
-        values = [
-            self.tape.input(t, "state", (updater.name, k), f"{updater.name}.{k}")
-            for k, t in zip(updater.state_keys, state, strict=True)
-        ]
-        p, g = self.tape.value(param), self.tape.value(grad)
+            p, g = self.tape.value(parameters[m.name]), self.tape.value(gradients[m.name])
+            read += [p, g, *values]
+            written += [p, *([g] if updater.writes_gradients else ()), *values]
         target = f"optimizer.{type(updater.optimizer).__name__}"
-        r = self.tape.call(updater, target, (p, g, *values), (p, *values))
-        r.phase, r.device, r.flops = "update", str(param.device), param.numel()
-        r.origin = Origin(updater.name.rpartition(".")[0], "")
+        r = self.tape.call(updater, target, tuple(read), tuple(written))
+        params = [parameters[m.name] for m in updater.members]
+        r.phase, r.device, r.flops = "update", str(params[0].device), sum(p.numel() for p in params)
+        if len(params) == 1:
+            r.origin = Origin(updater.name.rpartition(".")[0], "")
 
 
 # --- steps that change what the next one does -----------------------------------------------------------------
