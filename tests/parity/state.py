@@ -50,9 +50,11 @@ def differences(a: Any, b: Any, place: str = "") -> list[str]:
         same = (a.dtype, a.shape) == (b.dtype, b.shape) and a.tobytes() == b.tobytes()
         return [] if same else [f"{place}: arrays differ"]
     if isinstance(a, Mapping):
-        if list(a) != list(b):
-            return [f"{place}: keys {_short(list(a))} against {_short(list(b))}"]
-        return [d for k in a for d in differences(a[k], b[k], f"{place}[{k!r}]")]
+        keys, others = ([_key(k) for k in x] for x in (a, b))
+        if keys != others:
+            return [f"{place}: keys {_short(keys)} against {_short(others)}"]
+        rows = zip(keys, a.values(), b.values(), strict=True)
+        return [d for k, x, y in rows for d in differences(x, y, f"{place}[{k!r}]")]
     if isinstance(a, (list, tuple)):
         if len(a) != len(b):
             return [f"{place}: {len(a)} entries against {len(b)}"]
@@ -70,6 +72,11 @@ def differences(a: Any, b: Any, place: str = "") -> list[str]:
     if type(a).__eq__ is object.__eq__ and hasattr(a, "__dict__"):
         return differences(vars(a), vars(b), place)
     return [] if a == b else [f"{place}: {_short(a)} against {_short(b)}"]
+
+
+def _key(key: Any) -> Any:
+    """A key to compare; a tensor's is its place among them, as in the state of an optimizer."""
+    return f"a tensor of shape {tuple(key.shape)}" if isinstance(key, torch.Tensor) else key
 
 
 def _tensors(a: torch.Tensor, b: torch.Tensor, place: str) -> list[str]:

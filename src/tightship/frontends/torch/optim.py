@@ -11,13 +11,13 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
 from tightship.errors import BadInput, Unsupported
 from tightship.frontends.torch import compat
-from tightship.frontends.torch.optim_copy import Disagreement, Turns, bare, copied, stepped
+from tightship.frontends.torch.optim_copy import Disagreement, Turns, bare, copied, kept_tensors, stepped
 from tightship.frontends.torch.optim_probe import why_together
 
 __all__ = ["Member", "Updater", "Updates", "independent", "settings", "updaters"]
@@ -45,6 +45,8 @@ class Member:
         return all(isinstance(state.get(k), torch.Tensor) for k in self.state_keys)
 
 
+Result = TypeVar("Result")
+Pairs = list[tuple[torch.Tensor, torch.Tensor]]
 Run = Callable[[list[torch.Tensor]], None]
 """Steps an updater's members with their gradients."""
 
@@ -54,7 +56,8 @@ class Updater:
 
     It works on the optimizer's own parameters and state, which the caller's tensors are (they are named in the call so
     that a planner sees them); hyperparameters are those of the real groups at the time of the call.
-    ``writes_gradients``: what it leaves in a gradient may differ from what was given.
+    ``writes_gradients``: what it leaves in a gradient may differ from what was given. ``keeps``: what it makes may
+    outlive the step even if all state exists.
     """
 
     def __init__(
@@ -64,9 +67,10 @@ class Updater:
         run: Run,
         *,
         writes_gradients: bool = False,
+        keeps: bool = False,
     ) -> None:
         self.optimizer, self.members = optimizer, tuple(members)
-        self.writes_gradients = writes_gradients
+        self.writes_gradients, self.keeps = writes_gradients, keeps
         self._run = run
         self._gradients: list[int] = []  # where they stand among the arguments
         at = 1
@@ -139,17 +143,18 @@ class Updates:
         if not names:
             return []
         members = _members(optimizer, [(*self._places[n], n) for n in names], self.together is not None)
+        if self._known:
+            return [Updater(optimizer, [m], _alone(optimizer, m)) for m in members]
+        keeps = _keeps(optimizer, [m.param for m in members])
         if self.together is not None:
             params, step = [m.param for m in members], compat.plain_step(type(optimizer))
 
             def run(grads: list[torch.Tensor]) -> None:
                 stepped(optimizer, step, zip(params, grads, strict=True))
 
-            return [Updater(optimizer, members, run, writes_gradients=True)]
-        if self._known:
-            return [Updater(optimizer, [m], _alone(optimizer, m)) for m in members]
+            return [Updater(optimizer, members, run, writes_gradients=True, keeps=keeps)]
         turns = Turns(optimizer, len(members))
-        return [Updater(optimizer, [m], _turn(turns, m), writes_gradients=True) for m in members]
+        return [Updater(optimizer, [m], _turn(turns, m), writes_gradients=True, keeps=keeps) for m in members]
 
 
 def updaters(optimizer: torch.optim.Optimizer, model_parameters: Mapping[str, torch.Tensor]) -> Updates:
@@ -298,25 +303,54 @@ def _members(
 
 
 def _first_states(optimizer: torch.optim.Optimizer, params: Sequence[torch.Tensor]) -> list[dict[Any, Any]]:
-    """The state that a first step creates for these parameters: on fake ones, if the step runs on them."""
-    step = compat.plain_step(type(optimizer))
+    """The state that a first step creates for these parameters."""
 
-    def run(scratch: Callable[[torch.Tensor], torch.Tensor]) -> list[dict[Any, Any]]:
+    def run(made: Any, pairs: Pairs, step: Callable[[], None]) -> list[dict[Any, Any]]:
+        step()
+        return [dict(made.state.get(q, {})) for q, _ in pairs]
+
+    return _on_copies(optimizer, params, run)
+
+
+def _keeps(optimizer: torch.optim.Optimizer, params: Sequence[torch.Tensor]) -> bool:
+    """Whether a later step puts other tensors in the place of those it keeps."""
+
+    def run(made: Any, pairs: Pairs, step: Callable[[], None]) -> bool:
+        step()
+        before = kept_tensors(made)
+        step()
+        known = {compat.storage_key(t) for t in before}
+        return any(compat.storage_key(t) not in known for t in kept_tensors(made))
+
+    return _on_copies(optimizer, params, run)
+
+
+def _on_copies(
+    optimizer: torch.optim.Optimizer,
+    params: Sequence[torch.Tensor],
+    run: Callable[[Any, Pairs, Callable[[], None]], Result],
+) -> Result:
+    """``run`` with a copy of the optimizer, its parameters and gradients, and a step of it: on fake tensors, if the
+    step runs on them. Raises ``Unsupported`` if it does not run on real ones, either."""
+    plain = compat.plain_step(type(optimizer))
+
+    def tried(scratch: Callable[[torch.Tensor], torch.Tensor]) -> Result:
         others = {id(p): torch.nn.Parameter(scratch(p), p.requires_grad) for p in params}
         made = copied(optimizer, others)
-        stepped(made, step, [(q, torch.zeros_like(q)) for q in others.values()])
-        return [dict(made.state.get(q, {})) for q in others.values()]
+        pairs = [(q, torch.zeros_like(q)) for q in others.values()]
+        return run(made, pairs, lambda: stepped(made, plain, pairs))
 
     def blank(p: torch.Tensor) -> torch.Tensor:
         return torch.empty_strided(p.shape, p.stride(), dtype=p.dtype, device=p.device)
 
+    if not kept_tensors(optimizer):  # a copy of a real tensor among fake ones could be written to by nothing
+        try:
+            with compat.fake_mode_of(params) or compat.fake_mode():
+                return tried(blank)
+        except Exception:
+            pass
     try:
-        with compat.fake_mode_of(params) or compat.fake_mode():
-            return run(blank)
-    except Exception:
-        pass
-    try:
-        return run(lambda p: torch.zeros_like(p, memory_format=torch.preserve_format))
+        return tried(lambda p: torch.zeros_like(p, memory_format=torch.preserve_format))
     except Exception as error:
         name = f"the optimizer {type(optimizer).__name__}"
         raise Unsupported(name, f"its step does not run on copies of its parameters: {error}") from error

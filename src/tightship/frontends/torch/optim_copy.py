@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import copy
+import types
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -18,6 +19,7 @@ __all__ = [
     "Turns",
     "bare",
     "copied",
+    "kept_tensors",
     "plain_part",
     "stepped",
     "unchanged_globals",
@@ -101,6 +103,29 @@ def _is_hooks(name: str) -> bool:
     return name.startswith("_optimizer_") and name.endswith("_hooks")
 
 
+def kept_tensors(optimizer: Any) -> list[torch.Tensor]:
+    """The tensors in the optimizer's state, groups and attributes, parameters left out."""
+    params = {id(p) for g in optimizer.param_groups for p in g["params"]}
+    found = _tensors([list(vars(optimizer).items())], set())
+    return [t for t in found if id(t) not in params]
+
+
+def _tensors(tree: Any, seen: set[int]) -> Iterable[torch.Tensor]:
+    if id(tree) in seen:
+        return
+    seen.add(id(tree))
+    if isinstance(tree, torch.Tensor):
+        yield tree
+    elif isinstance(tree, torch.optim.Optimizer):
+        yield from _tensors(vars(tree), seen)
+    elif isinstance(tree, Mapping):
+        for x in tree.values():
+            yield from _tensors(x, seen)
+    elif isinstance(tree, (list, tuple)):
+        for x in tree:
+            yield from _tensors(x, seen)
+
+
 # --- groups and attributes ------------------------------------------------------------------------------------
 
 
@@ -128,6 +153,8 @@ def _is_plain(value: Any) -> bool:
         return type(value) is dict and all(_is_plain(x) for kv in value.items() for x in kv)
     if isinstance(value, (list, tuple)):
         return type(value) in (list, tuple) and all(map(_is_plain, value))
+    if isinstance(value, types.FunctionType):
+        return value.__closure__ is None  # what it is given is all it knows
     return isinstance(value, _SCALARS)
 
 
@@ -223,29 +250,26 @@ def _write(home: Any, before: Mapping[str, Any], after: Mapping[str, Any]) -> No
 
 
 @contextmanager
-def unchanged_globals(optimizer: Any) -> Any:
-    """Puts back what the class and its module count; yields a list that then names what was changed."""
-    homes: list[Any] = []
-    for cls in type(optimizer).__mro__:
-        if cls.__module__.partition(".")[0] not in ("torch", "builtins"):
-            homes.append(cls)
-    step = compat.plain_step(type(optimizer))
-    spaces = [(cls.__name__, cls, dict(vars(cls))) for cls in homes]
-    module = getattr(step, "__globals__", {})
+def unchanged_globals(optimizer: Any) -> Iterator[list[str]]:
+    """Puts back what its class and module count; yields a list that then names what was changed."""
+    classes = [
+        c for c in type(optimizer).__mro__ if c.__module__.partition(".")[0] not in ("torch", "builtins")
+    ]
+    module = getattr(compat.plain_step(type(optimizer)), "__globals__", {})
+    spaces = [*map(vars, classes), module]
     before = [
-        {n: _copy(x) for n, x in space.items() if not n.startswith("__") and _is_plain(x)}
-        for space in (*(s for _, _, s in spaces), module)
+        {n: _copy(x) for n, x in space.items() if not n.startswith("__") and _is_plain(x)} for space in spaces
     ]
     changed: list[str] = []
     try:
         yield changed
     finally:
-        for (name, cls, _), was in zip(spaces, before, strict=False):
+        for cls, was in zip(classes, before, strict=False):
             for n, x in was.items():
                 if repr(vars(cls).get(n)) != repr(x):
                     setattr(cls, n, x)
-                    changed.append(f"{name}.{n}")
+                    changed.append(f"{cls.__name__}.{n}")
         for n, x in before[-1].items():
             if repr(module.get(n)) != repr(x):
                 module[n] = x
-                changed.append(f"the global {n}")
+                changed.append(f"the global {n!r}")

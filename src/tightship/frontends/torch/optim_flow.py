@@ -83,7 +83,7 @@ class _Follow(TorchDispatchMode):
 
     def listed(self, name: str, given: Sequence[Any], out: Any) -> None:
         """Ops on lists take the k-th of each list together."""
-        lists = [x for x in (*given, out) if isinstance(x, (list, tuple)) and any(_tensors(x))]
+        lists = [x for x in (*given, out) if isinstance(x, (list, tuple)) and list(_tensors(x))]
         shared = self.of([x for x in given if isinstance(x, torch.Tensor)])
         for k in range(max(map(len, lists), default=0)):
             row = [x[k] for x in lists if k < len(x)]

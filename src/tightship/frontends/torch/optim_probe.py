@@ -65,7 +65,7 @@ def _scenarios(count: int, last_group: int) -> tuple[_Scenario, ...]:
         return lambda step, k, g: g.fill_(value) if (step, k) in ((1, 0), (2, count - 1)) else g
 
     def missing(step: int, k: int, g: torch.Tensor) -> torch.Tensor | None:
-        gone = step == k or (step == count and k >= last_group)
+        gone = step == k or (step == count and 0 < last_group <= k)
         return None if gone else g
 
     scales = (1.0, 50.0, 1e-4)
@@ -106,13 +106,16 @@ def why_together(optimizer: Any) -> str | None:
 
 
 def _tried(optimizer: Any) -> str | None:
+    trial = _Trial(optimizer)
+    trial.copy_steps()
     why = why_not_plain(optimizer)
     if why is not None:
-        _Trial(optimizer).copy_steps()
         return why
-    trial = _Trial(optimizer)
     for scenario in _scenarios(len(trial.shapes), trial.last_group):
-        why = trial.differs(scenario)
+        try:
+            why = trial.differs(scenario)
+        except Exception as error:
+            return f"tried with {scenario.name}, it raises {type(error).__name__}: {error}"
         if why is not None:
             return why
     return None
