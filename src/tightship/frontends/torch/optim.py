@@ -124,15 +124,21 @@ class Updates:
     ) -> None:
         self.optimizer, self._places = optimizer, places
         self.names = tuple(places)
+        self.keeps = False
         self._known = independent(optimizer)
         self.together = None if self._known else why_together(optimizer)
 
     @property
     def notes(self) -> tuple[str, ...]:
-        if self.together is None:
-            return ()
-        name = type(self.optimizer).__name__
-        return (f"{name} steps all parameters at once, when all gradients are there: {self.together}",)
+        """What a user should know of it, once `ops` has been called."""
+        name, found = type(self.optimizer).__name__, []
+        if self.together is not None:
+            found.append(
+                f"{name} steps all parameters at once, when all gradients are there: {self.together}"
+            )
+        if self.keeps:
+            found.append(f"{name} makes new tensors for its state at each step, beside the ones it had")
+        return tuple(found)
 
     def ops(self, gradients: Collection[str]) -> list[Updater]:
         """The updaters of a step in which the parameters of these names get a gradient.
@@ -145,16 +151,18 @@ class Updates:
         members = _members(optimizer, [(*self._places[n], n) for n in names], self.together is not None)
         if self._known:
             return [Updater(optimizer, [m], _alone(optimizer, m)) for m in members]
-        keeps = _keeps(optimizer, [m.param for m in members])
+        self.keeps = _keeps(optimizer, [m.param for m in members])
         if self.together is not None:
             params, step = [m.param for m in members], compat.plain_step(type(optimizer))
 
             def run(grads: list[torch.Tensor]) -> None:
                 stepped(optimizer, step, zip(params, grads, strict=True))
 
-            return [Updater(optimizer, members, run, writes_gradients=True, keeps=keeps)]
+            return [Updater(optimizer, members, run, writes_gradients=True, keeps=self.keeps)]
         turns = Turns(optimizer, len(members))
-        return [Updater(optimizer, [m], _turn(turns, m), writes_gradients=True, keeps=keeps) for m in members]
+        return [
+            Updater(optimizer, [m], _turn(turns, m), writes_gradients=True, keeps=self.keeps) for m in members
+        ]
 
 
 def updaters(optimizer: torch.optim.Optimizer, model_parameters: Mapping[str, torch.Tensor]) -> Updates:

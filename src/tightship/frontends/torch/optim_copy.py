@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import sys
 import types
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -251,25 +252,22 @@ def _write(home: Any, before: Mapping[str, Any], after: Mapping[str, Any]) -> No
 
 @contextmanager
 def unchanged_globals(optimizer: Any) -> Iterator[list[str]]:
-    """Puts back what its class and module count; yields a list that then names what was changed."""
+    """Puts back what its classes and their modules count; yields a list that then names what was changed."""
     classes = [
         c for c in type(optimizer).__mro__ if c.__module__.partition(".")[0] not in ("torch", "builtins")
     ]
-    module = getattr(compat.plain_step(type(optimizer)), "__globals__", {})
-    spaces = [*map(vars, classes), module]
+    modules = {c.__module__: sys.modules.get(c.__module__) for c in classes}
+    homes: list[Any] = [*classes, *(m for m in modules.values() if m is not None)]
     before = [
-        {n: _copy(x) for n, x in space.items() if not n.startswith("__") and _is_plain(x)} for space in spaces
+        {n: _copy(x) for n, x in vars(home).items() if not n.startswith("__") and _is_plain(x)}
+        for home in homes
     ]
     changed: list[str] = []
     try:
         yield changed
     finally:
-        for cls, was in zip(classes, before, strict=False):
+        for home, was in zip(homes, before, strict=True):
             for n, x in was.items():
-                if repr(vars(cls).get(n)) != repr(x):
-                    setattr(cls, n, x)
-                    changed.append(f"{cls.__name__}.{n}")
-        for n, x in before[-1].items():
-            if repr(module.get(n)) != repr(x):
-                module[n] = x
-                changed.append(f"the global {n!r}")
+                if repr(vars(home).get(n)) != repr(x):
+                    setattr(home, n, x)
+                    changed.append(f"{home.__name__}.{n}")

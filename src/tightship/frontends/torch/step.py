@@ -166,9 +166,9 @@ class _Capture:
         spec, values = Results.of_refs(handed_back)
         notes = [f"{c} is set by each step in eager, not by the program" for c in self.changes]
         if updates is not None:
-            notes += updates.notes
             for updater in updates.ops(gradients):
                 self._update(updater, fakes.parameters, gradients)
+            notes += updates.notes
         return finish(
             self.tape, values, result_spec=spec, name=self.name, guards=self.recorder.guards,
             batch=BatchSpec.of(self.batch), notes=notes, losses=values[:1], sums=True,
