@@ -14,9 +14,9 @@ from typing import Any
 import plans
 import pytest
 import torch
-from parity.state import differences, snapshot
 from torch import nn
 
+from parity.state import differences, snapshot
 from tightship.errors import Unsupported
 from tightship.execute.fit import fit
 from tightship.execute.interpreter import PeakMismatch
@@ -219,7 +219,9 @@ TOGETHER = {
 
 
 @pytest.mark.filterwarnings("ignore::tightship.execute.interpreter.PeakMismatch")
-@pytest.mark.parametrize("name", list(ALL))
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=[pytest.mark.slow] * n.startswith("pytorch_optimizer")) for n in ALL]
+)
 def test_an_optimizer_is_bit_identical_or_refused(name: str, kept: Any) -> None:
     outcome = trained(maker(ALL[name]), kept)
     if name in REFUSED:

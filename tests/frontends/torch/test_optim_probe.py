@@ -9,14 +9,13 @@ from collections import defaultdict
 import plans
 import pytest
 import torch
-from parity.state import differences, snapshot
 from torch import nn
 
+from parity.state import differences, snapshot
 from tightship.errors import Unsupported
 from tightship.execute.fit import fit
 from tightship.frontends.torch.optim import _INDEPENDENT, independent
 from tightship.frontends.torch.optim_probe import why_together
-
 
 pytestmark = pytest.mark.filterwarnings("ignore::tightship.execute.interpreter.PeakMismatch")
 

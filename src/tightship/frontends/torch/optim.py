@@ -54,8 +54,8 @@ Run = Callable[[list[torch.Tensor]], None]
 class Updater:
     """``updater(param, grad, *state)``, with these for each member, steps the members in the real optimizer.
 
-    It works on the optimizer's own parameters and state, which the caller's tensors are (they are named in the call so
-    that a planner sees them); hyperparameters are those of the real groups at the time of the call.
+    It works on the optimizer's own parameters and state, which the caller's tensors are (they are named in the call
+    so that a planner sees them); hyperparameters are those of the real groups at the time of the call.
     ``writes_gradients``: what it leaves in a gradient may differ from what was given. ``keeps``: what it makes may
     outlive the step even if all state exists.
     """
@@ -168,8 +168,8 @@ class Updates:
 def updaters(optimizer: torch.optim.Optimizer, model_parameters: Mapping[str, torch.Tensor]) -> Updates:
     """How the optimizer's step becomes ops on those of the model's parameters that require a gradient.
 
-    Raises ``Unsupported`` for optimizers whose step needs a closure, has hooks around it, draws random numbers or does
-    not run on copies of its parameters; ``BadInput`` for one that does not hold the model's parameters.
+    Raises ``Unsupported`` for optimizers whose step needs a closure, has hooks around it, draws random numbers or
+    does not run on copies of its parameters; ``BadInput`` for one that does not hold the model's parameters.
     """
     _check(optimizer)
     names = {id(p): n for n, p in reversed(list(model_parameters.items()))}

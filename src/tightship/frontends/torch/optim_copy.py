@@ -41,7 +41,7 @@ _OWN = {
 def stepped(
     optimizer: Any, step: Callable[..., Any], pairs: Iterable[tuple[torch.Tensor, torch.Tensor | None]]
 ) -> None:
-    """Run ``step(optimizer)`` with the gradients of ``pairs`` of parameters and gradients; ``p.grad`` stays as it was.
+    """Run ``step(optimizer)`` with ``pairs`` of parameters and their gradients; ``p.grad`` stays as it was.
 
     The parameters of the optimizer that are not among them have no gradient.
     """
@@ -170,9 +170,9 @@ def _copy(value: Any) -> Any:
 class Turns:
     """An optimizer's step, a parameter at a time.
 
-    Each of ``total`` turns starts from attributes and groups as they were before the step, as each parameter does when
-    all are stepped at once; what they become is written to the optimizer after the last turn. A parameter that has had
-    its turn begins the next step.
+    Each of ``total`` turns starts from attributes and groups as they were before the step, as each parameter does
+    when all are stepped at once; what they become is written to the optimizer after the last turn. A parameter that
+    has had its turn begins the next step.
     """
 
     def __init__(self, optimizer: Any, total: int) -> None:
@@ -184,8 +184,9 @@ class Turns:
         self._groups: dict[int, tuple[bool, dict[str, Any]]] = {}  # whether it is a parameter's own group
 
     def run(self, group: int, param: torch.Tensor, grad: torch.Tensor | None) -> None:
-        """Step ``param`` of ``param_groups[group]``. Raises ``Disagreement`` when the turns of one step make different
-        things of attributes and groups."""
+        """Step ``param`` of ``param_groups[group]``.
+
+        Raises ``Disagreement`` when the turns of one step make different things of attributes and groups."""
         if not self._had or id(param) in self._had:
             self._had, self._before = set(), plain_part(self.optimizer)
             self._attributes, self._groups = None, {}

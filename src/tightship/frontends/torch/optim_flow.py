@@ -17,17 +17,11 @@ from tightship.frontends.torch import compat
 
 __all__ = ["Flow"]
 
+# What these make does not depend on the numbers of their tensor.
 _EMPTY = (
-    "zeros_like",
-    "ones_like",
-    "empty_like",
-    "full_like",
-    "new_empty",
-    "new_zeros",
-    "new_ones",
-    "new_full",
-)
-_EMPTY += ("new_empty_strided", "rand_like", "randn_like")  # what they make does not depend on their tensor
+    "zeros_like", "ones_like", "empty_like", "full_like", "rand_like", "randn_like", "new_empty", "new_zeros",
+    "new_ones", "new_full", "new_empty_strided",
+)  # fmt: skip
 _LEAVES = (
     "numpy",
     "tolist",

@@ -244,9 +244,11 @@ def _numbers(optimizer: Any, params: Sequence[Any]) -> dict[tuple[int, Any], flo
     found: dict[tuple[int, Any], float] = {}
     for k, home in enumerate(_homes(optimizer, params)):
         for name, x in home.items():
-            if isinstance(x, torch.Tensor) and x.dim() == 0 and not x.is_complex():
-                found[k, name] = float(x)
-            elif isinstance(x, (int, float)) and not isinstance(x, bool):
+            if isinstance(x, torch.Tensor):
+                single = x.dim() == 0 and not x.is_complex()
+            else:
+                single = isinstance(x, (int, float)) and not isinstance(x, bool)
+            if single:
                 found[k, name] = float(x)
     return found
 
