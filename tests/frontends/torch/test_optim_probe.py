@@ -74,6 +74,25 @@ class ClipsByForeachNorm(Plain):
         return True
 
 
+class ClipsFiniteNorms(Plain):
+    """No trial's numbers show it: its limit is beyond them, and it leaves what is not finite alone."""
+
+    def begin(self):
+        norm = torch.stack([g.norm() for g in self.grads()]).norm()
+        scale = torch.where(norm.isfinite(), (1e18 / (norm + 1e-6)).clamp(max=1.0), 1.0)
+        for g in self.grads():
+            g.mul_(scale)
+        return True
+
+
+class SkipsLargeSums(Plain):
+    """The same with a number of Python."""
+
+    def begin(self):
+        total = sum(g.abs().sum().item() for g in self.grads())
+        return not 1e18 < total < float("inf")
+
+
 class SkipsNonFinite(Plain):
     def begin(self):
         return all(bool(g.isfinite().all()) for g in self.grads())
@@ -223,7 +242,7 @@ class Around(torch.optim.Optimizer):
 
 
 TOGETHER = [
-    ClipsByGlobalNorm, ClipsByForeachNorm, SkipsNonFinite, SkipsLargeByNumpy, SkipsLargeByList,
+    ClipsByGlobalNorm, ClipsByForeachNorm, ClipsFiniteNorms, SkipsLargeSums, SkipsNonFinite, SkipsLargeByNumpy, SkipsLargeByList,
     CountsParametersInItself, CountsParametersInGroup, ReadsTheFirstParameter, SharesState,
     CouplesEveryHundredthStep, CouplesWhenAStateSaysSo, CouplesWarmUp, CountsGradients, CouplesMatrices,
     HoldsATensor, ClippingAdam, PeekingAdam, Around,
