@@ -242,7 +242,8 @@ class Around(torch.optim.Optimizer):
 
 
 TOGETHER = [
-    ClipsByGlobalNorm, ClipsByForeachNorm, ClipsFiniteNorms, SkipsLargeSums, SkipsNonFinite, SkipsLargeByNumpy, SkipsLargeByList,
+    ClipsByGlobalNorm, ClipsByForeachNorm, ClipsFiniteNorms, SkipsLargeSums, SkipsNonFinite,
+    SkipsLargeByNumpy, SkipsLargeByList,
     CountsParametersInItself, CountsParametersInGroup, ReadsTheFirstParameter, SharesState,
     CouplesEveryHundredthStep, CouplesWhenAStateSaysSo, CouplesWarmUp, CountsGradients, CouplesMatrices,
     HoldsATensor, ClippingAdam, PeekingAdam, Around,
