@@ -13,7 +13,7 @@ from tightship.errors import BadInput, Unsupported
 from tightship.frontends.torch import compat, compat_capture
 from tightship.frontends.torch.loss import LossFn, called, checked_loss, loss_function, summed_output
 from tightship.frontends.torch.lower import finish
-from tightship.frontends.torch.optim import Updater, updaters
+from tightship.frontends.torch.optim import Updater, Updates, updaters
 from tightship.frontends.torch.origin import Origin, Tracker
 from tightship.frontends.torch.program import Program, Ref
 from tightship.frontends.torch.record import Recorder
@@ -176,8 +176,8 @@ class _Capture:
             results, gradients = self._run(loss_fn, fakes, wanted)
         handed_back = results if optimizer is not None else (results, self.tape.refs(gradients))
         spec, values = Results.of_refs(handed_back)
-        self._updated(updates, fakes, gradients)
         notes = [f"{c} is set by each step in eager, not by the program" for c in self.changes]
+        notes += self._updated(updates, fakes, gradients)
         return finish(
             self.tape, values, result_spec=spec, name=self.name, guards=self.recorder.guards,
             batch=BatchSpec.of(self.batch), notes=notes, losses=values[:1], sums=True,
@@ -194,16 +194,19 @@ class _Capture:
                 "leave it out, or train with use_cache=False",
             )  # fmt: skip
         if optimizer is None:
-            return {}, by_name
+            return None, by_name
         updates = updaters(optimizer, self.parameters)
-        return updates, list(updates)
+        return updates, list(updates.names)
 
     def _updated(
-        self, updates: dict[str, Updater], fakes: _Fakes, gradients: dict[str, torch.Tensor]
-    ) -> None:
-        for n, updater in updates.items():
-            if n in gradients:
-                self._update(updater, fakes.parameters[n], gradients[n])
+        self, updates: Updates | None, fakes: _Fakes, gradients: dict[str, torch.Tensor]
+    ) -> tuple[str, ...]:
+        """Takes down the optimizer's step; returns what a user should know of it."""
+        if updates is None:
+            return ()
+        for updater in updates.ops(gradients):
+            self._update(updater, fakes.parameters, gradients)
+        return updates.notes
 
     def forward(self) -> Program:
         self.tape.grad = False
@@ -326,21 +329,30 @@ class _Capture:
 
     # --- updates ---
 
-    def _update(self, updater: Updater, param: torch.Tensor, grad: torch.Tensor) -> None:
-        with self.mode:
-            state = [
-                torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=t.device)
-                for t in updater.state_like
+    def _update(
+        self, updater: Updater, parameters: dict[str, torch.Tensor], gradients: dict[str, torch.Tensor]
+    ) -> None:
+        read: list[int] = []
+        written: list[int] = []
+        for m in updater.members:
+            with self.mode:
+                state = [
+                    torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=t.device)
+                    for t in m.state_like
+                ]
+            values = [
+                self.tape.input(t, "state", (m.name, k), f"{m.name}.{k}")
+                for k, t in zip(m.state_keys, state, strict=True)
             ]
-        values = [
-            self.tape.input(t, "state", (updater.name, k), f"{updater.name}.{k}")
-            for k, t in zip(updater.state_keys, state, strict=True)
-        ]
-        p, g = self.tape.value(param), self.tape.value(grad)
+            p, g = self.tape.value(parameters[m.name]), self.tape.value(gradients[m.name])
+            read += [p, g, *values]
+            written += [p, *([g] if updater.writes_gradients else ()), *values]
         target = f"optimizer.{type(updater.optimizer).__name__}"
-        r = self.tape.call(updater, target, (p, g, *values), (p, *values))
-        r.phase, r.device, r.flops = "update", str(param.device), param.numel()
-        r.origin = Origin(updater.name.rpartition(".")[0], "")
+        r = self.tape.call(updater, target, tuple(read), tuple(written))
+        params = [parameters[m.name] for m in updater.members]
+        r.phase, r.device, r.flops = "update", str(params[0].device), sum(p.numel() for p in params)
+        if len(params) == 1:
+            r.origin = Origin(updater.name.rpartition(".")[0], "")
 
 
 class StepCapture(_Capture):
@@ -395,7 +407,7 @@ class StepCapture(_Capture):
         with torch.enable_grad(), self.executing():
             values = [self.tape.value(t) for t in (*results, loss)]
             gradients = self._gradients(loss, wanted, leaves)
-        self._updated(updates, self._given, gradients)
+        notes = [*notes, *self._updated(updates, self._given, gradients)]
         return finish(
             self.tape, values[:-1], result_spec=spec, name=self.name, guards=self.recorder.guards,
             batch=BatchSpec.of(self.batch), notes=notes, losses=values[-1:], sums=True,
