@@ -40,10 +40,11 @@ def fit(
     ``optimizer.zero_grad(); loss = loss_fn(model, batch); loss.backward(); optimizer.step()`` does, to the
     bit, in the caller's own model and optimizer. ``loss_fn`` and batches are as `capture_step` takes them.
 
-    ``budget`` is bytes, text such as ``6GiB``, or a percentage of the unplanned peak (``60%``); it counts
-    parameters, buffers, optimizer state, the batch, and everything the step makes, results included. None
-    keeps everything, in the better order. ``planner`` replaces the default planner, to which
-    ``options`` go. ``variants`` is how many kinds of batches are kept planned. ``strict``: as for `Executor`.
+    ``budget`` is bytes, text such as ``6GiB``, a percentage of the unplanned peak (``60%``), or ``static+60%``: the
+    static set and that share of what the unplanned step needs beyond it. A percentage is of the sample's step, and
+    resolved to bytes once: they hold for every later batch. A budget counts parameters, buffers, optimizer state,
+    the batch, and everything the step makes, results included. None keeps everything, in the better order.
+    ``planner`` replaces the default planner, to which ``options`` go. ``variants`` is how many kinds of batches are kept planned. ``strict``: as for `Executor`.
     ``cache`` and ``seconds_per_op``: as for `profile`. ``folder``: where offloaded bytes go, in files without names
     (default: the system's folder for temporary files); from a GPU to pinned memory instead, and to files only what
     is beyond ``pinned`` of it (bytes or text such as ``8GiB``), if that is said.
