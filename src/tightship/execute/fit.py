@@ -44,10 +44,11 @@ def fit(
     static set and that share of what the unplanned step needs beyond it. A percentage is of the sample's step, and
     resolved to bytes once: they hold for every later batch. A budget counts parameters, buffers, optimizer state,
     the batch, and everything the step makes, results included. None keeps everything, in the better order.
-    ``planner`` replaces the default planner, to which ``options`` go. ``variants`` is how many kinds of batches are kept planned. ``strict``: as for `Executor`.
-    ``cache`` and ``seconds_per_op``: as for `profile`. ``folder``: where offloaded bytes go, in files without names
-    (default: the system's folder for temporary files); from a GPU to pinned memory instead, and to files only what
-    is beyond ``pinned`` of it (bytes or text such as ``8GiB``), if that is said.
+    ``planner`` replaces the default planner, to which ``options`` go. ``variants`` is how many kinds of batches are
+    kept planned. ``strict``: as for `Executor`. ``cache`` and ``seconds_per_op``: as for `profile`. ``folder``: where
+    offloaded bytes go, in files without names (default: the system's folder for temporary files); from a GPU to
+    pinned memory instead, and to files only what is beyond ``pinned`` of it (bytes or text such as ``8GiB``), if that
+    is said.
 
     Raises ``Infeasible`` when no plan meets the budget, ``Unsupported`` for what cannot be captured or run
     exactly, ``BadInput`` for arguments that make no sense.

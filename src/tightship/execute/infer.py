@@ -50,7 +50,8 @@ def infer(
 
     ``budget`` (bytes, text, or a percentage of the sample's unplanned peak, resolved to bytes once) counts weights,
     inputs and everything the pass makes; None: the order with the least peak, nothing recomputed. ``fresh``: results
-    are tensors of their own; without, they lie in the arena, nothing is requested outside of it, and the next run overwrites them.
+    are tensors of their own; without, they lie in the arena, nothing is requested outside of it, and the next run
+    overwrites them.
     ``dynamic``: the sample is the largest there will be, in every dimension; anything smaller runs in the same arena,
     planned when it is first met (``variants`` kinds are kept); a batch of one is planned ahead, as some ops ask for
     more scratch there. ``strict`` as for `Executor`, ``cache`` and ``seconds_per_op`` as for `profile`; ``options``

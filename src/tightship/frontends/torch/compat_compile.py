@@ -8,7 +8,8 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Final
 
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
@@ -19,6 +20,8 @@ from tightship.frontends.torch.compat import require_torch
 require_torch()
 
 from torch._dynamo import config as _dynamo_config  # noqa: E402
+from torch._dynamo import convert_frame as _convert_frame  # noqa: E402
+from torch._dynamo import utils as _utils  # noqa: E402
 from torch._dynamo.backends.common import aot_autograd as _aot_autograd  # noqa: E402
 from torch._dynamo.exc import TorchDynamoException  # noqa: E402
 from torch._functorch import config as _config  # noqa: E402
@@ -29,12 +32,14 @@ from torch.fx import Graph, GraphModule, Node  # noqa: E402
 from torch.fx._lazy_graph_module import _make_graph_module  # noqa: E402
 
 __all__ = [
+    "Break",
     "boxed",
     "compile_training",
     "compiled_options",
     "example_of",
     "fixed_sizes",
     "frame",
+    "frame_session",
     "graph_break",
     "graph_is_kept",
     "is_backward",
@@ -51,6 +56,7 @@ __all__ = [
     "split",
     "unchecked_saving",
     "wanted_by_forward",
+    "watch_frames",
 ]
 
 Compiler = Callable[[GraphModule, Sequence[Any]], Callable[[list[Any]], Any]]
@@ -259,13 +265,90 @@ def last_time() -> int | None:
     return count if count == limit else None
 
 
-def graph_break(gm: GraphModule) -> str | None:
-    """Where the caller's code goes on after this graph, to be compiled on its own; None if it does not."""
+@dataclass(frozen=True, slots=True)
+class Break:
+    """Where the caller's code goes on after a graph, to be compiled on its own, and why Dynamo could not go on.
+
+    ``runs``: whether ops may run there, outside of all graphs.
+    """
+
+    place: str
+    why: str
+    runs: bool
+
+
+_RUNS_NOTHING: Final = (
+    "Call to `torch._dynamo.graph_break()`",
+    "logging.Logger method",
+    "generic_jump",  # a branch on data: a number is read
+    "Unsupported Tensor.item()",
+)
+
+
+def graph_break(gm: GraphModule) -> Break | None:
+    """What follows the graph; None if it is the last of its frame."""
     reason = getattr(gm, "compile_subgraph_reason", None)
     if reason is None or not reason.graph_break:
         return None
     stack = reason.user_stack or []
-    return f"{stack[-1].filename.rpartition('/')[2]}:{stack[-1].lineno}" if stack else "an unknown place"
+    place = f"{stack[-1].filename.rpartition('/')[2]}:{stack[-1].lineno}" if stack else "an unknown place"
+    text = str(reason.reason)
+    runs = not text.startswith(_RUNS_NOTHING) and "builtin operator `print`" not in text
+    return Break(place, _first_line(text), runs)
+
+
+def _first_line(text: str) -> str:
+    return text.strip().partition("\n")[0].rstrip(".")
+
+
+Skipped = Callable[[Any, dict[str, Any] | None, str, str], object]
+
+
+def watch_frames(backend: Any, skipped: Skipped) -> None:
+    """Calls ``skipped(session, options, frame, why)`` when Dynamo gives up a frame that was to be compiled with
+    ``backend`` and runs it as it is, before it does; what that returns is the next call's ``session``, and lives as
+    long as the compiled code. Dynamo asks no backend then, and has no hook for it."""
+    convert = _convert_frame.ConvertFrame
+    original = getattr(convert.__call__, "_tightship_original", convert.__call__)
+
+    def call(self: Any, frame: Any, cache_entry: Any, hooks: Any, state: Any, skip: int = 0) -> Any:
+        before = _utils.get_compilation_metrics()[-1:]
+        found = original(self, frame, cache_entry, hooks, state, skip=skip + 1)
+        kwargs = _kwargs_of(self, backend)
+        if kwargs is not None and found.guarded_code is None:
+            last = _utils.get_compilation_metrics()[-1:]
+            why = last[0].fail_reason if last and last != before else None
+            if why:  # it tried, and failed; what has no ops to compile, or no tensors, it passes over
+                code = frame.f_code
+                file = code.co_filename.rpartition("/")[2]
+                where = f"{code.co_name} ({file}:{code.co_firstlineno})"
+                if file == "external_utils.py":  # Dynamo's own wrapper around a module of torch's
+                    where = "the compiled module"
+                known = getattr(self, "_tightship_session", None)
+                self._tightship_session = skipped(known, kwargs.get("options"), where, _first_line(why))
+        return found
+
+    call._tightship_original = original  # type: ignore[attr-defined]
+    convert.__call__ = call
+
+
+def frame_session(compiled: Any) -> Any:
+    """What `watch_frames` keeps for a compiled module or function, None if no frame of it was given up."""
+    for callback in _callbacks(compiled):
+        found = getattr(callback, "_tightship_session", None)
+        if found is not None:
+            return found
+    return None
+
+
+def _kwargs_of(callback: Any, backend: Any) -> dict[str, Any] | None:
+    """What ``backend`` is given by torch.compile, if it is what ``callback`` compiles with."""
+    while callback is not None:
+        if getattr(callback, "compiler_fn", None) is backend:
+            kwargs = getattr(callback, "kwargs", None)
+            return kwargs if isinstance(kwargs, dict) else {}
+        callback = getattr(callback, "_torchdynamo_orig_backend", None)
+    return None
 
 
 def source_name(node: Node) -> str:
@@ -308,16 +391,22 @@ def fixed_sizes(gm: GraphModule, inputs: Sequence[Any]) -> bool:
 def compiled_options(compiled: Any) -> dict[str, Any] | None:
     """The ``options`` a module or function was given to ``torch.compile`` with, the same object; None if
     none."""
+    for callback in _callbacks(compiled):
+        kwargs = getattr(callback, "kwargs", None)
+        if isinstance(kwargs, dict) and hasattr(callback, "compiler_fn"):
+            return kwargs.get("options")
+    return None
+
+
+def _callbacks(compiled: Any) -> Iterator[Any]:
+    """From what Dynamo calls with each frame down to what torch.compile was given."""
     implementation = getattr(compiled, "_compiled_call_impl", None)  # Module.compile
     for thing in (compiled, implementation):
         for context in _contexts(thing):
             callback = getattr(context, "callback", None)
             while callback is not None:
-                kwargs = getattr(callback, "kwargs", None)
-                if isinstance(kwargs, dict) and hasattr(callback, "compiler_fn"):
-                    return kwargs.get("options")
+                yield callback
                 callback = getattr(callback, "_torchdynamo_orig_backend", None)
-    return None
 
 
 def _contexts(thing: Any) -> Iterator[Any]:
