@@ -294,7 +294,8 @@ def graph_break(gm: GraphModule) -> Break | None:
     place = f"{stack[-1].filename.rpartition('/')[2]}:{stack[-1].lineno}" if stack else "an unknown place"
     text = str(reason.reason)
     runs = not text.startswith(_RUNS_NOTHING) and "builtin operator `print`" not in text
-    return Break(place, _first_line(text), runs)
+    why = "it does not trace that call" if text == "step_unsupported" else _first_line(text)
+    return Break(place, why, runs)
 
 
 def _first_line(text: str) -> str:
