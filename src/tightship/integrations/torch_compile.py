@@ -142,9 +142,8 @@ class Session:
             compat_compile.fixed_sizes(gm, inputs)
             follows = compat_compile.graph_break(gm)
             if follows is not None and follows.runs:
-                self.unplanned(
-                    f"what is called at {follows.place}", f"Dynamo breaks the graph there ({follows.why})"
-                )
+                what = f"what is called at {follows.place}, but for graphs of its own,"
+                self.unplanned(what, f"Dynamo breaks the graph there ({follows.why})")
             made = _Compilation(self, gm).run(gm, inputs)
             self._last_of_its_kind()
             return made
