@@ -196,14 +196,6 @@ def test_a_retained_graph_can_be_used_again():
     assert any("retain_graph" in n for n in compiled_notes(call))
 
 
-def test_double_backward_is_refused():
-    call, _, _ = pair()
-    x = batch().requires_grad_()
-    (grad,) = torch.autograd.grad(call(x).pow(2).sum(), x, create_graph=True)
-    with pytest.raises(RuntimeError, match="double backward"):
-        grad.sum().backward()
-
-
 def test_saved_tensors_may_be_moved_by_hooks():
     call, model, other = pair()
     with torch.autograd.graph.save_on_cpu():

@@ -83,7 +83,7 @@ def compiled_notes(compiled: Any) -> tuple[str, ...]:
     session = compiled_session(compiled)
     if not session.pieces and not session.notes:
         return (
-            "nothing is planned: the model has not run yet, or Dynamo has found nothing in it to compile",
+            "nothing is planned: the model has not run yet, had no plan, or has nothing that Dynamo compiles",
         )
     return tuple(
         dict.fromkeys([*session.notes, *(f"graph {p.name}: {n}" for p in session.pieces for n in p.notes)])

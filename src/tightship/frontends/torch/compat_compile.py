@@ -6,6 +6,7 @@ The other half of ``compat``, under the same rule: nothing else in tightship may
 from __future__ import annotations
 
 import operator
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -41,6 +42,7 @@ __all__ = [
     "frame",
     "frame_session",
     "graph_break",
+    "graph_is_built",
     "graph_is_kept",
     "is_backward",
     "is_control_flow",
@@ -106,6 +108,17 @@ def graph_is_kept() -> bool:
     """Whether the backward pass being run leaves what was saved alive (``retain_graph``,
     ``create_graph``)."""
     return bool(torch._C._autograd._get_current_graph_task_keep_graph())
+
+
+def graph_is_built() -> bool:
+    """Whether the backward pass being run is to be differentiated again (``create_graph``), which AOTAutograd
+    refuses only when that happens."""
+    frame = sys._getframe() if graph_is_kept() else None
+    while frame is not None:
+        if frame.f_code.co_name == "_double_backward":
+            return True
+        frame = frame.f_back
+    return False
 
 
 @contextmanager
