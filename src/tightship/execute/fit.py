@@ -7,11 +7,11 @@ from typing import Any
 
 import torch
 
-from tightship.errors import BadInput
+from tightship.errors import BadInput, Unsupported
 from tightship.execute.prepared import Planner, Prepared, Settings
 from tightship.frontends.torch import compat
 from tightship.frontends.torch.program import Program
-from tightship.frontends.torch.step import capture_step
+from tightship.frontends.torch.step import DATA_PARALLEL, capture_step
 from tightship.frontends.torch.structure import flatten
 from tightship.units import parse_budget, parse_bytes
 
@@ -32,6 +32,7 @@ def fit(
     variants: int = 4,
     folder: Path | str | None = None,
     pinned: Any = None,
+    independent: bool = False,
     **options: Any,
 ) -> TrainStep:
     """A training step of ``model`` that stays within ``budget``.
@@ -48,7 +49,8 @@ def fit(
     kept planned. ``strict``: as for `Executor`. ``cache`` and ``seconds_per_op``: as for `profile`. ``folder``: where
     offloaded bytes go, in files without names (default: the system's folder for temporary files); from a GPU to
     pinned memory instead, and to files only what is beyond ``pinned`` of it (bytes or text such as ``8GiB``), if that
-    is said.
+    is said. ``independent``: in a world of several ranks each trains a model of its own; without, a step that has no
+    collective is refused there.
 
     Raises ``Infeasible`` when no plan meets the budget, ``Unsupported`` for what cannot be captured or run
     exactly, ``BadInput`` for arguments that make no sense.
@@ -63,7 +65,7 @@ def fit(
     most = None if pinned is None else parse_bytes(pinned, "fit(pinned=…)")
     measuring = {"cache": cache, "seconds_per_op": seconds_per_op, "folder": folder, "pinned": most}
     settings = Settings(wanted, planner, measuring, strict, variants)
-    step = TrainStep(model, loss_fn, optimizer, settings)
+    step = TrainStep(model, loss_fn, optimizer, settings, independent=independent)
     step.prepare(sample_batch)
     return step
 
@@ -93,17 +95,30 @@ class TrainStep(Prepared):
     optimizer: torch.optim.Optimizer
 
     def __init__(
-        self, model: torch.nn.Module, loss_fn: Any, optimizer: torch.optim.Optimizer, settings: Settings
-    ) -> None:
+        self, model: torch.nn.Module, loss_fn: Any, optimizer: torch.optim.Optimizer, settings: Settings,
+        *, independent: bool = False,
+    ) -> None:  # fmt: skip
         super().__init__(model, optimizer, settings)
-        self.loss_fn = loss_fn
+        self.loss_fn, self.independent = loss_fn, independent
 
     def __call__(self, batch: Any) -> Any:
         with self._alone():
             variant, tensors = self._find(batch, flatten(batch))
+            self._check_ranks(variant.program)
             results = variant.executor.run(tensors)
             compat.mark_stepped(self.optimizer)
             return variant.program.result_spec.unflatten(results)
 
     def _capture(self, batch: Any) -> Program:
-        return capture_step(self.model, self.loss_fn, self.optimizer, batch)
+        program = capture_step(self.model, self.loss_fn, self.optimizer, batch)
+        self._check_ranks(program)
+        return program
+
+    def _check_ranks(self, program: Program) -> None:
+        """Raise ``Unsupported`` where ranks would drift apart without a word."""
+        ranks = 1 if self.independent else compat.world_size()
+        if ranks > 1 and not any(compat.is_collective(call.fn) for call in program.calls):
+            raise Unsupported(
+                f"a step without a collective on {ranks} ranks", "each rank would train a model of its own",
+                f"{DATA_PARALLEL}; where that is what you want (an ensemble), fit(…, independent=True)",
+            )  # fmt: skip

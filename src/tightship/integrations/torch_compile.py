@@ -48,6 +48,13 @@ _RESOLVED = (
 )
 
 
+_BUCKETS = (
+    "Dynamo cuts a model in DistributedDataParallel into a graph per bucket, which this backend cannot plan: set "
+    "torch._dynamo.config.optimize_ddp = False before the first call (buckets are reduced during the backward pass "
+    "all the same)"
+)
+
+
 class Fallback(UserWarning):
     """A part of the model runs in eager, or will, without a plan: there the budget is not kept."""
 
@@ -141,6 +148,8 @@ class Session:
         try:
             compat_compile.fixed_sizes(gm, inputs)
             follows = compat_compile.graph_break(gm)
+            if follows is not None and follows.by_ddp:
+                raise BadInput(_BUCKETS, True, "torch._dynamo.config.optimize_ddp")
             if follows is not None and follows.runs:
                 what = f"what is called at {follows.place}, but for graphs of its own,"
                 self.unplanned(what, f"Dynamo breaks the graph there ({follows.why})")

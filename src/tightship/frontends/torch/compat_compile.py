@@ -282,12 +282,14 @@ def last_time() -> int | None:
 class Break:
     """Where the caller's code goes on after a graph, to be compiled on its own, and why Dynamo could not go on.
 
-    ``runs``: whether ops may run there, outside of all graphs.
+    ``runs``: whether ops may run there, outside of all graphs. ``by_ddp``: whether there was no need, but for the
+    buckets of DistributedDataParallel.
     """
 
     place: str
     why: str
     runs: bool
+    by_ddp: bool
 
 
 _RUNS_NOTHING: Final = (
@@ -308,7 +310,7 @@ def graph_break(gm: GraphModule) -> Break | None:
     text = str(reason.reason)
     runs = not text.startswith(_RUNS_NOTHING) and "builtin operator `print`" not in text
     why = "it does not trace that call" if text == "step_unsupported" else _first_line(text)
-    return Break(place, why, runs)
+    return Break(place, why, runs, text.startswith("DDPOptimizer"))
 
 
 def _first_line(text: str) -> str:

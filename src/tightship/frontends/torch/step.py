@@ -21,7 +21,13 @@ from tightship.frontends.torch.structure import BatchSpec, Given, Results, cache
 from tightship.frontends.torch.tape import Tape
 from tightship.frontends.torch.untouched import Change, applied, untouched
 
-__all__ = ["capture_forward", "capture_loss", "capture_step", "module_of"]
+__all__ = ["DATA_PARALLEL", "capture_forward", "capture_loss", "capture_step", "module_of"]
+
+DATA_PARALLEL = (
+    'train DistributedDataParallel(torch.compile(model, backend="tightship", options={"budget": …})), with '
+    "torch._dynamo.config.optimize_ddp = False"
+)
+"""What trains one model on several ranks."""
 
 _PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size, type)
 
@@ -112,8 +118,9 @@ def _check_model(model: Any) -> None:
         raise BadInput("the model is a torch.nn.Module", type(model).__name__, "model")
     if isinstance(model, torch.nn.parallel.DistributedDataParallel):
         raise Unsupported(
-            "a model in DistributedDataParallel", "its hooks run outside the step", "give its .module"
-        )
+            "a model in DistributedDataParallel", "its hooks run outside the step",
+            f"{DATA_PARALLEL}; for a forward pass, give its .module",
+        )  # fmt: skip
     for n, p in model.named_parameters():
         if getattr(p, "_backward_hooks", None) or getattr(p, "_post_accumulate_grad_hooks", None):
             raise Unsupported(
