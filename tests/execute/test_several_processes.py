@@ -123,12 +123,19 @@ def dynamos_buckets_are_refused_with_what_to_set():
         DistributedDataParallel(call, bucket_cap_mb=1)(batch(0))
 
 
+def a_compiled_data_parallel_model_says_that_nothing_is_planned():
+    call = compiled(DistributedDataParallel(net()), budget="1KiB")
+    with pytest.raises(errors.Unsupported, match="outside of planned graphs"):
+        call(batch(0))
+
+
 CASES = (
     a_step_of_its_own_is_refused,
     independent_ranks_train_models_of_their_own,
     a_step_with_collectives_is_one_model,
     data_parallel_around_a_compiled_model_is_that_of_eager,
     dynamos_buckets_are_refused_with_what_to_set,
+    a_compiled_data_parallel_model_says_that_nothing_is_planned,
 )
 
 

@@ -102,6 +102,32 @@ def test_what_runs_outside_of_graphs_is_said_once_and_refused_under_strict(make)
             strict(torch.randn(8, 16))
 
 
+@pytest.mark.parametrize("make", [Recurrent, Loop])
+def test_it_is_said_of_every_model_of_a_class(make):
+    for _ in range(2):
+        assert len(run(make())[1]) >= 1
+
+
+class Wrapper(nn.Module):
+    """Breaks before it has any op, and calls a module of torch's there."""
+
+    def __init__(self):
+        super().__init__()
+        self.body = deep(dropout=0.0)
+
+    def forward(self, x):
+        try:
+            torch._dynamo.graph_break()
+            return self.body(x)
+        finally:
+            torch._dynamo.graph_break()
+
+
+def test_a_module_of_torch_s_that_is_called_outside_of_all_graphs_is_said():
+    call, said = run(Wrapper())
+    assert compiled_plans(call) or said
+
+
 def test_a_recurrent_model_says_which_function_and_why():
     call, (text,) = run(Recurrent(), budget="1KiB")
     assert "forward (test_torch_compile_unplanned.py:" in text and "RNN, GRU, or LSTM" in text

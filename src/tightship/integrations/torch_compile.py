@@ -125,11 +125,14 @@ def compiled_session(compiled: Any) -> Session:
     return found or Session(options, CompileOptions(), Ledger(None))
 
 
-def _skipped(session: Session | None, options: Mapping[str, Any] | None, where: str, why: str) -> Session:
-    """A frame that Dynamo leaves to eager without asking the backend."""
+def _skipped(
+    session: Session | None, options: Mapping[str, Any] | None, what: str, why: str, first: bool
+) -> Session:
+    """Something that Dynamo leaves to eager without asking the backend; unless ``first``, because of something else,
+    which has been said where it is known."""
     session = session or _session(options if options is not None else {})
-    what = f"{where} and what it calls"
-    session.unplanned(what, f"Dynamo could not compile it ({why})")
+    if first or not session.notes:
+        session.unplanned(f"{what} and what it calls", f"Dynamo could not compile it ({why})")
     return session
 
 

@@ -278,7 +278,12 @@ def world_size() -> int:
 
 
 def is_collective(fn: Any) -> bool:
-    return getattr(fn, "namespace", None) in ("c10d", "c10d_functional", "_c10d_functional", "_c10d_functional_autograd")
+    return getattr(fn, "namespace", None) in (
+        "c10d",
+        "c10d_functional",
+        "_c10d_functional",
+        "_c10d_functional_autograd",
+    )
 
 
 def flop_formula(fn: Any) -> Callable[..., int] | None:

@@ -317,35 +317,62 @@ def _first_line(text: str) -> str:
     return text.strip().partition("\n")[0].rstrip(".")
 
 
-Skipped = Callable[[Any, dict[str, Any] | None, str, str], object]
+Skipped = Callable[[Any, dict[str, Any] | None, str, str, bool], object]
 
 
 def watch_frames(backend: Any, skipped: Skipped) -> None:
-    """Calls ``skipped(session, options, frame, why)`` when Dynamo gives up a frame that was to be compiled with
-    ``backend`` and runs it as it is, before it does; what that returns is the next call's ``session``, and lives as
-    long as the compiled code. Dynamo asks no backend then, and has no hook for it."""
-    convert = _convert_frame.ConvertFrame
-    original = getattr(convert.__call__, "_tightship_original", convert.__call__)
+    """Calls ``skipped(session, options, what, why, first)`` when Dynamo gives up a frame that was to be compiled with
+    ``backend`` and runs it as it is, before it does, and for each of torch's modules that is then called by itself
+    (``first`` is False). What it returns is the next call's ``session``, and lives as long as the compiled code.
 
-    def call(self: Any, frame: Any, cache_entry: Any, hooks: Any, state: Any, skip: int = 0) -> Any:
-        before = _utils.get_compilation_metrics()[-1:]
-        found = original(self, frame, cache_entry, hooks, state, skip=skip + 1)
+    Dynamo asks no backend then, has no hook for it, and passes over that code from then on, in other models too: here
+    only in this one.
+    """
+    wrapper = _convert_frame.CatchErrorsWrapper
+    original = getattr(wrapper.__call__, "_tightship_original", wrapper.__call__)
+
+    def call(self: Any, frame: Any, cache_entry: Any, state: Any) -> Any:
         kwargs = _kwargs_of(self, backend)
-        if kwargs is not None and found.guarded_code is None:
-            last = _utils.get_compilation_metrics()[-1:]
-            why = last[0].fail_reason if last and last != before else None
-            if why:  # it tried, and failed; what has no ops to compile, or no tensors, it passes over
-                code = frame.f_code
-                file = code.co_filename.rpartition("/")[2]
-                where = f"{code.co_name} ({file}:{code.co_firstlineno})"
-                if file == "external_utils.py":  # Dynamo's own wrapper around a module of torch's
-                    where = "the compiled module"
-                known = getattr(self, "_tightship_session", None)
-                self._tightship_session = skipped(known, kwargs.get("options"), where, _first_line(why))
+        if kwargs is None:
+            return original(self, frame, cache_entry, state)
+        given_up = self.__dict__.setdefault("_tightship_given_up", {})
+        if frame.f_code in given_up:
+            return given_up[frame.f_code]
+        before = _utils.get_compilation_metrics()[-1:]
+        found = original(self, frame, cache_entry, state)
+        last = _utils.get_compilation_metrics()[-1:]
+        why = last[0].fail_reason if last and last != before else None
+        module = _module_passed_over(frame, found)
+        if found.guarded_code is None and (why or module):
+            what, why = (
+                (_where(frame.f_code), _first_line(why))
+                if why
+                else (module, "Dynamo leaves it to its caller")
+            )
+            known = getattr(self, "_tightship_session", None)
+            self._tightship_session = skipped(known, kwargs.get("options"), what, why, not module)
+            found.apply_to_code = False
+            given_up[frame.f_code] = found
         return found
 
     call._tightship_original = original  # type: ignore[attr-defined]
-    convert.__call__ = call
+    wrapper.__call__ = call
+
+
+def _where(code: Any) -> str:
+    file = code.co_filename.rpartition("/")[2]
+    if file == "external_utils.py":  # Dynamo's own wrapper around a module of torch's
+        return "the compiled module"
+    return f"{code.co_name} ({file}:{code.co_firstlineno})"
+
+
+def _module_passed_over(frame: Any, found: Any) -> str:
+    """Which of torch's own modules is called outside of all graphs; Dynamo compiles those as part of their callers."""
+    code = frame.f_code
+    if code.co_name != "forward" or "skipfiles" not in (found.skip_reason or "") or not code.co_argcount:
+        return ""
+    module = frame.f_locals.get(code.co_varnames[0])
+    return f"{type(module).__name__}.forward" if isinstance(module, torch.nn.Module) else ""
 
 
 def frame_session(compiled: Any) -> Any:
