@@ -344,11 +344,8 @@ def watch_frames(backend: Any, skipped: Skipped) -> None:
         why = last[0].fail_reason if last and last != before else None
         module = _module_passed_over(frame, found)
         if found.guarded_code is None and (why or module):
-            what, why = (
-                (_where(frame.f_code), _first_line(why))
-                if why
-                else (module, "Dynamo leaves it to its caller")
-            )
+            what = _where(frame.f_code) if why else module
+            why = _first_line(why or "Dynamo leaves it to its caller")
             known = getattr(self, "_tightship_session", None)
             self._tightship_session = skipped(known, kwargs.get("options"), what, why, not module)
             found.apply_to_code = False
@@ -367,7 +364,7 @@ def _where(code: Any) -> str:
 
 
 def _module_passed_over(frame: Any, found: Any) -> str:
-    """Which of torch's own modules is called outside of all graphs; Dynamo compiles those as part of their callers."""
+    """Which of torch's own modules is called outside of all graphs: Dynamo compiles those with callers."""
     code = frame.f_code
     if code.co_name != "forward" or "skipfiles" not in (found.skip_reason or "") or not code.co_argcount:
         return ""
