@@ -236,7 +236,7 @@ def plan_named(graph: Graph, name: str, budget: Any = None, **options: Any) -> P
 
         return Planned(alone(graph, info, chosen, budget), graph)
     made = info.plan(graph, chosen)
-    limit = None if budget is None else parse_budget(budget).resolve(made.peak_before)
+    limit = None if budget is None else parse_budget(budget).resolve(made.peak_before, static=made.static)
     return Planned(replace(made, budget=limit), graph)
 
 

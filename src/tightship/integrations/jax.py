@@ -92,7 +92,9 @@ def plan_policy(traced: Any, budget: Any) -> Policy:
     """The fastest policy whose simulated peak is within ``budget`` (bytes, text such as ``6GiB``, or a percentage of
     the peak without checkpoints). Raises ``Infeasible``, and what `plan_policies` raises."""
     rows = plan_policies(traced)
-    limit = parse_budget(budget).resolve(rows[0].peak_before)
+    wanted = parse_budget(budget)
+    static = lower(traced).graph.static_bytes if wanted.beyond_static else None
+    limit = wanted.resolve(rows[0].peak_before, static=static)
     fits = [p for p in rows if p.peak <= limit]
     if not fits:
         graph = lower(traced).graph

@@ -25,7 +25,7 @@ def alone(graph: Graph, info: PlannerInfo, chosen: Any, budget: Budget | str | i
     Raises ``Unsupported`` where the planner's decision cannot be carried out on this graph."""
     began = time.perf_counter()
     peak = replay(graph, baseline(graph)).peak
-    limit = (budget if isinstance(budget, Budget) else parse_budget(budget)).resolve(peak) if budget else None
+    limit = parse_budget(budget).resolve(peak, static=graph.static_bytes) if budget else None
     lossy = bool(getattr(chosen, "lossy", False))
     frame = Frame(graph, tuple(range(len(graph.ops))), lossy=lossy)
     decision: Decision = info.plan(frame, limit or 0, chosen)

@@ -196,7 +196,7 @@ def _limit(graph: Graph, budget: Budget | str | int | None, peak: int) -> int | 
     if budget is None:
         return None
     parsed = budget if isinstance(budget, Budget) else parse_budget(budget)
-    return parsed.resolve(peak)
+    return parsed.resolve(peak, static=graph.static_bytes)
 
 
 def frame_of(graph: Graph, order: tuple[int, ...], o: Options) -> Frame:

@@ -52,6 +52,7 @@ __all__ = [
     "storage_reference",
     "undeclared_writes",
     "without_modes",
+    "world_size",
     "written_arguments",
 ]
 
@@ -287,8 +288,19 @@ def is_inplace_view(fn: Any) -> bool:
     return torch.Tag.inplace_view in fn.tags
 
 
+def world_size() -> int:
+    """Ranks that train together; 1 where torch.distributed is not initialized."""
+    there = torch.distributed.is_available() and torch.distributed.is_initialized()
+    return torch.distributed.get_world_size() if there else 1
+
+
 def is_collective(fn: Any) -> bool:
-    return fn.namespace in ("c10d", "c10d_functional", "_c10d_functional", "_c10d_functional_autograd")
+    return getattr(fn, "namespace", None) in (
+        "c10d",
+        "c10d_functional",
+        "_c10d_functional",
+        "_c10d_functional_autograd",
+    )
 
 
 def flop_formula(fn: Any) -> Callable[..., int] | None:

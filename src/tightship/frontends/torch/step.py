@@ -22,6 +22,7 @@ from tightship.frontends.torch.tape import Tape
 from tightship.frontends.torch.untouched import Change, applied, untouched
 
 __all__ = [
+    "DATA_PARALLEL",
     "StepCapture",
     "capture_forward",
     "capture_loss",
@@ -32,6 +33,12 @@ __all__ = [
     "checked_leaf",
     "module_of",
 ]
+
+DATA_PARALLEL = (
+    'train DistributedDataParallel(torch.compile(model, backend="tightship", options={"budget": …})), with '
+    "torch._dynamo.config.optimize_ddp = False"
+)
+"""What trains one model on several ranks."""
 
 _PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size, type)
 
@@ -122,8 +129,9 @@ def check_model(model: Any) -> None:
         raise BadInput("the model is a torch.nn.Module", type(model).__name__, "model")
     if isinstance(model, torch.nn.parallel.DistributedDataParallel):
         raise Unsupported(
-            "a model in DistributedDataParallel", "its hooks run outside the step", "give its .module"
-        )
+            "a model in DistributedDataParallel", "its hooks run outside the step",
+            f"{DATA_PARALLEL}; for a forward pass, give its .module",
+        )  # fmt: skip
     check_hooks(model.named_parameters(), model.modules())
 
 
@@ -183,8 +191,8 @@ class _Capture:
             batch=BatchSpec.of(self.batch), notes=notes, losses=values[:1], sums=True,
         )  # fmt: skip
 
-    def _wanted(self, optimizer: torch.optim.Optimizer | None) -> tuple[dict[str, Updater], list[str]]:
-        """The optimizer's updaters, and the parameters whose gradients are wanted."""
+    def _wanted(self, optimizer: torch.optim.Optimizer | None) -> tuple[Updates | None, list[str]]:
+        """How the optimizer steps, and the parameters whose gradients are wanted."""
         by_name = [n for n, p in self.parameters.items() if p.requires_grad]
         if not by_name:
             raise BadInput("at least one parameter of the model requires a gradient", place="model")
