@@ -58,6 +58,9 @@ class Placer : public Bound<Buffers, Packer> {
     std::tuple<Result, bool> sweep(Array order, double seconds) {
         const std::vector<i32> by = to_order(order, problem_.count());
         check::seconds(seconds);
+        for (std::size_t k = 1; k < by.size(); ++k)
+            if (problem_.first[by[k]] < problem_.first[by[k - 1]])
+                check::refuse(check::entry("order", k, by[k]), "a sweep goes by the beginning of live ranges");
         if (std::any_of(problem_.pinned.begin(), problem_.pinned.end(), [](i64 at) { return at != kFree; }))
             check::refuse("a buffer is pinned", "a sweep places buffers of which none is");
         std::vector<i64> offset;
