@@ -45,6 +45,7 @@ void result(const std::shared_ptr<Copy>& copy) {
 std::shared_ptr<Copy> begin(Copier& copier, int stream, bool out, std::uintptr_t address, std::int64_t size,
                             std::int64_t offset, std::vector<std::shared_ptr<Copy>> after) {
     check_range(size, offset);
+    if (copier.forked()) throw std::runtime_error("the copies of a process are made by its threads, which a forked child has not");
     for (const auto& copy : after)
         if (!copy) check::refuse("after has None", "copies come after copies");
     return copier.begin(stream, out, address, size, offset, std::move(after));
