@@ -28,7 +28,7 @@ inline std::vector<i64> to_vector(const Array& a) { return {a.data(), a.data() +
 // Offsets that a search starts from: a buffer at each still ends within what can be counted.
 inline std::vector<i64> to_offsets(const char* name, const Array& a, i64 count, i64 least) {
     check::length(name, a, count, "buffer");
-    check::within(name, a, least, check::kMost, least < 0 ? "an offset is from 0 to 2^61, or -1" : "an offset is from 0 to 2^61");
+    check::within(name, a, least, check::kMost, least < 0 ? "an offset is from 0 to 2^62, or -1" : "an offset is from 0 to 2^62");
     return to_vector(a);
 }
 
@@ -46,7 +46,7 @@ inline void check_sizes(const Array& size, const Array* alignment, const Array* 
     }
     if (pinned) {
         check::length("pinned", *pinned, n, "buffer");
-        check::within("pinned", *pinned, kFree, check::kMost, "a pinned offset is from 0 to 2^61, or -1 for none");
+        check::within("pinned", *pinned, kFree, check::kMost, "a pinned offset is from 0 to 2^62, or -1 for none");
         i64 highest = 0;
         for (i64 k = 0; k < n; ++k) highest = std::max(highest, pinned->data()[k]);
         bytes.add("the highest pin", highest);

@@ -21,7 +21,7 @@ using i64 = std::int64_t;
 template <class T> using Array = nanobind::ndarray<const T, nanobind::ndim<1>, nanobind::c_contig, nanobind::device::cpu>;
 using RowsIn = std::pair<Array<i64>, Array<i32>>;
 
-constexpr i64 kMost = i64{1} << 61;       // bytes in all: three such sums still fit into 64 bits
+constexpr i64 kMost = (i64{1} << 62) - 1;  // bytes in all: two such sums still fit into 64 bits
 constexpr i64 kMostCount = i64{1} << 28;  // entries of an array, and nodes
 
 [[noreturn]] inline void refuse(const std::string& fault, const std::string& rule) {
@@ -78,14 +78,14 @@ inline void times(const char* name, const Array<double>& a) {
 class Bytes {
   public:
     void add(const char* name, i64 bytes) {
-        if (bytes > kMost - sum_) refuse("bytes add up to more than 2^61 with " + std::string(name), "the sum of all sizes is at most 2^61");
+        if (bytes > kMost - sum_) refuse("bytes add up to more than 2^62 with " + std::string(name), "the sum of all sizes is at most 2^62");
         sum_ += bytes;
     }
     void add(const char* name, const Array<i64>& a, i64 least = 0) {
         for (std::size_t k = 0; k < a.shape(0); ++k) {
             const i64 bytes = a.data()[k];
-            if (bytes < least || bytes > kMost) refuse(entry(name, k, bytes), "it is from " + std::to_string(least) + " to 2^61");
-            if (bytes > kMost - sum_) refuse(entry(name, k, bytes), "the sum of all sizes is at most 2^61");
+            if (bytes < least || bytes > kMost) refuse(entry(name, k, bytes), "it is from " + std::to_string(least) + " to 2^62");
+            if (bytes > kMost - sum_) refuse(entry(name, k, bytes), "the sum of all sizes is at most 2^62");
             sum_ += bytes;
         }
     }

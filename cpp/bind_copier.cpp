@@ -29,8 +29,8 @@ void raise_error(int error) {
 }
 
 void check_range(std::int64_t size, std::int64_t offset) {
-    check::number("size", size, 0, check::kMost, "it is from 0 to 2^61");
-    check::number("offset", offset, 0, check::kMost, "it is from 0 to 2^61");
+    check::number("size", size, 0, check::kMost, "it is from 0 to 2^62");
+    check::number("offset", offset, 0, check::kMost, "it is from 0 to 2^62");
 }
 
 // Raises OSError with what the copy, or one that it came after, failed with.

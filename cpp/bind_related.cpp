@@ -17,14 +17,14 @@ Sizes to_sizes(const Array& size, const Array& alignment, const Array& pinned) {
 }
 
 std::vector<Pair> to_pairs(i64 count, const Array& one, const Array& two, const Array& low, const Array& high) {
-    const i64 n = check::count("one", one), most = check::kMost / std::max<i64>(count, 1);
+    const i64 n = check::count("one", one), most = check::kMost / 4 / std::max<i64>(count, 1);
     check::length("two", two, n, "pair");
     check::length("low", low, n, "pair");
     check::length("high", high, n, "pair");
     check::within("one", one, 0, count - 1, "a pair is of two buffers");
     check::within("two", two, 0, count - 1, "a pair is of two buffers");
-    check::within("low", low, -most, most, "a difference of offsets, times the buffers, is at most 2^61");
-    check::within("high", high, -most, most, "a difference of offsets, times the buffers, is at most 2^61");
+    check::within("low", low, -most, most, "a difference of offsets, times the buffers, is at most 2^60");
+    check::within("high", high, -most, most, "a difference of offsets, times the buffers, is at most 2^60");
     std::vector<Pair> pairs;
     pairs.reserve(n);
     for (i64 k = 0; k < n; ++k) {

@@ -57,7 +57,7 @@ nb::tuple as_tuple(Found f) {
 }
 
 void check_limit(i64 limit) {
-    check::number("limit", limit, -check::kMost, std::numeric_limits<i64>::max(), "a limit is not below -2^61");
+    check::number("limit", limit, -check::kMost, std::numeric_limits<i64>::max(), "a limit is not below -2^62");
 }
 
 // Groups of gaps that a search decides together.
@@ -164,7 +164,10 @@ Engine* make(const RowsIn& reads, const RowsIn& needs, const RowsIn& defines, co
         bytes.add(name, column);
     }
     check::length("extra", extra, ops, "op");
-    check::within("extra", extra, 0, check::kMost, "bytes are from 0 to 2^61");
+    check::within("extra", extra, 0, check::kMost, "bytes are from 0 to 2^62");
+    // What is there, what an op makes anew and what it needs beside that.
+    bytes.add("size", size);
+    bytes.add("extra", ops ? *std::max_element(extra.data(), extra.data() + ops) : 0);
     check::length("time", time, ops, "op");
     check::times("time", time);
     const std::pair<const char*, const Array<double>&> times_of_storages[] = {

@@ -35,7 +35,9 @@ def pair():
 
 @pytest.fixture
 def step(pair):
-    made = fit(pair.model, pair.loss_fn, pair.optimizer, pair.batch(0), planner=plans.keep, seconds_per_op=0.0)
+    made = fit(
+        pair.model, pair.loss_fn, pair.optimizer, pair.batch(0), planner=plans.keep, seconds_per_op=0.0
+    )
     made(pair.batch(0))
     return made
 
@@ -75,7 +77,9 @@ def test_a_model_that_holds_its_step_says_what_to_do(step, pair, way):
 def test_an_average_of_a_model_is_kept_beside_its_step(pair):
     """What users of exponential moving averages do: copy first, then fit."""
     average = copy.deepcopy(pair.model)
-    step = fit(pair.model, pair.loss_fn, pair.optimizer, pair.batch(0), planner=plans.keep, seconds_per_op=0.0)
+    step = fit(
+        pair.model, pair.loss_fn, pair.optimizer, pair.batch(0), planner=plans.keep, seconds_per_op=0.0
+    )
     step(pair.batch(0))
     with torch.no_grad():
         for a, b in zip(average.parameters(), pair.model.parameters(), strict=True):
@@ -177,5 +181,7 @@ alone = losses(planner, lambda *_: None)
 assert losses(planner, child({how!r})) == alone
 print("same")
 """
-    done = subprocess.run([sys.executable, "-c", FORKED + script], capture_output=True, text=True, timeout=120)
+    done = subprocess.run(
+        [sys.executable, "-c", FORKED + script], capture_output=True, text=True, timeout=120
+    )
     assert done.returncode == 0 and done.stdout.endswith("same\n"), done.stderr[-2000:]

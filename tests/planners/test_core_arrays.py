@@ -259,10 +259,10 @@ def test_arrays_of_another_length_are_refused_by_name(call: Call) -> None:
 @pytest.mark.parametrize(
     "name, at, value, fault",
     [
-        ("size", 3, -1, r"size\[3\] is -1; it is from 0 to 2\^61"),
+        ("size", 3, -1, r"size\[3\] is -1; it is from 0 to 2\^62"),
         ("size", 3, 2**62, r"size\[3\] is 4611686018427387904; it is from 0"),
         ("alignment", 1, 0, r"alignment\[1\] is 0; it is from 1"),
-        ("pinned", 2, -7, r"pinned\[2\] is -7; a pinned offset is from 0 to 2\^61, or -1"),
+        ("pinned", 2, -7, r"pinned\[2\] is -7; a pinned offset is from 0 to 2\^62, or -1"),
         ("upper", 2, 1, r"upper\[2\] is 1; a live range ends after it begins, here at 1"),
     ],
 )  # fmt: skip
@@ -276,7 +276,7 @@ def test_a_fault_is_told_with_its_place_and_the_rule(name: str, at: int, value: 
 
 def test_sizes_that_add_up_beyond_64_bits_are_refused() -> None:
     one = np.ones(8, np.int64)
-    with pytest.raises(ValueError, match=r"size\[2\] is .*; the sum of all sizes is at most 2\^61"):
+    with pytest.raises(ValueError, match=r"size\[3\] is .*; the sum of all sizes is at most 2\^62"):
         _core.Placer(0 * one, one, one << 60, one, -one)
 
 

@@ -57,7 +57,8 @@ def run(body: str) -> str:
 def test_a_deep_chain_is_planned_on_the_smallest_stack(layers: int, evict: str, work: int) -> None:
     body = f"""
 def work():
-    made = plan(chain({layers}), "75%", Options(order="given", evict={evict!r}, work={work}, seconds=600, place=False))
+    options = Options(order="given", evict={evict!r}, work={work}, seconds=600, place=False)
+    made = plan(chain({layers}), "75%", options)
     assert made.met
     print(made.count("recompute"))
 
@@ -90,12 +91,12 @@ def work():
     one = np.ones(n, np.int64)
     placer = _core.Placer(0 * one, one, 64 * one, one, -one)
     offsets, bound, _ = placer.exact(np.arange(n) * 128, 0, 10**8, 60.0, 0, False, 2)
-    assert bound == 64 * n and offsets.max() == 64 * (n - 1)
+    assert bound == 64 * n and offsets.max() == 64 * (n - 1), (bound, offsets.max())
     n = 1000
     one, at = np.ones(n, np.int64), np.arange(n - 1)
     placer = _core.RelatedPlacer(64 * one, one, -one, at, at + 1, -64 * one[1:], 64 * one[1:])
-    offsets, _ = placer.exhaust(np.arange(n) * 128, 10**6, 60.0, 128)
-    assert offsets.max() == 64
+    offsets, _ = placer.exhaust(np.arange(n) * 128, 10**6, 60.0, 64 * n)
+    assert offsets.max() + 64 <= 64 * n
     print("done")
 
 in_small_stack(work)
