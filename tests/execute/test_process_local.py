@@ -63,7 +63,7 @@ def test_a_step_and_what_it_is_made_of_are_not_copied(step, pair, way):
 @pytest.mark.parametrize("way", ["deepcopy", "pickle", "save"])
 def test_a_model_that_holds_its_step_says_what_to_do(step, pair, way):
     pair.model.step = step
-    with pytest.raises(Unsupported, match="copying a TrainStep|pickling a TrainStep") as raised:
+    with pytest.raises(Unsupported, match=r"copying a TrainStep|pickling a TrainStep") as raised:
         WAYS[way](pair.model)
     assert "copy the model before" in str(raised.value)
     assert "state_dict()" in str(raised.value)
@@ -90,14 +90,14 @@ def test_an_average_of_a_model_is_kept_beside_its_step(pair):
 def test_inference_is_not_copied(way):
     model = torch.nn.Linear(4, 4)
     run = infer(model, torch.randn(2, 4))
-    with pytest.raises(Unsupported, match="(copying|pickling) an Inference"):
+    with pytest.raises(Unsupported, match=r"(copying|pickling) an Inference"):
         WAYS[way](run)
 
 
 @pytest.mark.parametrize("way", WAYS)
 def test_a_file_with_threads_is_not_copied(way, tmp_path):
     pool = Spill(1 << 12, tmp_path)
-    with pytest.raises(Unsupported, match="(copying|pickling) a Spill"):
+    with pytest.raises(Unsupported, match=r"(copying|pickling) a Spill"):
         WAYS[way](pool)
     pool.close()
 
