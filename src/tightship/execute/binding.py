@@ -19,6 +19,7 @@ from tightship.errors import BadInput
 from tightship.frontends.torch import compat
 from tightship.frontends.torch.optim import settings
 from tightship.frontends.torch.program import Program
+from tightship.process_local import NotCopied
 
 __all__ = ["Binding", "Identity"]
 
@@ -74,7 +75,7 @@ class Identity:
         return tuple(autocast), *compat.process_settings()
 
 
-class Binding:
+class Binding(NotCopied):
     """Finds the tensors of ``program.slots``.
 
     Parameters, buffers and constants are found once: `Identity` says when they are others, and until then nothing

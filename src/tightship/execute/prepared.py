@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
@@ -23,6 +24,7 @@ from tightship.frontends.torch.structure import flatten
 from tightship.graph import Graph
 from tightship.plan import Plan
 from tightship.planners import default
+from tightship.process_local import NotCopied, check_process
 from tightship.units import Budget, format_bytes
 from tightship.verify import check
 
@@ -47,7 +49,7 @@ class Settings:
 
 
 @dataclass
-class Variant:
+class Variant(NotCopied):
     """What was captured and planned for one kind of batch, in one set of modes; ``windows`` are its results in the
     arena, where they stay there."""
 
@@ -64,7 +66,7 @@ class Variant:
         self.traces = [trace, *self.traces][:_TRACES]
 
 
-class Prepared:
+class Prepared(NotCopied):
     """What has been captured and planned for ``model`` (and ``optimizer``): one `Variant` per kind of batch.
 
     A batch of another structure, shape or dtype, another mode of the model, and data on which the captured control
@@ -87,6 +89,7 @@ class Prepared:
             None  # the budget in bytes, once the first kind of batch has said what it is
         )
         self._busy = threading.Lock()
+        self._process = os.getpid()
 
     # --- what a function says of itself ---
 
@@ -166,6 +169,7 @@ class Prepared:
     @contextlib.contextmanager
     def _alone(self) -> Iterator[None]:
         """Two at once would write the same parameters and lie in the same arena."""
+        check_process(self._process, self)  # before the lock, which a fork may have found taken
         if not self._busy.acquire(blocking=False):
             raise Unsupported(
                 "two calls at once",

@@ -37,6 +37,7 @@ from tightship.plan import Plan
 from tightship.planners.default import Options as PlannerOptions
 from tightship.planners.default import plan as default_plan
 from tightship.planners.hints import matches, parse_hints
+from tightship.process_local import NotCopied
 from tightship.simulate import baseline, replay
 
 __all__ = ["Fallback", "backend", "compiled_notes", "compiled_plans"]
@@ -137,7 +138,7 @@ def _skipped(
 
 
 @dataclass(eq=False)
-class Session:
+class Session(NotCopied):
     """Everything planned under one call of torch.compile."""
 
     given: Mapping[str, Any]

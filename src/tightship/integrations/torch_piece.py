@@ -16,12 +16,13 @@ from tightship.frontends.torch.program import Program, Ref, Slot
 from tightship.graph import Graph
 from tightship.integrations.torch_halves import Cut, Half, HalfStats, fitted, placed_orders
 from tightship.plan import Plan
+from tightship.process_local import NotCopied
 from tightship.units import format_bytes
 
 __all__ = ["Lane", "Piece"]
 
 
-class Lane:
+class Lane(NotCopied):
     """The arena of one Python frame's graphs, and whose saved tensors lie in it.
 
     While a forward pass's saved tensors are alive, no other forward pass is placed there.
@@ -55,7 +56,7 @@ class Lane:
         return self._holder is holder and bool(tensors) and tensors[0].data_ptr() == self._address
 
 
-class Piece:
+class Piece(NotCopied):
     """A planned graph. ``name`` is Dynamo's (frame/compilation), ``kind`` training or inference.
 
     ``plan`` and ``graph`` are what was decided; ``last`` is what the last step used, measured against the

@@ -17,6 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 
 from tightship.errors import Unsupported
 from tightship.graph import CUDA_ALIGNMENT
+from tightship.process_local import NotCopied
 
 __all__ = [
     "DATA_ERRORS",
@@ -128,12 +129,16 @@ def storage_key(tensor: torch.Tensor) -> int:
     return int(tensor.untyped_storage()._cdata)
 
 
+class _StorageReference(NotCopied, StorageWeakRef):  # type: ignore[misc]
+    """A weak count of a storage, given back once: a copy would give it back again."""
+
+
 def storage_reference(tensor: torch.Tensor) -> Any:
     """Keeps ``storage_key`` from being given to another storage, without keeping the storage in use.
 
     A strong reference would change what autograd does: it adds gradients in place when nobody else holds them.
     """
-    return StorageWeakRef(tensor.untyped_storage())
+    return _StorageReference(tensor.untyped_storage())
 
 
 # --- what an op declares --------------------------------------------------------------------------------------
