@@ -15,6 +15,7 @@ from tightship.frontends.torch import compat
 from tightship.frontends.torch.live_step import Asked, Owned, run_code
 from tightship.frontends.torch.loss import loss_function
 from tightship.frontends.torch.numbers import other_numbers, with_numbers_at
+from tightship.frontends.torch.optim import Updates, updaters
 from tightship.frontends.torch.program import Program
 from tightship.frontends.torch.python_state import python_state_kept
 from tightship.frontends.torch.step import DATA_PARALLEL, check_hooks, check_model
@@ -122,10 +123,11 @@ class TrainStep(Prepared):
         super().__init__(model, optimizer, settings)
         self.loss_fn, self.independent = loss_fn, independent
         self._owned = Owned(model)
+        self._updates: Updates | None = None
         self._verify_every, self._steps = verify_every, 0
 
     def _renewed(self) -> None:
-        self._owned = Owned(self.model)
+        self._owned, self._updates = Owned(self.model), None
 
     def __call__(self, batch: Any) -> Any:
         with self._alone():
@@ -166,6 +168,8 @@ class TrainStep(Prepared):
         self._renew()
         check_call()
         check_hooks(self._owned.parameters, self._owned.modules)
+        if self._updates is None:
+            self._updates = updaters(self.optimizer, dict(self._owned.parameters))
         leaves, modes = flatten(batch), self._modes()
         fitting = [v for v in self._variants if v.modes == modes]
         traces = {
@@ -175,7 +179,7 @@ class TrainStep(Prepared):
             if t.batch.misfit(batch, leaves, plain=False) is None
         }
         loss = loss_function(self.loss_fn, batch)
-        asked = run_code(self._owned, loss, self.optimizer, batch, [t for t, _ in traces.values()])
+        asked = run_code(self._owned, loss, self._updates, batch, [t for t, _ in traces.values()])
         if asked.program is None:
             variant = traces[id(asked.trace)][1]
             if asked.numbers:

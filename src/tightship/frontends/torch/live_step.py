@@ -19,6 +19,7 @@ from tightship.frontends.torch import compat, compat_capture
 from tightship.frontends.torch.function_trace import FunctionTrace
 from tightship.frontends.torch.loss import LossFn, checked_loss
 from tightship.frontends.torch.numbers import Renumbering, with_numbers_at
+from tightship.frontends.torch.optim import Updates
 from tightship.frontends.torch.program import Program
 from tightship.frontends.torch.rerun import Rerun
 from tightship.frontends.torch.step import StepCapture, check_changes, checked_leaf
@@ -59,7 +60,7 @@ class Asked:
 
 
 def run_code(
-    owned: Owned, loss_fn: LossFn, optimizer: torch.optim.Optimizer | None, batch: Any,
+    owned: Owned, loss_fn: LossFn, updates: Updates, batch: Any,
     traces: Sequence[FunctionTrace], *, name: str = "step",
 ) -> Asked:  # fmt: skip
     """Run ``loss_fn(model, batch)`` of ``owned.model`` on stand-ins, with its side effects; ``traces`` are those of
@@ -71,7 +72,7 @@ def run_code(
     code = _Code(owned, batch, traces, name)
     with compat_capture.python_for_stand_ins(has_data=True), code.open():
         out = code.rerun.run(lambda given: code.asked(loss_fn, given))
-        return code.finish(out, optimizer)
+        return code.finish(out, updates)
 
 
 class _Code:
@@ -156,7 +157,7 @@ class _Code:
 
     # --- when it has run ---
 
-    def finish(self, out: Any, optimizer: torch.optim.Optimizer | None) -> Asked:
+    def finish(self, out: Any, updates: Updates) -> Asked:
         rerun = self.rerun
         tensors = [t for t in flatten(out) if isinstance(t, torch.Tensor)]
         numbers = rerun.settle(tensors)
@@ -184,7 +185,7 @@ class _Code:
         loss = checked_loss(out)
         guards = len(capture.guards)
         program = capture.program(
-            fakes[rerun.number(loss)], [fakes[n] for n in results], spec, optimizer, self.notes(left)
+            fakes[rerun.number(loss)], [fakes[n] for n in results], spec, updates, self.notes(left)
         )
         self.note(trace, program, capture.guards[guards:], left)
         check_changes(self.changes, program)

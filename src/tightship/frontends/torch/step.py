@@ -193,6 +193,14 @@ class _Capture:
 
     def _wanted(self, optimizer: torch.optim.Optimizer | None) -> tuple[Updates | None, list[str]]:
         """How the optimizer steps, and the parameters whose gradients are wanted."""
+        by_name = self._trained()
+        if optimizer is None:
+            return None, by_name
+        updates = updaters(optimizer, self.parameters)
+        return updates, list(updates.names)
+
+    def _trained(self) -> list[str]:
+        """The parameters that require a gradient; raises where a step cannot train them on this batch."""
         by_name = [n for n, p in self.parameters.items() if p.requires_grad]
         if not by_name:
             raise BadInput("at least one parameter of the model requires a gradient", place="model")
@@ -201,10 +209,7 @@ class _Capture:
                 "a cache of keys and values in a training batch", "what a step writes into it would be lost",
                 "leave it out, or train with use_cache=False",
             )  # fmt: skip
-        if optimizer is None:
-            return None, by_name
-        updates = updaters(optimizer, self.parameters)
-        return updates, list(updates.names)
+        return by_name
 
     def _updated(
         self, updates: Updates | None, fakes: _Fakes, gradients: dict[str, torch.Tensor]
@@ -406,10 +411,10 @@ class StepCapture(_Capture):
 
     def program(
         self, loss: torch.Tensor, results: Sequence[torch.Tensor], spec: Results,
-        optimizer: torch.optim.Optimizer | None, notes: Sequence[str],
+        updates: Updates, notes: Sequence[str],
     ) -> Program:  # fmt: skip
         """The program of the calls made and of the backward pass and update that follow them."""
-        updates, wanted = self._wanted(optimizer)
+        wanted = updates.names if self._trained() else ()
         leaves = [self._given.parameters[n] for n in wanted]
         self.asking(-1)
         with torch.enable_grad(), self.executing():
