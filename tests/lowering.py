@@ -25,6 +25,7 @@ def random_order(graph: Graph, seed: int) -> tuple[int, ...]:
     reads: dict[int, set[int]] = {}
     last_random = last_effect = -1
     for k, op in enumerate(graph.ops):
+        before[k] |= {uses.maker[v] for v in op.inputs} - {-1}
         writes = {*uses.mutates[k], *uses.defines[k]}
         for s in {*uses.reads[k], *writes}:
             if s in write:

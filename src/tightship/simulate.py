@@ -135,6 +135,11 @@ class _Machine:
                 self.fail("an op's inputs are resident when it runs", f"{op.name} reads {self.name(s)}", i)
             if self.version[s] != need:
                 self.fail("an op sees the contents it saw at first", f"{op.name} reads {self.name(s)}", i)
+        for v in op.inputs:
+            maker = self.uses.maker[v]
+            if maker >= 0 and not self.ran[maker]:  # a view: what makes or writes storages is in versions
+                read = f"{op.name} reads {self.graph.values[v].name}"
+                self.fail("a value is read after the op it is a result of", read, i)
         for s in self.uses.mutates[k]:
             if s not in skip:
                 self.version[s] += 1

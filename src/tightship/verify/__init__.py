@@ -8,7 +8,7 @@ unknown                  an index, kind, form or stream that does not exist; a p
 missing-op, repeated-op  every op of the graph is computed exactly once
 order                    control edges, and the order of random ops among themselves
 hazard                   ops on one storage run out of order: one would see too few or too many writes
-use-before-definition    an op uses a storage before the op that makes it
+use-before-definition    an op uses a storage, or a view of one, before the op that makes it
 not-resident             an op or a copy uses a form that is not there
 already-resident         a step makes a form that is there already
 stale                    restored contents are not those wanted (a later write is missing, or is in)

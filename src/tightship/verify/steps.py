@@ -195,6 +195,7 @@ class Replay:
 
     def _reads(self, i: int, k: int, again: bool, skip: frozenset[int]) -> None:
         full = self._forms["full"]
+        self._views(i, k)
         for s, need in self.facts.sees[k].items():
             if s in skip:
                 continue
@@ -214,6 +215,18 @@ class Replay:
                 message = f"{place_of(op)} must see {name} after {need} writes, not after {here.version}"
                 self.note(code, i, (name, op.name), message)
             self._late(i, self.lanes.read(i, ("full", s)), name)
+
+    def _views(self, i: int, k: int) -> None:
+        """A view is there with its storage, in every residence, but not before the op that makes it has run."""
+        op = self.graph.ops[k]
+        for v, maker in self.facts.views[k].items():
+            name, source = self.graph.values[v].name, self.graph.ops[maker].name
+            if maker not in self._at:
+                message = f"{place_of(op)} reads {name}, a view that {source} has not made yet"
+                self.note("use-before-definition", i, (name, op.name), message)
+            else:
+                at = self._at[maker]
+                self._late(i, [at] * (not self.clocks.before(at, i)), name)
 
     def _writes(self, i: int, k: int, again: bool, skip: frozenset[int]) -> None:
         foreign = self._foreign_writes(k) if again else []

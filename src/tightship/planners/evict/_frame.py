@@ -143,6 +143,10 @@ class Frame:
         fixed = np.zeros(len(g.ops), np.uint8)
         fixed[[c for o in g.ops for c in o.control]] = 1
         fixed[list(self.chained)] = 1
+        # The engine knows storages: of what else makes a view it cannot tell who reads that.
+        fixed[
+            [k for k, o in enumerate(g.ops) for v in o.outputs if g.values[v].storage not in u.defines[k]]
+        ] = 1
         owned[list(g.static)] = 1
         kept[[s for s in g.kept if s not in g.static]] = 1
         engine = _core.Engine(
