@@ -27,7 +27,10 @@ overlap                  two residences use the same bytes at the same time
 misaligned               an offset that is no multiple of 64
 out-of-bounds            bytes before or beyond the arena, or the plan's bytes of the host pool
 over-budget              the plan has a budget, and its peak or the bytes it places are over it; likewise on the host
-peak-mismatch            ``peak``, ``static`` or ``handed`` is not what the steps and residences give
+peak-mismatch            ``peak``, ``peak_before``, ``static``, ``arena``, ``handed`` or ``host`` is not what the steps
+                         and residences give
+time-mismatch            ``time`` is not what the steps take, or ``time_before`` not what the ops take once each
+count-mismatch           ``moved`` is no number of the graph's ops
 inner                    what an op runs inside itself needs more than the op's workspace
 bound                    the claimed bound of the peak, or of the time, is above it, so it is none
 =======================  ================================================================================
@@ -43,17 +46,21 @@ from dataclasses import replace
 from tightship.errors import VerificationFailed
 from tightship.graph import Graph
 from tightship.plan import Plan
-from tightship.verify.facts import Facts, facts_of
+from tightship.verify.facts import Facts, facts_of, unplanned_need
 from tightship.verify.lanes import Clocks
 from tightship.verify.ledger import Ledger
 from tightship.verify.stays import check_residences
 from tightship.verify.steps import Replay
+from tightship.verify.times import agree, elapsed
 from tightship.violation import Violation
 
 __all__ = ["CODES", "check", "verify"]
 
 _DEEPEST = 100
 """Plans lie in one another no deeper."""
+
+_ROUNDING = 1e-6
+"""The share of a time by which a bound of it, found by a solver, may be above it."""
 
 CODES = (
     "unknown",
@@ -79,6 +86,8 @@ CODES = (
     "out-of-bounds",
     "over-budget",
     "peak-mismatch",
+    "time-mismatch",
+    "count-mismatch",
     "inner",
     "bound",
 )
@@ -101,6 +110,8 @@ def _verify(graph: Graph, plan: Plan, depth: int) -> list[Violation]:
     _totals(graph, plan, facts, replay.peak, ledger)
     if plan.residences:
         check_residences(graph, facts, plan, replay, clocks, ledger)
+    else:
+        _nothing_placed(plan, ledger)
     return ledger.found + _inner(graph, plan, depth)
 
 
@@ -138,6 +149,10 @@ def _totals(graph: Graph, plan: Plan, facts: Facts, peak: int, ledger: Ledger) -
     if plan.peak != peak:
         message = f"the plan says its peak is {plan.peak} bytes, its steps reach {peak}"
         ledger.add("peak-mismatch", -1, ("peak",), message)
+    before = facts.static_bytes + unplanned_need(graph, facts)
+    if plan.peak_before != before:
+        message = f"the plan says the unplanned peak is {plan.peak_before} bytes, the graph's own order has {before}"
+        ledger.add("peak-mismatch", -1, ("peak_before",), message)
     if plan.static != facts.static_bytes:
         message = f"the plan says {plan.static} bytes are static, the graph has {facts.static_bytes}"
         ledger.add("peak-mismatch", -1, ("static",), message)
@@ -147,10 +162,32 @@ def _totals(graph: Graph, plan: Plan, facts: Facts, peak: int, ledger: Ledger) -
     if plan.host_budget is not None and plan.host > plan.host_budget:
         message = f"the host budget is {plan.host_budget} bytes; {plan.host} are placed there"
         ledger.add("over-budget", -1, (graph.name,), message)
-    if plan.time_bound > plan.time * (1 + 1e-6):
-        message = f"a time bound of {plan.time_bound} s is above the time of {plan.time} s"
-        ledger.add("bound", -1, (graph.name,), message)
+    _times(graph, plan, ledger)
+    if not 0 <= plan.moved <= len(graph.ops):
+        message = f"the plan says it moves {plan.moved} of {len(graph.ops)} ops"
+        ledger.add("count-mismatch", -1, ("moved",), message)
     placed = facts.static_bytes + plan.arena + plan.handed
     if plan.budget is not None and max(peak, placed) > plan.budget:
         message = f"the budget is {plan.budget} bytes; the peak is {peak}, all that is placed {placed}"
         ledger.add("over-budget", -1, (graph.name,), message)
+
+
+def _times(graph: Graph, plan: Plan, ledger: Ledger) -> None:
+    took, once = elapsed(graph, plan.steps), sum(op.time for op in graph.ops)
+    if not agree(plan.time, took):
+        message = f"the plan says it takes {plan.time} s, its steps take {took} s"
+        ledger.add("time-mismatch", -1, ("time",), message)
+    if not agree(plan.time_before, once):
+        message = f"the plan says the unplanned time is {plan.time_before} s, the ops take {once} s"
+        ledger.add("time-mismatch", -1, ("time_before",), message)
+    if not plan.time_bound <= took * (1 + _ROUNDING):
+        message = f"a time bound of {plan.time_bound} s is above the time of {took} s"
+        ledger.add("bound", -1, (graph.name,), message)
+
+
+def _nothing_placed(plan: Plan, ledger: Ledger) -> None:
+    """Without residences there are no bytes that they span."""
+    for name in ("arena", "handed", "host"):
+        if nbytes := getattr(plan, name):
+            message = f"the plan says {nbytes} bytes of {name}, and has no residences"
+            ledger.add("peak-mismatch", -1, (name,), message)

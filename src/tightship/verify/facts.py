@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from tightship.graph import Graph, Op
 
-__all__ = ["Facts", "facts_of"]
+__all__ = ["Facts", "facts_of", "unplanned_need"]
 
 
 @dataclass(frozen=True)
@@ -65,19 +65,22 @@ def facts_of(graph: Graph, inner: dict[int, int] | None = None) -> Facts:
     return Facts(sees, makes, writes, views, maker, final, extra, static, kept, bytes_)
 
 
+def unplanned_need(graph: Graph, facts: Facts) -> int:
+    """The most bytes a graph uses beyond its inputs: in its own order, freeing after last use."""
+    size = [s.size for s in graph.storages]
+    last = {s: o for o in range(len(graph.ops)) for s in (*facts.sees[o], *facts.makes[o])}
+    live = peak = 0
+    for o in range(len(graph.ops)):
+        live += sum(size[s] for s in facts.makes[o])
+        peak = max(peak, live + facts.extra[o])
+        over = {*facts.sees[o], *facts.makes[o]} - facts.static - facts.kept
+        live -= sum(size[s] for s in over if last[s] == o)
+    return peak
+
+
 def _need(graph: Graph, inner: dict[int, int]) -> int:
-    """The most bytes a called graph uses beyond its inputs: in its own order, freeing after last use."""
     if id(graph) not in inner:
-        f = facts_of(graph, inner)
-        size = [s.size for s in graph.storages]
-        last = {s: o for o in range(len(graph.ops)) for s in (*f.sees[o], *f.makes[o])}
-        live = peak = 0
-        for o in range(len(graph.ops)):
-            live += sum(size[s] for s in f.makes[o])
-            peak = max(peak, live + f.extra[o])
-            over = {*f.sees[o], *f.makes[o]} - f.static - f.kept
-            live -= sum(size[s] for s in over if last[s] == o)
-        inner[id(graph)] = peak
+        inner[id(graph)] = unplanned_need(graph, facts_of(graph, inner))
     return inner[id(graph)]
 
 

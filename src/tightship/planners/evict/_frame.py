@@ -70,7 +70,7 @@ class Decision:
     """What happens to every gap, and what it costs: peak bytes, extra seconds, ops run again, work spent, bytes
     copied out at once.
 
-    ``steps`` is set by planners that lower their decisions themselves; `Frame.lower` has the steps of any. One that is
+    ``steps`` is set by planners that lower their decisions themselves; `Frame.lower` has those of any. One that is
     not ``valid`` cannot be carried out, and its numbers mean nothing."""
 
     evict: Bits
