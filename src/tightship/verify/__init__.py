@@ -24,10 +24,10 @@ lane                     a step on another stream may still be using the bytes: 
 missing-residence        a stay that the steps imply has no place
 wrong-residence          a residence that is no stay, or has another end, size, pool or event
 overlap                  two residences use the same bytes at the same time
-misaligned               an offset that is no multiple of 64
+misaligned               an offset that is no multiple of what the graph's device asks for
 out-of-bounds            bytes before or beyond the arena, or the plan's bytes of the host pool
 over-budget              the plan has a budget, and its peak or the bytes it places are over it; likewise on the host
-peak-mismatch            ``peak``, ``peak_before``, ``static``, ``arena``, ``handed`` or ``host`` is not what the steps
+peak-mismatch            ``peak``, ``peak_before``, ``static``, ``arena``, ``handed`` or ``host`` is not what steps
                          and residences give
 time-mismatch            ``time`` is not what the steps take, or ``time_before`` not what the ops take once each
 count-mismatch           ``moved`` is no number of the graph's ops

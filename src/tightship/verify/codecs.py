@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections import defaultdict
 from math import prod
 
-from tightship.graph import Graph, Value, aligned, alignment_of
+from tightship.graph import Graph, Value, aligned
 from tightship.machine import CODECS, LOSSY
 from tightship.verify.facts import Facts
 
@@ -31,7 +31,6 @@ class Codecs:
 
     def __init__(self, graph: Graph, facts: Facts) -> None:
         self.graph, self.facts = graph, facts
-        self.alignment = max((alignment_of(op.device) for op in graph.ops), default=alignment_of("cpu"))
         self.values: dict[int, list[Value]] = defaultdict(list)
         for v in graph.values:
             self.values[v.storage].append(v)
@@ -64,7 +63,7 @@ class Codecs:
             size = count * width
             if codec != "bf16" and not (kind.startswith("int") and self._within(s, codec)):
                 return f"nothing says that it is of integers within {codec}"
-        whole = aligned(size, self.alignment)
+        whole = aligned(size, self.facts.alignment)
         if nbytes != whole:
             return f"{codec} packs it to {whole} bytes, not {nbytes}"
         return ""

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from tightship.graph import Graph, Op
+from tightship.graph import Graph, Op, alignment_of
 
 __all__ = ["Facts", "facts_of", "unplanned_need"]
 
@@ -18,7 +18,7 @@ class Facts:
     and ``writes`` are the storages an op brings into being and those it writes in place; ``views[o]`` are the
     values op ``o`` reads that another op made as views, without making or writing their storage, each with that op;
     ``maker[s]`` is -1 for the caller's storages; ``final[s]`` counts all writes; ``extra[o]`` is what op ``o``
-    needs while it runs beyond its results."""
+    needs while it runs beyond its results. Offsets, and sizes as they are placed, are multiples of ``alignment``."""
 
     sees: list[dict[int, int]]
     makes: list[list[int]]
@@ -30,6 +30,7 @@ class Facts:
     static: frozenset[int]
     kept: frozenset[int]
     static_bytes: int
+    alignment: int
 
 
 def facts_of(graph: Graph, inner: dict[int, int] | None = None) -> Facts:
@@ -61,8 +62,9 @@ def facts_of(graph: Graph, inner: dict[int, int] | None = None) -> Facts:
             final[s] += 1
     kept = frozenset(graph.values[v].storage for v in graph.outputs)
     extra = [op.workspace + max((_need(g, inner) for g in op.calls), default=0) for op in graph.ops]
+    alignment = max((alignment_of(op.device) for op in graph.ops), default=alignment_of("cpu"))
     bytes_ = sum(graph.storages[s].size for s in static)
-    return Facts(sees, makes, writes, views, maker, final, extra, static, kept, bytes_)
+    return Facts(sees, makes, writes, views, maker, final, extra, static, kept, bytes_, alignment)
 
 
 def unplanned_need(graph: Graph, facts: Facts) -> int:
