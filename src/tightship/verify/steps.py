@@ -13,6 +13,7 @@ from tightship.graph import Graph
 from tightship.machine import LOSSY
 from tightship.plan import FORMS, KINDS, Step
 from tightship.verify.codecs import Codecs
+from tightship.verify.effects import has_effects
 from tightship.verify.facts import Facts, place_of
 from tightship.verify.lanes import MAX_STREAMS, Clocks, Lanes
 from tightship.verify.ledger import Ledger
@@ -151,8 +152,9 @@ class Replay:
 
     def _pure(self, i: int, k: int) -> None:
         op = self.graph.ops[k]
-        if op.effect or (op.random and k not in self._forms["state"]):
-            what = "has effects" if op.effect else "draws from the random state, which is not saved,"
+        effect = op.effect or has_effects(op.target)
+        if effect or (op.random and k not in self._forms["state"]):
+            what = "has effects" if effect else "draws from the random state, which is not saved,"
             self.note("impure-recompute", i, (op.name,), f"{place_of(op)} {what} and runs only once")
         elif op.random:
             self._late(i, self.lanes.read(i, ("state", k)), op.name)
