@@ -52,7 +52,7 @@ class _Copy:
 
 class Replay:
     """``stays`` the steps imply, ``ran`` (step, op) of all op runs, ``took`` (step, storage, the one whose place it
-    takes), ``peak`` bytes with the static set."""
+    takes), ``peak`` bytes with the static set, ``host_peak`` bytes copied out."""
 
     def __init__(
         self,
@@ -71,6 +71,7 @@ class Replay:
         self.ran: list[tuple[int, int]] = []
         self.took: list[tuple[int, int, int]] = []
         self.live = self.peak = facts.static_bytes
+        self.host_live = self.host_peak = 0
         self._at: dict[int, int] = {}  # op -> the step that computed it
         self._written = [0] * len(graph.storages)  # writes by first runs so far
         self._random = (-1, -1)  # (op, step) of the last random op in the graph's order
@@ -297,6 +298,9 @@ class Replay:
         self.lanes.make(i, (form, s))
         if form != "host":
             self.live += size
+        else:
+            self.host_live += size
+            self.host_peak = max(self.host_peak, self.host_live)
 
     def _copy(self, i: int, step: Step) -> None:
         source, target = _COPIES[step.kind]
@@ -349,6 +353,8 @@ class Replay:
             self.stays.append(Stay(s, step.form, here.start, i, here.size, i))
             if step.form != "host":
                 self.live -= here.size
+            else:
+                self.host_live -= here.size
 
     def _forget(self, i: int, step: Step) -> None:
         here = self._forms["state"].pop(step.op, None)
