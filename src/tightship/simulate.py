@@ -45,11 +45,17 @@ class Timeline:
 
 def extra_bytes(op: Op) -> int:
     """Workspace of an op plus the most that graphs called inside it need beyond their inputs."""
-    inner = 0
-    for g in op.calls:
-        line = replay(g, baseline(g))
-        inner = max(inner, line.peak - g.static_bytes)
-    return op.workspace + inner
+    return op.workspace + max(map(_need, op.calls), default=0)
+
+
+def _need(graph: Graph) -> int:
+    """The most bytes a called graph needs beyond its inputs, found once for each graph: calls within calls would be
+    replayed again at every level."""
+    known = graph.__dict__  # where cached properties are kept as well
+    if "_need" not in known:
+        known["_need"] = replay(graph, baseline(graph)).peak - graph.static_bytes
+    need: int = known["_need"]
+    return need
 
 
 def baseline(graph: Graph, order: Sequence[int] | None = None) -> tuple[Step, ...]:
