@@ -134,13 +134,14 @@ class Op:
 
 @dataclass(frozen=True, slots=True)
 class Uses:
-    """Storage-level facts derived from a graph, as tuples indexed by op or by storage.
+    """Facts derived from a graph, as tuples indexed by op, by storage or (``maker``) by value.
 
     ``reads[o]``    storages op ``o`` reads (each once, in first-use order; includes those it mutates).
     ``defines[o]``  storages that come into being at op ``o``.
     ``mutates[o]``  storages op ``o`` writes in place.
     ``needs[o]``    version of each of ``reads[o]`` the op must see: the number of writes before it.
     ``definer[s]``  op that defines storage ``s``; -1 when the caller owns it.
+    ``maker[v]``    op that value ``v`` is a result of, be it a view of what was there before; -1 for the caller's.
     ``writers[s]``  ops that write ``s`` (definer first), ``readers[s]`` ops that read it, both ascending.
     """
 
@@ -151,6 +152,7 @@ class Uses:
     definer: tuple[int, ...]
     writers: tuple[tuple[int, ...], ...]
     readers: tuple[tuple[int, ...], ...]
+    maker: tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -309,6 +311,7 @@ def _uses(g: Graph) -> Uses:
     definer = [-1] * n
     writers: list[list[int]] = [[] for _ in range(n)]
     readers: list[list[int]] = [[] for _ in range(n)]
+    maker = [-1] * len(store)
     reads, defines, mutates, needs = [], [], [], []
     for k, o in enumerate(g.ops):
         r = tuple(dict.fromkeys([*(store[v] for v in o.inputs), *o.mutates]))
@@ -326,6 +329,8 @@ def _uses(g: Graph) -> Uses:
         for s in (*d, *m):
             writers[s].append(k)
             version[s] += 1
+        for v in o.outputs:
+            maker[v] = k
         reads.append(r)
         defines.append(d)
         mutates.append(m)
@@ -337,6 +342,7 @@ def _uses(g: Graph) -> Uses:
         tuple(definer),
         tuple(map(tuple, writers)),
         tuple(map(tuple, readers)),
+        tuple(maker),
     )
 
 

@@ -10,7 +10,15 @@ from typing import Final, SupportsIndex
 
 from tightship.errors import BadInput
 
-__all__ = ["MAX_BYTES", "Budget", "format_bytes", "format_seconds", "parse_budget", "parse_bytes"]
+__all__ = [
+    "MAX_BYTES",
+    "Budget",
+    "format_bytes",
+    "format_seconds",
+    "parse_budget",
+    "parse_bytes",
+    "resolve_budget",
+]
 
 MAX_BYTES: Final = 2**63 - 1  # sizes are signed 64-bit integers in the C++ core
 MAX_PERCENT: Final = 1000
@@ -136,6 +144,15 @@ def parse_budget(text: "str | SupportsIndex | Budget", place: str = "budget") ->
     if not _SIZE_TEXT.fullmatch(stripped):
         raise BadInput(_BUDGET_RULE, text, place)
     return Budget(bytes=parse_bytes(stripped, place))
+
+
+def resolve_budget(
+    budget: "str | SupportsIndex | Budget | None", unplanned_peak: int, place: str = "budget",
+    *, static: int | None = None,
+) -> int | None:  # fmt: skip
+    """The bytes of a budget as somebody gave it; None, and nothing else, is no budget: 0 bytes are one. ``static`` as
+    for `Budget.resolve`."""
+    return None if budget is None else parse_budget(budget, place).resolve(unplanned_peak, static=static)
 
 
 def format_bytes(size: int) -> str:

@@ -76,7 +76,7 @@ def plan_policies(traced: Any) -> tuple[Policy, ...]:
 
     def tried(names: Sequence[str]) -> Policy:
         saved = found.carried.union(*(found.names[n] for n in names))
-        line = replay(graph, frame.steps(with_saved(frame, frozenset(saved)).evict))
+        line = replay(graph, frame.lower(with_saved(frame, frozenset(saved))))
         return Policy(tuple(names), known, line.peak, line.time, before.peak, before.time)
 
     rows += map(tried, _sets(known)) if len(known) <= _EVERY else _one_by_one(known, tried)
