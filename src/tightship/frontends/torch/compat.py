@@ -23,6 +23,7 @@ __all__ = [
     "DATA_ERRORS",
     "LAZY_BITS",
     "TorchDispatchMode",
+    "another",
     "any_autocast",
     "argument",
     "argument_positions",
@@ -102,6 +103,13 @@ def fake_mode() -> Any:
 
 def is_fake(tensor: object) -> bool:
     return isinstance(tensor, _fake.FakeTensor)
+
+
+def another(fake: torch.Tensor) -> torch.Tensor:
+    """Another fake tensor that looks the same; a leaf."""
+    with without_modes(), torch.no_grad():
+        new = fake.detach()
+    return new.requires_grad_() if fake.requires_grad else new
 
 
 def is_functorch(tensor: torch.Tensor) -> bool:

@@ -9,9 +9,10 @@ results in the order in which they appear.
 from __future__ import annotations
 
 import dis
+import functools
 import math
 import types
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from operator import is_
 from typing import Any
@@ -70,6 +71,18 @@ def tensors_in(tree: Any) -> Iterator[torch.Tensor]:
             yield from tensors_in(x)
     elif isinstance(tree, slice):
         yield from tensors_in((tree.start, tree.stop, tree.step))
+
+
+def own_containers(tree: Any) -> Any:
+    """``tree`` in lists, dicts and arrays of its own, which the caller's code cannot change."""
+    if isinstance(tree, (list, tuple)) and type(tree) is not torch.Size:
+        new = [own_containers(x) for x in tree]
+        if isinstance(tree, tuple) and all(map(is_, new, tree)):
+            return tree
+        return type(tree)(*new) if hasattr(tree, "_fields") else type(tree)(new)
+    if isinstance(tree, dict):
+        return type(tree)((k, own_containers(x)) for k, x in tree.items())
+    return tree.copy() if type(tree).__module__ == "numpy" and hasattr(tree, "copy") else tree
 
 
 Form = tuple[Any, ...]
@@ -135,7 +148,9 @@ class FunctionTrace(NotCopied):
     bytes, no other can stand. ``results`` are the numbers of what the code handed back; ``end_guards`` are what its
     backward pass says of data. ``attributes`` and ``caches`` are where it left stand-ins behind. ``batch`` (a
     ``structure.BatchSpec``) is the kind of batch, ``program`` what was captured, ``renumbering`` (a
-    ``numbers.Renumbering``) tells how its numbers follow.
+    ``numbers.Renumbering``) tells how its numbers follow. ``references`` counts who holds the tensors between runs,
+    None before the first run is over. ``made_of_constants`` are the numbers of those that no parameter, buffer,
+    random number or part of the batch has gone into.
     """
 
     tensors: list[torch.Tensor] = field(default_factory=list)
@@ -152,10 +167,33 @@ class FunctionTrace(NotCopied):
     batch: Any = None
     program: Any = None
     renumbering: Any = None
+    references: list[int] | None = None
+    made_of_constants: frozenset[int] = frozenset()
 
     @property
     def repeats(self) -> bool:
         return any(c.repeats for c in self.calls)
+
+    @functools.cached_property
+    def places(self) -> dict[int, list[int]]:
+        """The calls that each tensor occurs in, when all are made."""
+        found: dict[int, list[int]] = {}
+        for k, call in enumerate(self.calls):
+            for n in {self.index[id(t)] for t in tensors_in((call.args, call.kwargs, call.answer))}:
+                found.setdefault(n, []).append(k)
+        return found
+
+    def settle_constants(self, random_calls: Collection[int]) -> None:
+        """Finds ``made_of_constants``."""
+        found = set(self.constants)
+        for k, call in enumerate(self.calls):
+            given = {self.index[id(t)] for t in tensors_in((call.args, call.kwargs))}
+            made = {self.index[id(t)] for t in tensors_in(call.answer)}
+            if given <= found and k not in random_calls:
+                found |= made
+            else:
+                found -= made
+        self.made_of_constants = frozenset(found)
 
     def add(self, tensor: torch.Tensor) -> int:
         """The number of a tensor that may be new."""
@@ -172,6 +210,10 @@ class FunctionTrace(NotCopied):
             here = Arguments(self.index.get)
             there = other.index.get
             if not here.alike((b.args, b.kwargs), (a.args, a.kwargs), there) or here.structural(a.func):
+                return k
+            if [self.index[id(t)] for t in tensors_in(a.answer)] != [
+                there(id(t)) for t in tensors_in(b.answer)
+            ]:
                 return k
         return min(len(self.calls), len(other.calls))
 

@@ -16,6 +16,7 @@ import torch
 
 from tightship.errors import Unsupported
 from tightship.frontends.torch import compat, compat_capture
+from tightship.frontends.torch.expired import expire_kept
 from tightship.frontends.torch.function_trace import FunctionTrace
 from tightship.frontends.torch.loss import LossFn, checked_loss
 from tightship.frontends.torch.numbers import Renumbering, with_numbers_at
@@ -70,9 +71,14 @@ def run_code(
     Raises as ``capture_step``, and whatever the code raises.
     """
     code = _Code(owned, batch, traces, name)
-    with compat_capture.python_for_stand_ins(has_data=True), code.open():
-        out = code.rerun.run(lambda given: code.asked(loss_fn, given))
-        return code.finish(out, updates)
+    try:
+        with compat_capture.python_for_stand_ins(has_data=True), code.open():
+            out = code.rerun.run(lambda given: code.asked(loss_fn, given))
+            asked = code.finish(out, updates)
+            del out
+        return asked
+    finally:
+        code.expire()
 
 
 class _Code:
@@ -142,8 +148,21 @@ class _Code:
                 own.copy_(now)
             home[key] = own
 
-    def clean(self) -> tuple[tuple[torch.nn.Module, str], ...]:
-        """Takes away what the code has left of stand-ins; returns where."""
+    def expire(self) -> None:
+        """When the run is over, however it went: what the code has kept of stand-ins says so."""
+        shown = self.rerun.shown
+        del self.rerun, self.captures
+        for trace in {id(t): t for t in shown if t.program is not None}.values():
+            expire_kept(trace)
+
+    def lasts(self, tensor: torch.Tensor) -> bool:
+        """Whether a stand-in in an attribute stands for something that the next step might read: what parameters, the
+        batch or random numbers have gone into. Anything else would be made again."""
+        return self.rerun.number(tensor) not in self.rerun.trace.made_of_constants
+
+    def clean(self, *, finished: bool = False) -> tuple[tuple[torch.nn.Module, str], ...]:
+        """Takes away what the code has left of stand-ins; if it has ``finished``, only those that the next step would
+        make again. Returns where."""
         for _, home, key, own, _ in self.owned.replaced():
             home[key] = own
         grown = [c.empty() for c in self.caches]
@@ -151,7 +170,7 @@ class _Code:
             for c in t.caches:
                 c.cache_clear()
         self.grown = tuple(c for some in grown for c in some)
-        changes = [c for left in reversed(self.left) for c in left.remove()]
+        changes = [c for left in reversed(self.left) for c in left.remove(self.lasts if finished else None)]
         self.changes = changes
         return tuple({(c.module, c.name): None for c in changes})
 
@@ -164,10 +183,13 @@ class _Code:
         new_numbers = self.renumbered() if rerun.execution is None else None
         if rerun.execution is None and new_numbers is None and (rerun.actual or rerun.trace.repeats):
             rerun.go_on()
-            rerun.trace.results = numbers
+            numbers = rerun.settle(tensors)
+        del tensors
         trace = rerun.trace
         results = [n for n in numbers if n >= 0 and n not in trace.constants]
-        left = self.clean()
+        if rerun.execution is not None:
+            trace.settle_constants(self.captures[-1].random_calls())
+        left = self.clean(finished=True)
         position = iter(range(len(results)))
 
         def leaf(x: Any) -> Any:

@@ -26,6 +26,7 @@ from tightship.frontends.torch.function_trace import (
     form,
     map_tensors,
     name_of,
+    own_containers,
     plainly_same,
     tensors_in,
     understood,
@@ -156,12 +157,18 @@ class Rerun(TorchFunctionMode):
         self._others: dict[int, int] = {}  # numbers of tensors that are not this trace's own, by id
         self._held: list[Any] = []  # keeps their ids from being given to others
         self._thread = threading.get_ident()
+        self.shown = [self.trace]  # the traces whose tensors the code has seen
 
     def run(self, code: Callable[[Any], Any]) -> Any:
         """What ``code(batch)`` returns, every torch function that it calls being answered here."""
         batch = self._batch_of(self.trace) if self.execution is None else self.execution.capture.stand_ins
-        with compat_capture.calls_seen(self.special), self:
-            return code(batch)
+        grad = torch.is_grad_enabled()
+        try:
+            with compat_capture.calls_seen(self.special), self:
+                return code(batch)
+        except BaseException:
+            torch.set_grad_enabled(grad)  # whatever failed may have failed in no_grad's exit, too
+            raise
 
     def settle(self, results: Sequence[torch.Tensor]) -> tuple[int, ...]:
         """To be called when the code has returned ``results``: their numbers. A trace that goes on from here, or has
@@ -177,6 +184,7 @@ class Rerun(TorchFunctionMode):
             numbers != self.trace.results or not self._holds(self.trace.end_guards)
         ):
             self.go_on()
+            numbers = tuple(self.number(t) for t in results)
         self.trace.results = numbers
         return numbers
 
@@ -270,7 +278,7 @@ class Rerun(TorchFunctionMode):
         compared = Arguments(lambda key: self.trace.index.get(key, self._others.get(key)))
         if not compared.alike((tuple(args), kwargs), (call.args, call.kwargs), self.trace.index.get):
             raise _Differs
-        if compared.structural(call.func):
+        if compared.structural(call.func) or (compared.differs and _hands_back(call)):
             raise _Differs
         if compared.differs or call.repeats:
             self.actual[self._at] = (call.func, tuple(args), dict(kwargs))
@@ -319,8 +327,8 @@ class Rerun(TorchFunctionMode):
         for k, (func, args, kwargs) in self.actual.items():
             call = self.trace.calls[k]
             call.func = func
-            call.args = map_tensors(lambda t: self.trace.tensors[self.number(t)], args)
-            call.kwargs = map_tensors(lambda t: self.trace.tensors[self.number(t)], kwargs)
+            args, kwargs = map_tensors(lambda t: self.trace.tensors[self.number(t)], (args, kwargs))
+            call.args, call.kwargs = own_containers(args), own_containers(kwargs)
 
     # --- other traces ---
 
@@ -341,6 +349,7 @@ class Rerun(TorchFunctionMode):
         self._others |= {id(t): n for n, t in enumerate(known.tensors[: self._seen_so_far()])}
         self._held.append(known)
         self.trace = other
+        self.shown.append(other)
 
     def _seen_so_far(self) -> int:
         calls = self.trace.calls
@@ -350,21 +359,27 @@ class Rerun(TorchFunctionMode):
 
     def go_on(self) -> None:
         """Makes the calls so far on fake tensors, in a new trace; the run can then go on with others."""
-        known, count = self.trace, self._seen_so_far()
-        trace = FunctionTrace()
+        known, trace = self.trace, FunctionTrace()
         self.execution = Execution(self._start(), trace)
-        self._others |= {id(t): n for n, t in enumerate(known.tensors[:count])}
-        self._held.append(known)
+        # With other numbers a call may hand back its argument, or no longer: tensors get numbers of their own.
+        new = {n: n for n in range(trace.inputs)}
         states = compat_capture.States()
         with states.kept():
             for k, call in enumerate(known.calls[: self._at]):
                 states.set(call.state)
-                self._again(trace, call, *self.actual.get(k, (call.func, call.args, call.kwargs)))
+                self._again(trace, new, call, *self.actual.get(k, (call.func, call.args, call.kwargs)))
         self.execution.capture.place(None)
+        seen = {id(t): n for n, t in enumerate(known.tensors) if compat.is_fake(t)}
+        self._others = {key: new[n] for key, n in {**self._others, **seen}.items() if n in new}
+        self._held.append(known)
         self.trace = trace
-        self.actual = {}
+        self.shown.append(trace)
+        self.actual, self.bound = {}, {}
 
-    def _again(self, trace: FunctionTrace, call: FunctionCall, func: Any, args: Any, kwargs: Any) -> None:
+    def _again(
+        self, trace: FunctionTrace, new: dict[int, int], call: FunctionCall, func: Any, args: Any, kwargs: Any
+    ) -> None:
+        """Makes a call of the known trace; ``new`` are the numbers of its tensors in the new one."""
         execution = self.execution
         assert execution is not None
         known = self.trace
@@ -374,24 +389,28 @@ class Rerun(TorchFunctionMode):
             n = known.index.get(id(t), self._others.get(id(t), -1))
             if n in known.constants:
                 return self.bound.get(n, t)
-            return trace.tensors[n]
+            return trace.tensors[new[n]] if n in new else t
 
         args, kwargs = map_tensors(own, tuple(args)), map_tensors(own, dict(kwargs))
         guards = len(execution.capture.guards)
         if call.kind == "data":
             answer = self.bound[call.first]
             execution.constant(answer)
-        elif isinstance(func, compat_capture.Special) and call.kind == "now":
-            func(*args, **kwargs)
+        elif call.kind == "now":
+            self._note_constants(trace, args, kwargs, used=False)
+            if isinstance(func, compat_capture.Special):
+                func(*args, **kwargs)
         elif call.kind == "op":
             execution.capture.place(call.origin)
             self._note_constants(trace, args, kwargs)
             answer = execution.call(func, args, kwargs)
-        if not _same_plain(answer, call.answer):
+        made, before = list(tensors_in(answer)), list(tensors_in(call.answer))
+        if not _same_plain(answer, call.answer) or len(made) != len(before):
             raise Unsupported(
                 f"{name_of(func)} at {call.origin} with a number that changes", "the shape of its result follows it",
                 "keep the number as it was when the step was captured",
             )  # fmt: skip
+        new.update({known.index[id(a)]: trace.index[id(b)] for a, b in zip(before, made, strict=True)})
         self._write_down(trace, call.kind, func, args, kwargs, answer, call.state, call.origin, first, guards)
 
     def _capture(self, func: Any, args: Any, kwargs: Any) -> Any:
@@ -430,7 +449,7 @@ class Rerun(TorchFunctionMode):
         answer = list(answer) if type(answer) is list else answer
         trace.calls.append(
             FunctionCall(
-                func, args, kwargs, answer, kind, state, origin, first,
+                func, own_containers(args), own_containers(kwargs), answer, kind, state, origin, first,
                 bound=any(n in trace.constants for n in numbers), repeats=_repeats(func, args, kwargs),
                 guards=tuple(self.execution.capture.guards[guards:]),
             )
@@ -483,6 +502,15 @@ def _repeats(func: Any, args: Any, kwargs: Any) -> bool:
         x for x in (*args, *kwargs.values()) if callable(x) and not isinstance(x, (torch.Tensor, type))
     ]
     return not all(understood(f) for f in (*inner, *callables))
+
+
+def _hands_back(call: FunctionCall) -> bool:
+    """Whether an argument came back as the answer, which with another number may be a tensor of its own. Functions
+    that write in place always hand it back."""
+    if name_of(call.func).endswith("_"):
+        return False
+    given = {id(t) for t in tensors_in((call.args, call.kwargs))}
+    return any(id(t) in given for t in tensors_in(call.answer))
 
 
 def _same_plain(a: Any, b: Any) -> bool:

@@ -409,6 +409,10 @@ class StepCapture(_Capture):
     def resume(self) -> None:
         self.tracker.resume()
 
+    def random_calls(self) -> set[int]:
+        """The numbers of the calls that draw random numbers."""
+        return {r.asked for r in self.tape.records if r.random}
+
     def program(
         self, loss: torch.Tensor, results: Sequence[torch.Tensor], spec: Results,
         updates: Updates, notes: Sequence[str],

@@ -108,8 +108,9 @@ class Leftovers:
             for m, names in wanted.items()
         ]
 
-    def remove(self) -> list[Change]:
-        """Puts back what holds stand-ins; returns what that was. Other changes stay, as eager's do.
+    def remove(self, lasts: Callable[[torch.Tensor], bool] | None = None) -> list[Change]:
+        """Puts back what holds stand-ins, but for those that ``lasts`` is true of, which are left to be found out;
+        returns what that was. Other changes stay, as eager's do.
 
         Raises ``Unsupported`` for modules that were replaced.
         """
@@ -118,9 +119,12 @@ class Leftovers:
             names = list(vars(m)) if self._everywhere else list(contents)
             for k in names:
                 new, old = vars(m).get(k), attributes.get(k)
-                if k in _MEMBERS or not _holds_stand_ins(new):
+                stand_ins = [] if k in _MEMBERS else list(_stand_ins(new))
+                if not stand_ins:
                     continue
                 gone.append(Change(m, k, old, new))
+                if lasts is not None and any(map(lasts, stand_ins)):
+                    continue
                 if old is new and contents.get(k) is not None:
                     _refill(new, contents[k])
                 elif k in attributes:
@@ -142,18 +146,20 @@ def _copied(value: Any) -> Any:
     return value.copy() if isinstance(value, (dict, list, set)) else None
 
 
-def _holds_stand_ins(value: Any, depth: int = 3) -> bool:
+def _stand_ins(value: Any, depth: int = 3) -> Iterator[torch.Tensor]:
     if isinstance(value, torch.Tensor):
-        return compat.is_fake(value)
-    if depth and isinstance(value, (list, tuple, set)):
-        return any(_holds_stand_ins(x, depth - 1) for x in value)
-    if depth and isinstance(value, dict):
-        return any(_holds_stand_ins(x, depth - 1) for x in value.values())
-    return (
-        depth > 0
-        and hasattr(value, "__dataclass_fields__")
-        and any(_holds_stand_ins(x, depth - 1) for x in getattr(value, "__dict__", {}).values())
-    )
+        if compat.is_fake(value):
+            yield value
+        return
+    parts: Iterable[Any] = ()
+    if isinstance(value, (list, tuple, set)):
+        parts = value
+    elif isinstance(value, dict):
+        parts = value.values()
+    elif hasattr(value, "__dataclass_fields__"):
+        parts = getattr(value, "__dict__", {}).values()
+    for x in parts if depth else ():
+        yield from _stand_ins(x, depth - 1)
 
 
 def _contents(module: torch.nn.Module) -> dict[str, Any]:
