@@ -7,6 +7,7 @@
 
 #include <cerrno>
 
+#include "bind_checks.h"
 #include "copier.h"
 #include "staged.h"
 
@@ -27,6 +28,11 @@ void raise_error(int error) {
     throw nb::python_error();
 }
 
+void check_range(std::int64_t size, std::int64_t offset) {
+    check::number("size", size, 0, check::kMost, "it is from 0 to 2^62");
+    check::number("offset", offset, 0, check::kMost, "it is from 0 to 2^62");
+}
+
 // Raises OSError with what the copy, or one that it came after, failed with.
 void result(const std::shared_ptr<Copy>& copy) {
     if (!copy->done.load(std::memory_order_acquire)) {
@@ -34,6 +40,21 @@ void result(const std::shared_ptr<Copy>& copy) {
         copy->wait();
     }
     raise_error(copy->error);
+}
+
+std::shared_ptr<Copy> begin(Copier& copier, int stream, bool out, std::uintptr_t address, std::int64_t size,
+                            std::int64_t offset, std::vector<std::shared_ptr<Copy>> after) {
+    check_range(size, offset);
+    if (copier.forked()) throw std::runtime_error("the copies of a process are made by its threads, which a forked child has not");
+    for (const auto& copy : after)
+        if (!copy) check::refuse("after has None", "copies come after copies");
+    return copier.begin(stream, out, address, size, offset, std::move(after));
+}
+
+std::pair<std::uintptr_t, std::uintptr_t> job(const Staged& staged, bool out, std::uintptr_t address, std::int64_t size,
+                                              std::int64_t offset) {
+    check_range(size, offset);
+    return staged.job(out, address, size, offset);
 }
 
 void settle(const Staged& staged) { raise_error(staged.take_error()); }
@@ -46,12 +67,12 @@ void bind_copier(nb::module_& m) {
         .def("result", &result);
     nb::class_<Copier>(m, "Copier")
         .def(nb::init<int>(), nb::arg("file"))
-        .def("begin", &Copier::begin, nb::arg("stream"), nb::arg("out"), nb::arg("address"), nb::arg("size"),
+        .def("begin", &begin, nb::arg("stream"), nb::arg("out"), nb::arg("address"), nb::arg("size"),
              nb::arg("offset"), nb::arg("after"))
         .def("drain", &Copier::drain, nb::call_guard<nb::gil_scoped_release>())
         .def("close", &Copier::close, nb::call_guard<nb::gil_scoped_release>());
     nb::class_<Staged>(m, "Staged")
         .def(nb::init<int>(), nb::arg("file"))
-        .def("job", &Staged::job, nb::arg("out"), nb::arg("address"), nb::arg("size"), nb::arg("offset"))
+        .def("job", &job, nb::arg("out"), nb::arg("address"), nb::arg("size"), nb::arg("offset"))
         .def("settle", &settle);
 }

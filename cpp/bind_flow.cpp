@@ -1,8 +1,6 @@
 // Python binding of the minimum cut.
 
-#include <nanobind/nanobind.h>
-#include <nanobind/ndarray.h>
-
+#include "bind_checks.h"
 #include "flow.h"
 
 namespace nb = nanobind;
@@ -10,20 +8,23 @@ using namespace tightship;
 
 namespace {
 
-template <class T> using Array = nb::ndarray<const T, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
+using check::Array;
 template <class T> std::vector<T> vec(const Array<T>& a) { return {a.data(), a.data() + a.shape(0)}; }
 
 nb::tuple cut(std::int32_t nodes, const Array<std::int32_t>& tail, const Array<std::int32_t>& head,
               const Array<std::int64_t>& capacity, std::int32_t source, std::int32_t sink) {
-    if (tail.shape(0) != head.shape(0) || tail.shape(0) != capacity.shape(0))
-        throw std::invalid_argument("an edge has a tail, a head and a capacity");
+    const auto edges = check::count("tail", tail);
+    check::number("nodes", nodes, 2, check::kMostCount, "there are at least 2 nodes and at most 2^28");
+    check::number("source", source, 0, nodes - 1, "it is a node");
+    check::number("sink", sink, 0, nodes - 1, "it is a node");
+    if (source == sink) check::refuse("sink is " + std::to_string(sink) + ", and source is, too", "source and sink are two nodes");
+    check::length("head", head, edges, "edge");
+    check::length("capacity", capacity, edges, "edge");
+    check::within("tail", tail, 0, nodes - 1, "an edge joins two nodes");
+    check::within("head", head, 0, nodes - 1, "an edge joins two nodes");
+    check::within("capacity", capacity, 0, std::numeric_limits<std::int64_t>::max(), "a capacity is not negative");
     const auto t = vec(tail), h = vec(head);
     const auto c = vec(capacity);
-    auto outside = [nodes](std::int32_t v) { return v < 0 || v >= nodes; };
-    if (outside(source) || outside(sink) || source == sink) throw std::invalid_argument("source and sink are two nodes");
-    for (std::size_t e = 0; e < t.size(); ++e)
-        if (outside(t[e]) || outside(h[e]) || c[e] < 0)
-            throw std::invalid_argument("an edge joins two nodes and has a capacity that is not negative");
     Cut found;
     {
         nb::gil_scoped_release free;

@@ -27,6 +27,7 @@ class Bound {
 
     std::tuple<Result, i64> pack(Array order, bool best_fit, i64 cutoff, double seconds) {
         const std::vector<i32> by = to_order(order, problem_.count());
+        check_cutoff(cutoff, seconds);
         auto found = packed([&](i64* offset) {
             return packer_.pack(by.data(), to_fit(best_fit), cutoff, offset, alarm_.set(seconds));
         });
@@ -36,12 +37,13 @@ class Bound {
 
     std::tuple<Result, i64> climb(Array order, bool best_fit, std::uint64_t seed, i64 work, double seconds, i64 bound) {
         const std::vector<i32> by = to_order(order, problem_.count());
+        check::seconds(seconds);
         std::vector<i64> offset(problem_.count());
         i64 arena;
         {
             nanobind::gil_scoped_release unlocked;
             arena = place::climb(packer_, problem_.size, problem_.pinned, by, to_fit(best_fit), offset, seed,
-                                 {work, bound}, alarm_.set(seconds));
+                                 {at_most(work), at_most(bound)}, alarm_.set(seconds));
         }
         return {to_numpy(std::move(offset)), arena};
     }
@@ -52,6 +54,10 @@ class Bound {
     Alarm alarm_;
     i64 nodes_ = 0;  // buffers placed otherwise than by the packer
 
+    static void check_cutoff(i64 cutoff, double seconds) {
+        check::number("cutoff", cutoff, 0, kNoLimit, "it is not negative");
+        check::seconds(seconds);
+    }
     static Fit to_fit(bool best_fit) { return best_fit ? Fit::best : Fit::first; }
 
     // Offsets that `pack` fills in, and what it returns.

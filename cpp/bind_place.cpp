@@ -1,4 +1,4 @@
-// Python bindings of placement. Arrays are int64, contiguous and of one length; the Python side checks them.
+// Python bindings of placement by whole live ranges.
 
 #include "bind_packing.h"
 #include "place_exact.h"
@@ -13,12 +13,11 @@ namespace {
 
 Buffers from_numpy(const Array& lower, const Array& upper, const Array& size, const Array* alignment,
                    const Array* pinned) {
-    const std::size_t n = size.shape(0);
-    if (lower.shape(0) != n || upper.shape(0) != n || (alignment && alignment->shape(0) != n) ||
-        (pinned && pinned->shape(0) != n))
-        throw nb::value_error("arrays of one length");
+    check_sizes(size, alignment, pinned);
+    const i64 n = static_cast<i64>(size.shape(0));
+    check_lives(lower, upper, n);
     return make_buffers(lower.data(), upper.data(), size.data(), alignment ? alignment->data() : nullptr,
-                        pinned ? pinned->data() : nullptr, static_cast<i64>(n), raise_signals);
+                        pinned ? pinned->data() : nullptr, n, raise_signals);
 }
 
 class Placer : public Bound<Buffers, Packer> {
@@ -31,11 +30,12 @@ class Placer : public Bound<Buffers, Packer> {
     // Offsets, lower bound, and the buffers that prove it where the peak load does not.
     std::tuple<Result, i64, Result> exact(Array start, std::uint64_t seed, i64 work, double seconds, i64 goal,
                                           bool wanted, int threads) {
-        std::vector<i64> offset = to_offsets(start);
+        std::vector<i64> offset = to_offsets("start", start, problem_.count(), 0);
+        check::seconds(seconds);
         Exact found;
         {
             nb::gil_scoped_release unlocked;
-            const ExactLimits limits{work, goal, wanted, threads, seed};
+            const ExactLimits limits{at_most(work), at_most(goal), wanted, threads, seed};
             found = place_exactly(problem_, std::move(offset), limits, alarm_.set(seconds));
         }
         nodes_ += found.nodes;
@@ -44,11 +44,12 @@ class Placer : public Bound<Buffers, Packer> {
     }
 
     Result windows(Array start, std::uint64_t seed, i64 work, double seconds, i64 goal) {
-        std::vector<i64> offset = to_offsets(start);
+        std::vector<i64> offset = to_offsets("start", start, problem_.count(), 0);
+        check::seconds(seconds);
         Windows found;
         {
             nb::gil_scoped_release unlocked;
-            found = place_in_windows(problem_, std::move(offset), {work, goal, seed}, alarm_.set(seconds));
+            found = place_in_windows(problem_, std::move(offset), {at_most(work), at_most(goal), seed}, alarm_.set(seconds));
         }
         nodes_ += found.nodes;
         return to_numpy(std::move(found.offset));
@@ -56,6 +57,12 @@ class Placer : public Bound<Buffers, Packer> {
 
     std::tuple<Result, bool> sweep(Array order, double seconds) {
         const std::vector<i32> by = to_order(order, problem_.count());
+        check::seconds(seconds);
+        for (std::size_t k = 1; k < by.size(); ++k)
+            if (problem_.first[by[k]] < problem_.first[by[k - 1]])
+                check::refuse(check::entry("order", k, by[k]), "a sweep goes by the beginning of live ranges");
+        if (std::any_of(problem_.pinned.begin(), problem_.pinned.end(), [](i64 at) { return at != kFree; }))
+            check::refuse("a buffer is pinned", "a sweep places buffers of which none is");
         std::vector<i64> offset;
         {
             nb::gil_scoped_release unlocked;
@@ -70,6 +77,7 @@ class Placer : public Bound<Buffers, Packer> {
 
     // The order in which a skyline is built; `rule` is one of Sky, in order.
     Result skyline(int rule) {
+        check::number("rule", rule, 0, 2, "it is 0, 1 or 2");
         std::vector<i32> order;
         {
             nb::gil_scoped_release unlocked;
@@ -78,27 +86,22 @@ class Placer : public Bound<Buffers, Packer> {
         alarm_.raise();
         return to_numpy({order.begin(), order.end()});
     }
-
-  private:
-    std::vector<i64> to_offsets(const Array& start) const { return to_vector(start, problem_.count()); }
 };
 
 std::tuple<Result, i64> pack_sets_of(Array lower, Array upper, Array set, Array size, Array alignment, Array order) {
+    check_sizes(size, &alignment, nullptr);
     const i64 count = static_cast<i64>(size.shape(0));
-    if (set.shape(0) != lower.shape(0) || alignment.shape(0) != size.shape(0)) throw nb::value_error("arrays of one length");
+    check::within("set", set, 0, count - 1, "a set is one of those with a size");
     const std::vector<i32> by = to_order(order, count);
-    std::vector<i32> sets;
-    std::vector<i64> sizes(size.data(), size.data() + count), offset;
-    for (std::size_t k = 0; k < set.shape(0); ++k) {
-        if (set.data()[k] < 0 || set.data()[k] >= count) throw nb::value_error("a set is one of those with a size");
-        sets.push_back(static_cast<i32>(set.data()[k]));
-    }
+    const std::vector<i32> sets(set.data(), set.data() + set.shape(0));
+    const std::vector<i64> sizes = to_vector(size);
+    std::vector<i64> offset;
     const Buffers buffers = from_numpy(lower, upper, set, nullptr, nullptr);
     Alarm alarm;
     {
         nb::gil_scoped_release unlocked;
         const Watch watch = alarm.set(std::numeric_limits<double>::infinity());
-        offset = pack_sets(buffers, sets, sizes, {alignment.data(), alignment.data() + count}, by, watch);
+        offset = pack_sets(buffers, sets, sizes, to_vector(alignment), by, watch);
     }
     alarm.raise();
     i64 arena = 0;

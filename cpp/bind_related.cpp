@@ -12,19 +12,24 @@ namespace tightship::place {
 namespace {
 
 Sizes to_sizes(const Array& size, const Array& alignment, const Array& pinned) {
-    const std::size_t n = size.shape(0);
-    return {to_vector(size, n), to_vector(alignment, n), to_vector(pinned, n)};
+    check_sizes(size, &alignment, &pinned);
+    return {to_vector(size), to_vector(alignment), to_vector(pinned)};
 }
 
 std::vector<Pair> to_pairs(i64 count, const Array& one, const Array& two, const Array& low, const Array& high) {
-    const std::size_t n = one.shape(0);
-    if (two.shape(0) != n || low.shape(0) != n || high.shape(0) != n) throw nb::value_error("arrays of one length");
+    const i64 n = check::count("one", one), most = check::kMost / 4 / std::max<i64>(count, 1);
+    check::length("two", two, n, "pair");
+    check::length("low", low, n, "pair");
+    check::length("high", high, n, "pair");
+    check::within("one", one, 0, count - 1, "a pair is of two buffers");
+    check::within("two", two, 0, count - 1, "a pair is of two buffers");
+    check::within("low", low, -most, most, "a difference of offsets, times the buffers, is at most 2^60");
+    check::within("high", high, -most, most, "a difference of offsets, times the buffers, is at most 2^60");
     std::vector<Pair> pairs;
     pairs.reserve(n);
-    const auto known = [count](i64 i) { return 0 <= i && i < count; };
-    for (std::size_t k = 0; k < n; ++k) {
+    for (i64 k = 0; k < n; ++k) {
         const i64 i = one.data()[k], j = two.data()[k];
-        if (!known(i) || !known(j) || i == j) throw nb::value_error("a pair is of two buffers");
+        if (i == j) check::refuse(check::entry("two", static_cast<std::size_t>(k), j), "a pair is of two buffers");
         pairs.push_back({static_cast<i32>(i), static_cast<i32>(j), low.data()[k], high.data()[k]});
     }
     return pairs;
@@ -37,7 +42,8 @@ class StepBound : public Bound<Problem, Packer> {
 
     std::tuple<Result, i64> hinted(Array order, Array hint, i64 cutoff, double seconds) {
         const std::vector<i32> by = to_order(order, this->problem_.count());
-        const std::vector<i64> hints = to_vector(hint, this->problem_.count());
+        const std::vector<i64> hints = to_offsets("hint", hint, this->problem_.count(), kFree);
+        this->check_cutoff(cutoff, seconds);
         return this->packed([&](i64* offset) {
             return this->packer_.pack_hinted(by.data(), hints.data(), cutoff, offset, this->alarm_.set(seconds));
         });
@@ -45,6 +51,7 @@ class StepBound : public Bound<Problem, Packer> {
 
     Result fill(Array order, bool best_fit, i64 capacity, double seconds) {
         const std::vector<i32> by = to_order(order, this->problem_.count());
+        check::seconds(seconds);
         return std::get<0>(this->packed([&](i64* offset) {
             this->packer_.fill(by.data(), this->to_fit(best_fit), capacity, offset, this->alarm_.set(seconds));
             return i64{0};
@@ -58,11 +65,12 @@ class RelatedPlacer : public StepBound<Related, RelatedPacker> {
         : StepBound(read(to_sizes(size, alignment, pinned), one, two, low, high)) {}
 
     std::tuple<Result, bool> exhaust(Array start, i64 work, double seconds, i64 goal) {
-        std::vector<i64> offset = to_vector(start, problem_.count());
+        std::vector<i64> offset = to_offsets("start", start, problem_.count(), 0);
+        check::seconds(seconds);
         bool complete;
         {
             nb::gil_scoped_release unlocked;
-            complete = packer_.exhaust(offset, {work, goal}, alarm_.set(seconds));
+            complete = packer_.exhaust(offset, {at_most(work), at_most(goal)}, alarm_.set(seconds));
         }
         return {to_numpy(std::move(offset)), complete};
     }
@@ -85,23 +93,25 @@ class PartPlacer : public StepBound<Parts, PartPacker> {
     static Parts read(Sizes sizes, const Array& owner, const Array& since, const Array& until, const Array& low,
                       const Array& high, std::vector<Pair> conflicts) {
         const i64 n = sizes.count();
-        const std::size_t count = owner.shape(0);
-        if (since.shape(0) != count || until.shape(0) != count || high.shape(0) != count)
-            throw nb::value_error("arrays of one length");
-        Parts p{std::move(sizes), {}, to_vector(low, count), std::vector<i64>(n + 1, 0), std::move(conflicts)};
+        const i64 count = check::count("owner", owner);
+        check::length("low", low, count, "part");
+        check::length("high", high, count, "part");
+        check_lives(since, until, count);
+        check::within("owner", owner, 0, n - 1, "an owner is a buffer");
+        Parts p{std::move(sizes), {}, to_vector(low), std::vector<i64>(n + 1, 0), std::move(conflicts)};
         std::vector<i64> size(count);
-        for (std::size_t k = 0; k < count; ++k) {
+        for (i64 k = 0; k < count; ++k) {
             const i64 i = owner.data()[k];
-            if (i < (k ? owner.data()[k - 1] : 0) || i >= n) throw nb::value_error("parts in the order of their buffers");
-            if (p.low[k] < 0 || high.data()[k] < p.low[k] || high.data()[k] > p.size[i] ||
-                since.data()[k] >= until.data()[k])
-                throw nb::value_error("a part is of its buffer");
+            const auto at = static_cast<std::size_t>(k);
+            if (k && i < owner.data()[k - 1]) check::refuse(check::entry("owner", at, i), "parts are in the order of their buffers");
+            if (p.low[k] < 0 || p.low[k] > p.size[i]) check::refuse(check::entry("low", at, p.low[k]), "a part is of its buffer's bytes");
+            if (high.data()[k] < p.low[k] || high.data()[k] > p.size[i])
+                check::refuse(check::entry("high", at, high.data()[k]), "a part is of its buffer's bytes");
             size[k] = high.data()[k] - p.low[k];
             ++p.from[i + 1];
         }
         for (i64 i = 0; i < n; ++i) p.from[i + 1] += p.from[i];
-        p.part = make_buffers(since.data(), until.data(), size.data(), nullptr, nullptr, static_cast<i64>(count),
-                              raise_signals);
+        p.part = make_buffers(since.data(), until.data(), size.data(), nullptr, nullptr, count, raise_signals);
         return p;
     }
 };

@@ -36,6 +36,8 @@ void yielding() {
 #endif
 }
 
+long this_process() { return static_cast<long>(getpid()); }
+
 std::int64_t once(int file, bool out, char* at, std::int64_t size, std::int64_t offset) {
     return out ? pwrite(file, at, static_cast<std::size_t>(size), offset)
                : pread(file, at, static_cast<std::size_t>(size), offset);
@@ -44,6 +46,8 @@ std::int64_t once(int file, bool out, char* at, std::int64_t size, std::int64_t 
 struct Undisturbed {};
 
 void yielding() {}
+
+long this_process() { return 0; }
 
 std::int64_t once(int, bool, char*, std::int64_t, std::int64_t) {
     errno = ENOSYS;
@@ -125,7 +129,12 @@ std::shared_ptr<Copy> Copier::begin(int number, bool out, std::uintptr_t address
     return copy;
 }
 
+Copier::Copier(int file) : file_(file), process_(this_process()) {}
+
+bool Copier::forked() const { return this_process() != process_; }
+
 void Copier::drain() {
+    if (forked()) return;
     for (auto& [number, stream] : streams_) {
         std::unique_lock<std::mutex> held(stream->lock);
         while (stream->busy || !stream->queue.empty())
@@ -134,6 +143,11 @@ void Copier::drain() {
 }
 
 void Copier::close() {
+    if (forked()) {  // no thread to join, and perhaps a lock that one of them held: all of it is left as it is
+        static_cast<void>(new std::map<int, std::shared_ptr<Stream>>(std::move(streams_)));
+        streams_.clear();
+        return;
+    }
     for (auto& [number, stream] : streams_) {
         {
             const std::lock_guard<std::mutex> held(stream->lock);

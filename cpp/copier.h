@@ -53,7 +53,7 @@ struct Stream {
 
 class Copier {
   public:
-    explicit Copier(int file) : file_(file) {}
+    explicit Copier(int file);
     ~Copier() { close(); }
     Copier(const Copier&) = delete;
     Copier& operator=(const Copier&) = delete;
@@ -62,10 +62,12 @@ class Copier {
     std::shared_ptr<Copy> begin(int stream, bool out, std::uintptr_t address, std::int64_t size, std::int64_t offset,
                                 std::vector<std::shared_ptr<Copy>> after);
     void drain();  // waits for every copy, whether it fails or not
-    void close();  // the same, and ends the threads
+    void close();  // the same, and ends the threads; in a forked child, which has none of them, neither does anything
+    bool forked() const;  // whether this process is a child of the one that made it
 
   private:
     int file_;
+    long process_;  // that made it
     std::map<int, std::shared_ptr<Stream>> streams_;  // used by one thread, that of who begins copies
 };
 

@@ -6,8 +6,7 @@
 namespace tightship {
 
 namespace {
-constexpr int kMaxDepth = 8000;       // of restoring inputs of inputs; some 600 bytes of the stack each
-constexpr i64 kMaxRunsPerOp = 30;     // recomputations, over the number of ops
+constexpr i64 kMaxRunsPerOp = 30;  // recomputations, over the number of ops
 }  // namespace
 
 // Whether an op that runs at its place reads `s` before a gap in which it is evicted.
@@ -133,86 +132,139 @@ void Engine::take_places(i32 op, i32 at, i32 wanted) {
     }
 }
 
-// Run one op of the recipe of `wanted` again.
-bool Engine::replay(i32 op, i32 wanted) {
-    if (++s_.cost.runs > kMaxRunsPerOp * p_.ops || s_.cost.extra > cutoff_) return false;
-    const i64 n = p_.reads.size(op);
-    const i32* reads = p_.reads.begin(op);
-    const bool plain = p_.updates.size(op) == 0;
-    bool ok = true;
-    auto skip = [&](i32 t) { return t == wanted || (!plain && contains(p_.updates, op, t)); };
-    // All are pinned before any is restored: what two of them share must not be made twice.
-    for (i64 j = 0; j < n; ++j) pin_[reads[j]] += !skip(reads[j]);
-    for (i64 j = 0; j < n && ok; ++j) {
-        const i32 t = reads[j];
-        if (skip(t)) continue;
-        if (!s_.resident[t]) ok = restore(t);
-        if (scouting_ && !replayable_[t] && !p_.owned[t])
-            until_[t] = std::max(until_[t], ending_ ? static_cast<i32>(p_.ops) : s_.position);
-        if (s_.version[t] != p_.needs.begin(op)[j]) ok = false;
-    }
-    if (ok) {
-        i64 made = 0;
-        const bool first = s_.late[op];
-        Step step{first ? kCompute : kRecompute, op, {}};
-        std::vector<i32> dropped;
-        for (auto d = p_.defines.begin(op); d != p_.defines.end(op); ++d) made += p_.size[*d];
-        if (copies_) {
-            step.waits = arrivals(reads, reads + n);
-            settle();
-        }
-        take_places(op, -1, wanted);
-        if (copies_) make_room(made + p_.extra[op]);
-        use(s_.live + made + p_.extra[op], s_.position);
-        for (auto d = p_.defines.begin(op); d != p_.defines.end(op); ++d) {
-            if (s_.resident[*d]) continue;
-            s_.resident[*d] = 1;
-            s_.version[*d] = 1;
-            const bool stored = s_.packed[*d] || s_.host[*d];
-            if (*d != wanted && (stored || !replayable_[*d] || writers_.size(*d) > 1 || passes(*d))) {
-                if (first && out_) dropped.push_back(*d);
-                s_.resident[*d] = 0;
-                continue;
-            }
-            s_.live += p_.size[*d];
-            if (out_) step.storages.push_back(*d);
-        }
-        if (contains(p_.mutates, op, wanted)) ++s_.version[wanted];
-        if (first) {
-            s_.late[op] = 0;
-            --s_.waiting;
-            --s_.cost.runs;
-            step.storages.clear();
-            now_ += p_.time[op];
-        } else {
-            spend(p_.time[op]);
-        }
-        if (out_) step.reuses = reused_;
-        if (out_) out_->push_back(std::move(step));
-        if (copies_) clear_copies();
-        if (!dropped.empty()) out_->push_back({kFree, -1, std::move(dropped)});
-    }
-    for (i64 j = 0; j < n; ++j) {
-        const i32 t = reads[j];
-        if (skip(t) || --pin_[t] > 0 || !ok || !passes(t)) continue;
-        if (shared_[t] && !has_touch(t)) held_.push_back(t);
-        else leave(t);
-    }
-    return ok;
+// A storage a recomputation reads, unless the op leaves it alone or makes it.
+bool Engine::skips(i32 op, i32 wanted, i32 read) const {
+    return read == wanted || (p_.updates.size(op) != 0 && contains(p_.updates, op, read));
 }
 
-bool Engine::restore(i32 s) {
-    if (s_.packed[s]) return unpack(s), true;
-    if (s_.host[s]) return fetch(s), true;
-    if (!replayable_[s]) lost_anchor_ = true;
-    if (!replayable_[s] || depth_ >= kMaxDepth) return false;
-    ++depth_;
+// Begin to run one op of a recipe again. All it reads is pinned before any is restored: what two of them share must
+// not be made twice.
+bool Engine::begin_replay(Restoring& r) {
+    const i32 op = *r.writer;
+    r.ok = ++s_.cost.runs <= kMaxRunsPerOp * p_.ops && s_.cost.extra <= cutoff_;
+    if (!r.ok) return false;
+    for (auto t = p_.reads.begin(op); t != p_.reads.end(op); ++t) pin_[*t] += !skips(op, r.storage, *t);
+    r.read = 0;
+    return true;
+}
+
+// What follows once one of the storages that the op reads is there, or could not be restored.
+void Engine::arrive(Restoring& r, bool there) {
+    const i32 op = *r.writer, t = p_.reads.begin(op)[r.read];
+    if (scouting_ && !replayable_[t] && !p_.owned[t])
+        until_[t] = std::max(until_[t], ending_ ? static_cast<i32>(p_.ops) : s_.position);
+    r.ok = there && s_.version[t] == p_.needs.begin(op)[r.read];
+    ++r.read;
+}
+
+// Run the op, all it reads being there.
+void Engine::recompute(i32 op, i32 wanted) {
+    const i32* reads = p_.reads.begin(op);
+    i64 made = 0;
+    const bool first = s_.late[op];
+    Step step{first ? kCompute : kRecompute, op, {}};
+    std::vector<i32> dropped;
+    for (auto d = p_.defines.begin(op); d != p_.defines.end(op); ++d) made += p_.size[*d];
+    if (copies_) {
+        step.waits = arrivals(reads, p_.reads.end(op));
+        settle();
+    }
+    take_places(op, -1, wanted);
+    if (copies_) make_room(made + p_.extra[op]);
+    use(s_.live + made + p_.extra[op], s_.position);
+    for (auto d = p_.defines.begin(op); d != p_.defines.end(op); ++d) {
+        if (s_.resident[*d]) continue;
+        s_.resident[*d] = 1;
+        s_.version[*d] = 1;
+        const bool stored = s_.packed[*d] || s_.host[*d];
+        if (*d != wanted && (stored || !replayable_[*d] || writers_.size(*d) > 1 || passes(*d))) {
+            if (first && out_) dropped.push_back(*d);
+            s_.resident[*d] = 0;
+            continue;
+        }
+        s_.live += p_.size[*d];
+        if (out_) step.storages.push_back(*d);
+    }
+    if (contains(p_.mutates, op, wanted)) ++s_.version[wanted];
+    if (first) {
+        s_.late[op] = 0;
+        --s_.waiting;
+        --s_.cost.runs;
+        step.storages.clear();
+        now_ += p_.time[op];
+    } else {
+        spend(p_.time[op]);
+    }
+    if (out_) step.reuses = reused_;
+    if (out_) out_->push_back(std::move(step));
+    if (copies_) clear_copies();
+    if (!dropped.empty()) out_->push_back({kFree, -1, std::move(dropped)});
+}
+
+// Run the op unless something it reads is missing, and let go of what it read.
+void Engine::end_replay(const Restoring& r) {
+    const i32 op = *r.writer;
+    if (r.ok) recompute(op, r.storage);
+    for (auto t = p_.reads.begin(op); t != p_.reads.end(op); ++t) {
+        if (skips(op, r.storage, *t) || --pin_[*t] > 0 || !r.ok || !passes(*t)) continue;
+        if (shared_[*t] && !has_touch(*t)) held_.push_back(*t);
+        else leave(*t);
+    }
+}
+
+// Restore a storage where nothing has to be restored first; else its recipe is to run, and stands in `restoring_`.
+Engine::Way Engine::begin_restore(i32 s) {
+    if (s_.packed[s]) return unpack(s), Way::there;
+    if (s_.host[s]) return fetch(s), Way::there;
+    if (!replayable_[s]) {
+        lost_anchor_ = true;
+        return Way::lost;
+    }
     ++pin_[s];
-    bool ok = true;
-    for (auto w = writers_.begin(s); ok && w != writers_.end(s); ++w) ok = replay(*w, s);
-    --pin_[s];
-    --depth_;
-    return ok;
+    restoring_.push_back({s, writers_.begin(s), -1, true});
+    return Way::recipe;
+}
+
+// Restore what the op of the innermost recipe reads. False: one of them has to be made by a recipe of its own first.
+bool Engine::restore_reads() {
+    Restoring& r = restoring_.back();
+    const i32 op = *r.writer;
+    while (r.ok && r.read < p_.reads.size(op)) {
+        const i32 t = p_.reads.begin(op)[r.read];
+        if (skips(op, r.storage, t)) {
+            ++r.read;
+            continue;
+        }
+        const Way way = s_.resident[t] ? Way::there : begin_restore(t);
+        if (way == Way::recipe) return false;
+        arrive(r, way == Way::there);
+    }
+    return true;
+}
+
+// Go on with the innermost recipe, until it is over or waits for another one; `last`: what became of what it waited for.
+Engine::Way Engine::go_on(Way last) {
+    Restoring& r = restoring_.back();
+    if (last != Way::recipe) arrive(r, last == Way::there);
+    while (r.ok && r.writer != writers_.end(r.storage)) {
+        if (r.read < 0 && !begin_replay(r)) break;
+        if (!restore_reads()) return Way::recipe;
+        end_replay(r);
+        ++r.writer;
+        r.read = -1;
+    }
+    const Way way = r.ok ? Way::there : Way::lost;
+    --pin_[r.storage];
+    restoring_.pop_back();
+    return way;
+}
+
+// What a recipe reads may have recipes of its own, to any depth: those under way stand in `restoring_`, the innermost
+// last.
+bool Engine::restore(i32 s) {
+    Way way = begin_restore(s);
+    while (!restoring_.empty()) way = go_on(way);
+    return way == Way::there;
 }
 
 void Engine::release() {
@@ -293,7 +345,7 @@ void Engine::depart(i32 s, i32 at) {
 void Engine::run() {
     pin_.assign(p_.storages, 0);
     held_.clear();
-    depth_ = 0;
+    restoring_.clear();
     for (i32 at = 0; at < p_.ops && s_.cost.valid; ++at) {
         late_[at] ? pass_over(at) : compute(at);
         if (at % 16 == 0 && beyond_cutoff()) s_.cost.valid = false;

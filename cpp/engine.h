@@ -135,6 +135,15 @@ class Engine {
         i32 position = 0;
     };
 
+    // A recipe under way: the op of it that is to run, and how many of that op's reads are there (-1: not begun).
+    struct Restoring {
+        i32 storage;
+        const i32* writer;
+        i64 read;
+        bool ok;
+    };
+    enum class Way { there, lost, recipe };  // restored; cannot be; its recipe has to run first
+
     Program p_;
     std::vector<Gap> gaps_;
     Rows touches_;                     // by storage: positions
@@ -172,7 +181,7 @@ class Engine {
     const std::uint8_t* evict_ = nullptr;
     i64 limit_ = 0;
     double cutoff_ = 0, peak_price_ = 0, excess_price_ = 0;
-    int depth_ = 0;
+    std::vector<Restoring> restoring_;
     std::vector<Step>* out_ = nullptr;
     std::vector<i64>* line_ = nullptr;
     bool lost_anchor_ = false;               // the last run failed for want of something that can't be made again
@@ -196,7 +205,14 @@ class Engine {
     void pass_over(i32 position);
     void depart(i32 storage, i32 position);
     bool restore(i32 storage);
-    bool replay(i32 op, i32 wanted);
+    Way begin_restore(i32 storage);
+    Way go_on(Way last);
+    bool restore_reads();
+    bool begin_replay(Restoring& r);
+    void arrive(Restoring& r, bool there);
+    void end_replay(const Restoring& r);
+    void recompute(i32 op, i32 wanted);
+    bool skips(i32 op, i32 wanted, i32 read) const;
     void find_copies();
     Cost attempt_with_copies();
     void schedule();

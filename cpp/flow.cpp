@@ -10,6 +10,9 @@ namespace {
 using i32 = std::int32_t;
 using i64 = std::int64_t;
 
+// Capacities above 2^62 count as endless, and so do their sums.
+i64 plus(i64 a, i64 b) { return b > std::numeric_limits<i64>::max() - a ? std::numeric_limits<i64>::max() : a + b; }
+
 class Network {
   public:
     Network(i32 nodes, const std::vector<i32>& tail, const std::vector<i32>& head, const std::vector<i64>& capacity)
@@ -29,7 +32,7 @@ class Network {
         i64 flow = 0;
         while (label(source), level_[sink] >= 0) {
             std::copy(first_.begin(), first_.end() - 1, at_.begin());
-            flow += push(source, sink);
+            flow = plus(flow, push(source, sink));
         }
         return flow;
     }
@@ -73,7 +76,7 @@ class Network {
                     room_[path[j]] -= flow, room_[back_[path[j]]] += flow;
                     if (room_[path[j]] == 0) keep = j;
                 }
-                total += flow;
+                total = plus(total, flow);
                 v = to_[back_[path[keep]]];  // go on from the first edge that is full now
                 path.resize(keep);
                 continue;

@@ -31,7 +31,7 @@ bool climb(const Engine& engine, const Rows& rows, const Rung& rung, Bits& bits)
     for (auto g = rows.begin(rung.row); g != rows.end(rung.row); ++g) kept += open(*g);
     if (kept == 0 || (rung.part > 1 && kept < rung.part)) return false;
     i64 take = (kept + rung.part - 1) / rung.part;
-    for (auto g = rows.begin(rung.row); take > 0; ++g)
+    for (auto g = rows.begin(rung.row); take > 0 && g != rows.end(rung.row); ++g)
         if (open(*g)) bits[*g] = rung.to, --take;
     return true;
 }

@@ -319,7 +319,7 @@ i64 Search::patience(const Job& job) const {
 // The next round. What it does, and so the answer, depends on the work limit only in where it ends.
 void Search::improve(Job& job) {
     const Plan plan = next(job);
-    const i64 count = std::min<i64>(plan.tries, (limits_.work - best_.work) / plan.most);
+    const i64 count = std::min<i64>(plan.tries, std::max<i64>(0, limits_.work - best_.work) / plan.most);
     if (!count) {
         spent_ = true;
         return;

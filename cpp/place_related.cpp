@@ -64,7 +64,17 @@ struct RelatedPacker::Tree {
         return most;
     }
 
-    void go(i64 last, i64 top) {
+    // Those of `left` that may come next, by where they would lie; the first `tried` of them have been tried.
+    struct Node {
+        i64 top, lowest_end;
+        std::vector<std::pair<i64, i32>> next;
+        std::size_t tried = 0;
+        i32 placed = -1;
+    };
+    std::vector<Node> path = {};  // on the way down
+
+    // After a buffer placed at `last`, when those placed reach up to `top`.
+    void enter(i64 last, i64 top) {
         if (left.empty()) {
             for (i64 i = 0; i < p.b_.count(); ++i) best[i] = p.placed_[i] ? p.at_[i] : 0;
             arena = top;
@@ -73,26 +83,42 @@ struct RelatedPacker::Tree {
         if (p.work_ >= stop) over = true;
         over = over || watch();
         if (over) return;
-        std::vector<std::pair<i64, i32>> next;
-        i64 lowest_end = kNoLimit;
+        Node node{top, kNoLimit, {}};
         for (i32 i : left) {
             const i64 at = p.find_from(i, Fit::first, last);
             if (at + p.b_.size[i] >= arena) return;  // it only moves up from here
-            lowest_end = std::min(lowest_end, at + p.b_.size[i]);
-            next.emplace_back(at, i);
+            node.lowest_end = std::min(node.lowest_end, at + p.b_.size[i]);
+            node.next.emplace_back(at, i);
         }
-        std::sort(next.begin(), next.end(), [&](const auto& x, const auto& y) {
+        std::sort(node.next.begin(), node.next.end(), [&](const auto& x, const auto& y) {
             return x.first != y.first ? x.first < y.first : p.b_.size[x.second] > p.b_.size[y.second];
         });
-        for (const auto& [at, i] : next) {
-            if (at >= lowest_end || over || arena <= limits.goal) return;
-            if (at + p.b_.size[i] >= arena) continue;
-            const auto place = std::find(left.begin(), left.end(), i);
-            left.erase(place);
+        path.push_back(std::move(node));
+    }
+
+    void take_back(Node& node) {
+        if (node.placed < 0) return;
+        p.placed_[node.placed] = 0;
+        left.push_back(node.placed);
+        node.placed = -1;
+    }
+
+    void go(i64 top) {
+        enter(0, top);
+        while (!path.empty() && !over && arena > limits.goal) {
+            Node& node = path.back();
+            take_back(node);
+            if (node.tried == node.next.size() || node.next[node.tried].first >= node.lowest_end) {
+                path.pop_back();
+                continue;
+            }
+            const auto [at, i] = node.next[node.tried++];
+            const i64 end = at + p.b_.size[i];
+            if (end >= arena) continue;
+            left.erase(std::find(left.begin(), left.end(), i));
             p.put(i, at);
-            go(at, std::max(top, at + p.b_.size[i]));
-            p.placed_[i] = 0;
-            left.push_back(i);
+            node.placed = i;
+            enter(at, std::max(node.top, end));
         }
     }
 };
@@ -104,7 +130,7 @@ bool RelatedPacker::exhaust(std::vector<i64>& offset, const TreeLimits& limits, 
     const i64 top = start(pins.data());
     for (i64 i = 0; i < b_.count(); ++i)
         if (!passed(static_cast<i32>(i))) tree.left.push_back(static_cast<i32>(i));
-    if (tree.arena > limits.goal && tree.arena > top) tree.go(0, top);
+    if (tree.arena > limits.goal && tree.arena > top) tree.go(top);
     // Where a buffer may lie within another, lowering the one can be in the way of the other: nothing is proved.
     const bool plain = std::all_of(r_.pairs.begin(), r_.pairs.end(),
                                    [](const Pair& p) { return p.low <= 0 && 0 <= p.high; });

@@ -97,16 +97,6 @@ i64 Part::fixed_above(i32 section, i64 offset) const {
     return above;
 }
 
-// What is known about a state before one of the buffers left is placed.
-struct Tree::Node {
-    i64 level;       // offset and rank of the buffer placed last: the next one comes after it
-    i32 rank;
-    i64 least_top;   // of those left: whoever starts at or above it leaves a gap that this one would fit in
-    i32 least;
-    i64 most_rest;   // the fullest section: the next buffer starts no higher than capacity - most_rest
-    i32 fullest;
-};
-
 Tree::Tree(const Part& part)
     : p_(part), elder_(part.count()), placed_(part.count()), left_(part.count()), place_in_left_(part.count()),
       lowest_(part.count()), floor_(part.sections), rest_(part.sections), witness_(part.sections),
@@ -149,7 +139,7 @@ Outcome Tree::run(const std::vector<i32>& rank, i64 capacity, i64 most, i64 numb
     stop_ = &stop;
     work_ = nodes_ = 0;
     needed_ = kNone;
-    return search(0, -1);
+    return search();
 }
 
 bool Tree::over(i32 b) {
@@ -169,12 +159,11 @@ void Tree::look(Node& node) const {
 }
 
 // The rules, in this order: bottom up; no gap that another would fit in; the fullest section still fits; of
-// twins the elder first.
-Outcome Tree::search(i64 level, i32 rank) {
-    if (left_.empty()) return Outcome::found;
-    Node node{level, rank, 0, 0, 0, 0};
+// twins the elder first. Adds a node with those of the buffers left that may be placed next.
+void Tree::enter(i64 level, i32 rank) {
+    const std::size_t begin = candidates_.size();
+    Node node{level, rank, 0, 0, 0, 0, begin, begin, begin, needs_.size(), former_.size()};
     look(node);
-    const std::size_t begin = candidates_.size(), needs = needs_.size(), former = former_.size();
     for (i32 b : left_) {
         const i64 at = lowest_[b];
         if (at >= node.least_top || at < level || (at == level && rank_[b] < rank)) continue;
@@ -183,27 +172,60 @@ Outcome Tree::search(i64 level, i32 rank) {
         else if (elder_[b] < 0 || placed_[elder_[b]])
             candidates_.emplace_back(at, b);
     }
-    const std::size_t end = candidates_.size();
-    std::sort(candidates_.begin() + begin, candidates_.end(), [this](const auto& x, const auto& y) {
+    node.end = candidates_.size();
+    std::sort(candidates_.begin() + static_cast<std::ptrdiff_t>(begin), candidates_.end(), [this](const auto& x, const auto& y) {
         return x.first != y.first ? x.first < y.first : rank_[x.second] < rank_[y.second];
     });
-    Outcome outcome = Outcome::refuted;
-    bool explained = false;
-    for (std::size_t k = begin; k < end && !explained && outcome == Outcome::refuted; ++k) {
-        const auto [at, b] = candidates_[k];
-        if (over(b)) {
-            outcome = Outcome::given_up;
-            break;
+    path_.push_back(node);
+}
+
+void Tree::leave() {
+    const Node& node = path_.back();
+    for (; former_.size() > node.former; former_.pop_back()) reason_[former_.back().first] = former_.back().second;
+    needs_.resize(node.needs);
+    candidates_.resize(node.begin);
+    path_.pop_back();
+}
+
+// Depth first; the nodes on the way down stand in `path_`, however many there are.
+Outcome Tree::search() {
+    path_.clear();
+    if (left_.empty()) return Outcome::found;
+    enter(0, -1);
+    while (!path_.empty()) {
+        Node& node = path_.back();
+        if (node.next == node.end) {
+            blame_node(node);
+            leave();
+            fail();
+            continue;
         }
-        explained = try_one(b, at, outcome);
-        if (outcome == Outcome::found) return outcome;
-        if (outcome == Outcome::refuted && !explained) remember(b);
+        const auto [at, b] = candidates_[node.next++];
+        if (over(b)) return Outcome::given_up;
+        node.placed = b, node.lifts = lifts_.size(), node.drops = drops_.size();
+        if (!place(b, at)) {
+            blame_section();
+            fail();
+        } else if (left_.empty()) {
+            return Outcome::found;
+        } else {
+            enter(at, rank_[b]);
+        }
     }
-    if (outcome == Outcome::refuted && !explained) blame_node(node);
-    for (; former_.size() > former; former_.pop_back()) reason_[former_.back().first] = former_.back().second;
-    needs_.resize(needs);
-    candidates_.resize(begin);
-    return outcome;
+    return Outcome::refuted;
+}
+
+// Takes back the last placement, for which a nogood was just made, and those before it as long as it holds without
+// them, too: it is the nogood of their nodes, then.
+void Tree::fail() {
+    while (!path_.empty()) {
+        const Node& node = path_.back();
+        bool needed = false;
+        for (std::size_t k = node.lifts; k < lifts_.size() && !needed; ++k) needed = need_[lifts_[k].at] > lifts_[k].was;
+        take_back(node.placed, node.lifts, node.drops);
+        if (needed) return remember(node.placed);
+        leave();
+    }
 }
 
 // The nogood just made is why b cannot come next.
@@ -212,22 +234,6 @@ void Tree::remember(i32 b) {
     for (i32 m : members_) needs_.push_back({m, need_[m]});
     former_.emplace_back(b, reason_[b]);
     reason_[b] = {from, needs_.size()};
-}
-
-// Places b and searches on. True: this failed for a reason that holds without b, too.
-bool Tree::try_one(i32 b, i64 offset, Outcome& outcome) {
-    const std::size_t lifts = lifts_.size(), drops = drops_.size();
-    if (place(b, offset)) {
-        outcome = search(offset, rank_[b]);
-    } else {
-        outcome = Outcome::refuted;
-        blame_section();
-    }
-    if (outcome == Outcome::found) return false;
-    bool needed = outcome != Outcome::refuted;
-    for (std::size_t k = lifts; k < lifts_.size() && !needed; ++k) needed = need_[lifts_[k].at] > lifts_[k].was;
-    take_back(b, lifts, drops);
-    return !needed;
 }
 
 // False: a section has too little left above its floor. Everything is to be taken back in either case.

@@ -72,7 +72,19 @@ class Tree {
     struct Reason {
         std::size_t from, to;  // needs_[from:to]
     };
-    struct Node;
+    // What is known about a state before one of the buffers left is placed, and which of them have been tried.
+    struct Node {
+        i64 level;       // offset and rank of the buffer placed last: the next one comes after it
+        i32 rank;
+        i64 least_top;   // of those left: whoever starts at or above it leaves a gap that this one would fit in
+        i32 least;
+        i64 most_rest;   // the fullest section: the next buffer starts no higher than capacity - most_rest
+        i32 fullest;
+        std::size_t begin, next, end;         // candidates_[begin:end], those from `next` on not tried
+        std::size_t needs, former;            // how many of these there were before it
+        i32 placed = -1;                      // the one under trial, and how many of these there were before it
+        std::size_t lifts = 0, drops = 0;
+    };
 
     const Part& p_;
     i64 capacity_ = 0, most_ = 0, work_ = 0, nodes_ = 0, number_ = 0;
@@ -105,13 +117,16 @@ class Tree {
     std::vector<Need> needs_;
     std::vector<std::pair<i32, Reason>> former_;  // reasons that were overwritten
     std::vector<std::pair<i64, i32>> candidates_;
+    std::vector<Node> path_;     // the nodes on the way down
     std::vector<i64> need_;      // the nogood being made: lowest offset by buffer, kAbsent if it is not in it
     std::vector<i32> members_;   // the buffers in it
 
     void reset(const std::vector<i32>& rank);
-    Outcome search(i64 level, i32 rank);
+    Outcome search();
+    void enter(i64 level, i32 rank);
+    void leave();
+    void fail();
     void look(Node& node) const;
-    bool try_one(i32 b, i64 offset, Outcome& outcome);
     void remember(i32 b);
     bool place(i32 b, i64 offset);
     bool settle(i32 from, i32 to, i64 top, i32 b);

@@ -63,6 +63,8 @@ class Improver {
     Improver(const Buffers& b, std::vector<i64> offset, const WindowLimits& limits, const Watch& watch)
         : b_(b), limits_(limits), watch_(watch), alive_(b), random_(limits.seed), is_free_(b.count(), 0) {
         best_.offset = std::move(offset);
+        for (i64 i = 0; i < b.count(); ++i)
+            if (!b.size[i] && b.pinned[i] == kFree) best_.offset[i] = 0;  // in nobody's way
     }
 
     Windows run() {

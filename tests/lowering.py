@@ -13,7 +13,16 @@ from tightship.graph import Graph, aligned
 from tightship.plan import Plan, Residence, Step
 from tightship.simulate import baseline, extra_bytes, replay
 
-__all__ = ["random_order", "random_plan", "random_steps"]
+__all__ = ["costs", "random_order", "random_plan", "random_steps"]
+
+
+def costs(graph: Graph, steps: Sequence[Step]) -> dict[str, Any]:
+    """What a plan says its steps cost, before and after, as fields of a `Plan`."""
+    line, before = replay(graph, steps), replay(graph, baseline(graph))
+    return {
+        "peak": line.peak, "peak_before": before.peak, "static": graph.static_bytes,
+        "time": line.time, "time_before": before.time,
+    }  # fmt: skip
 
 
 def random_order(graph: Graph, seed: int) -> tuple[int, ...]:
@@ -25,6 +34,7 @@ def random_order(graph: Graph, seed: int) -> tuple[int, ...]:
     reads: dict[int, set[int]] = {}
     last_random = last_effect = -1
     for k, op in enumerate(graph.ops):
+        before[k] |= {uses.maker[v] for v in op.inputs} - {-1}
         writes = {*uses.mutates[k], *uses.defines[k]}
         for s in {*uses.reads[k], *writes}:
             if s in write:

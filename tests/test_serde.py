@@ -354,6 +354,15 @@ _small_graph = random_graph(1, 6)
 SMALL = dumps_plan(random_plan(_small_graph, 1, rate=0.5), _small_graph)
 
 
+@pytest.mark.parametrize("column", ["storage", "start", "end", "size"])
+def test_a_column_without_a_default_is_as_long_as_the_others(column: str) -> None:
+    graph = random_graph(1, 6)
+    doc = json.loads(dumps_plan(random_plan(graph, 1)))
+    doc["residences"][column] = []
+    with pytest.raises(BadInput, match=f"columns are as long as|{column}"):
+        loads_plan(json.dumps(doc).encode())
+
+
 @pytest.mark.slow
 def test_a_hundred_thousand_steps_take_seconds(tmp_path: Path) -> None:
     graph = random_graph(1, 60_000, calls=0.0)

@@ -169,6 +169,25 @@ def test_percentages_are_of_the_unplanned_peak_rounded_down(text: str, peak: int
     assert parse_budget(text).resolve(peak) == size
 
 
+@pytest.mark.parametrize("text", ["static+60%", "Static + 60 %", " static+60.0%"])
+def test_a_share_beyond_the_static_set(text: str) -> None:
+    budget = parse_budget(text)
+    assert budget == Budget(fraction=0.6, beyond_static=True)
+    assert budget.resolve(1000, static=400) == 760
+    assert budget.resolve(1000, static=0) == 600
+    assert str(budget) == "the static set and 60% of what the unplanned step needs beyond it"
+    with pytest.raises(BadInput, match="without a static set"):
+        budget.resolve(1000)
+
+
+@pytest.mark.parametrize(
+    "text", ["static", "static+", "static+6GiB", "static60%", "+60%", "static+0%", "static+60%+1"]
+)
+def test_other_sums_are_refused(text: str) -> None:
+    with pytest.raises(BadInput):
+        parse_budget(text)
+
+
 def test_floor_holds_for_percentages() -> None:
     assert parse_budget("10%").resolve(1000, floor=300) == 300
     assert parse_budget("50%").resolve(1000, floor=300) == 500

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lowering import random_steps
+from lowering import costs, random_steps
 from strategies import graphs, plans, random_graph, random_plan
 from tightship.errors import BadInput, VerificationFailed
 from tightship.graph import Graph, Op, Storage, Value
@@ -182,6 +182,8 @@ BROKEN_TOTALS = {
     "unknown": {"digest": "0" * 64},
     "over-budget": {"budget": 700},
     "peak-mismatch": {"peak": 1},
+    "time-mismatch": {"time": 1.0},
+    "count-mismatch": {"moved": 9},
     "bound": {"lower_bound": 1 << 40},
 }
 
@@ -213,7 +215,7 @@ def test_plans_inside_a_plan_are_checked_and_fit_the_workspace_of_their_op() -> 
         (Storage("x", 0), Storage("y", 32), Storage("z", 0)), (0,), (2,), "body",
     )  # fmt: skip
     steps = (*run(0, 1), free(1))
-    body = Plan(inside.digest, steps, peak=32)
+    body = Plan(inside.digest, steps, **costs(inside, steps))
     outer = replace(placed(), inner=(Inner(G, inside, body), Inner(G, inside, body)))
     assert verify(small(), outer) == []  # 64 bytes of workspace, two times 32
     assert codes(replace(outer, inner=(*outer.inner, Inner(G, inside, body)))) == {"inner"}
@@ -282,7 +284,7 @@ def test_a_lossy_codec_needs_the_plans_word() -> None:
     graph = Graph((Op("f", "f", (0,), (1,)),), (x, y), (Storage("x", 256), Storage("y", 256)), (0,), (1,))
     steps = [*run(0), Step("compress", storages=(1,), nbytes=128, codec="bf16"), free(1, form="packed")]
     assert step_codes(steps, graph) == {"codec"}
-    assert codes(replace(decided(steps, graph), lossy=True), graph) == {"peak-mismatch"}
+    assert codes(replace(decided(steps, graph), lossy=True), graph) == {"peak-mismatch", "time-mismatch"}
 
 
 # Recomputation, in detail
@@ -387,7 +389,7 @@ def test_a_hundred_thousand_steps_take_seconds() -> None:
     graph = random_graph(1, 60_000, calls=0.0)
     steps = baseline(graph)
     assert len(steps) > 90_000
-    plan = replace(decided(steps, graph), peak=replay(graph, steps).peak)
+    plan = replace(decided(steps, graph), **costs(graph, steps))
     began = time.perf_counter()
     assert verify(graph, plan) == []
     assert time.perf_counter() - began < 20

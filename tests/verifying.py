@@ -74,7 +74,7 @@ def codes(plan: Plan, graph: Graph | None = None) -> set[str]:
 
 
 def step_codes(steps: Sequence[Step], graph: Graph | None = None) -> set[str]:
-    return codes(decided(steps, graph), graph) - {"peak-mismatch"}
+    return codes(decided(steps, graph), graph) - {"peak-mismatch", "time-mismatch"}
 
 
 def placed(**changes: object) -> Plan:

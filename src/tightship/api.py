@@ -13,7 +13,7 @@ from tightship.graph import Graph
 from tightship.plan import Plan
 from tightship.planned import Frontier, Planned
 from tightship.sources import capture, captured, graph_at, need_torch, read_graphdef, read_onnx, torch_saved
-from tightship.units import parse_budget
+from tightship.units import parse_budget, resolve_budget
 
 if TYPE_CHECKING:
     from tightship.execute.fit import TrainStep
@@ -94,7 +94,7 @@ def plan(
     planned.
     """
     if budget is not None:
-        budget = parse_budget(budget)
+        budget = parse_budget(budget)  # before the model is measured
     graph = model
     if isinstance(model, (str, os.PathLike)):
         tensorflow = os.fspath(model).endswith((".pb", ".pbtxt", ".meta"))
@@ -236,8 +236,7 @@ def plan_named(graph: Graph, name: str, budget: Any = None, **options: Any) -> P
 
         return Planned(alone(graph, info, chosen, budget), graph)
     made = info.plan(graph, chosen)
-    limit = None if budget is None else parse_budget(budget).resolve(made.peak_before)
-    return Planned(replace(made, budget=limit), graph)
+    return Planned(replace(made, budget=resolve_budget(budget, made.peak_before, static=made.static)), graph)
 
 
 def systems() -> dict[str, PlannerInfo]:

@@ -15,6 +15,7 @@ import hashlib
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from math import inf
 from typing import Any
 
 from tightship.errors import BadInput
@@ -27,6 +28,10 @@ ALIGNMENT = 64
 
 CUDA_ALIGNMENT = 512
 """The same on CUDA devices."""
+
+
+MOST_BYTES = 1 << 59
+"""Bytes that a graph may speak of in all: sums of a few such numbers fit into 64 bits, which searches count with."""
 
 
 def alignment_of(device: str) -> int:
@@ -129,13 +134,14 @@ class Op:
 
 @dataclass(frozen=True, slots=True)
 class Uses:
-    """Storage-level facts derived from a graph, as tuples indexed by op or by storage.
+    """Facts derived from a graph, as tuples indexed by op, by storage or (``maker``) by value.
 
     ``reads[o]``    storages op ``o`` reads (each once, in first-use order; includes those it mutates).
     ``defines[o]``  storages that come into being at op ``o``.
     ``mutates[o]``  storages op ``o`` writes in place.
     ``needs[o]``    version of each of ``reads[o]`` the op must see: the number of writes before it.
     ``definer[s]``  op that defines storage ``s``; -1 when the caller owns it.
+    ``maker[v]``    op that value ``v`` is a result of, be it a view of what was there before; -1 for the caller's.
     ``writers[s]``  ops that write ``s`` (definer first), ``readers[s]`` ops that read it, both ascending.
     """
 
@@ -146,6 +152,7 @@ class Uses:
     definer: tuple[int, ...]
     writers: tuple[tuple[int, ...], ...]
     readers: tuple[tuple[int, ...], ...]
+    maker: tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -154,7 +161,8 @@ class Graph:
     cost where the ops' times are from.
 
     Raises ``BadInput`` on construction when an index is out of range, a value is used before it is defined, a
-    value is defined twice, or a size is negative.
+    value is defined twice, a size is negative or sizes add up to more than `MOST_BYTES`, a time is negative or not
+    finite, or a value's shape and stride have different lengths.
     """
 
     ops: tuple[Op, ...]
@@ -222,12 +230,19 @@ def _check(g: Graph) -> None:
     def bad(rule: str, value: object, place: str) -> BadInput:
         return BadInput(rule, value, place)
 
+    total = 0
     for s in g.storages:
         if s.size < 0:
             raise bad("a storage's size is not negative", s.size, f"storage {s.name!r}")
+        total += s.size
+        if not total <= MOST_BYTES:
+            raise bad("the sizes of all storages add up to at most 2^59 bytes", s.size, f"storage {s.name!r}")
     for v in g.values:
         if not 0 <= v.storage < len(g.storages):
             raise bad("a value's storage is an index of Graph.storages", v.storage, f"value {v.name!r}")
+        if v.stride and len(v.stride) != len(v.shape):
+            raise bad("a value has a stride for each dimension", (v.shape, v.stride), f"value {v.name!r}")
+    seconds = 0.0
     defined = bytearray(len(g.values))
     for i in g.inputs:
         if not 0 <= i < len(g.values):
@@ -248,6 +263,16 @@ def _check(g: Graph) -> None:
         for s_ in o.mutates:
             if not 0 <= s_ < len(g.storages):
                 raise bad("a mutated storage is an index of Graph.storages", s_, f"op {o.name!r}")
+        seconds += o.time
+        if not (o.time >= 0 and seconds < inf):
+            raise bad("an op's time is not negative, and times have a finite sum", o.time, f"op {o.name!r}")
+        if not 0 <= o.workspace <= MOST_BYTES:
+            raise bad("an op's workspace is from 0 to 2^59 bytes", o.workspace, f"op {o.name!r}")
+        for r in o.requests:
+            if not 0 <= r.size <= MOST_BYTES:
+                raise bad("a request is for 0 to 2^59 bytes", r.size, f"op {o.name!r}")
+        if o.state > MOST_BYTES:
+            raise bad("an op's random state has at most 2^59 bytes", o.state, f"op {o.name!r}")
         if o.state < 0 or (o.state and not o.random):
             raise bad(
                 "a random op has a state of so many bytes, no other op has one", o.state, f"op {o.name!r}"
@@ -286,6 +311,7 @@ def _uses(g: Graph) -> Uses:
     definer = [-1] * n
     writers: list[list[int]] = [[] for _ in range(n)]
     readers: list[list[int]] = [[] for _ in range(n)]
+    maker = [-1] * len(store)
     reads, defines, mutates, needs = [], [], [], []
     for k, o in enumerate(g.ops):
         r = tuple(dict.fromkeys([*(store[v] for v in o.inputs), *o.mutates]))
@@ -303,6 +329,8 @@ def _uses(g: Graph) -> Uses:
         for s in (*d, *m):
             writers[s].append(k)
             version[s] += 1
+        for v in o.outputs:
+            maker[v] = k
         reads.append(r)
         defines.append(d)
         mutates.append(m)
@@ -314,6 +342,7 @@ def _uses(g: Graph) -> Uses:
         tuple(definer),
         tuple(map(tuple, writers)),
         tuple(map(tuple, readers)),
+        tuple(maker),
     )
 
 

@@ -44,9 +44,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from math import inf
+from operator import attrgetter
 from typing import Any
 
-from tightship.graph import Graph
+from tightship.errors import BadInput
+from tightship.graph import MOST_BYTES, Graph
 
 __all__ = ["KINDS", "Buffer", "Gap", "Inner", "Plan", "Pool", "Problem", "Residence", "Solution", "Step"]
 
@@ -96,7 +99,8 @@ class Residence:
 
 @dataclass(frozen=True)
 class Plan:
-    """A decision about a graph and what it costs. Bytes count the static set too, times are seconds.
+    """A decision about a graph and what it costs. Bytes count the static set too, times are seconds. Raises
+    ``BadInput`` on construction for times that are negative or not finite, and for bytes beyond 2^62.
 
     ``peak`` is the most bytes in use at any time, ``arena`` the bytes the placement spans beyond ``static``,
     ``handed`` the bytes of results that leave the arena for the caller;
@@ -131,6 +135,9 @@ class Plan:
     lossy: bool = False
     inner: tuple[Inner, ...] = ()
 
+    def __post_init__(self) -> None:
+        _check_numbers(self)
+
     def __repr__(self) -> str:
         counts = f"{len(self.steps)} steps, {len(self.residences)} residences"
         limit = "no budget" if self.budget is None else f"budget {self.budget}"
@@ -154,6 +161,22 @@ class Plan:
     def time_gap(self) -> float:
         """How far the time lies above what no plan within the budget can beat."""
         return max(0.0, self.time / self.time_bound - 1) if self.time_bound else 0.0
+
+
+def _check_numbers(plan: Plan) -> None:
+    """What can be computed with at all; whether it is right is up to the verifier."""
+    for name in ("time", "time_before", "time_bound", "seconds"):
+        if not 0 <= getattr(plan, name) < inf:
+            raise BadInput("a time is finite and not negative", getattr(plan, name), f"Plan.{name}")
+    for rows, place, names in (
+        (plan.steps, "Plan.steps", ("nbytes",)),
+        (plan.residences, "Plan.residences", ("size", "offset")),
+    ):
+        for name in names:
+            numbers = map(attrgetter(name), rows)
+            worst = max(numbers, key=abs, default=0)
+            if not abs(worst) <= 8 * MOST_BYTES:
+                raise BadInput("numbers of bytes are within 2^62", worst, f"{place}.{name}")
 
 
 @dataclass(frozen=True, slots=True)

@@ -45,11 +45,17 @@ class Timeline:
 
 def extra_bytes(op: Op) -> int:
     """Workspace of an op plus the most that graphs called inside it need beyond their inputs."""
-    inner = 0
-    for g in op.calls:
-        line = replay(g, baseline(g))
-        inner = max(inner, line.peak - g.static_bytes)
-    return op.workspace + inner
+    return op.workspace + max(map(_need, op.calls), default=0)
+
+
+def _need(graph: Graph) -> int:
+    """The most bytes a called graph needs beyond its inputs, found once for each graph: calls within calls would be
+    replayed again at every level."""
+    known = graph.__dict__  # where cached properties are kept as well
+    if "_need" not in known:
+        known["_need"] = replay(graph, baseline(graph)).peak - graph.static_bytes
+    need: int = known["_need"]
+    return need
 
 
 def baseline(graph: Graph, order: Sequence[int] | None = None) -> tuple[Step, ...]:
@@ -135,6 +141,11 @@ class _Machine:
                 self.fail("an op's inputs are resident when it runs", f"{op.name} reads {self.name(s)}", i)
             if self.version[s] != need:
                 self.fail("an op sees the contents it saw at first", f"{op.name} reads {self.name(s)}", i)
+        for v in op.inputs:
+            maker = self.uses.maker[v]
+            if maker >= 0 and not self.ran[maker]:  # a view: what makes or writes storages is in versions
+                read = f"{op.name} reads {self.graph.values[v].name}"
+                self.fail("a value is read after the op it is a result of", read, i)
         for s in self.uses.mutates[k]:
             if s not in skip:
                 self.version[s] += 1

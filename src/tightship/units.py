@@ -10,7 +10,15 @@ from typing import Final, SupportsIndex
 
 from tightship.errors import BadInput
 
-__all__ = ["MAX_BYTES", "Budget", "format_bytes", "format_seconds", "parse_budget", "parse_bytes"]
+__all__ = [
+    "MAX_BYTES",
+    "Budget",
+    "format_bytes",
+    "format_seconds",
+    "parse_budget",
+    "parse_bytes",
+    "resolve_budget",
+]
 
 MAX_BYTES: Final = 2**63 - 1  # sizes are signed 64-bit integers in the C++ core
 MAX_PERCENT: Final = 1000
@@ -26,25 +34,31 @@ _ACCEPTED: Final = f"B, {', '.join(_DECIMAL)}, {', '.join(_BINARY)}"
 _SIZE_RULE: Final = f"a size is a number of bytes such as 6GiB, 512MB or 1024; units: {_ACCEPTED}"
 _BUDGET_RULE: Final = (
     f"a budget is a number of bytes such as 6GiB or 512MB (units: {_ACCEPTED}) "
-    "or a percentage of the unplanned peak such as 60%"
+    "or a percentage of the unplanned peak such as 60%, or static+60%: the static set and that share of the rest"
 )
 _NUMBER: Final = r"([0-9]+(?:\.[0-9]*)?|\.[0-9]+)"
 _SIZE_TEXT: Final = re.compile(_NUMBER + r"\s*([A-Za-z]*)")
-_PERCENT_TEXT: Final = re.compile(_NUMBER + r"\s*%")
+_PERCENT_TEXT: Final = re.compile(r"(static\s*\+\s*)?" + _NUMBER + r"\s*%", re.IGNORECASE)
 
 
 @dataclass(frozen=True, slots=True)
 class Budget:
-    """How much memory a plan may use: either ``bytes``, or a ``fraction`` of the unplanned peak."""
+    """How much memory a plan may use: either ``bytes``, or a ``fraction`` of the unplanned peak.
+
+    ``beyond_static``: the static set, and the fraction of what the unplanned step needs beyond it.
+    """
 
     bytes: int | None = None
     fraction: float | None = None
+    beyond_static: bool = False
 
     def __post_init__(self) -> None:
         if (self.bytes is None) == (self.fraction is None):
             raise BadInput("a budget is either bytes or a fraction", (self.bytes, self.fraction), "Budget")
         if self.bytes is not None:
             _whole(self.bytes, "a budget in bytes is a whole number", "Budget.bytes")
+            if self.beyond_static:
+                raise BadInput("what lies beyond the static set is given as a fraction", self.bytes, "Budget")
         elif (
             isinstance(self.fraction, bool)
             or not isinstance(self.fraction, (int, float))
@@ -53,24 +67,34 @@ class Budget:
             rule = f"a fraction is above 0 and at most {MAX_PERCENT // 100}"
             raise BadInput(rule, self.fraction, "Budget.fraction")
 
-    def resolve(self, unplanned_peak: int, floor: int = 0) -> int:
+    def resolve(self, unplanned_peak: int, floor: int = 0, *, static: int | None = None) -> int:
         """The budget in bytes.
 
         A fraction is of ``unplanned_peak``, rounded down, but not below ``floor``, which serves callers that
-        know that less is pointless. A budget in bytes is what the user said: ``floor`` does not touch it.
+        know that less is pointless. ``static``: bytes of the static set, which are part of the peak; None where
+        there is no such set. A budget in bytes is what the user said: ``floor`` does not touch it.
+
+        Raises ``BadInput`` for a share beyond the static set where there is none.
         """
         if self.bytes is not None:
             return self.bytes
-        if unplanned_peak < 0 or floor < 0:
+        if self.beyond_static and static is None:
+            raise BadInput(
+                "the budget is of memory without a static set: give a percentage", str(self), "budget"
+            )
+        kept = static if self.beyond_static and static is not None else 0
+        if min(unplanned_peak, floor, unplanned_peak - kept) < 0:
             raise BadInput("a peak is not negative", min(unplanned_peak, floor), "Budget.resolve")
         # Through the decimal text: 29% of 100 is 29, where the nearest binary fraction gives 28.
-        share = math.floor(Fraction(str(self.fraction)) * unplanned_peak)
+        share = kept + math.floor(Fraction(str(self.fraction)) * (unplanned_peak - kept))
         return min(max(share, floor), MAX_BYTES)
 
     def __str__(self) -> str:
         if self.bytes is not None:
             return format_bytes(self.bytes)
         percent = format((Decimal(str(self.fraction)) * 100).normalize(), "f")
+        if self.beyond_static:
+            return f"the static set and {percent}% of what the unplanned step needs beyond it"
         return f"{percent}% of the unplanned peak"
 
 
@@ -99,7 +123,8 @@ def parse_bytes(text: str | SupportsIndex, place: str = "") -> int:
 
 
 def parse_budget(text: "str | SupportsIndex | Budget", place: str = "budget") -> Budget:
-    """Read a budget: a size as in ``parse_bytes``, or a percentage of the unplanned peak such as ``60%``.
+    """Read a budget: a size as in ``parse_bytes``, or a percentage of the unplanned peak such as ``60%``, or
+    ``static+60%``: the static set and that share of what the unplanned step needs beyond it.
 
     Floats are refused, because 0.6 may mean a fraction or be a slip for 0.6GiB.
     """
@@ -110,15 +135,24 @@ def parse_budget(text: "str | SupportsIndex | Budget", place: str = "budget") ->
     stripped = text.strip()
     if stripped.endswith("%"):
         match = _PERCENT_TEXT.fullmatch(stripped)
-        percent = Decimal(match[1]) if match else Decimal(0)
+        percent = Decimal(match[2]) if match else Decimal(0)
         fraction = float(percent.scaleb(-2))
         # Both are checked: a tiny percentage is above 0 and yet 0 as a float.
         if not 0 < percent <= MAX_PERCENT or fraction == 0:
             raise BadInput(f"a percentage is above 0% and at most {MAX_PERCENT}%", text, place)
-        return Budget(fraction=fraction)
+        return Budget(fraction=fraction, beyond_static=bool(match and match[1]))
     if not _SIZE_TEXT.fullmatch(stripped):
         raise BadInput(_BUDGET_RULE, text, place)
     return Budget(bytes=parse_bytes(stripped, place))
+
+
+def resolve_budget(
+    budget: "str | SupportsIndex | Budget | None", unplanned_peak: int, place: str = "budget",
+    *, static: int | None = None,
+) -> int | None:  # fmt: skip
+    """The bytes of a budget as somebody gave it; None, and nothing else, is no budget: 0 bytes are one. ``static`` as
+    for `Budget.resolve`."""
+    return None if budget is None else parse_budget(budget, place).resolve(unplanned_peak, static=static)
 
 
 def format_bytes(size: int) -> str:

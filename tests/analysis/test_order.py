@@ -70,7 +70,10 @@ def test_no_legal_plan_is_below_the_lower_bound(seed: int) -> None:
     bound = lower_bound(graph)
     assert replay(graph, baseline(graph)).peak >= bound
     assert replay(graph, baseline(graph, random_order(graph, seed))).peak >= bound
-    assert replay(graph, random_steps(graph, seed)).peak >= bound
+    away = lower_bound(
+        graph, least=dict.fromkeys(range(len(graph.storages)), 0)
+    )  # they copy out and pack, too
+    assert replay(graph, random_steps(graph, seed)).peak >= away
 
 
 def test_bound_of_a_chain_is_its_largest_working_set() -> None:

@@ -189,12 +189,24 @@ def test_checkpoints_are_the_usual_ones(fitted):
     as_planned(again)
 
 
-def test_gradients_of_the_caller_are_left_alone(fitted):
+def test_gradients_of_the_caller_are_refused_and_left_alone(fitted):
     pair, step = fitted()
     weight = next(pair.model.parameters())
+    before = weight.detach().clone()
     weight.grad = torch.ones_like(weight)
-    step(pair.batch(0))
-    assert torch.equal(weight.grad, torch.ones_like(weight))
+    with pytest.raises(Unsupported, match=r"0\.weight.*zero_grad"):
+        step(pair.batch(0))
+    assert torch.equal(weight.grad, torch.ones_like(weight)) and torch.equal(weight, before)
+    weight.grad = None
+    pair.compare(step, 0)
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_a_step_without_gradients_is_refused(fitted, mode):
+    pair, step = fitted()
+    with mode(), pytest.raises(Unsupported, match="gradients"):
+        step(pair.batch(0))
+    pair.compare(step, 0)
 
 
 def _replace_layer(pair):

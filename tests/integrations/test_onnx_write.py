@@ -356,3 +356,15 @@ def test_wrong_commands_are_one_line(tmp_path, capsys, monkeypatch):
         capsys, "plan", "model.onnx", "--shape", "n=32", "--budget", "1KiB", "--write", "out.onnx"
     )
     assert status == 1 and not (tmp_path / "out.onnx").exists()
+
+
+def test_a_plan_that_reads_a_view_too_early_is_refused_by_name(tmp_path):
+    rows = (("Relu", ["x"], "a"), ("Reshape", ["a", "shape"], "v"), ("Exp", ["v"], "y"))
+    nodes = [node(kind, inputs, [output]) for kind, inputs, output in rows]
+    ends = [value("x", (4, 4))], [value("y", (16,))]
+    path = saved(tmp_path, made(nodes, *ends, [tensor("shape", np.array([16]))]))
+    program = lower(read(path))
+    make, view, use = range(3)
+    steps = baseline(program.graph, (make, use, view))
+    with pytest.raises(BadInput, match=r"read after the op it is a result of.*'v'"):
+        write_model(program, Plan(program.graph.digest, steps), tmp_path / "out.onnx")

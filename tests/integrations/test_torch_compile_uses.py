@@ -32,7 +32,7 @@ def _fresh():
 def test_a_batch_of_another_size_is_planned_anew_and_kept(dynamic):
     model, other = deep(), deep()
     call = torch.compile(model, backend="tightship", options={**QUICK, "budget": "90%"}, dynamic=dynamic)
-    for n in (32, 48, 32, 40, 32, 48):
+    for n in (48, 32, 48, 40, 48, 32):
         assert equal(step(call, model, batch(n)), step(other, other, batch(n)))
     assert sorted(p.name for p in compiled_plans(call)) == ["0/0", "0/1", "0/2"]
     assert len({p.plan.peak for p in compiled_plans(call)}) == 3
@@ -40,12 +40,14 @@ def test_a_batch_of_another_size_is_planned_anew_and_kept(dynamic):
 
 def test_more_sizes_than_dynamo_compiles_run_in_eager_after_a_warning():
     model, other = deep(2), deep(2)
-    call = torch.compile(model, backend="tightship", options={**QUICK}, dynamic=False, recompile_limit=3)
+    options = {**QUICK, "eager_fallback": True}
+    call = torch.compile(model, backend="tightship", options=options, dynamic=False, recompile_limit=3)
     with warnings.catch_warnings(record=True) as found:
         warnings.simplefilter("always")
         for n in (2, 3, 4, 5, 6, 3, 5):
             assert equal(step(call, model, batch(n)), step(other, other, batch(n)))
-    (warning,) = [w for w in found if w.category is Fallback]
+    warning, again = [w for w in found if w.category is Fallback]
+    assert "recompile limit" in str(again.message) and str(again.message) in compiled_notes(call)
     assert "graph 0/2 is the last of its function's: Dynamo compiles a function 3 times" in str(
         warning.message
     )
@@ -55,6 +57,18 @@ def test_more_sizes_than_dynamo_compiles_run_in_eager_after_a_warning():
     first.last = None
     step(call, model, batch(2))
     assert first.last is not None and first.last.as_planned
+
+
+def test_under_strict_a_size_beyond_those_is_refused_and_the_others_still_run():
+    model, other = deep(2), deep(2)
+    call = torch.compile(model, backend="tightship", options={**QUICK}, dynamic=False, recompile_limit=2)
+    with pytest.warns(Fallback, match="last of its function's"):
+        for n in (2, 3):
+            step(call, model, batch(n)), step(other, other, batch(n))
+    for _ in range(2):
+        with pytest.raises(errors.Unsupported, match="recompile limit"):
+            call(batch(4))
+    assert equal(step(call, model, batch(3)), step(other, other, batch(3)))
 
 
 def test_dynamo_can_be_told_to_compile_more_sizes():
@@ -180,14 +194,6 @@ def test_a_retained_graph_can_be_used_again():
         its.found = [p.grad.clone() for p in its.parameters()]
     assert equal(model.found, other.found)
     assert any("retain_graph" in n for n in compiled_notes(call))
-
-
-def test_double_backward_is_refused():
-    call, _, _ = pair()
-    x = batch().requires_grad_()
-    (grad,) = torch.autograd.grad(call(x).pow(2).sum(), x, create_graph=True)
-    with pytest.raises(RuntimeError, match="double backward"):
-        grad.sum().backward()
 
 
 def test_saved_tensors_may_be_moved_by_hooks():

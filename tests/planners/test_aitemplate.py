@@ -172,6 +172,8 @@ def test_A06_on_real_models_with_measured_scratch(name: str) -> None:
 
 def test_A07_ops_of_one_step_share_nothing() -> None:
     graph = toy()
+    late = replace(graph.ops[4], control=(3,))  # c waits for a view of a view, b for nothing like it
+    graph = graph.with_ops((*graph.ops[:4], late, *graph.ops[5:]))
     made = plan(graph, Options(streams=2))
     facts = made.meta["aitemplate"]
     assert facts["steps"] < len(graph.ops) and facts["shared_workspace"] > 256  # b and c at the same time

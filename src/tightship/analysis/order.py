@@ -12,8 +12,9 @@ __all__ = ["is_legal", "predecessors", "successors"]
 def predecessors(graph: Graph) -> tuple[tuple[int, ...], ...]:
     """For each op the ops that must run earlier in every legal order (direct edges only).
 
-    Per storage: a reader waits for the last write before it (RAW), a writer for that write (WAW) and for the
-    readers in between (WAR). Ops that draw random numbers keep their order, so do ops with effects.
+    Per value: who reads it waits for the op it is a result of, also where that op only makes a view. Per storage: a
+    reader waits for the last write before it (RAW), a writer for that write (WAW) and for the readers in between
+    (WAR). Ops that draw random numbers keep their order, so do ops with effects.
     """
     uses = graph.uses
     n = len(graph.storages)
@@ -23,6 +24,7 @@ def predecessors(graph: Graph) -> tuple[tuple[int, ...], ...]:
     out = []
     for k, op in enumerate(graph.ops):
         before = set(op.control)
+        before.update(uses.maker[v] for v in op.inputs)
         before.update(last_write[s] for s in uses.reads[k])
         for s in uses.mutates[k]:
             before.update(readers[s])

@@ -60,6 +60,8 @@ def _reach(v: Value) -> int:
         return 0
     if not v.stride:  # not known of files: side by side
         return v.offset + prod(v.shape)
+    if len(v.shape) != len(v.stride):
+        return 0
     return v.offset + 1 + sum((n - 1) * step for n, step in zip(v.shape, v.stride, strict=True))
 
 
@@ -119,6 +121,8 @@ def _by_use(graph: Graph, table: _Table) -> dict[int, int]:
         if _name(op) not in ("embedding", "gather", "index_select") or len(op.inputs) != 2:
             continue
         source, index = (graph.values[v] for v in op.inputs)
+        if not source.shape:
+            continue
         s = index.storage
         once = len(uses.writers[s]) <= (s not in graph.static)
         if once and s != source.storage and prod(index.shape) == table.extent[s]:

@@ -29,7 +29,10 @@ _SOURCE = (
     "(model, loss_fn, optimizer, sample)), model.onnx, a graph.pb of TensorFlow's, a module.txt of HLO, or a "
     "graph.json or plan.json of tightship's"
 )
-_BUDGET = "bytes with a unit (6GiB, 512MB) or a percentage of the unplanned peak (60%%)"
+_BUDGET = (
+    "bytes with a unit (6GiB, 512MB), a percentage of the unplanned peak (60%%), or static+60%%: the static set and "
+    "that share of what the unplanned step needs beyond it"
+)
 _REPORT = "write one HTML page that shows everything, offline"
 
 

@@ -295,8 +295,9 @@ def _summed(source: Source, budget: Budget | None) -> Source:
         return source
     from tightship.integrations.tensorflow_sums import accumulated
 
-    peak = replay(source.graph, baseline(source.graph)).peak
-    made = accumulated(source.program, peak if budget is None else budget.resolve(peak))
+    peak, static = replay(source.graph, baseline(source.graph)).peak, source.graph.static_bytes
+    limit = peak if budget is None else budget.resolve(peak, static=static)
+    made = accumulated(source.program, limit)
     return replace(source, graph=made.graph, program=made)
 
 
@@ -351,8 +352,7 @@ def _planned(source: Source, budget: Budget | None, options: dict[str, Any], out
     chosen = Options(**options)
     with Line(out.errors, f"planning {graph.name}", step_time=before.time, limit=chosen.seconds) as line:
         if line.shown and budget is not None:
-            line.budget = budget.resolve(before.peak)
-            line.least = (
-                time_bound(graph, line.budget, redraw=False) if chosen.allow == Options().allow else 0.0
-            )
+            limit = line.budget = budget.resolve(before.peak, static=graph.static_bytes)
+            if chosen.allow == Options().allow:
+                line.least = time_bound(graph, limit, redraw=False)
         return api.plan_graph(graph, budget, progress=line.planning, **options).plan

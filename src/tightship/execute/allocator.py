@@ -25,6 +25,7 @@ import torch
 
 from tightship.errors import BadInput, Unsupported
 from tightship.execute.build import NoCompiler, build_and_import
+from tightship.process_local import NotCopied
 
 __all__ = [
     "Arena",
@@ -118,7 +119,7 @@ def why_not(kind: str) -> str | None:
 # ---- replay
 
 
-class Arena:
+class Arena(NotCopied):
     """One reservation on ``device`` that the blocks of a step are served from.
 
     ``size`` is in bytes. The memory is given back when this object is gone and no block in it is alive, so a
@@ -150,7 +151,7 @@ class Arena:
         return int(self._native.arena_info(self._handle)[2])
 
 
-class Script:
+class Script(NotCopied):
     """What a step will ask for, and where it goes.
 
     Request ``k`` is for ``sizes[k]`` bytes (rounded up to 64; on CUDA, 512) and lies at ``offsets[k]`` (a multiple

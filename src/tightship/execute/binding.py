@@ -17,7 +17,9 @@ import torch
 
 from tightship.errors import BadInput
 from tightship.frontends.torch import compat
+from tightship.frontends.torch.optim import settings
 from tightship.frontends.torch.program import Program
+from tightship.process_local import NotCopied
 
 __all__ = ["Binding", "Identity"]
 
@@ -29,7 +31,7 @@ class Identity:
     """
 
     def __init__(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer | None) -> None:
-        self._groups = optimizer.param_groups if optimizer is not None else []
+        self._optimizer = optimizer
         self._modules = tuple(model.modules())
         members = [m for module in self._modules for m in compat.members(module)]
         self._members = [m for m in members if m]
@@ -44,7 +46,8 @@ class Identity:
     def _now(self) -> tuple[Any, ...]:
         return (
             [(t.data_ptr(), t.requires_grad) for t in self._tensors],
-            [[id(p) for p in g["params"]] for g in self._groups],
+            [compat.gradient_hooks(t) for t in self._tensors],
+            settings(self._optimizer) if self._optimizer is not None else None,
         )
 
     def changed(self) -> str | None:
@@ -55,7 +58,8 @@ class Identity:
             return "a module, parameter or buffer of the model was added or replaced"
         what = (
             "a parameter or buffer was moved, resized or frozen",
-            "the optimizer's parameter groups changed",
+            "a hook on a parameter's gradient was added or removed",
+            "the optimizer's parameter groups changed, or what is called around its step",
         )
         pairs = zip(what, self._now(), self._known, strict=True)
         return next((text for text, now, known in pairs if now != known), None)
@@ -71,7 +75,7 @@ class Identity:
         return tuple(autocast), *compat.process_settings()
 
 
-class Binding:
+class Binding(NotCopied):
     """Finds the tensors of ``program.slots``.
 
     Parameters, buffers and constants are found once: `Identity` says when they are others, and until then nothing

@@ -15,9 +15,10 @@ from tightship.frontends.torch import compat
 from tightship.frontends.torch.live_step import Asked, Owned, run_code
 from tightship.frontends.torch.loss import loss_function
 from tightship.frontends.torch.numbers import other_numbers, with_numbers_at
+from tightship.frontends.torch.optim import Updates, updaters
 from tightship.frontends.torch.program import Program
 from tightship.frontends.torch.python_state import python_state_kept
-from tightship.frontends.torch.step import check_hooks, check_model
+from tightship.frontends.torch.step import DATA_PARALLEL, check_hooks, check_model
 from tightship.frontends.torch.structure import flatten
 from tightship.frontends.torch.untouched import untouched
 from tightship.plan import Plan
@@ -42,6 +43,7 @@ def fit(
     pinned: Any = None,
     prepare: bool = True,
     verify_every: int = 0,
+    independent: bool = False,
     **options: Any,
 ) -> TrainStep:
     """A training step of ``model`` that stays within ``budget``.
@@ -50,13 +52,16 @@ def fit(
     ``optimizer.zero_grad(); loss = loss_fn(model, batch); loss.backward(); optimizer.step()`` does, to the
     bit, in the caller's own model and optimizer. ``loss_fn`` and batches are as `capture_step` takes them.
 
-    ``budget`` is bytes, text such as ``6GiB``, or a percentage of the unplanned peak (``60%``); it counts
-    parameters, buffers, optimizer state, the batch, and everything the step makes, results included. None
-    keeps everything, in the better order. ``planner`` replaces the default planner, to which
-    ``options`` go. ``variants`` is how many kinds of batches are kept planned. ``strict``: as for `Executor`.
-    ``cache`` and ``seconds_per_op``: as for `profile`. ``folder``: where offloaded bytes go, in files without names
-    (default: the system's folder for temporary files); from a GPU to pinned memory instead, and to files only what
-    is beyond ``pinned`` of it (bytes or text such as ``8GiB``), if that is said.
+    ``budget`` is bytes, text such as ``6GiB``, a percentage of the unplanned peak (``60%``), or ``static+60%``: the
+    static set and that share of what the unplanned step needs beyond it. A percentage is of the sample's step, and
+    resolved to bytes once: they hold for every later batch. A budget counts parameters, buffers, optimizer state,
+    the batch, and everything the step makes, results included. None keeps everything, in the better order.
+    ``planner`` replaces the default planner, to which ``options`` go. ``variants`` is how many kinds of batches are
+    kept planned. ``strict``: as for `Executor`. ``cache`` and ``seconds_per_op``: as for `profile`. ``folder``: where
+    offloaded bytes go, in files without names (default: the system's folder for temporary files); from a GPU to
+    pinned memory instead, and to files only what is beyond ``pinned`` of it (bytes or text such as ``8GiB``), if that
+    is said. ``independent``: in a world of several ranks each trains a model of its own; without, a step that has no
+    collective is refused there.
 
     ``loss_fn`` runs once in every step, as in eager, and once here: what that run changes of Python's state is put
     back. Without ``prepare`` it does not run here, and the first step captures and plans.
@@ -76,7 +81,7 @@ def fit(
     settings = Settings(wanted, planner, measuring, strict, variants)
     if verify_every < 0:
         raise BadInput("verify_every is a number of steps, 0 for never", verify_every, "fit(verify_every=…)")
-    step = TrainStep(model, loss_fn, optimizer, settings, verify_every)
+    step = TrainStep(model, loss_fn, optimizer, settings, verify_every, independent=independent)
     if prepare:
         step.prepare(sample_batch)
     return step
@@ -112,21 +117,23 @@ class TrainStep(Prepared):
 
     def __init__(
         self, model: torch.nn.Module, loss_fn: Any, optimizer: torch.optim.Optimizer, settings: Settings,
-        verify_every: int = 0,
+        verify_every: int = 0, *, independent: bool = False,
     ) -> None:  # fmt: skip
         check_model(model)
         super().__init__(model, optimizer, settings)
-        self.loss_fn = loss_fn
+        self.loss_fn, self.independent = loss_fn, independent
         self._owned = Owned(model)
+        self._updates: Updates | None = None
         self._verify_every, self._steps = verify_every, 0
 
     def _renewed(self) -> None:
-        self._owned = Owned(self.model)
+        self._owned, self._updates = Owned(self.model), None
 
     def __call__(self, batch: Any) -> Any:
         with self._alone():
             check_no_gradients(self._owned.parameters)
             variant, tensors, asked = self._asked(batch)
+            self._check_ranks(variant.program)
             self._steps += 1
             if self._verify_every and self._steps % self._verify_every == 0:
                 done = self._verified(variant, tensors, asked, flatten(batch))
@@ -161,6 +168,8 @@ class TrainStep(Prepared):
         self._renew()
         check_call()
         check_hooks(self._owned.parameters, self._owned.modules)
+        if self._updates is None:
+            self._updates = updaters(self.optimizer, dict(self._owned.parameters))
         leaves, modes = flatten(batch), self._modes()
         fitting = [v for v in self._variants if v.modes == modes]
         traces = {
@@ -170,7 +179,7 @@ class TrainStep(Prepared):
             if t.batch.misfit(batch, leaves, plain=False) is None
         }
         loss = loss_function(self.loss_fn, batch)
-        asked = run_code(self._owned, loss, self.optimizer, batch, [t for t, _ in traces.values()])
+        asked = run_code(self._owned, loss, self._updates, batch, [t for t, _ in traces.values()])
         if asked.program is None:
             variant = traces[id(asked.trace)][1]
             if asked.numbers:
@@ -206,9 +215,19 @@ class TrainStep(Prepared):
 
     def _new(self, program: Program, batch: Any, modes: tuple[Any, ...]) -> Variant:
         self._check_new(batch, flatten(batch))
-        variant = self._planned(program, modes)
+        self._check_ranks(program)
+        variant = self._variant(program, modes)
         self._variants.insert(0, variant)
         return variant
+
+    def _check_ranks(self, program: Program) -> None:
+        """Raise ``Unsupported`` where ranks would drift apart without a word."""
+        ranks = 1 if self.independent else compat.world_size()
+        if ranks > 1 and not any(compat.is_collective(call.fn) for call in program.calls):
+            raise Unsupported(
+                f"a step without a collective on {ranks} ranks", "each rank would train a model of its own",
+                f"{DATA_PARALLEL}; where that is what you want (an ensemble), fit(…, independent=True)",
+            )  # fmt: skip
 
 
 def check_call() -> None:

@@ -48,9 +48,10 @@ def infer(
     to the bit. ``model`` may be a module or what ``torch.export.export`` made of one; ``sample`` is a mapping of
     keyword arguments, a tuple of positional ones, or the one argument.
 
-    ``budget`` (bytes, text, or a percentage of the unplanned peak) counts weights, inputs and everything the pass
-    makes; None: the order with the least peak, nothing recomputed. ``fresh``: results are tensors of their own;
-    without, they lie in the arena, nothing is requested outside of it, and the next run overwrites them.
+    ``budget`` (bytes, text, or a percentage of the sample's unplanned peak, resolved to bytes once) counts weights,
+    inputs and everything the pass makes; None: the order with the least peak, nothing recomputed. ``fresh``: results
+    are tensors of their own; without, they lie in the arena, nothing is requested outside of it, and the next run
+    overwrites them.
     ``dynamic``: the sample is the largest there will be, in every dimension; anything smaller runs in the same arena,
     planned when it is first met (``variants`` kinds are kept); a batch of one is planned ahead, as some ops ask for
     more scratch there. ``strict`` as for `Executor`, ``cache`` and ``seconds_per_op`` as for `profile`; ``options``
@@ -213,10 +214,6 @@ class Inference(Prepared):
                 rows.add(int(now[0]))
         if len(rows) > 1:
             raise BadInput("all tensors of a batch have as many rows", sorted(rows), "infer")
-
-    def _budget(self, graph: Graph) -> int | None:
-        """The largest batch's, in bytes, for all."""
-        return super()._budget(graph) if self._most is None else self._most.variant.executor.plan.budget
 
     def _made(self, batch: Any, modes: tuple[Any, ...]) -> Variant:
         made = super()._made(batch, modes)

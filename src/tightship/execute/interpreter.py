@@ -24,6 +24,7 @@ from tightship.execute.views import mismatched
 from tightship.frontends.torch import compat
 from tightship.frontends.torch.program import Program
 from tightship.plan import Plan, Step
+from tightship.process_local import NotCopied, check_process
 from tightship.units import format_bytes
 
 __all__ = ["Executor", "PeakMismatch", "RunStats", "mismatch"]
@@ -67,7 +68,7 @@ class RunStats:
         return below or self.measured_peak == self.planned_peak
 
 
-class Executor:
+class Executor(NotCopied):
     """Runs ``plan`` for ``program`` as often as wanted.
 
     ``arena`` may be shared by several executors, one running at a time; without it the executor reserves one
@@ -99,6 +100,7 @@ class Executor:
         if plan.digest and plan.digest != program.graph.digest:
             raise BadInput("a plan is run for the graph it was made for", plan.digest[:12], "Executor")
         self.program, self.plan, self.strict = program, plan, strict
+        self._process = os.getpid()
         self.notes: list[str] = []
         self.last: RunStats | None = None
         self.arena = arena
@@ -135,6 +137,7 @@ class Executor:
         whose update has run are updated, the others are not; running statistics and random state are those of
         the point reached).
         """
+        check_process(self._process, self)
         if len(inputs) != len(self._code.inputs):
             raise BadInput("an input for each slot of the program", len(inputs), "Executor.run")
         env = self._code.initial.copy()

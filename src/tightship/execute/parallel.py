@@ -24,13 +24,14 @@ from tightship.errors import BadInput
 from tightship.frontends.torch import compat
 from tightship.frontends.torch.program import Program
 from tightship.frontends.torch.views import derive, flat, substitute
+from tightship.process_local import NotCopied
 
 __all__ = ["ParallelExecutor"]
 
 _POISON = 0xA5
 
 
-class ParallelExecutor:
+class ParallelExecutor(NotCopied):
     """Runs ``program`` on ``threads`` threads; storage s lies at ``offsets[s]`` of an arena of ``arena`` bytes.
 
     Storages of the caller have no offset. With ``poison`` the bytes of a storage are overwritten when its last

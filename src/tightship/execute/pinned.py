@@ -22,6 +22,7 @@ import torch
 
 from tightship.errors import BadInput, Unsupported
 from tightship.execute import cuda
+from tightship.process_local import NotCopied
 
 __all__ = ["TO_DEVICE", "TO_HOST", "Copied", "Pinned"]
 
@@ -88,7 +89,7 @@ class Copied:
         torch.cuda.current_stream(self.device).wait_event(self.event)
 
 
-class Pinned:
+class Pinned(NotCopied):
     """``size`` bytes of pinned memory beside ``device``, to the page: torch's own pinned allocator would take the
     next power of two.
 

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import threading
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 
 from tightship import simulate
-from tightship.errors import BadInput, Unsupported
+from tightship.errors import BadInput, Infeasible, Unsupported
 from tightship.execute.allocator import Arena
 from tightship.execute.binding import Binding, Identity
 from tightship.execute.interpreter import Executor, RunStats
@@ -22,6 +23,8 @@ from tightship.frontends.torch.program import Program
 from tightship.frontends.torch.structure import flatten
 from tightship.graph import Graph
 from tightship.plan import Plan
+from tightship.planners import default
+from tightship.process_local import NotCopied, check_process
 from tightship.units import Budget, format_bytes
 from tightship.verify import check
 
@@ -46,7 +49,7 @@ class Settings:
 
 
 @dataclass
-class Variant:
+class Variant(NotCopied):
     """What was captured and planned for one kind of batch, in one set of modes; ``windows`` are its results in the
     arena, where they stay there."""
 
@@ -63,12 +66,14 @@ class Variant:
         self.traces = [trace, *self.traces][:_TRACES]
 
 
-class Prepared:
+class Prepared(NotCopied):
     """What has been captured and planned for ``model`` (and ``optimizer``): one `Variant` per kind of batch.
 
     A batch of another structure, shape or dtype, another mode of the model, and data on which the captured control
     flow depends and that answers otherwise, are captured and planned again; the latest kinds are kept, in one arena,
     as they never run at the same time. A model or optimizer whose parts were replaced is captured from scratch.
+
+    One budget holds for all: a percentage is resolved to bytes from the first kind.
     """
 
     def __init__(
@@ -80,7 +85,11 @@ class Prepared:
         self._arena: Arena | None = None
         self._pool: Pinned | None = None
         self._notes: list[str] = []
+        self._limit: int | None = (
+            None  # the budget in bytes, once the first kind of batch has said what it is
+        )
         self._busy = threading.Lock()
+        self._process = os.getpid()
 
     # --- what a function says of itself ---
 
@@ -160,6 +169,7 @@ class Prepared:
     @contextlib.contextmanager
     def _alone(self) -> Iterator[None]:
         """Two at once would write the same parameters and lie in the same arena."""
+        check_process(self._process, self)  # before the lock, which a fork may have found taken
         if not self._busy.acquire(blocking=False):
             raise Unsupported(
                 "two calls at once",
@@ -213,18 +223,37 @@ class Prepared:
             self._share()
 
     def _made(self, batch: Any, modes: tuple[Any, ...]) -> Variant:
-        return self._planned(self._capture(batch), modes)
+        return self._variant(self._capture(batch), modes)
 
-    def _planned(self, captured: Program, modes: tuple[Any, ...]) -> Variant:
+    def _variant(self, captured: Program, modes: tuple[Any, ...]) -> Variant:
         program = profile(captured, **self.settings.measuring)
-        plan = self.settings.planner(program.graph, self._budget(program.graph))
+        plan = self._planned(program.graph)
         binding = Binding(program, self.model, self.optimizer)
         return Variant(program, self._executor(program, plan), binding, modes, captured)
 
-    def _budget(self, graph: Graph) -> int | None:
-        if self.settings.budget is None:
-            return None
-        return self.settings.budget.resolve(simulate.replay(graph, simulate.baseline(graph)).peak)
+    def _planned(self, graph: Graph) -> Plan:
+        """A plan within the budget. What keeps within it unplanned is never refused: where only the places of an
+        arena do not fit, it runs without one."""
+        budget = self.settings.budget
+        if budget is None:
+            return self.settings.planner(graph, None)
+        peak, first = simulate.replay(graph, simulate.baseline(graph)).peak, self._limit is None
+        if self._limit is None:
+            self._limit = budget.resolve(peak, static=graph.static_bytes)
+        try:
+            return self.settings.planner(graph, self._limit)
+        except Infeasible as no:
+            if peak <= self._limit:
+                plan = default.plan(graph, self._limit, default.Options(place=False))
+                note = "an arena does not fit the budget, the peak does: the plan runs on the ordinary heap"
+                return replace(plan, notes=(*plan.notes, note))
+            if first or budget.bytes is not None:
+                raise
+            said = (
+                f"the budget is {budget} of the first kind of batch, and stays what it was then: begin with the "
+                "largest kind of batch, or give a budget in bytes"
+            )
+            raise no.with_advice((*no.advice, said)) from None
 
     def _executor(self, program: Program, plan: Plan) -> Executor:
         check(program.graph, plan)

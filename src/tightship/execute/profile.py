@@ -179,7 +179,7 @@ class _Profiler:
             del results
             size = sum(self.graph.storages[s].size for s in self.graph.uses.defines[k])
             workspace, rows, hoarded = workspace_of(events, made, size)
-            if hoarded:
+            if hoarded and not (updater is not None and updater.keeps):
                 raise Unsupported(self.where(k), f"it keeps {hoarded} bytes that it does not return")
             seconds = bench.time(work, [row[0] for row in rows], once)
             measured = self.with_requests[device]
@@ -278,6 +278,11 @@ def _plain(tree: Any, number: dict[int, int]) -> Any:
 def _update_key(updater: Updater) -> tuple[Any, ...]:
     """The optimizer's class and settings; learning rates change by schedules and cost nothing."""
     cls = type(updater.optimizer)
-    group = updater.optimizer.param_groups[updater.group]
-    settings = {n: x for n, x in group.items() if n not in ("params", "lr", "initial_lr", "param_names")}
-    return cls.__module__, cls.__qualname__, repr(sorted(settings.items())), type(group.get("lr")).__name__
+    groups = [updater.optimizer.param_groups[m.group] for m in updater.members]
+    settings = [
+        {n: x for n, x in g.items() if n not in ("params", "lr", "initial_lr", "param_names")} for g in groups
+    ]
+    rows = [
+        (repr(sorted(s.items())), type(g.get("lr")).__name__) for s, g in zip(settings, groups, strict=True)
+    ]
+    return cls.__module__, cls.__qualname__, *(rows if len(rows) == 1 else [rows])

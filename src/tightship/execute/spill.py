@@ -20,13 +20,14 @@ from typing import Any, Final
 
 from tightship import _core
 from tightship.errors import BadInput
+from tightship.process_local import NotCopied
 
 __all__ = ["Spill"]
 
 _RULE: Final = "the folder for what is offloaded takes {} bytes"
 
 
-class Spill:
+class Spill(NotCopied):
     """``size`` bytes in ``folder`` (default: the system's for temporary files).
 
     ``write`` and ``read`` begin a copy on a stream of their own and return it; its ``result()`` waits for it and

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from tightship.errors import BadInput
-from tightship.integrations.torch_compile import compiled_notes, compiled_plans
+from tightship.integrations.torch_compile import compiled_notes, compiled_plans, compiled_session
 from tightship.integrations.torch_options import read_options
 from tightship.units import format_bytes
 
@@ -23,6 +23,7 @@ class Attached:
         self.plans: tuple[Any, ...] = ()
         self.notes: tuple[str, ...] = ()
         self._model: Any = None
+        self._session: Any = None  # kept, and with it what a percentage came to
         read_options(self.options)  # what is wrong is said before anything is loaded
 
     def attach(self, model: Any) -> None:
@@ -36,6 +37,7 @@ class Attached:
     def look(self) -> None:
         """Take note of what has been planned so far."""
         if self._model is not None:
+            self._session = compiled_session(self._model)
             self.plans, self.notes = compiled_plans(self._model), compiled_notes(self._model)
 
     def detach(self) -> None:

@@ -76,7 +76,7 @@ def plan_policies(traced: Any) -> tuple[Policy, ...]:
 
     def tried(names: Sequence[str]) -> Policy:
         saved = found.carried.union(*(found.names[n] for n in names))
-        line = replay(graph, frame.steps(with_saved(frame, frozenset(saved)).evict))
+        line = replay(graph, frame.lower(with_saved(frame, frozenset(saved))))
         return Policy(tuple(names), known, line.peak, line.time, before.peak, before.time)
 
     rows += map(tried, _sets(known)) if len(known) <= _EVERY else _one_by_one(known, tried)
@@ -92,7 +92,9 @@ def plan_policy(traced: Any, budget: Any) -> Policy:
     """The fastest policy whose simulated peak is within ``budget`` (bytes, text such as ``6GiB``, or a percentage of
     the peak without checkpoints). Raises ``Infeasible``, and what `plan_policies` raises."""
     rows = plan_policies(traced)
-    limit = parse_budget(budget).resolve(rows[0].peak_before)
+    wanted = parse_budget(budget)
+    static = lower(traced).graph.static_bytes if wanted.beyond_static else None
+    limit = wanted.resolve(rows[0].peak_before, static=static)
     fits = [p for p in rows if p.peak <= limit]
     if not fits:
         graph = lower(traced).graph

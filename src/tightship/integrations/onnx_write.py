@@ -178,6 +178,9 @@ class _Writer:
         s = self.graph.values[v].storage
         if s in self.graph.static and v not in self.maker:
             return self.graph.values[v].name
+        if v not in self.name:
+            rule = "a value is read after the op it is a result of"
+            raise BadInput(rule, self.graph.values[v].name, f"step {i} of the plan")
         name, stay = self.name[v]
         if stay == self.stay[s]:
             return name

@@ -4,7 +4,8 @@ Each graph that Dynamo finds is planned as one, forward and backward pass togeth
 losses and gradients are those of ``backend="aot_eager"`` to the bit, which are eager's but for rare last
 bits. A budget counts the graphs' inputs (parameters, buffers, batch), everything they make, and their
 gradients; not optimizer state, gradients of earlier steps, or what the caller's own code makes between
-graphs.
+graphs. A percentage is resolved to bytes once per call of torch.compile (per ``options`` object): it is of what all
+graphs of the first training step need together, and holds for other batches, modes and evaluation (`Ledger`).
 
 Sizes are fixed: a batch of another size is planned anew, and kept. Dynamo compiles a function eight times and no
 more (``torch.compile(recompile_limit=…)``); batches of further sizes then run in eager, unplanned, which the
@@ -22,7 +23,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 from weakref import WeakValueDictionary
 
-from tightship.errors import BadInput, Infeasible, TightshipError
+from tightship.errors import BadInput, Infeasible, TightshipError, Unsupported
 from tightship.execute.profile import profile
 from tightship.frontends.torch import compat, compat_compile
 from tightship.frontends.torch.joint import Joint, Primal, lower_joint, pinned
@@ -36,13 +37,27 @@ from tightship.plan import Plan
 from tightship.planners.default import Options as PlannerOptions
 from tightship.planners.default import plan as default_plan
 from tightship.planners.hints import matches, parse_hints
+from tightship.process_local import NotCopied
 from tightship.simulate import baseline, replay
 
 __all__ = ["Fallback", "backend", "compiled_notes", "compiled_plans"]
 
 
+_RESOLVED = (
+    "the budget is a percentage of the first training step, and stays what it was then: begin with the largest kind "
+    "of batch, give a budget in bytes, or give models that are compiled apart options of their own"
+)
+
+
+_BUCKETS = (
+    "Dynamo cuts a model in DistributedDataParallel into a graph per bucket, which this backend cannot plan: set "
+    "torch._dynamo.config.optimize_ddp = False before the first call (buckets are reduced during the backward pass "
+    "all the same)"
+)
+
+
 class Fallback(UserWarning):
-    """A graph runs in eager, or others will, without a plan: its budget is not kept."""
+    """A part of the model runs in eager, or will, without a plan: there the budget is not kept."""
 
 
 def backend(
@@ -68,12 +83,16 @@ def compiled_plans(compiled: Any) -> tuple[Piece, ...]:
     """The planned graphs of a compiled module or function, in the order they were planned (empty before its
     first call). Plans are found by the ``options`` given to torch.compile: raises ``BadInput`` if there were
     none."""
-    return tuple(_session_of(compiled).pieces)
+    return tuple(compiled_session(compiled).pieces)
 
 
 def compiled_notes(compiled: Any) -> tuple[str, ...]:
-    """What a user should know: graphs that run unplanned, and every piece's notes."""
-    session = _session_of(compiled)
+    """What a user should know: what runs unplanned, and every piece's notes."""
+    session = compiled_session(compiled)
+    if not session.pieces and not session.notes:
+        return (
+            "nothing is planned: the model has not run yet, had no plan, or has nothing that Dynamo compiles",
+        )
     return tuple(
         dict.fromkeys([*session.notes, *(f"graph {p.name}: {n}" for p in session.pieces for n in p.notes)])
     )
@@ -96,17 +115,30 @@ def _session(options: Mapping[str, Any]) -> Session:
     return found
 
 
-def _session_of(compiled: Any) -> Session:
+def compiled_session(compiled: Any) -> Session:
+    """What is kept of a compiled module or function. Raises ``BadInput`` if it was given no options."""
     options = compat_compile.compiled_options(compiled)
     if options is None:
         raise BadInput(
             "a compiled module or function was given options", type(compiled).__name__, "compiled_plans"
         )
-    return _sessions.get(id(options)) or Session(options, CompileOptions(), Ledger(None))
+    found = _sessions.get(id(options)) or compat_compile.frame_session(compiled)
+    return found or Session(options, CompileOptions(), Ledger(None))
+
+
+def _skipped(
+    session: Session | None, options: Mapping[str, Any] | None, what: str, why: str, first: bool
+) -> Session:
+    """Something that Dynamo leaves to eager without asking the backend; unless ``first``, because of something else,
+    which has been said where it is known."""
+    session = session or _session(options if options is not None else {})
+    if first or not session.notes:
+        session.unplanned(f"{what} and what it calls", f"Dynamo could not compile it ({why})")
+    return session
 
 
 @dataclass(eq=False)
-class Session:
+class Session(NotCopied):
     """Everything planned under one call of torch.compile."""
 
     given: Mapping[str, Any]
@@ -119,16 +151,22 @@ class Session:
     def compile(self, gm: Any, inputs: Sequence[Any]) -> Callable[..., Any]:
         try:
             compat_compile.fixed_sizes(gm, inputs)
+            follows = compat_compile.graph_break(gm)
+            if follows is not None and follows.by_ddp:
+                raise BadInput(_BUCKETS, True, "torch._dynamo.config.optimize_ddp")
+            if follows is not None and follows.runs:
+                what = f"what is called at {follows.place}, but for graphs of its own,"
+                self.unplanned(what, f"Dynamo breaks the graph there ({follows.why})")
             made = _Compilation(self, gm).run(gm, inputs)
             self._last_of_its_kind()
             return made
         except (BadInput, Infeasible) as error:
-            return _raising(error)
+            return _raising(error, self)
         except Exception as error:
             if compat_compile.is_control_flow(error):
                 raise
             if not self.options.eager_fallback:
-                return _raising(error)
+                return _raising(error, self)
             return self._eager(gm, error)
 
     def _last_of_its_kind(self) -> None:
@@ -141,15 +179,25 @@ class Session:
             "new after that, such as batches of other sizes, runs in eager, without a plan and outside the "
             "budget; sizes seen so far stay planned. Give torch.compile a larger recompile_limit, or pad batches"
         )
-        self.notes.append(text)
-        warnings.warn(text, Fallback, stacklevel=2)
+        self._say(text)
+
+    def unplanned(self, what: str, why: str) -> None:
+        """Says that something runs outside of all graphs. Raises ``Unsupported`` unless that is allowed."""
+        if not self.options.eager_fallback:
+            instead = "change the model so that Dynamo compiles it whole, or allow it (strict=False)"
+            raise Unsupported(f"{what} outside of planned graphs", why, instead)
+        self._say(f"{what} runs in eager, without a plan and outside the budget: {why}")
+
+    def _say(self, text: str) -> None:
+        if text not in self.notes:
+            self.notes.append(text)
+            warnings.warn(text, Fallback, stacklevel=3)
 
     def _eager(self, gm: Any, error: Exception) -> Callable[..., Any]:
         _, name = compat_compile.frame()
         kind = "" if isinstance(error, TightshipError) else f"{type(error).__name__}: "
         text = f"graph {name} runs in eager, without a plan and outside the budget: {kind}{error}"
-        self.notes.append(text)
-        warnings.warn(text, Fallback, stacklevel=2)
+        self._say(text)
 
         def eager(
             *args: Any, _session: Session = self
@@ -159,13 +207,13 @@ class Session:
         return eager
 
 
-def _raising(error: Exception) -> Callable[..., Any]:
+def _raising(error: Exception, session: Session | None = None) -> Callable[..., Any]:
     """Raises ``error`` itself when the compiled model is called; from within a backend Dynamo would wrap
-    it."""
+    it. The session lives on, and with it what a percentage came to."""
 
     shown = copy.copy(error)  # without the frames that raised it, and all they hold
 
-    def failed(*_args: Any) -> Any:
+    def failed(*_args: Any, _session: Session | None = session) -> Any:
         raise shown.with_traceback(None) from None
 
     return failed
@@ -183,6 +231,7 @@ class _Compilation:
         self.goes_on = compat_compile.graph_break(gm)
         self.placeholders = gm.graph.find_nodes(op="placeholder")
         self.piece: Piece | None = None
+        self.entry: Entry | None = None
 
     def run(self, gm: Any, inputs: Sequence[Any]) -> Callable[..., Any]:
         return compat_compile.compile_training(
@@ -198,16 +247,32 @@ class _Compilation:
 
     def forward(self, _gm: Any, _inputs: Any) -> Any:
         assert self.piece is not None
-        return self._function(self.piece.forward)
+        return self._forward(self.piece)
 
     def backward(self, _gm: Any, _inputs: Any) -> Any:
         assert self.piece is not None
         compat_compile.never_donates()
-        return self._function(self.piece.backward)
+        run, ledger = self.piece.backward, self.session.ledger
+
+        def backward(args: list[Any]) -> list[Any]:
+            ledger.settle()
+            return run(args)
+
+        return self._function(backward)
 
     def inference(self, gm: Any, _inputs: Any) -> Any:
         joint = lower_joint(gm, None, self._primals(gm, ()), name=f"graph {self.name}")
-        return self._function(self._planned(joint)[0].forward)
+        return self._forward(self._planned(joint)[0])
+
+    def _forward(self, piece: Piece) -> Callable[[list[Any]], Any]:
+        assert self.entry is not None
+        ledger, frame, entry = self.session.ledger, self.frame, self.entry
+
+        def forward(args: list[Any]) -> list[Any]:
+            ledger.ran(frame, entry)
+            return piece.forward(args)
+
+        return self._function(forward)
 
     def _function(self, run: Callable[[list[Any]], list[Any]]) -> Callable[[list[Any]], Any]:
         def function(args: list[Any], _session: Session = self.session) -> list[Any]:
@@ -270,7 +335,7 @@ class _Compilation:
         )
         if self.goes_on is not None:
             piece.notes.append(
-                f"a graph break follows at {self.goes_on}: the budget is shared with other graphs"
+                f"a graph break follows at {self.goes_on.place}: the budget is shared with other graphs"
             )
         self.session.pieces.append(piece)
         if o.on_plan is not None:
@@ -281,30 +346,41 @@ class _Compilation:
         graph, ledger = program.graph, self.session.ledger
         everything = replay(graph, baseline(graph))
         static = ledger.new_static(self.frame, self._storages(graph))
-        free = ledger.available(self.frame, static, everything.peak - graph.static_bytes)
-        try:
-            plan = self._plan(graph, free)
-        except Infeasible:
-            if joint.boundary is not None or ledger.budget is None or ledger.budget.fraction is None:
-                raise
-            plan = self._placed(graph, None)
-            note = (
-                "a percentage is of a training step's peak: a graph without backward pass is not held to it"
-            )
-            plan = replace(plan, notes=(*plan.notes, note))
-        where = cut(joint, program, plan)
-        ledger.enter(self.frame, _entry(joint, program, plan, where, static, everything.peak))
-        return plan, where
+        training, need = joint.boundary is not None, everything.peak - graph.static_bytes
+        later = ledger.resolved_before(self.frame, training)
 
-    def _plan(self, graph: Graph, free: int | None) -> Plan:
+        def entered(plan: Plan, *, current: bool = False) -> tuple[Plan, Cut]:
+            where = cut(joint, program, plan)
+            self.entry = _entry(joint, program, plan, where, static, everything.peak)
+            ledger.enter(self.frame, self.entry, current=current)
+            return plan, where
+
+        def free(current: bool) -> int | None:
+            return ledger.available(self.frame, static, need, training=training, current=current)
+
+        try:
+            return entered(self._plan(graph, free(False), training))
+        except Infeasible as no:
+            if not ledger.binding(training):
+                plan = self._placed(graph, None)
+                note = "a percentage is of a training step's peak: this graph, without a backward pass and before "
+                note += "any with one, is not held to it"
+                return entered(replace(plan, notes=(*plan.notes, note)))
+            rest = free(True)
+            if rest is not None and need <= rest:  # kept whole it fits beside what is in memory now
+                return entered(self._placed(graph, graph.static_bytes + rest), current=True)
+            raise no.with_advice((*no.advice, _RESOLVED)) if later else no from None
+
+    def _plan(self, graph: Graph, free: int | None, training: bool) -> Plan:
         """A plan that needs at most ``free`` bytes beyond the inputs. Where more graphs are to come, and
         nobody knows yet what they need: at most half of that or, if that is too little, about the least
         possible."""
         if free is None:
             return self._placed(graph, None)
         whole = max(graph.static_bytes + free, 0)
-        budget = self.session.ledger.budget
-        if self.goes_on is not None and budget is not None and budget.bytes is not None:
+        budget, ledger = self.session.ledger.budget, self.session.ledger
+        known = budget is not None and budget.bytes is not None
+        if self.goes_on is not None and (known or ledger.resolved_before(self.frame, training)):
             limit = graph.static_bytes + max(free, 0) // 2
             for _ in range(2):
                 try:
@@ -367,3 +443,6 @@ def _readable(source: str) -> str:
     """``L['self']._modules['fc']._parameters['weight']`` -> ``fc.weight``; other expressions as they are."""
     parts = re.findall(r"_(?:modules|parameters|buffers)\['([^']*)'\]", source)
     return ".".join(parts) if parts else re.sub(r"^L\['(\w+)'\]", r"\1", source)
+
+
+compat_compile.watch_frames(backend, _skipped)

@@ -6,6 +6,7 @@ between the two passes; it comes back in the backward pass, where each tensor is
 
 from __future__ import annotations
 
+import os
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -25,6 +26,7 @@ from tightship.frontends.torch import compat
 from tightship.frontends.torch.joint import Joint
 from tightship.frontends.torch.program import Program, Ref, Slot
 from tightship.plan import Plan, Step
+from tightship.process_local import NotCopied, check_process
 from tightship.simulate import replay
 
 __all__ = ["Cut", "Half", "HalfStats", "cut", "fitted", "placed_orders"]
@@ -105,7 +107,7 @@ class HalfStats:
     first_misses: tuple[str, ...]
 
 
-class Half:
+class Half(NotCopied):
     """The steps ``[first, last)`` of a plan as a function of the tensors of ``slots``.
 
     ``begins`` bytes are in use when it starts and ``peak`` at most, by the plan.
@@ -116,6 +118,7 @@ class Half:
         *, found: Orders | None, begins: int, peak: int,
     ) -> None:  # fmt: skip
         self.program, self.plan, self.first = program, plan, which.start
+        self._process = os.getpid()
         self.begins, self.peak = begins, peak
         steps = plan.steps[which.start : which.stop]
         part = replace(program, slots=tuple(slots), results=tuple(results))
@@ -131,6 +134,7 @@ class Half:
 
         ``placed``: requests go where planned in ``arena``, else to the heap.
         """
+        check_process(self._process, self)
         env = self._code.initial.copy()
         for place, tensor in zip(self._code.inputs, tensors, strict=True):
             env[place] = tensor

@@ -21,11 +21,12 @@ _PLANNER = tuple(f for f in fields(PlannerOptions) if f.name not in ("hand_out",
 @dataclass(frozen=True)
 class CompileOptions:
     """``budget``: of all graphs of the model together, in bytes (``6GiB``, an int) or as a percentage of the
-    unplanned peak; none: keep everything, in the better order. ``arena``: serve requests from an arena at
-    planned offsets. ``strict``: raise when a step did not go as planned. ``eager_fallback``: run in eager,
-    with a warning, what cannot be planned (unless strict, by default); else raise. ``on_plan(piece)`` is
-    told of every graph planned. ``cache`` and ``seconds_per_op``: as for `execute.profile`. ``planner``: the
-    default planner's own options."""
+    first training step's unplanned peak (``60%``, ``static+60%``), resolved to bytes once; none: keep
+    everything, in the better order. ``arena``: serve requests from an arena at planned offsets. ``strict``: raise
+    when a step did not go as planned. ``eager_fallback``: run in eager, with a warning, what cannot be planned and
+    what Dynamo leaves out of its graphs (unless strict, by default); else raise. ``on_plan(piece)`` is told of every
+    graph planned. ``cache`` and ``seconds_per_op``: as for `execute.profile`. ``planner``: the default planner's own
+    options."""
 
     budget: Budget | None = None
     arena: bool = True

@@ -6,7 +6,7 @@ import warnings
 from collections.abc import Sequence
 from typing import Any
 
-from tightship.errors import VerificationFailed
+from tightship.errors import Unsupported, VerificationFailed
 from tightship.execute.allocator import Arena
 from tightship.execute.interpreter import PeakMismatch, RunStats, mismatch
 from tightship.execute.script import device_of
@@ -16,11 +16,13 @@ from tightship.frontends.torch.program import Program, Ref, Slot
 from tightship.graph import Graph
 from tightship.integrations.torch_halves import Cut, Half, HalfStats, fitted, placed_orders
 from tightship.plan import Plan
+from tightship.process_local import NotCopied
+from tightship.units import format_bytes
 
 __all__ = ["Lane", "Piece"]
 
 
-class Lane:
+class Lane(NotCopied):
     """The arena of one Python frame's graphs, and whose saved tensors lie in it.
 
     While a forward pass's saved tensors are alive, no other forward pass is placed there.
@@ -54,7 +56,7 @@ class Lane:
         return self._holder is holder and bool(tensors) and tensors[0].data_ptr() == self._address
 
 
-class Piece:
+class Piece(NotCopied):
     """A planned graph. ``name`` is Dynamo's (frame/compilation), ``kind`` training or inference.
 
     ``plan`` and ``graph`` are what was decided; ``last`` is what the last step used, measured against the
@@ -110,6 +112,7 @@ class Piece:
             found=found, begins=program.graph.static_bytes, peak=where.peaks[0],
         )  # fmt: skip
         self.backward_half: Half | None = None
+        self._peak_kept = where.peaks[1] + where.resident - program.graph.static_bytes
         if joint.boundary is not None:
             brought = [Slot(v, "input", k) for k, v in enumerate((*self.saved, *joint.tangents))]
             results = [r.value for r in joint.backward if isinstance(r, Ref)]
@@ -148,11 +151,13 @@ class Piece:
     def backward(self, args: list[Any]) -> list[Any]:
         """The gradients, from what was saved and the tangents. Empties ``args``."""
         assert self.backward_half is not None
+        again = compat_compile.graph_is_kept()
+        if again:
+            self._check_again()
         count = len(self.saved)
         brought = [x for x in args[count:] if x is not None]
         tangents = [fitted(self.program, v, t) for v, t in zip(self._joint.tangents, brought, strict=True)]
         tensors = args[:count] + tangents + self._constants
-        again = compat_compile.graph_is_kept()
         placed = self._placed and not again and self._returned(args)
         args.clear()
         del tangents, brought
@@ -163,6 +168,23 @@ class Piece:
         else:
             self._report(self._first, stats)
         return _filled(self._joint.backward, found)
+
+    def _check_again(self) -> None:
+        """Raise ``Unsupported``, before anything is computed, for a backward pass that is to be differentiated, and
+        for one that keeps what was saved where the budget has no room for that beside what the pass needs."""
+        if compat_compile.graph_is_built():
+            raise Unsupported(
+                f"create_graph=True in graph {self.name}", "a compiled backward pass cannot be differentiated again",
+                "train with tightship.fit, which plans double backward, or leave this part out of the compiled model",
+            )  # fmt: skip
+        budget = self.plan.budget
+        if budget is not None and self._peak_kept > budget:
+            raise Unsupported(
+                f"retain_graph=True in graph {self.name} within a budget of {format_bytes(budget)}",
+                f"what the first backward pass keeps was to be freed, and may take up to "
+                f"{format_bytes(self._peak_kept)} with what the pass makes",
+                "add the losses up and call backward() once, or give a larger budget",
+            )  # fmt: skip
 
     def _returned(self, args: Sequence[Any]) -> bool:
         """Whether the arena is free but for what this call's forward pass left there."""

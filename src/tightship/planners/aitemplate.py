@@ -9,6 +9,7 @@ reported; ``place`` takes any other placement planner (A10).
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -34,7 +35,7 @@ __all__ = ["Options", "Record", "check_records", "plan", "records"]
 class Options:
     """``streams``: ops that may run at the same time. ``place``: a placement planner by name (``naive`` reuses
     nothing). ``unique``: names of ops, by commas, whose scratch is theirs alone. ``alignment``: of sizes and
-    offsets."""
+    offsets, and at least what the graph's device asks for."""
 
     streams: int = 1
     place: str = "greedy-by-size"
@@ -58,6 +59,7 @@ def plan(graph: Graph, options: Options | None = None) -> Plan:
     """A verified plan: values from offset 0 on, then scratch that ops have for themselves, then scratch that all
     share. ``meta["aitemplate"]`` has the sizes of these regions and the offsets of constants and scratch."""
     o = options or Options()
+    o = replace(o, alignment=math.lcm(o.alignment, graph.alignment))
     began = time.perf_counter()
     step = waves(predecessors(graph), o.streams)
     found = records(graph, o)

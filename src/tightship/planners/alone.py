@@ -6,14 +6,13 @@ import time
 from dataclasses import asdict, replace
 from typing import Any
 
-from tightship.errors import Unsupported
 from tightship.graph import Graph
 from tightship.plan import Plan
 from tightship.planners import PlannerInfo
 from tightship.planners.default import Options, adopted
 from tightship.planners.evict._frame import MEANS, Decision, Frame
 from tightship.simulate import baseline, replay
-from tightship.units import Budget, parse_budget
+from tightship.units import Budget, resolve_budget
 
 __all__ = ["alone"]
 
@@ -25,13 +24,11 @@ def alone(graph: Graph, info: PlannerInfo, chosen: Any, budget: Budget | str | i
     Raises ``Unsupported`` where the planner's decision cannot be carried out on this graph."""
     began = time.perf_counter()
     peak = replay(graph, baseline(graph)).peak
-    limit = (budget if isinstance(budget, Budget) else parse_budget(budget)).resolve(peak) if budget else None
+    limit = resolve_budget(budget, peak, static=graph.static_bytes)
     lossy = bool(getattr(chosen, "lossy", False))
     frame = Frame(graph, tuple(range(len(graph.ops))), lossy=lossy)
     decision: Decision = info.plan(frame, limit or 0, chosen)
-    if not decision.valid:
-        raise Unsupported(f"planner {info.name!r} for {graph.name}", "what it evicts cannot be made again")
-    steps = decision.steps or frame.steps(decision.evict, graph.static_bytes if limit is None else limit)
+    steps = frame.lower(decision, graph.static_bytes if limit is None else limit, tuple(MEANS))
     means = tuple(
         dict.fromkeys(("recompute", *(s.kind for s in steps if s.kind in MEANS)))
     )  # what bounds allow

@@ -71,7 +71,7 @@ def changes(
         if not tried:
             break
         best = min(tried, key=lambda t: _price(t.cost, now, line))
-        made = replay(graph, frame.steps(best.cost.evict, best.cost.peak))
+        made = replay(graph, frame.lower(best.cost, best.cost.peak))
         found.append(_said(graph, best, line, made))
         bits, line = best.cost.evict, made
     return tuple(found)
@@ -132,7 +132,7 @@ def _best(frame: Frame, bits: Bits, gaps: tuple[int, ...], way: str, line: Timel
         if not least.valid or least.peak >= line.peak:
             continue
         cost = frame.cost(then, least.peak)
-        if cost.peak < line.peak and (found is None or cost.extra < found.extra):
+        if cost.valid and cost.peak < line.peak and (found is None or cost.extra < found.extra):
             found = cost
     if found is None:
         return None

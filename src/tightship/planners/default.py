@@ -26,7 +26,7 @@ from tightship.planners.evict._redraw import redrawable, with_states
 from tightship.planners.hints import parse_hints, resolve
 from tightship.planners.layout import Layout, lay_out
 from tightship.simulate import Timeline, baseline, replay
-from tightship.units import Budget, parse_budget
+from tightship.units import Budget, resolve_budget
 from tightship.verify import check
 
 __all__ = [
@@ -97,7 +97,7 @@ def plan(
     o = options or Options()
     began = time.perf_counter()
     before = replay(graph, baseline(graph))
-    limit = _limit(graph, budget, before.peak)
+    limit = resolve_budget(budget, before.peak, static=graph.static_bytes)
     frame = frame or frame_of(graph, order_of(graph, o, before.peak), o)
     bound = lower_bound(graph, redraw=_redraws(o), least=_least(frame), in_place=frame.in_place)
     target = before.peak if limit is None else limit
@@ -110,7 +110,9 @@ def plan(
         share = o.work if best is None else o.work // (30 if interrupted else 3)
         decision = _evict(frame, target, replace(o, seconds=max(1.0, left), work=share), progress)
         interrupted, frame.archive.stopped = interrupted or frame.archive.stopped, False
-        steps = decision.steps or frame.steps(decision.evict, target)
+        if not decision.valid:  # the planner found nothing that can be carried out
+            decision = frame.cost(frame.nothing(), target)
+        steps = frame.lower(decision, target)
         steps = with_states(graph, without_idle_copies(steps))
         line = replay(graph, steps)
         if best is None or line.peak < best.peak:
@@ -190,13 +192,6 @@ def _least(frame: Frame) -> dict[int, int]:
             s: x.nbytes for s, x in packings(frame.graph, lossy=frame.lossy).items() if s not in frame.stuck
         }
     return {}
-
-
-def _limit(graph: Graph, budget: Budget | str | int | None, peak: int) -> int | None:
-    if budget is None:
-        return None
-    parsed = budget if isinstance(budget, Budget) else parse_budget(budget)
-    return parsed.resolve(peak)
 
 
 def frame_of(graph: Graph, order: tuple[int, ...], o: Options) -> Frame:

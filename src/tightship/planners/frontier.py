@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from tightship.errors import BadInput, Infeasible
+from tightship.errors import BadInput, Infeasible, TightshipError, Unsupported
 from tightship.graph import Graph
 from tightship.plan import Plan, Step
 from tightship.planners import default
@@ -21,7 +21,7 @@ from tightship.planners.evict._frame import EVICT, Decision, Frame
 from tightship.simulate import baseline, replay
 from tightship.units import Budget
 
-__all__ = ["MOST", "Frontier", "Other", "extra_flops", "frontier", "needs", "others"]
+__all__ = ["MOST", "Frontier", "Other", "budget_of", "extra_flops", "frontier", "needs", "others"]
 
 MOST = 200
 _SLACK = 30
@@ -46,7 +46,7 @@ class Other:
 @dataclass(frozen=True)
 class Frontier:
     """Plans for ``budget``s in ascending order, ``others`` to compare with, and a peak no plan can beat;
-    ``interrupted``: not all that were asked for."""
+    ``interrupted``: not all that were asked for; ``notes``: which policies are not there, and why."""
 
     graph: Graph
     points: tuple[Plan, ...]
@@ -54,6 +54,7 @@ class Frontier:
     lower_bound: int = 0
     seconds: float = 0.0
     interrupted: bool = False
+    notes: tuple[str, ...] = ()
 
     def best(self, budget: int) -> Plan | None:
         """The fastest of the plans that need at most ``budget`` bytes."""
@@ -63,6 +64,11 @@ class Frontier:
 def needs(plan: Plan) -> int:
     """The smallest budget that a plan is within."""
     return max(plan.peak, plan.static + plan.arena + plan.handed)
+
+
+def budget_of(plan: Plan) -> int:
+    """The budget of a plan; without one, what it needs."""
+    return needs(plan) if plan.budget is None else plan.budget
 
 
 def extra_flops(graph: Graph, steps: tuple[Step, ...]) -> float:
@@ -88,6 +94,7 @@ def frontier(
     ``options.seconds`` and ``options.work`` are for all budgets together, those of the other policies among them:
     each is compared with a plan for as much memory, and is the plan where it is the faster one. ``saved`` adds to
     them: what is kept between forward and backward, by name; so does ``beside``, with steps of this graph or without.
+    A policy that this graph has no way to carry out is left out, and ``notes`` say so.
     ``stuck``: storages that can be made again, but not be packed or copied out. ``say`` is told what is being done.
     An interrupt ends the search and gives back what there is, if there is anything.
     """
@@ -97,7 +104,11 @@ def frontier(
     o = options or default.Options()
     before = replay(graph, baseline(graph)).peak
     frame = replace(default.frame_of(graph, default.order_of(graph, o, before), o), stuck=stuck)
-    beside = (*others(Frame(graph, frame.order, in_place=False), saved or {}), *beside) if peers else ()
+    notes: list[str] = []
+    if peers:
+        beside = (*others(Frame(graph, frame.order, in_place=False), saved or {}, notes.append), *beside)
+    else:
+        beside = ()
     for kept in (saved or {}).values() if peers and "recompute" in frame.means else ():
         frame.archive.offer(with_saved(frame, kept))
     searches = points + len(beside)
@@ -116,7 +127,10 @@ def frontier(
             best = _best(made, x.peak)
             allowed = x.steps and not frame.only and "recompute" in frame.means
             if allowed and (best is None or best.time > x.time):
-                made.append(default.adopted(frame, x.steps, each, x.name))  # then theirs is the plan
+                try:
+                    made.append(default.adopted(frame, x.steps, each, x.name))  # then theirs is the plan
+                except TightshipError as error:
+                    notes.append(f"{x.name}: no plan of ours, {str(error).splitlines()[0]}")
     except KeyboardInterrupt:
         if len(made) < 2:
             raise
@@ -124,7 +138,7 @@ def frontier(
     bound = min(p.lower_bound for p in made)
     beside = tuple(replace(x, ours=_best(made, x.peak)) for x in beside)
     seconds = time.perf_counter() - began
-    return Frontier(graph, search.monotone(budgets), beside, bound, seconds, interrupted)
+    return Frontier(graph, search.monotone(budgets), beside, bound, seconds, interrupted, tuple(notes))
 
 
 @dataclass(frozen=True)
@@ -182,10 +196,11 @@ def _best(made: Sequence[Plan], budget: int) -> Plan | None:
 # --- what others do ---
 
 
-def others(frame: Frame, saved: Mapping[str, frozenset[int]]) -> tuple[Other, ...]:
+def others(frame: Frame, saved: Mapping[str, frozenset[int]], say: Said | None = None) -> tuple[Other, ...]:
     """Fixed policies on the same graph in the same order, simulated: checkpoints around blocks, and saved sets
-    from which the rest is recomputed where the backward needs it."""
-    rows = []
+    from which the rest is recomputed where the backward needs it. ``say`` is told of each that cannot be carried
+    out, which is left out."""
+    decided: dict[str, Decision] = {}
     for name, o in {
         "per block": checkpoint.Options(),
         "per inner block": checkpoint.Options(depth=2),
@@ -194,9 +209,15 @@ def others(frame: Frame, saved: Mapping[str, frozenset[int]]) -> tuple[Other, ..
     }.items():
         found = checkpoint.plan(frame, 0, o)
         if found.runs:
+            decided[name] = found
+    decided |= {name: with_saved(frame, kept) for name, kept in saved.items()}
+    rows = []
+    for name, found in decided.items():
+        try:
             rows.append(_row(frame, name, found))
-    for name, kept in saved.items():
-        rows.append(_row(frame, name, with_saved(frame, kept)))
+        except Unsupported as error:
+            if say is not None:
+                say(f"{name}: left out, {error.why}")
     return tuple(rows)
 
 
@@ -213,6 +234,6 @@ def with_saved(frame: Frame, saved: frozenset[int]) -> Decision:
 
 
 def _row(frame: Frame, name: str, d: Decision) -> Other:
-    steps = d.steps or frame.steps(d.evict)
+    steps = frame.lower(d)
     line = replay(frame.graph, steps)
     return Other(name, line.peak, line.time, extra_flops(frame.graph, steps), steps=steps)

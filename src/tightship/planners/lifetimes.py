@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 
 from tightship.analysis.concurrency import interference, members, touching, waves
 from tightship.analysis.order import predecessors
-from tightship.graph import ALIGNMENT, Graph
+from tightship.graph import Graph
 from tightship.plan import Buffer, Problem
 from tightship.simulate import extra_bytes
 
@@ -33,7 +33,7 @@ class Lifetimes:
     ops: tuple[int, ...]
 
 
-def in_order(graph: Graph, order: Sequence[int] | None = None, *, alignment: int = ALIGNMENT) -> Lifetimes:
+def in_order(graph: Graph, order: Sequence[int] | None = None, *, alignment: int | None = None) -> Lifetimes:
     """One op after the other; ``order`` is the graph's own unless another is given."""
     at = [0] * len(graph.ops)
     for position, k in enumerate(order if order is not None else range(len(graph.ops))):
@@ -41,13 +41,13 @@ def in_order(graph: Graph, order: Sequence[int] | None = None, *, alignment: int
     return _alive(graph, at, alignment)
 
 
-def in_steps(graph: Graph, width: int, *, alignment: int = ALIGNMENT) -> Lifetimes:
+def in_steps(graph: Graph, width: int, *, alignment: int | None = None) -> Lifetimes:
     """Up to ``width`` ops at a time."""
     return _alive(graph, waves(predecessors(graph), width), alignment)
 
 
 def in_any_order(
-    graph: Graph, waits: Sequence[Sequence[int]] | None = None, *, alignment: int = ALIGNMENT
+    graph: Graph, waits: Sequence[Sequence[int]] | None = None, *, alignment: int | None = None
 ) -> Lifetimes:
     """Any order that ``waits`` allows (what each op waits for; none given: its dependencies)."""
     found = in_order(graph, alignment=alignment)
@@ -64,8 +64,9 @@ def in_any_order(
     return replace(found, problem=replace(found.problem, conflicts=tuple(conflicts)))
 
 
-def _alive(graph: Graph, at: Sequence[int], alignment: int) -> Lifetimes:
-    """``at``: the time at which each op runs."""
+def _alive(graph: Graph, at: Sequence[int], alignment: int | None) -> Lifetimes:
+    """``at``: the time at which each op runs; ``alignment``: the graph's, unless another is given."""
+    alignment = graph.alignment if alignment is None else alignment
     end = max(at, default=-1) + 1
     buffers, storages, ops = [], [], []
     for s, touched in enumerate(touching(graph)):

@@ -20,7 +20,7 @@ class Scratch:
     offsets: dict[Residence, int]
 
 
-def pack_scratch(rows: Sequence[Residence], alignment: int = 64) -> dict[int, Scratch]:
+def pack_scratch(rows: Sequence[Residence], alignment: int) -> dict[int, Scratch]:
     """By step, of the residences without a storage; ``first`` and ``last`` are the times within the step."""
     by_step: dict[int, list[Residence]] = {}
     for r in rows:

@@ -11,7 +11,7 @@ from rich.console import RenderableType
 from rich.table import Table
 
 from tightship.plan import Plan
-from tightship.planners.frontier import Frontier, Other, extra_flops
+from tightship.planners.frontier import Frontier, Other, budget_of, extra_flops
 from tightship.report.numbers import summary
 from tightship.report.picture import ticks
 from tightship.report.terminal import Fitting
@@ -42,6 +42,7 @@ def frontier_rows(f: Frontier) -> dict[str, Any]:
         "least_peak": min(p.peak for p in f.points),
         "seconds": f.seconds,
         "interrupted": f.interrupted,
+        "notes": list(f.notes),
         "points": [
             summary(p, f.graph) | {"extra_flops": extra_flops(f.graph, p.steps)} for p in f.points
         ],
@@ -59,7 +60,7 @@ def frontier_tables(f: Frontier) -> list[RenderableType]:
     head = f"{f.graph.name} ({len(f.graph.ops)} ops), one step {format_seconds(once)}; "
     rows = [
         {
-            "budget": format_bytes(p.budget or 0),
+            "budget": format_bytes(budget_of(p)),
             "peak": format_bytes(p.peak),
             "extra time": percent(p.time, once),
             "at least": percent(p.time_bound, once),
@@ -74,6 +75,7 @@ def frontier_tables(f: Frontier) -> list[RenderableType]:
         beside = [_beside(o, once) for o in f.others]
         found += ["", Fitting([_table(beside), _table(beside, "extra FLOPs")])]
     ended = "; interrupted: not all that were asked for" if f.interrupted else ""
+    found += ["", *f.notes] if f.notes else []
     return [*found, "", f"{len(f.points)} plans in {format_seconds(f.seconds)}{ended}"]
 
 
@@ -115,7 +117,7 @@ def frontier_picture(f: Frontier) -> str:
     """Extra time (share of a step) against peak, as SVG that needs nothing else."""
     once = f.points[0].time_before or 1.0
     ours = [(p.peak, 100 * (p.time / once - 1)) for p in f.points]
-    bound = [(p.budget or p.peak, 100 * (p.time_bound / once - 1)) for p in f.points]
+    bound = [(budget_of(p), 100 * (p.time_bound / once - 1)) for p in f.points]
     shown = [o for o in f.others if o.peak <= 2 * max(p.peak for p in f.points)]
     theirs = [(o.peak, 100 * (o.time / once - 1)) for o in shown]
     across = ticks(max(x for x, _ in (*ours, *theirs)))

@@ -27,7 +27,7 @@ class Line:
     without) may be said once they are known; 0: not known.
     """
 
-    budget = 0
+    budget: int | None = None
     least = 0.0
 
     def __init__(self, console: Console, what: str, *, step_time: float = 0.0, limit: float = 0.0) -> None:
@@ -77,7 +77,7 @@ class Line:
 
     def planning(self, peak: int, extra: float, met: bool) -> bool:
         """A planner's progress: never stops the search."""
-        over = 0 if met or not self.budget else peak - self.budget
+        over = 0 if met or self.budget is None else peak - self.budget
         self.say(incumbent(peak, extra, met, self.step_time, self.least, over))
         return False
 

@@ -54,8 +54,9 @@ class Chart:
         def row_of(nbytes: int) -> int:
             return min(ROWS - 1, nbytes * ROWS // top)
 
-        lines = {row_of(n): name for name, n in (("bound", self.bound), ("budget", self.budget)) if n}
-        labels = {ROWS - 1: top} | {row_of(n): n for n in (self.bound, self.budget) if n}
+        marks = {"bound": self.bound or None, "budget": self.budget}
+        lines = {row_of(n): name for name, n in marks.items() if n is not None}
+        labels = {ROWS - 1: top} | {row_of(n): n for n in marks.values() if n is not None}
         for row in reversed(range(ROWS)):
             label = format_bytes(labels[row]) if row in labels else ""
             text = Text(f"{label:>{LABEL}} {'┤' if label else '│'}")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import fields
+from dataclasses import MISSING, fields
 from operator import attrgetter
 from typing import Any, Final
 
@@ -120,7 +120,7 @@ def _columns(rows: Sequence[Any], names: Sequence[str], document: type) -> dict[
 
 
 def _defaults(cls: type) -> dict[str, Any]:
-    return {f.name: f.default for f in fields(cls)}
+    return {f.name: f.default for f in fields(cls) if f.default is not MISSING}
 
 
 def _rows(doc: Any, names: Sequence[str], cls: type, place: str) -> Any:
@@ -128,7 +128,7 @@ def _rows(doc: Any, names: Sequence[str], cls: type, place: str) -> Any:
     columns = []
     for name in names:
         column = getattr(doc, name)
-        if not column and name in defaults:
+        if not column and name in defaults:  # left out; a column without a default is as long as the others
             column = (defaults[name],) * count
         if len(column) != count:
             raise BadInput(f"columns are as long as {names[0]!r}, {count}", len(column), f"{place}.{name}")

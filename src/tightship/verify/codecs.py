@@ -7,8 +7,9 @@ from __future__ import annotations
 
 from collections import defaultdict
 from math import prod
+from typing import Any
 
-from tightship.graph import Graph, Value, aligned, alignment_of
+from tightship.graph import Graph, Value, aligned
 from tightship.machine import CODECS, LOSSY
 from tightship.verify.facts import Facts
 
@@ -31,7 +32,9 @@ class Codecs:
 
     def __init__(self, graph: Graph, facts: Facts) -> None:
         self.graph, self.facts = graph, facts
-        self.alignment = max((alignment_of(op.device) for op in graph.ops), default=alignment_of("cpu"))
+        self._known: dict[
+            tuple[str, int, int], Any
+        ] = {}  # what is asked more than once: question, storage, depth
         self.values: dict[int, list[Value]] = defaultdict(list)
         for v in graph.values:
             self.values[v.storage].append(v)
@@ -64,18 +67,27 @@ class Codecs:
             size = count * width
             if codec != "bf16" and not (kind.startswith("int") and self._within(s, codec)):
                 return f"nothing says that it is of integers within {codec}"
-        whole = aligned(size, self.alignment)
+        whole = aligned(size, self.facts.alignment)
         if nbytes != whole:
             return f"{codec} packs it to {whole} bytes, not {nbytes}"
         return ""
 
     def _two_values(self, s: int, depth: int) -> bool:
+        key = "two values", s, depth
+        if key not in self._known:
+            self._known[key] = self._drawn(s, depth)
+        found: bool = self._known[key]
+        return found
+
+    def _drawn(self, s: int, depth: int) -> bool:
         """A draw of zeros and ones, perhaps scaled since."""
         drawn = False
         for k in self.writers[s]:
             op = self.graph.ops[k]
             name = _aten(op.target)
-            if name.split(".")[0] in ("bernoulli", "bernoulli_"):
+            if not op.inputs:
+                drawn = False
+            elif name.split(".")[0] in ("bernoulli", "bernoulli_"):
                 drawn = name.startswith("bernoulli.") or self._whole(s, op.inputs[0])
             elif name in _SCALED and name[3] == ".":
                 source = self.graph.values[op.inputs[0]].storage
@@ -94,6 +106,13 @@ class Codecs:
         return any(top <= most for top in self._tops(s, 0))
 
     def _tops(self, s: int, depth: int) -> list[int]:
+        key = "tops", s, depth
+        if key not in self._known:
+            self._known[key] = sorted(set(self._limits(s, depth)))
+        found: list[int] = self._known[key]
+        return found
+
+    def _limits(self, s: int, depth: int) -> list[int]:
         """Numbers that everything in ``s`` is below (and at least 0), each for a reason."""
         graph, tops = self.graph, []
         if depth > 8 or len(self.writers[s]) > 1 or (s in self.facts.static and self.writers[s]):
@@ -115,7 +134,9 @@ class Codecs:
         for k in self.readers[s]:
             op = graph.ops[k]
             name, inputs = _aten(op.target).split(".")[0], [graph.values[v] for v in op.inputs]
-            if name in _INDEXED and len(inputs) == 2 and inputs[1].storage == s and inputs[0].storage != s:
+            if name not in _INDEXED or len(inputs) != 2 or not inputs[0].shape:
+                continue
+            if inputs[1].storage == s and inputs[0].storage != s:
                 same = prod(inputs[1].shape) == max(_extent(v) for v in self.values[s])
                 if same:  # every element is used as an index, so none lies outside
                     tops.append(
@@ -125,7 +146,10 @@ class Codecs:
 
 
 def _extent(v: Value) -> int:
-    """Elements of a storage that a value reaches over."""
-    if 0 in v.shape:
+    """Elements of a storage that a value reaches over: side by side where no strides are known, 0 where strides and
+    shape do not fit together."""
+    if not v.stride:
+        return v.offset + prod(v.shape) if 0 not in v.shape else 0
+    if 0 in v.shape or len(v.shape) != len(v.stride):
         return 0
     return v.offset + 1 + sum((n - 1) * s for n, s in zip(v.shape, v.stride, strict=True))

@@ -7,27 +7,30 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from tightship.graph import Graph, Op
+from tightship.graph import Graph, Op, alignment_of
 
-__all__ = ["Facts", "facts_of"]
+__all__ = ["Facts", "facts_of", "unplanned_need"]
 
 
 @dataclass(frozen=True)
 class Facts:
     """``sees[o]`` maps each storage op ``o`` reads to the number of writes it must have behind it; ``makes``
-    and ``writes`` are the storages an op brings into being and those it writes in place; ``maker[s]`` is -1
-    for the caller's storages; ``final[s]`` counts all writes; ``extra[o]`` is what op ``o`` needs while it
-    runs beyond its results."""
+    and ``writes`` are the storages an op brings into being and those it writes in place; ``views[o]`` are the
+    values op ``o`` reads that another op made as views, without making or writing their storage, each with that op;
+    ``maker[s]`` is -1 for the caller's storages; ``final[s]`` counts all writes; ``extra[o]`` is what op ``o``
+    needs while it runs beyond its results. Offsets, and sizes as they are placed, are multiples of ``alignment``."""
 
     sees: list[dict[int, int]]
     makes: list[list[int]]
     writes: list[list[int]]
+    views: list[dict[int, int]]
     maker: list[int]
     final: list[int]
     extra: list[int]
     static: frozenset[int]
     kept: frozenset[int]
     static_bytes: int
+    alignment: int
 
 
 def facts_of(graph: Graph, inner: dict[int, int] | None = None) -> Facts:
@@ -37,6 +40,8 @@ def facts_of(graph: Graph, inner: dict[int, int] | None = None) -> Facts:
     static = frozenset(graph.values[v].storage for v in graph.inputs)
     final, maker = [0] * count, [-1] * count
     known = set(static)
+    viewer: dict[int, int] = {}  # value -> the op it is a view by
+    views: list[dict[int, int]] = []
     sees: list[dict[int, int]] = []
     makes: list[list[int]] = []
     writes: list[list[int]] = []
@@ -44,33 +49,40 @@ def facts_of(graph: Graph, inner: dict[int, int] | None = None) -> Facts:
         touched = {graph.values[v].storage: None for v in op.outputs}
         new = [s for s in touched if s not in known]
         used = {graph.values[v].storage: None for v in op.inputs} | {s: None for s in op.mutates}
+        views.append({v: viewer[v] for v in op.inputs if v in viewer})
         sees.append({s: final[s] for s in used if s not in new})
         makes.append(new)
         writes.append([s for s in dict.fromkeys(op.mutates) if s not in new])
         for s in new:
             maker[s] = o
+        own = {*new, *writes[-1]}
+        viewer.update((v, o) for v in op.outputs if graph.values[v].storage not in own)
         known.update(new)
         for s in (*new, *writes[-1]):
             final[s] += 1
     kept = frozenset(graph.values[v].storage for v in graph.outputs)
     extra = [op.workspace + max((_need(g, inner) for g in op.calls), default=0) for op in graph.ops]
+    alignment = max((alignment_of(op.device) for op in graph.ops), default=alignment_of("cpu"))
     bytes_ = sum(graph.storages[s].size for s in static)
-    return Facts(sees, makes, writes, maker, final, extra, static, kept, bytes_)
+    return Facts(sees, makes, writes, views, maker, final, extra, static, kept, bytes_, alignment)
+
+
+def unplanned_need(graph: Graph, facts: Facts) -> int:
+    """The most bytes a graph uses beyond its inputs: in its own order, freeing after last use."""
+    size = [s.size for s in graph.storages]
+    last = {s: o for o in range(len(graph.ops)) for s in (*facts.sees[o], *facts.makes[o])}
+    live = peak = 0
+    for o in range(len(graph.ops)):
+        live += sum(size[s] for s in facts.makes[o])
+        peak = max(peak, live + facts.extra[o])
+        over = {*facts.sees[o], *facts.makes[o]} - facts.static - facts.kept
+        live -= sum(size[s] for s in over if last[s] == o)
+    return peak
 
 
 def _need(graph: Graph, inner: dict[int, int]) -> int:
-    """The most bytes a called graph uses beyond its inputs: in its own order, freeing after last use."""
     if id(graph) not in inner:
-        f = facts_of(graph, inner)
-        size = [s.size for s in graph.storages]
-        last = {s: o for o in range(len(graph.ops)) for s in (*f.sees[o], *f.makes[o])}
-        live = peak = 0
-        for o in range(len(graph.ops)):
-            live += sum(size[s] for s in f.makes[o])
-            peak = max(peak, live + f.extra[o])
-            over = {*f.sees[o], *f.makes[o]} - f.static - f.kept
-            live -= sum(size[s] for s in over if last[s] == o)
-        inner[id(graph)] = peak
+        inner[id(graph)] = unplanned_need(graph, facts_of(graph, inner))
     return inner[id(graph)]
 
 

@@ -47,6 +47,8 @@ class Clocks:
     def before(self, a: int, b: int) -> bool:
         if a < 0 or self.single or self.too_many:
             return True
+        if a >= len(self._lane):  # the end of the plan
+            return False
         if self._lane[a] == self._lane[b]:
             return a <= b
         return self._clock[b][self._lane[a]] >= a

@@ -6,7 +6,7 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from tightship.graph import ALIGNMENT, Graph, Op, Storage, aligned
+from tightship.graph import Graph, Op, Storage, aligned
 from tightship.plan import Plan, Residence
 from tightship.verify.facts import Facts
 from tightship.verify.lanes import Clocks
@@ -47,7 +47,7 @@ def check_residences(
         if begin >= finish:
             message = f"the residence of {name} ends before it begins"
             ledger.add("wrong-residence", r.start, (name,), message)
-        elif r.size > 0 and r.pool != "out" and _inside(r, name, plan, ledger):
+        elif r.size > 0 and r.pool != "out" and _inside(r, name, plan, facts, ledger):
             block = _Block(name, r.offset, r.offset + r.size, begin, finish, released)
             pools.setdefault(r.pool, []).append(block)
     if plan.handed != handed:
@@ -83,9 +83,9 @@ def _name(graph: Graph, r: Residence) -> str:
     return f"request {r.request} of step {r.start}" if r.request >= 0 else f"workspace of step {r.start}"
 
 
-def _inside(r: Residence, name: str, plan: Plan, ledger: Ledger) -> bool:
-    if r.offset % ALIGNMENT:
-        message = f"{name} lies at {r.offset}, which is no multiple of {ALIGNMENT}"
+def _inside(r: Residence, name: str, plan: Plan, facts: Facts, ledger: Ledger) -> bool:
+    if r.offset % facts.alignment:
+        message = f"{name} lies at {r.offset}, which is no multiple of {facts.alignment}"
         ledger.add("misaligned", r.start, (name,), message)
     end = {"device": plan.arena, "host": plan.host}.get(r.pool, r.offset + r.size)
     if r.offset < 0 or r.offset + r.size > end:
@@ -148,7 +148,7 @@ def _compare(graph: Graph, facts: Facts, plan: Plan, r: Residence, stay: Stay, l
     if r.end != stay.end:
         message = f"{name} ({r.form}) is resident until step {stay.end}, not {r.end}"
         ledger.add("wrong-residence", r.start, (name,), message)
-    if not stay.size <= r.size <= aligned(stay.size):
+    if not stay.size <= r.size <= aligned(stay.size, facts.alignment):
         message = f"{name} ({r.form}) has {stay.size} bytes, not {r.size}"
         ledger.add("wrong-residence", r.start, (name,), message)
     if not _pool_fits(graph, facts, len(plan.steps), r, stay):
@@ -196,7 +196,7 @@ def _scratch(
             block += max(op.workspace, _temporaries(op))
         placed: set[int] = set()
         for r in rows:
-            if _scratch_fits(op, r, block) and r.request not in placed:
+            if _scratch_fits(op, r, block, facts.alignment) and r.request not in placed:
                 placed.add(r.request)
                 found.append((r, i))
             else:
@@ -214,16 +214,17 @@ def _scratch(
     return found
 
 
-def _scratch_fits(op: Op, r: Residence, block: int) -> bool:
+def _scratch_fits(op: Op, r: Residence, block: int, alignment: int) -> bool:
     if r.end != r.start + 1 or r.form != "full" or r.pool == "out":
         return False
     if r.request < 0:
-        return r.request == -1 and r.first == -1 and r.last == -1 and 0 < block <= r.size <= aligned(block)
+        whole = aligned(block, alignment)
+        return r.request == -1 and r.first == -1 and r.last == -1 and 0 < block <= r.size <= whole
     if r.request >= len(op.requests) or op.requests[r.request].storage >= 0:
         return False
     q = op.requests[r.request]
     until_end = r.last == -1 or (q.end >= 0 and r.last >= q.end)
-    return -1 <= r.first <= q.start and until_end and q.size <= r.size <= aligned(q.size)
+    return -1 <= r.first <= q.start and until_end and q.size <= r.size <= aligned(q.size, alignment)
 
 
 def _temporaries(op: Op) -> int:

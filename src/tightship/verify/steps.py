@@ -13,6 +13,7 @@ from tightship.graph import Graph
 from tightship.machine import LOSSY
 from tightship.plan import FORMS, KINDS, Step
 from tightship.verify.codecs import Codecs
+from tightship.verify.effects import has_effects
 from tightship.verify.facts import Facts, place_of
 from tightship.verify.lanes import MAX_STREAMS, Clocks, Lanes
 from tightship.verify.ledger import Ledger
@@ -51,7 +52,7 @@ class _Copy:
 
 class Replay:
     """``stays`` the steps imply, ``ran`` (step, op) of all op runs, ``took`` (step, storage, the one whose place it
-    takes), ``peak`` bytes with the static set."""
+    takes), ``peak`` bytes with the static set, ``host_peak`` bytes copied out."""
 
     def __init__(
         self,
@@ -70,6 +71,7 @@ class Replay:
         self.ran: list[tuple[int, int]] = []
         self.took: list[tuple[int, int, int]] = []
         self.live = self.peak = facts.static_bytes
+        self.host_live = self.host_peak = 0
         self._at: dict[int, int] = {}  # op -> the step that computed it
         self._written = [0] * len(graph.storages)  # writes by first runs so far
         self._random = (-1, -1)  # (op, step) of the last random op in the graph's order
@@ -151,8 +153,9 @@ class Replay:
 
     def _pure(self, i: int, k: int) -> None:
         op = self.graph.ops[k]
-        if op.effect or (op.random and k not in self._forms["state"]):
-            what = "has effects" if op.effect else "draws from the random state, which is not saved,"
+        effect = op.effect or has_effects(op.target)
+        if effect or (op.random and k not in self._forms["state"]):
+            what = "has effects" if effect else "draws from the random state, which is not saved,"
             self.note("impure-recompute", i, (op.name,), f"{place_of(op)} {what} and runs only once")
         elif op.random:
             self._late(i, self.lanes.read(i, ("state", k)), op.name)
@@ -195,6 +198,7 @@ class Replay:
 
     def _reads(self, i: int, k: int, again: bool, skip: frozenset[int]) -> None:
         full = self._forms["full"]
+        self._views(i, k)
         for s, need in self.facts.sees[k].items():
             if s in skip:
                 continue
@@ -214,6 +218,18 @@ class Replay:
                 message = f"{place_of(op)} must see {name} after {need} writes, not after {here.version}"
                 self.note(code, i, (name, op.name), message)
             self._late(i, self.lanes.read(i, ("full", s)), name)
+
+    def _views(self, i: int, k: int) -> None:
+        """A view is there with its storage, in every residence, but not before the op that makes it has run."""
+        op = self.graph.ops[k]
+        for v, maker in self.facts.views[k].items():
+            name, source = self.graph.values[v].name, self.graph.ops[maker].name
+            if maker not in self._at:
+                message = f"{place_of(op)} reads {name}, a view that {source} has not made yet"
+                self.note("use-before-definition", i, (name, op.name), message)
+            else:
+                at = self._at[maker]
+                self._late(i, [at] * (not self.clocks.before(at, i)), name)
 
     def _writes(self, i: int, k: int, again: bool, skip: frozenset[int]) -> None:
         foreign = self._foreign_writes(k) if again else []
@@ -282,6 +298,9 @@ class Replay:
         self.lanes.make(i, (form, s))
         if form != "host":
             self.live += size
+        else:
+            self.host_live += size
+            self.host_peak = max(self.host_peak, self.host_live)
 
     def _copy(self, i: int, step: Step) -> None:
         source, target = _COPIES[step.kind]
@@ -334,6 +353,8 @@ class Replay:
             self.stays.append(Stay(s, step.form, here.start, i, here.size, i))
             if step.form != "host":
                 self.live -= here.size
+            else:
+                self.host_live -= here.size
 
     def _forget(self, i: int, step: Step) -> None:
         here = self._forms["state"].pop(step.op, None)

@@ -21,7 +21,6 @@ class Naive:
     def __init__(self, program, model, optimizer=None, replay=True):
         self.program, self.model, self.optimizer, self.replay = program, model, optimizer, replay
         self.names = dict(model.named_parameters()), dict(model.named_buffers())
-        self.updaters = {c.fn.name: c.fn for c in program.calls if hasattr(c.fn, "state_keys")}
 
     def caller(self, slot, leaves):
         """The caller's tensor of a slot; None for state that does not exist yet."""

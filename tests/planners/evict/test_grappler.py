@@ -9,6 +9,7 @@ from dataclasses import replace
 import pytest
 
 from chains import chain
+from lowering import costs
 from models import MODELS
 from tightship.errors import BadInput
 from tightship.frontends.torch.step import capture_loss
@@ -66,7 +67,7 @@ def checked(f: Frame, d: Decision) -> tuple[Step, ...]:
     steps = steps_of(f, d)
     line = replay(f.graph, steps)
     assert line.peak == d.peak
-    assert verify(f.graph, Plan(f.graph.digest, steps, peak=line.peak, static=f.graph.static_bytes)) == []
+    assert verify(f.graph, Plan(f.graph.digest, steps, **costs(f.graph, steps))) == []
     return steps
 
 

@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 
 from chains import chain
+from lowering import costs
 from tightship.graph import Graph
 from tightship.plan import Plan, Step
 from tightship.planners.evict import greedy
@@ -45,8 +46,7 @@ def test_what_is_drawn_again_has_its_state_saved_once_and_freed_last(part: float
     assert line.peak <= found.peak + STATE * len(again)
     layout = lay_out(graph, steps)
     plan = Plan(
-        graph.digest, steps, layout.residences, peak=line.peak, static=graph.static_bytes, arena=layout.arena,
-        handed=layout.handed,
+        graph.digest, steps, layout.residences, arena=layout.arena, handed=layout.handed, **costs(graph, steps)
     )  # fmt: skip
     assert verify(graph, plan) == []
     bare = replace(plan, steps=tuple(replace(s, saves=False) for s in steps))

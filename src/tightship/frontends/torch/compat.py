@@ -17,6 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 
 from tightship.errors import Unsupported
 from tightship.graph import CUDA_ALIGNMENT
+from tightship.process_local import NotCopied
 
 __all__ = [
     "DATA_ERRORS",
@@ -35,6 +36,7 @@ __all__ = [
     "flop_formula",
     "forward_sequence",
     "generator_of",
+    "gradient_hooks",
     "is_collective",
     "is_composite",
     "is_fake",
@@ -44,6 +46,7 @@ __all__ = [
     "plain_execution",
     "plain_step",
     "process_settings",
+    "replaced_step",
     "require_torch",
     "returns_tensors",
     "runnable",
@@ -51,6 +54,7 @@ __all__ = [
     "storage_reference",
     "undeclared_writes",
     "without_modes",
+    "world_size",
     "written_arguments",
 ]
 
@@ -73,6 +77,7 @@ from torch._C import _current_autograd_node  # noqa: E402
 from torch._subclasses import fake_tensor as _fake  # noqa: E402
 from torch.multiprocessing.reductions import StorageWeakRef  # noqa: E402
 from torch.nn.modules import module as _module  # noqa: E402
+from torch.optim import optimizer as _optimizer  # noqa: E402
 from torch.utils.flop_counter import flop_registry  # noqa: E402
 
 DATA_ERRORS: tuple[type[Exception], ...] = (
@@ -132,12 +137,16 @@ def storage_key(tensor: torch.Tensor) -> int:
     return int(tensor.untyped_storage()._cdata)
 
 
+class _StorageReference(NotCopied, StorageWeakRef):  # type: ignore[misc]
+    """A weak count of a storage, given back once: a copy would give it back again."""
+
+
 def storage_reference(tensor: torch.Tensor) -> Any:
     """Keeps ``storage_key`` from being given to another storage, without keeping the storage in use.
 
     A strong reference would change what autograd does: it adds gradients in place when nobody else holds them.
     """
-    return StorageWeakRef(tensor.untyped_storage())
+    return _StorageReference(tensor.untyped_storage())
 
 
 # --- what an op declares --------------------------------------------------------------------------------------
@@ -292,8 +301,19 @@ def is_inplace_view(fn: Any) -> bool:
     return torch.Tag.inplace_view in fn.tags
 
 
+def world_size() -> int:
+    """Ranks that train together; 1 where torch.distributed is not initialized."""
+    there = torch.distributed.is_available() and torch.distributed.is_initialized()
+    return torch.distributed.get_world_size() if there else 1
+
+
 def is_collective(fn: Any) -> bool:
-    return fn.namespace in ("c10d", "c10d_functional", "_c10d_functional", "_c10d_functional_autograd")
+    return getattr(fn, "namespace", None) in (
+        "c10d",
+        "c10d_functional",
+        "_c10d_functional",
+        "_c10d_functional_autograd",
+    )
 
 
 def flop_formula(fn: Any) -> Callable[..., int] | None:
@@ -349,15 +369,25 @@ def plain_step(optimizer_class: type) -> Callable[..., Any]:
     return step.__wrapped__ if getattr(step, "hooked", False) else step
 
 
-def clean_optimizer_hooks(optimizer: Any) -> None:
-    for name in list(vars(optimizer)):
-        if name.endswith("_hooks") and name.startswith("_optimizer_"):
-            setattr(optimizer, name, type(getattr(optimizer, name))())
-
-
 def optimizer_hooks(optimizer: Any) -> bool:
-    """Whether somebody asked to be called around the optimizer's step."""
-    return bool(optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks)
+    """Whether somebody asked to be called around the optimizer's step, or around that of every optimizer."""
+    own = optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks
+    return bool(own or _optimizer._global_optimizer_pre_hooks or _optimizer._global_optimizer_post_hooks)
+
+
+def replaced_step(optimizer: Any) -> Any:
+    """The ``step`` among the optimizer's attributes; None if there is none, or one that only counts calls for a
+    learning-rate scheduler."""
+    step = vars(optimizer).get("step")
+    if step is None or not getattr(step, "_wrapped_by_lr_sched", False):
+        return step
+    inner, usual = getattr(step, "__wrapped__", None), type(optimizer).step
+    return None if inner in (usual, getattr(usual, "__wrapped__", usual)) else step
+
+
+def gradient_hooks(tensor: torch.Tensor) -> bool:
+    """Whether somebody asked to be called when the tensor gets its gradient."""
+    return bool(tensor._backward_hooks or getattr(tensor, "_post_accumulate_grad_hooks", None))
 
 
 # --- running ops ----------------------------------------------------------------------------------------------

@@ -6,9 +6,11 @@ The other half of ``compat``, under the same rule: nothing else in tightship may
 from __future__ import annotations
 
 import operator
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Final
 
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
@@ -19,6 +21,8 @@ from tightship.frontends.torch.compat import require_torch
 require_torch()
 
 from torch._dynamo import config as _dynamo_config  # noqa: E402
+from torch._dynamo import convert_frame as _convert_frame  # noqa: E402
+from torch._dynamo import utils as _utils  # noqa: E402
 from torch._dynamo.backends.common import aot_autograd as _aot_autograd  # noqa: E402
 from torch._dynamo.exc import TorchDynamoException  # noqa: E402
 from torch._functorch import config as _config  # noqa: E402
@@ -29,13 +33,16 @@ from torch.fx import Graph, GraphModule, Node  # noqa: E402
 from torch.fx._lazy_graph_module import _make_graph_module  # noqa: E402
 
 __all__ = [
+    "Break",
     "boxed",
     "compile_training",
     "compiled_options",
     "example_of",
     "fixed_sizes",
     "frame",
+    "frame_session",
     "graph_break",
+    "graph_is_built",
     "graph_is_kept",
     "is_backward",
     "is_control_flow",
@@ -51,6 +58,7 @@ __all__ = [
     "split",
     "unchecked_saving",
     "wanted_by_forward",
+    "watch_frames",
 ]
 
 Compiler = Callable[[GraphModule, Sequence[Any]], Callable[[list[Any]], Any]]
@@ -100,6 +108,17 @@ def graph_is_kept() -> bool:
     """Whether the backward pass being run leaves what was saved alive (``retain_graph``,
     ``create_graph``)."""
     return bool(torch._C._autograd._get_current_graph_task_keep_graph())
+
+
+def graph_is_built() -> bool:
+    """Whether the backward pass being run is to be differentiated again (``create_graph``), which AOTAutograd
+    refuses only when that happens."""
+    frame = sys._getframe() if graph_is_kept() else None
+    while frame is not None:
+        if frame.f_code.co_name == "_double_backward":
+            return True
+        frame = frame.f_back
+    return False
 
 
 @contextmanager
@@ -259,13 +278,117 @@ def last_time() -> int | None:
     return count if count == limit else None
 
 
-def graph_break(gm: GraphModule) -> str | None:
-    """Where the caller's code goes on after this graph, to be compiled on its own; None if it does not."""
+@dataclass(frozen=True, slots=True)
+class Break:
+    """Where the caller's code goes on after a graph, to be compiled on its own, and why Dynamo could not go on.
+
+    ``runs``: whether ops may run there, outside of all graphs. ``by_ddp``: whether there was no need, but for the
+    buckets of DistributedDataParallel.
+    """
+
+    place: str
+    why: str
+    runs: bool
+    by_ddp: bool
+
+
+_RUNS_NOTHING: Final = (
+    "Call to `torch._dynamo.graph_break()`",
+    "logging.Logger method",
+    "generic_jump",  # a branch on data: a number is read
+    "Unsupported Tensor.item()",
+)
+
+
+def graph_break(gm: GraphModule) -> Break | None:
+    """What follows the graph; None if it is the last of its frame."""
     reason = getattr(gm, "compile_subgraph_reason", None)
     if reason is None or not reason.graph_break:
         return None
     stack = reason.user_stack or []
-    return f"{stack[-1].filename.rpartition('/')[2]}:{stack[-1].lineno}" if stack else "an unknown place"
+    place = f"{stack[-1].filename.rpartition('/')[2]}:{stack[-1].lineno}" if stack else "an unknown place"
+    text = str(reason.reason)
+    runs = not text.startswith(_RUNS_NOTHING) and "builtin operator `print`" not in text
+    why = "it does not trace that call" if text == "step_unsupported" else _first_line(text)
+    return Break(place, why, runs, text.startswith("DDPOptimizer"))
+
+
+def _first_line(text: str) -> str:
+    return text.strip().partition("\n")[0].rstrip(".")
+
+
+Skipped = Callable[[Any, dict[str, Any] | None, str, str, bool], object]
+
+
+def watch_frames(backend: Any, skipped: Skipped) -> None:
+    """Calls ``skipped(session, options, what, why, first)`` when Dynamo gives up a frame that was to be compiled with
+    ``backend`` and runs it as it is, before it does, and for each of torch's modules that is then called by itself
+    (``first`` is False). What it returns is the next call's ``session``, and lives as long as the compiled code.
+
+    Dynamo asks no backend then, has no hook for it, and passes over that code from then on, in other models too: here
+    only in this one.
+    """
+    wrapper = _convert_frame.CatchErrorsWrapper
+    original = getattr(wrapper.__call__, "_tightship_original", wrapper.__call__)
+
+    def call(self: Any, frame: Any, cache_entry: Any, state: Any) -> Any:
+        kwargs = _kwargs_of(self, backend)
+        if kwargs is None:
+            return original(self, frame, cache_entry, state)
+        given_up = self.__dict__.setdefault("_tightship_given_up", {})
+        if frame.f_code in given_up:
+            return given_up[frame.f_code]
+        before = _utils.get_compilation_metrics()[-1:]
+        found = original(self, frame, cache_entry, state)
+        last = _utils.get_compilation_metrics()[-1:]
+        why = last[0].fail_reason if last and last != before else None
+        module = _module_passed_over(frame, found)
+        if found.guarded_code is None and (why or module):
+            what = _where(frame.f_code) if why else module
+            why = _first_line(why or "Dynamo leaves it to its caller")
+            known = getattr(self, "_tightship_session", None)
+            self._tightship_session = skipped(known, kwargs.get("options"), what, why, not module)
+            found.apply_to_code = False
+            given_up[frame.f_code] = found
+        return found
+
+    call._tightship_original = original  # type: ignore[attr-defined]
+    wrapper.__call__ = call
+
+
+def _where(code: Any) -> str:
+    file = code.co_filename.rpartition("/")[2]
+    if file == "external_utils.py":  # Dynamo's own wrapper around a module of torch's
+        return "the compiled module"
+    return f"{code.co_name} ({file}:{code.co_firstlineno})"
+
+
+def _module_passed_over(frame: Any, found: Any) -> str:
+    """Which of torch's own modules is called outside of all graphs: Dynamo compiles those with callers."""
+    code = frame.f_code
+    if code.co_name != "forward" or "skipfiles" not in (found.skip_reason or "") or not code.co_argcount:
+        return ""
+    module = frame.f_locals.get(code.co_varnames[0])
+    return f"{type(module).__name__}.forward" if isinstance(module, torch.nn.Module) else ""
+
+
+def frame_session(compiled: Any) -> Any:
+    """What `watch_frames` keeps for a compiled module or function, None if no frame of it was given up."""
+    for callback in _callbacks(compiled):
+        found = getattr(callback, "_tightship_session", None)
+        if found is not None:
+            return found
+    return None
+
+
+def _kwargs_of(callback: Any, backend: Any) -> dict[str, Any] | None:
+    """What ``backend`` is given by torch.compile, if it is what ``callback`` compiles with."""
+    while callback is not None:
+        if getattr(callback, "compiler_fn", None) is backend:
+            kwargs = getattr(callback, "kwargs", None)
+            return kwargs if isinstance(kwargs, dict) else {}
+        callback = getattr(callback, "_torchdynamo_orig_backend", None)
+    return None
 
 
 def source_name(node: Node) -> str:
@@ -308,16 +431,22 @@ def fixed_sizes(gm: GraphModule, inputs: Sequence[Any]) -> bool:
 def compiled_options(compiled: Any) -> dict[str, Any] | None:
     """The ``options`` a module or function was given to ``torch.compile`` with, the same object; None if
     none."""
+    for callback in _callbacks(compiled):
+        kwargs = getattr(callback, "kwargs", None)
+        if isinstance(kwargs, dict) and hasattr(callback, "compiler_fn"):
+            return kwargs.get("options")
+    return None
+
+
+def _callbacks(compiled: Any) -> Iterator[Any]:
+    """From what Dynamo calls with each frame down to what torch.compile was given."""
     implementation = getattr(compiled, "_compiled_call_impl", None)  # Module.compile
     for thing in (compiled, implementation):
         for context in _contexts(thing):
             callback = getattr(context, "callback", None)
             while callback is not None:
-                kwargs = getattr(callback, "kwargs", None)
-                if isinstance(kwargs, dict) and hasattr(callback, "compiler_fn"):
-                    return kwargs.get("options")
+                yield callback
                 callback = getattr(callback, "_torchdynamo_orig_backend", None)
-    return None
 
 
 def _contexts(thing: Any) -> Iterator[Any]:

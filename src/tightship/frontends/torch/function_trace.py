@@ -20,6 +20,7 @@ from typing import Any
 import torch
 
 from tightship.frontends.torch import compat
+from tightship.process_local import NotCopied
 
 __all__ = [
     "ExecutionState",
@@ -140,7 +141,7 @@ class FunctionCall:
 
 
 @dataclass
-class FunctionTrace:
+class FunctionTrace(NotCopied):
     """``tensors`` are those that the code gets to see, by number: the caller's own parameters, buffers and
     constants, stand-ins without data for everything else. The first ``inputs`` are parameters, buffers and, from
     ``leaves`` on, the batch's. ``constants`` gives the form of each constant; for those in ``rigid``, which share

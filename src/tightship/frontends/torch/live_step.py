@@ -20,6 +20,7 @@ from tightship.frontends.torch.expired import expire_kept
 from tightship.frontends.torch.function_trace import FunctionTrace
 from tightship.frontends.torch.loss import LossFn, checked_loss
 from tightship.frontends.torch.numbers import Renumbering, with_numbers_at
+from tightship.frontends.torch.optim import Updates
 from tightship.frontends.torch.program import Program
 from tightship.frontends.torch.rerun import Rerun
 from tightship.frontends.torch.step import StepCapture, check_changes, checked_leaf
@@ -60,7 +61,7 @@ class Asked:
 
 
 def run_code(
-    owned: Owned, loss_fn: LossFn, optimizer: torch.optim.Optimizer | None, batch: Any,
+    owned: Owned, loss_fn: LossFn, updates: Updates, batch: Any,
     traces: Sequence[FunctionTrace], *, name: str = "step",
 ) -> Asked:  # fmt: skip
     """Run ``loss_fn(model, batch)`` of ``owned.model`` on stand-ins, with its side effects; ``traces`` are those of
@@ -73,7 +74,7 @@ def run_code(
     try:
         with compat_capture.python_for_stand_ins(has_data=True), code.open():
             out = code.rerun.run(lambda given: code.asked(loss_fn, given))
-            asked = code.finish(out, optimizer)
+            asked = code.finish(out, updates)
             del out
         return asked
     finally:
@@ -175,7 +176,7 @@ class _Code:
 
     # --- when it has run ---
 
-    def finish(self, out: Any, optimizer: torch.optim.Optimizer | None) -> Asked:
+    def finish(self, out: Any, updates: Updates) -> Asked:
         rerun = self.rerun
         tensors = [t for t in flatten(out) if isinstance(t, torch.Tensor)]
         numbers = rerun.settle(tensors)
@@ -206,7 +207,7 @@ class _Code:
         loss = checked_loss(out)
         guards = len(capture.guards)
         program = capture.program(
-            fakes[rerun.number(loss)], [fakes[n] for n in results], spec, optimizer, self.notes(left)
+            fakes[rerun.number(loss)], [fakes[n] for n in results], spec, updates, self.notes(left)
         )
         self.note(trace, program, capture.guards[guards:], left)
         check_changes(self.changes, program)

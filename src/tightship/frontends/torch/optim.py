@@ -1,23 +1,26 @@
-"""Updater: the optimizer's step for one parameter, as one opaque op.
+"""Updater: an optimizer's step as opaque ops, one for each parameter or one for all of them.
 
-Any optimizer that treats its parameters independently gives the same bits when it steps them one at a time, so the
-update of a parameter can run as soon as its gradient is there, and the gradient be freed.
+An optimizer that treats its parameters independently gives the same bits when it steps them one at a time, so the
+update of a parameter can run as soon as its gradient is there, and the gradient be freed. Those of torch.optim do;
+others are tried (`optim_probe`). What couples parameters steps all of them in one op: always right, and every
+gradient is there until then, as in eager.
 """
 
 from __future__ import annotations
 
-import copy
 import inspect
-from collections import defaultdict
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
 
 import torch
 
 from tightship.errors import BadInput, Unsupported
 from tightship.frontends.torch import compat
+from tightship.frontends.torch.optim_copy import Disagreement, Turns, bare, copied, kept_tensors, stepped
+from tightship.frontends.torch.optim_probe import why_together
 
-__all__ = ["Updater", "updaters"]
+__all__ = ["Member", "Updater", "Updates", "independent", "settings", "updaters"]
 
 _INDEPENDENT = (
     "Adadelta", "Adafactor", "Adagrad", "Adam", "Adamax", "AdamW", "ASGD", "Muon", "NAdam", "RAdam", "RMSprop",
@@ -25,74 +28,152 @@ _INDEPENDENT = (
 )  # fmt: skip
 
 
-class Updater:
-    """``updater(param, grad, *state)`` steps one parameter of the real optimizer with the gradient ``grad``.
+@dataclass(frozen=True)
+class Member:
+    """A parameter that an updater steps: its place in the optimizer, its name in the model, and its state's tensors,
+    ``state_like`` being of the right metadata (perhaps fake)."""
 
-    It works on the optimizer's own parameter and state, which the caller's tensors are (they are named in the
-    call so that a planner sees them); hyperparameters are those of the real group at the time of the call.
+    group: int
+    param: torch.Tensor
+    name: str
+    state_keys: tuple[Any, ...]
+    state_like: tuple[torch.Tensor, ...]
+
+    def materialised(self, optimizer: Any) -> bool:
+        """Whether all of the state exists (optimizers create it at their first step)."""
+        state = optimizer.state.get(self.param, {})
+        return all(isinstance(state.get(k), torch.Tensor) for k in self.state_keys)
+
+
+Result = TypeVar("Result")
+Pairs = list[tuple[torch.Tensor, torch.Tensor]]
+Run = Callable[[list[torch.Tensor]], None]
+"""Steps an updater's members with their gradients."""
+
+
+class Updater:
+    """``updater(param, grad, *state)``, with these for each member, steps the members in the real optimizer.
+
+    It works on the optimizer's own parameters and state, which the caller's tensors are (they are named in the call
+    so that a planner sees them); hyperparameters are those of the real groups at the time of the call.
+    ``writes_gradients``: what it leaves in a gradient may differ from what was given. ``keeps``: what it makes may
+    outlive the step even if all state exists.
     """
 
     def __init__(
         self,
         optimizer: torch.optim.Optimizer,
-        group: int,
-        param: torch.Tensor,
-        name: str,
-        known: dict[Any, Any] | None = None,
+        members: Sequence[Member],
+        run: Run,
+        *,
+        writes_gradients: bool = False,
+        keeps: bool = False,
     ) -> None:
-        """``known`` remembers what state parameters of one kind get; share it between updaters."""
-        self.optimizer = optimizer
-        self.group = group
-        self.param = param
-        self.name = name
-        self.state_keys, self.state_like = _state_of(optimizer, group, param, {} if known is None else known)
-        self._mini = _mini(optimizer, group, param)
-        self._step = compat.plain_step(type(optimizer))
+        self.optimizer, self.members = optimizer, tuple(members)
+        self.writes_gradients, self.keeps = writes_gradients, keeps
+        self._run = run
+        self._gradients: list[int] = []  # where they stand among the arguments
+        at = 1
+        for m in self.members:
+            self._gradients.append(at)
+            at += 2 + len(m.state_keys)
 
-    def __call__(self, param: torch.Tensor, grad: torch.Tensor, *state: torch.Tensor) -> None:
-        self._mini.state = self.optimizer.state
-        _run(self._mini, self._step, self.optimizer.param_groups[self.group], self.param, grad)
+    def __call__(self, *tensors: torch.Tensor) -> None:
+        self._run([tensors[k] for k in self._gradients])
 
-    def state_tensors(self) -> tuple[torch.Tensor, ...]:
-        """The optimizer's state of this parameter, in the order of ``state_keys``; ``materialised`` must hold."""
-        state = self.optimizer.state[self.param]
-        return tuple(state[k] for k in self.state_keys)
+    @property
+    def name(self) -> str:
+        """The parameter's name, or how many there are."""
+        first, *more = self.members
+        return f"{len(self.members)} parameters" if more else first.name
 
     @property
     def materialised(self) -> bool:
         """Whether all of the state exists (optimizers create it at their first step)."""
-        state = self.optimizer.state.get(self.param, {})
-        return all(isinstance(state.get(k), torch.Tensor) for k in self.state_keys)
+        return all(m.materialised(self.optimizer) for m in self.members)
 
     def rehearsal(self) -> Callable[[], None]:
-        """The same update on copies of parameter and state, for measuring: changes nothing real.
+        """The same update on copies of parameters and state, for measuring: changes nothing real.
 
         State that does not exist yet is created by a first update here, before the returned function runs.
         """
-        param = torch.nn.Parameter(self.param.detach().clone(), self.param.requires_grad)
-        grad = torch.zeros_like(param)
-        mini = _mini(self.optimizer, self.group, param)
-        mini.state = defaultdict(dict)
-        if self.materialised:
-            mini.state[param] = copy.deepcopy(self.optimizer.state.get(self.param, {}))
-        group = self.optimizer.param_groups[self.group]
+        others = {
+            id(m.param): torch.nn.Parameter(m.param.detach().clone(), m.param.requires_grad)
+            for m in self.members
+        }
+        made, step = copied(self.optimizer, others), compat.plain_step(type(self.optimizer))
+        pairs = [(q, torch.zeros_like(q)) for q in others.values()]
+
+        def run() -> None:
+            if self.writes_gradients:
+                for _, g in pairs:
+                    g.zero_()
+            stepped(made, step, pairs)
+
         if not self.materialised:
-            _run(mini, self._step, group, param, grad)
-        return lambda: _run(mini, self._step, group, param, grad)
+            run()
+        return run
 
 
-def updaters(
-    optimizer: torch.optim.Optimizer, model_parameters: Mapping[str, torch.Tensor]
-) -> dict[str, Updater]:
-    """An updater for each parameter of the optimizer that requires a gradient, by the model's name for it.
+class Updates:
+    """How an optimizer's step is divided into ops. ``names`` are the model's for the parameters that it steps;
+    ``together`` says why one op steps them all, and is None where each has its own."""
 
-    Raises ``Unsupported`` for optimizers that do not treat parameters independently or have hooks around their
-    step, ``BadInput`` for one that does not hold the model's parameters.
+    def __init__(
+        self, optimizer: torch.optim.Optimizer, places: Mapping[str, tuple[int, torch.Tensor]]
+    ) -> None:
+        self.optimizer, self._places = optimizer, places
+        self.names = tuple(places)
+        self.keeps = False
+        self._known = independent(optimizer)
+        self.together = None if self._known else why_together(optimizer)
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What a user should know of it, once `ops` has been called."""
+        name, found = type(self.optimizer).__name__, []
+        if self.together is not None:
+            found.append(
+                f"{name} steps all parameters at once, when all gradients are there: {self.together}"
+            )
+        if self.keeps:
+            found.append(f"{name} makes new tensors for its state at each step, beside the ones it had")
+        return tuple(found)
+
+    def ops(self, gradients: Collection[str]) -> list[Updater]:
+        """The updaters of a step in which the parameters of these names get a gradient.
+
+        Raises ``Unsupported`` for state that cannot be planned, and for a step that does not run."""
+        names = [n for n in self.names if n in gradients]
+        optimizer = self.optimizer
+        if not names:
+            return []
+        members = _members(optimizer, [(*self._places[n], n) for n in names], self.together is not None)
+        if self._known:
+            return [Updater(optimizer, [m], _alone(optimizer, m)) for m in members]
+        self.keeps = _keeps(optimizer, [m.param for m in members])
+        if self.together is not None:
+            params, step = [m.param for m in members], compat.plain_step(type(optimizer))
+
+            def run(grads: list[torch.Tensor]) -> None:
+                stepped(optimizer, step, zip(params, grads, strict=True))
+
+            return [Updater(optimizer, members, run, writes_gradients=True, keeps=self.keeps)]
+        turns = Turns(optimizer, len(members))
+        return [
+            Updater(optimizer, [m], _turn(turns, m), writes_gradients=True, keeps=self.keeps) for m in members
+        ]
+
+
+def updaters(optimizer: torch.optim.Optimizer, model_parameters: Mapping[str, torch.Tensor]) -> Updates:
+    """How the optimizer's step becomes ops on those of the model's parameters that require a gradient.
+
+    Raises ``Unsupported`` for optimizers whose step needs a closure, has hooks around it, draws random numbers or
+    does not run on copies of its parameters; ``BadInput`` for one that does not hold the model's parameters.
     """
     _check(optimizer)
     names = {id(p): n for n, p in reversed(list(model_parameters.items()))}
-    made: dict[str, Updater] = {}
-    known: dict[Any, Any] = {}
+    places: dict[str, tuple[int, torch.Tensor]] = {}
     for g, group in enumerate(optimizer.param_groups):
         for k, p in enumerate(group["params"]):
             if not p.requires_grad:
@@ -103,133 +184,181 @@ def updaters(
                     tuple(p.shape),
                     f"group {g}, entry {k}",
                 )
-            made[names[id(p)]] = Updater(optimizer, g, p, names[id(p)], known)
-    if not made:
+            places[names[id(p)]] = g, p
+    if not places:
         raise BadInput(
             "the optimizer holds a parameter of the model that requires a gradient", place="optimizer"
         )
-    return made
+    return Updates(optimizer, places)
+
+
+def independent(optimizer: Any) -> bool:
+    """Whether the optimizer is of a class of torch's that treats its parameters independently; subclasses are not."""
+    cls = type(optimizer)
+    return cls.__name__ in _INDEPENDENT and getattr(torch.optim, cls.__name__, None) is cls
+
+
+def settings(optimizer: Any) -> tuple[Any, ...]:
+    """What decides which ops a step of the optimizer is made of; other numbers are read anew at each step.
+
+    Numbers that are zero leave ops out; of classes that are not torch's they may count, and are not looked at.
+    """
+    known = independent(optimizer)
+
+    def kind(name: str, value: Any) -> Any:
+        if value is None or isinstance(value, (bool, str)):
+            return value
+        if isinstance(value, (int, float)):
+            return bool(value) if known and "lr" not in name else "a number"
+        return type(value).__name__
+
+    groups = [{n: kind(n, x) for n, x in g.items() if n != "params"} for g in optimizer.param_groups]
+    members = [[id(p) for p in g["params"]] for g in optimizer.param_groups]
+    around = compat.optimizer_hooks(optimizer), compat.replaced_step(optimizer) is None
+    return type(optimizer), compat.plain_step(type(optimizer)), members, groups, around
 
 
 def _check(optimizer: Any) -> None:
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise BadInput("the optimizer is a torch.optim.Optimizer", type(optimizer).__name__, "optimizer")
     cls = type(optimizer)
+    name = f"the optimizer {cls.__name__}"
     closure = inspect.signature(compat.plain_step(cls)).parameters.get("closure")
     if closure is not None and closure.default is inspect.Parameter.empty:
-        raise Unsupported(
-            f"the optimizer {cls.__name__}",
-            "its step needs a closure that runs the model again",
-            "use AdamW or SGD",
-        )
+        raise Unsupported(name, "its step needs a closure that runs the model again", "use AdamW or SGD")
     if compat.optimizer_hooks(optimizer):
         raise Unsupported(
             f"a {cls.__name__} with step hooks",
-            "its step runs once per parameter",
+            "its step is an op among others in a planned step",
             "call them after the step",
         )
-    if not _known_independent(cls):
-        _probe(optimizer)
+    if compat.replaced_step(optimizer) is not None:
+        raise Unsupported(
+            f"{name} with another step in its attributes",
+            "what it does cannot be tried on copies",
+            "override step() in a subclass",
+        )
+    if any(g.get("differentiable") for g in optimizer.param_groups):
+        raise Unsupported(f"{name} with differentiable=True", "a planned step is not differentiable")
 
 
-def _known_independent(cls: type) -> bool:
-    return cls.__module__.startswith("torch.optim.") and cls.__name__ in _INDEPENDENT
+# --- one parameter of one of torch's own ----------------------------------------------------------------------
 
 
-def _mini(optimizer: torch.optim.Optimizer, group: int, param: torch.Tensor) -> Any:
-    """An optimizer of the same class and settings with one parameter; made without its constructor, whose
-    defaults may differ from the group's values."""
-    cls: Any = type(optimizer)
-    mini = cls.__new__(cls)
-    mini.__dict__.update(vars(optimizer))
-    mini.__dict__.pop("step", None)  # what a scheduler put there counts steps of the real optimizer
-    compat.clean_optimizer_hooks(mini)
-    mini.param_groups = [{**optimizer.param_groups[group], "params": [param]}]
-    return mini
+def _alone(optimizer: torch.optim.Optimizer, member: Member) -> Run:
+    """Steps the parameter in an optimizer of the same class and settings that has no other."""
+    one, step, param = bare(optimizer), compat.plain_step(type(optimizer)), member.param
+    one.__dict__.update({n: x for n, x in vars(optimizer).items() if n not in vars(one) and n != "step"})
+    one.param_groups = [{"params": [param]}]
+
+    def run(grads: list[torch.Tensor]) -> None:
+        one.state = optimizer.state
+        group = optimizer.param_groups[member.group]
+        one.param_groups[0] = {**group, "params": one.param_groups[0]["params"]}
+        before, param.grad = param.grad, grads[0]
+        try:
+            step(one)
+        finally:
+            param.grad = before
+
+    return run
 
 
-def _run(mini: Any, step: Callable[..., Any], group: Mapping[str, Any], param: Any, grad: Any) -> None:
-    mini.param_groups[0].update({k: v for k, v in group.items() if k != "params"})
-    before, param.grad = param.grad, grad
-    try:
-        step(mini)
-    finally:
-        param.grad = None if before is grad else before
-
-
-def _state_of(
-    optimizer: torch.optim.Optimizer, group: int, param: torch.Tensor, known: dict[Any, Any]
-) -> tuple[tuple[Any, ...], tuple[torch.Tensor, ...]]:
-    """Keys and tensors (of the right metadata, perhaps fake) of the state the optimizer has or will create."""
-    state = optimizer.state.get(param)
-    if not state:
-        kind = group, tuple(param.shape), param.stride(), param.dtype, param.device
-        if kind not in known:
-            known[kind] = _first_state(optimizer, group, param)
-        state = known[kind]
-    kept = {k: t for k, t in state.items() if isinstance(t, torch.Tensor)}
-    for k, t in state.items():
-        if isinstance(t, (list, tuple, dict)) and t:
+def _turn(turns: Turns, member: Member) -> Run:
+    def run(grads: list[torch.Tensor]) -> None:
+        try:
+            turns.run(member.group, member.param, grads[0])
+        except Disagreement as error:
             raise Unsupported(
-                f"the optimizer state {k!r}", "it holds tensors in a container", "use another optimizer"
-            )
-    return tuple(kept), tuple(kept.values())
+                f"the optimizer {type(turns.optimizer).__name__}",
+                f"its parameters do not agree on {error}: this step is incomplete",
+                "load a checkpoint, and report this",
+            ) from error
+
+    return run
 
 
-def _first_state(optimizer: torch.optim.Optimizer, group: int, param: torch.Tensor) -> dict[Any, Any]:
-    step = compat.plain_step(type(optimizer))
+# --- state ----------------------------------------------------------------------------------------------------
 
-    def run(scratch: torch.Tensor) -> dict[Any, Any]:
-        mini = _mini(optimizer, group, scratch)
-        mini.state = defaultdict(dict)
-        real = {**optimizer.param_groups[group]}
-        _run(mini, step, real, scratch, torch.zeros_like(scratch))
-        return dict(mini.state[scratch])
 
+def _members(
+    optimizer: torch.optim.Optimizer, rows: Sequence[tuple[int, torch.Tensor, str]], together: bool
+) -> list[Member]:
+    """Members with the keys and tensors of the state that the optimizer has or will create for them."""
+    states: dict[int, Any] = {id(p): optimizer.state[p] for _, p, _ in rows if optimizer.state.get(p)}
+    new = [(g, p) for g, p, _ in rows if id(p) not in states]
+    if together and new:
+        created = _first_states(optimizer, [p for _, p, _ in rows])
+        states |= {
+            id(p): state for (_, p, _), state in zip(rows, created, strict=True) if id(p) not in states
+        }
+    kinds: dict[Any, Any] = {}
+    for g, p in new if not together else ():
+        kind = g, tuple(p.shape), p.stride(), p.dtype, p.device
+        if kind not in kinds:
+            kinds[kind] = _first_states(optimizer, [p])[0]
+        states[id(p)] = kinds[kind]
+    made = []
+    for g, p, name in rows:
+        kept = {k: t for k, t in states[id(p)].items() if isinstance(t, torch.Tensor)}
+        for k, x in states[id(p)].items():
+            if isinstance(x, (list, tuple, dict)) and x:
+                raise Unsupported(
+                    f"the optimizer state {k!r}", "it holds tensors in a container", "use another optimizer"
+                )
+        made.append(Member(g, p, name, tuple(kept), tuple(kept.values())))
+    return made
+
+
+def _first_states(optimizer: torch.optim.Optimizer, params: Sequence[torch.Tensor]) -> list[dict[Any, Any]]:
+    """The state that a first step creates for these parameters."""
+
+    def run(made: Any, pairs: Pairs, step: Callable[[], None]) -> list[dict[Any, Any]]:
+        step()
+        return [dict(made.state.get(q, {})) for q, _ in pairs]
+
+    return _on_copies(optimizer, params, run)
+
+
+def _keeps(optimizer: torch.optim.Optimizer, params: Sequence[torch.Tensor]) -> bool:
+    """Whether a later step puts other tensors in the place of those it keeps."""
+
+    def run(made: Any, pairs: Pairs, step: Callable[[], None]) -> bool:
+        step()
+        before = kept_tensors(made)
+        step()
+        known = {compat.storage_key(t) for t in before}
+        return any(compat.storage_key(t) not in known for t in kept_tensors(made))
+
+    return _on_copies(optimizer, params, run)
+
+
+def _on_copies(
+    optimizer: torch.optim.Optimizer,
+    params: Sequence[torch.Tensor],
+    run: Callable[[Any, Pairs, Callable[[], None]], Result],
+) -> Result:
+    """``run`` with a copy of the optimizer, its parameters and gradients, and a step of it: on fake tensors, if the
+    step runs on them. Raises ``Unsupported`` if it does not run on real ones, either."""
+    plain = compat.plain_step(type(optimizer))
+
+    def tried(scratch: Callable[[torch.Tensor], torch.Tensor]) -> Result:
+        others = {id(p): torch.nn.Parameter(scratch(p), p.requires_grad) for p in params}
+        made = copied(optimizer, others)
+        pairs = [(q, torch.zeros_like(q)) for q in others.values()]
+        return run(made, pairs, lambda: stepped(made, plain, pairs))
+
+    def blank(p: torch.Tensor) -> torch.Tensor:
+        return torch.empty_strided(p.shape, p.stride(), dtype=p.dtype, device=p.device)
+
+    if not kept_tensors(optimizer):  # a copy of a real tensor among fake ones could be written to by nothing
+        try:
+            with compat.fake_mode_of(params) or compat.fake_mode():
+                return tried(blank)
+        except Exception:
+            pass
     try:
-        with compat.fake_mode() if not compat.is_fake(param) else param.fake_mode:  # type: ignore[attr-defined]
-            fake = torch.empty_strided(param.shape, param.stride(), dtype=param.dtype, device=param.device)
-            return run(torch.nn.Parameter(fake, param.requires_grad))
-    except (RuntimeError, NotImplementedError):
-        scratch = torch.zeros_like(param, memory_format=torch.preserve_format)
-        return run(torch.nn.Parameter(scratch, param.requires_grad))
-
-
-def _probe(optimizer: torch.optim.Optimizer) -> None:
-    """Step two small parameters together and one by one; other bits mean that the class couples parameters."""
-    step = compat.plain_step(type(optimizer))
-    generator = torch.Generator().manual_seed(0)
-    start = [torch.randn(4, 4, generator=generator), torch.randn(3, 4, generator=generator)]
-    scales = (1, 50)
-    grads = [
-        [torch.randn(p.shape, generator=generator) * s for p, s in zip(start, scales, strict=True)]
-        for _ in range(3)
-    ]
-
-    def stepped(together: bool) -> list[torch.Tensor]:
-        params = [torch.nn.Parameter(p.clone()) for p in start]
-        lots = [params] if together else [[p] for p in params]
-        minis = []
-        for lot in lots:
-            mini = _mini(optimizer, 0, lot[0])
-            mini.param_groups = [copy.copy(mini.param_groups[0]) | {"params": lot}]
-            mini.state = defaultdict(dict)
-            minis.append(mini)
-        for row in grads:
-            for p, g in zip(params, row, strict=True):
-                p.grad = g.clone()
-            for mini in minis:
-                step(mini)
-        return [p.detach() for p in params]
-
-    try:
-        same = all(map(torch.equal, stepped(True), stepped(False)))
-    except Exception as e:
-        raise Unsupported(
-            f"the optimizer {type(optimizer).__name__}", f"it cannot step one parameter: {e}"
-        ) from e
-    if not same:
-        raise Unsupported(
-            f"the optimizer {type(optimizer).__name__}", "its update of one parameter depends on the others",
-            "use an optimizer that treats parameters independently",
-        )  # fmt: skip
+        return tried(lambda p: torch.zeros_like(p, memory_format=torch.preserve_format))
+    except Exception as error:
+        name = f"the optimizer {type(optimizer).__name__}"
+        raise Unsupported(name, f"its step does not run on copies of its parameters: {error}") from error

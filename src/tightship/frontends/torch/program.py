@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from tightship.graph import Graph, Request
+from tightship.process_local import NotCopied
 
 __all__ = ["Call", "Program", "Ref", "Slot"]
 
@@ -53,7 +54,7 @@ class Slot:
 
 
 @dataclass(frozen=True)
-class Program:
+class Program(NotCopied):
     """``calls[i]`` runs ``graph.ops[i]``; ``replays[i]`` runs it as a recomputation where that differs (an op
     with running statistics computes its results without touching them).
 

@@ -13,7 +13,7 @@ from tightship.errors import BadInput, Unsupported
 from tightship.frontends.torch import compat, compat_capture
 from tightship.frontends.torch.loss import LossFn, called, checked_loss, loss_function, summed_output
 from tightship.frontends.torch.lower import finish
-from tightship.frontends.torch.optim import Updater, updaters
+from tightship.frontends.torch.optim import Updater, Updates, updaters
 from tightship.frontends.torch.origin import Origin, Tracker
 from tightship.frontends.torch.program import Program, Ref
 from tightship.frontends.torch.record import Recorder
@@ -22,6 +22,7 @@ from tightship.frontends.torch.tape import Tape
 from tightship.frontends.torch.untouched import Change, applied, untouched
 
 __all__ = [
+    "DATA_PARALLEL",
     "StepCapture",
     "capture_forward",
     "capture_loss",
@@ -32,6 +33,12 @@ __all__ = [
     "checked_leaf",
     "module_of",
 ]
+
+DATA_PARALLEL = (
+    'train DistributedDataParallel(torch.compile(model, backend="tightship", options={"budget": …})), with '
+    "torch._dynamo.config.optimize_ddp = False"
+)
+"""What trains one model on several ranks."""
 
 _PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size, type)
 
@@ -122,8 +129,9 @@ def check_model(model: Any) -> None:
         raise BadInput("the model is a torch.nn.Module", type(model).__name__, "model")
     if isinstance(model, torch.nn.parallel.DistributedDataParallel):
         raise Unsupported(
-            "a model in DistributedDataParallel", "its hooks run outside the step", "give its .module"
-        )
+            "a model in DistributedDataParallel", "its hooks run outside the step",
+            f"{DATA_PARALLEL}; for a forward pass, give its .module",
+        )  # fmt: skip
     check_hooks(model.named_parameters(), model.modules())
 
 
@@ -176,15 +184,23 @@ class _Capture:
             results, gradients = self._run(loss_fn, fakes, wanted)
         handed_back = results if optimizer is not None else (results, self.tape.refs(gradients))
         spec, values = Results.of_refs(handed_back)
-        self._updated(updates, fakes, gradients)
         notes = [f"{c} is set by each step in eager, not by the program" for c in self.changes]
+        notes += self._updated(updates, fakes, gradients)
         return finish(
             self.tape, values, result_spec=spec, name=self.name, guards=self.recorder.guards,
             batch=BatchSpec.of(self.batch), notes=notes, losses=values[:1], sums=True,
         )  # fmt: skip
 
-    def _wanted(self, optimizer: torch.optim.Optimizer | None) -> tuple[dict[str, Updater], list[str]]:
-        """The optimizer's updaters, and the parameters whose gradients are wanted."""
+    def _wanted(self, optimizer: torch.optim.Optimizer | None) -> tuple[Updates | None, list[str]]:
+        """How the optimizer steps, and the parameters whose gradients are wanted."""
+        by_name = self._trained()
+        if optimizer is None:
+            return None, by_name
+        updates = updaters(optimizer, self.parameters)
+        return updates, list(updates.names)
+
+    def _trained(self) -> list[str]:
+        """The parameters that require a gradient; raises where a step cannot train them on this batch."""
         by_name = [n for n, p in self.parameters.items() if p.requires_grad]
         if not by_name:
             raise BadInput("at least one parameter of the model requires a gradient", place="model")
@@ -193,17 +209,17 @@ class _Capture:
                 "a cache of keys and values in a training batch", "what a step writes into it would be lost",
                 "leave it out, or train with use_cache=False",
             )  # fmt: skip
-        if optimizer is None:
-            return {}, by_name
-        updates = updaters(optimizer, self.parameters)
-        return updates, list(updates)
+        return by_name
 
     def _updated(
-        self, updates: dict[str, Updater], fakes: _Fakes, gradients: dict[str, torch.Tensor]
-    ) -> None:
-        for n, updater in updates.items():
-            if n in gradients:
-                self._update(updater, fakes.parameters[n], gradients[n])
+        self, updates: Updates | None, fakes: _Fakes, gradients: dict[str, torch.Tensor]
+    ) -> tuple[str, ...]:
+        """Takes down the optimizer's step; returns what a user should know of it."""
+        if updates is None:
+            return ()
+        for updater in updates.ops(gradients):
+            self._update(updater, fakes.parameters, gradients)
+        return updates.notes
 
     def forward(self) -> Program:
         self.tape.grad = False
@@ -326,21 +342,30 @@ class _Capture:
 
     # --- updates ---
 
-    def _update(self, updater: Updater, param: torch.Tensor, grad: torch.Tensor) -> None:
-        with self.mode:
-            state = [
-                torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=t.device)
-                for t in updater.state_like
+    def _update(
+        self, updater: Updater, parameters: dict[str, torch.Tensor], gradients: dict[str, torch.Tensor]
+    ) -> None:
+        read: list[int] = []
+        written: list[int] = []
+        for m in updater.members:
+            with self.mode:
+                state = [
+                    torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=t.device)
+                    for t in m.state_like
+                ]
+            values = [
+                self.tape.input(t, "state", (m.name, k), f"{m.name}.{k}")
+                for k, t in zip(m.state_keys, state, strict=True)
             ]
-        values = [
-            self.tape.input(t, "state", (updater.name, k), f"{updater.name}.{k}")
-            for k, t in zip(updater.state_keys, state, strict=True)
-        ]
-        p, g = self.tape.value(param), self.tape.value(grad)
+            p, g = self.tape.value(parameters[m.name]), self.tape.value(gradients[m.name])
+            read += [p, g, *values]
+            written += [p, *([g] if updater.writes_gradients else ()), *values]
         target = f"optimizer.{type(updater.optimizer).__name__}"
-        r = self.tape.call(updater, target, (p, g, *values), (p, *values))
-        r.phase, r.device, r.flops = "update", str(param.device), param.numel()
-        r.origin = Origin(updater.name.rpartition(".")[0], "")
+        r = self.tape.call(updater, target, tuple(read), tuple(written))
+        params = [parameters[m.name] for m in updater.members]
+        r.phase, r.device, r.flops = "update", str(params[0].device), sum(p.numel() for p in params)
+        if len(params) == 1:
+            r.origin = Origin(updater.name.rpartition(".")[0], "")
 
 
 class StepCapture(_Capture):
@@ -394,16 +419,16 @@ class StepCapture(_Capture):
 
     def program(
         self, loss: torch.Tensor, results: Sequence[torch.Tensor], spec: Results,
-        optimizer: torch.optim.Optimizer | None, notes: Sequence[str],
+        updates: Updates, notes: Sequence[str],
     ) -> Program:  # fmt: skip
         """The program of the calls made and of the backward pass and update that follow them."""
-        updates, wanted = self._wanted(optimizer)
+        wanted = updates.names if self._trained() else ()
         leaves = [self._given.parameters[n] for n in wanted]
         self.asking(-1)
         with torch.enable_grad(), self.executing():
             values = [self.tape.value(t) for t in (*results, loss)]
             gradients = self._gradients(loss, wanted, leaves)
-        self._updated(updates, self._given, gradients)
+        notes = [*notes, *self._updated(updates, self._given, gradients)]
         return finish(
             self.tape, values[:-1], result_spec=spec, name=self.name, guards=self.recorder.guards,
             batch=BatchSpec.of(self.batch), notes=notes, losses=values[-1:], sums=True,

@@ -17,17 +17,14 @@ from itertools import pairwise
 from tightship.frontends.hlo import Computation, Module, flattened
 from tightship.frontends.hlo.buffers import Buffer, Node
 from tightship.frontends.hlo.live import LiveRanges, live_ranges
+from tightship.frontends.hlo.opcodes import EFFECTS
 from tightship.planners.assign._assignment import between
 from tightship.planners.assign._heap import most_alive
 
 __all__ = ["reordered", "scheduled"]
 
-_EFFECTS = frozenset(
-    "all-gather all-reduce all-to-all collective-permute collective-broadcast reduce-scatter send send-done recv"
-    " recv-done infeed outfeed rng rng-get-and-update-state partition-id replica-id async-start async-update"
-    " async-done all-gather-start all-gather-done all-reduce-start all-reduce-done collective-permute-start"
-    " collective-permute-done ragged-all-to-all after-all".split()
-)
+_EFFECTS = EFFECTS - {"copy-start", "copy-done"} | {"partition-id", "replica-id"}
+"""What keeps its order."""
 
 
 def scheduled(module: Module) -> Module:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from tightship.errors import BadInput
 from tightship.graph import Graph
 from tightship.plan import Step
 from tightship.planners.evict._frame import Decision, Frame
@@ -49,11 +50,15 @@ def lowered(graph: Graph, runs: Sequence[Run]) -> tuple[Step, ...]:
 
 
 def carried_out(frame: Frame, runs: Sequence[Run], limit: int) -> Decision:
-    """The decision to do exactly this, with what it costs."""
+    """The decision to do exactly this, with what it costs; one that is not valid where the replay refuses it."""
     steps = lowered(frame.graph, runs)
-    line = replay(frame.graph, steps)
     again = [run for run in runs if run.again]
-    plain = replay(frame.graph, baseline(frame.graph, frame.order)).time
+    kept = replay(frame.graph, baseline(frame.graph, frame.order))
+    plain = kept.time
+    try:
+        line = replay(frame.graph, steps)
+    except BadInput:
+        return Decision(frame.nothing(), kept.peak, 0.0, len(again), met=False, valid=False)
     return Decision(
         frame.nothing(), line.peak, line.time - plain, len(again), line.peak <= limit, steps=steps
     )

@@ -4,7 +4,7 @@ from decisions back to steps."""
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import pairwise
@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from tightship import _core
 from tightship.analysis.packing import Packing, packings
 from tightship.analysis.structure import colours, layer, role
+from tightship.errors import BadInput, Unsupported
 from tightship.graph import Graph
 from tightship.plan import Step
 from tightship.planners.evict._twins import families
@@ -69,7 +70,8 @@ class Decision:
     """What happens to every gap, and what it costs: peak bytes, extra seconds, ops run again, work spent, bytes
     copied out at once.
 
-    ``steps`` is set by planners that lower their decisions themselves."""
+    ``steps`` is set by planners that lower their decisions themselves; `Frame.lower` has those of any. One that is
+    not ``valid`` cannot be carried out, and its numbers mean nothing."""
 
     evict: Bits
     peak: int
@@ -143,6 +145,10 @@ class Frame:
         fixed = np.zeros(len(g.ops), np.uint8)
         fixed[[c for o in g.ops for c in o.control]] = 1
         fixed[list(self.chained)] = 1
+        # The engine knows storages: of what else makes a view it cannot tell who reads that.
+        fixed[
+            [k for k, o in enumerate(g.ops) for v in o.outputs if g.values[v].storage not in u.defines[k]]
+        ] = 1
         owned[list(g.static)] = 1
         kept[[s for s in g.kept if s not in g.static]] = 1
         engine = _core.Engine(
@@ -285,6 +291,35 @@ class Frame:
             self._step(_KINDS[kind], op, storages, _FORMS[form], stream, waits, reuses)
             for kind, op, storages, form, stream, waits, reuses in self.engine.emit(evict, limit)
         )
+
+    @property
+    def leave(self) -> frozenset[str]:
+        """The ways in which storages may leave memory: those of all, and those that hints name for some."""
+        return frozenset(self.means).union(*self.only.values()) & MEANS.keys()
+
+    def lower(
+        self, decision: Decision, limit: int = _NO_LIMIT, leave: Collection[str] | None = None
+    ) -> tuple[Step, ...]:
+        """The steps of a decision, whoever made it: the one way from decisions to plans. ``limit`` as for `steps`;
+        ``leave``: the ways it may use, where they are not the frame's.
+
+        Raises ``Unsupported`` for a decision that cannot be carried out, ``BadInput`` for one that uses a way
+        without leave."""
+        steps: tuple[Step, ...] = ()
+        if decision.valid:
+            steps = self.steps(decision.evict, limit) if decision.steps is None else decision.steps
+        if self.order and not steps:
+            raise Unsupported(
+                f"what is decided for {self.graph.name!r}", "what it evicts cannot be made again"
+            )
+        allowed = self.leave if leave is None else leave
+        used = dict.fromkeys(s.kind for s in steps if s.kind in MEANS and s.kind not in allowed)
+        if used:
+            rule = (
+                f"what leaves memory does so as it is allowed ({', '.join(sorted(allowed)) or 'not at all'})"
+            )
+            raise BadInput(rule, ", ".join(used), "allow")
+        return steps
 
     def again(self, evict: Bits) -> list[int]:
         """The ops that a decision runs again, once for each time, without the rest of the steps."""

@@ -82,15 +82,18 @@ def runs(frame: Frame, again: frozenset[int], scope: str) -> list[Run]:
     done: set[int] = set()
     found: list[Run] = []
 
-    def bring(s: int) -> None:
-        for w in uses.writers[s] if again.issuperset(uses.writers[s]) else ():
-            if w in done:
-                continue
-            done.add(w)
-            for t in uses.reads[w]:
-                if t != s:
-                    bring(t)
-            found.append(Run(w, True, tuple(t for t in uses.defines[w] if t not in graph.kept)))
+    def bring(storage: int) -> None:
+        todo = [("storage", storage, -1)]  # no recursion: chains are as long as they like
+        while todo:
+            what, k, s = todo.pop()
+            if what == "storage" and again.issuperset(uses.writers[k]):
+                todo += [("op", w, k) for w in reversed(uses.writers[k])]
+            elif what == "op" and k not in done:
+                done.add(k)
+                todo.append(("run", k, s))
+                todo += [("storage", t, -1) for t in reversed(uses.reads[k]) if t != s]
+            elif what == "run":
+                found.append(Run(k, True, tuple(t for t in uses.defines[k] if t not in graph.kept)))
 
     for k in frame.order:
         for s in uses.reads[k] if k in goals else ():

@@ -20,18 +20,12 @@ from typing import cast
 import numpy as np
 
 from tightship.analysis.bounds import replayable
+from tightship.frontends.hlo.opcodes import ONCE
 from tightship.graph import Graph
 from tightship.planners.evict._xla_usage import Place, Usage
 from tightship.simulate import extra_bytes
 
 __all__ = ["Buffer", "Item", "Split", "Tracker", "recomputable"]
-
-NEVER = frozenset(
-    {"parameter", "constant", "call", "conditional", "while", "custom-call", "send", "recv"}
-    | {"infeed", "outfeed", "all-reduce", "all-gather", "all-to-all", "reduce-scatter"}
-    | {"collective-permute", "collective-broadcast"}
-)
-"""Targets (HLO opcodes) that are never recomputed, whatever their flags say (R6)."""
 
 
 class Item(Place):
@@ -79,7 +73,7 @@ def recomputable(graph: Graph, k: int) -> bool:
     """Whether op ``k`` may run again (R6); its inputs are another matter."""
     op, uses = graph.ops[k], graph.uses
     made = uses.defines[k]
-    if not made or not op.pure or op.calls or op.target in NEVER:
+    if not made or not op.pure or op.calls or op.target in ONCE:
         return False
     if any(s not in op.updates for s in uses.mutates[k]):
         return False

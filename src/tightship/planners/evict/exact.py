@@ -59,7 +59,7 @@ def plan(frame: Frame, limit: int, options: Options | None = None) -> Decision:
     if frame.archive.stopped or math.isinf(bound):
         return best
     problem = Retention(frame)
-    runs = problem.runs(best.steps or frame.steps(best.evict, limit))
+    runs = problem.runs(frame.lower(best, limit))
     windows = list(_windows(problem, o))
     for free in windows:
         left = until - time.perf_counter()

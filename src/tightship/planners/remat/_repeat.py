@@ -3,24 +3,9 @@
 from __future__ import annotations
 
 from tightship.frontends.hlo.module import Instruction, Module
+from tightship.frontends.hlo.opcodes import KNOWN, ONCE
 
 __all__ = ["may_repeat", "repeatable"]
-
-_NEVER = frozenset(
-    {"call", "conditional", "constant", "custom-call", "parameter", "while", "tuple", "opt-barrier"}
-    | {"infeed", "outfeed", "send", "send-done", "recv", "recv-done", "rng", "rng-get-and-update-state"}
-    | {
-        "all-reduce",
-        "all-gather",
-        "all-to-all",
-        "reduce-scatter",
-        "collective-permute",
-        "collective-broadcast",
-    }
-    | {f"{kind}-{end}" for kind in ("async", "copy", "all-reduce", "all-gather") for end in ("start", "done")}
-    | {"async-update", "collective-permute-start", "collective-permute-done", "after-all", "partition-id"}
-)
-"""Opcodes that are never repeated (R6): calls, what has effects, and what belongs to the caller."""
 
 PURE_CALLS = (
     "__cublas$gemm",
@@ -32,8 +17,8 @@ PURE_CALLS = (
 
 
 def repeatable(module: Module, i: Instruction) -> bool:
-    """Whether an instruction may run again (R6)."""
-    if i.opcode in _NEVER or i.attribute("custom_call_has_side_effect") == "true":
+    """Whether an instruction may run again (R6); one that nothing is known of may not."""
+    if i.opcode in ONCE or i.opcode not in KNOWN or i.attribute("custom_call_has_side_effect") == "true":
         return False
     if i.opcode == "copy":
         return True

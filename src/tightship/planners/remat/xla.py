@@ -272,4 +272,12 @@ class _Walk:
         return found + list(clone.after)
 
     def _forgotten(self, node: Node) -> bool:
-        return all(u.opcode in PASSES_ON and self._forgotten(u) for u in node.users)
+        seen, todo = {id(node)}, [node]
+        while todo:
+            for u in todo.pop().users:
+                if u.opcode not in PASSES_ON:
+                    return False
+                if id(u) not in seen:
+                    seen.add(id(u))
+                    todo.append(u)
+        return True

@@ -159,10 +159,10 @@ def _placed(graph: Graph, found: Buffers, any_order: bool) -> Plan:
     """Buffers one after the other; what ops need while they run above, side by side where they may run together."""
     steps = baseline(graph)
     line = replay(graph, steps)
-    starts = [0, *accumulate(aligned(size) for size in found.sizes)]
+    starts = [0, *accumulate(aligned(size, graph.alignment) for size in found.sizes)]
     top = starts[-1]
     rows = list(stays(graph, steps))
-    scratch, base = pack_scratch(rows), starts[-1]
+    scratch, base = pack_scratch(rows, graph.alignment), starts[-1]
     above: dict[int, int] = {}  # where the scratch of a step begins
     for step, needed in scratch.items():
         above[step] = base

@@ -6,7 +6,7 @@ from typing import Any
 
 from tightship.graph import Graph
 from tightship.plan import Plan
-from tightship.planners.frontier import Frontier, extra_flops
+from tightship.planners.frontier import Frontier, budget_of, extra_flops
 from tightship.report.frontier import done, frontier_rows
 from tightship.report.numbers import BANDS, columns
 from tightship.report.pages import Fact, Section, page_of
@@ -45,7 +45,7 @@ def frontier_page(f: Frontier, *, title: str = "") -> str:
 
 def _chart(f: Frontier, once: float) -> Section:
     points = [
-        {"name": f"budget {format_bytes(p.budget or p.peak)}", "peak": p.peak, "budget": p.budget or p.peak}
+        {"name": f"budget {format_bytes(budget_of(p))}", "peak": p.peak, "budget": budget_of(p)}
         | {
             "time": p.time,
             "extra": p.time / once - 1,
@@ -76,9 +76,7 @@ def _memory(f: Frontier) -> Section:
     """Before, beside the plan that was chosen; the lines are those of the tightest budget."""
     slots = min(600, _SLOTS // len(f.points))
     panels = [_panel("before planning", f.graph, None, slots)]
-    panels += [
-        _panel(f"with the plan for {format_bytes(p.budget or p.peak)}", f.graph, p, slots) for p in f.points
-    ]
+    panels += [_panel(f"with the plan for {format_bytes(budget_of(p))}", f.graph, p, slots) for p in f.points]
     bands = without_empty([(b, NAMES[b]) for b in BANDS], panels)
     before, first, *_ = panels
     return {
@@ -102,7 +100,7 @@ def _plans(f: Frontier, once: float) -> Section:
     names += [("extra FLOPs", "percent"), ("done", "text")]
     rows = [
         [
-            p.budget or p.peak,
+            budget_of(p),
             p.peak,
             p.time / once - 1,
             max(0.0, p.time_bound / once - 1),

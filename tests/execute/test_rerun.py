@@ -1,0 +1,261 @@
+"""The code of a step runs once in every step; what it asks for anew is taken over, captured again, or refused."""
+
+import itertools
+import random
+
+import numpy
+import plans
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from tightship.errors import BadInput, Unsupported, VerificationFailed
+from tightship.execute.fit import fit
+from tightship.execute.interpreter import Executor
+from tightship.frontends.torch import live_step
+from tightship.frontends.torch.optim import Updater
+
+
+def net():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Dropout(0.2), nn.Linear(16, 4))
+
+
+def batch(k=0):
+    g = torch.Generator().manual_seed(k)
+    return torch.randn(6, 8, generator=g), torch.randint(4, (6,), generator=g)
+
+
+def fitted(model, loss_fn, sample=None, lr=0.1, **options):
+    optimizer = torch.optim.SGD(model.parameters(), lr=lr, momentum=0.9)
+    options = {"planner": plans.keep, "cache": None, "seconds_per_op": 0.0} | options
+    return fit(model, loss_fn, optimizer, batch() if sample is None else sample, **options)
+
+
+def ordinary(model, pair):
+    return F.cross_entropy(model(pair[0]), pair[1])
+
+
+class Count:
+    """Counts captures and plans."""
+
+    def __init__(self, monkeypatch):
+        self.captures = self.plans = 0
+        start = live_step.StepCapture.__init__
+
+        def counted(capture, *args):
+            self.captures += 1
+            start(capture, *args)
+
+        monkeypatch.setattr(live_step.StepCapture, "__init__", counted)
+
+    def planner(self, graph, budget=None):
+        self.plans += 1
+        return plans.keep(graph, budget)
+
+
+@pytest.fixture
+def count(monkeypatch):
+    return Count(monkeypatch)
+
+
+# ---- numbers
+
+
+def test_a_schedule_is_neither_captured_nor_planned_again(count):
+    weight = {"beta": 0.1}
+    model = net()
+
+    def loss_fn(model, pair):
+        out = model(pair[0])
+        return (
+            F.cross_entropy(out, pair[1], label_smoothing=weight["beta"]) + weight["beta"] * out.pow(2).mean()
+        )
+
+    step = fitted(model, loss_fn, planner=count.planner)
+    losses = []
+    for k in range(5):
+        weight["beta"] = 0.1 + 0.07 * k
+        model[3].p = 0.2 + 0.05 * k
+        losses.append(step(batch()).item())
+    assert (count.captures, count.plans) == (1, 1)
+    assert len(set(losses)) == 5
+
+
+def test_a_number_that_changes_the_ops_is_captured_and_not_planned_twice(count):
+    model = net()
+    step = fitted(model, ordinary, planner=count.planner)
+    for p in (0.2, 0.0, 0.3, 0.0, 1.0, 0.25):
+        model[3].p = p
+        step(batch())
+    assert count.plans <= 3  # some, none, and all dropped
+
+
+def test_whole_numbers_that_shape_are_told_from_numbers_that_multiply(count):
+    rows = [6]
+
+    def loss_fn(model, pair):
+        return ordinary(model, (pair[0][: rows[0]], pair[1][: rows[0]])) * rows[0]
+
+    step = fitted(net(), loss_fn, planner=count.planner)
+    twin = net()
+    twin_optimizer = torch.optim.SGD(twin.parameters(), lr=0.1, momentum=0.9)
+    for k, n in enumerate((6, 4, 4, 6)):
+        rows[0] = n
+        torch.manual_seed(k)
+        ours = step(batch(k))
+        torch.manual_seed(k)
+        twin_optimizer.zero_grad()
+        theirs = loss_fn(twin, batch(k))
+        theirs.backward()
+        twin_optimizer.step()
+        assert torch.equal(ours, theirs)
+    assert count.plans == 2
+
+
+# ---- side effects
+
+
+def test_the_run_before_the_first_step_leaves_nothing_behind():
+    counts, letters, draws = {"n": 0, "seen": []}, itertools.cycle("abc"), numpy.random.default_rng(3)
+    ticks, own = itertools.count(), random.Random(5)
+
+    def loss_fn(model, pair):
+        counts["n"] += 1
+        counts["seen"].append((next(letters), next(ticks), own.random()))
+        return ordinary(model, pair) * float(draws.uniform(0.5, 1.5)) * random.uniform(0.9, 1.1)
+
+    state = random.getstate()
+    step = fitted(net(), loss_fn)
+    assert counts == {"n": 0, "seen": []} and random.getstate() == state
+    expected = random.Random(5)
+    for k in range(3):
+        step(batch(k))
+    assert counts["n"] == 3
+    assert counts["seen"] == [(c, k, expected.random()) for k, c in enumerate("abc")]
+    again = numpy.random.default_rng(3)
+    again.uniform(size=3)
+    assert draws.uniform() == again.uniform()
+
+
+def test_a_generator_is_refused_beforehand_and_right_without_preparing():
+    def numbers():
+        yield from (1.0, 2.0, 3.0, 4.0)
+
+    def made(prepare):
+        scales = numbers()
+        step = fitted(net(), lambda m, pair: next(scales) * ordinary(m, pair), prepare=prepare, lr=0.0)
+        return step, scales
+
+    with pytest.raises(Unsupported, match=r"generator.*prepare=False"):
+        made(True)
+    step, scales = made(False)
+    with pytest.raises(BadInput, match="captured"):
+        _ = step.plan
+    for _ in range(3):
+        step(batch())
+    assert next(scales) == 4.0 and step.plan.peak > 0
+
+
+def test_an_error_of_the_callers_code_leaves_the_step_usable():
+    broken = [False]
+
+    def loss_fn(model, pair):
+        out = model(pair[0])
+        if broken[0]:
+            raise KeyError("theirs")
+        return F.cross_entropy(out, pair[1])
+
+    model = net()
+    step = fitted(model, loss_fn)
+    before = [p.detach().clone() for p in model.parameters()]
+    broken[0] = True
+    with pytest.raises(KeyError, match="theirs"):
+        step(batch())
+    assert all(map(torch.equal, before, model.parameters()))
+    assert (
+        not torch._C._len_torch_function_stack()
+        and torch.autograd.Function.apply.__func__.__name__ == "apply"
+    )
+    broken[0] = False
+    step(batch())
+
+
+# ---- tensors of an earlier step
+
+
+def test_a_tensor_of_an_earlier_step_is_refused_by_name():
+    kept = []
+
+    def loss_fn(model, pair):
+        out = model(pair[0])
+        loss = F.cross_entropy(out, pair[1])
+        if kept:
+            loss = loss + (out - kept[-1]).pow(2).mean()
+        kept.append(out.detach())
+        return loss
+
+    with pytest.raises(Unsupported, match="earlier step"):
+        step = fitted(net(), loss_fn)
+        for _ in range(3):
+            step(batch())
+
+
+def test_parameters_in_a_list_of_the_callers_are_trained_as_such():
+    model = net()
+    held = list(model.parameters())
+    step = fitted(model, lambda m, pair: ordinary(m, pair) + sum(p.pow(2).sum() for p in held))
+    twin = net()
+    optimizer = torch.optim.SGD(twin.parameters(), lr=0.1, momentum=0.9)
+    for k in range(3):
+        torch.manual_seed(k)
+        ours = step(batch(k))
+        torch.manual_seed(k)
+        optimizer.zero_grad()
+        theirs = ordinary(twin, batch(k)) + sum(p.pow(2).sum() for p in twin.parameters())
+        theirs.backward()
+        optimizer.step()
+        assert torch.equal(ours, theirs)
+    assert all(map(torch.equal, model.parameters(), twin.parameters()))
+
+
+# ---- the belt
+
+
+def test_verify_every_agrees_with_eager_and_changes_nothing():
+    model, twin = net(), net()
+    step, plain = fitted(model, ordinary, verify_every=2), fitted(twin, ordinary)
+    for k in range(4):
+        torch.manual_seed(k)
+        a = step(batch(k))
+        torch.manual_seed(k)
+        assert torch.equal(a, plain(batch(k)))
+    assert all(map(torch.equal, model.state_dict().values(), twin.state_dict().values()))
+
+
+def test_verify_every_notices_a_wrong_update(monkeypatch):
+    step = fitted(net(), ordinary, verify_every=1)
+    step(batch())
+    run = Updater.__call__
+
+    def wrong(self, param, grad, *state):
+        run(self, param, grad * (1 + 1e-6) if self.name == "4.bias" else grad, *state)
+
+    monkeypatch.setattr(Updater, "__call__", wrong)
+    with pytest.raises(VerificationFailed, match=r"4\.bias"):
+        step(batch())
+
+
+def test_verify_every_notices_a_wrong_loss(monkeypatch):
+    step = fitted(net(), ordinary, verify_every=3)
+    run = Executor.run
+    monkeypatch.setattr(Executor, "run", lambda self, inputs: [r + 1e-6 for r in run(self, inputs)])
+    step(batch()), step(batch())
+    with pytest.raises(VerificationFailed, match="result 0"):
+        step(batch())
+
+
+def test_verify_every_is_a_number_of_steps():
+    with pytest.raises(BadInput, match="verify_every"):
+        fitted(net(), ordinary, verify_every=-1)

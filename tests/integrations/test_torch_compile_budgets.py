@@ -1,0 +1,140 @@
+"""A percentage is, in the torch.compile backend, one number of bytes for all that comes after the first step."""
+
+import contextlib
+
+import pytest
+import torch
+from compiled import batch, compiled, deep, equal, step
+from torch import nn
+
+from tightship import errors
+from tightship.integrations.torch_compile import compiled_plans
+
+
+@pytest.fixture(autouse=True)
+def _fresh():
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+def budgets(call):
+    return [p.plan.budget for p in compiled_plans(call)]
+
+
+class Broken(nn.Module):
+    """Two graphs."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = deep(), deep()
+        self.a[-1] = nn.Linear(16, 16)
+
+    def forward(self, x):
+        h = self.a(x)
+        torch._dynamo.graph_break()
+        return self.b(h)
+
+
+@pytest.mark.parametrize("rows", [1, 31, 255])
+@pytest.mark.parametrize("budget", ["70%", "static+75%"])
+def test_the_last_smaller_batch_has_the_budget_of_the_first(rows, budget):
+    model, other = deep(), deep()
+    call = compiled(model, budget=budget)
+    for n in (256, rows):
+        assert equal(step(call, model, batch(n)), step(other, other, batch(n)))
+    first, second = budgets(call)
+    assert first == second
+
+
+def test_a_larger_batch_gets_no_more():
+    model = deep()
+    call = compiled(model, budget="85%")
+    step(call, model, batch(256))
+    (limit,) = budgets(call)
+    step(call, model, batch(280))
+    assert budgets(call) == [limit, limit]
+    with pytest.raises(errors.Infeasible, match="percentage of the first training step") as found:
+        step(call, model, batch(4096))
+    assert found.value.budget == limit
+    step(call, model, batch(256))
+
+
+def test_what_does_not_fit_the_first_time_does_not_fit_because_it_comes_again():
+    model = deep()
+    call = compiled(model, budget="20%")
+    limits = []
+    for n in (256, 4096):
+        with pytest.raises(errors.Infeasible) as found:
+            step(call, model, batch(n))
+        limits.append(found.value.budget)
+    assert limits[0] == limits[1]
+
+
+def test_autocast_changes_no_budget():
+    model = deep()
+    call = compiled(model, budget="80%")
+    step(call, model, batch(256))
+    with torch.autocast("cpu", torch.bfloat16):
+        step(call, model, batch(256))
+    first, second = budgets(call)
+    assert first == second
+
+
+def test_unfreezing_changes_no_budget():
+    model = deep()
+    for p in model[:6].parameters():
+        p.requires_grad_(False)
+    call = compiled(model, budget="90%")
+    step(call, model, batch(256))
+    for p in model.parameters():
+        p.requires_grad_(True)
+    with contextlib.suppress(errors.Infeasible):
+        step(call, model, batch(256))
+    step(call, model, batch(64))
+    assert len(budgets(call)) >= 2 and len(set(budgets(call))) == 1
+
+
+def test_evaluation_after_training_is_held_to_the_same_bytes():
+    model = deep()
+    call = compiled(model, budget="70%")
+    step(call, model, batch(256))
+    model.eval()
+    with torch.no_grad():
+        call(batch(64))
+        assert len(set(budgets(call))) == 1
+        with pytest.raises(errors.Infeasible):
+            call(batch(8192))
+
+
+def test_evaluation_before_training_does_not_say_what_a_percentage_is_of():
+    model = deep()
+    call = compiled(model, budget="70%")
+    model.eval()
+    with torch.no_grad():
+        call(batch(8))
+    model.train()
+    step(call, model, batch(256))
+    plan = compiled_plans(call)[-1].plan
+    assert plan.budget == plan.peak_before * 7 // 10
+
+
+def test_a_percentage_of_several_graphs_is_of_all_of_them_and_stays():
+    model = Broken()
+    call = compiled(model, budget="80%")
+    step(call, model, batch(256))
+    assert len(budgets(call)) == 2
+    total = _limit(call)
+    for n in (255, 100, 3, 256, 1):
+        step(call, model, batch(n))
+        assert _limit(call) == total
+    model.eval()
+    with torch.no_grad():
+        call(batch(16))
+    assert _limit(call) == total
+
+
+def _limit(call):
+    from tightship.integrations.torch_compile import compiled_session
+
+    return compiled_session(call).ledger._training.limit
