@@ -71,6 +71,31 @@ def test_arrays_of_numpy():
     return Loop(model, loss_fn, sgd(model), batch=lambda k: tuple(t.numpy() for t in pairs(k)))
 
 
+@refused("changing an array")
+def test_an_array_of_numpy_that_is_filled_twice():
+    model, rng, noise = mlp(), np.random.default_rng(0), np.empty((6, 4), dtype=np.float32)
+
+    def loss_fn(model, batch):
+        loss = 0.0
+        for _ in range(2):
+            rng.standard_normal(out=noise, dtype=np.float32)
+            loss = loss + cross_entropy(model(batch[0] + torch.from_numpy(noise)), batch[1])
+        return loss
+
+    return Loop(model, loss_fn, sgd(model))
+
+
+@identical()
+def test_an_array_of_numpy_that_is_filled_in_each_step():
+    model, rng, noise = mlp(), np.random.default_rng(0), np.empty((6, 4), dtype=np.float32)
+
+    def loss_fn(model, batch):
+        rng.standard_normal(out=noise, dtype=np.float32)
+        return cross_entropy(model(batch[0] + torch.from_numpy(noise)), batch[1])
+
+    return Loop(model, loss_fn, sgd(model), watched=lambda: (noise, rng.bit_generator.state))
+
+
 @identical()
 def test_lists_of_python():
     model = mlp()

@@ -273,7 +273,18 @@ def test_weight_decay_changes():
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
 
     def before(k):
-        optimizer.param_groups[0]["weight_decay"] = 0.1 * k
+        optimizer.param_groups[0]["weight_decay"] = 0.1 * (k + 1)
+
+    return Loop(model, plain_loss, optimizer, before=before)
+
+
+@identical(plans=4)
+def test_weight_decay_is_switched_off_and_on():
+    model = mlp()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+
+    def before(k):
+        optimizer.param_groups[0]["weight_decay"] = 0.1 if k in (0, 1, 4) else 0.0
 
     return Loop(model, plain_loss, optimizer, before=before)
 

@@ -40,6 +40,7 @@ __all__ = [
     "is_collective",
     "is_composite",
     "is_fake",
+    "is_foreign_memory",
     "is_functorch",
     "is_inplace_view",
     "is_random",
@@ -110,6 +111,11 @@ def another(fake: torch.Tensor) -> torch.Tensor:
     with without_modes(), torch.no_grad():
         new = fake.detach()
     return new.requires_grad_() if fake.requires_grad else new
+
+
+def is_foreign_memory(tensor: torch.Tensor) -> bool:
+    """Whether a tensor lies in memory of NumPy's or of somebody else's."""
+    return tensor.device.type == "cpu" and not tensor.untyped_storage().resizable()
 
 
 def is_functorch(tensor: torch.Tensor) -> bool:

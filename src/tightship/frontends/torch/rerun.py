@@ -38,6 +38,9 @@ __all__ = ["Capturing", "Execution", "Rerun"]
 _DATA = {"tensor", "as_tensor", "asarray", "scalar_tensor", "from_numpy", "frombuffer", "from_dlpack"}
 """Functions that make tensors of Python's data, where no tensor is among their arguments."""
 
+_WATCHED = 1 << 24
+"""Bytes of constants in memory of NumPy's or of others, at most, that are watched for changes while the code runs."""
+
 _READS = {
     "item", "tolist", "__bool__", "__int__", "__float__", "__complex__", "__index__", "is_nonzero", "equal",
     "allclose", "numpy", "__array__", "__contains__", "__format__", "__repr__", "__str__", "data_ptr", "__reversed__",
@@ -191,6 +194,8 @@ class Rerun(TorchFunctionMode):
         self._others: dict[int, int] = {}  # numbers of tensors that are not this trace's own, by id
         self._held: list[Any] = []  # keeps their ids from being given to others
         self._thread = threading.get_ident()
+        self._watched: list[tuple[torch.Tensor, bytes]] = []
+        self._watched_bytes = 0
         self.shown = [self.trace]  # the traces whose tensors the code has seen
 
     def run(self, code: Callable[[Any], Any]) -> Any:
@@ -207,6 +212,11 @@ class Rerun(TorchFunctionMode):
     def settle(self, results: Sequence[torch.Tensor]) -> tuple[int, ...]:
         """To be called when the code has returned ``results``: their numbers. A trace that goes on from here, or has
         other results, is not what was followed."""
+        if any(_bytes_of(t) != then for t, then in self._watched):
+            raise Unsupported(
+                "changing an array of which a step has made a tensor", "its ops run when its code has run",
+                "make the tensor by torch.tensor, which copies",
+            )  # fmt: skip
         if self.execution is None and self._at < len(self.trace.calls):
             ended = [c for c in self.candidates if len(c.calls) == self._at and self._leads_here(c)]
             if ended:
@@ -304,6 +314,13 @@ class Rerun(TorchFunctionMode):
             self._bind(call.first, answer)
         return answer
 
+    def _watch(self, tensor: torch.Tensor) -> None:
+        """Ops run when the code has run: what it changes behind torch's back meanwhile, they would find changed."""
+        if tensor.layout is torch.strided and compat.is_foreign_memory(tensor):
+            self._watched_bytes += tensor.numel() * tensor.element_size()
+            if self._watched_bytes <= _WATCHED:
+                self._watched.append((tensor, _bytes_of(tensor)))
+
     def _compare(self, call: FunctionCall, args: Any, kwargs: Any) -> None:
         if call.kind == "data":  # what it makes of its arguments is compared
             return
@@ -345,6 +362,7 @@ class Rerun(TorchFunctionMode):
         self.bound[n] = tensor
         self._others[id(tensor)] = n
         self._held.append(tensor)
+        self._watch(tensor)
 
     def _shares(self, tensor: torch.Tensor) -> bool:
         """Whether a new constant lies in bytes that the step knows by another name."""
@@ -462,6 +480,7 @@ class Rerun(TorchFunctionMode):
         if not tensors and name in _DATA:
             kind, answer = "data", func(*args, **kwargs)
             execution.constant(answer)
+            self._watch(answer)
         elif tensors and name in _READS and all(self._is_data(t) for t in tensors):
             kind, answer = "now", func(*args, **kwargs)
             self._note_constants(trace, args, kwargs, used=False)
@@ -495,6 +514,7 @@ class Rerun(TorchFunctionMode):
         for t in tensors_in((args, kwargs)):
             if id(t) not in trace.index and not compat.is_fake(t) and not compat.is_functorch(t):
                 self.execution.constant(t)
+                self._watch(t)
             n = trace.index.get(id(t))
             if used and n in trace.constants:
                 self._used.add(n)
@@ -545,6 +565,11 @@ def _hands_back(call: FunctionCall) -> bool:
         return False
     given = {id(t) for t in tensors_in((call.args, call.kwargs))}
     return any(id(t) in given for t in tensors_in(call.answer))
+
+
+def _bytes_of(tensor: torch.Tensor) -> bytes:
+    flat = tensor.detach().cpu().contiguous().reshape(-1)
+    return bytes(flat.view(torch.uint8).numpy()) if flat.numel() else b""
 
 
 def _same_plain(a: Any, b: Any) -> bool:
