@@ -149,21 +149,17 @@ def test_a_hook_on_a_tensor_with_a_number_of_the_loss():
     return Loop(model, loss_fn, sgd(model), watched=lambda: vars(held))
 
 
-@refused("", step=3)
-def test_a_hook_on_a_tensor_that_collects_gradients():
-    """Nothing is refused before somebody looks at them."""
+@refused("", step=1)
+def test_a_hook_on_a_tensor_that_hands_gradients_on():
     model, seen = mlp(), []
 
     def loss_fn(model, batch):
         hidden = model[0](batch[0])
         hidden.register_hook(lambda g: seen.append(g.detach().clone()))
-        return cross_entropy(model[1:](hidden), batch[1])
+        loss = cross_entropy(model[1:](hidden), batch[1])
+        return loss + seen[-1].norm() * hidden.mean() if seen else loss
 
-    def before(k):
-        if k == 3:
-            float(seen[-1].norm())
-
-    return Loop(model, loss_fn, sgd(model), before=before)
+    return Loop(model, loss_fn, sgd(model))
 
 
 @refused("", step=3)
@@ -408,6 +404,35 @@ def test_a_functional_call():
 
 
 @identical()
+def test_vmap_over_the_model():
+    model = mlp()
+
+    def loss_fn(model, batch):
+        return cross_entropy(torch.func.vmap(model)(batch[0]), batch[1])
+
+    return Loop(model, loss_fn, sgd(model))
+
+
+@refused("the parameter '3.bias'")
+def test_a_function_that_reaches_a_parameter():
+    model = mlp()
+
+    class Scaled(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x * model[3].bias.detach().sum()
+
+        @staticmethod
+        def backward(ctx, grad):
+            return grad * model[3].bias.detach().sum()
+
+    def loss_fn(model, batch):
+        return cross_entropy(model[1:](Scaled.apply(model[0](batch[0]))), batch[1])
+
+    return Loop(model, loss_fn, sgd(model))
+
+
+@identical()
 def test_a_gradient_by_function():
     model, held = mlp(), SimpleNamespace(scale=1.0)
 
@@ -431,7 +456,7 @@ def test_a_compiled_part():
     return Loop(model, plain_loss, sgd(model))
 
 
-@identical()
+@identical(plans=2)
 def test_a_scripted_part():
     model = nn.Sequential(nn.Linear(4, 8), torch.jit.script(nn.Sequential(nn.ReLU(), nn.Linear(8, 3))))
     return Loop(model, plain_loss, sgd(model))

@@ -274,7 +274,7 @@ def test_a_loss_of_nan():
     return Loop(model, plain_loss, sgd(model), batch=batch)
 
 
-@refused("boolean")
+@refused("aten.index.Tensor")
 def test_rows_that_are_selected():
     model = mlp()
 

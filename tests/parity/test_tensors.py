@@ -552,6 +552,13 @@ def test_parameters_listed_beforehand():
     return Loop(model, loss_fn, sgd(model))
 
 
+@refused("the parameter '0.weight'")
+def test_an_alias_of_a_parameter():
+    model = mlp()
+    alias = model[0].weight.detach()
+    return Loop(model, lambda m, b: plain_loss(m, b) + alias.pow(2).sum() * m[3].bias.sum(), sgd(model))
+
+
 @identical()
 def test_parameters_of_the_model():
     model = mlp()

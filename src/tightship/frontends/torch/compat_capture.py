@@ -89,6 +89,10 @@ class Special:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self._call(*args, **kwargs)
 
+    @property
+    def is_scripted(self) -> bool:
+        return self.owner in (torch._C.ScriptFunction, torch._C.ScriptMethod)
+
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Special) and (other.__name__, other.owner) == (self.__name__, self.owner)
 

@@ -33,6 +33,10 @@ class Recorder(compat.TorchDispatchMode):
         self._tracker = tracker
         self.asked = -1  # the number of the torch function's call being made
         self._asked_by_sequence: dict[int, int] = {}
+        self.refusal: Unsupported | None = None  # the last one, which TorchScript makes an error of its own
+        self._owners: dict[int, tuple[str, Any]] | None = (
+            None  # of bytes that belong to the model, found when first needed
+        )
 
     @property
     def guards(self) -> list[Guard]:
@@ -116,6 +120,7 @@ class Recorder(compat.TorchDispatchMode):
         if isinstance(tree, torch.Tensor):
             if compat.is_fake(tree):
                 return tree
+            self._check_foreign(tree)
             fake = self._fake.from_tensor(tree)
             self.tape.constant(fake, tree)
             return fake
@@ -124,6 +129,23 @@ class Recorder(compat.TorchDispatchMode):
         if isinstance(tree, dict):
             return {k: self._faked(x) for k, x in tree.items()}
         return tree
+
+    def _check_foreign(self, tensor: torch.Tensor) -> None:
+        """Raises ``Unsupported`` for a constant in bytes of a parameter or buffer: it has a stand-in, through which
+        alone gradients and changes are seen."""
+        if self._owners is None:
+            tape = self.tape
+            roles = {v: (role, key) for v, role, key in tape.slots if role in ("parameter", "buffer")}
+            self._owners = {compat.storage_key(t): roles[v] for v, t in tape.real.items() if v in roles}
+        owner = self._owners.get(compat.storage_key(tensor))
+        if owner is not None:
+            where = self._tracker.here()
+            self.refusal = Unsupported(
+                f"reading the {owner[0]} {owner[1]!r} at {where} by another tensor, or from scripted code",
+                "its gradient and its updates would not be seen",
+                "use the model's own tensor (with .detach() where no gradient is wanted), and plain Python",
+            )
+            raise self.refusal
 
     def _inherited(self, record: Record) -> Origin:
         """Between autograd nodes (sums of gradients): the place of what is summed."""

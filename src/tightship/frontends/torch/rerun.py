@@ -9,8 +9,8 @@ tensors (the calls so far are made up for), and is a new program.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Protocol
 
 import torch
@@ -51,12 +51,15 @@ _SETTERS = {"requires_grad.__set__", "requires_grad_", "data.__set__", "grad.__s
 class Capturing(Protocol):
     """What runs calls on fake tensors and writes the ops down: `step.StepCapture`."""
 
+    recorder: Any
+
     @property
     def stand_ins(self) -> Any: ...
     @property
     def guards(self) -> list[Any]: ...
     def inputs(self) -> list[tuple[torch.Tensor, torch.Tensor]]: ...
     def executing(self) -> AbstractContextManager[None]: ...
+    def swapped(self) -> AbstractContextManager[None]: ...
     def origin(self) -> Origin: ...
     def place(self, origin: Origin | None) -> None: ...
     def asking(self, number: int) -> None: ...
@@ -107,9 +110,23 @@ class Execution:
             return self.fakes[self.constant(t)]
 
         self.capture.asking(len(self.trace.calls))
-        with self.capture.executing():
-            out = func(*map_tensors(fake_of, tuple(args)), **map_tensors(fake_of, dict(kwargs)))
+        try:
+            with self.capture.executing(), self._inner(func):
+                out = func(*map_tensors(fake_of, tuple(args)), **map_tensors(fake_of, dict(kwargs)))
+        except RuntimeError as error:
+            if self.capture.recorder.refusal is not None:
+                raise self.capture.recorder.refusal from error
+            raise
         return map_tensors(self._seen, out)
+
+    @contextmanager
+    def _inner(self, func: Any) -> Iterator[None]:
+        """Inside of calls that code runs in: what it reaches by itself are the fake tensors, too."""
+        if not isinstance(func, compat_capture.Special):
+            yield
+            return
+        with self.capture.swapped() if func.is_scripted else nullcontext(), _Inner(self):
+            yield
 
     def _seen(self, out: torch.Tensor) -> torch.Tensor:
         n = self._number.get(id(out))
@@ -119,6 +136,23 @@ class Execution:
         if n == len(self.fakes):
             self._add(out)
         return out
+
+
+class _Inner(TorchFunctionMode):
+    """Takes the caller's own tensors for their fake ones."""
+
+    def __init__(self, execution: Execution) -> None:
+        super().__init__()
+        self._execution = execution
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        index, fakes = self._execution.trace.index, self._execution.fakes
+
+        def fake_of(t: torch.Tensor) -> torch.Tensor:
+            n = index.get(id(t))
+            return t if n is None else fakes[n]
+
+        return func(*map_tensors(fake_of, tuple(args)), **map_tensors(fake_of, dict(kwargs or {})))
 
 
 # --- one run --------------------------------------------------------------------------------------------------

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -394,6 +394,10 @@ class StepCapture(_Capture):
     def executing(self) -> Iterator[None]:
         with self.mode, self.recorder:
             yield
+
+    def swapped(self) -> AbstractContextManager[None]:
+        """The model on fake tensors."""
+        return self._swapped(self._given)
 
     def origin(self) -> Origin:
         return self.tracker.here()
