@@ -1,10 +1,10 @@
-"""On a CUDA device: the tests that need one, then models trained in eager and within budgets, each in its own process.
+"""On a CUDA device: the tests that need one, then models trained in eager and within budgets.
 
     python benchmarks/gpu.py [--minutes 30] [--write]      (make gpu)
 
 Each row is one process: PyTorch takes another CUDA allocator only as its first. Losses and parameters are compared
-with eager's bit by bit, peaks are those of one meter, times are medians of steps that take turns. What does not finish
-in the time is said. Without a device it says so and ends with status 2. ``--write`` puts the table into
+with eager's bit by bit, peaks are those of one meter, times are medians of steps that take turns. What does not
+finish in the time is said. Without a device it says so and ends with status 2. ``--write`` puts the table into
 docs/training.md.
 """
 
