@@ -16,7 +16,7 @@ SANITIZED := build/sanitized
 SANITIZED_READY := $(SANITIZED)/.tightship-installed
 SANITIZED_TESTS := tests/planners/place tests/planners/test_core_arrays.py $(addprefix tests/planners/evict/test_, engine.py forms.py moves.py conformance.py)
 
-.PHONY: demo test test-all dry-cuda docs pictures sanitize lint format bench setup clean
+.PHONY: demo test test-all gpu dry-cuda docs pictures sanitize lint format bench setup clean
 .DEFAULT_GOAL := test
 
 demo: $(READY)
@@ -64,6 +64,10 @@ format: $(READY)
 
 bench: $(READY)
 	$(PY) benchmarks/train.py
+
+# Every test and benchmark that needs a CUDA device, in 30 minutes; the table goes into docs/training.md.
+gpu: $(READY)
+	$(PY) benchmarks/gpu.py --write
 
 setup: $(READY)
 

@@ -21,7 +21,7 @@ from tightship.frontends.torch.optim import settings
 from tightship.frontends.torch.program import Program
 from tightship.process_local import NotCopied
 
-__all__ = ["Binding", "Identity"]
+__all__ = ["Attributes", "Binding", "Identity"]
 
 
 class Identity:
@@ -73,6 +73,59 @@ class Identity:
         kinds = ("cpu", "cuda")
         autocast = [torch.get_autocast_dtype(k) if torch.is_autocast_enabled(k) else None for k in kinds]
         return tuple(autocast), *compat.process_settings()
+
+
+class Attributes:
+    """Whether the Python attributes of a model's modules are what they were: numbers, functions, hooks, and those of
+    plain objects, lists and mappings that modules hold (configurations).
+
+    For a pass whose Python code does not run again. What modules reach in other ways (globals, closures) is not
+    looked at. Most calls compare some thousand pointers, which takes microseconds.
+    """
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        self._places: list[tuple[str, Any]] = []  # whose, and the mapping or list
+        for m in model.modules():
+            kind = type(m).__name__
+            self._places.append((kind, vars(m)))
+            for k, x in vars(m).items():
+                if k in _MEMBERS or isinstance(x, (torch.Tensor, torch.nn.Module)):
+                    continue
+                inner = x if isinstance(x, (dict, list)) else getattr(x, "__dict__", None)
+                if isinstance(inner, (dict, list)) and not isinstance(x, type) and not callable(x):
+                    self._places.append((f"{kind}.{k}", inner))
+        self._known = [_copied(x) for _, x in self._places]
+        self._objects = self._held()
+
+    def _held(self) -> list[Any]:
+        return list(chain.from_iterable([x if type(x) is list else x.values() for _, x in self._places]))
+
+    def changed(self) -> str | None:
+        """The name of one that is different now; None if none is."""
+        held = self._held()
+        if len(held) == len(self._objects) and all(map(is_, held, self._objects)):
+            return None
+        for (whose, now), known in zip(self._places, self._known, strict=True):
+            fresh = _copied(now)
+            for k in dict.fromkeys((*fresh, *known)):
+                if k not in _OURS and not _equal(fresh.get(k, _MISSING), known.get(k, _MISSING)):
+                    return f"{whose}.{k}"
+        self._known, self._objects = [_copied(x) for _, x in self._places], held
+        return None
+
+
+_MEMBERS = ("_parameters", "_buffers", "_modules")
+_OURS = ("training",)  # a pass is in evaluation mode, whatever the model is in
+_MISSING = object()
+
+
+def _copied(place: Any) -> dict[Any, Any]:
+    return dict(enumerate(place)) if isinstance(place, list) else dict(place)
+
+
+def _equal(a: Any, b: Any) -> bool:
+    plain = (bool, int, float, complex, str, tuple)
+    return a is b or (type(a) is type(b) and isinstance(a, plain) and repr(a) == repr(b))
 
 
 class Binding(NotCopied):

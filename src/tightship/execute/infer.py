@@ -13,6 +13,7 @@ import torch
 from tightship import simulate
 from tightship.errors import BadInput, Unsupported
 from tightship.execute.allocator import Arena
+from tightship.execute.binding import Attributes
 from tightship.execute.interpreter import Executor
 from tightship.execute.prepared import Prepared, Settings, Variant
 from tightship.execute.script import device_of
@@ -103,6 +104,7 @@ class Inference(Prepared):
 
     def __init__(self, model: torch.nn.Module, settings: Settings, *, dynamic: bool) -> None:
         super().__init__(model, None, settings)
+        self._attributes = Attributes(model)
         self._dynamic = dynamic
         self._most: _Most | None = None
 
@@ -183,6 +185,17 @@ class Inference(Prepared):
 
     def _capture(self, batch: Any) -> Program:
         return capture_forward(self.model, batch)
+
+    def _renew(self) -> None:
+        super()._renew()
+        why = self._attributes.changed()
+        if why is not None:
+            self._notes.append(f"captured again: {why} has changed")
+            self._variants.clear()
+            self._attributes = Attributes(self.model)
+
+    def _renewed(self) -> None:
+        self._attributes = Attributes(self.model)
 
     def _modes(self) -> tuple[Any, ...]:
         return self._identity.settings()  # captured in evaluation mode, whatever the model is in
