@@ -648,3 +648,32 @@ def test_a_step_of_the_second_optimizer_with_frozen_parts():
         return model["d"](model["g"](batch[0])).mean()
 
     return Loop(model, critic, d, others=[(generator, g)])
+
+
+class Shifted(nn.Module):
+    """Keeps a tensor that it makes when there is none, of a number that may have changed by then."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner, self.shift, self.kept = mlp(), 0.1, None
+
+    def forward(self, x):
+        if self.kept is None:
+            self.kept = torch.full((3,), self.shift)
+        return self.inner(x) + self.kept
+
+
+@refused("in an attribute")
+def test_a_tensor_that_is_made_once_of_a_number_that_changes():
+    model = Shifted()
+
+    def before(k):
+        model.shift = 0.1 * (1 + k // 2)
+
+    return Loop(model, plain_loss, sgd(model), before=before)
+
+
+@identical()
+def test_a_tensor_that_is_made_once_of_a_number_that_stays():
+    model = Shifted()
+    return Loop(model, plain_loss, sgd(model))

@@ -150,7 +150,8 @@ class FunctionTrace(NotCopied):
     ``structure.BatchSpec``) is the kind of batch, ``program`` what was captured, ``renumbering`` (a
     ``numbers.Renumbering``) tells how its numbers follow. ``references`` counts who holds the tensors between runs,
     None before the first run is over. ``made_of_constants`` are the numbers of those that no parameter, buffer,
-    random number or part of the batch has gone into.
+    random number or part of the batch has gone into; ``made_once`` are those among them that eager may make in the
+    first step only, as an attribute keeps them.
     """
 
     tensors: list[torch.Tensor] = field(default_factory=list)
@@ -169,6 +170,7 @@ class FunctionTrace(NotCopied):
     renumbering: Any = None
     references: list[int] | None = None
     made_of_constants: frozenset[int] = frozenset()
+    made_once: frozenset[int] = frozenset()
 
     @property
     def repeats(self) -> bool:
@@ -194,6 +196,14 @@ class FunctionTrace(NotCopied):
             else:
                 found -= made
         self.made_of_constants = frozenset(found)
+
+    def sources(self, numbers: Collection[int]) -> set[int]:
+        """The tensors of these numbers and those that they were made from."""
+        found = set(numbers)
+        for call in reversed(self.calls):
+            if found & {self.index[id(t)] for t in tensors_in(call.answer)}:
+                found |= {self.index[id(t)] for t in tensors_in((call.args, call.kwargs))}
+        return found
 
     def add(self, tensor: torch.Tensor) -> int:
         """The number of a tensor that may be new."""

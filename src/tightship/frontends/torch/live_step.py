@@ -17,7 +17,7 @@ import torch
 from tightship.errors import Unsupported
 from tightship.frontends.torch import compat, compat_capture
 from tightship.frontends.torch.expired import expire_kept
-from tightship.frontends.torch.function_trace import FunctionTrace
+from tightship.frontends.torch.function_trace import FunctionTrace, tensors_in
 from tightship.frontends.torch.loss import LossFn, checked_loss
 from tightship.frontends.torch.numbers import Renumbering, with_numbers_at
 from tightship.frontends.torch.optim import Updates
@@ -180,6 +180,7 @@ class _Code:
         rerun = self.rerun
         tensors = [t for t in flatten(out) if isinstance(t, torch.Tensor)]
         numbers = rerun.settle(tensors)
+        self.check_made_once()
         new_numbers = self.renumbered() if rerun.execution is None else None
         if rerun.execution is None and new_numbers is None and (rerun.actual or rerun.trace.repeats):
             rerun.go_on()
@@ -213,6 +214,17 @@ class _Code:
         check_changes(self.changes, program)
         return Asked(trace, program, spec, program.constants, rerun.bound)
 
+    def check_made_once(self) -> None:
+        """Raises ``Unsupported`` where a number changes that eager would have read in the first step only."""
+        rerun, trace = self.rerun, self.rerun.trace
+        for k in rerun.actual if rerun.execution is None else ():
+            call = trace.calls[k]
+            if any(trace.index[id(t)] in trace.made_once for t in tensors_in(call.answer)):
+                raise Unsupported(
+                    f"a number that changes at {call.origin}", "a module keeps what is made of it in an attribute",
+                    "make that tensor before the step, or as a buffer",
+                )  # fmt: skip
+
     def renumbered(self) -> dict[int, tuple[Any, ...]] | None:
         """The numbers of this step by op of the program, if nothing but numbers differs and that is all it takes."""
         rerun, trace = self.rerun, self.rerun.trace
@@ -243,6 +255,8 @@ class _Code:
             {id(c): c for c in (*self.grown, *(c for t in self.traces for c in t.caches))}.values()
         )
         trace.program, trace.renumbering = program, Renumbering()
+        kept = {self.rerun.number(c.new) for c in self.changes if isinstance(c.new, torch.Tensor)}
+        trace.made_once = trace.made_of_constants & trace.sources(kept)
         keys: dict[int, int] = {}
         shared = [*trace.tensors[: trace.inputs], *(trace.tensors[n] for n in trace.constants)]
         for t in shared:
