@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 
 from chains import chain
+from lowering import costs
 from tightship.graph import Graph, Value
 from tightship.machine import Machine
 from tightship.planners.evict import compress, offload
@@ -33,7 +34,8 @@ def test_copies_beside_the_ops_cost_nothing() -> None:
     found = offload.plan(frame(graph), base.peak // 2)
     assert found.met and found.extra == 0 and found.steps is not None
     assert not {s.kind for s in found.steps} & {"recompute", "compress"}
-    assert verify(graph, replace(decided(found.steps, graph), peak=found.peak)) == []
+    plan = replace(decided(found.steps, graph), **costs(graph, found.steps))
+    assert plan.peak == found.peak and verify(graph, plan) == []
 
 
 def test_when_overlap_is_too_much_ops_wait_and_the_wait_is_what_it_costs() -> None:
@@ -74,12 +76,12 @@ def test_what_packs_is_packed_and_comes_back() -> None:
     layout = lay_out(graph, steps)
     plan = replace(
         decided(steps, graph),
-        peak=found.peak,
+        **costs(graph, steps),
         residences=layout.residences,
         arena=layout.arena,
         handed=layout.handed,
     )
-    assert verify(graph, plan) == []
+    assert plan.peak == found.peak and verify(graph, plan) == []
     assert compress.plan(frame(chain(20)), 0).runs == 0
 
 
@@ -93,7 +95,7 @@ def test_every_choice_of_copies_verifies(n: int) -> None:
             steps = steps_with(graph, order, chosen)
             layout = lay_out(graph, steps)
             plan = replace(
-                decided(steps, graph), peak=replay(graph, steps).peak, residences=layout.residences,
+                decided(steps, graph), **costs(graph, steps), residences=layout.residences,
                 arena=layout.arena, handed=layout.handed, host=layout.host,
             )  # fmt: skip
             assert verify(graph, plan) == []
