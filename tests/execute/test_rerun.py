@@ -234,6 +234,19 @@ def test_verify_every_agrees_with_eager_and_changes_nothing():
     assert all(map(torch.equal, model.state_dict().values(), twin.state_dict().values()))
 
 
+def test_verify_every_reaches_what_code_inside_of_calls_reaches():
+    model = nn.Sequential(nn.Linear(8, 4), torch.jit.script(nn.Linear(4, 4)))
+
+    def loss_fn(model, pair):
+        slopes = torch.func.vmap(torch.func.grad(lambda row: model[0](row).sum()))(pair[0])
+        return ordinary(model, pair) + slopes.pow(2).mean()
+
+    step = fitted(model, loss_fn, verify_every=1)
+    for k in range(3):
+        step(batch(k))
+    assert all(p.grad is None for p in model.parameters())
+
+
 def test_verify_every_notices_a_wrong_update(monkeypatch):
     step = fitted(net(), ordinary, verify_every=1)
     step(batch())

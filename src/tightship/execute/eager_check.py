@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,6 +13,7 @@ import torch
 from tightship.frontends.torch import compat, compat_capture
 from tightship.frontends.torch.function_trace import FunctionTrace, map_tensors, tensors_in
 from tightship.frontends.torch.live_step import Owned
+from tightship.frontends.torch.rerun import Inner
 
 __all__ = ["Expected", "expected"]
 
@@ -66,7 +68,7 @@ def expected(
     known |= {n: bound.get(n, trace.tensors[n]).detach().clone() for n in trace.constants}
     twin = copy.deepcopy(optimizer, {id(p): parameters[n] for n, p in owned.parameters})
     try:
-        _run(trace, known)
+        _run(trace, known, lambda: compat_capture.reparametrised(owned.model, {**parameters, **buffers}))
         results = [known[n] for n in trace.results if n >= 0 and n not in trace.constants]
         results[0].backward()
         compat.plain_step(type(optimizer))(twin)
@@ -76,7 +78,10 @@ def expected(
         _set_random(random)
 
 
-def _run(trace: FunctionTrace, known: dict[int, torch.Tensor]) -> None:
+def _run(
+    trace: FunctionTrace, known: dict[int, torch.Tensor], swapped: Callable[[], AbstractContextManager[None]]
+) -> None:
+    """``swapped`` puts the copies into the model, for scripted code."""
     states = compat_capture.States()
     with compat_capture.python_for_stand_ins(has_data=True), states.kept():
         for call in trace.calls:
@@ -86,7 +91,11 @@ def _run(trace: FunctionTrace, known: dict[int, torch.Tensor]) -> None:
             if call.kind != "op":
                 continue
             args = map_tensors(lambda t: known[trace.index[id(t)]], (call.args, call.kwargs))
-            answer = call.func(*args[0], **args[1])
+            with ExitStack() as inside:
+                if isinstance(call.func, compat_capture.Special):
+                    inside.enter_context(swapped() if call.func.is_scripted else nullcontext())
+                    inside.enter_context(Inner(trace, known))
+                answer = call.func(*args[0], **args[1])
             for t, seen in zip(tensors_in(answer), tensors_in(call.answer), strict=True):
                 known[trace.index[id(seen)]] = t
 

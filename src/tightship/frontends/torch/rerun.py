@@ -33,7 +33,7 @@ from tightship.frontends.torch.function_trace import (
 )
 from tightship.frontends.torch.origin import Origin
 
-__all__ = ["Capturing", "Execution", "Rerun"]
+__all__ = ["Capturing", "Execution", "Inner", "Rerun"]
 
 _DATA = {"tensor", "as_tensor", "asarray", "scalar_tensor", "from_numpy", "frombuffer", "from_dlpack"}
 """Functions that make tensors of Python's data, where no tensor is among their arguments."""
@@ -128,7 +128,7 @@ class Execution:
         if not isinstance(func, compat_capture.Special):
             yield
             return
-        with self.capture.swapped() if func.is_scripted else nullcontext(), _Inner(self):
+        with self.capture.swapped() if func.is_scripted else nullcontext(), Inner(self.trace, self.fakes):
             yield
 
     def _seen(self, out: torch.Tensor) -> torch.Tensor:
@@ -141,21 +141,19 @@ class Execution:
         return out
 
 
-class _Inner(TorchFunctionMode):
-    """Takes the caller's own tensors for their fake ones."""
+class Inner(TorchFunctionMode):
+    """Takes tensors of a trace, which code inside of a call reaches by itself, for ``others``, by number."""
 
-    def __init__(self, execution: Execution) -> None:
+    def __init__(self, trace: FunctionTrace, others: Any) -> None:
         super().__init__()
-        self._execution = execution
+        self._index, self._others = trace.index, others
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        index, fakes = self._execution.trace.index, self._execution.fakes
+        def other(t: torch.Tensor) -> torch.Tensor:
+            n = self._index.get(id(t))
+            return t if n is None else self._others[n]
 
-        def fake_of(t: torch.Tensor) -> torch.Tensor:
-            n = index.get(id(t))
-            return t if n is None else fakes[n]
-
-        return func(*map_tensors(fake_of, tuple(args)), **map_tensors(fake_of, dict(kwargs or {})))
+        return func(*map_tensors(other, tuple(args)), **map_tensors(other, dict(kwargs or {})))
 
 
 # --- one run --------------------------------------------------------------------------------------------------
