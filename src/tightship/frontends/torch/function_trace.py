@@ -54,8 +54,9 @@ def map_tensors(fn: Callable[[torch.Tensor], Any], tree: Any) -> Any:
         new_items = {k: map_tensors(fn, x) for k, x in tree.items()}
         return tree if all(new_items[k] is tree[k] for k in tree) else new_items
     if isinstance(tree, slice):
-        parts = [map_tensors(fn, x) for x in (tree.start, tree.stop, tree.step)]
-        return tree if parts == [tree.start, tree.stop, tree.step] else slice(*parts)
+        bounds = tree.start, tree.stop, tree.step
+        parts = [map_tensors(fn, x) for x in bounds]
+        return tree if all(map(is_, parts, bounds)) else slice(*parts)
     return tree
 
 

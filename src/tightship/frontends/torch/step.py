@@ -369,7 +369,7 @@ class _Capture:
 
 
 class StepCapture(_Capture):
-    """Captures a step whose calls come one by one, as `rerun.Execution` makes them: ``program`` when all are made."""
+    """Captures a step whose calls come one by one, as `Execution` makes them: ``program`` when all are made."""
 
     def __init__(self, model: torch.nn.Module, batch: Any, name: str) -> None:
         super().__init__(model, batch, name)
