@@ -46,6 +46,8 @@ def differences(a: Any, b: Any, place: str = "") -> list[str]:
         return _tensors(a, b, place)
     if type(a) is not type(b):
         return [f"{place}: {_short(a)} against {_short(b)}"]
+    if isinstance(a, torch.Generator):
+        return _tensors(a.get_state(), b.get_state(), place)
     if isinstance(a, np.ndarray):
         same = (a.dtype, a.shape) == (b.dtype, b.shape) and a.tobytes() == b.tobytes()
         return [] if same else [f"{place}: arrays differ"]
