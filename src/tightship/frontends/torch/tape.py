@@ -94,6 +94,7 @@ class Tape:
         self.grad = grad
         self.values: list[TapeValue] = []
         self.storages: list[TapeStorage] = []
+        self.on_cuda = False  # whether any of them is
         self.records: list[Record] = []
         self.slots: list[tuple[int, str, Any]] = []
         self.constants: list[torch.Tensor] = []
@@ -101,10 +102,6 @@ class Tape:
         self._value_of: dict[TapeValue, int] = {}
         self._storage_of: dict[int, int] = {}
         self._references: list[Any] = []
-
-    @property
-    def on_cuda(self) -> bool:
-        return any(s.device.startswith("cuda") for s in self.storages)
 
     # --- tensors ---
 
@@ -126,6 +123,7 @@ class Tape:
             device = str(tensor.device)
             size = aligned(nbytes, alignment_of(device))
             self.storages.append(TapeStorage(size, nbytes, device, -1))
+            self.on_cuda = self.on_cuda or device.startswith("cuda")
         elif nbytes != self.storages[s].nbytes:
             raise Unsupported(
                 f"resizing a tensor{' at ' + place if place else ''}",
