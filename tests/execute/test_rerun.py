@@ -14,6 +14,7 @@ from tightship.errors import BadInput, Unsupported, VerificationFailed
 from tightship.execute.fit import fit
 from tightship.execute.interpreter import Executor
 from tightship.frontends.torch import live_step
+from tightship.frontends.torch.function_trace import understood
 from tightship.frontends.torch.optim import Updater
 
 
@@ -272,3 +273,43 @@ def test_verify_every_notices_a_wrong_loss(monkeypatch):
 def test_verify_every_is_a_number_of_steps():
     with pytest.raises(BadInput, match="verify_every"):
         fitted(net(), ordinary, verify_every=-1)
+
+
+# ---- code that runs inside of calls
+
+
+SCALE = nn.Dropout(0.5)
+
+
+def _reads_a_module(x):
+    return SCALE(x)
+
+
+def _reads_torch(x):
+    return torch.sigmoid(x) * F.relu(x)
+
+
+def _calls_another(x):
+    return _reads_torch(x) + 1
+
+
+@torch.autograd.function.once_differentiable
+def _once(ctx, gradient):
+    return gradient * ctx.factor
+
+
+@torch.autograd.function.once_differentiable
+def _once_with_state(ctx, gradient):
+    return SCALE(gradient)
+
+
+@pytest.mark.parametrize(
+    ("fn", "known"),
+    [
+        (_reads_torch, True), (_calls_another, True), (_once, True), (torch.relu, True),
+        (_once_with_state, False), (_reads_a_module, False), (lambda x, scale=2.0: x * scale, False),
+        (Count.__new__(Count).planner, False), (nn.ReLU(), False),
+    ],
+)  # fmt: skip
+def test_code_is_understood_only_if_its_arguments_decide(fn, known):
+    assert understood(fn) is known

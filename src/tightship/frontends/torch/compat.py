@@ -118,6 +118,18 @@ def is_foreign_memory(tensor: torch.Tensor) -> bool:
     return tensor.device.type == "cpu" and not tensor.untyped_storage().resizable()
 
 
+def is_fixed(value: object) -> bool:
+    """Whether a value of torch's can neither change nor hold what can."""
+    kinds = (
+        torch._ops.OpOverload,
+        torch._ops.OpOverloadPacket,
+        torch.dtype,
+        torch.device,
+        torch.memory_format,
+    )
+    return isinstance(value, (*kinds, torch._C.ScriptFunction))
+
+
 def is_functorch(tensor: torch.Tensor) -> bool:
     """Whether the tensor is a wrapper of a functional transform (vmap, grad)."""
     return bool(torch._C._functorch.is_functorch_wrapped_tensor(tensor))

@@ -374,13 +374,14 @@ _METHODS = (
 
 
 def understood(fn: Any, depth: int = 3) -> bool:
-    """Whether a function's outcome follows from its arguments alone, as far as its code tells: it has no closure, its
-    globals are modules, classes of torch and such functions, and it is not one of the interpreter's generators."""
-    fn = getattr(fn, "__func__", fn)
-    fn = getattr(fn, "__wrapped__", fn)
-    if not isinstance(fn, types.FunctionType) and _of_torch(fn):
-        return True
-    if not isinstance(fn, types.FunctionType) or fn.__closure__ or depth == 0:
+    """Whether a function's outcome follows from its arguments alone, as far as its code tells: it has no closure, no
+    defaults and no object that it is bound to, and its globals are modules, functions and classes of torch, and such
+    functions."""
+    if not isinstance(fn, types.FunctionType):
+        return _of_torch(fn)
+    if hasattr(fn, "__wrapped__") and str(fn.__globals__.get("__name__")).startswith("torch."):
+        return understood(fn.__wrapped__, depth)  # once_differentiable, custom_fwd
+    if fn.__closure__ or fn.__defaults__ or fn.__kwdefaults__ or vars(fn) or depth == 0:
         return False
     return all(_harmless(fn.__globals__, name, depth) for name in globals_of(fn.__code__))
 
@@ -406,6 +407,8 @@ def _harmless(scope: Mapping[str, Any], name: str, depth: int) -> bool:
 
 
 def _of_torch(value: Any) -> bool:
-    module = str(getattr(value, "__module__", None) or "")
-    kind = str(type(value).__module__)
-    return module.partition(".")[0] in ("torch", "math") or kind.partition(".")[0] == "torch"
+    """Whether this is a function, class, op or constant of torch. Tensors, modules and generators are not: they can
+    be replaced or changed."""
+    if isinstance(value, (types.FunctionType, types.BuiltinFunctionType, type)):
+        return str(value.__module__ or "").partition(".")[0] in ("torch", "math")
+    return compat.is_fixed(value)
