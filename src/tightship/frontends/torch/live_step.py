@@ -23,7 +23,7 @@ from tightship.frontends.torch.numbers import Renumbering, with_numbers_at
 from tightship.frontends.torch.optim import Updates
 from tightship.frontends.torch.program import Program
 from tightship.frontends.torch.rerun import Rerun
-from tightship.frontends.torch.step import StepCapture, check_changes, checked_leaf
+from tightship.frontends.torch.step import StepCapture, check_changes, checked_leaf, replaced_buffer
 from tightship.frontends.torch.structure import BatchSpec, Results, flatten, map_leaves
 from tightship.frontends.torch.untouched import Leftovers
 
@@ -140,10 +140,7 @@ class _Code:
         """A buffer that was replaced by a new tensor is written back, which is what the next step would read."""
         for name, home, key, own, now in self.owned.replaced():
             if now is None or (now.shape, now.dtype, now.device) != (own.shape, own.dtype, own.device):
-                raise Unsupported(
-                    f"the buffer {name!r}", "the step replaces it by a tensor of another size or type",
-                    "write into it with copy_(), or run the model once before capturing it",
-                )  # fmt: skip
+                raise replaced_buffer(name)
             with torch.no_grad():
                 own.copy_(now)
             home[key] = own

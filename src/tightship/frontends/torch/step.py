@@ -32,6 +32,7 @@ __all__ = [
     "check_model",
     "checked_leaf",
     "module_of",
+    "replaced_buffer",
 ]
 
 DATA_PARALLEL = (
@@ -333,10 +334,7 @@ class _Capture:
             if fake is None or b is fake:
                 continue
             if (b.shape, b.dtype, b.device) != (fake.shape, fake.dtype, fake.device):
-                raise Unsupported(
-                    f"the buffer {n!r}", "the step replaces it by a tensor of another size or type",
-                    "write into it with copy_(), or run the model once before capturing it",
-                )  # fmt: skip
+                raise replaced_buffer(n)
             with torch.no_grad():
                 fake.copy_(b)
 
@@ -433,6 +431,15 @@ class StepCapture(_Capture):
             self.tape, values[:-1], result_spec=spec, name=self.name, guards=self.recorder.guards,
             batch=BatchSpec.of(self.batch), notes=notes, losses=values[-1:], sums=True,
         )  # fmt: skip
+
+
+def replaced_buffer(name: str) -> Unsupported:
+    """The error for a buffer in whose place a step puts something that cannot be written back into it."""
+    return Unsupported(
+        f"the buffer {name!r}",
+        "the step replaces it by a tensor of another size or type",
+        "write into it with copy_(), or run the model once before capturing it",
+    )
 
 
 def checked_leaf(x: Any) -> Any:
