@@ -306,7 +306,7 @@ def _once_with_state(ctx, gradient):
 @pytest.mark.parametrize(
     ("fn", "known"),
     [
-        (_reads_torch, True), (_calls_another, True), (_once, True), (torch.relu, True),
+        (_reads_torch, True), (_calls_another, False), (_once, True), (torch.relu, True),
         (_once_with_state, False), (_reads_a_module, False), (lambda x, scale=2.0: x * scale, False),
         (Count.__new__(Count).planner, False), (nn.ReLU(), False),
     ],

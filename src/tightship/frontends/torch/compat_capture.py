@@ -94,7 +94,10 @@ class Special:
         return self.owner in (torch._C.ScriptFunction, torch._C.ScriptMethod)
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, Special) and (other.__name__, other.owner) == (self.__name__, self.owner)
+        return isinstance(other, Special) and other._parts() == self._parts()
+
+    def _parts(self) -> tuple[Any, ...]:
+        return self.__name__, self.owner, self.inner_code
 
     def __hash__(self) -> int:
         return hash(self.__name__)

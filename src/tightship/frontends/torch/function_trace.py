@@ -373,17 +373,17 @@ _METHODS = (
 # --- Python code that runs inside a call ----------------------------------------------------------------------
 
 
-def understood(fn: Any, depth: int = 3) -> bool:
+def understood(fn: Any) -> bool:
     """Whether a function's outcome follows from its arguments alone, as far as its code tells: it has no closure, no
-    defaults and no object that it is bound to, and its globals are modules, functions and classes of torch, and such
-    functions."""
+    defaults and no object that it is bound to, and its globals are modules, functions and classes of torch. For
+    functions of the caller's own, another may stand under that name in the next step."""
     if not isinstance(fn, types.FunctionType):
         return _of_torch(fn)
     if hasattr(fn, "__wrapped__") and str(fn.__globals__.get("__name__")).startswith("torch."):
-        return understood(fn.__wrapped__, depth)  # once_differentiable, custom_fwd
-    if fn.__closure__ or fn.__defaults__ or fn.__kwdefaults__ or vars(fn) or depth == 0:
+        return understood(fn.__wrapped__)  # once_differentiable, custom_fwd
+    if fn.__closure__ or fn.__defaults__ or fn.__kwdefaults__ or vars(fn):
         return False
-    return all(_harmless(fn.__globals__, name, depth) for name in globals_of(fn.__code__))
+    return all(_harmless(fn.__globals__, name) for name in globals_of(fn.__code__))
 
 
 def globals_of(code: types.CodeType) -> set[str]:
@@ -395,7 +395,7 @@ def globals_of(code: types.CodeType) -> set[str]:
     return names | {"<writes>" for i in dis.get_instructions(code) if i.opname in writes}
 
 
-def _harmless(scope: Mapping[str, Any], name: str, depth: int) -> bool:
+def _harmless(scope: Mapping[str, Any], name: str) -> bool:
     builtin = scope.get("__builtins__", {})
     known = vars(builtin) if isinstance(builtin, types.ModuleType) else builtin
     if name not in scope:
@@ -403,7 +403,7 @@ def _harmless(scope: Mapping[str, Any], name: str, depth: int) -> bool:
     value = scope[name]
     if isinstance(value, types.ModuleType):
         return value.__name__.partition(".")[0] in ("torch", "math")
-    return _of_torch(value) or (isinstance(value, types.FunctionType) and understood(value, depth - 1))
+    return _of_torch(value)
 
 
 def _of_torch(value: Any) -> bool:
