@@ -17,9 +17,10 @@ from pathlib import Path
 import budget
 import transformers
 
-import pages
+from support import pages
+from tightship.baselines import chain
 from tightship.planners.default import Options, frame_of, least_time, order_of
-from tightship.planners.evict import anneal, chain, exact
+from tightship.planners.evict import anneal, exact
 from tightship.simulate import baseline, replay
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "search.md"

@@ -13,7 +13,7 @@ from torch import nn
 
 sys.path.append(str(Path(__file__).resolve().parent.parent / "tests"))
 
-from onnx_models import Dense, HighRes, Inception, UNet
+from support.onnx_models import Dense, HighRes, Inception, UNet
 
 __all__ = ["NETWORKS"]
 

@@ -27,7 +27,7 @@ import torch
 import transformers
 from rich.console import Console
 
-import pages
+from support import pages
 from tightship import api, sources
 from tightship.errors import Infeasible
 from tightship.planners.default import Options

@@ -26,8 +26,8 @@ from typing import Any
 import torch
 from rich.console import Console
 
-import pages
 import tightship
+from support import pages
 from tightship.demo import models
 from tightship.demo.trial import SETTLE
 from tightship.execute.interpreter import PeakMismatch

@@ -19,14 +19,14 @@ from rich.console import Console
 from torch.utils.checkpoint import checkpoint
 
 from tightship import sources
+from tightship.baselines import checkpoint as blocks
 from tightship.errors import Infeasible
 from tightship.execute.binding import Binding
 from tightship.execute.interpreter import Executor
 from tightship.execute.meter import Meter
 from tightship.frontends.torch.structure import flatten
 from tightship.planners import default
-from tightship.planners.evict import checkpoint as blocks
-from tightship.planners.evict._frame import Frame
+from tightship.planners.evict.problem import Frame
 from tightship.planners.frontier import others
 from tightship.simulate import baseline, replay
 from tightship.units import format_bytes

@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 
-import pages
+from support import pages
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGE = ROOT / "docs" / "training.md"

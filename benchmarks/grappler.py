@@ -16,9 +16,9 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import pages
+from support import pages
+from tightship.baselines.grappler_nodes import CLONE, TRIGGER, recomputed
 from tightship.frontends.tensorflow.nodes import Node, to_rows
-from tightship.planners.evict._grappler_nodes import CLONE, TRIGGER, recomputed
 
 ROOT = Path(__file__).resolve().parent.parent
 DATA = ROOT / "tests" / "data" / "grappler"
@@ -34,7 +34,7 @@ def nodes_of(proto: Any) -> list[Node]:
 
 def compared(name: str) -> tuple[list[list[str]], dict[str, Any]]:
     """The rows of a model, and what TensorFlow did with it."""
-    from tensorflow_models import MODELS, grappler
+    from support.tensorflow_models import MODELS, grappler
 
     proto, fetch = MODELS[name]()
     nodes = nodes_of(proto)
@@ -63,7 +63,7 @@ def main() -> None:
     sys.path.insert(0, str(ROOT / "tests"))
     import tensorflow as tf
 
-    from tensorflow_models import MODELS
+    from support.tensorflow_models import MODELS
 
     rows = []
     for name in MODELS:

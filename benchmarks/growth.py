@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator
 from tightship.graph import Graph, Op, Storage, Value
 from tightship.planners.default import Options, order_of
 from tightship.planners.evict import anneal, greedy
-from tightship.planners.evict._frame import Decision, Frame
+from tightship.planners.evict.problem import Decision, Frame
 from tightship.simulate import baseline, replay
 
 WORK_OF_5_S, WORK_OF_60_S = 125_000_000, 1_500_000_000

@@ -15,13 +15,14 @@ import re
 import time
 from pathlib import Path
 
-import pages
-from tightship.frontends.hlo import Module, parse
-from tightship.planners.remat import search, xla
-from tightship.planners.remat._cost import work_of
-from tightship.planners.remat.bound import bound
-from tightship.planners.remat.peak import module_peak, sequential_order
-from tightship.planners.remat.xla import Remade
+from support import pages
+from tightship.baselines import xla_remat
+from tightship.baselines.xla_remat import Remade
+from tightship.hlo import Module, parse
+from tightship.hlo.remat import search
+from tightship.hlo.remat.bound import bound
+from tightship.hlo.remat.cost import work_of
+from tightship.hlo.remat.peak import module_peak, sequential_order
 
 DATA = Path(__file__).resolve().parent.parent / "tests" / "data" / "hlo"
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "benchmarks.md"
@@ -45,7 +46,7 @@ def row(folder: Path, options: search.Options) -> str:
     module = parse(text(folder / BEFORE))
     limit = int(re.findall(r"memory limit of ([\d.]+)MiB", log)[0].replace(".", "")) * MIB // 100
     after, _ = map(int, re.findall(r"module now .*\((\d+) bytes\), was .*\((\d+) bytes\)", log)[-1])
-    theirs = xla.plan(module, limit)
+    theirs = xla_remat.plan(module, limit)
     chosen = tuple(re.findall(r"recomputation: \{([^}]*)\}", log))
     same = "yes" if (theirs.recomputed, theirs.peak_after) == (chosen, after) else "no"
     began = time.perf_counter()

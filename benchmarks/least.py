@@ -20,13 +20,13 @@ import transformers
 from budget import FULL, PAGE, SMALL, captured
 from rich.console import Console
 
-import pages
+from support import pages
 from tightship import sources
 from tightship.analysis.bounds import lower_bound
 from tightship.errors import Infeasible
 from tightship.graph import Graph
 from tightship.planners import default
-from tightship.planners.evict._frame import Frame
+from tightship.planners.evict.problem import Frame
 from tightship.planners.frontier import Other, others
 from tightship.simulate import baseline, replay
 

@@ -16,13 +16,13 @@ from pathlib import Path
 import torch
 from rich.console import Console
 
-import pages
+from support import pages
+from tightship.baselines.memonger import Options, recycled
 from tightship.frontends.torch.step import capture_step
 from tightship.graph import Graph
 from tightship.plan import Solution
 from tightship.planners.lifetimes import in_any_order, in_order, in_steps
 from tightship.planners.packing import Search, pack
-from tightship.planners.share.memonger import Options, recycled
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGE = ROOT / "docs" / "orders.md"
@@ -42,7 +42,7 @@ HEAD = (
 
 def captured(name: str) -> Graph:
     sys.path.insert(0, str(ROOT / "tests"))
-    from models import MODELS
+    from support.models import MODELS
 
     model, loss, batch = MODELS[name]()
     return capture_step(model, loss, torch.optim.SGD(model.parameters(), lr=0.1), batch(0)).graph
@@ -65,7 +65,7 @@ def said(solution: Solution) -> str:
 
 def main() -> None:
     sys.path.insert(0, str(ROOT / "tests"))
-    from models import MODELS
+    from support.models import MODELS
 
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter

@@ -24,11 +24,11 @@ from pathlib import Path
 
 import numpy as np
 
-import pages
+from support import pages
 from tightship.plan import Buffer, Problem
 from tightship.planners.packing import Search, pack
 from tightship.planners.place import portfolio
-from tightship.verify_placement import check_solution
+from tightship.verify.placement import check_solution
 
 REPEATS = 3
 LIMIT = 5.0

@@ -19,11 +19,11 @@ from pathlib import Path
 
 from place import machine, random_storages
 
-import pages
+from support import pages
 from tightship.plan import Gap, Problem
 from tightship.planners.place import portfolio
-from tightship.planners.place._best import Interrupted
-from tightship.verify_placement import check_solution
+from tightship.planners.place.best_of import Interrupted
+from tightship.verify.placement import check_solution
 
 MARK = "<!-- limits -->"
 LIMITS = (0.1, 0.5, 2.0)

@@ -22,7 +22,7 @@ from typing import Any
 
 from rich.console import Console
 
-import pages
+from support import pages
 from tightship import api, sources
 from tightship.analysis.bounds import lower_bound
 from tightship.errors import Infeasible, TightshipError
@@ -117,7 +117,7 @@ def made_bytes(graph: Graph) -> int:
 
 
 def of_torch(names: Iterable[str], capture: str, *, evict: bool) -> Iterator[list[str]]:
-    from models import MODELS
+    from support.models import MODELS
     from tightship.execute import profile
     from tightship.frontends.torch import step
 
@@ -137,7 +137,7 @@ def inference() -> Iterator[list[str]]:
 
 
 def onnx() -> Iterator[list[str]]:
-    from onnx_models import MODELS, exported
+    from support.onnx_models import MODELS, exported
 
     with tempfile.TemporaryDirectory() as folder:
         for name, model in MODELS.items():
@@ -148,7 +148,7 @@ def onnx() -> Iterator[list[str]]:
 def tensorflow() -> Iterator[list[str]]:
     if importlib.util.find_spec("tensorflow") is None:
         raise SystemExit("TensorFlow is not installed (pip install 'tightship[tensorflow]')")
-    from tensorflow_models import MODELS
+    from support.tensorflow_models import MODELS
 
     with tempfile.TemporaryDirectory() as folder:
         for name, make in MODELS.items():
@@ -160,10 +160,10 @@ def tensorflow() -> Iterator[list[str]]:
 
 def hlo() -> Iterator[list[str]]:
     """Rematerialisation of GPU modules in the limit XLA had, then buffer assignment of all."""
-    import hlo_data
+    from support import hlo_data
+    from tightship.hlo.remat.cost import work_of
+    from tightship.hlo.remat.peak import module_peak
     from tightship.planners import planner
-    from tightship.planners.remat._cost import work_of
-    from tightship.planners.remat.peak import module_peak
 
     for name in hlo_data.GPU:
         module = hlo_data.module(name, hlo_data.BEFORE)

@@ -29,17 +29,17 @@ from branching import NETWORKS
 from budget import FULL, Made
 from rich.console import Console
 
-import pages
-from hlo_data import CPU, GPU, module
-from inductor import METHODS, scheduled
-from optimum import least_peak
-from strategies import random_graph
+from support import pages
+from support.hlo_data import CPU, GPU, module
+from support.inductor import METHODS, scheduled
+from support.optimum import least_peak
+from support.strategies import random_graph
 from tightship import api
 from tightship.errors import Infeasible
 from tightship.graph import Graph
+from tightship.hlo.remat.as_plan import graph_before
 from tightship.planners import default, planner
 from tightship.planners.order import beam, best, cuts
-from tightship.planners.remat.as_plan import graph_before
 from tightship.simulate import baseline, replay
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "benchmarks.md"

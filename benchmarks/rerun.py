@@ -20,8 +20,8 @@ from typing import Any
 
 import torch
 
-import pages
 import tightship
+from support import pages
 from tightship.demo import models
 from tightship.demo.models import Workload
 

@@ -32,8 +32,8 @@ from rich.console import Console
 from torch._dynamo.backends.debugging import aot_eager
 from torch.utils.checkpoint import checkpoint
 
-import pages
 import tightship
+from support import pages
 from tightship.demo import models
 from tightship.demo.models import Workload
 from tightship.demo.trial import SETTLE, Trainer

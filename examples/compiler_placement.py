@@ -7,7 +7,7 @@ A compiler has buffers and knows when each is alive. Here are those of a small n
 
 from tightship.plan import Buffer, Problem
 from tightship.planners.packing import Search, pack
-from tightship.verify_placement import check_solution
+from tightship.verify.placement import check_solution
 
 KIB = 1024
 

@@ -6,7 +6,7 @@ import sys
 import pytest
 
 import tightship
-from chains import chain
+from support.chains import chain
 from tightship.graph import Graph
 
 QUICK = {"work": 200_000, "seconds": 2.0}
@@ -90,7 +90,7 @@ def test_a_plan_without_its_graph_or_for_another_is_not_loaded(tmp_path):
 
 
 def test_a_model_is_planned_by_measuring_it(tmp_path):
-    from models import MODELS
+    from support.models import MODELS
 
     model, loss_fn, batch = MODELS["mlp"]()
     made = tightship.plan(model, batch(0)[0], budget="100%", cache=tmp_path, **QUICK)

@@ -8,8 +8,8 @@ import sys
 
 import pytest
 
-from chains import chain
-from commands import as_json, run
+from support.chains import chain
+from support.commands import as_json, run
 from tightship import cli
 from tightship.cli.options import documented
 from tightship.planners.default import Options

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from page_blocks import ROOT, Block, blocks, differences, marked
+from support.page_blocks import ROOT, Block, blocks, differences, marked
 
 DOCS = ROOT / "docs"
 ADDING = DOCS / "add-a-planner.md"
@@ -26,7 +26,13 @@ def name(path: Path) -> str:
 
 def ran(page: Path, folder: Path, *modules: str, **variables: str) -> str:
     """Runs a page's blocks in ``folder``; returns what its blocks printed."""
-    command = [sys.executable, str(ROOT / "tests" / "page_blocks.py"), str(page), str(folder), *modules]
+    command = [
+        sys.executable,
+        str(ROOT / "tests" / "support" / "page_blocks.py"),
+        str(page),
+        str(folder),
+        *modules,
+    ]
     done = subprocess.run(command, capture_output=True, text=True, env=os.environ | variables)
     assert done.returncode == 0, done.stdout[-500:] + done.stderr[-3000:]
     return done.stdout

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from strategies import graphs, random_graph, random_order
+from support.strategies import graphs, random_graph, random_order
 from tightship.errors import BadInput
 from tightship.graph import Graph, Op, Request, Storage, Value, aligned, alignment_of, walk
 

@@ -7,15 +7,15 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from lowering import costs
-from strategies import random_graph
+from support.lowering import costs
+from support.strategies import random_graph
 from tightship import serde
 from tightship.analysis.bounds import lower_bound
 from tightship.errors import BadInput
 from tightship.graph import Graph, Op, Request, Storage, Value
 from tightship.plan import Plan, Step
 from tightship.planners import default
-from tightship.planners.evict._frame import Frame
+from tightship.planners.evict.problem import Frame
 from tightship.planners.layout import lay_out
 from tightship.simulate import baseline, replay
 from tightship.verify import verify

@@ -12,10 +12,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lowering import costs, random_plan
-from strategies import graphs, plans, random_graph
-from tightship.frontends.hlo.opcodes import EFFECTS
+from support.lowering import costs, random_plan
+from support.strategies import graphs, plans, random_graph
 from tightship.graph import CUDA_ALIGNMENT, Graph, Op, Storage, Value
+from tightship.hlo.opcodes import EFFECTS
 from tightship.plan import Plan, Residence, Step
 from tightship.planners.layout import lay_out
 from tightship.simulate import baseline

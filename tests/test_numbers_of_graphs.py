@@ -12,12 +12,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from chains import chain
+from support.chains import chain
 from tightship.errors import BadInput, TightshipError
 from tightship.graph import MOST_BYTES, Graph, Op, Request, Storage, Value
 from tightship.plan import Plan, Residence, Step
 from tightship.planners.default import Options, plan
-from tightship.planners.evict._frame import Frame
+from tightship.planners.evict.problem import Frame
 from tightship.simulate import baseline, replay
 
 SIZES = st.one_of(

@@ -11,12 +11,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from commands import as_json, run
-from placing import packing, planted, problems
+from support.commands import as_json, run
+from support.placing import packing, planted, problems
+from tightship.diagnose.infeasible_subset import clash
 from tightship.frontends import problem_csv
 from tightship.plan import Buffer, Gap, Problem, Solution
 from tightship.planners import planners
-from tightship.planners.clash import clash
 from tightship.planners.place import exact
 from tightship.report import packing as picture
 from tightship.report.packing import packing_picture, time_ticks

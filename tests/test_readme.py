@@ -2,7 +2,7 @@
 
 import pytest
 
-from page_blocks import ROOT, marked
+from support.page_blocks import ROOT, marked
 from test_docs import ran
 
 README = ROOT / "README.md"

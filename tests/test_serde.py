@@ -16,7 +16,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from strategies import graphs, plans, random_graph, random_plan, random_steps
+from support.strategies import graphs, plans, random_graph, random_plan, random_steps
 from tightship.errors import BadInput
 from tightship.graph import Graph, Op, Storage, Value
 from tightship.machine import Machine

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from chains import chain
+from support.chains import chain
 from tightship.errors import BadInput
 from tightship.graph import Graph, Op, Storage, Value
 from tightship.machine import Machine

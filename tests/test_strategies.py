@@ -7,13 +7,13 @@ from collections.abc import Iterator
 
 import pytest
 
-from strategies import random_graph
+from support.strategies import random_graph
 from tightship.analysis.bounds import replayable
 from tightship.errors import Infeasible
 from tightship.graph import Graph
 from tightship.planners import default
 from tightship.planners.evict import anneal
-from tightship.planners.evict._frame import Frame
+from tightship.planners.evict.problem import Frame
 from tightship.simulate import baseline, replay
 from tightship.verify import verify
 

@@ -8,13 +8,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from strategies import graphs, random_graph
+from support.strategies import graphs, random_graph
 from tightship.analysis.order import is_legal, predecessors
 from tightship.errors import BadInput
 from tightship.graph import Graph, Op, Storage, Value
 from tightship.plan import Plan, Step
 from tightship.planners import planner, planners
-from tightship.planners.evict._frame import DROP, Frame
+from tightship.planners.evict.problem import DROP, Frame
 from tightship.simulate import baseline, replay
 from tightship.verify import verify
 

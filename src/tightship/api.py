@@ -114,7 +114,7 @@ def plan_graph(
     The results of a whole step leave the arena, as `fit` needs it. Those of a forward and backward pass alone, which
     are the gradients, are placed in it, unless ``hand_out`` says otherwise.
     """
-    from tightship.planners.remedies import advised
+    from tightship.diagnose.remedies import advised
 
     return Planned(advised(graph, budget, _options(graph, options), progress), graph)
 
@@ -232,7 +232,7 @@ def plan_named(graph: Graph, name: str, budget: Any = None, **options: Any) -> P
         rule = f"options are those of {name!r} ({', '.join(info.options.__dataclass_fields__)})"
         raise BadInput(rule, sorted(options), "plan") from error
     if info.group == "evict":
-        from tightship.planners.alone import alone
+        from tightship.planners.standalone import alone
 
         return Planned(alone(graph, info, chosen, budget), graph)
     made = info.plan(graph, chosen)

@@ -54,8 +54,8 @@ class Planned:
     def explain(self) -> str:
         """Who makes up the plan's peak: in words, then by kind, by module, by source line, one by one."""
         from tightship.report.numbers import peak_of
+        from tightship.report.prose import peak_lines
         from tightship.report.text import peak_tables, rendered
-        from tightship.report.words import peak_lines
 
         steps = self.plan.steps
         words = "\n".join(peak_lines(self.graph, steps))

@@ -9,9 +9,9 @@ from itertools import pairwise
 import numpy as np
 import pytest
 
-from chains import chain
-from optimum import least_extra
-from strategies import random_graph
+from support.chains import chain
+from support.optimum import least_extra
+from support.strategies import random_graph
 from tightship import _core
 from tightship.analysis.bounds import lower_bound, time_bound
 from tightship.analysis.relaxation import Relaxation

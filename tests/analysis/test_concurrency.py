@@ -9,7 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from strategies import graphs, random_order
+from support.strategies import graphs, random_order
+from support.zoo import captured
 from tightship.analysis.concurrency import (
     ancestors,
     in_sequence,
@@ -25,8 +26,7 @@ from tightship.errors import BadInput
 from tightship.graph import Graph
 from tightship.planners.lifetimes import in_any_order, in_order, in_steps
 from tightship.planners.packing import Search, pack
-from tightship.verify_placement import check_solution
-from zoo import captured
+from tightship.verify.placement import check_solution
 
 
 def executions(waits: tuple[tuple[int, ...], ...]) -> Iterator[dict[int, int]]:

@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from optimum import least_peak
-from strategies import graphs, random_order
+from support.optimum import least_peak
+from support.strategies import graphs, random_order
 from tightship.analysis.moments import Moments
 from tightship.analysis.order import is_legal, predecessors
 from tightship.graph import Graph, Op, Storage, Value

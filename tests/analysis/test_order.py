@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from chains import chain
-from lowering import random_order, random_steps
-from strategies import random_graph
+from support.chains import chain
+from support.lowering import random_order, random_steps
+from support.strategies import random_graph
 from tightship.analysis.bounds import lower_bound, replayable
 from tightship.analysis.order import is_legal, predecessors
 from tightship.analysis.structure import colours, layer, role

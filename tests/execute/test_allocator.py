@@ -9,8 +9,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from blocks import KB, block  # noqa: E402
-
+from support.blocks import KB, block  # noqa: E402
 from tightship.execute import allocator  # noqa: E402
 from tightship.execute.allocator import Arena, Event, Script, record, replay, suspended  # noqa: E402
 from tightship.execute.meter import Meter  # noqa: E402

@@ -9,8 +9,7 @@ import pytest
 
 pytest.importorskip("torch")
 
-from blocks import KB
-
+from support.blocks import KB
 from tightship.errors import BadInput, Unsupported
 from tightship.execute import allocator
 from tightship.execute.allocator import Arena, Script, replay

@@ -12,9 +12,8 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-import plans  # noqa: E402
-
-from chains import chain  # noqa: E402
+from support import plans  # noqa: E402
+from support.chains import chain  # noqa: E402
 from tightship.errors import Unsupported  # noqa: E402
 from tightship.execute import allocator, build, cuda  # noqa: E402
 from tightship.execute.allocator import Arena, Miss, Script, record, replay  # noqa: E402
@@ -75,7 +74,7 @@ def stand_in(tmp_path_factory):
     if COMPILER is None:
         pytest.skip("no C compiler")
     path = tmp_path_factory.mktemp("cuda") / "libfake_cudart.so"
-    source = Path(__file__).with_name("fake_cuda.c")
+    source = Path(__file__).parents[1] / "support" / "fake_cuda.c"
     subprocess.run([COMPILER, "-shared", "-fPIC", "-O1", str(source), "-o", str(path)], check=True)
     native.open(str(path))
     return Device(path)

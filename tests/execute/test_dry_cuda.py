@@ -9,7 +9,7 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
-import dry_cuda  # noqa: E402
+from support import dry_cuda  # noqa: E402
 
 REASON = dry_cuda.why_not()
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(REASON is not None, reason=str(REASON))]

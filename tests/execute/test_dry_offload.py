@@ -8,16 +8,16 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
-import dry_cuda  # noqa: E402
-from test_dry_cuda import REASON, dry, program  # noqa: E402, F401
+from execute.test_dry_cuda import REASON, dry, program  # noqa: E402, F401
+from support import dry_cuda  # noqa: E402
 
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(REASON is not None, reason=str(REASON))]
 
 HOW = """
-import plans, watched
+from support import plans, watched
 from tightship.planners.evict import compress, offload
-from tightship.planners.evict._aside import overlapped, spans, steps_with
-from tightship.planners.evict._frame import OFFLOAD, Frame
+from tightship.planners.evict.offload_compress import overlapped, spans, steps_with
+from tightship.planners.evict.problem import OFFLOAD, Frame
 
 def planner(graph, budget):
     frame = Frame(graph, tuple(range(len(graph.ops))), means=("offload",) * (HOW == "searched"))
@@ -77,8 +77,8 @@ def test_without_waiting_the_order_would_be_wrong_and_is_seen_to_be(dry, broken)
 
 def test_a_copy_back_follows_the_copy_out_that_it_waits_for(dry):  # noqa: F811
     body = """
-import watched
-from tightship.execute.pinned import Pinned
+from support import watched
+from tightship.execute.pinned_pool import Pinned
 pool, memory = Pinned(512, "cuda:0"), torch.zeros(1024, dtype=torch.uint8, device="cuda")
 memory[:512] = 7
 seen = watched.Seen()
@@ -153,7 +153,7 @@ def test_dropout_is_drawn_again_from_its_state_which_then_is_what_it_was(dry):  
 
 
 ALLOWED = """
-import watched
+from support import watched
 watched.packing_runs()
 step = tightship.fit(model, loss, optimizer, x, strict=True, cache=CACHE, budget=BUDGET, work=1_000_000,
                      allow="compress,offload")
@@ -227,8 +227,8 @@ for _ in range(2):
 RANDOM = """
 import numpy as np, plans, watched
 from tightship.execute.interpreter import Executor
-from tightship.planners.evict._frame import KEEP, OFFLOAD, PACK, Frame
-from tightship.planners.evict._redraw import redrawable, with_states
+from tightship.planners.evict.problem import KEEP, OFFLOAD, PACK, Frame
+from tightship.planners.evict.rng_replay import redrawable, with_states
 from tightship.verify import check
 
 watched.packing_runs()
@@ -264,8 +264,8 @@ def test_any_way_out_of_memory_is_as_planned_ordered_and_right(dry, name):  # no
 
 
 SHARED = """
-from tightship.planners.evict._aside import overlapped, spans, steps_with
-import plans
+from tightship.planners.evict.offload_compress import overlapped, spans, steps_with
+from support import plans
 
 def planner(graph, budget):
     order = tuple(range(len(graph.ops)))

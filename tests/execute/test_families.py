@@ -9,7 +9,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from models import MODELS  # noqa: E402
+from support.models import MODELS  # noqa: E402
 from tightship.errors import Infeasible  # noqa: E402
 from tightship.execute import allocator  # noqa: E402
 from tightship.execute.fit import TrainStep, fit  # noqa: E402

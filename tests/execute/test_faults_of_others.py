@@ -11,10 +11,10 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from runs import eager  # noqa: E402
 from torch import nn  # noqa: E402
 
-from strategies import random_graph  # noqa: E402
+from support.runs import eager  # noqa: E402
+from support.strategies import random_graph  # noqa: E402
 from tightship.errors import Infeasible  # noqa: E402
 from tightship.execute import allocator  # noqa: E402
 from tightship.execute.fit import TrainStep, fit  # noqa: E402
@@ -22,7 +22,7 @@ from tightship.graph import Graph  # noqa: E402
 from tightship.plan import Step  # noqa: E402
 from tightship.planners import planners  # noqa: E402
 from tightship.planners.default import Options, plan  # noqa: E402
-from tightship.planners.evict._frame import Frame  # noqa: E402
+from tightship.planners.evict.problem import Frame  # noqa: E402
 from tightship.simulate import baseline, replay  # noqa: E402
 from tightship.verify import verify  # noqa: E402
 

@@ -1,12 +1,12 @@
 import threading
 import warnings
 
-import plans
 import pytest
 import torch
-from runs import Pair, eager, loss_of
 
-from models import MODELS
+from support import plans
+from support.models import MODELS
+from support.runs import Pair, eager, loss_of
 from tightship.errors import BadInput, BudgetExceeded, Infeasible, Unsupported, VerificationFailed
 from tightship.execute import allocator
 from tightship.execute.fit import fit

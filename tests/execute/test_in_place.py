@@ -4,17 +4,16 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from blocks import KB, block  # noqa: E402
-from runs import Pair  # noqa: E402
-
-from models import MODELS  # noqa: E402
+from support.blocks import KB, block  # noqa: E402
+from support.models import MODELS  # noqa: E402
+from support.runs import Pair  # noqa: E402
 from tightship.errors import Infeasible  # noqa: E402
-from tightship.execute import overlay, profile  # noqa: E402
+from tightship.execute import in_place_probe, profile  # noqa: E402
 from tightship.execute.allocator import Arena, Miss, Script, replay  # noqa: E402
 from tightship.execute.fit import fit  # noqa: E402
 from tightship.execute.interpreter import Executor  # noqa: E402
 from tightship.execute.meter import Meter  # noqa: E402
-from tightship.frontends.torch import overwrites  # noqa: E402
+from tightship.frontends.torch import lower  # noqa: E402
 from tightship.frontends.torch.step import capture_step  # noqa: E402
 from tightship.planners import default  # noqa: E402
 
@@ -103,7 +102,7 @@ def tried(fn, *tensors):
         arenas.append(Arena(size))
         return arenas[-1]
 
-    return overlay.overlaid(*call_of(fn, *tensors), "cpu", room)
+    return in_place_probe.overlaid(*call_of(fn, *tensors), "cpu", room)
 
 
 def test_an_elementwise_op_keeps_its_result_over_each_input_laid_out_alike():
@@ -118,7 +117,7 @@ def test_an_elementwise_op_keeps_its_result_over_each_input_laid_out_alike():
 def test_an_op_that_is_no_such_is_found_out(monkeypatch):
     x = torch.randn(300, 70)
     assert tried(aten.mm.default, x[:70].clone(), x[:70].clone()) == () == tried(torch.tanh, x)
-    monkeypatch.setattr(overlay, "elementwise", lambda _fn: True)
+    monkeypatch.setattr(in_place_probe, "elementwise", lambda _fn: True)
     square = x[:70].clone()
     assert tried(aten.mm.default, square, square + 1) == ()
     assert tried(lambda a: a.flip(0), x) == ()
@@ -167,9 +166,7 @@ def test_what_is_claimed_is_elementwise_and_laid_out_alike():
                         made.shape,
                         made.stride,
                     )
-    assert overwrites.elementwise(aten.gelu_backward.default) and overwrites.elementwise(
-        aten.hardtanh_backward.default
-    )
+    assert lower.elementwise(aten.gelu_backward.default) and lower.elementwise(aten.hardtanh_backward.default)
     for fn in (
         aten.add_.Tensor,
         aten.add.out,
@@ -178,7 +175,7 @@ def test_what_is_claimed_is_elementwise_and_laid_out_alike():
         aten.mm.default,
         torch.relu,
     ):
-        assert not overwrites.elementwise(fn)
+        assert not lower.elementwise(fn)
 
 
 # ---- steps

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import tightship
-from models import MODELS
+from support.models import MODELS
 from tightship.errors import BadInput, Infeasible, Unsupported
 from tightship.execute import allocator
 from tightship.execute.meter import Meter

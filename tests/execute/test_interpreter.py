@@ -2,11 +2,11 @@ import gc
 import weakref
 from dataclasses import replace
 
-import plans
 import pytest
 import torch
-from runs import Pair, eager
 
+from support import plans
+from support.runs import Pair, eager
 from tightship.errors import BadInput, BudgetExceeded, Unsupported, VerificationFailed
 from tightship.execute import allocator
 from tightship.execute.binding import Binding

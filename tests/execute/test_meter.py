@@ -6,8 +6,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from blocks import KB, block  # noqa: E402
-
+from support.blocks import KB, block  # noqa: E402
 from tightship.execute.meter import Meter  # noqa: E402
 
 

@@ -7,16 +7,16 @@ from functools import cache
 import pytest
 import torch
 
-from models import MODELS
+from support.models import MODELS
 from tightship.analysis.concurrency import waves
 from tightship.analysis.order import predecessors
+from tightship.baselines.memonger import Options, recycled
 from tightship.errors import BadInput
 from tightship.execute.parallel import ParallelExecutor
 from tightship.frontends.torch.step import capture_loss
 from tightship.frontends.torch.structure import flatten
 from tightship.planners.lifetimes import in_any_order, in_order, in_steps
 from tightship.planners.packing import Search, pack
-from tightship.planners.share.memonger import Options, recycled
 
 NAMES = ("mlp", "cnn", "two_losses", "lstm", "torch_transformer", "gpt2")
 

@@ -13,16 +13,16 @@ import subprocess
 import sys
 from pathlib import Path
 
-import plans
 import pytest
 import torch
-from runs import Pair
 
+from support import plans
+from support.runs import Pair
 from tightship.errors import Unsupported
 from tightship.execute import allocator
+from tightship.execute.file_pool import Spill
 from tightship.execute.fit import fit
 from tightship.execute.infer import infer
-from tightship.execute.spill import Spill
 from tightship.process_local import NotCopied
 
 TESTS = Path(__file__).parents[1]
@@ -105,12 +105,12 @@ def test_a_file_with_threads_is_not_copied(way, tmp_path):
 def test_all_that_owns_native_memory_is_told():
     """Every class that makes an arena, a script, threads or a weak count is one that is not copied."""
     from tightship.execute.parallel import ParallelExecutor
-    from tightship.execute.pinned import Pinned
-    from tightship.execute.staged import Staged
+    from tightship.execute.pinned_pool import Pinned
+    from tightship.execute.tiered_pool import Staged
     from tightship.frontends.torch import compat
     from tightship.integrations.torch_compile import Session
-    from tightship.integrations.torch_halves import Half
-    from tightship.integrations.torch_piece import Lane, Piece
+    from tightship.integrations.torch_executor import Half
+    from tightship.integrations.torch_partition import Lane, Piece
 
     for owner in (ParallelExecutor, Pinned, Staged, Session, Half, Lane, Piece):
         assert issubclass(owner, NotCopied), owner
@@ -120,14 +120,15 @@ def test_all_that_owns_native_memory_is_told():
 
 FORKED = f"""
 import os, signal, sys
-sys.path[:0] = [{str(TESTS)!r}, {str(TESTS / "execute")!r}]
-import plans, torch
+sys.path[:0] = [{str(TESTS)!r}]
+import torch
+from support import plans
 torch.set_num_threads(1)
-from runs import Pair
+from support.runs import Pair
 from tightship.errors import Unsupported
 from tightship.execute.fit import fit
 from tightship.planners.evict import offload
-from tightship.planners.evict._frame import Frame
+from tightship.planners.evict.problem import Frame
 
 def offloads(graph, budget):
     steps = offload.plan(Frame(graph, tuple(range(len(graph.ops)))), 0).steps

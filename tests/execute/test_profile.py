@@ -6,16 +6,16 @@ from dataclasses import replace
 
 import pytest
 import torch
-from runs import Pair
 
+from support.runs import Pair
 from tightship.errors import Unsupported
 from tightship.execute import allocator
 from tightship.execute.allocator import Event
 from tightship.execute.bench import workspace_of
 from tightship.execute.cache import Cache, Measurement
-from tightship.execute.fresh import fresh
 from tightship.execute.profile import model as modelled
 from tightship.execute.profile import profile
+from tightship.execute.sample_inputs import fresh
 from tightship.frontends.torch.program import Call
 from tightship.frontends.torch.step import capture_step
 from tightship.graph import Value

@@ -1,6 +1,6 @@
 """The checker of copies' order finds what nothing orders, and nothing else."""
 
-from races import Record, Sync, Wait, Work, races
+from support.races import Record, Sync, Wait, Work, races
 
 OUT = Work(1, reads=((0, 512),), name="out")
 OVER = Work(0, writes=((256, 768),), name="over")

@@ -4,12 +4,12 @@ import itertools
 import random
 
 import numpy
-import plans
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
 
+from support import plans
 from tightship.errors import BadInput, Unsupported, VerificationFailed
 from tightship.execute.fit import fit
 from tightship.execute.interpreter import Executor

@@ -4,13 +4,13 @@ import copy
 import os
 from dataclasses import replace
 
-import plans
 import pytest
 import torch
-from runs import Pair, beyond, eager
-from test_interpreter import Bound
 
 import tightship
+from execute.test_interpreter import Bound
+from support import plans
+from support.runs import Pair, beyond, eager
 from tightship import simulate
 from tightship.errors import BadInput, Infeasible, Unsupported
 from tightship.execute.arguments import Environment
@@ -19,8 +19,8 @@ from tightship.execute.interpreter import Executor
 from tightship.execute.moves import Moves
 from tightship.plan import Plan, Step
 from tightship.planners.evict import compress, offload
-from tightship.planners.evict._aside import overlapped, spans, steps_with
-from tightship.planners.evict._frame import OFFLOAD, Frame
+from tightship.planners.evict.offload_compress import overlapped, spans, steps_with
+from tightship.planners.evict.problem import OFFLOAD, Frame
 from tightship.verify import check
 
 ZOO = ("cnn", "gpt2", "bert", "resnet", "in_place", "viewed")

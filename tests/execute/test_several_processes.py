@@ -9,11 +9,11 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
-from compiled import compiled
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import tightship
+from support.compiled import compiled
 from tightship import errors
 from tightship.integrations.torch_compile import compiled_plans
 

@@ -3,8 +3,8 @@
 from dataclasses import replace
 
 import pytest
-from test_interpreter import Bound
 
+from execute.test_interpreter import Bound
 from tightship.execute import speeds as module
 from tightship.execute.cache import Cache
 from tightship.execute.speeds import speeds

@@ -5,10 +5,10 @@ import os
 
 import pytest
 import torch
-from runs import beyond
 
+from support.runs import beyond
 from tightship.errors import BadInput
-from tightship.execute.spill import Spill
+from tightship.execute.file_pool import Spill
 
 
 def test_bytes_come_back_in_the_order_of_their_stream(tmp_path):

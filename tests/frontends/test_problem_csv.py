@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tightship.errors import BadInput
-from tightship.frontends import _problem_rows, problem_csv
+from tightship.frontends import problem_csv
 from tightship.frontends.problem_csv import MAX_LINE, check_pins, dumps, loads, read, table_of, write
 from tightship.plan import Buffer, Gap, Pool, Problem
 
@@ -195,7 +195,7 @@ def test_garbage_without_end_is_not_read_to_its_end(start: bytes, pattern: bytes
 
 
 def test_a_problem_has_so_many_rows_and_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_problem_rows, "MAX_ROWS", 2)
+    monkeypatch.setattr(problem_csv, "MAX_ROWS", 2)
     assert len(buffers(HEAD + "a,0,1,4\nb,0,1,4\n")) == 2
     with pytest.raises(BadInput, match="at most 2 buffers"):
         buffers(HEAD + "a,0,1,4\nb,0,1,4\nc,0,1,4\n")

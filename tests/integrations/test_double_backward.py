@@ -3,10 +3,10 @@ budget, or refused before anything is computed."""
 
 import pytest
 import torch
-from compiled import QUICK, compiled, equal
 from torch import nn
 
 import tightship
+from support.compiled import QUICK, compiled, equal
 from tightship import errors
 from tightship.integrations.torch_compile import compiled_notes, compiled_plans
 

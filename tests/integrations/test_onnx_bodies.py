@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
-
 import numpy as np
 import pytest
 
 pytest.importorskip("onnx")
 pytest.importorskip("onnxruntime")
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "frontends" / "onnx"))
-from graphs import made, node, saved, tensor, value
 from onnx import TensorProto, helper
 
+from support.graphs import made, node, saved, tensor, value
 from tightship import api
 from tightship.frontends.onnx.load import read
 from tightship.frontends.onnx.lower import lower

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -11,12 +10,11 @@ import pytest
 
 pytest.importorskip("onnx")
 pytest.importorskip("onnxruntime")
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "frontends" / "onnx"))
 import onnx
-from graphs import made, node, saved, tensor, value
 from onnx import TensorProto, helper
 
 import tightship
+from support.graphs import made, node, saved, tensor, value
 from tightship import api
 from tightship.cli import main
 from tightship.errors import BadInput
@@ -75,7 +73,7 @@ def test_real_models_run_as_planned(name, folder, tmp_path):
     pytest.importorskip("onnxscript")
     if name in ("bert", "resnet50", "llama"):
         pytest.importorskip("transformers")
-    from onnx_models import MODELS, exported
+    from support.onnx_models import MODELS, exported
 
     program = lower(read(exported(name, folder)), MODELS[name].shape)
     plan = api.plan_graph(program.graph).plan
@@ -90,7 +88,7 @@ def test_a_real_model_of_every_opset(folder, tmp_path):
     pytest.importorskip("onnxscript")
     from onnx import version_converter
 
-    from onnx_models import MODELS, exported
+    from support.onnx_models import MODELS, exported
 
     model = onnx.load(exported("unet", folder))
     shape, peaks = MODELS["unet"].shape, {}
@@ -104,7 +102,7 @@ def test_a_real_model_of_every_opset(folder, tmp_path):
 @pytest.mark.slow
 def test_recomputation_in_a_real_model_saves_what_was_planned(folder, tmp_path):
     pytest.importorskip("onnxscript")
-    from onnx_models import MODELS, exported
+    from support.onnx_models import MODELS, exported
 
     program = lower(read(exported("densenet", folder)), MODELS["densenet"].shape)
     free = api.plan_graph(program.graph).plan
@@ -119,7 +117,7 @@ def test_recomputation_in_a_real_model_saves_what_was_planned(folder, tmp_path):
 def test_bert_on_the_command_line(folder, tmp_path, capsys):
     pytest.importorskip("onnxscript")
     pytest.importorskip("transformers")
-    from onnx_models import exported
+    from support.onnx_models import exported
 
     path, out = exported("bert", folder), tmp_path / "out.onnx"
     status, text, _ = run(capsys, "plan", path, "--shape", "batch=1,seq=128", "--write", out, "--json")

@@ -17,14 +17,13 @@ if importlib.util.find_spec("tensorflow") is None:
 import numpy as np
 import tensorflow as tf
 
-from tensorflow_models import MODELS, branches, grappler, trained, v1
+from support.tensorflow_models import MODELS, branches, grappler, trained, v1
 from tightship import api, sources
 from tightship.cli import main
 from tightship.errors import BadInput, Unsupported
 from tightship.frontends.tensorflow.nodes import Node, Web
-from tightship.integrations.tensorflow_sums import accumulated
-from tightship.integrations.tensorflow_write import planned_graph, write_graph
-from tightship.planners.alone import alone
+from tightship.integrations.tensorflow_write import accumulated, planned_graph, write_graph
+from tightship.planners.standalone import alone
 
 TRAINED = ("cnn", "mlp", "mlp_ref", "transformer")
 

@@ -4,9 +4,9 @@ import copy
 
 import pytest
 import torch
-from compiled import compiled, differences, train, zoo
 
-from models import MODELS
+from support.compiled import compiled, differences, train, zoo
+from support.models import MODELS
 from tightship import errors
 from tightship.integrations.torch_compile import Fallback, compiled_notes, compiled_plans
 

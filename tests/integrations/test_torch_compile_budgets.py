@@ -4,9 +4,9 @@ import contextlib
 
 import pytest
 import torch
-from compiled import batch, compiled, deep, equal, step
 from torch import nn
 
+from support.compiled import batch, compiled, deep, equal, step
 from tightship import errors
 from tightship.integrations.torch_compile import compiled_plans
 

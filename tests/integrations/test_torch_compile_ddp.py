@@ -8,8 +8,9 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
-from compiled import compiled, deep
 from torch.nn.parallel import DistributedDataParallel
+
+from support.compiled import compiled, deep
 
 pytestmark = [
     pytest.mark.slow,

@@ -2,9 +2,9 @@
 
 import pytest
 import torch
-from compiled import batch, compiled, deep
 from torch import nn
 
+from support.compiled import batch, compiled, deep
 from tightship.errors import BadInput, Infeasible
 from tightship.integrations.torch_compile import compiled_notes, compiled_plans
 

@@ -4,9 +4,9 @@ import warnings
 
 import pytest
 import torch
-from compiled import batch, deep, pair
 from torch import nn
 
+from support.compiled import batch, deep, pair
 from tightship import errors
 from tightship.integrations.torch_compile import Fallback, compiled_notes, compiled_plans
 

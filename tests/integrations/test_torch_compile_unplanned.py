@@ -5,9 +5,9 @@ import warnings
 
 import pytest
 import torch
-from compiled import deep, equal, step
 from torch import nn
 
+from support.compiled import deep, equal, step
 from tightship import errors
 from tightship.integrations.torch_compile import Fallback, compiled_notes, compiled_plans
 

@@ -6,9 +6,9 @@ import warnings
 
 import pytest
 import torch
-from compiled import QUICK, batch, compiled, deep, equal, pair, step
 from torch import nn
 
+from support.compiled import QUICK, batch, compiled, deep, equal, pair, step
 from tightship import errors
 from tightship.execute import allocator
 from tightship.execute.meter import Meter

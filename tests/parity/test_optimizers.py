@@ -11,12 +11,12 @@ import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import plans
 import pytest
 import torch
+from parity.state import differences, snapshot
 from torch import nn
 
-from parity.state import differences, snapshot
+from support import plans
 from tightship.errors import Unsupported
 from tightship.execute.fit import fit
 from tightship.execute.interpreter import PeakMismatch

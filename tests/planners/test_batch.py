@@ -11,13 +11,13 @@ import pytest
 import torch
 
 import tightship
-from chains import chain
+from support.chains import chain
 from tightship import sources
 from tightship.cli import main
+from tightship.diagnose.advice import advice, batch_of, smaller_batch
 from tightship.errors import BadInput, Infeasible
 from tightship.frontends.torch.batch import batch_size, batched, resized
 from tightship.graph import Graph, Value
-from tightship.planners.advice import advice, batch_of, smaller_batch
 from tightship.planners.batch import max_batch
 from tightship.planners.default import Options, plan
 from tightship.verify import verify

@@ -14,10 +14,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from chains import chain
-from strategies import random_graph
+from support.chains import chain
+from support.strategies import random_graph
 from tightship import _core
-from tightship.planners.evict._frame import Frame
+from tightship.planners.evict.problem import Frame
 
 ORDINARY = (ValueError, TypeError, OverflowError, MemoryError)
 

@@ -7,14 +7,14 @@ from dataclasses import replace
 import pytest
 
 import tightship
-from chains import chain
-from strategies import random_graph
+from support.chains import chain
+from support.strategies import random_graph
 from tightship import api
 from tightship.errors import BadInput, Infeasible, TightshipError, Unsupported
 from tightship.graph import Graph, Op, Storage, Value
 from tightship.planners import planners
-from tightship.planners.evict._events import Run, carried_out
-from tightship.planners.evict._frame import DROP, MEANS, Decision, Frame
+from tightship.planners.evict.lowering import Run, carried_out
+from tightship.planners.evict.problem import DROP, MEANS, Decision, Frame
 from tightship.planners.frontier import others
 from tightship.verify import verify
 

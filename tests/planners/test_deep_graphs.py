@@ -11,10 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from chains import chain
+from support.chains import chain
+from tightship.baselines.grappler import runs
 from tightship.plan import Plan
-from tightship.planners.evict._frame import Frame
-from tightship.planners.evict._grappler import runs
+from tightship.planners.evict.problem import Frame
 from tightship.serde import dumps_plan, loads_plan
 from tightship.simulate import baseline, replay
 from tightship.verify import verify
@@ -25,10 +25,10 @@ PRELUDE = f"""
 import sys, threading
 sys.path.insert(0, {str(TESTS)!r})
 import numpy as np
-from chains import chain
+from support.chains import chain
 from tightship import _core
 from tightship.planners.default import Options, plan
-from tightship.planners.evict._frame import Frame
+from tightship.planners.evict.problem import Frame
 
 def in_small_stack(work):
     raised = []

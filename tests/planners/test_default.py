@@ -9,13 +9,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from chains import chain
-from strategies import random_graph
+from support.chains import chain
+from support.strategies import random_graph
 from tightship.errors import BadInput, Infeasible
 from tightship.graph import Op
 from tightship.planners import default
 from tightship.planners.default import Options, plan
-from tightship.planners.evict._frame import Frame
+from tightship.planners.evict.problem import Frame
 from tightship.planners.layout import Layout, lay_out, stays
 from tightship.simulate import baseline, replay
 from tightship.verify import verify

@@ -7,15 +7,15 @@ from itertools import pairwise
 
 import pytest
 
-from chains import chain
-from strategies import random_graph
+from support.chains import chain
+from support.strategies import random_graph
 from tightship import api
+from tightship.baselines import checkpoint
 from tightship.cli import main
 from tightship.errors import BadInput
 from tightship.graph import Graph
 from tightship.planners.default import Options
-from tightship.planners.evict import checkpoint
-from tightship.planners.evict._frame import Frame
+from tightship.planners.evict.problem import Frame
 from tightship.planners.frontier import Frontier, extra_flops, frontier, needs, with_saved
 from tightship.report.frontier import frontier_picture, frontier_rows, frontier_tables
 from tightship.report.text import rendered

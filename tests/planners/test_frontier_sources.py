@@ -10,14 +10,14 @@ from typing import Any
 
 import pytest
 
-import hlo_data
-from chains import chain
+from support import hlo_data
+from support.chains import chain
 from tightship import api
 from tightship.cli import main
+from tightship.hlo.remat.peak import module_peak, result_bytes
+from tightship.hlo.remat.tradeoff import tradeoff
 from tightship.planners import default
 from tightship.planners.frontier import frontier, needs
-from tightship.planners.remat.peak import module_peak, result_bytes
-from tightship.planners.remat.tradeoff import tradeoff
 from tightship.report.frontier import frontier_rows, frontier_tables
 from tightship.report.text import NARROW, rendered
 from tightship.serde import save_graph
@@ -36,7 +36,7 @@ def onnx(folder: Path) -> Path:
     pytest.importorskip("onnx")
     torch = pytest.importorskip("torch")
     pytest.importorskip("onnxscript")
-    from onnx_models import exported
+    from support.onnx_models import exported
 
     del torch
     return exported("unet", folder)
@@ -44,7 +44,7 @@ def onnx(folder: Path) -> Path:
 
 def graphdef(folder: Path) -> Path:
     pytest.importorskip("tensorflow")
-    import tensorflow_models
+    from support import tensorflow_models
 
     made, _ = tensorflow_models.mlp()
     path = folder / "graph.pb"

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from chains import chain
+from support.chains import chain
 from tightship.cli import main
 from tightship.errors import BadInput
 from tightship.graph import Graph

@@ -6,7 +6,7 @@ import signal
 
 import pytest
 
-from chains import chain
+from support.chains import chain
 from tightship.planners import default
 from tightship.planners.default import Interrupted, Options, plan
 from tightship.verify import verify

@@ -6,7 +6,8 @@ from dataclasses import fields
 
 import pytest
 
-from strategies import random_graph
+from support.strategies import random_graph
+from support.zoo import captured
 from tightship import api
 from tightship.errors import Unsupported
 from tightship.graph import Graph
@@ -14,7 +15,6 @@ from tightship.planners import planners
 from tightship.serde import dumps_plan, loads_plan
 from tightship.simulate import baseline, replay
 from tightship.verify import verify
-from zoo import captured
 
 NAMES = sorted(api.systems())
 SMALL = {"work": 300_000, "seconds": 20.0, "tries": 20}

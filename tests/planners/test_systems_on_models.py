@@ -9,20 +9,20 @@ from functools import cache
 
 import pytest
 
-from models import MODELS
+from support.models import MODELS
+from support.zoo import captured
 from tightship import api
+from tightship.baselines import grappler, memonger
+from tightship.baselines import grappler as rewrites
+from tightship.baselines.aitemplate import records
+from tightship.baselines.memonger import Options as Sharing
+from tightship.baselines.memonger import recycled
 from tightship.errors import BadInput
 from tightship.frontends.torch.step import capture_loss
 from tightship.graph import Graph, Op
-from tightship.planners.aitemplate import records
-from tightship.planners.evict import _grappler as rewrites
-from tightship.planners.evict import compress, grappler
-from tightship.planners.evict._frame import Frame
-from tightship.planners.share import _recycling
-from tightship.planners.share.memonger import Options as Sharing
-from tightship.planners.share.memonger import recycled
+from tightship.planners.evict import compress
+from tightship.planners.evict.problem import Frame
 from tightship.simulate import baseline, replay
-from zoo import captured
 
 
 @cache
@@ -172,13 +172,13 @@ def test_M05_ops_of_a_model_are_visited_once_and_after_what_they_read(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     graph, order = captured(name), []
-    visit = _recycling._Walk.visit
+    visit = memonger._Walk.visit
 
-    def noted(walk: _recycling._Walk, k: int) -> None:
+    def noted(walk: memonger._Walk, k: int) -> None:
         order.append(k)
         visit(walk, k)
 
-    monkeypatch.setattr(_recycling._Walk, "visit", noted)
+    monkeypatch.setattr(memonger._Walk, "visit", noted)
     recycled(graph, Sharing(any_order=True))
     place = {k: i for i, k in enumerate(order)}
     assert len(place) == len(order) == len(graph.ops)

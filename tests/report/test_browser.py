@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 
-from chains import chain
-from pages import in_page
+from support.chains import chain
+from support.pages import in_page
 from tightship import api
 from tightship.cli import main
 from tightship.serde import save_graph

@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from chains import chain
-from pages import in_page
+from support.chains import chain
+from support.pages import in_page
 from tightship import api
 from tightship.graph import Graph
 from tightship.machine import Machine

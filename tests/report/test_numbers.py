@@ -2,7 +2,7 @@
 
 import pytest
 
-from chains import chain
+from support.chains import chain
 from tightship.graph import Graph, Op, Storage, Value
 from tightship.plan import Step
 from tightship.planners.default import Options, plan

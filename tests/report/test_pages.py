@@ -6,9 +6,9 @@ import re
 import pytest
 from hypothesis import given, settings
 
-from chains import chain
-from pages import in_page, part
-from strategies import plans
+from support.chains import chain
+from support.pages import in_page, part
+from support.strategies import plans
 from tightship import api
 from tightship.cli import main
 from tightship.graph import Graph

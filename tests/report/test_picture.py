@@ -4,7 +4,7 @@ from itertools import pairwise
 
 import pytest
 
-from chains import chain
+from support.chains import chain
 from tightship.planners.default import Options, plan
 from tightship.report.numbers import BANDS
 from tightship.report.picture import PANEL, SLOTS, picture, ticks

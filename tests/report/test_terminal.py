@@ -6,7 +6,7 @@ import re
 import pytest
 from rich.console import Console
 
-from chains import chain
+from support.chains import chain
 from tightship import frontier
 from tightship.cli import main
 from tightship.planners.default import plan

@@ -3,7 +3,7 @@ import re
 
 from rich.console import Console
 
-from chains import chain
+from support.chains import chain
 from tightship.errors import Infeasible
 from tightship.plan import Plan
 from tightship.planners.default import Options, plan

@@ -5,11 +5,11 @@ from dataclasses import replace
 
 import pytest
 
-from chains import chain
+from support.chains import chain
 from tightship.analysis.structure import pattern
 from tightship.cli import main
-from tightship.planners.changes import Change
-from tightship.report.words import change_lines, makers, peak_lines
+from tightship.diagnose.changes import Change
+from tightship.report.prose import change_lines, makers, peak_lines
 from tightship.serde import save_graph
 from tightship.simulate import baseline, replay
 

@@ -163,7 +163,7 @@ def _add_pools(verb: argparse.ArgumentParser) -> None:
 
 
 def _add_assign(verb: argparse.ArgumentParser) -> None:
-    from tightship.planners.assign.tight import Options
+    from tightship.hlo.assign.tight import Options
 
     verb.add_argument("module", metavar="MODULE.txt", help="a scheduled HLO module as text")
     verb.add_argument("--planner", metavar="NAME", default="tight", help="tight (default), or xla: XLA's own")

@@ -8,22 +8,22 @@ from typing import Any
 
 from rich.console import RenderableType
 
+from tightship import hlo
 from tightship.cli.options import given_options
 from tightship.cli.output import Output
 from tightship.cli.source import writable
+from tightship.diagnose.changes import Change, changes
 from tightship.errors import BadInput
-from tightship.frontends import hlo
-from tightship.frontends.hlo import Module
+from tightship.hlo import Module
+from tightship.hlo.assign import advice, tight
+from tightship.hlo.assign.allocate import Assignment
+from tightship.hlo.assign.order import reordered
+from tightship.hlo.remat.as_plan import graph_before
 from tightship.planners import planner
-from tightship.planners.assign import advice, tight
-from tightship.planners.assign._assignment import Assignment
-from tightship.planners.assign._order import reordered
-from tightship.planners.changes import Change, changes
-from tightship.planners.remat.as_plan import graph_before
 from tightship.report.hlo import assignment_rows, assignment_text, residents, residents_table
 from tightship.report.pages.assignment import assignment_page
 from tightship.report.progress import Line
-from tightship.report.words import change_lines
+from tightship.report.prose import change_lines
 from tightship.serde import write_file
 from tightship.simulate import Timeline, baseline, replay
 from tightship.units import format_bytes

@@ -10,26 +10,26 @@ from pathlib import Path
 from typing import Any
 
 from tightship import api
-from tightship.cli.looks import SHOWN
+from tightship.baselines import xla_assign as assigned
+from tightship.baselines.xla_remat import Remade
 from tightship.cli.options import given_options, model_options
 from tightship.cli.output import Output
 from tightship.cli.source import writable
 from tightship.errors import BadInput
-from tightship.frontends.hlo import Module, read, to_text
 from tightship.graph import Graph
+from tightship.hlo import Module, read, to_text
+from tightship.hlo.remat.as_plan import as_plan, graph_before
+from tightship.hlo.remat.bound import bounds
+from tightship.hlo.remat.cost import work_of
+from tightship.hlo.remat.peak import module_peak, result_bytes, sequential_order
+from tightship.hlo.remat.tradeoff import tradeoff
+from tightship.hlo.remat.transfers import ways
 from tightship.plan import Plan
 from tightship.planners import planner
-from tightship.planners.assign import xla as assigned
 from tightship.planners.default import Options, top_of_peak
 from tightship.planners.frontier import Frontier
 from tightship.planners.layout import lay_out
-from tightship.planners.remat._cost import work_of
-from tightship.planners.remat._forms import ways
-from tightship.planners.remat.as_plan import as_plan, graph_before
-from tightship.planners.remat.bound import bounds
-from tightship.planners.remat.peak import module_peak, result_bytes, sequential_order
-from tightship.planners.remat.tradeoff import tradeoff
-from tightship.planners.remat.xla import Remade
+from tightship.report.artifacts import SHOWN
 from tightship.report.pages.plan import plan_page
 from tightship.report.progress import Line
 from tightship.serde import write_file

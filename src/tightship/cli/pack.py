@@ -12,11 +12,11 @@ from tightship.cli.options import given_options
 from tightship.cli.output import Output
 from tightship.cli.pools import placed_of, pool_lines, pool_rows, pools_of, side_by_side
 from tightship.cli.source import writable
+from tightship.diagnose.infeasible_subset import Clash, clash
 from tightship.errors import BadInput
 from tightship.frontends import problem_csv
 from tightship.plan import Problem, Solution
 from tightship.planners import planner
-from tightship.planners.clash import Clash, clash
 from tightship.planners.packing import Interrupted, Search, watched
 from tightship.planners.packing import pack as place
 from tightship.planners.pools import clash_of_pools
@@ -25,7 +25,7 @@ from tightship.report.pages.packing import packing_page
 from tightship.report.progress import Line
 from tightship.serde import write_file
 from tightship.units import MAX_BYTES, format_bytes, format_seconds, parse_bytes
-from tightship.verify_placement import check_solution
+from tightship.verify.placement import check_solution
 from tightship.violation import Violation
 
 __all__ = ["is_packing", "pack", "verify_packing"]

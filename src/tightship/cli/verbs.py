@@ -15,26 +15,26 @@ from rich.table import Table
 from tightship import api
 from tightship.analysis.bounds import time_bound
 from tightship.cli.hlo import explain_module
-from tightship.cli.looks import SHOWN
 from tightship.cli.module import is_module, module_frontier, plan_module
 from tightship.cli.options import documented, given_options, model_options
 from tightship.cli.output import Output
 from tightship.cli.pack import INTERRUPTED, is_packing, verify_packing
 from tightship.cli.source import Source, load_source, users_code, writable
+from tightship.diagnose.changes import changes
 from tightship.errors import BadInput, Infeasible
 from tightship.plan import Plan
 from tightship.planners.batch import MaxBatch
-from tightship.planners.changes import changes
 from tightship.planners.default import Interrupted, Options
 from tightship.planners.frontier import MOST, Frontier
 from tightship.planners.order.best import order_bound
+from tightship.report.artifacts import SHOWN
 from tightship.report.frontier import frontier_picture, frontier_rows, frontier_tables
 from tightship.report.numbers import peak_of, summary
 from tightship.report.pages.frontier import frontier_page
 from tightship.report.progress import Line
+from tightship.report.prose import change_lines, makers, peak_lines
 from tightship.report.terminal import looks
 from tightship.report.text import describe, peak_tables
-from tightship.report.words import change_lines, makers, peak_lines
 from tightship.serde import write_file
 from tightship.simulate import baseline, replay
 from tightship.units import Budget, format_bytes, parse_budget
@@ -293,7 +293,7 @@ def _summed(source: Source, budget: Budget | None) -> Source:
     """A graph of TensorFlow's with its sums as Grappler's scheduling has them; anything else as it is."""
     if source.program is None or source.graph.meta.get("source") != "tensorflow":
         return source
-    from tightship.integrations.tensorflow_sums import accumulated
+    from tightship.integrations.tensorflow_write import accumulated
 
     peak, static = replay(source.graph, baseline(source.graph)).peak, source.graph.static_bytes
     limit = peak if budget is None else budget.resolve(peak, static=static)

@@ -18,7 +18,7 @@ import torch
 from tightship.errors import BadInput
 from tightship.execute.cache import Cache, Measurement
 from tightship.execute.device_codecs import PACKED, compress, decompress
-from tightship.execute.staged import host_pool
+from tightship.execute.tiered_pool import host_pool
 from tightship.frontends.torch import compat
 from tightship.machine import CODECS, MODELLED, Machine
 

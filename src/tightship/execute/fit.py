@@ -18,9 +18,9 @@ from tightship.frontends.torch.numbers import other_numbers, with_numbers_at
 from tightship.frontends.torch.optim import Updates, updaters
 from tightship.frontends.torch.program import Program
 from tightship.frontends.torch.python_state import python_state_kept
+from tightship.frontends.torch.state_restore import untouched
 from tightship.frontends.torch.step import DATA_PARALLEL, check_hooks, check_model
 from tightship.frontends.torch.structure import flatten
-from tightship.frontends.torch.untouched import untouched
 from tightship.plan import Plan
 from tightship.units import parse_budget, parse_bytes
 
@@ -88,8 +88,8 @@ def fit(
 
 
 def _default_planner(options: dict[str, Any]) -> Planner:
+    from tightship.diagnose.remedies import advised
     from tightship.planners.default import Options
-    from tightship.planners.remedies import advised
 
     try:
         chosen = Options(**options)

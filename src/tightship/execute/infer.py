@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from tightship import simulate
+from tightship.diagnose.remedies import advised
 from tightship.errors import BadInput, Unsupported
 from tightship.execute.allocator import Arena
 from tightship.execute.binding import Attributes
@@ -24,7 +25,6 @@ from tightship.graph import Graph
 from tightship.plan import Plan
 from tightship.planners.default import Options
 from tightship.planners.layout import lay_out
-from tightship.planners.remedies import advised
 from tightship.units import parse_budget
 
 __all__ = ["Inference", "infer"]

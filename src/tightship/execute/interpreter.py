@@ -14,12 +14,12 @@ from tightship.errors import BadInput, BudgetExceeded, Unsupported, Verification
 from tightship.execute import allocator
 from tightship.execute.compile import Code, Instruction, compile_plan
 from tightship.execute.failing import freed
+from tightship.execute.file_pool import Spill
 from tightship.execute.meter import Meter
 from tightship.execute.moves import Pool, host_offsets
-from tightship.execute.pinned import Pinned
+from tightship.execute.pinned_pool import Pinned
 from tightship.execute.script import device_of, orders
-from tightship.execute.spill import Spill
-from tightship.execute.staged import host_pool
+from tightship.execute.tiered_pool import host_pool
 from tightship.execute.views import mismatched
 from tightship.frontends.torch import compat
 from tightship.frontends.torch.program import Program

@@ -13,9 +13,9 @@ import torch
 from tightship.errors import BadInput
 from tightship.execute import allocator, codecs, device_codecs
 from tightship.execute.arguments import Environment
-from tightship.execute.pinned import Pinned
+from tightship.execute.file_pool import Spill
+from tightship.execute.pinned_pool import Pinned
 from tightship.execute.script import device_of
-from tightship.execute.spill import Spill
 from tightship.execute.views import dtype_of
 from tightship.frontends.torch import compat
 from tightship.frontends.torch.program import Program

@@ -16,7 +16,7 @@ from tightship.errors import BadInput, Infeasible, Unsupported
 from tightship.execute.allocator import Arena
 from tightship.execute.binding import Binding, Identity
 from tightship.execute.interpreter import Executor, RunStats
-from tightship.execute.pinned import Pinned
+from tightship.execute.pinned_pool import Pinned
 from tightship.execute.profile import profile
 from tightship.frontends.torch.function_trace import FunctionTrace
 from tightship.frontends.torch.program import Program

@@ -21,8 +21,8 @@ from tightship.execute.bench import Bench, workspace_of
 from tightship.execute.cache import Cache, Measurement, default_folder, machine
 from tightship.execute.compile import updater_of
 from tightship.execute.device_speeds import device_speeds
-from tightship.execute.fresh import fresh_arguments
-from tightship.execute.overlay import overlaid
+from tightship.execute.in_place_probe import overlaid
+from tightship.execute.sample_inputs import fresh_arguments
 from tightship.execute.speeds import speeds
 from tightship.execute.views import mismatched
 from tightship.frontends.torch import compat

@@ -21,7 +21,7 @@ import torch
 from tightship.errors import BadInput
 from tightship.execute.cache import Cache, Measurement
 from tightship.execute.codecs import compress, decompress
-from tightship.execute.spill import Spill
+from tightship.execute.file_pool import Spill
 from tightship.machine import CODECS, MODELLED, Machine
 
 __all__ = ["speeds"]

@@ -29,7 +29,7 @@ from tightship.errors import BadInput, VerificationFailed
 from tightship.graph import aligned
 from tightship.plan import Buffer, Problem, Solution
 from tightship.planners.packing import DEFAULT, Search, pack
-from tightship.verify_placement import check_solution
+from tightship.verify.placement import check_solution
 from tightship.violation import Violation
 
 __all__ = ["PlaceTensors", "memory_planning_pass"]

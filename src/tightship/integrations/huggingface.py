@@ -15,7 +15,7 @@ from typing import Any
 from transformers import TrainerCallback
 
 from tightship.errors import BadInput
-from tightship.integrations._attached import Attached, Planning
+from tightship.integrations.attached import Attached, Planning
 
 __all__ = ["Tightship"]
 

@@ -22,7 +22,7 @@ import jax
 from tightship.errors import BadInput, Infeasible
 from tightship.frontends.jaxpr import lower
 from tightship.planners.default import top_of_peak
-from tightship.planners.evict._frame import Frame
+from tightship.planners.evict.problem import Frame
 from tightship.planners.frontier import with_saved
 from tightship.simulate import baseline, replay
 from tightship.units import parse_budget

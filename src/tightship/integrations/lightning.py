@@ -14,7 +14,7 @@ from typing import Any
 
 from lightning.pytorch import Callback
 
-from tightship.integrations._attached import Attached, Planning
+from tightship.integrations.attached import Attached, Planning
 
 __all__ = ["Tightship"]
 

@@ -1,8 +1,9 @@
 """Planners: graph and budget to a plan, one file each, in folders named after the decision they take.
 
 A module is a planner when it has a function ``plan`` and a dataclass ``Options``; its file name, with ``-``
-for ``_``, is its name. Nothing is registered anywhere: putting the file into a folder is all there is to
-do.
+for ``_``, is its name, and its folder its group. Putting the file into a folder is all there is to do. The
+systems tightship answers to stand in ``tightship.baselines`` and say group and name in ``PLANNER``; a package
+of somebody else's adds planners through the entry-point group ``tightship.planners`` (``group/name``).
 """
 
 from __future__ import annotations
@@ -11,11 +12,18 @@ import importlib
 import pkgutil
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from importlib.metadata import entry_points
 from typing import Any
 
 from tightship.errors import BadInput
 
 __all__ = ["PlannerInfo", "planner", "planners"]
+
+PACKAGES = ("tightship.planners", "tightship.hlo", "tightship.baselines")
+"""Where our own planners stand."""
+
+ENTRY_POINTS = "tightship.planners"
+"""The entry-point group through which other packages add planners; an entry's name is ``group/name``."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +43,8 @@ def planners(group: str | None = None) -> dict[str, PlannerInfo]:
 
     Names are unique within a group; without ``group``, one that stands in several is given as ``group/name``.
     """
-    found = [info for name, at in _modules() if group in (None, at) for info in _planner(name, at)]
+    ours = (_planner(module, at) for module, at in _modules())
+    found = [info for info in (*ours, *_of_others()) if info and group in (None, info.group)]
     names = [info.name for info in found]
     return {
         f"{info.group}/{info.name}" if info.group and names.count(info.name) > 1 else info.name: info
@@ -53,22 +62,52 @@ def planner(name: str, group: str | None = None) -> PlannerInfo:
 
 def _modules() -> Iterator[tuple[str, str]]:
     """(dotted name, group) of every module that may be a planner."""
-    for entry in pkgutil.iter_modules(__path__):
+    for package in PACKAGES:
+        yield from _modules_in(package, "")
+
+
+def _modules_in(package: str, group: str) -> Iterator[tuple[str, str]]:
+    for entry in pkgutil.iter_modules(importlib.import_module(package).__path__):
         if entry.name.startswith("_"):
             continue
-        if not entry.ispkg:
-            yield f"{__name__}.{entry.name}", ""
-            continue
-        folder = importlib.import_module(f"{__name__}.{entry.name}")
-        for inner in pkgutil.iter_modules(folder.__path__):
-            if not inner.name.startswith("_"):
-                yield f"{__name__}.{entry.name}.{inner.name}", entry.name
+        if entry.ispkg:
+            yield from _modules_in(f"{package}.{entry.name}", entry.name)
+        else:
+            yield f"{package}.{entry.name}", group
 
 
-def _planner(module_name: str, group: str) -> Iterator[PlannerInfo]:
+def _of_others() -> Iterator[PlannerInfo]:
+    """Planners of other packages. One that cannot be imported is reported by name, not skipped."""
+    for entry in entry_points(group=ENTRY_POINTS):
+        group, _, name = entry.name.rpartition("/")
+        try:
+            module = entry.load()
+        except Exception as error:
+            raise BadInput(
+                f"cannot load planner {entry.name!r} from {entry.value!r}: {error}; repair or uninstall its package"
+            ) from error
+        made = _planner_of(module, name, group)
+        if made is None:
+            raise BadInput(
+                f"planner {entry.name!r} ({entry.value}) has no function plan or no dataclass Options; "
+                "see docs/add-a-planner.md"
+            )
+        yield made
+
+
+def _planner(module_name: str, group: str) -> PlannerInfo | None:
     module = importlib.import_module(module_name)
+    said = getattr(module, "PLANNER", None)
+    if said is not None:
+        group, _, name = said.rpartition("/")
+    else:
+        name = module_name.rpartition(".")[2].replace("_", "-")
+    return _planner_of(module, name, group)
+
+
+def _planner_of(module: object, name: str, group: str) -> PlannerInfo | None:
     plan, options = getattr(module, "plan", None), getattr(module, "Options", None)
     if not callable(plan) or not isinstance(options, type):
-        return  # a part that several planners share
+        return None  # a part that several planners share
     summary = (module.__doc__ or "").strip().partition("\n")[0]
-    yield PlannerInfo(module_name.rpartition(".")[2].replace("_", "-"), group, summary, options, plan)
+    return PlannerInfo(name, group, summary, options, plan)

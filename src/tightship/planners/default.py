@@ -15,14 +15,14 @@ from itertools import pairwise
 
 from tightship.analysis.bounds import lower_bound, time_bound
 from tightship.analysis.packing import packings
+from tightship.diagnose.advice import advice
 from tightship.errors import BadInput, Infeasible
 from tightship.graph import Graph
 from tightship.plan import Plan, Step
 from tightship.planners import planner
-from tightship.planners.advice import advice
-from tightship.planners.evict._frame import MEANS, Decision, Frame, Progress
-from tightship.planners.evict._idle import without_idle_copies
-from tightship.planners.evict._redraw import redrawable, with_states
+from tightship.planners.evict.dead_copies import without_idle_copies
+from tightship.planners.evict.problem import MEANS, Decision, Frame, Progress
+from tightship.planners.evict.rng_replay import redrawable, with_states
 from tightship.planners.hints import parse_hints, resolve
 from tightship.planners.layout import Layout, lay_out
 from tightship.simulate import Timeline, baseline, replay

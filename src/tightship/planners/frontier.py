@@ -12,12 +12,12 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
+from tightship.baselines import checkpoint
 from tightship.errors import BadInput, Infeasible, TightshipError, Unsupported
 from tightship.graph import Graph
 from tightship.plan import Plan, Step
 from tightship.planners import default
-from tightship.planners.evict import checkpoint
-from tightship.planners.evict._frame import EVICT, Decision, Frame
+from tightship.planners.evict.problem import EVICT, Decision, Frame
 from tightship.simulate import baseline, replay
 from tightship.units import Budget
 

@@ -14,10 +14,10 @@ from dataclasses import dataclass, replace
 from tightship.errors import BadInput, VerificationFailed
 from tightship.plan import Problem, Solution
 from tightship.planners import PlannerInfo, planner
-from tightship.planners.place._best import Interrupted, watched
-from tightship.planners.place._frame import hinted
+from tightship.planners.place.best_of import Interrupted, watched
+from tightship.planners.place.problem import hinted
 from tightship.planners.pools import spill
-from tightship.verify_placement import check_solution
+from tightship.verify.placement import check_solution
 
 __all__ = ["DEFAULT", "Interrupted", "Search", "pack", "watched"]
 

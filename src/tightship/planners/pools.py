@@ -15,12 +15,12 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from tightship.diagnose.infeasible_subset import Clash, clash
 from tightship.errors import BadInput
 from tightship.plan import Buffer, Pool, Problem, Solution
-from tightship.planners.clash import Clash, clash
-from tightship.planners.place._frame import Ints, load, related
-from tightship.planners.place._groups import merge
-from tightship.planners.place._orders import by_size
+from tightship.planners.place.groups import merge
+from tightship.planners.place.orders import by_size
+from tightship.planners.place.problem import Ints, load, related
 
 __all__ = ["check_pools", "clash_of_pools", "spill"]
 

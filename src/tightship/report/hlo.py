@@ -11,10 +11,9 @@ from rich import box
 from rich.console import RenderableType
 from rich.table import Table
 
-from tightship.frontends.hlo.buffers import Buffer, Node
-from tightship.frontends.hlo.live import LiveRanges
-from tightship.planners.assign._allocate import Allocation
-from tightship.planners.assign._assignment import Assignment, between
+from tightship.hlo.assign.allocate import Allocation, Assignment, between
+from tightship.hlo.dataflow import Buffer, Node
+from tightship.hlo.liveness import LiveRanges
 from tightship.units import format_bytes, format_seconds
 
 _CARRY = frozenset({"while", "conditional", "call", "parameter", "copy", "get-tuple-element"})

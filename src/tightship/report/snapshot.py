@@ -12,7 +12,7 @@ from typing import Any
 
 from tightship.graph import Graph
 from tightship.plan import Plan
-from tightship.report.stays import Stay, moments, stays_of
+from tightship.report.residences import Stay, moments, stays_of
 from tightship.serde import write_file
 from tightship.simulate import replay
 

@@ -15,7 +15,7 @@ import msgspec
 from tightship.graph import Graph
 from tightship.plan import Plan
 from tightship.report.numbers import BANDS, columns
-from tightship.report.stays import label, moments, stays_of
+from tightship.report.residences import label, moments, stays_of
 from tightship.serde import write_file
 from tightship.simulate import replay
 

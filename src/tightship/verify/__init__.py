@@ -46,10 +46,9 @@ from dataclasses import replace
 from tightship.errors import VerificationFailed
 from tightship.graph import Graph
 from tightship.plan import Plan
-from tightship.verify.facts import Facts, facts_of, unplanned_need
+from tightship.verify.facts import Facts, Ledger, facts_of, unplanned_need
 from tightship.verify.lanes import Clocks
-from tightship.verify.ledger import Ledger
-from tightship.verify.stays import check_residences
+from tightship.verify.residences import check_residences
 from tightship.verify.steps import Replay
 from tightship.verify.times import agree, elapsed
 from tightship.violation import Violation

@@ -1,15 +1,34 @@
 """What the verifier has to know about a graph, derived from its ops and values alone.
 
 This repeats on purpose what ``Graph.uses`` and ``simulate`` say: a mistake there must not pass as right here.
+
+Where violations are collected: all kinds of them, but of each kind only as many as a person reads.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass
 
 from tightship.graph import Graph, Op, alignment_of
+from tightship.violation import Violation
 
-__all__ = ["Facts", "facts_of", "unplanned_need"]
+__all__ = ["PER_CODE", "Facts", "Ledger", "facts_of", "unplanned_need"]
+
+
+PER_CODE = 20
+"""Violations kept of one code: a flood of one kind must not hide another."""
+
+
+class Ledger:
+    def __init__(self) -> None:
+        self.found: list[Violation] = []
+        self._counts: Counter[str] = Counter()
+
+    def add(self, code: str, step: int, subjects: tuple[str, ...], message: str) -> None:
+        self._counts[code] += 1
+        if self._counts[code] <= PER_CODE:
+            self.found.append(Violation(code, step, subjects, message))
 
 
 @dataclass(frozen=True)

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 pytest.importorskip("onnx")
-from graphs import made, node, saved, tensor, value
 from onnx import TensorProto, helper
 
+from support.graphs import made, node, saved, tensor, value
 from tightship.errors import BadInput, TightshipError
 from tightship.frontends.onnx import load
 from tightship.frontends.onnx.lower import lower

@@ -7,9 +7,9 @@ import pytest
 
 pytest.importorskip("onnx")
 import onnx
-from graphs import FLOAT, made, node, saved, tensor, value
 from onnx import TensorProto, helper
 
+from support.graphs import FLOAT, made, node, saved, tensor, value
 from tightship.analysis.cost import modelled_time
 from tightship.errors import BadInput, UnknownSize, Unsupported
 from tightship.frontends.onnx.load import read

@@ -11,9 +11,9 @@ import pytest
 
 pytest.importorskip("onnx")
 import onnx
-from graphs import made, node, saved, tensor, value
 from onnx import TensorProto, helper
 
+from support.graphs import made, node, saved, tensor, value
 from tightship import api
 from tightship.errors import BadInput
 from tightship.frontends.onnx import load, wire

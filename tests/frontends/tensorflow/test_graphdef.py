@@ -15,8 +15,8 @@ if importlib.util.find_spec("tensorflow") is None:
 import tensorflow as tf
 from google.protobuf import text_format
 
-from strategies import random_order
-from tensorflow_models import GPU, MODELS, cnn, mlp, v1
+from support.strategies import random_order
+from support.tensorflow_models import GPU, MODELS, cnn, mlp, v1
 from tightship import api, sources
 from tightship.errors import BadInput, UnknownSize, Unsupported
 from tightship.frontends.tensorflow import load

@@ -4,9 +4,9 @@ import copy
 
 import pytest
 import torch
-from naive import Naive
 
-from models import MODELS
+from support.models import MODELS
+from support.naive import Naive
 from tightship.frontends.torch.step import capture_step
 from tightship.frontends.torch.structure import flatten
 

@@ -1,9 +1,9 @@
 """Breadth: many families of models train to the bit as in eager."""
 
 import pytest
-from test_capture import compare
 
-from families import FAMILIES
+from frontends.torch.test_capture import compare
+from support.families import FAMILIES
 
 
 @pytest.mark.slow

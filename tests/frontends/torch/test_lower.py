@@ -5,10 +5,10 @@ import operator
 import pytest
 import torch
 import torch.nn.functional as F
-from naive import Naive
 from torch import nn
 from torch.fx.experimental.proxy_tensor import make_fx
 
+from support.naive import Naive
 from tightship.errors import BadInput, UnknownSize, Unsupported
 from tightship.frontends.torch.lower import lower
 

@@ -4,10 +4,10 @@ import copy
 
 import pytest
 import torch
-from naive import Naive
 from torch import nn
 
-from models import MODELS
+from support.models import MODELS
+from support.naive import Naive
 from tightship.frontends.torch.optim import updaters
 from tightship.frontends.torch.step import capture_step
 

@@ -6,12 +6,12 @@ import copy
 import inspect
 from collections import defaultdict
 
-import plans
 import pytest
 import torch
 from torch import nn
 
-from parity.state import differences, snapshot
+from support import plans
+from support.state import differences, snapshot
 from tightship.errors import Unsupported
 from tightship.execute.fit import fit
 from tightship.frontends.torch.optim import _INDEPENDENT, independent

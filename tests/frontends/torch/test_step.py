@@ -7,12 +7,12 @@ from dataclasses import dataclass
 import pytest
 import torch
 import torch.nn.functional as F
-from naive import Naive
 from torch import nn
 
-from models import MODELS
+from support.models import MODELS
+from support.naive import Naive
 from tightship.frontends.torch import compat
-from tightship.frontends.torch.settled import Expectation
+from tightship.frontends.torch.data_guards import Expectation
 from tightship.frontends.torch.step import capture_loss, capture_step
 
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from models import MODELS
+from support.models import MODELS
 from tightship.frontends.torch.step import capture_loss
 from tightship.frontends.torch.torch_budget import saved_sets
-from tightship.planners.evict._frame import Frame
+from tightship.planners.evict.problem import Frame
 from tightship.planners.frontier import with_saved
 
 

@@ -6,17 +6,17 @@ from dataclasses import replace
 
 import pytest
 
-from chains import chain
-from lowering import costs
+from support.chains import chain
+from support.lowering import costs
+from support.verifying import decided
 from tightship.graph import Graph, Value
 from tightship.machine import Machine
 from tightship.planners.evict import compress, offload
-from tightship.planners.evict._aside import overlapped, spans, steps_with
-from tightship.planners.evict._frame import Frame
+from tightship.planners.evict.offload_compress import overlapped, spans, steps_with
+from tightship.planners.evict.problem import Frame
 from tightship.planners.layout import lay_out
 from tightship.simulate import baseline, replay
 from tightship.verify import verify
-from verifying import decided
 
 
 def frame(graph: Graph) -> Frame:

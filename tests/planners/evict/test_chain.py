@@ -7,12 +7,12 @@ from itertools import product
 import numpy as np
 import pytest
 
-from chains import chain as line
-from strategies import random_graph
+from support.chains import chain as line
+from support.strategies import random_graph
+from tightship.baselines import chain
+from tightship.baselines.chain import Chain
 from tightship.graph import Graph, Op, Storage, Value
-from tightship.planners.evict import chain
-from tightship.planners.evict._blocks_of_chain import Chain
-from tightship.planners.evict._frame import DROP, EVICT, KEEP, PASS, Frame
+from tightship.planners.evict.problem import DROP, EVICT, KEEP, PASS, Frame
 from tightship.simulate import baseline, replay
 
 HUGE = 1 << 60

@@ -6,11 +6,11 @@ from dataclasses import fields
 
 import pytest
 
-from chains import chain
-from strategies import random_graph
+from support.chains import chain
+from support.strategies import random_graph
 from tightship.graph import Graph
 from tightship.planners import PlannerInfo, planner, planners
-from tightship.planners.evict._frame import Frame
+from tightship.planners.evict.problem import Frame
 from tightship.simulate import baseline, replay
 
 NAMES = sorted(planners("evict"))

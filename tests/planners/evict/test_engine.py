@@ -7,11 +7,11 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from chains import chain
-from strategies import random_graph
+from support.chains import chain
+from support.strategies import random_graph
 from tightship.analysis.bounds import lower_bound
 from tightship.graph import Graph, Op, Storage, Value
-from tightship.planners.evict._frame import DROP, EVICT, KEEP, PASS, Frame
+from tightship.planners.evict.problem import DROP, EVICT, KEEP, PASS, Frame
 from tightship.simulate import baseline, replay
 
 HUGE = 1 << 60

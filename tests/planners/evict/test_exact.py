@@ -8,14 +8,14 @@ from dataclasses import replace
 
 import pytest
 
-from chains import chain
-from optimum import least_extra
-from strategies import random_graph
+from support.chains import chain
+from support.optimum import least_extra
+from support.strategies import random_graph
 from tightship.errors import Unsupported
 from tightship.graph import Graph
 from tightship.planners.evict import anneal, exact
-from tightship.planners.evict._frame import Frame
-from tightship.planners.evict._retention import Retention
+from tightship.planners.evict.problem import Frame
+from tightship.planners.evict.retention import Retention
 from tightship.planners.hints import parse_hints, resolve
 from tightship.simulate import baseline, replay
 

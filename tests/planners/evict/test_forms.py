@@ -7,14 +7,14 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from chains import chain
-from strategies import random_graph
+from support.chains import chain
+from support.strategies import random_graph
 from tightship.analysis.bounds import lower_bound
 from tightship.graph import Graph, Op, Storage, Value
 from tightship.machine import Machine
 from tightship.plan import Plan
 from tightship.planners.evict import anneal, ladder
-from tightship.planners.evict._frame import KEEP, OFFLOAD, PACK, Frame
+from tightship.planners.evict.problem import KEEP, OFFLOAD, PACK, Frame
 from tightship.planners.layout import lay_out
 from tightship.simulate import baseline, extra_bytes, replay
 from tightship.verify import verify

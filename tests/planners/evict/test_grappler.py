@@ -8,17 +8,17 @@ from dataclasses import replace
 
 import pytest
 
-from chains import chain
-from lowering import costs
-from models import MODELS
+from support.chains import chain
+from support.lowering import costs
+from support.models import MODELS
+from tightship.baselines import grappler
+from tightship.baselines import grappler as rewrites
+from tightship.baselines.grappler import Options
 from tightship.errors import BadInput
 from tightship.frontends.torch.step import capture_loss
 from tightship.graph import Graph, Op, Storage, Value
 from tightship.plan import Plan, Step
-from tightship.planners.evict import _grappler as rewrites
-from tightship.planners.evict import grappler
-from tightship.planners.evict._frame import Decision, Frame
-from tightship.planners.evict.grappler import Options
+from tightship.planners.evict.problem import Decision, Frame
 from tightship.simulate import baseline, replay
 from tightship.verify import verify
 

@@ -11,10 +11,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tightship.baselines.grappler_nodes import CLONE, TRIGGER, is_target, late_order, recomputed
+from tightship.baselines.grappler_sums import SUMS, accumulator
 from tightship.errors import BadInput
 from tightship.frontends.tensorflow.nodes import Node, Web, from_rows, name_of
-from tightship.planners.evict._grappler_nodes import CLONE, TRIGGER, is_target, late_order, recomputed
-from tightship.planners.evict._grappler_sums import SUMS, accumulator
 
 DATA = Path(__file__).resolve().parents[2] / "data" / "grappler"
 RECORDED = sorted(p.stem for p in DATA.glob("*.json"))

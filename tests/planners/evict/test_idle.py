@@ -5,10 +5,10 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from strategies import random_graph
+from support.strategies import random_graph
 from tightship.plan import Plan, Step
-from tightship.planners.evict._frame import MEANS, Frame
-from tightship.planners.evict._idle import without_idle_copies
+from tightship.planners.evict.dead_copies import without_idle_copies
+from tightship.planners.evict.problem import MEANS, Frame
 from tightship.planners.layout import lay_out
 from tightship.simulate import baseline, replay
 from tightship.verify import verify

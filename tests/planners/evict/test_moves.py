@@ -5,10 +5,10 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from strategies import random_graph
+from support.strategies import random_graph
 from tightship.graph import Graph, Op, Storage, Value
 from tightship.plan import Plan
-from tightship.planners.evict._frame import Frame
+from tightship.planners.evict.problem import Frame
 from tightship.planners.layout import lay_out
 from tightship.simulate import baseline, replay
 from tightship.verify import verify

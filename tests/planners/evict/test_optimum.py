@@ -9,14 +9,14 @@ from itertools import product
 import numpy as np
 import pytest
 
-from chains import chain
-from optimum import least_extra
-from strategies import random_graph
+from support.chains import chain
+from support.optimum import least_extra
+from support.strategies import random_graph
 from tightship.errors import Infeasible
 from tightship.graph import Graph
 from tightship.planners import default
 from tightship.planners.evict import anneal
-from tightship.planners.evict._frame import Decision, Frame
+from tightship.planners.evict.problem import Decision, Frame
 from tightship.simulate import baseline, replay
 from tightship.verify import verify
 

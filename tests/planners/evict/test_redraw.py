@@ -6,13 +6,13 @@ from dataclasses import replace
 
 import pytest
 
-from chains import chain
-from lowering import costs
+from support.chains import chain
+from support.lowering import costs
 from tightship.graph import Graph
 from tightship.plan import Plan, Step
 from tightship.planners.evict import greedy
-from tightship.planners.evict._frame import Frame
-from tightship.planners.evict._redraw import redrawable, with_states
+from tightship.planners.evict.problem import Frame
+from tightship.planners.evict.rng_replay import redrawable, with_states
 from tightship.planners.layout import lay_out
 from tightship.simulate import baseline, replay
 from tightship.verify import verify

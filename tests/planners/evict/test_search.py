@@ -9,14 +9,14 @@ from pathlib import Path
 
 import pytest
 
-from chains import chain
-from strategies import random_graph
+from support.chains import chain
+from support.strategies import random_graph
 from tightship.analysis.structure import block_of
 from tightship.graph import Graph, Op, Storage, Value
 from tightship.planners import frontier
 from tightship.planners.default import Options
-from tightship.planners.evict import _twins, anneal
-from tightship.planners.evict._frame import Frame
+from tightship.planners.evict import anneal, problem
+from tightship.planners.evict.problem import Frame
 from tightship.simulate import baseline, replay
 
 
@@ -54,10 +54,10 @@ def test_a_frontier_is_monotone(seed: int) -> None:
 
 _SAME = """
 import hashlib
-from chains import chain
-from strategies import random_graph
+from support.chains import chain
+from support.strategies import random_graph
 from tightship.planners.evict import anneal
-from tightship.planners.evict._frame import Frame
+from tightship.planners.evict.problem import Frame
 from tightship.simulate import baseline, replay
 for graph in (chain(25), random_graph(5, 60)):
     frame = Frame(graph, tuple(range(len(graph.ops))))
@@ -91,7 +91,7 @@ def named(modules: list[str]) -> Graph:
 def test_twins_play_one_role_in_different_layers() -> None:
     graph = named(["in", *(f"h.{k}.{part}" for k in range(3) for part in ("a", "b", "b")), "out", "out"])
     frame = frame_of(graph)
-    (family,) = _twins.families(graph, [(s, a, b) for s, a, b in frame.gaps.tolist()], frame.classes)
+    (family,) = problem.families(graph, [(s, a, b) for s, a, b in frame.gaps.tolist()], frame.classes)
     roles = [[(graph.ops[int(frame.gaps[g][0]) - 1].module) for g in row if g >= 0] for row in family]
     assert sorted(roles) == [[f"h.{k}.{part}" for k in range(3)] for part in ("a", "b", "b")]
     assert len({g for row in family for g in row}) == 9  # two ops of one role in a layer are told apart
@@ -103,7 +103,7 @@ def test_without_names_classes_of_one_length_are_twins() -> None:
     graph = chain(9)
     assert not any(block_of(op.module, 1) for op in graph.ops)
     classes = [(0, 1, 2), (3, 4, 5), (6, 7)]
-    assert _twins.families(graph, [], classes) == (((0, 1, 2), (3, 4, 5)),)
+    assert problem.families(graph, [], classes) == (((0, 1, 2), (3, 4, 5)),)
 
 
 def test_what_is_restored_from_far_back_is_a_plan_and_not_the_end_of_the_process() -> None:
@@ -117,7 +117,7 @@ def test_what_is_restored_from_far_back_is_a_plan_and_not_the_end_of_the_process
 def test_layers_without_a_gap_in_common_are_no_family() -> None:
     """A model whose numbered modules keep nothing of their own from one use to the next."""
     pytest.importorskip("torch")
-    from zoo import captured
+    from support.zoo import captured
 
     frame = frame_of(captured("checkpointed"))
     rows, starts = frame.twins

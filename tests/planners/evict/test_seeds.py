@@ -6,10 +6,11 @@ from dataclasses import replace
 
 import pytest
 
-from chains import chain
+from support.chains import chain
+from tightship.baselines import checkpoint, min_cut
 from tightship.graph import Graph, Op, Storage, Value
-from tightship.planners.evict import anneal, checkpoint, min_cut
-from tightship.planners.evict._frame import Frame, _horizon
+from tightship.planners.evict import anneal
+from tightship.planners.evict.problem import Frame, _horizon
 from tightship.planners.frontier import others
 
 HUGE = 1 << 60

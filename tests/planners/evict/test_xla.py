@@ -11,14 +11,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from chains import chain
-from strategies import graphs
+from support.chains import chain
+from support.strategies import graphs
+from tightship.baselines import xla
+from tightship.baselines.xla_pick import Rescan
+from tightship.baselines.xla_tracker import Item, Tracker, check, recomputable
 from tightship.graph import Graph, Op, Storage, Value
-from tightship.planners.evict import xla
-from tightship.planners.evict._frame import Decision, Frame
-from tightship.planners.evict._xla_check import check
-from tightship.planners.evict._xla_pick import Rescan
-from tightship.planners.evict._xla_tracker import Item, Tracker, recomputable
+from tightship.planners.evict.problem import Decision, Frame
 from tightship.planners.order import sink
 from tightship.simulate import baseline, replay
 

@@ -8,12 +8,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from chains import chain
-from strategies import graphs
+from support.chains import chain
+from support.strategies import graphs
+from tightship.baselines import xla
+from tightship.baselines.xla_tracker import Item
 from tightship.graph import Graph, Op, Storage, Value
-from tightship.planners.evict import xla
-from tightship.planners.evict._frame import Frame
-from tightship.planners.evict._xla_tracker import Item
+from tightship.planners.evict.problem import Frame
 from tightship.simulate import baseline, replay
 
 U = 64

@@ -6,9 +6,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from chains import fan
-from optimum import least_peak
-from strategies import graphs
+from support.chains import fan
+from support.optimum import least_peak
+from support.strategies import graphs
 from tightship.analysis.bounds import lower_bound
 from tightship.analysis.order import is_legal
 from tightship.graph import Graph

@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from chains import fan
-from optimum import least_peak, least_peak_of_tree
-from strategies import graphs, random_graph
+from support.chains import fan
+from support.optimum import least_peak, least_peak_of_tree
+from support.strategies import graphs, random_graph
 from tightship import api
 from tightship.analysis.moments import Moments
 from tightship.analysis.order import is_legal

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 from hypothesis import given, settings
 
-from chains import chain
-from strategies import graphs, random_graph
+from support.chains import chain
+from support.strategies import graphs, random_graph
 from tightship.analysis.order import is_legal
 from tightship.graph import Graph, Storage, Value
 from tightship.planners import planners

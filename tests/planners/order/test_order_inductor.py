@@ -10,12 +10,12 @@ inductor = pytest.importorskip(
     "inductor", reason="this PyTorch has no torch._inductor.memory as it was in 2.13"
 )
 
-from strategies import graphs  # noqa: E402
+from support.strategies import graphs  # noqa: E402
+from support.zoo import captured  # noqa: E402
 from tightship.analysis.order import is_legal  # noqa: E402
 from tightship.planners import planners  # noqa: E402
 from tightship.planners.order import best  # noqa: E402
 from tightship.simulate import baseline, replay  # noqa: E402
-from zoo import captured  # noqa: E402
 
 ALL = planners("order")
 

@@ -9,14 +9,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import relating
-from placing import optimum, planted, problems
+from support import relating
+from support.placing import optimum, planted, problems
 from tightship.errors import BadInput
 from tightship.plan import Buffer, Gap, Problem, Solution
 from tightship.planners import planners
 from tightship.planners.packing import Interrupted, Search, pack, watched
 from tightship.planners.place import portfolio
-from tightship.verify_placement import check_solution
+from tightship.verify.placement import check_solution
 
 QUICK = Search(work=400, seconds=60.0)
 

@@ -6,7 +6,7 @@ import sys
 import pytest
 from hypothesis import given, settings
 
-from placing import assert_right, optimum, packing, problems, solve, stepped
+from support.placing import assert_right, optimum, packing, problems, solve, stepped
 from tightship.errors import BadInput
 from tightship.plan import Buffer, Problem
 from tightship.planners import planner, planners

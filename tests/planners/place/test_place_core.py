@@ -7,14 +7,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from placing import assert_right, lowest, optimum, packing, problems, smallest_hole, stepped
+from support.placing import assert_right, lowest, optimum, packing, problems, smallest_hole, stepped
 from tightship.errors import BadInput
 from tightship.plan import Buffer, Problem
-from tightship.planners.place import _orders, portfolio
-from tightship.planners.place._best import Best
-from tightship.planners.place._frame import frame, most_alive
-from tightship.planners.place._greedy import GREEDY
-from tightship.planners.place._orders import by_breadth, by_start
+from tightship.planners.place import orders, portfolio
+from tightship.planners.place.best_of import Best
+from tightship.planners.place.greedy import GREEDY
+from tightship.planners.place.orders import by_breadth, by_start
+from tightship.planners.place.problem import frame, most_alive
 
 
 @pytest.mark.parametrize(("best_fit", "definition"), [(False, lowest), (True, smallest_hole)])
@@ -55,7 +55,7 @@ def test_a_sweep_is_first_fit_by_start_with_many_holes(seed: int) -> None:
 def test_many_are_ordered_as_few_are(monkeypatch: pytest.MonkeyPatch) -> None:
     arrays = frame(stepped(300, 3)).arrays
     every = [order(arrays).tolist() for order, _ in GREEDY]
-    monkeypatch.setattr(_orders, "_AT_ONCE", 0)
+    monkeypatch.setattr(orders, "_AT_ONCE", 0)
     assert [order(arrays).tolist() for order, _ in GREEDY] == every
 
 

@@ -8,10 +8,10 @@ from dataclasses import replace
 import pytest
 from hypothesis import given
 
-from placing import assert_right, optimum, packing, planted, problems, stepped
+from support.placing import assert_right, optimum, packing, planted, problems, stepped
 from tightship.plan import Buffer, Problem
 from tightship.planners.place import exact, portfolio
-from tightship.planners.place._frame import frame
+from tightship.planners.place.problem import frame
 
 ENOUGH = exact.Options(work_limit=300_000, time_limit=None, threads=1)
 

@@ -5,13 +5,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from placing import packing, planted, problems
+from support.placing import packing, planted, problems
+from tightship.baselines import xla_heap
 from tightship.errors import BadInput
 from tightship.plan import Buffer, Problem
 from tightship.planners import planners
-from tightship.planners.place import _orders as orders
-from tightship.planners.place import xla_heap
-from tightship.planners.place._frame import frame
+from tightship.planners.place import orders
+from tightship.planners.place.problem import frame
 
 INFINITE = 2**63
 

@@ -5,20 +5,20 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from relating import overlapping, pooled, related
+from support.relating import overlapping, pooled, related
 from tightship import _core
 from tightship.plan import Buffer, Gap, Problem
 from tightship.planners import planners
 from tightship.planners.packing import Search, pack
-from tightship.planners.place import _related
-from tightship.planners.place._groups import merge
-from tightship.planners.place._related import parts_of, placer_of
-from tightship.verify_placement import check_solution
+from tightship.planners.place import related as parts_by_pairs
+from tightship.planners.place.groups import merge
+from tightship.planners.place.related import parts_of, placer_of
+from tightship.verify.placement import check_solution
 
 QUICK = Search(work=300, seconds=60.0)
 
 
-def placers(problem: Problem) -> tuple[_related.LoosePlacer, _related.LoosePlacer]:
+def placers(problem: Problem) -> tuple[parts_by_pairs.LoosePlacer, parts_by_pairs.LoosePlacer]:
     """Of one problem: by pairs, and in parts."""
     merged, became = merge(problem)
     rows = [(b.size, b.alignment, -1 if b.pinned is None else b.pinned) for b in merged.buffers]
@@ -31,11 +31,11 @@ def placers(problem: Problem) -> tuple[_related.LoosePlacer, _related.LoosePlace
     )
     parts = parts_of(merged, lower, upper, size)
     by_pairs = placer_of(problem, became, (size, alignment, pinned), parts)
-    most, _related.MOST_PARTS = _related.MOST_PARTS, -1
+    most, parts_by_pairs.MOST_PARTS = parts_by_pairs.MOST_PARTS, -1
     try:
         in_parts = placer_of(problem, became, (size, alignment, pinned), parts)
     finally:
-        _related.MOST_PARTS = most
+        parts_by_pairs.MOST_PARTS = most
     assert isinstance(by_pairs.core, _core.RelatedPlacer) and isinstance(in_parts.core, _core.PartPlacer)
     return by_pairs, in_parts
 
@@ -62,11 +62,11 @@ def test_parts_are_packed_as_pairs_are(problem: Problem, data: st.DataObject) ->
 @given(problem=related() | pooled())
 @settings(max_examples=40)
 def test_every_planner_places_in_parts_rightly(name: str, problem: Problem) -> None:
-    most, _related.MOST_PARTS = _related.MOST_PARTS, -1
+    most, parts_by_pairs.MOST_PARTS = parts_by_pairs.MOST_PARTS, -1
     try:
         solution = pack(problem, name, QUICK)
     finally:
-        _related.MOST_PARTS = most
+        parts_by_pairs.MOST_PARTS = most
     assert all(v.code == "over-capacity" for v in check_solution(problem, solution))
     assert overlapping(problem, solution) == set()
 

@@ -6,14 +6,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from placing import planted, solve
-from relating import optimum, overlapping, pooled, related
+from support.placing import planted, solve
+from support.relating import optimum, overlapping, pooled, related
 from tightship.errors import BadInput
 from tightship.plan import Buffer, Gap, Pool, Problem
 from tightship.planners import planners
 from tightship.planners.packing import Search, pack
 from tightship.planners.pools import clash_of_pools
-from tightship.verify_placement import check_solution
+from tightship.verify.placement import check_solution
 
 PLANNERS = planners("place")
 QUICK = Search(work=300, seconds=60.0)

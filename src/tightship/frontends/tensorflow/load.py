@@ -3,12 +3,15 @@
 Read are a GraphDef as bytes (``.pb``) or as text (``.pbtxt``), a MetaGraphDef (``.meta``), and the first graph of a
 ``saved_model.pb``. What is not weights is measured on the wire before anything is parsed, because an empty node takes
 two bytes in a file and many more in memory.
+
+Protobuf on the wire: where the fields of a message begin and end, without parsing what is in them.
 """
 
 from __future__ import annotations
 
 import os
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -20,10 +23,52 @@ from tensorflow.core.protobuf import meta_graph_pb2, saved_model_pb2
 
 from tightship.errors import BadInput, Unsupported
 from tightship.frontends.tensorflow.nodes import name_of
-from tightship.frontends.tensorflow.wire import fields
 from tightship.serde import read_bytes
 
-__all__ = ["LARGEST_FILE", "LARGEST_STRUCTURE", "LARGEST_TEXT", "MOST_NODES", "GraphFile", "read"]
+__all__ = [
+    "LARGEST_FILE",
+    "LARGEST_STRUCTURE",
+    "LARGEST_TEXT",
+    "MOST_NODES",
+    "GraphFile",
+    "fields",
+    "read",
+    "varint",
+]
+
+
+def fields(data: bytes, at: int, end: int) -> Iterator[tuple[int, int, int]]:
+    """(number, start, end) of the fields of the message at ``data[at:end]``, by their headers alone."""
+    while at < end:
+        key, at = varint(data, at, end)
+        kind = key & 7
+        if kind == 0:
+            stop = varint(data, at, end)[1]
+        elif kind == 2:
+            size, at = varint(data, at, end)
+            stop = at + size
+        elif kind in (1, 5):
+            stop = at + (8 if kind == 1 else 4)
+        else:
+            raise ValueError(f"byte {at} begins no field")
+        if stop > end:
+            raise ValueError(f"it ends before the field that begins at byte {at} does")
+        yield key >> 3, at, stop
+        at = stop
+
+
+def varint(data: bytes, at: int, end: int) -> tuple[int, int]:
+    value = 0
+    for shift in range(0, 70, 7):
+        if at >= end:
+            raise ValueError("it ends within a number")
+        byte = data[at]
+        at += 1
+        value |= (byte & 127) << shift
+        if byte < 128:
+            return value, at
+    raise ValueError(f"the number before byte {at} is too long")
+
 
 LARGEST_FILE: Final = 2**31 - 1
 """Bytes a protobuf file may have."""

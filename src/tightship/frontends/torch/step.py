@@ -17,9 +17,9 @@ from tightship.frontends.torch.optim import Updater, Updates, updaters
 from tightship.frontends.torch.origin import Origin, Tracker
 from tightship.frontends.torch.program import Program, Ref
 from tightship.frontends.torch.record import Recorder
+from tightship.frontends.torch.state_restore import Change, applied, untouched
 from tightship.frontends.torch.structure import BatchSpec, Given, Results, caches, flatten, map_leaves
 from tightship.frontends.torch.tape import Tape
-from tightship.frontends.torch.untouched import Change, applied, untouched
 
 __all__ = [
     "DATA_PARALLEL",

@@ -15,8 +15,9 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from tightship.planners.evict import blocks, chain, checkpoint, greedy, keep, ladder, min_cut
-from tightship.planners.evict._frame import OFFLOAD, Decision, Frame, Progress
+from tightship.baselines import chain, checkpoint, min_cut
+from tightship.planners.evict import blocks, greedy, keep, ladder
+from tightship.planners.evict.problem import OFFLOAD, Decision, Frame, Progress
 
 __all__ = ["Options", "plan"]
 

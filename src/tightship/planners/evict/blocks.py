@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from tightship.planners.evict._frame import DROP, EVICT, KEEP, PASS, Bits, Decision, Frame
+from tightship.planners.evict.problem import DROP, EVICT, KEEP, PASS, Bits, Decision, Frame
 
 __all__ = ["Options", "plan"]
 

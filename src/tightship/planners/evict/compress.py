@@ -11,8 +11,8 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from tightship.analysis.packing import packings
-from tightship.planners.evict._aside import decided, fewest, spans
-from tightship.planners.evict._frame import Decision, Frame
+from tightship.planners.evict.offload_compress import decided, fewest, spans
+from tightship.planners.evict.problem import Decision, Frame
 
 __all__ = ["Options", "plan"]
 

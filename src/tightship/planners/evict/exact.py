@@ -22,10 +22,9 @@ from typing import Any
 from tightship.analysis.bounds import time_bound
 from tightship.errors import Unsupported
 from tightship.planners.evict import anneal, keep
-from tightship.planners.evict._events import carried_out
-from tightship.planners.evict._frame import OFFLOAD, PACK, Decision, Frame
-from tightship.planners.evict._retention import Retention
-from tightship.planners.evict._retention_model import Effort, Model
+from tightship.planners.evict.lowering import carried_out
+from tightship.planners.evict.problem import OFFLOAD, PACK, Decision, Frame
+from tightship.planners.evict.retention import Effort, Model, Retention
 
 __all__ = ["Options", "plan"]
 

@@ -14,7 +14,7 @@ import time
 from dataclasses import dataclass
 
 from tightship.planners.evict import blocks
-from tightship.planners.evict._frame import Decision, Frame, Progress
+from tightship.planners.evict.problem import Decision, Frame, Progress
 
 __all__ = ["Options", "plan"]
 

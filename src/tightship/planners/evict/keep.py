@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from tightship.planners.evict._frame import Decision, Frame
+from tightship.planners.evict.problem import Decision, Frame
 
 __all__ = ["Options", "plan"]
 

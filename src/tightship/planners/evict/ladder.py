@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from tightship.planners.evict._frame import Bits, Decision, Frame, Progress
+from tightship.planners.evict.problem import Bits, Decision, Frame, Progress
 
 __all__ = ["Options", "climb", "plan"]
 

@@ -12,8 +12,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from tightship.planners.evict._aside import Aside, decided, fewest, overlapped, spans
-from tightship.planners.evict._frame import Decision, Frame
+from tightship.planners.evict.offload_compress import Aside, decided, fewest, overlapped, spans
+from tightship.planners.evict.problem import Decision, Frame
 
 __all__ = ["Options", "plan"]
 

@@ -17,7 +17,7 @@ from typing import Final
 from tightship.analysis.moments import Moments
 from tightship.graph import Graph
 from tightship.planners.order import beam, bfs, cuts, dfs, lpmf, sink
-from tightship.planners.order._tables import tables
+from tightship.planners.order.tables import tables
 
 __all__ = ["Options", "found", "order_bound", "plan"]
 

@@ -12,7 +12,7 @@ import heapq
 from dataclasses import dataclass
 
 from tightship.graph import Graph
-from tightship.planners.order._tables import Tables, tables
+from tightship.planners.order.tables import Tables, tables
 
 __all__ = ["Options", "plan", "scheduled"]
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from tightship.graph import Graph
-from tightship.planners.order._tables import Tables, tables
+from tightship.planners.order.tables import Tables, tables
 
 __all__ = ["Options", "plan", "scheduled"]
 

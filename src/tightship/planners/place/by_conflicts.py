@@ -10,8 +10,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from tightship.plan import Problem, Solution
-from tightship.planners.place._frame import frame
-from tightship.planners.place._orders import by_conflicts
+from tightship.planners.place.orders import by_conflicts
+from tightship.planners.place.problem import frame
 
 __all__ = ["Options", "plan"]
 

@@ -18,12 +18,12 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from tightship.plan import Buffer, Problem, Solution
-from tightship.planners.place._best import Best
-from tightship.planners.place._frame import Frame, Ints, frame
-from tightship.planners.place._greedy import best_greedy
-from tightship.planners.place._groups import merge
-from tightship.planners.place._orders import conflicts
-from tightship.planners.place._parts import cut
+from tightship.planners.place.best_of import Best
+from tightship.planners.place.greedy import best_greedy
+from tightship.planners.place.groups import merge
+from tightship.planners.place.orders import conflicts
+from tightship.planners.place.parts import cut
+from tightship.planners.place.problem import Frame, Ints, frame
 
 __all__ = ["MOST_PAIRS", "Clash", "Options", "clash", "plan", "search"]
 

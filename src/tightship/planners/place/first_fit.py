@@ -11,8 +11,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from tightship.plan import Problem, Solution
-from tightship.planners.place._frame import FREE, frame
-from tightship.planners.place._orders import by_start
+from tightship.planners.place.orders import by_start
+from tightship.planners.place.problem import FREE, frame
 
 __all__ = ["Options", "plan"]
 

@@ -12,9 +12,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from tightship.plan import Problem, Solution
-from tightship.planners.place._best import Best
-from tightship.planners.place._frame import frame
-from tightship.planners.place._orders import Order, by_size
+from tightship.planners.place.best_of import Best
+from tightship.planners.place.orders import Order, by_size
+from tightship.planners.place.problem import frame
 
 __all__ = ["START", "Options", "climb", "plan"]
 

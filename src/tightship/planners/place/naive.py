@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from tightship.plan import Problem, Solution
-from tightship.planners.place._frame import FREE, frame
+from tightship.planners.place.problem import FREE, frame
 
 __all__ = ["Options", "plan"]
 

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from functools import partial
 
 from tightship.plan import Problem, Solution
-from tightship.planners.place import _orders as orders
-from tightship.planners.place._frame import frame
+from tightship.planners.place import orders
+from tightship.planners.place.problem import frame
 
 __all__ = ["Options", "plan"]
 

@@ -16,12 +16,13 @@ from dataclasses import dataclass, replace
 import numpy as np
 import numpy.typing as npt
 
+from tightship.baselines import tvm_hill_climb
 from tightship.errors import BadInput
 from tightship.plan import Problem, Solution
-from tightship.planners.place import exact, hill_climb, tvm_hill_climb
-from tightship.planners.place._best import Best
-from tightship.planners.place._frame import FREE, Arrays, Ints, frame, from_arrays
-from tightship.planners.place._greedy import MANY, best_greedy
+from tightship.planners.place import exact, hill_climb
+from tightship.planners.place.best_of import Best
+from tightship.planners.place.greedy import MANY, best_greedy
+from tightship.planners.place.problem import FREE, Arrays, Ints, frame, from_arrays
 
 __all__ = ["Options", "offsets", "plan"]
 

@@ -6,10 +6,9 @@ from collections import defaultdict
 from itertools import accumulate
 from typing import Any
 
-from tightship.frontends.hlo.buffers import Buffer
-from tightship.planners.assign._allocate import Allocation
-from tightship.planners.assign._assignment import Assignment, between
-from tightship.planners.assign.advice import peak_step
+from tightship.hlo.assign.advice import peak_step
+from tightship.hlo.assign.allocate import Allocation, Assignment, between
+from tightship.hlo.dataflow import Buffer
 from tightship.report.hlo import assignment_rows, kind_of, residents
 from tightship.report.pages import Fact, Section, page_of
 from tightship.report.pages.sections import cut, table

@@ -11,7 +11,7 @@ from tightship.plan import Plan, Step
 from tightship.report.numbers import BANDS, columns
 from tightship.report.pages import Section
 from tightship.report.picture import NAMES
-from tightship.report.stays import label, stays_of
+from tightship.report.residences import label, stays_of
 from tightship.simulate import Timeline, baseline, replay
 from tightship.units import format_bytes
 

@@ -1,0 +1,281 @@
+"""From Grappler's rewrite of a TensorFlow graph's nodes to what runs when.
+
+Grappler's recompute rewrite (G1-G5) on nodes as a TensorFlow graph has them: names, kinds, inputs by name.
+
+What is read from a file are `Node`s, what comes out are the nodes to add and to change; no messages are known here.
+The numbers that keep cycles out (G5) are those of the original: places in a first-come order of ready nodes.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections import deque
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from fnmatch import fnmatchcase
+from functools import partial
+
+from tightship.errors import BadInput
+from tightship.frontends.tensorflow.nodes import Node, Web, from_rows, name_of
+from tightship.graph import Graph
+from tightship.planners.evict.lowering import Run
+from tightship.planners.evict.problem import Frame
+
+__all__ = [
+    "CHEAP",
+    "CLONE",
+    "TRIGGER",
+    "Group",
+    "Rewrite",
+    "groups",
+    "hinted",
+    "is_target",
+    "late_order",
+    "node_runs",
+    "recomputed",
+    "rewritten",
+]
+
+
+CLONE, TRIGGER = "Recomputed/", "RecomputeTrigger/"
+
+CHEAP = frozenset(
+    "Add AddN BiasAdd Cast Fill FloorDiv FloorMod FusedBatchNorm LeakyRelu Mul Neg RealDiv Reciprocal Relu Relu6 "
+    "Reshape Rsqrt Sigmoid Sqrt Square SquaredDifference Sub Tile Transpose".split()
+)
+"""Kinds that TensorFlow's Grappler runs again without asking what they cost: found by asking it about each (2.21)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """Nodes that are cloned together, and the targets that read the clones, both in topological order."""
+
+    sources: tuple[str, ...]
+    goals: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Rewrite:
+    """``added``: triggers and clones; ``inputs``: the new inputs of targets by name; ``origin``: of a clone the node
+    it runs again."""
+
+    groups: tuple[Group, ...] = ()
+    added: tuple[Node, ...] = ()
+    inputs: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    origin: Mapping[str, str] = field(default_factory=dict)
+
+    def applied(self, nodes: Sequence[Node]) -> list[Node]:
+        return [
+            replace(n, inputs=self.inputs[n.name]) if n.name in self.inputs else n
+            for n in (*nodes, *self.added)
+        ]
+
+
+def is_target(name: str, scope: str) -> bool:
+    """G1: under the scope, also where it is nested."""
+    return name.startswith(scope) or f"/{scope}" in name
+
+
+def recomputed(
+    nodes: Sequence[Node], scope: str = "gradients/", fed: Collection[str] = (), *, heuristic: bool = True
+) -> Rewrite:
+    """The rewrite; ``fed`` are the names that a user feeds, ``heuristic`` false: hinted nodes only. Raises
+    ``BadInput`` for names that there are not, or twice, and for cycles."""
+    web = Web(nodes)
+    found = groups(web, scope, fed, heuristic=heuristic)
+    place = {n: i for i, n in enumerate(web.order)}
+    inputs = {n.name: n.inputs for n in nodes}
+    before = dict(inputs)
+    added: list[Node] = []
+    origin: dict[str, str] = {}
+    for group in found:
+        serves = _served(web, group, place)
+        triggers = _triggers(web, group, place, serves, inputs)
+        added += triggers.values()
+        again = {s: CLONE + s for s in group.sources}
+        for s in group.sources:
+            node = web.nodes[s]
+            reads = (*(again.get(i, i) for i in before[s]), f"^{triggers[s].name}")
+            added.append(Node(again[s], node.kind, reads, node.device, node.hinted))
+            origin[again[s]] = s
+        for (
+            goal
+        ) in group.goals:  # G4: an input is redirected by its full name; other results stay the original's
+            inputs[goal] = tuple(again.get(i, i) for i in inputs[goal])
+    _check_names(web, added)
+    changed = {n: now for n, now in inputs.items() if now != before[n]}
+    return Rewrite(tuple(found), tuple(added), changed, origin)
+
+
+def groups(web: Web, scope: str, fed: Collection[str] = (), *, heuristic: bool = True) -> list[Group]:
+    """G2, G3: the sets that are cloned. A seed feeds a target and reads none; it grows to all candidates that hang
+    together with it, of which those stay that finally feed a target."""
+    goals = {n for n in web.order if is_target(n, scope)}
+    likely = {
+        n for n in web.order
+        if n not in goals and n not in fed and not n.startswith(CLONE)  # of a rewrite before
+        and (web.nodes[n].hinted or (heuristic and web.nodes[n].kind in CHEAP))
+    }  # fmt: skip
+    place = {n: i for i, n in enumerate(web.order)}
+    seen: set[str] = set()
+    found = []
+    for seed in web.order:
+        if seed not in likely or seed in seen:
+            continue
+        if goals.isdisjoint(web.readers[seed]) or not goals.isdisjoint(web.read[seed]):
+            continue
+        whole = _grown([seed], lambda n: [m for m in (*web.read[n], *web.readers[n]) if m in likely])
+        seen |= whole
+        feeding = [n for n in whole if not goals.isdisjoint(web.readers[n])]
+        part = _grown(feeding, partial(_within, web, whole))
+        served = {m for n in feeding for m in web.readers[n] if m in goals}
+        found.append(
+            Group(tuple(sorted(part, key=place.__getitem__)), tuple(sorted(served, key=place.__getitem__)))
+        )
+    return found
+
+
+def _within(web: Web, whole: Collection[str], n: str) -> list[str]:
+    return [m for m in web.read[n] if m in whole]
+
+
+def _grown(start: Collection[str], near: Callable[[str], list[str]]) -> set[str]:
+    found, stack = set(start), list(start)
+    while stack:
+        for m in near(stack.pop()):
+            if m not in found:
+                found.add(m)
+                stack.append(m)
+    return found
+
+
+def _served(web: Web, group: Group, place: Mapping[str, int]) -> dict[str, int]:
+    """Of each source, where the first target stands that it or a clone which reads it feeds."""
+    goals = set(group.goals)
+    found: dict[str, int] = {}
+    for s in reversed(group.sources):
+        ends = [place[m] for m in web.readers[s] if m in goals]
+        ends += [found[m] for m in web.readers[s] if m in found]
+        found[s] = min(ends)
+    return found
+
+
+def _triggers(
+    web: Web,
+    group: Group,
+    place: Mapping[str, int],
+    serves: Mapping[str, int],
+    inputs: Mapping[str, tuple[str, ...]],
+) -> dict[str, Node]:
+    """G5: of each source the node its clone waits for. They form a chain from what is needed first to what is
+    needed last; each waits for those inputs of the targets that stand before all that its clone serves."""
+    again = set(group.sources)
+    others = {
+        name_of(i) for goal in group.goals for i in inputs[goal]
+        if name_of(i) in web.nodes and name_of(i) not in again
+    }  # fmt: skip
+    waiting = deque(sorted(others, key=place.__getitem__))
+    found: dict[str, Node] = {}
+    last = ""
+    for s in sorted(sorted(group.sources, reverse=True), key=serves.__getitem__):
+        reads = [f"^{last}"] if last else []
+        while waiting and place[waiting[0]] < serves[s]:
+            reads.append(f"^{waiting.popleft()}")
+        last = TRIGGER + s
+        found[s] = Node(last, "NoOp", tuple(reads), web.nodes[s].device)
+    return found
+
+
+def _check_names(web: Web, added: Sequence[Node]) -> None:
+    for n in added:
+        if n.name in web.nodes:
+            raise BadInput(
+                "a graph was not rewritten before: the name of what is added is free", n.name, "nodes"
+            )
+
+
+def late_order(nodes: Sequence[Node], rewrite: Rewrite, after: Callable[[str], int]) -> list[str]:
+    """An order of the rewritten nodes: originals by ``after`` (their places in some order), clones as late as what
+    reads them allows."""
+    every = rewrite.applied(nodes)
+    web = Web(every)
+    key: dict[str, tuple[int, int]] = {}
+    for n in reversed(web.order):
+        if n in rewrite.origin or n.startswith(TRIGGER):
+            mine = min((key[m] for m in web.readers[n]), default=(len(every), 0))
+            key[n] = (mine[0], mine[1] - 1)
+        else:
+            key[n] = (after(n), 0)
+    missing = {n: len(r) for n, r in web.read.items()}
+    ready = [(key[n], n) for n, count in missing.items() if not count]
+    heapq.heapify(ready)
+    order = []
+    while ready:
+        n = heapq.heappop(ready)[1]
+        order.append(n)
+        for m in web.readers[n]:
+            missing[m] -= 1
+            if not missing[m]:
+                heapq.heappush(ready, (key[m], m))
+    return order
+
+
+def hinted(graph: Graph, patterns: Sequence[str]) -> list[Node]:
+    """The nodes that a graph was read from; those whose names match a pattern carry the hint."""
+    nodes = from_rows(graph.meta["nodes"])
+    return [replace(n, hinted=n.hinted or any(fnmatchcase(n.name, p) for p in patterns)) for n in nodes]
+
+
+def rewritten(graph: Graph, level: str, scope: str, hints: Sequence[str] = ()) -> Rewrite:
+    """The recompute rewrite of the nodes a graph was read from (``Graph.meta``); ``level`` manual: hints alone."""
+    if level in ("none", "swap"):
+        return Rewrite()
+    fed = [*graph.meta.get("fed", ()), *(graph.values[v].name for v in graph.inputs)]
+    return recomputed(hinted(graph, hints), scope, fed, heuristic=level != "manual")
+
+
+def node_runs(frame: Frame, rewrite: Rewrite) -> list[Run]:
+    """What runs when: ops in the frame's order, clones as late as their readers allow. Of clones those count that
+    something in the graph reads, and that make bytes."""
+    graph = frame.graph
+    op_of = {op.name: k for k, op in enumerate(graph.ops)}
+    at = {k: i for i, k in enumerate(frame.order)}
+    nodes = from_rows(graph.meta["nodes"])
+    there = {graph.values[v].name for v in graph.inputs} | op_of.keys()
+    wanted = _wanted(rewrite, there)
+    mine = [n for n in nodes if n.name in there]
+    part = Rewrite(
+        added=tuple(n for n in rewrite.added if n.name in wanted or n.name.startswith(TRIGGER)),
+        inputs={n: row for n, row in rewrite.inputs.items() if n in there},
+        origin={c: o for c, o in rewrite.origin.items() if c in wanted},
+    )
+    kept = there | {n.name for n in part.added}
+    part = replace(part, added=tuple(_only(n, kept) for n in part.added))
+    mine = [_only(n, kept) for n in mine]
+    runs = []
+    for name in late_order(mine, part, lambda n: at[op_of[n]] if n in op_of else -1):
+        if name in op_of:
+            runs.append(Run(op_of[name]))
+        elif name in part.origin:
+            op = op_of[part.origin[name]]
+            stays = (s for s in graph.uses.defines[op] if s not in graph.kept and graph.storages[s].size)
+            if back := tuple(stays):
+                runs.append(Run(op, True, back))
+    return runs
+
+
+def _wanted(rewrite: Rewrite, there: set[str]) -> set[str]:
+    """The clones of ops of the graph that its targets read, through other clones too."""
+    inputs = {n.name: n.inputs for n in rewrite.added}
+    stack = [name_of(i) for n, row in rewrite.inputs.items() if n in there for i in row]
+    found: set[str] = set()
+    while stack:
+        n = stack.pop()
+        if n in rewrite.origin and n not in found and rewrite.origin[n] in there:
+            found.add(n)
+            stack += map(name_of, inputs[n])
+    return found
+
+
+def _only(node: Node, kept: set[str]) -> Node:
+    return replace(node, inputs=tuple(i for i in node.inputs if name_of(i) in kept))

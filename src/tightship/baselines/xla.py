@@ -1,0 +1,267 @@
+"""XLA's greedy rematerialisation: at an op over the limit, recompute what gains most for its cost.
+
+Problem: choose runs of ops to repeat so that the peak is within the limit. Measure: seconds of recomputation
+per byte gone from where the walk stands (policy ``ours``), or limit / bytes gained (``xla``). Source:
+``HloRematerialization`` of OpenXLA. The schedule is walked in order; where it is over the limit, results of ops
+that have run are given up and made again right before their earliest remaining use, for all remaining uses.
+Operands of the repeated op live up to it; they are not themselves recomputed, unless they are in the group
+chosen. ``ours`` walks again as long as that lowers the peak, and in the end gives back what fits after all.
+Guarantee: ``ours`` never accepts a step that raises the overall peak, nor one that lifts what has been walked
+over the limit; the plan is reproducible; the peak is exact. ``xla`` may raise the peak at an earlier op.
+Complexity: ``ours`` keeps candidates in a heap and looks at one again only when it may have become better; a
+step costs about sqrt(ops). ``xla`` rescans all earlier ops for every step: quadratic. Known limits: greedy; an
+op with calls inside, or a result that several ops write, is never repeated; no compression; called graphs add
+their peak but are not themselves planned.
+
+Policy ``xla`` differs from XLA where a plan leaves no choice: a storage has one copy at a time, so a clone reads
+the copy nearest before it where XLA may keep the original beside it; a source that nobody uses any more goes at
+once, not at the end; a write to a storage of the caller counts as control successor of the ops that read it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import cast
+
+from tightship.analysis.bounds import lower_bound
+from tightship.baselines.xla_pick import Picker, Queue, Rescan
+from tightship.baselines.xla_tracker import Item, Place, Split, Tracker
+from tightship.errors import BadInput
+from tightship.graph import Graph
+from tightship.plan import Step
+from tightship.planners.evict.problem import Bits, Decision, Frame, Progress
+from tightship.simulate import baseline, replay
+
+__all__ = ["Options", "Report", "plan", "report"]
+
+PLANNER = "evict/xla"
+"""Its group and its name on the command line."""
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """``policy``: ``ours`` or ``xla``. ``block``: ops recomputed together at most (0: 8 for ``ours``, 1 for
+    ``xla``, as is XLA's default). ``growth``: clones at most, as a multiple of the ops. For ``ours``:
+    ``tries``: steps tried and taken back at one op, at most; ``walks``: over the schedule, at most."""
+
+    policy: str = "ours"
+    block: int = 0
+    growth: int = 4
+    tries: int = 32
+    walks: int = 4
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """What a decision did (R15): bytes before and after, runs repeated, net steps added, and how far from the
+    bound. ``warning`` is empty when the limit is met."""
+
+    peak_before: int
+    peak_after: int
+    recomputed: int
+    added: int
+    lower_bound: int
+    met: bool
+    warning: str
+
+
+def plan(
+    frame: Frame, limit: int, options: Options | None = None, progress: Progress | None = None
+) -> Decision:
+    """Steps that repeat ops so that the peak is within ``limit`` bytes, the static set included."""
+    o = options or Options()
+    if o.policy not in ("ours", "xla"):
+        raise BadInput("the policy is 'ours' or 'xla'", o.policy, "xla.Options")
+    walk = Walk(frame.graph, frame.order, limit, o)
+    walk.run(progress)
+    steps = lower(walk.tracker)
+    line = replay(frame.graph, steps)
+    once = sum(op.time for op in frame.graph.ops)
+    runs = sum(1 for s in steps if s.kind == "recompute")
+    bits = _bits(frame, walk.tracker)
+    met = line.peak <= limit
+    return Decision(bits, line.peak, line.compute_time - once, runs, met, work=walk.work, steps=steps)
+
+
+class Walk:
+    """Passes over the schedule (R1, R5). ``tracker`` holds the result; ``work`` counts candidates looked at."""
+
+    def __init__(self, graph: Graph, order: Sequence[int], limit: int, options: Options) -> None:
+        self.options, self.ours = options, options.policy == "ours"
+        charge = [s.size for s in graph.storages]
+        self.base, self.limit = graph.static_bytes, limit
+        if not self.ours:
+            # R3: the caller owns the module's result, and the limit is first reduced by it.
+            self.base += sum(charge[s] for s in graph.kept - graph.static)
+            for s in graph.kept:
+                charge[s] = 0
+        self.tracker = Tracker(graph, order, charge, self.base)
+        if self.ours:
+            self.limit = max(limit, _floor(self.tracker, self.base))
+        self.picker = self._picker()
+        self.left = options.growth * len(order)
+        self.extra = 0.0
+        self.work = 0
+
+    def _picker(self) -> Picker:
+        if self.ours:
+            return Queue(self.tracker, self.options.block or 8)
+        return Rescan(self.tracker, self.options.block or 1, max(0, self.limit - self.base))
+
+    @property
+    def peak(self) -> int:
+        """Bytes the schedule needs, as the tracker counts them."""
+        return self.tracker.usage.peak()
+
+    def run(self, progress: Progress | None = None) -> None:
+        before = self.peak
+        for _ in range(self.options.walks if self.ours else 1):
+            stopped = self.walk(progress)
+            self.work += self.picker.work
+            if stopped or self.peak <= self.limit or self.peak == before:
+                break
+            before = self.peak
+            self.tracker.rewind()
+            self.picker = self._picker()
+        if self.ours:
+            self.give_back()
+
+    def walk(self, progress: Progress | None = None) -> bool:
+        """Once over the schedule, or until all of it is under the limit; returns whether it was stopped."""
+        usage = self.tracker.usage
+        item, count = usage.first(), 0
+        while item is not None and self.peak > self.limit:
+            self.visit(_item(item))
+            item = usage.following(item)
+            count += 1
+            if progress and count % 1024 == 0 and progress(self.peak, self.extra, self.peak <= self.limit):
+                return True
+        return False
+
+    def visit(self, item: Item) -> None:
+        """Let ``item`` run; while it is over the limit, take the best step there is."""
+        self.tracker.begin(item)
+        tries = self.options.tries
+        while self.tracker.usage.value(item) > self.limit and self.left > 0:
+            group = self.picker.pick(item)
+            if group is None:
+                break
+            if not self.take(group):
+                tries -= 1
+                if not tries:
+                    break
+        self.tracker.end()
+        self.picker.ended(item)
+
+    def take(self, group: list[Item]) -> bool:
+        """Repeat a group, its last op first, so that each clone is a user of its operands' clones (R8)."""
+        t, now = self.tracker, cast(Item, self.tracker.now)
+        before = t.usage.value(now), t.usage.peak(), t.usage.most(None, now) if self.ours else 0
+        splits: list[Split] = []
+        for x in sorted(group, key=lambda i: -i.key):
+            if t.wanted(x):
+                splits.append(t.split(x))
+        if self.ours and not self._better(now, *before):
+            for s in reversed(splits):
+                t.undo(s)
+            self.picker.refused(group[0])
+            return False
+        self.left -= len(splits)
+        for s in splits:
+            if not t.settle(s):
+                self.extra += t.graph.ops[s.clone.op].time
+        self.picker.taken(splits)
+        return True
+
+    def _better(self, now: Item, here: int, peak: int, past: int) -> bool:
+        """R19: lower here, nowhere higher than the peak, and where we have been not above the limit."""
+        usage = self.tracker.usage
+        if usage.value(now) >= here or usage.peak() > peak:
+            return False
+        return usage.most(None, now) <= max(self.limit, past)
+
+    def give_back(self) -> None:
+        """Dearest first, drop the clones whose results fit in memory until they are needed again."""
+        t = self.tracker
+        room = max(self.limit, self.peak)
+        clones = [i for i in map(_item, t.usage) if i.clone]
+        price = {i: t.graph.ops[i.op].time / max(1, sum(b.size for b in i.made)) for i in clones}
+        for c in sorted(clones, key=lambda i: (-price[i], i.number)):
+            if not c.gone:
+                t.merge(c, room)
+
+
+def _item(place: Place) -> Item:
+    return cast(Item, place)
+
+
+def _floor(tracker: Tracker, base: int) -> int:
+    """The peak no schedule can beat: what one op reads, makes and needs. Below it there is nothing to win."""
+    size, uses, static = tracker.size, tracker.uses, tracker.graph.static
+    load = (
+        tracker.extra[k] + sum(size[s] for s in (*uses.reads[k], *uses.defines[k]) if s not in static)
+        for k in range(len(uses.reads))
+    )
+    return base + max(load, default=0)
+
+
+def lower(tracker: Tracker) -> tuple[Step, ...]:
+    """The steps that carry out a tracker's schedule."""
+    graph, uses = tracker.graph, tracker.uses
+    ran = bytearray(len(graph.ops))
+    last: dict[Item, list[int]] = {}
+    for rows in tracker.buffers:
+        for b in rows:
+            if not b.live_out:
+                last.setdefault(b.end, []).append(b.storage)
+    steps = []
+    for place in tracker.usage:
+        item = _item(place)
+        made = tuple(b.storage for b in item.made)
+        dead = last.get(item, [])
+        if ran[item.op]:
+            steps.append(Step("recompute", op=item.op, storages=made))
+        else:
+            steps.append(Step("compute", op=item.op))
+            dead = [*dead, *(s for s in uses.defines[item.op] if s not in made)]
+        ran[item.op] = 1
+        if dead:
+            steps.append(Step("free", storages=tuple(sorted(dead))))
+    return tuple(steps)
+
+
+def _bits(frame: Frame, tracker: Tracker) -> Bits:
+    """The gaps that clones bridge, for searches that start from here."""
+    where: dict[int, list[int]] = {}
+    p = len(frame.order)
+    for place in reversed(list(tracker.usage)):
+        item = _item(place)
+        if not item.clone:
+            p -= 1
+            continue
+        for b in item.made:
+            where.setdefault(b.storage, []).append(p)
+    bits = frame.nothing()
+    for g, (s, start, end) in enumerate(frame.gaps.tolist()):
+        bits[g] = s in where and any(start < p <= end for p in where[s])
+    return bits
+
+
+def report(frame: Frame, decision: Decision, limit: int) -> Report:
+    """What a decision of this planner did (R15), and how far it is from the best (R20)."""
+    steps = decision.steps or ()
+    before = replay(frame.graph, baseline(frame.graph, frame.order)).peak
+    runs = sum(1 for s in steps if s.kind in ("compute", "recompute"))
+    warning = ""
+    if not decision.met:
+        warning = f"limit of {limit} bytes not met: the best peak reached is {decision.peak} bytes"
+    return Report(
+        before,
+        decision.peak,
+        decision.runs,
+        runs - len(frame.order),
+        int(lower_bound(frame.graph)),
+        decision.met,
+        warning,
+    )

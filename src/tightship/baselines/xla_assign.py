@@ -1,0 +1,74 @@
+"""XLA's buffer assignment: the same allocations, offsets and total, from the text of a scheduled module.
+
+Problem: a place for every logical buffer, with the least bytes in all. Measure: bytes of all allocations. Source:
+XLA, ``BufferAssigner`` with its heap simulator (best fit by decreasing size or span). Guarantee: none on the size;
+legal by construction, and checked. Complexity: buffers × those alive with them. Known limits: what already has an
+allocation is reused as a whole only, from its start; tables of addresses are never reused; ties between equal buffers
+follow the order of the text, which may not be the order XLA had.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+
+from tightship.errors import BadInput
+from tightship.hlo import Module, flattened
+from tightship.hlo.assign.allocate import Allocation, Assignment, allocate, combine, thread_locals
+from tightship.hlo.assign.bound import lower_bound
+from tightship.hlo.assign.check import check
+from tightship.hlo.assign.heap import Group, best_fit, most_alive, replay, stays_of
+from tightship.hlo.in_place import TARGETS, Sharing, target_of
+from tightship.hlo.liveness import live_ranges
+
+__all__ = ["Options", "plan"]
+
+PLANNER = "assign/xla"
+"""Its group and its name on the command line."""
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """``target``: cpu or gpu decides alignment and what a fusion may write over; auto: as the module says."""
+
+    target: str = "auto"
+
+
+def plan(module: Module, options: Options | None = None) -> Assignment:
+    """XLA's assignment. Raises ``BadInput`` for a module without a schedule, or with shapes without a size."""
+    began = time.perf_counter()
+    target = known_target(module, (options or Options()).target)
+    live = live_ranges(flattened(module))
+    sharing = Sharing(live.points, target)
+    assigner = allocate(live, sharing)
+    groups = replay(live, assigner.heap, sharing)
+    offsets, size = best_fit(groups, TARGETS[target])
+    heap = Allocation("heap", size)
+    for group, offset in zip(groups, offsets, strict=True):
+        heap.held.update((m.buffer, offset) for m in group.members)
+    found = [*assigner.allocations, *([heap] if assigner.heap else []), *thread_locals(live)]
+    made = Assignment(
+        live,
+        target,
+        tuple(combine(found, TARGETS[target])),
+        size - most_alive(stays(groups)),
+        lower_bound(live, found, sharing),
+        "xla",
+        time.perf_counter() - began,
+    )
+    check(made, sharing)
+    return made
+
+
+def known_target(module: Module, target: str) -> str:
+    """``target``, or what the module was compiled for."""
+    if target == "auto":
+        return target_of(module)
+    if target not in TARGETS:
+        raise BadInput(f"a target is auto, {' or '.join(TARGETS)}", target, "--target")
+    return target
+
+
+def stays(groups: list[Group]) -> list[tuple[int, int, int]]:
+    """(start, end, bytes) of every group, the stays of its members joined where they overlap."""
+    return [(start, end, group.size) for group in groups for start, end in stays_of(group)]

@@ -1,0 +1,1 @@
+"""Why a plan looks as it does, why there is none, and what else would help."""

@@ -1,0 +1,99 @@
+"""The default planner, and where it finds no plan, what else would have given one: tried, not guessed.
+
+Each remedy is a short search of its own for the same budget: without a hint, with random ops drawn again, packing
+without loss, packing with loss, copying out. What none of them can reach is known from bounds. Known limits: a remedy
+that a twentieth of the search finds no plan for may have one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+from tightship.analysis.bounds import lower_bound
+from tightship.analysis.packing import packings
+from tightship.errors import Infeasible
+from tightship.graph import Graph
+from tightship.plan import Plan
+from tightship.planners import default
+from tightship.planners.default import Options
+from tightship.planners.evict.problem import Progress
+from tightship.planners.hints import parse_hints
+from tightship.units import Budget, format_bytes
+
+__all__ = ["advised", "remedies"]
+
+_PART = 20
+"""A remedy has one such part of the search's work and time."""
+_HINTS = 4
+"""So many hints are tried to be left out, one at a time."""
+
+
+def advised(
+    graph: Graph,
+    budget: Budget | str | int | None = None,
+    options: Options | None = None,
+    progress: Progress | None = None,
+) -> Plan:
+    """As `default.plan`; an ``Infeasible`` says what was tried and would help. An interrupt ends the trials."""
+    try:
+        return default.plan(graph, budget, options, progress)
+    except Infeasible as no:
+        raise no.with_advice(remedies(graph, no, options or Options())) from None
+
+
+def remedies(graph: Graph, no: Infeasible, o: Options) -> tuple[str, ...]:
+    """What would help, with what it gives; then what the error says of batches and of what nothing helps against."""
+    rest = [text for text in no.advice if not text.startswith(("offloading", "compression"))]
+    away = int(lower_bound(graph, least=dict.fromkeys(range(len(graph.storages)), 0)))
+    if away > no.budget:
+        return tuple(rest)
+    found = []
+    try:
+        for name, other in _others(graph, o):
+            found.append(f"{name}: {_outcome(graph, no.budget, _short(other))}")
+    except KeyboardInterrupt:
+        found.append("interrupted: nothing more was tried")
+    return (*found, *rest)
+
+
+def _short(o: Options) -> Options:
+    return replace(o, seconds=max(0.2, o.seconds / _PART), work=max(1, o.work // _PART))
+
+
+def _others(graph: Graph, o: Options) -> Iterator[tuple[str, Options]]:
+    """Options that allow more than ``o``, each by its name."""
+    hints = [f"{pattern}={way}" for pattern, way in parse_hints(o.hints)]
+    for hint in hints[:_HINTS]:
+        yield f"without the hint {hint}", replace(o, hints=",".join(h for h in hints if h != hint))
+    if len(hints) > 1:
+        yield "without any hint", replace(o, hints="")
+    has = {way.strip() for way in o.allow.split(",")}
+    if "redraw" not in has and any(op.random and op.state for op in graph.ops):
+        yield _allowing(o, "drawing dropout again", "redraw")
+    if "compress" not in has and packings(graph):
+        yield _allowing(o, "packing without loss", "compress")
+    if not o.lossy and packings(graph, lossy=True).keys() - packings(graph).keys():
+        name, other = _allowing(o, "packing to bfloat16, with loss", "compress")
+        yield f"{name[:-1]}, lossy)", replace(other, lossy=True)
+    if "offload" not in has:
+        yield _allowing(o, "offloading", "offload")
+
+
+def _allowing(o: Options, name: str, way: str) -> tuple[str, Options]:
+    ways = dict.fromkeys([*filter(None, (w.strip() for w in o.allow.split(","))), way])
+    allow = ",".join(ways)
+    return f"{name} (allow={allow})", replace(o, allow=allow)
+
+
+def _outcome(graph: Graph, limit: int, o: Options) -> str:
+    try:
+        made = default.plan(graph, limit, o)
+    except Infeasible as no:
+        if no.impossible:
+            return f"not enough, no plan needs less than {format_bytes(no.lower_bound)} then"
+        needed = format_bytes(no.placed if no.placed and no.best_peak <= limit else no.best_peak)
+        return f"not enough in a short search, which reached {needed}"
+    extra = 100 * (made.time / made.time_before - 1) if made.time_before else 0.0
+    beside = [f"{format_bytes(made.host)} outside"] if made.host else []
+    return ", ".join([f"fits, {extra:+.1f} % time", *beside])

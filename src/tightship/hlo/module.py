@@ -1,0 +1,291 @@
+"""Modules of HLO as they are written: computations of instructions, frozen.
+
+Instructions are referred to by name; names are unique within a module. What the text says of an instruction
+beyond shape, opcode and operands is kept as text (``attributes``), in its order, and read on demand.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+
+from tightship.hlo.shape import Shape
+
+__all__ = [
+    "CALLS",
+    "Computation",
+    "Instruction",
+    "Module",
+    "Place",
+    "declared",
+    "names_in",
+    "run_keys",
+    "runs",
+]
+
+CALLS = (
+    "calls",
+    "to_apply",
+    "condition",
+    "body",
+    "branch_computations",
+    "true_computation",
+    "false_computation",
+    "called_computations",
+    "select",
+    "scatter",
+    "update_computation",
+    "comparator",
+)
+"""Attributes that name computations."""
+
+_RUNS = {
+    "while": ("condition", "body"),
+    "call": ("to_apply",),
+    "async-start": ("calls",),
+    "conditional": ("branch_computations", "true_computation", "false_computation"),
+}
+
+_NAME = re.compile(r"%?([\w.\-]+)")
+_COMMENT = re.compile(r"/\*.*?\*/")
+_ESCAPED = re.compile(r"\\(.)")
+_TEXT = re.compile(r'"((?:[^"\\]|\\.)*)"')
+
+
+def names_in(text: str) -> tuple[str, ...]:
+    """The names of ``%a`` or ``{%a, %b}``."""
+    if "/*" in text:
+        text = _COMMENT.sub(" ", text)
+    return tuple(m[1] for m in _NAME.finditer(text))
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """A line of the user's program."""
+
+    file: str
+    line: int
+    function: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.file}:{self.line}"
+
+
+@dataclass(frozen=True, slots=True)
+class Instruction:
+    """One instruction. ``payload`` is what stands between the parentheses when that is no list of operands: the
+    number of a parameter, the value of a constant. ``line`` is where the text has it (not part of equality)."""
+
+    name: str
+    opcode: str
+    shape: Shape
+    operands: tuple[str, ...] = ()
+    payload: str = ""
+    attributes: tuple[tuple[str, str], ...] = ()
+    root: bool = False
+    line: int = field(default=0, compare=False)
+
+    def attribute(self, key: str, default: str = "") -> str:
+        for name, text in self.attributes:
+            if name == key:
+                return text
+        return default
+
+    def has(self, key: str) -> bool:
+        return any(name == key for name, _ in self.attributes)
+
+    @property
+    def called(self) -> tuple[str, ...]:
+        """Computations it runs, in the order of the text."""
+        return tuple(n for key, text in self.attributes if key in CALLS for n in names_in(text))
+
+    @property
+    def control_predecessors(self) -> tuple[str, ...]:
+        return names_in(self.attribute("control-predecessors"))
+
+    @property
+    def parameter_number(self) -> int:
+        return int(self.payload) if self.opcode == "parameter" else -1
+
+    @property
+    def tuple_index(self) -> int:
+        """The part a get-tuple-element takes."""
+        return int(self.attribute("index", "-1"))
+
+    @property
+    def custom_call_target(self) -> str:
+        return self.attribute("custom_call_target").strip('"')
+
+    @property
+    def op_name(self) -> str:
+        """What the framework called it: ``jit(step)/while/body/dot_general``."""
+        return self.metadata("op_name")
+
+    def metadata(self, key: str) -> str:
+        """A field of the metadata (op_name, source_file, source_line, stack_frame_id …), or nothing."""
+        text = self.attribute("metadata")
+        at = text.find(key + "=")
+        if at < 0:
+            return ""
+        at += len(key) + 1
+        if text[at : at + 1] == '"':
+            found = _TEXT.match(text, at)
+            return _ESCAPED.sub(r"\1", found[1]) if found else ""
+        return re.split(r"[\s}]", text[at:], maxsplit=1)[0]
+
+    def but(self, **changes: object) -> Instruction:
+        """The same instruction with some of its attributes changed, added or (None) taken away; ``_`` in a name
+        stands for itself."""
+        kept = tuple((k, str(changes.pop(k)) if k in changes else v) for k, v in self.attributes)
+        added = tuple((k, str(v)) for k, v in changes.items() if v is not None)
+        return replace(self, attributes=(*kept, *added))
+
+
+@dataclass(frozen=True)
+class Computation:
+    """Instructions in the order of the text, which is the schedule when the module is scheduled.
+
+    ``signature`` says whether the header lists parameters and result. ``tail`` is what follows the closing
+    brace (``, execution_thread="host"``).
+    """
+
+    name: str
+    instructions: tuple[Instruction, ...]
+    entry: bool = False
+    signature: bool = True
+    attributes: tuple[tuple[str, str], ...] = ()
+    line: int = field(default=0, compare=False)
+
+    @cached_property
+    def by_name(self) -> Mapping[str, Instruction]:
+        return {i.name: i for i in self.instructions}
+
+    @cached_property
+    def root(self) -> Instruction:
+        return next((i for i in self.instructions if i.root), self.instructions[-1])
+
+    @cached_property
+    def parameters(self) -> tuple[Instruction, ...]:
+        """By parameter number."""
+        found = [i for i in self.instructions if i.opcode == "parameter"]
+        return tuple(sorted(found, key=lambda i: i.parameter_number))
+
+    @cached_property
+    def users(self) -> Mapping[str, tuple[str, ...]]:
+        """For each instruction those that have it as an operand, each once, in the order of the text."""
+        found: dict[str, dict[str, None]] = {i.name: {} for i in self.instructions}
+        for i in self.instructions:
+            for operand in i.operands:
+                found[operand][i.name] = None
+        return {name: tuple(users) for name, users in found.items()}
+
+
+@dataclass(frozen=True)
+class Module:
+    """A module: ``attributes`` of its header as text, ``tables`` (file names, stack frames) as text by title.
+    ``file`` is what messages call it, ``notes`` say what had to be assumed (neither is part of equality)."""
+
+    name: str
+    computations: tuple[Computation, ...]
+    attributes: tuple[tuple[str, str], ...] = ()
+    tables: tuple[tuple[str, tuple[str, ...]], ...] = ()
+    file: str = field(default="", compare=False)
+    notes: tuple[str, ...] = field(default=(), compare=False)
+
+    def attribute(self, key: str, default: str = "") -> str:
+        return next((text for name, text in self.attributes if name == key), default)
+
+    @property
+    def scheduled(self) -> bool:
+        return self.attribute("is_scheduled") == "true"
+
+    @cached_property
+    def by_name(self) -> Mapping[str, Computation]:
+        return {c.name: c for c in self.computations}
+
+    @cached_property
+    def entry(self) -> Computation:
+        return next((c for c in self.computations if c.entry), self.computations[-1])
+
+    @property
+    def instructions(self) -> Iterator[Instruction]:
+        return (i for c in self.computations for i in c.instructions)
+
+    @cached_property
+    def aliases(self) -> Mapping[tuple[int, ...], tuple[int, tuple[int, ...], str]]:
+        """Donated inputs: position in the result -> (parameter number, position in it, kind)."""
+        return {
+            _index(m[1]): (int(m[2]), _index(m[3]), m[4] or "may-alias")
+            for m in _ALIAS.finditer(self.attribute("input_output_alias"))
+        }
+
+    @cached_property
+    def donors(self) -> tuple[tuple[int, tuple[int, ...]], ...]:
+        """Inputs whose bytes may be taken although no output is bound to them."""
+        return tuple((int(m[1]), _index(m[2])) for m in _DONOR.finditer(self.attribute("buffer_donor")))
+
+    def place(self, instruction: Instruction) -> Place | None:
+        """The line of the user's program an instruction comes from, if the text says so."""
+        file, line = instruction.metadata("source_file"), instruction.metadata("source_line")
+        if file:
+            return Place(file, int(line or 0))
+        frame = instruction.metadata("stack_frame_id")
+        return self._frames.get(int(frame)) if frame.isdigit() else None
+
+    @cached_property
+    def _frames(self) -> Mapping[int, Place]:
+        tables = dict(self.tables)
+        files = {int(n): text.strip('"') for n, text in _rows(tables.get("FileNames", ()))}
+        functions = {int(n): text.strip('"') for n, text in _rows(tables.get("FunctionNames", ()))}
+        locations = {int(n): _fields(text) for n, text in _rows(tables.get("FileLocations", ()))}
+        found = {}
+        for n, text in _rows(tables.get("StackFrames", ())):
+            at = locations.get(_fields(text).get("file_location_id", 0), {})
+            file = files.get(at.get("file_name_id", 0))
+            if file is not None:
+                found[int(n)] = Place(
+                    file, at.get("line", 0), functions.get(at.get("function_name_id", 0), "")
+                )
+        return found
+
+
+_ALIAS = re.compile(r"\{([\d,\s]*)\}:\s*\((\d+),\s*\{([\d,\s]*)\}(?:,\s*([\w-]+))?\)")
+_DONOR = re.compile(r"\((\d+),\s*\{([\d,\s]*)\}\)")
+_PAIR = re.compile(r"\{([\d,\s]*)\}:\s*\((\d+),\s*\{([\d,\s]*)\}")
+_FIELD = re.compile(r"(\w+)=(\d+)")
+
+
+def _index(text: str) -> tuple[int, ...]:
+    return tuple(int(k) for k in text.replace(" ", "").split(",") if k)
+
+
+def _fields(text: str) -> dict[str, int]:
+    return {m[1]: int(m[2]) for m in _FIELD.finditer(text)}
+
+
+def _rows(lines: tuple[str, ...]) -> Iterator[tuple[str, str]]:
+    for line in lines:
+        number, _, rest = line.partition(" ")
+        if number.isdigit():
+            yield number, rest
+
+
+def run_keys(i: Instruction) -> tuple[str, ...]:
+    """The attributes whose computations an instruction runs one after another, with its own operands."""
+    return tuple(key for key in _RUNS.get(i.opcode, ()) if i.has(key))
+
+
+def runs(i: Instruction) -> tuple[str, ...]:
+    """Computations an instruction runs one after another with its own operands (not element by element): a
+    loop's condition before its body, the branches of a conditional in the order of their operands."""
+    if i.opcode not in _RUNS:
+        return ()
+    return tuple(n for key in run_keys(i) for n in names_in(i.attribute(key)))
+
+
+def declared(i: Instruction) -> tuple[tuple[int, tuple[int, ...], tuple[int, ...]], ...]:
+    """``output_to_operand_aliasing``: (operand, position in it, position in the result)."""
+    text = i.attribute("output_to_operand_aliasing")
+    return tuple((int(m[2]), _index(m[3]), _index(m[1])) for m in _PAIR.finditer(text))

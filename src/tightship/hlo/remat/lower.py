@@ -1,0 +1,242 @@
+"""One computation of HLO as a Graph whose peak is the one XLA's rematerialisation counts, up to tables of addresses.
+
+Every instruction that does something is an op; those that only hand addresses on (tuple, get-tuple-element, bitcast)
+are none: they are written anew wherever they are needed. Storages are the arrays of results; the caller's
+(parameters, the computation's result) have no bytes (R3). A loop writes to the storages of its operand (R4).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property, partial
+from math import prod
+
+from tightship.analysis.bounds import lower_bound
+from tightship.analysis.packing import packings
+from tightship.graph import Graph, Op, Storage, Value
+from tightship.hlo.module import Computation, Instruction, Module
+from tightship.hlo.remat.cost import ACCELERATOR, Work
+from tightship.hlo.remat.peak import CALLING
+from tightship.hlo.remat.points_to import PointsTo
+from tightship.hlo.remat.rematerializable import may_repeat
+from tightship.hlo.remat.tracker import device_bytes
+from tightship.hlo.shape import Index, Shape
+from tightship.plan import Step
+
+__all__ = ["LAZY", "Buffer", "Counted", "counted"]
+
+LAZY = frozenset({"tuple", "get-tuple-element", "bitcast"})
+"""Opcodes that only hand addresses on and may stand anywhere."""
+
+Buffer = tuple[str, Index]
+
+_TYPES = {"pred": "bool", "bf16": "bfloat16", "f16": "float16", "f32": "float32", "f64": "float64"}
+"""Element types by the names that graphs have for them, as far as codecs know them."""
+
+
+def counted(
+    module: Module,
+    name: str,
+    callees: Mapping[str, int],
+    work: Work,
+    *,
+    libraries: bool = True,
+    once: frozenset[str] | None = None,
+) -> Counted:
+    """Computation ``name``, with what it calls at ``callees`` bytes and instructions at their modelled seconds."""
+    may = partial(may_repeat, module, libraries=libraries)
+    return Counted(module, module.by_name[name], callees, work.seconds, work.flops[name], may, once)
+
+
+@dataclass(frozen=True)
+class Counted:
+    """``computation`` of ``module``; ``callees[name]`` is the peak of each computation it runs, ``seconds``,
+    ``flops`` and ``may`` say what an instruction costs and whether it may run again. ``once`` names others that do
+    not, besides those whose one run is tied to what others do; None: these may, too."""
+
+    module: Module
+    computation: Computation
+    callees: Mapping[str, int]
+    seconds: Callable[[Computation, Instruction], float]
+    flops: Mapping[str, int]
+    may: Callable[[Instruction], bool]
+    once: frozenset[str] | None = None
+
+    @cached_property
+    def points(self) -> PointsTo:
+        return PointsTo(self.computation)
+
+    @cached_property
+    def ops(self) -> tuple[Instruction, ...]:
+        """The instructions that are ops, in the graph's order."""
+        return tuple(
+            i for i in self.computation.instructions if i.opcode not in LAZY and i.opcode != "parameter"
+        )
+
+    @cached_property
+    def storage(self) -> Mapping[Buffer, int]:
+        """The storage of every array that some instruction makes; a loop's are its operand's."""
+        found: dict[Buffer, int] = {}
+        n = 0
+        for i in self.computation.instructions:
+            for index, part in i.shape.leaves:
+                buffer = self.points.sets[i.name][index]
+                if buffer != (i.name, index) or part.dtype in ("token", "opaque"):
+                    continue
+                if i.opcode == "while":
+                    found[buffer] = found[self.points.sets[i.operands[0]][index]]
+                else:
+                    found[buffer] = n
+                    n += 1
+        return found
+
+    def leaves(self, name: str) -> list[int]:
+        """Storages of the arrays of an instruction's result."""
+        rows = self.points.sets[name]
+        shape = self.computation.by_name[name].shape
+        buffers = [rows[index] for index, _ in shape.leaves]
+        return list(dict.fromkeys(self.storage[b] for b in buffers if b in self.storage))
+
+    @cached_property
+    def graph(self) -> Graph:
+        out = {self.storage[b] for b in self.points.live_out if b in self.storage}
+        storages = self._storages(out)
+        values = self._values(storages)
+        given = [s for i in self.computation.parameters for s in self.leaves(i.name)]
+        number = {i.name: k for k, i in enumerate(self.ops)}
+        ops, defined = [], set(given)
+        bound = self.tied if self.once is not None else frozenset()
+        for i in self.ops:
+            made = self.leaves(i.name)
+            new = [s for s in made if s not in defined]
+            defined.update(new)
+            reads = tuple(dict.fromkeys(s for o in i.operands for s in self.leaves(o)))
+            again = [s for s in made if s not in new]
+            ops.append(self._op(i, reads, tuple(new), tuple(again), number, i.name in bound))
+        name, outs = self.computation.name, tuple(sorted(out))
+        return Graph(tuple(ops), values, storages, tuple(given), outs, name, machine=ACCELERATOR)
+
+    @cached_property
+    def stuck(self) -> frozenset[int]:
+        """Storages that cannot be copied out or packed and come back as another array: a loop continues them, or
+        something else than what only hands addresses on reaches them."""
+        found: set[int] = set()
+        for name, rows in self.points.sets.items():
+            i = self.computation.by_name[name]
+            whole = i.opcode not in LAZY and name in self.tied_tuples
+            for index, buffer in rows.items():
+                s = self.storage.get(buffer)
+                if s is None or i.opcode in LAZY:
+                    continue
+                if whole or buffer != (name, index) or i.opcode == "while" or len(index) > 1:
+                    found.add(s)
+        return frozenset(found)
+
+    def waiting(self, allow: Sequence[str], *, lossy: bool = False) -> Mapping[int, int]:
+        """The bytes in which storages can wait for their next use, in the ways of ``allow``: exactly, or in bfloat16
+        with ``lossy``."""
+        free = [s for s in range(len(self.graph.storages)) if s not in self.stuck]
+        if "offload" in allow:
+            return dict.fromkeys(free, 0)
+        if "compress" in allow:
+            return {s: p.nbytes for s, p in packings(self.graph, lossy=lossy).items() if s not in self.stuck}
+        return {}
+
+    def least(self, allow: Sequence[str], *, lossy: bool = False) -> int:
+        """What it needs however it is ordered and repeated, with what it calls as it is."""
+        return int(lower_bound(self.graph, least=self.waiting(allow, lossy=lossy)))
+
+    def _storages(self, out: set[int]) -> tuple[Storage, ...]:
+        rows: dict[int, Storage] = {}
+        for (name, index), s in self.storage.items():
+            if s in rows:
+                continue
+            i = self.computation.by_name[name]
+            size = 0 if s in out or i.opcode == "parameter" else device_bytes(i.shape.part(index))
+            label = name + "".join(f"{{{k}}}" for k in index)
+            rows[s] = Storage(label, size, "output" if s in out else "activation")
+        return tuple(rows[s] for s in range(len(rows)))
+
+    def _values(self, storages: Sequence[Storage]) -> tuple[Value, ...]:
+        """One for each storage, of the shape it is made with."""
+        parts: dict[int, Shape] = {}
+        for (name, index), s in self.storage.items():
+            parts.setdefault(s, self.computation.by_name[name].shape.part(index))
+        return tuple(_value(s.name, k, parts[k]) for k, s in enumerate(storages))
+
+    def _op(
+        self,
+        i: Instruction,
+        reads: tuple[int, ...],
+        new: tuple[int, ...],
+        again: tuple[int, ...],
+        number: Mapping[str, int],
+        bound: bool,
+    ) -> Op:
+        changed = again if i.opcode != "while" else tuple(self._changed(i))
+        place = self.module.place(i)
+        return Op(
+            i.name,
+            i.opcode,
+            inputs=reads,
+            outputs=new,
+            mutates=tuple(s for s in changed if s in reads),
+            effect=bound or not self.may(i),
+            control=tuple(number[c] for c in i.control_predecessors if c in number),
+            time=self.seconds(self.computation, i),
+            flops=self.flops.get(i.name, 0),
+            workspace=sum(self.callees.get(c, 0) for c in i.called) if i.opcode in CALLING else 0,
+            module=i.op_name,
+            source=str(place) if place else "",
+        )
+
+    def _changed(self, loop: Instruction) -> list[int]:
+        """Storages a loop writes: all but the parts that its body hands on as they are."""
+        body = self.module.by_name[loop.attribute("body").lstrip("%")]
+        found = []
+        rows = self.points.sets[loop.name]
+        inner = PointsTo(body).sets[body.root.name]
+        for index, _ in loop.shape.leaves:
+            if rows[index] in self.storage and inner[index] != (body.parameters[0].name, index):
+                found.append(self.storage[rows[index]])
+        return list(dict.fromkeys(found))
+
+    @cached_property
+    def tied(self) -> frozenset[str]:
+        """Instructions that run once: those that wait for others, what they write over may be read no more; and those
+        whose results are used as whole tuples."""
+        waiting = {i.name for i in self.computation.instructions if i.control_predecessors}
+        return self.tied_tuples | waiting | (self.once or frozenset())
+
+    def late(self, steps: Sequence[Step]) -> frozenset[str]:
+        """Instructions that ``steps`` repeat after something has run that they must run before (R11)."""
+        after: dict[int, list[int]] = {}
+        for k, op in enumerate(self.graph.ops):
+            for c in op.control:
+                after.setdefault(c, []).append(k)
+        ran: set[int] = set()
+        found = set()
+        for step in steps:
+            if step.kind == "recompute" and any(k in ran for k in after.get(step.op, ())):
+                found.add(self.ops[step.op].name)
+            elif step.kind == "compute":
+                ran.add(step.op)
+        return frozenset(found)
+
+    @cached_property
+    def tied_tuples(self) -> frozenset[str]:
+        """Instructions whose results are used as whole tuples."""
+        inside, found = self.computation, set()
+        for i in inside.instructions:
+            if not i.shape.is_tuple or i.opcode == "tuple":
+                continue
+            users = (inside.by_name[u] for u in inside.users[i.name])
+            if i.root or any(u.opcode != "get-tuple-element" or u.shape.is_tuple for u in users):
+                found.add(i.name)
+        return frozenset(found)
+
+
+def _value(name: str, storage: int, shape: Shape) -> Value:
+    strides = tuple(prod(shape.dims[k + 1 :]) for k in range(len(shape.dims)))
+    return Value(name, storage, _TYPES.get(shape.dtype, shape.dtype), shape.dims, strides)

@@ -1,0 +1,229 @@
+"""Our own rematerialisation of a scheduled module: the search of evictions and of an order, limit by limit.
+
+Problem: repeat and move instructions so that the module's peak is within the limit. Measure: seconds of repeated
+work, from FLOPs and bytes of each instruction; the peak is XLA's (results throughout, parameters not). Source:
+the default planner on each computation. A computation that a loop, branch or call runs is planned apart,
+first for the least it can need, then for what is left at its call (R14). Guarantee: the peak given is the one
+counted anew on the module written, and never a ten-thousandth more than XLA's way leaves; the module computes what it
+computed.
+Complexity: that of the default planner, per computation. Known limits: what waits for others by a control
+dependency runs once; collectives are never repeated.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields, replace
+
+from tightship.baselines import xla_remat
+from tightship.baselines.xla_remat import Remade
+from tightship.errors import BadInput, Infeasible
+from tightship.hlo.module import Module
+from tightship.hlo.remat.bound import bound
+from tightship.hlo.remat.cost import work_of
+from tightship.hlo.remat.emit import Writer, write
+from tightship.hlo.remat.lower import Buffer, Counted, counted
+from tightship.hlo.remat.peak import CALLING, module_peak, peaks, result_bytes, sequential_order
+from tightship.hlo.remat.transfers import ways
+from tightship.plan import Plan
+from tightship.planners import default
+from tightship.simulate import baseline, replay
+
+__all__ = ["Options", "plan"]
+
+_GREEDY = 20_000
+"""Instructions of the entry up to which XLA's quadratic way is tried, too, where the limit is not met."""
+
+_TRIES = 6
+"""Plans of one computation at most: each is for what the last one reached, or kept from repeating too late."""
+
+_ORDERS = ("sink", "best")
+"""Orders that are tried, the second where the first one finds no plan."""
+_SMALL = 5_000
+"""Instructions of a computation up to which the second is tried, and what cannot be reached is known beforehand."""
+
+_SLACK = 1.0001
+"""Where both miss the limit, so much more of XLA's peak is not worth its repetitions: tables of addresses differ."""
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """``seconds``: of search, at most, for each computation. ``work``: ops simulated at most; makes plans
+    reproducible. ``libraries``: whether calls of cuBLAS and forward convolutions of cuDNN may be repeated when the
+    limit is not met without; XLA never repeats custom calls. ``allow``: how arrays may leave memory, between commas
+    (recompute, compress, offload). ``lossy``: single precision may be packed as bfloat16. ``host``: bytes that may be
+    copied out at once, 0 for any number."""
+
+    seconds: float = 10.0
+    work: int = 80_000_000
+    libraries: bool = True
+    seed: int = 0
+    allow: str = "recompute"
+    lossy: bool = False
+    host: int = 0
+
+
+def plan(module: Module, limit: int, options: Options | None = None) -> Remade:
+    """The module, repeating and moving instructions so that its peak is at most ``limit`` bytes, or the least found.
+
+    Raises ``BadInput`` when the module has no schedule.
+    """
+    if not module.scheduled:
+        raise BadInput("a module has a schedule (is_scheduled=true) to be rematerialised", module.name)
+    o = options or Options()
+    allow = ways(o.allow)
+    out = result_bytes(module)
+    small = len(module.entry.instructions) <= _SMALL
+    hopeless = small and o.libraries and bound(module, allow, lossy=o.lossy) > limit
+    for libraries in (False, True)[hopeless : 1 + o.libraries]:
+        search = _Search(module, replace(o, libraries=libraries))
+        search.module_within(max(0, limit - out))
+        made = search.result(limit)
+        if made.met:
+            break
+    if made.met or len(module.entry.instructions) > _GREEDY:
+        return made
+    theirs = xla_remat.plan(module, limit, xla_remat.Options(allow=o.allow))
+    peak = module_peak(theirs.module)
+    return replace(theirs, peak_after=peak) if peak * _SLACK < made.peak_after else made
+
+
+@dataclass(frozen=True)
+class _Written:
+    """A module as it was planned, with what `Remade` says of it."""
+
+    module: Module
+    recomputed: tuple[str, ...]
+    origin: Mapping[str, str]
+    aside: Mapping[str, tuple[str, Buffer]]
+
+
+class _Search:
+    """Plans for the computations of a module; ``peak`` of each as it is planned now."""
+
+    def __init__(self, module: Module, options: Options) -> None:
+        self.module, self.options = module, options
+        self.allow = ways(options.allow)
+        shared = {f.name: getattr(options, f.name) for f in fields(options) if f.name != "libraries"}
+        self.chosen = default.Options(place=False, **shared)
+        self.work = work_of(module)
+        self.peak = dict(peaks(module))
+        self.first = dict(self.peak)
+        self.plans: dict[str, Plan] = {}
+        self.counted: dict[tuple[str, frozenset[str], tuple[int, ...]], Counted] = {}
+        self.once: dict[str, frozenset[str]] = {}
+        self.made = _Written(module, (), {}, {})
+        self.reached = self.first[module.entry.name]
+
+    def module_within(self, limit: int) -> None:
+        """Plan the entry; its callees only when they have to need less."""
+        entry, target = self.module.entry.name, limit
+        for _ in range(3):
+            if self.reached <= limit:
+                return
+            met = self._entry_within(entry, target)
+            made = self._written()
+            reached = peaks(made.module)[entry]
+            if reached < self.reached:
+                self.made, self.reached = made, reached
+            if not met:
+                return
+            target = max(0, target - (reached - limit))
+
+    def _entry_within(self, entry: str, limit: int) -> bool:
+        inner = [c for c in sequential_order(self.module) if c != entry]
+        self.plans.clear()
+        self.peak.update({c: self.first[c] for c in inner})
+        if self.within(entry, limit):
+            return True
+        if any(self.peak[c] for c in inner):
+            for c in inner:
+                self.within(c, 0)
+            met = self.within(entry, limit)
+            self._relax(entry, limit)
+            return met
+        return False
+
+    def within(self, name: str, limit: int) -> bool:
+        """Plan one computation for a peak of ``limit`` bytes, or of the least that is found."""
+        at = self._graph(name)
+        known = at.least(self.allow, lossy=self.options.lossy) if len(at.ops) <= _SMALL else 0
+        target = max(limit, known)
+        for share in (1, *[4] * (_TRIES - 1)):
+            found = self._tried(at, target, share)
+            if isinstance(found, int):
+                target = found
+            elif late := at.late(found.steps):
+                self.once[name] = self.once.get(name, frozenset()) | late
+                at = self._graph(name)
+            else:
+                self.plans[name], self.peak[name] = found, found.peak
+                return target == limit
+        return False
+
+    def _tried(self, at: Counted, target: int, share: int) -> Plan | int:
+        """A plan within ``target``, in the first order that has one, or the least peak reached."""
+        o = self.chosen
+        before = replay(at.graph, baseline(at.graph)).peak
+        least = before
+        for order in _ORDERS[: 1 + (len(at.ops) <= _SMALL)]:
+            chosen = replace(o, order=order, seconds=o.seconds / share, work=o.work // share)
+            frame = default.frame_of(at.graph, default.order_of(at.graph, chosen, before), chosen)
+            try:
+                return default.plan(at.graph, target, chosen, frame=replace(frame, stuck=at.stuck))
+            except Infeasible as error:
+                least = min(least, max(error.best_peak, error.lower_bound))
+            share *= 2
+        return least
+
+    def _graph(self, name: str) -> Counted:
+        calls = {c for i in self.module.by_name[name].instructions if i.opcode in CALLING for c in i.called}
+        once = self.once.get(name, frozenset())
+        key = name, once, tuple(self.peak[c] for c in sorted(calls))
+        if key not in self.counted:
+            libraries = self.options.libraries
+            peak = dict(self.peak)
+            self.counted[key] = counted(self.module, name, peak, self.work, libraries=libraries, once=once)
+        return self.counted[key]
+
+    def _relax(self, name: str, limit: int) -> None:
+        """Give what is left at each call to what is called: first its own plan, if that fits."""
+        at, steps = self._graph(name), self.plans[name].steps
+        line = replay(at.graph, steps)
+        room: dict[str, int] = {}
+        for step, used in zip(steps, line.during, strict=True):
+            if step.kind != "compute" or at.ops[step.op].opcode not in CALLING:
+                continue
+            called = at.ops[step.op].called
+            spare = max(0, max(limit, line.peak) - used - self._tables(name) - max(map(self._tables, called)))
+            for c in called:
+                room[c] = min(room.get(c, limit), self.peak[c] + spare // len(called))
+        for c, most in room.items():
+            if self.first[c] <= most:
+                self.plans.pop(c, None)
+                self.peak[c] = self.first[c]
+            elif most > self.peak[c]:
+                self.within(c, most)
+
+    def _tables(self, name: str) -> int:
+        """Bytes of tables of addresses in a computation, which plans do not count."""
+        rows = self.module.by_name[name].instructions
+        return sum(part.nbytes for i in rows for _, part in i.shape.positions if part.is_tuple)
+
+    def _written(self) -> _Written:
+        """The module as it is planned now."""
+        writer, changed, again = Writer(self.module), {}, []
+        for name, made in self.plans.items():
+            at = self._graph(name)
+            changed[name] = write(at, made.steps, writer)
+            again += [at.ops[step.op].name for step in made.steps if step.kind == "recompute"]
+        return _Written(writer.copies.written(changed), tuple(again), writer.origin, writer.aside)
+
+    def result(self, limit: int) -> Remade:
+        out = result_bytes(self.module)
+        entry = self.module.entry.name
+        made = self.made
+        runs = sum(len(c.instructions) for c in made.module.computations if c.name in self.peak)
+        added = runs - sum(len(self.module.by_name[name].instructions) for name in self.peak)
+        before, after = self.first[entry] + out, self.reached + out
+        return Remade(made.module, limit, before, after, made.recomputed, added, made.origin, made.aside)

@@ -1,0 +1,387 @@
+"""A Module as HLO text, the way XLA writes it: reading it again gives an equal module.
+
+Reading HLO text token by token, with the place of what is wrong.
+
+HLO text to a Module: recursive descent over the text XLA writes, and people write like it.
+
+What it knows nothing of, it keeps as text; what it cannot read, it refuses with line, column and what it
+expected there. Afterwards it checks what every later step relies on: operands and called computations exist,
+operands stand before their users, computations do not call one another in a circle.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import NoReturn
+
+from tightship.errors import BadInput
+from tightship.hlo.check import check_instructions, check_module
+from tightship.hlo.module import Computation, Instruction, Module
+from tightship.hlo.opcodes import KNOWN
+from tightship.hlo.shape import BITS, Shape
+from tightship.serde import read_bytes
+
+__all__ = ["SIZE_LIMIT", "Scan", "parse", "read", "to_text"]
+
+
+_DEPTH = 64
+"""Tuples nested deeper than this are refused: nothing real is, and recursion has to end."""
+
+_RANK = 256
+"""Dimensions an array has at most."""
+
+_SHOWN = 24
+_STRING = r'"(?:[^"\\]|\\.)*"'
+_COMMENT = re.compile(rf"{_STRING}|/\*.*?\*/|//[^\n]*", re.S)
+_BLANK = re.compile(r"\s*")
+_ARRAY = re.compile(r"([a-z]\w*)\[([^\]\n]*)\](\{[^{}\n]*\})?")
+_NAME = re.compile(r"%?([\w.\-]+)")
+_KEY = re.compile(r"\s*,\s*([\w.\-]+)\s*=\s*")
+_PLAIN = re.compile(r'[^,\s{}()"\[\]]+')
+_GROUP = re.compile(rf'\{{(?:[^{{}}()"\[\]]|{_STRING})*\}}')
+_NESTED = re.compile(rf"[{{}}()\[\]]|{_STRING}")
+_QUOTED = re.compile(_STRING)
+_DIM = re.compile(r"\s*(<=)?(\d+|\?)\s*\Z")
+_APART = re.compile(r"[ \t]+(?=\{)")
+_CLOSING = {"{": "}", "(": ")", "[": "]"}
+
+
+def _spaces(match: re.Match[str]) -> str:
+    text = match[0]
+    return text if text[0] == '"' else re.sub(r"[^\n]", " ", text)
+
+
+class Scan:
+    """A position in a text. ``file`` is for messages. Comments read as blanks,
+    but stay where text is kept as it is."""
+
+    def __init__(self, text: str, file: str) -> None:
+        self.given = text
+        self.text = _COMMENT.sub(_spaces, text) if "/*" in text or "//" in text else text
+        self.file = file
+        self.at = 0
+        self._shapes: dict[str, Shape] = {}
+
+    def line(self, at: int) -> int:
+        return self.text.count("\n", 0, at) + 1
+
+    def fail(self, expected: str, at: int | None = None) -> NoReturn:
+        """Raise ``BadInput``: line, column, what was expected there and what stands there."""
+        at = self.at if at is None else at
+        found = self.text[at : at + _SHOWN].partition("\n")[0]
+        if at >= len(self.text):
+            found = "the end of the text"
+        elif not found:
+            found = "the end of the line"
+        column = at - self.text.rfind("\n", 0, at)
+        raise BadInput(f"expected {expected}", found, f"{self.file}:{self.line(at)}:{column}")
+
+    def blank(self) -> None:
+        """Skip blanks and line ends."""
+        found = _BLANK.match(self.text, self.at)
+        assert found is not None
+        self.at = found.end()
+
+    def match(self, pattern: re.Pattern[str]) -> re.Match[str] | None:
+        found = pattern.match(self.text, self.at)
+        if found is not None:
+            self.at = found.end()
+        return found
+
+    def ahead(self, text: str) -> bool:
+        self.blank()
+        return self.text.startswith(text, self.at)
+
+    def take(self, text: str) -> bool:
+        """Whether ``text`` stands next, after blanks; goes past it if so."""
+        found = self.ahead(text)
+        self.at += len(text) if found else 0
+        return found
+
+    def expect(self, text: str, why: str = "") -> None:
+        if not self.take(text):
+            self.fail(f"{text!r}{' ' + why if why else ''}")
+
+    def name(self, what: str) -> str:
+        self.blank()
+        found = self.match(_NAME)
+        return found[1] if found else self.fail(what)
+
+    def shape(self, depth: int = 0) -> Shape:
+        """An array, a token or a tuple of shapes."""
+        self.blank()
+        found = self.match(_ARRAY)
+        if found is not None:
+            known = self._shapes.get(found[0])
+            if known is None:
+                known = self._shapes[found[0]] = self._array(found)
+            return known
+        start = self.at
+        if not self.take("("):
+            self.fail("a shape, like f32[2,3]{1,0} or (f32[], s32[2])")
+        if depth == _DEPTH:
+            self.fail(f"tuples nested at most {_DEPTH} deep", start)
+        parts: list[Shape] = []
+        while not self.take(")"):
+            if parts:
+                self.expect(",", "or ')' in a tuple shape")
+            parts.append(self.shape(depth + 1))
+        return Shape("tuple", parts=tuple(parts))
+
+    def _array(self, found: re.Match[str]) -> Shape:
+        dtype, inside, layout = found.groups()
+        if dtype not in BITS and dtype not in ("token", "opaque"):
+            self.fail("an element type, like f32", found.start())
+        dims: list[int] = []
+        dynamic: list[bool] = []
+        for text in inside.split(",") if inside.strip() else ():
+            dim = _DIM.match(text)
+            if dim is None:
+                self.fail("a dimension: a number, <=number or ?", found.start(2))
+            dims.append(-1 if dim[2] == "?" else int(dim[2]))
+            dynamic.append(bool(dim[1]) or dim[2] == "?")
+        if len(dims) > _RANK:
+            self.fail(f"at most {_RANK} dimensions", found.start(2))
+        marks = tuple(dynamic) if any(dynamic) else ()
+        return Shape(dtype, tuple(dims), layout[1:-1] if layout else None, dynamic=marks)
+
+    def attributes(self) -> tuple[tuple[str, str], ...]:
+        """``, key=value`` as often as it stands there; values as text."""
+        found: list[tuple[str, str]] = []
+        while (key := self.match(_KEY)) is not None:
+            found.append((key[1], self.value()))
+        return tuple(found)
+
+    def value(self) -> str:
+        """The text of a value: words, strings and anything in brackets, up to a comma or a blank; a brace after
+        a blank belongs to it, as in the replica groups ``mesh['a'=2,'b'=4] {'a'}``."""
+        start = self.at
+        while self.at < len(self.text):
+            if self.match(_PLAIN) or self.match(_GROUP) or self.match(_QUOTED):
+                continue
+            if self.at > start and self.match(_APART):
+                continue
+            if self.text[self.at] not in _CLOSING:
+                break
+            self.bracketed()
+        if self.at == start:
+            self.fail("the value of an attribute")
+        return self.given[start : self.at]
+
+    def bracketed(self) -> str:
+        """The text between the bracket that stands here and the one that closes it; goes past both."""
+        start = at = self.at
+        waiting: list[str] = []
+        while True:
+            found = _NESTED.search(self.text, at)
+            if found is None:
+                self._unclosed(start, len(self.text))
+            at, token = found.end(), found[0]
+            if token in _CLOSING:
+                waiting.append(_CLOSING[token])
+            elif token[0] != '"':
+                if token != waiting.pop():
+                    self._unclosed(start, found.start())
+                if not waiting:
+                    self.at = at
+                    return self.given[start + 1 : at - 1]
+
+    def _unclosed(self, start: int, at: int) -> NoReturn:
+        self.fail(f"a bracket that closes the {self.text[start]!r} of line {self.line(start)}", at)
+
+
+SIZE_LIMIT = 1 << 30
+"""The most bytes of text that are read."""
+
+_TABLES = ("FileNames", "FunctionNames", "FileLocations", "StackFrames")
+_HEAD = re.compile(r"\s*(ROOT\s+)?%?([\w.\-]+)\s*=\s*")
+_OPCODE = re.compile(r"\s*([a-z][\w\-]*)(?=\()")
+_OPERANDS = re.compile(r"\(\s*((?:%?[\w.\-]+\s*,\s*)*%?[\w.\-]+)?\s*\)")
+_NAMES = re.compile(r"[\w.\-]+")
+_WORD = re.compile(r"\s*(\w+)[ \t]*\n")
+_ROW = re.compile(r"[ \t]*(\d+ [^\n]*?)[ \t\r]*(?:\n|\Z)")
+_END = re.compile(r"\s*\Z")
+_NUMBER = re.compile(r"\d{1,9}\Z")
+_LONG = re.compile(r"\d{401}")
+_LITERAL = frozenset({"constant", "parameter"})
+
+
+def read(path: str | Path) -> Module:
+    """The module in a text file. Raises ``BadInput`` with file, line and column."""
+    path = Path(path)
+    data = read_bytes(path, SIZE_LIMIT, "an HLO module")
+    try:
+        text = data.decode()
+    except UnicodeDecodeError as error:
+        raise BadInput(f"an HLO module is UTF-8 text (byte {error.start} is not)", place=str(path)) from None
+    return parse(text, path.name)
+
+
+def parse(text: str, file: str = "module") -> Module:
+    """The module a text describes; ``file`` is what messages call it."""
+    scan = Scan(text, file)
+    if (number := _LONG.search(text)) is not None:
+        scan.fail("a number of at most 400 digits", number.start())
+    scan.expect("HloModule", "at the start of a module")
+    name = scan.name("the module's name")
+    attributes = scan.attributes()
+    tables = []
+    while (title := scan.match(_WORD)) is not None:
+        if title[1] not in _TABLES:
+            scan.fail(f"a computation or one of {', '.join(_TABLES)}", title.start(1))
+        rows = []
+        while (row := scan.match(_ROW)) is not None:
+            rows.append(row[1])
+        tables.append((title[1], tuple(rows)))
+    computations = []
+    line = _Lines(scan.text)
+    while scan.match(_END) is None:
+        computations.append(_computation(scan, line))
+    if not computations:
+        scan.fail("a computation", len(scan.text))
+    module = Module(name, tuple(computations), attributes, tuple(tables), file, _notes(computations))
+    check_module(module, file)
+    check_instructions(module, file)
+    return module
+
+
+def _notes(computations: list[Computation]) -> tuple[str, ...]:
+    """What the text has that nothing is known of."""
+    unknown: dict[str, list[Instruction]] = {}
+    for c in computations:
+        for i in c.instructions:
+            if i.opcode not in KNOWN:
+                unknown.setdefault(i.opcode, []).append(i)
+    return tuple(
+        f"opcode {opcode!r} is not known ({len(found)}, first {found[0].name!r} in line {found[0].line}):"
+        " its results are taken to have bytes of their own"
+        for opcode, found in unknown.items()
+    )
+
+
+class _Lines:
+    """Line numbers of ascending positions, without counting from the start each time."""
+
+    def __init__(self, text: str) -> None:
+        self.text, self.at, self.line = text, 0, 1
+
+    def __call__(self, at: int) -> int:
+        self.line += self.text.count("\n", self.at, at)
+        self.at = at
+        return self.line
+
+
+def _computation(scan: Scan, line: _Lines) -> Computation:
+    scan.blank()
+    at = line(scan.at)
+    name = scan.name("a computation: ENTRY or its name")
+    entry = name == "ENTRY" and not scan.ahead("{") and not scan.ahead("(")
+    if entry:
+        name = scan.name("the entry computation's name")
+    signature = scan.take("(")
+    if signature:
+        while not scan.take(")"):
+            scan.name("a parameter's name or ')'")
+            scan.expect(":", "between a parameter's name and its shape")
+            scan.shape()
+            scan.take(",")
+        scan.expect("->", "and the shape of the result")
+        scan.shape()
+    scan.expect("{", f"that begins computation {name!r}")
+    instructions: list[Instruction] = []
+    while not scan.take("}"):
+        if scan.at >= len(scan.text):
+            scan.fail(f"'}}' that ends computation {name!r}, or an instruction")
+        instructions.append(_instruction(scan, line))
+    if not instructions:
+        scan.fail(f"an instruction in computation {name!r}", scan.at - 1)
+    return Computation(name, tuple(instructions), entry, signature, scan.attributes(), at)
+
+
+def _instruction(scan: Scan, line: _Lines) -> Instruction:
+    head = scan.match(_HEAD)
+    if head is None:
+        scan.fail("an instruction: name = shape opcode(operands)")
+    at = line(head.start(2))
+    shape = scan.shape()
+    opcode = scan.match(_OPCODE)
+    if opcode is None:
+        scan.blank()
+        scan.fail("an opcode and '('")
+    payload = ""
+    operands: tuple[str, ...] = ()
+    if opcode[1] in _LITERAL:
+        start = scan.at
+        payload = scan.bracketed()
+        if opcode[1] == "parameter" and not _NUMBER.match(payload.strip()):
+            scan.fail("the number of a parameter", start + 1)
+    else:
+        operands = _operands(scan)
+    return Instruction(
+        head[2], opcode[1], shape, operands, payload.strip(), scan.attributes(), head[1] is not None, at
+    )
+
+
+def _operands(scan: Scan) -> tuple[str, ...]:
+    plain = scan.match(_OPERANDS)
+    if plain is not None:
+        return tuple(_NAMES.findall(plain[1])) if plain[1] else ()
+    scan.expect("(")
+    found: list[str] = []
+    while not scan.take(")"):
+        if found:
+            scan.expect(",", "or ')' after an operand")
+        word = scan.ahead("%") or scan.ahead("(")
+        if not word or scan.ahead("("):
+            start = scan.at
+            try:
+                scan.shape()
+            except BadInput:
+                scan.at = start
+        found.append(scan.name("an operand's name"))
+    return tuple(found)
+
+
+def to_text(module: Module) -> str:
+    """The text of a module, computations and instructions in the module's order."""
+    header = f"HloModule {module.name}{_attributes(module.attributes)}"
+    tables = ["\n".join([title, *rows]) + "\n" for title, rows in module.tables]
+    head = "\n".join([header, "", *tables]) + ("\n" if tables else "")
+    return "\n".join([head, *("\n".join(_computation_lines(c)) for c in module.computations)])
+
+
+def _attributes(attributes: tuple[tuple[str, str], ...]) -> str:
+    return "".join(f", {key}={text}" for key, text in attributes)
+
+
+def _computation_lines(c: Computation) -> Iterator[str]:
+    signature = ""
+    if c.signature:
+        parameters = ", ".join(f"{p.name}: {_bare(p.shape)}" for p in c.parameters)
+        signature = f" ({parameters}) -> {_bare(c.root.shape)}"
+    yield f"{'ENTRY ' if c.entry else ''}%{c.name}{signature} {{"
+    for i in c.instructions:
+        yield f"  {instruction_text(i)}"
+    yield f"}}{_attributes(c.attributes)}"
+    yield ""
+
+
+def instruction_text(i: Instruction) -> str:
+    """One instruction, without indentation."""
+    inside = i.payload or _operand_list(i.operands)
+    root = "ROOT " if i.root else ""
+    return f"{root}%{i.name} = {i.shape} {i.opcode}({inside}){_attributes(i.attributes)}"
+
+
+def _operand_list(names: tuple[str, ...]) -> str:
+    return ", ".join(f"/*index={k}*/%{n}" if k and k % 5 == 0 else f"%{n}" for k, n in enumerate(names))
+
+
+def _bare(shape: Shape) -> Shape:
+    """The shape without layouts, as signatures show it."""
+    if shape.is_tuple:
+        return replace(shape, parts=tuple(_bare(p) for p in shape.parts))
+    return replace(shape, layout=None)

@@ -1,0 +1,416 @@
+"""What every eviction planner shares: the C++ engine over a graph and an order, groups of gaps, and the way
+from decisions back to steps.
+
+Gaps that play one role in several layers, side by side: a search can copy one layer's decisions to others.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tightship import _core
+from tightship.analysis.packing import Packing, packings
+from tightship.analysis.structure import block_of, colours, layer, role
+from tightship.errors import BadInput, Unsupported
+from tightship.graph import Graph
+from tightship.plan import Step
+from tightship.simulate import baseline, extra_bytes, replay
+
+__all__ = [
+    "DROP",
+    "EVICT",
+    "KEEP",
+    "MEANS",
+    "OFFLOAD",
+    "PACK",
+    "PASS",
+    "Archive",
+    "Bits",
+    "Decision",
+    "Family",
+    "Frame",
+    "Progress",
+    "Rows",
+    "families",
+]
+
+
+Family = tuple[tuple[int, ...], ...]
+"""One row per role, with a gap per layer, -1 where a layer has none."""
+
+_NUMBER = re.compile(r"\d+")
+_DEPTHS = (1, 2)
+"""Layers are modules whose path has this many numbers (``stages.1`` and ``stages.1.layers.0``)."""
+_FEW = 3
+"""Without names, classes of as many gaps, and at least this many, are taken for rows of one family."""
+
+
+def families(
+    graph: Graph, gaps: Sequence[tuple[int, int, int]], classes: Sequence[Sequence[int]]
+) -> tuple[Family, ...]:
+    """Layers whose module paths differ in numbers alone, and the gaps in them that differ in the layer alone.
+
+    ``gaps``: storage, where it begins, where it ends; ``classes`` serve where ops have no module paths. A wrong twin
+    costs time, never correctness."""
+    found = [f for depth in _DEPTHS for f in _named(graph, gaps, depth) if f]
+    if found:
+        return tuple(dict.fromkeys(found))
+    by_length: dict[int, list[tuple[int, ...]]] = defaultdict(list)
+    for row in classes:
+        if len(row) >= _FEW:
+            by_length[len(row)].append(tuple(row))
+    return tuple(tuple(rows) for _, rows in sorted(by_length.items()))
+
+
+def _named(graph: Graph, gaps: Sequence[tuple[int, int, int]], depth: int) -> list[Family]:
+    uses = graph.uses
+    tables: dict[str, dict[Hashable, dict[str, int]]] = {}
+    layers: dict[str, dict[str, None]] = {}
+    nth: dict[int, int] = defaultdict(int)
+    alike: dict[Hashable, int] = defaultdict(int)
+    for g in sorted(range(len(gaps)), key=lambda g: (gaps[g][1], g)):
+        s = gaps[g][0]
+        op = graph.ops[uses.definer[s]]
+        gap, nth[s] = nth[s], nth[s] + 1
+        layer = block_of(op.module, depth)
+        if not layer:
+            continue
+        kind = _NUMBER.sub("#", layer)
+        same = (op.module[len(layer) :], op.target, op.phase, uses.defines[uses.definer[s]].index(s), gap)
+        alike[layer, same] += 1
+        layers.setdefault(kind, {})[layer] = None
+        tables.setdefault(kind, {}).setdefault((same, alike[layer, same]), {})[layer] = g
+    return [
+        tuple(tuple(row.get(layer, -1) for layer in layers[kind]) for row in rows.values() if len(row) > 1)
+        for kind, rows in tables.items()
+        if len(layers[kind]) > 1
+    ]
+
+
+Bits = NDArray[np.uint8]
+Rows = tuple[NDArray[np.int64], NDArray[np.int32]]
+Progress = Callable[[int, float, bool], bool]
+"""Told (peak bytes, extra seconds, whether the limit is met) now and then; true stops the search."""
+
+_KINDS = ("compute", "recompute", "free", "offload", "fetch", "compress", "decompress")
+_FORMS = ("full", "packed", "host")
+_NO_LIMIT = (1 << 63) - 1
+
+
+def pack(lists: Sequence[Sequence[int]]) -> Rows:
+    """Rows of integers as start offsets and one flat array."""
+    start = np.zeros(len(lists) + 1, dtype=np.int64)
+    np.cumsum([len(r) for r in lists], out=start[1:])
+    flat = np.fromiter((x for r in lists for x in r), dtype=np.int32, count=int(start[-1]))
+    return start, flat
+
+
+KEEP, EVICT, PASS, DROP, PACK, OFFLOAD = range(6)
+"""What a gap may be: kept; evicted, and once restored it stays; evicted, and dropped again if restored only for a
+recomputation while its own next use is beyond the engine's horizon; the same however near its next use; packed;
+copied out to the host pool."""
+
+MEANS = {"recompute": (EVICT, PASS, DROP), "compress": (PACK,), "offload": (OFFLOAD,)}
+"""The decisions that each way of leaving memory allows."""
+
+
+@dataclass(frozen=True)
+class Decision:
+    """What happens to every gap, and what it costs: peak bytes, extra seconds, ops run again, work spent, bytes
+    copied out at once.
+
+    ``steps`` is set by planners that lower their decisions themselves; `Frame.lower` has those of any. One that is
+    not ``valid`` cannot be carried out, and its numbers mean nothing."""
+
+    evict: Bits
+    peak: int
+    extra: float
+    runs: int
+    met: bool
+    valid: bool = True
+    work: int = 0
+    steps: tuple[Step, ...] | None = None
+    host: int = 0
+
+    def beats(self, other: Decision) -> bool:
+        """Met before unmet; among met ones less time, among unmet ones a lower peak."""
+        if self.valid != other.valid or self.met != other.met:
+            return (self.valid, self.met) > (other.valid, other.met)
+        mine, theirs = (self.extra, self.peak), (other.extra, other.peak)
+        return mine < theirs if self.met else mine[::-1] < theirs[::-1]
+
+
+class Archive:
+    """Decisions found so far, none of which another one beats in both bytes and seconds: what was found for less
+    memory is also an answer for more. ``stopped``: by Ctrl-C, and nothing more is to be searched."""
+
+    def __init__(self) -> None:
+        self.found: list[Decision] = []
+        self.stopped = False
+
+    def offer(self, d: Decision) -> None:
+        if not d.valid or any(x.peak <= d.peak and x.extra <= d.extra for x in self.found):
+            return
+        self.found = [x for x in self.found if x.peak < d.peak or x.extra < d.extra] + [d]
+        self.found.sort(key=lambda x: x.peak)
+
+    def around(self, limit: int, frame: Frame) -> list[Decision]:
+        """The largest that meets the limit and the smallest that does not."""
+        below = [x for x in self.found if x.peak <= limit][-1:]
+        above = [x for x in self.found if x.peak > limit][:1]
+        return [frame.cost(x.evict, limit) for x in (*below, *above)]
+
+
+@dataclass(frozen=True)
+class Frame:
+    """A graph and an order, ready for evaluation of eviction decisions.
+
+    ``means``: how storages may leave memory (``recompute``, ``compress``, ``offload``). ``only``: for storages for
+    which it is not up to the planner, the ones of ``means`` to take from forward to backward, or ``keep`` throughout.
+    ``lossy``: codecs may round.
+    ``host``: bytes that may be copied out at once. ``chained``: ops that keep their place for a reason the graph does
+    not know, ``stuck``: storages that can be made again, but not be packed or copied out, for such a reason.
+    ``in_place``: results take the places of inputs wherever ops allow it and nothing needs those any more."""
+
+    graph: Graph
+    order: tuple[int, ...]
+    means: tuple[str, ...] = ("recompute",)
+    only: Mapping[int, tuple[str, ...]] = field(default_factory=dict)
+    lossy: bool = False
+    host: int | None = None
+    chained: tuple[int, ...] = ()
+    stuck: frozenset[int] = frozenset()
+    in_place: bool = True
+
+    @cached_property
+    def archive(self) -> Archive:
+        return Archive()
+
+    @cached_property
+    def engine(self) -> Any:
+        g, u = self.graph, self.graph.uses
+        n = len(g.storages)
+        owned, kept = np.zeros(n, np.uint8), np.zeros(n, np.uint8)
+        fixed = np.zeros(len(g.ops), np.uint8)
+        fixed[[c for o in g.ops for c in o.control]] = 1
+        fixed[list(self.chained)] = 1
+        # The engine knows storages: of what else makes a view it cannot tell who reads that.
+        fixed[
+            [k for k, o in enumerate(g.ops) for v in o.outputs if g.values[v].storage not in u.defines[k]]
+        ] = 1
+        owned[list(g.static)] = 1
+        kept[[s for s in g.kept if s not in g.static]] = 1
+        engine = _core.Engine(
+            reads=pack(u.reads),
+            needs=pack(u.needs),
+            defines=pack(u.defines),
+            mutates=pack(u.mutates),
+            updates=pack([o.updates for o in g.ops]),
+            extra=np.array([extra_bytes(o) for o in g.ops], dtype=np.int64),
+            time=np.array([o.time for o in g.ops], dtype=np.float64),
+            pure=np.array([o.pure for o in g.ops], dtype=np.uint8),
+            fixed=fixed,
+            size=np.array([s.size for s in g.storages], dtype=np.int64),
+            owned=owned,
+            kept=kept,
+            order=np.array(self.order, dtype=np.int32),
+            overwrites=pack([[s for pair in o.overwrites * self.in_place for s in pair] for o in g.ops]),
+            **self._copies(),
+        )
+        if self.host is not None:
+            engine.set_host_limit(self.host)
+        engine.set_horizon(_horizon(engine, self.order, g))
+        return engine
+
+    @cached_property
+    def packings(self) -> dict[int, Packing]:
+        """How each storage is packed, where that is allowed."""
+        allowed = "compress" in self.means or any("compress" in ways for ways in self.only.values())
+        return packings(self.graph, lossy=self.lossy) if allowed else {}
+
+    def _copies(self) -> dict[str, Any]:
+        """What the engine is told of packing and copying out: bytes, seconds, and what is allowed, by storage."""
+        machine, storages = self.graph.machine, self.graph.storages
+        rows = [(p.codec, storages[s].size) for s, p in self.packings.items()]
+        at = list(self.packings)
+        packed, pack_, unpack = (np.zeros(len(storages), t) for t in (np.int64, np.float64, np.float64))
+        packed[at] = [p.nbytes for p in self.packings.values()]
+        pack_[at] = [machine.seconds("compress", n, codec) for codec, n in rows]
+        unpack[at] = [machine.seconds("decompress", n, codec) for codec, n in rows]
+        may = np.full(len(storages), _bits(self.means) | 1 << KEEP, np.uint8)
+        may[list(self.stuck)] &= _bits(("keep", "recompute"))
+        must = np.zeros(len(storages), np.uint8)
+        for s, ways in self.only.items():
+            (may if ways == ("keep",) else must)[s] = _bits(ways)
+        return {
+            "packed": packed, "pack": pack_, "unpack": unpack, "may": may, "must": must, "boundary": self.boundary,
+            "offload": np.array([machine.seconds("offload", s.size) for s in storages], np.float64),
+            "fetch": np.array([machine.seconds("fetch", s.size) for s in storages], np.float64),
+            "lost": np.array([machine.lost(s.size) for s in storages], np.float64),
+        }  # fmt: skip
+
+    @cached_property
+    def gaps(self) -> NDArray[np.int32]:
+        """One row per gap: storage, position it begins at, position it ends at."""
+        return np.stack(self.engine.gaps, axis=1) if len(self.engine.gaps[0]) else np.zeros((0, 3), np.int32)
+
+    @cached_property
+    def classes(self) -> tuple[tuple[int, ...], ...]:
+        """Gaps of the same role in different layers, by position."""
+        u = self.graph.uses
+        hues = colours(self.graph)
+        by_role: dict[object, list[int]] = defaultdict(list)
+        by_hue: dict[object, list[int]] = defaultdict(list)
+        nth: dict[int, int] = defaultdict(int)
+        for g, (s, _, to) in enumerate(self.gaps.tolist()):
+            k = u.definer[s]
+            which = (u.defines[k].index(s), nth[s])
+            nth[s] += 1
+            user = hues[self.order[to]] if to < len(self.order) else -1
+            by_hue[hues[k], which, user].append(g)
+            if name := role(self.graph, k):
+                by_role[name, which].append(g)
+        rows = {tuple(r) for d in (by_role, by_hue) for r in d.values()}
+        return tuple(sorted(rows))
+
+    @cached_property
+    def layers(self) -> tuple[tuple[int, ...], ...]:
+        """Gaps of one numbered module, by position."""
+        by_layer: dict[str, list[int]] = defaultdict(list)
+        for g, (s, _, _) in enumerate(self.gaps.tolist()):
+            if name := layer(self.graph, self.graph.uses.definer[s]):
+                by_layer[name].append(g)
+        return tuple(tuple(r) for r in by_layer.values())
+
+    @cached_property
+    def groups(self) -> Rows:
+        """What searches move together: every class and every layer with more than one gap."""
+        rows = [r for r in (*self.classes, *self.layers) if len(r) > 1]
+        return pack(rows or [list(range(len(self.gaps)))])
+
+    @cached_property
+    def twins(self) -> tuple[Rows, NDArray[np.int64]]:
+        """Rows of gaps of one role in several layers (-1: a layer has none), and at which rows families begin."""
+        found = families(self.graph, [(s, a, b) for s, a, b in self.gaps.tolist()], self.classes)
+        starts = np.cumsum([0, *(len(f) for f in found)], dtype=np.int64)
+        return pack([row for f in found for row in f]), starts
+
+    @cached_property
+    def singles(self) -> Rows:
+        """Every gap alone, largest first."""
+        size = [self.graph.storages[int(s)].size for s in self.gaps[:, 0]]
+        return pack([[g] for g in sorted(range(len(size)), key=lambda g: size[g])])
+
+    @cached_property
+    def rows(self) -> Rows:
+        """Groups by position, and every gap alone."""
+        lists = [r for r in (*self.classes, *self.layers) if len(r) > 1]
+        return pack([*lists, *([g] for g in range(len(self.gaps)))])
+
+    @cached_property
+    def boundary(self) -> int:
+        """Where the backward begins (without phases: where most bytes are alive), as a position."""
+        phases = [self.graph.ops[k].phase for k in self.order]
+        if "backward" in phases:
+            return phases.index("backward")
+        steps = baseline(self.graph, self.order)
+        at = replay(self.graph, steps).peak_step
+        return sum(step.kind == "compute" for step in steps[:at]) if at > 0 else 0
+
+    def nothing(self) -> Bits:
+        return np.zeros(len(self.gaps), dtype=np.uint8)
+
+    def wherever(self, to: int) -> Bits:
+        """The decision ``to`` for every gap that may be so, the others kept."""
+        return np.where(self.engine.allowed >> to & 1, to, KEEP).astype(np.uint8)
+
+    def cost(self, evict: Bits, limit: int) -> Decision:
+        c = self.engine.evaluate(evict, limit)
+        met = c["valid"] and c["peak"] <= limit
+        return Decision(evict, c["peak"], c["extra"], c["runs"], met, c["valid"], host=c["host"])
+
+    def found(self, result: tuple[Bits, dict[str, Any], int, bool, bool]) -> Decision:
+        evict, c, work, met, stopped = result
+        self.archive.stopped |= stopped
+        return Decision(evict, c["peak"], c["extra"], c["runs"], met, c["valid"], work, host=c["host"])
+
+    def steps(self, evict: Bits, limit: int = _NO_LIMIT) -> tuple[Step, ...]:
+        """The steps that carry a decision out; within ``limit``, which says when copies out must be waited for."""
+        return tuple(
+            self._step(_KINDS[kind], op, storages, _FORMS[form], stream, waits, reuses)
+            for kind, op, storages, form, stream, waits, reuses in self.engine.emit(evict, limit)
+        )
+
+    @property
+    def leave(self) -> frozenset[str]:
+        """The ways in which storages may leave memory: those of all, and those that hints name for some."""
+        return frozenset(self.means).union(*self.only.values()) & MEANS.keys()
+
+    def lower(
+        self, decision: Decision, limit: int = _NO_LIMIT, leave: Collection[str] | None = None
+    ) -> tuple[Step, ...]:
+        """The steps of a decision, whoever made it: the one way from decisions to plans. ``limit`` as for `steps`;
+        ``leave``: the ways it may use, where they are not the frame's.
+
+        Raises ``Unsupported`` for a decision that cannot be carried out, ``BadInput`` for one that uses a way
+        without leave."""
+        steps: tuple[Step, ...] = ()
+        if decision.valid:
+            steps = self.steps(decision.evict, limit) if decision.steps is None else decision.steps
+        if self.order and not steps:
+            raise Unsupported(
+                f"what is decided for {self.graph.name!r}", "what it evicts cannot be made again"
+            )
+        allowed = self.leave if leave is None else leave
+        used = dict.fromkeys(s.kind for s in steps if s.kind in MEANS and s.kind not in allowed)
+        if used:
+            rule = (
+                f"what leaves memory does so as it is allowed ({', '.join(sorted(allowed)) or 'not at all'})"
+            )
+            raise BadInput(rule, ", ".join(used), "allow")
+        return steps
+
+    def again(self, evict: Bits) -> list[int]:
+        """The ops that a decision runs again, once for each time, without the rest of the steps."""
+        return [op for kind, op, *_ in self.engine.emit(evict, _NO_LIMIT) if _KINDS[kind] == "recompute"]
+
+    def _step(
+        self, kind: str, op: int, storages: tuple[int, ...], form: str, stream: int, waits: tuple[int, ...],
+        reuses: tuple[int, ...],
+    ) -> Step:  # fmt: skip
+        if kind not in ("compress", "decompress"):
+            pairs = tuple(zip(reuses[::2], reuses[1::2], strict=True))
+            return Step(kind, op, storages, form, stream=stream, waits=waits, reuses=pairs)
+        p = self.packings[storages[0]]
+        nbytes = p.nbytes if kind == "compress" else 0
+        return Step(kind, op, storages, form, nbytes, stream, waits, codec=p.codec)
+
+
+def _bits(ways: Sequence[str]) -> int:
+    bits = 0
+    for way in ways:
+        for decision in (KEEP,) if way == "keep" else MEANS[way]:
+            bits |= 1 << decision
+    return bits
+
+
+def _horizon(engine: Any, order: tuple[int, ...], graph: Graph) -> int:
+    """About one layer's worth of positions: the usual distance between uses of neighbouring layers' tensors."""
+    hues = colours(graph)
+    by_hue: dict[tuple[int, int], list[int]] = defaultdict(list)
+    for s, start, to in zip(*(a.tolist() for a in engine.gaps), strict=True):
+        if to < len(order) and to - start > len(order) // 50:
+            by_hue[hues[graph.uses.definer[s]], hues[order[to]]].append(to)
+    # Equal tensors that one op reads together say nothing of layers.
+    rows = (sorted(set(tos)) for tos in by_hue.values())
+    near = [b - a for row in rows for a, b in pairwise(row)]
+    return int(np.median(near)) if near else max(1, len(order) // 8)

@@ -1,1 +1,0 @@
-"""Planners that let storages share whole buffers by name: Graph -> Plan."""

@@ -1,0 +1,223 @@
+"""Rematerialisation as XLA does it, against what XLA did: the same instructions, the same peaks."""
+
+import re
+from dataclasses import replace
+
+import pytest
+
+from support import hlo_data
+from support.hlo_small import CHAIN, LOOP, K, module, same_results
+from tightship.baselines import xla_remat
+from tightship.errors import BadInput
+from tightship.hlo import Module, parse, to_text
+from tightship.hlo.remat.body import Body, Names, suffixed
+from tightship.hlo.remat.peak import module_peak, peaks, result_bytes, sequential_order
+from tightship.hlo.remat.rematerializable import repeatable
+from tightship.hlo.remat.tracker import Tracker
+
+MIB = 2**20
+
+
+class Logged:
+    """What XLA's log says it did."""
+
+    def __init__(self, name: str) -> None:
+        text = hlo_data.log(name)
+        self.chosen = tuple(re.findall(r"recomputation: \{([^}]*)\}", text))
+        self.limit = float(re.search(r"memory limit of ([\d.]+)MiB", text)[1])  # type: ignore[index]
+        now = re.search(r"module now .*\((\d+) bytes\), was .*\((\d+) bytes\)", text)
+        self.after, self.before = int(now[1]), int(now[2])  # type: ignore[index]
+        self.added = int(re.findall(r"(\d+) net instructions added", text)[-1])
+
+
+@pytest.fixture(scope="module", params=hlo_data.GPU)
+def case(request: pytest.FixtureRequest) -> tuple[Module, Module, Logged, xla_remat.Remade]:
+    name = request.param
+    before, after = hlo_data.module(name, hlo_data.BEFORE), hlo_data.module(name, hlo_data.AFTER)
+    logged = Logged(name)
+    return before, after, logged, xla_remat.plan(before, int(logged.limit * MIB))
+
+
+class TestXlasOwnModules:
+    def test_recomputes_the_same_instructions_in_the_same_order(self, case) -> None:
+        assert case[3].recomputed == case[2].chosen
+
+    def test_starts_from_xlas_peak_and_ends_at_xlas_peak(self, case) -> None:
+        _, _, logged, made = case
+        assert (made.peak_before, made.peak_after) == (logged.before, logged.after)
+        assert made.met == (logged.after <= logged.limit * MIB)
+
+    def test_adds_as_many_instructions(self, case) -> None:
+        assert case[3].added == case[2].added
+
+    def test_what_is_written_needs_what_xlas_module_needs(self, case) -> None:
+        _, after, _, made = case
+        assert module_peak(made.module) == module_peak(after)
+
+    def test_the_schedule_is_xlas(self, case) -> None:
+        _, after, _, made = case
+
+        def of(m: Module) -> list[object]:
+            return [(i.name, i.opcode, i.operands, str(i.shape)) for i in m.entry.instructions]
+
+        assert of(made.module) == of(after)
+
+    def test_text_can_be_read_again(self, case) -> None:
+        made = case[3].module
+        assert parse(to_text(made)) == made
+
+
+def test_R01_results_are_charged_when_an_instruction_begins_and_operands_released_when_it_ends() -> None:  # noqa: N802
+    m = module(CHAIN)
+    body = Body(m.entry, Names(()))
+    tracker = Tracker(m, m.entry, body)
+    during, after = {}, {}
+    for node in body:
+        tracker.begin(node)
+        during[node.name] = tracker.use
+        tracker.end()
+        after[node.name] = tracker.use
+    assert (during["a"], after["a"]) == (K, K)
+    assert (during["c"], after["c"]) == (3 * K, 2 * K)
+    assert after["zero"] == 0  # nobody uses it
+
+
+def test_R02_a_buffer_is_reached_through_every_alias() -> None:  # noqa: N802
+    m = module("""ENTRY %main (p: f32[512,512]) -> f32[512,512] {
+  %p = f32[512,512]{1,0} parameter(0)
+  %a = f32[512,512]{1,0} tanh(%p)
+  %flat = f32[262144]{0} bitcast(%a)
+  %b = f32[262144]{0} negate(%flat)
+  %back = f32[512,512]{1,0} bitcast(%b)
+  ROOT %c = f32[512,512]{1,0} negate(%back)
+}
+""")
+    assert module_peak(m) == 3 * K  # a and b at b, the result throughout; a is gone at c
+
+
+def test_R03_parameters_and_results_belong_to_the_caller() -> None:  # noqa: N802
+    m = module("ENTRY %main (p: f32[512,512]) -> f32[512,512] {\n  %p = f32[512,512]{1,0} parameter(0)\n"
+               "  ROOT %a = f32[512,512]{1,0} tanh(%p)\n}\n")  # fmt: skip
+    assert peaks(m)["main"] == 0
+    assert result_bytes(m) == module_peak(m) == K
+
+
+def test_R04_a_loop_makes_no_buffer() -> None:  # noqa: N802
+    m = module(LOOP)
+    body = Body(m.entry, Names(()))
+    tracker = Tracker(m, m.entry, body)
+    assert tracker.made(body.by_name["loop"]) == 0
+    (k,) = (k for k in body.by_name["a"].defined)
+    assert tracker.buffers[k].indirect
+    assert body.by_name["row"] in {use.node for use in tracker.buffers[k].users}
+
+
+def test_R05_recomputes_at_the_instruction_that_is_over_the_limit() -> None:  # noqa: N802
+    m = module(CHAIN)
+    assert xla_remat.plan(m, 3 * K + 4).recomputed == ()
+    made = xla_remat.plan(m, 3 * K)
+    assert (made.peak_before, made.peak_after, made.recomputed) == (3 * K + 4, 2 * K + 4, ("a",))
+
+
+@pytest.mark.parametrize("opcode", ["custom-call", "all-reduce", "rng", "parameter", "constant", "while"])
+def test_R06_some_instructions_are_never_repeated(opcode: str) -> None:  # noqa: N802
+    i = replace(module(CHAIN).entry.by_name["a"], opcode=opcode)
+    assert not repeatable(module(CHAIN), i)
+
+
+def test_R06_a_copy_that_changes_no_layout_is_never_repeated() -> None:  # noqa: N802
+    for layout, count in (("1,0", 0), ("0,1", 1)):
+        m = module(
+            CHAIN.replace("tanh(%p)", "copy(%p)").replace(
+                "%a = f32[512,512]{1,0}", f"%a = f32[512,512]{{{layout}}}"
+            )
+        )
+        assert len(xla_remat.plan(m, 2 * K + 4).recomputed) == count
+
+
+def test_R07_R09_R10_the_gain_is_what_is_live_and_the_clone_goes_before_the_next_use() -> None:  # noqa: N802
+    m = module(CHAIN)
+    made = xla_remat.plan(m, 2 * K + 4)
+    assert made.recomputed == ("a",)
+    names = [i.name for i in made.module.entry.instructions]
+    assert "a" not in names  # nobody had used it: a move
+    assert names.index("d") < names.index("a.remat") < names.index("e")
+    assert made.added == 0
+    assert same_results(m, made.module)
+
+
+def test_R08_an_operand_is_free_when_its_producer_is_in_the_group() -> None:  # noqa: N802
+    text = CHAIN.replace("tanh(%p)", "tanh(%q)").replace(
+        "  %a =", "  %q = f32[512,512]{1,0} sine(%p)\n  %a ="
+    )
+    m = module(text)
+    assert xla_remat.plan(m, 2 * K + 4).recomputed == ()  # alone, a's dead operand costs what a gains
+    assert xla_remat.plan(m, 2 * K + 4, xla_remat.Options(block=2, effort=10)).recomputed == ("q", "a")
+
+
+def test_R10_names_of_clones_count_up() -> None:  # noqa: N802
+    assert suffixed("a") == "a.remat"
+    assert suffixed("a.remat") == "a.remat2"
+    assert suffixed("a.remat2") == "a.remat3"
+    assert suffixed("a.rematx") == "a.rematx.remat"
+
+
+def test_R11_control_dependencies_are_kept() -> None:  # noqa: N802
+    tied = CHAIN.replace("exponential(%p)", "exponential(%p), control-predecessors={%a}")
+    made = xla_remat.plan(module(tied), 2 * K + 4)
+    assert made.recomputed == ()  # its control successor has run
+    assert parse(to_text(made.module)).entry.by_name["b"].control_predecessors == ("a",)
+
+
+def test_R14_a_called_computation_has_the_limit_less_what_is_live_at_the_call() -> None:  # noqa: N802
+    m = module(LOOP)
+    order = sequential_order(m)
+    assert order.index("body") < order.index("main")
+    tables = 4 + 2 * 8  # the constant and the tuple's addresses
+    assert peaks(m)["main"] == K + tables + peaks(m)["body"] + peaks(m)["test"]
+    limit = module_peak(m) - K + 64
+    made = xla_remat.plan(m, limit)
+    assert made.recomputed == ("u",)
+    assert made.met
+    assert "u.remat" in {i.name for i in made.module.by_name["body"].instructions}
+    assert same_results(m, made.module)
+
+
+def test_R15_says_when_the_limit_was_not_reached() -> None:  # noqa: N802
+    made = xla_remat.plan(module(CHAIN), 1)
+    assert not made.met
+    assert made.peak_after == module_peak(made.module) <= made.peak_before
+
+
+@pytest.mark.parametrize("name", hlo_data.CPU[1:4])
+def test_R16_the_books_are_right_after_every_step(name: str) -> None:  # noqa: N802
+    m = hlo_data.module(name)
+    walk = xla_remat._Walk(xla_remat._Run(m, xla_remat.Options()), m.entry, int(0.7 * peaks(m)[m.entry.name]))
+    repeat, steps = walk._repeat, []
+
+    def checked(node: object) -> None:
+        repeat(node)  # type: ignore[arg-type]
+        steps.append(walk.tracker.faults())
+
+    walk._repeat = checked  # type: ignore[method-assign,assignment]
+    walk.run()
+    assert steps
+    assert not any(steps)
+
+
+@pytest.mark.parametrize("name", ["cpu_mlp", "cpu_lstm", "cpu_control"])
+def test_computes_the_same_values(name: str) -> None:
+    m = hlo_data.module(name)
+    made = xla_remat.plan(m, int(0.8 * module_peak(m)))
+    assert made.recomputed
+    assert same_results(m, made.module)
+
+
+def test_a_module_without_a_schedule_is_refused() -> None:
+    with pytest.raises(BadInput, match="schedule"):
+        xla_remat.plan(module(CHAIN, "HloModule m\n\n"), 1)
+
+
+def test_jaxlib_reads_the_result_and_accepts_its_schedule(case) -> None:
+    hlo = pytest.importorskip("jaxlib._hlo", reason="jaxlib is not installed")
+    hlo.hlo_module_from_text(to_text(case[3].module)).schedule().verify()
