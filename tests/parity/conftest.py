@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from parity.harness import measurements
+from support.harness import measurements
 
 __all__ = ["measurements"]
 

@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
-from parity.harness import Loop, identical, mlp, namespace, refused, sgd
+from support.harness import Loop, identical, mlp, namespace, refused, sgd
 
 cross_entropy = functional.cross_entropy
 

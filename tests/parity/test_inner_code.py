@@ -6,7 +6,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from parity.harness import Loop, identical, mlp, sgd
+from support.harness import Loop, identical, mlp, sgd
 
 
 class Scaling:

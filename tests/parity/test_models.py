@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn import functional
 from torch.nn.utils import rnn
 
-from parity.harness import Loop, adam, identical, mlp, pairs, refused, sgd
+from support.harness import Loop, adam, identical, mlp, pairs, refused, sgd
 
 cross_entropy = functional.cross_entropy
 

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from parity.harness import Loop, adam, identical, mlp, namespace, sgd
+from support.harness import Loop, adam, identical, mlp, namespace, sgd
 
 cross_entropy = functional.cross_entropy
 

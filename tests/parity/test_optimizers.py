@@ -13,10 +13,10 @@ from typing import Any
 
 import pytest
 import torch
-from parity.state import differences, snapshot
 from torch import nn
 
 from support import plans
+from support.state import differences, snapshot
 from tightship.errors import Unsupported
 from tightship.execute.fit import fit
 from tightship.execute.interpreter import PeakMismatch

@@ -13,7 +13,7 @@ from torch import nn
 from torch.nn import functional
 from torch.optim import lr_scheduler, swa_utils
 
-from parity.harness import Loop, adam, identical, mlp, pairs, raises, refused, sgd
+from support.harness import Loop, adam, identical, mlp, pairs, raises, refused, sgd
 
 cross_entropy = functional.cross_entropy
 

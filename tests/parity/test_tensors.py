@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from parity.harness import Loop, adam, identical, mlp, pairs, refused, sgd
+from support.harness import Loop, adam, identical, mlp, pairs, refused, sgd
 
 cross_entropy = functional.cross_entropy
 
