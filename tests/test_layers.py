@@ -16,7 +16,7 @@ SOURCE = Path(__file__).resolve().parent.parent / "src" / PACKAGE
 # In the order data flows; modules of one tuple may import one another.
 LAYERS = (
     ("_core",),
-    ("errors", "units", "process_local"),
+    ("errors", "units", "options", "process_local"),
     ("machine",),
     ("graph",),
     ("plan",),

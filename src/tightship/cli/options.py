@@ -9,6 +9,7 @@ import re
 from typing import Any, get_type_hints
 
 from tightship.errors import BadInput
+from tightship.options import help_of
 from tightship.units import MAX_BYTES
 
 __all__ = ["add_model", "add_options", "documented", "given_options", "model_options"]
@@ -22,11 +23,13 @@ def add_options(parser: argparse.ArgumentParser, options: type[Any]) -> None:
     """One ``--option`` for each field; what is not given stays out of the namespace's way as None."""
     group = parser.add_argument_group("planner")
     hints = get_type_hints(options)
-    help_of = documented(options)
+    documented_of = documented(options)
     for field in dataclasses.fields(options):
         flag = f"--{field.name.replace('_', '-')}"
         default = "none" if field.default == "" else field.default
-        text = f"{help_of.get(field.name, '')} (default: {default})".strip().replace("%", "%%")
+        text = f"{help_of(field) or documented_of.get(field.name, '')} (default: {default})".strip().replace(
+            "%", "%%"
+        )
         if hints[field.name] is bool:
             group.add_argument(flag, action=argparse.BooleanOptionalAction, help=text, default=None)
         else:
