@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar
 
 __all__ = ["help_of", "option"]
 
@@ -17,7 +17,7 @@ def option(default: T, help: str, *, metavar: str = "", choices: tuple[str, ...]
     not say it. The type checker takes the field for its default.
     """
     metadata = {"help": help, "metavar": metavar, "choices": choices}
-    return cast(T, dataclasses.field(default=default, metadata=metadata))
+    return dataclasses.field(default=default, metadata=metadata)
 
 
 def help_of(field: dataclasses.Field[Any]) -> str:
