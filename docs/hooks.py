@@ -40,6 +40,7 @@ def pages() -> dict[str, str]:
     """Every generated page: its path within the site, and its text."""
     made = {"planners/index.md": planner_index(), "reference/cli.md": command_line()}
     made["modules.md"] = modules()
+    made["contributing.md"] = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8").replace("](docs/", "](")
     made["reference/rules.md"] = rules()
     made["changelog.md"] = (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
     return made | {planner_path(info): planner_page(info) for info in planners().values()}
