@@ -1,7 +1,8 @@
-"""What every eviction planner shares: the C++ engine over a graph and an order, groups of gaps, and the way
-from decisions back to steps.
+"""The eviction problem: what leaves memory between two uses of a graph in an order; decisions, what they cost, and
+the way from decisions to steps.
 
-Gaps that play one role in several layers, side by side: a search can copy one layer's decisions to others.
+A gap is the stretch between two uses of a storage. Gaps that play one role in several layers stand side by side
+(`families`): a search can copy one layer's decisions to others.
 """
 
 from __future__ import annotations
@@ -26,18 +27,18 @@ from tightship.plan import Step
 from tightship.simulate import baseline, extra_bytes, replay
 
 __all__ = [
+    "COMPRESS",
     "DROP",
     "EVICT",
     "KEEP",
     "MEANS",
     "OFFLOAD",
-    "PACK",
     "PASS",
     "Archive",
     "Bits",
     "Decision",
+    "EvictionProblem",
     "Family",
-    "Frame",
     "Progress",
     "Rows",
     "families",
@@ -99,14 +100,14 @@ def _named(graph: Graph, gaps: Sequence[tuple[int, int, int]], depth: int) -> li
 Bits = NDArray[np.uint8]
 Rows = tuple[NDArray[np.int64], NDArray[np.int32]]
 Progress = Callable[[int, float, bool], bool]
-"""Told (peak bytes, extra seconds, whether the limit is met) now and then; true stops the search."""
+"""Told (peak bytes, extra seconds, whether the budget is met) now and then; true stops the search."""
 
 _KINDS = ("compute", "recompute", "free", "offload", "fetch", "compress", "decompress")
 _FORMS = ("full", "packed", "host")
-_NO_LIMIT = (1 << 63) - 1
+_UNLIMITED = (1 << 63) - 1
 
 
-def pack(lists: Sequence[Sequence[int]]) -> Rows:
+def csr(lists: Sequence[Sequence[int]]) -> Rows:
     """Rows of integers as start offsets and one flat array."""
     start = np.zeros(len(lists) + 1, dtype=np.int64)
     np.cumsum([len(r) for r in lists], out=start[1:])
@@ -114,12 +115,12 @@ def pack(lists: Sequence[Sequence[int]]) -> Rows:
     return start, flat
 
 
-KEEP, EVICT, PASS, DROP, PACK, OFFLOAD = range(6)
+KEEP, EVICT, PASS, DROP, COMPRESS, OFFLOAD = range(6)
 """What a gap may be: kept; evicted, and once restored it stays; evicted, and dropped again if restored only for a
-recomputation while its own next use is beyond the engine's horizon; the same however near its next use; packed;
-copied out to the host pool."""
+recomputation while its own next use is beyond the engine's horizon; the same however near its next use; compressed;
+offloaded to the host pool."""
 
-MEANS = {"recompute": (EVICT, PASS, DROP), "compress": (PACK,), "offload": (OFFLOAD,)}
+MEANS = {"recompute": (EVICT, PASS, DROP), "compress": (COMPRESS,), "offload": (OFFLOAD,)}
 """The decisions that each way of leaving memory allows."""
 
 
@@ -128,8 +129,8 @@ class Decision:
     """What happens to every gap, and what it costs: peak bytes, extra seconds, ops run again, work spent, bytes
     copied out at once.
 
-    ``steps`` is set by planners that lower their decisions themselves; `Frame.lower` has those of any. One that is
-    not ``valid`` cannot be carried out, and its numbers mean nothing."""
+    ``steps`` is set by planners that lower their decisions themselves; `EvictionProblem.lower` has those of any. One
+    that is not ``valid`` cannot be carried out, and its numbers mean nothing."""
 
     evict: Bits
     peak: int
@@ -163,15 +164,15 @@ class Archive:
         self.found = [x for x in self.found if x.peak < d.peak or x.extra < d.extra] + [d]
         self.found.sort(key=lambda x: x.peak)
 
-    def around(self, limit: int, frame: Frame) -> list[Decision]:
-        """The largest that meets the limit and the smallest that does not."""
-        below = [x for x in self.found if x.peak <= limit][-1:]
-        above = [x for x in self.found if x.peak > limit][:1]
-        return [frame.cost(x.evict, limit) for x in (*below, *above)]
+    def around(self, budget: int, problem: EvictionProblem) -> list[Decision]:
+        """The largest that meets the budget and the smallest that does not."""
+        below = [x for x in self.found if x.peak <= budget][-1:]
+        above = [x for x in self.found if x.peak > budget][:1]
+        return [problem.cost(x.evict, budget) for x in (*below, *above)]
 
 
 @dataclass(frozen=True)
-class Frame:
+class EvictionProblem:
     """A graph and an order, ready for evaluation of eviction decisions.
 
     ``means``: how storages may leave memory (``recompute``, ``compress``, ``offload``). ``only``: for storages for
@@ -210,11 +211,11 @@ class Frame:
         owned[list(g.static)] = 1
         kept[[s for s in g.kept if s not in g.static]] = 1
         engine = _core.Engine(
-            reads=pack(u.reads),
-            needs=pack(u.needs),
-            defines=pack(u.defines),
-            mutates=pack(u.mutates),
-            updates=pack([o.updates for o in g.ops]),
+            reads=csr(u.reads),
+            needs=csr(u.needs),
+            defines=csr(u.defines),
+            mutates=csr(u.mutates),
+            updates=csr([o.updates for o in g.ops]),
             extra=np.array([extra_bytes(o) for o in g.ops], dtype=np.int64),
             time=np.array([o.time for o in g.ops], dtype=np.float64),
             pure=np.array([o.pure for o in g.ops], dtype=np.uint8),
@@ -223,7 +224,7 @@ class Frame:
             owned=owned,
             kept=kept,
             order=np.array(self.order, dtype=np.int32),
-            overwrites=pack([[s for pair in o.overwrites * self.in_place for s in pair] for o in g.ops]),
+            overwrites=csr([[s for pair in o.overwrites * self.in_place for s in pair] for o in g.ops]),
             **self._copies(),
         )
         if self.host is not None:
@@ -295,26 +296,26 @@ class Frame:
     def groups(self) -> Rows:
         """What searches move together: every class and every layer with more than one gap."""
         rows = [r for r in (*self.classes, *self.layers) if len(r) > 1]
-        return pack(rows or [list(range(len(self.gaps)))])
+        return csr(rows or [list(range(len(self.gaps)))])
 
     @cached_property
     def twins(self) -> tuple[Rows, NDArray[np.int64]]:
         """Rows of gaps of one role in several layers (-1: a layer has none), and at which rows families begin."""
         found = families(self.graph, [(s, a, b) for s, a, b in self.gaps.tolist()], self.classes)
         starts = np.cumsum([0, *(len(f) for f in found)], dtype=np.int64)
-        return pack([row for f in found for row in f]), starts
+        return csr([row for f in found for row in f]), starts
 
     @cached_property
     def singles(self) -> Rows:
         """Every gap alone, largest first."""
         size = [self.graph.storages[int(s)].size for s in self.gaps[:, 0]]
-        return pack([[g] for g in sorted(range(len(size)), key=lambda g: size[g])])
+        return csr([[g] for g in sorted(range(len(size)), key=lambda g: size[g])])
 
     @cached_property
     def rows(self) -> Rows:
         """Groups by position, and every gap alone."""
         lists = [r for r in (*self.classes, *self.layers) if len(r) > 1]
-        return pack([*lists, *([g] for g in range(len(self.gaps)))])
+        return csr([*lists, *([g] for g in range(len(self.gaps)))])
 
     @cached_property
     def boundary(self) -> int:
@@ -333,55 +334,47 @@ class Frame:
         """The decision ``to`` for every gap that may be so, the others kept."""
         return np.where(self.engine.allowed >> to & 1, to, KEEP).astype(np.uint8)
 
-    def cost(self, evict: Bits, limit: int) -> Decision:
-        c = self.engine.evaluate(evict, limit)
-        met = c["valid"] and c["peak"] <= limit
+    def cost(self, evict: Bits, budget: int) -> Decision:
+        c = self.engine.evaluate(evict, budget)
+        met = c["valid"] and c["peak"] <= budget
         return Decision(evict, c["peak"], c["extra"], c["runs"], met, c["valid"], host=c["host"])
 
-    def found(self, result: tuple[Bits, dict[str, Any], int, bool, bool]) -> Decision:
+    def decision(self, result: tuple[Bits, dict[str, Any], int, bool, bool]) -> Decision:
         evict, c, work, met, stopped = result
         self.archive.stopped |= stopped
         return Decision(evict, c["peak"], c["extra"], c["runs"], met, c["valid"], work, host=c["host"])
 
-    def steps(self, evict: Bits, limit: int = _NO_LIMIT) -> tuple[Step, ...]:
-        """The steps that carry a decision out; within ``limit``, which says when copies out must be waited for."""
+    def steps(self, evict: Bits, budget: int = _UNLIMITED) -> tuple[Step, ...]:
+        """The steps that carry a decision out; within ``budget``, which says when copies out must be waited for."""
         return tuple(
             self._step(_KINDS[kind], op, storages, _FORMS[form], stream, waits, reuses)
-            for kind, op, storages, form, stream, waits, reuses in self.engine.emit(evict, limit)
+            for kind, op, storages, form, stream, waits, reuses in self.engine.emit(evict, budget)
         )
 
-    @property
-    def leave(self) -> frozenset[str]:
-        """The ways in which storages may leave memory: those of all, and those that hints name for some."""
-        return frozenset(self.means).union(*self.only.values()) & MEANS.keys()
-
     def lower(
-        self, decision: Decision, limit: int = _NO_LIMIT, leave: Collection[str] | None = None
+        self, decision: Decision, budget: int = _UNLIMITED, means: Collection[str] | None = None
     ) -> tuple[Step, ...]:
-        """The steps of a decision, whoever made it: the one way from decisions to plans. ``limit`` as for `steps`;
-        ``leave``: the ways it may use, where they are not the frame's.
+        """The steps of a decision, whoever made it: the one way from decisions to plans. ``budget`` as for `steps`;
+        ``means``: the ones it may use; by default those of the problem, and those that hints name for some storages.
 
-        Raises ``Unsupported`` for a decision that cannot be carried out, ``BadInput`` for one that uses a way
-        without leave."""
+        Raises ``Unsupported`` for a decision that cannot be carried out, ``BadInput`` for one that uses other means.
+        """
         steps: tuple[Step, ...] = ()
         if decision.valid:
-            steps = self.steps(decision.evict, limit) if decision.steps is None else decision.steps
+            steps = self.steps(decision.evict, budget) if decision.steps is None else decision.steps
         if self.order and not steps:
             raise Unsupported(
-                f"what is decided for {self.graph.name!r}", "what it evicts cannot be made again"
+                f"what is decided for {self.graph.name!r}", "what it evicts cannot be recomputed"
             )
-        allowed = self.leave if leave is None else leave
-        used = dict.fromkeys(s.kind for s in steps if s.kind in MEANS and s.kind not in allowed)
-        if used:
-            rule = (
-                f"what leaves memory does so as it is allowed ({', '.join(sorted(allowed)) or 'not at all'})"
-            )
-            raise BadInput(rule, ", ".join(used), "allow")
+        allowed = frozenset(self.means).union(*self.only.values()) if means is None else means
+        if used := dict.fromkeys(s.kind for s in steps if s.kind in MEANS and s.kind not in allowed):
+            rule = f"the plan uses {', '.join(used)}, which is not allowed"
+            raise BadInput(f"{rule} (allowed: {', '.join(sorted(allowed)) or 'nothing'})", place="allow")
         return steps
 
     def again(self, evict: Bits) -> list[int]:
         """The ops that a decision runs again, once for each time, without the rest of the steps."""
-        return [op for kind, op, *_ in self.engine.emit(evict, _NO_LIMIT) if _KINDS[kind] == "recompute"]
+        return [op for kind, op, *_ in self.engine.emit(evict, _UNLIMITED) if _KINDS[kind] == "recompute"]
 
     def _step(
         self, kind: str, op: int, storages: tuple[int, ...], form: str, stream: int, waits: tuple[int, ...],
