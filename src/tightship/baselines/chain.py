@@ -8,8 +8,6 @@ Eyraud-Dubois, Herrmann, Joly, Shilova 2019; before, Griewank 1992 and Gruslys e
 in Rockmate (Zhao et al. 2023). Guarantee: optimal for a chain of blocks whose costs add up, in memory rounded to
 ``slots``; none for the graph. Complexity: blocks cubed times slots. Known limits: what is run again in a run that is
 itself run again stays by the engine's rule for `PASS`.
-
-The forward pass as a chain of blocks that little goes between, and what each of them may save, with its price.
 """
 
 from __future__ import annotations
@@ -35,6 +33,7 @@ from tightship.planners.evict.problem import (
     Decision,
     EvictionProblem,
     Progress,
+    best_of,
 )
 
 __all__ = ["Chain", "Choice", "Options", "family", "plan"]
@@ -76,8 +75,7 @@ class Chain:
         self.time = np.array([problem.graph.ops[k].time for k in problem.order])
         self.place = np.empty(len(problem.order), dtype=np.int64)
         self.place[list(problem.order)] = np.arange(len(problem.order))
-        rows = problem.gaps
-        self.across = np.flatnonzero((rows[:, 1] < self.boundary) & (rows[:, 2] >= self.boundary))
+        self.across = np.flatnonzero(problem.crossing)
         """Gaps from the forward into the backward."""
         self._span()
         self.cuts = self._cut(blocks)
@@ -271,14 +269,10 @@ def plan(
     rows = [d for d in family(problem, budget, o) if d.valid]
     share = ladder.Options(o.work // 3, o.seconds / 3)
     for met in sorted((d for d in rows if d.met), key=lambda d: d.extra)[:1]:
-        best = _better(ladder.relaxed(problem, budget, met, share.work, share.seconds), best)
+        best = best_of((best, ladder.relaxed(problem, budget, met, share.work, share.seconds)))
     for over in sorted((d for d in rows if not d.met), key=lambda d: d.peak)[:2]:
-        best = _better(ladder.climb(problem, budget, over.evict, share, progress), best)
+        best = best_of((best, ladder.climb(problem, budget, over.evict, share, progress)))
     return best
-
-
-def _better(found: Decision, best: Decision) -> Decision:
-    return found if found.beats(best) else best
 
 
 def family(problem: EvictionProblem, budget: int, options: Options | None = None) -> Iterator[Decision]:

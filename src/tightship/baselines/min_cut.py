@@ -22,7 +22,16 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tightship.options import option
-from tightship.planners.evict.problem import DROP, EVICT, PASS, Bits, Decision, EvictionProblem, Progress
+from tightship.planners.evict.problem import (
+    DROP,
+    EVICT,
+    PASS,
+    Bits,
+    Decision,
+    EvictionProblem,
+    Progress,
+    best_of,
+)
 
 __all__ = ["Options", "between", "family", "plan"]
 
@@ -47,10 +56,7 @@ def plan(
     problem: EvictionProblem, budget: int, options: Options | None = None, progress: Progress | None = None
 ) -> Decision:
     """The best of the saved sets."""
-    best, *others = family(problem, budget, options)
-    for found in others:
-        best = found if found.beats(best) else best
-    return best
+    return best_of(family(problem, budget, options))
 
 
 def family(problem: EvictionProblem, budget: int, options: Options | None = None) -> Iterator[Decision]:
@@ -58,7 +64,7 @@ def family(problem: EvictionProblem, budget: int, options: Options | None = None
     keeps everything."""
     o = options or Options()
     cuts = _Cuts(problem)
-    if not cuts.crossing.any():
+    if not problem.crossing.any():
         yield problem.cost(problem.nothing(), budget)
         return
     seen = set()
@@ -77,7 +83,7 @@ def between(problem: EvictionProblem, budget: int, until: float = math.inf) -> I
 
     Ends when the clock (`time.perf_counter`) says ``until``, with what it has."""
     cuts = _Cuts(problem)
-    if not cuts.crossing.any():
+    if not problem.crossing.any():
         return
 
     def over() -> bool:
@@ -112,7 +118,7 @@ def _mixed(
         now = beyond.copy()
         now[part[:middle]] = within[part[:middle]]
         found = cost(now)
-        best = found if found.beats(best) else best
+        best = best_of((best, found))
         low, high = (low, middle) if found.met else (middle, high)
     return best
 
@@ -130,17 +136,14 @@ class _Cuts:
 
     def __post_init__(self) -> None:
         problem = self.problem
-        self.crossing: Mask = (problem.gaps[:, 1] < problem.boundary) & (
-            problem.gaps[:, 2] >= problem.boundary
-        )
         storages = problem.graph.storages
-        size = sum(float(storages[s].size) for s in problem.gaps[self.crossing, 0].tolist())
+        size = sum(float(storages[s].size) for s in problem.gaps[problem.crossing, 0].tolist())
         self.rate = max(1.0, size) / max(1e-12, problem.engine.base_time)
 
     def dropped(self, price: float) -> Mask:
         if price not in self.known:
             saved = self.problem.engine.priced_cut(self.problem.boundary, price)
-            self.known[price] = self.crossing & (saved[self.problem.gaps[:, 0]] == 0)
+            self.known[price] = self.problem.crossing & (saved[self.problem.gaps[:, 0]] == 0)
         return self.known[price]
 
     def around(self, cost: Callable[[Mask], Decision], over: Callable[[], bool]) -> tuple[Mask, Mask] | None:

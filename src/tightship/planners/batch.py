@@ -59,7 +59,7 @@ def max_batch(
     """
     budget = parse_budget(budget)
     if budget.bytes is None:
-        raise BadInput("the budget for the largest batch is a number of bytes", str(budget), "budget")
+        raise BadInput(f"{budget}: the largest batch needs a budget in bytes, such as 6GiB", place="budget")
     search = _Search(graph_of, budget.bytes, options or default.Options(), say or (lambda text: None))
     start = max(1, start)
     search.graphs[start] = graph_of(start)
@@ -108,8 +108,9 @@ class _Search:
             if self.runs(start + step):
                 return step
         why = self.refused[start + 1]
-        rule = f"the step runs at other sizes of the batch than the sample's {start}"
-        raise BadInput(rule, why, f"a batch of {start + 1}")
+        raise BadInput(
+            f"the step does not run at other batch sizes than the sample's {start}: with {start + 1}, {why}"
+        )
 
     def bisect(self, start: int, unit: int) -> None:
         """Looks at ``start`` times ``unit``, then at twice as many, then between what fits and what does not."""

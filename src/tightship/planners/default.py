@@ -12,7 +12,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from itertools import pairwise
-from typing import Any
+from typing import Any, TypedDict
 
 from tightship.analysis.bounds import lower_bound, time_bound
 from tightship.analysis.packing import packings
@@ -33,6 +33,7 @@ from tightship.verify import check
 __all__ = [
     "Interrupted",
     "Options",
+    "PlanOptions",
     "displaced",
     "least_time",
     "order_of",
@@ -40,6 +41,7 @@ __all__ = [
     "plan_alone",
     "plan_steps",
     "problem_of",
+    "read_options",
     "top_of_peak",
 ]
 
@@ -58,32 +60,57 @@ class Interrupted(KeyboardInterrupt):
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """What is decided, by which planners, and for how long."""
+    """What the default planner decides, how long it looks, and which means it may take."""
 
-    order: str = option("best", "planner of the order, or given: the graph's own", metavar="PLANNER")
-    evict: str = option("anneal", "planner of what leaves memory", metavar="PLANNER")
-    seconds: float = option(10.0, "seconds of search at most")
-    work: int = option(150_000_000, "ops simulated at most; makes plans reproducible")
+    order: str = option("best", "planner of the order; given: the graph's own order")
+    evict: str = option("anneal", "planner of what leaves memory between two uses")
+    seconds: float = option(10.0, "time limit of the search, in seconds")
+    work: int = option(150_000_000, "limit of the search in simulated ops; makes a plan reproducible")
     seed: int = option(0, "seed of random moves")
     hand_out: bool = option(True, "give results to the caller outside the arena")
-    place: bool = option(
-        True,
-        "decide where everything lies; without, the plan says what is in memory when, and runs on the ordinary heap",
-    )
-    reuse: bool = option(
-        True, "let results take the places of dead inputs, where ops allow it and everything is placed"
-    )
+    place: bool = option(True, "decide every offset; without, the plan runs on the ordinary heap")
+    reuse: bool = option(True, "let results overwrite inputs that nothing needs any more, where ops allow it")
     allow: str = option(
         "recompute",
-        "how storages may leave memory, between commas: recompute; redraw (recompute random ops too, from saved "
-        "random states); compress; offload",
+        "how storages may leave memory: recompute, compress, offload, redraw (recompute random ops too, from saved "
+        "random states)",
+        metavar="MEANS,…",
     )
     hints: str = option(
         "",
-        "PATTERN=WAY between commas: what to do with the values of modules (keep, recompute, compress, offload)",
+        "what to do with the values of modules: keep, recompute, compress or offload, by a pattern of module names",
+        metavar="PATTERN=MEANS,…",
     )
-    lossy: bool = option(False, "codecs may round single precision to bfloat16")
-    host: int = option(0, "bytes that may be offloaded at once; 0: no limit")
+    lossy: bool = option(False, "let codecs round single precision to bfloat16")
+    host: int = option(0, "most bytes offloaded at once; 0: no limit", metavar="BYTES")
+
+
+class PlanOptions(TypedDict, total=False):
+    """The fields of `Options` as keywords of the public functions: ``**options: Unpack[PlanOptions]`` (PEP 692)."""
+
+    order: str
+    evict: str
+    seconds: float
+    work: int
+    seed: int
+    hand_out: bool
+    place: bool
+    reuse: bool
+    allow: str
+    hints: str
+    lossy: bool
+    host: int
+
+
+def read_options(options: PlanOptions, caller: str) -> Options:
+    """The keywords of a public function as `Options`. Raises ``BadInput``, naming the caller, for an unknown one."""
+    known = Options.__dataclass_fields__
+    unknown = next((name for name in options if name not in known), None)
+    if unknown is not None:
+        raise BadInput(
+            f"unknown option {unknown!r}: the planner's options are {', '.join(known)}", place=caller
+        )
+    return Options(**options)
 
 
 def plan(

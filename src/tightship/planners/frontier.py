@@ -12,6 +12,8 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
+import numpy as np
+
 from tightship.baselines import checkpoint
 from tightship.errors import BadInput, Infeasible, TightshipError, Unsupported
 from tightship.graph import Graph
@@ -99,7 +101,7 @@ def frontier(
     An interrupt ends the search and gives back what there is, if there is anything.
     """
     if not 1 <= points <= MOST:
-        raise BadInput(f"a frontier has 1 to {MOST} points", points, "points")
+        raise BadInput(f"{points} points: expected 1 to {MOST}", place="points")
     began = time.perf_counter()
     o = options or default.Options()
     before = replay(graph, baseline(graph)).peak
@@ -228,14 +230,10 @@ def others(
 
 def with_saved(problem: EvictionProblem, saved: frozenset[int]) -> Decision:
     """Everything but ``saved`` leaves between forward and backward."""
-    phases = [problem.graph.ops[k].phase for k in problem.order]
-    bits = problem.nothing()
-    if "backward" in phases:
-        boundary = phases.index("backward")
-        for g, (s, start, end) in enumerate(problem.gaps.tolist()):
-            if start < boundary <= end and s not in saved:
-                bits[g] = EVICT
-    return problem.cost(bits, 0)
+    if all(op.phase != "backward" for op in problem.graph.ops):
+        return problem.cost(problem.nothing(), 0)
+    leaves = problem.crossing & ~np.isin(problem.gaps[:, 0], list(saved))
+    return problem.cost(leaves.astype(np.uint8) * np.uint8(EVICT), 0)
 
 
 def _row(problem: EvictionProblem, name: str, d: Decision) -> Other:

@@ -189,7 +189,7 @@ def test_G12_copies_go_out_at_once_and_come_back_in_time_but_late() -> None:
     slow = replace(graph, machine=replace(graph.machine, to_device=4096 / 0.05)) if _slow(graph) else None
     if slow is not None:
         early = rewrites.triggered(problem(slow), a)
-        assert early is not None and early.back < timed.restored
+        assert early is not None and early.restored < timed.restored
 
 
 def _slow(graph: Graph) -> bool:

@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 from tightship.baselines import chain, checkpoint, min_cut
 from tightship.options import option
 from tightship.planners.evict import blocks, greedy, keep, ladder
-from tightship.planners.evict.problem import OFFLOAD, Decision, EvictionProblem, Progress
+from tightship.planners.evict.problem import OFFLOAD, Decision, EvictionProblem, Progress, best_of
 
 __all__ = ["Options", "plan"]
 
@@ -80,7 +80,7 @@ def plan(
     best = all_kept
     try:
         for d in _search(problem, budget, o, all_kept, effort, progress):
-            best = d if d.beats(best) else best
+            best = best_of((best, d))
             told = progress is not None and progress(best.peak, best.extra, best.met)
             if told or problem.archive.stopped:
                 break
@@ -101,7 +101,7 @@ def _search(
     """Seeds, then annealing from the best so far, again and again and longer and longer."""
     best = all_kept
     for d in _seeds(problem, budget, all_kept, effort, progress):
-        best = d if d.beats(best) else best
+        best = best_of((best, d))
         yield d
     heat, size, n = min(_HOTTEST, _HEAT / len(problem.gaps)), _FIRST, 0
     while not effort.empty:
@@ -123,7 +123,7 @@ def _search(
         if found.met:
             found = effort.spend(ladder.relaxed(problem, budget, found, *effort.share(size // 8, 0.5)))
             yield found
-        best = found if found.beats(best) else best
+        best = best_of((best, found))
         size, n = size * _GROWTH, n + 1
 
 

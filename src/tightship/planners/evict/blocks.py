@@ -24,6 +24,7 @@ from tightship.planners.evict.problem import (
     Decision,
     EvictionProblem,
     Progress,
+    best_of,
 )
 
 __all__ = ["Options", "plan"]
@@ -49,7 +50,7 @@ def plan(
     """The best of: evict everything but up to ``keep`` classes of repeated tensors, in every layer or every n-th; the
     tensors between are restored on the way and stay, so that a segment is recomputed layer by layer."""
     o = options or Options()
-    far = _crossing(problem)
+    far = problem.crossing.astype(np.uint8)
     classes = [r for r in problem.classes if len(r) > 2 and far[list(r)].any()]
     classes.sort(key=lambda r: -sum(int(problem.graph.storages[problem.gaps[g][0]].size) for g in r))
     until = time.perf_counter() + o.seconds
@@ -57,8 +58,7 @@ def plan(
     for rest in (PASS, DROP):
         if rest == DROP and best.met:
             break  # it costs more than the others, and only reaches less
-        found = _search(problem, budget, o, far, classes, rest, until)
-        best = found if found.beats(best) else best
+        best = best_of((best, _search(problem, budget, o, far, classes, rest, until)))
     return best
 
 
@@ -81,20 +81,12 @@ def _search(
                     break
                 tries += 1
                 if tries > most or problem.archive.stopped or time.perf_counter() > until:
-                    return round_best if round_best.beats(best) else best
+                    return best_of((best, round_best))
                 bits = start.copy()
                 bits[list(row)] = np.minimum(bits[list(row)], EVICT)
                 bits[list(row[::every])] = KEEP
-                found = problem.cost(bits, budget)
-                if found.beats(round_best):
-                    round_best = found
+                round_best = best_of((round_best, problem.cost(bits, budget)))
         if round_best is best:
             break
         best = round_best
     return best
-
-
-def _crossing(problem: EvictionProblem) -> Bits:
-    """Gaps from the forward into the backward (without phases: across the point where most bytes are alive)."""
-    middle = problem.boundary
-    return ((problem.gaps[:, 1] < middle) & (problem.gaps[:, 2] >= middle)).astype(np.uint8)

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 from tightship.options import option
 from tightship.planners.evict import blocks
-from tightship.planners.evict.problem import Decision, EvictionProblem, Progress
+from tightship.planners.evict.problem import Decision, EvictionProblem, Progress, best_of
 
 __all__ = ["Options", "plan"]
 
@@ -44,7 +44,7 @@ def plan(
         second = start
         if start.valid and not start.met:
             second = problem.decision(problem.engine.greedy(budget, start.evict, o.work, left(), 0, progress))
-        first = second if second.beats(first) else first
+        first = best_of((first, second))
     if not first.met:
         return first
     return problem.decision(problem.engine.relax(problem.groups, budget, first.evict, o.work, left()))

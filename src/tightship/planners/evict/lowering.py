@@ -18,7 +18,7 @@ from tightship.analysis.packing import Packing
 from tightship.errors import BadInput
 from tightship.graph import Graph
 from tightship.plan import Step
-from tightship.planners.evict.problem import Decision, EvictionProblem
+from tightship.planners.evict.problem import Decision, EvictionProblem, best_of
 from tightship.simulate import baseline, replay
 
 __all__ = [
@@ -217,7 +217,7 @@ def fewest(count: int, decide_first: Callable[[int], Decision]) -> Decision:
     while not best.met and low < count:
         high = min(high, count)
         now = decide_first(high)
-        best = now if now.beats(best) else best
+        best = best_of((best, now))
         if now.met:
             break
         low, high = high, high * 2
@@ -225,7 +225,7 @@ def fewest(count: int, decide_first: Callable[[int], Decision]) -> Decision:
         middle = (low + high) // 2
         now = decide_first(middle)
         low, high = (low, middle) if now.met else (middle, high)
-        best = now if now.beats(best) else best
+        best = best_of((best, now))
     return best
 
 

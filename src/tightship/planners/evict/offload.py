@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from tightship.options import option
 from tightship.planners.evict.lowering import Transfer, decide, fewest, longest_transfers, overlap
-from tightship.planners.evict.problem import Decision, EvictionProblem, Progress
+from tightship.planners.evict.problem import Decision, EvictionProblem, Progress, best_of
 
 __all__ = ["Options", "plan"]
 
@@ -40,7 +40,7 @@ def plan(
     if best.met:
         return best
     waiting = fewest(len(choices), lambda n: decide(problem, budget, transfers=choices[:n]))
-    return waiting if waiting.beats(best) else best
+    return best_of((best, waiting))
 
 
 def _within(problem: EvictionProblem, transfers: list[Transfer], host: int) -> list[Transfer]:

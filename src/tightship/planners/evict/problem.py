@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, reduce
 from itertools import pairwise
 from typing import Any
 
@@ -41,66 +41,19 @@ __all__ = [
     "Family",
     "Progress",
     "Rows",
+    "best_of",
+    "csr",
     "families",
 ]
-
-
-Family = tuple[tuple[int, ...], ...]
-"""One row per role, with a gap per layer, -1 where a layer has none."""
-
-_NUMBER = re.compile(r"\d+")
-_DEPTHS = (1, 2)
-"""Layers are modules whose path has this many numbers (``stages.1`` and ``stages.1.layers.0``)."""
-_FEW = 3
-"""Without names, classes of as many gaps, and at least this many, are taken for rows of one family."""
-
-
-def families(
-    graph: Graph, gaps: Sequence[tuple[int, int, int]], classes: Sequence[Sequence[int]]
-) -> tuple[Family, ...]:
-    """Layers whose module paths differ in numbers alone, and the gaps in them that differ in the layer alone.
-
-    ``gaps``: storage, where it begins, where it ends; ``classes`` serve where ops have no module paths. A wrong twin
-    costs time, never correctness."""
-    found = [f for depth in _DEPTHS for f in _named(graph, gaps, depth) if f]
-    if found:
-        return tuple(dict.fromkeys(found))
-    by_length: dict[int, list[tuple[int, ...]]] = defaultdict(list)
-    for row in classes:
-        if len(row) >= _FEW:
-            by_length[len(row)].append(tuple(row))
-    return tuple(tuple(rows) for _, rows in sorted(by_length.items()))
-
-
-def _named(graph: Graph, gaps: Sequence[tuple[int, int, int]], depth: int) -> list[Family]:
-    uses = graph.uses
-    tables: dict[str, dict[Hashable, dict[str, int]]] = {}
-    layers: dict[str, dict[str, None]] = {}
-    nth: dict[int, int] = defaultdict(int)
-    alike: dict[Hashable, int] = defaultdict(int)
-    for g in sorted(range(len(gaps)), key=lambda g: (gaps[g][1], g)):
-        s = gaps[g][0]
-        op = graph.ops[uses.definer[s]]
-        gap, nth[s] = nth[s], nth[s] + 1
-        layer = block_of(op.module, depth)
-        if not layer:
-            continue
-        kind = _NUMBER.sub("#", layer)
-        same = (op.module[len(layer) :], op.target, op.phase, uses.defines[uses.definer[s]].index(s), gap)
-        alike[layer, same] += 1
-        layers.setdefault(kind, {})[layer] = None
-        tables.setdefault(kind, {}).setdefault((same, alike[layer, same]), {})[layer] = g
-    return [
-        tuple(tuple(row.get(layer, -1) for layer in layers[kind]) for row in rows.values() if len(row) > 1)
-        for kind, rows in tables.items()
-        if len(layers[kind]) > 1
-    ]
 
 
 Bits = NDArray[np.uint8]
 Rows = tuple[NDArray[np.int64], NDArray[np.int32]]
 Progress = Callable[[int, float, bool], bool]
 """Told (peak bytes, extra seconds, whether the budget is met) now and then; true stops the search."""
+
+Family = tuple[tuple[int, ...], ...]
+"""One row per role, with a gap per layer, -1 where a layer has none."""
 
 _KINDS = ("compute", "recompute", "free", "offload", "fetch", "compress", "decompress")
 _FORMS = ("full", "packed", "host")
@@ -148,6 +101,11 @@ class Decision:
             return (self.valid, self.met) > (other.valid, other.met)
         mine, theirs = (self.extra, self.peak), (other.extra, other.peak)
         return mine < theirs if self.met else mine[::-1] < theirs[::-1]
+
+
+def best_of(decisions: Iterable[Decision]) -> Decision:
+    """The one that none beats, the first of equal ones."""
+    return reduce(lambda best, other: other if other.beats(best) else best, decisions)
 
 
 class Archive:
@@ -327,6 +285,11 @@ class EvictionProblem:
         at = replay(self.graph, steps).peak_step
         return sum(step.kind == "compute" for step in steps[:at]) if at > 0 else 0
 
+    @cached_property
+    def crossing(self) -> NDArray[np.bool_]:
+        """Which gaps go from the forward into the backward."""
+        return (self.gaps[:, 1] < self.boundary) & (self.gaps[:, 2] >= self.boundary)
+
     def nothing(self) -> Bits:
         return np.zeros(len(self.gaps), dtype=np.uint8)
 
@@ -407,3 +370,52 @@ def _horizon(engine: Any, order: tuple[int, ...], graph: Graph) -> int:
     rows = (sorted(set(tos)) for tos in by_hue.values())
     near = [b - a for row in rows for a, b in pairwise(row)]
     return int(np.median(near)) if near else max(1, len(order) // 8)
+
+
+_NUMBER = re.compile(r"\d+")
+_DEPTHS = (1, 2)
+"""Layers are modules whose path has this many numbers (``stages.1`` and ``stages.1.layers.0``)."""
+_FEW = 3
+"""Without names, classes of as many gaps, and at least this many, are taken for rows of one family."""
+
+
+def families(
+    graph: Graph, gaps: Sequence[tuple[int, int, int]], classes: Sequence[Sequence[int]]
+) -> tuple[Family, ...]:
+    """Layers whose module paths differ in numbers alone, and the gaps in them that differ in the layer alone.
+
+    ``gaps``: storage, where it begins, where it ends; ``classes`` serve where ops have no module paths. A wrong twin
+    costs time, never correctness."""
+    found = [f for depth in _DEPTHS for f in _named(graph, gaps, depth) if f]
+    if found:
+        return tuple(dict.fromkeys(found))
+    by_length: dict[int, list[tuple[int, ...]]] = defaultdict(list)
+    for row in classes:
+        if len(row) >= _FEW:
+            by_length[len(row)].append(tuple(row))
+    return tuple(tuple(rows) for _, rows in sorted(by_length.items()))
+
+
+def _named(graph: Graph, gaps: Sequence[tuple[int, int, int]], depth: int) -> list[Family]:
+    uses = graph.uses
+    tables: dict[str, dict[Hashable, dict[str, int]]] = {}
+    layers: dict[str, dict[str, None]] = {}
+    nth: dict[int, int] = defaultdict(int)
+    alike: dict[Hashable, int] = defaultdict(int)
+    for g in sorted(range(len(gaps)), key=lambda g: (gaps[g][1], g)):
+        s = gaps[g][0]
+        op = graph.ops[uses.definer[s]]
+        gap, nth[s] = nth[s], nth[s] + 1
+        layer = block_of(op.module, depth)
+        if not layer:
+            continue
+        kind = _NUMBER.sub("#", layer)
+        same = (op.module[len(layer) :], op.target, op.phase, uses.defines[uses.definer[s]].index(s), gap)
+        alike[layer, same] += 1
+        layers.setdefault(kind, {})[layer] = None
+        tables.setdefault(kind, {}).setdefault((same, alike[layer, same]), {})[layer] = g
+    return [
+        tuple(tuple(row.get(layer, -1) for layer in layers[kind]) for row in rows.values() if len(row) > 1)
+        for kind, rows in tables.items()
+        if len(layers[kind]) > 1
+    ]
