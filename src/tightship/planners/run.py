@@ -10,6 +10,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from tightship.errors import BadInput
 from tightship.graph import Graph
 from tightship.plan import Plan, Problem, Solution, Step
 from tightship.planners import PlannerInfo, planner
@@ -55,8 +56,7 @@ def order(name: str, graph: Graph) -> tuple[int, ...]:
     """The order of the planner called ``name``, verified."""
     call: OrderPlanner = planner(name, "order").plan
     found = call(graph)
-    steps = baseline(graph, found)
-    check(graph, decision_plan(graph, steps, replay(graph, steps), name))
+    _verified(graph, baseline(graph, found), name)
     return found
 
 
@@ -82,9 +82,18 @@ def evict(
         decision = problem.cost(problem.nothing(), budget)
     graph = graph or problem.graph
     steps = save_random_states(graph, drop_dead_copies(problem.lower(decision, budget, means)))
-    line = replay(graph, steps)
-    check(graph, decision_plan(graph, steps, line, info.name, lossy=problem.lossy))
-    return Evicted(decision, steps, line)
+    return Evicted(decision, steps, _verified(graph, steps, info.name, lossy=problem.lossy))
+
+
+def _verified(graph: Graph, steps: tuple[Step, ...], planner: str, *, lossy: bool = False) -> Timeline:
+    """What the steps cost. Raises ``VerificationFailed`` with all that is wrong with them."""
+    try:
+        line = replay(graph, steps)
+    except BadInput:  # the replay says what is wrong first, the verifier everything, and whose plan it is
+        check(graph, Plan(graph.digest, steps, planner=planner))
+        raise
+    check(graph, decision_plan(graph, steps, line, planner, lossy=lossy))
+    return line
 
 
 def decision_plan(
