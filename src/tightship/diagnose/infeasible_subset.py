@@ -7,8 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from tightship.plan import Buffer, Problem
-from tightship.planners.place.groups import merge
-from tightship.planners.place.parts import cut
+from tightship.planners.place.problem import cut, merge
 
 __all__ = ["Clash", "clash"]
 

@@ -18,9 +18,8 @@ import numpy as np
 from tightship.diagnose.infeasible_subset import Clash, clash
 from tightship.errors import BadInput
 from tightship.plan import Buffer, Pool, Problem, Solution
-from tightship.planners.place.groups import merge
 from tightship.planners.place.orders import by_size
-from tightship.planners.place.problem import Ints, load, related
+from tightship.planners.place.problem import Ints, load, merge, related
 
 __all__ = ["check_pools", "clash_of_pools", "spill"]
 

@@ -17,13 +17,12 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from tightship.options import option
 from tightship.plan import Buffer, Problem, Solution
-from tightship.planners.place.best_of import Best
+from tightship.planners.place.best_of import Best, SearchOptions
 from tightship.planners.place.greedy import best_greedy
-from tightship.planners.place.groups import merge
 from tightship.planners.place.orders import conflicts
-from tightship.planners.place.parts import cut
-from tightship.planners.place.problem import Frame, Ints, frame
+from tightship.planners.place.problem import Frame, Ints, cut, frame, merge
 
 __all__ = ["MOST_PAIRS", "Clash", "Options", "clash", "plan", "search"]
 
@@ -33,18 +32,10 @@ MOST_PAIRS = 8_000_000
 
 
 @dataclass(frozen=True, slots=True)
-class Options:
-    """``work_limit``: of the trees, about a microsecond each; ``time_limit``: seconds over all, None for none.
-    ``capacity``: an arena that is small enough (None: the problem's; if it has none, as small as possible).
+class Options(SearchOptions):
+    """More work never gives a worse answer."""
 
-    The same seed and work limit give the same answer on any number of ``threads``, unless the time limit ended
-    it; more work never gives a worse one."""
-
-    seed: int = 0
-    work_limit: int = 4_000_000
-    time_limit: float | None = 10.0
-    threads: int = 2
-    capacity: int | None = None
+    work_limit: int = option(4_000_000, "work of the search trees, about a microsecond each")
 
 
 @dataclass(frozen=True, slots=True)
