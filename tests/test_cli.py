@@ -410,7 +410,7 @@ def test_a_named_system_plans_with_its_own_options(there, capsys):
         (["--planner"], "--planner"),
         (["--planner", "memonger", "--seconds", "3"], "--seconds"),
         (["--any-order"], "--any-order"),
-        (["--planner", "memonger", "--share", "nobody"], "one of the graph's storages"),
+        (["--planner", "memonger", "--share", "nobody"], "unknown storage 'nobody'"),
         (["--planner", "aitemplate", "--streams", "0"], "at least one op runs at a time"),
     ],
 )

@@ -152,7 +152,7 @@ def test_A06_scratch_is_shared_or_unique_unique_first() -> None:
     scratch = {made.steps[r.start].op: r.offset for r in made.residences if r.storage < 0}
     assert scratch == {1: start, 6: start + 64, 4: start + 128, 5: start + 128}
     assert made.arena == start + 128 + 200
-    with pytest.raises(BadInput, match="one of the graph's ops"):
+    with pytest.raises(BadInput, match="unknown op 'nobody'"):
         plan(graph, Options(unique="nobody"))
 
 
@@ -208,10 +208,10 @@ def test_A08_records_are_checked() -> None:
     good = Record("a", 0, 64, 0, 3, ("a",))
     check_records([good, replace(good, name="b", storage=1)], 4)
     for wrong, rule in (
-        ([good, good], "one record"),
-        ([replace(good, first=4, last=3)], "within the 4 steps"),
-        ([replace(good, last=4)], "within the 4 steps"),
-        ([replace(good, size=0)], "has bytes"),
+        ([good, good], "duplicate record"),
+        ([replace(good, first=4, last=3)], "not within the 4 steps"),
+        ([replace(good, last=4)], "not within the 4 steps"),
+        ([replace(good, size=0)], "at least 1 byte"),
     ):
         with pytest.raises(BadInput, match=rule):
             check_records(wrong, 4)

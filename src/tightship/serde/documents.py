@@ -76,6 +76,10 @@ _BOUNDS: Final[Mapping[str, Any]] = {
 """Of numbers, where they are not an index or seconds, and of texts of which there are only some."""
 
 
+def _many(kind: Any) -> Any:
+    return tuple.__class_getitem__((kind, ...))
+
+
 def _bounded(hint: Any, bound: Any) -> Any:
     """A field's type with bounds for its numbers."""
     if hint in (int, float, str):
@@ -98,7 +102,7 @@ def _document(
         if f.default_factory is not MISSING:
             default = msgspec.field(default_factory=f.default_factory)
         if columns:
-            kind, default = tuple[kind, ...], () if default is not MISSING else default
+            kind, default = _many(kind), () if default is not MISSING else default
         if f.name not in others:
             rows.append((f.name, kind) if default is MISSING else (f.name, kind, default))
     rows += [(key, *kind) if isinstance(kind, tuple) else (key, kind) for key, kind in others.items()]
@@ -116,14 +120,14 @@ _rates = tuple[_RATE, ...] | dict[str, _RATE]
 StorageRow = _document("StorageRow", Storage, {})
 ValueRow = _document("ValueRow", Value, {})
 RequestRow = _document("RequestRow", Request, {})
-OpRow = _document("OpRow", Op, {"requests": (tuple[RequestRow, ...], ()), "calls": ("tuple[Body, ...]", ())})
+OpRow = _document("OpRow", Op, {"requests": (_many(RequestRow), ()), "calls": ("tuple[Body, ...]", ())})
 MachineRow = _document(
     "MachineRow", Machine, {"pack": (_rates, MODELLED.pack), "unpack": (_rates, MODELLED.unpack)}
 )
 _rows_of_graphs = {
-    "storages": tuple[StorageRow, ...],
-    "values": tuple[ValueRow, ...],
-    "ops": tuple[OpRow, ...],
+    "storages": _many(StorageRow),
+    "values": _many(ValueRow),
+    "ops": _many(OpRow),
     "machine": (MachineRow, MachineRow()),
 }
 Body = _document("Body", Graph, _rows_of_graphs)
@@ -143,7 +147,7 @@ PlanDocument = _document(
     Plan,
     _header(PLAN_FORMAT)
     | {
-        "inner": (tuple[InnerRow, ...], ()),  # type: ignore[valid-type]
+        "inner": (_many(InnerRow), ()),
         "steps": StepColumns,
         "residences": (ResidenceColumns | None, None),
         "graph": (GraphDocument | None, None),

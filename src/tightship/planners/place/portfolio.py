@@ -61,7 +61,8 @@ def offsets(
     columns = [np.ascontiguousarray(x, dtype=np.int64) for x in (lower, upper, size)]
     count = len(columns[2])
     if any(c.shape != (count,) for c in columns):
-        raise BadInput("lower, upper and size are of one length", tuple(c.shape for c in columns), "offsets")
+        shapes = [c.shape for c in columns]
+        raise BadInput(f"different shapes {shapes} of lower, upper and size", place="offsets")
     ones, free = np.ones(count, dtype=np.int64), np.full(count, FREE, dtype=np.int64)
     f = from_arrays(Arrays(columns[0], columns[1], columns[2], ones, free))
     o = Options(seed=seed, work_limit=work_limit, time_limit=time_limit)

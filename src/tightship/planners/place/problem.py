@@ -38,6 +38,8 @@ Ints = npt.NDArray[np.int64]
 FREE = -1
 """``Arrays.pinned`` of a buffer that may go anywhere."""
 
+EMPTY, ALIGNMENT = "empty live range from {} on", "alignment {} is below 1"
+
 MAX_TOTAL = 2**62
 """Offsets are signed 64-bit integers in the core; this leaves room to add any two of them."""
 
@@ -103,7 +105,9 @@ HANDING_OUT = 3e-7
 def frame(problem: Problem) -> Frame:
     """Check a problem of one arena and prepare it for the core."""
     if problem.pools:
-        raise BadInput("a planner places in one arena; `pack` goes from pool to pool", len(problem.pools))
+        raise BadInput(
+            f"{len(problem.pools)} pools: a planner places in one arena; `pack` goes from pool to pool"
+        )
     if not _is_plain(problem):
         return related(problem)
     began = time.perf_counter()
@@ -153,12 +157,12 @@ def _arrays(problem: Problem) -> Arrays:
     pins = list(map(attrgetter("pinned"), buffers))
     given = [pin for pin in pins if pin is not None]
     if given and (least := min(given)) < 0:
-        raise BadInput("a pinned offset is not negative", least, f"buffer {buffers[pins.index(least)].id!r}")
+        raise BadInput(f"negative offset {least}", place=f"buffer {buffers[pins.index(least)].id!r}")
     try:
         pinned = np.array([FREE if pin is None else pin for pin in pins], dtype=np.int64)
         return Arrays(column("lower"), column("upper"), column("size"), column("alignment"), pinned)
     except OverflowError:
-        raise BadInput("times and sizes are 64-bit integers", place="Problem.buffers") from None
+        raise BadInput("time or size beyond 64 bits", place="Problem.buffers") from None
 
 
 def from_arrays(arrays: Arrays, names: list[str] | None = None, *, began: float | None = None) -> Frame:
@@ -184,8 +188,10 @@ def _least(a: Arrays) -> int:
 
 def _check_pins(clash: int, arrays: Arrays, names: list[str] | None) -> None:
     if clash >= 0:
-        rule = "pinned buffers that are alive together share no bytes"
-        raise BadInput(rule, int(arrays.pinned[clash]), _name(clash, names))
+        rule = (
+            f"offset {int(arrays.pinned[clash])}: shares bytes with another pinned buffer alive at one time"
+        )
+        raise BadInput(rule, place=_name(clash, names))
 
 
 def most_alive(lower: Ints, upper: Ints, weight: Ints) -> int:
@@ -222,19 +228,21 @@ def _name(index: int, names: list[str] | None) -> str:
 
 def _check(a: Arrays, names: list[str] | None) -> None:
     rules = (
-        ("a live range [lower, upper) is not empty", a.lower >= a.upper, a.lower),
-        ("a size is not negative", a.size < 0, a.size),
-        ("an alignment is at least 1", a.alignment < 1, a.alignment),
-        ("a pinned offset is a multiple of the alignment",
+        (EMPTY, a.lower >= a.upper, a.lower),
+        ("negative size {}", a.size < 0, a.size),
+        (ALIGNMENT, a.alignment < 1, a.alignment),
+        ("pinned offset {} is no multiple of the alignment",
          (a.pinned != FREE) & (a.pinned % np.maximum(a.alignment, 1) != 0), a.pinned),
     )  # fmt: skip
     for rule, broken, value in rules:
         if broken.any():
             i = int(broken.argmax())
-            raise BadInput(rule, int(value[i]), _name(i, names))
+            raise BadInput(rule.format(int(value[i])), place=_name(i, names))
     total = sum(map(float, (a.size.sum(dtype=float), a.alignment.sum(dtype=float), a.pinned.max(initial=0))))
     if total >= MAX_TOTAL:
-        raise BadInput("all sizes together are below 2^62 bytes", int(total), "placement problem")
+        raise BadInput(
+            f"too large: sizes add up to {int(total)}, not below 2^62 bytes", place="placement problem"
+        )
 
 
 # --- groups and gaps ---
@@ -265,31 +273,31 @@ def merge(problem: Problem) -> tuple[Problem, tuple[int, ...]]:
 def _merged(group: Sequence[Buffer]) -> Buffer:
     name = group[0].group
 
-    def fault(rule: str, value: object, b: Buffer) -> BadInput:
-        return BadInput(f"{rule} (colocation group {name!r})", value, f"buffer {b.id!r}")
+    def fault(rule: str, b: Buffer) -> BadInput:
+        return BadInput(f"{rule} (colocation group {name!r})", place=f"buffer {b.id!r}")
 
     for b in group:
         if rule := b.gap_fault:
-            raise BadInput(rule, b.gaps, f"buffer {b.id!r}")
+            raise BadInput(rule, place=f"buffer {b.id!r}")
         if any(gap.window for gap in b.gaps):
-            raise fault("a member's gaps have no windows", b.gaps, b)
+            raise fault("gap with a window: members of a group have none", b)
         if b.lower >= b.upper:
-            raise BadInput("a live range [lower, upper) is not empty", b.lower, f"buffer {b.id!r}")
+            raise BadInput(EMPTY.format(b.lower), place=f"buffer {b.id!r}")
         if b.alignment < 1:
-            raise BadInput("an alignment is at least 1", b.alignment, f"buffer {b.id!r}")
+            raise BadInput(ALIGNMENT.format(b.alignment), place=f"buffer {b.id!r}")
     alignment = math.lcm(*(b.alignment for b in group))
     pins = {b.pinned: b for b in group if b.pinned is not None}
     if len(pins) > 1:
-        raise fault("members are pinned to one offset", sorted(pins), list(pins.values())[1])
+        raise fault(f"members pinned to different offsets {sorted(pins)}", list(pins.values())[1])
     for offset, b in pins.items():
         if offset % alignment:
-            raise fault(f"members are pinned to a multiple of {alignment}, as all ask for", offset, b)
+            raise fault(f"pinned offset {offset} is no multiple of {alignment}, as all members ask for", b)
     pools = next((b.pools for b in group if b.pools), ())
     for b in group:
         if b.pools:
             pools = tuple(p for p in pools if p in b.pools)
         if b.pools and not pools:
-            raise fault("members have a pool in common", b.pools, b)
+            raise fault(f"no pool in common with other members, only {', '.join(b.pools)}", b)
     hint = next((b.hint for b in group if b.hint is not None), None)
     lower, upper, size = min(b.lower for b in group), max(b.upper for b in group), max(b.size for b in group)
     gaps = _merged_gaps(group, size)
@@ -325,11 +333,12 @@ def _check_gaps(problem: Problem) -> None:
         if not b.gaps:
             continue
         if rule := b.gap_fault:
-            raise BadInput(rule, b.gaps, f"buffer {b.id!r}")
+            raise BadInput(rule, place=f"buffer {b.id!r}")
         if b.alignment < 1:
-            raise BadInput("an alignment is at least 1", b.alignment, f"buffer {b.id!r}")
+            raise BadInput(ALIGNMENT.format(b.alignment), place=f"buffer {b.id!r}")
         if b.pinned is not None and (b.pinned < 0 or b.pinned % b.alignment):
-            raise BadInput("a pinned offset is a multiple of the alignment", b.pinned, f"buffer {b.id!r}")
+            rule = f"pinned offset {b.pinned} is negative or no multiple of the alignment"
+            raise BadInput(rule, place=f"buffer {b.id!r}")
 
 
 def cut(problem: Problem) -> Problem:
