@@ -20,10 +20,6 @@ __all__ = ["AliasSet", "InPlace", "alias_sets", "in_place"]
 InPlace = tuple[int, Index, Index]
 """(operand, position in it, position in the result) that share their bytes."""
 
-_FIRST = frozenset({"dynamic-update-slice", "set-dimension-size"})
-_EACH = frozenset({"all-reduce-start"})
-_PASS = frozenset({"bitcast"})
-
 
 @dataclass(frozen=True, eq=False)
 class AliasSet:
@@ -98,23 +94,22 @@ def _while(points: PointsTo, loop: Node) -> Iterator[tuple[Buffer, Buffer]]:
 
 def in_place(module: Module, i: Instruction, operands: int) -> Sequence[InPlace]:
     """What an instruction writes over an operand of it, whoever compiles it."""
-    if i.opcode in _FIRST:
-        return ((0, (), ()),)
-    if i.opcode == "scatter":
-        count = len(i.shape.parts) or 1
-        return ((0, (), ()),) if count == 1 else tuple((k, (), (k,)) for k in range(count))
-    if i.opcode in _EACH:
-        if "nvshmem" in i.attribute("backend_config").lower():
-            return ()
-        return ((0, (), ()),) if operands == 1 else tuple((k, (), (k,)) for k in range(operands))
-    if i.opcode in ("custom-call", "async-start"):
-        return declared(i)
-    if i.opcode == "fusion":
-        return (*_fusion(module, i), *declared(i))
-    if i.opcode == "ragged-all-to-all":
-        return ((1, (), ()),)
-    if i.opcode in ("collective-permute", "collective-permute-start") and operands == 4:
-        return _permute(module, i)
+    match i.row.writes_over:
+        case "first":
+            return ((0, (), ()),)
+        case "second":
+            return ((1, (), ()),)
+        case "results" | "operands" as each:
+            count = operands if each == "operands" else len(i.shape.parts) or 1
+            if each == "operands" and "nvshmem" in i.attribute("backend_config").lower():
+                return ()
+            return ((0, (), ()),) if count == 1 else tuple((k, (), (k,)) for k in range(count))
+        case "declared":
+            return declared(i)
+        case "fusion":
+            return (*_fusion(module, i), *declared(i))
+        case "permute" if operands == 4:
+            return _permute(module, i)
     return ()
 
 
@@ -136,7 +131,7 @@ def _fusion(module: Module, i: Instruction) -> Iterator[InPlace]:
             at, index = by_name[at.operands[index[0]]], index[1:]
         while at.opcode == "get-tuple-element":
             at, index = by_name[at.operands[0]], (at.tuple_index, *index)
-        while not index and at.opcode in _PASS:
+        while not index and at.opcode == "bitcast":
             at = by_name[at.operands[0]]
         return at.name, index
 

@@ -19,14 +19,6 @@ __all__ = ["TARGETS", "Sharing", "elementwise", "target_of"]
 TARGETS = {"cpu": 64, "gpu": 256}
 """What XLA aligns allocations to, by the machine a module is compiled for."""
 
-_ELEMENTWISE = frozenset(
-    "abs acos acosh add and asin asinh atan2 atanh bitcast-convert cbrt ceil clamp compare complex convert copy"
-    " cosh count-leading-zeros divide erf exponential exponential-minus-one floor imag is-finite log"
-    " log-plus-one logistic maximum minimum multiply negate not or popcnt power real reduce-precision"
-    " remainder round-nearest-afz round-nearest-even rsqrt select shift-left shift-right-arithmetic"
-    " shift-right-logical sign sine cosine sinh sqrt stochastic-convert subtract tan tanh xor"
-    " constant rng map".split()
-)
 _GPU_MARKS = ('"operation_queue_id"', '"fusion_backend_config"', '"gemm_backend_config"', '{"sizes"')
 _BETA = re.compile(r'"beta":\s*(-?[\d.eE+]+)')
 
@@ -48,7 +40,7 @@ def elementwise(module: Module, i: Instruction, operand: int) -> bool:
     """Whether each element of the result depends on the same element of that operand alone."""
     if i.opcode == "fusion":
         return _all_elementwise(module, module.by_name[i.called[0]], operand)
-    return (i.opcode == "dynamic-update-slice" and operand == 0) or i.opcode in _ELEMENTWISE
+    return (i.opcode == "dynamic-update-slice" and operand == 0) or i.row.elementwise
 
 
 def _all_elementwise(module: Module, inside: Computation, parameter: int) -> bool:
@@ -135,7 +127,7 @@ class Sharing:
 
     def _plain(self, operand: Node, user: Node, out: Index) -> bool:
         numbers = [k for k, o in enumerate(user.operands) if o is operand]
-        if user.opcode in ("dynamic-update-slice", "scatter", "set-dimension-size"):
+        if user.row.writes_over in ("first", "results"):
             return numbers == [0]
         if user.opcode == "triangular-solve":
             return numbers == [1]
@@ -232,11 +224,7 @@ class _Fused:
                     work.append(user)
                 if not self._passes(name, by_name[user], real):
                     return False
-        if (
-            several
-            and real.opcode not in _ELEMENTWISE
-            and any(o in seen for o in root.operands if o != output.name)
-        ):
+        if several and not real.row.elementwise and any(o in seen for o in root.operands if o != output.name):
             return False
         return found
 

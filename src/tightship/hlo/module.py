@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
+from tightship.hlo.opcodes import Opcode, opcode
 from tightship.hlo.shape import Shape
 
 __all__ = [
@@ -40,13 +41,6 @@ CALLS = (
     "comparator",
 )
 """Attributes that name computations."""
-
-_RUNS = {
-    "while": ("condition", "body"),
-    "call": ("to_apply",),
-    "async-start": ("calls",),
-    "conditional": ("branch_computations", "true_computation", "false_computation"),
-}
 
 _NAME = re.compile(r"%?([\w.\-]+)")
 _COMMENT = re.compile(r"/\*.*?\*/")
@@ -86,6 +80,11 @@ class Instruction:
     attributes: tuple[tuple[str, str], ...] = ()
     root: bool = False
     line: int = field(default=0, compare=False)
+
+    @property
+    def row(self) -> Opcode:
+        """What its opcode does, in the table of opcodes."""
+        return opcode(self.opcode)
 
     def attribute(self, key: str, default: str = "") -> str:
         for name, text in self.attributes:
@@ -274,14 +273,12 @@ def _rows(lines: tuple[str, ...]) -> Iterator[tuple[str, str]]:
 
 def run_keys(i: Instruction) -> tuple[str, ...]:
     """The attributes whose computations an instruction runs one after another, with its own operands."""
-    return tuple(key for key in _RUNS.get(i.opcode, ()) if i.has(key))
+    return tuple(key for key in i.row.callees if i.has(key)) if i.row.runs else ()
 
 
 def runs(i: Instruction) -> tuple[str, ...]:
     """Computations an instruction runs one after another with its own operands (not element by element): a
     loop's condition before its body, the branches of a conditional in the order of their operands."""
-    if i.opcode not in _RUNS:
-        return ()
     return tuple(n for key in run_keys(i) for n in names_in(i.attribute(key)))
 
 

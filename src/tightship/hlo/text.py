@@ -20,7 +20,7 @@ from typing import NoReturn
 from tightship.errors import BadInput
 from tightship.hlo.check import check_instructions, check_module
 from tightship.hlo.module import Computation, Instruction, Module
-from tightship.hlo.opcodes import KNOWN
+from tightship.hlo.opcodes import OPCODES
 from tightship.hlo.shape import BITS, Shape
 from tightship.serde import read_bytes
 
@@ -253,7 +253,7 @@ def _notes(computations: list[Computation]) -> tuple[str, ...]:
     unknown: dict[str, list[Instruction]] = {}
     for c in computations:
         for i in c.instructions:
-            if i.opcode not in KNOWN:
+            if i.opcode not in OPCODES:
                 unknown.setdefault(i.opcode, []).append(i)
     return tuple(
         f"opcode {opcode!r} is not known ({len(found)}, first {found[0].name!r} in line {found[0].line}):"

@@ -16,9 +16,6 @@ from tightship.hlo.dataflow import Buffer, Node
 from tightship.hlo.liveness import LiveRanges
 from tightship.units import format_bytes, format_seconds
 
-_CARRY = frozenset({"while", "conditional", "call", "parameter", "copy", "get-tuple-element"})
-"""What hands buffers on between a computation and its caller."""
-
 _SCALAR = 8
 """Bytes of an index; a slice is larger."""
 
@@ -123,15 +120,20 @@ def kind_of(a: Allocation) -> str:
 def _maker(group: Sequence[Buffer], buffer: Buffer) -> Node:
     """The instruction that tells most of what is in a buffer: for what a loop or a branch carries, what makes it
     there; for slices stacked up, what makes the slices."""
-    if buffer.node.opcode not in _CARRY:
+    if not _carries(buffer.node):
         return buffer.node
     inside = [b.node for b in group if b.node.computation is not buffer.node.computation]
-    made = next((n for n in reversed(inside) if n.opcode not in _CARRY), buffer.node)
+    made = next((n for n in reversed(inside) if not _carries(n)), buffer.node)
     if not made.op_name.endswith("dynamic_update_slice"):
         return made
     given = [o.at[0] for o in made.operands if not o.shape.is_tuple and o.at[0] not in group]
     slices = max(given, key=lambda b: b.nbytes, default=buffer)
     return slices.node if slices.node.op_name and slices.nbytes > _SCALAR else made
+
+
+def _carries(node: Node) -> bool:
+    """Whether it hands buffers on, within a computation or to and from the caller."""
+    return node.row.runs or node.row.makes != "results" or node.opcode == "copy"
 
 
 def _resident(live: LiveRanges, buffer: Buffer, maker: Node, nbytes: int, kind: str, step: int) -> Resident:

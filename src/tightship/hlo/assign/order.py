@@ -19,12 +19,8 @@ from tightship.hlo.assign.allocate import between
 from tightship.hlo.assign.heap import most_alive
 from tightship.hlo.dataflow import Buffer, Node
 from tightship.hlo.liveness import LiveRanges, live_ranges
-from tightship.hlo.opcodes import EFFECTS
 
 __all__ = ["reordered", "scheduled"]
-
-_EFFECTS = EFFECTS - {"copy-start", "copy-done"} | {"partition-id", "replica-id"}
-"""What keeps its order."""
 
 
 def scheduled(module: Module) -> Module:
@@ -83,7 +79,9 @@ class _Frame:
         mine = set(nodes)
         before = {n.name: {*(o.name for o in n.operands), *n.instruction.control_predecessors} for n in nodes}
         effects = [
-            n.name for n in nodes if n.opcode in _EFFECTS or n.instruction.has("custom_call_has_side_effect")
+            n.name
+            for n in nodes
+            if n.row.effect not in ("", "copy") or n.instruction.has("custom_call_has_side_effect")
         ]
         for earlier, later in pairwise(effects):
             before[later].add(earlier)
@@ -101,11 +99,11 @@ class _Frame:
             if not touched:
                 continue
             first = min(touched, key=time.__getitem__)
-            if first.opcode not in ("parameter", "constant"):
+            if first.row.makes != "given":
                 takes[first.name] += group.size
             everyone = {n for found in touched.values() for n in found} | set(touched)
             out = any(n.is_root for n in everyone)
-            if not out and first.opcode not in ("parameter", "constant"):
+            if not out and first.row.makes != "given":
                 for node in everyone:
                     uses[node.name].append(len(sizes))
                 sizes.append(group.size)
