@@ -98,9 +98,13 @@ def plan_with_results(module: Module, graph: Graph, plan: Plan) -> tuple[Graph, 
     """``graph`` and its plan with the same bytes; no bound is claimed of tables of addresses."""
     counted = with_results(module, graph)
     more = counted.storages[-1].size
-    peaks_of = {"peak": plan.peak + more, "peak_before": plan.peak_before + more}
-    budget = None if plan.budget is None else plan.budget + more
-    bound = plan.lower_bound + result_bytes(module)
-    digest, static = counted.digest, counted.static_bytes
-    made = replace(plan, digest=digest, static=static, budget=budget, lower_bound=bound, **peaks_of)
+    made = replace(
+        plan,
+        digest=counted.digest,
+        static=counted.static_bytes,
+        peak=plan.peak + more,
+        peak_before=plan.peak_before + more,
+        budget=None if plan.budget is None else plan.budget + more,
+        lower_bound=plan.lower_bound + result_bytes(module),
+    )
     return counted, made

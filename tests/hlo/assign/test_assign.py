@@ -10,12 +10,12 @@ from support import hlo_data, hlo_dumps
 from tightship.baselines import xla_assign
 from tightship.cli import main
 from tightship.hlo import parse, read, to_text
+from tightship.hlo.alias import Sharing, target_of
 from tightship.hlo.assign import tight
 from tightship.hlo.assign.allocate import Assignment
 from tightship.hlo.assign.check import violations
 from tightship.hlo.assign.heap import replay
 from tightship.hlo.assign.order import reordered
-from tightship.hlo.in_place import Sharing, target_of
 from tightship.hlo.liveness import live_ranges
 from tightship.planners import planner
 

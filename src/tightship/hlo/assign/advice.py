@@ -12,7 +12,7 @@ from typing import Any
 
 from tightship.baselines import xla_assign
 from tightship.hlo import Index, Module
-from tightship.hlo.assign.allocate import Assignment, between
+from tightship.hlo.assign.allocate import Assignment
 from tightship.hlo.assign.heap import most_alive
 from tightship.hlo.assign.order import reordered
 from tightship.hlo.dataflow import Node
@@ -82,7 +82,7 @@ def _loops(made: Assignment, step: int) -> list[Advice]:
     entry = frozenset(live.points.nodes[live.points.module.entry.name])
     found: dict[Node, int] = {}
     for g in live.sets:
-        if not any(start <= step < end for start, end in between(live, g)):
+        if not any(start <= step < end for start, end in live.between(g)):
             continue
         for b in g.buffers:
             trips = _TRIPS.search(b.node.instruction.attribute("backend_config"))
@@ -105,7 +105,7 @@ def _idle(made: Assignment) -> Advice:
     live = made.live
     temporary = {b for a in made.allocations if a.temporary for b in a.held}
     groups = [g for g in live.sets if g.buffers[0] in temporary]
-    lives = [(s, e, g.size) for g in groups for s, e in between(live, g)]
+    lives = [(s, e, g.size) for g in groups for s, e in live.between(g)]
     most = most_alive(lives)
     without = []
     for g in groups:

@@ -15,7 +15,6 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 
 from tightship.hlo import Computation, Module, flattened
-from tightship.hlo.assign.allocate import between
 from tightship.hlo.assign.heap import most_alive
 from tightship.hlo.dataflow import Buffer, Node
 from tightship.hlo.liveness import LiveRanges, live_ranges
@@ -58,7 +57,7 @@ def _follows(c: Computation) -> set[tuple[str, str]]:
 
 
 def _peak(live: LiveRanges) -> int:
-    return most_alive((s, e, g.size) for g in live.sets for s, e in between(live, g))
+    return most_alive((s, e, g.size) for g in live.sets for s, e in live.between(g))
 
 
 @dataclass(frozen=True)

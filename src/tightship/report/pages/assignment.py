@@ -6,7 +6,7 @@ from collections import defaultdict
 from itertools import accumulate
 from typing import Any
 
-from tightship.hlo.assign.allocate import Allocation, Assignment, between
+from tightship.hlo.assign.allocate import Allocation, Assignment
 from tightship.hlo.dataflow import Buffer
 from tightship.hlo.peak import peak_of
 from tightship.report.hlo import assignment_rows, kind_of, peak_rows
@@ -51,7 +51,7 @@ def _memory(made: Assignment) -> Section:
         kind = kinds.get(group.buffers[0], "temporary")
         if not kind:
             continue
-        for start, stop in between(live, group):
+        for start, stop in live.between(group):
             change[kind][max(0, start)] += group.size
             change[kind][min(end, stop)] -= group.size
     rows = {k: list(accumulate(c[t] for t in range(end))) for k, c in change.items() if any(c.values())}
