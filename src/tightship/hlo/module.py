@@ -305,7 +305,22 @@ def flattened(module: Module) -> Module:
     own, and a note says how many there are. Raises ``Unsupported`` beyond ``CLONE_LIMIT`` instructions."""
     if not _shared(module):
         return module
+    sizes: dict[str, int] = {}
+    if (size := _size(module, module.entry.name, sizes)) > CLONE_LIMIT:
+        raise Unsupported(
+            f"a module of more than {CLONE_LIMIT} instructions",
+            f"there are {size:,} once each call has a copy of what it runs",
+            "compile the module with XLA first, which inlines calls",
+        )
     return _Flattening(module).run()
+
+
+def _size(module: Module, name: str, sizes: dict[str, int]) -> int:
+    """Instructions of a computation with a copy of what each of its calls runs."""
+    if name not in sizes:
+        rows = module.by_name[name].instructions
+        sizes[name] = len(rows) + sum(_size(module, n, sizes) for i in rows for n in runs(i))
+    return sizes[name]
 
 
 def _shared(module: Module) -> set[str]:
@@ -321,7 +336,6 @@ class _Flattening:
         self.taken = _elsewhere(module)
         self.names = {c.name for c in module.computations} | {i.name for i in module.instructions}
         self.made: dict[str, list[Computation]] = {c.name: [] for c in module.computations}
-        self.count = sum(len(c.instructions) for c in module.computations)
         self.clones: Counter[str] = Counter()
         self.numbers: Counter[str] = Counter()
 
@@ -359,26 +373,19 @@ class _Flattening:
             text = i.attribute(key)
             own = []
             for callee in names_in(text):
-                own.append(self._own(callee, i))
+                own.append(self._own(callee))
                 self._visit(self.module.by_name[callee], own[-1])
             if tuple(own) != names_in(text):
                 listed = ", ".join(f"%{n}" for n in own)
                 changed[key] = f"{{{listed}}}" if text.lstrip().startswith("{") else listed
         return i.but(**changed) if changed else i
 
-    def _own(self, callee: str, i: Instruction) -> str:
-        """The name of ``callee`` where ``i`` runs it."""
+    def _own(self, callee: str) -> str:
+        """A name for ``callee`` in one more place that runs it."""
         if callee not in self.taken:
             self.taken.add(callee)
             return callee
         self.clones[callee] += 1
-        self.count += len(self.module.by_name[callee].instructions)
-        if self.count > CLONE_LIMIT:
-            raise Unsupported(
-                f"more than {CLONE_LIMIT} instructions once each call has a copy of what it runs",
-                f"{i.name!r} runs {callee!r} again, for the {self.clones[callee] + 1}th time",
-                "compile the module with XLA first, which inlines calls",
-            )
         return self._name(callee)
 
     def _name(self, name: str) -> str:
