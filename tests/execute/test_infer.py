@@ -14,7 +14,7 @@ import tightship
 from support.models import MODELS
 from tightship.errors import BadInput, Infeasible, Unsupported
 from tightship.execute import allocator
-from tightship.execute.meter import Meter
+from tightship.execute.allocator import Meter
 
 pytestmark = pytest.mark.skipif(not allocator.available(), reason="no C++ compiler")
 

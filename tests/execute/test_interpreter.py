@@ -148,7 +148,7 @@ def test_a_residence_that_is_too_small_is_refused(bound):
     plan = plans.keep(bound.graph)
     big = max(range(len(plan.residences)), key=lambda k: plan.residences[k].size)
     rows = [replace(r, size=64) if k == big else r for k, r in enumerate(plan.residences)]
-    with pytest.raises(BadInput, match="size of its request"):
+    with pytest.raises(BadInput, match="too small for a request"):
         bound.executor(replace(plan, residences=tuple(rows)))
 
 

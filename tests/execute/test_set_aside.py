@@ -13,10 +13,9 @@ from support import plans
 from support.runs import Pair, beyond, eager
 from tightship import simulate
 from tightship.errors import BadInput, Infeasible, Unsupported
-from tightship.execute.arguments import Environment
 from tightship.execute.compile import compile_plan
 from tightship.execute.interpreter import Executor
-from tightship.execute.moves import Moves
+from tightship.execute.transfers import Environment, Transfers
 from tightship.plan import Plan, Step
 from tightship.planners.evict import compress, offload
 from tightship.planners.evict.offload_compress import overlapped, spans, steps_with
@@ -308,7 +307,7 @@ def test_a_copy_waits_for_what_a_copy_stream_frees():
 
     plan = Plan("", steps)
     environment = Environment(len(graph.values))
-    moves = Moves(bound.program, plan, environment, Pool())
+    moves = Transfers(bound.program, plan, environment, Pool())
     runs = []
     for i, step in enumerate(steps):
         assert moves.waits(i, step) is None

@@ -16,7 +16,7 @@ from transformers import (
 )
 
 from tightship.errors import BadInput, Infeasible
-from tightship.execute.meter import Meter
+from tightship.execute.allocator import Meter
 from tightship.integrations.huggingface import Tightship
 
 QUICK = {"seconds_per_op": 0.0005, "seconds": 20.0, "work": 500_000, "strict": True}

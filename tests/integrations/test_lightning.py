@@ -10,7 +10,7 @@ from torch import nn
 lightning = pytest.importorskip("lightning", reason="lightning is not installed")
 
 from tightship.errors import Infeasible  # noqa: E402
-from tightship.execute.meter import Meter  # noqa: E402
+from tightship.execute.allocator import Meter  # noqa: E402
 from tightship.integrations.lightning import Tightship  # noqa: E402
 
 QUICK = {"seconds_per_op": 0.0005, "seconds": 20.0, "work": 500_000, "strict": True}

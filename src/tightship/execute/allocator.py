@@ -6,9 +6,9 @@ temporaries and oneDNN scratch included, bookkeeping not. A request for 0 bytes 
 
 `load` compiles the allocator with the user's C++ compiler on first use (two seconds; kept in the user's cache) and
 installs it for the rest of the process; with nothing active it is the default allocator plus two counters (on CUDA:
-one that keeps freed blocks for requests of the same size, see `cuda`). Recording and replay concern the calling
+one that keeps freed blocks for requests of the same size, see `native`). Recording and replay concern the calling
 thread only: requests of other threads are plain heap, and blocks may be freed on any thread. Blocks from before
-`load`, and later resizes of them, are not counted.
+`load`, and later resizes of them, are not counted. `Meter` measures the peak over all threads.
 
 ``python -m tightship.execute.allocator`` prints what a request and a `Replay.seek` cost.
 """
@@ -18,18 +18,22 @@ import copy
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from types import TracebackType
+from typing import Any, Literal, Self
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from tightship.errors import BadInput, Unsupported
-from tightship.execute.build import NoCompiler, build_and_import
+from tightship.execute import native
+from tightship.execute.native import NoCompiler
 from tightship.process_local import NotCopied
 
 __all__ = [
     "Arena",
     "Event",
+    "Meter",
     "Miss",
     "NoCompiler",
     "Recording",
@@ -47,6 +51,8 @@ __all__ = [
     "suspended",
     "why_not",
 ]
+
+Integers = Sequence[int] | NDArray[Any]
 
 _lock = threading.RLock()
 _natives: dict[str, Any] = {}
@@ -72,27 +78,11 @@ def load(kind: str = "cpu") -> Any:
             raise copy.copy(_failures[kind])
         if kind not in _natives:
             try:
-                _natives[kind] = _installed(kind)
+                _natives[kind] = native.install(kind)
             except NoCompiler as error:
                 _failures[kind] = error
                 raise
     return _natives[kind]
-
-
-def _installed(kind: str) -> Any:
-    if kind == "cuda":
-        from tightship.execute import cuda
-
-        cuda.check()
-        native = build_and_import(kind)
-        cuda.install(native)
-        return native
-    if kind != "cpu":
-        raise Unsupported(f"an arena on {kind}", "there is an allocator for CPU and CUDA")
-    native = build_and_import(kind)
-    if not native.install():
-        raise Unsupported("serving a step from an arena", "another CPU allocator has priority")
-    return native
 
 
 def loaded(kind: str) -> bool:
@@ -164,12 +154,12 @@ class Script(NotCopied):
 
     def __init__(
         self,
-        sizes: Sequence[int],
-        offsets: Sequence[int],
-        step_start: Sequence[int],
+        sizes: Integers,
+        offsets: Integers,
+        step_start: Integers,
         limit: int | None = None,
         kind: str = "cpu",
-        over: Sequence[int] = (),
+        over: Integers = (),
     ) -> None:
         if limit is not None and limit < 0:
             raise BadInput("a limit is a number of bytes", limit, "Script")
@@ -224,9 +214,10 @@ class ReplayStats:
 class Replay:
     """A session of `replay`. ``seek(step)`` announces the step whose requests follow; call it before each."""
 
+    _stats: ReplayStats | None = None
+
     def __init__(self, seek: Callable[[int], None]) -> None:
         self.seek = seek
-        self._stats: ReplayStats | None = None
 
     @property
     def stats(self) -> ReplayStats:
@@ -244,19 +235,19 @@ def replay(arena: Arena, script: Script) -> Iterator[Replay]:
     session, and a later session on the same arena counts them. Raises `BadInput` if the script reaches beyond
     the arena, RuntimeError if this thread is replaying or recording already.
     """
-    native = arena._native
+    functions = arena._native
     if arena.kind == "cuda" and torch.cuda.is_initialized():
         # cuBLAS keeps a workspace for each thread and stream, which its first matmul asks for: no part of a step.
         torch.cuda.current_blas_handle()
     try:
-        native.begin(arena._handle, script._handle)
+        functions.begin(arena._handle, script._handle)
     except ValueError as error:
         raise BadInput(str(error), place="replay") from error
-    session = Replay(native.seek)
+    session = Replay(functions.seek)
     try:
         yield session
     finally:
-        stats = native.end()
+        stats = functions.end()
         stats["first_misses"] = tuple(Miss(*miss) for miss in stats["first_misses"])
         stats["failed_step"] = None if stats["failed_step"] < 0 else stats["failed_step"]
         session._stats = ReplayStats(**stats)
@@ -272,12 +263,12 @@ def aside(kind: str = "cpu") -> None:
 @contextlib.contextmanager
 def suspended(kind: str = "cpu") -> Iterator[None]:
     """Makes this thread's requests plain heap, unknown to its replay or recording (but not to a meter)."""
-    native = load(kind)
-    native.pause()
+    functions = load(kind)
+    functions.pause()
     try:
         yield
     finally:
-        native.resume()
+        functions.resume()
 
 
 def reserved(kind: str = "cpu") -> int:
@@ -320,13 +311,75 @@ def record(kind: str = "cpu") -> Iterator[Recording]:
 
     Raises RuntimeError if this thread is replaying or recording already.
     """
-    native = load(kind)
-    native.record_begin()
-    recording = Recording(native.seek)
+    functions = load(kind)
+    functions.record_begin()
+    recording = Recording(functions.seek)
     try:
         yield recording
     finally:
-        recording._events = [Event(*event) for event in native.record_end()]
+        recording._events = [Event(*event) for event in functions.record_end()]
+
+
+# ---- measuring
+
+
+_meter_lock = threading.Lock()
+_meters: "list[Meter]" = []
+"""Those that are running."""
+
+
+class Meter:
+    """Measures how far the bytes of all live blocks rise above their level at entry, over all threads: the physical
+    peak, op temporaries included, that budgets are checked against.
+
+    ``with Meter() as meter: ...`` then ``meter.peak``; ``Meter("cuda")`` for CUDA devices, all together. Blocks
+    count in multiples of 64 bytes (512 on CUDA), from heap or arena; an arena's unused bytes do not. Blocks
+    allocated before the allocator was first loaded were never counted, so freeing them lowers nothing. Meters may
+    nest and overlap. Raises `NoCompiler` at construction.
+    """
+
+    def __init__(self, kind: str = "cpu") -> None:
+        self._native: Any = load(kind)
+        self.start_level = self._highest = self._last = 0
+
+    def __enter__(self) -> Self:
+        with _meter_lock:
+            if self in _meters:
+                raise RuntimeError("this meter is already running")
+            _fold(self._native)
+            self.start_level = self._highest = self._native.meter_current()
+            _meters.append(self)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        with _meter_lock:
+            self._last = self._native.meter_current()
+            _fold(self._native)
+            _meters.remove(self)
+
+    @property
+    def current(self) -> int:
+        """Bytes above the level at entry: now, or when the meter stopped. Negative if more was freed."""
+        with _meter_lock:
+            level = self._native.meter_current() if self in _meters else self._last
+        return int(level - self.start_level)
+
+    @property
+    def peak(self) -> int:
+        """The most bytes above the level at entry so far, never negative."""
+        with _meter_lock:
+            if self in _meters:
+                _fold(self._native)
+        return int(self._highest - self.start_level)
+
+
+def _fold(native: Any) -> None:
+    """Starts a new peak at the current level, after every running meter has taken note of the old one."""
+    highest = native.meter_reset_peak()
+    for meter in (m for m in _meters if m._native is native):
+        meter._highest = max(meter._highest, highest)
 
 
 def _benchmark() -> None:
@@ -339,7 +392,7 @@ def _benchmark() -> None:
         return torch.empty(256)
 
     measure("request + free, torch's own allocator", request)
-    native = load()
+    functions = load()
     measure("request + free, passive", request)
     arena = Arena(1 << 20)
     measure("request + free, passive, an arena exists", request)
@@ -350,9 +403,9 @@ def _benchmark() -> None:
         kept = [(many.seek(k), torch.empty(256))[1] for k in range(511)]
         measure("the same among 511 live blocks", lambda: (many.seek(511), request()))
         kept.clear()
-    native.record_begin()
+    functions.record_begin()
     measure("request + free, recorded", request)
-    native.record_end()
+    functions.record_end()
 
 
 if __name__ == "__main__":

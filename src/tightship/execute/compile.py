@@ -3,30 +3,34 @@
 Everything that can be decided beforehand is: which places hold an op's arguments, which results are kept,
 which views have to be derived and which places are emptied. A place is emptied with its storage, so nothing
 outlives its last use.
+
+The environment is one flat list: a place for every value of the graph, then one for every constant argument. With
+the constants in it, nearly every argument tuple is one ``itemgetter`` call, and no template ever holds a tensor.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from operator import itemgetter
 from typing import Any
 
 from tightship.errors import BadInput, Unsupported
-from tightship.execute.arguments import Environment, constants_of, keywords, positional
-from tightship.execute.device_codecs import PACKED
-from tightship.execute.moves import Moves, Pool, with_state
+from tightship.execute.codecs import ON_DEVICE
+from tightship.execute.host_pool import HostPool
 from tightship.execute.script import device_of
+from tightship.execute.transfers import Action, Environment, Transfers, with_state
 from tightship.execute.views import derivation
 from tightship.frontends.torch import compat
 from tightship.frontends.torch.optim import Updater
-from tightship.frontends.torch.program import Call, Program
+from tightship.frontends.torch.program import Call, Program, Ref
 from tightship.frontends.torch.tape import refs_in
 from tightship.frontends.torch.views import flat
 from tightship.plan import Plan, Step
 
 __all__ = ["Code", "Instruction", "compile_plan", "updater_of"]
 
-Action = Callable[[list[Any]], None]
+Getter = Callable[[list[Any]], Any]
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,20 +70,20 @@ def updater_of(call: Call) -> Updater | None:
 
 
 def compile_plan(
-    program: Program, plan: Plan, aside: Callable[[], None] | None = None, spill: Pool | None = None
+    program: Program, plan: Plan, aside: Callable[[], None] | None = None, pool: HostPool | None = None
 ) -> Code:
     """``aside`` keeps the requests of an op's run away from the arena: optimizer state, which some make, outlives
-    the step. ``spill`` is the host pool, for plans that offload.
+    the step. ``pool`` is the host pool, for plans that offload.
 
     Raises ``BadInput`` for steps that do not fit the program, ``Unsupported`` for packing and copying out beside ops
     on several devices, or on others than CPU and CUDA, and for a codec that is not there on CUDA.
     """
-    return _Compiler(program, plan, aside, spill).run(plan.steps)
+    return _Compiler(program, plan, aside, pool).run(plan.steps)
 
 
 class _Compiler:
     def __init__(
-        self, program: Program, plan: Plan, aside: Callable[[], None] | None, spill: Pool | None
+        self, program: Program, plan: Plan, aside: Callable[[], None] | None, pool: HostPool | None
     ) -> None:
         self.program, self.graph = program, program.graph
         self.aside = aside
@@ -87,7 +91,7 @@ class _Compiler:
         self.there: dict[int, dict[int, None]] = {}  # storage -> values of it that have a tensor now
         self.compiled: dict[tuple[int, bool, tuple[int, ...]], Action] = {}
         self.states: dict[int, int] = {}  # op -> place of its saved random state
-        self.moves = Moves(program, plan, self.environment, spill)
+        self.transfers = Transfers(program, plan, self.environment, pool)
         self.code = Code()
 
     def run(self, steps: Sequence[Step]) -> Code:
@@ -95,7 +99,7 @@ class _Compiler:
             self.appears(slot.value)
         self.refuse_elsewhere(steps)
         for i, step in enumerate(steps):
-            wait = self.moves.waits(i, step)
+            wait = self.transfers.waits(i, step)
             if wait is not None:
                 self.code.instructions.append(Instruction(i, -1, wait))
             if step.kind in ("compute", "recompute"):
@@ -121,7 +125,7 @@ class _Compiler:
             what = f"a step of kind {moving[0].kind!r} on {device}"
             why = "bytes are packed and copied out on CPU and CUDA only, and of one device"
             raise Unsupported(what, why, "allow recompute only")
-        unknown = next((s.codec for s in moving if s.codec and s.codec not in PACKED), None)
+        unknown = next((s.codec for s in moving if s.codec and s.codec not in ON_DEVICE), None)
         if unknown is not None:
             raise Unsupported(f"packing with {unknown!r} on {device}", "it would wait for the device")
 
@@ -183,7 +187,7 @@ class _Compiler:
         if step.kind in ("offload", "compress"):
             for s in step.storages:
                 self.view(i, self.program.bases[s])
-        self.code.instructions.append(Instruction(i, -1, self.moves.move(i, step), asks=True))
+        self.code.instructions.append(Instruction(i, -1, self.transfers.move(i, step), asks=True))
         if step.kind in ("fetch", "decompress"):
             for s in step.storages:
                 self.appears(self.program.bases[s])
@@ -194,7 +198,7 @@ class _Compiler:
         elif step.form == "state":
             places = (self.states.pop(step.op),)
         else:
-            places = self.moves.forget(step)
+            places = self.transfers.forget(step)
         self.empty(i, places)
 
     def empty(self, i: int, places: tuple[int, ...]) -> None:
@@ -269,3 +273,63 @@ def _update(fn: Updater, get: Any, aside: Callable[[], None]) -> Action:
         fn(*get(env))
 
     return run
+
+
+# --- arguments ---
+
+
+def _has_refs(tree: Any) -> bool:
+    return next(refs_in(tree), None) is not None
+
+
+def constants_of(call: Call) -> list[Any]:
+    """What the getters of the call's arguments put into the environment, in order."""
+    environment = Environment(0)
+    positional(call, environment)
+    keywords(call.kwargs, environment)
+    return environment.initial
+
+
+def _flat(tree: Any, environment: Environment) -> int | None:
+    """The place of an argument in the environment; None if it has to be put together."""
+    if isinstance(tree, Ref):
+        return tree.value
+    return None if _has_refs(tree) else environment.constant(tree)
+
+
+def _tree(tree: Any, environment: Environment) -> Getter:
+    place = _flat(tree, environment)
+    if place is not None:
+        return itemgetter(place)
+    if isinstance(tree, dict):
+        return keywords(tree, environment) or (lambda env: {})
+    parts = [_flat(x, environment) for x in tree]
+    if len(parts) > 1 and None not in parts:
+        get = itemgetter(*parts)  # type: ignore[arg-type]
+        return get if isinstance(tree, tuple) else lambda env: list(get(env))
+    getters = [_tree(x, environment) for x in tree]
+    if isinstance(tree, tuple):
+        return lambda env: tuple([get(env) for get in getters])
+    return lambda env: [get(env) for get in getters]
+
+
+def positional(call: Call, environment: Environment) -> Getter:
+    """Fetches the tuple of the call's positional arguments."""
+    if not call.args:
+        return lambda env: ()
+    if len(call.args) == 1:
+        get = _tree(call.args[0], environment)
+        return lambda env: (get(env),)
+    # A tuple subclass would be rebuilt as itself by nobody; calls take plain tuples.
+    return _tree(tuple(call.args), environment)
+
+
+def keywords(tree: dict[str, Any], environment: Environment) -> Getter | None:
+    """Fetches the dict of keyword arguments; None if there are none."""
+    if not tree:
+        return None
+    if not _has_refs(tree):
+        return itemgetter(environment.constant(dict(tree)))
+    names = tuple(tree)
+    getters = [_tree(x, environment) for x in tree.values()]
+    return lambda env: {name: get(env) for name, get in zip(names, getters, strict=True)}

@@ -15,8 +15,8 @@ from tightship import simulate
 from tightship.errors import BadInput, Infeasible, Unsupported
 from tightship.execute.allocator import Arena
 from tightship.execute.binding import Binding, Identity
+from tightship.execute.host_pool import PinnedPool
 from tightship.execute.interpreter import Executor, RunStats
-from tightship.execute.pinned_pool import Pinned
 from tightship.execute.profile import profile
 from tightship.frontends.torch.function_trace import FunctionTrace
 from tightship.frontends.torch.program import Program
@@ -83,7 +83,7 @@ class Prepared(NotCopied):
         self._identity = Identity(model, optimizer)
         self._variants: list[Variant] = []  # the one used last first
         self._arena: Arena | None = None
-        self._pool: Pinned | None = None
+        self._pool: PinnedPool | None = None
         self._notes: list[str] = []
         self._limit: int | None = (
             None  # the budget in bytes, once the first kind of batch has said what it is

@@ -30,9 +30,8 @@ from tightship.frontends.torch.joint import Joint, Primal, lower_joint, pinned
 from tightship.frontends.torch.program import Program, Ref
 from tightship.graph import Graph, aligned
 from tightship.integrations.torch_accounting import Entry, Ledger
-from tightship.integrations.torch_executor import Cut, cut
 from tightship.integrations.torch_options import CompileOptions, read_options
-from tightship.integrations.torch_partition import Lane, Piece
+from tightship.integrations.torch_partition import Cut, Lane, Piece, cut
 from tightship.plan import Plan
 from tightship.planners.default import Options as PlannerOptions
 from tightship.planners.default import plan as default_plan

@@ -1,5 +1,5 @@
-"""Instructions for the steps that move bytes instead of running ops: offload, fetch, compress, decompress, and
-the random states that ops are run again from."""
+"""Actions of the steps that move bytes instead of running ops: offload, fetch, compress, decompress; and of the
+random states from which ops are recomputed."""
 
 from __future__ import annotations
 
@@ -11,10 +11,8 @@ from typing import Any
 import torch
 
 from tightship.errors import BadInput
-from tightship.execute import allocator, codecs, device_codecs
-from tightship.execute.arguments import Environment
-from tightship.execute.file_pool import Spill
-from tightship.execute.pinned_pool import Pinned
+from tightship.execute import allocator, codecs
+from tightship.execute.host_pool import HostPool
 from tightship.execute.script import device_of
 from tightship.execute.views import dtype_of
 from tightship.frontends.torch import compat
@@ -22,10 +20,20 @@ from tightship.frontends.torch.program import Program
 from tightship.graph import Value, aligned, alignment_of
 from tightship.plan import Plan, Step
 
-__all__ = ["Moves", "host_offsets", "with_state"]
+__all__ = ["Action", "Environment", "Transfers", "host_offsets", "with_state"]
 
 Action = Callable[[list[Any]], None]
-Pool = Spill | Pinned
+
+
+class Environment:
+    """The layout of the environment and what it holds before a run: constants, and None for every value."""
+
+    def __init__(self, values: int) -> None:
+        self.initial: list[Any] = [None] * values
+
+    def constant(self, value: Any) -> int:
+        self.initial.append(value)
+        return len(self.initial) - 1
 
 
 def host_offsets(program: Program, plan: Plan) -> tuple[dict[tuple[int, int], int], int]:
@@ -45,11 +53,11 @@ def host_offsets(program: Program, plan: Plan) -> tuple[dict[tuple[int, int], in
     return offsets, end
 
 
-class Moves:
+class Transfers:
     """Makes the actions of one plan. Packed forms and the ends of copies have places in the environment."""
 
-    def __init__(self, program: Program, plan: Plan, environment: Environment, spill: Pool | None) -> None:
-        self.program, self.graph, self.environment, self.spill = program, program.graph, environment, spill
+    def __init__(self, program: Program, plan: Plan, environment: Environment, pool: HostPool | None) -> None:
+        self.program, self.graph, self.environment, self.pool = program, program.graph, environment, pool
         self.device = device_of(program.graph) or "cpu"
         self.offsets, _ = host_offsets(program, plan)
         self.extent: dict[int, int] = {}
@@ -86,10 +94,10 @@ class Moves:
         if step.kind in ("offload", "fetch"):
             return self._copy(i, step)
         if step.stream:
-            raise BadInput("stream 0 packs and unpacks", step.stream, f"step {i} of the plan")
-        return _each(
-            [self._pack(step, s) if step.kind == "compress" else self._unpack(s) for s in step.storages]
-        )
+            rule = f"{step.kind} on stream {step.stream}: only stream 0 compresses and decompresses"
+            raise BadInput(rule, place=f"step {i} of the plan")
+        make = partial(self._compress, step) if step.kind == "compress" else self._decompress
+        return _each([make(s) for s in step.storages])
 
     def forget(self, step: Step) -> tuple[int, ...]:
         """The places emptied when packed forms are freed; what the host holds needs none."""
@@ -97,46 +105,41 @@ class Moves:
             return tuple(self.packed.pop(s)[0] for s in step.storages)
         return ()
 
-    # --- packing ---
+    # --- codecs ---
 
-    def _pack(self, step: Step, s: int) -> Action:
+    def _compress(self, step: Step, s: int) -> Action:
         place = self.environment.constant(None)
         self.packed[s] = place, step.codec
         base, count = self.program.bases[s], self.extent[s]
-        name, codec, nbytes = self.graph.storages[s].name, step.codec, step.nbytes
+        name, codec, nbytes, device = self.graph.storages[s].name, step.codec, step.nbytes, self.device
         dtype = dtype_of(self.graph.values[base].dtype)
+        unchecked = device != "cpu"
 
         def run(env: list[Any]) -> None:
-            packed = env[place] = torch.empty(nbytes, dtype=torch.uint8)
-            codecs.compress(codec, _flat(env[base], dtype, count), packed, name)
-
-        unchecked = [True]
-
-        def on_device(env: list[Any]) -> None:
+            nonlocal unchecked
             full = _flat(env[base], dtype, count)
             if unchecked:
                 with self.unplanned():
-                    device_codecs.check(codec, full, name)
-                unchecked.clear()
-            packed = env[place] = torch.empty(nbytes, dtype=torch.uint8, device=self.device)
-            device_codecs.compress(codec, full, packed)
+                    codecs.check(codec, full, name)
+                unchecked = False
+            packed = env[place] = torch.empty(nbytes, dtype=torch.uint8, device=device)
+            codecs.compress(codec, full, packed, name)
 
-        return run if self.device == "cpu" else on_device
+        return run
 
     def unplanned(self) -> contextlib.AbstractContextManager[None]:
         """What is asked for inside is no request of the step."""
         kind = allocator.kind_of(self.device)
         return allocator.suspended(kind) if allocator.loaded(kind) else contextlib.nullcontext()
 
-    def _unpack(self, s: int) -> Action:
+    def _decompress(self, s: int) -> Action:
         place, codec = self.packed[s]
         base, count, make = self.program.bases[s], self.extent[s], self._maker(s)
         dtype = dtype_of(self.graph.values[base].dtype)
-        decompress = (codecs if self.device == "cpu" else device_codecs).decompress
 
         def run(env: list[Any]) -> None:
             env[base] = made = make()
-            decompress(codec, env[place], _flat(made, dtype, count))
+            codecs.decompress(codec, env[place], _flat(made, dtype, count))
 
         return run
 
@@ -160,8 +163,8 @@ class Moves:
 
     def _copy(self, i: int, step: Step) -> Action:
         """Begins the copies of a step; on stream 0 they are waited for at once."""
-        assert self.spill is not None
-        spill, stream = self.spill, step.stream
+        assert self.pool is not None
+        pool, stream = self.pool, step.stream
         place = self.environment.constant(None)
         after = [p for w in step.waits for p in self.ends.get(w, ())]
         self.ends[i] = (place,)
@@ -170,29 +173,29 @@ class Moves:
 
         def run(env: list[Any]) -> None:
             earlier = [job for p in after for job in env[p] or ()]
-            env[place] = jobs = [part(env, spill, stream, earlier) for part in parts]
+            env[place] = jobs = [part(env, pool, stream, earlier) for part in parts]
             if not stream:
                 for job in jobs:
                     job.result()
 
         return run
 
-    def _part(self, i: int, kind: str, s: int) -> Callable[[list[Any], Pool, int, Sequence[Any]], Any]:
+    def _part(self, i: int, kind: str, s: int) -> Callable[[list[Any], HostPool, int, Sequence[Any]], Any]:
         base, size = self.program.bases[s], self.graph.storages[s].size
         if kind == "offload":
             offset = self.hosted[s] = self.offsets[s, i]
 
-            def out(env: list[Any], spill: Pool, stream: int, after: Sequence[Any]) -> Any:
+            def out(env: list[Any], pool: HostPool, stream: int, after: Sequence[Any]) -> Any:
                 memory = env[base].untyped_storage()
-                return spill.write(stream, memory.data_ptr(), min(size, memory.nbytes()), offset, after)
+                return pool.write(stream, memory.data_ptr(), min(size, memory.nbytes()), offset, after)
 
             return out
         offset, make = self.hosted[s], self._maker(s)
 
-        def back(env: list[Any], spill: Pool, stream: int, after: Sequence[Any]) -> Any:
+        def back(env: list[Any], pool: HostPool, stream: int, after: Sequence[Any]) -> Any:
             env[base] = made = make()
             memory = made.untyped_storage()
-            return spill.read(stream, memory.data_ptr(), min(size, memory.nbytes()), offset, after)
+            return pool.read(stream, memory.data_ptr(), min(size, memory.nbytes()), offset, after)
 
         return back
 
