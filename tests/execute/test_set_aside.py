@@ -147,7 +147,7 @@ def test_a_random_op_is_not_run_again_without_its_state():
     bound = Bound("bert")
     steps, _ = _redrawn(bound.graph)
     bare = tuple(replace(s, saves=False) for s in steps if s.form != "state")
-    with pytest.raises(BadInput, match="runs again from its saved state"):
+    with pytest.raises(BadInput, match="recomputed without a saved state"):
         bound.executor(replace(plans.keep(bound.graph), steps=bare, residences=()))
 
 
@@ -178,10 +178,10 @@ def test_a_codec_that_does_not_fit_raises_and_corrupts_nothing():
 def test_a_folder_without_room_is_refused_before_anything_runs(tmp_path):
     bound = Bound("mlp")
     plan = plans.placed(bound.graph, aside(bound.graph, "tight"))
-    with pytest.raises(BadInput, match="folder"):
+    with pytest.raises(BadInput, match="offloaded bytes"):
         bound.executor(plan, folder=tmp_path / "missing")
     bound.compare(bound.executor(plan, folder=tmp_path), 0)
-    assert any("beside a GPU only" in n for n in bound.executor(plan, folder=tmp_path, pinned=1).notes)
+    assert any("ignored without a GPU" in n for n in bound.executor(plan, folder=tmp_path, pinned=1).notes)
 
 
 def test_other_devices_are_refused_in_words():
@@ -197,7 +197,7 @@ def test_other_devices_are_refused_in_words():
     with pytest.raises(Unsupported, match=r"'offload' on several devices"):
         compile_plan(on("cuda:0", "cuda:1"), plan)
     packed = replace(plan, steps=(Step("compress", codec="mask"),))
-    with pytest.raises(Unsupported, match=r"packing with 'mask' on cuda:0"):
+    with pytest.raises(Unsupported, match=r"compressing with 'mask' on cuda:0"):
         compile_plan(on("cuda:0"), packed)
 
 
@@ -279,7 +279,7 @@ def test_a_plan_that_copies_out_of_a_gpu_says_that_there_is_none():
     plan = plans.placed(bound.graph, aside(bound.graph, "tight"))
     ops = tuple(replace(op, device="cuda:0") for op in bound.graph.ops)
     program = replace(bound.program, graph=bound.graph.with_ops(ops))
-    with pytest.raises(Unsupported, match=r"copying out of cuda:0.*no CUDA device"):
+    with pytest.raises(Unsupported, match=r"offloading from cuda:0.*no CUDA device"):
         Executor(program, replace(plan, digest=""))
 
 

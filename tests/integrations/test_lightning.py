@@ -71,4 +71,4 @@ def test_a_budget_that_cannot_be_met_ends_training_and_leaves_the_module_as_it_w
     planned = Tightship(1 << 14, say=None, **QUICK)
     with pytest.raises(Infeasible):
         train(tmp_path, planned)
-    assert planned.attached._model is None
+    assert planned._model is None

@@ -123,7 +123,7 @@ class Arena(NotCopied):
         try:
             self._handle = self._native.arena_create(size, int(device.partition(":")[2] or 0))
         except (ValueError, OverflowError) as error:
-            raise BadInput("an arena's size is a number of bytes from 0 to 2**63", size, "Arena") from error
+            raise BadInput("an arena's size must be from 0 to 2**63 bytes", size, "Arena") from error
 
     @property
     def base(self) -> int:
@@ -162,7 +162,7 @@ class Script(NotCopied):
         over: Integers = (),
     ) -> None:
         if limit is not None and limit < 0:
-            raise BadInput("a limit is a number of bytes", limit, "Script")
+            raise BadInput("negative limit in bytes", limit, "Script")
         try:
             rows = (sizes, offsets, step_start, over)
             *three, last = (np.ascontiguousarray(item, dtype=np.int64) for item in rows)

@@ -75,8 +75,8 @@ def compile_plan(
     """``aside`` keeps the requests of an op's run away from the arena: optimizer state, which some make, outlives
     the step. ``pool`` is the host pool, for plans that offload.
 
-    Raises ``BadInput`` for steps that do not fit the program, ``Unsupported`` for packing and copying out beside ops
-    on several devices, or on others than CPU and CUDA, and for a codec that is not there on CUDA.
+    Raises ``BadInput`` for steps that do not fit the program, ``Unsupported`` for transfers where ops run on several
+    devices, or on others than CPU and CUDA, and for a codec that is not there on CUDA.
     """
     return _Compiler(program, plan, aside, pool).run(plan.steps)
 
@@ -123,11 +123,11 @@ class _Compiler:
             return
         if not device.startswith("cuda"):
             what = f"a step of kind {moving[0].kind!r} on {device}"
-            why = "bytes are packed and copied out on CPU and CUDA only, and of one device"
+            why = "bytes are compressed and offloaded on CPU and CUDA only, and of one device"
             raise Unsupported(what, why, "allow recompute only")
         unknown = next((s.codec for s in moving if s.codec and s.codec not in ON_DEVICE), None)
         if unknown is not None:
-            raise Unsupported(f"packing with {unknown!r} on {device}", "it would wait for the device")
+            raise Unsupported(f"compressing with {unknown!r} on {device}", "it would wait for the device")
 
     def appears(self, value: int) -> None:
         self.there.setdefault(self.graph.values[value].storage, {})[value] = None
@@ -138,7 +138,7 @@ class _Compiler:
         held = self.there.get(info.storage)
         if not held:
             name = self.graph.storages[info.storage].name
-            raise BadInput("a storage is resident when it is used", name, f"step {i} of the plan")
+            raise BadInput(f"storage {name!r} is used while not resident", place=f"step {i} of the plan")
         if value in held:
             return
         base = self.program.bases[info.storage]
@@ -172,11 +172,13 @@ class _Compiler:
                 self.states[step.op] = self.environment.constant(None)
             elif step.op not in self.states:
                 name = self.graph.ops[step.op].name
-                raise BadInput("a random op runs again from its saved state", name, f"step {i} of the plan")
+                raise BadInput(
+                    f"random op {name!r} recomputed without a saved state", place=f"step {i} of the plan"
+                )
             op = self.graph.ops[step.op]
             action = with_state(action, self.states[step.op], again=again, device=op.device, nbytes=op.state)
         if step.stream:
-            raise BadInput("ops run on stream 0", step.stream, f"step {i} of the plan")
+            raise BadInput(f"op on stream {step.stream}: ops run on stream 0", place=f"step {i} of the plan")
         self.code.instructions.append(Instruction(i, step.op, action, made, asks=True))
         if step.reuses:
             self.empty(i, tuple(v for a, _ in step.reuses for v in self.there.pop(a, ())))

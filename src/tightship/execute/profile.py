@@ -123,7 +123,7 @@ class _Profiler:
         for device, recorded in self.with_requests.items():
             if not recorded:
                 why = allocator.why_not(allocator.kind_of(device))
-                notes.append(f"{why}: workspaces are unknown and taken to be 0")
+                notes.append(f"{why}: workspaces are unknown, and counted as 0")
         if self.modelled:
             names = ", ".join(dict.fromkeys(self.modelled[:3]))
             notes.append(f"{len(self.modelled)} ops were not run but modelled ({names}, …)")

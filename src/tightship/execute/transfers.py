@@ -47,7 +47,7 @@ def host_offsets(program: Program, plan: Plan) -> tuple[dict[tuple[int, int], in
             size = program.graph.storages[s].size
             if at < 0 and size:
                 name = program.graph.storages[s].name
-                raise BadInput("a plan says where on the host a storage goes", name, f"step {i}")
+                raise BadInput(f"no offset says where on the host {name!r} goes", place=f"step {i}")
             offsets[s, i] = max(at, 0)
             end = max(end, offsets[s, i] + size)
     return offsets, end

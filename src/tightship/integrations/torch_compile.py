@@ -1,7 +1,7 @@
 """Backend for torch.compile: ``torch.compile(model, backend="tightship", options={"budget": "6GiB"})``.
 
 Each graph that Dynamo finds is planned as one, forward and backward pass together, and run op by op on ATen:
-losses and gradients are those of ``backend="aot_eager"`` to the bit, which are eager's but for rare last
+losses and gradients are bit-identical to those of ``backend="aot_eager"``, which are eager's but for rare last
 bits. A budget counts the graphs' inputs (parameters, buffers, batch), everything they make, and their
 gradients; not optimizer state, gradients of earlier steps, or what the caller's own code makes between
 graphs. A percentage is resolved to bytes once per call of torch.compile (per ``options`` object): it is of what all
@@ -19,7 +19,7 @@ import copy
 import re
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 from weakref import WeakValueDictionary
 
@@ -30,28 +30,38 @@ from tightship.frontends.torch.joint import Joint, Primal, lower_joint, pinned
 from tightship.frontends.torch.program import Program, Ref
 from tightship.graph import Graph, aligned
 from tightship.integrations.torch_accounting import Entry, Ledger
-from tightship.integrations.torch_options import CompileOptions, read_options
 from tightship.integrations.torch_partition import Cut, Lane, Piece, cut
 from tightship.plan import Plan
+from tightship.planners import planner as planner_named
 from tightship.planners.default import Options as PlannerOptions
+from tightship.planners.default import PlanOptions
 from tightship.planners.default import plan as default_plan
 from tightship.planners.hints import matches, parse_hints
 from tightship.process_local import NotCopied
 from tightship.simulate import baseline, replay
+from tightship.units import Budget, parse_budget
 
-__all__ = ["Fallback", "backend", "compiled_notes", "compiled_plans"]
+__all__ = [
+    "BackendOptions",
+    "CompileOptions",
+    "Fallback",
+    "backend",
+    "compiled_notes",
+    "compiled_plans",
+    "compiled_session",
+    "read_options",
+]
 
 
 _RESOLVED = (
-    "the budget is a percentage of the first training step, and stays what it was then: begin with the largest kind "
-    "of batch, give a budget in bytes, or give models that are compiled apart options of their own"
+    "the budget is a percentage of the first training step: begin with the largest kind of batch, give bytes, or "
+    "give models that are compiled apart options of their own"
 )
 
 
 _BUCKETS = (
-    "Dynamo cuts a model in DistributedDataParallel into a graph per bucket, which this backend cannot plan: set "
-    "torch._dynamo.config.optimize_ddp = False before the first call (buckets are reduced during the backward pass "
-    "all the same)"
+    "Dynamo cuts a model in DistributedDataParallel into a graph per bucket, which cannot be planned: set "
+    "optimize_ddp = False before the first call (buckets are still reduced during the backward pass)"
 )
 
 
@@ -71,7 +81,8 @@ def backend(
     compat.require_torch()
     try:
         if more:
-            raise BadInput("the backend takes options= and nothing else", sorted(more), "torch.compile")
+            rule = f"unknown keywords {', '.join(more)}: the backend takes options= and nothing else"
+            raise BadInput(rule, place="torch.compile")
         session = _session(options if options is not None else {})
     except TightshipError as error:
         return _raising(error)
@@ -97,6 +108,99 @@ def compiled_notes(compiled: Any) -> tuple[str, ...]:
     )
 
 
+# --- options ---
+
+
+_PLACE = "torch.compile(options=…)"
+_PLANNER = tuple(f for f in fields(PlannerOptions) if f.name not in ("hand_out", "place"))
+"""Without two: results always leave the arena, and ``arena`` says whether there is one."""
+
+
+@dataclass(frozen=True)
+class CompileOptions:
+    """``budget``: of all graphs of the model together, in bytes (``6GiB``, an int) or as a percentage of the
+    first training step's unplanned peak (``60%``, ``static+60%``), resolved to bytes once; none: keep
+    everything, in the better order. ``arena``: serve requests from an arena at planned offsets. ``strict``: raise
+    when a step did not go as planned. ``eager_fallback``: run in eager, with a warning, what cannot be planned and
+    what Dynamo leaves out of its graphs (unless strict, by default); else raise. ``on_plan(piece)`` is told of every
+    graph planned. ``cache`` and ``seconds_per_op``: as for `execute.profile`. ``planner``: the default planner's own
+    options."""
+
+    budget: Budget | None = None
+    arena: bool = True
+    strict: bool = False
+    eager_fallback: bool = True
+    on_plan: Callable[[Any], object] | None = None
+    cache: Any = "default"
+    seconds_per_op: float = 0.01
+    planner: PlannerOptions = field(default_factory=PlannerOptions)
+
+
+class BackendOptions(PlanOptions, total=False):
+    """The fields of `CompileOptions` as keywords: all but ``hand_out`` and ``place`` of the planner's."""
+
+    arena: bool
+    strict: bool
+    eager_fallback: bool
+    on_plan: Callable[[Any], object] | None
+    cache: Any
+    seconds_per_op: float
+
+
+def read_options(given: Mapping[str, Any]) -> CompileOptions:
+    """Raises ``BadInput`` for unknown options, with the list of them, and for values of the wrong kind."""
+    own = {f.name for f in fields(CompileOptions)} - {"planner"}
+    planner = {f.name for f in _PLANNER}
+    for name in given:
+        if name not in own | planner:
+            known = ", ".join(sorted(own | planner))
+            raise BadInput(f"unknown option {name!r}: an option is one of {known}", place=_PLACE)
+    chosen: dict[str, Any] = {"eager_fallback": not given.get("strict", False)}
+    for name in ("arena", "strict", "eager_fallback"):
+        if name in given:
+            chosen[name] = _of_kind(name, given[name], bool, "True or False")
+    if given.get("budget") is not None:
+        chosen["budget"] = parse_budget(given["budget"], _PLACE)
+    if given.get("on_plan") is not None and not callable(given["on_plan"]):
+        raise BadInput("on_plan must be a function of one argument", given["on_plan"], _PLACE)
+    chosen |= {k: given[k] for k in ("on_plan", "cache") if k in given}
+    if "seconds_per_op" in given:
+        chosen["seconds_per_op"] = _of_kind(
+            "seconds_per_op", given["seconds_per_op"], float, "a number of seconds"
+        )
+    return CompileOptions(**chosen, planner=_planner_options(given))
+
+
+def _planner_options(given: Mapping[str, Any]) -> PlannerOptions:
+    chosen: dict[str, Any] = {}
+    for f in _PLANNER:
+        if f.name in given:
+            kind = type(f.default)
+            chosen[f.name] = _of_kind(f.name, given[f.name], kind, f"a {kind.__name__} such as {f.default!r}")
+    _recomputing(chosen)
+    for folder in ("order", "evict"):
+        if chosen.get(folder, "given") != "given":
+            planner_named(chosen[folder], folder)
+    return PlannerOptions(**{"allow": "recompute", **chosen})
+
+
+def _recomputing(chosen: Mapping[str, Any]) -> None:
+    """Between forward and backward it is autograd that holds what is saved, and only as the tensors it knows."""
+    ways = {way.strip() for way in chosen.get("allow", "").split(",")} - {""}
+    ways |= {way for _, way in parse_hints(chosen.get("hints", ""))} - {"keep"}
+    if chosen.get("lossy") or ways - {"recompute"}:
+        found = "lossy" if chosen.get("lossy") else sorted(ways - {"recompute"})[0]
+        rule = f"{found!r} is not possible here: this backend recomputes; tightship.fit can do the rest, too"
+        raise BadInput(rule, place=_PLACE)
+
+
+def _of_kind(name: str, value: Any, kind: type, rule: str) -> Any:
+    fits = isinstance(value, (int, float) if kind is float else kind)
+    if not fits or (isinstance(value, bool) and kind is not bool) or (kind in (int, float) and value < 0):
+        raise BadInput(f"{name} must be {rule}", value, _PLACE)
+    return value
+
+
 # --- sessions: what belongs to one call of torch.compile ----------------------------------------------------
 
 
@@ -118,9 +222,8 @@ def compiled_session(compiled: Any) -> Session:
     """What is kept of a compiled module or function. Raises ``BadInput`` if it was given no options."""
     options = compat_compile.compiled_options(compiled)
     if options is None:
-        raise BadInput(
-            "a compiled module or function was given options", type(compiled).__name__, "compiled_plans"
-        )
+        rule = f"a {type(compiled).__name__} compiled without options: plans are found by torch.compile(options=…)"
+        raise BadInput(rule, place="compiled_plans")
     found = _sessions.get(id(options)) or compat_compile.frame_session(compiled)
     return found or Session(options, CompileOptions(), Ledger(None))
 
@@ -362,8 +465,8 @@ class _Compilation:
         except Infeasible as no:
             if not ledger.binding(training):
                 plan = self._placed(graph, None)
-                note = "a percentage is of a training step's peak: this graph, without a backward pass and before "
-                note += "any with one, is not held to it"
+                note = "before any backward pass, a percentage of a training step's peak is unknown: this graph is "
+                note += "not held to it"
                 return entered(replace(plan, notes=(*plan.notes, note)))
             rest = free(True)
             if rest is not None and need <= rest:  # kept whole it fits beside what is in memory now
