@@ -9,8 +9,6 @@ installs it for the rest of the process; with nothing active it is the default a
 one that keeps freed blocks for requests of the same size, see `native`). Recording and replay concern the calling
 thread only: requests of other threads are plain heap, and blocks may be freed on any thread. Blocks from before
 `load`, and later resizes of them, are not counted. `Meter` measures the peak over all threads.
-
-``python -m tightship.execute.allocator`` prints what a request and a `Replay.seek` cost.
 """
 
 import contextlib
@@ -380,33 +378,3 @@ def _fold(native: Any) -> None:
     highest = native.meter_reset_peak()
     for meter in (m for m in _meters if m._native is native):
         meter._highest = max(meter._highest, highest)
-
-
-def _benchmark() -> None:
-    from timeit import repeat
-
-    def measure(what: str, run: Callable[[], object], count: int = 50_000) -> None:
-        print(f"{what:44} {min(repeat(run, number=count, repeat=7)) / count * 1e9:7.0f} ns")
-
-    def request() -> object:
-        return torch.empty(256)
-
-    measure("request + free, torch's own allocator", request)
-    functions = load()
-    measure("request + free, passive", request)
-    arena = Arena(1 << 20)
-    measure("request + free, passive, an arena exists", request)
-    with replay(arena, Script([1024], [0], [0, 1])) as one:
-        measure("seek", lambda: one.seek(0))
-        measure("seek + request + free, served", lambda: (one.seek(0), request()))
-    with replay(arena, Script([1024] * 512, range(0, 512 * 1024, 1024), range(513))) as many:
-        kept = [(many.seek(k), torch.empty(256))[1] for k in range(511)]
-        measure("the same among 511 live blocks", lambda: (many.seek(511), request()))
-        kept.clear()
-    functions.record_begin()
-    measure("request + free, recorded", request)
-    functions.record_end()
-
-
-if __name__ == "__main__":
-    _benchmark()

@@ -88,7 +88,7 @@ class _Compiler:
         self.program, self.graph = program, program.graph
         self.aside = aside
         self.environment = Environment(len(self.graph.values))
-        self.there: dict[int, dict[int, None]] = {}  # storage -> values of it that have a tensor now
+        self.resident: dict[int, dict[int, None]] = {}  # storage -> values of it that have a tensor now
         self.compiled: dict[tuple[int, bool, tuple[int, ...]], Action] = {}
         self.states: dict[int, int] = {}  # op -> place of its saved random state
         self.transfers = Transfers(program, plan, self.environment, pool)
@@ -96,8 +96,8 @@ class _Compiler:
 
     def run(self, steps: Sequence[Step]) -> Code:
         for slot in self.program.slots:
-            self.appears(slot.value)
-        self.refuse_elsewhere(steps)
+            self.add(slot.value)
+        self.check_device(steps)
         for i, step in enumerate(steps):
             wait = self.transfers.waits(i, step)
             if wait is not None:
@@ -115,27 +115,27 @@ class _Compiler:
         self.code.initial = self.environment.initial
         return self.code
 
-    def refuse_elsewhere(self, steps: Sequence[Step]) -> None:
-        """Packing and copying out are written for the memory of the CPU and of one GPU."""
-        moving = [s for s in steps if s.kind not in ("compute", "recompute", "free")]
+    def check_device(self, steps: Sequence[Step]) -> None:
+        """Transfers are written for the memory of the CPU and of one GPU."""
+        transfers = [s for s in steps if s.kind not in ("compute", "recompute", "free")]
         device = device_of(self.graph) or "several devices"
-        if not moving or device == "cpu":
+        if not transfers or device == "cpu":
             return
         if not device.startswith("cuda"):
-            what = f"a step of kind {moving[0].kind!r} on {device}"
+            what = f"a step of kind {transfers[0].kind!r} on {device}"
             why = "bytes are compressed and offloaded on CPU and CUDA only, and of one device"
             raise Unsupported(what, why, "allow recompute only")
-        unknown = next((s.codec for s in moving if s.codec and s.codec not in ON_DEVICE), None)
+        unknown = next((s.codec for s in transfers if s.codec and s.codec not in ON_DEVICE), None)
         if unknown is not None:
             raise Unsupported(f"compressing with {unknown!r} on {device}", "it would wait for the device")
 
-    def appears(self, value: int) -> None:
-        self.there.setdefault(self.graph.values[value].storage, {})[value] = None
+    def add(self, value: int) -> None:
+        self.resident.setdefault(self.graph.values[value].storage, {})[value] = None
 
     def view(self, i: int, value: int) -> None:
         """Derives the tensor of ``value`` if it has none in this residence of its storage."""
         info = self.graph.values[value]
-        held = self.there.get(info.storage)
+        held = self.resident.get(info.storage)
         if not held:
             name = self.graph.storages[info.storage].name
             raise BadInput(f"storage {name!r} is used while not resident", place=f"step {i} of the plan")
@@ -150,7 +150,7 @@ class _Compiler:
             env[value] = derive(env[base])
 
         self.code.instructions.append(Instruction(i, -1, run))
-        self.appears(value)
+        self.add(value)
 
     def call(self, i: int, step: Step) -> None:
         again = step.kind == "recompute"
@@ -171,19 +171,17 @@ class _Compiler:
             if step.saves:
                 self.states[step.op] = self.environment.constant(None)
             elif step.op not in self.states:
-                name = self.graph.ops[step.op].name
-                raise BadInput(
-                    f"random op {name!r} recomputed without a saved state", place=f"step {i} of the plan"
-                )
+                rule = f"random op {self.graph.ops[step.op].name!r} recomputed without a saved state"
+                raise BadInput(rule, place=f"step {i} of the plan")
             op = self.graph.ops[step.op]
             action = with_state(action, self.states[step.op], again=again, device=op.device, nbytes=op.state)
         if step.stream:
             raise BadInput(f"op on stream {step.stream}: ops run on stream 0", place=f"step {i} of the plan")
         self.code.instructions.append(Instruction(i, step.op, action, made, asks=True))
         if step.reuses:
-            self.empty(i, tuple(v for a, _ in step.reuses for v in self.there.pop(a, ())))
+            self.empty(i, tuple(v for a, _ in step.reuses for v in self.resident.pop(a, ())))
         for v in made:
-            self.appears(v)
+            self.add(v)
 
     def move(self, i: int, step: Step) -> None:
         if step.kind in ("offload", "compress"):
@@ -192,11 +190,11 @@ class _Compiler:
         self.code.instructions.append(Instruction(i, -1, self.transfers.move(i, step), asks=True))
         if step.kind in ("fetch", "decompress"):
             for s in step.storages:
-                self.appears(self.program.bases[s])
+                self.add(self.program.bases[s])
 
     def free(self, i: int, step: Step) -> None:
         if step.form == "full":
-            places = tuple(v for s in step.storages for v in self.there.pop(s, ()))
+            places = tuple(v for s in step.storages for v in self.resident.pop(s, ()))
         elif step.form == "state":
             places = (self.states.pop(step.op),)
         else:

@@ -37,7 +37,7 @@ class Environment:
 
 
 def host_offsets(program: Program, plan: Plan) -> tuple[dict[tuple[int, int], int], int]:
-    """Where each stay on the host lies, by (storage, first step), and the bytes they span: as placed, or one
+    """Where each residence on the host lies, by (storage, first step), and the bytes they span: as placed, or one
     after the other in a plan without placement."""
     placed = {(r.storage, r.start): r.offset for r in plan.residences if r.form == "host"}
     end, offsets = 0, {}
@@ -54,7 +54,7 @@ def host_offsets(program: Program, plan: Plan) -> tuple[dict[tuple[int, int], in
 
 
 class Transfers:
-    """Makes the actions of one plan. Packed forms and the ends of copies have places in the environment."""
+    """Makes the actions of one plan. Compressed forms and copies have places in the environment."""
 
     def __init__(self, program: Program, plan: Plan, environment: Environment, pool: HostPool | None) -> None:
         self.program, self.graph, self.environment, self.pool = program, program.graph, environment, pool
@@ -65,18 +65,16 @@ class Transfers:
             self.extent[v.storage] = max(self.extent.get(v.storage, 0), _reach(v))
         self.packed: dict[int, tuple[int, str]] = {}  # storage -> place, codec
         self.hosted: dict[int, int] = {}  # storage -> offset
-        self.ends: dict[
-            int, tuple[int, ...]
-        ] = {}  # step of a copy stream -> places of what it is waited for by
+        self.copies: dict[int, tuple[int, ...]] = {}  # step of a copy stream -> places of its copies
         self.latest: dict[int, int] = {}  # copy stream -> its latest step
 
     def waits(self, i: int, step: Step) -> Action | None:
         """Waiting for the copies that a step on stream 0 waits for. On a copy stream a step that frees is over when
         those before it are."""
-        places = tuple(p for w in step.waits for p in self.ends.get(w, ()))
+        places = tuple(p for w in step.waits for p in self.copies.get(w, ()))
         if step.stream:
             if step.kind == "free":
-                self.ends[i] = (*self.ends.get(self.latest.get(step.stream, -1), ()), *places)
+                self.copies[i] = (*self.copies.get(self.latest.get(step.stream, -1), ()), *places)
                 self.latest[step.stream] = i
             return None
         if not places:
@@ -100,7 +98,7 @@ class Transfers:
         return _each([make(s) for s in step.storages])
 
     def forget(self, step: Step) -> tuple[int, ...]:
-        """The places emptied when packed forms are freed; what the host holds needs none."""
+        """The places emptied when compressed forms are freed; what the host holds needs none."""
         if step.form == "packed":
             return tuple(self.packed.pop(s)[0] for s in step.storages)
         return ()
@@ -166,8 +164,8 @@ class Transfers:
         assert self.pool is not None
         pool, stream = self.pool, step.stream
         place = self.environment.constant(None)
-        after = [p for w in step.waits for p in self.ends.get(w, ())]
-        self.ends[i] = (place,)
+        after = [p for w in step.waits for p in self.copies.get(w, ())]
+        self.copies[i] = (place,)
         self.latest[stream] = i
         parts = [self._part(i, step.kind, s) for s in step.storages]
 
