@@ -1,10 +1,10 @@
 """A plan's steps -> a flat list of instructions, each a function of the environment alone.
 
-Everything that can be decided beforehand is: which places hold an op's arguments, which results are kept,
-which views have to be derived and which places are emptied. A place is emptied with its storage, so nothing
+Everything that can be decided beforehand is: which indices hold an op's arguments, which results are kept,
+which views have to be derived and which entries are emptied. An entry is emptied with its storage, so nothing
 outlives its last use.
 
-The environment is one flat list: a place for every value of the graph, then one for every constant argument. With
+The environment is one flat list: an entry for every value of the graph, then one for every constant argument. With
 the constants in it, nearly every argument tuple is one ``itemgetter`` call, and no template ever holds a tensor.
 """
 
@@ -48,7 +48,7 @@ class Instruction:
 @dataclass
 class Code:
     """Compiled steps. ``initial`` is the environment before a run; inputs go to ``inputs``, results lie in
-    ``results`` after it. ``constants`` tells, by op and whether it is a recomputation, from which places on the
+    ``results`` after it. ``constants`` tells, by op and whether it is a recomputation, from which indices on the
     constants among a call's arguments lie."""
 
     instructions: list[Instruction] = field(default_factory=list)
@@ -90,7 +90,7 @@ class _Compiler:
         self.environment = Environment(len(self.graph.values))
         self.resident: dict[int, dict[int, None]] = {}  # storage -> values of it that have a tensor now
         self.compiled: dict[tuple[int, bool, tuple[int, ...]], Action] = {}
-        self.states: dict[int, int] = {}  # op -> place of its saved random state
+        self.states: dict[int, int] = {}  # op -> index of its saved random state
         self.transfers = Transfers(program, plan, self.environment, pool)
         self.code = Code()
 
@@ -194,24 +194,24 @@ class _Compiler:
 
     def free(self, i: int, step: Step) -> None:
         if step.form == "full":
-            places = tuple(v for s in step.storages for v in self.resident.pop(s, ()))
+            indices = tuple(v for s in step.storages for v in self.resident.pop(s, ()))
         elif step.form == "state":
-            places = (self.states.pop(step.op),)
+            indices = (self.states.pop(step.op),)
         else:
-            places = self.transfers.forget(step)
-        self.empty(i, places)
+            indices = self.transfers.forget(step)
+        self.empty(i, indices)
 
-    def empty(self, i: int, places: tuple[int, ...]) -> None:
+    def empty(self, i: int, indices: tuple[int, ...]) -> None:
         def several(env: list[Any]) -> None:
-            for v in places:
+            for v in indices:
                 env[v] = None
 
         def one(env: list[Any]) -> None:
-            env[place] = None
+            env[index] = None
 
-        if places:
-            place = places[0]
-            self.code.instructions.append(Instruction(i, -1, one if len(places) == 1 else several))
+        if indices:
+            index = indices[0]
+            self.code.instructions.append(Instruction(i, -1, one if len(indices) == 1 else several))
 
     def action(self, call: Call, results: tuple[int, ...]) -> Action:
         get = positional(call, self.environment)
@@ -242,15 +242,15 @@ def _nothing(fn: Any, get: Any, more: Any) -> Action:
     return run
 
 
-def _one(fn: Any, get: Any, more: Any, place: int) -> Action:
+def _one(fn: Any, get: Any, more: Any, index: int) -> Action:
     if more is None:
 
         def run(env: list[Any]) -> None:
-            env[place] = fn(*get(env))
+            env[index] = fn(*get(env))
     else:
 
         def run(env: list[Any]) -> None:
-            env[place] = fn(*get(env), **more(env))
+            env[index] = fn(*get(env), **more(env))
 
     return run
 
@@ -291,16 +291,16 @@ def constants_of(call: Call) -> list[Any]:
 
 
 def _flat(tree: Any, environment: Environment) -> int | None:
-    """The place of an argument in the environment; None if it has to be put together."""
+    """The index of an argument in the environment; None if it has to be put together."""
     if isinstance(tree, Ref):
         return tree.value
     return None if _has_refs(tree) else environment.constant(tree)
 
 
 def _tree(tree: Any, environment: Environment) -> Getter:
-    place = _flat(tree, environment)
-    if place is not None:
-        return itemgetter(place)
+    index = _flat(tree, environment)
+    if index is not None:
+        return itemgetter(index)
     if isinstance(tree, dict):
         return keywords(tree, environment) or (lambda env: {})
     parts = [_flat(x, environment) for x in tree]

@@ -343,33 +343,33 @@ class Attributes:
     """
 
     def __init__(self, model: torch.nn.Module) -> None:
-        self._places: list[tuple[str, Any]] = []  # whose, and the mapping or list
+        self._containers: list[tuple[str, Any]] = []  # whose, and the mapping or list
         for m in model.modules():
             kind = type(m).__name__
-            self._places.append((kind, vars(m)))
+            self._containers.append((kind, vars(m)))
             for k, x in vars(m).items():
                 if k in _MEMBERS or isinstance(x, (torch.Tensor, torch.nn.Module)):
                     continue
                 inner = x if isinstance(x, (dict, list)) else getattr(x, "__dict__", None)
                 if isinstance(inner, (dict, list)) and not isinstance(x, type) and not callable(x):
-                    self._places.append((f"{kind}.{k}", inner))
-        self._known = [_copied(x) for _, x in self._places]
+                    self._containers.append((f"{kind}.{k}", inner))
+        self._known = [_copied(x) for _, x in self._containers]
         self._objects = self._held()
 
     def _held(self) -> list[Any]:
-        return list(chain.from_iterable([x if type(x) is list else x.values() for _, x in self._places]))
+        return list(chain.from_iterable([x if type(x) is list else x.values() for _, x in self._containers]))
 
     def changed(self) -> str | None:
         """The name of one that is different now; None if none is."""
         held = self._held()
         if len(held) == len(self._objects) and all(map(is_, held, self._objects)):
             return None
-        for (whose, now), known in zip(self._places, self._known, strict=True):
+        for (whose, now), known in zip(self._containers, self._known, strict=True):
             fresh = _copied(now)
             for k in dict.fromkeys((*fresh, *known)):
                 if k not in _OURS and not _equal(fresh.get(k, _MISSING), known.get(k, _MISSING)):
                     return f"{whose}.{k}"
-        self._known, self._objects = [_copied(x) for _, x in self._places], held
+        self._known, self._objects = [_copied(x) for _, x in self._containers], held
         return None
 
 
@@ -378,8 +378,8 @@ _OURS = ("training",)  # a pass is in evaluation mode, whatever the model is in
 _MISSING = object()
 
 
-def _copied(place: Any) -> dict[Any, Any]:
-    return dict(enumerate(place)) if isinstance(place, list) else dict(place)
+def _copied(container: Any) -> dict[Any, Any]:
+    return dict(enumerate(container)) if isinstance(container, list) else dict(container)
 
 
 def _equal(a: Any, b: Any) -> bool:
@@ -405,11 +405,11 @@ class Binding(NotCopied):
         for n, slot in enumerate(program.slots):
             found = None
             if slot.role in ("parameter", "buffer"):
-                home, name = compat.tensor_home(model, slot.role, slot.key)
-                found = home[name]
+                owner, name = compat.tensor_home(model, slot.role, slot.key)
+                found = owner[name]
             elif slot.role == "state":
-                home, name = compat.tensor_home(model, "parameter", slot.key[0])
-                self._states.append((n, home[name], slot.key[1]))
+                owner, name = compat.tensor_home(model, "parameter", slot.key[0])
+                self._states.append((n, owner[name], slot.key[1]))
             elif slot.role == "input":
                 self._leaves.append((n, slot.key))
             elif slot.role == "constant":

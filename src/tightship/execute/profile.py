@@ -255,10 +255,10 @@ def _key(program: Program, k: int, call: Call) -> str:
 def _metadata(program: Program, value: int, *, whole: bool = False) -> tuple[Any, ...]:
     info = program.graph.values[value]
     itemsize = getattr(torch, info.dtype).itemsize
-    home = program.graph.storages[info.storage]
-    size = home.size if whole else 0
-    if home.pool == "host":
-        return info.dtype, info.shape, info.stride, home.pool
+    storage = program.graph.storages[info.storage]
+    size = storage.size if whole else 0
+    if storage.pool == "host":
+        return info.dtype, info.shape, info.stride, storage.pool
     return info.dtype, info.shape, info.stride, info.offset * itemsize % ALIGNMENT, aligned(size)
 
 

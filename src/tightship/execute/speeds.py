@@ -55,12 +55,12 @@ def speeds(cache: Cache, folder: Path | str | None = None) -> Machine:
     """
 
     kept = partial(_kept, cache)
-    place = f"{torch.get_num_threads()}:{'' if folder is None else Path(folder).resolve()}"
+    where = f"{torch.get_num_threads()}:{'' if folder is None else Path(folder).resolve()}"
     try:
-        out, back = (kept(f"copy:{k}:{place}", partial(_copies, k, folder)) for k in ("offload", "fetch"))
-        latency = kept(f"copy:latency:{place}", partial(_copies, "offload", folder, 64))
-        begin = kept(f"copy:begin:{place}", partial(_taken, folder, 64, 1 << 14, 16))
-        whole = kept(f"copy:beside:{place}", partial(_taken, folder, _BYTES, 1 << 19, 1))
+        out, back = (kept(f"copy:{k}:{where}", partial(_copies, k, folder)) for k in ("offload", "fetch"))
+        latency = kept(f"copy:latency:{where}", partial(_copies, "offload", folder, 64))
+        begin = kept(f"copy:begin:{where}", partial(_taken, folder, 64, 1 << 14, 16))
+        whole = kept(f"copy:beside:{where}", partial(_taken, folder, _BYTES, 1 << 19, 1))
         beside = _share(max(0.0, whole - begin), min(out, back)) / _BYTES
         copies = _BYTES / out, _BYTES / back, latency
     except BadInput:  # no such folder: who copies there will say so
@@ -79,10 +79,10 @@ def device_speeds(
     """Measured once and kept in ``cache``. Takes 32 MiB of ``device`` and half of that on the host while it does.
 
     Where ``pinned`` limits the host's memory, copies are taken to go to the file in ``folder``: which of them do is
-    known after planning only. ``mask`` is not packed on GPUs; its rate is a model's.
+    known after planning only. ``mask`` is not compressed on GPUs; its rate is a model's.
     """
     gpu = torch.cuda.get_device_name(device)
-    place: tuple[Any, ...] = () if pinned is None else (0, None if folder is None else Path(folder).resolve())
+    where: tuple[Any, ...] = () if pinned is None else (0, None if folder is None else Path(folder).resolve())
 
     def seconds(name: str, prepared: Callable[..., Callable[[], float]], *what: Any) -> float:
         key = ":".join(map(str, ("speed", name, gpu, *what)))
@@ -90,11 +90,11 @@ def device_speeds(
 
     try:
         offload, fetch = (
-            _DEVICE_BYTES / seconds(kind, _copying, kind, _DEVICE_BYTES, *place)
+            _DEVICE_BYTES / seconds(kind, _copying, kind, _DEVICE_BYTES, *where)
             for kind in ("offload", "fetch")
         )
-        copies = offload, fetch, seconds("latency", _copying, "offload", 64, *place)
-        begin = seconds("begin", _beginning, *place)
+        copies = offload, fetch, seconds("latency", _copying, "offload", 64, *where)
+        begin = seconds("begin", _beginning, *where)
     except BadInput:  # nothing can be pinned, or there is no such folder: who copies there will say so
         copies, begin = (MODELLED.offload, MODELLED.fetch, MODELLED.latency), 0.0
     pack, unpack = (
@@ -231,14 +231,14 @@ def _timed(device: str, run: Callable[[], Any]) -> float:
     return float(start.elapsed_time(end)) / 1e3
 
 
-def _copying(device: str, kind: str, size: int, *place: Any) -> Callable[[], float]:
-    pool, memory = pool_beside(size, device, *place), torch.zeros(size, dtype=torch.uint8, device=device)
+def _copying(device: str, kind: str, size: int, *where: Any) -> Callable[[], float]:
+    pool, memory = pool_beside(size, device, *where), torch.zeros(size, dtype=torch.uint8, device=device)
     move = pool.write if kind == "offload" else pool.read
     return lambda: _timed(device, lambda: move(0, memory.data_ptr(), size, 0))
 
 
-def _beginning(device: str, *place: Any) -> Callable[[], float]:
-    pool, memory = pool_beside(64, device, *place), torch.zeros(64, dtype=torch.uint8, device=device)
+def _beginning(device: str, *where: Any) -> Callable[[], float]:
+    pool, memory = pool_beside(64, device, *where), torch.zeros(64, dtype=torch.uint8, device=device)
 
     def run() -> float:
         start = perf_counter()

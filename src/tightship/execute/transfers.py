@@ -54,7 +54,7 @@ def host_offsets(program: Program, plan: Plan) -> tuple[dict[tuple[int, int], in
 
 
 class Transfers:
-    """Makes the actions of one plan. Compressed forms and copies have places in the environment."""
+    """Makes the actions of one plan. Compressed forms and copies have indices in the environment."""
 
     def __init__(self, program: Program, plan: Plan, environment: Environment, pool: HostPool | None) -> None:
         self.program, self.graph, self.environment, self.pool = program, program.graph, environment, pool
@@ -63,26 +63,26 @@ class Transfers:
         self.extent: dict[int, int] = {}
         for v in self.graph.values:
             self.extent[v.storage] = max(self.extent.get(v.storage, 0), _reach(v))
-        self.packed: dict[int, tuple[int, str]] = {}  # storage -> place, codec
+        self.packed: dict[int, tuple[int, str]] = {}  # storage -> index, codec
         self.hosted: dict[int, int] = {}  # storage -> offset
-        self.copies: dict[int, tuple[int, ...]] = {}  # step of a copy stream -> places of its copies
+        self.copies: dict[int, tuple[int, ...]] = {}  # step of a copy stream -> indices of its copies
         self.latest: dict[int, int] = {}  # copy stream -> its latest step
 
     def waits(self, i: int, step: Step) -> Action | None:
         """Waiting for the copies that a step on stream 0 waits for. On a copy stream a step that frees is over when
         those before it are."""
-        places = tuple(p for w in step.waits for p in self.copies.get(w, ()))
+        indices = tuple(p for w in step.waits for p in self.copies.get(w, ()))
         if step.stream:
             if step.kind == "free":
-                self.copies[i] = (*self.copies.get(self.latest.get(step.stream, -1), ()), *places)
+                self.copies[i] = (*self.copies.get(self.latest.get(step.stream, -1), ()), *indices)
                 self.latest[step.stream] = i
             return None
-        if not places:
+        if not indices:
             return None
 
         def run(env: list[Any]) -> None:
-            for place in places:
-                for job in env[place] or ():
+            for index in indices:
+                for job in env[index] or ():
                     job.result()
 
         return run
@@ -98,7 +98,7 @@ class Transfers:
         return _each([make(s) for s in step.storages])
 
     def forget(self, step: Step) -> tuple[int, ...]:
-        """The places emptied when compressed forms are freed; what the host holds needs none."""
+        """The indices emptied when compressed forms are freed; what the host holds needs none."""
         if step.form == "packed":
             return tuple(self.packed.pop(s)[0] for s in step.storages)
         return ()
@@ -106,8 +106,8 @@ class Transfers:
     # --- codecs ---
 
     def _compress(self, step: Step, s: int) -> Action:
-        place = self.environment.constant(None)
-        self.packed[s] = place, step.codec
+        index = self.environment.constant(None)
+        self.packed[s] = index, step.codec
         base, count = self.program.bases[s], self.extent[s]
         name, codec, nbytes, device = self.graph.storages[s].name, step.codec, step.nbytes, self.device
         dtype = dtype_of(self.graph.values[base].dtype)
@@ -120,7 +120,7 @@ class Transfers:
                 with self.unplanned():
                     codecs.check(codec, full, name)
                 unchecked = False
-            packed = env[place] = torch.empty(nbytes, dtype=torch.uint8, device=device)
+            packed = env[index] = torch.empty(nbytes, dtype=torch.uint8, device=device)
             codecs.compress(codec, full, packed, name)
 
         return run
@@ -131,13 +131,13 @@ class Transfers:
         return allocator.suspended(kind) if allocator.loaded(kind) else contextlib.nullcontext()
 
     def _decompress(self, s: int) -> Action:
-        place, codec = self.packed[s]
+        index, codec = self.packed[s]
         base, count, make = self.program.bases[s], self.extent[s], self._maker(s)
         dtype = dtype_of(self.graph.values[base].dtype)
 
         def run(env: list[Any]) -> None:
             env[base] = made = make()
-            codecs.decompress(codec, env[place], _flat(made, dtype, count))
+            codecs.decompress(codec, env[index], _flat(made, dtype, count))
 
         return run
 
@@ -163,15 +163,15 @@ class Transfers:
         """Begins the copies of a step; on stream 0 they are waited for at once."""
         assert self.pool is not None
         pool, stream = self.pool, step.stream
-        place = self.environment.constant(None)
+        index = self.environment.constant(None)
         after = [p for w in step.waits for p in self.copies.get(w, ())]
-        self.copies[i] = (place,)
+        self.copies[i] = (index,)
         self.latest[stream] = i
         parts = [self._part(i, step.kind, s) for s in step.storages]
 
         def run(env: list[Any]) -> None:
             earlier = [job for p in after for job in env[p] or ()]
-            env[place] = jobs = [part(env, pool, stream, earlier) for part in parts]
+            env[index] = jobs = [part(env, pool, stream, earlier) for part in parts]
             if not stream:
                 for job in jobs:
                     job.result()
@@ -221,8 +221,8 @@ def _each(actions: Sequence[Action]) -> Action:
 # --- random states ---
 
 
-def with_state(action: Action, place: int, *, again: bool, device: str = "cpu", nbytes: int = 0) -> Action:
-    """The action of a random op that saves the random state at ``place`` before it draws, or draws ``again`` from
+def with_state(action: Action, index: int, *, again: bool, device: str = "cpu", nbytes: int = 0) -> Action:
+    """The action of a random op that saves the random state at ``index`` before it draws, or draws ``again`` from
     the one there and leaves the present one as it was. A GPU's is held by the host: ``nbytes`` of ``device`` are
     taken for it, as the plan counts them."""
     generator = compat.generator_of(device)
@@ -232,12 +232,12 @@ def with_state(action: Action, place: int, *, again: bool, device: str = "cpu", 
         return generator.get_state(), room
 
     def saving(env: list[Any]) -> None:
-        env[place] = state()
+        env[index] = state()
         action(env)
 
     def drawing(env: list[Any]) -> None:
         present = state()
-        generator.set_state(env[place][0])
+        generator.set_state(env[index][0])
         try:
             action(env)
         finally:

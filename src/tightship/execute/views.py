@@ -67,11 +67,11 @@ def mismatch(program: Program, value: int, tensor: Any, *, storage: bool = True)
     strides = zip(tensor.shape, tensor.stride(), info.stride, strict=True)
     if tensor.numel() and any(n != 1 and now != known for n, now, known in strides):
         return f"stride {tuple(tensor.stride())} instead of {info.stride}"
-    home = program.graph.storages[info.storage]
-    if not storage or home.pool == "host":
+    planned = program.graph.storages[info.storage]
+    if not storage or planned.pool == "host":
         return None
     if tensor.storage_offset() != info.offset:
         return f"storage offset {tensor.storage_offset()} instead of {info.offset}"
     size = tensor.untyped_storage().nbytes()
     whole = aligned(size, alignment_of(str(tensor.device)))
-    return None if whole == home.size else f"a storage of {size} bytes instead of {home.size}"
+    return None if whole == planned.size else f"a storage of {size} bytes instead of {planned.size}"

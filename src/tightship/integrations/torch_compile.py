@@ -20,7 +20,7 @@ import re
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
-from typing import Any
+from typing import Any, Final
 from weakref import WeakValueDictionary
 
 from tightship.errors import BadInput, Infeasible, TightshipError, Unsupported
@@ -85,7 +85,7 @@ def backend(
             raise BadInput(rule, place="torch.compile")
         session = _session(options if options is not None else {})
     except TightshipError as error:
-        return _raising(error)
+        return _raise_when_called(error)
     return session.compile(gm, example_inputs)
 
 
@@ -114,6 +114,10 @@ def compiled_notes(compiled: Any) -> tuple[str, ...]:
 _PLACE = "torch.compile(options=…)"
 _PLANNER = tuple(f for f in fields(PlannerOptions) if f.name not in ("hand_out", "place"))
 """Without two: results always leave the arena, and ``arena`` says whether there is one."""
+_KINDS: Final = {
+    **dict.fromkeys(("arena", "strict", "eager_fallback"), (bool, "True or False")),
+    "seconds_per_op": (float, "a number of seconds"),
+}
 
 
 @dataclass(frozen=True)
@@ -156,18 +160,12 @@ def read_options(given: Mapping[str, Any]) -> CompileOptions:
             known = ", ".join(sorted(own | planner))
             raise BadInput(f"unknown option {name!r}: an option is one of {known}", place=_PLACE)
     chosen: dict[str, Any] = {"eager_fallback": not given.get("strict", False)}
-    for name in ("arena", "strict", "eager_fallback"):
-        if name in given:
-            chosen[name] = _of_kind(name, given[name], bool, "True or False")
+    chosen |= {name: _of_kind(name, given[name], *kind) for name, kind in _KINDS.items() if name in given}
     if given.get("budget") is not None:
         chosen["budget"] = parse_budget(given["budget"], _PLACE)
     if given.get("on_plan") is not None and not callable(given["on_plan"]):
         raise BadInput("on_plan must be a function of one argument", given["on_plan"], _PLACE)
     chosen |= {k: given[k] for k in ("on_plan", "cache") if k in given}
-    if "seconds_per_op" in given:
-        chosen["seconds_per_op"] = _of_kind(
-            "seconds_per_op", given["seconds_per_op"], float, "a number of seconds"
-        )
     return CompileOptions(**chosen, planner=_planner_options(given))
 
 
@@ -177,14 +175,14 @@ def _planner_options(given: Mapping[str, Any]) -> PlannerOptions:
         if f.name in given:
             kind = type(f.default)
             chosen[f.name] = _of_kind(f.name, given[f.name], kind, f"a {kind.__name__} such as {f.default!r}")
-    _recomputing(chosen)
+    _check_recompute_only(chosen)
     for folder in ("order", "evict"):
         if chosen.get(folder, "given") != "given":
             planner_named(chosen[folder], folder)
     return PlannerOptions(**{"allow": "recompute", **chosen})
 
 
-def _recomputing(chosen: Mapping[str, Any]) -> None:
+def _check_recompute_only(chosen: Mapping[str, Any]) -> None:
     """Between forward and backward it is autograd that holds what is saved, and only as the tensors it knows."""
     ways = {way.strip() for way in chosen.get("allow", "").split(",")} - {""}
     ways |= {way for _, way in parse_hints(chosen.get("hints", ""))} - {"keep"}
@@ -209,13 +207,15 @@ _sessions: WeakValueDictionary[int, Session] = WeakValueDictionary()
 
 def _session(options: Mapping[str, Any]) -> Session:
     """The options object stands for the call of torch.compile: it is the same for all graphs of a model."""
-    found = _sessions.get(id(options)) if options else None
-    if found is None:
+    session = _sessions.get(id(options)) if options else None
+    if session is None:
         chosen = read_options(options)
-        found = Session(options, chosen, Ledger(chosen.budget))
+        session = Session(options, chosen, Ledger(chosen.budget))
         if options:
-            _sessions[id(options)] = found  # the session keeps the object, so its identity is not given away
-    return found
+            _sessions[id(options)] = (
+                session  # the session keeps the object, so its identity is not given away
+            )
+    return session
 
 
 def compiled_session(compiled: Any) -> Session:
@@ -224,11 +224,11 @@ def compiled_session(compiled: Any) -> Session:
     if options is None:
         rule = f"a {type(compiled).__name__} compiled without options: plans are found by torch.compile(options=…)"
         raise BadInput(rule, place="compiled_plans")
-    found = _sessions.get(id(options)) or compat_compile.frame_session(compiled)
-    return found or Session(options, CompileOptions(), Ledger(None))
+    session = _sessions.get(id(options)) or compat_compile.frame_session(compiled)
+    return session or Session(options, CompileOptions(), Ledger(None))
 
 
-def _skipped(
+def _note_skipped(
     session: Session | None, options: Mapping[str, Any] | None, what: str, why: str, first: bool
 ) -> Session:
     """Something that Dynamo leaves to eager without asking the backend; unless ``first``, because of something else,
@@ -259,19 +259,19 @@ class Session(NotCopied):
             if follows is not None and follows.runs:
                 what = f"what is called at {follows.place}, but for graphs of its own,"
                 self.unplanned(what, f"Dynamo breaks the graph there ({follows.why})")
-            made = _Compilation(self, gm).run(gm, inputs)
-            self._last_of_its_kind()
-            return made
+            compiled = _Compilation(self, gm).run(gm, inputs)
+            self._warn_of_recompile_limit()
+            return compiled
         except (BadInput, Infeasible) as error:
-            return _raising(error, self)
+            return _raise_when_called(error, self)
         except Exception as error:
             if compat_compile.is_control_flow(error):
                 raise
             if not self.options.eager_fallback:
-                return _raising(error, self)
+                return _raise_when_called(error, self)
             return self._eager(gm, error)
 
-    def _last_of_its_kind(self) -> None:
+    def _warn_of_recompile_limit(self) -> None:
         count = compat_compile.last_time()
         if count is None:
             return
@@ -309,7 +309,7 @@ class Session(NotCopied):
         return eager
 
 
-def _raising(error: Exception, session: Session | None = None) -> Callable[..., Any]:
+def _raise_when_called(error: Exception, session: Session | None = None) -> Callable[..., Any]:
     """Raises ``error`` itself when the compiled model is called; from within a backend Dynamo would wrap
     it. The session lives on, and with it what a percentage came to."""
 
@@ -330,7 +330,7 @@ class _Compilation:
     def __init__(self, session: Session, gm: Any) -> None:
         self.session, self.options = session, session.options
         self.frame, self.name = compat_compile.frame()
-        self.goes_on = compat_compile.graph_break(gm)
+        self.graph_break = compat_compile.graph_break(gm)
         self.placeholders = gm.graph.find_nodes(op="placeholder")
         self.piece: Piece | None = None
         self.entry: Entry | None = None
@@ -343,7 +343,7 @@ class _Compilation:
 
     def partition(self, gm: Any, outputs: int, static: Sequence[int]) -> tuple[Any, Any]:
         joint = lower_joint(gm, outputs, self._primals(gm, static), name=f"graph {self.name}")
-        piece, nodes = self._planned(joint)
+        piece, nodes = self._plan_graph(joint)
         self.piece = piece
         return compat_compile.split(gm, nodes, outputs)
 
@@ -364,7 +364,7 @@ class _Compilation:
 
     def inference(self, gm: Any, _inputs: Any) -> Any:
         joint = lower_joint(gm, None, self._primals(gm, ()), name=f"graph {self.name}")
-        return self._forward(self._planned(joint)[0])
+        return self._forward(self._plan_graph(joint)[0])
 
     def _forward(self, piece: Piece) -> Callable[[list[Any]], Any]:
         assert self.entry is not None
@@ -415,7 +415,7 @@ class _Compilation:
 
     # --- planning ---
 
-    def _planned(self, joint: Joint) -> tuple[Piece, list[Any]]:
+    def _plan_graph(self, joint: Joint) -> tuple[Piece, list[Any]]:
         o = self.options
         with compat_compile.outside():
             program = profile(joint.program, cache=o.cache, seconds_per_op=o.seconds_per_op)
@@ -435,9 +435,9 @@ class _Compilation:
             arena=o.arena,
             saved=values,
         )
-        if self.goes_on is not None:
+        if self.graph_break is not None:
             piece.notes.append(
-                f"a graph break follows at {self.goes_on.place}: the budget is shared with other graphs"
+                f"a graph break follows at {self.graph_break.place}: the budget is shared with other graphs"
             )
         self.session.pieces.append(piece)
         if o.on_plan is not None:
@@ -464,13 +464,13 @@ class _Compilation:
             return entered(self._plan(graph, free(False), training))
         except Infeasible as no:
             if not ledger.binding(training):
-                plan = self._placed(graph, None)
+                plan = self._plan_within(graph, None)
                 note = "before any backward pass, a percentage of a training step's peak is unknown: this graph is "
                 note += "not held to it"
                 return entered(replace(plan, notes=(*plan.notes, note)))
             rest = free(True)
             if rest is not None and need <= rest:  # kept whole it fits beside what is in memory now
-                return entered(self._placed(graph, graph.static_bytes + rest), current=True)
+                return entered(self._plan_within(graph, graph.static_bytes + rest), current=True)
             raise no.with_advice((*no.advice, _RESOLVED)) if later else no from None
 
     def _plan(self, graph: Graph, free: int | None, training: bool) -> Plan:
@@ -478,25 +478,25 @@ class _Compilation:
         nobody knows yet what they need: at most half of that or, if that is too little, about the least
         possible."""
         if free is None:
-            return self._placed(graph, None)
+            return self._plan_within(graph, None)
         whole = max(graph.static_bytes + free, 0)
         budget, ledger = self.session.ledger.budget, self.session.ledger
         known = budget is not None and budget.bytes is not None
-        if self.goes_on is not None and (known or ledger.resolved_before(self.frame, training)):
+        if self.graph_break is not None and (known or ledger.resolved_before(self.frame, training)):
             limit = graph.static_bytes + max(free, 0) // 2
             for _ in range(2):
                 try:
-                    return self._placed(graph, limit)
+                    return self._plan_within(graph, limit)
                 except Infeasible as error:
                     limit = error.best_peak
                 if limit >= whole:
                     break
-        return self._placed(graph, whole)
+        return self._plan_within(graph, whole)
 
-    def _placed(self, graph: Graph, limit: int | None) -> Plan:
+    def _plan_within(self, graph: Graph, limit: int | None) -> Plan:
         """With an arena, unless one (and results beside it) needs more than the budget although the peak
         does not."""
-        options, notes = self._hinted(graph)
+        options, notes = self._planner_options_here(graph)
         # Where a pass runs on the heap, for its arena is taken, no result lies over an input.
         options = replace(options, reuse=False)
         if self.options.arena:
@@ -510,10 +510,10 @@ class _Compilation:
         plan = default_plan(graph, limit, replace(options, place=False))
         return replace(plan, notes=(*plan.notes, *notes))
 
-    def _hinted(self, graph: Graph) -> tuple[PlannerOptions, tuple[str, ...]]:
+    def _planner_options_here(self, graph: Graph) -> tuple[PlannerOptions, tuple[str, ...]]:
         """The options without hints that are about other graphs of a model with graph breaks; a note of those."""
         options = self.options.planner
-        if self.goes_on is None and not self.session.pieces:
+        if self.graph_break is None and not self.session.pieces:
             return options, ()
         here = {h: matches(graph, h[0]) for h in parse_hints(options.hints)}
         notes = tuple(
@@ -547,4 +547,4 @@ def _readable(source: str) -> str:
     return ".".join(parts) if parts else re.sub(r"^L\['(\w+)'\]", r"\1", source)
 
 
-compat_compile.watch_frames(backend, _skipped)
+compat_compile.watch_frames(backend, _note_skipped)

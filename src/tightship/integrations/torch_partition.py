@@ -217,7 +217,7 @@ class Piece(NotCopied):
         self._outputs = {compat.storage_key(t): compat.storage_reference(t) for t in results[:count]}
         if self.backward_pass is None:
             self._report(self._first)
-        return _filled(self._joint.forward, results[:count]) + saved
+        return _fill(self._joint.forward, results[:count]) + saved
 
     def backward(self, args: list[Any]) -> list[Any]:
         """The gradients, from what was saved and the tangents. Empties ``args``."""
@@ -238,7 +238,7 @@ class Piece(NotCopied):
             self._note("retain_graph: what was saved stays in memory, which is not planned")
         else:
             self._report(self._first, self.backward_pass.last)
-        return _filled(self._joint.backward, results)
+        return _fill(self._joint.backward, results)
 
     def _check_again(self) -> None:
         """Raise ``Unsupported``, before anything is computed, for a backward pass that is to be differentiated, and
@@ -290,7 +290,7 @@ class Piece(NotCopied):
             report(self.last, self.strict, self.name)
 
 
-def _filled(spec: Sequence[Any], tensors: Sequence[Any]) -> list[Any]:
+def _fill(spec: Sequence[Any], tensors: Sequence[Any]) -> list[Any]:
     given = iter(tensors)
     return [next(given) if isinstance(x, Ref) else x for x in spec]
 
