@@ -1,4 +1,4 @@
-"""The torch.compile backend in the ways people use it, to the bit."""
+"""The torch.compile backend in the ways people use it, bit-identical."""
 
 import copy
 import gc

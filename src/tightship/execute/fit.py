@@ -8,7 +8,7 @@ from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Unpack
+from typing import Any, SupportsIndex, Unpack
 
 import torch
 
@@ -29,7 +29,7 @@ from tightship.frontends.torch.step import DATA_PARALLEL, check_hooks, check_mod
 from tightship.frontends.torch.structure import flatten
 from tightship.plan import Plan
 from tightship.planners.default import PlanOptions, read_options
-from tightship.units import parse_budget, parse_bytes
+from tightship.units import Budget, parse_budget, parse_bytes
 
 __all__ = ["TrainStep", "fit"]
 
@@ -39,7 +39,7 @@ def fit(
     loss_fn: Any,
     optimizer: torch.optim.Optimizer,
     sample_batch: Any,
-    budget: Any = None,
+    budget: Budget | str | SupportsIndex | None = None,
     *,
     planner: Planner | None = None,
     strict: bool = False,
@@ -47,7 +47,7 @@ def fit(
     seconds_per_op: float = 0.01,
     variants: int = 4,
     folder: Path | str | None = None,
-    pinned: Any = None,
+    pinned: str | SupportsIndex | None = None,
     prepare: bool = True,
     verify_every: int = 0,
     independent: bool = False,

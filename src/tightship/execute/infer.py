@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Unpack
+from typing import Any, SupportsIndex, Unpack
 
 import torch
 
@@ -25,7 +25,7 @@ from tightship.graph import Graph
 from tightship.plan import Plan
 from tightship.planners.default import PlanOptions, read_options
 from tightship.planners.layout import lay_out
-from tightship.units import parse_budget
+from tightship.units import Budget, parse_budget
 
 __all__ = ["Inference", "infer"]
 
@@ -33,7 +33,7 @@ __all__ = ["Inference", "infer"]
 def infer(
     model: Any,
     sample: Any,
-    budget: Any = None,
+    budget: Budget | str | SupportsIndex | None = None,
     *,
     dynamic: bool = False,
     fresh: bool = True,

@@ -19,7 +19,7 @@ from tightship.execute import allocator
 from tightship.execute.allocator import Meter
 from tightship.execute.compile import Code, Instruction, compile_plan
 from tightship.execute.host_pool import FilePool, HostPool, PinnedPool, pool_beside
-from tightship.execute.script import HEAP, PlannedRequests, device_of, planned_requests
+from tightship.execute.script import HEAP, PlannedRequests, device_of, needs_memory, planned_requests
 from tightship.execute.transfers import host_offsets
 from tightship.execute.views import mismatch
 from tightship.frontends.torch import compat
@@ -144,18 +144,15 @@ class Executor(NotCopied):
         """None where the plan runs on the heap, unmeasured; a note says why."""
         graph = program.graph
         unknown = any(
-            (op.workspace or any(graph.storages[s].size for s in defines)) and not op.requests
-            for k, (op, defines) in enumerate(zip(graph.ops, graph.uses.defines, strict=True))
-            if k != boundary
+            k != boundary and not op.requests and needs_memory(graph, k) for k, op in enumerate(graph.ops)
         )
         why = "ops on several devices" if self._device is None else allocator.why_not(self._kind)
         if why is not None:
             self.notes.append(f"{why}: the plan runs on the ordinary heap and its peak is not measured")
             return None
         if unknown:
-            self.notes.append(
-                "requests were not measured: the plan runs on the ordinary heap, without an arena"
-            )
+            text = "requests were not measured: the plan runs on the ordinary heap, without an arena"
+            self.notes.append(text)
             return None
         requests = planned_requests(program, plan, hand_out=hand_out)
         if not requests.placed:

@@ -21,7 +21,7 @@ from tightship.execute.bench import Bench, in_place_inputs, sample_arguments, wo
 from tightship.execute.cache import Cache, Measurement, default_folder, machine
 from tightship.execute.compile import updater_of
 from tightship.execute.speeds import device_speeds, speeds
-from tightship.execute.views import mismatch
+from tightship.execute.views import dtype_of, mismatch
 from tightship.frontends.torch import compat
 from tightship.frontends.torch.optim import Updater
 from tightship.frontends.torch.program import Call, Program, Ref
@@ -61,7 +61,7 @@ def _bytes(program: Program, value: int) -> int:
     count = 1
     for n, s in zip(info.shape, info.stride, strict=True):
         count *= n if s else 1
-    return min(size, count * getattr(torch, info.dtype).itemsize)
+    return min(size, count * dtype_of(info.dtype).itemsize)
 
 
 def profile(
@@ -254,7 +254,7 @@ def _key(program: Program, k: int, call: Call) -> str:
 
 def _metadata(program: Program, value: int, *, whole: bool = False) -> tuple[Any, ...]:
     info = program.graph.values[value]
-    itemsize = getattr(torch, info.dtype).itemsize
+    itemsize = dtype_of(info.dtype).itemsize
     storage = program.graph.storages[info.storage]
     size = storage.size if whole else 0
     if storage.pool == "host":

@@ -12,7 +12,7 @@ from tightship.frontends.torch.program import Program
 from tightship.graph import Graph, Request, aligned
 from tightship.plan import Plan, Residence, Step
 
-__all__ = ["HEAP", "PlannedRequests", "device_of", "planned_requests"]
+__all__ = ["HEAP", "PlannedRequests", "device_of", "needs_memory", "planned_requests"]
 
 HEAP = -1
 
@@ -43,12 +43,14 @@ class PlannedRequests:
 
 def device_of(graph: Graph) -> str | None:
     """The one device on which the graph's ops need memory (``cpu`` if none does); None if there are several."""
-    defines = graph.uses.defines
-    needy = (
-        o for k, o in enumerate(graph.ops) if o.workspace or any(graph.storages[s].size for s in defines[k])
-    )
-    found = {o.device for o in needy} or {"cpu"}
-    return found.pop() if len(found) == 1 else None
+    devices = {op.device for k, op in enumerate(graph.ops) if needs_memory(graph, k)} or {"cpu"}
+    return devices.pop() if len(devices) == 1 else None
+
+
+def needs_memory(graph: Graph, op: int) -> bool:
+    """Whether the op asks for workspace, or for bytes of a storage it defines."""
+    sizes = (graph.storages[s].size for s in graph.uses.defines[op])
+    return bool(graph.ops[op].workspace) or any(sizes)
 
 
 def planned_requests(program: Program, plan: Plan, *, hand_out: bool = True) -> PlannedRequests:

@@ -223,7 +223,7 @@ def test_lossy_packing_runs_and_is_not_the_same():
     ],
 )
 def test_fit_does_what_is_allowed(allow, budget, tmp_path):
-    """The default search, end to end: capture, measured copies, plan, verified, run to the bit."""
+    """The default search, end to end: capture, measured copies, plan, verified, run bit-identically."""
     pair = Pair("bert", "sgd")
     step = tightship.fit(
         pair.model, pair.loss_fn, pair.optimizer, pair.batch(0), budget, allow=allow, strict=True, cache=None,
