@@ -2,8 +2,8 @@
 
 import torch
 
+from tightship.frontends.torch.program import derive, flat, substitute
 from tightship.frontends.torch.structure import flatten
-from tightship.frontends.torch.views import derive, flat, substitute
 from tightship.graph import aligned
 
 

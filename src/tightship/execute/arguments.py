@@ -11,8 +11,7 @@ from collections.abc import Callable
 from operator import itemgetter
 from typing import Any
 
-from tightship.frontends.torch.program import Call, Ref
-from tightship.frontends.torch.tape import refs_in
+from tightship.frontends.torch.program import Call, Ref, refs_in
 
 __all__ = ["Environment", "Getter", "constants_of", "keywords", "positional"]
 

@@ -17,7 +17,7 @@ import torch
 
 from tightship.errors import BadInput
 from tightship.frontends.torch import compat
-from tightship.frontends.torch.optim import settings
+from tightship.frontends.torch.optimizer.updates import settings
 from tightship.frontends.torch.program import Program
 from tightship.process_local import NotCopied
 

@@ -11,9 +11,8 @@ from typing import Any
 import torch
 
 from tightship.frontends.torch import compat, compat_capture
-from tightship.frontends.torch.execution import Inner
-from tightship.frontends.torch.function_trace import FunctionTrace, map_tensors, tensors_in
-from tightship.frontends.torch.live_step import Owned
+from tightship.frontends.torch.rerun.function_trace import FunctionTrace, Inner, map_tensors, tensors_in
+from tightship.frontends.torch.rerun.live_step import Owned
 
 __all__ = ["Expected", "expected"]
 

@@ -10,10 +10,8 @@ import torch
 from tightship.execute import allocator
 from tightship.execute.sample_inputs import fresh
 from tightship.frontends.torch import compat
-from tightship.frontends.torch.lower import elementwise
-from tightship.frontends.torch.program import Call
-from tightship.frontends.torch.tape import refs_in
-from tightship.frontends.torch.views import flat, substitute
+from tightship.frontends.torch.capture.lower import elementwise
+from tightship.frontends.torch.program import Call, flat, refs_in, substitute
 from tightship.graph import Graph, aligned, alignment_of
 
 __all__ = ["overlaid"]

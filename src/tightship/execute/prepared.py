@@ -18,8 +18,8 @@ from tightship.execute.binding import Binding, Identity
 from tightship.execute.interpreter import Executor, RunStats
 from tightship.execute.pinned_pool import Pinned
 from tightship.execute.profile import profile
-from tightship.frontends.torch.function_trace import FunctionTrace
 from tightship.frontends.torch.program import Program
+from tightship.frontends.torch.rerun.function_trace import FunctionTrace
 from tightship.frontends.torch.structure import flatten
 from tightship.graph import Graph
 from tightship.plan import Plan

@@ -26,10 +26,8 @@ from tightship.execute.sample_inputs import fresh_arguments
 from tightship.execute.speeds import speeds
 from tightship.execute.views import mismatched
 from tightship.frontends.torch import compat
-from tightship.frontends.torch.optim import Updater
-from tightship.frontends.torch.program import Call, Program, Ref
-from tightship.frontends.torch.tape import refs_in
-from tightship.frontends.torch.views import flat
+from tightship.frontends.torch.optimizer.updates import Updater
+from tightship.frontends.torch.program import Call, Program, Ref, flat, refs_in
 from tightship.graph import ALIGNMENT, Op, Request, aligned
 
 __all__ = ["BANDWIDTH", "FLOPS", "OVERHEAD", "model", "profile"]

@@ -7,9 +7,7 @@ from typing import Any
 import torch
 
 from tightship.execute.views import dtype_of
-from tightship.frontends.torch.program import Call
-from tightship.frontends.torch.tape import refs_in
-from tightship.frontends.torch.views import substitute
+from tightship.frontends.torch.program import Call, refs_in, substitute
 from tightship.graph import ALIGNMENT, Graph, Value
 
 __all__ = ["fresh_arguments"]

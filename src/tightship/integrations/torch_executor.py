@@ -23,7 +23,7 @@ from tightship.execute.meter import Meter
 from tightship.execute.script import HEAP, Orders, device_of, orders
 from tightship.execute.views import dtype_of, mismatched
 from tightship.frontends.torch import compat
-from tightship.frontends.torch.joint import Joint
+from tightship.frontends.torch.capture.joint import Joint
 from tightship.frontends.torch.program import Program, Ref, Slot
 from tightship.plan import Plan, Step
 from tightship.process_local import NotCopied, check_process

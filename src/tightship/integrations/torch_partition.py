@@ -11,7 +11,7 @@ from tightship.execute.allocator import Arena
 from tightship.execute.interpreter import PeakMismatch, RunStats, mismatch
 from tightship.execute.script import device_of
 from tightship.frontends.torch import compat, compat_compile
-from tightship.frontends.torch.joint import Joint
+from tightship.frontends.torch.capture.joint import Joint
 from tightship.frontends.torch.program import Program, Ref, Slot
 from tightship.graph import Graph
 from tightship.integrations.torch_executor import Cut, Half, HalfStats, fitted, placed_orders

@@ -10,7 +10,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from support.naive import Naive
 from tightship.errors import BadInput, UnknownSize, Unsupported
-from tightship.frontends.torch.lower import lower
+from tightship.frontends.torch.capture.lower import lower
 
 
 def traced(fn, *args):

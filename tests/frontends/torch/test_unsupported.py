@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from tightship.errors import BadInput, Unsupported
-from tightship.frontends.torch.step import capture_loss, capture_step
+from tightship.frontends.torch.capture.step import capture_loss, capture_step
 
 X = torch.randn(4, 8)
 

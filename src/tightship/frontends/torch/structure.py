@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import sys
-from collections import UserDict
+from collections import Counter, UserDict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -15,7 +15,22 @@ import torch
 from tightship.errors import BadInput
 from tightship.frontends.torch.program import Ref
 
-__all__ = ["BatchSpec", "Given", "Results", "caches", "flatten", "map_leaves"]
+__all__ = [
+    "BatchSpec",
+    "Given",
+    "LossFn",
+    "Results",
+    "batch_size",
+    "batched",
+    "caches",
+    "called",
+    "checked_loss",
+    "flatten",
+    "loss_function",
+    "map_leaves",
+    "resized",
+    "summed_output",
+]
 
 
 @dataclass(frozen=True)
@@ -208,3 +223,102 @@ class Results:
         for cache, after in zip(given, self.after, strict=True):
             _renewed(cache, map_leaves(leaf, after))
         return map_leaves(leaf, self.tree)
+
+
+def batch_size(sample: Any, dim: int = 0) -> int:
+    """The size of dimension ``dim`` that most of the sample's tensors share. Raises ``BadInput`` if none has it."""
+    sizes = [x.shape[dim] for x in flatten(sample) if isinstance(x, torch.Tensor) and x.dim() > dim]
+    if not sizes:
+        which = "first dimension" if not dim else f"dimension {dim}"
+        raise BadInput(f"a sample has tensors whose {which} is the batch", type(sample).__name__, "sample")
+    return int(Counter(sizes).most_common(1)[0][0])
+
+
+def batched(sample: Any, dim: int = 0) -> tuple[int, int]:
+    """How many of the sample's tensors have the batch as a dimension, and how many tensors there are."""
+    was, tensors = batch_size(sample, dim), [x for x in flatten(sample) if isinstance(x, torch.Tensor)]
+    return sum(_at(x, was, dim) is not None for x in tensors), len(tensors)
+
+
+def resized(sample: Any, batch: int, dim: int = 0) -> Any:
+    """The sample with ``batch`` in place of its batch size wherever that is dimension ``dim`` of a tensor, or the
+    first one of a tensor that has no such dimension; all tensors on the meta device."""
+    was = batch_size(sample, dim)
+
+    def leaf(x: Any) -> Any:
+        if not isinstance(x, torch.Tensor):
+            return x
+        at, shape = _at(x, was, dim), list(x.shape)
+        if at is not None:
+            shape[at] = batch
+        return torch.empty(shape, dtype=x.dtype, device="meta", requires_grad=x.requires_grad)
+
+    return map_leaves(leaf, sample)
+
+
+def _at(x: torch.Tensor, was: int, dim: int) -> int | None:
+    """Which dimension of a tensor is the batch."""
+    if x.dim() > dim:
+        return dim if x.shape[dim] == was else None
+    return 0 if x.dim() and x.shape[0] == was else None
+
+
+LossFn = Callable[[Any, Any], Any]
+
+
+def loss_function(loss_fn: Any, batch: Any) -> LossFn:
+    """``loss_fn`` as a function of (model, batch). Raises ``BadInput`` where it does not fit the batch."""
+    if isinstance(loss_fn, torch.nn.Module):
+        if not (isinstance(batch, (tuple, list)) and len(batch) == 2):
+            raise BadInput("a batch for a loss module is (inputs, targets)", type(batch).__name__, "batch")
+        return lambda model, pair: loss_fn(model(pair[0]), pair[1])
+    if loss_fn is not None:
+        if not callable(loss_fn):
+            raise BadInput(
+                "loss_fn is a function of (model, batch) or a module", type(loss_fn).__name__, "loss_fn"
+            )
+        return loss_fn
+    if not isinstance(batch, Mapping):
+        raise BadInput(
+            "without loss_fn a batch is a mapping of the model's arguments", type(batch).__name__, "batch"
+        )
+    return _own_loss
+
+
+def _own_loss(model: Any, batch: Any) -> Any:
+    out = model(**batch)
+    loss = out.get("loss") if isinstance(out, Mapping) else getattr(out, "loss", None)
+    if not isinstance(loss, torch.Tensor):
+        raise BadInput("without loss_fn the model's output has a loss", type(out).__name__, "loss_fn")
+    return loss
+
+
+def called(model: Any, sample: Any) -> Any:
+    """The model's results for a mapping of keyword arguments, a tuple of positional ones, or the one argument."""
+    if isinstance(sample, Mapping):
+        return model(**sample)
+    return model(*sample) if isinstance(sample, (tuple, list)) else model(sample)
+
+
+def summed_output(model: Any, sample: Any) -> Any:
+    """The output's ``loss``, otherwise the sum of its ``logits`` or of its first floating-point tensor."""
+    out = called(model, sample)
+    for key in ("loss", "logits"):
+        found = out.get(key) if isinstance(out, Mapping) else getattr(out, key, None)
+        if isinstance(found, torch.Tensor):
+            return found if key == "loss" and found.dim() == 0 else found.sum()
+    for t in flatten(out):
+        if isinstance(t, torch.Tensor) and t.requires_grad:
+            return t.sum()
+    raise BadInput("the model's output depends on its parameters", type(out).__name__, "model")
+
+
+def checked_loss(out: Any) -> torch.Tensor:
+    """The loss among what a loss function returned. Raises ``BadInput`` unless it is one number with a gradient."""
+    loss = out[0] if isinstance(out, tuple) and out else out
+    if not isinstance(loss, torch.Tensor) or loss.numel() != 1 or not loss.is_floating_point():
+        shown = tuple(loss.shape) if isinstance(loss, torch.Tensor) else type(loss).__name__
+        raise BadInput("the loss is a floating-point tensor with one element", shown, "loss_fn")
+    if not loss.requires_grad:
+        raise BadInput("the loss depends on a parameter that requires a gradient", place="loss_fn")
+    return loss

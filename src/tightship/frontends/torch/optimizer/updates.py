@@ -17,10 +17,11 @@ import torch
 
 from tightship.errors import BadInput, Unsupported
 from tightship.frontends.torch import compat
-from tightship.frontends.torch.optim_copy import Disagreement, Turns, bare, copied, kept_tensors, stepped
-from tightship.frontends.torch.optim_probe import why_together
+from tightship.frontends.torch.optimizer.copy import Disagreement, Turns, bare, copied, kept_tensors, stepped
+from tightship.frontends.torch.optimizer.probe import why_together
 
 __all__ = ["Member", "Updater", "Updates", "independent", "settings", "updaters"]
+
 
 _INDEPENDENT = (
     "Adadelta", "Adafactor", "Adagrad", "Adam", "Adamax", "AdamW", "ASGD", "Muon", "NAdam", "RAdam", "RMSprop",

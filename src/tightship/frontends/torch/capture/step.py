@@ -11,15 +11,25 @@ import torch
 
 from tightship.errors import BadInput, Unsupported
 from tightship.frontends.torch import compat, compat_capture
-from tightship.frontends.torch.loss import LossFn, called, checked_loss, loss_function, summed_output
-from tightship.frontends.torch.lower import finish
-from tightship.frontends.torch.optim import Updater, Updates, updaters
-from tightship.frontends.torch.origin import Origin, Tracker
+from tightship.frontends.torch.capture.lower import finish
+from tightship.frontends.torch.capture.recorder import Recorder
+from tightship.frontends.torch.capture.state_restore import Change, applied, untouched
+from tightship.frontends.torch.capture.tape import Origin, Tape, Tracker
+from tightship.frontends.torch.optimizer.updates import Updater, Updates, updaters
 from tightship.frontends.torch.program import Program, Ref
-from tightship.frontends.torch.record import Recorder
-from tightship.frontends.torch.state_restore import Change, applied, untouched
-from tightship.frontends.torch.structure import BatchSpec, Given, Results, caches, flatten, map_leaves
-from tightship.frontends.torch.tape import Tape
+from tightship.frontends.torch.structure import (
+    BatchSpec,
+    Given,
+    LossFn,
+    Results,
+    caches,
+    called,
+    checked_loss,
+    flatten,
+    loss_function,
+    map_leaves,
+    summed_output,
+)
 
 __all__ = [
     "DATA_PARALLEL",
@@ -34,6 +44,7 @@ __all__ = [
     "module_of",
     "replaced_buffer",
 ]
+
 
 DATA_PARALLEL = (
     'train DistributedDataParallel(torch.compile(model, backend="tightship", options={"budget": …})), with '
