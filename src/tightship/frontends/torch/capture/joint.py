@@ -21,8 +21,9 @@ from torch.fx import Graph as FxGraph
 from torch.fx import GraphModule, Node
 
 from tightship.errors import TightshipError, Unsupported
+from tightship.frontends.builder import trace_line
 from tightship.frontends.torch import compat, compat_compile
-from tightship.frontends.torch.capture.lower import _fx_origin, _live, _Numbers, finish
+from tightship.frontends.torch.capture.lower import Numbers, finish, live_records
 from tightship.frontends.torch.capture.recorder import Recorder
 from tightship.frontends.torch.capture.tape import Origin, Record, Tape
 from tightship.frontends.torch.program import Program, Ref, flat, substitute
@@ -286,7 +287,7 @@ class _Lowering:
             boundary = next(k for k, c in enumerate(program.calls) if c.fn is bring_tangents)
             program = _fenced(program, boundary)
             _check_overwritten(program, boundary)
-        storages = _Numbers.of(self.tape, _live(self.tape, wanted), wanted).storage
+        storages = Numbers.of(self.tape, live_records(self.tape, wanted), wanted).storage
         nodes = {storages[s]: where for s, where in self.made.items() if s in storages}
         return Joint(
             program, boundary, renumbered(forward), renumbered(backward),
@@ -347,9 +348,11 @@ def _number(x: Any, n: Node) -> Any:
 
 
 def _origin(n: Node) -> Origin:
-    """Dynamo calls the compiled module by the name it had in the frame (``L['self']``)."""
-    found = _fx_origin(n)
-    return found._replace(module=re.sub(r"^L\['\w+'\]\.?", "", found.module))
+    stack = n.meta.get("nn_module_stack") or n.meta.get("fwd_nn_module_stack") or {}
+    module = str(list(stack.values())[-1][0]) if stack else ""
+    # Dynamo calls the compiled module by the name it had in the frame (L['self'], L__self___).
+    module = re.sub(r"^(L\['\w+'\]\.?|L__self___|self\.)", "", module)
+    return Origin(module, trace_line(str(n.meta.get("stack_trace") or "")))
 
 
 def _copied(like: torch.Tensor, source: torch.Tensor, non_blocking: bool = False) -> torch.Tensor:
@@ -392,6 +395,10 @@ def _plain(tree: Any) -> Any:
         return {k: _plain(x) for k, x in tree.items()}
     return tree
 
+
+# --- and back: what PyTorch's own partitioner would save ---------------------------------------------------------
+# The captured ops become a joint fx graph (never run) for the partitioner, which answers for each
+# ``activation_memory_budget``. In-place ops stand in it as if they made new tensors. For comparison only.
 
 BUDGETS = (1.0, 0.75, 0.5, 0.25, 0.1, 0.0)
 

@@ -1,7 +1,11 @@
-"""Where an op comes from: the module that was running and the line that asked for it.
+"""Tape: the ops of a program as they happen, each with its origin, every tensor named by storage and metadata.
 
-Nothing is attached to the model: the module stack comes from hooks that PyTorch keeps for all modules, the line
-from the Python stack. A backward op gets the place of the forward op whose gradient it computes.
+Aliasing comes from storage identity alone, never from schemas: an op that mutates nothing and whose results lie in
+storages that exist already is a view, and leaves no op behind. Two tensors with one storage and equal metadata are
+one value. Tensors are taken down when they are used, so that later changes of their metadata do no harm.
+
+Origins need nothing attached to the model: the module stack comes from hooks that PyTorch keeps for all modules, the
+line from the Python stack. A backward op gets the place of the forward op whose gradient it computes.
 """
 
 from __future__ import annotations
@@ -180,6 +184,7 @@ class Tape:
         self._value_of: dict[TapeValue, int] = {}
         self._storage_of: dict[int, int] = {}
         self._references: list[Any] = []
+        self._given_values: set[int] = set()
 
     # --- tensors ---
 
@@ -244,7 +249,8 @@ class Tape:
     ) -> int:
         """A tensor of the caller. A second one in a known storage is a value of its own."""
         v = self.value(tensor, name)
-        if not any(v == other for other, _, _ in self.slots):
+        if v not in self._given_values:
+            self._given_values.add(v)
             self.slots.append((v, role, key))
         s = self.storages[self.storage(v)]
         if not s.role:
