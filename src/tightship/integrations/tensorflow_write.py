@@ -22,8 +22,7 @@ from tightship.baselines.grappler_nodes import CLONE, TRIGGER, Rewrite, rewritte
 from tightship.baselines.grappler_sums import accumulator, crowded_sums
 from tightship.errors import BadInput, Unsupported
 from tightship.frontends.tensorflow.lower import Program, lower
-from tightship.frontends.tensorflow.nodes import Node, Web, name_of
-from tightship.frontends.tensorflow.rules import forwarded
+from tightship.frontends.tensorflow.nodes import Node, Web, forwarded, name_of
 from tightship.plan import Plan, Step
 from tightship.serde import write_file
 

@@ -8,20 +8,24 @@ all of them can be named at once.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
 import onnx
 from onnx import shape_inference
+from onnx.reference import ReferenceEvaluator
 
 from tightship.errors import BadInput, UnknownSize, Unsupported
-from tightship.frontends.onnx.load import Model
-from tightship.frontends.onnx.types import Dim, Shapes, TensorType, type_of
-from tightship.frontends.onnx.values import MOST, constant_type, constant_value, evaluated
+from tightship.frontends.onnx.load import Model, external
+from tightship.frontends.onnx.types import Dim, Shapes, TensorType, nbytes_of, type_of
+from tightship.frontends.onnx.wire import held
 
-__all__ = ["Scope", "infer", "label"]
+__all__ = ["MOST", "Scope", "constant_type", "constant_value", "evaluated", "infer", "label"]
+
 
 _INT64, _BOOL = onnx.TensorProto.INT64, onnx.TensorProto.BOOL
 _LIKE_FIRST: Final = frozenset(
@@ -393,3 +397,92 @@ def _stacked(t: TensorType, axis: int, count: Dim) -> TensorType:
 
 
 _BODIES: Final = {"If": _if, "Loop": _loop, "Scan": _scan}
+
+
+MOST: Final = 4096
+"""Elements of a value that is computed here, at most."""
+
+_OPS: Final = frozenset(
+    "Abs Add And ArgMax ArgMin Cast CastLike Ceil Clip Concat ConstantOfShape CumSum Div Equal Expand Flatten Floor "
+    "Gather GatherElements GatherND Greater GreaterOrEqual Identity Less LessOrEqual Max Min Mod Mul Neg NonZero Not "
+    "OneHot Or Pow Range ReduceMax ReduceMin ReduceProd ReduceSum Reshape Round ScatterElements ScatterND Sign Slice "
+    "Split Sqrt Squeeze Sub Sum Tile Transpose Trilu Unsqueeze Where Xor".split()
+)
+"""What shapes are computed with. Each gives few elements from few, and none reads a file."""
+
+
+def constant_type(tensor: Any, place: str) -> TensorType:
+    """Type of an initializer; raises ``BadInput`` if its bytes are not as many as its shape says."""
+    where = f"{place}: tensor {tensor.name!r}"
+    if any(d < 0 for d in tensor.dims):
+        raise BadInput("a dimension is not negative", min(tensor.dims), where)
+    found = TensorType(tensor.data_type, tuple(int(d) for d in tensor.dims))
+    size = nbytes_of(found, where)
+    about = external(tensor)
+    if "length" in about and int(about["length"]) != size:
+        raise BadInput(f"external data has the {size} bytes of its tensor", int(about["length"]), where)
+    inline = held(tensor)
+    if not about and (tensor.HasField("raw_data") or (inline is not None and inline.raw)):
+        given = len(tensor.raw_data) if inline is None else inline.size
+        if given != size:
+            raise BadInput(f"a tensor of this shape has {size} bytes", given, where)
+    return found
+
+
+def constant_value(tensor: Any, folder: Path, place: str) -> np.ndarray | None:
+    """The contents of a small tensor of numbers; None for others."""
+    known = constant_type(tensor, place)
+    if known.count > MOST or held(tensor) is not None:
+        return None
+    where = f"{place}: tensor {tensor.name!r}"
+    about = external(tensor)
+    if about:
+        copy = onnx.TensorProto(name=tensor.name, data_type=tensor.data_type, dims=tensor.dims)
+        copy.raw_data = _read(
+            folder / about["location"], int(about.get("offset", 0)), nbytes_of(known, where), where
+        )
+        tensor = copy
+    try:
+        return np.asarray(onnx.numpy_helper.to_array(tensor))
+    except (ValueError, TypeError, RuntimeError) as error:
+        raise BadInput(f"a tensor's contents fit its type and shape ({error})", place=where) from error
+
+
+def _read(path: Path, offset: int, size: int, place: str) -> bytes:
+    try:
+        with open(path, "rb") as file:
+            file.seek(offset)
+            data = file.read(size)
+    except (OSError, ValueError) as error:
+        raise BadInput(f"external data can be read ({error})", place=place) from error
+    if len(data) != size:
+        raise BadInput(f"external data has the {size} bytes of its tensor", len(data), place)
+    return data
+
+
+def evaluated(
+    node: Any, inputs: Mapping[str, np.ndarray], types: Sequence[TensorType], opsets: Mapping[str, int]
+) -> list[np.ndarray] | None:
+    """Results of a node whose inputs are all known and small, in order; None if they stay unknown. ``types`` are
+    those of the results."""
+    if node.domain not in ("", "ai.onnx") or node.op_type not in _OPS:
+        return None
+    if node.op_type not in ("NonZero", "Range") and not all(t.known and t.count <= MOST for t in types):
+        return None
+    if node.op_type == "Range" and not _few(*(inputs[n] for n in node.input)):
+        return None
+    try:
+        with warnings.catch_warnings(), np.errstate(all="ignore"):
+            warnings.simplefilter("ignore")
+            found = ReferenceEvaluator(node, opsets=dict(opsets)).run(None, dict(inputs))
+    except Exception:  # whatever the reference cannot do stays unknown, and is asked of the user by name
+        return None
+    arrays = [np.asarray(x) for x in found]
+    return arrays if all(x.size <= MOST * 8 for x in arrays) else None
+
+
+def _few(start: np.ndarray, limit: np.ndarray, delta: np.ndarray) -> bool:
+    if not all(x.size == 1 for x in (start, limit, delta)) or not float(delta.reshape(())):
+        return False
+    count = (float(limit.reshape(())) - float(start.reshape(()))) / float(delta.reshape(()))
+    return count <= MOST

@@ -15,7 +15,7 @@ import tensorflow as tf
 
 from tightship.errors import BadInput, UnknownSize
 from tightship.frontends.tensorflow.load import GraphFile
-from tightship.frontends.tensorflow.rules import FEEDS
+from tightship.frontends.tensorflow.nodes import FEEDS
 from tightship.units import MAX_BYTES
 
 __all__ = ["Made", "Types", "infer", "shapes_given", "variable_bytes"]
