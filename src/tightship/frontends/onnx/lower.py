@@ -60,7 +60,7 @@ def lower(
     some orders. Raises ``UnknownSize`` naming every dimension without a size, ``BadInput``, ``Unsupported``.
     """
     if in_place not in IN_PLACE:
-        raise BadInput(f"in_place is one of {', '.join(IN_PLACE)}", in_place, "in_place")
+        raise BadInput(f"unknown in_place {in_place!r}; choose from {', '.join(IN_PLACE)}")
     given = shapes if isinstance(shapes, Shapes) else Shapes.of(shapes)
     scope = infer(model, given)
     low = _Lowering(scope, str(model.path), _Settings(views, in_place))
@@ -148,7 +148,7 @@ class _Lowering:
                 self.taken[name] = None
             return self._own(name, "constant")
         if self.scope.parent is None:
-            raise BadInput("a value is made before it is used", name, self.place)
+            raise BadInput(f"unknown value {name!r}", place=self.place)
         self.taken[name] = None
         return self._own(name, "input")
 

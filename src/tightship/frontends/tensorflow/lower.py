@@ -70,7 +70,7 @@ def lower(
     known = {n.name for n in nodes}
     for what, given in (("--fetch", wanted), ("--feed", fed)):
         if unknown := [n for n in given if n not in known]:
-            raise BadInput("a name is a node's", unknown[0], what)
+            raise BadInput(f"unknown node {unknown[0]!r}", place=what)
     loop = next((n for n in nodes if n.kind in _LOOPS), None)
     if loop is not None:
         raise Unsupported(
@@ -148,7 +148,9 @@ class _Lowering:
             if not given.startswith("^"):
                 name, _, port = given.partition(":")
                 if port and not port.isdigit():
-                    raise BadInput("an input is NAME or NAME:PORT", given, f"{self.place}: node {n!r}")
+                    raise BadInput(
+                        f"invalid input {given!r}; write NAME or NAME:PORT", place=f"{self.place}: node {n!r}"
+                    )
                 found.append((name, int(port or 0)))
         return found
 
@@ -158,7 +160,8 @@ class _Lowering:
     def _made(self, name: str, port: int, reader: str) -> Made:
         row = self.types.results[name]
         if port >= len(row):
-            raise BadInput(f"node {name!r} has {len(row)} results", port, f"{self.place}: node {reader!r}")
+            fault = f"unknown result {name}:{port}; the node has {len(row)}"
+            raise BadInput(fault, place=f"{self.place}: node {reader!r}")
         return row[port]
 
     def _writes(self, n: str) -> list[int]:

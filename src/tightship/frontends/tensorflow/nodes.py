@@ -58,7 +58,9 @@ def from_rows(rows: Iterable[Sequence[Any]]) -> list[Node]:
             case [str(name), str(kind), [*inputs], str(device), bool(hinted)]:
                 found.append(Node(name, kind, tuple(map(str, inputs)), device, hinted))
             case _:
-                raise BadInput("a node is [name, kind, inputs, device, hinted]", row, "meta")
+                raise BadInput(
+                    f"invalid node {row!r}; write [name, kind, inputs, device, hinted]", place="meta"
+                )
     return found
 
 
@@ -71,14 +73,14 @@ class Web:
         self.nodes = {n.name: n for n in nodes}
         if len(self.nodes) != len(nodes):
             twice = next(n.name for k, n in enumerate(nodes) if n.name in {m.name for m in nodes[:k]})
-            raise BadInput("a node's name is its own", twice, "nodes")
+            raise BadInput(f"duplicate node name {twice!r}")
         self.read: dict[str, tuple[str, ...]] = {}
         readers: dict[str, dict[str, None]] = {n.name: {} for n in nodes}
         for n in nodes:
             self.read[n.name] = tuple(dict.fromkeys(map(name_of, n.inputs)))
             for m in self.read[n.name]:
                 if m not in readers:
-                    raise BadInput("an input is a node's", m, f"node {n.name!r}")
+                    raise BadInput(f"unknown input {m!r}", place=f"node {n.name!r}")
                 readers[m][n.name] = None
         self.readers = {n: tuple(r) for n, r in readers.items()}
         self.order = self._first_come()
@@ -96,7 +98,7 @@ class Web:
                     ready.append(m)
         if len(order) < len(self.nodes):
             stuck = next(n for n, count in missing.items() if count)
-            raise BadInput("what a node reads does not wait for the node", stuck, "nodes")
+            raise BadInput(f"cycle through node {stuck!r}")
         return order
 
 

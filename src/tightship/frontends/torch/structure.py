@@ -217,7 +217,7 @@ class Results:
             if type(x) is not Results.Position:
                 return x
             if x.index >= len(tensors):
-                raise BadInput("a program hands back all of its results", len(tensors), f"result {x.index}")
+                raise BadInput(f"result {x.index} is missing: the program handed back {len(tensors)}")
             return tensors[x.index]
 
         for cache, after in zip(given, self.after, strict=True):
@@ -230,7 +230,8 @@ def batch_size(sample: Any, dim: int = 0) -> int:
     sizes = [x.shape[dim] for x in flatten(sample) if isinstance(x, torch.Tensor) and x.dim() > dim]
     if not sizes:
         which = "first dimension" if not dim else f"dimension {dim}"
-        raise BadInput(f"a sample has tensors whose {which} is the batch", type(sample).__name__, "sample")
+        fault = f"no tensor in a sample of type {type(sample).__name__} has a {which} for the batch"
+        raise BadInput(fault, place="sample")
     return int(Counter(sizes).most_common(1)[0][0])
 
 
@@ -270,18 +271,19 @@ def loss_function(loss_fn: Any, batch: Any) -> LossFn:
     """``loss_fn`` as a function of (model, batch). Raises ``BadInput`` where it does not fit the batch."""
     if isinstance(loss_fn, torch.nn.Module):
         if not (isinstance(batch, (tuple, list)) and len(batch) == 2):
-            raise BadInput("a batch for a loss module is (inputs, targets)", type(batch).__name__, "batch")
+            fault = f"batch of type {type(batch).__name__} for a loss module; give (inputs, targets)"
+            raise BadInput(fault, place="batch")
         return lambda model, pair: loss_fn(model(pair[0]), pair[1])
     if loss_fn is not None:
         if not callable(loss_fn):
-            raise BadInput(
-                "loss_fn is a function of (model, batch) or a module", type(loss_fn).__name__, "loss_fn"
-            )
+            fault = f"loss_fn of type {type(loss_fn).__name__}; give a function of (model, batch) or a module"
+            raise BadInput(fault, place="loss_fn")
         return loss_fn
     if not isinstance(batch, Mapping):
-        raise BadInput(
-            "without loss_fn a batch is a mapping of the model's arguments", type(batch).__name__, "batch"
+        fault = (
+            f"batch of type {type(batch).__name__} without loss_fn; give a mapping of the model's arguments"
         )
+        raise BadInput(fault, place="batch")
     return _own_loss
 
 
@@ -289,7 +291,9 @@ def _own_loss(model: Any, batch: Any) -> Any:
     out = model(**batch)
     loss = out.get("loss") if isinstance(out, Mapping) else getattr(out, "loss", None)
     if not isinstance(loss, torch.Tensor):
-        raise BadInput("without loss_fn the model's output has a loss", type(out).__name__, "loss_fn")
+        raise BadInput(
+            f"no loss in the model's output of type {type(out).__name__}; give loss_fn", place="loss_fn"
+        )
     return loss
 
 
@@ -310,15 +314,20 @@ def summed_output(model: Any, sample: Any) -> Any:
     for t in flatten(out):
         if isinstance(t, torch.Tensor) and t.requires_grad:
             return t.sum()
-    raise BadInput("the model's output depends on its parameters", type(out).__name__, "model")
+    fault = f"the model's output of type {type(out).__name__} does not depend on its parameters"
+    raise BadInput(fault, place="model")
 
 
 def checked_loss(out: Any) -> torch.Tensor:
     """The loss among what a loss function returned. Raises ``BadInput`` unless it is one number with a gradient."""
     loss = out[0] if isinstance(out, tuple) and out else out
     if not isinstance(loss, torch.Tensor) or loss.numel() != 1 or not loss.is_floating_point():
-        shown = tuple(loss.shape) if isinstance(loss, torch.Tensor) else type(loss).__name__
-        raise BadInput("the loss is a floating-point tensor with one element", shown, "loss_fn")
+        shown = f"of type {type(loss).__name__}"
+        if isinstance(loss, torch.Tensor):
+            shown = f"a {loss.dtype} tensor of shape {tuple(loss.shape)}"
+        raise BadInput(
+            f"the loss is {shown}; return a floating-point tensor with one element", place="loss_fn"
+        )
     if not loss.requires_grad:
-        raise BadInput("the loss depends on a parameter that requires a gradient", place="loss_fn")
+        raise BadInput("the loss depends on no parameter that requires a gradient", place="loss_fn")
     return loss
