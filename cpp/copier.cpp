@@ -87,7 +87,8 @@ bool Stream::next(std::unique_lock<std::mutex>& held) {
     for (const auto& other : copy->after)
         if (const int theirs = other->wait(); theirs && !error) error = theirs;
     copy->after.clear();
-    if (!error) error = move_bytes(file, copy->out, static_cast<char*>(copy->address), copy->size, copy->offset);
+    if (!error)
+        error = move_bytes(file, copy->out, static_cast<char*>(copy->address), copy->size, copy->offset);
     copy->error = error;
     held.lock();
     copy->done.store(true, std::memory_order_release);

@@ -48,7 +48,8 @@ struct Stream {
     std::thread thread;
 
     void work();
-    bool next(std::unique_lock<std::mutex>& held);  // makes the first of the queue, if there is one and nobody copies
+    bool next(std::unique_lock<std::mutex>&
+                  held);  // makes the first of the queue, if there is one and nobody copies
 };
 
 class Copier {
@@ -59,15 +60,16 @@ class Copier {
     Copier& operator=(const Copier&) = delete;
 
     // The caller keeps the memory until the copy is done.
-    std::shared_ptr<Copy> begin(int stream, bool out, std::uintptr_t address, std::int64_t size, std::int64_t offset,
-                                std::vector<std::shared_ptr<Copy>> after);
+    std::shared_ptr<Copy> begin(int stream, bool out, std::uintptr_t address, std::int64_t size,
+                                std::int64_t offset, std::vector<std::shared_ptr<Copy>> after);
     void drain();  // waits for every copy, whether it fails or not
-    void close();  // the same, and ends the threads; in a forked child, which has none of them, neither does anything
+    void
+    close();  // the same, and ends the threads; in a forked child, which has none of them, neither does anything
     bool forked() const;  // whether this process is a child of the one that made it
 
   private:
     int file_;
-    long process_;  // that made it
+    long process_;                                    // that made it
     std::map<int, std::shared_ptr<Stream>> streams_;  // used by one thread, that of who begins copies
 };
 

@@ -1,11 +1,11 @@
-#include "place_exact.h"
-
 #include <algorithm>
 #include <chrono>
 #include <condition_variable>
 #include <mutex>
 #include <numeric>
 #include <thread>
+
+#include "place_tree.h"
 
 namespace tightship::place {
 
@@ -31,7 +31,7 @@ struct Try {
 // A part with the best that is known of it.
 struct Job {
     Part part;
-    std::vector<i64> load;    // of the fullest section of every buffer
+    std::vector<i64> load;     // of the fullest section of every buffer
     i64 arena = 0, bound = 0;  // in units
     std::vector<i32> clash;
     std::vector<i32> successful;  // the order of the last try that found a placement
@@ -48,12 +48,18 @@ double key(const Job& job, i32 b, char name) {
     const Part& p = job.part;
     const double size = static_cast<double>(p.size[b]), sections = p.last[b] - p.first[b];
     switch (name) {
-        case 'B': return static_cast<double>(job.load[b]);
-        case 'W': return sections;
-        case 'L': return p.length[b];
-        case 'S': return size;
-        case 'A': return size * p.length[b];
-        default: return size * sections;
+        case 'B':
+            return static_cast<double>(job.load[b]);
+        case 'W':
+            return sections;
+        case 'L':
+            return p.length[b];
+        case 'S':
+            return size;
+        case 'A':
+            return size * p.length[b];
+        default:
+            return size * sections;
     }
 }
 
@@ -140,11 +146,10 @@ class Round {
             t.outcome = tree.run(t.rank, t.capacity, t.most, k, stop);
             t.work = tree.work(), t.nodes = tree.nodes();
             if (t.outcome == Outcome::given_up) continue;
-            if (t.outcome == Outcome::found)
-                t.offset = tree.offset();
-            else
-                t.nogood = tree.nogood(), t.needed = tree.needed();
-            for (i64 first = decided_; k < first && !decided_.compare_exchange_weak(first, k);) {}
+            if (t.outcome == Outcome::found) t.offset = tree.offset();
+            else t.nogood = tree.nogood(), t.needed = tree.needed();
+            for (i64 first = decided_; k < first && !decided_.compare_exchange_weak(first, k);) {
+            }
         }
     }
 
@@ -330,7 +335,8 @@ void Search::improve(Job& job) {
         Random random(limits_.seed * 0x2545f4914f6cdd1du + static_cast<std::uint64_t>(job.tried));
         const double disorder = job.rounds < 3 ? 0 : kDisorder[random.below(3)];
         const bool repeats = k % 2 == 1 && !job.successful.empty();
-        const std::vector<i32> order = repeats ? job.successful : order_by(job, kPreferences[job.tried % kTries]);
+        const std::vector<i32> order =
+            repeats ? job.successful : order_by(job, kPreferences[job.tried % kTries]);
         tries[k].rank = ranks(order, disorder, random);
         tries[k].capacity = plan.capacity;
         tries[k].most = plan.most;

@@ -25,12 +25,12 @@ void lift(std::vector<i32>& order, const std::vector<i64>& size, const std::vect
 }
 
 // Takes one buffer that reaches above `level` and puts it before, or swaps it with, one alive at the same time.
-bool advance(std::vector<i32>& order, const Packing& packer, const std::vector<i64>& size,
-             const std::vector<i64>& pinned, const std::vector<i64>& at, i64 level, Random& random) {
+bool advance(std::vector<i32>& order, const Packing& packer, const Sizes& sizes, const std::vector<i64>& at,
+             i64 level, Random& random) {
     std::vector<i64> places;
     for (std::size_t k = 0; k < order.size(); ++k) {
         const i32 i = order[k];
-        if (at[i] + size[i] > level && pinned[i] == kFree) places.push_back(static_cast<i64>(k));
+        if (at[i] + sizes.size[i] > level && sizes.pinned[i] == kFree) places.push_back(static_cast<i64>(k));
     }
     if (places.empty()) return false;
     const i64 from = places[random.below(static_cast<i64>(places.size()))];
@@ -40,17 +40,15 @@ bool advance(std::vector<i32>& order, const Packing& packer, const std::vector<i
         if (packer.meet(order[k], i)) places.push_back(k);
     if (places.empty()) return false;
     const i64 to = places[random.below(static_cast<i64>(places.size()))];
-    if (random.below(2))
-        std::swap(order[to], order[from]);
-    else
-        std::rotate(order.begin() + to, order.begin() + from, order.begin() + from + 1);
+    if (random.below(2)) std::swap(order[to], order[from]);
+    else std::rotate(order.begin() + to, order.begin() + from, order.begin() + from + 1);
     return true;
 }
 
 }  // namespace
 
-i64 climb(Packing& packer, const std::vector<i64>& size, const std::vector<i64>& pinned, std::vector<i32> order,
-          Fit fit, std::vector<i64>& offset, std::uint64_t seed, const Limits& limits, const Watch& watch) {
+i64 climb(Packing& packer, const Sizes& sizes, std::vector<i32> order, Fit fit, std::vector<i64>& offset,
+          std::uint64_t seed, const Limits& limits, const Watch& watch) {
     const i64 stop = packer.work() + limits.work, most_rounds = limits.work;
     Random random(seed);
     i64 best = packer.pack(order.data(), fit, kNoLimit, offset.data(), watch);
@@ -59,12 +57,13 @@ i64 climb(Packing& packer, const std::vector<i64>& size, const std::vector<i64>&
     std::vector<i64> at = offset, tried(offset.size());
     i64 arena = best;
     std::vector<i64> history(kHistory, arena);
-    for (i64 round = 0; round < most_rounds && best > limits.bound && packer.work() < stop && !watch(); ++round) {
+    for (i64 round = 0; round < most_rounds && best > limits.bound && packer.work() < stop && !watch();
+         ++round) {
         trial = order;
         if (random.below(3) == 0) {
             const i64 level = limits.bound + random.below(arena - limits.bound);
-            lift(trial, size, at, level, static_cast<double>(random.below(1000)) / 1000);
-        } else if (!advance(trial, packer, size, pinned, at, random.below(2) ? limits.bound : arena - 1, random)) {
+            lift(trial, sizes.size, at, level, static_cast<double>(random.below(1000)) / 1000);
+        } else if (!advance(trial, packer, sizes, at, random.below(2) ? limits.bound : arena - 1, random)) {
             continue;
         }
         i64& late = history[round % kHistory];

@@ -1,11 +1,12 @@
-#include "place_sets.h"
+// Orders and packings that other systems are known for, where they need more than an order by keys.
 
-#include <algorithm>
 #include <bit>
 #include <map>
 #include <numeric>
 #include <queue>
 #include <tuple>
+
+#include "place.h"
 
 namespace tightship::place {
 
@@ -16,7 +17,8 @@ class Left {
   public:
     explicit Left(const Buffers& b) : b_(b), by_first_(b.count()), place_(b.count()) {
         std::iota(by_first_.begin(), by_first_.end(), 0);
-        std::stable_sort(by_first_.begin(), by_first_.end(), [&](i32 x, i32 y) { return b.first[x] < b.first[y]; });
+        std::stable_sort(by_first_.begin(), by_first_.end(),
+                         [&](i32 x, i32 y) { return b.first[x] < b.first[y]; });
         leaves_ = std::bit_ceil(static_cast<std::size_t>(std::max<i64>(b.count(), 1)));
         soonest_.assign(2 * leaves_, kGone);
         for (std::size_t k = 0; k < by_first_.size(); ++k) {
@@ -32,11 +34,11 @@ class Left {
         while (k /= 2) soonest_[k] = std::min(soonest_[2 * k], soonest_[2 * k + 1]);
     }
 
-    template <class Visit>
-    void within(i32 first, i32 last, Visit visit) const {
+    template <class Visit> void within(i32 first, i32 last, Visit visit) const {
         const auto starts = [&](i32 section) {
             return std::partition_point(by_first_.begin(), by_first_.end(),
-                                        [&](i32 i) { return b_.first[i] < section; }) - by_first_.begin();
+                                        [&](i32 i) { return b_.first[i] < section; }) -
+                   by_first_.begin();
         };
         go(1, 0, leaves_, starts(first), starts(last), last, visit);
     }
@@ -73,7 +75,7 @@ struct Stretch {
 std::vector<i32> skyline(const Buffers& b, Sky rule, const Watch& watch) {
     Left left(b);
     std::map<i32, Stretch> sky{{0, {b.sections, 0}}};  // by first section
-    using Entry = std::tuple<i64, i32, i32>;           // height, first, last: outdated if the sky says otherwise
+    using Entry = std::tuple<i64, i32, i32>;  // height, first, last: outdated if the sky says otherwise
     std::priority_queue<Entry, std::vector<Entry>, std::greater<>> lowest;
     lowest.push({0, 0, b.sections});
     std::vector<i32> order;
@@ -93,10 +95,14 @@ std::vector<i32> skyline(const Buffers& b, Sky rule, const Watch& watch) {
         i32 best = -1;
         double most = 0;
         left.within(first, last, [&, first = first, last = last](i32 i) {
-            const double sections = b.last[i] - b.first[i], area = static_cast<double>(b.size[i]) * b.length[i];
+            const double sections = b.last[i] - b.first[i],
+                         area = static_cast<double>(b.size[i]) * b.length[i];
             const i32 ends = (b.first[i] == first) + (b.last[i] == last);
-            const double worth = rule == Sky::longest ? b.length[i] : rule == Sky::largest ? area : ends + sections / (1.0 + b.sections);
-            if (best < 0 || worth > most || (worth == most && b.size[i] > b.size[best])) best = i, most = worth;
+            const double worth = rule == Sky::longest   ? b.length[i]
+                                 : rule == Sky::largest ? area
+                                                        : ends + sections / (1.0 + b.sections);
+            if (best < 0 || worth > most || (worth == most && b.size[i] > b.size[best]))
+                best = i, most = worth;
         });
         if (best >= 0) {
             order.push_back(best);
@@ -116,7 +122,8 @@ std::vector<i32> skyline(const Buffers& b, Sky rule, const Watch& watch) {
         if (has_right) to = std::min(to, next->second.height);
         i32 from = first, end = last;
         if (has_right && next->second.height == to) end = next->second.last, sky.erase(next);
-        if (has_left && std::prev(at)->second.height == to) from = std::prev(at)->first, sky.erase(std::prev(at));
+        if (has_left && std::prev(at)->second.height == to)
+            from = std::prev(at)->first, sky.erase(std::prev(at));
         sky.erase(at);
         set(from, end, to);
     }
@@ -124,28 +131,20 @@ std::vector<i32> skyline(const Buffers& b, Sky rule, const Watch& watch) {
 }
 
 std::vector<i64> pack_sets(const Buffers& b, const std::vector<i32>& set, const std::vector<i64>& size,
-                           const std::vector<i64>& alignment, const std::vector<i32>& order, const Watch& watch) {
+                           const std::vector<i64>& alignment, const std::vector<i32>& order,
+                           const Watch& watch) {
     const i32 sets = static_cast<i32>(size.size());
-    std::vector<std::vector<Space::Stay>> stays(sets);
-    for (i64 i = 0; i < b.count(); ++i) stays[set[i]].push_back({b.first[i], b.last[i]});
-    for (auto& of : stays) {  // members that are alive at one time are one stay
-        std::sort(of.begin(), of.end(), [](const auto& x, const auto& y) { return x.first < y.first; });
-        std::size_t kept = 0;
-        for (const auto& stay : of) {
-            if (kept && stay.first < of[kept - 1].last)
-                of[kept - 1].last = std::max(of[kept - 1].last, stay.last);
-            else
-                of[kept++] = stay;
-        }
-        of.resize(kept);
-    }
+    std::vector<std::vector<Span>> residences(sets);  // in sections
+    for (i64 i = 0; i < b.count(); ++i) residences[set[i]].push_back({b.first[i], b.last[i]});
+    for (auto& of : residences) join_all(of, false);
     Space space(b.sections);
     std::vector<i64> offset(sets, 0);
     for (i32 s : order) {
         if (watch()) return {};
-        if (!size[s] || stays[s].empty()) continue;
-        offset[s] = space.best_fit_all(stays[s], size[s], alignment[s]);
-        for (const auto& stay : stays[s]) space.take(stay.first, stay.last, offset[s], offset[s] + size[s], 1);
+        if (!size[s] || residences[s].empty()) continue;
+        offset[s] = space.best_fit_all(residences[s], size[s], alignment[s]);
+        for (const auto [first, last] : residences[s])
+            space.take(static_cast<i32>(first), static_cast<i32>(last), offset[s], offset[s] + size[s], 1);
     }
     return offset;
 }

@@ -28,7 +28,8 @@ class Holes {
                 const Span before{hole.start, at}, after{at + size, hole.end};
                 if (before.start < before.end) {
                     block.holes[j] = before;
-                    if (after.start < after.end) block.holes.insert(block.holes.begin() + static_cast<i64>(j) + 1, after);
+                    if (after.start < after.end)
+                        block.holes.insert(block.holes.begin() + static_cast<i64>(j) + 1, after);
                 } else if (after.start < after.end) {
                     block.holes[j] = after;
                 } else {
@@ -41,12 +42,14 @@ class Holes {
     }
 
     void give_back(i64 start, i64 end) {
-        std::size_t k = std::partition_point(blocks_.begin(), blocks_.end(), [&](const Block& block) {
-                            return block.holes.back().start < start;
-                        }) - blocks_.begin();
+        std::size_t k =
+            std::partition_point(blocks_.begin(), blocks_.end(),
+                                 [&](const Block& block) { return block.holes.back().start < start; }) -
+            blocks_.begin();
         // Block k has the first hole above; the one below may be the last of the block before.
         auto* above = &blocks_[k].holes;
-        const auto at = std::partition_point(above->begin(), above->end(), [&](const Span& s) { return s.start < start; });
+        const auto at = std::partition_point(above->begin(), above->end(),
+                                             [&](const Span& s) { return s.start < start; });
         Span* below = at != above->begin() ? &*(at - 1) : k ? &blocks_[k - 1].holes.back() : nullptr;
         const bool joins_below = below && below->end == start, joins_above = at->start == end;
         if (joins_below && joins_above) {

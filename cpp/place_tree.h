@@ -22,11 +22,13 @@ struct Part {
     std::vector<i32> first, last;  // sections [first, last)
     std::vector<i64> size, alignment;
     std::vector<double> length;  // time alive
-    std::vector<i32> twin;  // the same number for buffers that are alike in all of this
-    std::vector<i32> meets, meets_from;  // those alive together with buffer b: meets[meets_from[b]:meets_from[b+1]]
+    std::vector<i32> twin;       // the same number for buffers that are alike in all of this
+    std::vector<i32> meets,
+        meets_from;  // those alive together with buffer b: meets[meets_from[b]:meets_from[b+1]]
     std::vector<i32> alive, alive_from;  // those alive in section s, in the same way
-    std::vector<std::vector<Span>> fixed;  // by section: bytes that are taken; empty if there are none anywhere
-    std::vector<Span> around;              // those in the way of buffer b: around[around_from[b]:around_from[b+1]]
+    std::vector<std::vector<Span>>
+        fixed;                 // by section: bytes that are taken; empty if there are none anywhere
+    std::vector<Span> around;  // those in the way of buffer b: around[around_from[b]:around_from[b+1]]
     std::vector<i32> around_from;
     i32 sections = 0;
     i64 bound = 0;  // the peak load, and all that is fixed
@@ -56,9 +58,9 @@ class Tree {
     // `most` units of work (`cost` of the buffers placed).
     Outcome run(const std::vector<i32>& rank, i64 capacity, i64 most, i64 number, const Stop& stop);
 
-    const std::vector<i64>& offset() const { return lowest_; }  // after found
+    const std::vector<i64>& offset() const { return lowest_; }   // after found
     const std::vector<i32>& nogood() const { return members_; }  // after refuted: these cannot fit
-    i64 needed() const { return needed_; }                      // after refuted: no arena is smaller
+    i64 needed() const { return needed_; }                       // after refuted: no arena is smaller
     i64 work() const { return work_; }                           // of the last run
     i64 nodes() const { return nodes_; }                         // buffers it placed
     // Work of placing a buffer that meets `meets` others when `left` are left: about a microsecond each.
@@ -74,15 +76,15 @@ class Tree {
     };
     // What is known about a state before one of the buffers left is placed, and which of them have been tried.
     struct Node {
-        i64 level;       // offset and rank of the buffer placed last: the next one comes after it
+        i64 level;  // offset and rank of the buffer placed last: the next one comes after it
         i32 rank;
-        i64 least_top;   // of those left: whoever starts at or above it leaves a gap that this one would fit in
+        i64 least_top;  // of those left: whoever starts at or above it leaves a gap that this one would fit in
         i32 least;
-        i64 most_rest;   // the fullest section: the next buffer starts no higher than capacity - most_rest
+        i64 most_rest;  // the fullest section: the next buffer starts no higher than capacity - most_rest
         i32 fullest;
-        std::size_t begin, next, end;         // candidates_[begin:end], those from `next` on not tried
-        std::size_t needs, former;            // how many of these there were before it
-        i32 placed = -1;                      // the one under trial, and how many of these there were before it
+        std::size_t begin, next, end;  // candidates_[begin:end], those from `next` on not tried
+        std::size_t needs, former;     // how many of these there were before it
+        i32 placed = -1;               // the one under trial, and how many of these there were before it
         std::size_t lifts = 0, drops = 0;
     };
 
@@ -117,9 +119,9 @@ class Tree {
     std::vector<Need> needs_;
     std::vector<std::pair<i32, Reason>> former_;  // reasons that were overwritten
     std::vector<std::pair<i64, i32>> candidates_;
-    std::vector<Node> path_;     // the nodes on the way down
-    std::vector<i64> need_;      // the nogood being made: lowest offset by buffer, kAbsent if it is not in it
-    std::vector<i32> members_;   // the buffers in it
+    std::vector<Node> path_;    // the nodes on the way down
+    std::vector<i64> need_;     // the nogood being made: lowest offset by buffer, kAbsent if it is not in it
+    std::vector<i32> members_;  // the buffers in it
 
     void reset(const std::vector<i32>& rank);
     Outcome search();

@@ -1,5 +1,3 @@
-#include "place_windows.h"
-
 #include <algorithm>
 #include <bit>
 #include <cstdlib>
@@ -14,7 +12,7 @@ namespace {
 constexpr i32 kFreed[] = {12, 24, 48, 96};  // buffers of a window, by attempt
 constexpr int kWays = 4;                    // to choose them
 constexpr i64 kFar = i64{1} << 30;
-constexpr int kAttempts = 12;               // at one buffer, before the aim is given up for now
+constexpr int kAttempts = 12;  // at one buffer, before the aim is given up for now
 constexpr int kPreferences = 4;
 constexpr double kDisorder = 0.1;
 constexpr double kLeastStep = 1.0 / 256;
@@ -24,7 +22,8 @@ class Alive {
   public:
     explicit Alive(const Buffers& b) : b_(b), by_first_(b.count()) {
         std::iota(by_first_.begin(), by_first_.end(), 0);
-        std::stable_sort(by_first_.begin(), by_first_.end(), [&](i32 x, i32 y) { return b.first[x] < b.first[y]; });
+        std::stable_sort(by_first_.begin(), by_first_.end(),
+                         [&](i32 x, i32 y) { return b.first[x] < b.first[y]; });
         leaves_ = std::bit_ceil(static_cast<std::size_t>(std::max<i64>(b.count(), 1)));
         latest_.assign(2 * leaves_, 0);
         for (std::size_t k = 0; k < by_first_.size(); ++k) latest_[leaves_ + k] = b.last[by_first_[k]];
@@ -34,8 +33,8 @@ class Alive {
     // Those alive anywhere in sections [from, to).
     void find(i32 from, i32 to, std::vector<i32>& found) const {
         found.clear();
-        const auto end = std::partition_point(by_first_.begin(), by_first_.end(),
-                                              [&](i32 i) { return b_.first[i] < to; });
+        const auto end =
+            std::partition_point(by_first_.begin(), by_first_.end(), [&](i32 i) { return b_.first[i] < to; });
         descend(1, 0, leaves_, static_cast<std::size_t>(end - by_first_.begin()), from, found);
     }
 
@@ -71,7 +70,8 @@ class Improver {
         for (double step = 0.25; !over();) {
             const i64 arena = reached();
             if (arena <= limits_.goal) break;
-            const i64 way = std::max<i64>(1, static_cast<i64>(step * static_cast<double>(arena - limits_.goal)));
+            const i64 way =
+                std::max<i64>(1, static_cast<i64>(step * static_cast<double>(arena - limits_.goal)));
             const bool met = lower(arena - way);
             step = met ? std::min(0.5, 1.5 * step) : std::max(kLeastStep, 0.5 * step);
         }
@@ -104,7 +104,8 @@ class Improver {
         std::vector<i32> above;
         for (i32 i = 0; i < b_.count(); ++i)
             if (top(i) > aim) above.push_back(i);
-        std::stable_sort(above.begin(), above.end(), [this](i32 x, i32 y) { return b_.size[x] > b_.size[y]; });
+        std::stable_sort(above.begin(), above.end(),
+                         [this](i32 x, i32 y) { return b_.size[x] > b_.size[y]; });
         for (i32 i : above) {
             if (top(i) <= aim) continue;  // freed with another
             if (b_.pinned[i] != kFree) return false;
@@ -118,10 +119,8 @@ class Improver {
     // Places buffer i and about `count` others anew below the aim.
     bool repair(i32 i, i64 aim, int attempt) {
         const i32 count = kFreed[attempt / kWays % 4];
-        if (attempt % kWays == 0)
-            free_around(i, count);
-        else
-            free_beside(i, count, attempt % kWays);
+        if (attempt % kWays == 0) free_around(i, count);
+        else free_beside(i, count, attempt % kWays);
         i32 from = b_.sections, to = 0;
         for (i32 f : freed_) {
             is_free_[f] = 1;
@@ -155,17 +154,18 @@ class Improver {
         freed_.clear();
         for (i32 f : near_)
             if (b_.pinned[f] == kFree) freed_.push_back(f);
-        const i64 level = best_.offset[random_.below(2) ? i : freed_[random_.below(static_cast<i64>(freed_.size()))]];
+        const i64 level =
+            best_.offset[random_.below(2) ? i : freed_[random_.below(static_cast<i64>(freed_.size()))]];
         keep(i, count, [&](i32 f) -> i64 {
-            if (way == 1) return std::min(std::abs(b_.first[f] - b_.first[i]), std::abs(b_.last[f] - b_.last[i]));
+            if (way == 1)
+                return std::min(std::abs(b_.first[f] - b_.first[i]), std::abs(b_.last[f] - b_.last[i]));
             if (way == 2) return std::max(best_.offset[f] - level, level - top(f));
             return random_.below(kFar);
         });
     }
 
     // Keeps buffer i and those of the freed that are nearest, `count` in all.
-    template <class Distance>
-    void keep(i32 i, i32 count, Distance distance) {
+    template <class Distance> void keep(i32 i, i32 count, Distance distance) {
         if (static_cast<i32>(freed_.size()) > count) {
             std::vector<std::pair<i64, i32>> rank;
             for (i32 f : freed_) rank.emplace_back(f == i ? -kNoLimit : distance(f), f);
@@ -188,7 +188,8 @@ class Improver {
         for (i32 f : freed_) {
             p.id.push_back(f);
             p.first.push_back(before(b_.first[f])), p.last.push_back(before(b_.last[f]));
-            p.size.push_back(b_.size[f]), p.alignment.push_back(b_.alignment[f]), p.length.push_back(b_.length[f]);
+            p.size.push_back(b_.size[f]), p.alignment.push_back(b_.alignment[f]),
+                p.length.push_back(b_.length[f]);
         }
         const i32 sections = static_cast<i32>(cuts.size()) - 1;
         p.fixed.resize(sections);
@@ -197,7 +198,8 @@ class Improver {
             if (is_free_[f] || span.start >= span.end) continue;
             const auto after = std::upper_bound(cuts.begin(), cuts.end(), b_.first[f]) - cuts.begin();
             const i32 end = std::min(before(b_.last[f]), sections);
-            for (i32 s = std::max<i32>(static_cast<i32>(after) - 1, 0); s < end; ++s) p.fixed[s].push_back(span);
+            for (i32 s = std::max<i32>(static_cast<i32>(after) - 1, 0); s < end; ++s)
+                p.fixed[s].push_back(span);
         }
         p.index();
         return p;
@@ -225,7 +227,8 @@ class Improver {
         std::vector<std::pair<double, i32>> order;
         for (i32 b = 0; b < n; ++b) {
             const double size = static_cast<double>(p.size[b]), sections = p.last[b] - p.first[b];
-            const double keys[] = {-size * sections, -sections, static_cast<double>(best_.offset[p.id[b]]), -size};
+            const double keys[] = {-size * sections, -sections, static_cast<double>(best_.offset[p.id[b]]),
+                                   -size};
             order.emplace_back(keys[preference], b);
         }
         std::sort(order.begin(), order.end());

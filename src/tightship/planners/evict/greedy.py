@@ -37,12 +37,12 @@ def plan(
     def left() -> float:
         return max(0.0, until - time.perf_counter())
 
-    first = frame.found(frame.engine.greedy(limit, frame.nothing(), o.work, o.seconds, 0, progress))
+    first = frame.found(frame.engine.greedy(limit, frame.nothing(), o.work, o.seconds, progress))
     if not first.met:
         start = blocks.plan(frame, limit, blocks.Options(work=o.work // 4, seconds=0.5 * left()))
         second = start
         if start.valid and not start.met:
-            second = frame.found(frame.engine.greedy(limit, start.evict, o.work, left(), 0, progress))
+            second = frame.found(frame.engine.greedy(limit, start.evict, o.work, left(), progress))
         first = second if second.beats(first) else first
     if not first.met:
         return first

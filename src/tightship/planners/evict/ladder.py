@@ -33,7 +33,7 @@ def plan(
 
 def climb(frame: Frame, limit: int, start: Bits, o: Options, progress: Progress | None = None) -> Decision:
     """As ``plan``, from decisions that are there already."""
-    found = frame.found(frame.engine.ladder(frame.rows, limit, start, o.work, o.seconds, progress))
+    found = frame.found(frame.engine.lazy_greedy(frame.rows, limit, start, o.work, o.seconds, progress))
     if not found.met or not found.extra:
         return found
     better = relaxed(frame, limit, found, o.work // 4, o.seconds / 4)
