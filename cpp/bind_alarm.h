@@ -20,7 +20,8 @@ template <class Work> auto unlocked(Work work) {
     return work();
 }
 
-// Takes note of Ctrl-C instead of raising it: what was found by then is not lost. From then on it rings at once.
+// Takes note of Ctrl-C instead of raising it: what was found by then is not lost. From then on it rings at
+// once.
 class Alarm {
   public:
     bool interrupted() const { return interrupted_; }
@@ -37,7 +38,8 @@ class Alarm {
         return [this] { return rings(); };
     }
 
-    // What a function of Python's answers, with the interpreter locked; true where Ctrl-C ended it, or came before.
+    // What a function of Python's answers, with the interpreter locked; true where Ctrl-C ended it, or came
+    // before.
     template <class Ask> bool call(Ask ask) {
         nanobind::gil_scoped_acquire locked;
         try {

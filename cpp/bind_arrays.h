@@ -1,5 +1,5 @@
-// Arrays and numbers from Python, checked once, where they come in: the searches index with them. Each fault is a
-// ValueError with the argument, the value and the rule.
+// Arrays and numbers from Python, checked once, where they come in: the searches index with them. Each fault
+// is a ValueError with the argument, the value and the rule.
 #pragma once
 
 #include <nanobind/nanobind.h>
@@ -120,7 +120,8 @@ class Bytes {
     i64 sum_ = 0;
 };
 
-// Rows one after the other: `start` goes up from 0 to the number of items, and each item is within [least, most].
+// Rows one after the other: `start` goes up from 0 to the number of items, and each item is within [least,
+// most].
 inline void rows(const char* name, const RowsIn& r, i64 least, i64 most, const char* rule) {
     const auto& [start, item] = r;
     const std::string at = std::string(name) + "[0]";

@@ -9,7 +9,6 @@
 
 #include "bind_arrays.h"
 #include "copier.h"
-#include "staged.h"
 
 namespace nb = nanobind;
 using namespace tightship;

@@ -29,8 +29,8 @@ std::vector<i64> to_offsets(const char* name, const Ints& a, i64 count, i64 leas
 
 std::vector<i32> to_order(const Ints& order, i64 count) { return check::permutation("order", order, count); }
 
-// Sizes, alignments and pins of buffers, from which no arena comes out that overflows: bytes of all, each moved up to its
-// alignment, above the highest pin.
+// Sizes, alignments and pins of buffers, from which no arena comes out that overflows: bytes of all, each
+// moved up to its alignment, above the highest pin.
 void check_sizes(const Ints& size, const Ints* alignment, const Ints* pinned) {
     const i64 n = check::count("size", size);
     check::Bytes bytes;
@@ -90,8 +90,8 @@ std::vector<Pair> to_pairs(i64 count, const Ints& one, const Ints& two, const In
     return pairs;
 }
 
-// A problem with its working memory: several packings cost one preparation. The searches end by Ctrl-C with what
-// they have, and from then on at once.
+// A problem with its working memory: several packings cost one preparation. The searches end by Ctrl-C with
+// what they have, and from then on at once.
 template <class Problem, class Packer> class Bound {
   public:
     explicit Bound(Problem problem) : problem_(std::move(problem)), packer_(problem_) {}

@@ -80,8 +80,8 @@ IsomorphicLayers layers_of(const Engine& e, const RowsIn& in, const Array<i64>& 
     return t;
 }
 
-// A search from `start` on: its decisions, their cost, the work, whether the limit is met, and whether Ctrl-C ended it.
-// `progress` is told the best so far now and then, and may end it.
+// A search from `start` on: its decisions, their cost, the work, whether the limit is met, and whether Ctrl-C
+// ended it. `progress` is told the best so far now and then, and may end it.
 template <class Search> nb::tuple searched(Engine& e, i64 limit, const Flags& start, i64 work, double seconds,
                                            const nb::object& progress, Search search) {
     check_limit(limit);
@@ -117,7 +117,8 @@ nb::tuple cut(i32 nodes, const Array<i32>& tail, const Array<i32>& head, const A
     return nb::make_tuple(found.value, to_numpy(std::move(found.near)));
 }
 
-// What the engine counts on beyond the rows themselves: an op touches a storage once, and defines what no other does.
+// What the engine counts on beyond the rows themselves: an op touches a storage once, and defines what no
+// other does.
 void check_ops(const Program& p) {
     std::vector<i32> touched(p.storages, -1), maker(p.storages, -1);
     for (i32 o = 0; o < p.ops; ++o) {

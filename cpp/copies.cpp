@@ -8,8 +8,8 @@ Copies::Copies(const Index& index, Replay& replay) : x_(index), s_(replay) {
     fetch_step_.assign(p_.storages, -1);
 }
 
-// When to issue each fetch so that it is done when its storage is read, going by the order's own times, last first:
-// recomputation only adds time. What has no time for it is fetched when it is read.
+// When to issue each fetch so that it is done when its storage is read, going by the order's own times, last
+// first: recomputation only adds time. What has no time for it is fetched when it is read.
 void Copies::schedule() {
     for (auto& row : fetches_) row.clear();
     double before = std::numeric_limits<double>::infinity();
@@ -34,8 +34,9 @@ void Copies::begin_attempt() {
     if (any()) s_.crowded.assign(p_.ops + 1, 0);
 }
 
-// What is fetched early has room where that begins, and perhaps not at every op until it is read. So where bytes are
-// above the limit, once more, with nothing fetched across the places where they were; then with nothing fetched early.
+// What is fetched early has room where that begins, and perhaps not at every op until it is read. So where
+// bytes are above the limit, once more, with nothing fetched across the places where they were; then with
+// nothing fetched early.
 bool Copies::try_again(const Cost& cost) {
     if (cost.peak <= s_.limit || !early_ || attempts_ == 2) return false;
     if (attempts_++ == 1) std::fill(s_.crowded.begin(), s_.crowded.end(), 1);
@@ -60,7 +61,6 @@ void Copies::reset() {
 }
 
 void Copies::begin(const i32* reads, const i32* end, i32 at) {
-    if (!any()) return;
     for (auto s = reads; s != end; ++s) stay(*s);
     issue(at);
 }
@@ -69,7 +69,8 @@ void Copies::begin(const i32* reads, const i32* end, i32 at) {
 void Copies::leave(i32 s) {
     s_.resident[s] = 0;
     s_.live -= p_.size[s];
-    std::vector<i32> waits = arrivals(&s, &s + 1);
+    std::vector<i32> waits;
+    if (any() && coming_[s]) waits = arrivals(&s, &s + 1);
     if (s_.steps) {
         auto& steps = *s_.steps;
         const bool joins = !steps.empty() && steps.back().kind == kFree && steps.back().form == kFull &&
@@ -77,7 +78,7 @@ void Copies::leave(i32 s) {
         if (!joins || !waits.empty()) steps.push_back({kFree, -1, {}, kFull, 0, std::move(waits)});
         steps.back().storages.push_back(s);
     }
-    clear();
+    if (any()) clear();
 }
 
 void Copies::pack(i32 s) {
@@ -197,13 +198,19 @@ bool Copies::fits(i32 s, i32 at) const {
 // Wait for what is on its way of the storages an op reads; the steps it waits for.
 std::vector<i32> Copies::arrivals(const i32* begin, const i32* end) {
     std::vector<i32> waits;
-    for (auto s = begin; any() && s != end; ++s) {
+    for (auto s = begin; s != end; ++s) {
         if (!coming_[*s]) continue;
         if (coming_[*s] == 1) landed_.push_back(*s);
         coming_[*s] = 0;
         s_.wait_for(ready_[*s]);
         if (s_.steps) waits.push_back(fetch_step_[*s]);
     }
+    return waits;
+}
+
+std::vector<i32> Copies::await(const i32* reads, const i32* end) {
+    std::vector<i32> waits = arrivals(reads, end);
+    settle();
     return waits;
 }
 
@@ -224,7 +231,8 @@ void Copies::land(const i32* begin, const i32* end) {
     if (s_.steps && first < s_.steps->size()) (*s_.steps)[first].waits = waits;
 }
 
-// At the end: results are waited for; what came back for an op that ran later, and cannot be made again, goes.
+// At the end: results are waited for; what came back for an op that ran later, and cannot be made again,
+// goes.
 void Copies::land_all() {
     std::vector<i32> results;
     for (i32 s = 0; s < static_cast<i32>(p_.storages); ++s)

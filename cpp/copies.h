@@ -1,5 +1,5 @@
-// How storages leave memory and come back other than by recomputation: compressed in place, or offloaded by one stream
-// and fetched by another.
+// How storages leave memory and come back other than by recomputation: compressed in place, or offloaded by
+// one stream and fetched by another.
 #pragma once
 
 #include <deque>
@@ -14,11 +14,11 @@ class Copies {
   public:
     Copies(const Index& index, Replay& replay);
 
-    bool any() const { return !x_.by_end.empty(); }  // whether anything may be offloaded
+    bool any() const { return any_; }  // whether anything may be offloaded
     i64 host_limit = std::numeric_limits<i64>::max();
 
-    // Before the attempts at one set of decisions; before each of them, which begins with `reset`; and whether another
-    // one may do better.
+    // Before the attempts at one set of decisions; before each of them, which begins with `reset`; and
+    // whether another one may do better.
     void plan();
     void begin_attempt();
     bool try_again(const Cost& cost);
@@ -30,11 +30,10 @@ class Copies {
     void fetch(i32 storage);
     void leave(i32 storage);  // its bytes are free from here on
 
-    // Around an op, in this order: what it reads stays and fetches begin; the steps it waits for; what is back in the
-    // host's memory leaves, and more where room is short; the copies of what has arrived go.
+    // Around an op, in this order: what it reads stays and fetches begin; the steps it waits for; what is
+    // back in the host's memory leaves, and more where room is short; the copies of what has arrived go.
     void begin(const i32* reads, const i32* end, i32 position);
-    std::vector<i32> arrivals(const i32* begin, const i32* end);
-    void settle();
+    std::vector<i32> await(const i32* reads, const i32* end);
     void make_room(i64 bytes);
     void clear();
 
@@ -46,6 +45,7 @@ class Copies {
     const Index& x_;
     const Program& p_ = x_.p;
     Replay& s_;
+    const bool any_ = !x_.by_end.empty();
 
     double sent_ = 0, fetched_ = 0;  // the clocks of the two streams
     i64 host_live_ = 0;
@@ -62,6 +62,8 @@ class Copies {
     std::vector<i32> offload_step_, fetch_step_;
 
     void schedule();
+    std::vector<i32> arrivals(const i32* begin, const i32* end);
+    void settle();
     void issue(i32 position);
     void give_back(std::size_t which = 0);
     void land(const i32* begin, const i32* end);

@@ -61,8 +61,8 @@ bool Engine::departs(i32 s, i32 at) const {
     return x_.replayable[s] || !(scouting_ || (extended_ && until_[s] > at));
 }
 
-// Which results take the places of inputs when `op` runs, at its position or (-1) for `wanted` only. These inputs are
-// gone from here on.
+// Which results take the places of inputs when `op` runs, at its position or (-1) for `wanted` only. These
+// inputs are gone from here on.
 void Engine::take_places(i32 op, i32 at, i32 wanted) {
     reused_.clear();
     const auto taken = [&](i32 s, std::size_t side) {
@@ -91,8 +91,8 @@ bool Engine::skips(i32 op, i32 wanted, i32 read) const {
     return read == wanted || (p_.updates.size(op) != 0 && p_.updates.has(op, read));
 }
 
-// Begin to run one op of a recipe again. All it reads is pinned before any is restored: what two of them share must
-// not be made twice.
+// Begin to run one op of a recipe again. All it reads is pinned before any is restored: what two of them
+// share must not be made twice.
 bool Engine::begin_replay(Restoring& r) {
     const i32 op = *r.writer;
     r.ok = ++s_.cost.runs <= kMaxRunsPerOp * p_.ops && s_.cost.extra <= cutoff_;
@@ -122,11 +122,10 @@ void Engine::recompute(i32 op, i32 wanted) {
     const bool first = waiting_[op];
     Step step{first ? kCompute : kRecompute, op, {}};
     std::vector<i32> dropped;
-    step.waits = copies_.arrivals(p_.reads.begin(op), p_.reads.end(op));
-    copies_.settle();
+    if (copies_.any()) step.waits = copies_.await(p_.reads.begin(op), p_.reads.end(op));
     take_places(op, -1, wanted);
     const i64 bytes = made(op) + p_.extra[op];
-    copies_.make_room(bytes);
+    if (copies_.any()) copies_.make_room(bytes);
     s_.use(s_.live + bytes, s_.position);
     for (auto d = p_.defines.begin(op); d != p_.defines.end(op); ++d) {
         if (s_.resident[*d]) continue;
@@ -153,7 +152,7 @@ void Engine::recompute(i32 op, i32 wanted) {
     }
     if (s_.steps) step.reuses = reused_;
     if (s_.steps) s_.steps->push_back(std::move(step));
-    copies_.clear();
+    if (copies_.any()) copies_.clear();
     if (!dropped.empty()) s_.steps->push_back({kFree, -1, std::move(dropped)});
 }
 
@@ -168,7 +167,8 @@ void Engine::end_replay(const Restoring& r) {
     }
 }
 
-// Restore a storage where nothing has to be restored first; else its recipe is to run, and stands in `restoring_`.
+// Restore a storage where nothing has to be restored first; else its recipe is to run, and stands in
+// `restoring_`.
 Engine::Way Engine::begin_restore(i32 s) {
     if (s_.packed[s]) return copies_.unpack(s), Way::there;
     if (s_.host[s]) return copies_.fetch(s), Way::there;
@@ -181,7 +181,8 @@ Engine::Way Engine::begin_restore(i32 s) {
     return Way::recipe;
 }
 
-// Restore what the op of the innermost recipe reads. False: one of them has to be made by a recipe of its own first.
+// Restore what the op of the innermost recipe reads. False: one of them has to be made by a recipe of its own
+// first.
 bool Engine::restore_reads() {
     Restoring& r = restoring_.back();
     const i32 op = *r.writer;
@@ -198,7 +199,8 @@ bool Engine::restore_reads() {
     return true;
 }
 
-// Go on with the innermost recipe, until it is over or waits for another one; `last`: what became of what it waited for.
+// Go on with the innermost recipe, until it is over or waits for another one; `last`: what became of what it
+// waited for.
 Engine::Way Engine::go_on(Way last) {
     Restoring& r = restoring_.back();
     if (last != Way::recipe) arrive(r, last == Way::there);
@@ -215,8 +217,8 @@ Engine::Way Engine::go_on(Way last) {
     return way;
 }
 
-// What a recipe reads may have recipes of its own, to any depth: those under way stand in `restoring_`, the innermost
-// last.
+// What a recipe reads may have recipes of its own, to any depth: those under way stand in `restoring_`, the
+// innermost last.
 bool Engine::restore(i32 s) {
     Way way = begin_restore(s);
     while (!restoring_.empty()) way = go_on(way);
@@ -233,22 +235,22 @@ void Engine::compute(i32 at) {
     const i32 o = p_.order[at];
     s_.position = at;
     const i32 *rb = p_.reads.begin(o), *re = p_.reads.end(o);
-    copies_.begin(rb, re, at);
+    if (copies_.any()) copies_.begin(rb, re, at);
     for (auto s = rb; s != re; ++s) ++s_.pin[*s];
     for (auto s = rb; s != re && s_.cost.valid; ++s)
         if (!s_.resident[*s]) s_.cost.valid = restore(*s);
     for (auto s = rb; s != re; ++s) --s_.pin[*s];
     release();
     if (!s_.cost.valid) return;
-    std::vector<i32> waits = copies_.arrivals(rb, re);
-    copies_.settle();
+    std::vector<i32> waits;
+    if (copies_.any()) waits = copies_.await(rb, re);
     take_places(o, at, -1);
     const i64 bytes = made(o) + p_.extra[o];
-    copies_.make_room(bytes);
+    if (copies_.any()) copies_.make_room(bytes);
     s_.use(s_.live + bytes, at);
     s_.now += p_.time[o];
     if (s_.steps) s_.steps->push_back({kCompute, o, {}, kFull, 0, std::move(waits), reused_});
-    copies_.clear();
+    if (copies_.any()) copies_.clear();
     for (auto d = p_.defines.begin(o); d != p_.defines.end(o); ++d) {
         s_.resident[*d] = 1;
         s_.version[*d] = 1;
@@ -262,7 +264,7 @@ void Engine::compute(i32 at) {
 void Engine::pass_over(i32 at) {
     const i32 o = p_.order[at];
     s_.position = at;
-    copies_.begin(p_.reads.begin(o), p_.reads.end(o), at);
+    if (copies_.any()) copies_.begin(p_.reads.begin(o), p_.reads.end(o), at);
     depart_all(at);
 }
 

@@ -2,18 +2,18 @@
 //
 // Minimized by the searches above it: seconds of recomputation subject to peak bytes <= limit.
 //
-// A decision is one number per *gap*: a stay of a storage between two consecutive touches, after its last write (before
-// it, a copy may be made of what is there so far, and nothing else).
-// kKeep stays. kEvict, kPass and kDrop end the residence at the first touch; the storage is restored just before the next
-// touch, or earlier when a recomputation needs it, by running its recipe (every op that writes it, in order)
-// again. What a recipe reads is restored first, recursively. What was restored for a recomputation stays until
-// its next touch; with kPass only if that touch is within the horizon (so that recomputing through several layers
-// does not fill memory with all of them), with kDrop not even then; otherwise, and without a next touch, it is dropped as soon
-// as nothing under way needs it. What cannot be made again and is read by a recipe stays until
-// the last recomputation that reads it: a first pass finds out until when, a second one counts.
+// A decision is one number per *gap*: a stay of a storage between two consecutive touches, after its last
+// write (before it, a copy may be made of what is there so far, and nothing else). kKeep stays. kEvict, kPass
+// and kDrop end the residence at the first touch; the storage is restored just before the next touch, or
+// earlier when a recomputation needs it, by running its recipe (every op that writes it, in order) again.
+// What a recipe reads is restored first, recursively. What was restored for a recomputation stays until its
+// next touch; with kPass only if that touch is within the horizon (so that recomputing through several layers
+// does not fill memory with all of them), with kDrop not even then; otherwise, and without a next touch, it
+// is dropped as soon as nothing under way needs it. What cannot be made again and is read by a recipe stays
+// until the last recomputation that reads it: a first pass finds out until when, a second one counts.
 //
-// In-place reuse is no decision: where an op may write a result over an input whose stay ends with that very run, it
-// does, and the bytes count once.
+// In-place reuse is no decision: where an op may write a result over an input whose stay ends with that very
+// run, it does, and the bytes count once.
 #pragma once
 
 #include <limits>
@@ -34,8 +34,8 @@ class Engine {
     // Cost of the decisions (one byte per gap); gives up (valid = false) beyond `cutoff` extra seconds.
     Cost evaluate(const Bits& decisions, i64 limit, double cutoff = std::numeric_limits<double>::infinity());
 
-    // From now on `evaluate` counts this against its cutoff too: seconds per byte of the peak above the limit, and
-    // per byte of excess. Lets a search stop early in what it would reject.
+    // From now on `evaluate` counts this against its cutoff too: seconds per byte of the peak above the
+    // limit, and per byte of excess. Lets a search stop early in what it would reject.
     void price_excess(double peak, double excess) { peak_price_ = peak, excess_price_ = excess; }
 
     // Bytes in use at each position (the most over the op and the recomputations before it).
@@ -43,7 +43,8 @@ class Engine {
     std::vector<Step> emit(const Bits& decisions, i64 limit);
 
   private:
-    // A recipe under way: the op of it that is to run, and how many of that op's reads are there (-1: not begun).
+    // A recipe under way: the op of it that is to run, and how many of that op's reads are there (-1: not
+    // begun).
     struct Restoring {
         i32 storage;
         const i32* writer;

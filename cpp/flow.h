@@ -7,8 +7,8 @@
 
 namespace tightship {
 
-// Edge i leads from tail[i] to head[i]. Capacities are not negative, and the sum of those that leave the source or
-// enter the sink with a finite meaning stays far below 2^62; larger ones count as endless.
+// Edge i leads from tail[i] to head[i]. Capacities are not negative, and the sum of those that leave the
+// source or enter the sink with a finite meaning stays far below 2^62; larger ones count as endless.
 struct Network {
     static constexpr i64 kEndless = i64{1} << 60;
     std::vector<i32> tail, head;

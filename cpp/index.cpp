@@ -91,7 +91,8 @@ void Index::find_gaps() {
             const i32 from = touches.begin(s)[j], to = touches.begin(s)[j + 1];
             const bool bound = p.must[s] && from < p.boundary && to >= p.boundary;
             std::uint8_t here = possible(bound ? p.must[s] : p.may[s]);
-            // Before its last write it cannot be made again, nor is it known what packs; a copy has what was there.
+            // Before its last write it cannot be made again, nor is it known what packs; a copy has what was
+            // there.
             if (j < written) here &= 1 << kKeep | 1 << kOffload;
             // Results made again at the end would gain nothing; a copy of them may come back there.
             if (to == p.ops) here &= 1 << kKeep | 1 << kPack | 1 << kOffload;

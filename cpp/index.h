@@ -1,5 +1,5 @@
-// The program that is planned, and all that is known of it before the first decision: touches, gaps between them and
-// what may be decided there. Constant during a search.
+// The program that is planned, and all that is known of it before the first decision: touches, gaps between
+// them and what may be decided there. Constant during a search.
 #pragma once
 
 #include <algorithm>

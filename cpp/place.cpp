@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <bit>
+#include <numeric>
 #include <utility>
 
 namespace tightship::place {
@@ -299,6 +300,25 @@ i64 Packer::find(i32 i, Fit fit) {
     ++work_;
     const auto place = fit == Fit::best ? &Space::best_fit : &Space::first_fit;
     return (space_.*place)(b_.first[i], b_.last[i], b_.size[i], b_.alignment[i]);
+}
+
+ByFirst::ByFirst(const Buffers& b, i32 sign)
+    : b_(b), order_(b.count()), place_(b.count()),
+      leaves_(std::bit_ceil(static_cast<std::size_t>(std::max<i64>(b.count(), 1)))) {
+    std::iota(order_.begin(), order_.end(), 0);
+    std::stable_sort(order_.begin(), order_.end(), [&](i32 x, i32 y) { return b.first[x] < b.first[y]; });
+    least_.assign(2 * leaves_, std::numeric_limits<i32>::max());
+    for (std::size_t k = 0; k < order_.size(); ++k) {
+        place_[order_[k]] = k;
+        least_[leaves_ + k] = sign * b.last[order_[k]];
+    }
+    for (std::size_t k = leaves_; --k;) least_[k] = std::min(least_[2 * k], least_[2 * k + 1]);
+}
+
+void ByFirst::remove(i32 i) {
+    std::size_t k = leaves_ + place_[i];
+    least_[k] = std::numeric_limits<i32>::max();
+    while (k /= 2) least_[k] = std::min(least_[2 * k], least_[2 * k + 1]);
 }
 
 }  // namespace tightship::place

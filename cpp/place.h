@@ -30,8 +30,8 @@ struct Buffers : Sizes {
     i32 sections = 0;
 };
 
-// Flat arrays of `count`; alignment and pinned may be null (1 and kFree). `between` is called between the parts of the
-// work, which of a million buffers take a tenth of a second each.
+// Flat arrays of `count`; alignment and pinned may be null (1 and kFree). `between` is called between the
+// parts of the work, which of a million buffers take a tenth of a second each.
 Buffers make_buffers(const i64* lower, const i64* upper, const i64* size, const i64* alignment,
                      const i64* pinned, i64 count, const std::function<void()>& between);
 
@@ -59,9 +59,9 @@ inline const Span* first_above(const Span* from, const Span* end, i64 offset) {
 }
 
 // The bytes taken so far, by section. A segment tree over the sections; each node keeps two sets of disjoint
-// spans: `covering`, bytes of buffers that were put at this node, and `touching`, bytes of every buffer that was
-// put here or below. A query therefore reads O(log sections) sets, and the sets stay short because spans that
-// meet are joined.
+// spans: `covering`, bytes of buffers that were put at this node, and `touching`, bytes of every buffer that
+// was put here or below. A query therefore reads O(log sections) sets, and the sets stay short because spans
+// that meet are joined.
 class Space {
   public:
     explicit Space(i32 sections);
@@ -124,6 +124,38 @@ void Space::visit(i32 first, i32 last, Whole whole, Partial partial) const {
     }
 }
 
+// Buffers found by the sections that they are alive in: in the order of their first one, a tree of the least
+// key of each. `sign`: the key is the last section (1), or the last section negated (-1).
+class ByFirst {
+  public:
+    ByFirst(const Buffers& buffers, i32 sign);
+    void remove(i32 i);
+    // Calls `use` on those not removed that begin in sections [first, last) and have a key of at most `most`.
+    template <class Use> void visit(i32 first, i32 last, i32 most, Use use) const {
+        visit_below(1, 0, leaves_, starts(first), starts(last), most, use);
+    }
+
+  private:
+    const Buffers& b_;
+    std::vector<i32> order_, least_;  // least_: by node
+    std::vector<std::size_t> place_;
+    std::size_t leaves_;
+
+    std::size_t starts(i32 section) const {
+        const auto at =
+            std::partition_point(order_.begin(), order_.end(), [&](i32 i) { return b_.first[i] < section; });
+        return static_cast<std::size_t>(at - order_.begin());
+    }
+    template <class Use> void visit_below(std::size_t node, std::size_t from, std::size_t to,
+                                          std::size_t since, std::size_t until, i32 most, Use& use) const {
+        if (to <= since || until <= from || least_[node] > most) return;
+        if (node >= leaves_) return use(order_[from]);
+        const std::size_t middle = (from + to) / 2;
+        visit_below(2 * node, from, middle, since, until, most, use);
+        visit_below(2 * node + 1, middle, to, since, until, most, use);
+    }
+};
+
 enum class Fit { first, best };
 
 // Places buffers one after the other; keeps its working memory from one packing to the next.
@@ -133,13 +165,13 @@ class Packing {
     virtual ~Packing() = default;
 
     // Pinned buffers first, then the others in `order` (a permutation; pinned and empty ones in it are passed
-    // over). Gives up, with kNoLimit, as soon as the arena would be `cutoff` or more. When the watch says so, the others
-    // get bytes of their own, or it gives up.
+    // over). Gives up, with kNoLimit, as soon as the arena would be `cutoff` or more. When the watch says so,
+    // the others get bytes of their own, or it gives up.
     i64 pack(const i32* order, Fit fit, i64 cutoff, i64* offset, const Watch& watch);
     // As pack, by first fit, but buffers lie where `hint` says (-1: nowhere) if nothing is there.
     i64 pack_hinted(const i32* order, const i64* hint, i64 cutoff, i64* offset, const Watch& watch);
-    // As pack, but buffers that would end beyond `capacity`, and all that the watch left no time for, are left out, with
-    // offset -1.
+    // As pack, but buffers that would end beyond `capacity`, and all that the watch left no time for, are
+    // left out, with offset -1.
     void fill(const i32* order, Fit fit, i64 capacity, i64* offset, const Watch& watch);
     // A pinned buffer that shares bytes with another one alive at the same time; -1: none.
     i64 clash();
@@ -211,38 +243,40 @@ class Random {
     std::uint64_t state_;
 };
 
-// Hill climbing over orders, starting from `order`: changes the order around the buffers that make up the top of
-// the arena and accepts late (no worse than some rounds ago). Returns the best arena and its offsets; kNoLimit when
-// it was stopped before there was one.
+// Hill climbing over orders, starting from `order`: changes the order around the buffers that make up the top
+// of the arena and accepts late (no worse than some rounds ago). Returns the best arena and its offsets;
+// kNoLimit when it was stopped before there was one.
 i64 climb(Packing& packer, const Sizes& sizes, std::vector<i32> order, Fit fit, std::vector<i64>& offset,
           std::uint64_t seed, const Limits& limits, const Watch& watch);
 
-// First fit in the order of time, for buffers none of which is pinned: what Packer does in the same order, but by the
-// holes that there are at that time, so that it takes a time near-linear in the buffers however many are alive. Empty
-// if the watch stopped it.
+// First fit in the order of time, for buffers none of which is pinned: what Packer does in the same order,
+// but by the holes that there are at that time, so that it takes a time near-linear in the buffers however
+// many are alive. Empty if the watch stopped it.
 std::vector<i64> first_fit_by_start(const Buffers& buffers, const std::vector<i32>& order,
                                     const Watch& watch);
 
 enum class Sky { longest, largest, snug };
 
-// The order in which a skyline is built: at its lowest stretch, the buffer that is alive within that stretch and is
-// the longest-lived (Sekiyama, Imai, Negishi, Raymond 2018), the largest (size times time), or leaves the least of
-// the stretch beside it where it touches an end of it. Where none is, the stretch is raised to its lower neighbour.
-// Pins and alignments are not looked at. Empty if the watch stopped it.
+// The order in which a skyline is built: at its lowest stretch, the buffer that is alive within that stretch
+// and is the longest-lived (Sekiyama, Imai, Negishi, Raymond 2018), the largest (size times time), or leaves
+// the least of the stretch beside it where it touches an end of it. Where none is, the stretch is raised to
+// its lower neighbour. Pins and alignments are not looked at. Empty if the watch stopped it.
 std::vector<i32> skyline(const Buffers& buffers, Sky rule, const Watch& watch);
 
-// Sets of buffers, each set at one offset and as large as its entry of `size`: set after set in this order, each into
-// the smallest hole that all its members, each in its own live range, have in common; else above what is there.
-// `set` is that of every buffer. Returns offsets by set; empty if the watch stopped it.
+// Sets of buffers, each set at one offset and as large as its entry of `size`: set after set in this order,
+// each into the smallest hole that all its members, each in its own live range, have in common; else above
+// what is there. `set` is that of every buffer. Returns offsets by set; empty if the watch stopped it.
 std::vector<i64> pack_sets(const Buffers& buffers, const std::vector<i32>& set, const std::vector<i64>& size,
                            const std::vector<i64>& alignment, const std::vector<i32>& order,
                            const Watch& watch);
 
-// Anytime exact placement: many short tree searches, each with another preference and perhaps another capacity.
+// Anytime exact placement: many short tree searches, each with another preference and perhaps another
+// capacity.
 //
-// The time such a search takes has a heavy tail: among a handful of preferences one often succeeds at once where
-// another does not in hours. So tries are short at first, all preferences get their turn, and what was tried is
-// tried again with some disorder and more patience. A try that runs to its end without success proves a bound.
+// The time such a search takes has a heavy tail: among a handful of preferences one often succeeds at once
+// where another does not in hours. So tries are short at first, all preferences get their turn, and what was
+// tried is tried again with some disorder and more patience. A try that runs to its end without success
+// proves a bound.
 struct ExactLimits {
     i64 work = 0;         // units of Tree::cost
     i64 goal = 0;         // an arena this small is enough
@@ -275,9 +309,9 @@ struct Windows {
     i64 work = 0, nodes = 0;  // units of Tree::cost, and buffers placed
 };
 
-// Offsets no worse than those given, which are a placement. Aims at arenas below the present one; every buffer that
-// reaches above the aim is freed together with others around it, and all of them are placed anew below the aim
-// between those that stay.
+// Offsets no worse than those given, which are a placement. Aims at arenas below the present one; every
+// buffer that reaches above the aim is freed together with others around it, and all of them are placed anew
+// below the aim between those that stay.
 Windows place_in_windows(const Buffers& buffers, std::vector<i64> offset, const WindowLimits& limits,
                          const Watch& watch);
 

@@ -74,20 +74,6 @@ std::vector<i32> order_by(const Job& job, const char* preference) {
     return order;
 }
 
-// Ranks in an order; `disorder` is the share of all buffers by which one may be misplaced.
-std::vector<i32> ranks(const std::vector<i32>& order, double disorder, Random& random) {
-    const std::size_t n = order.size();
-    std::vector<std::pair<double, i32>> place;
-    for (std::size_t k = 0; k < n; ++k) {
-        const double share = static_cast<double>(random.below(1 << 20)) / (1 << 20);
-        place.emplace_back(static_cast<double>(k) + disorder * static_cast<double>(n) * share, order[k]);
-    }
-    std::sort(place.begin(), place.end());
-    std::vector<i32> rank(n);
-    for (std::size_t k = 0; k < n; ++k) rank[place[k].second] = static_cast<i32>(k);
-    return rank;
-}
-
 // Runs the tries of a round, on as many threads as there are. The first of them (by number) that decides
 // something ends the round; those after it are stopped, and do not count.
 class Round {
@@ -160,8 +146,8 @@ class Round {
     }
 };
 
-// 1 1 2 1 1 2 4 1 1 2 1 1 2 4 8 ...: within a constant factor of the best restarts when nothing is known of the
-// times that tries take (Luby, Sinclair and Zuckerman 1993).
+// 1 1 2 1 1 2 4 1 1 2 1 1 2 4 8 ...: within a constant factor of the best restarts when nothing is known of
+// the times that tries take (Luby, Sinclair and Zuckerman 1993).
 i64 luby(i64 k) {
     for (i64 power = 1;; power *= 2) {
         if (k == 2 * power - 1) return power;
@@ -298,9 +284,9 @@ Job* Search::worst() {
     return most && most->arena > enough ? most : nullptr;
 }
 
-// The next round's tries. Of a capacity that is wanted two thirds ask; else rounds 1, 2, 4, 8, ... ask for the lowest.
-// The others ask for a random one below the arena, more often a near one. A tenth of the work goes into proofs: two
-// tries that need not be short.
+// The next round's tries. Of a capacity that is wanted two thirds ask; else rounds 1, 2, 4, 8, ... ask for
+// the lowest. The others ask for a random one below the arena, more often a near one. A tenth of the work
+// goes into proofs: two tries that need not be short.
 Plan Search::next(Job& job) const {
     i64 lowest = goal_;
     for (const Job& other : jobs_) lowest = std::max(lowest, other.bound);

@@ -112,9 +112,9 @@ i64 RelatedPacker::find_from(i32 i, Fit fit, i64 from) {
     }
 }
 
-// Depth first over the buffers in the order of their offsets. In a placement in which nothing can be lowered, each
-// buffer lies at the lowest offset that those below it, and the pinned ones, allow, and nothing fits whole between
-// the last one placed and the next.
+// Depth first over the buffers in the order of their offsets. In a placement in which nothing can be lowered,
+// each buffer lies at the lowest offset that those below it, and the pinned ones, allow, and nothing fits
+// whole between the last one placed and the next.
 struct RelatedPacker::Tree {
     RelatedPacker& p;
     const TreeLimits& limits;
@@ -197,7 +197,8 @@ bool RelatedPacker::exhaust(std::vector<i64>& offset, const TreeLimits& limits, 
     for (i64 i = 0; i < sizes_.count(); ++i)
         if (!passed(static_cast<i32>(i))) tree.left.push_back(static_cast<i32>(i));
     if (tree.arena > limits.goal && tree.arena > top) tree.go(top);
-    // Where a buffer may lie within another, lowering the one can be in the way of the other: nothing is proved.
+    // Where a buffer may lie within another, lowering the one can be in the way of the other: nothing is
+    // proved.
     const bool plain = std::all_of(r_.conflicts.begin(), r_.conflicts.end(),
                                    [](const Pair& p) { return p.low <= 0 && 0 <= p.high; });
     return plain && !tree.over && tree.arena > limits.goal;

@@ -1,10 +1,10 @@
 // Placement where it is more than live ranges that tells who is in whose way: in parts, and by pairs.
 //
-// Bytes [low, high) of a buffer are alive in sections [first, last), and a buffer may have any number of such parts:
-// holes in live ranges, windows in them, and buffers that lie at one offset are told this way. As with whole live
-// ranges a packing takes a time near-linear in the parts, so there may be a million of them. Conflicts are pairs of
-// buffers with the differences of their offsets that are not allowed, at any time; the memory is theirs, so they are
-// for thousands of buffers. Either may be all there is.
+// Bytes [low, high) of a buffer are alive in sections [first, last), and a buffer may have any number of such
+// parts: holes in live ranges, windows in them, and buffers that lie at one offset are told this way. As with
+// whole live ranges a packing takes a time near-linear in the parts, so there may be a million of them.
+// Conflicts are pairs of buffers with the differences of their offsets that are not allowed, at any time; the
+// memory is theirs, so they are for thousands of buffers. Either may be all there is.
 #pragma once
 
 #include "place.h"
@@ -52,8 +52,8 @@ class RelatedPacker final : public Packing {
     explicit RelatedPacker(const Related& problem);
 
     bool meet(i32 i, i32 j) const override;
-    // Improves `offset` by going through all placements in which every buffer lies as low as those below it allow.
-    // Returns whether it went through all of them: then there is none with a smaller arena.
+    // Improves `offset` by going through all placements in which every buffer lies as low as those below it
+    // allow. Returns whether it went through all of them: then there is none with a smaller arena.
     bool exhaust(std::vector<i64>& offset, const TreeLimits& limits, const Watch& watch);
 
   protected:

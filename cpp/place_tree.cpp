@@ -85,6 +85,19 @@ i64 Part::fixed_above(i32 section, i64 offset) const {
     return above;
 }
 
+std::vector<i32> ranks(const std::vector<i32>& order, double disorder, Random& random) {
+    const std::size_t n = order.size();
+    std::vector<std::pair<double, i32>> place;
+    for (std::size_t k = 0; k < n; ++k) {
+        const double share = static_cast<double>(random.below(1 << 20)) / (1 << 20);
+        place.emplace_back(static_cast<double>(k) + disorder * static_cast<double>(n) * share, order[k]);
+    }
+    std::sort(place.begin(), place.end());
+    std::vector<i32> rank(n);
+    for (std::size_t k = 0; k < n; ++k) rank[place[k].second] = static_cast<i32>(k);
+    return rank;
+}
+
 Tree::Tree(const Part& part)
     : p_(part), elder_(part.count()), placed_(part.count()), left_(part.count()),
       place_in_left_(part.count()), lowest_(part.count()), floor_(part.sections), rest_(part.sections),
@@ -204,8 +217,8 @@ Outcome Tree::search() {
     return Outcome::refuted;
 }
 
-// Takes back the last placement, for which a nogood was just made, and those before it as long as it holds without
-// them, too: it is the nogood of their nodes, then.
+// Takes back the last placement, for which a nogood was just made, and those before it as long as it holds
+// without them, too: it is the nogood of their nodes, then.
 void Tree::fail() {
     while (!path_.empty()) {
         const Node& node = path_.back();
@@ -308,11 +321,11 @@ bool Tree::skipped_for_section(const Node& n, i32 b) const {
     return in_order && lowest_[b] + n.most_rest > capacity_;
 }
 
-// Nogood of a node from those of its children. Suppose the members of a set had a placement with none lower than
-// it is now; take one that cannot be lowered. The first of those left, in order of offset, lies at its lowest
-// offset, or it could be lowered. So if the set has, with every such buffer, all that its own failure needs, there
-// is no such placement. The set is closed under that, starting from the buffer with the least top: no member
-// that starts at or above this top can come first.
+// Nogood of a node from those of its children. Suppose the members of a set had a placement with none lower
+// than it is now; take one that cannot be lowered. The first of those left, in order of offset, lies at its
+// lowest offset, or it could be lowered. So if the set has, with every such buffer, all that its own failure
+// needs, there is no such placement. The set is closed under that, starting from the buffer with the least
+// top: no member that starts at or above this top can come first.
 void Tree::blame_node(const Node& n) {
     for (i32 b : members_) need_[b] = kAbsent;
     members_.clear();

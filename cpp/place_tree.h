@@ -1,11 +1,12 @@
 // Depth-first search for a placement within a capacity, with conflict-directed backjumping.
 //
-// Buffers are placed from the bottom up: in order of (offset, rank), each on top of those it meets. If there is a
-// placement, there is one of this form (lower every buffer until it rests on another one): Moffitt, "MiniMalloc: A
-// Lightweight Memory Allocator for Hardware-Accelerated Machine Learning", ASPLOS 2023, whose rules of inference
-// and dominance are used here. New is that a failed subtree says why it failed: a *nogood*, a set of buffers with
-// lowest offsets that have no placement within the capacity, whatever the others do. Where a nogood holds without
-// the last choices, these are taken back at once; the nogood of the root is a proof and its buffers cannot fit.
+// Buffers are placed from the bottom up: in order of (offset, rank), each on top of those it meets. If there
+// is a placement, there is one of this form (lower every buffer until it rests on another one): Moffitt,
+// "MiniMalloc: A Lightweight Memory Allocator for Hardware-Accelerated Machine Learning", ASPLOS 2023, whose
+// rules of inference and dominance are used here. New is that a failed subtree says why it failed: a
+// *nogood*, a set of buffers with lowest offsets that have no placement within the capacity, whatever the
+// others do. Where a nogood holds without the last choices, these are taken back at once; the nogood of the
+// root is a proof and its buffers cannot fit.
 #pragma once
 
 #include <atomic>
@@ -15,8 +16,8 @@
 
 namespace tightship::place {
 
-// Buffers that hang together in time, none of them empty or pinned, and bytes that are taken already; sizes and
-// offsets in units.
+// Buffers that hang together in time, none of them empty or pinned, and bytes that are taken already; sizes
+// and offsets in units.
 struct Part {
     std::vector<i32> id;           // index into the problem
     std::vector<i32> first, last;  // sections [first, last)
@@ -45,6 +46,9 @@ struct Part {
     void index_fixed();
 };
 
+// Ranks in an order; `disorder` is the share of all buffers by which one may be misplaced.
+std::vector<i32> ranks(const std::vector<i32>& order, double disorder, Random& random);
+
 enum class Outcome { found, refuted, given_up };
 
 // Told the number of the try; true makes it give up.
@@ -54,8 +58,8 @@ class Tree {
   public:
     explicit Tree(const Part& part);
 
-    // Looks for a placement within `capacity`, trying buffers of a low rank first (a permutation), for at most
-    // `most` units of work (`cost` of the buffers placed).
+    // Looks for a placement within `capacity`, trying buffers of a low rank first (a permutation), for at
+    // most `most` units of work (`cost` of the buffers placed).
     Outcome run(const std::vector<i32>& rank, i64 capacity, i64 most, i64 number, const Stop& stop);
 
     const std::vector<i64>& offset() const { return lowest_; }   // after found
@@ -74,11 +78,13 @@ class Tree {
     struct Reason {
         std::size_t from, to;  // needs_[from:to]
     };
-    // What is known about a state before one of the buffers left is placed, and which of them have been tried.
+    // What is known about a state before one of the buffers left is placed, and which of them have been
+    // tried.
     struct Node {
         i64 level;  // offset and rank of the buffer placed last: the next one comes after it
         i32 rank;
-        i64 least_top;  // of those left: whoever starts at or above it leaves a gap that this one would fit in
+        i64 least_top;  // of those left: whoever starts at or above it leaves a gap that this one would fit
+                        // in
         i32 least;
         i64 most_rest;  // the fullest section: the next buffer starts no higher than capacity - most_rest
         i32 fullest;

@@ -1,7 +1,5 @@
 #include <algorithm>
-#include <bit>
 #include <cstdlib>
-#include <numeric>
 
 #include "place_tree.h"
 
@@ -17,50 +15,10 @@ constexpr int kPreferences = 4;
 constexpr double kDisorder = 0.1;
 constexpr double kLeastStep = 1.0 / 256;
 
-// Finds buffers by the sections that they are alive in.
-class Alive {
-  public:
-    explicit Alive(const Buffers& b) : b_(b), by_first_(b.count()) {
-        std::iota(by_first_.begin(), by_first_.end(), 0);
-        std::stable_sort(by_first_.begin(), by_first_.end(),
-                         [&](i32 x, i32 y) { return b.first[x] < b.first[y]; });
-        leaves_ = std::bit_ceil(static_cast<std::size_t>(std::max<i64>(b.count(), 1)));
-        latest_.assign(2 * leaves_, 0);
-        for (std::size_t k = 0; k < by_first_.size(); ++k) latest_[leaves_ + k] = b.last[by_first_[k]];
-        for (std::size_t k = leaves_; --k;) latest_[k] = std::max(latest_[2 * k], latest_[2 * k + 1]);
-    }
-
-    // Those alive anywhere in sections [from, to).
-    void find(i32 from, i32 to, std::vector<i32>& found) const {
-        found.clear();
-        const auto end =
-            std::partition_point(by_first_.begin(), by_first_.end(), [&](i32 i) { return b_.first[i] < to; });
-        descend(1, 0, leaves_, static_cast<std::size_t>(end - by_first_.begin()), from, found);
-    }
-
-  private:
-    const Buffers& b_;
-    std::vector<i32> by_first_;
-    std::size_t leaves_;
-    std::vector<i32> latest_;  // by node, the last section's end of all below it
-
-    void descend(std::size_t node, std::size_t from, std::size_t to, std::size_t end, i32 since,
-                 std::vector<i32>& found) const {
-        if (from >= end || latest_[node] <= since) return;
-        if (node >= leaves_) {
-            if (b_.size[by_first_[from]]) found.push_back(by_first_[from]);
-            return;
-        }
-        const std::size_t middle = (from + to) / 2;
-        descend(2 * node, from, middle, end, since, found);
-        descend(2 * node + 1, middle, to, end, since, found);
-    }
-};
-
 class Improver {
   public:
     Improver(const Buffers& b, std::vector<i64> offset, const WindowLimits& limits, const Watch& watch)
-        : b_(b), limits_(limits), watch_(watch), alive_(b), random_(limits.seed), is_free_(b.count(), 0) {
+        : b_(b), limits_(limits), watch_(watch), alive_(b, -1), random_(limits.seed), is_free_(b.count(), 0) {
         best_.offset = std::move(offset);
         for (i64 i = 0; i < b.count(); ++i)
             if (!b.size[i] && b.pinned[i] == kFree) best_.offset[i] = 0;  // in nobody's way
@@ -82,7 +40,7 @@ class Improver {
     const Buffers& b_;
     const WindowLimits& limits_;
     const Watch& watch_;
-    Alive alive_;
+    ByFirst alive_;
     Random random_;
     Windows best_;
     bool stopped_ = false;
@@ -96,6 +54,14 @@ class Improver {
         i64 most = 0;
         for (i64 i = 0; i < b_.count(); ++i) most = std::max(most, top(static_cast<i32>(i)));
         return most;
+    }
+
+    // Those alive anywhere in sections [from, to).
+    void find(i32 from, i32 to) {
+        near_.clear();
+        alive_.visit(0, to, -from - 1, [this](i32 i) {
+            if (b_.size[i]) near_.push_back(i);
+        });
     }
 
     // Whether no buffer is left above the aim. What was placed below it stays there in any case.
@@ -126,7 +92,7 @@ class Improver {
             is_free_[f] = 1;
             from = std::min(from, b_.first[f]), to = std::max(to, b_.last[f]);
         }
-        alive_.find(from, to, near_);
+        find(from, to);
         Part part = make(aim);
         for (i32 f : freed_) is_free_[f] = 0;
         best_.work += 1 + static_cast<i64>(near_.size()) / 64;
@@ -137,7 +103,7 @@ class Improver {
     void free_around(i32 i, i32 count) {
         i32 from = b_.first[i], to = b_.last[i];
         for (i64 reach = std::max<i32>(1, (to - from) / 4);; reach *= 2) {
-            alive_.find(from, to, near_);
+            find(from, to);
             freed_.clear();
             for (i32 f : near_)
                 if (b_.pinned[f] == kFree && from <= b_.first[f] && b_.last[f] <= to) freed_.push_back(f);
@@ -150,7 +116,7 @@ class Improver {
 
     // Those alive together with buffer i that begin or end with it, lie near it, or any.
     void free_beside(i32 i, i32 count, int way) {
-        alive_.find(b_.first[i], b_.last[i], near_);
+        find(b_.first[i], b_.last[i]);
         freed_.clear();
         for (i32 f : near_)
             if (b_.pinned[f] == kFree) freed_.push_back(f);
@@ -232,12 +198,9 @@ class Improver {
             order.emplace_back(keys[preference], b);
         }
         std::sort(order.begin(), order.end());
-        for (i32 k = 0; k < n; ++k)
-            order[k].first = k + kDisorder * n * static_cast<double>(random_.below(1 << 20)) / (1 << 20);
-        std::sort(order.begin(), order.end());
-        std::vector<i32> rank(n);
-        for (i32 k = 0; k < n; ++k) rank[order[k].second] = k;
-        return rank;
+        std::vector<i32> by;
+        for (const auto& [key, b] : order) by.push_back(b);
+        return place::ranks(by, kDisorder, random_);
     }
 };
 

@@ -1,7 +1,8 @@
-// The state of one replay: what is in memory, bytes and seconds so far, and the steps where they are asked for.
+// The state of one replay: what is in memory, bytes and seconds so far, and the steps where they are asked
+// for.
 //
-// Memory is counted as tightship.simulate counts it (that Python replay is the definition; tests hold the two equal):
-// resident storages, plus everything the running op defines, plus its workspace.
+// Memory is counted as tightship.simulate counts it (that Python replay is the definition; tests hold the two
+// equal): resident storages, plus everything the running op defines, plus its workspace.
 #pragma once
 
 #include "index.h"

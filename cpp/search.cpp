@@ -111,9 +111,9 @@ Found relax(Engine& engine, const Rows& groups, i64 limit, const Bits& start, co
 
 namespace {
 
-// The price on bytes above the limit goes up while less than a fifth of the states are within it, and down while more
-// than three fifths are, so that the walk stays about the limit, however steep time is there (after Gendreau, Hertz
-// and Laporte, 1994).
+// The price on bytes above the limit goes up while less than a fifth of the states are within it, and down
+// while more than three fifths are, so that the walk stays about the limit, however steep time is there
+// (after Gendreau, Hertz and Laporte, 1994).
 constexpr i64 kTurns = 200;
 constexpr double kStep = 1.1, kCheapest = 0.05, kDearest = 1000;
 

@@ -46,8 +46,8 @@ class Meter {
 Found begin(Engine& engine, i64 limit, const Bits& start);
 bool offer(Found& best, const Bits& evict, const Cost& cost, i64 limit);
 
-// Gaps of one role in several layers: a row per role with a gap per layer, -1 for none; rows of one family are
-// neighbors and equally long.
+// Gaps of one role in several layers: a row per role with a gap per layer, -1 for none; rows of one family
+// are neighbors and equally long.
 struct IsomorphicLayers {
     Rows rows;
     std::vector<i64> family = {0};  // first rows of the families, and how many rows there are
@@ -55,8 +55,8 @@ struct IsomorphicLayers {
 };
 
 // Take decisions one group at a time, always at the highest point, by seconds per byte saved there, until the
-// peak is within the limit or nothing helps; never keeps a step that raises the peak. Then give back what is not
-// needed. Source: XLA's HloRematerialization, turned to gaps; batches keep it near-linear.
+// peak is within the limit or nothing helps; never keeps a step that raises the peak. Then give back what is
+// not needed. Source: XLA's HloRematerialization, turned to gaps; batches keep it near-linear.
 Found greedy(Engine& engine, i64 limit, const Bits& start, const Budget& budget);
 
 // The first temperature, in step times, and after how many ops simulated it is a hundredth of it.
@@ -66,23 +66,24 @@ struct Cooling {
 };
 
 // Simulated annealing over groups of gaps that belong together (the same tensor of every layer, one layer's
-// tensors, single gaps), and over what one layer has that another has not. Energy: extra seconds plus a price on
-// bytes above the limit. What it does depends on no limit of work: with more of it, it goes on where it would end.
+// tensors, single gaps), and over what one layer has that another has not. Energy: extra seconds plus a price
+// on bytes above the limit. What it does depends on no limit of work: with more of it, it goes on where it
+// would end.
 Found anneal(Engine& engine, const Rows& groups, const IsomorphicLayers& layers, i64 limit, const Bits& start,
              const Cooling& cooling, std::uint64_t seed, const Budget& budget);
 
-// Evict row by row, or a part of a row from its front, always what costs the fewest seconds per excess gone, by the
-// exact cost of each candidate, until the peak is within the limit. What was tried longest ago counts as it was
-// until it comes to the front (Minoux's lazy greedy, 1978), which keeps the candidates tried few.
+// Evict row by row, or a part of a row from its front, always what costs the fewest seconds per excess gone,
+// by the exact cost of each candidate, until the peak is within the limit. What was tried longest ago counts
+// as it was until it comes to the front (Minoux's lazy greedy, 1978), which keeps the candidates tried few.
 Found lazy_greedy(Engine& engine, const Rows& rows, i64 limit, const Bits& start, const Budget& budget);
 
 // Clear every decision, group by group and then gap by gap, that is not needed to stay within the limit.
 Found relax(Engine& engine, const Rows& groups, i64 limit, const Bits& start, const Budget& budget);
 
-// For each storage whether it is one to keep, of those made before position `boundary` and read at it or later:
-// minimizes bytes kept + bytes_per_second * seconds of ops to recompute, over all sets from which the rest can be
-// made (exactly: a closure problem, solved as a minimum cut). Ops that only feed what is read after the boundary cost
-// nothing: they can run there.
+// For each storage whether it is one to keep, of those made before position `boundary` and read at it or
+// later: minimizes bytes kept + bytes_per_second * seconds of ops to recompute, over all sets from which the
+// rest can be made (exactly: a closure problem, solved as a minimum cut). Ops that only feed what is read
+// after the boundary cost nothing: they can run there.
 std::vector<std::uint8_t> priced_cut(const Index& index, i32 boundary, double bytes_per_second,
                                      const Watch& watch);
 

@@ -1,9 +1,11 @@
-// The CPU allocator behind torch while tightship is loaded: counts every block, records requests, or serves the
-// k-th request of a planned step at its planned offset in one arena. Byte counts are requests rounded up to 64.
+// The CPU allocator behind torch while tightship is loaded: counts every block, records requests, or serves
+// the k-th request of a planned step at its planned offset in one arena. Byte counts are requests rounded up
+// to 64.
 //
-// A heap block is [pad][64-byte Prefix][data]. Its data never starts a page, so that the prefix of any pointer not
-// starting a page can be read safely even if another allocator made the block (oneDNN frees such blocks through us).
-// An arena block has no prefix: it is recognised by its address, and its size stands in the arena's map.
+// A heap block is [pad][64-byte Prefix][data]. Its data never starts a page, so that the prefix of any
+// pointer not starting a page can be read safely even if another allocator made the block (oneDNN frees such
+// blocks through us). An arena block has no prefix: it is recognised by its address, and its size stands in
+// the arena's map.
 #pragma once
 
 #include <c10/core/Allocator.h>

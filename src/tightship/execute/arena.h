@@ -1,4 +1,5 @@
-// What the allocators of all devices share: scripts, sessions, recordings, the books of arenas, and the meter.
+// What the allocators of all devices share: scripts, sessions, recordings, the books of arenas, and the
+// meter.
 #pragma once
 
 #include <algorithm>
@@ -66,8 +67,8 @@ struct Book {
                    : nullptr;
     }
 
-    // Called with the mutex held after something was given up; the memory goes with the last served block, the
-    // counts with the last block of either kind.
+    // Called with the mutex held after something was given up; the memory goes with the last served block,
+    // the counts with the last block of either kind.
     void settle(std::unique_lock<std::mutex>& lock) {
         if (held) return;
         bool dead = blocks.empty() && heap_blocks == 0;
@@ -132,8 +133,8 @@ struct Miss {
     const char* kind;
 };
 
-// One run of a script on one thread. An arena may see several, one after the other (forward, then backward): what is
-// live belongs to the arena, peaks to the session.
+// One run of a script on one thread. An arena may see several, one after the other (forward, then backward):
+// what is live belongs to the arena, peaks to the session.
 struct Session {
     Book* arena;
     const Script* script;
@@ -144,7 +145,8 @@ struct Session {
     int64_t start = 0, peak = 0, heap_peak = 0, high_water = 0, failed_step = -1;
     std::vector<Miss> misses{};
 
-    // An input whose place was taken is let go of within its step: what still holds it would see other contents.
+    // An input whose place was taken is let go of within its step: what still holds it would see other
+    // contents.
     void leave_step() {
         steps_short += next < stop;
         if (taken >= 0) {
@@ -163,7 +165,8 @@ struct Session {
         if (misses.size() < kKeptMisses) misses.push_back({step, request, asked, planned, kind});
     }
 
-    // The planned offset of the next request, or kHeap where it is planned there or cannot be served as planned.
+    // The planned offset of the next request, or kHeap where it is planned there or cannot be served as
+    // planned.
     // ``astray``: why the block cannot lie in the arena, whatever was planned; or null.
     int64_t place(int64_t size, const char* astray) {
         if (aside) return ++escaped, kHeap;
@@ -187,8 +190,9 @@ struct Session {
         return under;
     }
 
-    // Nothing throws while the mutex is held: reporting an error may wait for the interpreter, and whoever has that
-    // may be freeing a block of this arena. Only this thread allocates here, so the placement cannot go stale.
+    // Nothing throws while the mutex is held: reporting an error may wait for the interpreter, and whoever
+    // has that may be freeing a block of this arena. Only this thread allocates here, so the placement cannot
+    // go stale.
     // ``from_heap(size)`` gives a block that `Book::free_heap` will be told of.
     template <typename Heap> void* alloc(int64_t size, Heap from_heap, const char* astray = nullptr) {
         std::unique_lock<std::mutex> lock(arena->mutex);

@@ -1,10 +1,12 @@
-// CUDA's allocator for torch.cuda.memory.CUDAPluggableAllocator: plain C functions, also a Python module that controls
-// them. It serves the k-th request of a planned step at its planned offset of one arena, as allocator.h does on the CPU.
+// CUDA's allocator for torch.cuda.memory.CUDAPluggableAllocator: plain C functions, also a Python module that
+// controls them. It serves the k-th request of a planned step at its planned offset of one arena, as
+// allocator.h does on the CPU.
 //
-// Neither torch's nor CUDA's headers are needed: the CUDA runtime is the one that is loaded, found by name. Nothing is
-// written to device memory here, so what is known of a block stands in a table of the host. Blocks outside of arenas
-// are kept when they are freed and given to the next request of their size on their stream, for cudaMalloc and cudaFree
-// wait for the device; when the device has no more memory, all of them are given back.
+// Neither torch's nor CUDA's headers are needed: the CUDA runtime is the one that is loaded, found by name.
+// Nothing is written to device memory here, so what is known of a block stands in a table of the host. Blocks
+// outside of arenas are kept when they are freed and given to the next request of their size on their stream,
+// for cudaMalloc and cudaFree wait for the device; when the device has no more memory, all of them are given
+// back.
 #include <dlfcn.h>
 
 #include <tuple>
@@ -34,7 +36,8 @@ template <typename Function> bool find(void* library, const char* name, Function
     return found != nullptr;
 }
 
-// What is missing, or null. ``path``: the runtime's library by name or path; one that is loaded already is used.
+// What is missing, or null. ``path``: the runtime's library by name or path; one that is loaded already is
+// used.
 inline const char* open_runtime(const char* path) {
     void* library = dlopen(path, RTLD_LAZY | RTLD_NOLOAD);
     if (!library) library = dlopen(path, RTLD_LAZY | RTLD_LOCAL);

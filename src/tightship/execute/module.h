@@ -1,6 +1,6 @@
-// arena.h for Python: what the modules of all devices have in common. Only the C API is used, so that they compile in
-// seconds; allocator.py is the typed face. Whoever includes this has defined kAlign, the bytes that sizes and offsets
-// are multiples of.
+// arena.h for Python: what the modules of all devices have in common. Only the C API is used, so that they
+// compile in seconds; allocator.py is the typed face. Whoever includes this has defined kAlign, the bytes
+// that sizes and offsets are multiples of.
 #pragma once
 
 #define PY_SSIZE_T_CLEAN
