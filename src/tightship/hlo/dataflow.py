@@ -398,7 +398,7 @@ class _Analysis:
                         _ = part.nbytes
                 except BadInput as error:
                     place = f"{self.module.file}:{i.line}, {i.name!r} in {c.name!r}"
-                    raise BadInput(error.rule, error.value, place) from None
+                    raise BadInput(error.rule, place=place) from None
                 node = Node(count, c, i, tuple(mine[o] for o in i.operands))
                 for operand in dict.fromkeys(node.operands):
                     operand.users.append(node)
@@ -507,8 +507,10 @@ class _Analysis:
         try:
             pairs = list(zip(node.shape.positions, given(), strict=True))
         except (IndexError, ValueError):
-            rule = f"{node.opcode} {node.name!r} gives the parts of its operands that it hands on"
-            raise BadInput(rule, str(node.shape), f"{self.module.file}:{node.instruction.line}") from None
+            fault = (
+                f"{node.opcode} {node.name!r} of shape {node.shape} does not have the parts of its operands"
+            )
+            raise BadInput(fault, place=f"{self.module.file}:{node.instruction.line}") from None
         return [self._new(node, index, part) if b is None else b for (index, part), b in pairs]
 
     def _resolve(self) -> None:

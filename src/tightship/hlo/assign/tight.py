@@ -23,6 +23,7 @@ from tightship.hlo.assign.heap import Group, best_fit, join_in_place, most_alive
 from tightship.hlo.assign.output_donation import host, hostable
 from tightship.hlo.dataflow import Buffer
 from tightship.hlo.liveness import LiveRanges
+from tightship.options import option
 from tightship.plan import Buffer as Block
 from tightship.plan import Problem
 from tightship.planners.packing import Search, pack
@@ -38,13 +39,14 @@ _CLOSE = 1.0001
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """``target``: cpu, gpu or auto. ``seconds`` of search at most, ``work``: buffers each search may place,
-    ``seed`` of random moves."""
-
-    target: str = "auto"
-    seconds: float = 5.0
-    work: int = 100_000
-    seed: int = 0
+    target: str = option(
+        "auto",
+        "machine whose alignment and fusions' in-place rules hold: cpu, gpu, or auto, as the module says",
+        choices=("auto", *TARGETS),
+    )
+    seconds: float = option(5.0, "seconds of search at most")
+    work: int = option(100_000, "buffers each search may place at most; makes assignments reproducible")
+    seed: int = option(0, "seed of random moves")
 
 
 def plan(module: Module, options: Options | None = None) -> Assignment:
