@@ -168,9 +168,9 @@ class _Search:
         least = before
         for order in _ORDERS[: 1 + (len(at.ops) <= _SMALL)]:
             chosen = replace(o, order=order, seconds=o.seconds / share, work=o.work // share)
-            frame = default.frame_of(at.graph, default.order_of(at.graph, chosen, before), chosen)
+            frame = default.problem_of(at.graph, default.order_of(at.graph, chosen, before), chosen)
             try:
-                return default.plan(at.graph, target, chosen, frame=replace(frame, stuck=at.stuck))
+                return default.plan(at.graph, target, chosen, problem=replace(frame, stuck=at.stuck))
             except Infeasible as error:
                 least = min(least, max(error.best_peak, error.lower_bound))
             share *= 2
