@@ -123,7 +123,7 @@ def explain_module(chosen: argparse.Namespace, out: Output) -> int:
             "residents": [asdict(r) for r in rows[: chosen.top]],
             "count": len(rows),
         },
-        "advice": [a.as_dict() for a in found],
+        "advice": [asdict(a) for a in found],
         "changes": [c.as_dict() for c in again],
     }
     place = made.live.points.module.place(made.live.schedule[step].instruction)
