@@ -21,9 +21,9 @@ from torch.utils.checkpoint import checkpoint
 from tightship import sources
 from tightship.baselines import checkpoint as blocks
 from tightship.errors import Infeasible
-from tightship.execute.binding import Binding
+from tightship.execute.allocator import Meter
 from tightship.execute.interpreter import Executor
-from tightship.execute.meter import Meter
+from tightship.execute.prepared import Binding
 from tightship.frontends.torch.structure import flatten
 from tightship.planners import default
 from tightship.planners.evict.problem import EvictionProblem

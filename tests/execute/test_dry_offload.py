@@ -67,7 +67,7 @@ def test_what_is_copied_out_comes_back_in_time_as_it_was(dry, name, how):  # noq
 @pytest.mark.parametrize(
     "broken",
     [
-        "from tightship.execute import pinned; pinned.Copied.result = lambda self: None",
+        "from tightship.execute import host_pool; host_pool.Copied.result = lambda self: None",
         "torch.cuda.Stream.wait_stream = lambda self, other: None",
     ],
 )
@@ -79,8 +79,8 @@ def test_without_waiting_the_order_would_be_wrong_and_is_seen_to_be(dry, broken)
 def test_a_copy_back_follows_the_copy_out_that_it_waits_for(dry):  # noqa: F811
     body = """
 from support import watched
-from tightship.execute.pinned_pool import Pinned
-pool, memory = Pinned(512, "cuda:0"), torch.zeros(1024, dtype=torch.uint8, device="cuda")
+from tightship.execute.host_pool import PinnedPool
+pool, memory = PinnedPool(512, "cuda:0"), torch.zeros(1024, dtype=torch.uint8, device="cuda")
 memory[:512] = 7
 seen = watched.Seen()
 for after in (True, False):
@@ -172,17 +172,17 @@ def test_the_search_copies_out_and_packs(dry):  # noqa: F811
 TIERED = """
 import glob, os, watched
 watched.packing_runs()
-from tightship.execute import staged
-staged.PIECE = 100_000
+from tightship.execute import host_pool
+host_pool.PIECE = 100_000
 step = tightship.fit(model, loss, optimizer, x, strict=True, cache=CACHE, budget=BUDGET, work=1_000_000,
                      allow="offload", pinned=PINNED, folder=".")
 plan, executor = step.plan, step._variants[0].executor
-pool, path = executor._spill, f"/proc/self/fd/{executor._spill._file.descriptor}"
+pool, path = executor._pool, f"/proc/self/fd/{executor._pool._file.descriptor}"
 assert plan.met and pool.pinned == 150_000 < plan.host and not glob.glob("*")
 assert pool.size == plan.host and os.stat(path).st_size >= plan.host - pool.pinned
 """
 BROKEN = """
-os.dup2(os.open("/dev/null", os.O_RDONLY), executor._spill._file.descriptor)
+os.dup2(os.open("/dev/null", os.O_RDONLY), executor._pool._file.descriptor)
 for number in range(2):
     try:
         step(x)
@@ -283,11 +283,11 @@ print(len(pools), first.pool.size > had, first.pool.size == step.plan.host)
 """
 REFUSED = """
 from tightship.errors import BadInput
-from tightship.execute import pinned
-pool = pinned.Pinned(1000, "cuda:0")
-pin = pinned._Runtime.pin
-pinned._Runtime.pin = lambda self, address, size: 2 if size > 1000 else pin(self, address, size)
-for ask in (lambda: pinned.Pinned(2000, "cuda:0"), lambda: pool.reserve(2000), lambda: pool.reserve(1 << 62)):
+from tightship.execute import host_pool
+pool = host_pool.PinnedPool(1000, "cuda:0")
+pin = host_pool._Runtime.pin
+host_pool._Runtime.pin = lambda self, address, size: 2 if size > 1000 else pin(self, address, size)
+for ask in (lambda: host_pool.PinnedPool(2000, "cuda:0"), lambda: pool.reserve(2000), lambda: pool.reserve(1 << 62)):
     try:
         ask()
     except BadInput as error:
@@ -295,7 +295,7 @@ for ask in (lambda: pinned.Pinned(2000, "cuda:0"), lambda: pool.reserve(2000), l
 memory = torch.full((1000,), 3, dtype=torch.uint8).cuda()
 pool.write(1, memory.data_ptr(), 1000, 0)
 assert pool.size == 1000 and pool._memory[999] == 3
-pinned._Runtime.pin = lambda *_: 2
+host_pool._Runtime.pin = lambda *_: 2
 step = tightship.fit(model, loss, optimizer, x, strict=True, cache=None, budget="90%")
 step(x)
 print(step.graph.machine.offload == 1.6e10)
