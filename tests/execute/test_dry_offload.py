@@ -16,15 +16,16 @@ pytestmark = [pytest.mark.slow, pytest.mark.skipif(REASON is not None, reason=st
 HOW = """
 from support import plans, watched
 from tightship.planners.evict import compress, offload
-from tightship.planners.evict.offload_compress import overlapped, spans, steps_with
-from tightship.planners.evict.problem import OFFLOAD, Frame
+from tightship.planners.evict.lowering import Run, longest_transfers, lower, overlap
+from tightship.planners.evict.problem import OFFLOAD, EvictionProblem
 
 def planner(graph, budget):
-    frame = Frame(graph, tuple(range(len(graph.ops))), means=("offload",) * (HOW == "searched"))
+    frame = EvictionProblem(graph, tuple(range(len(graph.ops))), means=("offload",) * (HOW == "searched"))
     if HOW == "searched":  # as the search does it: out on one stream, back on another
         steps = frame.steps(((frame.gaps[:, 0] >= 0) * OFFLOAD).astype("uint8"))
-    elif HOW == "overlapped":
-        steps = steps_with(graph, frame.order, overlapped(graph, frame.order, spans(graph, frame.order)))
+    elif HOW == "overlap":
+        copies = overlap(graph, frame.order, longest_transfers(graph, frame.order))
+        steps = lower(graph, [Run(k) for k in frame.order], copies)
     else:
         steps = {"compress": compress, "tight": offload}[HOW].plan(frame, 0).steps
     return plans.placed(graph, tuple(steps))
@@ -52,7 +53,7 @@ def watched(dry, name, how, body=""):  # noqa: F811
     return less == "True", *map(int, counts)
 
 
-STREAMS = {"overlapped": 1, "tight": 1, "searched": 2}
+STREAMS = {"overlap": 1, "tight": 1, "searched": 2}
 
 
 @pytest.mark.parametrize("how", STREAMS)
@@ -227,8 +228,8 @@ for _ in range(2):
 RANDOM = """
 import numpy as np, plans, watched
 from tightship.execute.interpreter import Executor
-from tightship.planners.evict.problem import KEEP, OFFLOAD, PACK, Frame
-from tightship.planners.evict.rng_replay import redrawable, with_states
+from tightship.planners.evict.problem import KEEP, OFFLOAD, COMPRESS, EvictionProblem
+from tightship.planners.evict.lowering import pure_random_ops, save_random_states
 from tightship.verify import check
 
 watched.packing_runs()
@@ -238,12 +239,12 @@ variant, means = step._variants[0], ("recompute", "compress", "offload")
 graph, total = step.graph, dict.fromkeys(("offload", "compress", "recompute"), 0)
 for seed in range(SEEDS):
     draw = np.random.default_rng(seed)
-    frame = Frame(redrawable(graph), tuple(range(len(graph.ops))), means=means)
+    frame = EvictionProblem(pure_random_ops(graph), tuple(range(len(graph.ops))), means=means)
     way = draw.choice(OFFLOAD + 1, len(frame.gaps), p=draw.dirichlet(np.ones(OFFLOAD + 1)))
     bits = np.where(frame.engine.allowed >> way & 1, way, KEEP).astype(np.uint8)
     while not frame.cost(bits, 0).valid:  # not everything can be made again at once
-        bits[(bits < PACK) & (draw.random(len(bits)) < 0.2)] = KEEP
-    plan = plans.placed(graph, with_states(graph, frame.steps(bits)))
+        bits[(bits < COMPRESS) & (draw.random(len(bits)) < 0.2)] = KEEP
+    plan = plans.placed(graph, save_random_states(graph, frame.steps(bits)))
     check(graph, plan)
     variant.executor = executor = Executor(step.program, plan, strict=True)
     seen = watched.Watched(executor)
@@ -264,12 +265,13 @@ def test_any_way_out_of_memory_is_as_planned_ordered_and_right(dry, name):  # no
 
 
 SHARED = """
-from tightship.planners.evict.offload_compress import overlapped, spans, steps_with
+from tightship.planners.evict.lowering import Run, longest_transfers, lower, overlap
 from support import plans
 
 def planner(graph, budget):
     order = tuple(range(len(graph.ops)))
-    return plans.placed(graph, steps_with(graph, order, overlapped(graph, order, spans(graph, order))))
+    copies = overlap(graph, order, longest_transfers(graph, order))
+    return plans.placed(graph, lower(graph, [Run(k) for k in order], copies))
 
 step = tightship.fit(model, loss, optimizer, x[:2], strict=True, cache=CACHE, planner=planner)
 first = step._variants[0].executor

@@ -22,7 +22,7 @@ from tightship.graph import Graph  # noqa: E402
 from tightship.plan import Step  # noqa: E402
 from tightship.planners import planners  # noqa: E402
 from tightship.planners.default import Options, plan  # noqa: E402
-from tightship.planners.evict.problem import Frame  # noqa: E402
+from tightship.planners.evict.problem import EvictionProblem  # noqa: E402
 from tightship.simulate import baseline, replay  # noqa: E402
 from tightship.verify import verify  # noqa: E402
 
@@ -192,7 +192,7 @@ def test_no_eviction_planner_repeats_a_collective(name: str) -> None:
     options = info.options(**{n: small[n] for n in small if n in info.options.__dataclass_fields__})
     for seed in range(4):
         graph = with_effects(seed)
-        frame = Frame(graph, tuple(range(len(graph.ops))))
+        frame = EvictionProblem(graph, tuple(range(len(graph.ops))))
         found = info.plan(frame, graph.static_bytes, options)
         steps = found.steps or frame.steps(found.evict)
         assert all(not graph.ops[s.op].effect for s in steps if s.kind == "recompute")

@@ -127,10 +127,10 @@ from support.runs import Pair
 from tightship.errors import Unsupported
 from tightship.execute.fit import fit
 from tightship.planners.evict import offload
-from tightship.planners.evict.problem import Frame
+from tightship.planners.evict.problem import EvictionProblem
 
 def offloads(graph, budget):
-    steps = offload.plan(Frame(graph, tuple(range(len(graph.ops)))), 0).steps
+    steps = offload.plan(EvictionProblem(graph, tuple(range(len(graph.ops)))), 0).steps
     plan = plans.placed(graph, steps)
     assert plan.count("offload")
     return plan

@@ -18,8 +18,8 @@ from tightship.execute.interpreter import Executor
 from tightship.execute.transfers import Environment, Transfers
 from tightship.plan import Plan, Step
 from tightship.planners.evict import compress, offload
-from tightship.planners.evict.offload_compress import overlapped, spans, steps_with
-from tightship.planners.evict.problem import OFFLOAD, Frame
+from tightship.planners.evict.lowering import Run, longest_transfers, lower, overlap
+from tightship.planners.evict.problem import OFFLOAD, EvictionProblem
 from tightship.verify import check
 
 ZOO = ("cnn", "gpt2", "bert", "resnet", "in_place", "viewed")
@@ -27,10 +27,10 @@ ZOO = ("cnn", "gpt2", "bert", "resnet", "in_place", "viewed")
 
 def aside(graph, how):
     """Everything that can be packed, or copied out, while nobody uses it."""
-    frame = Frame(graph, tuple(range(len(graph.ops))))
+    frame = EvictionProblem(graph, tuple(range(len(graph.ops))))
     if how == "offload":
-        can = overlapped(graph, frame.order, spans(graph, frame.order))
-        return steps_with(graph, frame.order, can)
+        can = overlap(graph, frame.order, longest_transfers(graph, frame.order))
+        return lower(graph, [Run(k) for k in frame.order], can)
     return {"compress": compress, "tight": offload}[how].plan(frame, 0).steps
 
 
@@ -62,7 +62,7 @@ def test_the_same_bits_and_the_planned_peak(name, how):
 def test_results_wait_outside_and_are_back_at_the_end(name):
     bound = Bound(name)
     graph = bound.graph
-    frame = Frame(graph, tuple(range(len(graph.ops))), means=("offload",))
+    frame = EvictionProblem(graph, tuple(range(len(graph.ops))), means=("offload",))
     ends = frame.gaps[:, 2] == len(graph.ops)
     assert ends.any() and set(frame.gaps[ends, 0].tolist()) <= graph.kept
     plan = held(bound, frame.steps(ends.astype("uint8") * OFFLOAD))
@@ -203,7 +203,7 @@ def test_other_devices_are_refused_in_words():
 
 def test_lossy_packing_runs_and_is_not_the_same():
     bound = Bound("mlp")
-    frame = Frame(bound.graph, tuple(range(len(bound.graph.ops))))
+    frame = EvictionProblem(bound.graph, tuple(range(len(bound.graph.ops))))
     found = compress.plan(frame, 0, compress.Options(lossy=True))
     assert {s.codec for s in found.steps if s.codec} == {"bf16"}
     plan = replace(plans.placed(bound.graph, found.steps), lossy=True)
