@@ -250,7 +250,7 @@ def test_a_factory_may_ask_for_the_forward_pass_alone(there, capsys, name):
         ("toy:raises", "the factory raised KeyError: 'nothing here', at toy.py:"),
         ("toy:leaves", "the factory raised SystemExit: 7"),
         ("toy:misfit", "running the model on its sample raised RuntimeError"),
-        ("toy:no_module", "the model is a torch.nn.Module"),
+        ("toy:no_module", "give a torch.nn.Module"),
         ("toy:one", "a source is module:factory"),
         ("toy:other_keys", "a factory's mapping has keys of model"),
         ("toy:value", "a factory is a function"),

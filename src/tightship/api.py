@@ -202,7 +202,7 @@ def max_batch(
     Raises ``Infeasible`` if no size fits, ``BadInput`` for a model that runs at no other size than the sample's.
     """
     need_torch("capturing a model")
-    from tightship.frontends.torch.batch import batch_size
+    from tightship.frontends.torch.structure import batch_size
     from tightship.planners.batch import max_batch as found
 
     start = batch_size(sample, dim)
