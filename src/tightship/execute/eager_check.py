@@ -11,7 +11,8 @@ from typing import Any
 import torch
 
 from tightship.frontends.torch import compat, compat_capture
-from tightship.frontends.torch.rerun.function_trace import FunctionTrace, Inner, map_tensors, tensors_in
+from tightship.frontends.torch.program import tensors_in
+from tightship.frontends.torch.rerun.function_trace import FunctionTrace, Inner, map_tensors
 from tightship.frontends.torch.rerun.live_step import Owned
 
 __all__ = ["Expected", "expected"]
@@ -67,7 +68,7 @@ def expected(
     known |= {n: bound.get(n, trace.tensors[n]).detach().clone() for n in trace.constants}
     twin = copy.deepcopy(optimizer, {id(p): parameters[n] for n, p in owned.parameters})
     try:
-        _run(trace, known, lambda: compat_capture.reparametrised(owned.model, {**parameters, **buffers}))
+        _run(trace, known, lambda: compat_capture.reparametrized(owned.model, {**parameters, **buffers}))
         results = [known[n] for n in trace.results if n >= 0 and n not in trace.constants]
         results[0].backward()
         compat.plain_step(type(optimizer))(twin)
