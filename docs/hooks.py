@@ -40,6 +40,7 @@ def pages() -> dict[str, str]:
     """Every generated page: its path within the site, and its text."""
     made = {"planners/index.md": planner_index(), "reference/cli.md": command_line()}
     made["modules.md"] = modules()
+    made["contributing.md"] = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8").replace("](docs/", "](")
     made["reference/rules.md"] = rules()
     made["changelog.md"] = (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
     return made | {planner_path(info): planner_page(info) for info in planners().values()}
@@ -88,7 +89,7 @@ def planner_index() -> str:
 
 def planner_page(info: PlannerInfo) -> str:
     module = sys.modules[info.plan.__module__]
-    summary, _, rest = (module.__doc__ or "").strip().partition("\n")
+    summary, _, rest = info.documentation.partition("\n")
     usage = GROUPS.get(info.group, ("", ""))[1]
     planner = "" if info.name == "default" else f" --planner {info.name}"
     lines = [f"# {info.name}", "", summary, "", *sections(rest.strip()), ""]

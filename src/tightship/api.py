@@ -232,9 +232,9 @@ def plan_named(graph: Graph, name: str, budget: Any = None, **options: Any) -> P
         rule = f"options are those of {name!r} ({', '.join(info.options.__dataclass_fields__)})"
         raise BadInput(rule, sorted(options), "plan") from error
     if info.group == "evict":
-        from tightship.planners.standalone import alone
+        from tightship.planners.default import plan_alone
 
-        return Planned(alone(graph, info, chosen, budget), graph)
+        return Planned(plan_alone(graph, info, chosen, budget), graph)
     made = info.plan(graph, chosen)
     return Planned(replace(made, budget=resolve_budget(budget, made.peak_before, static=made.static)), graph)
 
