@@ -168,7 +168,7 @@ class _Profiler:
         kept = [position for position, v in enumerate(call.results) if v >= 0]
         try:
             updater = updater_of(call)
-            warm = updater is not None and not updater.materialised  # the rehearsal has begun with a run
+            warm = updater is not None and not updater.materialized  # the rehearsal has begun with a run
             results, events, once = bench.run(work, kept, warm=warm)
             made = self.verify(k, call, results, events)
             del results
