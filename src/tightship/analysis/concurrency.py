@@ -44,7 +44,8 @@ def in_streams(graph: Graph, stream: Sequence[int]) -> tuple[tuple[int, ...], ..
     """Dependencies, and the graph's order within each stream; ``stream[k]`` is that of op k."""
     if len(stream) != len(graph.ops):
         raise BadInput(
-            f"{len(stream)} streams for {len(graph.ops)} ops; every op has a stream", place=f"graph {graph.name!r}"
+            f"{len(stream)} streams for {len(graph.ops)} ops; every op has a stream",
+            place=f"graph {graph.name!r}",
         )
     last: dict[int, int] = {}
     out = []
