@@ -1,5 +1,6 @@
 """The command line: the JSON contract, exit statuses, and that no bad input ends in a traceback."""
 
+import dataclasses
 import json
 import os
 import signal
@@ -11,8 +12,8 @@ import pytest
 from support.chains import chain
 from support.commands import as_json, run
 from tightship import cli
-from tightship.cli.options import documented
-from tightship.planners.default import Options
+from tightship.options import help_of
+from tightship.planners import planners
 from tightship.report.progress import Line
 from tightship.serde import save_graph
 
@@ -147,7 +148,6 @@ def test_without_a_budget_everything_is_kept(there, capsys):
 
 
 def test_the_planners_options_are_the_command_lines(there, capsys):
-    assert documented(Options).keys() == set(Options.__dataclass_fields__)
     args = ["plan", "graph.json", "-b", "60%", "--evict", "blocks", "--order", "given", "--seed", "3"]
     status, rows = as_json(*args, capsys=capsys)
     assert status == 0 and rows["planner"].startswith("given+blocks")
@@ -220,6 +220,20 @@ def test_planners_are_listed(capsys):
     assert all(r["summary"] and isinstance(r["options"], list) for r in rows["planners"])
     status, out, _ = run("planners", capsys=capsys)
     assert all(name in out for name in names)
+
+
+@pytest.mark.parametrize("name", planners())
+def test_every_option_of_a_planner_has_help(name):
+    fields = dataclasses.fields(planners()[name].options)
+    missing = [f.name for f in fields if not help_of(f)]
+    assert not missing, f"{name} has options without help: {', '.join(missing)}"
+
+
+def test_help_is_a_whole_sentence_with_the_default(capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "200")
+    text = run("plan", "--help", capsys=capsys)[1]
+    assert "--allow MEANS,…" in text and "seed of random moves (default: 0)" in text
+    assert "; (default" not in text
 
 
 # --- module:factory ---

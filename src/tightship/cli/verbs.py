@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Iterator, Mapping
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,13 +16,14 @@ from tightship import api
 from tightship.analysis.bounds import time_bound
 from tightship.cli.hlo import explain_module
 from tightship.cli.module import is_module, module_frontier, plan_module
-from tightship.cli.options import documented, given_options, model_options
+from tightship.cli.options import given_options, model_options
 from tightship.cli.output import Output
 from tightship.cli.pack import INTERRUPTED, is_packing, verify_packing
 from tightship.cli.source import Source, load_source, users_code, writable
 from tightship.diagnose.changes import changes
 from tightship.errors import BadInput, Infeasible
 from tightship.plan import Plan
+from tightship.options import help_of
 from tightship.planners.batch import MaxBatch
 from tightship.planners.default import Interrupted, Options
 from tightship.planners.frontier import MOST, Frontier
@@ -267,10 +268,8 @@ def planners(chosen: argparse.Namespace, out: Output) -> int:
     table.add_column("decides", no_wrap=True)
     table.add_column("how", overflow="fold")
     for name, info in every().items():
-        fields = getattr(info.options, "__dataclass_fields__", {})
-        help_of = documented(info.options) if fields else {}
         options = [
-            {"name": n, "default": _plain(f.default), "help": help_of.get(n, "")} for n, f in fields.items()
+            {"name": f.name, "default": _plain(f.default), "help": help_of(f)} for f in fields(info.options)
         ]
         rows.append({"name": name, "group": info.group, "summary": info.summary, "options": options})
         table.add_row(name, info.group or "everything", info.summary)

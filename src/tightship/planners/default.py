@@ -18,6 +18,7 @@ from tightship.analysis.packing import packings
 from tightship.diagnose.advice import advice
 from tightship.errors import BadInput, Infeasible
 from tightship.graph import Graph
+from tightship.options import option
 from tightship.plan import Plan, Step
 from tightship.planners import planner
 from tightship.planners.evict.dead_copies import without_idle_copies
@@ -56,28 +57,29 @@ class Interrupted(KeyboardInterrupt):
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """``order``, ``evict``: planners by name, see ``tightship planners`` (an order may be ``given``: the graph's).
-    ``seconds``: of search, at most. ``work``: ops simulated at most; makes plans reproducible. ``seed``: of
-    random moves. ``hand_out``: results go to the caller outside the arena. ``place``: decide where everything
-    lies; without, the plan says what is in memory when, and runs on the ordinary heap. ``reuse``: results take
-    the places of inputs that nothing needs any more, where ops allow it (and all is placed). ``allow``: how
-    storages may leave memory, between commas (recompute; redraw: recompute random ops too, from saved random
-    states; compress; offload). ``hints``: PATTERN=WAY between commas, what to do with the values of modules
-    (keep, recompute, compress, offload). ``lossy``: codecs may round single precision to bfloat16. ``host``:
-    bytes that may be copied out at once, 0 for any number."""
+    """What the default planner decides, how long it looks, and which means it may take."""
 
-    order: str = "best"
-    evict: str = "anneal"
-    seconds: float = 10.0
-    work: int = 150_000_000
-    seed: int = 0
-    hand_out: bool = True
-    place: bool = True
-    reuse: bool = True
-    allow: str = "recompute"
-    hints: str = ""
-    lossy: bool = False
-    host: int = 0
+    order: str = option("best", "planner of the order; given: the graph's own order")
+    evict: str = option("anneal", "planner of what leaves memory between two uses")
+    seconds: float = option(10.0, "time limit of the search, in seconds")
+    work: int = option(150_000_000, "limit of the search in simulated ops; makes a plan reproducible")
+    seed: int = option(0, "seed of random moves")
+    hand_out: bool = option(True, "give results to the caller outside the arena")
+    place: bool = option(True, "decide every offset; without, the plan runs on the ordinary heap")
+    reuse: bool = option(True, "let results overwrite inputs that nothing needs any more, where ops allow it")
+    allow: str = option(
+        "recompute",
+        "how storages may leave memory: recompute, compress, offload, redraw (recompute random ops too, from saved "
+        "random states)",
+        metavar="MEANS,…",
+    )
+    hints: str = option(
+        "",
+        "what to do with the values of modules: keep, recompute, compress or offload, by a pattern of module names",
+        metavar="PATTERN=MEANS,…",
+    )
+    lossy: bool = option(False, "let codecs round single precision to bfloat16")
+    host: int = option(0, "most bytes offloaded at once; 0: no limit", metavar="BYTES")
 
 
 def plan(
