@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Unpack
 
 import torch
 
+from tightship.diagnose.remedies import advised
 from tightship.errors import BadInput, Unsupported, VerificationFailed
 from tightship.execute.eager_check import expected
 from tightship.execute.prepared import Planner, Prepared, Settings, Variant
@@ -22,6 +24,7 @@ from tightship.frontends.torch.state_restore import untouched
 from tightship.frontends.torch.step import DATA_PARALLEL, check_hooks, check_model
 from tightship.frontends.torch.structure import flatten
 from tightship.plan import Plan
+from tightship.planners.default import PlanOptions, read_options
 from tightship.units import parse_budget, parse_bytes
 
 __all__ = ["TrainStep", "fit"]
@@ -44,7 +47,7 @@ def fit(
     prepare: bool = True,
     verify_every: int = 0,
     independent: bool = False,
-    **options: Any,
+    **options: Unpack[PlanOptions],
 ) -> TrainStep:
     """A training step of ``model`` that stays within ``budget``.
 
@@ -72,9 +75,13 @@ def fit(
     if variants < 1:
         raise BadInput("at least one kind of batch is kept", variants, "fit(variants=…)")
     if planner is None:
-        planner = _default_planner(options)
+        chosen = read_options(options, "fit")
+        planner = partial(advised, options=chosen)
     elif options:
-        raise BadInput("options go to the default planner", sorted(options), "fit")
+        raise BadInput(
+            f"unused options {', '.join(options)}: they are those of the default planner, but planner= replaces it",
+            place="fit",
+        )
     wanted = None if budget is None else parse_budget(budget)
     most = None if pinned is None else parse_bytes(pinned, "fit(pinned=…)")
     measuring = {"cache": cache, "seconds_per_op": seconds_per_op, "folder": folder, "pinned": most}
@@ -85,19 +92,6 @@ def fit(
     if prepare:
         step.prepare(sample_batch)
     return step
-
-
-def _default_planner(options: dict[str, Any]) -> Planner:
-    from tightship.diagnose.remedies import advised
-    from tightship.planners.default import Options
-
-    try:
-        chosen = Options(**options)
-    except TypeError as error:
-        raise BadInput(
-            f"options are those of the default planner ({error})", sorted(options), "fit"
-        ) from error
-    return lambda graph, budget: advised(graph, budget, chosen)
 
 
 class TrainStep(Prepared):

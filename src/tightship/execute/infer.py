@@ -5,8 +5,9 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Unpack
 
 import torch
 
@@ -23,7 +24,7 @@ from tightship.frontends.torch.step import capture_forward, module_of
 from tightship.frontends.torch.structure import flatten, map_leaves
 from tightship.graph import Graph
 from tightship.plan import Plan
-from tightship.planners.default import Options
+from tightship.planners.default import PlanOptions, read_options
 from tightship.planners.layout import lay_out
 from tightship.units import parse_budget
 
@@ -41,7 +42,7 @@ def infer(
     cache: Path | str | None = "default",
     seconds_per_op: float = 0.01,
     variants: int = 8,
-    **options: Any,
+    **options: Unpack[PlanOptions],
 ) -> Inference:
     """The forward pass of ``model`` in evaluation mode, planned, in one arena that is reserved once.
 
@@ -63,29 +64,20 @@ def infer(
     """
     if variants < 1:
         raise BadInput("at least one kind of batch is kept", variants, "infer(variants=…)")
-    chosen = _options(options, fresh=fresh)
+    chosen = read_options({"hand_out": fresh, **options}, "infer")
+    if chosen.hand_out != fresh:
+        raise BadInput(
+            f"hand_out={chosen.hand_out} contradicts fresh={fresh}: leave hand_out out", place="infer"
+        )
     wanted = None if budget is None else parse_budget(budget)
     measuring = {"cache": cache, "seconds_per_op": seconds_per_op}
-    settings = Settings(
-        wanted, lambda graph, limit: advised(graph, limit, chosen), measuring, strict, variants, fresh
-    )
+    settings = Settings(wanted, partial(advised, options=chosen), measuring, strict, variants, fresh)
     made = Inference(module_of(model), settings, dynamic=dynamic)
     sample = dict(sample) if isinstance(sample, Mapping) else sample
     made.prepare(sample)
     if dynamic and variants > 1:
         made.prepare_one(sample)
     return made
-
-
-def _options(given: dict[str, Any], *, fresh: bool) -> Options:
-    try:
-        chosen = Options(**{"hand_out": fresh, **given})
-    except TypeError as error:
-        rule = f"options are those of the default planner ({error})"
-        raise BadInput(rule, sorted(given), "infer") from error
-    if chosen.hand_out != fresh:
-        raise BadInput("whether results leave the arena is said by fresh", chosen.hand_out, "infer")
-    return chosen
 
 
 @dataclass(frozen=True)

@@ -12,6 +12,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from itertools import pairwise
+from typing import TypedDict
 
 from tightship.analysis.bounds import lower_bound, time_bound
 from tightship.analysis.packing import packings
@@ -33,12 +34,14 @@ from tightship.verify import check
 __all__ = [
     "Interrupted",
     "Options",
+    "PlanOptions",
     "adopted",
     "displaced",
     "frame_of",
     "least_time",
     "order_of",
     "plan",
+    "read_options",
     "top_of_peak",
 ]
 
@@ -80,6 +83,34 @@ class Options:
     )
     lossy: bool = option(False, "let codecs round single precision to bfloat16")
     host: int = option(0, "most bytes offloaded at once; 0: no limit", metavar="BYTES")
+
+
+class PlanOptions(TypedDict, total=False):
+    """The fields of `Options` as keywords of the public functions: ``**options: Unpack[PlanOptions]`` (PEP 692)."""
+
+    order: str
+    evict: str
+    seconds: float
+    work: int
+    seed: int
+    hand_out: bool
+    place: bool
+    reuse: bool
+    allow: str
+    hints: str
+    lossy: bool
+    host: int
+
+
+def read_options(options: PlanOptions, caller: str) -> Options:
+    """The keywords of a public function as `Options`. Raises ``BadInput``, naming the caller, for an unknown one."""
+    known = Options.__dataclass_fields__
+    unknown = next((name for name in options if name not in known), None)
+    if unknown is not None:
+        raise BadInput(
+            f"unknown option {unknown!r}: the planner's options are {', '.join(known)}", place=caller
+        )
+    return Options(**options)
 
 
 def plan(
