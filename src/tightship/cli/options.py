@@ -1,4 +1,4 @@
-"""A planner's options as command-line options: names, types, defaults and help are those of its dataclass's fields."""
+"""A planner's options as command-line options: the fields of its dataclass, with their types, defaults and help."""
 
 from __future__ import annotations
 

@@ -22,8 +22,8 @@ from tightship.cli.pack import INTERRUPTED, is_packing, verify_packing
 from tightship.cli.source import Source, load_source, users_code, writable
 from tightship.diagnose.changes import changes
 from tightship.errors import BadInput, Infeasible
-from tightship.plan import Plan
 from tightship.options import help_of
+from tightship.plan import Plan
 from tightship.planners.batch import MaxBatch
 from tightship.planners.default import Interrupted, Options
 from tightship.planners.frontier import MOST, Frontier
