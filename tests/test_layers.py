@@ -30,7 +30,7 @@ LAYERS = (
     ("execute",),
     ("report",),
     ("integrations",),
-    ("planned",),
+    ("result",),
     ("sources",),
     ("__init__", "__main__", "api", "cli", "demo"),
 )

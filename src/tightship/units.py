@@ -6,13 +6,14 @@ import re
 from dataclasses import dataclass
 from decimal import Decimal
 from fractions import Fraction
-from typing import Final, SupportsIndex
+from typing import Final, SupportsIndex, TypeAlias
 
 from tightship.errors import BadInput
 
 __all__ = [
     "MAX_BYTES",
     "Budget",
+    "BudgetLike",
     "format_bytes",
     "format_seconds",
     "parse_budget",
@@ -98,6 +99,10 @@ class Budget:
         return f"{percent}% of the unplanned peak"
 
 
+BudgetLike: TypeAlias = Budget | str | int | None
+"""A budget as somebody gives it: bytes, text such as ``6GiB`` or ``60%``; None for no budget."""
+
+
 def parse_bytes(text: str | SupportsIndex, place: str = "") -> int:
     """Read a size: ``6GiB``, ``1.5 GiB``, ``512MB``, ``1024``; an int is taken as bytes.
 
@@ -122,34 +127,33 @@ def parse_bytes(text: str | SupportsIndex, place: str = "") -> int:
     return math.floor(size)
 
 
-def parse_budget(text: "str | SupportsIndex | Budget", place: str = "budget") -> Budget:
+def parse_budget(budget: "str | SupportsIndex | Budget", place: str = "budget") -> Budget:
     """Read a budget: a size as in ``parse_bytes``, or a percentage of the unplanned peak such as ``60%``, or
     ``static+60%``: the static set and that share of what the unplanned step needs beyond it.
 
     Floats are refused, because 0.6 may mean a fraction or be a slip for 0.6GiB.
     """
-    if isinstance(text, Budget):
-        return text
-    if not isinstance(text, str):
-        return Budget(bytes=_whole(text, _BUDGET_RULE, place))
-    stripped = text.strip()
+    if isinstance(budget, Budget):
+        return budget
+    if not isinstance(budget, str):
+        return Budget(bytes=_whole(budget, _BUDGET_RULE, place))
+    stripped = budget.strip()
     if stripped.endswith("%"):
         match = _PERCENT_TEXT.fullmatch(stripped)
         percent = Decimal(match[2]) if match else Decimal(0)
         fraction = float(percent.scaleb(-2))
         # Both are checked: a tiny percentage is above 0 and yet 0 as a float.
         if not 0 < percent <= MAX_PERCENT or fraction == 0:
-            raise BadInput(f"a percentage is above 0% and at most {MAX_PERCENT}%", text, place)
+            raise BadInput(f"a percentage is above 0% and at most {MAX_PERCENT}%", budget, place)
         return Budget(fraction=fraction, beyond_static=bool(match and match[1]))
     if not _SIZE_TEXT.fullmatch(stripped):
-        raise BadInput(_BUDGET_RULE, text, place)
+        raise BadInput(_BUDGET_RULE, budget, place)
     return Budget(bytes=parse_bytes(stripped, place))
 
 
 def resolve_budget(
-    budget: "str | SupportsIndex | Budget | None", unplanned_peak: int, place: str = "budget",
-    *, static: int | None = None,
-) -> int | None:  # fmt: skip
+    budget: BudgetLike, unplanned_peak: int, place: str = "budget", *, static: int | None = None
+) -> int | None:
     """The bytes of a budget as somebody gave it; None, and nothing else, is no budget: 0 bytes are one. ``static`` as
     for `Budget.resolve`."""
     return None if budget is None else parse_budget(budget, place).resolve(unplanned_peak, static=static)

@@ -10,7 +10,7 @@ from tightship.errors import BadInput
 from tightship.options import help_of
 from tightship.units import MAX_BYTES
 
-__all__ = ["add_model", "add_options", "flag_of", "given_options", "model_options"]
+__all__ = ["add_options", "flag_of", "given_options", "model_options"]
 
 _READERS = {int: ("N", int), float: ("X", float), str: ("NAME", str)}
 """By type: what stands for an option's value, and how it is read."""
@@ -50,23 +50,6 @@ def given_options(chosen: argparse.Namespace) -> dict[str, Any]:
     return given
 
 
-def add_model(parser: argparse.ArgumentParser) -> None:
-    """What can be said of a model.onnx, and of a graph.pb."""
-    group = parser.add_argument_group("a model.onnx or a graph.pb")
-    text = "sizes of symbolic dimensions, such as batch=4,seq=128, or of a value, such as x=1x3x224x224"
-    group.add_argument("--shape", metavar="NAME=N,…", action="append", help=text)
-    group = parser.add_argument_group("a graph.pb of TensorFlow's")
-    text = "nodes that are run; what they do not need is left out (default: a MetaGraph's train_op, else all)"
-    group.add_argument("--fetch", metavar="NAME,…", action="append", help=text)
-    text = "nodes besides placeholders whose results are given, and never made again"
-    group.add_argument("--feed", metavar="NAME,…", action="append", help=text)
-    group = parser.add_argument_group("a model.onnx")
-    text = "whether the runtime makes views where it can, or copies (default: views)"
-    group.add_argument("--views", action=argparse.BooleanOptionalAction, help=text, default=None)
-    text = "what it writes over an input nobody needs: as onnxruntime does, all that is elementwise, or none"
-    choices = ("onnxruntime", "elementwise", "none")
-    group.add_argument("--in-place", choices=choices, help=f"{text} (default: onnxruntime)")
-
-
 def model_options(chosen: argparse.Namespace) -> dict[str, Any]:
+    """What is said of a model's file, by option."""
     return {name: getattr(chosen, name) for name in ("shape", "fetch", "feed", "views", "in_place")}

@@ -9,9 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from tightship.cli.options import given_options
-from tightship.cli.output import Output
+from tightship.cli.output import INTERRUPTED, Output, writable
 from tightship.cli.pools import placed_of, pool_lines, pool_rows, pools_of, side_by_side
-from tightship.cli.source import writable
 from tightship.diagnose.infeasible_subset import Clash, clash
 from tightship.errors import BadInput
 from tightship.frontends import problem_csv
@@ -29,9 +28,6 @@ from tightship.verify.placement import check_solution
 from tightship.violation import Violation
 
 __all__ = ["is_packing", "pack", "verify_packing"]
-
-INTERRUPTED = 130
-"""Exit status of a command that Ctrl-C ended."""
 
 _SHOWN = 20  # ids of a clash, and violations, that people are shown
 

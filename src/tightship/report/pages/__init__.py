@@ -15,7 +15,7 @@ import msgspec
 
 from tightship.report.packing import COLOURS as AGES
 from tightship.report.packing import DARK as AGES_DARK
-from tightship.report.picture import COLOURS, DARK
+from tightship.report.picture import COLORS, DARK
 
 __all__ = ["Fact", "Section", "page_of"]
 
@@ -35,7 +35,7 @@ def page_of(
     # Nothing of a model's names can end the script element.
     data = msgspec.json.encode(shown).decode().replace("</", "<\\/").replace("<!--", "<\\u0021--")
     style = web.joinpath("style.css").read_text(encoding="utf-8")
-    style = style.replace("__LIGHT__", _variables(COLOURS, AGES)).replace(
+    style = style.replace("__LIGHT__", _variables(COLORS, AGES)).replace(
         "__DARK__", _variables(DARK, AGES_DARK)
     )
     script = "".join(web.joinpath(name).read_text(encoding="utf-8") for name in _SCRIPTS)

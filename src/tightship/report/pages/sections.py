@@ -8,10 +8,9 @@ from typing import Any
 
 from tightship.graph import Graph
 from tightship.plan import Plan, Step
-from tightship.report.numbers import BANDS, columns
+from tightship.report.numbers import BANDS, at_peak, columns, label, residence_rows
 from tightship.report.pages import Section
 from tightship.report.picture import NAMES
-from tightship.report.residences import label, stays_of
 from tightship.simulate import Timeline, baseline, replay
 from tightship.units import format_bytes
 
@@ -64,14 +63,8 @@ def panel(caption: str, rows: Sequence[Sequence[int]], view: str) -> Section:
     """One chart of memory: for each band its bytes at every step."""
     columns_ = [list(band) for band in zip(*rows, strict=True)]
     end = max(1, len(rows))
-    return {
-        "caption": caption,
-        "columns": columns_,
-        "view": view,
-        "start": 0,
-        "end": end,
-        "peak": max(map(sum, rows)),
-    }
+    about = {"caption": caption, "columns": columns_, "view": view}
+    return about | {"start": 0, "end": end, "peak": max(map(sum, rows))}
 
 
 def without_empty(bands: Sequence[Band], panels: Sequence[Section]) -> list[Band]:
@@ -147,13 +140,13 @@ def streams(graph: Graph, plan: Plan, line: Timeline) -> Section:
 
 
 def arena(graph: Graph, plan: Plan) -> list[Section]:
-    """Where every byte lies: stays are [start, end, offset, size, band, name, where], the last two as indices of
-    ``names``. Nothing for a plan without places."""
+    """Where every byte lies: residences ("stays") are [start, end, offset, size, band, name, where], the last two as
+    indices of ``names``. Nothing for a plan without places."""
     names: dict[str, int] = {}
     spaces: dict[str, list[list[int]]] = {}
-    for s in stays_of(graph, plan):
-        texts = [names.setdefault(text, len(names)) for text in (s.name, s.where)]
-        spaces.setdefault(s.pool, []).append([s.start, s.end, s.offset, s.size, BANDS.index(s.kind), *texts])
+    for r in residence_rows(graph, plan):
+        texts = [names.setdefault(text, len(names)) for text in (r.name, r.where)]
+        spaces.setdefault(r.pool, []).append([r.start, r.end, r.offset, r.size, BANDS.index(r.kind), *texts])
     if not spaces:
         return []
     called = {"device": "the arena", "out": "results, outside it", "host": "copied out"}
@@ -171,20 +164,15 @@ def peak_table(graph: Graph, steps: Sequence[Step], line: Timeline, beside: int 
     """Who makes up the peak, largest first: tensor, kind, shape, bytes, module, line; the static set as one row."""
     shapes: dict[int, str] = {}
     for v in graph.values:
-        shapes.setdefault(
-            v.storage,
-            f"{v.dtype.removeprefix('torch.')}[{','.join(map(str, v.shape))}]" if v.shape else v.dtype,
-        )
-    rows: list[list[Any]] = []
-    static, at = 0, steps[line.peak_step].op if line.peak_step >= 0 else -1
-    for s, nbytes in line.at_peak:
-        if s in graph.static:
-            static += nbytes
-            continue
-        op = graph.ops[at if s < 0 else graph.uses.definer[s]] if s >= 0 or at >= 0 else None
-        name = f"while {op.name} runs" if s < 0 and op else graph.storages[s].name
-        kind = "workspace" if s < 0 else graph.storages[s].kind
-        rows.append([name, kind, shapes.get(s, ""), nbytes, *((op.module, op.source) if op else ("", ""))])
+        shape = f"{v.dtype.removeprefix('torch.')}[{','.join(map(str, v.shape))}]" if v.shape else v.dtype
+        shapes.setdefault(v.storage, shape)
+    residents = at_peak(graph, steps, line)
+    static = sum(r.bytes for r in residents if r.storage in graph.static)
+    rows: list[list[Any]] = [
+        [r.name, r.kind, shapes.get(r.storage, ""), r.bytes, r.module, r.source]
+        for r in residents
+        if r.storage not in graph.static
+    ]
     rows.append([f"static set ({len(graph.static)} storages)", "static", "", static, "", ""])
     rows.append(["results", "output", "", beside, "", ""])
     rows = sorted((r for r in rows if r[3]), key=lambda r: -r[3])
