@@ -113,10 +113,10 @@ def test_a_difference_of_one_bit_is_found():
 
 
 def test_too_few_steps_and_a_bad_folder(tmp_path):
-    with pytest.raises(BadInput, match="at least 5 steps"):
+    with pytest.raises(BadInput, match="takes at least 5"):
         demo.run(out_dir=tmp_path, steps=4)
     (tmp_path / "file").write_text("")
-    with pytest.raises(BadInput, match="can be written"):
+    with pytest.raises(BadInput, match="cannot write to directory"):
         demo.run(out_dir=tmp_path / "file", steps=5)
 
 
