@@ -1,7 +1,7 @@
 """The errors tightship raises: one family, so that one ``except`` catches them all.
 
-A message states the fault with its value and place, then the rule, then what to do. ``exit_status`` is what the command
-line exits with: 1 for "not achievable", 2 for bad input or usage.
+A message states the fault with its value and place, then the rule, then what to do. ``exit_status`` is what the
+command line exits with: 1 for "not achievable", 2 for bad input or usage.
 """
 
 from collections.abc import Callable, Sequence
@@ -68,8 +68,8 @@ class TightshipError(Exception):
 class BadInput(TightshipError):
     """An argument, a file or a graph is wrong: ``{place}: {rule}, got {value}``.
 
-    ``rule`` states the fault first, then what must hold and what to do; ``value`` is what was found (left out where the
-    fault names it) and ``place`` says where: an argument, a file and line, an op or value by name.
+    ``rule`` states the fault first, then what must hold and what to do; ``value`` is what was found (left out where
+    the fault names it) and ``place`` says where: an argument, a file and line, an op or value by name.
     """
 
     def __init__(self, rule: str, value: object = _MISSING, place: str = "") -> None:

@@ -117,7 +117,7 @@ def parse_bytes(text: str | SupportsIndex, place: str = "") -> int:
     number, unit = match.groups()
     scale = _UNITS.get(unit.lower() or "b")
     if scale is None:
-        raise BadInput(f"unknown unit {unit!r} in {text!r}: the units are {_ACCEPTED}", place=place)
+        raise BadInput(f"unknown unit {unit!r}: the units are {_ACCEPTED}", text, place)
     # Decimal reads any number of digits, and is compared before it is multiplied, so nothing is ever rounded.
     value = Decimal(number)
     if value > MAX_BYTES or (size := Fraction(value) * scale) > MAX_BYTES:
