@@ -70,25 +70,19 @@ class Budget:
             rule = f"the fraction must be above 0 and at most {MAX_PERCENT // 100}"
             raise BadInput(rule, self.fraction, "Budget.fraction")
 
-    def resolve(self, unplanned_peak: int, floor: int = 0, *, static: int | None = None) -> int:
-        """The budget in bytes.
-
-        A fraction is of ``unplanned_peak``, rounded down, but not below ``floor``, which serves callers that
-        know that less is pointless. ``static``: bytes of the static set, which are part of the peak; None where
-        there is no such set. A budget in bytes is what the user said: ``floor`` does not touch it.
-
-        Raises ``BadInput`` for a share beyond the static set where there is none.
+    def resolve(self, unplanned_peak: int, *, static: int | None = None) -> int:
+        """The budget in bytes: a fraction of ``unplanned_peak`` is rounded down. ``static``: bytes of the static set,
+        which are part of the peak; None where there is no such set, and ``BadInput`` for a share beyond it.
         """
         if self.bytes is not None:
             return self.bytes
         if self.beyond_static and static is None:
             raise BadInput("memory without a static set takes bytes or a percentage", str(self), "budget")
         kept = static if self.beyond_static and static is not None else 0
-        if min(unplanned_peak, floor, unplanned_peak - kept) < 0:
-            raise BadInput("the peak must not be negative", min(unplanned_peak, floor), "Budget.resolve")
+        if min(unplanned_peak, unplanned_peak - kept) < 0:
+            raise BadInput("the peak must not be negative", unplanned_peak, "Budget.resolve")
         # Through the decimal text: 29% of 100 is 29, where the nearest binary fraction gives 28.
-        share = kept + math.floor(Fraction(str(self.fraction)) * (unplanned_peak - kept))
-        return min(max(share, floor), MAX_BYTES)
+        return min(kept + math.floor(Fraction(str(self.fraction)) * (unplanned_peak - kept)), MAX_BYTES)
 
     def __str__(self) -> str:
         if self.bytes is not None:

@@ -18,7 +18,7 @@ from typing import Any, TextIO
 
 from rich.console import Console, RenderableType
 
-from tightship.errors import BadInput, Infeasible, TightshipError, VerificationFailed
+from tightship.errors import BadInput, Infeasible, TightshipError, VerificationFailed, unwritable
 from tightship.report.text import NARROW
 
 __all__ = ["INTERRUPTED", "Output", "error_rows", "infeasible_rows", "targets", "writable", "write_targets"]
@@ -136,7 +136,7 @@ def writable(path: str | None, option: str) -> Path | None:
         if not os.access(target if target.exists() else target.parent, os.W_OK):
             raise BadInput(f"cannot write {path!r}: Permission denied", place=option)
     except OSError as error:
-        raise BadInput(f"cannot write {path!r}: {error.strerror}", place=option) from error
+        raise unwritable(error, path) from error
     return target
 
 

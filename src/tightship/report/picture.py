@@ -14,7 +14,7 @@ from html import escape
 from tightship.graph import Graph
 from tightship.plan import Plan
 from tightship.planners.frontier import Frontier, budget_of
-from tightship.report.numbers import BANDS, Column, columns, percent
+from tightship.report.numbers import BANDS, Column, columns, comparable, percent, slots
 from tightship.simulate import baseline
 from tightship.units import format_bytes, format_seconds
 
@@ -68,10 +68,8 @@ def picture(graph: Graph, plan: Plan, *, title: str = "") -> str:
 
     Across is computing time where ops have times (recomputation shows as length), else the step's number.
     """
-    before, after = columns(graph, baseline(graph)), columns(graph, plan.steps)
-    timed = all(_span(data) > 0 for data in (before, after))
-    before, after = (data if timed else _by_number(data) for data in (before, after))
-    longest = max(_span(before), _span(after)) or 1.0
+    charts = columns(graph, baseline(graph)), columns(graph, plan.steps)
+    (before, after), longest, timed = comparable(*charts)
     levels = ticks(max([plan.budget or 0, *(c.total for c in before), *(c.total for c in after)]))
     across, up = SLOTS / longest, PANEL / (levels[-1] or 1)
     planned = f"planned: peak {format_bytes(plan.peak)} ({percent(plan.peak, plan.peak_before)})"
@@ -141,30 +139,11 @@ def _axes(panel: _Panel, levels: Sequence[int]) -> str:
 
 def _areas(panel: _Panel) -> str:
     """The bands, drawn from the top one down, each to the ground: no gaps, whatever is rounded."""
-    slots = _slots(panel)
+    drawn = [c.bytes for c in slots(panel.data, SLOTS, SLOTS / panel.across)]
     paths = []
     for b in reversed(range(len(BANDS))):
-        paths.append(f'<path class="{BANDS[b]}" d="{_outline(panel, [sum(s[: b + 1]) for s in slots])}"/>')
+        paths.append(f'<path class="{BANDS[b]}" d="{_outline(panel, [sum(s[: b + 1]) for s in drawn])}"/>')
     return "\n".join(paths)
-
-
-def _slots(panel: _Panel) -> list[tuple[int, ...]]:
-    """For each unit across, the bands of the highest step that it shows."""
-    best: list[Column | None] = [None] * SLOTS
-    for c in panel.data:
-        first = min(SLOTS - 1, int(c.start * panel.across))
-        last = min(SLOTS - 1, int((c.start + c.seconds) * panel.across - 1e-9))
-        for k in range(first, max(first, last) + 1):
-            known = best[k]
-            if known is None or c.total > known.total:
-                best[k] = c
-    while best and best[-1] is None:
-        best.pop()
-    filled, last_seen = [], (0,) * len(BANDS)
-    for slot in best:
-        last_seen = slot.bytes if slot is not None else last_seen
-        filled.append(last_seen)
-    return filled
 
 
 def _outline(panel: _Panel, heights: Sequence[int]) -> str:
@@ -287,11 +266,3 @@ def short(nbytes: int) -> str:
     text = format_bytes(nbytes)
     number, _, unit = text.partition(" ")
     return f"{float(number):g} {unit}" if nbytes else "0"
-
-
-def _span(data: Sequence[Column]) -> float:
-    return data[-1].start + data[-1].seconds if data else 0.0
-
-
-def _by_number(data: Sequence[Column]) -> list[Column]:
-    return [Column(float(k), 1.0, c.phase, c.bytes) for k, c in enumerate(data)]

@@ -26,10 +26,12 @@ from tightship.report.numbers import (
     Peak,
     Share,
     columns,
+    comparable,
     makers,
     peak_of,
     percent,
     shown,
+    slots,
 )  # fmt: skip
 from tightship.simulate import Timeline, baseline, replay
 from tightship.units import format_bytes, format_seconds
@@ -277,10 +279,9 @@ class Chart:
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         width = min(options.max_width, WIDEST) - LABEL - 3
-        timed = all(_span(data) > 0 for data in (self.before, self.after))
-        spans = [_span(data) if timed else float(len(data)) for data in (self.before, self.after)]
-        longest = max(*spans, 1e-12)
-        before, after = (_heights(data, width, longest, timed) for data in (self.before, self.after))
+        charts, longest, timed = comparable(self.before, self.after)
+        drawn = ([c.total for c in slots(data, width, longest)] for data in charts)
+        before, after = ([*heights, *[0] * (width - len(heights))] for heights in drawn)
         top = max([self.budget or 0, *before, *after, 1])
         yield from self._rows(before, after, top)
         end = format_seconds(longest) if timed else f"{int(longest)} steps"
@@ -319,19 +320,3 @@ class Chart:
             text.append(sign, STYLES[style]).append(f" {name}   ")
         text.rstrip()
         return text
-
-
-def _span(data: Sequence[Column]) -> float:
-    return data[-1].start + data[-1].seconds if data else 0.0
-
-
-def _heights(data: Sequence[Column], width: int, longest: float, timed: bool) -> list[int]:
-    """The most bytes in each of ``width`` stretches of ``longest`` seconds (or steps); 0 after the end."""
-    found = [0] * width
-    for k, c in enumerate(data):
-        start, end = (c.start, c.start + c.seconds) if timed else (float(k), k + 1.0)
-        first = min(width - 1, int(start / longest * width))
-        last = min(width - 1, int(end / longest * width - 1e-9))
-        for slot in range(first, max(first, last) + 1):
-            found[slot] = max(found[slot], c.total)
-    return found
