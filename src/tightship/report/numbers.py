@@ -21,8 +21,8 @@ from tightship.units import format_bytes, format_seconds
 
 __all__ = [
     "BANDS", "NUMBERS", "POINT", "POLICY", "Column", "Maker", "Number", "Peak", "ResidenceRow", "Share", "at_peak",
-    "band", "changes_of", "columns", "comparable", "frontier_rows", "label", "makers", "moments", "peak_of", "percent",
-    "residence_rows", "shown", "slots", "summary",
+    "band", "changes_of", "columns", "comparable", "frontier_rows", "label", "makers", "moments", "peak_of",
+    "percent", "residence_rows", "shown", "slots", "summary",
 ]  # fmt: skip
 
 BANDS = ("weights", "state", "batch", "activation", "gradient", "workspace")
@@ -219,7 +219,7 @@ def columns(graph: Graph, steps: Sequence[Step]) -> list[Column]:
 
 
 def comparable(*charts: Sequence[Column]) -> tuple[list[Sequence[Column]], float, bool]:
-    """Charts on one scale, how long it is, and whether that is seconds: computing time where all have it, else steps."""
+    """Charts on one scale, how long it is, and whether in seconds: computing time where all have it, else steps."""
     timed = all(data and data[-1].start + data[-1].seconds > 0 for data in charts)
     if not timed:
         charts = tuple(
@@ -234,18 +234,17 @@ def slots(data: Sequence[Column], count: int, longest: float) -> list[Column]:
     best: list[Column | None] = [None] * count
     for c in data:
         first = min(count - 1, int(c.start / longest * count))
-        last = min(count - 1, int((c.start + c.seconds) / longest * count - 1e-9))
-        for k in range(first, max(first, last) + 1):
+        end = min(count - 1, int((c.start + c.seconds) / longest * count - 1e-9))
+        for k in range(first, max(first, end) + 1):
             known = best[k]
             if known is None or c.total > known.total:
                 best[k] = c
     while best and best[-1] is None:
         best.pop()
-    filled: list[Column] = []
-    for found in best:
-        filled.append(
-            found if found is not None else filled[-1] if filled else Column(0.0, 0.0, "", (0,) * len(BANDS))
-        )
+    filled, last = [], Column(0.0, 0.0, "", (0,) * len(BANDS))
+    for highest in best:
+        last = highest or last
+        filled.append(last)
     return filled
 
 
