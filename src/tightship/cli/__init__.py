@@ -39,104 +39,62 @@ _SOURCE = (
 _CHOICE = argparse.BooleanOptionalAction
 
 
-def _argument(*names: str, **how: Any) -> tuple[tuple[str, ...], dict[str, Any]]:
-    return names, how
+def _argument(names: str, metavar: str | None, help: str, **how: Any) -> tuple[list[str], dict[str, Any]]:
+    return names.split(), how | {"help": help} | ({} if metavar is None else {"metavar": metavar})
 
 
 _ARGUMENTS = {
-    "source": _argument("source", metavar="SOURCE", help=_SOURCE),
-    "source|plan": _argument("source", metavar="SOURCE|PLAN", help=_SOURCE),
-    "plan|packed": _argument("plan", metavar="PLAN|PACKED.csv", help="a plan.json, or what pack wrote"),
-    "problem": _argument("problem", metavar="PROBLEM.csv", help="columns id, lower, upper, size; see the docs"),
-    "module": _argument("module", metavar="MODULE.txt", help="a scheduled HLO module as text"),
-    "budget": _argument("--budget", "-b", metavar="B", help=f"{_BUDGET}; none: keep everything"),
-    "explained budget": _argument("--budget", "-b", metavar="B", help=f"also explain a plan for it: {_BUDGET}"),
-    "planner": _argument(
-        "--planner", metavar="NAME", default=None,
-        help="one planner instead of the search, with options of its own: memonger, aitemplate, grappler, …; for a "
-        "module.txt, the rematerialization: search or xla (default: search)",
-    ),
-    "placement": _argument(
-        "--planner", metavar="NAME", default=packing.DEFAULT, help=f"placement algorithm (default: {packing.DEFAULT})"
-    ),
-    "assignment": _argument(
-        "--planner", metavar="NAME", default="tight", help="tight (default), or xla: XLA's own"
-    ),
-    "max-batch": _argument(
-        "--max-batch", action="store_true", help="find the largest batch that fits the budget, and its plan"
-    ),
-    "batch-dim": _argument(
-        "--batch-dim", type=int, metavar="N",
-        help="which dimension of the sample's tensors is the batch, from 0 (with --max-batch; default: 0)",
-    ),
-    "points": _argument(
-        "--points", type=int, metavar="N", default=9,
-        help="budgets to plan for, all of them together in --seconds (default: 9)",
-    ),
-    "peers": _argument(
-        "--peers", action=_CHOICE, default=True,
-        help="compare with others: checkpoints around blocks, PyTorch's activation_memory_budget, XLA's own way",
-    ),
-    "top": _argument("--top", type=int, metavar="N", default=10, help="rows of each table (default: 10)"),
-    "baseline": _argument("--baseline", metavar="FILE", help="warm start; the result is never worse"),
-    "order": _argument("--order", action="store_true", help="look for another legal schedule that needs less"),
-    "capacity": _argument("--capacity", "-c", metavar="B", help="bytes, with or without a unit, that have to do"),
-    "pool": _argument(
-        "--pool", action="append", default=[], metavar="NAME[=B]",
-        help="a pool, the first one being tried first, and the bytes it has (may be given several times)",
-    ),
-    "heap": _argument(
-        "--heap", action="append", default=[], metavar="[NAME=]B",
-        help="the most bytes of a heap: of one pool, or where there is only one",
-    ),
-    "checked source": _argument(
-        "--source", metavar="SOURCE", help="check against this graph, not the one in the plan's file"
-    ),
-    "output": _argument("--output", "-o", metavar="FILE", help="write the plan as JSON"),
-    "packed output": _argument(
-        "--output", "-o", metavar="FILE", help="write the same rows, each with its offset"
-    ),
-    "picture": _argument("--picture", "--svg", dest="picture", metavar="FILE", help="draw it as SVG"),
-    "report": _argument(
-        "--report", metavar="FILE", help="write one HTML page that shows everything, offline"
-    ),
-    "trace": _argument("--trace", metavar="FILE", help="write a Chrome trace for Perfetto (.gz: compressed)"),
-    "snapshot": _argument("--snapshot", metavar="FILE", help="write a memory snapshot for PyTorch's viewers"),
-    "write": _argument(
-        "--write", metavar="FILE", help="write the model, graph or module as planned: order, clones"
-    ),
-    "copies": _argument(
-        "--copies", choices=("copy", "identity"),
-        help="how --write copies out in a graph.pb: copy (ops that GPUs have) or identity (to the host's device) "
-        "(default: copy)",
-    ),
-    "out": _argument("--out", metavar="DIR", default="demo-out", help="where plans and pictures go"),
-    "steps": _argument(
-        "--steps", type=int, metavar="N", default=12, help="training steps of each model, at least 5"
-    ),
-    "shape": _argument(
-        "--shape", metavar="NAME=N,…", action="append",
-        help="of a model.onnx or a graph.pb: sizes of symbolic dimensions, such as batch=4,seq=128, or of a value, "
-        "such as x=1x3x224x224",
-    ),
-    "fetch": _argument(
-        "--fetch", metavar="NAME,…", action="append",
-        help="of a graph.pb: nodes that are run; what they do not need is left out (default: a MetaGraph's train_op, "
-        "else all)",
-    ),
-    "feed": _argument(
-        "--feed", metavar="NAME,…", action="append",
-        help="of a graph.pb: nodes besides placeholders whose results are given, and never recomputed",
-    ),
-    "views": _argument(
-        "--views", action=_CHOICE, default=None,
-        help="of a model.onnx: whether the runtime makes views where it can, or copies (default: views)",
-    ),
-    "in-place": _argument(
-        "--in-place", choices=("onnxruntime", "elementwise", "none"),
-        help="of a model.onnx: what the runtime writes over an input nobody needs: as onnxruntime does, all that is "
-        "elementwise, or none (default: onnxruntime)",
-    ),
+    "source": _argument("source", "SOURCE", _SOURCE),
+    "source|plan": _argument("source", "SOURCE|PLAN", _SOURCE),
+    "plan|packed": _argument("plan", "PLAN|PACKED.csv", "a plan.json, or what pack wrote"),
+    "problem": _argument("problem", "PROBLEM.csv", "columns id, lower, upper, size; see the docs"),
+    "module": _argument("module", "MODULE.txt", "a scheduled HLO module as text"),
+    "budget": _argument("--budget -b", "B", f"{_BUDGET}; none: keep everything"),
+    "explained budget": _argument("--budget -b", "B", f"also explain a plan for it: {_BUDGET}"),
+    "planner": _argument("--planner", "NAME", "one planner instead of the search, with options of its own: memonger, "
+        "aitemplate, grappler, …; for a module.txt, the rematerialization: search or xla (default: search)"),
+    "placement": _argument("--planner", "NAME", f"placement algorithm (default: {packing.DEFAULT})",
+        default=packing.DEFAULT),
+    "assignment": _argument("--planner", "NAME", "tight (default), or xla: XLA's own", default="tight"),
+    "max-batch": _argument("--max-batch", None, "find the largest batch that fits the budget, and its plan",
+        action="store_true"),
+    "batch-dim": _argument("--batch-dim", "N",
+        "which dimension of the sample's tensors is the batch, from 0 (with --max-batch; default: 0)", type=int),
+    "points": _argument("--points", "N", "budgets to plan for, all of them together in --seconds (default: 9)",
+        type=int, default=9),
+    "peers": _argument("--peers", None, "compare with others: checkpoints around blocks, PyTorch's "
+        "activation_memory_budget, XLA's own way", action=_CHOICE, default=True),
+    "top": _argument("--top", "N", "rows of each table (default: 10)", type=int, default=10),
+    "baseline": _argument("--baseline", "FILE", "warm start; the result is never worse"),
+    "order": _argument("--order", None, "look for another legal schedule that needs less", action="store_true"),
+    "capacity": _argument("--capacity -c", "B", "bytes, with or without a unit, that have to do"),
+    "pool": _argument("--pool", "NAME[=B]", "a pool, the first one being tried first, and the bytes it has (may be "
+        "given several times)", action="append", default=[]),
+    "heap": _argument("--heap", "[NAME=]B", "the most bytes of a heap: of one pool, or where there is only one",
+        action="append", default=[]),
+    "checked source": _argument("--source", "SOURCE", "check against this graph, not the one in the plan's file"),
+    "output": _argument("--output -o", "FILE", "write the plan as JSON"),
+    "packed output": _argument("--output -o", "FILE", "write the same rows, each with its offset"),
+    "picture": _argument("--picture --svg", "FILE", "draw it as SVG", dest="picture"),
+    "report": _argument("--report", "FILE", "write one HTML page that shows everything, offline"),
+    "trace": _argument("--trace", "FILE", "write a Chrome trace for Perfetto (.gz: compressed)"),
+    "snapshot": _argument("--snapshot", "FILE", "write a memory snapshot for PyTorch's viewers"),
+    "write": _argument("--write", "FILE", "write the model, graph or module as planned: order, clones"),
+    "copies": _argument("--copies", None, "how --write copies out in a graph.pb: copy (ops that GPUs have) or "
+        "identity (to the host's device) (default: copy)", choices=("copy", "identity")),
+    "out": _argument("--out", "DIR", "where plans and pictures go", default="demo-out"),
+    "steps": _argument("--steps", "N", "training steps of each model, at least 5", type=int, default=12),
+    "shape": _argument("--shape", "NAME=N,…", "of a model.onnx or a graph.pb: sizes of symbolic dimensions, such as "
+        "batch=4,seq=128, or of a value, such as x=1x3x224x224", action="append"),
+    "fetch": _argument("--fetch", "NAME,…", "of a graph.pb: nodes that are run; what they do not need is left out "
+        "(default: a MetaGraph's train_op, else all)", action="append"),
+    "feed": _argument("--feed", "NAME,…", "of a graph.pb: nodes besides placeholders whose results are given, and "
+        "never recomputed", action="append"),
+    "views": _argument("--views", None, "of a model.onnx: whether the runtime makes views where it can, or copies "
+        "(default: views)", action=_CHOICE),
+    "in-place": _argument("--in-place", None, "of a model.onnx: what the runtime writes over an input nobody needs: "
+        "as onnxruntime does, all that is elementwise, or none (default: onnxruntime)",
+        choices=("onnxruntime", "elementwise", "none")),
 }  # fmt: skip
 """Every argument of every verb; those that differ between verbs by more than their place stand here twice."""
 
