@@ -92,7 +92,7 @@ def test_a_claim_that_does_not_hold_is_said_and_is_a_failure(result):
         (replace(good, measured_peak=good.planned_peak + 64), "the measured peak is"),
         (replace(good, budget=good.planned_peak - 64), "exceeded"),
         (replace(good, identical=False, different=["loss 3"]), "loss 3"),
-        (replace(good, misses=2), "2 requests"),
+        (replace(good, misses=2), "2 misplaced"),
         (
             replace(good, measured_peak=None, notes=["no C++ compiler"]),
             "nothing was measured: no C++ compiler",

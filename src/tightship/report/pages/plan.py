@@ -57,10 +57,10 @@ def plan_page(
 # --- parts of pages about a graph and its steps ---
 
 Band = tuple[str, str]
-"""A colour of the page's style, and what it stands for."""
+"""A color of the page's style, and what it stands for."""
 
 Line = tuple[str, int, str]
-"""A line across a chart: its name, its bytes, a colour."""
+"""A line across a chart: its name, its bytes, a color."""
 
 
 def memory(
@@ -174,7 +174,7 @@ def arena(graph: Graph, plan: Plan) -> list[Section]:
         spaces.setdefault(r.pool, []).append([r.start, r.end, r.offset, r.size, BANDS.index(r.kind), *texts])
     if not spaces:
         return []
-    called = {"device": "the arena", "out": "results, outside it", "host": "copied out"}
+    called = {"device": "the arena", "out": "results, outside it", "host": "offloaded"}
     return [{
         "kind": "arena", "heading": "The arena", "across": "step", "view": "plan", "start": 0, "end": len(plan.steps),
         "names": list(names), "bands": [(b, NAMES[b]) for b in BANDS],
