@@ -280,7 +280,7 @@ def test_a_factory_may_ask_for_the_forward_pass_alone(there, capsys, name):
         ("missing.json", "cannot read 'missing.json': No such file or directory"),
         ("toy.py", "name a factory in it, as in toy:step"),
         ("model.pt2", "cannot open a file that may hold code: load it in a factory()"),
-        (".", "what is read is a regular file"),
+        (".", "not a regular file"),
     ],
 )
 def test_a_bad_source_is_said_to_be_one(there, capsys, source, said):
@@ -425,7 +425,7 @@ def test_a_named_system_plans_with_its_own_options(there, capsys):
         (["--planner"], "--planner"),
         (["--planner", "memonger", "--seconds", "3"], "--seconds"),
         (["--any-order"], "--any-order"),
-        (["--planner", "memonger", "--share", "nobody"], "one of the graph's storages"),
+        (["--planner", "memonger", "--share", "nobody"], "unknown storage 'nobody'"),
         (["--planner", "aitemplate", "--streams", "0"], "at least one op runs at a time"),
     ],
 )

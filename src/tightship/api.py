@@ -18,9 +18,8 @@ from tightship.plan import Plan
 from tightship.planners import PlannerInfo, planners
 from tightship.planners.batch import MaxBatch
 from tightship.planners.batch import max_batch as search_batch
-from tightship.planners.default import Options, PlanOptions, read_options
+from tightship.planners.default import Options, PlanOptions, plan_alone, read_options
 from tightship.planners.frontier import frontier as search_frontier
-from tightship.planners.standalone import alone
 from tightship.result import Frontier, Planned
 from tightship.sources import ModelStep, captured, need_torch, read_graphdef, read_onnx, torch_saved
 from tightship.units import BudgetLike, parse_budget, resolve_budget
@@ -78,7 +77,7 @@ class PlanRequest:
             raise BadInput(rule)
         options = info.options(**self.options)
         if info.group == "evict":
-            return Planned(alone(graph, info, options, budget), graph)
+            return Planned(plan_alone(graph, info, options, budget), graph)
         plan: Plan = info.plan(graph, options)
         limit = resolve_budget(budget, plan.peak_before, static=plan.static)
         return Planned(replace(plan, budget=limit), graph)

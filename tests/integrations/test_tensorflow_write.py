@@ -23,7 +23,7 @@ from tightship.cli import main
 from tightship.errors import BadInput, Unsupported
 from tightship.frontends.tensorflow.nodes import Node, Web
 from tightship.integrations.tensorflow_write import accumulated, planned_graph, write_graph
-from tightship.planners.standalone import alone
+from tightship.planners.default import plan_alone
 
 TRAINED = ("cnn", "mlp", "mlp_ref", "transformer")
 
@@ -205,7 +205,7 @@ def test_whole_buffers_and_offload_are_written_too(tmp_path: Path) -> None:
 def test_alone_keeps_options_in_the_plan(tmp_path: Path) -> None:
     source = program(tmp_path, "mlp")
     info = api.systems()["grappler"]
-    made = alone(source.graph, info, info.options(level="recompute"), "50%")
+    made = plan_alone(source.graph, info, info.options(level="recompute"), "50%")
     assert made.meta["grappler"]["level"] == "recompute" and made.planner == "grappler"
     other = program(tmp_path, "cnn")
     with pytest.raises(BadInput, match="the graph it was made for"):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any, get_type_hints
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -14,8 +14,8 @@ from support.strategies import random_graph
 from tightship.errors import BadInput, Infeasible
 from tightship.graph import Op
 from tightship.planners import default
-from tightship.planners.default import Options, PlanOptions, plan, read_options
-from tightship.planners.evict.problem import Frame
+from tightship.planners.default import Options, plan
+from tightship.planners.evict.problem import EvictionProblem
 from tightship.planners.layout import Layout, lay_out, stays
 from tightship.simulate import baseline, replay
 from tightship.verify import verify
@@ -95,24 +95,13 @@ def test_unknown_planner_is_refused_with_the_known_ones() -> None:
         plan(chain(5), "50%", Options(evict="magic"))
 
 
-def test_the_keywords_of_the_public_functions_are_the_options_fields() -> None:
-    assert get_type_hints(PlanOptions) == get_type_hints(Options)
-    assert PlanOptions.__total__ is False
-
-
-def test_an_unknown_option_is_named_beside_those_there_are() -> None:
-    assert read_options({"seed": 3}, "fit") == Options(seed=3)
-    with pytest.raises(BadInput, match=r"fit: unknown option 'sede': .*order, evict, .*seed"):
-        read_options({"sede": 3}, "fit")  # type: ignore[typeddict-unknown-key]
-
-
 @pytest.mark.parametrize("seed", range(20))
 def test_every_residence_is_placed_apart_and_the_arena_is_no_more_than_a_little_above_the_load(
     seed: int,
 ) -> None:
     graph = random_graph(seed, 50)
-    frame = Frame(graph, tuple(range(len(graph.ops))))
-    steps = frame.steps(frame.nothing())
+    problem = EvictionProblem(graph, tuple(range(len(graph.ops))))
+    steps = problem.steps(problem.nothing())
     layout = lay_out(graph, steps)
     assert len(layout.residences) == len(list(stays(graph, steps)))
     assert layout.load <= layout.arena

@@ -30,7 +30,7 @@ from tightship.baselines.xla_tracker import Item, Place, Split, Tracker
 from tightship.errors import BadInput
 from tightship.graph import Graph
 from tightship.plan import Step
-from tightship.planners.evict.problem import Bits, Decision, Frame, Progress
+from tightship.planners.evict.problem import Bits, Decision, EvictionProblem, Progress
 from tightship.simulate import baseline, replay
 
 __all__ = ["Options", "Report", "plan", "report"]
@@ -67,7 +67,7 @@ class Report:
 
 
 def plan(
-    frame: Frame, limit: int, options: Options | None = None, progress: Progress | None = None
+    frame: EvictionProblem, limit: int, options: Options | None = None, progress: Progress | None = None
 ) -> Decision:
     """Steps that repeat ops so that the peak is within ``limit`` bytes, the static set included."""
     o = options or Options()
@@ -231,7 +231,7 @@ def lower(tracker: Tracker) -> tuple[Step, ...]:
     return tuple(steps)
 
 
-def _bits(frame: Frame, tracker: Tracker) -> Bits:
+def _bits(frame: EvictionProblem, tracker: Tracker) -> Bits:
     """The gaps that clones bridge, for searches that start from here."""
     where: dict[int, list[int]] = {}
     p = len(frame.order)
@@ -248,7 +248,7 @@ def _bits(frame: Frame, tracker: Tracker) -> Bits:
     return bits
 
 
-def report(frame: Frame, decision: Decision, limit: int) -> Report:
+def report(frame: EvictionProblem, decision: Decision, limit: int) -> Report:
     """What a decision of this planner did (R15), and how far it is from the best (R20)."""
     steps = decision.steps or ()
     before = replay(frame.graph, baseline(frame.graph, frame.order)).peak

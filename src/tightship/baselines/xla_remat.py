@@ -19,9 +19,9 @@ from tightship.hlo.remat.body import Body, Names, Node
 from tightship.hlo.remat.cost import Work, work_of
 from tightship.hlo.remat.dce import clean
 from tightship.hlo.remat.offload_compress import SetAside
-from tightship.hlo.remat.peak import CALLING, peaks, result_bytes
+from tightship.hlo.remat.peak import peaks, result_bytes
 from tightship.hlo.remat.rematerializable import Copies, repeatable
-from tightship.hlo.remat.tracker import PASSES_ON, Tracker
+from tightship.hlo.remat.tracker import Tracker
 from tightship.hlo.remat.transfers import ways
 from tightship.hlo.shape import Index
 
@@ -129,7 +129,7 @@ class _Run:
         self.done[name] = walk.body.written()
 
     def callees(self, node: Node) -> int:
-        return sum(self.peak[name] for name in node.made.called) if node.opcode in CALLING else 0
+        return sum(self.peak[name] for name in node.made.called) if node.made.row.holds else 0
 
 
 class _Walk:
@@ -277,7 +277,7 @@ class _Walk:
         seen, todo = {id(node)}, [node]
         while todo:
             for u in todo.pop().users:
-                if u.opcode not in PASSES_ON:
+                if not u.made.row.passes_on:
                     return False
                 if id(u) not in seen:
                     seen.add(id(u))

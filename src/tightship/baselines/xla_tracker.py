@@ -31,7 +31,7 @@ from numpy.typing import NDArray
 
 from tightship.analysis.bounds import replayable
 from tightship.graph import Graph
-from tightship.hlo.opcodes import ONCE
+from tightship.hlo.opcodes import OPCODES
 from tightship.simulate import extra_bytes
 
 __all__ = ["Buffer", "Item", "Place", "Split", "Tracker", "Usage", "check", "recomputable"]
@@ -216,7 +216,8 @@ def recomputable(graph: Graph, k: int) -> bool:
     """Whether op ``k`` may run again (R6); its inputs are another matter."""
     op, uses = graph.ops[k], graph.uses
     made = uses.defines[k]
-    if not made or not op.pure or op.calls or op.target in ONCE:
+    row = OPCODES.get(op.target)
+    if not made or not op.pure or op.calls or (row is not None and not row.repeatable):
         return False
     if any(s not in op.updates for s in uses.mutates[k]):
         return False

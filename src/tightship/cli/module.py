@@ -16,6 +16,7 @@ from tightship.cli.options import given_options, model_options
 from tightship.cli.output import Output, targets, write_targets
 from tightship.errors import BadInput
 from tightship.hlo import Module, read, to_text
+from tightship.hlo.peak import plan_with_results, with_results
 from tightship.hlo.remat.as_plan import as_plan, graph_before
 from tightship.hlo.remat.bound import bounds
 from tightship.hlo.remat.cost import work_of
@@ -129,7 +130,7 @@ class PlannedModule(Planned):
         write_file(path, to_text(self.remade.module).encode())
 
     def report(self, path: Any, *, title: str = "") -> None:
-        placed, before = self._placed(), graph_before(self.module)
+        placed, before = self._placed(), with_results(self.module, graph_before(self.module))
         write_file(path, plan_page(self.graph, placed.plan, rows=self.rows(), before=before).encode())
 
     def picture(self, path: Any = None, *, title: str = "") -> str:
@@ -166,7 +167,7 @@ def plan_module(chosen: argparse.Namespace, out: Output) -> int:
         made: Remade = info.plan(module, limit, options)
     seconds = time.perf_counter() - began
     least = bounds(module, ways(options.allow), lossy=getattr(options, "lossy", False))
-    graph, plan = as_plan(module, made, info.name, least)
+    graph, plan = plan_with_results(module, *as_plan(module, made, info.name, least))
     plan = replace(plan, seconds=seconds, source=chosen.source, command=chosen.command)
     answer = PlannedModule(plan, graph, module, made, least[module.entry.name], budget is not None)
     rows, text = answer.rows(), [str(answer)]

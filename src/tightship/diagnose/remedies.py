@@ -1,8 +1,8 @@
 """The default planner, and where it finds no plan, what else would have given one: tried, not guessed.
 
 Each remedy is a short search of its own for the same budget: without a hint, with random ops recomputed, with
-lossless and lossy compression, with offloading. What none of them can reach is known from bounds. Known limits: a remedy
-that a twentieth of the search finds no plan for may have one.
+lossless and lossy compression, with offloading. What none of them can reach is known from bounds. Known limits: a
+remedy that a twentieth of the search finds no plan for may have one.
 """
 
 from __future__ import annotations

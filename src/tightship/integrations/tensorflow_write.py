@@ -18,8 +18,7 @@ from typing import Any, Final
 import tensorflow as tf
 from google.protobuf import text_format
 
-from tightship.baselines.grappler_nodes import CLONE, TRIGGER, Rewrite, rewritten
-from tightship.baselines.grappler_sums import accumulator, crowded_sums
+from tightship.baselines.grappler_nodes import CLONE, TRIGGER, Rewrite, accumulator, crowded_sums, rewritten
 from tightship.errors import BadInput, Unsupported
 from tightship.frontends.tensorflow.lower import Program, lower
 from tightship.frontends.tensorflow.nodes import Node, Web, name_of

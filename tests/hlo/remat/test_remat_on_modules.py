@@ -17,14 +17,14 @@ from tightship.hlo import Module
 from tightship.hlo.remat.body import Body, Names
 from tightship.hlo.remat.peak import module_peak, peaks, result_bytes
 from tightship.hlo.remat.tracker import Tracker
-from tightship.planners.evict.problem import Decision, Frame
+from tightship.planners.evict.problem import Decision, EvictionProblem
 from tightship.simulate import baseline, replay
 
 LOOPS = ("cpu_control", "cpu_lstm", "cpu_tx_scan")
 
 
-def frame(graph: Graph) -> Frame:
-    return Frame(graph, tuple(range(len(graph.ops))))
+def frame(graph: Graph) -> EvictionProblem:
+    return EvictionProblem(graph, tuple(range(len(graph.ops))))
 
 
 def planned(graph: Graph, part: float, **options: object) -> tuple[int, Decision]:

@@ -11,8 +11,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tightship.baselines.grappler_nodes import CLONE, TRIGGER, is_target, late_order, recomputed
-from tightship.baselines.grappler_sums import SUMS, accumulator
+from tightship.baselines.grappler_nodes import (
+    CLONE,
+    SUMS,
+    TRIGGER,
+    accumulator,
+    is_target,
+    late_order,
+    recomputed,
+)
 from tightship.errors import BadInput
 from tightship.frontends.tensorflow.nodes import Node, Web, from_rows, name_of
 

@@ -152,7 +152,7 @@ class Body:
         stack = [n for n in self if not n.users]
         while stack:
             node = stack.pop()
-            if node.users or node is self.root or node.opcode in _STAY or node.before or node.after:
+            if node.users or node is self.root or not node.made.row.removable or node.before or node.after:
                 continue
             if node.made.attribute("custom_call_has_side_effect") == "true":
                 continue
@@ -176,24 +176,6 @@ class Body:
     def written(self) -> Computation:
         """The computation as it is now."""
         return replace(self.computation, instructions=tuple(map(_written, self)))
-
-
-_STAY = frozenset(
-    {
-        "parameter",
-        "infeed",
-        "outfeed",
-        "send",
-        "send-done",
-        "recv",
-        "recv-done",
-        "while",
-        "conditional",
-        "call",
-    }
-    | {"rng-get-and-update-state", "after-all", "custom-call"}
-)
-"""What is not removed although nobody uses its result."""
 
 
 def _written(node: Node) -> Instruction:

@@ -11,7 +11,7 @@ from dataclasses import replace
 
 from tightship.hlo.module import Computation, Instruction, Module
 from tightship.hlo.remat.body import Names, suffixed
-from tightship.hlo.remat.lower import LAZY, Buffer, Counted
+from tightship.hlo.remat.lower import Buffer, Counted
 from tightship.hlo.remat.rematerializable import Copies
 from tightship.hlo.remat.transfers import copy_done, copy_start, on_host, pack, unpack
 from tightship.hlo.shape import Shape
@@ -66,7 +66,7 @@ class _Run:
 
     def run(self, i: Instruction, kept: Sequence[int]) -> None:
         for before in i.control_predecessors:
-            if before not in self.ran and self.inside.by_name[before].opcode in LAZY:
+            if before not in self.ran and self.inside.by_name[before].row.makes == "addresses":
                 self.operand(before)
         operands = tuple(map(self.operand, i.operands))
         name = self.writer.names.new(suffixed(self.latest[i.name])) if i.name in self.ran else i.name
@@ -83,7 +83,7 @@ class _Run:
         """The instruction that now stands for ``name``; what only hands addresses on is written when first needed."""
         i = self.inside.by_name[name]
         leaves = self.counted.leaves(name)
-        if i.opcode not in LAZY:
+        if i.row.makes != "addresses":
             whole = i.shape.is_tuple or not leaves or i.opcode == "while"
             if not whole and leaves[0] in self.array:
                 return self.back(leaves[0])
@@ -105,7 +105,7 @@ class _Run:
     def parted(self, i: Instruction) -> bool:
         """Whether a get-tuple-element takes an array out of what an op made."""
         source = self.inside.by_name[i.operands[0]]
-        return source.opcode not in LAZY and not i.shape.is_tuple and bool(self.counted.leaves(i.name))
+        return source.row.makes != "addresses" and not i.shape.is_tuple and bool(self.counted.leaves(i.name))
 
     def maker(self, name: str, storage: int) -> str:
         """The run of ``name`` that made ``storage``; one that only passes it on (a loop) ran once."""
@@ -198,7 +198,7 @@ def write(counted: Counted, steps: Sequence[Step], writer: Writer) -> Computatio
                 getattr(run, step.kind)(s)
     run.out += run.waiting.values()
     root = counted.computation.root
-    if root.opcode in LAZY:
+    if root.row.makes == "addresses":
         run.operand(root.name)
     return replace(counted.computation, instructions=tuple(run.out))
 

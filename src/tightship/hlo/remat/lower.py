@@ -17,17 +17,13 @@ from tightship.analysis.packing import packings
 from tightship.graph import Graph, Op, Storage, Value
 from tightship.hlo.module import Computation, Instruction, Module
 from tightship.hlo.remat.cost import ACCELERATOR, Work
-from tightship.hlo.remat.peak import CALLING
 from tightship.hlo.remat.points_to import PointsTo
 from tightship.hlo.remat.rematerializable import may_repeat
 from tightship.hlo.remat.tracker import device_bytes
 from tightship.hlo.shape import Index, Shape
 from tightship.plan import Step
 
-__all__ = ["LAZY", "Buffer", "Counted", "counted"]
-
-LAZY = frozenset({"tuple", "get-tuple-element", "bitcast"})
-"""Opcodes that only hand addresses on and may stand anywhere."""
+__all__ = ["Buffer", "Counted", "counted"]
 
 Buffer = tuple[str, Index]
 
@@ -71,7 +67,7 @@ class Counted:
     def ops(self) -> tuple[Instruction, ...]:
         """The instructions that are ops, in the graph's order."""
         return tuple(
-            i for i in self.computation.instructions if i.opcode not in LAZY and i.opcode != "parameter"
+            i for i in self.computation.instructions if i.row.makes != "addresses" and i.opcode != "parameter"
         )
 
     @cached_property
@@ -124,10 +120,10 @@ class Counted:
         found: set[int] = set()
         for name, rows in self.points.sets.items():
             i = self.computation.by_name[name]
-            whole = i.opcode not in LAZY and name in self.tied_tuples
+            whole = i.row.makes != "addresses" and name in self.tied_tuples
             for index, buffer in rows.items():
                 s = self.storage.get(buffer)
-                if s is None or i.opcode in LAZY:
+                if s is None or i.row.makes == "addresses":
                     continue
                 if whole or buffer != (name, index) or i.opcode == "while" or len(index) > 1:
                     found.add(s)
@@ -186,7 +182,7 @@ class Counted:
             control=tuple(number[c] for c in i.control_predecessors if c in number),
             time=self.seconds(self.computation, i),
             flops=self.flops.get(i.name, 0),
-            workspace=sum(self.callees.get(c, 0) for c in i.called) if i.opcode in CALLING else 0,
+            workspace=sum(self.callees.get(c, 0) for c in i.called) if i.row.holds else 0,
             module=i.op_name,
             source=str(place) if place else "",
         )

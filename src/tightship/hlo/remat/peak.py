@@ -9,10 +9,7 @@ from tightship.hlo.module import Module
 from tightship.hlo.remat.body import Body, Names
 from tightship.hlo.remat.tracker import Tracker, device_bytes
 
-__all__ = ["CALLING", "module_peak", "peaks", "result_bytes", "sequential_order"]
-
-CALLING = frozenset({"call", "while", "conditional", "async-start", "async-update", "async-done"})
-"""Opcodes whose computations run while they run, with memory of their own."""
+__all__ = ["module_peak", "peaks", "result_bytes", "sequential_order"]
 
 
 def result_bytes(module: Module) -> int:
@@ -46,7 +43,7 @@ def sequential_order(module: Module) -> list[str]:
 
 
 def _callees(module: Module, name: str) -> Iterator[str]:
-    return (c for i in module.by_name[name].instructions if i.opcode in CALLING for c in i.called)
+    return (c for i in module.by_name[name].instructions if i.row.holds for c in i.called)
 
 
 def peaks(module: Module) -> Mapping[str, int]:
@@ -59,7 +56,7 @@ def peaks(module: Module) -> Mapping[str, int]:
         peak = 0
         for node in body:
             tracker.begin(node)
-            callees = sum(found[c] for c in node.made.called) if node.opcode in CALLING else 0
+            callees = sum(found[c] for c in node.made.called) if node.made.row.holds else 0
             peak = max(peak, tracker.use + callees)
             tracker.end()
         found[name] = peak

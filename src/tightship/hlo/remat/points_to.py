@@ -15,10 +15,7 @@ from functools import cached_property
 from tightship.hlo.module import Computation, Instruction, Module, declared
 from tightship.hlo.shape import Index
 
-__all__ = ["FORWARDS", "PointsTo", "unread"]
-
-FORWARDS = frozenset({"bitcast", "domain", "opt-barrier", "add-dependency", "async-update"})
-"""Opcodes whose result is their first operand."""
+__all__ = ["PointsTo", "unread"]
 
 Buffer = tuple[str, Index]
 """The instruction that defines it and the position of its result."""
@@ -60,9 +57,9 @@ def _forwarded(i: Instruction, sets: Mapping[str, Mapping[Index, Buffer]]) -> di
     if not i.operands:
         return {}
     first = sets[i.operands[0]]
+    if i.row.is_operand:
+        return dict(first)
     match i.opcode:
-        case op if op in FORWARDS:
-            return dict(first)
         case "get-tuple-element":
             return _part(first, (i.tuple_index,))
         case "tuple":

@@ -10,7 +10,6 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from tightship.hlo.module import Computation, Instruction, Module
-from tightship.hlo.opcodes import KNOWN, ONCE
 from tightship.hlo.remat.body import Names, suffixed
 
 __all__ = ["Copies", "may_repeat", "repeatable"]
@@ -27,7 +26,7 @@ PURE_CALLS = (
 
 def repeatable(module: Module, i: Instruction) -> bool:
     """Whether an instruction may run again (R6); one that nothing is known of may not."""
-    if i.opcode in ONCE or i.opcode not in KNOWN or i.attribute("custom_call_has_side_effect") == "true":
+    if not i.row.repeatable or i.attribute("custom_call_has_side_effect") == "true":
         return False
     if i.opcode == "copy":
         return True
@@ -36,9 +35,9 @@ def repeatable(module: Module, i: Instruction) -> bool:
 
 def repeatable_inside(module: Module, name: str) -> bool:
     inside = module.by_name[name]
-    free = {"parameter", "constant", "tuple", "custom-call", "partition-id"}
     return all(
-        (i.opcode in free and i.attribute("custom_call_has_side_effect") != "true") or repeatable(module, i)
+        (i.row.again == "inside" and i.attribute("custom_call_has_side_effect") != "true")
+        or repeatable(module, i)
         for i in inside.instructions
     )
 

@@ -16,13 +16,10 @@ from tightship.hlo.remat.body import Body, Node
 from tightship.hlo.remat.points_to import PointsTo, unread
 from tightship.hlo.shape import Index, Shape
 
-__all__ = ["PASSES_ON", "Buffer", "Tracker", "Use", "device_bytes"]
+__all__ = ["Buffer", "Tracker", "Use", "device_bytes"]
 
 HOST = 5
 """XLA's number of the host's memory in a layout."""
-
-PASSES_ON = ("bitcast", "get-tuple-element")
-"""Indirect users that can be made again for a repeated instruction."""
 
 
 def device_bytes(shape: Shape) -> int:
@@ -99,7 +96,7 @@ class Tracker:
             for user in alias.users:
                 if unread(module, inside.by_name[user.name], name, index):
                     continue
-                if name != buffer[0] and alias.opcode not in PASSES_ON:
+                if name != buffer[0] and not alias.made.row.passes_on:
                     indirect = True
                 users.update({Use(user, k, part): None for k, o in enumerate(user.operands) if o is alias})
         return list(users), indirect
@@ -196,7 +193,7 @@ class Tracker:
         for use in old.users:
             if use.node.placed:
                 continue
-            if use.node.opcode not in PASSES_ON or use.node in handed:
+            if not use.node.made.row.passes_on or use.node in handed:
                 later.append(use)
             else:  # replaced by another, so it is dead
                 use.node.output, use.node.used = [], []
@@ -213,7 +210,7 @@ class Tracker:
     def _hand_on(self, node: Node) -> None:
         source = node.operands[0]
         if node.opcode == "bitcast":
-            rows = source.output if source.opcode in PASSES_ON else source.defined
+            rows = source.output if source.made.row.passes_on else source.defined
             node.used, node.output = list(rows), list(rows)
         else:
             at = (node.made.tuple_index,)

@@ -13,14 +13,13 @@ from support import plans
 from support.runs import Pair, beyond, eager
 from tightship import simulate
 from tightship.errors import BadInput, Infeasible, Unsupported
-from tightship.execute.arguments import Environment
 from tightship.execute.compile import compile_plan
 from tightship.execute.interpreter import Executor
-from tightship.execute.moves import Moves
+from tightship.execute.transfers import Environment, Transfers
 from tightship.plan import Plan, Step
 from tightship.planners.evict import compress, offload
-from tightship.planners.evict.offload_compress import overlapped, spans, steps_with
-from tightship.planners.evict.problem import OFFLOAD, Frame
+from tightship.planners.evict.lowering import Run, longest_transfers, lower, overlap
+from tightship.planners.evict.problem import OFFLOAD, EvictionProblem
 from tightship.verify import check
 
 ZOO = ("cnn", "gpt2", "bert", "resnet", "in_place", "viewed")
@@ -28,10 +27,10 @@ ZOO = ("cnn", "gpt2", "bert", "resnet", "in_place", "viewed")
 
 def aside(graph, how):
     """Everything that can be packed, or copied out, while nobody uses it."""
-    frame = Frame(graph, tuple(range(len(graph.ops))))
+    frame = EvictionProblem(graph, tuple(range(len(graph.ops))))
     if how == "offload":
-        can = overlapped(graph, frame.order, spans(graph, frame.order))
-        return steps_with(graph, frame.order, can)
+        can = overlap(graph, frame.order, longest_transfers(graph, frame.order))
+        return lower(graph, [Run(k) for k in frame.order], can)
     return {"compress": compress, "tight": offload}[how].plan(frame, 0).steps
 
 
@@ -63,7 +62,7 @@ def test_the_same_bits_and_the_planned_peak(name, how):
 def test_results_wait_outside_and_are_back_at_the_end(name):
     bound = Bound(name)
     graph = bound.graph
-    frame = Frame(graph, tuple(range(len(graph.ops))), means=("offload",))
+    frame = EvictionProblem(graph, tuple(range(len(graph.ops))), means=("offload",))
     ends = frame.gaps[:, 2] == len(graph.ops)
     assert ends.any() and set(frame.gaps[ends, 0].tolist()) <= graph.kept
     plan = held(bound, frame.steps(ends.astype("uint8") * OFFLOAD))
@@ -148,7 +147,7 @@ def test_a_random_op_is_not_run_again_without_its_state():
     bound = Bound("bert")
     steps, _ = _redrawn(bound.graph)
     bare = tuple(replace(s, saves=False) for s in steps if s.form != "state")
-    with pytest.raises(BadInput, match="runs again from its saved state"):
+    with pytest.raises(BadInput, match="recomputed without a saved state"):
         bound.executor(replace(plans.keep(bound.graph), steps=bare, residences=()))
 
 
@@ -179,10 +178,10 @@ def test_a_codec_that_does_not_fit_raises_and_corrupts_nothing():
 def test_a_folder_without_room_is_refused_before_anything_runs(tmp_path):
     bound = Bound("mlp")
     plan = plans.placed(bound.graph, aside(bound.graph, "tight"))
-    with pytest.raises(BadInput, match="folder"):
+    with pytest.raises(BadInput, match="offloaded bytes"):
         bound.executor(plan, folder=tmp_path / "missing")
     bound.compare(bound.executor(plan, folder=tmp_path), 0)
-    assert any("beside a GPU only" in n for n in bound.executor(plan, folder=tmp_path, pinned=1).notes)
+    assert any("ignored without a GPU" in n for n in bound.executor(plan, folder=tmp_path, pinned=1).notes)
 
 
 def test_other_devices_are_refused_in_words():
@@ -198,13 +197,13 @@ def test_other_devices_are_refused_in_words():
     with pytest.raises(Unsupported, match=r"'offload' on several devices"):
         compile_plan(on("cuda:0", "cuda:1"), plan)
     packed = replace(plan, steps=(Step("compress", codec="mask"),))
-    with pytest.raises(Unsupported, match=r"packing with 'mask' on cuda:0"):
+    with pytest.raises(Unsupported, match=r"compressing with 'mask' on cuda:0"):
         compile_plan(on("cuda:0"), packed)
 
 
 def test_lossy_packing_runs_and_is_not_the_same():
     bound = Bound("mlp")
-    frame = Frame(bound.graph, tuple(range(len(bound.graph.ops))))
+    frame = EvictionProblem(bound.graph, tuple(range(len(bound.graph.ops))))
     found = compress.plan(frame, 0, compress.Options(lossy=True))
     assert {s.codec for s in found.steps if s.codec} == {"bf16"}
     plan = replace(plans.placed(bound.graph, found.steps), lossy=True)
@@ -224,7 +223,7 @@ def test_lossy_packing_runs_and_is_not_the_same():
     ],
 )
 def test_fit_does_what_is_allowed(allow, budget, tmp_path):
-    """The default search, end to end: capture, measured copies, plan, verified, run to the bit."""
+    """The default search, end to end: capture, measured copies, plan, verified, run bit-identically."""
     pair = Pair("bert", "sgd")
     step = tightship.fit(
         pair.model, pair.loss_fn, pair.optimizer, pair.batch(0), budget, allow=allow, strict=True, cache=None,
@@ -280,7 +279,7 @@ def test_a_plan_that_copies_out_of_a_gpu_says_that_there_is_none():
     plan = plans.placed(bound.graph, aside(bound.graph, "tight"))
     ops = tuple(replace(op, device="cuda:0") for op in bound.graph.ops)
     program = replace(bound.program, graph=bound.graph.with_ops(ops))
-    with pytest.raises(Unsupported, match=r"copying out of cuda:0.*no CUDA device"):
+    with pytest.raises(Unsupported, match=r"offloading from cuda:0.*no CUDA device"):
         Executor(program, replace(plan, digest=""))
 
 
@@ -308,7 +307,7 @@ def test_a_copy_waits_for_what_a_copy_stream_frees():
 
     plan = Plan("", steps)
     environment = Environment(len(graph.values))
-    moves = Moves(bound.program, plan, environment, Pool())
+    moves = Transfers(bound.program, plan, environment, Pool())
     runs = []
     for i, step in enumerate(steps):
         assert moves.waits(i, step) is None

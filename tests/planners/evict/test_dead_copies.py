@@ -7,8 +7,8 @@ import pytest
 
 from support.strategies import random_graph
 from tightship.plan import Plan, Step
-from tightship.planners.evict.dead_copies import without_idle_copies
-from tightship.planners.evict.problem import MEANS, Frame
+from tightship.planners.evict.lowering import drop_dead_copies
+from tightship.planners.evict.problem import MEANS, EvictionProblem
 from tightship.planners.layout import lay_out
 from tightship.simulate import baseline, replay
 from tightship.verify import verify
@@ -31,19 +31,19 @@ def unfetched(steps: tuple[Step, ...]) -> int:
 
 def plans(seed: int):
     graph = random_graph(seed, 10 + seed)
-    frame = Frame(graph, tuple(range(len(graph.ops))), means=("recompute", "offload"))
+    problem = EvictionProblem(graph, tuple(range(len(graph.ops))), means=("recompute", "offload"))
     rng = np.random.default_rng(seed)
     choices = [0, *MEANS["recompute"], *MEANS["offload"]]
     for _ in range(6):
-        evict = rng.choice(choices, size=len(frame.gaps)).astype(np.uint8)
-        if frame.cost(evict, 1 << 60).valid:
-            yield graph, frame.steps(evict)
+        evict = rng.choice(choices, size=len(problem.gaps)).astype(np.uint8)
+        if problem.cost(evict, 1 << 60).valid:
+            yield graph, problem.steps(evict)
 
 
 @pytest.mark.parametrize("seed", range(30))
 def test_what_is_left_is_fetched_and_the_plan_is_no_worse(seed: int) -> None:
     for graph, steps in plans(seed):
-        kept = without_idle_copies(steps)
+        kept = drop_dead_copies(steps)
         before, after = replay(graph, steps), replay(graph, kept)
         assert unfetched(kept) == 0 and after.peak == before.peak and after.time <= before.time + 1e-12
         layout = lay_out(graph, kept)
@@ -53,7 +53,7 @@ def test_what_is_left_is_fetched_and_the_plan_is_no_worse(seed: int) -> None:
             layout.handed, 0, after.time, base.time, host=layout.host,
         )  # fmt: skip
         assert verify(graph, made) == []
-        assert without_idle_copies(kept) == kept
+        assert drop_dead_copies(kept) == kept
 
 
 def test_there_are_idle_copies_in_what_searches_decide() -> None:

@@ -11,8 +11,8 @@ from support.lowering import costs
 from tightship.graph import Graph
 from tightship.plan import Plan, Step
 from tightship.planners.evict import greedy
-from tightship.planners.evict.problem import Frame
-from tightship.planners.evict.rng_replay import redrawable, with_states
+from tightship.planners.evict.lowering import pure_random_ops, save_random_states
+from tightship.planners.evict.problem import EvictionProblem
 from tightship.planners.layout import lay_out
 from tightship.simulate import baseline, replay
 from tightship.verify import verify
@@ -34,11 +34,11 @@ def dice(n: int) -> Graph:
 @pytest.mark.parametrize("part", [0.8, 0.5])
 def test_what_is_drawn_again_has_its_state_saved_once_and_freed_last(part: float) -> None:
     graph = dice(30)
-    frame = Frame(redrawable(graph), tuple(range(len(graph.ops))))
+    problem = EvictionProblem(pure_random_ops(graph), tuple(range(len(graph.ops))))
     base = replay(graph, baseline(graph)).peak
     limit = graph.static_bytes + int(part * (base - graph.static_bytes))
-    found = greedy.plan(frame, limit)
-    steps = with_states(graph, frame.steps(found.evict))
+    found = greedy.plan(problem, limit)
+    steps = save_random_states(graph, problem.steps(found.evict))
     again = {s.op for s in steps if s.kind == "recompute" and graph.ops[s.op].random}
     assert again
     assert {s.op for s in steps if s.saves} == again == {s.op for s in steps if s.form == "state"}
@@ -59,7 +59,7 @@ def test_waits_follow_the_steps_they_are_for() -> None:
     (s,) = graph.uses.defines[k]
     first = [*baseline(graph)[: k + 1], Step("free", storages=(s,)), Step("recompute", op=k, storages=(s,))]
     steps = (*first, Step("offload", storages=(s,), stream=1, waits=(len(first) - 1,)))
-    out = with_states(graph, steps)
+    out = save_random_states(graph, steps)
     assert out[-2] == Step("free", op=k, form="state")
     assert out[-1].waits == (len(out) - 2,)  # the copy may lie where the state was
 
@@ -67,9 +67,9 @@ def test_waits_follow_the_steps_they_are_for() -> None:
 def test_a_state_larger_than_what_it_brings_back_is_not_saved() -> None:
     graph = dice(6)
     heavy = graph.with_ops(tuple(replace(op, state=op.state * 2) for op in graph.ops))
-    assert redrawable(heavy) == heavy and redrawable(graph) != graph
+    assert pure_random_ops(heavy) == heavy and pure_random_ops(graph) != graph
 
 
 def test_nothing_random_nothing_changed() -> None:
     graph = chain(8)
-    assert redrawable(graph) == graph and with_states(graph, baseline(graph)) == baseline(graph)
+    assert pure_random_ops(graph) == graph and save_random_states(graph, baseline(graph)) == baseline(graph)

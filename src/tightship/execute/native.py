@@ -1,11 +1,20 @@
-"""Compiles an allocator extension with the user's C++ compiler, once per torch, Python and source.
+"""The allocators' C++ extensions: compiled once per torch, Python and source, and installed as torch's allocators.
 
 One compiler command on a few small files: quicker than torch's extension builder, and it needs neither ninja
 nor setuptools. Several processes may do this at once.
+
+torch takes another CUDA allocator (``CUDAPluggableAllocator``) only as long as its own has served nothing, so the
+first thing a program does is ``allocator.load("cuda")``, before anything is put on the device. A ``MemPool`` with
+this allocator would need no such order, but torch's own allocator would then ask for large segments and cut them up
+itself, and the requests of a step would never be seen. Outside of planned steps, freed blocks are kept for requests
+of the same size on the same stream, and given back when the device has no more memory. Blocks used on other streams
+(``record_stream``) are waited for. CUDA graphs cannot be captured, and ``torch.cuda.memory_stats`` knows nothing.
+The CUDA allocator has been tested against a stand-in for the CUDA runtime, and **not yet run on a GPU**.
 """
 
 import atexit
 import contextlib
+import ctypes
 import hashlib
 import importlib.util
 import os
@@ -24,7 +33,7 @@ import torch
 
 from tightship.errors import Unsupported
 
-__all__ = ["NoCompiler", "build_and_import"]
+__all__ = ["NoCompiler", "build_and_import", "install", "runtime"]
 
 _NAMES: Final = {"cpu": "tightship_allocator", "cuda": "tightship_cuda"}
 _SOURCES: Final = {
@@ -32,6 +41,7 @@ _SOURCES: Final = {
     "cuda": ("cuda.cpp", "module.h", "arena.h"),
 }
 """By kind of device; the first is what is compiled."""
+_CUDA: Final = "serving a step on CUDA from an arena"
 _COMPILERS: Final = ("c++", "g++", "clang++")
 _INSTEAD: Final = "run without the arena, or install a C++20 compiler (CXX names it) and Python's headers"
 
@@ -140,3 +150,54 @@ def build_and_import(kind: str = "cpu") -> Any:
         return _import(kind, target)
     except ImportError as error:
         raise NoCompiler(f"what the compiler made cannot be loaded: {error}") from error
+
+
+def install(kind: str) -> Any:
+    """Builds the extension for devices of this kind, makes it torch's allocator and returns its functions. Raises
+    `NoCompiler`, and ``Unsupported`` where another allocator has priority or torch's own has been used."""
+    if kind == "cuda":
+        _check_cuda()
+        native = build_and_import(kind)
+        _install_cuda(native)
+        return native
+    if kind != "cpu":
+        raise Unsupported(f"an arena on {kind}", "there is an allocator for CPU and CUDA")
+    native = build_and_import(kind)
+    if not native.install():
+        raise Unsupported("serving a step from an arena", "another CPU allocator has priority")
+    return native
+
+
+def _check_cuda() -> None:
+    """Raises ``Unsupported`` where it is clear beforehand that the allocator cannot be installed."""
+    if not torch.cuda.is_available():
+        raise Unsupported(_CUDA, "there is no CUDA device", "plan for it without running")
+    if torch.cuda.is_initialized() and torch.cuda.memory.get_allocator_backend() == "pluggable":
+        raise Unsupported(_CUDA, "another allocator has been installed")
+
+
+def _install_cuda(native: Any) -> None:
+    """Makes torch ask ``native``. Raises ``Unsupported`` if it is too late."""
+    try:
+        native.open(runtime())
+    except OSError as error:
+        raise Unsupported(_CUDA, f"the CUDA runtime cannot be loaded: {error}") from error
+    memory = torch.cuda.memory
+    pluggable = memory.CUDAPluggableAllocator(native.__file__, "ts_malloc", "ts_free")
+    library = ctypes.CDLL(native.__file__)
+    torch_side = pluggable.allocator()
+    if hasattr(torch_side, "set_record_stream_fn"):
+        torch_side.set_record_stream_fn(ctypes.cast(library.ts_record_stream, ctypes.c_void_p).value)
+    try:
+        memory.change_current_allocator(pluggable)
+    except RuntimeError as error:
+        raise Unsupported(
+            _CUDA,
+            "torch's own CUDA allocator has been used already",
+            'call tightship.execute.allocator.load("cuda") before anything is put on the device',
+        ) from error
+
+
+def runtime() -> str:
+    """The CUDA runtime that torch has loaded, by name."""
+    return f"libcudart.so.{(torch.version.cuda or '').partition('.')[0]}".rstrip(".")
