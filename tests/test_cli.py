@@ -265,7 +265,7 @@ def test_a_factory_may_ask_for_the_forward_pass_alone(there, capsys, name):
         ("toy:raises", "the factory raised KeyError: 'nothing here', at toy.py:"),
         ("toy:leaves", "the factory raised SystemExit: 7"),
         ("toy:misfit", "running the model on its sample raised RuntimeError"),
-        ("toy:no_module", "the model is a torch.nn.Module"),
+        ("toy:no_module", "give a torch.nn.Module"),
         ("toy:one", "the factory returned a Sequential: factory() returns (model, sample)"),
         ("toy:other_keys", "the factory's mapping has unknown keys 'batch'"),
         ("toy:value", "'value' is no function but of type int"),

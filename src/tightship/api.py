@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from tightship.execute.fit import TrainStep
     from tightship.execute.infer import Inference
     from tightship.execute.prepared import Planner
-    from tightship.frontends.torch.loss import LossFn
+    from tightship.frontends.torch.structure import LossFn
     from tightship.violation import Violation
 
     Model: TypeAlias = torch.nn.Module | torch.export.ExportedProgram

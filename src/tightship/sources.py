@@ -24,8 +24,8 @@ if TYPE_CHECKING:
 
     from tightship.frontends.onnx.lower import Program as OnnxProgram
     from tightship.frontends.tensorflow.lower import Program as GraphDefProgram
-    from tightship.frontends.torch.loss import LossFn
     from tightship.frontends.torch.program import Program
+    from tightship.frontends.torch.structure import LossFn
 
 __all__ = [
     "ModelStep", "Source", "captured", "load_source", "need_torch", "read_graphdef", "read_onnx", "torch_saved",
@@ -58,7 +58,7 @@ class ModelStep:
         program = self._captured(self.sample)
         from tightship.execute import profile
         from tightship.frontends.torch import compat
-        from tightship.frontends.torch.step import module_of
+        from tightship.frontends.torch.capture.step import module_of
 
         model = module_of(self.model)
         tensors = [*model.parameters(), *model.buffers()]
@@ -69,7 +69,7 @@ class ModelStep:
     def batch_size(self, dim: int = 0) -> int:
         """The sample's size in the dimension that is the batch."""
         need_torch("capturing a model")
-        from tightship.frontends.torch.batch import batch_size
+        from tightship.frontends.torch.structure import batch_size
 
         return batch_size(self.sample, dim)
 
@@ -78,14 +78,19 @@ class ModelStep:
         the sample's tensors that is the batch."""
         need_torch("capturing a model")
         from tightship.execute import profile
-        from tightship.frontends.torch.batch import resized
+        from tightship.frontends.torch.structure import resized
 
         return profile.model(self._captured(resized(self.sample, batch, dim))).graph
 
     def _captured(self, sample: object) -> Program:
         """The program at ``sample``, not yet timed."""
         need_torch("capturing a model")
-        from tightship.frontends.torch.step import capture_forward, capture_loss, capture_step, module_of
+        from tightship.frontends.torch.capture.step import (
+            capture_forward,
+            capture_loss,
+            capture_step,
+            module_of,
+        )
 
         if not self.train and (self.loss_fn is not None or self.optimizer is not None):
             raise BadInput("train=False is a forward pass alone: it takes no loss_fn and no optimizer")
@@ -114,8 +119,8 @@ def torch_saved(program: object) -> dict[str, frozenset[int]]:
     """What PyTorch's partitioner saves at each budget, by name; empty for what is not captured from a model of
     PyTorch's, and where it does not take the graph."""
     try:
+        from tightship.frontends.torch.capture.joint import saved_sets
         from tightship.frontends.torch.program import Program
-        from tightship.frontends.torch.torch_budget import saved_sets
     except ImportError:
         return {}
     if not isinstance(program, Program):

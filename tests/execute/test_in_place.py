@@ -18,8 +18,8 @@ from tightship.execute.allocator import (  # noqa: E402
 )
 from tightship.execute.fit import fit  # noqa: E402
 from tightship.execute.interpreter import Executor  # noqa: E402
-from tightship.frontends.torch import lower  # noqa: E402
-from tightship.frontends.torch.step import capture_step  # noqa: E402
+from tightship.frontends.torch.capture import lower  # noqa: E402
+from tightship.frontends.torch.capture.step import capture_step  # noqa: E402
 from tightship.planners import default  # noqa: E402
 
 aten = torch.ops.aten

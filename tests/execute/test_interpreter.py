@@ -14,8 +14,8 @@ from tightship.execute.interpreter import Executor, PeakMismatch
 from tightship.execute.prepared import Binding
 from tightship.execute.profile import model as modelled
 from tightship.execute.profile import profile
+from tightship.frontends.torch.capture.step import capture_step
 from tightship.frontends.torch.program import Call
-from tightship.frontends.torch.step import capture_step
 from tightship.frontends.torch.structure import flatten
 from tightship.plan import Step
 

@@ -15,8 +15,8 @@ from tightship.execute.bench import sample_tensor, workspace_of
 from tightship.execute.cache import Cache, Measurement
 from tightship.execute.profile import model as modelled
 from tightship.execute.profile import profile
+from tightship.frontends.torch.capture.step import capture_step
 from tightship.frontends.torch.program import Call
-from tightship.frontends.torch.step import capture_step
 from tightship.graph import Value
 
 

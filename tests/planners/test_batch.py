@@ -16,7 +16,7 @@ from tightship import sources
 from tightship.cli import main
 from tightship.diagnose.advice import advice, batch_of, smaller_batch
 from tightship.errors import BadInput, Infeasible
-from tightship.frontends.torch.batch import batch_size, batched, resized
+from tightship.frontends.torch.structure import batch_size, batched, resized
 from tightship.graph import Graph, Value
 from tightship.planners.batch import max_batch
 from tightship.planners.default import Options, plan

@@ -18,7 +18,7 @@ from tightship.baselines.aitemplate import records
 from tightship.baselines.memonger import Options as Sharing
 from tightship.baselines.memonger import recycled
 from tightship.errors import BadInput
-from tightship.frontends.torch.step import capture_loss
+from tightship.frontends.torch.capture.step import capture_loss
 from tightship.graph import Graph, Op
 from tightship.planners.evict import compress
 from tightship.planners.evict.problem import EvictionProblem

@@ -114,7 +114,7 @@ def max_batch(chosen: argparse.Namespace, out: Output) -> int:
     ):
         request = BatchRequest(step, _budget(chosen), dim, options)
         best = request.solve(lambda text: line.say(text, always=True))
-    from tightship.frontends.torch.batch import batched
+    from tightship.frontends.torch.structure import batched
 
     answer = Planned(best.plan, best.graph).changed(source=chosen.source, command=chosen.command)
     tried = [{"batch": n, "met": met} for n, met in best.tried.items()]

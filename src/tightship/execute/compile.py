@@ -22,10 +22,8 @@ from tightship.execute.script import device_of
 from tightship.execute.transfers import Action, Environment, Transfers, with_state
 from tightship.execute.views import derivation
 from tightship.frontends.torch import compat
-from tightship.frontends.torch.optim import Updater
-from tightship.frontends.torch.program import Call, Program, Ref
-from tightship.frontends.torch.tape import refs_in
-from tightship.frontends.torch.views import flat
+from tightship.frontends.torch.optimizer.updates import Updater
+from tightship.frontends.torch.program import Call, Program, Ref, flat, refs_in
 from tightship.plan import Plan, Step
 
 __all__ = ["Code", "Instruction", "compile_plan", "updater_of"]

@@ -16,17 +16,15 @@ from tightship.diagnose.remedies import advised
 from tightship.errors import BadInput, Unsupported, VerificationFailed
 from tightship.execute.prepared import Planner, Prepared, Settings, Variant
 from tightship.frontends.torch import compat, compat_capture
-from tightship.frontends.torch.execution import Inner
-from tightship.frontends.torch.function_trace import FunctionTrace, map_tensors, tensors_in
-from tightship.frontends.torch.live_step import Asked, Owned, run_code
-from tightship.frontends.torch.loss import loss_function
-from tightship.frontends.torch.numbers import other_numbers, with_numbers_at
-from tightship.frontends.torch.optim import Updates, updaters
+from tightship.frontends.torch.capture.state_restore import untouched
+from tightship.frontends.torch.capture.step import DATA_PARALLEL, check_hooks, check_model
+from tightship.frontends.torch.optimizer.updates import Updates, updaters
 from tightship.frontends.torch.program import Program
-from tightship.frontends.torch.python_state import python_state_kept
-from tightship.frontends.torch.state_restore import untouched
-from tightship.frontends.torch.step import DATA_PARALLEL, check_hooks, check_model
-from tightship.frontends.torch.structure import flatten
+from tightship.frontends.torch.rerun.function_trace import FunctionTrace, Inner, map_tensors, tensors_in
+from tightship.frontends.torch.rerun.live_step import Asked, Owned, run_code
+from tightship.frontends.torch.rerun.numbers import other_numbers, with_numbers_at
+from tightship.frontends.torch.rerun.python_state import python_state_kept
+from tightship.frontends.torch.structure import flatten, loss_function
 from tightship.plan import Plan
 from tightship.planners.default import PlanOptions, read_options
 from tightship.units import Budget, parse_budget, parse_bytes

@@ -18,8 +18,8 @@ from tightship.execute.allocator import Arena
 from tightship.execute.interpreter import Executor
 from tightship.execute.prepared import Attributes, Prepared, Settings, Variant
 from tightship.execute.script import device_of
+from tightship.frontends.torch.capture.step import capture_forward, module_of
 from tightship.frontends.torch.program import Program
-from tightship.frontends.torch.step import capture_forward, module_of
 from tightship.frontends.torch.structure import flatten, map_leaves
 from tightship.graph import Graph
 from tightship.plan import Plan

@@ -22,8 +22,7 @@ from tightship.analysis.concurrency import touching
 from tightship.analysis.order import predecessors, successors
 from tightship.errors import BadInput
 from tightship.frontends.torch import compat
-from tightship.frontends.torch.program import Program
-from tightship.frontends.torch.views import derive, flat, substitute
+from tightship.frontends.torch.program import Program, derive, flat, substitute
 from tightship.process_local import NotCopied
 
 __all__ = ["ParallelExecutor"]

@@ -25,9 +25,9 @@ from tightship.execute.host_pool import PinnedPool
 from tightship.execute.interpreter import Executor, RunStats
 from tightship.execute.profile import profile
 from tightship.frontends.torch import compat
-from tightship.frontends.torch.function_trace import FunctionTrace
-from tightship.frontends.torch.optim import settings as optimizer_settings
+from tightship.frontends.torch.optimizer.updates import settings as optimizer_settings
 from tightship.frontends.torch.program import Program
+from tightship.frontends.torch.rerun.function_trace import FunctionTrace
 from tightship.frontends.torch.structure import flatten
 from tightship.graph import Graph
 from tightship.plan import Plan

@@ -23,10 +23,8 @@ from tightship.execute.compile import updater_of
 from tightship.execute.speeds import device_speeds, speeds
 from tightship.execute.views import dtype_of, mismatch
 from tightship.frontends.torch import compat
-from tightship.frontends.torch.optim import Updater
-from tightship.frontends.torch.program import Call, Program, Ref
-from tightship.frontends.torch.tape import refs_in
-from tightship.frontends.torch.views import flat
+from tightship.frontends.torch.optimizer.updates import Updater
+from tightship.frontends.torch.program import Call, Program, Ref, flat, refs_in
 from tightship.graph import ALIGNMENT, Op, Request, aligned
 
 __all__ = ["BANDWIDTH", "FLOPS", "OVERHEAD", "model", "profile"]

@@ -62,13 +62,9 @@ def plan_policies(traced: Any) -> tuple[Policy, ...]:
     found = lower(traced)
     graph = found.graph
     if not found.names:
-        raise BadInput(
-            "values to choose from are named with jax.ad_checkpoint.checkpoint_name", "none", graph.name
-        )
+        raise BadInput("no named values; name them with jax.ad_checkpoint.checkpoint_name", place=graph.name)
     if not any(op.phase == "backward" for op in graph.ops):
-        raise BadInput(
-            "a policy is for a function with a backward pass (jax.grad)", graph.name, "plan_policy"
-        )
+        raise BadInput("no backward pass; give a function of jax.grad", place=graph.name)
     before = replay(graph, baseline(graph))
     frame = EvictionProblem(graph, tuple(range(len(graph.ops))))
     known = tuple(sorted(found.names))

@@ -26,7 +26,7 @@ from weakref import WeakValueDictionary
 from tightship.errors import BadInput, Infeasible, TightshipError, Unsupported
 from tightship.execute.profile import profile
 from tightship.frontends.torch import compat, compat_compile
-from tightship.frontends.torch.joint import Joint, Primal, lower_joint, pinned
+from tightship.frontends.torch.capture.joint import Joint, Primal, lower_joint, pinned
 from tightship.frontends.torch.program import Program, Ref
 from tightship.graph import Graph, aligned
 from tightship.integrations.torch_accounting import Entry, Ledger

@@ -19,7 +19,7 @@ from tightship.execute.interpreter import Executor, Part, RunStats, report
 from tightship.execute.script import device_of
 from tightship.execute.views import dtype_of, mismatch
 from tightship.frontends.torch import compat, compat_compile
-from tightship.frontends.torch.joint import Joint
+from tightship.frontends.torch.capture.joint import Joint
 from tightship.frontends.torch.program import Program, Ref, Slot
 from tightship.graph import Graph
 from tightship.plan import Plan, Step

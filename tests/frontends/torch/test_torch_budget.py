@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from support.models import MODELS
-from tightship.frontends.torch.step import capture_loss
-from tightship.frontends.torch.torch_budget import saved_sets
+from tightship.frontends.torch.capture.joint import saved_sets
+from tightship.frontends.torch.capture.step import capture_loss
 from tightship.planners.evict.problem import EvictionProblem
 from tightship.planners.frontier import with_saved
 

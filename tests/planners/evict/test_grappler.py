@@ -15,7 +15,7 @@ from tightship.baselines import grappler
 from tightship.baselines import grappler as rewrites
 from tightship.baselines.grappler import Options
 from tightship.errors import BadInput
-from tightship.frontends.torch.step import capture_loss
+from tightship.frontends.torch.capture.step import capture_loss
 from tightship.graph import Graph, Op, Storage, Value
 from tightship.plan import Plan, Step
 from tightship.planners.evict.problem import Decision, EvictionProblem

@@ -11,15 +11,25 @@ import torch
 
 from tightship.errors import BadInput, Unsupported
 from tightship.frontends.torch import compat, compat_capture
-from tightship.frontends.torch.loss import LossFn, called, checked_loss, loss_function, summed_output
-from tightship.frontends.torch.lower import finish
-from tightship.frontends.torch.optim import Updater, Updates, updaters
-from tightship.frontends.torch.origin import Origin, Tracker
+from tightship.frontends.torch.capture.lower import finish
+from tightship.frontends.torch.capture.recorder import Recorder
+from tightship.frontends.torch.capture.state_restore import Change, applied, untouched
+from tightship.frontends.torch.capture.tape import Origin, Tape, Tracker
+from tightship.frontends.torch.optimizer.updates import Updater, Updates, updaters
 from tightship.frontends.torch.program import Program, Ref
-from tightship.frontends.torch.record import Recorder
-from tightship.frontends.torch.state_restore import Change, applied, untouched
-from tightship.frontends.torch.structure import BatchSpec, Given, Results, caches, flatten, map_leaves
-from tightship.frontends.torch.tape import Tape
+from tightship.frontends.torch.structure import (
+    BatchSpec,
+    Given,
+    LossFn,
+    Results,
+    caches,
+    called,
+    checked_loss,
+    flatten,
+    loss_function,
+    map_leaves,
+    summed_output,
+)
 
 __all__ = [
     "DATA_PARALLEL",
@@ -34,6 +44,7 @@ __all__ = [
     "module_of",
     "replaced_buffer",
 ]
+
 
 DATA_PARALLEL = (
     'train DistributedDataParallel(torch.compile(model, backend="tightship", options={"budget": …})), with '
@@ -127,7 +138,7 @@ def capture_forward(
 def check_model(model: Any) -> None:
     compat.require_torch()
     if not isinstance(model, torch.nn.Module):
-        raise BadInput("the model is a torch.nn.Module", type(model).__name__, "model")
+        raise BadInput(f"object of type {type(model).__name__}; give a torch.nn.Module", place="model")
     if isinstance(model, torch.nn.parallel.DistributedDataParallel):
         raise Unsupported(
             "a model in DistributedDataParallel", "its hooks run outside the step",
@@ -204,7 +215,7 @@ class _Capture:
         """The parameters that require a gradient; raises where a step cannot train them on this batch."""
         by_name = [n for n, p in self.parameters.items() if p.requires_grad]
         if not by_name:
-            raise BadInput("at least one parameter of the model requires a gradient", place="model")
+            raise BadInput("no parameter requires a gradient", place="model")
         if caches(self.batch):
             raise Unsupported(
                 "a cache of keys and values in a training batch", "what a step writes into it would be lost",
@@ -233,7 +244,7 @@ class _Capture:
         given = caches(fakes.batch)
         spec, values = Results.of_refs(self._results(out, given), [self._results(c) for c in given])
         if not values:
-            raise BadInput("a model's output has tensors", type(out).__name__, "model")
+            raise BadInput(f"no tensor in the output of type {type(out).__name__}", place="model")
         return finish(
             self.tape, values, result_spec=spec, name=self.name, guards=self.recorder.guards,
             batch=BatchSpec.of(self.batch), losses=values,

@@ -24,7 +24,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from tightship.errors import Unsupported
 from tightship.frontends.torch import compat
-from tightship.frontends.torch.optim_copy import (
+from tightship.frontends.torch.optimizer.copy import (
     Disagreement,
     Turns,
     bare,

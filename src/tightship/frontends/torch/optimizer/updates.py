@@ -17,10 +17,11 @@ import torch
 
 from tightship.errors import BadInput, Unsupported
 from tightship.frontends.torch import compat
-from tightship.frontends.torch.optim_copy import Disagreement, Turns, bare, copied, kept_tensors, stepped
-from tightship.frontends.torch.optim_probe import why_together
+from tightship.frontends.torch.optimizer.copy import Disagreement, Turns, bare, copied, kept_tensors, stepped
+from tightship.frontends.torch.optimizer.probe import why_together
 
 __all__ = ["Member", "Updater", "Updates", "independent", "settings", "updaters"]
+
 
 _INDEPENDENT = (
     "Adadelta", "Adafactor", "Adagrad", "Adam", "Adamax", "AdamW", "ASGD", "Muon", "NAdam", "RAdam", "RMSprop",
@@ -179,16 +180,11 @@ def updaters(optimizer: torch.optim.Optimizer, model_parameters: Mapping[str, to
             if not p.requires_grad:
                 continue
             if id(p) not in names:
-                raise BadInput(
-                    "every parameter of the optimizer is one of the model's",
-                    tuple(p.shape),
-                    f"group {g}, entry {k}",
-                )
+                fault = f"a parameter of shape {tuple(p.shape)} that is not one of the model's"
+                raise BadInput(fault, place=f"optimizer: group {g}, entry {k}")
             places[names[id(p)]] = g, p
     if not places:
-        raise BadInput(
-            "the optimizer holds a parameter of the model that requires a gradient", place="optimizer"
-        )
+        raise BadInput("none of its parameters requires a gradient", place="optimizer")
     return Updates(optimizer, places)
 
 
@@ -220,7 +216,8 @@ def settings(optimizer: Any) -> tuple[Any, ...]:
 
 def _check(optimizer: Any) -> None:
     if not isinstance(optimizer, torch.optim.Optimizer):
-        raise BadInput("the optimizer is a torch.optim.Optimizer", type(optimizer).__name__, "optimizer")
+        fault = f"object of type {type(optimizer).__name__}; give a torch.optim.Optimizer"
+        raise BadInput(fault, place="optimizer")
     cls = type(optimizer)
     name = f"the optimizer {cls.__name__}"
     closure = inspect.signature(compat.plain_step(cls)).parameters.get("closure")

@@ -16,6 +16,7 @@ from tightship.frontends.torch import compat
 
 __all__ = ["Prober", "form_of", "made_of"]
 
+
 LIMIT = 1 << 28
 """Bytes of arguments and results above which the formula is believed, so that capture stays light."""
 

@@ -1,25 +1,119 @@
-"""Tape: the ops of a program as they happen, with every tensor named by its storage and metadata.
+"""Tape: the ops of a program as they happen, each with its origin, every tensor named by storage and metadata.
 
 Aliasing comes from storage identity alone, never from schemas: an op that mutates nothing and whose results lie in
 storages that exist already is a view, and leaves no op behind. Two tensors with one storage and equal metadata are
 one value. Tensors are taken down when they are used, so that later changes of their metadata do no harm.
+
+Origins need nothing attached to the model: the module stack comes from hooks that PyTorch keeps for all modules, the
+line from the Python stack. A backward op gets the place of the forward op whose gradient it computes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import functools
+import os
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from tightship.errors import Unsupported
-from tightship.frontends.torch import compat
-from tightship.frontends.torch.origin import Origin
-from tightship.frontends.torch.program import Call, Ref
+from tightship.frontends.torch import compat, compat_capture
+from tightship.frontends.torch.program import Call, Ref, refs_in
 from tightship.graph import aligned, alignment_of
 
-__all__ = ["Record", "Tape", "TapeStorage", "TapeValue", "refs_in"]
+__all__ = ["Origin", "Record", "Tape", "TapeStorage", "TapeValue", "Tracker"]
+
+
+_TIGHTSHIP = os.path.dirname(os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__)))))
+_LIBRARIES = (os.path.dirname(os.path.abspath(str(torch.__file__))) + os.sep, _TIGHTSHIP + os.sep)
+
+
+class Origin(NamedTuple):
+    module: str = ""
+    source: str = ""
+
+    def __str__(self) -> str:
+        return " · ".join(x for x in self if x)
+
+
+@functools.cache
+def _short(filename: str) -> str | None:
+    """The file's name relative to where Python found it; None for PyTorch's and tightship's own files."""
+    if filename.startswith("<"):
+        return None
+    path = os.path.abspath(filename)
+    if path.startswith(_LIBRARIES):
+        return None
+    roots = [os.path.abspath(p) + os.sep for p in [*sys.path, os.getcwd()]]
+    inside = [r for r in roots if path.startswith(r)]
+    return path[len(max(inside, key=len)) :] if inside else os.path.basename(path)
+
+
+@functools.cache
+def _is_plumbing(filename: str) -> bool:
+    return f"{os.sep}contextlib.py" in filename or f"{os.sep}functools.py" in filename
+
+
+def source_line() -> str:
+    """``file.py:line`` of the innermost frame that is neither PyTorch's nor tightship's."""
+    frame = sys._getframe(1)
+    while frame is not None:
+        code = frame.f_code
+        if not _is_plumbing(code.co_filename) and (name := _short(code.co_filename)) is not None:
+            return f"{name}:{frame.f_lineno}"
+        frame = frame.f_back  # type: ignore[assignment]
+    return ""
+
+
+class Tracker:
+    """Origins of the ops of one capture; ``active`` while the model runs."""
+
+    def __init__(self, names: Mapping[Any, str]) -> None:
+        self._names = names
+        self._stack: list[str] = []
+        self._by_sequence: dict[int, Origin] = {}
+        self.place: Origin | None = None  # of ops that are run again, without the code that asked for them
+        self._resumed = False
+
+    @contextmanager
+    def active(self) -> Iterator[None]:
+        with compat_capture.module_hooks(self._enter, self._leave):
+            yield
+
+    def _enter(self, module: Any) -> None:
+        inherited = self._stack[-1] if self._stack else ""
+        self._stack.append(self._names.get(module, inherited))
+
+    def _leave(self) -> None:
+        if self._stack:
+            self._stack.pop()
+
+    def forward(self) -> Origin:
+        """Origin of the op being dispatched in the forward pass; remembered for its backward ops."""
+        origin = self.here()
+        self._by_sequence[compat.forward_sequence()] = origin
+        return origin
+
+    def here(self) -> Origin:
+        """Where the running code is."""
+        if self.place is not None:
+            return self.place
+        if self._resumed:
+            known = [self._names[m] for m in compat_capture.running_modules() if m in self._names]
+            return Origin(known[-1] if known else "", source_line())
+        return Origin(self._stack[-1] if self._stack else "", source_line())
+
+    def resume(self) -> None:
+        """From now on, modules are looked for on the stack: they were called before anybody could be told."""
+        self._resumed = True
+
+    def backward(self) -> Origin:
+        """Origin of the forward op whose backward is running; empty between autograd nodes."""
+        return self._by_sequence.get(compat.backward_sequence(), Origin())
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,18 +161,6 @@ class Record:
     asked: int = -1
 
 
-def refs_in(tree: Any) -> Iterator[int]:
-    """Values an argument tree refers to, in order."""
-    if type(tree) is Ref:
-        yield tree.value
-    elif isinstance(tree, (list, tuple)):
-        for x in tree:
-            yield from refs_in(x)
-    elif isinstance(tree, dict):
-        for x in tree.values():
-            yield from refs_in(x)
-
-
 def _leaves(tree: Any) -> Iterator[Any]:
     if isinstance(tree, (list, tuple)):
         for x in tree:
@@ -102,6 +184,7 @@ class Tape:
         self._value_of: dict[TapeValue, int] = {}
         self._storage_of: dict[int, int] = {}
         self._references: list[Any] = []
+        self._given_values: set[int] = set()
 
     # --- tensors ---
 
@@ -166,7 +249,8 @@ class Tape:
     ) -> int:
         """A tensor of the caller. A second one in a known storage is a value of its own."""
         v = self.value(tensor, name)
-        if not any(v == other for other, _, _ in self.slots):
+        if v not in self._given_values:
+            self._given_values.add(v)
             self.slots.append((v, role, key))
         s = self.storages[self.storage(v)]
         if not s.role:

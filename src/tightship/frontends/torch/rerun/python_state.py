@@ -20,9 +20,10 @@ from typing import Any
 import torch
 
 from tightship.errors import Unsupported
-from tightship.frontends.torch.function_trace import globals_of
+from tightship.frontends.torch.rerun.function_trace import globals_of
 
 __all__ = ["python_state_kept"]
+
 
 LIMIT = 200_000
 """Objects looked at, at most; large data sets are rarely what changes."""

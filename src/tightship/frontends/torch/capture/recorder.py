@@ -9,10 +9,9 @@ import torch
 
 from tightship.errors import Unsupported
 from tightship.frontends.torch import compat
-from tightship.frontends.torch.data_guards import READS_DATA, Guard, Questions
-from tightship.frontends.torch.origin import Origin, Tracker
-from tightship.frontends.torch.probe import Prober, made_of
-from tightship.frontends.torch.tape import Record, Tape
+from tightship.frontends.torch.capture.data_guards import READS_DATA, Guard, Questions
+from tightship.frontends.torch.capture.probe import Prober, made_of
+from tightship.frontends.torch.capture.tape import Origin, Record, Tape, Tracker
 
 __all__ = ["Recorder"]
 

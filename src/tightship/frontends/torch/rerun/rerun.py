@@ -17,9 +17,11 @@ from torch.overrides import TorchFunctionMode
 
 from tightship.errors import Unsupported
 from tightship.frontends.torch import compat, compat_capture
-from tightship.frontends.torch.execution import Capturing, Execution, unknown
-from tightship.frontends.torch.function_trace import (
+from tightship.frontends.torch.capture.tape import Origin
+from tightship.frontends.torch.rerun.function_trace import (
     Arguments,
+    Capturing,
+    Execution,
     ExecutionState,
     FunctionCall,
     FunctionTrace,
@@ -30,10 +32,11 @@ from tightship.frontends.torch.function_trace import (
     plainly_same,
     tensors_in,
     understood,
+    unknown,
 )
-from tightship.frontends.torch.origin import Origin
 
 __all__ = ["Rerun"]
+
 
 _DATA = {"tensor", "as_tensor", "asarray", "scalar_tensor", "from_numpy", "frombuffer", "from_dlpack"}
 """Functions that make tensors of Python's data, where no tensor is among their arguments."""

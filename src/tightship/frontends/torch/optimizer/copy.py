@@ -27,6 +27,7 @@ __all__ = [
     "why_not_plain",
 ]
 
+
 Plain = tuple[dict[str, Any], list[dict[str, Any]]]
 """Attributes of an optimizer and its groups without their parameters, values of Python alone."""
 

@@ -20,11 +20,9 @@ import torch
 
 from tightship.errors import Unsupported
 from tightship.frontends.torch import compat
-from tightship.frontends.torch.origin import Origin
-from tightship.frontends.torch.probe import form_of
-from tightship.frontends.torch.program import Ref
-from tightship.frontends.torch.tape import Record, Tape, TapeValue, refs_in
-from tightship.frontends.torch.views import evaluate, substitute
+from tightship.frontends.torch.capture.probe import form_of
+from tightship.frontends.torch.capture.tape import Origin, Record, Tape, TapeValue
+from tightship.frontends.torch.program import Ref, evaluate, refs_in, substitute
 
 __all__ = ["READS_DATA", "Expectation", "Guard", "Questions", "settled", "unsupported"]
 

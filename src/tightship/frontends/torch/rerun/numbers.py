@@ -15,19 +15,19 @@ import torch
 
 from tightship.errors import TightshipError
 from tightship.frontends.torch import compat, compat_capture
-from tightship.frontends.torch.function_trace import (
+from tightship.frontends.torch.capture.recorder import Recorder
+from tightship.frontends.torch.capture.tape import Tape, Tracker
+from tightship.frontends.torch.program import Call, Program
+from tightship.frontends.torch.rerun.function_trace import (
     ExecutionState,
     FunctionTrace,
     form,
     map_tensors,
     tensors_in,
 )
-from tightship.frontends.torch.origin import Tracker
-from tightship.frontends.torch.program import Call, Program
-from tightship.frontends.torch.record import Recorder
-from tightship.frontends.torch.tape import Tape
 
 __all__ = ["Renumbering", "numbers_of", "with_numbers_at"]
+
 
 Made = tuple[str, tuple[Any, ...]]
 """An op's name and the numbers among its arguments, in order."""

@@ -23,15 +23,14 @@ import torch
 
 from tightship.errors import Unsupported
 from tightship.frontends.torch import compat, compat_capture
-from tightship.frontends.torch.function_trace import FunctionTrace, map_tensors, name_of, tensors_in
-from tightship.frontends.torch.loss import LossFn, checked_loss
-from tightship.frontends.torch.numbers import Renumbering, with_numbers_at
-from tightship.frontends.torch.optim import Updates
+from tightship.frontends.torch.capture.state_restore import Leftovers
+from tightship.frontends.torch.capture.step import StepCapture, check_changes, checked_leaf, replaced_buffer
+from tightship.frontends.torch.optimizer.updates import Updates
 from tightship.frontends.torch.program import Program
-from tightship.frontends.torch.rerun import Rerun
-from tightship.frontends.torch.state_restore import Leftovers
-from tightship.frontends.torch.step import StepCapture, check_changes, checked_leaf, replaced_buffer
-from tightship.frontends.torch.structure import BatchSpec, Results, flatten, map_leaves
+from tightship.frontends.torch.rerun.function_trace import FunctionTrace, map_tensors, name_of, tensors_in
+from tightship.frontends.torch.rerun.numbers import Renumbering, with_numbers_at
+from tightship.frontends.torch.rerun.rerun import Rerun
+from tightship.frontends.torch.structure import BatchSpec, LossFn, Results, checked_loss, flatten, map_leaves
 
 __all__ = ["Asked", "Expired", "Owned", "expire_kept", "run_code"]
 
