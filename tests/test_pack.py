@@ -250,7 +250,7 @@ def test_a_packing_is_known_by_its_name_or_its_content(there, capsys):
         (["missing.csv"], "No such file or directory"),
         (["toy.csv", "--source", "graph.json"], "only plans are verified against a graph"),
         (["toy.csv", "--capacity", "x"], "invalid size"),
-        (["plan.json", "--capacity", "1GB"], "a capacity is for a packing"),
+        (["plan.json", "--capacity", "1GB"], "--capacity requires a packing"),
     ],
 )
 def test_what_cannot_be_verified_is_bad_input(there, capsys, args, said):
