@@ -449,8 +449,8 @@ class Options:
     times: int = option(1, "how often it decides the same")
 
 
-def plan(frame, limit, options=None):
-    return keep.plan(frame, limit)
+def plan(problem, budget, options=None, progress=None):
+    return keep.plan(problem, budget)
 '''
 
 
