@@ -38,12 +38,12 @@ def plan(
     def left() -> float:
         return max(0.0, until - time.perf_counter())
 
-    first = problem.decision(problem.engine.greedy(budget, problem.nothing(), o.work, o.seconds, 0, progress))
+    first = problem.decision(problem.engine.greedy(budget, problem.nothing(), o.work, o.seconds, progress))
     if not first.met:
         start = blocks.plan(problem, budget, blocks.Options(work=o.work // 4, seconds=0.5 * left()))
         second = start
         if start.valid and not start.met:
-            second = problem.decision(problem.engine.greedy(budget, start.evict, o.work, left(), 0, progress))
+            second = problem.decision(problem.engine.greedy(budget, start.evict, o.work, left(), progress))
         first = best_of((first, second))
     if not first.met:
         return first
