@@ -10,8 +10,7 @@ from rich.console import RenderableType
 
 from tightship import hlo
 from tightship.cli.options import given_options
-from tightship.cli.output import Output
-from tightship.cli.source import writable
+from tightship.cli.output import Output, writable
 from tightship.diagnose.changes import Change, changes
 from tightship.errors import BadInput
 from tightship.hlo import Module
@@ -24,7 +23,7 @@ from tightship.planners import planner
 from tightship.report.hlo import assignment_rows, assignment_text, peak_rows, peak_table
 from tightship.report.pages.assignment import assignment_page
 from tightship.report.progress import Line
-from tightship.report.prose import change_lines
+from tightship.report.text import change_lines
 from tightship.serde import write_file
 from tightship.simulate import Timeline, baseline, replay
 from tightship.units import format_bytes

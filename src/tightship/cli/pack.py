@@ -9,8 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from tightship.cli.options import given_options
-from tightship.cli.output import Output
-from tightship.cli.source import writable
+from tightship.cli.output import INTERRUPTED, Output, writable
 from tightship.diagnose.infeasible_subset import (
     InfeasibleSubset,
     infeasible_subset,
@@ -32,9 +31,6 @@ from tightship.verify.placement import check_solution
 from tightship.violation import Violation
 
 __all__ = ["is_packing", "pack", "verify_packing"]
-
-INTERRUPTED = 130
-"""Exit status of a command that Ctrl-C ended."""
 
 _ANY_HEAP = 2**62  # of a packing that is verified without being told a limit
 _SHOWN = 20  # ids of a clash, and violations, that people are shown

@@ -9,8 +9,7 @@ from typing import Any
 
 from tightship.plan import Buffer, Problem, Solution
 from tightship.report.packing import COLORS, age
-from tightship.report.pages import Fact, Section, page_of
-from tightship.report.pages.sections import cut, table
+from tightship.report.pages import Fact, Section, cut, page_of, table
 from tightship.units import format_bytes, format_seconds
 
 __all__ = ["packing_page"]
