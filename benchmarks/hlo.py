@@ -20,8 +20,8 @@ from tightship.baselines import xla_remat
 from tightship.baselines.xla_remat import Remade
 from tightship.hlo import Module, parse
 from tightship.hlo.remat import search
-from tightship.hlo.remat.bound import bound
 from tightship.hlo.remat.cost import work_of
+from tightship.hlo.remat.lower import bound
 from tightship.hlo.remat.peak import module_peak, sequential_order
 
 DATA = Path(__file__).resolve().parent.parent / "tests" / "data" / "hlo"

@@ -11,7 +11,7 @@ import pytest
 import tightship
 from tightship.hlo import parse
 from tightship.hlo.opcodes import EFFECTS, KNOWN, ONCE
-from tightship.hlo.remat.rematerializable import repeatable
+from tightship.hlo.remat.lower import repeatable
 from tightship.verify.steps import has_effects
 
 XLA = frozenset(

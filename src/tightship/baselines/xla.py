@@ -25,7 +25,7 @@ from dataclasses import dataclass
 from typing import cast
 
 from tightship.analysis.bounds import lower_bound
-from tightship.baselines.xla_pick import Picker, Queue, Rescan
+from tightship.baselines.xla_pick import Queue, Rescan
 from tightship.baselines.xla_tracker import Item, Place, Split, Tracker
 from tightship.errors import BadInput
 from tightship.graph import Graph
@@ -99,15 +99,11 @@ class Walk:
         self.tracker = Tracker(graph, order, charge, self.base)
         if self.ours:
             self.limit = max(limit, _floor(self.tracker, self.base))
-        self.picker = self._picker()
+        self.queue: Queue | None = None
+        self.rescan = Rescan(self.tracker, options.block or 1, max(0, self.limit - self.base))
         self.left = options.growth * len(order)
         self.extra = 0.0
         self.work = 0
-
-    def _picker(self) -> Picker:
-        if self.ours:
-            return Queue(self.tracker, self.options.block or 8)
-        return Rescan(self.tracker, self.options.block or 1, max(0, self.limit - self.base))
 
     @property
     def peak(self) -> int:
@@ -115,17 +111,20 @@ class Walk:
         return self.tracker.usage.peak()
 
     def run(self, progress: Progress | None = None) -> None:
+        if not self.ours:
+            self.walk(progress)
+            self.work = self.rescan.work
+            return
         before = self.peak
-        for _ in range(self.options.walks if self.ours else 1):
+        for _ in range(self.options.walks):
+            self.queue = Queue(self.tracker, self.options.block or 8)
             stopped = self.walk(progress)
-            self.work += self.picker.work
+            self.work += self.queue.work
             if stopped or self.peak <= self.limit or self.peak == before:
                 break
             before = self.peak
             self.tracker.rewind()
-            self.picker = self._picker()
-        if self.ours:
-            self.give_back()
+        self.give_back()
 
     def walk(self, progress: Progress | None = None) -> bool:
         """Once over the schedule, or until all of it is under the limit; returns whether it was stopped."""
@@ -142,9 +141,10 @@ class Walk:
     def visit(self, item: Item) -> None:
         """Let ``item`` run; while it is over the limit, take the best step there is."""
         self.tracker.begin(item)
+        self.rescan.begin()
         tries = self.options.tries
         while self.tracker.usage.value(item) > self.limit and self.left > 0:
-            group = self.picker.pick(item)
+            group = self.pick(item)
             if group is None:
                 break
             if not self.take(group):
@@ -152,7 +152,14 @@ class Walk:
                 if not tries:
                     break
         self.tracker.end()
-        self.picker.ended(item)
+        if self.queue:
+            self.queue.ended(item)
+
+    def pick(self, item: Item) -> list[Item] | None:
+        if self.queue:
+            return self.queue.pick(item)
+        choice = self.rescan.pick()
+        return choice[1] if choice else None
 
     def take(self, group: list[Item]) -> bool:
         """Repeat a group, its last op first, so that each clone is a user of its operands' clones (R8)."""
@@ -162,16 +169,17 @@ class Walk:
         for x in sorted(group, key=lambda i: -i.key):
             if t.wanted(x):
                 splits.append(t.split(x))
-        if self.ours and not self._better(now, *before):
+        if self.queue and not self._better(now, *before):
             for s in reversed(splits):
                 t.undo(s)
-            self.picker.refused(group[0])
+            self.queue.refused(group[0])
             return False
         self.left -= len(splits)
         for s in splits:
             if not t.settle(s):
                 self.extra += t.graph.ops[s.clone.op].time
-        self.picker.taken(splits)
+        if self.queue:
+            self.queue.taken(splits)
         return True
 
     def _better(self, now: Item, here: int, peak: int, past: int) -> bool:

@@ -19,11 +19,11 @@ from tightship.errors import BadInput
 from tightship.graph import Graph
 from tightship.hlo import Module, read, to_text
 from tightship.hlo.remat.as_plan import as_plan, graph_before
-from tightship.hlo.remat.bound import bounds
 from tightship.hlo.remat.cost import work_of
+from tightship.hlo.remat.instructions import ways
+from tightship.hlo.remat.lower import bounds
 from tightship.hlo.remat.peak import module_peak, result_bytes, sequential_order
 from tightship.hlo.remat.tradeoff import tradeoff
-from tightship.hlo.remat.transfers import ways
 from tightship.plan import Plan
 from tightship.planners import planner
 from tightship.planners.default import Options, top_of_peak

@@ -7,17 +7,17 @@ import pytest
 
 from support import hlo_data
 from support.hlo_small import K, module, same_results
+from support.xla_trackers import faults
 from tightship.baselines import xla_remat
+from tightship.baselines.xla_body import Body, Tracker
 from tightship.cli import main
 from tightship.errors import BadInput
 from tightship.hlo import Module, parse, to_text
 from tightship.hlo.remat import search
 from tightship.hlo.remat.as_plan import as_plan
-from tightship.hlo.remat.body import Body, Names
-from tightship.hlo.remat.bound import bound, bounds
+from tightship.hlo.remat.instructions import Names, on_host, packed_shape
+from tightship.hlo.remat.lower import bound, bounds
 from tightship.hlo.remat.peak import module_peak
-from tightship.hlo.remat.tracker import Tracker
-from tightship.hlo.remat.transfers import on_host, packed_shape
 from tightship.simulate import replay
 from tightship.verify import verify
 
@@ -130,17 +130,17 @@ def test_R13_the_cheaper_of_the_ways_allowed_wins() -> None:  # noqa: N802
 def test_R16_the_books_are_right_with_copies() -> None:  # noqa: N802
     m = kept()
     walk = xla_remat._Walk(xla_remat._Run(m, xla_remat.Options(allow=ALL)), m.entry, K + 100)
-    do, faults = walk.aside.do, []
+    insert, found = walk.transfers.insert, []
 
     def checked(way: str, node: object) -> int:
-        added = do(way, node)  # type: ignore[arg-type]
-        faults.append(walk.tracker.faults())
+        added = insert(way, node)  # type: ignore[arg-type]
+        found.append(faults(walk.tracker))
         return added
 
-    walk.aside.do = checked  # type: ignore[method-assign,assignment]
+    walk.transfers.insert = checked  # type: ignore[method-assign,assignment]
     walk.run()
-    assert faults
-    assert not any(faults)
+    assert found
+    assert not any(found)
 
 
 def test_what_is_on_the_host_takes_nothing_on_the_device() -> None:
@@ -156,7 +156,7 @@ def test_what_is_on_the_host_takes_nothing_on_the_device() -> None:
 """
     m = module(text)
     body = Body(m.entry, Names(()))
-    tracker, after = Tracker(m, m.entry, body), {}
+    tracker, after = Tracker(m, body), {}
     for node in body:
         tracker.begin(node)
         tracker.end()

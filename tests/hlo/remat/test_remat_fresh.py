@@ -13,7 +13,7 @@ from tightship.baselines import xla_remat
 from tightship.hlo import Module, parse, to_text
 from tightship.hlo.remat import search
 from tightship.hlo.remat.as_plan import as_plan
-from tightship.hlo.remat.bound import bound
+from tightship.hlo.remat.lower import bound
 from tightship.hlo.remat.peak import module_peak
 from tightship.verify import verify
 

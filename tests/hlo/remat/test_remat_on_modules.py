@@ -12,11 +12,11 @@ from support import hlo_data
 from support.zoo import captured
 from tightship.baselines import xla as evict
 from tightship.baselines import xla_remat
+from tightship.baselines.xla_body import Body, Tracker
 from tightship.graph import Graph
 from tightship.hlo import Module
-from tightship.hlo.remat.body import Body, Names
+from tightship.hlo.remat.instructions import Names
 from tightship.hlo.remat.peak import module_peak, peaks, result_bytes
-from tightship.hlo.remat.tracker import Tracker
 from tightship.planners.evict.problem import Decision, Frame
 from tightship.simulate import baseline, replay
 
@@ -35,7 +35,7 @@ def planned(graph: Graph, part: float, **options: object) -> tuple[int, Decision
 
 
 def tracker(m: Module) -> Tracker:
-    return Tracker(m, m.entry, Body(m.entry, Names(())))
+    return Tracker(m, Body(m.entry, Names(())))
 
 
 @pytest.mark.parametrize("name", hlo_data.CPU)

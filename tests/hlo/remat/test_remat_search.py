@@ -15,8 +15,8 @@ from tightship.errors import BadInput
 from tightship.hlo import Module, parse, to_text
 from tightship.hlo.remat import search
 from tightship.hlo.remat.as_plan import as_plan
-from tightship.hlo.remat.bound import bound
 from tightship.hlo.remat.cost import work_of
+from tightship.hlo.remat.lower import bound
 from tightship.hlo.remat.peak import module_peak, sequential_order
 from tightship.verify import verify
 

@@ -13,9 +13,10 @@ from hypothesis import strategies as st
 
 from support.chains import chain
 from support.strategies import graphs
+from support.xla_trackers import check
 from tightship.baselines import xla
 from tightship.baselines.xla_pick import Rescan
-from tightship.baselines.xla_tracker import Item, Tracker, check, recomputable
+from tightship.baselines.xla_tracker import Item, Tracker, recomputable
 from tightship.graph import Graph, Op, Storage, Value
 from tightship.planners.evict.problem import Decision, Frame
 from tightship.planners.order import sink

@@ -14,9 +14,8 @@ from tightship.analysis.packing import Packing, packings
 from tightship.baselines.xla_remat import Remade
 from tightship.graph import Graph
 from tightship.hlo.module import Module
-from tightship.hlo.remat.bound import bounds
 from tightship.hlo.remat.cost import work_of
-from tightship.hlo.remat.lower import Counted, counted
+from tightship.hlo.remat.lower import Counted, bounds, counted
 from tightship.hlo.remat.peak import CALLING, peaks, result_bytes
 from tightship.machine import LOSSY
 from tightship.plan import Inner, Plan, Step

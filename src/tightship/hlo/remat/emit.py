@@ -10,10 +10,18 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from tightship.hlo.module import Computation, Instruction, Module
-from tightship.hlo.remat.body import Names, suffixed
-from tightship.hlo.remat.lower import LAZY, Buffer, Counted
-from tightship.hlo.remat.rematerializable import Copies
-from tightship.hlo.remat.transfers import copy_done, copy_start, on_host, pack, unpack
+from tightship.hlo.remat.instructions import (
+    Copies,
+    Names,
+    copy_done,
+    copy_start,
+    on_host,
+    pack,
+    suffixed,
+    unpack,
+)
+from tightship.hlo.remat.lower import LAZY, Counted
+from tightship.hlo.remat.peak import Buffer
 from tightship.hlo.shape import Shape
 from tightship.plan import Step
 
@@ -57,7 +65,7 @@ class _Run:
             self.at.update(dict.fromkeys(counted.leaves(p.name), p.name))
 
     def emit(self, i: Instruction, operands: tuple[str, ...], name: str) -> None:
-        made = i if name == i.name else self.writer.copies.copied(replace(i, root=False), self.inside.name)
+        made = i if name == i.name else self.writer.copies.clone(replace(i, root=False), self.inside.name)
         if before := i.control_predecessors:  # every run of theirs comes first (R11)
             every = ", ".join(f"%{run}" for p in before for run in self.runs.get(p, ()))
             made = made.but(**{"control-predecessors": f"{{{every}}}"})

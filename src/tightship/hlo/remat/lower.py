@@ -16,20 +16,16 @@ from tightship.analysis.bounds import lower_bound
 from tightship.analysis.packing import packings
 from tightship.graph import Graph, Op, Storage, Value
 from tightship.hlo.module import Computation, Instruction, Module
-from tightship.hlo.remat.cost import ACCELERATOR, Work
-from tightship.hlo.remat.peak import CALLING
-from tightship.hlo.remat.points_to import PointsTo
-from tightship.hlo.remat.rematerializable import may_repeat
-from tightship.hlo.remat.tracker import device_bytes
-from tightship.hlo.shape import Index, Shape
+from tightship.hlo.opcodes import KNOWN, ONCE
+from tightship.hlo.remat.cost import ACCELERATOR, Work, work_of
+from tightship.hlo.remat.peak import CALLING, Buffer, PointsTo, device_bytes, result_bytes, sequential_order
+from tightship.hlo.shape import Shape
 from tightship.plan import Step
 
-__all__ = ["LAZY", "Buffer", "Counted", "counted"]
+__all__ = ["LAZY", "Counted", "bound", "bounds", "counted", "may_repeat", "repeatable"]
 
 LAZY = frozenset({"tuple", "get-tuple-element", "bitcast"})
 """Opcodes that only hand addresses on and may stand anywhere."""
-
-Buffer = tuple[str, Index]
 
 _TYPES = {"pred": "bool", "bf16": "bfloat16", "f16": "float16", "f32": "float32", "f64": "float64"}
 """Element types by the names that graphs have for them, as far as codecs know them."""
@@ -240,3 +236,60 @@ class Counted:
 def _value(name: str, storage: int, shape: Shape) -> Value:
     strides = tuple(prod(shape.dims[k + 1 :]) for k in range(len(shape.dims)))
     return Value(name, storage, _TYPES.get(shape.dtype, shape.dtype), shape.dims, strides)
+
+
+# -- what may run again ----------------------------------------------------------------------------------------
+
+PURE_CALLS = (
+    "__cublas$gemm",
+    "__cublas$lt$matmul",
+    "__cudnn$convForward",
+    "__cudnn$convBiasActivationForward",
+)
+"""Calls of libraries that give the same result for the same operands and touch nothing else."""
+
+
+def repeatable(module: Module, i: Instruction) -> bool:
+    """Whether an instruction may run again (R6); one that nothing is known of may not."""
+    if i.opcode in ONCE or i.opcode not in KNOWN or i.attribute("custom_call_has_side_effect") == "true":
+        return False
+    if i.opcode == "copy":
+        return True
+    return all(repeatable_inside(module, name) for name in i.called)
+
+
+def repeatable_inside(module: Module, name: str) -> bool:
+    inside = module.by_name[name]
+    free = {"parameter", "constant", "tuple", "custom-call", "partition-id"}
+    return all(
+        (i.opcode in free and i.attribute("custom_call_has_side_effect") != "true") or repeatable(module, i)
+        for i in inside.instructions
+    )
+
+
+def may_repeat(module: Module, i: Instruction, *, libraries: bool = True) -> bool:
+    """Whether an instruction may run again; calls of libraries that have no effects only with ``libraries``."""
+    if i.opcode == "custom-call" and i.attribute("custom_call_has_side_effect") != "true":
+        return libraries and i.custom_call_target.startswith(PURE_CALLS)
+    return repeatable(module, i)
+
+
+# -- lower bounds -----------------------------------------------------------------------------------------------
+
+
+def bound(module: Module, allow: Sequence[str] = ("recompute",), *, lossy: bool = False) -> int:
+    """Bytes that the module needs however it is ordered and repeated, called computations at their least, where
+    arrays may wait in the ways of ``allow`` (recompute, compress, offload)."""
+    return bounds(module, allow, lossy=lossy)[module.entry.name] + result_bytes(module)
+
+
+def bounds(
+    module: Module, allow: Sequence[str] = ("recompute",), *, lossy: bool = False
+) -> Mapping[str, int]:
+    """The same of each computation that is run in sequence, beyond its parameters and its result."""
+    work = work_of(module)
+    least: dict[str, int] = {}
+    for name in sequential_order(module):
+        c = counted(module, name, least, work)
+        least[name] = c.least(allow, lossy=lossy)
+    return least

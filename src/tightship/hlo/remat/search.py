@@ -17,14 +17,21 @@ from dataclasses import dataclass, fields, replace
 
 from tightship.baselines import xla_remat
 from tightship.baselines.xla_remat import Remade
-from tightship.errors import BadInput, Infeasible
+from tightship.errors import Infeasible
 from tightship.hlo.module import Module
-from tightship.hlo.remat.bound import bound
 from tightship.hlo.remat.cost import work_of
 from tightship.hlo.remat.emit import Writer, write
-from tightship.hlo.remat.lower import Buffer, Counted, counted
-from tightship.hlo.remat.peak import CALLING, module_peak, peaks, result_bytes, sequential_order
-from tightship.hlo.remat.transfers import ways
+from tightship.hlo.remat.instructions import ways
+from tightship.hlo.remat.lower import Counted, bound, counted
+from tightship.hlo.remat.peak import (
+    CALLING,
+    Buffer,
+    module_peak,
+    peaks,
+    require_schedule,
+    result_bytes,
+    sequential_order,
+)
 from tightship.plan import Plan
 from tightship.planners import default
 from tightship.simulate import baseline, replay
@@ -68,8 +75,7 @@ def plan(module: Module, limit: int, options: Options | None = None) -> Remade:
 
     Raises ``BadInput`` when the module has no schedule.
     """
-    if not module.scheduled:
-        raise BadInput("a module has a schedule (is_scheduled=true) to be rematerialised", module.name)
+    require_schedule(module)
     o = options or Options()
     allow = ways(o.allow)
     out = result_bytes(module)
@@ -217,7 +223,7 @@ class _Search:
             at = self._graph(name)
             changed[name] = write(at, made.steps, writer)
             again += [at.ops[step.op].name for step in made.steps if step.kind == "recompute"]
-        return _Written(writer.copies.written(changed), tuple(again), writer.origin, writer.aside)
+        return _Written(writer.copies.rewrite(changed), tuple(again), writer.origin, writer.aside)
 
     def result(self, limit: int) -> Remade:
         out = result_bytes(self.module)

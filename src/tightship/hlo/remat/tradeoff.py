@@ -10,14 +10,13 @@ from __future__ import annotations
 from dataclasses import replace
 
 from tightship.baselines import xla_remat
-from tightship.errors import BadInput
 from tightship.graph import Graph, Storage, Value
 from tightship.hlo import Module
 from tightship.hlo.remat.as_plan import as_plan
 from tightship.hlo.remat.cost import work_of
+from tightship.hlo.remat.instructions import ways
 from tightship.hlo.remat.lower import counted
-from tightship.hlo.remat.peak import module_peak, peaks, result_bytes, sequential_order
-from tightship.hlo.remat.transfers import ways
+from tightship.hlo.remat.peak import module_peak, peaks, require_schedule, result_bytes, sequential_order
 from tightship.planners import default, frontier
 from tightship.planners.frontier import Frontier, Other, Said
 
@@ -41,8 +40,7 @@ def tradeoff(
 
     Raises ``BadInput`` for a module without a schedule.
     """
-    if not module.scheduled:
-        raise BadInput("a module has a schedule (is_scheduled=true) to be planned", module.name)
+    require_schedule(module)
     o = replace(options or default.Options(), place=False, hand_out=False)
     ways(o.allow)
     at = counted(module, module.entry.name, peaks(module), work_of(module))
