@@ -79,20 +79,21 @@ $(PY):
 	  || { $(PYTHON) -m venv --clear --without-pip $(VENV) && $(PYTHON) -m pip --python $(PY) install pip; } \
 	  || { rm -rf $(VENV); echo "no virtual environment: install your system's python3-venv package" >&2; exit 2; }
 
-# torch first and by its exact version: resolved together with the rest, pip may choose another build of it,
+# pip from 25.1 on knows dependency groups. torch first and by its exact version: resolved together with the rest, pip may choose another build of it,
 # which brings gigabytes of GPU libraries along.
 $(TOOLS): | $(PY)
+	$(PIP) install "pip>=25.1"
 	$(PIP) install torch==2.13.0
 	$(PIP) install "scikit-build-core>=1.0" "nanobind>=3.0" cmake ninja
 	touch $@
 
 # No build isolation: the build folder is kept, so a changed C++ file alone is compiled anew.
 $(READY): $(TOOLS) pyproject.toml CMakeLists.txt $(wildcard cpp/*)
-	$(PIP) install --no-build-isolation -e ".[dev,demo]"
+	$(PIP) install --no-build-isolation -e ".[demo,huggingface,jax,onnx,solver]" --group dev
 	touch $@
 
 $(DOCS_READY): $(READY)
-	$(PIP) install --no-build-isolation -e ".[docs]"
+	$(PIP) install --group docs
 	touch $@
 
 $(SANITIZED_READY): $(READY) CMakeLists.txt $(wildcard cpp/*)

@@ -17,6 +17,7 @@ from typing import Any
 from tightship.cli import parser
 from tightship.cli.options import documented
 from tightship.planners import PlannerInfo, planners
+from tightship.verify import PLACEMENT_RULES, PLAN_RULES
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -39,8 +40,28 @@ def pages() -> dict[str, str]:
     """Every generated page: its path within the site, and its text."""
     made = {"planners/index.md": planner_index(), "reference/cli.md": command_line()}
     made["modules.md"] = modules()
+    made["contributing.md"] = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8").replace("](docs/", "](")
+    made["reference/rules.md"] = rules()
     made["changelog.md"] = (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
     return made | {planner_path(info): planner_page(info) for info in planners().values()}
+
+
+# --- the verifier's rules ---
+
+
+def rules() -> str:
+    lines = ["# The verifier's rules", ""]
+    lines += [
+        "Every plan and every placement is checked against these before it is handed out; `tightship verify`"
+    ]
+    lines += [
+        "checks a file. A violation has the rule's code, the step, the names concerned and a sentence.",
+        "",
+    ]
+    for title, table in (("Plans", PLAN_RULES), ("Placements", PLACEMENT_RULES)):
+        lines += [f"## {title}", "", "| code | what is wrong |", "| --- | --- |"]
+        lines += [*(f"| `{rule.code}` | {cell(rule.sentence.replace('``', '`'))} |" for rule in table), ""]
+    return "\n".join(lines)
 
 
 # --- planners ---

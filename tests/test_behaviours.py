@@ -16,8 +16,9 @@ from pathlib import Path
 import pytest
 
 TESTS = Path(__file__).resolve().parent
-SYSTEMS = {"R": 20, "G": 15, "A": 10, "M": 10, "L": 8}
-BEHAVIOURS = [f"{system}{n}" for system, last in SYSTEMS.items() for n in range(1, last + 1)]
+PAGES = sorted((TESTS.parent / "docs" / "systems").glob("*.md"))
+BEHAVIOURS = [b for page in PAGES for b in re.findall(r"^\| ([RGAML]\d+) \|", page.read_text(), re.MULTILINE)]
+"""Rows of the tables in docs/systems."""
 REAL = re.compile(
     r"\b(captured|measured|recorded|planned|step|program|case|MODELS|zoo|capture_loss|capture_step|hlo_data|hlo_dumps)\b"
 )
@@ -56,6 +57,11 @@ def test_a_behaviour_is_tested_by_name(behaviour: str) -> None:
 def test_a_behaviour_is_tested_on_a_real_model(behaviour: str) -> None:
     names = [name for name, _ in found()[behaviour]]
     assert any(real for _, real in found()[behaviour]), f"{behaviour} is tested on made graphs alone: {names}"
+
+
+def test_the_pages_number_them_without_gaps() -> None:
+    systems = {"R": 20, "G": 15, "A": 10, "M": 10, "L": 8}
+    assert sorted(BEHAVIOURS) == sorted(f"{s}{n}" for s, last in systems.items() for n in range(1, last + 1))
 
 
 def test_no_test_names_a_behaviour_that_there_is_not() -> None:

@@ -1,4 +1,5 @@
-"""The direction of imports: a file imports only from layers above it, and frameworks stay in their places.
+"""The direction of imports: a file imports only from layers above it, frameworks stay in their places, no module
+is private to a package and imported from outside of it, and no modules import one another in a circle.
 
 Imports inside functions count too: they hide a dependency, they do not remove it.
 """
@@ -173,3 +174,60 @@ def test_relative_imports_of_a_package_start_at_itself() -> None:
     assert faults("from . import dfs\nfrom .dfs import order", "tightship.planners", is_package=True) == []
     assert faults("from .cli import main", "tightship", is_package=True) == []
     assert len(faults("from ..execute import arena", "tightship.planners", is_package=True)) == 1
+
+
+# --- privacy and circles ---
+
+
+def module_of(path: Path) -> tuple[str, bool]:
+    parts = list(path.relative_to(SOURCE.parent).with_suffix("").parts)
+    is_package = parts[-1] == "__init__"
+    return ".".join(parts[:-1] if is_package else parts), is_package
+
+
+def graph_of_imports() -> dict[str, set[str]]:
+    """Every module, and the modules of the package that it imports, inside of functions too."""
+    modules = {module_of(path)[0]: path for path in source_files()}
+    edges: dict[str, set[str]] = {}
+    for module, path in modules.items():
+        package = module.split(".") if module_of(path)[1] else module.split(".")[:-1]
+        edges[module] = set()
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Import):
+                edges[module] |= {alias.name for alias in node.names} & modules.keys()
+            elif isinstance(node, ast.ImportFrom):
+                base = package[: len(package) - node.level + 1] if node.level else []
+                source = ".".join([*base, *filter(None, [node.module])])
+                for alias in node.names:
+                    name = f"{source}.{alias.name}"
+                    if name in modules or (source in modules and alias.name != "_core"):
+                        edges[module].add(name if name in modules else source)
+        edges[module].discard(module)
+    return edges
+
+
+IMPORTS = graph_of_imports()
+
+
+def test_a_private_module_is_imported_only_within_its_package() -> None:
+    found = [
+        (module, target)
+        for module, targets in IMPORTS.items()
+        for target in targets
+        for package, _, name in [target.rpartition(".")]
+        if name.startswith("_") and not f"{module}.".startswith(f"{package}.")
+    ]
+    assert found == []
+
+
+def test_no_modules_import_one_another_in_a_circle() -> None:
+    left = {module: targets - TOLD_APART.get(module, set()) for module, targets in IMPORTS.items()}
+    while free := [module for module, targets in left.items() if not targets & left.keys()]:
+        for module in free:
+            del left[module]
+    ring = {m for m in left if any(m in left[other] for other in left)}
+    assert not ring, sorted(ring)
+
+
+TOLD_APART = {"tightship.errors": {"tightship.units"}}
+"""Errors say bytes as units does, and units raises errors: the one import inside of a function."""

@@ -1,18 +1,5 @@
 """Verify a placement: every rule it breaks, by name, sharing no code with any planner.
 
-=================  ==================================================================
-missing            a buffer of the problem has no offset, or no pool
-unknown            an offset, or a pool, belongs to no buffer of the problem
-out-of-bounds      bytes before offset 0 or beyond the arena
-misaligned         an offset is no multiple of its buffer's alignment
-moved-pin          a pinned buffer lies elsewhere
-colocation-broken  buffers of one group do not share an offset of one heap
-wrong-pool         a buffer lies in a pool it may not lie in, or one there is not
-overlap            two buffers share bytes while both are, or may be, alive
-over-capacity      the arena is larger than the capacity: of the problem, a pool, a heap
-bound              the claimed lower bound is above the arena, so it is none
-=================  ==================================================================
-
 Two buffers of one heap overlap when, at some time, bytes that are alive of the one are alive bytes of the other:
 within a gap, those of the gap's window alone. Members of a group do not overlap each other. Whether there are any is
 found for all at once (``disjoint``); if so, which, by a sweep over time with what is alive kept in order of offset.
@@ -32,6 +19,7 @@ from __future__ import annotations
 
 from bisect import bisect_left, insort
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from itertools import pairwise
 from operator import attrgetter
 from typing import NamedTuple
@@ -40,9 +28,9 @@ import numpy as np
 import numpy.typing as npt
 
 from tightship.plan import Buffer, Problem, Solution
-from tightship.violation import Violation
+from tightship.violation import Rule, Violation
 
-__all__ = ["CODES", "check_solution", "disjoint", "within_capacity"]
+__all__ = ["PLACEMENT_RULES", "check_solution", "disjoint", "within_capacity"]
 
 
 Ints = npt.NDArray[np.int64]
@@ -97,19 +85,6 @@ def _touch(lying: tuple[Ints, Ints, Ints, Ints], key: Ints, edge: Ints, start: I
     return bool(below.any() or above.any())
 
 
-CODES = (
-    "missing",
-    "unknown",
-    "out-of-bounds",
-    "misaligned",
-    "moved-pin",
-    "colocation-broken",
-    "wrong-pool",
-    "overlap",
-    "over-capacity",
-    "bound",
-)
-
 _FEW = 32  # conflicts of a buffer, on average, up to which each is turned alone
 _COLUMNS = 128  # bytes of each row of conflicts that are turned at a time
 
@@ -131,36 +106,36 @@ class _Placed(NamedTuple):
         return f"buffer {self.buffer.id!r} at [{self.offset}, {self.offset + self.buffer.size}){where}"
 
 
-def check_solution(problem: Problem, solution: Solution) -> list[Violation]:
-    """Everything that is wrong with ``solution``; nothing, if it is right."""
+@dataclass(frozen=True)
+class _Case:
+    """A solution of a problem under inspection, its buffers as they lie, and what was found wrong so far."""
+
+    problem: Problem
+    solution: Solution
+    homes: Sequence[Home]
+    placed: list[_Placed]
+    found: list[Violation]
+
+
+def _case(problem: Problem, solution: Solution) -> _Case:
     homes: Sequence[Home] = solution.homes if problem.pools else [("", 0)] * len(problem.buffers)
     rows = zip(range(len(problem.buffers)), problem.buffers, solution.offsets, homes, strict=False)
-    placed = list(map(_Placed._make, rows))
-    found = list(_counts(problem, solution, homes))
-    for p in placed:
-        if _is_wrong_alone(p, solution.arena):
-            found += _alone(p, solution.arena)
-    found += _groups(placed)
-    if problem.pools:
-        found += _wrong_pools(problem, placed)
-    by_home = _by_home(placed)
-    for there in by_home.values():
-        found += _overlaps(there)
-    if problem.conflicts:
-        named = {frozenset(v.subjects) for v in found if v.code == "overlap"}
-        rows_of = _symmetric(problem.conflicts, len(problem.buffers))
-        for there in by_home.values():
-            found += (v for v in _conflicts(there, rows_of) if frozenset(v.subjects) not in named)
-    found += _sums(problem, solution, by_home)
-    return found
+    return _Case(problem, solution, homes, list(map(_Placed._make, rows)), [])
+
+
+def check_solution(problem: Problem, solution: Solution) -> list[Violation]:
+    """Everything that is wrong with ``solution``; nothing, if it is right."""
+    case = _case(problem, solution)
+    for check in dict.fromkeys(rule.check for rule in PLACEMENT_RULES):
+        check(case)
+    return case.found
 
 
 def within_capacity(problem: Problem, solution: Solution) -> bool:
     """Whether a solution in which nothing else is wrong is within all capacities."""
-    homes = solution.homes if problem.pools else [("", 0)] * len(problem.buffers)
-    rows = zip(range(len(problem.buffers)), problem.buffers, solution.offsets, homes, strict=True)
-    by_home = _by_home([_Placed(*row) for row in rows])
-    return not any(v.code == "over-capacity" for v in _sums(problem, solution, by_home))
+    case = _case(problem, solution)
+    _sums(case)
+    return not any(v.code == "over-capacity" for v in case.found)
 
 
 def _by_home(placed: Sequence[_Placed]) -> dict[Home, list[_Placed]]:
@@ -170,8 +145,12 @@ def _by_home(placed: Sequence[_Placed]) -> dict[Home, list[_Placed]]:
     return by_home
 
 
-def _sums(problem: Problem, solution: Solution, by_home: dict[Home, list[_Placed]]) -> Iterator[Violation]:
+def _sums(case: _Case) -> None:
     """What the arena claims, and what there is room for."""
+    case.found.extend(_sums_of(case.problem, case.solution, _by_home(case.placed)))
+
+
+def _sums_of(problem: Problem, solution: Solution, by_home: dict[Home, list[_Placed]]) -> Iterator[Violation]:
     tops = {home: max(p.offset + p.buffer.size for p in there) for home, there in by_home.items()}
     if problem.pools and sum(tops.values()) > solution.arena:
         message = f"the heaps span {sum(tops.values())} bytes together, the arena claims {solution.arena}"
@@ -193,7 +172,11 @@ def _sums(problem: Problem, solution: Solution, by_home: dict[Home, list[_Placed
         yield Violation("bound", -1, (), message)
 
 
-def _counts(problem: Problem, solution: Solution, homes: Sequence[Home]) -> Iterator[Violation]:
+def _counts(case: _Case) -> None:
+    case.found.extend(_missing_or_unknown(case.problem, case.solution, case.homes))
+
+
+def _missing_or_unknown(problem: Problem, solution: Solution, homes: Sequence[Home]) -> Iterator[Violation]:
     known, given = len(problem.buffers), len(solution.offsets)
     for buffer in problem.buffers[given:]:
         yield Violation("missing", buffer.lower, (buffer.id,), f"buffer {buffer.id!r} has no offset")
@@ -205,6 +188,12 @@ def _counts(problem: Problem, solution: Solution, homes: Sequence[Home]) -> Iter
     for k in range(known, len(homes)):
         message = f"pool {homes[k][0]!r} is number {k + 1}, but the problem has {known} buffers"
         yield Violation("unknown", -1, (f"#{k}",), message)
+
+
+def _each(case: _Case) -> None:
+    for p in case.placed:
+        if _is_wrong_alone(p, case.solution.arena):
+            case.found.extend(_alone(p, case.solution.arena))
 
 
 def _is_wrong_alone(p: _Placed, arena: int) -> bool:
@@ -224,24 +213,25 @@ def _alone(p: _Placed, arena: int) -> Iterator[Violation]:
         yield Violation("moved-pin", b.lower, (b.id,), f"{p} is pinned to offset {b.pinned}")
 
 
-def _groups(placed: Sequence[_Placed]) -> Iterator[Violation]:
+def _groups(case: _Case) -> None:
     first: dict[str, _Placed] = {}
-    for p in placed:
+    for p in case.placed:
         if not p.buffer.group:
             continue
         other = first.setdefault(p.buffer.group, p)
         if (p.offset, p.home) != (other.offset, other.home):
             message = f"{p} and {other} are of group {p.buffer.group!r}, which shares an offset"
-            yield Violation("colocation-broken", p.buffer.lower, (p.buffer.id, other.buffer.id), message)
+            subjects = (p.buffer.id, other.buffer.id)
+            case.found.append(Violation("colocation-broken", p.buffer.lower, subjects, message))
 
 
-def _wrong_pools(problem: Problem, placed: Sequence[_Placed]) -> Iterator[Violation]:
-    known = {pool.name: pool for pool in problem.pools}
-    for p in placed:
+def _pools(case: _Case) -> None:
+    known = {pool.name: pool for pool in case.problem.pools}
+    for p in case.placed if known else ():
         name, heap = p.home
         allowed = p.buffer.pools or tuple(known)
         if not name and name not in known:
-            yield Violation("missing", p.buffer.lower, (p.buffer.id,), f"{p} has no pool")
+            case.found.append(Violation("missing", p.buffer.lower, (p.buffer.id,), f"{p} has no pool"))
             continue
         if name not in known or heap < 0 or (heap and known[name].heap is None):
             message = f"{p}: there is no such pool or heap (pools: {', '.join(known)})"
@@ -249,10 +239,22 @@ def _wrong_pools(problem: Problem, placed: Sequence[_Placed]) -> Iterator[Violat
             message = f"{p} may lie in {', '.join(allowed)} only"
         else:
             continue
-        yield Violation("wrong-pool", p.buffer.lower, (p.buffer.id,), message)
+        case.found.append(Violation("wrong-pool", p.buffer.lower, (p.buffer.id,), message))
 
 
 # --- overlaps of what is alive ---
+
+
+def _shared_bytes(case: _Case) -> None:
+    by_home = _by_home(case.placed)
+    for there in by_home.values():
+        case.found.extend(_overlaps(there))
+    if not case.problem.conflicts:
+        return
+    named = {frozenset(v.subjects) for v in case.found if v.code == "overlap"}
+    rows_of = _symmetric(case.problem.conflicts, len(case.problem.buffers))
+    for there in by_home.values():
+        case.found.extend(v for v in _conflicts(there, rows_of) if frozenset(v.subjects) not in named)
 
 
 class _Part(NamedTuple):
@@ -434,3 +436,17 @@ def _members(bits: int) -> Iterator[int]:
         low = bits & -bits
         yield low.bit_length() - 1
         bits ^= low
+
+
+PLACEMENT_RULES = (
+    Rule("missing", "A buffer of the problem has no offset, or no pool.", _counts),
+    Rule("unknown", "An offset, or a pool, belongs to no buffer of the problem.", _counts),
+    Rule("out-of-bounds", "Bytes lie before offset 0 or beyond the arena.", _each),
+    Rule("misaligned", "An offset is no multiple of its buffer's alignment.", _each),
+    Rule("moved-pin", "A pinned buffer lies elsewhere.", _each),
+    Rule("colocation-broken", "Buffers of one group do not share an offset of one heap.", _groups),
+    Rule("wrong-pool", "A buffer lies in a pool it may not lie in, or in one that does not exist.", _pools),
+    Rule("overlap", "Two buffers share bytes while both are, or may be, alive.", _shared_bytes),
+    Rule("over-capacity", "The arena is larger than the capacity of the problem, a pool or a heap.", _sums),
+    Rule("bound", "The claimed lower bound is above the arena.", _sums),
+)

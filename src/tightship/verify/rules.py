@@ -1,0 +1,223 @@
+"""The rules of a plan: one table of codes, sentences and checks, from which the verifier runs and the docs are made.
+
+A new rule is a row here and, unless a check that is there finds it on its way, a function of the `Inspection`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from tightship.graph import Graph
+from tightship.plan import Plan
+from tightship.verify.facts import Facts, Ledger, facts_of, unplanned_need
+from tightship.verify.lanes import Clocks
+from tightship.verify.placement import PLACEMENT_RULES
+from tightship.verify.residences import check_residences
+from tightship.verify.steps import Replay
+from tightship.verify.times import agree, elapsed
+from tightship.violation import Rule, Violation
+
+__all__ = ["PLACEMENT_RULES", "PLAN_RULES", "Inspection", "violations"]
+
+_DEEPEST = 100
+"""Plans lie in one another no deeper."""
+
+_ROUNDING = 1e-6
+"""The share of a time by which a bound of it, found by a solver, may be above it."""
+
+
+@dataclass(frozen=True)
+class Inspection:
+    """A plan for a graph under inspection: what checks read, and the ledger that they write."""
+
+    graph: Graph
+    plan: Plan
+    facts: Facts
+    clocks: Clocks
+    replay: Replay
+    ledger: Ledger
+    depth: int
+
+
+def violations(graph: Graph, plan: Plan, depth: int = 0) -> list[Violation]:
+    """Everything wrong with ``plan`` as a plan for ``graph``, itself inside of ``depth`` others."""
+    ledger, facts, clocks = Ledger(), facts_of(graph), Clocks(plan.steps)
+    replay = Replay(graph, facts, plan.steps, clocks, ledger, plan.lossy)
+    inspection = Inspection(graph, plan, facts, clocks, replay, ledger, depth)
+    for check in dict.fromkeys(rule.check for rule in PLAN_RULES):
+        check(inspection)
+    return ledger.found
+
+
+def _identity(i: Inspection) -> None:
+    if i.plan.digest != i.graph.digest:
+        message = f"the plan was made for another graph than {i.graph.name!r}"
+        i.ledger.add("unknown", -1, (i.graph.name,), message)
+
+
+def _steps(i: Inspection) -> None:
+    i.replay.run()
+
+
+def _peaks(i: Inspection) -> None:
+    plan = i.plan
+    before = i.facts.static_bytes + unplanned_need(i.graph, i.facts)
+    claims = (
+        ("peak", plan.peak, i.replay.peak, "its steps reach"),
+        ("peak_before", plan.peak_before, before, "the graph's own order has"),
+        ("static", plan.static, i.facts.static_bytes, "the graph's inputs have"),
+    )
+    for name, stated, found, where in claims:
+        if stated != found:
+            message = f"the plan states {stated} bytes as {name}, {where} {found}"
+            i.ledger.add("peak-mismatch", -1, (name,), message)
+
+
+def _budgets(i: Inspection) -> None:
+    graph, plan = i.graph, i.plan
+    outside = max(plan.host, i.replay.host_peak)
+    if plan.host_budget is not None and outside > plan.host_budget:
+        message = f"{outside} bytes are needed on the host, its budget is {plan.host_budget}"
+        i.ledger.add("over-budget", -1, (graph.name,), message)
+    placed = i.facts.static_bytes + plan.arena + plan.handed
+    if plan.budget is not None and max(i.replay.peak, placed) > plan.budget:
+        message = (
+            f"the peak is {i.replay.peak} bytes, all that is placed {placed}; the budget is {plan.budget}"
+        )
+        i.ledger.add("over-budget", -1, (graph.name,), message)
+
+
+def _times(i: Inspection) -> None:
+    plan = i.plan
+    took, once = elapsed(i.graph, plan.steps), sum(op.time for op in i.graph.ops)
+    if not agree(plan.time, took):
+        message = f"the plan states {plan.time} s as its time, its steps take {took} s"
+        i.ledger.add("time-mismatch", -1, ("time",), message)
+    if not agree(plan.time_before, once):
+        message = f"the plan states {plan.time_before} s as the unplanned time, the ops take {once} s"
+        i.ledger.add("time-mismatch", -1, ("time_before",), message)
+    if not plan.time_bound <= took * (1 + _ROUNDING):
+        message = f"the time bound of {plan.time_bound} s is above the time of {took} s"
+        i.ledger.add("bound", -1, (i.graph.name,), message)
+
+
+def _bound(i: Inspection) -> None:
+    if i.plan.lower_bound > i.replay.peak:
+        message = f"the lower bound of {i.plan.lower_bound} bytes is above the peak of {i.replay.peak}"
+        i.ledger.add("bound", -1, (i.graph.name,), message)
+
+
+def _counts(i: Inspection) -> None:
+    if not 0 <= i.plan.moved <= len(i.graph.ops):
+        message = f"the plan states that it moves {i.plan.moved} of {len(i.graph.ops)} ops"
+        i.ledger.add("count-mismatch", -1, ("moved",), message)
+
+
+def _residences(i: Inspection) -> None:
+    if i.plan.residences:
+        check_residences(i.graph, i.facts, i.plan, i.replay, i.clocks, i.ledger)
+        return
+    # Without residences there are no bytes that they span; on the host, those in use may be stated instead.
+    for name in ("arena", "handed", "host"):
+        nbytes = getattr(i.plan, name)
+        if nbytes and not (name == "host" and nbytes == i.replay.host_peak):
+            message = f"the plan states {nbytes} bytes as {name}, and has no residences"
+            i.ledger.add("peak-mismatch", -1, (name,), message)
+
+
+def _inner(i: Inspection) -> None:
+    """Plans of what ops run inside themselves are checked like any other; their violations name the op."""
+    graph, plan = i.graph, i.plan
+    if plan.inner and i.depth >= _DEEPEST:
+        i.ledger.add("inner", -1, (graph.name,), f"plans lie more than {_DEEPEST} deep in one another")
+        return
+    need: dict[int, int] = {}
+    for row in plan.inner:
+        if not 0 <= row.op < len(graph.ops):
+            i.ledger.add("unknown", -1, (str(row.op),), f"there is no op {row.op} to run a graph")
+            continue
+        inside = violations(row.graph, row.plan, i.depth + 1)
+        where = f"inside {graph.ops[row.op].name}: "
+        i.ledger.found += [replace(v, message=where + v.message) for v in inside]
+        need[row.op] = need.get(row.op, 0) + max(0, row.plan.peak - row.plan.static)
+    for k, nbytes in need.items():
+        op = graph.ops[k]
+        if nbytes > op.workspace:
+            message = (
+                f"the graph that {op.name} runs needs {nbytes} bytes, the op's workspace has {op.workspace}"
+            )
+            i.ledger.add("inner", -1, (op.name,), message)
+
+
+PLAN_RULES = (
+    Rule(
+        "unknown",
+        "An index, kind, form or stream does not exist, or the plan is for another graph.",
+        _identity,
+    ),
+    Rule("missing-op", "An op of the graph is not computed.", _steps),
+    Rule("repeated-op", "An op is computed, not recomputed, a second time.", _steps),
+    Rule("order", "Ops break a control edge, or the order of random ops among themselves.", _steps),
+    Rule("hazard", "Ops on one storage run out of order: one would see too few or too many writes.", _steps),
+    Rule(
+        "use-before-definition",
+        "An op uses a storage, or a view of one, before the op that makes it.",
+        _steps,
+    ),
+    Rule("not-resident", "An op or a copy uses a form that is not there.", _steps),
+    Rule("already-resident", "A step makes a form that is there already.", _steps),
+    Rule("stale", "Restored contents are not those wanted: a later write is missing, or is in.", _steps),
+    Rule(
+        "impure-recompute",
+        "A recomputed op is random without a saved state, has effects, writes the caller's bytes, or never ran.",
+        _steps,
+    ),
+    Rule(
+        "codec",
+        "A compressed form is one that no codec makes of these values, has another size, comes before the last "
+        "write, or is lossy where the plan allows no loss.",
+        _steps,
+    ),
+    Rule(
+        "reuse",
+        "A result takes the place of what its op may not overwrite, of what is the caller's or not there, or does "
+        "not lie exactly there.",
+        _steps,
+    ),
+    Rule("foreign-free", "A step frees what is the caller's or is not there.", _steps),
+    Rule("lost-output", "When the plan ends, a result is not there in its last version.", _steps),
+    Rule("leak", "When the plan ends, something besides the results is there.", _steps),
+    Rule("lane", "A step on another stream may still be using the bytes: a wait is missing.", _steps),
+    Rule("missing-residence", "A residence that the steps imply has no place.", _residences),
+    Rule(
+        "wrong-residence",
+        "A residence is none that the steps imply, or has another end, size, pool or event.",
+        _residences,
+    ),
+    Rule("overlap", "Two residences use the same bytes at the same time.", _residences),
+    Rule("misaligned", "An offset is no multiple of what the graph's device asks for.", _residences),
+    Rule(
+        "out-of-bounds",
+        "Bytes lie before or beyond the arena or the plan's bytes of the host pool.",
+        _residences,
+    ),
+    Rule(
+        "over-budget", "The peak, or the bytes placed, are over the budget; likewise on the host.", _budgets
+    ),
+    Rule(
+        "peak-mismatch",
+        "``peak``, ``peak_before``, ``static``, ``arena``, ``handed`` or ``host`` is not what steps and residences "
+        "give.",
+        _peaks,
+    ),
+    Rule(
+        "time-mismatch",
+        "``time`` or ``time_before`` is not what the steps, or the ops once each, take.",
+        _times,
+    ),
+    Rule("count-mismatch", "``moved`` is no number of the graph's ops.", _counts),
+    Rule("inner", "What an op runs inside itself needs more than the op's workspace.", _inner),
+    Rule("bound", "The claimed lower bound of the peak, or of the time, is above it.", _bound),
+)
+"""In the order of the steps, the places, the sums. A plan without any residence is a decision only and is checked
+without placement."""
