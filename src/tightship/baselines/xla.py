@@ -1,4 +1,4 @@
-"""XLA's greedy rematerialisation: at an op over the limit, recompute what gains most for its cost.
+"""XLA's greedy rematerialization: at an op over the limit, recompute what gains most for its cost.
 
 Problem: choose runs of ops to repeat so that the peak is within the limit. Measure: seconds of recomputation
 per byte gone from where the walk stands (policy ``ours``), or limit / bytes gained (``xla``). Source:
@@ -26,9 +26,10 @@ from typing import cast
 
 from tightship.analysis.bounds import lower_bound
 from tightship.baselines.xla_pick import Queue, Rescan
-from tightship.baselines.xla_tracker import Item, Place, Split, Tracker
+from tightship.baselines.xla_tracker import Item, Split, Tracker
 from tightship.errors import BadInput
 from tightship.graph import Graph
+from tightship.options import option
 from tightship.plan import Step
 from tightship.planners.evict.problem import Bits, Decision, Frame, Progress
 from tightship.simulate import baseline, replay
@@ -41,15 +42,15 @@ PLANNER = "evict/xla"
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """``policy``: ``ours`` or ``xla``. ``block``: ops recomputed together at most (0: 8 for ``ours``, 1 for
-    ``xla``, as is XLA's default). ``growth``: clones at most, as a multiple of the ops. For ``ours``:
-    ``tries``: steps tried and taken back at one op, at most; ``walks``: over the schedule, at most."""
+    """``tries`` and ``walks`` are for policy ``ours``."""
 
-    policy: str = "ours"
-    block: int = 0
-    growth: int = 4
-    tries: int = 32
-    walks: int = 4
+    policy: str = option("ours", "Which steps are taken and kept.", choices=("ours", "xla"))
+    block: int = option(
+        0, "Largest number of ops to recompute together (0: 8 for ours, 1 for xla, as XLA has it)."
+    )
+    growth: int = option(4, "Largest number of clones, as a multiple of the ops.")
+    tries: int = option(32, "Largest number of steps to try and take back at one op.")
+    walks: int = option(4, "Largest number of walks over the schedule.")
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +73,7 @@ def plan(
     """Steps that repeat ops so that the peak is within ``limit`` bytes, the static set included."""
     o = options or Options()
     if o.policy not in ("ours", "xla"):
-        raise BadInput("the policy is 'ours' or 'xla'", o.policy, "xla.Options")
+        raise BadInput(f"unknown policy {o.policy!r}; the policy is 'ours' or 'xla'")
     walk = Walk(frame.graph, frame.order, limit, o)
     walk.run(progress)
     steps = lower(walk.tracker)
@@ -128,12 +129,10 @@ class Walk:
 
     def walk(self, progress: Progress | None = None) -> bool:
         """Once over the schedule, or until all of it is under the limit; returns whether it was stopped."""
-        usage = self.tracker.usage
-        item, count = usage.first(), 0
-        while item is not None and self.peak > self.limit:
-            self.visit(_item(item))
-            item = usage.following(item)
-            count += 1
+        for count, item in enumerate(self.tracker.items(), 1):
+            if self.peak <= self.limit:
+                break
+            self.visit(item)
             if progress and count % 1024 == 0 and progress(self.peak, self.extra, self.peak <= self.limit):
                 return True
         return False
@@ -193,15 +192,11 @@ class Walk:
         """Dearest first, drop the clones whose results fit in memory until they are needed again."""
         t = self.tracker
         room = max(self.limit, self.peak)
-        clones = [i for i in map(_item, t.usage) if i.clone]
+        clones = [i for i in t.items() if i.clone]
         price = {i: t.graph.ops[i.op].time / max(1, sum(b.size for b in i.made)) for i in clones}
         for c in sorted(clones, key=lambda i: (-price[i], i.number)):
             if not c.gone:
                 t.merge(c, room)
-
-
-def _item(place: Place) -> Item:
-    return cast(Item, place)
 
 
 def _floor(tracker: Tracker, base: int) -> int:
@@ -224,8 +219,7 @@ def lower(tracker: Tracker) -> tuple[Step, ...]:
             if not b.live_out:
                 last.setdefault(b.end, []).append(b.storage)
     steps = []
-    for place in tracker.usage:
-        item = _item(place)
+    for item in tracker.items():
         made = tuple(b.storage for b in item.made)
         dead = last.get(item, [])
         if ran[item.op]:
@@ -243,8 +237,7 @@ def _bits(frame: Frame, tracker: Tracker) -> Bits:
     """The gaps that clones bridge, for searches that start from here."""
     where: dict[int, list[int]] = {}
     p = len(frame.order)
-    for place in reversed(list(tracker.usage)):
-        item = _item(place)
+    for item in reversed(list(tracker.items())):
         if not item.clone:
             p -= 1
             continue

@@ -203,10 +203,6 @@ class Buffer:
         return self.users[-1] if self.users else self.item
 
 
-def _item(place: Place) -> Item:
-    return cast(Item, place)
-
-
 @dataclass(frozen=True, slots=True)
 class Split:
     """One clone put in, with what is needed to take it out again."""
@@ -258,7 +254,9 @@ class Tracker:
         self.size = [s.size for s in graph.storages]
         self.extra = [extra_bytes(op) for op in graph.ops]
         self.may = [recomputable(graph, k) for k in range(len(graph.ops))]
+        rows = list(zip(graph.ops, uses.defines, strict=True))
         self.kept = [not graph.kept.isdisjoint(row) for row in uses.defines]
+        self.views = [any(graph.values[v].storage not in made for v in op.outputs) for op, made in rows]
         self.indirect = _indirect(graph)
         self.barriers = self._barriers(order)
         self.runs = [1] * len(graph.ops)
@@ -323,11 +321,17 @@ class Tracker:
         """The item running now has run: what nobody else reads is free."""
         self.now = None
 
+    def items(self) -> Iterator[Item]:
+        """The schedule in order; clones may be put in and sources removed meanwhile."""
+        place = self.usage.first()
+        while place is not None:
+            yield cast(Item, place)
+            place = self.usage.following(place)
+
     def rewind(self) -> None:
         """Back to the start, for another walk over the schedule as it is now."""
         self.now = None
-        for place in self.usage:
-            item = cast(Item, place)
+        for item in self.items():
             item.placed = item.moved = item.denied = False
         for rows in self.buffers:
             for b in rows:
@@ -379,7 +383,7 @@ class Tracker:
         return not any(b.done for b in item.made) and self.droppable(item)
 
     def droppable(self, item: Item) -> bool:
-        if self.uses.mutates[item.op]:
+        if self.uses.mutates[item.op] or self.views[item.op]:
             return False
         return not (self.kept[item.op] and any(b.live_out for b in item.made))
 
@@ -405,7 +409,7 @@ class Tracker:
     # -- the same in XLA's terms (`xla_pick.Candidates`) -------------------------------------------------------
 
     def ran(self) -> list[Item]:
-        return list(takewhile(lambda item: item is not self.now, map(_item, self.usage)))
+        return list(takewhile(lambda item: item is not self.now, self.items()))
 
     def released(self, item: Item) -> int | None:
         return None if any(self.indirect[b.storage] for b in item.made) else self.freed(item)

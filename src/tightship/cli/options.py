@@ -78,7 +78,7 @@ def documented(options: type[Any]) -> dict[str, str]:
     text = " ".join((options.__doc__ or "").split())
     head = rf"((?:``(?:{names})``(?:, )?)+): "
     parts = re.split(head, text)[1:]
-    found = {}
+    found = {f.name: help_of(f) for f in dataclasses.fields(options) if help_of(f)}
     for subjects, said in zip(parts[::2], parts[1::2], strict=True):
         for name in re.findall(r"``(\w+)``", subjects):
             found[name] = said.strip().rstrip(".").replace("``", "")

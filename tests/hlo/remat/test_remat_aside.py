@@ -196,15 +196,15 @@ def test_bounds_know_what_may_leave_memory() -> None:
 
 @pytest.mark.parametrize("planner", EITHER, ids=NAMES)
 @pytest.mark.parametrize("name", ["cpu_mlp", "cpu_lstm", "cpu_control"])
-def test_computes_the_same_values(planner, name: str) -> None:  # type: ignore[no-untyped-def]
+@pytest.mark.parametrize(("allow", "part"), [("recompute", 0.8), (ALL, 0.7)])
+def test_computes_the_same_values(planner, name: str, allow: str, part: float) -> None:  # type: ignore[no-untyped-def]
     m = hlo_data.module(name)
-    limit = max(bound(m, tuple(ALL.split(","))), int(0.7 * module_peak(m)))
-    options = {"allow": ALL} | (QUICK if planner is search else {})
+    limit = max(bound(m, tuple(allow.split(","))), int(part * module_peak(m)))
+    options = {"allow": allow} | (QUICK if planner is search else {})
     made = planner.plan(m, limit, planner.Options(**options))
-    assert (
-        planner is xla_remat or made.peak_after < made.peak_before
-    )  # XLA's way counts copies twice, and may end above
-    check(m, made)
+    if planner is search or allow == "recompute":  # XLA's way counts copies twice, and may end above
+        assert made.peak_after < made.peak_before
+    check(m, made, allow)
 
 
 def test_copies_take_their_time_where_nothing_hides_them() -> None:

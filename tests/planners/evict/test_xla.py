@@ -308,6 +308,14 @@ def test_R15_what_nobody_uses_any_more_is_removed() -> None:  # noqa: N802
     assert xla.report(frame(g), found, 11 * U).added == 0
 
 
+def test_R09_what_makes_a_view_of_another_storage_too_is_not_moved_behind_its_readers() -> None:  # noqa: N802
+    rows: list[Row] = [("p:1", "x", {}), ("e:4 v=p", "p", {}), ("m:8", "v", {}), ("n:1", "m", {})]
+    g = build([*rows, ("z:1", "e n", {})], "z")
+    for policy in ("ours", "xla"):
+        found = plan(g, 12, policy=policy)
+        assert names(g, found) == "p e m n e' z" and found.runs == 1
+
+
 class Checked(xla.Walk):
     """A walk that checks the tracker after every step."""
 

@@ -1,4 +1,4 @@
-"""Our own rematerialisation of a scheduled module: the search of evictions and of an order, limit by limit.
+"""Our own rematerialization of a scheduled module: the search of evictions and of an order, limit by limit.
 
 Problem: repeat and move instructions so that the module's peak is within the limit. Measure: seconds of repeated
 work, from FLOPs and bytes of each instruction; the peak is XLA's (results throughout, parameters not). Source:
@@ -32,6 +32,7 @@ from tightship.hlo.remat.peak import (
     result_bytes,
     sequential_order,
 )
+from tightship.options import option
 from tightship.plan import Plan
 from tightship.planners import default
 from tightship.simulate import baseline, replay
@@ -55,19 +56,18 @@ _SLACK = 1.0001
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """``seconds``: of search, at most, for each computation. ``work``: ops simulated at most; makes plans
-    reproducible. ``libraries``: whether calls of cuBLAS and forward convolutions of cuDNN may be repeated when the
-    limit is not met without; XLA never repeats custom calls. ``allow``: how arrays may leave memory, between commas
-    (recompute, compress, offload). ``lossy``: single precision may be packed as bfloat16. ``host``: bytes that may be
-    copied out at once, 0 for any number."""
+    """``work`` makes plans reproducible, ``seconds`` do not. XLA never recomputes calls of ``libraries``."""
 
-    seconds: float = 10.0
-    work: int = 80_000_000
-    libraries: bool = True
-    seed: int = 0
-    allow: str = "recompute"
-    lossy: bool = False
-    host: int = 0
+    seconds: float = option(10.0, "Time limit of the search in each computation.")
+    work: int = option(80_000_000, "Largest number of ops to simulate.")
+    libraries: bool = option(
+        True,
+        "Recompute calls of cuBLAS and forward convolutions of cuDNN where the limit is not met without.",
+    )
+    seed: int = option(0, "Seed of the search.")
+    allow: str = option("recompute", "Ways out of memory, between commas: recompute, compress, offload.")
+    lossy: bool = option(False, "Let single precision be packed as bfloat16.")
+    host: int = option(0, "Largest number of bytes in the host's memory at once (0: any number).")
 
 
 def plan(module: Module, limit: int, options: Options | None = None) -> Remade:
