@@ -24,7 +24,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import cast
 
-from tightship.analysis.bounds import lower_bound
 from tightship.baselines.xla_pick import Queue, Rescan
 from tightship.baselines.xla_tracker import Item, Split, Tracker
 from tightship.errors import BadInput
@@ -32,9 +31,9 @@ from tightship.graph import Graph
 from tightship.options import option
 from tightship.plan import Step
 from tightship.planners.evict.problem import Bits, Decision, Frame, Progress
-from tightship.simulate import baseline, replay
+from tightship.simulate import replay
 
-__all__ = ["Options", "Report", "plan", "report"]
+__all__ = ["Options", "plan"]
 
 PLANNER = "evict/xla"
 """Its group and its name on the command line."""
@@ -51,20 +50,6 @@ class Options:
     growth: int = option(4, "Largest number of clones, as a multiple of the ops.")
     tries: int = option(32, "Largest number of steps to try and take back at one op.")
     walks: int = option(4, "Largest number of walks over the schedule.")
-
-
-@dataclass(frozen=True, slots=True)
-class Report:
-    """What a decision did (R15): bytes before and after, runs repeated, net steps added, and how far from the
-    bound. ``warning`` is empty when the limit is met."""
-
-    peak_before: int
-    peak_after: int
-    recomputed: int
-    added: int
-    lower_bound: int
-    met: bool
-    warning: str
 
 
 def plan(
@@ -247,22 +232,3 @@ def _bits(frame: Frame, tracker: Tracker) -> Bits:
     for g, (s, start, end) in enumerate(frame.gaps.tolist()):
         bits[g] = s in where and any(start < p <= end for p in where[s])
     return bits
-
-
-def report(frame: Frame, decision: Decision, limit: int) -> Report:
-    """What a decision of this planner did (R15), and how far it is from the best (R20)."""
-    steps = decision.steps or ()
-    before = replay(frame.graph, baseline(frame.graph, frame.order)).peak
-    runs = sum(1 for s in steps if s.kind in ("compute", "recompute"))
-    warning = ""
-    if not decision.met:
-        warning = f"limit of {limit} bytes not met: the best peak reached is {decision.peak} bytes"
-    return Report(
-        before,
-        decision.peak,
-        decision.runs,
-        runs - len(frame.order),
-        int(lower_bound(frame.graph)),
-        decision.met,
-        warning,
-    )

@@ -37,7 +37,7 @@ from tightship.hlo.remat.peak import CALLING, PASSES_ON, peaks, require_schedule
 from tightship.hlo.shape import Index
 from tightship.options import option
 
-__all__ = ["Options", "Remade", "plan"]
+__all__ = ["Options", "Result", "plan"]
 
 PLANNER = "remat/xla"
 """Its group and its name on the command line."""
@@ -53,7 +53,7 @@ class Options:
 
 
 @dataclass(frozen=True)
-class Remade:
+class Result:
     """A module that was made to need less: peaks in bytes as XLA counts them, instructions ``recomputed`` in the
     order they were chosen, and how many more the module has (R15). ``origin`` has the first name of each clone,
     ``aside`` what instructions do that set arrays aside or bring them back (offload, offloaded, fetch, fetched,
@@ -85,7 +85,7 @@ class Remade:
         )
 
 
-def plan(module: Module, limit: int, options: Options | None = None) -> Remade:
+def plan(module: Module, limit: int, options: Options | None = None) -> Result:
     """The module with instructions repeated so that its peak is at most ``limit`` bytes, or as XLA leaves it.
 
     Raises ``BadInput`` when the module has no schedule.
@@ -99,7 +99,7 @@ def plan(module: Module, limit: int, options: Options | None = None) -> Remade:
     # What is copied out is counted twice while it is walked; the module written says what there is.
     after = peaks(made)[entry] if run.aside else run.peak[entry]
     chosen = tuple(run.chosen)
-    return Remade(made, limit, before + out, after + out, chosen, run.added, run.origin, run.aside)
+    return Result(made, limit, before + out, after + out, chosen, run.added, run.origin, run.aside)
 
 
 class _Run:

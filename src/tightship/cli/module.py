@@ -11,7 +11,7 @@ from typing import Any
 
 from tightship import api
 from tightship.baselines import xla_assign as assigned
-from tightship.baselines.xla_remat import Remade
+from tightship.baselines.xla_remat import Result
 from tightship.cli.options import given_options, model_options
 from tightship.cli.output import Output
 from tightship.cli.source import writable
@@ -63,7 +63,7 @@ def plan_module(chosen: argparse.Namespace, out: Output) -> int:
     limit = before if budget is None else budget.resolve(before)
     began = time.perf_counter()
     with Line(out.errors, f"planning {module.name}"):
-        made: Remade = info.plan(module, limit, options)
+        made: Result = info.plan(module, limit, options)
     seconds = time.perf_counter() - began
     least = bounds(module, ways(options.allow), lossy=getattr(options, "lossy", False))
     graph, plan = as_plan(module, made, info.name, least)
@@ -127,7 +127,7 @@ def _options(kind: type[Any], given: dict[str, Any]) -> Any:
     return kind(**known)
 
 
-def _rows(module: Module, made: Remade, plan: Plan, least: int) -> dict[str, Any]:
+def _rows(module: Module, made: Result, plan: Plan, least: int) -> dict[str, Any]:
     work, names = work_of(module), sequential_order(module)
     longer = sum(p.time - p.time_before for p in _inner(plan))
     return {
@@ -167,7 +167,7 @@ def _inner(plan: Plan) -> Iterator[Plan]:
         yield from _inner(row.plan)
 
 
-def _said(module: Module, made: Remade, rows: dict[str, Any]) -> str:
+def _said(module: Module, made: Result, rows: dict[str, Any]) -> str:
     verdict = "within the limit" if made.met else "ABOVE the limit"
     least = rows["lower_bound"]
     longer = rows["time_after"] / rows["time_before"] - 1 if rows["time_before"] else 0.0

@@ -66,7 +66,7 @@ def masked(n: int = 512) -> Module:
 """)
 
 
-def check(m: Module, made: xla_remat.Remade, allow: str = ALL) -> None:
+def check(m: Module, made: xla_remat.Result, allow: str = ALL) -> None:
     """What every rewritten module has to be."""
     assert made.peak_after == module_peak(made.module)
     assert same_results(m, made.module)

@@ -38,7 +38,7 @@ def dumped(folder: Path, pattern: str) -> Module:
     return parse(path.read_text(), path.name)
 
 
-def judged(m: Module, limit: int, theirs: int) -> xla_remat.Remade:
+def judged(m: Module, limit: int, theirs: int) -> xla_remat.Result:
     """Ours at a limit: met, or proved impossible, or less than XLA leaves; verified, and accepted by XLA's parser."""
     made = search.plan(m, limit, QUICK)
     assert made.peak_after == module_peak(made.module)

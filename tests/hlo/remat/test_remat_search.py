@@ -38,7 +38,7 @@ QUICK = search.Options(seconds=60.0, work=6_000_000)
 LIMITS = {"gpu_tx_unroll_250000000": 184.20, "gpu_cnn_30000000": 21.45, "gpu_mlp_35000000": 26.32}
 
 
-def repeated_flops(m: Module, made: xla_remat.Remade) -> int:
+def repeated_flops(m: Module, made: xla_remat.Result) -> int:
     work, names = work_of(m), sequential_order(m)
     return made.flops(work, names) - sum(sum(work.flops[name].values()) for name in names)
 

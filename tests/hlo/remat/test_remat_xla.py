@@ -32,7 +32,7 @@ class Logged:
 
 
 @pytest.fixture(scope="module", params=hlo_data.GPU)
-def case(request: pytest.FixtureRequest) -> tuple[Module, Module, Logged, xla_remat.Remade]:
+def case(request: pytest.FixtureRequest) -> tuple[Module, Module, Logged, xla_remat.Result]:
     name = request.param
     before, after = hlo_data.module(name, hlo_data.BEFORE), hlo_data.module(name, hlo_data.AFTER)
     logged = Logged(name)

@@ -20,7 +20,7 @@ from tightship.hlo.remat.instructions import (
     suffixed,
     unpack,
 )
-from tightship.hlo.remat.lower import LAZY, Counted
+from tightship.hlo.remat.lower import LAZY, Lowering
 from tightship.hlo.remat.peak import Buffer
 from tightship.hlo.shape import Shape
 from tightship.plan import Step
@@ -43,9 +43,9 @@ class _Run:
     """The computation written so far; ``at[s]`` is the instruction that storage ``s`` was last made by, ``array[s]``
     the one that brought it back, if it was set aside since."""
 
-    def __init__(self, counted: Counted, writer: Writer) -> None:
-        self.counted, self.writer = counted, writer
-        self.inside = counted.computation
+    def __init__(self, lowering: Lowering, writer: Writer) -> None:
+        self.lowering, self.writer = lowering, writer
+        self.inside = lowering.computation
         self.out: list[Instruction] = []
         self.at: dict[int, str] = {}
         self.array: dict[int, str] = {}
@@ -53,7 +53,7 @@ class _Run:
         self.packed: dict[int, tuple[str, str]] = {}
         self.waiting: dict[tuple[str, int], Instruction] = {}  # ends of copies that have begun
         self.made: dict[int, Buffer] = {}
-        for buffer, s in counted.storage.items():
+        for buffer, s in lowering.storage.items():
             self.made.setdefault(s, buffer)
         self.ran: set[str] = set()
         self.runs: dict[str, list[str]] = {}
@@ -62,7 +62,7 @@ class _Run:
         for p in self.inside.parameters:
             self.out.append(p)
             self.latest[p.name] = p.name
-            self.at.update(dict.fromkeys(counted.leaves(p.name), p.name))
+            self.at.update(dict.fromkeys(lowering.leaves(p.name), p.name))
 
     def emit(self, i: Instruction, operands: tuple[str, ...], name: str) -> None:
         made = i if name == i.name else self.writer.copies.clone(replace(i, root=False), self.inside.name)
@@ -90,7 +90,7 @@ class _Run:
     def operand(self, name: str) -> str:
         """The instruction that now stands for ``name``; what only hands addresses on is written when first needed."""
         i = self.inside.by_name[name]
-        leaves = self.counted.leaves(name)
+        leaves = self.lowering.leaves(name)
         if i.opcode not in LAZY:
             whole = i.shape.is_tuple or not leaves or i.opcode == "while"
             if not whole and leaves[0] in self.array:
@@ -113,15 +113,15 @@ class _Run:
     def parted(self, i: Instruction) -> bool:
         """Whether a get-tuple-element takes an array out of what an op made."""
         source = self.inside.by_name[i.operands[0]]
-        return source.opcode not in LAZY and not i.shape.is_tuple and bool(self.counted.leaves(i.name))
+        return source.opcode not in LAZY and not i.shape.is_tuple and bool(self.lowering.leaves(i.name))
 
     def maker(self, name: str, storage: int) -> str:
         """The run of ``name`` that made ``storage``; one that only passes it on (a loop) ran once."""
         return self.at[storage] if self.makes(name, storage) else self.latest[name]
 
     def makes(self, name: str, storage: int) -> bool:
-        rows = self.counted.points.sets[name].items()
-        return any(b == (name, x) and self.counted.storage.get(b) == storage for x, b in rows) and (
+        rows = self.lowering.points.sets[name].items()
+        return any(b == (name, x) and self.lowering.storage.get(b) == storage for x, b in rows) and (
             self.inside.by_name[name].opcode != "while"
         )
 
@@ -184,16 +184,16 @@ class _Run:
         self.out.append(unpack(self.array[s], source, shape, codec, w.names, w.copies, self.inside.name))
 
 
-def write(counted: Counted, steps: Sequence[Step], writer: Writer) -> Computation:
+def write(lowering: Lowering, steps: Sequence[Step], writer: Writer) -> Computation:
     """The computation that runs as ``steps`` say."""
-    run = _Run(counted, writer)
-    uses = counted.graph.uses
+    run = _Run(lowering, writer)
+    uses = lowering.graph.uses
     wanted = _wanted(steps)
     for t, step in enumerate(steps):
         if step.kind == "compute":
-            run.run(counted.ops[step.op], uses.defines[step.op])
+            run.run(lowering.ops[step.op], uses.defines[step.op])
         elif step.kind == "recompute":
-            run.run(counted.ops[step.op], step.storages)
+            run.run(lowering.ops[step.op], step.storages)
         for s in step.storages if step.kind != "recompute" else ():
             if step.kind == "compress" and (t, s) in wanted:
                 run.compress(s, step.codec)
@@ -205,10 +205,10 @@ def write(counted: Counted, steps: Sequence[Step], writer: Writer) -> Computatio
             elif step.kind in ("fetch", "decompress"):
                 getattr(run, step.kind)(s)
     run.out += run.waiting.values()
-    root = counted.computation.root
+    root = lowering.computation.root
     if root.opcode in LAZY:
         run.operand(root.name)
-    return replace(counted.computation, instructions=tuple(run.out))
+    return replace(lowering.computation, instructions=tuple(run.out))
 
 
 def _wanted(steps: Sequence[Step]) -> set[tuple[int, int]]:

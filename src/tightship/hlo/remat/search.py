@@ -16,13 +16,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 
 from tightship.baselines import xla_remat
-from tightship.baselines.xla_remat import Remade
+from tightship.baselines.xla_remat import Result
 from tightship.errors import Infeasible
 from tightship.hlo.module import Module
 from tightship.hlo.remat.cost import work_of
 from tightship.hlo.remat.emit import Writer, write
 from tightship.hlo.remat.instructions import ways
-from tightship.hlo.remat.lower import Counted, bound, counted
+from tightship.hlo.remat.lower import Lowering, bound
 from tightship.hlo.remat.peak import (
     CALLING,
     Buffer,
@@ -70,7 +70,7 @@ class Options:
     host: int = option(0, "Largest number of bytes in the host's memory at once (0: any number).")
 
 
-def plan(module: Module, limit: int, options: Options | None = None) -> Remade:
+def plan(module: Module, limit: int, options: Options | None = None) -> Result:
     """The module, repeating and moving instructions so that its peak is at most ``limit`` bytes, or the least found.
 
     Raises ``BadInput`` when the module has no schedule.
@@ -96,7 +96,7 @@ def plan(module: Module, limit: int, options: Options | None = None) -> Remade:
 
 @dataclass(frozen=True)
 class _Written:
-    """A module as it was planned, with what `Remade` says of it."""
+    """A module as it was planned, with what `Result` says of it."""
 
     module: Module
     recomputed: tuple[str, ...]
@@ -116,7 +116,7 @@ class _Search:
         self.peak = dict(peaks(module))
         self.first = dict(self.peak)
         self.plans: dict[str, Plan] = {}
-        self.counted: dict[tuple[str, frozenset[str], tuple[int, ...]], Counted] = {}
+        self.lowered: dict[tuple[str, frozenset[str], tuple[int, ...]], Lowering] = {}
         self.once: dict[str, frozenset[str]] = {}
         self.made = _Written(module, (), {}, {})
         self.reached = self.first[module.entry.name]
@@ -167,7 +167,7 @@ class _Search:
                 return target == limit
         return False
 
-    def _tried(self, at: Counted, target: int, share: int) -> Plan | int:
+    def _tried(self, at: Lowering, target: int, share: int) -> Plan | int:
         """A plan within ``target``, in the first order that has one, or the least peak reached."""
         o = self.chosen
         before = replay(at.graph, baseline(at.graph)).peak
@@ -182,15 +182,15 @@ class _Search:
             share *= 2
         return least
 
-    def _graph(self, name: str) -> Counted:
+    def _graph(self, name: str) -> Lowering:
         calls = {c for i in self.module.by_name[name].instructions if i.opcode in CALLING for c in i.called}
         once = self.once.get(name, frozenset())
         key = name, once, tuple(self.peak[c] for c in sorted(calls))
-        if key not in self.counted:
-            libraries = self.options.libraries
-            peak = dict(self.peak)
-            self.counted[key] = counted(self.module, name, peak, self.work, libraries=libraries, once=once)
-        return self.counted[key]
+        if key not in self.lowered:
+            self.lowered[key] = Lowering(
+                self.module, name, dict(self.peak), self.work, self.options.libraries, once
+            )
+        return self.lowered[key]
 
     def _relax(self, name: str, limit: int) -> None:
         """Give what is left at each call to what is called: first its own plan, if that fits."""
@@ -225,11 +225,11 @@ class _Search:
             again += [at.ops[step.op].name for step in made.steps if step.kind == "recompute"]
         return _Written(writer.copies.rewrite(changed), tuple(again), writer.origin, writer.aside)
 
-    def result(self, limit: int) -> Remade:
+    def result(self, limit: int) -> Result:
         out = result_bytes(self.module)
         entry = self.module.entry.name
         made = self.made
         runs = sum(len(c.instructions) for c in made.module.computations if c.name in self.peak)
         added = runs - sum(len(self.module.by_name[name].instructions) for name in self.peak)
         before, after = self.first[entry] + out, self.reached + out
-        return Remade(made.module, limit, before, after, made.recomputed, added, made.origin, made.aside)
+        return Result(made.module, limit, before, after, made.recomputed, added, made.origin, made.aside)
