@@ -19,7 +19,7 @@ import transformers
 
 from support import pages
 from tightship.baselines import chain
-from tightship.planners.default import Options, frame_of, least_time, order_of
+from tightship.planners.default import Options, least_time, order_of, problem_of
 from tightship.planners.evict import anneal, exact
 from tightship.simulate import baseline, replay
 
@@ -49,7 +49,7 @@ def row(name: str, percent: float, work: int, effort: float) -> list[str]:
             cells.append("")
             continue
         began = time.process_time()
-        fresh = frame_of(graph, order, plain)
+        fresh = problem_of(graph, order, plain)
         found = planner.plan(fresh, limit, o)
         spent.append(f"{time.process_time() - began:.1f}")
         cells.append(f"{100 * found.extra / once:+.2f} %" if found.met else "not met")

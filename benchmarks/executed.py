@@ -21,12 +21,12 @@ from torch.utils.checkpoint import checkpoint
 from tightship import sources
 from tightship.baselines import checkpoint as blocks
 from tightship.errors import Infeasible
-from tightship.execute.binding import Binding
+from tightship.execute.allocator import Meter
 from tightship.execute.interpreter import Executor
-from tightship.execute.meter import Meter
+from tightship.execute.prepared import Binding
 from tightship.frontends.torch.structure import flatten
 from tightship.planners import default
-from tightship.planners.evict.problem import Frame
+from tightship.planners.evict.problem import EvictionProblem
 from tightship.planners.frontier import others
 from tightship.simulate import baseline, replay
 from tightship.units import format_bytes
@@ -66,7 +66,7 @@ def _row(make: Callable[[], Made], seconds: float) -> list[str]:
     }
     program = sources.captured(model, sample)
     graph = program.graph
-    given = Frame(graph, tuple(range(len(graph.ops))))
+    given = EvictionProblem(graph, tuple(range(len(graph.ops))))
     simulated = replay(graph, baseline(graph)).peak
     per_block = next((o for o in others(given, {}) if o.name == "per block"), None)
     eager = graph.static_bytes + _rise(model, sample)

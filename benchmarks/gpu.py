@@ -52,7 +52,7 @@ def one(name: str, budget: str) -> dict[str, Any]:
     allocator.load("cuda")  # before anything is put on the device
     import tightship
     from tightship.demo import models
-    from tightship.execute.meter import Meter
+    from tightship.execute.allocator import Meter
 
     work = getattr(models, name)()
     model = work.make().cuda()

@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator
 from tightship.graph import Graph, Op, Storage, Value
 from tightship.planners.default import Options, order_of
 from tightship.planners.evict import anneal, greedy
-from tightship.planners.evict.problem import Decision, Frame
+from tightship.planners.evict.problem import Decision, EvictionProblem
 from tightship.simulate import baseline, replay
 
 WORK_OF_5_S, WORK_OF_60_S = 125_000_000, 1_500_000_000
@@ -80,7 +80,9 @@ def stack(layers: int, width: int = 256, tokens: int = 1024) -> Graph:
     return Graph(tuple(ops), values, tuple(storages), tuple(inputs), (loss, *grads), name=f"{layers} layers")
 
 
-def timed(plan: Callable[..., Decision], frame: Frame, limit: int, o: object) -> tuple[Decision, float]:
+def timed(
+    plan: Callable[..., Decision], frame: EvictionProblem, limit: int, o: object
+) -> tuple[Decision, float]:
     began = time.process_time()
     return plan(frame, limit, o), time.process_time() - began
 
@@ -89,7 +91,7 @@ def rows(name: str, graph: Graph) -> Iterator[str]:
     before = replay(graph, baseline(graph)).peak
     limit = int(SHARE * before)
     began = time.process_time()
-    frame = Frame(graph, order_of(graph, Options(), before))
+    frame = EvictionProblem(graph, order_of(graph, Options(), before))
     assert len(frame.gaps) and frame.rows  # what all searches begin with
     ready, once = time.process_time() - began, sum(op.time for op in graph.ops)
 
@@ -103,7 +105,7 @@ def rows(name: str, graph: Graph) -> Iterator[str]:
     for work in (WORK_OF_5_S, WORK_OF_60_S):
         if work == WORK_OF_60_S and len(graph.ops) > LARGE // 10:
             continue
-        fresh = Frame(graph, frame.order)
+        fresh = EvictionProblem(graph, frame.order)
         o = anneal.Options(work=work, seconds=60.0 if len(graph.ops) > 3_000 else 600.0)
         yield row(f"search, {work // 10**6} million", *timed(anneal.plan, fresh, limit, o))
 

@@ -26,7 +26,7 @@ from tightship.analysis.bounds import lower_bound
 from tightship.errors import Infeasible
 from tightship.graph import Graph
 from tightship.planners import default
-from tightship.planners.evict.problem import Frame
+from tightship.planners.evict.problem import EvictionProblem
 from tightship.planners.frontier import Other, others
 from tightship.simulate import baseline, replay
 
@@ -52,9 +52,9 @@ def least(graph: Graph, allow: str, work: int) -> int:
     o = default.Options(allow=allow, work=work, seconds=3600.0, place=False, hand_out=False)
     bound = lower_bound(graph, least=dict.fromkeys(range(len(graph.storages)), 0))
     order = default.order_of(graph, o, replay(graph, baseline(graph)).peak)
-    frame = replace(default.frame_of(graph, order, o), in_place=True)  # as if all were placed
+    frame = replace(default.problem_of(graph, order, o), in_place=True)  # as if all were placed
     try:
-        return default.plan(graph, int(bound), o, frame=frame).peak
+        return default.plan(graph, int(bound), o, problem=frame).peak
     except Infeasible as no:
         return int(no.best_peak)
 
@@ -64,7 +64,7 @@ def measured(name: str, quick: bool, work: int) -> Row:
     program = captured(make)
     graph = program.graph
     order = default.order_of(graph, default.Options(), replay(graph, baseline(graph)).peak)
-    policies = others(Frame(graph, order, in_place=False), sources.torch_saved(program))
+    policies = others(EvictionProblem(graph, order, in_place=False), sources.torch_saved(program))
     away = dict.fromkeys(range(len(graph.storages)), 0)
     return Row(
         title,

@@ -18,7 +18,7 @@ from rich.console import Console
 
 from support import pages
 from tightship.baselines.memonger import Options, recycled
-from tightship.frontends.torch.step import capture_step
+from tightship.frontends.torch.capture.step import capture_step
 from tightship.graph import Graph
 from tightship.plan import Solution
 from tightship.planners.lifetimes import in_any_order, in_order, in_steps

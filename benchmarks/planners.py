@@ -119,7 +119,7 @@ def made_bytes(graph: Graph) -> int:
 def of_torch(names: Iterable[str], capture: str, *, evict: bool) -> Iterator[list[str]]:
     from support.models import MODELS
     from tightship.execute import profile
-    from tightship.frontends.torch import step
+    from tightship.frontends.torch.capture import step
 
     for name in names:
         model, _, batch = MODELS[name]()

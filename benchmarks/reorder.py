@@ -39,7 +39,8 @@ from tightship.errors import Infeasible
 from tightship.graph import Graph
 from tightship.hlo.remat.as_plan import graph_before
 from tightship.planners import default, planner
-from tightship.planners.order import beam, best, cuts
+from tightship.planners.order import beam, best
+from tightship.planners.order.tables import Ordered
 from tightship.simulate import baseline, replay
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "benchmarks.md"
@@ -98,12 +99,12 @@ def graphs() -> dict[str, tuple[str, Callable[[], Graph]]]:
 def peaks(graph: Graph) -> tuple[dict[str, int], int, float]:
     """Peaks by way, the bound, and seconds of our best."""
     began = time.process_time()
-    ours = best.found(graph)
+    ours = best.solve(graph)
     seconds = time.process_time() - began
     orders = {
         "given": tuple(range(len(graph.ops))),
         "sink": planner("sink", "order").plan(graph),
-        "beam": beam.found(graph).order,
+        "beam": beam.solve(graph).order,
         "ours": ours.order,
     }
     theirs = scheduled(graph)
@@ -112,10 +113,9 @@ def peaks(graph: Graph) -> tuple[dict[str, int], int, float]:
     return found, ours.bound if ours.optimal else proved(graph, ours), seconds
 
 
-def proved(graph: Graph, ours: cuts.Lowered) -> int:
+def proved(graph: Graph, ours: Ordered) -> int:
     """What no order goes below, with more work than planning takes."""
-    known = beam.Found(ours.order, ours.peak, False, 0), ours.bound
-    further = beam.found(graph, beam.Options(PROOF, widest=PROOF), known)
+    further = beam.solve(graph, beam.Options(PROOF, widest=PROOF), ours)
     return further.peak if further.optimal else ours.bound
 
 

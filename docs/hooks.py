@@ -89,7 +89,7 @@ def planner_index() -> str:
 
 def planner_page(info: PlannerInfo) -> str:
     module = sys.modules[info.plan.__module__]
-    summary, _, rest = (module.__doc__ or "").strip().partition("\n")
+    summary, _, rest = info.documentation.partition("\n")
     usage = GROUPS.get(info.group, ("", ""))[1]
     planner = "" if info.name == "default" else f" --planner {info.name}"
     lines = [f"# {info.name}", "", summary, "", *sections(rest.strip()), ""]

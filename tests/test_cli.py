@@ -250,7 +250,7 @@ def test_a_factory_may_ask_for_the_forward_pass_alone(there, capsys, name):
         ("toy:raises", "the factory raised KeyError: 'nothing here', at toy.py:"),
         ("toy:leaves", "the factory raised SystemExit: 7"),
         ("toy:misfit", "running the model on its sample raised RuntimeError"),
-        ("toy:no_module", "the model is a torch.nn.Module"),
+        ("toy:no_module", "give a torch.nn.Module"),
         ("toy:one", "a source is module:factory"),
         ("toy:other_keys", "a factory's mapping has keys of model"),
         ("toy:value", "a factory is a function"),
@@ -265,7 +265,7 @@ def test_a_factory_may_ask_for_the_forward_pass_alone(there, capsys, name):
         ("missing.json", "missing.json: there is no such file"),
         ("toy.py", "a model is named as module:factory, such as toy:step"),
         ("model.pt2", "files that may hold code are not opened: load it in a factory()"),
-        (".", "what is read is a regular file"),
+        (".", "not a regular file"),
     ],
 )
 def test_a_bad_source_is_said_to_be_one(there, capsys, source, said):
@@ -291,8 +291,8 @@ def test_a_bad_source_is_said_to_be_one(there, capsys, source, said):
         (["--order", "portfolio"], "portfolio"),
         (["-o", "no/such/folder/p.json"], "a file is written into a folder that exists"),
         (["-o", "."], "not a folder"),
-        (["-o", "x" * 300], "the file can be written"),
-        (["--picture", "x" * 300], "the file can be written"),
+        (["-o", "x" * 300], "cannot write"),
+        (["--picture", "x" * 300], "cannot write"),
         (["--seed", str(2**63)], "at most 2^63-1"),
         (["--frobnicate"], "unrecognized arguments"),
     ],
@@ -410,7 +410,7 @@ def test_a_named_system_plans_with_its_own_options(there, capsys):
         (["--planner"], "--planner"),
         (["--planner", "memonger", "--seconds", "3"], "--seconds"),
         (["--any-order"], "--any-order"),
-        (["--planner", "memonger", "--share", "nobody"], "one of the graph's storages"),
+        (["--planner", "memonger", "--share", "nobody"], "unknown storage 'nobody'"),
         (["--planner", "aitemplate", "--streams", "0"], "at least one op runs at a time"),
     ],
 )

@@ -15,7 +15,7 @@ from tightship.errors import BadInput
 from tightship.graph import Graph, Op, Request, Storage, Value
 from tightship.plan import Plan, Step
 from tightship.planners import default
-from tightship.planners.evict.problem import Frame
+from tightship.planners.evict.problem import EvictionProblem
 from tightship.planners.layout import lay_out
 from tightship.simulate import baseline, replay
 from tightship.verify import verify
@@ -81,7 +81,7 @@ def test_a_recomputation_takes_a_place_too() -> None:
     graph = small()
     ops = (*graph.ops, Op("j", "j", (B, D), (), effect=True))
     graph = replace(graph, ops=ops)
-    frame = Frame(graph, tuple(range(5)))
+    frame = EvictionProblem(graph, tuple(range(5)))
     bits = np.array([int(s == B) for s in frame.gaps[:, 0]], np.uint8)
     steps = frame.steps(bits)
     assert [(s.op, s.reuses) for s in steps if s.kind == "recompute"] == [(0, ()), (1, ((A, B),))]
@@ -190,7 +190,7 @@ def test_a_place_is_exactly_that_of_the_input() -> None:
 @pytest.mark.parametrize("seed", range(40))
 def test_what_the_engine_takes_is_what_the_replay_and_the_verifier_see(seed: int) -> None:
     graph = random_graph(seed, 8 + seed, overwrites=0.8)
-    frame = Frame(graph, tuple(range(len(graph.ops))), ("recompute", "compress", "offload"))
+    frame = EvictionProblem(graph, tuple(range(len(graph.ops))), ("recompute", "compress", "offload"))
     beside = replace(frame, in_place=False)
     rng = np.random.default_rng(seed)
     for kinds in (1, 2, 4, 6):
@@ -209,7 +209,7 @@ def test_places_are_taken_on_random_graphs_by_first_runs_and_by_others() -> None
     kinds = []
     for seed in range(40):
         graph = random_graph(seed, 8 + seed, overwrites=0.8)
-        frame = Frame(graph, tuple(range(len(graph.ops))))
+        frame = EvictionProblem(graph, tuple(range(len(graph.ops))))
         bits = frame.nothing() + np.uint8(3)
         if frame.cost(bits, HUGE).valid:
             kinds += [s.kind for s in frame.steps(bits) if s.reuses]

@@ -17,7 +17,7 @@ from tightship.errors import BadInput, TightshipError
 from tightship.graph import MOST_BYTES, Graph, Op, Request, Storage, Value
 from tightship.plan import Plan, Residence, Step
 from tightship.planners.default import Options, plan
-from tightship.planners.evict.problem import Frame
+from tightship.planners.evict.problem import EvictionProblem
 from tightship.simulate import baseline, replay
 
 SIZES = st.one_of(
@@ -47,7 +47,7 @@ def test_what_a_graph_takes_can_be_counted_with(sizes: list[int], times: list[fl
         return
     graph = graph_of(sizes, times, workspace)
     line = replay(graph, baseline(graph))
-    found = Frame(graph, tuple(range(len(graph.ops)))).cost(np.zeros(0, np.uint8), 1 << 62)
+    found = EvictionProblem(graph, tuple(range(len(graph.ops)))).cost(np.zeros(0, np.uint8), 1 << 62)
     assert found.peak <= line.peak < 2**62
     try:
         assert plan(graph, None, Options(work=1000, seconds=1.0)).peak <= line.peak

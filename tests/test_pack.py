@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from support.commands import as_json, run
 from support.placing import packing, planted, problems
-from tightship.diagnose.infeasible_subset import clash
+from tightship.diagnose.infeasible_subset import infeasible_subset
 from tightship.frontends import problem_csv
 from tightship.plan import Buffer, Gap, Problem, Solution
 from tightship.planners import planners
@@ -55,7 +55,7 @@ def test_a_packing_is_written_and_verified(there, capsys):
         0,
         {"violations": [], "arena": 12, "capacity": 12, "buffers": 5},
     )
-    assert "nothing is wrong (5 buffers, arena 12 B)" in run("verify", "out.csv", capsys=capsys)[1]
+    assert "OK (0 violations, 5 buffers, arena 12 B)" in run("verify", "out.csv", capsys=capsys)[1]
 
 
 @pytest.mark.parametrize("name", planners("place"))
@@ -105,12 +105,15 @@ def test_is_never_worse_than_the_baseline(there, capsys):
 @pytest.mark.parametrize(
     ("baseline", "said"),
     [
-        (TOY, "a baseline has an offset for every buffer"),
-        (HEAD + "b1,0,3,4\n", "it lacks one, got 'b2'"),
-        (TOY + "b6,0,1,4\n", "no other buffers than the problem, got 'b6'"),
-        (TOY.replace("b1,0", "b1,1"), "a baseline is of the same problem: 'b1' is alive [0, 3), 4 bytes"),
+        (TOY, "buffer 'b1' has no offset"),
+        (HEAD + "b1,0,3,4\n", "missing buffer 'b2'"),
+        (TOY + "b6,0,1,4\n", "unknown buffer 'b6'"),
+        (
+            TOY.replace("b1,0", "b1,1"),
+            "buffer 'b1' is alive [1, 3) with 4 bytes; in the problem [0, 3) with 4",
+        ),
         ("offset," + TOY.replace("\n", "\n0,", 5), "share bytes"),
-        ("nothing", "a problem has columns"),
+        ("nothing", "no column for"),
     ],
 )
 def test_a_baseline_is_verified_first(there, capsys, baseline, said):
@@ -137,14 +140,17 @@ def test_gaps_and_pins_go_all_the_way(there, capsys):
 @pytest.mark.parametrize(
     ("content", "said"),
     [
-        ("", "a problem begins with a line"),
+        ("", "empty file"),
         (HEAD + "a,0,1,0\n", "bad.csv:2"),
         (HEAD + "a,0,1,4\na,0,1,4\n", "bad.csv:3"),
-        ("id,lower,upper,size,offset\na,0,1,4,10\n", "ends within the capacity of 12 bytes, got 14"),
+        (
+            "id,lower,upper,size,offset\na,0,1,4,10\n",
+            "pinned buffer ends at 14, beyond the capacity of 12 bytes",
+        ),
         ("id,lower,upper,size,offset\na,0,2,4,0\nb,1,2,4,2\n", "share bytes [2, 4)"),
         (HEAD + f"a,0,1,{2**62}\n", "below 2^62"),
         (HEAD + f"a,0,1,{2**61}\nb,0,1,{2**61}\n", "below 2^62"),
-        ("\x00" * 99, "there is none for id"),
+        ("\x00" * 99, "no column for id"),
     ],
 )
 def test_bad_input_leaves_the_output_alone(there, capsys, content, said):
@@ -240,9 +246,9 @@ def test_a_packing_is_known_by_its_name_or_its_content(there, capsys):
 @pytest.mark.parametrize(
     ("args", "said"),
     [
-        (["toy.csv"], "a packing has a column 'offset'"),
+        (["toy.csv"], "missing column 'offset'"),
         (["missing.csv"], "there is no such file"),
-        (["toy.csv", "--source", "graph.json"], "verified without a graph"),
+        (["toy.csv", "--source", "graph.json"], "only plans are verified against a graph"),
         (["toy.csv", "--capacity", "x"], "a size is"),
         (["plan.json", "--capacity", "1GB"], "a capacity is for a packing"),
     ],
@@ -258,7 +264,7 @@ def test_what_cannot_be_verified_is_bad_input(there, capsys, args, said):
 @given(problems(plain=True), st.integers(0, 60))
 def test_a_clash_is_a_proof_and_nothing_in_it_can_be_left_out(problem: Problem, capacity: int) -> None:
     loads = [sum(b.size for b in problem.buffers if b.lower <= t < b.upper) for t in range(-3, 16)]
-    found = clash(problem, capacity)
+    found = infeasible_subset(problem, capacity)
     assert (found is not None) == (max(loads) > capacity)
     if found is not None:
         members = [b for b in problem.buffers if b.id in found.ids]
@@ -270,7 +276,7 @@ def test_a_clash_is_a_proof_and_nothing_in_it_can_be_left_out(problem: Problem, 
 
 @given(problems(), st.integers(0, 60))
 def test_a_clash_counts_what_alignments_force(problem: Problem, capacity: int) -> None:
-    found = clash(problem, capacity)
+    found = infeasible_subset(problem, capacity)
     if found is not None:
         members = [b for b in problem.buffers if b.id in found.ids]
         assert all(b.lower <= found.time < b.upper for b in members)
@@ -280,8 +286,8 @@ def test_a_clash_counts_what_alignments_force(problem: Problem, capacity: int) -
 def test_a_buffer_clashes_with_what_of_another_is_alive() -> None:
     host = Buffer("host", 0, 9, 8, gaps=(Gap(2, 5, (0, 3)),))
     guest = Buffer("guest", 2, 4, 6)
-    assert clash(Problem((host, guest)), 9) is None
-    found = clash(Problem((host, guest)), 8)
+    assert infeasible_subset(Problem((host, guest)), 9) is None
+    found = infeasible_subset(Problem((host, guest)), 8)
     assert found is not None and (found.time, found.ids, found.nbytes) == (2, ("guest", "host"), 9)
 
 
@@ -446,14 +452,17 @@ def test_what_is_wrong_in_pools_is_found(pooled, capsys, edit, code):
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        (["--pool", "fat"], "p.csv:2: a pool is one of fat, got 'fast'"),
+        (["--pool", "fat"], "p.csv:2: unknown pool 'fast'; --pool gives fat"),
         (["--pool", "fast=x"], "--pool"),
-        (["--pool", "fast", "--pool", "fast"], "named once"),
-        (["--pool", "a b"], "without spaces"),
-        (["--pool", "fast", "--pool", "slow", "--heap", "9"], "--heap: with several pools"),
-        (["--pool", "fast", "--pool", "slow", "--heap", "far=9"], "a heap limit is of a pool (fast, slow)"),
+        (["--pool", "fast", "--pool", "fast"], "with a new name"),
+        (["--pool", "a b"], "'a b' is not NAME or NAME=BYTES"),
+        (["--pool", "fast", "--pool", "slow", "--heap", "9"], "--heap: '9' names no pool: with several"),
+        (
+            ["--pool", "fast", "--pool", "slow", "--heap", "far=9"],
+            "'far=9': unknown pool, or a second limit (pools: fast, slow)",
+        ),
         (["--heap", "fast=0"], "at least 1 byte"),
-        (["--capacity", "9"], "a capacity is for one arena"),
+        (["--capacity", "9"], "--capacity is for one arena"),
         (["--pool", "fast", "--pool", "slow", "--baseline", "p.csv"], "baseline"),
     ],
 )
@@ -467,7 +476,7 @@ def test_bad_pools_are_refused_in_one_line(pooled, capsys, options, said):
 def test_a_pool_that_nobody_may_go_to_is_refused(there, capsys):
     (there / "p.csv").write_text("id,lower,upper,size,pools\na,0,1,4,fast\n")
     status, _, err = run("pack", "p.csv", "--pool", "fast", "--pool", "slow=9", capsys=capsys)
-    assert status == 2 and "a pool is one that some buffer may go to, got 'slow'" in err
+    assert status == 2 and "no buffer may go to pool 'slow'" in err
 
 
 def test_an_interrupt_prints_and_writes_the_best_so_far(there, capsys, monkeypatch):

@@ -13,7 +13,7 @@ from tightship.errors import Infeasible
 from tightship.graph import Graph
 from tightship.planners import default
 from tightship.planners.evict import anneal
-from tightship.planners.evict.problem import Frame
+from tightship.planners.evict.problem import EvictionProblem
 from tightship.simulate import baseline, replay
 from tightship.verify import verify
 
@@ -53,7 +53,7 @@ def test_the_search_believes_what_is_simulated(means: tuple[str, ...]) -> None:
     used = Counter[str]()
     for seed in range(30):
         graph = random_graph(seed, 25)
-        frame = Frame(graph, tuple(range(len(graph.ops))), means)
+        frame = EvictionProblem(graph, tuple(range(len(graph.ops))), means)
         base = replay(graph, baseline(graph))
         limit = graph.static_bytes + (base.peak - graph.static_bytes) * (4 + seed % 5) // 10
         found = anneal.plan(frame, limit, anneal.Options(work=60_000, seconds=30.0))

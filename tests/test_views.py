@@ -14,7 +14,7 @@ from tightship.errors import BadInput
 from tightship.graph import Graph, Op, Storage, Value
 from tightship.plan import Plan, Step
 from tightship.planners import planner, planners
-from tightship.planners.evict.problem import DROP, Frame
+from tightship.planners.evict.problem import DROP, EvictionProblem
 from tightship.simulate import baseline, replay
 from tightship.verify import verify
 
@@ -112,14 +112,14 @@ def test_planned_orders_keep_views_before_their_readers(name: str, seed: int) ->
 def test_an_op_that_makes_a_view_beside_its_results_is_not_put_off() -> None:
     """The engine runs an op late when nobody wants its storages yet; who reads its views it does not know."""
     graph = split()
-    frame = Frame(graph, tuple(range(len(graph.ops))))
+    frame = EvictionProblem(graph, tuple(range(len(graph.ops))))
     steps = frame.steps(frame.wherever(DROP))
     assert faults(graph, steps) == set()
 
 
 @given(graphs(30, view=0.3))
 def test_decisions_keep_views_before_their_readers(graph: Graph) -> None:
-    frame = Frame(graph, tuple(range(len(graph.ops))), in_place=False)
+    frame = EvictionProblem(graph, tuple(range(len(graph.ops))), in_place=False)
     decision = frame.cost(frame.wherever(DROP), 1 << 62)
     if decision.valid:
         assert faults(graph, frame.steps(decision.evict)) == set()

@@ -202,7 +202,7 @@ def max_batch(
     Raises ``Infeasible`` if no size fits, ``BadInput`` for a model that runs at no other size than the sample's.
     """
     need_torch("capturing a model")
-    from tightship.frontends.torch.batch import batch_size
+    from tightship.frontends.torch.structure import batch_size
     from tightship.planners.batch import max_batch as found
 
     start = batch_size(sample, dim)
@@ -232,9 +232,9 @@ def plan_named(graph: Graph, name: str, budget: Any = None, **options: Any) -> P
         rule = f"options are those of {name!r} ({', '.join(info.options.__dataclass_fields__)})"
         raise BadInput(rule, sorted(options), "plan") from error
     if info.group == "evict":
-        from tightship.planners.standalone import alone
+        from tightship.planners.default import plan_alone
 
-        return Planned(alone(graph, info, chosen, budget), graph)
+        return Planned(plan_alone(graph, info, chosen, budget), graph)
     made = info.plan(graph, chosen)
     return Planned(replace(made, budget=resolve_budget(budget, made.peak_before, static=made.static)), graph)
 

@@ -10,6 +10,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from tightship.errors import BadInput
+
 __all__ = ["CODECS", "LOSSY", "MODELLED", "Machine"]
 
 CODECS = ("bits", "mask", "uint8", "int8", "uint16", "int16", "uint32", "int32", "bf16")
@@ -37,6 +39,12 @@ class Machine:
     measured: bool = False
     begin: float = 0.0
     beside: float = 0.0
+
+    def __post_init__(self) -> None:
+        for rates in (self.pack, self.unpack):
+            if len(rates) != len(CODECS):
+                rule = f"{len(rates)} rates for {len(CODECS)} codecs: {', '.join(CODECS)}"
+                raise BadInput(rule, place="Machine")
 
     def lost(self, nbytes: int) -> float:
         """Seconds of stream 0 for the copy of one storage of ``nbytes`` on another stream."""

@@ -167,7 +167,7 @@ def _check_numbers(plan: Plan) -> None:
     """What can be computed with at all; whether it is right is up to the verifier."""
     for name in ("time", "time_before", "time_bound", "seconds"):
         if not 0 <= getattr(plan, name) < inf:
-            raise BadInput("a time is finite and not negative", getattr(plan, name), f"Plan.{name}")
+            raise BadInput(f"time {getattr(plan, name)} is negative or not finite", place=f"Plan.{name}")
     for rows, place, names in (
         (plan.steps, "Plan.steps", ("nbytes",)),
         (plan.residences, "Plan.residences", ("size", "offset")),
@@ -176,7 +176,7 @@ def _check_numbers(plan: Plan) -> None:
             numbers = map(attrgetter(name), rows)
             worst = max(numbers, key=abs, default=0)
             if not abs(worst) <= 8 * MOST_BYTES:
-                raise BadInput("numbers of bytes are within 2^62", worst, f"{place}.{name}")
+                raise BadInput(f"{worst} bytes are beyond 2^62", place=f"{place}.{name}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -221,15 +221,15 @@ class Buffer:
 
     @property
     def gap_fault(self) -> str:
-        """The rule that a gap breaks, or nothing."""
+        """What is wrong with a gap, or nothing."""
         since = self.lower
         for gap in sorted(self.gaps, key=lambda gap: gap.lower):
             if not self.lower <= gap.lower < gap.upper <= self.upper:
-                return f"a gap is a part of the live range [{self.lower}, {self.upper})"
+                return f"gap [{gap.lower}, {gap.upper}) is not within the live range [{self.lower}, {self.upper})"
             if gap.lower < since:
-                return "the gaps of a buffer do not overlap"
+                return f"gap [{gap.lower}, {gap.upper}) overlaps another"
             if gap.window is not None and not 0 <= gap.window[0] < gap.window[1] <= self.size:
-                return f"a gap's window is a part of the buffer's bytes [0, {self.size})"
+                return f"window {list(gap.window)} of a gap is not within the buffer's bytes [0, {self.size})"
             since = gap.upper
         return ""
 

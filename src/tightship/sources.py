@@ -49,7 +49,7 @@ def captured(
     program = _program(model, sample, loss_fn, optimizer, train)
     from tightship.execute import profile
     from tightship.frontends.torch import compat
-    from tightship.frontends.torch.step import module_of
+    from tightship.frontends.torch.capture.step import module_of
 
     model = module_of(model)
     tensors = [*model.parameters(), *model.buffers()]
@@ -72,7 +72,7 @@ def graph_at(
     dimension of the sample's tensors that is the batch."""
     need_torch("capturing a model")
     from tightship.execute import profile
-    from tightship.frontends.torch.batch import resized
+    from tightship.frontends.torch.structure import resized
 
     program = _program(model, resized(sample, batch, dim), loss_fn, optimizer, train)
     graph: Graph = profile.model(program).graph
@@ -82,7 +82,7 @@ def graph_at(
 def _program(model: Any, sample: Any, loss_fn: Any, optimizer: Any, train: bool) -> Any:
     """One step of ``model``, not yet timed."""
     need_torch("capturing a model")
-    from tightship.frontends.torch.step import capture_forward, capture_loss, capture_step, module_of
+    from tightship.frontends.torch.capture.step import capture_forward, capture_loss, capture_step, module_of
 
     if not train and (loss_fn is not None or optimizer is not None):
         raise BadInput("a step with a loss or an optimizer trains", train, "train")
@@ -98,8 +98,8 @@ def torch_saved(program: Any) -> dict[str, frozenset[int]]:
     """What PyTorch's partitioner saves at each budget, by name; empty for what is not captured from a model of
     PyTorch's, and where it does not take the graph."""
     try:
+        from tightship.frontends.torch.capture.joint import saved_sets
         from tightship.frontends.torch.program import Program
-        from tightship.frontends.torch.torch_budget import saved_sets
     except ImportError:
         return {}
     if not isinstance(program, Program):

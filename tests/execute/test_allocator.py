@@ -11,8 +11,15 @@ torch = pytest.importorskip("torch")
 
 from support.blocks import KB, block  # noqa: E402
 from tightship.execute import allocator  # noqa: E402
-from tightship.execute.allocator import Arena, Event, Script, record, replay, suspended  # noqa: E402
-from tightship.execute.meter import Meter  # noqa: E402
+from tightship.execute.allocator import (  # noqa: E402
+    Arena,
+    Event,
+    Meter,
+    Script,
+    record,
+    replay,
+    suspended,
+)
 
 
 def first_fit(events: list[Event]) -> tuple[list[int], list[int], list[int]]:

@@ -58,7 +58,7 @@ class TestProcesses:
     def test_without_a_compiler_it_says_so(self, tmp_path: Path, compiler: str) -> None:
         code = """if True:
             from tightship.execute.allocator import NoCompiler, available, load
-            from tightship.execute.meter import Meter
+            from tightship.execute.allocator import Meter
             assert not available()
             for make in (load, Meter):
                 try:

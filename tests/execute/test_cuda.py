@@ -15,16 +15,23 @@ torch = pytest.importorskip("torch")
 from support import plans  # noqa: E402
 from support.chains import chain  # noqa: E402
 from tightship.errors import Unsupported  # noqa: E402
-from tightship.execute import allocator, build, cuda  # noqa: E402
-from tightship.execute.allocator import Arena, Miss, Script, record, replay  # noqa: E402
+from tightship.execute import allocator  # noqa: E402
+from tightship.execute import native as extension  # noqa: E402
+from tightship.execute.allocator import (  # noqa: E402
+    Arena,
+    Meter,
+    Miss,
+    Script,
+    record,
+    replay,
+)
 from tightship.execute.fit import fit  # noqa: E402
 from tightship.execute.interpreter import Executor  # noqa: E402
-from tightship.execute.meter import Meter  # noqa: E402
 from tightship.execute.script import device_of  # noqa: E402
 
 try:
-    native = build.build_and_import("cuda")
-except build.NoCompiler as error:
+    native = extension.build_and_import("cuda")
+except extension.NoCompiler as error:
     pytest.skip(str(error), allow_module_level=True)
 
 COMPILER = next((c for c in map(shutil.which, ("cc", "gcc", "clang")) if c), None)
@@ -345,7 +352,7 @@ def test_a_runtime_that_is_not_there_or_is_something_else(stand_in):
     with pytest.raises(OSError, match="no_such_runtime"):
         native.open("no_such_runtime.so")
     with pytest.raises(OSError, match="cudaMalloc"):
-        native.open(build.build_and_import("cpu").__file__)
+        native.open(extension.build_and_import("cpu").__file__)
     native.open(stand_in.runtime._name)
 
 
@@ -400,4 +407,4 @@ def test_a_training_step_on_a_gpu_is_eagers_and_within_its_budget(allow, budget)
 
 def test_the_runtime_is_named_after_torchs_version(monkeypatch):
     monkeypatch.setattr(torch.version, "cuda", "13.0")
-    assert cuda.runtime() == "libcudart.so.13"
+    assert extension.runtime() == "libcudart.so.13"

@@ -16,15 +16,16 @@ pytestmark = [pytest.mark.slow, pytest.mark.skipif(REASON is not None, reason=st
 HOW = """
 from support import plans, watched
 from tightship.planners.evict import compress, offload
-from tightship.planners.evict.offload_compress import overlapped, spans, steps_with
-from tightship.planners.evict.problem import OFFLOAD, Frame
+from tightship.planners.evict.lowering import Run, longest_transfers, lower, overlap
+from tightship.planners.evict.problem import OFFLOAD, EvictionProblem
 
 def planner(graph, budget):
-    frame = Frame(graph, tuple(range(len(graph.ops))), means=("offload",) * (HOW == "searched"))
+    frame = EvictionProblem(graph, tuple(range(len(graph.ops))), means=("offload",) * (HOW == "searched"))
     if HOW == "searched":  # as the search does it: out on one stream, back on another
         steps = frame.steps(((frame.gaps[:, 0] >= 0) * OFFLOAD).astype("uint8"))
-    elif HOW == "overlapped":
-        steps = steps_with(graph, frame.order, overlapped(graph, frame.order, spans(graph, frame.order)))
+    elif HOW == "overlap":
+        copies = overlap(graph, frame.order, longest_transfers(graph, frame.order))
+        steps = lower(graph, [Run(k) for k in frame.order], copies)
     else:
         steps = {"compress": compress, "tight": offload}[HOW].plan(frame, 0).steps
     return plans.placed(graph, tuple(steps))
@@ -52,7 +53,7 @@ def watched(dry, name, how, body=""):  # noqa: F811
     return less == "True", *map(int, counts)
 
 
-STREAMS = {"overlapped": 1, "tight": 1, "searched": 2}
+STREAMS = {"overlap": 1, "tight": 1, "searched": 2}
 
 
 @pytest.mark.parametrize("how", STREAMS)
@@ -66,7 +67,7 @@ def test_what_is_copied_out_comes_back_in_time_as_it_was(dry, name, how):  # noq
 @pytest.mark.parametrize(
     "broken",
     [
-        "from tightship.execute import pinned; pinned.Copied.result = lambda self: None",
+        "from tightship.execute import host_pool; host_pool.Copied.result = lambda self: None",
         "torch.cuda.Stream.wait_stream = lambda self, other: None",
     ],
 )
@@ -78,8 +79,8 @@ def test_without_waiting_the_order_would_be_wrong_and_is_seen_to_be(dry, broken)
 def test_a_copy_back_follows_the_copy_out_that_it_waits_for(dry):  # noqa: F811
     body = """
 from support import watched
-from tightship.execute.pinned_pool import Pinned
-pool, memory = Pinned(512, "cuda:0"), torch.zeros(1024, dtype=torch.uint8, device="cuda")
+from tightship.execute.host_pool import PinnedPool
+pool, memory = PinnedPool(512, "cuda:0"), torch.zeros(1024, dtype=torch.uint8, device="cuda")
 memory[:512] = 7
 seen = watched.Seen()
 for after in (True, False):
@@ -171,17 +172,17 @@ def test_the_search_copies_out_and_packs(dry):  # noqa: F811
 TIERED = """
 import glob, os, watched
 watched.packing_runs()
-from tightship.execute import staged
-staged.PIECE = 100_000
+from tightship.execute import host_pool
+host_pool.PIECE = 100_000
 step = tightship.fit(model, loss, optimizer, x, strict=True, cache=CACHE, budget=BUDGET, work=1_000_000,
                      allow="offload", pinned=PINNED, folder=".")
 plan, executor = step.plan, step._variants[0].executor
-pool, path = executor._spill, f"/proc/self/fd/{executor._spill._file.descriptor}"
+pool, path = executor._pool, f"/proc/self/fd/{executor._pool._file.descriptor}"
 assert plan.met and pool.pinned == 150_000 < plan.host and not glob.glob("*")
 assert pool.size == plan.host and os.stat(path).st_size >= plan.host - pool.pinned
 """
 BROKEN = """
-os.dup2(os.open("/dev/null", os.O_RDONLY), executor._spill._file.descriptor)
+os.dup2(os.open("/dev/null", os.O_RDONLY), executor._pool._file.descriptor)
 for number in range(2):
     try:
         step(x)
@@ -227,8 +228,8 @@ for _ in range(2):
 RANDOM = """
 import numpy as np, plans, watched
 from tightship.execute.interpreter import Executor
-from tightship.planners.evict.problem import KEEP, OFFLOAD, PACK, Frame
-from tightship.planners.evict.rng_replay import redrawable, with_states
+from tightship.planners.evict.problem import KEEP, OFFLOAD, COMPRESS, EvictionProblem
+from tightship.planners.evict.lowering import pure_random_ops, save_random_states
 from tightship.verify import check
 
 watched.packing_runs()
@@ -238,12 +239,12 @@ variant, means = step._variants[0], ("recompute", "compress", "offload")
 graph, total = step.graph, dict.fromkeys(("offload", "compress", "recompute"), 0)
 for seed in range(SEEDS):
     draw = np.random.default_rng(seed)
-    frame = Frame(redrawable(graph), tuple(range(len(graph.ops))), means=means)
+    frame = EvictionProblem(pure_random_ops(graph), tuple(range(len(graph.ops))), means=means)
     way = draw.choice(OFFLOAD + 1, len(frame.gaps), p=draw.dirichlet(np.ones(OFFLOAD + 1)))
     bits = np.where(frame.engine.allowed >> way & 1, way, KEEP).astype(np.uint8)
     while not frame.cost(bits, 0).valid:  # not everything can be made again at once
-        bits[(bits < PACK) & (draw.random(len(bits)) < 0.2)] = KEEP
-    plan = plans.placed(graph, with_states(graph, frame.steps(bits)))
+        bits[(bits < COMPRESS) & (draw.random(len(bits)) < 0.2)] = KEEP
+    plan = plans.placed(graph, save_random_states(graph, frame.steps(bits)))
     check(graph, plan)
     variant.executor = executor = Executor(step.program, plan, strict=True)
     seen = watched.Watched(executor)
@@ -264,12 +265,13 @@ def test_any_way_out_of_memory_is_as_planned_ordered_and_right(dry, name):  # no
 
 
 SHARED = """
-from tightship.planners.evict.offload_compress import overlapped, spans, steps_with
+from tightship.planners.evict.lowering import Run, longest_transfers, lower, overlap
 from support import plans
 
 def planner(graph, budget):
     order = tuple(range(len(graph.ops)))
-    return plans.placed(graph, steps_with(graph, order, overlapped(graph, order, spans(graph, order))))
+    copies = overlap(graph, order, longest_transfers(graph, order))
+    return plans.placed(graph, lower(graph, [Run(k) for k in order], copies))
 
 step = tightship.fit(model, loss, optimizer, x[:2], strict=True, cache=CACHE, planner=planner)
 first = step._variants[0].executor
@@ -281,11 +283,11 @@ print(len(pools), first.pool.size > had, first.pool.size == step.plan.host)
 """
 REFUSED = """
 from tightship.errors import BadInput
-from tightship.execute import pinned
-pool = pinned.Pinned(1000, "cuda:0")
-pin = pinned._Runtime.pin
-pinned._Runtime.pin = lambda self, address, size: 2 if size > 1000 else pin(self, address, size)
-for ask in (lambda: pinned.Pinned(2000, "cuda:0"), lambda: pool.reserve(2000), lambda: pool.reserve(1 << 62)):
+from tightship.execute import host_pool
+pool = host_pool.PinnedPool(1000, "cuda:0")
+pin = host_pool._Runtime.pin
+host_pool._Runtime.pin = lambda self, address, size: 2 if size > 1000 else pin(self, address, size)
+for ask in (lambda: host_pool.PinnedPool(2000, "cuda:0"), lambda: pool.reserve(2000), lambda: pool.reserve(1 << 62)):
     try:
         ask()
     except BadInput as error:
@@ -293,7 +295,7 @@ for ask in (lambda: pinned.Pinned(2000, "cuda:0"), lambda: pool.reserve(2000), l
 memory = torch.full((1000,), 3, dtype=torch.uint8).cuda()
 pool.write(1, memory.data_ptr(), 1000, 0)
 assert pool.size == 1000 and pool._memory[999] == 3
-pinned._Runtime.pin = lambda *_: 2
+host_pool._Runtime.pin = lambda *_: 2
 step = tightship.fit(model, loss, optimizer, x, strict=True, cache=None, budget="90%")
 step(x)
 print(step.graph.machine.offload == 1.6e10)

@@ -1,5 +1,5 @@
 """Faults known of other memory planners, each of which must not be ours: by name, on models that have the trait, at
-the tightest budget that can be met, against eager to the bit."""
+the tightest budget that can be met, bit-identical to eager."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tightship.graph import Graph  # noqa: E402
 from tightship.plan import Step  # noqa: E402
 from tightship.planners import planners  # noqa: E402
 from tightship.planners.default import Options, plan  # noqa: E402
-from tightship.planners.evict.problem import Frame  # noqa: E402
+from tightship.planners.evict.problem import EvictionProblem  # noqa: E402
 from tightship.simulate import baseline, replay  # noqa: E402
 from tightship.verify import verify  # noqa: E402
 
@@ -53,7 +53,7 @@ def tightest(
 def same_as_eager(
     model: nn.Module, *, sample: torch.Tensor | None = None, steps: int = 3, **options: Any
 ) -> TrainStep:
-    """Train both ways from the same random states: losses, parameters, buffers and draws are equal to the bit."""
+    """Train both ways from the same random states: losses, parameters, buffers and draws are bit-identical."""
     x = torch.randn(64, 32, generator=torch.Generator().manual_seed(0)) if sample is None else sample
     twin = copy.deepcopy(model)
     ours, theirs = (torch.optim.AdamW(m.parameters(), lr=1e-2) for m in (model, twin))
@@ -192,7 +192,7 @@ def test_no_eviction_planner_repeats_a_collective(name: str) -> None:
     options = info.options(**{n: small[n] for n in small if n in info.options.__dataclass_fields__})
     for seed in range(4):
         graph = with_effects(seed)
-        frame = Frame(graph, tuple(range(len(graph.ops))))
+        frame = EvictionProblem(graph, tuple(range(len(graph.ops))))
         found = info.plan(frame, graph.static_bytes, options)
         steps = found.steps or frame.steps(found.evict)
         assert all(not graph.ops[s.op].effect for s in steps if s.kind == "recompute")
@@ -214,7 +214,7 @@ def test_the_peak_follows_the_budget() -> None:
 
 
 def test_hints_are_obeyed_where_the_plan_runs() -> None:
-    """G2, G11: per module, by a pattern of its name, in a step that is still eager's to the bit."""
+    """G2, G11: per module, by a pattern of its name, in a step that is bit-identical to eager's."""
     torch.manual_seed(1)
     model = blocks(lambda: nn.Sequential(nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 32)))
     twin, x = copy.deepcopy(model), torch.randn(64, 32)

@@ -11,7 +11,7 @@ from tightship.errors import BadInput, BudgetExceeded, Infeasible, Unsupported, 
 from tightship.execute import allocator
 from tightship.execute.fit import fit
 from tightship.execute.interpreter import PeakMismatch
-from tightship.frontends.torch.optim import Updater
+from tightship.frontends.torch.optimizer.updates import Updater
 from tightship.graph import aligned
 
 STEPS = 5

@@ -8,13 +8,18 @@ from support.blocks import KB, block  # noqa: E402
 from support.models import MODELS  # noqa: E402
 from support.runs import Pair  # noqa: E402
 from tightship.errors import Infeasible  # noqa: E402
-from tightship.execute import in_place_probe, profile  # noqa: E402
-from tightship.execute.allocator import Arena, Miss, Script, replay  # noqa: E402
+from tightship.execute import bench, profile  # noqa: E402
+from tightship.execute.allocator import (  # noqa: E402
+    Arena,
+    Meter,
+    Miss,
+    Script,
+    replay,
+)
 from tightship.execute.fit import fit  # noqa: E402
 from tightship.execute.interpreter import Executor  # noqa: E402
-from tightship.execute.meter import Meter  # noqa: E402
-from tightship.frontends.torch import lower  # noqa: E402
-from tightship.frontends.torch.step import capture_step  # noqa: E402
+from tightship.frontends.torch.capture import lower  # noqa: E402
+from tightship.frontends.torch.capture.step import capture_step  # noqa: E402
 from tightship.planners import default  # noqa: E402
 
 aten = torch.ops.aten
@@ -102,7 +107,7 @@ def tried(fn, *tensors):
         arenas.append(Arena(size))
         return arenas[-1]
 
-    return in_place_probe.overlaid(*call_of(fn, *tensors), "cpu", room)
+    return bench.in_place_inputs(*call_of(fn, *tensors), "cpu", room)
 
 
 def test_an_elementwise_op_keeps_its_result_over_each_input_laid_out_alike():
@@ -117,7 +122,7 @@ def test_an_elementwise_op_keeps_its_result_over_each_input_laid_out_alike():
 def test_an_op_that_is_no_such_is_found_out(monkeypatch):
     x = torch.randn(300, 70)
     assert tried(aten.mm.default, x[:70].clone(), x[:70].clone()) == () == tried(torch.tanh, x)
-    monkeypatch.setattr(in_place_probe, "elementwise", lambda _fn: True)
+    monkeypatch.setattr(bench, "elementwise", lambda _fn: True)
     square = x[:70].clone()
     assert tried(aten.mm.default, square, square + 1) == ()
     assert tried(lambda a: a.flip(0), x) == ()
@@ -132,7 +137,7 @@ def test_an_op_that_differs_loses_what_it_claimed(monkeypatch, tmp_path):
     assert claimed
     kept = profile.profile(program, cache=tmp_path, seconds_per_op=0.0).graph
     assert sum(len(o.overwrites) for o in kept.ops) == claimed and kept.digest == program.graph.digest
-    monkeypatch.setattr(profile, "overlaid", lambda *_args: ())
+    monkeypatch.setattr(profile, "in_place_inputs", lambda *_args: ())
     again = profile.profile(program, cache=tmp_path, seconds_per_op=0.0).graph  # known from the first time
     assert again.digest == kept.digest
     lost = profile.profile(program, cache=None, seconds_per_op=0.0).graph
@@ -228,7 +233,7 @@ def test_somebody_who_holds_an_input_is_noticed():
         instruction.run(env)
 
     executor._code.instructions[at] = profile.replace(instruction, run=run)
-    from tightship.execute.binding import Binding
+    from tightship.execute.prepared import Binding
 
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     leaves = torch.utils._pytree.tree_leaves(batch(0))

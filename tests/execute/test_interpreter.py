@@ -9,13 +9,13 @@ from support import plans
 from support.runs import Pair, eager
 from tightship.errors import BadInput, BudgetExceeded, Unsupported, VerificationFailed
 from tightship.execute import allocator
-from tightship.execute.binding import Binding
 from tightship.execute.compile import compile_plan
 from tightship.execute.interpreter import Executor, PeakMismatch
+from tightship.execute.prepared import Binding
 from tightship.execute.profile import model as modelled
 from tightship.execute.profile import profile
+from tightship.frontends.torch.capture.step import capture_step
 from tightship.frontends.torch.program import Call
-from tightship.frontends.torch.step import capture_step
 from tightship.frontends.torch.structure import flatten
 from tightship.plan import Step
 
@@ -148,7 +148,7 @@ def test_a_residence_that_is_too_small_is_refused(bound):
     plan = plans.keep(bound.graph)
     big = max(range(len(plan.residences)), key=lambda k: plan.residences[k].size)
     rows = [replace(r, size=64) if k == big else r for k, r in enumerate(plan.residences)]
-    with pytest.raises(BadInput, match="size of its request"):
+    with pytest.raises(BadInput, match="too small for a request"):
         bound.executor(replace(plan, residences=tuple(rows)))
 
 

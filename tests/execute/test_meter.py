@@ -7,7 +7,7 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from support.blocks import KB, block  # noqa: E402
-from tightship.execute.meter import Meter  # noqa: E402
+from tightship.execute.allocator import Meter  # noqa: E402
 
 
 class TestMeter:

@@ -13,7 +13,7 @@ from tightship.analysis.order import predecessors
 from tightship.baselines.memonger import Options, recycled
 from tightship.errors import BadInput
 from tightship.execute.parallel import ParallelExecutor
-from tightship.frontends.torch.step import capture_loss
+from tightship.frontends.torch.capture.step import capture_loss
 from tightship.frontends.torch.structure import flatten
 from tightship.planners.lifetimes import in_any_order, in_order, in_steps
 from tightship.planners.packing import Search, pack

@@ -20,8 +20,8 @@ from support import plans
 from support.runs import Pair
 from tightship.errors import Unsupported
 from tightship.execute import allocator
-from tightship.execute.file_pool import Spill
 from tightship.execute.fit import fit
+from tightship.execute.host_pool import FilePool
 from tightship.execute.infer import infer
 from tightship.process_local import NotCopied
 
@@ -96,23 +96,22 @@ def test_inference_is_not_copied(way):
 
 @pytest.mark.parametrize("way", WAYS)
 def test_a_file_with_threads_is_not_copied(way, tmp_path):
-    pool = Spill(1 << 12, tmp_path)
-    with pytest.raises(Unsupported, match=r"(copying|pickling) a Spill"):
+    pool = FilePool(1 << 12, tmp_path)
+    with pytest.raises(Unsupported, match=r"(copying|pickling) a FilePool"):
         WAYS[way](pool)
     pool.close()
 
 
 def test_all_that_owns_native_memory_is_told():
     """Every class that makes an arena, a script, threads or a weak count is one that is not copied."""
+    from tightship.execute.host_pool import PinnedPool, TieredPool
+    from tightship.execute.interpreter import Executor
     from tightship.execute.parallel import ParallelExecutor
-    from tightship.execute.pinned_pool import Pinned
-    from tightship.execute.tiered_pool import Staged
     from tightship.frontends.torch import compat
     from tightship.integrations.torch_compile import Session
-    from tightship.integrations.torch_executor import Half
     from tightship.integrations.torch_partition import Lane, Piece
 
-    for owner in (ParallelExecutor, Pinned, Staged, Session, Half, Lane, Piece):
+    for owner in (ParallelExecutor, PinnedPool, TieredPool, Session, Executor, Lane, Piece):
         assert issubclass(owner, NotCopied), owner
     with pytest.raises(Unsupported):
         copy.deepcopy(compat.storage_reference(torch.ones(3)))
@@ -128,10 +127,10 @@ from support.runs import Pair
 from tightship.errors import Unsupported
 from tightship.execute.fit import fit
 from tightship.planners.evict import offload
-from tightship.planners.evict.problem import Frame
+from tightship.planners.evict.problem import EvictionProblem
 
 def offloads(graph, budget):
-    steps = offload.plan(Frame(graph, tuple(range(len(graph.ops)))), 0).steps
+    steps = offload.plan(EvictionProblem(graph, tuple(range(len(graph.ops)))), 0).steps
     plan = plans.placed(graph, steps)
     assert plan.count("offload")
     return plan

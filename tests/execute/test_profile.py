@@ -11,13 +11,12 @@ from support.runs import Pair
 from tightship.errors import Unsupported
 from tightship.execute import allocator
 from tightship.execute.allocator import Event
-from tightship.execute.bench import workspace_of
+from tightship.execute.bench import sample_tensor, workspace_of
 from tightship.execute.cache import Cache, Measurement
 from tightship.execute.profile import model as modelled
 from tightship.execute.profile import profile
-from tightship.execute.sample_inputs import fresh
+from tightship.frontends.torch.capture.step import capture_step
 from tightship.frontends.torch.program import Call
-from tightship.frontends.torch.step import capture_step
 from tightship.graph import Value
 
 
@@ -210,7 +209,7 @@ def test_an_op_that_does_not_run_is_refused():
     ids=lambda v: v.name,
 )
 def test_fresh_tensors_have_the_metadata_and_alignment(value):
-    tensor = fresh(value, "cpu")
+    tensor = sample_tensor(value, "cpu")
     assert str(tensor.dtype).endswith(value.dtype)
     assert (tuple(tensor.shape), tuple(tensor.stride())) == (value.shape, value.stride)
     assert (tensor.storage_offset() - value.offset) * tensor.element_size() % 64 == 0
@@ -226,7 +225,7 @@ def test_fresh_tensors_have_the_metadata_and_alignment(value):
 def test_kept_measurements_are_used(tmp_path, monkeypatch):
     _, program = captured("mlp")
     first = quick(program, tmp_path)
-    monkeypatch.setattr("tightship.execute.profile.fresh_arguments", None)
+    monkeypatch.setattr("tightship.execute.profile.sample_arguments", None)
     assert quick(program, tmp_path).graph.ops == first.graph.ops
     with pytest.raises(TypeError):
         quick(captured("tied")[1], tmp_path)

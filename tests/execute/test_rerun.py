@@ -13,9 +13,9 @@ from support import plans
 from tightship.errors import BadInput, Unsupported, VerificationFailed
 from tightship.execute.fit import fit
 from tightship.execute.interpreter import Executor
-from tightship.frontends.torch import live_step
-from tightship.frontends.torch.function_trace import understood
-from tightship.frontends.torch.optim import Updater
+from tightship.frontends.torch.optimizer.updates import Updater
+from tightship.frontends.torch.rerun import live_step
+from tightship.frontends.torch.rerun.function_trace import understood
 
 
 def net():

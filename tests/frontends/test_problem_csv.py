@@ -98,52 +98,56 @@ def test_a_header_alone_is_a_problem_of_nothing() -> None:
 @pytest.mark.parametrize(
     ("text", "line", "said"),
     [
-        ("", "", "a problem begins with a line of column names"),
-        ("\n", ":1", "there is none for id, lower, upper, size"),
-        ("id,lower,upper\n", ":1", "there is none for size"),
-        ("a;b;c\n", ":1", "there is none for id"),
-        ("id,buffer,lower,upper,size\n", ":1", "one column for 'id', not both 'id' and 'buffer'"),
-        ("id,lower,upper,end,size\n", ":1", "not both 'upper' and 'end'"),
-        (HEAD + "a,0,1,4\nb,0,1\n", ":3", "a row has 4 fields"),
-        (HEAD + "a,0,1,4,5\n", ":2", "a row has 4 fields"),
-        (HEAD + "a,-1,1,4\n", ":2", "column 'lower' has whole numbers, at least 0"),
-        (HEAD + "a,0,x,4\n", ":2", "column 'upper' has whole numbers"),
-        (HEAD + "a,0,1,4.5\n", ":2", "column 'size' has whole numbers"),
-        (HEAD + "a,0,1,1_000\n", ":2", "whole numbers"),
-        (HEAD + "a,0,1,٣\n", ":2", "whole numbers"),
-        (HEAD + "a,0,1,\n", ":2", "whole numbers"),
-        (HEAD + "a,0,1,0\n", ":2", "column 'size' has whole numbers, at least 1"),
-        (HEAD + f"a,0,1,{2**63}\n", ":2", "numbers up to 2^63-1"),
-        (HEAD + f"a,0,1,{'9' * 5000}\n", ":2", "numbers up to 2^63-1"),
+        ("", "", "empty file; the first line names the columns"),
+        ("\n", ":1", "no column for id, lower, upper, size"),
+        ("id,lower,upper\n", ":1", "no column for size"),
+        ("a;b;c\n", ":1", "no column for id"),
+        ("id,buffer,lower,upper,size\n", ":1", "columns 'id' and 'buffer' both stand for 'id'"),
+        ("id,lower,upper,end,size\n", ":1", "columns 'upper' and 'end' both"),
+        (HEAD + "a,0,1,4\nb,0,1\n", ":3", "row of 3 fields; the first line has 4"),
+        (HEAD + "a,0,1,4,5\n", ":2", "row of 5 fields; the first line has 4"),
+        (HEAD + "a,-1,1,4\n", ":2", "column 'lower': '-1' is no whole number of at least 0"),
+        (HEAD + "a,0,x,4\n", ":2", "column 'upper': 'x' is no whole number"),
+        (HEAD + "a,0,1,4.5\n", ":2", "column 'size': '4.5' is no whole number"),
+        (HEAD + "a,0,1,1_000\n", ":2", "is no whole number"),
+        (HEAD + "a,0,1,٣\n", ":2", "is no whole number"),
+        (HEAD + "a,0,1,\n", ":2", "is no whole number"),
+        (HEAD + "a,0,1,0\n", ":2", "column 'size': 0 is too small: at least 1"),
+        (HEAD + f"a,0,1,{2**63}\n", ":2", "is too large: at most 2^63-1"),
+        (HEAD + f"a,0,1,{'9' * 5000}\n", ":2", "is too large: at most 2^63-1"),
         (f"id,lower,end,size\na,0,{2**63 - 1},4\n", ":2", "at most 2^63-1"),
-        (HEAD + "a,3,3,4\n", ":2", "a live range is not empty"),
-        (HEAD + "a,4,3,4\n", ":2", "a live range is not empty"),
-        (HEAD + "a,0,1,4\n\na,1,2,4\n", ":4", "an id stands for one buffer; this one is on line 2 already"),
-        (HEAD + " ,0,1,4\n", ":2", "an id is text"),
-        (HEAD + "a\x1b[31m,0,1,4\n", ":2", "an id is text without control characters"),
-        (HEAD + '"a\nb",0,1,4\n', ":3", "an id is text without control characters"),
+        (HEAD + "a,3,3,4\n", ":2", "empty live range from"),
+        (HEAD + "a,4,3,4\n", ":2", "empty live range from"),
+        (HEAD + "a,0,1,4\n\na,1,2,4\n", ":4", "duplicate id 'a', first on line 2"),
+        (HEAD + " ,0,1,4\n", ":2", "empty id"),
+        (HEAD + "a\x1b[31m,0,1,4\n", ":2", "id with control characters"),
+        (HEAD + '"a\nb",0,1,4\n', ":3", "id with control characters"),
         (HEAD + '"a,0,1,4\n', ":", "CSV"),
         (HEAD + 'a,0,1,"4"5\n', ":2", "CSV"),
-        (FULL + "a,0,1,4,0,,,\n", ":2", "column 'alignment' has whole numbers, at least 1"),
+        (FULL + "a,0,1,4,0,,,\n", ":2", "column 'alignment': 0 is too small: at least 1"),
         (FULL + "a,0,1,4,,-1,,\n", ":2", "column 'hint'"),
         (FULL + "a,0,1,4,,,,-1\n", ":2", "column 'offset'"),
-        (FULL + "a,0,9,4,,,3,\n", ":2", "a gap is written lo-hi"),
-        (FULL + "a,0,9,4,,,3-4@,\n", ":2", "a gap is written lo-hi"),
-        (FULL + "a,0,9,4,,,-3-4,\n", ":2", "a gap is written lo-hi"),
-        (FULL + f"a,0,9,4,,,3-{10**30},\n", ":2", "a gap has numbers up to 2^63-1"),
-        (FULL + "a,1,9,4,,,0-3,\n", ":2", "a gap is a part of the live range [1, 9)"),
-        (FULL + "a,1,9,4,,,3-3,\n", ":2", "a gap is a part of the live range"),
-        (FULL + "a,1,9,4,,,8-10,\n", ":2", "a gap is a part of the live range"),
-        (FULL + "a,1,9,4,,,5-8 3-6,\n", ":2", "the gaps of a buffer do not overlap"),
-        (FULL + "a,1,9,4,,,3-6@2:5,\n", ":2", "a gap's window is a part of the buffer's bytes [0, 4)"),
-        (FULL + "a,1,9,4,,,3-6@2:2,\n", ":2", "a gap's window is a part of the buffer's bytes"),
-        ("id,lower,upper,size,group,colocation\n", ":1", "not both 'group' and 'colocation'"),
-        (MORE + "a,0,1,4,g\x07,,,,\n", ":2", "column 'group' has text without control characters"),
-        (MORE + "a,0,1,4,,b,,,\n", ":2", "a conflict is with another buffer of the file, by its id, got 'b'"),
-        (MORE + "a,0,1,4,,,,,\nb,0,1,4,,a b,,,\n", ":3", "a conflict is with another buffer"),
-        (MORE + "a,0,1,4,,,,one two,\n", ":2", "a pool's name is without spaces"),
-        (MORE + "a,0,1,4,,,,p,-1\n", ":2", "column 'heap' has whole numbers"),
-        (MORE + "a,0,1,4,,,,p,99999999\n", ":2", "a heap's number is at most"),
+        (FULL + "a,0,9,4,,,3,\n", ":2", "gap is not written lo-hi"),
+        (FULL + "a,0,9,4,,,3-4@,\n", ":2", "gap is not written lo-hi"),
+        (FULL + "a,0,9,4,,,-3-4,\n", ":2", "gap is not written lo-hi"),
+        (FULL + f"a,0,9,4,,,3-{10**30},\n", ":2", "is too large: at most 2^63-1"),
+        (FULL + "a,1,9,4,,,0-3,\n", ":2", "gap [0, 3) is not within the live range [1, 9)"),
+        (FULL + "a,1,9,4,,,3-3,\n", ":2", "is not within the live range"),
+        (FULL + "a,1,9,4,,,8-10,\n", ":2", "is not within the live range"),
+        (FULL + "a,1,9,4,,,5-8 3-6,\n", ":2", "gap [5, 8) overlaps another"),
+        (
+            FULL + "a,1,9,4,,,3-6@2:5,\n",
+            ":2",
+            "window [2, 5] of a gap is not within the buffer's bytes [0, 4)",
+        ),
+        (FULL + "a,1,9,4,,,3-6@2:2,\n", ":2", "window [2, 2] of a gap is not within the buffer's bytes"),
+        ("id,lower,upper,size,group,colocation\n", ":1", "columns 'group' and 'colocation' both"),
+        (MORE + "a,0,1,4,g\x07,,,,\n", ":2", "column 'group': control characters"),
+        (MORE + "a,0,1,4,,b,,,\n", ":2", "conflict with 'b', which is no other buffer of the file"),
+        (MORE + "a,0,1,4,,,,,\nb,0,1,4,,a b,,,\n", ":3", "conflict with"),
+        (MORE + "a,0,1,4,,,,one two,\n", ":2", "pool name with spaces"),
+        (MORE + "a,0,1,4,,,,p,-1\n", ":2", "column 'heap': '-1' is no whole number"),
+        (MORE + "a,0,1,4,,,,p,99999999\n", ":2", "heap number 99999999 is too large"),
     ],
 )
 def test_a_bad_file_is_said_to_be_bad_with_its_line(text: str, line: str, said: str) -> None:
@@ -197,7 +201,7 @@ def test_garbage_without_end_is_not_read_to_its_end(start: bytes, pattern: bytes
 def test_a_problem_has_so_many_rows_and_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(problem_csv, "MAX_ROWS", 2)
     assert len(buffers(HEAD + "a,0,1,4\nb,0,1,4\n")) == 2
-    with pytest.raises(BadInput, match="at most 2 buffers"):
+    with pytest.raises(BadInput, match="too many buffers: at most 2"):
         buffers(HEAD + "a,0,1,4\nb,0,1,4\nc,0,1,4\n")
 
 
@@ -239,7 +243,7 @@ def test_reads_groups_conflicts_and_pools() -> None:
 @pytest.mark.parametrize(
     ("rows", "capacity", "line", "said"),
     [
-        ("a,0,9,8,,,,8\n", 15, ":2", "a pinned buffer ends within the capacity of 15 bytes"),
+        ("a,0,9,8,,,,8\n", 15, ":2", "pinned buffer ends at 16, beyond the capacity of 15 bytes"),
         ("a,0,9,8,,,,0\nb,1,2,4,,,,\nc,5,6,8,,,,4\n", None, ":4", "share bytes [4, 8) during [5, 6)"),
         ("a,0,9,8,4,,,6\n", None, ":2", "does not start at a multiple of 4"),
     ],
@@ -256,8 +260,8 @@ def test_pins_that_cannot_be_are_said_with_their_line(
     ("rows", "line", "said"),
     [
         ("a,0,4,8,,0,g,\nb,6,9,8,,4,g,\n", ":3", "of group 'g', which shares an offset"),
-        ("a,0,4,8,,4,g,\nb,6,9,8,8,,g,\n", ":3", "members of group 'g' are pinned to a multiple of 8"),
-        ("a,0,4,8,,,g,p\nb,6,9,8,,,g,q\n", ":3", "members of group 'g' have a pool in common"),
+        ("a,0,4,8,,4,g,\nb,6,9,8,8,,g,\n", ":3", "offset 4 is no multiple of 8"),
+        ("a,0,4,8,,,g,p\nb,6,9,8,,,g,q\n", ":3", "no pool in common in group 'g': q; 'a' has p"),
     ],
 )
 def test_members_that_cannot_share_an_offset_are_said_with_their_line(
@@ -272,7 +276,7 @@ def test_pins_are_of_their_pools() -> None:
     table = loads(b"id,lower,upper,size,offset,pools\na,0,4,8,0,p\nb,0,4,8,0,q\n", "p.csv")
     check_pins(table, None, (Pool("p", 8), Pool("q")))
     with pytest.raises(
-        BadInput, match=r"p\.csv:3: a pinned buffer ends within the capacity of pool 'q' of 4"
+        BadInput, match=r"p\.csv:3: pinned buffer ends at \d+, beyond the capacity of pool 'q' of 4"
     ):
         check_pins(table, None, (Pool("p", 8), Pool("q", 4)))
 

@@ -14,7 +14,7 @@ from tightship.hlo import flattened, parse, to_text
 from tightship.hlo.assign import tight
 from tightship.hlo.assign.order import reordered
 from tightship.hlo.dataflow import points_to
-from tightship.hlo.flatten import LIMIT
+from tightship.hlo.module import CLONE_LIMIT
 
 AGAIN = COUNTING.replace(
     "  ROOT %out",
@@ -114,7 +114,7 @@ def test_calls_that_multiply_without_end_are_refused() -> None:
             f" ROOT b = f32[] call(a), to_apply=c{k - 1}\n}}\n"
         )
     text += "ENTRY e {\n p = f32[] parameter(0)\n ROOT r = f32[] call(p), to_apply=c59\n}\n"
-    with pytest.raises(Unsupported, match=f"more than {LIMIT} instructions"):
+    with pytest.raises(Unsupported, match=f"more than {CLONE_LIMIT} instructions"):
         flattened(parse(text))
 
 

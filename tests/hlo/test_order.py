@@ -4,10 +4,9 @@ import pytest
 
 from support import hlo_data
 from tightship.hlo import parse
+from tightship.hlo.alias import Sharing
 from tightship.hlo.dataflow import Buffer, Node, PointsTo, points_to
-from tightship.hlo.in_place import Sharing
-from tightship.hlo.liveness import live_ranges
-from tightship.hlo.order import Order, may_interfere, total
+from tightship.hlo.liveness import Order, live_ranges, may_interfere, total
 
 FORK = """\
 HloModule fork, is_scheduled=true

@@ -1,4 +1,4 @@
-"""The callback in the real Trainer: losses and parameters to the bit, a lower measured peak, nothing left behind."""
+"""The callback in the real Trainer: bit-identical losses and parameters, a lower measured peak, nothing left."""
 
 import pytest
 import torch
@@ -16,7 +16,7 @@ from transformers import (
 )
 
 from tightship.errors import BadInput, Infeasible
-from tightship.execute.meter import Meter
+from tightship.execute.allocator import Meter
 from tightship.integrations.huggingface import Tightship
 
 QUICK = {"seconds_per_op": 0.0005, "seconds": 20.0, "work": 500_000, "strict": True}

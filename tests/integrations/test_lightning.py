@@ -1,4 +1,4 @@
-"""The callback in the real Trainer of Lightning: losses and parameters to the bit, a lower peak, nothing left."""
+"""The callback in the real Trainer of Lightning: bit-identical losses and parameters, a lower peak, nothing left."""
 
 import logging
 import warnings
@@ -10,7 +10,7 @@ from torch import nn
 lightning = pytest.importorskip("lightning", reason="lightning is not installed")
 
 from tightship.errors import Infeasible  # noqa: E402
-from tightship.execute.meter import Meter  # noqa: E402
+from tightship.execute.allocator import Meter  # noqa: E402
 from tightship.integrations.lightning import Tightship  # noqa: E402
 
 QUICK = {"seconds_per_op": 0.0005, "seconds": 20.0, "work": 500_000, "strict": True}
@@ -71,4 +71,4 @@ def test_a_budget_that_cannot_be_met_ends_training_and_leaves_the_module_as_it_w
     planned = Tightship(1 << 14, say=None, **QUICK)
     with pytest.raises(Infeasible):
         train(tmp_path, planned)
-    assert planned.attached._model is None
+    assert planned._model is None

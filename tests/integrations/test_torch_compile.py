@@ -1,4 +1,4 @@
-"""The torch.compile backend on families of models: to the bit, within the budget, peak as planned."""
+"""The torch.compile backend on families of models: bit-identical, within the budget, peak as planned."""
 
 import copy
 

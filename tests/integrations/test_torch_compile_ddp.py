@@ -1,4 +1,4 @@
-"""The torch.compile backend inside DistributedDataParallel: losses and weights of eager's, to the bit."""
+"""The torch.compile backend inside DistributedDataParallel: losses and weights bit-identical to eager's."""
 
 import copy
 import os

@@ -1,4 +1,4 @@
-"""The torch.compile backend in the ways people use it, to the bit."""
+"""The torch.compile backend in the ways people use it, bit-identical."""
 
 import copy
 import gc
@@ -11,7 +11,7 @@ from torch import nn
 from support.compiled import QUICK, batch, compiled, deep, equal, pair, step
 from tightship import errors
 from tightship.execute import allocator
-from tightship.execute.meter import Meter
+from tightship.execute.allocator import Meter
 from tightship.frontends.torch.program import Ref
 from tightship.integrations.torch_compile import Fallback, compiled_notes, compiled_plans
 

@@ -570,7 +570,7 @@ def test_parameters_of_the_model():
     return Loop(model, loss_fn, sgd(model))
 
 
-@refused("of the optimizer is one of the model's")
+@refused("not one of the model's")
 def test_learned_weights_of_losses_outside_of_the_model():
     model, scales = mlp(), nn.Parameter(torch.zeros(2))
     optimizer = torch.optim.SGD([*model.parameters(), scales], lr=0.1)

@@ -16,7 +16,7 @@ from tightship import sources
 from tightship.cli import main
 from tightship.diagnose.advice import advice, batch_of, smaller_batch
 from tightship.errors import BadInput, Infeasible
-from tightship.frontends.torch.batch import batch_size, batched, resized
+from tightship.frontends.torch.structure import batch_size, batched, resized
 from tightship.graph import Graph, Value
 from tightship.planners.batch import max_batch
 from tightship.planners.default import Options, plan
@@ -49,7 +49,7 @@ def test_when_not_even_one_fits() -> None:
 
 
 def test_a_share_of_the_peak_is_no_budget_for_a_batch() -> None:
-    with pytest.raises(BadInput, match="number of bytes"):
+    with pytest.raises(BadInput, match="budget in bytes"):
         max_batch(sized, "60%", QUICK)
 
 
@@ -90,7 +90,7 @@ def test_command_line(tmp_path: Path, capsys, monkeypatch) -> None:  # type: ign
     assert main(["verify", "p.json"]) == 0
     assert rows["unit"] == 1 and rows["refused"] == {}
     assert main([*args, "-b", "200kB", "--batch-dim", "1"]) == 2  # of a linear layer, that is its features
-    assert "other sizes of the batch than the sample's 32" in capsys.readouterr().err
+    assert "other batch sizes than the sample's 32" in capsys.readouterr().err
     assert main([*args, "-b", "200kB", "--batch-dim", "7"]) == 2
     assert main(["plan", "some_net:make", "--batch-dim", "1"]) == 2
     assert "--max-batch" in capsys.readouterr().err
@@ -120,7 +120,7 @@ def test_a_model_that_runs_at_multiples_only() -> None:
 
 
 def test_a_model_of_one_size_is_refused_with_what_it_said() -> None:
-    with pytest.raises(BadInput, match=r"other sizes of the batch than the sample's 4.*RuntimeError"):
+    with pytest.raises(BadInput, match=r"other batch sizes than the sample's 4.*RuntimeError"):
         tightship.max_batch(Folded(rows=4), torch.randn(4, 32), "200kB", work=100_000)
 
 

@@ -17,7 +17,7 @@ import pytest
 from support.chains import chain
 from support.strategies import random_graph
 from tightship import _core
-from tightship.planners.evict.problem import Frame
+from tightship.planners.evict.problem import EvictionProblem
 
 ORDINARY = (ValueError, TypeError, OverflowError, MemoryError)
 
@@ -35,7 +35,7 @@ class Call:
 
 
 def engine_arguments() -> dict[str, Any]:
-    """What `Frame` hands to the engine for a graph with mutation, offload and packing."""
+    """What `EvictionProblem` hands to the engine for a graph with mutation, offload and packing."""
     recorded: dict[str, Any] = {}
 
     class Recorder:
@@ -49,7 +49,9 @@ def engine_arguments() -> dict[str, Any]:
     graph = random_graph(7, 40)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(_core, "Engine", Recorder)
-        _ = Frame(graph, tuple(range(len(graph.ops))), means=("recompute", "compress", "offload")).engine
+        _ = EvictionProblem(
+            graph, tuple(range(len(graph.ops))), means=("recompute", "compress", "offload")
+        ).engine
     return recorded
 
 
@@ -292,6 +294,6 @@ def test_copies_outside_of_a_file_are_refused() -> None:
 
 def test_decisions_of_a_chain_are_one_per_gap() -> None:
     graph = chain(6)
-    engine = Frame(graph, tuple(range(len(graph.ops)))).engine
+    engine = EvictionProblem(graph, tuple(range(len(graph.ops)))).engine
     with pytest.raises(ValueError, match="decisions has 1 entries instead of"):
         engine.evaluate(np.zeros(1, np.uint8), 100)

@@ -13,8 +13,8 @@ from tightship import api
 from tightship.errors import BadInput, Infeasible, TightshipError, Unsupported
 from tightship.graph import Graph, Op, Storage, Value
 from tightship.planners import planners
-from tightship.planners.evict.lowering import Run, carried_out
-from tightship.planners.evict.problem import DROP, MEANS, Decision, Frame
+from tightship.planners.evict.lowering import Run, decide
+from tightship.planners.evict.problem import DROP, MEANS, Decision, EvictionProblem
 from tightship.planners.frontier import others
 from tightship.verify import verify
 
@@ -52,23 +52,23 @@ def written_late() -> Graph:
     return Graph(ops, values, storages, (0,), (4,), "written late")
 
 
-def frame_of(graph: Graph, **fields: object) -> Frame:
-    return Frame(graph, tuple(range(len(graph.ops))), **fields)  # type: ignore[arg-type]
+def problem_of(graph: Graph, **fields: object) -> EvictionProblem:
+    return EvictionProblem(graph, tuple(range(len(graph.ops))), **fields)  # type: ignore[arg-type]
 
 
 def test_what_is_not_valid_has_no_steps() -> None:
-    frame = frame_of(chain(6))
-    good = frame.cost(frame.wherever(DROP), 0)
-    assert frame.lower(good) == frame.steps(good.evict)
-    for d in (replace(good, valid=False), replace(good, valid=False, steps=frame.lower(good))):
-        with pytest.raises(Unsupported, match="cannot be made again"):
-            frame.lower(d)
+    problem = problem_of(chain(6))
+    good = problem.cost(problem.wherever(DROP), 0)
+    assert problem.lower(good) == problem.steps(good.evict)
+    for d in (replace(good, valid=False), replace(good, valid=False, steps=problem.lower(good))):
+        with pytest.raises(Unsupported, match="cannot be recomputed"):
+            problem.lower(d)
 
 
 def test_runs_that_the_replay_refuses_are_a_decision_that_is_not_valid() -> None:
     graph = chain(4)
     runs = [Run(0, again=True), *(Run(k) for k in range(len(graph.ops)))]
-    d = carried_out(frame_of(graph), runs, 1 << 40)
+    d = decide(problem_of(graph), 1 << 40, runs)
     assert not d.valid and not d.met
 
 
@@ -104,20 +104,20 @@ def test_no_planner_uses_a_way_without_leave(name: str, allow: str) -> None:
 
 def test_leave_is_the_frame_s_and_what_its_hints_name() -> None:
     graph = chain(12)
-    decided = planners("evict")["offload"].plan(frame_of(graph), 0)
+    decided = planners("evict")["offload"].plan(problem_of(graph), 0)
     assert isinstance(decided, Decision) and any(s.kind == "offload" for s in decided.steps or ())
-    with pytest.raises(BadInput, match=r"allow.*recompute.*'offload'"):
-        frame_of(graph).lower(decided)
-    assert frame_of(graph, means=("offload",)).lower(decided) == decided.steps
-    assert frame_of(graph, only={1: ("offload",)}).lower(decided) == decided.steps
-    assert frame_of(graph).lower(decided, leave=tuple(MEANS)) == decided.steps
+    with pytest.raises(BadInput, match=r"allow: .*offload.*allowed: recompute"):
+        problem_of(graph).lower(decided)
+    assert problem_of(graph, means=("offload",)).lower(decided) == decided.steps
+    assert problem_of(graph, only={1: ("offload",)}).lower(decided) == decided.steps
+    assert problem_of(graph).lower(decided, means=tuple(MEANS)) == decided.steps
 
 
 def test_a_policy_that_cannot_be_carried_out_loses_its_row_alone() -> None:
     graph = written_late()
     said: list[str] = []
     rows = others(
-        frame_of(graph, in_place=False), {"all": frozenset(range(5)), "none": frozenset()}, said.append
+        problem_of(graph, in_place=False), {"all": frozenset(range(5)), "none": frozenset()}, said.append
     )
     assert "all" in {o.name for o in rows} and said
     found = tightship.frontier(graph, points=3, **QUICK)

@@ -14,7 +14,7 @@ import pytest
 from support.chains import chain
 from tightship.baselines.grappler import runs
 from tightship.plan import Plan
-from tightship.planners.evict.problem import Frame
+from tightship.planners.evict.problem import EvictionProblem
 from tightship.serde import dumps_plan, loads_plan
 from tightship.simulate import baseline, replay
 from tightship.verify import verify
@@ -28,7 +28,7 @@ import numpy as np
 from support.chains import chain
 from tightship import _core
 from tightship.planners.default import Options, plan
-from tightship.planners.evict.problem import Frame
+from tightship.planners.evict.problem import EvictionProblem
 
 def in_small_stack(work):
     raised = []
@@ -73,8 +73,8 @@ def test_a_recipe_of_any_depth_is_made_again(layers: int) -> None:
     body = f"""
 def work():
     graph = chain({layers})
-    frame = Frame(graph, tuple(range(len(graph.ops))))
-    cost = frame.engine.evaluate(np.ones(len(frame.gaps), np.uint8), 1 << 40)
+    problem = EvictionProblem(graph, tuple(range(len(graph.ops))))
+    cost = problem.engine.evaluate(np.ones(len(problem.gaps), np.uint8), 1 << 40)
     assert cost["valid"], cost
     print(cost["runs"])
 
@@ -116,6 +116,6 @@ def test_deep_chains_are_replayed_verified_and_written_without_recursion() -> No
 
 def test_clones_of_a_deep_chain_are_ordered_without_recursion() -> None:
     graph = chain(4_000)
-    frame = Frame(graph, tuple(range(len(graph.ops))))
-    found = runs(frame, frozenset(range(4_000)), "b")
+    problem = EvictionProblem(graph, tuple(range(len(graph.ops))))
+    found = runs(problem, frozenset(range(4_000)), "b")
     assert [r.op for r in found if r.again] == list(range(4_000))

@@ -15,7 +15,7 @@ from tightship.errors import BadInput, Infeasible
 from tightship.graph import Op
 from tightship.planners import default
 from tightship.planners.default import Options, plan
-from tightship.planners.evict.problem import Frame
+from tightship.planners.evict.problem import EvictionProblem
 from tightship.planners.layout import Layout, lay_out, stays
 from tightship.simulate import baseline, replay
 from tightship.verify import verify
@@ -100,8 +100,8 @@ def test_every_residence_is_placed_apart_and_the_arena_is_no_more_than_a_little_
     seed: int,
 ) -> None:
     graph = random_graph(seed, 50)
-    frame = Frame(graph, tuple(range(len(graph.ops))))
-    steps = frame.steps(frame.nothing())
+    problem = EvictionProblem(graph, tuple(range(len(graph.ops))))
+    steps = problem.steps(problem.nothing())
     layout = lay_out(graph, steps)
     assert len(layout.residences) == len(list(stays(graph, steps)))
     assert layout.load <= layout.arena

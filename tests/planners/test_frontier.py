@@ -15,7 +15,7 @@ from tightship.cli import main
 from tightship.errors import BadInput
 from tightship.graph import Graph
 from tightship.planners.default import Options
-from tightship.planners.evict.problem import Frame
+from tightship.planners.evict.problem import EvictionProblem
 from tightship.planners.frontier import Frontier, extra_flops, frontier, needs, with_saved
 from tightship.report.frontier import frontier_picture, frontier_rows, frontier_tables
 from tightship.report.text import rendered
@@ -84,16 +84,16 @@ def test_no_policy_is_better_than_a_plan_for_as_much_memory() -> None:
 
 def test_checkpoint_keeps_what_goes_between_blocks_and_runs_each_block_once_more() -> None:
     graph = layered(layers=5, ops=4)
-    frame = Frame(graph, tuple(range(len(graph.ops))))
-    d = checkpoint.plan(frame, 0)
+    problem = EvictionProblem(graph, tuple(range(len(graph.ops))))
+    d = checkpoint.plan(problem, 0)
     assert d.steps is not None
     again = [s.op for s in d.steps if s.kind == "recompute"]
     assert again and len(again) == len(set(again)) == 5 * 3 + 1  # what the next block reads is kept
     line = replay(graph, d.steps)
     assert (line.peak, line.time) == (d.peak, 40.0 + 16) and d.peak < replay(graph, baseline(graph)).peak
-    kept = checkpoint.plan(frame, 0, checkpoint.Options(selective=True))
+    kept = checkpoint.plan(problem, 0, checkpoint.Options(selective=True))
     assert 0 < kept.runs < d.runs and kept.peak > d.peak
-    assert checkpoint.plan(frame, 0, checkpoint.Options(depth=2)).runs == 0
+    assert checkpoint.plan(problem, 0, checkpoint.Options(depth=2)).runs == 0
 
 
 def test_block_names() -> None:
@@ -104,9 +104,9 @@ def test_block_names() -> None:
 
 def test_with_everything_saved_nothing_is_recomputed() -> None:
     graph = chain(10)
-    frame = Frame(graph, tuple(range(len(graph.ops))))
-    assert with_saved(frame, frozenset(range(len(graph.storages)))).extra == 0
-    assert with_saved(frame, frozenset()).extra > 0
+    problem = EvictionProblem(graph, tuple(range(len(graph.ops))))
+    assert with_saved(problem, frozenset(range(len(graph.storages)))).extra == 0
+    assert with_saved(problem, frozenset()).extra > 0
 
 
 def test_extra_flops_are_those_of_recomputation() -> None:

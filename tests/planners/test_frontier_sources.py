@@ -157,7 +157,9 @@ def test_all_budgets_share_one_order_and_frame(monkeypatch: pytest.MonkeyPatch) 
     frames = []
     made = default.plan
     monkeypatch.setattr(
-        default, "plan", lambda *a, frame=None, **k: (frames.append(frame), made(*a, frame=frame, **k))[1]
+        default,
+        "plan",
+        lambda *a, problem=None, **k: (frames.append(problem), made(*a, problem=problem, **k))[1],
     )
     frontier(chain(30), 5, default.Options(work=1_000_000, seconds=60.0))
     assert len(frames) >= 5 and len({id(f) for f in frames}) == 1 and frames[0].archive.found

@@ -56,7 +56,7 @@ def test_G13_what_cannot_be_done_is_refused_with_the_reason() -> None:  # noqa: 
         resolve(graph.with_ops(ops), [("net.0", "recompute")])
     with pytest.raises(BadInput, match="no codec makes f1 smaller"):
         resolve(graph, [("net.1", "compress")])
-    with pytest.raises(BadInput, match="matches a module"):
+    with pytest.raises(BadInput, match=r"unknown module 'other\.\*'"):
         resolve(graph, [("other.*", "keep")])
     with pytest.raises(BadInput, match="PATTERN=WAY"):
         parse_hints("net.0=forget")
@@ -66,7 +66,7 @@ def test_G13_what_cannot_be_done_is_refused_with_the_reason() -> None:  # noqa: 
 
 def test_a_hint_that_later_ones_undo_is_refused() -> None:
     graph = layered(6)
-    with pytest.raises(BadInput, match=r"undone by later ones.*net\.2=keep"):
+    with pytest.raises(BadInput, match=r"net\.2=keep.*undone by later ones"):
         resolve(graph, [("net.2", "keep"), ("net.*", "recompute")])
     general_first = resolve(graph, [("net.*", "recompute"), ("net.2", "keep")])
     assert general_first[3] == ("keep",) and general_first[4] == ("recompute",)
@@ -74,7 +74,7 @@ def test_a_hint_that_later_ones_undo_is_refused() -> None:
 
 
 def test_a_pattern_that_matches_nothing_is_told_what_there_is() -> None:
-    with pytest.raises(BadInput, match=r"such as net\.1, net\.\d+, net\.\d+.*'nett\.1'"):
+    with pytest.raises(BadInput, match=r"'nett\.1'.*such as net\.1, net\.\d+, net\.\d+"):
         resolve(layered(6), [("nett.1", "keep")])
     with pytest.raises(BadInput, match="this graph has none"):
         resolve(chain(6), [("net.1", "keep")])
@@ -88,7 +88,7 @@ def test_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Non
     rows = json.loads(capsys.readouterr().out)
     assert rows["met"] and rows["offloaded"] == 1
     for hints, said in (
-        ("nope=keep", "matches a module"),
+        ("nope=keep", "unknown module 'nope'"),
         ("net.2", "PATTERN=WAY"),
         ("net.2=keep,*=recompute", "undone by later ones"),
         ("net.2=compress", "no codec makes f2 smaller"),

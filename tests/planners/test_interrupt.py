@@ -37,9 +37,9 @@ def test_the_best_so_far_is_given_back_with_the_interrupt() -> None:
 
 
 def test_without_a_plan_that_fits_there_is_none_to_give_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    def interrupted(frame, limit, *_args):
-        frame.archive.stopped = True
-        return frame.cost(frame.nothing(), limit)
+    def interrupted(problem, limit, *_args):
+        problem.archive.stopped = True
+        return problem.cost(problem.nothing(), limit)
 
     info = default.planner("anneal", "evict")
     monkeypatch.setattr(default, "planner", lambda *_: _With(info, interrupted))
@@ -50,4 +50,4 @@ def test_without_a_plan_that_fits_there_is_none_to_give_back(monkeypatch: pytest
 
 class _With:
     def __init__(self, info, found) -> None:
-        self.options, self.plan = info.options, found
+        self.name, self.options, self.plan = info.name, info.options, found

@@ -18,10 +18,10 @@ from tightship.baselines.aitemplate import records
 from tightship.baselines.memonger import Options as Sharing
 from tightship.baselines.memonger import recycled
 from tightship.errors import BadInput
-from tightship.frontends.torch.step import capture_loss
+from tightship.frontends.torch.capture.step import capture_loss
 from tightship.graph import Graph, Op
 from tightship.planners.evict import compress
-from tightship.planners.evict.problem import Frame
+from tightship.planners.evict.problem import EvictionProblem
 from tightship.simulate import baseline, replay
 
 
@@ -34,8 +34,8 @@ def step(name: str) -> Graph:
     return graph.with_ops(tuple(replace(op, time=1e-3) for op in graph.ops))
 
 
-def frame(graph: Graph) -> Frame:
-    return Frame(graph, tuple(range(len(graph.ops))))
+def problem(graph: Graph) -> EvictionProblem:
+    return EvictionProblem(graph, tuple(range(len(graph.ops))))
 
 
 def peak(graph: Graph) -> int:
@@ -45,7 +45,7 @@ def peak(graph: Graph) -> int:
 @pytest.mark.parametrize("name", ["gpt2", "resnet"])
 def test_G01_G02_G04_candidates_of_a_model_are_cheap_or_hinted(name: str) -> None:
     graph = step(name)
-    f, goals = frame(graph), rewrites.targets(graph, "gradients/")
+    f, goals = problem(graph), rewrites.targets(graph, "gradients/")
     cheap = rewrites.clones(f, goals)
     assert cheap and {rewrites.kind(graph.ops[k].target) for k in cheap} <= rewrites.CHEAP
     dear = [k for k, op in enumerate(graph.ops) if "mm" in op.target or "convolution" in op.target]
@@ -57,7 +57,7 @@ def test_G01_G02_G04_candidates_of_a_model_are_cheap_or_hinted(name: str) -> Non
 @pytest.mark.parametrize("name", ["gpt2", "bert"])
 def test_G08_G09_G10_swaps_of_a_model_are_ranked_and_meet_the_savings(name: str) -> None:
     graph = step(name)
-    f, before = frame(graph), peak(graph)
+    f, before = problem(graph), peak(graph)
     limit = graph.static_bytes + (before - graph.static_bytes) * 9 // 10
     made = grappler.plan(f, limit, grappler.Options(level="swap"))
     moved = [s for x in made.steps or () if x.kind == "offload" for s in x.storages]
@@ -80,7 +80,7 @@ def test_G08_G09_G10_swaps_of_a_model_are_ranked_and_meet_the_savings(name: str)
 
 def test_G11_G13_an_input_of_a_models_op_is_swapped_by_name_and_once() -> None:
     graph = step("gpt2")
-    f = frame(graph)
+    f = problem(graph)
     found = rewrites.ranked(f, len(graph.ops) // 2, set())
     a = next(a for a in found if len(graph.uses.writers[a.storage]) == 1)
     consumer = graph.ops[f.order[a.next]]
@@ -123,7 +123,7 @@ def test_G15_one_cost_model_is_no_slower_than_rules_that_know_nothing_of_each_ot
 @pytest.mark.parametrize("name", ["gpt2", "cnn"])
 def test_R12_what_is_compressed_is_compact_from_after_a_use_to_before_the_next(name: str) -> None:
     graph = step(name)
-    f = Frame(graph, tuple(range(len(graph.ops))), ("compress",), lossy=True)
+    f = EvictionProblem(graph, tuple(range(len(graph.ops))), ("compress",), lossy=True)
     made = compress.plan(f, 0, compress.Options(lossy=True))
     steps = made.steps or f.steps(made.evict)
     packed = [(i, s) for i, s in enumerate(steps) if s.kind == "compress"]

@@ -10,7 +10,7 @@ from pathlib import Path
 
 HERE = Path(__file__).parent
 BEFORE = f"""import os, sys; sys.path.insert(0, {str(HERE.parent)!r})
-from tightship.execute import allocator, cuda; cuda.runtime = lambda: os.environ["DRY_CUDA"]
+from tightship.execute import allocator, native as extension; extension.runtime = lambda: os.environ["DRY_CUDA"]
 """
 """torch is linked with the runtime; the allocator looks its runtime up by name, and finds the real one."""
 

@@ -2,8 +2,8 @@
 
 import torch
 
+from tightship.frontends.torch.program import derive, flat, substitute
 from tightship.frontends.torch.structure import flatten
-from tightship.frontends.torch.views import derive, flat, substitute
 from tightship.graph import aligned
 
 
@@ -86,4 +86,4 @@ def interpret(program, tensors):
                 for v, a, b in zip(call.results, out, flat(repeated), strict=True):
                     assert v < 0 or torch.equal(a, b), f"{graph.ops[k].name}: a replay gives other bits"
         tensors = [read(v) for v in program.results]
-    return program.result_spec.unflatten(tensors)
+    return tensors if program.result_spec is None else program.result_spec.unflatten(tensors)

@@ -11,7 +11,7 @@ from dataclasses import replace
 import torch
 
 from support import races
-from tightship.execute import device_codecs
+from tightship.execute import codecs
 
 RECORD, WAIT, COPY, KERNEL, SYNC = range(1, 6)
 
@@ -158,7 +158,7 @@ def _on_host(tensor):
 
 def packing_runs():
     """From now on codecs do on the host, on the same bytes, what their kernels would have done."""
-    compress, decompress, check = device_codecs.compress, device_codecs.decompress, device_codecs.check
+    compress, decompress, check = codecs.compress_by_torch, codecs.decompress_by_torch, codecs.check
 
     def packed(codec, full, to):
         compress(codec, full, to)
@@ -172,4 +172,4 @@ def packing_runs():
         torch.aminmax(full.view(torch.uint8) if full.dtype == torch.bool else full)
         check(codec, _on_host(full), place)
 
-    device_codecs.compress, device_codecs.decompress, device_codecs.check = packed, unpacked, checked
+    codecs.compress_by_torch, codecs.decompress_by_torch, codecs.check = packed, unpacked, checked

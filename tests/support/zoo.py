@@ -7,7 +7,7 @@ import torch
 
 from support.models import MODELS
 from tightship.execute import profile
-from tightship.frontends.torch.step import capture_step
+from tightship.frontends.torch.capture.step import capture_step
 from tightship.graph import Graph
 
 __all__ = ["captured", "measured", "on_devices"]

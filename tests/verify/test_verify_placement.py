@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from support import relating
 from support.placing import overlapping, problems
 from tightship.plan import Buffer, Gap, Pool, Problem, Solution
-from tightship.planners.place import naive
+from tightship.planners import planner
 from tightship.verify import placement as verify_placement
 from tightship.verify.placement import PLACEMENT_RULES, check_solution, disjoint
 
@@ -163,7 +163,7 @@ def test_what_is_too_large_for_the_core_is_verified_too() -> None:
 
 @given(problems(plain=True), st.data())
 def test_a_buffer_moved_onto_another_is_found(problem: Problem, data: st.DataObject) -> None:
-    solution = naive.plan(problem)
+    solution = planner("naive", "place").plan(problem)
     assert check_solution(problem, solution) == []
     pairs = [
         (i, j)

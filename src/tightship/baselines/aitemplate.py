@@ -15,18 +15,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from tightship.analysis.bounds import lower_bound
 from tightship.analysis.concurrency import waves
 from tightship.analysis.order import predecessors
 from tightship.errors import BadInput
 from tightship.graph import Graph, aligned
+from tightship.options import option
 from tightship.plan import Plan, Problem
-from tightship.planners.layout import stays
+from tightship.planners.layout import pack_workspaces, stays, unevicted_plan
 from tightship.planners.lifetimes import in_steps
 from tightship.planners.packing import Search, pack
-from tightship.planners.workspace import pack_scratch
-from tightship.simulate import baseline, replay
-from tightship.verify import check
+from tightship.simulate import baseline
 
 __all__ = ["Options", "Record", "check_records", "plan", "records"]
 
@@ -36,14 +34,14 @@ PLANNER = "aitemplate"
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """``streams``: ops that may run at the same time. ``place``: a placement planner by name (``naive`` reuses
-    nothing). ``unique``: names of ops, by commas, whose scratch is theirs alone. ``alignment``: of sizes and
-    offsets, and at least what the graph's device asks for."""
+    """What AITemplate lets its user choose."""
 
-    streams: int = 1
-    place: str = "greedy-by-size"
-    unique: str = ""
-    alignment: int = 64
+    streams: int = option(1, "ops that may run at the same time")
+    place: str = option("greedy-by-size", "placement algorithm by name (naive reuses nothing)")
+    unique: str = option("", "names of ops, by commas, whose workspace is theirs alone")
+    alignment: int = option(
+        64, "bytes that sizes and offsets are multiples of, beside what the device asks for"
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +72,7 @@ def plan(graph: Graph, options: Options | None = None) -> Plan:
     order = sorted(range(len(step)), key=lambda k: (step[k], k))
     steps = baseline(graph, order)
     rows = list(stays(graph, steps))
-    packings = pack_scratch(rows, o.alignment)
+    packings = pack_workspaces(rows, o.alignment)
     scratch = {steps[i].op: needed.size for i, needed in packings.items()}
     unique, shared, lanes = _workspaces(graph, scratch, step, o)
     values = aligned(packed.arena, o.alignment)
@@ -87,7 +85,6 @@ def plan(graph: Graph, options: Options | None = None) -> Plan:
         else replace(r, offset=own[steps[r.start].op] + packings[r.start].offsets[r])
         for r in rows
     )
-    line, before = replay(graph, steps), replay(graph, baseline(graph))
     constants = _constants(graph, o.alignment)
     facts = {
         "streams": o.streams,
@@ -101,24 +98,7 @@ def plan(graph: Graph, options: Options | None = None) -> Plan:
         "constant_offsets": constants,
         "unique_offsets": {graph.ops[k].name: own[k] for k in unique},
     }
-    made = Plan(
-        digest=graph.digest,
-        steps=steps,
-        residences=residences,
-        peak=line.peak,
-        peak_before=before.peak,
-        static=graph.static_bytes,
-        arena=max((r.offset + r.size for r in residences), default=0),
-        lower_bound=int(lower_bound(graph)),
-        time=line.time,
-        time_before=before.time,
-        planner="aitemplate",
-        seconds=time.perf_counter() - began,
-        notes=(_said(facts),),
-        meta={"aitemplate": facts},
-    )
-    check(graph, made)
-    return made
+    return unevicted_plan(graph, steps, residences, "aitemplate", began=began, facts=facts, note=_note(facts))
 
 
 def records(graph: Graph, options: Options | None = None) -> tuple[Record, ...]:
@@ -140,12 +120,15 @@ def check_records(found: Sequence[Record], steps: int) -> None:
     seen: set[int] = set()
     for r in found:
         if r.storage in seen:
-            raise BadInput("there is one record for each storage", r.name, "usage records")
+            raise BadInput(
+                f"duplicate record {r.name!r}: there is one for each storage", place="usage records"
+            )
         seen.add(r.storage)
         if not 0 <= r.first <= r.last < steps:
-            raise BadInput(f"a record lies within the {steps} steps", (r.first, r.last), f"record {r.name!r}")
+            rule = f"steps {r.first} to {r.last} are not within the {steps} steps"
+            raise BadInput(rule, place=f"record {r.name!r}")
         if r.size <= 0:
-            raise BadInput("a record has bytes", r.size, f"record {r.name!r}")
+            raise BadInput(f"size {r.size}: a record has at least 1 byte", place=f"record {r.name!r}")
 
 
 def _workspaces(
@@ -155,7 +138,7 @@ def _workspaces(
     at the same time, so that they lie side by side in what is shared otherwise."""
     names = {name.strip() for name in o.unique.split(",") if name.strip()}
     if unknown := sorted(names - {op.name for op in graph.ops}):
-        raise BadInput("a name is that of one of the graph's ops", unknown[0], "aitemplate, unique")
+        raise BadInput(f"unknown op {unknown[0]!r}", place="option unique")
     unique: dict[int, int] = {}
     lanes: dict[int, int] = {}
     at, used = 0, dict[int, int]()
@@ -179,7 +162,7 @@ def _constants(graph: Graph, alignment: int) -> dict[str, int]:
     return offsets
 
 
-def _said(facts: dict[str, Any]) -> str:
+def _note(facts: dict[str, Any]) -> str:
     return (
         f"values {facts['values']} bytes ({facts['naive']} without reuse), constants {facts['constants']}, workspace "
         f"{facts['unique_workspace']} unique and {facts['shared_workspace']} shared, {facts['steps']} steps"

@@ -2,14 +2,12 @@
 
 Problem: cut the forward where little goes from one part to the next; for every block one of a few saved sets, or, for
 a run of blocks, only what enters it, to be run again before its backward, where the same is decided again. Measure:
-seconds of recomputation, peak within the limit; the program works with the bytes and seconds of each block by itself,
-and learns from the exact bytes of what it finds. Source: the optimal persistent schedules of rotor (Beaumont,
+seconds of recomputation, peak within the budget; the program has the bytes and seconds of each block by itself, and
+learns from the exact bytes of what it finds. Source: the optimal persistent schedules of rotor (Beaumont,
 Eyraud-Dubois, Herrmann, Joly, Shilova 2019; before, Griewank 1992 and Gruslys et al. 2016), with options per block as
 in Rockmate (Zhao et al. 2023). Guarantee: optimal for a chain of blocks whose costs add up, in memory rounded to
 ``slots``; none for the graph. Complexity: blocks cubed times slots. Known limits: what is run again in a run that is
 itself run again stays by the engine's rule for `PASS`.
-
-The forward pass as a chain of blocks that little goes between, and what each of them may save, with its price.
 """
 
 from __future__ import annotations
@@ -24,8 +22,19 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tightship.baselines import min_cut
+from tightship.options import option
 from tightship.planners.evict import keep, ladder
-from tightship.planners.evict.problem import DROP, EVICT, KEEP, PASS, Bits, Decision, Frame, Progress
+from tightship.planners.evict.problem import (
+    DROP,
+    EVICT,
+    KEEP,
+    PASS,
+    Bits,
+    Decision,
+    EvictionProblem,
+    Progress,
+    best_of,
+)
 
 __all__ = ["Chain", "Choice", "Options", "family", "plan"]
 
@@ -57,17 +66,16 @@ class Choice:
 
 
 class Chain:
-    """A frame's forward ops in ``blocks`` runs at most, each about as long as the others or a single op."""
+    """A problem's forward ops in ``blocks`` runs at most, each about as long as the others or a single op."""
 
-    def __init__(self, frame: Frame, blocks: int) -> None:
-        self.frame = frame
-        self.boundary = frame.boundary
-        self.size = np.array([s.size for s in frame.graph.storages], dtype=np.int64)
-        self.time = np.array([frame.graph.ops[k].time for k in frame.order])
-        self.place = np.empty(len(frame.order), dtype=np.int64)
-        self.place[list(frame.order)] = np.arange(len(frame.order))
-        rows = frame.gaps
-        self.across = np.flatnonzero((rows[:, 1] < self.boundary) & (rows[:, 2] >= self.boundary))
+    def __init__(self, problem: EvictionProblem, blocks: int) -> None:
+        self.problem = problem
+        self.boundary = problem.boundary
+        self.size = np.array([s.size for s in problem.graph.storages], dtype=np.int64)
+        self.time = np.array([problem.graph.ops[k].time for k in problem.order])
+        self.place = np.empty(len(problem.order), dtype=np.int64)
+        self.place[list(problem.order)] = np.arange(len(problem.order))
+        self.across = np.flatnonzero(problem.crossing)
         """Gaps from the forward into the backward."""
         self._span()
         self.cuts = self._cut(blocks)
@@ -75,7 +83,7 @@ class Chain:
 
     def _span(self) -> None:
         """From where to where each storage goes within the forward."""
-        uses, static = self.frame.graph.uses, self.frame.graph.static
+        uses, static = self.problem.graph.uses, self.problem.graph.static
         n = len(self.size)
         self.made, self.read = np.full(n, -1), np.full(n, -1)
         for s in range(n):
@@ -104,7 +112,7 @@ class Chain:
     def _across(self) -> list[int]:
         """By position: how many storages of some size go from before it to ops from it on, before the backward; 0
         where the backward does not want one of them, so that nothing would be saved there."""
-        wanted = set(self.frame.gaps[self.across, 0].tolist())
+        wanted = set(self.problem.gaps[self.across, 0].tolist())
         inside = (self.made >= 0) & (self.made < self.boundary) & (self.read > self.made)
         small = self.size[inside].max(initial=0) * _SMALL
         inside &= (self.size >= small) & (self.read - self.made <= self.boundary * _FAR)
@@ -125,11 +133,11 @@ class Chain:
     @cached_property
     def block(self) -> NDArray[np.int64]:
         """By position: the block of a forward op, and the one whose backward is under way."""
-        out = np.zeros(len(self.frame.order), dtype=np.int64)
+        out = np.zeros(len(self.problem.order), dtype=np.int64)
         out[: self.boundary] = np.searchsorted(self.cuts, np.arange(self.boundary), side="right") - 1
         now = self.length - 1
         for at in range(self.boundary, len(out)):
-            for s in self.frame.graph.uses.reads[self.frame.order[at]]:
+            for s in self.problem.graph.uses.reads[self.problem.order[at]]:
                 if 0 <= self.made[s] < self.boundary:
                     now = min(now, self._user(s))
             out[at] = now
@@ -143,21 +151,21 @@ class Chain:
     @cached_property
     def gaps(self) -> tuple[NDArray[np.int64], ...]:
         """By block: gaps from its forward into the backward, of what it makes."""
-        made = self.block[self.made[self.frame.gaps[self.across, 0]]]
+        made = self.block[self.made[self.problem.gaps[self.across, 0]]]
         return tuple(self.across[made == b] for b in range(self.length))
 
     @cached_property
     def goes_on(self) -> tuple[NDArray[np.bool_], ...]:
         """By block, parallel to its gaps: whether the storage goes to a later block."""
         return tuple(
-            self.read[self.frame.gaps[row, 0]] >= self.cuts[b + 1] for b, row in enumerate(self.gaps)
+            self.read[self.problem.gaps[row, 0]] >= self.cuts[b + 1] for b, row in enumerate(self.gaps)
         )
 
     @cached_property
     def hands_on(self) -> tuple[int, ...]:
         """By block: bytes of what goes to later blocks and into the backward."""
         return tuple(
-            int(self.size[self.frame.gaps[row, 0]][on].sum())
+            int(self.size[self.problem.gaps[row, 0]][on].sum())
             for row, on in zip(self.gaps, self.goes_on, strict=True)
         )
 
@@ -169,7 +177,7 @@ class Chain:
     @cached_property
     def results(self) -> tuple[int, ...]:
         """By block: bytes of results (gradients) that are there when its backward begins."""
-        graph = self.frame.graph
+        graph = self.problem.graph
         out = np.zeros(self.length, dtype=np.int64)
         for s in graph.kept - graph.static:
             if self.made[s] >= self.boundary:
@@ -179,7 +187,7 @@ class Chain:
     def used(self, bits: Bits) -> NDArray[np.int64]:
         """By block: the most bytes in use while it runs, forward or backward."""
         out = np.zeros(self.length, dtype=np.int64)
-        np.maximum.at(out, self.block, self.frame.engine.profile(bits))
+        np.maximum.at(out, self.block, self.problem.engine.profile(bits))
         return out
 
     def choices(self, prices: int) -> tuple[tuple[Choice, ...], ...]:
@@ -194,26 +202,26 @@ class Chain:
     def _policies(self, prices: int) -> Iterator[Bits]:
         """Decisions for the whole chain: everything kept, nothing but what goes from block to block, and saved sets
         by price, besides."""
-        frame = self.frame
-        yield frame.nothing()
-        inside = np.zeros(len(frame.gaps), dtype=np.uint8)
+        problem = self.problem
+        yield problem.nothing()
+        inside = np.zeros(len(problem.gaps), dtype=np.uint8)
         for row, on in zip(self.gaps, self.goes_on, strict=True):
             inside[row[~on]] = 1
         for kind in (EVICT, PASS, DROP):
             yield inside * np.uint8(kind)
-        for d in min_cut.family(frame, 0, min_cut.Options(prices)):
+        for d in min_cut.family(problem, 0, min_cut.Options(prices)):
             yield d.evict * inside
 
     def _measured(self, bits: Bits) -> list[Choice]:
-        frame = self.frame
-        bits = np.where(frame.engine.allowed >> bits & 1, bits, KEEP).astype(np.uint8)
-        if not frame.cost(bits, 0).valid:
+        problem = self.problem
+        bits = np.where(problem.engine.allowed >> bits & 1, bits, KEEP).astype(np.uint8)
+        if not problem.cost(bits, 0).valid:
             return []
-        keeps = [int(self.size[frame.gaps[row, 0]][bits[row] == KEEP].sum()) for row in self.gaps]
+        keeps = [int(self.size[problem.gaps[row, 0]][bits[row] == KEEP].sum()) for row in self.gaps]
         before = np.concatenate([[0], np.cumsum(keeps)])
-        use = frame.engine.profile(bits)
+        use = problem.engine.profile(bits)
         time = np.zeros(self.length)
-        again = self.place[frame.again(bits)]
+        again = self.place[problem.again(bits)]
         np.add.at(time, self.block[again], self.time[again])
         ahead = np.maximum.reduceat(use[: self.boundary], self.cuts[:-1])
         peak = ahead.copy()
@@ -239,68 +247,62 @@ Floats = NDArray[np.float64]
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """``blocks``: how many at most. ``prices``: saved sets tried for each. ``slots``: parts memory is counted in.
-    ``tries``: how often the program may learn from what it found. ``most``: ops of graphs that it is for. ``work``:
-    ops simulated at most, ``seconds``: wall clock at most, to give back what is not needed."""
+    """The size of the program, and limits of the search around it."""
 
-    blocks: int = 40
-    prices: int = 10
-    slots: int = 400
-    tries: int = 5
-    most: int = 20_000
-    work: int = 20_000_000
-    seconds: float = 5.0
+    blocks: int = option(40, "blocks at most")
+    prices: int = option(10, "saved sets tried for each block")
+    slots: int = option(400, "parts that memory is counted in")
+    tries: int = option(5, "how often the program may learn from what it found")
+    most: int = option(20_000, "graphs with more ops are not searched")
+    work: int = option(20_000_000, "ops simulated at most, to give back what is not needed")
+    seconds: float = option(5.0, "wall clock at most, to give back what is not needed")
 
 
 def plan(
-    frame: Frame, limit: int, options: Options | None = None, progress: Progress | None = None
+    problem: EvictionProblem, budget: int, options: Options | None = None, progress: Progress | None = None
 ) -> Decision:
-    """The best decision found; what is missing to the limit taken by the ladder, what is not needed given back."""
+    """The best decision found; what is missing to the budget taken by the ladder, what is not needed given back."""
     o = options or Options()
-    best = keep.plan(frame, limit)
-    if best.met or not len(frame.gaps):
+    best = keep.plan(problem, budget)
+    if best.met or not len(problem.gaps):
         return best
-    rows = [d for d in family(frame, limit, o) if d.valid]
+    rows = [d for d in family(problem, budget, o) if d.valid]
     share = ladder.Options(o.work // 3, o.seconds / 3)
     for met in sorted((d for d in rows if d.met), key=lambda d: d.extra)[:1]:
-        best = _better(ladder.relaxed(frame, limit, met, share.work, share.seconds), best)
+        best = best_of((best, ladder.relaxed(problem, budget, met, share.work, share.seconds)))
     for over in sorted((d for d in rows if not d.met), key=lambda d: d.peak)[:2]:
-        best = _better(ladder.climb(frame, limit, over.evict, share, progress), best)
+        best = best_of((best, ladder.climb(problem, budget, over.evict, share, progress)))
     return best
 
 
-def _better(found: Decision, best: Decision) -> Decision:
-    return found if found.beats(best) else best
-
-
-def family(frame: Frame, limit: int, options: Options | None = None) -> Iterator[Decision]:
+def family(problem: EvictionProblem, budget: int, options: Options | None = None) -> Iterator[Decision]:
     """The program's decisions, with each block by itself and with blocks run again together; none without a chain."""
     o = options or Options()
-    if not 0 < frame.boundary < len(frame.order) <= o.most:
+    if not 0 < problem.boundary < len(problem.order) <= o.most:
         return
-    chain = Chain(frame, o.blocks)
+    chain = Chain(problem, o.blocks)
     if chain.length < 2:
         return
     choices = chain.choices(o.prices)
     for nested in (False, True):
-        yield from _corrected(chain, choices, limit, o, nested)
+        yield from _corrected(chain, choices, budget, o, nested)
 
 
-def _corrected(chain: Chain, choices: Choices, limit: int, o: Options, nested: bool) -> Iterator[Decision]:
+def _corrected(chain: Chain, choices: Choices, budget: int, o: Options, nested: bool) -> Iterator[Decision]:
     """The program's decision, and those after it has learned what blocks needed beyond what it had believed."""
-    frame, within, step = chain.frame, limit, (limit - chain.frame.graph.static_bytes) // 16
+    problem, within, step = chain.problem, budget, (budget - chain.problem.graph.static_bytes) // 16
     beyond = np.zeros((2, chain.length), dtype=np.int64)
     for _ in range(o.tries):
         made = _Program(chain, choices, within, o.slots, nested, beyond).decisions()
         if made is None:  # the search goes on from what needs a little more
             within += step
             continue
-        found = frame.cost(made.bits, limit)
+        found = problem.cost(made.bits, budget)
         yield found
-        if not found.valid or (found.met and within > limit):
+        if not found.valid or (found.met and within > budget):
             return
         if found.met:  # a little more than fits, which the ladder makes fit, may be better still
-            within += limit - found.peak + step // 4
+            within += budget - found.peak + step // 4
             continue
         used = chain.used(made.bits)
         short = np.flatnonzero(used > within).tolist()
@@ -326,10 +328,10 @@ class _Program:
     with what each block saves itself, or with a first part of them run again after the backward of the second."""
 
     def __init__(
-        self, chain: Chain, choices: Choices, limit: int, slots: int, nested: bool, beyond: NDArray[np.int64]
+        self, chain: Chain, choices: Choices, budget: int, slots: int, nested: bool, beyond: NDArray[np.int64]
     ) -> None:
-        self.chain, self.choices, self.limit, n = chain, choices, limit, chain.length
-        self.slot = max(1, limit - chain.frame.graph.static_bytes) / slots
+        self.chain, self.choices, self.budget, n = chain, choices, budget, chain.length
+        self.slot = max(1, budget - chain.problem.graph.static_bytes) / slots
         self.kept = np.arange(slots + 1)
         self.handed = [round(x / self.slot) for x in chain.hands_on]
         self.sums = np.concatenate([[0.0], np.cumsum(chain.forward)])
@@ -367,20 +369,20 @@ class _Program:
         own = np.full((len(self.choices[first]), len(self.kept)), np.inf)
         for row, c in zip(own, self.choices[first], strict=True):
             least = self._needs(first, last, c)
-            fits = self.kept * self.slot + least <= self.limit
+            fits = self.kept * self.slot + least <= self.budget
             row[fits] = c.time + self._with(first + 1, last, round(c.keeps / self.slot))[fits]
         if not self.nested:
             return own, np.empty((0, len(self.kept)))
         again = self.sums[first + 1 : last + 1] - self.sums[first]
         parts = self.later[first + 1 : last + 1, last] + self.least[first, first:last] + again[:, None]
         most = np.maximum.accumulate(self.ahead[first:last]) + self.there[last]
-        parts[self.kept[None, :] * self.slot + most[:, None] > self.limit] = np.inf
+        parts[self.kept[None, :] * self.slot + most[:, None] > self.budget] = np.inf
         return own, parts
 
     def decisions(self) -> _Made | None:
         """What the least asks of every gap; None if nothing fits."""
         n = self.chain.length
-        made = _Made(self.chain.frame.nothing(), [0] * n, [0] * n, self.slot)
+        made = _Made(self.chain.problem.nothing(), [0] * n, [0] * n, self.slot)
         if not np.isfinite(self.least[0, n - 1][0]):
             return None
         parts = [(0, n - 1, 0, 0)]

@@ -17,8 +17,9 @@ import numpy as np
 
 from tightship.analysis.bounds import replayable
 from tightship.analysis.structure import block_of
-from tightship.planners.evict.lowering import Run, carried_out
-from tightship.planners.evict.problem import EVICT, Bits, Decision, Frame
+from tightship.options import option
+from tightship.planners.evict.lowering import Run, decide
+from tightship.planners.evict.problem import EVICT, Bits, Decision, EvictionProblem, Progress
 
 __all__ = ["Options", "dropped", "plan"]
 
@@ -31,35 +32,36 @@ HEAVY = ("mm.", "bmm.", "convolution", "attention", "einsum", "linear.")
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """``depth``: blocks are modules whose path has this many numbers. ``selective``: results of matrix products
-    and convolutions are kept."""
+    """Which blocks, and what of them is kept."""
 
-    depth: int = 1
-    selective: bool = False
+    depth: int = option(1, "blocks are modules whose path has this many numbers")
+    selective: bool = option(False, "keep the results of matrix products and convolutions")
 
 
-def plan(frame: Frame, limit: int, options: Options | None = None) -> Decision:
-    """The decision of the policy, whatever the limit; nothing is evicted when keeping everything meets it."""
+def plan(
+    problem: EvictionProblem, budget: int, options: Options | None = None, progress: Progress | None = None
+) -> Decision:
+    """The decision of the policy, whatever the budget; nothing is evicted when keeping everything meets it."""
     o = options or Options()
-    kept = frame.cost(frame.nothing(), limit)
+    kept = problem.cost(problem.nothing(), budget)
     if kept.met:
         return kept
-    blocks = _Blocks(frame, o)
-    return carried_out(frame, blocks.runs(), limit)
+    blocks = _Blocks(problem, o)
+    return decide(problem, budget, blocks.runs())
 
 
-def dropped(frame: Frame, options: Options) -> Bits:
+def dropped(problem: EvictionProblem, options: Options) -> Bits:
     """What leaves by the policy, made again where it is wanted rather than block by block."""
-    blocks = _Blocks(frame, options)
+    blocks = _Blocks(problem, options)
     gone = [s for row in blocks.evicted.values() for s in row]
-    across = (frame.gaps[:, 1] < blocks.boundary) & (frame.gaps[:, 2] >= blocks.boundary)
-    bits: Bits = (across & np.isin(frame.gaps[:, 0], gone)).astype(np.uint8) * np.uint8(EVICT)
+    across = (problem.gaps[:, 1] < blocks.boundary) & (problem.gaps[:, 2] >= blocks.boundary)
+    bits: Bits = (across & np.isin(problem.gaps[:, 0], gone)).astype(np.uint8) * np.uint8(EVICT)
     return bits
 
 
 class _Blocks:
-    def __init__(self, frame: Frame, o: Options) -> None:
-        self.graph, self.order, self.uses = frame.graph, frame.order, frame.graph.uses
+    def __init__(self, problem: EvictionProblem, o: Options) -> None:
+        self.graph, self.order, self.uses = problem.graph, problem.order, problem.graph.uses
         ops = self.graph.ops
         self.at = {k: i for i, k in enumerate(self.order)}
         self.boundary = next((i for i, k in enumerate(self.order) if ops[k].phase == "backward"), len(ops))

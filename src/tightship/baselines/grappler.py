@@ -1,4 +1,4 @@
-"""Grappler's memory optimiser: cheap ops run again for the backward, values live at the peak swapped out and in.
+"""Grappler's memory optimizer: cheap ops run again for the backward, values live at the peak swapped out and in.
 
 Problem: what TensorFlow's ``MemoryOptimizer`` decides (behaviours G1-G5, G8-G13), on graphs of this project; its
 targets, the ops under ``gradients/``, are the backward ops where nothing has such a name. Of a graph read from
@@ -10,24 +10,23 @@ there is no cost model,
 which is what the default planner is for; of the two, the better one is taken. Sums (G6, G7) are rewritten before
 planning: by the capture of a training step always, of TensorFlow's graphs at the level scheduling alone, because an
 accumulator takes what it adds in no fixed order.
-
-The rewrites of Grappler's memory optimiser: which ops are cloned and where, which values are swapped and when.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from itertools import accumulate
+from typing import NoReturn
 
 from tightship.analysis.bounds import replayable
 from tightship.baselines.grappler_nodes import node_runs, rewritten
 from tightship.errors import BadInput
 from tightship.graph import Graph
-from tightship.planners.evict.lowering import Run, carried_out
-from tightship.planners.evict.offload_compress import Aside, decided
-from tightship.planners.evict.problem import Decision, Frame
+from tightship.options import option
+from tightship.planners.evict.lowering import Run, Transfer, decide
+from tightship.planners.evict.problem import Decision, EvictionProblem, Progress
 from tightship.simulate import baseline, replay
 
 __all__ = [
@@ -72,11 +71,11 @@ def kind(target: str) -> str:
 
 
 def clones(
-    frame: Frame, goals: frozenset[int], hinted: Iterable[int] = (), *, heuristic: bool = True
+    problem: EvictionProblem, goals: frozenset[int], hinted: Iterable[int] = (), *, heuristic: bool = True
 ) -> frozenset[int]:
     """G2, G3: the ops to clone. Candidates are cheap or hinted, no targets, and read no target; of a set that hangs
     together the part that finally feeds a target."""
-    graph, uses = frame.graph, frame.graph.uses
+    graph, uses = problem.graph, problem.graph.uses
     hints = set(hinted)
 
     def candidate(k: int) -> bool:
@@ -107,10 +106,10 @@ def clones(
     return frozenset(chosen)
 
 
-def runs(frame: Frame, again: frozenset[int], scope: str) -> list[Run]:
+def runs(problem: EvictionProblem, again: frozenset[int], scope: str) -> list[Run]:
     """G3-G5: each clone runs once, after all else that the first target it serves waits for; inputs inside of the
     set come from clones, and only targets read them."""
-    graph, uses = frame.graph, frame.graph.uses
+    graph, uses = problem.graph, problem.graph.uses
     goals = targets(graph, scope)
     done: set[int] = set()
     found: list[Run] = []
@@ -128,53 +127,55 @@ def runs(frame: Frame, again: frozenset[int], scope: str) -> list[Run]:
             elif what == "run":
                 found.append(Run(k, True, tuple(t for t in uses.defines[k] if t not in graph.kept)))
 
-    for k in frame.order:
+    for k in problem.order:
         for s in uses.reads[k] if k in goals else ():
             bring(s)
         found.append(Run(k))
     return found
 
 
-def _clock(frame: Frame) -> list[float]:
+def _clock(problem: EvictionProblem) -> list[float]:
     """When each position begins, and when the last one ends."""
-    return list(accumulate((frame.graph.ops[k].time for k in frame.order), initial=0.0))
+    return list(accumulate((problem.graph.ops[k].time for k in problem.order), initial=0.0))
 
 
-def swap(frame: Frame, limit: int, rounds: int) -> Decision:
+def swap(problem: EvictionProblem, budget: int, rounds: int) -> Decision:
     """G8-G10: until the savings are met, swap the highest ranked values that are alive at the peak. G13: what could
     not be swapped is not tried again."""
-    chosen: dict[int, Aside] = {}
+    chosen: dict[int, Transfer] = {}
     skipped: set[int] = set()
-    best = frame.cost(frame.nothing(), limit)
+    best = problem.cost(problem.nothing(), budget)
     for _ in range(rounds):
         if best.met:
             break
-        steps = best.steps or baseline(frame.graph, frame.order)
-        line = replay(frame.graph, steps)
+        steps = best.steps or baseline(problem.graph, problem.order)
+        line = replay(problem.graph, steps)
         peak = sum(s.kind == "compute" for s in steps[: line.peak_step + 1]) - 1
-        need, more = best.peak - limit, {}
-        for a in ranked(frame, peak, {*chosen, *skipped}):
+        need, more = best.peak - budget, {}
+        for t in ranked(problem, peak, {*chosen, *skipped}):
             if need <= 0:
                 break
-            timed = triggered(frame, a)
+            timed = triggered(problem, t)
             if timed is None:
-                skipped.add(a.storage)
+                skipped.add(t.storage)
                 continue
-            more[a.storage] = timed
-            need -= frame.graph.storages[a.storage].size
-        found = decided(frame, limit, [*chosen.values(), *more.values()]) if more else best
-        if found is best or not found.beats(best):
+            more[t.storage] = timed
+            need -= problem.graph.storages[t.storage].size
+        if not more:
+            break
+        found = decide(problem, budget, transfers=[*chosen.values(), *more.values()])
+        if not found.beats(best):
             break
         chosen |= more
         best = found
     return best
 
 
-def ranked(frame: Frame, peak: int, known: set[int]) -> list[Aside]:
+def ranked(problem: EvictionProblem, peak: int, known: set[int]) -> list[Transfer]:
     """G9, G10: values alive at the peak that nobody uses there, best first."""
-    graph, uses, clock = frame.graph, frame.graph.uses, _clock(frame)
-    at = {k: i for i, k in enumerate(frame.order)}
-    rows: list[tuple[float, Aside]] = []
+    graph, uses, clock = problem.graph, problem.graph.uses, _clock(problem)
+    at = {k: i for i, k in enumerate(problem.order)}
+    rows: list[tuple[float, Transfer]] = []
     for s, storage in enumerate(graph.storages):
         if s in known or s in graph.static or s in graph.kept or storage.size <= _SMALLEST:
             continue
@@ -185,55 +186,58 @@ def ranked(frame: Frame, peak: int, known: set[int]) -> list[Aside]:
         if clock[touches[-1]] - clock[before[0]] <= _SHORTEST:
             continue
         next_use, made = clock[later[0]] - clock[peak], clock[before[0]] - clock[peak]
-        rows.append(
-            ((next_use / len(later)) ** 2 + made**2, Aside(s, before[-1], later[0], before[-1], later[0]))
-        )
-    return [a for _, a in sorted(rows, key=lambda row: (-row[0], row[1].storage))]
+        score = (next_use / len(later)) ** 2 + made**2
+        rows.append((score, Transfer(s, before[-1], later[0], before[-1], later[0])))
+    return [t for _, t in sorted(rows, key=lambda row: (-row[0], row[1].storage))]
 
 
-def triggered(frame: Frame, a: Aside) -> Aside | None:
+def triggered(problem: EvictionProblem, t: Transfer) -> Transfer | None:
     """G12: out right after the last use, in on the last op that ends early enough for the copy to be there when the
     consumer's other inputs are; None (G13) if there is no such op after the copy out."""
-    graph, uses, clock = frame.graph, frame.graph.uses, _clock(frame)
-    at = {k: i for i, k in enumerate(frame.order)}
-    others = [
-        uses.writers[s][-1] for s in uses.reads[frame.order[a.next]] if s != a.storage and uses.writers[s]
-    ]
-    ready = max([clock[at[w] + 1] for w in others if at[w] < a.next], default=clock[a.next])
-    seconds = graph.machine.seconds("fetch", graph.storages[a.storage].size)
-    early = [p for p in range(a.last + 1, a.next) if clock[p + 1] <= ready - seconds]
-    if not early:
-        return None
-    return Aside(a.storage, a.last, a.next, a.last, early[-1] + 1)
+    graph, uses, clock = problem.graph, problem.graph.uses, _clock(problem)
+    at = {k: i for i, k in enumerate(problem.order)}
+    reads = uses.reads[problem.order[t.next]]
+    others = [uses.writers[s][-1] for s in reads if s != t.storage and uses.writers[s]]
+    ready = max([clock[at[w] + 1] for w in others if at[w] < t.next], default=clock[t.next])
+    seconds = graph.machine.seconds("fetch", graph.storages[t.storage].size)
+    early = [p for p in range(t.last + 1, t.next) if clock[p + 1] <= ready - seconds]
+    return replace(t, freed=t.last, restored=early[-1] + 1) if early else None
 
 
-def by_hand(frame: Frame, hints: str) -> list[Aside]:
+def by_hand(problem: EvictionProblem, hints: str) -> list[Transfer]:
     """G11: ``OP:INPUT`` says which of an op's inputs to swap. A wrong hint, and the same input twice, is an error
     (G13), as is a value that an op overwrites later."""
-    graph, uses = frame.graph, frame.graph.uses
+    graph, uses = problem.graph, problem.graph.uses
     names = {op.name: k for k, op in enumerate(graph.ops)}
-    at = {k: i for i, k in enumerate(frame.order)}
-    found: dict[int, Aside] = {}
-    for hint in filter(None, (h.strip() for h in hints.split(","))):
+    at = {k: i for i, k in enumerate(problem.order)}
+    found: dict[int, Transfer] = {}
+
+    def refuse(fault: str) -> NoReturn:
+        raise BadInput(fault, place="swap_hints")
+
+    for hint in _listed(hints):
         name, _, which = hint.rpartition(":")
         k = names.get(name)
-        if k is None or not which.isdigit() or int(which) >= len(graph.ops[k].inputs):
-            raise BadInput(
-                "a swap hint is OP:INPUT, an op's name and the index of an input", hint, "swap_hints"
-            )
+        if not name or not which.isdigit():
+            refuse(f"malformed swap hint {hint!r}: expected OP:INPUT, an op's name and the index of an input")
+        if k is None:
+            refuse(f"unknown op {name!r} in swap hint {hint!r}")
+        if int(which) >= len(graph.ops[k].inputs):
+            refuse(f"op {name!r} has no input {which}: it has {len(graph.ops[k].inputs)}")
         s = graph.values[graph.ops[k].inputs[int(which)]].storage
         if s in found:
-            raise BadInput("an input is swapped once", hint, "swap_hints")
+            refuse(f"duplicate swap hint {hint!r}: an input is swapped once")
         if s in graph.static or len(uses.writers[s]) > 1:
-            raise BadInput("what is swapped is no reference: nobody else writes it", hint, "swap_hints")
-        before = [at[t] for t in (*uses.writers[s], *uses.readers[s]) if at[t] < at[k]]
-        found[s] = Aside(s, max(before), at[k], max(before), at[k])
+            refuse(f"cannot swap {hint!r}: another op writes it (a reference, to TensorFlow)")
+        before = max(at[u] for u in (*uses.writers[s], *uses.readers[s]) if at[u] < at[k])
+        found[s] = Transfer(s, before, at[k], before, at[k])
     return list(found.values())
 
 
-def swapped(frame: Frame, limit: int, chosen: Sequence[Aside]) -> Decision:
+def swapped(problem: EvictionProblem, budget: int, chosen: Sequence[Transfer]) -> Decision:
     """Swaps with triggers where there are some, else right before the consumer."""
-    return decided(frame, limit, [triggered(frame, a) or a for a in chosen if a.next - a.last > 1])
+    timed = [triggered(problem, t) or t for t in chosen if t.next - t.last > 1]
+    return decide(problem, budget, transfers=timed)
 
 
 def relaxed(graph: Graph) -> tuple[int, ...]:
@@ -266,53 +270,59 @@ LEVELS = ("none", "manual", "default", "recompute", "swap", "scheduling", "all")
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """``level``: none, manual (only what hints say), default and all (recompute what is cheap, or swap), recompute
-    or swap alone, scheduling (sums alone, which are rewritten where a graph of TensorFlow's is read). ``scope``: the
-    name that targets stand under. ``recompute_hints``: patterns of op names, between commas, that run again whatever
-    their kind. ``swap_hints``: OP:INPUT between commas, which input of an op to swap.
-    ``rounds``: of swapping, at most."""
+    """Which of the rewrites, and what is said by hand."""
 
-    level: str = "all"
-    scope: str = "gradients/"
-    recompute_hints: str = ""
-    swap_hints: str = ""
-    rounds: int = 25
+    level: str = option(
+        "all",
+        "none; manual: hints alone; default, all: recompute what is cheap, or swap; recompute or swap alone; "
+        "scheduling: sums alone, rewritten where a TensorFlow graph is read",
+        choices=LEVELS,
+    )
+    scope: str = option("gradients/", "the name that targets stand under", metavar="PREFIX")
+    recompute_hints: str = option(
+        "", "patterns of op names, between commas, to recompute whatever their kind"
+    )
+    swap_hints: str = option("", "inputs to swap, as OP:INPUT between commas")
+    rounds: int = option(25, "rounds of swapping at most")
 
 
-def plan(frame: Frame, limit: int, options: Options | None = None) -> Decision:
+def plan(
+    problem: EvictionProblem, budget: int, options: Options | None = None, progress: Progress | None = None
+) -> Decision:
     """The best of what the rewrites of the level come to (of a single one, whatever it comes to); keeping everything
-    when that is within the limit."""
+    when that is within the budget."""
     o = options or Options()
     if o.level not in LEVELS:
-        raise BadInput(f"a level is one of {', '.join(LEVELS)}", o.level, "level")
-    best = frame.cost(frame.nothing(), limit)
+        raise BadInput(f"unknown level {o.level!r}: expected one of {', '.join(LEVELS)}", place="level")
+    best = problem.cost(problem.nothing(), budget)
     if o.level in ("none", "scheduling") or (best.met and o.level != "manual"):
         return best
-    for made in _made(frame, limit, o):
-        best = made if made.beats(best) or o.level in ("manual", "recompute") else best
+    for found in _rewrites(problem, budget, o):
+        best = found if found.beats(best) or o.level in ("manual", "recompute") else best
     return best
 
 
-def _made(frame: Frame, limit: int, o: Options) -> list[Decision]:
-    hints = tuple(filter(None, (h.strip() for h in o.recompute_hints.split(","))))
-    hinted = {k for k, op in enumerate(frame.graph.ops) if any(fnmatchcase(op.name, h) for h in hints)}
-    found = []
-    if o.level != "swap" and "nodes" in frame.graph.meta:
-        found += _on_nodes(frame, limit, o, hints)
-    elif o.level != "swap":
-        again = clones(frame, targets(frame.graph, o.scope), hinted, heuristic=o.level != "manual")
-        if again:
-            found.append(carried_out(frame, runs(frame, again, o.scope), limit))
-    swaps = ",".join(filter(None, (o.swap_hints, *frame.graph.meta.get("swaps", ()))))
+def _rewrites(problem: EvictionProblem, budget: int, o: Options) -> Iterator[Decision]:
+    if o.level != "swap":
+        again = _recomputed(problem, o)
+        if any(run.again for run in again):
+            yield decide(problem, budget, again)
+    swaps = ",".join(filter(None, (o.swap_hints, *problem.graph.meta.get("swaps", ()))))
     if o.level == "manual" and swaps:
-        found.append(swapped(frame, limit, by_hand(frame, swaps)))
+        yield swapped(problem, budget, by_hand(problem, swaps))
     if o.level in ("swap", "all", "default"):
-        found.append(swap(frame, limit, o.rounds))
-    return found
+        yield swap(problem, budget, o.rounds)
 
 
-def _on_nodes(frame: Frame, limit: int, o: Options, hints: tuple[str, ...]) -> list[Decision]:
-    """What the recompute rewrite of a TensorFlow graph's nodes comes to."""
-    rewrite = rewritten(frame.graph, o.level, o.scope, hints)
-    runs = node_runs(frame, rewrite)
-    return [carried_out(frame, runs, limit)] if any(run.again for run in runs) else []
+def _recomputed(problem: EvictionProblem, o: Options) -> list[Run]:
+    """What the recompute rewrite runs, on the nodes of a TensorFlow graph or else on ops."""
+    graph, hints = problem.graph, tuple(_listed(o.recompute_hints))
+    if "nodes" in graph.meta:
+        return node_runs(problem, rewritten(graph, o.level, o.scope, hints))
+    hinted = {k for k, op in enumerate(graph.ops) if any(fnmatchcase(op.name, h) for h in hints)}
+    again = clones(problem, targets(graph, o.scope), hinted, heuristic=o.level != "manual")
+    return runs(problem, again, o.scope) if again else []
+
+
+def _listed(text: str) -> Iterator[str]:
+    return filter(None, (part.strip() for part in text.split(",")))

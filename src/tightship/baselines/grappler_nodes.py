@@ -1,9 +1,11 @@
-"""From Grappler's rewrite of a TensorFlow graph's nodes to what runs when.
-
-Grappler's recompute rewrite (G1-G5) on nodes as a TensorFlow graph has them: names, kinds, inputs by name.
+"""Grappler's rewrites of a TensorFlow graph's nodes: recomputation (G1-G5) and sums (G6, G7), and what runs when.
 
 What is read from a file are `Node`s, what comes out are the nodes to add and to change; no messages are known here.
 The numbers that keep cycles out (G5) are those of the original: places in a first-come order of ready nodes.
+
+``AddN`` holds all its inputs until the last is made. Instead an accumulator is allocated and set to zero when the
+first one is there, each input is added to it in place as it comes, and the sum is read out and the accumulator
+destroyed under the sum's own name, so that its readers stay as they are.
 """
 
 from __future__ import annotations
@@ -19,14 +21,20 @@ from tightship.errors import BadInput
 from tightship.frontends.tensorflow.nodes import Node, Web, from_rows, name_of
 from tightship.graph import Graph
 from tightship.planners.evict.lowering import Run
-from tightship.planners.evict.problem import Frame
+from tightship.planners.evict.problem import EvictionProblem
+from tightship.simulate import baseline, replay
 
 __all__ = [
     "CHEAP",
     "CLONE",
+    "CROWDED",
+    "SUMS",
     "TRIGGER",
+    "Accumulator",
     "Group",
     "Rewrite",
+    "accumulator",
+    "crowded_sums",
     "groups",
     "hinted",
     "is_target",
@@ -98,9 +106,7 @@ def recomputed(
             reads = (*(again.get(i, i) for i in before[s]), f"^{triggers[s].name}")
             added.append(Node(again[s], node.kind, reads, node.device, node.hinted))
             origin[again[s]] = s
-        for (
-            goal
-        ) in group.goals:  # G4: an input is redirected by its full name; other results stay the original's
+        for goal in group.goals:  # G4: redirected by its full name; other results stay the original's
             inputs[goal] = tuple(again.get(i, i) for i in inputs[goal])
     _check_names(web, added)
     changed = {n: now for n, now in inputs.items() if now != before[n]}
@@ -189,9 +195,7 @@ def _triggers(
 def _check_names(web: Web, added: Sequence[Node]) -> None:
     for n in added:
         if n.name in web.nodes:
-            raise BadInput(
-                "a graph was not rewritten before: the name of what is added is free", n.name, "nodes"
-            )
+            raise BadInput(f"duplicate node name {n.name!r}: was the graph rewritten before?", place="nodes")
 
 
 def late_order(nodes: Sequence[Node], rewrite: Rewrite, after: Callable[[str], int]) -> list[str]:
@@ -234,12 +238,12 @@ def rewritten(graph: Graph, level: str, scope: str, hints: Sequence[str] = ()) -
     return recomputed(hinted(graph, hints), scope, fed, heuristic=level != "manual")
 
 
-def node_runs(frame: Frame, rewrite: Rewrite) -> list[Run]:
-    """What runs when: ops in the frame's order, clones as late as their readers allow. Of clones those count that
+def node_runs(problem: EvictionProblem, rewrite: Rewrite) -> list[Run]:
+    """What runs when: ops in the problem's order, clones as late as their readers allow. Of clones those count that
     something in the graph reads, and that make bytes."""
-    graph = frame.graph
+    graph = problem.graph
     op_of = {op.name: k for k, op in enumerate(graph.ops)}
-    at = {k: i for i, k in enumerate(frame.order)}
+    at = {k: i for i, k in enumerate(problem.order)}
     nodes = from_rows(graph.meta["nodes"])
     there = {graph.values[v].name for v in graph.inputs} | op_of.keys()
     wanted = _wanted(rewrite, there)
@@ -279,3 +283,67 @@ def _wanted(rewrite: Rewrite, there: set[str]) -> set[str]:
 
 def _only(node: Node, kept: set[str]) -> Node:
     return replace(node, inputs=tuple(i for i in node.inputs if name_of(i) in kept))
+
+
+# --- sums (G6, G7) ---
+
+SUMS = ("AddN", "AccumulateNV2")
+CROWDED = 0.8
+"""The part of a device's memory above which sums are rewritten."""
+
+
+@dataclass(frozen=True, slots=True)
+class Accumulator:
+    """What takes the place of the sum ``name``: the nodes to add, and the sum's node as it is then."""
+
+    name: str
+    added: tuple[Node, ...]
+    result: Node
+
+
+def crowded_sums(graph: Graph, web: Web, memory: int) -> list[str]:
+    """G6: sums of more than two values where the peak is above `CROWDED` of the memory and at least one of the values
+    is alive then. Values of other devices do not count."""
+    line = replay(graph, baseline(graph))
+    if line.peak <= CROWDED * memory:
+        return []
+    alive = {s for s, size in line.at_peak if size}
+    op_of = {op.name: op for op in graph.ops}
+    at = {graph.values[v].name: graph.values[v].storage for op in graph.ops for v in op.outputs}
+    found = []
+    for n in web.order:
+        node = web.nodes[n]
+        if node.kind not in SUMS or n not in op_of:
+            continue
+        given = [i for i in node.inputs if not i.startswith("^")]
+        here = [i for i in given if web.nodes[name_of(i)].device == node.device]
+        known = all(graph.values[v].dtype for v in op_of[n].outputs)  # G7
+        if len(given) > 2 and known and any(at.get(i.removesuffix(":0"), -1) in alive for i in here):
+            found.append(n)
+    return found
+
+
+def accumulator(web: Web, name: str, place: dict[str, int]) -> Accumulator:
+    """G6, G7: the nodes instead of a sum. What it waited for and can be there before the first value comes first, the
+    rest is waited for at the end."""
+    node = web.nodes[name]
+    given = [i for i in node.inputs if not i.startswith("^")]
+    waits = [i for i in node.inputs if i.startswith("^")]
+    first = min(given, key=lambda i: place[name_of(i)])
+    before = [i for i in waits if place[name_of(i)] < place[name_of(first)]]
+    start = Node(
+        f"{name}/tmp_var", "TemporaryVariable", (*_once([*before, f"^{name_of(first)}"]),), node.device
+    )
+    zeros = Node(f"{name}/tmp_var_zeros", "ZerosLike", (first,), node.device)
+    set_ = Node(f"{name}/tmp_var_initializer", "Assign", (start.name, zeros.name), node.device)
+    adds = [
+        Node(f"{name}/tmp_var_accum_{k}", "AssignAdd", (set_.name, i), node.device)
+        for k, i in enumerate(given)
+    ]
+    after = [f"^{a.name}" for a in adds] + [i for i in waits if i not in before]
+    result = Node(name, "DestroyTemporaryVariable", (set_.name, *_once(after)), node.device)
+    return Accumulator(name, (start, zeros, set_, *adds), result)
+
+
+def _once(names: Collection[str]) -> list[str]:
+    return list(dict.fromkeys(names))

@@ -12,20 +12,18 @@ Two ways of giving a dead name's buffer to a new one: along one order, and with 
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
 
-from tightship.analysis.bounds import lower_bound
 from tightship.analysis.concurrency import touching
 from tightship.analysis.order import predecessors, successors
 from tightship.errors import BadInput
 from tightship.graph import Graph, aligned
-from tightship.plan import Plan
-from tightship.planners.layout import stays
-from tightship.planners.workspace import pack_scratch
-from tightship.simulate import baseline, replay
-from tightship.verify import check
+from tightship.options import option
+from tightship.plan import Plan, Residence
+from tightship.planners.layout import pack_workspaces, stays, unevicted_plan
+from tightship.simulate import baseline
 
 __all__ = ["Buffers", "Options", "in_any_order", "in_list_order", "mapping", "plan", "recycled", "renamed"]
 
@@ -192,19 +190,17 @@ PREFIX, SUFFIX = "__m", "_shared"
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """``any_order``: safe for every order that the dependencies allow, not for the graph's alone. ``sizes``: fit by
-    size, not by how often a buffer is shared (with ``any_order``). ``heads``: names from which ops are searched (none
-    given: all that the caller owns). ``ops``: names of ops whose results may take buffers. ``share``: names that may
-    be shared. ``never``: names that are never recycled. ``scope``: only names that begin so. Names go by commas;
-    none given: all."""
+    """What Caffe2's memonger lets its user choose. Names go by commas."""
 
-    any_order: bool = False
-    sizes: bool = True
-    heads: str = ""
-    ops: str = ""
-    share: str = ""
-    never: str = ""
-    scope: str = ""
+    any_order: bool = option(
+        False, "safe for every order that the dependencies allow, not for the graph's alone"
+    )
+    sizes: bool = option(True, "fit by size, not by how often a buffer is shared (with any_order)")
+    heads: str = option("", "names from which ops are searched (none given: all that the caller owns)")
+    ops: str = option("", "names of ops whose results may take buffers (none given: all)")
+    share: str = option("", "names that may be shared (none given: all)")
+    never: str = option("", "names that are never recycled")
+    scope: str = option("", "only names that begin so")
 
 
 def plan(graph: Graph, options: Options | None = None) -> Plan:
@@ -213,24 +209,19 @@ def plan(graph: Graph, options: Options | None = None) -> Plan:
     o = options or Options()
     began = time.perf_counter()
     found, note = recycled(graph, o)
-    made = _placed(graph, found, o.any_order)
-    shared = _names(graph, found)
+    residences, arena = _placed(graph, found, o.any_order)
     alone = sum(graph.storages[s].size for s in found.of)
     facts = {
-        "mapping": shared,
+        "mapping": _names(graph, found),
         "order": "any" if o.any_order else "linear",
         "buffers": len(found.sizes),
         "saved": alone - sum(found.sizes),
     }
-    made = replace(
-        made,
-        planner="memonger",
-        seconds=time.perf_counter() - began,
-        meta={"memonger": facts},
-        notes=(note,) if note else (f"{facts['saved']} bytes saved by sharing buffers",),
+    note = note or f"{facts['saved']} bytes saved by sharing buffers"
+    steps = baseline(graph)
+    return unevicted_plan(
+        graph, steps, residences, "memonger", began=began, facts=facts, note=note, arena=arena
     )
-    check(graph, made)
-    return made
 
 
 def recycled(graph: Graph, options: Options | None = None) -> tuple[Buffers, str]:
@@ -294,7 +285,7 @@ def _shareable(graph: Graph, o: Options) -> frozenset[int]:
 def _named(text: str, known: list[str], what: str) -> frozenset[str]:
     names = frozenset(name for name in (n.strip() for n in text.split(",")) if name)
     if unknown := sorted(names - set(known)):
-        raise BadInput(f"a name is that of one of the graph's {what}s", unknown[0], "memonger")
+        raise BadInput(f"unknown {what} {unknown[0]!r}", place="memonger")
     return names
 
 
@@ -316,34 +307,21 @@ def _names(graph: Graph, found: Buffers) -> dict[str, str]:
     return names
 
 
-def _placed(graph: Graph, found: Buffers, any_order: bool) -> Plan:
+def _placed(graph: Graph, found: Buffers, any_order: bool) -> tuple[Iterator[Residence], int]:
     """Buffers one after the other; what ops need while they run above, side by side where they may run together."""
-    steps = baseline(graph)
-    line = replay(graph, steps)
     starts = [0, *accumulate(aligned(size, graph.alignment) for size in found.sizes)]
-    top = starts[-1]
-    rows = list(stays(graph, steps))
-    scratch, base = pack_scratch(rows, graph.alignment), starts[-1]
-    above: dict[int, int] = {}  # where the scratch of a step begins
-    for step, needed in scratch.items():
+    rows = list(stays(graph, baseline(graph)))
+    workspaces = pack_workspaces(rows, graph.alignment)
+    above: dict[int, int] = {}  # where the workspace of a step begins
+    base = top = starts[-1]
+    for step, needed in workspaces.items():
         above[step] = base
         top = max(top, base + needed.size)
         base += needed.size if any_order else 0
-    residences = [
-        replace(r, offset=starts[found.of[r.storage]])
-        if r.storage >= 0
-        else replace(r, offset=above[r.start] + scratch[r.start].offsets[r])
-        for r in rows
-    ]
-    return Plan(
-        digest=graph.digest,
-        steps=steps,
-        residences=tuple(residences),
-        peak=line.peak,
-        peak_before=line.peak,
-        static=graph.static_bytes,
-        arena=top,
-        lower_bound=int(lower_bound(graph)),
-        time=line.time,
-        time_before=line.time,
-    )
+
+    def offset(r: Residence) -> int:
+        if r.storage >= 0:
+            return starts[found.of[r.storage]]
+        return above[r.start] + workspaces[r.start].offsets[r]
+
+    return (replace(r, offset=offset(r)) for r in rows), top

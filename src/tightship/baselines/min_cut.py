@@ -1,11 +1,11 @@
 """Save the bytes across the forward's end whose recomputation would cost more; evict the rest.
 
 Problem: the saved set between forward and backward that minimises bytes + price * seconds of recomputation, for a
-range of prices. Measure: extra seconds among those that meet the limit, else the peak. Source: the minimum cut of
+range of prices. Measure: extra seconds among those that meet the budget, else the peak. Source: the minimum cut of
 PyTorch's ``min_cut_rematerialization_partition`` (Horace He), here over storages, without its bans, which are
 heuristics for fusing compilers, and with seconds priced against bytes, so that the prices trace the convex hull of
 all saved sets; its knapsack over saved values at an ``activation_memory_budget`` lies on or above that hull.
-`between` goes on where a limit lies between two saved sets: it takes the one for the first layers and the other for
+`between` goes on where a budget lies between two saved sets: it takes the one for the first layers and the other for
 the rest, since equal layers change sides at one price. Guarantee: each cut is minimal. Complexity: a maximum flow
 per price (Dinic), small in practice. Known limits: blind to where the recomputation lands, so a peak may lie above
 keeping everything; a seed.
@@ -21,7 +21,17 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from tightship.planners.evict.problem import DROP, EVICT, PASS, Bits, Decision, Frame
+from tightship.options import option
+from tightship.planners.evict.problem import (
+    DROP,
+    EVICT,
+    PASS,
+    Bits,
+    Decision,
+    EvictionProblem,
+    Progress,
+    best_of,
+)
 
 __all__ = ["Options", "between", "family", "plan"]
 
@@ -37,26 +47,25 @@ Mask = NDArray[np.bool_]
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """``prices``: how many saved sets are tried, from the fewest bytes to the fewest seconds."""
+    """How many saved sets are tried."""
 
-    prices: int = 16
+    prices: int = option(16, "saved sets tried, from the fewest bytes to the fewest seconds")
 
 
-def plan(frame: Frame, limit: int, options: Options | None = None) -> Decision:
+def plan(
+    problem: EvictionProblem, budget: int, options: Options | None = None, progress: Progress | None = None
+) -> Decision:
     """The best of the saved sets."""
-    best, *others = family(frame, limit, options)
-    for found in others:
-        best = found if found.beats(best) else best
-    return best
+    return best_of(family(problem, budget, options))
 
 
-def family(frame: Frame, limit: int, options: Options | None = None) -> Iterator[Decision]:
+def family(problem: EvictionProblem, budget: int, options: Options | None = None) -> Iterator[Decision]:
     """One decision per saved set and way of dropping the rest, fewest bytes first; the first, if there is none,
     keeps everything."""
     o = options or Options()
-    cuts = _Cuts(frame)
-    if not cuts.crossing.any():
-        yield frame.cost(frame.nothing(), limit)
+    cuts = _Cuts(problem)
+    if not problem.crossing.any():
+        yield problem.cost(problem.nothing(), budget)
         return
     seen = set()
     for k in range(o.prices):
@@ -65,32 +74,32 @@ def family(frame: Frame, limit: int, options: Options | None = None) -> Iterator
             continue
         seen.add(key)
         for kind in _KINDS:
-            yield frame.cost(_bits(dropped, kind), limit)
+            yield problem.cost(_bits(dropped, kind), budget)
 
 
-def between(frame: Frame, limit: int, until: float = math.inf) -> Iterator[Decision]:
-    """Decisions just within the limit: between the two neighbouring saved sets, one within and one beyond it, a part
+def between(problem: EvictionProblem, budget: int, until: float = math.inf) -> Iterator[Decision]:
+    """Decisions just within the budget: between the two neighbouring saved sets, one within and one beyond it, a part
     of the layers as in the one and the rest as in the other, for each way of dropping and from either end.
 
     Ends when the clock (`time.perf_counter`) says ``until``, with what it has."""
-    cuts = _Cuts(frame)
-    if not cuts.crossing.any():
+    cuts = _Cuts(problem)
+    if not problem.crossing.any():
         return
 
     def over() -> bool:
-        return frame.archive.stopped or time.perf_counter() > until
+        return problem.archive.stopped or time.perf_counter() > until
 
     for kind in _KINDS:
 
         def cost(dropped: Mask, kind: int = kind) -> Decision:
-            return frame.cost(_bits(dropped, kind), limit)
+            return problem.cost(_bits(dropped, kind), budget)
 
         pair = cuts.around(cost, over)
         if pair is None:
             continue
         within, beyond = pair
         changed = np.flatnonzero(within != beyond)
-        changed = changed[np.argsort(frame.gaps[changed, 1], kind="stable")]
+        changed = changed[np.argsort(problem.gaps[changed, 1], kind="stable")]
         for part in (changed, changed[::-1]):
             yield _mixed(cost, within, beyond, part, over)
 
@@ -102,14 +111,14 @@ def _mixed(
     part: NDArray[np.int64],
     over: Callable[[], bool],
 ) -> Decision:
-    """The fewest of ``part`` as in ``within``, the rest as in ``beyond``, that the limit asks for."""
+    """The fewest of ``part`` as in ``within``, the rest as in ``beyond``, that the budget asks for."""
     best, low, high = cost(within), 0, len(part)
     while high - low > 1 and not over():
         middle = (low + high) // 2
         now = beyond.copy()
         now[part[:middle]] = within[part[:middle]]
         found = cost(now)
-        best = found if found.beats(best) else best
+        best = best_of((best, found))
         low, high = (low, middle) if found.met else (middle, high)
     return best
 
@@ -122,24 +131,23 @@ def _bits(dropped: Mask, kind: int) -> Bits:
 class _Cuts:
     """What is not saved across the boundary, by price in bytes per second; the dearer recomputation, the less."""
 
-    frame: Frame
+    problem: EvictionProblem
     known: dict[float, Mask] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        frame = self.frame
-        self.crossing: Mask = (frame.gaps[:, 1] < frame.boundary) & (frame.gaps[:, 2] >= frame.boundary)
-        storages = frame.graph.storages
-        size = sum(float(storages[s].size) for s in frame.gaps[self.crossing, 0].tolist())
-        self.rate = max(1.0, size) / max(1e-12, frame.engine.base_time)
+        problem = self.problem
+        storages = problem.graph.storages
+        size = sum(float(storages[s].size) for s in problem.gaps[problem.crossing, 0].tolist())
+        self.rate = max(1.0, size) / max(1e-12, problem.engine.base_time)
 
     def dropped(self, price: float) -> Mask:
         if price not in self.known:
-            saved = self.frame.engine.priced_cut(self.frame.boundary, price)
-            self.known[price] = self.crossing & (saved[self.frame.gaps[:, 0]] == 0)
+            saved = self.problem.engine.priced_cut(self.problem.boundary, price)
+            self.known[price] = self.problem.crossing & (saved[self.problem.gaps[:, 0]] == 0)
         return self.known[price]
 
     def around(self, cost: Callable[[Mask], Decision], over: Callable[[], bool]) -> tuple[Mask, Mask] | None:
-        """Neighbours within and beyond the limit, found by halving a range of prices; None for none within."""
+        """Neighbours within and beyond the budget, found by halving a range of prices; None for none within."""
         high = self.rate * 2.0**14
         beyond = self.dropped(high)
         for k in range(13, -7, -1):

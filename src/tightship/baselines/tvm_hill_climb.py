@@ -13,13 +13,13 @@ order. Complexity: one greedy packing an attempt. Known limits: half a thousand 
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass
 
 import numpy as np
 
 from tightship.plan import Problem, Solution
 from tightship.planners.place import orders
 from tightship.planners.place.best_of import Best
+from tightship.planners.place.best_of import Limits as Options
 from tightship.planners.place.problem import FREE, Arrays, Ints, frame
 
 __all__ = ["ATTEMPTS", "START", "Options", "climb", "plan"]
@@ -32,18 +32,6 @@ SECOND_LEVEL = 75
 """Percent of the swaps that look at the conflicts of conflicts."""
 
 START: tuple[orders.Order, bool] = (orders.by_size_then_conflicts, False)
-
-
-@dataclass(frozen=True, slots=True)
-class Options:
-    """``work_limit``: buffers to place; ``time_limit``: seconds, None for none. Whichever is reached first, at most
-    ``ATTEMPTS`` packings.
-
-    The same seed and work limit give the same answer unless the time limit stopped it."""
-
-    seed: int = 0
-    work_limit: int = 200_000
-    time_limit: float | None = 10.0
 
 
 def plan(problem: Problem, options: Options | None = None) -> Solution:

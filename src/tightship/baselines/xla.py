@@ -30,7 +30,7 @@ from tightship.errors import BadInput
 from tightship.graph import Graph
 from tightship.options import option
 from tightship.plan import Step
-from tightship.planners.evict.problem import Bits, Decision, Frame, Progress
+from tightship.planners.evict.problem import Bits, Decision, EvictionProblem, Progress
 from tightship.simulate import replay
 
 __all__ = ["Options", "plan"]
@@ -53,7 +53,7 @@ class Options:
 
 
 def plan(
-    frame: Frame, limit: int, options: Options | None = None, progress: Progress | None = None
+    frame: EvictionProblem, limit: int, options: Options | None = None, progress: Progress | None = None
 ) -> Decision:
     """Steps that repeat ops so that the peak is within ``limit`` bytes, the static set included."""
     o = options or Options()
@@ -218,7 +218,7 @@ def lower(tracker: Tracker) -> tuple[Step, ...]:
     return tuple(steps)
 
 
-def _bits(frame: Frame, tracker: Tracker) -> Bits:
+def _bits(frame: EvictionProblem, tracker: Tracker) -> Bits:
     """The gaps that clones bridge, for searches that start from here."""
     where: dict[int, list[int]] = {}
     p = len(frame.order)

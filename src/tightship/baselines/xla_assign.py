@@ -14,11 +14,11 @@ from dataclasses import dataclass
 
 from tightship.errors import BadInput
 from tightship.hlo import Module, flattened
+from tightship.hlo.alias import TARGETS, Sharing, target_of
 from tightship.hlo.assign.allocate import Allocation, Assignment, allocate, combine, thread_locals
 from tightship.hlo.assign.bound import lower_bound
 from tightship.hlo.assign.check import check
-from tightship.hlo.assign.heap import Group, best_fit, most_alive, replay, stays_of
-from tightship.hlo.in_place import TARGETS, Sharing, target_of
+from tightship.hlo.assign.heap import best_fit, most_alive, replay, stays
 from tightship.hlo.liveness import live_ranges
 
 __all__ = ["Options", "plan"]
@@ -67,8 +67,3 @@ def known_target(module: Module, target: str) -> str:
     if target not in TARGETS:
         raise BadInput(f"a target is auto, {' or '.join(TARGETS)}", target, "--target")
     return target
-
-
-def stays(groups: list[Group]) -> list[tuple[int, int, int]]:
-    """(start, end, bytes) of every group, the stays of its members joined where they overlap."""
-    return [(start, end, group.size) for group in groups for start, end in stays_of(group)]

@@ -17,7 +17,7 @@ import numpy as np
 from tightship.baselines.xla_tracker import Place, Usage
 from tightship.hlo.module import Computation, Instruction, Module
 from tightship.hlo.remat.instructions import Names, suffixed
-from tightship.hlo.remat.peak import PASSES_ON, PointsTo, buffers
+from tightship.hlo.remat.peak import PointsTo, buffers
 from tightship.hlo.shape import Index, Shape
 
 __all__ = ["Body", "Buffer", "Node", "Tracker", "Use", "remove_dead"]
@@ -122,7 +122,7 @@ class Body:
         stack = [n for n in self if not n.users]
         while stack:
             node = stack.pop()
-            if node.users or node is self.root or node.opcode in _STAY or node.before or node.after:
+            if node.users or node is self.root or not node.made.row.removable or node.before or node.after:
                 continue
             if node.made.attribute("custom_call_has_side_effect") == "true":
                 continue
@@ -135,15 +135,6 @@ class Body:
     def rewrite(self) -> Computation:
         """The computation as it is now."""
         return replace(self.computation, instructions=tuple(map(_instruction, self)))
-
-
-_STAY = frozenset(
-    (
-        "after-all call conditional custom-call infeed outfeed parameter recv recv-done rng-get-and-update-state "
-        "send send-done while"
-    ).split()
-)
-"""What is not removed although nobody uses its result."""
 
 
 def _instruction(node: Node) -> Instruction:
@@ -276,7 +267,7 @@ class Tracker:
         for use in old.users:
             if use.node.placed:
                 continue
-            if use.node.opcode not in PASSES_ON or use.node in handed:
+            if not use.node.made.row.passes_on or use.node in handed:
                 later.append(use)
             else:  # replaced by another, so it is dead
                 use.node.output, use.node.used = [], []
@@ -293,7 +284,7 @@ class Tracker:
     def _hand_on(self, node: Node) -> None:
         source = node.operands[0]
         if node.opcode == "bitcast":
-            rows = source.output if source.opcode in PASSES_ON else source.defined
+            rows = source.output if source.made.row.passes_on else source.defined
             node.used, node.output = list(rows), list(rows)
         else:
             at = (node.made.tuple_index,)

@@ -172,7 +172,7 @@ class Queue:
         at = cast(Item, t.target(item))
         group, lost = [item], dict[int, Buffer]()
         best: tuple[tuple[float, int, int], list[Item]] | None = None
-        self._lose(item, at, group, lost)
+        lost |= {b.storage: b for b in t.dead_operands(item, at, group)}
         while True:
             self.work += 1
             gain = total - sum(b.size for b in lost.values()) if lost else total
@@ -189,14 +189,7 @@ class Queue:
             total += t.freed(b.item)
             for own in b.item.made:
                 lost.pop(own.storage, None)
-            self._lose(b.item, at, group, lost)
-
-    def _lose(self, item: Item, at: Item, group: Sequence[Item], lost: dict[int, Buffer]) -> None:
-        t = self.tracker
-        for s in t.reads_again(item):
-            b = t.buffer_at(s, at)
-            if t.dead(b) and b.item not in group:
-                lost[s] = b
+            lost |= {d.storage: d for d in t.dead_operands(b.item, at, group)}
 
     def _cost(self, group: Sequence[Item]) -> float:
         """Time of the runs added: a move adds none (R9)."""

@@ -33,7 +33,7 @@ from tightship.hlo.remat.instructions import (
     ways,
 )
 from tightship.hlo.remat.lower import repeatable
-from tightship.hlo.remat.peak import CALLING, PASSES_ON, peaks, require_schedule, result_bytes
+from tightship.hlo.remat.peak import peaks, require_schedule, result_bytes
 from tightship.hlo.shape import Index
 from tightship.options import option
 
@@ -138,7 +138,7 @@ class _Run:
         self.done[name] = walk.body.rewrite()
 
     def callees(self, node: Node) -> int:
-        return sum(self.peak[name] for name in node.made.called) if node.opcode in CALLING else 0
+        return sum(self.peak[name] for name in node.made.called) if node.made.row.holds else 0
 
 
 class _Walk:
@@ -260,7 +260,7 @@ class _Walk:
         seen, todo = {id(node)}, [node]
         while todo:
             for u in todo.pop().users:
-                if u.opcode not in PASSES_ON:
+                if not u.made.row.passes_on:
                     return False
                 if id(u) not in seen:
                     seen.add(id(u))

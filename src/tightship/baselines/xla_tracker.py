@@ -26,7 +26,7 @@ from numpy.typing import NDArray
 
 from tightship.analysis.bounds import replayable
 from tightship.graph import Graph
-from tightship.hlo.opcodes import ONCE
+from tightship.hlo.opcodes import OPCODES
 from tightship.simulate import extra_bytes
 
 __all__ = ["Buffer", "Item", "Place", "Split", "Tracker", "Usage", "recomputable"]
@@ -217,7 +217,8 @@ def recomputable(graph: Graph, k: int) -> bool:
     """Whether op ``k`` may run again (R6); its inputs are another matter."""
     op, uses = graph.ops[k], graph.uses
     made = uses.defines[k]
-    if not made or not op.pure or op.calls or op.target in ONCE:
+    row = OPCODES.get(op.target)
+    if not made or not op.pure or op.calls or (row is not None and not row.repeatable):
         return False
     if any(s not in op.updates for s in uses.mutates[k]):
         return False
@@ -406,6 +407,11 @@ class Tracker:
         skip = self.graph.ops[item.op].updates
         return tuple(s for s in item.reads if s not in skip) if skip else item.reads
 
+    def dead_operands(self, item: Item, at: Item, block: Sequence[Item]) -> list[Buffer]:
+        """Operands that a clone of ``item`` before ``at`` would revive, but for those that ``block`` makes."""
+        rows = (self.buffer_at(s, at) for s in self.reads_again(item))
+        return [b for b in rows if self.dead(b) and b.item not in block]
+
     # -- the same in XLA's terms (`xla_pick.Candidates`) -------------------------------------------------------
 
     def ran(self) -> list[Item]:
@@ -416,8 +422,7 @@ class Tracker:
 
     def revived(self, item: Item, block: Sequence[Item]) -> int:
         at = self.target(item) or self.target(block[-1])
-        rows = (self.buffer_at(s, at) for s in self.reads_again(item)) if at else ()
-        return sum(b.size for b in rows if self.dead(b) and b.item not in block)
+        return sum(b.size for b in self.dead_operands(item, at, block)) if at else 0
 
     def offered(self, way: str, item: Item) -> int:
         return 0

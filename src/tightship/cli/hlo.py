@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import Any
 
 from rich.console import RenderableType
@@ -18,9 +18,10 @@ from tightship.hlo import Module
 from tightship.hlo.assign import advice, tight
 from tightship.hlo.assign.allocate import Assignment
 from tightship.hlo.assign.order import reordered
+from tightship.hlo.peak import peak_of, with_results
 from tightship.hlo.remat.as_plan import graph_before
 from tightship.planners import planner
-from tightship.report.hlo import assignment_rows, assignment_text, residents, residents_table
+from tightship.report.hlo import assignment_rows, assignment_text, peak_rows, peak_table
 from tightship.report.pages.assignment import assignment_page
 from tightship.report.progress import Line
 from tightship.report.prose import change_lines
@@ -67,14 +68,16 @@ def _module(chosen: argparse.Namespace, out: Output) -> tuple[Module, int | None
     with Line(out.errors, f"reading {chosen.module}"):
         module = hlo.read(chosen.module)
     if not chosen.order:
-        if not module.scheduled:
-            raise BadInput(
-                "the module is not scheduled (no is_scheduled=true in its header); --order schedules it",
-                place=str(chosen.module),
-            )
-        return module, None
+        return _scheduled(module, "--order"), None
     with Line(out.errors, f"ordering {module.name}"):
         return reordered(module)
+
+
+def _scheduled(module: Module, remedy: str) -> Module:
+    if not module.scheduled:
+        rule = f"the module is not scheduled (no is_scheduled=true in its header); {remedy} schedules it"
+        raise BadInput(rule, place=module.file)
+    return module
 
 
 def _not_worse(
@@ -94,53 +97,45 @@ def _not_worse(
 
 
 def changes_of(module: Module) -> tuple[tuple[Change, ...], Timeline]:
-    """What running instructions of the entry again would give, simulated with modelled times, and what there is now:
-    bytes without the module's parameters and results."""
-    graph = graph_before(module)
+    """What recomputing instructions of the entry would give, simulated with modelled times, and what there is now."""
+    graph = with_results(module, graph_before(module))
     return changes(graph, means=("recompute",), reorder=False), replay(graph, baseline(graph))
 
 
 def explain_module(chosen: argparse.Namespace, out: Output) -> int:
     """The peak of a module, who makes it up, and what would lower it."""
     if chosen.budget is not None:
-        raise BadInput("a budget is not for explaining a module", chosen.budget, "--budget")
+        raise BadInput("--budget is not for explaining a module")
     with Line(out.errors, f"reading {chosen.source}"):
-        module = hlo.read(chosen.source)
-    if not module.scheduled:
-        raise BadInput(
-            "the module is not scheduled (no is_scheduled=true in its header); "
-            "assign --order --write FILE schedules it",
-            place=str(chosen.source),
-        )
+        module = _scheduled(hlo.read(chosen.source), "assign --order --write FILE")
     with Line(out.errors, f"assigning {module.name}"):
         made = planner("xla", "assign").plan(module)
         ours = tight.plan(module)
-        found = advice.advice(made, ours)
+        peak = peak_of(made.live.points.module)
+        step, rows = peak_rows(made.live, peak)
+        found = advice.advice(made, ours, step)
         again, line = changes_of(module)
-    step, alive = advice.peak_step(made.live)
-    rows = residents(made, step)
-    at = made.live.schedule[step]
     answer = assignment_rows(made) | {
         "peak": {
             "step": step,
-            "bytes": alive,
-            "instruction": at.name,
-            "computation": at.computation.name,
-            "residents": [r.as_dict() for r in rows[: chosen.top]],
+            "bytes": peak.nbytes,
+            "instruction": peak.instruction,
+            "computation": peak.computation,
+            "residents": [asdict(r) for r in rows[: chosen.top]],
             "count": len(rows),
         },
         "advice": [a.as_dict() for a in found],
         "changes": [c.as_dict() for c in again],
     }
-    place = made.live.points.module.place(at.instruction)
-    runs = f"{at.name} ({place}) runs" if place else f"{at.name} runs"
-    title = f"Most alive: {format_bytes(alive)} at step {step} of {made.live.end}, while {runs}"
+    place = made.live.points.module.place(made.live.schedule[step].instruction)
+    where = f"{peak.instruction} ({place})" if place else peak.instruction
+    title = f"Peak: {format_bytes(peak.nbytes)}, with results and without parameters, at step {step} of"
     text: list[RenderableType] = [
         assignment_text(replace(made, planner="xla")),
         "",
-        title,
+        f"{title} {made.live.end}, while {where} runs",
         "",
-        residents_table(rows, chosen.top, ""),
+        peak_table(rows, chosen.top),
         "",
         "What would lower it",
     ]

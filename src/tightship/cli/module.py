@@ -18,6 +18,7 @@ from tightship.cli.source import writable
 from tightship.errors import BadInput
 from tightship.graph import Graph
 from tightship.hlo import Module, read, to_text
+from tightship.hlo.peak import plan_with_results, with_results
 from tightship.hlo.remat.as_plan import as_plan, graph_before
 from tightship.hlo.remat.cost import work_of
 from tightship.hlo.remat.instructions import ways
@@ -66,7 +67,7 @@ def plan_module(chosen: argparse.Namespace, out: Output) -> int:
         made: Result = info.plan(module, limit, options)
     seconds = time.perf_counter() - began
     least = bounds(module, ways(options.allow), lossy=getattr(options, "lossy", False))
-    graph, plan = as_plan(module, made, info.name, least)
+    graph, plan = plan_with_results(module, *as_plan(module, made, info.name, least))
     plan = replace(plan, seconds=seconds, source=chosen.source, command=chosen.command)
     rows = _rows(module, made, plan, least[module.entry.name]) | {"budget": None if budget is None else limit}
     said = [_said(module, made, rows)]
@@ -84,7 +85,7 @@ def plan_module(chosen: argparse.Namespace, out: Output) -> int:
         said.append(f"module written to {text}")
     for name, target in looks.items():
         if target is not None:
-            _look(name, target, graph_before(module), graph, plan, rows)
+            _look(name, target, with_results(module, graph_before(module)), graph, plan, rows)
             rows[name] = str(target)
             said.append(f"{SHOWN[name]} {target}")
     out.answer(rows, "\n".join(said))

@@ -3,23 +3,23 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from tightship.cli.options import given_options
 from tightship.cli.output import Output
-from tightship.cli.pools import placed_of, pool_lines, pool_rows, pools_of, side_by_side
 from tightship.cli.source import writable
-from tightship.diagnose.infeasible_subset import Clash, clash
+from tightship.diagnose.infeasible_subset import InfeasibleSubset, infeasible_subset
 from tightship.errors import BadInput
 from tightship.frontends import problem_csv
-from tightship.plan import Problem, Solution
+from tightship.frontends.problem_csv import Table, chosen_conflicts
+from tightship.plan import Pool, Problem, Solution
 from tightship.planners import planner
 from tightship.planners.packing import Interrupted, Search, watched
 from tightship.planners.packing import pack as place
-from tightship.planners.pools import clash_of_pools
+from tightship.planners.pools import infeasible_subset_of_pools, spans
 from tightship.report.packing import packing_picture
 from tightship.report.pages.packing import packing_page
 from tightship.report.progress import Line
@@ -33,6 +33,7 @@ __all__ = ["is_packing", "pack", "verify_packing"]
 INTERRUPTED = 130
 """Exit status of a command that Ctrl-C ended."""
 
+_ANY_HEAP = 2**62  # of a packing that is verified without being told a limit
 _SHOWN = 20  # ids of a clash, and violations, that people are shown
 
 
@@ -44,7 +45,7 @@ def pack(chosen: argparse.Namespace, out: Output) -> int:
     drawing, page = writable(chosen.picture, "--svg"), writable(chosen.report, "--report")
     with Line(out.errors, f"reading {chosen.problem}"):
         table = problem_csv.read(chosen.problem)
-        pools = pools_of(chosen, table, capacity)
+        pools = _pools_of(chosen, table, capacity)
         problem_csv.check_pins(table, capacity, pools)
         problem = replace(table.fixed, capacity=None if pools else capacity, pools=pools)
         known = None if chosen.baseline is None else _baseline(chosen.baseline, problem)
@@ -54,10 +55,16 @@ def pack(chosen: argparse.Namespace, out: Output) -> int:
         except Interrupted as end:
             made, interrupted = end.solution, True
         met = not any(v.code == "over-capacity" for v in check_solution(problem, made))
-        why = None if met else clash_of_pools(problem) if pools else clash(problem, capacity or 0)
-    rows = _rows(problem, made) | {"met": met, "clash": _clash_rows(why), "pools": pool_rows(problem, made)}
+        why = (
+            None
+            if met
+            else infeasible_subset_of_pools(problem)
+            if pools
+            else infeasible_subset(problem, capacity or 0)
+        )
+    rows = _rows(problem, made) | {"met": met, "clash": _subset_rows(why), "pools": _pool_rows(problem, made)}
     rows["interrupted"] = interrupted
-    text = [_said(chosen.problem, problem, made), *pool_lines(problem, made)]
+    text = [_said(chosen.problem, problem, made), *_pool_lines(problem, made)]
     if interrupted:
         text.append("interrupted: this is the best that was found so far")
     if not met:
@@ -70,7 +77,7 @@ def pack(chosen: argparse.Namespace, out: Output) -> int:
         text.append(f"not written to {path}: the capacity is not met")
     if drawing is not None:
         title = Path(chosen.problem).stem
-        write_file(drawing, packing_picture(problem, side_by_side(problem, made), title=title).encode())
+        write_file(drawing, packing_picture(problem, _side_by_side(problem, made), title=title).encode())
         rows["picture"] = str(drawing)
         text.append(f"drawn in {drawing}")
     if page is not None:
@@ -96,12 +103,12 @@ def is_packing(path: str) -> bool:
 
 def verify_packing(chosen: argparse.Namespace, out: Output) -> int:
     if chosen.source is not None:
-        raise BadInput("a packing is verified without a graph", chosen.source, "--source")
+        raise BadInput(f"--source {chosen.source} with a packing: only plans are verified against a graph")
     capacity = _capacity(chosen)
     with Line(out.errors, f"reading {chosen.plan}"):
         table = problem_csv.read(chosen.plan)
-        pools = pools_of(chosen, table, capacity)
-        problem, solution = placed_of(table, pools)
+        pools = _pools_of(chosen, table, capacity)
+        problem, solution = _placed_of(table, pools)
         arena = solution.arena
     found = [_unplaced(b.id, b.lower) for b in table.problem.buffers if b.pinned is None]
     found += check_solution(replace(problem, capacity=None if pools else capacity), solution)
@@ -110,13 +117,13 @@ def verify_packing(chosen: argparse.Namespace, out: Output) -> int:
     ]
     head = f"{len(table.rows)} buffers, arena {_exact(arena)}"
     if not found:
-        text = f"{chosen.plan}: nothing is wrong ({head})"
+        text = f"{chosen.plan}: OK (0 violations, {head})"
     else:
         count = f"{len(found)} violation{'s' if len(found) > 1 else ''}"
         lines = [f"{chosen.plan}: {count} ({head})", *(f"  {_timed(v)}" for v in found[:_SHOWN])]
         text = "\n".join(lines + ([f"  … and {len(found) - _SHOWN} more"] if len(found) > _SHOWN else []))
     answer = {"violations": rows, "arena": arena, "capacity": capacity, "buffers": len(table.rows)}
-    out.answer(answer | ({"pools": pool_rows(problem, solution)} if pools else {}), text)
+    out.answer(answer | ({"pools": _pool_rows(problem, solution)} if pools else {}), text)
     return 1 if found else 0
 
 
@@ -127,7 +134,7 @@ def _search(chosen: argparse.Namespace) -> Search:
     given = given_options(chosen)
     for name in ("seed", "work"):
         if given.get(name, 0) > MAX_BYTES:
-            raise BadInput("a number is at most 2^63-1", given[name], f"option --{name}")
+            raise BadInput(f"{given[name]} is too large: at most 2^63-1", place=f"option --{name}")
     return Search(**given)
 
 
@@ -140,20 +147,21 @@ def _baseline(path: str, problem: Problem) -> list[int]:
     table = problem_csv.read(path)
     at = {b.id: (k, b) for k, b in enumerate(table.problem.buffers)}
     if missing := [b.id for b in problem.buffers if b.id not in at]:
-        raise BadInput("a baseline has every buffer of the problem; it lacks one", missing[0], path)
+        raise BadInput(f"missing buffer {missing[0]!r} of the problem", place=path)
     if len(at) > len(problem.buffers):
         extra = next(name for name in at if name not in {b.id for b in problem.buffers})
-        raise BadInput("a baseline has no other buffers than the problem", extra, path)
+        raise BadInput(f"unknown buffer {extra!r}: the problem has none of this name", place=path)
     offsets = []
     for b in problem.buffers:
         k, other = at[b.id]
         if (other.lower, other.upper, other.size) != (b.lower, b.upper, b.size):
-            rule = (
-                f"a baseline is of the same problem: {b.id!r} is alive [{b.lower}, {b.upper}), {b.size} bytes"
-            )
-            raise BadInput(rule, (other.lower, other.upper, other.size), table.place(k))
+            rule = f"buffer {b.id!r} is alive [{other.lower}, {other.upper}) with {other.size} bytes; "
+            rule += f"in the problem [{b.lower}, {b.upper}) with {b.size}"
+            raise BadInput(rule, place=table.place(k))
         if other.pinned is None:
-            raise BadInput("a baseline has an offset for every buffer", b.id, table.place(k))
+            raise BadInput(
+                f"buffer {b.id!r} has no offset; a baseline has one for every buffer", place=table.place(k)
+            )
         offsets.append(other.pinned)
     return offsets
 
@@ -192,7 +200,7 @@ def _said(name: str, problem: Problem, made: Solution) -> str:
     return "\n".join([head, *(f"  {word:<11}  {said}" for word, said in rows)])
 
 
-def _why(why: Clash | None, made: Solution, capacity: int | None) -> str:
+def _why(why: InfeasibleSubset | None, made: Solution, capacity: int | None) -> str:
     if why is None and capacity is not None and made.lower_bound > capacity:
         return "no packing can meet the capacity: the lower bound is above it"
     if why is None:
@@ -207,7 +215,7 @@ def _why(why: Clash | None, made: Solution, capacity: int | None) -> str:
     )
 
 
-def _clash_rows(why: Clash | None) -> Mapping[str, Any] | None:
+def _subset_rows(why: InfeasibleSubset | None) -> Mapping[str, Any] | None:
     return None if why is None else {"time": why.time, "ids": list(why.ids), "bytes": why.nbytes}
 
 
@@ -221,3 +229,123 @@ def _timed(v: Violation) -> str:
 
 def _exact(nbytes: int) -> str:
     return format_bytes(nbytes) if nbytes < 1024 else f"{format_bytes(nbytes)} ({nbytes} B)"
+
+
+# --- pools ---
+
+
+def _pools_of(chosen: argparse.Namespace, table: Table, capacity: int | None) -> tuple[Pool, ...]:
+    """The pools of a problem: those given, else those that its file names; none if it needs none.
+
+    Raises ``BadInput`` for pools that nobody may go to, and for rows that name pools there are not."""
+    given: dict[str, int | None] = {}
+    for text in chosen.pool:
+        name, equals, size = text.partition("=")
+        if name.split() != [name] or name in given:
+            raise BadInput(f"{text!r} is not NAME or NAME=BYTES with a new name", place="--pool")
+        given[name] = parse_bytes(size, "--pool") if equals else None
+    rows = zip(table.problem.buffers, table.homes, strict=True)
+    named = [(k, n) for k, (b, (pool, _)) in enumerate(rows) for n in (*b.pools, pool) if n]
+    if given:
+        for k, name in named:
+            if name not in given:
+                raise BadInput(
+                    f"unknown pool {name!r}; --pool gives {', '.join(given)}", place=table.place(k)
+                )
+        free = any(not b.pools for b in table.fixed.buffers)
+        for name in given:
+            if not free and name not in table.pool_names:
+                raise BadInput(f"no buffer may go to pool {name!r}", place="--pool")
+    pools = given or dict.fromkeys(table.pool_names)
+    heaps = _heaps(chosen, list(pools))
+    if capacity is not None and pools:
+        raise BadInput("--capacity is for one arena: give each pool its own, --pool NAME=BYTES")
+    if not pools and not heaps and not any(heap for _, heap in table.homes):
+        return ()
+    several = {pool for pool, heap in table.homes if heap}
+    made = []
+    for name, limit in (pools or {"": capacity}).items():
+        made.append(Pool(name, limit, heaps.get(name, _ANY_HEAP if name in several else None)))
+    return tuple(made)
+
+
+def _heaps(chosen: argparse.Namespace, pools: Sequence[str]) -> dict[str, int]:
+    heaps: dict[str, int] = {}
+    for text in chosen.heap:
+        name, equals, size = text.rpartition("=")
+        if not equals and len(pools) > 1:
+            raise BadInput(
+                f"{text!r} names no pool: with several, a heap limit is NAME=BYTES", place="--heap"
+            )
+        if not equals:
+            name = pools[0] if pools else ""
+        if name not in (pools or [""]) or name in heaps:
+            known = ", ".join(pools) or "none"
+            raise BadInput(f"{text!r}: unknown pool, or a second limit (pools: {known})", place="--heap")
+        heaps[name] = parse_bytes(size, "--heap")
+        if not heaps[name]:
+            raise BadInput(f"{text!r}: a heap has at least 1 byte", place="--heap")
+    return heaps
+
+
+def _placed_of(table: Table, pools: tuple[Pool, ...]) -> tuple[Problem, Solution]:
+    """The problem of the buffers that have an offset, not pinned, and where they lie."""
+    if not table.has_offsets:
+        raise BadInput("missing column 'offset': a packing has one", place=f"{table.name}:1")
+    keep = [k for k, b in enumerate(table.problem.buffers) if b.pinned is not None]
+    loose = table.unpinned.buffers  # made anew each time it is asked for
+    buffers = tuple(loose[k] for k in keep)
+    if not pools:
+        buffers = tuple(replace(b, pools=()) for b in buffers)
+    offsets = tuple(table.problem.buffers[k].pinned or 0 for k in keep)
+    homes = tuple(table.homes[k] for k in keep) if pools else ()
+    conflicts = chosen_conflicts(table.problem.conflicts, keep)
+    problem = Problem(buffers, conflicts=conflicts, pools=pools)
+    solution = Solution(offsets, 0, homes=homes)
+    tops = _spans(problem, solution)
+    return problem, replace(solution, arena=sum(tops.values()))
+
+
+def _pool_rows(problem: Problem, made: Solution) -> list[Mapping[str, Any]]:
+    """Of each pool what lies in it; nothing for a problem of one arena."""
+    tops = _spans(problem, made)
+    rows: list[Mapping[str, Any]] = []
+    for pool in problem.pools:
+        heaps = [top for (name, _), top in sorted(tops.items()) if name == pool.name]
+        rows.append(
+            {
+                "name": pool.name,
+                "capacity": pool.capacity,
+                "heap": None if pool.heap == _ANY_HEAP else pool.heap,
+                "arena": sum(heaps),
+                "heaps": heaps,
+                "buffers": sum(1 for name, _ in made.homes if name == pool.name),
+            }
+        )
+    return rows
+
+
+def _pool_lines(problem: Problem, made: Solution) -> list[str]:
+    lines = []
+    for row in _pool_rows(problem, made):
+        of = "" if row["capacity"] is None else f" of {format_bytes(row['capacity'])}"
+        heaps = f" in {len(row['heaps'])} heaps" if row["heap"] is not None else ""
+        title = f"pool {row['name']}" if row["name"] else "heaps"
+        lines.append(f"  {title:<11}  {format_bytes(row['arena'])}{of}{heaps}, {row['buffers']} buffers")
+    return lines
+
+
+def _side_by_side(problem: Problem, made: Solution) -> Solution:
+    """The pools' heaps one above the other, as one arena that can be drawn."""
+    if not problem.pools:
+        return made
+    base, at = 0, {}
+    for home, top in sorted(_spans(problem, made).items()):
+        at[home] = base
+        base += top
+    offsets = tuple(x + at[home] for x, home in zip(made.offsets, made.homes, strict=True))
+    return replace(made, offsets=offsets)
+
+
+def _spans(problem: Problem, made: Solution) -> dict[tuple[str, int], int]:
+    return spans(problem, made.offsets, made.homes or (("", 0),) * len(made.offsets))

@@ -112,7 +112,7 @@ def largest(chosen: argparse.Namespace, out: Output) -> int:
         raise BadInput(
             "the batch of a model can change: SOURCE is module:factory", chosen.source, "--max-batch"
         )
-    from tightship.frontends.torch.batch import batched
+    from tightship.frontends.torch.structure import batched
 
     with (
         Line(out.errors, "looking for the largest batch") as line,

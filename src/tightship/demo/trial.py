@@ -23,9 +23,9 @@ from tightship.api import Planned
 from tightship.demo.models import Workload
 from tightship.errors import Unsupported
 from tightship.execute import allocator
+from tightship.execute.allocator import Meter
 from tightship.execute.fit import TrainStep, fit
 from tightship.execute.interpreter import PeakMismatch
-from tightship.execute.meter import Meter
 from tightship.graph import Graph, aligned
 from tightship.plan import Plan
 from tightship.planners import default

@@ -17,8 +17,8 @@ from typing import Any
 
 from tightship.analysis.structure import pattern
 from tightship.graph import Graph
-from tightship.planners import planner
-from tightship.planners.evict.problem import EVICT, OFFLOAD, PACK, PASS, Bits, Decision, Frame
+from tightship.planners import run
+from tightship.planners.evict.problem import COMPRESS, EVICT, OFFLOAD, PASS, Bits, Decision, EvictionProblem
 from tightship.simulate import Timeline, baseline, replay
 
 __all__ = ["GROUPS", "Change", "changes"]
@@ -29,7 +29,7 @@ GROUPS = 60
 _LEAST = 0.01
 """A change saves at least this share of the bytes beyond the static set."""
 
-_DECISIONS = {"recompute": (EVICT, PASS), "compress": (PACK,), "offload": (OFFLOAD,)}
+_DECISIONS = {"recompute": (EVICT, PASS), "compress": (COMPRESS,), "offload": (OFFLOAD,)}
 
 
 @dataclass(frozen=True)
@@ -62,7 +62,7 @@ def changes(
     order, found = _ordered(graph, line) if reorder else (tuple(range(len(graph.ops))), [])
     if found:
         line = replay(graph, baseline(graph, order))
-    frame = Frame(graph, order, tuple(means))
+    frame = EvictionProblem(graph, order, tuple(means))
     bits = frame.nothing()
     least = max(1, int(_LEAST * (line.peak - graph.static_bytes)))
     while len(found) < most and len(frame.gaps):
@@ -95,7 +95,7 @@ def _ordered(graph: Graph, line: Timeline) -> tuple[tuple[int, ...], list[Change
     """The order with less memory, as the first change, if there is one: it costs nothing."""
     given = tuple(range(len(graph.ops)))
     name = "best" if all(op.phase == "forward" for op in graph.ops) else "sink"
-    order: tuple[int, ...] = planner(name, "order").plan(graph)
+    order = run.order(name, graph)
     other = replay(graph, baseline(graph, order))
     saves = line.peak - other.peak
     if saves < max(1, _LEAST * (line.peak - graph.static_bytes)):
@@ -107,7 +107,7 @@ def _ordered(graph: Graph, line: Timeline) -> tuple[tuple[int, ...], list[Change
     return order, [Change("order", moved, what, "", saves, extra, other.peak, other.time)]
 
 
-def _tries(frame: Frame, bits: Bits, line: Timeline) -> Iterator[_Try]:
+def _tries(frame: EvictionProblem, bits: Bits, line: Timeline) -> Iterator[_Try]:
     """What can be changed next: only what is in memory at the present peak makes it fall."""
     here = {s: nbytes for s, nbytes in line.at_peak if s >= 0 and s not in frame.graph.static}
     groups: dict[tuple[int, ...], int] = {}
@@ -121,7 +121,7 @@ def _tries(frame: Frame, bits: Bits, line: Timeline) -> Iterator[_Try]:
                 yield made
 
 
-def _best(frame: Frame, bits: Bits, gaps: tuple[int, ...], way: str, line: Timeline) -> _Try | None:
+def _best(frame: EvictionProblem, bits: Bits, gaps: tuple[int, ...], way: str, line: Timeline) -> _Try | None:
     """A group's gaps over the peak leave in one way; None where that saves nothing."""
     found: Decision | None = None
     for decision in _DECISIONS[way]:

@@ -1,4 +1,4 @@
-"""Why a capacity cannot be met: a few buffers that are alive together and larger than it."""
+"""Why a capacity cannot be met: a few buffers that have no placement within it."""
 
 from __future__ import annotations
 
@@ -7,25 +7,35 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from tightship.plan import Buffer, Problem
-from tightship.planners.place.groups import merge
-from tightship.planners.place.parts import cut
+from tightship.planners.place import exact
+from tightship.planners.place.best_of import Best
+from tightship.planners.place.greedy import best_greedy
+from tightship.planners.place.problem import cut, frame, merge
 
-__all__ = ["Clash", "clash"]
+__all__ = ["InfeasibleSubset", "infeasible_subset"]
 
 
 @dataclass(frozen=True, slots=True)
-class Clash:
-    """Buffers that are alive at ``time``, by id and largest first, and the bytes that they need together.
-
-    None of them can be left out: without any one of them, the rest is within the capacity."""
+class InfeasibleSubset:
+    """Buffers, by id, that need ``nbytes`` together, more than there are; most of them are alive at ``time``."""
 
     time: int
     ids: tuple[str, ...]
     nbytes: int
 
 
-def clash(problem: Problem, capacity: int) -> Clash | None:
-    """Those of the buffers alive at the peak that prove that ``capacity`` cannot be met; None if they do not."""
+def infeasible_subset(
+    problem: Problem, capacity: int, search: exact.Options | None = None
+) -> InfeasibleSubset | None:
+    """Buffers that prove that ``capacity`` cannot be met; None: nothing is proved.
+
+    They are alive at the peak, largest first, and without any one of them the rest is within the capacity. With
+    ``search``, where the peak proves nothing, exact search refutes subsets within these limits."""
+    found = _at_peak(problem, capacity)
+    return found if found or search is None else _by_search(problem, replace(search, capacity=capacity))
+
+
+def _at_peak(problem: Problem, capacity: int) -> InfeasibleSubset | None:
     parts = [b for b in cut(merge(problem)[0]).buffers if b.size > 0]
     unit = math.gcd(*(b.alignment for b in parts))
     # Every offset is a multiple of the unit, so each but the one on top takes whole units.
@@ -45,10 +55,12 @@ def clash(problem: Problem, capacity: int) -> Clash | None:
         fewer = [m for m in members if m != k]
         if need(fewer) > capacity:
             members = fewer
-    return Clash(time, tuple(_said(problem, parts[k], time) for k in members), need(members))
+    return InfeasibleSubset(
+        time, tuple(_alive_member(problem, parts[k], time) for k in members), need(members)
+    )
 
 
-def _said(problem: Problem, part: Buffer, time: int) -> str:
+def _alive_member(problem: Problem, part: Buffer, time: int) -> str:
     """Of a group, the largest member that is alive."""
     group = next(b.group for b in problem.buffers if b.id == part.id)
     alive = [b for b in problem.buffers if group and b.group == group and b.lower <= time < b.upper]
@@ -64,3 +76,35 @@ def _peak(buffers: Sequence[Buffer]) -> tuple[int, list[int]]:
         if load > most:
             most, peak = load, time
     return peak, [k for k, b in enumerate(buffers) if b.lower <= peak < b.upper]
+
+
+def _by_search(problem: Problem, o: exact.Options) -> InfeasibleSubset | None:
+    """The set found is made smaller, one buffer at a time, with what is left of the limits."""
+    began = frame(problem)
+    found = _refuted(cut(merge(problem)[0]).buffers, o)  # gaps only make it easier
+    if found is None:
+        return None
+    for b in sorted(found[0], key=lambda b: (b.size * (b.upper - b.lower), b.id)):
+        left = began.seconds_left(o.time_limit)
+        if left <= 0:
+            break
+        if b in found[0]:
+            limits = replace(o, work_limit=max(o.work_limit // 100, 1), time_limit=min(left, 1.0))
+            found = _refuted(tuple(m for m in found[0] if m is not b), limits) or found
+    members, nbytes = found
+    times = sorted({b.lower for b in members})
+    load = [sum(b.size for b in members if b.lower <= t < b.upper) for t in times]
+    return InfeasibleSubset(times[load.index(max(load))], tuple(dict.fromkeys(b.id for b in members)), nbytes)
+
+
+def _refuted(buffers: tuple[Buffer, ...], o: exact.Options) -> tuple[tuple[Buffer, ...], int] | None:
+    """Those that are proved not to fit, all alive at one time if that is why, and the bytes proved."""
+    f, capacity = frame(Problem(buffers)), o.capacity or 0
+    if f.bound > capacity:
+        return buffers, f.bound
+    best = Best(f)
+    best_greedy(best, max(f.bound, capacity), o.time_limit)
+    proof = set(exact.search(best, o).tolist())
+    if best.bound <= capacity:
+        return None
+    return tuple(b for i, b in enumerate(buffers) if i in proof or b.pinned is not None), best.bound

@@ -6,11 +6,9 @@ temporaries and oneDNN scratch included, bookkeeping not. A request for 0 bytes 
 
 `load` compiles the allocator with the user's C++ compiler on first use (two seconds; kept in the user's cache) and
 installs it for the rest of the process; with nothing active it is the default allocator plus two counters (on CUDA:
-one that keeps freed blocks for requests of the same size, see `cuda`). Recording and replay concern the calling
+one that keeps freed blocks for requests of the same size, see `native`). Recording and replay concern the calling
 thread only: requests of other threads are plain heap, and blocks may be freed on any thread. Blocks from before
-`load`, and later resizes of them, are not counted.
-
-``python -m tightship.execute.allocator`` prints what a request and a `Replay.seek` cost.
+`load`, and later resizes of them, are not counted. `Meter` measures the peak over all threads.
 """
 
 import contextlib
@@ -18,18 +16,22 @@ import copy
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from types import TracebackType
+from typing import Any, Literal, Self
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from tightship.errors import BadInput, Unsupported
-from tightship.execute.build import NoCompiler, build_and_import
+from tightship.execute import native
+from tightship.execute.native import NoCompiler
 from tightship.process_local import NotCopied
 
 __all__ = [
     "Arena",
     "Event",
+    "Meter",
     "Miss",
     "NoCompiler",
     "Recording",
@@ -47,6 +49,8 @@ __all__ = [
     "suspended",
     "why_not",
 ]
+
+Integers = Sequence[int] | NDArray[Any]
 
 _lock = threading.RLock()
 _natives: dict[str, Any] = {}
@@ -72,27 +76,11 @@ def load(kind: str = "cpu") -> Any:
             raise copy.copy(_failures[kind])
         if kind not in _natives:
             try:
-                _natives[kind] = _installed(kind)
+                _natives[kind] = native.install(kind)
             except NoCompiler as error:
                 _failures[kind] = error
                 raise
     return _natives[kind]
-
-
-def _installed(kind: str) -> Any:
-    if kind == "cuda":
-        from tightship.execute import cuda
-
-        cuda.check()
-        native = build_and_import(kind)
-        cuda.install(native)
-        return native
-    if kind != "cpu":
-        raise Unsupported(f"an arena on {kind}", "there is an allocator for CPU and CUDA")
-    native = build_and_import(kind)
-    if not native.install():
-        raise Unsupported("serving a step from an arena", "another CPU allocator has priority")
-    return native
 
 
 def loaded(kind: str) -> bool:
@@ -133,7 +121,7 @@ class Arena(NotCopied):
         try:
             self._handle = self._native.arena_create(size, int(device.partition(":")[2] or 0))
         except (ValueError, OverflowError) as error:
-            raise BadInput("an arena's size is a number of bytes from 0 to 2**63", size, "Arena") from error
+            raise BadInput("an arena's size must be from 0 to 2**63 bytes", size, "Arena") from error
 
     @property
     def base(self) -> int:
@@ -164,15 +152,15 @@ class Script(NotCopied):
 
     def __init__(
         self,
-        sizes: Sequence[int],
-        offsets: Sequence[int],
-        step_start: Sequence[int],
+        sizes: Integers,
+        offsets: Integers,
+        step_start: Integers,
         limit: int | None = None,
         kind: str = "cpu",
-        over: Sequence[int] = (),
+        over: Integers = (),
     ) -> None:
         if limit is not None and limit < 0:
-            raise BadInput("a limit is a number of bytes", limit, "Script")
+            raise BadInput("negative limit in bytes", limit, "Script")
         try:
             rows = (sizes, offsets, step_start, over)
             *three, last = (np.ascontiguousarray(item, dtype=np.int64) for item in rows)
@@ -224,9 +212,10 @@ class ReplayStats:
 class Replay:
     """A session of `replay`. ``seek(step)`` announces the step whose requests follow; call it before each."""
 
+    _stats: ReplayStats | None = None
+
     def __init__(self, seek: Callable[[int], None]) -> None:
         self.seek = seek
-        self._stats: ReplayStats | None = None
 
     @property
     def stats(self) -> ReplayStats:
@@ -244,19 +233,19 @@ def replay(arena: Arena, script: Script) -> Iterator[Replay]:
     session, and a later session on the same arena counts them. Raises `BadInput` if the script reaches beyond
     the arena, RuntimeError if this thread is replaying or recording already.
     """
-    native = arena._native
+    functions = arena._native
     if arena.kind == "cuda" and torch.cuda.is_initialized():
         # cuBLAS keeps a workspace for each thread and stream, which its first matmul asks for: no part of a step.
         torch.cuda.current_blas_handle()
     try:
-        native.begin(arena._handle, script._handle)
+        functions.begin(arena._handle, script._handle)
     except ValueError as error:
         raise BadInput(str(error), place="replay") from error
-    session = Replay(native.seek)
+    session = Replay(functions.seek)
     try:
         yield session
     finally:
-        stats = native.end()
+        stats = functions.end()
         stats["first_misses"] = tuple(Miss(*miss) for miss in stats["first_misses"])
         stats["failed_step"] = None if stats["failed_step"] < 0 else stats["failed_step"]
         session._stats = ReplayStats(**stats)
@@ -272,12 +261,12 @@ def aside(kind: str = "cpu") -> None:
 @contextlib.contextmanager
 def suspended(kind: str = "cpu") -> Iterator[None]:
     """Makes this thread's requests plain heap, unknown to its replay or recording (but not to a meter)."""
-    native = load(kind)
-    native.pause()
+    functions = load(kind)
+    functions.pause()
     try:
         yield
     finally:
-        native.resume()
+        functions.resume()
 
 
 def reserved(kind: str = "cpu") -> int:
@@ -320,40 +309,72 @@ def record(kind: str = "cpu") -> Iterator[Recording]:
 
     Raises RuntimeError if this thread is replaying or recording already.
     """
-    native = load(kind)
-    native.record_begin()
-    recording = Recording(native.seek)
+    functions = load(kind)
+    functions.record_begin()
+    recording = Recording(functions.seek)
     try:
         yield recording
     finally:
-        recording._events = [Event(*event) for event in native.record_end()]
+        recording._events = [Event(*event) for event in functions.record_end()]
 
 
-def _benchmark() -> None:
-    from timeit import repeat
-
-    def measure(what: str, run: Callable[[], object], count: int = 50_000) -> None:
-        print(f"{what:44} {min(repeat(run, number=count, repeat=7)) / count * 1e9:7.0f} ns")
-
-    def request() -> object:
-        return torch.empty(256)
-
-    measure("request + free, torch's own allocator", request)
-    native = load()
-    measure("request + free, passive", request)
-    arena = Arena(1 << 20)
-    measure("request + free, passive, an arena exists", request)
-    with replay(arena, Script([1024], [0], [0, 1])) as one:
-        measure("seek", lambda: one.seek(0))
-        measure("seek + request + free, served", lambda: (one.seek(0), request()))
-    with replay(arena, Script([1024] * 512, range(0, 512 * 1024, 1024), range(513))) as many:
-        kept = [(many.seek(k), torch.empty(256))[1] for k in range(511)]
-        measure("the same among 511 live blocks", lambda: (many.seek(511), request()))
-        kept.clear()
-    native.record_begin()
-    measure("request + free, recorded", request)
-    native.record_end()
+# ---- measuring
 
 
-if __name__ == "__main__":
-    _benchmark()
+_meter_lock = threading.Lock()
+_meters: "list[Meter]" = []
+"""Those that are running."""
+
+
+class Meter:
+    """Measures how far the bytes of all live blocks rise above their level at entry, over all threads: the physical
+    peak, op temporaries included, that budgets are checked against.
+
+    ``with Meter() as meter: ...`` then ``meter.peak``; ``Meter("cuda")`` for CUDA devices, all together. Blocks
+    count in multiples of 64 bytes (512 on CUDA), from heap or arena; an arena's unused bytes do not. Blocks
+    allocated before the allocator was first loaded were never counted, so freeing them lowers nothing. Meters may
+    nest and overlap. Raises `NoCompiler` at construction.
+    """
+
+    def __init__(self, kind: str = "cpu") -> None:
+        self._native: Any = load(kind)
+        self.start_level = self._highest = self._last = 0
+
+    def __enter__(self) -> Self:
+        with _meter_lock:
+            if self in _meters:
+                raise RuntimeError("this meter is already running")
+            _fold(self._native)
+            self.start_level = self._highest = self._native.meter_current()
+            _meters.append(self)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        with _meter_lock:
+            self._last = self._native.meter_current()
+            _fold(self._native)
+            _meters.remove(self)
+
+    @property
+    def current(self) -> int:
+        """Bytes above the level at entry: now, or when the meter stopped. Negative if more was freed."""
+        with _meter_lock:
+            level = self._native.meter_current() if self in _meters else self._last
+        return int(level - self.start_level)
+
+    @property
+    def peak(self) -> int:
+        """The most bytes above the level at entry so far, never negative."""
+        with _meter_lock:
+            if self in _meters:
+                _fold(self._native)
+        return int(self._highest - self.start_level)
+
+
+def _fold(native: Any) -> None:
+    """Starts a new peak at the current level, after every running meter has taken note of the old one."""
+    highest = native.meter_reset_peak()
+    for meter in (m for m in _meters if m._native is native):
+        meter._highest = max(meter._highest, highest)

@@ -1,4 +1,7 @@
-"""Bench: runs one call over and over to see what it asks of the allocator and how long it takes."""
+"""One call run by itself: what it asks of the allocator, how long it takes, and which inputs it can be computed into.
+
+Its tensors are made for it: the metadata of graph values, and contents that any op accepts.
+"""
 
 from __future__ import annotations
 
@@ -10,14 +13,25 @@ from typing import Any, Final
 import torch
 
 from tightship.execute import allocator
+from tightship.execute.views import dtype_of
+from tightship.frontends.torch import compat
+from tightship.frontends.torch.capture.lower import elementwise
+from tightship.frontends.torch.program import Call, flat, refs_in, substitute
+from tightship.graph import ALIGNMENT, Graph, Value, aligned, alignment_of
 
-__all__ = ["Bench", "Row", "workspace_of"]
+__all__ = ["Bench", "Row", "in_place_inputs", "sample_arguments", "sample_tensor", "workspace_of"]
 
 Row = tuple[int, int, int, int]
 """A request: bytes, the defined storage it becomes or -1, first event, event of its end or -1."""
 
 _LONG: Final = 0.25  # seconds; what takes longer is not run again only for its time
 _REPEATS: Final = 20
+_TILE: Final = 1 << 16
+_PRIME: Final = 65_521
+"""Random numbers that are drawn for a probed tensor and repeated: no row or page has the same as another."""
+
+Room = Callable[[int], allocator.Arena]
+"""An arena of at least so many bytes."""
 
 
 class Bench:
@@ -30,14 +44,14 @@ class Bench:
         self._arena: allocator.Arena | None = None
 
     def run(
-        self, call: Callable[[], list[Any]], kept: Sequence[int], *, prepared: bool = False
+        self, call: Callable[[], list[Any]], kept: Sequence[int], *, warm: bool = False
     ) -> tuple[list[Any], list[allocator.Event], float]:
-        """One run that counts, after one that does not, unless it is ``prepared``: kernels have a first time.
+        """One run that counts, after one that does not, unless it is ``warm``: kernels have a first time.
 
         Of its results those at the positions ``kept`` survive. Returns them with the events of the run, the
         last of which are the ends of the other results, and its seconds.
         """
-        if not prepared:
+        if not warm:
             call()
         if not self._recording:
             start = self._now()
@@ -112,3 +126,135 @@ def workspace_of(
     kept = sum(sizes[i] for i in starts if i not in ends and i not in made)
     rows = tuple((sizes[i], made.get(i, -1), starts[i], ends.get(i, -1)) for i in sorted(starts))
     return max(0, most - results), rows, kept
+
+
+# --- sample tensors ---
+
+_tiles: dict[torch.dtype, Any] = {}
+
+
+def _tile(dtype: torch.dtype) -> Any:
+    """Random normal numbers from a seed of their own, repeated to fill what has to be filled."""
+    if dtype not in _tiles:
+        generator = torch.Generator().manual_seed(0)
+        _tiles[dtype] = torch.randn(_TILE, generator=generator, dtype=torch.float32).to(dtype)
+    return _tiles[dtype]
+
+
+def _filled(flat: Any) -> None:
+    """Zeros are valid indices, and false; numbers are drawn."""
+    if not (flat.dtype.is_floating_point or flat.dtype.is_complex):
+        flat.zero_()
+        return
+    tile, whole = _tile(flat.dtype).to(flat.device), flat.numel() // _TILE * _TILE
+    if whole:
+        flat[:whole].view(-1, _TILE).copy_(tile.expand(whole // _TILE, _TILE))
+    flat[whole:].copy_(tile[: flat.numel() - whole])
+
+
+def sample_tensor(value: Value, device: str) -> Any:
+    """A tensor with the metadata of ``value`` in a storage of its own, aligned as the value is in its storage."""
+    dtype = dtype_of(value.dtype)
+    start = value.offset * dtype.itemsize % ALIGNMENT // dtype.itemsize
+    extent = start + 1 + sum((n - 1) * s for n, s in zip(value.shape, value.stride, strict=True))
+    if 0 in value.shape:
+        extent = start
+    flat = torch.empty(extent, dtype=dtype, device=device)
+    _filled(flat)
+    return flat.as_strided(value.shape, value.stride, start)
+
+
+def sample_arguments(graph: Graph, call: Call, device: str = "cpu") -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Arguments like those of ``call``; one value is one tensor, however often it is given."""
+    tensors = {v: _like(graph, v, device) for v in dict.fromkeys(refs_in((call.args, call.kwargs)))}
+    return substitute(call.args, tensors.__getitem__), substitute(call.kwargs, tensors.__getitem__)
+
+
+def _like(graph: Graph, v: int, device: str) -> Any:
+    """A sample of a value, on the host if it lies there."""
+    value = graph.values[v]
+    return sample_tensor(value, "cpu" if graph.storages[value.storage].pool == "host" else device)
+
+
+# --- computing in place ---
+
+
+def in_place_inputs(graph: Graph, call: Call, device: str, room: Room) -> tuple[int, ...]:
+    """Which of the values that ``call`` is given, by number in the order of its arguments, its result can be
+    computed into, bit-identically. It is run that way to know."""
+    if not elementwise(call.fn) or len(call.results) != 1 or call.results[0] < 0:
+        return ()
+    if allocator.kind_of(device) == "cuda":  # as `overwrites` says
+        return ()
+    result = graph.values[call.results[0]]
+    values = list(dict.fromkeys(refs_in((call.args, call.kwargs))))
+    layout = result.dtype, result.shape, result.stride, 0
+
+    def alike(v: int) -> bool:
+        x = graph.values[v]
+        return (x.dtype, x.shape, x.stride, x.offset) == layout
+
+    numbers = [n for n, v in enumerate(values) if alike(v)]
+    if not numbers or result.offset or graph.storages[result.storage].pool != "device":
+        return ()
+    return tuple(n for n in numbers if _same(graph, call, values[n], device, room))
+
+
+def _same(graph: Graph, call: Call, over: int, device: str, room: Room) -> bool:
+    tensors = _drawn(graph, call, device)
+    fn, alignment = compat.direct(call.fn), alignment_of(device)
+
+    def run() -> Any:
+        args, kwargs = (substitute(tree, tensors.__getitem__) for tree in (call.args, call.kwargs))
+        return flat(fn(*args, **kwargs))[0]
+
+    with allocator.record(allocator.kind_of(device)) as recording:
+        want = run()
+    asked = [e for e in recording.events if e.kind == "alloc"]
+    given = tensors[over]
+    size = aligned(given.untyped_storage().nbytes(), alignment)
+    mine = max((k for k, e in enumerate(asked) if e.data_ptr == want.data_ptr()), default=-1)
+    if mine < 0 or asked[mine].nbytes != size:
+        return False
+    sizes, offsets, taking = [size], [0], [0]
+    end = size
+    for k, e in enumerate(asked):
+        here = k == mine
+        sizes.append(e.nbytes)
+        offsets.append(0 if here else end)
+        taking.append(int(here))
+        end += 0 if here else e.nbytes
+    script = allocator.Script(sizes, offsets, (0, 1, len(sizes)), None, allocator.kind_of(device), taking)
+    with allocator.replay(room(end), script) as session:
+        session.seek(0)
+        laid = torch.empty_strided(given.shape, given.stride(), dtype=given.dtype, device=device)
+        laid.copy_(given)
+        tensors[over] = laid
+        session.seek(1)
+        found = run()
+        tensors.clear()
+        lies = found.data_ptr() == laid.data_ptr()
+        del laid, given
+    return lies and session.stats.misses == 0 and bool(torch.equal(_bits(found), _bits(want)))
+
+
+def _bits(tensor: Any) -> Any:
+    """The bytes of a tensor without gaps, in the order in which they lie."""
+    return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)
+
+
+def _drawn(graph: Graph, call: Call, device: str) -> dict[int, Any]:
+    """A tensor for each value the call is given, no two with the same contents."""
+    generator = torch.Generator().manual_seed(1)
+    tensors = {}
+    for v in dict.fromkeys(refs_in((call.args, call.kwargs))):
+        value, tensor = graph.values[v], _like(graph, v, device)
+        if all(s > 0 or n == 1 for n, s in zip(value.shape, value.stride, strict=True)):
+            drawn = torch.rand(_PRIME, generator=generator)
+            drawn = drawn.repeat(-(-tensor.numel() // _PRIME))[: tensor.numel()].view(tensor.shape)
+            numbers = tensor.dtype.is_floating_point or tensor.dtype.is_complex
+            tensor.copy_(
+                drawn - 0.25 if numbers else drawn > 0.5 if tensor.dtype == torch.bool else drawn * 7 + 1
+            )
+        tensors[v] = tensor
+    return tensors

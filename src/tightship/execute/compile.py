@@ -1,32 +1,34 @@
 """A plan's steps -> a flat list of instructions, each a function of the environment alone.
 
-Everything that can be decided beforehand is: which places hold an op's arguments, which results are kept,
-which views have to be derived and which places are emptied. A place is emptied with its storage, so nothing
+Everything that can be decided beforehand is: which indices hold an op's arguments, which results are kept,
+which views have to be derived and which entries are emptied. An entry is emptied with its storage, so nothing
 outlives its last use.
+
+The environment is one flat list: an entry for every value of the graph, then one for every constant argument. With
+the constants in it, nearly every argument tuple is one ``itemgetter`` call, and no template ever holds a tensor.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from operator import itemgetter
 from typing import Any
 
 from tightship.errors import BadInput, Unsupported
-from tightship.execute.arguments import Environment, constants_of, keywords, positional
-from tightship.execute.device_codecs import PACKED
-from tightship.execute.moves import Moves, Pool, with_state
+from tightship.execute.codecs import ON_DEVICE
+from tightship.execute.host_pool import HostPool
 from tightship.execute.script import device_of
+from tightship.execute.transfers import Action, Environment, Transfers, with_state
 from tightship.execute.views import derivation
 from tightship.frontends.torch import compat
-from tightship.frontends.torch.optim import Updater
-from tightship.frontends.torch.program import Call, Program
-from tightship.frontends.torch.tape import refs_in
-from tightship.frontends.torch.views import flat
+from tightship.frontends.torch.optimizer.updates import Updater
+from tightship.frontends.torch.program import Call, Program, Ref, flat, refs_in
 from tightship.plan import Plan, Step
 
 __all__ = ["Code", "Instruction", "compile_plan", "updater_of"]
 
-Action = Callable[[list[Any]], None]
+Getter = Callable[[list[Any]], Any]
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +46,7 @@ class Instruction:
 @dataclass
 class Code:
     """Compiled steps. ``initial`` is the environment before a run; inputs go to ``inputs``, results lie in
-    ``results`` after it. ``constants`` tells, by op and whether it is a recomputation, from which places on the
+    ``results`` after it. ``constants`` tells, by op and whether it is a recomputation, from which indices on the
     constants among a call's arguments lie."""
 
     instructions: list[Instruction] = field(default_factory=list)
@@ -66,36 +68,36 @@ def updater_of(call: Call) -> Updater | None:
 
 
 def compile_plan(
-    program: Program, plan: Plan, aside: Callable[[], None] | None = None, spill: Pool | None = None
+    program: Program, plan: Plan, aside: Callable[[], None] | None = None, pool: HostPool | None = None
 ) -> Code:
     """``aside`` keeps the requests of an op's run away from the arena: optimizer state, which some make, outlives
-    the step. ``spill`` is the host pool, for plans that offload.
+    the step. ``pool`` is the host pool, for plans that offload.
 
-    Raises ``BadInput`` for steps that do not fit the program, ``Unsupported`` for packing and copying out beside ops
-    on several devices, or on others than CPU and CUDA, and for a codec that is not there on CUDA.
+    Raises ``BadInput`` for steps that do not fit the program, ``Unsupported`` for transfers where ops run on several
+    devices, or on others than CPU and CUDA, and for a codec that is not there on CUDA.
     """
-    return _Compiler(program, plan, aside, spill).run(plan.steps)
+    return _Compiler(program, plan, aside, pool).run(plan.steps)
 
 
 class _Compiler:
     def __init__(
-        self, program: Program, plan: Plan, aside: Callable[[], None] | None, spill: Pool | None
+        self, program: Program, plan: Plan, aside: Callable[[], None] | None, pool: HostPool | None
     ) -> None:
         self.program, self.graph = program, program.graph
         self.aside = aside
         self.environment = Environment(len(self.graph.values))
-        self.there: dict[int, dict[int, None]] = {}  # storage -> values of it that have a tensor now
+        self.resident: dict[int, dict[int, None]] = {}  # storage -> values of it that have a tensor now
         self.compiled: dict[tuple[int, bool, tuple[int, ...]], Action] = {}
-        self.states: dict[int, int] = {}  # op -> place of its saved random state
-        self.moves = Moves(program, plan, self.environment, spill)
+        self.states: dict[int, int] = {}  # op -> index of its saved random state
+        self.transfers = Transfers(program, plan, self.environment, pool)
         self.code = Code()
 
     def run(self, steps: Sequence[Step]) -> Code:
         for slot in self.program.slots:
-            self.appears(slot.value)
-        self.refuse_elsewhere(steps)
+            self.add(slot.value)
+        self.check_device(steps)
         for i, step in enumerate(steps):
-            wait = self.moves.waits(i, step)
+            wait = self.transfers.waits(i, step)
             if wait is not None:
                 self.code.instructions.append(Instruction(i, -1, wait))
             if step.kind in ("compute", "recompute"):
@@ -111,30 +113,30 @@ class _Compiler:
         self.code.initial = self.environment.initial
         return self.code
 
-    def refuse_elsewhere(self, steps: Sequence[Step]) -> None:
-        """Packing and copying out are written for the memory of the CPU and of one GPU."""
-        moving = [s for s in steps if s.kind not in ("compute", "recompute", "free")]
+    def check_device(self, steps: Sequence[Step]) -> None:
+        """Transfers are written for the memory of the CPU and of one GPU."""
+        transfers = [s for s in steps if s.kind not in ("compute", "recompute", "free")]
         device = device_of(self.graph) or "several devices"
-        if not moving or device == "cpu":
+        if not transfers or device == "cpu":
             return
         if not device.startswith("cuda"):
-            what = f"a step of kind {moving[0].kind!r} on {device}"
-            why = "bytes are packed and copied out on CPU and CUDA only, and of one device"
+            what = f"a step of kind {transfers[0].kind!r} on {device}"
+            why = "bytes are compressed and offloaded on CPU and CUDA only, and of one device"
             raise Unsupported(what, why, "allow recompute only")
-        unknown = next((s.codec for s in moving if s.codec and s.codec not in PACKED), None)
+        unknown = next((s.codec for s in transfers if s.codec and s.codec not in ON_DEVICE), None)
         if unknown is not None:
-            raise Unsupported(f"packing with {unknown!r} on {device}", "it would wait for the device")
+            raise Unsupported(f"compressing with {unknown!r} on {device}", "it would wait for the device")
 
-    def appears(self, value: int) -> None:
-        self.there.setdefault(self.graph.values[value].storage, {})[value] = None
+    def add(self, value: int) -> None:
+        self.resident.setdefault(self.graph.values[value].storage, {})[value] = None
 
     def view(self, i: int, value: int) -> None:
         """Derives the tensor of ``value`` if it has none in this residence of its storage."""
         info = self.graph.values[value]
-        held = self.there.get(info.storage)
+        held = self.resident.get(info.storage)
         if not held:
             name = self.graph.storages[info.storage].name
-            raise BadInput("a storage is resident when it is used", name, f"step {i} of the plan")
+            raise BadInput(f"storage {name!r} is used while not resident", place=f"step {i} of the plan")
         if value in held:
             return
         base = self.program.bases[info.storage]
@@ -146,7 +148,7 @@ class _Compiler:
             env[value] = derive(env[base])
 
         self.code.instructions.append(Instruction(i, -1, run))
-        self.appears(value)
+        self.add(value)
 
     def call(self, i: int, step: Step) -> None:
         again = step.kind == "recompute"
@@ -167,47 +169,47 @@ class _Compiler:
             if step.saves:
                 self.states[step.op] = self.environment.constant(None)
             elif step.op not in self.states:
-                name = self.graph.ops[step.op].name
-                raise BadInput("a random op runs again from its saved state", name, f"step {i} of the plan")
+                rule = f"random op {self.graph.ops[step.op].name!r} recomputed without a saved state"
+                raise BadInput(rule, place=f"step {i} of the plan")
             op = self.graph.ops[step.op]
             action = with_state(action, self.states[step.op], again=again, device=op.device, nbytes=op.state)
         if step.stream:
-            raise BadInput("ops run on stream 0", step.stream, f"step {i} of the plan")
+            raise BadInput(f"op on stream {step.stream}: ops run on stream 0", place=f"step {i} of the plan")
         self.code.instructions.append(Instruction(i, step.op, action, made, asks=True))
         if step.reuses:
-            self.empty(i, tuple(v for a, _ in step.reuses for v in self.there.pop(a, ())))
+            self.empty(i, tuple(v for a, _ in step.reuses for v in self.resident.pop(a, ())))
         for v in made:
-            self.appears(v)
+            self.add(v)
 
     def move(self, i: int, step: Step) -> None:
         if step.kind in ("offload", "compress"):
             for s in step.storages:
                 self.view(i, self.program.bases[s])
-        self.code.instructions.append(Instruction(i, -1, self.moves.move(i, step), asks=True))
+        self.code.instructions.append(Instruction(i, -1, self.transfers.move(i, step), asks=True))
         if step.kind in ("fetch", "decompress"):
             for s in step.storages:
-                self.appears(self.program.bases[s])
+                self.add(self.program.bases[s])
 
     def free(self, i: int, step: Step) -> None:
         if step.form == "full":
-            places = tuple(v for s in step.storages for v in self.there.pop(s, ()))
+            indices = tuple(v for s in step.storages for v in self.resident.pop(s, ()))
         elif step.form == "state":
-            places = (self.states.pop(step.op),)
+            indices = (self.states.pop(step.op),)
         else:
-            places = self.moves.forget(step)
-        self.empty(i, places)
+            indices = self.transfers.forget(step)
+        self.empty(i, indices)
 
-    def empty(self, i: int, places: tuple[int, ...]) -> None:
+    def empty(self, i: int, indices: tuple[int, ...]) -> None:
         def several(env: list[Any]) -> None:
-            for v in places:
+            for v in indices:
                 env[v] = None
 
         def one(env: list[Any]) -> None:
-            env[place] = None
+            env[index] = None
 
-        if places:
-            place = places[0]
-            self.code.instructions.append(Instruction(i, -1, one if len(places) == 1 else several))
+        if indices:
+            index = indices[0]
+            self.code.instructions.append(Instruction(i, -1, one if len(indices) == 1 else several))
 
     def action(self, call: Call, results: tuple[int, ...]) -> Action:
         get = positional(call, self.environment)
@@ -238,15 +240,15 @@ def _nothing(fn: Any, get: Any, more: Any) -> Action:
     return run
 
 
-def _one(fn: Any, get: Any, more: Any, place: int) -> Action:
+def _one(fn: Any, get: Any, more: Any, index: int) -> Action:
     if more is None:
 
         def run(env: list[Any]) -> None:
-            env[place] = fn(*get(env))
+            env[index] = fn(*get(env))
     else:
 
         def run(env: list[Any]) -> None:
-            env[place] = fn(*get(env), **more(env))
+            env[index] = fn(*get(env), **more(env))
 
     return run
 
@@ -269,3 +271,63 @@ def _update(fn: Updater, get: Any, aside: Callable[[], None]) -> Action:
         fn(*get(env))
 
     return run
+
+
+# --- arguments ---
+
+
+def _has_refs(tree: Any) -> bool:
+    return next(refs_in(tree), None) is not None
+
+
+def constants_of(call: Call) -> list[Any]:
+    """What the getters of the call's arguments put into the environment, in order."""
+    environment = Environment(0)
+    positional(call, environment)
+    keywords(call.kwargs, environment)
+    return environment.initial
+
+
+def _flat(tree: Any, environment: Environment) -> int | None:
+    """The index of an argument in the environment; None if it has to be put together."""
+    if isinstance(tree, Ref):
+        return tree.value
+    return None if _has_refs(tree) else environment.constant(tree)
+
+
+def _tree(tree: Any, environment: Environment) -> Getter:
+    index = _flat(tree, environment)
+    if index is not None:
+        return itemgetter(index)
+    if isinstance(tree, dict):
+        return keywords(tree, environment) or (lambda env: {})
+    parts = [_flat(x, environment) for x in tree]
+    if len(parts) > 1 and None not in parts:
+        get = itemgetter(*parts)  # type: ignore[arg-type]
+        return get if isinstance(tree, tuple) else lambda env: list(get(env))
+    getters = [_tree(x, environment) for x in tree]
+    if isinstance(tree, tuple):
+        return lambda env: tuple([get(env) for get in getters])
+    return lambda env: [get(env) for get in getters]
+
+
+def positional(call: Call, environment: Environment) -> Getter:
+    """Fetches the tuple of the call's positional arguments."""
+    if not call.args:
+        return lambda env: ()
+    if len(call.args) == 1:
+        get = _tree(call.args[0], environment)
+        return lambda env: (get(env),)
+    # A tuple subclass would be rebuilt as itself by nobody; calls take plain tuples.
+    return _tree(tuple(call.args), environment)
+
+
+def keywords(tree: dict[str, Any], environment: Environment) -> Getter | None:
+    """Fetches the dict of keyword arguments; None if there are none."""
+    if not tree:
+        return None
+    if not _has_refs(tree):
+        return itemgetter(environment.constant(dict(tree)))
+    names = tuple(tree)
+    getters = [_tree(x, environment) for x in tree.values()]
+    return lambda env: {name: get(env) for name, get in zip(names, getters, strict=True)}

@@ -1,28 +1,33 @@
-"""fit: a training step within a budget, as a function of the batch."""
+"""fit: a training step within a budget, as a function of the batch; and the same step in eager, to compare with."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import copy
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, nullcontext
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, SupportsIndex, Unpack
 
 import torch
 
+from tightship.diagnose.remedies import advised
 from tightship.errors import BadInput, Unsupported, VerificationFailed
-from tightship.execute.eager_check import expected
 from tightship.execute.prepared import Planner, Prepared, Settings, Variant
-from tightship.frontends.torch import compat
-from tightship.frontends.torch.live_step import Asked, Owned, run_code
-from tightship.frontends.torch.loss import loss_function
-from tightship.frontends.torch.numbers import other_numbers, with_numbers_at
-from tightship.frontends.torch.optim import Updates, updaters
+from tightship.frontends.torch import compat, compat_capture
+from tightship.frontends.torch.capture.state_restore import untouched
+from tightship.frontends.torch.capture.step import DATA_PARALLEL, check_hooks, check_model
+from tightship.frontends.torch.optimizer.updates import Updates, updaters
 from tightship.frontends.torch.program import Program
-from tightship.frontends.torch.python_state import python_state_kept
-from tightship.frontends.torch.state_restore import untouched
-from tightship.frontends.torch.step import DATA_PARALLEL, check_hooks, check_model
-from tightship.frontends.torch.structure import flatten
+from tightship.frontends.torch.rerun.function_trace import FunctionTrace, Inner, map_tensors, tensors_in
+from tightship.frontends.torch.rerun.live_step import Asked, Owned, run_code
+from tightship.frontends.torch.rerun.numbers import other_numbers, with_numbers_at
+from tightship.frontends.torch.rerun.python_state import python_state_kept
+from tightship.frontends.torch.structure import flatten, loss_function
 from tightship.plan import Plan
-from tightship.units import parse_budget, parse_bytes
+from tightship.planners.default import PlanOptions, read_options
+from tightship.units import Budget, parse_budget, parse_bytes
 
 __all__ = ["TrainStep", "fit"]
 
@@ -32,7 +37,7 @@ def fit(
     loss_fn: Any,
     optimizer: torch.optim.Optimizer,
     sample_batch: Any,
-    budget: Any = None,
+    budget: Budget | str | SupportsIndex | None = None,
     *,
     planner: Planner | None = None,
     strict: bool = False,
@@ -40,17 +45,17 @@ def fit(
     seconds_per_op: float = 0.01,
     variants: int = 4,
     folder: Path | str | None = None,
-    pinned: Any = None,
+    pinned: str | SupportsIndex | None = None,
     prepare: bool = True,
     verify_every: int = 0,
     independent: bool = False,
-    **options: Any,
+    **options: Unpack[PlanOptions],
 ) -> TrainStep:
     """A training step of ``model`` that stays within ``budget``.
 
     ``step = fit(model, loss_fn, optimizer, batch, "60%")`` and then ``loss = step(batch)`` do what
-    ``optimizer.zero_grad(); loss = loss_fn(model, batch); loss.backward(); optimizer.step()`` does, to the
-    bit, in the caller's own model and optimizer. ``loss_fn`` and batches are as `capture_step` takes them.
+    ``optimizer.zero_grad(); loss = loss_fn(model, batch); loss.backward(); optimizer.step()`` does, bit-identically,
+    in the caller's own model and optimizer. ``loss_fn`` and batches are as `capture_step` takes them.
 
     ``budget`` is bytes, text such as ``6GiB``, a percentage of the unplanned peak (``60%``), or ``static+60%``: the
     static set and that share of what the unplanned step needs beyond it. A percentage is of the sample's step, and
@@ -70,34 +75,22 @@ def fit(
     exactly, ``BadInput`` for arguments that make no sense.
     """
     if variants < 1:
-        raise BadInput("at least one kind of batch is kept", variants, "fit(variants=…)")
+        raise BadInput("no kind of batch would be kept: variants must be at least 1", variants, "fit")
     if planner is None:
-        planner = _default_planner(options)
+        planner = partial(advised, options=read_options(options, "fit"))
     elif options:
-        raise BadInput("options go to the default planner", sorted(options), "fit")
+        rule = f"unused options {', '.join(options)}: planner= replaces the default planner, whose they are"
+        raise BadInput(rule, place="fit")
     wanted = None if budget is None else parse_budget(budget)
     most = None if pinned is None else parse_bytes(pinned, "fit(pinned=…)")
     measuring = {"cache": cache, "seconds_per_op": seconds_per_op, "folder": folder, "pinned": most}
     settings = Settings(wanted, planner, measuring, strict, variants)
     if verify_every < 0:
-        raise BadInput("verify_every is a number of steps, 0 for never", verify_every, "fit(verify_every=…)")
+        raise BadInput("negative verify_every: it is a number of steps, 0 for never", verify_every, "fit")
     step = TrainStep(model, loss_fn, optimizer, settings, verify_every, independent=independent)
     if prepare:
         step.prepare(sample_batch)
     return step
-
-
-def _default_planner(options: dict[str, Any]) -> Planner:
-    from tightship.diagnose.remedies import advised
-    from tightship.planners.default import Options
-
-    try:
-        chosen = Options(**options)
-    except TypeError as error:
-        raise BadInput(
-            f"options are those of the default planner ({error})", sorted(options), "fit"
-        ) from error
-    return lambda graph, budget: advised(graph, budget, chosen)
 
 
 class TrainStep(Prepared):
@@ -126,44 +119,45 @@ class TrainStep(Prepared):
         self._updates: Updates | None = None
         self._verify_every, self._steps = verify_every, 0
 
-    def _renewed(self) -> None:
+    def _on_replaced(self) -> None:
         self._owned, self._updates = Owned(self.model), None
 
     def __call__(self, batch: Any) -> Any:
-        with self._alone():
+        with self._exclusive():
             check_no_gradients(self._owned.parameters)
-            variant, tensors, asked = self._asked(batch)
+            variant, tensors, asked = self._run_code(batch)
             self._check_ranks(variant.program)
             self._steps += 1
             if self._verify_every and self._steps % self._verify_every == 0:
-                done = self._verified(variant, tensors, asked, flatten(batch))
+                done = self._run_verified(variant, tensors, asked, flatten(batch))
             else:
                 done = variant.executor.run(tensors)
             compat.mark_stepped(self.optimizer)
             return asked.results.unflatten(done)
 
-    def _verified(self, variant: Variant, tensors: list[Any], asked: Asked, leaves: list[Any]) -> list[Any]:
+    def _run_verified(
+        self, variant: Variant, tensors: list[Any], asked: Asked, leaves: list[Any]
+    ) -> list[Any]:
         """The step's results, compared with eager's, which runs first."""
-        eager = expected(asked.trace, asked.bound, leaves, self._owned, self.optimizer)
+        eager = run_eager(asked.trace, asked.bound, leaves, self._owned, self.optimizer)
         done = variant.executor.run(tensors)
         wrong = eager.differences(done, self._owned, self.optimizer)
         if wrong:
-            raise VerificationFailed(
-                [f"{w} is not bit-identical to eager's" for w in wrong], f"step {self._steps}"
-            )
+            text = [f"{name} is not bit-identical to eager's" for name in wrong]
+            raise VerificationFailed(text, f"step {self._steps}")
         return done
 
     def prepare(self, batch: Any) -> Plan:
         """Captures and plans for batches like this one, if that has not been done. The code of the step runs once,
         and what it changed of the model, of random states and of what it can reach is put back; no op is run."""
         with (
-            self._alone(),
+            self._exclusive(),
             untouched(self.model, [], frozen=False),
             python_state_kept(self.model, self.loss_fn),
         ):
-            return self._asked(batch)[0].executor.plan
+            return self._run_code(batch)[0].executor.plan
 
-    def _asked(self, batch: Any) -> tuple[Variant, list[Any], Asked]:
+    def _run_code(self, batch: Any) -> tuple[Variant, list[Any], Asked]:
         """What the code of the step asks for on this batch, the tensors to run it on, and how results go together."""
         self._renew()
         check_call()
@@ -185,12 +179,12 @@ class TrainStep(Prepared):
             if asked.numbers:
                 self._renumber(variant, asked)
         else:
-            variant = self._taken_over(asked, fitting) or self._new(asked.program, batch, modes)
+            variant = self._variant_of_same_ops(asked, fitting) or self._new(asked.program, batch, modes)
             variant.remember(asked.trace)
         self._use(variant)
         return variant, variant.binding.tensors(leaves, asked.constants), asked
 
-    def _taken_over(self, asked: Asked, fitting: list[Variant]) -> Variant | None:
+    def _variant_of_same_ops(self, asked: Asked, fitting: list[Variant]) -> Variant | None:
         """The variant whose ops are those of the program but for numbers, with the numbers of the program."""
         assert asked.program is not None
         for variant in fitting:
@@ -249,3 +243,130 @@ def check_no_gradients(parameters: Iterable[tuple[str, torch.Tensor]]) -> None:
                 f"a training step while {n!r} has a gradient", "a step starts with zero_grad and leaves no gradients",
                 "call optimizer.zero_grad() before the step",
             )  # fmt: skip
+
+
+# --- eager's step ---
+
+
+@dataclass(frozen=True)
+class EagerStep:
+    """What eager's step would leave behind: results by position, tensors of model and optimizer by name."""
+
+    results: tuple[torch.Tensor, ...]
+    tensors: dict[str, torch.Tensor]
+    random_states: tuple[torch.Tensor, ...]
+
+    def differences(
+        self, results: Sequence[torch.Tensor], owned: Owned, optimizer: torch.optim.Optimizer
+    ) -> list[str]:
+        """Names of what is not bit-identical now."""
+        wrong = [
+            f"result {k}"
+            for k, (a, b) in enumerate(zip(self.results, results, strict=True))
+            if not _bit_identical(a, b)
+        ]
+        now = dict(_tensors_by_name(dict(owned.parameters), owned.buffers, optimizer))
+        for name in dict.fromkeys((*self.tensors, *now)):
+            a, b = self.tensors.get(name), now.get(name)
+            if a is None or b is None or not _bit_identical(a, b):
+                wrong.append(name)
+        states = zip(self.random_states, _random_states(), strict=True)
+        return wrong + [
+            f"torch's random state {k}" for k, (a, b) in enumerate(states) if not torch.equal(a, b)
+        ]
+
+
+def run_eager(
+    trace: FunctionTrace, bound: Mapping[int, torch.Tensor], leaves: Sequence[Any], owned: Owned,
+    optimizer: torch.optim.Optimizer,
+) -> EagerStep:  # fmt: skip
+    """Run the calls of ``trace`` in eager, then the backward pass and the optimizer's step, on copies of everything;
+    ``bound`` are this step's constants, ``leaves`` the batch's. Needs the bytes of an eager step beside the plan's.
+    """
+    states = _random_states()
+    parameters = {n: _parameter_copy(p) for n, p in owned.parameters}
+    buffers = {n: b.detach().clone() for n, b in owned.buffers.items()}
+    known: dict[int, torch.Tensor] = {}
+    own = [(p, parameters[n]) for n, p in owned.parameters] + [
+        (b, buffers[n]) for n, b in owned.buffers.items()
+    ]
+    known |= {trace.index[id(t)]: c for t, c in own}
+    batch = [
+        x.detach().clone().requires_grad_(x.requires_grad) for x in leaves if isinstance(x, torch.Tensor)
+    ]
+    known |= dict(zip(range(trace.leaves, trace.inputs), batch, strict=True))
+    known |= {n: bound.get(n, trace.tensors[n]).detach().clone() for n in trace.constants}
+    twin = copy.deepcopy(optimizer, {id(p): parameters[n] for n, p in owned.parameters})
+    try:
+        _run_calls(
+            trace, known, lambda: compat_capture.reparametrised(owned.model, {**parameters, **buffers})
+        )
+        results = [known[n] for n in trace.results if n >= 0 and n not in trace.constants]
+        results[0].backward()
+        compat.plain_step(type(optimizer))(twin)
+        tensors = dict(_tensors_by_name(parameters, buffers, twin))
+        return EagerStep(tuple(r.detach() for r in results), tensors, _random_states())
+    finally:
+        _restore_random_states(states)
+
+
+def _run_calls(
+    trace: FunctionTrace, known: dict[int, torch.Tensor], swapped: Callable[[], AbstractContextManager[None]]
+) -> None:
+    """``swapped`` puts the copies into the model, for scripted code."""
+    states = compat_capture.States()
+    with compat_capture.python_for_stand_ins(has_data=True), states.kept():
+        for call in trace.calls:
+            states.set(call.state)
+            if call.kind == "now" and isinstance(call.func, compat_capture.Special):
+                call.func(*call.args, **call.kwargs)
+            if call.kind != "op":
+                continue
+            args = map_tensors(lambda t: known[trace.index[id(t)]], (call.args, call.kwargs))
+            with ExitStack() as inside:
+                if isinstance(call.func, compat_capture.Special):
+                    inside.enter_context(swapped() if call.func.is_scripted else nullcontext())
+                    inside.enter_context(Inner(trace, known))
+                answer = call.func(*args[0], **args[1])
+            for t, seen in zip(tensors_in(answer), tensors_in(call.answer), strict=True):
+                known[trace.index[id(seen)]] = t
+
+
+def _parameter_copy(parameter: torch.Tensor) -> torch.Tensor:
+    return torch.nn.Parameter(parameter.detach().clone(), parameter.requires_grad)
+
+
+def _tensors_by_name(
+    parameters: Mapping[str, torch.Tensor],
+    buffers: Mapping[str, torch.Tensor],
+    optimizer: torch.optim.Optimizer,
+) -> Iterator[tuple[str, torch.Tensor]]:
+    yield from ((f"parameter {n!r}", p) for n, p in parameters.items())
+    yield from ((f"buffer {n!r}", b) for n, b in buffers.items())
+    names = {id(p): n for n, p in parameters.items()}
+    for p, state in optimizer.state.items():
+        for k, t in state.items() if isinstance(state, dict) else ():
+            if isinstance(t, torch.Tensor):
+                yield f"optimizer state {k!r} of {names.get(id(p), '?')!r}", t
+
+
+def _bit_identical(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Whether two tensors have the same bits."""
+    if (a.shape, a.dtype) != (b.shape, b.dtype):
+        return False
+    if a.dtype.is_floating_point or a.dtype.is_complex:
+        return torch.equal(
+            a.contiguous().reshape(-1).view(torch.uint8), b.contiguous().reshape(-1).view(torch.uint8)
+        )
+    return torch.equal(a, b)
+
+
+def _random_states() -> tuple[torch.Tensor, ...]:
+    states = [torch.get_rng_state()]
+    return (*states, *torch.cuda.get_rng_state_all()) if torch.cuda.is_initialized() else tuple(states)
+
+
+def _restore_random_states(states: Sequence[torch.Tensor]) -> None:
+    torch.set_rng_state(states[0])
+    if len(states) > 1:
+        torch.cuda.set_rng_state_all(list(states[1:]))

@@ -5,8 +5,9 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, SupportsIndex, Unpack
 
 import torch
 
@@ -14,18 +15,17 @@ from tightship import simulate
 from tightship.diagnose.remedies import advised
 from tightship.errors import BadInput, Unsupported
 from tightship.execute.allocator import Arena
-from tightship.execute.binding import Attributes
 from tightship.execute.interpreter import Executor
-from tightship.execute.prepared import Prepared, Settings, Variant
+from tightship.execute.prepared import Attributes, Prepared, Settings, Variant
 from tightship.execute.script import device_of
+from tightship.frontends.torch.capture.step import capture_forward, module_of
 from tightship.frontends.torch.program import Program
-from tightship.frontends.torch.step import capture_forward, module_of
 from tightship.frontends.torch.structure import flatten, map_leaves
 from tightship.graph import Graph
 from tightship.plan import Plan
-from tightship.planners.default import Options
+from tightship.planners.default import PlanOptions, read_options
 from tightship.planners.layout import lay_out
-from tightship.units import parse_budget
+from tightship.units import Budget, parse_budget
 
 __all__ = ["Inference", "infer"]
 
@@ -33,7 +33,7 @@ __all__ = ["Inference", "infer"]
 def infer(
     model: Any,
     sample: Any,
-    budget: Any = None,
+    budget: Budget | str | SupportsIndex | None = None,
     *,
     dynamic: bool = False,
     fresh: bool = True,
@@ -41,12 +41,12 @@ def infer(
     cache: Path | str | None = "default",
     seconds_per_op: float = 0.01,
     variants: int = 8,
-    **options: Any,
+    **options: Unpack[PlanOptions],
 ) -> Inference:
     """The forward pass of ``model`` in evaluation mode, planned, in one arena that is reserved once.
 
-    ``run = infer(model, x)`` and then ``y = run(x)`` give what ``model.eval()(x)`` gives under ``torch.no_grad``,
-    to the bit. ``model`` may be a module or what ``torch.export.export`` made of one; ``sample`` is a mapping of
+    ``run = infer(model, x)`` and then ``y = run(x)`` give, bit-identically, what ``model.eval()(x)`` gives under
+    ``torch.no_grad``. ``model`` is a module or the result of ``torch.export.export``; ``sample`` is a mapping of
     keyword arguments, a tuple of positional ones, or the one argument.
 
     ``budget`` (bytes, text, or a percentage of the sample's unplanned peak, resolved to bytes once) counts weights,
@@ -62,13 +62,15 @@ def infer(
     exactly, ``BadInput`` for arguments that make no sense.
     """
     if variants < 1:
-        raise BadInput("at least one kind of batch is kept", variants, "infer(variants=…)")
-    chosen = _options(options, fresh=fresh)
+        raise BadInput("no kind of batch would be kept: variants must be at least 1", variants, "infer")
+    chosen = read_options({"hand_out": fresh, **options}, "infer")
+    if chosen.hand_out != fresh:
+        raise BadInput(
+            f"hand_out={chosen.hand_out} contradicts fresh={fresh}: leave hand_out out", place="infer"
+        )
     wanted = None if budget is None else parse_budget(budget)
     measuring = {"cache": cache, "seconds_per_op": seconds_per_op}
-    settings = Settings(
-        wanted, lambda graph, limit: advised(graph, limit, chosen), measuring, strict, variants, fresh
-    )
+    settings = Settings(wanted, partial(advised, options=chosen), measuring, strict, variants, fresh)
     made = Inference(module_of(model), settings, dynamic=dynamic)
     sample = dict(sample) if isinstance(sample, Mapping) else sample
     made.prepare(sample)
@@ -77,19 +79,8 @@ def infer(
     return made
 
 
-def _options(given: dict[str, Any], *, fresh: bool) -> Options:
-    try:
-        chosen = Options(**{"hand_out": fresh, **given})
-    except TypeError as error:
-        rule = f"options are those of the default planner ({error})"
-        raise BadInput(rule, sorted(given), "infer") from error
-    if chosen.hand_out != fresh:
-        raise BadInput("whether results leave the arena is said by fresh", chosen.hand_out, "infer")
-    return chosen
-
-
 @dataclass(frozen=True)
-class _Most:
+class _Largest:
     """The largest batch: its containers, without its tensors, and its plan."""
 
     form: Any
@@ -106,12 +97,12 @@ class Inference(Prepared):
         super().__init__(model, None, settings)
         self._attributes = Attributes(model)
         self._dynamic = dynamic
-        self._most: _Most | None = None
+        self._largest: _Largest | None = None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """``model(*args, **kwargs)``, without gradients. Results of a pass that is not ``fresh`` are overwritten by
         the next. Raises ``BadInput`` for a batch that was not planned for."""
-        with self._alone():
+        with self._exclusive():
             batch = self._batch(args, kwargs)
             variant, tensors = self._find(batch, flatten(batch))
             if not self.settings.hand_out:
@@ -122,19 +113,21 @@ class Inference(Prepared):
             return variant.program.result_spec.unflatten(results, batch)
 
     def _batch(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        assert self._most is not None
-        known = self._most.form
+        assert self._largest is not None
+        known = self._largest.form
         if isinstance(known, Mapping):
             if args or set(kwargs) != set(known):
-                rule = f"arguments are given by name, as in the sample ({', '.join(known)})"
-                raise BadInput(rule, sorted(kwargs) if not args else len(args), "infer")
+                given = f"{len(args)} by position" if args else f"by name: {', '.join(sorted(kwargs))}"
+                rule = f"arguments {given}; give them by name, as in the sample: {', '.join(known)}"
+                raise BadInput(rule, place="infer")
             return {name: kwargs[name] for name in known}
         if kwargs:
-            raise BadInput("arguments are given by position, as in the sample", sorted(kwargs), "infer")
+            rule = f"arguments by name ({', '.join(kwargs)}): give them by position, as in the sample"
+            raise BadInput(rule, place="infer")
         if isinstance(known, (tuple, list)):
             return type(known)(args)
         if len(args) != 1:
-            raise BadInput("the sample was one argument", len(args), "infer")
+            raise BadInput(f"{len(args)} arguments: the sample was one argument", place="infer")
         return args[0]
 
     def _check_outside(self, tensors: list[Any]) -> None:
@@ -144,15 +137,14 @@ class Inference(Prepared):
             return
         for slot, t in zip(self.program.slots, tensors, strict=True):
             if slot.role == "input" and arena.base <= t.data_ptr() < arena.base + arena.size:
-                rule = "an input does not lie in the arena: clone() results of a pass, or make them fresh"
-                raise BadInput(rule, f"leaf {slot.key}", "infer")
+                rule = f"leaf {slot.key} lies in the arena, where this pass writes: clone() results, or fresh=True"
+                raise BadInput(rule, place="infer")
 
     def _executor(self, program: Program, plan: Plan) -> Executor:
         device = device_of(program.graph)
         if not self.settings.hand_out and device is not None and device != "cpu":
             raise Unsupported(
-                f"results that stay in an arena on {device}", "tensors can be put over memory of the CPU only",
-                "let them be fresh",
+                f"fresh=False on {device}", "tensors can be put over memory of the CPU only", "leave fresh=True",
             )  # fmt: skip
         return super()._executor(program, plan)
 
@@ -168,8 +160,8 @@ class Inference(Prepared):
     def prepare_one(self, sample: Any) -> None:
         """Plans for the first row of the sample as well, if it has more and the model takes one alone: with one
         thread, PyTorch's convolutions ask for more scratch there than for a few rows."""
-        assert self._most is not None
-        rows = self._most.rows
+        assert self._largest is not None
+        rows = self._largest.rows
 
         def first(x: Any) -> Any:
             return x[:1] if isinstance(x, torch.Tensor) and x.dim() and x.shape[0] == rows else x
@@ -194,7 +186,7 @@ class Inference(Prepared):
             self._variants.clear()
             self._attributes = Attributes(self.model)
 
-    def _renewed(self) -> None:
+    def _on_replaced(self) -> None:
         self._attributes = Attributes(self.model)
 
     def _modes(self) -> tuple[Any, ...]:
@@ -202,49 +194,50 @@ class Inference(Prepared):
 
     def _check_new(self, batch: Any, leaves: list[Any]) -> None:
         """Raise ``BadInput`` unless the batch is the sample, or where that is allowed, no larger in any dimension."""
-        most = self._most
-        if most is None:
+        largest = self._largest
+        if largest is None:
             return
         tensors = [x.shape if isinstance(x, torch.Tensor) else None for x in leaves]
-        if [t is None for t in tensors] != [s is None for s in most.shapes]:
-            raise BadInput("a batch has the structure of the sample", type(batch).__name__, "infer")
+        if [t is None for t in tensors] != [s is None for s in largest.shapes]:
+            raise BadInput("the batch has another structure than the sample", type(batch).__name__, "infer")
         rows = set()
-        for k, (now, known) in enumerate(zip(tensors, most.shapes, strict=True)):
+        for k, (now, known) in enumerate(zip(tensors, largest.shapes, strict=True)):
             if now is None or known is None or tuple(now) == known:
                 continue
             place = f"infer: leaf {k} of the batch"
             if len(now) != len(known) or (tuple(now[1:]) != known[1:] and not self._dynamic):
-                raise BadInput(f"it was planned for the shape {known}", tuple(now), place)
+                raise BadInput(f"shape {tuple(now)}, but planned for {known}", place=place)
             if not self._dynamic:
-                rule = f"it was planned for a batch of {known[0]} alone; dynamic=True takes smaller ones"
-                raise BadInput(rule, int(now[0]), place)
-            if known[0] == most.rows and now[0] > most.rows:
-                rule = f"the largest batch that was planned for has {most.rows} rows"
-                raise BadInput(rule, int(now[0]), place)
+                rule = f"{now[0]} rows, but planned for {known[0]}: dynamic=True takes smaller batches"
+                raise BadInput(rule, place=place)
+            if known[0] == largest.rows and now[0] > largest.rows:
+                rule = f"{now[0]} rows, but the largest batch that was planned for has {largest.rows}"
+                raise BadInput(rule, place=place)
             if any(n > m for n, m in zip(now, known, strict=True)):
-                raise BadInput(f"the largest shape that was planned for is {known}", tuple(now), place)
-            if known[0] == most.rows:
+                rule = f"shape {tuple(now)}, but the largest shape that was planned for is {known}"
+                raise BadInput(rule, place=place)
+            if known[0] == largest.rows:
                 rows.add(int(now[0]))
         if len(rows) > 1:
-            raise BadInput("all tensors of a batch have as many rows", sorted(rows), "infer")
+            raise BadInput("tensors of one batch have different numbers of rows", sorted(rows), "infer")
 
-    def _made(self, batch: Any, modes: tuple[Any, ...]) -> Variant:
-        made = super()._made(batch, modes)
-        if self._most is None:
+    def _capture_variant(self, batch: Any, modes: tuple[Any, ...]) -> Variant:
+        made = super()._capture_variant(batch, modes)
+        if self._largest is None:
             leaves = flatten(batch)
             rows = next((int(x.shape[0]) for x in leaves if isinstance(x, torch.Tensor) and x.dim()), 0)
             shapes = tuple(tuple(x.shape) if isinstance(x, torch.Tensor) else None for x in leaves)
-            self._most = _Most(map_leaves(lambda _: None, batch), rows, shapes, made)
+            self._largest = _Largest(map_leaves(lambda _: None, batch), rows, shapes, made)
         elif made.executor.extent > self.reserved:
             made.executor = self._executor(
-                made.program, self._like_most(made.program.graph, made.executor.plan)
+                made.program, self._steps_of_largest(made.program.graph, made.executor.plan)
             )
         return made
 
-    def _like_most(self, graph: Graph, plan: Plan) -> Plan:
+    def _steps_of_largest(self, graph: Graph, plan: Plan) -> Plan:
         """The steps of the largest batch's plan, where the ops are the same; otherwise ``plan``."""
-        assert self._most is not None
-        other = self._most.variant
+        assert self._largest is not None
+        other = self._largest.variant
         if [o.target for o in graph.ops] != [o.target for o in other.program.graph.ops]:
             return plan
         steps = other.executor.plan.steps

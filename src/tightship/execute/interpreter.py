@@ -1,33 +1,36 @@
-"""Executor: runs a plan op by op, every request of the step served from one arena at its planned place."""
+"""Executor: runs a plan op by op, every request of the step served from one arena at its planned offset."""
 
 from __future__ import annotations
 
 import contextlib
 import os
+import re
+import traceback
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, Final
+
+import numpy as np
 
 from tightship.errors import BadInput, BudgetExceeded, Unsupported, VerificationFailed
 from tightship.execute import allocator
+from tightship.execute.allocator import Meter
 from tightship.execute.compile import Code, Instruction, compile_plan
-from tightship.execute.failing import freed
-from tightship.execute.file_pool import Spill
-from tightship.execute.meter import Meter
-from tightship.execute.moves import Pool, host_offsets
-from tightship.execute.pinned_pool import Pinned
-from tightship.execute.script import device_of, orders
-from tightship.execute.tiered_pool import host_pool
-from tightship.execute.views import mismatched
+from tightship.execute.host_pool import FilePool, HostPool, PinnedPool, pool_beside
+from tightship.execute.script import HEAP, PlannedRequests, device_of, needs_memory, planned_requests
+from tightship.execute.transfers import host_offsets
+from tightship.execute.views import mismatch
 from tightship.frontends.torch import compat
-from tightship.frontends.torch.program import Program
+from tightship.frontends.torch.program import Program, Slot
 from tightship.plan import Plan, Step
 from tightship.process_local import NotCopied, check_process
 from tightship.units import format_bytes
 
-__all__ = ["Executor", "PeakMismatch", "RunStats", "mismatch"]
+__all__ = ["Executor", "Part", "PeakMismatch", "RunStats", "report"]
+
+_EXCEEDED: Final = re.compile(r"tightship: budget exceeded at step (\d+): asked (\d+)")
 
 
 class PeakMismatch(UserWarning):
@@ -36,30 +39,28 @@ class PeakMismatch(UserWarning):
 
 @dataclass(frozen=True, slots=True)
 class RunStats:
-    """What one run used, in bytes unless said otherwise; the static set is included in the peaks.
+    """What one run used, in bytes unless said otherwise; what was in use before it is included in the peaks.
 
     ``measured_peak`` counts every request the step itself made, ``process_peak`` those of all threads.
-    ``exact`` is False where the run made optimizer state: the plan counts it from the start, so that the
+    ``exact`` is False where the run made optimizer state: the plan counts it from the start, so the
     measured peak is then at most the planned one.
-    ``arena`` is the end of the highest byte the step used there. ``short`` counts steps that asked for less
-    than they were to.
     """
 
     planned_peak: int
     measured_peak: int
     process_peak: int
     static: int
-    arena: int
+    arena: int  # end of the highest byte the step used there
     requests: int  # count
     misses: int  # count, requests that went to the heap against the plan
-    short: int  # count
+    short: int  # count, steps that made fewer requests than planned
     exact: bool
     first_misses: tuple[str, ...] = ()
-    heap: int = 0  # most bytes at once that lay outside of the arena, results that are handed out included
+    heap: int = 0  # most bytes at once outside the arena, results that are handed out included
 
     @property
     def as_planned(self) -> bool:
-        """Whether every request was served where it was planned, and the peak is the planned one."""
+        """Whether every request was served at its planned offset, and the peak is the planned one."""
         return self.peak_as_planned and self.misses == 0 and self.short == 0
 
     @property
@@ -68,21 +69,35 @@ class RunStats:
         return below or self.measured_peak == self.planned_peak
 
 
+@dataclass(frozen=True)
+class Part:
+    """Consecutive steps of a plan as a function of their own, such as the backward pass of a compiled model.
+
+    ``slots`` and ``results`` are its inputs and outputs, ``begins`` the bytes in use when it starts, ``peak`` the
+    most while it runs (static set included). ``boundary`` is an op without requests.
+    """
+
+    steps: range
+    slots: tuple[Slot, ...]
+    results: tuple[int, ...]
+    begins: int
+    peak: int
+    boundary: int | None
+
+
 class Executor(NotCopied):
-    """Runs ``plan`` for ``program`` as often as wanted.
+    """Runs ``plan`` for ``program``, or ``part`` of it, as often as wanted.
 
-    ``arena`` may be shared by several executors, one running at a time; without it the executor reserves one
-    of the size the plan needs. Requests that would go beyond the plan's budget raise ``BudgetExceeded``. With
-    ``strict`` a run that did not go as planned raises ``VerificationFailed`` when it is over, otherwise it
-    warns `PeakMismatch`. Without ``hand_out`` results lie where the plan has placed them, in the arena: they are
-    to be let go of before the next run. What the plan offloads goes to a file without a name in ``folder``
-    (default: the system's for temporary files); from a GPU to pinned memory, and to that file only what is beyond
-    ``pinned`` bytes of it, if that is said. All of it is reserved here; pinned memory may be shared, as the arena:
-    ``pool`` is another executor's.
+    ``arena`` may be shared by executors that never run at the same time; without it the executor reserves one.
+    Requests beyond the plan's budget raise ``BudgetExceeded``. A run that did not go as planned warns
+    `PeakMismatch` or, with ``strict``, raises ``VerificationFailed`` when it is over. Without ``hand_out`` results
+    stay in the arena: let go of them before the next run. On a CPU the plan offloads to an unnamed file in
+    ``folder`` (default: the system's for temporary files); on a GPU to pinned memory, and to that file only what is
+    beyond ``pinned`` bytes, if given. ``pool`` is another executor's pinned memory, to be shared.
 
-    Without a C++ compiler, or without measured requests, the plan is run on the ordinary heap: results are
-    the same, nothing is measured, and ``notes`` says so. Raises ``BadInput`` for plans that do not belong to the
-    program, and when there is no room for what is offloaded.
+    Without a C++ compiler, or without measured requests, the plan runs on the ordinary heap: same results, nothing
+    measured, and ``notes`` says so. Raises ``BadInput`` for a plan of another program, and where there is no room
+    for what is offloaded.
     """
 
     def __init__(
@@ -90,29 +105,86 @@ class Executor(NotCopied):
         program: Program,
         plan: Plan,
         *,
+        part: Part | None = None,
         arena: allocator.Arena | None = None,
         strict: bool = False,
         folder: str | os.PathLike[str] | None = None,
         hand_out: bool = True,
         pinned: int | None = None,
-        pool: Pinned | None = None,
+        pool: PinnedPool | None = None,
     ) -> None:
-        if plan.digest and plan.digest != program.graph.digest:
-            raise BadInput("a plan is run for the graph it was made for", plan.digest[:12], "Executor")
-        self.program, self.plan, self.strict = program, plan, strict
+        graph = program.graph
+        if plan.digest and plan.digest != graph.digest:
+            rule = "the plan belongs to another graph: a plan runs for the graph it was made for"
+            raise BadInput(rule, plan.digest[:12], "Executor")
         self._process = os.getpid()
         self.notes: list[str] = []
         self.last: RunStats | None = None
-        self.arena = arena
-        self._hand_out = hand_out
-        self._device = device_of(program.graph)
+        self.arena, self.strict = arena, strict
+        self._device = device_of(graph)
         self._kind = allocator.kind_of(self._device or "cpu")
-        self._orders = self._planned()
-        self._spill = self._host_pool(folder, pinned, pool) if plan.count("offload") else None
-        self._code: Code = compile_plan(program, plan, self._aside(), self._spill)
-        self._limit = None if plan.budget is None else max(plan.budget - program.graph.static_bytes, 0)
-        self._scripts: tuple[int, allocator.Script] | None = None
+        self.requests = self._planned_requests(program, plan, hand_out, part.boundary if part else None)
+        self._begins, self._peak = graph.static_bytes, plan.peak
+        if part is not None:
+            program = replace(program, slots=part.slots, results=part.results)
+            plan = replace(plan, steps=plan.steps[part.steps.start : part.steps.stop])
+            self.requests = self.requests and self.requests.of_steps(part.steps)
+            self._begins, self._peak = part.begins, part.peak
+        self.program, self.plan = program, plan
+        self._pool = self._host_pool(folder, pinned, pool) if plan.count("offload") else None
+        aside = partial(allocator.aside, self._kind) if self.requests is not None else None
+        self._code: Code = compile_plan(program, plan, aside, self._pool)
+        self._limit = None if plan.budget is None else max(plan.budget - self._begins, 0)
+        self._scripts: dict[bool, tuple[int, allocator.Script]] = {}
         self._verified = False
+
+    def _planned_requests(
+        self, program: Program, plan: Plan, hand_out: bool, boundary: int | None
+    ) -> PlannedRequests | None:
+        """None where the plan runs on the heap, unmeasured; a note says why."""
+        graph = program.graph
+        unknown = any(
+            k != boundary and not op.requests and needs_memory(graph, k) for k, op in enumerate(graph.ops)
+        )
+        why = "ops on several devices" if self._device is None else allocator.why_not(self._kind)
+        if why is not None:
+            self.notes.append(f"{why}: the plan runs on the ordinary heap and its peak is not measured")
+            return None
+        if unknown:
+            text = "requests were not measured: the plan runs on the ordinary heap, without an arena"
+            self.notes.append(text)
+            return None
+        requests = planned_requests(program, plan, hand_out=hand_out)
+        if not requests.placed:
+            self.notes.append("the plan places nothing: every request is served from the heap, and measured")
+        return requests
+
+    def _host_pool(
+        self, folder: str | os.PathLike[str] | None, pinned: int | None, pool: PinnedPool | None
+    ) -> HostPool:
+        size = host_offsets(self.program, self.plan)[1]
+        if not self._device or self._kind != "cuda":
+            if pinned is not None:
+                self.notes.append("pinned= is ignored without a GPU: everything offloaded goes to the file")
+            return FilePool(size, folder)
+        if pool is None or str(pool.device) != self._device:
+            return pool_beside(size, self._device, pinned, folder)
+        pool.reserve(size)
+        return pool
+
+    @property
+    def extent(self) -> int:
+        """Bytes the arena must have; 0 when the plan is run without one."""
+        return self.requests.extent if self.requests else 0
+
+    @property
+    def pool(self) -> PinnedPool | None:
+        """The pinned memory that the plan copies to, for other executors that never run at the same time."""
+        return self._pool if isinstance(self._pool, PinnedPool) else None
+
+    def reserve(self, extent: int) -> allocator.Arena:
+        """An arena of ``extent`` bytes where the program's ops run."""
+        return allocator.Arena(extent, self._device or "cpu")
 
     def change_numbers(self, program: Program) -> None:
         """From now on, run ``program``: the same ops with other numbers among their arguments."""
@@ -124,10 +196,7 @@ class Executor(NotCopied):
                 self._code.change(again, op, True)
         self.program = program
 
-    @property
-    def extent(self) -> int:
-        """Bytes the arena must have; 0 when the plan is run without one."""
-        return self._orders.extent if self._orders else 0
+    # --- running ---
 
     def run(self, inputs: Sequence[Any]) -> list[Any]:
         """One run on the tensors of ``program.slots`` (None where optimizer state does not exist yet).
@@ -137,96 +206,71 @@ class Executor(NotCopied):
         whose update has run are updated, the others are not; running statistics and random state are those of
         the point reached).
         """
+        results = self.execute(inputs)
+        if self.last is not None:
+            report(self.last, self.strict)
+        return results
+
+    def execute(
+        self,
+        inputs: Sequence[Any],
+        arena: allocator.Arena | None = None,
+        *,
+        placed: bool = True,
+        consume: bool = False,
+    ) -> list[Any]:
+        """`run` without the report on what it used, which is in ``last``.
+
+        ``arena``: for this run. ``placed``: requests go to their planned offsets, else to the heap. ``consume``: the
+        list of inputs is emptied, so that each tensor is dropped at its planned free.
+        """
         check_process(self._process, self)
-        if len(inputs) != len(self._code.inputs):
-            raise BadInput("an input for each slot of the program", len(inputs), "Executor.run")
-        env = self._code.initial.copy()
-        for place, tensor in zip(self._code.inputs, inputs, strict=True):
-            env[place] = tensor
-        instructions = self._code.instructions
+        env = self._environment(inputs)
+        if consume:
+            assert isinstance(inputs, list)
+            inputs.clear()
+        instructions: Sequence[Instruction] = self._code.instructions
         if not self._verified:
             self._check_inputs(env)
-            instructions = self._checked()
-        with freed(env, self._exceeded), self._landed(), compat.plain_execution():
-            if self._orders is None:
+            instructions = [self._checked(i) for i in instructions]
+        with self._freeing(env), self._awaiting_copies(), compat.plain_execution():
+            if self.requests is None:
                 for i in instructions:
                     i.run(env)
             else:
-                self._replayed(instructions, env)
-            results = [env[place] for place in self._code.results]
+                self._replay(self.requests, instructions, env, arena or self._own_arena(), placed)
+            results = [env[at] for at in self._code.results]
         env.clear()
         self._verified = True
-        if self.last is not None and not self.last.as_planned:
-            self._complain(self.last)
         return results
 
-    # --- with the arena ---
+    def _environment(self, inputs: Sequence[Any]) -> list[Any]:
+        if len(inputs) != len(self._code.inputs):
+            rule = f"{len(inputs)} inputs for {len(self._code.inputs)} slots: give an input for each slot"
+            raise BadInput(rule, place="Executor.run")
+        env = self._code.initial.copy()
+        for at, tensor in zip(self._code.inputs, inputs, strict=True):
+            env[at] = tensor
+        return env
 
-    def _planned(self) -> Any:
-        graph = self.program.graph
-        needs = (
-            (o.workspace or any(graph.storages[s].size for s in d))
-            for o, d in zip(graph.ops, graph.uses.defines, strict=True)
-        )
-        unknown = any(n and not o.requests for n, o in zip(needs, graph.ops, strict=True))
-        why = "ops on several devices" if self._device is None else allocator.why_not(self._kind)
-        if why is not None:
-            self.notes.append(f"{why}: the plan runs on the ordinary heap and its peak is not measured")
-            return None
-        if unknown:
-            self.notes.append(
-                "requests were not measured: the plan runs on the ordinary heap, without an arena"
-            )
-            return None
-        found = orders(self.program, self.plan, hand_out=self._hand_out)
-        if not found.placed:
-            self.notes.append("the plan places nothing: every request is served from the heap, and measured")
-        return found
-
-    def _host_pool(
-        self, folder: str | os.PathLike[str] | None, pinned: int | None, pool: Pinned | None
-    ) -> Pool:
-        size = host_offsets(self.program, self.plan)[1]
-        if not self._device or self._kind != "cuda":
-            if pinned is not None:
-                self.notes.append(
-                    "memory is pinned beside a GPU only: all that is offloaded goes to the file"
-                )
-            return Spill(size, folder)
-        if pool is None or str(pool.device) != self._device:
-            return host_pool(size, self._device, pinned, folder)
-        pool.reserve(size)
-        return pool
-
-    @property
-    def pool(self) -> Pinned | None:
-        """The memory beside a GPU that the plan copies to, for other executors that never run at the same time."""
-        return self._spill if isinstance(self._spill, Pinned) else None
-
-    def _aside(self) -> Callable[[], None] | None:
-        return partial(allocator.aside, self._kind) if self._orders is not None else None
-
-    def reserve(self, extent: int) -> allocator.Arena:
-        """An arena of ``extent`` bytes where the program's ops run."""
-        return allocator.Arena(extent, self._device or "cpu")
-
-    def _script(self, already: int) -> allocator.Script:
-        """The limit does not count ``already``, bytes of earlier runs: results that the caller still holds, and
-        optimizer state that is still to be made, which the static set has already."""
-        if self._scripts is None or self._scripts[0] != already:
-            o = self._orders
-            limit = None if self._limit is None else self._limit + already
-            self._scripts = already, allocator.Script(o.sizes, o.offsets, o.starts, limit, self._kind, o.over)
-        return self._scripts[1]
-
-    def _replayed(self, instructions: Sequence[Instruction], env: list[Any]) -> None:
+    def _own_arena(self) -> allocator.Arena:
         if self.arena is None:
             self.arena = self.reserve(self.extent)
+        return self.arena
+
+    def _replay(
+        self,
+        requests: PlannedRequests,
+        instructions: Sequence[Instruction],
+        env: list[Any],
+        arena: allocator.Arena,
+        placed: bool,
+    ) -> None:
         missing = self._missing(env)
         meter = Meter(self._kind)
-        script = self._script(self.arena.live + missing)
+        script = self._script(requests, arena.live + missing, placed)
         try:
-            with allocator.replay(self.arena, script) as session, meter:
+            with allocator.replay(arena, script) as session, meter:
                 seek = session.seek
                 for i in instructions:
                     if i.asks:
@@ -235,6 +279,19 @@ class Executor(NotCopied):
         finally:
             self.last = self._stats(session.stats, meter.peak, missing)
 
+    def _script(self, requests: PlannedRequests, already: int, placed: bool) -> allocator.Script:
+        """The limit does not count ``already``, bytes of earlier runs: results that the caller still holds, and
+        optimizer state that is still to be made, which the static set has already."""
+        known = self._scripts.get(placed)
+        if known is None or known[0] != already:
+            limit = None if self._limit is None else self._limit + already
+            r, offsets = requests, requests.offsets
+            if not placed:
+                offsets = np.full_like(offsets, HEAP)
+            known = already, allocator.Script(r.sizes, offsets, r.starts, limit, self._kind, r.over)
+            self._scripts[placed] = known
+        return known[1]
+
     def _missing(self, env: list[Any]) -> int:
         """Bytes of the static set that do not exist yet: optimizer state that this run makes."""
         graph = self.program.graph
@@ -242,25 +299,26 @@ class Executor(NotCopied):
         return sum(graph.storages[s].size for s in {graph.values[v].storage for v in slots})
 
     def _stats(self, stats: allocator.ReplayStats, process_peak: int, missing: int) -> RunStats:
-        static = self.program.graph.static_bytes
+        begins = self._begins - missing
         return RunStats(
-            self.plan.peak,
-            stats.peak - stats.start + static - missing,
-            process_peak + static - missing,
-            static,
-            stats.high_water,
-            stats.requests,
-            stats.misses,
-            stats.short,
-            not missing,
-            tuple(self._miss(m) for m in stats.first_misses),
-            stats.heap_peak,
+            planned_peak=self._peak,
+            measured_peak=stats.peak - stats.start + begins,
+            process_peak=process_peak + begins,
+            static=self.program.graph.static_bytes,
+            arena=stats.high_water,
+            requests=stats.requests,
+            misses=stats.misses,
+            short=stats.short,
+            exact=not missing,
+            first_misses=tuple(self._miss(m) for m in stats.first_misses),
+            heap=stats.heap_peak,
         )
+
+    # --- when something goes wrong ---
 
     def _miss(self, miss: allocator.Miss) -> str:
         step = self.plan.steps[miss.step] if 0 <= miss.step < len(self.plan.steps) else Step("view")
-        where = self._where(step)
-        return f"{where}: {miss.kind}, asked for {miss.asked} bytes, planned {miss.planned}"
+        return f"{self._where(step)}: {miss.kind}, asked for {miss.asked} bytes, planned {miss.planned}"
 
     def _where(self, step: Step) -> str:
         graph = self.program.graph
@@ -268,71 +326,75 @@ class Executor(NotCopied):
             return f"{graph.ops[step.op].name} at {graph.place(step.op)}"
         return " ".join([f"a {step.kind}", *(graph.storages[s].name for s in step.storages[:1])])
 
-    def _complain(self, stats: RunStats) -> None:
-        text = mismatch(stats)
-        if self.strict:
-            raise VerificationFailed(text, "running the plan")
-        warnings.warn("; ".join(text), PeakMismatch, stacklevel=3)
-
     @contextlib.contextmanager
-    def _landed(self) -> Iterator[None]:
-        """Waits for every copy before anything is freed: copies know addresses only."""
+    def _freeing(self, env: list[Any]) -> Iterator[None]:
+        """Frees everything a failing run made, frames of the traceback included, and tells a refusal of the arena
+        in the plan's words."""
         try:
             yield
-            if self._spill is not None:
-                self._spill.drain()
-        except BaseException:
-            if self._spill is not None:
-                with contextlib.suppress(OSError):  # what went wrong first is told
-                    self._spill.drain()
-            raise
+        except BaseException as error:
+            traceback.clear_frames(error.__traceback__)
+            env.clear()
+            match = _EXCEEDED.search(str(error)) if isinstance(error, RuntimeError) else None
+            if match is None:
+                raise
+            raise self._exceeded(int(match[1]), int(match[2])) from error
 
     def _exceeded(self, at: int, nbytes: int) -> BudgetExceeded:
-        step, graph = self.plan.steps[at], self.program.graph
-        budget = self.plan.budget if self.plan.budget is not None else 0
+        step, graph, budget = self.plan.steps[at], self.program.graph, self.plan.budget or 0
         if step.op < 0:
             return BudgetExceeded(self._where(step), nbytes, budget)
         return BudgetExceeded(graph.ops[step.op].name, nbytes, budget, graph.place(step.op))
 
+    @contextlib.contextmanager
+    def _awaiting_copies(self) -> Iterator[None]:
+        """Waits for every copy before anything is freed: copies know addresses only."""
+        try:
+            yield
+        except BaseException:
+            with contextlib.suppress(OSError):  # the first error is the one to report
+                self._drain()
+            raise
+        self._drain()
+
+    def _drain(self) -> None:
+        if self._pool is not None:
+            self._pool.drain()
+
     # --- the first run ---
 
-    def _checked(self) -> list[Instruction]:
-        """The same instructions, each followed by a look at what it made."""
+    def _checked(self, i: Instruction) -> Instruction:
+        """The same instruction, followed by a look at what it made."""
 
-        def checked(i: Instruction) -> Instruction:
-            def run(env: list[Any]) -> None:
-                i.run(env)
-                for v in i.made:
-                    self._check(v, env[v], i.op)
+        def run(env: list[Any]) -> None:
+            i.run(env)
+            for v in i.made:
+                wrong = mismatch(self.program, v, env[v])
+                if wrong:
+                    graph = self.program.graph
+                    raise Unsupported(
+                        f"{graph.ops[i.op].target} at {graph.place(i.op)}",
+                        f"its result has {wrong}, which shape inference did not say",
+                        "leave this op out, or report it",
+                    )
 
-            return replace(i, run=run) if i.made else i
-
-        return [checked(i) for i in self._code.instructions]
-
-    def _check(self, value: int, tensor: Any, op: int) -> None:
-        wrong = mismatched(self.program, value, tensor)
-        if wrong:
-            graph = self.program.graph
-            raise Unsupported(
-                f"{graph.ops[op].target} at {graph.place(op)}",
-                f"its result has {wrong}, which shape inference did not say",
-                "leave this op out, or report it",
-            )
+        return replace(i, run=run) if i.made else i
 
     def _check_inputs(self, env: list[Any]) -> None:
         for slot in self.program.slots:
             tensor = env[slot.value]
             if tensor is None and slot.role == "state":
                 continue
-            wrong = mismatched(self.program, slot.value, tensor, storage=False)
+            wrong = mismatch(self.program, slot.value, tensor, storage=False)
             if wrong:
-                raise BadInput(
-                    "an input is as it was when the program was captured", wrong, f"{slot.role} {slot.key}"
-                )
+                name = self.program.graph.values[slot.value].name
+                raise BadInput(f"{wrong} at capture", place=f"{slot.role} {name}")
 
 
-def mismatch(stats: RunStats) -> list[str]:
-    """What did not go as planned, one sentence each."""
+def report(stats: RunStats, strict: bool, graph: str = "") -> None:
+    """Warn `PeakMismatch`, or with ``strict`` raise ``VerificationFailed``, where a run did not go as planned."""
+    if stats.as_planned:
+        return
     text = []
     if not stats.peak_as_planned:
         measured, planned = format_bytes(stats.measured_peak), format_bytes(stats.planned_peak)
@@ -345,4 +407,6 @@ def mismatch(stats: RunStats) -> list[str]:
         text.extend(stats.first_misses)
     if stats.short:
         text.append(f"{stats.short} ops asked for less than measured")
-    return text
+    if strict:
+        raise VerificationFailed(text, f"running graph {graph}" if graph else "running the plan")
+    warnings.warn((f"graph {graph}: " if graph else "") + "; ".join(text), PeakMismatch, stacklevel=3)

@@ -22,8 +22,7 @@ from tightship.analysis.concurrency import touching
 from tightship.analysis.order import predecessors, successors
 from tightship.errors import BadInput
 from tightship.frontends.torch import compat
-from tightship.frontends.torch.program import Program
-from tightship.frontends.torch.views import derive, flat, substitute
+from tightship.frontends.torch.program import Program, derive, flat, substitute
 from tightship.process_local import NotCopied
 
 __all__ = ["ParallelExecutor"]
@@ -50,13 +49,14 @@ class ParallelExecutor(NotCopied):
         steps: Sequence[int] | None = None,
     ) -> None:
         if threads < 1:
-            raise BadInput("at least one thread runs ops", threads, "threads")
+            raise BadInput("no thread to run ops: give at least one thread", threads, "threads")
         graph = program.graph
         for s, storage in enumerate(graph.storages):
             if s in graph.static or not storage.size:
                 continue
             if not 0 <= offsets.get(s, -1) <= arena - storage.size:
-                raise BadInput("every storage has a place within the arena", offsets.get(s), storage.name)
+                rule = f"offset {offsets.get(s)} is not a place within the arena of {arena} bytes"
+                raise BadInput(rule, place=storage.name)
         self.program, self.offsets, self.threads, self.poison = program, offsets, threads, poison
         self.bytes = torch.zeros(arena, dtype=torch.uint8)
         self.waits = predecessors(graph)
@@ -67,13 +67,16 @@ class ParallelExecutor(NotCopied):
             self.steps[w] >= self.steps[k] for k, row in enumerate(self.waits) for w in row
         )
         if late or len(self.steps) != len(graph.ops):
-            raise BadInput("an op's step comes after those of all it waits for", place="steps")
+            rule = "an op before one it waits for: its step comes after those of all it waits for"
+            raise BadInput(rule, place="steps")
 
     def run(self, inputs: Sequence[Any], seed: int | None = None) -> list[Any]:
         """The tensors of ``program.results``, copied out of the arena. ``seed``: of the choice among ops that are
         ready; without one, the first in the graph's order."""
         if len(inputs) != len(self.program.slots):
-            raise BadInput("an input for each slot of the program", len(inputs), "ParallelExecutor.run")
+            count = len(self.program.slots)
+            rule = f"{len(inputs)} inputs for {count} slots: give an input for each slot"
+            raise BadInput(rule, place="ParallelExecutor.run")
         return _Run(self, inputs, None if seed is None else random.Random(seed)).result()
 
 

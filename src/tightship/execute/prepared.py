@@ -1,12 +1,19 @@
-"""Prepared: kinds of batches captured, planned and run in one arena; what `fit` and `infer` have in common."""
+"""Prepared: kinds of batches captured, planned and run in one arena; what `fit` and `infer` have in common.
+
+Steps write into the caller's parameters, buffers and optimizer state as eager would: a program's slots are bound to
+the caller's own tensors. What is checked before a step is identity and address: it costs some microseconds, and
+whatever it misses is caught by the executor's first run.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import os
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import chain
+from operator import is_
 from typing import Any
 
 import torch
@@ -14,12 +21,13 @@ import torch
 from tightship import simulate
 from tightship.errors import BadInput, Infeasible, Unsupported
 from tightship.execute.allocator import Arena
-from tightship.execute.binding import Binding, Identity
+from tightship.execute.host_pool import PinnedPool
 from tightship.execute.interpreter import Executor, RunStats
-from tightship.execute.pinned_pool import Pinned
 from tightship.execute.profile import profile
-from tightship.frontends.torch.function_trace import FunctionTrace
+from tightship.frontends.torch import compat
+from tightship.frontends.torch.optimizer.updates import settings as optimizer_settings
 from tightship.frontends.torch.program import Program
+from tightship.frontends.torch.rerun.function_trace import FunctionTrace
 from tightship.frontends.torch.structure import flatten
 from tightship.graph import Graph
 from tightship.plan import Plan
@@ -28,7 +36,7 @@ from tightship.process_local import NotCopied, check_process
 from tightship.units import Budget, format_bytes
 from tightship.verify import check
 
-__all__ = ["Planner", "Prepared", "Settings", "Variant"]
+__all__ = ["Attributes", "Binding", "Identity", "Planner", "Prepared", "Settings", "Variant"]
 
 _TRACES = 4
 
@@ -83,11 +91,9 @@ class Prepared(NotCopied):
         self._identity = Identity(model, optimizer)
         self._variants: list[Variant] = []  # the one used last first
         self._arena: Arena | None = None
-        self._pool: Pinned | None = None
+        self._pool: PinnedPool | None = None
         self._notes: list[str] = []
-        self._limit: int | None = (
-            None  # the budget in bytes, once the first kind of batch has said what it is
-        )
+        self._limit: int | None = None  # the budget in bytes, known from the first kind of batch on
         self._busy = threading.Lock()
         self._process = os.getpid()
 
@@ -117,9 +123,7 @@ class Prepared(NotCopied):
     @property
     def _latest(self) -> Variant:
         if not self._variants:
-            raise BadInput(
-                "a plan is there once something was captured", "nothing", "call it, or prepare(batch)"
-            )
+            raise BadInput("nothing is captured yet: call the step, or prepare(batch)", place="plan")
         return self._variants[0]
 
     @property
@@ -163,17 +167,17 @@ class Prepared(NotCopied):
 
     def prepare(self, batch: Any) -> Plan:
         """Captures and plans for batches like this one, if that has not been done; runs nothing."""
-        with self._alone():
+        with self._exclusive():
             return self._find(batch, flatten(batch))[0].executor.plan
 
     @contextlib.contextmanager
-    def _alone(self) -> Iterator[None]:
+    def _exclusive(self) -> Iterator[None]:
         """Two at once would write the same parameters and lie in the same arena."""
         check_process(self._process, self)  # before the lock, which a fork may have found taken
         if not self._busy.acquire(blocking=False):
             raise Unsupported(
                 "two calls at once",
-                "both would lie in one arena, and what one makes the other would overwrite",
+                "both would write to one arena",
                 "call it from one thread at a time, or make two",
             )
         try:
@@ -190,9 +194,9 @@ class Prepared(NotCopied):
             self._notes.append(f"captured again: {why}")
             self._variants.clear()
             self._identity = Identity(self.model, self.optimizer)
-            self._renewed()
+            self._on_replaced()
 
-    def _renewed(self) -> None:
+    def _on_replaced(self) -> None:
         """Called when the model or the optimizer has other parts."""
 
     def _find(self, batch: Any, leaves: list[Any]) -> tuple[Variant, list[Any]]:
@@ -206,7 +210,7 @@ class Prepared(NotCopied):
                 self._use(variant)
                 return variant, tensors
         self._check_new(batch, leaves)
-        variant = self._made(batch, modes)
+        variant = self._capture_variant(batch, modes)
         self._variants.insert(0, variant)
         self._use(variant)
         return variant, variant.binding.tensors(leaves)
@@ -220,18 +224,18 @@ class Prepared(NotCopied):
             gone = self._variants.pop()
             gone.executor.arena = gone.windows = None
         if variant.executor.arena is None:
-            self._share()
+            self._share_arena()
 
-    def _made(self, batch: Any, modes: tuple[Any, ...]) -> Variant:
+    def _capture_variant(self, batch: Any, modes: tuple[Any, ...]) -> Variant:
         return self._variant(self._capture(batch), modes)
 
     def _variant(self, captured: Program, modes: tuple[Any, ...]) -> Variant:
         program = profile(captured, **self.settings.measuring)
-        plan = self._planned(program.graph)
+        plan = self._plan_within_budget(program.graph)
         binding = Binding(program, self.model, self.optimizer)
         return Variant(program, self._executor(program, plan), binding, modes, captured)
 
-    def _planned(self, graph: Graph) -> Plan:
+    def _plan_within_budget(self, graph: Graph) -> Plan:
         """A plan within the budget. What keeps within it unplanned is never refused: where only the places of an
         arena do not fit, it runs without one."""
         budget = self.settings.budget
@@ -249,11 +253,10 @@ class Prepared(NotCopied):
                 return replace(plan, notes=(*plan.notes, note))
             if first or budget.bytes is not None:
                 raise
-            said = (
-                f"the budget is {budget} of the first kind of batch, and stays what it was then: begin with the "
-                "largest kind of batch, or give a budget in bytes"
+            advice = (
+                f"the budget is {budget} of the first kind of batch: begin with the largest, or give bytes"
             )
-            raise no.with_advice((*no.advice, said)) from None
+            raise no.with_advice((*no.advice, advice)) from None
 
     def _executor(self, program: Program, plan: Plan) -> Executor:
         check(program.graph, plan)
@@ -263,7 +266,7 @@ class Prepared(NotCopied):
         self._pool = executor.pool or self._pool
         return executor
 
-    def _share(self) -> None:
+    def _share_arena(self) -> None:
         """One arena for all."""
         had, need = self.reserved, max(v.executor.extent for v in self._variants)
         if need > had:
@@ -275,3 +278,167 @@ class Prepared(NotCopied):
                 self._notes.append(f"the arena grew from {format_bytes(had)} to {format_bytes(need)}")
         for v in self._variants:
             v.executor.arena = self._arena
+
+
+# --- the caller's own tensors ---
+
+
+class Identity:
+    """Whether model and optimizer (if there is one) are made of the objects they were made of at construction.
+
+    Without an optimizer it does not matter where parameters lie: a forward pass reads them from wherever they are.
+    """
+
+    def __init__(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer | None) -> None:
+        self._optimizer = optimizer
+        self._modules = tuple(model.modules())
+        members = [m for module in self._modules for m in compat.members(module)]
+        self._members = [m for m in members if m]
+        self._empty = [m for m in members if not m]  # most are: most modules are leaves, or have no buffers
+        self._objects = self._held()  # kept, or another could get the address of one that is gone
+        self._tensors = (*model.parameters(), *model.buffers()) if optimizer is not None else ()
+        self._known = self._now()
+
+    def _held(self) -> list[Any]:
+        return list(chain.from_iterable([m.values() for m in self._members]))
+
+    def _now(self) -> tuple[Any, ...]:
+        return (
+            [(t.data_ptr(), t.requires_grad) for t in self._tensors],
+            [compat.gradient_hooks(t) for t in self._tensors],
+            optimizer_settings(self._optimizer) if self._optimizer is not None else None,
+        )
+
+    def changed(self) -> str | None:
+        """What is different now, for people; None if nothing is."""
+        held = self._held()
+        same = len(held) == len(self._objects) and all(map(is_, held, self._objects))
+        if not same or any(self._empty):
+            return "a module, parameter or buffer of the model was added or replaced"
+        what = (
+            "a parameter or buffer was moved, resized or frozen",
+            "a hook on a parameter's gradient was added or removed",
+            "the optimizer's parameter groups changed, or what is called around its step",
+        )
+        pairs = zip(what, self._now(), self._known, strict=True)
+        return next((text for text, now, known in pairs if now != known), None)
+
+    def modes(self) -> tuple[Any, ...]:
+        """What else decides which ops eager would run: training modes, autocast, threads, types by default, …."""
+        return (tuple([m.training for m in self._modules]), *self.settings())
+
+    def settings(self) -> tuple[Any, ...]:
+        """As `modes`, of the process alone: for what is run in evaluation mode, whatever the model is in."""
+        kinds = ("cpu", "cuda")
+        autocast = [torch.get_autocast_dtype(k) if torch.is_autocast_enabled(k) else None for k in kinds]
+        return tuple(autocast), *compat.process_settings()
+
+
+class Attributes:
+    """Whether the Python attributes of a model's modules are what they were: numbers, functions, hooks, and those of
+    plain objects, lists and mappings that modules hold (configurations).
+
+    For a pass whose Python code does not run again. What modules reach in other ways (globals, closures) is not
+    looked at. Most calls compare some thousand pointers, which takes microseconds.
+    """
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        self._containers: list[tuple[str, Any]] = []  # whose, and the mapping or list
+        for m in model.modules():
+            kind = type(m).__name__
+            self._containers.append((kind, vars(m)))
+            for k, x in vars(m).items():
+                if k in _MEMBERS or isinstance(x, (torch.Tensor, torch.nn.Module)):
+                    continue
+                inner = x if isinstance(x, (dict, list)) else getattr(x, "__dict__", None)
+                if isinstance(inner, (dict, list)) and not isinstance(x, type) and not callable(x):
+                    self._containers.append((f"{kind}.{k}", inner))
+        self._known = [_copied(x) for _, x in self._containers]
+        self._objects = self._held()
+
+    def _held(self) -> list[Any]:
+        return list(chain.from_iterable([x if type(x) is list else x.values() for _, x in self._containers]))
+
+    def changed(self) -> str | None:
+        """The name of one that is different now; None if none is."""
+        held = self._held()
+        if len(held) == len(self._objects) and all(map(is_, held, self._objects)):
+            return None
+        for (whose, now), known in zip(self._containers, self._known, strict=True):
+            fresh = _copied(now)
+            for k in dict.fromkeys((*fresh, *known)):
+                if k not in _OURS and not _equal(fresh.get(k, _MISSING), known.get(k, _MISSING)):
+                    return f"{whose}.{k}"
+        self._known, self._objects = [_copied(x) for _, x in self._containers], held
+        return None
+
+
+_MEMBERS = ("_parameters", "_buffers", "_modules")
+_OURS = ("training",)  # a pass is in evaluation mode, whatever the model is in
+_MISSING = object()
+
+
+def _copied(container: Any) -> dict[Any, Any]:
+    return dict(enumerate(container)) if isinstance(container, list) else dict(container)
+
+
+def _equal(a: Any, b: Any) -> bool:
+    plain = (bool, int, float, complex, str, tuple)
+    return a is b or (type(a) is type(b) and isinstance(a, plain) and repr(a) == repr(b))
+
+
+class Binding(NotCopied):
+    """Finds the tensors of ``program.slots``.
+
+    Parameters, buffers and constants are found once: `Identity` says when they are others, and until then nothing
+    looks at some hundred mappings before each step.
+    """
+
+    def __init__(
+        self, program: Program, model: torch.nn.Module, optimizer: torch.optim.Optimizer | None
+    ) -> None:
+        self._program, self._optimizer = program, optimizer
+        self._found: list[Any] = []  # by slot; None for what each step brings
+        self._leaves: list[tuple[int, int]] = []  # slot, leaf of the batch
+        self._constants: list[tuple[int, int]] = []  # slot, index of the constant
+        self._states: list[tuple[int, Any, Any]] = []  # slot, parameter, key
+        for n, slot in enumerate(program.slots):
+            found = None
+            if slot.role in ("parameter", "buffer"):
+                owner, name = compat.tensor_home(model, slot.role, slot.key)
+                found = owner[name]
+            elif slot.role == "state":
+                owner, name = compat.tensor_home(model, "parameter", slot.key[0])
+                self._states.append((n, owner[name], slot.key[1]))
+            elif slot.role == "input":
+                self._leaves.append((n, slot.key))
+            elif slot.role == "constant":
+                found = program.constants[slot.key]
+                self._constants.append((n, slot.key))
+            else:
+                raise BadInput(f"unknown role {slot.role!r}", place=f"slot {slot.key}")
+            self._found.append(found)
+        self._guarded = {(s.role, s.key): n for n, s in enumerate(program.slots)}
+
+    def tensors(self, leaves: Sequence[Any], constants: Sequence[Any] | None = None) -> list[Any]:
+        """One tensor per slot; None for optimizer state that does not exist yet. ``leaves`` are the
+        batch's, ``constants`` those of this step where they are not the program's own.
+        """
+        found = self._found.copy()
+        if constants is not None:
+            for n, k in self._constants:
+                found[n] = constants[k]
+        for n, leaf in self._leaves:
+            found[n] = leaves[leaf]
+        if self._optimizer is not None:
+            state = self._optimizer.state
+            for n, parameter, key in self._states:
+                found[n] = state[parameter].get(key) if parameter in state else None
+        return found
+
+    def broken_guard(self, tensors: Sequence[Any]) -> str | None:
+        """Where the captured ops depend on data that is no longer what it was; None if they do not."""
+        for guard in self._program.guards:
+            if not guard.holds({source: tensors[self._guarded[source]] for source in guard.sources}):
+                return str(guard.place)
+        return None

@@ -17,19 +17,14 @@ import torch
 from tightship.analysis.cost import BANDWIDTH, FLOPS, OVERHEAD, modelled_time
 from tightship.errors import Unsupported
 from tightship.execute import allocator
-from tightship.execute.bench import Bench, workspace_of
+from tightship.execute.bench import Bench, in_place_inputs, sample_arguments, workspace_of
 from tightship.execute.cache import Cache, Measurement, default_folder, machine
 from tightship.execute.compile import updater_of
-from tightship.execute.device_speeds import device_speeds
-from tightship.execute.in_place_probe import overlaid
-from tightship.execute.sample_inputs import fresh_arguments
-from tightship.execute.speeds import speeds
-from tightship.execute.views import mismatched
+from tightship.execute.speeds import device_speeds, speeds
+from tightship.execute.views import dtype_of, mismatch
 from tightship.frontends.torch import compat
-from tightship.frontends.torch.optim import Updater
-from tightship.frontends.torch.program import Call, Program, Ref
-from tightship.frontends.torch.tape import refs_in
-from tightship.frontends.torch.views import flat
+from tightship.frontends.torch.optimizer.updates import Updater
+from tightship.frontends.torch.program import Call, Program, Ref, flat, refs_in
 from tightship.graph import ALIGNMENT, Op, Request, aligned
 
 __all__ = ["BANDWIDTH", "FLOPS", "OVERHEAD", "model", "profile"]
@@ -64,7 +59,7 @@ def _bytes(program: Program, value: int) -> int:
     count = 1
     for n, s in zip(info.shape, info.stride, strict=True):
         count *= n if s else 1
-    return min(size, count * getattr(torch, info.dtype).itemsize)
+    return min(size, count * dtype_of(info.dtype).itemsize)
 
 
 def profile(
@@ -126,7 +121,7 @@ class _Profiler:
         for device, recorded in self.with_requests.items():
             if not recorded:
                 why = allocator.why_not(allocator.kind_of(device))
-                notes.append(f"{why}: workspaces are unknown and taken to be 0")
+                notes.append(f"{why}: workspaces are unknown, and counted as 0")
         if self.modelled:
             names = ", ".join(dict.fromkeys(self.modelled[:3]))
             notes.append(f"{len(self.modelled)} ops were not run but modelled ({names}, …)")
@@ -173,8 +168,8 @@ class _Profiler:
         kept = [position for position, v in enumerate(call.results) if v >= 0]
         try:
             updater = updater_of(call)
-            prepared = updater is not None and not updater.materialised  # the rehearsal has begun with a run
-            results, events, once = bench.run(work, kept, prepared=prepared)
+            warm = updater is not None and not updater.materialised  # the rehearsal has begun with a run
+            results, events, once = bench.run(work, kept, warm=warm)
             made = self.verify(k, call, results, events)
             del results
             size = sum(self.graph.storages[s].size for s in self.graph.uses.defines[k])
@@ -183,7 +178,7 @@ class _Profiler:
                 raise Unsupported(self.where(k), f"it keeps {hoarded} bytes that it does not return")
             seconds = bench.time(work, [row[0] for row in rows], once)
             measured = self.with_requests[device]
-            over = overlaid(self.graph, call, device, bench.room) if measured else ()
+            over = in_place_inputs(self.graph, call, device, bench.room) if measured else ()
         except (RuntimeError, ValueError, TypeError, IndexError) as error:
             raise Unsupported(
                 self.where(k), f"it does not run on tensors like those of the step: {error}"
@@ -195,7 +190,7 @@ class _Profiler:
         if updater is not None:
             rehearse = updater.rehearsal()
             return lambda: [rehearse()]
-        args, kwargs = fresh_arguments(self.graph, call, device)
+        args, kwargs = sample_arguments(self.graph, call, device)
         fn = compat.direct(call.fn)
         return lambda: flat(fn(*args, **kwargs))
 
@@ -209,7 +204,7 @@ class _Profiler:
         for v, tensor in zip(call.results, results, strict=False):
             if v < 0:
                 continue
-            wrong = mismatched(self.program, v, tensor)
+            wrong = mismatch(self.program, v, tensor)
             data = tensor.untyped_storage().data_ptr() if wrong is None else 0
             planned = self.graph.storages[self.graph.values[v].storage].pool == "device"
             if (
@@ -257,11 +252,11 @@ def _key(program: Program, k: int, call: Call) -> str:
 
 def _metadata(program: Program, value: int, *, whole: bool = False) -> tuple[Any, ...]:
     info = program.graph.values[value]
-    itemsize = getattr(torch, info.dtype).itemsize
-    home = program.graph.storages[info.storage]
-    size = home.size if whole else 0
-    if home.pool == "host":
-        return info.dtype, info.shape, info.stride, home.pool
+    itemsize = dtype_of(info.dtype).itemsize
+    storage = program.graph.storages[info.storage]
+    size = storage.size if whole else 0
+    if storage.pool == "host":
+        return info.dtype, info.shape, info.stride, storage.pool
     return info.dtype, info.shape, info.stride, info.offset * itemsize % ALIGNMENT, aligned(size)
 
 

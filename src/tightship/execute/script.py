@@ -1,9 +1,9 @@
-"""A plan's residences and an op's measured requests -> the allocator's script."""
+"""Planned requests: from a plan's residences and the ops' measured requests, what the allocator replays."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -12,13 +12,13 @@ from tightship.frontends.torch.program import Program
 from tightship.graph import Graph, Request, aligned
 from tightship.plan import Plan, Residence, Step
 
-__all__ = ["HEAP", "Orders", "device_of", "orders", "requests_of"]
+__all__ = ["HEAP", "PlannedRequests", "device_of", "needs_memory", "planned_requests"]
 
 HEAP = -1
 
 
 @dataclass(frozen=True)
-class Orders:
+class PlannedRequests:
     """What every step will ask for and where it goes: the arguments of ``allocator.Script``, limit aside.
 
     ``extent`` is the bytes the offsets span, ``placed`` whether the plan says where anything goes. ``over`` is empty
@@ -32,24 +32,28 @@ class Orders:
     placed: bool
     over: np.ndarray
 
+    def of_steps(self, steps: range) -> PlannedRequests:
+        """Those of consecutive steps."""
+        a, b = int(self.starts[steps.start]), int(self.starts[steps.stop])
+        starts = self.starts[steps.start : steps.stop + 1] - a
+        return replace(
+            self, sizes=self.sizes[a:b], offsets=self.offsets[a:b], starts=starts, over=self.over[a:b]
+        )
+
 
 def device_of(graph: Graph) -> str | None:
     """The one device on which the graph's ops need memory (``cpu`` if none does); None if there are several."""
-    defines = graph.uses.defines
-    needy = (
-        o for k, o in enumerate(graph.ops) if o.workspace or any(graph.storages[s].size for s in defines[k])
-    )
-    found = {o.device for o in needy} or {"cpu"}
-    return found.pop() if len(found) == 1 else None
+    devices = {op.device for k, op in enumerate(graph.ops) if needs_memory(graph, k)} or {"cpu"}
+    return devices.pop() if len(devices) == 1 else None
 
 
-def requests_of(program: Program, op: int, again: bool) -> tuple[Request, ...]:
-    """The requests of an op, or of the way it is run as a recomputation."""
-    usual = program.graph.ops[op].requests
-    return program.replay_requests.get(op, usual) if again else usual
+def needs_memory(graph: Graph, op: int) -> bool:
+    """Whether the op asks for workspace, or for bytes of a storage it defines."""
+    sizes = (graph.storages[s].size for s in graph.uses.defines[op])
+    return bool(graph.ops[op].workspace) or any(sizes)
 
 
-def orders(program: Program, plan: Plan, *, hand_out: bool = True) -> Orders:
+def planned_requests(program: Program, plan: Plan, *, hand_out: bool = True) -> PlannedRequests:
     """Places every request of ``plan.steps``.
 
     Outputs of the graph go to the caller and lie outside the arena, unless they are not to be handed out. A
@@ -58,13 +62,13 @@ def orders(program: Program, plan: Plan, *, hand_out: bool = True) -> Orders:
     """
     graph, uses = program.graph, program.graph.uses
     handed = graph.kept - graph.static if hand_out else frozenset()
-    stays: dict[tuple[int, int, str], Residence] = {}
-    scratch: dict[tuple[int, int], Residence] = {}
+    residences: dict[tuple[int, int, str], Residence] = {}
+    workspace: dict[tuple[int, int], Residence] = {}
     for r in plan.residences:
         if r.storage >= 0 or r.form == "state":
-            stays[r.request if r.form == "state" else r.storage, r.start, r.form] = r
+            residences[r.request if r.form == "state" else r.storage, r.start, r.form] = r
         else:
-            scratch[r.start, r.request] = r
+            workspace[r.start, r.request] = r
     sizes: list[int] = []
     offsets: list[int] = []
     starts = [0]
@@ -73,11 +77,14 @@ def orders(program: Program, plan: Plan, *, hand_out: bool = True) -> Orders:
         again = step.kind == "recompute"
         for s, form, size in _moved(program, step):
             sizes.append(aligned(size))
-            there = stays.get((s, i, form))
+            there = residences.get((s, i, form))
             offsets.append(_offset(program, step.op, i, sizes[-1], there) if plan.residences else HEAP)
         if again or step.kind == "compute":
             foreign = again and step.op in program.replay_requests
-            for k, request in enumerate(requests_of(program, step.op, again)):
+            requests: tuple[Request, ...] = graph.ops[step.op].requests
+            if foreign:
+                requests = program.replay_requests[step.op]
+            for k, request in enumerate(requests):
                 s = uses.defines[step.op][request.storage] if request.storage >= 0 else -1
                 if any(b == s for _, b in step.reuses):
                     over.append(len(sizes))
@@ -85,7 +92,7 @@ def orders(program: Program, plan: Plan, *, hand_out: bool = True) -> Orders:
                 if not plan.residences or s in handed or (foreign and s < 0):
                     offsets.append(HEAP)
                     continue
-                found = stays.get((s, i, "full")) if s >= 0 else scratch.get((i, k))
+                found = residences.get((s, i, "full")) if s >= 0 else workspace.get((i, k))
                 offsets.append(_offset(program, step.op, i, sizes[-1], found))
         starts.append(len(sizes))
     ends = (o + n for o, n in zip(offsets, sizes, strict=True) if o != HEAP)
@@ -93,7 +100,7 @@ def orders(program: Program, plan: Plan, *, hand_out: bool = True) -> Orders:
     a, b, c = (np.array(row, dtype=np.int64) for row in (sizes, offsets, starts))
     taking = np.zeros(len(sizes) if over else 0, dtype=np.int64)
     taking[over] = 1
-    return Orders(a, b, c, extent, bool(plan.residences), taking)
+    return PlannedRequests(a, b, c, extent, bool(plan.residences), taking)
 
 
 def _moved(program: Program, step: Step) -> Iterator[tuple[int, str, int]]:
@@ -113,7 +120,8 @@ def _offset(program: Program, op: int, step: int, size: int, found: Residence | 
     if op >= 0:
         place += f": op {program.graph.ops[op].name!r} at {program.graph.place(op)}"
     if found is None:
-        raise BadInput("a plan says where each request of an op goes", f"{size} bytes without a place", place)
+        rule = f"a request of {size} bytes without a residence: a plan says where each request of an op goes"
+        raise BadInput(rule, place=place)
     if aligned(found.size) < size:
-        raise BadInput("a residence has the size of its request", f"{found.size} for {size} bytes", place)
+        raise BadInput(f"a residence of {found.size} bytes is too small for a request of {size}", place=place)
     return found.offset if found.pool == "device" else HEAP

@@ -15,14 +15,14 @@ from tightship.errors import BadInput
 from tightship.frontends.torch.program import Program
 from tightship.graph import Value, aligned, alignment_of
 
-__all__ = ["derivation", "dtype_of", "mismatched"]
+__all__ = ["derivation", "dtype_of", "mismatch"]
 
 
 def dtype_of(name: str) -> torch.dtype:
     """The dtype that a graph value names (``float32``). Raises ``BadInput``."""
     found = getattr(torch, name, None)
     if not isinstance(found, torch.dtype):
-        raise BadInput("a value's dtype is one of PyTorch's", name, "Value.dtype")
+        raise BadInput(f"unknown dtype {name!r}: a value's dtype is one of PyTorch's", place="Value.dtype")
     return found
 
 
@@ -51,7 +51,7 @@ def derivation(value: Value, base: Value, *, movable: bool = False) -> Callable[
     return moved if movable else fixed
 
 
-def mismatched(program: Program, value: int, tensor: Any, *, storage: bool = True) -> str | None:
+def mismatch(program: Program, value: int, tensor: Any, *, storage: bool = True) -> str | None:
     """How a tensor differs from the metadata of the value it is to be; None if it does not.
 
     Strides of dimensions of size 1 mean nothing and may differ. ``storage``: whether offset and size count
@@ -67,11 +67,11 @@ def mismatched(program: Program, value: int, tensor: Any, *, storage: bool = Tru
     strides = zip(tensor.shape, tensor.stride(), info.stride, strict=True)
     if tensor.numel() and any(n != 1 and now != known for n, now, known in strides):
         return f"stride {tuple(tensor.stride())} instead of {info.stride}"
-    home = program.graph.storages[info.storage]
-    if not storage or home.pool == "host":
+    planned = program.graph.storages[info.storage]
+    if not storage or planned.pool == "host":
         return None
     if tensor.storage_offset() != info.offset:
         return f"storage offset {tensor.storage_offset()} instead of {info.offset}"
     size = tensor.untyped_storage().nbytes()
     whole = aligned(size, alignment_of(str(tensor.device)))
-    return None if whole == home.size else f"a storage of {size} bytes instead of {home.size}"
+    return None if whole == planned.size else f"a storage of {size} bytes instead of {planned.size}"

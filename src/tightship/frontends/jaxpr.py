@@ -14,7 +14,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from tightship.errors import Unsupported
-from tightship.graph import Graph, Op, Storage, Value, aligned
+from tightship.frontends.builder import GraphBuilder
+from tightship.graph import Graph, Op
 
 __all__ = ["Traced", "lower"]
 
@@ -45,10 +46,8 @@ def lower(traced: Any) -> Traced:
     inputs = [made.given("parameter", x.aval) for x in closed.jaxpr.invars]
     outputs = made.run(closed.jaxpr, constants, inputs, "")
     flat = tuple(dict.fromkeys(v for x in outputs for v in _flat(x) if v >= len(constants) + len(inputs)))
-    graph = Graph(
-        tuple(made.ops), tuple(made.values), tuple(made.storages),
-        tuple(constants + inputs), flat, str(getattr(traced, "fun_name", "") or "traced"),
-    )  # fmt: skip
+    made.builder.inputs = constants + inputs  # in the order of the call; literals are not among them
+    graph = made.builder.graph(flat, str(getattr(traced, "fun_name", "") or "traced"))
     names = {name: frozenset(found) for name, found in made.names.items()}
     return Traced(graph, names, frozenset(made.carried))
 
@@ -63,9 +62,7 @@ def _flat(known: _Known) -> list[int]:
 
 @dataclass
 class _Lowering:
-    ops: list[Op] = field(default_factory=list)
-    values: list[Value] = field(default_factory=list)
-    storages: list[Storage] = field(default_factory=list)
+    builder: GraphBuilder = field(default_factory=GraphBuilder)
     names: dict[str, set[int]] = field(default_factory=dict)
     carried: set[int] = field(default_factory=set)
     backward: bool = False  # inside of what runs in the backward pass
@@ -74,12 +71,10 @@ class _Lowering:
         return "backward" if self.backward or "transpose" in str(e.source_info.name_stack) else "forward"
 
     def given(self, kind: str, aval: Any) -> int:
-        return self.value(f"{kind}{len(self.values)}", aval, kind)
+        return self.value(f"{kind}{len(self.builder.values)}", aval, kind)
 
     def value(self, name: str, aval: Any, kind: str = "activation") -> int:
-        self.storages.append(Storage(name, aligned(_bytes(aval)), kind))
-        self.values.append(Value(name, len(self.storages) - 1, str(aval.dtype), tuple(aval.shape)))
-        return len(self.values) - 1
+        return self.builder.tensor(name, _bytes(aval), str(aval.dtype), tuple(aval.shape), kind)
 
     def run(
         self, jaxpr: Any, constants: Sequence[_Known], inputs: Sequence[_Known], module: str
@@ -103,9 +98,8 @@ class _Lowering:
     def _equation(self, e: Any, args: list[_Known | None], module: str) -> list[_Known]:
         name = e.primitive.name
         if name == "name" and args[0] is not None:
-            self.names.setdefault(e.params["name"], set()).update(
-                self.values[v].storage for v in _flat(args[0])
-            )
+            stands = self.names.setdefault(e.params["name"], set())
+            stands.update(map(self.builder.storage_of, _flat(args[0])))
             return [args[0]]
         if name == "scan":
             return self.scan(e, args, module)
@@ -129,21 +123,18 @@ class _Lowering:
         """A loop, written out."""
         p, body = e.params, e.params["jaxpr"]
         n, fixed, around = p["length"], p["num_consts"], p["num_carry"]
-        if len(self.ops) + n * len(body.jaxpr.eqns) > MOST:
+        if len(self.builder.ops) + n * len(body.jaxpr.eqns) > MOST:
             raise Unsupported(
                 "a loop that is written out", f"it makes more than {MOST} ops", "trace fewer iterations"
             )
         present = [self._present(a, x) for a, x in zip(args, e.invars, strict=True)]
-        constants, carry, stacked = (
-            present[:fixed],
-            present[fixed : fixed + around],
-            present[fixed + around :],
-        )
+        constants, carry = present[:fixed], present[fixed : fixed + around]
+        stacked = present[fixed + around :]
         inner = [self.given("constant", x.aval) for x in body.jaxpr.constvars]
         made: list[list[int]] = [[-1] * n for _ in range(len(e.outvars) - around)]
         for k in reversed(range(n)) if p["reverse"] else range(n):
             if self.phase(e) == "forward":
-                self.carried.update(self.values[v].storage for x in carry for v in _flat(x))
+                self.carried.update(self.builder.storage_of(v) for x in carry for v in _flat(x))
             slices = [x[k] if isinstance(x, list) else x for x in stacked]
             out = self.run(body.jaxpr, inner, [*constants, *carry, *slices], f"{module}scan.{k}.")
             carry = out[:around]
@@ -155,23 +146,22 @@ class _Lowering:
         """A stack of stacks is one array."""
         if isinstance(known, int):
             return known
-        whole = sum(self.storages[self.values[v].storage].size for v in known)
-        self.storages.append(Storage(f"stack{len(self.values)}", whole))
-        self.values.append(Value(f"stack{len(self.values)}", len(self.storages) - 1))
-        self.ops.append(
-            Op(self.values[-1].name, "stack", tuple(known), (len(self.values) - 1,), phase=self.phase(e))
-        )
-        return len(self.values) - 1
+        name = f"stack{len(self.builder.values)}"
+        whole = sum(self.builder.storages[self.builder.storage_of(v)].size for v in known)
+        stack = self.builder.tensor(name, whole)
+        self.builder.op(Op(name, "stack", tuple(known), (stack,), phase=self.phase(e)))
+        return stack
 
     def op(self, e: Any, args: list[_Known | None], module: str) -> list[_Known]:
         inputs = tuple(v for a in args if a is not None for v in _flat(a))
         name = f"{module}{e.primitive.name}"
-        outputs = [self.value(f"{name}.{len(self.ops)}", x.aval) for x in e.outvars]
+        number = len(self.builder.ops)
+        outputs = [self.value(f"{name}.{number}", x.aval) for x in e.outvars]
         flops = _flops(e)
         moved = sum(_bytes(x.aval) for x in (*e.invars, *e.outvars))
-        self.ops.append(
+        self.builder.op(
             Op(
-                f"{name}#{len(self.ops)}", e.primitive.name, inputs, tuple(outputs),
+                f"{name}#{number}", e.primitive.name, inputs, tuple(outputs),
                 time=max(flops / FLOPS, moved / BYTES), flops=flops, phase=self.phase(e),
                 module=module.rstrip("."), source=_source(e), effect=bool(e.effects),
             )

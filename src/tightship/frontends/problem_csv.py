@@ -24,7 +24,6 @@ heap                   (may be absent or empty) the number of the heap of that p
 Numbers are whole, from 0 to 2^63-1. Reading stops at the first line that breaks a rule and names it; no line
 is read further than ``MAX_LINE`` bytes.
 
-Rows of a placement problem's file: what each column says. See problem_csv.py for the columns.
 """
 
 from __future__ import annotations
@@ -84,13 +83,13 @@ def lines_of(file: BinaryIO, name: str) -> Iterator[str]:
         number += 1
         place = f"{name}:{number}"
         if len(raw) > MAX_LINE:
-            raise BadInput(f"a line has at most {MAX_LINE} bytes", place=place)
+            raise BadInput(f"line is too long: at most {MAX_LINE} bytes are read", place=place)
         if number > 2 * MAX_ROWS:
-            raise BadInput(f"a problem's file has at most {2 * MAX_ROWS} lines", place=place)
+            raise BadInput(f"too many lines: at most {2 * MAX_ROWS} are read", place=place)
         try:
             text = raw.decode()
         except UnicodeDecodeError as error:
-            raise BadInput(f"a problem's file is UTF-8 text ({error.reason})", place=place) from error
+            raise BadInput(f"not UTF-8 text: {error.reason}", place=place) from error
         yield text.removeprefix("\ufeff") if number == 1 else text
 
 
@@ -103,14 +102,12 @@ class Row:
         for k, column in enumerate(header):
             known = meaning(column)
             if known in self.at:
-                rule = (
-                    f"there is one column for {known!r}, not both {header[self.at[known]]!r} and {column!r}"
-                )
+                rule = f"columns {header[self.at[known]]!r} and {column!r} both stand for {known!r}"
                 raise BadInput(rule, place=f"{name}:1")
             if known:
                 self.at[known] = k
         if missing := [column for column in REQUIRED if column not in self.at]:
-            rule = f"a problem has columns {', '.join(REQUIRED)}; there is none for {', '.join(missing)}"
+            rule = f"no column for {', '.join(missing)}; the first line names at least {', '.join(REQUIRED)}"
             raise BadInput(rule, ",".join(header), f"{name}:1")
         self.header = [column.strip() for column in header]
         self.last = int(self.header[self.at["upper"]].lower() == "end")
@@ -119,7 +116,7 @@ class Row:
     def buffer(self, fields: Sequence[str], line: int) -> Buffer:
         place = f"{self.name}:{line}"
         if len(fields) != self.width:
-            raise BadInput(f"a row has {self.width} fields, as the first line has", len(fields), place)
+            raise BadInput(f"row of {len(fields)} fields; the first line has {self.width}", place=place)
         b = Buffer(
             self._id(fields, line),
             self._number(fields, "lower", place),
@@ -133,20 +130,21 @@ class Row:
             tuple(dict.fromkeys(self._text(fields, "pools", place).split())),
         )
         if b.upper > MAX_BYTES:
-            raise BadInput("a number is at most 2^63-1", b.upper, place)
+            raise BadInput(f"number {b.upper} is too large: at most 2^63-1", place=place)
         if b.lower >= b.upper:
-            rule = "a live range is not empty: it ends after it begins"
-            raise BadInput(rule, (b.lower, b.upper - self.last), place)
+            rule = f"empty live range from {b.lower} to {b.upper - self.last}: it ends after it begins"
+            raise BadInput(rule, place=place)
         if rule := b.gap_fault:
-            raise BadInput(rule, fields[self.at["gaps"]], place)
+            raise BadInput(rule, place=place)
         return b
 
     def _id(self, fields: Sequence[str], line: int) -> str:
         name, place = fields[self.at["id"]], f"{self.name}:{line}"
         if not name.strip() or _CONTROL.search(name):
-            raise BadInput("an id is text without control characters, and not empty", name, place)
+            rule = "empty id" if not name.strip() else "id with control characters"
+            raise BadInput(rule, name, place)
         if (first := self.seen.setdefault(name, line)) != line:
-            raise BadInput(f"an id stands for one buffer; this one is on line {first} already", name, place)
+            raise BadInput(f"duplicate id {_short(name)}, first on line {first}", place=place)
         return name
 
     def home(self, fields: Sequence[str], line: int) -> tuple[str, int]:
@@ -154,10 +152,10 @@ class Row:
         place = f"{self.name}:{line}"
         pool = self._text(fields, "pool", place).strip()
         if pool.split() not in ([], [pool]):
-            raise BadInput("a pool's name is without spaces", pool, place)
+            raise BadInput("pool name with spaces", pool, place)
         heap = self._maybe(fields, "heap", place) or 0
         if heap > MAX_ROWS:
-            raise BadInput(f"a heap's number is at most {MAX_ROWS}", heap, place)
+            raise BadInput(f"heap number {heap} is too large: at most {MAX_ROWS}", place=place)
         return pool, heap
 
     def conflicts(self, rows: Sequence[Sequence[str]], lines: Sequence[int]) -> tuple[int, ...]:
@@ -167,7 +165,7 @@ class Row:
             return ()
         if len(rows) > MAX_RELATED:
             raise BadInput(
-                f"a problem with conflicts has at most {MAX_RELATED} buffers", len(rows), self.name
+                f"{len(rows)} buffers are too many with conflicts: at most {MAX_RELATED}", place=self.name
             )
         index = {row[self.at["id"]]: k for k, row in enumerate(rows)}
         found = [0] * len(rows)
@@ -175,8 +173,8 @@ class Row:
             for name in row[at].split():
                 other = index.get(name)
                 if other is None or other == k:
-                    rule = "a conflict is with another buffer of the file, by its id"
-                    raise BadInput(rule, name, f"{self.name}:{lines[k]}")
+                    rule = f"conflict with {_short(name)}, which is no other buffer of the file"
+                    raise BadInput(rule, place=f"{self.name}:{lines[k]}")
                 found[k] |= 1 << other
                 found[other] |= 1 << k
         return tuple(found)
@@ -185,7 +183,7 @@ class Row:
         at = self.at.get(column)
         text = "" if at is None or not fields[at].strip() else fields[at]
         if _CONTROL.search(text):
-            raise BadInput(f"column {column!r} has text without control characters", text, place)
+            raise BadInput(f"column {column!r}: control characters", text, place)
         return text
 
     def _number(self, fields: Sequence[str], column: str, place: str, least: int = 0) -> int:
@@ -202,8 +200,8 @@ class Row:
         for text in fields[at].split() if at is not None else ():
             found = _GAP.fullmatch(text)
             if found is None:
-                raise BadInput("a gap is written lo-hi or lo-hi@wlo:whi, in whole numbers", text, place)
-            lower, upper, *window = [_whole(n, "a gap", place) for n in found.groups() if n is not None]
+                raise BadInput("gap is not written lo-hi or lo-hi@wlo:whi, in whole numbers", text, place)
+            lower, upper, *window = [_whole(n, "gap", place) for n in found.groups() if n is not None]
             gaps.append(Gap(lower, upper + self.last, (window[0], window[1]) if window else None))
         return tuple(gaps)
 
@@ -212,15 +210,19 @@ def meaning(column: str) -> str:
     return _COLUMNS.get(column.strip().lower(), "")
 
 
+def _short(text: str) -> str:
+    return repr(text if len(text) <= 60 else text[:59] + "…")
+
+
 def _whole(text: str, what: str, place: str, least: int = 0) -> int:
     digits = text.strip()
     if not (digits.isascii() and digits.isdigit()):
-        raise BadInput(f"{what} has whole numbers, at least {least}", text, place)
+        raise BadInput(f"{what}: {_short(text)} is no whole number of at least {least}", place=place)
     digits = digits.lstrip("0") or "0"
     if len(digits) > 19 or (value := int(digits)) > MAX_BYTES:
-        raise BadInput(f"{what} has numbers up to 2^63-1", text, place)
+        raise BadInput(f"{what}: {_short(text)} is too large: at most 2^63-1", place=place)
     if value < least:
-        raise BadInput(f"{what} has whole numbers, at least {least}", text, place)
+        raise BadInput(f"{what}: {value} is too small: at least {least}", place=place)
     return value
 
 
@@ -295,8 +297,8 @@ def check_pins(table: Table, capacity: int | None = None, pools: Sequence[Pool] 
         limit = limits.get(name, capacity)
         if limit is not None and b.pinned + b.size > limit:
             where = f" of pool {name!r}" if name else ""
-            rule = f"a pinned buffer ends within the capacity{where} of {limit} bytes"
-            raise BadInput(rule, b.pinned + b.size, table.place(k))
+            rule = f"pinned buffer ends at {b.pinned + b.size}, beyond the capacity{where} of {limit} bytes"
+            raise BadInput(rule, place=table.place(k))
         pinned.append((k, replace(b, pools=()), b.pinned, (name, 0)))
     arena = max((offset + b.size for _, b, offset, _ in pinned), default=0)
     rows = chosen_conflicts(table.problem.conflicts, [k for k, *_ in pinned])
@@ -308,7 +310,7 @@ def check_pins(table: Table, capacity: int | None = None, pools: Sequence[Pool] 
     )
     for wrong in check_solution(alone, there):
         at = next(k for k, b, *_ in pinned if b.id == wrong.subjects[0])
-        raise BadInput(f"pinned buffers lie rightly ({wrong.message})", place=table.place(at))
+        raise BadInput(f"wrong offset: {wrong.message}", place=table.place(at))
 
 
 def chosen_conflicts(conflicts: Sequence[int], chosen: Sequence[int]) -> tuple[int, ...]:
@@ -359,7 +361,7 @@ def dumps(table: Table, offsets: Sequence[int] | None = None, homes: Sequence[tu
     try:
         data = text.getvalue().encode()
     except UnicodeEncodeError as error:
-        raise BadInput(f"an id is Unicode text ({error})", place=table.name) from error
+        raise BadInput(f"cannot write an id: {error}", place=table.name) from error
     loads(data, table.name)  # never write what cannot be read
     return data
 
@@ -388,7 +390,7 @@ def _conflict_names(problem: Problem) -> Iterator[list[str]]:
 def _words(names: Sequence[str], place: str) -> str:
     for name in names:
         if name.split() != [name]:
-            raise BadInput("a name in a list of names is without spaces", name, place)
+            raise BadInput("name with spaces in a list of names", name, place)
     return " ".join(names)
 
 
@@ -414,19 +416,21 @@ def _table(file: BinaryIO, name: str) -> Table:
     try:
         header = next(reader, None)
         if header is None:
-            raise BadInput(f"a problem begins with a line of column names: {', '.join(REQUIRED)}", place=name)
+            raise BadInput(
+                f"empty file; the first line names the columns, at least {', '.join(REQUIRED)}", place=name
+            )
         parse = Row(header, name)
         for fields in reader:
             if not fields:
                 continue
             if len(rows) == MAX_ROWS:
-                raise BadInput(f"a problem has at most {MAX_ROWS} buffers", place=f"{name}:{reader.line_num}")
+                raise BadInput(f"too many buffers: at most {MAX_ROWS}", place=f"{name}:{reader.line_num}")
             buffers.append(parse.buffer(fields, reader.line_num))
             homes.append(parse.home(fields, reader.line_num))
             rows.append(tuple(fields))
             lines.append(reader.line_num)
     except csv.Error as error:
-        raise BadInput(f"a problem's file is CSV ({error})", place=f"{name}:{reader.line_num}") from error
+        raise BadInput(f"invalid CSV: {error}", place=f"{name}:{reader.line_num}") from error
     conflicts = parse.conflicts(rows, lines)
     return Table(
         Problem(tuple(buffers), None, conflicts), tuple(header), tuple(rows), tuple(lines), name, tuple(homes)
@@ -440,15 +444,15 @@ def _check_groups(buffers: Sequence[Buffer], lines: Sequence[int], name: str) ->
         if not b.group:
             continue
         if any(gap.window for gap in b.gaps):
-            raise BadInput("a member of a group has no windows in its gaps", b.id, f"{name}:{lines[k]}")
+            raise BadInput(f"member {b.id!r} of a group has a gap with a window", place=f"{name}:{lines[k]}")
         other = buffers[first.setdefault(b.group, k)]
         if b.pools and other.pools and not set(b.pools) & set(other.pools):
-            rule = f"members of group {b.group!r} have a pool in common; {other.id!r} has {', '.join(other.pools)}"
-            raise BadInput(rule, " ".join(b.pools), f"{name}:{lines[k]}")
+            pools = f"{' '.join(b.pools)}; {other.id!r} has {' '.join(other.pools)}"
+            raise BadInput(f"no pool in common in group {b.group!r}: {pools}", place=f"{name}:{lines[k]}")
         for one, two in ((b, other), (other, b)):
             if one.pinned is not None and one.pinned % two.alignment:
-                rule = f"members of group {b.group!r} are pinned to a multiple of {two.alignment}, as all ask for"
-                raise BadInput(rule, one.pinned, f"{name}:{lines[k]}")
+                rule = f"offset {one.pinned} is no multiple of {two.alignment}, as all of group {b.group!r} ask for"
+                raise BadInput(rule, place=f"{name}:{lines[k]}")
 
 
 def _gap_text(gap: Gap) -> str:

@@ -1,7 +1,6 @@
 """HLO modules of XLA (JAX, TensorFlow) as text: reading, writing, aliasing, live ranges, and as a Graph."""
 
-from tightship.hlo.flatten import flattened
-from tightship.hlo.module import Computation, Instruction, Module, Place
+from tightship.hlo.module import Computation, Instruction, Module, Place, flattened
 from tightship.hlo.shape import Index, Shape
 from tightship.hlo.text import parse, read, to_text
 

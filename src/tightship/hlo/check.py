@@ -17,33 +17,17 @@ from tightship.hlo.shape import Index, Shape
 __all__ = ["check_instructions", "check_module"]
 
 
-_AT_LEAST = {
-    "copy": 1, "bitcast": 1, "domain": 1, "opt-barrier": 1, "add-dependency": 1, "all-reduce-done": 1,
-    "copy-start": 1, "copy-done": 1, "send": 1, "recv-done": 1, "all-gather-start": 1, "all-gather-done": 1,
-    "collective-permute-start": 1, "collective-permute-done": 1, "async-update": 1, "async-done": 1, "while": 1,
-    "dynamic-update-slice": 2, "scatter": 3, "set-dimension-size": 2, "sort": 1, "triangular-solve": 2,
-    "dot": 2, "convolution": 2, "select": 3, "ragged-all-to-all": 2, "conditional": 2, "all-reduce-start": 1,
-}  # fmt: skip
-_CALLEES = {
-    "while": ("condition", "body"),
-    "call": ("to_apply",),
-    "fusion": ("calls",),
-    "async-start": ("calls",),
-}
-_SAME = frozenset({"copy", "domain", "opt-barrier", "add-dependency"})
-
-
 def check_instructions(module: Module, file: str) -> None:
     """Raises ``BadInput`` with file and line."""
     _check_donation(module, file)
     for c in module.computations:
         for i in c.instructions:
             place = f"{file}:{i.line}"
-            least = _AT_LEAST.get(i.opcode, 0)
+            least = i.row.operands
             if len(i.operands) < least:
                 rule = f"{i.opcode} {i.name!r} has at least {least} operand{'s' if least > 1 else ''}"
                 raise BadInput(rule, len(i.operands), place)
-            if i.opcode in _SAME:
+            if i.row.same_parts:
                 _same(
                     i.shape, c.by_name[i.operands[0]].shape, f"what {i.name!r} gives and its operand", place
                 )
@@ -89,8 +73,8 @@ def _check_declared(c: Computation, i: Instruction, place: str) -> None:
 
 
 def _check_call(module: Module, c: Computation, i: Instruction, place: str) -> None:
-    for key in _CALLEES.get(i.opcode, ()):
-        if len(names_in(i.attribute(key))) != 1:
+    for key in i.row.callees:
+        if i.opcode != "conditional" and len(names_in(i.attribute(key))) != 1:
             raise BadInput(
                 f"{i.opcode} {i.name!r} names one computation as its {key}", i.attribute(key), place
             )

@@ -30,10 +30,11 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import chain
-from typing import Any, Protocol, TypeVar
+from typing import Protocol, TypeVar
 
 from tightship.errors import BadInput, Unsupported
 from tightship.hlo.module import Computation, Instruction, Module, runs
+from tightship.hlo.opcodes import Opcode
 from tightship.hlo.shape import Index, Shape
 
 __all__ = [
@@ -69,6 +70,10 @@ class Node:
     @property
     def opcode(self) -> str:
         return self.instruction.opcode
+
+    @property
+    def row(self) -> Opcode:
+        return self.instruction.row
 
     @property
     def op_name(self) -> str:
@@ -278,93 +283,59 @@ class Operand(Protocol[T_co]):
 
 def forwarded(i: Instruction, operands: Sequence[Operand[T]]) -> list[T | None]:
     """For each position what stands there of the operands, or None where the instruction defines a buffer."""
-    rule = _RULES.get(i.opcode)
-    return rule(i, operands) if rule else [None] * len(i.shape.positions)
-
-
-Operands = Sequence[Operand[T]]
-
-
-def _whole(i: Instruction, operands: Operands[T]) -> list[T | None]:
-    return list(operands[0].at)
-
-
-def _copy(i: Instruction, operands: Operands[T]) -> list[T | None]:
-    """A shallow copy: the top is new."""
-    return [None, *operands[0].at[1:]]
-
-
-def _tuple(i: Instruction, operands: Operands[T]) -> list[T | None]:
-    return [None, *(b for operand in operands for b in operand.at)]
-
-
-def _element(i: Instruction, operands: Operands[T]) -> list[T | None]:
-    start = operands[0].shape.starts[i.tuple_index]
-    return list(operands[0].at[start : start + len(i.shape.positions)])
-
-
-def _picked(
-    i: Instruction, operands: Operands[T], pick: Callable[[Index, Shape], tuple[int, Index] | None]
-) -> list[T | None]:
-    """By position: (operand, position in it) that stands there."""
-    found: list[T | None] = []
-    for index, shape in i.shape.positions:
-        source = pick(index, shape)
-        if source is None:
-            found.append(None)
-        else:
+    match i.row.forwards:
+        case "whole":
+            return list(operands[0].at)
+        case "parts":  # a shallow copy: the top is new
+            return [None, *operands[0].at[1:]]
+        case "operands":
+            return [None, *(b for operand in operands for b in operand.at)]
+        case "element":
+            start = operands[0].shape.starts[i.tuple_index]
+            return list(operands[0].at[start : start + len(i.shape.positions)])
+    pick = _PICKS.get(i.row.forwards)
+    found: list[T | None] = [None] * len(i.shape.positions)
+    for k, (index, shape) in enumerate(i.shape.positions if pick else ()):
+        source = pick(i, len(operands), index, shape) if pick else None
+        if source is not None:
             given = operands[source[0]]
-            found.append(given.at[given.shape.offset(source[1])])
+            found[k] = given.at[given.shape.offset(source[1])]
     return found
 
 
-def _copy_start(i: Instruction, operands: Operands[T]) -> list[T | None]:
-    return _picked(i, operands, lambda index, _: (0, ()) if index == (1,) else None)
+_Source = tuple[int, Index] | None
+"""(operand, position in it) that stands at a position of a result."""
 
 
-def _copy_done(i: Instruction, operands: Operands[T]) -> list[T | None]:
-    return _picked(i, operands, lambda index, _: (0, (0,)) if not index else None)
+def _all_gather_start(i: Instruction, count: int, at: Index, shape: Shape) -> _Source:
+    if shape.is_tuple or at[:1] != (0,):
+        return None
+    return (at[1], ()) if count > 1 else (0, ())
 
 
-def _send(i: Instruction, operands: Operands[T]) -> list[T | None]:
-    return _picked(i, operands, lambda index, _: (0, index[1:]) if index[:1] == (0,) else None)
+def _permute_start(i: Instruction, count: int, at: Index, shape: Shape) -> _Source:
+    if at[:1] != (0,):
+        return None
+    if count > 1 and count != 4 and not i.has("slice_sizes"):  # several, none of them written in place
+        return (at[1], ()) if len(at) == 2 else None
+    return None if shape.is_tuple else (0, at[1:])
 
 
-def _recv_done(i: Instruction, operands: Operands[T]) -> list[T | None]:
-    return _picked(i, operands, lambda index, _: (0, index) if index[:1] == (0,) else None)
+_PICKS: dict[str, Callable[[Instruction, int, Index, Shape], _Source]] = {
+    "copy-start": lambda i, count, at, shape: (0, ()) if at == (1,) else None,
+    "copy-done": lambda i, count, at, shape: None if at else (0, (0,)),
+    "send": lambda i, count, at, shape: (0, at[1:]) if at[:1] == (0,) else None,
+    "recv-done": lambda i, count, at, shape: (0, at) if at[:1] == (0,) else None,
+    "leaves": lambda i, count, at, shape: None if shape.is_tuple else (0, at),
+    "second": lambda i, count, at, shape: None if shape.is_tuple else (0, (1, *at)),
+    "all-gather-start": _all_gather_start,
+    "permute-start": _permute_start,
+}
+"""How operands are forwarded, by ``Opcode.forwards``: what stands at a position, given the number of operands. Tables
+around results that a start made (*second*) are new."""
 
 
-def _all_gather_start(i: Instruction, operands: Operands[T]) -> list[T | None]:
-    several = len(operands) > 1
-
-    def pick(index: Index, shape: Shape) -> tuple[int, Index] | None:
-        if shape.is_tuple or index[:1] != (0,):
-            return None
-        return (index[1], ()) if several else (0, ())
-
-    return _picked(i, operands, pick)
-
-
-def _done_with_second(i: Instruction, operands: Operands[T]) -> list[T | None]:
-    """Results stand at position 1 of what the start gave; a tuple around them is new."""
-    return _picked(i, operands, lambda index, shape: None if shape.is_tuple else (0, (1, *index)))
-
-
-def _permute_start(i: Instruction, operands: Operands[T]) -> list[T | None]:
-    inplace = i.has("slice_sizes") or len(operands) == 4
-    several = not inplace and len(operands) > 1
-
-    def pick(index: Index, shape: Shape) -> tuple[int, Index] | None:
-        if index[:1] != (0,):
-            return None
-        if several:
-            return (index[1], ()) if len(index) == 2 else None
-        return None if shape.is_tuple else (0, index[1:])
-
-    return _picked(i, operands, pick)
-
-
-def async_start(i: Instruction, operands: Operands[T], result: Sequence[T]) -> list[T | None]:
+def async_start(i: Instruction, operands: Sequence[Operand[T]], result: Sequence[T]) -> list[T | None]:
     """Operands stand below position 0, results of the wrapped computation below 1; tables and contexts are new."""
     root = dict(zip((index for index, _ in i.shape.parts[1].positions), result, strict=False))
     found: list[T | None] = []
@@ -377,32 +348,6 @@ def async_start(i: Instruction, operands: Operands[T], result: Sequence[T]) -> l
         else:
             found.append(root.get(index[1:]))
     return found
-
-
-def _async_update(i: Instruction, operands: Operands[T]) -> list[T | None]:
-    return _picked(i, operands, lambda index, shape: None if shape.is_tuple else (0, index))
-
-
-_RULES: dict[str, Callable[[Instruction, Operands[Any]], list[Any]]] = {
-    "tuple": _tuple,
-    "get-tuple-element": _element,
-    "bitcast": _whole,
-    "domain": _whole,
-    "opt-barrier": _whole,
-    "add-dependency": _whole,
-    "all-reduce-done": _whole,
-    "copy": _copy,
-    "copy-start": _copy_start,
-    "copy-done": _copy_done,
-    "send": _send,
-    "recv-done": _recv_done,
-    "all-gather-start": _all_gather_start,
-    "all-gather-done": _done_with_second,
-    "collective-permute-start": _permute_start,
-    "collective-permute-done": _done_with_second,
-    "async-update": _async_update,
-    "async-done": _done_with_second,
-}
 
 
 def points_to(module: Module) -> PointsTo:
@@ -551,7 +496,7 @@ class _Analysis:
 
     def _visit(self, node: Node) -> None:
         """What an instruction that runs no computation points to, from its operands."""
-        if node.shape.is_tuple and node.opcode in ("select", "tuple-select"):
+        if node.shape.is_tuple and node.row.forwards == "either":
             either = self._phi(node, [o.at for o in node.operands[1:]])
             node.at = [self._new(node, (), node.shape), *either[1:]]
             return
@@ -610,8 +555,7 @@ class _Analysis:
 def _uses(user: Node, index: Index) -> bool:
     """Whether an instruction uses what stands at a position of its operand, rather than handing it on. What the
     root of a computation hands on counts as used."""
-    if user.opcode == "get-tuple-element":
-        return not index or (user.is_root and index[0] == user.instruction.tuple_index)
-    if user.opcode == "copy":
-        return not index or user.is_root
-    return user.opcode not in ("tuple", "domain") or user.is_root
+    reads = user.row.reads
+    if reads == "all" or (reads == "table" and not index):
+        return True
+    return user.is_root and (user.opcode != "get-tuple-element" or index[0] == user.instruction.tuple_index)

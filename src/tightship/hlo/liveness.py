@@ -1,24 +1,28 @@
-"""When each logical buffer is alive: the schedule of all sequential computations flattened into one line of time.
+"""When each logical buffer is alive: in a schedule, and in any order that is allowed.
 
-Computations run by ``call``, ``conditional`` and ``async-start`` stand before their callers, a loop's condition
-before its body before the loop. A buffer is alive from its definition to its last use, both included; where
-members of one alias set follow one another, the earlier ends where the later begins. Source: XLA,
-``HloLiveRange``.
+In a schedule all sequential computations are flattened into one line of time: those run by ``call``, ``conditional``
+and ``async-start`` stand before their callers, a loop's condition before its body before the loop. A buffer is alive
+from its definition to its last use, both included; where members of one alias set follow one another, the earlier
+ends where the later begins. Source: XLA, ``HloLiveRange``.
+
+An *order* is what operands and control predecessors say, and any number of chains (instructions that run one after
+another): none is the partial order of a program, one for each stream lets streams run side by side, one for each
+computation is a schedule. Source: XLA, ``HloOrdering`` and ``BufferLiveness`` (L5-L7).
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
 
 from tightship.errors import BadInput
-from tightship.hlo.alias import AliasSet, alias_sets
+from tightship.hlo.alias import AliasSet, Sharing, alias_sets
 from tightship.hlo.dataflow import Buffer, Node, PointsTo, points_to
 from tightship.hlo.module import Computation, Module, runs
 
-__all__ = ["LiveRanges", "Range", "live_ranges"]
+__all__ = ["LiveRanges", "Order", "Range", "joined", "live_ranges", "may_interfere", "total"]
 
 
 @dataclass(slots=True)
@@ -45,10 +49,29 @@ class LiveRanges:
     def end(self) -> int:
         return len(self.schedule)
 
+    def alive(self, buffers: Iterable[Buffer], gap: int = 0) -> list[tuple[int, int]]:
+        """When some of the buffers is alive: [first, last], both included."""
+        return joined(((r.start, r.end) for b in buffers if (r := self.ranges.get(b))), gap)
+
+    def between(self, group: AliasSet) -> list[tuple[int, int]]:
+        """When the place of an alias set is taken after an instruction: [start, end)."""
+        return [(start, end) for start, end in self.alive(group.buffers) if end > start]
+
     @cached_property
     def time(self) -> Mapping[Node, int]:
         """When each instruction runs."""
         return {node: k for k, node in enumerate(self.schedule)}
+
+
+def joined(spans: Iterable[tuple[int, int]], gap: int = 0) -> list[tuple[int, int]]:
+    """Spans of time in order, those that overlap, touch or are at most ``gap`` apart made one."""
+    found: list[tuple[int, int]] = []
+    for start, end in sorted(spans):
+        if found and start <= found[-1][1] + gap:
+            found[-1] = (found[-1][0], max(end, found[-1][1]))
+        else:
+            found.append((start, end))
+    return found
 
 
 def live_ranges(module: Module) -> LiveRanges:
@@ -159,3 +182,94 @@ def _normalise(sets: Sequence[AliasSet], ranges: dict[Buffer, Range]) -> None:
         for first, second in pairwise(ordered):
             second.end = max(first.end, second.end)
             first.end = min(first.end, second.start)
+
+
+class Order:
+    """``chains`` are names of instructions, each within one computation."""
+
+    def __init__(self, points: PointsTo, chains: Sequence[Sequence[str]] = ()) -> None:
+        self.points = points
+        self._bit: dict[Node, int] = {}
+        self._earlier: dict[Node, int] = {}
+        for c in points.sequential:
+            nodes = points.nodes[c.name]
+            self._close(nodes, [chain for chain in chains if chain and chain[0] in c.by_name])
+
+    def before(self, a: Node, b: Node) -> bool:
+        """Whether ``a`` has ended before ``b`` begins, in every execution. Those in one branch of a call are as far
+        as those that call them; of two within one caller, in different computations of it, nothing is known."""
+        a, b = self._meet(a, b)
+        return a is not b and a.computation is b.computation and bool(self._earlier[b] >> self._bit[a] & 1)
+
+    def _close(self, nodes: Sequence[Node], chains: Sequence[Sequence[str]]) -> None:
+        named = {n.name: n for n in nodes}
+        waits: dict[Node, list[Node]] = {
+            n: [*n.operands, *(named[p] for p in n.instruction.control_predecessors)] for n in nodes
+        }
+        for chain in chains:
+            for first, second in pairwise(chain):
+                waits[named[second]].append(named[first])
+        for k, node in enumerate(nodes):
+            self._bit[node] = k
+        for node in _sorted(nodes, waits):
+            earlier = 0
+            for w in waits[node]:
+                earlier |= self._earlier[w] | 1 << self._bit[w]
+            self._earlier[node] = earlier
+
+    def _meet(self, a: Node, b: Node) -> tuple[Node, Node]:
+        """The two instructions of one computation that run ``a`` and ``b``, or are them."""
+        above = {n.computation.name: n for n in self._callers(b)}
+        for n in self._callers(a):
+            if n.computation.name in above:
+                return n, above[n.computation.name]
+        return a, b
+
+    def _callers(self, node: Node) -> Iterator[Node]:
+        yield node
+        while (caller := self.points.callers.get(node.computation.name)) is not None:
+            yield caller
+            node = caller
+
+
+def _sorted(nodes: Sequence[Node], waits: dict[Node, list[Node]]) -> list[Node]:
+    """After all they wait for; the order of the text may say less than the chains."""
+    done: dict[Node, None] = {}
+    for first in nodes:
+        stack = [(first, False)]
+        while stack:
+            node, ready = stack.pop()
+            if node in done:
+                continue
+            if ready:
+                done[node] = None
+            else:
+                stack.append((node, True))
+                stack += [(w, False) for w in waits[node] if w not in done]
+    return list(done)
+
+
+def total(points: PointsTo) -> Order:
+    """The order of the text: one chain for each computation."""
+    return Order(points, [[i.name for i in c.instructions] for c in points.sequential])
+
+
+def may_interfere(order: Order, sharing: Sharing, a: Buffer, b: Buffer) -> bool:
+    """Whether the bytes of two buffers may be needed at the same time in some execution: unless one is dead before
+    the other is defined, or is last used by what may write the other over it."""
+    return not (_dead_before(order, sharing, a, b) or _dead_before(order, sharing, b, a))
+
+
+def _dead_before(order: Order, sharing: Sharing, old: Buffer, new: Buffer) -> bool:
+    entry = order.points.module.entry
+    if old in order.points.live_out or (old.node.opcode == "parameter" and old.node.computation is entry):
+        return False
+    users = {u.node for u in old.uses} | {n for n, _ in old.positions}
+    return all(_ended(order, sharing, old, user, new) for user in users)
+
+
+def _ended(order: Order, sharing: Sharing, old: Buffer, user: Node, new: Buffer) -> bool:
+    if user is new.node and user is not old.node:
+        over = old.node in user.operands and user.opcode != "copy"
+        return over and sharing.allowed(old.node, old.index, user, new.index)
+    return order.before(user, new.node)

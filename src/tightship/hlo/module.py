@@ -2,15 +2,23 @@
 
 Instructions are referred to by name; names are unique within a module. What the text says of an instruction
 beyond shape, opcode and operands is kept as text (``attributes``), in its order, and read on demand.
+
+``flattened`` gives each call of a computation that runs with its caller's buffers a copy of its own: a buffer inside
+a computation that two calls run would be two. XLA does so before it schedules, so a scheduled module has none left
+to make. Computations applied element by element, and the insides of fusions, stay shared. Source of the copies: XLA,
+``FlattenCallGraph``.
 """
 
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
+from tightship.errors import Unsupported
+from tightship.hlo.opcodes import Opcode, opcode
 from tightship.hlo.shape import Shape
 
 __all__ = [
@@ -20,6 +28,7 @@ __all__ = [
     "Module",
     "Place",
     "declared",
+    "flattened",
     "names_in",
     "run_keys",
     "runs",
@@ -40,13 +49,6 @@ CALLS = (
     "comparator",
 )
 """Attributes that name computations."""
-
-_RUNS = {
-    "while": ("condition", "body"),
-    "call": ("to_apply",),
-    "async-start": ("calls",),
-    "conditional": ("branch_computations", "true_computation", "false_computation"),
-}
 
 _NAME = re.compile(r"%?([\w.\-]+)")
 _COMMENT = re.compile(r"/\*.*?\*/")
@@ -86,6 +88,11 @@ class Instruction:
     attributes: tuple[tuple[str, str], ...] = ()
     root: bool = False
     line: int = field(default=0, compare=False)
+
+    @property
+    def row(self) -> Opcode:
+        """What its opcode does, in the table of opcodes."""
+        return opcode(self.opcode)
 
     def attribute(self, key: str, default: str = "") -> str:
         for name, text in self.attributes:
@@ -274,14 +281,12 @@ def _rows(lines: tuple[str, ...]) -> Iterator[tuple[str, str]]:
 
 def run_keys(i: Instruction) -> tuple[str, ...]:
     """The attributes whose computations an instruction runs one after another, with its own operands."""
-    return tuple(key for key in _RUNS.get(i.opcode, ()) if i.has(key))
+    return tuple(key for key in i.row.callees if i.has(key)) if i.row.runs else ()
 
 
 def runs(i: Instruction) -> tuple[str, ...]:
     """Computations an instruction runs one after another with its own operands (not element by element): a
     loop's condition before its body, the branches of a conditional in the order of their operands."""
-    if i.opcode not in _RUNS:
-        return ()
     return tuple(n for key in run_keys(i) for n in names_in(i.attribute(key)))
 
 
@@ -289,3 +294,132 @@ def declared(i: Instruction) -> tuple[tuple[int, tuple[int, ...], tuple[int, ...
     """``output_to_operand_aliasing``: (operand, position in it, position in the result)."""
     text = i.attribute("output_to_operand_aliasing")
     return tuple((int(m[2]), _index(m[3]), _index(m[1])) for m in _PAIR.finditer(text))
+
+
+CLONE_LIMIT = 2_000_000
+"""The most instructions a module may come to: calls within calls multiply."""
+
+
+def flattened(module: Module) -> Module:
+    """The same module where nothing needs a copy. Clones stand behind what they are copies of, with names of their
+    own, and a note says how many there are. Raises ``Unsupported`` beyond ``CLONE_LIMIT`` instructions."""
+    if not _shared(module):
+        return module
+    sizes: dict[str, int] = {}
+    if (size := _size(module, module.entry.name, sizes)) > CLONE_LIMIT:
+        raise Unsupported(
+            f"a module of more than {CLONE_LIMIT} instructions",
+            f"there are {size:,} once each call has a copy of what it runs",
+            "compile the module with XLA first, which inlines calls",
+        )
+    return _Flattening(module).run()
+
+
+def _size(module: Module, name: str, sizes: dict[str, int]) -> int:
+    """Instructions of a computation with a copy of what each of its calls runs."""
+    if name not in sizes:
+        rows = module.by_name[name].instructions
+        sizes[name] = len(rows) + sum(_size(module, n, sizes) for i in rows for n in runs(i))
+    return sizes[name]
+
+
+def _shared(module: Module) -> set[str]:
+    """Computations that run in several places."""
+    called = Counter(n for i in module.instructions for n in i.called)
+    run = {n for i in module.instructions for n in runs(i)}
+    return {n for n in run if called[n] > 1}
+
+
+class _Flattening:
+    def __init__(self, module: Module) -> None:
+        self.module = module
+        self.taken = _elsewhere(module)
+        self.names = {c.name for c in module.computations} | {i.name for i in module.instructions}
+        self.made: dict[str, list[Computation]] = {c.name: [] for c in module.computations}
+        self.clones: Counter[str] = Counter()
+        self.numbers: Counter[str] = Counter()
+
+    def run(self) -> Module:
+        self._visit(self.module.entry, self.module.entry.name)
+        reached = {c.name for found in self.made.values() for c in found}
+        computations = [
+            d
+            for c in self.module.computations
+            for d in ([] if c.name in reached else [c]) + self.made[c.name]
+        ]
+        listed = ", ".join(f"{name} {n + 1} times" for name, n in self.clones.most_common(3))
+        more = f" and {len(self.clones) - 3} others" if len(self.clones) > 3 else ""
+        note = f"computations run from several places are copied for each of them: {listed}{more}"
+        return replace(
+            self.module,
+            computations=tuple(computations),
+            notes=(*self.module.notes, *([note] if self.clones else [])),
+        )
+
+    def _visit(self, c: Computation, name: str) -> None:
+        """Computation ``c`` as it is run in one place, under a name of its own there."""
+        renamed = c.name != name
+        names = {i.name: self._name(i.name) for i in c.instructions} if renamed else {}
+        body = []
+        for i in c.instructions:
+            if renamed:
+                i = _renamed(i, names)
+            body.append(self._with_callees(i))
+        self.made[c.name].append(replace(c, name=name, instructions=tuple(body)))
+
+    def _with_callees(self, i: Instruction) -> Instruction:
+        changed: dict[str, object] = {}
+        for key in run_keys(i):
+            text = i.attribute(key)
+            own = []
+            for callee in names_in(text):
+                own.append(self._own(callee))
+                self._visit(self.module.by_name[callee], own[-1])
+            if tuple(own) != names_in(text):
+                listed = ", ".join(f"%{n}" for n in own)
+                changed[key] = f"{{{listed}}}" if text.lstrip().startswith("{") else listed
+        return i.but(**changed) if changed else i
+
+    def _own(self, callee: str) -> str:
+        """A name for ``callee`` in one more place that runs it."""
+        if callee not in self.taken:
+            self.taken.add(callee)
+            return callee
+        self.clones[callee] += 1
+        return self._name(callee)
+
+    def _name(self, name: str) -> str:
+        """A name nobody has, as XLA makes them: ``name.clone``, ``name.clone.1`` …"""
+        made = f"{name}.clone"
+        while made in self.names:
+            self.numbers[name] += 1
+            made = f"{name}.clone.{self.numbers[name]}"
+        self.names.add(made)
+        return made
+
+
+def _elsewhere(module: Module) -> set[str]:
+    """Computations that are called in another way, too, or by what does not run in the program's order."""
+    run, work = {module.entry.name}, [module.entry]
+    while work:
+        for i in work.pop().instructions:
+            for n in runs(i):
+                if n not in run:
+                    run.add(n)
+                    work.append(module.by_name[n])
+    return {
+        n
+        for c in module.computations
+        for i in c.instructions
+        for n in i.called
+        if c.name not in run or n not in runs(i)
+    }
+
+
+def _renamed(i: Instruction, names: dict[str, str]) -> Instruction:
+    before = i.attribute("control-predecessors")
+    i = replace(i, name=names[i.name], operands=tuple(names[o] for o in i.operands))
+    if not before:
+        return i
+    listed = ", ".join(f"%{names[n]}" for n in names_in(before))
+    return i.but(**{"control-predecessors": f"{{{listed}}}"})

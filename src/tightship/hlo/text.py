@@ -20,7 +20,7 @@ from typing import NoReturn
 from tightship.errors import BadInput
 from tightship.hlo.check import check_instructions, check_module
 from tightship.hlo.module import Computation, Instruction, Module
-from tightship.hlo.opcodes import KNOWN
+from tightship.hlo.opcodes import OPCODES, opcode
 from tightship.hlo.shape import BITS, Shape
 from tightship.serde import read_bytes
 
@@ -206,7 +206,6 @@ _ROW = re.compile(r"[ \t]*(\d+ [^\n]*?)[ \t\r]*(?:\n|\Z)")
 _END = re.compile(r"\s*\Z")
 _NUMBER = re.compile(r"\d{1,9}\Z")
 _LONG = re.compile(r"\d{401}")
-_LITERAL = frozenset({"constant", "parameter"})
 
 
 def read(path: str | Path) -> Module:
@@ -253,7 +252,7 @@ def _notes(computations: list[Computation]) -> tuple[str, ...]:
     unknown: dict[str, list[Instruction]] = {}
     for c in computations:
         for i in c.instructions:
-            if i.opcode not in KNOWN:
+            if i.opcode not in OPCODES:
                 unknown.setdefault(i.opcode, []).append(i)
     return tuple(
         f"opcode {opcode!r} is not known ({len(found)}, first {found[0].name!r} in line {found[0].line}):"
@@ -307,22 +306,20 @@ def _instruction(scan: Scan, line: _Lines) -> Instruction:
         scan.fail("an instruction: name = shape opcode(operands)")
     at = line(head.start(2))
     shape = scan.shape()
-    opcode = scan.match(_OPCODE)
-    if opcode is None:
+    found = scan.match(_OPCODE)
+    if found is None:
         scan.blank()
         scan.fail("an opcode and '('")
-    payload = ""
+    name, payload = found[1], ""
     operands: tuple[str, ...] = ()
-    if opcode[1] in _LITERAL:
+    if opcode(name).makes == "given":
         start = scan.at
-        payload = scan.bracketed()
-        if opcode[1] == "parameter" and not _NUMBER.match(payload.strip()):
+        payload = scan.bracketed().strip()
+        if name == "parameter" and not _NUMBER.match(payload):
             scan.fail("the number of a parameter", start + 1)
     else:
         operands = _operands(scan)
-    return Instruction(
-        head[2], opcode[1], shape, operands, payload.strip(), scan.attributes(), head[1] is not None, at
-    )
+    return Instruction(head[2], name, shape, operands, payload, scan.attributes(), head[1] is not None, at)
 
 
 def _operands(scan: Scan) -> tuple[str, ...]:

@@ -67,7 +67,8 @@ class PlaceTensors:
             if (root := _root(spec)) is spec:
                 pools.setdefault(_pool(spec), []).append(spec)
             elif root not in known:
-                raise BadInput("a tensor's storage base is placed with it", _name(root), _name(spec))
+                rule = f"storage base {_name(root)} is missing: a tensor's storage base is placed with it"
+                raise BadInput(rule, place=_name(spec))
         offsets: dict[Any, int] = {}
         for pool, roots in pools.items():
             offsets |= self._placed(roots, reserved.get(pool, 0))
@@ -109,7 +110,7 @@ def memory_planning_pass(algorithm: PlaceTensors | None = None, **flags: Any) ->
 def _order(spec: Any) -> tuple[Any, ...]:
     """The order in which tensors are placed: older versions give a set, whose order differs between runs."""
     if not spec.lifetime or None in spec.lifetime:
-        raise BadInput("a tensor to be placed has a live range", spec.lifetime, _name(spec))
+        raise BadInput("a tensor to place without a live range", spec.lifetime, _name(spec))
     return (*spec.lifetime, -spec.nbytes(), str(spec.dtype), tuple(spec.shape))
 
 
@@ -120,7 +121,7 @@ def _name(spec: Any) -> str:
 def _pool(spec: Any) -> int:
     pool = _FIRST_POOL if spec.mem_id is None else int(spec.mem_id)
     if pool < _FIRST_POOL:
-        raise BadInput("a memory id is at least 1, as 0 is for constants", pool, _name(spec))
+        raise BadInput(f"memory id {pool}: it must be at least 1, as 0 is for constants", place=_name(spec))
     return pool
 
 
@@ -128,7 +129,7 @@ def _root(spec: Any) -> Any:
     seen = [spec]
     while (base := getattr(seen[-1], "storage_base", None)) is not None:
         if any(base is other for other in seen):
-            raise BadInput("storage bases do not go round in a circle", place=_name(spec))
+            raise BadInput("its storage bases form a cycle", place=_name(spec))
         seen.append(base)
     return seen[-1]
 

@@ -22,7 +22,7 @@ import jax
 from tightship.errors import BadInput, Infeasible
 from tightship.frontends.jaxpr import lower
 from tightship.planners.default import top_of_peak
-from tightship.planners.evict.problem import Frame
+from tightship.planners.evict.problem import EvictionProblem
 from tightship.planners.frontier import with_saved
 from tightship.simulate import baseline, replay
 from tightship.units import parse_budget
@@ -62,15 +62,11 @@ def plan_policies(traced: Any) -> tuple[Policy, ...]:
     found = lower(traced)
     graph = found.graph
     if not found.names:
-        raise BadInput(
-            "values to choose from are named with jax.ad_checkpoint.checkpoint_name", "none", graph.name
-        )
+        raise BadInput("no named values; name them with jax.ad_checkpoint.checkpoint_name", place=graph.name)
     if not any(op.phase == "backward" for op in graph.ops):
-        raise BadInput(
-            "a policy is for a function with a backward pass (jax.grad)", graph.name, "plan_policy"
-        )
+        raise BadInput("no backward pass; give a function of jax.grad", place=graph.name)
     before = replay(graph, baseline(graph))
-    frame = Frame(graph, tuple(range(len(graph.ops))))
+    frame = EvictionProblem(graph, tuple(range(len(graph.ops))))
     known = tuple(sorted(found.names))
     rows = [Policy(known, known, before.peak, before.time, before.peak, before.time, everything=True)]
 

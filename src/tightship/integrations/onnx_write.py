@@ -50,9 +50,9 @@ def write_model(program: Program, plan: Plan, path: str | os.PathLike[str]) -> N
         os.replace(beside, target)
     except onnx.checker.ValidationError as error:
         said = " ".join(str(error).split())
-        raise BadInput(f"onnx's checker accepts the model ({said})", place=os.fspath(path)) from error
+        raise BadInput(f"onnx's checker rejects the model: {said}", place=os.fspath(path)) from error
     except OSError as error:
-        raise BadInput(f"the file can be written ({error})", place=os.fspath(path)) from error
+        raise BadInput(f"cannot write {os.fspath(path)!r}: {error.strerror or error}") from error
     finally:
         beside.unlink(missing_ok=True)
 
@@ -62,13 +62,13 @@ def _write_pieces(proto: Any, model: Model, path: Path) -> None:
     pieces = fattened(proto)
     size = sum(len(p) if isinstance(p, bytes) else p.size for p in pieces)
     if size > LARGEST_FILE:
-        rule = (
-            f"with its plan a model's file has at most {LARGEST_FILE} bytes: put weights into external data"
+        fault = (
+            f"file of {size} bytes with its plan; the limit is {LARGEST_FILE}, put weights into external data"
         )
-        raise BadInput(rule, size, str(model.path))
+        raise BadInput(fault, place=str(model.path))
     with open(model.path, "rb") as source, open(path, "xb") as file:
         if stamp(os.fstat(source.fileno())) != model.stamp:
-            raise BadInput("a model's file stays as it was when it was read", place=str(model.path))
+            raise BadInput("the file has changed since it was read", place=str(model.path))
         for p in pieces:
             if isinstance(p, bytes):
                 file.write(p)
@@ -78,7 +78,7 @@ def _write_pieces(proto: Any, model: Model, path: Path) -> None:
             while left:
                 block = source.read(min(left, _BLOCK))
                 if not block:
-                    raise BadInput("a model's file stays as it was when it was read", place=str(model.path))
+                    raise BadInput("the file has changed since it was read", place=str(model.path))
                 file.write(block)
                 left -= len(block)
         file.flush()
@@ -110,9 +110,8 @@ def planned_nodes(program: Program, plan: Plan) -> tuple[list[Any], dict[str, li
     """The nodes of the plan in order; and of each value made, by name: offset, size, and the positions of the node
     that makes it and of the node before which it is freed."""
     if plan.digest != program.graph.digest:
-        raise BadInput(
-            "a plan is written into the model it was made for", plan.digest[:12], str(program.model.path)
-        )
+        fault = f"the plan was made for another model, of digest {plan.digest[:12]}"
+        raise BadInput(fault, place=str(program.model.path))
     writer = _Writer(program)
     for i, step in enumerate(plan.steps):
         writer.step(i, step)
@@ -179,14 +178,14 @@ class _Writer:
         if s in self.graph.static and v not in self.maker:
             return self.graph.values[v].name
         if v not in self.name:
-            rule = "a value is read after the op it is a result of"
-            raise BadInput(rule, self.graph.values[v].name, f"step {i} of the plan")
+            fault = f"{self.graph.values[v].name!r} is read before the op that computes it"
+            raise BadInput(fault, place=f"step {i} of the plan")
         name, stay = self.name[v]
         if stay == self.stay[s]:
             return name
         op = self.maker[v]
         if viewed(self.proto.node[self.program.nodes[op]]) is None:
-            raise BadInput("what is read has been made again, too", self.graph.values[v].name, "plan")
+            raise BadInput(f"{self.graph.values[v].name!r} is read but not recomputed", place="plan")
         self.emit(i, op, frozenset(), again=True)
         return self.name[v][0]
 
@@ -286,7 +285,9 @@ def _bring_data(model: Model, folder: Path) -> None:
         try:
             if new.exists():
                 if not filecmp.cmp(old, new, shallow=False):
-                    raise BadInput("external data does not replace another file", str(new), str(folder))
+                    raise BadInput(
+                        f"external data would replace another file, {str(new)!r}", place=str(folder)
+                    )
                 continue
             new.parent.mkdir(parents=True, exist_ok=True)
             part = new.with_name(f".{new.name[:50]}.{secrets.token_hex(4)}.tmp")
@@ -296,5 +297,5 @@ def _bring_data(model: Model, folder: Path) -> None:
             finally:
                 part.unlink(missing_ok=True)
         except OSError as error:
-            rule = f"external data can be put beside the model ({error})"
-            raise BadInput(rule, location, str(folder)) from error
+            fault = f"cannot write external data {location!r}: {error.strerror or error}"
+            raise BadInput(fault, place=str(folder)) from error

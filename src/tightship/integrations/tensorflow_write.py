@@ -18,12 +18,10 @@ from typing import Any, Final
 import tensorflow as tf
 from google.protobuf import text_format
 
-from tightship.baselines.grappler_nodes import CLONE, TRIGGER, Rewrite, rewritten
-from tightship.baselines.grappler_sums import accumulator, crowded_sums
+from tightship.baselines.grappler_nodes import CLONE, TRIGGER, Rewrite, accumulator, crowded_sums, rewritten
 from tightship.errors import BadInput, Unsupported
 from tightship.frontends.tensorflow.lower import Program, lower
-from tightship.frontends.tensorflow.nodes import Node, Web, name_of
-from tightship.frontends.tensorflow.rules import forwarded
+from tightship.frontends.tensorflow.nodes import Node, Web, forwarded, name_of
 from tightship.plan import Plan, Step
 from tightship.serde import write_file
 
@@ -89,7 +87,7 @@ def write_graph(program: Program, plan: Plan, path: str | os.PathLike[str], copi
             tf.graph_util.import_graph_def(proto, name="")
     except (ValueError, TypeError, RuntimeError, tf.errors.OpError) as error:
         said = " ".join(str(error).split())[:400]
-        raise BadInput(f"TensorFlow accepts the graph as planned ({said})", place=os.fspath(path)) from error
+        raise BadInput(f"TensorFlow rejects the planned graph: {said}", place=os.fspath(path)) from error
     text = os.fspath(path).endswith(".pbtxt")
     write_file(Path(path), text_format.MessageToString(proto).encode() if text else proto.SerializeToString())
 
@@ -97,10 +95,10 @@ def write_graph(program: Program, plan: Plan, path: str | os.PathLike[str], copi
 def planned_graph(program: Program, plan: Plan, copies: str = COPIES[0]) -> Any:
     """The GraphDef of a plan."""
     if plan.digest != program.graph.digest:
-        rule = "a plan is written into the graph it was made for"
-        raise BadInput(rule, plan.digest[:12], str(program.file.path))
+        fault = f"the plan was made for another graph, of digest {plan.digest[:12]}"
+        raise BadInput(fault, place=str(program.file.path))
     if copies not in COPIES:
-        raise BadInput(f"copies are made by one of {', '.join(COPIES)}", copies, "--copies")
+        raise BadInput(f"unknown {copies!r}; choose from {', '.join(COPIES)}", place="--copies")
     options = plan.meta.get("grappler")
     if options is not None and plan.count("recompute") and not plan.count("offload"):
         hints = tuple(filter(None, (h.strip() for h in options["recompute_hints"].split(","))))
@@ -197,7 +195,7 @@ class _Writer:
         node = self.nodes[self.graph.ops[op].name]
         count = sum(not i.startswith("^") for i in node.input)
         if forwarded(node.op, 0, count) is None:
-            raise BadInput("what is read has come back, too", self.graph.values[v].name, "plan")
+            raise BadInput(f"{self.graph.values[v].name!r} is read but not fetched", place="plan")
         self.clone(op)
         return self.ref[v][0]
 
@@ -257,7 +255,7 @@ class _Writer:
     def copy(self, name: str, reads: str, v: int, consumer: Any, *, outward: bool) -> str:
         """A node that copies, with the consumer's device and group."""
         if name in self.nodes:
-            raise BadInput("an input is swapped once", name, "plan")  # G13
+            raise BadInput(f"input {name!r} is swapped twice", place="plan")  # G13
         waits = () if outward or not self.last else (f"^{self.last}",)
         device = _HOST if outward and self.copies == "identity" else consumer.device
         kind = "Identity" if self.copies == "identity" else _OUT if outward else _IN

@@ -1,7 +1,7 @@
 """Backend for torch.compile: ``torch.compile(model, backend="tightship", options={"budget": "6GiB"})``.
 
 Each graph that Dynamo finds is planned as one, forward and backward pass together, and run op by op on ATen:
-losses and gradients are those of ``backend="aot_eager"`` to the bit, which are eager's but for rare last
+losses and gradients are bit-identical to those of ``backend="aot_eager"``, which are eager's but for rare last
 bits. A budget counts the graphs' inputs (parameters, buffers, batch), everything they make, and their
 gradients; not optimizer state, gradients of earlier steps, or what the caller's own code makes between
 graphs. A percentage is resolved to bytes once per call of torch.compile (per ``options`` object): it is of what all
@@ -19,40 +19,49 @@ import copy
 import re
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any
+from dataclasses import dataclass, field, fields, replace
+from typing import Any, Final
 from weakref import WeakValueDictionary
 
 from tightship.errors import BadInput, Infeasible, TightshipError, Unsupported
 from tightship.execute.profile import profile
 from tightship.frontends.torch import compat, compat_compile
-from tightship.frontends.torch.joint import Joint, Primal, lower_joint, pinned
+from tightship.frontends.torch.capture.joint import Joint, Primal, lower_joint, pinned
 from tightship.frontends.torch.program import Program, Ref
 from tightship.graph import Graph, aligned
 from tightship.integrations.torch_accounting import Entry, Ledger
-from tightship.integrations.torch_executor import Cut, cut
-from tightship.integrations.torch_options import CompileOptions, read_options
-from tightship.integrations.torch_partition import Lane, Piece
+from tightship.integrations.torch_partition import Cut, Lane, Piece, cut
 from tightship.plan import Plan
+from tightship.planners import planner as planner_named
 from tightship.planners.default import Options as PlannerOptions
+from tightship.planners.default import PlanOptions
 from tightship.planners.default import plan as default_plan
 from tightship.planners.hints import matches, parse_hints
 from tightship.process_local import NotCopied
 from tightship.simulate import baseline, replay
+from tightship.units import Budget, parse_budget
 
-__all__ = ["Fallback", "backend", "compiled_notes", "compiled_plans"]
+__all__ = [
+    "BackendOptions",
+    "CompileOptions",
+    "Fallback",
+    "backend",
+    "compiled_notes",
+    "compiled_plans",
+    "compiled_session",
+    "read_options",
+]
 
 
 _RESOLVED = (
-    "the budget is a percentage of the first training step, and stays what it was then: begin with the largest kind "
-    "of batch, give a budget in bytes, or give models that are compiled apart options of their own"
+    "the budget is a percentage of the first training step: begin with the largest kind of batch, give bytes, or "
+    "give models that are compiled apart options of their own"
 )
 
 
 _BUCKETS = (
-    "Dynamo cuts a model in DistributedDataParallel into a graph per bucket, which this backend cannot plan: set "
-    "torch._dynamo.config.optimize_ddp = False before the first call (buckets are reduced during the backward pass "
-    "all the same)"
+    "Dynamo cuts a model in DistributedDataParallel into a graph per bucket, which cannot be planned: set "
+    "optimize_ddp = False before the first call (buckets are still reduced during the backward pass)"
 )
 
 
@@ -72,10 +81,11 @@ def backend(
     compat.require_torch()
     try:
         if more:
-            raise BadInput("the backend takes options= and nothing else", sorted(more), "torch.compile")
+            rule = f"unknown keywords {', '.join(more)}: the backend takes options= and nothing else"
+            raise BadInput(rule, place="torch.compile")
         session = _session(options if options is not None else {})
     except TightshipError as error:
-        return _raising(error)
+        return _raise_when_called(error)
     return session.compile(gm, example_inputs)
 
 
@@ -98,6 +108,97 @@ def compiled_notes(compiled: Any) -> tuple[str, ...]:
     )
 
 
+# --- options ---
+
+
+_PLACE = "torch.compile(options=…)"
+_PLANNER = tuple(f for f in fields(PlannerOptions) if f.name not in ("hand_out", "place"))
+"""Without two: results always leave the arena, and ``arena`` says whether there is one."""
+_KINDS: Final = {
+    **dict.fromkeys(("arena", "strict", "eager_fallback"), (bool, "True or False")),
+    "seconds_per_op": (float, "a number of seconds"),
+}
+
+
+@dataclass(frozen=True)
+class CompileOptions:
+    """``budget``: of all graphs of the model together, in bytes (``6GiB``, an int) or as a percentage of the
+    first training step's unplanned peak (``60%``, ``static+60%``), resolved to bytes once; none: keep
+    everything, in the better order. ``arena``: serve requests from an arena at planned offsets. ``strict``: raise
+    when a step did not go as planned. ``eager_fallback``: run in eager, with a warning, what cannot be planned and
+    what Dynamo leaves out of its graphs (unless strict, by default); else raise. ``on_plan(piece)`` is told of every
+    graph planned. ``cache`` and ``seconds_per_op``: as for `execute.profile`. ``planner``: the default planner's own
+    options."""
+
+    budget: Budget | None = None
+    arena: bool = True
+    strict: bool = False
+    eager_fallback: bool = True
+    on_plan: Callable[[Any], object] | None = None
+    cache: Any = "default"
+    seconds_per_op: float = 0.01
+    planner: PlannerOptions = field(default_factory=PlannerOptions)
+
+
+class BackendOptions(PlanOptions, total=False):
+    """The fields of `CompileOptions` as keywords: all but ``hand_out`` and ``place`` of the planner's."""
+
+    arena: bool
+    strict: bool
+    eager_fallback: bool
+    on_plan: Callable[[Any], object] | None
+    cache: Any
+    seconds_per_op: float
+
+
+def read_options(given: Mapping[str, Any]) -> CompileOptions:
+    """Raises ``BadInput`` for unknown options, with the list of them, and for values of the wrong kind."""
+    own = {f.name for f in fields(CompileOptions)} - {"planner"}
+    planner = {f.name for f in _PLANNER}
+    for name in given:
+        if name not in own | planner:
+            known = ", ".join(sorted(own | planner))
+            raise BadInput(f"unknown option {name!r}: an option is one of {known}", place=_PLACE)
+    chosen: dict[str, Any] = {"eager_fallback": not given.get("strict", False)}
+    chosen |= {name: _of_kind(name, given[name], *kind) for name, kind in _KINDS.items() if name in given}
+    if given.get("budget") is not None:
+        chosen["budget"] = parse_budget(given["budget"], _PLACE)
+    if given.get("on_plan") is not None and not callable(given["on_plan"]):
+        raise BadInput("on_plan must be a function of one argument", given["on_plan"], _PLACE)
+    chosen |= {k: given[k] for k in ("on_plan", "cache") if k in given}
+    return CompileOptions(**chosen, planner=_planner_options(given))
+
+
+def _planner_options(given: Mapping[str, Any]) -> PlannerOptions:
+    chosen: dict[str, Any] = {}
+    for f in _PLANNER:
+        if f.name in given:
+            kind = type(f.default)
+            chosen[f.name] = _of_kind(f.name, given[f.name], kind, f"a {kind.__name__} such as {f.default!r}")
+    _check_recompute_only(chosen)
+    for folder in ("order", "evict"):
+        if chosen.get(folder, "given") != "given":
+            planner_named(chosen[folder], folder)
+    return PlannerOptions(**{"allow": "recompute", **chosen})
+
+
+def _check_recompute_only(chosen: Mapping[str, Any]) -> None:
+    """Between forward and backward it is autograd that holds what is saved, and only as the tensors it knows."""
+    ways = {way.strip() for way in chosen.get("allow", "").split(",")} - {""}
+    ways |= {way for _, way in parse_hints(chosen.get("hints", ""))} - {"keep"}
+    if chosen.get("lossy") or ways - {"recompute"}:
+        found = "lossy" if chosen.get("lossy") else sorted(ways - {"recompute"})[0]
+        rule = f"{found!r} is not possible here: this backend recomputes; tightship.fit can do the rest, too"
+        raise BadInput(rule, place=_PLACE)
+
+
+def _of_kind(name: str, value: Any, kind: type, rule: str) -> Any:
+    fits = isinstance(value, (int, float) if kind is float else kind)
+    if not fits or (isinstance(value, bool) and kind is not bool) or (kind in (int, float) and value < 0):
+        raise BadInput(f"{name} must be {rule}", value, _PLACE)
+    return value
+
+
 # --- sessions: what belongs to one call of torch.compile ----------------------------------------------------
 
 
@@ -106,27 +207,28 @@ _sessions: WeakValueDictionary[int, Session] = WeakValueDictionary()
 
 def _session(options: Mapping[str, Any]) -> Session:
     """The options object stands for the call of torch.compile: it is the same for all graphs of a model."""
-    found = _sessions.get(id(options)) if options else None
-    if found is None:
+    session = _sessions.get(id(options)) if options else None
+    if session is None:
         chosen = read_options(options)
-        found = Session(options, chosen, Ledger(chosen.budget))
+        session = Session(options, chosen, Ledger(chosen.budget))
         if options:
-            _sessions[id(options)] = found  # the session keeps the object, so its identity is not given away
-    return found
+            _sessions[id(options)] = (
+                session  # the session keeps the object, so its identity is not given away
+            )
+    return session
 
 
 def compiled_session(compiled: Any) -> Session:
     """What is kept of a compiled module or function. Raises ``BadInput`` if it was given no options."""
     options = compat_compile.compiled_options(compiled)
     if options is None:
-        raise BadInput(
-            "a compiled module or function was given options", type(compiled).__name__, "compiled_plans"
-        )
-    found = _sessions.get(id(options)) or compat_compile.frame_session(compiled)
-    return found or Session(options, CompileOptions(), Ledger(None))
+        rule = f"a {type(compiled).__name__} compiled without options: plans are found by torch.compile(options=…)"
+        raise BadInput(rule, place="compiled_plans")
+    session = _sessions.get(id(options)) or compat_compile.frame_session(compiled)
+    return session or Session(options, CompileOptions(), Ledger(None))
 
 
-def _skipped(
+def _note_skipped(
     session: Session | None, options: Mapping[str, Any] | None, what: str, why: str, first: bool
 ) -> Session:
     """Something that Dynamo leaves to eager without asking the backend; unless ``first``, because of something else,
@@ -157,19 +259,19 @@ class Session(NotCopied):
             if follows is not None and follows.runs:
                 what = f"what is called at {follows.place}, but for graphs of its own,"
                 self.unplanned(what, f"Dynamo breaks the graph there ({follows.why})")
-            made = _Compilation(self, gm).run(gm, inputs)
-            self._last_of_its_kind()
-            return made
+            compiled = _Compilation(self, gm).run(gm, inputs)
+            self._warn_of_recompile_limit()
+            return compiled
         except (BadInput, Infeasible) as error:
-            return _raising(error, self)
+            return _raise_when_called(error, self)
         except Exception as error:
             if compat_compile.is_control_flow(error):
                 raise
             if not self.options.eager_fallback:
-                return _raising(error, self)
+                return _raise_when_called(error, self)
             return self._eager(gm, error)
 
-    def _last_of_its_kind(self) -> None:
+    def _warn_of_recompile_limit(self) -> None:
         count = compat_compile.last_time()
         if count is None:
             return
@@ -207,7 +309,7 @@ class Session(NotCopied):
         return eager
 
 
-def _raising(error: Exception, session: Session | None = None) -> Callable[..., Any]:
+def _raise_when_called(error: Exception, session: Session | None = None) -> Callable[..., Any]:
     """Raises ``error`` itself when the compiled model is called; from within a backend Dynamo would wrap
     it. The session lives on, and with it what a percentage came to."""
 
@@ -228,7 +330,7 @@ class _Compilation:
     def __init__(self, session: Session, gm: Any) -> None:
         self.session, self.options = session, session.options
         self.frame, self.name = compat_compile.frame()
-        self.goes_on = compat_compile.graph_break(gm)
+        self.graph_break = compat_compile.graph_break(gm)
         self.placeholders = gm.graph.find_nodes(op="placeholder")
         self.piece: Piece | None = None
         self.entry: Entry | None = None
@@ -241,7 +343,7 @@ class _Compilation:
 
     def partition(self, gm: Any, outputs: int, static: Sequence[int]) -> tuple[Any, Any]:
         joint = lower_joint(gm, outputs, self._primals(gm, static), name=f"graph {self.name}")
-        piece, nodes = self._planned(joint)
+        piece, nodes = self._plan_graph(joint)
         self.piece = piece
         return compat_compile.split(gm, nodes, outputs)
 
@@ -262,7 +364,7 @@ class _Compilation:
 
     def inference(self, gm: Any, _inputs: Any) -> Any:
         joint = lower_joint(gm, None, self._primals(gm, ()), name=f"graph {self.name}")
-        return self._forward(self._planned(joint)[0])
+        return self._forward(self._plan_graph(joint)[0])
 
     def _forward(self, piece: Piece) -> Callable[[list[Any]], Any]:
         assert self.entry is not None
@@ -313,7 +415,7 @@ class _Compilation:
 
     # --- planning ---
 
-    def _planned(self, joint: Joint) -> tuple[Piece, list[Any]]:
+    def _plan_graph(self, joint: Joint) -> tuple[Piece, list[Any]]:
         o = self.options
         with compat_compile.outside():
             program = profile(joint.program, cache=o.cache, seconds_per_op=o.seconds_per_op)
@@ -333,9 +435,9 @@ class _Compilation:
             arena=o.arena,
             saved=values,
         )
-        if self.goes_on is not None:
+        if self.graph_break is not None:
             piece.notes.append(
-                f"a graph break follows at {self.goes_on.place}: the budget is shared with other graphs"
+                f"a graph break follows at {self.graph_break.place}: the budget is shared with other graphs"
             )
         self.session.pieces.append(piece)
         if o.on_plan is not None:
@@ -362,13 +464,13 @@ class _Compilation:
             return entered(self._plan(graph, free(False), training))
         except Infeasible as no:
             if not ledger.binding(training):
-                plan = self._placed(graph, None)
-                note = "a percentage is of a training step's peak: this graph, without a backward pass and before "
-                note += "any with one, is not held to it"
+                plan = self._plan_within(graph, None)
+                note = "before any backward pass, a percentage of a training step's peak is unknown: this graph is "
+                note += "not held to it"
                 return entered(replace(plan, notes=(*plan.notes, note)))
             rest = free(True)
             if rest is not None and need <= rest:  # kept whole it fits beside what is in memory now
-                return entered(self._placed(graph, graph.static_bytes + rest), current=True)
+                return entered(self._plan_within(graph, graph.static_bytes + rest), current=True)
             raise no.with_advice((*no.advice, _RESOLVED)) if later else no from None
 
     def _plan(self, graph: Graph, free: int | None, training: bool) -> Plan:
@@ -376,25 +478,25 @@ class _Compilation:
         nobody knows yet what they need: at most half of that or, if that is too little, about the least
         possible."""
         if free is None:
-            return self._placed(graph, None)
+            return self._plan_within(graph, None)
         whole = max(graph.static_bytes + free, 0)
         budget, ledger = self.session.ledger.budget, self.session.ledger
         known = budget is not None and budget.bytes is not None
-        if self.goes_on is not None and (known or ledger.resolved_before(self.frame, training)):
+        if self.graph_break is not None and (known or ledger.resolved_before(self.frame, training)):
             limit = graph.static_bytes + max(free, 0) // 2
             for _ in range(2):
                 try:
-                    return self._placed(graph, limit)
+                    return self._plan_within(graph, limit)
                 except Infeasible as error:
                     limit = error.best_peak
                 if limit >= whole:
                     break
-        return self._placed(graph, whole)
+        return self._plan_within(graph, whole)
 
-    def _placed(self, graph: Graph, limit: int | None) -> Plan:
+    def _plan_within(self, graph: Graph, limit: int | None) -> Plan:
         """With an arena, unless one (and results beside it) needs more than the budget although the peak
         does not."""
-        options, notes = self._hinted(graph)
+        options, notes = self._planner_options_here(graph)
         # Where a pass runs on the heap, for its arena is taken, no result lies over an input.
         options = replace(options, reuse=False)
         if self.options.arena:
@@ -408,10 +510,10 @@ class _Compilation:
         plan = default_plan(graph, limit, replace(options, place=False))
         return replace(plan, notes=(*plan.notes, *notes))
 
-    def _hinted(self, graph: Graph) -> tuple[PlannerOptions, tuple[str, ...]]:
+    def _planner_options_here(self, graph: Graph) -> tuple[PlannerOptions, tuple[str, ...]]:
         """The options without hints that are about other graphs of a model with graph breaks; a note of those."""
         options = self.options.planner
-        if self.goes_on is None and not self.session.pieces:
+        if self.graph_break is None and not self.session.pieces:
             return options, ()
         here = {h: matches(graph, h[0]) for h in parse_hints(options.hints)}
         notes = tuple(
@@ -445,4 +547,4 @@ def _readable(source: str) -> str:
     return ".".join(parts) if parts else re.sub(r"^L\['(\w+)'\]", r"\1", source)
 
 
-compat_compile.watch_frames(backend, _skipped)
+compat_compile.watch_frames(backend, _note_skipped)

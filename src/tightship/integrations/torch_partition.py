@@ -1,25 +1,93 @@
-"""Piece: one graph of a compiled model, planned, and the functions that AOTAutograd's wrappers call."""
+"""One graph of a compiled model, planned, as the two functions that AOTAutograd's wrappers call.
+
+The plan's steps are cut at the boundary op. What is resident there and read later is what autograd saves
+between the two passes; it comes back in the backward pass, where each tensor is dropped at its planned free.
+"""
 
 from __future__ import annotations
 
-import warnings
+from collections import Counter
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
+
+import torch
 
 from tightship.errors import Unsupported, VerificationFailed
 from tightship.execute.allocator import Arena
-from tightship.execute.interpreter import PeakMismatch, RunStats, mismatch
+from tightship.execute.interpreter import Executor, Part, RunStats, report
 from tightship.execute.script import device_of
+from tightship.execute.views import dtype_of, mismatch
 from tightship.frontends.torch import compat, compat_compile
-from tightship.frontends.torch.joint import Joint
+from tightship.frontends.torch.capture.joint import Joint
 from tightship.frontends.torch.program import Program, Ref, Slot
 from tightship.graph import Graph
-from tightship.integrations.torch_executor import Cut, Half, HalfStats, fitted, placed_orders
-from tightship.plan import Plan
+from tightship.plan import Plan, Step
 from tightship.process_local import NotCopied
+from tightship.simulate import replay
 from tightship.units import format_bytes
 
-__all__ = ["Lane", "Piece"]
+__all__ = ["Cut", "Lane", "Piece", "cut"]
+
+
+@dataclass(frozen=True)
+class Cut:
+    """Where a plan's steps are cut: ``at`` is the boundary's step (the number of steps, if there is none).
+
+    ``saved`` are the values that cross it: first those of the caller's storages, then the bases of storages
+    that the forward pass made. ``resident`` bytes (static set included) are in memory just before the
+    boundary, ``resumed`` just after it; ``peaks`` are the most bytes in use in the forward and in the
+    backward pass.
+    """
+
+    at: int
+    saved: tuple[int, ...]
+    made: tuple[int, ...]
+    resident: int
+    resumed: int
+    peaks: tuple[int, int]
+
+
+def cut(joint: Joint, program: Program, plan: Plan) -> Cut:
+    """Cuts ``plan`` (of ``program``, which is ``joint``'s, measured) at the boundary.
+
+    Raises ``VerificationFailed`` if an op that draws random numbers would draw twice: wrong gradients, no
+    error.
+    """
+    graph, steps = program.graph, plan.steps
+    drawn = Counter(s.op for s in steps if s.kind in ("compute", "recompute") and graph.ops[s.op].random)
+    twice = [f"{graph.ops[k].name} draws {n} times" for k, n in drawn.items() if n > 1]
+    if twice:
+        raise VerificationFailed(twice, "torch.compile")
+    line = replay(graph, steps)
+    static = graph.static_bytes
+    if joint.boundary is None:
+        return Cut(len(steps), (), (), line.resident[-1] if steps else static, 0, (line.peak, 0))
+    at = next(i for i, s in enumerate(steps) if s.kind == "compute" and s.op == joint.boundary)
+    needed = _needed(program, joint, steps[at + 1 :])
+    saved = tuple(
+        s.value for s in program.slots if s.role != "constant" and graph.values[s.value].storage in needed
+    )
+    owned = {graph.values[s.value].storage for s in program.slots}
+    made = tuple(program.bases[s] for s in sorted(needed - owned))
+    before = line.resident[at - 1] if at else static
+    peaks = (max(line.during[:at], default=static), max(line.during[at:]))
+    return Cut(at, saved, made, before, line.resident[at], (max(peaks[0], static), peaks[1]))
+
+
+def _needed(program: Program, joint: Joint, steps: Sequence[Step]) -> set[int]:
+    """Storages that the steps read before they make them themselves, tangents excluded."""
+    graph, uses = program.graph, program.graph.uses
+    brought = {graph.values[v].storage for v in joint.tangents}
+    needed: set[int] = set()
+    there = set(brought)
+    for step in steps:
+        if step.kind in ("compute", "recompute"):
+            skip = graph.ops[step.op].updates if step.kind == "recompute" else ()
+            needed.update(s for s in uses.reads[step.op] if s not in there and s not in skip)
+            there.update(uses.defines[step.op] if step.kind == "compute" else step.storages)
+    ends = {graph.values[r.value].storage for r in joint.backward if isinstance(r, Ref)}
+    return needed | (ends - there)
 
 
 class Lane(NotCopied):
@@ -75,19 +143,19 @@ class Piece(NotCopied):
         self.unplaced = 0
         self.saved = tuple(saved)
         self._joint, self._lane = joint, lane
-        found, note = placed_orders(program, plan, joint.boundary)
-        self.notes += [note] if note else []
-        self._placed = arena and found is not None and found.placed
-        self._extent = found.extent if found is not None and self._placed else 0
+        self._build(where)
+        requests = self.forward_pass.requests
+        self.notes += [] if requests else self.forward_pass.notes
+        self._placed = arena and requests is not None and requests.placed
+        self._extent = requests.extent if requests is not None and self._placed else 0
         self._device = device_of(program.graph) or "cpu"
-        self._heap = None if found is None else Arena(0, self._device)
+        self._heap = None if requests is None else Arena(0, self._device)
         kept = {program.graph.values[v].storage for v in program.results}
         self._tracked = [
             k for k, v in enumerate(self.saved)
             if v in set(where.made) and program.graph.values[v].storage not in kept
         ]  # fmt: skip
-        self._build(where, found)
-        self._first: HalfStats | None = None
+        self._first: RunStats | None = None
         self._outputs: dict[int, Any] = {}
         self._complained = False
 
@@ -100,26 +168,29 @@ class Piece(NotCopied):
 
         return describe(self.plan, self.graph)
 
-    def _build(self, where: Cut, found: Any) -> None:
+    def _build(self, where: Cut) -> None:
         program, plan, joint = self.program, self.plan, self._joint
         constants = [s for s in program.slots if s.role == "constant"]
         primals = [s for s in program.slots if s.role != "constant"]
         self._constants = [program.constants[s.key] for s in constants]
         self._positions = [s.key for s in primals]
         self._forward_values = [r.value for r in joint.forward if isinstance(r, Ref)]
-        self.forward_half = Half(
-            program, plan, range(where.at), [*primals, *constants], [*self._forward_values, *self.saved],
-            found=found, begins=program.graph.static_bytes, peak=where.peaks[0],
-        )  # fmt: skip
-        self.backward_half: Half | None = None
-        self._peak_kept = where.peaks[1] + where.resident - program.graph.static_bytes
+
+        def executor(steps: range, slots: list[Slot], results: list[int], begins: int, peak: int) -> Executor:
+            slots = [*slots, *constants]
+            part = Part(steps, tuple(slots), tuple(results), begins, peak, joint.boundary)
+            return Executor(program, plan, part=part)
+
+        results = [*self._forward_values, *self.saved]
+        static = program.graph.static_bytes
+        self.forward_pass = executor(range(where.at), primals, results, static, where.peaks[0])
+        self.backward_pass: Executor | None = None
+        self._peak_kept = where.peaks[1] + where.resident - static
         if joint.boundary is not None:
-            brought = [Slot(v, "input", k) for k, v in enumerate((*self.saved, *joint.tangents))]
+            given = [Slot(v, "input", k) for k, v in enumerate((*self.saved, *joint.tangents))]
             results = [r.value for r in joint.backward if isinstance(r, Ref)]
-            self.backward_half = Half(
-                program, plan, range(where.at + 1, len(plan.steps)), [*brought, *constants], results,
-                found=found, begins=where.resumed, peak=where.peaks[1],
-            )  # fmt: skip
+            steps = range(where.at + 1, len(plan.steps))
+            self.backward_pass = executor(steps, given, results, where.resumed, where.peaks[1])
 
     def handed_out(self, storage: int) -> bool:
         """Whether the storage of that identity is a result of the last forward pass, and still there."""
@@ -137,37 +208,37 @@ class Piece(NotCopied):
             self.unplaced += 1
             self._note("a forward pass ran outside the arena: tensors of an earlier one lay there")
         arena = self._lane.fit(self._extent, self._device) if placed else self._heap
-        found, stats = self.forward_half.run(tensors, arena, placed=placed)
+        results = self.forward_pass.execute(tensors, arena, placed=placed, consume=True)
         count = len(self._forward_values)
-        saved = found[count:]
+        saved = results[count:]
         if placed and self._tracked:
             self._lane.hold(self, [saved[k] for k in self._tracked])
-        self._first = stats
-        self._outputs = {compat.storage_key(t): compat.storage_reference(t) for t in found[:count]}
-        if self.backward_half is None:
-            self._report(stats, None)
-        return _filled(self._joint.forward, found[:count]) + saved
+        self._first = self.forward_pass.last
+        self._outputs = {compat.storage_key(t): compat.storage_reference(t) for t in results[:count]}
+        if self.backward_pass is None:
+            self._report(self._first)
+        return _fill(self._joint.forward, results[:count]) + saved
 
     def backward(self, args: list[Any]) -> list[Any]:
         """The gradients, from what was saved and the tangents. Empties ``args``."""
-        assert self.backward_half is not None
+        assert self.backward_pass is not None
         again = compat_compile.graph_is_kept()
         if again:
             self._check_again()
         count = len(self.saved)
-        brought = [x for x in args[count:] if x is not None]
-        tangents = [fitted(self.program, v, t) for v, t in zip(self._joint.tangents, brought, strict=True)]
+        given = [x for x in args[count:] if x is not None]
+        tangents = [_as_traced(self.program, v, t) for v, t in zip(self._joint.tangents, given, strict=True)]
         tensors = args[:count] + tangents + self._constants
         placed = self._placed and not again and self._returned(args)
         args.clear()
-        del tangents, brought
+        del tangents, given
         arena = self._lane.fit(self._extent, self._device) if placed else self._heap
-        found, stats = self.backward_half.run(tensors, arena, placed=placed)
+        results = self.backward_pass.execute(tensors, arena, placed=placed, consume=True)
         if again:
             self._note("retain_graph: what was saved stays in memory, which is not planned")
         else:
-            self._report(self._first, stats)
-        return _filled(self._joint.backward, found)
+            self._report(self._first, self.backward_pass.last)
+        return _fill(self._joint.backward, results)
 
     def _check_again(self) -> None:
         """Raise ``Unsupported``, before anything is computed, for a backward pass that is to be differentiated, and
@@ -198,32 +269,36 @@ class Piece(NotCopied):
         if text not in self.notes:
             self.notes.append(text)
 
-    def _report(self, first: HalfStats | None, second: HalfStats | None) -> None:
-        halves = [h for h in (first, second) if h is not None]
-        if not halves:
+    def _report(self, *passes: RunStats | None) -> None:
+        stats = [s for s in passes if s is not None]
+        if not stats:
             return
         self.last = RunStats(
-            planned_peak=max(h.planned_peak for h in halves),
-            measured_peak=max(h.measured_peak for h in halves),
-            process_peak=max(h.process_peak for h in halves),
+            planned_peak=max(s.planned_peak for s in stats),
+            measured_peak=max(s.measured_peak for s in stats),
+            process_peak=max(s.process_peak for s in stats),
             static=self.program.graph.static_bytes,
-            arena=max(h.high_water for h in halves),
-            requests=sum(h.requests for h in halves),
-            misses=sum(h.misses for h in halves),
-            short=sum(h.short for h in halves),
+            arena=max(s.arena for s in stats),
+            requests=sum(s.requests for s in stats),
+            misses=sum(s.misses for s in stats),
+            short=sum(s.short for s in stats),
             exact=True,
-            first_misses=tuple(m for h in halves for m in h.first_misses)[:8],
+            first_misses=tuple(m for s in stats for m in s.first_misses)[:8],
         )
-        if self.last.as_planned:
-            return
-        text = mismatch(self.last)
-        if self.strict:
-            raise VerificationFailed(text, f"running graph {self.name}")
-        if not self._complained:
-            self._complained = True
-            warnings.warn(f"graph {self.name}: " + "; ".join(text), PeakMismatch, stacklevel=2)
+        if self.strict or not self._complained:
+            self._complained = not self.last.as_planned
+            report(self.last, self.strict, self.name)
 
 
-def _filled(spec: Sequence[Any], tensors: Sequence[Any]) -> list[Any]:
+def _fill(spec: Sequence[Any], tensors: Sequence[Any]) -> list[Any]:
     given = iter(tensors)
     return [next(given) if isinstance(x, Ref) else x for x in spec]
+
+
+def _as_traced(program: Program, value: int, tensor: Any) -> Any:
+    """A tangent as it was traced: autograd may hand over a part of a larger tensor."""
+    if mismatch(program, value, tensor, storage=False) is None and tensor.storage_offset() == 0:
+        return tensor
+    info = program.graph.values[value]
+    new = torch.empty_strided(info.shape, info.stride, dtype=dtype_of(info.dtype), device=tensor.device)
+    return new.copy_(tensor)

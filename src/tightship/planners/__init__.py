@@ -3,7 +3,8 @@
 A module is a planner when it has a function ``plan`` and a dataclass ``Options``; its file name, with ``-``
 for ``_``, is its name, and its folder its group. Putting the file into a folder is all there is to do. The
 systems tightship answers to stand in ``tightship.baselines`` and say group and name in ``PLANNER``; a package
-of somebody else's adds planners through the entry-point group ``tightship.planners`` (``group/name``).
+of somebody else's adds planners through the entry-point group ``tightship.planners`` (``group/name``). A module
+with several planners, such as rows of one table, lists them in ``PLANNERS``, a tuple of ``PlannerInfo``.
 """
 
 from __future__ import annotations
@@ -29,13 +30,14 @@ ENTRY_POINTS = "tightship.planners"
 @dataclass(frozen=True, slots=True)
 class PlannerInfo:
     """A planner: its ``name``, the ``group`` (folder) it stands in ("" for none), what it does in one line,
-    the dataclass of its ``options`` and the function ``plan`` that takes them last."""
+    the dataclass of its ``options``, the function ``plan`` that takes them last, and its whole ``documentation``."""
 
     name: str
     group: str
     summary: str
     options: type[Any]
     plan: Callable[..., Any]
+    documentation: str = ""
 
 
 def planners(group: str | None = None) -> dict[str, PlannerInfo]:
@@ -43,8 +45,10 @@ def planners(group: str | None = None) -> dict[str, PlannerInfo]:
 
     Names are unique within a group; without ``group``, one that stands in several is given as ``group/name``.
     """
-    ours = (_planner(module, at) for module, at in _modules())
-    found = [info for info in (*ours, *_of_others()) if info and group in (None, info.group)]
+    ours = (
+        info for package in PACKAGES for module, at in _modules_in(package, "") for info in _ours(module, at)
+    )
+    found = [info for info in (*ours, *_of_others()) if group in (None, info.group)]
     names = [info.name for info in found]
     return {
         f"{info.group}/{info.name}" if info.group and names.count(info.name) > 1 else info.name: info
@@ -60,13 +64,8 @@ def planner(name: str, group: str | None = None) -> PlannerInfo:
     return known[name]
 
 
-def _modules() -> Iterator[tuple[str, str]]:
-    """(dotted name, group) of every module that may be a planner."""
-    for package in PACKAGES:
-        yield from _modules_in(package, "")
-
-
 def _modules_in(package: str, group: str) -> Iterator[tuple[str, str]]:
+    """(dotted name, group) of every module that may be a planner."""
     for entry in pkgutil.iter_modules(importlib.import_module(package).__path__):
         if entry.name.startswith("_"):
             continue
@@ -95,19 +94,22 @@ def _of_others() -> Iterator[PlannerInfo]:
         yield made
 
 
-def _planner(module_name: str, group: str) -> PlannerInfo | None:
+def _ours(module_name: str, group: str) -> tuple[PlannerInfo, ...]:
     module = importlib.import_module(module_name)
+    if rows := getattr(module, "PLANNERS", ()):
+        return tuple(rows)
     said = getattr(module, "PLANNER", None)
     if said is not None:
         group, _, name = said.rpartition("/")
     else:
         name = module_name.rpartition(".")[2].replace("_", "-")
-    return _planner_of(module, name, group)
+    made = _planner_of(module, name, group)
+    return () if made is None else (made,)
 
 
 def _planner_of(module: object, name: str, group: str) -> PlannerInfo | None:
     plan, options = getattr(module, "plan", None), getattr(module, "Options", None)
     if not callable(plan) or not isinstance(options, type):
         return None  # a part that several planners share
-    summary = (module.__doc__ or "").strip().partition("\n")[0]
-    return PlannerInfo(name, group, summary, options, plan)
+    text = (module.__doc__ or "").strip()
+    return PlannerInfo(name, group, text.partition("\n")[0], options, plan, text)

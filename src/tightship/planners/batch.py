@@ -57,10 +57,10 @@ def max_batch(
     Raises ``Infeasible`` if no size that runs fits, ``BadInput`` for a budget that is a percentage and for a step
     that runs at no size but ``start``; what ``graph_of(start)`` raises is passed on.
     """
-    limit = parse_budget(budget)
-    if limit.bytes is None:
-        raise BadInput("the budget for the largest batch is a number of bytes", str(limit), "budget")
-    search = _Search(graph_of, limit.bytes, options or default.Options(), say or (lambda text: None))
+    budget = parse_budget(budget)
+    if budget.bytes is None:
+        raise BadInput(f"{budget}: the largest batch needs a budget in bytes, such as 6GiB", place="budget")
+    search = _Search(graph_of, budget.bytes, options or default.Options(), say or (lambda text: None))
     start = max(1, start)
     search.graphs[start] = graph_of(start)
     unit, interrupted = 1, False
@@ -73,7 +73,7 @@ def max_batch(
         interrupted = True
     if not search.plans:
         smallest = min(search.graphs)
-        search.plans[smallest] = default.plan(search.graphs[smallest], limit, options)
+        search.plans[smallest] = default.plan(search.graphs[smallest], budget, options)
     best = max(search.plans)
     tried = {n: n in search.plans for n in sorted(search.tried | {best})}
     return MaxBatch(best, search.plans[best], search.graphs[best], tried, search.refused, unit, interrupted)
@@ -84,7 +84,7 @@ class _Search:
     """What is known of the sizes that were looked at."""
 
     graph_of: GraphOf
-    limit: int
+    budget: int
     options: default.Options
     say: Callable[[str], None]
     graphs: dict[int, Graph] = field(default_factory=dict)
@@ -108,8 +108,9 @@ class _Search:
             if self.runs(start + step):
                 return step
         why = self.refused[start + 1]
-        rule = f"the step runs at other sizes of the batch than the sample's {start}"
-        raise BadInput(rule, why, f"a batch of {start + 1}")
+        raise BadInput(
+            f"the step does not run at other batch sizes than the sample's {start}: with {start + 1}, {why}"
+        )
 
     def bisect(self, start: int, unit: int) -> None:
         """Looks at ``start`` times ``unit``, then at twice as many, then between what fits and what does not."""
@@ -126,9 +127,9 @@ class _Search:
         if n not in self.tried:
             self.tried.add(n)
             self.say(f"a batch of {n}")
-            if self.runs(n) and self._least(n) <= self.limit:
+            if self.runs(n) and self._least(n) <= self.budget:
                 with suppress(Infeasible):
-                    self.plans[n] = default.plan(self.graphs[n], self.limit, self.options)
+                    self.plans[n] = default.plan(self.graphs[n], self.budget, self.options)
         return n in self.plans
 
     def _least(self, n: int) -> float:

@@ -1,7 +1,7 @@
 """The whole trade-off of a graph: plans for many budgets, found together, and what fixed policies give.
 
 Problem: for every budget the fastest plan within it. Measure: seconds against bytes. All budgets share one order
-and one frame, so that what the search finds for one is a start for the others. Guarantee: monotone by construction,
+and one problem, so that what the search finds for one is a start for the others. Guarantee: monotone by construction,
 since a plan that needs less memory and is no slower is also the plan for more; every plan is verified. Known limits:
 those of the default planner.
 """
@@ -12,12 +12,14 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
+import numpy as np
+
 from tightship.baselines import checkpoint
 from tightship.errors import BadInput, Infeasible, TightshipError, Unsupported
 from tightship.graph import Graph
 from tightship.plan import Plan, Step
 from tightship.planners import default
-from tightship.planners.evict.problem import EVICT, Decision, Frame
+from tightship.planners.evict.problem import EVICT, Decision, EvictionProblem
 from tightship.simulate import baseline, replay
 from tightship.units import Budget
 
@@ -99,22 +101,25 @@ def frontier(
     An interrupt ends the search and gives back what there is, if there is anything.
     """
     if not 1 <= points <= MOST:
-        raise BadInput(f"a frontier has 1 to {MOST} points", points, "points")
+        raise BadInput(f"{points} points: expected 1 to {MOST}", place="points")
     began = time.perf_counter()
     o = options or default.Options()
     before = replay(graph, baseline(graph)).peak
-    frame = replace(default.frame_of(graph, default.order_of(graph, o, before), o), stuck=stuck)
+    problem = replace(default.problem_of(graph, default.order_of(graph, o, before), o), stuck=stuck)
     notes: list[str] = []
     if peers:
-        beside = (*others(Frame(graph, frame.order, in_place=False), saved or {}, notes.append), *beside)
+        beside = (
+            *others(EvictionProblem(graph, problem.order, in_place=False), saved or {}, notes.append),
+            *beside,
+        )
     else:
         beside = ()
-    for kept in (saved or {}).values() if peers and "recompute" in frame.means else ():
-        frame.archive.offer(with_saved(frame, kept))
+    for kept in (saved or {}).values() if peers and "recompute" in problem.means else ():
+        problem.archive.offer(with_saved(problem, kept))
     searches = points + len(beside)
     each = replace(o, seconds=o.seconds / searches, work=o.work // searches)
     search = _Search(
-        graph, frame, each, [default.plan(graph, None, each, frame=frame)], say or (lambda text: None)
+        graph, problem, each, [default.plan(graph, None, each, problem=problem)], say or (lambda text: None)
     )
     made, budgets = search.made, [needs(search.made[0])]
     interrupted = False
@@ -125,10 +130,10 @@ def frontier(
             if min(budgets) < x.peak < budgets[0] and x.peak not in budgets:
                 search.at(x.peak, "as much memory as others")
             best = _best(made, x.peak)
-            allowed = x.steps and not frame.only and "recompute" in frame.means
+            allowed = x.steps and not problem.only and "recompute" in problem.means
             if allowed and (best is None or best.time > x.time):
                 try:
-                    made.append(default.adopted(frame, x.steps, each, x.name))  # then theirs is the plan
+                    made.append(default.plan_steps(problem, x.steps, each, x.name))  # then theirs is the plan
                 except TightshipError as error:
                     notes.append(f"{x.name}: no plan of ours, {str(error).splitlines()[0]}")
     except KeyboardInterrupt:
@@ -146,7 +151,7 @@ class _Search:
     """Plans made so far (the first keeps everything), and how to make more of them."""
 
     graph: Graph
-    frame: Frame
+    problem: EvictionProblem
     each: default.Options
     made: list[Plan]
     say: Said
@@ -155,7 +160,7 @@ class _Search:
         """Plan for a budget; the least bytes that were enough, placed, should it not be met."""
         self.say(why)
         try:
-            self.made.append(default.plan(self.graph, Budget(bytes=budget), self.each, frame=self.frame))
+            self.made.append(default.plan(self.graph, Budget(bytes=budget), self.each, problem=self.problem))
         except Infeasible as no:
             return max(no.best_peak, no.placed or 0)
         return budget
@@ -183,7 +188,7 @@ class _Search:
             if best is not None:
                 known = next((p.time_bound for p in self.made if p.budget == budget), None)
                 if known is None:
-                    known = default.least_time(self.graph, self.frame, self.each, budget)
+                    known = default.least_time(self.graph, self.problem, self.each, budget)
                 found.append(replace(best, budget=budget, time_bound=min(known, best.time)))
         return tuple(found)
 
@@ -196,7 +201,9 @@ def _best(made: Sequence[Plan], budget: int) -> Plan | None:
 # --- what others do ---
 
 
-def others(frame: Frame, saved: Mapping[str, frozenset[int]], say: Said | None = None) -> tuple[Other, ...]:
+def others(
+    problem: EvictionProblem, saved: Mapping[str, frozenset[int]], say: Said | None = None
+) -> tuple[Other, ...]:
     """Fixed policies on the same graph in the same order, simulated: checkpoints around blocks, and saved sets
     from which the rest is recomputed where the backward needs it. ``say`` is told of each that cannot be carried
     out, which is left out."""
@@ -207,33 +214,29 @@ def others(frame: Frame, saved: Mapping[str, frozenset[int]], say: Said | None =
         "selective": checkpoint.Options(selective=True),
         "selective, inner": checkpoint.Options(depth=2, selective=True),
     }.items():
-        found = checkpoint.plan(frame, 0, o)
+        found = checkpoint.plan(problem, 0, o)
         if found.runs:
             decided[name] = found
-    decided |= {name: with_saved(frame, kept) for name, kept in saved.items()}
+    decided |= {name: with_saved(problem, kept) for name, kept in saved.items()}
     rows = []
     for name, found in decided.items():
         try:
-            rows.append(_row(frame, name, found))
+            rows.append(_row(problem, name, found))
         except Unsupported as error:
             if say is not None:
                 say(f"{name}: left out, {error.why}")
     return tuple(rows)
 
 
-def with_saved(frame: Frame, saved: frozenset[int]) -> Decision:
+def with_saved(problem: EvictionProblem, saved: frozenset[int]) -> Decision:
     """Everything but ``saved`` leaves between forward and backward."""
-    phases = [frame.graph.ops[k].phase for k in frame.order]
-    bits = frame.nothing()
-    if "backward" in phases:
-        boundary = phases.index("backward")
-        for g, (s, start, end) in enumerate(frame.gaps.tolist()):
-            if start < boundary <= end and s not in saved:
-                bits[g] = EVICT
-    return frame.cost(bits, 0)
+    if all(op.phase != "backward" for op in problem.graph.ops):
+        return problem.cost(problem.nothing(), 0)
+    leaves = problem.crossing & ~np.isin(problem.gaps[:, 0], list(saved))
+    return problem.cost(leaves.astype(np.uint8) * np.uint8(EVICT), 0)
 
 
-def _row(frame: Frame, name: str, d: Decision) -> Other:
-    steps = frame.lower(d)
-    line = replay(frame.graph, steps)
-    return Other(name, line.peak, line.time, extra_flops(frame.graph, steps), steps=steps)
+def _row(problem: EvictionProblem, name: str, d: Decision) -> Other:
+    steps = problem.lower(d)
+    line = replay(problem.graph, steps)
+    return Other(name, line.peak, line.time, extra_flops(problem.graph, steps), steps=steps)

@@ -6,17 +6,21 @@ inside an op can share bytes with a result the same op asks for later, as the al
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 
+from tightship.analysis.bounds import lower_bound
 from tightship.graph import Graph, Op, aligned
-from tightship.plan import Residence, Step
+from tightship.plan import Plan, Residence, Step
 from tightship.planners.place import portfolio
-from tightship.simulate import extra_bytes
+from tightship.simulate import baseline, extra_bytes, replay
+from tightship.verify import check
 
-__all__ = ["Layout", "lay_out", "stays"]
+__all__ = ["Layout", "Workspace", "lay_out", "pack_workspaces", "stays", "unevicted_plan"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,3 +149,63 @@ def _lines(rows: Sequence[Residence], steps: Sequence[Step]) -> list[list[Reside
         if r.form == "full" and r.storage >= 0:
             ended[r.storage, r.end] = line
     return lines
+
+
+@dataclass(frozen=True, slots=True)
+class Workspace:
+    """Bytes that an op needs beyond its values, and where each of its temporaries lies in them."""
+
+    size: int
+    offsets: dict[Residence, int]
+
+
+def pack_workspaces(rows: Iterable[Residence], alignment: int) -> dict[int, Workspace]:
+    """By step, of the residences without a storage: a small packing of each op's own, where temporaries that follow
+    one another share bytes. ``first`` and ``last`` are the times within the step."""
+    by_step: dict[int, list[Residence]] = {}
+    for r in rows:
+        if r.storage < 0:
+            by_step.setdefault(r.start, []).append(r)
+    found = {}
+    for step, mine in by_step.items():
+        end = max(r.last for r in mine) + 1
+        lower = [max(r.first, 0) for r in mine]
+        upper = [max(r.last if r.last >= 0 else end, at + 1) for r, at in zip(mine, lower, strict=True)]
+        sizes = [aligned(r.size, alignment) for r in mine]
+        offsets, arena, _ = portfolio.offsets(lower, upper, sizes, time_limit=None, work_limit=1_000)
+        found[step] = Workspace(arena, dict(zip(mine, offsets.tolist(), strict=True)))
+    return found
+
+
+def unevicted_plan(
+    graph: Graph,
+    steps: tuple[Step, ...],
+    residences: Iterable[Residence],
+    planner: str,
+    *,
+    began: float,
+    facts: Mapping[str, Any],
+    note: str,
+    arena: int | None = None,
+) -> Plan:
+    """A verified plan of steps that compute and free only, with its residences where they are given; ``facts`` go
+    into ``meta`` by the planner's name. ``arena``: what they span, unless more is given."""
+    rows, line, before = tuple(residences), replay(graph, steps), replay(graph, baseline(graph))
+    made = Plan(
+        digest=graph.digest,
+        steps=steps,
+        residences=rows,
+        peak=line.peak,
+        peak_before=before.peak,
+        static=graph.static_bytes,
+        arena=max((r.offset + r.size for r in rows), default=0) if arena is None else arena,
+        lower_bound=int(lower_bound(graph)),
+        time=line.time,
+        time_before=before.time,
+        planner=planner,
+        seconds=time.perf_counter() - began,
+        notes=(note,),
+        meta={planner: dict(facts)},
+    )
+    check(graph, made)
+    return made

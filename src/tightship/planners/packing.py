@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from tightship.errors import BadInput, VerificationFailed
+from tightship.options import option
 from tightship.plan import Problem, Solution
 from tightship.planners import PlannerInfo, planner
 from tightship.planners.place.best_of import Interrupted, watched
@@ -26,14 +27,12 @@ DEFAULT = "portfolio"
 
 @dataclass(frozen=True, slots=True)
 class Search:
-    """``seed``: where the search begins; ``work``: buffers that each search may place; ``seconds``: time in all.
+    """When a search ends. The same seed and work give the same answer unless the time ended it. Planners that do not
+    search need none of them."""
 
-    The same seed and work give the same answer unless the time ended it. Planners that do not search need
-    none of them."""
-
-    seed: int = 0
-    work: int = 200_000
-    seconds: float = 10.0
+    seed: int = option(0, "where the search begins")
+    work: int = option(200_000, "buffers that each search may place")
+    seconds: float = option(10.0, "time in all")
 
 
 def pack(
@@ -48,7 +47,7 @@ def pack(
     Raises ``Interrupted``, a ``KeyboardInterrupt``, with the best so far when Ctrl-C ends a search."""
     run, limits = _Run(planner(planner_name, "place")), search or Search()
     if baseline is not None and problem.pools:
-        raise BadInput("a baseline is a packing in one arena; the problem has pools", place="baseline")
+        raise BadInput("cannot be used with pools: a baseline is a packing in one arena", place="baseline")
     if baseline is not None:
         _check_baseline(problem, baseline)
     if problem.pools:
@@ -123,8 +122,7 @@ def _check_baseline(problem: Problem, offsets: Sequence[int]) -> None:
     arena = _arena(problem, offsets)
     wrong = check_solution(replace(problem, capacity=None), Solution(tuple(map(int, offsets)), arena))
     if wrong:
-        rule = f"a baseline is a packing of the problem in which nothing is wrong ({wrong[0].message})"
-        raise BadInput(rule, place="baseline")
+        raise BadInput(f"wrong packing: {wrong[0].message}", place="baseline")
 
 
 def _arena(problem: Problem, offsets: Sequence[int]) -> int:

@@ -15,14 +15,13 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from tightship.diagnose.infeasible_subset import Clash, clash
+from tightship.diagnose.infeasible_subset import InfeasibleSubset, infeasible_subset
 from tightship.errors import BadInput
 from tightship.plan import Buffer, Pool, Problem, Solution
-from tightship.planners.place.groups import merge
 from tightship.planners.place.orders import by_size
-from tightship.planners.place.problem import Ints, load, related
+from tightship.planners.place.problem import Ints, load, merge, related
 
-__all__ = ["check_pools", "clash_of_pools", "spill"]
+__all__ = ["check_pools", "infeasible_subset_of_pools", "spans", "spill"]
 
 Place = Callable[[Problem], Solution]
 Spot = tuple[int, int]
@@ -43,18 +42,19 @@ def check_pools(problem: Problem) -> None:
     known: set[str] = set()
     for pool in problem.pools:
         if pool.name in known:
-            raise BadInput("a pool is named once", pool.name, "Problem.pools")
+            raise BadInput(f"duplicate pool {pool.name!r}", place="Problem.pools")
         known.add(pool.name)
         if (pool.capacity is not None and pool.capacity < 0) or (pool.heap is not None and pool.heap < 1):
-            raise BadInput(
-                "a capacity is not negative, and a heap has at least 1 byte", pool, "Problem.pools"
-            )
+            rule = f"capacity {pool.capacity}, heap {pool.heap}: at least 0 and 1 bytes are needed"
+            raise BadInput(rule, place=f"pool {pool.name!r}")
     if problem.capacity is not None:
-        raise BadInput("with pools, capacities are theirs", problem.capacity, "Problem.capacity")
+        rule = f"capacity {problem.capacity} with pools: give each pool its own"
+        raise BadInput(rule, place="Problem.capacity")
     for b in problem.buffers:
         for name in b.pools:
             if name not in known:
-                raise BadInput(f"a pool is one of {', '.join(sorted(known))}", name, f"buffer {b.id!r}")
+                rule = f"unknown pool {name!r}; there are {', '.join(sorted(known))}"
+                raise BadInput(rule, place=f"buffer {b.id!r}")
 
 
 def spill(problem: Problem, place: Place) -> Solution:
@@ -90,30 +90,40 @@ def spill(problem: Problem, place: Place) -> Solution:
             spots[name][k] = _beyond(problem, units, spots[name], k)
         for i in u.members:
             homes[i], offsets[i] = (name, spots[name][k][0]), spots[name][k][1]
+    if any(choice):
+        planner = f"{planner}+spill"
+    arena, bound = sum(spans(problem, offsets, homes).values()), load(_bare(problem.buffers))
+    return Solution(tuple(offsets), arena, bound, planner, seconds, work, tuple(homes))
+
+
+def spans(
+    problem: Problem, offsets: Sequence[int], homes: Sequence[tuple[str, int]]
+) -> dict[tuple[str, int], int]:
+    """By pool and heap, the bytes that what lies in it spans."""
     tops: dict[tuple[str, int], int] = {}
     for b, x, home in zip(problem.buffers, offsets, homes, strict=True):
         tops[home] = max(tops.get(home, 0), x + b.size)
-    if any(choice):
-        planner = f"{planner}+spill"
-    return Solution(tuple(offsets), sum(tops.values()), _load(problem), planner, seconds, work, tuple(homes))
+    return tops
 
 
-def clash_of_pools(problem: Problem) -> Clash | None:
+def infeasible_subset_of_pools(problem: Problem) -> InfeasibleSubset | None:
     """Buffers that prove that the capacities cannot be met: too many for all pools, or for the one pool that they
     may go to."""
     limits = [pool.capacity for pool in problem.pools]
-    if None not in limits and (found := clash(_bare(problem.buffers), sum(c or 0 for c in limits))):
+    if None not in limits and (
+        found := infeasible_subset(_bare(problem.buffers), sum(c or 0 for c in limits))
+    ):
         return found
     for pool in problem.pools:
         bound_to = [
             b for b in problem.buffers if (b.pools or tuple(p.name for p in problem.pools)) == (pool.name,)
         ]
         for limit in (pool.capacity, None if len(bound_to) != 1 else pool.heap):
-            if limit is not None and bound_to and (found := clash(_bare(bound_to), limit)):
+            if limit is not None and bound_to and (found := infeasible_subset(_bare(bound_to), limit)):
                 return found
         for b in bound_to:
             if pool.heap is not None and b.size > pool.heap:
-                return Clash(b.lower, (b.id,), b.size)
+                return InfeasibleSubset(b.lower, (b.id,), b.size)
     return None
 
 
@@ -227,8 +237,3 @@ def _size(problem: Problem, unit: _Unit) -> int:
 
 def _bare(buffers: Sequence[Buffer]) -> Problem:
     return Problem(tuple(replace(b, pools=()) if b.pools else b for b in buffers))
-
-
-def _load(problem: Problem) -> int:
-    """The most bytes alive at one time, wherever they lie."""
-    return load(_bare(problem.buffers))

@@ -11,49 +11,34 @@ from rich import box
 from rich.console import RenderableType
 from rich.table import Table
 
-from tightship.hlo.assign.allocate import Allocation, Assignment, between
+from tightship.hlo.assign.allocate import Allocation, Assignment
 from tightship.hlo.dataflow import Buffer, Node
 from tightship.hlo.liveness import LiveRanges
+from tightship.hlo.peak import Peak
 from tightship.units import format_bytes, format_seconds
-
-_CARRY = frozenset({"while", "conditional", "call", "parameter", "copy", "get-tuple-element"})
-"""What hands buffers on between a computation and its caller."""
 
 _SCALAR = 8
 """Bytes of an index; a slice is larger."""
 
 _LAYOUT = re.compile(r"\{[^}]*\}")
 
-__all__ = ["Resident", "assignment_rows", "assignment_text", "kind_of", "residents", "residents_table"]
+__all__ = ["PeakRow", "assignment_rows", "assignment_text", "kind_of", "peak_rows", "peak_table"]
 
 
 @dataclass(frozen=True)
-class Resident:
-    """A buffer that is there at the peak. ``made`` and ``used`` are steps: when it was made, and when it is next
+class PeakRow:
+    """A buffer that is resident at the peak. ``made`` and ``used`` are steps: when it was made, and when it is next
     used (-1: by whoever called). What a loop carries is told by what makes it in the body."""
 
     name: str
     shape: str
-    nbytes: int
+    bytes: int
     opcode: str
     kind: str
     op_name: str
     source: str
     made: int
     used: int
-
-    def as_dict(self) -> dict[str, Any]:
-        return {
-            "name": self.name,
-            "shape": self.shape,
-            "bytes": self.nbytes,
-            "opcode": self.opcode,
-            "kind": self.kind,
-            "op_name": self.op_name,
-            "source": self.source,
-            "made": self.made,
-            "used": self.used,
-        }
 
 
 def assignment_rows(made: Assignment) -> dict[str, Any]:
@@ -96,21 +81,21 @@ def assignment_text(made: Assignment) -> str:
     return "\n".join([*lines, *(f"  note         {note}" for note in made.live.points.module.notes)])
 
 
-def residents(made: Assignment, step: int) -> list[Resident]:
-    """Who is there at a step, largest first."""
-    live = made.live
-    kinds = {b: kind_of(a) for a in made.allocations for b in a.held}
-    found = []
-    for group in live.sets:
-        if not any(start <= step < end for start, end in between(live, group)):
-            continue
-        here = [b for b in group.buffers if b in live.ranges and live.ranges[b].start <= step]
-        buffer = max(here, key=lambda b: live.ranges[b].start)
-        kind = kinds.get(buffer, "")
-        if kind == "argument" and buffer.node.opcode != "parameter":
-            kind = "output" if buffer in live.points.live_out else "temporary"
-        found.append(_resident(live, buffer, _maker(group.buffers, buffer), group.size, kind, step))
-    return sorted(found, key=lambda r: (-r.nbytes, r.made))
+def peak_rows(live: LiveRanges, peak: Peak) -> tuple[int, list[PeakRow]]:
+    """The step of the peak, and who makes it up, largest first."""
+    nodes = {(n.computation.name, n.name): n for n in live.schedule}
+    step = live.time[nodes[peak.computation, peak.instruction]]
+    groups = {b: g.buffers for g in live.sets for b in g.buffers}
+    rows = []
+    for r in peak.residents:
+        buffer = nodes[r.computation, r.instruction].buffer(r.index)
+        group = groups[buffer]
+        if any(b.node.row.runs for b in group):  # a loop or a branch continues it
+            here = [b for b in group if b in live.ranges and live.ranges[b].start <= step]
+            buffer = max(here, key=lambda b: live.ranges[b].start, default=buffer)
+        kind = "output" if r.result else "constant" if buffer.node.opcode == "constant" else "temporary"
+        rows.append(_peak_row(live, buffer, _maker(group, buffer), r.nbytes, kind, step))
+    return step, sorted(rows, key=lambda r: (-r.bytes, r.made))
 
 
 def kind_of(a: Allocation) -> str:
@@ -123,10 +108,10 @@ def kind_of(a: Allocation) -> str:
 def _maker(group: Sequence[Buffer], buffer: Buffer) -> Node:
     """The instruction that tells most of what is in a buffer: for what a loop or a branch carries, what makes it
     there; for slices stacked up, what makes the slices."""
-    if buffer.node.opcode not in _CARRY:
+    if not _carries(buffer.node):
         return buffer.node
     inside = [b.node for b in group if b.node.computation is not buffer.node.computation]
-    made = next((n for n in reversed(inside) if n.opcode not in _CARRY), buffer.node)
+    made = next((n for n in reversed(inside) if not _carries(n)), buffer.node)
     if not made.op_name.endswith("dynamic_update_slice"):
         return made
     given = [o.at[0] for o in made.operands if not o.shape.is_tuple and o.at[0] not in group]
@@ -134,12 +119,17 @@ def _maker(group: Sequence[Buffer], buffer: Buffer) -> Node:
     return slices.node if slices.node.op_name and slices.nbytes > _SCALAR else made
 
 
-def _resident(live: LiveRanges, buffer: Buffer, maker: Node, nbytes: int, kind: str, step: int) -> Resident:
+def _carries(node: Node) -> bool:
+    """Whether it hands buffers on, within a computation or to and from the caller."""
+    return node.row.runs or node.row.makes != "results" or node.opcode == "copy"
+
+
+def _peak_row(live: LiveRanges, buffer: Buffer, maker: Node, nbytes: int, kind: str, step: int) -> PeakRow:
     i = buffer.node.instruction
     place = live.points.module.place(maker.instruction)
     time = live.time
     later = [time[u.node] for u in buffer.uses if time.get(u.node, -1) > step]
-    return Resident(
+    return PeakRow(
         str(buffer),
         str(buffer.shape),
         nbytes,
@@ -152,9 +142,9 @@ def _resident(live: LiveRanges, buffer: Buffer, maker: Node, nbytes: int, kind: 
     )
 
 
-def residents_table(rows: Sequence[Resident], top: int, title: str) -> RenderableType:
+def peak_table(rows: Sequence[PeakRow], top: int) -> RenderableType:
     """The largest of them, with where they come from."""
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False, title=title, title_justify="left")
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False)
     table.add_column("bytes", justify="right", no_wrap=True)
     table.add_column("what", overflow="fold")
     table.add_column("kind", no_wrap=True)
@@ -162,10 +152,8 @@ def residents_table(rows: Sequence[Resident], top: int, title: str) -> Renderabl
     table.add_column("made by, at", overflow="fold")
     for r in rows[:top]:
         where = " ".join(x for x in (r.op_name, f"({r.source})" if r.source else "") if x) or r.opcode
-        table.add_row(
-            format_bytes(r.nbytes), f"{r.name}: {r.opcode}", r.kind, _LAYOUT.sub("", r.shape), where
-        )
+        table.add_row(format_bytes(r.bytes), f"{r.name}: {r.opcode}", r.kind, _LAYOUT.sub("", r.shape), where)
     rest = rows[top:]
     if rest:
-        table.add_row(format_bytes(sum(r.nbytes for r in rest)), f"({len(rest)} more)", "", "", "")
+        table.add_row(format_bytes(sum(r.bytes for r in rest)), f"({len(rest)} more)", "", "", "")
     return table

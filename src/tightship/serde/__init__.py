@@ -8,9 +8,9 @@ Writing is atomic: the file appears complete or not at all.
 from __future__ import annotations
 
 import os
-import re
 import secrets
 import stat
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -55,13 +55,13 @@ LARGEST_FILE = 1 << 30
 """Bytes a file may have to be read."""
 
 PathLike = str | os.PathLike[str]
-_D = TypeVar("_D", PlanDocument, GraphDocument)
+_T = TypeVar("_T")
 
 
 def dumps_plan(plan: Plan, graph: Graph | None = None) -> bytes:
     """JSON of a plan, with its graph if given. Raises ``BadInput`` for what could not be read back."""
     if graph is not None and graph.digest != plan.digest:
-        raise BadInput("a plan is saved with the graph it was made for", graph.name, "graph")
+        raise BadInput(f"cannot save graph {graph.name!r} with a plan made for another", place="graph")
     return _encode(from_plan(plan, graph), PlanDocument, "plan")
 
 
@@ -71,24 +71,16 @@ def dumps_graph(graph: Graph) -> bytes:
 
 def loads_plan(data: bytes, place: str = "plan") -> tuple[Plan, Graph | None]:
     """The plan and, if the document has it, its graph; ``place`` is what messages call the document."""
-    doc = _decode(data, PlanDocument, PLAN_FORMAT, place)
-    try:
-        return to_plan(doc)
-    except BadInput as error:
-        raise _placed(error, place) from error
+    return _read(data, PlanDocument, PLAN_FORMAT, place, to_plan)
 
 
 def loads_graph(data: bytes, place: str = "graph") -> Graph:
-    doc = _decode(data, GraphDocument, GRAPH_FORMAT, place)
-    try:
-        return to_graph(doc)
-    except BadInput as error:
-        raise _placed(error, place) from error
+    return _read(data, GraphDocument, GRAPH_FORMAT, place, to_graph)
 
 
 def loads_any(data: bytes, place: str = "document") -> tuple[Plan | None, Graph | None]:
     """Either kind of document: a plan with or without a graph, or a graph alone."""
-    if _header(data, place).format == GRAPH_FORMAT:
+    if _decode(data, _Header, "", place).format == GRAPH_FORMAT:
         return None, loads_graph(data, place)
     return loads_plan(data, place)
 
@@ -130,76 +122,75 @@ class _Header(msgspec.Struct):
     version: int = 0
 
 
-def _encode(doc: _D, cls: type[_D], place: str) -> bytes:
+def _encode(doc: Any, cls: Any, place: str) -> bytes:
     try:
         data = msgspec.json.encode(doc)
     except (TypeError, ValueError, OverflowError, RecursionError) as error:
-        raise BadInput(f"text, numbers and nothing else are saved ({error})", place=place) from error
+        raise BadInput(f"cannot be written as JSON: {error}", place=place) from error
     _decode(data, cls, "", place)  # never write what cannot be read: an index of 2**63, a time of nan
     return data
 
 
-def _decode(data: bytes, cls: type[_D], format_: str, place: str) -> _D:
+def _decode(data: bytes, cls: Any, format_: str, place: str) -> Any:
     try:
         return msgspec.json.decode(data, type=cls)
     except RecursionError as error:
-        raise BadInput("lists and objects are not nested so deep", place=place) from error
+        raise BadInput("lists or objects nested too deep", place=place) from error
     except msgspec.ValidationError as error:
         if format_:
-            _check_header(_header(data, place), format_, place)
+            _check_header(_decode(data, _Header, "", place), format_, place)
         raise _located(error, place) from error
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise BadInput(f"a document is JSON ({error})", place=place) from error
-
-
-def _header(data: bytes, place: str) -> _Header:
-    try:
-        return msgspec.json.decode(data, type=_Header)
-    except RecursionError as error:
-        raise BadInput("lists and objects are not nested so deep", place=place) from error
-    except msgspec.ValidationError as error:
-        raise _located(error, place) from error
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise BadInput(f"a document is JSON ({error})", place=place) from error
+        raise BadInput(f"invalid JSON: {error}", place=place) from error
 
 
 def _check_header(header: _Header, format_: str, place: str) -> None:
     if header.format != format_:
-        raise BadInput(f"the document's format is {format_!r}", header.format, f"{place}: $.format")
+        raise BadInput(f"format is {header.format!r}, not {format_!r}", place=f"{place}: $.format")
     if header.version != VERSION:
-        rule = f"this version of tightship reads version {VERSION} of {format_}"
-        raise BadInput(rule, header.version, f"{place}: $.version")
+        rule = (
+            f"version {header.version} of {format_} cannot be read: this tightship reads version {VERSION}; "
+        )
+        rule += "write the file again with this version, or read it with the one that wrote it"
+        raise BadInput(rule, place=f"{place}: $.version")
 
 
 def _located(error: msgspec.ValidationError, place: str) -> BadInput:
     """msgspec ends its messages with the path in the document."""
-    found = re.fullmatch(r"(.*?)(?: - at `(.*)`)?", str(error), re.DOTALL)
-    rule, path = (found[1], found[2]) if found else (str(error), None)
-    return BadInput(rule[:1].lower() + rule[1:], place=f"{place}: {path or '$'}")
+    rule, at, path = str(error).rpartition(" - at `")
+    rule, path = (rule, path.rstrip("`")) if at else (path, "$")
+    return BadInput(rule[:1].lower() + rule[1:], place=f"{place}: {path}")
 
 
-def _placed(error: BadInput, place: str) -> BadInput:
-    return BadInput(error.rule, error.value, f"{place}: {error.place}")
+def _read(data: bytes, cls: Any, format_: str, place: str, build: Callable[[Any], _T]) -> _T:
+    doc = _decode(data, cls, format_, place)
+    try:
+        return build(doc)
+    except BadInput as error:
+        error_at = BadInput(error.rule, error.value, f"{place}: {error.place}")
+        raise error_at from error
 
 
 # Files
 
 
-def read_bytes(path: PathLike, limit: int, what: str = "a file") -> bytes:
+def read_bytes(path: PathLike, limit: int, what: str = "file") -> bytes:
     """What is in a regular file of at most ``limit`` bytes. Raises ``BadInput`` for all others: a pipe would wait."""
     name = os.fspath(path)
     try:
         about = os.stat(path)
         if not stat.S_ISREG(about.st_mode):
-            raise BadInput("what is read is a regular file", place=name)
-        if about.st_size > limit:
-            raise BadInput(f"{what} has at most {limit} bytes", about.st_size, name)
-        with open(path, "rb") as file:
-            data = file.read(limit + 1)
+            raise BadInput("not a regular file", place=name)
+        size, data = about.st_size, b""
+        if size <= limit:
+            with open(path, "rb") as file:
+                data = file.read(limit + 1)
     except (OSError, ValueError) as error:
         raise unreadable(error, name) from error
-    if len(data) > limit:
-        raise BadInput(f"{what} has at most {limit} bytes", len(data), name)
+    if max(size, len(data)) > limit:
+        raise BadInput(
+            f"{what} of {max(size, len(data))} bytes is too large: at most {limit} are read", place=name
+        )
     return data
 
 
@@ -223,4 +214,5 @@ def write_file(path: PathLike, data: bytes) -> None:
             beside.unlink(missing_ok=True)
             raise
     except (OSError, ValueError) as error:  # a path with a zero byte is a ValueError
-        raise BadInput(f"the file can be written ({error})", place=os.fspath(path)) from error
+        why = getattr(error, "strerror", None) or error
+        raise BadInput(f"cannot write {os.fspath(path)!r}: {why}") from error

@@ -1,32 +1,27 @@
-"""Plans and graphs to documents (`rows`) and back, with what the rows cannot say checked; knows nothing of files."""
+"""Plans and graphs as documents and back: what a document holds is read off the dataclasses' fields and their types.
+
+Ops, values and storages are objects, with fields at their default left out. Steps and residences, of which a plan has
+many, are columns: one list per field, left out when every entry is the default. ``_BOUNDS`` has what a type does not
+say of its numbers. Knows nothing of files.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+import types
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import MISSING, fields
+from itertools import chain
 from operator import attrgetter
-from typing import Any, Final
+from typing import Annotated, Any, Final, Literal, get_args, get_origin, get_type_hints
 
 import msgspec
 
+from tightship import machine
 from tightship.errors import BadInput
 from tightship.graph import Graph, Op, Request, Storage, Value
-from tightship.machine import CODECS, Machine
-from tightship.plan import Inner, Plan, Residence, Step
-from tightship.serde.rows import (
-    Body,
-    GraphDocument,
-    InnerRow,
-    MachineRow,
-    OpRow,
-    PlanDocument,
-    RequestRow,
-    ResidenceColumns,
-    StepColumns,
-    StorageRow,
-    ValueRow,
-)
+from tightship.machine import MODELLED, Machine
+from tightship.plan import FORMS, KINDS, Inner, Plan, Residence, Step
 
 __all__ = [
     "DEEPEST",
@@ -48,216 +43,329 @@ VERSION: Final = 1
 DEEPEST = 32
 """Graphs called inside one another, and lists and objects inside one another in ``meta``, at most."""
 
-
-def _names(cls: type) -> tuple[str, ...]:
-    return tuple(f.name for f in fields(cls))
+# Types
 
 
-_STEP, _RESIDENCE, _PLAN, _MACHINE = _names(Step), _names(Residence), _names(Plan), _names(Machine)
-_ROWS = ("steps", "residences", "inner")
-_storage: Callable[[Any], tuple[Any, ...]] = attrgetter(*_names(Storage))
-_value: Callable[[Any], tuple[Any, ...]] = attrgetter(*_names(Value))
-_request: Callable[[Any], tuple[Any, ...]] = attrgetter(*_names(Request))
-_machine: Callable[[Any], tuple[Any, ...]] = attrgetter(*_names(Machine))
+class Document(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True, kw_only=True, frozen=True):
+    """What a file holds: exactly the keys that there are."""
+
+
+def _integer(least: int, description: str | None = None) -> Any:
+    return Annotated[int, msgspec.Meta(ge=least, le=2**63 - 1, description=description)]
+
+
+_INT, _INDEX, _OPTIONAL = _integer(-(2**63)), _integer(0), _integer(-1, "-1: none")
+_BYTES = _integer(0, "bytes")
+_SECONDS = Annotated[float, msgspec.Meta(ge=0, description="seconds")]
+_RATE = Annotated[float, msgspec.Meta(gt=0, description="bytes per second")]
+_choice: Any = Literal
+
+_BOUNDS: Final[Mapping[str, Any]] = {
+    **dict.fromkeys(("Value.shape", "Value.stride", "Value.offset", "Residence.offset"), _INT),
+    **dict.fromkeys(("Request.storage", "Request.end", "Step.op", "Residence.storage"), _OPTIONAL),
+    **dict.fromkeys(("Residence.request", "Residence.first", "Residence.last"), _OPTIONAL),
+    **dict.fromkeys(("Storage.size", "Request.size", "Residence.size", "Step.nbytes"), _BYTES),
+    **dict.fromkeys(("Op.flops", "Op.workspace", "Op.state"), _BYTES),
+    **dict.fromkeys(("Plan.budget", "Plan.peak", "Plan.peak_before", "Plan.static", "Plan.arena"), _BYTES),
+    **dict.fromkeys(("Plan.handed", "Plan.lower_bound", "Plan.host", "Plan.host_budget"), _BYTES),
+    **dict.fromkeys(("Machine.offload", "Machine.fetch", "Machine.pack", "Machine.unpack"), _RATE),
+    "Step.kind": _choice[KINDS],
+    "Step.form": _choice[FORMS],
+    "Residence.form": _choice[FORMS],
+}
+"""Of numbers, where they are not an index or seconds, and of texts of which there are only some."""
+
+
+def _many(kind: Any) -> Any:
+    return tuple.__class_getitem__((kind, ...))
+
+
+def _bounded(hint: Any, bound: Any) -> Any:
+    """A field's type with bounds for its numbers."""
+    if hint in (int, float, str):
+        return bound or {int: _INDEX, float: _SECONDS, str: str}[hint]
+    if get_origin(hint) is tuple:
+        return tuple[tuple(x if x is ... else _bounded(x, bound) for x in get_args(hint))]  # type: ignore[misc]
+    if get_origin(hint) is types.UnionType:
+        return _bounded(get_args(hint)[0], bound) | None
+    return hint
+
+
+def _document(
+    name: str, cls: type, others: Mapping[str, Any], *, columns: bool = False, doc: str = ""
+) -> Any:
+    """The document of a dataclass. ``others``: types, or pairs of type and default, that it cannot say itself;
+    ``columns``: every field is a list, with an entry for each of many."""
+    hints, rows = get_type_hints(cls), []
+    for f in fields(cls):
+        kind, default = _bounded(hints[f.name], _BOUNDS.get(f"{cls.__name__}.{f.name}")), f.default
+        if f.default_factory is not MISSING:
+            default = msgspec.field(default_factory=f.default_factory)
+        if columns:
+            kind, default = _many(kind), () if default is not MISSING else default
+        if f.name not in others:
+            rows.append((f.name, kind) if default is MISSING else (f.name, kind, default))
+    rows += [(key, *kind) if isinstance(kind, tuple) else (key, kind) for key, kind in others.items()]
+    namespace = {"__doc__": doc or None}
+    return msgspec.defstruct(
+        name, rows, bases=(Document,), kw_only=True, namespace=namespace, module=__name__
+    )
+
+
+def _header(name: str) -> dict[str, Any]:
+    return {"format": _choice[name], "version": _choice[VERSION]}
+
+
+_rates = tuple[_RATE, ...] | dict[str, _RATE]
+StorageRow = _document("StorageRow", Storage, {})
+ValueRow = _document("ValueRow", Value, {})
+RequestRow = _document("RequestRow", Request, {})
+OpRow = _document("OpRow", Op, {"requests": (_many(RequestRow), ()), "calls": ("tuple[Body, ...]", ())})
+MachineRow = _document(
+    "MachineRow", Machine, {"pack": (_rates, MODELLED.pack), "unpack": (_rates, MODELLED.unpack)}
+)
+_rows_of_graphs = {
+    "storages": _many(StorageRow),
+    "values": _many(ValueRow),
+    "ops": _many(OpRow),
+    "machine": (MachineRow, MachineRow()),
+}
+Body = _document("Body", Graph, _rows_of_graphs)
+GraphDocument = _document(
+    "GraphDocument",
+    Graph,
+    _header(GRAPH_FORMAT) | _rows_of_graphs,
+    doc="A graph: ops in a legal order over values over storages.",
+)
+StepColumns = _document("StepColumns", Step, {}, columns=True)
+ResidenceColumns = _document("ResidenceColumns", Residence, {}, columns=True)
+InnerRow = msgspec.defstruct(
+    "InnerRow", [("op", _INDEX), ("plan", "PlanDocument")], bases=(Document,), kw_only=True, module=__name__
+)
+PlanDocument = _document(
+    "PlanDocument",
+    Plan,
+    _header(PLAN_FORMAT)
+    | {
+        "inner": (_many(InnerRow), ()),
+        "steps": StepColumns,
+        "residences": (ResidenceColumns | None, None),
+        "graph": (GraphDocument | None, None),
+    },
+    doc="A plan: steps and residences as columns, what it costs, and perhaps the graph it was made for.",
+)
+
+
+def _same(cls: Any, value: Any, **others: Any) -> Any:
+    """A document of a dataclass's value, or the other way round: the fields are the same but for ``others``."""
+    names = getattr(cls, "__struct_fields__", None) or [f.name for f in fields(cls)]
+    return cls(**{name: getattr(value, name) for name in names if name not in others}, **others)
 
 
 # Plans
 
 
-def from_plan(plan: Plan, graph: Graph | None, depth: int = 0) -> PlanDocument:
+def from_plan(plan: Plan, graph: Graph | None, depth: int = 0) -> Any:
     if depth > DEEPEST:
-        raise BadInput(f"plans lie at most {DEEPEST} deep in one another", place="$.inner")
-    plain = {name: getattr(plan, name) for name in _PLAN if name not in _ROWS}
-    _plain(plan.meta, "$.meta")
-    return PlanDocument(
+        raise BadInput(f"plans nested more than {DEEPEST} deep", place="$.inner")
+    _check_meta(plan.meta, "$.meta")
+    inner = (InnerRow(op=row.op, plan=from_plan(row.plan, row.graph, depth + 1)) for row in plan.inner)
+    return _same(
+        PlanDocument,
+        plan,
         format=PLAN_FORMAT,
         version=VERSION,
-        steps=StepColumns(**_columns(plan.steps, _STEP, StepColumns)),
-        residences=ResidenceColumns(**_columns(plan.residences, _RESIDENCE, ResidenceColumns))
-        if plan.residences
-        else None,
-        inner=tuple(InnerRow(row.op, from_plan(row.plan, row.graph, depth + 1)) for row in plan.inner),
+        steps=_columns(plan.steps, Step, StepColumns),
+        residences=_columns(plan.residences, Residence, ResidenceColumns) if plan.residences else None,
+        inner=tuple(inner),
         graph=from_graph(graph) if graph is not None else None,
-        **plain,
     )
 
 
-def to_plan(doc: PlanDocument, place: str = "$", depth: int = 0) -> tuple[Plan, Graph | None]:
+def to_plan(doc: Any, place: str = "$", depth: int = 0) -> tuple[Plan, Graph | None]:
     if depth > DEEPEST:
-        raise BadInput(f"plans lie at most {DEEPEST} deep in one another", place=place)
-    plain = {name: getattr(doc, name) for name in _PLAN if name not in _ROWS}
-    _plain(doc.meta, f"{place}.meta")
+        raise BadInput(f"plans nested more than {DEEPEST} deep", place=place)
+    _check_meta(doc.meta, f"{place}.meta")
     graph = to_graph(doc.graph, f"{place}.graph") if doc.graph is not None else None
-    steps = tuple(Step(*row) for row in _rows(doc.steps, _STEP, Step, f"{place}.steps"))
-    residences: tuple[Residence, ...] = ()
-    if doc.residences is not None:
-        rows = _rows(doc.residences, _RESIDENCE, Residence, f"{place}.residences")
-        residences = tuple(Residence(*row) for row in rows)
+    steps = _rows(doc.steps, Step, f"{place}.steps")
+    residences = _rows(doc.residences, Residence, f"{place}.residences") if doc.residences is not None else ()
     inner = tuple(_inner(row, f"{place}.inner[{i}]", depth) for i, row in enumerate(doc.inner))
-    plan = Plan(steps=steps, residences=residences, inner=inner, **plain)
+    plan: Plan = _same(Plan, doc, steps=steps, residences=residences, inner=inner)
     if graph is not None:
-        _within(plan, graph, place)
+        _check_indices(plan, graph, place)
     return plan, graph
 
 
-def _inner(row: InnerRow, place: str, depth: int) -> Inner:
+def _inner(row: Any, place: str, depth: int) -> Inner:
     plan, graph = to_plan(row.plan, f"{place}.plan", depth + 1)
     if graph is None:
-        raise BadInput("a plan inside another has its graph with it", place=f"{place}.plan")
+        raise BadInput("missing `graph`: a plan inside another has its graph with it", place=f"{place}.plan")
     return Inner(row.op, graph, plan)
 
 
-def _columns(rows: Sequence[Any], names: Sequence[str], document: type) -> dict[str, Any]:
-    """Fields of ``rows`` by name; those that all have the document's default are left out."""
-    always = {f.name for f in msgspec.structs.fields(document) if f.required}
-    out: dict[str, Any] = {}
-    defaults = _defaults(type(rows[0])) if rows else {}
-    for name in names:
-        column = tuple(map(attrgetter(name), rows))
-        if name in always or any(x != defaults[name] for x in column):
-            out[name] = column
-    return out
+def _columns(rows: Sequence[Any], cls: type, document: Any) -> Any:
+    """Fields of ``rows`` by name; those that all have their default are left out."""
+    out = {}
+    for f in fields(cls):
+        column = tuple(map(attrgetter(f.name), rows))
+        if f.default is MISSING or any(x != f.default for x in column):
+            out[f.name] = column
+    return document(**out)
 
 
-def _defaults(cls: type) -> dict[str, Any]:
-    return {f.name: f.default for f in fields(cls) if f.default is not MISSING}
-
-
-def _rows(doc: Any, names: Sequence[str], cls: type, place: str) -> Any:
-    count, defaults = len(getattr(doc, names[0])), _defaults(cls)
-    columns = []
-    for name in names:
-        column = getattr(doc, name)
-        if not column and name in defaults:  # left out; a column without a default is as long as the others
-            column = (defaults[name],) * count
+def _rows(doc: Any, cls: type, place: str) -> tuple[Any, ...]:
+    first, *_ = names = [f.name for f in fields(cls)]
+    count, columns = len(getattr(doc, first)), []
+    for f in fields(cls):
+        column = getattr(doc, f.name)
+        if not column and f.default is not MISSING:  # left out; any other column is as long as the first
+            column = (f.default,) * count
         if len(column) != count:
-            raise BadInput(f"columns are as long as {names[0]!r}, {count}", len(column), f"{place}.{name}")
+            rule = f"column of {len(column)} entries; columns are as long as {names[0]!r}, {count}"
+            raise BadInput(rule, place=f"{place}.{f.name}")
         columns.append(column)
-    return zip(*columns, strict=True)
+    return tuple(cls(*row) for row in zip(*columns, strict=True))
 
 
-def _within(plan: Plan, graph: Graph, place: str) -> None:
+def _check_indices(plan: Plan, graph: Graph, place: str) -> None:
     """Indices of the plan exist in the graph that comes with it."""
-    ops, storages = len(graph.ops), len(graph.storages)
-    for i, step in enumerate(plan.steps):
-        if step.op >= ops:
-            raise BadInput(f"an op is an index of the graph's {ops} ops", step.op, f"{place}.steps.op[{i}]")
-        for s in step.storages:
-            if s >= storages:
-                rule = f"a storage is an index of the graph's {storages} storages"
-                raise BadInput(rule, s, f"{place}.steps.storages[{i}]")
-        for pair in step.reuses:
-            if max(pair) >= storages:
-                rule = f"a storage is an index of the graph's {storages} storages"
-                raise BadInput(rule, pair, f"{place}.steps.reuses[{i}]")
-        for w in step.waits:
-            if w >= len(plan.steps):
-                rule = f"a wait is an index of the plan's {len(plan.steps)} steps"
-                raise BadInput(rule, w, f"{place}.steps.waits[{i}]")
-    for i, r in enumerate(plan.residences):
-        if r.storage >= storages:
-            rule = f"a storage is an index of the graph's {storages} storages"
-            raise BadInput(rule, r.storage, f"{place}.residences.storage[{i}]")
+    ops, storages, steps = len(graph.ops), len(graph.storages), len(plan.steps)
+    columns: tuple[tuple[str, Iterable[Iterable[int]], int, str], ...] = (
+        ("steps.op", ((s.op,) for s in plan.steps), ops, "the graph has {} ops"),
+        ("steps.storages", (s.storages for s in plan.steps), storages, "the graph has {} storages"),
+        ("steps.reuses", (chain(*s.reuses) for s in plan.steps), storages, "the graph has {} storages"),
+        ("steps.waits", (s.waits for s in plan.steps), steps, "the plan has {} steps"),
+        (
+            "residences.storage",
+            ((r.storage,) for r in plan.residences),
+            storages,
+            "the graph has {} storages",
+        ),
+    )
+    for name, rows, count, known in columns:
+        for i, row in enumerate(rows):
+            if (worst := max(row, default=-1)) >= count:
+                rule = f"index {worst} is out of range: {known.format(count)}"
+                raise BadInput(rule, place=f"{place}.{name}[{i}]")
 
 
 # Graphs
 
 
-def from_graph(graph: Graph) -> GraphDocument:
-    return GraphDocument(format=GRAPH_FORMAT, version=VERSION, **_body(graph, "$", 0))
+def from_graph(graph: Graph) -> Any:
+    return _body(GraphDocument, graph, "$", 0, format=GRAPH_FORMAT, version=VERSION)
 
 
-def _body(graph: Graph, place: str, depth: int) -> dict[str, Any]:
+def _body(document: Any, graph: Graph, place: str, depth: int, **header: Any) -> Any:
     if depth > DEEPEST:
-        raise BadInput(f"graphs call one another at most {DEEPEST} deep", place=place)
-    _plain(graph.meta, f"{place}.meta")
+        raise BadInput(f"graphs nested more than {DEEPEST} deep", place=place)
+    _check_meta(graph.meta, f"{place}.meta")
     ops = []
     for k, op in enumerate(graph.ops):
-        plain = {name: getattr(op, name) for name in _PLAIN_OP}
-        requests = tuple(
-            RequestRow(**dict(zip(_names(Request), _request(r), strict=True))) for r in op.requests
-        )
-        calls = tuple(Body(**_body(g, f"{place}.ops[{k}].calls", depth + 1)) for g in op.calls)
-        ops.append(OpRow(requests=requests, calls=calls, **plain))
-    return {
-        "name": graph.name,
-        "storages": tuple(
-            StorageRow(name=s.name, size=s.size, kind=s.kind, pool=s.pool) for s in graph.storages
-        ),
-        "values": tuple(
-            ValueRow(
-                name=v.name, storage=v.storage, dtype=v.dtype, shape=v.shape, stride=v.stride, offset=v.offset
-            )
-            for v in graph.values
-        ),
-        "ops": tuple(ops),
-        "inputs": graph.inputs,
-        "outputs": graph.outputs,
-        "meta": graph.meta,
-        "machine": MachineRow(**dict(zip(_MACHINE, _machine(graph.machine), strict=True))),
-    }
+        requests = tuple(_same(RequestRow, r) for r in op.requests)
+        calls = tuple(_body(Body, g, f"{place}.ops[{k}].calls", depth + 1) for g in op.calls)
+        ops.append(_same(OpRow, op, requests=requests, calls=calls))
+    return _same(
+        document,
+        graph,
+        storages=tuple(_same(StorageRow, s) for s in graph.storages),
+        values=tuple(_same(ValueRow, v) for v in graph.values),
+        ops=tuple(ops),
+        machine=_from_machine(graph.machine),
+        **header,
+    )
 
 
-_PLAIN_OP = tuple(name for name in _names(Op) if name not in ("requests", "calls"))
-
-
-def to_graph(doc: Body, place: str = "$", depth: int = 0) -> Graph:
+def to_graph(doc: Any, place: str = "$", depth: int = 0) -> Graph:
     if depth > DEEPEST:
-        raise BadInput(f"graphs call one another at most {DEEPEST} deep", place=place)
-    _plain(doc.meta, f"{place}.meta")
+        raise BadInput(f"graphs nested more than {DEEPEST} deep", place=place)
+    _check_meta(doc.meta, f"{place}.meta")
     ops = []
     for k, row in enumerate(doc.ops):
-        requests = tuple(Request(*_request(r)) for r in row.requests)
+        requests = tuple(_same(Request, r) for r in row.requests)
         calls = tuple(to_graph(g, f"{place}.ops[{k}].calls[{j}]", depth + 1) for j, g in enumerate(row.calls))
-        ops.append(Op(requests=requests, calls=calls, **{name: getattr(row, name) for name in _PLAIN_OP}))
+        ops.append(_same(Op, row, requests=requests, calls=calls))
     try:
-        graph = Graph(
-            tuple(ops),
-            tuple(Value(*_value(v)) for v in doc.values),
-            tuple(Storage(*_storage(s)) for s in doc.storages),
-            doc.inputs,
-            doc.outputs,
-            doc.name,
-            doc.meta,
-            _machine_of(doc.machine, f"{place}.machine"),
+        graph: Graph = _same(
+            Graph,
+            doc,
+            storages=tuple(_same(Storage, s) for s in doc.storages),
+            values=tuple(_same(Value, v) for v in doc.values),
+            ops=tuple(ops),
+            machine=_to_machine(doc.machine, f"{place}.machine"),
         )
         made = graph.uses.defines
     except BadInput as error:
+        if error.place.startswith(place):
+            raise
         raise BadInput(error.rule, error.value, f"{place}: {error.place}") from error
     for k, op in enumerate(ops):
         for r in op.requests:
             if r.storage >= len(made[k]):
-                rule = f"a request becomes -1 or an index of the {len(made[k])} storages its op defines"
-                raise BadInput(rule, r.storage, f"{place}.ops[{k}].requests")
+                rule = f"index {r.storage} is out of range: the op defines {len(made[k])} storages"
+                raise BadInput(rule, place=f"{place}.ops[{k}].requests")
     return graph
 
 
-def _machine_of(row: MachineRow, place: str) -> Machine:
-    if not len(row.pack) == len(row.unpack) == len(CODECS):
-        raise BadInput(f"a machine has a rate for each of {len(CODECS)} codecs", len(row.pack), place)
-    return Machine(*_machine(row))
+# Machines
+
+
+POSITIONS: Final = ("bits", "mask", "uint8", "int8", "uint16", "int16", "uint32", "int32", "bf16")
+"""The codecs whose rates earlier files list by position. Never changed: today's files have the names."""
+
+
+def _from_machine(known: Machine) -> Any:
+    by_name = {
+        name: rates if rates == modelled else dict(zip(machine.CODECS, rates, strict=True))
+        for name, rates, modelled in (
+            ("pack", known.pack, MODELLED.pack),
+            ("unpack", known.unpack, MODELLED.unpack),
+        )
+    }
+    return _same(MachineRow, known, **by_name)
+
+
+def _to_machine(row: Any, place: str) -> Machine:
+    pack, unpack = (_in_order(getattr(row, name), f"{place}.{name}") for name in ("pack", "unpack"))
+    known: Machine = _same(Machine, row, pack=pack, unpack=unpack)
+    return known
+
+
+def _in_order(rates: Any, place: str) -> tuple[float, ...]:
+    """The rate of every codec there is: of one that the file does not know, the slowest that it does know."""
+    if rates is MODELLED.pack or rates is MODELLED.unpack:
+        return tuple(rates)
+    if not isinstance(rates, dict):
+        if len(rates) != len(POSITIONS):
+            rule = f"{len(rates)} rates without names; there are {len(POSITIONS)} codecs: give them by name"
+            raise BadInput(rule, place=place)
+        rates = dict(zip(POSITIONS, rates, strict=True))
+    slowest = min(rates.values(), default=min(MODELLED.pack))
+    return tuple(rates.get(codec, slowest) for codec in machine.CODECS)
 
 
 # Meta
 
 
-def _plain(value: Any, place: str, depth: int = 0) -> None:
+def _check_meta(value: Any, place: str, depth: int = 0) -> None:
     """``meta`` is what JSON can say and no more: anything else would come back as something else."""
     if depth > DEEPEST:
-        raise BadInput(f"lists and objects lie at most {DEEPEST} deep", place=place)
+        raise BadInput(f"lists and objects nested more than {DEEPEST} deep", place=place)
     if isinstance(value, dict):
         for key, inner in value.items():
             if not isinstance(key, str):
-                raise BadInput("keys are strings", key, place)
-            _plain(inner, f"{place}.{key}", depth + 1)
+                raise BadInput("key is not a string", key, place)
+            _check_meta(inner, f"{place}.{key}", depth + 1)
     elif isinstance(value, (list, tuple)):
         for i, inner in enumerate(value):
-            _plain(inner, f"{place}[{i}]", depth + 1)
+            _check_meta(inner, f"{place}[{i}]", depth + 1)
     elif isinstance(value, int):
         if not -(2**63) <= value < 2**63:
-            raise BadInput("a number is within 64 bits", value, place)
+            raise BadInput("integer beyond 64 bits", value, place)
     elif isinstance(value, float):
         if not math.isfinite(value):
-            raise BadInput("a number is finite", value, place)
+            raise BadInput("number is not finite", value, place)
     elif not (value is None or isinstance(value, str)):
-        raise BadInput("meta holds only what JSON can say", type(value).__name__, place)
+        raise BadInput(
+            f"cannot write a {type(value).__name__}: meta holds only what JSON can say", place=place
+        )

@@ -41,12 +41,12 @@ def two_inputs(opset=21):
 def test_every_unknown_dimension_is_named(tmp_path):
     with pytest.raises(UnknownSize) as error:
         graph_of(tmp_path, two_inputs(), "batch=2")
-    assert "seq, y[1]" in str(error.value) and "batch" not in str(error.value).split("for ")[-1]
+    assert "seq, y[1]" in str(error.value) and "batch" not in str(error.value)
 
 
 def test_a_value_without_a_shape_is_asked_for_whole(tmp_path):
     model = made([node("Relu", ["x"], ["y"])], [value("x", None)], [value("y", None)])
-    with pytest.raises(UnknownSize, match="give --shape x=NxM for x"):
+    with pytest.raises(UnknownSize, match="unknown size of x; give --shape x=NxM"):
         graph_of(tmp_path, model)
     assert peak(graph_of(tmp_path, model, "x=4x8")) == 128
 
@@ -65,12 +65,12 @@ def test_sizes_are_given_by_dimension_by_axis_and_by_value(tmp_path):
 @pytest.mark.parametrize(
     ("shape", "said"),
     [
-        ("batch=2,seq=3,y[1]=5,depth=1", "one of the model's dimensions"),
-        ("batch=2,batch=3", "given once"),
+        ("batch=2,seq=3,y[1]=5,depth=1", "unknown dimension 'depth'"),
+        ("batch=2,batch=3", "duplicate dimension"),
         ("batch", "name=N"),
         ("batch=-1", "name=N"),
         ("x=2x3x9,y=2x5x8", "x[2] is 8"),
-        ("x=2x3,y=2x5x8", "3 dimensions"),
+        ("x=2x3,y=2x5x8", "which has 3"),
         ("x=2x3x8,y=4x5x8", "is 2"),
         ("batch=99999999999999999999,seq=1,y[1]=1", "2^63-1"),
     ],

@@ -184,14 +184,14 @@ def test_what_is_wrong_with_a_file_is_said(tmp_path: Path, monkeypatch: pytest.M
     with pytest.raises(BadInput, match="NoSuchOp"):
         sources.read_graphdef(str(tmp_path / "t.pbtxt"))
     (tmp_path / "t.pbtxt").write_text("node { name: 'a' op: 'NoOp' input: '^b' }")
-    with pytest.raises(BadInput, match="an input is a node's"):
+    with pytest.raises(BadInput, match="unknown input"):
         sources.read_graphdef(str(tmp_path / "t.pbtxt"))
     (tmp_path / "t.pbtxt").write_text("node { name: 'a' op: 'NoOp' } node { name: 'a' op: 'NoOp' }")
-    with pytest.raises(BadInput, match="its own"):
+    with pytest.raises(BadInput, match="duplicate node name"):
         sources.read_graphdef(str(tmp_path / "t.pbtxt"))
     monkeypatch.setattr(load, "LARGEST_STRUCTURE", 1000)
     path.write_bytes(b"\x0a\x00" * 100)
-    with pytest.raises(BadInput, match="at most 1000 bytes"):
+    with pytest.raises(BadInput, match="more than 1000 bytes"):
         sources.read_graphdef(str(path))
 
 

@@ -7,7 +7,7 @@ import torch
 
 from support.models import MODELS
 from support.naive import Naive
-from tightship.frontends.torch.step import capture_step
+from tightship.frontends.torch.capture.step import capture_step
 from tightship.frontends.torch.structure import flatten
 
 OPTIMIZERS = {

@@ -8,8 +8,8 @@ from torch import nn
 
 from support.models import MODELS
 from support.naive import Naive
-from tightship.frontends.torch.optim import updaters
-from tightship.frontends.torch.step import capture_step
+from tightship.frontends.torch.capture.step import capture_step
+from tightship.frontends.torch.optimizer.updates import updaters
 
 CLASSES = ["Adadelta", "Adafactor", "Adagrad", "Adam", "Adamax", "AdamW", "ASGD", "NAdam", "RAdam", "RMSprop"]
 CLASSES += ["Rprop", "SGD"]

@@ -12,8 +12,8 @@ from torch import nn
 from support.models import MODELS
 from support.naive import Naive
 from tightship.frontends.torch import compat
-from tightship.frontends.torch.data_guards import Expectation
-from tightship.frontends.torch.step import capture_loss, capture_step
+from tightship.frontends.torch.capture.data_guards import Expectation
+from tightship.frontends.torch.capture.step import capture_loss, capture_step
 
 
 def captured(name, optimizer=torch.optim.AdamW):

@@ -52,7 +52,7 @@ def test_results_keep_what_is_not_a_tensor():
     spec, values = Results.of_refs({"a": Ref(7), "b": "text", "c": (Ref(3), None)})
     assert values == [7, 3]
     assert spec.unflatten([1, 2]) == {"a": 1, "b": "text", "c": (2, None)}
-    with pytest.raises(BadInput, match="all of its results"):
+    with pytest.raises(BadInput, match="result 1 is missing"):
         spec.unflatten([1])
 
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from support.models import MODELS
-from tightship.frontends.torch.step import capture_loss
-from tightship.frontends.torch.torch_budget import saved_sets
-from tightship.planners.evict.problem import Frame
+from tightship.frontends.torch.capture.joint import saved_sets
+from tightship.frontends.torch.capture.step import capture_loss
+from tightship.planners.evict.problem import EvictionProblem
 from tightship.planners.frontier import with_saved
 
 
@@ -23,5 +23,5 @@ def test_a_smaller_budget_saves_no_more(name: str) -> None:
     assert bytes_of[0] > 0 == bytes_of[-1]  # of nothing but inputs everything is made again
     forward = {s for k, op in enumerate(graph.ops) if op.phase == "forward" for s in graph.uses.defines[k]}
     assert all(saved <= forward | graph.static for saved in sets.values())
-    frame = Frame(graph, tuple(range(len(graph.ops))))
+    frame = EvictionProblem(graph, tuple(range(len(graph.ops))))
     assert with_saved(frame, sets[1.0]).runs < with_saved(frame, sets[0.0]).runs

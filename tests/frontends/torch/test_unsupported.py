@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from tightship.errors import BadInput, Unsupported
-from tightship.frontends.torch.step import capture_loss, capture_step
+from tightship.frontends.torch.capture.step import capture_loss, capture_step
 
 X = torch.randn(4, 8)
 
@@ -165,12 +165,12 @@ def test_results_that_are_not_tensors():
         (3, plain, X, "torch.nn.Module"),
         (nn.Linear(8, 4), lambda net, x: net(x), X, "one element"),
         (nn.Linear(8, 4), lambda net, x: 1.0, X, "one element"),
-        (nn.Linear(8, 4), lambda net, x: x.sum(), X, "depends on a parameter"),
+        (nn.Linear(8, 4), lambda net, x: x.sum(), X, "depends on no parameter"),
         (nn.Linear(8, 4).requires_grad_(False), plain, X, "requires a gradient"),
         (nn.ReLU(), plain, X, "requires a gradient"),
         (nn.Linear(8, 4), nn.MSELoss(), X, r"\(inputs, targets\)"),
         (nn.Linear(8, 4), None, X, "mapping"),
-        (nn.Linear(8, 4), None, {"input": X}, "has a loss"),
+        (nn.Linear(8, 4), None, {"input": X}, "no loss in"),
         (nn.Linear(8, 4), 3, X, "loss_fn"),
     ],
 )
@@ -201,14 +201,14 @@ def test_optimizers_with_hooks_or_of_another_model():
     hooked.register_step_post_hook(lambda *a: None)
     with pytest.raises(Unsupported, match="step hooks"):
         capture(net, optimizer=hooked)
-    with pytest.raises(BadInput, match="one of the model's"):
+    with pytest.raises(BadInput, match="not one of the model's"):
         capture(net, optimizer=torch.optim.SGD(nn.Linear(8, 4).parameters(), lr=0.1))
     with pytest.raises(BadInput, match=r"torch\.optim\.Optimizer"):
         capture(net, optimizer=torch.optim.lr_scheduler.StepLR(torch.optim.SGD(net.parameters(), 0.1), 1))
 
 
 def test_capture_loss_without_gradients():
-    with pytest.raises(BadInput, match="depends on its parameters"):
+    with pytest.raises(BadInput, match="does not depend on its parameters"):
         capture_loss(_Constant(), X)
 
 

@@ -5,11 +5,10 @@ import pytest
 from support import hlo_data
 from tightship.baselines import xla_assign
 from tightship.hlo import parse
+from tightship.hlo.alias import Sharing
 from tightship.hlo.assign import tight
 from tightship.hlo.assign.bound import _room
-from tightship.hlo.assign.heap import replay
-from tightship.hlo.assign.in_place import joined
-from tightship.hlo.in_place import Sharing
+from tightship.hlo.assign.heap import join_in_place, replay
 from tightship.hlo.liveness import live_ranges
 
 HEAD = "HloModule m, is_scheduled=true"
@@ -84,7 +83,7 @@ def test_results_out_of_tuples_are_written_over_where_that_is_legal() -> None:
     heap = {b: sets[b] for b in live.ranges if str(b) in ("both{0}", "both{1}", "a", "b")}
     apart = replay(live, heap, sharing)
     assert sorted(len(g.members) for g in apart) == [1, 1, 2]  # XLA: b over a
-    assert sorted(len(g.members) for g in joined(apart, live, sharing)) == [1, 3]
+    assert sorted(len(g.members) for g in join_in_place(apart, live, sharing)) == [1, 3]
     theirs, ours, bound = total(text)
     assert bound <= ours < theirs
 

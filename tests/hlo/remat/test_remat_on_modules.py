@@ -18,14 +18,14 @@ from tightship.graph import Graph
 from tightship.hlo import Module
 from tightship.hlo.remat.instructions import Names
 from tightship.hlo.remat.peak import module_peak, peaks, result_bytes
-from tightship.planners.evict.problem import Decision, Frame
+from tightship.planners.evict.problem import Decision, EvictionProblem
 from tightship.simulate import baseline, replay
 
 LOOPS = ("cpu_control", "cpu_lstm", "cpu_tx_scan")
 
 
-def frame(graph: Graph) -> Frame:
-    return Frame(graph, tuple(range(len(graph.ops))))
+def frame(graph: Graph) -> EvictionProblem:
+    return EvictionProblem(graph, tuple(range(len(graph.ops))))
 
 
 def planned(graph: Graph, part: float, **options: object) -> Decision:

@@ -12,13 +12,13 @@ from support.strategies import random_graph
 from tightship.baselines import chain
 from tightship.baselines.chain import Chain
 from tightship.graph import Graph, Op, Storage, Value
-from tightship.planners.evict.problem import DROP, EVICT, KEEP, PASS, Frame
+from tightship.planners.evict.problem import DROP, EVICT, KEEP, PASS, EvictionProblem
 from tightship.simulate import baseline, replay
 
 HUGE = 1 << 60
 
 
-def layers(count: int, mask: bool = False) -> Frame:
+def layers(count: int, mask: bool = False) -> EvictionProblem:
     """Layers x -> a -> w -> x' with a dear op, a large cheap one and an addition; the backward reads x, a and w. With
     ``mask`` something small that is made first goes to all of them."""
     storages, ops = [Storage("x0", 64, "input")], []
@@ -42,45 +42,45 @@ def layers(count: int, mask: bool = False) -> Frame:
         last = op(f"c{k}", 64, 2.0, (last, x), "backward")
     values = tuple(Value(s.name, k) for k, s in enumerate(storages))
     graph = Graph(tuple(ops), values, tuple(storages), (0,), (loss, last))
-    return Frame(graph, tuple(range(len(ops))))
+    return EvictionProblem(graph, tuple(range(len(ops))))
 
 
 @pytest.mark.parametrize("mask", [False, True])
 def test_a_chain_is_cut_where_only_one_storage_goes_on(mask: bool) -> None:
-    frame = layers(8, mask)
-    found = Chain(frame, 16)
+    problem = layers(8, mask)
+    found = Chain(problem, 16)
     assert found.length >= 8
     for c in found.cuts[1:-1]:
         across = [s for s in range(len(found.size)) if 0 <= found.made[s] < c <= found.read[s]]
-        names = {frame.graph.storages[s].name for s in across} - {"mask"}
+        names = {problem.graph.storages[s].name for s in across} - {"mask"}
         assert len(names) == 1
         assert all(
-            frame.graph.storages[s].size == 64 for s in across if frame.graph.storages[s].name != "mask"
+            problem.graph.storages[s].size == 64 for s in across if problem.graph.storages[s].name != "mask"
         )
 
 
 def test_what_blocks_cost_adds_up() -> None:
     """Any choice beside any other: bytes and seconds are those of the engine."""
-    frame = layers(6)
-    blocks = Chain(frame, 12)
+    problem = layers(6)
+    blocks = Chain(problem, 12)
     choices = blocks.choices(10)
     assert max(map(len, choices)) > 1
     rng = np.random.default_rng(0)
     for _ in range(100):
         pick = [row[rng.integers(len(row))] for row in choices]
-        bits = frame.nothing()
+        bits = problem.nothing()
         for gaps, c in zip(blocks.gaps, pick, strict=True):
             bits[gaps] = c.bits
         before = np.cumsum([0, *(c.keeps for c in pick)])
-        found = frame.cost(bits, HUGE)
+        found = problem.cost(bits, HUGE)
         assert found.extra == pytest.approx(sum(c.time for c in pick))
         assert found.peak <= max(int(b) + c.peak for b, c in zip(before, pick, strict=False))
 
 
 def test_no_product_of_choices_is_better() -> None:
     """Among those that need no more than the limit by what the blocks need each."""
-    frame = layers(5)
-    blocks = Chain(frame, 10)
+    problem = layers(5)
+    blocks = Chain(problem, 10)
     every = []
     for pick in product(*blocks.choices(10)):
         before = np.cumsum([0, *(c.keeps for c in pick)])
@@ -94,11 +94,11 @@ def test_no_product_of_choices_is_better() -> None:
 
 def test_in_little_memory_runs_of_blocks_are_run_again_inside_of_one_another() -> None:
     graph = line(40)
-    frame = Frame(graph, tuple(range(len(graph.ops))))
+    problem = EvictionProblem(graph, tuple(range(len(graph.ops))))
     everything = replay(graph, baseline(graph)).peak
     kept_by_roots = 64 * (2 * 7 + 6)
     assert kept_by_roots < everything // 2
-    found = chain.plan(frame, kept_by_roots)
+    found = chain.plan(problem, kept_by_roots)
     assert found.met and found.extra <= 80
     assert {KEEP, EVICT} <= set(found.evict.tolist()) <= {KEEP, EVICT, PASS, DROP}
 
@@ -109,14 +109,14 @@ def test_where_there_is_no_chain_nothing_is_proposed() -> None:
     graph = Graph(
         rows, forward.values[: len(rows) + 1], forward.storages[: len(rows) + 1], (0,), (len(rows),)
     )
-    assert not list(chain.family(Frame(graph, tuple(range(len(rows)))), 1))
+    assert not list(chain.family(EvictionProblem(graph, tuple(range(len(rows)))), 1))
 
 
 @pytest.mark.parametrize("seed", range(12))
 def test_any_graph_may_be_asked_about(seed: int) -> None:
     graph = random_graph(seed, 50)
-    frame = Frame(graph, tuple(range(len(graph.ops))))
+    problem = EvictionProblem(graph, tuple(range(len(graph.ops))))
     base = replay(graph, baseline(graph)).peak
-    for found in chain.family(frame, graph.static_bytes + (base - graph.static_bytes) // 2):
+    for found in chain.family(problem, graph.static_bytes + (base - graph.static_bytes) // 2):
         if found.valid:
-            assert replay(graph, frame.steps(found.evict)).peak == found.peak
+            assert replay(graph, problem.steps(found.evict)).peak == found.peak

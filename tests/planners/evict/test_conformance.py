@@ -10,7 +10,7 @@ from support.chains import chain
 from support.strategies import random_graph
 from tightship.graph import Graph
 from tightship.planners import PlannerInfo, planner, planners
-from tightship.planners.evict.problem import Frame
+from tightship.planners.evict.problem import EvictionProblem
 from tightship.simulate import baseline, replay
 
 NAMES = sorted(planners("evict"))
@@ -36,14 +36,14 @@ def graphs() -> list[Graph]:
 def test_steps_replay_to_what_the_planner_believed(name: str, part: float) -> None:
     m = module(name)
     for graph in graphs():
-        frame = Frame(graph, tuple(range(len(graph.ops))))
+        problem = EvictionProblem(graph, tuple(range(len(graph.ops))))
         base = replay(graph, baseline(graph))
         limit = graph.static_bytes + int(part * (base.peak - graph.static_bytes))
-        found = m.plan(frame, limit, options(m))
+        found = m.plan(problem, limit, options(m))
         if not found.valid:
             assert not found.met
             continue
-        line = replay(graph, found.steps or frame.steps(found.evict))
+        line = replay(graph, found.steps or problem.steps(found.evict))
         assert line.peak == found.peak
         assert line.time == pytest.approx(base.time + found.extra)
         assert found.met == (found.peak <= limit)
@@ -55,8 +55,8 @@ def test_enough_memory_costs_nothing(name: str) -> None:
     if name == "blocks" or name == "min-cut":
         pytest.skip("a fixed saved set: evicts whatever the limit")
     for graph in graphs():
-        frame = Frame(graph, tuple(range(len(graph.ops))))
-        found = m.plan(frame, replay(graph, baseline(graph)).peak, options(m))
+        problem = EvictionProblem(graph, tuple(range(len(graph.ops))))
+        found = m.plan(problem, replay(graph, baseline(graph)).peak, options(m))
         assert found.met and found.extra == 0
 
 
@@ -67,18 +67,18 @@ def test_same_seed_and_work_give_the_same_plan(name: str) -> None:
     base = replay(graph, baseline(graph))
     runs = []
     for _ in range(2):
-        frame = Frame(graph, tuple(range(len(graph.ops))))
-        found = m.plan(frame, base.peak // 2, options(m))
-        runs.append((found.steps or frame.steps(found.evict), found.extra))
+        problem = EvictionProblem(graph, tuple(range(len(graph.ops))))
+        found = m.plan(problem, base.peak // 2, options(m))
+        runs.append((found.steps or problem.steps(found.evict), found.extra))
     assert runs[0] == runs[1]
 
 
 def test_the_default_is_never_worse_than_its_seeds() -> None:
     for graph in graphs():
-        frame = Frame(graph, tuple(range(len(graph.ops))))
+        problem = EvictionProblem(graph, tuple(range(len(graph.ops))))
         base = replay(graph, baseline(graph))
         limit = graph.static_bytes + (base.peak - graph.static_bytes) // 2
-        best = module("anneal").plan(frame, limit, options(module("anneal")))
+        best = module("anneal").plan(problem, limit, options(module("anneal")))
         for name in ("keep", "greedy", "blocks", "min-cut"):
             m = module(name)
-            assert not m.plan(frame, limit, options(m)).beats(best), name
+            assert not m.plan(problem, limit, options(m)).beats(best), name

@@ -11,63 +11,63 @@ from support.chains import chain
 from support.strategies import random_graph
 from tightship.analysis.bounds import lower_bound
 from tightship.graph import Graph, Op, Storage, Value
-from tightship.planners.evict.problem import DROP, EVICT, KEEP, PASS, Frame
+from tightship.planners.evict.problem import DROP, EVICT, KEEP, PASS, EvictionProblem
 from tightship.simulate import baseline, replay
 
 HUGE = 1 << 60
 
 
-def masks(frame: Frame, seed: int, n: int) -> list[np.ndarray]:
+def masks(problem: EvictionProblem, seed: int, n: int) -> list[np.ndarray]:
     rng = np.random.default_rng(seed)
     kinds = [KEEP, EVICT, PASS, DROP]
-    return [rng.choice(kinds[: 2 + k % 3], len(frame.gaps)).astype(np.uint8) for k in range(n)]
+    return [rng.choice(kinds[: 2 + k % 3], len(problem.gaps)).astype(np.uint8) for k in range(n)]
 
 
 @pytest.mark.parametrize("seed", range(60))
 def test_engine_costs_what_the_replay_of_its_steps_costs(seed: int) -> None:
     graph = random_graph(seed, 10 + seed)
-    frame = Frame(graph, tuple(range(len(graph.ops))))
+    problem = EvictionProblem(graph, tuple(range(len(graph.ops))))
     base = replay(graph, baseline(graph))
-    for bits in masks(frame, seed, 8):
-        found = frame.cost(bits, HUGE)
+    for bits in masks(problem, seed, 8):
+        found = problem.cost(bits, HUGE)
         if not found.valid:
-            assert frame.steps(bits) == ()
+            assert problem.steps(bits) == ()
             continue
-        line = replay(graph, frame.steps(bits))
+        line = replay(graph, problem.steps(bits))
         assert line.peak == found.peak
         assert line.time == pytest.approx(base.time + found.extra)
-        assert sum(s.kind == "recompute" for s in frame.steps(bits)) == found.runs
+        assert sum(s.kind == "recompute" for s in problem.steps(bits)) == found.runs
 
 
 def test_nothing_evicted_is_the_baseline() -> None:
     graph = random_graph(3, 40)
-    frame = Frame(graph, tuple(range(len(graph.ops))))
-    assert replace(frame, in_place=False).steps(frame.nothing()) == baseline(graph)
+    problem = EvictionProblem(graph, tuple(range(len(graph.ops))))
+    assert replace(problem, in_place=False).steps(problem.nothing()) == baseline(graph)
 
 
 def test_chain_with_everything_evicted_recomputes_each_op_once() -> None:
     graph = chain(6)
-    frame = Frame(graph, tuple(range(len(graph.ops))))
-    bits = np.ones(len(frame.gaps), dtype=np.uint8)
-    found = frame.cost(bits, HUGE)
+    problem = EvictionProblem(graph, tuple(range(len(graph.ops))))
+    bits = np.ones(len(problem.gaps), dtype=np.uint8)
+    found = problem.cost(bits, HUGE)
     assert found.valid and found.runs >= 5
     assert found.peak <= replay(graph, baseline(graph)).peak
 
 
 def test_chain_reaches_less_than_keeping_all_and_never_the_bound() -> None:
     graph = chain(64)
-    frame = Frame(graph, tuple(range(len(graph.ops))))
+    problem = EvictionProblem(graph, tuple(range(len(graph.ops))))
     keep = replay(graph, baseline(graph)).peak
-    bits = frame.nothing()
-    bits[[g for g, (s, _, _) in enumerate(frame.gaps.tolist()) if s % 8]] = 1
-    found = frame.cost(bits, HUGE)
+    bits = problem.nothing()
+    bits[[g for g, (s, _, _) in enumerate(problem.gaps.tolist()) if s % 8]] = 1
+    found = problem.cost(bits, HUGE)
     assert lower_bound(graph) <= found.peak < keep / 2
 
 
 def test_what_is_dropped_whenever_it_can_be_brings_a_chain_to_its_bound() -> None:
     graph = chain(24)
-    frame = Frame(graph, tuple(range(len(graph.ops))))
-    peaks = {kind: frame.cost(frame.nothing() + np.uint8(kind), HUGE) for kind in (EVICT, DROP)}
+    problem = EvictionProblem(graph, tuple(range(len(graph.ops))))
+    peaks = {kind: problem.cost(problem.nothing() + np.uint8(kind), HUGE) for kind in (EVICT, DROP)}
     assert peaks[EVICT].peak > peaks[DROP].peak == lower_bound(graph)
     assert peaks[DROP].runs == 24 * 23 // 2  # each op again for every later one
 
@@ -84,13 +84,13 @@ def test_what_cannot_be_made_again_stays_for_its_last_recomputation() -> None:
         Op("h", "h", (2, 3), (4,)),
     )
     graph = Graph(ops, values, storages, (0,), (4,))
-    frame = Frame(graph, tuple(range(5)))
-    bits = np.array([int(s == 2) for s in frame.gaps[:, 0]], dtype=np.uint8)
+    problem = EvictionProblem(graph, tuple(range(5)))
+    bits = np.array([int(s == 2) for s in problem.gaps[:, 0]], dtype=np.uint8)
     assert bits.sum() == 1
-    steps = frame.steps(bits)
+    steps = problem.steps(bits)
     kinds = [(s.kind, s.op) for s in steps if s.kind != "free"]
     assert ("recompute", 1) in kinds and ("recompute", 0) not in kinds
-    assert replay(graph, steps).peak == frame.cost(bits, HUGE).peak
+    assert replay(graph, steps).peak == problem.cost(bits, HUGE).peak
 
 
 def test_updated_parameter_makes_late_recomputation_invalid() -> None:
@@ -104,7 +104,7 @@ def test_updated_parameter_makes_late_recomputation_invalid() -> None:
         Op("h", "h", (1, 2), (3,)),
     )
     graph = Graph(ops, values, storages, (0,), (3,))
-    frame = Frame(graph, (0, 1, 2, 3))
-    bits = np.array([int(s == 1) for s in frame.gaps[:, 0]], dtype=np.uint8)
+    problem = EvictionProblem(graph, (0, 1, 2, 3))
+    bits = np.array([int(s == 1) for s in problem.gaps[:, 0]], dtype=np.uint8)
     assert bits.sum() == 1
-    assert not frame.cost(bits, HUGE).valid
+    assert not problem.cost(bits, HUGE).valid

@@ -14,16 +14,15 @@ from support.strategies import random_graph
 from tightship.errors import Unsupported
 from tightship.graph import Graph
 from tightship.planners.evict import anneal, exact
-from tightship.planners.evict.problem import Frame
-from tightship.planners.evict.retention import Retention
+from tightship.planners.evict.problem import EvictionProblem
 from tightship.planners.hints import parse_hints, resolve
 from tightship.simulate import baseline, replay
 
 PROVE = exact.Options(again=4, effort=5.0, seconds=30.0, work=20_000)
 
 
-def frame_of(graph: Graph) -> Frame:
-    return Frame(graph, tuple(range(len(graph.ops))))
+def problem_of(graph: Graph) -> EvictionProblem:
+    return EvictionProblem(graph, tuple(range(len(graph.ops))))
 
 
 def limit_of(graph: Graph, part: float) -> int:
@@ -47,9 +46,9 @@ def test_nothing_is_imported_before_it_is_asked_for_and_its_absence_is_said(monk
 
     monkeypatch.setattr(builtins, "__import__", absent)
     graph = chain(12)
-    assert exact.plan(frame_of(graph), limit_of(graph, 1.0)).extra == 0
+    assert exact.plan(problem_of(graph), limit_of(graph, 1.0)).extra == 0
     with pytest.raises(Unsupported, match=r"tightship\[solver\]"):
-        exact.plan(frame_of(graph), limit_of(graph, 0.5))
+        exact.plan(problem_of(graph), limit_of(graph, 0.5))
 
 
 @pytest.mark.parametrize("seed", range(24))
@@ -63,7 +62,7 @@ def test_trying_everything_agrees_for_up_to_six_ops(seed: int) -> None:
             least = least_extra(graph, limit)
         except RuntimeError:
             continue  # too many states
-        found = exact.plan(frame_of(graph), limit, PROVE)
+        found = exact.plan(problem_of(graph), limit, PROVE)
         assert found.met == (least is not None)
         assert least is None or found.extra == pytest.approx(least)
 
@@ -75,9 +74,9 @@ def test_what_is_written_in_place_is_planned_soundly(seed: int) -> None:
     graph = in_order(random_graph(seed, 6, updates=0.2, inplace=0.4))
     for part in (0.6, 0.9):
         limit = limit_of(graph, part)
-        found = exact.plan(frame_of(graph), limit, PROVE)
+        found = exact.plan(problem_of(graph), limit, PROVE)
         if found.met:
-            assert replay(graph, found.steps or frame_of(graph).steps(found.evict)).peak <= limit
+            assert replay(graph, found.steps or problem_of(graph).steps(found.evict)).peak <= limit
             assert (least_extra(graph, limit) or 0.0) <= found.extra + 1e-9
 
 
@@ -86,10 +85,10 @@ def test_windows_of_a_larger_graph_never_make_it_worse() -> None:
     graph = random_graph(3, 60)
     limit = limit_of(graph, 0.6)
     few = exact.Options(effort=0.5, work=50_000, whole=20, window=16)
-    start = anneal.plan(frame_of(graph), limit, anneal.Options(work=50_000, seconds=15.0))
-    found = exact.plan(frame_of(graph), limit, few)
+    start = anneal.plan(problem_of(graph), limit, anneal.Options(work=50_000, seconds=15.0))
+    found = exact.plan(problem_of(graph), limit, few)
     assert not start.beats(found)
-    again = exact.plan(frame_of(graph), limit, few)
+    again = exact.plan(problem_of(graph), limit, few)
     assert (found.steps, found.extra) == (again.steps, again.extra)
 
 
@@ -99,15 +98,15 @@ def test_what_is_to_be_kept_stays() -> None:
     named = graph.with_ops(tuple(replace(op, module=f"net.{op.name}") for op in graph.ops))
     only = resolve(named, parse_hints("net.f2=keep,net.f4=keep"))
     assert only
-    frame = Frame(named, tuple(range(len(named.ops))), only=only)
-    found = exact.plan(frame, limit_of(named, 0.8), PROVE)
-    again = {s.op for s in found.steps or frame.steps(found.evict) if s.kind == "recompute"}
+    problem = EvictionProblem(named, tuple(range(len(named.ops))), only=only)
+    found = exact.plan(problem, limit_of(named, 0.8), PROVE)
+    again = {s.op for s in found.steps or problem.steps(found.evict) if s.kind == "recompute"}
     assert found.met and again and not again & {2, 4}
 
 
 def test_ops_that_write_one_storage_are_one_unit() -> None:
     graph = random_graph(2, 30, inplace=0.5)
-    problem = Retention(frame_of(graph))
+    problem = exact.Retention(problem_of(graph))
     for s, writers in enumerate(graph.uses.writers):
         if s not in graph.static and writers:
             assert len({problem.unit_at[w] for w in writers}) == 1
@@ -120,7 +119,7 @@ def test_ctrl_c_is_heard_after_the_solver_as_before() -> None:
     graph = chain(6)
     try:
         exact.plan(
-            frame_of(graph), limit_of(graph, 0.6), exact.Options(work=20_000, effort=0.2, seconds=20.0)
+            problem_of(graph), limit_of(graph, 0.6), exact.Options(work=20_000, effort=0.2, seconds=20.0)
         )
         with pytest.raises(KeyboardInterrupt):
             signal.raise_signal(signal.SIGINT)  # the process would end here

@@ -14,7 +14,7 @@ from tightship.graph import Graph, Op, Storage, Value
 from tightship.machine import Machine
 from tightship.plan import Plan
 from tightship.planners.evict import anneal, ladder
-from tightship.planners.evict.problem import KEEP, OFFLOAD, PACK, Frame
+from tightship.planners.evict.problem import COMPRESS, KEEP, OFFLOAD, EvictionProblem
 from tightship.planners.layout import lay_out
 from tightship.simulate import baseline, extra_bytes, replay
 from tightship.verify import verify
@@ -25,18 +25,18 @@ SLOW = Machine(offload=300.0, fetch=200.0, latency=0.1, pack=(900.0,) * 9, unpac
 BUSY = replace(SLOW, begin=0.07, beside=0.002)
 
 
-def frame_of(graph: Graph, machine: Machine = SLOW, **more: object) -> Frame:
+def problem_of(graph: Graph, machine: Machine = SLOW, **more: object) -> EvictionProblem:
     graph = replace(graph, machine=machine)
-    return Frame(graph, tuple(range(len(graph.ops))), **({"means": ALL, "lossy": True} | more))
+    return EvictionProblem(graph, tuple(range(len(graph.ops))), **({"means": ALL, "lossy": True} | more))
 
 
-def checked(frame: Frame, bits: np.ndarray, limit: int) -> None:
-    graph = frame.graph
-    found = frame.cost(bits, limit)
+def checked(problem: EvictionProblem, bits: np.ndarray, limit: int) -> None:
+    graph = problem.graph
+    found = problem.cost(bits, limit)
     if not found.valid:
         return
     base = replay(graph, baseline(graph))
-    steps = frame.steps(bits, limit)
+    steps = problem.steps(bits, limit)
     line = replay(graph, steps)
     assert line.peak == found.peak
     assert line.time == pytest.approx(base.time + found.extra)
@@ -51,14 +51,16 @@ def checked(frame: Frame, bits: np.ndarray, limit: int) -> None:
 
 @pytest.mark.parametrize("seed", range(60))
 def test_any_decision_costs_what_its_steps_cost_and_is_verified(seed: int) -> None:
-    frame = frame_of(random_graph(seed, 10 + seed), (SLOW, BUSY)[seed % 2])
-    base = replay(frame.graph, baseline(frame.graph))
+    problem = problem_of(random_graph(seed, 10 + seed), (SLOW, BUSY)[seed % 2])
+    base = replay(problem.graph, baseline(problem.graph))
     rng = np.random.default_rng(seed)
-    for kinds in ((KEEP, PACK), (KEEP, OFFLOAD), tuple(range(6)), (0, 0, *range(6))):
-        bits = rng.choice(np.array(kinds, np.uint8), len(frame.gaps))
+    for kinds in ((KEEP, COMPRESS), (KEEP, OFFLOAD), tuple(range(6)), (0, 0, *range(6))):
+        bits = rng.choice(np.array(kinds, np.uint8), len(problem.gaps))
         for part in (2.0, 0.7):
             checked(
-                frame, bits, frame.graph.static_bytes + int(part * (base.peak - frame.graph.static_bytes))
+                problem,
+                bits,
+                problem.graph.static_bytes + int(part * (base.peak - problem.graph.static_bytes)),
             )
 
 
@@ -68,18 +70,20 @@ def test_many_copies_beside_ops_that_run_later(seed: int) -> None:
     graph = random_graph(seed, 30)
     rng = np.random.default_rng(5)
     for machine in (SLOW, BUSY, Machine(), Machine(begin=1e-3)):
-        frame = Frame(replace(graph, machine=machine), tuple(range(len(graph.ops))), means=ALL, lossy=True)
+        problem = EvictionProblem(
+            replace(graph, machine=machine), tuple(range(len(graph.ops))), means=ALL, lossy=True
+        )
         for _ in range(60):
-            others = rng.choice([0, 0, 1, 2, 3, 4], len(frame.gaps))
-            bits = np.where(rng.random(len(frame.gaps)) < 0.4, OFFLOAD, others).astype(np.uint8)
-            checked(frame, bits, HUGE)
+            others = rng.choice([0, 0, 1, 2, 3, 4], len(problem.gaps))
+            bits = np.where(rng.random(len(problem.gaps)) < 0.4, OFFLOAD, others).astype(np.uint8)
+            checked(problem, bits, HUGE)
 
 
 def test_a_transfer_that_overlaps_costs_nothing() -> None:
     graph = replace(chain(20), machine=Machine(offload=1e12, fetch=1e12, latency=0.0))
-    frame = Frame(graph, tuple(range(len(graph.ops))), means=("offload",))
-    bits = np.where(frame.gaps[:, 2] - frame.gaps[:, 1] > 6, OFFLOAD, KEEP).astype(np.uint8)
-    found = frame.cost(bits, HUGE)
+    problem = EvictionProblem(graph, tuple(range(len(graph.ops))), means=("offload",))
+    bits = np.where(problem.gaps[:, 2] - problem.gaps[:, 1] > 6, OFFLOAD, KEEP).astype(np.uint8)
+    found = problem.cost(bits, HUGE)
     assert found.extra == pytest.approx(0.0, abs=1e-6)
     assert found.peak < replay(graph, baseline(graph)).peak
     assert found.host > 0
@@ -96,14 +100,16 @@ def touched(graph: Graph) -> int:
 @pytest.mark.parametrize("seed", range(40))
 def test_copies_reach_every_limit_down_to_what_one_op_touches(seed: int) -> None:
     """Also where a copy has to be waited for at once, and where the contents are still to be written to."""
-    frame = frame_of(random_graph(seed, 10 + seed), (SLOW, BUSY)[seed % 2], means=("recompute", "offload"))
-    graph, least = frame.graph, touched(frame.graph)
+    problem = problem_of(
+        random_graph(seed, 10 + seed), (SLOW, BUSY)[seed % 2], means=("recompute", "offload")
+    )
+    graph, least = problem.graph, touched(problem.graph)
     base = replay(graph, baseline(graph)).peak
     for limit in (least, (least + base) // 2):
-        found = frame.cost(frame.wherever(OFFLOAD), limit)
+        found = problem.cost(problem.wherever(OFFLOAD), limit)
         assert found.valid and found.peak <= max(limit, least)
-        checked(frame, found.evict, limit)
-    assert anneal.plan(frame, least, anneal.Options(work=60_000)).met
+        checked(problem, found.evict, limit)
+    assert anneal.plan(problem, least, anneal.Options(work=60_000)).met
 
 
 def test_what_copies_take_from_ops_is_paid_for_each_and_small_ones_are_not_made() -> None:
@@ -112,12 +118,12 @@ def test_what_copies_take_from_ops_is_paid_for_each_and_small_ones_are_not_made(
     free, dear = (Machine(offload=6400.0, fetch=6400.0, latency=0.09, begin=b) for b in (0.0, 0.5))
     found = {}
     for machine in (free, dear):
-        frame = frame_of(replace(graph, ops=tuple(replace(o, time=1.0) for o in graph.ops)), machine)
-        bits = np.where(frame.gaps[:, 2] - frame.gaps[:, 1] > 6, OFFLOAD, KEEP).astype(np.uint8)
-        copies = sum(s.kind in ("offload", "fetch") for s in frame.steps(bits))
-        assert copies and frame.cost(bits, HUGE).extra == pytest.approx(machine.begin * copies)
-        base = replay(frame.graph, baseline(frame.graph)).peak
-        found[machine.begin] = ladder.plan(frame, base * 2 // 3, ladder.Options(work=1_000_000))
+        problem = problem_of(replace(graph, ops=tuple(replace(o, time=1.0) for o in graph.ops)), machine)
+        bits = np.where(problem.gaps[:, 2] - problem.gaps[:, 1] > 6, OFFLOAD, KEEP).astype(np.uint8)
+        copies = sum(s.kind in ("offload", "fetch") for s in problem.steps(bits))
+        assert copies and problem.cost(bits, HUGE).extra == pytest.approx(machine.begin * copies)
+        base = replay(problem.graph, baseline(problem.graph)).peak
+        found[machine.begin] = ladder.plan(problem, base * 2 // 3, ladder.Options(work=1_000_000))
     assert found[0.0].met and found[0.5].met
     assert found[0.0].extra == pytest.approx(0.0) and found[0.0].host > 0
     assert found[0.5].extra > 0.0
@@ -126,14 +132,16 @@ def test_what_copies_take_from_ops_is_paid_for_each_and_small_ones_are_not_made(
 def test_what_is_not_left_to_the_planner_is_decided_so() -> None:
     graph = chain(12)
     kept = {s: ("keep",) for s in range(1, 4)}
-    frame = Frame(graph, tuple(range(len(graph.ops))), only=kept)
+    problem = EvictionProblem(graph, tuple(range(len(graph.ops))), only=kept)
     base = replay(graph, baseline(graph)).peak
-    found = anneal.plan(frame, base * 3 // 4, anneal.Options(work=300_000))
-    again = {s for step in frame.steps(found.evict) for s in step.storages if step.kind == "recompute"}
+    found = anneal.plan(problem, base * 3 // 4, anneal.Options(work=300_000))
+    again = {s for step in problem.steps(found.evict) for s in step.storages if step.kind == "recompute"}
     assert found.met and again and not again & set(kept)
-    frame = Frame(graph, tuple(range(len(graph.ops))), only={3: ("offload",)})
-    assert frame.boundary == 12
-    sent = [s for step in frame.steps(frame.nothing(), base) for s in step.storages if step.kind == "offload"]
+    problem = EvictionProblem(graph, tuple(range(len(graph.ops))), only={3: ("offload",)})
+    assert problem.boundary == 12
+    sent = [
+        s for step in problem.steps(problem.nothing(), base) for s in step.storages if step.kind == "offload"
+    ]
     assert sent == [3]
 
 
@@ -142,17 +150,17 @@ def test_more_ways_out_of_memory_reach_less_at_no_more_time() -> None:
     base = replay(graph, baseline(graph)).peak
     few = anneal.Options(work=2_000_000)
     order = tuple(range(len(graph.ops)))
-    again = anneal.plan(Frame(graph, order), base // 3, few)
-    both = anneal.plan(Frame(graph, order, means=ALL, lossy=True), base // 3, few)
+    again = anneal.plan(EvictionProblem(graph, order), base // 3, few)
+    both = anneal.plan(EvictionProblem(graph, order, means=ALL, lossy=True), base // 3, few)
     assert again.met and both.met and both.extra <= again.extra
 
 
 def test_the_host_pool_is_not_exceeded() -> None:
     graph = replace(chain(30), machine=Machine(offload=1e12, fetch=1e12, latency=0.0))
     base = replay(graph, baseline(graph)).peak
-    frame = Frame(graph, tuple(range(len(graph.ops))), means=("offload",), host=64 * 5)
-    found = ladder.plan(frame, base - 64 * 4, ladder.Options(work=1_000_000))
-    assert found.met and replay(graph, frame.steps(found.evict, base - 64 * 4)).host_peak <= 64 * 5
+    problem = EvictionProblem(graph, tuple(range(len(graph.ops))), means=("offload",), host=64 * 5)
+    found = ladder.plan(problem, base - 64 * 4, ladder.Options(work=1_000_000))
+    assert found.met and replay(graph, problem.steps(found.evict, base - 64 * 4)).host_peak <= 64 * 5
 
 
 def test_results_may_wait_outside_until_the_end() -> None:
@@ -161,9 +169,9 @@ def test_results_may_wait_outside_until_the_end() -> None:
     storages = (Storage("x", 64, "input"), *(Storage(f"y{k}", 64) for k in range(6)))
     values = tuple(Value(s.name, k) for k, s in enumerate(storages))
     graph = Graph(ops, values, storages, (0,), tuple(range(1, 7)))
-    frame = Frame(graph, tuple(range(6)), means=("offload",))
+    problem = EvictionProblem(graph, tuple(range(6)), means=("offload",))
     bound = lower_bound(graph, least=dict.fromkeys(range(7), 0))
-    found = ladder.plan(frame, bound, ladder.Options(work=1_000_000))
+    found = ladder.plan(problem, bound, ladder.Options(work=1_000_000))
     assert found.met and found.peak == bound == 64 + 64 + 400
     assert replay(graph, baseline(graph)).peak == 7 * 64 + 400
-    checked(frame, found.evict, bound)
+    checked(problem, found.evict, bound)

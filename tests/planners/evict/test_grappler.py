@@ -15,10 +15,10 @@ from tightship.baselines import grappler
 from tightship.baselines import grappler as rewrites
 from tightship.baselines.grappler import Options
 from tightship.errors import BadInput
-from tightship.frontends.torch.step import capture_loss
+from tightship.frontends.torch.capture.step import capture_loss
 from tightship.graph import Graph, Op, Storage, Value
 from tightship.plan import Plan, Step
-from tightship.planners.evict.problem import Decision, Frame
+from tightship.planners.evict.problem import Decision, EvictionProblem
 from tightship.simulate import baseline, replay
 from tightship.verify import verify
 
@@ -51,19 +51,19 @@ def diamond() -> Graph:
     )
 
 
-def frame(graph: Graph) -> Frame:
-    return Frame(graph, tuple(range(len(graph.ops))))
+def problem(graph: Graph) -> EvictionProblem:
+    return EvictionProblem(graph, tuple(range(len(graph.ops))))
 
 
 def named(graph: Graph, ops: frozenset[int]) -> set[str]:
     return {graph.ops[k].name for k in ops}
 
 
-def steps_of(f: Frame, d: Decision) -> tuple[Step, ...]:
+def steps_of(f: EvictionProblem, d: Decision) -> tuple[Step, ...]:
     return d.steps or f.steps(d.evict)
 
 
-def checked(f: Frame, d: Decision) -> tuple[Step, ...]:
+def checked(f: EvictionProblem, d: Decision) -> tuple[Step, ...]:
     steps = steps_of(f, d)
     line = replay(f.graph, steps)
     assert line.peak == d.peak
@@ -91,13 +91,13 @@ def test_G01_targets_stand_under_a_scope_also_when_it_is_nested() -> None:
 
 def test_G02_candidates_are_cheap_or_hinted_and_manual_takes_hints_alone() -> None:
     graph = diamond()
-    f, goals = frame(graph), rewrites.targets(graph, "gradients/")
+    f, goals = problem(graph), rewrites.targets(graph, "gradients/")
     assert named(graph, rewrites.clones(f, goals)) == {"b", "c"}
     assert named(graph, rewrites.clones(f, goals, {0})) == {"a", "b", "c"}
     assert named(graph, rewrites.clones(f, goals, {1}, heuristic=False)) == {"b"}
     assert rewrites.clones(f, goals, heuristic=False) == frozenset()
     random = graph.with_ops(tuple(replace(o, random=o.name == "b") for o in graph.ops))
-    assert named(random, rewrites.clones(frame(random), goals)) == {"c"}
+    assert named(random, rewrites.clones(problem(random), goals)) == {"c"}
 
 
 def test_G03_only_the_part_that_feeds_a_target_is_cloned_and_reads_clones_inside() -> None:
@@ -111,7 +111,7 @@ def test_G03_only_the_part_that_feeds_a_target_is_cloned_and_reads_clones_inside
         ("late", "aten.relu.default", ("gradients/d",)),  # reads a target: no candidate
         ("gradients/e", "aten.mm.default", ("late", "d")),
     )
-    f, goals = frame(graph), rewrites.targets(graph, "gradients/")
+    f, goals = problem(graph), rewrites.targets(graph, "gradients/")
     assert named(graph, rewrites.clones(f, goals)) == {"b", "c"}
     steps = checked(f, grappler.plan(f, 0, Options(level="recompute")))
     assert recomputed(graph, steps) == ["b", "c"]
@@ -119,7 +119,7 @@ def test_G03_only_the_part_that_feeds_a_target_is_cloned_and_reads_clones_inside
 
 def test_G04_only_targets_read_clones() -> None:
     graph = diamond()
-    f = frame(graph)
+    f = problem(graph)
     steps = checked(f, grappler.plan(f, 0, Options(level="recompute")))
     first = next(i for i, s in enumerate(steps) if s.kind == "recompute")
     before = {graph.ops[s.op].name for s in steps[:first] if s.kind == "compute"}
@@ -130,7 +130,7 @@ def test_G04_only_targets_read_clones() -> None:
 
 def test_G05_clones_wait_for_the_other_inputs_of_the_targets_they_serve() -> None:
     graph = diamond()
-    f = frame(graph)
+    f = problem(graph)
     order = [
         graph.ops[s.op].name for s in checked(f, grappler.plan(f, 0, Options(level="recompute"))) if s.op >= 0
     ]
@@ -140,7 +140,7 @@ def test_G05_clones_wait_for_the_other_inputs_of_the_targets_they_serve() -> Non
 
 def test_G08_swaps_only_when_the_peak_is_above_the_memory_and_until_the_savings_are_met() -> None:
     graph = long_chain()
-    f = frame(graph)
+    f = problem(graph)
     base = replay(graph, baseline(graph)).peak
     assert grappler.plan(f, base, Options(level="swap")).steps is None
     counts = []
@@ -158,22 +158,22 @@ def long_chain(size: int = 4096, seconds: float = 0.01) -> Graph:
 
 def test_G09_small_short_lived_and_persistent_values_stay() -> None:
     for graph in (long_chain(size=1024), long_chain(seconds=1e-5)):
-        assert rewrites.ranked(frame(graph), 15, set()) == []
+        assert rewrites.ranked(problem(graph), 15, set()) == []
     graph = long_chain()
-    found = rewrites.ranked(frame(graph), 15, set())
+    found = rewrites.ranked(problem(graph), 15, set())
     assert found and all(a.storage not in graph.static | graph.kept and a.last < 15 < a.next for a in found)
-    assert len(rewrites.ranked(frame(graph), 15, {found[0].storage})) == len(found) - 1
+    assert len(rewrites.ranked(problem(graph), 15, {found[0].storage})) == len(found) - 1
 
 
 def test_G10_long_made_before_and_long_needed_after_the_peak_ranks_first() -> None:
-    found = rewrites.ranked(frame(long_chain()), 15, set())
+    found = rewrites.ranked(problem(long_chain()), 15, set())
     stays = [a.next - a.last for a in found]
     assert stays == sorted(stays, reverse=True) and stays[0] > stays[-1]
 
 
 def test_G11_an_input_named_by_hand_is_swapped() -> None:
     graph = long_chain()
-    f = frame(graph)
+    f = problem(graph)
     d = grappler.plan(f, 0, Options(level="manual", swap_hints="b1:1, b3:1"))
     moved = [graph.storages[s].name for x in checked(f, d) if x.kind == "offload" for s in x.storages]
     assert sorted(moved) == ["f1", "f3"]
@@ -181,15 +181,15 @@ def test_G11_an_input_named_by_hand_is_swapped() -> None:
 
 def test_G12_copies_go_out_at_once_and_come_back_in_time_but_late() -> None:
     graph = long_chain()
-    f = frame(graph)
+    f = problem(graph)
     a = rewrites.ranked(f, 15, set())[0]
     timed = rewrites.triggered(f, a)
-    assert timed is not None and timed.gone == a.last and a.last < timed.back <= a.next
-    assert a.next - timed.back <= 2
+    assert timed is not None and timed.freed == a.last and a.last < timed.restored <= a.next
+    assert a.next - timed.restored <= 2
     slow = replace(graph, machine=replace(graph.machine, to_device=4096 / 0.05)) if _slow(graph) else None
     if slow is not None:
-        early = rewrites.triggered(frame(slow), a)
-        assert early is not None and early.back < timed.back
+        early = rewrites.triggered(problem(slow), a)
+        assert early is not None and early.restored < timed.restored
 
 
 def _slow(graph: Graph) -> bool:
@@ -198,7 +198,7 @@ def _slow(graph: Graph) -> bool:
 
 def test_G13_without_a_trigger_a_value_is_skipped_and_wrong_hints_are_errors() -> None:
     graph = long_chain()
-    f = frame(graph)
+    f = problem(graph)
     a = rewrites.ranked(f, 15, set())[-1]
     assert rewrites.triggered(f, replace(a, next=a.last + 1)) is None
     for hints in ("b1", "nobody:0", "b1:7", "b1:1, b1:1", "f0:0"):
@@ -220,7 +220,7 @@ def test_G14_updates_whose_results_stay_on_their_device_are_marked() -> None:
 
 
 def test_levels() -> None:
-    f = frame(diamond())
+    f = problem(diamond())
     assert grappler.plan(f, 0, Options(level="none")).runs == 0
     assert grappler.plan(f, 0, Options(level="manual", recompute_hints="b")).runs == 1
     best = grappler.plan(f, 0, Options(level="all"))
@@ -234,7 +234,7 @@ def test_G03_G05_G12_on_captured_training_steps(name: str) -> None:
     sample = batch(0)
     graph = capture_loss(model, sample[0] if isinstance(sample, tuple) else sample).graph
     graph = graph.with_ops(tuple(replace(op, time=1e-3) for op in graph.ops))
-    f = frame(graph)
+    f = problem(graph)
     goals = rewrites.targets(graph, "gradients/")
     again = rewrites.clones(f, goals)
     assert again and all(graph.ops[k].phase == "forward" for k in again)

@@ -11,8 +11,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tightship.baselines.grappler_nodes import CLONE, TRIGGER, is_target, late_order, recomputed
-from tightship.baselines.grappler_sums import SUMS, accumulator
+from tightship.baselines.grappler_nodes import (
+    CLONE,
+    SUMS,
+    TRIGGER,
+    accumulator,
+    is_target,
+    late_order,
+    recomputed,
+)
 from tightship.errors import BadInput
 from tightship.frontends.tensorflow.nodes import Node, Web, from_rows, name_of
 
@@ -128,11 +135,11 @@ def test_a_graph_that_was_rewritten_before_stays_as_it_is() -> None:
 
 
 def test_what_is_no_graph_is_an_error() -> None:
-    with pytest.raises(BadInput, match="does not wait"):
+    with pytest.raises(BadInput, match="cycle through"):
         recomputed(web("a Relu b\nb Relu a"))
-    with pytest.raises(BadInput, match="an input is a node's"):
+    with pytest.raises(BadInput, match="unknown input"):
         recomputed(web("a Relu b"))
-    with pytest.raises(BadInput, match="its own"):
+    with pytest.raises(BadInput, match="duplicate node name"):
         recomputed(web("a Relu\na Relu"))
 
 

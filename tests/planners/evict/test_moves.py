@@ -8,7 +8,7 @@ import pytest
 from support.strategies import random_graph
 from tightship.graph import Graph, Op, Storage, Value
 from tightship.plan import Plan
-from tightship.planners.evict.problem import Frame
+from tightship.planners.evict.problem import EvictionProblem
 from tightship.planners.layout import lay_out
 from tightship.simulate import baseline, replay
 from tightship.verify import verify
@@ -31,42 +31,42 @@ def late_pair(control: tuple[int, ...] = ()) -> Graph:
     return Graph(ops, values, storages, (0,), (5,))
 
 
-def evicted(frame: Frame, *storages: int) -> np.ndarray:
-    return np.array([int(s in storages) for s in frame.gaps[:, 0]], dtype=np.uint8)
+def evicted(problem: EvictionProblem, *storages: int) -> np.ndarray:
+    return np.array([int(s in storages) for s in problem.gaps[:, 0]], dtype=np.uint8)
 
 
 def test_a_chain_that_is_read_late_moves_as_a_whole_and_costs_nothing() -> None:
     graph = late_pair()
-    frame = Frame(graph, tuple(range(5)))
-    bits = evicted(frame, 2)
-    steps = frame.steps(bits)
+    problem = EvictionProblem(graph, tuple(range(5)))
+    bits = evicted(problem, 2)
+    steps = problem.steps(bits)
     assert [(s.kind, s.op) for s in steps if s.kind != "free"] == [("compute", k) for k in (2, 3, 0, 1, 4)]
-    found = frame.cost(bits, HUGE)
+    found = problem.cost(bits, HUGE)
     assert (found.extra, found.runs) == (0.0, 0)
     assert replay(graph, steps).time == replay(graph, baseline(graph)).time
 
 
 def test_what_another_op_waits_for_stays_at_its_place() -> None:
     graph = late_pair(control=(1,))
-    frame = Frame(graph, tuple(range(5)))
-    found = frame.cost(evicted(frame, 2), HUGE)
+    problem = EvictionProblem(graph, tuple(range(5)))
+    found = problem.cost(evicted(problem, 2), HUGE)
     assert found.runs == 1 + 1  # a was gone after b had read it
 
 
 @pytest.mark.parametrize("seed", range(40))
 def test_plans_of_any_decision_are_verified_and_cost_what_the_engine_said(seed: int) -> None:
     graph = random_graph(seed, 10 + seed)
-    frame = Frame(graph, tuple(range(len(graph.ops))))
+    problem = EvictionProblem(graph, tuple(range(len(graph.ops))))
     rng = np.random.default_rng(seed)
     base = replay(graph, baseline(graph))
     for _ in range(6):
-        bits = ((rng.random(len(frame.gaps)) < rng.random()) * rng.integers(1, 3, len(frame.gaps))).astype(
-            np.uint8
-        )
-        found = frame.cost(bits, HUGE)
+        bits = (
+            (rng.random(len(problem.gaps)) < rng.random()) * rng.integers(1, 3, len(problem.gaps))
+        ).astype(np.uint8)
+        found = problem.cost(bits, HUGE)
         if not found.valid:
             continue
-        steps = frame.steps(bits)
+        steps = problem.steps(bits)
         line = replay(graph, steps)
         assert (line.peak, line.time) == (found.peak, pytest.approx(base.time + found.extra))
         layout = lay_out(graph, steps)

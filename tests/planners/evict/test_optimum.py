@@ -16,7 +16,7 @@ from tightship.errors import Infeasible
 from tightship.graph import Graph
 from tightship.planners import default
 from tightship.planners.evict import anneal
-from tightship.planners.evict.problem import Decision, Frame
+from tightship.planners.evict.problem import Decision, EvictionProblem
 from tightship.simulate import baseline, replay
 from tightship.verify import verify
 
@@ -26,13 +26,13 @@ PLAIN = {"updates": 0.0, "stats": 0.0, "effect": 0.02, "random": 0.03, "calls": 
 WAYS = {"recompute": ("recompute",), "copies": ("recompute", "compress", "offload")}
 
 
-def frame_of(graph: Graph, means: tuple[str, ...] = ("recompute",)) -> Frame:
-    return Frame(graph, tuple(range(len(graph.ops))), means)
+def problem_of(graph: Graph, means: tuple[str, ...] = ("recompute",)) -> EvictionProblem:
+    return EvictionProblem(graph, tuple(range(len(graph.ops))), means)
 
 
-def decisions(frame: Frame, most: int) -> list[np.ndarray] | None:  # type: ignore[type-arg]
+def decisions(problem: EvictionProblem, most: int) -> list[np.ndarray] | None:  # type: ignore[type-arg]
     """Every combination of what the gaps may be; None if there are too many."""
-    choices = [[k for k in range(6) if a >> k & 1] for a in frame.engine.allowed.tolist()]
+    choices = [[k for k in range(6) if a >> k & 1] for a in problem.engine.allowed.tolist()]
     if np.prod([len(c) for c in choices], initial=1) > most:
         return None
     return [np.array(bits, np.uint8) for bits in product(*choices)]
@@ -40,18 +40,18 @@ def decisions(frame: Frame, most: int) -> list[np.ndarray] | None:  # type: igno
 
 def agreed(graph: Graph, means: tuple[str, ...], most: int) -> Counter[str]:
     """How many limits were looked at, and at how many of them something had to leave memory."""
-    frame, count = frame_of(graph, means), Counter[str]()
-    every = decisions(frame, most)
+    problem, count = problem_of(graph, means), Counter[str]()
+    every = decisions(problem, most)
     if every is None or len(every) == 1:
         return count
     base = replay(graph, baseline(graph)).peak
 
     def at(limit: int) -> list[Decision]:
-        return [d for d in (frame.cost(bits, limit) for bits in every) if d.valid]
+        return [d for d in (problem.cost(bits, limit) for bits in every) if d.valid]
 
     for limit in sorted({d.peak for d in at(base) if d.peak <= base}):
         least = min((d.extra for d in at(limit) if d.peak <= limit), default=None)
-        found = anneal.plan(frame_of(graph, means), limit, FEW)
+        found = anneal.plan(problem_of(graph, means), limit, FEW)
         assert found.met == (least is not None), graph.name
         assert least is None or found.extra == pytest.approx(least), graph.name
         count["limits"] += 1
@@ -101,12 +101,12 @@ def test_no_plan_is_better_than_the_best_and_most_are_as_good() -> None:
 
 @pytest.mark.parametrize("graph", [chain(25), random_graph(5, 60), random_graph(11, 80)])
 def test_with_more_memory_a_frame_never_gives_a_slower_plan(graph: Graph) -> None:
-    frame = frame_of(graph)
+    problem = problem_of(graph)
     base = replay(graph, baseline(graph)).peak
     room = base - graph.static_bytes
     last = float("inf")
     for part in (50, 60, 70, 80, 90, 100):
-        found = anneal.plan(frame, graph.static_bytes + room * part // 100, FEW)
+        found = anneal.plan(problem, graph.static_bytes + room * part // 100, FEW)
         if found.met:
             assert found.extra <= last
             last = found.extra

@@ -15,13 +15,13 @@ from tightship.analysis.structure import block_of
 from tightship.graph import Graph, Op, Storage, Value
 from tightship.planners import frontier
 from tightship.planners.default import Options
-from tightship.planners.evict import anneal, problem
-from tightship.planners.evict.problem import Frame
+from tightship.planners.evict import anneal
+from tightship.planners.evict.problem import EvictionProblem, families
 from tightship.simulate import baseline, replay
 
 
-def frame_of(graph: Graph) -> Frame:
-    return Frame(graph, tuple(range(len(graph.ops))))
+def problem_of(graph: Graph) -> EvictionProblem:
+    return EvictionProblem(graph, tuple(range(len(graph.ops))))
 
 
 def tight(graph: Graph, part: int = 60) -> int:
@@ -37,7 +37,7 @@ def test_more_work_is_never_worse(graph: Graph, monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(anneal, "_FIRST", 20_000)
     last = (1, float("inf"))
     for work in (0, 5_000, 20_000, 60_000, 100_000, 200_000, 400_000):
-        found = anneal.plan(frame_of(graph), tight(graph), anneal.Options(work=work, seconds=60.0))
+        found = anneal.plan(problem_of(graph), tight(graph), anneal.Options(work=work, seconds=60.0))
         now = (0, found.extra) if found.met else (1, float(found.peak))
         assert now <= last, work
         last = now
@@ -57,12 +57,12 @@ import hashlib
 from support.chains import chain
 from support.strategies import random_graph
 from tightship.planners.evict import anneal
-from tightship.planners.evict.problem import Frame
+from tightship.planners.evict.problem import EvictionProblem
 from tightship.simulate import baseline, replay
 for graph in (chain(25), random_graph(5, 60)):
-    frame = Frame(graph, tuple(range(len(graph.ops))))
+    problem = EvictionProblem(graph, tuple(range(len(graph.ops))))
     limit = graph.static_bytes + (replay(graph, baseline(graph)).peak - graph.static_bytes) * 6 // 10
-    found = anneal.plan(frame, limit, anneal.Options(work=300_000, seconds=60.0, seed=3))
+    found = anneal.plan(problem, limit, anneal.Options(work=300_000, seconds=60.0, seed=3))
     print(hashlib.sha256(found.evict.tobytes()).hexdigest(), found.peak, found.extra)
 """
 
@@ -90,12 +90,12 @@ def named(modules: list[str]) -> Graph:
 
 def test_twins_play_one_role_in_different_layers() -> None:
     graph = named(["in", *(f"h.{k}.{part}" for k in range(3) for part in ("a", "b", "b")), "out", "out"])
-    frame = frame_of(graph)
-    (family,) = problem.families(graph, [(s, a, b) for s, a, b in frame.gaps.tolist()], frame.classes)
-    roles = [[(graph.ops[int(frame.gaps[g][0]) - 1].module) for g in row if g >= 0] for row in family]
+    problem = problem_of(graph)
+    (family,) = families(graph, [(s, a, b) for s, a, b in problem.gaps.tolist()], problem.classes)
+    roles = [[(graph.ops[int(problem.gaps[g][0]) - 1].module) for g in row if g >= 0] for row in family]
     assert sorted(roles) == [[f"h.{k}.{part}" for k in range(3)] for part in ("a", "b", "b")]
     assert len({g for row in family for g in row}) == 9  # two ops of one role in a layer are told apart
-    rows, starts = frame.twins
+    rows, starts = problem.twins
     assert starts.tolist() == [0, 3] and rows[1].tolist() == [g for row in family for g in row]
 
 
@@ -103,14 +103,14 @@ def test_without_names_classes_of_one_length_are_twins() -> None:
     graph = chain(9)
     assert not any(block_of(op.module, 1) for op in graph.ops)
     classes = [(0, 1, 2), (3, 4, 5), (6, 7)]
-    assert problem.families(graph, [], classes) == (((0, 1, 2), (3, 4, 5)),)
+    assert families(graph, [], classes) == (((0, 1, 2), (3, 4, 5)),)
 
 
 def test_what_is_restored_from_far_back_is_a_plan_and_not_the_end_of_the_process() -> None:
     graph = chain(12_000)
-    frame = frame_of(graph)
-    bits = ((frame.gaps[:, 1] < 12_000) & (frame.gaps[:, 2] >= 12_000)).astype("uint8")
-    decision = frame.cost(bits, 0)
+    problem = problem_of(graph)
+    bits = ((problem.gaps[:, 1] < 12_000) & (problem.gaps[:, 2] >= 12_000)).astype("uint8")
+    decision = problem.cost(bits, 0)
     assert decision.valid and decision.runs == int(bits.sum())
 
 
@@ -119,7 +119,7 @@ def test_layers_without_a_gap_in_common_are_no_family() -> None:
     pytest.importorskip("torch")
     from support.zoo import captured
 
-    frame = frame_of(captured("checkpointed"))
-    rows, starts = frame.twins
-    assert len(frame.gaps) and (starts[1:] > starts[:-1]).all() and len(rows[0]) - 1 == starts[-1]
-    assert anneal.plan(frame, 1, anneal.Options(work=20_000, seconds=60.0)).valid
+    problem = problem_of(captured("checkpointed"))
+    rows, starts = problem.twins
+    assert len(problem.gaps) and (starts[1:] > starts[:-1]).all() and len(rows[0]) - 1 == starts[-1]
+    assert anneal.plan(problem, 1, anneal.Options(work=20_000, seconds=60.0)).valid

@@ -10,13 +10,13 @@ from support.chains import chain
 from tightship.baselines import checkpoint, min_cut
 from tightship.graph import Graph, Op, Storage, Value
 from tightship.planners.evict import anneal
-from tightship.planners.evict.problem import Frame, _horizon
+from tightship.planners.evict.problem import EvictionProblem, _horizon
 from tightship.planners.frontier import others
 
 HUGE = 1 << 60
 
 
-def layered(layers: int, ops: int) -> Frame:
+def layered(layers: int, ops: int) -> EvictionProblem:
     """A chain in numbered modules, whose first op in each is dear and whose second is large."""
     graph: Graph = chain(layers * ops)
     made = []
@@ -29,33 +29,33 @@ def layered(layers: int, ops: int) -> Frame:
         assert made[k].name == op.name
     storages = [replace(s, size=s.size * (4 if k % ops == 2 else 1)) for k, s in enumerate(graph.storages)]
     graph = replace(graph.with_ops(tuple(made)), storages=tuple(storages))
-    return Frame(graph, tuple(range(len(graph.ops))))
+    return EvictionProblem(graph, tuple(range(len(graph.ops))))
 
 
 @pytest.mark.parametrize("layers", [4, 12])
 def test_a_plan_is_never_slower_than_any_policy_at_its_peak(layers: int) -> None:
     """With next to no work left for annealing, and without being told what the policies save."""
-    frame = layered(layers, 4)
+    problem = layered(layers, 4)
     dear = frozenset(
-        s for s, k in enumerate(frame.graph.uses.definer) if k >= 0 and frame.graph.ops[k].time > 1
+        s for s, k in enumerate(problem.graph.uses.definer) if k >= 0 and problem.graph.ops[k].time > 1
     )
-    for other in others(frame, {"dear": dear, "none": frozenset()}):
+    for other in others(problem, {"dear": dear, "none": frozenset()}):
         fresh = layered(layers, 4)
         best = anneal.plan(fresh, other.peak, anneal.Options(work=300_000, seconds=60.0))
-        once = sum(op.time for op in frame.graph.ops)
+        once = sum(op.time for op in problem.graph.ops)
         assert best.met and best.extra <= other.time - once + 1e-9, other.name
 
 
 def test_what_leaves_by_a_policy_is_what_its_steps_recompute() -> None:
-    frame = layered(6, 4)
+    problem = layered(6, 4)
     for o in (checkpoint.Options(), checkpoint.Options(selective=True)):
-        bits, steps = checkpoint.dropped(frame, o), checkpoint.plan(frame, 0, o).steps or ()
+        bits, steps = checkpoint.dropped(problem, o), checkpoint.plan(problem, 0, o).steps or ()
         gone = {s for step in steps if step.kind == "recompute" for s in step.storages}
-        assert bits.any() and set(frame.gaps[bits > 0, 0].tolist()) <= gone
-    assert not checkpoint.dropped(frame, checkpoint.Options(depth=2)).any()
+        assert bits.any() and set(problem.gaps[bits > 0, 0].tolist()) <= gone
+    assert not checkpoint.dropped(problem, checkpoint.Options(depth=2)).any()
 
 
-def wide(layers: int) -> Frame:
+def wide(layers: int) -> EvictionProblem:
     """Layers x -> w -> x' whose w is large and made of x alone, and a backward that reads all of them in reverse."""
     storages, ops = [Storage("x0", 64, "input")], []
 
@@ -74,16 +74,16 @@ def wide(layers: int) -> Frame:
         last = op(f"b{k}", 64, (last, x, w), "backward")
     values = tuple(Value(s.name, k) for k, s in enumerate(storages))
     graph = Graph(tuple(ops), values, tuple(storages), (0,), (loss, last))
-    return Frame(graph, tuple(range(len(ops))))
+    return EvictionProblem(graph, tuple(range(len(ops))))
 
 
 def test_between_two_saved_sets_are_some_layers_of_each() -> None:
     """All layers change sides at one price: the hull of saved sets has nothing between none of them and all."""
-    frame = wide(12)
-    hull = {int((d.evict[frame.gaps[:, 0] % 2 == 1] > 0).sum()) for d in min_cut.family(frame, HUGE)}
+    problem = wide(12)
+    hull = {int((d.evict[problem.gaps[:, 0] % 2 == 1] > 0).sum()) for d in min_cut.family(problem, HUGE)}
     assert hull == {0, 11}  # the twelfth is read at once
-    everything = frame.cost(frame.nothing(), HUGE).peak
-    met = [d for d in min_cut.between(frame, everything - 5 * 256) if d.met]
+    everything = problem.cost(problem.nothing(), HUGE).peak
+    met = [d for d in min_cut.between(problem, everything - 5 * 256) if d.met]
     assert len(met) == 6 and {d.extra for d in met} == {5.0}
 
 
@@ -102,5 +102,5 @@ def test_equal_tensors_that_one_op_reads_together_do_not_make_layers_of_no_lengt
         last = len(storages) - 1
     values = tuple(Value(s.name, k) for k, s in enumerate(storages))
     graph = Graph(tuple(ops), values, tuple(storages), (0,), (last,))
-    frame = Frame(graph, tuple(range(len(ops))))
-    assert _horizon(frame.engine, frame.order, graph) == 1
+    problem = EvictionProblem(graph, tuple(range(len(ops))))
+    assert _horizon(problem.engine, problem.order, graph) == 1

@@ -19,7 +19,7 @@ from tightship.baselines import xla
 from tightship.baselines.xla_pick import Rescan
 from tightship.baselines.xla_tracker import Item, Tracker, recomputable
 from tightship.graph import Graph, Op, Storage, Value
-from tightship.planners.evict.problem import Decision, Frame
+from tightship.planners.evict.problem import Decision, EvictionProblem
 from tightship.planners.order import sink
 from tightship.simulate import baseline, replay
 
@@ -62,8 +62,8 @@ def build(rows: list[Row], outputs: str = "", static: str = "x") -> Graph:
     return Graph(tuple(ops), tuple(values), tuple(storages), tuple(range(len(static.split()))), last)
 
 
-def frame(graph: Graph) -> Frame:
-    return Frame(graph, tuple(range(len(graph.ops))))
+def frame(graph: Graph) -> EvictionProblem:
+    return EvictionProblem(graph, tuple(range(len(graph.ops))))
 
 
 def tracker(graph: Graph) -> Tracker:
@@ -343,7 +343,7 @@ def test_R16_the_tracker_is_right_after_every_step(g: Graph, part: float, policy
             assert line.peak == walk.peak <= before == replay(g, baseline(g, order)).peak
         else:
             assert line.peak <= walk.peak
-        again = xla.plan(Frame(g, order), limit, xla.Options(policy, block))
+        again = xla.plan(EvictionProblem(g, order), limit, xla.Options(policy, block))
         assert again.steps == steps and again.peak == line.peak
         assert (again.runs == 0) == all(s.kind != "recompute" for s in steps)
 

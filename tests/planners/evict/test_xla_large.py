@@ -13,14 +13,14 @@ from support.strategies import graphs
 from tightship.baselines import xla
 from tightship.baselines.xla_tracker import Item
 from tightship.graph import Graph, Op, Storage, Value
-from tightship.planners.evict.problem import Frame
+from tightship.planners.evict.problem import EvictionProblem
 from tightship.simulate import baseline, replay
 
 U = 64
 
 
-def frame(graph: Graph) -> Frame:
-    return Frame(graph, tuple(range(len(graph.ops))))
+def frame(graph: Graph) -> EvictionProblem:
+    return EvictionProblem(graph, tuple(range(len(graph.ops))))
 
 
 def fan(n: int) -> Graph:

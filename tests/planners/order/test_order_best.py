@@ -29,7 +29,7 @@ def peak(graph, order=None):
 @settings(max_examples=120)
 @given(graphs(max_ops=7))
 def test_up_to_seven_ops_it_is_the_best_there_is_and_says_so(graph):
-    found = best.found(graph)
+    found = best.solve(graph)
     assert is_legal(graph, found.order)
     assert peak(graph, found.order) == found.peak == found.bound == least_peak(graph)
 
@@ -37,7 +37,7 @@ def test_up_to_seven_ops_it_is_the_best_there_is_and_says_so(graph):
 @settings(max_examples=20)
 @given(graphs(max_ops=11))
 def test_a_bound_is_never_above_the_best_order(graph):
-    found = best.found(graph, best.Options(work=1))
+    found = best.solve(graph, best.Options(work=1))
     assert found.bound <= least_peak(graph) <= found.peak == peak(graph, found.order)
 
 
@@ -54,11 +54,11 @@ def test_it_is_never_worse_than_the_given_order_or_any_list_scheduler(graph, wor
 @given(graphs(max_ops=60))
 def test_cuts_never_raise_a_peak_and_know_when_they_are_done(graph):
     search = cuts.Search(Moments(graph), 200_000)
-    lowered = search.lowered(range(len(graph.ops)))
+    lowered = search.lower(range(len(graph.ops)))
     assert is_legal(graph, lowered.order)
     assert peak(graph, lowered.order) == lowered.peak <= peak(graph)
     assert lowered.bound <= lowered.peak
-    further = search.kicks(lowered, seed=3)
+    further = search.kick(lowered, seed=3)
     assert is_legal(graph, further.order) and further.peak <= lowered.peak
 
 
@@ -68,7 +68,7 @@ def test_cuts_find_what_lies_several_ops_ahead():
     for seed in range(40):
         graph = random_graph(seed, 30)
         search = cuts.Search(Moments(graph), 20_000)
-        lowered = search.lowered(range(len(graph.ops)))
+        lowered = search.lower(range(len(graph.ops)))
         assert lowered.peak <= peak(graph)
         optimal += lowered.optimal
     assert optimal >= 20
@@ -89,7 +89,7 @@ def test_an_order_that_cannot_be_better_stays():
 @pytest.mark.parametrize("seed", range(3))
 def test_more_work_is_never_worse(seed):
     graph = random_graph(seed, 80)
-    peaks = [best.found(graph, best.Options(work=w)).peak for w in (1, 50_000, 200_000, 600_000)]
+    peaks = [best.solve(graph, best.Options(work=w)).peak for w in (1, 50_000, 200_000, 600_000)]
     assert peaks == sorted(peaks, reverse=True)
 
 
@@ -111,5 +111,5 @@ def test_on_trees_the_bound_and_the_order_are_about_the_known_optimum(ops):
         graph, least = tree(parents, sizes), 64 + least_peak_of_tree(parents, sizes)
         if ops < 10:
             assert least == least_peak(graph)
-        found = best.found(graph)
+        found = best.solve(graph)
         assert found.bound <= least <= found.peak <= 1.05 * least

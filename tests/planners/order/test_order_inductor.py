@@ -22,7 +22,7 @@ ALL = planners("order")
 
 def compared(graph):
     scheduled = inductor.scheduled(graph)
-    ours = best.found(graph)
+    ours = best.solve(graph)
     for method in inductor.METHODS:
         order = scheduled.order(method)
         assert is_legal(graph, order)

@@ -111,7 +111,7 @@ def test_offsets_of_nothing() -> None:
 
 
 def test_offsets_wants_arrays_of_one_length() -> None:
-    with pytest.raises(BadInput, match="one length"):
+    with pytest.raises(BadInput, match="different shapes"):
         portfolio.offsets([0], [1, 2], [4])
 
 

@@ -11,7 +11,7 @@ from tightship.plan import Buffer, Gap, Problem
 from tightship.planners import planners
 from tightship.planners.packing import Search, pack
 from tightship.planners.place import related as parts_by_pairs
-from tightship.planners.place.groups import merge
+from tightship.planners.place.problem import merge
 from tightship.planners.place.related import parts_of, placer_of
 from tightship.verify.placement import check_solution
 

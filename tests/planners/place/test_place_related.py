@@ -12,7 +12,7 @@ from tightship.errors import BadInput
 from tightship.plan import Buffer, Gap, Pool, Problem
 from tightship.planners import planners
 from tightship.planners.packing import Search, pack
-from tightship.planners.pools import clash_of_pools
+from tightship.planners.pools import infeasible_subset_of_pools
 from tightship.verify.placement import check_solution
 
 PLANNERS = planners("place")
@@ -137,10 +137,10 @@ def test_conflicts_of_many_are_kept_apart_whatever_the_time(seconds: float) -> N
 @pytest.mark.parametrize(
     ("one", "two", "rule"),
     [
-        ({"pinned": 0}, {"pinned": 8}, "members are pinned to one offset"),
-        ({"pinned": 4}, {"alignment": 8}, "members are pinned to a multiple of 8"),
-        ({"gaps": (Gap(1, 2, (0, 2)),)}, {}, "a member's gaps have no windows"),
-        ({"gaps": (Gap(5, 6),)}, {}, "part of the live range"),
+        ({"pinned": 0}, {"pinned": 8}, "pinned to different offsets"),
+        ({"pinned": 4}, {"alignment": 8}, "no multiple of 8"),
+        ({"gaps": (Gap(1, 2, (0, 2)),)}, {}, "gap with a window"),
+        ({"gaps": (Gap(5, 6),)}, {}, "not within the live range"),
     ],
 )
 def test_members_that_cannot_share_an_offset_are_refused(one: dict, two: dict, rule: str) -> None:
@@ -189,17 +189,17 @@ def test_says_who_does_not_fit_into_the_pools() -> None:
     problem = Problem(buffers, pools=(Pool("fast", 8), Pool("slow")))
     solution = pack(problem)
     assert {v.code for v in check_solution(problem, solution)} == {"over-capacity"}
-    found = clash_of_pools(problem)
+    found = infeasible_subset_of_pools(problem)
     assert found is not None and found.nbytes == 12 and len(found.ids) == 3
 
 
 @pytest.mark.parametrize(
     ("problem", "rule"),
     [
-        (Problem((Buffer("a", 0, 1, 4, pools=("x",)),), pools=(Pool("p"),)), "a pool is one of p"),
-        (Problem((), pools=(Pool("p"), Pool("p"))), "named once"),
-        (Problem((), pools=(Pool("p", -1),)), "not negative"),
-        (Problem((), 4, pools=(Pool("p"),)), "capacities are theirs"),
+        (Problem((Buffer("a", 0, 1, 4, pools=("x",)),), pools=(Pool("p"),)), "unknown pool .x.; there are p"),
+        (Problem((), pools=(Pool("p"), Pool("p"))), "duplicate pool .p."),
+        (Problem((), pools=(Pool("p", -1),)), "capacity -1"),
+        (Problem((), 4, pools=(Pool("p"),)), "capacity 4 with pools"),
         (
             Problem(
                 (
@@ -208,7 +208,7 @@ def test_says_who_does_not_fit_into_the_pools() -> None:
                 ),
                 pools=(Pool("p"), Pool("q")),
             ),
-            "a pool in common",
+            "no pool in common",
         ),
     ],
 )

@@ -8,20 +8,24 @@ all of them can be named at once.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
 import onnx
 from onnx import shape_inference
+from onnx.reference import ReferenceEvaluator
 
-from tightship.errors import BadInput, UnknownSize, Unsupported
-from tightship.frontends.onnx.load import Model
-from tightship.frontends.onnx.types import Dim, Shapes, TensorType, type_of
-from tightship.frontends.onnx.values import MOST, constant_type, constant_value, evaluated
+from tightship.errors import BadInput, UnknownSize, Unsupported, unreadable
+from tightship.frontends.onnx.load import Model, external
+from tightship.frontends.onnx.types import Dim, Shapes, TensorType, nbytes_of, type_of
+from tightship.frontends.onnx.wire import held
 
-__all__ = ["Scope", "infer", "label"]
+__all__ = ["MOST", "Scope", "constant_type", "constant_value", "evaluated", "infer", "label"]
+
 
 _INT64, _BOOL = onnx.TensorProto.INT64, onnx.TensorProto.BOOL
 _LIKE_FIRST: Final = frozenset(
@@ -70,9 +74,7 @@ def infer(model: Model, shapes: Shapes) -> Scope:
     if walk.unknown:
         names = ", ".join(walk.unknown)
         hint = ",".join(f"{n}={'NxM' if n in walk.shapeless else 'N'}" for n in list(walk.unknown)[:4])
-        raise UnknownSize(
-            f"every dimension has a size: give --shape {hint} for {names}", place=str(model.path)
-        )
+        raise UnknownSize(f"unknown size of {names}; give --shape {hint}", place=str(model.path))
     return scope
 
 
@@ -107,20 +109,20 @@ class _Walk:
         for out in proto.output:
             if scope.type(out.name) is None:
                 raise BadInput(
-                    "a graph's output is made in it", out.name, f"{self.place}: graph {proto.name!r}"
+                    f"no node computes the output {out.name!r}", place=f"{self.place}: graph {proto.name!r}"
                 )
         return scope
 
     def _once(self, scope: Scope, name: str, what: str) -> None:
         if name in scope.types:
-            raise BadInput("a value is made once", name, f"{self.place}: {what}")
+            raise BadInput(f"duplicate value {name!r}", place=f"{self.place}: {what}")
 
     def _inputs(self, scope: Scope, given: Sequence[TensorType] | None) -> None:
         names = [i for i in scope.proto.input if i.name not in scope.types]  # initializers may be listed, too
         if given is not None:
             if len(names) != len(given):
-                rule = f"a body has {len(given)} inputs here"
-                raise BadInput(rule, len(names), f"{self.place}: graph {scope.proto.name!r}")
+                fault = f"{len(names)} inputs where its node passes {len(given)}"
+                raise BadInput(fault, place=f"{self.place}: graph {scope.proto.name!r}")
             for i, t in zip(names, given, strict=True):
                 scope.types[i.name] = t
             return
@@ -181,9 +183,9 @@ class _Walk:
             self._once(scope, name, where)
             t = self._settled(name, t, root=root, declared=declared.get(name))
             if t.known and any(n < 0 for n in t.sizes):
-                raise BadInput("a dimension is not negative", t.sizes, f"{where}: {name}")
+                raise BadInput(f"negative dimension in the shape {t.sizes} of {name!r}", place=where)
             if not t.dtype:
-                raise UnknownSize("the type of every value is known", name, where)
+                raise UnknownSize(f"unknown type of the value {name!r}", place=where)
             scope.types[name] = t
             settled.append(t)
         self._evaluate(scope, node, names, settled)
@@ -191,12 +193,12 @@ class _Walk:
     def _known(self, scope: Scope, name: str, where: str) -> TensorType:
         found = scope.type(name)
         if found is None:
-            raise BadInput("a value is made before it is used", name, where)
+            raise BadInput(f"unknown value {name!r}: no node before this one computes it", place=where)
         return found
 
     def _constant(self, scope: Scope, node: Any, where: str) -> None:
         if len(node.attribute) != 1 or len(node.output) != 1:
-            raise BadInput("a Constant has one value", len(node.attribute), where)
+            raise BadInput(f"{len(node.attribute)} values of a Constant, which has one", place=where)
         tensor = constant_tensor(node, where)
         self._once(scope, node.output[0], where)
         scope.types[node.output[0]] = constant_type(tensor, where)
@@ -235,12 +237,12 @@ class _Walk:
         domain = "" if standard else node.domain
         version = self.opsets.get(domain)
         if version is None:
-            raise BadInput("a node's domain is among the model's opsets", node.domain, where)
+            raise BadInput(f"unknown domain {node.domain!r}: it is not among the model's opsets", place=where)
         types: dict[str, TensorType] = {}
         if onnx.defs.has(node.op_type, version, domain):
             types = self._by_onnx(scope, node, domain, version, where)
         elif standard:
-            raise BadInput(f"an op is one of opset {version}", node.op_type, where)
+            raise BadInput(f"unknown op {node.op_type!r}: it is not in opset {version}", place=where)
         found = [types.get(name, TensorType(0)) for name in node.output]
         if found and found[0].shape is None and node.op_type in _LIKE_FIRST and node.input:
             like = self._known(scope, node.input[0], where)
@@ -268,7 +270,7 @@ class _Walk:
             ValueError,
         ) as error:
             said = " ".join(str(error).split())
-            raise BadInput(f"an op's inputs and attributes fit together ({said})", place=where) from error
+            raise BadInput(f"inconsistent inputs or attributes: {said}", place=where) from error
         return {n: type_of(t, f"{where}: {n}") for n, t in found.items() if t.WhichOneof("value")}
 
     # --- nodes with graphs inside ---
@@ -278,14 +280,16 @@ class _Walk:
     ) -> Scope:
         found = [a.g for a in node.attribute if a.name == name and a.HasField("g")]
         if not found:
-            raise BadInput(f"a {node.op_type} has a graph {name!r}", place=where)
+            raise BadInput(f"no graph {name!r}, which a node of this op has", place=where)
         inner = self.graph(found[0], scope, types)
         scope.bodies.setdefault(k, {})[name] = inner
         return inner
 
     def outputs(self, inner: Scope, count: int, where: str) -> list[TensorType]:
         if len(inner.proto.output) != count:
-            raise BadInput(f"a body has {count} outputs here", len(inner.proto.output), where)
+            raise BadInput(
+                f"{len(inner.proto.output)} outputs of its body where {count} are needed", place=where
+            )
         return [self._known(inner, o.name, where) for o in inner.proto.output]
 
 
@@ -358,12 +362,12 @@ def _scan(walk: _Walk, scope: Scope, k: int, node: Any, where: str) -> list[Tens
     scans = int(given["num_scan_inputs"].i) if "num_scan_inputs" in given else 0
     states = len(types) - scans
     if scans < 1 or states < 0 or len(node.output) < states:
-        raise BadInput("num_scan_inputs is a number of inputs", scans, where)
+        raise BadInput(f"num_scan_inputs is {scans}, with {len(types)} inputs", place=where)
     axes = list(given["scan_input_axes"].ints) if "scan_input_axes" in given else [0] * scans
     slices, length = [], None
     for t, axis in zip(types[states:], axes, strict=False):
         if t.shape is None or not -len(t.shape) <= axis < len(t.shape):
-            raise BadInput("a scan goes along an axis of its input", axis, where)
+            raise BadInput(f"axis {axis} to scan along is not one of the input's", place=where)
         axis %= len(t.shape)
         length = t.shape[axis]
         slices.append(TensorType(t.dtype, t.shape[:axis] + t.shape[axis + 1 :]))
@@ -393,3 +397,94 @@ def _stacked(t: TensorType, axis: int, count: Dim) -> TensorType:
 
 
 _BODIES: Final = {"If": _if, "Loop": _loop, "Scan": _scan}
+
+
+MOST: Final = 4096
+"""Elements of a value that is computed here, at most."""
+
+_OPS: Final = frozenset(
+    "Abs Add And ArgMax ArgMin Cast CastLike Ceil Clip Concat ConstantOfShape CumSum Div Equal Expand Flatten Floor "
+    "Gather GatherElements GatherND Greater GreaterOrEqual Identity Less LessOrEqual Max Min Mod Mul Neg NonZero Not "
+    "OneHot Or Pow Range ReduceMax ReduceMin ReduceProd ReduceSum Reshape Round ScatterElements ScatterND Sign Slice "
+    "Split Sqrt Squeeze Sub Sum Tile Transpose Trilu Unsqueeze Where Xor".split()
+)
+"""What shapes are computed with. Each gives few elements from few, and none reads a file."""
+
+
+def constant_type(tensor: Any, place: str) -> TensorType:
+    """Type of an initializer; raises ``BadInput`` if its bytes are not as many as its shape says."""
+    where = f"{place}: tensor {tensor.name!r}"
+    if any(d < 0 for d in tensor.dims):
+        raise BadInput(f"negative dimension {min(tensor.dims)}", place=where)
+    found = TensorType(tensor.data_type, tuple(int(d) for d in tensor.dims))
+    size = nbytes_of(found, where)
+    about = external(tensor)
+    if "length" in about and int(about["length"]) != size:
+        raise BadInput(f"{about['length']} bytes of external data for a tensor of {size} bytes", place=where)
+    inline = held(tensor)
+    if not about and (tensor.HasField("raw_data") or (inline is not None and inline.raw)):
+        given = len(tensor.raw_data) if inline is None else inline.size
+        if given != size:
+            raise BadInput(f"{given} bytes of data for a tensor of {size} bytes", place=where)
+    return found
+
+
+def constant_value(tensor: Any, folder: Path, place: str) -> np.ndarray | None:
+    """The contents of a small tensor of numbers; None for others."""
+    known = constant_type(tensor, place)
+    if known.count > MOST or held(tensor) is not None:
+        return None
+    where = f"{place}: tensor {tensor.name!r}"
+    about = external(tensor)
+    if about:
+        copy = onnx.TensorProto(name=tensor.name, data_type=tensor.data_type, dims=tensor.dims)
+        copy.raw_data = _read(
+            folder / about["location"], int(about.get("offset", 0)), nbytes_of(known, where), where
+        )
+        tensor = copy
+    try:
+        return np.asarray(onnx.numpy_helper.to_array(tensor))
+    except (ValueError, TypeError, RuntimeError) as error:
+        raise BadInput(
+            f"contents that do not fit the tensor's type and shape: {error}", place=where
+        ) from error
+
+
+def _read(path: Path, offset: int, size: int, place: str) -> bytes:
+    try:
+        with open(path, "rb") as file:
+            file.seek(offset)
+            data = file.read(size)
+    except (OSError, ValueError) as error:
+        raise unreadable(error, f"{place}: external data") from error
+    if len(data) != size:
+        raise BadInput(f"{len(data)} bytes of external data for a tensor of {size} bytes", place=place)
+    return data
+
+
+def evaluated(
+    node: Any, inputs: Mapping[str, np.ndarray], types: Sequence[TensorType], opsets: Mapping[str, int]
+) -> list[np.ndarray] | None:
+    """Results of a node whose inputs are all known and small, in order; None if they stay unknown. ``types`` are
+    those of the results."""
+    if node.domain not in ("", "ai.onnx") or node.op_type not in _OPS:
+        return None
+    if node.op_type not in ("NonZero", "Range") and not all(t.known and t.count <= MOST for t in types):
+        return None
+    if node.op_type == "Range" and not _few(*(inputs[n] for n in node.input)):
+        return None
+    try:
+        with warnings.catch_warnings(), np.errstate(all="ignore"):
+            warnings.simplefilter("ignore")
+            found = ReferenceEvaluator(node, opsets=dict(opsets)).run(None, dict(inputs))
+    except Exception:  # whatever the reference cannot do stays unknown, and is asked of the user by name
+        return None
+    arrays = [np.asarray(x) for x in found]
+    return arrays if all(x.size <= MOST * 8 for x in arrays) else None
+
+
+def _few(start: np.ndarray, limit: np.ndarray, delta: np.ndarray) -> bool:
+    if not all(x.size == 1 for x in (start, limit, delta)) or not float(delta.reshape(())):
+        return False
+    count = (float(limit.reshape(())) - float(start.reshape(()))) / float(delta.reshape(()))
+    return count <= MOST

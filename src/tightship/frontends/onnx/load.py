@@ -44,7 +44,7 @@ MOST_NODES: Final = 1_000_000
 OLDEST: Final = 13
 """The oldest opset that is read."""
 
-_RULE: Final = "an ONNX model is a protobuf message of type ModelProto"
+_FAULT: Final = "not an ONNX model (a protobuf message of type ModelProto)"
 
 
 @dataclass(frozen=True)
@@ -81,9 +81,9 @@ def read(path: str | os.PathLike[str]) -> Model:
         if inlined:
             proto = _inlined(proto, place)
     except UnicodeError as error:
-        raise BadInput("names in a model are text", place=place) from error
+        raise BadInput("a name that is not UTF-8", place=place) from error
     except RecursionError as error:
-        raise BadInput("graphs are not nested so deep", place=place) from error
+        raise BadInput("graphs nested too deep", place=place) from error
     return Model(Path(place), proto, inlined, known)
 
 
@@ -96,20 +96,20 @@ def _opened(path: str | os.PathLike[str]) -> tuple[bytes, tuple[int, ...]]:
     place = os.fspath(path)
     try:
         if not stat.S_ISREG(os.stat(path).st_mode):  # a pipe would not even open
-            raise BadInput("what is read is a regular file", place=place)
+            raise BadInput("not a regular file", place=place)
         with open(path, "rb") as file:
             about = os.fstat(file.fileno())
             if about.st_size > LARGEST_FILE:
-                rule = f"a model's file has at most {LARGEST_FILE} bytes; larger models keep weights in external data"
-                raise BadInput(rule, about.st_size, place)
+                fault = f"file of {about.st_size} bytes; the largest is {LARGEST_FILE}, keep weights in external data"
+                raise BadInput(fault, place=place)
             return wire.slim(wire.from_file(file.fileno()), about.st_size, LARGEST_STRUCTURE), stamp(about)
     except wire.TooLarge as error:
-        rule = f"what is not weights has at most {LARGEST_STRUCTURE} bytes (a message counted as 64 at least)"
-        raise BadInput(rule, error.args[0], place) from error
+        fault = f"{error.args[0]} bytes that are not weights (a message counted as 64 at least)"
+        raise BadInput(f"{fault}; the limit is {LARGEST_STRUCTURE}", place=place) from error
     except OSError as error:
         raise unreadable(error, place) from error
     except ValueError as error:
-        raise BadInput(f"{_RULE} ({error})", place=place) from error
+        raise BadInput(f"{_FAULT}: {error}", place=place) from error
 
 
 def stamp(about: os.stat_result) -> tuple[int, ...]:
@@ -121,9 +121,9 @@ def _parsed(data: bytes, place: str) -> Any:
     try:
         proto = onnx.ModelProto.FromString(data)
     except (DecodeError, RecursionError, UnicodeError, ValueError) as error:
-        raise BadInput(f"{_RULE} ({error})", place=place) from error
+        raise BadInput(f"{_FAULT}: {error}", place=place) from error
     if not proto.HasField("graph") or not proto.opset_import:
-        raise BadInput(f"{_RULE}, with a graph and the opsets it uses", place=place)
+        raise BadInput(f"{_FAULT}: it has no graph or no opsets", place=place)
     return proto
 
 
@@ -137,8 +137,8 @@ def _check(proto: Any, place: str) -> None:
     newest = onnx.defs.onnx_opset_version()
     version = max((o.version for o in proto.opset_import if _domain(o.domain) == ""), default=OLDEST)
     if version > newest:
-        rule = f"the installed onnx {onnx.__version__} knows opsets up to {newest}"
-        raise BadInput(rule, version, place)
+        fault = f"unknown opset {version}; the installed onnx {onnx.__version__} knows opsets up to {newest}"
+        raise BadInput(fault, place=place)
 
 
 def bodies(node: Any) -> Iterator[Any]:
@@ -173,7 +173,7 @@ def _check_text(proto: Any, place: str) -> None:
             graphs.extend(bodies(node))
     wrong = next((n for n in names if not isinstance(n, str)), None)
     if wrong is not None:
-        raise BadInput("names in a model are UTF-8", wrong, place)
+        raise BadInput(f"name that is not UTF-8: {wrong!r}", place=place)
 
 
 # --- weights beside the file ---
@@ -213,15 +213,17 @@ def check_external(tensor: Any, folder: Path, place: str) -> None:
         return
     where = f"{place}: tensor {tensor.name!r}"
     location = about.get("location", "")
-    rule = "external data lies in the model's folder"
     if not location or "\0" in location or os.path.isabs(location) or ".." in Path(location).parts:
-        raise BadInput(f"{rule}, at a relative path", location, where)
+        raise BadInput(
+            f"external data at {location!r}; give a relative path in the model's folder", place=where
+        )
     root = os.path.realpath(folder)
     if os.path.commonpath([root, os.path.realpath(os.path.join(root, location))]) != root:
-        raise BadInput(f"{rule}, also when links are followed", location, where)
+        fault = f"external data at {location!r} lies outside of the model's folder when links are followed"
+        raise BadInput(fault, place=where)
     for key in ("offset", "length"):
         if key in about and not (about[key].isascii() and about[key].isdigit() and len(about[key]) < 19):
-            raise BadInput(f"the {key} of external data is a number of bytes", about[key], where)
+            raise BadInput(f"{key} of external data is {about[key]!r}, not a number of bytes", place=where)
 
 
 # --- functions ---
@@ -231,14 +233,16 @@ def _inlined(proto: Any, place: str) -> Any:
     """The same model without functions."""
     count, size = _expanded(proto, place)
     if count > MOST_NODES:
-        raise BadInput(f"a model has at most {MOST_NODES} nodes once its functions are inlined", count, place)
+        raise BadInput(
+            f"{count} nodes once its functions are inlined; the limit is {MOST_NODES}", place=place
+        )
     if size > LARGEST_STRUCTURE:
-        rule = f"a model's nodes have at most {LARGEST_STRUCTURE} bytes once its functions are inlined"
-        raise BadInput(rule, size, place)
+        fault = f"nodes of {size} bytes once its functions are inlined; the limit is {LARGEST_STRUCTURE}"
+        raise BadInput(fault, place=place)
     try:
         return onnx.inliner.inline_local_functions(proto)
     except (RuntimeError, ValueError, TypeError) as error:
-        raise BadInput(f"a model's functions can be inlined ({error})", place=place) from error
+        raise BadInput(f"cannot inline the model's functions: {error}", place=place) from error
 
 
 def _expanded(proto: Any, place: str) -> tuple[int, int]:
@@ -257,7 +261,7 @@ def _expanded(proto: Any, place: str) -> tuple[int, int]:
         if key not in functions:
             return 1 + inner, node.ByteSize()
         if key in open_:
-            raise BadInput("a function does not call itself", node.op_type, place)
+            raise BadInput(f"function {node.op_type!r} calls itself", place=place)
         if key not in known:
             open_.add(key)
             known[key] = of(functions[key].node)

@@ -13,11 +13,12 @@ from typing import Any, Final
 
 from tightship.analysis.cost import modelled_time
 from tightship.errors import BadInput
+from tightship.frontends.builder import GraphBuilder, trace_line
 from tightship.frontends.onnx.infer import Scope, infer, label
 from tightship.frontends.onnx.load import Model, bodies
 from tightship.frontends.onnx.rules import IN_PLACE, flops_of, is_random, may_overwrite, viewed
 from tightship.frontends.onnx.types import Shapes, TensorType, nbytes_of
-from tightship.graph import Graph, Op, Storage, Value, aligned
+from tightship.graph import Graph, Op
 from tightship.simulate import baseline, replay
 
 __all__ = ["Program", "lower"]
@@ -59,16 +60,14 @@ def lower(
     some orders. Raises ``UnknownSize`` naming every dimension without a size, ``BadInput``, ``Unsupported``.
     """
     if in_place not in IN_PLACE:
-        raise BadInput(f"in_place is one of {', '.join(IN_PLACE)}", in_place, "in_place")
+        raise BadInput(f"unknown in_place {in_place!r}; choose from {', '.join(IN_PLACE)}")
     given = shapes if isinstance(shapes, Shapes) else Shapes.of(shapes)
     scope = infer(model, given)
     low = _Lowering(scope, str(model.path), _Settings(views, in_place))
     low.run()
     name = model.path.stem or "model"
     meta = {"source": "onnx", "views": views, "in_place": in_place, "in_place_candidates": low.could}
-    parts = (tuple(low.ops), tuple(low.values), tuple(low.storages), tuple(low.inputs))
-    graph = Graph(*parts, low.outputs(), name, meta)
-    return Program(model, graph, tuple(low.nodes))
+    return Program(model, low.builder.graph(low.outputs(), name, meta), tuple(low.nodes))
 
 
 @dataclass
@@ -86,15 +85,11 @@ class _Lowering:
     place: str
     settings: _Settings
     inner: bool = False
-    storages: list[Storage] = field(default_factory=list)
-    values: list[Value] = field(default_factory=list)
-    inputs: list[int] = field(default_factory=list)
-    ops: list[Op] = field(default_factory=list)
+    builder: GraphBuilder = field(default_factory=GraphBuilder)
     nodes: list[int] = field(default_factory=list)
     value_of: dict[str, int] = field(default_factory=dict)
     constants: set[str] = field(default_factory=set)
     taken: dict[str, None] = field(default_factory=dict)  # names of the graphs around this one
-    op_names: dict[str, int] = field(default_factory=dict)
     adopted: dict[str, TensorType] = field(default_factory=dict)  # constants of graphs inside this one
     op_of: dict[int, int] = field(default_factory=dict)  # by node
     could: list[list[str]] = field(default_factory=list)
@@ -134,18 +129,13 @@ class _Lowering:
 
     def _add(self, name: str, storage: int) -> int:
         t = self._type(name)
-        self.value_of[name] = len(self.values)
-        self.values.append(Value(name, storage, t.name, t.sizes))
+        self.value_of[name] = self.builder.value(name, storage, t.name, t.sizes)
         return self.value_of[name]
-
-    def _storage(self, name: str, kind: str, size: int) -> int:
-        self.storages.append(Storage(name, aligned(size), kind))
-        return len(self.storages) - 1
 
     def _own(self, name: str, kind: str) -> int:
         """A value of the caller."""
-        value = self._add(name, self._storage(name, kind, self._size(name)))
-        self.inputs.append(value)
+        value = self._add(name, self.builder.storage(name, self._size(name), kind))
+        self.builder.inputs.append(value)
         return value
 
     def _value(self, name: str) -> int:
@@ -158,7 +148,7 @@ class _Lowering:
                 self.taken[name] = None
             return self._own(name, "constant")
         if self.scope.parent is None:
-            raise BadInput("a value is made before it is used", name, self.place)
+            raise BadInput(f"unknown value {name!r}", place=self.place)
         self.taken[name] = None
         return self._own(name, "input")
 
@@ -170,7 +160,7 @@ class _Lowering:
         given = [n for n in node.input if n]
         taken = [n for b in bodies for n in b.taken]
         inputs = tuple(dict.fromkeys(self._value(n) for n in (*given, *taken)))
-        position = self.op_of[k] = len(self.ops)
+        position = self.op_of[k] = len(self.builder.ops)
         self.before.append(self._ancestors([*given, *taken], position))
         outputs: list[int] = []
         written: tuple[int, ...] = ()
@@ -178,7 +168,8 @@ class _Lowering:
             shared = self._shared(node, name, position) if j == 0 and not bodies else None
             if shared is None:
                 size = 0 if self.inner and name in self.results else self._size(name)  # R3: the caller's
-                storage = self._storage(name, "output" if name in self.results else "activation", size)
+                kind = "output" if name in self.results else "activation"
+                storage = self.builder.storage(name, size, kind)
             else:
                 storage, overwritten = shared
                 written = (storage,) if overwritten else ()
@@ -191,9 +182,9 @@ class _Lowering:
             0 if viewed(node) is not None and self.settings.views else made + sum(map(self._size, given))
         )
         module, source = _origin(node)
-        self.ops.append(
+        self.builder.op(
             Op(
-                self._op_name(label(node, k)),
+                self.builder.op_name(label(node, k)),
                 f"{node.domain}.{node.op_type}" if node.domain not in ("", "ai.onnx") else node.op_type,
                 inputs,
                 tuple(outputs),
@@ -208,10 +199,6 @@ class _Lowering:
             )
         )
         self.nodes.append(k)
-
-    def _op_name(self, name: str) -> str:
-        n = self.op_names[name] = self.op_names.get(name, 0) + 1
-        return name if n == 1 else f"{name}#{n}"
 
     def _ancestors(self, names: Iterable[str], position: int) -> int:
         if position >= _ANCESTORS:
@@ -230,11 +217,11 @@ class _Lowering:
         size = self._size(name)
         source = viewed(node) if self.settings.views else None
         if source is not None and self._size(node.input[source]) == size:
-            return self.values[self._value(node.input[source])].storage, False
+            return self.builder.storage_of(self._value(node.input[source])), False
         for i in may_overwrite(node, self.settings.in_place):
             given = node.input[i]
             if given and self._size(given) == size and list(node.input).count(given) == 1:
-                storage = self.values[self._value(given)].storage
+                storage = self.builder.storage_of(self._value(given))
                 if self._free(storage, position):
                     return storage, True
                 self.could.append([name, given])
@@ -283,8 +270,8 @@ class _Lowering:
         low.run()
         outside = [self._adopted(n, low, owner) if n in low.constants else n for n in low.taken]
         name = scope.proto.name or "body"
-        parts = (tuple(low.ops), tuple(low.values), tuple(low.storages), tuple(low.inputs))
-        return _Body(Graph(*parts, low.outputs(), name), outside, sum(o.flops for o in low.ops))
+        graph = low.builder.graph(low.outputs(), name)
+        return _Body(graph, outside, sum(o.flops for o in graph.ops))
 
     def _adopted(self, name: str, low: _Lowering, owner: str) -> str:
         """A constant of a graph inside this one becomes one of this graph: it is there all the time, too."""
@@ -325,9 +312,4 @@ def _origin(node: Any) -> tuple[str, str]:
     module = parts[-2] if len(parts) > 1 else ""
     if not module and node.name.startswith("/"):
         module = ".".join(node.name.split("/")[1:-1])
-    source = ""
-    for line in notes.get("pkg.torch.onnx.stack_trace", "").splitlines():
-        if line.strip().startswith('File "'):
-            path, _, rest = line.strip()[6:].partition('", line ')
-            source = f"{path.rsplit('/', 1)[-1]}:{rest.split(',')[0]}"
-    return module, source
+    return module, trace_line(notes.get("pkg.torch.onnx.stack_trace", ""))

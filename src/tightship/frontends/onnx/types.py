@@ -11,6 +11,7 @@ from typing import Any, Final
 import onnx
 
 from tightship.errors import BadInput, UnknownSize, Unsupported
+from tightship.frontends.builder import bounded
 from tightship.units import MAX_BYTES
 
 __all__ = ["Dim", "Shapes", "TensorType", "bits_of", "nbytes_of", "type_of"]
@@ -59,16 +60,15 @@ def bits_of(dtype: int, place: str) -> int:
     if name in _BITS:
         return _BITS[name]
     if name in ("", "UNDEFINED", "STRING"):
-        raise UnknownSize("elements have a fixed size in bytes", name.lower() or dtype, place)
+        raise UnknownSize(
+            f"elements of type {name.lower() or dtype} have no fixed size in bytes", place=place
+        )
     return int(onnx.helper.tensor_dtype_to_np_dtype(dtype).itemsize) * 8
 
 
 def nbytes_of(known: TensorType, place: str) -> int:
     """Bytes of a tensor whose shape is known (elements below a byte are packed)."""
-    size = -(-known.count * bits_of(known.dtype, place) // 8)
-    if size > MAX_BYTES:
-        raise BadInput(f"a tensor has at most {MAX_BYTES} bytes (2^63-1)", size, place)
-    return size
+    return bounded(-(-known.count * bits_of(known.dtype, place) // 8), place)
 
 
 def _open_vector(shape: tuple[Dim, ...]) -> bool:
@@ -94,7 +94,7 @@ def type_of(proto: Any, place: str) -> TensorType:
             dims.append(d.dim_param)
             continue
         if not 0 <= d.dim_value <= MAX_BYTES:
-            raise BadInput("a dimension is not negative", d.dim_value, place)
+            raise BadInput(f"dimension {d.dim_value} is not from 0 to 2^63-1", place=place)
         dims.append(int(d.dim_value))
     return TensorType(tensor.elem_type, tuple(dims))
 
@@ -123,19 +123,21 @@ class Shapes:
             for entry in re.split(r",(?=[^,]*=)", text):
                 match = _ENTRY.fullmatch(entry.strip())
                 if match is None:
-                    raise BadInput("a shape is given as name=N or name=NxMxK", entry, place)
+                    raise BadInput(f"invalid shape {entry!r}; write name=N or name=NxMxK", place=place)
                 sizes = [] if match[2] == "scalar" else match[2].split("x")
                 if any(len(n) > 19 for n in sizes):
-                    raise BadInput("a dimension is at most 2^63-1", match[2], place)
+                    raise BadInput(f"dimension too large in {match[2]}; the largest is 2^63-1", place=place)
                 found._add(match[1].strip(), tuple(int(n) for n in sizes), match[2], place)
         return found
 
     def _add(self, name: str, sizes: tuple[Any, ...], given: Any, place: str) -> None:
         for n in sizes:
             if isinstance(n, bool) or not isinstance(n, int) or not 0 <= n <= MAX_BYTES:
-                raise BadInput("a dimension is a number from 0 to 2^63-1", n, f"{place} {name}")
+                raise BadInput(
+                    f"invalid dimension {n!r}; give a number from 0 to 2^63-1", place=f"{place} {name}"
+                )
         if name in self.dims or name in self.whole:
-            raise BadInput("a dimension is given once", name, place)
+            raise BadInput(f"duplicate dimension {name!r}", place=place)
         single = len(sizes) == 1 and (isinstance(given, int) or "x" not in str(given))
         if single:
             self.dims[name] = sizes[0]
@@ -163,7 +165,7 @@ class Shapes:
             place = f"{value}[{axis}]"
             given = self.size(place)
             if given is not None and isinstance(d, int) and d != given:
-                raise BadInput(f"the model says that {place} is {d}", given, "--shape")
+                raise BadInput(f"{place} is {d} in the model, not {given}", place="--shape")
             if given is None and isinstance(d, str) and d:
                 given = self.size(d)
             dims.append(d if given is None else given)
@@ -173,11 +175,13 @@ class Shapes:
         if t.shape is None:
             return whole
         if len(t.shape) != len(whole):
-            raise BadInput(f"{value} has {len(t.shape)} dimensions", whole, "--shape")
+            raise BadInput(
+                f"{len(whole)} dimensions for {value!r}, which has {len(t.shape)}", place="--shape"
+            )
         for axis, (d, n) in enumerate(zip(t.shape, whole, strict=True)):
             known = self.dims.get(d) if isinstance(d, str) else d
             if known is not None and known != n:
-                raise BadInput(f"the model and --shape say that {value}[{axis}] is {known}", n, "--shape")
+                raise BadInput(f"{value}[{axis}] is {known}, not {n}", place="--shape")
             if isinstance(d, str) and d:
                 self.dims[d] = n
                 self.used.add(d)
@@ -188,4 +192,4 @@ class Shapes:
         for name in (*self.dims, *self.whole):
             if name not in self.used:
                 names = ", ".join(dict.fromkeys(known)) or "none"
-                raise BadInput(f"a name in --shape is one of the model's dimensions ({names})", name, place)
+                raise BadInput(f"unknown dimension {name!r}; the model has {names}", place=place)

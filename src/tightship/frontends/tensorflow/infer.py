@@ -14,9 +14,9 @@ from typing import Any
 import tensorflow as tf
 
 from tightship.errors import BadInput, UnknownSize
+from tightship.frontends.builder import bounded
 from tightship.frontends.tensorflow.load import GraphFile
-from tightship.frontends.tensorflow.rules import FEEDS
-from tightship.units import MAX_BYTES
+from tightship.frontends.tensorflow.nodes import FEEDS
 
 __all__ = ["Made", "Types", "infer", "shapes_given", "variable_bytes"]
 
@@ -57,9 +57,9 @@ def shapes_given(text: str | Iterable[str] | Mapping[str, Any] | None) -> dict[s
         name, equals, sizes = entry.strip().partition("=")
         parts = [] if sizes == "scalar" else sizes.split("x")
         if not name or not equals or not all(p.isascii() and p.isdigit() and len(p) < 16 for p in parts):
-            raise BadInput("a placeholder's shape is given as name=NxMxK", entry, "--shape")
+            raise BadInput(f"invalid shape {entry!r}; write name=NxMxK", place="--shape")
         if name in found:
-            raise BadInput("a shape is given once", name, "--shape")
+            raise BadInput(f"duplicate shape of {name!r}", place="--shape")
         found[name] = tuple(map(int, parts))
     return found
 
@@ -76,7 +76,7 @@ def infer(file: GraphFile, shapes: Mapping[str, tuple[int, ...]]) -> Types:
         ops = {n.name: graph.get_operation_by_name(n.name) for n in proto.node}
     except (ValueError, TypeError, KeyError, RuntimeError, tf.errors.OpError) as error:
         said = " ".join(str(error).split())[:400]
-        raise BadInput(f"TensorFlow accepts the graph ({said})", place=place) from error
+        raise BadInput(f"TensorFlow rejects the graph: {said}", place=place) from error
     results: dict[str, tuple[Made, ...]] = {}
     unknown: list[str] = []
     for node in proto.node:
@@ -90,9 +90,8 @@ def infer(file: GraphFile, shapes: Mapping[str, tuple[int, ...]]) -> Types:
             row.append(_made(tensor.dtype, shape, f"{place}: node {node.name!r}"))
         results[node.name] = tuple(row)
     if unknown:
-        rule = "every size is known; give the placeholders' with --shape NAME=NxM"
-        more = f" and {len(unknown) - 6} more" if len(unknown) > 6 else ""
-        raise UnknownSize(rule, ", ".join(unknown[:6]) + more, place)
+        names = ", ".join(unknown[:6]) + (f" and {len(unknown) - 6} more" if len(unknown) > 6 else "")
+        raise UnknownSize(f"unknown size of {names}; give placeholders' with --shape NAME=NxM", place=place)
     stateful = frozenset(n for n, op in ops.items() if op.op_def.is_stateful)
     refs = {n: tuple(i for i, t in enumerate(op._input_types) if t._is_ref_dtype) for n, op in ops.items()}
     return Types(results, stateful, {n: r for n, r in refs.items() if r})
@@ -104,13 +103,13 @@ def _with_shapes(file: GraphFile, shapes: Mapping[str, tuple[int, ...]]) -> Any:
     feeds = {n.name: n for n in proto.node if n.op in FEEDS}
     for name, sizes in shapes.items():
         if name not in feeds:
-            rule = f"a shape is that of a placeholder ({', '.join(feeds) or 'there is none'})"
-            raise BadInput(rule, name, "--shape")
+            there = ", ".join(feeds) or "none"
+            raise BadInput(f"unknown placeholder {name!r}; the graph has {there}", place="--shape")
         shape = feeds[name].attr["shape"].shape
         known = [d.size for d in shape.dim]
         fits = len(known) == len(sizes) and all(d in (-1, s) for d, s in zip(known, sizes, strict=True))
         if known and not shape.unknown_rank and not fits:
-            raise BadInput(f"the graph says that {name} is {known}", list(sizes), "--shape")
+            raise BadInput(f"{name} is {known} in the graph, not {list(sizes)}", place="--shape")
         shape.Clear()
         for size in sizes:
             shape.dim.add().size = size
@@ -135,10 +134,8 @@ def _made(dtype: Any, shape: tuple[int, ...], place: str) -> Made:
     if base == tf.resource:
         return Made("resource", (), 0, handle=True)
     if base == tf.variant:
-        raise UnknownSize("elements have a fixed size in bytes", "variant", place)
-    nbytes = math.prod(shape) * (_STRING if base == tf.string else base.size)
-    if nbytes > MAX_BYTES:
-        raise BadInput(f"a tensor has at most {MAX_BYTES} bytes (2^63-1)", nbytes, place)
+        raise UnknownSize("elements of type variant have no fixed size in bytes", place=place)
+    nbytes = bounded(math.prod(shape) * (_STRING if base == tf.string else base.size), place)
     return Made(base.name, shape, nbytes, ref=dtype._is_ref_dtype)
 
 
@@ -146,5 +143,5 @@ def variable_bytes(node: Any, place: str) -> int:
     """Bytes of the variable that a node (``VarHandleOp``) is the handle of. Raises ``UnknownSize``."""
     shape = tf.TensorShape(node.attr["shape"].shape)
     if not shape.is_fully_defined():
-        raise UnknownSize("a variable's shape is known", str(shape), place)
+        raise UnknownSize(f"unknown size of a variable of shape {shape}", place=place)
     return int(shape.num_elements()) * int(tf.dtypes.as_dtype(node.attr["dtype"].type).size)

@@ -109,26 +109,26 @@ def read(path: str | os.PathLike[str]) -> GraphFile:
 
 def _parsed(data: bytes, place: str) -> tuple[Any, tuple[str, ...]]:
     """The GraphDef in a file, and what is fetched of it."""
-    rule = "a TensorFlow graph is a protobuf message of type GraphDef"
+    fault = "not a TensorFlow graph (a protobuf message of type GraphDef)"
     try:
         if place.endswith(".pbtxt"):
             return text_format.Parse(data.decode(), graph_pb2.GraphDef()), ()
         if place.endswith(".meta"):
-            rule = rule.replace("GraphDef", "MetaGraphDef")
+            fault = fault.replace("GraphDef", "MetaGraphDef")
             _measure(data, place, (2,))
             return _of_meta(meta_graph_pb2.MetaGraphDef.FromString(data))
         if next(fields(data, 0, len(data)), (0, 0, 0))[0] == 1 and data[0] & 7 == 0:  # a SavedModel's version
-            rule = rule.replace("GraphDef", "SavedModel")
+            fault = fault.replace("GraphDef", "SavedModel")
             _measure(data, place, (2, 2))
             saved = saved_model_pb2.SavedModel.FromString(data)
             if not saved.meta_graphs:
-                raise BadInput(f"{rule}, with a graph", place=place)
+                raise BadInput(f"{fault}: it has no graph", place=place)
             return _of_meta(saved.meta_graphs[0])
         _measure(data, place, ())
         return graph_pb2.GraphDef.FromString(data), ()
     except (DecodeError, RecursionError, UnicodeError, ValueError, text_format.ParseError) as error:
         said = " ".join(str(error).split())
-        raise BadInput(f"{rule} ({said})", place=place) from error
+        raise BadInput(f"{fault}: {said}", place=place) from error
 
 
 def _of_meta(meta: Any) -> tuple[Any, tuple[str, ...]]:
@@ -151,30 +151,31 @@ def _measure(data: bytes, place: str, path: tuple[int, ...]) -> None:
             else:
                 total += max(stop - at, _LEAST)
             if total > LARGEST_STRUCTURE:
-                rule = f"what is not the contents of constants has at most {LARGEST_STRUCTURE} bytes"
-                raise BadInput(rule, total, place)
+                fault = f"more than {LARGEST_STRUCTURE} bytes that are not the contents of constants"
+                raise BadInput(fault, place=place)
 
     walk(0, len(data), (*path, _NODE, _ATTR, _VALUE, _TENSOR), heavy=True)
 
 
 def _check(proto: Any, place: str) -> None:
     if not proto.node:
-        raise BadInput("a graph has nodes", "none", place)
+        raise BadInput("graph without nodes", place=place)
     if len(proto.node) > MOST_NODES:
-        raise BadInput(f"a graph has at most {MOST_NODES} nodes", len(proto.node), place)
+        raise BadInput(f"{len(proto.node)} nodes; the limit is {MOST_NODES}", place=place)
     seen = set()
     for node in proto.node:
         if not node.name or not node.op:
-            raise BadInput("a node has a name and an op", f"{node.name!r}, {node.op!r}", place)
+            raise BadInput(f"node without a name or an op: {node.name!r}, {node.op!r}", place=place)
         if node.name in seen:
-            raise BadInput("a node's name is its own", node.name, place)
+            raise BadInput(f"duplicate node name {node.name!r}", place=place)
         seen.add(node.name)
     for node in proto.node:
         for given in node.input:
             if name_of(given) not in seen:
-                raise BadInput("an input is a node's", given, f"{place}: node {node.name!r}")
+                raise BadInput(f"unknown input {given!r}", place=f"{place}: node {node.name!r}")
             if not _INPUT.fullmatch(given):  # TensorFlow ends the process at a number that is too large
-                raise BadInput("an input is NAME, NAME:PORT or ^NAME", given, f"{place}: node {node.name!r}")
+                fault = f"invalid input {given!r}; write NAME, NAME:PORT or ^NAME"
+                raise BadInput(fault, place=f"{place}: node {node.name!r}")
     called = sorted({n.op for n in proto.node} & {f.signature.name for f in proto.library.function})
     functional = next((n for n in proto.node if n.op in _CALLS or n.op in called), None)
     if functional is not None:

@@ -15,11 +15,20 @@ from typing import Any
 
 from tightship.analysis.cost import modelled_time
 from tightship.errors import BadInput, Unsupported
+from tightship.frontends.builder import GraphBuilder
 from tightship.frontends.tensorflow.infer import Made, Types, infer, shapes_given, variable_bytes
 from tightship.frontends.tensorflow.load import GraphFile
-from tightship.frontends.tensorflow.nodes import Node, Web, name_of, to_rows
-from tightship.frontends.tensorflow.rules import caller_kind, flops_of, forwarded, reads_handle
-from tightship.graph import Graph, Op, Storage, Value, aligned
+from tightship.frontends.tensorflow.nodes import (
+    Node,
+    Web,
+    caller_kind,
+    flops_of,
+    forwarded,
+    name_of,
+    reads_handle,
+    to_rows,
+)
+from tightship.graph import Graph, Op, aligned
 
 __all__ = ["Program", "lower", "names"]
 
@@ -61,7 +70,7 @@ def lower(
     known = {n.name for n in nodes}
     for what, given in (("--fetch", wanted), ("--feed", fed)):
         if unknown := [n for n in given if n not in known]:
-            raise BadInput("a name is a node's", unknown[0], what)
+            raise BadInput(f"unknown node {unknown[0]!r}", place=what)
     loop = next((n for n in nodes if n.kind in _LOOPS), None)
     if loop is not None:
         raise Unsupported(
@@ -73,8 +82,7 @@ def lower(
     low.run(wanted)
     meta = {"source": "tensorflow", "nodes": to_rows(nodes), "fed": list(fed), "fetch": list(wanted)}
     meta["swaps"] = [hint for n in file.proto.node for hint in _swaps(n) if n.name in low.op_of]
-    parts = (tuple(low.ops), tuple(low.values), tuple(low.storages), tuple(low.inputs), tuple(low.outputs))
-    return Program(file, Graph(*parts, file.path.stem or "graph", meta), nodes, wanted)
+    return Program(file, low.builder.graph(low.outputs, file.path.stem or "graph", meta), nodes, wanted)
 
 
 @dataclass
@@ -84,11 +92,8 @@ class _Lowering:
     types: Types
     fed: frozenset[str]
     proto: Mapping[str, Any]
-    storages: list[Storage] = field(default_factory=list)
-    values: list[Value] = field(default_factory=list)
-    inputs: list[int] = field(default_factory=list)
+    builder: GraphBuilder = field(default_factory=GraphBuilder)
     outputs: list[int] = field(default_factory=list)
-    ops: list[Op] = field(default_factory=list)
     value_of: dict[tuple[str, int], int] = field(default_factory=dict)
     op_of: dict[str, int] = field(default_factory=dict)
     first: dict[int, str] = field(default_factory=dict)  # by storage, the node that made it
@@ -143,7 +148,9 @@ class _Lowering:
             if not given.startswith("^"):
                 name, _, port = given.partition(":")
                 if port and not port.isdigit():
-                    raise BadInput("an input is NAME or NAME:PORT", given, f"{self.place}: node {n!r}")
+                    raise BadInput(
+                        f"invalid input {given!r}; write NAME or NAME:PORT", place=f"{self.place}: node {n!r}"
+                    )
                 found.append((name, int(port or 0)))
         return found
 
@@ -153,7 +160,8 @@ class _Lowering:
     def _made(self, name: str, port: int, reader: str) -> Made:
         row = self.types.results[name]
         if port >= len(row):
-            raise BadInput(f"node {name!r} has {len(row)} results", port, f"{self.place}: node {reader!r}")
+            fault = f"unknown result {name}:{port}; the node has {len(row)}"
+            raise BadInput(fault, place=f"{self.place}: node {reader!r}")
         return row[port]
 
     def _writes(self, n: str) -> list[int]:
@@ -207,22 +215,17 @@ class _Lowering:
 
     # --- values and ops ---
 
-    def _storage(self, name: str, size: int, kind: str) -> int:
-        self.storages.append(Storage(name, aligned(size), kind))
-        return len(self.storages) - 1
-
     def _value(self, name: str, port: int, made: Made, storage: int) -> int:
-        self.value_of[name, port] = len(self.values)
         self.first.setdefault(storage, name)
-        label = f"{name}:{port}" if port else name
-        self.values.append(Value(label, storage, made.dtype, made.shape))
-        return self.value_of[name, port]
+        value = self.builder.value(f"{name}:{port}" if port else name, storage, made.dtype, made.shape)
+        self.value_of[name, port] = value
+        return value
 
     def _own(self, n: str) -> None:
         for port, made in enumerate(self.types.results[n]):
             size = self._variable_bytes(n) if made.handle else made.nbytes
-            value = self._value(n, port, made, self._storage(n, size, self._caller(n)))
-            self.inputs.append(value)
+            value = self._value(n, port, made, self.builder.storage(n, size, self._caller(n)))
+            self.builder.inputs.append(value)
             if n in self.results and not made.handle and self._caller(n) != "parameter":
                 self.outputs.append(value)
 
@@ -232,33 +235,34 @@ class _Lowering:
     def _op(self, n: str) -> None:
         node, given = self.web.nodes[n], self._data(n)
         ins = [self.value_of[m, p] for m, p in given]
-        writes = [self.values[ins[i]].storage for i in self._writes(n)]
+        writes = [self.builder.storage_of(ins[i]) for i in self._writes(n)]
         outs, made_bytes = [], 0
         for port, made in enumerate(self.types.results[n]):
             shared = self._shared(n, port, made, given, ins)
             if shared is None:
                 kind = "output" if n in self.results else "activation"
                 kind = "gradient" if kind == "activation" and _backward(n) else kind
-                shared = self._storage(f"{n}:{port}" if port else n, made.nbytes, kind)
+                shared = self.builder.storage(f"{n}:{port}" if port else n, made.nbytes, kind)
                 made_bytes += made.nbytes
             outs.append(self._value(n, port, made, shared))
         if n in self.results:
-            self.outputs += [v for v in outs if self.values[v].storage not in self._callers()]
-        shapes = [self.values[v].shape for v in ins]
+            callers = self._callers()
+            self.outputs += [v for v in outs if self.builder.storage_of(v) not in callers]
+        values, storages = self.builder.values, self.builder.storages
+        shapes = [values[v].shape for v in ins]
         flops = 0
         if made_bytes or writes:
             attrs = self.proto[n].attr  # a map that what is asked for is put into
             turned = any(k in attrs and attrs[k].b for k in ("transpose_a", "adj_x"))
-            flops = flops_of(node.kind, shapes, [self.values[v].shape for v in outs], transposed=turned)
-        traffic = made_bytes + sum(self.storages[self.values[v].storage].size for v in ins) if flops else 0
+            flops = flops_of(node.kind, shapes, [values[v].shape for v in outs], transposed=turned)
+        traffic = made_bytes + sum(storages[values[v].storage].size for v in ins) if flops else 0
         # Who reads a view waits for the node that makes it, although the bytes are there before.
         views = [m for (m, _), v in zip(given, ins, strict=True) if not self._made_bytes(m, v)]
         waits = [name_of(i) for i in node.inputs if i.startswith("^")] + views
         control = {self.op_of[m] for m in waits if m in self.op_of}
         random = "Random" in node.kind and not node.kind.startswith("Stateless")
         harmless = bool(writes) or random or reads_handle(node.kind) or n not in self.types.stateful
-        self.op_of[n] = len(self.ops)
-        self.ops.append(
+        self.op_of[n] = self.builder.op(
             Op(
                 n, node.kind, tuple(ins), tuple(outs),
                 mutates=tuple(dict.fromkeys(writes)),
@@ -275,10 +279,10 @@ class _Lowering:
 
     def _made_bytes(self, n: str, v: int) -> bool:
         """Whether a node made the storage of one of its values, and not just a view of it."""
-        return self.first[self.values[v].storage] == n
+        return self.first[self.builder.storage_of(v)] == n
 
     def _callers(self) -> set[int]:
-        return {self.values[v].storage for v in self.inputs}
+        return set(map(self.builder.storage_of, self.builder.inputs))
 
     def _shared(
         self, n: str, port: int, made: Made, given: list[tuple[str, int]], ins: list[int]
@@ -286,14 +290,14 @@ class _Lowering:
         """The storage a result lies in, if it is one that is there already."""
         kind = self.web.nodes[n].kind
         if made.ref and (refs := self.types.refs.get(n)):
-            return self.values[ins[refs[0]]].storage
+            return self.builder.storage_of(ins[refs[0]])
         source = forwarded(kind, port, len(ins))
         if source is None or n in self.copied:
             return None
         here, there = self.web.nodes[n].device, self.web.nodes[given[source][0]].device
         moved = bool(here and there) and _device(here) != _device(there)
-        storage = self.values[ins[source]].storage
-        if made.handle or (self.storages[storage].size == aligned(made.nbytes) and not moved):
+        storage = self.builder.storage_of(ins[source])
+        if made.handle or (self.builder.storages[storage].size == aligned(made.nbytes) and not moved):
             return storage
         return None
 

@@ -5,14 +5,28 @@ A node's inputs are ``name`` or ``name:port``, then those it only waits for, as 
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
 
 from tightship.errors import BadInput
 
-__all__ = ["Node", "Web", "from_rows", "name_of", "to_rows"]
+__all__ = [
+    "FEEDS",
+    "HANDLES",
+    "VARIABLES",
+    "Node",
+    "Web",
+    "caller_kind",
+    "flops_of",
+    "forwarded",
+    "from_rows",
+    "name_of",
+    "reads_handle",
+    "to_rows",
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +58,9 @@ def from_rows(rows: Iterable[Sequence[Any]]) -> list[Node]:
             case [str(name), str(kind), [*inputs], str(device), bool(hinted)]:
                 found.append(Node(name, kind, tuple(map(str, inputs)), device, hinted))
             case _:
-                raise BadInput("a node is [name, kind, inputs, device, hinted]", row, "meta")
+                raise BadInput(
+                    f"invalid node {row!r}; write [name, kind, inputs, device, hinted]", place="meta"
+                )
     return found
 
 
@@ -57,14 +73,14 @@ class Web:
         self.nodes = {n.name: n for n in nodes}
         if len(self.nodes) != len(nodes):
             twice = next(n.name for k, n in enumerate(nodes) if n.name in {m.name for m in nodes[:k]})
-            raise BadInput("a node's name is its own", twice, "nodes")
+            raise BadInput(f"duplicate node name {twice!r}")
         self.read: dict[str, tuple[str, ...]] = {}
         readers: dict[str, dict[str, None]] = {n.name: {} for n in nodes}
         for n in nodes:
             self.read[n.name] = tuple(dict.fromkeys(map(name_of, n.inputs)))
             for m in self.read[n.name]:
                 if m not in readers:
-                    raise BadInput("an input is a node's", m, f"node {n.name!r}")
+                    raise BadInput(f"unknown input {m!r}", place=f"node {n.name!r}")
                 readers[m][n.name] = None
         self.readers = {n: tuple(r) for n, r in readers.items()}
         self.order = self._first_come()
@@ -82,5 +98,59 @@ class Web:
                     ready.append(m)
         if len(order) < len(self.nodes):
             stuck = next(n for n, count in missing.items() if count)
-            raise BadInput("what a node reads does not wait for the node", stuck, "nodes")
+            raise BadInput(f"cycle through node {stuck!r}")
         return order
+
+
+FEEDS: Final = frozenset("Placeholder PlaceholderV2 PlaceholderWithDefault".split())
+VARIABLES: Final = frozenset("Variable VariableV2".split())
+HANDLES: Final = frozenset("VarHandleOp VarHandlesOp".split())
+
+_FORWARD: Final = frozenset(
+    "Identity IdentityN RefIdentity Snapshot StopGradient PreventGradient CheckNumerics EnsureShape Reshape Squeeze "
+    "ExpandDims Bitcast Switch RefSwitch ReadVariableOp DestroyTemporaryVariable".split()
+)
+"""Kinds whose results are their inputs' bytes."""
+_READS_HANDLE: Final = frozenset(
+    "ReadVariableOp VarIsInitializedOp VariableShape ResourceGather ResourceGatherNd Identity IdentityN Switch "
+    "StopGradient DestroyResourceOp ResourceStridedSlice".split()
+)
+
+Shape = tuple[int, ...]
+
+
+def caller_kind(kind: str, fed: bool) -> str:
+    """What a node's result is where it belongs to the caller (input, constant, parameter), else nothing."""
+    if fed or kind in FEEDS:
+        return "input"
+    if kind == "Const":
+        return "constant"
+    return "parameter" if kind in VARIABLES or kind in HANDLES else ""
+
+
+def forwarded(kind: str, port: int, inputs: int) -> int | None:
+    """The index of the input whose bytes result ``port`` of a node with so many ``inputs`` is, if it is one."""
+    if kind not in _FORWARD or not inputs:
+        return None
+    return port if kind == "IdentityN" and port < inputs else 0
+
+
+def reads_handle(kind: str) -> bool:
+    """Whether a kind that takes a variable's handle only reads the variable; what is not known writes it."""
+    return kind in _READS_HANDLE
+
+
+def flops_of(kind: str, given: Sequence[Shape], made: Sequence[Shape], *, transposed: bool = False) -> int:
+    """Floating-point operations of a node with inputs and results of these shapes: products exactly, everything else
+    one for each element of the larger side. ``transposed``: of the first factor of a product."""
+    if kind in ("MatMul", "BatchMatMul", "BatchMatMulV2", "BatchMatMulV3") and len(given[0]) >= 2:
+        return 2 * math.prod(made[0]) * given[0][-2 if transposed else -1]
+    if kind == "Conv2D" and len(given) > 1 and len(given[1]) == 4:
+        return 2 * math.prod(made[0]) * math.prod(given[1][:3])
+    if kind == "DepthwiseConv2dNative" and len(given) > 1 and len(given[1]) == 4:
+        return 2 * math.prod(made[0]) * math.prod(given[1][:2])
+    if kind == "Conv2DBackpropInput" and len(given) > 2 and len(given[1]) == 4:
+        return 2 * math.prod(given[2]) * math.prod(given[1][:3])
+    if kind == "Conv2DBackpropFilter" and len(given) > 2 and len(made[0]) == 4:
+        return 2 * math.prod(given[2]) * math.prod(made[0][:3])
+    return max(sum(map(math.prod, given)), sum(map(math.prod, made)), 0)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import sys
-from collections import UserDict
+from collections import Counter, UserDict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -15,7 +15,22 @@ import torch
 from tightship.errors import BadInput
 from tightship.frontends.torch.program import Ref
 
-__all__ = ["BatchSpec", "Given", "Results", "caches", "flatten", "map_leaves"]
+__all__ = [
+    "BatchSpec",
+    "Given",
+    "LossFn",
+    "Results",
+    "batch_size",
+    "batched",
+    "caches",
+    "called",
+    "checked_loss",
+    "flatten",
+    "loss_function",
+    "map_leaves",
+    "resized",
+    "summed_output",
+]
 
 
 @dataclass(frozen=True)
@@ -202,9 +217,117 @@ class Results:
             if type(x) is not Results.Position:
                 return x
             if x.index >= len(tensors):
-                raise BadInput("a program hands back all of its results", len(tensors), f"result {x.index}")
+                raise BadInput(f"result {x.index} is missing: the program handed back {len(tensors)}")
             return tensors[x.index]
 
         for cache, after in zip(given, self.after, strict=True):
             _renewed(cache, map_leaves(leaf, after))
         return map_leaves(leaf, self.tree)
+
+
+def batch_size(sample: Any, dim: int = 0) -> int:
+    """The size of dimension ``dim`` that most of the sample's tensors share. Raises ``BadInput`` if none has it."""
+    sizes = [x.shape[dim] for x in flatten(sample) if isinstance(x, torch.Tensor) and x.dim() > dim]
+    if not sizes:
+        which = "first dimension" if not dim else f"dimension {dim}"
+        fault = f"no tensor in a sample of type {type(sample).__name__} has a {which} for the batch"
+        raise BadInput(fault, place="sample")
+    return int(Counter(sizes).most_common(1)[0][0])
+
+
+def batched(sample: Any, dim: int = 0) -> tuple[int, int]:
+    """How many of the sample's tensors have the batch as a dimension, and how many tensors there are."""
+    was, tensors = batch_size(sample, dim), [x for x in flatten(sample) if isinstance(x, torch.Tensor)]
+    return sum(_at(x, was, dim) is not None for x in tensors), len(tensors)
+
+
+def resized(sample: Any, batch: int, dim: int = 0) -> Any:
+    """The sample with ``batch`` in place of its batch size wherever that is dimension ``dim`` of a tensor, or the
+    first one of a tensor that has no such dimension; all tensors on the meta device."""
+    was = batch_size(sample, dim)
+
+    def leaf(x: Any) -> Any:
+        if not isinstance(x, torch.Tensor):
+            return x
+        at, shape = _at(x, was, dim), list(x.shape)
+        if at is not None:
+            shape[at] = batch
+        return torch.empty(shape, dtype=x.dtype, device="meta", requires_grad=x.requires_grad)
+
+    return map_leaves(leaf, sample)
+
+
+def _at(x: torch.Tensor, was: int, dim: int) -> int | None:
+    """Which dimension of a tensor is the batch."""
+    if x.dim() > dim:
+        return dim if x.shape[dim] == was else None
+    return 0 if x.dim() and x.shape[0] == was else None
+
+
+LossFn = Callable[[Any, Any], Any]
+
+
+def loss_function(loss_fn: Any, batch: Any) -> LossFn:
+    """``loss_fn`` as a function of (model, batch). Raises ``BadInput`` where it does not fit the batch."""
+    if isinstance(loss_fn, torch.nn.Module):
+        if not (isinstance(batch, (tuple, list)) and len(batch) == 2):
+            fault = f"batch of type {type(batch).__name__} for a loss module; give (inputs, targets)"
+            raise BadInput(fault, place="batch")
+        return lambda model, pair: loss_fn(model(pair[0]), pair[1])
+    if loss_fn is not None:
+        if not callable(loss_fn):
+            fault = f"loss_fn of type {type(loss_fn).__name__}; give a function of (model, batch) or a module"
+            raise BadInput(fault, place="loss_fn")
+        return loss_fn
+    if not isinstance(batch, Mapping):
+        fault = (
+            f"batch of type {type(batch).__name__} without loss_fn; give a mapping of the model's arguments"
+        )
+        raise BadInput(fault, place="batch")
+    return _own_loss
+
+
+def _own_loss(model: Any, batch: Any) -> Any:
+    out = model(**batch)
+    loss = out.get("loss") if isinstance(out, Mapping) else getattr(out, "loss", None)
+    if not isinstance(loss, torch.Tensor):
+        raise BadInput(
+            f"no loss in the model's output of type {type(out).__name__}; give loss_fn", place="loss_fn"
+        )
+    return loss
+
+
+def called(model: Any, sample: Any) -> Any:
+    """The model's results for a mapping of keyword arguments, a tuple of positional ones, or the one argument."""
+    if isinstance(sample, Mapping):
+        return model(**sample)
+    return model(*sample) if isinstance(sample, (tuple, list)) else model(sample)
+
+
+def summed_output(model: Any, sample: Any) -> Any:
+    """The output's ``loss``, otherwise the sum of its ``logits`` or of its first floating-point tensor."""
+    out = called(model, sample)
+    for key in ("loss", "logits"):
+        found = out.get(key) if isinstance(out, Mapping) else getattr(out, key, None)
+        if isinstance(found, torch.Tensor):
+            return found if key == "loss" and found.dim() == 0 else found.sum()
+    for t in flatten(out):
+        if isinstance(t, torch.Tensor) and t.requires_grad:
+            return t.sum()
+    fault = f"the model's output of type {type(out).__name__} does not depend on its parameters"
+    raise BadInput(fault, place="model")
+
+
+def checked_loss(out: Any) -> torch.Tensor:
+    """The loss among what a loss function returned. Raises ``BadInput`` unless it is one number with a gradient."""
+    loss = out[0] if isinstance(out, tuple) and out else out
+    if not isinstance(loss, torch.Tensor) or loss.numel() != 1 or not loss.is_floating_point():
+        shown = f"of type {type(loss).__name__}"
+        if isinstance(loss, torch.Tensor):
+            shown = f"a {loss.dtype} tensor of shape {tuple(loss.shape)}"
+        raise BadInput(
+            f"the loss is {shown}; return a floating-point tensor with one element", place="loss_fn"
+        )
+    if not loss.requires_grad:
+        raise BadInput("the loss depends on no parameter that requires a gradient", place="loss_fn")
+    return loss

@@ -8,18 +8,16 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
-from itertools import accumulate
 from typing import Any
 
 from tightship.baselines import xla_assign
 from tightship.hlo import Index, Module
-from tightship.hlo.assign.allocate import Assignment, between
+from tightship.hlo.assign.allocate import Assignment
 from tightship.hlo.assign.heap import most_alive
 from tightship.hlo.assign.order import reordered
 from tightship.hlo.dataflow import Node
-from tightship.hlo.liveness import LiveRanges
 
-__all__ = ["Advice", "advice", "peak_step"]
+__all__ = ["Advice", "advice"]
 
 _TRIPS = re.compile(r'"known_trip_count":\{"n":"(\d+)"')
 _LARGE = 30_000
@@ -38,8 +36,8 @@ class Advice:
         return {"kind": self.kind, "saves": self.saves, "text": self.text}
 
 
-def advice(made: Assignment, ours: Assignment) -> list[Advice]:
-    """What helps, most first."""
+def advice(made: Assignment, ours: Assignment, step: int) -> list[Advice]:
+    """What helps, most first; ``step`` is that of the peak."""
     module = made.live.points.module
     found = [
         Advice("place", made.total - ours.total, "by placing the same buffers better (tightship assign)"),
@@ -50,7 +48,7 @@ def advice(made: Assignment, ours: Assignment) -> list[Advice]:
         total = xla_assign.plan(other, xla_assign.Options(made.target)).total if moved else made.total
         text = f"by another order: {moved} instructions moved (tightship assign --order)"
         found.append(Advice("order", made.total - total, text))
-    found += [*_donate(made, module), *_loops(made)]
+    found += [*_donate(made, module), *_loops(made, step)]
     return sorted((a for a in found if a.saves > 0), key=lambda a: -a.saves)
 
 
@@ -77,15 +75,14 @@ def _donate(made: Assignment, module: Module) -> list[Advice]:
     return [Advice("donate", saved, text)]
 
 
-def _loops(made: Assignment) -> list[Advice]:
+def _loops(made: Assignment, step: int) -> list[Advice]:
     """Arrays that a loop stacks up, one slice for each time around, to be used by a later loop: what
     ``jax.checkpoint`` around the body of a ``lax.scan`` makes again instead."""
     live = made.live
-    step, _ = peak_step(live)
     entry = frozenset(live.points.nodes[live.points.module.entry.name])
     found: dict[Node, int] = {}
     for g in live.sets:
-        if not any(start <= step < end for start, end in between(live, g)):
+        if not any(start <= step < end for start, end in live.between(g)):
             continue
         for b in g.buffers:
             trips = _TRIPS.search(b.node.instruction.attribute("backend_config"))
@@ -103,24 +100,12 @@ def _loops(made: Assignment) -> list[Advice]:
     return advices
 
 
-def peak_step(live: LiveRanges) -> tuple[int, int]:
-    """(step, bytes): when the most bytes are alive, arguments and constants among them."""
-    changes = [0] * (live.end + 2)
-    for group in live.sets:
-        for start, end in between(live, group):
-            changes[start] += group.size
-            changes[end] -= group.size
-    totals = list(accumulate(changes))
-    most = max(totals)
-    return totals.index(most), most
-
-
 def _idle(made: Assignment) -> Advice:
     """Temporaries alive at the peak that neither the instruction there nor those next to it touch."""
     live = made.live
     temporary = {b for a in made.allocations if a.temporary for b in a.held}
     groups = [g for g in live.sets if g.buffers[0] in temporary]
-    lives = [(s, e, g.size) for g in groups for s, e in between(live, g)]
+    lives = [(s, e, g.size) for g in groups for s, e in live.between(g)]
     most = most_alive(lives)
     without = []
     for g in groups:

@@ -18,13 +18,12 @@ from itertools import chain
 
 import numpy as np
 
-from tightship.hlo.alias import AliasSet
+from tightship.hlo.alias import AliasSet, Sharing
 from tightship.hlo.dataflow import Buffer, Node
-from tightship.hlo.in_place import Sharing
 from tightship.hlo.liveness import LiveRanges
 from tightship.hlo.shape import Index
 
-__all__ = ["Allocation", "Assignment", "allocate", "between", "combine", "thread_locals"]
+__all__ = ["Allocation", "Assignment", "allocate", "combine", "thread_locals"]
 
 
 @dataclass(frozen=True)
@@ -107,20 +106,6 @@ def _partition(found: list[Allocation]) -> tuple[list[Allocation], list[Allocati
             return found[:first], found[first:]
         found[first], found[last - 1] = found[last - 1], found[first]
         first, last = first + 1, last - 1
-
-
-def between(live: LiveRanges, group: AliasSet) -> list[tuple[int, int]]:
-    """When the place of an alias set is taken after an instruction: [start, end), without overlaps."""
-    found: list[tuple[int, int]] = []
-    since = -1
-    for r in sorted(
-        (live.ranges[b] for b in group.buffers if b in live.ranges), key=lambda r: (r.start, r.end)
-    ):
-        start = max(r.start, since)
-        if r.end > start:
-            found.append((start, r.end))
-            since = r.end
-    return found
 
 
 @dataclass(eq=False)

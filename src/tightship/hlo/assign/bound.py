@@ -20,10 +20,9 @@ from math import gcd
 
 import numpy as np
 
-from tightship.hlo.alias import AliasSet
+from tightship.hlo.alias import AliasSet, Sharing
 from tightship.hlo.assign.allocate import Allocation
 from tightship.hlo.dataflow import Buffer
-from tightship.hlo.in_place import Sharing
 from tightship.hlo.liveness import LiveRanges
 
 __all__ = ["lower_bound", "over"]
@@ -113,17 +112,7 @@ class _Bound:
     @cached_property
     def stays(self) -> Mapping[AliasSet, list[tuple[int, int]]]:
         """[first, last] steps at which each alias set is alive, those that touch joined."""
-        made = {}
-        for group in self.groups:
-            found: list[tuple[int, int]] = []
-            ranges = (self.live.ranges[b] for b in group.buffers if b in self.live.ranges)
-            for start, end in sorted((r.start, r.end) for r in ranges):
-                if found and start <= found[-1][1] + 1:
-                    found[-1] = (found[-1][0], max(end, found[-1][1]))
-                else:
-                    found.append((start, end))
-            made[group] = found
-        return made
+        return {group: self.live.alive(group.buffers, gap=1) for group in self.groups}
 
     def _written_over(self) -> Iterator[tuple[int, int]]:
         ranges = self.live.ranges

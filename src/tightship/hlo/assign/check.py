@@ -1,9 +1,8 @@
-"""Whether an assignment is right, by means of its own: not a line of what made it is asked.
+"""Whether an assignment is right: a placement problem with a pool for each allocation, judged by its verifier.
 
-Every buffer of the schedule has a place in one allocation, all of an alias set the same; bytes of two buffers alive
-at one time are apart, but for a result over an operand that ends there and may be written over; nothing else
-lies in a parameter that is not donated, or in a constant. Overlaps are found by ``check_solution``, with time in half
-instructions: a buffer is alive from the first half of the one that makes it to the second half of its last.
+Nothing that made the assignment is asked. Time is in half instructions: a buffer is alive from the first half of
+the one that makes it to the second half of its last, unless a result is written over it there. Alias sets are groups;
+what is not to be written (constants, parameters that are not donated) is alive all the time.
 """
 
 from __future__ import annotations
@@ -11,12 +10,11 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 
 from tightship.errors import VerificationFailed
-from tightship.hlo.alias import AliasSet
-from tightship.hlo.assign.allocate import Allocation, Assignment
+from tightship.hlo.alias import TARGETS, AliasSet, Sharing
+from tightship.hlo.assign.allocate import Assignment
 from tightship.hlo.dataflow import Buffer as Logical
-from tightship.hlo.in_place import TARGETS, Sharing
 from tightship.hlo.liveness import LiveRanges
-from tightship.plan import Buffer, Problem, Solution
+from tightship.plan import Buffer, Pool, Problem, Solution
 from tightship.verify.placement import check_solution
 from tightship.violation import Violation
 
@@ -32,70 +30,57 @@ def check(made: Assignment, sharing: Sharing) -> None:
 
 def violations(made: Assignment, sharing: Sharing) -> Iterator[Violation]:
     """Everything that is wrong with an assignment."""
-    of: dict[Logical, tuple[int, int]] = {}
-    for k, allocation in enumerate(made.allocations):
-        for buffer, offset in allocation.held.items():
-            if buffer in of:
-                yield Violation("twice", -1, (str(buffer),), f"buffer {str(buffer)!r} has two places")
-            of[buffer] = (k, offset)
-    yield from _places(made, of)
-    sets = {b: g for g in made.live.sets for b in g.buffers}
-    for k, allocation in enumerate(made.allocations):
-        yield from _read_only(sets, k, allocation)
-        yield from _overlaps(made, sets, allocation, sharing)
-
-
-def _places(made: Assignment, of: Mapping[Logical, tuple[int, int]]) -> Iterator[Violation]:
+    held = [b for a in made.allocations for b in a.held]
+    once = set(held)
+    for buffer in held if len(once) < len(held) else ():
+        if buffer not in once:
+            yield Violation("twice", -1, (str(buffer),), f"buffer {str(buffer)!r} has two places")
+        once.discard(buffer)
+    placed = set(held)
     for buffer in made.live.ranges:
-        if buffer not in of:
+        if buffer not in placed:
             yield Violation("missing", -1, (str(buffer),), f"buffer {str(buffer)!r} has no place")
-    for group in made.live.sets:
-        places = {of[b] for b in group.buffers if b in of}
-        if len(places) > 1:
-            message = f"buffers that are one lie at {sorted(places)}"
-            yield Violation("apart", -1, tuple(map(str, group.buffers)), message)
+    yield from check_solution(*_placement(made, sharing))
 
 
-def _read_only(sets: Mapping[Logical, AliasSet], k: int, allocation: Allocation) -> Iterator[Violation]:
-    if not allocation.read_only:
-        return
-    owners = {sets[b].id for b in allocation.held}
-    if len(owners) > 1:
-        message = f"allocation {k} ({allocation.kind}) is not to be written, but holds {len(owners)} buffers"
-        yield Violation("written", -1, tuple(map(str, allocation.held)), message)
-
-
-def _overlaps(
-    made: Assignment, sets: Mapping[Logical, AliasSet], allocation: Allocation, sharing: Sharing
-) -> Iterator[Violation]:
+def _placement(made: Assignment, sharing: Sharing) -> tuple[Problem, Solution]:
     live = made.live
-    held = [(b, offset) for b, offset in allocation.held.items() if b in live.ranges]
-    if len(held) < 2:
-        for buffer, offset in held:
-            if offset + buffer.nbytes > allocation.size:
-                yield Violation(
-                    "out-of-bounds", -1, (str(buffer),), f"{buffer} ends beyond {allocation.size}"
-                )
-        return
-    starts: dict[tuple[int, int], list[Logical]] = {}
-    for buffer, offset in held:
-        starts.setdefault((live.ranges[buffer].start, offset), []).append(buffer)
-    buffers, offsets = [], []
-    for buffer, offset in held:
-        r = live.ranges[buffer]
-        upper = 2 * r.end + 2
-        after = starts.get((r.end, offset), [])
-        if r.end > r.start and any(_over(live, buffer, new, sharing) for new in after):
-            upper = 2 * r.end
-        group = str(sets[buffer].id) if len(sets[buffer].buffers) > 1 else ""
-        size = sets[buffer].size
-        if size:
+    sets = {b: g for g in live.sets for b in g.buffers}
+    pools, buffers, offsets, homes = [], [], [], []
+    for k, allocation in enumerate(made.allocations):
+        pool = Pool(f"{k} ({allocation.kind})", allocation.size)
+        pools.append(pool)
+        at = {b: offset for b, offset in allocation.held.items() if b in live.ranges and sets[b].size}
+        ends = _ends(live, at, sharing)
+        for b, offset in at.items():
+            since, until = 2 * live.ranges[b].start, ends[b]
+            if allocation.read_only:
+                since, until = 0, 2 * live.end + 2
             alignment = TARGETS[made.target] if allocation.kind == "heap" else 1
-            buffers.append(
-                Buffer(f"{buffer.id}:{buffer}", 2 * r.start, upper, size, alignment=alignment, group=group)
-            )
+            buffers.append(_buffer(b, sets[b], since, until, alignment, pool))
             offsets.append(offset)
-    yield from check_solution(Problem(tuple(buffers)), Solution(tuple(offsets), allocation.size))
+            homes.append((pool.name, 0))
+    problem = Problem(tuple(buffers), pools=tuple(pools))
+    return problem, Solution(tuple(offsets), made.total, homes=tuple(homes))
+
+
+def _buffer(b: Logical, group: AliasSet, since: int, until: int, alignment: int, pool: Pool) -> Buffer:
+    name = str(group.id) if len(group.buffers) > 1 else ""
+    return Buffer(f"{b.id}:{b}", since, until, group.size, alignment, group=name, pools=(pool.name,))
+
+
+def _ends(live: LiveRanges, at: Mapping[Logical, int], sharing: Sharing) -> dict[Logical, int]:
+    """When each buffer of an allocation ends: before the last instruction's result where that is written over it."""
+    begin: dict[tuple[int, int], list[Logical]] = {}
+    for buffer, offset in at.items():
+        begin.setdefault((live.ranges[buffer].start, offset), []).append(buffer)
+    ends = {}
+    for buffer, offset in at.items():
+        r = live.ranges[buffer]
+        results = begin.get((r.end, offset), []) if r.end > r.start else []
+        over = any(_over(live, buffer, new, sharing) for new in results)
+        ends[buffer] = 2 * r.end if over else 2 * r.end + 2
+    return ends
 
 
 def _over(live: LiveRanges, old: Logical, new: Logical, sharing: Sharing) -> bool:

@@ -1,23 +1,37 @@
-"""One arena for temporaries as XLA's heap simulator fills it.
+"""One arena for temporaries: who shares a place and when each is there, as XLA's heap simulator has it and further.
 
 Buffers are replayed along the schedule: within a step all that begins is taken before anything that ends is given
 back, unless a result is written over an operand that ends there. Then planner ``xla-heap`` places them. Source: XLA,
 ``HeapSimulator``.
+
+XLA writes a result over an operand that is an instruction's own, and neither of them one of several buffers at one
+place. As legal (``join_in_place``) are operands that come out of tuples, and buffers that loops, branches or donation
+keep together, as long as no other two of the buffers at both places are alive at one time.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import accumulate
+
+import numpy as np
 
 from tightship.baselines import xla_heap
-from tightship.hlo.alias import AliasSet
+from tightship.hlo.alias import AliasSet, Sharing
+from tightship.hlo.assign.bound import over
 from tightship.hlo.dataflow import Buffer
-from tightship.hlo.in_place import Sharing
-from tightship.hlo.liveness import LiveRanges
+from tightship.hlo.liveness import LiveRanges, joined
+from tightship.planners.place import problem
 
-__all__ = ["Group", "Member", "best_fit", "most_alive", "replay", "stays_of"]
+__all__ = [
+    "Group",
+    "Member",
+    "best_fit",
+    "join_in_place",
+    "most_alive",
+    "replay",
+    "stays",
+]
 
 
 @dataclass(slots=True)
@@ -124,22 +138,65 @@ def best_fit(groups: Sequence[Group], alignment: int) -> tuple[list[int], int]:
     return found, size
 
 
-def stays_of(group: Group) -> list[tuple[int, int]]:
-    """[start, end) in which the group's place is taken, those that overlap joined."""
-    found: list[tuple[int, int]] = []
-    since = -1
-    for m in sorted(group.members, key=lambda m: m.start):
-        start = max(m.start, since)
-        if m.end > start:
-            found.append((start, m.end))
-            since = m.end
-    return found
+def stays(groups: Sequence[Group]) -> list[tuple[int, int, int]]:
+    """(start, end, bytes) of all times, half-open, at which the place of a group is taken."""
+    return [
+        (start, end, group.size)
+        for group in groups
+        for start, end in joined((m.start, m.end) for m in group.members if m.end > m.start)
+    ]
 
 
 def most_alive(lives: Iterable[tuple[int, int, int]]) -> int:
     """The most bytes alive at once; ``lives`` are (start, end, bytes), half-open."""
-    changes: dict[int, int] = {}
-    for start, end, nbytes in lives:
-        changes[start] = changes.get(start, 0) + nbytes
-        changes[end] = changes.get(end, 0) - nbytes
-    return max(accumulate(changes[t] for t in sorted(changes)), default=0)
+    rows = np.array([row for row in lives if row[1] > row[0]], dtype=np.int64).reshape(-1, 3)
+    return problem.most_alive(*map(np.ascontiguousarray, rows.T))
+
+
+_PAIRS = 10_000
+"""Pairs of buffers at two places beyond which the places stay two."""
+
+
+def join_in_place(groups: Sequence[Group], live: LiveRanges, sharing: Sharing) -> list[Group]:
+    """The groups, those of one size joined of which one is written over the other."""
+    found: dict[int, Group] = dict(enumerate(groups))
+    of = {m.buffer: k for k, g in found.items() for m in g.members}
+    for new in sorted(of, key=lambda b: (live.ranges[b].start, b.id)):
+        for old in _operands(new, live):
+            k, n = of.get(old, -1), of[new]
+            if k in (-1, n) or found[k].size != found[n].size or not over(live, old, new, sharing):
+                continue
+            if _legal(found[k], found[n], live, sharing):
+                members = sorted((*found[k].members, *found.pop(n).members), key=lambda m: m.start)
+                found[k] = Group(found[k].size, members)
+                of.update((m.buffer, k) for m in members)
+                break
+    return list(found.values())
+
+
+def _operands(new: Buffer, live: LiveRanges) -> list[Buffer]:
+    """What ends where ``new`` begins, of all that the instruction is given."""
+    start = live.ranges[new].start
+    given = dict.fromkeys(b for n in new.node.operands for b in n.at if b in live.ranges)
+    return [b for b in given if live.ranges[b].end == start > live.ranges[b].start]
+
+
+def _legal(a: Group, b: Group, live: LiveRanges, sharing: Sharing) -> bool:
+    """Whether the members of both may lie at one place."""
+    if len(a.members) * len(b.members) > _PAIRS:
+        return False
+    for x in a.members:
+        p = live.ranges[x.buffer]
+        for y in b.members:
+            q = live.ranges[y.buffer]
+            if p.start > q.end or q.start > p.end:
+                continue
+            first, second = (x.buffer, y.buffer) if p.end == q.start else (y.buffer, x.buffer)
+            r = live.ranges[first]
+            if (
+                r.end != live.ranges[second].start
+                or r.start == r.end
+                or not over(live, first, second, sharing)
+            ):
+                return False
+    return True

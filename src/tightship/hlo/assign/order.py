@@ -15,16 +15,11 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 
 from tightship.hlo import Computation, Module, flattened
-from tightship.hlo.assign.allocate import between
 from tightship.hlo.assign.heap import most_alive
 from tightship.hlo.dataflow import Buffer, Node
 from tightship.hlo.liveness import LiveRanges, live_ranges
-from tightship.hlo.opcodes import EFFECTS
 
 __all__ = ["reordered", "scheduled"]
-
-_EFFECTS = EFFECTS - {"copy-start", "copy-done"} | {"partition-id", "replica-id"}
-"""What keeps its order."""
 
 
 def scheduled(module: Module) -> Module:
@@ -62,7 +57,7 @@ def _follows(c: Computation) -> set[tuple[str, str]]:
 
 
 def _peak(live: LiveRanges) -> int:
-    return most_alive((s, e, g.size) for g in live.sets for s, e in between(live, g))
+    return most_alive((s, e, g.size) for g in live.sets for s, e in live.between(g))
 
 
 @dataclass(frozen=True)
@@ -83,7 +78,9 @@ class _Frame:
         mine = set(nodes)
         before = {n.name: {*(o.name for o in n.operands), *n.instruction.control_predecessors} for n in nodes}
         effects = [
-            n.name for n in nodes if n.opcode in _EFFECTS or n.instruction.has("custom_call_has_side_effect")
+            n.name
+            for n in nodes
+            if n.row.effect not in ("", "copy") or n.instruction.has("custom_call_has_side_effect")
         ]
         for earlier, later in pairwise(effects):
             before[later].add(earlier)
@@ -101,11 +98,11 @@ class _Frame:
             if not touched:
                 continue
             first = min(touched, key=time.__getitem__)
-            if first.opcode not in ("parameter", "constant"):
+            if first.row.makes != "given":
                 takes[first.name] += group.size
             everyone = {n for found in touched.values() for n in found} | set(touched)
             out = any(n.is_root for n in everyone)
-            if not out and first.opcode not in ("parameter", "constant"):
+            if not out and first.row.makes != "given":
                 for node in everyone:
                     uses[node.name].append(len(sizes))
                 sizes.append(group.size)

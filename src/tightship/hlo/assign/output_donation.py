@@ -12,11 +12,11 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
+from tightship.hlo.alias import Sharing
 from tightship.hlo.assign.allocate import Allocation
 from tightship.hlo.assign.bound import over
 from tightship.hlo.assign.heap import Group
 from tightship.hlo.dataflow import Buffer
-from tightship.hlo.in_place import Sharing
 from tightship.hlo.liveness import LiveRanges
 
 __all__ = ["host", "hostable"]
@@ -125,7 +125,7 @@ class _Profile:
 
     def __init__(self, groups: Sequence[Group], live: LiveRanges) -> None:
         self.size = [g.size for g in groups]
-        self.stays = [_stays(g, live) for g in groups]
+        self.stays = [live.alive(m.buffer for m in g.members) for g in groups]
         self.first = np.array([s[0][0] for s in self.stays], dtype=np.int64)
         self.last = np.array([s[-1][1] for s in self.stays], dtype=np.int64)
         self.bytes = np.zeros(live.end + 1, dtype=np.int64)
@@ -147,17 +147,6 @@ class _Profile:
             return []
         found = np.flatnonzero((self.first <= step) & (self.last >= step)).tolist()
         return [k for k in found if any(start <= step <= end for start, end in self.stays[k])]
-
-
-def _stays(group: Group, live: LiveRanges) -> list[tuple[int, int]]:
-    """[first, last] steps, those that overlap joined."""
-    found: list[tuple[int, int]] = []
-    for start, end in sorted((live.ranges[m.buffer].start, live.ranges[m.buffer].end) for m in group.members):
-        if found and start <= found[-1][1]:
-            found[-1] = (found[-1][0], max(end, found[-1][1]))
-        else:
-            found.append((start, end))
-    return found
 
 
 class _Host:

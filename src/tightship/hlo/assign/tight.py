@@ -15,14 +15,13 @@ from dataclasses import dataclass, replace
 
 from tightship.baselines import xla_assign
 from tightship.hlo import Module
+from tightship.hlo.alias import TARGETS, Sharing
 from tightship.hlo.assign.allocate import Allocation, Assignment, allocate, thread_locals
 from tightship.hlo.assign.bound import lower_bound
 from tightship.hlo.assign.check import check
-from tightship.hlo.assign.heap import Group, best_fit, most_alive, replay
-from tightship.hlo.assign.in_place import joined
+from tightship.hlo.assign.heap import Group, best_fit, join_in_place, most_alive, replay, stays
 from tightship.hlo.assign.output_donation import host, hostable
 from tightship.hlo.dataflow import Buffer
-from tightship.hlo.in_place import TARGETS, Sharing
 from tightship.hlo.liveness import LiveRanges
 from tightship.plan import Buffer as Block
 from tightship.plan import Problem
@@ -82,7 +81,7 @@ def _assign(
         heap.update((b, sets[b]) for b in table.held)
     groups = replay(live, heap, sharing)
     if joining:
-        groups = joined(groups, live, sharing)
+        groups = join_in_place(groups, live, sharing)
     if hosting:
         groups = host(live, sharing, groups, [a for a in fixed if not a.read_only], TARGETS[target])
     offsets, size = _place(groups, TARGETS[target], o)
@@ -90,7 +89,7 @@ def _assign(
     for group, offset in zip(groups, offsets, strict=True):
         allocation.held.update((m.buffer, offset) for m in group.members)
     found = [*fixed, *([allocation] if allocation.held else []), *thread_locals(live)]
-    fragmentation = size - most_alive(xla_assign.stays(groups))
+    fragmentation = size - most_alive(stays(groups))
     return Assignment(live, target, tuple(found), fragmentation, lower_bound(live, found, sharing), "tight")
 
 
@@ -103,11 +102,7 @@ def _place(groups: Sequence[Group], alignment: int, o: Options) -> tuple[list[in
     """Offsets by the better of XLA's best fit and the portfolio."""
     fitted, size = best_fit(groups, alignment)
     shared = any(len(g.members) > 1 for g in groups)
-    if (
-        not groups
-        or len(groups) > (_LARGE // 10 if shared else _LARGE)
-        or size <= most_alive(xla_assign.stays(list(groups)))
-    ):
+    if not groups or len(groups) > (_LARGE // 10 if shared else _LARGE) or size <= most_alive(stays(groups)):
         return fitted, size
     blocks: list[Block] = []
     for k, group in enumerate(groups):

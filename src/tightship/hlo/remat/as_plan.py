@@ -16,7 +16,7 @@ from tightship.graph import Graph
 from tightship.hlo.module import Module
 from tightship.hlo.remat.cost import work_of
 from tightship.hlo.remat.lower import Lowering, bounds
-from tightship.hlo.remat.peak import CALLING, peaks, result_bytes
+from tightship.hlo.remat.peak import peaks, result_bytes
 from tightship.machine import LOSSY
 from tightship.plan import Inner, Plan, Step
 from tightship.planners.default import displaced
@@ -41,7 +41,7 @@ def as_plan(
     def of(name: str) -> tuple[Graph, Plan]:
         if name not in known:
             at = Lowering(module, name, after, work)
-            calling = [(k, c) for k, i in enumerate(at.ops) if i.opcode in CALLING for c in i.called]
+            calling = [(k, c) for k, i in enumerate(at.ops) if i.row.holds for c in i.called]
             inner = tuple(Inner(k, *of(c)) for k, c in calling)
             known[name] = at.graph, _planned(at, made, planner, least[name], inner)
         return known[name]

@@ -28,23 +28,6 @@ _FLOPS: Final = 20e12
 _BANDWIDTH: Final = 1.5e12
 """FLOPs and bytes per second of the accelerator that times are modelled for."""
 
-_FREE = frozenset(
-    {
-        "parameter",
-        "constant",
-        "tuple",
-        "get-tuple-element",
-        "bitcast",
-        "after-all",
-        "iota",
-        "reshape",
-        "broadcast",
-    }
-    | {"copy", "transpose", "slice", "dynamic-slice", "dynamic-update-slice", "concatenate", "pad", "reverse"}
-    | {"gather", "bitcast-convert", "opt-barrier", "add-dependency", "domain", "partition-id", "replica-id"}
-)
-"""Opcodes that move bytes at most."""
-
 
 @dataclass(frozen=True)
 class Work:
@@ -54,7 +37,7 @@ class Work:
     flops: Mapping[str, Mapping[str, int]]
 
     def seconds(self, computation: Computation, i: Instruction) -> float:
-        if i.opcode in ("parameter", "constant", "tuple", "get-tuple-element", "bitcast"):
+        if i.row.makes != "results":
             return 0.0
         moved = i.shape.total + sum(computation.by_name[o].shape.total for o in i.operands)
         flops = self.flops[computation.name][i.name]
@@ -79,19 +62,20 @@ def work_of(module: Module) -> Work:
 
 def _flops(module: Module, inside: Computation, i: Instruction, of: object) -> int:
     assert callable(of)
-    if i.opcode in _FREE:
-        return 0
     shapes = [inside.by_name[o].shape for o in i.operands]
-    if i.opcode in ("fusion", "call", "while", "conditional", "async-start"):
-        return sum(int(of(c)) for c in i.called)
-    if i.opcode == "dot":
-        return 2 * i.shape.elements * _contracted(i, shapes[0])
-    if i.opcode == "convolution":
-        return _convolution(i, shapes[1])
-    if i.opcode == "custom-call":
-        return _custom(i, shapes)
-    if i.opcode in ("reduce", "reduce-window", "select-and-scatter", "scatter", "sort", "map"):
-        return sum(s.elements for s in shapes[: max(1, len(shapes) // 2)])
+    match i.row.flops:
+        case "none":
+            return 0
+        case "callees":
+            return sum(int(of(c)) for c in i.called)
+        case "dot":
+            return 2 * i.shape.elements * _contracted(i, shapes[0])
+        case "convolution":
+            return _convolution(i, shapes[1])
+        case "custom":
+            return _custom(i, shapes)
+        case "operands":
+            return sum(s.elements for s in shapes[: max(1, len(shapes) // 2)])
     return sum(part.elements for _, part in i.shape.leaves)
 
 

@@ -20,7 +20,7 @@ from tightship.hlo.remat.instructions import (
     suffixed,
     unpack,
 )
-from tightship.hlo.remat.lower import LAZY, Lowering
+from tightship.hlo.remat.lower import Lowering
 from tightship.hlo.remat.peak import Buffer
 from tightship.hlo.shape import Shape
 from tightship.plan import Step
@@ -74,7 +74,7 @@ class _Run:
 
     def run(self, i: Instruction, kept: Sequence[int]) -> None:
         for before in i.control_predecessors:
-            if before not in self.ran and self.inside.by_name[before].opcode in LAZY:
+            if before not in self.ran and self.inside.by_name[before].row.makes == "addresses":
                 self.operand(before)
         operands = tuple(map(self.operand, i.operands))
         name = self.writer.names.new(suffixed(self.latest[i.name])) if i.name in self.ran else i.name
@@ -91,7 +91,7 @@ class _Run:
         """The instruction that now stands for ``name``; what only hands addresses on is written when first needed."""
         i = self.inside.by_name[name]
         leaves = self.lowering.leaves(name)
-        if i.opcode not in LAZY:
+        if i.row.makes != "addresses":
             whole = i.shape.is_tuple or not leaves or i.opcode == "while"
             if not whole and leaves[0] in self.array:
                 return self.back(leaves[0])
@@ -113,7 +113,7 @@ class _Run:
     def parted(self, i: Instruction) -> bool:
         """Whether a get-tuple-element takes an array out of what an op made."""
         source = self.inside.by_name[i.operands[0]]
-        return source.opcode not in LAZY and not i.shape.is_tuple and bool(self.lowering.leaves(i.name))
+        return source.row.makes != "addresses" and not i.shape.is_tuple and bool(self.lowering.leaves(i.name))
 
     def maker(self, name: str, storage: int) -> str:
         """The run of ``name`` that made ``storage``; one that only passes it on (a loop) ran once."""
@@ -206,7 +206,7 @@ def write(lowering: Lowering, steps: Sequence[Step], writer: Writer) -> Computat
                 getattr(run, step.kind)(s)
     run.out += run.waiting.values()
     root = lowering.computation.root
-    if root.opcode in LAZY:
+    if root.row.makes == "addresses":
         run.operand(root.name)
     return replace(lowering.computation, instructions=tuple(run.out))
 

@@ -16,16 +16,12 @@ from tightship.analysis.bounds import lower_bound
 from tightship.analysis.packing import packings
 from tightship.graph import Graph, Op, Storage, Value
 from tightship.hlo.module import Computation, Instruction, Module
-from tightship.hlo.opcodes import KNOWN, ONCE
 from tightship.hlo.remat.cost import ACCELERATOR, Work, work_of
-from tightship.hlo.remat.peak import CALLING, Buffer, PointsTo, device_bytes, result_bytes, sequential_order
+from tightship.hlo.remat.peak import Buffer, PointsTo, device_bytes, result_bytes, sequential_order
 from tightship.hlo.shape import Shape
 from tightship.plan import Step
 
-__all__ = ["LAZY", "Lowering", "bound", "bounds", "may_repeat", "repeatable"]
-
-LAZY = frozenset({"tuple", "get-tuple-element", "bitcast"})
-"""Opcodes that only hand addresses on and may stand anywhere."""
+__all__ = ["Lowering", "bound", "bounds", "may_repeat", "repeatable"]
 
 _TYPES = {"pred": "bool", "bf16": "bfloat16", "f16": "float16", "f32": "float32", "f64": "float64"}
 """Element types by the names that graphs have for them, as far as codecs know them."""
@@ -56,7 +52,7 @@ class Lowering:
     def ops(self) -> tuple[Instruction, ...]:
         """The instructions that are ops, in the graph's order."""
         return tuple(
-            i for i in self.computation.instructions if i.opcode not in LAZY and i.opcode != "parameter"
+            i for i in self.computation.instructions if i.row.makes != "addresses" and i.opcode != "parameter"
         )
 
     @cached_property
@@ -104,10 +100,10 @@ class Lowering:
         found: set[int] = set()
         for name, rows in self.points.sets.items():
             i = self.computation.by_name[name]
-            whole = i.opcode not in LAZY and name in self.tied_tuples
+            whole = i.row.makes != "addresses" and name in self.tied_tuples
             for index, buffer in rows.items():
                 s = self.storage.get(buffer)
-                if s is None or i.opcode in LAZY:
+                if s is None or i.row.makes == "addresses":
                     continue
                 if whole or buffer != (name, index) or i.opcode == "while" or len(index) > 1:
                     found.add(s)
@@ -161,7 +157,7 @@ class Lowering:
             control=tuple(number[c] for c in i.control_predecessors if c in number),
             time=self.work.seconds(self.computation, i),
             flops=self.work.flops[self.name].get(i.name, 0),
-            workspace=sum(self.callees.get(c, 0) for c in i.called) if i.opcode in CALLING else 0,
+            workspace=sum(self.callees.get(c, 0) for c in i.called) if i.row.holds else 0,
             module=i.op_name,
             source=str(place) if place else "",
         )
@@ -230,19 +226,15 @@ PURE_CALLS = (
 
 def repeatable(module: Module, i: Instruction) -> bool:
     """Whether an instruction may run again (R6); one that nothing is known of may not."""
-    if i.opcode in ONCE or i.opcode not in KNOWN or _has_side_effect(i):
+    if not i.row.repeatable or _has_side_effect(i):
         return False
     if i.opcode == "copy":
         return True
     inside = (inner for name in i.called for inner in module.by_name[name].instructions)
     return all(
-        (inner.opcode in _FREE and not _has_side_effect(inner)) or repeatable(module, inner)
+        (inner.row.again == "inside" and not _has_side_effect(inner)) or repeatable(module, inner)
         for inner in inside
     )
-
-
-_FREE = ("parameter", "constant", "tuple", "custom-call", "partition-id")
-"""What may stand in a computation that runs again."""
 
 
 def _has_side_effect(i: Instruction) -> bool:

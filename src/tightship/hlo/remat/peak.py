@@ -21,21 +21,12 @@ from tightship.hlo.module import Computation, Instruction, Module, declared
 from tightship.hlo.shape import Index, Shape
 
 __all__ = [
-    "CALLING", "HOST", "PASSES_ON", "Buffer", "Interval", "PointsTo", "Use", "buffers", "device_bytes", "module_peak",
-    "peaks", "require_schedule", "result_bytes", "sequential_order",
+    "HOST", "Buffer", "Interval", "PointsTo", "Use", "buffers", "bytes_in_use", "device_bytes",
+    "live_ranges", "module_peak", "peaks", "require_schedule", "result_bytes", "sequential_order",
 ]  # fmt: skip
 
 HOST = 5
 """XLA's number of the host's memory in a layout."""
-
-CALLING = frozenset({"call", "while", "conditional", "async-start", "async-update", "async-done"})
-"""Opcodes whose computations run while they run, with memory of their own."""
-
-FORWARDS = frozenset({"bitcast", "domain", "opt-barrier", "add-dependency", "async-update"})
-"""Opcodes whose result is their first operand."""
-
-PASSES_ON = ("bitcast", "get-tuple-element")
-"""Indirect users that can be cloned along with a rematerialized instruction."""
 
 Buffer = tuple[str, Index]
 """The instruction that defines it and the position of its result."""
@@ -88,9 +79,9 @@ def _forwarded(i: Instruction, sets: Mapping[str, Mapping[Index, Buffer]]) -> di
     if not i.operands:
         return {}
     first = sets[i.operands[0]]
+    if i.row.is_operand:
+        return dict(first)
     match i.opcode:
-        case op if op in FORWARDS:
-            return dict(first)
         case "get-tuple-element":
             return _part(first, (i.tuple_index,))
         case "tuple":
@@ -193,7 +184,7 @@ def _uses(module: Module, points: PointsTo, buffer: Buffer) -> tuple[list[Use], 
         for user in map(inside.by_name.__getitem__, inside.users[name]):
             if _unread(module, user, name, index):
                 continue
-            indirect |= name != buffer[0] and inside.by_name[name].opcode not in PASSES_ON
+            indirect |= name != buffer[0] and not inside.by_name[name].row.passes_on
             uses.update({Use(user.name, k, part): None for k, o in enumerate(user.operands) if o == name})
     return list(uses), indirect
 
@@ -215,15 +206,28 @@ def peaks(module: Module) -> Mapping[str, int]:
     """Bytes that each computation run in sequence needs beyond its parameters and its result."""
     found: dict[str, int] = {}
     for name in sequential_order(module):
-        inside = module.by_name[name]
-        at = {i.name: k for k, i in enumerate(inside.instructions)}
-        change = [0] * (len(at) + 1)
-        for b in {id(b): b for b in buffers(module, inside, PointsTo(inside)).values()}.values():
-            change[at[b.definer]] += b.size
-            change[max((at[use.user] for use in b.uses), default=at[b.definer]) + 1] -= b.size
-        calls = (sum(found[c] for c in i.called) if i.opcode in CALLING else 0 for i in inside.instructions)
-        found[name] = max(map(sum, zip(accumulate(change), calls, strict=False)), default=0)
+        found[name] = max(bytes_in_use(module, module.by_name[name], found))
     return found
+
+
+def bytes_in_use(module: Module, computation: Computation, callees: Mapping[str, int]) -> list[int]:
+    """Bytes while each instruction runs; the computations it holds need ``callees``."""
+    change = [0] * (len(computation.instructions) + 1)
+    for b, begin, end in live_ranges(module, computation):
+        change[begin] += b.size
+        change[end + 1] -= b.size
+    held = (sum(callees[c] for c in i.called) if i.row.holds else 0 for i in computation.instructions)
+    return [use + more for use, more in zip(accumulate(change), held, strict=False)]
+
+
+def live_ranges(module: Module, computation: Computation) -> list[tuple[Interval, int, int]]:
+    """Every buffer with the positions of the instruction that defines it and of its last user."""
+    at = {i.name: k for k, i in enumerate(computation.instructions)}
+    known = {id(b): b for b in buffers(module, computation, PointsTo(computation)).values()}
+    return [
+        (b, at[b.definer], max((at[use.user] for use in b.uses), default=at[b.definer]))
+        for b in known.values()
+    ]
 
 
 def sequential_order(module: Module) -> list[str]:
@@ -247,4 +251,4 @@ def sequential_order(module: Module) -> list[str]:
 
 
 def _callees(module: Module, name: str) -> Iterator[str]:
-    return (c for i in module.by_name[name].instructions if i.opcode in CALLING for c in i.called)
+    return (c for i in module.by_name[name].instructions if i.row.holds for c in i.called)

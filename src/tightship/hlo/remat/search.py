@@ -24,7 +24,6 @@ from tightship.hlo.remat.emit import Writer, write
 from tightship.hlo.remat.instructions import ways
 from tightship.hlo.remat.lower import Lowering, bound
 from tightship.hlo.remat.peak import (
-    CALLING,
     Buffer,
     module_peak,
     peaks,
@@ -174,16 +173,16 @@ class _Search:
         least = before
         for order in _ORDERS[: 1 + (len(at.ops) <= _SMALL)]:
             chosen = replace(o, order=order, seconds=o.seconds / share, work=o.work // share)
-            frame = default.frame_of(at.graph, default.order_of(at.graph, chosen, before), chosen)
+            frame = default.problem_of(at.graph, default.order_of(at.graph, chosen, before), chosen)
             try:
-                return default.plan(at.graph, target, chosen, frame=replace(frame, stuck=at.stuck))
+                return default.plan(at.graph, target, chosen, problem=replace(frame, stuck=at.stuck))
             except Infeasible as error:
                 least = min(least, max(error.best_peak, error.lower_bound))
             share *= 2
         return least
 
     def _graph(self, name: str) -> Lowering:
-        calls = {c for i in self.module.by_name[name].instructions if i.opcode in CALLING for c in i.called}
+        calls = {c for i in self.module.by_name[name].instructions if i.row.holds for c in i.called}
         once = self.once.get(name, frozenset())
         key = name, once, tuple(self.peak[c] for c in sorted(calls))
         if key not in self.lowered:
@@ -198,7 +197,7 @@ class _Search:
         line = replay(at.graph, steps)
         room: dict[str, int] = {}
         for step, used in zip(steps, line.during, strict=True):
-            if step.kind != "compute" or at.ops[step.op].opcode not in CALLING:
+            if step.kind != "compute" or not at.ops[step.op].row.holds:
                 continue
             called = at.ops[step.op].called
             spare = max(0, max(limit, line.peak) - used - self._tables(name) - max(map(self._tables, called)))

@@ -10,8 +10,9 @@ from __future__ import annotations
 from dataclasses import replace
 
 from tightship.baselines import xla_remat
-from tightship.graph import Graph, Storage, Value
+from tightship.graph import Graph
 from tightship.hlo import Module
+from tightship.hlo.peak import with_results
 from tightship.hlo.remat.as_plan import as_plan
 from tightship.hlo.remat.cost import work_of
 from tightship.hlo.remat.instructions import ways
@@ -44,22 +45,14 @@ def tradeoff(
     o = replace(options or default.Options(), place=False, hand_out=False)
     ways(o.allow)
     at = Lowering(module, module.entry.name, peaks(module), work_of(module))
-    graph = _with_results(at.graph, result_bytes(module))
+    graph = with_results(module, at.graph)
     if say is not None and peers:
         say("XLA's own way")
     beside = _xla(module, graph) if peers and len(at.ops) <= _MOST else ()
-    return frontier.frontier(graph, points, o, None, say, peers=peers, beside=beside, stuck=at.stuck)
-
-
-def _with_results(graph: Graph, nbytes: int) -> Graph:
-    """The entry's graph with the bytes of the module's results, which are there all the time."""
-    last = len(graph.storages)
-    return replace(
-        graph,
-        storages=(*graph.storages, Storage("results", nbytes, "output")),
-        values=(*graph.values, Value("results", last)),
-        inputs=(*graph.inputs, len(graph.values)),
-    )
+    found = frontier.frontier(graph, points, o, None, say, peers=peers, beside=beside, stuck=at.stuck)
+    tables = graph.storages[-1].size - result_bytes(module)  # of them no bound is claimed
+    plans = tuple(replace(p, lower_bound=p.lower_bound - tables) for p in found.points)
+    return replace(found, points=plans, lower_bound=found.lower_bound - tables)
 
 
 def _xla(module: Module, graph: Graph) -> tuple[Other, ...]:

@@ -1,1 +1,1 @@
-"""Planners that decide what leaves memory between two uses: graph, order and limit -> steps."""
+"""Planners that decide what leaves memory between two uses: graph, order and budget -> steps."""

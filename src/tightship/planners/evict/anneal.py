@@ -1,12 +1,12 @@
 """Simulated annealing over groups of repeated tensors, from the best of many seeds; the default.
 
-Problem: choose gaps to recompute; minimise seconds of recomputation, peak within the limit. Measure: the exact
+Problem: choose gaps to recompute; minimize seconds of recomputation, peak within the budget. Measure: the exact
 simulated peak and time of every candidate. Source: Kirkpatrick et al. 1983; moving isomorphic layers together is
 ours. Seeds: keep everything, checkpoints as people set them and as blocks are found, saved sets by price and mixed
-of two layer by layer, the ladder from each side of the limit, what
-the frame's archive has. Guarantee: never worse than any seed, nor than what was found for less memory on the
-same frame; the same seed and work limit give the same plan, and more work goes on where less of it ends. Complexity:
-a replay per candidate, anytime. Known limits: no proof of optimality; the gap to the lower bound is reported instead.
+of two layer by layer, the ladder from each side of the budget, what the problem's archive has. Guarantee: never worse
+than any seed, nor than what was found for less memory on the same problem; the same seed and work limit give the same
+plan, and more work goes on where less of it ends. Complexity: a replay per candidate, anytime. Known limits: no proof
+of optimality; the gap to the lower bound is reported instead.
 """
 
 from __future__ import annotations
@@ -16,8 +16,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from tightship.baselines import chain, checkpoint, min_cut
+from tightship.options import option
 from tightship.planners.evict import blocks, greedy, keep, ladder
-from tightship.planners.evict.problem import OFFLOAD, Decision, Frame, Progress
+from tightship.planners.evict.problem import OFFLOAD, Decision, EvictionProblem, Progress, best_of
 
 __all__ = ["Options", "plan"]
 
@@ -36,16 +37,15 @@ _CHECKPOINTS = tuple(checkpoint.Options(depth, selective) for depth in (1, 2) fo
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """``work``: ops simulated at most (this makes a plan reproducible). ``seconds``: wall clock at most. ``seed``: of
-    the random moves."""
+    """Limits of the search, and its seed."""
 
-    work: int = 150_000_000
-    seconds: float = 8.0
-    seed: int = 0
+    work: int = option(150_000_000, "ops simulated at most; makes a plan reproducible")
+    seconds: float = option(8.0, "wall clock at most")
+    seed: int = option(0, "seed of the random moves")
 
 
 @dataclass
-class _Purse:
+class _Effort:
     """What is left of work and time."""
 
     work: int
@@ -59,103 +59,119 @@ class _Purse:
     def empty(self) -> bool:
         return self.work <= 0 or self.seconds <= 0
 
-    def part(self, work: int, seconds: float) -> tuple[int, float]:
+    def share(self, work: int, seconds: float) -> tuple[int, float]:
         """So much work and such a share of the time, or what is left."""
         return max(0, min(work, self.work)), seconds * self.seconds
 
-    def paid(self, found: Decision) -> Decision:
+    def spend(self, found: Decision) -> Decision:
         self.work -= found.work
         return found
 
 
 def plan(
-    frame: Frame, limit: int, options: Options | None = None, progress: Progress | None = None
+    problem: EvictionProblem, budget: int, options: Options | None = None, progress: Progress | None = None
 ) -> Decision:
-    """The best decision found within the work limit, or before Ctrl-C: the frame's archive says if it came."""
+    """The best decision found within the work limit, or before Ctrl-C: the problem's archive says if it came."""
     o = options or Options()
-    purse = _Purse(o.work, time.perf_counter() + o.seconds)
-    all_kept = keep.plan(frame, limit)
-    if all_kept.met or not len(frame.gaps):
+    effort = _Effort(o.work, time.perf_counter() + o.seconds)
+    all_kept = keep.plan(problem, budget)
+    if all_kept.met or not len(problem.gaps):
         return all_kept
     best = all_kept
     try:
-        for d in _search(frame, limit, o, all_kept, purse, progress):
-            best = d if d.beats(best) else best
+        for d in _search(problem, budget, o, all_kept, effort, progress):
+            best = best_of((best, d))
             told = progress is not None and progress(best.peak, best.extra, best.met)
-            if told or frame.archive.stopped:
+            if told or problem.archive.stopped:
                 break
     except KeyboardInterrupt:
-        frame.archive.stopped = True
-    frame.archive.offer(best)
+        problem.archive.stopped = True
+    problem.archive.offer(best)
     return replace(best, work=o.work)
 
 
 def _search(
-    frame: Frame, limit: int, o: Options, all_kept: Decision, purse: _Purse, progress: Progress | None
+    problem: EvictionProblem,
+    budget: int,
+    o: Options,
+    all_kept: Decision,
+    effort: _Effort,
+    progress: Progress | None,
 ) -> Iterator[Decision]:
     """Seeds, then annealing from the best so far, again and again and longer and longer."""
     best = all_kept
-    for d in _seeds(frame, limit, all_kept, purse, progress):
-        best = d if d.beats(best) else best
+    for d in _seeds(problem, budget, all_kept, effort, progress):
+        best = best_of((best, d))
         yield d
-    heat, size, n = min(_HOTTEST, _HEAT / len(frame.gaps)), _FIRST, 0
-    while not purse.empty:
-        work, seconds = purse.part(size, 0.9)
-        run = frame.engine.anneal(
-            frame.groups, *frame.twins, limit, best.evict, heat, size, work, seconds, o.seed + n, progress
+    heat, size, n = min(_HOTTEST, _HEAT / len(problem.gaps)), _FIRST, 0
+    while not effort.empty:
+        work, seconds = effort.share(size, 0.9)
+        run = problem.engine.anneal(
+            problem.groups,
+            *problem.twins,
+            budget,
+            best.evict,
+            heat,
+            size,
+            work,
+            seconds,
+            o.seed + n,
+            progress,
         )
-        found = purse.paid(frame.found(run))
+        found = effort.spend(problem.decision(run))
         yield found
         if found.met:
-            found = purse.paid(ladder.relaxed(frame, limit, found, *purse.part(size // 8, 0.5)))
+            found = effort.spend(ladder.relaxed(problem, budget, found, *effort.share(size // 8, 0.5)))
             yield found
-        best = found if found.beats(best) else best
+        best = best_of((best, found))
         size, n = size * _GROWTH, n + 1
 
 
-def _saved_sets(frame: Frame, limit: int) -> Iterator[Decision]:
+def _saved_sets(problem: EvictionProblem, budget: int) -> Iterator[Decision]:
     """What was found for other limits, everything outside, what people keep by hand, and minimum cuts."""
-    yield from frame.archive.around(limit, frame)
-    if (outside := frame.wherever(OFFLOAD)).any():  # the least memory there is in this order
-        yield frame.cost(outside, limit)
+    yield from problem.archive.around(budget, problem)
+    if (outside := problem.wherever(OFFLOAD)).any():  # the least memory there is in this order
+        yield problem.cost(outside, budget)
     for by_hand in _CHECKPOINTS:
-        bits = checkpoint.dropped(frame, by_hand)
+        bits = checkpoint.dropped(problem, by_hand)
         if bits.any():
-            yield frame.cost(bits, limit)
-    yield from min_cut.family(frame, limit)
+            yield problem.cost(bits, budget)
+    yield from min_cut.family(problem, budget)
 
 
 def _seeds(
-    frame: Frame, limit: int, all_kept: Decision, purse: _Purse, progress: Progress | None
+    problem: EvictionProblem, budget: int, all_kept: Decision, effort: _Effort, progress: Progress | None
 ) -> Iterator[Decision]:
     """What annealing may start from."""
     found = [all_kept]
 
-    def seed(d: Decision) -> Decision:
+    def offer(d: Decision) -> Decision:
         found.append(d)
         return d
 
-    for d in _saved_sets(frame, limit):
-        yield seed(d)
-        if purse.empty:
+    for d in _saved_sets(problem, budget):
+        yield offer(d)
+        if effort.empty:
             return
-    for d in min_cut.between(frame, limit, purse.until):
-        work, seconds = purse.part(_MIX, 0.05)
-        yield seed(purse.paid(ladder.relaxed(frame, limit, d, work, seconds)) if d.met else d)
-        if purse.empty:
+    for d in min_cut.between(problem, budget, effort.until):
+        work, seconds = effort.share(_MIX, 0.05)
+        yield offer(effort.spend(ladder.relaxed(problem, budget, d, work, seconds)) if d.met else d)
+        if effort.empty:
             return
-    work, seconds = purse.part(_CHAIN, 0.05)
-    yield seed(purse.paid(chain.plan(frame, limit, chain.Options(work=work, seconds=seconds))))
-    work, seconds = purse.part(_BLOCKS, 0.2)
-    yield seed(blocks.plan(frame, limit, blocks.Options(work=work, seconds=seconds)))
-    work, seconds = purse.part(_GREEDY, 0.1)
-    yield seed(purse.paid(greedy.plan(frame, limit, greedy.Options(work, seconds), progress)))
-    # Up from below the limit is done by giving back, down from above it by the ladder.
+    work, seconds = effort.share(_CHAIN, 0.05)
+    yield offer(effort.spend(chain.plan(problem, budget, chain.Options(work=work, seconds=seconds))))
+    work, seconds = effort.share(_BLOCKS, 0.2)
+    yield offer(blocks.plan(problem, budget, blocks.Options(work=work, seconds=seconds)))
+    work, seconds = effort.share(_GREEDY, 0.1)
+    yield offer(effort.spend(greedy.plan(problem, budget, greedy.Options(work, seconds), progress)))
+    # Up from below the budget is done by giving back, down from above it by the ladder.
     over = sorted((d for d in found if d.valid and not d.met), key=lambda d: d.peak)
     starts = [all_kept] if not over or over[0] is all_kept else [over[0], all_kept]
     for d in starts:
-        work, seconds = purse.part(_LADDER, 0.1)
-        yield seed(purse.paid(ladder.climb(frame, limit, d.evict, ladder.Options(work, seconds), progress)))
+        work, seconds = effort.share(_LADDER, 0.1)
+        yield offer(
+            effort.spend(ladder.climb(problem, budget, d.evict, ladder.Options(work, seconds), progress))
+        )
     met = sorted((d for d in found if d.met), key=lambda d: d.extra)
     for d in met[:2]:
-        yield purse.paid(ladder.relaxed(frame, limit, d, *purse.part(_RELAX, 0.03)))
+        yield effort.spend(ladder.relaxed(problem, budget, d, *effort.share(_RELAX, 0.03)))

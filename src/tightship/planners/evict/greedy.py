@@ -1,6 +1,6 @@
-"""Evict at the highest point, cheapest seconds per byte first, until the limit is met.
+"""Evict at the highest point, cheapest seconds per byte first, until the budget is met.
 
-Problem: choose gaps to recompute so that the peak is within the limit. Measure: seconds of recomputation per
+Problem: choose gaps to recompute so that the peak is within the budget. Measure: seconds of recomputation per
 byte gone from the point of the peak; where that gets stuck (in deep chains, all of which would be made again at
 once), from a checkpoint per block. Source: the loop of XLA's HloRematerialization (behaviours R5, R9, R18,
 R19), on gaps and with true costs. Guarantee: never accepts a step that raises the overall peak; reproducible.
@@ -13,22 +13,23 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass
 
+from tightship.options import option
 from tightship.planners.evict import blocks
-from tightship.planners.evict.problem import Decision, Frame, Progress
+from tightship.planners.evict.problem import Decision, EvictionProblem, Progress, best_of
 
 __all__ = ["Options", "plan"]
 
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """``work``: ops simulated at most. ``seconds``: wall clock at most."""
+    """Limits of the search."""
 
-    work: int = 200_000_000
-    seconds: float = 10.0
+    work: int = option(200_000_000, "ops simulated at most; makes a plan reproducible")
+    seconds: float = option(10.0, "wall clock at most")
 
 
 def plan(
-    frame: Frame, limit: int, options: Options | None = None, progress: Progress | None = None
+    problem: EvictionProblem, budget: int, options: Options | None = None, progress: Progress | None = None
 ) -> Decision:
     """Evictions chosen greedily, then those not needed given back group by group."""
     o = options or Options()
@@ -37,13 +38,13 @@ def plan(
     def left() -> float:
         return max(0.0, until - time.perf_counter())
 
-    first = frame.found(frame.engine.greedy(limit, frame.nothing(), o.work, o.seconds, 0, progress))
+    first = problem.decision(problem.engine.greedy(budget, problem.nothing(), o.work, o.seconds, 0, progress))
     if not first.met:
-        start = blocks.plan(frame, limit, blocks.Options(work=o.work // 4, seconds=0.5 * left()))
+        start = blocks.plan(problem, budget, blocks.Options(work=o.work // 4, seconds=0.5 * left()))
         second = start
         if start.valid and not start.met:
-            second = frame.found(frame.engine.greedy(limit, start.evict, o.work, left(), 0, progress))
-        first = second if second.beats(first) else first
+            second = problem.decision(problem.engine.greedy(budget, start.evict, o.work, left(), 0, progress))
+        first = best_of((first, second))
     if not first.met:
         return first
-    return frame.found(frame.engine.relax(frame.groups, limit, first.evict, o.work, left()))
+    return problem.decision(problem.engine.relax(problem.groups, budget, first.evict, o.work, left()))

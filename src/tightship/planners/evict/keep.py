@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from tightship.planners.evict.problem import Decision, Frame
+from tightship.planners.evict.problem import Decision, EvictionProblem, Progress
 
 __all__ = ["Options", "plan"]
 
@@ -18,6 +18,8 @@ class Options:
     """No choices."""
 
 
-def plan(frame: Frame, limit: int, options: Options | None = None) -> Decision:
+def plan(
+    problem: EvictionProblem, budget: int, options: Options | None = None, progress: Progress | None = None
+) -> Decision:
     """The decision that evicts nothing."""
-    return frame.cost(frame.nothing(), limit)
+    return problem.cost(problem.nothing(), budget)

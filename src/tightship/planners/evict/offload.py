@@ -1,10 +1,10 @@
-"""Copy storages out between two uses, largest first, until the limit is met.
+"""Copy storages out between two uses, largest first, until the budget is met.
 
 Problem: lower the peak without running any op again. Measure: seconds that ops wait for copies and lose to them.
 Source: vDNN (Rhu et al., MICRO 2016), with copies begun as early, and bytes given back as late, as their overlap with
 compute asks.
 Guarantee: the same bits; never recomputes or packs; at most ``host`` bytes outside. Complexity: one replay per
-halving, twice. Known limits: largest first, not where the peak is; one stretch per storage; when the limit is not
+halving, twice. Known limits: largest first, not where the peak is; one stretch per storage; when the budget is not
 met with overlap, all copies are waited for at once.
 """
 
@@ -12,37 +12,43 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from tightship.planners.evict.offload_compress import Aside, decided, fewest, overlapped, spans
-from tightship.planners.evict.problem import Decision, Frame
+from tightship.options import option
+from tightship.planners.evict.lowering import Transfer, decide, fewest, longest_transfers, overlap
+from tightship.planners.evict.problem import Decision, EvictionProblem, Progress, best_of
 
 __all__ = ["Options", "plan"]
 
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """``host``: bytes copied out at a time, at most (counted as if all were there at once); 0: no limit."""
+    """How much memory of the host there is."""
 
-    host: int = 0
+    host: int = option(0, "bytes on the host at most, counted as if all were there at once; 0: no limit")
 
 
-def plan(frame: Frame, limit: int, options: Options | None = None) -> Decision:
-    """Copies out as many storages as the limit asks for."""
+def plan(
+    problem: EvictionProblem, budget: int, options: Options | None = None, progress: Progress | None = None
+) -> Decision:
+    """Offload as many storages as the budget asks for."""
     o = options or Options()
-    can = _within(frame, spans(frame.graph, frame.order), o.host)
-    beside = fewest(len(can), lambda n: decided(frame, limit, overlapped(frame.graph, frame.order, can[:n])))
-    if beside.met:
-        return beside
-    apart = fewest(len(can), lambda n: decided(frame, limit, can[:n]))
-    return apart if apart.beats(beside) else beside
+    choices = _within(problem, longest_transfers(problem.graph, problem.order), o.host)
+
+    def overlapped(n: int) -> Decision:
+        return decide(problem, budget, transfers=overlap(problem.graph, problem.order, choices[:n]))
+
+    best = fewest(len(choices), overlapped)
+    if best.met:
+        return best
+    waiting = fewest(len(choices), lambda n: decide(problem, budget, transfers=choices[:n]))
+    return best_of((best, waiting))
 
 
-def _within(frame: Frame, can: list[Aside], most: int) -> list[Aside]:
-    if not most:
-        return can
-    found, taken = [], 0
-    for a in can:
-        size = frame.graph.storages[a.storage].size
-        if taken + size <= most:
-            found.append(a)
-            taken += size
+def _within(problem: EvictionProblem, transfers: list[Transfer], host: int) -> list[Transfer]:
+    """Those that fit into the host's memory together, greedily."""
+    found, used = [], 0
+    for t in transfers:
+        size = problem.graph.storages[t.storage].size
+        if not host or used + size <= host:
+            found.append(t)
+            used += size
     return found

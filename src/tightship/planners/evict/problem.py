@@ -1,16 +1,17 @@
-"""What every eviction planner shares: the C++ engine over a graph and an order, groups of gaps, and the way
-from decisions back to steps.
+"""The eviction problem: what leaves memory between two uses of a graph in an order; decisions, what they cost, and
+the way from decisions to steps.
 
-Gaps that play one role in several layers, side by side: a search can copy one layer's decisions to others.
+A gap is the stretch between two uses of a storage. Gaps that play one role in several layers stand side by side
+(`families`): a search can copy one layer's decisions to others.
 """
 
 from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, reduce
 from itertools import pairwise
 from typing import Any
 
@@ -26,87 +27,40 @@ from tightship.plan import Step
 from tightship.simulate import baseline, extra_bytes, replay
 
 __all__ = [
+    "COMPRESS",
     "DROP",
     "EVICT",
     "KEEP",
     "MEANS",
     "OFFLOAD",
-    "PACK",
     "PASS",
     "Archive",
     "Bits",
     "Decision",
+    "EvictionProblem",
     "Family",
-    "Frame",
     "Progress",
     "Rows",
+    "best_of",
+    "csr",
     "families",
 ]
-
-
-Family = tuple[tuple[int, ...], ...]
-"""One row per role, with a gap per layer, -1 where a layer has none."""
-
-_NUMBER = re.compile(r"\d+")
-_DEPTHS = (1, 2)
-"""Layers are modules whose path has this many numbers (``stages.1`` and ``stages.1.layers.0``)."""
-_FEW = 3
-"""Without names, classes of as many gaps, and at least this many, are taken for rows of one family."""
-
-
-def families(
-    graph: Graph, gaps: Sequence[tuple[int, int, int]], classes: Sequence[Sequence[int]]
-) -> tuple[Family, ...]:
-    """Layers whose module paths differ in numbers alone, and the gaps in them that differ in the layer alone.
-
-    ``gaps``: storage, where it begins, where it ends; ``classes`` serve where ops have no module paths. A wrong twin
-    costs time, never correctness."""
-    found = [f for depth in _DEPTHS for f in _named(graph, gaps, depth) if f]
-    if found:
-        return tuple(dict.fromkeys(found))
-    by_length: dict[int, list[tuple[int, ...]]] = defaultdict(list)
-    for row in classes:
-        if len(row) >= _FEW:
-            by_length[len(row)].append(tuple(row))
-    return tuple(tuple(rows) for _, rows in sorted(by_length.items()))
-
-
-def _named(graph: Graph, gaps: Sequence[tuple[int, int, int]], depth: int) -> list[Family]:
-    uses = graph.uses
-    tables: dict[str, dict[Hashable, dict[str, int]]] = {}
-    layers: dict[str, dict[str, None]] = {}
-    nth: dict[int, int] = defaultdict(int)
-    alike: dict[Hashable, int] = defaultdict(int)
-    for g in sorted(range(len(gaps)), key=lambda g: (gaps[g][1], g)):
-        s = gaps[g][0]
-        op = graph.ops[uses.definer[s]]
-        gap, nth[s] = nth[s], nth[s] + 1
-        layer = block_of(op.module, depth)
-        if not layer:
-            continue
-        kind = _NUMBER.sub("#", layer)
-        same = (op.module[len(layer) :], op.target, op.phase, uses.defines[uses.definer[s]].index(s), gap)
-        alike[layer, same] += 1
-        layers.setdefault(kind, {})[layer] = None
-        tables.setdefault(kind, {}).setdefault((same, alike[layer, same]), {})[layer] = g
-    return [
-        tuple(tuple(row.get(layer, -1) for layer in layers[kind]) for row in rows.values() if len(row) > 1)
-        for kind, rows in tables.items()
-        if len(layers[kind]) > 1
-    ]
 
 
 Bits = NDArray[np.uint8]
 Rows = tuple[NDArray[np.int64], NDArray[np.int32]]
 Progress = Callable[[int, float, bool], bool]
-"""Told (peak bytes, extra seconds, whether the limit is met) now and then; true stops the search."""
+"""Told (peak bytes, extra seconds, whether the budget is met) now and then; true stops the search."""
+
+Family = tuple[tuple[int, ...], ...]
+"""One row per role, with a gap per layer, -1 where a layer has none."""
 
 _KINDS = ("compute", "recompute", "free", "offload", "fetch", "compress", "decompress")
 _FORMS = ("full", "packed", "host")
-_NO_LIMIT = (1 << 63) - 1
+_UNLIMITED = (1 << 63) - 1
 
 
-def pack(lists: Sequence[Sequence[int]]) -> Rows:
+def csr(lists: Sequence[Sequence[int]]) -> Rows:
     """Rows of integers as start offsets and one flat array."""
     start = np.zeros(len(lists) + 1, dtype=np.int64)
     np.cumsum([len(r) for r in lists], out=start[1:])
@@ -114,12 +68,12 @@ def pack(lists: Sequence[Sequence[int]]) -> Rows:
     return start, flat
 
 
-KEEP, EVICT, PASS, DROP, PACK, OFFLOAD = range(6)
+KEEP, EVICT, PASS, DROP, COMPRESS, OFFLOAD = range(6)
 """What a gap may be: kept; evicted, and once restored it stays; evicted, and dropped again if restored only for a
-recomputation while its own next use is beyond the engine's horizon; the same however near its next use; packed;
-copied out to the host pool."""
+recomputation while its own next use is beyond the engine's horizon; the same however near its next use; compressed;
+offloaded to the host pool."""
 
-MEANS = {"recompute": (EVICT, PASS, DROP), "compress": (PACK,), "offload": (OFFLOAD,)}
+MEANS = {"recompute": (EVICT, PASS, DROP), "compress": (COMPRESS,), "offload": (OFFLOAD,)}
 """The decisions that each way of leaving memory allows."""
 
 
@@ -128,8 +82,8 @@ class Decision:
     """What happens to every gap, and what it costs: peak bytes, extra seconds, ops run again, work spent, bytes
     copied out at once.
 
-    ``steps`` is set by planners that lower their decisions themselves; `Frame.lower` has those of any. One that is
-    not ``valid`` cannot be carried out, and its numbers mean nothing."""
+    ``steps`` is set by planners that lower their decisions themselves; `EvictionProblem.lower` has those of any. One
+    that is not ``valid`` cannot be carried out, and its numbers mean nothing."""
 
     evict: Bits
     peak: int
@@ -149,6 +103,11 @@ class Decision:
         return mine < theirs if self.met else mine[::-1] < theirs[::-1]
 
 
+def best_of(decisions: Iterable[Decision]) -> Decision:
+    """The one that none beats, the first of equal ones."""
+    return reduce(lambda best, other: other if other.beats(best) else best, decisions)
+
+
 class Archive:
     """Decisions found so far, none of which another one beats in both bytes and seconds: what was found for less
     memory is also an answer for more. ``stopped``: by Ctrl-C, and nothing more is to be searched."""
@@ -163,15 +122,15 @@ class Archive:
         self.found = [x for x in self.found if x.peak < d.peak or x.extra < d.extra] + [d]
         self.found.sort(key=lambda x: x.peak)
 
-    def around(self, limit: int, frame: Frame) -> list[Decision]:
-        """The largest that meets the limit and the smallest that does not."""
-        below = [x for x in self.found if x.peak <= limit][-1:]
-        above = [x for x in self.found if x.peak > limit][:1]
-        return [frame.cost(x.evict, limit) for x in (*below, *above)]
+    def around(self, budget: int, problem: EvictionProblem) -> list[Decision]:
+        """The largest that meets the budget and the smallest that does not."""
+        below = [x for x in self.found if x.peak <= budget][-1:]
+        above = [x for x in self.found if x.peak > budget][:1]
+        return [problem.cost(x.evict, budget) for x in (*below, *above)]
 
 
 @dataclass(frozen=True)
-class Frame:
+class EvictionProblem:
     """A graph and an order, ready for evaluation of eviction decisions.
 
     ``means``: how storages may leave memory (``recompute``, ``compress``, ``offload``). ``only``: for storages for
@@ -210,11 +169,11 @@ class Frame:
         owned[list(g.static)] = 1
         kept[[s for s in g.kept if s not in g.static]] = 1
         engine = _core.Engine(
-            reads=pack(u.reads),
-            needs=pack(u.needs),
-            defines=pack(u.defines),
-            mutates=pack(u.mutates),
-            updates=pack([o.updates for o in g.ops]),
+            reads=csr(u.reads),
+            needs=csr(u.needs),
+            defines=csr(u.defines),
+            mutates=csr(u.mutates),
+            updates=csr([o.updates for o in g.ops]),
             extra=np.array([extra_bytes(o) for o in g.ops], dtype=np.int64),
             time=np.array([o.time for o in g.ops], dtype=np.float64),
             pure=np.array([o.pure for o in g.ops], dtype=np.uint8),
@@ -223,7 +182,7 @@ class Frame:
             owned=owned,
             kept=kept,
             order=np.array(self.order, dtype=np.int32),
-            overwrites=pack([[s for pair in o.overwrites * self.in_place for s in pair] for o in g.ops]),
+            overwrites=csr([[s for pair in o.overwrites * self.in_place for s in pair] for o in g.ops]),
             **self._copies(),
         )
         if self.host is not None:
@@ -295,26 +254,26 @@ class Frame:
     def groups(self) -> Rows:
         """What searches move together: every class and every layer with more than one gap."""
         rows = [r for r in (*self.classes, *self.layers) if len(r) > 1]
-        return pack(rows or [list(range(len(self.gaps)))])
+        return csr(rows or [list(range(len(self.gaps)))])
 
     @cached_property
     def twins(self) -> tuple[Rows, NDArray[np.int64]]:
         """Rows of gaps of one role in several layers (-1: a layer has none), and at which rows families begin."""
         found = families(self.graph, [(s, a, b) for s, a, b in self.gaps.tolist()], self.classes)
         starts = np.cumsum([0, *(len(f) for f in found)], dtype=np.int64)
-        return pack([row for f in found for row in f]), starts
+        return csr([row for f in found for row in f]), starts
 
     @cached_property
     def singles(self) -> Rows:
         """Every gap alone, largest first."""
         size = [self.graph.storages[int(s)].size for s in self.gaps[:, 0]]
-        return pack([[g] for g in sorted(range(len(size)), key=lambda g: size[g])])
+        return csr([[g] for g in sorted(range(len(size)), key=lambda g: size[g])])
 
     @cached_property
     def rows(self) -> Rows:
         """Groups by position, and every gap alone."""
         lists = [r for r in (*self.classes, *self.layers) if len(r) > 1]
-        return pack([*lists, *([g] for g in range(len(self.gaps)))])
+        return csr([*lists, *([g] for g in range(len(self.gaps)))])
 
     @cached_property
     def boundary(self) -> int:
@@ -326,6 +285,11 @@ class Frame:
         at = replay(self.graph, steps).peak_step
         return sum(step.kind == "compute" for step in steps[:at]) if at > 0 else 0
 
+    @cached_property
+    def crossing(self) -> NDArray[np.bool_]:
+        """Which gaps go from the forward into the backward."""
+        return (self.gaps[:, 1] < self.boundary) & (self.gaps[:, 2] >= self.boundary)
+
     def nothing(self) -> Bits:
         return np.zeros(len(self.gaps), dtype=np.uint8)
 
@@ -333,55 +297,47 @@ class Frame:
         """The decision ``to`` for every gap that may be so, the others kept."""
         return np.where(self.engine.allowed >> to & 1, to, KEEP).astype(np.uint8)
 
-    def cost(self, evict: Bits, limit: int) -> Decision:
-        c = self.engine.evaluate(evict, limit)
-        met = c["valid"] and c["peak"] <= limit
+    def cost(self, evict: Bits, budget: int) -> Decision:
+        c = self.engine.evaluate(evict, budget)
+        met = c["valid"] and c["peak"] <= budget
         return Decision(evict, c["peak"], c["extra"], c["runs"], met, c["valid"], host=c["host"])
 
-    def found(self, result: tuple[Bits, dict[str, Any], int, bool, bool]) -> Decision:
+    def decision(self, result: tuple[Bits, dict[str, Any], int, bool, bool]) -> Decision:
         evict, c, work, met, stopped = result
         self.archive.stopped |= stopped
         return Decision(evict, c["peak"], c["extra"], c["runs"], met, c["valid"], work, host=c["host"])
 
-    def steps(self, evict: Bits, limit: int = _NO_LIMIT) -> tuple[Step, ...]:
-        """The steps that carry a decision out; within ``limit``, which says when copies out must be waited for."""
+    def steps(self, evict: Bits, budget: int = _UNLIMITED) -> tuple[Step, ...]:
+        """The steps that carry a decision out; within ``budget``, which says when copies out must be waited for."""
         return tuple(
             self._step(_KINDS[kind], op, storages, _FORMS[form], stream, waits, reuses)
-            for kind, op, storages, form, stream, waits, reuses in self.engine.emit(evict, limit)
+            for kind, op, storages, form, stream, waits, reuses in self.engine.emit(evict, budget)
         )
 
-    @property
-    def leave(self) -> frozenset[str]:
-        """The ways in which storages may leave memory: those of all, and those that hints name for some."""
-        return frozenset(self.means).union(*self.only.values()) & MEANS.keys()
-
     def lower(
-        self, decision: Decision, limit: int = _NO_LIMIT, leave: Collection[str] | None = None
+        self, decision: Decision, budget: int = _UNLIMITED, means: Collection[str] | None = None
     ) -> tuple[Step, ...]:
-        """The steps of a decision, whoever made it: the one way from decisions to plans. ``limit`` as for `steps`;
-        ``leave``: the ways it may use, where they are not the frame's.
+        """The steps of a decision, whoever made it: the one way from decisions to plans. ``budget`` as for `steps`;
+        ``means``: the ones it may use; by default those of the problem, and those that hints name for some storages.
 
-        Raises ``Unsupported`` for a decision that cannot be carried out, ``BadInput`` for one that uses a way
-        without leave."""
+        Raises ``Unsupported`` for a decision that cannot be carried out, ``BadInput`` for one that uses other means.
+        """
         steps: tuple[Step, ...] = ()
         if decision.valid:
-            steps = self.steps(decision.evict, limit) if decision.steps is None else decision.steps
+            steps = self.steps(decision.evict, budget) if decision.steps is None else decision.steps
         if self.order and not steps:
             raise Unsupported(
-                f"what is decided for {self.graph.name!r}", "what it evicts cannot be made again"
+                f"what is decided for {self.graph.name!r}", "what it evicts cannot be recomputed"
             )
-        allowed = self.leave if leave is None else leave
-        used = dict.fromkeys(s.kind for s in steps if s.kind in MEANS and s.kind not in allowed)
-        if used:
-            rule = (
-                f"what leaves memory does so as it is allowed ({', '.join(sorted(allowed)) or 'not at all'})"
-            )
-            raise BadInput(rule, ", ".join(used), "allow")
+        allowed = frozenset(self.means).union(*self.only.values()) if means is None else means
+        if used := dict.fromkeys(s.kind for s in steps if s.kind in MEANS and s.kind not in allowed):
+            rule = f"the plan uses {', '.join(used)}, which is not allowed"
+            raise BadInput(f"{rule} (allowed: {', '.join(sorted(allowed)) or 'nothing'})", place="allow")
         return steps
 
     def again(self, evict: Bits) -> list[int]:
         """The ops that a decision runs again, once for each time, without the rest of the steps."""
-        return [op for kind, op, *_ in self.engine.emit(evict, _NO_LIMIT) if _KINDS[kind] == "recompute"]
+        return [op for kind, op, *_ in self.engine.emit(evict, _UNLIMITED) if _KINDS[kind] == "recompute"]
 
     def _step(
         self, kind: str, op: int, storages: tuple[int, ...], form: str, stream: int, waits: tuple[int, ...],
@@ -414,3 +370,52 @@ def _horizon(engine: Any, order: tuple[int, ...], graph: Graph) -> int:
     rows = (sorted(set(tos)) for tos in by_hue.values())
     near = [b - a for row in rows for a, b in pairwise(row)]
     return int(np.median(near)) if near else max(1, len(order) // 8)
+
+
+_NUMBER = re.compile(r"\d+")
+_DEPTHS = (1, 2)
+"""Layers are modules whose path has this many numbers (``stages.1`` and ``stages.1.layers.0``)."""
+_FEW = 3
+"""Without names, classes of as many gaps, and at least this many, are taken for rows of one family."""
+
+
+def families(
+    graph: Graph, gaps: Sequence[tuple[int, int, int]], classes: Sequence[Sequence[int]]
+) -> tuple[Family, ...]:
+    """Layers whose module paths differ in numbers alone, and the gaps in them that differ in the layer alone.
+
+    ``gaps``: storage, where it begins, where it ends; ``classes`` serve where ops have no module paths. A wrong twin
+    costs time, never correctness."""
+    found = [f for depth in _DEPTHS for f in _named(graph, gaps, depth) if f]
+    if found:
+        return tuple(dict.fromkeys(found))
+    by_length: dict[int, list[tuple[int, ...]]] = defaultdict(list)
+    for row in classes:
+        if len(row) >= _FEW:
+            by_length[len(row)].append(tuple(row))
+    return tuple(tuple(rows) for _, rows in sorted(by_length.items()))
+
+
+def _named(graph: Graph, gaps: Sequence[tuple[int, int, int]], depth: int) -> list[Family]:
+    uses = graph.uses
+    tables: dict[str, dict[Hashable, dict[str, int]]] = {}
+    layers: dict[str, dict[str, None]] = {}
+    nth: dict[int, int] = defaultdict(int)
+    alike: dict[Hashable, int] = defaultdict(int)
+    for g in sorted(range(len(gaps)), key=lambda g: (gaps[g][1], g)):
+        s = gaps[g][0]
+        op = graph.ops[uses.definer[s]]
+        gap, nth[s] = nth[s], nth[s] + 1
+        layer = block_of(op.module, depth)
+        if not layer:
+            continue
+        kind = _NUMBER.sub("#", layer)
+        same = (op.module[len(layer) :], op.target, op.phase, uses.defines[uses.definer[s]].index(s), gap)
+        alike[layer, same] += 1
+        layers.setdefault(kind, {})[layer] = None
+        tables.setdefault(kind, {}).setdefault((same, alike[layer, same]), {})[layer] = g
+    return [
+        tuple(tuple(row.get(layer, -1) for layer in layers[kind]) for row in rows.values() if len(row) > 1)
+        for kind, rows in tables.items()
+        if len(layers[kind]) > 1
+    ]

@@ -4,7 +4,7 @@ Problem: an order of all ops that minimises the peak, nothing recomputed. Measur
 Source: dynamic programming over down-sets of the dependency order with a soft budget (Ahn et al. 2020, "Ordering
 Chaos"; Liberis and Lane 2019); cutting each layer to the best few and widening it is ours, and so is taking an op
 at once where that cannot be wrong. Guarantee: a legal order, never worse than the graph's own; optimal when the peak
-meets the lower bound or no layer had to be cut (`found` says so). Complexity: ``work`` ops tried, each looked at
+meets the lower bound or no layer had to be cut (`solve` says so). Complexity: ``work`` ops tried, each looked at
 against sets of n bits; the same work gives the same order everywhere. Known limits: knows nothing of recomputation
 and of results in the places of inputs; above `MOST` ops it returns the graph's own order; the cut of layers knows
 only peak and bytes, which is little on graphs of hundreds of ops (`cuts` is better there).
@@ -13,15 +13,17 @@ only peak and bytes, which is little on graphs of hundreds of ops (`cuts` is bet
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Final
 
 from tightship.analysis.bounds import lower_bound
 from tightship.analysis.order import predecessors, successors
 from tightship.graph import Graph
+from tightship.options import option
+from tightship.planners.order.tables import Ordered
 from tightship.simulate import baseline, extra_bytes, replay
 
-__all__ = ["MOST", "Found", "Options", "found", "plan"]
+__all__ = ["MOST", "Options", "plan", "solve"]
 
 MOST: Final = 20_000
 """Ops of a graph that is searched."""
@@ -29,51 +31,39 @@ MOST: Final = 20_000
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """``work``: ops tried at most. ``widest``: sets of finished ops of one size that are kept at most."""
+    """Limits of the search."""
 
-    work: int = 400_000
-    widest: int = 20_000
-
-
-@dataclass(frozen=True, slots=True)
-class Found:
-    """An order, its peak in bytes, whether no order has a lower one, and the ops tried."""
-
-    order: tuple[int, ...]
-    peak: int
-    optimal: bool
-    work: int
+    work: int = option(400_000, "ops tried at most")
+    widest: int = option(20_000, "sets of finished ops of one size that are kept at most")
 
 
 def plan(graph: Graph, options: Options | None = None) -> tuple[int, ...]:
     """A legal order of the graph's ops."""
-    return found(graph, options).order
+    return solve(graph, options).order
 
 
-def found(graph: Graph, options: Options | None = None, known: tuple[Found, int] | None = None) -> Found:
+def solve(graph: Graph, options: Options | None = None, known: Ordered | None = None) -> Ordered:
     """The best order within the work limit, and what is known of it. ``known``: an order, and a bound on all orders,
     from elsewhere."""
     o = options or Options()
     if known is None:
-        given = tuple(range(len(graph.ops)))
-        known = (
-            Found(given, replay(graph, baseline(graph)).peak, False, 0),
-            int(lower_bound(graph, recompute=False)),
-        )
-    best, floor = known
-    if not best.order or len(best.order) > MOST or best.peak <= floor:
-        return Found(best.order, best.peak, best.peak <= floor or not best.order, 0)
-    search = _Search(graph, floor, o.work)
+        given, peak = tuple(range(len(graph.ops))), replay(graph, baseline(graph)).peak
+        known = Ordered(given, peak, int(lower_bound(graph, recompute=False)))
+    best = replace(known, work=0)
+    if not best.order or len(best.order) > MOST or best.optimal:
+        return best
+    search = _Search(graph, best.bound, o.work)
     width = 1
     while True:
         search.limit = best.peak
         order, peak, whole = search.run(width)
         if order is not None and peak < best.peak:
-            best = Found(order, peak, False, search.work)
-        if whole or best.peak <= floor:
-            return Found(best.order, best.peak, True, search.work)
+            best = replace(best, order=order, peak=peak)
+        best = replace(best, work=search.work)
+        if whole or best.optimal:
+            return replace(best, bound=best.peak)
         if search.work >= o.work or width >= o.widest:
-            return Found(best.order, best.peak, False, search.work)
+            return best
         width *= 4
 
 
@@ -125,7 +115,7 @@ class _Search:
         """The best order of a beam of this width, its peak, and whether nothing was left out that could be better."""
         n, whole = len(self.needs), True
         layers: list[dict[int, _State]] = [{} for _ in range(n + 1)]
-        first = self.settled(self.start)
+        first = self.take_harmless(self.start)
         layers[first.count][first.done] = first
         for count in range(first.count, n):
             states = list(layers[count].values())
@@ -151,7 +141,7 @@ class _Search:
             peak = max(state.peak, state.live + self.during[k])
             self.work += 1
             if peak < self.limit:
-                yield self.settled(self.step(state, k, peak))
+                yield self.take_harmless(self.step(state, k, peak))
 
     def step(self, state: _State, k: int, peak: int) -> _State:
         done = state.done | 1 << k
@@ -167,8 +157,8 @@ class _Search:
     def freed(self, k: int, done: int) -> int:
         return sum(size for users, size in self.ends[k] if not users & ~done)
 
-    def settled(self, state: _State) -> _State:
-        """Takes ops that cannot be wrong now: they fit under the peak there is anyway, and leave no more behind
+    def take_harmless(self, state: _State) -> _State:
+        """Run ops that cannot be wrong now: they fit under the peak there is anyway, and leave no more behind
         than they end. Whatever order comes after, it needs no more for having them done."""
         while True:
             room = max(state.peak, self.floor)

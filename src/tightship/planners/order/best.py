@@ -16,10 +16,11 @@ from typing import Final
 
 from tightship.analysis.moments import Moments
 from tightship.graph import Graph
+from tightship.options import option
 from tightship.planners.order import beam, bfs, cuts, dfs, lpmf, sink
-from tightship.planners.order.tables import tables
+from tightship.planners.order.tables import Ordered, tables
 
-__all__ = ["Options", "found", "order_bound", "plan"]
+__all__ = ["Options", "order_bound", "plan", "solve"]
 
 _BEAM: Final = 3
 """The part of the work that the beam may do, as its inverse."""
@@ -29,50 +30,48 @@ _SMALL: Final = 1000
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """``work``: ops in networks that are cut, at most, and a part of it ops tried by the beam. ``seed``: of where
-    orders are cut when nothing else helps."""
+    """Limits of the search, and its seed."""
 
-    work: int = 600_000
-    seed: int = 0
+    work: int = option(600_000, "ops in networks that are cut at most; a third as many are tried by the beam")
+    seed: int = option(0, "seed of where orders are cut when nothing else helps")
 
 
 def plan(graph: Graph, options: Options | None = None) -> tuple[int, ...]:
     """A legal order of the graph's ops."""
-    return found(graph, options).order
+    return solve(graph, options).order
 
 
-def found(graph: Graph, options: Options | None = None) -> cuts.Lowered:
+def solve(graph: Graph, options: Options | None = None) -> Ordered:
     """The best order within the work limit, and what is known of it."""
     o = options or Options()
     if not graph.ops:
-        return cuts.Lowered((), graph.static_bytes, graph.static_bytes)
+        return Ordered((), graph.static_bytes, graph.static_bytes)
     search = cuts.Search(Moments(graph), o.work)
     best = _descended(graph, search)
     if best.peak > search.bound and len(graph.ops) <= _SMALL:
-        known = beam.Found(best.order, best.peak, False, 0), search.bound
-        tried = beam.found(graph, beam.Options(o.work // _BEAM), known)
-        best = cuts.Lowered(tried.order, tried.peak, tried.peak if tried.optimal else search.bound)
-    return best if best.optimal else search.kicks(best, o.seed)
+        known = Ordered(best.order, best.peak, search.bound)
+        best = beam.solve(graph, beam.Options(o.work // _BEAM), known)
+    return best if best.optimal else search.kick(best, o.seed)
 
 
 def order_bound(graph: Graph) -> int:
     """Bytes of peak that no order of the graph's ops goes below, nothing recomputed."""
-    return found(graph).bound
+    return solve(graph).bound
 
 
-def _descended(graph: Graph, search: cuts.Search) -> cuts.Lowered:
+def _descended(graph: Graph, search: cuts.Search) -> Ordered:
     """The best of all starts, each lowered, those of lower peaks before the others: work may not do for all. In a
     training step the first is that with updates at their gradients: of equal orders the one that leaves plans most
     room elsewhere."""
     given, early = tuple(range(len(graph.ops))), sink.plan(graph)
     first, second = (early, given) if any(op.phase != "forward" for op in graph.ops) else (given, early)
-    best = search.lowered(first)
+    best = search.lower(first)
     if best.peak <= search.bound:
         return best
     shared = tables(graph, search.moments.before)
-    starts = [second, *(planned.scheduled(shared) for planned in (lpmf, bfs, dfs))]
+    starts = [second, *(planned.schedule(shared) for planned in (lpmf, bfs, dfs))]
     for order in sorted(starts, key=lambda o: int(search.moments.during(o).max())):
-        lowered = search.lowered(order)
+        lowered = search.lower(order)
         if lowered.peak < best.peak:
             best = lowered
         if best.peak <= search.bound:

@@ -5,7 +5,7 @@ closures as minimum cuts (Picard 1976; `analysis.moments`). For the op at the pe
 have run before it. They are moved, all others keep their order, and the next peak is cut inside the sets chosen so
 far, until the peak is lower everywhere or a cut says that it cannot be. Where that ends, the order is cut at
 another op and the search goes on from there. Guarantee: a legal order, never worse than the one it begins with;
-least of all when the cut of some op, with nothing chosen before, is as large as the peak (`Lowered.optimal`).
+least of all when the cut of some op, with nothing chosen before, is as large as the peak (`Ordered.optimal`).
 Complexity: a minimum cut for each op moved past, ``work`` ops in all; the same work gives the same order
 everywhere. Known limits: knows nothing of recomputation.
 """
@@ -21,8 +21,10 @@ import numpy as np
 
 from tightship.analysis.moments import Ints, Mask, Moments, Passing
 from tightship.graph import Graph
+from tightship.options import option
+from tightship.planners.order.tables import Ordered
 
-__all__ = ["Lowered", "Options", "Search", "plan"]
+__all__ = ["Options", "Search", "plan"]
 
 _PRICES: Final = (0, 64, 4096, 1 << 16, 1 << 20)
 """Bytes that a set may have more for each op that need not move."""
@@ -36,24 +38,10 @@ _FEW: Final = 4
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """``work``: ops in all networks that are cut, at most (a few cuts are always made). ``seed``: of where orders
-    are cut when nothing else helps."""
+    """Limits of the search, and its seed."""
 
-    work: int = 600_000
-    seed: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class Lowered:
-    """An order, its peak in bytes, and a bound on the peak of every order."""
-
-    order: tuple[int, ...]
-    peak: int
-    bound: int
-
-    @property
-    def optimal(self) -> bool:
-        return self.peak <= self.bound
+    work: int = option(600_000, "ops in all networks that are cut at most; a few cuts are always made")
+    seed: int = option(0, "seed of where orders are cut when nothing else helps")
 
 
 def plan(graph: Graph, options: Options | None = None) -> tuple[int, ...]:
@@ -62,7 +50,7 @@ def plan(graph: Graph, options: Options | None = None) -> tuple[int, ...]:
         return ()
     o = options or Options()
     search = Search(Moments(graph), o.work)
-    return search.kicks(search.lowered(range(len(graph.ops))), o.seed).order
+    return search.kick(search.lower(range(len(graph.ops))), o.seed).order
 
 
 class Search:
@@ -72,24 +60,24 @@ class Search:
         self.moments, self.work, self.bound = moments, 0, moments.at_end()
         self.most = max(most, _FEW * (moments.ops + _BESIDE))
 
-    def lowered(self, order: Sequence[int]) -> Lowered:
+    def lower(self, order: Sequence[int]) -> Ordered:
         """The order, lowered until nothing lowers it further."""
-        found = self.descent(np.array(order, dtype=np.int64))
-        self.bounded(found, self.peak(found))
-        return self.said(found)
+        found = self.descend(np.array(order, dtype=np.int64))
+        self.raise_bound(found, self.peak(found))
+        return self.result(found)
 
-    def kicks(self, best: Lowered, seed: int) -> Lowered:
+    def kick(self, best: Ordered, seed: int) -> Ordered:
         """What the rest of the work finds from there: the order is cut somewhere else and lowered again."""
         rng = random.Random(seed)
         order, peak = np.array(best.order, dtype=np.int64), best.peak
         while self.bound < peak and not self.spent():
-            other = self.descent(self.kicked(order, rng))
+            other = self.descend(self.cut_elsewhere(order, rng))
             if (then := self.peak(other)) <= peak:
                 order, peak = other, then
-        return self.said(order)
+        return self.result(order)
 
-    def said(self, order: Ints) -> Lowered:
-        return Lowered(tuple(order.tolist()), self.peak(order), self.bound)
+    def result(self, order: Ints) -> Ordered:
+        return Ordered(tuple(order.tolist()), self.peak(order), self.bound)
 
     def spent(self) -> bool:
         return self.work >= self.most
@@ -104,14 +92,14 @@ class Search:
             self.bound = max(self.bound, found.bytes)
         return found
 
-    def bounded(self, order: Ints, peak: int) -> None:
+    def raise_bound(self, order: Ints, peak: int) -> None:
         """Takes the cuts that may bind: those of the ops with most bytes."""
         for at in np.argsort(-self.moments.during(order), kind="stable")[:_CHECKED]:
             if self.bound >= peak or self.spent():
                 return
             self.passing(int(order[at]), None, 0, None)
 
-    def descent(self, order: Ints) -> Ints:
+    def descend(self, order: Ints) -> Ints:
         """The order, lowered until nothing lowers it further."""
         while (better := self.better(order)) is not None:
             order = better
@@ -150,7 +138,7 @@ class Search:
             chain[j:j] = [found.done, after]
         return None
 
-    def kicked(self, order: Ints, rng: random.Random) -> Ints:
+    def cut_elsewhere(self, order: Ints, rng: random.Random) -> Ints:
         """The order cut at one of the ops with more bytes than most, whatever that does elsewhere."""
         ranked = np.argsort(-self.moments.during(order), kind="stable")
         for _ in range(1 + rng.randrange(2)):

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from tightship.graph import Graph
 from tightship.planners.order.tables import Tables, tables
 
-__all__ = ["Options", "plan", "scheduled"]
+__all__ = ["Options", "plan", "schedule"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,11 +23,11 @@ class Options:
 
 def plan(graph: Graph, options: Options | None = None) -> tuple[int, ...]:
     """A legal order of the graph's ops."""
-    return scheduled(tables(graph))
+    return schedule(tables(graph))
 
 
-def scheduled(t: Tables) -> tuple[int, ...]:
-    """The same, of tables that are there already."""
+def schedule(t: Tables) -> tuple[int, ...]:
+    """The order, of tables that are there already."""
     touched = [
         (made + sum(t.size[s] for s in r), k)
         for k, (made, r) in enumerate(zip(t.makes, t.reads, strict=True))

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from tightship.graph import Graph
 from tightship.planners.order.tables import Tables, tables
 
-__all__ = ["Options", "plan", "scheduled"]
+__all__ = ["Options", "plan", "schedule"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,11 +26,11 @@ class Options:
 
 def plan(graph: Graph, options: Options | None = None) -> tuple[int, ...]:
     """A legal order of the graph's ops."""
-    return scheduled(tables(graph))
+    return schedule(tables(graph))
 
 
-def scheduled(t: Tables) -> tuple[int, ...]:
-    """The same, of tables that are there already."""
+def schedule(t: Tables) -> tuple[int, ...]:
+    """The order, of tables that are there already."""
     waiting = [len(b) for b in t.before]
     left = [len(r) + stays for r, stays in zip(t.readers, t.stays, strict=True)]  # that still need a storage
     ends = [

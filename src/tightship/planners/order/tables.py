@@ -1,4 +1,4 @@
-"""What list schedulers ask of a graph: bytes that ops make and end, and what waits for what."""
+"""What planners of orders share: what list schedulers ask of a graph, and the answer of a search."""
 
 from __future__ import annotations
 
@@ -9,7 +9,21 @@ from tightship.analysis.order import predecessors, successors
 from tightship.graph import Graph
 from tightship.simulate import extra_bytes
 
-__all__ = ["Tables", "tables"]
+__all__ = ["Ordered", "Tables", "tables"]
+
+
+@dataclass(frozen=True, slots=True)
+class Ordered:
+    """An order, its peak in bytes, a bound on the peak of every order, and the ops tried."""
+
+    order: tuple[int, ...]
+    peak: int
+    bound: int
+    work: int = 0
+
+    @property
+    def optimal(self) -> bool:
+        return self.peak <= self.bound
 
 
 @dataclass(frozen=True, slots=True)

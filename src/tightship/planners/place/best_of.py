@@ -9,13 +9,35 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
+from tightship.options import option
 from tightship.plan import Problem, Solution
 from tightship.planners.place.problem import FREE, Frame, Ints
 
-__all__ = ["Best", "Interrupted", "stacked", "watched"]
+__all__ = ["Best", "Interrupted", "Limits", "SearchOptions", "stacked", "watched"]
 
 Watcher = Callable[[int, int], None]
 _watcher: ContextVar[Watcher | None] = ContextVar("watcher", default=None)
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """When a search ends: whichever limit is reached first. The same seed and work limit give the same answer unless
+    the time limit ended it."""
+
+    seed: int = option(0, "where the search begins")
+    work_limit: int = option(200_000, "buffers that each search may place")
+    time_limit: float | None = option(10.0, "seconds in all, None for no limit")
+
+
+@dataclass(frozen=True, slots=True)
+class SearchOptions(Limits):
+    """The same on any number of threads, and an arena that is small enough."""
+
+    threads: int = option(2, "threads that search; the answer does not depend on their number")
+    capacity: int | None = option(
+        None,
+        "arena in bytes that is small enough (None: the problem's; if it has none, as small as possible)",
+    )
 
 
 @contextmanager
@@ -88,6 +110,14 @@ def stacked(f: Frame) -> Ints:
     a = f.arrays
     free = (a.pinned == FREE) & (a.size > 0)
     top = int(np.where(a.pinned == FREE, 0, a.pinned + a.size).max(initial=0))
-    room = np.where(free, a.size + a.alignment - 1, 0)
-    start = top + np.cumsum(room) - room
-    return np.where(free, -(-start // a.alignment) * a.alignment, np.where(a.pinned == FREE, 0, a.pinned))
+    offsets = np.where(a.pinned == FREE, 0, a.pinned)
+    units = np.unique(a.alignment[free])
+    if len(units) <= 1:  # no time at all, however many there are
+        unit = int(units.max(initial=1))
+        room = np.where(free, -(-a.size // unit) * unit, 0)
+        return np.where(free, -(-top // unit) * unit + np.cumsum(room) - room, offsets)
+    for i in np.flatnonzero(free).tolist():
+        unit = int(a.alignment[i])
+        offsets[i] = -(-top // unit) * unit
+        top = int(offsets[i] + a.size[i])
+    return offsets

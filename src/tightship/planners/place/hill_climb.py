@@ -9,29 +9,14 @@ changes as a whole with its order, so on tight problems progress is slow.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from tightship.plan import Problem, Solution
 from tightship.planners.place.best_of import Best
-from tightship.planners.place.orders import Order, by_size
+from tightship.planners.place.best_of import Limits as Options
+from tightship.planners.place.greedy import START
+from tightship.planners.place.orders import Order
 from tightship.planners.place.problem import frame
 
-__all__ = ["START", "Options", "climb", "plan"]
-
-
-START: tuple[Order, bool] = (by_size, False)
-"""First fit by size, which often leaves less than best fit does, and is twice as fast."""
-
-
-@dataclass(frozen=True, slots=True)
-class Options:
-    """``work_limit``: buffers to place; ``time_limit``: seconds, None for none. Whichever is reached first.
-
-    The same seed and work limit give the same answer unless the time limit stopped it."""
-
-    seed: int = 0
-    work_limit: int = 200_000
-    time_limit: float | None = 10.0
+__all__ = ["Options", "climb", "plan"]
 
 
 def plan(problem: Problem, options: Options | None = None) -> Solution:

@@ -11,7 +11,7 @@ a few dozen; beyond ``MANY`` buffers, without a capacity, it stops within a thou
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import numpy as np
 import numpy.typing as npt
@@ -21,7 +21,8 @@ from tightship.errors import BadInput
 from tightship.plan import Problem, Solution
 from tightship.planners.place import exact, hill_climb
 from tightship.planners.place.best_of import Best
-from tightship.planners.place.greedy import MANY, best_greedy
+from tightship.planners.place.best_of import SearchOptions as Options
+from tightship.planners.place.greedy import MANY, START, best_greedy
 from tightship.planners.place.problem import FREE, Arrays, Ints, frame, from_arrays
 
 __all__ = ["Options", "offsets", "plan"]
@@ -37,21 +38,6 @@ LEAST_ROUNDS = 10
 
 TREES = 20
 """A plan's trees may do so many times the work that a climb may do: they get further by it."""
-
-
-@dataclass(frozen=True, slots=True)
-class Options:
-    """``work_limit``: buffers each search may place; ``time_limit``: seconds over all, None for none.
-    ``capacity``: an arena that is small enough (None: the problem's; if it has none, as small as possible).
-
-    The same seed and work limit give the same answer on any number of ``threads``, unless the time limit stopped
-    it."""
-
-    seed: int = 0
-    work_limit: int = 200_000
-    time_limit: float | None = 10.0
-    threads: int = 2
-    capacity: int | None = None
 
 
 def plan(problem: Problem, options: Options | None = None) -> Solution:
@@ -75,7 +61,8 @@ def offsets(
     columns = [np.ascontiguousarray(x, dtype=np.int64) for x in (lower, upper, size)]
     count = len(columns[2])
     if any(c.shape != (count,) for c in columns):
-        raise BadInput("lower, upper and size are of one length", tuple(c.shape for c in columns), "offsets")
+        shapes = [c.shape for c in columns]
+        raise BadInput(f"different shapes {shapes} of lower, upper and size", place="offsets")
     ones, free = np.ones(count, dtype=np.int64), np.full(count, FREE, dtype=np.int64)
     f = from_arrays(Arrays(columns[0], columns[1], columns[2], ones, free))
     o = Options(seed=seed, work_limit=work_limit, time_limit=time_limit)
@@ -96,7 +83,7 @@ def _improve(best: Best, o: Options, trees: int) -> None:
     how = best_greedy(best, enough, o.time_limit)
     exact.search(best, exact.Options(o.seed, trees, o.time_limit, o.threads, o.capacity))
     climbs = count <= MANY or o.work_limit >= LEAST_ROUNDS * count
-    for order, best_fit in dict.fromkeys((how, hill_climb.START)) if climbs else ():
+    for order, best_fit in dict.fromkeys((how, START)) if climbs else ():
         if not done():
             hill_climb.climb(best, hill_climb.Options(o.seed, o.work_limit, o.time_limit), order, best_fit)
     if not done() and not f.related and count >= LEAST_WINDOWED:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import math
 import time
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
 from operator import attrgetter
 from typing import Any
 
@@ -12,20 +15,20 @@ import numpy.typing as npt
 
 from tightship import _core
 from tightship.errors import BadInput
-from tightship.plan import Problem, Solution
-from tightship.planners.place.groups import merge
-from tightship.planners.place.parts import check_gaps
+from tightship.plan import Buffer, Gap, Problem, Solution
 from tightship.planners.place.related import parts_of, placer_of
 
 __all__ = [
     "Arrays",
     "Frame",
     "Ints",
+    "NoOptions",
+    "cut",
     "frame",
     "from_arrays",
     "hinted",
-    "is_plain",
     "load",
+    "merge",
     "most_alive",
     "related",
 ]
@@ -35,8 +38,15 @@ Ints = npt.NDArray[np.int64]
 FREE = -1
 """``Arrays.pinned`` of a buffer that may go anywhere."""
 
+EMPTY, ALIGNMENT = "empty live range from {} on", "alignment {} is below 1"
+
 MAX_TOTAL = 2**62
 """Offsets are signed 64-bit integers in the core; this leaves room to add any two of them."""
+
+
+@dataclass(frozen=True, slots=True)
+class NoOptions:
+    """No choices."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,14 +105,16 @@ HANDING_OUT = 3e-7
 def frame(problem: Problem) -> Frame:
     """Check a problem of one arena and prepare it for the core."""
     if problem.pools:
-        raise BadInput("a planner places in one arena; `pack` goes from pool to pool", len(problem.pools))
-    if not is_plain(problem):
+        raise BadInput(
+            f"{len(problem.pools)} pools: a planner places in one arena; `pack` goes from pool to pool"
+        )
+    if not _is_plain(problem):
         return related(problem)
     began = time.perf_counter()
     return from_arrays(_arrays(problem), names=[b.id for b in problem.buffers], began=began)
 
 
-def is_plain(problem: Problem) -> bool:
+def _is_plain(problem: Problem) -> bool:
     """Whether live ranges tell all of who is in whose way."""
     return (
         not problem.conflicts
@@ -115,7 +127,7 @@ def related(problem: Problem) -> Frame:
     """The same for a problem with groups, conflicts and gaps, by pairs of buffers or in parts."""
     began = time.perf_counter()
     merged, became = merge(problem)
-    check_gaps(merged)
+    _check_gaps(merged)
     arrays, names = _arrays(merged), [b.id for b in merged.buffers]
     _check(arrays, names)
     parts = parts_of(merged, arrays.lower, arrays.upper, arrays.size)
@@ -145,12 +157,12 @@ def _arrays(problem: Problem) -> Arrays:
     pins = list(map(attrgetter("pinned"), buffers))
     given = [pin for pin in pins if pin is not None]
     if given and (least := min(given)) < 0:
-        raise BadInput("a pinned offset is not negative", least, f"buffer {buffers[pins.index(least)].id!r}")
+        raise BadInput(f"negative offset {least}", place=f"buffer {buffers[pins.index(least)].id!r}")
     try:
         pinned = np.array([FREE if pin is None else pin for pin in pins], dtype=np.int64)
         return Arrays(column("lower"), column("upper"), column("size"), column("alignment"), pinned)
     except OverflowError:
-        raise BadInput("times and sizes are 64-bit integers", place="Problem.buffers") from None
+        raise BadInput("time or size beyond 64 bits", place="Problem.buffers") from None
 
 
 def from_arrays(arrays: Arrays, names: list[str] | None = None, *, began: float | None = None) -> Frame:
@@ -176,8 +188,10 @@ def _least(a: Arrays) -> int:
 
 def _check_pins(clash: int, arrays: Arrays, names: list[str] | None) -> None:
     if clash >= 0:
-        rule = "pinned buffers that are alive together share no bytes"
-        raise BadInput(rule, int(arrays.pinned[clash]), _name(clash, names))
+        rule = (
+            f"offset {int(arrays.pinned[clash])}: shares bytes with another pinned buffer alive at one time"
+        )
+        raise BadInput(rule, place=_name(clash, names))
 
 
 def most_alive(lower: Ints, upper: Ints, weight: Ints) -> int:
@@ -214,16 +228,135 @@ def _name(index: int, names: list[str] | None) -> str:
 
 def _check(a: Arrays, names: list[str] | None) -> None:
     rules = (
-        ("a live range [lower, upper) is not empty", a.lower >= a.upper, a.lower),
-        ("a size is not negative", a.size < 0, a.size),
-        ("an alignment is at least 1", a.alignment < 1, a.alignment),
-        ("a pinned offset is a multiple of the alignment",
+        (EMPTY, a.lower >= a.upper, a.lower),
+        ("negative size {}", a.size < 0, a.size),
+        (ALIGNMENT, a.alignment < 1, a.alignment),
+        ("pinned offset {} is no multiple of the alignment",
          (a.pinned != FREE) & (a.pinned % np.maximum(a.alignment, 1) != 0), a.pinned),
     )  # fmt: skip
     for rule, broken, value in rules:
         if broken.any():
             i = int(broken.argmax())
-            raise BadInput(rule, int(value[i]), _name(i, names))
+            raise BadInput(rule.format(int(value[i])), place=_name(i, names))
     total = sum(map(float, (a.size.sum(dtype=float), a.alignment.sum(dtype=float), a.pinned.max(initial=0))))
     if total >= MAX_TOTAL:
-        raise BadInput("all sizes together are below 2^62 bytes", int(total), "placement problem")
+        raise BadInput(
+            f"too large: sizes add up to {int(total)}, not below 2^62 bytes", place="placement problem"
+        )
+
+
+# --- groups and gaps ---
+
+
+def merge(problem: Problem) -> tuple[Problem, tuple[int, ...]]:
+    """The problem without groups and conflicts, and for every buffer of the problem the one that it became.
+
+    A merged buffer has the id of its first member, the windows of those alive, and everything that one of them
+    asks for. Raises ``BadInput`` for members that cannot share an offset.
+    """
+    if not any(b.group for b in problem.buffers):
+        return replace(problem, conflicts=()), tuple(range(len(problem.buffers)))
+    first: dict[str, int] = {}
+    members: list[list[int]] = []
+    became: list[int] = []
+    for k, b in enumerate(problem.buffers):
+        at = first.setdefault(b.group, len(members)) if b.group else len(members)
+        if at == len(members):
+            members.append([])
+        members[at].append(k)
+        became.append(at)
+    groups = [[problem.buffers[k] for k in rows] for rows in members]
+    buffers = tuple(_merged(g) if len(g) > 1 else replace(g[0], group="") for g in groups)
+    return replace(problem, buffers=buffers, conflicts=()), tuple(became)
+
+
+def _merged(group: Sequence[Buffer]) -> Buffer:
+    name = group[0].group
+
+    def fault(rule: str, b: Buffer) -> BadInput:
+        return BadInput(f"{rule} (colocation group {name!r})", place=f"buffer {b.id!r}")
+
+    for b in group:
+        if rule := b.gap_fault:
+            raise BadInput(rule, place=f"buffer {b.id!r}")
+        if any(gap.window for gap in b.gaps):
+            raise fault("gap with a window: members of a group have none", b)
+        if b.lower >= b.upper:
+            raise BadInput(EMPTY.format(b.lower), place=f"buffer {b.id!r}")
+        if b.alignment < 1:
+            raise BadInput(ALIGNMENT.format(b.alignment), place=f"buffer {b.id!r}")
+    alignment = math.lcm(*(b.alignment for b in group))
+    pins = {b.pinned: b for b in group if b.pinned is not None}
+    if len(pins) > 1:
+        raise fault(f"members pinned to different offsets {sorted(pins)}", list(pins.values())[1])
+    for offset, b in pins.items():
+        if offset % alignment:
+            raise fault(f"pinned offset {offset} is no multiple of {alignment}, as all members ask for", b)
+    pools = next((b.pools for b in group if b.pools), ())
+    for b in group:
+        if b.pools:
+            pools = tuple(p for p in pools if p in b.pools)
+        if b.pools and not pools:
+            raise fault(f"no pool in common with other members, only {', '.join(b.pools)}", b)
+    hint = next((b.hint for b in group if b.hint is not None), None)
+    lower, upper, size = min(b.lower for b in group), max(b.upper for b in group), max(b.size for b in group)
+    gaps = _merged_gaps(group, size)
+    return Buffer(group[0].id, lower, upper, size, alignment, next(iter(pins), None), gaps, hint, "", pools)
+
+
+def _merged_gaps(group: Sequence[Buffer], size: int) -> tuple[Gap, ...]:
+    """Where less than the largest member is alive."""
+    parts = sorted(p for b in group for p in b.parts())
+    cuts = sorted({t for b in group for t in (b.lower, b.upper)} | {t for p in parts for t in p[:2]})
+    alive: list[tuple[int, int]] = []  # (until, bytes)
+    gaps: list[Gap] = []
+    k = 0
+    for since, until in pairwise(cuts):
+        while k < len(parts) and parts[k][0] <= since:
+            alive.append((parts[k][1], parts[k][3]))
+            k += 1
+        alive = [a for a in alive if a[0] > since]
+        most = max((nbytes for _, nbytes in alive), default=0)
+        if most == size:
+            continue
+        window = (0, most) if most else None
+        if gaps and gaps[-1].upper == since and gaps[-1].window == window:
+            gaps[-1] = Gap(gaps[-1].lower, until, window)
+        else:
+            gaps.append(Gap(since, until, window))
+    return tuple(gaps)
+
+
+def _check_gaps(problem: Problem) -> None:
+    """Raise ``BadInput`` for gaps that break a rule, and for what cannot be checked part by part."""
+    for b in problem.buffers:
+        if not b.gaps:
+            continue
+        if rule := b.gap_fault:
+            raise BadInput(rule, place=f"buffer {b.id!r}")
+        if b.alignment < 1:
+            raise BadInput(ALIGNMENT.format(b.alignment), place=f"buffer {b.id!r}")
+        if b.pinned is not None and (b.pinned < 0 or b.pinned % b.alignment):
+            rule = f"pinned offset {b.pinned} is negative or no multiple of the alignment"
+            raise BadInput(rule, place=f"buffer {b.id!r}")
+
+
+def cut(problem: Problem) -> Problem:
+    """Every part a buffer of its own, free to lie anywhere (pinned ones lie where they are)."""
+    return replace(problem, buffers=tuple(c for b in problem.buffers for c in _cut(b)))
+
+
+def _cut(b: Buffer) -> Sequence[Buffer]:
+    if not b.gaps:
+        return [b]
+    return [
+        Buffer(
+            b.id,
+            since,
+            until,
+            high - low,
+            math.gcd(b.alignment, low),
+            None if b.pinned is None else b.pinned + low,
+        )
+        for since, until, low, high in b.parts()
+    ]

@@ -176,11 +176,11 @@ def _conflicts(problem: Problem, became: Ints) -> Ints:
     if not rows:
         return np.empty((0, 4), dtype=np.int64)
     if len(rows) != len(buffers):
-        raise BadInput("conflicts have a row for every buffer", len(rows), "Problem.conflicts")
+        raise BadInput(f"{len(rows)} rows for {len(buffers)} buffers", place="Problem.conflicts")
     count = len(buffers)
     width = -(-count // 8)
     if any(row < 0 or row >> count for row in rows):
-        raise BadInput("a row of conflicts is a bit set of the buffers", place="Problem.conflicts")
+        raise BadInput("a row has bits beyond the buffers", place="Problem.conflicts")
     _limit(sum(row.bit_count() for row in rows) // 2)
     found = []
     for at in range(0, count, _ROWS):
@@ -199,5 +199,6 @@ def _conflicts(problem: Problem, became: Ints) -> Ints:
 
 def _limit(count: int) -> None:
     if count > MOST_PAIRS:
-        rule = f"a problem has at most {MOST_PAIRS} pairs of buffers in conflict"
-        raise BadInput(rule, count, "placement problem")
+        raise BadInput(
+            f"{count} pairs of buffers in conflict, at most {MOST_PAIRS}", place="placement problem"
+        )

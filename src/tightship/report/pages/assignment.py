@@ -6,10 +6,10 @@ from collections import defaultdict
 from itertools import accumulate
 from typing import Any
 
-from tightship.hlo.assign.advice import peak_step
-from tightship.hlo.assign.allocate import Allocation, Assignment, between
+from tightship.hlo.assign.allocate import Allocation, Assignment
 from tightship.hlo.dataflow import Buffer
-from tightship.report.hlo import assignment_rows, kind_of, residents
+from tightship.hlo.peak import peak_of
+from tightship.report.hlo import assignment_rows, kind_of, peak_rows
 from tightship.report.pages import Fact, Section, page_of
 from tightship.report.pages.sections import cut, table
 from tightship.units import format_bytes, format_seconds
@@ -51,7 +51,7 @@ def _memory(made: Assignment) -> Section:
         kind = kinds.get(group.buffers[0], "temporary")
         if not kind:
             continue
-        for start, stop in between(live, group):
+        for start, stop in live.between(group):
             change[kind][max(0, start)] += group.size
             change[kind][min(end, stop)] -= group.size
     rows = {k: list(accumulate(c[t] for t in range(end))) for k, c in change.items() if any(c.values())}
@@ -94,9 +94,10 @@ def _stay(
 
 
 def _peak(made: Assignment) -> Section:
-    step, alive = peak_step(made.live)
-    found = [[r.name, r.kind, r.shape, r.nbytes, r.op_name, r.source] for r in residents(made, step)]
+    peak = peak_of(made.live.points.module)
+    step, rows = peak_rows(made.live, peak)
+    found = [[r.name, r.kind, r.shape, r.bytes, r.op_name, r.source] for r in rows]
     names = [("buffer", "text"), ("kind", "text"), ("shape", "text"), ("bytes", "bytes"), ("made by", "text")]
     table_ = table("The peak", [*names, ("made on line", "text")], cut(found, 3))
-    at = made.live.schedule[step].name if made.live.schedule else "nothing"
-    return table_ | {"said": f"{format_bytes(alive)} at step {step}, while {at} runs"}
+    said = f"{format_bytes(peak.nbytes)}, with results and without parameters, at step {step}"
+    return table_ | {"said": f"{said}, while {peak.instruction} runs"}

@@ -1,0 +1,354 @@
+"""Tape: the ops of a program as they happen, each with its origin, every tensor named by storage and metadata.
+
+Aliasing comes from storage identity alone, never from schemas: an op that mutates nothing and whose results lie in
+storages that exist already is a view, and leaves no op behind. Two tensors with one storage and equal metadata are
+one value. Tensors are taken down when they are used, so that later changes of their metadata do no harm.
+
+Origins need nothing attached to the model: the module stack comes from hooks that PyTorch keeps for all modules, the
+line from the Python stack. A backward op gets the place of the forward op whose gradient it computes.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+
+from tightship.errors import Unsupported
+from tightship.frontends.torch import compat, compat_capture
+from tightship.frontends.torch.program import Call, Ref, refs_in
+from tightship.graph import aligned, alignment_of
+
+__all__ = ["Origin", "Record", "Tape", "TapeStorage", "TapeValue", "Tracker"]
+
+
+_TIGHTSHIP = os.path.dirname(os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__)))))
+_LIBRARIES = (os.path.dirname(os.path.abspath(str(torch.__file__))) + os.sep, _TIGHTSHIP + os.sep)
+
+
+class Origin(NamedTuple):
+    module: str = ""
+    source: str = ""
+
+    def __str__(self) -> str:
+        return " · ".join(x for x in self if x)
+
+
+@functools.cache
+def _short(filename: str) -> str | None:
+    """The file's name relative to where Python found it; None for PyTorch's and tightship's own files."""
+    if filename.startswith("<"):
+        return None
+    path = os.path.abspath(filename)
+    if path.startswith(_LIBRARIES):
+        return None
+    roots = [os.path.abspath(p) + os.sep for p in [*sys.path, os.getcwd()]]
+    inside = [r for r in roots if path.startswith(r)]
+    return path[len(max(inside, key=len)) :] if inside else os.path.basename(path)
+
+
+@functools.cache
+def _is_plumbing(filename: str) -> bool:
+    return f"{os.sep}contextlib.py" in filename or f"{os.sep}functools.py" in filename
+
+
+def source_line() -> str:
+    """``file.py:line`` of the innermost frame that is neither PyTorch's nor tightship's."""
+    frame = sys._getframe(1)
+    while frame is not None:
+        code = frame.f_code
+        if not _is_plumbing(code.co_filename) and (name := _short(code.co_filename)) is not None:
+            return f"{name}:{frame.f_lineno}"
+        frame = frame.f_back  # type: ignore[assignment]
+    return ""
+
+
+class Tracker:
+    """Origins of the ops of one capture; ``active`` while the model runs."""
+
+    def __init__(self, names: Mapping[Any, str]) -> None:
+        self._names = names
+        self._stack: list[str] = []
+        self._by_sequence: dict[int, Origin] = {}
+        self.place: Origin | None = None  # of ops that are run again, without the code that asked for them
+        self._resumed = False
+
+    @contextmanager
+    def active(self) -> Iterator[None]:
+        with compat_capture.module_hooks(self._enter, self._leave):
+            yield
+
+    def _enter(self, module: Any) -> None:
+        inherited = self._stack[-1] if self._stack else ""
+        self._stack.append(self._names.get(module, inherited))
+
+    def _leave(self) -> None:
+        if self._stack:
+            self._stack.pop()
+
+    def forward(self) -> Origin:
+        """Origin of the op being dispatched in the forward pass; remembered for its backward ops."""
+        origin = self.here()
+        self._by_sequence[compat.forward_sequence()] = origin
+        return origin
+
+    def here(self) -> Origin:
+        """Where the running code is."""
+        if self.place is not None:
+            return self.place
+        if self._resumed:
+            known = [self._names[m] for m in compat_capture.running_modules() if m in self._names]
+            return Origin(known[-1] if known else "", source_line())
+        return Origin(self._stack[-1] if self._stack else "", source_line())
+
+    def resume(self) -> None:
+        """From now on, modules are looked for on the stack: they were called before anybody could be told."""
+        self._resumed = True
+
+    def backward(self) -> Origin:
+        """Origin of the forward op whose backward is running; empty between autograd nodes."""
+        return self._by_sequence.get(compat.backward_sequence(), Origin())
+
+
+@dataclass(frozen=True, slots=True)
+class TapeValue:
+    storage: int
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    offset: int
+
+
+@dataclass(slots=True)
+class TapeStorage:
+    """``role`` and ``key`` are a ``Slot``'s for storages of the caller, empty for those made by ops."""
+
+    size: int
+    nbytes: int
+    device: str
+    base: int
+    role: str = ""
+    key: Any = None
+    name: str = ""
+
+
+@dataclass(slots=True)
+class Record:
+    """One op. ``results`` as in ``Call``; ``reads`` are values, ``writes`` and ``updates`` storages.
+    ``asked`` is the number of the torch function's call it belongs to, -1 where that is not known."""
+
+    fn: Callable[..., Any]
+    target: str
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    results: tuple[int, ...] = ()
+    reads: tuple[int, ...] = ()
+    writes: tuple[int, ...] = ()
+    updates: tuple[int, ...] = ()
+    random: bool = False
+    effect: bool = False
+    replay: Call | None = None
+    flops: int = 0
+    device: str = "cpu"
+    phase: str = "forward"
+    origin: Origin = field(default_factory=Origin)
+    asked: int = -1
+
+
+def _leaves(tree: Any) -> Iterator[Any]:
+    if isinstance(tree, (list, tuple)):
+        for x in tree:
+            yield from _leaves(x)
+    else:
+        yield tree
+
+
+class Tape:
+    """``grad``: whether eager runs the ops with gradients enabled, which some kernels look at."""
+
+    def __init__(self, *, grad: bool = True) -> None:
+        self.grad = grad
+        self.values: list[TapeValue] = []
+        self.storages: list[TapeStorage] = []
+        self.on_cuda = False  # whether any of them is
+        self.records: list[Record] = []
+        self.slots: list[tuple[int, str, Any]] = []
+        self.constants: list[torch.Tensor] = []
+        self.real: dict[int, torch.Tensor] = {}
+        self._value_of: dict[TapeValue, int] = {}
+        self._storage_of: dict[int, int] = {}
+        self._references: list[Any] = []
+        self._given_values: set[int] = set()
+
+    # --- tensors ---
+
+    def knows(self, tensor: torch.Tensor) -> bool:
+        return compat.storage_key(tensor) in self._storage_of
+
+    def value(self, tensor: torch.Tensor, place: str = "") -> int:
+        """The value a tensor is now; its storage becomes known.
+
+        Raises ``Unsupported`` for tensors that are not plain strided bytes, and for a storage that has grown.
+        """
+        _plain(tensor, place)
+        key = compat.storage_key(tensor)
+        nbytes = int(tensor.untyped_storage().nbytes())
+        s = self._storage_of.get(key)
+        if s is None:
+            s = self._storage_of[key] = len(self.storages)
+            self._references.append(compat.storage_reference(tensor))
+            device = str(tensor.device)
+            size = aligned(nbytes, alignment_of(device))
+            self.storages.append(TapeStorage(size, nbytes, device, -1))
+            self.on_cuda = self.on_cuda or device.startswith("cuda")
+        elif nbytes != self.storages[s].nbytes:
+            raise Unsupported(
+                f"resizing a tensor{' at ' + place if place else ''}",
+                "a storage has one size from its definition to its end",
+                "make a new tensor of the other size",
+            )
+        info = TapeValue(
+            s, tensor.dtype, tuple(tensor.shape), tuple(tensor.stride()), int(tensor.storage_offset())
+        )
+        v = self.intern(info)
+        if self.storages[s].base < 0:
+            self.storages[s].base = v
+        return v
+
+    def intern(self, info: TapeValue) -> int:
+        """The number of a value that may be new."""
+        v = self._value_of.get(info)
+        if v is None:
+            v = self._value_of[info] = len(self.values)
+            self.values.append(info)
+        return v
+
+    def refs(self, tree: Any, place: str = "") -> Any:
+        """An argument tree with each tensor replaced by its ``Ref``."""
+        if isinstance(tree, torch.Tensor):
+            return Ref(self.value(tree, place))
+        if isinstance(tree, (list, tuple)):
+            return type(tree)(self.refs(x, place) for x in tree)
+        if isinstance(tree, dict):
+            return {k: self.refs(x, place) for k, x in tree.items()}
+        return tree
+
+    def storage(self, value: int) -> int:
+        return self.values[value].storage
+
+    # --- what the caller owns ---
+
+    def input(
+        self, tensor: torch.Tensor, role: str, key: Any, name: str, real: torch.Tensor | None = None
+    ) -> int:
+        """A tensor of the caller. A second one in a known storage is a value of its own."""
+        v = self.value(tensor, name)
+        if v not in self._given_values:
+            self._given_values.add(v)
+            self.slots.append((v, role, key))
+        s = self.storages[self.storage(v)]
+        if not s.role:
+            s.role, s.key, s.name = role, key, name
+        if real is not None:
+            self.real[v] = real
+        return v
+
+    def constant(self, tensor: torch.Tensor, real: torch.Tensor) -> int:
+        """A real tensor that is neither parameter, buffer nor part of the batch."""
+        if self.knows(tensor):
+            return self.value(tensor)
+        k = len(self.constants)
+        self.constants.append(real)
+        return self.input(tensor, "constant", k, f"constant_{k}", real)
+
+    # --- ops ---
+
+    def record(
+        self,
+        fn: Any,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        out: Any,
+        *,
+        phase: str,
+        origin: Origin,
+        flops: int = 0,
+    ) -> Record | None:
+        """Take down an ATen call whose ``args`` hold ``Ref``s and whose result is ``out``; None for a view."""
+        known = len(self.storages)
+        place = f"{fn} · {origin}"
+        outs = [o for o in _leaves(out)]
+        tensors = [o for o in outs if isinstance(o, torch.Tensor)]
+        values = [self.value(o, place) if isinstance(o, torch.Tensor) else -1 for o in outs]
+        if compat.is_inplace_view(fn):
+            return None
+        writes = [v for k, n in compat.written_arguments(fn) for v in self._given(args, kwargs, k, n)]
+        names = compat.undeclared_writes(fn, args, kwargs)
+        writes += [v for n in names for v in self._given(args, kwargs, compat.argument_positions(fn)[n], n)]
+        made: list[int] = []
+        results: list[int] = []
+        for v in values:
+            new = v >= 0 and self.storage(v) >= known and self.storage(v) not in made
+            results.append(v if new else -1)
+            if new:
+                made.append(self.storage(v))
+        random = compat.is_random(fn, args, kwargs)
+        effect = compat.is_collective(fn) or not (tensors or writes or fn._schema.returns)
+        if not (made or writes or random or effect):
+            return None
+        device = str(tensors[0].device) if tensors else "cpu"
+        r = Record(fn, str(fn), args, kwargs, tuple(results), tuple(dict.fromkeys(refs_in((args, kwargs)))))
+        r.writes = tuple(dict.fromkeys(self.storage(v) for v in writes))
+        r.random, r.effect, r.device, r.phase, r.origin = random, effect, device, phase, origin
+        r.flops = flops or sum(t.numel() for t in tensors)
+        self._statistics(r)
+        r.fn = compat.runnable(fn) if self.grad else fn
+        self.records.append(r)
+        return r
+
+    def call(
+        self, fn: Callable[..., Any], target: str, values: tuple[int, ...], writes: tuple[int, ...]
+    ) -> Record:
+        """Take down an opaque call ``fn(*tensors of values)`` that writes the storages of ``writes``."""
+        r = Record(fn, target, tuple(Ref(v) for v in values), {}, (-1,), tuple(dict.fromkeys(values)))
+        r.writes = tuple(dict.fromkeys(self.storage(v) for v in writes))
+        self.records.append(r)
+        return r
+
+    def _given(self, args: tuple[Any, ...], kwargs: dict[str, Any], k: int, name: str) -> list[int]:
+        return list(refs_in(kwargs[name] if name in kwargs else args[k] if k < len(args) else None))
+
+    def _statistics(self, r: Record) -> None:
+        names = compat.statistics_of(r.fn, r.args, r.kwargs)
+        if not names:
+            return
+        positions = compat.argument_positions(r.fn)
+        values = [v for n in names for v in self._given(r.args, r.kwargs, positions[n], n)]
+        other = compat.without_statistics(r.fn, r.args, r.kwargs)
+        if values and other is not None:
+            r.updates = tuple(dict.fromkeys(self.storage(v) for v in values))
+            r.replay = Call(*other, r.results)
+
+
+def _plain(tensor: torch.Tensor, place: str) -> None:
+    at = f" at {place}" if place else ""
+    if tensor.layout is not torch.strided:
+        raise Unsupported(
+            f"a {tensor.layout} tensor{at}",
+            "its bytes are more than one strided storage",
+            "use dense tensors (sparse=False in an embedding)",
+        )
+    if tensor.is_quantized or tensor.is_nested:
+        raise Unsupported(f"a quantised or nested tensor{at}", "its metadata is more than shape and stride")
+    if tensor.is_neg() or tensor.is_conj():
+        raise Unsupported(
+            f"a lazily conjugated or negated tensor{at}",
+            "the bit is not part of its bytes",
+            "call resolve_conj() or resolve_neg()",
+        )

@@ -1,0 +1,1 @@
+"""An optimizer's step as ops, one per parameter where that is bit-identical."""

@@ -1,0 +1,418 @@
+"""Whether an optimizer may step its parameters one at a time: tried on small ones, together and in turns.
+
+Of a class outside of torch.optim nothing is known. It takes turns if, over many kinds of gradients, both ways leave
+the same bits in parameters, state, groups and attributes, and if no op of its step reads numbers of two parameters or
+hands a number to Python, where it could decide anything. In all other cases it steps all at once.
+
+Which parameters' numbers meet in an optimizer's step: a dispatch mode that follows them from op to op.
+
+Comparing numbers finds a coupling only where it acts. A norm over all gradients is seen here whatever its limit.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from tightship.errors import Unsupported
+from tightship.frontends.torch import compat
+from tightship.frontends.torch.optimizer.copy import (
+    Disagreement,
+    Turns,
+    bare,
+    copied,
+    plain_part,
+    stepped,
+    unchanged_globals,
+    why_not_plain,
+)
+
+__all__ = ["Flow", "why_together"]
+
+
+# What these make does not depend on the numbers of their tensor.
+_EMPTY = (
+    "zeros_like", "ones_like", "empty_like", "full_like", "rand_like", "randn_like", "new_empty", "new_zeros",
+    "new_ones", "new_full", "new_empty_strided",
+)  # fmt: skip
+_LEAVES = (
+    "numpy",
+    "tolist",
+    "data_ptr",
+    "untyped_storage",
+    "storage",
+    "__array__",
+    "__dlpack__",
+    "__reduce_ex__",
+)
+
+Owners = frozenset[int]
+
+
+class _Follow(TorchDispatchMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.owners: dict[int, Owners] = {}
+        self.held: list[Any] = []  # or a storage's key would be given to another
+        self.met: list[str] = []
+
+    def own(self, tensor: torch.Tensor, owners: Owners) -> None:
+        if owners:
+            self.owners[compat.storage_key(tensor)] = owners
+            self.held.append(tensor.untyped_storage())
+
+    def of(self, tree: Any) -> Owners:
+        found: Owners = frozenset()
+        for t in _tensors(tree):
+            found |= self.owners.get(compat.storage_key(t), frozenset())
+        return found
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        out = func(*args, **kwargs)
+        name = func._schema.name.rpartition("::")[2]
+        if name in _EMPTY:
+            return out
+        given = (*args, *kwargs.values())
+        if name.startswith(("_foreach_", "_fused_")):
+            self.listed(name, given, out)
+            return out
+        owners = self.of(given)
+        if len(owners) > 1:
+            self.met.append(f"{name} reads several")
+        results = list(_tensors(out))
+        if owners and not results and func._schema.returns:
+            self.met.append(f"{name} makes a number of Python of one")
+        written = [given[k] for k, _ in compat.written_arguments(func) if k < len(args)]
+        for t in (*results, *_tensors(written)):
+            self.own(t, owners)
+        return out
+
+    def listed(self, name: str, given: Sequence[Any], out: Any) -> None:
+        """Ops on lists take the k-th of each list together."""
+        lists = [x for x in (*given, out) if isinstance(x, (list, tuple)) and list(_tensors(x))]
+        shared = self.of([x for x in given if isinstance(x, torch.Tensor)])
+        for k in range(max(map(len, lists), default=0)):
+            row = [x[k] for x in lists if k < len(x)]
+            owners = self.of(row) | shared
+            if len(owners) > 1:
+                self.met.append(f"{name} reads several")
+            for t in _tensors(row):
+                self.own(t, owners)
+
+
+class _Leaving(TorchFunctionMode):
+    """Numbers that leave torch by a way no op sees."""
+
+    def __init__(self, follow: _Follow) -> None:
+        super().__init__()
+        self.follow = follow
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = getattr(func, "__name__", "")
+        if name in _LEAVES and args and isinstance(args[0], torch.Tensor):
+            with torch._C.DisableTorchFunction():
+                owned = self.follow.of([args[0]])
+            if owned:
+                self.follow.met.append(f"{name}() makes a number of Python of one")
+        return func(*args, **(kwargs or {}))
+
+
+class Flow:
+    """``met`` says where, in what ran while `watching`, numbers of several owners met or became Python's."""
+
+    def __init__(self) -> None:
+        self._follow = _Follow()
+        self.met = self._follow.met
+
+    def own(self, owner: int, tensor: torch.Tensor) -> None:
+        """Let the numbers in ``tensor`` be those of ``owner``."""
+        self._follow.own(tensor, frozenset((owner,)))
+
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        with self._follow, _Leaving(self._follow):
+            yield
+
+
+def _tensors(tree: Any) -> Iterator[torch.Tensor]:
+    if isinstance(tree, torch.Tensor):
+        yield tree
+    elif isinstance(tree, (list, tuple)):
+        for x in tree:
+            yield from _tensors(x)
+
+
+_LARGEST = 4096  # elements of a parameter that is tried
+_LATER = (99, 999, 9999)  # what counters are set forward by: a round number of steps follows
+
+Gradients = Callable[[int, int, torch.Tensor], "torch.Tensor | None"]
+
+
+@dataclass(frozen=True)
+class _Scenario:
+    """``gradient(step, parameter, normal)`` is made of a normally distributed one."""
+
+    name: str
+    steps: int
+    gradient: Gradients
+    goes_on: bool = False
+
+
+@dataclass
+class _Pair:
+    """Two optimizers alike: ``whole`` steps ``ours`` together, ``parts`` steps ``theirs`` in turns."""
+
+    whole: Any
+    ours: list[torch.Tensor]
+    parts: Any
+    theirs: list[torch.Tensor]
+    flow: Flow
+
+
+def _scenarios(count: int, last_group: int) -> tuple[_Scenario, ...]:
+    """For ``count`` parameters, those from ``last_group`` on in a group of their own."""
+
+    def one_is(value: float) -> Gradients:
+        return lambda step, k, g: g.fill_(value) if (step, k) in ((1, 0), (2, count - 1)) else g
+
+    def missing(step: int, k: int, g: torch.Tensor) -> torch.Tensor | None:
+        gone = step == k or (step == count and 0 < last_group <= k)
+        return None if gone else g
+
+    scales = (1.0, 50.0, 1e-4)
+    return (
+        _Scenario("gradients of ordinary size", 12, lambda step, k, g: g * scales[k % 3], True),
+        _Scenario("gradients that are zero", 3, lambda step, k, g: g * 0),
+        _Scenario("tiny gradients", 3, lambda step, k, g: g * 1e-30),
+        _Scenario("a huge gradient", 4, lambda step, k, g: g * 1e15 if k == 1 else g),
+        _Scenario("an infinite gradient", 4, one_is(float("inf"))),
+        _Scenario("a gradient that is NaN", 4, one_is(float("nan"))),
+        _Scenario("parameters without a gradient", count + 2, missing),
+    )
+
+
+def why_together(optimizer: Any) -> str | None:
+    """Why the optimizer's parameters are to be stepped all at once; None if each may be stepped by itself.
+
+    The optimizer stays as it is. Raises ``Unsupported`` for a step that does not run, that draws random numbers, or
+    that counts in its class or module.
+    """
+    name = f"the optimizer {type(optimizer).__name__}"
+    drawn = torch.get_rng_state(), random.getstate()
+    with unchanged_globals(optimizer) as counted:
+        try:
+            why = _tried(optimizer)
+        except Exception as error:
+            raise Unsupported(name, f"its step does not run on copies of its parameters: {error}") from error
+        random_too = not torch.equal(drawn[0], torch.get_rng_state()) or drawn[1] != random.getstate()
+        torch.set_rng_state(drawn[0])
+        random.setstate(drawn[1])
+    if random_too:
+        raise Unsupported(
+            name, "its step draws random numbers, and a plan moves updates before other ops that do"
+        )
+    if counted:
+        raise Unsupported(name, f"its step changes {counted[0]}, which planning would change, too")
+    return why
+
+
+def _tried(optimizer: Any) -> str | None:
+    trial = _Trial(optimizer)
+    trial.copy_steps()
+    why = why_not_plain(optimizer)
+    if why is not None:
+        return why
+    for scenario in _scenarios(len(trial.shapes), trial.last_group):
+        try:
+            why = trial.differs(scenario)
+        except Exception as error:
+            return f"tried with {scenario.name}, it raises {type(error).__name__}: {error}"
+        if why is not None:
+            return why
+    return None
+
+
+class _Trial:
+    """Small parameters in groups like the optimizer's, and its class stepping them."""
+
+    def __init__(self, optimizer: Any) -> None:
+        self.optimizer = optimizer
+        self.step = compat.plain_step(type(optimizer))
+        self.groups = [(k, _shapes(g["params"])) for k, g in enumerate(optimizer.param_groups)]
+        rows = [(k, shape, dtype) for k, found in self.groups for shape, dtype in found]
+        self.shapes = [(shape, dtype) for _, shape, dtype in rows]
+        self.places = [k for k, _, _ in rows]
+        self.last_group = self.places.index(self.places[-1]) if self.places else 0
+
+    def copy_steps(self) -> None:
+        """Two steps of a copy, for what they raise, draw or count."""
+        params = [p for g in self.optimizer.param_groups for p in g["params"] if p.requires_grad]
+        others = {id(p): torch.nn.Parameter(torch.zeros_like(p)) for p in params}
+        copy = copied(self.optimizer, others)
+        for _ in range(2):
+            stepped(copy, self.step, [(q, torch.zeros_like(q)) for q in others.values()])
+
+    def fresh(self, start: Sequence[torch.Tensor]) -> tuple[Any, list[torch.Tensor]]:
+        params = [torch.nn.Parameter(t.clone()) for t in start]
+        made = bare(self.optimizer)
+        attributes, groups = plain_part(self.optimizer)
+        made.__dict__.update(attributes)
+        made.state = defaultdict(dict)
+        made.param_groups = [
+            {"params": [p for p, place in zip(params, self.places, strict=True) if place == k]} | g
+            for k, g in enumerate(groups)
+        ]
+        return made, params
+
+    def pair(self, start: Sequence[torch.Tensor]) -> _Pair:
+        pair = _Pair(*self.fresh(start), *self.fresh(start), Flow())
+        for k, p in enumerate(pair.ours):
+            pair.flow.own(k, p)
+        return pair
+
+    def differs(self, scenario: _Scenario) -> str | None:
+        generator = torch.Generator().manual_seed(0)
+        pair = self.pair([_normal(s, d, generator) for s, d in self.shapes])
+        try:
+            for step in range(scenario.steps):
+                rows = [_normal(s, d, generator) for s, d in self.shapes]
+                why = self.step_both(pair, [scenario.gradient(step, k, g) for k, g in enumerate(rows)])
+                if why is not None:
+                    return f"with {scenario.name}, {why}"
+            return self.later(pair, generator) if scenario.goes_on else None
+        except Disagreement as error:
+            return f"with {scenario.name}, the parameters do not agree on {error}"
+
+    def later(self, pair: _Pair, generator: torch.Generator) -> str | None:
+        """As if many more steps had been done: what happens every hundredth step is seen, too."""
+        before = _numbers(pair.whole, pair.ours)
+        counters = None
+        for ahead in (0, *_LATER):
+            if ahead:
+                _set(pair.whole, pair.ours, counters or (), ahead)
+                _set(pair.parts, pair.theirs, counters or (), ahead)
+            for _ in range(3 if ahead else 1):
+                why = self.step_both(pair, [_normal(s, d, generator) for s, d in self.shapes])
+                if why is not None:
+                    return f"after {ahead} steps, {why}"
+            if not ahead:
+                after = _numbers(pair.whole, pair.ours)
+                counters = [n for n, x in after.items() if before.get(n) == x - 1]
+                if not counters:
+                    return None
+        return None
+
+    def step_both(self, pair: _Pair, grads: Sequence[torch.Tensor | None]) -> str | None:
+        """Steps one together and the other in turns; what went wrong or differs afterwards."""
+        mine, others = ([None if g is None else g.clone() for g in grads] for _ in range(2))
+        for k, g in enumerate(mine):
+            if g is not None:
+                pair.flow.own(k, g)
+        with pair.flow.watching():
+            stepped(pair.whole, self.step, zip(pair.ours, mine, strict=True))
+        if pair.flow.met:
+            return f"an op of its step, {pair.flow.met[0]}"
+        present = [k for k, g in enumerate(others) if g is not None]
+        turns = Turns(pair.parts, len(present))
+        for k in present:
+            turns.run(self.places[k], pair.theirs[k], others[k])
+        if not all(map(_same, mine, others)):
+            return "what it leaves in one gradient depends on the others"
+        return _difference(pair)
+
+
+def _shapes(params: Sequence[torch.Tensor]) -> list[tuple[tuple[int, ...], torch.dtype]]:
+    """Shapes and dtypes for a group like this: those it has, made smaller, and never one alone."""
+    found = dict.fromkeys((_smaller(tuple(p.shape)), p.dtype) for p in params if p.requires_grad)
+    several = list(found)[:6]
+    return (several * 2)[: max(2, len(several))]
+
+
+def _smaller(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """No more than `_LARGEST` elements, of the same number of dimensions."""
+    sizes = list(shape)
+    while torch.Size(sizes).numel() > _LARGEST:
+        k = max(range(len(sizes)), key=sizes.__getitem__)
+        sizes[k] = -(-sizes[k] // 2)
+    return tuple(sizes)
+
+
+def _normal(shape: tuple[int, ...], dtype: torch.dtype, generator: torch.Generator) -> torch.Tensor:
+    wide = torch.complex64 if dtype.is_complex else torch.float32
+    return torch.randn(shape, generator=generator, dtype=wide).to(dtype)
+
+
+# --- counters -------------------------------------------------------------------------------------------------
+
+
+def _homes(optimizer: Any, params: Sequence[Any]) -> list[Any]:
+    states = [optimizer.state[p] for p in params if p in optimizer.state]
+    return [vars(optimizer), *optimizer.param_groups, *(s for s in states if isinstance(s, dict))]
+
+
+def _numbers(optimizer: Any, params: Sequence[Any]) -> dict[tuple[int, Any], float]:
+    """Every single number in attributes, groups and state, by home and name."""
+    found: dict[tuple[int, Any], float] = {}
+    for k, home in enumerate(_homes(optimizer, params)):
+        for name, x in home.items():
+            if isinstance(x, torch.Tensor):
+                single = x.dim() == 0 and not x.is_complex()
+            else:
+                single = isinstance(x, (int, float)) and not isinstance(x, bool)
+            if single:
+                found[k, name] = float(x)
+    return found
+
+
+def _set(optimizer: Any, params: Sequence[Any], names: Sequence[tuple[int, Any]], value: int) -> None:
+    homes = _homes(optimizer, params)
+    for k, name in names:
+        x = homes[k][name]
+        if isinstance(x, torch.Tensor):
+            x.fill_(value)
+        else:
+            homes[k][name] = type(x)(value)
+
+
+# --- comparing ------------------------------------------------------------------------------------------------
+
+
+def _difference(pair: _Pair) -> str | None:
+    whole, parts = pair.whole, pair.parts
+    if not all(map(_same, pair.ours, pair.theirs)):
+        return "its update of one parameter depends on the others"
+    for k, (p, q) in enumerate(zip(pair.ours, pair.theirs, strict=True)):
+        if not _same(whole.state.get(p), parts.state.get(q)):
+            return f"its state of parameter {k} depends on the others"
+    known = {id(p) for p in (*pair.ours, *pair.theirs)}
+    if any(id(k) not in known for k in (*whole.state, *parts.state)):
+        return "its state has entries that are no parameter's"
+    for what, a, b in zip(("attributes", "groups"), plain_part(whole), plain_part(parts), strict=True):
+        if repr(a) != repr(b):
+            return f"its {what} advance otherwise when parameters are stepped one at a time"
+    return None
+
+
+def _same(a: Any, b: Any) -> bool:
+    """Whether two trees are equal to the bit, in order."""
+    if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor):
+        if (a.dtype, a.shape, a.stride()) != (b.dtype, b.shape, b.stride()):
+            return False
+        left, right = (t.detach().contiguous().reshape(-1).view(torch.uint8) for t in (a, b))
+        return torch.equal(left, right)
+    if type(a) is not type(b):
+        return False
+    if isinstance(a, dict):
+        return list(a) == list(b) and all(_same(a[k], b[k]) for k in a)
+    if isinstance(a, (list, tuple)):
+        return len(a) == len(b) and all(map(_same, a, b))
+    return repr(a) == repr(b)

@@ -1,0 +1,533 @@
+"""The torch functions that a step's Python code calls: what was asked, of which tensors, and what was answered.
+
+A trace is what a step's Python code looks like from torch's side. Running that code again with the same answers costs
+microseconds a call and computes nothing, and whatever it does otherwise (another function, number, tensor, order)
+shows as a call that differs. Tensors are compared by their number in the trace: inputs first, then constants and
+results in the order in which they appear.
+"""
+
+from __future__ import annotations
+
+import dis
+import functools
+import math
+import types
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field
+from operator import is_
+from typing import Any, Protocol
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+from tightship.errors import Unsupported
+from tightship.frontends.torch import compat, compat_capture
+from tightship.frontends.torch.capture.tape import Origin
+from tightship.process_local import NotCopied
+
+__all__ = [
+    "Capturing",
+    "Execution",
+    "ExecutionState",
+    "Form",
+    "FunctionCall",
+    "FunctionTrace",
+    "Inner",
+    "form",
+    "globals_of",
+    "map_tensors",
+    "name_of",
+    "plainly_same",
+    "tensors_in",
+    "understood",
+    "unknown",
+]
+
+
+# --- argument trees -------------------------------------------------------------------------------------------
+
+
+def map_tensors(fn: Callable[[torch.Tensor], Any], tree: Any) -> Any:
+    """``tree`` with ``fn`` applied to its tensors; the same object where ``fn`` changes none."""
+    if isinstance(tree, torch.Tensor):
+        return fn(tree)
+    if isinstance(tree, (list, tuple)) and type(tree) is not torch.Size:
+        new = [map_tensors(fn, x) for x in tree]
+        if all(map(is_, new, tree)):
+            return tree
+        named = isinstance(tree, tuple) and hasattr(tree, "_fields")
+        return type(tree)(*new) if named else type(tree)(new)
+    if isinstance(tree, dict):
+        new_items = {k: map_tensors(fn, x) for k, x in tree.items()}
+        return tree if all(new_items[k] is tree[k] for k in tree) else new_items
+    if isinstance(tree, slice):
+        bounds = tree.start, tree.stop, tree.step
+        parts = [map_tensors(fn, x) for x in bounds]
+        return tree if all(map(is_, parts, bounds)) else slice(*parts)
+    return tree
+
+
+def tensors_in(tree: Any) -> Iterator[torch.Tensor]:
+    """The tensors of an argument tree, in order."""
+    if isinstance(tree, torch.Tensor):
+        yield tree
+    elif isinstance(tree, (list, tuple)):
+        for x in tree:
+            yield from tensors_in(x)
+    elif isinstance(tree, dict):
+        for x in tree.values():
+            yield from tensors_in(x)
+    elif isinstance(tree, slice):
+        yield from tensors_in((tree.start, tree.stop, tree.step))
+
+
+def own_containers(tree: Any) -> Any:
+    """``tree`` in lists, dicts and arrays of its own, which the caller's code cannot change."""
+    if isinstance(tree, (list, tuple)) and type(tree) is not torch.Size:
+        new = [own_containers(x) for x in tree]
+        if isinstance(tree, tuple) and all(map(is_, new, tree)):
+            return tree
+        return type(tree)(*new) if hasattr(tree, "_fields") else type(tree)(new)
+    if isinstance(tree, dict):
+        return type(tree)((k, own_containers(x)) for k, x in tree.items())
+    return tree.copy() if type(tree).__module__ == "numpy" and hasattr(tree, "copy") else tree
+
+
+Form = tuple[Any, ...]
+
+
+def form(tensor: torch.Tensor) -> Form:
+    """What a program depends on beside a constant's contents: another tensor of the same form can stand for it."""
+    nbytes = tensor.untyped_storage().nbytes() if tensor.layout is torch.strided else -1
+    strides = (tuple(tensor.stride()), tensor.storage_offset()) if nbytes >= 0 else ()
+    flags = tensor.requires_grad, tensor.is_conj(), tensor.is_neg()
+    return type(tensor), tensor.dtype, tuple(tensor.shape), strides, nbytes, str(tensor.device), flags
+
+
+# --- calls ----------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class ExecutionState:
+    """What a call depends on beside its arguments: gradient and inference mode, autocast's type by device."""
+
+    grad: bool
+    inference: bool
+    autocast: tuple[tuple[str, torch.dtype, bool], ...] = ()
+
+    @staticmethod
+    def now() -> ExecutionState:
+        autocast: tuple[tuple[str, torch.dtype, bool], ...] = ()
+        if compat.any_autocast():
+            cache = torch.is_autocast_cache_enabled()
+            kinds = [k for k in ("cpu", "cuda") if torch.is_autocast_enabled(k)]
+            autocast = tuple((k, torch.get_autocast_dtype(k), cache) for k in kinds)
+        return ExecutionState(torch.is_grad_enabled(), torch.is_inference_mode_enabled(), autocast)
+
+
+@dataclass(slots=True)
+class FunctionCall:
+    """One call as the Python code made it. ``kind``: ``op`` has the recorded ``answer``; ``data`` makes a tensor of
+    Python's data and is run in every step, ``now`` reads such a tensor or sets a mode, and is run, too.
+
+    ``bound``: an argument is a constant, of which each step may bring another. ``first`` is the number of the first
+    tensor that it made; ``guards`` are what its answer says of data. ``repeats``: Python code of the caller's runs
+    inside it or in its backward pass, which only running it again can tell to be the same.
+    """
+
+    func: Any
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    answer: Any
+    kind: str
+    state: ExecutionState
+    origin: Any
+    first: int
+    bound: bool = False
+    repeats: bool = False
+    guards: tuple[Any, ...] = ()
+
+
+@dataclass
+class FunctionTrace(NotCopied):
+    """``tensors`` are those that the code gets to see, by number: the caller's own parameters, buffers and
+    constants, stand-ins without data for everything else. The first ``inputs`` are parameters, buffers and, from
+    ``leaves`` on, the batch's. ``constants`` gives the form of each constant; for those in ``rigid``, which share
+    bytes, no other can stand. ``results`` are the numbers of what the code handed back; ``end_guards`` are what its
+    backward pass says of data. ``attributes`` and ``caches`` are where it left stand-ins behind. ``batch`` (a
+    ``structure.BatchSpec``) is the kind of batch, ``program`` what was captured, ``renumbering`` (a
+    ``numbers.Renumbering``) tells how its numbers follow. ``references`` counts who holds the tensors between runs,
+    None before the first run is over. ``made_of_constants`` are the numbers of those that no parameter, buffer,
+    random number or part of the batch has gone into; ``made_once`` are those among them that eager may make in the
+    first step only, as an attribute keeps them.
+    """
+
+    tensors: list[torch.Tensor] = field(default_factory=list)
+    index: dict[int, int] = field(default_factory=dict)
+    calls: list[FunctionCall] = field(default_factory=list)
+    constants: dict[int, Form] = field(default_factory=dict)
+    rigid: set[int] = field(default_factory=set)
+    results: tuple[int, ...] = ()
+    inputs: int = 0
+    leaves: int = 0
+    attributes: tuple[tuple[torch.nn.Module, str], ...] = ()
+    caches: tuple[Any, ...] = ()
+    end_guards: tuple[Any, ...] = ()
+    batch: Any = None
+    program: Any = None
+    renumbering: Any = None
+    references: list[int] | None = None
+    made_of_constants: frozenset[int] = frozenset()
+    made_once: frozenset[int] = frozenset()
+
+    @property
+    def repeats(self) -> bool:
+        return any(c.repeats for c in self.calls)
+
+    @functools.cached_property
+    def places(self) -> dict[int, list[int]]:
+        """The calls that each tensor occurs in, when all are made."""
+        found: dict[int, list[int]] = {}
+        for k, call in enumerate(self.calls):
+            for n in {self.index[id(t)] for t in tensors_in((call.args, call.kwargs, call.answer))}:
+                found.setdefault(n, []).append(k)
+        return found
+
+    def settle_constants(self, random_calls: Collection[int]) -> None:
+        """Finds ``made_of_constants``."""
+        found = set(self.constants)
+        for k, call in enumerate(self.calls):
+            given = {self.index[id(t)] for t in tensors_in((call.args, call.kwargs))}
+            made = {self.index[id(t)] for t in tensors_in(call.answer)}
+            if given <= found and k not in random_calls:
+                found |= made
+            else:
+                found -= made
+        self.made_of_constants = frozenset(found)
+
+    def sources(self, numbers: Collection[int]) -> set[int]:
+        """The tensors of these numbers and those that they were made from."""
+        found = set(numbers)
+        for call in reversed(self.calls):
+            if found & {self.index[id(t)] for t in tensors_in(call.answer)}:
+                found |= {self.index[id(t)] for t in tensors_in((call.args, call.kwargs))}
+        return found
+
+    def add(self, tensor: torch.Tensor) -> int:
+        """The number of a tensor that may be new."""
+        n = self.index.setdefault(id(tensor), len(self.tensors))
+        if n == len(self.tensors):
+            self.tensors.append(tensor)
+        return n
+
+    def common(self, other: FunctionTrace) -> int:
+        """How many of the first calls are the same in both, whatever the numbers among their arguments."""
+        for k, (a, b) in enumerate(zip(self.calls, other.calls, strict=False)):
+            if a.func != b.func or a.kind != b.kind or a.first != b.first or a.state != b.state:
+                return k
+            here = Arguments(self.index.get)
+            there = other.index.get
+            if not here.alike((b.args, b.kwargs), (a.args, a.kwargs), there) or here.structural(a.func):
+                return k
+            if [self.index[id(t)] for t in tensors_in(a.answer)] != [
+                there(id(t)) for t in tensors_in(b.answer)
+            ]:
+                return k
+        return min(len(self.calls), len(other.calls))
+
+
+def name_of(func: Any) -> str:
+    """The function's bare name, also of getters and setters."""
+    owner = getattr(func, "__self__", None)
+    name = getattr(func, "__name__", "") or type(func).__name__
+    if name in ("__get__", "__set__", "__delete__") and owner is not None:
+        return f"{getattr(owner, '__name__', '')}.{name}"
+    return str(name)
+
+
+# --- comparing ------------------------------------------------------------------------------------------------
+
+_SHAPED_BY_NUMBERS = {
+    "arange", "range", "interpolate", "upsample", "upsample_nearest", "upsample_bilinear", "fractional_max_pool2d",
+    "fractional_max_pool3d", "fractional_max_pool2d_with_indices", "fractional_max_pool3d_with_indices",
+}  # fmt: skip
+_ARITHMETIC = {
+    "add", "add_", "__add__", "__iadd__", "__radd__", "sub", "sub_", "__sub__", "__isub__", "__rsub__", "rsub",
+    "mul", "mul_", "__mul__", "__imul__", "__rmul__", "div", "div_", "__div__", "__truediv__", "__rtruediv__",
+    "__rdiv__", "true_divide", "multiply", "divide", "subtract", "pow", "pow_", "__pow__", "__rpow__",
+    "clamp", "clamp_", "clamp_min", "clamp_max", "clip", "masked_fill", "masked_fill_", "fill_", "full_like",
+    "lerp", "lerp_", "addcmul", "addcmul_", "addcdiv", "addcdiv_", "leaky_relu", "eq", "ne", "lt", "le", "gt", "ge",
+}  # fmt: skip
+
+
+def plainly_same(
+    args: tuple[Any, ...], kwargs: dict[str, Any], known: tuple[Any, ...], known_kwargs: dict[str, Any]
+) -> bool:
+    """Whether arguments are the same objects or equal whole numbers, names and shapes; most are, and this is quick.
+    Where it is False, ``Arguments`` tells."""
+    if len(args) != len(known) or len(kwargs) != len(known_kwargs):
+        return False
+    for a, b in zip(args, known, strict=True):
+        if a is not b and not _plainly_equal(a, b):
+            return False
+    for k, a in kwargs.items():
+        b = known_kwargs.get(k, _NOTHING)
+        if a is not b and not _plainly_equal(a, b):
+            return False
+    return True
+
+
+_NOTHING = object()
+
+
+def _plainly_equal(a: Any, b: Any) -> bool:
+    kind = type(a)
+    if kind is not type(b):
+        return False
+    if kind is int or kind is str:
+        return bool(a == b)
+    if kind is tuple or kind is list or kind is torch.Size:
+        return len(a) == len(b) and all(
+            x is y or (type(x) is int and type(y) is int and x == y) for x, y in zip(a, b, strict=True)
+        )
+    return False
+
+
+class Arguments:
+    """Compares arguments of a call with those of a recorded one. ``number`` gives the number of a tensor of the
+    former, or None; after ``alike`` was true, ``differs`` says whether numbers are other ones."""
+
+    __slots__ = ("differs", "integers", "number")
+
+    def __init__(self, number: Callable[[int], int | None]) -> None:
+        self.number = number
+        self.differs = False
+        self.integers = False
+
+    def structural(self, func: Any) -> bool:
+        """Whether a number that differs may change the shape of the answer."""
+        if not self.differs:
+            return False
+        name = name_of(func)
+        if self.integers:
+            return name not in _ARITHMETIC
+        module = str(getattr(func, "__module__", None) or "torch")
+        return name in _SHAPED_BY_NUMBERS or not (module.startswith("torch") or _is_method(func))
+
+    def alike(self, now: Any, known: Any, number_of_known: Callable[[int], int | None]) -> bool:
+        if isinstance(known, torch.Tensor) or isinstance(now, torch.Tensor):
+            if not (isinstance(known, torch.Tensor) and isinstance(now, torch.Tensor)):
+                return False
+            n = self.number(id(now))
+            return n is not None and n == number_of_known(id(known))
+        if now is known:
+            return True
+        kind = type(now)
+        if kind is not type(known):
+            return False
+        if kind is float or kind is int or kind is complex:
+            return self._numbers(now, known)
+        if kind is bool or kind is str or now is None:
+            return bool(now == known)
+        if issubclass(kind, (list, tuple)):
+            return len(now) == len(known) and all(
+                self.alike(a, b, number_of_known) for a, b in zip(now, known, strict=True)
+            )
+        if issubclass(kind, dict):
+            return list(now) == list(known) and all(
+                self.alike(a, known[k], number_of_known) for k, a in now.items()
+            )
+        if kind is slice:
+            return self.alike(
+                (now.start, now.stop, now.step), (known.start, known.stop, known.step), number_of_known
+            )
+        return self._others(now, known)
+
+    def _numbers(self, now: Any, known: Any) -> bool:
+        same = now == known or (now != now and known != known)
+        if same and not (now == 0 and math.copysign(1, now.real) != math.copysign(1, known.real)):
+            return True
+        self.differs = True
+        self.integers = self.integers or type(now) is int
+        return True
+
+    def _others(self, now: Any, known: Any) -> bool:
+        if isinstance(now, float):  # NumPy's float64
+            return self._numbers(float(now), float(known))
+        if hasattr(now, "dtype") and hasattr(now, "tobytes"):
+            return bool(
+                now.dtype == known.dtype and now.shape == known.shape and now.tobytes() == known.tobytes()
+            )
+        if isinstance(now, types.FunctionType):
+            return now.__code__ is known.__code__  # a call with functions among its arguments repeats
+        if isinstance(now, types.MethodType):
+            return now.__func__ is known.__func__ and now.__self__ is known.__self__
+        try:
+            return bool(now == known)
+        except Exception:  # an object of somebody else's that cannot say
+            return False
+
+
+def _is_method(func: Any) -> bool:
+    return isinstance(func, _METHODS)
+
+
+_METHODS = (
+    types.BuiltinFunctionType, types.MethodDescriptorType, types.WrapperDescriptorType, types.MethodWrapperType,
+)  # fmt: skip
+
+
+# --- Python code that runs inside a call ----------------------------------------------------------------------
+
+
+def understood(fn: Any) -> bool:
+    """Whether a function's outcome follows from its arguments alone, as far as its code tells: it has no closure, no
+    defaults and no object that it is bound to, and its globals are modules, functions and classes of torch. For
+    functions of the caller's own, another may stand under that name in the next step."""
+    if not isinstance(fn, types.FunctionType):
+        return _of_torch(fn)
+    if hasattr(fn, "__wrapped__") and str(fn.__globals__.get("__name__")).startswith("torch."):
+        return understood(fn.__wrapped__)  # once_differentiable, custom_fwd
+    if fn.__closure__ or fn.__defaults__ or fn.__kwdefaults__ or vars(fn):
+        return False
+    return all(_harmless(fn.__globals__, name) for name in globals_of(fn.__code__))
+
+
+def globals_of(code: types.CodeType) -> set[str]:
+    names = {i.argval for i in dis.get_instructions(code) if i.opname in ("LOAD_GLOBAL", "LOAD_NAME")}
+    for const in code.co_consts:
+        if isinstance(const, types.CodeType):
+            names |= globals_of(const)
+    writes = {"STORE_GLOBAL", "DELETE_GLOBAL", "IMPORT_NAME"}
+    return names | {"<writes>" for i in dis.get_instructions(code) if i.opname in writes}
+
+
+def _harmless(scope: Mapping[str, Any], name: str) -> bool:
+    builtin = scope.get("__builtins__", {})
+    known = vars(builtin) if isinstance(builtin, types.ModuleType) else builtin
+    if name not in scope:
+        return name in known and name not in ("open", "input", "eval", "exec", "globals", "next", "id")
+    value = scope[name]
+    if isinstance(value, types.ModuleType):
+        return value.__name__.partition(".")[0] in ("torch", "math")
+    return _of_torch(value)
+
+
+def _of_torch(value: Any) -> bool:
+    """Whether this is a function, class, op or constant of torch. Tensors, modules and generators are not: they can
+    be replaced or changed."""
+    if isinstance(value, (types.FunctionType, types.BuiltinFunctionType, type)):
+        return str(value.__module__ or "").partition(".")[0] in ("torch", "math")
+    return compat.is_fixed(value)
+
+
+class Capturing(Protocol):
+    """What runs calls on fake tensors and writes the ops down: `step.StepCapture`."""
+
+    recorder: Any
+
+    @property
+    def stand_ins(self) -> Any: ...
+    @property
+    def guards(self) -> list[Any]: ...
+    def inputs(self) -> list[tuple[torch.Tensor, torch.Tensor]]: ...
+    def executing(self) -> AbstractContextManager[None]: ...
+    def swapped(self) -> AbstractContextManager[None]: ...
+    def origin(self) -> Origin: ...
+    def place(self, origin: Origin | None) -> None: ...
+    def asking(self, number: int) -> None: ...
+    def resume(self) -> None: ...
+
+
+class Execution:
+    """Makes the calls of a trace on the fake tensors of ``capture``. ``fakes`` holds, by number, what to give to
+    torch for each tensor of the trace."""
+
+    def __init__(self, capture: Capturing, trace: FunctionTrace) -> None:
+        self.capture, self.trace = capture, trace
+        self.fakes: list[torch.Tensor] = []
+        self._number: dict[int, int] = {}
+        for seen, fake in capture.inputs():
+            if not trace.leaves and compat.is_fake(seen) and seen is fake:
+                trace.leaves = len(trace.tensors)
+            n = trace.add(seen)
+            if n == len(self.fakes):
+                self._add(fake)
+        trace.inputs = len(trace.tensors)
+        trace.leaves = trace.leaves or trace.inputs
+
+    def _add(self, fake: torch.Tensor) -> None:
+        self._number.setdefault(id(fake), len(self.fakes))
+        self.fakes.append(fake)
+
+    def constant(self, tensor: torch.Tensor) -> int:
+        """Number of a real tensor that is neither parameter, buffer nor part of the batch."""
+        n = self.trace.add(tensor)
+        if n == len(self.fakes):
+            self.trace.constants[n] = form(tensor)
+            self._add(tensor)
+        return n
+
+    def call(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """The answer with the tensors that the Python code is to see in it."""
+
+        def fake_of(t: torch.Tensor) -> torch.Tensor:
+            n = self.trace.index.get(id(t))
+            if n is not None:
+                return self.fakes[n]
+            if compat.is_fake(t) or compat.is_functorch(t):
+                raise unknown(f"given to {name_of(func)}")
+            return self.fakes[self.constant(t)]
+
+        self.capture.asking(len(self.trace.calls))
+        try:
+            with self.capture.executing(), self._inner(func):
+                out = func(*map_tensors(fake_of, tuple(args)), **map_tensors(fake_of, dict(kwargs)))
+        except RuntimeError as error:
+            if self.capture.recorder.refusal is not None:
+                raise self.capture.recorder.refusal from error
+            raise
+        return map_tensors(self._seen, out)
+
+    @contextmanager
+    def _inner(self, func: Any) -> Iterator[None]:
+        """Inside of calls that code runs in: what it reaches by itself are the fake tensors, too."""
+        if not isinstance(func, compat_capture.Special):
+            yield
+            return
+        with self.capture.swapped() if func.is_scripted else nullcontext(), Inner(self.trace, self.fakes):
+            yield
+
+    def _seen(self, out: torch.Tensor) -> torch.Tensor:
+        n = self._number.get(id(out))
+        if n is not None:
+            return self.trace.tensors[n]
+        n = self.trace.add(out)
+        if n == len(self.fakes):
+            self._add(out)
+        return out
+
+
+class Inner(TorchFunctionMode):
+    """Takes tensors of a trace, which code inside of a call reaches by itself, for ``others``, by number."""
+
+    def __init__(self, trace: FunctionTrace, others: Any) -> None:
+        super().__init__()
+        self._index, self._others = trace.index, others
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        def other(t: torch.Tensor) -> torch.Tensor:
+            n = self._index.get(id(t))
+            return t if n is None else self._others[n]
+
+        return func(*map_tensors(other, tuple(args)), **map_tensors(other, dict(kwargs or {})))
+
+
+def unknown(where: str) -> Unsupported:
+    """The error for a tensor that no call is known to have made."""
+    return Unsupported(
+        f"a tensor {where} whose origin is not known",
+        "an earlier step has made it, or code that calls no function of torch",
+        "keep what steps hand on in buffers, or hand it back as a result and into the next batch",
+    )

@@ -1,0 +1,328 @@
+"""One training step's Python code, run as in eager, and the program that it asks for.
+
+What a step computes is known only when its code has run: a number may have been annealed, a counter have reached its
+end, a tensor have been replaced. So the code runs in every step (`Rerun`), and what it asks for is compared with what
+was captured.
+
+Stand-ins that a step's code keeps beyond the step: what they stood for is gone, so every use of them is an error.
+
+A trace hands out the same stand-ins in every run. One that the code has put into a closure, a list or an attribute
+would be taken for the tensor of the step in which it is read. So after each run those that somebody else still holds
+are replaced in the trace, and expire.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from tightship.errors import Unsupported
+from tightship.frontends.torch import compat, compat_capture
+from tightship.frontends.torch.capture.state_restore import Leftovers
+from tightship.frontends.torch.capture.step import StepCapture, check_changes, checked_leaf, replaced_buffer
+from tightship.frontends.torch.optimizer.updates import Updates
+from tightship.frontends.torch.program import Program
+from tightship.frontends.torch.rerun.function_trace import FunctionTrace, map_tensors, name_of, tensors_in
+from tightship.frontends.torch.rerun.numbers import Renumbering, with_numbers_at
+from tightship.frontends.torch.rerun.rerun import Rerun
+from tightship.frontends.torch.structure import BatchSpec, LossFn, Results, checked_loss, flatten, map_leaves
+
+__all__ = ["Asked", "Expired", "Owned", "expire_kept", "run_code"]
+
+
+class Expired(torch.Tensor):
+    """What a stand-in becomes when its step has run."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        raise Unsupported(
+            f"{name_of(func)} of a tensor that an earlier step has made and its code has kept",
+            "a step's code runs on stand-ins, which have no contents when the step has run",
+            "keep what steps hand on in buffers, or hand it back as a result and into the next batch",
+        )
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:
+        return "<a tensor of a step that has run, without contents>"
+
+    def __deepcopy__(self, memo: Any) -> Expired:
+        return self
+
+
+def expire_kept(trace: FunctionTrace) -> None:
+    """To be called when a run of ``trace`` is over: stand-ins that are not the trace's alone expire, and all of them
+    if the run has captured it."""
+    now = _references(trace)
+    known = trace.references
+    kept = range(len(now)) if known is None else [n for n, c in enumerate(now) if c > known[n]]
+    kept = [n for n in kept if compat.is_fake(trace.tensors[n])]
+    if kept or known is None:
+        _replace(trace, kept)
+        trace.references = _references(trace)
+
+
+def _references(trace: FunctionTrace) -> list[int]:
+    return list(map(sys.getrefcount, trace.tensors))
+
+
+def _replace(trace: FunctionTrace, numbers: Iterable[int]) -> None:
+    fresh: dict[int, torch.Tensor] = {}
+    gone, places = [], trace.places
+    for n in numbers:
+        old = trace.tensors[n]
+        new = compat.another(old)
+        fresh[id(old)] = new
+        del trace.index[id(old)]
+        trace.tensors[n], trace.index[id(new)] = new, n
+        gone.append((n, old))
+
+    def own(t: torch.Tensor) -> torch.Tensor:
+        return fresh.get(id(t), t)
+
+    for k in sorted({k for n, _ in gone for k in places.get(n, ())}):
+        call = trace.calls[k]
+        call.args, call.kwargs = map_tensors(own, call.args), map_tensors(own, call.kwargs)
+        call.answer = map_tensors(own, call.answer)
+    for _, old in gone:
+        old.__class__ = Expired
+
+
+class Owned:
+    """A model's modules, parameters and buffers, and where buffers stand, looked up once."""
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        self.model = model
+        self.modules = tuple(model.modules())
+        self.parameters = tuple(model.named_parameters())
+        self.buffers = dict(model.named_buffers())
+        homes = [(n, m._buffers, k) for n, (m, k) in {n: _home(model, n) for n in self.buffers}.items()]
+        self.homes = tuple((n, home, k, self.buffers[n]) for n, home, k in homes)
+
+    def replaced(self) -> list[tuple[str, dict[str, Any], str, torch.Tensor, torch.Tensor]]:
+        """(name, mapping, key, own tensor, tensor there now) of buffers in whose place something else stands."""
+        return [(n, home, k, own, home[k]) for n, home, k, own in self.homes if home.get(k) is not own]
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What the code of one step asked for. ``program`` is None where it is what ``trace`` has been for before.
+    ``results`` puts the step's results together; ``constants`` are this step's by the index of the program's,
+    ``bound`` by their numbers in the trace; ``numbers`` are the new ones of ops of the trace's program, by op."""
+
+    trace: FunctionTrace
+    program: Program | None
+    results: Results
+    constants: tuple[Any, ...]
+    bound: dict[int, torch.Tensor]
+    numbers: dict[int, tuple[Any, ...]] = field(default_factory=dict)
+
+
+def run_code(
+    owned: Owned, loss_fn: LossFn, updates: Updates, batch: Any,
+    traces: Sequence[FunctionTrace], *, name: str = "step",
+) -> Asked:  # fmt: skip
+    """Run ``loss_fn(model, batch)`` of ``owned.model`` on stand-ins, with its side effects; ``traces`` are those of
+    earlier steps that may be met again, the likeliest first. Nothing is computed, and nothing drawn from torch's
+    random state.
+
+    Raises as ``capture_step``, and whatever the code raises.
+    """
+    code = _Code(owned, batch, traces, name)
+    try:
+        with compat_capture.python_for_stand_ins(has_data=True), code.open():
+            out = code.rerun.run(lambda given: code.asked(loss_fn, given))
+            asked = code.finish(out, updates)
+            del out
+        return asked
+    finally:
+        code.expire()
+
+
+class _Code:
+    def __init__(self, owned: Owned, batch: Any, traces: Sequence[FunctionTrace], name: str) -> None:
+        self.owned, self.model = owned, owned.model
+        self.batch, self.traces, self.name = batch, traces, name
+        self.leaves = flatten(batch)
+        self.stack = ExitStack()
+        self.captures: list[StepCapture] = []
+        self.caches: list[compat_capture.GrownCaches] = []
+        known = {(m, k): None for t in traces for m, k in t.attributes}
+        self.left = [Leftovers(self.model, known)]
+        self.has_run = False
+
+    @contextmanager
+    def open(self) -> Iterator[None]:
+        cleaned = False
+        with self.stack:
+            self.rerun = Rerun(self.traces, self.start, self.stand_ins, self.read)
+            try:
+                yield
+                cleaned = True
+            finally:
+                if not cleaned:
+                    self.clean()
+
+    def start(self) -> StepCapture:
+        capture = StepCapture(self.model, self.batch, self.name)
+        if not self.has_run:
+            self.caches.append(compat_capture.GrownCaches())
+            self.left.append(Leftovers(self.model))
+        self.stack.enter_context(compat_capture.quiet_engine())
+        self.stack.enter_context(capture.tracker.active())
+        self.captures.append(capture)
+        return capture
+
+    def stand_ins(self, trace: FunctionTrace) -> Any:
+        """The batch with a trace's stand-ins in the place of its tensors."""
+        tensors = iter(trace.tensors[trace.leaves : trace.inputs])
+        return map_leaves(lambda x: next(tensors) if isinstance(x, torch.Tensor) else x, self.batch)
+
+    def read(self, trace: FunctionTrace, bound: Mapping[int, torch.Tensor]) -> dict[tuple[str, Any], Any]:
+        """The caller's tensors by role and key, as guards know them."""
+        found: dict[tuple[str, Any], Any] = {("buffer", n): b for n, b in self.owned.buffers.items()}
+        found |= {("input", k): x for k, x in enumerate(self.leaves) if isinstance(x, torch.Tensor)}
+        for k, c in enumerate(trace.program.constants if trace.program is not None else ()):
+            found["constant", k] = bound.get(trace.index.get(id(c), -1), c)
+        return found
+
+    # --- around the code ---
+
+    def asked(self, loss_fn: LossFn, given: Any) -> Any:
+        out = loss_fn(self.model, given)
+        self.rebound()
+        self.has_run = True
+        return out
+
+    def rebound(self) -> None:
+        """A buffer that was replaced by a new tensor is written back, which is what the next step would read."""
+        for name, home, key, own, now in self.owned.replaced():
+            if now is None or (now.shape, now.dtype, now.device) != (own.shape, own.dtype, own.device):
+                raise replaced_buffer(name)
+            with torch.no_grad():
+                own.copy_(now)
+            home[key] = own
+
+    def expire(self) -> None:
+        """When the run is over, however it went: what the code has kept of stand-ins says so."""
+        shown = self.rerun.shown
+        del self.rerun, self.captures
+        for trace in {id(t): t for t in shown if t.program is not None}.values():
+            expire_kept(trace)
+
+    def lasts(self, tensor: torch.Tensor) -> bool:
+        """Whether a stand-in in an attribute stands for something that the next step might read: what parameters, the
+        batch or random numbers have gone into. Anything else would be made again."""
+        return self.rerun.number(tensor) not in self.rerun.trace.made_of_constants
+
+    def clean(self, *, finished: bool = False) -> tuple[tuple[torch.nn.Module, str], ...]:
+        """Takes away what the code has left of stand-ins; if it has ``finished``, only those that the next step would
+        make again. Returns where."""
+        for _, home, key, own, _ in self.owned.replaced():
+            home[key] = own
+        grown = [c.empty() for c in self.caches]
+        for t in self.traces:
+            for c in t.caches:
+                c.cache_clear()
+        self.grown = tuple(c for some in grown for c in some)
+        changes = [c for left in reversed(self.left) for c in left.remove(self.lasts if finished else None)]
+        self.changes = changes
+        return tuple({(c.module, c.name): None for c in changes})
+
+    # --- when it has run ---
+
+    def finish(self, out: Any, updates: Updates) -> Asked:
+        rerun = self.rerun
+        tensors = [t for t in flatten(out) if isinstance(t, torch.Tensor)]
+        numbers = rerun.settle(tensors)
+        self.check_made_once()
+        new_numbers = self.renumbered() if rerun.execution is None else None
+        if rerun.execution is None and new_numbers is None and (rerun.actual or rerun.trace.repeats):
+            rerun.go_on()
+            numbers = rerun.settle(tensors)
+        del tensors
+        trace = rerun.trace
+        results = [n for n in numbers if n >= 0 and n not in trace.constants]
+        if rerun.execution is not None:
+            trace.settle_constants(self.captures[-1].random_calls())
+        left = self.clean(finished=True)
+        position = iter(range(len(results)))
+
+        def leaf(x: Any) -> Any:
+            if isinstance(x, torch.Tensor):
+                n = rerun.number(x)
+                return Results.Position(next(position)) if n >= 0 and n not in trace.constants else x
+            return checked_leaf(x)
+
+        spec = Results(map_leaves(leaf, out))
+        if rerun.execution is None:
+            constants = [rerun.bound.get(trace.index.get(id(c), -1), c) for c in trace.program.constants]
+            return Asked(trace, None, spec, tuple(constants), rerun.bound, new_numbers or {})
+        capture = self.captures[-1]
+        fakes = rerun.execution.fakes
+        loss = checked_loss(out)
+        guards = len(capture.guards)
+        program = capture.program(
+            fakes[rerun.number(loss)], [fakes[n] for n in results], spec, updates, self.notes(left)
+        )
+        self.note(trace, program, capture.guards[guards:], left)
+        check_changes(self.changes, program)
+        return Asked(trace, program, spec, program.constants, rerun.bound)
+
+    def check_made_once(self) -> None:
+        """Raises ``Unsupported`` where a number changes that eager would have read in the first step only."""
+        rerun, trace = self.rerun, self.rerun.trace
+        for k in rerun.actual if rerun.execution is None else ():
+            call = trace.calls[k]
+            if any(trace.index[id(t)] in trace.made_once for t in tensors_in(call.answer)):
+                raise Unsupported(
+                    f"a number that changes at {call.origin}", "a module keeps what is made of it in an attribute",
+                    "make that tensor before the step, or as a buffer",
+                )  # fmt: skip
+
+    def renumbered(self) -> dict[int, tuple[Any, ...]] | None:
+        """The numbers of this step by op of the program, if nothing but numbers differs and that is all it takes."""
+        rerun, trace = self.rerun, self.rerun.trace
+        if not rerun.actual or trace.repeats:
+            return None
+        found = trace.renumbering.changes(trace.program, trace, rerun.actual, rerun.number)
+        renewed = None if found is None else with_numbers_at(trace.program, found)
+        if renewed is None:
+            return None
+        rerun.take_numbers()
+        trace.program = renewed
+        return found
+
+    def notes(self, left: Sequence[tuple[torch.nn.Module, str]]) -> list[str]:
+        return [
+            f"{type(m).__name__}.{k} is set to a tensor by each step in eager, not by the program"
+            for m, k in left
+        ]
+
+    def note(
+        self, trace: FunctionTrace, program: Program, guards: Sequence[Any],
+        left: tuple[tuple[torch.nn.Module, str], ...],
+    ) -> None:  # fmt: skip
+        """What is known of a trace when its program is."""
+        trace.batch = BatchSpec.of(self.batch)
+        trace.end_guards, trace.attributes = tuple(guards), left
+        trace.caches = tuple(
+            {id(c): c for c in (*self.grown, *(c for t in self.traces for c in t.caches))}.values()
+        )
+        trace.program, trace.renumbering = program, Renumbering()
+        kept = {self.rerun.number(c.new) for c in self.changes if isinstance(c.new, torch.Tensor)}
+        trace.made_once = trace.made_of_constants & trace.sources(kept)
+        keys: dict[int, int] = {}
+        shared = [*trace.tensors[: trace.inputs], *(trace.tensors[n] for n in trace.constants)]
+        for t in shared:
+            if not compat.is_fake(t):
+                keys[compat.storage_key(t)] = keys.get(compat.storage_key(t), 0) + 1
+        trace.rigid = {n for n in trace.constants if keys[compat.storage_key(trace.tensors[n])] > 1}
+
+
+def _home(model: torch.nn.Module, name: str) -> tuple[torch.nn.Module, str]:
+    path, _, last = name.rpartition(".")
+    return model.get_submodule(path), last

@@ -1,0 +1,326 @@
+"""Undoing what a run of Python code changed, as far as it can be reached from the code.
+
+``fit`` runs a step's code once before the first step. Counters, schedules, iterators and random generators must then
+be where they were. They are found by what the code can reach: closures, the globals that it names, defaults, bound
+objects, classes, and what those hold.
+"""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import copy
+import functools
+import random
+import sys
+import types
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import torch
+
+from tightship.errors import Unsupported
+from tightship.frontends.torch.rerun.function_trace import globals_of
+
+__all__ = ["python_state_kept"]
+
+
+LIMIT = 200_000
+"""Objects looked at, at most; large data sets are rarely what changes."""
+ELEMENTS = 10_000
+"""Elements of one container looked into, at most."""
+ARRAY = 1 << 26
+"""Bytes of the largest NumPy array that is kept."""
+
+Undo = Callable[[], None]
+
+
+@contextlib.contextmanager
+def python_state_kept(*roots: Any) -> Iterator[None]:
+    """Puts back what code inside changes of the objects that the functions and objects ``roots`` can reach.
+
+    Raises ``Unsupported`` where a generator or another iterator that cannot be set back has moved on.
+    """
+    found = _Reachable()
+    found.look_at(roots)
+    try:
+        yield
+    except BaseException:
+        found.undo()
+        raise
+    moved = found.moved()
+    found.undo()
+    if moved is not None:
+        raise Unsupported(
+            f"{moved}, which the step's code moves on", "fit runs that code once beforehand and cannot set it back",
+            "pass prepare=False: the first step then captures",
+        )  # fmt: skip
+
+
+class _Reachable:
+    def __init__(self) -> None:
+        self._seen: dict[int, Any] = {}  # kept, or another object could get the id
+        self._todo: list[Any] = []
+        self._undo: list[Undo] = []
+        self._moving: list[tuple[Any, Any]] = []
+        self._copies: dict[
+            int, Any
+        ] = {}  # of iterators that cannot be set back, by id: a copy takes their place
+        self._replaceable: set[int] = set()
+        self._gone: set[int] = set()
+
+    def look_at(self, roots: Iterable[Any]) -> None:
+        self._todo.extend(roots)
+        while self._todo and len(self._seen) < LIMIT:
+            x = self._todo.pop()
+            if isinstance(x, _PLAIN) or id(x) in self._seen:
+                continue
+            self._seen[id(x)] = x
+            self._visit(x)
+
+    def undo(self) -> None:
+        for put_back in reversed(self._undo):
+            put_back()
+
+    def moved(self) -> str | None:
+        """An iterator that is no longer where it was and cannot be set back."""
+        gone = [x for x, was in self._moving if _position(x) != was]
+        stuck = [x for x in gone if id(x) not in self._copies or id(x) not in self._replaceable]
+        self._gone = {id(x) for x in gone}
+        return f"a {type(stuck[0]).__name__}" if stuck else None
+
+    def _held(self, values: Iterable[Any]) -> None:
+        """Values to look at, in places where others can be put."""
+        values = list(values)
+        self._replaceable |= {id(v) for v in values}
+        self._todo += values
+
+    def _now(self, value: Any) -> Any:
+        return self._copies[id(value)] if id(value) in self._gone and id(value) in self._copies else value
+
+    # --- kinds of objects ---
+
+    def _visit(self, x: Any) -> None:
+        if isinstance(x, types.FunctionType):
+            self._function(x)
+        elif isinstance(x, types.MethodType):
+            self._todo += [x.__self__, x.__func__]
+        elif isinstance(x, (staticmethod, classmethod)):
+            self._todo.append(x.__func__)
+        elif isinstance(x, property):
+            self._todo += [x.fget, x.fset]
+        elif isinstance(x, functools.partial):
+            self._todo += [x.func, x.args, x.keywords]
+        elif isinstance(x, type):
+            self._class(x)
+        elif isinstance(x, _CONTAINERS):
+            self._container(x)
+        elif isinstance(x, (tuple, frozenset)):
+            self._todo += list(x)[:ELEMENTS]
+        elif isinstance(x, types.GeneratorType) or hasattr(x, "__next__"):
+            self._iterator(x)
+        elif not self._drawing(x) and not isinstance(x, torch.Tensor):
+            self._object(x)
+
+    def _function(self, fn: types.FunctionType) -> None:
+        if _of_a_library(fn.__module__):
+            return
+        for cell in fn.__closure__ or ():
+            self._cell(cell)
+        self._todo += [fn.__defaults__, fn.__kwdefaults__, getattr(fn, "__wrapped__", None)]
+        for name in globals_of(fn.__code__):
+            if name in fn.__globals__:
+                self._entry(fn.__globals__, name)
+                self._module(fn.__globals__[name], fn.__code__)
+            else:
+                self._undo.append(functools.partial(fn.__globals__.pop, name, None))
+
+    def _cell(self, cell: types.CellType) -> None:
+        try:
+            held = cell.cell_contents
+        except ValueError:  # not assigned yet
+            return
+        self._undo.append(lambda: setattr(cell, "cell_contents", self._now(held)))
+        self._held([held])
+
+    def _entry(self, scope: dict[str, Any], name: str) -> None:
+        held = scope[name]
+
+        def put_back() -> None:
+            if scope.get(name) is not self._now(held):
+                scope[name] = self._now(held)
+
+        self._undo.append(put_back)
+        self._held([held])
+
+    def _module(self, module: Any, code: types.CodeType) -> None:
+        """What a function names of a module of the caller's: ``config.beta``."""
+        if not isinstance(module, types.ModuleType) or _of_a_library(module.__name__):
+            return
+        for name in code.co_names:
+            if name in vars(module):
+                self._entry(vars(module), name)
+
+    def _class(self, cls: type) -> None:
+        if _of_a_library(cls.__module__):
+            return
+        for name, held in list(vars(cls).items()):
+            if name.startswith("__") and name not in ("__init__", "__call__", "__getattr__"):
+                continue
+            self._todo.append(held)
+            if not callable(held) and not isinstance(held, _DESCRIPTORS):
+                self._undo.append(functools.partial(_set_class_attribute, cls, name, held))
+        self._todo += cls.__mro__[1:]
+
+    def _container(self, x: Any) -> None:
+        held = x.copy()
+
+        def put_back() -> None:
+            if isinstance(x, dict):
+                then: Any = {k: self._now(v) for k, v in held.items()}
+            else:
+                then = [self._now(v) for v in held] if isinstance(x, list) else held
+            if not _same(x, then):
+                x.clear()
+                (x.update if isinstance(x, (dict, set)) else x.extend)(then)
+
+        self._undo.append(put_back)
+        values = x.values() if isinstance(x, dict) else x
+        self._held(v for v, _ in zip(values, range(ELEMENTS), strict=False))
+
+    def _iterator(self, x: Any) -> None:
+        with contextlib.suppress(TypeError, NotImplementedError, AttributeError):
+            self._todo += [a for a in x.__reduce__()[1] if hasattr(a, "__next__")]
+        state = _state(x)
+        if state is not None and hasattr(x, "__setstate__"):
+            self._undo.append(lambda: _set_state(x, state))
+        elif hasattr(x, "__dict__"):
+            self._object(x)
+        else:
+            self._moving.append((x, _position(x)))
+            with contextlib.suppress(TypeError, NotImplementedError, AttributeError):
+                self._copies[id(x)] = copy.copy(x)
+
+    def _drawing(self, x: Any) -> bool:
+        """Generators of random numbers."""
+        if isinstance(x, random.Random):
+            state = x.getstate()
+            self._undo.append(lambda: x.setstate(state))
+            return True
+        if isinstance(x, torch.Generator):
+            kept = x.get_state()
+            self._undo.append(lambda: x.set_state(kept) and None)
+            return True
+        numpy = sys.modules.get("numpy")
+        if numpy is None:
+            return False
+        if isinstance(x, numpy.random.Generator):
+            bits, drawn = x.bit_generator, x.bit_generator.state
+            self._undo.append(lambda: setattr(bits, "state", drawn))
+            return True
+        if isinstance(x, numpy.random.RandomState):
+            whole = x.get_state(legacy=False)
+            self._undo.append(lambda: x.set_state(whole))
+            return True
+        if isinstance(x, numpy.ndarray):
+            if x.nbytes <= ARRAY and x.dtype != object and x.flags.writeable:
+                content = x.copy()
+                self._undo.append(lambda: numpy.copyto(x, content))
+            return True
+        return False
+
+    def _object(self, x: Any) -> None:
+        self._todo.append(type(x))
+        attributes = getattr(x, "__dict__", None)
+        if isinstance(attributes, dict):
+            held = dict(attributes)
+
+            def put_back() -> None:
+                then = {k: self._now(v) for k, v in held.items()}
+                if not _same(attributes, then):
+                    attributes.clear()
+                    attributes.update(then)
+
+            self._undo.append(put_back)
+            self._held(held.values())
+        for name in _slots(type(x)):
+            if hasattr(x, name):
+                value = getattr(x, name)
+                self._undo.append(functools.partial(object.__setattr__, x, name, value))
+                self._todo.append(value)
+
+
+_PLAIN = (
+    type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size, types.CodeType,
+    types.BuiltinFunctionType, types.ModuleType, slice, range,
+)  # fmt: skip
+_CONTAINERS = (dict, list, set, collections.deque, bytearray)
+_DESCRIPTORS = (property, staticmethod, classmethod, types.MemberDescriptorType, types.GetSetDescriptorType)
+_LIBRARIES = {
+    "torch", "numpy", "scipy", "transformers", "builtins", "tightship", "jax", "tensorflow", "pandas", "sympy",
+    *sys.stdlib_module_names,
+} - {"__main__"}  # fmt: skip
+
+
+def _of_a_library(module: Any) -> bool:
+    return str(module or "").partition(".")[0] in _LIBRARIES
+
+
+def _same(a: Any, b: Any) -> bool:
+    """Whether two containers hold the same objects in the same places; never compares what they hold."""
+    if len(a) != len(b):
+        return False
+    if isinstance(a, (set, bytearray)):
+        return bool(a == b)
+    left, right = (list(x.items()) if isinstance(x, dict) else list(enumerate(x)) for x in (a, b))
+    return all(k is j or k == j for (k, _), (j, _) in zip(left, right, strict=True)) and all(
+        v is w for (_, v), (_, w) in zip(left, right, strict=True)
+    )
+
+
+def _set_class_attribute(cls: type, name: str, held: Any) -> None:
+    if vars(cls).get(name) is not held:
+        setattr(cls, name, held)
+
+
+def _slots(cls: type) -> list[str]:
+    names: list[str] = []
+    for c in cls.__mro__:
+        given = vars(c).get("__slots__", ())
+        names += [given] if isinstance(given, str) else list(given)
+    return [n for n in names if not n.startswith("__")]
+
+
+def _state(iterator: Any) -> Any:
+    """What ``__setstate__`` of the iterator takes; None if it tells nothing."""
+    try:
+        parts = iterator.__reduce__()
+    except (TypeError, NotImplementedError, AttributeError):
+        return None
+    state = parts[2] if len(parts) > 2 else None
+    return tuple(x.copy() if isinstance(x, list) else x for x in state) if isinstance(state, tuple) else state
+
+
+def _set_state(iterator: Any, state: Any) -> None:
+    if _state(iterator) != state:
+        iterator.__setstate__(
+            tuple(x.copy() if isinstance(x, list) else x for x in state)
+            if isinstance(state, tuple)
+            else state
+        )
+
+
+def _position(iterator: Any) -> Any:
+    """Something that changes when the iterator moves on."""
+    frame = getattr(iterator, "gi_frame", None)
+    if isinstance(iterator, types.GeneratorType):
+        return None if frame is None else (frame.f_lasti, len(frame.f_locals), _plain(frame.f_locals))
+    try:
+        parts = iterator.__reduce__()
+        return _plain({k: repr(v) for k, v in enumerate(parts[1:])})
+    except (TypeError, NotImplementedError, AttributeError):
+        return getattr(iterator, "line_num", None)
+
+
+def _plain(values: dict[Any, Any]) -> tuple[Any, ...]:
+    return tuple((k, v) for k, v in values.items() if isinstance(v, (bool, int, float, str)))

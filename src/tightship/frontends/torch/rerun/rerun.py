@@ -1,0 +1,476 @@
+"""Running a step's Python code in every step, on stand-ins that compute nothing.
+
+The code runs as in eager, once a step and with all its side effects, but every torch function that it calls is
+answered from a `FunctionTrace` of an earlier run. As long as it asks the same, what was planned is what eager would
+run. Numbers that differ are taken over into the program's ops. Anything else that differs makes the run go on on fake
+tensors (the calls so far are made up for), and is a new program.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+from tightship.errors import Unsupported
+from tightship.frontends.torch import compat, compat_capture
+from tightship.frontends.torch.capture.tape import Origin
+from tightship.frontends.torch.rerun.function_trace import (
+    Arguments,
+    Capturing,
+    Execution,
+    ExecutionState,
+    FunctionCall,
+    FunctionTrace,
+    form,
+    map_tensors,
+    name_of,
+    own_containers,
+    plainly_same,
+    tensors_in,
+    understood,
+    unknown,
+)
+
+__all__ = ["Rerun"]
+
+
+_DATA = {"tensor", "as_tensor", "asarray", "scalar_tensor", "from_numpy", "frombuffer", "from_dlpack"}
+"""Functions that make tensors of Python's data, where no tensor is among their arguments."""
+
+_WATCHED = 1 << 24
+"""Bytes of constants in memory of NumPy's or of others, at most, that are watched for changes while the code runs."""
+
+_READS = {
+    "item", "tolist", "__bool__", "__int__", "__float__", "__complex__", "__index__", "is_nonzero", "equal",
+    "allclose", "numpy", "__array__", "__contains__", "__format__", "__repr__", "__str__", "data_ptr", "__reversed__",
+}  # fmt: skip
+"""Functions that hand contents to Python: of tensors that the step does not write, they are run in every step."""
+
+_SHOWN = {"__repr__", "__format__", "__str__", "numpy", "__array__", "data_ptr", "__dlpack__"}
+_SETTERS = {"requires_grad.__set__", "requires_grad_", "data.__set__", "grad.__set__", "set_", "resize_"}
+
+
+class _Differs(Exception):
+    """The call being made is not the recorded one."""
+
+
+Read = Callable[[FunctionTrace, Mapping[int, torch.Tensor]], Any]
+
+
+class Rerun(TorchFunctionMode):
+    """One run of the Python code of a step, by ``run``.
+
+    ``candidates`` are traces of earlier runs, the likeliest first; ``start`` makes a capture where none of them fits.
+    ``batch_of`` puts a trace's stand-ins in the batch's place, ``read`` gives the caller's own tensors to guards.
+
+    Afterwards ``trace`` is what was followed or written. ``execution`` is there where something had to be captured;
+    ``actual`` holds the arguments of calls with other numbers, ``bound`` the constants of this step by number.
+    """
+
+    def __init__(
+        self, candidates: Sequence[FunctionTrace], start: Callable[[], Capturing],
+        batch_of: Callable[[FunctionTrace], Any], read: Read,
+    ) -> None:  # fmt: skip
+        super().__init__()
+        self.candidates, self._start, self._batch_of, self._read = candidates, start, batch_of, read
+        self.trace = candidates[0] if candidates else FunctionTrace()
+        self.execution = None if candidates else Execution(start(), self.trace)
+        self.actual: dict[int, tuple[Any, tuple[Any, ...], dict[str, Any]]] = {}
+        self.bound: dict[int, torch.Tensor] = {}
+        self._at = 0
+        self._inside = False
+        self._used: set[int] = set()
+        self._others: dict[int, int] = {}  # numbers of tensors that are not this trace's own, by id
+        self._held: list[Any] = []  # keeps their ids from being given to others
+        self._thread = threading.get_ident()
+        self._watched: list[tuple[torch.Tensor, bytes]] = []
+        self._watched_bytes = 0
+        self.shown = [self.trace]  # the traces whose tensors the code has seen
+
+    def run(self, code: Callable[[Any], Any]) -> Any:
+        """What ``code(batch)`` returns, every torch function that it calls being answered here."""
+        batch = self._batch_of(self.trace) if self.execution is None else self.execution.capture.stand_ins
+        grad = torch.is_grad_enabled()
+        try:
+            with compat_capture.calls_seen(self.special), self:
+                return code(batch)
+        except BaseException:
+            torch.set_grad_enabled(grad)  # whatever failed may have failed in no_grad's exit, too
+            raise
+
+    def settle(self, results: Sequence[torch.Tensor]) -> tuple[int, ...]:
+        """To be called when the code has returned ``results``: their numbers. A trace that goes on from here, or has
+        other results, is not what was followed."""
+        if any(_bytes_of(t) != then for t, then in self._watched):
+            raise Unsupported(
+                "changing an array of which a step has made a tensor", "its ops run when its code has run",
+                "make the tensor by torch.tensor, which copies",
+            )  # fmt: skip
+        if self.execution is None and self._at < len(self.trace.calls):
+            ended = [c for c in self.candidates if len(c.calls) == self._at and self._leads_here(c)]
+            if ended:
+                self._change_to(ended[0])
+            else:
+                self.go_on()
+        numbers = tuple(self.number(t) for t in results)
+        if self.execution is None and (
+            numbers != self.trace.results or not self._holds(self.trace.end_guards)
+        ):
+            self.go_on()
+            numbers = tuple(self.number(t) for t in results)
+        self.trace.results = numbers
+        return numbers
+
+    def number(self, tensor: torch.Tensor) -> int:
+        """The number of a tensor that the code has seen; -1 for a constant that it handed no function."""
+        n = self.trace.index.get(id(tensor))
+        n = self._others.get(id(tensor), -1) if n is None else n
+        if n < 0 and compat.is_fake(tensor):
+            raise unknown("among the results")
+        return n
+
+    # --- calls ---
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if self._inside:
+            return func(*args, **(kwargs or {}))
+        return self._called(func, args, kwargs or {})
+
+    def special(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Calls that torch's function modes do not see: autograd functions, scripted code, functional transforms."""
+        if self._inside or threading.get_ident() != self._thread:
+            return func(*args, **kwargs)
+        self._inside = True
+        try:
+            return self._called(func, args, kwargs)
+        finally:
+            self._inside = False
+
+    def _called(self, func: Any, args: Any, kwargs: Any) -> Any:
+        if self.execution is None:
+            try:
+                return self._follow(func, args, kwargs)
+            except _Differs:
+                pass
+            known = self.trace
+            for other in self.candidates:
+                if other is known or self._at >= len(other.calls) or not self._leads_here(other):
+                    continue
+                self._change_to(other)
+                try:
+                    return self._follow(func, args, kwargs)
+                except _Differs:
+                    self._change_to(known)
+            self.go_on()
+            assert self.execution is not None
+            self.execution.capture.resume()
+        inside, self._inside = self._inside, True
+        try:
+            return self._capture(func, args, kwargs)
+        finally:
+            self._inside = inside
+
+    # --- following a trace ---
+
+    def _follow(self, func: Any, args: Any, kwargs: Any) -> Any:
+        if self._at >= len(self.trace.calls):
+            raise _Differs
+        call = self.trace.calls[self._at]
+        if call.func is not func and call.func != func:
+            raise _Differs
+        if call.bound or call.repeats or not plainly_same(args, kwargs, call.args, call.kwargs):
+            self._compare(call, args, kwargs)
+        state = call.state
+        if torch.is_grad_enabled() is not state.grad or (
+            (state.autocast or compat.any_autocast()) and ExecutionState.now() != state
+        ):
+            raise _Differs
+        if call.guards and not self._holds(call.guards):
+            raise _Differs
+        answer = self._answer(call, func, args, kwargs)
+        self._at += 1
+        return answer
+
+    def _answer(self, call: FunctionCall, func: Any, args: Any, kwargs: Any) -> Any:
+        if call.kind == "op":
+            if call.bound and self.bound:
+                return map_tensors(lambda t: self.bound.get(self.trace.index[id(t)], t), call.answer)
+            return list(call.answer) if type(call.answer) is list else call.answer
+        answer = func(*args, **kwargs)
+        if call.kind == "data":
+            if form(answer) != self.trace.constants[call.first]:
+                raise _Differs
+            self._bind(call.first, answer)
+        return answer
+
+    def _watch(self, tensor: torch.Tensor) -> None:
+        """Ops run when the code has run: what it changes behind torch's back meanwhile, they would find changed."""
+        if tensor.layout is torch.strided and compat.is_foreign_memory(tensor):
+            self._watched_bytes += tensor.numel() * tensor.element_size()
+            if self._watched_bytes <= _WATCHED:
+                self._watched.append((tensor, _bytes_of(tensor)))
+
+    def _compare(self, call: FunctionCall, args: Any, kwargs: Any) -> None:
+        if call.kind == "data":  # what it makes of its arguments is compared
+            return
+        if call.bound:
+            self._bind_constants(call, args, kwargs)
+        compared = Arguments(lambda key: self.trace.index.get(key, self._others.get(key)))
+        if not compared.alike((tuple(args), kwargs), (call.args, call.kwargs), self.trace.index.get):
+            raise _Differs
+        if compared.structural(call.func) or (compared.differs and _hands_back(call)):
+            raise _Differs
+        if compared.differs or call.repeats:
+            self.actual[self._at] = (call.func, tuple(args), dict(kwargs))
+            self._held.append(args)
+
+    def _bind_constants(self, call: FunctionCall, args: Any, kwargs: Any) -> None:
+        """Each step may bring another tensor of the same form where the trace has a constant."""
+        trace = self.trace
+        now, known = list(tensors_in((tuple(args), kwargs))), list(tensors_in((call.args, call.kwargs)))
+        if len(now) != len(known):
+            raise _Differs
+        for t, k in zip(now, known, strict=True):
+            n = trace.index[id(k)]
+            if n not in trace.constants:
+                continue
+            if n in self.bound:
+                if self.bound[n] is not t:
+                    raise _Differs
+            elif t is k:
+                if form(t) != trace.constants[n]:
+                    raise _Differs
+                self._bind(n, t)
+            else:
+                stranger = id(t) not in trace.index and id(t) not in self._others and not compat.is_fake(t)
+                if not stranger or n in trace.rigid or form(t) != trace.constants[n] or self._shares(t):
+                    raise _Differs
+                self._bind(n, t)
+
+    def _bind(self, n: int, tensor: torch.Tensor) -> None:
+        self.bound[n] = tensor
+        self._others[id(tensor)] = n
+        self._held.append(tensor)
+        self._watch(tensor)
+
+    def _shares(self, tensor: torch.Tensor) -> bool:
+        """Whether a new constant lies in bytes that the step knows by another name."""
+        key = compat.storage_key(tensor)
+        real = [t for t in self.trace.tensors[: self.trace.inputs] if not compat.is_fake(t)]
+        leaves = self._read(self.trace, {}).values()
+        return any(compat.storage_key(t) == key for t in (*real, *self.bound.values(), *leaves))
+
+    def _holds(self, guards: Sequence[Any]) -> bool:
+        return all(g.holds(self._read(self.trace, self.bound)) for g in guards)
+
+    def take_numbers(self) -> None:
+        """Makes the numbers of this run those of the trace."""
+        for k, (func, args, kwargs) in self.actual.items():
+            call = self.trace.calls[k]
+            call.func = func
+            args, kwargs = map_tensors(lambda t: self.trace.tensors[self.number(t)], (args, kwargs))
+            call.args, call.kwargs = own_containers(args), own_containers(kwargs)
+
+    # --- other traces ---
+
+    def _leads_here(self, other: FunctionTrace) -> bool:
+        """Whether the calls so far are also the first ones of ``other``."""
+        return self.trace.common(other) >= self._at and all(
+            other.constants.get(n) == form(t) and n not in other.rigid for n, t in self.bound.items()
+        )
+
+    def _change_to(self, other: FunctionTrace) -> None:
+        known = self.trace
+        for k in range(self._at):
+            a, b = known.calls[k], other.calls[k]
+            compared = Arguments(known.index.get)
+            compared.alike((a.args, a.kwargs), (b.args, b.kwargs), other.index.get)
+            if compared.differs and k not in self.actual:
+                self.actual[k] = (a.func, a.args, a.kwargs)
+        self._others |= {id(t): n for n, t in enumerate(known.tensors[: self._seen_so_far()])}
+        self._held.append(known)
+        self.trace = other
+        self.shown.append(other)
+
+    def _seen_so_far(self) -> int:
+        calls = self.trace.calls
+        return calls[self._at].first if self._at < len(calls) else len(self.trace.tensors)
+
+    # --- capturing ---
+
+    def go_on(self) -> None:
+        """Makes the calls so far on fake tensors, in a new trace; the run can then go on with others."""
+        known, trace = self.trace, FunctionTrace()
+        self.execution = Execution(self._start(), trace)
+        # With other numbers a call may hand back its argument, or no longer: tensors get numbers of their own.
+        new = {n: n for n in range(trace.inputs)}
+        states = compat_capture.States()
+        with states.kept():
+            for k, call in enumerate(known.calls[: self._at]):
+                states.set(call.state)
+                self._again(trace, new, call, *self.actual.get(k, (call.func, call.args, call.kwargs)))
+        self.execution.capture.place(None)
+        seen = {id(t): n for n, t in enumerate(known.tensors) if compat.is_fake(t)}
+        self._others = {key: new[n] for key, n in {**self._others, **seen}.items() if n in new}
+        self._held.append(known)
+        self.trace = trace
+        self.shown.append(trace)
+        self.actual, self.bound = {}, {}
+
+    def _again(
+        self, trace: FunctionTrace, new: dict[int, int], call: FunctionCall, func: Any, args: Any, kwargs: Any
+    ) -> None:
+        """Makes a call of the known trace; ``new`` are the numbers of its tensors in the new one."""
+        execution = self.execution
+        assert execution is not None
+        known = self.trace
+        first, answer = len(trace.tensors), call.answer
+
+        def own(t: torch.Tensor) -> torch.Tensor:
+            n = known.index.get(id(t), self._others.get(id(t), -1))
+            if n in known.constants:
+                return self.bound.get(n, t)
+            return trace.tensors[new[n]] if n in new else t
+
+        args, kwargs = map_tensors(own, tuple(args)), map_tensors(own, dict(kwargs))
+        guards = len(execution.capture.guards)
+        if call.kind == "data":
+            answer = self.bound[call.first]
+            execution.constant(answer)
+        elif call.kind == "now":
+            self._note_constants(trace, args, kwargs, used=False)
+            if isinstance(func, compat_capture.Special):
+                func(*args, **kwargs)
+        elif call.kind == "op":
+            execution.capture.place(call.origin)
+            self._note_constants(trace, args, kwargs)
+            answer = execution.call(func, args, kwargs)
+        made, before = list(tensors_in(answer)), list(tensors_in(call.answer))
+        if not _same_plain(answer, call.answer) or len(made) != len(before):
+            raise Unsupported(
+                f"{name_of(func)} at {call.origin} with a number that changes", "the shape of its result follows it",
+                "keep the number as it was when the step was captured",
+            )  # fmt: skip
+        new.update({known.index[id(a)]: trace.index[id(b)] for a, b in zip(before, made, strict=True)})
+        self._write_down(trace, call.kind, func, args, kwargs, answer, call.state, call.origin, first, guards)
+
+    def _capture(self, func: Any, args: Any, kwargs: Any) -> Any:
+        execution, trace = self.execution, self.trace
+        assert execution is not None
+
+        def own(t: torch.Tensor) -> torch.Tensor:
+            n = self._others.get(id(t), -1) if id(t) not in trace.index else -1
+            return trace.tensors[n] if n >= 0 else t
+
+        args, kwargs = map_tensors(own, tuple(args)), map_tensors(own, dict(kwargs))
+        origin, state = execution.capture.origin(), ExecutionState.now()
+        tensors, name = list(tensors_in((args, kwargs))), name_of(func)
+        first, guards = len(trace.tensors), len(execution.capture.guards)
+        if not tensors and name in _DATA:
+            kind, answer = "data", func(*args, **kwargs)
+            execution.constant(answer)
+            self._watch(answer)
+        elif tensors and name in _READS and all(self._is_data(t) for t in tensors):
+            kind, answer = "now", func(*args, **kwargs)
+            self._note_constants(trace, args, kwargs, used=False)
+            first = len(trace.tensors)
+        else:
+            self._check(name, args, kwargs, origin)
+            self._note_constants(trace, args, kwargs)
+            answer = execution.call(func, args, kwargs)
+            kind = "op" if tensors or next(tensors_in(answer), None) is not None else "now"
+        self._write_down(trace, kind, func, args, kwargs, answer, state, origin, first, guards)
+        return list(answer) if type(answer) is list else answer
+
+    def _write_down(
+        self, trace: FunctionTrace, kind: str, func: Any, args: Any, kwargs: Any, answer: Any,
+        state: ExecutionState, origin: Origin, first: int, guards: int,
+    ) -> None:  # fmt: skip
+        assert self.execution is not None
+        numbers = [trace.index[id(t)] for t in tensors_in((args, kwargs)) if id(t) in trace.index]
+        answer = list(answer) if type(answer) is list else answer
+        trace.calls.append(
+            FunctionCall(
+                func, own_containers(args), own_containers(kwargs), answer, kind, state, origin, first,
+                bound=any(n in trace.constants for n in numbers), repeats=_repeats(func, args, kwargs),
+                guards=tuple(self.execution.capture.guards[guards:]),
+            )
+        )  # fmt: skip
+
+    def _note_constants(self, trace: FunctionTrace, args: Any, kwargs: Any, *, used: bool = True) -> None:
+        """Constants among the arguments get their numbers before the call's own results do."""
+        assert self.execution is not None
+        for t in tensors_in((args, kwargs)):
+            if id(t) not in trace.index and not compat.is_fake(t) and not compat.is_functorch(t):
+                self.execution.constant(t)
+                self._watch(t)
+            n = trace.index.get(id(t))
+            if used and n in trace.constants:
+                self._used.add(n)
+
+    def _is_data(self, tensor: torch.Tensor) -> bool:
+        """Whether the contents are there: a constant that no op of this step can have written."""
+        n = self.trace.index.get(id(tensor))
+        known = n is None or n in self.trace.constants
+        return known and n not in self._used and not compat.is_fake(tensor)
+
+    def _check(self, name: str, args: Any, kwargs: Any, origin: Origin) -> None:
+        """Refuses what capture cannot do as eager would."""
+        if name in _SHOWN:
+            raise Unsupported(
+                f"{name} of a tensor in a step at {origin}", "its contents are there only when the step has run",
+                "hand the tensor back as a result and look at it there",
+            )  # fmt: skip
+        if name not in _SETTERS or not args:
+            return
+        n = self.trace.index.get(id(args[0]))
+        own = n is None or n < self.trace.inputs or n in self.trace.constants
+        if not own or compat.is_fake(args[0]):
+            return
+        value = args[1] if len(args) > 1 else kwargs.get("requires_grad", True)
+        if name.startswith("requires_grad") and bool(value) == args[0].requires_grad:
+            return
+        if name == "grad.__set__" and value is None:
+            return
+        raise Unsupported(
+            f"{name.removesuffix('.__set__')} of a parameter, buffer or constant set in a step at {origin}",
+            "the step runs on stand-ins for them", "set it before the step",
+        )  # fmt: skip
+
+
+def _repeats(func: Any, args: Any, kwargs: Any) -> bool:
+    """Whether the caller's own Python code runs inside the call or in its backward pass, with an unknown outcome."""
+    inner = getattr(func, "inner_code", ())
+    callables = [
+        x for x in (*args, *kwargs.values()) if callable(x) and not isinstance(x, (torch.Tensor, type))
+    ]
+    return not all(understood(f) for f in (*inner, *callables))
+
+
+def _hands_back(call: FunctionCall) -> bool:
+    """Whether an argument came back as the answer, which with another number may be a tensor of its own. Functions
+    that write in place always hand it back."""
+    if name_of(call.func).endswith("_"):
+        return False
+    given = {id(t) for t in tensors_in((call.args, call.kwargs))}
+    return any(id(t) in given for t in tensors_in(call.answer))
+
+
+def _bytes_of(tensor: torch.Tensor) -> bytes:
+    flat = tensor.detach().cpu().contiguous().reshape(-1)
+    return bytes(flat.view(torch.uint8).numpy()) if flat.numel() else b""
+
+
+def _same_plain(a: Any, b: Any) -> bool:
+    """Whether two answers are alike where they are no tensors."""
+    if isinstance(a, torch.Tensor):
+        return isinstance(b, torch.Tensor)
+    if isinstance(a, (list, tuple)):
+        return isinstance(b, (list, tuple)) and len(a) == len(b) and all(map(_same_plain, a, b))
+    if isinstance(a, (int, float, bool, str)):
+        return type(a) is type(b) and (a == b or (a != a and b != b))
+    return True

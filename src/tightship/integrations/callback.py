@@ -1,0 +1,72 @@
+"""What callbacks of trainers share: a model that is compiled with tightship's backend while it trains."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Unpack
+
+from tightship.errors import BadInput
+from tightship.integrations.torch_compile import (
+    BackendOptions,
+    compiled_notes,
+    compiled_plans,
+    compiled_session,
+    read_options,
+)
+from tightship.units import format_bytes
+
+__all__ = ["CompileCallback"]
+
+
+class CompileCallback:
+    """Compiles a model when training begins, and leaves it as it was when training ends.
+
+    ``budget`` and ``options`` are those of the torch.compile backend (`CompileOptions`). ``plans`` are the graphs
+    planned so far, each with its ``plan``, ``notes`` what a user should know of them; ``say`` is told both when
+    training ends. Raises ``BadInput`` for unknown options.
+    """
+
+    def __init__(
+        self,
+        budget: Any = None,
+        *,
+        say: Callable[[str], object] | None = print,
+        **options: Unpack[BackendOptions],
+    ) -> None:
+        self.options = {"budget": budget, **options}
+        self.say = say
+        self.plans: tuple[Any, ...] = ()
+        self.notes: tuple[str, ...] = ()
+        self._model: Any = None
+        self._session: Any = None  # kept, and with it what a percentage came to
+        read_options(self.options)  # before anything is loaded
+
+    def attach(self, model: Any) -> None:
+        """From here on the model runs as planned. Raises ``BadInput`` for one that is compiled already."""
+        if getattr(model, "_compiled_call_impl", None) is not None:
+            rule = f"{type(model).__name__} is compiled already: a model is compiled once, by this callback"
+            raise BadInput(rule, place="Tightship")
+        self._model = model
+        model.compile(backend="tightship", options=self.options)
+
+    def look(self) -> None:
+        """Take note of what has been planned so far."""
+        if self._model is not None:
+            self._session = compiled_session(self._model)
+            self.plans, self.notes = compiled_plans(self._model), compiled_notes(self._model)
+
+    def detach(self) -> None:
+        """Leave the model as it was, and say what was planned."""
+        if self._model is None:
+            return
+        self.look()
+        self._model._compiled_call_impl = None
+        self._model = None
+        if self.say is not None:
+            for text in (*map(_peaks, self.plans), *self.notes):
+                self.say(f"tightship: {text}")
+
+
+def _peaks(piece: Any) -> str:
+    plan = piece.plan
+    return f"graph {piece.name}: peak {format_bytes(plan.peak)}, {format_bytes(plan.peak_before)} unplanned"
