@@ -1,16 +1,16 @@
 """XLA's greedy rematerialization: at an op over the limit, recompute what gains most for its cost.
 
-Problem: choose runs of ops to repeat so that the peak is within the limit. Measure: seconds of recomputation
+Problem: choose ops to recompute so that the peak is within the limit. Measure: seconds of recomputation
 per byte gone from where the walk stands (policy ``ours``), or limit / bytes gained (``xla``). Source:
 ``HloRematerialization`` of OpenXLA. The schedule is walked in order; where it is over the limit, results of ops
-that have run are given up and made again right before their earliest remaining use, for all remaining uses.
-Operands of the repeated op live up to it; they are not themselves recomputed, unless they are in the group
+that have run are given up and recomputed right before their earliest remaining use, for all remaining uses.
+Operands of the recomputed op live up to it; they are not themselves recomputed, unless they are in the group
 chosen. ``ours`` walks again as long as that lowers the peak, and in the end gives back what fits after all.
 Guarantee: ``ours`` never accepts a step that raises the overall peak, nor one that lifts what has been walked
 over the limit; the plan is reproducible; the peak is exact. ``xla`` may raise the peak at an earlier op.
 Complexity: ``ours`` keeps candidates in a heap and looks at one again only when it may have become better; a
 step costs about sqrt(ops). ``xla`` rescans all earlier ops for every step: quadratic. Known limits: greedy; an
-op with calls inside, or a result that several ops write, is never repeated; no compression; called graphs add
+op with calls inside, or a result that several ops write, is never recomputed; no compression; called graphs add
 their peak but are not themselves planned.
 
 Policy ``xla`` differs from XLA where a plan leaves no choice: a storage has one copy at a time, so a clone reads
@@ -55,7 +55,7 @@ class Options:
 def plan(
     frame: EvictionProblem, limit: int, options: Options | None = None, progress: Progress | None = None
 ) -> Decision:
-    """Steps that repeat ops so that the peak is within ``limit`` bytes, the static set included."""
+    """Steps that recompute ops so that the peak is within ``limit`` bytes, the static set included."""
     o = options or Options()
     if o.policy not in ("ours", "xla"):
         raise BadInput(f"unknown policy {o.policy!r}; the policy is 'ours' or 'xla'")

@@ -1,6 +1,6 @@
 """XLA's own rematerialization of a scheduled module: at an instruction over the limit, recompute what gains most.
 
-Problem: repeat instructions so that the module's peak is within the limit. Measure: limit / bytes gained, time is
+Problem: recompute instructions so that the module's peak is within the limit. Measure: limit / bytes gained, time is
 not looked at (R18 is a limit of it). Source: ``HloRematerialization`` of OpenXLA, by default as its GPU pipeline runs
 it (recompute only, blocks of one instruction); `xla_pick.Rescan` chooses here and for graphs (``evict/xla``). The
 peak is XLA's: results of the module throughout, its parameters not, called computations on top of what lives at the
@@ -56,7 +56,7 @@ class Options:
 class Result:
     """A module that was made to need less: peaks in bytes as XLA counts them, instructions ``recomputed`` in the
     order they were chosen, and how many more the module has (R15). ``origin`` has the first name of each clone,
-    ``aside`` what instructions do that set arrays aside or bring them back (offload, offloaded, fetch, fetched,
+    ``transfers`` what instructions offload, compress or restore arrays (offload, offloaded, fetch, fetched,
     compress, decompress), and the instruction and position that first made the array."""
 
     module: Module
@@ -66,15 +66,15 @@ class Result:
     recomputed: tuple[str, ...]
     added: int
     origin: Mapping[str, str]
-    aside: Mapping[str, tuple[str, tuple[str, Index]]] = field(default_factory=dict)
+    transfers: Mapping[str, tuple[str, tuple[str, Index]]] = field(default_factory=dict)
 
     @property
     def met(self) -> bool:
         return self.peak_after <= self.limit
 
     def count(self, kind: str) -> int:
-        """How many instructions set arrays aside in one way, or bring them back."""
-        return sum(what == kind for what, _ in self.aside.values())
+        """How many instructions offload, compress or restore arrays in one way."""
+        return sum(what == kind for what, _ in self.transfers.values())
 
     def flops(self, work: Work, names: Iterable[str]) -> int:
         """Those of the computations ``names``, each run once, by the ``work`` of the module that it was."""
@@ -86,7 +86,7 @@ class Result:
 
 
 def plan(module: Module, limit: int, options: Options | None = None) -> Result:
-    """The module with instructions repeated so that its peak is at most ``limit`` bytes, or as XLA leaves it.
+    """The module with instructions recomputed so that its peak is at most ``limit`` bytes, or as XLA leaves it.
 
     Raises ``BadInput`` when the module has no schedule.
     """
@@ -97,9 +97,9 @@ def plan(module: Module, limit: int, options: Options | None = None) -> Result:
     run.computation(entry, max(0, limit - out))
     made = run.copies.rewrite(run.done)
     # What is copied out is counted twice while it is walked; the module written says what there is.
-    after = peaks(made)[entry] if run.aside else run.peak[entry]
+    after = peaks(made)[entry] if run.transfers else run.peak[entry]
     chosen = tuple(run.chosen)
-    return Result(made, limit, before + out, after + out, chosen, run.added, run.origin, run.aside)
+    return Result(made, limit, before + out, after + out, chosen, run.added, run.origin, run.transfers)
 
 
 class _Run:
@@ -114,7 +114,7 @@ class _Run:
         self.may: dict[str, bool] = {}
         self.chosen: list[str] = []
         self.origin: dict[str, str] = {}
-        self.aside: dict[str, tuple[str, tuple[str, Index]]] = {}
+        self.transfers: dict[str, tuple[str, tuple[str, Index]]] = {}
         self.allow = ways(options.allow)
         self.work = work_of(module)
         self.added = 0
@@ -133,7 +133,7 @@ class _Run:
             return
         walk = _Walk(self, self.module.by_name[name], limit)
         self.peak[name] = walk.run()
-        self.aside |= walk.transfers.record
+        self.transfers |= walk.transfers.record
         remove_dead(walk.body, self.copies.inside)
         self.done[name] = walk.body.rewrite()
 
@@ -295,7 +295,7 @@ class Transfers:
         return self._compress(node) if way == "compress" else self._offload(node)
 
     def _buffer(self, node: Node) -> Buffer | None:
-        """The one array that a node defines, if it can be set aside now."""
+        """The one array that a node defines, if it can be offloaded or compressed now."""
         t = self.tracker
         if len(node.output) != 1 or node.defined != node.output or node.shape.is_tuple:
             return None

@@ -88,7 +88,7 @@ def _steps(at: Lowering, made: Result) -> tuple[Step, ...]:
     """What the written computation does, step by step; every form is freed after its last use."""
     happens = list(_happens(at, made))
     uses = at.graph.uses
-    last: dict[_Form, int] = {}  # of each form, when it is free until it is made again
+    last: dict[_Form, int] = {}  # of each form, when it is free until it is recomputed
     gone: dict[int, list[_Form]] = {}
     for t in reversed(range(len(happens))):
         kind, which = happens[t]
@@ -110,8 +110,8 @@ def _happens(at: Lowering, made: Result) -> Iterator[tuple[str, int]]:
     """("run", op) or (what is done with a storage, storage), in the order of the written computation."""
     number = {i.name: k for k, i in enumerate(at.ops)}
     for i in made.module.by_name[at.computation.name].instructions:
-        if i.name in made.aside:
-            kind, buffer = made.aside[i.name]
+        if i.name in made.transfers:
+            kind, buffer = made.transfers[i.name]
             yield kind, at.storage[buffer]
         elif (k := number.get(made.origin.get(i.name, i.name), -1)) >= 0:
             yield "run", k

@@ -1,7 +1,7 @@
 """Steps of a plan as a computation of HLO: each run of an op an instruction, in the order of the steps.
 
-Where a storage has been set aside, what comes back is an array of its own that takes the place of the op's result.
-A copy begins at its step; one out is waited for where the plan frees what it reads, one back before the first use.
+What is restored of an offloaded or compressed storage is an array of its own, in place of the op's result. A copy
+begins at its step; one out is waited for where the plan frees what it reads, one back before the first use.
 """
 
 from __future__ import annotations
@@ -30,18 +30,18 @@ __all__ = ["Writer", "write"]
 
 class Writer:
     """Names in use in a module, the computations that clones have brought, each clone's first name (``origin``), and
-    what instructions do that set arrays aside (``aside``)."""
+    what instructions offload, compress or restore (``transfers``)."""
 
     def __init__(self, module: Module) -> None:
         self.names = Names(i.name for i in module.instructions)
         self.copies = Copies(module)
         self.origin: dict[str, str] = {}
-        self.aside: dict[str, tuple[str, Buffer]] = {}
+        self.transfers: dict[str, tuple[str, Buffer]] = {}
 
 
 class _Run:
     """The computation written so far; ``at[s]`` is the instruction that storage ``s`` was last made by, ``array[s]``
-    the one that brought it back, if it was set aside since."""
+    the one that restored it, if it was offloaded or compressed since."""
 
     def __init__(self, lowering: Lowering, writer: Writer) -> None:
         self.lowering, self.writer = lowering, writer
@@ -125,7 +125,7 @@ class _Run:
             self.inside.by_name[name].opcode != "while"
         )
 
-    # -- what is set aside -----------------------------------------------------------------------------------
+    # -- offload and compress --------------------------------------------------------------------------------
 
     def back(self, s: int) -> str:
         """The array that a storage has come back as, waited for."""
@@ -151,7 +151,7 @@ class _Run:
 
     def new(self, kind: str, s: int) -> str:
         name = self.writer.names.new(f"{self.made[s][0]}.{kind}")
-        self.writer.aside[name] = kind, self.made[s]
+        self.writer.transfers[name] = kind, self.made[s]
         return name
 
     def offload(self, s: int) -> None:
@@ -212,7 +212,7 @@ def write(lowering: Lowering, steps: Sequence[Step], writer: Writer) -> Computat
 
 
 def _wanted(steps: Sequence[Step]) -> set[tuple[int, int]]:
-    """(step, storage) of what is set aside and brought back from there, rather than freed."""
+    """(step, storage) of what is offloaded or compressed, and restored from there rather than freed."""
     found, wanted = set(), set()
     for t in reversed(range(len(steps))):
         kind = steps[t].kind

@@ -120,7 +120,7 @@ class Lowering:
         return {}
 
     def least(self, allow: Sequence[str], *, lossy: bool = False) -> int:
-        """What it needs however it is ordered and repeated, with what it calls as it is."""
+        """What it needs however it is ordered and recomputed, with what it calls as it is."""
         return int(lower_bound(self.graph, least=self.waiting(allow, lossy=lossy)))
 
     def _storages(self, out: set[int]) -> tuple[Storage, ...]:
@@ -181,7 +181,7 @@ class Lowering:
         return self.tied_tuples | waiting | (self.once or frozenset())
 
     def late(self, steps: Sequence[Step]) -> frozenset[str]:
-        """Instructions that ``steps`` repeat after something has run that they must run before (R11)."""
+        """Instructions that ``steps`` recompute after something has run that they must run before (R11)."""
         after: dict[int, list[int]] = {}
         for k, op in enumerate(self.graph.ops):
             for c in op.control:
@@ -252,7 +252,7 @@ def may_repeat(module: Module, i: Instruction, *, libraries: bool = True) -> boo
 
 
 def bound(module: Module, allow: Sequence[str] = ("recompute",), *, lossy: bool = False) -> int:
-    """Bytes that the module needs however it is ordered and repeated, called computations at their least, where
+    """Bytes that the module needs however it is ordered and recomputed, called computations at their least, where
     arrays may wait in the ways of ``allow`` (recompute, compress, offload)."""
     return bounds(module, allow, lossy=lossy)[module.entry.name] + result_bytes(module)
 

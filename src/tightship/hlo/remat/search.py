@@ -1,13 +1,13 @@
 """Our own rematerialization of a scheduled module: the search of evictions and of an order, limit by limit.
 
-Problem: repeat and move instructions so that the module's peak is within the limit. Measure: seconds of repeated
+Problem: recompute and move instructions so that the module's peak is within the limit. Measure: seconds of repeated
 work, from FLOPs and bytes of each instruction; the peak is XLA's (results throughout, parameters not). Source:
 the default planner on each computation. A computation that a loop, branch or call runs is planned apart,
 first for the least it can need, then for what is left at its call (R14). Guarantee: the peak given is the one
 counted anew on the module written, and never a ten-thousandth more than XLA's way leaves; the module computes what it
 computed.
 Complexity: that of the default planner, per computation. Known limits: what waits for others by a control
-dependency runs once; collectives are never repeated.
+dependency runs once; collectives are never recomputed.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ _GREEDY = 20_000
 """Instructions of the entry up to which XLA's quadratic way is tried, too, where the limit is not met."""
 
 _TRIES = 6
-"""Plans of one computation at most: each is for what the last one reached, or kept from repeating too late."""
+"""Plans of one computation at most: each is for what the last one reached, or kept from recomputing too late."""
 
 _ORDERS = ("sink", "best")
 """Orders that are tried, the second where the first one finds no plan."""
@@ -70,7 +70,7 @@ class Options:
 
 
 def plan(module: Module, limit: int, options: Options | None = None) -> Result:
-    """The module, repeating and moving instructions so that its peak is at most ``limit`` bytes, or the least found.
+    """The module with instructions recomputed and moved so that its peak is at most ``limit`` bytes, or the least found.
 
     Raises ``BadInput`` when the module has no schedule.
     """
@@ -100,7 +100,7 @@ class _Written:
     module: Module
     recomputed: tuple[str, ...]
     origin: Mapping[str, str]
-    aside: Mapping[str, tuple[str, Buffer]]
+    transfers: Mapping[str, tuple[str, Buffer]]
 
 
 class _Search:
@@ -222,7 +222,7 @@ class _Search:
             at = self._graph(name)
             changed[name] = write(at, made.steps, writer)
             again += [at.ops[step.op].name for step in made.steps if step.kind == "recompute"]
-        return _Written(writer.copies.rewrite(changed), tuple(again), writer.origin, writer.aside)
+        return _Written(writer.copies.rewrite(changed), tuple(again), writer.origin, writer.transfers)
 
     def result(self, limit: int) -> Result:
         out = result_bytes(self.module)
@@ -231,4 +231,4 @@ class _Search:
         runs = sum(len(c.instructions) for c in made.module.computations if c.name in self.peak)
         added = runs - sum(len(self.module.by_name[name].instructions) for name in self.peak)
         before, after = self.first[entry] + out, self.reached + out
-        return Result(made.module, limit, before, after, made.recomputed, added, made.origin, made.aside)
+        return Result(made.module, limit, before, after, made.recomputed, added, made.origin, made.transfers)

@@ -96,7 +96,7 @@ def test_R13_copies_out_what_work_hides(planner) -> None:  # type: ignore[no-unt
 def test_R13_xla_copies_nothing_out_where_work_does_not_hide_it() -> None:  # noqa: N802
     m = kept(dots=3)
     made = xla_remat.plan(m, module_peak(m) - K + 100, xla_remat.Options(allow="offload"))
-    assert (made.met, made.aside, made.module) == (False, {}, m)
+    assert (made.met, made.transfers, made.module) == (False, {}, m)
 
 
 @pytest.mark.parametrize("planner", EITHER, ids=NAMES)
@@ -247,5 +247,5 @@ def test_jaxlib_reads_the_result_and_accepts_its_schedule(planner, make) -> None
     m = make()
     options = {"allow": "compress,offload"} | (QUICK if planner is search else {})
     made = planner.plan(m, module_peak(m) - 200_000, planner.Options(**options))
-    assert made.aside
+    assert made.transfers
     hlo.hlo_module_from_text(to_text(made.module)).schedule().verify()
