@@ -70,7 +70,7 @@ class Options:
 
 
 def plan(module: Module, limit: int, options: Options | None = None) -> Result:
-    """The module with instructions recomputed and moved so that its peak is at most ``limit`` bytes, or the least found.
+    """The module with instructions recomputed and moved so that its peak is at most ``limit``, or the least found.
 
     Raises ``BadInput`` when the module has no schedule.
     """
