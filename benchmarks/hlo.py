@@ -17,11 +17,11 @@ from pathlib import Path
 
 from support import pages
 from tightship.baselines import xla_remat
-from tightship.baselines.xla_remat import Remade
+from tightship.baselines.xla_remat import Result
 from tightship.hlo import Module, parse
 from tightship.hlo.remat import search
-from tightship.hlo.remat.bound import bound
 from tightship.hlo.remat.cost import work_of
+from tightship.hlo.remat.lower import bound
 from tightship.hlo.remat.peak import module_peak, sequential_order
 
 DATA = Path(__file__).resolve().parent.parent / "tests" / "data" / "hlo"
@@ -35,7 +35,7 @@ def text(path: Path) -> str:
     return lzma.decompress(path.read_bytes()).decode()
 
 
-def flops(module: Module, made: Remade) -> int:
+def flops(module: Module, made: Result) -> int:
     """FLOPs that the module made has more than the module had, loops and branches counted once."""
     work, names = work_of(module), sequential_order(module)
     return made.flops(work, names) - sum(sum(work.flops[name].values()) for name in names)

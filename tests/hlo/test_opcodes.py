@@ -12,7 +12,7 @@ import pytest
 import tightship
 from tightship.hlo import parse
 from tightship.hlo.opcodes import OPCODES, opcode
-from tightship.hlo.remat.rematerializable import repeatable
+from tightship.hlo.remat.lower import repeatable
 from tightship.verify.steps import has_effects
 
 XLA = frozenset(

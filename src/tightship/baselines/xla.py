@@ -1,16 +1,16 @@
-"""XLA's greedy rematerialisation: at an op over the limit, recompute what gains most for its cost.
+"""XLA's greedy rematerialization: at an op over the limit, recompute what gains most for its cost.
 
-Problem: choose runs of ops to repeat so that the peak is within the limit. Measure: seconds of recomputation
+Problem: choose ops to recompute so that the peak is within the limit. Measure: seconds of recomputation
 per byte gone from where the walk stands (policy ``ours``), or limit / bytes gained (``xla``). Source:
 ``HloRematerialization`` of OpenXLA. The schedule is walked in order; where it is over the limit, results of ops
-that have run are given up and made again right before their earliest remaining use, for all remaining uses.
-Operands of the repeated op live up to it; they are not themselves recomputed, unless they are in the group
+that have run are given up and recomputed right before their earliest remaining use, for all remaining uses.
+Operands of the recomputed op live up to it; they are not themselves recomputed, unless they are in the group
 chosen. ``ours`` walks again as long as that lowers the peak, and in the end gives back what fits after all.
 Guarantee: ``ours`` never accepts a step that raises the overall peak, nor one that lifts what has been walked
 over the limit; the plan is reproducible; the peak is exact. ``xla`` may raise the peak at an earlier op.
 Complexity: ``ours`` keeps candidates in a heap and looks at one again only when it may have become better; a
 step costs about sqrt(ops). ``xla`` rescans all earlier ops for every step: quadratic. Known limits: greedy; an
-op with calls inside, or a result that several ops write, is never repeated; no compression; called graphs add
+op with calls inside, or a result that several ops write, is never recomputed; no compression; called graphs add
 their peak but are not themselves planned.
 
 Policy ``xla`` differs from XLA where a plan leaves no choice: a storage has one copy at a time, so a clone reads
@@ -24,16 +24,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import cast
 
-from tightship.analysis.bounds import lower_bound
-from tightship.baselines.xla_pick import Picker, Queue, Rescan
-from tightship.baselines.xla_tracker import Item, Place, Split, Tracker
+from tightship.baselines.xla_pick import Queue, Rescan
+from tightship.baselines.xla_tracker import Item, Split, Tracker
 from tightship.errors import BadInput
 from tightship.graph import Graph
+from tightship.options import option
 from tightship.plan import Step
 from tightship.planners.evict.problem import Bits, Decision, EvictionProblem, Progress
-from tightship.simulate import baseline, replay
+from tightship.simulate import replay
 
-__all__ = ["Options", "Report", "plan", "report"]
+__all__ = ["Options", "plan"]
 
 PLANNER = "evict/xla"
 """Its group and its name on the command line."""
@@ -41,38 +41,24 @@ PLANNER = "evict/xla"
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """``policy``: ``ours`` or ``xla``. ``block``: ops recomputed together at most (0: 8 for ``ours``, 1 for
-    ``xla``, as is XLA's default). ``growth``: clones at most, as a multiple of the ops. For ``ours``:
-    ``tries``: steps tried and taken back at one op, at most; ``walks``: over the schedule, at most."""
+    """``tries`` and ``walks`` are for policy ``ours``."""
 
-    policy: str = "ours"
-    block: int = 0
-    growth: int = 4
-    tries: int = 32
-    walks: int = 4
-
-
-@dataclass(frozen=True, slots=True)
-class Report:
-    """What a decision did (R15): bytes before and after, runs repeated, net steps added, and how far from the
-    bound. ``warning`` is empty when the limit is met."""
-
-    peak_before: int
-    peak_after: int
-    recomputed: int
-    added: int
-    lower_bound: int
-    met: bool
-    warning: str
+    policy: str = option("ours", "Which steps are taken and kept.", choices=("ours", "xla"))
+    block: int = option(
+        0, "Largest number of ops to recompute together (0: 8 for ours, 1 for xla, as XLA has it)."
+    )
+    growth: int = option(4, "Largest number of clones, as a multiple of the ops.")
+    tries: int = option(32, "Largest number of steps to try and take back at one op.")
+    walks: int = option(4, "Largest number of walks over the schedule.")
 
 
 def plan(
     frame: EvictionProblem, limit: int, options: Options | None = None, progress: Progress | None = None
 ) -> Decision:
-    """Steps that repeat ops so that the peak is within ``limit`` bytes, the static set included."""
+    """Steps that recompute ops so that the peak is within ``limit`` bytes, the static set included."""
     o = options or Options()
     if o.policy not in ("ours", "xla"):
-        raise BadInput("the policy is 'ours' or 'xla'", o.policy, "xla.Options")
+        raise BadInput(f"unknown policy {o.policy!r}; the policy is 'ours' or 'xla'")
     walk = Walk(frame.graph, frame.order, limit, o)
     walk.run(progress)
     steps = lower(walk.tracker)
@@ -99,15 +85,11 @@ class Walk:
         self.tracker = Tracker(graph, order, charge, self.base)
         if self.ours:
             self.limit = max(limit, _floor(self.tracker, self.base))
-        self.picker = self._picker()
+        self.queue: Queue | None = None
+        self.rescan = Rescan(self.tracker, options.block or 1, max(0, self.limit - self.base))
         self.left = options.growth * len(order)
         self.extra = 0.0
         self.work = 0
-
-    def _picker(self) -> Picker:
-        if self.ours:
-            return Queue(self.tracker, self.options.block or 8)
-        return Rescan(self.tracker, self.options.block or 1, max(0, self.limit - self.base))
 
     @property
     def peak(self) -> int:
@@ -115,26 +97,27 @@ class Walk:
         return self.tracker.usage.peak()
 
     def run(self, progress: Progress | None = None) -> None:
+        if not self.ours:
+            self.walk(progress)
+            self.work = self.rescan.work
+            return
         before = self.peak
-        for _ in range(self.options.walks if self.ours else 1):
+        for _ in range(self.options.walks):
+            self.queue = Queue(self.tracker, self.options.block or 8)
             stopped = self.walk(progress)
-            self.work += self.picker.work
+            self.work += self.queue.work
             if stopped or self.peak <= self.limit or self.peak == before:
                 break
             before = self.peak
             self.tracker.rewind()
-            self.picker = self._picker()
-        if self.ours:
-            self.give_back()
+        self.give_back()
 
     def walk(self, progress: Progress | None = None) -> bool:
         """Once over the schedule, or until all of it is under the limit; returns whether it was stopped."""
-        usage = self.tracker.usage
-        item, count = usage.first(), 0
-        while item is not None and self.peak > self.limit:
-            self.visit(_item(item))
-            item = usage.following(item)
-            count += 1
+        for count, item in enumerate(self.tracker.items(), 1):
+            if self.peak <= self.limit:
+                break
+            self.visit(item)
             if progress and count % 1024 == 0 and progress(self.peak, self.extra, self.peak <= self.limit):
                 return True
         return False
@@ -142,9 +125,10 @@ class Walk:
     def visit(self, item: Item) -> None:
         """Let ``item`` run; while it is over the limit, take the best step there is."""
         self.tracker.begin(item)
+        self.rescan.begin()
         tries = self.options.tries
         while self.tracker.usage.value(item) > self.limit and self.left > 0:
-            group = self.picker.pick(item)
+            group = self.pick(item)
             if group is None:
                 break
             if not self.take(group):
@@ -152,7 +136,14 @@ class Walk:
                 if not tries:
                     break
         self.tracker.end()
-        self.picker.ended(item)
+        if self.queue:
+            self.queue.ended(item)
+
+    def pick(self, item: Item) -> list[Item] | None:
+        if self.queue:
+            return self.queue.pick(item)
+        choice = self.rescan.pick()
+        return choice[1] if choice else None
 
     def take(self, group: list[Item]) -> bool:
         """Repeat a group, its last op first, so that each clone is a user of its operands' clones (R8)."""
@@ -162,16 +153,17 @@ class Walk:
         for x in sorted(group, key=lambda i: -i.key):
             if t.wanted(x):
                 splits.append(t.split(x))
-        if self.ours and not self._better(now, *before):
+        if self.queue and not self._better(now, *before):
             for s in reversed(splits):
                 t.undo(s)
-            self.picker.refused(group[0])
+            self.queue.refused(group[0])
             return False
         self.left -= len(splits)
         for s in splits:
             if not t.settle(s):
                 self.extra += t.graph.ops[s.clone.op].time
-        self.picker.taken(splits)
+        if self.queue:
+            self.queue.taken(splits)
         return True
 
     def _better(self, now: Item, here: int, peak: int, past: int) -> bool:
@@ -185,15 +177,11 @@ class Walk:
         """Dearest first, drop the clones whose results fit in memory until they are needed again."""
         t = self.tracker
         room = max(self.limit, self.peak)
-        clones = [i for i in map(_item, t.usage) if i.clone]
+        clones = [i for i in t.items() if i.clone]
         price = {i: t.graph.ops[i.op].time / max(1, sum(b.size for b in i.made)) for i in clones}
         for c in sorted(clones, key=lambda i: (-price[i], i.number)):
             if not c.gone:
                 t.merge(c, room)
-
-
-def _item(place: Place) -> Item:
-    return cast(Item, place)
 
 
 def _floor(tracker: Tracker, base: int) -> int:
@@ -216,8 +204,7 @@ def lower(tracker: Tracker) -> tuple[Step, ...]:
             if not b.live_out:
                 last.setdefault(b.end, []).append(b.storage)
     steps = []
-    for place in tracker.usage:
-        item = _item(place)
+    for item in tracker.items():
         made = tuple(b.storage for b in item.made)
         dead = last.get(item, [])
         if ran[item.op]:
@@ -235,8 +222,7 @@ def _bits(frame: EvictionProblem, tracker: Tracker) -> Bits:
     """The gaps that clones bridge, for searches that start from here."""
     where: dict[int, list[int]] = {}
     p = len(frame.order)
-    for place in reversed(list(tracker.usage)):
-        item = _item(place)
+    for item in reversed(list(tracker.items())):
         if not item.clone:
             p -= 1
             continue
@@ -246,22 +232,3 @@ def _bits(frame: EvictionProblem, tracker: Tracker) -> Bits:
     for g, (s, start, end) in enumerate(frame.gaps.tolist()):
         bits[g] = s in where and any(start < p <= end for p in where[s])
     return bits
-
-
-def report(frame: EvictionProblem, decision: Decision, limit: int) -> Report:
-    """What a decision of this planner did (R15), and how far it is from the best (R20)."""
-    steps = decision.steps or ()
-    before = replay(frame.graph, baseline(frame.graph, frame.order)).peak
-    runs = sum(1 for s in steps if s.kind in ("compute", "recompute"))
-    warning = ""
-    if not decision.met:
-        warning = f"limit of {limit} bytes not met: the best peak reached is {decision.peak} bytes"
-    return Report(
-        before,
-        decision.peak,
-        decision.runs,
-        runs - len(frame.order),
-        int(lower_bound(frame.graph)),
-        decision.met,
-        warning,
-    )

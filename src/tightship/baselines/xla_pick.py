@@ -1,95 +1,112 @@
-"""Which step ``xla`` takes next: the original's rescan of all earlier ops, and a queue kept up to date."""
+"""Which block of the schedule to rematerialize next: XLA's rescan of all that ran, and a queue."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from heapq import heappop, heappush
-from typing import Protocol, cast
+from typing import Generic, Protocol, TypeVar, cast
 
 from tightship.baselines.xla_tracker import Buffer, Item, Split, Tracker
 
-__all__ = ["Picker", "Queue", "Rescan"]
+__all__ = ["Candidates", "Choice", "Queue", "Rescan"]
+
+N = TypeVar("N")
+
+Choice = tuple[str, list[N]]
+"""How a block of neighbors leaves memory (recompute, compress, offload), and the block."""
 
 
-class Picker(Protocol):
-    """Chooses a group of items to repeat; is told what became of it. ``work`` counts items looked at."""
+class Candidates(Protocol[N]):
+    """What the rescan asks while an item of the schedule runs, be it of a graph or of a module of HLO."""
 
-    work: int
+    def ran(self) -> Sequence[N]:
+        """The items that have run, in order, without the one running now."""
 
-    def pick(self, now: Item) -> list[Item] | None: ...
-    def taken(self, splits: Sequence[Split]) -> None: ...
-    def refused(self, item: Item) -> None: ...
-    def ended(self, item: Item) -> None: ...
+    def candidate(self, item: N) -> bool:
+        """Whether it may be rematerialized at all (R6)."""
+
+    def released(self, item: N) -> int | None:
+        """Bytes of its results that are live (R7); None: it may not be rematerialized now."""
+
+    def revived(self, item: N, block: Sequence[N]) -> int:
+        """Bytes of operands that are dead and would have to live again, but for those made in ``block`` (R7, R8)."""
+
+    def unused(self, item: N) -> bool:
+        """Whether nothing that has run used its results: rematerializing it is only a move (R9)."""
+
+    def offered(self, way: str, item: N) -> int:
+        """Bytes given back by compressing or offloading its result (R12, R13); 0: it cannot be."""
 
 
-class Rescan:
-    """XLA's own way: of every run of up to ``block`` neighbours among the ops already run, the cheapest by
-    limit / gain. Longer runs are looked at only when no shorter one gains anything."""
+class Rescan(Generic[N]):
+    """XLA's own way: of every block of up to ``block`` neighbors that have run, the cheapest by limit / gain. Longer
+    blocks are looked at only when no shorter one gains anything, and no more than ``effort`` times as many of them as
+    of single items. ``work`` counts items looked at."""
 
-    def __init__(self, tracker: Tracker, block: int, limit: int) -> None:
-        self.tracker, self.block, self.limit = tracker, block, limit
+    def __init__(
+        self,
+        candidates: Candidates[N],
+        block: int,
+        limit: int,
+        effort: int = 1 << 62,
+        ways: Sequence[str] = ("recompute",),
+    ) -> None:
+        self.candidates, self.block, self.limit, self.effort = candidates, block, limit, effort
+        single = [way for way in ("compress", "offload", "recompute") if way in ways]
+        self.ways = single, [way for way in single if way == "recompute"]
         self.work = 0
+        self.begin()
 
-    def pick(self, now: Item) -> list[Item] | None:
+    def begin(self) -> None:
+        """Another item of the schedule runs: effort is counted anew."""
+        self.single = self.longer = 0
+
+    def pick(self) -> Choice[N] | None:
+        """The block to rematerialize, or None when nothing gains anything any more."""
         low = high = 1
-        while high <= self.block:
-            if found := self._best(now, low, high):
+        while high <= self.block and self.longer <= self.effort * self.single:
+            if found := self._cheapest(low, high):
                 return found
             low, high = high + 1, 2 * high
         return None
 
-    def _best(self, now: Item, low: int, high: int) -> list[Item] | None:
-        t = self.tracker
-        ran: list[Item] = []
-        for place in t.usage:
-            if place is now:
-                break
-            ran.append(cast(Item, place))
-        best: tuple[int, list[Item]] | None = None
+    def _cheapest(self, low: int, high: int) -> Choice[N] | None:
+        ran, best, least, looked = self.candidates.ran(), None, 0, 0
         for i in range(len(ran)):
-            group: list[Item] = []
-            for x in ran[i : i + high]:
+            block: list[N] = []
+            for item in ran[i : i + high]:
                 self.work += 1
-                if not t.candidate(x):
+                if not self.candidates.candidate(item):
                     break
-                group.append(x)
-                if len(group) < low:
+                block.append(item)
+                if len(block) < low:
                     continue
-                gain = self.gain(group)
-                if gain > 0:
-                    cost = self.cost(group, gain)
-                    if best is None or cost < best[0]:
-                        best = cost, group.copy()
-        return best[1] if best else None
+                for way in self.ways[len(block) > 1]:
+                    looked += 1
+                    gain = self.gain(block) if way == "recompute" else self.candidates.offered(way, item)
+                    if gain > 0:
+                        cost = self.cost(block, gain) if way == "recompute" else self.limit // gain
+                        if best is None or cost < least:
+                            best, least = (way, block.copy()), cost
+        if low == 1:
+            self.single += looked
+        else:
+            self.longer += looked
+        return best
 
-    def gain(self, group: Sequence[Item]) -> int:
-        """Bytes freed here by repeating a group (R7, R8)."""
-        t = self.tracker
-        if any(t.indirect[b.storage] for x in group for b in x.made):
-            return 0
-        first = t.target(group[-1])
+    def gain(self, block: Sequence[N]) -> int:
+        """Bytes freed here by rematerializing a block (R7, R8)."""
         total = 0
-        for x in group:
-            total += t.freed(x)
-            at = t.target(x) or first
-            for s in t.reads_again(x) if at else ():
-                b = t.buffer_at(s, cast(Item, at))
-                if t.dead(b) and b.item not in group:
-                    total -= b.size
+        for item in block:
+            released = self.candidates.released(item)
+            if released is None:
+                return 0
+            total += released - self.candidates.revived(item, block)
         return total
 
-    def cost(self, group: Sequence[Item], gain: int) -> int:
-        """R9; a group none of whose results has been used yet is only moved."""
-        return 0 if all(self.tracker.unused(x) for x in group) else self.limit // gain
-
-    def taken(self, splits: Sequence[Split]) -> None:
-        pass
-
-    def refused(self, item: Item) -> None:
-        pass
-
-    def ended(self, item: Item) -> None:
-        pass
+    def cost(self, block: Sequence[N], gain: int) -> int:
+        """R9; a block none of whose results has been used yet is only moved."""
+        return 0 if all(map(self.candidates.unused, block)) else self.limit // gain
 
 
 class Queue:
@@ -155,7 +172,7 @@ class Queue:
         at = cast(Item, t.target(item))
         group, lost = [item], dict[int, Buffer]()
         best: tuple[tuple[float, int, int], list[Item]] | None = None
-        self._lose(item, at, group, lost)
+        lost |= {b.storage: b for b in t.dead_operands(item, at, group)}
         while True:
             self.work += 1
             gain = total - sum(b.size for b in lost.values()) if lost else total
@@ -172,14 +189,7 @@ class Queue:
             total += t.freed(b.item)
             for own in b.item.made:
                 lost.pop(own.storage, None)
-            self._lose(b.item, at, group, lost)
-
-    def _lose(self, item: Item, at: Item, group: Sequence[Item], lost: dict[int, Buffer]) -> None:
-        t = self.tracker
-        for s in t.reads_again(item):
-            b = t.buffer_at(s, at)
-            if t.dead(b) and b.item not in group:
-                lost[s] = b
+            lost |= {d.storage: d for d in t.dead_operands(b.item, at, group)}
 
     def _cost(self, group: Sequence[Item]) -> float:
         """Time of the runs added: a move adds none (R9)."""

@@ -1,31 +1,43 @@
-"""XLA's own rematerialisation of a scheduled module: at an instruction over the limit, recompute what gains most.
+"""XLA's own rematerialization of a scheduled module: at an instruction over the limit, recompute what gains most.
 
-Problem: repeat instructions so that the module's peak is within the limit. Measure: limit / bytes gained, time is
-not looked at (R18 is a limit of it). Source: ``HloRematerialization`` of OpenXLA, recompute only, as its GPU
-pipeline runs it (blocks of one instruction). The peak is XLA's: results of the module throughout, its parameters not,
-called computations on top of what lives at the call (R3, R14). Guarantee: the module computes what it computed;
+Problem: recompute instructions so that the module's peak is within the limit. Measure: limit / bytes gained, time is
+not looked at (R18 is a limit of it). Source: ``HloRematerialization`` of OpenXLA, by default as its GPU pipeline runs
+it (recompute only, blocks of one instruction); `xla_pick.Rescan` chooses here and for graphs (``evict/xla``). The
+peak is XLA's: results of the module throughout, its parameters not, called computations on top of what lives at the
+call (R3, R14). Guarantee: the module computes what it computed;
 control dependencies are kept (R11); it ends. Complexity: quadratic (R17). Known limits: greedy, may raise the
 peak at an earlier instruction (R19); kept as it is, to be compared with.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
+from itertools import takewhile
 
-from tightship.errors import BadInput
-from tightship.hlo.module import Computation, Module
-from tightship.hlo.remat.body import Body, Names, Node
-from tightship.hlo.remat.cost import Work, work_of
-from tightship.hlo.remat.dce import clean
-from tightship.hlo.remat.offload_compress import SetAside
-from tightship.hlo.remat.peak import peaks, result_bytes
-from tightship.hlo.remat.rematerializable import Copies, repeatable
-from tightship.hlo.remat.tracker import Tracker
-from tightship.hlo.remat.transfers import ways
+from tightship.baselines.xla_body import Body, Buffer, Node, Tracker, remove_dead
+from tightship.baselines.xla_pick import Rescan
+from tightship.hlo.module import Computation, Instruction, Module
+from tightship.hlo.remat.cost import ACCELERATOR, Work, work_of
+from tightship.hlo.remat.instructions import (
+    Copies,
+    Names,
+    can_pack_bits,
+    copy_done,
+    copy_start,
+    on_host,
+    pack,
+    packed_shape,
+    unpack,
+    ways,
+)
+from tightship.hlo.remat.lower import repeatable
+from tightship.hlo.remat.peak import peaks, require_schedule, result_bytes
 from tightship.hlo.shape import Index
+from tightship.options import option
 
-__all__ = ["Options", "Remade", "plan"]
+__all__ = ["Options", "Result", "plan"]
 
 PLANNER = "remat/xla"
 """Its group and its name on the command line."""
@@ -33,20 +45,18 @@ PLANNER = "remat/xla"
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """``block``: neighbours recomputed together at most (1 in XLA's GPU pipeline). ``effort``: candidates of more
-    than one instruction looked at, at most, as a multiple of single ones looked at. ``allow``: how arrays may leave
-    memory, between commas: recompute, compress, offload (R13; the first alone in XLA's GPU pipeline)."""
+    """Defaults are those of XLA's GPU pipeline."""
 
-    block: int = 1
-    effort: int = 1
-    allow: str = "recompute"
+    block: int = option(1, "Largest number of neighboring instructions to recompute together.")
+    effort: int = option(1, "Candidates of more than one instruction, at most, as a multiple of single ones.")
+    allow: str = option("recompute", "Ways out of memory, between commas: recompute, compress, offload.")
 
 
 @dataclass(frozen=True)
-class Remade:
+class Result:
     """A module that was made to need less: peaks in bytes as XLA counts them, instructions ``recomputed`` in the
     order they were chosen, and how many more the module has (R15). ``origin`` has the first name of each clone,
-    ``aside`` what instructions do that set arrays aside or bring them back (offload, offloaded, fetch, fetched,
+    ``transfers`` what instructions offload, compress or restore arrays (offload, offloaded, fetch, fetched,
     compress, decompress), and the instruction and position that first made the array."""
 
     module: Module
@@ -56,15 +66,15 @@ class Remade:
     recomputed: tuple[str, ...]
     added: int
     origin: Mapping[str, str]
-    aside: Mapping[str, tuple[str, tuple[str, Index]]] = field(default_factory=dict)
+    transfers: Mapping[str, tuple[str, tuple[str, Index]]] = field(default_factory=dict)
 
     @property
     def met(self) -> bool:
         return self.peak_after <= self.limit
 
     def count(self, kind: str) -> int:
-        """How many instructions set arrays aside in one way, or bring them back."""
-        return sum(what == kind for what, _ in self.aside.values())
+        """How many instructions offload, compress or restore arrays in one way."""
+        return sum(what == kind for what, _ in self.transfers.values())
 
     def flops(self, work: Work, names: Iterable[str]) -> int:
         """Those of the computations ``names``, each run once, by the ``work`` of the module that it was."""
@@ -75,22 +85,21 @@ class Remade:
         )
 
 
-def plan(module: Module, limit: int, options: Options | None = None) -> Remade:
-    """The module with instructions repeated so that its peak is at most ``limit`` bytes, or as XLA leaves it.
+def plan(module: Module, limit: int, options: Options | None = None) -> Result:
+    """The module with instructions recomputed so that its peak is at most ``limit`` bytes, or as XLA leaves it.
 
     Raises ``BadInput`` when the module has no schedule.
     """
-    if not module.scheduled:
-        raise BadInput("a module has a schedule (is_scheduled=true) to be rematerialised", module.name)
+    require_schedule(module)
     run = _Run(module, options or Options())
     before, entry = run.peak[module.entry.name], module.entry.name
     out = result_bytes(module)
     run.computation(entry, max(0, limit - out))
-    made = run.copies.written(run.done)
+    made = run.copies.rewrite(run.done)
     # What is copied out is counted twice while it is walked; the module written says what there is.
-    after = peaks(made)[entry] if run.aside else run.peak[entry]
+    after = peaks(made)[entry] if run.transfers else run.peak[entry]
     chosen = tuple(run.chosen)
-    return Remade(made, limit, before + out, after + out, chosen, run.added, run.origin, run.aside)
+    return Result(made, limit, before + out, after + out, chosen, run.added, run.origin, run.transfers)
 
 
 class _Run:
@@ -105,7 +114,7 @@ class _Run:
         self.may: dict[str, bool] = {}
         self.chosen: list[str] = []
         self.origin: dict[str, str] = {}
-        self.aside: dict[str, tuple[str, tuple[str, Index]]] = {}
+        self.transfers: dict[str, tuple[str, tuple[str, Index]]] = {}
         self.allow = ways(options.allow)
         self.work = work_of(module)
         self.added = 0
@@ -124,9 +133,9 @@ class _Run:
             return
         walk = _Walk(self, self.module.by_name[name], limit)
         self.peak[name] = walk.run()
-        self.aside |= walk.aside.record
-        clean(walk.body, self.copies.inside)
-        self.done[name] = walk.body.written()
+        self.transfers |= walk.transfers.record
+        remove_dead(walk.body, self.copies.inside)
+        self.done[name] = walk.body.rewrite()
 
     def callees(self, node: Node) -> int:
         return sum(self.peak[name] for name in node.made.called) if node.made.row.holds else 0
@@ -138,10 +147,11 @@ class _Walk:
     def __init__(self, run: _Run, computation: Computation, limit: int) -> None:
         self.run_, self.limit, self.inside = run, limit, computation
         self.body = Body(computation, run.names)
-        self.tracker = Tracker(run.module, computation, self.body)
+        self.tracker = Tracker(run.module, self.body)
         self.moves: set[Node] = set()
-        self.aside = SetAside(computation, self.body, self.tracker, run.work, run.copies)
+        self.transfers = Transfers(computation, self.body, self.tracker, run.work, run.copies)
         self.before = run.peak[computation.name]
+        self.rescan = Rescan(self, run.options.block, limit, run.options.effort, run.allow)
 
     def run(self) -> int:
         t, peak = self.tracker, 0
@@ -160,75 +170,48 @@ class _Walk:
         return peak
 
     def _reduce(self, callees: int) -> None:
-        """Recompute until under the limit, or nothing more gains anything; larger blocks when single ones do not."""
-        low = high = 1
-        looked, looked_further = 0, 0
-        while self.tracker.use + callees > self.limit:
-            block, way, effort = self._pick(low, high)
-            if low == 1:
-                looked += effort
-            else:
-                looked_further += effort
-            if block and way != "recompute":
-                self.run_.added += self.aside.do(way, block[0])
-                low = high = 1
-            elif block:
-                self.run_.chosen += [n.name for n in block]
-                for node in reversed(block):
-                    if any(not use.node.placed for use in self.tracker.uses(node)):
-                        self._repeat(node)
-                low = high = 1
-            else:
-                low, high = high + 1, 2 * high
-            if high > self.run_.options.block or looked_further > self.run_.options.effort * looked:
-                break
+        """Rematerialize until under the limit, or nothing more gains anything."""
+        self.rescan.begin()
+        while self.tracker.use + callees > self.limit and (choice := self.rescan.pick()):
+            self.take(*choice)
 
-    def _pick(self, low: int, high: int) -> tuple[list[Node], str, int]:
-        """The cheapest run of ``low`` to ``high`` neighbours that have run (R5-R9), what to do with it (R13), and how
-        many were looked at."""
-        best: list[Node] = []
-        least, effort, best_way = float("inf"), 0, "recompute"
-        others = [way for way in ("compress", "offload") if way in self.run_.allow and low == 1]
-        start = self.body.first
-        while start is not None and start.placed and start is not self.tracker.now:
-            block: list[Node] = []
-            node: Node | None = start
-            for way in others if self.run_.can(start) else ():
-                effort += 1
-                cost = self.aside.cost(way, start, self.limit, self.before)
-                if cost is not None and cost < least:
-                    best, least, best_way = [start], cost, way
-            if "recompute" not in self.run_.allow:
-                node = None
-            while node is not None and node.placed and node is not self.tracker.now and len(block) < high:
-                if not self.run_.can(node):
-                    break
-                block.append(node)
-                if len(block) >= low:
-                    effort += 1
-                    cost = self._cost(block)
-                    if cost is not None and cost < least:
-                        best, least, best_way = list(block), cost, "recompute"
-                node = node.following
-            start = start.following
-        return best, best_way, effort
+    def take(self, way: str, block: Sequence[Node]) -> None:
+        if way != "recompute":
+            self.run_.added += self.transfers.insert(way, block[0])
+            return
+        self.run_.chosen += [n.name for n in block]
+        for node in reversed(block):
+            if any(not use.node.placed for use in self.tracker.uses(node)):
+                self._recompute(node)
 
-    def _cost(self, block: list[Node]) -> int | None:
-        if any(n.placed for node in block for n in node.after):
-            return None
-        gain = self.tracker.gain(block)
-        if gain <= 0:
-            return None
-        if not any(user.placed for node in block for user in node.users):
-            return 0
-        return self.limit // gain
+    # -- what the rescan asks (`xla_pick.Candidates`) ----------------------------------------------------------
 
-    def _repeat(self, node: Node) -> None:
+    def ran(self) -> list[Node]:
+        return list(takewhile(lambda node: node is not self.tracker.now, self.body))
+
+    def candidate(self, node: Node) -> bool:
+        return self.run_.can(node)
+
+    def released(self, node: Node) -> int | None:
+        return self.tracker.released(node)
+
+    def revived(self, node: Node, block: Sequence[Node]) -> int:
+        return self.tracker.revived(node, block)
+
+    def unused(self, node: Node) -> bool:
+        return not any(user.placed for user in node.users)
+
+    def offered(self, way: str, node: Node) -> int:
+        return self.transfers.gain(way, node, self.before)
+
+    # -- recomputing -------------------------------------------------------------------------------------------
+
+    def _recompute(self, node: Node) -> None:
         """Clone a node for its users to come, right before the first of them (R10)."""
         clone = self.body.clone(node)
         self.run_.origin[clone.name] = node.made.name
         if node.made.called:
-            clone.made = self.run_.copies.copied(node.made, self.inside.name)
+            clone.made = self.run_.copies.clone(node.made, self.inside.name)
         handed: list[Node] = []
         parts: dict[int, Node] = {}
         for use in self.tracker.uses(node):
@@ -283,3 +266,143 @@ class _Walk:
                     seen.add(id(u))
                     todo.append(u)
         return True
+
+
+class Transfers:
+    """XLA's other ways (R12, R13; ``kCompress``, ``kHostOffload``): pack a result right after it is made, or copy it
+    to the host and back; ``record[name]`` says what the instructions are for that were added.
+
+    A result is copied out only where the work between its last use so far and its next one hides both copies; the
+    copy out begins right after the instruction, the copy back ends right before the next use, and each is given as
+    much work as it takes. XLA leaves it to the target what a compact shape is; here it is a bit per element of
+    ``pred``, made by a fusion instead of a copy. Results that bitcasts or tuples hand on are left alone, as XLA's
+    offload does (its compression does not look)."""
+
+    def __init__(self, inside: Computation, body: Body, tracker: Tracker, work: Work, copies: Copies) -> None:
+        self.inside, self.body, self.tracker = inside, body, tracker
+        self.work, self.copies = work, copies
+        self.record: dict[str, tuple[str, tuple[str, Index]]] = {}
+
+    def gain(self, way: str, node: Node, peak: int) -> int:
+        """Bytes that it gives back here, 0 where it cannot be; ``peak`` is the computation's."""
+        buffer = self._buffer(node)
+        if buffer is None:
+            return 0
+        return self._packed(node, buffer, peak) if way == "compress" else self._copied(node, buffer)
+
+    def insert(self, way: str, node: Node) -> int:
+        """Put the instructions in; how many were added."""
+        return self._compress(node) if way == "compress" else self._offload(node)
+
+    def _buffer(self, node: Node) -> Buffer | None:
+        """The one array that a node defines, if it can be offloaded or compressed now."""
+        t = self.tracker
+        if len(node.output) != 1 or node.defined != node.output or node.shape.is_tuple:
+            return None
+        buffer = t.buffers[node.output[0]]
+        if buffer.live_out or not node.placed or node is t.now or not buffer.remaining:
+            return None
+        if any(use.node is t.now or use.node.opcode in ("bitcast", "tuple") for use in buffer.users):
+            return None
+        return buffer if any(not use.node.placed for use in buffer.users) else None
+
+    # -- packed ----------------------------------------------------------------------------------------------
+
+    def _packed(self, node: Node, buffer: Buffer, peak: int) -> int:
+        if not can_pack_bits(node.shape):
+            return 0
+        small = packed_shape(node.shape, "bits").nbytes
+        return buffer.size - small if node.shape.nbytes + small < peak else 0
+
+    def _compress(self, node: Node) -> int:
+        names, shape, before = self.body.names, node.shape, self.inside.name
+        label = names.new(f"{node.name}.remat_compressed")
+        small = Node(
+            pack(label, node.name, shape, "bits", names, self.copies, before),
+            label,
+            packed_shape(shape, "bits"),
+        )
+        label = names.new(f"{node.name}.remat_uncompressed")
+        full = Node(unpack(label, small.name, shape, "bits", names, self.copies, before), label, shape)
+        self._take_over(node, full)
+        self._added(small, node, node, "compress")
+        self._added(full, small, node, "decompress")
+        small.placed = True
+        self.tracker.compressed(node, small, full)
+        self.body.insert_after(small, node)
+        self.body.insert(full, full.users)
+        return 2
+
+    # -- on the host -----------------------------------------------------------------------------------------
+
+    @cached_property
+    def seconds(self) -> Callable[[Node], float]:
+        known = {i.name: self.work.seconds(self.inside, i) for i in self.inside.instructions}
+        return lambda node: known.get(node.made.name, 0.0)
+
+    def _copied(self, node: Node, buffer: Buffer) -> int:
+        placed = {use.node for use in buffer.users if use.node.placed}
+        at: Node | None = node
+        time = 0.0
+        while at is not None:
+            if at in placed:
+                time = 0.0
+            elif any(use.node is at for use in buffer.users):
+                break
+            time += self.seconds(at)
+            at = self.body.following(at)
+        need = buffer.size / ACCELERATOR.offload + buffer.size / ACCELERATOR.fetch
+        return buffer.size if 0.0 < time >= need else 0
+
+    def _offload(self, node: Node) -> int:
+        shape, far, names = node.shape, on_host(node.shape), self.body.names
+        out = self._node(copy_start(names.new(f"{node.name}.offload"), "", shape, far), node, node, "offload")
+        kept = self._node(copy_done(names.new(f"{node.name}.offloaded"), "", far), out, node, "offloaded")
+        back = self._node(copy_start(names.new(f"{node.name}.fetch"), "", far, shape), kept, node, "fetch")
+        done = self._node(copy_done(names.new(f"{node.name}.fetched"), "", shape), back, node, "fetched")
+        first = next(n for n in self.body if not n.placed and n in node.users and n is not out)
+        self.body.insert_after(out, node)
+        self.body.insert(done, [first])
+        nbytes = self.tracker.buffers[node.output[0]].size
+        at = self._passed(out, done, nbytes / ACCELERATOR.offload, self.body.following)
+        self.body.insert_after(kept, at)
+        at = self._passed(done, kept, nbytes / ACCELERATOR.fetch, self.body.previous)
+        self.body.insert(back, [at])
+        new = {out, kept, back, done}
+        for n in self.body:
+            if n is self.tracker.now:
+                break
+            n.placed |= n in new
+        self._take_over(node, done)
+        self.tracker.offloaded(node, out, kept, back, done)
+        return 4
+
+    def _node(self, made: Instruction, operand: Node, source: Node, kind: str) -> Node:
+        node = Node(made, made.name, made.shape)
+        self._added(node, operand, source, kind)
+        return node
+
+    def _added(self, node: Node, operand: Node, source: Node, kind: str) -> None:
+        node.add_operand(operand)
+        node.denied = True
+        self.record[node.name] = kind, (source.made.name, ())
+
+    def _take_over(self, node: Node, by: Node) -> None:
+        """The users of ``node`` to come use ``by`` instead."""
+        for user in [u for u in node.users if not u.placed]:
+            for k, operand in enumerate(user.operands):
+                if operand is node and user is not by and user.name not in self.record:
+                    user.replace_operand(k, by)
+
+    def _passed(
+        self, start: Node, end: Node, seconds: float, following: Callable[[Node], Node | None]
+    ) -> Node:
+        """The first node from ``start`` on, towards ``end``, at which that much work has passed."""
+        at, passed = start, 0.0
+        while passed < seconds:
+            then = following(at)
+            if then is end or then is None:
+                break
+            at = then
+            passed += self.seconds(at)
+        return at

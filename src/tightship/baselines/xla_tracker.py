@@ -1,18 +1,13 @@
-"""Invariants of the tracker of ``xla`` (R16), computed anew from the schedule: tests run this after every step.
+"""The schedule that XLA's rematerialization walks, and the bytes in use at every item of it, for graphs.
 
-The schedule of ``xla``: items in order, and the bytes in use while each runs.
-
-A list of blocks of up to 256 items. Inserting, removing, adding to a range and the maximum of a range touch
-two blocks item by item and the rest through one number per block, so each costs about the square root of the
+`Usage` is a list of blocks of up to 256 items. Inserting, removing, adding to a range and the maximum of a range
+touch two blocks item by item and the rest through one number per block, so each costs about the square root of the
 length, most of it inside numpy. Order is decided by (block, rank), which an insertion changes for one block.
 
-The memory tracker of ``xla``: which buffer is defined and used by which item of the schedule.
-
-An **item** is one run of an op; a **clone** is a later run of an op that has run before. A **buffer** is one
-residence of a storage, from the item that defines it to its last user; a storage has several buffers once it
+`Tracker`: an **item** is one run of an op; a **clone** is a later run of an op that has run before. A **buffer** is
+one residence of a storage, from the item that defines it to its last user; a storage has several buffers once it
 is recomputed, never two at a time. Users reach a buffer through any alias of its storage (R2). Its users that
 have run are a prefix of ``users``: the schedule is walked in order and clones only go behind the walk.
-
 The bytes in use at *every* item are known at all times, those already walked included, so a step can be judged
 by its effect on the whole schedule, and taken back. A loop (R4) needs no rule of its own: its results are
 aliases of its operands' storages, so it defines nothing, and their other users are indirect.
@@ -23,7 +18,7 @@ from __future__ import annotations
 from bisect import bisect_left, insort
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import takewhile
 from typing import cast
 
 import numpy as np
@@ -34,7 +29,7 @@ from tightship.graph import Graph
 from tightship.hlo.opcodes import OPCODES
 from tightship.simulate import extra_bytes
 
-__all__ = ["Buffer", "Item", "Place", "Split", "Tracker", "Usage", "check", "recomputable"]
+__all__ = ["Buffer", "Item", "Place", "Split", "Tracker", "Usage", "recomputable"]
 
 
 _FULL = 256
@@ -105,6 +100,12 @@ class Usage:
                 return None
             b, rank = self.blocks[b.number + 1], 0
         return b.items[rank]
+
+    def previous(self, item: Place) -> Place | None:
+        """The item right before ``item``."""
+        if item.rank:
+            return item.block.items[item.rank - 1]
+        return next((b.items[-1] for b in reversed(self.blocks[: item.block.number]) if b.items), None)
 
     def insert(self, item: Place, before: Place, value: int) -> None:
         b, rank = before.block, before.rank
@@ -254,7 +255,9 @@ class Tracker:
         self.size = [s.size for s in graph.storages]
         self.extra = [extra_bytes(op) for op in graph.ops]
         self.may = [recomputable(graph, k) for k in range(len(graph.ops))]
+        rows = list(zip(graph.ops, uses.defines, strict=True))
         self.kept = [not graph.kept.isdisjoint(row) for row in uses.defines]
+        self.views = [any(graph.values[v].storage not in made for v in op.outputs) for op, made in rows]
         self.indirect = _indirect(graph)
         self.barriers = self._barriers(order)
         self.runs = [1] * len(graph.ops)
@@ -319,11 +322,17 @@ class Tracker:
         """The item running now has run: what nobody else reads is free."""
         self.now = None
 
+    def items(self) -> Iterator[Item]:
+        """The schedule in order; clones may be put in and sources removed meanwhile."""
+        place = self.usage.first()
+        while place is not None:
+            yield cast(Item, place)
+            place = self.usage.following(place)
+
     def rewind(self) -> None:
         """Back to the start, for another walk over the schedule as it is now."""
         self.now = None
-        for place in self.usage:
-            item = cast(Item, place)
+        for item in self.items():
             item.placed = item.moved = item.denied = False
         for rows in self.buffers:
             for b in rows:
@@ -375,7 +384,7 @@ class Tracker:
         return not any(b.done for b in item.made) and self.droppable(item)
 
     def droppable(self, item: Item) -> bool:
-        if self.uses.mutates[item.op]:
+        if self.uses.mutates[item.op] or self.views[item.op]:
             return False
         return not (self.kept[item.op] and any(b.live_out for b in item.made))
 
@@ -397,6 +406,26 @@ class Tracker:
         """Storages outside the static set that a clone of ``item`` reads."""
         skip = self.graph.ops[item.op].updates
         return tuple(s for s in item.reads if s not in skip) if skip else item.reads
+
+    def dead_operands(self, item: Item, at: Item, block: Sequence[Item]) -> list[Buffer]:
+        """Operands that a clone of ``item`` before ``at`` would revive, but for those that ``block`` makes."""
+        rows = (self.buffer_at(s, at) for s in self.reads_again(item))
+        return [b for b in rows if self.dead(b) and b.item not in block]
+
+    # -- the same in XLA's terms (`xla_pick.Candidates`) -------------------------------------------------------
+
+    def ran(self) -> list[Item]:
+        return list(takewhile(lambda item: item is not self.now, self.items()))
+
+    def released(self, item: Item) -> int | None:
+        return None if any(self.indirect[b.storage] for b in item.made) else self.freed(item)
+
+    def revived(self, item: Item, block: Sequence[Item]) -> int:
+        at = self.target(item) or self.target(block[-1])
+        return sum(b.size for b in self.dead_operands(item, at, block)) if at else 0
+
+    def offered(self, way: str, item: Item) -> int:
+        return 0
 
     # -- steps -----------------------------------------------------------------------------------------------
 
@@ -511,54 +540,3 @@ class Tracker:
             new.users = []
         self.drop(clone)
         return True
-
-
-def check(tracker: Tracker, base: int) -> None:
-    """Raises ``AssertionError`` unless definitions and uses are unique and mutual, the counts of remaining users
-    are right, and the bytes in use at every item are what its buffers add up to."""
-    items = [cast(Item, place) for place in tracker.usage]
-    at = {item: i for i, item in enumerate(items)}
-    assert len(at) == len(items), "an item stands in the schedule once"
-    ran = [item.placed for item in items]
-    assert ran == sorted(ran, reverse=True), "items that have run stand before those that have not"
-    assert all(a.key < b.key for a, b in pairwise(items)), "keys compare as the schedule"
-    _check_buffers(tracker, items, at)
-    _check_bytes(tracker, items, at, base)
-
-
-def _check_buffers(tracker: Tracker, items: list[Item], at: dict[Item, int]) -> None:
-    defined = [b for item in items for b in item.made]
-    listed = [b for rows in tracker.buffers for b in rows]
-    assert len(defined) == len(set(defined)) == len(listed) and set(defined) == set(listed), "defined once"
-    for item in items:
-        assert all(b.item is item for b in item.made), "a buffer knows the item that defines it"
-        for s in item.reads:
-            b = tracker.buffer_at(s, item)
-            assert at[b.item] < at[item], "a buffer is defined before it is used"
-            assert b.users.count(item) == 1, "a used buffer knows its user, once"
-    used = sum(len(b.users) for b in listed)
-    assert used == sum(len(item.reads) for item in items), "a buffer's users read it"
-    for s, rows in enumerate(tracker.buffers):
-        last = -1
-        for b in rows:
-            where = [at[u] for u in b.users]
-            assert where == sorted(where), "users stand in schedule order"
-            assert b.done == sum(u.placed for u in b.users), "the count of users that have run is right"
-            assert at[b.item] > last, f"storage {s} has one copy at a time"
-            last = at[b.end]
-    for k, runs in enumerate(tracker.runs):
-        assert runs == sum(item.op == k for item in items), "runs of an op are counted"
-        assert not tracker.run_of(k).gone, "an op runs"
-
-
-def _check_bytes(tracker: Tracker, items: list[Item], at: dict[Item, int], base: int) -> None:
-    change = [0] * (len(items) + 1)
-    for rows in tracker.buffers:
-        for b in rows:
-            change[at[b.item]] += b.size
-            change[len(items) if b.live_out else at[b.end] + 1] -= b.size
-    now = base
-    for i, item in enumerate(items):
-        now += change[i]
-        assert tracker.usage.value(item) == now + item.own, f"bytes in use at item {i}"
-    assert tracker.usage.peak() == max((tracker.usage.value(i) for i in items), default=tracker.usage.peak())

@@ -11,18 +11,18 @@ from pathlib import Path
 from typing import Any
 
 from tightship.baselines import xla_assign
-from tightship.baselines.xla_remat import Remade
+from tightship.baselines.xla_remat import Result
 from tightship.cli.options import given_options, model_options
 from tightship.cli.output import Output, targets, write_targets
 from tightship.errors import BadInput
 from tightship.hlo import Module, read, to_text
 from tightship.hlo.peak import plan_with_results, with_results
 from tightship.hlo.remat.as_plan import as_plan, graph_before
-from tightship.hlo.remat.bound import bounds
 from tightship.hlo.remat.cost import work_of
+from tightship.hlo.remat.instructions import ways
+from tightship.hlo.remat.lower import bounds
 from tightship.hlo.remat.peak import module_peak, result_bytes, sequential_order
 from tightship.hlo.remat.tradeoff import tradeoff
-from tightship.hlo.remat.transfers import ways
 from tightship.plan import Plan
 from tightship.planners import planner
 from tightship.planners.default import Options, top_of_peak
@@ -51,7 +51,7 @@ class PlannedModule(Planned):
     """A module rematerialized within a limit: its plan is that of the entry, its numbers those of the module."""
 
     module: Module
-    remade: Remade
+    remade: Result
     least: int
     budget_given: bool
 
@@ -164,7 +164,7 @@ def plan_module(chosen: argparse.Namespace, out: Output) -> int:
     limit = before if budget is None else budget.resolve(before)
     began = time.perf_counter()
     with Line(out.errors, f"planning {module.name}"):
-        made: Remade = info.plan(module, limit, options)
+        made: Result = info.plan(module, limit, options)
     seconds = time.perf_counter() - began
     least = bounds(module, ways(options.allow), lossy=getattr(options, "lossy", False))
     graph, plan = plan_with_results(module, *as_plan(module, made, info.name, least))

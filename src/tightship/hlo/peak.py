@@ -5,15 +5,20 @@ This is how XLA's rematerialization counts (R1-R4, R14). Tables of addresses cou
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from tightship.graph import Graph, Storage, Value
 from tightship.hlo.module import Computation, Module
-from tightship.hlo.remat.body import Body, Names
-from tightship.hlo.remat.peak import module_peak, peaks, result_bytes
-from tightship.hlo.remat.points_to import PointsTo
-from tightship.hlo.remat.tracker import Tracker, device_bytes
+from tightship.hlo.remat.peak import (
+    PointsTo,
+    bytes_in_use,
+    device_bytes,
+    live_ranges,
+    module_peak,
+    peaks,
+    result_bytes,
+)
 from tightship.hlo.shape import Index
 from tightship.plan import Plan
 from tightship.simulate import baseline, replay
@@ -57,29 +62,15 @@ def peak_of(module: Module) -> Peak:
 
 def _peak_in(module: Module, c: Computation, least: Mapping[str, int]) -> Peak:
     """The same of one computation, beyond its parameters and its result; what it calls needs ``least``."""
-    where, most = c.instructions[0].name, -1
-    for name, called, tracker in _walk(module, c):
-        needed = tracker.use + sum(least[x] for x in called)
-        if needed > most:
-            where, most = name, needed
-    called, tracker = next((called, tracker) for name, called, tracker in _walk(module, c) if name == where)
-    alive = [
-        b for b in tracker.buffers if b.node.placed and (b.remaining or b.node is tracker.now) and b.size
-    ]
-    residents = [Resident(c.name, b.node.name, b.index, b.size) for b in alive]
+    use = bytes_in_use(module, c, least)
+    at = use.index(max(use))
+    i = c.instructions[at]
+    alive = (b for b, begin, end in live_ranges(module, c) if begin <= at <= end and b.size)
+    residents = [Resident(c.name, b.definer, b.index, b.size) for b in alive]
+    called = i.called if i.row.holds else ()
     inside = [_peak_in(module, module.by_name[x], least) for x in called if least[x]]
-    deepest = max(inside, key=lambda p: p.nbytes, default=Peak(c.name, where, ()))
+    deepest = max(inside, key=lambda p: p.nbytes, default=Peak(c.name, i.name, ()))
     return replace(deepest, residents=(*residents, *(r for p in inside for r in p.residents)))
-
-
-def _walk(module: Module, c: Computation) -> Iterator[tuple[str, tuple[str, ...], Tracker]]:
-    """While each instruction runs: its name, the computations it holds, and the bytes in use."""
-    body = Body(c, Names(()))
-    tracker = Tracker(module, c, body)
-    for node in body:
-        tracker.begin(node)
-        yield node.name, node.made.called if node.made.row.holds else (), tracker
-        tracker.end()
 
 
 def with_results(module: Module, graph: Graph) -> Graph:

@@ -13,7 +13,7 @@ from tightship.baselines import xla_remat
 from tightship.hlo import Module, parse, to_text
 from tightship.hlo.remat import search
 from tightship.hlo.remat.as_plan import as_plan
-from tightship.hlo.remat.bound import bound
+from tightship.hlo.remat.lower import bound
 from tightship.hlo.remat.peak import module_peak
 from tightship.verify import verify
 
@@ -38,7 +38,7 @@ def dumped(folder: Path, pattern: str) -> Module:
     return parse(path.read_text(), path.name)
 
 
-def judged(m: Module, limit: int, theirs: int) -> xla_remat.Remade:
+def judged(m: Module, limit: int, theirs: int) -> xla_remat.Result:
     """Ours at a limit: met, or proved impossible, or less than XLA leaves; verified, and accepted by XLA's parser."""
     made = search.plan(m, limit, QUICK)
     assert made.peak_after == module_peak(made.module)

@@ -15,8 +15,8 @@ from tightship.errors import BadInput
 from tightship.hlo import Module, parse, to_text
 from tightship.hlo.remat import search
 from tightship.hlo.remat.as_plan import as_plan
-from tightship.hlo.remat.bound import bound
 from tightship.hlo.remat.cost import work_of
+from tightship.hlo.remat.lower import bound
 from tightship.hlo.remat.peak import module_peak, sequential_order
 from tightship.verify import verify
 
@@ -38,7 +38,7 @@ QUICK = search.Options(seconds=60.0, work=6_000_000)
 LIMITS = {"gpu_tx_unroll_250000000": 184.20, "gpu_cnn_30000000": 21.45, "gpu_mlp_35000000": 26.32}
 
 
-def repeated_flops(m: Module, made: xla_remat.Remade) -> int:
+def repeated_flops(m: Module, made: xla_remat.Result) -> int:
     work, names = work_of(m), sequential_order(m)
     return made.flops(work, names) - sum(sum(work.flops[name].values()) for name in names)
 
@@ -82,15 +82,6 @@ def test_the_plan_is_what_the_verifier_accepts_and_counts_what_the_module_counts
             assert made.peak_after - tables <= plan.peak + sum(
                 p.nbytes for _, p in m.entry.root.shape.positions
             )
-
-
-@pytest.mark.parametrize("name", ["cpu_mlp", "cpu_lstm", "cpu_control"])
-def test_computes_the_same_values(name: str) -> None:
-    m = hlo_data.module(name)
-    made = search.plan(m, max(bound(m), int(0.8 * module_peak(m))), QUICK)
-    assert made.peak_after < made.peak_before
-    assert same_results(m, made.module)
-    assert parse(to_text(made.module)) == made.module
 
 
 def test_moves_what_was_made_too_early_at_no_cost() -> None:

@@ -1,4 +1,4 @@
-"""A rematerialised module as a Plan of the graph it came from, so that the verifier can judge it.
+"""A rematerialized module as a Plan of the graph it came from, so that the verifier can judge it.
 
 The plan is the entry computation's; those of what loops, branches and calls run lie inside it (``Plan.inner``), and
 are workspace of their call. A plan has one copy of a storage at a time; a run whose results are all still resident
@@ -11,12 +11,11 @@ from collections.abc import Iterable, Iterator, Mapping
 from functools import cached_property
 
 from tightship.analysis.packing import Packing, packings
-from tightship.baselines.xla_remat import Remade
+from tightship.baselines.xla_remat import Result
 from tightship.graph import Graph
 from tightship.hlo.module import Module
-from tightship.hlo.remat.bound import bounds
 from tightship.hlo.remat.cost import work_of
-from tightship.hlo.remat.lower import Counted, counted
+from tightship.hlo.remat.lower import Lowering, bounds
 from tightship.hlo.remat.peak import peaks, result_bytes
 from tightship.machine import LOSSY
 from tightship.plan import Inner, Plan, Step
@@ -28,7 +27,7 @@ __all__ = ["as_plan", "graph_before"]
 
 
 def as_plan(
-    module: Module, made: Remade, planner: str, least: Mapping[str, int] | None = None
+    module: Module, made: Result, planner: str, least: Mapping[str, int] | None = None
 ) -> tuple[Graph, Plan]:
     """The graph of ``module``'s entry as it is counted, and a verified plan that runs it as ``made`` does; ``least``
     are the bounds of its computations.
@@ -41,7 +40,7 @@ def as_plan(
 
     def of(name: str) -> tuple[Graph, Plan]:
         if name not in known:
-            at = counted(module, name, after, work)
+            at = Lowering(module, name, after, work)
             calling = [(k, c) for k, i in enumerate(at.ops) if i.row.holds for c in i.called]
             inner = tuple(Inner(k, *of(c)) for k, c in calling)
             known[name] = at.graph, _planned(at, made, planner, least[name], inner)
@@ -54,10 +53,10 @@ def as_plan(
 
 def graph_before(module: Module) -> Graph:
     """The graph of ``module``'s entry as it is counted without any plan: what it calls is as it was, too."""
-    return counted(module, module.entry.name, peaks(module), work_of(module)).graph
+    return Lowering(module, module.entry.name, peaks(module), work_of(module)).graph
 
 
-def _planned(at: Counted, made: Remade, planner: str, least: int, inner: tuple[Inner, ...]) -> Plan:
+def _planned(at: Lowering, made: Result, planner: str, least: int, inner: tuple[Inner, ...]) -> Plan:
     graph, steps = at.graph, _steps(at, made)
     before, line = replay(graph, baseline(graph)), replay(graph, steps)
     entry = at.computation.entry
@@ -85,11 +84,11 @@ _READS |= {"compress": "full", "decompress": "packed"}
 _MAKES = {"offload": "host", "fetch": "full", "compress": "packed", "decompress": "full"}
 
 
-def _steps(at: Counted, made: Remade) -> tuple[Step, ...]:
+def _steps(at: Lowering, made: Result) -> tuple[Step, ...]:
     """What the written computation does, step by step; every form is freed after its last use."""
     happens = list(_happens(at, made))
     uses = at.graph.uses
-    last: dict[_Form, int] = {}  # of each form, when it is free until it is made again
+    last: dict[_Form, int] = {}  # of each form, when it is free until it is recomputed
     gone: dict[int, list[_Form]] = {}
     for t in reversed(range(len(happens))):
         kind, which = happens[t]
@@ -107,12 +106,12 @@ def _steps(at: Counted, made: Remade) -> tuple[Step, ...]:
     return tuple(steps.found)
 
 
-def _happens(at: Counted, made: Remade) -> Iterator[tuple[str, int]]:
+def _happens(at: Lowering, made: Result) -> Iterator[tuple[str, int]]:
     """("run", op) or (what is done with a storage, storage), in the order of the written computation."""
     number = {i.name: k for k, i in enumerate(at.ops)}
     for i in made.module.by_name[at.computation.name].instructions:
-        if i.name in made.aside:
-            kind, buffer = made.aside[i.name]
+        if i.name in made.transfers:
+            kind, buffer = made.transfers[i.name]
             yield kind, at.storage[buffer]
         elif (k := number.get(made.origin.get(i.name, i.name), -1)) >= 0:
             yield "run", k

@@ -1,7 +1,7 @@
 """Steps of a plan as a computation of HLO: each run of an op an instruction, in the order of the steps.
 
-Where a storage has been set aside, what comes back is an array of its own that takes the place of the op's result.
-A copy begins at its step; one out is waited for where the plan frees what it reads, one back before the first use.
+What is restored of an offloaded or compressed storage is an array of its own, in place of the op's result. A copy
+begins at its step; one out is waited for where the plan frees what it reads, one back before the first use.
 """
 
 from __future__ import annotations
@@ -10,10 +10,18 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from tightship.hlo.module import Computation, Instruction, Module
-from tightship.hlo.remat.body import Names, suffixed
-from tightship.hlo.remat.lower import Buffer, Counted
-from tightship.hlo.remat.rematerializable import Copies
-from tightship.hlo.remat.transfers import copy_done, copy_start, on_host, pack, unpack
+from tightship.hlo.remat.instructions import (
+    Copies,
+    Names,
+    copy_done,
+    copy_start,
+    on_host,
+    pack,
+    suffixed,
+    unpack,
+)
+from tightship.hlo.remat.lower import Lowering
+from tightship.hlo.remat.peak import Buffer
 from tightship.hlo.shape import Shape
 from tightship.plan import Step
 
@@ -22,22 +30,22 @@ __all__ = ["Writer", "write"]
 
 class Writer:
     """Names in use in a module, the computations that clones have brought, each clone's first name (``origin``), and
-    what instructions do that set arrays aside (``aside``)."""
+    what instructions offload, compress or restore (``transfers``)."""
 
     def __init__(self, module: Module) -> None:
         self.names = Names(i.name for i in module.instructions)
         self.copies = Copies(module)
         self.origin: dict[str, str] = {}
-        self.aside: dict[str, tuple[str, Buffer]] = {}
+        self.transfers: dict[str, tuple[str, Buffer]] = {}
 
 
 class _Run:
     """The computation written so far; ``at[s]`` is the instruction that storage ``s`` was last made by, ``array[s]``
-    the one that brought it back, if it was set aside since."""
+    the one that restored it, if it was offloaded or compressed since."""
 
-    def __init__(self, counted: Counted, writer: Writer) -> None:
-        self.counted, self.writer = counted, writer
-        self.inside = counted.computation
+    def __init__(self, lowering: Lowering, writer: Writer) -> None:
+        self.lowering, self.writer = lowering, writer
+        self.inside = lowering.computation
         self.out: list[Instruction] = []
         self.at: dict[int, str] = {}
         self.array: dict[int, str] = {}
@@ -45,7 +53,7 @@ class _Run:
         self.packed: dict[int, tuple[str, str]] = {}
         self.waiting: dict[tuple[str, int], Instruction] = {}  # ends of copies that have begun
         self.made: dict[int, Buffer] = {}
-        for buffer, s in counted.storage.items():
+        for buffer, s in lowering.storage.items():
             self.made.setdefault(s, buffer)
         self.ran: set[str] = set()
         self.runs: dict[str, list[str]] = {}
@@ -54,10 +62,10 @@ class _Run:
         for p in self.inside.parameters:
             self.out.append(p)
             self.latest[p.name] = p.name
-            self.at.update(dict.fromkeys(counted.leaves(p.name), p.name))
+            self.at.update(dict.fromkeys(lowering.leaves(p.name), p.name))
 
     def emit(self, i: Instruction, operands: tuple[str, ...], name: str) -> None:
-        made = i if name == i.name else self.writer.copies.copied(replace(i, root=False), self.inside.name)
+        made = i if name == i.name else self.writer.copies.clone(replace(i, root=False), self.inside.name)
         if before := i.control_predecessors:  # every run of theirs comes first (R11)
             every = ", ".join(f"%{run}" for p in before for run in self.runs.get(p, ()))
             made = made.but(**{"control-predecessors": f"{{{every}}}"})
@@ -82,7 +90,7 @@ class _Run:
     def operand(self, name: str) -> str:
         """The instruction that now stands for ``name``; what only hands addresses on is written when first needed."""
         i = self.inside.by_name[name]
-        leaves = self.counted.leaves(name)
+        leaves = self.lowering.leaves(name)
         if i.row.makes != "addresses":
             whole = i.shape.is_tuple or not leaves or i.opcode == "while"
             if not whole and leaves[0] in self.array:
@@ -105,19 +113,19 @@ class _Run:
     def parted(self, i: Instruction) -> bool:
         """Whether a get-tuple-element takes an array out of what an op made."""
         source = self.inside.by_name[i.operands[0]]
-        return source.row.makes != "addresses" and not i.shape.is_tuple and bool(self.counted.leaves(i.name))
+        return source.row.makes != "addresses" and not i.shape.is_tuple and bool(self.lowering.leaves(i.name))
 
     def maker(self, name: str, storage: int) -> str:
         """The run of ``name`` that made ``storage``; one that only passes it on (a loop) ran once."""
         return self.at[storage] if self.makes(name, storage) else self.latest[name]
 
     def makes(self, name: str, storage: int) -> bool:
-        rows = self.counted.points.sets[name].items()
-        return any(b == (name, x) and self.counted.storage.get(b) == storage for x, b in rows) and (
+        rows = self.lowering.points.sets[name].items()
+        return any(b == (name, x) and self.lowering.storage.get(b) == storage for x, b in rows) and (
             self.inside.by_name[name].opcode != "while"
         )
 
-    # -- what is set aside -----------------------------------------------------------------------------------
+    # -- offload and compress --------------------------------------------------------------------------------
 
     def back(self, s: int) -> str:
         """The array that a storage has come back as, waited for."""
@@ -143,7 +151,7 @@ class _Run:
 
     def new(self, kind: str, s: int) -> str:
         name = self.writer.names.new(f"{self.made[s][0]}.{kind}")
-        self.writer.aside[name] = kind, self.made[s]
+        self.writer.transfers[name] = kind, self.made[s]
         return name
 
     def offload(self, s: int) -> None:
@@ -176,16 +184,16 @@ class _Run:
         self.out.append(unpack(self.array[s], source, shape, codec, w.names, w.copies, self.inside.name))
 
 
-def write(counted: Counted, steps: Sequence[Step], writer: Writer) -> Computation:
+def write(lowering: Lowering, steps: Sequence[Step], writer: Writer) -> Computation:
     """The computation that runs as ``steps`` say."""
-    run = _Run(counted, writer)
-    uses = counted.graph.uses
+    run = _Run(lowering, writer)
+    uses = lowering.graph.uses
     wanted = _wanted(steps)
     for t, step in enumerate(steps):
         if step.kind == "compute":
-            run.run(counted.ops[step.op], uses.defines[step.op])
+            run.run(lowering.ops[step.op], uses.defines[step.op])
         elif step.kind == "recompute":
-            run.run(counted.ops[step.op], step.storages)
+            run.run(lowering.ops[step.op], step.storages)
         for s in step.storages if step.kind != "recompute" else ():
             if step.kind == "compress" and (t, s) in wanted:
                 run.compress(s, step.codec)
@@ -197,14 +205,14 @@ def write(counted: Counted, steps: Sequence[Step], writer: Writer) -> Computatio
             elif step.kind in ("fetch", "decompress"):
                 getattr(run, step.kind)(s)
     run.out += run.waiting.values()
-    root = counted.computation.root
+    root = lowering.computation.root
     if root.row.makes == "addresses":
         run.operand(root.name)
-    return replace(counted.computation, instructions=tuple(run.out))
+    return replace(lowering.computation, instructions=tuple(run.out))
 
 
 def _wanted(steps: Sequence[Step]) -> set[tuple[int, int]]:
-    """(step, storage) of what is set aside and brought back from there, rather than freed."""
+    """(step, storage) of what is offloaded or compressed, and restored from there rather than freed."""
     found, wanted = set(), set()
     for t in reversed(range(len(steps))):
         kind = steps[t].kind

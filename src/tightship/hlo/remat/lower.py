@@ -1,4 +1,4 @@
-"""One computation of HLO as a Graph whose peak is the one XLA's rematerialisation counts, up to tables of addresses.
+"""One computation of HLO as a Graph whose peak is the one XLA's rematerialization counts, up to tables of addresses.
 
 Every instruction that does something is an op; those that only hand addresses on (tuple, get-tuple-element, bitcast)
 are none: they are written anew wherever they are needed. Storages are the arrays of results; the caller's
@@ -7,57 +7,42 @@ are none: they are written anew wherever they are needed. Storages are the array
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import cached_property
 from math import prod
 
 from tightship.analysis.bounds import lower_bound
 from tightship.analysis.packing import packings
 from tightship.graph import Graph, Op, Storage, Value
 from tightship.hlo.module import Computation, Instruction, Module
-from tightship.hlo.remat.cost import ACCELERATOR, Work
-from tightship.hlo.remat.points_to import PointsTo
-from tightship.hlo.remat.rematerializable import may_repeat
-from tightship.hlo.remat.tracker import device_bytes
-from tightship.hlo.shape import Index, Shape
+from tightship.hlo.remat.cost import ACCELERATOR, Work, work_of
+from tightship.hlo.remat.peak import Buffer, PointsTo, device_bytes, result_bytes, sequential_order
+from tightship.hlo.shape import Shape
 from tightship.plan import Step
 
-__all__ = ["Buffer", "Counted", "counted"]
-
-Buffer = tuple[str, Index]
+__all__ = ["Lowering", "bound", "bounds", "may_repeat", "repeatable"]
 
 _TYPES = {"pred": "bool", "bf16": "bfloat16", "f16": "float16", "f32": "float32", "f64": "float64"}
 """Element types by the names that graphs have for them, as far as codecs know them."""
 
 
-def counted(
-    module: Module,
-    name: str,
-    callees: Mapping[str, int],
-    work: Work,
-    *,
-    libraries: bool = True,
-    once: frozenset[str] | None = None,
-) -> Counted:
-    """Computation ``name``, with what it calls at ``callees`` bytes and instructions at their modelled seconds."""
-    may = partial(may_repeat, module, libraries=libraries)
-    return Counted(module, module.by_name[name], callees, work.seconds, work.flops[name], may, once)
-
-
 @dataclass(frozen=True)
-class Counted:
-    """``computation`` of ``module``; ``callees[name]`` is the peak of each computation it runs, ``seconds``,
-    ``flops`` and ``may`` say what an instruction costs and whether it may run again. ``once`` names others that do
-    not, besides those whose one run is tied to what others do; None: these may, too."""
+class Lowering:
+    """Computation ``name`` of ``module`` as a graph. ``callees[name]`` is the peak of each one it runs, ``work``
+    what instructions cost; ``libraries``: whether calls of libraries without effects may run again. ``once`` names
+    others that do not, besides those whose one run is tied to what others do; None: these may, too."""
 
     module: Module
-    computation: Computation
+    name: str
     callees: Mapping[str, int]
-    seconds: Callable[[Computation, Instruction], float]
-    flops: Mapping[str, int]
-    may: Callable[[Instruction], bool]
+    work: Work
+    libraries: bool = True
     once: frozenset[str] | None = None
+
+    @cached_property
+    def computation(self) -> Computation:
+        return self.module.by_name[self.name]
 
     @cached_property
     def points(self) -> PointsTo:
@@ -98,20 +83,15 @@ class Counted:
     def graph(self) -> Graph:
         out = {self.storage[b] for b in self.points.live_out if b in self.storage}
         storages = self._storages(out)
-        values = self._values(storages)
-        given = [s for i in self.computation.parameters for s in self.leaves(i.name)]
+        given = tuple(s for i in self.computation.parameters for s in self.leaves(i.name))
         number = {i.name: k for k, i in enumerate(self.ops)}
-        ops, defined = [], set(given)
-        bound = self.tied if self.once is not None else frozenset()
+        defined = set(given)
+        ops = []
         for i in self.ops:
-            made = self.leaves(i.name)
-            new = [s for s in made if s not in defined]
-            defined.update(new)
-            reads = tuple(dict.fromkeys(s for o in i.operands for s in self.leaves(o)))
-            again = [s for s in made if s not in new]
-            ops.append(self._op(i, reads, tuple(new), tuple(again), number, i.name in bound))
-        name, outs = self.computation.name, tuple(sorted(out))
-        return Graph(tuple(ops), values, storages, tuple(given), outs, name, machine=ACCELERATOR)
+            ops.append(self._op(i, defined, number))
+            defined.update(ops[-1].outputs)
+        values, outs = self._values(storages), tuple(sorted(out))
+        return Graph(tuple(ops), values, storages, given, outs, self.name, machine=ACCELERATOR)
 
     @cached_property
     def stuck(self) -> frozenset[int]:
@@ -140,7 +120,7 @@ class Counted:
         return {}
 
     def least(self, allow: Sequence[str], *, lossy: bool = False) -> int:
-        """What it needs however it is ordered and repeated, with what it calls as it is."""
+        """What it needs however it is ordered and recomputed, with what it calls as it is."""
         return int(lower_bound(self.graph, least=self.waiting(allow, lossy=lossy)))
 
     def _storages(self, out: set[int]) -> tuple[Storage, ...]:
@@ -161,27 +141,22 @@ class Counted:
             parts.setdefault(s, self.computation.by_name[name].shape.part(index))
         return tuple(_value(s.name, k, parts[k]) for k, s in enumerate(storages))
 
-    def _op(
-        self,
-        i: Instruction,
-        reads: tuple[int, ...],
-        new: tuple[int, ...],
-        again: tuple[int, ...],
-        number: Mapping[str, int],
-        bound: bool,
-    ) -> Op:
-        changed = again if i.opcode != "while" else tuple(self._changed(i))
+    def _op(self, i: Instruction, defined: Collection[int], number: Mapping[str, int]) -> Op:
+        made = self.leaves(i.name)
+        reads = tuple(dict.fromkeys(s for o in i.operands for s in self.leaves(o)))
+        changed = self._changed(i) if i.opcode == "while" else [s for s in made if s in defined]
+        fixed = self.once is not None and i.name in self.tied
         place = self.module.place(i)
         return Op(
             i.name,
             i.opcode,
             inputs=reads,
-            outputs=new,
+            outputs=tuple(s for s in made if s not in defined),
             mutates=tuple(s for s in changed if s in reads),
-            effect=bound or not self.may(i),
+            effect=fixed or not may_repeat(self.module, i, libraries=self.libraries),
             control=tuple(number[c] for c in i.control_predecessors if c in number),
-            time=self.seconds(self.computation, i),
-            flops=self.flops.get(i.name, 0),
+            time=self.work.seconds(self.computation, i),
+            flops=self.work.flops[self.name].get(i.name, 0),
             workspace=sum(self.callees.get(c, 0) for c in i.called) if i.row.holds else 0,
             module=i.op_name,
             source=str(place) if place else "",
@@ -206,7 +181,7 @@ class Counted:
         return self.tied_tuples | waiting | (self.once or frozenset())
 
     def late(self, steps: Sequence[Step]) -> frozenset[str]:
-        """Instructions that ``steps`` repeat after something has run that they must run before (R11)."""
+        """Instructions that ``steps`` recompute after something has run that they must run before (R11)."""
         after: dict[int, list[int]] = {}
         for k, op in enumerate(self.graph.ops):
             for c in op.control:
@@ -236,3 +211,58 @@ class Counted:
 def _value(name: str, storage: int, shape: Shape) -> Value:
     strides = tuple(prod(shape.dims[k + 1 :]) for k in range(len(shape.dims)))
     return Value(name, storage, _TYPES.get(shape.dtype, shape.dtype), shape.dims, strides)
+
+
+# -- what may run again ----------------------------------------------------------------------------------------
+
+PURE_CALLS = (
+    "__cublas$gemm",
+    "__cublas$lt$matmul",
+    "__cudnn$convForward",
+    "__cudnn$convBiasActivationForward",
+)
+"""Calls of libraries that give the same result for the same operands and touch nothing else."""
+
+
+def repeatable(module: Module, i: Instruction) -> bool:
+    """Whether an instruction may run again (R6); one that nothing is known of may not."""
+    if not i.row.repeatable or _has_side_effect(i):
+        return False
+    if i.opcode == "copy":
+        return True
+    inside = (inner for name in i.called for inner in module.by_name[name].instructions)
+    return all(
+        (inner.row.again == "inside" and not _has_side_effect(inner)) or repeatable(module, inner)
+        for inner in inside
+    )
+
+
+def _has_side_effect(i: Instruction) -> bool:
+    return i.attribute("custom_call_has_side_effect") == "true"
+
+
+def may_repeat(module: Module, i: Instruction, *, libraries: bool = True) -> bool:
+    """Whether an instruction may run again; calls of libraries that have no effects only with ``libraries``."""
+    if i.opcode == "custom-call" and not _has_side_effect(i):
+        return libraries and i.custom_call_target.startswith(PURE_CALLS)
+    return repeatable(module, i)
+
+
+# -- lower bounds -----------------------------------------------------------------------------------------------
+
+
+def bound(module: Module, allow: Sequence[str] = ("recompute",), *, lossy: bool = False) -> int:
+    """Bytes that the module needs however it is ordered and recomputed, called computations at their least, where
+    arrays may wait in the ways of ``allow`` (recompute, compress, offload)."""
+    return bounds(module, allow, lossy=lossy)[module.entry.name] + result_bytes(module)
+
+
+def bounds(
+    module: Module, allow: Sequence[str] = ("recompute",), *, lossy: bool = False
+) -> Mapping[str, int]:
+    """The same of each computation that is run in sequence, beyond its parameters and its result."""
+    work = work_of(module)
+    least: dict[str, int] = {}
+    for name in sequential_order(module):
+        least[name] = Lowering(module, name, least, work).least(allow, lossy=lossy)
+    return least

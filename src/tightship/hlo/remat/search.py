@@ -1,13 +1,13 @@
-"""Our own rematerialisation of a scheduled module: the search of evictions and of an order, limit by limit.
+"""Our own rematerialization of a scheduled module: the search of evictions and of an order, limit by limit.
 
-Problem: repeat and move instructions so that the module's peak is within the limit. Measure: seconds of repeated
+Problem: recompute and move instructions so that the module's peak is within the limit. Measure: seconds of repeated
 work, from FLOPs and bytes of each instruction; the peak is XLA's (results throughout, parameters not). Source:
 the default planner on each computation. A computation that a loop, branch or call runs is planned apart,
 first for the least it can need, then for what is left at its call (R14). Guarantee: the peak given is the one
 counted anew on the module written, and never a ten-thousandth more than XLA's way leaves; the module computes what it
 computed.
 Complexity: that of the default planner, per computation. Known limits: what waits for others by a control
-dependency runs once; collectives are never repeated.
+dependency runs once; collectives are never recomputed.
 """
 
 from __future__ import annotations
@@ -16,15 +16,22 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 
 from tightship.baselines import xla_remat
-from tightship.baselines.xla_remat import Remade
-from tightship.errors import BadInput, Infeasible
+from tightship.baselines.xla_remat import Result
+from tightship.errors import Infeasible
 from tightship.hlo.module import Module
-from tightship.hlo.remat.bound import bound
 from tightship.hlo.remat.cost import work_of
 from tightship.hlo.remat.emit import Writer, write
-from tightship.hlo.remat.lower import Buffer, Counted, counted
-from tightship.hlo.remat.peak import module_peak, peaks, result_bytes, sequential_order
-from tightship.hlo.remat.transfers import ways
+from tightship.hlo.remat.instructions import ways
+from tightship.hlo.remat.lower import Lowering, bound
+from tightship.hlo.remat.peak import (
+    Buffer,
+    module_peak,
+    peaks,
+    require_schedule,
+    result_bytes,
+    sequential_order,
+)
+from tightship.options import option
 from tightship.plan import Plan
 from tightship.planners import default
 from tightship.simulate import baseline, replay
@@ -35,7 +42,7 @@ _GREEDY = 20_000
 """Instructions of the entry up to which XLA's quadratic way is tried, too, where the limit is not met."""
 
 _TRIES = 6
-"""Plans of one computation at most: each is for what the last one reached, or kept from repeating too late."""
+"""Plans of one computation at most: each is for what the last one reached, or kept from recomputing too late."""
 
 _ORDERS = ("sink", "best")
 """Orders that are tried, the second where the first one finds no plan."""
@@ -48,28 +55,26 @@ _SLACK = 1.0001
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """``seconds``: of search, at most, for each computation. ``work``: ops simulated at most; makes plans
-    reproducible. ``libraries``: whether calls of cuBLAS and forward convolutions of cuDNN may be repeated when the
-    limit is not met without; XLA never repeats custom calls. ``allow``: how arrays may leave memory, between commas
-    (recompute, compress, offload). ``lossy``: single precision may be packed as bfloat16. ``host``: bytes that may be
-    copied out at once, 0 for any number."""
+    """``work`` makes plans reproducible, ``seconds`` do not. XLA never recomputes calls of ``libraries``."""
 
-    seconds: float = 10.0
-    work: int = 80_000_000
-    libraries: bool = True
-    seed: int = 0
-    allow: str = "recompute"
-    lossy: bool = False
-    host: int = 0
+    seconds: float = option(10.0, "Time limit of the search in each computation.")
+    work: int = option(80_000_000, "Largest number of ops to simulate.")
+    libraries: bool = option(
+        True,
+        "Recompute calls of cuBLAS and forward convolutions of cuDNN where the limit is not met without.",
+    )
+    seed: int = option(0, "Seed of the search.")
+    allow: str = option("recompute", "Ways out of memory, between commas: recompute, compress, offload.")
+    lossy: bool = option(False, "Let single precision be packed as bfloat16.")
+    host: int = option(0, "Largest number of bytes in the host's memory at once (0: any number).")
 
 
-def plan(module: Module, limit: int, options: Options | None = None) -> Remade:
-    """The module, repeating and moving instructions so that its peak is at most ``limit`` bytes, or the least found.
+def plan(module: Module, limit: int, options: Options | None = None) -> Result:
+    """The module with instructions recomputed and moved so that its peak is at most ``limit``, or the least found.
 
     Raises ``BadInput`` when the module has no schedule.
     """
-    if not module.scheduled:
-        raise BadInput("a module has a schedule (is_scheduled=true) to be rematerialised", module.name)
+    require_schedule(module)
     o = options or Options()
     allow = ways(o.allow)
     out = result_bytes(module)
@@ -90,12 +95,12 @@ def plan(module: Module, limit: int, options: Options | None = None) -> Remade:
 
 @dataclass(frozen=True)
 class _Written:
-    """A module as it was planned, with what `Remade` says of it."""
+    """A module as it was planned, with what `Result` says of it."""
 
     module: Module
     recomputed: tuple[str, ...]
     origin: Mapping[str, str]
-    aside: Mapping[str, tuple[str, Buffer]]
+    transfers: Mapping[str, tuple[str, Buffer]]
 
 
 class _Search:
@@ -110,7 +115,7 @@ class _Search:
         self.peak = dict(peaks(module))
         self.first = dict(self.peak)
         self.plans: dict[str, Plan] = {}
-        self.counted: dict[tuple[str, frozenset[str], tuple[int, ...]], Counted] = {}
+        self.lowered: dict[tuple[str, frozenset[str], tuple[int, ...]], Lowering] = {}
         self.once: dict[str, frozenset[str]] = {}
         self.made = _Written(module, (), {}, {})
         self.reached = self.first[module.entry.name]
@@ -161,7 +166,7 @@ class _Search:
                 return target == limit
         return False
 
-    def _tried(self, at: Counted, target: int, share: int) -> Plan | int:
+    def _tried(self, at: Lowering, target: int, share: int) -> Plan | int:
         """A plan within ``target``, in the first order that has one, or the least peak reached."""
         o = self.chosen
         before = replay(at.graph, baseline(at.graph)).peak
@@ -176,15 +181,15 @@ class _Search:
             share *= 2
         return least
 
-    def _graph(self, name: str) -> Counted:
+    def _graph(self, name: str) -> Lowering:
         calls = {c for i in self.module.by_name[name].instructions if i.row.holds for c in i.called}
         once = self.once.get(name, frozenset())
         key = name, once, tuple(self.peak[c] for c in sorted(calls))
-        if key not in self.counted:
-            libraries = self.options.libraries
-            peak = dict(self.peak)
-            self.counted[key] = counted(self.module, name, peak, self.work, libraries=libraries, once=once)
-        return self.counted[key]
+        if key not in self.lowered:
+            self.lowered[key] = Lowering(
+                self.module, name, dict(self.peak), self.work, self.options.libraries, once
+            )
+        return self.lowered[key]
 
     def _relax(self, name: str, limit: int) -> None:
         """Give what is left at each call to what is called: first its own plan, if that fits."""
@@ -217,13 +222,13 @@ class _Search:
             at = self._graph(name)
             changed[name] = write(at, made.steps, writer)
             again += [at.ops[step.op].name for step in made.steps if step.kind == "recompute"]
-        return _Written(writer.copies.written(changed), tuple(again), writer.origin, writer.aside)
+        return _Written(writer.copies.rewrite(changed), tuple(again), writer.origin, writer.transfers)
 
-    def result(self, limit: int) -> Remade:
+    def result(self, limit: int) -> Result:
         out = result_bytes(self.module)
         entry = self.module.entry.name
         made = self.made
         runs = sum(len(c.instructions) for c in made.module.computations if c.name in self.peak)
         added = runs - sum(len(self.module.by_name[name].instructions) for name in self.peak)
         before, after = self.first[entry] + out, self.reached + out
-        return Remade(made.module, limit, before, after, made.recomputed, added, made.origin, made.aside)
+        return Result(made.module, limit, before, after, made.recomputed, added, made.origin, made.transfers)

@@ -2,7 +2,7 @@
 
 Peaks are XLA's: the module's results throughout, its parameters not. What loops, branches and calls run is as it is,
 and counts as scratch of its call; a plan for one budget (`tightship plan module.txt --budget B`) plans these, too,
-and writes the module. XLA's way is its greedy rematerialisation at limits from nine tenths of the peak down.
+and writes the module. XLA's way is its greedy rematerialization at limits from nine tenths of the peak down.
 """
 
 from __future__ import annotations
@@ -10,15 +10,14 @@ from __future__ import annotations
 from dataclasses import replace
 
 from tightship.baselines import xla_remat
-from tightship.errors import BadInput
 from tightship.graph import Graph
 from tightship.hlo import Module
 from tightship.hlo.peak import with_results
 from tightship.hlo.remat.as_plan import as_plan
 from tightship.hlo.remat.cost import work_of
-from tightship.hlo.remat.lower import counted
-from tightship.hlo.remat.peak import module_peak, peaks, result_bytes, sequential_order
-from tightship.hlo.remat.transfers import ways
+from tightship.hlo.remat.instructions import ways
+from tightship.hlo.remat.lower import Lowering
+from tightship.hlo.remat.peak import module_peak, peaks, require_schedule, result_bytes, sequential_order
 from tightship.planners import default, frontier
 from tightship.planners.frontier import Frontier, Other, Said
 
@@ -42,11 +41,10 @@ def tradeoff(
 
     Raises ``BadInput`` for a module without a schedule.
     """
-    if not module.scheduled:
-        raise BadInput("a module has a schedule (is_scheduled=true) to be planned", module.name)
+    require_schedule(module)
     o = replace(options or default.Options(), place=False, hand_out=False)
     ways(o.allow)
-    at = counted(module, module.entry.name, peaks(module), work_of(module))
+    at = Lowering(module, module.entry.name, peaks(module), work_of(module))
     graph = with_results(module, at.graph)
     if say is not None and peers:
         say("XLA's own way")
@@ -58,7 +56,7 @@ def tradeoff(
 
 
 def _xla(module: Module, graph: Graph) -> tuple[Other, ...]:
-    """What XLA's rematerialisation comes to, each result once."""
+    """What XLA's rematerialization comes to, each result once."""
     work, names, before = work_of(module), sequential_order(module), module_peak(module)
     once = sum(sum(work.flops[name].values()) for name in names)
     found: dict[int, Other] = {}

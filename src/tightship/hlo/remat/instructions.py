@@ -1,24 +1,25 @@
-"""Instructions that set arrays aside and bring them back: copies to the host's memory, and packed forms.
+"""What a rewritten module has more: names, clones of computations, copies to the host's memory, and packed arrays.
 
 A copy is a copy-start and a copy-done, as XLA's host offload writes it; the array on the host has memory space 5 in
-its layout. A packed form is made by a fusion, or a convert, that takes the array apart: of ``pred`` one bit each
+its layout. A packed array is made by a fusion, or a convert, that takes the array apart: of ``pred`` one bit each
 instead of a byte, of ``f32`` (if loss is allowed) bfloat16.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from math import prod
 
 from tightship.errors import BadInput
-from tightship.hlo.module import Computation, Instruction
-from tightship.hlo.remat.body import Names
-from tightship.hlo.remat.rematerializable import Copies
-from tightship.hlo.remat.tracker import HOST
+from tightship.hlo.module import Computation, Instruction, Module
+from tightship.hlo.remat.peak import HOST
 from tightship.hlo.shape import Shape
 
-__all__ = ["WAYS", "bits", "copy_done", "copy_start", "on_host", "pack", "packed_shape", "unpack", "ways"]
+__all__ = [
+    "WAYS", "Copies", "Names", "can_pack_bits", "copy_done", "copy_start", "on_host", "pack", "packed_shape",
+    "suffixed", "unpack", "ways",
+]  # fmt: skip
 
 WAYS = ("recompute", "compress", "offload")
 
@@ -30,8 +31,71 @@ def ways(allow: str) -> tuple[str, ...]:
     found = tuple(dict.fromkeys(filter(None, (w.strip() for w in allow.split(",")))))
     for way in found:
         if way not in WAYS:
-            raise BadInput(f"what a module's arrays leave memory by is {', '.join(WAYS)}", way, "allow")
+            raise BadInput(f"unknown way {way!r} in allow; a way is one of {', '.join(WAYS)}")
     return found
+
+
+# -- names and computations --------------------------------------------------------------------------------------
+
+
+class Names:
+    """Names of a module, each once."""
+
+    def __init__(self, taken: Iterable[str]) -> None:
+        self.taken = set(taken)
+        self.last: dict[str, int] = {}
+
+    def new(self, name: str) -> str:
+        found, k = name, self.last.get(name, 0)
+        while found in self.taken:
+            k += 1
+            found = f"{name}.{k}"
+        self.last[name] = k
+        self.taken.add(found)
+        return found
+
+
+def suffixed(name: str, suffix: str = "remat") -> str:
+    """``foo`` → ``foo.remat`` → ``foo.remat2`` → ``foo.remat3``."""
+    root, dot, number = name.rpartition(f".{suffix}")
+    if not dot or (number and not number.isdigit()):
+        return f"{name}.{suffix}"
+    return f"{root}.{suffix}{int(number or 1) + 1}"
+
+
+class Copies:
+    """The computations of a module that is rewritten: ``inside`` has each by name as it is now, added ones too."""
+
+    def __init__(self, module: Module) -> None:
+        self.module = module
+        self.names = Names(c.name for c in module.computations)
+        self.inside: dict[str, Computation] = dict(module.by_name)
+        self.before: dict[str, list[str]] = {}  # added computations by the one they stand before
+
+    def clone(self, made: Instruction, before: str) -> Instruction:
+        """The same instruction with copies of its own of the computations it calls, written before ``before``."""
+        rows = []
+        for key, text in made.attributes:
+            name = text.lstrip("%")
+            if key in ("calls", "to_apply") and name in self.inside:
+                text = f"%{self.add(self.inside[name], suffixed(name, 'clone'), before)}"
+            rows.append((key, text))
+        return replace(made, attributes=tuple(rows))
+
+    def add(self, computation: Computation, name: str, before: str) -> str:
+        """Put a computation before another one, under ``name`` or one like it, which is returned."""
+        new = self.names.new(name)
+        self.inside[new] = replace(computation, name=new, entry=False)
+        self.before.setdefault(before, []).append(new)
+        return new
+
+    def rewrite(self, changed: Mapping[str, Computation]) -> Module:
+        """The module with ``changed`` computations in place of those of their names."""
+        rows = []
+        for c in self.module.computations:
+            rows += [self.inside[name] for name in self.before.get(c.name, ())]
+            rows.append(changed.get(c.name, self.inside[c.name]))
+        return replace(self.module, computations=tuple(rows))
 
 
 # -- the host ----------------------------------------------------------------------------------------------------
@@ -53,10 +117,10 @@ def copy_done(name: str, start: str, to: Shape) -> Instruction:
     return Instruction(name, "copy-done", to, (start,))
 
 
-# -- packed forms ------------------------------------------------------------------------------------------------
+# -- packed arrays -----------------------------------------------------------------------------------------------
 
 
-def bits(shape: Shape) -> bool:
+def can_pack_bits(shape: Shape) -> bool:
     """Whether an array can be packed to a bit per element."""
     return shape.dtype == "pred" and not shape.dynamic and prod(shape.dims) > 8
 
