@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
+from typing import Any, get_type_hints
 
 import pytest
 from hypothesis import given, settings
@@ -93,6 +93,17 @@ def test_when_only_the_places_do_not_fit_the_error_says_so(monkeypatch: pytest.M
 def test_unknown_planner_is_refused_with_the_known_ones() -> None:
     with pytest.raises(BadInput, match="anneal"):
         plan(chain(5), "50%", Options(evict="magic"))
+
+
+def test_the_keywords_of_the_public_functions_are_the_options_fields() -> None:
+    assert get_type_hints(PlanOptions) == get_type_hints(Options)
+    assert PlanOptions.__total__ is False
+
+
+def test_an_unknown_option_is_named_beside_those_there_are() -> None:
+    assert read_options({"seed": 3}, "fit") == Options(seed=3)
+    with pytest.raises(BadInput, match=r"fit: unknown option 'sede': .*order, evict, .*seed"):
+        read_options({"sede": 3}, "fit")  # type: ignore[typeddict-unknown-key]
 
 
 @pytest.mark.parametrize("seed", range(20))
