@@ -1,6 +1,6 @@
 """XLA's heap: two orders, each buffer into the smallest free chunk that fits; the smaller heap wins.
 
-Problem: offsets for buffers with known live ranges. Minimised: the arena. Source: XLA's
+Problem: offsets for buffers with known live ranges. Minimized: the arena. Source: XLA's
 ``GlobalDecreasingSizeBestFitHeap`` under ``ChooseBestHeapAlgorithm``, with its tie-breaks: *spatial* takes the
 largest first, then the longest-lived, then the lowest id; *temporal* the longest-lived first, to the last end of
 those colocated, then the largest, then the lowest id; among equal heaps the spatial one. The smallest chunk that
