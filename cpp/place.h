@@ -260,7 +260,7 @@ enum class Sky { longest, largest, snug };
 // The order in which a skyline is built: at its lowest stretch, the buffer that is alive within that stretch
 // and is the longest-lived (Sekiyama, Imai, Negishi, Raymond 2018), the largest (size times time), or leaves
 // the least of the stretch beside it where it touches an end of it. Where none is, the stretch is raised to
-// its lower neighbour. Pins and alignments are not looked at. Empty if the watch stopped it.
+// its lower neighbor. Pins and alignments are not looked at. Empty if the watch stopped it.
 std::vector<i32> skyline(const Buffers& buffers, Sky rule, const Watch& watch);
 
 // Sets of buffers, each set at one offset and as large as its entry of `size`: set after set in this order,

@@ -190,7 +190,7 @@ std::vector<i32> skyline(const Buffers& b, Sky rule, const Watch& watch) {
             set(b.last[best], last, height);
             continue;
         }
-        // Raised to the lower neighbour, and joined with those of its height.
+        // Raised to the lower neighbor, and joined with those of its height.
         const auto next = std::next(at);
         const bool has_left = at != sky.begin(), has_right = next != sky.end();
         if (!has_left && !has_right) break;

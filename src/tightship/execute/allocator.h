@@ -4,7 +4,7 @@
 //
 // A heap block is [pad][64-byte Prefix][data]. Its data never starts a page, so that the prefix of any
 // pointer not starting a page can be read safely even if another allocator made the block (oneDNN frees such
-// blocks through us). An arena block has no prefix: it is recognised by its address, and its size stands in
+// blocks through us). An arena block has no prefix: it is recognized by its address, and its size stands in
 // the arena's map.
 #pragma once
 

@@ -14,7 +14,7 @@ from typing import Any, Final
 
 import torch
 
-from tightship.analysis.cost import BANDWIDTH, FLOPS, OVERHEAD, modelled_time
+from tightship.analysis.cost import BANDWIDTH, FLOPS, OVERHEAD, modeled_time
 from tightship.errors import Unsupported
 from tightship.execute import allocator
 from tightship.execute.bench import Bench, in_place_inputs, sample_arguments, workspace_of
@@ -49,7 +49,7 @@ def _modeled(program: Program, k: int, flops: float, bandwidth: float, overhead:
     op = graph.ops[k]
     made = {graph.values[v].storage for v in op.outputs} | set(op.mutates)
     traffic = sum(_bytes(program, v) for v in op.inputs) + sum(graph.storages[s].size for s in made)
-    seconds = modelled_time(op.flops, traffic, rate=flops, bandwidth=bandwidth, overhead=overhead)
+    seconds = modeled_time(op.flops, traffic, rate=flops, bandwidth=bandwidth, overhead=overhead)
     return replace(op, time=seconds)
 
 
