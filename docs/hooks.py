@@ -32,7 +32,7 @@ GROUPS = {
 }
 """Folders of planners in the order in which decisions are taken: their title, and how a planner is asked for."""
 
-LABELS = ("Problem", "Problem, measure and rules", "Minimised", "Measure", "Source", "Seeds", "Differences")
+LABELS = ("Problem", "Problem, measure and rules", "Minimized", "Measure", "Source", "Seeds", "Differences")
 LABELS += ("Guarantee", "Complexity", "Known limits")
 
 

@@ -38,9 +38,8 @@ def assign(chosen: argparse.Namespace, out: Output) -> int:
     fields = getattr(info.options, "__dataclass_fields__", {})
     for name in options:
         if name not in fields:
-            raise BadInput(
-                f"options of planner {chosen.planner!r} are {', '.join(fields)}", name, f"option --{name}"
-            )
+            known = ", ".join(fields) or "none"
+            raise BadInput(f"unknown option --{name} of planner {chosen.planner!r}: its options are {known}")
     path, page = writable(chosen.write, "--write"), writable(chosen.report, "--report")
     module, moved = _module(chosen, out)
     with Line(out.errors, f"assigning {module.name}"):
@@ -105,7 +104,7 @@ def changes_of(module: Module) -> tuple[tuple[Change, ...], Timeline]:
 def explain_module(chosen: argparse.Namespace, out: Output) -> int:
     """The peak of a module, who makes it up, and what would lower it."""
     if chosen.budget is not None:
-        raise BadInput("--budget is not for explaining a module")
+        raise BadInput("--budget is not taken for a module", place=chosen.source)
     with Line(out.errors, f"reading {chosen.source}"):
         module = _scheduled(hlo.read(chosen.source), "assign --order --write FILE")
     with Line(out.errors, f"assigning {module.name}"):
@@ -124,7 +123,7 @@ def explain_module(chosen: argparse.Namespace, out: Output) -> int:
             "residents": [asdict(r) for r in rows[: chosen.top]],
             "count": len(rows),
         },
-        "advice": [a.as_dict() for a in found],
+        "advice": [asdict(a) for a in found],
         "changes": [c.as_dict() for c in again],
     }
     place = made.live.points.module.place(made.live.schedule[step].instruction)

@@ -11,15 +11,18 @@ from typing import Any
 from tightship.cli.options import given_options
 from tightship.cli.output import Output
 from tightship.cli.source import writable
-from tightship.diagnose.infeasible_subset import InfeasibleSubset, infeasible_subset
+from tightship.diagnose.infeasible_subset import (
+    InfeasibleSubset,
+    infeasible_subset,
+    infeasible_subset_of_pools,
+)
 from tightship.errors import BadInput
 from tightship.frontends import problem_csv
 from tightship.frontends.problem_csv import Table, chosen_conflicts
 from tightship.plan import Pool, Problem, Solution
 from tightship.planners import planner
-from tightship.planners.packing import Interrupted, Search, watched
+from tightship.planners.packing import Interrupted, Search, spans, watched
 from tightship.planners.packing import pack as place
-from tightship.planners.pools import infeasible_subset_of_pools, spans
 from tightship.report.packing import packing_picture
 from tightship.report.pages.packing import packing_page
 from tightship.report.progress import Line

@@ -2,7 +2,7 @@
 
 Problem: choose gaps to recompute so that the peak is within the budget. Measure: seconds of recomputation per
 byte gone from the point of the peak; where that gets stuck (in deep chains, all of which would be made again at
-once), from a checkpoint per block. Source: the loop of XLA's HloRematerialization (behaviours R5, R9, R18,
+once), from a checkpoint per block. Source: the loop of XLA's HloRematerialization (behaviors R5, R9, R18,
 R19), on gaps and with true costs. Guarantee: never accepts a step that raises the overall peak; reproducible.
 Complexity: near-linear (batches of evictions per replay). Known limits: greedy; does not see that two evictions
 share a recomputation.

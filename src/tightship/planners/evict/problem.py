@@ -257,7 +257,7 @@ class EvictionProblem:
         return csr(rows or [list(range(len(self.gaps)))])
 
     @cached_property
-    def twins(self) -> tuple[Rows, NDArray[np.int64]]:
+    def isomorphic_layers(self) -> tuple[Rows, NDArray[np.int64]]:
         """Rows of gaps of one role in several layers (-1: a layer has none), and at which rows families begin."""
         found = families(self.graph, [(s, a, b) for s, a, b in self.gaps.tolist()], self.classes)
         starts = np.cumsum([0, *(len(f) for f in found)], dtype=np.int64)

@@ -13,7 +13,7 @@ from typing import Any
 
 import msgspec
 
-from tightship.report.packing import COLOURS as AGES
+from tightship.report.packing import COLORS as AGES
 from tightship.report.packing import DARK as AGES_DARK
 from tightship.report.picture import COLOURS, DARK
 
