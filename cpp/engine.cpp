@@ -15,20 +15,20 @@ bool Engine::wanted_at_once(i32 s) const {
         if (gap >= 0 && recomputed(s_.decisions[gap])) return false;
         if (gap >= 0 && s_.decisions[gap] != kKeep) return true;
         const i32 next = x_.touches.item[j + 1];
-        if (next == p_.ops || !late_[next]) return true;
+        if (next == x_.p.ops || !late_[next]) return true;
     }
     return false;
 }
 
 // Which ops do not run at their place: last first, since readers that don't run want nothing.
 void Engine::defer() {
-    late_.assign(p_.ops, 0);
-    waiting_.assign(p_.ops, 0);
+    late_.assign(x_.p.ops, 0);
+    waiting_.assign(x_.p.ops, 0);
     waits_ = 0;
     for (auto at = x_.movable.rbegin(); at != x_.movable.rend(); ++at) {
-        const i32 o = p_.order[*at];
+        const i32 o = x_.p.order[*at];
         bool wanted = false;
-        for (auto d = p_.defines.begin(o); d != p_.defines.end(o) && !wanted; ++d)
+        for (auto d = x_.p.defines.begin(o); d != x_.p.defines.end(o) && !wanted; ++d)
             wanted = wanted_at_once(*d);
         late_[*at] = !wanted;
         waiting_[o] = !wanted;
@@ -54,7 +54,7 @@ bool Engine::passes(i32 s) const {
 
 // Whether the stay of `s` ends with its touch at this position, its bytes free at once.
 bool Engine::departs(i32 s, i32 at) const {
-    if (p_.owned[s] || !s_.resident[s] || s_.pin[s]) return false;
+    if (x_.p.owned[s] || !s_.resident[s] || s_.pin[s]) return false;
     const i64 touch = x_.touches.start[s] + s_.touch[s];
     if (s_.touch[s] + 1 < x_.touches.size(s))
         return x_.gap_of[touch] >= 0 && recomputed(s_.decisions[x_.gap_of[touch]]);
@@ -70,9 +70,9 @@ void Engine::take_places(i32 op, i32 at, i32 wanted) {
             if (reused_[j] == s) return true;
         return false;
     };
-    for (auto pair = p_.overwrites.begin(op); pair != p_.overwrites.end(op); pair += 2) {
+    for (auto pair = x_.p.overwrites.begin(op); pair != x_.p.overwrites.end(op); pair += 2) {
         const i32 a = pair[0], b = pair[1];
-        if (p_.kept[b] || !s_.resident[a] || taken(a, 0) || taken(b, 1)) continue;
+        if (x_.p.kept[b] || !s_.resident[a] || taken(a, 0) || taken(b, 1)) continue;
         if (at >= 0) {
             if (!departs(a, at)) continue;
         } else if (b != wanted || s_.resident[b] || s_.pin[a] != 1 || !passes(a) ||
@@ -82,38 +82,38 @@ void Engine::take_places(i32 op, i32 at, i32 wanted) {
         reused_.push_back(a);
         reused_.push_back(b);
         s_.resident[a] = 0;
-        s_.live -= p_.size[a];
+        s_.live -= x_.p.size[a];
     }
 }
 
 // A storage a recomputation reads, unless the op leaves it alone or makes it.
 bool Engine::skips(i32 op, i32 wanted, i32 read) const {
-    return read == wanted || (p_.updates.size(op) != 0 && p_.updates.has(op, read));
+    return read == wanted || (x_.p.updates.size(op) != 0 && x_.p.updates.has(op, read));
 }
 
 // Begin to run one op of a recipe again. All it reads is pinned before any is restored: what two of them
 // share must not be made twice.
 bool Engine::begin_replay(Restoring& r) {
     const i32 op = *r.writer;
-    r.ok = ++s_.cost.runs <= kMaxRunsPerOp * p_.ops && s_.cost.extra <= cutoff_;
+    r.ok = ++s_.cost.runs <= kMaxRunsPerOp * x_.p.ops && s_.cost.extra <= cutoff_;
     if (!r.ok) return false;
-    for (auto t = p_.reads.begin(op); t != p_.reads.end(op); ++t) s_.pin[*t] += !skips(op, r.storage, *t);
+    for (auto t = x_.p.reads.begin(op); t != x_.p.reads.end(op); ++t) s_.pin[*t] += !skips(op, r.storage, *t);
     r.read = 0;
     return true;
 }
 
 // What follows once one of the storages that the op reads is there, or could not be restored.
 void Engine::arrive(Restoring& r, bool there) {
-    const i32 op = *r.writer, t = p_.reads.begin(op)[r.read];
-    if (scouting_ && !x_.replayable[t] && !p_.owned[t])
-        until_[t] = std::max(until_[t], ending_ ? static_cast<i32>(p_.ops) : s_.position);
-    r.ok = there && s_.version[t] == p_.needs.begin(op)[r.read];
+    const i32 op = *r.writer, t = x_.p.reads.begin(op)[r.read];
+    if (scouting_ && !x_.replayable[t] && !x_.p.owned[t])
+        until_[t] = std::max(until_[t], ending_ ? static_cast<i32>(x_.p.ops) : s_.position);
+    r.ok = there && s_.version[t] == x_.p.needs.begin(op)[r.read];
     ++r.read;
 }
 
 i64 Engine::made(i32 op) const {
     i64 bytes = 0;
-    for (const i32 d : p_.defines[op]) bytes += p_.size[d];
+    for (const i32 d : x_.p.defines[op]) bytes += x_.p.size[d];
     return bytes;
 }
 
@@ -122,12 +122,12 @@ void Engine::recompute(i32 op, i32 wanted) {
     const bool first = waiting_[op];
     Step step{first ? kCompute : kRecompute, op, {}};
     std::vector<i32> dropped;
-    if (copies_.any()) step.waits = copies_.await(p_.reads.begin(op), p_.reads.end(op));
+    if (copies_.any()) step.waits = copies_.await(x_.p.reads.begin(op), x_.p.reads.end(op));
     take_places(op, -1, wanted);
-    const i64 bytes = made(op) + p_.extra[op];
+    const i64 bytes = made(op) + x_.p.extra[op];
     if (copies_.any()) copies_.make_room(bytes);
     s_.use(s_.live + bytes, s_.position);
-    for (auto d = p_.defines.begin(op); d != p_.defines.end(op); ++d) {
+    for (auto d = x_.p.defines.begin(op); d != x_.p.defines.end(op); ++d) {
         if (s_.resident[*d]) continue;
         s_.resident[*d] = 1;
         s_.version[*d] = 1;
@@ -137,18 +137,18 @@ void Engine::recompute(i32 op, i32 wanted) {
             s_.resident[*d] = 0;
             continue;
         }
-        s_.live += p_.size[*d];
+        s_.live += x_.p.size[*d];
         if (s_.steps) step.storages.push_back(*d);
     }
-    if (p_.mutates.has(op, wanted)) ++s_.version[wanted];
+    if (x_.p.mutates.has(op, wanted)) ++s_.version[wanted];
     if (first) {
         waiting_[op] = 0;
         --waits_;
         --s_.cost.runs;
         step.storages.clear();
-        s_.now += p_.time[op];
+        s_.now += x_.p.time[op];
     } else {
-        s_.spend(p_.time[op]);
+        s_.spend(x_.p.time[op]);
     }
     if (s_.steps) step.reuses = reused_;
     if (s_.steps) s_.steps->push_back(std::move(step));
@@ -160,7 +160,7 @@ void Engine::recompute(i32 op, i32 wanted) {
 void Engine::end_replay(const Restoring& r) {
     const i32 op = *r.writer;
     if (r.ok) recompute(op, r.storage);
-    for (auto t = p_.reads.begin(op); t != p_.reads.end(op); ++t) {
+    for (auto t = x_.p.reads.begin(op); t != x_.p.reads.end(op); ++t) {
         if (skips(op, r.storage, *t) || --s_.pin[*t] > 0 || !r.ok || !passes(*t)) continue;
         if (x_.shared[*t] && !has_touch(*t)) held_.push_back(*t);
         else copies_.leave(*t);
@@ -186,8 +186,8 @@ Engine::Way Engine::begin_restore(i32 s) {
 bool Engine::restore_reads() {
     Restoring& r = restoring_.back();
     const i32 op = *r.writer;
-    while (r.ok && r.read < p_.reads.size(op)) {
-        const i32 t = p_.reads.begin(op)[r.read];
+    while (r.ok && r.read < x_.p.reads.size(op)) {
+        const i32 t = x_.p.reads.begin(op)[r.read];
         if (skips(op, r.storage, t)) {
             ++r.read;
             continue;
@@ -232,9 +232,9 @@ void Engine::release() {
 }
 
 void Engine::compute(i32 at) {
-    const i32 o = p_.order[at];
+    const i32 o = x_.p.order[at];
     s_.position = at;
-    const i32 *rb = p_.reads.begin(o), *re = p_.reads.end(o);
+    const i32 *rb = x_.p.reads.begin(o), *re = x_.p.reads.end(o);
     if (copies_.any()) copies_.begin(rb, re, at);
     for (auto s = rb; s != re; ++s) ++s_.pin[*s];
     for (auto s = rb; s != re && s_.cost.valid; ++s)
@@ -245,40 +245,40 @@ void Engine::compute(i32 at) {
     std::vector<i32> waits;
     if (copies_.any()) waits = copies_.await(rb, re);
     take_places(o, at, -1);
-    const i64 bytes = made(o) + p_.extra[o];
+    const i64 bytes = made(o) + x_.p.extra[o];
     if (copies_.any()) copies_.make_room(bytes);
     s_.use(s_.live + bytes, at);
-    s_.now += p_.time[o];
+    s_.now += x_.p.time[o];
     if (s_.steps) s_.steps->push_back({kCompute, o, {}, kFull, 0, std::move(waits), reused_});
     if (copies_.any()) copies_.clear();
-    for (auto d = p_.defines.begin(o); d != p_.defines.end(o); ++d) {
+    for (auto d = x_.p.defines.begin(o); d != x_.p.defines.end(o); ++d) {
         s_.resident[*d] = 1;
         s_.version[*d] = 1;
-        s_.live += p_.size[*d];
+        s_.live += x_.p.size[*d];
     }
-    for (auto m = p_.mutates.begin(o); m != p_.mutates.end(o); ++m) ++s_.version[*m];
+    for (auto m = x_.p.mutates.begin(o); m != x_.p.mutates.end(o); ++m) ++s_.version[*m];
     depart_all(at);
 }
 
 // An op that runs later: what it reads is not touched here, though it may leave.
 void Engine::pass_over(i32 at) {
-    const i32 o = p_.order[at];
+    const i32 o = x_.p.order[at];
     s_.position = at;
-    if (copies_.any()) copies_.begin(p_.reads.begin(o), p_.reads.end(o), at);
+    if (copies_.any()) copies_.begin(x_.p.reads.begin(o), x_.p.reads.end(o), at);
     depart_all(at);
 }
 
 void Engine::depart_all(i32 at) {
-    const i32 o = p_.order[at];
-    for (const i32 s : p_.reads[o]) depart(s, at);
-    for (const i32 d : p_.defines[o]) depart(d, at);
+    const i32 o = x_.p.order[at];
+    for (const i32 s : x_.p.reads[o]) depart(s, at);
+    for (const i32 d : x_.p.defines[o]) depart(d, at);
     if (extended_)
         for (const i32 s : leaving_[at]) copies_.leave(s);
 }
 
 // The touch of `s` at this position is over: it leaves when it is not needed, or evicted until the next one.
 void Engine::depart(i32 s, i32 at) {
-    if (p_.owned[s]) return;
+    if (x_.p.owned[s]) return;
     const i64 touch = x_.touches.start[s] + s_.touch[s]++;
     if (!s_.resident[s]) return;
     if (has_touch(s)) {
@@ -298,21 +298,21 @@ void Engine::run() {
     defer();
     held_.clear();
     restoring_.clear();
-    for (i32 at = 0; at < p_.ops && s_.cost.valid; ++at) {
+    for (i32 at = 0; at < x_.p.ops && s_.cost.valid; ++at) {
         late_[at] ? pass_over(at) : compute(at);
         if (at % 16 == 0 && beyond_cutoff()) s_.cost.valid = false;
     }
-    s_.position = static_cast<i32>(p_.ops) - 1;
+    s_.position = static_cast<i32>(x_.p.ops) - 1;
     ending_ = true;
-    for (i64 s = 0; s < p_.storages; ++s)
-        if (p_.kept[s]) copies_.stay(static_cast<i32>(s));
-    for (i64 s = 0; s < p_.storages && s_.cost.valid; ++s)
-        if (p_.kept[s] && !s_.resident[s]) s_.cost.valid = restore(static_cast<i32>(s));
+    for (i64 s = 0; s < x_.p.storages; ++s)
+        if (x_.p.kept[s]) copies_.stay(static_cast<i32>(s));
+    for (i64 s = 0; s < x_.p.storages && s_.cost.valid; ++s)
+        if (x_.p.kept[s] && !s_.resident[s]) s_.cost.valid = restore(static_cast<i32>(s));
     ending_ = false;
     release();
     if (copies_.any() && s_.cost.valid) copies_.land_all();
     if (extended_ && s_.cost.valid)
-        for (i32 t : leaving_[p_.ops]) copies_.leave(t);
+        for (i32 t : leaving_[x_.p.ops]) copies_.leave(t);
     s_.cost.extra += std::max(0.0, copies_.finished() - s_.now);
     if (beyond_cutoff() || waits_ > 0 || s_.cost.host > copies_.host_limit) s_.cost.valid = false;
 }
@@ -331,14 +331,14 @@ Cost Engine::attempt() {
 void Engine::extend() {
     auto* steps = std::exchange(s_.steps, nullptr);
     auto* profile = std::exchange(s_.profile, nullptr);
-    until_.assign(p_.storages, -1);
+    until_.assign(x_.p.storages, -1);
     scouting_ = true;
     run();
     scouting_ = false;
     s_.steps = steps, s_.profile = profile;
     extended_ = s_.cost.valid;
-    leaving_.assign(p_.ops + 1, {});
-    for (i64 s = 0; s < p_.storages; ++s) {
+    leaving_.assign(x_.p.ops + 1, {});
+    for (i64 s = 0; s < x_.p.storages; ++s) {
         const i64 n = x_.touches.size(s);
         if (until_[s] >= 0 && n > 0 && x_.touches.begin(s)[n - 1] < until_[s])
             leaving_[until_[s]].push_back(static_cast<i32>(s));
@@ -354,7 +354,7 @@ Cost Engine::evaluate(const Bits& decisions, i64 limit, double cutoff) {
 }
 
 std::vector<i64> Engine::profile(const Bits& decisions) {
-    std::vector<i64> bytes(p_.ops, 0);
+    std::vector<i64> bytes(x_.p.ops, 0);
     s_.profile = &bytes;
     evaluate(decisions, std::numeric_limits<i64>::max());
     s_.profile = nullptr;

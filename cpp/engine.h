@@ -54,7 +54,6 @@ class Engine {
     enum class Way { there, lost, recipe };  // restored; cannot be; its recipe has to run first
 
     const Index x_;
-    const Program& p_ = x_.p;
     Replay s_;
     Copies copies_;
     double cutoff_ = 0, peak_price_ = 0, excess_price_ = 0;
