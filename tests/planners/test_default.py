@@ -14,7 +14,7 @@ from support.strategies import random_graph
 from tightship.errors import BadInput, Infeasible
 from tightship.graph import Op
 from tightship.planners import default
-from tightship.planners.default import Options, plan
+from tightship.planners.default import Options, PlanOptions, plan, read_options
 from tightship.planners.evict.problem import EvictionProblem
 from tightship.planners.layout import Layout, lay_out, residences
 from tightship.simulate import baseline, replay
