@@ -53,14 +53,18 @@ docs: $(DOCS_READY)
 pictures: $(READY)
 	$(PY) docs/pictures.py
 
+CPP := $(wildcard cpp/*.h cpp/*.cpp src/tightship/execute/*.h src/tightship/execute/*.cpp)
+
 lint: $(READY)
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
+	$(VENV)/bin/clang-format --dry-run --Werror $(CPP)
 	$(VENV)/bin/mypy
 
 format: $(READY)
 	$(VENV)/bin/ruff check --fix .
 	$(VENV)/bin/ruff format .
+	$(VENV)/bin/clang-format -i $(CPP)
 
 bench: $(READY)
 	$(PY) benchmarks/train.py

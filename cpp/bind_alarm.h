@@ -4,31 +4,51 @@
 #include <nanobind/nanobind.h>
 
 #include <chrono>
+#include <limits>
 
-#include "place.h"
+#include "watch.h"
 
-namespace tightship::place {
+namespace tightship {
 
 // Between the parts of what is prepared with the interpreter locked: Ctrl-C is raised at once.
 inline void raise_signals() {
     if (PyErr_CheckSignals() != 0) throw nanobind::python_error();
 }
 
-// Takes note of Ctrl-C instead of raising it: what was found by then is not lost. From then on it rings at once.
+template <class Work> auto unlocked(Work work) {
+    const nanobind::gil_scoped_release free;
+    return work();
+}
+
+// Takes note of Ctrl-C instead of raising it: what was found by then is not lost. From then on it rings at
+// once.
 class Alarm {
   public:
     bool interrupted() const { return interrupted_; }
-    // For work of which a part is worth nothing.
+    // For work of which a part is worth nothing: Ctrl-C is raised after all.
     void raise() const {
         if (!interrupted_) return;
         PyErr_SetNone(PyExc_KeyboardInterrupt);
         throw nanobind::python_error();
     }
 
-    Watch set(double seconds) {
+    Watch set(double seconds = std::numeric_limits<double>::infinity()) {
         began_ = polled_ = Clock::now();
         seconds_ = seconds;
         return [this] { return rings(); };
+    }
+
+    // What a function of Python's answers, with the interpreter locked; true where Ctrl-C ended it, or came
+    // before.
+    template <class Ask> bool call(Ask ask) {
+        nanobind::gil_scoped_acquire locked;
+        try {
+            raise_signals();
+            return ask();
+        } catch (nanobind::python_error& raised) {
+            if (!raised.matches(PyExc_KeyboardInterrupt)) throw;
+            return interrupted_ = true;
+        }
     }
 
   private:
@@ -44,12 +64,8 @@ class Alarm {
         if (interrupted_ || std::chrono::duration<double>(now - began_).count() >= seconds_) return true;
         if (now - polled_ < kPollEvery) return false;
         polled_ = now;
-        nanobind::gil_scoped_acquire locked;
-        if (PyErr_CheckSignals() == 0) return false;
-        if (!PyErr_ExceptionMatches(PyExc_KeyboardInterrupt)) throw nanobind::python_error();
-        PyErr_Clear();
-        return interrupted_ = true;
+        return call([] { return false; });
     }
 };
 
-}  // namespace tightship::place
+}  // namespace tightship

@@ -7,9 +7,8 @@
 
 #include <cerrno>
 
-#include "bind_checks.h"
+#include "bind_arrays.h"
 #include "copier.h"
-#include "staged.h"
 
 namespace nb = nanobind;
 using namespace tightship;
@@ -29,8 +28,8 @@ void raise_error(int error) {
 }
 
 void check_range(std::int64_t size, std::int64_t offset) {
-    check::number("size", size, 0, check::kMost, "it is from 0 to 2^62");
-    check::number("offset", offset, 0, check::kMost, "it is from 0 to 2^62");
+    check::number("size", size, 0, check::kMost, "must be from 0 to 2^62");
+    check::number("offset", offset, 0, check::kMost, "must be from 0 to 2^62");
 }
 
 // Raises OSError with what the copy, or one that it came after, failed with.
@@ -45,14 +44,16 @@ void result(const std::shared_ptr<Copy>& copy) {
 std::shared_ptr<Copy> begin(Copier& copier, int stream, bool out, std::uintptr_t address, std::int64_t size,
                             std::int64_t offset, std::vector<std::shared_ptr<Copy>> after) {
     check_range(size, offset);
-    if (copier.forked()) throw std::runtime_error("the copies of a process are made by its threads, which a forked child has not");
+    if (copier.forked())
+        throw std::runtime_error(
+            "the copies of a process are made by its threads, which a forked child has not");
     for (const auto& copy : after)
-        if (!copy) check::refuse("after has None", "copies come after copies");
+        if (!copy) check::refuse("after has None", "must be copies");
     return copier.begin(stream, out, address, size, offset, std::move(after));
 }
 
-std::pair<std::uintptr_t, std::uintptr_t> job(const Staged& staged, bool out, std::uintptr_t address, std::int64_t size,
-                                              std::int64_t offset) {
+std::pair<std::uintptr_t, std::uintptr_t> job(const Staged& staged, bool out, std::uintptr_t address,
+                                              std::int64_t size, std::int64_t offset) {
     check_range(size, offset);
     return staged.job(out, address, size, offset);
 }

@@ -87,7 +87,8 @@ bool Stream::next(std::unique_lock<std::mutex>& held) {
     for (const auto& other : copy->after)
         if (const int theirs = other->wait(); theirs && !error) error = theirs;
     copy->after.clear();
-    if (!error) error = move_bytes(file, copy->out, static_cast<char*>(copy->address), copy->size, copy->offset);
+    if (!error)
+        error = move_bytes(file, copy->out, static_cast<char*>(copy->address), copy->size, copy->offset);
     copy->error = error;
     held.lock();
     copy->done.store(true, std::memory_order_release);
@@ -143,7 +144,8 @@ void Copier::drain() {
 }
 
 void Copier::close() {
-    if (forked()) {  // no thread to join, and perhaps a lock that one of them held: all of it is left as it is
+    if (forked()) {  // no thread to join, and perhaps a lock that one of them held: all of it is left as it
+                     // is
         static_cast<void>(new std::map<int, std::shared_ptr<Stream>>(std::move(streams_)));
         streams_.clear();
         return;
@@ -158,6 +160,32 @@ void Copier::close() {
     for (auto& [number, stream] : streams_)
         if (stream->thread.joinable()) stream->thread.join();
     streams_.clear();
+}
+
+namespace {
+
+struct Job {
+    int file;
+    bool out;
+    char* address;
+    std::int64_t size, offset;
+    std::shared_ptr<std::atomic<int>> error;
+};
+
+extern "C" void tightship_staged(void* given) {
+    const std::unique_ptr<Job> job(static_cast<Job*>(given));
+    if (job->error->load()) return;
+    const int error = move_bytes(job->file, job->out, job->address, job->size, job->offset);
+    int none = 0;
+    if (error) job->error->compare_exchange_strong(none, error);
+}
+
+}  // namespace
+
+std::pair<std::uintptr_t, std::uintptr_t> Staged::job(bool out, std::uintptr_t address, std::int64_t size,
+                                                      std::int64_t offset) const {
+    auto* made = new Job{file_, out, reinterpret_cast<char*>(address), size, offset, error_};
+    return {reinterpret_cast<std::uintptr_t>(&tightship_staged), reinterpret_cast<std::uintptr_t>(made)};
 }
 
 }  // namespace tightship

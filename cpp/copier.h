@@ -1,9 +1,10 @@
 // Copies between memory and a file, by threads that know nothing of Python.
 //
-// Each stream is a queue and a thread: copies of one stream run one after the other, and after those of others that
-// they are told to wait for. To begin a copy takes the caller a lock and, where the thread sleeps, waking it; to wait for
-// one that is done takes neither. Who waits for a copy that its thread has not begun makes it itself, with those before
-// it in the queue: where cores are short, the thread that is to copy has none yet.
+// Each stream is a queue and a thread: copies of one stream run one after the other, and after those of
+// others that they are told to wait for. To begin a copy takes the caller a lock and, where the thread
+// sleeps, waking it; to wait for one that is done takes neither. Who waits for a copy that its thread has not
+// begun makes it itself, with those before it in the queue: where cores are short, the thread that is to copy
+// has none yet.
 #pragma once
 
 #include <atomic>
@@ -14,6 +15,7 @@
 #include <memory>
 #include <mutex>
 #include <thread>
+#include <utility>
 #include <vector>
 
 namespace tightship {
@@ -23,8 +25,8 @@ int move_bytes(int file, bool out, char* address, std::int64_t size, std::int64_
 
 struct Stream;
 
-// One copy: `size` bytes at `address` of memory and `offset` of the file. `error` (of errno; -1: the file ended) is
-// set once it is done.
+// One copy: `size` bytes at `address` of memory and `offset` of the file. `error` (of errno; -1: the file
+// ended) is set once it is done.
 struct Copy {
     bool out = false;
     void* address = nullptr;
@@ -48,7 +50,8 @@ struct Stream {
     std::thread thread;
 
     void work();
-    bool next(std::unique_lock<std::mutex>& held);  // makes the first of the queue, if there is one and nobody copies
+    bool next(std::unique_lock<std::mutex>&
+                  held);  // makes the first of the queue, if there is one and nobody copies
 };
 
 class Copier {
@@ -59,16 +62,33 @@ class Copier {
     Copier& operator=(const Copier&) = delete;
 
     // The caller keeps the memory until the copy is done.
-    std::shared_ptr<Copy> begin(int stream, bool out, std::uintptr_t address, std::int64_t size, std::int64_t offset,
-                                std::vector<std::shared_ptr<Copy>> after);
+    std::shared_ptr<Copy> begin(int stream, bool out, std::uintptr_t address, std::int64_t size,
+                                std::int64_t offset, std::vector<std::shared_ptr<Copy>> after);
     void drain();  // waits for every copy, whether it fails or not
-    void close();  // the same, and ends the threads; in a forked child, which has none of them, neither does anything
+    void close();  // the same, and ends the threads; in a forked child, which has none of them, neither does
+                   // anything
     bool forked() const;  // whether this process is a child of the one that made it
 
   private:
     int file_;
-    long process_;  // that made it
+    long process_;                                    // that made it
     std::map<int, std::shared_ptr<Stream>> streams_;  // used by one thread, that of who begins copies
+};
+
+// The same in the order of a CUDA stream: what cudaLaunchHostFunc is told to call.
+class Staged {
+  public:
+    explicit Staged(int file) : file_(file), error_(std::make_shared<std::atomic<int>>(0)) {}
+
+    // A function and what to call it with, once, as addresses. After one that failed, others do nothing.
+    std::pair<std::uintptr_t, std::uintptr_t> job(bool out, std::uintptr_t address, std::int64_t size,
+                                                  std::int64_t offset) const;
+    // What the first to fail failed with (of errno; -1: the file ended), or 0. Asked once, it is forgotten.
+    int take_error() const { return error_->exchange(0); }
+
+  private:
+    int file_;
+    std::shared_ptr<std::atomic<int>> error_;
 };
 
 }  // namespace tightship

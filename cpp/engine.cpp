@@ -1,6 +1,5 @@
 #include "engine.h"
 
-#include <algorithm>
 #include <utility>
 
 namespace tightship {
@@ -11,11 +10,11 @@ constexpr i64 kMaxRunsPerOp = 30;  // recomputations, over the number of ops
 
 // Whether an op that runs at its place reads `s` before a gap in which it is evicted.
 bool Engine::wanted_at_once(i32 s) const {
-    for (i64 j = touches_.start[s]; j + 1 < touches_.start[s + 1]; ++j) {
-        const i32 gap = gap_of_[j];
-        if (gap >= 0 && recomputed(evict_[gap])) return false;
-        if (gap >= 0 && evict_[gap] != kKeep) return true;
-        const i32 next = touches_.item[j + 1];
+    for (i64 j = x_.touches.start[s]; j + 1 < x_.touches.start[s + 1]; ++j) {
+        const i32 gap = x_.gap_of[j];
+        if (gap >= 0 && recomputed(s_.decisions[gap])) return false;
+        if (gap >= 0 && s_.decisions[gap] != kKeep) return true;
+        const i32 next = x_.touches.item[j + 1];
         if (next == p_.ops || !late_[next]) return true;
     }
     return false;
@@ -23,93 +22,47 @@ bool Engine::wanted_at_once(i32 s) const {
 
 // Which ops do not run at their place: last first, since readers that don't run want nothing.
 void Engine::defer() {
-    s_.late.assign(p_.ops, 0);
-    s_.waiting = 0;
-    for (auto at = movable_.rbegin(); at != movable_.rend(); ++at) {
+    late_.assign(p_.ops, 0);
+    waiting_.assign(p_.ops, 0);
+    waits_ = 0;
+    for (auto at = x_.movable.rbegin(); at != x_.movable.rend(); ++at) {
         const i32 o = p_.order[*at];
         bool wanted = false;
-        for (auto d = p_.defines.begin(o); d != p_.defines.end(o) && !wanted; ++d) wanted = wanted_at_once(*d);
+        for (auto d = p_.defines.begin(o); d != p_.defines.end(o) && !wanted; ++d)
+            wanted = wanted_at_once(*d);
         late_[*at] = !wanted;
-        s_.late[o] = !wanted;
-        s_.waiting += !wanted;
+        waiting_[o] = !wanted;
+        waits_ += !wanted;
     }
-}
-
-void Engine::reset() {
-    s_.resident.assign(p_.storages, 0);
-    s_.version.assign(p_.storages, 0);
-    s_.touch.assign(p_.storages, 0);
-    for (i64 s = 0; s < p_.storages; ++s) s_.resident[s] = p_.owned[s];
-    s_.live = static_bytes_;
-    s_.cost = Cost{};
-    s_.cost.peak = static_bytes_;
-    s_.position = 0;
-    s_.packed.assign(p_.storages, 0);
-    s_.host.assign(p_.storages, 0);
-    now_ = sent_ = fetched_ = 0;
-    host_live_ = 0;
-    leaving_now_.clear();
-    landed_.clear();
-    late_fetches_.clear();
-    if (copies_) {
-        ready_.assign(p_.storages, 0);
-        coming_.assign(p_.storages, 0);
-        schedule();
-    }
-    defer();
-}
-
-void Engine::use(i64 bytes, i32 position) {
-    if (bytes > s_.cost.peak) {
-        s_.cost.peak = bytes;
-        s_.cost.peak_at = position;
-    }
-    if (bytes > limit_) {
-        s_.cost.excess += static_cast<double>(bytes - limit_);
-        if (copies_) crowded_[position] = 1;
-    }
-    if (line_) (*line_)[position] = std::max((*line_)[position], bytes);
 }
 
 bool Engine::beyond_cutoff() const {
     if (scouting_) return s_.cost.extra > cutoff_;
-    const double over = static_cast<double>(std::max<i64>(0, s_.cost.peak - limit_));
+    const double over = static_cast<double>(std::max<i64>(0, s_.cost.peak - s_.limit));
     return s_.cost.extra + peak_price_ * over + excess_price_ * s_.cost.excess > cutoff_;
-}
-
-void Engine::leave(i32 s) {
-    s_.resident[s] = 0;
-    s_.live -= p_.size[s];
-    std::vector<i32> waits;
-    if (copies_ && coming_[s]) waits = arrivals(&s, &s + 1);
-    if (!out_) return clear_copies();
-    const Step* last = out_->empty() ? nullptr : &out_->back();
-    const bool joins = last && last->kind == kFree && last->form == kFull && last->stream == 0 && last->waits.empty();
-    if (!joins || !waits.empty()) out_->push_back({kFree, -1, {}, kFull, 0, std::move(waits)});
-    out_->back().storages.push_back(s);
-    if (copies_) clear_copies();
 }
 
 // Whether a storage restored only for a recomputation is to go again.
 bool Engine::passes(i32 s) const {
-    if (!replayable_[s] || !s_.resident[s]) return false;
+    if (!x_.replayable[s] || !s_.resident[s]) return false;
     if (!has_touch(s)) return true;
-    const i64 next = touches_.start[s] + s_.touch[s];
-    if (s_.touch[s] == 0 || gap_of_[next - 1] < 0) return false;
-    const std::uint8_t to = evict_[gap_of_[next - 1]];
-    return to == kDrop || (to == kPass && touches_.item[next] > s_.position + horizon_);
+    const i64 next = x_.touches.start[s] + s_.touch[s];
+    if (s_.touch[s] == 0 || x_.gap_of[next - 1] < 0) return false;
+    const std::uint8_t to = s_.decisions[x_.gap_of[next - 1]];
+    return to == kDrop || (to == kPass && x_.touches.item[next] > s_.position + horizon_);
 }
 
 // Whether the stay of `s` ends with its touch at this position, its bytes free at once.
 bool Engine::departs(i32 s, i32 at) const {
-    if (p_.owned[s] || !s_.resident[s] || pin_[s]) return false;
-    const i64 touch = touches_.start[s] + s_.touch[s];
-    if (s_.touch[s] + 1 < touches_.size(s)) return gap_of_[touch] >= 0 && recomputed(evict_[gap_of_[touch]]);
-    return replayable_[s] || !(scouting_ || (extended_ && until_[s] > at));
+    if (p_.owned[s] || !s_.resident[s] || s_.pin[s]) return false;
+    const i64 touch = x_.touches.start[s] + s_.touch[s];
+    if (s_.touch[s] + 1 < x_.touches.size(s))
+        return x_.gap_of[touch] >= 0 && recomputed(s_.decisions[x_.gap_of[touch]]);
+    return x_.replayable[s] || !(scouting_ || (extended_ && until_[s] > at));
 }
 
-// Which results take the places of inputs when `op` runs, at its position or (-1) for `wanted` only. These inputs are
-// gone from here on.
+// Which results take the places of inputs when `op` runs, at its position or (-1) for `wanted` only. These
+// inputs are gone from here on.
 void Engine::take_places(i32 op, i32 at, i32 wanted) {
     reused_.clear();
     const auto taken = [&](i32 s, std::size_t side) {
@@ -122,7 +75,8 @@ void Engine::take_places(i32 op, i32 at, i32 wanted) {
         if (p_.kept[b] || !s_.resident[a] || taken(a, 0) || taken(b, 1)) continue;
         if (at >= 0) {
             if (!departs(a, at)) continue;
-        } else if (b != wanted || s_.resident[b] || pin_[a] != 1 || !passes(a) || (shared_[a] && !has_touch(a))) {
+        } else if (b != wanted || s_.resident[b] || s_.pin[a] != 1 || !passes(a) ||
+                   (x_.shared[a] && !has_touch(a))) {
             continue;
         }
         reused_.push_back(a);
@@ -134,16 +88,16 @@ void Engine::take_places(i32 op, i32 at, i32 wanted) {
 
 // A storage a recomputation reads, unless the op leaves it alone or makes it.
 bool Engine::skips(i32 op, i32 wanted, i32 read) const {
-    return read == wanted || (p_.updates.size(op) != 0 && contains(p_.updates, op, read));
+    return read == wanted || (p_.updates.size(op) != 0 && p_.updates.has(op, read));
 }
 
-// Begin to run one op of a recipe again. All it reads is pinned before any is restored: what two of them share must
-// not be made twice.
+// Begin to run one op of a recipe again. All it reads is pinned before any is restored: what two of them
+// share must not be made twice.
 bool Engine::begin_replay(Restoring& r) {
     const i32 op = *r.writer;
     r.ok = ++s_.cost.runs <= kMaxRunsPerOp * p_.ops && s_.cost.extra <= cutoff_;
     if (!r.ok) return false;
-    for (auto t = p_.reads.begin(op); t != p_.reads.end(op); ++t) pin_[*t] += !skips(op, r.storage, *t);
+    for (auto t = p_.reads.begin(op); t != p_.reads.end(op); ++t) s_.pin[*t] += !skips(op, r.storage, *t);
     r.read = 0;
     return true;
 }
@@ -151,54 +105,55 @@ bool Engine::begin_replay(Restoring& r) {
 // What follows once one of the storages that the op reads is there, or could not be restored.
 void Engine::arrive(Restoring& r, bool there) {
     const i32 op = *r.writer, t = p_.reads.begin(op)[r.read];
-    if (scouting_ && !replayable_[t] && !p_.owned[t])
+    if (scouting_ && !x_.replayable[t] && !p_.owned[t])
         until_[t] = std::max(until_[t], ending_ ? static_cast<i32>(p_.ops) : s_.position);
     r.ok = there && s_.version[t] == p_.needs.begin(op)[r.read];
     ++r.read;
 }
 
+i64 Engine::made(i32 op) const {
+    i64 bytes = 0;
+    for (const i32 d : p_.defines[op]) bytes += p_.size[d];
+    return bytes;
+}
+
 // Run the op, all it reads being there.
 void Engine::recompute(i32 op, i32 wanted) {
-    const i32* reads = p_.reads.begin(op);
-    i64 made = 0;
-    const bool first = s_.late[op];
+    const bool first = waiting_[op];
     Step step{first ? kCompute : kRecompute, op, {}};
     std::vector<i32> dropped;
-    for (auto d = p_.defines.begin(op); d != p_.defines.end(op); ++d) made += p_.size[*d];
-    if (copies_) {
-        step.waits = arrivals(reads, p_.reads.end(op));
-        settle();
-    }
+    if (copies_.any()) step.waits = copies_.await(p_.reads.begin(op), p_.reads.end(op));
     take_places(op, -1, wanted);
-    if (copies_) make_room(made + p_.extra[op]);
-    use(s_.live + made + p_.extra[op], s_.position);
+    const i64 bytes = made(op) + p_.extra[op];
+    if (copies_.any()) copies_.make_room(bytes);
+    s_.use(s_.live + bytes, s_.position);
     for (auto d = p_.defines.begin(op); d != p_.defines.end(op); ++d) {
         if (s_.resident[*d]) continue;
         s_.resident[*d] = 1;
         s_.version[*d] = 1;
         const bool stored = s_.packed[*d] || s_.host[*d];
-        if (*d != wanted && (stored || !replayable_[*d] || writers_.size(*d) > 1 || passes(*d))) {
-            if (first && out_) dropped.push_back(*d);
+        if (*d != wanted && (stored || !x_.replayable[*d] || x_.writers.size(*d) > 1 || passes(*d))) {
+            if (first && s_.steps) dropped.push_back(*d);
             s_.resident[*d] = 0;
             continue;
         }
         s_.live += p_.size[*d];
-        if (out_) step.storages.push_back(*d);
+        if (s_.steps) step.storages.push_back(*d);
     }
-    if (contains(p_.mutates, op, wanted)) ++s_.version[wanted];
+    if (p_.mutates.has(op, wanted)) ++s_.version[wanted];
     if (first) {
-        s_.late[op] = 0;
-        --s_.waiting;
+        waiting_[op] = 0;
+        --waits_;
         --s_.cost.runs;
         step.storages.clear();
-        now_ += p_.time[op];
+        s_.now += p_.time[op];
     } else {
-        spend(p_.time[op]);
+        s_.spend(p_.time[op]);
     }
-    if (out_) step.reuses = reused_;
-    if (out_) out_->push_back(std::move(step));
-    if (copies_) clear_copies();
-    if (!dropped.empty()) out_->push_back({kFree, -1, std::move(dropped)});
+    if (s_.steps) step.reuses = reused_;
+    if (s_.steps) s_.steps->push_back(std::move(step));
+    if (copies_.any()) copies_.clear();
+    if (!dropped.empty()) s_.steps->push_back({kFree, -1, std::move(dropped)});
 }
 
 // Run the op unless something it reads is missing, and let go of what it read.
@@ -206,26 +161,28 @@ void Engine::end_replay(const Restoring& r) {
     const i32 op = *r.writer;
     if (r.ok) recompute(op, r.storage);
     for (auto t = p_.reads.begin(op); t != p_.reads.end(op); ++t) {
-        if (skips(op, r.storage, *t) || --pin_[*t] > 0 || !r.ok || !passes(*t)) continue;
-        if (shared_[*t] && !has_touch(*t)) held_.push_back(*t);
-        else leave(*t);
+        if (skips(op, r.storage, *t) || --s_.pin[*t] > 0 || !r.ok || !passes(*t)) continue;
+        if (x_.shared[*t] && !has_touch(*t)) held_.push_back(*t);
+        else copies_.leave(*t);
     }
 }
 
-// Restore a storage where nothing has to be restored first; else its recipe is to run, and stands in `restoring_`.
+// Restore a storage where nothing has to be restored first; else its recipe is to run, and stands in
+// `restoring_`.
 Engine::Way Engine::begin_restore(i32 s) {
-    if (s_.packed[s]) return unpack(s), Way::there;
-    if (s_.host[s]) return fetch(s), Way::there;
-    if (!replayable_[s]) {
+    if (s_.packed[s]) return copies_.unpack(s), Way::there;
+    if (s_.host[s]) return copies_.fetch(s), Way::there;
+    if (!x_.replayable[s]) {
         lost_anchor_ = true;
         return Way::lost;
     }
-    ++pin_[s];
-    restoring_.push_back({s, writers_.begin(s), -1, true});
+    ++s_.pin[s];
+    restoring_.push_back({s, x_.writers.begin(s), -1, true});
     return Way::recipe;
 }
 
-// Restore what the op of the innermost recipe reads. False: one of them has to be made by a recipe of its own first.
+// Restore what the op of the innermost recipe reads. False: one of them has to be made by a recipe of its own
+// first.
 bool Engine::restore_reads() {
     Restoring& r = restoring_.back();
     const i32 op = *r.writer;
@@ -242,11 +199,12 @@ bool Engine::restore_reads() {
     return true;
 }
 
-// Go on with the innermost recipe, until it is over or waits for another one; `last`: what became of what it waited for.
+// Go on with the innermost recipe, until it is over or waits for another one; `last`: what became of what it
+// waited for.
 Engine::Way Engine::go_on(Way last) {
     Restoring& r = restoring_.back();
     if (last != Way::recipe) arrive(r, last == Way::there);
-    while (r.ok && r.writer != writers_.end(r.storage)) {
+    while (r.ok && r.writer != x_.writers.end(r.storage)) {
         if (r.read < 0 && !begin_replay(r)) break;
         if (!restore_reads()) return Way::recipe;
         end_replay(r);
@@ -254,13 +212,13 @@ Engine::Way Engine::go_on(Way last) {
         r.read = -1;
     }
     const Way way = r.ok ? Way::there : Way::lost;
-    --pin_[r.storage];
+    --s_.pin[r.storage];
     restoring_.pop_back();
     return way;
 }
 
-// What a recipe reads may have recipes of its own, to any depth: those under way stand in `restoring_`, the innermost
-// last.
+// What a recipe reads may have recipes of its own, to any depth: those under way stand in `restoring_`, the
+// innermost last.
 bool Engine::restore(i32 s) {
     Way way = begin_restore(s);
     while (!restoring_.empty()) way = go_on(way);
@@ -269,7 +227,7 @@ bool Engine::restore(i32 s) {
 
 void Engine::release() {
     for (i32 t : held_)
-        if (s_.resident[t]) leave(t);
+        if (s_.resident[t]) copies_.leave(t);
     held_.clear();
 }
 
@@ -277,73 +235,67 @@ void Engine::compute(i32 at) {
     const i32 o = p_.order[at];
     s_.position = at;
     const i32 *rb = p_.reads.begin(o), *re = p_.reads.end(o);
-    if (copies_) {
-        for (auto s = rb; s != re; ++s) stay(*s);
-        issue(at);
-    }
-    for (auto s = rb; s != re; ++s) ++pin_[*s];
+    if (copies_.any()) copies_.begin(rb, re, at);
+    for (auto s = rb; s != re; ++s) ++s_.pin[*s];
     for (auto s = rb; s != re && s_.cost.valid; ++s)
         if (!s_.resident[*s]) s_.cost.valid = restore(*s);
-    for (auto s = rb; s != re; ++s) --pin_[*s];
+    for (auto s = rb; s != re; ++s) --s_.pin[*s];
     release();
     if (!s_.cost.valid) return;
-    i64 made = 0;
-    for (auto d = p_.defines.begin(o); d != p_.defines.end(o); ++d) made += p_.size[*d];
     std::vector<i32> waits;
-    if (copies_) {
-        waits = arrivals(rb, re);
-        settle();
-    }
+    if (copies_.any()) waits = copies_.await(rb, re);
     take_places(o, at, -1);
-    if (copies_) make_room(made + p_.extra[o]);
-    use(s_.live + made + p_.extra[o], at);
-    now_ += p_.time[o];
-    if (out_) out_->push_back({kCompute, o, {}, kFull, 0, std::move(waits), reused_});
-    if (copies_) clear_copies();
+    const i64 bytes = made(o) + p_.extra[o];
+    if (copies_.any()) copies_.make_room(bytes);
+    s_.use(s_.live + bytes, at);
+    s_.now += p_.time[o];
+    if (s_.steps) s_.steps->push_back({kCompute, o, {}, kFull, 0, std::move(waits), reused_});
+    if (copies_.any()) copies_.clear();
     for (auto d = p_.defines.begin(o); d != p_.defines.end(o); ++d) {
         s_.resident[*d] = 1;
         s_.version[*d] = 1;
         s_.live += p_.size[*d];
     }
     for (auto m = p_.mutates.begin(o); m != p_.mutates.end(o); ++m) ++s_.version[*m];
-    for (auto s = rb; s != re; ++s) depart(*s, at);
-    for (auto d = p_.defines.begin(o); d != p_.defines.end(o); ++d) depart(*d, at);
-    if (extended_)
-        for (i32 s : leaving_[at]) leave(s);
+    depart_all(at);
 }
 
 // An op that runs later: what it reads is not touched here, though it may leave.
 void Engine::pass_over(i32 at) {
     const i32 o = p_.order[at];
     s_.position = at;
-    if (copies_) {
-        for (auto s = p_.reads.begin(o); s != p_.reads.end(o); ++s) stay(*s);
-        issue(at);
-    }
-    for (auto s = p_.reads.begin(o); s != p_.reads.end(o); ++s) depart(*s, at);
-    for (auto d = p_.defines.begin(o); d != p_.defines.end(o); ++d) depart(*d, at);
+    if (copies_.any()) copies_.begin(p_.reads.begin(o), p_.reads.end(o), at);
+    depart_all(at);
+}
+
+void Engine::depart_all(i32 at) {
+    const i32 o = p_.order[at];
+    for (const i32 s : p_.reads[o]) depart(s, at);
+    for (const i32 d : p_.defines[o]) depart(d, at);
     if (extended_)
-        for (i32 s : leaving_[at]) leave(s);
+        for (const i32 s : leaving_[at]) copies_.leave(s);
 }
 
 // The touch of `s` at this position is over: it leaves when it is not needed, or evicted until the next one.
 void Engine::depart(i32 s, i32 at) {
     if (p_.owned[s]) return;
-    const i64 touch = touches_.start[s] + s_.touch[s]++;
+    const i64 touch = x_.touches.start[s] + s_.touch[s]++;
     if (!s_.resident[s]) return;
     if (has_touch(s)) {
-        const std::uint8_t to = gap_of_[touch] < 0 ? std::uint8_t{kKeep} : evict_[gap_of_[touch]];
+        const std::uint8_t to = x_.gap_of[touch] < 0 ? std::uint8_t{kKeep} : s_.decisions[x_.gap_of[touch]];
         if (to == kKeep) return;
-        if (to == kPack) return pack(s);
-        if (to == kOffload) return send(s);
-    } else if ((extended_ || scouting_) && !replayable_[s] && (scouting_ || until_[s] > at)) {
+        if (to == kPack) return copies_.pack(s);
+        if (to == kOffload) return copies_.offload(s);
+    } else if ((extended_ || scouting_) && !x_.replayable[s] && (scouting_ || until_[s] > at)) {
         return;
     }
-    leave(s);
+    copies_.leave(s);
 }
 
 void Engine::run() {
-    pin_.assign(p_.storages, 0);
+    s_.reset(x_);
+    copies_.reset();
+    defer();
     held_.clear();
     restoring_.clear();
     for (i32 at = 0; at < p_.ops && s_.cost.valid; ++at) {
@@ -352,73 +304,68 @@ void Engine::run() {
     }
     s_.position = static_cast<i32>(p_.ops) - 1;
     ending_ = true;
-    if (copies_)
-        for (i64 s = 0; s < p_.storages; ++s)
-            if (p_.kept[s]) stay(static_cast<i32>(s));
+    for (i64 s = 0; s < p_.storages; ++s)
+        if (p_.kept[s]) copies_.stay(static_cast<i32>(s));
     for (i64 s = 0; s < p_.storages && s_.cost.valid; ++s)
         if (p_.kept[s] && !s_.resident[s]) s_.cost.valid = restore(static_cast<i32>(s));
     ending_ = false;
     release();
-    if (copies_ && s_.cost.valid) land_all();
+    if (copies_.any() && s_.cost.valid) copies_.land_all();
     if (extended_ && s_.cost.valid)
-        for (i32 t : leaving_[p_.ops]) leave(t);
-    if (copies_) s_.cost.extra += std::max(0.0, std::max(sent_, fetched_) - now_);
-    if (beyond_cutoff() || s_.waiting > 0 || s_.cost.host > host_limit_) s_.cost.valid = false;
+        for (i32 t : leaving_[p_.ops]) copies_.leave(t);
+    s_.cost.extra += std::max(0.0, copies_.finished() - s_.now);
+    if (beyond_cutoff() || waits_ > 0 || s_.cost.host > copies_.host_limit) s_.cost.valid = false;
 }
 
-// Evaluate with `evict_`, `limit_`, `cutoff_`; a second and third pass only where a life must be extended.
+// A second and third pass only where a life must be extended.
 Cost Engine::attempt() {
     extended_ = lost_anchor_ = false;
-    if (line_) std::fill(line_->begin(), line_->end(), 0);
-    if (out_) out_->clear();
-    reset();
+    copies_.begin_attempt();
     run();
     if (s_.cost.valid || !lost_anchor_) return s_.cost;
     extend();
-    if (!extended_) return s_.cost;
-    if (line_) std::fill(line_->begin(), line_->end(), 0);
-    if (out_) out_->clear();
-    reset();
-    run();
+    if (extended_) run();
     return s_.cost;
 }
 
 void Engine::extend() {
-    auto* out = std::exchange(out_, nullptr);
-    auto* line = std::exchange(line_, nullptr);
+    auto* steps = std::exchange(s_.steps, nullptr);
+    auto* profile = std::exchange(s_.profile, nullptr);
     until_.assign(p_.storages, -1);
     scouting_ = true;
-    reset();
     run();
     scouting_ = false;
-    out_ = out, line_ = line;
+    s_.steps = steps, s_.profile = profile;
     extended_ = s_.cost.valid;
     leaving_.assign(p_.ops + 1, {});
     for (i64 s = 0; s < p_.storages; ++s) {
-        const i64 n = touches_.size(s);
-        if (until_[s] >= 0 && n > 0 && touches_.begin(s)[n - 1] < until_[s])
+        const i64 n = x_.touches.size(s);
+        if (until_[s] >= 0 && n > 0 && x_.touches.begin(s)[n - 1] < until_[s])
             leaving_[until_[s]].push_back(static_cast<i32>(s));
     }
 }
 
-Cost Engine::evaluate(const std::uint8_t* evict, i64 limit, double cutoff) {
-    evict_ = evict, limit_ = limit, cutoff_ = cutoff;
-    return copies_ ? attempt_with_copies() : attempt();
+Cost Engine::evaluate(const Bits& decisions, i64 limit, double cutoff) {
+    s_.decisions = decisions.data(), s_.limit = limit, cutoff_ = cutoff;
+    copies_.plan();
+    Cost cost = attempt();
+    while (copies_.try_again(cost)) cost = attempt();
+    return cost;
 }
 
-std::vector<i64> Engine::profile(const std::uint8_t* evict) {
-    std::vector<i64> line(p_.ops, 0);
-    line_ = &line;
-    evaluate(evict, std::numeric_limits<i64>::max());
-    line_ = nullptr;
-    return line;
+std::vector<i64> Engine::profile(const Bits& decisions) {
+    std::vector<i64> bytes(p_.ops, 0);
+    s_.profile = &bytes;
+    evaluate(decisions, std::numeric_limits<i64>::max());
+    s_.profile = nullptr;
+    return bytes;
 }
 
-std::vector<Step> Engine::emit(const std::uint8_t* evict, i64 limit) {
+std::vector<Step> Engine::emit(const Bits& decisions, i64 limit) {
     std::vector<Step> steps;
-    out_ = &steps;
-    evaluate(evict, limit);
-    out_ = nullptr;
+    s_.steps = &steps;
+    evaluate(decisions, limit);
+    s_.steps = nullptr;
     if (!s_.cost.valid) steps.clear();
     return steps;
 }

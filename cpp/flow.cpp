@@ -7,40 +7,34 @@ namespace tightship {
 
 namespace {
 
-using i32 = std::int32_t;
-using i64 = std::int64_t;
-
 // Capacities above 2^62 count as endless, and so do their sums.
-i64 plus(i64 a, i64 b) { return b > std::numeric_limits<i64>::max() - a ? std::numeric_limits<i64>::max() : a + b; }
+i64 plus(i64 a, i64 b) {
+    return b > std::numeric_limits<i64>::max() - a ? std::numeric_limits<i64>::max() : a + b;
+}
 
-class Network {
+class Dinic {
   public:
-    Network(i32 nodes, const std::vector<i32>& tail, const std::vector<i32>& head, const std::vector<i64>& capacity)
-        : n_(nodes), first_(nodes + 1, 0), level_(nodes), at_(nodes) {
-        for (std::size_t e = 0; e < tail.size(); ++e) ++first_[tail[e] + 1], ++first_[head[e] + 1];
+    Dinic(i32 nodes, const Network& of) : n_(nodes), first_(nodes + 1, 0), level_(nodes), at_(nodes) {
+        for (std::size_t e = 0; e < of.tail.size(); ++e) ++first_[of.tail[e] + 1], ++first_[of.head[e] + 1];
         for (i32 v = 0; v < n_; ++v) first_[v + 1] += first_[v];
-        to_.resize(2 * tail.size()), back_.resize(2 * tail.size()), room_.resize(2 * tail.size());
+        to_.resize(2 * of.tail.size()), back_.resize(2 * of.tail.size()), room_.resize(2 * of.tail.size());
         std::vector<i64> next(first_.begin(), first_.end() - 1);
-        for (std::size_t e = 0; e < tail.size(); ++e) {
-            const i64 a = next[tail[e]]++, b = next[head[e]]++;
-            to_[a] = head[e], back_[a] = b, room_[a] = capacity[e];
-            to_[b] = tail[e], back_[b] = a, room_[b] = 0;
+        for (std::size_t e = 0; e < of.tail.size(); ++e) {
+            const i64 a = next[of.tail[e]]++, b = next[of.head[e]]++;
+            to_[a] = of.head[e], back_[a] = b, room_[a] = of.capacity[e];
+            to_[b] = of.tail[e], back_[b] = a, room_[b] = 0;
         }
     }
 
-    i64 run(i32 source, i32 sink) {
-        i64 flow = 0;
+    Cut run(i32 source, i32 sink, const Watch& watch) {
+        Cut cut;
         while (label(source), level_[sink] >= 0) {
+            if (watch()) return {0, {}, false};
             std::copy(first_.begin(), first_.end() - 1, at_.begin());
-            flow = plus(flow, push(source, sink));
+            cut.value = plus(cut.value, push(source, sink));
         }
-        return flow;
-    }
-
-    std::vector<std::uint8_t> near() const {
-        std::vector<std::uint8_t> in(n_);
-        for (i32 v = 0; v < n_; ++v) in[v] = level_[v] >= 0;
-        return in;
+        for (i32 level : level_) cut.near.push_back(level >= 0);
+        return cut;
     }
 
   private:
@@ -58,7 +52,8 @@ class Network {
         for (std::size_t q = 0; q < queue.size(); ++q) {
             const i32 v = queue[q];
             for (i64 e = first_[v]; e < first_[v + 1]; ++e)
-                if (room_[e] > 0 && level_[to_[e]] < 0) level_[to_[e]] = level_[v] + 1, queue.push_back(to_[e]);
+                if (room_[e] > 0 && level_[to_[e]] < 0)
+                    level_[to_[e]] = level_[v] + 1, queue.push_back(to_[e]);
         }
     }
 
@@ -101,13 +96,8 @@ class Network {
 
 }  // namespace
 
-Cut min_cut(i32 nodes, const std::vector<i32>& tail, const std::vector<i32>& head, const std::vector<i64>& capacity,
-            i32 source, i32 sink) {
-    Network network(nodes, tail, head, capacity);
-    Cut cut;
-    cut.value = network.run(source, sink);
-    cut.near = network.near();
-    return cut;
+Cut min_cut(i32 nodes, const Network& network, i32 source, i32 sink, const Watch& watch) {
+    return Dinic(nodes, network).run(source, sink, watch);
 }
 
 }  // namespace tightship

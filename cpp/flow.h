@@ -1,19 +1,30 @@
 // Minimum cut of a network with integer capacities: Dinic's maximum flow (1970).
 #pragma once
 
-#include <cstdint>
 #include <vector>
+
+#include "watch.h"
 
 namespace tightship {
 
-struct Cut {
-    std::int64_t value = 0;           // capacity of the cut
-    std::vector<std::uint8_t> near;   // by node: on the source's side of the cut nearest to the source
+// Edge i leads from tail[i] to head[i]. Capacities are not negative, and the sum of those that leave the
+// source or enter the sink with a finite meaning stays far below 2^62; larger ones count as endless.
+struct Network {
+    static constexpr i64 kEndless = i64{1} << 60;
+    std::vector<i32> tail, head;
+    std::vector<i64> capacity;
+
+    void edge(i32 from, i32 to, i64 room) {
+        tail.push_back(from), head.push_back(to), capacity.push_back(room);
+    }
 };
 
-// Edge i leads from tail[i] to head[i]. Capacities are not negative, and the sum of those that leave the source or
-// enter the sink with a finite meaning stays far below 2^62; larger ones count as endless.
-Cut min_cut(std::int32_t nodes, const std::vector<std::int32_t>& tail, const std::vector<std::int32_t>& head,
-            const std::vector<std::int64_t>& capacity, std::int32_t source, std::int32_t sink);
+struct Cut {
+    i64 value = 0;                   // capacity of the cut
+    std::vector<std::uint8_t> near;  // by node: on the source's side of the cut nearest to the source
+    bool complete = true;            // false: the watch stopped it, and the rest means nothing
+};
+
+Cut min_cut(i32 nodes, const Network& network, i32 source, i32 sink, const Watch& watch);
 
 }  // namespace tightship

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <bit>
+#include <numeric>
 #include <utility>
 
 namespace tightship::place {
@@ -50,7 +51,8 @@ Buffers make_buffers(const i64* lower, const i64* upper, const i64* size, const 
     b.first.resize(count);
     b.last.resize(count);
     b.length.resize(count);
-    for (i64 i = 0; i < count; ++i) b.length[i] = static_cast<double>(upper[i]) - static_cast<double>(lower[i]);
+    for (i64 i = 0; i < count; ++i)
+        b.length[i] = static_cast<double>(upper[i]) - static_cast<double>(lower[i]);
     between();
     const auto starts = by_time(lower, count);
     between();
@@ -84,6 +86,17 @@ i64 peak_load(const Buffers& b) {
     i64 load = 0, peak = 0;
     for (i64 c : change) peak = std::max(peak, load += c);
     return peak;
+}
+
+void join_all(std::vector<Span>& spans, bool touching) {
+    std::sort(spans.begin(), spans.end(), [](const Span& x, const Span& y) { return x.start < y.start; });
+    std::size_t kept = 0;
+    for (const Span& span : spans) {
+        if (kept && span.start < spans[kept - 1].end + touching)
+            spans[kept - 1].end = std::max(spans[kept - 1].end, span.end);
+        else spans[kept++] = span;
+    }
+    spans.resize(kept);
 }
 
 Space::Space(i32 sections)
@@ -173,9 +186,9 @@ i64 Space::best_fit(i32 first, i32 last, i64 size, i64 alignment) {
     return smallest_hole(size, alignment);
 }
 
-i64 Space::best_fit_all(const std::vector<Stay>& stays, i64 size, i64 alignment) {
+i64 Space::best_fit_all(const std::vector<Span>& residences, i64 size, i64 alignment) {
     cursors_.clear();
-    for (const Stay& stay : stays) open_also(stay.first, stay.last);
+    for (const Span& r : residences) open_also(static_cast<i32>(r.start), static_cast<i32>(r.end));
     return smallest_hole(size, alignment);
 }
 
@@ -195,57 +208,117 @@ i64 Space::smallest_hole(i64 size, i64 alignment) {
     }
 }
 
-Packer::Packer(const Buffers& buffers) : b_(buffers), space_(buffers.sections), least_(buffers.count() + 1) {
-    for (i64 i = 0; i < b_.count(); ++i)
-        if (b_.pinned[i] != kFree) pinned_.push_back(static_cast<i32>(i));
+Packing::Packing(const Sizes& sizes) : sizes_(sizes) {
+    for (i64 i = 0; i < sizes_.count(); ++i)
+        if (sizes_.pinned[i] != kFree) pinned_.push_back(static_cast<i32>(i));
 }
 
-i64 Packer::clash() {
-    space_.clear();
+i64 Packing::start(const i32* order, i64* offset) {
+    clear(order);
+    std::fill(offset, offset + sizes_.count(), 0);
+    i64 arena = 0;
     for (i32 i : pinned_) {
-        if (!b_.size[i]) continue;
-        const i64 start = b_.pinned[i], end = start + b_.size[i];
-        if (!space_.is_free(b_.first[i], b_.last[i], start, end)) return i;
-        space_.take(b_.first[i], b_.last[i], start, end, 1);
+        offset[i] = sizes_.pinned[i];
+        put(i, offset[i]);
+        arena = std::max(arena, offset[i] + sizes_.size[i]);
+    }
+    return arena;
+}
+
+i64 Packing::clash() {
+    clear(nullptr);
+    for (i32 i : pinned_) {
+        if (!is_free(i, sizes_.pinned[i])) return i;
+        put(i, sizes_.pinned[i]);
     }
     return -1;
 }
 
-i64 Packer::pack(const i32* order, Fit fit, i64 cutoff, i64* offset, const Watch& watch) {
-    const i64 n = b_.count();
-    const auto passed = [&](i32 i) { return b_.pinned[i] != kFree || b_.size[i] == 0; };
-    space_.clear();
-    least_[n] = kNoLimit / 2;
-    for (i64 k = n; k-- > 0;)
-        least_[k] = passed(order[k]) ? least_[k + 1] : std::min(least_[k + 1], b_.size[order[k]]);
-    i64 arena = 0;
-    for (i32 i : pinned_) {
-        offset[i] = b_.pinned[i];
-        arena = std::max(arena, offset[i] + b_.size[i]);
-        if (b_.size[i]) space_.take(b_.first[i], b_.last[i], offset[i], offset[i] + b_.size[i], least_[0]);
-    }
+template <class Find>
+i64 Packing::pack_by(const i32* order, i64 cutoff, i64* offset, const Watch& watch, Find find) {
+    i64 arena = start(order, offset);
     bool stopped = false;
-    for (i64 k = 0; k < n; ++k) {
+    for (i64 k = 0; k < sizes_.count(); ++k) {
         const i32 i = order[k];
-        if (passed(i)) {
-            if (b_.pinned[i] == kFree) offset[i] = 0;
-            continue;
-        }
-        if (stopped || (work_++ % kLookEvery == 0 && watch())) {  // the rest in bytes of their own
-            stopped = true;
-            offset[i] = align_up(arena, b_.alignment[i]);
-            arena = offset[i] + b_.size[i];
-            if (arena >= cutoff) return kNoLimit;
-            continue;
-        }
-        const auto place = fit == Fit::best ? &Space::best_fit : &Space::first_fit;
-        const i64 at = (space_.*place)(b_.first[i], b_.last[i], b_.size[i], b_.alignment[i]);
-        offset[i] = at;
-        arena = std::max(arena, at + b_.size[i]);
+        if (passed(i)) continue;
+        stopped = stopped || (work_ % kLookEvery == 0 && watch());
+        offset[i] =
+            stopped ? align_up(arena, sizes_.alignment[i]) : find(i);  // the rest in bytes of their own
+        if (!stopped) put(i, offset[i]);
+        arena = std::max(arena, offset[i] + sizes_.size[i]);
         if (arena >= cutoff) return kNoLimit;
-        space_.take(b_.first[i], b_.last[i], at, at + b_.size[i], least_[k + 1]);
     }
     return arena;
+}
+
+i64 Packing::pack(const i32* order, Fit fit, i64 cutoff, i64* offset, const Watch& watch) {
+    return pack_by(order, cutoff, offset, watch, [&](i32 i) { return find(i, fit); });
+}
+
+i64 Packing::pack_hinted(const i32* order, const i64* hint, i64 cutoff, i64* offset, const Watch& watch) {
+    return pack_by(order, cutoff, offset, watch, [&](i32 i) {
+        const bool usable =
+            hint[i] >= 0 && hint[i] % sizes_.alignment[i] == 0 && hint[i] < cutoff - sizes_.size[i];
+        return usable && is_free(i, hint[i]) ? hint[i] : find(i, Fit::first);
+    });
+}
+
+void Packing::fill(const i32* order, Fit fit, i64 capacity, i64* offset, const Watch& watch) {
+    start(order, offset);
+    bool stopped = false;
+    for (i64 k = 0; k < sizes_.count(); ++k) {
+        const i32 i = order[k];
+        if (sizes_.pinned[i] != kFree) continue;
+        stopped = stopped || (work_ % kLookEvery == 0 && watch());
+        const i64 at = sizes_.size[i] && !stopped ? find(i, fit) : 0;
+        const bool fits = !stopped && sizes_.size[i] <= capacity && at <= capacity - sizes_.size[i];
+        offset[i] = fits ? at : -1;
+        if (fits && sizes_.size[i]) put(i, at);
+    }
+}
+
+void Packer::clear(const i32* order) {
+    space_.clear();
+    i64 least = order ? kNoLimit / 2 : 1;
+    for (i64 k = order ? b_.count() : 0; k-- > 0;) {
+        least_[order[k]] = least;
+        if (!passed(order[k])) least = std::min(least, b_.size[order[k]]);
+    }
+    for (i64 i = 0; i < b_.count(); ++i)
+        if (b_.pinned[i] != kFree) least_[i] = least;
+}
+
+void Packer::put(i32 i, i64 at) {
+    if (b_.size[i]) space_.take(b_.first[i], b_.last[i], at, at + b_.size[i], least_[i]);
+}
+
+bool Packer::is_free(i32 i, i64 at) {
+    return !b_.size[i] || space_.is_free(b_.first[i], b_.last[i], at, at + b_.size[i]);
+}
+
+i64 Packer::find(i32 i, Fit fit) {
+    ++work_;
+    const auto place = fit == Fit::best ? &Space::best_fit : &Space::first_fit;
+    return (space_.*place)(b_.first[i], b_.last[i], b_.size[i], b_.alignment[i]);
+}
+
+ByFirst::ByFirst(const Buffers& b, i32 sign)
+    : b_(b), order_(b.count()), place_(b.count()),
+      leaves_(std::bit_ceil(static_cast<std::size_t>(std::max<i64>(b.count(), 1)))) {
+    std::iota(order_.begin(), order_.end(), 0);
+    std::stable_sort(order_.begin(), order_.end(), [&](i32 x, i32 y) { return b.first[x] < b.first[y]; });
+    least_.assign(2 * leaves_, std::numeric_limits<i32>::max());
+    for (std::size_t k = 0; k < order_.size(); ++k) {
+        place_[order_[k]] = k;
+        least_[leaves_ + k] = sign * b.last[order_[k]];
+    }
+    for (std::size_t k = leaves_; --k;) least_[k] = std::min(least_[2 * k], least_[2 * k + 1]);
+}
+
+void ByFirst::remove(i32 i) {
+    std::size_t k = leaves_ + place_[i];
+    least_[k] = std::numeric_limits<i32>::max();
+    while (k /= 2) least_[k] = std::min(least_[2 * k], least_[2 * k + 1]);
 }
 
 }  // namespace tightship::place

@@ -1,11 +1,11 @@
-#include "place_exact.h"
-
 #include <algorithm>
 #include <chrono>
 #include <condition_variable>
 #include <mutex>
 #include <numeric>
 #include <thread>
+
+#include "place_tree.h"
 
 namespace tightship::place {
 
@@ -31,7 +31,7 @@ struct Try {
 // A part with the best that is known of it.
 struct Job {
     Part part;
-    std::vector<i64> load;    // of the fullest section of every buffer
+    std::vector<i64> load;     // of the fullest section of every buffer
     i64 arena = 0, bound = 0;  // in units
     std::vector<i32> clash;
     std::vector<i32> successful;  // the order of the last try that found a placement
@@ -48,12 +48,18 @@ double key(const Job& job, i32 b, char name) {
     const Part& p = job.part;
     const double size = static_cast<double>(p.size[b]), sections = p.last[b] - p.first[b];
     switch (name) {
-        case 'B': return static_cast<double>(job.load[b]);
-        case 'W': return sections;
-        case 'L': return p.length[b];
-        case 'S': return size;
-        case 'A': return size * p.length[b];
-        default: return size * sections;
+        case 'B':
+            return static_cast<double>(job.load[b]);
+        case 'W':
+            return sections;
+        case 'L':
+            return p.length[b];
+        case 'S':
+            return size;
+        case 'A':
+            return size * p.length[b];
+        default:
+            return size * sections;
     }
 }
 
@@ -66,20 +72,6 @@ std::vector<i32> order_by(const Job& job, const char* preference) {
         return false;
     });
     return order;
-}
-
-// Ranks in an order; `disorder` is the share of all buffers by which one may be misplaced.
-std::vector<i32> ranks(const std::vector<i32>& order, double disorder, Random& random) {
-    const std::size_t n = order.size();
-    std::vector<std::pair<double, i32>> place;
-    for (std::size_t k = 0; k < n; ++k) {
-        const double share = static_cast<double>(random.below(1 << 20)) / (1 << 20);
-        place.emplace_back(static_cast<double>(k) + disorder * static_cast<double>(n) * share, order[k]);
-    }
-    std::sort(place.begin(), place.end());
-    std::vector<i32> rank(n);
-    for (std::size_t k = 0; k < n; ++k) rank[place[k].second] = static_cast<i32>(k);
-    return rank;
 }
 
 // Runs the tries of a round, on as many threads as there are. The first of them (by number) that decides
@@ -140,11 +132,10 @@ class Round {
             t.outcome = tree.run(t.rank, t.capacity, t.most, k, stop);
             t.work = tree.work(), t.nodes = tree.nodes();
             if (t.outcome == Outcome::given_up) continue;
-            if (t.outcome == Outcome::found)
-                t.offset = tree.offset();
-            else
-                t.nogood = tree.nogood(), t.needed = tree.needed();
-            for (i64 first = decided_; k < first && !decided_.compare_exchange_weak(first, k);) {}
+            if (t.outcome == Outcome::found) t.offset = tree.offset();
+            else t.nogood = tree.nogood(), t.needed = tree.needed();
+            for (i64 first = decided_; k < first && !decided_.compare_exchange_weak(first, k);) {
+            }
         }
     }
 
@@ -155,8 +146,8 @@ class Round {
     }
 };
 
-// 1 1 2 1 1 2 4 1 1 2 1 1 2 4 8 ...: within a constant factor of the best restarts when nothing is known of the
-// times that tries take (Luby, Sinclair and Zuckerman 1993).
+// 1 1 2 1 1 2 4 1 1 2 1 1 2 4 8 ...: within a constant factor of the best restarts when nothing is known of
+// the times that tries take (Luby, Sinclair and Zuckerman 1993).
 i64 luby(i64 k) {
     for (i64 power = 1;; power *= 2) {
         if (k == 2 * power - 1) return power;
@@ -293,9 +284,9 @@ Job* Search::worst() {
     return most && most->arena > enough ? most : nullptr;
 }
 
-// The next round's tries. Of a capacity that is wanted two thirds ask; else rounds 1, 2, 4, 8, ... ask for the lowest.
-// The others ask for a random one below the arena, more often a near one. A tenth of the work goes into proofs: two
-// tries that need not be short.
+// The next round's tries. Of a capacity that is wanted two thirds ask; else rounds 1, 2, 4, 8, ... ask for
+// the lowest. The others ask for a random one below the arena, more often a near one. A tenth of the work
+// goes into proofs: two tries that need not be short.
 Plan Search::next(Job& job) const {
     i64 lowest = goal_;
     for (const Job& other : jobs_) lowest = std::max(lowest, other.bound);
@@ -330,7 +321,8 @@ void Search::improve(Job& job) {
         Random random(limits_.seed * 0x2545f4914f6cdd1du + static_cast<std::uint64_t>(job.tried));
         const double disorder = job.rounds < 3 ? 0 : kDisorder[random.below(3)];
         const bool repeats = k % 2 == 1 && !job.successful.empty();
-        const std::vector<i32> order = repeats ? job.successful : order_by(job, kPreferences[job.tried % kTries]);
+        const std::vector<i32> order =
+            repeats ? job.successful : order_by(job, kPreferences[job.tried % kTries]);
         tries[k].rank = ranks(order, disorder, random);
         tries[k].capacity = plan.capacity;
         tries[k].most = plan.most;

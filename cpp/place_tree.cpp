@@ -12,19 +12,6 @@ constexpr i64 kAbsent = -1;
 constexpr i64 kNone = std::numeric_limits<i64>::max();
 constexpr i64 kLookEvery = 64;  // placements between two looks at the clock
 
-// Sorts spans and joins those that meet.
-void join_all(std::vector<Span>& spans) {
-    std::sort(spans.begin(), spans.end(), [](const Span& x, const Span& y) { return x.start < y.start; });
-    std::size_t kept = 0;
-    for (const Span& span : spans) {
-        if (kept && span.start <= spans[kept - 1].end)
-            spans[kept - 1].end = std::max(spans[kept - 1].end, span.end);
-        else
-            spans[kept++] = span;
-    }
-    spans.resize(kept);
-}
-
 }  // namespace
 
 void Part::index() {
@@ -56,13 +43,14 @@ void Part::index() {
     if (!fixed.empty()) index_fixed();
     twin.resize(n);
     std::map<std::tuple<i32, i32, i64, i64>, i32> seen;
-    for (i32 b = 0; b < n; ++b) twin[b] = seen.try_emplace({first[b], last[b], size[b], alignment[b]}, b).first->second;
+    for (i32 b = 0; b < n; ++b)
+        twin[b] = seen.try_emplace({first[b], last[b], size[b], alignment[b]}, b).first->second;
 }
 
 void Part::index_fixed() {
     for (i32 s = 0; s < sections; ++s) {
         i64 load = 0;
-        join_all(fixed[s]);
+        join_all(fixed[s], true);
         for (const Span& span : fixed[s]) load += span.end - span.start, bound = std::max(bound, span.end);
         for (i32 k = alive_from[s]; k < alive_from[s + 1]; ++k) load += size[alive[k]];
         bound = std::max(bound, load);
@@ -73,7 +61,7 @@ void Part::index_fixed() {
     for (i32 b = 0; b < count(); ++b) {
         met.clear();
         for (i32 s = first[b]; s < last[b]; ++s) met.insert(met.end(), fixed[s].begin(), fixed[s].end());
-        join_all(met);
+        join_all(met, true);
         around.insert(around.end(), met.begin(), met.end());
         around_from.push_back(static_cast<i32>(around.size()));
     }
@@ -97,10 +85,23 @@ i64 Part::fixed_above(i32 section, i64 offset) const {
     return above;
 }
 
+std::vector<i32> ranks(const std::vector<i32>& order, double disorder, Random& random) {
+    const std::size_t n = order.size();
+    std::vector<std::pair<double, i32>> place;
+    for (std::size_t k = 0; k < n; ++k) {
+        const double share = static_cast<double>(random.below(1 << 20)) / (1 << 20);
+        place.emplace_back(static_cast<double>(k) + disorder * static_cast<double>(n) * share, order[k]);
+    }
+    std::sort(place.begin(), place.end());
+    std::vector<i32> rank(n);
+    for (std::size_t k = 0; k < n; ++k) rank[place[k].second] = static_cast<i32>(k);
+    return rank;
+}
+
 Tree::Tree(const Part& part)
-    : p_(part), elder_(part.count()), placed_(part.count()), left_(part.count()), place_in_left_(part.count()),
-      lowest_(part.count()), floor_(part.sections), rest_(part.sections), witness_(part.sections),
-      raised_(part.count()), reason_(part.count()), need_(part.count(), kAbsent) {}
+    : p_(part), elder_(part.count()), placed_(part.count()), left_(part.count()),
+      place_in_left_(part.count()), lowest_(part.count()), floor_(part.sections), rest_(part.sections),
+      witness_(part.sections), raised_(part.count()), reason_(part.count()), need_(part.count(), kAbsent) {}
 
 void Tree::reset(const std::vector<i32>& rank) {
     const i32 n = p_.count();
@@ -155,7 +156,8 @@ void Tree::look(Node& node) const {
         if (rest_[s] > node.most_rest) node.most_rest = rest_[s], node.fullest = s;
     node.least_top = kNone, node.least = -1;
     for (i32 b : left_)
-        if (lowest_[b] + p_.size[b] < node.least_top) node.least_top = lowest_[b] + p_.size[b], node.least = b;
+        if (lowest_[b] + p_.size[b] < node.least_top)
+            node.least_top = lowest_[b] + p_.size[b], node.least = b;
 }
 
 // The rules, in this order: bottom up; no gap that another would fit in; the fullest section still fits; of
@@ -167,21 +169,21 @@ void Tree::enter(i64 level, i32 rank) {
     for (i32 b : left_) {
         const i64 at = lowest_[b];
         if (at >= node.least_top || at < level || (at == level && rank_[b] < rank)) continue;
-        if (at + node.most_rest > capacity_)
-            needed_ = std::min(needed_, at + node.most_rest);
-        else if (elder_[b] < 0 || placed_[elder_[b]])
-            candidates_.emplace_back(at, b);
+        if (at + node.most_rest > capacity_) needed_ = std::min(needed_, at + node.most_rest);
+        else if (elder_[b] < 0 || placed_[elder_[b]]) candidates_.emplace_back(at, b);
     }
     node.end = candidates_.size();
-    std::sort(candidates_.begin() + static_cast<std::ptrdiff_t>(begin), candidates_.end(), [this](const auto& x, const auto& y) {
-        return x.first != y.first ? x.first < y.first : rank_[x.second] < rank_[y.second];
-    });
+    std::sort(candidates_.begin() + static_cast<std::ptrdiff_t>(begin), candidates_.end(),
+              [this](const auto& x, const auto& y) {
+                  return x.first != y.first ? x.first < y.first : rank_[x.second] < rank_[y.second];
+              });
     path_.push_back(node);
 }
 
 void Tree::leave() {
     const Node& node = path_.back();
-    for (; former_.size() > node.former; former_.pop_back()) reason_[former_.back().first] = former_.back().second;
+    for (; former_.size() > node.former; former_.pop_back())
+        reason_[former_.back().first] = former_.back().second;
     needs_.resize(node.needs);
     candidates_.resize(node.begin);
     path_.pop_back();
@@ -215,13 +217,14 @@ Outcome Tree::search() {
     return Outcome::refuted;
 }
 
-// Takes back the last placement, for which a nogood was just made, and those before it as long as it holds without
-// them, too: it is the nogood of their nodes, then.
+// Takes back the last placement, for which a nogood was just made, and those before it as long as it holds
+// without them, too: it is the nogood of their nodes, then.
 void Tree::fail() {
     while (!path_.empty()) {
         const Node& node = path_.back();
         bool needed = false;
-        for (std::size_t k = node.lifts; k < lifts_.size() && !needed; ++k) needed = need_[lifts_[k].at] > lifts_[k].was;
+        for (std::size_t k = node.lifts; k < lifts_.size() && !needed; ++k)
+            needed = need_[lifts_[k].at] > lifts_[k].was;
         take_back(node.placed, node.lifts, node.drops);
         if (needed) return remember(node.placed);
         leave();
@@ -318,11 +321,11 @@ bool Tree::skipped_for_section(const Node& n, i32 b) const {
     return in_order && lowest_[b] + n.most_rest > capacity_;
 }
 
-// Nogood of a node from those of its children. Suppose the members of a set had a placement with none lower than
-// it is now; take one that cannot be lowered. The first of those left, in order of offset, lies at its lowest
-// offset, or it could be lowered. So if the set has, with every such buffer, all that its own failure needs, there
-// is no such placement. The set is closed under that, starting from the buffer with the least top: no member
-// that starts at or above this top can come first.
+// Nogood of a node from those of its children. Suppose the members of a set had a placement with none lower
+// than it is now; take one that cannot be lowered. The first of those left, in order of offset, lies at its
+// lowest offset, or it could be lowered. So if the set has, with every such buffer, all that its own failure
+// needs, there is no such placement. The set is closed under that, starting from the buffer with the least
+// top: no member that starts at or above this top can come first.
 void Tree::blame_node(const Node& n) {
     for (i32 b : members_) need_[b] = kAbsent;
     members_.clear();

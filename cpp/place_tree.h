@@ -1,11 +1,12 @@
 // Depth-first search for a placement within a capacity, with conflict-directed backjumping.
 //
-// Buffers are placed from the bottom up: in order of (offset, rank), each on top of those it meets. If there is a
-// placement, there is one of this form (lower every buffer until it rests on another one): Moffitt, "MiniMalloc: A
-// Lightweight Memory Allocator for Hardware-Accelerated Machine Learning", ASPLOS 2023, whose rules of inference
-// and dominance are used here. New is that a failed subtree says why it failed: a *nogood*, a set of buffers with
-// lowest offsets that have no placement within the capacity, whatever the others do. Where a nogood holds without
-// the last choices, these are taken back at once; the nogood of the root is a proof and its buffers cannot fit.
+// Buffers are placed from the bottom up: in order of (offset, rank), each on top of those it meets. If there
+// is a placement, there is one of this form (lower every buffer until it rests on another one): Moffitt,
+// "MiniMalloc: A Lightweight Memory Allocator for Hardware-Accelerated Machine Learning", ASPLOS 2023, whose
+// rules of inference and dominance are used here. New is that a failed subtree says why it failed: a
+// *nogood*, a set of buffers with lowest offsets that have no placement within the capacity, whatever the
+// others do. Where a nogood holds without the last choices, these are taken back at once; the nogood of the
+// root is a proof and its buffers cannot fit.
 #pragma once
 
 #include <atomic>
@@ -15,18 +16,20 @@
 
 namespace tightship::place {
 
-// Buffers that hang together in time, none of them empty or pinned, and bytes that are taken already; sizes and
-// offsets in units.
+// Buffers that hang together in time, none of them empty or pinned, and bytes that are taken already; sizes
+// and offsets in units.
 struct Part {
     std::vector<i32> id;           // index into the problem
     std::vector<i32> first, last;  // sections [first, last)
     std::vector<i64> size, alignment;
     std::vector<double> length;  // time alive
-    std::vector<i32> twin;  // the same number for buffers that are alike in all of this
-    std::vector<i32> meets, meets_from;  // those alive together with buffer b: meets[meets_from[b]:meets_from[b+1]]
+    std::vector<i32> twin;       // the same number for buffers that are alike in all of this
+    std::vector<i32> meets,
+        meets_from;  // those alive together with buffer b: meets[meets_from[b]:meets_from[b+1]]
     std::vector<i32> alive, alive_from;  // those alive in section s, in the same way
-    std::vector<std::vector<Span>> fixed;  // by section: bytes that are taken; empty if there are none anywhere
-    std::vector<Span> around;              // those in the way of buffer b: around[around_from[b]:around_from[b+1]]
+    std::vector<std::vector<Span>>
+        fixed;                 // by section: bytes that are taken; empty if there are none anywhere
+    std::vector<Span> around;  // those in the way of buffer b: around[around_from[b]:around_from[b+1]]
     std::vector<i32> around_from;
     i32 sections = 0;
     i64 bound = 0;  // the peak load, and all that is fixed
@@ -43,6 +46,9 @@ struct Part {
     void index_fixed();
 };
 
+// Ranks in an order; `disorder` is the share of all buffers by which one may be misplaced.
+std::vector<i32> ranks(const std::vector<i32>& order, double disorder, Random& random);
+
 enum class Outcome { found, refuted, given_up };
 
 // Told the number of the try; true makes it give up.
@@ -52,13 +58,13 @@ class Tree {
   public:
     explicit Tree(const Part& part);
 
-    // Looks for a placement within `capacity`, trying buffers of a low rank first (a permutation), for at most
-    // `most` units of work (`cost` of the buffers placed).
+    // Looks for a placement within `capacity`, trying buffers of a low rank first (a permutation), for at
+    // most `most` units of work (`cost` of the buffers placed).
     Outcome run(const std::vector<i32>& rank, i64 capacity, i64 most, i64 number, const Stop& stop);
 
-    const std::vector<i64>& offset() const { return lowest_; }  // after found
+    const std::vector<i64>& offset() const { return lowest_; }   // after found
     const std::vector<i32>& nogood() const { return members_; }  // after refuted: these cannot fit
-    i64 needed() const { return needed_; }                      // after refuted: no arena is smaller
+    i64 needed() const { return needed_; }                       // after refuted: no arena is smaller
     i64 work() const { return work_; }                           // of the last run
     i64 nodes() const { return nodes_; }                         // buffers it placed
     // Work of placing a buffer that meets `meets` others when `left` are left: about a microsecond each.
@@ -72,17 +78,19 @@ class Tree {
     struct Reason {
         std::size_t from, to;  // needs_[from:to]
     };
-    // What is known about a state before one of the buffers left is placed, and which of them have been tried.
+    // What is known about a state before one of the buffers left is placed, and which of them have been
+    // tried.
     struct Node {
-        i64 level;       // offset and rank of the buffer placed last: the next one comes after it
+        i64 level;  // offset and rank of the buffer placed last: the next one comes after it
         i32 rank;
-        i64 least_top;   // of those left: whoever starts at or above it leaves a gap that this one would fit in
+        i64 least_top;  // of those left: whoever starts at or above it leaves a gap that this one would fit
+                        // in
         i32 least;
-        i64 most_rest;   // the fullest section: the next buffer starts no higher than capacity - most_rest
+        i64 most_rest;  // the fullest section: the next buffer starts no higher than capacity - most_rest
         i32 fullest;
-        std::size_t begin, next, end;         // candidates_[begin:end], those from `next` on not tried
-        std::size_t needs, former;            // how many of these there were before it
-        i32 placed = -1;                      // the one under trial, and how many of these there were before it
+        std::size_t begin, next, end;  // candidates_[begin:end], those from `next` on not tried
+        std::size_t needs, former;     // how many of these there were before it
+        i32 placed = -1;               // the one under trial, and how many of these there were before it
         std::size_t lifts = 0, drops = 0;
     };
 
@@ -117,9 +125,9 @@ class Tree {
     std::vector<Need> needs_;
     std::vector<std::pair<i32, Reason>> former_;  // reasons that were overwritten
     std::vector<std::pair<i64, i32>> candidates_;
-    std::vector<Node> path_;     // the nodes on the way down
-    std::vector<i64> need_;      // the nogood being made: lowest offset by buffer, kAbsent if it is not in it
-    std::vector<i32> members_;   // the buffers in it
+    std::vector<Node> path_;    // the nodes on the way down
+    std::vector<i64> need_;     // the nogood being made: lowest offset by buffer, kAbsent if it is not in it
+    std::vector<i32> members_;  // the buffers in it
 
     void reset(const std::vector<i32>& rank);
     Outcome search();

@@ -1,9 +1,5 @@
-#include "place_windows.h"
-
 #include <algorithm>
-#include <bit>
 #include <cstdlib>
-#include <numeric>
 
 #include "place_tree.h"
 
@@ -14,54 +10,15 @@ namespace {
 constexpr i32 kFreed[] = {12, 24, 48, 96};  // buffers of a window, by attempt
 constexpr int kWays = 4;                    // to choose them
 constexpr i64 kFar = i64{1} << 30;
-constexpr int kAttempts = 12;               // at one buffer, before the aim is given up for now
+constexpr int kAttempts = 12;  // at one buffer, before the aim is given up for now
 constexpr int kPreferences = 4;
 constexpr double kDisorder = 0.1;
 constexpr double kLeastStep = 1.0 / 256;
 
-// Finds buffers by the sections that they are alive in.
-class Alive {
-  public:
-    explicit Alive(const Buffers& b) : b_(b), by_first_(b.count()) {
-        std::iota(by_first_.begin(), by_first_.end(), 0);
-        std::stable_sort(by_first_.begin(), by_first_.end(), [&](i32 x, i32 y) { return b.first[x] < b.first[y]; });
-        leaves_ = std::bit_ceil(static_cast<std::size_t>(std::max<i64>(b.count(), 1)));
-        latest_.assign(2 * leaves_, 0);
-        for (std::size_t k = 0; k < by_first_.size(); ++k) latest_[leaves_ + k] = b.last[by_first_[k]];
-        for (std::size_t k = leaves_; --k;) latest_[k] = std::max(latest_[2 * k], latest_[2 * k + 1]);
-    }
-
-    // Those alive anywhere in sections [from, to).
-    void find(i32 from, i32 to, std::vector<i32>& found) const {
-        found.clear();
-        const auto end = std::partition_point(by_first_.begin(), by_first_.end(),
-                                              [&](i32 i) { return b_.first[i] < to; });
-        descend(1, 0, leaves_, static_cast<std::size_t>(end - by_first_.begin()), from, found);
-    }
-
-  private:
-    const Buffers& b_;
-    std::vector<i32> by_first_;
-    std::size_t leaves_;
-    std::vector<i32> latest_;  // by node, the last section's end of all below it
-
-    void descend(std::size_t node, std::size_t from, std::size_t to, std::size_t end, i32 since,
-                 std::vector<i32>& found) const {
-        if (from >= end || latest_[node] <= since) return;
-        if (node >= leaves_) {
-            if (b_.size[by_first_[from]]) found.push_back(by_first_[from]);
-            return;
-        }
-        const std::size_t middle = (from + to) / 2;
-        descend(2 * node, from, middle, end, since, found);
-        descend(2 * node + 1, middle, to, end, since, found);
-    }
-};
-
 class Improver {
   public:
     Improver(const Buffers& b, std::vector<i64> offset, const WindowLimits& limits, const Watch& watch)
-        : b_(b), limits_(limits), watch_(watch), alive_(b), random_(limits.seed), is_free_(b.count(), 0) {
+        : b_(b), limits_(limits), watch_(watch), alive_(b, -1), random_(limits.seed), is_free_(b.count(), 0) {
         best_.offset = std::move(offset);
         for (i64 i = 0; i < b.count(); ++i)
             if (!b.size[i] && b.pinned[i] == kFree) best_.offset[i] = 0;  // in nobody's way
@@ -71,7 +28,8 @@ class Improver {
         for (double step = 0.25; !over();) {
             const i64 arena = reached();
             if (arena <= limits_.goal) break;
-            const i64 way = std::max<i64>(1, static_cast<i64>(step * static_cast<double>(arena - limits_.goal)));
+            const i64 way =
+                std::max<i64>(1, static_cast<i64>(step * static_cast<double>(arena - limits_.goal)));
             const bool met = lower(arena - way);
             step = met ? std::min(0.5, 1.5 * step) : std::max(kLeastStep, 0.5 * step);
         }
@@ -82,7 +40,7 @@ class Improver {
     const Buffers& b_;
     const WindowLimits& limits_;
     const Watch& watch_;
-    Alive alive_;
+    ByFirst alive_;
     Random random_;
     Windows best_;
     bool stopped_ = false;
@@ -98,13 +56,22 @@ class Improver {
         return most;
     }
 
+    // Those alive anywhere in sections [from, to).
+    void find(i32 from, i32 to) {
+        near_.clear();
+        alive_.visit(0, to, -from - 1, [this](i32 i) {
+            if (b_.size[i]) near_.push_back(i);
+        });
+    }
+
     // Whether no buffer is left above the aim. What was placed below it stays there in any case.
     bool lower(i64 aim) {
         best_.work += 1 + b_.count() / 256;
         std::vector<i32> above;
         for (i32 i = 0; i < b_.count(); ++i)
             if (top(i) > aim) above.push_back(i);
-        std::stable_sort(above.begin(), above.end(), [this](i32 x, i32 y) { return b_.size[x] > b_.size[y]; });
+        std::stable_sort(above.begin(), above.end(),
+                         [this](i32 x, i32 y) { return b_.size[x] > b_.size[y]; });
         for (i32 i : above) {
             if (top(i) <= aim) continue;  // freed with another
             if (b_.pinned[i] != kFree) return false;
@@ -118,16 +85,14 @@ class Improver {
     // Places buffer i and about `count` others anew below the aim.
     bool repair(i32 i, i64 aim, int attempt) {
         const i32 count = kFreed[attempt / kWays % 4];
-        if (attempt % kWays == 0)
-            free_around(i, count);
-        else
-            free_beside(i, count, attempt % kWays);
+        if (attempt % kWays == 0) free_around(i, count);
+        else free_beside(i, count, attempt % kWays);
         i32 from = b_.sections, to = 0;
         for (i32 f : freed_) {
             is_free_[f] = 1;
             from = std::min(from, b_.first[f]), to = std::max(to, b_.last[f]);
         }
-        alive_.find(from, to, near_);
+        find(from, to);
         Part part = make(aim);
         for (i32 f : freed_) is_free_[f] = 0;
         best_.work += 1 + static_cast<i64>(near_.size()) / 64;
@@ -138,7 +103,7 @@ class Improver {
     void free_around(i32 i, i32 count) {
         i32 from = b_.first[i], to = b_.last[i];
         for (i64 reach = std::max<i32>(1, (to - from) / 4);; reach *= 2) {
-            alive_.find(from, to, near_);
+            find(from, to);
             freed_.clear();
             for (i32 f : near_)
                 if (b_.pinned[f] == kFree && from <= b_.first[f] && b_.last[f] <= to) freed_.push_back(f);
@@ -151,21 +116,22 @@ class Improver {
 
     // Those alive together with buffer i that begin or end with it, lie near it, or any.
     void free_beside(i32 i, i32 count, int way) {
-        alive_.find(b_.first[i], b_.last[i], near_);
+        find(b_.first[i], b_.last[i]);
         freed_.clear();
         for (i32 f : near_)
             if (b_.pinned[f] == kFree) freed_.push_back(f);
-        const i64 level = best_.offset[random_.below(2) ? i : freed_[random_.below(static_cast<i64>(freed_.size()))]];
+        const i64 level =
+            best_.offset[random_.below(2) ? i : freed_[random_.below(static_cast<i64>(freed_.size()))]];
         keep(i, count, [&](i32 f) -> i64 {
-            if (way == 1) return std::min(std::abs(b_.first[f] - b_.first[i]), std::abs(b_.last[f] - b_.last[i]));
+            if (way == 1)
+                return std::min(std::abs(b_.first[f] - b_.first[i]), std::abs(b_.last[f] - b_.last[i]));
             if (way == 2) return std::max(best_.offset[f] - level, level - top(f));
             return random_.below(kFar);
         });
     }
 
     // Keeps buffer i and those of the freed that are nearest, `count` in all.
-    template <class Distance>
-    void keep(i32 i, i32 count, Distance distance) {
+    template <class Distance> void keep(i32 i, i32 count, Distance distance) {
         if (static_cast<i32>(freed_.size()) > count) {
             std::vector<std::pair<i64, i32>> rank;
             for (i32 f : freed_) rank.emplace_back(f == i ? -kNoLimit : distance(f), f);
@@ -188,7 +154,8 @@ class Improver {
         for (i32 f : freed_) {
             p.id.push_back(f);
             p.first.push_back(before(b_.first[f])), p.last.push_back(before(b_.last[f]));
-            p.size.push_back(b_.size[f]), p.alignment.push_back(b_.alignment[f]), p.length.push_back(b_.length[f]);
+            p.size.push_back(b_.size[f]), p.alignment.push_back(b_.alignment[f]),
+                p.length.push_back(b_.length[f]);
         }
         const i32 sections = static_cast<i32>(cuts.size()) - 1;
         p.fixed.resize(sections);
@@ -197,7 +164,8 @@ class Improver {
             if (is_free_[f] || span.start >= span.end) continue;
             const auto after = std::upper_bound(cuts.begin(), cuts.end(), b_.first[f]) - cuts.begin();
             const i32 end = std::min(before(b_.last[f]), sections);
-            for (i32 s = std::max<i32>(static_cast<i32>(after) - 1, 0); s < end; ++s) p.fixed[s].push_back(span);
+            for (i32 s = std::max<i32>(static_cast<i32>(after) - 1, 0); s < end; ++s)
+                p.fixed[s].push_back(span);
         }
         p.index();
         return p;
@@ -225,16 +193,14 @@ class Improver {
         std::vector<std::pair<double, i32>> order;
         for (i32 b = 0; b < n; ++b) {
             const double size = static_cast<double>(p.size[b]), sections = p.last[b] - p.first[b];
-            const double keys[] = {-size * sections, -sections, static_cast<double>(best_.offset[p.id[b]]), -size};
+            const double keys[] = {-size * sections, -sections, static_cast<double>(best_.offset[p.id[b]]),
+                                   -size};
             order.emplace_back(keys[preference], b);
         }
         std::sort(order.begin(), order.end());
-        for (i32 k = 0; k < n; ++k)
-            order[k].first = k + kDisorder * n * static_cast<double>(random_.below(1 << 20)) / (1 << 20);
-        std::sort(order.begin(), order.end());
-        std::vector<i32> rank(n);
-        for (i32 k = 0; k < n; ++k) rank[order[k].second] = k;
-        return rank;
+        std::vector<i32> by;
+        for (const auto& [key, b] : order) by.push_back(b);
+        return place::ranks(by, kDisorder, random_);
     }
 };
 

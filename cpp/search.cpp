@@ -3,42 +3,59 @@
 #include <algorithm>
 #include <cmath>
 
-#include "meter.h"
-#include "moves.h"
+#include "neighborhood.h"
 
 namespace tightship {
 
 namespace {
 
-double recipe_seconds(const Program& p, const std::vector<std::vector<i32>>& writers, i32 s) {
-    double t = 0;
-    for (i32 w : writers[s]) t += p.time[w];
-    return t;
+bool better(const Cost& a, const Cost& b, i64 limit) {
+    if (!a.valid || !b.valid) return a.valid && !b.valid;
+    const bool fa = a.peak <= limit, fb = b.peak <= limit;
+    if (fa != fb) return fa;
+    if (fa) return a.extra < b.extra || (a.extra == b.extra && a.peak < b.peak);
+    return a.peak < b.peak || (a.peak == b.peak && a.extra < b.extra);
 }
 
 }  // namespace
 
-Found greedy(Engine& engine, i64 limit, const Bits& start, const Budget& budget) {
-    const auto& gaps = engine.gaps();
-    const auto& p = engine.program();
-    Meter meter(engine, budget);
-    std::vector<std::vector<i32>> writers(p.storages);
-    for (i64 o = 0; o < p.ops; ++o) {
-        for (auto s = p.defines.begin(o); s != p.defines.end(o); ++s) writers[*s].push_back(static_cast<i32>(o));
-        for (auto s = p.mutates.begin(o); s != p.mutates.end(o); ++s) writers[*s].push_back(static_cast<i32>(o));
-    }
-    Found best{start, engine.evaluate(start.data(), limit)};
+Found begin(Engine& engine, i64 limit, const Bits& start) {
+    Found best{start, engine.evaluate(start, limit)};
     best.met = best.cost.valid && best.cost.peak <= limit;
+    return best;
+}
+
+bool offer(Found& best, const Bits& evict, const Cost& cost, i64 limit) {
+    if (!better(cost, best.cost, limit)) return false;
+    best.evict = evict;
+    best.cost = cost;
+    best.met = cost.valid && cost.peak <= limit;
+    return true;
+}
+
+Found greedy(Engine& engine, i64 limit, const Bits& start, const Budget& budget) {
+    const Index& x = engine.index();
+    const Program& p = x.p;
+    const auto& gaps = x.gaps;
+    Meter meter(engine, budget);
+    Found best = begin(engine, limit, start);
+    std::vector<double> recipe(p.storages, 0);  // seconds of all ops that write it
+    for (i64 s = 0; s < p.storages; ++s)
+        for (const i32 w : x.writers[s]) recipe[s] += p.time[w];
     std::vector<std::uint8_t> banned(gaps.size(), 0);
     Bits now = best.evict;
     Cost cost = best.cost;
     while (cost.valid && cost.peak > limit && !meter.over(best)) {
-        struct Candidate { double price; i32 gap; };
+        struct Candidate {
+            double price;
+            i32 gap;
+        };
         std::vector<Candidate> found;
         for (i32 g = 0; g < static_cast<i32>(gaps.size()); ++g) {
-            const Gap& x = gaps[g];
-            if (now[g] || banned[g] || !engine.allowed(g, kEvict) || x.from >= cost.peak_at || x.to <= cost.peak_at) continue;
-            found.push_back({recipe_seconds(p, writers, x.storage) / double(p.size[x.storage]), g});
+            const auto [s, from, to] = gaps[g];
+            if (now[g] || banned[g] || !x.allows(g, kEvict) || from >= cost.peak_at || to <= cost.peak_at)
+                continue;
+            found.push_back({recipe[s] / double(p.size[s]), g});
         }
         if (found.empty()) break;
         std::sort(found.begin(), found.end(), [](const Candidate& a, const Candidate& b) {
@@ -51,9 +68,10 @@ Found greedy(Engine& engine, i64 limit, const Bits& start, const Budget& budget)
         for (;; take = (take + 1) / 2) {
             Bits next = now;
             for (std::size_t j = 0; j < take; ++j) next[found[j].gap] = 1;
-            const Cost c = engine.evaluate(next.data(), limit);
+            const Cost c = engine.evaluate(next, limit);
             meter.spend(c);
-            const bool down = c.valid && (c.peak < cost.peak || (c.peak == cost.peak && c.excess < cost.excess));
+            const bool down =
+                c.valid && (c.peak < cost.peak || (c.peak == cost.peak && c.excess < cost.excess));
             if (down) {
                 now = std::move(next);
                 cost = c;
@@ -70,18 +88,19 @@ Found greedy(Engine& engine, i64 limit, const Bits& start, const Budget& budget)
     return best;
 }
 
-Found relax(Engine& engine, const Rows& groups, i64 limit, const Found& start, const Budget& budget) {
+Found relax(Engine& engine, const Rows& groups, i64 limit, const Bits& start, const Budget& budget) {
     Meter meter(engine, budget);
-    Found best = start;
+    Found best = begin(engine, limit, start);
     Bits now = best.evict;
-    for (i64 g = static_cast<i64>(groups.start.size()) - 2; g >= 0; --g) {
+    for (i64 g = groups.count(); g-- > 0;) {
         for (const std::uint8_t to : {kKeep, kEvict, kPass}) {
             if (meter.over(best)) break;
             Bits next = now;
-            for (auto x = groups.begin(g); x != groups.end(g); ++x)
-                if (next[*x] > to && (to < kPass || next[*x] == kDrop) && engine.allowed(*x, to)) next[*x] = to;
+            for (const i32 gap : groups[g])
+                if (next[gap] > to && (to < kPass || next[gap] == kDrop) && engine.index().allows(gap, to))
+                    next[gap] = to;
             if (next == now) continue;
-            const Cost c = engine.evaluate(next.data(), limit, best.cost.extra);
+            const Cost c = engine.evaluate(next, limit, best.cost.extra);
             meter.spend(c);
             if (offer(best, next, c, limit)) now = std::move(next);
         }
@@ -92,24 +111,24 @@ Found relax(Engine& engine, const Rows& groups, i64 limit, const Found& start, c
 
 namespace {
 
-// The price on bytes above the limit goes up while less than a fifth of the states are within it, and down while more
-// than three fifths are, so that the walk stays about the limit, however steep time is there (after Gendreau, Hertz
-// and Laporte, 1994).
+// The price on bytes above the limit goes up while less than a fifth of the states are within it, and down
+// while more than three fifths are, so that the walk stays about the limit, however steep time is there
+// (after Gendreau, Hertz and Laporte, 1994).
 constexpr i64 kTurns = 200;
 constexpr double kStep = 1.1, kCheapest = 0.05, kDearest = 1000;
 
 }  // namespace
 
-Found anneal(Engine& engine, const Rows& groups, const Twins& twins, i64 limit, const Bits& start, const Cooling& cooling,
-             const Budget& budget) {
-    Found best{start, engine.evaluate(start.data(), limit)};
-    best.met = best.cost.valid && best.cost.peak <= limit;
-    if (engine.gaps().empty()) return best;
+Found anneal(Engine& engine, const Rows& groups, const IsomorphicLayers& layers, i64 limit, const Bits& start,
+             const Cooling& cooling, std::uint64_t seed, const Budget& budget) {
+    const Index& x = engine.index();
+    Found best = begin(engine, limit, start);
+    if (x.gaps.empty()) return best;
     Meter meter(engine, budget);
-    Moves moves(engine, groups, twins, budget.seed);
-    const double base = std::max(1e-12, engine.base_time());
-    const double room = std::max<double>(1, double(limit - engine.static_bytes()));
-    const double ops = double(std::max<i64>(1, engine.program().ops));
+    Neighborhood moves(x, groups, layers, seed);
+    const double base = std::max(1e-12, x.base_time);
+    const double room = std::max<double>(1, double(limit - x.static_bytes));
+    const double ops = double(std::max<i64>(1, x.p.ops));
     const double hot = cooling.heat, cold = hot / 100, span = double(std::max<i64>(1, cooling.span));
     double price = 2.0;  // extra time (in step times) that one whole limit of excess is worth, for now
     auto energy = [&](const Cost& c) {
@@ -119,18 +138,18 @@ Found anneal(Engine& engine, const Rows& groups, const Twins& twins, i64 limit, 
     Bits now = best.evict;
     Cost cost = best.cost;
     double at = energy(cost);
-    Changed changed;
+    Changes changes;
     i64 calls = 0, inside = 0;
     while (!meter.over(best)) {
         const double t = hot * std::pow(cold / hot, std::min(1.0, double(meter.work()) / span));
-        moves.apply(now, changed);
-        if (changed.empty()) {
+        moves.apply(now, changes);
+        if (changes.empty()) {
             meter.spend(Cost{});
             continue;
         }
         const double reject_above = at - t * std::log(std::max(1e-12, moves.uniform()));
         engine.price_excess(price * base / room, price * base / (room * ops));
-        const Cost c = engine.evaluate(now.data(), limit, reject_above * base);
+        const Cost c = engine.evaluate(now, limit, reject_above * base);
         engine.price_excess(0, 0);
         meter.spend(c);
         const double e = c.valid ? energy(c) : std::numeric_limits<double>::infinity();
@@ -139,7 +158,7 @@ Found anneal(Engine& engine, const Rows& groups, const Twins& twins, i64 limit, 
             at = e;
             offer(best, now, c, limit);
         } else {
-            for (auto it = changed.rbegin(); it != changed.rend(); ++it) now[it->first] = it->second;
+            for (auto it = changes.rbegin(); it != changes.rend(); ++it) now[it->first] = it->second;
         }
         inside += cost.peak <= limit;
         if (++calls % kTurns == 0) {

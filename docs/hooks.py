@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from tightship.cli import parser
-from tightship.cli.options import documented
+from tightship.options import help_of
 from tightship.planners import PlannerInfo, planners
 from tightship.verify import PLACEMENT_RULES, PLAN_RULES
 
@@ -32,7 +32,7 @@ GROUPS = {
 }
 """Folders of planners in the order in which decisions are taken: their title, and how a planner is asked for."""
 
-LABELS = ("Problem", "Problem, measure and rules", "Minimised", "Measure", "Source", "Seeds", "Differences")
+LABELS = ("Problem", "Problem, measure and rules", "Minimized", "Measure", "Source", "Seeds", "Differences")
 LABELS += ("Guarantee", "Complexity", "Known limits")
 
 
@@ -113,8 +113,7 @@ def options_table(options: type[Any]) -> list[str]:
     fields = dataclasses.fields(options)
     if not fields:
         return ["None."]
-    said = documented(options)
-    rows = [f"| `{f.name}` | {code(f.default)} | {cell(said.get(f.name, ''))} |" for f in fields]
+    rows = [f"| `{f.name}` | {code(f.default)} | {cell(help_of(f))} |" for f in fields]
     return ["| Option | Default | |", "| --- | --- | --- |", *rows]
 
 

@@ -1,13 +1,20 @@
 """The public functions: light to import, one object for a plan and its graph."""
 
+import importlib.metadata
+import inspect
+import re
 import subprocess
 import sys
+import tomllib
+from pathlib import Path
 
 import pytest
 
 import tightship
 from support.chains import chain
+from tightship import api
 from tightship.graph import Graph
+from tightship.planners.default import PlanOptions
 
 QUICK = {"work": 200_000, "seconds": 2.0}
 
@@ -26,6 +33,46 @@ def test_importing_is_light_and_the_function_is_not_hidden_by_the_module():
 
 def test_everything_exported_is_there():
     assert all(hasattr(tightship, name) for name in tightship.__all__)
+
+
+REFERENCE = Path(__file__).resolve().parent.parent / "docs" / "reference" / "api.md"
+
+
+def reference() -> set[str]:
+    """Every name that the reference documents, dotted."""
+    names = set()
+    for page in re.split(r"^::: ", REFERENCE.read_text(encoding="utf-8"), flags=re.M)[1:]:
+        name = page.partition("\n")[0]
+        members = re.search(r"members: \[(.*?)\]", page)
+        names |= {f"{name}.{m.strip()}" for m in members[1].split(",")} if members else {name}
+    return names
+
+
+def test_what_is_public_is_in_the_reference_and_the_reference_exists():
+    assert set(tightship.__all__) <= {name.rpartition(".")[2] for name in reference()}
+    for name in reference():
+        module, _, attribute = name.rpartition(".")
+        assert hasattr(importlib.import_module(module), attribute), name
+
+
+def test_the_version_is_the_projects():
+    project = tomllib.loads((REFERENCE.parents[2] / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    assert tightship.__version__ == importlib.metadata.version("tightship") == project["version"]
+
+
+def test_the_keywords_of_the_public_functions_are_those_of_what_they_call():
+    from tightship.execute import fit, infer
+
+    for typed, called in ((api.FitOptions, fit.fit), (api.InferOptions, infer.infer)):
+        keywords = [p.name for p in inspect.signature(called).parameters.values() if p.kind is p.KEYWORD_ONLY]
+        assert typed.__annotations__.keys() == {*keywords, *PlanOptions.__annotations__}
+
+
+@pytest.mark.parametrize("name", ["fit", "infer", "plan", "frontier", "max_batch"])
+def test_options_are_typed(name):
+    parameters = inspect.signature(getattr(tightship, name)).parameters.values()
+    assert not [p.name for p in parameters if "Any" in str(p.annotation)]
+    assert "Unpack[" in str(list(parameters)[-1].annotation)
 
 
 def test_a_plan_knows_its_graph(tmp_path):
@@ -54,18 +101,18 @@ def test_the_same_plan_each_time():
 
 def test_a_plan_needs_its_graph_to_be_checked():
     made = tightship.plan(chain(5), **QUICK)
-    with pytest.raises(tightship.BadInput, match="the graph it was made for"):
+    with pytest.raises(tightship.BadInput, match="the graph is missing"):
         tightship.check(made.plan)
     with pytest.raises(tightship.VerificationFailed, match="another graph"):
         tightship.check(made.plan, chain(6))
 
 
 def test_bad_arguments_are_named():
-    with pytest.raises(tightship.BadInput, match="options are those of the default planner"):
+    with pytest.raises(tightship.BadInput, match="unknown option 'sped'"):
         tightship.plan(chain(5), sped=3)
-    with pytest.raises(tightship.BadInput, match="a budget is"):
+    with pytest.raises(tightship.BadInput, match="invalid budget"):
         tightship.plan(chain(5), budget="lots")
-    with pytest.raises(tightship.BadInput, match="a graph is planned without a sample"):
+    with pytest.raises(tightship.BadInput, match="a graph takes no sample"):
         tightship.plan(chain(5), 3)
     with pytest.raises(tightship.Infeasible):
         tightship.plan(chain(5), budget=70, **QUICK)
@@ -78,14 +125,14 @@ def test_a_plan_without_its_graph_or_for_another_is_not_loaded(tmp_path):
 
     made = tightship.plan(chain(5), **QUICK)
     save_plan(made.plan, tmp_path / "alone.json")
-    with pytest.raises(tightship.BadInput, match="carries the graph"):
+    with pytest.raises(tightship.BadInput, match="does not carry its graph"):
         tightship.load(tmp_path / "alone.json")
     made.save(tmp_path / "plan.json")
     text = (tmp_path / "plan.json").read_text()
     other = replace(made.plan, digest="0" * 64)
     assert made.digest in text
     (tmp_path / "other.json").write_text(text.replace(made.digest, other.digest))
-    with pytest.raises(tightship.BadInput, match="whose digest is"):
+    with pytest.raises(tightship.BadInput, match="the plan is for another graph: its digest is"):
         tightship.load(tmp_path / "other.json")
 
 

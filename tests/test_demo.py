@@ -92,7 +92,7 @@ def test_a_claim_that_does_not_hold_is_said_and_is_a_failure(result):
         (replace(good, measured_peak=good.planned_peak + 64), "the measured peak is"),
         (replace(good, budget=good.planned_peak - 64), "exceeded"),
         (replace(good, identical=False, different=["loss 3"]), "loss 3"),
-        (replace(good, misses=2), "2 requests"),
+        (replace(good, misses=2), "2 misplaced"),
         (
             replace(good, measured_peak=None, notes=["no C++ compiler"]),
             "nothing was measured: no C++ compiler",
@@ -113,10 +113,10 @@ def test_a_difference_of_one_bit_is_found():
 
 
 def test_too_few_steps_and_a_bad_folder(tmp_path):
-    with pytest.raises(BadInput, match="at least 5 steps"):
+    with pytest.raises(BadInput, match="takes at least 5"):
         demo.run(out_dir=tmp_path, steps=4)
     (tmp_path / "file").write_text("")
-    with pytest.raises(BadInput, match="cannot write"):
+    with pytest.raises(BadInput, match="cannot write to directory"):
         demo.run(out_dir=tmp_path / "file", steps=5)
 
 

@@ -31,7 +31,7 @@ LAYERS = (
     ("execute",),
     ("report",),
     ("integrations",),
-    ("planned",),
+    ("result",),
     ("sources",),
     ("__init__", "__main__", "api", "cli", "demo"),
 )
@@ -65,10 +65,12 @@ def layer_of(module: str) -> str:
 def imported(tree: ast.AST, module: str, is_package: bool) -> Iterator[tuple[int, str]]:
     """Every (line, dotted name) that a file imports, relative names made absolute."""
     package = module.split(".") if is_package else module.split(".")[:-1]
+    typed = {id(n) for n in ast.walk(tree) if _for_types_alone(n) for n in ast.walk(n)}
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             for alias in node.names:
-                yield node.lineno, alias.name
+                if id(node) not in typed or alias.name.split(".")[0] not in FRAMEWORKS:
+                    yield node.lineno, alias.name
         elif isinstance(node, ast.ImportFrom):
             base = package[: len(package) - node.level + 1] if node.level else []
             name = ".".join([*base, *filter(None, [node.module])])
@@ -82,6 +84,11 @@ def imported(tree: ast.AST, module: str, is_package: bool) -> Iterator[tuple[int
             target = node.args[0].value
             if called in {"import_module", "__import__"} and isinstance(target, str):
                 yield node.lineno, (f"{PACKAGE}{target}" if target.startswith(".") else target)
+
+
+def _for_types_alone(node: ast.AST) -> bool:
+    """``if TYPE_CHECKING:``, under which a framework may be named everywhere: nothing is imported when it runs."""
+    return isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"
 
 
 def faults(source: str, module: str, is_package: bool = False) -> list[str]:

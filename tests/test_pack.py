@@ -169,16 +169,16 @@ def test_bad_input_leaves_the_output_alone(there, capsys, content, said):
     ("args", "said"),
     [
         (["-c", "12XB"], "unknown unit"),
-        (["-c", "50%"], "a size is a number of bytes"),
-        (["-c", "-4"], "a size is a number of bytes"),
+        (["-c", "50%"], "invalid size"),
+        (["-c", "-4"], "invalid size"),
         (["--planner", "anneal"], "a planner is one of"),
-        (["--seed", "-1"], "a number is not negative"),
+        (["--seed", "-1"], "must not be negative"),
         (["--seed", str(2**63)], "at most 2^63-1"),
         (["--work", str(10**30)], "at most 2^63-1"),
-        (["--seconds", "nan"], "a number is not negative"),
-        (["-o", "no/such/folder.csv"], "a folder that exists"),
-        (["--svg", "."], "not a folder"),
-        (["--baseline", "missing.csv"], "there is no such file"),
+        (["--seconds", "nan"], "must not be negative"),
+        (["-o", "no/such/folder.csv"], "directory 'no/such' does not exist"),
+        (["--svg", "."], "is a directory, not a file"),
+        (["--baseline", "missing.csv"], "No such file or directory"),
     ],
 )
 def test_bad_arguments_are_said_to_be_bad(there, capsys, args, said):
@@ -247,10 +247,10 @@ def test_a_packing_is_known_by_its_name_or_its_content(there, capsys):
     ("args", "said"),
     [
         (["toy.csv"], "missing column 'offset'"),
-        (["missing.csv"], "there is no such file"),
+        (["missing.csv"], "No such file or directory"),
         (["toy.csv", "--source", "graph.json"], "only plans are verified against a graph"),
-        (["toy.csv", "--capacity", "x"], "a size is"),
-        (["plan.json", "--capacity", "1GB"], "a capacity is for a packing"),
+        (["toy.csv", "--capacity", "x"], "invalid size"),
+        (["plan.json", "--capacity", "1GB"], "--capacity requires a packing"),
     ],
 )
 def test_what_cannot_be_verified_is_bad_input(there, capsys, args, said):

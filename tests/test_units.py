@@ -158,7 +158,6 @@ def test_budgets_in_bytes() -> None:
     assert parse_budget(4096) == Budget(bytes=4096)
     assert parse_budget(Budget(bytes=1)) == Budget(bytes=1)
     assert parse_budget("6GiB").resolve(unplanned_peak=1) == 6 * 1024**3
-    assert parse_budget("1KiB").resolve(unplanned_peak=10_000, floor=5000) == 1024
 
 
 @pytest.mark.parametrize(
@@ -186,11 +185,6 @@ def test_a_share_beyond_the_static_set(text: str) -> None:
 def test_other_sums_are_refused(text: str) -> None:
     with pytest.raises(BadInput):
         parse_budget(text)
-
-
-def test_floor_holds_for_percentages() -> None:
-    assert parse_budget("10%").resolve(1000, floor=300) == 300
-    assert parse_budget("50%").resolve(1000, floor=300) == 500
 
 
 @given(st.integers(1, 100_000), sizes)

@@ -9,7 +9,9 @@
 `tightship.planners.planners()` lists the planners. Importing this package does not import torch.
 """
 
-from tightship.api import Planned, check, fit, frontier, infer, load, max_batch, plan
+from importlib.metadata import version
+
+from tightship.api import Frontier, Planned, check, fit, frontier, infer, load, max_batch, plan
 from tightship.errors import (
     BadInput,
     BudgetExceeded,
@@ -25,11 +27,12 @@ from tightship.plan import Plan
 
 # ``plan`` is the function: `tightship.plan` as a module has been imported by now and takes the name no more.
 
-__version__ = "0.1.0"
+__version__ = version("tightship")
 
 __all__ = [
     "BadInput",
     "BudgetExceeded",
+    "Frontier",
     "Graph",
     "Infeasible",
     "Plan",

@@ -1,83 +1,215 @@
-"""The public functions. Importing this file is light: torch is imported when a function needs it."""
+"""The public functions. Importing this file is light: torch is imported when a function needs it.
+
+Each function fills in a request, the same that the command line parses its arguments into, and solves it.
+"""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
-from dataclasses import fields, replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, cast
 
+from tightship.diagnose.remedies import advised
 from tightship.errors import BadInput, VerificationFailed
 from tightship.graph import Graph
 from tightship.plan import Plan
-from tightship.planned import Frontier, Planned
-from tightship.sources import capture, captured, graph_at, need_torch, read_graphdef, read_onnx, torch_saved
-from tightship.units import parse_budget, resolve_budget
+from tightship.planners import PlannerInfo, planners
+from tightship.planners.batch import MaxBatch
+from tightship.planners.batch import max_batch as search_batch
+from tightship.planners.default import Options, PlanOptions, plan_alone, read_options
+from tightship.planners.frontier import frontier as search_frontier
+from tightship.result import Frontier, Planned
+from tightship.sources import ModelStep, captured, need_torch, read_graphdef, read_onnx, torch_saved
+from tightship.units import BudgetLike, parse_budget, resolve_budget
 
 if TYPE_CHECKING:
+    from typing import TypeAlias, Unpack
+
+    import torch
+
     from tightship.execute.fit import TrainStep
     from tightship.execute.infer import Inference
-    from tightship.planners import PlannerInfo
-    from tightship.planners.batch import MaxBatch
+    from tightship.execute.prepared import Planner
+    from tightship.frontends.torch.structure import LossFn
     from tightship.violation import Violation
 
+    Model: TypeAlias = torch.nn.Module | torch.export.ExportedProgram
+    Loss: TypeAlias = LossFn | torch.nn.Module
+
 __all__ = [
-    "Frontier",
-    "Planned",
-    "capture",
-    "check",
-    "fit",
-    "frontier",
-    "frontier_of",
-    "infer",
-    "load",
-    "max_batch",
-    "plan",
-    "plan_graph",
-    "plan_named",
-    "systems",
-    "violations",
-]
+    "BatchRequest", "FitOptions", "Frontier", "FrontierRequest", "InferOptions", "PlanRequest", "Planned", "captured",
+    "check", "fit", "frontier", "frontier_of", "infer", "load", "max_batch", "plan", "plan_graph", "plan_named",
+    "systems", "violations",
+]  # fmt: skip
 
 Progress = Callable[[int, float, bool], bool]
+Say = Callable[[str], None]
+
+
+# --- requests ---
+
+
+@dataclass(frozen=True)
+class PlanRequest:
+    """A plan of ``graph`` within ``budget``, by the default planner or by the one named ``planner`` alone, with that
+    planner's ``options``."""
+
+    graph: Graph
+    budget: BudgetLike = None
+    planner: str | None = None
+    options: Mapping[str, object] = field(default_factory=dict)
+
+    def solve(self, progress: Progress | None = None) -> Planned:
+        """The verified plan. Raises ``Infeasible``, ``BadInput`` for names and options that there are not."""
+        graph, budget = self.graph, self.budget
+        if self.planner is None:
+            return Planned(advised(graph, budget, plan_options(graph, self.options), progress), graph)
+        known = systems()
+        if self.planner not in known:
+            rule = f"unknown planner {self.planner!r}: those that plan alone are {', '.join(sorted(known))}"
+            raise BadInput(rule)
+        info = known[self.planner]
+        names = info.options.__dataclass_fields__
+        if unknown := sorted(self.options.keys() - names.keys()):
+            rule = f"unknown option {unknown[0]!r} of planner {self.planner!r}: its options are {', '.join(names)}"
+            raise BadInput(rule)
+        options = info.options(**self.options)
+        if info.group == "evict":
+            return Planned(plan_alone(graph, info, options, budget), graph)
+        plan: Plan = info.plan(graph, options)
+        limit = resolve_budget(budget, plan.peak_before, static=plan.static)
+        return Planned(replace(plan, budget=limit), graph)
+
+
+@dataclass(frozen=True)
+class FrontierRequest:
+    """Plans of ``graph`` for ``points`` budgets. ``program``: what it was captured as, if it was; ``peers``: beside
+    other policies; ``options``: the default planner's, for all budgets together."""
+
+    graph: Graph
+    points: int = 9
+    program: object = None
+    peers: bool = True
+    options: Mapping[str, object] = field(default_factory=dict)
+
+    def solve(self, say: Say | None = None) -> Frontier:
+        saved = {}
+        if self.peers and self.program is not None:
+            if say is not None:
+                say("what torch's activation_memory_budget saves")
+            saved = torch_saved(self.program)
+        options = plan_options(self.graph, self.options)
+        return Frontier.of(search_frontier(self.graph, self.points, options, saved, say, peers=self.peers))
+
+
+@dataclass(frozen=True)
+class BatchRequest:
+    """The largest batch whose ``step`` fits ``budget``; ``dim``: which dimension is the batch; ``options``: those of
+    the default planner."""
+
+    step: ModelStep
+    budget: BudgetLike
+    dim: int = 0
+    options: Mapping[str, object] = field(default_factory=dict)
+
+    def solve(self, say: Say | None = None) -> MaxBatch:
+        start = self.step.batch_size(self.dim)
+        budget = None if self.budget is None else parse_budget(self.budget)
+        if budget is None:
+            raise BadInput("the largest batch requires a budget in bytes", place="budget")
+        o = plan_options(self.step.graph_at(start, self.dim), self.options)
+        o = replace(o, seconds=o.seconds / 4, work=o.work // 4)
+        return search_batch(lambda n: self.step.graph_at(n, self.dim), budget, o, start=start, say=say)
+
+
+def plan_options(graph: Graph, options: Mapping[str, object]) -> Options:
+    """The default planner's options; the results of a whole step leave the arena unless it is said otherwise."""
+    whole = any(op.phase == "update" for op in graph.ops)
+    return read_options(cast(PlanOptions, {"hand_out": whole, **options}), "plan")
+
+
+def systems() -> dict[str, PlannerInfo]:
+    """The planners that take a graph as it is and plan alone, by the name that `planners` gives them."""
+    groups = ("", "share", "evict")
+    return {n: i for n, i in planners().items() if i.group in groups and n != "default"}
+
+
+# --- running ---
+
+
+class FitOptions(PlanOptions, total=False):
+    """What `fit` takes by keyword, the default planner's options among them."""
+
+    planner: Planner | None
+    strict: bool
+    cache: Path | str | None
+    seconds_per_op: float
+    variants: int
+    folder: Path | str | None
+    pinned: int | str | None
+    prepare: bool
+    verify_every: int
+    independent: bool
+
+
+class InferOptions(PlanOptions, total=False):
+    """What `infer` takes by keyword, the default planner's options among them."""
+
+    dynamic: bool
+    fresh: bool
+    strict: bool
+    cache: Path | str | None
+    seconds_per_op: float
+    variants: int
 
 
 def fit(
-    model: Any, loss_fn: Any, optimizer: Any, sample_batch: Any, budget: Any = None, **options: Any
+    model: torch.nn.Module,
+    loss_fn: Loss | None,
+    optimizer: torch.optim.Optimizer,
+    sample_batch: object,
+    budget: BudgetLike = None,
+    **options: Unpack[FitOptions],
 ) -> TrainStep:
     """A training step of ``model`` that stays within ``budget``: see `tightship.execute.fit.fit`.
 
     ``step = fit(model, loss_fn, optimizer, batch, "6GiB")``, then ``loss = step(batch)`` for every batch.
     """
     need_torch("training a model")
-    from tightship.execute.fit import fit as made
+    from tightship.execute.fit import fit as prepare
 
-    return made(model, loss_fn, optimizer, sample_batch, budget, **options)
+    return prepare(model, loss_fn, optimizer, sample_batch, budget, **options)
 
 
-def infer(model: Any, sample: Any, budget: Any = None, **options: Any) -> Inference:
+def infer(
+    model: Model, sample: object, budget: BudgetLike = None, **options: Unpack[InferOptions]
+) -> Inference:
     """A forward pass of ``model`` in one arena, within ``budget``: see `tightship.execute.infer.infer`.
 
     ``run = infer(model, x)``, then ``y = run(x)`` gives what ``model(x)`` gives in evaluation mode.
     """
     need_torch("running a model")
-    from tightship.execute.infer import infer as made
+    from tightship.execute.infer import infer as prepare
 
-    return made(model, sample, budget, **options)
+    return prepare(model, sample, budget, **options)
+
+
+# --- planning ---
 
 
 def plan(
-    model: Any,
-    sample: Any = None,
-    budget: Any = None,
+    model: Model | Graph | str | os.PathLike[str],
+    sample: object = None,
+    budget: BudgetLike = None,
     *,
-    loss_fn: Any = None,
-    optimizer: Any = None,
+    loss_fn: Loss | None = None,
+    optimizer: torch.optim.Optimizer | None = None,
     train: bool = True,
     cache: Path | str | None = "default",
     progress: Progress | None = None,
-    **options: Any,
+    **options: Unpack[PlanOptions],
 ) -> Planned:
     """Decide only: a verified plan for one step of ``model`` (or for a ``Graph``) within ``budget``.
 
@@ -95,53 +227,52 @@ def plan(
     """
     if budget is not None:
         budget = parse_budget(budget)  # before the model is measured
-    graph = model
     if isinstance(model, (str, os.PathLike)):
         tensorflow = os.fspath(model).endswith((".pb", ".pbtxt", ".meta"))
         graph = (read_graphdef if tensorflow else read_onnx)(model, sample).graph
-    elif not isinstance(model, Graph):
-        graph = capture(model, sample, loss_fn=loss_fn, optimizer=optimizer, train=train, cache=cache)
-    elif sample is not None:
-        raise BadInput("a graph is planned without a sample", type(sample).__name__, "sample")
+    elif isinstance(model, Graph):
+        graph = _alone(model, sample)
+    else:
+        graph = ModelStep(model, sample, loss_fn, optimizer, train).program(cache).graph
     return plan_graph(graph, budget, progress=progress, **options)
 
 
 def plan_graph(
-    graph: Graph, budget: Any = None, *, progress: Progress | None = None, **options: Any
+    graph: Graph,
+    budget: BudgetLike = None,
+    *,
+    progress: Progress | None = None,
+    **options: Unpack[PlanOptions],
 ) -> Planned:
     """A verified plan for a graph that is there already; otherwise as `plan`.
 
     The results of a whole step leave the arena, as `fit` needs it. Those of a forward and backward pass alone, which
     are the gradients, are placed in it, unless ``hand_out`` says otherwise.
     """
-    from tightship.diagnose.remedies import advised
-
-    return Planned(advised(graph, budget, _options(graph, options), progress), graph)
+    return PlanRequest(graph, budget, options=options).solve(progress)
 
 
-def _options(graph: Graph, given: dict[str, Any]) -> Any:
-    from tightship.planners.default import Options
+def plan_named(graph: Graph, name: str, budget: BudgetLike = None, **options: object) -> Planned:
+    """The verified plan of a named planner alone, with options of its own (``memonger``, ``grappler``, …).
 
-    given = {"hand_out": any(op.phase == "update" for op in graph.ops), **given}
-    try:
-        return Options(**given)
-    except TypeError as error:
-        rule = f"options are those of the default planner ({', '.join(Options.__dataclass_fields__)})"
-        raise BadInput(rule, sorted(given), "plan") from error
+    Those that share memory decide without a budget, those that evict decide for it (without one, as for no memory at
+    all); the plan says whether it meets ``budget``. Raises ``BadInput`` for names and options that there are not.
+    """
+    return PlanRequest(graph, budget, name, options).solve()
 
 
 def frontier(
-    model: Any,
-    sample: Any = None,
+    model: Model | Graph,
+    sample: object = None,
     points: int = 9,
     *,
-    loss_fn: Any = None,
-    optimizer: Any = None,
+    loss_fn: Loss | None = None,
+    optimizer: torch.optim.Optimizer | None = None,
     train: bool = True,
     cache: Path | str | None = "default",
     peers: bool = True,
-    say: Callable[[str], None] | None = None,
-    **options: Any,
+    say: Say | None = None,
+    **options: Unpack[PlanOptions],
 ) -> Frontier:
     """Time against memory for one step of ``model`` (or for a ``Graph``): verified plans for ``points`` budgets, from
     the least that is reached to what keeping everything needs.
@@ -151,10 +282,8 @@ def frontier(
     model, what PyTorch's ``activation_memory_budget`` would save.
     """
     if isinstance(model, Graph):
-        if sample is not None:
-            raise BadInput("a graph is planned without a sample", type(sample).__name__, "sample")
-        return frontier_of(model, points, peers=peers, say=say, **options)
-    program = captured(model, sample, loss_fn=loss_fn, optimizer=optimizer, train=train, cache=cache)
+        return frontier_of(_alone(model, sample), points, peers=peers, say=say, **options)
+    program = ModelStep(model, sample, loss_fn, optimizer, train).program(cache)
     return frontier_of(program.graph, points, program=program, peers=peers, say=say, **options)
 
 
@@ -162,97 +291,60 @@ def frontier_of(
     graph: Graph,
     points: int = 9,
     *,
-    program: Any = None,
+    program: object = None,
     peers: bool = True,
-    say: Callable[[str], None] | None = None,
-    **options: Any,
+    say: Say | None = None,
+    **options: Unpack[PlanOptions],
 ) -> Frontier:
     """The frontier of a graph that is there already; ``program`` is what it was captured as, if it was."""
-    from tightship.planners.frontier import frontier as found
-
-    saved = {}
-    if peers and program is not None:
-        if say is not None:
-            say("what torch's activation_memory_budget saves")
-        saved = torch_saved(program)
-    made = found(graph, points, _options(graph, options), saved, say, peers=peers)
-    return Frontier(**{f.name: getattr(made, f.name) for f in fields(made)})
+    return FrontierRequest(graph, points, program, peers, options).solve(say)
 
 
 def max_batch(
-    model: Any,
-    sample: Any,
-    budget: Any,
+    model: Model,
+    sample: object,
+    budget: BudgetLike,
     *,
-    loss_fn: Any = None,
-    optimizer: Any = None,
+    loss_fn: Loss | None = None,
+    optimizer: torch.optim.Optimizer | None = None,
     train: bool = True,
     dim: int = 0,
-    say: Callable[[str], None] | None = None,
-    **options: Any,
+    say: Say | None = None,
+    **options: Unpack[PlanOptions],
 ) -> MaxBatch:
     """The largest batch whose step fits ``budget`` bytes: ``.batch``, with its ``.plan`` and ``.graph``.
 
     ``sample`` is one batch of any size that runs; its size is that of dimension ``dim`` that most of its tensors
     share. Sizes at which the model does not run are left out (``.refused`` says why); where it runs at multiples of a
     number only, such are tried (``.unit``). Steps are captured without data and with modelled times, so neither model
-    nor batch needs memory, and scratch that ops take from the allocator is not counted: leave some room. Each size
+    nor batch needs memory, and workspace that ops take from the allocator is not counted: leave some room. Each size
     tried has a quarter of ``seconds`` and ``work``.
 
     Raises ``Infeasible`` if no size fits, ``BadInput`` for a model that runs at no other size than the sample's.
     """
-    need_torch("capturing a model")
-    from tightship.frontends.torch.structure import batch_size
-    from tightship.planners.batch import max_batch as found
-
-    start = batch_size(sample, dim)
-
-    def graph_of(batch: int) -> Graph:
-        return graph_at(model, sample, batch, loss_fn=loss_fn, optimizer=optimizer, train=train, dim=dim)
-
-    o = _options(graph_of(start), options)
-    o = replace(o, seconds=o.seconds / 4, work=o.work // 4)
-    return found(graph_of, budget, o, start=start, say=say)
+    step = ModelStep(model, sample, loss_fn, optimizer, train)
+    return BatchRequest(step, budget, dim, options).solve(say)
 
 
-def plan_named(graph: Graph, name: str, budget: Any = None, **options: Any) -> Planned:
-    """The verified plan of a named planner alone, with options of its own (``memonger``, ``grappler``, …).
-
-    Those that share memory decide without a budget, those that evict decide for it (without one, as for no memory at
-    all); the plan says whether it meets ``budget``. Raises ``BadInput`` for names and options that there are not.
-    """
-    known = systems()
-    if name not in known:
-        rule = f"a planner that plans alone is one of {', '.join(sorted(known))}"
-        raise BadInput(rule, name, "planner")
-    info = known[name]
-    try:
-        chosen = info.options(**options)
-    except TypeError as error:
-        rule = f"options are those of {name!r} ({', '.join(info.options.__dataclass_fields__)})"
-        raise BadInput(rule, sorted(options), "plan") from error
-    if info.group == "evict":
-        from tightship.planners.default import plan_alone
-
-        return Planned(plan_alone(graph, info, chosen, budget), graph)
-    made = info.plan(graph, chosen)
-    return Planned(replace(made, budget=resolve_budget(budget, made.peak_before, static=made.static)), graph)
+def _alone(graph: Graph, sample: object) -> Graph:
+    """A graph that was given in place of a model."""
+    if sample is not None:
+        raise BadInput(f"a graph takes no sample, got one of type {type(sample).__name__}", place="sample")
+    return graph
 
 
-def systems() -> dict[str, PlannerInfo]:
-    """The planners that take a graph as it is and plan alone, by the name that `planners` gives them."""
-    from tightship.planners import planners
-
-    groups = ("", "share", "evict")
-    return {n: i for n, i in planners().items() if i.group in groups and n != "default"}
+# --- plans that are there ---
 
 
 def violations(planned: Planned | Plan, graph: Graph | None = None) -> list[Violation]:
     """Everything that is wrong with a plan; an empty list if nothing is."""
     from tightship.verify import verify
 
-    made, graph = _parts(planned, graph)
-    return verify(graph, made)
+    plan = planned if isinstance(planned, Plan) else planned.plan
+    graph = graph if graph is not None else getattr(planned, "graph", None)
+    if graph is None:
+        raise BadInput("the graph is missing: check(plan, graph) takes the graph that the plan was made for")
+    return verify(graph, plan)
 
 
 def check(planned: Planned | Plan, graph: Graph | None = None) -> None:
@@ -260,9 +352,8 @@ def check(planned: Planned | Plan, graph: Graph | None = None) -> None:
 
     ``graph`` is needed where the plan does not come with its own.
     """
-    found = violations(planned, graph)
-    if found:
-        raise VerificationFailed(found, place="check")
+    if faults := violations(planned, graph):
+        raise VerificationFailed(faults, place="check")
 
 
 def load(path: str | os.PathLike[str]) -> Planned:
@@ -273,18 +364,17 @@ def load(path: str | os.PathLike[str]) -> Planned:
     """
     from tightship.serde import load_plan
 
-    made, graph = load_plan(path)
+    plan, graph = load_plan(path)
     if graph is None:
-        raise BadInput("a plan's file carries the graph it was made for", "none", os.fspath(path))
-    if graph.digest != made.digest:
-        rule = f"a plan is for the graph in its file, whose digest is {graph.digest[:12]}"
-        raise BadInput(rule, made.digest[:12], os.fspath(path))
-    return Planned(made, graph)
+        raise BadInput("the plan's file does not carry its graph: save it with one", place=os.fspath(path))
+    check_digest(plan, graph, os.fspath(path))
+    return Planned(plan, graph)
 
 
-def _parts(planned: Planned | Plan | Any, graph: Graph | None) -> tuple[Plan, Graph]:
-    made = planned if isinstance(planned, Plan) else planned.plan
-    graph = graph if graph is not None else getattr(planned, "graph", None)
-    if graph is None:
-        raise BadInput("a plan is checked against the graph it was made for", place="graph")
-    return made, graph
+def check_digest(plan: Plan, graph: Graph, place: str) -> None:
+    """Raise ``BadInput`` where a plan was made for another graph than the one beside it."""
+    if plan.digest != graph.digest:
+        rule = (
+            f"the plan is for another graph: its digest is {plan.digest[:12]}, that of the graph in the file "
+        )
+        raise BadInput(f"{rule}{graph.digest[:12]}", place=place)

@@ -1,6 +1,6 @@
 """The errors tightship raises: one family, so that one ``except`` catches them all.
 
-A message states the rule that was broken, the offending value and its place. ``exit_status`` is what the
+A message states the fault with its value and place, then the rule, then what to do. ``exit_status`` is what the
 command line exits with: 1 for "not achievable", 2 for bad input or usage.
 """
 
@@ -66,10 +66,10 @@ class TightshipError(Exception):
 
 
 class BadInput(TightshipError):
-    """Something that was given breaks a rule.
+    """An argument, a file or a graph is wrong: ``{place}: {rule}, got {value}``.
 
-    ``rule`` says what has to hold, ``value`` is what was found instead (left out if there is nothing to show)
-    and ``place`` says where: an argument, a file and line, an op or value by name.
+    ``rule`` states the fault first, then what must hold and what to do; ``value`` is what was found (left out where
+    the fault names it) and ``place`` says where: an argument, a file and line, an op or value by name.
     """
 
     def __init__(self, rule: str, value: object = _MISSING, place: str = "") -> None:
@@ -82,17 +82,20 @@ class BadInput(TightshipError):
 
 def unreadable(error: Exception, place: str) -> BadInput:
     """What is said of a file that the system does not give: in words, without error numbers."""
-    if isinstance(error, FileNotFoundError):
-        return BadInput("there is no such file", place=place)
-    return BadInput(f"the file cannot be read ({getattr(error, 'strerror', None) or error})", place=place)
+    return BadInput(f"cannot read {place!r}: {getattr(error, 'strerror', None) or error}")
+
+
+def unwritable(error: Exception, path: str) -> BadInput:
+    """What is said of a file that the system does not take."""
+    return BadInput(f"cannot write {path!r}: {getattr(error, 'strerror', None) or error}")
 
 
 class UnknownSize(BadInput):
-    """A value whose size in bytes is not known; sizes are never guessed."""
+    """The size of a value in bytes is unknown; sizes are never guessed."""
 
 
 class UnknownAlias(BadInput):
-    """An op of which it is not known whether its results share bytes with its operands."""
+    """It is unknown whether an op's results share bytes with its operands; that is never guessed."""
 
 
 class Infeasible(TightshipError):
@@ -163,7 +166,7 @@ class Infeasible(TightshipError):
 
 
 class VerificationFailed(TightshipError):
-    """A plan breaks invariants; ``violations`` lists all of them, as the verifier gave them."""
+    """A plan is not valid; ``violations`` lists everything that is wrong, as the verifier gave it."""
 
     exit_status: ClassVar[int] = 1
 
@@ -180,7 +183,7 @@ class VerificationFailed(TightshipError):
 
 
 class BudgetExceeded(TightshipError):
-    """An op asked for more bytes, while a plan was running, than the budget leaves it."""
+    """An op of a running plan asked for more bytes than its budget leaves."""
 
     exit_status: ClassVar[int] = 1
 
@@ -191,13 +194,12 @@ class BudgetExceeded(TightshipError):
         self.place = place
         where = f" at {place}" if place else ""
         super().__init__(
-            f"a running plan stays within its budget of {_bytes(budget)}: "
-            f"op {op!r}{where} asked for {_bytes(asked)}, which goes beyond it"
+            f"op {op!r}{where} asked for {_bytes(asked)}, more than is left of the budget of {_bytes(budget)}"
         )
 
 
 class Unsupported(TightshipError):
-    """Something that tightship cannot do: ``what``, ``why``, and what to do ``instead``."""
+    """``what`` is not supported: ``why``, and what to do ``instead``."""
 
     def __init__(self, what: str, why: str, instead: str = "") -> None:
         self.what = what

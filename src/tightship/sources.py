@@ -1,25 +1,36 @@
-"""What graphs are made from: models, ONNX files and TensorFlow's graphs. Importing this file is light: a framework
-is imported when its function is called."""
+"""What graphs are made from: models, ONNX files, TensorFlow's graphs, files of tightship's. Importing this file is
+light: a framework is imported when its function is called."""
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import os
+import sys
+import traceback
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from tightship.errors import BadInput, Unsupported
+from tightship.errors import BadInput, TightshipError, Unsupported
 from tightship.graph import Graph
+from tightship.plan import Plan
+from tightship.serde import load_any
+
+if TYPE_CHECKING:
+    import torch
+
+    from tightship.frontends.onnx.lower import Program as OnnxProgram
+    from tightship.frontends.tensorflow.lower import Program as GraphDefProgram
+    from tightship.frontends.torch.program import Program
+    from tightship.frontends.torch.structure import LossFn
 
 __all__ = [
-    "capture",
-    "captured",
-    "graph_at",
-    "need_torch",
-    "read_graphdef",
-    "read_onnx",
-    "torch_saved",
-]
+    "ModelStep", "Source", "captured", "load_source", "need_torch", "read_graphdef", "read_onnx", "torch_saved",
+    "users_code",
+]  # fmt: skip
 
 
 def need_torch(what: str) -> None:
@@ -28,73 +39,83 @@ def need_torch(what: str) -> None:
         raise Unsupported(what, "PyTorch is not installed", "pip install 'tightship[torch]'")
 
 
-def capture(model: Any, sample: Any, **how: Any) -> Graph:
-    """The graph of one step of ``model``, with times, measured or modelled: that of `captured`, whose arguments it
-    takes."""
-    graph: Graph = captured(model, sample, **how).graph
-    return graph
+# --- models ---
+
+
+@dataclass(frozen=True)
+class ModelStep:
+    """One step of ``model`` on ``sample``: with ``loss_fn`` or ``optimizer`` the training step that `tightship.fit`
+    runs, without both the forward and backward pass, without ``train`` the forward pass in evaluation mode."""
+
+    model: torch.nn.Module | torch.export.ExportedProgram
+    sample: object
+    loss_fn: LossFn | torch.nn.Module | None = None
+    optimizer: torch.optim.Optimizer | None = None
+    train: bool = True
+
+    def program(self, cache: Path | str | None = "default") -> Program:
+        """Its graph, with times (measured, or modelled for models without data), and how PyTorch runs it."""
+        program = self._captured(self.sample)
+        from tightship.execute import profile
+        from tightship.frontends.torch import compat
+        from tightship.frontends.torch.capture.step import module_of
+
+        model = module_of(self.model)
+        tensors = [*model.parameters(), *model.buffers()]
+        if any(t.is_meta or compat.is_fake(t) for t in tensors):
+            return profile.model(program)
+        return profile.profile(program, cache=cache)
+
+    def batch_size(self, dim: int = 0) -> int:
+        """The sample's size in the dimension that is the batch."""
+        need_torch("capturing a model")
+        from tightship.frontends.torch.structure import batch_size
+
+        return batch_size(self.sample, dim)
+
+    def graph_at(self, batch: int, dim: int = 0) -> Graph:
+        """The graph at another batch size, captured without data and with modelled times; ``dim`` is the dimension of
+        the sample's tensors that is the batch."""
+        need_torch("capturing a model")
+        from tightship.execute import profile
+        from tightship.frontends.torch.structure import resized
+
+        return profile.model(self._captured(resized(self.sample, batch, dim))).graph
+
+    def _captured(self, sample: object) -> Program:
+        """The program at ``sample``, not yet timed."""
+        need_torch("capturing a model")
+        from tightship.frontends.torch.capture.step import (
+            capture_forward,
+            capture_loss,
+            capture_step,
+            module_of,
+        )
+
+        if not self.train and (self.loss_fn is not None or self.optimizer is not None):
+            raise BadInput("train=False is a forward pass alone: it takes no loss_fn and no optimizer")
+        model = module_of(self.model)
+        if not self.train:
+            return capture_forward(model, sample)
+        if self.loss_fn is None and self.optimizer is None:
+            return capture_loss(model, sample)
+        return capture_step(model, self.loss_fn, self.optimizer, sample)
 
 
 def captured(
-    model: Any,
-    sample: Any,
+    model: torch.nn.Module | torch.export.ExportedProgram,
+    sample: object,
     *,
-    loss_fn: Any = None,
-    optimizer: Any = None,
+    loss_fn: LossFn | torch.nn.Module | None = None,
+    optimizer: torch.optim.Optimizer | None = None,
     train: bool = True,
     cache: Path | str | None = "default",
-) -> Any:
-    """The program of one step of ``model``: its graph, with times (measured, or modelled for models without data),
-    and how PyTorch runs it. What the step is, `tightship.plan` says."""
-    program = _program(model, sample, loss_fn, optimizer, train)
-    from tightship.execute import profile
-    from tightship.frontends.torch import compat
-    from tightship.frontends.torch.capture.step import module_of
-
-    model = module_of(model)
-    tensors = [*model.parameters(), *model.buffers()]
-    if any(t.is_meta or compat.is_fake(t) for t in tensors):
-        return profile.model(program)
-    return profile.profile(program, cache=cache)
+) -> Program:
+    """The program of one step of a model: `ModelStep.program`."""
+    return ModelStep(model, sample, loss_fn, optimizer, train).program(cache)
 
 
-def graph_at(
-    model: Any,
-    sample: Any,
-    batch: int,
-    *,
-    loss_fn: Any = None,
-    optimizer: Any = None,
-    train: bool = True,
-    dim: int = 0,
-) -> Graph:
-    """The graph of one step at another batch size, captured without data and with modelled times; ``dim`` is the
-    dimension of the sample's tensors that is the batch."""
-    need_torch("capturing a model")
-    from tightship.execute import profile
-    from tightship.frontends.torch.structure import resized
-
-    program = _program(model, resized(sample, batch, dim), loss_fn, optimizer, train)
-    graph: Graph = profile.model(program).graph
-    return graph
-
-
-def _program(model: Any, sample: Any, loss_fn: Any, optimizer: Any, train: bool) -> Any:
-    """One step of ``model``, not yet timed."""
-    need_torch("capturing a model")
-    from tightship.frontends.torch.capture.step import capture_forward, capture_loss, capture_step, module_of
-
-    if not train and (loss_fn is not None or optimizer is not None):
-        raise BadInput("a step with a loss or an optimizer trains", train, "train")
-    model = module_of(model)
-    if not train:
-        return capture_forward(model, sample)
-    if loss_fn is None and optimizer is None:
-        return capture_loss(model, sample)
-    return capture_step(model, loss_fn, optimizer, sample)
-
-
-def torch_saved(program: Any) -> dict[str, frozenset[int]]:
+def torch_saved(program: object) -> dict[str, frozenset[int]]:
     """What PyTorch's partitioner saves at each budget, by name; empty for what is not captured from a model of
     PyTorch's, and where it does not take the graph."""
     try:
@@ -110,7 +131,10 @@ def torch_saved(program: Any) -> dict[str, frozenset[int]]:
         return {}
 
 
-def read_onnx(path: str | os.PathLike[str], shape: Any = None, **options: Any) -> Any:
+# --- files of models ---
+
+
+def read_onnx(path: str | os.PathLike[str], shape: Any = None, **options: Any) -> OnnxProgram:
     """An ONNX model and its graph (``.graph``): see `tightship.frontends.onnx.lower.lower`.
 
     ``shape`` gives sizes to symbolic dimensions: ``batch=4,seq=128``, or a mapping. Weights are not loaded.
@@ -119,13 +143,12 @@ def read_onnx(path: str | os.PathLike[str], shape: Any = None, **options: Any) -
         from tightship.frontends.onnx.load import read
         from tightship.frontends.onnx.lower import lower
     except ImportError as error:
-        raise Unsupported(
-            "reading ONNX", f"{error.name} is not installed", "pip install 'tightship[onnx]'"
-        ) from error
+        instead = "pip install 'tightship[onnx]'"
+        raise Unsupported("reading ONNX", f"{error.name} is not installed", instead) from error
     return lower(read(path), shape, **options)
 
 
-def read_graphdef(path: str | os.PathLike[str], shape: Any = None, **options: Any) -> Any:
+def read_graphdef(path: str | os.PathLike[str], shape: Any = None, **options: Any) -> GraphDefProgram:
     """A TensorFlow graph and its graph here (``.graph``): see `tightship.frontends.tensorflow.lower.lower`.
 
     ``shape`` gives sizes to placeholders: ``x=8x32``, or a mapping. Nothing in the file is run.
@@ -135,9 +158,156 @@ def read_graphdef(path: str | os.PathLike[str], shape: Any = None, **options: An
         from tightship.frontends.tensorflow.load import read
         from tightship.frontends.tensorflow.lower import lower
     except ImportError as error:
-        raise Unsupported(
-            "reading TensorFlow's graphs",
-            "TensorFlow is not installed",
-            "pip install 'tightship[tensorflow]'",
-        ) from error
+        instead = "pip install 'tightship[tensorflow]'"
+        raise Unsupported("reading TensorFlow's graphs", "TensorFlow is not installed", instead) from error
     return lower(read(path), shape, **options)
+
+
+# --- SOURCE: any of them, by a text ---
+
+_KINDS = (
+    "module:factory, model.onnx, a graph.pb, a module.txt of HLO, or a graph.json or plan.json of tightship's"
+)
+_RETURNS = (
+    "factory() returns (model, sample), (model, loss_fn, sample), (model, loss_fn, optimizer, sample) "
+    "or a mapping with these keys, where train=False stands for a forward pass alone"
+)
+_TENSORFLOW = ("shape", "fetch", "feed"), "a graph.pb, .pbtxt or .meta of TensorFlow's"
+_FILES = {
+    ".onnx": (("shape", "views", "in_place"), "a model.onnx"),
+    ".pb": _TENSORFLOW,
+    ".pbtxt": _TENSORFLOW,
+    ".meta": _TENSORFLOW,
+}
+"""By ending: the options for files of models, and what such a file is called."""
+_CODE = (".pt2", ".pt", ".pth", ".bin", ".ckpt", ".pkl")
+_KEYS = ("model", "loss_fn", "optimizer", "sample")
+
+
+@dataclass(frozen=True)
+class Source:
+    """What a SOURCE holds: ``plan`` where it is a plan's file, ``program`` where it is a model (with ``step``) or a
+    model's file."""
+
+    graph: Graph
+    plan: Plan | None = None
+    program: OnnxProgram | GraphDefProgram | Program | None = None
+    step: ModelStep | None = None
+
+
+def load_source(text: str, options: Mapping[str, Any] | None = None) -> Source:
+    """Read SOURCE; ``options`` are those given for a model's file. Raises ``BadInput`` for whatever is wrong
+    with it, never anything else."""
+    given = {name: value for name, value in (options or {}).items() if value is not None}
+    allowed, _ = _FILES.get(Path(text).suffix, ((), ""))
+    if unknown := [n for n in given if n not in allowed]:
+        names = ", ".join(f"--{name.replace('_', '-')}" for name in unknown)
+        kinds = " or ".join(dict.fromkeys(w for a, w in _FILES.values() if set(unknown) <= set(a)))
+        raise BadInput(f"{names} requires {kinds or 'one kind of file'}", place=text)
+    if allowed:
+        program = (read_onnx if text.endswith(".onnx") else read_graphdef)(text, **given)
+        return Source(program.graph, program=program)
+    if text.endswith(_CODE):
+        raise BadInput(
+            "cannot open a file that may hold code: load it in a factory() and name that", place=text
+        )
+    if text.endswith(".py"):
+        raise BadInput(
+            f"a Python file is no source: name a factory in it, such as {Path(text).stem}:step", place=text
+        )
+    if text.endswith(".json") or (os.path.exists(text) and ":" not in text):
+        plan, graph = load_any(text)
+        if graph is None:
+            raise BadInput(
+                "the plan's file does not carry its graph: write it with plan --output", place=text
+            )
+        return Source(graph, plan)
+    module, colon, name = text.partition(":")
+    if not colon or not module or not name:
+        raise BadInput(f"unknown source {text!r}: a source is {_KINDS}; {_RETURNS}")
+    factory = _factory(module, name, text)
+    with users_code("the factory", text):
+        returned = factory()
+    step = _step(returned, text)
+    with users_code("running the model on its sample", text):
+        captured = step.program()
+    return Source(captured.graph, program=captured, step=step)
+
+
+def _factory(module: str, name: str, text: str) -> Any:
+    folder = os.getcwd()
+    if folder not in sys.path:
+        sys.path.insert(0, folder)
+    with users_code(f"importing {module!r}", text):
+        if not _exists(module):
+            raise BadInput(f"no module {module!r} in {folder} or on Python's path", place=text)
+        value: Any = importlib.import_module(module)
+    for part in name.split("."):
+        if not hasattr(value, part):
+            raise BadInput(f"{module!r} has no attribute {part!r}", place=text)
+        value = getattr(value, part)
+    if not callable(value):
+        raise BadInput(f"{name!r} is no function but of type {type(value).__name__}: {_RETURNS}", place=text)
+    return value
+
+
+def _exists(module: str) -> bool:
+    try:
+        return importlib.util.find_spec(module) is not None
+    except ModuleNotFoundError:  # of the package it would be in
+        return False
+
+
+def _step(returned: Any, text: str) -> ModelStep:
+    """What a factory returned, by key."""
+    many = isinstance(returned, (tuple, list))
+    if isinstance(returned, Mapping):
+        if unknown := set(returned) - {*_KEYS, "train"}:
+            raise BadInput(
+                f"the factory's mapping has unknown keys {sorted(map(str, unknown))}: {_RETURNS}", place=text
+            )
+        if missing := {"model", "sample"} - set(returned):
+            raise BadInput(
+                f"the factory's mapping lacks {', '.join(sorted(missing))}: {_RETURNS}", place=text
+            )
+        if not isinstance(returned.get("train", True), bool):
+            raise BadInput(f"train is {returned['train']!r}: it must be True or False", place=text)
+        return ModelStep(**returned)
+    if many and 2 <= len(returned) <= len(_KEYS):
+        names = {2: ("model", "sample"), 3: ("model", "loss_fn", "sample"), 4: _KEYS}[len(returned)]
+        return ModelStep(**dict(zip(names, returned, strict=True)))
+    kind = f"{type(returned).__name__} of {len(returned)}" if many else type(returned).__name__
+    raise BadInput(f"the factory returned a {kind}: {_RETURNS}", place=text)
+
+
+@contextmanager
+def users_code(what: str, text: str) -> Iterator[None]:
+    """Whatever a user's code raises is the user's to know: which exception, and on which line."""
+    try:
+        yield
+    except TightshipError:
+        raise
+    except (Exception, SystemExit) as error:
+        message = " ".join(str(error).split())
+        said = f"{type(error).__name__}: {message}" if message else type(error).__name__
+        where = f", at {place}" if (place := _line(error)) else ""
+        raise BadInput(f"{what} raised {said}{where}", place=text) from error
+
+
+def _line(error: BaseException) -> str:
+    """The line that an exception came from: the user's deepest one, else the deepest there is."""
+    if isinstance(error, SyntaxError) and error.filename:
+        return f"{_short(error.filename)}:{error.lineno}"
+    library = os.path.dirname(os.__file__) + os.sep
+    package = os.path.dirname(os.path.abspath(__file__))
+    machinery = (package, "<frozen", library + "importlib", library + "contextlib.py")
+    frames = [f for f in traceback.extract_tb(error.__traceback__) if not f.filename.startswith(machinery)]
+    own = [f for f in frames if "site-packages" not in f.filename]
+    frame = (own or frames)[-1:]
+    return f"{_short(frame[0].filename)}:{frame[0].lineno}" if frame else ""
+
+
+def _short(path: str) -> str:
+    """A path from the current folder, or where that leads up and away, its last two parts."""
+    relative = os.path.relpath(path)
+    return relative if not relative.startswith("..") else os.sep.join(path.split(os.sep)[-2:])

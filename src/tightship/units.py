@@ -6,13 +6,14 @@ import re
 from dataclasses import dataclass
 from decimal import Decimal
 from fractions import Fraction
-from typing import Final, SupportsIndex
+from typing import Final, SupportsIndex, TypeAlias
 
 from tightship.errors import BadInput
 
 __all__ = [
     "MAX_BYTES",
     "Budget",
+    "BudgetLike",
     "format_bytes",
     "format_seconds",
     "parse_budget",
@@ -31,11 +32,12 @@ _UNITS: Final = {
     **{unit.lower(): 1024 ** (i + 1) for i, unit in enumerate(_BINARY)},
 }
 _ACCEPTED: Final = f"B, {', '.join(_DECIMAL)}, {', '.join(_BINARY)}"
-_SIZE_RULE: Final = f"a size is a number of bytes such as 6GiB, 512MB or 1024; units: {_ACCEPTED}"
+_SIZE_RULE: Final = f"invalid size: give bytes such as 6GiB, 512MB or 1024 (units: {_ACCEPTED})"
 _BUDGET_RULE: Final = (
-    f"a budget is a number of bytes such as 6GiB or 512MB (units: {_ACCEPTED}) "
-    "or a percentage of the unplanned peak such as 60%, or static+60%: the static set and that share of the rest"
+    f"invalid budget: give bytes such as 6GiB or 512MB (units: {_ACCEPTED}), "
+    "a percentage of the unplanned peak such as 60%, or static+60%: the static set and that share of the rest"
 )
+_TOO_LARGE: Final = "a size is at most 2^63-1 bytes"
 _NUMBER: Final = r"([0-9]+(?:\.[0-9]*)?|\.[0-9]+)"
 _SIZE_TEXT: Final = re.compile(_NUMBER + r"\s*([A-Za-z]*)")
 _PERCENT_TEXT: Final = re.compile(r"(static\s*\+\s*)?" + _NUMBER + r"\s*%", re.IGNORECASE)
@@ -54,40 +56,33 @@ class Budget:
 
     def __post_init__(self) -> None:
         if (self.bytes is None) == (self.fraction is None):
-            raise BadInput("a budget is either bytes or a fraction", (self.bytes, self.fraction), "Budget")
+            given = "neither" if self.bytes is None else "both"
+            raise BadInput(f"a budget takes bytes or a fraction, and {given} is given", place="Budget")
         if self.bytes is not None:
-            _whole(self.bytes, "a budget in bytes is a whole number", "Budget.bytes")
+            _whole(self.bytes, "bytes must be a whole number", "Budget.bytes")
             if self.beyond_static:
-                raise BadInput("what lies beyond the static set is given as a fraction", self.bytes, "Budget")
+                raise BadInput("beyond_static requires a fraction, not bytes", self.bytes, "Budget")
         elif (
             isinstance(self.fraction, bool)
             or not isinstance(self.fraction, (int, float))
             or not 0 < self.fraction <= MAX_PERCENT / 100
         ):
-            rule = f"a fraction is above 0 and at most {MAX_PERCENT // 100}"
+            rule = f"the fraction must be above 0 and at most {MAX_PERCENT // 100}"
             raise BadInput(rule, self.fraction, "Budget.fraction")
 
-    def resolve(self, unplanned_peak: int, floor: int = 0, *, static: int | None = None) -> int:
-        """The budget in bytes.
-
-        A fraction is of ``unplanned_peak``, rounded down, but not below ``floor``, which serves callers that
-        know that less is pointless. ``static``: bytes of the static set, which are part of the peak; None where
-        there is no such set. A budget in bytes is what the user said: ``floor`` does not touch it.
-
-        Raises ``BadInput`` for a share beyond the static set where there is none.
+    def resolve(self, unplanned_peak: int, *, static: int | None = None) -> int:
+        """The budget in bytes: a fraction of ``unplanned_peak`` is rounded down. ``static``: bytes of the static set,
+        which are part of the peak; None where there is no such set, and ``BadInput`` for a share beyond it.
         """
         if self.bytes is not None:
             return self.bytes
         if self.beyond_static and static is None:
-            raise BadInput(
-                "the budget is of memory without a static set: give a percentage", str(self), "budget"
-            )
+            raise BadInput("memory without a static set takes bytes or a percentage", str(self), "budget")
         kept = static if self.beyond_static and static is not None else 0
-        if min(unplanned_peak, floor, unplanned_peak - kept) < 0:
-            raise BadInput("a peak is not negative", min(unplanned_peak, floor), "Budget.resolve")
+        if min(unplanned_peak, unplanned_peak - kept) < 0:
+            raise BadInput("the peak must not be negative", unplanned_peak, "Budget.resolve")
         # Through the decimal text: 29% of 100 is 29, where the nearest binary fraction gives 28.
-        share = kept + math.floor(Fraction(str(self.fraction)) * (unplanned_peak - kept))
-        return min(max(share, floor), MAX_BYTES)
+        return min(kept + math.floor(Fraction(str(self.fraction)) * (unplanned_peak - kept)), MAX_BYTES)
 
     def __str__(self) -> str:
         if self.bytes is not None:
@@ -96,6 +91,10 @@ class Budget:
         if self.beyond_static:
             return f"the static set and {percent}% of what the unplanned step needs beyond it"
         return f"{percent}% of the unplanned peak"
+
+
+BudgetLike: TypeAlias = Budget | str | int | None
+"""A budget as somebody gives it: bytes, text such as ``6GiB`` or ``60%``; None for no budget."""
 
 
 def parse_bytes(text: str | SupportsIndex, place: str = "") -> int:
@@ -112,44 +111,45 @@ def parse_bytes(text: str | SupportsIndex, place: str = "") -> int:
     number, unit = match.groups()
     scale = _UNITS.get(unit.lower() or "b")
     if scale is None:
-        raise BadInput(f"unknown unit {unit!r}: {_SIZE_RULE}", text, place)
+        raise BadInput(f"unknown unit {unit!r}: the units are {_ACCEPTED}", text, place)
     # Decimal reads any number of digits, and is compared before it is multiplied, so nothing is ever rounded.
     value = Decimal(number)
     if value > MAX_BYTES or (size := Fraction(value) * scale) > MAX_BYTES:
-        raise BadInput(f"a size is at most {MAX_BYTES} bytes (2^63-1)", text, place)
+        raise BadInput(_TOO_LARGE, text, place)
     if scale == 1 and size.denominator != 1:
-        raise BadInput("a number of bytes is whole", text, place)
+        raise BadInput("bytes must be a whole number", text, place)
     return math.floor(size)
 
 
-def parse_budget(text: "str | SupportsIndex | Budget", place: str = "budget") -> Budget:
+def parse_budget(budget: "str | SupportsIndex | Budget", place: str = "budget") -> Budget:
     """Read a budget: a size as in ``parse_bytes``, or a percentage of the unplanned peak such as ``60%``, or
     ``static+60%``: the static set and that share of what the unplanned step needs beyond it.
 
     Floats are refused, because 0.6 may mean a fraction or be a slip for 0.6GiB.
     """
-    if isinstance(text, Budget):
-        return text
-    if not isinstance(text, str):
-        return Budget(bytes=_whole(text, _BUDGET_RULE, place))
-    stripped = text.strip()
+    if isinstance(budget, Budget):
+        return budget
+    if not isinstance(budget, str):
+        return Budget(bytes=_whole(budget, _BUDGET_RULE, place))
+    stripped = budget.strip()
     if stripped.endswith("%"):
         match = _PERCENT_TEXT.fullmatch(stripped)
         percent = Decimal(match[2]) if match else Decimal(0)
         fraction = float(percent.scaleb(-2))
         # Both are checked: a tiny percentage is above 0 and yet 0 as a float.
         if not 0 < percent <= MAX_PERCENT or fraction == 0:
-            raise BadInput(f"a percentage is above 0% and at most {MAX_PERCENT}%", text, place)
+            raise BadInput(
+                f"invalid percentage: it must be above 0% and at most {MAX_PERCENT}%", budget, place
+            )
         return Budget(fraction=fraction, beyond_static=bool(match and match[1]))
     if not _SIZE_TEXT.fullmatch(stripped):
-        raise BadInput(_BUDGET_RULE, text, place)
+        raise BadInput(_BUDGET_RULE, budget, place)
     return Budget(bytes=parse_bytes(stripped, place))
 
 
 def resolve_budget(
-    budget: "str | SupportsIndex | Budget | None", unplanned_peak: int, place: str = "budget",
-    *, static: int | None = None,
-) -> int | None:  # fmt: skip
+    budget: BudgetLike, unplanned_peak: int, place: str = "budget", *, static: int | None = None
+) -> int | None:
     """The bytes of a budget as somebody gave it; None, and nothing else, is no budget: 0 bytes are one. ``static`` as
     for `Budget.resolve`."""
     return None if budget is None else parse_budget(budget, place).resolve(unplanned_peak, static=static)
@@ -196,7 +196,7 @@ def _whole(value: object, rule: str, place: str) -> int:
         raise BadInput(rule, value, place)
     size = operator.index(value)
     if size < 0:
-        raise BadInput("a size is not negative", value, place)
+        raise BadInput("a size must not be negative", value, place)
     if size > MAX_BYTES:
-        raise BadInput(f"a size is at most {MAX_BYTES} bytes (2^63-1)", value, place)
+        raise BadInput(_TOO_LARGE, value, place)
     return size

@@ -13,8 +13,7 @@ from support.chains import chain
 from support.optimum import least_extra
 from support.strategies import random_graph
 from tightship import _core
-from tightship.analysis.bounds import lower_bound, time_bound
-from tightship.analysis.relaxation import Relaxation
+from tightship.analysis.bounds import Relaxation, lower_bound, time_bound
 from tightship.graph import Graph, Op, Storage, Value
 from tightship.simulate import baseline, replay
 

@@ -9,7 +9,7 @@ from support.lowering import random_order, random_steps
 from support.strategies import random_graph
 from tightship.analysis.bounds import lower_bound, replayable
 from tightship.analysis.order import is_legal, predecessors
-from tightship.analysis.structure import colours, layer, role
+from tightship.analysis.structure import colors, layer, role
 from tightship.graph import Graph, Op, Storage, Value
 from tightship.planners.order import sink
 from tightship.simulate import baseline, replay
@@ -99,7 +99,7 @@ def test_replayable_needs_purity_and_final_contents() -> None:
 
 def test_repeated_layers_have_one_colour_and_one_role() -> None:
     graph = chain(12)
-    hues = colours(graph)
+    hues = colors(graph)
     assert len(set(hues[4:8])) == 1
     assert len(set(hues)) < len(hues) / 2
     named = graph.with_ops(

@@ -8,7 +8,7 @@ from support.strategies import graphs, plans
 from tightship.diagnose.changes import changes
 from tightship.graph import Graph, Op, Storage, Value
 from tightship.plan import Plan
-from tightship.report.prose import makers
+from tightship.report.numbers import makers
 from tightship.simulate import baseline, replay
 
 

@@ -66,7 +66,7 @@ def test_what_is_said_to_fit_fits(state: int) -> None:
     texts = [t for t in said(graph, budget) if "allow=" in t]
     fits = [t for t in texts if "fits" in t]
     assert any(t.startswith("offloading") for t in texts)
-    assert (state > 0) == any(t.startswith("drawing dropout again") for t in texts)
+    assert (state > 0) == any(t.startswith("recomputing dropout") for t in texts)
     for text in fits:
         made = default.plan(graph, budget, replace(QUICK, **options_of(text)))  # type: ignore[arg-type]
         assert made.met and verify(graph, made) == []

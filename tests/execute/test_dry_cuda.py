@@ -138,8 +138,8 @@ for op in ops:
 def test_the_backend_and_inference(dry):
     body = """
 from tightship.integrations import torch_partition
-pieces, build = [], torch_partition.Piece._build
-torch_partition.Piece._build = lambda self, *args: (pieces.append(self), build(self, *args))[1]
+pieces, build = [], torch_partition.PlannedGraph._build
+torch_partition.PlannedGraph._build = lambda self, *args: (pieces.append(self), build(self, *args))[1]
 compiled = torch.compile(model, backend="tightship", options={"budget": "100%", "strict": True})
 for _ in range(3):
     loss(compiled, x).backward()

@@ -16,7 +16,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.skipif(REASON is not None, reason=st
 HOW = """
 from support import plans, watched
 from tightship.planners.evict import compress, offload
-from tightship.planners.evict.lowering import Run, longest_transfers, lower, overlap
+from tightship.planners.evict.lowering import longest_transfers, lower, overlap
 from tightship.planners.evict.problem import OFFLOAD, EvictionProblem
 
 def planner(graph, budget):
@@ -25,7 +25,7 @@ def planner(graph, budget):
         steps = frame.steps(((frame.gaps[:, 0] >= 0) * OFFLOAD).astype("uint8"))
     elif HOW == "overlap":
         copies = overlap(graph, frame.order, longest_transfers(graph, frame.order))
-        steps = lower(graph, [Run(k) for k in frame.order], copies)
+        steps = lower(graph, frame.order, transfers=copies)
     else:
         steps = {"compress": compress, "tight": offload}[HOW].plan(frame, 0).steps
     return plans.placed(graph, tuple(steps))
@@ -265,13 +265,13 @@ def test_any_way_out_of_memory_is_as_planned_ordered_and_right(dry, name):  # no
 
 
 SHARED = """
-from tightship.planners.evict.lowering import Run, longest_transfers, lower, overlap
+from tightship.planners.evict.lowering import longest_transfers, lower, overlap
 from support import plans
 
 def planner(graph, budget):
     order = tuple(range(len(graph.ops)))
     copies = overlap(graph, order, longest_transfers(graph, order))
-    return plans.placed(graph, lower(graph, [Run(k) for k in order], copies))
+    return plans.placed(graph, lower(graph, order, transfers=copies))
 
 step = tightship.fit(model, loss, optimizer, x[:2], strict=True, cache=CACHE, planner=planner)
 first = step._variants[0].executor

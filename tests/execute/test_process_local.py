@@ -109,9 +109,9 @@ def test_all_that_owns_native_memory_is_told():
     from tightship.execute.parallel import ParallelExecutor
     from tightship.frontends.torch import compat
     from tightship.integrations.torch_compile import Session
-    from tightship.integrations.torch_partition import Lane, Piece
+    from tightship.integrations.torch_partition import FrameArena, PlannedGraph
 
-    for owner in (ParallelExecutor, PinnedPool, TieredPool, Session, Executor, Lane, Piece):
+    for owner in (ParallelExecutor, PinnedPool, TieredPool, Session, Executor, FrameArena, PlannedGraph):
         assert issubclass(owner, NotCopied), owner
     with pytest.raises(Unsupported):
         copy.deepcopy(compat.storage_reference(torch.ones(3)))

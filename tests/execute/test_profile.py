@@ -120,7 +120,7 @@ def test_what_cannot_run_here_is_modelled():
     ops = [replace(o, device="cuda") if k == 0 else o for k, o in enumerate(program.graph.ops)]
     program = quick(replace(program, graph=program.graph.with_ops(tuple(ops))))
     assert program.graph.ops[0].time > 0 and not program.graph.ops[0].requests
-    assert any("modelled" in note for note in program.notes)
+    assert any("modeled" in note for note in program.notes)
 
 
 def test_the_model_is_the_roofline():

@@ -18,7 +18,7 @@ from tightship.execute.interpreter import Executor
 from tightship.execute.transfers import Environment, Transfers
 from tightship.plan import Plan, Step
 from tightship.planners.evict import compress, offload
-from tightship.planners.evict.lowering import Run, longest_transfers, lower, overlap
+from tightship.planners.evict.lowering import longest_transfers, lower, overlap
 from tightship.planners.evict.problem import OFFLOAD, EvictionProblem
 from tightship.verify import check
 
@@ -30,7 +30,7 @@ def aside(graph, how):
     frame = EvictionProblem(graph, tuple(range(len(graph.ops))))
     if how == "offload":
         can = overlap(graph, frame.order, longest_transfers(graph, frame.order))
-        return lower(graph, [Run(k) for k in frame.order], can)
+        return lower(graph, frame.order, transfers=can)
     return {"compress": compress, "tight": offload}[how].plan(frame, 0).steps
 
 

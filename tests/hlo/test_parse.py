@@ -125,23 +125,23 @@ def edit(old: str, new: str) -> str:
         (SMALL[:-2], "m:13:1: expected '}' that ends computation 'main'"),
         (
             edit("negate(%p)", "negate(%q)"),
-            "m:5: an operand of 'neg' is defined before it in 'fused', got 'q'",
+            "m:5: operand 'q' of 'neg' is not defined before it in 'fused'",
         ),
-        (edit("calls=%fused", "calls=%f"), "m:11: a called computation is in the module, got 'f'"),
+        (edit("calls=%fused", "calls=%f"), "m:11: unknown computation 'f', called by 'y'"),
         (
             edit("calls=%fused", "calls=%main"),
-            "m:11: computations do not call one another in a circle (main → main)",
+            "m:11: computations call one another in a circle: main → main",
         ),
         (
             edit("predecessors={%c}", "predecessors={%d}"),
-            "a control predecessor of 'add' is defined before it",
+            "control predecessor 'd' of 'add' is not defined before it",
         ),
         (
             edit("parameter(0)", "parameter(1)"),
-            "m:3: the parameters of computation 'fused' are numbered from 0",
+            "m:3: parameters of computation 'fused' are numbered [1], not from 0",
         ),
-        (edit("%c = ", "%x = "), "m:10: an instruction of computation 'main' is defined once, got 'x'"),
-        (edit("%y = f32", "ROOT %y = f32"), "m:12: computation 'main' has one ROOT, got 'add'"),
+        (edit("%c = ", "%x = "), "m:10: duplicate instruction name 'x' in computation 'main'"),
+        (edit("%y = f32", "ROOT %y = f32"), "m:12: second ROOT 'add' in computation 'main', beside 'y'"),
         ("HloModule m\nENTRY e {\n a = " + "(" * 99 + "f32[]", "expected tuples nested at most 64 deep"),
     ],
 )

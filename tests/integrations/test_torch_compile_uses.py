@@ -256,7 +256,7 @@ def test_nothing_stays_in_the_arena_after_a_step_and_the_arena_goes_with_the_mod
     step(call, model, batch())
     (piece,) = compiled_plans(call)
     model.zero_grad()
-    assert piece._lane.arena.live == 0 and allocator.reserved() > before
+    assert piece._frame_arena.arena.live == 0 and allocator.reserved() > before
     del call, model, piece
     torch._dynamo.reset()
     gc.collect()

@@ -72,7 +72,7 @@ def test_a_model_of_pytorchs() -> None:
     assert found.batch > 4 and found.plan.peak <= 200_000
     inputs = [found.graph.values[v] for v in found.graph.inputs]
     assert any(v.shape == (found.batch, 32) for v in inputs)
-    more = sources.graph_at(net(), torch.randn(4, 32), found.batch + 1)
+    more = sources.ModelStep(net(), torch.randn(4, 32)).graph_at(found.batch + 1)
     assert more.static_bytes > found.graph.static_bytes
 
 

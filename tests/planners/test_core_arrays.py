@@ -85,9 +85,9 @@ def engine_calls() -> Iterator[Call]:
     yield Call("Engine.evaluate", positional("evaluate"), {"evict": keep, "limit": 1 << 10})
     yield Call("Engine.profile", positional("profile"), {"evict": keep})
     yield Call("Engine.emit", positional("emit"), {"evict": keep, "limit": 1 << 10})
-    yield Call("Engine.greedy", method("greedy"), numbers | {"seed": 0, "progress": None})
+    yield Call("Engine.greedy", method("greedy"), numbers | {"progress": None})
     yield Call("Engine.anneal", method("anneal"), anneal)
-    yield Call("Engine.ladder", method("ladder"), numbers | {"rows": groups, "progress": None})
+    yield Call("Engine.lazy_greedy", method("lazy_greedy"), numbers | {"rows": groups, "progress": None})
     yield Call("Engine.relax", method("relax"), numbers | {"groups": groups})
     yield Call("Engine.priced_cut", method("priced_cut"), {"boundary": 10, "bytes_per_second": 1e6})
     yield Call("Engine.set_horizon", method("set_horizon"), {"positions": 3})
@@ -261,11 +261,11 @@ def test_arrays_of_another_length_are_refused_by_name(call: Call) -> None:
 @pytest.mark.parametrize(
     "name, at, value, fault",
     [
-        ("size", 3, -1, r"size\[3\] is -1; it is from 0 to 2\^62"),
-        ("size", 3, 2**62, r"size\[3\] is 4611686018427387904; it is from 0"),
-        ("alignment", 1, 0, r"alignment\[1\] is 0; it is from 1"),
-        ("pinned", 2, -7, r"pinned\[2\] is -7; a pinned offset is from 0 to 2\^62, or -1"),
-        ("upper", 2, 1, r"upper\[2\] is 1; a live range ends after it begins, here at 1"),
+        ("size", 3, -1, r"size\[3\] is -1; must be from 0 to 2\^62"),
+        ("size", 3, 2**62, r"size\[3\] is 4611686018427387904; must be from 0"),
+        ("alignment", 1, 0, r"alignment\[1\] is 0; must be from 1"),
+        ("pinned", 2, -7, r"pinned\[2\] is -7; must be from 0 to 2\^62, or -1"),
+        ("upper", 2, 1, r"upper\[2\] is 1; a live range must end after it begins, here at 1"),
     ],
 )  # fmt: skip
 def test_a_fault_is_told_with_its_place_and_the_rule(name: str, at: int, value: int, fault: str) -> None:
@@ -278,14 +278,14 @@ def test_a_fault_is_told_with_its_place_and_the_rule(name: str, at: int, value: 
 
 def test_sizes_that_add_up_beyond_64_bits_are_refused() -> None:
     one = np.ones(8, np.int64)
-    with pytest.raises(ValueError, match=r"size\[3\] is .*; the sum of all sizes is at most 2\^62"):
+    with pytest.raises(ValueError, match=r"size\[3\] is .*; the sum of all sizes must be at most 2\^62"):
         _core.Placer(0 * one, one, one << 60, one, -one)
 
 
 def test_copies_outside_of_a_file_are_refused() -> None:
     copier = _core.Copier(-1)
     for size, offset in ((-1, 0), (0, -1), (2**62, 0)):
-        with pytest.raises(ValueError, match="is from 0 to 2"):
+        with pytest.raises(ValueError, match="must be from 0 to 2"):
             copier.begin(0, True, 0, size, offset, [])
     with pytest.raises((ValueError, TypeError)):
         copier.begin(0, True, 0, 1, 0, [None])  # type: ignore[list-item]

@@ -16,7 +16,7 @@ from tightship.graph import Op
 from tightship.planners import default
 from tightship.planners.default import Options, plan
 from tightship.planners.evict.problem import EvictionProblem
-from tightship.planners.layout import Layout, lay_out, stays
+from tightship.planners.layout import Layout, lay_out, residences
 from tightship.simulate import baseline, replay
 from tightship.verify import verify
 
@@ -103,7 +103,7 @@ def test_every_residence_is_placed_apart_and_the_arena_is_no_more_than_a_little_
     problem = EvictionProblem(graph, tuple(range(len(graph.ops))))
     steps = problem.steps(problem.nothing())
     layout = lay_out(graph, steps)
-    assert len(layout.residences) == len(list(stays(graph, steps)))
+    assert len(layout.residences) == len(list(residences(graph, steps)))
     assert layout.load <= layout.arena
     line = replay(graph, steps)
     assert graph.static_bytes + layout.load + layout.handed >= line.peak - graph.static_bytes

@@ -17,8 +17,9 @@ from tightship.graph import Graph
 from tightship.planners.default import Options
 from tightship.planners.evict.problem import EvictionProblem
 from tightship.planners.frontier import Frontier, extra_flops, frontier, needs, with_saved
-from tightship.report.frontier import frontier_picture, frontier_rows, frontier_tables
-from tightship.report.text import rendered
+from tightship.report.numbers import frontier_rows
+from tightship.report.picture import frontier_picture
+from tightship.report.text import frontier_tables, rendered
 from tightship.serde import save_graph
 from tightship.simulate import baseline, replay
 from tightship.verify import verify

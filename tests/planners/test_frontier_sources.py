@@ -18,8 +18,8 @@ from tightship.hlo.remat.peak import module_peak, result_bytes
 from tightship.hlo.remat.tradeoff import tradeoff
 from tightship.planners import default
 from tightship.planners.frontier import frontier, needs
-from tightship.report.frontier import frontier_rows, frontier_tables
-from tightship.report.text import NARROW, rendered
+from tightship.report.numbers import frontier_rows
+from tightship.report.text import NARROW, frontier_tables, rendered
 from tightship.serde import save_graph
 from tightship.verify import verify
 

@@ -19,8 +19,7 @@ from tightship import api
 from tightship.graph import Graph
 from tightship.machine import Machine
 from tightship.plan import Plan
-from tightship.report.snapshot import snapshot
-from tightship.report.trace import events
+from tightship.report.viewers import events, snapshot
 from tightship.simulate import replay
 
 

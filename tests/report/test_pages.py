@@ -14,8 +14,7 @@ from tightship.cli import main
 from tightship.graph import Graph
 from tightship.plan import Plan, Step
 from tightship.report.numbers import summary
-from tightship.report.pages.plan import plan_page
-from tightship.report.pages.sections import arcs
+from tightship.report.pages.plan import arcs, plan_page
 from tightship.serde import save_graph
 from tightship.simulate import baseline, replay
 

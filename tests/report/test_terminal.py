@@ -10,9 +10,8 @@ from support.chains import chain
 from tightship import frontier
 from tightship.cli import main
 from tightship.planners.default import plan
-from tightship.report.frontier import frontier_tables
 from tightship.report.numbers import Column, peak_of
-from tightship.report.terminal import LABEL, ROWS, Chart, looks
+from tightship.report.text import LABEL, ROWS, Chart, frontier_tables, plan_chart
 from tightship.serde import save_graph
 from tightship.units import format_bytes
 
@@ -44,7 +43,7 @@ def rows(text):
 def test_everything_fits_the_width(width):
     graph = chain(12)
     made = plan(graph, "60%")
-    text = drawn(looks(graph, made), width)
+    text = drawn(plan_chart(graph, made), width)
     assert max(map(len, text.splitlines())) <= width
     assert all(sign in text for sign in ("█", "·", "─", "planned", "budget", "lower bound"))
     assert "\x1b" not in text
@@ -87,7 +86,7 @@ def test_the_table_is_the_peak_of_the_plan():
     graph = chain(12)
     made = plan(graph, "60%")
     peak = peak_of(graph, made.steps)
-    text = drawn(looks(graph, made, top=2), 100)
+    text = drawn(plan_chart(graph, made, top=2), 100)
     for name, nbytes, _ in peak.by_storage[:2]:
         assert re.search(rf"^{re.escape(name)} +{re.escape(format_bytes(nbytes))}", text, re.M)
     rest = peak.by_storage[2:]

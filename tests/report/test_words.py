@@ -9,7 +9,8 @@ from support.chains import chain
 from tightship.analysis.structure import pattern
 from tightship.cli import main
 from tightship.diagnose.changes import Change
-from tightship.report.prose import change_lines, makers, peak_lines
+from tightship.report.numbers import makers
+from tightship.report.text import change_lines, peak_lines
 from tightship.serde import save_graph
 from tightship.simulate import baseline, replay
 

@@ -1,27 +1,259 @@
 """Lower bounds on the peak and on the time of any plan: computed apart from every planner, by other means.
 
 `lower_bound` is the largest working set of an op plus what must be live then; `time_bound` what any plan within a
-budget takes. Both look at single moments (`relaxation`): what several moments ask for together is not seen.
+budget takes. Both look at single moments: what several moments ask for together is not seen.
+
+Take the moment at which an op *k* runs for the first time. Whatever the order, its ancestors have run and its
+descendants have not. A storage that a descendant reads and an ancestor made is in memory at that moment, or the
+op that makes it runs again later, which in turn needs what it reads: in memory at that moment, or made again. The
+cheapest such closure is a minimum cut, as in PyTorch's recomputation partitioner (Horace He, 2022), here with
+seconds on ops and a price per byte on storages.
+
+- With bytes as capacities and free ops, the cut is the least that must be there beside what *k* itself touches.
+- With seconds as capacities and the price chosen so that the bytes just fit, it is a Lagrangian bound (Geoffrion,
+  1974) on the seconds of recomputation of every plan within the budget; cuts being integral, it equals the bound
+  of the linear relaxation.
+
+Valid for every plan that reorders and recomputes, in any order and any number of times, and for plans that move or
+compress storages when ``least`` says how few of a storage's bytes may stay in memory. What *k* may write a result
+over need not be there beside it, and then counts like any other storage. Capacities are rounded down to
+integers, so that rounding only weakens a bound.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
+
+from tightship import _core
 from tightship.analysis.moments import Moments
-from tightship.analysis.order import predecessors, successors
-from tightship.analysis.relaxation import Relaxation, runs_again
+from tightship.analysis.order import Mask, predecessors, reached, successors
 from tightship.graph import Graph
 from tightship.simulate import baseline, extra_bytes, replay
 
-__all__ = ["Bound", "lower_bound", "replayable", "time_bound"]
+__all__ = ["Bound", "Moment", "Relaxation", "lower_bound", "replayable", "runs_again", "time_bound"]
 
+_ENDLESS = 1 << 60
+_SCALE = 1 << 44
+"""Integer capacity that all seconds of a graph together come to."""
+_ROUNDS = 40
+_SAFE = 1 - 1e-9
+"""What a bound in floating point is multiplied by, so that it never comes out above the true one."""
 _MARK_WORK = 20_000_000
 """Edges looked at, at most, while marking what must be in memory (largest storages first)."""
 _CUTS = 64
 _CUT_WORK = 400_000
 """Moments looked at, at most, and ops in all of them together (an op and all its ancestors make one network)."""
+
+
+def runs_again(graph: Graph, op: int, *, redraw: bool = True) -> bool:
+    """Whether any plan may run the op a second time: it has no effect, draws nothing or (``redraw``) from a state
+    that can be saved, and writes nothing of the caller's."""
+    o = graph.ops[op]
+    writes = any(s in graph.static and s not in o.updates for s in graph.uses.mutates[op])
+    return not o.effect and not writes and (not o.random or (redraw and o.state > 0))
+
+
+@dataclass(frozen=True)
+class Moment:
+    """The moment op ``op`` first runs: ``own`` bytes that are there in any case (the static set, all that it reads
+    and makes, its workspace), and the network of what else is: ``tail``, ``head``, capacities ``seconds`` (scaled)
+    and ``bytes`` by edge (each 0 where the other counts; -1: endless)."""
+
+    op: int
+    own: int
+    tail: NDArray[np.int32]
+    head: NDArray[np.int32]
+    seconds: NDArray[np.int64]
+    bytes: NDArray[np.int64]
+
+
+class Relaxation:
+    """A graph, prepared for bounds at any of its ops.
+
+    ``least`` is the bytes in which a storage can wait until it is needed again: of its packed form, or none where
+    it can be moved out of memory. All of its own, where nothing is said. ``redraw``: random ops may run again.
+    ``in_place``: results may take the places of inputs.
+    """
+
+    def __init__(
+        self,
+        graph: Graph,
+        least: Mapping[int, int] | None = None,
+        *,
+        redraw: bool = True,
+        in_place: bool = True,
+    ) -> None:
+        self.graph = graph
+        self.redraw = redraw
+        self.uses = graph.uses
+        self.size = np.array([s.size for s in graph.storages], dtype=np.int64)
+        self.waits = self.size.copy()
+        for storage, nbytes in (least or {}).items():
+            self.waits[storage] = min(nbytes, self.size[storage])
+        self.pairs = [
+            [p for p in op.overwrites if p[0] not in graph.static] if in_place else [] for op in graph.ops
+        ]
+        self.total = math.fsum(op.time for op in graph.ops)
+        self.nodes = 2 + len(graph.ops) + 2 * len(graph.storages)
+
+    @cached_property
+    def _before(self) -> tuple[tuple[int, ...], ...]:
+        return predecessors(self.graph)
+
+    @cached_property
+    def _after(self) -> tuple[tuple[int, ...], ...]:
+        return successors(self._before)
+
+    @cached_property
+    def _scaled(self) -> NDArray[np.int64]:
+        """Seconds of each op as integers; endless for what never runs again."""
+        out = np.zeros(len(self.graph.ops), dtype=np.int64)
+        for k, op in enumerate(self.graph.ops):
+            scaled = int(op.time / self.total * _SCALE) if self.total else 0
+            out[k] = scaled if runs_again(self.graph, k, redraw=self.redraw) else -1
+        return out
+
+    @cached_property
+    def _reads(self) -> NDArray[np.int32]:
+        """(op, storage) of every read of what another op made; what an op writes in place is no such read."""
+        rows = []
+        for k, op in enumerate(self.graph.ops):
+            skip = {*self.uses.mutates[k], *op.updates}
+            rows += [(k, s) for s in self.uses.reads[k] if s not in skip and s not in self.graph.static]
+        return np.array(rows, dtype=np.int32).reshape(-1, 2)
+
+    @cached_property
+    def _writes(self) -> NDArray[np.int32]:
+        """(storage, op) of the ops that must run again for every reader that finds the storage gone."""
+        rows = []
+        for s, writers in enumerate(self.uses.writers):
+            if s in self.graph.static or not writers:
+                continue
+            needs = [
+                self.uses.needs[k][self.uses.reads[k].index(s)]
+                for k in self.uses.readers[s]
+                if s not in self.uses.mutates[k]
+            ]
+            rows += [(s, w) for w in writers[: min(needs, default=len(writers))]]
+        return np.array(rows, dtype=np.int32).reshape(-1, 2)
+
+    def own(self, k: int) -> int:
+        """Bytes that are there while op ``k`` runs, whatever the plan."""
+        made = sum(int(self.size[s]) for s in self.uses.defines[k])
+        read = sum(int(self.size[s]) for s in self.uses.reads[k] if s not in self.graph.static)
+        return self.graph.static_bytes + made + read + extra_bytes(self.graph.ops[k]) - self.reused(k)
+
+    def reused(self, k: int) -> int:
+        """The most bytes of inputs whose places results of op ``k`` may take."""
+        inputs, results = ({p[side] for p in self.pairs[k]} for side in (0, 1))
+        return min(sum(int(self.size[s]) for s in side) for side in (inputs, results))
+
+    def moment(self, k: int, until: int = -1) -> Moment:
+        """The network of op ``k``; with ``until``, a descendant, only of what first runs before that op is done.
+
+        Nodes: 0 source, 1 sink, then ops, storages needed, storages to be made."""
+        n, m = len(self.graph.ops), len(self.graph.storages)
+        before, after = reached((k,), self._before), reached((k,), self._after)
+        last = [s for s in self.graph.kept if until < 0]
+        if until >= 0:
+            early = reached((until,), self._before)
+            early[until] = True
+            after &= early
+        definer = np.array(self.uses.definer, dtype=np.int64)
+        there = np.zeros(m, dtype=np.bool_)  # made before, and not among what the op holds anyway
+        there[definer >= 0] = before[definer[definer >= 0]]
+        there[list(self.uses.reads[k])] = False
+        if len(self.pairs[k]) == 1:  # of several it is not known which
+            a = self.pairs[k][0][0]
+            there[a] = definer[a] >= 0
+        reads, writes = self._reads, self._writes
+        reads, writes = reads[there[reads[:, 1]]], writes[there[writes[:, 0]] & before[writes[:, 1]]]
+        again, later = reads[before[reads[:, 0]]], reads[after[reads[:, 0]]]
+        wanted = np.union1d(later[:, 1], [s for s in last if there[s]]).astype(np.int64)
+        held, ops = np.flatnonzero(there), np.flatnonzero(before)
+        need, make = 2 + n, 2 + n + m
+        tails: list[NDArray[Any]] = [
+            np.zeros(len(wanted)),
+            2 + again[:, 0],
+            need + held,
+            make + writes[:, 0],
+            2 + ops,
+        ]
+        heads: list[NDArray[Any]] = [
+            need + wanted,
+            need + again[:, 1],
+            make + held,
+            2 + writes[:, 1],
+            np.ones(len(ops)),
+        ]
+        ends = [np.full(len(wanted) + len(again), -1), np.full(len(writes), -1)]
+        none = [np.zeros(len(held), np.int64), np.zeros(len(ops), np.int64)]
+        return Moment(
+            k,
+            self.own(k),
+            np.concatenate(tails).astype(np.int32),
+            np.concatenate(heads).astype(np.int32),
+            np.concatenate([ends[0], none[0], ends[1], self._scaled[ops]]),
+            np.concatenate([ends[0], self.waits[held], ends[1], none[1]]),
+        )
+
+    def _cut(self, at: Moment, capacity: NDArray[np.int64]) -> tuple[int, Mask]:
+        value, near = _core.min_cut(self.nodes, at.tail, at.head, capacity, 0, 1)
+        return int(value), near.astype(np.bool_)
+
+    def least_bytes(self, at: Moment) -> int:
+        """Bytes no plan can do without while the op of ``at`` runs for the first time."""
+        endless = (at.bytes < 0) | (at.seconds < 0)
+        value, _ = self._cut(at, np.where(endless, _ENDLESS, at.bytes))
+        return at.own + value
+
+    def least_seconds(self, at: Moment, budget: int) -> float:
+        """Seconds of recomputation that every plan within ``budget`` bytes spends after the op of ``at`` first ran;
+        infinite when there is no such plan."""
+        room = budget - at.own
+        endless = (at.bytes < 0) | (at.seconds < 0)
+        if room < 0:
+            return float("inf")
+        held = np.where(endless, 0, at.bytes)
+        spent = np.where(endless, 0, at.seconds)
+
+        def line(near: Mask) -> tuple[int, int]:
+            cut = near[at.tail] & ~near[at.head]
+            return int(spent[cut].sum()), int(held[cut].sum())
+
+        least, near = self._cut(at, np.where(endless, _ENDLESS, at.bytes))
+        if least > room:
+            return float("inf")
+        low, high = (
+            self._kept(at, held),
+            line(near),
+        )  # (seconds, bytes) without recomputation, with fewest bytes
+        best = 0.0
+        if low[1] <= room:
+            return best
+        for _ in range(_ROUNDS):
+            price = (high[0] - low[0]) / (low[1] - high[1])
+            value, near = self._cut(at, np.where(endless, _ENDLESS, spent + (held * price).astype(np.int64)))
+            best = max(best, value - price * room)
+            found = line(near)
+            if found in (low, high) or found[0] + price * found[1] >= (high[0] + price * high[1]) * _SAFE:
+                break
+            low, high = (found, high) if found[1] > room else (low, found)
+        return best / _SCALE * self.total * _SAFE
+
+    def _kept(self, at: Moment, held: NDArray[np.int64]) -> tuple[int, int]:
+        """Seconds (none) and bytes when all that is needed later is kept."""
+        need = 2 + len(self.graph.ops)
+        wanted = set(at.head[at.tail == 0].tolist())
+        storages = np.array(sorted(w - need for w in wanted), dtype=np.int64)
+        return 0, int(self.waits[storages].sum()) if len(storages) else 0
 
 
 class Bound(int):

@@ -43,7 +43,10 @@ def in_sequence(graph: Graph) -> tuple[tuple[int, ...], ...]:
 def in_streams(graph: Graph, stream: Sequence[int]) -> tuple[tuple[int, ...], ...]:
     """Dependencies, and the graph's order within each stream; ``stream[k]`` is that of op k."""
     if len(stream) != len(graph.ops):
-        raise BadInput("every op has a stream", len(stream), f"graph {graph.name!r}")
+        raise BadInput(
+            f"{len(stream)} streams for {len(graph.ops)} ops; every op has a stream",
+            place=f"graph {graph.name!r}",
+        )
     last: dict[int, int] = {}
     out = []
     for k, before in enumerate(predecessors(graph)):
@@ -113,7 +116,7 @@ def waves(waits: Waits, width: int) -> tuple[int, ...]:
     """The step of every op when up to ``width`` ops that do not wait for each other run at the same time: as early
     as those it waits for allow, first come (in the graph's order) first served."""
     if width < 1:
-        raise BadInput("at least one op runs at a time", width, "width")
+        raise BadInput(f"{width} is too few: at least one op runs at a time", place="width")
     full: list[int] = []  # ops in each step
     step: list[int] = []
     first = 0  # all steps before are full

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Final
 
-__all__ = ["BANDWIDTH", "FLOPS", "OVERHEAD", "modelled_time"]
+__all__ = ["BANDWIDTH", "FLOPS", "OVERHEAD", "modeled_time"]
 
 FLOPS: Final = 5e10
 """Floating-point operations per second that are assumed: a laptop core or two in single precision."""
@@ -14,7 +14,7 @@ OVERHEAD: Final = 5e-6
 """Seconds added to every op."""
 
 
-def modelled_time(
+def modeled_time(
     flops: int,
     traffic: int,
     *,

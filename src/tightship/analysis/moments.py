@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tightship import _core
-from tightship.analysis.order import predecessors, successors
+from tightship.analysis.order import Mask, predecessors, reached, successors
 from tightship.graph import Graph
 from tightship.simulate import extra_bytes
 
@@ -25,7 +25,6 @@ __all__ = ["Moments", "Passing"]
 _ENDLESS = 1 << 60
 
 Ints = NDArray[np.int64]
-Mask = NDArray[np.bool_]
 
 
 @dataclass(frozen=True)
@@ -100,7 +99,7 @@ class Moments:
         """The least with which op ``k`` can be passed. Of equal sets the one that differs least from the ops
         ``first``; with a ``price``, in bytes for each op that differs, fewer differ for more bytes. ``within``: ops
         that have run in any case, and ops that may have run."""
-        done, never = self._reached(k, self.before), self._reached(k, self.after)
+        done, never = reached((k,), self.before), reached((k,), self.after)
         if within is not None:
             done |= within[0]
             never |= ~within[1]
@@ -139,16 +138,6 @@ class Moments:
             if most >= self.ops
             else (1, price)
         )
-
-    def _reached(self, k: int, edges: Sequence[Sequence[int]]) -> Mask:
-        seen = bytearray(self.ops)
-        stack = [k]
-        while stack:
-            for b in edges[stack.pop()]:
-                if not seen[b]:
-                    seen[b] = 1
-                    stack.append(b)
-        return np.frombuffer(seen, dtype=np.uint8).astype(np.bool_)
 
 
 def _pairs(rows: object) -> Ints:

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+from numpy.typing import NDArray
 
 from tightship.graph import Graph
 
-__all__ = ["is_legal", "predecessors", "successors"]
+__all__ = ["Mask", "is_legal", "predecessors", "reached", "successors"]
+
+Mask = NDArray[np.bool_]
 
 
 def predecessors(graph: Graph) -> tuple[tuple[int, ...], ...]:
@@ -52,6 +57,18 @@ def successors(before: Sequence[Sequence[int]]) -> tuple[tuple[int, ...], ...]:
         for b in row:
             out[b].append(k)
     return tuple(tuple(r) for r in out)
+
+
+def reached(start: Iterable[int], edges: Sequence[Sequence[int]]) -> Mask:
+    """Which ops are reached from ``start`` along edges; a start only if one leads to it."""
+    seen = bytearray(len(edges))
+    stack = list(start)
+    while stack:
+        for b in edges[stack.pop()]:
+            if not seen[b]:
+                seen[b] = 1
+                stack.append(b)
+    return np.frombuffer(seen, dtype=np.uint8).astype(np.bool_)
 
 
 def is_legal(graph: Graph, order: Sequence[int]) -> bool:

@@ -1,7 +1,7 @@
 """Repeated structure: which ops play the same role in different layers.
 
 Two sources, both heuristics for searches only (a wrong group costs time, never correctness): the module path
-with its numbers left out, and colour refinement (Weisfeiler and Leman, 1968) of the graph of ops, which needs no
+with its numbers left out, and color refinement (Weisfeiler and Leman, 1968) of the graph of ops, which needs no
 names at all.
 """
 
@@ -13,7 +13,7 @@ from collections.abc import Sequence
 
 from tightship.graph import Graph
 
-__all__ = ["block_of", "colours", "layer", "pattern", "role"]
+__all__ = ["block_of", "colors", "layer", "pattern", "role"]
 
 _NUMBER = re.compile(r"\d+")
 _NUMBERED = re.compile(r"\.\d+(?=\.|$)")
@@ -38,17 +38,17 @@ def block_of(module: str, depth: int) -> str:
     return module[: ends[depth - 1]] if len(ends) >= depth > 0 else ""
 
 
-def colours(graph: Graph, rounds: int = 2) -> tuple[int, ...]:
-    """A colour per op: equal colours have the same target, sizes, and neighbourhood up to ``rounds`` steps."""
+def colors(graph: Graph, rounds: int = 2) -> tuple[int, ...]:
+    """A color per op: equal colors have the same target, sizes, and neighborhood up to ``rounds`` steps."""
     uses = graph.uses
     size = [s.size for s in graph.storages]
     ids: dict[object, int] = {}
 
-    def colour(key: object) -> int:
+    def color(key: object) -> int:
         return ids.setdefault(key, len(ids))
 
     now = [
-        colour((o.target, o.phase, tuple(size[s] for s in uses.defines[k]), len(uses.reads[k])))
+        color((o.target, o.phase, tuple(size[s] for s in uses.defines[k]), len(uses.reads[k])))
         for k, o in enumerate(graph.ops)
     ]
     for _ in range(rounds):
@@ -59,7 +59,7 @@ def colours(graph: Graph, rounds: int = 2) -> tuple[int, ...]:
                 if d >= 0:
                     into[d].append(now[k])
         now = [
-            colour(
+            color(
                 (
                     now[k],
                     tuple(now[uses.definer[s]] if uses.definer[s] >= 0 else -1 for s in uses.reads[k]),

@@ -1,8 +1,8 @@
 """AITemplate's static memory planning: greedy by size with views, constants, workspaces, and ops in parallel.
 
-Problem: one arena for a graph whose ops run in steps of at most ``streams`` ops at a time. Minimised: bytes of the
+Problem: one arena for a graph whose ops run in steps of at most ``streams`` ops at a time. Minimized: bytes of the
 arena; nothing is evicted and no op is moved but into its step. Source: AITemplate's ``memory_planning`` and
-multi-stream passes (behaviours A1 to A9). Guarantee: values of ops that may run at the same time share no bytes.
+multi-stream passes (behaviors A1 to A9). Guarantee: values of ops that may run at the same time share no bytes.
 Complexity: that of the placement. Known limits: greedy placement may be far from the lower bound, which is
 reported; ``place`` takes any other placement planner (A10).
 """
@@ -21,7 +21,7 @@ from tightship.errors import BadInput
 from tightship.graph import Graph, aligned
 from tightship.options import option
 from tightship.plan import Plan, Problem
-from tightship.planners.layout import pack_workspaces, stays, unevicted_plan
+from tightship.planners.layout import pack_workspaces, residences, unevicted_plan
 from tightship.planners.lifetimes import in_steps
 from tightship.planners.packing import Search, pack
 from tightship.simulate import baseline
@@ -71,7 +71,7 @@ def plan(graph: Graph, options: Options | None = None) -> Plan:
     offsets = dict(zip((r.storage for r in found), packed.offsets, strict=True))
     order = sorted(range(len(step)), key=lambda k: (step[k], k))
     steps = baseline(graph, order)
-    rows = list(stays(graph, steps))
+    rows = list(residences(graph, steps))
     packings = pack_workspaces(rows, o.alignment)
     scratch = {steps[i].op: needed.size for i, needed in packings.items()}
     unique, shared, lanes = _workspaces(graph, scratch, step, o)
@@ -79,7 +79,7 @@ def plan(graph: Graph, options: Options | None = None) -> Plan:
     own = {k: values + at for k, at in unique.items()} | {
         k: values + sum(scratch[u] for u in unique) + at for k, at in lanes.items()
     }
-    residences = tuple(
+    placed = tuple(
         replace(r, offset=offsets[r.storage])
         if r.storage >= 0
         else replace(r, offset=own[steps[r.start].op] + packings[r.start].offsets[r])
@@ -98,7 +98,7 @@ def plan(graph: Graph, options: Options | None = None) -> Plan:
         "constant_offsets": constants,
         "unique_offsets": {graph.ops[k].name: own[k] for k in unique},
     }
-    return unevicted_plan(graph, steps, residences, "aitemplate", began=began, facts=facts, note=_note(facts))
+    return unevicted_plan(graph, steps, placed, "aitemplate", began=began, facts=facts, note=_note(facts))
 
 
 def records(graph: Graph, options: Options | None = None) -> tuple[Record, ...]:

@@ -1,6 +1,6 @@
 """Grappler's memory optimizer: cheap ops run again for the backward, values live at the peak swapped out and in.
 
-Problem: what TensorFlow's ``MemoryOptimizer`` decides (behaviours G1-G5, G8-G13), on graphs of this project; its
+Problem: what TensorFlow's ``MemoryOptimizer`` decides (behaviors G1-G5, G8-G13), on graphs of this project; its
 targets, the ops under ``gradients/``, are the backward ops where nothing has such a name. Of a graph read from
 TensorFlow's files exactly the nodes that Grappler recomputes are recomputed. Measure: its own: a list
 of cheap kinds of op, and a ranking by times. Source: tensorflow/core/grappler/optimizers/memory_optimizer.cc.

@@ -1,7 +1,7 @@
 """Whole buffers shared by name: a dead storage's buffer becomes that of a new one.
 
-Problem: which storages share a buffer, without offsets. Minimised: the sum of the buffers. Source: Caffe2's
-memonger (behaviours M1 to M9). Guarantee: along the graph's order, no two that are alive together share; with
+Problem: which storages share a buffer, without offsets. Minimized: the sum of the buffers. Source: Caffe2's
+memonger (behaviors M1 to M9). Guarantee: along the graph's order, no two that are alive together share; with
 ``any_order``, in no order that the dependencies allow, which is what parallel executors need. Complexity: linear
 in the graph, times the free buffers looked at. Known limits: one buffer per name, so a small storage may hold a large
 buffer; ``lifetimes.in_any_order`` gives the same safety to the placement planners, in a smaller arena (M10).
@@ -22,7 +22,7 @@ from tightship.errors import BadInput
 from tightship.graph import Graph, aligned
 from tightship.options import option
 from tightship.plan import Plan, Residence
-from tightship.planners.layout import pack_workspaces, stays, unevicted_plan
+from tightship.planners.layout import pack_workspaces, residences, unevicted_plan
 from tightship.simulate import baseline
 
 __all__ = ["Buffers", "Options", "in_any_order", "in_list_order", "mapping", "plan", "recycled", "renamed"]
@@ -209,7 +209,7 @@ def plan(graph: Graph, options: Options | None = None) -> Plan:
     o = options or Options()
     began = time.perf_counter()
     found, note = recycled(graph, o)
-    residences, arena = _placed(graph, found, o.any_order)
+    placed, arena = _placed(graph, found, o.any_order)
     alone = sum(graph.storages[s].size for s in found.of)
     facts = {
         "mapping": _names(graph, found),
@@ -219,9 +219,7 @@ def plan(graph: Graph, options: Options | None = None) -> Plan:
     }
     note = note or f"{facts['saved']} bytes saved by sharing buffers"
     steps = baseline(graph)
-    return unevicted_plan(
-        graph, steps, residences, "memonger", began=began, facts=facts, note=note, arena=arena
-    )
+    return unevicted_plan(graph, steps, placed, "memonger", began=began, facts=facts, note=note, arena=arena)
 
 
 def recycled(graph: Graph, options: Options | None = None) -> tuple[Buffers, str]:
@@ -310,7 +308,7 @@ def _names(graph: Graph, found: Buffers) -> dict[str, str]:
 def _placed(graph: Graph, found: Buffers, any_order: bool) -> tuple[Iterator[Residence], int]:
     """Buffers one after the other; what ops need while they run above, side by side where they may run together."""
     starts = [0, *accumulate(aligned(size, graph.alignment) for size in found.sizes)]
-    rows = list(stays(graph, baseline(graph)))
+    rows = list(residences(graph, baseline(graph)))
     workspaces = pack_workspaces(rows, graph.alignment)
     above: dict[int, int] = {}  # where the workspace of a step begins
     base = top = starts[-1]

@@ -1,6 +1,6 @@
 """Save the bytes across the forward's end whose recomputation would cost more; evict the rest.
 
-Problem: the saved set between forward and backward that minimises bytes + price * seconds of recomputation, for a
+Problem: the saved set between forward and backward that minimizes bytes + price * seconds of recomputation, for a
 range of prices. Measure: extra seconds among those that meet the budget, else the peak. Source: the minimum cut of
 PyTorch's ``min_cut_rematerialization_partition`` (Horace He), here over storages, without its bans, which are
 heuristics for fusing compilers, and with seconds priced against bytes, so that the prices trace the convex hull of

@@ -1,12 +1,12 @@
 """TVM's hill climb: first fit by size, then five hundred swaps of two buffers that may be in the way of the top.
 
-Problem: offsets for buffers with known live ranges. Minimised: the arena. Source: ``hill_climb`` of Apache TVM's
+Problem: offsets for buffers with known live ranges. Minimized: the arena. Source: ``hill_climb`` of Apache TVM's
 unified static memory planner: the order is by size, then by conflicts, then by name, each descending; a buffer that
 makes up the top of the arena is picked; one of its conflicts that comes before it is swapped with another such, or,
 three times out of four, with a conflict of any of its conflicts that comes before that one. What is not smaller is
 taken with a probability that falls with the number of attempts and how much larger it is, else the swap is undone.
 TVM returns the last one that it accepted, this planner the smallest. Guarantee: never worse than first fit in that
-order. Complexity: one greedy packing an attempt. Known limits: half a thousand attempts in one neighbourhood; our
+order. Complexity: one greedy packing an attempt. Known limits: half a thousand attempts in one neighborhood; our
 ``hill-climb`` goes further.
 """
 

@@ -20,6 +20,7 @@ from tightship.hlo.assign.bound import lower_bound
 from tightship.hlo.assign.check import check
 from tightship.hlo.assign.heap import best_fit, most_alive, replay, stays
 from tightship.hlo.liveness import live_ranges
+from tightship.options import option
 
 __all__ = ["Options", "plan"]
 
@@ -29,9 +30,11 @@ PLANNER = "assign/xla"
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """``target``: cpu or gpu decides alignment and what a fusion may write over; auto: as the module says."""
-
-    target: str = "auto"
+    target: str = option(
+        "auto",
+        "machine whose alignment and fusions' in-place rules hold: cpu, gpu, or auto, as the module says",
+        choices=("auto", *TARGETS),
+    )
 
 
 def plan(module: Module, options: Options | None = None) -> Assignment:
@@ -65,5 +68,7 @@ def known_target(module: Module, target: str) -> str:
     if target == "auto":
         return target_of(module)
     if target not in TARGETS:
-        raise BadInput(f"a target is auto, {' or '.join(TARGETS)}", target, "--target")
+        raise BadInput(
+            f"unknown target {target!r}: there are auto, {' and '.join(TARGETS)}", place="--target"
+        )
     return target

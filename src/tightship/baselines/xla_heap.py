@@ -1,6 +1,6 @@
 """XLA's heap: two orders, each buffer into the smallest free chunk that fits; the smaller heap wins.
 
-Problem: offsets for buffers with known live ranges. Minimised: the arena. Source: XLA's
+Problem: offsets for buffers with known live ranges. Minimized: the arena. Source: XLA's
 ``GlobalDecreasingSizeBestFitHeap`` under ``ChooseBestHeapAlgorithm``, with its tie-breaks: *spatial* takes the
 largest first, then the longest-lived, then the lowest id; *temporal* the longest-lived first, to the last end of
 those colocated, then the largest, then the lowest id; among equal heaps the spatial one. The smallest chunk that
@@ -59,9 +59,10 @@ def offsets(
     count = len(z)
     own = np.arange(count) if group is None else np.asarray(group)
     if any(c.shape != (count,) for c in (lo, up, z, own)):
-        raise BadInput("lower, upper, size and group are of one length", count, "xla_heap.offsets")
+        lengths = ", ".join(str(len(c)) for c in (lo, up, z, own))
+        raise BadInput(f"lower, upper, size and group have different lengths: {lengths}")
     if (lo >= up).any() or (z < 0).any() or alignment < 1:
-        raise BadInput("live ranges are not empty, sizes not negative, and an alignment is at least 1")
+        raise BadInput(f"an empty live range, a negative size or alignment {alignment} below 1")
     if not count:
         return np.empty(0, dtype=np.int64), 0, "spatial"
     by_birth = np.lexsort((np.arange(count), lo))

@@ -10,30 +10,168 @@ import argparse
 import gc
 import shlex
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from typing import NoReturn
+from dataclasses import dataclass
+from typing import Any, NoReturn
 
 import tightship
 from tightship import api
 from tightship.cli import hlo, pack, verbs
-from tightship.cli.options import add_model, add_options
-from tightship.cli.output import Output
+from tightship.cli.options import add_options
+from tightship.cli.output import INTERRUPTED, Output
 from tightship.errors import TightshipError
+from tightship.hlo.assign import tight
+from tightship.planners import default, packing
 
 __all__ = ["Usage", "main", "parser"]
 
 _EPILOG = "exit status: 0 done, 1 infeasible or not verified, 2 bad input or usage, 130 interrupted"
+_BUDGET = (
+    "bytes with a unit (6GiB, 512MB), a percentage of the unplanned peak (60%%), or static+60%%: the static set and "
+    "that share of what the unplanned step needs beyond it"
+)
 _SOURCE = (
     "module:factory (found from the current folder; factory() returns (model, sample), (model, loss_fn, sample) or "
     "(model, loss_fn, optimizer, sample)), model.onnx, a graph.pb of TensorFlow's, a module.txt of HLO, or a "
     "graph.json or plan.json of tightship's"
 )
-_BUDGET = (
-    "bytes with a unit (6GiB, 512MB), a percentage of the unplanned peak (60%%), or static+60%%: the static set and "
-    "that share of what the unplanned step needs beyond it"
+_CHOICE = argparse.BooleanOptionalAction
+
+
+def _argument(names: str, metavar: str | None, help: str, **how: Any) -> tuple[list[str], dict[str, Any]]:
+    return names.split(), how | {"help": help} | ({} if metavar is None else {"metavar": metavar})
+
+
+_ARGUMENTS = {
+    "source": _argument("source", "SOURCE", _SOURCE),
+    "source|plan": _argument("source", "SOURCE|PLAN", _SOURCE),
+    "plan|packed": _argument("plan", "PLAN|PACKED.csv", "a plan.json, or what pack wrote"),
+    "problem": _argument("problem", "PROBLEM.csv", "columns id, lower, upper, size; see the docs"),
+    "module": _argument("module", "MODULE.txt", "a scheduled HLO module as text"),
+    "budget": _argument("--budget -b", "B", f"{_BUDGET}; none: keep everything"),
+    "explained budget": _argument("--budget -b", "B", f"also explain a plan for it: {_BUDGET}"),
+    "planner": _argument("--planner", "NAME", "one planner instead of the search, with options of its own: memonger, "
+        "aitemplate, grappler, …; for a module.txt, the rematerialization: search or xla (default: search)"),
+    "placement": _argument("--planner", "NAME", f"placement algorithm (default: {packing.DEFAULT})",
+        default=packing.DEFAULT),
+    "assignment": _argument("--planner", "NAME", "tight (default), or xla: XLA's own", default="tight"),
+    "max-batch": _argument("--max-batch", None, "find the largest batch that fits the budget, and its plan",
+        action="store_true"),
+    "batch-dim": _argument("--batch-dim", "N",
+        "which dimension of the sample's tensors is the batch, from 0 (with --max-batch; default: 0)", type=int),
+    "points": _argument("--points", "N", "budgets to plan for, all of them together in --seconds (default: 9)",
+        type=int, default=9),
+    "peers": _argument("--peers", None, "compare with others: checkpoints around blocks, PyTorch's "
+        "activation_memory_budget, XLA's own way", action=_CHOICE, default=True),
+    "top": _argument("--top", "N", "rows of each table (default: 10)", type=int, default=10),
+    "baseline": _argument("--baseline", "FILE", "warm start; the result is never worse"),
+    "order": _argument("--order", None, "look for another legal schedule that needs less", action="store_true"),
+    "capacity": _argument("--capacity -c", "B", "bytes, with or without a unit, that have to do"),
+    "pool": _argument("--pool", "NAME[=B]", "a pool, the first one being tried first, and the bytes it has (may be "
+        "given several times)", action="append", default=[]),
+    "heap": _argument("--heap", "[NAME=]B", "the most bytes of a heap: of one pool, or where there is only one",
+        action="append", default=[]),
+    "checked source": _argument("--source", "SOURCE", "check against this graph, not the one in the plan's file"),
+    "output": _argument("--output -o", "FILE", "write the plan as JSON"),
+    "packed output": _argument("--output -o", "FILE", "write the same rows, each with its offset"),
+    "picture": _argument("--picture --svg", "FILE", "draw it as SVG", dest="picture"),
+    "report": _argument("--report", "FILE", "write one HTML page that shows everything, offline"),
+    "trace": _argument("--trace", "FILE", "write a Chrome trace for Perfetto (.gz: compressed)"),
+    "snapshot": _argument("--snapshot", "FILE", "write a memory snapshot for PyTorch's viewers"),
+    "write": _argument("--write", "FILE", "write the model, graph or module as planned: order, clones"),
+    "copies": _argument("--copies", None, "how --write copies out in a graph.pb: copy (ops that GPUs have) or "
+        "identity (to the host's device) (default: copy)", choices=("copy", "identity")),
+    "out": _argument("--out", "DIR", "where plans and pictures go", default="demo-out"),
+    "steps": _argument("--steps", "N", "training steps of each model, at least 5", type=int, default=12),
+    "shape": _argument("--shape", "NAME=N,…", "of a model.onnx or a graph.pb: sizes of symbolic dimensions, such as "
+        "batch=4,seq=128, or of a value, such as x=1x3x224x224", action="append"),
+    "fetch": _argument("--fetch", "NAME,…", "of a graph.pb: nodes that are run; what they do not need is left out "
+        "(default: a MetaGraph's train_op, else all)", action="append"),
+    "feed": _argument("--feed", "NAME,…", "of a graph.pb: nodes besides placeholders whose results are given, and "
+        "never recomputed", action="append"),
+    "views": _argument("--views", None, "of a model.onnx: whether the runtime makes views where it can, or copies "
+        "(default: views)", action=_CHOICE),
+    "in-place": _argument("--in-place", None, "of a model.onnx: what the runtime writes over an input nobody needs: "
+        "as onnxruntime does, all that is elementwise, or none (default: onnxruntime)",
+        choices=("onnxruntime", "elementwise", "none")),
+}  # fmt: skip
+"""Every argument of every verb; those that differ between verbs by more than their place stand here twice."""
+
+_MODEL = ("shape", "fetch", "feed", "views", "in-place")
+
+
+@dataclass(frozen=True)
+class _Verb:
+    """A verb: what it does, what runs it, its arguments by name, and the dataclass of its planner's options."""
+
+    summary: str
+    run: Callable[[argparse.Namespace, Output], int]
+    arguments: Sequence[str] = ()
+    options: type[Any] | None = None
+
+
+_PLAN = (
+    "source",
+    "budget",
+    "planner",
+    "max-batch",
+    "batch-dim",
+    "output",
+    "picture",
+    "report",
+    "trace",
+    "snapshot",
 )
-_REPORT = "write one HTML page that shows everything, offline"
+_VERBS = {
+    "demo": _Verb("train real models within a budget and show what happened", verbs.demo, ("out", "steps")),
+    "plan": _Verb(
+        "decide what to keep, recompute and move, and where every byte lies",
+        verbs.plan,
+        (*_PLAN, "write", "copies", *_MODEL),
+        default.Options,
+    ),
+    "frontier": _Verb(
+        "time against memory: plans for many budgets, and what other policies come to",
+        verbs.frontier,
+        ("source", "points", "peers", "picture", "report", *_MODEL),
+        default.Options,
+    ),
+    "explain": _Verb(
+        "who makes up the peak, and where it came from",
+        verbs.explain,
+        ("source|plan", "explained budget", "top", *_MODEL),
+        default.Options,
+    ),
+    "pack": _Verb(
+        "placement alone: give every buffer of a CSV file its offset",
+        pack.pack,
+        (
+            "problem",
+            "capacity",
+            "pool",
+            "heap",
+            "packed output",
+            "placement",
+            "baseline",
+            "picture",
+            "report",
+        ),
+        packing.Search,
+    ),
+    "verify": _Verb(
+        "exit 0 only if nothing is wrong; say what is wrong and where",
+        verbs.verify,
+        ("plan|packed", "capacity", "pool", "heap", "checked source", *_MODEL),
+    ),
+    "assign": _Verb(
+        "aliasing, liveness and buffer assignment of a scheduled HLO module",
+        hlo.assign,
+        ("module", "assignment", "order", "write", "report"),
+        tight.Options,
+    ),
+    "planners": _Verb("what planners there are, one line each", verbs.planners),
+}
 
 
 class Usage(TightshipError):
@@ -52,156 +190,34 @@ def parser(given: Sequence[str] = ()) -> argparse.ArgumentParser:
     top.epilog = _EPILOG
     top.add_argument("--version", action="version", version=f"tightship {tightship.__version__}")
     actions = top.add_subparsers(dest="verb", metavar="VERB", required=True)
-    for name, (add, summary) in _VERBS.items():
-        verb = actions.add_parser(name, help=summary, description=f"{name}: {summary}.", epilog=_EPILOG)
-        verb.add_argument("--json", action="store_true", help="print one JSON object and nothing else")
-        verb.add_argument(
+    for name, verb in _VERBS.items():
+        added = actions.add_parser(
+            name, help=verb.summary, description=f"{name}: {verb.summary}.", epilog=_EPILOG
+        )
+        added.add_argument("--json", action="store_true", help="print one JSON object and nothing else")
+        added.add_argument(
             "--quiet", "-q", action="store_true", help="no progress, and errors alone for people"
         )
-        add(verb)
-        if name == "plan":
-            _add_planner(verb, given)
+        for argument in verb.arguments:
+            names, how = _ARGUMENTS[argument]
+            added.add_argument(*names, **how)
+        options = _named_options(given) if name == "plan" else verb.options
+        if options is not None:
+            add_options(added, options)
+        added.set_defaults(run=verb.run, options=options)
     return top
 
 
-def _add_planner(verb: argparse.ArgumentParser, given: Sequence[str]) -> None:
-    """The option ``--planner`` and the options of the planner that it names in what was given."""
+def _named_options(given: Sequence[str]) -> type[Any]:
+    """The options of the planner that ``plan --planner`` names in what was given."""
     known = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
-    text = "one planner instead of the search, with options of its own: memonger, aitemplate, grappler, …; for a "
-    text += "module.txt, who rematerialises it: search or xla (default: search)"
-    for either in (verb, known):
-        either.add_argument("--planner", metavar="NAME", default=None, help=text)
+    known.add_argument("--planner")
     try:
         name = known.parse_known_args(list(given))[0].planner if "plan" in given else None
     except argparse.ArgumentError:
         name = None  # the parser itself says what is wrong
-    from tightship.planners.default import Options
-
-    system = api.systems().get(name or "")
-    options = Options if system is None else system.options
-    add_options(verb, options)
-    verb.set_defaults(run=verbs.plan, options=options)
-
-
-def _add_demo(verb: argparse.ArgumentParser) -> None:
-    verb.add_argument("--out", metavar="DIR", default="demo-out", help="where plans and pictures go")
-    verb.add_argument(
-        "--steps", type=int, metavar="N", default=12, help="training steps of each model, at least 5"
-    )
-    verb.set_defaults(run=verbs.demo)
-
-
-def _add_plan(verb: argparse.ArgumentParser) -> None:
-    verb.add_argument("source", metavar="SOURCE", help=_SOURCE)
-    verb.add_argument("--budget", "-b", metavar="B", help=f"{_BUDGET}; none: keep everything")
-    verb.add_argument("--output", "-o", metavar="FILE", help="write the plan as JSON")
-    verb.add_argument(
-        "--max-batch", action="store_true", help="find the largest batch that fits the budget, and its plan"
-    )
-    text = "which dimension of the sample's tensors is the batch, from 0 (with --max-batch; default: 0)"
-    verb.add_argument("--batch-dim", type=int, metavar="N", help=text)
-    verb.add_argument("--picture", metavar="FILE", help="draw memory over the step as SVG")
-    verb.add_argument("--report", metavar="FILE", help=_REPORT)
-    verb.add_argument("--trace", metavar="FILE", help="write a Chrome trace for Perfetto (.gz: compressed)")
-    verb.add_argument("--snapshot", metavar="FILE", help="write a memory snapshot for PyTorch's viewers")
-    verb.add_argument(
-        "--write", metavar="FILE", help="write the model, graph or module as planned: order, clones"
-    )
-    text = (
-        "how --write copies out in a graph.pb: copy (ops that GPUs have) or identity (to the host's device)"
-    )
-    verb.add_argument("--copies", choices=("copy", "identity"), help=f"{text} (default: copy)")
-    add_model(verb)
-
-
-def _add_frontier(verb: argparse.ArgumentParser) -> None:
-    from tightship.planners.default import Options
-
-    verb.add_argument("source", metavar="SOURCE", help=_SOURCE)
-    verb.add_argument("--report", metavar="FILE", help=_REPORT)
-    text = "budgets to plan for, all of them together in --seconds (default: 9)"
-    verb.add_argument("--points", type=int, metavar="N", default=9, help=text)
-    verb.add_argument("--svg", "--picture", dest="picture", metavar="FILE", help="draw it as SVG")
-    text = "compare with others: checkpoints around blocks, PyTorch's activation_memory_budget, XLA's own way"
-    verb.add_argument("--peers", action=argparse.BooleanOptionalAction, default=True, help=text)
-    add_model(verb)
-    add_options(verb, Options)
-    verb.set_defaults(run=verbs.frontier, options=Options)
-
-
-def _add_explain(verb: argparse.ArgumentParser) -> None:
-    from tightship.planners.default import Options
-
-    verb.add_argument("source", metavar="SOURCE|PLAN", help=_SOURCE)
-    verb.add_argument("--budget", "-b", metavar="B", help=f"also explain a plan for it: {_BUDGET}")
-    verb.add_argument("--top", type=int, metavar="N", default=10, help="rows of each table (default: 10)")
-    add_model(verb)
-    add_options(verb, Options)
-    verb.set_defaults(run=verbs.explain, options=Options)
-
-
-def _add_pack(verb: argparse.ArgumentParser) -> None:
-    from tightship.planners.packing import DEFAULT, Search
-
-    verb.add_argument("problem", metavar="PROBLEM.csv", help="columns id, lower, upper, size; see the docs")
-    verb.add_argument("--capacity", "-c", metavar="B", help="bytes, with or without a unit, that have to do")
-    _add_pools(verb)
-    verb.add_argument("--output", "-o", metavar="FILE", help="write the same rows, each with its offset")
-    verb.add_argument("--planner", metavar="NAME", default=DEFAULT, help=f"who places (default: {DEFAULT})")
-    verb.add_argument("--baseline", metavar="FILE", help="a packing that the answer is never worse than")
-    verb.add_argument("--svg", "--picture", dest="picture", metavar="FILE", help="draw the packing as SVG")
-    verb.add_argument("--report", metavar="FILE", help=_REPORT)
-    add_options(verb, Search)
-    verb.set_defaults(run=pack.pack, options=Search)
-
-
-def _add_pools(verb: argparse.ArgumentParser) -> None:
-    text = "a pool, the first one being tried first, and the bytes it has (may be given several times)"
-    verb.add_argument("--pool", action="append", default=[], metavar="NAME[=B]", help=text)
-    text = "the most bytes of a heap: of one pool, or where there is only one"
-    verb.add_argument("--heap", action="append", default=[], metavar="[NAME=]B", help=text)
-
-
-def _add_assign(verb: argparse.ArgumentParser) -> None:
-    from tightship.hlo.assign.tight import Options
-
-    verb.add_argument("module", metavar="MODULE.txt", help="a scheduled HLO module as text")
-    verb.add_argument("--planner", metavar="NAME", default="tight", help="tight (default), or xla: XLA's own")
-    verb.add_argument("--order", action="store_true", help="look for another legal schedule that needs less")
-    verb.add_argument("--write", metavar="FILE", help="write the module, in the order chosen")
-    verb.add_argument("--report", metavar="FILE", help=_REPORT)
-    add_options(verb, Options)
-    verb.set_defaults(run=hlo.assign, options=Options)
-
-
-def _add_verify(verb: argparse.ArgumentParser) -> None:
-    verb.add_argument("plan", metavar="PLAN|PACKED.csv", help="a plan.json, or what pack wrote")
-    verb.add_argument("--capacity", "-c", metavar="B", help="bytes that a packing has to do with")
-    _add_pools(verb)
-    verb.add_argument(
-        "--source", metavar="SOURCE", help="check against this graph, not the one in the plan's file"
-    )
-    add_model(verb)
-    verb.set_defaults(run=verbs.verify)
-
-
-def _add_planners(verb: argparse.ArgumentParser) -> None:
-    verb.set_defaults(run=verbs.planners)
-
-
-_VERBS = {
-    "demo": (_add_demo, "train real models within a budget and show what happened"),
-    "plan": (_add_plan, "decide what to keep, recompute and move, and where every byte lies"),
-    "frontier": (
-        _add_frontier,
-        "time against memory: plans for many budgets, and what other policies come to",
-    ),
-    "explain": (_add_explain, "who makes up the peak, and where it came from"),
-    "pack": (_add_pack, "placement alone: give every buffer of a CSV file its offset"),
-    "verify": (_add_verify, "exit 0 only if nothing is wrong; say what is wrong and where"),
-    "assign": (_add_assign, "aliasing, liveness and buffer assignment of a scheduled HLO module"),
-    "planners": (_add_planners, "what planners there are, one line each"),
-}
+    system = api.systems().get(name or "") if name else None
+    return default.Options if system is None else system.options
 
 
 @contextmanager
@@ -224,20 +240,17 @@ def main(argv: Sequence[str] | None = None) -> int:
         try:
             chosen, unknown = parser(given).parse_known_args(given)
             if unknown:
-                said = f"unrecognized arguments: {' '.join(unknown)}"
-                raise Usage(f"{said} (see tightship {chosen.verb} --help)")
+                fault = f"unrecognized arguments: {' '.join(unknown)}"
+                raise Usage(f"{fault} (see tightship {chosen.verb} --help)")
             chosen.command = shlex.join(["tightship", *given])
             status: int = chosen.run(chosen, out)
             return status
-        except Usage as error:
-            out.failed(error)
-            return 2
         except TightshipError as error:
             out.failed(error)
             return error.exit_status
         except KeyboardInterrupt:
             out.interrupted()
-            return pack.INTERRUPTED
+            return INTERRUPTED
         except BrokenPipeError:
             out.closed()
             return 1

@@ -10,8 +10,7 @@ from rich.console import RenderableType
 
 from tightship import hlo
 from tightship.cli.options import given_options
-from tightship.cli.output import Output
-from tightship.cli.source import writable
+from tightship.cli.output import Output, writable
 from tightship.diagnose.changes import Change, changes
 from tightship.errors import BadInput
 from tightship.hlo import Module
@@ -24,7 +23,7 @@ from tightship.planners import planner
 from tightship.report.hlo import assignment_rows, assignment_text, peak_rows, peak_table
 from tightship.report.pages.assignment import assignment_page
 from tightship.report.progress import Line
-from tightship.report.prose import change_lines
+from tightship.report.text import change_lines
 from tightship.serde import write_file
 from tightship.simulate import Timeline, baseline, replay
 from tightship.units import format_bytes
@@ -38,9 +37,8 @@ def assign(chosen: argparse.Namespace, out: Output) -> int:
     fields = getattr(info.options, "__dataclass_fields__", {})
     for name in options:
         if name not in fields:
-            raise BadInput(
-                f"options of planner {chosen.planner!r} are {', '.join(fields)}", name, f"option --{name}"
-            )
+            known = ", ".join(fields) or "none"
+            raise BadInput(f"unknown option --{name} of planner {chosen.planner!r}: its options are {known}")
     path, page = writable(chosen.write, "--write"), writable(chosen.report, "--report")
     module, moved = _module(chosen, out)
     with Line(out.errors, f"assigning {module.name}"):
@@ -105,7 +103,7 @@ def changes_of(module: Module) -> tuple[tuple[Change, ...], Timeline]:
 def explain_module(chosen: argparse.Namespace, out: Output) -> int:
     """The peak of a module, who makes it up, and what would lower it."""
     if chosen.budget is not None:
-        raise BadInput("--budget is not for explaining a module")
+        raise BadInput("--budget is not taken for a module", place=chosen.source)
     with Line(out.errors, f"reading {chosen.source}"):
         module = _scheduled(hlo.read(chosen.source), "assign --order --write FILE")
     with Line(out.errors, f"assigning {module.name}"):
@@ -124,7 +122,7 @@ def explain_module(chosen: argparse.Namespace, out: Output) -> int:
             "residents": [asdict(r) for r in rows[: chosen.top]],
             "count": len(rows),
         },
-        "advice": [a.as_dict() for a in found],
+        "advice": [asdict(a) for a in found],
         "changes": [c.as_dict() for c in again],
     }
     place = made.live.points.module.place(made.live.schedule[step].instruction)

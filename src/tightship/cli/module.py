@@ -1,22 +1,20 @@
-"""`tightship plan module.txt` and `frontier module.txt`: rematerialisation of a scheduled HLO module."""
+"""`tightship plan module.txt` and `frontier module.txt`: rematerialization of a scheduled HLO module."""
 
 from __future__ import annotations
 
 import argparse
 import time
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from tightship import api
-from tightship.baselines import xla_assign as assigned
+from tightship.baselines import xla_assign
 from tightship.baselines.xla_remat import Result
 from tightship.cli.options import given_options, model_options
-from tightship.cli.output import Output
-from tightship.cli.source import writable
+from tightship.cli.output import Output, targets, write_targets
 from tightship.errors import BadInput
-from tightship.graph import Graph
 from tightship.hlo import Module, read, to_text
 from tightship.hlo.peak import plan_with_results, with_results
 from tightship.hlo.remat.as_plan import as_plan, graph_before
@@ -28,11 +26,10 @@ from tightship.hlo.remat.tradeoff import tradeoff
 from tightship.plan import Plan
 from tightship.planners import planner
 from tightship.planners.default import Options, top_of_peak
-from tightship.planners.frontier import Frontier
 from tightship.planners.layout import lay_out
-from tightship.report.artifacts import SHOWN
 from tightship.report.pages.plan import plan_page
 from tightship.report.progress import Line
+from tightship.result import Frontier, Planned
 from tightship.serde import write_file
 from tightship.simulate import replay
 from tightship.units import format_bytes, parse_budget
@@ -49,17 +46,120 @@ def is_module(text: str) -> bool:
     return text.endswith(_ENDINGS)
 
 
+@dataclass(frozen=True, repr=False)
+class PlannedModule(Planned):
+    """A module rematerialized within a limit: its plan is that of the entry, its numbers those of the module."""
+
+    module: Module
+    remade: Result
+    least: int
+    budget_given: bool
+
+    def rows(self) -> dict[str, Any]:
+        return dict(self._numbers)
+
+    @cached_property
+    def _numbers(self) -> dict[str, Any]:
+        module, made, plan = self.module, self.remade, self.plan
+        work, names = work_of(module), sequential_order(module)
+        inner = list(_inner(plan))
+        rows: dict[str, Any] = {
+            "peak_before": made.peak_before,
+            "peak_after": made.peak_after,
+            "budget": made.limit if self.budget_given else None,
+            "met": made.met,
+            "lower_bound": self.least + result_bytes(module),
+            "static": 0,
+            "arena": _arena(made.module),
+            "time_before": plan.time_before,
+            "time_after": plan.time + sum(p.time - p.time_before for p in inner),
+            "flops_before": sum(sum(work.flops[name].values()) for name in names),
+            "flops_after": made.flops(work, names),
+            "recomputed": len(made.recomputed),
+            "offloaded": made.count("offload"),
+            "compressed": made.count("compress"),
+            "moved": plan.moved + sum(p.moved for p in inner),
+            "added": made.added,
+            "planner": plan.planner,
+            "seconds": plan.seconds,
+            "instructions": [*made.recomputed],
+            "computations": 1 + len(inner),
+            "graph": module.name,
+        }
+        if not made.met:
+            rows["top"] = [{"name": name, "bytes": nbytes, "at": at} for name, nbytes, at in self._top()]
+        return rows
+
+    def _top(self) -> tuple[tuple[str, int, str], ...]:
+        return top_of_peak(self.graph, replay(self.graph, self.plan.steps), self.plan.steps, _TOP)
+
+    def __str__(self) -> str:
+        rows, made, module = self._numbers, self.remade, self.module
+        verdict = "within the limit" if made.met else "ABOVE the limit"
+        least, before = rows["lower_bound"], rows["time_before"]
+        longer = rows["time_after"] / before - 1 if before else 0.0
+        flops = rows["flops_after"] - rows["flops_before"]
+        facts = [
+            ("peak", f"{format_bytes(made.peak_after)}, {verdict} of {format_bytes(made.limit)}"),
+            ("before", f"{format_bytes(made.peak_before)}, as XLA counts it: results, without parameters"),
+            (
+                "placed",
+                f"{format_bytes(rows['arena'])}, beyond parameters, by XLA's assignment of what is written",
+            ),
+            (
+                "lower bound",
+                format_bytes(least) + (": no plan meets the limit" if least > made.limit else ""),
+            ),
+            (
+                "recomputed",
+                f"{len(made.recomputed)} instructions, {made.added:+d} in all; {rows['moved']} reordered",
+            ),
+            ("offloaded", f"{rows['offloaded']} to the host; {rows['compressed']} compressed"),
+            ("time", f"{100 * longer:+.2f} %, modelled; {flops:,} FLOPs more"),
+            ("planner", f"{rows['planner']}, in {rows['seconds']:.2f} s"),
+        ]
+        lines = [f"plan for {module.name} ({len(module.entry.instructions)} instructions)"]
+        lines += [f"  {name:<11}  {text}" for name, text in facts]
+        if not made.met:
+            lines += ["at its peak"] + [
+                f"  {format_bytes(n):>12}  {name} ({at})" for name, n, at in self._top()
+            ]
+        return "\n".join(lines)
+
+    def write(self, path: Path) -> None:
+        write_file(path, to_text(self.remade.module).encode())
+
+    def report(self, path: Any, *, title: str = "") -> None:
+        placed, before = self._placed(), with_results(self.module, graph_before(self.module))
+        write_file(path, plan_page(self.graph, placed.plan, rows=self.rows(), before=before).encode())
+
+    def picture(self, path: Any = None, *, title: str = "") -> str:
+        return self._placed().picture(path, title=title)
+
+    def trace(self, path: Any) -> None:
+        self._placed().trace(path)
+
+    def snapshot(self, path: Any) -> None:
+        self._placed().snapshot(path)
+
+    def _placed(self) -> Planned:
+        """To look at: what is in memory at once is placed for that, results outside the graph."""
+        layout = lay_out(self.graph, self.plan.steps, seconds=1.0)
+        return Planned(self.plan, self.graph).changed(
+            residences=layout.residences, arena=layout.arena, handed=layout.handed
+        )
+
+
 def plan_module(chosen: argparse.Namespace, out: Output) -> int:
     info = planner(chosen.planner or "search", "remat")
-    options = _options(info.options, given_options(chosen))
-    budget = parse_budget(chosen.budget, "--budget") if chosen.budget is not None else None
-    path, text = writable(chosen.output, "--output"), writable(chosen.write, "--write")
-    looks = {name: writable(getattr(chosen, name), f"--{name}") for name in SHOWN}
-    with Line(out.errors, f"reading {chosen.source}"):
-        module = read(chosen.source)
-    if not module.scheduled:
-        rule = "a module that is planned has is_scheduled=true; assign --order --write FILE schedules it"
-        raise BadInput(rule, place=str(chosen.source))
+    given, names = given_options(chosen), info.options.__dataclass_fields__
+    if unknown := sorted(given.keys() - names.keys()):
+        rule = f"unknown option {unknown[0]!r} of a module's planner: its options are {', '.join(names)}"
+        raise BadInput(rule, place=chosen.source)
+    options = info.options(**given)
+    budget = None if chosen.budget is None else parse_budget(chosen.budget, "--budget")
+    files = targets(chosen)
+    module = _module(chosen, out)
     before = module_peak(module)
     limit = before if budget is None else budget.resolve(before)
     began = time.perf_counter()
@@ -69,119 +169,44 @@ def plan_module(chosen: argparse.Namespace, out: Output) -> int:
     least = bounds(module, ways(options.allow), lossy=getattr(options, "lossy", False))
     graph, plan = plan_with_results(module, *as_plan(module, made, info.name, least))
     plan = replace(plan, seconds=seconds, source=chosen.source, command=chosen.command)
-    rows = _rows(module, made, plan, least[module.entry.name]) | {"budget": None if budget is None else limit}
-    said = [_said(module, made, rows)]
-    if not made.met:
-        top = top_of_peak(graph, replay(graph, plan.steps), plan.steps, _TOP)
-        rows["top"] = [{"name": name, "bytes": nbytes, "at": at} for name, nbytes, at in top]
-        said += ["at its peak"] + [f"  {format_bytes(nbytes):>12}  {name} ({at})" for name, nbytes, at in top]
-    if path is not None:
-        api.Planned(plan, graph).save(path)
-        rows["output"] = str(path)
-        said.append(f"written to {path}")
-    if text is not None:
-        write_file(text, to_text(made.module).encode())
-        rows["written"] = str(text)
-        said.append(f"module written to {text}")
-    for name, target in looks.items():
-        if target is not None:
-            _look(name, target, with_results(module, graph_before(module)), graph, plan, rows)
-            rows[name] = str(target)
-            said.append(f"{SHOWN[name]} {target}")
-    out.answer(rows, "\n".join(said))
+    answer = PlannedModule(plan, graph, module, made, least[module.entry.name], budget is not None)
+    rows, text = answer.rows(), [str(answer)]
+    write_targets(answer, files, rows, text)
+    out.answer(rows, "\n".join(text))
     return 0 if made.met else 1
 
 
 def module_frontier(chosen: argparse.Namespace, out: Output, options: dict[str, Any]) -> Frontier:
-    """The trade-off of a module's entry: see `planners.remat.tradeoff`."""
+    """The trade-off of a module's entry: see `hlo.remat.tradeoff`."""
     if given := [name for name, value in model_options(chosen).items() if value is not None]:
-        raise BadInput("a module's text says all sizes", ", ".join(given), chosen.source)
+        raise BadInput(f"{', '.join(given)}: a module's text says all sizes", place=chosen.source)
     if given := [name for name in ("hints", "place", "hand_out") if name in options]:
-        raise BadInput("not for a module", ", ".join(given), chosen.source)
+        raise BadInput(f"{', '.join(given)}: no option of a module's planner", place=chosen.source)
+    module = _module(chosen, out, scheduled=False)
+    with Line(out.errors, f"planning {module.name}") as line:
+        o = Options(**options)
+        found = tradeoff(
+            module, chosen.points, o, lambda text: line.say(text, always=True), peers=chosen.peers
+        )
+    return Frontier.of(found)
+
+
+def _module(chosen: argparse.Namespace, out: Output, *, scheduled: bool = True) -> Module:
     with Line(out.errors, f"reading {chosen.source}"):
         module = read(chosen.source)
-    with Line(out.errors, f"planning {module.name}") as line:
-        return tradeoff(
-            module,
-            chosen.points,
-            Options(**options),
-            lambda text: line.say(text, always=True),
-            peers=chosen.peers,
-        )
-
-
-def _look(name: str, target: Path, before: Graph, graph: Graph, plan: Plan, rows: dict[str, Any]) -> None:
-    """A plan of a module to look at. What is in memory at once is placed for that, results outside the graph."""
-    layout = lay_out(graph, plan.steps, seconds=1.0)
-    placed = replace(plan, residences=layout.residences, arena=layout.arena, handed=layout.handed)
-    if name == "report":
-        write_file(target, plan_page(graph, placed, rows=rows, before=before).encode())
-    else:
-        getattr(api.Planned(placed, graph), name)(target)
-
-
-def _options(kind: type[Any], given: dict[str, Any]) -> Any:
-    known = {name: value for name, value in given.items() if name in kind.__dataclass_fields__}
-    if unknown := sorted(set(given) - set(known)):
-        rule = f"options of a module's planner are {', '.join(kind.__dataclass_fields__)}"
-        raise BadInput(rule, ", ".join(unknown), "options")
-    return kind(**known)
-
-
-def _rows(module: Module, made: Result, plan: Plan, least: int) -> dict[str, Any]:
-    work, names = work_of(module), sequential_order(module)
-    longer = sum(p.time - p.time_before for p in _inner(plan))
-    return {
-        "peak_before": made.peak_before,
-        "peak_after": made.peak_after,
-        "budget": made.limit,
-        "met": made.met,
-        "lower_bound": least + result_bytes(module),
-        "static": 0,
-        "arena": _arena(made.module),
-        "time_before": plan.time_before,
-        "time_after": plan.time + longer,
-        "flops_before": sum(sum(work.flops[name].values()) for name in names),
-        "flops_after": made.flops(work, names),
-        "recomputed": len(made.recomputed),
-        "offloaded": made.count("offload"),
-        "compressed": made.count("compress"),
-        "moved": plan.moved + sum(p.moved for p in _inner(plan)),
-        "added": made.added,
-        "planner": plan.planner,
-        "seconds": plan.seconds,
-        "instructions": [*made.recomputed],
-        "computations": 1 + sum(1 for _ in _inner(plan)),
-        "graph": module.name,
-    }
+    if scheduled and not module.scheduled:
+        rule = "the module is not scheduled (no is_scheduled=true): assign --order --write FILE schedules it"
+        raise BadInput(rule, place=chosen.source)
+    return module
 
 
 def _arena(module: Module) -> int:
     """Bytes that XLA's buffer assignment of a module takes in the device's memory beyond its parameters."""
-    made = assigned.plan(module)
-    return sum(a.size for a in made.allocations if a.kind != "parameter" and not a.space)
+    assignment = xla_assign.plan(module)
+    return sum(a.size for a in assignment.allocations if a.kind != "parameter" and not a.space)
 
 
 def _inner(plan: Plan) -> Iterator[Plan]:
     for row in plan.inner:
         yield row.plan
         yield from _inner(row.plan)
-
-
-def _said(module: Module, made: Result, rows: dict[str, Any]) -> str:
-    verdict = "within the limit" if made.met else "ABOVE the limit"
-    least = rows["lower_bound"]
-    longer = rows["time_after"] / rows["time_before"] - 1 if rows["time_before"] else 0.0
-    lines = [
-        f"plan for {module.name} ({len(module.entry.instructions)} instructions)",
-        f"  peak         {format_bytes(made.peak_after)}, {verdict} of {format_bytes(made.limit)}",
-        f"  before       {format_bytes(made.peak_before)}, as XLA counts it: results, without parameters",
-        f"  placed       {format_bytes(rows['arena'])}, beyond parameters, by XLA's assignment of what is written",
-        f"  lower bound  {format_bytes(least)}" + (": no plan meets the limit" if least > made.limit else ""),
-        f"  recomputed   {len(made.recomputed)} instructions, {made.added:+d} in all; {rows['moved']} moved",
-        f"  set aside    {rows['offloaded']} copied to the host, {rows['compressed']} packed",
-        f"  time         {100 * longer:+.2f} %, "
-        f"modelled; {rows['flops_after'] - rows['flops_before']:,} FLOPs more",
-        f"  planner      {rows['planner']}, in {rows['seconds']:.2f} s",
-    ]
-    return "\n".join(lines)

@@ -1,41 +1,41 @@
-"""A planner's options as command-line options: names, types and defaults from its dataclass, help from its
-docstring."""
+"""A planner's options as command-line options: the fields of its dataclass, with their types, defaults and help."""
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
-import re
 from typing import Any, get_type_hints
 
 from tightship.errors import BadInput
 from tightship.options import help_of
 from tightship.units import MAX_BYTES
 
-__all__ = ["add_model", "add_options", "documented", "given_options", "model_options"]
+__all__ = ["add_options", "flag_of", "given_options", "model_options"]
 
-_READERS = {int: int, float: float, str: str}
-_SHOWN = {"allow": "WAY,…", "hints": "PATTERN=WAY,…"}
-"""What stands for the value of an option that is not a name or a number."""
+_READERS = {int: ("N", int), float: ("X", float), str: ("NAME", str)}
+"""By type: what stands for an option's value, and how it is read."""
 
 
 def add_options(parser: argparse.ArgumentParser, options: type[Any]) -> None:
     """One ``--option`` for each field; what is not given stays out of the namespace's way as None."""
     group = parser.add_argument_group("planner")
     hints = get_type_hints(options)
-    documented_of = documented(options)
     for field in dataclasses.fields(options):
-        flag = f"--{field.name.replace('_', '-')}"
+        flag = flag_of(field.name)
         default = "none" if field.default == "" else field.default
-        text = f"{help_of(field) or documented_of.get(field.name, '')} (default: {default})".strip().replace(
-            "%", "%%"
-        )
+        text = f"{help_of(field)} (default: {default})".strip().replace("%", "%%")
         if hints[field.name] is bool:
             group.add_argument(flag, action=argparse.BooleanOptionalAction, help=text, default=None)
-        else:
-            metavar = {int: "N", float: "X"}.get(hints[field.name], _SHOWN.get(field.name, "NAME"))
-            reader = _READERS.get(hints[field.name], str)
-            group.add_argument(flag, dest=field.name, type=reader, metavar=metavar, help=text)
+            continue
+        metavar, reader = _READERS.get(hints[field.name], ("NAME", str))
+        metavar = field.metadata.get("metavar") or metavar
+        choices = field.metadata.get("choices") or None
+        group.add_argument(flag, dest=field.name, type=reader, metavar=metavar, choices=choices, help=text)
+
+
+def flag_of(name: str) -> str:
+    """A field's name as it is written on the command line."""
+    return f"--{name.replace('_', '-')}"
 
 
 def given_options(chosen: argparse.Namespace) -> dict[str, Any]:
@@ -44,42 +44,12 @@ def given_options(chosen: argparse.Namespace) -> dict[str, Any]:
     given = {name: value for name, value in given.items() if value is not None}
     for name, value in given.items():
         if isinstance(value, (int, float)) and not value >= 0:
-            raise BadInput("a number is not negative", value, f"option --{name.replace('_', '-')}")
+            raise BadInput(f"{flag_of(name)} must not be negative", value)
         if isinstance(value, int) and value > MAX_BYTES:
-            raise BadInput("a number is at most 2^63-1", value, f"option --{name.replace('_', '-')}")
+            raise BadInput(f"{flag_of(name)} is at most 2^63-1", value)
     return given
 
 
-def add_model(parser: argparse.ArgumentParser) -> None:
-    """What can be said of a model.onnx, and of a graph.pb."""
-    group = parser.add_argument_group("a model.onnx or a graph.pb")
-    text = "sizes of symbolic dimensions, such as batch=4,seq=128, or of a value, such as x=1x3x224x224"
-    group.add_argument("--shape", metavar="NAME=N,…", action="append", help=text)
-    group = parser.add_argument_group("a graph.pb of TensorFlow's")
-    text = "nodes that are run; what they do not need is left out (default: a MetaGraph's train_op, else all)"
-    group.add_argument("--fetch", metavar="NAME,…", action="append", help=text)
-    text = "nodes besides placeholders whose results are given, and never made again"
-    group.add_argument("--feed", metavar="NAME,…", action="append", help=text)
-    group = parser.add_argument_group("a model.onnx")
-    text = "whether the runtime makes views where it can, or copies (default: views)"
-    group.add_argument("--views", action=argparse.BooleanOptionalAction, help=text, default=None)
-    text = "what it writes over an input nobody needs: as onnxruntime does, all that is elementwise, or none"
-    choices = ("onnxruntime", "elementwise", "none")
-    group.add_argument("--in-place", choices=choices, help=f"{text} (default: onnxruntime)")
-
-
 def model_options(chosen: argparse.Namespace) -> dict[str, Any]:
+    """What is said of a model's file, by option."""
     return {name: getattr(chosen, name) for name in ("shape", "fetch", "feed", "views", "in_place")}
-
-
-def documented(options: type[Any]) -> dict[str, str]:
-    """What a dataclass's docstring says of each field: ``name``, ``other``: text."""
-    names = "|".join(re.escape(f.name) for f in dataclasses.fields(options))
-    text = " ".join((options.__doc__ or "").split())
-    head = rf"((?:``(?:{names})``(?:, )?)+): "
-    parts = re.split(head, text)[1:]
-    found = {f.name: help_of(f) for f in dataclasses.fields(options) if help_of(f)}
-    for subjects, said in zip(parts[::2], parts[1::2], strict=True):
-        for name in re.findall(r"``(\w+)``", subjects):
-            found[name] = said.strip().rstrip(".").replace("``", "")
-    return found

@@ -1,4 +1,4 @@
-"""Where a command's words go: its answer to standard output, everything else to standard error.
+"""Where a command's words and files go: its answer to standard output, everything else to standard error.
 
 With ``--json`` standard output is closed to all others while a command runs, down to the file descriptor:
 what a user's own code prints goes to standard error.
@@ -6,20 +6,25 @@ what a user's own code prints goes to standard error.
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import json
 import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, MutableMapping, Sequence
+from pathlib import Path
 from types import TracebackType
 from typing import Any, TextIO
 
 from rich.console import Console, RenderableType
 
-from tightship.errors import BadInput, Infeasible, TightshipError, VerificationFailed
-from tightship.report.text import NARROW, infeasible_rows
+from tightship.errors import BadInput, Infeasible, TightshipError, VerificationFailed, unwritable
+from tightship.report.text import NARROW
 
-__all__ = ["Output", "error_rows"]
+__all__ = ["INTERRUPTED", "Output", "error_rows", "infeasible_rows", "targets", "writable", "write_targets"]
+
+INTERRUPTED = 130
+"""Exit status of a command that Ctrl-C ended."""
 
 
 class Output:
@@ -105,6 +110,56 @@ class Output:
             data = data[os.write(self._saved, data) :]
 
 
+# --- files ---
+
+_ARTIFACTS = {
+    "output": ("save", "output", "written to"),
+    "write": ("write", "written", "model written to"),
+    "picture": ("picture", "picture", "drawn in"),
+    "report": ("report", "report", "shown in"),
+    "trace": ("trace", "trace", "traced in"),
+    "snapshot": ("snapshot", "snapshot", "memory snapshot in"),
+}
+"""By option: the answer's method that writes it, its key in JSON, and how it is announced."""
+
+
+def writable(path: str | None, option: str) -> Path | None:
+    """The path, if a file can be written there. Said before the work is done, not after it."""
+    if path is None:
+        return None
+    target = Path(path)
+    try:
+        if target.is_dir():
+            raise BadInput(f"{path!r} is a directory, not a file", place=option)
+        if not target.parent.is_dir():
+            raise BadInput(f"directory {str(target.parent)!r} does not exist", place=option)
+        if not os.access(target if target.exists() else target.parent, os.W_OK):
+            raise BadInput(f"cannot write {path!r}: Permission denied", place=option)
+    except OSError as error:
+        raise unwritable(error, path) from error
+    return target
+
+
+def targets(chosen: argparse.Namespace) -> dict[str, Path]:
+    """The files that a command was asked to write, by option."""
+    asked = {name: writable(getattr(chosen, name, None), f"--{name}") for name in _ARTIFACTS}
+    return {name: path for name, path in asked.items() if path is not None}
+
+
+def write_targets(
+    answer: object, files: Mapping[str, Path], rows: MutableMapping[str, Any], text: list[Any]
+) -> None:
+    """Write an answer in every way that was asked for, and say so."""
+    for name, target in files.items():
+        method, key, said = _ARTIFACTS[name]
+        getattr(answer, method)(target)
+        rows[key] = str(target)
+        text.append(f"{said} {target}")
+
+
+# --- errors ---
+
+
 def error_rows(error: TightshipError) -> dict[str, Any]:
     """An error as JSON: its type and message, and what it knows besides."""
     rows: dict[str, Any] = {"error": {"type": type(error).__name__, "message": str(error)}}
@@ -115,6 +170,14 @@ def error_rows(error: TightshipError) -> dict[str, Any]:
     if isinstance(error, VerificationFailed):
         rows["violations"] = [str(v) for v in error.violations]
     return rows
+
+
+def infeasible_rows(error: Infeasible) -> dict[str, object]:
+    """An ``Infeasible`` as the keys that other programs read."""
+    names = ("budget", "lower_bound", "best_peak", "placed", "impossible", "at")
+    rows = {"met": False} | {name: getattr(error, name) for name in names}
+    top = [{"name": n, "bytes": b, "place": p} for n, b, p in error.top]
+    return rows | {"advice": list(error.advice), "top": top}
 
 
 def _console(stream: TextIO, *, quiet: bool = False) -> Console:

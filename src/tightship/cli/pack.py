@@ -9,17 +9,19 @@ from pathlib import Path
 from typing import Any
 
 from tightship.cli.options import given_options
-from tightship.cli.output import Output
-from tightship.cli.source import writable
-from tightship.diagnose.infeasible_subset import InfeasibleSubset, infeasible_subset
+from tightship.cli.output import INTERRUPTED, Output, writable
+from tightship.diagnose.infeasible_subset import (
+    InfeasibleSubset,
+    infeasible_subset,
+    infeasible_subset_of_pools,
+)
 from tightship.errors import BadInput
 from tightship.frontends import problem_csv
 from tightship.frontends.problem_csv import Table, chosen_conflicts
 from tightship.plan import Pool, Problem, Solution
 from tightship.planners import planner
-from tightship.planners.packing import Interrupted, Search, watched
+from tightship.planners.packing import Interrupted, Search, spans, watched
 from tightship.planners.packing import pack as place
-from tightship.planners.pools import infeasible_subset_of_pools, spans
 from tightship.report.packing import packing_picture
 from tightship.report.pages.packing import packing_page
 from tightship.report.progress import Line
@@ -29,9 +31,6 @@ from tightship.verify.placement import check_solution
 from tightship.violation import Violation
 
 __all__ = ["is_packing", "pack", "verify_packing"]
-
-INTERRUPTED = 130
-"""Exit status of a command that Ctrl-C ended."""
 
 _ANY_HEAP = 2**62  # of a packing that is verified without being told a limit
 _SHOWN = 20  # ids of a clash, and violations, that people are shown

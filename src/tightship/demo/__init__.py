@@ -59,7 +59,9 @@ class Result:
         for r in self.runs:
             parts.append(_table(r))
         if self.holds:
-            parts.append("Planned peak = measured peak ≤ budget, and every number is eager's, to the bit.")
+            parts.append(
+                "Planned peak = measured peak ≤ budget, and every number is bit-identical to eager's."
+            )
         else:
             parts += [f"NOT as claimed: {fault}" for fault in self.faults]
         return [*parts, f"Plans and pictures: {', '.join(self.files)}"]
@@ -75,7 +77,9 @@ def run(
     transformers are missing.
     """
     if steps < LEAST_STEPS:
-        raise BadInput(f"the demonstration takes at least {LEAST_STEPS} steps", steps, "steps")
+        raise BadInput(
+            f"{steps} steps are too few: the demonstration takes at least {LEAST_STEPS}", place="steps"
+        )
     folder = _folder(Path(out_dir))
     try:
         from tightship.demo import models
@@ -105,9 +109,7 @@ def _folder(path: Path) -> Path:
         path.mkdir(parents=True, exist_ok=True)
         (path / "demo.json").touch()
     except OSError as error:
-        raise BadInput(
-            f"--out is a folder that can be written ({error.strerror})", str(path), "--out"
-        ) from error
+        raise BadInput(f"cannot write to directory {str(path)!r}: {error.strerror}", place="--out") from error
     return path
 
 
@@ -135,11 +137,11 @@ def _table(r: Run) -> Table:
     peak("measured", r.measured_peak, exact if r.measured_peak is not None else "")
     above = f"{100 * (r.planned_peak / r.lower_bound - 1):.1f} % above it" if r.lower_bound else ""
     peak("lower bound", r.lower_bound, f"the plan is {above}" if above else "")
-    peak("arena", r.arena, f"{r.misses or 0} requests outside of their place")
-    same = "identical to eager's" if r.identical else "DIFFERENT from eager's"
-    table.add_row("losses and state", "to the bit" if r.identical else "no", f"{same}, {r.steps} steps")
+    peak("arena", r.arena, f"{r.misses or 0} misplaced allocations")
+    same = "bit-identical" if r.identical else "DIFFERENT"
+    table.add_row("losses and state", same, f"compared with eager over {r.steps} steps")
     table.add_row("loss", f"{r.losses[0]:.3f} → {r.losses[-1]:.3f}", "")
-    table.add_row("recomputed", f"{r.evictions} ops", f"{r.moved} ops moved")
+    table.add_row("recomputed", f"{r.evictions} ops", f"{r.moved} ops reordered")
     ratio = f"{r.time_ratio:.2f}×"
     seconds = f"{format_seconds(r.seconds)}, eager {format_seconds(r.eager_seconds)} (medians)"
     table.add_row("step time", ratio, seconds)

@@ -17,7 +17,7 @@ from tightship.errors import Unsupported
 __all__ = ["Workload", "bert", "gpt2", "resnet50", "vit"]
 
 Batch = dict[str, torch.Tensor]
-CLASSES = 10
+CLASSES, VOCABULARY = 10, 512
 
 
 @dataclass(frozen=True)
@@ -34,20 +34,17 @@ def _transformers() -> Any:
     try:
         import transformers
     except ImportError as error:
-        raise Unsupported(
-            "the demonstration",
-            f"its models come from transformers ({error})",
-            "pip install 'tightship[demo]'",
-        ) from error
+        why, instead = f"its models come from transformers ({error})", "pip install 'tightship[demo]'"
+        raise Unsupported("the demonstration", why, instead) from error
     transformers.logging.set_verbosity_error()
     return transformers
 
 
-def _seeded(build: Callable[[], torch.nn.Module]) -> Callable[[], torch.nn.Module]:
+def _seeded(build: Callable[[Any], torch.nn.Module], config: Any) -> Callable[[], torch.nn.Module]:
     def make() -> torch.nn.Module:
         with torch.random.fork_rng():
             torch.manual_seed(0)
-            return build().train()
+            return build(config).train()
 
     return make
 
@@ -56,14 +53,14 @@ def _generator(k: int) -> torch.Generator:
     return torch.Generator().manual_seed(1234 + k)
 
 
-def _counting(vocabulary: int, batch: int, length: int) -> Callable[[int], Batch]:
+def _counting(batch: int, length: int) -> Callable[[int], Batch]:
     """Sequences that count up in steps of 1 to 4 from anywhere: the next token follows from the last two."""
 
     def made(k: int) -> Batch:
         g = _generator(k)
-        start = torch.randint(0, vocabulary, (batch, 1), generator=g)
+        start = torch.randint(0, VOCABULARY, (batch, 1), generator=g)
         stride = torch.randint(1, 5, (batch, 1), generator=g)
-        ids = (start + stride * torch.arange(length)) % vocabulary
+        ids = (start + stride * torch.arange(length)) % VOCABULARY
         return {"input_ids": ids, "labels": ids.clone()}
 
     return made
@@ -88,14 +85,24 @@ def gpt2(
     *, layers: int = 12, width: int = 256, heads: int = 4, length: int = 128, batch: int = 8
 ) -> Workload:
     t = _transformers()
-    vocabulary = 512
     config = t.GPT2Config(
-        n_layer=layers, n_embd=width, n_head=heads, n_positions=length, vocab_size=vocabulary, use_cache=False,
+        n_layer=layers, n_embd=width, n_head=heads, n_positions=length, vocab_size=VOCABULARY, use_cache=False,
         bos_token_id=0, eos_token_id=0,
     )  # fmt: skip
-    title = f"GPT-2, {layers} layers, width {width}"
-    data = _counting(vocabulary, batch, length)
-    return Workload("gpt2", title, _seeded(lambda: t.GPT2LMHeadModel(config)), data)
+    title, data = f"GPT-2, {layers} layers, width {width}", _counting(batch, length)
+    return Workload("gpt2", title, _seeded(t.GPT2LMHeadModel, config), data)
+
+
+def bert(
+    *, layers: int = 12, width: int = 256, heads: int = 4, length: int = 128, batch: int = 8
+) -> Workload:
+    t = _transformers()
+    config = t.BertConfig(
+        num_hidden_layers=layers, hidden_size=width, num_attention_heads=heads, intermediate_size=4 * width,
+        vocab_size=VOCABULARY, max_position_embeddings=length,
+    )  # fmt: skip
+    title, data = f"BERT, {layers} layers, width {width}", _counting(batch, length)
+    return Workload("bert", title, _seeded(t.BertForMaskedLM, config), data)
 
 
 def resnet50(
@@ -107,11 +114,8 @@ def resnet50(
         depths=list(depths), hidden_sizes=list(widths), embedding_size=widths[0] // 4,
         num_labels=CLASSES, problem_type="single_label_classification",
     )  # fmt: skip
-    name = "ResNet-50" if depths == (3, 4, 6, 3) else "ResNet"
-    title = f"{name}, {batch} images of {size}×{size}"
-    return Workload(
-        "resnet50", title, _seeded(lambda: t.ResNetForImageClassification(config)), _stripes(batch, size)
-    )
+    title = f"{'ResNet-50' if depths == (3, 4, 6, 3) else 'ResNet'}, {batch} images of {size}×{size}"
+    return Workload("resnet50", title, _seeded(t.ResNetForImageClassification, config), _stripes(batch, size))
 
 
 def vit(*, layers: int = 12, width: int = 192, heads: int = 3, size: int = 96, batch: int = 8) -> Workload:
@@ -121,18 +125,4 @@ def vit(*, layers: int = 12, width: int = 192, heads: int = 3, size: int = 96, b
         image_size=size, patch_size=8, num_labels=CLASSES, problem_type="single_label_classification",
     )  # fmt: skip
     title = f"ViT, {layers} layers, width {width}"
-    return Workload("vit", title, _seeded(lambda: t.ViTForImageClassification(config)), _stripes(batch, size))
-
-
-def bert(
-    *, layers: int = 12, width: int = 256, heads: int = 4, length: int = 128, batch: int = 8
-) -> Workload:
-    t = _transformers()
-    vocabulary = 512
-    config = t.BertConfig(
-        num_hidden_layers=layers, hidden_size=width, num_attention_heads=heads, intermediate_size=4 * width,
-        vocab_size=vocabulary, max_position_embeddings=length,
-    )  # fmt: skip
-    title = f"BERT, {layers} layers, width {width}"
-    data = _counting(vocabulary, batch, length)
-    return Workload("bert", title, _seeded(lambda: t.BertForMaskedLM(config)), data)
+    return Workload("vit", title, _seeded(t.ViTForImageClassification, config), _stripes(batch, size))

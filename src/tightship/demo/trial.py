@@ -69,7 +69,7 @@ class Run:
     notes: list[str] = field(default_factory=list)
 
     def faults(self) -> list[str]:
-        """What does not hold of the claim: planned = measured ≤ budget, and the same numbers to the bit."""
+        """What does not hold of the claim: planned = measured ≤ budget, and bit-identical numbers."""
         found = []
         if self.measured_peak is None or self.eager_peak is None:
             found.append("nothing was measured: " + "; ".join(self.notes or ["there is no meter here"]))
@@ -80,9 +80,9 @@ class Run:
         if max(self.measured_peak or 0, self.planned_peak, self.static + self.arena) > self.budget:
             found.append(f"the budget of {self.budget} B was exceeded")
         if self.misses:
-            found.append(f"{self.misses} requests were not served where planned")
+            found.append(f"{self.misses} misplaced allocations")
         if not self.identical:
-            found.append("other numbers than eager's: " + ", ".join(self.different[:5]))
+            found.append("not bit-identical to eager: " + ", ".join(self.different[:5]))
         return [f"{self.title}: {fault}" for fault in found]
 
 
@@ -236,7 +236,7 @@ def _compared(workload: Workload, eager: Trainer, ours: Trainer, steps: int, fit
 
 
 def _differences(eager: Trainer, ours: Trainer) -> list[str]:
-    """What is not equal to the bit: losses, parameters, buffers, optimizer state, random state."""
+    """What is not bit-identical: losses, parameters, buffers, optimizer state, random state."""
     found = [
         f"loss {k}" for k, pair in enumerate(zip(eager.losses, ours.losses, strict=True)) if _differ(*pair)
     ]

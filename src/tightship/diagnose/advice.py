@@ -24,8 +24,8 @@ def batch_of(graph: Graph) -> int | None:
 
 
 def advice(graph: Graph, budget: int, at_peak: Iterable[tuple[int, int]]) -> tuple[str, ...]:
-    """What may help, most certain first. ``at_peak`` are the storages (below 0: scratch) that make up the least peak
-    reached, and their bytes.
+    """What may help, most certain first. ``at_peak`` are the storages (below 0: workspace) that make up the least
+    peak reached, and their bytes.
 
     That storages are moved or compressed is judged by a bound: no plan of that kind needs less (`remedies` tries).
     The batch is an estimate: see `smaller_batch`.

@@ -12,7 +12,7 @@ from tightship.planners.place.best_of import Best
 from tightship.planners.place.greedy import best_greedy
 from tightship.planners.place.problem import cut, frame, merge
 
-__all__ = ["InfeasibleSubset", "infeasible_subset"]
+__all__ = ["InfeasibleSubset", "infeasible_subset", "infeasible_subset_of_pools"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +33,35 @@ def infeasible_subset(
     ``search``, where the peak proves nothing, exact search refutes subsets within these limits."""
     found = _at_peak(problem, capacity)
     return found if found or search is None else _by_search(problem, replace(search, capacity=capacity))
+
+
+def infeasible_subset_of_pools(problem: Problem) -> InfeasibleSubset | None:
+    """Buffers that prove that the capacities cannot be met: too many for all pools, or for the one pool that they
+    may go to."""
+    limits = [pool.capacity for pool in problem.pools]
+    if None not in limits and (
+        found := infeasible_subset(_without_pools(problem.buffers), sum(c or 0 for c in limits))
+    ):
+        return found
+    for pool in problem.pools:
+        bound_to = [
+            b for b in problem.buffers if (b.pools or tuple(p.name for p in problem.pools)) == (pool.name,)
+        ]
+        for limit in (pool.capacity, None if len(bound_to) != 1 else pool.heap):
+            if (
+                limit is not None
+                and bound_to
+                and (found := infeasible_subset(_without_pools(bound_to), limit))
+            ):
+                return found
+        for b in bound_to:
+            if pool.heap is not None and b.size > pool.heap:
+                return InfeasibleSubset(b.lower, (b.id,), b.size)
+    return None
+
+
+def _without_pools(buffers: Sequence[Buffer]) -> Problem:
+    return Problem(tuple(replace(b, pools=()) if b.pools else b for b in buffers))
 
 
 def _at_peak(problem: Problem, capacity: int) -> InfeasibleSubset | None:

@@ -1,8 +1,8 @@
 """The default planner, and where it finds no plan, what else would have given one: tried, not guessed.
 
-Each remedy is a short search of its own for the same budget: without a hint, with random ops drawn again, packing
-without loss, packing with loss, copying out. What none of them can reach is known from bounds. Known limits: a remedy
-that a twentieth of the search finds no plan for may have one.
+Each remedy is a short search of its own for the same budget: without a hint, with random ops recomputed, with
+lossless and lossy compression, with offloading. What none of them can reach is known from bounds. Known limits: a
+remedy that a twentieth of the search finds no plan for may have one.
 """
 
 from __future__ import annotations
@@ -70,11 +70,11 @@ def _others(graph: Graph, o: Options) -> Iterator[tuple[str, Options]]:
         yield "without any hint", replace(o, hints="")
     has = {way.strip() for way in o.allow.split(",")}
     if "redraw" not in has and any(op.random and op.state for op in graph.ops):
-        yield _allowing(o, "drawing dropout again", "redraw")
+        yield _allowing(o, "recomputing dropout", "redraw")
     if "compress" not in has and packings(graph):
-        yield _allowing(o, "packing without loss", "compress")
+        yield _allowing(o, "lossless compression", "compress")
     if not o.lossy and packings(graph, lossy=True).keys() - packings(graph).keys():
-        name, other = _allowing(o, "packing to bfloat16, with loss", "compress")
+        name, other = _allowing(o, "compression to bfloat16", "compress")
         yield f"{name[:-1]}, lossy)", replace(other, lossy=True)
     if "offload" not in has:
         yield _allowing(o, "offloading", "offload")

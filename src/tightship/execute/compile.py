@@ -266,7 +266,7 @@ def _some(fn: Any, get: Any, more: Any, pairs: tuple[tuple[int, int], ...], *, n
 
 def _update(fn: Updater, get: Any, aside: Callable[[], None]) -> Action:
     def run(env: list[Any]) -> None:
-        if fn.keeps or not fn.materialised:
+        if fn.keeps or not fn.materialized:
             aside()
         fn(*get(env))
 

@@ -19,8 +19,8 @@ from tightship.frontends.torch import compat, compat_capture
 from tightship.frontends.torch.capture.state_restore import untouched
 from tightship.frontends.torch.capture.step import DATA_PARALLEL, check_hooks, check_model
 from tightship.frontends.torch.optimizer.updates import Updates, updaters
-from tightship.frontends.torch.program import Program
-from tightship.frontends.torch.rerun.function_trace import FunctionTrace, Inner, map_tensors, tensors_in
+from tightship.frontends.torch.program import Program, tensors_in
+from tightship.frontends.torch.rerun.function_trace import FunctionTrace, Inner, map_tensors
 from tightship.frontends.torch.rerun.live_step import Asked, Owned, run_code
 from tightship.frontends.torch.rerun.numbers import other_numbers, with_numbers_at
 from tightship.frontends.torch.rerun.python_state import python_state_kept
@@ -299,7 +299,7 @@ def run_eager(
     twin = copy.deepcopy(optimizer, {id(p): parameters[n] for n, p in owned.parameters})
     try:
         _run_calls(
-            trace, known, lambda: compat_capture.reparametrised(owned.model, {**parameters, **buffers})
+            trace, known, lambda: compat_capture.reparametrized(owned.model, {**parameters, **buffers})
         )
         results = [known[n] for n in trace.results if n >= 0 and n not in trace.constants]
         results[0].backward()

@@ -60,6 +60,8 @@ class FilePool(NotCopied):
             self._file = tempfile.TemporaryFile(dir=self.folder)  # noqa: SIM115
             self._reserve()
         except OSError as error:
+            if "_file" in vars(self):
+                self._file.close()
             why = os.strerror(error.errno or 0)
             raise BadInput(f"no room for {size} offloaded bytes: {why}", place=str(self.folder)) from error
         self._copier = _core.Copier(self._file.fileno())

@@ -14,7 +14,7 @@ from typing import Any, Final
 
 import torch
 
-from tightship.analysis.cost import BANDWIDTH, FLOPS, OVERHEAD, modelled_time
+from tightship.analysis.cost import BANDWIDTH, FLOPS, OVERHEAD, modeled_time
 from tightship.errors import Unsupported
 from tightship.execute import allocator
 from tightship.execute.bench import Bench, in_place_inputs, sample_arguments, workspace_of
@@ -35,21 +35,21 @@ _CACHE: Final = "default"
 def model(
     program: Program, *, flops: float = FLOPS, bandwidth: float = BANDWIDTH, overhead: float = OVERHEAD
 ) -> Program:
-    """The program with modelled times, for graphs that cannot run here; workspaces and requests stay unknown.
+    """The program with modeled times, for graphs that cannot run here; workspaces and requests stay unknown.
 
     The roofline: an op takes as long as its arithmetic (at ``flops`` operations per second) or its traffic
     (at ``bandwidth`` bytes per second), whichever is longer, plus ``overhead`` seconds.
     """
-    ops = tuple(_modelled(program, k, flops, bandwidth, overhead) for k in range(len(program.graph.ops)))
+    ops = tuple(_modeled(program, k, flops, bandwidth, overhead) for k in range(len(program.graph.ops)))
     return replace(program, graph=program.graph.with_ops(ops))
 
 
-def _modelled(program: Program, k: int, flops: float, bandwidth: float, overhead: float) -> Op:
+def _modeled(program: Program, k: int, flops: float, bandwidth: float, overhead: float) -> Op:
     graph = program.graph
     op = graph.ops[k]
     made = {graph.values[v].storage for v in op.outputs} | set(op.mutates)
     traffic = sum(_bytes(program, v) for v in op.inputs) + sum(graph.storages[s].size for s in made)
-    seconds = modelled_time(op.flops, traffic, rate=flops, bandwidth=bandwidth, overhead=overhead)
+    seconds = modeled_time(op.flops, traffic, rate=flops, bandwidth=bandwidth, overhead=overhead)
     return replace(op, time=seconds)
 
 
@@ -77,7 +77,7 @@ def profile(
     ``cache`` is the folder measurements are kept in (default: tightship's in the user's cache), None for
     none. ``seconds_per_op`` bounds how long one op is repeated for its time. Random states are left as they
     were. Without a C++ compiler times alone are measured; ops that cannot run here (other devices, effects)
-    are modelled. Both are said in the program's notes.
+    are modeled. Both are said in the program's notes.
 
     Raises ``Unsupported`` naming op, module and line if what an op really returns is not what was captured.
     """
@@ -114,7 +114,7 @@ class _Profiler:
         self.cache, self.with_requests = cache, with_requests
         self.benches = {d: Bench(seconds, recorded, d) for d, recorded in with_requests.items()}
         self.replays: dict[int, tuple[Request, ...]] = {}
-        self.modelled: list[str] = []
+        self.modeled: list[str] = []
 
     def notes(self) -> list[str]:
         notes = []
@@ -122,16 +122,16 @@ class _Profiler:
             if not recorded:
                 why = allocator.why_not(allocator.kind_of(device))
                 notes.append(f"{why}: workspaces are unknown, and counted as 0")
-        if self.modelled:
-            names = ", ".join(dict.fromkeys(self.modelled[:3]))
-            notes.append(f"{len(self.modelled)} ops were not run but modelled ({names}, …)")
+        if self.modeled:
+            names = ", ".join(dict.fromkeys(self.modeled[:3]))
+            notes.append(f"{len(self.modeled)} ops were not run but modeled ({names}, …)")
         return notes
 
     def op(self, k: int) -> Op:
         op = self.graph.ops[k]
         if op.device not in self.benches or op.effect:
-            self.modelled.append(op.target)
-            return _modelled(self.program, k, FLOPS, BANDWIDTH, OVERHEAD)
+            self.modeled.append(op.target)
+            return _modeled(self.program, k, FLOPS, BANDWIDTH, OVERHEAD)
         usual = self.call(k, self.program.calls[k])
         if self.on_host(k):
             return replace(op, time=usual.time)
@@ -168,7 +168,7 @@ class _Profiler:
         kept = [position for position, v in enumerate(call.results) if v >= 0]
         try:
             updater = updater_of(call)
-            warm = updater is not None and not updater.materialised  # the rehearsal has begun with a run
+            warm = updater is not None and not updater.materialized  # the rehearsal has begun with a run
             results, events, once = bench.run(work, kept, warm=warm)
             made = self.verify(k, call, results, events)
             del results

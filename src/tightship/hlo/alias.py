@@ -83,9 +83,9 @@ def _must(points: PointsTo) -> Iterator[tuple[Buffer, Buffer]]:
                 try:
                     yield node.buffer(out), node.operands[operand].buffer(inside)
                 except IndexError:
-                    rule = f"{node.opcode} {node.name!r} gives the parts of its operands that it writes over"
+                    fault = f"{node.opcode} {node.name!r} of shape {node.shape} lacks the parts that it writes over"
                     place = f"{module.file}:{node.instruction.line}"
-                    raise BadInput(rule, str(node.shape), place) from None
+                    raise BadInput(fault, place=place) from None
 
 
 def _while(points: PointsTo, loop: Node) -> Iterator[tuple[Buffer, Buffer]]:

@@ -1,27 +1,13 @@
-"""Which logical buffer stands at which position: points-to sets of a module, in XLA's SSA form.
+"""Which logical buffer stands at which position, who defines it and who reads it: points-to sets in XLA's SSA form.
 
-A **logical buffer** is what one instruction defines at one position of its shape. Instructions that forward
-(tuple elements, bitcasts, call results …) define none. Where loops and branches join, a *phi* is a buffer of its
-own; phis that can only ever be one buffer are that buffer. Computations run sequentially (``while``, ``call``,
+A **logical buffer** is what one instruction defines at one position of its shape. Instructions that forward (tuple
+elements, bitcasts, call results …) define none. Where loops and branches join, a *phi* is a buffer of its own; phis
+that can only ever be one buffer are that buffer. Computations run sequentially (``while``, ``call``,
 ``conditional``, ``async-start``) receive the caller's buffers; those applied element by element (``reduce``,
-``sort`` …) define their parameters; the inside of fusions has no buffers.
+``sort`` …) define their parameters; the inside of fusions has no buffers. An unknown opcode defines every position of
+its shape, which is safe: it shares nothing. Buffers are numbered as XLA numbers them: ties follow that order.
 
-Source: XLA, ``HloDataflowAnalysis``. L1-L3 of the systems this project brings together.
-
-The buffers of a module, and what is known of them: who defines each, where it stands, who reads it.
-
-A **logical buffer** is what one instruction defines at one position of its shape. Where loops and branches join, a
-*phi* is a buffer of its own.
-
-The orders in which XLA numbers instructions and computations; ties between equal buffers follow them.
-
-Phis that can only ever be one buffer are that buffer.
-
-Instructions whose results are their operands' buffers, wholly or at some positions.
-
-An opcode that is not listed defines every position of its shape, which is what XLA does and is safe for opcodes
-nobody has heard of: they share nothing. What a buffer is, is the caller's matter: the rules pass on whatever stands
-at the positions of the operands.
+Source: XLA, ``HloDataflowAnalysis`` (L1-L3).
 """
 
 from __future__ import annotations
@@ -398,7 +384,7 @@ class _Analysis:
                         _ = part.nbytes
                 except BadInput as error:
                     place = f"{self.module.file}:{i.line}, {i.name!r} in {c.name!r}"
-                    raise BadInput(error.rule, error.value, place) from None
+                    raise BadInput(error.rule, place=place) from None
                 node = Node(count, c, i, tuple(mine[o] for o in i.operands))
                 for operand in dict.fromkeys(node.operands):
                     operand.users.append(node)
@@ -507,8 +493,10 @@ class _Analysis:
         try:
             pairs = list(zip(node.shape.positions, given(), strict=True))
         except (IndexError, ValueError):
-            rule = f"{node.opcode} {node.name!r} gives the parts of its operands that it hands on"
-            raise BadInput(rule, str(node.shape), f"{self.module.file}:{node.instruction.line}") from None
+            fault = (
+                f"{node.opcode} {node.name!r} of shape {node.shape} does not have the parts of its operands"
+            )
+            raise BadInput(fault, place=f"{self.module.file}:{node.instruction.line}") from None
         return [self._new(node, index, part) if b is None else b for (index, part), b in pairs]
 
     def _resolve(self) -> None:

@@ -77,8 +77,10 @@ def joined(spans: Iterable[tuple[int, int]], gap: int = 0) -> list[tuple[int, in
 def live_ranges(module: Module) -> LiveRanges:
     """Aliasing and liveness of a scheduled module. Raises ``BadInput`` if it is not scheduled."""
     if not module.scheduled:
-        rule = "live ranges need a schedule: is_scheduled=true in the module's header (--order makes one)"
-        raise BadInput(rule, place=module.file or f"module {module.name!r}")
+        fault = (
+            "the module is not scheduled (no is_scheduled=true in its header); assign --order schedules it"
+        )
+        raise BadInput(fault, place=module.file or f"module {module.name!r}")
     points = points_to(module)
     sets = alias_sets(points)
     schedule, spans, contexts = _flatten(points)

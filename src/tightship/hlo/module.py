@@ -34,19 +34,9 @@ __all__ = [
     "runs",
 ]
 
-CALLS = (
-    "calls",
-    "to_apply",
-    "condition",
-    "body",
-    "branch_computations",
-    "true_computation",
-    "false_computation",
-    "called_computations",
-    "select",
-    "scatter",
-    "update_computation",
-    "comparator",
+CALLS = frozenset(
+    "calls to_apply condition body branch_computations true_computation false_computation called_computations"
+    " select scatter update_computation comparator".split()
 )
 """Attributes that name computations."""
 
@@ -228,11 +218,6 @@ class Module:
             for m in _ALIAS.finditer(self.attribute("input_output_alias"))
         }
 
-    @cached_property
-    def donors(self) -> tuple[tuple[int, tuple[int, ...]], ...]:
-        """Inputs whose bytes may be taken although no output is bound to them."""
-        return tuple((int(m[1]), _index(m[2])) for m in _DONOR.finditer(self.attribute("buffer_donor")))
-
     def place(self, instruction: Instruction) -> Place | None:
         """The line of the user's program an instruction comes from, if the text says so."""
         file, line = instruction.metadata("source_file"), instruction.metadata("source_line")
@@ -259,7 +244,6 @@ class Module:
 
 
 _ALIAS = re.compile(r"\{([\d,\s]*)\}:\s*\((\d+),\s*\{([\d,\s]*)\}(?:,\s*([\w-]+))?\)")
-_DONOR = re.compile(r"\((\d+),\s*\{([\d,\s]*)\}\)")
 _PAIR = re.compile(r"\{([\d,\s]*)\}:\s*\((\d+),\s*\{([\d,\s]*)\}")
 _FIELD = re.compile(r"(\w+)=(\d+)")
 

@@ -113,12 +113,12 @@ class Shape:
             return 0
         bits = BITS.get(self.dtype)
         if bits is None:
-            raise BadInput(f"an element type is one of {', '.join(sorted(BITS))}", self.dtype)
+            raise BadInput(f"unknown element type {self.dtype!r}: known are {', '.join(sorted(BITS))}")
         if self.dynamic:
-            raise BadInput("dimensions are static: memory is planned for sizes that are known", str(self))
+            raise BadInput(f"{self} has dynamic dimensions: memory is planned for sizes that are known")
         size = self._array_bytes(bits)
         if size > LIMIT:
-            raise BadInput(f"a shape has at most {LIMIT} bytes (63 bits)", str(self))
+            raise BadInput(f"{self} has {size} bytes, more than 63 bits count")
         return size
 
     def _array_bytes(self, bits: int) -> int:

@@ -215,7 +215,7 @@ def read(path: str | Path) -> Module:
     try:
         text = data.decode()
     except UnicodeDecodeError as error:
-        raise BadInput(f"an HLO module is UTF-8 text (byte {error.start} is not)", place=str(path)) from None
+        raise BadInput(f"byte {error.start} is not UTF-8: an HLO module is text", place=str(path)) from None
     return parse(text, path.name)
 
 

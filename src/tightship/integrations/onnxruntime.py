@@ -1,7 +1,7 @@
 """A model run in onnxruntime as a plan needs it, and the memory the runtime itself says it used.
 
 onnxruntime keeps the order of a file's nodes only with ``ExecutionOrder.PRIORITY_BASED``, frees what is dead only
-with ``enable_mem_reuse`` off, and keeps cloned nodes only without graph optimisation, or with ``ORT_ENABLE_BASIC``
+with ``enable_mem_reuse`` off, and keeps cloned nodes only without graph optimization, or with ``ORT_ENABLE_BASIC``
 where a session is told `MERGING` among its ``disabled_optimizers`` (higher levels also change numbers).
 """
 
@@ -27,7 +27,7 @@ _LEVEL: Final = dict(
 
 
 MERGING: Final = "CommonSubexpressionElimination"
-"""The optimiser that makes one node of equal ones: of a node and its clone, too."""
+"""The optimizer that makes one node of equal ones: of a node and its clone, too."""
 
 
 @dataclass(frozen=True)

@@ -30,7 +30,8 @@ from tightship.frontends.torch.capture.joint import Joint, Primal, lower_joint, 
 from tightship.frontends.torch.program import Program, Ref
 from tightship.graph import Graph, aligned
 from tightship.integrations.torch_accounting import Entry, Ledger
-from tightship.integrations.torch_partition import Cut, Lane, Piece, cut
+from tightship.integrations.torch_partition import Cut, FrameArena, PlannedGraph, cut
+from tightship.options import option
 from tightship.plan import Plan
 from tightship.planners import planner as planner_named
 from tightship.planners.default import Options as PlannerOptions
@@ -89,22 +90,22 @@ def backend(
     return session.compile(gm, example_inputs)
 
 
-def compiled_plans(compiled: Any) -> tuple[Piece, ...]:
+def compiled_plans(compiled: Any) -> tuple[PlannedGraph, ...]:
     """The planned graphs of a compiled module or function, in the order they were planned (empty before its
     first call). Plans are found by the ``options`` given to torch.compile: raises ``BadInput`` if there were
     none."""
-    return tuple(compiled_session(compiled).pieces)
+    return tuple(compiled_session(compiled).graphs)
 
 
 def compiled_notes(compiled: Any) -> tuple[str, ...]:
-    """What a user should know: what runs unplanned, and every piece's notes."""
+    """What a user should know: what runs unplanned, and every graph's notes."""
     session = compiled_session(compiled)
-    if not session.pieces and not session.notes:
+    if not session.graphs and not session.notes:
         return (
             "nothing is planned: the model has not run yet, had no plan, or has nothing that Dynamo compiles",
         )
     return tuple(
-        dict.fromkeys([*session.notes, *(f"graph {p.name}: {n}" for p in session.pieces for n in p.notes)])
+        dict.fromkeys([*session.notes, *(f"graph {p.name}: {n}" for p in session.graphs for n in p.notes)])
     )
 
 
@@ -122,21 +123,23 @@ _KINDS: Final = {
 
 @dataclass(frozen=True)
 class CompileOptions:
-    """``budget``: of all graphs of the model together, in bytes (``6GiB``, an int) or as a percentage of the
-    first training step's unplanned peak (``60%``, ``static+60%``), resolved to bytes once; none: keep
-    everything, in the better order. ``arena``: serve requests from an arena at planned offsets. ``strict``: raise
-    when a step did not go as planned. ``eager_fallback``: run in eager, with a warning, what cannot be planned and
-    what Dynamo leaves out of its graphs (unless strict, by default); else raise. ``on_plan(piece)`` is told of every
-    graph planned. ``cache`` and ``seconds_per_op``: as for `execute.profile`. ``planner``: the default planner's own
-    options."""
+    """Options of the torch.compile backend, beside those of the default planner."""
 
-    budget: Budget | None = None
-    arena: bool = True
-    strict: bool = False
-    eager_fallback: bool = True
-    on_plan: Callable[[Any], object] | None = None
-    cache: Any = "default"
-    seconds_per_op: float = 0.01
+    budget: Budget | None = option(  # noqa: RUF009
+        None,
+        "bytes for all graphs of the model together (6GiB, an int), or a percentage of the first training step's "
+        "unplanned peak (60%, static+60%), resolved to bytes once; none: keep everything, in the better order",
+    )
+    arena: bool = option(True, "serve requests from an arena at planned offsets")
+    strict: bool = option(False, "raise when a step did not go as planned")
+    eager_fallback: bool = option(
+        True,
+        "run in eager, with a warning, what cannot be planned and what Dynamo leaves out of its graphs, instead of "
+        "raising; by default unless strict",
+    )
+    on_plan: Callable[[Any], object] | None = option(None, "function that is told of every planned graph")  # noqa: RUF009
+    cache: Any = option("default", "folder in which measurements are kept, None for none")  # noqa: RUF009
+    seconds_per_op: float = option(0.01, "seconds for which one op is repeated to measure its time")
     planner: PlannerOptions = field(default_factory=PlannerOptions)
 
 
@@ -246,9 +249,9 @@ class Session(NotCopied):
     given: Mapping[str, Any]
     options: CompileOptions
     ledger: Ledger
-    pieces: list[Piece] = field(default_factory=list)
+    graphs: list[PlannedGraph] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
-    lanes: dict[int, Lane] = field(default_factory=dict)
+    arenas: dict[int, FrameArena] = field(default_factory=dict)
 
     def compile(self, gm: Any, inputs: Sequence[Any]) -> Callable[..., Any]:
         try:
@@ -332,7 +335,7 @@ class _Compilation:
         self.frame, self.name = compat_compile.frame()
         self.graph_break = compat_compile.graph_break(gm)
         self.placeholders = gm.graph.find_nodes(op="placeholder")
-        self.piece: Piece | None = None
+        self.planned: PlannedGraph | None = None
         self.entry: Entry | None = None
 
     def run(self, gm: Any, inputs: Sequence[Any]) -> Callable[..., Any]:
@@ -343,18 +346,18 @@ class _Compilation:
 
     def partition(self, gm: Any, outputs: int, static: Sequence[int]) -> tuple[Any, Any]:
         joint = lower_joint(gm, outputs, self._primals(gm, static), name=f"graph {self.name}")
-        piece, nodes = self._plan_graph(joint)
-        self.piece = piece
+        planned, nodes = self._plan_graph(joint)
+        self.planned = planned
         return compat_compile.split(gm, nodes, outputs)
 
     def forward(self, _gm: Any, _inputs: Any) -> Any:
-        assert self.piece is not None
-        return self._forward(self.piece)
+        assert self.planned is not None
+        return self._forward(self.planned)
 
     def backward(self, _gm: Any, _inputs: Any) -> Any:
-        assert self.piece is not None
+        assert self.planned is not None
         compat_compile.never_donates()
-        run, ledger = self.piece.backward, self.session.ledger
+        run, ledger = self.planned.backward, self.session.ledger
 
         def backward(args: list[Any]) -> list[Any]:
             ledger.settle()
@@ -366,13 +369,13 @@ class _Compilation:
         joint = lower_joint(gm, None, self._primals(gm, ()), name=f"graph {self.name}")
         return self._forward(self._plan_graph(joint)[0])
 
-    def _forward(self, piece: Piece) -> Callable[[list[Any]], Any]:
+    def _forward(self, planned: PlannedGraph) -> Callable[[list[Any]], Any]:
         assert self.entry is not None
         ledger, frame, entry = self.session.ledger, self.frame, self.entry
 
         def forward(args: list[Any]) -> list[Any]:
             ledger.ran(frame, entry)
-            return piece.forward(args)
+            return planned.forward(args)
 
         return self._function(forward)
 
@@ -406,7 +409,7 @@ class _Compilation:
             if real is None:
                 continue
             key, size = compat.storage_key(real), aligned(real.numel() * real.element_size())
-            if any(p.handed_out(key) for p in self.session.pieces):
+            if any(p.handed_out(key) for p in self.session.graphs):
                 counted += size
             else:
                 found[key] = max(found.get(key, 0), size)
@@ -415,7 +418,7 @@ class _Compilation:
 
     # --- planning ---
 
-    def _plan_graph(self, joint: Joint) -> tuple[Piece, list[Any]]:
+    def _plan_graph(self, joint: Joint) -> tuple[PlannedGraph, list[Any]]:
         o = self.options
         with compat_compile.outside():
             program = profile(joint.program, cache=o.cache, seconds_per_op=o.seconds_per_op)
@@ -423,26 +426,26 @@ class _Compilation:
         program = pinned(joint, program)
         plan, where = self._within_budget(joint, program)
         values = sorted((*where.saved, *where.made), key=lambda v: _unchecked(joint, program, v))
-        lane = self.session.lanes.setdefault(self.frame, Lane())
-        piece = Piece(
+        frame_arena = self.session.arenas.setdefault(self.frame, FrameArena())
+        planned = PlannedGraph(
             replace(joint, nodes={}),
             program,
             plan,
             where,
             name=self.name,
-            lane=lane,
+            frame_arena=frame_arena,
             strict=o.strict,
             arena=o.arena,
             saved=values,
         )
         if self.graph_break is not None:
-            piece.notes.append(
+            planned.notes.append(
                 f"a graph break follows at {self.graph_break.place}: the budget is shared with other graphs"
             )
-        self.session.pieces.append(piece)
+        self.session.graphs.append(planned)
         if o.on_plan is not None:
-            o.on_plan(piece)
-        return piece, [joint.node_of(program.graph.values[v].storage) for v in values]
+            o.on_plan(planned)
+        return planned, [joint.node_of(program.graph.values[v].storage) for v in values]
 
     def _within_budget(self, joint: Joint, program: Program) -> tuple[Plan, Cut]:
         graph, ledger = program.graph, self.session.ledger
@@ -513,7 +516,7 @@ class _Compilation:
     def _planner_options_here(self, graph: Graph) -> tuple[PlannerOptions, tuple[str, ...]]:
         """The options without hints that are about other graphs of a model with graph breaks; a note of those."""
         options = self.options.planner
-        if self.graph_break is None and not self.session.pieces:
+        if self.graph_break is None and not self.session.graphs:
             return options, ()
         here = {h: matches(graph, h[0]) for h in parse_hints(options.hints)}
         notes = tuple(

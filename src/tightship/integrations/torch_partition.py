@@ -27,7 +27,7 @@ from tightship.process_local import NotCopied
 from tightship.simulate import replay
 from tightship.units import format_bytes
 
-__all__ = ["Cut", "Lane", "Piece", "cut"]
+__all__ = ["Cut", "FrameArena", "PlannedGraph", "cut"]
 
 
 @dataclass(frozen=True)
@@ -90,7 +90,7 @@ def _needed(program: Program, joint: Joint, steps: Sequence[Step]) -> set[int]:
     return needed | (ends - there)
 
 
-class Lane(NotCopied):
+class FrameArena(NotCopied):
     """The arena of one Python frame's graphs, and whose saved tensors lie in it.
 
     While a forward pass's saved tensors are alive, no other forward pass is placed there.
@@ -124,7 +124,7 @@ class Lane(NotCopied):
         return self._holder is holder and bool(tensors) and tensors[0].data_ptr() == self._address
 
 
-class Piece(NotCopied):
+class PlannedGraph(NotCopied):
     """A planned graph. ``name`` is Dynamo's (frame/compilation), ``kind`` training or inference.
 
     ``plan`` and ``graph`` are what was decided; ``last`` is what the last step used, measured against the
@@ -133,8 +133,8 @@ class Piece(NotCopied):
     """
 
     def __init__(
-        self, joint: Joint, program: Program, plan: Plan, where: Cut, *, name: str, lane: Lane, strict: bool,
-        arena: bool, saved: Sequence[int],
+        self, joint: Joint, program: Program, plan: Plan, where: Cut, *, name: str, frame_arena: FrameArena,
+        strict: bool, arena: bool, saved: Sequence[int],
     ) -> None:  # fmt: skip
         self.name, self.kind = name, "inference" if joint.boundary is None else "training"
         self.program, self.plan, self.strict = program, plan, strict
@@ -142,7 +142,7 @@ class Piece(NotCopied):
         self.last: RunStats | None = None
         self.unplaced = 0
         self.saved = tuple(saved)
-        self._joint, self._lane = joint, lane
+        self._joint, self._frame_arena = joint, frame_arena
         self._build(where)
         requests = self.forward_pass.requests
         self.notes += [] if requests else self.forward_pass.notes
@@ -203,16 +203,16 @@ class Piece(NotCopied):
         """The graph's outputs, then what is saved. Empties ``args``."""
         tensors = [args[k] for k in self._positions] + self._constants
         args.clear()
-        placed = self._placed and self._lane.idle()
+        placed = self._placed and self._frame_arena.idle()
         if self._placed and not placed:
             self.unplaced += 1
             self._note("a forward pass ran outside the arena: tensors of an earlier one lay there")
-        arena = self._lane.fit(self._extent, self._device) if placed else self._heap
+        arena = self._frame_arena.fit(self._extent, self._device) if placed else self._heap
         results = self.forward_pass.execute(tensors, arena, placed=placed, consume=True)
         count = len(self._forward_values)
         saved = results[count:]
         if placed and self._tracked:
-            self._lane.hold(self, [saved[k] for k in self._tracked])
+            self._frame_arena.hold(self, [saved[k] for k in self._tracked])
         self._first = self.forward_pass.last
         self._outputs = {compat.storage_key(t): compat.storage_reference(t) for t in results[:count]}
         if self.backward_pass is None:
@@ -232,7 +232,7 @@ class Piece(NotCopied):
         placed = self._placed and not again and self._returned(args)
         args.clear()
         del tangents, given
-        arena = self._lane.fit(self._extent, self._device) if placed else self._heap
+        arena = self._frame_arena.fit(self._extent, self._device) if placed else self._heap
         results = self.backward_pass.execute(tensors, arena, placed=placed, consume=True)
         if again:
             self._note("retain_graph: what was saved stays in memory, which is not planned")
@@ -260,8 +260,8 @@ class Piece(NotCopied):
     def _returned(self, args: Sequence[Any]) -> bool:
         """Whether the arena is free but for what this call's forward pass left there."""
         if not self._tracked:
-            return self._lane.idle()
-        return self._lane.holds(self, [args[k] for k in self._tracked[:1]])
+            return self._frame_arena.idle()
+        return self._frame_arena.holds(self, [args[k] for k in self._tracked[:1]])
 
     # --- afterwards ---
 

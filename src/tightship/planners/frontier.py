@@ -97,7 +97,7 @@ def frontier(
     each is compared with a plan for as much memory, and is the plan where it is the faster one. ``saved`` adds to
     them: what is kept between forward and backward, by name; so does ``beside``, with steps of this graph or without.
     A policy that this graph has no way to carry out is left out, and ``notes`` say so.
-    ``stuck``: storages that can be made again, but not be packed or copied out. ``say`` is told what is being done.
+    ``stuck``: storages that can be recomputed, but not compressed or offloaded. ``say`` is told what is being done.
     An interrupt ends the search and gives back what there is, if there is anything.
     """
     if not 1 <= points <= MOST:
@@ -107,21 +107,19 @@ def frontier(
     before = replay(graph, baseline(graph)).peak
     problem = replace(default.problem_of(graph, default.order_of(graph, o, before), o), stuck=stuck)
     notes: list[str] = []
+    saved = (saved or {}) if peers else {}
     if peers:
-        beside = (
-            *others(EvictionProblem(graph, problem.order, in_place=False), saved or {}, notes.append),
-            *beside,
-        )
+        theirs = EvictionProblem(graph, problem.order, in_place=False)
+        beside = (*others(theirs, saved, notes.append), *beside)
     else:
         beside = ()
-    for kept in (saved or {}).values() if peers and "recompute" in problem.means else ():
+    for kept in saved.values() if "recompute" in problem.means else ():
         problem.archive.offer(with_saved(problem, kept))
     searches = points + len(beside)
     each = replace(o, seconds=o.seconds / searches, work=o.work // searches)
-    search = _Search(
-        graph, problem, each, [default.plan(graph, None, each, problem=problem)], say or (lambda text: None)
-    )
-    made, budgets = search.made, [needs(search.made[0])]
+    made = [default.plan(graph, None, each, problem=problem)]
+    search = _Search(graph, problem, each, made, say or (lambda text: None))
+    budgets = [needs(made[0])]
     interrupted = False
     try:
         for budget in search.spread(points):
@@ -129,13 +127,7 @@ def frontier(
         for x in beside:
             if min(budgets) < x.peak < budgets[0] and x.peak not in budgets:
                 search.at(x.peak, "as much memory as others")
-            best = _best(made, x.peak)
-            allowed = x.steps and not problem.only and "recompute" in problem.means
-            if allowed and (best is None or best.time > x.time):
-                try:
-                    made.append(default.plan_steps(problem, x.steps, each, x.name))  # then theirs is the plan
-                except TightshipError as error:
-                    notes.append(f"{x.name}: no plan of ours, {str(error).splitlines()[0]}")
+            search.adopt(x, notes)
     except KeyboardInterrupt:
         if len(made) < 2:
             raise
@@ -164,6 +156,17 @@ class _Search:
         except Infeasible as no:
             return max(no.best_peak, no.placed or 0)
         return budget
+
+    def adopt(self, other: Other, notes: list[str]) -> None:
+        """Take another's steps for the plan where ours for as much memory is slower."""
+        best = _best(self.made, other.peak)
+        allowed = other.steps and not self.problem.only and "recompute" in self.problem.means
+        if not allowed or (best is not None and best.time <= other.time):
+            return
+        try:
+            self.made.append(default.plan_steps(self.problem, other.steps, self.each, other.name))
+        except TightshipError as error:
+            notes.append(f"{other.name}: no plan of ours, {str(error).splitlines()[0]}")
 
     def spread(self, points: int) -> Iterator[int]:
         """Plan for all budgets but that of the first plan: the tightest one, then from the largest down."""

@@ -3,7 +3,7 @@
 A hint is a pattern (as in a shell, over qualified module names, ``transformer.h.*.mlp``; modules inside are meant
 too) and one of ``keep``, ``recompute``, ``compress``, ``offload``. It is about what the module's forward ops make
 that is needed by the backward pass; the later of two hints about the same value holds. Source: Grappler's manual
-levels, which go by attributes of nodes (behaviours G2, G11).
+levels, which go by attributes of nodes (behaviors G2, G11).
 """
 
 from __future__ import annotations

@@ -20,7 +20,7 @@ from tightship.planners.place import portfolio
 from tightship.simulate import baseline, extra_bytes, replay
 from tightship.verify import check
 
-__all__ = ["Layout", "Workspace", "lay_out", "pack_workspaces", "stays", "unevicted_plan"]
+__all__ = ["Layout", "Workspace", "lay_out", "pack_workspaces", "residences", "unevicted_plan"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +40,7 @@ def _width(op: Op) -> int:
     return max(ends, default=0) + 1
 
 
-def stays(graph: Graph, steps: Sequence[Step]) -> Iterator[Residence]:
+def residences(graph: Graph, steps: Sequence[Step]) -> Iterator[Residence]:
     """Every residence the steps imply outside the static set, in order of their first step, not yet placed."""
     uses = graph.uses
     size = [s.size for s in graph.storages]
@@ -61,7 +61,7 @@ def stays(graph: Graph, steps: Sequence[Step]) -> Iterator[Residence]:
                     begun[s, "full"] = (i, first.get(j, -1), size[s])
                 elif size[s]:
                     out.append(Residence(s, i, i + 1, size[s], first=first.get(j, -1)))
-            out.extend(_scratch(op, i))
+            out.extend(_workspace(op, i))
             if step.saves:
                 states[step.op] = i
             elif step.kind == "recompute" and op.state:
@@ -88,7 +88,7 @@ def stays(graph: Graph, steps: Sequence[Step]) -> Iterator[Residence]:
     yield from sorted(out, key=lambda r: (r.start, r.request, r.storage, r.form))
 
 
-def _scratch(op: Op, i: int) -> Iterator[Residence]:
+def _workspace(op: Op, i: int) -> Iterator[Residence]:
     temporaries = [(k, r) for k, r in enumerate(op.requests) if r.storage < 0]
     for k, r in temporaries:
         if r.size:
@@ -109,7 +109,7 @@ def lay_out(
 ) -> Layout:
     """Offsets for everything the steps make, in the arena and in the host pool. With ``hand_out`` the graph's
     outputs leave the arena: they are given to the caller in memory of their own (pool ``out``)."""
-    rows = list(stays(graph, steps))
+    rows = list(residences(graph, steps))
     ticks = np.zeros(len(steps) + 1, dtype=np.int64)
     for i, step in enumerate(steps):
         runs = step.kind in ("compute", "recompute")
@@ -118,17 +118,17 @@ def lay_out(
     at: dict[Residence, int] = {}
     span: dict[str, tuple[int, int]] = {}
     for pool in ("device", "host"):
-        lines = _lines([r for r in rows if r not in leaves and r.pool == pool], steps)
-        lower = np.array([ticks[r[0].start] + max(r[0].first, 0) for r in lines], dtype=np.int64)
+        chains = _chains([r for r in rows if r not in leaves and r.pool == pool], steps)
+        lower = np.array([ticks[r[0].start] + max(r[0].first, 0) for r in chains], dtype=np.int64)
         upper = np.array(
-            [ticks[r[-1].end - 1] + r[-1].last if r[-1].last >= 0 else ticks[r[-1].end] for r in lines],
+            [ticks[r[-1].end - 1] + r[-1].last if r[-1].last >= 0 else ticks[r[-1].end] for r in chains],
             dtype=np.int64,
         )
-        size = np.array([aligned(r[0].size, graph.alignment) for r in lines], dtype=np.int64)
+        size = np.array([aligned(r[0].size, graph.alignment) for r in chains], dtype=np.int64)
         offsets, extent, load = portfolio.offsets(
             lower, upper, size, time_limit=seconds, work_limit=work, seed=seed
         )
-        at.update({r: int(o) for line, o in zip(lines, offsets, strict=True) for r in line})
+        at.update({r: int(o) for chain, o in zip(chains, offsets, strict=True) for r in chain})
         span[pool] = int(extent), int(load)
     done = tuple(
         replace(r, pool="out", offset=0) if r in leaves else replace(r, offset=at.get(r, 0)) for r in rows
@@ -136,19 +136,19 @@ def lay_out(
     return Layout(done, *span["device"], sum(r.size for r in leaves), span["host"][0])
 
 
-def _lines(rows: Sequence[Residence], steps: Sequence[Step]) -> list[list[Residence]]:
-    """Stays, in order of their first step, of which each but the first takes the place of the one before it."""
+def _chains(rows: Sequence[Residence], steps: Sequence[Step]) -> list[list[Residence]]:
+    """Residences, in order of their first step, of which each but the first takes the place of the one before it."""
     took = {(b, i): a for i, step in enumerate(steps) for a, b in step.reuses}
-    lines: list[list[Residence]] = []
-    ended: dict[tuple[int, int], list[Residence]] = {}  # (storage, step) -> the line that ends there so far
+    chains: list[list[Residence]] = []
+    ended: dict[tuple[int, int], list[Residence]] = {}  # (storage, step) -> the chain that ends there so far
     for r in rows:
-        line = ended.pop((took.get((r.storage, r.start), -1), r.start), []) if r.form == "full" else []
-        if not line:
-            lines.append(line)
-        line.append(r)
+        chain = ended.pop((took.get((r.storage, r.start), -1), r.start), []) if r.form == "full" else []
+        if not chain:
+            chains.append(chain)
+        chain.append(r)
         if r.form == "full" and r.storage >= 0:
-            ended[r.storage, r.end] = line
-    return lines
+            ended[r.storage, r.end] = chain
+    return chains
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,7 +180,7 @@ def pack_workspaces(rows: Iterable[Residence], alignment: int) -> dict[int, Work
 def unevicted_plan(
     graph: Graph,
     steps: tuple[Step, ...],
-    residences: Iterable[Residence],
+    placed: Iterable[Residence],
     planner: str,
     *,
     began: float,
@@ -190,7 +190,7 @@ def unevicted_plan(
 ) -> Plan:
     """A verified plan of steps that compute and free only, with its residences where they are given; ``facts`` go
     into ``meta`` by the planner's name. ``arena``: what they span, unless more is given."""
-    rows, line, before = tuple(residences), replay(graph, steps), replay(graph, baseline(graph))
+    rows, line, before = tuple(placed), replay(graph, steps), replay(graph, baseline(graph))
     made = Plan(
         digest=graph.digest,
         steps=steps,

@@ -1,64 +1,171 @@
-"""The numbers behind every report: a plan's costs, its bytes at each step, who makes up the peak."""
+"""The numbers behind every report, counted once: of a plan, a frontier, each step, each residence, the peak.
+
+A number that JSON, terminal and pages show is one row of ``NUMBERS`` (plans), ``POINT`` or ``POLICY`` (a frontier).
+"""
 
 from __future__ import annotations
 
+import re
 from collections import Counter, defaultdict
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict, dataclass
+from itertools import accumulate
 from typing import Any
 
+from tightship.analysis.structure import pattern
 from tightship.graph import Graph
 from tightship.plan import Plan, Step
-from tightship.simulate import baseline, replay
+from tightship.planners.frontier import Frontier, budget_of, extra_flops
+from tightship.simulate import Timeline, baseline, replay
+from tightship.units import format_bytes, format_seconds
 
-__all__ = ["BANDS", "Column", "Peak", "Share", "band", "columns", "peak_of", "summary"]
+__all__ = [
+    "BANDS", "NUMBERS", "POINT", "POLICY", "Column", "Maker", "Number", "Peak", "ResidenceRow", "Share", "at_peak",
+    "band", "changes_of", "columns", "comparable", "frontier_rows", "label", "makers", "moments", "peak_of",
+    "percent", "residence_rows", "shown", "slots", "summary",
+]  # fmt: skip
 
 BANDS = ("weights", "state", "batch", "activation", "gradient", "workspace")
-"""What a picture tells apart, from below: bytes of the caller (parameters and buffers, optimiser state, inputs), what
-ops made (results included), gradients, scratch."""
+"""What a picture tells apart, from below: bytes of the caller (parameters and buffers, optimizer state, inputs), what
+ops made (results included), gradients, workspace."""
+
+
+# --- the tables of numbers ---
+
+
+@dataclass(frozen=True, slots=True)
+class Number:
+    """A number: its key in JSON, how it is counted, and its heading and unit where people are shown it.
+
+    ``unit``: bytes, seconds, count, percent (a share, with its sign) or text. ``wide``: left out where a terminal is
+    narrow."""
+
+    key: str
+    of: Callable[..., Any]
+    heading: str = ""
+    unit: str = ""
+    wide: bool = False
+
+
+def _steps_of(kind: str) -> Callable[[Plan], int]:
+    return lambda plan: plan.count(kind)
+
+
+NUMBERS: tuple[Number, ...] = (
+    Number("peak_before", lambda p: p.peak_before, "before", "bytes"),
+    Number("peak_after", lambda p: p.peak, "peak", "bytes"),
+    Number("budget", lambda p: p.budget, "budget", "bytes"),
+    Number("met", lambda p: p.met),
+    Number("lower_bound", lambda p: p.lower_bound, "lower bound", "bytes"),
+    Number("gap", lambda p: p.gap),
+    Number("static", lambda p: p.static, "static", "bytes"),
+    Number("arena", lambda p: p.arena, "arena", "bytes"),
+    Number("handed", lambda p: p.handed),
+    Number("host", lambda p: p.host),
+    Number("host_budget", lambda p: p.host_budget),
+    Number("lossy", lambda p: p.lossy),
+    Number("time_before", lambda p: p.time_before, "time before", "seconds"),
+    Number("time_after", lambda p: p.time, "time", "seconds"),
+    Number("time_bound", lambda p: p.time_bound),
+    Number("time_gap", lambda p: p.time_gap),
+    Number("recomputed", _steps_of("recompute"), "recomputed", "count"),
+    Number("offloaded", _steps_of("offload"), "offloaded", "count"),
+    Number("compressed", _steps_of("compress"), "compressed", "count"),
+    Number(
+        "codecs", lambda p: dict(sorted(Counter(s.codec for s in p.steps if s.kind == "compress").items()))
+    ),
+    Number("redrawn", lambda p: sum(s.saves for s in p.steps)),
+    Number("moved", lambda p: p.moved, "reordered", "count"),
+    Number("in_place", lambda p: sum(len(s.reuses) for s in p.steps)),
+    Number("steps", lambda p: len(p.steps)),
+    Number("planner", lambda p: p.planner),
+    Number("seconds", lambda p: p.seconds),
+    Number("digest", lambda p: p.digest),
+    Number("notes", lambda p: list(p.notes)),
+    Number("meta", lambda p: p.meta),
+)
+"""What is said of a plan, in the order in which people read it."""
 
 
 def summary(plan: Plan, graph: Graph | None = None) -> dict[str, Any]:
-    """A plan as the keys that other programs read, in the order people read them."""
-    found: dict[str, Any] = {
-        "peak_before": plan.peak_before,
-        "peak_after": plan.peak,
-        "budget": plan.budget,
-        "met": plan.met,
-        "lower_bound": plan.lower_bound,
-        "gap": plan.gap,
-        "static": plan.static,
-        "arena": plan.arena,
-        "handed": plan.handed,
-        "host": plan.host,
-        "host_budget": plan.host_budget,
-        "lossy": plan.lossy,
-        "time_before": plan.time_before,
-        "time_after": plan.time,
-        "time_bound": plan.time_bound,
-        "time_gap": plan.time_gap,
-        "recomputed": plan.count("recompute"),
-        "offloaded": plan.count("offload"),
-        "compressed": plan.count("compress"),
-        "codecs": dict(sorted(Counter(s.codec for s in plan.steps if s.kind == "compress").items())),
-        "redrawn": sum(s.saves for s in plan.steps),
-        "moved": plan.moved,
-        "in_place": sum(len(s.reuses) for s in plan.steps),
-        "steps": len(plan.steps),
-        "planner": plan.planner,
-        "seconds": plan.seconds,
-        "digest": plan.digest,
-        "notes": list(plan.notes),
-        "meta": plan.meta,
-    }
+    """A plan as the keys that other programs read."""
+    rows = {n.key: n.of(plan) for n in NUMBERS}
     if graph is not None:
-        found |= {"graph": graph.name, "ops": len(graph.ops), "storages": len(graph.storages)}
-        found["called"] = [
+        rows |= {"graph": graph.name, "ops": len(graph.ops), "storages": len(graph.storages)}
+        rows["called"] = [
             {"op": op.name, "graph": g.name, "peak": replay(g, baseline(g)).peak - g.static_bytes}
             for op in graph.ops
             for g in op.calls
         ]
-    return found
+    return rows
+
+
+def _once(f: Frontier) -> float:
+    """Seconds of the step before planning."""
+    return f.points[0].time_before or 1.0
+
+
+def _ours(f: Frontier, other: Any) -> str:
+    best = other.ours
+    return "none" if best is None else f"{percent(best.time, _once(f))} at {format_bytes(best.peak)}"
+
+
+POINT: tuple[Number, ...] = (
+    Number("budget", lambda f, p: budget_of(p), "budget", "bytes", wide=True),
+    Number("peak", lambda f, p: p.peak, "peak", "bytes"),
+    Number("extra", lambda f, p: p.time / _once(f) - 1, "extra time", "percent"),
+    Number("least", lambda f, p: max(0.0, p.time_bound / _once(f) - 1), "at least", "percent"),
+    Number("flops", lambda f, p: extra_flops(f.graph, p.steps), "extra FLOPs", "percent", wide=True),
+    Number("changes", lambda f, p: changes_of(p), "changes", "text"),
+)
+"""What is said of each plan of a frontier."""
+
+POLICY: tuple[Number, ...] = (
+    Number("name", lambda f, o: o.name, "policy, simulated", "text"),
+    Number("peak", lambda f, o: o.peak, "peak", "bytes"),
+    Number("extra", lambda f, o: o.time / _once(f) - 1, "extra time", "percent"),
+    Number("flops", lambda f, o: o.extra_flops, "extra FLOPs", "percent", wide=True),
+    Number("ours", _ours, "ours within it", "text"),
+)
+"""What is said of each other policy beside a frontier."""
+
+
+def frontier_rows(f: Frontier) -> dict[str, Any]:
+    """A frontier as the keys that other programs read: ``points``, each as a plan's, and ``peers``."""
+    return {
+        "graph": f.graph.name,
+        "ops": len(f.graph.ops),
+        "lower_bound": f.lower_bound,
+        "least_peak": min(p.peak for p in f.points),
+        "seconds": f.seconds,
+        "interrupted": f.interrupted,
+        "notes": list(f.notes),
+        "points": [summary(p, f.graph) | {"extra_flops": extra_flops(f.graph, p.steps)} for p in f.points],
+        "peers": [
+            {"name": o.name, "peak_after": o.peak, "time_after": o.time, "extra_flops": o.extra_flops}
+            | {"ours": None if o.ours is None else summary(o.ours, f.graph)}
+            for o in f.others
+        ],
+    }
+
+
+def shown(number: Number, value: Any) -> str:
+    """A value as people read it, by its unit."""
+    if number.unit == "percent":
+        return percent(1 + value, 1)
+    return str({"bytes": format_bytes, "seconds": format_seconds}.get(number.unit, str)(value))
+
+
+def percent(part: float, whole: float) -> str:
+    """A change from ``whole`` to ``part``: ``-38.2 %``, ``+0.4 %``."""
+    change = 100 * (part / whole - 1) if whole else 0.0
+    return "±0 %" if abs(change) < 0.05 else f"{change:+.1f} %"
+
+
+def changes_of(plan: Plan) -> str:
+    """How much is recomputed, offloaded and compressed, in a few words."""
+    kinds = {"recompute": "recomputed", "offload": "offloaded", "compress": "compressed"}
+    return ", ".join(f"{n} {word}" for kind, word in kinds.items() if (n := plan.count(kind))) or "none"
 
 
 # --- bytes over the steps ---
@@ -85,7 +192,7 @@ def columns(graph: Graph, steps: Sequence[Step]) -> list[Column]:
     for s in graph.static:
         live[bands[s]] += graph.storages[s].size
     line = replay(graph, steps)
-    found = []
+    rows = []
     clock = 0.0
     phase = ""
     packed: dict[int, int] = {}
@@ -106,9 +213,39 @@ def columns(graph: Graph, steps: Sequence[Step]) -> list[Column]:
         if step.stream:  # beside what is computed, which it does not make longer
             start = end = clock
         rest = during - sum(now)
-        found.append(Column(start, end - start, phase, (*now[:-1], now[-1] + rest)))
+        rows.append(Column(start, end - start, phase, (*now[:-1], now[-1] + rest)))
         clock = end
-    return found
+    return rows
+
+
+def comparable(*charts: Sequence[Column]) -> tuple[list[Sequence[Column]], float, bool]:
+    """Charts on one scale, how long it is, and whether in seconds: computing time where all have it, else steps."""
+    timed = all(data and data[-1].start + data[-1].seconds > 0 for data in charts)
+    if not timed:
+        charts = tuple(
+            [Column(float(k), 1.0, c.phase, c.bytes) for k, c in enumerate(data)] for data in charts
+        )
+    longest = max((data[-1].start + data[-1].seconds for data in charts if data), default=0.0)
+    return list(charts), longest or 1.0, timed
+
+
+def slots(data: Sequence[Column], count: int, longest: float) -> list[Column]:
+    """The highest step in each of ``count`` stretches of ``longest``, up to the last one that there is."""
+    best: list[Column | None] = [None] * count
+    for c in data:
+        first = min(count - 1, int(c.start / longest * count))
+        end = min(count - 1, int((c.start + c.seconds) / longest * count - 1e-9))
+        for k in range(first, max(first, end) + 1):
+            known = best[k]
+            if known is None or c.total > known.total:
+                best[k] = c
+    while best and best[-1] is None:
+        best.pop()
+    filled, last = [], Column(0.0, 0.0, "", (0,) * len(BANDS))
+    for highest in best:
+        last = highest or last
+        filled.append(last)
+    return filled
 
 
 def band(graph: Graph, s: int) -> str:
@@ -123,11 +260,85 @@ def _begins(graph: Graph, step: Step) -> list[tuple[int, int]]:
     """What becomes resident on the device with a step: (storage, bytes)."""
     if step.kind == "offload":
         return []
-    made = graph.uses.defines[step.op] if step.kind == "compute" else step.storages
-    return [(s, step.nbytes if step.kind == "compress" else graph.storages[s].size) for s in made]
+    defined = graph.uses.defines[step.op] if step.kind == "compute" else step.storages
+    return [(s, step.nbytes if step.kind == "compress" else graph.storages[s].size) for s in defined]
+
+
+# --- residences ---
+
+
+@dataclass(frozen=True, slots=True)
+class ResidenceRow:
+    """``size`` bytes at ``offset`` of ``pool`` during steps [start, end); ``kind``: one of ``BANDS``."""
+
+    name: str
+    kind: str
+    start: int
+    end: int
+    offset: int
+    size: int
+    pool: str
+    form: str
+    where: str
+
+
+def residence_rows(graph: Graph, plan: Plan) -> list[ResidenceRow]:
+    """The residences of a plan, workspace included, in their order."""
+    rows = []
+    for r in plan.residences:
+        if r.storage < 0:
+            op = plan.steps[r.start].op
+            name, kind, where = f"workspace of {graph.ops[op].name}", "workspace", graph.place(op)
+        else:
+            op = graph.uses.definer[r.storage]
+            name, kind = graph.storages[r.storage].name, band(graph, r.storage)
+            where = graph.place(op) if op >= 0 else ""
+        rows.append(ResidenceRow(name, kind, r.start, r.end, r.offset, r.size, r.pool, r.form, where))
+    return rows
+
+
+def label(graph: Graph, steps: Sequence[Step], step: int) -> str:
+    """What a step does, in a few words."""
+    s = steps[step]
+    if s.op >= 0:
+        over = "".join(f", in place of {graph.storages[a].name}" for a, _ in s.reuses)
+        return (f"{s.kind} " if s.kind != "compute" else "") + graph.ops[s.op].name + over
+    names = ", ".join(graph.storages[x].name for x in s.storages[:3])
+    return f"{s.kind} {names}" + (" …" if len(s.storages) > 3 else "")
+
+
+def moments(line: Timeline) -> list[float]:
+    """When bytes are taken and given back: for each step, and for the end, seconds that never go back. Bytes follow
+    the order of the steps, whatever the streams: a step that its stream runs early counts from those before it on."""
+    return [*accumulate((since for since, _ in line.spans), max), line.time]
 
 
 # --- who makes up the peak ---
+
+
+@dataclass(frozen=True, slots=True)
+class Resident:
+    """``bytes`` of one storage at the peak; ``storage`` is negative for the workspace of the op that runs then."""
+
+    storage: int
+    name: str
+    kind: str
+    bytes: int
+    module: str
+    source: str
+
+
+def at_peak(graph: Graph, steps: Sequence[Step], line: Timeline) -> list[Resident]:
+    """Everything that is in memory at the peak."""
+    running = steps[line.peak_step].op if line.peak_step >= 0 else -1
+    rows = []
+    for s, nbytes in line.at_peak:
+        k = running if s < 0 else graph.uses.definer[s]
+        name = f"workspace of {graph.ops[k].name}" if s < 0 else graph.storages[s].name
+        kind = "workspace" if s < 0 else graph.storages[s].kind
+        module, source = (graph.ops[k].module, graph.ops[k].source) if k >= 0 else ("", "")
+        rows.append(Resident(s, name, kind, nbytes, module, source))
+    return [r for r in rows if r.bytes]
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,8 +354,7 @@ class Share:
 class Peak:
     """The peak of a list of steps: its bytes, the step and op it is at, and its makers, largest first.
 
-    ``by_module`` and ``by_source`` leave the static set out, which is there at every step; so does
-    ``by_storage``.
+    ``by_module``, ``by_source`` and ``by_storage`` leave the static set out, which is there at every step.
     """
 
     bytes: int
@@ -157,59 +367,75 @@ class Peak:
     by_storage: tuple[tuple[str, int, str], ...]
 
     def as_dict(self) -> dict[str, Any]:
-        def rows(shares: Sequence[Share]) -> list[dict[str, Any]]:
-            return [{"name": s.name, "bytes": s.bytes, "count": s.count} for s in shares]
-
-        return {
-            "bytes": self.bytes,
-            "step": self.step,
-            "op": self.op,
-            "place": self.place,
-            "by_kind": rows(self.by_kind),
-            "by_module": rows(self.by_module),
-            "by_source": rows(self.by_source),
-            "by_storage": [{"name": n, "bytes": b, "place": p} for n, b, p in self.by_storage],
+        return asdict(self) | {
+            "by_storage": [{"name": n, "bytes": b, "place": p} for n, b, p in self.by_storage]
         }
 
 
 def peak_of(graph: Graph, steps: Sequence[Step]) -> Peak:
     """Who is in memory at the highest step, by kind, by module, by source line and one by one."""
     line = replay(graph, steps)
-    at = steps[line.peak_step].op if line.peak_step >= 0 else -1
-    rows = [(s, nbytes) for s, nbytes in line.at_peak if nbytes]
-    dynamic = [(s, nbytes) for s, nbytes in rows if s not in graph.static]
+    op = steps[line.peak_step].op if line.peak_step >= 0 else -1
+    rows = at_peak(graph, steps, line)
+    dynamic = [r for r in rows if r.storage not in graph.static]
 
-    def maker(s: int) -> int:
-        return at if s < 0 else graph.uses.definer[s]
+    def source(r: Resident) -> str:
+        return "/".join(
+            (r.source or "(no line)").rsplit("/", 2)[-2:]
+        )  # a folder and a file are enough to find it
 
-    def kind(s: int) -> str:
-        return "workspace" if s < 0 else graph.storages[s].kind
-
-    def name(s: int) -> str:
-        return f"workspace of {graph.ops[at].name}" if s < 0 else graph.storages[s].name
-
-    def source(s: int) -> str:
-        parts = (graph.ops[maker(s)].source or "(no line)").rsplit("/", 2)
-        return "/".join(parts[-2:])  # a folder and a file are enough to find it
-
-    largest = sorted(((name(s), b, source(s)) for s, b in dynamic), key=lambda r: (-r[1], r[0]))
     return Peak(
         bytes=line.peak,
         step=line.peak_step,
-        op=graph.ops[at].name if at >= 0 else "",
-        place=graph.place(at) if at >= 0 else "",
-        by_kind=_shares(rows, kind),
-        by_module=_shares(dynamic, lambda s: graph.ops[maker(s)].module or "(no module)"),
-        by_source=_shares(dynamic, source),
-        by_storage=tuple(largest),
+        op=graph.ops[op].name if op >= 0 else "",
+        place=graph.place(op) if op >= 0 else "",
+        by_kind=_shares((r.kind, r.bytes) for r in rows),
+        by_module=_shares((r.module or "(no module)", r.bytes) for r in dynamic),
+        by_source=_shares((source(r), r.bytes) for r in dynamic),
+        by_storage=tuple(
+            sorted(((r.name, r.bytes, source(r)) for r in dynamic), key=lambda row: (-row[1], row[0]))
+        ),
     )
 
 
-def _shares(rows: Sequence[tuple[int, int]], key: Callable[[int], str]) -> tuple[Share, ...]:
-    total: dict[str, int] = defaultdict(int)
-    count: dict[str, int] = defaultdict(int)
-    for s, nbytes in rows:
-        total[key(s)] += nbytes
-        count[key(s)] += 1
-    shares = [Share(name, total[name], count[name]) for name in total]
+def _shares(rows: Iterable[tuple[str, int]]) -> tuple[Share, ...]:
+    groups: dict[str, list[int]] = defaultdict(list)
+    for name, nbytes in rows:
+        groups[name].append(nbytes)
+    shares = [Share(name, sum(sizes), len(sizes)) for name, sizes in groups.items()]
     return tuple(sorted(shares, key=lambda r: (-r.bytes, r.name)))
+
+
+@dataclass(frozen=True)
+class Maker:
+    """``count`` values of one role that are there at the peak: ``bytes`` in all, made on line ``source``."""
+
+    what: str
+    count: int
+    bytes: int
+    source: str
+    kind: str
+
+
+_NUMBER = re.compile(r"\d+")
+_CALLER = {"parameter": "parameters", "buffer": "buffers", "state": "optimizer state", "input": "inputs"}
+
+
+def makers(graph: Graph, steps: Sequence[Step], line: Timeline) -> list[Maker]:
+    """What makes up a peak, most bytes first: values of one role in different layers together; the static set by
+    kind."""
+    groups: dict[tuple[str, str, str], list[Resident]] = defaultdict(list)
+    for r in at_peak(graph, steps, line):
+        role = r.name if r.storage < 0 else r.kind if r.kind in _CALLER else _NUMBER.sub("#", r.name)
+        groups[role, r.source, r.kind].append(r)
+    rows = [
+        Maker(
+            _CALLER.get(kind) or pattern([r.name for r in same]),
+            len(same),
+            sum(r.bytes for r in same),
+            source,
+            kind,
+        )
+        for (_, source, kind), same in groups.items()
+    ]
+    return sorted(rows, key=lambda m: (-m.bytes, m.what))

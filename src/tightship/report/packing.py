@@ -1,6 +1,6 @@
 """A packing as a picture: time across, offsets up, one rectangle for each buffer, as SVG that needs nothing else.
 
-The colour of a buffer says how long it lives. What of it is not alive (its gaps) is drawn pale. Pointing at a
+The color of a buffer says how long it lives. What of it is not alive (its gaps) is drawn pale. Pointing at a
 buffer shows its id, bytes and live range.
 """
 
@@ -16,14 +16,14 @@ from tightship.plan import Buffer, Problem, Solution
 from tightship.report.picture import short, ticks
 from tightship.units import format_bytes
 
-__all__ = ["COLOURS", "DARK", "MOST", "age", "packing_picture", "time_ticks"]
+__all__ = ["COLORS", "DARK", "MOST", "age", "packing_picture", "time_ticks"]
 
 MOST = 20_000
 """Buffers that are drawn; of more, those with the largest area."""
 
 WIDTH, LEFT, RIGHT, TOP, BOTTOM = 920, 74, 116, 74, 74
 ACROSS, UP = WIDTH - LEFT - RIGHT, 400
-COLOURS = ("#eab55e", "#e08a5b", "#c9647a", "#8f5fa8", "#4f6fc0", "#28809f")
+COLORS = ("#eab55e", "#e08a5b", "#c9647a", "#8f5fa8", "#4f6fc0", "#28809f")
 DARK = ("#d9a34d", "#d67f52", "#c45d75", "#9467b5", "#5b7cd0", "#2f86ab")
 _STYLE = """
 text{{font-family:system-ui,-apple-system,'Segoe UI',Helvetica,Arial,sans-serif;font-size:12px;fill:#475569}}
@@ -76,7 +76,7 @@ def packing_picture(problem: Problem, solution: Solution, *, title: str = "packi
     # Those with gaps first: what lies in a gap is drawn over it.
     parts += [_drawn(b, offset, scale) for b, offset in sorted(shown, key=lambda row: not row[0].gaps)]
     parts += [_lines(marks, scale), _legend()]
-    light = " ".join(f".c{k}{{fill:{c}}}" for k, c in enumerate(COLOURS))
+    light = " ".join(f".c{k}{{fill:{c}}}" for k, c in enumerate(COLORS))
     dark = " ".join(f".c{k}{{fill:{c}}}" for k, c in enumerate(DARK))
     height = TOP + UP + BOTTOM
     return (
@@ -88,9 +88,9 @@ def packing_picture(problem: Problem, solution: Solution, *, title: str = "packi
 
 
 def age(b: Buffer, span: int) -> int:
-    """Which of ``COLOURS``: 0 for those that live shortest, in steps of a factor of about two of ``span``."""
+    """Which of ``COLORS``: 0 for those that live shortest, in steps of a factor of about two of ``span``."""
     share = (b.upper - b.lower) / (span or 1)
-    return max(0, min(len(COLOURS) - 1, len(COLOURS) + math.floor(math.log2(share)))) if share > 0 else 0
+    return max(0, min(len(COLORS) - 1, len(COLORS) + math.floor(math.log2(share)))) if share > 0 else 0
 
 
 def time_ticks(since: int, until: int) -> list[int]:
@@ -212,9 +212,9 @@ def _apart(heights: Sequence[float]) -> Iterator[float]:
 def _legend() -> str:
     y = TOP + UP + 56
     rows = [f'<text x="{LEFT}" y="{y}">lives short</text>']
-    for k in range(len(COLOURS)):
+    for k in range(len(COLORS)):
         rows.append(
             f'<rect class="c{k}" x="{LEFT + 66 + 16 * k}" y="{y - 10}" width="14" height="12" rx="2"/>'
         )
-    rows.append(f'<text x="{LEFT + 70 + 16 * len(COLOURS)}" y="{y}">long</text>')
+    rows.append(f'<text x="{LEFT + 70 + 16 * len(COLORS)}" y="{y}">long</text>')
     return "\n".join(rows)

@@ -1,7 +1,7 @@
-"""A plan as a picture: memory over one step, before and after, as one SVG file that needs nothing else.
+"""Pictures, each one SVG file that needs nothing else: memory over a step before and after planning; a frontier.
 
-Both panels have the same scale. A column of the picture shows the highest step that falls into it, so no
-peak is lost by drawing. Colours follow the reader's light or dark setting.
+Both panels of a plan have the same scale. A column of the picture shows the highest step that falls into it, so no
+peak is lost by drawing. Colors follow the reader's light or dark setting.
 """
 
 from __future__ import annotations
@@ -13,51 +13,38 @@ from html import escape
 
 from tightship.graph import Graph
 from tightship.plan import Plan
-from tightship.report.numbers import BANDS, Column, columns
-from tightship.report.text import percent
+from tightship.planners.frontier import Frontier, budget_of
+from tightship.report.numbers import BANDS, Column, columns, comparable, percent, slots
 from tightship.simulate import baseline
 from tightship.units import format_bytes, format_seconds
 
-__all__ = ["COLOURS", "DARK", "NAMES", "picture", "short", "ticks"]
+__all__ = ["COLORS", "DARK", "NAMES", "frontier_picture", "picture", "short", "ticks"]
 
 WIDTH, LEFT, RIGHT = 920, 74, 116
 TOP, PANEL, BETWEEN, BOTTOM = 92, 190, 46, 58
+FRONTIER = 420  # height
 SLOTS = 730  # columns drawn, one for each unit of the plot's width
-COLOURS = {
-    "weights": "#94a3b8",
-    "state": "#b9a6cf",
-    "batch": "#7fb3a6",
-    "activation": "#3b82c4",
-    "gradient": "#e0912f",
-    "workspace": "#b5495b",
-}
-DARK = {
-    "weights": "#64748b",
-    "state": "#8472a3",
-    "batch": "#4d8579",
-    "activation": "#4f9bdc",
-    "gradient": "#e8a44d",
-    "workspace": "#d4677a",
-}
-NAMES = {
-    "weights": "parameters",
-    "state": "optimiser state",
-    "batch": "inputs",
-    "activation": "activations",
-    "gradient": "gradients",
-    "workspace": "workspace",
-}
+COLORS = dict(zip(BANDS, ("#94a3b8", "#b9a6cf", "#7fb3a6", "#3b82c4", "#e0912f", "#b5495b"), strict=True))
+DARK = dict(zip(BANDS, ("#64748b", "#8472a3", "#4d8579", "#4f9bdc", "#e8a44d", "#d4677a"), strict=True))
+NAMES = dict(
+    zip(
+        BANDS,
+        ("parameters", "optimizer state", "inputs", "activations", "gradients", "workspace"),
+        strict=True,
+    )
+)
 _STYLE = """
 text{{font-family:system-ui,-apple-system,'Segoe UI',Helvetica,Arial,sans-serif;font-size:12px;fill:#475569}}
 .title{{font-size:17px;font-weight:600;fill:#0f172a}} .head{{font-size:13px;font-weight:600;fill:#0f172a}}
 .end{{text-anchor:end}} .mid{{text-anchor:middle}} .paper{{fill:#ffffff}}
 .grid{{stroke:#e2e8f0;stroke-width:1}} .axis{{stroke:#94a3b8;stroke-width:1}}
 .budget{{stroke:#0f172a;stroke-width:1.4;stroke-dasharray:6 4}}
-.bound{{stroke:#0f172a;stroke-width:1.2;stroke-dasharray:1.5 3}}
+.bound{{stroke:#0f172a;stroke-width:1.2;stroke-dasharray:1.5 3;fill:none}}
+.line{{stroke:#3b82c4;stroke-width:2;fill:none}}
 .mark{{fill:#0f172a}} {light}
 @media (prefers-color-scheme:dark){{
 text{{fill:#a8b3c4}} .title,.head,.mark{{fill:#f1f5f9}} .paper{{fill:#0f1620}} .grid{{stroke:#253041}}
-.axis{{stroke:#52607a}} .budget,.bound{{stroke:#f1f5f9}} {dark}
+.axis{{stroke:#52607a}} .budget,.bound{{stroke:#f1f5f9}} .line{{stroke:#4f9bdc}} {dark}
 }}
 """
 
@@ -81,10 +68,8 @@ def picture(graph: Graph, plan: Plan, *, title: str = "") -> str:
 
     Across is computing time where ops have times (recomputation shows as length), else the step's number.
     """
-    before, after = columns(graph, baseline(graph)), columns(graph, plan.steps)
-    timed = all(_span(data) > 0 for data in (before, after))
-    before, after = (data if timed else _by_number(data) for data in (before, after))
-    longest = max(_span(before), _span(after)) or 1.0
+    charts = columns(graph, baseline(graph)), columns(graph, plan.steps)
+    (before, after), longest, timed = comparable(*charts)
     levels = ticks(max([plan.budget or 0, *(c.total for c in before), *(c.total for c in after)]))
     across, up = SLOTS / longest, PANEL / (levels[-1] or 1)
     planned = f"planned: peak {format_bytes(plan.peak)} ({percent(plan.peak, plan.peak_before)})"
@@ -97,7 +82,7 @@ def picture(graph: Graph, plan: Plan, *, title: str = "") -> str:
         parts += [_axes(panel, levels), _areas(panel), _phases(panel), _lines(panel, plan)]
     parts += [_across(panels[-1], longest if timed else 0.0), _legend([*before, *after])]
     height = TOP + 2 * PANEL + BETWEEN + BOTTOM
-    return _svg(height, "\n".join(parts), title or graph.name)
+    return _svg(height, "\n".join(parts), f"Memory over one step: {title or graph.name}")
 
 
 def ticks(most: int) -> list[int]:
@@ -114,63 +99,51 @@ def ticks(most: int) -> list[int]:
 
 
 def _svg(height: int, body: str, title: str) -> str:
-    light = " ".join(f".{b}{{fill:{c}}}" for b, c in COLOURS.items())
+    light = " ".join(f".{b}{{fill:{c}}}" for b, c in COLORS.items())
     dark = " ".join(f".{b}{{fill:{c}}}" for b, c in DARK.items())
     style = _STYLE.format(light=light, dark=dark)
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height}" width="{WIDTH}" '
-        f'height="{height}" role="img">\n<title>Memory over one step: {escape(title)}</title>\n'
-        f"<style>{style}</style>\n"
+        f'height="{height}" role="img">\n<title>{escape(title)}</title>\n<style>{style}</style>\n'
         f'<rect class="paper" width="{WIDTH}" height="{height}" rx="8"/>\n{body}\n</svg>\n'
     )
+
+
+def _line(name: str, x1: float, y1: float, x2: float, y2: float) -> str:
+    return f'<line class="{name}" x1="{x1}" y1="{y1}" x2="{x2}" y2="{y2}"/>'
+
+
+def _text(x: float, y: float, text: str, name: str = "") -> str:
+    style = f'class="{name}" ' if name else ""
+    return f'<text {style}x="{x:g}" y="{y:g}">{escape(text, quote=False)}</text>'
 
 
 def _head(title: str, plan: Plan) -> str:
     budget = f"budget {format_bytes(plan.budget)} · " if plan.budget is not None else ""
     time = f"time {percent(plan.time, plan.time_before)} · " if plan.time_before else ""
-    done = f"{plan.count('recompute')} ops recomputed" + (f" · {plan.moved} moved" if plan.moved else "")
-    facts = escape(f"{budget}{time}{done}")
-    heading = f'<text class="title" x="{LEFT}" y="32">{escape(title)}</text>'
-    return f'{heading}\n<text x="{LEFT}" y="52">{facts}</text>'
+    changes = f"{plan.count('recompute')} ops recomputed" + (
+        f" · {plan.moved} reordered" if plan.moved else ""
+    )
+    return f"{_text(LEFT, 32, title, 'title')}\n{_text(LEFT, 52, f'{budget}{time}{changes}')}"
 
 
 def _axes(panel: _Panel, levels: Sequence[int]) -> str:
-    rows = [f'<text class="head" x="{LEFT}" y="{panel.top - 10}">{escape(panel.heading)}</text>']
+    rows = [_text(LEFT, panel.top - 10, panel.heading, "head")]
     for level in levels:
         y = panel.y(level)
-        rows.append(f'<line class="grid" x1="{LEFT}" x2="{LEFT + SLOTS}" y1="{y}" y2="{y}"/>')
-        rows.append(f'<text class="end" x="{LEFT - 8}" y="{y + 4}">{short(level)}</text>')
+        rows.append(_line("grid", LEFT, y, LEFT + SLOTS, y))
+        rows.append(_text(LEFT - 8, y + 4, short(level), "end"))
     base = panel.top + PANEL
-    rows.append(f'<line class="axis" x1="{LEFT}" x2="{LEFT + SLOTS}" y1="{base}" y2="{base}"/>')
-    return "\n".join(rows)
+    return "\n".join([*rows, _line("axis", LEFT, base, LEFT + SLOTS, base)])
 
 
 def _areas(panel: _Panel) -> str:
     """The bands, drawn from the top one down, each to the ground: no gaps, whatever is rounded."""
-    slots = _slots(panel)
+    drawn = [c.bytes for c in slots(panel.data, SLOTS, SLOTS / panel.across)]
     paths = []
     for b in reversed(range(len(BANDS))):
-        paths.append(f'<path class="{BANDS[b]}" d="{_outline(panel, [sum(s[: b + 1]) for s in slots])}"/>')
+        paths.append(f'<path class="{BANDS[b]}" d="{_outline(panel, [sum(s[: b + 1]) for s in drawn])}"/>')
     return "\n".join(paths)
-
-
-def _slots(panel: _Panel) -> list[tuple[int, ...]]:
-    """For each unit across, the bands of the highest step that it shows."""
-    best: list[Column | None] = [None] * SLOTS
-    for c in panel.data:
-        first = min(SLOTS - 1, int(c.start * panel.across))
-        last = min(SLOTS - 1, int((c.start + c.seconds) * panel.across - 1e-9))
-        for k in range(first, max(first, last) + 1):
-            known = best[k]
-            if known is None or c.total > known.total:
-                best[k] = c
-    while best and best[-1] is None:
-        best.pop()
-    filled, last_seen = [], (0,) * len(BANDS)
-    for slot in best:
-        last_seen = slot.bytes if slot is not None else last_seen
-        filled.append(last_seen)
-    return filled
 
 
 def _outline(panel: _Panel, heights: Sequence[int]) -> str:
@@ -192,11 +165,9 @@ def _phases(panel: _Panel) -> str:
     if begins is None or not begins:
         return ""
     x = round(LEFT + begins * panel.across, 1)
-    return (
-        f'<line class="axis" x1="{x}" x2="{x}" y1="{panel.top - 4}" y2="{panel.top + PANEL}"/>'
-        f'<text class="end" x="{x - 5}" y="{panel.top + 6}">forward</text>'
-        f'<text x="{x + 5}" y="{panel.top + 6}">backward</text>'
-    )
+    y = panel.top + 6
+    mark = _line("axis", x, panel.top - 4, x, panel.top + PANEL)
+    return mark + _text(x - 5, y, "forward", "end") + _text(x + 5, y, "backward")
 
 
 def _lines(panel: _Panel, plan: Plan) -> str:
@@ -212,19 +183,17 @@ def _lines(panel: _Panel, plan: Plan) -> str:
             continue
         y, at = spots[name], labels[name]
         text = "budget" if name == "budget" else "lower bound"
-        rows.append(f'<line class="{name}" x1="{LEFT}" x2="{LEFT + SLOTS}" y1="{y}" y2="{y}"/>')
-        rows.append(f'<text class="mark" x="{LEFT + SLOTS + 8}" y="{at - 1:g}">{text}</text>')
-        rows.append(f'<text x="{LEFT + SLOTS + 8}" y="{at + 12:g}">{format_bytes(nbytes)}</text>')
+        rows.append(_line(name, LEFT, y, LEFT + SLOTS, y))
+        rows.append(_text(LEFT + SLOTS + 8, at - 1, text, "mark"))
+        rows.append(_text(LEFT + SLOTS + 8, at + 12, format_bytes(nbytes)))
     return "\n".join(rows)
 
 
 def _across(panel: _Panel, longest: float) -> str:
     y = panel.top + PANEL + 17
     end = format_seconds(longest) if longest else f"{len(panel.data)} steps"
-    return (
-        f'<text x="{LEFT}" y="{y}">0</text><text class="end" x="{LEFT + SLOTS}" y="{y}">{end}</text>'
-        f'<text class="mid" x="{LEFT + SLOTS / 2:g}" y="{y}">{"computing time" if longest else "step"}</text>'
-    )
+    unit = "computing time" if longest else "step"
+    return _text(LEFT, y, "0") + _text(LEFT + SLOTS, y, end, "end") + _text(LEFT + SLOTS / 2, y, unit, "mid")
 
 
 def _legend(data: Sequence[Column]) -> str:
@@ -235,9 +204,58 @@ def _legend(data: Sequence[Column]) -> str:
         if not any(c.bytes[k] for c in data):
             continue
         rows.append(f'<rect class="{band}" x="{x:g}" y="{y - 10}" width="12" height="12" rx="2"/>')
-        rows.append(f'<text x="{x + 18:g}" y="{y}">{NAMES[band]}</text>')
+        rows.append(_text(x + 18, y, NAMES[band]))
         x += 48 + 6.6 * len(NAMES[band])
     return "\n".join(rows)
+
+
+# --- a frontier ---
+
+
+def frontier_picture(f: Frontier) -> str:
+    """Extra time (share of a step) against peak, as SVG that needs nothing else."""
+    once = f.points[0].time_before or 1.0
+    ours = [(p.peak, 100 * (p.time / once - 1)) for p in f.points]
+    bound = [(budget_of(p), 100 * (p.time_bound / once - 1)) for p in f.points]
+    shown = [o for o in f.others if o.peak <= 2 * max(p.peak for p in f.points)]
+    theirs = [(o.peak, 100 * (o.time / once - 1)) for o in shown]
+    across = ticks(max(x for x, _ in (*ours, *theirs)))
+    up = _percents(max(1.0, *(y for _, y in (*ours, *theirs))))
+    wide, high = SLOTS, FRONTIER - TOP - BOTTOM
+
+    def x(nbytes: float) -> float:
+        return round(LEFT + wide * nbytes / (across[-1] or 1), 1)
+
+    def y(share: float) -> float:
+        return round(TOP + high * (1 - share / up[-1]), 1)
+
+    def path(points: Sequence[tuple[float, float]]) -> str:
+        return " ".join(f"{x(a)},{y(max(0.0, b))}" for a, b in points)
+
+    base, end = FRONTIER - BOTTOM, LEFT + wide
+    title = f"{f.graph.name}: time against memory"
+    parts = [_text(LEFT, 30, title, "title")]
+    parts.append(_text(LEFT, 50, "extra time of one step, by peak; dashed: no plan is below"))
+    for v in up:
+        parts += [_line("grid", LEFT, y(v), end, y(v)), _text(LEFT - 8, y(v) + 4, f"+{v:g} %", "end")]
+    parts += [_text(x(v), base + 18, format_bytes(v), "mid") for v in across]
+    low = x(f.lower_bound)
+    parts += [_line("axis", LEFT, base, end, base), _line("bound", low, TOP, low, base)]
+    parts.append(f'<polyline class="bound" points="{path(bound)}"/>')
+    parts.append(f'<polyline class="line" points="{path(ours)}"/>')
+    parts += [f'<circle class="activation" cx="{x(a)}" cy="{y(max(0.0, b))}" r="3.5"/>' for a, b in ours]
+    for o, (a, b) in zip(shown, theirs, strict=True):
+        parts.append(f'<circle class="gradient" cx="{x(a)}" cy="{y(b)}" r="4"/>')
+        parts.append(_text(x(a) + 7, y(b) + 4, o.name))
+    return _svg(FRONTIER, "\n".join(parts), title)
+
+
+def _percents(most: float) -> list[float]:
+    """Round levels from 0 to at least ``most``, four to ten of them."""
+    step = 1.0
+    while most / step > 8:
+        step *= 2.5 if f"{step:g}"[0] == "2" else 2
+    return [step * j for j in range(int(-(-most // step)) + 1)]
 
 
 # --- numbers ---
@@ -248,11 +266,3 @@ def short(nbytes: int) -> str:
     text = format_bytes(nbytes)
     number, _, unit = text.partition(" ")
     return f"{float(number):g} {unit}" if nbytes else "0"
-
-
-def _span(data: Sequence[Column]) -> float:
-    return data[-1].start + data[-1].seconds if data else 0.0
-
-
-def _by_number(data: Sequence[Column]) -> list[Column]:
-    return [Column(float(k), 1.0, c.phase, c.bytes) for k, c in enumerate(data)]

@@ -11,7 +11,7 @@ from rich.progress import BarColumn, Progress, ProgressColumn, SpinnerColumn, Ta
 from rich.table import Column
 from rich.text import Text
 
-from tightship.report.text import percent
+from tightship.report.numbers import percent
 from tightship.units import format_bytes, format_seconds
 
 __all__ = ["Line", "incumbent"]

@@ -1,34 +1,71 @@
-"""Plans and peaks as text for people. Tables fit 60 columns; nothing is coloured that is not a terminal's."""
+"""Plans, peaks and frontiers as text for people: sentences, tables and a chart of characters, from 60 columns up."""
 
 from __future__ import annotations
 
 import io
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 from rich import box
-from rich.console import Console, RenderableType
+from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
 from rich.table import Table
+from rich.text import Text
 
-from tightship.errors import Infeasible
+from tightship.diagnose.changes import Change
 from tightship.graph import Graph
 from tightship.machine import LOSSY
-from tightship.plan import Plan
-from tightship.report.numbers import Peak, Share
+from tightship.plan import Plan, Step
+from tightship.planners.frontier import Frontier
+from tightship.report.numbers import (
+    POINT,
+    POLICY,
+    Column,
+    Number,
+    Peak,
+    Share,
+    columns,
+    comparable,
+    makers,
+    peak_of,
+    percent,
+    shown,
+    slots,
+)  # fmt: skip
+from tightship.simulate import Timeline, baseline, replay
 from tightship.units import format_bytes, format_seconds
 
-__all__ = ["describe", "infeasible_rows", "peak_tables", "percent", "rendered", "share_table"]
+__all__ = [
+    "NARROW", "Chart", "Fitting", "change_lines", "describe", "frontier_tables", "new_table", "peak_lines",
+    "peak_tables", "plan_chart", "rendered", "share_table",
+]  # fmt: skip
 
 NARROW = 60
 """Columns that are enough for every table here."""
 
 
-def percent(part: float, whole: float) -> str:
-    """A change from ``whole`` to ``part``: ``-38.2 %``, ``+0.4 %``."""
-    if not whole:
-        return "±0 %"
-    change = 100 * (part / whole - 1)
-    return "±0 %" if abs(change) < 0.05 else f"{change:+.1f} %"
+def rendered(items: Sequence[RenderableType], width: int = 100) -> str:
+    """Rich renderables as plain text."""
+    out = io.StringIO()
+    console = Console(file=out, width=max(width, NARROW), highlight=False)
+    for item in items:
+        console.print(item, markup=False) if isinstance(item, str) else console.print(item)
+    return out.getvalue()
+
+
+def new_table(*columns: str | tuple[str, int, int | None]) -> Table:
+    """An empty table: columns of text are (heading, least width, most width), those of numbers a heading alone."""
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False)
+    for column in columns:
+        if isinstance(column, str):
+            table.add_column(column, justify="right", no_wrap=True)
+        else:
+            table.add_column(column[0], overflow="fold", min_width=column[1], max_width=column[2])
+    return table
+
+
+# --- a plan ---
 
 
 def describe(plan: Plan, graph: Graph | None = None) -> str:
@@ -45,7 +82,7 @@ def describe(plan: Plan, graph: Graph | None = None) -> str:
     if plan.time_bound and plan.budget is not None:
         least = f"{format_seconds(plan.time_bound)}; the time is {100 * plan.time_gap:.1f} % above it"
         rows.append(("time bound", least))
-    rows.append(("done", _done(plan, graph)))
+    rows.append(("changes", _changes(plan)))
     if plan.planner:
         rows.append(("planner", f"{plan.planner}, in {format_seconds(plan.seconds)}"))
     rows += [("note", note) for note in plan.notes]
@@ -72,27 +109,66 @@ def _time(plan: Plan) -> str:
     return f"{format_seconds(plan.time)}, {before} unplanned ({percent(plan.time, plan.time_before)})"
 
 
-def _done(plan: Plan, graph: Graph | None) -> str:
+def _changes(plan: Plan) -> str:
     counts = [
-        (plan.count("recompute"), "recomputed"),
+        (plan.count("recompute"), "ops recomputed"),
         (plan.count("offload"), f"offloaded ({format_bytes(plan.host)} outside)"),
         (plan.count("compress"), f"compressed ({_codecs(plan)})"),
-        (sum(s.saves for s in plan.steps), "drawn again from saved random states"),
-        (plan.moved, "moved"),
+        (sum(s.saves for s in plan.steps), "random states saved"),
+        (plan.moved, "reordered"),
         (sum(len(s.reuses) for s in plan.steps), "in place of inputs"),
     ]
-    done = [f"{n} {word}" for n, word in counts if n]
-    return ", ".join(done) if done else "nothing: everything is kept, in the given order"
+    return (
+        ", ".join(f"{n} {word}" for n, word in counts if n) or "none: everything is kept, in the given order"
+    )
 
 
 def _codecs(plan: Plan) -> str:
     count = Counter(s.codec for s in plan.steps if s.kind == "compress")
-    return ", ".join(
-        f"{n} {codec}{', lossy' if codec in LOSSY else ''}" for codec, n in sorted(count.items())
-    )
+    return ", ".join(f"{n} {c}{', lossy' if c in LOSSY else ''}" for c, n in sorted(count.items()))
 
 
 # --- the peak ---
+
+
+def peak_lines(graph: Graph, steps: Sequence[Step], top: int = 5) -> list[str]:
+    """The peak in sentences, one a line: which values make it up, and which line of the model made them."""
+    line = replay(graph, steps)
+    groups = makers(graph, steps, line)
+    op = steps[line.peak_step].op if line.peak_step >= 0 else -1
+    when = f"while {graph.ops[op].name} runs" if op >= 0 else "before the first step"
+    where = f" ({graph.ops[op].source})" if op >= 0 and graph.ops[op].source else ""
+    lines = [f"The peak of {format_bytes(line.peak)} is reached {when}{where}. It is made up of:"]
+    for m in groups[:top]:
+        name = m.what if m.count == 1 else f"{m.count} × {m.what}"
+        source = f", made on {m.source}" if m.source else ""
+        lines.append(f"  {format_bytes(m.bytes)} ({100 * m.bytes / line.peak:.0f} %): {name}{source}")
+    if rest := groups[top:]:
+        nbytes, count = sum(m.bytes for m in rest), sum(m.count for m in rest)
+        lines.append(f"  {format_bytes(nbytes)} ({100 * nbytes / line.peak:.0f} %): {count} others")
+    return lines
+
+
+def change_lines(changes: Sequence[Change], before: Timeline) -> list[str]:
+    """Changes that would lower the peak and what they come to, one a line."""
+    if not changes:
+        return ["No single change that was tried lowers the peak by 1 % of what is beyond the static set."]
+
+    def cost(extra: float) -> str:
+        return f"{percent(before.time + extra, before.time)} time"
+
+    lines = ["The cheapest changes, each simulated on top of those before it:"]
+    for c in changes:
+        what = (
+            f"order: {c.what} ({c.count} ops moved)"
+            if c.way == "order"
+            else f"{c.way} of {c.count} × {c.what}"
+        )
+        where = f", made on {c.source}" if c.source else ""
+        lines.append(f"  {what}{where}: −{format_bytes(c.saves)}, {cost(c.extra)}")
+    last = changes[-1]
+    total = f"  together: {format_bytes(before.peak)} to {format_bytes(last.peak)}"
+    return [*lines, f"{total}, {cost(last.time - before.time)}"]
 
 
 def peak_tables(peak: Peak, *, title: str, top: int = 10) -> list[RenderableType]:
@@ -108,60 +184,139 @@ def peak_tables(peak: Peak, *, title: str, top: int = 10) -> list[RenderableType
         heading = f"Outside the static set: {format_bytes(dynamic)}"
         tables += ["", heading, "", share_table("made in module", peak.by_module, dynamic, top=top)]
         tables += ["", share_table("made on line", peak.by_source, dynamic, top=top)]
-        tables += ["", _largest(peak.by_storage[:top])]
+        tables += ["", _largest("largest", peak, top)]
     return tables
 
 
 def share_table(heading: str, shares: Sequence[Share], whole: int, *, top: int) -> Table:
     """Shares of ``whole`` bytes, the largest ``top`` of them and what the rest comes to."""
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False, expand=False)
-    table.add_column(heading, overflow="fold", min_width=18, max_width=64)
-    table.add_column("bytes", justify="right", no_wrap=True)
-    table.add_column("share", justify="right", no_wrap=True)
-    table.add_column("storages", justify="right", no_wrap=True)
-    for s in shares[:top]:
-        table.add_row(s.name, format_bytes(s.bytes), _share(s.bytes, whole), str(s.count))
+    table = new_table((heading, 18, 64), "bytes", "share", "storages")
     rest = shares[top:]
-    if rest:
-        size = sum(s.bytes for s in rest)
-        count = str(sum(s.count for s in rest))
-        table.add_row(f"({len(rest)} more)", format_bytes(size), _share(size, whole), count, style="dim")
+    more = Share(f"({len(rest)} more)", sum(s.bytes for s in rest), sum(s.count for s in rest))
+    for s in [*shares[:top], *([more] if rest else [])]:
+        share = f"{100 * s.bytes / whole:.1f} %" if whole else ""
+        table.add_row(s.name, format_bytes(s.bytes), share, str(s.count), style="dim" if s is more else None)
     return table
 
 
-def _share(part: int, whole: int) -> str:
-    return f"{100 * part / whole:.1f} %" if whole else ""
-
-
-def _largest(rows: Sequence[tuple[str, int, str]]) -> Table:
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False, expand=False)
-    table.add_column("largest", overflow="fold", min_width=14, max_width=40)
-    table.add_column("bytes", justify="right", no_wrap=True)
-    table.add_column("made on line", overflow="fold", min_width=18)
-    for name, size, place in rows:
-        table.add_row(name, format_bytes(size), place)
+def _largest(heading: str, peak: Peak, top: int) -> Table:
+    table = new_table((heading, 14, 40), "bytes", ("made on line", 14, None))
+    for name, nbytes, place in peak.by_storage[:top]:
+        table.add_row(name, format_bytes(nbytes), place)
+    if rest := peak.by_storage[top:]:
+        table.add_row(f"({len(rest)} more)", format_bytes(sum(b for _, b, _ in rest)), "", style="dim")
     return table
 
 
-def infeasible_rows(error: Infeasible) -> dict[str, object]:
-    """An ``Infeasible`` as the keys that other programs read."""
-    return {
-        "met": False,
-        "budget": error.budget,
-        "lower_bound": error.lower_bound,
-        "best_peak": error.best_peak,
-        "placed": error.placed,
-        "impossible": error.impossible,
-        "at": error.at,
-        "advice": list(error.advice),
-        "top": [{"name": n, "bytes": b, "place": p} for n, b, p in error.top],
-    }
+# --- a frontier ---
 
 
-def rendered(items: Sequence[RenderableType], width: int = 100) -> str:
-    """Rich renderables as plain text."""
-    out = io.StringIO()
-    console = Console(file=out, width=max(width, NARROW), highlight=False)
-    for item in items:
-        console.print(item, markup=False) if isinstance(item, str) else console.print(item)
-    return out.getvalue()
+def frontier_tables(f: Frontier) -> list[RenderableType]:
+    """The plans, from the least memory up; then each of the others beside the plan for as much memory."""
+    head = f"{f.graph.name} ({len(f.graph.ops)} ops), one step {format_seconds(f.points[0].time_before)}; "
+    items: list[RenderableType] = [f"{head}no plan needs less than {format_bytes(f.lower_bound)}"]
+    for numbers, rows in ((POINT, f.points), (POLICY, f.others)):
+        if rows:
+            items += ["", Fitting([_number_table(f, rows, numbers, wide) for wide in (True, False)])]
+    ended = "; interrupted: not all that were asked for" if f.interrupted else ""
+    items += ["", *f.notes] if f.notes else []
+    return [*items, "", f"{len(f.points)} plans in {format_seconds(f.seconds)}{ended}"]
+
+
+def _number_table(f: Frontier, rows: Sequence[Any], numbers: Sequence[Number], wide: bool) -> Table:
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False)
+    chosen = [n for n in numbers if wide or not n.wide]
+    for n in chosen:
+        table.add_column(n.heading, justify="left" if n.key == "name" else "right", overflow="fold")
+    for row in rows:
+        table.add_row(*(shown(n, n.of(f, row)) for n in chosen))
+    return table
+
+
+@dataclass(frozen=True)
+class Fitting:
+    """The first of several tables that fits the width; the last one where none does."""
+
+    tables: Sequence[Table]
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        wide = options.update(max_width=1000)
+        fits = (t for t in self.tables if console.measure(t, options=wide).maximum <= options.max_width)
+        yield next(fits, self.tables[-1])
+
+
+# --- a chart of characters ---
+
+ROWS = 8
+WIDEST = 110
+LABEL = 10
+EIGHTHS = " ▁▂▃▄▅▆▇█"
+STYLES = {"plan": "blue", "before": "bright_black", "budget": "bold yellow", "bound": "green"}
+
+
+def plan_chart(graph: Graph, plan: Plan, *, top: int = 5) -> list[RenderableType]:
+    """Memory over the step as a chart, and who makes up the peak that is left."""
+    chart = Chart(columns(graph, baseline(graph)), columns(graph, plan.steps), plan.budget, plan.lower_bound)
+    peak = peak_of(graph, plan.steps)
+    if not peak.by_storage:
+        return ["", chart, ""]
+    at = f"while {peak.op} runs" if peak.op else "before the first step"
+    where = f"peak at step {peak.step} of {len(plan.steps)}, {at}"
+    return ["", chart, "", where, "", _largest("largest at the peak", peak, top)]
+
+
+@dataclass(frozen=True)
+class Chart:
+    """Memory over one step: the plan as an area, the unplanned step as dots, budget and lower bound as lines.
+
+    Across is computing time where ops have times, else steps; a column shows the most that falls into it.
+    """
+
+    before: Sequence[Column]
+    after: Sequence[Column]
+    budget: int | None = None
+    bound: int = 0
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        width = min(options.max_width, WIDEST) - LABEL - 3
+        charts, longest, timed = comparable(self.before, self.after)
+        drawn = ([c.total for c in slots(data, width, longest)] for data in charts)
+        before, after = ([*heights, *[0] * (width - len(heights))] for heights in drawn)
+        top = max([self.budget or 0, *before, *after, 1])
+        yield from self._rows(before, after, top)
+        end = format_seconds(longest) if timed else f"{int(longest)} steps"
+        yield Text(f"{'0':>{LABEL}} └{'─' * width}")
+        yield Text(f"{'':{LABEL}}  0{end:>{width - 1}}", style=STYLES["before"])
+        yield self._legend()
+
+    def _rows(self, before: Sequence[int], after: Sequence[int], top: int) -> Iterator[Text]:
+        def row_of(nbytes: int) -> int:
+            return min(ROWS - 1, nbytes * ROWS // top)
+
+        marks = {"bound": self.bound or None, "budget": self.budget}
+        lines = {row_of(n): name for name, n in marks.items() if n is not None}
+        labels = {ROWS - 1: top} | {row_of(n): n for n in marks.values() if n is not None}
+        for row in reversed(range(ROWS)):
+            label = format_bytes(labels[row]) if row in labels else ""
+            text = Text(f"{label:>{LABEL}} {'┤' if label else '│'}")
+            for was, now in zip(before, after, strict=True):
+                eighth = max(0, min(8, round((now * ROWS / top - row) * 8)))
+                if eighth:
+                    text.append(EIGHTHS[eighth], STYLES["plan"])
+                elif was and row_of(was - 1) == row:
+                    text.append("·", STYLES["before"])
+                elif row in lines:
+                    text.append("─" if lines[row] == "budget" else "┄", STYLES[lines[row]])
+                else:
+                    text.append(" ")
+            yield text
+
+    def _legend(self) -> Text:
+        parts = [("█", "planned", "plan"), ("·", "before", "before")]
+        parts += [("─", "budget", "budget")] * (self.budget is not None)
+        parts += [("┄", "lower bound", "bound")] * bool(self.bound)
+        text = Text(" " * (LABEL + 2))
+        for sign, name, style in parts:
+            text.append(sign, STYLES[style]).append(f" {name}   ")
+        text.rstrip()
+        return text

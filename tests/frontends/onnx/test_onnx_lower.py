@@ -10,7 +10,7 @@ import onnx
 from onnx import TensorProto, helper
 
 from support.graphs import FLOAT, made, node, saved, tensor, value
-from tightship.analysis.cost import modelled_time
+from tightship.analysis.cost import modeled_time
 from tightship.errors import BadInput, UnknownSize, Unsupported
 from tightship.frontends.onnx.load import read
 from tightship.frontends.onnx.lower import lower
@@ -209,7 +209,7 @@ def test_weights_are_constants_of_the_caller(tmp_path):
     assert graph.static_bytes == 4 * 8 * 4 + 8 * 64 * 4 + 256
     matmul = graph.ops[0]
     assert matmul.flops == 2 * 4 * 64 * 8
-    assert matmul.time == modelled_time(matmul.flops, 4 * 8 * 4 + 8 * 64 * 4 + 4 * 64 * 4)
+    assert matmul.time == modeled_time(matmul.flops, 4 * 8 * 4 + 8 * 64 * 4 + 4 * 64 * 4)
 
 
 def test_random_ops_keep_their_order(tmp_path):

@@ -100,18 +100,18 @@ def step(updater, net, opt):
 def test_state_is_known_before_it_exists():
     u, net, opt = updater()
     (member,) = u.members
-    assert member.state_keys == ("step", "exp_avg", "exp_avg_sq") and not u.materialised
+    assert member.state_keys == ("step", "exp_avg", "exp_avg_sq") and not u.materialized
     assert [tuple(t.shape) for t in member.state_like] == [(), (3, 3), (3, 3)]
     assert not opt.state
     step(u, net, opt)
-    assert u.materialised
+    assert u.materialized
     assert all(isinstance(opt.state[net.weight][k], torch.Tensor) for k in member.state_keys)
     assert net.weight.grad is None
 
 
 def test_no_state_is_always_there():
-    assert updater(torch.optim.SGD)[0].materialised
-    assert not updater(torch.optim.SGD, momentum=0.9)[0].materialised
+    assert updater(torch.optim.SGD)[0].materialized
+    assert not updater(torch.optim.SGD, momentum=0.9)[0].materialized
 
 
 def test_loaded_state_is_used():

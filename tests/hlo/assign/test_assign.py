@@ -194,7 +194,7 @@ def test_an_output_without_bytes_is_no_place(tmp_path: Path) -> None:
         (lambda t: t.replace(", is_scheduled=true", "", 1), "is not scheduled"),
         (lambda t: t.replace("negate(", "negate(%nobody, ", 1), "%nobody"),
         (lambda t: t.replace("f32[512,512]", "f32[4294967296,4294967296]"), "63 bits"),
-        (lambda t: t.replace("f32[512,512]", "f32[<=512,512]"), "dimensions are static"),
+        (lambda t: t.replace("f32[512,512]", "f32[<=512,512]"), "dynamic dimensions"),
         (lambda t: "", "HloModule"),
     ],
     ids=["truncated", "unscheduled", "missing operand", "too large", "dynamic", "empty"],

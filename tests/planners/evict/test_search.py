@@ -95,11 +95,11 @@ def test_twins_play_one_role_in_different_layers() -> None:
     roles = [[(graph.ops[int(problem.gaps[g][0]) - 1].module) for g in row if g >= 0] for row in family]
     assert sorted(roles) == [[f"h.{k}.{part}" for k in range(3)] for part in ("a", "b", "b")]
     assert len({g for row in family for g in row}) == 9  # two ops of one role in a layer are told apart
-    rows, starts = problem.twins
+    rows, starts = problem.isomorphic_layers
     assert starts.tolist() == [0, 3] and rows[1].tolist() == [g for row in family for g in row]
 
 
-def test_without_names_classes_of_one_length_are_twins() -> None:
+def test_without_names_classes_of_one_length_are_layers() -> None:
     graph = chain(9)
     assert not any(block_of(op.module, 1) for op in graph.ops)
     classes = [(0, 1, 2), (3, 4, 5), (6, 7)]
@@ -120,6 +120,6 @@ def test_layers_without_a_gap_in_common_are_no_family() -> None:
     from support.zoo import captured
 
     problem = problem_of(captured("checkpointed"))
-    rows, starts = problem.twins
+    rows, starts = problem.isomorphic_layers
     assert len(problem.gaps) and (starts[1:] > starts[:-1]).all() and len(rows[0]) - 1 == starts[-1]
     assert anneal.plan(problem, 1, anneal.Options(work=20_000, seconds=60.0)).valid

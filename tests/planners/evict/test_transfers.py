@@ -12,7 +12,7 @@ from support.verifying import decided
 from tightship.graph import Graph, Value
 from tightship.machine import Machine
 from tightship.planners.evict import compress, offload
-from tightship.planners.evict.lowering import Run, longest_transfers, lower, overlap
+from tightship.planners.evict.lowering import longest_transfers, lower, overlap
 from tightship.planners.evict.problem import EvictionProblem
 from tightship.planners.layout import lay_out
 from tightship.simulate import baseline, replay
@@ -42,9 +42,8 @@ def test_when_overlap_is_too_much_ops_wait_and_the_wait_is_what_it_costs() -> No
     graph = replace(chain(20), machine=Machine(offload=64 / 4, fetch=64 / 4, latency=0.0))
     base = replay(graph, baseline(graph))
     order = tuple(range(len(graph.ops)))
-    beside = replay(
-        graph, lower(graph, [Run(k) for k in order], overlap(graph, order, longest_transfers(graph, order)))
-    )
+    copies = overlap(graph, order, longest_transfers(graph, order))
+    beside = replay(graph, lower(graph, order, transfers=copies))
     apart = offload.plan(problem(graph), 0)
     assert apart.peak < beside.peak < base.peak
     assert apart.extra == replay(graph, apart.steps or ()).time - base.time > beside.time - base.time
@@ -94,7 +93,7 @@ def test_every_choice_of_copies_verifies(n: int) -> None:
     can = longest_transfers(graph, order)
     for k in range(0, len(can) + 1, max(1, len(can) // 5)):
         for chosen in (can[:k], overlap(graph, order, can[:k])):
-            steps = lower(graph, [Run(k) for k in order], chosen)
+            steps = lower(graph, order, transfers=chosen)
             layout = lay_out(graph, steps)
             plan = replace(
                 decided(steps, graph), **costs(graph, steps), residences=layout.residences,

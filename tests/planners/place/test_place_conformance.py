@@ -51,7 +51,7 @@ class TestEveryPlanner:
 
     def test_is_documented(self, name: str) -> None:
         doc = " ".join(PLANNERS[name].documentation.split())
-        for part in ("Problem:", "Minimised:", "Source:", "Guarantee:", "Complexity:", "Known limits:"):
+        for part in ("Problem:", "Minimized:", "Source:", "Guarantee:", "Complexity:", "Known limits:"):
             assert part in doc
         assert dataclasses.is_dataclass(PLANNERS[name].options)
         assert PLANNERS[name].options.__dataclass_params__.frozen

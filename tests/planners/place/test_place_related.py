@@ -8,11 +8,11 @@ from hypothesis import strategies as st
 
 from support.placing import planted, solve
 from support.relating import optimum, overlapping, pooled, related
+from tightship.diagnose.infeasible_subset import infeasible_subset_of_pools
 from tightship.errors import BadInput
 from tightship.plan import Buffer, Gap, Pool, Problem
 from tightship.planners import planners
 from tightship.planners.packing import Search, pack
-from tightship.planners.pools import infeasible_subset_of_pools
 from tightship.verify.placement import check_solution
 
 PLANNERS = planners("place")

@@ -129,7 +129,7 @@ class _Walk:
         for i in names:
             self._once(scope, i.name, "input")
             t = type_of(i.type, f"{self.place}: input {i.name!r}")
-            scope.types[i.name] = self._settled(i.name, t, root=True)
+            scope.types[i.name] = self._resolve(i.name, t, root=True)
 
     def _declared(self, proto: Any) -> dict[str, TensorType]:
         """What the file says of its values; types that cannot be planned are met where they are made."""
@@ -139,7 +139,7 @@ class _Walk:
                 found[info.name] = type_of(info.type, f"{self.place}: value {info.name!r}")
         return found
 
-    def _settled(
+    def _resolve(
         self, name: str, t: TensorType, *, root: bool, declared: TensorType | None = None
     ) -> TensorType:
         """The type with names for what is unknown; ``root``: what is unknown begins here."""
@@ -181,7 +181,7 @@ class _Walk:
                 settled.append(t)
                 continue
             self._once(scope, name, where)
-            t = self._settled(name, t, root=root, declared=declared.get(name))
+            t = self._resolve(name, t, root=root, declared=declared.get(name))
             if t.known and any(n < 0 for n in t.sizes):
                 raise BadInput(f"negative dimension in the shape {t.sizes} of {name!r}", place=where)
             if not t.dtype:

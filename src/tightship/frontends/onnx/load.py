@@ -92,7 +92,7 @@ def _domain(name: str) -> str:
 
 
 def _opened(path: str | os.PathLike[str]) -> tuple[bytes, tuple[int, ...]]:
-    """What a file holds besides weights, and what it can be recognised by."""
+    """What a file holds besides weights, and what it can be recognized by."""
     place = os.fspath(path)
     try:
         if not stat.S_ISREG(os.stat(path).st_mode):  # a pipe would not even open

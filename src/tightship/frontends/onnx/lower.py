@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final
 
-from tightship.analysis.cost import modelled_time
+from tightship.analysis.cost import modeled_time
 from tightship.errors import BadInput
 from tightship.frontends.builder import GraphBuilder, trace_line
 from tightship.frontends.onnx.infer import Scope, infer, label
@@ -190,7 +190,7 @@ class _Lowering:
                 tuple(outputs),
                 mutates=written,
                 random=is_random(node, [self.scope.value(n) if n else None for n in node.input]),
-                time=modelled_time(flops, traffic),
+                time=modeled_time(flops, traffic),
                 flops=flops,
                 workspace=workspace,
                 module=module,

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from tightship.analysis.cost import modelled_time
+from tightship.analysis.cost import modeled_time
 from tightship.errors import BadInput, Unsupported
 from tightship.frontends.builder import GraphBuilder
 from tightship.frontends.tensorflow.infer import Made, Types, infer, shapes_given, variable_bytes
@@ -269,7 +269,7 @@ class _Lowering:
                 random=random,
                 effect=not harmless,
                 control=tuple(sorted(control)),
-                time=modelled_time(flops, traffic) if flops else 0.0,
+                time=modeled_time(flops, traffic) if flops else 0.0,
                 flops=flops,
                 phase="update" if writes and self._updates(n) else "backward" if _backward(n) else "forward",
                 device=_device(node.device),

@@ -13,51 +13,12 @@ from contextlib import ExitStack, contextmanager
 from typing import Any, Final
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
+from torch.utils._python_dispatch import _disable_current_modes
 
 from tightship.errors import Unsupported
 from tightship.graph import CUDA_ALIGNMENT
 from tightship.process_local import NotCopied
-
-__all__ = [
-    "DATA_ERRORS",
-    "LAZY_BITS",
-    "TorchDispatchMode",
-    "another",
-    "any_autocast",
-    "argument",
-    "argument_positions",
-    "backward_hooks",
-    "backward_sequence",
-    "decompose",
-    "direct",
-    "fake_mode",
-    "fake_mode_of",
-    "flop_formula",
-    "forward_sequence",
-    "generator_of",
-    "gradient_hooks",
-    "is_collective",
-    "is_composite",
-    "is_fake",
-    "is_foreign_memory",
-    "is_functorch",
-    "is_inplace_view",
-    "is_random",
-    "plain_execution",
-    "plain_step",
-    "process_settings",
-    "replaced_step",
-    "require_torch",
-    "returns_tensors",
-    "runnable",
-    "storage_key",
-    "storage_reference",
-    "undeclared_writes",
-    "without_modes",
-    "world_size",
-    "written_arguments",
-]
 
 VERSION = "2.13"
 

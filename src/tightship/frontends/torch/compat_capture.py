@@ -25,20 +25,6 @@ from torch.nn.modules import module as _module  # noqa: E402
 from torch.nn.utils import stateless as _stateless  # noqa: E402
 from torch.utils import checkpoint as _checkpoint  # noqa: E402
 
-__all__ = [
-    "GrownCaches",
-    "Special",
-    "States",
-    "calls_seen",
-    "module_hooks",
-    "python_for_stand_ins",
-    "quiet_capture",
-    "quiet_engine",
-    "reparametrised",
-    "running_modules",
-]
-
-
 # --- modules --------------------------------------------------------------------------------------------------
 
 
@@ -69,7 +55,7 @@ _CALL = torch.nn.Module._call_impl.__code__
 
 
 @contextmanager
-def reparametrised(model: torch.nn.Module, tensors: dict[str, torch.Tensor]) -> Iterator[None]:
+def reparametrized(model: torch.nn.Module, tensors: dict[str, torch.Tensor]) -> Iterator[None]:
     """Swap the model's parameters and buffers for ``tensors`` (tied ones together), and back."""
     with _stateless._reparametrize_module(model, tensors, tie_weights=True, strict=False):
         yield

@@ -32,35 +32,6 @@ from torch._guards import CompileContext, TracingContext  # noqa: E402
 from torch.fx import Graph, GraphModule, Node  # noqa: E402
 from torch.fx._lazy_graph_module import _make_graph_module  # noqa: E402
 
-__all__ = [
-    "Break",
-    "boxed",
-    "compile_training",
-    "compiled_options",
-    "example_of",
-    "fixed_sizes",
-    "frame",
-    "frame_session",
-    "graph_break",
-    "graph_is_built",
-    "graph_is_kept",
-    "is_backward",
-    "is_control_flow",
-    "is_tangent",
-    "last_time",
-    "mutates",
-    "never_donates",
-    "outside",
-    "overwritten_inputs",
-    "result_node",
-    "saved_values",
-    "source_name",
-    "split",
-    "unchecked_saving",
-    "wanted_by_forward",
-    "watch_frames",
-]
-
 Compiler = Callable[[GraphModule, Sequence[Any]], Callable[[list[Any]], Any]]
 
 

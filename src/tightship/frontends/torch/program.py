@@ -17,7 +17,20 @@ import torch
 from tightship.graph import Graph, Request
 from tightship.process_local import NotCopied
 
-__all__ = ["Call", "Program", "Ref", "Slot", "derive", "evaluate", "flat", "refs_in", "substitute"]
+__all__ = [
+    "Call",
+    "Program",
+    "Ref",
+    "Slot",
+    "derive",
+    "evaluate",
+    "flat",
+    "leaves_in",
+    "map_tree",
+    "refs_in",
+    "substitute",
+    "tensors_in",
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +58,7 @@ class Call:
 class Slot:
     """Where a graph input's tensor comes from.
 
-    ``role``: parameter, buffer, state (of the optimiser), input (of the batch), constant. ``key`` finds it:
+    ``role``: parameter, buffer, state (of the optimizer), input (of the batch), constant. ``key`` finds it:
     the qualified name for parameters and buffers, (parameter name, state key) for state, the index of the
     flattened batch's leaf for inputs, the index into ``Program.constants`` for constants.
     """
@@ -99,24 +112,16 @@ class Metadata(Protocol):
     def offset(self) -> int: ...
 
 
-def _dtype(name: Any) -> torch.dtype:
-    return name if isinstance(name, torch.dtype) else getattr(torch, name)
-
-
 def derive(tensor: torch.Tensor, base: Metadata, value: Metadata) -> torch.Tensor:
     """The tensor of ``value``, given the tensor of ``base``, another value of the same storage.
 
     Offsets are taken relative to the base: the caller's tensor may start elsewhere in its storage than it did
     when the program was captured (a slice of a data set).
     """
-    if (base.dtype, base.shape, base.stride, base.offset) == (
-        value.dtype,
-        value.shape,
-        value.stride,
-        value.offset,
-    ):
+    alike = base.dtype == value.dtype and base.shape == value.shape
+    if alike and base.stride == value.stride and base.offset == value.offset:
         return tensor
-    dtype = _dtype(value.dtype)
+    dtype = value.dtype if isinstance(value.dtype, torch.dtype) else getattr(torch, value.dtype)
     if dtype == tensor.dtype:
         offset = tensor.storage_offset() + value.offset - base.offset
         return torch.as_strided(tensor, value.shape, value.stride, offset)
@@ -126,7 +131,16 @@ def derive(tensor: torch.Tensor, base: Metadata, value: Metadata) -> torch.Tenso
     return empty.set_(tensor.untyped_storage(), offset, value.shape, value.stride)
 
 
-def substitute(tree: Any, read: Any) -> Any:
+def map_tree(fn: Callable[[Any], Any], tree: Any) -> Any:
+    """An argument tree with ``fn`` applied to whatever is no list, tuple or dict."""
+    if isinstance(tree, (list, tuple)):
+        return type(tree)(map_tree(fn, x) for x in tree)
+    if isinstance(tree, dict):
+        return {k: map_tree(fn, x) for k, x in tree.items()}
+    return fn(tree)
+
+
+def substitute(tree: Any, read: Callable[[int], Any]) -> Any:
     """An argument tree with ``read(value)`` in place of every ``Ref``."""
     if type(tree) is Ref:
         return read(tree.value)
@@ -171,13 +185,32 @@ def evaluate(
         return [read(v) for v in wanted]
 
 
-def refs_in(tree: Any) -> Iterator[int]:
-    """Values an argument tree refers to, in order."""
-    if type(tree) is Ref:
-        yield tree.value
-    elif isinstance(tree, (list, tuple)):
+def leaves_in(tree: Any) -> Iterator[Any]:
+    """Whatever is no list, tuple or dict in an argument tree, in order."""
+    if isinstance(tree, (list, tuple)):
         for x in tree:
-            yield from refs_in(x)
+            yield from leaves_in(x)
     elif isinstance(tree, dict):
         for x in tree.values():
-            yield from refs_in(x)
+            yield from leaves_in(x)
+    else:
+        yield tree
+
+
+def refs_in(tree: Any) -> Iterator[int]:
+    """Values an argument tree refers to, in order."""
+    return (x.value for x in leaves_in(tree) if type(x) is Ref)
+
+
+def tensors_in(tree: Any) -> Iterator[torch.Tensor]:
+    """The tensors of an argument tree, in order. Written out, because every step asks it of every call."""
+    if isinstance(tree, torch.Tensor):
+        yield tree
+    elif isinstance(tree, (list, tuple)):
+        for x in tree:
+            yield from tensors_in(x)
+    elif isinstance(tree, dict):
+        for x in tree.values():
+            yield from tensors_in(x)
+    elif isinstance(tree, slice):
+        yield from tensors_in((tree.start, tree.stop, tree.step))

@@ -32,9 +32,6 @@ class Advice:
     saves: int
     text: str
 
-    def as_dict(self) -> dict[str, Any]:
-        return {"kind": self.kind, "saves": self.saves, "text": self.text}
-
 
 def advice(made: Assignment, ours: Assignment, step: int) -> list[Advice]:
     """What helps, most first; ``step`` is that of the peak."""

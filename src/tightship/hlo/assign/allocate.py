@@ -5,13 +5,13 @@ tables of addresses each get an allocation. What remains may take one that is th
 in it is alive at the same time: an operand's, else the smallest of those that results and donated parameters have. A
 result that finds none gets one; anything else is a temporary. Source: XLA, ``BufferAssigner``.
 
-What buffer assignment comes to: allocations, the place of every buffer, and the bytes by kind.
+An ``Assignment`` is what it comes to: allocations, the place of every buffer, and the bytes by kind.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import chain
@@ -39,44 +39,37 @@ class Assignment:
     planner: str
     seconds: float = 0.0
 
-    def _sum(self, *kinds: str) -> int:
-        return sum(a.size for a in self.allocations if a.kind in kinds)
+    def _sum(self, counted: Callable[[Allocation], bool]) -> int:
+        return sum(a.size for a in self.allocations if counted(a))
 
     @property
     def total(self) -> int:
-        return sum(a.size for a in self.allocations)
+        return self._sum(lambda a: True)
 
     @property
     def temp(self) -> int:
-        return sum(a.size for a in self.allocations if a.temporary)
+        return self._sum(lambda a: a.temporary)
 
     @property
     def arguments(self) -> int:
-        return self._sum("parameter")
+        return self._sum(lambda a: a.kind == "parameter")
 
     @property
     def output(self) -> int:
-        return sum(a.size for a in self.allocations if a.output)
+        return self._sum(lambda a: a.output)
 
     @property
     def alias(self) -> int:
         """Bytes of arguments that are outputs, too."""
-        return sum(a.size for a in self.allocations if a.output and a.kind == "parameter")
+        return self._sum(lambda a: a.output and a.kind == "parameter")
 
     @property
     def constants(self) -> int:
-        return self._sum("constant")
+        return self._sum(lambda a: a.kind == "constant")
 
     @property
     def thread_local(self) -> int:
-        return self._sum("thread-local")
-
-    def place(self, buffer: Buffer) -> tuple[int, int] | None:
-        """(allocation, offset in it)."""
-        for k, a in enumerate(self.allocations):
-            if buffer in a.held:
-                return k, a.held[buffer]
-        return None
+        return self._sum(lambda a: a.kind == "thread-local")
 
 
 def combine(allocations: Sequence[Allocation], alignment: int) -> list[Allocation]:
@@ -183,7 +176,7 @@ class Assigner:
     allocations: list[Allocation] = field(default_factory=list)
     heap: dict[Buffer, AliasSet] = field(default_factory=dict)
     of: dict[Buffer, Allocation] = field(default_factory=dict)
-    open: _Open = field(default_factory=lambda: _Open())
+    open: _Open = field(default_factory=_Open)
 
     @cached_property
     def donated(self) -> frozenset[tuple[int, Index]]:

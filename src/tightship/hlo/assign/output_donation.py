@@ -84,12 +84,12 @@ class _Hosting:
         return False
 
     def _put(self, k: int, h: _Host, offset: int) -> None:
-        h.put(k, offset)
+        h.guests[k] = offset
         self.at[k] = h
         self.profile.add(k, -1)
 
     def _remove(self, k: int) -> None:
-        self.at.pop(k).remove(k)
+        del self.at.pop(k).guests[k]
         self.profile.add(k, 1)
 
     def _improve(self) -> bool:
@@ -160,12 +160,6 @@ class _Host:
         self.own = [b for b in a.held if b in live.ranges]
         self.guests: dict[int, int] = {}
         self.looks = 0
-
-    def put(self, k: int, offset: int) -> None:
-        self.guests[k] = offset
-
-    def remove(self, k: int) -> None:
-        del self.guests[k]
 
     def settle(self) -> None:
         """The allocation holds its guests."""

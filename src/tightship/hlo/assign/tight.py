@@ -21,8 +21,8 @@ from tightship.hlo.assign.bound import lower_bound
 from tightship.hlo.assign.check import check
 from tightship.hlo.assign.heap import Group, best_fit, join_in_place, most_alive, replay, stays
 from tightship.hlo.assign.output_donation import host, hostable
-from tightship.hlo.dataflow import Buffer
 from tightship.hlo.liveness import LiveRanges
+from tightship.options import option
 from tightship.plan import Buffer as Block
 from tightship.plan import Problem
 from tightship.planners.packing import Search, pack
@@ -38,13 +38,14 @@ _CLOSE = 1.0001
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """``target``: cpu, gpu or auto. ``seconds`` of search at most, ``work``: buffers each search may place,
-    ``seed`` of random moves."""
-
-    target: str = "auto"
-    seconds: float = 5.0
-    work: int = 100_000
-    seed: int = 0
+    target: str = option(
+        "auto",
+        "machine whose alignment and fusions' in-place rules hold: cpu, gpu, or auto, as the module says",
+        choices=("auto", *TARGETS),
+    )
+    seconds: float = option(5.0, "seconds of search at most")
+    work: int = option(100_000, "buffers each search may place at most; makes assignments reproducible")
+    seed: int = option(0, "seed of random moves")
 
 
 def plan(module: Module, options: Options | None = None) -> Assignment:
@@ -60,7 +61,7 @@ def plan(module: Module, options: Options | None = None) -> Assignment:
         if best.total <= bound * _CLOSE or time.perf_counter() - began > o.seconds:
             break
         made = _assign(live, sharing, best.target, hosting, joining, o)
-        if made is not None and made.total < best.total:
+        if made.total < best.total:
             best = made
     if best.planner != "xla":
         check(best, sharing)
@@ -69,11 +70,12 @@ def plan(module: Module, options: Options | None = None) -> Assignment:
 
 def _assign(
     live: LiveRanges, sharing: Sharing, target: str, hosting: bool, joining: bool, o: Options
-) -> Assignment | None:
+) -> Assignment:
     """One assignment: with XLA's choice of who lies in outputs and donated parameters, or with our own, and with
     every legal sharing, or with XLA's."""
     assigner = allocate(live, sharing, hosting=not hosting)
-    tables = [a for a in assigner.allocations if a.kind == "tuple" and not _kept(live, a)]
+    out = live.points.live_out
+    tables = [a for a in assigner.allocations if a.kind == "tuple" and not any(b in out for b in a.held)]
     fixed = [a for a in assigner.allocations if a not in tables]
     heap = dict(assigner.heap)
     sets = {b: g for g in live.sets for b in g.buffers}
@@ -93,35 +95,29 @@ def _assign(
     return Assignment(live, target, tuple(found), fragmentation, lower_bound(live, found, sharing), "tight")
 
 
-def _kept(live: LiveRanges, table: Allocation) -> bool:
-    """Whether a table of addresses is part of the result."""
-    return any(b in live.points.live_out for b in table.held)
-
-
 def _place(groups: Sequence[Group], alignment: int, o: Options) -> tuple[list[int], int]:
     """Offsets by the better of XLA's best fit and the portfolio."""
     fitted, size = best_fit(groups, alignment)
     shared = any(len(g.members) > 1 for g in groups)
     if not groups or len(groups) > (_LARGE // 10 if shared else _LARGE) or size <= most_alive(stays(groups)):
         return fitted, size
-    blocks: list[Block] = []
-    for k, group in enumerate(groups):
-        name = str(k) if len(group.members) > 1 else ""
-        for m in group.members:
-            if group.size and m.end > m.start:
-                blocks.append(_block(m.buffer, m.start, m.end, group.size, alignment, name))
-    search = Search(seed=o.seed, work=o.work, seconds=o.seconds)
-    solution = pack(Problem(tuple(blocks)), search=search)
+    blocks = {
+        m.buffer: Block(
+            f"{m.buffer.id}:{m.buffer}",
+            m.start,
+            m.end,
+            group.size,
+            alignment,
+            group=str(k) if len(group.members) > 1 else "",
+        )
+        for k, group in enumerate(groups)
+        for m in group.members
+        if group.size and m.end > m.start
+    }
+    solution = pack(
+        Problem(tuple(blocks.values())), search=Search(seed=o.seed, work=o.work, seconds=o.seconds)
+    )
     if solution.arena >= size:
         return fitted, size
-    where = dict(zip((b.id for b in blocks), solution.offsets, strict=True))
-    found = [where.get(_id(group.members[0].buffer), 0) for group in groups]
-    return found, solution.arena
-
-
-def _id(buffer: Buffer) -> str:
-    return f"{buffer.id}:{buffer}"
-
-
-def _block(buffer: Buffer, start: int, end: int, size: int, alignment: int, group: str) -> Block:
-    return Block(_id(buffer), start, end, size, alignment=alignment, group=group)
+    at = dict(zip(blocks, solution.offsets, strict=True))
+    return [next((at[m.buffer] for m in g.members if m.buffer in at), 0) for g in groups], solution.arena

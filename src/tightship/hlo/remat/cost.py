@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from math import prod
 from typing import Final
 
-from tightship.analysis.cost import modelled_time
+from tightship.analysis.cost import modeled_time
 from tightship.hlo.module import Computation, Instruction, Module
 from tightship.hlo.shape import Shape
 from tightship.machine import CODECS, Machine
@@ -41,7 +41,7 @@ class Work:
             return 0.0
         moved = i.shape.total + sum(computation.by_name[o].shape.total for o in i.operands)
         flops = self.flops[computation.name][i.name]
-        return modelled_time(flops, moved, rate=_FLOPS, bandwidth=_BANDWIDTH, overhead=0.0)
+        return modeled_time(flops, moved, rate=_FLOPS, bandwidth=_BANDWIDTH, overhead=0.0)
 
 
 def work_of(module: Module) -> Work:

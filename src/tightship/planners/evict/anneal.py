@@ -108,7 +108,7 @@ def _search(
         work, seconds = effort.share(size, 0.9)
         run = problem.engine.anneal(
             problem.groups,
-            *problem.twins,
+            *problem.isomorphic_layers,
             budget,
             best.evict,
             heat,

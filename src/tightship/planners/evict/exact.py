@@ -1,6 +1,6 @@
 """Constraint programming over retention intervals: the best plan in the order there is, if given the time.
 
-Problem: choose which ops run again before which others, and how long every copy stays; minimise seconds of
+Problem: choose which ops run again before which others, and how long every copy stays; minimize seconds of
 recomputation, peak within the budget. Measure: exact bytes and seconds, as the replay counts them. Source: the
 retention intervals of Moccasin (Bartan et al. 2023) on the stages of Checkmate (Jain et al. 2020), solved by OR-tools
 (CP-SAT, extra ``solver``); begins with what `anneal` found. Up to ``whole`` ops are decided together, more of them

@@ -2,7 +2,7 @@
 
 Problem: choose gaps to recompute so that the peak is within the budget. Measure: seconds of recomputation per
 byte gone from the point of the peak; where that gets stuck (in deep chains, all of which would be made again at
-once), from a checkpoint per block. Source: the loop of XLA's HloRematerialization (behaviours R5, R9, R18,
+once), from a checkpoint per block. Source: the loop of XLA's HloRematerialization (behaviors R5, R9, R18,
 R19), on gaps and with true costs. Guarantee: never accepts a step that raises the overall peak; reproducible.
 Complexity: near-linear (batches of evictions per replay). Known limits: greedy; does not see that two evictions
 share a recomputation.
@@ -38,12 +38,12 @@ def plan(
     def left() -> float:
         return max(0.0, until - time.perf_counter())
 
-    first = problem.decision(problem.engine.greedy(budget, problem.nothing(), o.work, o.seconds, 0, progress))
+    first = problem.decision(problem.engine.greedy(budget, problem.nothing(), o.work, o.seconds, progress))
     if not first.met:
         start = blocks.plan(problem, budget, blocks.Options(work=o.work // 4, seconds=0.5 * left()))
         second = start
         if start.valid and not start.met:
-            second = problem.decision(problem.engine.greedy(budget, start.evict, o.work, left(), 0, progress))
+            second = problem.decision(problem.engine.greedy(budget, start.evict, o.work, left(), progress))
         first = best_of((first, second))
     if not first.met:
         return first

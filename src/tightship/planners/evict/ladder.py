@@ -36,7 +36,9 @@ def climb(
     problem: EvictionProblem, budget: int, start: Bits, o: Options, progress: Progress | None = None
 ) -> Decision:
     """Evict more than ``start`` does, then give back what is not needed."""
-    found = problem.decision(problem.engine.ladder(problem.rows, budget, start, o.work, o.seconds, progress))
+    found = problem.decision(
+        problem.engine.lazy_greedy(problem.rows, budget, start, o.work, o.seconds, progress)
+    )
     if not found.met or not found.extra:
         return found
     better = relaxed(problem, budget, found, o.work // 4, o.seconds / 4)

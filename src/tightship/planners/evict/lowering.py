@@ -58,12 +58,12 @@ class Transfer:
     packing: Packing | None = None
 
 
-def lower(graph: Graph, runs: Sequence[Run], transfers: Sequence[Transfer] = ()) -> tuple[Step, ...]:
-    """The steps of ``runs``, with at most one transfer of each storage; all else stays until its last use."""
-    if any(run.again for run in runs):
-        steps = _with_lifetimes(graph, runs)
-    else:
-        steps = baseline(graph, [run.op for run in runs])
+def lower(
+    graph: Graph, order: Sequence[int], runs: Sequence[Run] | None = None, transfers: Sequence[Transfer] = ()
+) -> tuple[Step, ...]:
+    """The steps of ``runs`` (None: every op once, in ``order``), with at most one transfer of each storage; all else
+    stays until its last use."""
+    steps = baseline(graph, order) if runs is None else _with_lifetimes(graph, runs)
     return _Transfers(graph, transfers).insert(steps) if transfers else steps
 
 
@@ -73,13 +73,11 @@ def decide(
     runs: Sequence[Run] | None = None,
     transfers: Sequence[Transfer] = (),
 ) -> Decision:
-    """The decision to do exactly this, with what it costs; one that is not valid where the replay refuses it.
-    ``runs``: None for every op once, in the problem's order."""
+    """The decision to do what `lower` says, with what it costs; not a valid one where the replay refuses it."""
     graph = problem.graph
-    runs = [Run(k) for k in problem.order] if runs is None else runs
-    count = sum(run.again for run in runs) + len(transfers)
+    count = sum(run.again for run in runs or ()) + len(transfers)
     kept = replay(graph, baseline(graph, problem.order))
-    steps = lower(graph, runs, transfers)
+    steps = lower(graph, problem.order, runs, transfers)
     try:
         line = replay(graph, steps)
     except BadInput:

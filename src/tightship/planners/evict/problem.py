@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from tightship import _core
 from tightship.analysis.packing import Packing, packings
-from tightship.analysis.structure import block_of, colours, layer, role
+from tightship.analysis.structure import block_of, colors, layer, role
 from tightship.errors import BadInput, Unsupported
 from tightship.graph import Graph
 from tightship.plan import Step
@@ -226,7 +226,7 @@ class EvictionProblem:
     def classes(self) -> tuple[tuple[int, ...], ...]:
         """Gaps of the same role in different layers, by position."""
         u = self.graph.uses
-        hues = colours(self.graph)
+        hues = colors(self.graph)
         by_role: dict[object, list[int]] = defaultdict(list)
         by_hue: dict[object, list[int]] = defaultdict(list)
         nth: dict[int, int] = defaultdict(int)
@@ -257,7 +257,7 @@ class EvictionProblem:
         return csr(rows or [list(range(len(self.gaps)))])
 
     @cached_property
-    def twins(self) -> tuple[Rows, NDArray[np.int64]]:
+    def isomorphic_layers(self) -> tuple[Rows, NDArray[np.int64]]:
         """Rows of gaps of one role in several layers (-1: a layer has none), and at which rows families begin."""
         found = families(self.graph, [(s, a, b) for s, a, b in self.gaps.tolist()], self.classes)
         starts = np.cumsum([0, *(len(f) for f in found)], dtype=np.int64)
@@ -361,7 +361,7 @@ def _bits(ways: Sequence[str]) -> int:
 
 def _horizon(engine: Any, order: tuple[int, ...], graph: Graph) -> int:
     """About one layer's worth of positions: the usual distance between uses of neighbouring layers' tensors."""
-    hues = colours(graph)
+    hues = colors(graph)
     by_hue: dict[tuple[int, int], list[int]] = defaultdict(list)
     for s, start, to in zip(*(a.tolist() for a in engine.gaps), strict=True):
         if to < len(order) and to - start > len(order) // 50:

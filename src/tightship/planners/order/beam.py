@@ -1,6 +1,6 @@
 """Search legal orders for the least peak: a widening beam over sets of finished ops, exact where it fits.
 
-Problem: an order of all ops that minimises the peak, nothing recomputed. Measure: the simulated peak in bytes.
+Problem: an order of all ops that minimizes the peak, nothing recomputed. Measure: the simulated peak in bytes.
 Source: dynamic programming over down-sets of the dependency order with a soft budget (Ahn et al. 2020, "Ordering
 Chaos"; Liberis and Lane 2019); cutting each layer to the best few and widening it is ours, and so is taking an op
 at once where that cannot be wrong. Guarantee: a legal order, never worse than the graph's own; optimal when the peak

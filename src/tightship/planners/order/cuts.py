@@ -19,7 +19,8 @@ from typing import Final
 
 import numpy as np
 
-from tightship.analysis.moments import Ints, Mask, Moments, Passing
+from tightship.analysis.moments import Ints, Moments, Passing
+from tightship.analysis.order import Mask
 from tightship.graph import Graph
 from tightship.options import option
 from tightship.planners.order.tables import Ordered

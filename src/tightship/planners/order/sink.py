@@ -1,4 +1,4 @@
-"""Run an op that frees memory as soon as it can: optimiser updates move to their gradients.
+"""Run an op that frees memory as soon as it can: optimizer updates move to their gradients.
 
 Problem: the graph's order runs all updates at the end, so that every gradient is alive at once. Measure: bytes
 resident; an op moves up when, at the first moment all its predecessors have run, it makes fewer bytes than it

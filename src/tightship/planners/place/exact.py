@@ -1,6 +1,6 @@
 """Tree search with explained failures and restarts, from the best greedy packing on.
 
-Problem: offsets for buffers with known live ranges. Minimised: the arena; with a capacity, any arena within it is
+Problem: offsets for buffers with known live ranges. Minimized: the arena; with a capacity, any arena within it is
 enough. Source: the canonical placements, inference and dominance of MiniMalloc (Moffitt, "MiniMalloc: A
 Lightweight Memory Allocator for Hardware-Accelerated Machine Learning", ASPLOS 2023); conflict-directed
 backjumping (Prosser 1993) over what cannot fit, and restarts with other preferences (Gomes et al. 1998), are

@@ -71,7 +71,7 @@ class Greedy:
     @property
     def info(self) -> PlannerInfo:
         text = (
-            f"{self.summary}\n\nProblem: offsets for buffers with known live ranges. Minimised: {self.minimized}. "
+            f"{self.summary}\n\nProblem: offsets for buffers with known live ranges. Minimized: {self.minimized}. "
             f"Source: {self.source}. Guarantee: {self.guarantee}. Complexity: {self.complexity}. "
             f"Known limits: {self.limits}."
         )

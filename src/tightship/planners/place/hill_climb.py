@@ -1,6 +1,6 @@
 """Greedy by size, then hill climbing over the order in which buffers are placed.
 
-Problem: offsets for buffers with known live ranges. Minimised: the arena. Source: after TVM's hill climb
+Problem: offsets for buffers with known live ranges. Minimized: the arena. Source: after TVM's hill climb
 (``tvm-hill-climb``): moves the buffers that make up the top of the arena before those in their way and places again,
 here with late acceptance (Burke and Bykov 2008) and moves of many buffers at once. Guarantee: never worse than first
 fit by size; stops with proof at the lower bound. Complexity: one greedy packing a round. Known limits: a packing

@@ -1,6 +1,6 @@
 """All the others, cheapest first, until one reaches the lower bound (the default).
 
-Problem: offsets for buffers with known live ranges. Minimised: the arena; with a capacity, any arena within it is
+Problem: offsets for buffers with known live ranges. Minimized: the arena; with a capacity, any arena within it is
 enough. Source: algorithm portfolios. Guarantee: never worse than any other planner here given the same seed and
 limits (unless the time limit or a capacity stops it first, or there are so many buffers that some packings are left
 out: ``_greedy``); stops with proof at the lower bound, which exact search may raise. Complexity: that of its parts;

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from operator import attrgetter
@@ -127,7 +127,6 @@ def related(problem: Problem) -> Frame:
     """The same for a problem with groups, conflicts and gaps, by pairs of buffers or in parts."""
     began = time.perf_counter()
     merged, became = merge(problem)
-    _check_gaps(merged)
     arrays, names = _arrays(merged), [b.id for b in merged.buffers]
     _check(arrays, names)
     parts = parts_of(merged, arrays.lower, arrays.upper, arrays.size)
@@ -254,6 +253,7 @@ def merge(problem: Problem) -> tuple[Problem, tuple[int, ...]]:
     A merged buffer has the id of its first member, the windows of those alive, and everything that one of them
     asks for. Raises ``BadInput`` for members that cannot share an offset.
     """
+    _check_parts(problem)
     if not any(b.group for b in problem.buffers):
         return replace(problem, conflicts=()), tuple(range(len(problem.buffers)))
     first: dict[str, int] = {}
@@ -277,14 +277,8 @@ def _merged(group: Sequence[Buffer]) -> Buffer:
         return BadInput(f"{rule} (colocation group {name!r})", place=f"buffer {b.id!r}")
 
     for b in group:
-        if rule := b.gap_fault:
-            raise BadInput(rule, place=f"buffer {b.id!r}")
         if any(gap.window for gap in b.gaps):
             raise fault("gap with a window: members of a group have none", b)
-        if b.lower >= b.upper:
-            raise BadInput(EMPTY.format(b.lower), place=f"buffer {b.id!r}")
-        if b.alignment < 1:
-            raise BadInput(ALIGNMENT.format(b.alignment), place=f"buffer {b.id!r}")
     alignment = math.lcm(*(b.alignment for b in group))
     pins = {b.pinned: b for b in group if b.pinned is not None}
     if len(pins) > 1:
@@ -327,36 +321,31 @@ def _merged_gaps(group: Sequence[Buffer], size: int) -> tuple[Gap, ...]:
     return tuple(gaps)
 
 
-def _check_gaps(problem: Problem) -> None:
-    """Raise ``BadInput`` for gaps that break a rule, and for what cannot be checked part by part."""
+def _check_parts(problem: Problem) -> None:
+    """Raise ``BadInput`` for gaps that break a rule, and for what cannot be checked once buffers are in parts."""
     for b in problem.buffers:
-        if not b.gaps:
+        if not b.gaps and not b.group:
             continue
-        if rule := b.gap_fault:
-            raise BadInput(rule, place=f"buffer {b.id!r}")
-        if b.alignment < 1:
-            raise BadInput(ALIGNMENT.format(b.alignment), place=f"buffer {b.id!r}")
-        if b.pinned is not None and (b.pinned < 0 or b.pinned % b.alignment):
-            rule = f"pinned offset {b.pinned} is negative or no multiple of the alignment"
-            raise BadInput(rule, place=f"buffer {b.id!r}")
+        fault = b.gap_fault
+        if b.lower >= b.upper:
+            fault = EMPTY.format(b.lower)
+        elif b.alignment < 1:
+            fault = ALIGNMENT.format(b.alignment)
+        elif b.pinned is not None and (b.pinned < 0 or b.pinned % b.alignment):
+            fault = f"pinned offset {b.pinned} is negative or no multiple of the alignment"
+        if fault:
+            raise BadInput(fault, place=f"buffer {b.id!r}")
 
 
 def cut(problem: Problem) -> Problem:
-    """Every part a buffer of its own, free to lie anywhere (pinned ones lie where they are)."""
-    return replace(problem, buffers=tuple(c for b in problem.buffers for c in _cut(b)))
+    """Every part a buffer of its own, free to lie anywhere (pinned ones lie where they are): without gaps it asks for
+    fewer bytes, so any bound of it is one."""
+    return replace(
+        problem, buffers=tuple(c for b in problem.buffers for c in (_parts(b) if b.gaps else (b,)))
+    )
 
 
-def _cut(b: Buffer) -> Sequence[Buffer]:
-    if not b.gaps:
-        return [b]
-    return [
-        Buffer(
-            b.id,
-            since,
-            until,
-            high - low,
-            math.gcd(b.alignment, low),
-            None if b.pinned is None else b.pinned + low,
-        )
-        for since, until, low, high in b.parts()
-    ]
+def _parts(b: Buffer) -> Iterator[Buffer]:
+    for since, until, low, high in b.parts():
+        pinned = None if b.pinned is None else b.pinned + low
+        yield Buffer(b.id, since, until, high - low, math.gcd(b.alignment, low), pinned)

@@ -7,21 +7,24 @@ streams, arena, frontier, table) and ``heading``. ``summary`` holds the numbers 
 from __future__ import annotations
 
 import html
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from importlib.resources import files
 from typing import Any
 
 import msgspec
 
-from tightship.report.packing import COLOURS as AGES
+from tightship.report.packing import COLORS as AGES
 from tightship.report.packing import DARK as AGES_DARK
-from tightship.report.picture import COLOURS, DARK
+from tightship.report.picture import COLORS, DARK
 
-__all__ = ["Fact", "Section", "page_of"]
+__all__ = ["ROWS", "Fact", "Section", "cut", "page_of", "table"]
 
 Section = dict[str, Any]
 Fact = tuple[str, Any, str]
 """A number at the top of a page: its name, its value, and how it is said (bytes, seconds, count, percent or text)."""
+
+ROWS = 40
+"""Rows of a table of storages; what is left out is summed up in one more."""
 
 _SCRIPTS = ("base.js", "stage.js", "memory.js", "steps.js", "arena.js", "frontier.js", "main.js")
 
@@ -35,7 +38,7 @@ def page_of(
     # Nothing of a model's names can end the script element.
     data = msgspec.json.encode(shown).decode().replace("</", "<\\/").replace("<!--", "<\\u0021--")
     style = web.joinpath("style.css").read_text(encoding="utf-8")
-    style = style.replace("__LIGHT__", _variables(COLOURS, AGES)).replace(
+    style = style.replace("__LIGHT__", _variables(COLORS, AGES)).replace(
         "__DARK__", _variables(DARK, AGES_DARK)
     )
     script = "".join(web.joinpath(name).read_text(encoding="utf-8") for name in _SCRIPTS)
@@ -50,3 +53,20 @@ def page_of(
 def _variables(bands: Mapping[str, str], ages: Sequence[str]) -> str:
     named = [*bands.items(), *((f"age{k}", c) for k, c in enumerate(ages))]
     return " ".join(f"--{name}: {c};" for name, c in named)
+
+
+def cut(rows: list[list[Any]], at: int) -> list[list[Any]]:
+    """The first rows, and what the others come to in column ``at``."""
+    rest = rows[ROWS:]
+    if not rest:
+        return rows
+    last: list[Any] = [None] * len(rows[0])
+    last[0], last[at] = f"({len(rest)} more)", sum(r[at] for r in rest)
+    return [*rows[:ROWS], [v if v is not None else "" for v in last]]
+
+
+def table(
+    heading: str, columns: Iterable[tuple[str, str]], rows: Sequence[Sequence[Any]], *, fold: str = ""
+) -> Section:
+    """A table; columns are (name, how values are said); with ``fold`` it opens on request, under that text."""
+    return {"kind": "table", "heading": heading, "columns": list(columns), "rows": rows, "folded": fold}

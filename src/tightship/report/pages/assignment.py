@@ -10,8 +10,7 @@ from tightship.hlo.assign.allocate import Allocation, Assignment
 from tightship.hlo.dataflow import Buffer
 from tightship.hlo.peak import peak_of
 from tightship.report.hlo import assignment_rows, kind_of, peak_rows
-from tightship.report.pages import Fact, Section, page_of
-from tightship.report.pages.sections import cut, table
+from tightship.report.pages import Fact, Section, cut, page_of, table
 from tightship.units import format_bytes, format_seconds
 
 __all__ = ["assignment_page"]

@@ -8,9 +8,8 @@ from itertools import accumulate
 from typing import Any
 
 from tightship.plan import Buffer, Problem, Solution
-from tightship.report.packing import COLOURS, age
-from tightship.report.pages import Fact, Section, page_of
-from tightship.report.pages.sections import cut, table
+from tightship.report.packing import COLORS, age
+from tightship.report.pages import Fact, Section, cut, page_of, table
 from tightship.units import format_bytes, format_seconds
 
 __all__ = ["packing_page"]
@@ -43,7 +42,7 @@ def _sections(problem: Problem, solution: Solution) -> list[Section]:
     arena = {
         "kind": "arena", "heading": "Where every buffer lies", "across": "time", "view": "time", "lines": lines,
         "start": since, "end": max(until, since + 1), "names": list(names),
-        "bands": [(f"age{k}", _lives(k)) for k in range(len(COLOURS))],
+        "bands": [(f"age{k}", _lives(k)) for k in range(len(COLORS))],
         "spaces": [
             {"name": pool if heap == 0 else f"{pool}, heap {heap}", "stays": stays}
             | {"size": max([r[2] + r[3] for r in stays] + [line[1] for line in lines], default=1)}
@@ -67,7 +66,7 @@ def _stays(b: Buffer, offset: int, shade: int, name: int) -> list[list[int]]:
 
 
 def _lives(k: int) -> str:
-    return {0: "lives shortest", len(COLOURS) - 1: "longest"}.get(k, "")
+    return {0: "lives shortest", len(COLORS) - 1: "longest"}.get(k, "")
 
 
 def _lines(problem: Problem, solution: Solution) -> list[tuple[str, int, str]]:

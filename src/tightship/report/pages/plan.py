@@ -1,19 +1,36 @@
-"""A plan as a page: memory before and after, evictions, streams, the arena, and who makes up the peak."""
+"""A plan, and a frontier, as a page: memory before and after, evictions, the arena, streams, the peak's makers."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from itertools import pairwise
 from typing import Any
 
 from tightship.graph import Graph
-from tightship.plan import Plan
-from tightship.report.numbers import summary
-from tightship.report.pages import Fact, page_of
-from tightship.report.pages.sections import marks, steps_of
-from tightship.simulate import baseline, replay
-from tightship.units import format_seconds
+from tightship.plan import Plan, Step
+from tightship.planners.frontier import Frontier, budget_of
+from tightship.report.numbers import (
+    BANDS,
+    NUMBERS,
+    POINT,
+    POLICY,
+    at_peak,
+    columns,
+    frontier_rows,
+    label,
+    percent,
+    residence_rows,
+    summary,
+)
+from tightship.report.pages import ROWS, Fact, Section, cut, page_of, table
+from tightship.report.picture import NAMES
+from tightship.simulate import Timeline, baseline, replay
+from tightship.units import format_bytes, format_seconds
 
-__all__ = ["plan_page"]
+__all__ = ["arcs", "frontier_page", "plan_page"]
+
+_SLOTS = 12_000
+"""Columns of memory in all: of many plans, each has fewer."""
 
 
 def plan_page(
@@ -27,20 +44,7 @@ def plan_page(
     """The page's text. ``rows``: the plan's numbers where they are not those of ``summary``: of a module, whose peak
     counts bytes that its graph does not have. ``before``: what there was, where planning changed what ops call."""
     s = dict(summary(plan, graph) if rows is None else rows)
-    done = [
-        (name, s[name], "count") for name in ("recomputed", "offloaded", "compressed", "moved") if name in s
-    ]
-    facts: list[Fact] = [
-        ("peak", s["peak_after"], "bytes"),
-        ("before", s["peak_before"], "bytes"),
-        ("budget", s["budget"], "bytes"),
-        ("lower bound", s["lower_bound"], "bytes"),
-        ("static", s["static"], "bytes"),
-        ("arena", s["arena"], "bytes"),
-        ("time", s["time_after"], "seconds"),
-        ("time before", s["time_before"], "seconds"),
-        *done,
-    ]
+    facts: list[Fact] = [(n.heading, s[n.key], n.unit) for n in NUMBERS if n.heading and n.key in s]
     about = f"{s['planner']}, planned in {format_seconds(s['seconds'])}; {len(plan.steps)} steps"
     about += "" if s["met"] else "; the budget is NOT met"
     before = before or graph
@@ -48,3 +52,239 @@ def plan_page(
     beside = (s["peak_before"] - unplanned, s["peak_after"] - plan.peak)
     sections = steps_of(before, graph, plan, marks(s["budget"], s["lower_bound"]), beside)
     return page_of(title or f"Plan for {graph.name}", about, facts, sections, s)
+
+
+# --- parts of pages about a graph and its steps ---
+
+Band = tuple[str, str]
+"""A color of the page's style, and what it stands for."""
+
+Line = tuple[str, int, str]
+"""A line across a chart: its name, its bytes, a color."""
+
+
+def memory(
+    given: Graph, graph: Graph, plan: Plan, lines: Sequence[Line], beside: tuple[int, int] = (0, 0)
+) -> Section:
+    """Bytes while each step runs, before and with the plan. ``beside``: bytes, before and with it, that are there all
+    the time and not in the graph (the results of a module and what XLA counts besides)."""
+    panels = []
+    for caption, view, g, steps, more in (
+        ("before planning", "before", given, baseline(given), beside[0]),
+        ("with the plan", "plan", graph, plan.steps, beside[1]),
+    ):
+        rows = [(more, *c.bytes) for c in columns(g, steps)] or [(more + g.static_bytes, *(0 for _ in BANDS))]
+        panels.append(
+            panel(caption, rows, view) | {"labels": [label(g, steps, i) for i in range(len(steps))]}
+        )
+    bands = [("batch", "results"), *((b, NAMES[b]) for b in BANDS)]
+    return {
+        "kind": "memory", "heading": "Memory over the steps", "across": "step", "lines": lines,
+        "bands": without_empty(bands, panels), "panels": panels,
+    }  # fmt: skip
+
+
+def panel(caption: str, rows: Sequence[Sequence[int]], view: str) -> Section:
+    """One chart of memory: for each band its bytes at every step."""
+    columns_ = [list(band) for band in zip(*rows, strict=True)]
+    end = max(1, len(rows))
+    about = {"caption": caption, "columns": columns_, "view": view}
+    return about | {"start": 0, "end": end, "peak": max(map(sum, rows))}
+
+
+def without_empty(bands: Sequence[Band], panels: Sequence[Section]) -> list[Band]:
+    """The bands that are somewhere in one of the panels; the others leave the panels."""
+    used = [k for k in range(len(bands)) if any(any(p["columns"][k]) for p in panels)] or [0]
+    for p in panels:
+        p["columns"] = [p["columns"][k] for k in used]
+    return [bands[k] for k in used]
+
+
+def folded(rows: Sequence[Sequence[int]], slots: int) -> list[Sequence[int]]:
+    """At most ``slots`` rows, each the highest of those that it stands for."""
+    n = len(rows)
+    if n <= slots:
+        return list(rows)
+    cuts = [n * k // slots for k in range(slots + 1)]
+    return [max(rows[a:b], key=sum) for a, b in pairwise(cuts)]
+
+
+def marks(budget: int | None, bound: int) -> list[Line]:
+    """The lines across."""
+    lines = [("budget", budget, "budget")] if budget is not None else []
+    return lines + ([("lower bound", bound, "bound")] if bound else [])
+
+
+_AGAIN = {"recompute": "recompute", "fetch": "offload", "decompress": "compress"}
+
+
+def arcs(graph: Graph, plan: Plan, line: Timeline) -> list[dict[str, Any]]:
+    """Each eviction: from the step that freed the full form to the one that made it again, and the seconds that this
+    took (of several at once, each an equal part)."""
+    left: dict[int, int] = {}
+    found = []
+    for i, (step, (start, end)) in enumerate(zip(plan.steps, line.spans, strict=True)):
+        if step.kind == "free" and step.form == "full":
+            left.update(dict.fromkeys(step.storages, i))
+        left.update((s, i) for s, _ in step.reuses)
+        if step.kind in _AGAIN:
+            share = (end - start) / max(1, len(step.storages))
+            found += [
+                {"kind": _AGAIN[step.kind], "from": left.get(s, i), "to": i, "name": graph.storages[s].name}
+                | {"bytes": graph.storages[s].size, "cost": share}
+                for s in step.storages
+            ]
+    return found
+
+
+def evictions(graph: Graph, plan: Plan, line: Timeline) -> list[Section]:
+    """The arcs, and the largest of them as a table; nothing where everything is kept."""
+    found = arcs(graph, plan, line)
+    if not found:
+        return []
+    drawn = {"kind": "arcs", "heading": "What left and came back", "arcs": found, "view": "plan"}
+    largest = sorted(found, key=lambda a: (-a["bytes"], a["from"]))
+    rows = [[a["name"], a["kind"], a["bytes"], a["cost"], a["from"], a["to"]] for a in largest[:ROWS]]
+    many = f"all {len(found)}" if len(rows) == len(found) else f"the largest {len(rows)} of {len(found)}"
+    names = [("storage", "text"), ("how", "text"), ("bytes", "bytes"), ("cost", "seconds")]
+    names += [("leaves at step", "count"), ("is back at step", "count")]
+    listed = table("Evictions, largest first", names, rows, fold=f"as a table: {many}")
+    return [drawn | {"steps": len(plan.steps)}, listed]
+
+
+def streams(graph: Graph, plan: Plan, line: Timeline) -> Section:
+    """What runs when: [begin, end, stream, kind, step], seconds."""
+    slices = [
+        [*span, step.stream, step.kind, i]
+        for i, (step, span) in enumerate(zip(plan.steps, line.spans, strict=True))
+        if step.kind != "free"
+    ]
+    tracks = [(t, "compute" if t == 0 else f"copy {t}") for t in sorted({s.stream for s in plan.steps} | {0})]
+    labels = ["" if s.kind == "free" else label(graph, plan.steps, i) for i, s in enumerate(plan.steps)]
+    return {"kind": "streams", "heading": "Streams", "slices": slices, "tracks": tracks, "labels": labels}
+
+
+def arena(graph: Graph, plan: Plan) -> list[Section]:
+    """Where every byte lies: residences ("stays") are [start, end, offset, size, band, name, where], the last two as
+    indices of ``names``. Nothing for a plan without places."""
+    names: dict[str, int] = {}
+    spaces: dict[str, list[list[int]]] = {}
+    for r in residence_rows(graph, plan):
+        texts = [names.setdefault(text, len(names)) for text in (r.name, r.where)]
+        spaces.setdefault(r.pool, []).append([r.start, r.end, r.offset, r.size, BANDS.index(r.kind), *texts])
+    if not spaces:
+        return []
+    called = {"device": "the arena", "out": "results, outside it", "host": "offloaded"}
+    return [{
+        "kind": "arena", "heading": "The arena", "across": "step", "view": "plan", "start": 0, "end": len(plan.steps),
+        "names": list(names), "bands": [(b, NAMES[b]) for b in BANDS],
+        "spaces": [
+            {"name": called.get(pool, pool), "size": max(r[2] + r[3] for r in rows), "stays": rows}
+            for pool, rows in sorted(spaces.items(), key=lambda item: item[0] != "device")
+        ],
+    }]  # fmt: skip
+
+
+def peak_table(graph: Graph, steps: Sequence[Step], line: Timeline, beside: int = 0) -> Section:
+    """Who makes up the peak, largest first: tensor, kind, shape, bytes, module, line; the static set as one row."""
+    shapes: dict[int, str] = {}
+    for v in graph.values:
+        shape = f"{v.dtype.removeprefix('torch.')}[{','.join(map(str, v.shape))}]" if v.shape else v.dtype
+        shapes.setdefault(v.storage, shape)
+    residents = at_peak(graph, steps, line)
+    static = sum(r.bytes for r in residents if r.storage in graph.static)
+    rows: list[list[Any]] = [
+        [r.name, r.kind, shapes.get(r.storage, ""), r.bytes, r.module, r.source]
+        for r in residents
+        if r.storage not in graph.static
+    ]
+    rows.append([f"static set ({len(graph.static)} storages)", "static", "", static, "", ""])
+    rows.append(["results", "output", "", beside, "", ""])
+    rows = sorted((r for r in rows if r[3]), key=lambda r: -r[3])
+    running = label(graph, steps, line.peak_step) if line.peak_step >= 0 else "the static set"
+    names = [("tensor", "text"), ("kind", "text"), ("shape", "shape"), ("bytes", "bytes"), ("module", "text")]
+    made = table("The peak", [*names, ("made on line", "text")], cut(rows, 3))
+    return made | {"said": f"{format_bytes(line.peak + beside)} at step {line.peak_step}: {running}"}
+
+
+def steps_of(
+    given: Graph, graph: Graph, plan: Plan, lines: Sequence[Line], beside: tuple[int, int] = (0, 0)
+) -> list[Section]:
+    """All of a plan, in the order in which it is looked at."""
+    line = replay(graph, plan.steps)
+    return [
+        memory(given, graph, plan, lines, beside),
+        *evictions(graph, plan, line),
+        *arena(graph, plan),
+        peak_table(graph, plan.steps, line, beside[1]),
+        streams(graph, plan, line),
+    ]
+
+
+# --- a frontier ---
+
+
+def frontier_page(f: Frontier, *, title: str = "") -> str:
+    """The page's text: the trade-off beside other policies, and memory before and after of the plan chosen."""
+    rows = frontier_rows(f)
+    facts: list[Fact] = [
+        ("least peak", rows["least_peak"], "bytes"),
+        ("before", f.points[0].peak_before, "bytes"),
+        ("lower bound", f.lower_bound, "bytes"),
+        ("time before", f.points[0].time_before, "seconds"),
+        ("plans", len(f.points), "count"),
+        ("other policies", len(f.others), "count"),
+    ]
+    about = (
+        f"{len(f.points)} plans for {f.graph.name} ({len(f.graph.ops)} ops), in {format_seconds(f.seconds)}"
+    )
+    tightest = f.points[0]
+    at_peak = peak_table(f.graph, tightest.steps, replay(f.graph, tightest.steps))
+    at_peak["heading"] = "The peak of the plan that needs least"
+    tables = [
+        table(
+            heading,
+            [(n.heading, n.unit) for n in numbers],
+            [[n.of(f, row) for n in numbers] for row in rows_],
+        )
+        for heading, numbers, rows_ in (("Plans", POINT, f.points), ("Other policies", POLICY, f.others))
+        if rows_
+    ]
+    sections = [_chart(f), _memory(f), *tables, at_peak]
+    return page_of(title or f"Time against memory: {f.graph.name}", about, facts, sections, rows)
+
+
+def _chart(f: Frontier) -> Section:
+    once = f.points[0].time_before or 1.0
+    values = [{n.key: n.of(f, p) for n in POINT} | {"time": p.time} for p in f.points]
+    points = [v | {"name": f"budget {format_bytes(v['budget'])}", "said": v["changes"]} for v in values]
+    peers = [
+        {"name": o.name, "peak": o.peak, "time": o.time, "extra": o.time / once - 1}
+        | {"said": "" if o.ours is None else f"a plan for as much memory: {percent(o.ours.time, once)}"}
+        for o in f.others
+    ]
+    heading = "Time against memory"
+    return {"kind": "frontier", "heading": heading, "points": points, "peers": peers, "bound": f.lower_bound}
+
+
+def _memory(f: Frontier) -> Section:
+    """Before, beside the plan that was chosen; the lines are those of the tightest budget."""
+    slots = min(600, _SLOTS // len(f.points))
+    panels = [_panel("before planning", f.graph, None, slots)]
+    panels += [_panel(f"with the plan for {format_bytes(budget_of(p))}", f.graph, p, slots) for p in f.points]
+    bands = without_empty([(b, NAMES[b]) for b in BANDS], panels)
+    before, first, *_ = panels
+    return {
+        "kind": "memory", "heading": "Memory over the steps", "across": "step",
+        "bands": bands,
+        "panels": [before, first | {"choices": panels[1:]}], "lines": marks(None, f.lower_bound),
+    }  # fmt: skip
+
+
+def _panel(caption: str, graph: Graph, plan: Plan | None, slots: int) -> dict[str, Any]:
+    steps = baseline(graph) if plan is None else plan.steps
+    rows = [c.bytes for c in columns(graph, steps)]
+    less = folded(rows, slots)
+    times = [len(rows) * k // max(1, len(less)) for k in range(len(less))]
+    made = panel(caption, less, "before" if plan is None else "plan")
+    return made | {"times": times, "end": max(1, len(rows))}

@@ -1,12 +1,9 @@
 """Questions that a program asks of its data while it is captured: values for control flow, and shapes.
 
-They are answered where the answer is the same in every step: if it comes from constants, the batch or buffers, in
-which case a ``Guard`` repeats the question in each step; or if it is settled without the data.
-
-Questions to data whose answer is known without the data.
-
-"Are all numbers finite?" is taken to be answered yes, and the program checks it in every step (``Expectation``);
-"is a number drawn from [0, 1) below 0?" needs no check. Everything else stays unanswered.
+They are answered where the answer is the same in every step: if it comes from constants, the batch or buffers, a
+``Guard`` repeats the question in each step; or it is folded to a constant without the data. "Are all numbers finite?"
+is folded to yes, and the program checks it in every step (``Expectation``); "is a number drawn from [0, 1) below 0?"
+needs no check. Everything else stays unanswered.
 """
 
 from __future__ import annotations
@@ -14,17 +11,26 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from tightship.errors import Unsupported
 from tightship.frontends.torch import compat
-from tightship.frontends.torch.capture.probe import form_of
 from tightship.frontends.torch.capture.tape import Origin, Record, Tape, TapeValue
 from tightship.frontends.torch.program import Ref, evaluate, refs_in, substitute
 
-__all__ = ["READS_DATA", "Expectation", "Guard", "Questions", "settled", "unsupported"]
+__all__ = [
+    "READS_DATA",
+    "Expectation",
+    "Guard",
+    "Questions",
+    "form_of",
+    "made_of",
+    "static_answer",
+    "unsupported",
+    "zeros_like",
+]
 
 
 @dataclass(frozen=True)
@@ -54,7 +60,7 @@ class Answer:
     sure: bool
 
 
-def settled(tape: Tape, value: int) -> Answer | None:
+def static_answer(tape: Tape, value: int) -> Answer | None:
     """What every element of a boolean value is, as far as the ops that made it tell; None if they do not."""
     return _Reader(tape).truth(value)
 
@@ -67,9 +73,7 @@ class _Reader:
             for v in r.results:
                 if v >= 0:
                     self.maker[tape.storage(v)] = r
-            for (
-                s
-            ) in r.writes:  # no longer what its op made; random numbers written in place are looked at below
+            for s in r.writes:  # no longer what its op made, unless that is random numbers
                 self.maker[s] = r if _name(r) == "uniform_" else None
 
     def made_by(self, ref: Any) -> Record | None:
@@ -169,6 +173,53 @@ _RULES: dict[str, Rule] = {
 }  # fmt: skip
 
 
+# --- what a tensor looks like ---------------------------------------------------------------------------------
+
+
+class _Form(NamedTuple):
+    """What matters about a tensor without its contents. Some kernels return part of a larger storage."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    offset: int
+    nbytes: int
+    device: str
+
+    def blank(self) -> torch.Tensor:
+        whole = torch.empty(self.nbytes // self.dtype.itemsize, dtype=self.dtype, device=self.device)
+        return whole.as_strided(self.shape, self.stride, self.offset)
+
+
+def made_of(form: Any) -> Any:
+    """New tensors of that form (``form_of`` a call's result)."""
+    if isinstance(form, _Form):
+        return form.blank()
+    return tuple(made_of(f) for f in form[1]) if isinstance(form, tuple) else form
+
+
+def form_of(tree: Any) -> Any:
+    """``tree`` with each tensor replaced by what matters about it without its contents; comparable."""
+    if isinstance(tree, torch.Tensor):
+        shape, stride, nbytes = tuple(tree.shape), tuple(tree.stride()), tree.untyped_storage().nbytes()
+        return _Form(tree.dtype, shape, stride, int(tree.storage_offset()), nbytes, str(tree.device))
+    if isinstance(tree, (list, tuple)):
+        return "list", tuple(form_of(x) for x in tree)
+    if isinstance(tree, dict):
+        return tuple((k, form_of(x)) for k, x in tree.items())
+    return tree
+
+
+def zeros_like(value: torch.Tensor | TapeValue, device: Any = None) -> torch.Tensor:
+    """A tensor of zeros with the layout of another."""
+    stride = value.stride if isinstance(value, TapeValue) else value.stride()
+    t = torch.empty_strided(value.shape, stride, dtype=value.dtype, device=device)
+    t.untyped_storage().fill_(0)
+    return t
+
+
+# --- questions ------------------------------------------------------------------------------------------------
+
 READS_DATA = ("aten::_local_scalar_dense", "aten::equal", "aten::is_nonzero")
 """Ops that hand the contents of a tensor to Python."""
 
@@ -221,7 +272,7 @@ class Questions:
     def value(self, fn: Any, args: tuple[Any, ...], origin: Origin, phase: str) -> Any:
         """What ``fn`` returns to Python. Raises ``Unsupported`` where only the step itself can tell."""
         wanted = list(refs_in(args))
-        known = settled(self._tape, wanted[0]) if len(wanted) == 1 else None
+        known = static_answer(self._tape, wanted[0]) if len(wanted) == 1 else None
         if known is not None:
             if not known.sure:
                 self._expect(wanted[0], known.value, origin, phase)
@@ -229,7 +280,7 @@ class Questions:
         return self._ask(fn, wanted, lambda parts: fn(*parts), origin)
 
     def shapes(self, fn: Any, args: tuple[Any, ...], kwargs: dict[str, Any], origin: Origin) -> Any:
-        """What the results of ``fn`` look like (``probe.form_of``); raises as ``value``."""
+        """What the results of ``fn`` look like (``form_of``); raises as ``value``."""
         names = _SHAPED_BY.get(fn._schema.name, ())
         given = [compat.argument(fn, args, kwargs, n) for n in names]
         wanted = list(dict.fromkeys(refs_in(given)))
@@ -241,7 +292,7 @@ class Questions:
             known = dict(zip(wanted, parts, strict=True))
 
             def read(v: int) -> torch.Tensor:
-                return known[v] if v in known else _zeros(values[v])
+                return known[v] if v in known else zeros_like(values[v])
 
             return form_of(fn(*substitute(args, read), **substitute(kwargs, read)))
 
@@ -297,12 +348,6 @@ class Questions:
                 raise unsupported(fn, origin, f"its data comes from {role} {key}")
             sources.append(v)
         return needed[::-1], sources
-
-
-def _zeros(value: TapeValue) -> torch.Tensor:
-    t = torch.empty_strided(value.shape, value.stride, dtype=value.dtype)
-    t.untyped_storage().fill_(0)
-    return t
 
 
 def unsupported(fn: Any, origin: Origin, why: str, *, random: bool = False) -> Unsupported:

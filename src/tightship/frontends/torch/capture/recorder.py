@@ -9,9 +9,16 @@ import torch
 
 from tightship.errors import Unsupported
 from tightship.frontends.torch import compat
-from tightship.frontends.torch.capture.data_guards import READS_DATA, Guard, Questions
-from tightship.frontends.torch.capture.probe import Prober, made_of
+from tightship.frontends.torch.capture.data_guards import (
+    READS_DATA,
+    Guard,
+    Questions,
+    form_of,
+    made_of,
+    zeros_like,
+)
 from tightship.frontends.torch.capture.tape import Origin, Record, Tape, Tracker
+from tightship.frontends.torch.program import map_tree, tensors_in
 
 __all__ = ["Recorder"]
 
@@ -33,9 +40,8 @@ class Recorder(compat.TorchDispatchMode):
         self.asked = -1  # the number of the torch function's call being made
         self._asked_by_sequence: dict[int, int] = {}
         self.refusal: Unsupported | None = None  # the last one, which TorchScript makes an error of its own
-        self._owners: dict[int, tuple[str, Any]] | None = (
-            None  # of bytes that belong to the model, found when first needed
-        )
+        # Who owns bytes that belong to the model, found when first needed.
+        self._owners: dict[int, tuple[str, Any]] | None = None
 
     @property
     def guards(self) -> list[Guard]:
@@ -59,15 +65,13 @@ class Recorder(compat.TorchDispatchMode):
             self.tape.constant(out, args[0])
             return out
         if fn in compat.LAZY_BITS:
-            with self:
-                return compat.LAZY_BITS[fn](
-                    *args
-                )  # the bits are not part of the bytes; do now what they put off
+            with self:  # the bits are not part of the bytes; do now what they put off
+                return compat.LAZY_BITS[fn](*args)
         if compat.is_composite(fn, _device(args)):
             return self._decomposed(fn, args, kwargs)
         origin = self._tracker.forward() if self.phase == "forward" else self._tracker.backward()
         asked = self._asked()
-        args, kwargs = self._faked(args), self._faked(kwargs)
+        args, kwargs = map_tree(self._faked, args), map_tree(self._faked, kwargs)
         taken, taken_kw = self.tape.refs(args, str(origin)), self.tape.refs(kwargs, str(origin))
         if fn._schema.name in READS_DATA:
             return self.questions.value(fn, taken, origin, self.phase)
@@ -115,19 +119,13 @@ class Recorder(compat.TorchDispatchMode):
         with self:
             return compat.decompose(fn, args, kwargs)
 
-    def _faked(self, tree: Any) -> Any:
-        if isinstance(tree, torch.Tensor):
-            if compat.is_fake(tree):
-                return tree
-            self._check_foreign(tree)
-            fake = self._fake.from_tensor(tree)
-            self.tape.constant(fake, tree)
-            return fake
-        if isinstance(tree, (list, tuple)):
-            return type(tree)(self._faked(x) for x in tree)
-        if isinstance(tree, dict):
-            return {k: self._faked(x) for k, x in tree.items()}
-        return tree
+    def _faked(self, x: Any) -> Any:
+        if not isinstance(x, torch.Tensor) or compat.is_fake(x):
+            return x
+        self._check_foreign(x)
+        fake = self._fake.from_tensor(x)
+        self.tape.constant(fake, x)
+        return fake
 
     def _check_foreign(self, tensor: torch.Tensor) -> None:
         """Raises ``Unsupported`` for a constant in bytes of a parameter or buffer: it has a stand-in, through which
@@ -156,9 +154,112 @@ class Recorder(compat.TorchDispatchMode):
 
 
 def _device(args: Any) -> str:
-    for a in args:
-        if isinstance(a, torch.Tensor):
-            return str(a.device.type)
-        if isinstance(a, (list, tuple)) and (inner := _device(a)):
-            return inner
-    return ""
+    first = next(tensors_in(args), None)
+    return "" if first is None else str(first.device.type)
+
+
+# --- what results look like -----------------------------------------------------------------------------------
+# PyTorch derives the metadata of fake results from formulas that now and then differ from what the kernel does (other
+# strides for sizes of one, other types of saved statistics, results that are not there). One wrong stride changes the
+# ops that follow, and so the bits. Each call with new metadata is therefore run once, on zeros, and believed.
+
+LIMIT = 1 << 28
+"""Bytes of arguments and results above which the formula is believed, so that capture stays light."""
+
+_MATRIX_PRODUCTS = ("aten::mm", "aten::bmm", "aten::addmm", "aten::baddbmm")
+
+
+class Prober:
+    """``correct`` replaces fake results by ones with the metadata the kernel gives. Remembers what it has seen."""
+
+    def __init__(self, fake: Any) -> None:
+        self._fake = fake
+        self._seen: dict[Any, Any] = {}
+        self.corrected: dict[str, int] = {}
+
+    def correct(self, fn: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> Any:
+        """``out``, or results like the real ones.
+
+        Raises ``Unsupported`` if a real result shares bytes with an argument and the fake one does not.
+        """
+        tensors, fresh = list(tensors_in((args, kwargs))), list(tensors_in(out))
+        if any(t.layout is not torch.strided for t in fresh):
+            return out  # refused where it is recorded
+        if not fresh or _believable(fn, tensors, fresh) or not _probable(fn, args, kwargs, tensors, fresh):
+            return out
+        key = (fn, form_of(args), form_of(kwargs))
+        if key not in self._seen:
+            self._seen[key] = self._real(fn, args, kwargs, out)
+        real = self._seen[key]
+        if real is None or real == form_of(out):
+            return out
+        self.corrected[str(fn)] = self.corrected.get(str(fn), 0) + 1
+        return self._like(real, out)
+
+    def made_up(self, fn: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Results like the real ones where there is no formula or it fails; None if the op cannot be run."""
+        tensors = list(tensors_in((args, kwargs)))
+        if not tensors or not _probable(fn, args, kwargs, tensors, []):
+            return None
+        key = (fn, form_of(args), form_of(kwargs))
+        if key not in self._seen:
+            self._seen[key] = self._real(fn, args, kwargs, None)
+        return None if self._seen[key] is None else made_of(self._seen[key])
+
+    def _real(self, fn: Any, args: Any, kwargs: Any, out: Any) -> Any:
+        """The metadata of the real results; None if the op cannot be run on zeros."""
+        run = compat.runnable(fn) if torch.is_grad_enabled() else fn
+        draws = compat.is_random(fn, args, kwargs)
+        devices = {"cpu", *(str(t.device) for t in tensors_in((args, kwargs, out)))} if draws else ()
+        with compat.without_modes(), torch.no_grad(), compat.random_states_kept(devices):
+            try:
+                given, named = map_tree(_zeros, args), map_tree(_zeros, kwargs)
+                real = run(*given, **named)
+            except Exception:
+                return None
+            keys = {compat.storage_key(t) for t in tensors_in((given, named))}
+            if any(compat.storage_key(t) in keys for t in tensors_in(real)):
+                raise Unsupported(
+                    str(fn), "its result shares bytes with an argument, which its formula hides"
+                )
+            return form_of(real)
+
+    def _like(self, key: Any, out: Any) -> Any:
+        if isinstance(out, (list, tuple)):
+            return type(out)(self._like(k, o) for k, o in zip(key[1], out, strict=True))
+        if key is None or not isinstance(out, torch.Tensor):
+            return key if not isinstance(out, torch.Tensor) else None
+        if key == form_of(out):
+            return out
+        return key.blank()
+
+
+def _believable(fn: Any, tensors: list[torch.Tensor], fresh: list[torch.Tensor]) -> bool:
+    """Whether formula and kernel are one: matrix products, and element-wise ops on like tensors."""
+    if fn._schema.name in _MATRIX_PRODUCTS:
+        return True
+    if torch.Tag.pointwise not in fn.tags or not tensors:
+        return False
+    full = [t for t in tensors if t.dim()]
+    alike = all(t.shape == fresh[0].shape and t.is_contiguous() for t in (*full, *fresh))
+    return bool(alike and all(d != 1 for d in fresh[0].shape))
+
+
+def _probable(
+    fn: Any, args: Any, kwargs: Any, tensors: list[torch.Tensor], fresh: list[torch.Tensor]
+) -> bool:
+    """Whether the op may be run on zeros: it writes nothing, makes new tensors of moderate size."""
+    if compat.written_arguments(fn) or compat.is_collective(fn):
+        return False
+    storages = {compat.storage_key(t) for t in tensors}
+    if any(compat.storage_key(t) in storages for t in fresh):
+        return False
+    if any(t.device.type not in ("cpu", "cuda") for t in (*tensors, *fresh)):
+        return False
+    if any(t.is_cuda for t in (*tensors, *fresh)) and not torch.cuda.is_available():
+        return False
+    return sum(t.untyped_storage().nbytes() for t in (*tensors, *fresh)) <= LIMIT
+
+
+def _zeros(x: Any) -> Any:
+    return zeros_like(x, x.device) if isinstance(x, torch.Tensor) else x

@@ -156,7 +156,7 @@ def check_hooks(parameters: Iterable[tuple[str, torch.Tensor]], modules: Iterabl
             "remove it, or hook the tensor in the step (tensor.register_hook)",
         )  # fmt: skip
     for n, p in parameters:
-        if p._backward_hooks or getattr(p, "_post_accumulate_grad_hooks", None):
+        if compat.gradient_hooks(p):
             raise Unsupported(
                 f"a hook on the parameter {n!r}", "captured gradients do not run hooks", "remove it"
             )
@@ -335,7 +335,7 @@ class _Capture:
 
     @contextmanager
     def _swapped(self, fakes: _Fakes) -> Iterator[None]:
-        with compat_capture.reparametrised(self.model, {**fakes.parameters, **fakes.buffers}):
+        with compat_capture.reparametrized(self.model, {**fakes.parameters, **fakes.buffers}):
             yield
 
     def _rebound(self, fakes: _Fakes) -> None:

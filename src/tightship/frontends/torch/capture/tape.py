@@ -22,7 +22,7 @@ import torch
 
 from tightship.errors import Unsupported
 from tightship.frontends.torch import compat, compat_capture
-from tightship.frontends.torch.program import Call, Ref, refs_in
+from tightship.frontends.torch.program import Call, Ref, leaves_in, map_tree, refs_in
 from tightship.graph import aligned, alignment_of
 
 __all__ = ["Origin", "Record", "Tape", "TapeStorage", "TapeValue", "Tracker"]
@@ -161,14 +161,6 @@ class Record:
     asked: int = -1
 
 
-def _leaves(tree: Any) -> Iterator[Any]:
-    if isinstance(tree, (list, tuple)):
-        for x in tree:
-            yield from _leaves(x)
-    else:
-        yield tree
-
-
 class Tape:
     """``grad``: whether eager runs the ops with gradients enabled, which some kernels look at."""
 
@@ -231,13 +223,7 @@ class Tape:
 
     def refs(self, tree: Any, place: str = "") -> Any:
         """An argument tree with each tensor replaced by its ``Ref``."""
-        if isinstance(tree, torch.Tensor):
-            return Ref(self.value(tree, place))
-        if isinstance(tree, (list, tuple)):
-            return type(tree)(self.refs(x, place) for x in tree)
-        if isinstance(tree, dict):
-            return {k: self.refs(x, place) for k, x in tree.items()}
-        return tree
+        return map_tree(lambda x: Ref(self.value(x, place)) if isinstance(x, torch.Tensor) else x, tree)
 
     def storage(self, value: int) -> int:
         return self.values[value].storage
@@ -283,7 +269,7 @@ class Tape:
         """Take down an ATen call whose ``args`` hold ``Ref``s and whose result is ``out``; None for a view."""
         known = len(self.storages)
         place = f"{fn} · {origin}"
-        outs = [o for o in _leaves(out)]
+        outs = list(leaves_in(out))
         tensors = [o for o in outs if isinstance(o, torch.Tensor)]
         values = [self.value(o, place) if isinstance(o, torch.Tensor) else -1 for o in outs]
         if compat.is_inplace_view(fn):
@@ -345,7 +331,7 @@ def _plain(tensor: torch.Tensor, place: str) -> None:
             "use dense tensors (sparse=False in an embedding)",
         )
     if tensor.is_quantized or tensor.is_nested:
-        raise Unsupported(f"a quantised or nested tensor{at}", "its metadata is more than shape and stride")
+        raise Unsupported(f"a quantized or nested tensor{at}", "its metadata is more than shape and stride")
     if tensor.is_neg() or tensor.is_conj():
         raise Unsupported(
             f"a lazily conjugated or negated tensor{at}",

@@ -32,11 +32,7 @@ Plain = tuple[dict[str, Any], list[dict[str, Any]]]
 """Attributes of an optimizer and its groups without their parameters, values of Python alone."""
 
 _SCALARS = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, type)
-_OWN = {
-    "state",
-    "param_groups",
-    "step",
-}  # a step that a scheduler puts there counts calls of the real optimizer
+_OWN = {"state", "param_groups", "step"}  # a scheduler's step counts calls of the real optimizer
 
 
 def stepped(

@@ -2,11 +2,8 @@
 
 Of a class outside of torch.optim nothing is known. It takes turns if, over many kinds of gradients, both ways leave
 the same bits in parameters, state, groups and attributes, and if no op of its step reads numbers of two parameters or
-hands a number to Python, where it could decide anything. In all other cases it steps all at once.
-
-Which parameters' numbers meet in an optimizer's step: a dispatch mode that follows them from op to op.
-
-Comparing numbers finds a coupling only where it acts. A norm over all gradients is seen here whatever its limit.
+hands a number to Python, where it could decide anything: comparing numbers finds a coupling only where it acts, and a
+norm over all gradients is seen whatever its limit. In all other cases it steps all at once.
 """
 
 from __future__ import annotations
@@ -34,6 +31,7 @@ from tightship.frontends.torch.optimizer.copy import (
     unchanged_globals,
     why_not_plain,
 )
+from tightship.frontends.torch.program import tensors_in
 
 __all__ = ["Flow", "why_together"]
 
@@ -44,15 +42,8 @@ _EMPTY = (
     "new_ones", "new_full", "new_empty_strided",
 )  # fmt: skip
 _LEAVES = (
-    "numpy",
-    "tolist",
-    "data_ptr",
-    "untyped_storage",
-    "storage",
-    "__array__",
-    "__dlpack__",
-    "__reduce_ex__",
-)
+    "numpy", "tolist", "data_ptr", "untyped_storage", "storage", "__array__", "__dlpack__", "__reduce_ex__",
+)  # fmt: skip
 
 Owners = frozenset[int]
 
@@ -71,7 +62,7 @@ class _Follow(TorchDispatchMode):
 
     def of(self, tree: Any) -> Owners:
         found: Owners = frozenset()
-        for t in _tensors(tree):
+        for t in tensors_in(tree):
             found |= self.owners.get(compat.storage_key(t), frozenset())
         return found
 
@@ -88,24 +79,24 @@ class _Follow(TorchDispatchMode):
         owners = self.of(given)
         if len(owners) > 1:
             self.met.append(f"{name} reads several")
-        results = list(_tensors(out))
+        results = list(tensors_in(out))
         if owners and not results and func._schema.returns:
             self.met.append(f"{name} makes a number of Python of one")
         written = [given[k] for k, _ in compat.written_arguments(func) if k < len(args)]
-        for t in (*results, *_tensors(written)):
+        for t in (*results, *tensors_in(written)):
             self.own(t, owners)
         return out
 
     def listed(self, name: str, given: Sequence[Any], out: Any) -> None:
         """Ops on lists take the k-th of each list together."""
-        lists = [x for x in (*given, out) if isinstance(x, (list, tuple)) and list(_tensors(x))]
+        lists = [x for x in (*given, out) if isinstance(x, (list, tuple)) and list(tensors_in(x))]
         shared = self.of([x for x in given if isinstance(x, torch.Tensor)])
         for k in range(max(map(len, lists), default=0)):
             row = [x[k] for x in lists if k < len(x)]
             owners = self.of(row) | shared
             if len(owners) > 1:
                 self.met.append(f"{name} reads several")
-            for t in _tensors(row):
+            for t in tensors_in(row):
                 self.own(t, owners)
 
 
@@ -141,14 +132,6 @@ class Flow:
     def watching(self) -> Iterator[None]:
         with self._follow, _Leaving(self._follow):
             yield
-
-
-def _tensors(tree: Any) -> Iterator[torch.Tensor]:
-    if isinstance(tree, torch.Tensor):
-        yield tree
-    elif isinstance(tree, (list, tuple)):
-        for x in tree:
-            yield from _tensors(x)
 
 
 _LARGEST = 4096  # elements of a parameter that is tried

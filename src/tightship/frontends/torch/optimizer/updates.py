@@ -2,7 +2,7 @@
 
 An optimizer that treats its parameters independently gives the same bits when it steps them one at a time, so the
 update of a parameter can run as soon as its gradient is there, and the gradient be freed. Those of torch.optim do;
-others are tried (`optim_probe`). What couples parameters steps all of them in one op: always right, and every
+others are tried (`probe`). What couples parameters steps all of them in one op: always right, and every
 gradient is there until then, as in eager.
 """
 
@@ -40,7 +40,7 @@ class Member:
     state_keys: tuple[Any, ...]
     state_like: tuple[torch.Tensor, ...]
 
-    def materialised(self, optimizer: Any) -> bool:
+    def materialized(self, optimizer: Any) -> bool:
         """Whether all of the state exists (optimizers create it at their first step)."""
         state = optimizer.state.get(self.param, {})
         return all(isinstance(state.get(k), torch.Tensor) for k in self.state_keys)
@@ -89,9 +89,9 @@ class Updater:
         return f"{len(self.members)} parameters" if more else first.name
 
     @property
-    def materialised(self) -> bool:
+    def materialized(self) -> bool:
         """Whether all of the state exists (optimizers create it at their first step)."""
-        return all(m.materialised(self.optimizer) for m in self.members)
+        return all(m.materialized(self.optimizer) for m in self.members)
 
     def rehearsal(self) -> Callable[[], None]:
         """The same update on copies of parameters and state, for measuring: changes nothing real.
@@ -111,7 +111,7 @@ class Updater:
                     g.zero_()
             stepped(made, step, pairs)
 
-        if not self.materialised:
+        if not self.materialized:
             run()
         return run
 

@@ -24,6 +24,7 @@ from torch.overrides import TorchFunctionMode
 from tightship.errors import Unsupported
 from tightship.frontends.torch import compat, compat_capture
 from tightship.frontends.torch.capture.tape import Origin
+from tightship.frontends.torch.program import tensors_in
 from tightship.process_local import NotCopied
 
 __all__ = [
@@ -39,7 +40,6 @@ __all__ = [
     "map_tensors",
     "name_of",
     "plainly_same",
-    "tensors_in",
     "understood",
     "unknown",
 ]
@@ -66,20 +66,6 @@ def map_tensors(fn: Callable[[torch.Tensor], Any], tree: Any) -> Any:
         parts = [map_tensors(fn, x) for x in bounds]
         return tree if all(map(is_, parts, bounds)) else slice(*parts)
     return tree
-
-
-def tensors_in(tree: Any) -> Iterator[torch.Tensor]:
-    """The tensors of an argument tree, in order."""
-    if isinstance(tree, torch.Tensor):
-        yield tree
-    elif isinstance(tree, (list, tuple)):
-        for x in tree:
-            yield from tensors_in(x)
-    elif isinstance(tree, dict):
-        for x in tree.values():
-            yield from tensors_in(x)
-    elif isinstance(tree, slice):
-        yield from tensors_in((tree.start, tree.stop, tree.step))
 
 
 def own_containers(tree: Any) -> Any:

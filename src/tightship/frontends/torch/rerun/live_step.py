@@ -4,11 +4,9 @@ What a step computes is known only when its code has run: a number may have been
 end, a tensor have been replaced. So the code runs in every step (`Rerun`), and what it asks for is compared with what
 was captured.
 
-Stand-ins that a step's code keeps beyond the step: what they stood for is gone, so every use of them is an error.
-
 A trace hands out the same stand-ins in every run. One that the code has put into a closure, a list or an attribute
 would be taken for the tensor of the step in which it is read. So after each run those that somebody else still holds
-are replaced in the trace, and expire.
+are replaced in the trace, and expire: what they stood for is gone, and every use of them is an error.
 """
 
 from __future__ import annotations
@@ -26,8 +24,8 @@ from tightship.frontends.torch import compat, compat_capture
 from tightship.frontends.torch.capture.state_restore import Leftovers
 from tightship.frontends.torch.capture.step import StepCapture, check_changes, checked_leaf, replaced_buffer
 from tightship.frontends.torch.optimizer.updates import Updates
-from tightship.frontends.torch.program import Program
-from tightship.frontends.torch.rerun.function_trace import FunctionTrace, map_tensors, name_of, tensors_in
+from tightship.frontends.torch.program import Program, tensors_in
+from tightship.frontends.torch.rerun.function_trace import FunctionTrace, map_tensors, name_of
 from tightship.frontends.torch.rerun.numbers import Renumbering, with_numbers_at
 from tightship.frontends.torch.rerun.rerun import Rerun
 from tightship.frontends.torch.structure import BatchSpec, LossFn, Results, checked_loss, flatten, map_leaves

@@ -17,13 +17,12 @@ from tightship.errors import TightshipError
 from tightship.frontends.torch import compat, compat_capture
 from tightship.frontends.torch.capture.recorder import Recorder
 from tightship.frontends.torch.capture.tape import Tape, Tracker
-from tightship.frontends.torch.program import Call, Program
+from tightship.frontends.torch.program import Call, Program, leaves_in, map_tree, tensors_in
 from tightship.frontends.torch.rerun.function_trace import (
     ExecutionState,
     FunctionTrace,
     form,
     map_tensors,
-    tensors_in,
 )
 
 __all__ = ["Renumbering", "numbers_of", "with_numbers_at"]
@@ -165,14 +164,10 @@ def _pairs(before: list[Made] | None, after: list[Made] | None) -> dict[Made, tu
 def _with(call: Call, numbers: tuple[Any, ...]) -> Call:
     given = iter(numbers)
 
-    def walk(tree: Any) -> Any:
-        if type(tree) in _NUMBERS:
-            return next(given)
-        if isinstance(tree, (list, tuple)):
-            return type(tree)(walk(x) for x in tree)
-        return {k: walk(x) for k, x in tree.items()} if isinstance(tree, dict) else tree
+    def other(x: Any) -> Any:
+        return next(given) if type(x) in _NUMBERS else x
 
-    return replace(call, args=walk(call.args), kwargs=walk(call.kwargs))
+    return replace(call, args=map_tree(other, call.args), kwargs=map_tree(other, call.kwargs))
 
 
 _NUMBERS = (int, float, complex)
@@ -183,14 +178,7 @@ def numbers_of(call: Call) -> tuple[Any, ...]:
 
 
 def _numbers_in(tree: Any) -> Iterator[Any]:
-    if type(tree) in _NUMBERS:
-        yield tree
-    elif isinstance(tree, (list, tuple)):
-        for x in tree:
-            yield from _numbers_in(x)
-    elif isinstance(tree, dict):
-        for x in tree.values():
-            yield from _numbers_in(x)
+    return (x for x in leaves_in(tree) if type(x) in _NUMBERS)
 
 
 # --- two captures ---------------------------------------------------------------------------------------------

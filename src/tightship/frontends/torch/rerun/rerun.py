@@ -18,6 +18,7 @@ from torch.overrides import TorchFunctionMode
 from tightship.errors import Unsupported
 from tightship.frontends.torch import compat, compat_capture
 from tightship.frontends.torch.capture.tape import Origin
+from tightship.frontends.torch.program import tensors_in
 from tightship.frontends.torch.rerun.function_trace import (
     Arguments,
     Capturing,
@@ -30,7 +31,6 @@ from tightship.frontends.torch.rerun.function_trace import (
     name_of,
     own_containers,
     plainly_same,
-    tensors_in,
     understood,
     unknown,
 )

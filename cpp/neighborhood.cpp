@@ -1,4 +1,4 @@
-#include "moves.h"
+#include "neighborhood.h"
 
 #include <algorithm>
 #include <tuple>
@@ -7,33 +7,35 @@ namespace tightship {
 
 namespace {
 constexpr double kTwo = 0.3;                // of moves are two at once
-constexpr double kCopy = 0.1, kSwap = 0.1;  // of moves, where there are twins
+constexpr double kCopy = 0.1, kSwap = 0.1;  // of moves, where layers are isomorphic
 constexpr int kTries = 8;                   // to find two gaps that differ
 }  // namespace
 
-Moves::Moves(const Engine& engine, const Rows& groups, const Twins& twins, std::uint64_t seed)
-    : engine_(engine), groups_(groups), twins_(twins), gaps_(static_cast<i64>(engine.gaps().size())), rng_(seed) {
+Neighborhood::Neighborhood(const Index& index, const Rows& groups, const IsomorphicLayers& layers,
+                           std::uint64_t seed)
+    : index_(index), groups_(groups), layers_(layers), gaps_(static_cast<i64>(index.gaps.size())),
+      rng_(seed) {
     for (i64 g = 0; g < gaps_; ++g)
         for (std::uint8_t to = kPack; to < kDecisions; ++to)
-            if (engine.allowed(static_cast<i32>(g), to)) others_ |= 1 << to;
+            if (index.allows(static_cast<i32>(g), to)) others_ |= 1 << to;
 }
 
-void Moves::apply(Bits& bits, Changed& changed) {
-    changed.clear();
-    one(bits, changed);
-    if (uniform() < kTwo) one(bits, changed);
+void Neighborhood::apply(Bits& bits, Changes& changes) {
+    changes.clear();
+    one(bits, changes);
+    if (uniform() < kTwo) one(bits, changes);
 }
 
-void Moves::one(Bits& bits, Changed& changed) {
-    if (twins_.families() > 0) {
+void Neighborhood::one(Bits& bits, Changes& changes) {
+    if (layers_.families() > 0) {
         const double kind = uniform();
-        if (kind < kCopy) return copy(bits, changed);
-        if (kind < kCopy + kSwap) return swap(bits, changed);
+        if (kind < kCopy) return copy(bits, changes);
+        if (kind < kCopy + kSwap) return swap(bits, changes);
     }
-    flip(bits, changed);
+    flip(bits, changes);
 }
 
-std::uint8_t Moves::other(std::uint8_t now) {
+std::uint8_t Neighborhood::other(std::uint8_t now) {
     if (others_ && uniform() < 0.4) {
         const std::uint8_t to = others_ == (1 << kPack | 1 << kOffload) ? (uniform() < 0.5 ? kPack : kOffload)
                                 : others_ == 1 << kPack                 ? kPack
@@ -45,11 +47,13 @@ std::uint8_t Moves::other(std::uint8_t now) {
     if (now == kKeep) return u < 0.7 ? kEvict : u < 0.85 ? kPass : kDrop;
     if (u < 0.7) return kKeep;
     const bool first = u < 0.85;
-    return now == kEvict ? (first ? kPass : kDrop) : now == kPass ? (first ? kEvict : kDrop) : (first ? kEvict : kPass);
+    return now == kEvict  ? (first ? kPass : kDrop)
+           : now == kPass ? (first ? kEvict : kDrop)
+                          : (first ? kEvict : kPass);
 }
 
 // All of n, its front, its back, or something in between.
-std::pair<i64, i64> Moves::part(i64 n) {
+std::pair<i64, i64> Neighborhood::part(i64 n) {
     i64 lo = 0, hi = n;
     const double kind = uniform();
     if (kind < 0.25) hi = 1 + below(hi);
@@ -58,11 +62,11 @@ std::pair<i64, i64> Moves::part(i64 n) {
     return {lo, hi};
 }
 
-void Moves::flip(Bits& bits, Changed& changed) {
-    const i64 n = static_cast<i64>(groups_.start.size()) - 1;
+void Neighborhood::flip(Bits& bits, Changes& changes) {
+    const i64 n = groups_.count();
     if (n == 0 || uniform() < 0.25) {
         const i32 gap = static_cast<i32>(below(gaps_));
-        return set(bits, changed, gap, other(bits[gap]));
+        return set(bits, changes, gap, other(bits[gap]));
     }
     const i64 g = below(n);
     const auto [lo, hi] = part(groups_.size(g));
@@ -72,41 +76,41 @@ void Moves::flip(Bits& bits, Changed& changed) {
     const std::uint8_t most = static_cast<std::uint8_t>(std::max_element(count, count + kDecisions) - count);
     const std::uint8_t to = other(most);
     for (i64 j = lo; j < hi; ++j)
-        if (bits[row[j]] != to) set(bits, changed, row[j], to);
+        if (bits[row[j]] != to) set(bits, changes, row[j], to);
 }
 
 // What one layer has, in some of its roles, for one other or for several.
-void Moves::copy(Bits& bits, Changed& changed) {
-    const i64 f = below(twins_.families()), first = twins_.family[f], roles = twins_.family[f + 1] - first;
-    const i64 layers = twins_.rows.size(first), from = below(layers);
+void Neighborhood::copy(Bits& bits, Changes& changes) {
+    const i64 f = below(layers_.families()), first = layers_.family[f], roles = layers_.family[f + 1] - first;
+    const i64 layers = layers_.rows.size(first), from = below(layers);
     auto [lo, hi] = part(roles);
     i64 begin = below(layers), end = begin + 1;
     if (uniform() < 0.5) std::tie(begin, end) = part(layers);
     for (i64 r = first + lo; r < first + hi; ++r) {
-        const i32* row = twins_.rows.begin(r);
+        const i32* row = layers_.rows.begin(r);
         if (row[from] < 0) continue;
         const std::uint8_t to = bits[row[from]];
         for (i64 k = begin; k < end; ++k)
-            if (row[k] >= 0 && bits[row[k]] != to) set(bits, changed, row[k], to);
+            if (row[k] >= 0 && bits[row[k]] != to) set(bits, changes, row[k], to);
     }
 }
 
-void Moves::swap(Bits& bits, Changed& changed) {
+void Neighborhood::swap(Bits& bits, Changes& changes) {
     for (int tries = 0; tries < kTries; ++tries) {
-        const i64 f = below(twins_.families()), first = twins_.family[f];
-        const i64 r = first + below(twins_.family[f + 1] - first);
-        const i32* row = twins_.rows.begin(r);
-        const i32 a = row[below(twins_.rows.size(r))], b = row[below(twins_.rows.size(r))];
+        const i64 f = below(layers_.families()), first = layers_.family[f];
+        const i64 r = first + below(layers_.family[f + 1] - first);
+        const i32* row = layers_.rows.begin(r);
+        const i32 a = row[below(layers_.rows.size(r))], b = row[below(layers_.rows.size(r))];
         if (a < 0 || b < 0 || bits[a] == bits[b]) continue;
         const std::uint8_t was = bits[a];
-        set(bits, changed, a, bits[b]);
-        return set(bits, changed, b, was);
+        set(bits, changes, a, bits[b]);
+        return set(bits, changes, b, was);
     }
 }
 
-void Moves::set(Bits& bits, Changed& changed, i32 gap, std::uint8_t to) {
-    if (!engine_.allowed(gap, to)) return;
-    changed.emplace_back(gap, bits[gap]);
+void Neighborhood::set(Bits& bits, Changes& changes, i32 gap, std::uint8_t to) {
+    if (!index_.allows(gap, to)) return;
+    changes.emplace_back(gap, bits[gap]);
     bits[gap] = to;
 }
 

@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, fields, replace
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from tightship.graph import Graph
 from tightship.plan import Plan
 from tightship.planners import frontier
+from tightship.serde import save_plan, write_file
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
 
 __all__ = ["Frontier", "Planned"]
+
+PathLike: TypeAlias = str | os.PathLike[str]
 
 
 def _cell(drawn: str, text: str) -> str:
@@ -21,6 +27,12 @@ def _cell(drawn: str, text: str) -> str:
 
     data = b64encode(drawn.encode()).decode()
     return f'<img alt="{escape(text)}" src="data:image/svg+xml;base64,{data}"><pre>{escape(text)}</pre>'
+
+
+def _written(text: str, path: PathLike | None) -> str:
+    if path is not None:
+        write_file(path, text.encode())
+    return text
 
 
 @dataclass(frozen=True, repr=False)
@@ -45,48 +57,50 @@ class Planned:
 
     __repr__ = __str__
 
-    def save(self, path: str | os.PathLike[str]) -> None:
-        """Write plan and graph as JSON; the file appears complete or not at all."""
-        from tightship.serde import save_plan
+    def rows(self) -> dict[str, Any]:
+        """The plan's numbers as the keys that other programs read (``--json``)."""
+        from tightship.report.numbers import summary
 
+        return summary(self.plan, self.graph)
+
+    def changed(self, **values: Any) -> Planned:
+        """The same with other fields of the plan."""
+        return replace(self, plan=replace(self.plan, **values))
+
+    def save(self, path: PathLike) -> None:
+        """Write plan and graph as JSON; the file appears complete or not at all."""
         save_plan(self.plan, path, self.graph)
 
     def explain(self) -> str:
         """Who makes up the plan's peak: in words, then by kind, by module, by source line, one by one."""
         from tightship.report.numbers import peak_of
-        from tightship.report.prose import peak_lines
-        from tightship.report.text import peak_tables, rendered
+        from tightship.report.text import peak_lines, peak_tables, rendered
 
         steps = self.plan.steps
         words = "\n".join(peak_lines(self.graph, steps))
         return rendered([words, "", *peak_tables(peak_of(self.graph, steps), title="peak")])
 
-    def picture(self, path: str | os.PathLike[str] | None = None, *, title: str = "") -> str:
+    def picture(self, path: PathLike | None = None, *, title: str = "") -> str:
         """Memory over the step, before and after, as SVG; written to ``path`` if there is one."""
         from tightship.report.picture import picture
-        from tightship.serde import write_file
 
-        drawn = picture(self.graph, self.plan, title=title)
-        if path is not None:
-            write_file(path, drawn.encode())
-        return drawn
+        return _written(picture(self.graph, self.plan, title=title), path)
 
-    def report(self, path: str | os.PathLike[str], *, title: str = "") -> None:
+    def report(self, path: PathLike, *, title: str = "") -> None:
         """One HTML page with everything on it: works offline, needs nothing beside it."""
         from tightship.report.pages.plan import plan_page
-        from tightship.serde import write_file
 
         write_file(path, plan_page(self.graph, self.plan, title=title).encode())
 
-    def trace(self, path: str | os.PathLike[str]) -> None:
+    def trace(self, path: PathLike) -> None:
         """A Chrome trace for Perfetto; compressed where the path ends in ``.gz``."""
-        from tightship.report.trace import write_trace
+        from tightship.report.viewers import write_trace
 
         write_trace(self.graph, self.plan, path)
 
-    def snapshot(self, path: str | os.PathLike[str]) -> None:
+    def snapshot(self, path: PathLike) -> None:
         """A memory snapshot that PyTorch's viewers read."""
-        from tightship.report.snapshot import write_snapshot
+        from tightship.report.viewers import write_snapshot
 
         write_snapshot(self.graph, self.plan, path)
 
@@ -99,28 +113,38 @@ class Planned:
 class Frontier(frontier.Frontier):
     """Plans for many budgets beside other policies: printed, drawn and shown as one."""
 
+    @classmethod
+    def of(cls, other: frontier.Frontier) -> Frontier:
+        return cls(**{f.name: getattr(other, f.name) for f in fields(other)})
+
+    def tables(self) -> list[RenderableType]:
+        """The plans from the least memory up, and the other policies."""
+        from tightship.report.text import frontier_tables
+
+        return frontier_tables(self)
+
     def __str__(self) -> str:
-        from tightship.report.frontier import frontier_tables
         from tightship.report.text import rendered
 
-        return rendered(frontier_tables(self))
+        return rendered(self.tables())
 
     __repr__ = __str__
 
-    def picture(self, path: str | os.PathLike[str] | None = None) -> str:
+    def rows(self) -> dict[str, Any]:
+        """The frontier's numbers as the keys that other programs read (``--json``)."""
+        from tightship.report.numbers import frontier_rows
+
+        return frontier_rows(self)
+
+    def picture(self, path: PathLike | None = None) -> str:
         """Time against memory as SVG; written to ``path`` if there is one."""
-        from tightship.report.frontier import frontier_picture
-        from tightship.serde import write_file
+        from tightship.report.picture import frontier_picture
 
-        drawn = frontier_picture(self)
-        if path is not None:
-            write_file(path, drawn.encode())
-        return drawn
+        return _written(frontier_picture(self), path)
 
-    def report(self, path: str | os.PathLike[str], *, title: str = "") -> None:
+    def report(self, path: PathLike, *, title: str = "") -> None:
         """One HTML page: time against memory, and memory over the steps of every plan; works offline."""
-        from tightship.report.pages.frontier import frontier_page
-        from tightship.serde import write_file
+        from tightship.report.pages.plan import frontier_page
 
         write_file(path, frontier_page(self, title=title).encode())
 

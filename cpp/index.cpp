@@ -1,0 +1,134 @@
+#include "index.h"
+
+#include <utility>
+
+namespace tightship {
+
+namespace {
+
+Rows as_rows(const std::vector<std::vector<i32>>& lists) {
+    Rows r;
+    r.start.push_back(0);
+    for (const auto& l : lists) {
+        r.item.insert(r.item.end(), l.begin(), l.end());
+        r.start.push_back(static_cast<i64>(r.item.size()));
+    }
+    return r;
+}
+
+}  // namespace
+
+Index::Index(Program program) : p(std::move(program)) {
+    find_touches();
+    find_gaps();
+    find_movable();
+    find_offloads();
+}
+
+void Index::find_touches() {
+    std::vector<std::vector<i32>> touched(p.storages), written(p.storages);
+    last_write.assign(p.storages, -1);
+    shared.assign(p.storages, 0);
+    std::vector<i32> reader(p.storages, -1);
+    for (i32 at = 0; at < p.ops; ++at) {
+        const i32 o = p.order[at];
+        auto touch = [&](i32 s) {
+            if (touched[s].empty() || touched[s].back() != at) touched[s].push_back(at);
+        };
+        for (const i32 s : p.reads[o]) {
+            touch(s);
+            shared[s] = reader[s] >= 0;
+            reader[s] = o;
+        }
+        for (const i32 s : p.defines[o]) {
+            touch(s);
+            written[s].push_back(o);
+            last_write[s] = static_cast<i32>(touched[s].size()) - 1;
+        }
+        for (const i32 s : p.mutates[o]) {
+            written[s].push_back(o);
+            last_write[s] = static_cast<i32>(touched[s].size()) - 1;
+        }
+        base_time += p.time[o];
+    }
+    for (i64 s = 0; s < p.storages; ++s) {
+        if (p.kept[s]) touched[s].push_back(static_cast<i32>(p.ops));
+        if (p.owned[s]) static_bytes += p.size[s];
+    }
+    touches = as_rows(touched);
+    writers = as_rows(written);
+}
+
+// A recipe can run again when each of its ops is pure, writes nothing else, and sees final contents only.
+bool Index::recipe_is_replayable(i64 s) const {
+    if (p.owned[s] || writers.size(s) == 0) return false;
+    for (const i32 w : writers[s]) {
+        if (!p.pure[w]) return false;
+        for (const i32 m : p.mutates[w])
+            if (m != s && !p.updates.has(w, m)) return false;
+        for (i64 j = 0; j < p.reads.size(w); ++j) {
+            const i32 t = p.reads.begin(w)[j];
+            if (t == s || p.owned[t] || p.updates.has(w, t)) continue;
+            if (p.needs.begin(w)[j] != writers.size(t)) return false;
+        }
+    }
+    return true;
+}
+
+void Index::find_gaps() {
+    gap_of.assign(touches.item.size(), -1);
+    replayable.resize(p.storages);
+    for (i64 s = 0; s < p.storages; ++s) {
+        replayable[s] = recipe_is_replayable(s);
+        if (p.size[s] == 0 || p.owned[s]) continue;
+        auto possible = [&](std::uint8_t may) -> std::uint8_t {
+            if (!replayable[s]) may &= ~(1 << kEvict | 1 << kPass | 1 << kDrop);
+            if (!p.packed[s]) may &= ~(1 << kPack);
+            return may ? may : 1 << kKeep;
+        };
+        const i64 written = std::max(0, last_write[s]);
+        for (i64 j = 0; j + 1 < touches.size(s); ++j) {
+            const i32 from = touches.begin(s)[j], to = touches.begin(s)[j + 1];
+            const bool bound = p.must[s] && from < p.boundary && to >= p.boundary;
+            std::uint8_t here = possible(bound ? p.must[s] : p.may[s]);
+            // Before its last write it cannot be made again, nor is it known what packs; a copy has what was
+            // there.
+            if (j < written) here &= 1 << kKeep | 1 << kOffload;
+            // Results made again at the end would gain nothing; a copy of them may come back there.
+            if (to == p.ops) here &= 1 << kKeep | 1 << kPack | 1 << kOffload;
+            if (to - from < 2 || here == 1 << kKeep || here == 0) continue;
+            gap_of[touches.start[s] + j] = static_cast<i32>(gaps.size());
+            gaps.push_back({static_cast<i32>(s), from, to});
+            allowed.push_back(here);
+        }
+    }
+}
+
+std::uint8_t Index::least(i32 gap) const {
+    std::uint8_t to = 0;
+    while (to + 1 < kDecisions && !allows(gap, to)) ++to;
+    return to;
+}
+
+void Index::find_offloads() {
+    for (i32 g = 0; g < static_cast<i32>(gaps.size()); ++g)
+        if (allows(g, kOffload)) by_end.push_back(g);
+    std::sort(by_end.begin(), by_end.end(),
+              [&](i32 a, i32 b) { return gaps[a].to != gaps[b].to ? gaps[a].to > gaps[b].to : a < b; });
+    start.assign(p.ops + 1, 0);
+    for (i32 at = 0; at < p.ops; ++at) start[at + 1] = start[at] + p.time[p.order[at]];
+}
+
+void Index::find_movable() {
+    for (i32 at = 0; at < p.ops; ++at) {
+        const i32 o = p.order[at];
+        bool may = p.pure[o] && !p.fixed[o] && p.mutates.size(o) == 0, read = false;
+        for (const i32 d : p.defines[o]) {
+            may = may && replayable[d] && writers.size(d) == 1;
+            read = read || touches.size(d) > 1;
+        }
+        if (may && read) movable.push_back(at);
+    }
+}
+
+}  // namespace tightship
