@@ -38,7 +38,7 @@ dry-cuda:
 	$(DRY)/bin/python -m pip install . transformers pytest hypothesis setuptools
 	$(DRY)/bin/python -m pytest -ra tests/execute/test_dry_cuda.py tests/execute/test_dry_offload.py
 
-# Placement and the eviction engine under the address and undefined-behaviour sanitizers; the first finding ends it.
+# Placement and the eviction engine under the address and undefined-behavior sanitizers; the first finding ends it.
 # Python does not give back all it takes, so leaks are not looked for.
 sanitize: $(SANITIZED_READY)
 	LD_PRELOAD="$$($(CXX) -print-file-name=libasan.so) $$($(CXX) -print-file-name=libstdc++.so)" \

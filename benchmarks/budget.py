@@ -2,7 +2,7 @@
 
     python benchmarks/budget.py [--quick] [--seconds X] [--models gpt6,…] [--only PART] [--execute] [--write]
 
-Each model's forward and backward pass is captured on fake tensors (no memory for the model) and its ops get modelled
+Each model's forward and backward pass is captured on fake tensors (no memory for the model) and its ops get modeled
 times. Others are replayed on that graph by the same simulator: checkpoints around blocks, selective ones that keep
 the results of matrix products and convolutions, and what torch's activation_memory_budget saves at 1.0 to 0. For
 the peak of each of them a plan is made (``--seconds`` of search for each), and one for the least memory.
@@ -287,7 +287,7 @@ def quarter(made: Mapping[str, tuple[str, Callable[[], Made]]], seconds: float) 
 def about(seconds: float) -> str:
     return (
         f"{datetime.date.today()}; {platform.machine()}, {os.cpu_count()} cores shared with other work; Python "
-        f"{platform.python_version()}, PyTorch {torch.__version__}; {seconds:g} s of search for each row, modelled "
+        f"{platform.python_version()}, PyTorch {torch.__version__}; {seconds:g} s of search for each row, modeled "
         "times (50 GFLOP/s, 10 GB/s, 5 µs an op), fp32, recomputation only."
     )
 

@@ -3,7 +3,7 @@
     python benchmarks/growth.py [--layers 35,350,3500] [--models gpt24] [--write]
 
 Graphs are stacks of equal layers, a training step's forward and backward of attention and a perceptron, some 36 ops
-each, with modelled times; ``--models`` takes captured ones of budget.py instead. Budget: a quarter of the peak.
+each, with modeled times; ``--models`` takes captured ones of budget.py instead. Budget: a quarter of the peak.
 Seconds are those of the processor, searches are limited by work (ops simulated) or by their own end, so that the load
 of the machine hardly matters; ``tightship plan`` does the same with a clock.
 """

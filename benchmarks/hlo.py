@@ -1,4 +1,4 @@
-"""Rematerialisation of HLO modules: XLA's own results, its algorithm, and our search, module by module.
+"""Rematerialization of HLO modules: XLA's own results, its algorithm, and our search, module by module.
 
 The modules and XLA's logs are those of tests/data/hlo, compiled by jaxlib 0.10.2 for GPU; XLA's figures are read from
 its logs. Peaks are counted anew on the modules written, the same way for all: results, without parameters. FLOPs

@@ -132,7 +132,7 @@ def least(graph: Graph) -> tuple[Plan, float]:
 
 
 LEAST_HEAD = (
-    "model", "order alone", "least", "ours there", "bound", "nodes again", "modelled time", "results", "planned in",
+    "model", "order alone", "least", "ours there", "bound", "nodes again", "modeled time", "results", "planned in",
 )  # fmt: skip
 
 

@@ -41,7 +41,7 @@ def with_gaps(problem: Problem) -> Problem:
 
 
 def with_conflicts(problem: Problem) -> Problem:
-    """Neighbours in the list may be alive together."""
+    """Neighbors in the list may be alive together."""
     count = len(problem.buffers)
     rows = tuple((1 << k + 1) % (1 << count) | (1 << k) >> 1 for k in range(count))
     return replace(problem, conflicts=rows)

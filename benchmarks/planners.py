@@ -3,7 +3,7 @@
     python benchmarks/planners.py [KIND ...] [--write]
 
 Kinds: training (one step of a model of PyTorch's), inference (its forward pass), onnx (a file), tensorflow (a
-GraphDef of a training step, where TensorFlow is installed), hlo (scheduled modules of XLA's). Times are modelled
+GraphDef of a training step, where TensorFlow is installed), hlo (scheduled modules of XLA's). Times are modeled
 from FLOPs and bytes, so that nothing here depends on the machine. ``--write`` puts the tables into
 docs/planners-compared.md; kinds that were not asked for stay as they are there. Takes about three minutes.
 """
@@ -159,7 +159,7 @@ def tensorflow() -> Iterator[list[str]]:
 
 
 def hlo() -> Iterator[list[str]]:
-    """Rematerialisation of GPU modules in the limit XLA had, then buffer assignment of all."""
+    """Rematerialization of GPU modules in the limit XLA had, then buffer assignment of all."""
     from support import hlo_data
     from tightship.hlo.remat.cost import work_of
     from tightship.hlo.remat.peak import module_peak

@@ -215,7 +215,7 @@ def plan(
 
     Without ``loss_fn`` and ``optimizer`` the step is the forward and backward pass on ``sample``, or, without
     ``train``, the forward pass in evaluation mode that `infer` would run, its results in the arena; with them it
-    is the step that `fit` would run. A model on the meta device, or of fake tensors, is planned with modelled
+    is the step that `fit` would run. A model on the meta device, or of fake tensors, is planned with modeled
     times and without its weights ever existing; otherwise each op is measured once, on tensors made for it. The
     path of an ONNX model or a TensorFlow graph is planned for the sizes that ``sample`` gives its dimensions
     (``batch=4,seq=128``, or a mapping). ``budget`` is bytes, text (``6GiB``), or a percentage of the
@@ -316,7 +316,7 @@ def max_batch(
 
     ``sample`` is one batch of any size that runs; its size is that of dimension ``dim`` that most of its tensors
     share. Sizes at which the model does not run are left out (``.refused`` says why); where it runs at multiples of a
-    number only, such are tried (``.unit``). Steps are captured without data and with modelled times, so neither model
+    number only, such are tried (``.unit``). Steps are captured without data and with modeled times, so neither model
     nor batch needs memory, and workspace that ops take from the allocator is not counted: leave some room. Each size
     tried has a quarter of ``seconds`` and ``work``.
 

@@ -19,7 +19,7 @@ from math import inf
 from typing import Any
 
 from tightship.errors import BadInput
-from tightship.machine import MODELLED, Machine
+from tightship.machine import MODELED, Machine
 
 __all__ = ["Graph", "Op", "Request", "Storage", "Uses", "Value"]
 
@@ -48,7 +48,7 @@ def aligned(nbytes: int, alignment: int = ALIGNMENT) -> int:
 class Storage:
     """Bytes that live and die together.
 
-    ``kind`` says what they hold, for people: parameter, buffer, state (of the optimiser), input, constant,
+    ``kind`` says what they hold, for people: parameter, buffer, state (of the optimizer), input, constant,
     activation, gradient, output. ``size`` is bytes as the allocator counts them (already aligned).
     """
 
@@ -172,7 +172,7 @@ class Graph:
     outputs: tuple[int, ...] = ()
     name: str = "graph"
     meta: dict[str, Any] = field(default_factory=dict)
-    machine: Machine = MODELLED
+    machine: Machine = MODELED
 
     def __post_init__(self) -> None:
         _check(self)

@@ -3,7 +3,7 @@
 A graph carries the machine its times are for: measured figures come from `execute`, the defaults model a
 laptop. Seconds of a transfer are ``latency + bytes / rate``, bytes those of the full form. A transfer on a stream of
 its own takes ``begin + bytes * beside`` seconds from the ops as well: who runs them begins it, and on a CPU it shares
-cores and memory with them. Modelled, engines copy, and that is nothing.
+cores and memory with them. Modeled, engines copy, and that is nothing.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from tightship.errors import BadInput
 
-__all__ = ["CODECS", "LOSSY", "MODELLED", "Machine"]
+__all__ = ["CODECS", "LOSSY", "MODELED", "Machine"]
 
 CODECS = ("bits", "mask", "uint8", "int8", "uint16", "int16", "uint32", "int32", "bf16")
 """How bytes are packed. ``bits``: booleans, one bit each. ``mask``: zeros and one other number (a dropout mask),
@@ -28,7 +28,7 @@ class Machine:
     """``offload`` and ``fetch``: bytes per second to and from the host pool; ``latency``: seconds that each copy
     of a storage takes besides; ``begin`` and ``beside``: seconds that stream 0 loses for each copy of a storage and
     for each byte copied beside it; ``pack`` and ``unpack``: bytes per second of each of ``CODECS``, in their order;
-    ``state``: seconds to save or to set the random state. ``measured``: here, rather than modelled."""
+    ``state``: seconds to save or to set the random state. ``measured``: here, rather than modeled."""
 
     offload: float = 1.6e10
     fetch: float = 1.6e10
@@ -59,4 +59,4 @@ class Machine:
         return nbytes / (rates[CODECS.index(codec)] if codec in CODECS else min(rates))
 
 
-MODELLED = Machine()
+MODELED = Machine()

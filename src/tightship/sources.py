@@ -54,7 +54,7 @@ class ModelStep:
     train: bool = True
 
     def program(self, cache: Path | str | None = "default") -> Program:
-        """Its graph, with times (measured, or modelled for models without data), and how PyTorch runs it."""
+        """Its graph, with times (measured, or modeled for models without data), and how PyTorch runs it."""
         program = self._captured(self.sample)
         from tightship.execute import profile
         from tightship.frontends.torch import compat
@@ -74,7 +74,7 @@ class ModelStep:
         return batch_size(self.sample, dim)
 
     def graph_at(self, batch: int, dim: int = 0) -> Graph:
-        """The graph at another batch size, captured without data and with modelled times; ``dim`` is the dimension of
+        """The graph at another batch size, captured without data and with modeled times; ``dim`` is the dimension of
         the sample's tensors that is the batch."""
         need_torch("capturing a model")
         from tightship.execute import profile

@@ -30,7 +30,7 @@ from tightship.verify.placement import check_solution
 
 
 def executions(waits: tuple[tuple[int, ...], ...]) -> Iterator[dict[int, int]]:
-    """When each op runs, in every sequence that is allowed, also with two neighbours at the same time."""
+    """When each op runs, in every sequence that is allowed, also with two neighbors at the same time."""
     for order in permutations(range(len(waits))):
         at = {k: 2 * i for i, k in enumerate(order)}
         if all(at[b] < at[k] for k, row in enumerate(waits) for b in row):

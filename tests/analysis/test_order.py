@@ -97,7 +97,7 @@ def test_replayable_needs_purity_and_final_contents() -> None:
     assert [replayable(graph, s) for s in range(4)] == [False, True, False, False]
 
 
-def test_repeated_layers_have_one_colour_and_one_role() -> None:
+def test_repeated_layers_have_one_color_and_one_role() -> None:
     graph = chain(12)
     hues = colors(graph)
     assert len(set(hues[4:8])) == 1

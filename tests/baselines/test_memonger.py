@@ -68,7 +68,7 @@ def clashes(graph: Graph, options: Options, order: list[int]) -> list[tuple[int,
     return [(s, t) for s, t in pairs if max(spans[s][0], spans[t][0]) <= min(ends[s], ends[t])]
 
 
-# --- the original's behaviours ---
+# --- the original's behaviors ---
 
 
 def test_M01_graphs_with_control_flow_are_left_as_they_are_with_a_message() -> None:

@@ -375,7 +375,7 @@ def test_arguments_that_make_no_sense(fitted):
     with pytest.raises(BadInput, match="options"):
         fitted(seconds=1.0)
     with pytest.raises(BadInput, match="options"):
-        fitted(planner=None, colour="red")
+        fitted(planner=None, color="red")
     with pytest.raises(BadInput, match="budget"):
         fitted(budget="much")
     with pytest.raises(BadInput, match="kind"):

@@ -332,7 +332,7 @@ def test_control_flow_on_data_is_captured_again():
 
 def test_options_that_make_no_sense():
     model, x = nn.Linear(4, 4), torch.ones(2, 4)
-    for options in ({"colour": 1}, {"hand_out": False}, {"variants": 0}, {"budget": "much"}):
+    for options in ({"color": 1}, {"hand_out": False}, {"variants": 0}, {"budget": "much"}):
         with pytest.raises(BadInput):
             tightship.infer(model, x, **options)
     with pytest.raises(BadInput, match="has tensors"):

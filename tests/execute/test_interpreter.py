@@ -12,7 +12,7 @@ from tightship.execute import allocator
 from tightship.execute.compile import compile_plan
 from tightship.execute.interpreter import Executor, PeakMismatch
 from tightship.execute.prepared import Binding
-from tightship.execute.profile import model as modelled
+from tightship.execute.profile import model as modeled
 from tightship.execute.profile import profile
 from tightship.frontends.torch.capture.step import capture_step
 from tightship.frontends.torch.program import Call
@@ -27,7 +27,7 @@ class Bound:
         self.pair = Pair(name, optimizer)
         pair = self.pair
         program = capture_step(pair.model, pair.loss_fn, pair.optimizer, pair.batch(0))
-        self.program = profile(program, cache=None, seconds_per_op=0.0) if measured else modelled(program)
+        self.program = profile(program, cache=None, seconds_per_op=0.0) if measured else modeled(program)
         self.graph = self.program.graph
 
     def inputs(self, number=0):

@@ -13,7 +13,7 @@ from tightship.execute import allocator
 from tightship.execute.allocator import Event
 from tightship.execute.bench import sample_tensor, workspace_of
 from tightship.execute.cache import Cache, Measurement
-from tightship.execute.profile import model as modelled
+from tightship.execute.profile import model as modeled
 from tightship.execute.profile import profile
 from tightship.frontends.torch.capture.step import capture_step
 from tightship.frontends.torch.program import Call
@@ -115,7 +115,7 @@ def test_without_a_compiler_only_times_are_measured(monkeypatch):
     assert any("compiler" in note for note in program.notes)
 
 
-def test_what_cannot_run_here_is_modelled():
+def test_what_cannot_run_here_is_modeled():
     _, program = captured("mlp")
     ops = [replace(o, device="cuda") if k == 0 else o for k, o in enumerate(program.graph.ops)]
     program = quick(replace(program, graph=program.graph.with_ops(tuple(ops))))
@@ -125,9 +125,9 @@ def test_what_cannot_run_here_is_modelled():
 
 def test_the_model_is_the_roofline():
     _, program = captured("mlp")
-    graph = modelled(program, flops=1.0, bandwidth=float("inf"), overhead=0.0).graph
+    graph = modeled(program, flops=1.0, bandwidth=float("inf"), overhead=0.0).graph
     assert [o.time for o in graph.ops] == [float(o.flops) for o in graph.ops]
-    slow = modelled(program, flops=float("inf"), bandwidth=1.0, overhead=2.0).graph
+    slow = modeled(program, flops=float("inf"), bandwidth=1.0, overhead=2.0).graph
     k = op_of(program, "mm")
     made = sum(graph.storages[s].size for s in graph.uses.defines[k])
     assert slow.ops[k].time > made + 2.0

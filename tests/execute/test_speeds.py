@@ -8,7 +8,7 @@ from execute.test_interpreter import Bound
 from tightship.execute import speeds as module
 from tightship.execute.cache import Cache
 from tightship.execute.speeds import speeds
-from tightship.machine import CODECS, MODELLED, Machine
+from tightship.machine import CODECS, MODELED, Machine
 from tightship.serde import dumps_graph, loads_graph
 
 
@@ -36,7 +36,7 @@ def test_where_ops_have_every_core_they_lose_what_copies_take(monkeypatch):
 
 def test_a_folder_that_is_none_leaves_the_model(tmp_path):
     found = speeds(Cache(None, "m"), tmp_path / "missing")
-    assert (found.offload, found.fetch) == (MODELLED.offload, MODELLED.fetch) and found.measured
+    assert (found.offload, found.fetch) == (MODELED.offload, MODELED.fetch) and found.measured
     assert (found.begin, found.beside) == (0.0, 0.0)
 
 

@@ -81,7 +81,7 @@ def test_a_budget_that_cannot_be_met_ends_training(tmp_path) -> None:
 
 def test_bad_options_are_said_at_once() -> None:
     with pytest.raises(BadInput, match="an option is one of"):
-        Tightship("60%", colour="red")
+        Tightship("60%", color="red")
 
 
 def test_a_model_is_not_compiled_twice(tmp_path) -> None:

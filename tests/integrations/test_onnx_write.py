@@ -191,7 +191,7 @@ def test_recomputation_is_written_as_clones_with_their_views(tmp_path):
     assert any("Reshape" in n for n in again) and len(again) > plan.count("recompute")
 
 
-def test_clones_survive_the_runtime_s_basic_optimisation_when_it_may_not_merge_them(tmp_path):
+def test_clones_survive_the_runtime_s_basic_optimization_when_it_may_not_merge_them(tmp_path):
     program = lower(read(saved(tmp_path, stacked())))
     free = api.plan_graph(program.graph).plan
     plan = api.plan_graph(program.graph, f"{free.peak - 2 * 16384}").plan

@@ -1,4 +1,4 @@
-"""Behaviours of the named systems on training steps of real models, where their own tests have made-up graphs."""
+"""Behaviors of the named systems on training steps of real models, where their own tests have made-up graphs."""
 
 # ruff: noqa: N802
 

@@ -197,8 +197,8 @@ def test_the_wheel_scrolls_the_page_until_the_picture_is_clicked(planned, opened
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_it_is_drawn_in_the_reader_s_colours(planned, opened, scheme, tmp_path) -> None:
-    """The screenshot's file is kept by pytest; the canvas has the bands' colours in it."""
+def test_it_is_drawn_in_the_reader_s_colors(planned, opened, scheme, tmp_path) -> None:
+    """The screenshot's file is kept by pytest; the canvas has the bands' colors in it."""
     page = opened(planned[0], color_scheme=scheme)
     shot = page.page.screenshot(path=str(tmp_path / f"{scheme}.png"), full_page=True)
     assert shot.startswith(PNG)

@@ -18,10 +18,10 @@ from tightship.units import format_bytes
 KIB = 1024
 
 
-def drawn(items, width=80, colour=False):
+def drawn(items, width=80, color=False):
     out = io.StringIO()
     console = Console(
-        file=out, width=width, force_terminal=colour, color_system="truecolor" if colour else None
+        file=out, width=width, force_terminal=color, color_system="truecolor" if color else None
     )
     for item in items:
         console.print(item, markup=False) if isinstance(item, str) else console.print(item)
@@ -49,9 +49,9 @@ def test_everything_fits_the_width(width):
     assert "\x1b" not in text
 
 
-def test_there_is_colour_on_a_terminal_alone():
+def test_there_is_color_on_a_terminal_alone():
     chart = Chart([step(0.0, 8)], [step(0.0, 4)], 6)
-    assert "\x1b[" in drawn([chart], colour=True)
+    assert "\x1b[" in drawn([chart], color=True)
     assert "\x1b" not in drawn([chart])
 
 

@@ -34,7 +34,7 @@ def image_batch(size: int = 32, channels: int = 3, classes: int = 4, key: str = 
     return batch
 
 
-def labelled(step: int, classes: int = 3) -> dict[str, torch.Tensor]:
+def labeled(step: int, classes: int = 3) -> dict[str, torch.Tensor]:
     return {"input_ids": tokens(step), "labels": torch.randint(0, classes, (2,), generator=generator(step))}
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from support.batches import generator, image_batch, labelled, language_batch, seq2seq_batch, tokens
+from support.batches import generator, image_batch, labeled, language_batch, seq2seq_batch, tokens
 from support.models import hf
 
 FAMILIES: dict[str, Callable[[], Any]] = {}
@@ -120,7 +120,7 @@ ENCODER_EXTRA: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 for n in ENCODERS:
     settings = TEXT | {"num_labels": 3} | ENCODER_EXTRA.get(n, {})
-    add(n, made(n, "ForSequenceClassification", settings), labelled)
+    add(n, made(n, "ForSequenceClassification", settings), labeled)
 
 for n in ["Bart", "Blenderbot", "BlenderbotSmall", "M2M100", "Marian", "MBart", "Pegasus", "PLBart"]:
     add(n, made(n, "MTModel" if n == "Marian" else "ForConditionalGeneration", SEQ2SEQ), seq2seq_batch)

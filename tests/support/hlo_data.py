@@ -26,5 +26,5 @@ def module(name: str, part: str = FINAL) -> Module:
 
 
 def log(name: str) -> str:
-    """What XLA's rematerialisation reported."""
+    """What XLA's rematerialization reported."""
     return lzma.decompress((FOLDER / name / "remat_log.txt.xz").read_bytes()).decode()

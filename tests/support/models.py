@@ -14,7 +14,7 @@ from torch import nn
 from support.batches import (
     cross_entropy,
     image_batch,
-    labelled,
+    labeled,
     language_batch,
     masked_batch,
     pairs,
@@ -294,7 +294,7 @@ def _encoder(name: str, **extra: Any):
         hidden_size=16, num_hidden_layers=2, num_attention_heads=2, intermediate_size=32, vocab_size=64,
         max_position_embeddings=32, num_labels=3, **extra,
     )  # fmt: skip
-    return getattr(t, f"{name}ForSequenceClassification")(config), None, labelled
+    return getattr(t, f"{name}ForSequenceClassification")(config), None, labeled
 
 
 @model
@@ -311,7 +311,7 @@ def bert_sdpa():
 def bert_padded():
     def batch(step: int):
         b = masked_batch(step)
-        return labelled(step) | {"attention_mask": b["attention_mask"]}
+        return labeled(step) | {"attention_mask": b["attention_mask"]}
 
     return (*_encoder("Bert", attn_implementation="sdpa")[:2], batch)
 

@@ -46,7 +46,7 @@ def mlp(resources: bool = True) -> tuple[Any, tuple[str, str]]:
 
 
 def cnn() -> tuple[Any, tuple[str, str]]:
-    """Convolutions with batch normalisation and residual sums."""
+    """Convolutions with batch normalization and residual sums."""
     with tf.Graph().as_default() as g, tf.device(GPU):
         v1.set_random_seed(1)
         h, channels = v1.placeholder(tf.float32, (4, 16, 16, 3), name="x"), 3
@@ -70,7 +70,7 @@ def cnn() -> tuple[Any, tuple[str, str]]:
 
 
 def transformer(layers: int = 2) -> tuple[Any, tuple[str, str]]:
-    """Attention, dropout, a normalisation of its own, and a wide part with GELU."""
+    """Attention, dropout, a normalization of its own, and a wide part with GELU."""
     with tf.Graph().as_default() as g, tf.device(GPU):
         v1.set_random_seed(1)
         h = v1.placeholder(tf.float32, (2, 16, 32), name="x")
@@ -159,8 +159,8 @@ def trained(proto: Any, fetch: Sequence[str], steps: int = 3) -> list[np.ndarray
 
 
 def grappler(proto: Any, fetch: Sequence[str], level: str, memory: int = 1 << 40) -> Any:
-    """The GraphDef after TensorFlow's own memory optimiser on a virtual GPU with so much memory: every other
-    optimiser is turned off, as selecting this one by name does nothing."""
+    """The GraphDef after TensorFlow's own memory optimizer on a virtual GPU with so much memory: every other
+    optimizer is turned off, as selecting this one by name does nothing."""
     kinds = rewriter_config_pb2.RewriterConfig
     chosen = kinds(memory_optimization=getattr(kinds, level), min_graph_nodes=-1, disable_model_pruning=True)
     chosen.memory_optimizer_target_node_name_scope = "gradients/"

@@ -78,7 +78,7 @@ def family(problem: EvictionProblem, budget: int, options: Options | None = None
 
 
 def between(problem: EvictionProblem, budget: int, until: float = math.inf) -> Iterator[Decision]:
-    """Decisions just within the budget: between the two neighbouring saved sets, one within and one beyond it, a part
+    """Decisions just within the budget: between the two neighboring saved sets, one within and one beyond it, a part
     of the layers as in the one and the rest as in the other, for each way of dropping and from either end.
 
     Ends when the clock (`time.perf_counter`) says ``until``, with what it has."""
@@ -147,7 +147,7 @@ class _Cuts:
         return self.known[price]
 
     def around(self, cost: Callable[[Mask], Decision], over: Callable[[], bool]) -> tuple[Mask, Mask] | None:
-        """Neighbours within and beyond the budget, found by halving a range of prices; None for none within."""
+        """Neighbors within and beyond the budget, found by halving a range of prices; None for none within."""
         high = self.rate * 2.0**14
         beyond = self.dropped(high)
         for k in range(13, -7, -1):

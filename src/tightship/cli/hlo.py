@@ -95,7 +95,7 @@ def _not_worse(
 
 
 def changes_of(module: Module) -> tuple[tuple[Change, ...], Timeline]:
-    """What recomputing instructions of the entry would give, simulated with modelled times, and what there is now."""
+    """What recomputing instructions of the entry would give, simulated with modeled times, and what there is now."""
     graph = with_results(module, graph_before(module))
     return changes(graph, means=("recompute",), reorder=False), replay(graph, baseline(graph))
 

@@ -115,7 +115,7 @@ class PlannedModule(Planned):
                 f"{len(made.recomputed)} instructions, {made.added:+d} in all; {rows['moved']} reordered",
             ),
             ("offloaded", f"{rows['offloaded']} to the host; {rows['compressed']} compressed"),
-            ("time", f"{100 * longer:+.2f} %, modelled; {flops:,} FLOPs more"),
+            ("time", f"{100 * longer:+.2f} %, modeled; {flops:,} FLOPs more"),
             ("planner", f"{rows['planner']}, in {rows['seconds']:.2f} s"),
         ]
         lines = [f"plan for {module.name} ({len(module.entry.instructions)} instructions)"]

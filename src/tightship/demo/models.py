@@ -1,4 +1,4 @@
-"""The demonstration's models: real architectures, random weights, small synthetic data that can be learnt.
+"""The demonstration's models: real architectures, random weights, small synthetic data that can be learned.
 
 Nothing is downloaded. A batch is a function of its number alone.
 """

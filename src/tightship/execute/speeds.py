@@ -27,7 +27,7 @@ from tightship.execute.cache import Cache, Measurement
 from tightship.execute.codecs import ON_DEVICE, compress, decompress
 from tightship.execute.host_pool import FilePool, pool_beside
 from tightship.frontends.torch import compat
-from tightship.machine import CODECS, MODELLED, Machine
+from tightship.machine import CODECS, MODELED, Machine
 
 __all__ = ["device_speeds", "speeds"]
 
@@ -64,7 +64,7 @@ def speeds(cache: Cache, folder: Path | str | None = None) -> Machine:
         beside = _share(max(0.0, whole - begin), min(out, back)) / _BYTES
         copies = _BYTES / out, _BYTES / back, latency
     except BadInput:  # no such folder: who copies there will say so
-        copies, begin, beside = (MODELLED.offload, MODELLED.fetch, MODELLED.latency), 0.0, 0.0
+        copies, begin, beside = (MODELED.offload, MODELED.fetch, MODELED.latency), 0.0, 0.0
     pack, unpack = (
         tuple(_BYTES / kept(f"speed:{kind}:{codec}", partial(_codecs, kind, codec)) for codec in CODECS)
         for kind in ("compress", "decompress")
@@ -96,15 +96,15 @@ def device_speeds(
         copies = offload, fetch, seconds("latency", _copying, "offload", 64, *where)
         begin = seconds("begin", _beginning, *where)
     except BadInput:  # nothing can be pinned, or there is no such folder: who copies there will say so
-        copies, begin = (MODELLED.offload, MODELLED.fetch, MODELLED.latency), 0.0
+        copies, begin = (MODELED.offload, MODELED.fetch, MODELED.latency), 0.0
     pack, unpack = (
         tuple(
             _DEVICE_BYTES / seconds(f"{kind}:{codec}", _packing, kind, codec)
             if codec in ON_DEVICE
-            else modelled
-            for codec, modelled in zip(CODECS, rates, strict=True)
+            else modeled
+            for codec, modeled in zip(CODECS, rates, strict=True)
         )
-        for kind, rates in (("compress", MODELLED.pack), ("decompress", MODELLED.unpack))
+        for kind, rates in (("compress", MODELED.pack), ("decompress", MODELED.unpack))
     )
     return Machine(*copies, pack, unpack, seconds("state", _saving), measured=True, begin=begin)
 

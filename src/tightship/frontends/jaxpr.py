@@ -2,7 +2,7 @@
 
 Loops of `lax.scan` are written out, one op after the other for each time around, so that what an iteration saves for
 the backward pass is a storage of its own; calls (`jit`, `custom_jvp`, `checkpoint`) are inlined. Other control flow
-is one op. Times are modelled: floating-point operations of contractions and convolutions, bytes of all else. What
+is one op. Times are modeled: floating-point operations of contractions and convolutions, bytes of all else. What
 XLA fuses is not fused here, so peaks are above those of compiled programs; what is saved is the same.
 """
 

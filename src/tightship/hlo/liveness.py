@@ -86,7 +86,7 @@ def live_ranges(module: Module) -> LiveRanges:
     schedule, spans, contexts = _flatten(points)
     time = {node: k for k, node in enumerate(schedule)}
     ranges = _ranges(points, schedule, spans, time, contexts)
-    _normalise(sets, ranges)
+    _normalize(sets, ranges)
     return LiveRanges(points, sets, tuple(schedule), spans, ranges)
 
 
@@ -175,7 +175,7 @@ def _asynchronous(
     return start, max(end, time.get(done, end))
 
 
-def _normalise(sets: Sequence[AliasSet], ranges: dict[Buffer, Range]) -> None:
+def _normalize(sets: Sequence[AliasSet], ranges: dict[Buffer, Range]) -> None:
     for group in sets:
         known = [(ranges[b].start, ranges[b].end, b.id, b) for b in group.buffers if b in ranges]
         if len(known) < 2:

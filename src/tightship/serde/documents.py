@@ -20,7 +20,7 @@ import msgspec
 from tightship import machine
 from tightship.errors import BadInput
 from tightship.graph import Graph, Op, Request, Storage, Value
-from tightship.machine import MODELLED, Machine
+from tightship.machine import MODELED, Machine
 from tightship.plan import FORMS, KINDS, Inner, Plan, Residence, Step
 
 __all__ = [
@@ -122,7 +122,7 @@ ValueRow = _document("ValueRow", Value, {})
 RequestRow = _document("RequestRow", Request, {})
 OpRow = _document("OpRow", Op, {"requests": (_many(RequestRow), ()), "calls": ("tuple[Body, ...]", ())})
 MachineRow = _document(
-    "MachineRow", Machine, {"pack": (_rates, MODELLED.pack), "unpack": (_rates, MODELLED.unpack)}
+    "MachineRow", Machine, {"pack": (_rates, MODELED.pack), "unpack": (_rates, MODELED.unpack)}
 )
 _rows_of_graphs = {
     "storages": _many(StorageRow),
@@ -316,10 +316,10 @@ POSITIONS: Final = ("bits", "mask", "uint8", "int8", "uint16", "int16", "uint32"
 
 def _from_machine(known: Machine) -> Any:
     by_name = {
-        name: rates if rates == modelled else dict(zip(machine.CODECS, rates, strict=True))
-        for name, rates, modelled in (
-            ("pack", known.pack, MODELLED.pack),
-            ("unpack", known.unpack, MODELLED.unpack),
+        name: rates if rates == modeled else dict(zip(machine.CODECS, rates, strict=True))
+        for name, rates, modeled in (
+            ("pack", known.pack, MODELED.pack),
+            ("unpack", known.unpack, MODELED.unpack),
         )
     }
     return _same(MachineRow, known, **by_name)
@@ -333,14 +333,14 @@ def _to_machine(row: Any, place: str) -> Machine:
 
 def _in_order(rates: Any, place: str) -> tuple[float, ...]:
     """The rate of every codec there is: of one that the file does not know, the slowest that it does know."""
-    if rates is MODELLED.pack or rates is MODELLED.unpack:
+    if rates is MODELED.pack or rates is MODELED.unpack:
         return tuple(rates)
     if not isinstance(rates, dict):
         if len(rates) != len(POSITIONS):
             rule = f"{len(rates)} rates without names; there are {len(POSITIONS)} codecs: give them by name"
             raise BadInput(rule, place=place)
         rates = dict(zip(POSITIONS, rates, strict=True))
-    slowest = min(rates.values(), default=min(MODELLED.pack))
+    slowest = min(rates.values(), default=min(MODELED.pack))
     return tuple(rates.get(codec, slowest) for codec in machine.CODECS)
 
 

@@ -1,4 +1,4 @@
-"""Modules as large as the largest there are: read, analysed and assigned; how long it takes is not asserted."""
+"""Modules as large as the largest there are: read, analyzed and assigned; how long it takes is not asserted."""
 
 import pytest
 

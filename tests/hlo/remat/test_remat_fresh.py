@@ -74,7 +74,7 @@ def test_R20_modules_for_gpu_against_what_xla_says_it_did(kind: str, memory: int
     (limit,) = map(_bytes, re.findall(r"memory limit of ([\d.]+\w+)", log))
     ends = re.findall(r"module now .*\((\d+) bytes\), was .*\((\d+) bytes\)", log)
     if not ends:
-        pytest.skip("XLA met the limit without rematerialisation")
+        pytest.skip("XLA met the limit without rematerialization")
     after, before = map(int, ends[-1])
     if exact := re.search(r"use below .*?\((\d+) bytes\)", log):
         limit = int(exact[1])

@@ -1,4 +1,4 @@
-"""Behaviours of XLA's rematerialisation on modules that XLA compiled, and on training steps of real models."""
+"""Behaviors of XLA's rematerialization on modules that XLA compiled, and on training steps of real models."""
 
 # ruff: noqa: N802
 

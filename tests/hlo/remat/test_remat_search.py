@@ -1,4 +1,4 @@
-"""Our own rematerialisation of HLO modules: limits that XLA meets at no more work, limits it misses, and proofs."""
+"""Our own rematerialization of HLO modules: limits that XLA meets at no more work, limits it misses, and proofs."""
 
 import json
 from dataclasses import replace

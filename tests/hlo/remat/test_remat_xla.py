@@ -1,4 +1,4 @@
-"""Rematerialisation as XLA does it, against what XLA did: the same instructions, the same peaks."""
+"""Rematerialization as XLA does it, against what XLA did: the same instructions, the same peaks."""
 
 import re
 from dataclasses import replace

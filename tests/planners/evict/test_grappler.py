@@ -1,4 +1,4 @@
-"""Grappler's behaviours by number, on small graphs where each can be seen, and on captured training steps."""
+"""Grappler's behaviors by number, on small graphs where each can be seen, and on captured training steps."""
 
 # ruff: noqa: N802
 

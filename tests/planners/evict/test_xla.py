@@ -1,4 +1,4 @@
-"""XLA's greedy rematerialisation, behaviour by behaviour, on graphs small enough to count by hand.
+"""XLA's greedy rematerialization, behavior by behavior, on graphs small enough to count by hand.
 
 Sizes are in units of 64 bytes (``U``). ``build`` takes one row per op; a value is named after what makes it.
 """

@@ -1,4 +1,4 @@
-"""XLA's greedy rematerialisation on many ops, and what others are told of its decisions."""
+"""XLA's greedy rematerialization on many ops, and what others are told of its decisions."""
 
 from __future__ import annotations
 

@@ -55,7 +55,7 @@ def lower(
     """The graph of a model for the sizes in ``shapes`` (as `Shapes.of` reads them).
 
     ``views`` false: the runtime copies where others make a view. ``in_place``: which results the runtime writes
-    over an input that nobody else needs (``onnxruntime``, ``elementwise``, ``none``). Costs are modelled from
+    over an input that nobody else needs (``onnxruntime``, ``elementwise``, ``none``). Costs are modeled from
     FLOPs and bytes. ``Graph.meta`` names, as [result, input], what may be written in place of an input only in
     some orders. Raises ``UnknownSize`` naming every dimension without a size, ``BadInput``, ``Unsupported``.
     """

@@ -26,7 +26,7 @@ ACCELERATOR: Final = Machine(latency=0.0, pack=(7e11,) * len(CODECS), unpack=(7e
 
 _FLOPS: Final = 20e12
 _BANDWIDTH: Final = 1.5e12
-"""FLOPs and bytes per second of the accelerator that times are modelled for."""
+"""FLOPs and bytes per second of the accelerator that times are modeled for."""
 
 
 @dataclass(frozen=True)

@@ -102,7 +102,7 @@ def _windows(retention: Retention, o: Options) -> Iterator[Collection[int] | Non
 
 
 def _copies_asked_for(problem: EvictionProblem) -> bool:
-    """Whether something has to be packed or copied out, which is not modelled here."""
+    """Whether something has to be packed or copied out, which is not modeled here."""
     return any(may and not may & ~(1 << COMPRESS | 1 << OFFLOAD) for may in problem.engine.allowed.tolist())
 
 

@@ -360,7 +360,7 @@ def _bits(ways: Sequence[str]) -> int:
 
 
 def _horizon(engine: Any, order: tuple[int, ...], graph: Graph) -> int:
-    """About one layer's worth of positions: the usual distance between uses of neighbouring layers' tensors."""
+    """About one layer's worth of positions: the usual distance between uses of neighboring layers' tensors."""
     hues = colors(graph)
     by_hue: dict[tuple[int, int], list[int]] = defaultdict(list)
     for s, start, to in zip(*(a.tolist() for a in engine.gaps), strict=True):

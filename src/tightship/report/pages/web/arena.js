@@ -76,7 +76,7 @@ PARTS.arena = (s, host) => {
       px = sheet.pixels,
       kx = W / (v.b - v.a),
       ky = H / (rise.high - rise.low);
-    const ink = s.bands.map(b => packed(g, colour(b[0])));
+    const ink = s.bands.map(b => packed(g, color(b[0])));
     for (let i = 0; i < n; i++) {
       if (until[i] <= v.a || since[i] >= v.b || at[i] + nbytes[i] <= rise.low || at[i] >= rise.high) continue;
       let p = (since[i] - v.a) * kx,
@@ -138,7 +138,7 @@ PARTS.arena = (s, host) => {
     g.beginPath();
     g.rect(left, 10, w - left - 4, low - 10);
     g.clip();
-    g.strokeStyle = colour("ink");
+    g.strokeStyle = color("ink");
     g.lineWidth = 2;
     const x = left + (space.since[i] - v.a) * sx,
       y = low - (space.low[i] + space.size[i] - rise.low) * sy;

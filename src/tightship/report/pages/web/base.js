@@ -1,4 +1,4 @@
-// What every part of the page uses: the data, words for numbers, colours, and canvases that can be pointed at.
+// What every part of the page uses: the data, words for numbers, colors, and canvases that can be pointed at.
 const D = JSON.parse(document.getElementById("data").textContent),
   $ = id => document.getElementById(id);
 window.report = D;
@@ -30,7 +30,7 @@ function make(tag, given = {}, ...inside) {
   return node;
 }
 let paints = {};
-const colour = name => paints[name] ??= getComputedStyle(document.documentElement).getPropertyValue("--" + name).trim();
+const color = name => paints[name] ??= getComputedStyle(document.documentElement).getPropertyValue("--" + name).trim();
 const key = (name, text) => {
   const k = make("span", {
     className: "key"
@@ -90,8 +90,8 @@ const short = b => size(b).replace(/\.00 /, " ").replace(/(\.\d)0 /, "$1 ");
 function frame(g, w, h, left, bottom, top, v, unit) {
   const low = h - 18,
     y = b => low - (low - 10) * (b - bottom) / (top - bottom);
-  g.strokeStyle = colour("line");
-  g.fillStyle = colour("soft");
+  g.strokeStyle = color("line");
+  g.fillStyle = color("soft");
   g.textAlign = "right";
   for (const b of levels(bottom, top)) {
     g.beginPath();
@@ -104,7 +104,7 @@ function frame(g, w, h, left, bottom, top, v, unit) {
 }
 // A dashed line across with its name, readable over whatever is behind it.
 function across(g, w, left, y, text, tint, dashes, beside = []) {
-  g.strokeStyle = colour(tint);
+  g.strokeStyle = color(tint);
   g.setLineDash(dashes);
   g.lineWidth = 1.5;
   g.beginPath();
@@ -115,12 +115,12 @@ function across(g, w, left, y, text, tint, dashes, beside = []) {
   g.textAlign = "right";
   g.lineJoin = "round";
   g.lineWidth = 4;
-  g.strokeStyle = colour("card");
+  g.strokeStyle = color("card");
   let at = y < 26 ? y + 15 : y - 5;
   if (beside.some(b => Math.abs(b - at) < 14)) at = y + 15;
   beside.push(at);
   g.strokeText(text, w - 10, at);
-  g.fillStyle = colour(tint);
+  g.fillStyle = color(tint);
   g.fillText(text, w - 10, at);
   g.textAlign = "left";
   g.lineWidth = 1;
@@ -156,7 +156,7 @@ const packed = (g, text) => {
 
 function ends(g, w, h, left, v, unit) {
   const word = x => unit === "seconds" ? secs(x) : `${unit} ${Math.round(x)}`;
-  g.fillStyle = colour("soft");
+  g.fillStyle = color("soft");
   g.textAlign = "left";
   g.fillText(word(v.a), left, h - 5);
   g.textAlign = "right";

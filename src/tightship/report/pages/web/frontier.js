@@ -13,8 +13,8 @@ PARTS.frontier = (s, host) => {
   const step = [.005, .01, .02, .05, .1, .2, .5, 1, 2, 5, 10, 20, 50, 100].find(share => tall / share <= 8) || tall;
 
   function scale(g, w) {
-    g.strokeStyle = colour("line");
-    g.fillStyle = colour("soft");
+    g.strokeStyle = color("line");
+    g.fillStyle = color("soft");
     g.textAlign = "right";
     for (let share = 0; share <= tall; share += step) {
       line(g, [[left, y(share)], [w - 8, y(share)]]);
@@ -37,7 +37,7 @@ PARTS.frontier = (s, host) => {
 
   function bounds(g, w) {
     const least = x(s.bound, w);
-    g.strokeStyle = g.fillStyle = colour("bound");
+    g.strokeStyle = g.fillStyle = color("bound");
     g.setLineDash([2, 3]);
     line(g, [[least, 12], [least, base]]);
     line(g, s.points.map(p => [x(p.budget, w), y(p.least)]));
@@ -51,20 +51,20 @@ PARTS.frontier = (s, host) => {
     let up = y(p.extra) + 4;
     while (taken.some(t => Math.abs(t.up - up) < 13 && t.from < at + wide && at < t.to)) up += 13;
     taken.push({ up, from: at, to: at + wide });
-    g.fillStyle = colour("ink");
+    g.fillStyle = color("ink");
     g.fillText(p.name, at, up);
   }
 
   function draw(g, w) {
     scale(g, w);
     bounds(g, w);
-    g.strokeStyle = colour("activation");
+    g.strokeStyle = color("activation");
     g.lineWidth = 2;
     line(g, s.points.map(p => [x(p.peak, w), y(p.extra)]));
     const taken = [];
     shown.forEach((p, i) => {
       const px = x(p.peak, w), py = y(p.extra);
-      g.fillStyle = colour(p.ours ? "activation" : "gradient");
+      g.fillStyle = color(p.ours ? "activation" : "gradient");
       g.beginPath();
       if (p.ours) g.arc(px, py, i === chosen ? 6 : 4, 0, 7);
       else g.rect(px - 4, py - 4, 8, 8);
@@ -74,7 +74,7 @@ PARTS.frontier = (s, host) => {
   }
 
   function mark(g, w, h, i) {
-    g.strokeStyle = colour("ink");
+    g.strokeStyle = color("ink");
     g.lineWidth = 2;
     g.beginPath();
     g.arc(x(shown[i].peak, w), y(shown[i].extra), 9, 0, 7);

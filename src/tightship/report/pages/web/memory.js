@@ -25,7 +25,7 @@ PARTS.memory = (s, host) => {
         let at = 0;
         data.bands.forEach((row, b) => {
           if (row[best]) {
-            g.fillStyle = colour(s.bands[b][0]);
+            g.fillStyle = color(s.bands[b][0]);
             g.fillRect(x, y(at + row[best]), 1, y(at) - y(at + row[best]));
             at += row[best];
           }
@@ -38,7 +38,7 @@ PARTS.memory = (s, host) => {
     };
     const mark = (g, w, h, i) => {
       const x = left + (data.at(i) - o.view.a) * (w - 4 - left) / (o.view.b - o.view.a);
-      g.fillStyle = colour("ink");
+      g.fillStyle = color("ink");
       if (x >= left) g.fillRect(Math.round(x), 8, 1, h - 26);
     };
     const words = i => {

@@ -19,14 +19,14 @@ PARTS.arcs = (s, host) => {
   const one = (g, w, h, a) => {
     const p = x(a.from, w),
       q = x(a.to, w);
-    g.strokeStyle = colour(a.kind);
+    g.strokeStyle = color(a.kind);
     g.beginPath();
     g.ellipse((p + q) / 2, h - 18, Math.max(1, (q - p) / 2), rise(a, h), 0, Math.PI, 2 * Math.PI);
     g.stroke();
   };
   o.draw = (g, w, h) => {
     const low = h - 18;
-    g.strokeStyle = colour("line");
+    g.strokeStyle = color("line");
     g.beginPath();
     g.moveTo(left, low);
     g.lineTo(w - 4, low);
@@ -101,7 +101,7 @@ PARTS.streams = (s, host) => {
     const x = t => left + (w - left - 4) * (t - o.view.a) / (o.view.b - o.view.a),
       past = tracks.map(() => [-1, ""]);
     tracks.forEach((t, k) => {
-      g.fillStyle = colour("soft");
+      g.fillStyle = color("soft");
       g.fillText(t[1], 6, 28 + 34 * k);
     });
     g.save();
@@ -117,7 +117,7 @@ PARTS.streams = (s, host) => {
         f = Math.floor(q);
       if (past[k][0] === f && past[k][1] === c && q - p < 1) return;
       past[k] = [f, c];
-      g.fillStyle = colour(c);
+      g.fillStyle = color(c);
       g.fillRect(p, 12 + 34 * k, Math.max(.5, q - p - (q - p > 3 ? .5 : 0)), 24);
     });
     g.restore();
@@ -126,7 +126,7 @@ PARTS.streams = (s, host) => {
   o.mark = (g, w, h, i) => {
     const r = rows[i],
       x = t => left + (w - left - 4) * (t - o.view.a) / (o.view.b - o.view.a);
-    g.fillStyle = colour("ink");
+    g.fillStyle = color("ink");
     g.fillRect(Math.max(left, x(r[0])), 12 + 34 * track.get(r[2]), Math.max(1, x(r[1]) - x(r[0])), 24);
   };
   o.hit = (px, py, t) => {
