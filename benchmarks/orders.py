@@ -21,7 +21,7 @@ from tightship.baselines.memonger import Options, recycled
 from tightship.frontends.torch.capture.step import capture_step
 from tightship.graph import Graph
 from tightship.plan import Solution
-from tightship.planners.lifetimes import in_any_order, in_order, in_steps
+from tightship.planners.layout import in_any_order, in_order, in_steps
 from tightship.planners.packing import Search, pack
 
 ROOT = Path(__file__).resolve().parent.parent

@@ -22,7 +22,7 @@ from place import machine, random_storages
 from support import pages
 from tightship.plan import Gap, Problem
 from tightship.planners.place import portfolio
-from tightship.planners.place.best_of import Interrupted
+from tightship.planners.place.orders import Interrupted
 from tightship.verify.placement import check_solution
 
 MARK = "<!-- limits -->"

@@ -35,12 +35,12 @@ from support.inductor import METHODS, scheduled
 from support.optimum import least_peak
 from support.strategies import random_graph
 from tightship import api
+from tightship.analysis.order import Ordered
 from tightship.errors import Infeasible
 from tightship.graph import Graph
 from tightship.hlo.remat.as_plan import graph_before
 from tightship.planners import default, planner
 from tightship.planners.order import beam, best
-from tightship.planners.order.tables import Ordered
 from tightship.simulate import baseline, replay
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "benchmarks.md"

@@ -165,7 +165,7 @@ def test_wrong_imports_are_found(module: str, source: str) -> None:
         ("tightship.simulate", "from tightship import _core\nfrom tightship.serde import read"),
         ("tightship.planners.order.dfs", "from .._base import Options\nfrom tightship.planners import base"),
         ("tightship.frontends.torch", "import torch\nfrom tightship.graph import Graph"),
-        ("tightship.execute.torch", "import torch.fx\nfrom tightship.analysis.cost import measure"),
+        ("tightship.execute.torch", "import torch.fx\nfrom tightship.machine import measure"),
         ("tightship.demo", "import transformers\nimport tightship\nfrom tightship import api, fit"),
         (
             "tightship.cli",

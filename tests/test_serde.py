@@ -18,11 +18,11 @@ from hypothesis import strategies as st
 
 from support.strategies import graphs, plans, random_graph, random_plan, random_steps
 from tightship import machine
+from tightship import serde as docs
 from tightship.errors import BadInput
 from tightship.graph import Graph, Op, Request, Storage, Value
 from tightship.machine import CODECS, Machine
 from tightship.plan import Inner, Plan, Residence, Step
-from tightship.serde import documents as docs
 from tightship.serde import (
     dumps_graph,
     dumps_plan,
@@ -238,7 +238,7 @@ def test_a_plan_is_not_saved_with_another_graph() -> None:
 
 
 def test_what_is_no_file_is_refused(tmp_path: Path) -> None:
-    for path, message in ((tmp_path / "none.json", "no such file"), (tmp_path, "not a regular file")):
+    for path, message in ((tmp_path / "none.json", "No such file"), (tmp_path, "not a regular file")):
         with pytest.raises(BadInput, match=message) as caught:
             load_plan(path)
         assert str(path) in str(caught.value)

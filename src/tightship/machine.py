@@ -4,15 +4,49 @@ A graph carries the machine its times are for: measured figures come from `execu
 laptop. Seconds of a transfer are ``latency + bytes / rate``, bytes those of the full form. A transfer on a stream of
 its own takes ``begin + bytes * beside`` seconds from the ops as well: who runs them begins it, and on a CPU it shares
 cores and memory with them. Modeled, engines copy, and that is nothing.
+
+What an op costs where it cannot be measured: the roofline of a small machine.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Final
 
 from tightship.errors import BadInput
 
-__all__ = ["CODECS", "LOSSY", "MODELED", "Machine"]
+__all__ = [
+    "BANDWIDTH",
+    "CODECS",
+    "FLOPS",
+    "LOSSY",
+    "MODELED",
+    "OVERHEAD",
+    "Machine",
+    "modeled_time",
+]
+
+
+FLOPS: Final = 5e10
+"""Floating-point operations per second that are assumed: a laptop core or two in single precision."""
+BANDWIDTH: Final = 1e10
+"""Bytes per second that a kernel is assumed to read and write."""
+OVERHEAD: Final = 5e-6
+"""Seconds added to every op."""
+
+
+def modeled_time(
+    flops: int,
+    traffic: int,
+    *,
+    rate: float = FLOPS,
+    bandwidth: float = BANDWIDTH,
+    overhead: float = OVERHEAD,
+) -> float:
+    """Seconds of an op with so many floating-point operations and so many bytes read and written: the longer of
+    the two (Williams et al. 2009), plus ``overhead``."""
+    return max(flops / rate, traffic / bandwidth) + overhead
+
 
 CODECS = ("bits", "mask", "uint8", "int8", "uint16", "int16", "uint32", "int32", "bf16")
 """How bytes are packed. ``bits``: booleans, one bit each. ``mask``: zeros and one other number (a dropout mask),

@@ -24,7 +24,7 @@ from tightship.analysis.concurrency import (
 from tightship.analysis.order import predecessors
 from tightship.errors import BadInput
 from tightship.graph import Graph
-from tightship.planners.lifetimes import in_any_order, in_order, in_steps
+from tightship.planners.layout import in_any_order, in_order, in_steps
 from tightship.planners.packing import Search, pack
 from tightship.verify.placement import check_solution
 

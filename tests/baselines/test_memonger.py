@@ -20,7 +20,7 @@ from tightship.errors import BadInput
 from tightship.graph import Graph, Op, Storage, Value
 from tightship.plan import Problem
 from tightship.planners import planner
-from tightship.planners.lifetimes import in_any_order
+from tightship.planners.layout import in_any_order
 from tightship.planners.packing import Search, pack
 from tightship.serde import dumps_graph, dumps_plan, loads_plan
 from tightship.verify import verify

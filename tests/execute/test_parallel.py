@@ -15,7 +15,7 @@ from tightship.errors import BadInput
 from tightship.execute.parallel import ParallelExecutor
 from tightship.frontends.torch.capture.step import capture_loss
 from tightship.frontends.torch.structure import flatten
-from tightship.planners.lifetimes import in_any_order, in_order, in_steps
+from tightship.planners.layout import in_any_order, in_order, in_steps
 from tightship.planners.packing import Search, pack
 
 NAMES = ("mlp", "cnn", "two_losses", "lstm", "torch_transformer", "gpt2")

@@ -11,8 +11,7 @@ from support import hlo_data
 from support.hlo_small import CHAIN, COUNTING, HEADER, LOOP, K
 from tightship.cli import main
 from tightship.hlo import flattened, parse
-from tightship.hlo.peak import peak_of
-from tightship.hlo.remat.peak import module_peak
+from tightship.hlo.remat.peak import module_peak, peak_of
 
 SMALL = {"chain": HEADER + CHAIN, "loop": HEADER + LOOP, "counting": COUNTING}
 MODULES = (*SMALL, "cpu_control", "gpu_mlp_35000000")

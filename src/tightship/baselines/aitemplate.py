@@ -21,8 +21,7 @@ from tightship.errors import BadInput
 from tightship.graph import Graph, aligned
 from tightship.options import option
 from tightship.plan import Plan, Problem
-from tightship.planners.layout import pack_workspaces, residences, unevicted_plan
-from tightship.planners.lifetimes import in_steps
+from tightship.planners.layout import in_steps, pack_workspaces, residences, unevicted_plan
 from tightship.planners.packing import Search, pack
 from tightship.simulate import baseline
 

@@ -18,8 +18,8 @@ import numpy as np
 
 from tightship.plan import Problem, Solution
 from tightship.planners.place import orders
-from tightship.planners.place.best_of import Best
-from tightship.planners.place.best_of import Limits as Options
+from tightship.planners.place.orders import Best
+from tightship.planners.place.orders import Limits as Options
 from tightship.planners.place.problem import FREE, Arrays, Ints, frame
 
 __all__ = ["ATTEMPTS", "START", "Options", "climb", "plan"]

@@ -1,34 +1,237 @@
-"""``assign`` and ``explain`` of a scheduled HLO module."""
+"""``assign`` and ``explain`` of a scheduled HLO module.
+
+`tightship plan module.txt` and `frontier module.txt`: rematerialization of a scheduled HLO module.
+"""
 
 from __future__ import annotations
 
 import argparse
-from dataclasses import asdict, replace
+import time
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, replace
+from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 from rich.console import RenderableType
 
 from tightship import hlo
-from tightship.cli.options import given_options
-from tightship.cli.output import Output, writable
+from tightship.baselines import xla_assign
+from tightship.baselines.xla_remat import Result
+from tightship.cli.options import given_options, model_options
+from tightship.cli.output import Output, targets, writable, write_targets
 from tightship.diagnose.changes import Change, changes
 from tightship.errors import BadInput
-from tightship.hlo import Module
+from tightship.hlo import Module, read, to_text
 from tightship.hlo.assign import advice, tight
 from tightship.hlo.assign.allocate import Assignment
 from tightship.hlo.assign.order import reordered
-from tightship.hlo.peak import peak_of, with_results
-from tightship.hlo.remat.as_plan import graph_before
+from tightship.hlo.remat.as_plan import as_plan, graph_before
+from tightship.hlo.remat.cost import work_of
+from tightship.hlo.remat.instructions import ways
+from tightship.hlo.remat.lower import bounds
+from tightship.hlo.remat.peak import (
+    module_peak,
+    peak_of,
+    plan_with_results,
+    result_bytes,
+    sequential_order,
+    with_results,
+)
+from tightship.hlo.remat.tradeoff import tradeoff
+from tightship.plan import Plan
 from tightship.planners import planner
-from tightship.report.hlo import assignment_rows, assignment_text, peak_rows, peak_table
-from tightship.report.pages.assignment import assignment_page
+from tightship.planners.default import Options, top_of_peak
+from tightship.planners.layout import lay_out
+from tightship.report.hlo import assignment_page, assignment_rows, assignment_text, peak_rows, peak_table
+from tightship.report.pages.plan import plan_page
 from tightship.report.progress import Line
 from tightship.report.text import change_lines
+from tightship.result import Frontier, Planned
 from tightship.serde import write_file
 from tightship.simulate import Timeline, baseline, replay
-from tightship.units import format_bytes
+from tightship.units import format_bytes, parse_budget
 
-__all__ = ["assign", "explain_module"]
+__all__ = [
+    "assign",
+    "explain_module",
+    "is_module",
+    "module_frontier",
+    "plan_module",
+]
+
+
+_ENDINGS = (".hlo", ".txt")
+_TOP = 8
+"""Arrays that are named where the limit is missed."""
+
+
+def is_module(text: str) -> bool:
+    """Whether a SOURCE is the text of an HLO module: by its ending."""
+    return text.endswith(_ENDINGS)
+
+
+@dataclass(frozen=True, repr=False)
+class PlannedModule(Planned):
+    """A module rematerialized within a limit: its plan is that of the entry, its numbers those of the module."""
+
+    module: Module
+    remade: Result
+    least: int
+    budget_given: bool
+
+    def rows(self) -> dict[str, Any]:
+        return dict(self._numbers)
+
+    @cached_property
+    def _numbers(self) -> dict[str, Any]:
+        module, made, plan = self.module, self.remade, self.plan
+        work, names = work_of(module), sequential_order(module)
+        inner = list(_inner(plan))
+        rows: dict[str, Any] = {
+            "peak_before": made.peak_before,
+            "peak_after": made.peak_after,
+            "budget": made.limit if self.budget_given else None,
+            "met": made.met,
+            "lower_bound": self.least + result_bytes(module),
+            "static": 0,
+            "arena": _arena(made.module),
+            "time_before": plan.time_before,
+            "time_after": plan.time + sum(p.time - p.time_before for p in inner),
+            "flops_before": sum(sum(work.flops[name].values()) for name in names),
+            "flops_after": made.flops(work, names),
+            "recomputed": len(made.recomputed),
+            "offloaded": made.count("offload"),
+            "compressed": made.count("compress"),
+            "moved": plan.moved + sum(p.moved for p in inner),
+            "added": made.added,
+            "planner": plan.planner,
+            "seconds": plan.seconds,
+            "instructions": [*made.recomputed],
+            "computations": 1 + len(inner),
+            "graph": module.name,
+        }
+        if not made.met:
+            rows["top"] = [{"name": name, "bytes": nbytes, "at": at} for name, nbytes, at in self._top()]
+        return rows
+
+    def _top(self) -> tuple[tuple[str, int, str], ...]:
+        return top_of_peak(self.graph, replay(self.graph, self.plan.steps), self.plan.steps, _TOP)
+
+    def __str__(self) -> str:
+        rows, made, module = self._numbers, self.remade, self.module
+        verdict = "within the limit" if made.met else "ABOVE the limit"
+        least, before = rows["lower_bound"], rows["time_before"]
+        longer = rows["time_after"] / before - 1 if before else 0.0
+        flops = rows["flops_after"] - rows["flops_before"]
+        facts = [
+            ("peak", f"{format_bytes(made.peak_after)}, {verdict} of {format_bytes(made.limit)}"),
+            ("before", f"{format_bytes(made.peak_before)}, as XLA counts it: results, without parameters"),
+            (
+                "placed",
+                f"{format_bytes(rows['arena'])}, beyond parameters, by XLA's assignment of what is written",
+            ),
+            (
+                "lower bound",
+                format_bytes(least) + (": no plan meets the limit" if least > made.limit else ""),
+            ),
+            (
+                "recomputed",
+                f"{len(made.recomputed)} instructions, {made.added:+d} in all; {rows['moved']} reordered",
+            ),
+            ("offloaded", f"{rows['offloaded']} to the host; {rows['compressed']} compressed"),
+            ("time", f"{100 * longer:+.2f} %, modeled; {flops:,} FLOPs more"),
+            ("planner", f"{rows['planner']}, in {rows['seconds']:.2f} s"),
+        ]
+        lines = [f"plan for {module.name} ({len(module.entry.instructions)} instructions)"]
+        lines += [f"  {name:<11}  {text}" for name, text in facts]
+        if not made.met:
+            lines += ["at its peak"] + [
+                f"  {format_bytes(n):>12}  {name} ({at})" for name, n, at in self._top()
+            ]
+        return "\n".join(lines)
+
+    def write(self, path: Path) -> None:
+        write_file(path, to_text(self.remade.module).encode())
+
+    def report(self, path: Any, *, title: str = "") -> None:
+        placed, before = self._placed(), with_results(self.module, graph_before(self.module))
+        write_file(path, plan_page(self.graph, placed.plan, rows=self.rows(), before=before).encode())
+
+    def picture(self, path: Any = None, *, title: str = "") -> str:
+        return self._placed().picture(path, title=title)
+
+    def trace(self, path: Any) -> None:
+        self._placed().trace(path)
+
+    def snapshot(self, path: Any) -> None:
+        self._placed().snapshot(path)
+
+    def _placed(self) -> Planned:
+        """To look at: what is in memory at once is placed for that, results outside the graph."""
+        layout = lay_out(self.graph, self.plan.steps, seconds=1.0)
+        return Planned(self.plan, self.graph).changed(
+            residences=layout.residences, arena=layout.arena, handed=layout.handed
+        )
+
+
+def plan_module(chosen: argparse.Namespace, out: Output) -> int:
+    info = planner(chosen.planner or "search", "remat")
+    given, names = given_options(chosen), info.options.__dataclass_fields__
+    if unknown := sorted(given.keys() - names.keys()):
+        rule = f"unknown option {unknown[0]!r} of a module's planner: its options are {', '.join(names)}"
+        raise BadInput(rule, place=chosen.source)
+    options = info.options(**given)
+    budget = None if chosen.budget is None else parse_budget(chosen.budget, "--budget")
+    files = targets(chosen)
+    module = _module(chosen, out)
+    before = module_peak(module)
+    limit = before if budget is None else budget.resolve(before)
+    began = time.perf_counter()
+    with Line(out.errors, f"planning {module.name}"):
+        made: Result = info.plan(module, limit, options)
+    seconds = time.perf_counter() - began
+    least = bounds(module, ways(options.allow), lossy=getattr(options, "lossy", False))
+    graph, plan = plan_with_results(module, *as_plan(module, made, info.name, least))
+    plan = replace(plan, seconds=seconds, source=chosen.source, command=chosen.command)
+    answer = PlannedModule(plan, graph, module, made, least[module.entry.name], budget is not None)
+    rows, text = answer.rows(), [str(answer)]
+    write_targets(answer, files, rows, text)
+    out.answer(rows, "\n".join(text))
+    return 0 if made.met else 1
+
+
+def module_frontier(chosen: argparse.Namespace, out: Output, options: dict[str, Any]) -> Frontier:
+    """The trade-off of a module's entry: see `hlo.remat.tradeoff`."""
+    if given := [name for name, value in model_options(chosen).items() if value is not None]:
+        raise BadInput(f"{', '.join(given)}: a module's text says all sizes", place=chosen.source)
+    if given := [name for name in ("hints", "place", "hand_out") if name in options]:
+        raise BadInput(f"{', '.join(given)}: no option of a module's planner", place=chosen.source)
+    module = _module(chosen, out, scheduled=False)
+    with Line(out.errors, f"planning {module.name}") as line:
+        o = Options(**options)
+        found = tradeoff(
+            module, chosen.points, o, lambda text: line.say(text, always=True), peers=chosen.peers
+        )
+    return Frontier.of(found)
+
+
+def _module(chosen: argparse.Namespace, out: Output, *, scheduled: bool = True) -> Module:
+    with Line(out.errors, f"reading {chosen.source}"):
+        module = read(chosen.source)
+    return _scheduled(module, "assign --order --write FILE") if scheduled else module
+
+
+def _arena(module: Module) -> int:
+    """Bytes that XLA's buffer assignment of a module takes in the device's memory beyond its parameters."""
+    assignment = xla_assign.plan(module)
+    return sum(a.size for a in assignment.allocations if a.kind != "parameter" and not a.space)
+
+
+def _inner(plan: Plan) -> Iterator[Plan]:
+    for row in plan.inner:
+        yield row.plan
+        yield from _inner(row.plan)
 
 
 def assign(chosen: argparse.Namespace, out: Output) -> int:
@@ -40,7 +243,7 @@ def assign(chosen: argparse.Namespace, out: Output) -> int:
             known = ", ".join(fields) or "none"
             raise BadInput(f"unknown option --{name} of planner {chosen.planner!r}: its options are {known}")
     path, page = writable(chosen.write, "--write"), writable(chosen.report, "--report")
-    module, moved = _module(chosen, out)
+    module, moved = _ordered(chosen, out)
     with Line(out.errors, f"assigning {module.name}"):
         made: Assignment = info.plan(module, info.options(**options))
         if moved is not None:
@@ -62,7 +265,7 @@ def assign(chosen: argparse.Namespace, out: Output) -> int:
     return 0
 
 
-def _module(chosen: argparse.Namespace, out: Output) -> tuple[Module, int | None]:
+def _ordered(chosen: argparse.Namespace, out: Output) -> tuple[Module, int | None]:
     with Line(out.errors, f"reading {chosen.module}"):
         module = hlo.read(chosen.module)
     if not chosen.order:

@@ -13,8 +13,7 @@ from rich.console import RenderableType
 from tightship import api
 from tightship.analysis.bounds import time_bound
 from tightship.api import BatchRequest, FrontierRequest, PlanRequest
-from tightship.cli.hlo import explain_module
-from tightship.cli.module import is_module, module_frontier, plan_module
+from tightship.cli.hlo import explain_module, is_module, module_frontier, plan_module
 from tightship.cli.options import given_options, model_options
 from tightship.cli.output import INTERRUPTED, Output, targets, write_targets
 from tightship.cli.pack import is_packing, verify_packing

@@ -8,8 +8,8 @@ from dataclasses import dataclass, replace
 
 from tightship.plan import Buffer, Problem
 from tightship.planners.place import exact
-from tightship.planners.place.best_of import Best
 from tightship.planners.place.greedy import best_greedy
+from tightship.planners.place.orders import Best
 from tightship.planners.place.problem import cut, frame, merge
 
 __all__ = ["InfeasibleSubset", "infeasible_subset", "infeasible_subset_of_pools"]

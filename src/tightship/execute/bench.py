@@ -13,10 +13,9 @@ from typing import Any, Final
 import torch
 
 from tightship.execute import allocator
-from tightship.execute.views import dtype_of
 from tightship.frontends.torch import compat
 from tightship.frontends.torch.capture.lower import elementwise
-from tightship.frontends.torch.program import Call, flat, refs_in, substitute
+from tightship.frontends.torch.program import Call, dtype_of, flat, refs_in, substitute
 from tightship.graph import ALIGNMENT, Graph, Value, aligned, alignment_of
 
 __all__ = ["Bench", "Row", "in_place_inputs", "sample_arguments", "sample_tensor", "workspace_of"]

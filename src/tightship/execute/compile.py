@@ -20,10 +20,9 @@ from tightship.execute.codecs import ON_DEVICE
 from tightship.execute.host_pool import HostPool
 from tightship.execute.script import device_of
 from tightship.execute.transfers import Action, Environment, Transfers, with_state
-from tightship.execute.views import derivation
 from tightship.frontends.torch import compat
 from tightship.frontends.torch.optimizer.updates import Updater
-from tightship.frontends.torch.program import Call, Program, Ref, flat, refs_in
+from tightship.frontends.torch.program import Call, Program, Ref, derivation, flat, refs_in
 from tightship.plan import Plan, Step
 
 __all__ = ["Code", "Instruction", "compile_plan", "updater_of"]

@@ -21,9 +21,8 @@ from tightship.execute.compile import Code, Instruction, compile_plan
 from tightship.execute.host_pool import FilePool, HostPool, PinnedPool, pool_beside
 from tightship.execute.script import HEAP, PlannedRequests, device_of, needs_memory, planned_requests
 from tightship.execute.transfers import host_offsets
-from tightship.execute.views import mismatch
 from tightship.frontends.torch import compat
-from tightship.frontends.torch.program import Program, Slot
+from tightship.frontends.torch.program import Program, Slot, mismatch
 from tightship.plan import Plan, Step
 from tightship.process_local import NotCopied, check_process
 from tightship.units import format_bytes

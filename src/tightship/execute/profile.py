@@ -14,18 +14,17 @@ from typing import Any, Final
 
 import torch
 
-from tightship.analysis.cost import BANDWIDTH, FLOPS, OVERHEAD, modeled_time
 from tightship.errors import Unsupported
 from tightship.execute import allocator
 from tightship.execute.bench import Bench, in_place_inputs, sample_arguments, workspace_of
 from tightship.execute.cache import Cache, Measurement, default_folder, machine
 from tightship.execute.compile import updater_of
 from tightship.execute.speeds import device_speeds, speeds
-from tightship.execute.views import dtype_of, mismatch
 from tightship.frontends.torch import compat
 from tightship.frontends.torch.optimizer.updates import Updater
-from tightship.frontends.torch.program import Call, Program, Ref, flat, refs_in
+from tightship.frontends.torch.program import Call, Program, Ref, dtype_of, flat, mismatch, refs_in
 from tightship.graph import ALIGNMENT, Op, Request, aligned
+from tightship.machine import BANDWIDTH, FLOPS, OVERHEAD, modeled_time
 
 __all__ = ["BANDWIDTH", "FLOPS", "OVERHEAD", "model", "profile"]
 

@@ -14,9 +14,8 @@ from tightship.errors import BadInput
 from tightship.execute import allocator, codecs
 from tightship.execute.host_pool import HostPool
 from tightship.execute.script import device_of
-from tightship.execute.views import dtype_of
 from tightship.frontends.torch import compat
-from tightship.frontends.torch.program import Program
+from tightship.frontends.torch.program import Program, dtype_of
 from tightship.graph import Value, aligned, alignment_of
 from tightship.plan import Plan, Step
 

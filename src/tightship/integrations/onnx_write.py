@@ -20,7 +20,7 @@ import onnx
 from tightship.errors import BadInput, Unsupported
 from tightship.frontends.onnx.load import LARGEST_FILE, Model, bodies, external, stamp, tensors
 from tightship.frontends.onnx.lower import Program
-from tightship.frontends.onnx.rules import viewed
+from tightship.frontends.onnx.types import viewed
 from tightship.frontends.onnx.wire import fattened, held
 from tightship.plan import Plan, Step
 from tightship.serde import dumps_plan, write_file

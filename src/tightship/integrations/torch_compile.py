@@ -29,8 +29,7 @@ from tightship.frontends.torch import compat, compat_compile
 from tightship.frontends.torch.capture.joint import Joint, Primal, lower_joint, pinned
 from tightship.frontends.torch.program import Program, Ref
 from tightship.graph import Graph, aligned
-from tightship.integrations.torch_accounting import Entry, Ledger
-from tightship.integrations.torch_partition import Cut, FrameArena, PlannedGraph, cut
+from tightship.integrations.torch_partition import Cut, Entry, FrameArena, Ledger, PlannedGraph, cut
 from tightship.options import option
 from tightship.plan import Plan
 from tightship.planners import planner as planner_named

@@ -26,8 +26,7 @@ from tightship.errors import BadInput, VerificationFailed
 from tightship.options import option
 from tightship.plan import Pool, Problem, Solution
 from tightship.planners import PlannerInfo, planner
-from tightship.planners.place.best_of import Interrupted, watched
-from tightship.planners.place.orders import by_size
+from tightship.planners.place.orders import Interrupted, by_size, watched
 from tightship.planners.place.problem import Ints, hinted, load, merge, related
 from tightship.verify.placement import check_solution
 

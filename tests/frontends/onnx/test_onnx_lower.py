@@ -10,10 +10,10 @@ import onnx
 from onnx import TensorProto, helper
 
 from support.graphs import FLOAT, made, node, saved, tensor, value
-from tightship.analysis.cost import modeled_time
 from tightship.errors import BadInput, UnknownSize, Unsupported
 from tightship.frontends.onnx.load import read
 from tightship.frontends.onnx.lower import lower
+from tightship.machine import modeled_time
 from tightship.simulate import baseline, extra_bytes, replay
 
 

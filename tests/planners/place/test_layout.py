@@ -6,8 +6,7 @@ from support.strategies import random_graph
 from tightship import graph as graphs
 from tightship.plan import Plan
 from tightship.planners import planner
-from tightship.planners.layout import lay_out
-from tightship.planners.lifetimes import in_order
+from tightship.planners.layout import in_order, lay_out
 from tightship.simulate import baseline
 from tightship.verify import verify
 

@@ -11,9 +11,8 @@ from support.placing import assert_right, lowest, optimum, packing, problems, sm
 from tightship.errors import BadInput
 from tightship.plan import Buffer, Problem
 from tightship.planners.place import orders, portfolio
-from tightship.planners.place.best_of import Best
 from tightship.planners.place.greedy import GREEDY
-from tightship.planners.place.orders import by_breadth, by_start
+from tightship.planners.place.orders import Best, by_breadth, by_start
 from tightship.planners.place.problem import frame, most_alive
 
 

@@ -11,14 +11,22 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final
 
-from tightship.analysis.cost import modeled_time
 from tightship.errors import BadInput
 from tightship.frontends.builder import GraphBuilder, trace_line
 from tightship.frontends.onnx.infer import Scope, infer, label
 from tightship.frontends.onnx.load import Model, bodies
-from tightship.frontends.onnx.rules import IN_PLACE, flops_of, is_random, may_overwrite, viewed
-from tightship.frontends.onnx.types import Shapes, TensorType, nbytes_of
+from tightship.frontends.onnx.types import (
+    IN_PLACE,
+    Shapes,
+    TensorType,
+    flops_of,
+    is_random,
+    may_overwrite,
+    nbytes_of,
+    viewed,
+)
 from tightship.graph import Graph, Op
+from tightship.machine import modeled_time
 from tightship.simulate import baseline, replay
 
 __all__ = ["Program", "lower"]

@@ -13,7 +13,6 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from tightship.analysis.cost import modeled_time
 from tightship.errors import BadInput, Unsupported
 from tightship.frontends.builder import GraphBuilder
 from tightship.frontends.tensorflow.infer import Made, Types, infer, shapes_given, variable_bytes
@@ -29,6 +28,7 @@ from tightship.frontends.tensorflow.nodes import (
     to_rows,
 )
 from tightship.graph import Graph, Op, aligned
+from tightship.machine import modeled_time
 
 __all__ = ["Program", "lower", "names"]
 

@@ -4,6 +4,11 @@ View ops are not ops of the graph: a view is a *value*, derived from its storage
 (dtype, shape, stride, offset), so that a storage that was recomputed somewhere else serves its views too. A
 view value counts as an output of the op that defines its storage (or as a graph input, for storages of the
 caller).
+
+Tensors derived from a storage's current tensor by metadata alone, prepared before the step runs.
+
+A view op is never run again: what it needs is only where its result lies in the storage, and the storage may
+have been recomputed somewhere else since.
 """
 
 from __future__ import annotations
@@ -14,7 +19,8 @@ from typing import Any, Protocol
 
 import torch
 
-from tightship.graph import Graph, Request
+from tightship.errors import BadInput
+from tightship.graph import Graph, Request, Value, aligned, alignment_of
 from tightship.process_local import NotCopied
 
 __all__ = [
@@ -22,11 +28,14 @@ __all__ = [
     "Program",
     "Ref",
     "Slot",
+    "derivation",
     "derive",
+    "dtype_of",
     "evaluate",
     "flat",
     "leaves_in",
     "map_tree",
+    "mismatch",
     "refs_in",
     "substitute",
     "tensors_in",
@@ -214,3 +223,62 @@ def tensors_in(tree: Any) -> Iterator[torch.Tensor]:
             yield from tensors_in(x)
     elif isinstance(tree, slice):
         yield from tensors_in((tree.start, tree.stop, tree.step))
+
+
+def dtype_of(name: str) -> torch.dtype:
+    """The dtype that a graph value names (``float32``). Raises ``BadInput``."""
+    found = getattr(torch, name, None)
+    if not isinstance(found, torch.dtype):
+        raise BadInput(f"unknown dtype {name!r}: a value's dtype is one of PyTorch's", place="Value.dtype")
+    return found
+
+
+def derivation(value: Value, base: Value, *, movable: bool = False) -> Callable[[Any], Any]:
+    """A function from the tensor of ``base`` to the tensor of ``value``, which shares its storage.
+
+    ``movable`` tensors (the caller's) may start elsewhere in their storage than they did at capture.
+    """
+    shape, stride, offset = value.shape, value.stride, value.offset
+    as_strided = torch.as_strided
+    dtype, known = dtype_of(value.dtype), base.offset * dtype_of(base.dtype).itemsize
+
+    def reinterpreted(tensor: Any) -> Any:
+        moved = (tensor.storage_offset() * tensor.element_size() - known) // dtype.itemsize
+        empty = torch.empty(0, dtype=dtype, device=tensor.device)
+        return empty.set_(tensor.untyped_storage(), offset + moved, shape, stride)
+
+    def moved(tensor: Any) -> Any:
+        return as_strided(tensor, shape, stride, tensor.storage_offset() + offset - base.offset)
+
+    def fixed(tensor: Any) -> Any:
+        return as_strided(tensor, shape, stride, offset)
+
+    if value.dtype != base.dtype:
+        return reinterpreted
+    return moved if movable else fixed
+
+
+def mismatch(program: Program, value: int, tensor: Any, *, storage: bool = True) -> str | None:
+    """How a tensor differs from the metadata of the value it is to be; None if it does not.
+
+    Strides of dimensions of size 1 mean nothing and may differ. ``storage``: whether offset and size count
+    too.
+    """
+    info = program.graph.values[value]
+    if not isinstance(tensor, torch.Tensor):
+        return f"type {type(tensor).__name__}"
+    if tensor.dtype != dtype_of(info.dtype):
+        return f"dtype {tensor.dtype} instead of {info.dtype}"
+    if tuple(tensor.shape) != info.shape:
+        return f"shape {tuple(tensor.shape)} instead of {info.shape}"
+    strides = zip(tensor.shape, tensor.stride(), info.stride, strict=True)
+    if tensor.numel() and any(n != 1 and now != known for n, now, known in strides):
+        return f"stride {tuple(tensor.stride())} instead of {info.stride}"
+    planned = program.graph.storages[info.storage]
+    if not storage or planned.pool == "host":
+        return None
+    if tensor.storage_offset() != info.offset:
+        return f"storage offset {tensor.storage_offset()} instead of {info.offset}"
+    size = tensor.untyped_storage().nbytes()
+    whole = aligned(size, alignment_of(str(tensor.device)))
+    return None if whole == planned.size else f"a storage of {size} bytes instead of {planned.size}"

@@ -14,10 +14,9 @@ from dataclasses import dataclass
 from math import prod
 from typing import Final
 
-from tightship.analysis.cost import modeled_time
 from tightship.hlo.module import Computation, Instruction, Module
 from tightship.hlo.shape import Shape
-from tightship.machine import CODECS, Machine
+from tightship.machine import CODECS, Machine, modeled_time
 
 __all__ = ["ACCELERATOR", "Work", "work_of"]
 

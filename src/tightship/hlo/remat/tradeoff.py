@@ -12,12 +12,18 @@ from dataclasses import replace
 from tightship.baselines import xla_remat
 from tightship.graph import Graph
 from tightship.hlo import Module
-from tightship.hlo.peak import with_results
 from tightship.hlo.remat.as_plan import as_plan
 from tightship.hlo.remat.cost import work_of
 from tightship.hlo.remat.instructions import ways
 from tightship.hlo.remat.lower import Lowering
-from tightship.hlo.remat.peak import module_peak, peaks, require_schedule, result_bytes, sequential_order
+from tightship.hlo.remat.peak import (
+    module_peak,
+    peaks,
+    require_schedule,
+    result_bytes,
+    sequential_order,
+    with_results,
+)
 from tightship.planners import default, frontier
 from tightship.planners.frontier import Frontier, Other, Said
 

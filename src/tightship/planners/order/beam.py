@@ -17,10 +17,9 @@ from dataclasses import dataclass, replace
 from typing import Any, Final
 
 from tightship.analysis.bounds import lower_bound
-from tightship.analysis.order import predecessors, successors
+from tightship.analysis.order import Ordered, predecessors, successors
 from tightship.graph import Graph
 from tightship.options import option
-from tightship.planners.order.tables import Ordered
 from tightship.simulate import baseline, extra_bytes, replay
 
 __all__ = ["MOST", "Options", "plan", "solve"]

@@ -15,10 +15,10 @@ from dataclasses import dataclass
 from typing import Final
 
 from tightship.analysis.moments import Moments
+from tightship.analysis.order import Ordered, tables
 from tightship.graph import Graph
 from tightship.options import option
 from tightship.planners.order import beam, bfs, cuts, dfs, lpmf, sink
-from tightship.planners.order.tables import Ordered, tables
 
 __all__ = ["Options", "order_bound", "plan", "solve"]
 

@@ -11,8 +11,8 @@ from __future__ import annotations
 import heapq
 from dataclasses import dataclass
 
+from tightship.analysis.order import Tables, tables
 from tightship.graph import Graph
-from tightship.planners.order.tables import Tables, tables
 
 __all__ = ["Options", "plan", "schedule"]
 

@@ -20,10 +20,9 @@ from typing import Final
 import numpy as np
 
 from tightship.analysis.moments import Ints, Moments, Passing
-from tightship.analysis.order import Mask
+from tightship.analysis.order import Mask, Ordered
 from tightship.graph import Graph
 from tightship.options import option
-from tightship.planners.order.tables import Ordered
 
 __all__ = ["Options", "Search", "plan"]
 

@@ -13,8 +13,8 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from tightship.analysis.order import Tables, tables
 from tightship.graph import Graph
-from tightship.planners.order.tables import Tables, tables
 
 __all__ = ["Options", "plan", "schedule"]
 

@@ -19,9 +19,8 @@ import numpy as np
 
 from tightship.options import option
 from tightship.plan import Problem, Solution
-from tightship.planners.place.best_of import Best, SearchOptions
 from tightship.planners.place.greedy import best_greedy
-from tightship.planners.place.orders import conflicts
+from tightship.planners.place.orders import Best, SearchOptions, conflicts
 from tightship.planners.place.problem import Frame, Ints, frame
 
 __all__ = ["MOST_PAIRS", "Options", "plan", "search"]

@@ -18,7 +18,7 @@ from tightship.baselines import xla_heap
 from tightship.plan import Problem, Solution
 from tightship.planners import PlannerInfo
 from tightship.planners.place import orders
-from tightship.planners.place.best_of import Best, stacked
+from tightship.planners.place.orders import Best, stacked
 from tightship.planners.place.problem import FREE, NoOptions, frame
 
 __all__ = ["GREEDY", "MANY", "PLANNERS", "START", "Greedy", "Packing", "best_greedy"]

@@ -10,10 +10,9 @@ changes as a whole with its order, so on tight problems progress is slow.
 from __future__ import annotations
 
 from tightship.plan import Problem, Solution
-from tightship.planners.place.best_of import Best
-from tightship.planners.place.best_of import Limits as Options
 from tightship.planners.place.greedy import START
-from tightship.planners.place.orders import Order
+from tightship.planners.place.orders import Best, Order
+from tightship.planners.place.orders import Limits as Options
 from tightship.planners.place.problem import frame
 
 __all__ = ["Options", "climb", "plan"]

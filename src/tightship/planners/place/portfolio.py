@@ -20,9 +20,9 @@ from tightship.baselines import tvm_hill_climb
 from tightship.errors import BadInput
 from tightship.plan import Problem, Solution
 from tightship.planners.place import exact, hill_climb
-from tightship.planners.place.best_of import Best
-from tightship.planners.place.best_of import SearchOptions as Options
 from tightship.planners.place.greedy import MANY, START, best_greedy
+from tightship.planners.place.orders import Best
+from tightship.planners.place.orders import SearchOptions as Options
 from tightship.planners.place.problem import FREE, Arrays, Ints, frame, from_arrays
 
 __all__ = ["Options", "offsets", "plan"]
