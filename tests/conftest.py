@@ -5,6 +5,7 @@ Tests run in two processes on two cores; threads beyond that wait for one anothe
 
 import os
 import signal
+from pathlib import Path
 
 import pytest
 
@@ -25,3 +26,15 @@ def _interruptible():
     """A job in the background inherits that interrupts are ignored; tests that interrupt would then never end."""
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+SLOW = Path(__file__).with_name("slow.txt")
+"""Tests that take long, one a line, as measured: `python tests/support/slow.py` writes it."""
+
+
+@pytest.hookimpl(tryfirst=True)  # before pytest leaves out what `-m "not slow"` does not want
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    slow = set(SLOW.read_text(encoding="utf-8").splitlines())
+    for item in items:
+        if item.nodeid in slow:
+            item.add_marker("slow")

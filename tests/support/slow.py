@@ -1,0 +1,52 @@
+"""Which tests `make test` leaves out: the longest, until the others fit into so many seconds of one core.
+
+    make test-all TEST_REPORT=build/tests.xml && python tests/support/slow.py build/tests.xml [SECONDS]
+
+Tests that carry the marker ``slow`` in the code stay slow whatever is measured here.
+"""
+
+from __future__ import annotations
+
+import sys
+import xml.etree.ElementTree as ET
+from pathlib import Path
+
+TESTS = Path(__file__).resolve().parents[1]
+BUDGET = 480.0
+"""Seconds of one core: five minutes on two, with what the tests' processes need to begin."""
+
+
+def measured(report: Path) -> dict[str, float]:
+    """The seconds of each test in a JUnit report, by its id."""
+    found: dict[str, float] = {}
+    for case in ET.parse(report).getroot().iter("testcase"):
+        parts = case.get("classname", "").split(".")
+        depth = max(
+            k for k in range(1, len(parts) + 1) if (TESTS.parent / f"{'/'.join(parts[:k])}.py").exists()
+        )
+        name = "::".join([f"{'/'.join(parts[:depth])}.py", *parts[depth:], case.get("name", "")])
+        if "\n" not in name:
+            found[name] = found.get(name, 0.0) + float(case.get("time", 0.0))
+    return found
+
+
+def longest(seconds: dict[str, float], budget: float) -> list[str]:
+    left = sum(seconds.values())
+    slow = []
+    for name in sorted(seconds, key=lambda name: -seconds[name]):
+        if left <= budget:
+            break
+        slow.append(name)
+        left -= seconds[name]
+    return sorted(slow)
+
+
+def main() -> None:
+    budget = float(sys.argv[2]) if len(sys.argv) > 2 else BUDGET
+    slow = longest(measured(Path(sys.argv[1])), budget)
+    (TESTS / "slow.txt").write_text("".join(f"{name}\n" for name in slow), encoding="utf-8")
+    print(f"{len(slow)} tests are slow")
+
+
+if __name__ == "__main__":
+    main()
