@@ -25,9 +25,9 @@ demo: $(READY)
 test: $(READY)
 	$(PY) -m pytest $(TEST_ARGS)
 
-# The slow ones too: minutes more.
+# The slow ones too. TEST_REPORT=FILE writes how long each took, for tests/support/slow.py.
 test-all: $(READY)
-	$(PY) -m pytest -n 2
+	$(PY) -m pytest -n 2 $(if $(TEST_REPORT),--junitxml=$(TEST_REPORT))
 
 # PyTorch's CUDA build (several GB, in an environment of its own) on a CUDA runtime that computes nothing: no GPU needed.
 DRY := build/dry-cuda
