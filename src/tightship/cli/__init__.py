@@ -23,6 +23,7 @@ from tightship.cli.output import INTERRUPTED, Output
 from tightship.errors import TightshipError
 from tightship.hlo.assign import tight
 from tightship.planners import default, packing
+from tightship.sources import FILES
 from tightship.units import BUDGET_FORMS
 
 __all__ = ["Usage", "main", "parser"]
@@ -31,8 +32,7 @@ _EPILOG = "exit status: 0 done, 1 infeasible or not verified, 2 bad input or usa
 _BUDGET = BUDGET_FORMS.replace("%", "%%")
 _SOURCE = (
     "module:factory (found from the current folder; factory() returns (model, sample), (model, loss_fn, sample) or "
-    "(model, loss_fn, optimizer, sample)), model.onnx, a graph.pb of TensorFlow's, a module.txt of HLO, or a "
-    "graph.json or plan.json of tightship's"
+    f"(model, loss_fn, optimizer, sample)), {FILES}"
 )
 _CHOICE = argparse.BooleanOptionalAction
 
