@@ -6,12 +6,14 @@ import os
 import signal
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 
 from support.chains import chain
 from support.commands import as_json, run
-from tightship import cli
+from support.strategies import random_graph
+from tightship import cli, sources
 from tightship.options import help_of
 from tightship.planners import planners
 from tightship.report.progress import Line
@@ -287,6 +289,18 @@ def test_a_bad_source_is_said_to_be_one(there, capsys, source, said):
     assert "Traceback" not in err
     status, rows = as_json("plan", source, "--budget", "50%", capsys=capsys)
     assert status == 2 and said in rows["error"]["message"]
+
+
+def test_a_kind_of_file_is_one_row(there, capsys, monkeypatch):
+    graph = random_graph(3, 10)
+    rows = {
+        ".toy": sources._FileKind(lambda path, shape=None: SimpleNamespace(graph=graph), ("shape",), "a .toy")
+    }
+    monkeypatch.setattr(sources, "_ENDINGS", sources._ENDINGS | rows)
+    status, rows = as_json("plan", "x.toy", "--shape", "a=1", *QUICK, capsys=capsys)
+    assert status == 0 and rows["ops"] == len(graph.ops)
+    assert "--fetch requires a graph.pb" in run("plan", "x.toy", "--fetch", "a", capsys=capsys)[2]
+    assert sources.read_model("x.toy", "a=1").graph is graph
 
 
 @pytest.mark.parametrize(

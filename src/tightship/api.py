@@ -21,7 +21,7 @@ from tightship.planners.batch import max_batch as search_batch
 from tightship.planners.default import Options, PlanOptions, plan_alone, read_options
 from tightship.planners.frontier import frontier as search_frontier
 from tightship.result import Frontier, Planned
-from tightship.sources import ModelStep, captured, need_torch, read_graphdef, read_onnx, torch_saved
+from tightship.sources import ModelStep, captured, need_torch, read_model, torch_saved
 from tightship.units import BudgetLike, parse_budget, resolve_budget
 
 if TYPE_CHECKING:
@@ -228,8 +228,7 @@ def plan(
     if budget is not None:
         budget = parse_budget(budget)  # before the model is measured
     if isinstance(model, (str, os.PathLike)):
-        tensorflow = os.fspath(model).endswith((".pb", ".pbtxt", ".meta"))
-        graph = (read_graphdef if tensorflow else read_onnx)(model, sample).graph
+        graph = read_model(model, sample).graph
     elif isinstance(model, Graph):
         graph = _alone(model, sample)
     else:

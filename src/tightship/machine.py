@@ -19,6 +19,7 @@ __all__ = [
     "BANDWIDTH",
     "CODECS",
     "FLOPS",
+    "INTEGERS",
     "LOSSY",
     "MODELED",
     "OVERHEAD",
@@ -48,10 +49,20 @@ def modeled_time(
     return max(flops / rate, traffic / bandwidth) + overhead
 
 
-CODECS = ("bits", "mask", "uint8", "int8", "uint16", "int16", "uint32", "int32", "bf16")
+INTEGERS: Final = {
+    "uint8": (8, 0, (1 << 8) - 1),
+    "int8": (8, -(1 << 7), (1 << 7) - 1),
+    "int16": (16, -(1 << 15), (1 << 15) - 1),
+    "uint16": (16, 0, (1 << 16) - 1),
+    "int32": (32, -(1 << 31), (1 << 31) - 1),
+    "uint32": (32, 0, (1 << 32) - 1),
+}
+"""Codecs of integers within a known range: bits of each, and the least and greatest that they hold. Narrow before
+wide: planners take the first that fits."""
+
+CODECS = ("bits", "mask", *INTEGERS, "bf16")
 """How bytes are packed. ``bits``: booleans, one bit each. ``mask``: zeros and one other number (a dropout mask),
-one bit each and the number. ``int8`` … ``uint32``: integers in a narrower type, within their known range.
-``bf16``: single precision rounded to bfloat16."""
+one bit each and the number. ``INTEGERS``: integers in fewer bits. ``bf16``: single precision rounded to bfloat16."""
 
 LOSSY = ("bf16",)
 """Codecs that do not give back the bits they were given: used only on request."""

@@ -8,7 +8,7 @@ import importlib.util
 import os
 import sys
 import traceback
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,8 +28,8 @@ if TYPE_CHECKING:
     from tightship.frontends.torch.structure import LossFn
 
 __all__ = [
-    "ModelStep", "Source", "captured", "load_source", "need_torch", "read_graphdef", "read_onnx", "torch_saved",
-    "users_code",
+    "FILES", "ModelStep", "Source", "captured", "load_source", "need_torch", "read_graphdef", "read_model",
+    "read_onnx", "torch_saved", "users_code",
 ]  # fmt: skip
 
 
@@ -163,23 +163,38 @@ def read_graphdef(path: str | os.PathLike[str], shape: Any = None, **options: An
     return lower(read(path), shape, **options)
 
 
+@dataclass(frozen=True)
+class _FileKind:
+    """A kind of file that holds a model: what reads it, its options on the command line, and what it is called."""
+
+    read: Callable[..., OnnxProgram | GraphDefProgram]
+    options: tuple[str, ...]
+    called: str
+
+
+_ONNX = _FileKind(read_onnx, ("shape", "views", "in_place"), "a model.onnx")
+_TENSORFLOW = _FileKind(
+    read_graphdef, ("shape", "fetch", "feed"), "a graph.pb, .pbtxt or .meta of TensorFlow's"
+)
+_ENDINGS = {".onnx": _ONNX, ".pb": _TENSORFLOW, ".pbtxt": _TENSORFLOW, ".meta": _TENSORFLOW}
+
+
+def read_model(path: str | os.PathLike[str], shape: Any = None) -> OnnxProgram | GraphDefProgram:
+    """The model in a file, of the kind that its ending says; ONNX by default."""
+    text = os.fspath(path)
+    return next((kind for ending, kind in _ENDINGS.items() if text.endswith(ending)), _ONNX).read(path, shape)
+
+
 # --- SOURCE: any of them, by a text ---
 
-_KINDS = (
-    "module:factory, model.onnx, a graph.pb, a module.txt of HLO, or a graph.json or plan.json of tightship's"
+FILES = (
+    "model.onnx, a graph.pb of TensorFlow's, a module.txt of HLO, or a graph.json or plan.json of tightship's"
 )
+"""The files that a SOURCE may be, in the words of the command line."""
 _RETURNS = (
     "factory() returns (model, sample), (model, loss_fn, sample), (model, loss_fn, optimizer, sample) "
     "or a mapping with these keys, where train=False stands for a forward pass alone"
 )
-_TENSORFLOW = ("shape", "fetch", "feed"), "a graph.pb, .pbtxt or .meta of TensorFlow's"
-_FILES = {
-    ".onnx": (("shape", "views", "in_place"), "a model.onnx"),
-    ".pb": _TENSORFLOW,
-    ".pbtxt": _TENSORFLOW,
-    ".meta": _TENSORFLOW,
-}
-"""By ending: the options for files of models, and what such a file is called."""
 _CODE = (".pt2", ".pt", ".pth", ".bin", ".ckpt", ".pkl")
 _KEYS = ("model", "loss_fn", "optimizer", "sample")
 
@@ -199,13 +214,15 @@ def load_source(text: str, options: Mapping[str, Any] | None = None) -> Source:
     """Read SOURCE; ``options`` are those given for a model's file. Raises ``BadInput`` for whatever is wrong
     with it, never anything else."""
     given = {name: value for name, value in (options or {}).items() if value is not None}
-    allowed, _ = _FILES.get(Path(text).suffix, ((), ""))
-    if unknown := [n for n in given if n not in allowed]:
+    kind = _ENDINGS.get(Path(text).suffix)
+    if unknown := [n for n in given if kind is None or n not in kind.options]:
         names = ", ".join(f"--{name.replace('_', '-')}" for name in unknown)
-        kinds = " or ".join(dict.fromkeys(w for a, w in _FILES.values() if set(unknown) <= set(a)))
+        kinds = " or ".join(
+            dict.fromkeys(k.called for k in _ENDINGS.values() if set(unknown) <= {*k.options})
+        )
         raise BadInput(f"{names} requires {kinds or 'one kind of file'}", place=text)
-    if allowed:
-        program = (read_onnx if text.endswith(".onnx") else read_graphdef)(text, **given)
+    if kind is not None:
+        program = kind.read(text, **given)
         return Source(program.graph, program=program)
     if text.endswith(_CODE):
         raise BadInput(
@@ -224,7 +241,7 @@ def load_source(text: str, options: Mapping[str, Any] | None = None) -> Source:
         return Source(graph, plan)
     module, colon, name = text.partition(":")
     if not colon or not module or not name:
-        raise BadInput(f"unknown source {text!r}: a source is {_KINDS}; {_RETURNS}")
+        raise BadInput(f"unknown source {text!r}: a source is module:factory, {FILES}; {_RETURNS}")
     factory = _factory(module, name, text)
     with users_code("the factory", text):
         returned = factory()

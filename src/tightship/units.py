@@ -11,6 +11,7 @@ from typing import Final, SupportsIndex, TypeAlias
 from tightship.errors import BadInput
 
 __all__ = [
+    "BUDGET_FORMS",
     "MAX_BYTES",
     "Budget",
     "BudgetLike",
@@ -33,6 +34,11 @@ _UNITS: Final = {
 }
 _ACCEPTED: Final = f"B, {', '.join(_DECIMAL)}, {', '.join(_BINARY)}"
 _SIZE_RULE: Final = f"invalid size: give bytes such as 6GiB, 512MB or 1024 (units: {_ACCEPTED})"
+BUDGET_FORMS: Final = (
+    "bytes with a unit (6GiB, 512MB), a percentage of the unplanned peak (60%), or static+60%: the static set and "
+    "that share of what the unplanned step needs beyond it"
+)
+"""What a budget may be, in the words of the command line."""
 _BUDGET_RULE: Final = (
     f"invalid budget: give bytes such as 6GiB or 512MB (units: {_ACCEPTED}), "
     "a percentage of the unplanned peak such as 60%, or static+60%: the static set and that share of the rest"

@@ -54,6 +54,18 @@ class TestProcesses:
         names = sorted(path.suffix for path in (tmp_path / "tightship" / "allocator").iterdir())
         assert names == [".lock", ".so"]
 
+    def test_the_alignment_of_graphs_is_that_of_the_build(self) -> None:
+        code = """if True:
+            from tightship import graph
+            graph.ALIGNMENT = 128
+            from tightship.execute.allocator import Script
+            try:
+                Script([64], [64], [0, 1])
+            except Exception as error:
+                print(error)
+        """
+        assert "multiple of 128" in python(code).communicate()[0]
+
     @pytest.mark.parametrize("compiler", ["", "false", "/no/such/compiler"])
     def test_without_a_compiler_it_says_so(self, tmp_path: Path, compiler: str) -> None:
         code = """if True:

@@ -7,13 +7,13 @@ from hypothesis import strategies as st
 
 from tightship.errors import BadInput, Unsupported
 from tightship.execute.codecs import ON_DEVICE, check, compress_by_torch, decompress_by_torch
-from tightship.machine import CODECS
+from tightship.machine import CODECS, INTEGERS
 
-WIDTH = {"bits": 0, "bf16": 2, **{c: int(c.lstrip("uint")) // 8 for c in ON_DEVICE if "int" in c}}
+BITS = {"bits": 1, "bf16": 16, **{codec: bits for codec, (bits, _, _) in INTEGERS.items()}}
 
 
 def there_and_back(codec, full):
-    nbytes = -(-full.numel() // 8) if codec == "bits" else full.numel() * WIDTH[codec]
+    nbytes = -(-full.numel() * BITS[codec] // 8)
     room = -(-max(nbytes, 1) // 512) * 512
     packed = torch.full((room,), 0xA5, dtype=torch.uint8)  # not empty: what lay there before
     back = torch.full_like(full, 1)
@@ -31,13 +31,12 @@ def test_booleans_of_any_number_come_back(count, seed):
     assert torch.equal(there_and_back("bits", full), full)
 
 
-@pytest.mark.parametrize("codec", [c for c in ON_DEVICE if "int" in c])
+@pytest.mark.parametrize("codec", INTEGERS)
 @pytest.mark.parametrize("dtype", [torch.int64, torch.int32, torch.int16])
 def test_integers_come_back_to_both_ends_of_the_range(codec, dtype):
-    size, signed = WIDTH[codec] * 8, codec[0] == "i"
-    if WIDTH[codec] >= dtype.itemsize:
+    bits, low, high = INTEGERS[codec]
+    if bits >= 8 * dtype.itemsize:
         return
-    low, high = (-(1 << size - 1), (1 << size - 1) - 1) if signed else (0, (1 << size) - 1)
     full = torch.tensor([low, high, 0, 1, high - 1, low + 1, high // 2], dtype=dtype)
     check(codec, full, "here")
     assert torch.equal(there_and_back(codec, full), full)

@@ -12,12 +12,12 @@ from dataclasses import dataclass
 from math import prod
 
 from tightship.graph import Graph, Op, Value, aligned
+from tightship.machine import INTEGERS
 
 __all__ = ["Packing", "packings"]
 
 _ITEM = {"bool": 1, "uint8": 1, "int8": 1, "int16": 2, "int32": 4, "int64": 8}
 _ITEM |= {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}
-_WIDTHS = (("uint8", 1 << 8), ("int16", 1 << 15), ("uint16", 1 << 16), ("int32", 1 << 31))
 
 _PLANE = {"max_pool2d_with_indices": 2, "adaptive_max_pool2d": 2, "max_pool3d_with_indices": 3}
 """Ops whose indices count within the last so many dimensions of their input."""
@@ -87,10 +87,9 @@ def _codec(table: _Table, s: int, below: int | None, mask: bool, lossy: bool) ->
     if mask:
         return "mask", -(-n // 8) + _ITEM[dtype]
     if below is not None and dtype.startswith("int"):
-        for codec, most in _WIDTHS:
-            width = _ITEM.get(codec, 2)
-            if below <= most and width < _ITEM[dtype]:
-                return codec, n * width
+        for codec, (bits, _, most) in INTEGERS.items():
+            if below <= most + 1 and bits < 8 * _ITEM[dtype]:
+                return codec, -(-n * bits // 8)
     return ("bf16", 2 * n) if lossy and dtype == "float32" else ("", 0)
 
 

@@ -23,18 +23,16 @@ from tightship.cli.output import INTERRUPTED, Output
 from tightship.errors import TightshipError
 from tightship.hlo.assign import tight
 from tightship.planners import default, packing
+from tightship.sources import FILES
+from tightship.units import BUDGET_FORMS
 
 __all__ = ["Usage", "main", "parser"]
 
 _EPILOG = "exit status: 0 done, 1 infeasible or not verified, 2 bad input or usage, 130 interrupted"
-_BUDGET = (
-    "bytes with a unit (6GiB, 512MB), a percentage of the unplanned peak (60%%), or static+60%%: the static set and "
-    "that share of what the unplanned step needs beyond it"
-)
+_BUDGET = BUDGET_FORMS.replace("%", "%%")
 _SOURCE = (
     "module:factory (found from the current folder; factory() returns (model, sample), (model, loss_fn, sample) or "
-    "(model, loss_fn, optimizer, sample)), model.onnx, a graph.pb of TensorFlow's, a module.txt of HLO, or a "
-    "graph.json or plan.json of tightship's"
+    f"(model, loss_fn, optimizer, sample)), {FILES}"
 )
 _CHOICE = argparse.BooleanOptionalAction
 

@@ -1,6 +1,6 @@
 // The CPU allocator behind torch while tightship is loaded: counts every block, records requests, or serves
 // the k-th request of a planned step at its planned offset in one arena. Byte counts are requests rounded up
-// to 64.
+// to kAlign.
 //
 // A heap block is [pad][64-byte Prefix][data]. Its data never starts a page, so that the prefix of any
 // pointer not starting a page can be read safely even if another allocator made the block (oneDNN frees such
@@ -16,7 +16,8 @@
 
 namespace tightship {
 
-constexpr int64_t kAlign = 64, kPage = 4096;
+constexpr int64_t kAlign = TIGHTSHIP_ALIGNMENT;  // graph.py's for the CPU; native.py passes it
+constexpr int64_t kPage = 4096;
 constexpr uint64_t kMagic = 0x7469676874736869;
 constexpr size_t kMaxArenas = 256;
 

@@ -17,6 +17,7 @@ import numpy as np
 import torch
 
 from tightship.errors import BadInput, Unsupported
+from tightship.machine import INTEGERS
 
 __all__ = ["ON_DEVICE", "check", "compress", "compress_by_torch", "decompress", "decompress_by_torch"]
 
@@ -113,7 +114,7 @@ def check(codec: str, full: Any, place: str = "") -> None:
 
 
 def _check_range(codec: str, low: int, high: int, place: str) -> None:
-    least, most = (0, 1) if codec == "bits" else (np.iinfo(codec).min, np.iinfo(codec).max)
+    _, least, most = (1, 0, 1) if codec == "bits" else INTEGERS[codec]
     if low < least or high > most:
         fault = f"numbers from {low} to {high} cannot be compressed as {codec}, which holds {least} to {most}"
         raise BadInput(fault, place=place)

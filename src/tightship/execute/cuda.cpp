@@ -16,7 +16,7 @@
 
 namespace tightship {
 
-constexpr int64_t kAlign = 512;  // as torch's own allocator; cudaMalloc aligns to 256
+constexpr int64_t kAlign = TIGHTSHIP_ALIGNMENT;  // graph.py's for CUDA; native.py passes it
 
 // ---- the CUDA runtime
 

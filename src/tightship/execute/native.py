@@ -32,6 +32,7 @@ from typing import Any, Final
 import torch
 
 from tightship.errors import Unsupported
+from tightship.graph import alignment_of
 
 __all__ = ["NoCompiler", "build_and_import", "install", "runtime"]
 
@@ -67,12 +68,18 @@ def _command(kind: str, target: Path) -> list[str]:
     return [
         *(named or [str(found)]),
         *("-std=c++20", "-O2", "-shared", "-fPIC", "-fvisibility=hidden"),
+        _alignment(kind),
         f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}",
         *(flag for path in headers for flag in ("-isystem", str(path))),
         *(("-undefined", "dynamic_lookup") if sys.platform == "darwin" else ()),
         str(Path(__file__).with_name(_SOURCES[kind][0])),
         *(*libraries, "-o", str(target)),
     ]
+
+
+def _alignment(kind: str) -> str:
+    """The compiler's flag that says what sizes and offsets on devices of this kind are multiples of."""
+    return f"-DTIGHTSHIP_ALIGNMENT={alignment_of(kind)}"
 
 
 def _compile(kind: str, target: Path) -> None:
@@ -107,7 +114,7 @@ def _folder() -> Path:
 
 
 def _target(kind: str) -> Path:
-    key = hashlib.sha256(repr((torch.__version__, torch.version.git_version)).encode())
+    key = hashlib.sha256(repr((torch.__version__, torch.version.git_version, _alignment(kind))).encode())
     for name in _SOURCES[kind]:
         key.update(Path(__file__).with_name(name).read_bytes())
     version = f"{sys.implementation.cache_tag}-{sys.platform}-{platform.machine()}"

@@ -10,7 +10,7 @@ from math import prod
 from typing import Any
 
 from tightship.graph import Graph, Value, aligned
-from tightship.machine import CODECS, LOSSY
+from tightship.machine import CODECS, INTEGERS, LOSSY
 from tightship.verify.facts import Facts
 
 __all__ = ["Codecs"]
@@ -63,8 +63,8 @@ class Codecs:
             if codec == "mask" and not ("float" in kind and self._two_values(s, 0)):
                 return "nothing says that it holds zeros and one other number only"
         else:
-            width = 2 if codec == "bf16" else int(codec.lstrip("uint")) // 8
-            size = count * width
+            bits = 16 if codec == "bf16" else INTEGERS[codec][0]
+            size = -(-count * bits // 8)
             if codec != "bf16" and not (kind.startswith("int") and self._within(s, codec)):
                 return f"nothing says that it is of integers within {codec}"
         whole = aligned(size, self.facts.alignment)
@@ -101,9 +101,8 @@ class Codecs:
         return self.graph.values[value].storage == s and prod(shape) == extent
 
     def _within(self, s: int, codec: str) -> bool:
-        bits = int(codec.lstrip("uint"))
-        most = 2**bits if codec.startswith("u") else 2 ** (bits - 1)
-        return any(top <= most for top in self._tops(s, 0))
+        _, _, most = INTEGERS[codec]
+        return any(top <= most + 1 for top in self._tops(s, 0))
 
     def _tops(self, s: int, depth: int) -> list[int]:
         key = "tops", s, depth
