@@ -223,7 +223,7 @@ def test_a_file_that_cannot_be_read_is_said_to_be_one(
     name: str, tmp_path: os.PathLike[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(BadInput, match=r"no such file|cannot be read"):
+    with pytest.raises(BadInput, match=r"cannot read"):
         read(name)
 
 

@@ -349,7 +349,7 @@ def test_wrong_commands_are_one_line(tmp_path, capsys, monkeypatch):
     assert run(capsys, "plan", "none.onnx", "--shape", "n=1")[0] == 2
     assert run(capsys, "plan", "model.onnx", "--shape", "n=32", "--write", "no/out.onnx")[0] == 2
     status, _, err = run(capsys, "plan", "json:loads", "--shape", "n=32")
-    assert status == 2 and "for a model.onnx" in err
+    assert status == 2 and "requires a model.onnx" in err
     status, _, err = run(
         capsys, "plan", "model.onnx", "--shape", "n=32", "--budget", "1KiB", "--write", "out.onnx"
     )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from types import SimpleNamespace
 
+import pytest
 import torch
 from torch import nn
 from torch.nn import functional
@@ -449,6 +450,7 @@ def test_a_gradient_by_function():
 # --- compiled and scripted parts ----------------------------------------------------------------------------------
 
 
+@pytest.mark.filterwarnings("ignore:Using `torch.compile:UserWarning")
 @identical()
 def test_a_compiled_part():
     model = mlp()
@@ -515,6 +517,7 @@ def test_spectral_norm_as_a_parametrization():
     return Loop(model, plain_loss, sgd(model))
 
 
+@pytest.mark.filterwarnings("ignore:`torch.nn.utils.weight_norm:FutureWarning")
 @identical()
 def test_weight_norm():
     model = mlp()

@@ -129,7 +129,7 @@ def test_rows_tables_and_picture() -> None:
     text = rendered(frontier_tables(f))
     assert "per block" in text and "no plan needs less than" in text
     drawn = frontier_picture(f)
-    assert drawn.startswith("<svg") and drawn.count('class="dot"') == 3 and "selective" in drawn
+    assert drawn.startswith("<svg") and drawn.count('class="activation"') == 3 and "selective" in drawn
     assert "<script" not in drawn and "http://www.w3.org/2000/svg" in drawn
 
 
@@ -149,7 +149,7 @@ def test_command_line(tmp_path, capsys) -> None:  # type: ignore[no-untyped-def]
     assert main([*args, "--no-peers"]) == 0
     assert "per block" not in capsys.readouterr().out
     assert main(["frontier", str(tmp_path / "graph.json"), "--points", "0"]) == 2
-    assert "1 to 200 points" in capsys.readouterr().err
+    assert "a frontier has 1 to 200" in capsys.readouterr().err
 
 
 def test_a_policy_that_is_faster_than_what_was_found_is_the_plan() -> None:

@@ -100,7 +100,7 @@ def test_what_a_module_does_not_take_is_refused(tmp_path: Path, capsys: pytest.C
     path = str(hlo(tmp_path))
     for more, said in (
         (["--shape", "x=1"], "a module's text says all sizes"),
-        (["--hints", "a=keep"], "not for a module"),
+        (["--hints", "a=keep"], "no option of a module"),
         (["--allow", "redraw"], "recompute, compress, offload"),
         (["--points", "0"], "1 to 200 points"),
     ):

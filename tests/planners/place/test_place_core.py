@@ -117,7 +117,7 @@ def test_offsets_wants_arrays_of_one_length() -> None:
 def test_an_order_is_a_permutation() -> None:
     f = frame(Problem((Buffer("a", 0, 1, 1), Buffer("b", 0, 1, 1))))
     for wrong in ([0, 0], [0], [0, 2], [-1, 0]):
-        with pytest.raises(ValueError, match="permutation"):
+        with pytest.raises(ValueError, match="order"):
             f.placer.pack(np.array(wrong, dtype=np.int64), best_fit=True)
 
 
