@@ -278,7 +278,7 @@ def test_a_factory_may_ask_for_the_forward_pass_alone(there, capsys, name):
         ("toy", "a source is module:factory"),
         ("", "a source is module:factory"),
         ("missing.json", "cannot read 'missing.json': No such file or directory"),
-        ("toy.py", "name a factory in it, as in toy:step"),
+        ("toy.py", "name a factory in it, such as toy:step"),
         ("model.pt2", "cannot open a file that may hold code: load it in a factory()"),
         (".", "not a regular file"),
     ],
