@@ -93,6 +93,20 @@ def test_the_layout_names_every_part_of_the_package():
         assert f"`{known}" in text or f"`{known}`" in text, f"docs/layout.md does not name {known}"
 
 
+def test_where_a_change_goes_names_files_and_names_that_exist():
+    text = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
+    table = text.partition("| You want to change |")[2].partition("\n\n")[0]
+    source = ROOT / "src" / "tightship"
+    for row in table.splitlines()[2:]:
+        words = re.findall(r"`([^`]+)`", row)
+        files = [
+            (ROOT if w.startswith("tests/") else source) / w for w in words if "/" in w or w.endswith(".py")
+        ]
+        assert files and all(f.exists() for f in files), row
+        spoken = "".join(f.read_text(encoding="utf-8") for f in files if f.is_file())
+        assert all(w in spoken for w in words if w.isidentifier() and w != "Options"), row
+
+
 def test_the_pages_speak_of_the_project_alone():
     for page, text in SPOKEN.items():
         for word in re.findall(r"/(?:work|tmp|home|root|opt)/[\w/]+", text):

@@ -280,9 +280,8 @@ def _step(returned: Any, text: str) -> ModelStep:
     many = isinstance(returned, (tuple, list))
     if isinstance(returned, Mapping):
         if unknown := set(returned) - {*_KEYS, "train"}:
-            raise BadInput(
-                f"the factory's mapping has unknown keys {sorted(map(str, unknown))}: {_RETURNS}", place=text
-            )
+            keys = ", ".join(sorted(map(repr, unknown)))
+            raise BadInput(f"the factory's mapping has unknown keys {keys}: {_RETURNS}", place=text)
         if missing := {"model", "sample"} - set(returned):
             raise BadInput(
                 f"the factory's mapping lacks {', '.join(sorted(missing))}: {_RETURNS}", place=text
