@@ -267,7 +267,7 @@ def test_a_factory_may_ask_for_the_forward_pass_alone(there, capsys, name):
         ("toy:misfit", "running the model on its sample raised RuntimeError"),
         ("toy:no_module", "give a torch.nn.Module"),
         ("toy:one", "the factory returned a Sequential: factory() returns (model, sample)"),
-        ("toy:other_keys", "the factory's mapping has unknown keys ['batch']"),
+        ("toy:other_keys", "the factory's mapping has unknown keys 'batch'"),
         ("toy:value", "'value' is no function but of type int"),
         ("toy:nobody", "'toy' has no attribute 'nobody'"),
         ("toy.inner:two", "no module 'toy.inner' in "),

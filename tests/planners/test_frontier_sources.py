@@ -102,7 +102,7 @@ def test_what_a_module_does_not_take_is_refused(tmp_path: Path, capsys: pytest.C
         (["--shape", "x=1"], "a module's text says all sizes"),
         (["--hints", "a=keep"], "no option of a module"),
         (["--allow", "redraw"], "recompute, compress, offload"),
-        (["--points", "0"], "1 to 200 points"),
+        (["--points", "0"], "a frontier has 1 to 200"),
     ):
         assert main(["frontier", path, *more]) == 2
         assert said in capsys.readouterr().err

@@ -83,7 +83,7 @@ def test_L08_the_xla_planner_gives_what_its_function_gives(problem: Problem) -> 
 def test_the_xla_heap_refuses_what_is_no_problem() -> None:
     with pytest.raises(BadInput, match="different lengths"):
         xla_heap.offsets([0], [1], [1, 2])
-    with pytest.raises(BadInput, match="not empty"):
+    with pytest.raises(BadInput, match="empty live range"):
         xla_heap.offsets([1], [1], [1])
 
 
