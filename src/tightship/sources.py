@@ -8,7 +8,7 @@ import importlib.util
 import os
 import sys
 import traceback
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -134,7 +134,13 @@ def torch_saved(program: object) -> dict[str, frozenset[int]]:
 # --- files of models ---
 
 
-def read_onnx(path: str | os.PathLike[str], shape: Any = None, **options: Any) -> OnnxProgram:
+def read_onnx(
+    path: str | os.PathLike[str],
+    shape: str | Mapping[str, Any] | None = None,
+    *,
+    views: bool = True,
+    in_place: str = "onnxruntime",
+) -> OnnxProgram:
     """An ONNX model and its graph (``.graph``): see `tightship.frontends.onnx.lower.lower`.
 
     ``shape`` gives sizes to symbolic dimensions: ``batch=4,seq=128``, or a mapping. Weights are not loaded.
@@ -145,10 +151,16 @@ def read_onnx(path: str | os.PathLike[str], shape: Any = None, **options: Any) -
     except ImportError as error:
         instead = "pip install 'tightship[onnx]'"
         raise Unsupported("reading ONNX", f"{error.name} is not installed", instead) from error
-    return lower(read(path), shape, **options)
+    return lower(read(path), shape, views=views, in_place=in_place)
 
 
-def read_graphdef(path: str | os.PathLike[str], shape: Any = None, **options: Any) -> GraphDefProgram:
+def read_graphdef(
+    path: str | os.PathLike[str],
+    shape: str | Iterable[str] | Mapping[str, Any] | None = None,
+    *,
+    fetch: str | Iterable[str] | None = None,
+    feed: str | Iterable[str] | None = None,
+) -> GraphDefProgram:
     """A TensorFlow graph and its graph here (``.graph``): see `tightship.frontends.tensorflow.lower.lower`.
 
     ``shape`` gives sizes to placeholders: ``x=8x32``, or a mapping. Nothing in the file is run.
@@ -160,7 +172,7 @@ def read_graphdef(path: str | os.PathLike[str], shape: Any = None, **options: An
     except ImportError as error:
         instead = "pip install 'tightship[tensorflow]'"
         raise Unsupported("reading TensorFlow's graphs", "TensorFlow is not installed", instead) from error
-    return lower(read(path), shape, **options)
+    return lower(read(path), shape, fetch=fetch, feed=feed)
 
 
 @dataclass(frozen=True)
