@@ -1,6 +1,6 @@
 """Which ops must run before which: data, hazards on shared storages, the random chain, effects, control.
 
-What planners of orders share: what list schedulers ask of a graph, and the answer of a search.
+`Tables` have what list schedulers ask of a graph, `Ordered` is the answer of a search for an order.
 """
 
 from __future__ import annotations

@@ -2,14 +2,13 @@
 
 Problem: what TensorFlow's ``MemoryOptimizer`` decides (behaviors G1-G5, G8-G13), on graphs of this project; its
 targets, the ops under ``gradients/``, are the backward ops where nothing has such a name. Of a graph read from
-TensorFlow's files exactly the nodes that Grappler recomputes are recomputed. Measure: its own: a list
-of cheap kinds of op, and a ranking by times. Source: tensorflow/core/grappler/optimizers/memory_optimizer.cc.
-Guarantee: none on the peak, which the rewrites may miss; what comes out is legal and costed exactly. Complexity:
-linear, with a replay for each round of swapping. Known limits: G15, recompute and swap do not know of each other and
-there is no cost model,
-which is what the default planner is for; of the two, the better one is taken. Sums (G6, G7) are rewritten before
-planning: by the capture of a training step always, of TensorFlow's graphs at the level scheduling alone, because an
-accumulator takes what it adds in no fixed order.
+TensorFlow's files exactly the nodes that Grappler recomputes are recomputed. Measure: its own: a list of cheap
+kinds of op, and a ranking by times. Source: tensorflow/core/grappler/optimizers/memory_optimizer.cc. Guarantee:
+none on the peak, which the rewrites may miss; what comes out is legal and costed exactly. Complexity: linear, with
+a replay for each round of swapping. Known limits: G15, recompute and swap do not know of each other and there is no
+cost model, which is what the default planner is for; of the two, the better one is taken. Sums (G6, G7) are
+rewritten before planning: by the capture of a training step always, of TensorFlow's graphs at the level scheduling
+alone, because an accumulator takes what it adds in no fixed order.
 """
 
 from __future__ import annotations

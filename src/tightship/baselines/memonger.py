@@ -6,7 +6,7 @@ memonger (behaviors M1 to M9). Guarantee: along the graph's order, no two that a
 in the graph, times the free buffers looked at. Known limits: one buffer per name, so a small storage may hold a large
 buffer; ``lifetimes.in_any_order`` gives the same safety to the placement planners, in a smaller arena (M10).
 
-Two ways of giving a dead name's buffer to a new one: along one order, and with tokens for any order.
+A dead name's buffer goes to a new one along one order, or, with tokens, for any order.
 """
 
 from __future__ import annotations

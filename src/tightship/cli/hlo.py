@@ -1,7 +1,4 @@
-"""``assign`` and ``explain`` of a scheduled HLO module.
-
-`tightship plan module.txt` and `frontier module.txt`: rematerialization of a scheduled HLO module.
-"""
+"""The verbs on a scheduled HLO module: ``assign``, ``explain``, ``plan`` and ``frontier``."""
 
 from __future__ import annotations
 

@@ -1,12 +1,9 @@
 """A Module as HLO text, the way XLA writes it: reading it again gives an equal module.
 
-Reading HLO text token by token, with the place of what is wrong.
-
-HLO text to a Module: recursive descent over the text XLA writes, and people write like it.
-
-What it knows nothing of, it keeps as text; what it cannot read, it refuses with line, column and what it
-expected there. Afterwards it checks what every later step relies on: operands and called computations exist,
-operands stand before their users, computations do not call one another in a circle.
+And HLO text to a Module: recursive descent over the text that XLA writes, and people write like it. What it does
+not know it keeps as text; what it cannot read it refuses with line, column and what it expected there. Afterwards
+it checks what every later step relies on: operands and called computations exist, operands stand before their
+users, computations do not call one another in a circle.
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@ graph's own, a copy of one, or a copy of bytes. A session runs whatever is ready
 as Grappler does, with triggers (G3-G5, G12); of any other plan every node waits for the one before it, or the
 session would not keep to the planned order, and to its peak.
 
-Sums of a TensorFlow graph as accumulators (G6, G7): a GraphDef -> a GraphDef, planned anew.
+Sums become accumulators (G6, G7) in the GraphDef before it is planned.
 """
 
 from __future__ import annotations

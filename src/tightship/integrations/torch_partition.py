@@ -3,7 +3,7 @@
 The plan's steps are cut at the boundary op. What is resident there and read later is what autograd saves
 between the two passes; it comes back in the backward pass, where each tensor is dropped at its planned free.
 
-One budget for all the graphs that a compiled model falls into.
+All the graphs that a compiled model falls into share one budget.
 """
 
 from __future__ import annotations

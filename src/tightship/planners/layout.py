@@ -3,7 +3,7 @@
 Time is cut finer than steps: an op's measured requests have events of their own, so that a temporary freed
 inside an op can share bytes with a result the same op asks for later, as the allocator will see it.
 
-What a graph keeps in memory, as a placement problem, for three kinds of order.
+Without a plan, what a graph keeps in memory is a placement problem for three kinds of order:
 
 ==========  ==============================================================================================
 sequential  one op after the other, in the graph's order

@@ -1,6 +1,6 @@
 """Buffer assignment of an HLO module in numbers and words: bytes by kind, the peak, and who makes it up.
 
-Buffer assignment of an HLO module as a page: bytes by kind over the schedule, every allocation, the peak.
+The page shows bytes by kind over the schedule, every allocation, and the peak.
 """
 
 from __future__ import annotations

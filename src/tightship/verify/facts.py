@@ -2,7 +2,7 @@
 
 This repeats on purpose what ``Graph.uses`` and ``simulate`` say: a mistake there must not pass as right here.
 
-Where violations are collected: all kinds of them, but of each kind only as many as a person reads.
+The `Ledger` collects violations: all kinds of them, but of each kind only as many as a person reads.
 """
 
 from __future__ import annotations

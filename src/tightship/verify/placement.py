@@ -1,18 +1,17 @@
 """Verify a placement: every rule it breaks, by name, sharing no code with any planner.
 
 Two buffers of one heap overlap when, at some time, bytes that are alive of the one are alive bytes of the other:
-within a gap, those of the gap's window alone. Members of a group do not overlap each other. Whether there are any is
-found for all at once (``disjoint``); if so, which, by a sweep over time with what is alive kept in order of offset.
-Buffers in conflict overlap when they share bytes at all; found by a sweep over the bytes. A buffer found to overlap
-is reported with everything it overlaps at that moment and then left out of the sweep, so that n wrong buffers do
-not give n² lines.
+within a gap, those of the gap's window alone. Members of a group do not overlap each other. Whether there are any
+is found for all at once (``disjoint``); if so, which, by a sweep over time with what is alive kept in order of
+offset. Buffers in conflict overlap when they share bytes at all; found by a sweep over the bytes. A buffer found to
+overlap is reported with everything it overlaps at that moment and then left out of the sweep, so that n wrong
+buffers do not give n² lines.
 
-Whether rectangles overlap, all of them at once: what the verifier asks first.
-
-A binary tree over the times at which rectangles begin; each lies at the O(log n) highest nodes that its time covers.
-Two that meet in time meet at a node where one lies and the other lies at it or below it. So none overlap exactly
-when, at every node, those that lie there are disjoint in bytes, from one another and from all that lie below. All
-nodes of a level are looked at together: O(n log² n) in all.
+``disjoint`` asks whether any of many rectangles overlap, all at once, by a binary tree over the times at which
+rectangles begin; each lies at the O(log n) highest nodes that its time covers. Two that meet in time meet at a node
+where one lies and the other lies at it or below it. So none overlap exactly when, at every node, those that lie
+there are disjoint in bytes, from one another and from all that lie below. All nodes of a level are looked at
+together: O(n log² n) in all.
 """
 
 from __future__ import annotations

@@ -2,9 +2,8 @@
 
 A new rule is a row here and, unless a check that is there finds it on its way, a function of the `Inspection`.
 
-How long steps take, streams side by side, by the rules that `plan` states.
-
-Wrong steps take no time here: what is wrong with them is found elsewhere.
+Times are replayed here, too, streams side by side, by the rules that `plan` states; wrong steps take no time, as what
+is wrong with them is found elsewhere.
 """
 
 from __future__ import annotations

@@ -1,10 +1,9 @@
-"""Replay a plan's steps and note every rule they break; the result says which stays they imply and the peak.
+"""Replay a plan's steps and note every rule they break; the result says which residences they imply and the peak.
 
 A wrong step is noted and then taken for what it most likely meant, so that one mistake gives few violations.
 
-Which ops others notice, told by their names alone: what a graph says of its ops comes from those who plan with it.
-
-Names are HLO's opcodes, jax's primitives (with underscores for hyphens) and PyTorch's ops.
+Which ops have effects is told by their names alone, since what a graph says of its ops comes from those who plan with
+it: names are HLO's opcodes, jax's primitives (with underscores for hyphens) and PyTorch's ops.
 """
 
 from __future__ import annotations

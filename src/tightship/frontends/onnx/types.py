@@ -1,6 +1,7 @@
 """Types of ONNX values as far as they are known, and the sizes users give to dimensions.
 
-What onnx leaves to the runtime: which results share bytes with an input, what draws random numbers, what ops cost.
+And what onnx leaves to the runtime: which results share bytes with an input, what draws random numbers, what ops
+cost.
 
 The tables of views and of results written over an input are those of onnxruntime's CPU kernels (1.31), found by
 asking them: a node of each op was run alone, and did or did not request memory.

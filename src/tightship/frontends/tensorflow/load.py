@@ -4,7 +4,7 @@ Read are a GraphDef as bytes (``.pb``) or as text (``.pbtxt``), a MetaGraphDef (
 ``saved_model.pb``. What is not weights is measured on the wire before anything is parsed, because an empty node takes
 two bytes in a file and many more in memory.
 
-Protobuf on the wire: where the fields of a message begin and end, without parsing what is in them.
+On the wire, the fields of a message are found without parsing what is in them.
 """
 
 from __future__ import annotations

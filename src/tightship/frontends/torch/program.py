@@ -1,14 +1,11 @@
 """Program: a Graph together with what PyTorch needs to run it.
 
 View ops are not ops of the graph: a view is a *value*, derived from its storage's current tensor by metadata
-(dtype, shape, stride, offset), so that a storage that was recomputed somewhere else serves its views too. A
-view value counts as an output of the op that defines its storage (or as a graph input, for storages of the
-caller).
+(dtype, shape, stride, offset), so that a storage that was recomputed somewhere else serves its views too. A view
+value counts as an output of the op that defines its storage (or as a graph input, for storages of the caller).
 
-Tensors derived from a storage's current tensor by metadata alone, prepared before the step runs.
-
-A view op is never run again: what it needs is only where its result lies in the storage, and the storage may
-have been recomputed somewhere else since.
+A view op is never recomputed: `derivation` prepares, before the step runs, how a view comes from its storage's
+tensor.
 """
 
 from __future__ import annotations

@@ -7,9 +7,8 @@ assignment (``hlo.dataflow``): collectives and what runs asynchronously forward 
 when its instruction begins and given back when the last of its users ends; those of parameters and of the
 computation's result count nothing, since the caller owns them (R3).
 
-The peak of a module as every verb counts it: with its results, without its parameters; and who makes it up.
-
-This is how XLA's rematerialization counts (R1-R4, R14). Tables of addresses count, too, which graphs do not have.
+`peak_of` is the peak as every verb counts it, with the module's results, without its parameters, and says who makes
+it up. Tables of addresses count, too, which graphs do not have.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Orders in which greedy placement takes buffers. Each is a permutation; ties go by lower, then by index.
 
-The best packing found so far, kept when a search is ended by Ctrl-C.
+`Best` keeps the best packing found so far, also when a search is ended by Ctrl-C.
 """
 
 from __future__ import annotations
