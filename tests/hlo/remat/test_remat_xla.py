@@ -12,6 +12,7 @@ from tightship.baselines import xla_remat
 from tightship.baselines.xla_body import Body, Tracker
 from tightship.errors import BadInput
 from tightship.hlo import Module, parse, to_text
+from tightship.hlo.remat.as_plan import as_plan
 from tightship.hlo.remat.instructions import Names, suffixed
 from tightship.hlo.remat.lower import repeatable
 from tightship.hlo.remat.peak import module_peak, peaks, result_bytes, sequential_order
@@ -214,3 +215,15 @@ def test_a_module_without_a_schedule_is_refused() -> None:
 def test_jaxlib_reads_the_result_and_accepts_its_schedule(case) -> None:
     hlo = pytest.importorskip("jaxlib._hlo", reason="jaxlib is not installed")
     hlo.hlo_module_from_text(to_text(case[3].module)).schedule().verify()
+
+
+def test_R15_a_module_with_a_dead_instruction_is_verified() -> None:  # noqa: N802
+    m = parse(
+        "HloModule m, is_scheduled=true\n\nENTRY e {\n  p = f32[1024] parameter(0)\n  a = f32[1024] negate(p)\n"
+        "  d = f32[1024] exponential(a)\n  b = f32[1024] cosine(p)\n  c = f32[1024] add(a, b)\n"
+        "  g = f32[1024] multiply(c, a)\n  ROOT r = f32[1024] negate(g)\n}\n"
+    )
+    made = xla_remat.plan(m, int(0.7 * module_peak(m)))
+    assert "d" not in made.module.entry.by_name
+    graph, plan = as_plan(m, made, "xla")
+    assert "d" not in {op.name for op in graph.ops} and plan.steps
