@@ -280,8 +280,15 @@ def graph_break(gm: GraphModule) -> Break | None:
     place = f"{stack[-1].filename.rpartition('/')[2]}:{stack[-1].lineno}" if stack else "an unknown place"
     text = str(reason.reason)
     runs = not text.startswith(_RUNS_NOTHING) and "builtin operator `print`" not in text
-    why = "it does not trace that call" if text == "step_unsupported" else _first_line(text)
+    why = _last_break() if text == "step_unsupported" else _first_line(text)
     return Break(place, why, runs, text.startswith("DDPOptimizer"))
+
+
+def _last_break() -> str:
+    """Why Dynamo gave up the rest of a function: it says so only where it counts its graph breaks."""
+    reasons = list(_utils.counters["graph_break"])
+    said = _first_line(reasons[-1]) if reasons else "it does not trace that call"
+    return f"{said}; the rest of that function is left out, too"
 
 
 def _first_line(text: str) -> str:
