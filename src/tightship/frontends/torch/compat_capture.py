@@ -254,7 +254,7 @@ class GrownCaches:
 
 def _caches() -> list[Any]:
     kind = type(_caches_probe)
-    caches = [c for c in gc.get_objects() if type(c) is kind]
+    caches = [c for c in gc.get_referrers(kind) if type(c) is kind]
     return [c for c in caches if str(c.__module__).partition(".")[0] not in _WITHOUT_TENSORS]
 
 
