@@ -10,14 +10,14 @@ import hashlib
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Final
+from typing import Any
 
 import torch
 
 from tightship.errors import Unsupported
 from tightship.execute import allocator
 from tightship.execute.bench import Bench, in_place_inputs, sample_arguments, workspace_of
-from tightship.execute.cache import Cache, Measurement, default_folder, machine
+from tightship.execute.cache import DEFAULT, Cache, Measurement, folder_of, machine
 from tightship.execute.compile import updater_of
 from tightship.execute.speeds import device_speeds, speeds
 from tightship.frontends.torch import compat
@@ -27,8 +27,6 @@ from tightship.graph import ALIGNMENT, Op, Request, aligned
 from tightship.machine import BANDWIDTH, FLOPS, OVERHEAD, modeled_time
 
 __all__ = ["BANDWIDTH", "FLOPS", "OVERHEAD", "model", "profile"]
-
-_CACHE: Final = "default"
 
 
 def model(
@@ -64,7 +62,7 @@ def _bytes(program: Program, value: int) -> int:
 def profile(
     program: Program,
     *,
-    cache: Path | str | None = _CACHE,
+    cache: Path | str | None = DEFAULT,
     seconds_per_op: float = 0.01,
     folder: Path | str | None = None,
     pinned: int | None = None,
@@ -73,16 +71,16 @@ def profile(
     graph's ``machine`` says what copies and codecs cost here: to ``folder``; from a GPU to pinned memory, or to
     ``folder`` where ``pinned`` says how much of that there is.
 
-    ``cache`` is the folder measurements are kept in (default: tightship's in the user's cache), None for
-    none. ``seconds_per_op`` bounds how long one op is repeated for its time. Random states are left as they
-    were. Without a C++ compiler times alone are measured; ops that cannot run here (other devices, effects)
-    are modeled. Both are said in the program's notes.
+    ``cache`` is the folder measurements are kept in (default: as `default_folder` says), None for none.
+    ``seconds_per_op`` bounds how long one op is repeated for its time. Random states are left as they were. Without
+    a C++ compiler times alone are measured; ops that cannot run here (other devices, effects) are modeled. Both are
+    said in the program's notes.
 
     Raises ``Unsupported`` naming op, module and line if what an op really returns is not what was captured.
     """
     devices = sorted({op.device for op in program.graph.ops if _runs_here(op.device)} | {"cpu"})
     with_requests = {d: allocator.available(allocator.kind_of(d)) for d in devices}
-    kept = Cache(default_folder() if cache == _CACHE else cache, machine(all(with_requests.values())))
+    kept = Cache(folder_of(cache), machine(all(with_requests.values())))
     states = torch.get_rng_state()
     cuda_states = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
     try:

@@ -107,7 +107,7 @@ def device_of_fake(tensor: Any) -> torch.device:
 
 
 def follows_metadata(fn: Any) -> bool:
-    """Whether what the results of an op look like follows from what its arguments look like, and it writes nothing."""
+    """Whether an op writes nothing and what its results look like follows from what its arguments look like."""
     return not (_DATA_TAGS & set(fn.tags) or fn._schema.is_mutable) and fn.namespace == "aten"
 
 

@@ -179,8 +179,8 @@ _MATRIX_PRODUCTS = ("aten::mm", "aten::bmm", "aten::addmm", "aten::baddbmm")
 
 
 class _Result(NamedTuple):
-    """What one tensor among an op's results looks like; ``source``: which of the tensors it was given, by number, lies
-    in the same storage, -1 where it has one of its own."""
+    """What one tensor among an op's results looks like. ``source``: which of the tensors that the op was given lies in
+    the same storage, by number; -1 for a storage of its own."""
 
     shape: tuple[int, ...]
     stride: tuple[int, ...]
@@ -244,9 +244,16 @@ class Prober:
             if not isinstance(x, torch.Tensor) or not compat.is_plain_fake(x, self._fake):
                 return
             home = compat.storage_key(x)
-            n, shape, stride, offset = sources.get(home, -1), tuple(x.shape), x.stride(), int(x.storage_offset())
+            n, shape, stride, offset = (
+                sources.get(home, -1),
+                tuple(x.shape),
+                x.stride(),
+                int(x.storage_offset()),
+            )
             whole = 0 if 0 in shape else 1 + sum((d - 1) * s for d, s in zip(shape, stride, strict=True))
-            fresh = not offset and home not in seen and x.untyped_storage().nbytes() == whole * x.dtype.itemsize
+            fresh = (
+                not offset and home not in seen and x.untyped_storage().nbytes() == whole * x.dtype.itemsize
+            )
             if any(x is t for t in given) or (not fresh if n < 0 else len(given) > 1):
                 return
             seen.add(home)

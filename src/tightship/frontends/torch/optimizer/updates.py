@@ -295,9 +295,7 @@ def _members(
         for g, p in new:
             alike.setdefault((g, tuple(p.shape), p.stride(), p.dtype, p.device), []).append(p)
         created = _first_states(optimizer, [some[0] for some in alike.values()])
-        states |= {
-            id(p): state for some, state in zip(alike.values(), created, strict=True) for p in some
-        }
+        states |= {id(p): state for some, state in zip(alike.values(), created, strict=True) for p in some}
     made = []
     for g, p, name in rows:
         kept = {k: t for k, t in states[id(p)].items() if isinstance(t, torch.Tensor)}
