@@ -69,8 +69,13 @@ def is_fake(tensor: object) -> bool:
 
 def another(fake: torch.Tensor) -> torch.Tensor:
     """Another fake tensor that looks the same; a leaf."""
-    with without_modes(), torch.no_grad():
-        new = fake.detach()
+    mode: Any = fake.fake_mode  # type: ignore[attr-defined]
+    if is_plain_fake(fake, mode) and not torch.is_inference(fake):
+        offset, device = int(fake.storage_offset()), device_of_fake(fake)
+        new = blank_like(mode, tuple(fake.shape), fake.stride(), offset, fake.dtype, device, fake)
+    else:
+        with without_modes(), torch.no_grad():
+            new = fake.detach()
     return new.requires_grad_() if fake.requires_grad else new
 
 
@@ -87,6 +92,13 @@ def blank_like(
         with _fake.in_kernel_invocation_manager(mode):
             elem.set_(storage, offset, shape, stride)  # type: ignore[call-overload]
     return _fake.FakeTensor(mode, elem, device)
+
+
+def as_parameter(fake: torch.Tensor, requires_grad: bool) -> torch.Tensor:
+    """A fake tensor that nobody else has as a parameter: what ``torch.nn.Parameter`` makes of one, without asking for
+    another."""
+    fake._is_param = True  # type: ignore[attr-defined]
+    return fake.requires_grad_(requires_grad)
 
 
 def is_plain_fake(tensor: torch.Tensor, mode: Any) -> bool:

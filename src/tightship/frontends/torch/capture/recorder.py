@@ -179,8 +179,8 @@ _MATRIX_PRODUCTS = ("aten::mm", "aten::bmm", "aten::addmm", "aten::baddbmm")
 
 
 class _Result(NamedTuple):
-    """What one tensor among an op's results looks like. ``source``: which of the tensors that the op was given lies in
-    the same storage, by number; -1 for a storage of its own."""
+    """What one tensor among an op's results looks like. ``source``: which of the tensors given to the op lies in the
+    same storage, by number; -1 for a storage of its own."""
 
     shape: tuple[int, ...]
     stride: tuple[int, ...]
