@@ -22,7 +22,6 @@ from pathlib import Path
 import msgspec
 import torch
 
-import tightship
 from tightship.diagnose.remedies import advised
 from tightship.errors import TightshipError
 from tightship.graph import Graph
@@ -213,7 +212,7 @@ def _digest(graph: Graph, add: Callable[[bytes], None]) -> None:
 @functools.cache
 def _planner_code() -> str:
     """Which planners there are: the package's version, and of what is installed the sizes and times."""
-    root = Path(tightship.__file__).parent
+    root = Path(__file__).resolve().parents[1]
     rows = [version("tightship")]
     for file in sorted(p for p in root.rglob("*") if p.suffix in (".py", ".so", ".pyd")):
         about = file.stat()
