@@ -140,7 +140,7 @@ def test_an_order_that_helps_is_found() -> None:
 
 def test_orders_are_those_of_the_ordinary_planners() -> None:
     module = hlo_data.module("cpu_cnn")
-    assert xla_assign.plan(module).total == 50_089_616
+    assert xla_assign.plan(module).total == 53_758_544
     assert xla_assign.plan(reordered(module)[0]).total <= 22_546_024
 
 
