@@ -22,7 +22,7 @@ from tightship.hlo.alias import AliasSet, Sharing, alias_sets
 from tightship.hlo.dataflow import Buffer, Node, PointsTo, points_to
 from tightship.hlo.module import Computation, Module, runs
 
-__all__ = ["LiveRanges", "Order", "Range", "joined", "live_ranges", "may_interfere", "total"]
+__all__ = ["LiveRanges", "Order", "Range", "joined", "live_ranges", "may_interfere", "over", "total"]
 
 
 @dataclass(slots=True)
@@ -184,6 +184,15 @@ def _normalize(sets: Sequence[AliasSet], ranges: dict[Buffer, Range]) -> None:
         for first, second in pairwise(ordered):
             second.end = max(first.end, second.end)
             first.end = min(first.end, second.start)
+
+
+def over(live: LiveRanges, old: Buffer, new: Buffer, sharing: Sharing) -> bool:
+    """Whether the result ``new`` may be written over ``old``, which ends where it begins."""
+    user = new.node
+    if old is new or user.opcode == "copy":
+        return False
+    where = [live.ranges[old].last, (old.node, old.index)]
+    return any(n in user.operands and sharing.allowed(n, i, user, new.index) for n, i in where)
 
 
 class Order:

@@ -18,9 +18,8 @@ import numpy as np
 
 from tightship.baselines import xla_heap
 from tightship.hlo.alias import AliasSet, Sharing
-from tightship.hlo.assign.bound import over
 from tightship.hlo.dataflow import Buffer
-from tightship.hlo.liveness import LiveRanges, joined
+from tightship.hlo.liveness import LiveRanges, joined, over
 from tightship.planners.place import problem
 
 __all__ = [
@@ -51,9 +50,7 @@ class Group:
     members: list[Member] = field(default_factory=list)
 
 
-def replay(
-    live: LiveRanges, heap: Mapping[Buffer, AliasSet], sharing: Sharing, *, share: bool = True
-) -> list[Group]:
+def replay(live: LiveRanges, heap: Mapping[Buffer, AliasSet], sharing: Sharing) -> list[Group]:
     """Which temporaries share a place and when each is there. ``heap``: the buffers to place, with their sets.
 
     As in XLA, a buffer without bytes is no event: it does not make others live longer."""
@@ -71,7 +68,7 @@ def replay(
     for step in range(live.end + 1):
         for buffer in defined[step]:
             group = of_set.get(heap[buffer].id)
-            if group is None and share and len(heap[buffer].buffers) == 1:
+            if group is None and len(heap[buffer].buffers) == 1:
                 taken = _operand(buffer, step, heap, ends, freed[step], sharing)
                 if taken is not None:
                     group = of[taken][0]
@@ -80,9 +77,6 @@ def replay(
                     del freed[step][taken]
                     ends[taken] = live.ranges[buffer].end
                     group.size = max(group.size, heap[buffer].size)
-            elif group is None:
-                of_set[heap[buffer].id] = group = Group(heap[buffer].size)
-                groups.append(group)
             if group is None:
                 of_set[heap[buffer].id] = group = Group(heap[buffer].size)
                 groups.append(group)
