@@ -8,7 +8,6 @@ a graph: each result has bytes of its own, so peaks are from above.
 
 from __future__ import annotations
 
-import heapq
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -23,6 +22,7 @@ from tightship.frontends.tensorflow.nodes import (
     caller_kind,
     flops_of,
     forwarded,
+    in_order,
     name_of,
     reads_handle,
     to_rows,
@@ -125,19 +125,7 @@ class _Lowering:
         count = len(self.web.nodes)
         key = {n: k + (count if self._updates(n) else 0) for k, n in enumerate(self.web.nodes)}
         read = {n: [m for m in self.web.read[n] if m in needed and n not in self.fed] for n in needed}
-        missing = {n: len(r) for n, r in read.items()}
-        ready = [(key[n], n) for n in needed if not missing[n]]
-        heapq.heapify(ready)
-        order = []
-        while ready:
-            n = heapq.heappop(ready)[1]
-            order.append(n)
-            for m in self.web.readers[n]:
-                if m in needed and m not in self.fed:
-                    missing[m] -= 1
-                    if not missing[m]:
-                        heapq.heappush(ready, (key[m], m))
-        return order
+        return in_order(read, key.__getitem__)
 
     # --- variables ---
 
