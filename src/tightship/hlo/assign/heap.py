@@ -18,6 +18,8 @@ import numpy as np
 
 from tightship.baselines import xla_heap
 from tightship.hlo.alias import AliasSet, Sharing
+from tightship.hlo.assign.allocate import Allocation, Assignment, thread_locals
+from tightship.hlo.assign.bound import lower_bound
 from tightship.hlo.dataflow import Buffer
 from tightship.hlo.liveness import LiveRanges, joined, over
 from tightship.planners.place import problem
@@ -25,6 +27,7 @@ from tightship.planners.place import problem
 __all__ = [
     "Group",
     "Member",
+    "assembled",
     "best_fit",
     "join_in_place",
     "most_alive",
@@ -130,6 +133,24 @@ def best_fit(groups: Sequence[Group], alignment: int) -> tuple[list[int], int]:
     for k, offset in zip(group, offsets.tolist(), strict=True):
         found[k] = offset
     return found, size
+
+
+def assembled(
+    live: LiveRanges,
+    sharing: Sharing,
+    fixed: Sequence[Allocation],
+    groups: Sequence[Group],
+    placed: tuple[Sequence[int], int],
+    target: str,
+) -> Assignment:
+    """The assignment of ``fixed`` allocations and a heap of the groups, ``placed`` at offsets in so many bytes."""
+    offsets, size = placed
+    heap = Allocation("heap", size)
+    for group, offset in zip(groups, offsets, strict=True):
+        heap.held.update((m.buffer, offset) for m in group.members)
+    every = (*fixed, *([heap] if heap.held else ()), *thread_locals(live))
+    fragmentation = size - most_alive(stays(groups))
+    return Assignment(live, target, every, fragmentation, lower_bound(live, every, sharing), "tight")
 
 
 def stays(groups: Sequence[Group]) -> list[tuple[int, int, int]]:
