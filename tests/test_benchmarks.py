@@ -1,4 +1,4 @@
-"""Every benchmark starts: its imports are there, and so is what it takes of the modules beside it and of the tests."""
+"""Every benchmark starts: its imports are there, and what it takes of modules beside it and of the tests, too."""
 
 from __future__ import annotations
 
