@@ -31,4 +31,4 @@ class Rule:
 
     code: str
     sentence: str
-    check: Callable[[Any], None]
+    check: Callable[[Any], Any]

@@ -24,6 +24,5 @@ def verify(graph: Graph, plan: Plan) -> list[Violation]:
 
 def check(graph: Graph, plan: Plan) -> None:
     """Raise ``VerificationFailed`` if anything is wrong."""
-    found = verify(graph, plan)
-    if found:
-        raise VerificationFailed(found, place=f"{plan.planner or 'plan'} for {graph.name!r}")
+    if faults := verify(graph, plan):
+        raise VerificationFailed(faults, place=f"{plan.planner or 'plan'} for {graph.name!r}")

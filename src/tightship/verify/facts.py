@@ -22,13 +22,13 @@ PER_CODE = 20
 
 class Ledger:
     def __init__(self) -> None:
-        self.found: list[Violation] = []
+        self.violations: list[Violation] = []
         self._counts: Counter[str] = Counter()
 
     def add(self, code: str, step: int, subjects: tuple[str, ...], message: str) -> None:
         self._counts[code] += 1
         if self._counts[code] <= PER_CODE:
-            self.found.append(Violation(code, step, subjects, message))
+            self.violations.append(Violation(code, step, subjects, message))
 
 
 @dataclass(frozen=True)
