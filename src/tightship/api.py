@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, cast
 from tightship.diagnose.remedies import advised
 from tightship.errors import BadInput, VerificationFailed
 from tightship.graph import Graph
+from tightship.options import filled
 from tightship.plan import Plan
 from tightship.planners import PlannerInfo, planners
 from tightship.planners.batch import MaxBatch
@@ -71,11 +72,7 @@ class PlanRequest:
             rule = f"unknown planner {self.planner!r}: those that plan alone are {', '.join(sorted(known))}"
             raise BadInput(rule)
         info = known[self.planner]
-        names = info.options.__dataclass_fields__
-        if unknown := sorted(self.options.keys() - names.keys()):
-            rule = f"unknown option {unknown[0]!r} of planner {self.planner!r}: its options are {', '.join(names)}"
-            raise BadInput(rule)
-        options = info.options(**self.options)
+        options = filled(info.options, self.options, f"planner {self.planner!r}")
         if info.group == "evict":
             return Planned(plan_alone(graph, info, options, budget), graph)
         plan: Plan = info.plan(graph, options)

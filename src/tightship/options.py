@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from typing import Any, TypeVar
 
-__all__ = ["help_of", "option"]
+from tightship.errors import BadInput
+
+__all__ = ["filled", "help_of", "option"]
 
 T = TypeVar("T")
 
@@ -23,3 +26,12 @@ def option(default: T, help: str, *, metavar: str = "", choices: tuple[str, ...]
 def help_of(field: dataclasses.Field[Any]) -> str:
     """The field's help text, or nothing where it has none."""
     return str(field.metadata.get("help", ""))
+
+
+def filled(options: type[T], given: Mapping[str, Any], owner: str, place: str = "") -> T:
+    """The ``options`` of ``owner`` with what was given. Raises ``BadInput`` for an option that there is not."""
+    known = getattr(options, "__dataclass_fields__", {})
+    if unknown := sorted(given.keys() - known.keys()):
+        names = ", ".join(known) or "none"
+        raise BadInput(f"unknown option {unknown[0]!r} of {owner}: its options are {names}", place=place)
+    return options(**given)

@@ -35,8 +35,21 @@ def _written(text: str, path: PathLike | None) -> str:
     return text
 
 
+class _Shown:
+    """What prints itself in words and, in a notebook, is drawn too."""
+
+    def picture(self) -> str:
+        raise NotImplementedError
+
+    def __repr__(self) -> str:
+        return str(self)
+
+    def _repr_html_(self) -> str:
+        return _cell(self.picture(), str(self))
+
+
 @dataclass(frozen=True, repr=False)
-class Planned:
+class Planned(_Shown):
     """A plan together with the graph it is for: printed, saved, drawn and checked as one.
 
     The plan's own attributes (``peak``, ``budget``, ``met``, ``time``, …) can be read from here.
@@ -54,8 +67,6 @@ class Planned:
         from tightship.report.text import describe
 
         return describe(self.plan, self.graph)
-
-    __repr__ = __str__
 
     def rows(self) -> dict[str, Any]:
         """The plan's numbers as the keys that other programs read (``--json``)."""
@@ -104,13 +115,9 @@ class Planned:
 
         write_snapshot(self.graph, self.plan, path)
 
-    def _repr_html_(self) -> str:
-        """The picture and the numbers, for notebooks."""
-        return _cell(self.picture(), str(self))
-
 
 @dataclass(frozen=True, repr=False)
-class Frontier(frontier.Frontier):
+class Frontier(_Shown, frontier.Frontier):
     """Plans for many budgets beside other policies: printed, drawn and shown as one."""
 
     @classmethod
@@ -127,8 +134,6 @@ class Frontier(frontier.Frontier):
         from tightship.report.text import rendered
 
         return rendered(self.tables())
-
-    __repr__ = __str__
 
     def rows(self) -> dict[str, Any]:
         """The frontier's numbers as the keys that other programs read (``--json``)."""
@@ -147,7 +152,3 @@ class Frontier(frontier.Frontier):
         from tightship.report.pages.plan import frontier_page
 
         write_file(path, frontier_page(self, title=title).encode())
-
-    def _repr_html_(self) -> str:
-        """The picture and the numbers, for notebooks."""
-        return _cell(self.picture(), str(self))

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 from tightship.cli.options import given_options
-from tightship.cli.output import INTERRUPTED, Output, writable
+from tightship.cli.output import INTERRUPTED, Output, targets, write_targets
 from tightship.diagnose.infeasible_subset import (
     InfeasibleSubset,
     infeasible_subset,
@@ -26,7 +27,7 @@ from tightship.report.packing import packing_picture
 from tightship.report.pages.packing import packing_page
 from tightship.report.progress import Line
 from tightship.serde import write_file
-from tightship.units import MAX_BYTES, format_bytes, format_seconds, parse_bytes
+from tightship.units import format_bytes, format_seconds, parse_bytes
 from tightship.verify.placement import check_solution
 from tightship.violation import Violation
 
@@ -37,11 +38,10 @@ _SHOWN = 20  # ids of a clash, and violations, that people are shown
 
 
 def pack(chosen: argparse.Namespace, out: Output) -> int:
-    search = _search(chosen)
+    search = Search(**given_options(chosen))
     capacity = _capacity(chosen)
     planner(chosen.planner, "place")  # what is unknown is said before the work is done
-    path = writable(chosen.output, "--output")
-    drawing, page = writable(chosen.picture, "--svg"), writable(chosen.report, "--report")
+    files = targets(chosen)
     with Line(out.errors, f"reading {chosen.problem}"):
         table = problem_csv.read(chosen.problem)
         pools = _pools_of(chosen, table, capacity)
@@ -50,40 +50,30 @@ def pack(chosen: argparse.Namespace, out: Output) -> int:
         known = None if chosen.baseline is None else _baseline(chosen.baseline, problem)
     with Line(out.errors, f"packing {chosen.problem}", limit=search.seconds) as line, watched(line.packing):
         try:
-            made, interrupted = place(problem, chosen.planner, search, baseline=known), False
+            solution, interrupted = place(problem, chosen.planner, search, baseline=known), False
         except Interrupted as end:
-            made, interrupted = end.solution, True
-        met = not any(v.code == "over-capacity" for v in check_solution(problem, made))
-        why = (
-            None
-            if met
-            else infeasible_subset_of_pools(problem)
-            if pools
-            else infeasible_subset(problem, capacity or 0)
-        )
-    rows = _rows(problem, made) | {"met": met, "clash": _subset_rows(why), "pools": _pool_rows(problem, made)}
-    rows["interrupted"] = interrupted
-    text = [_said(chosen.problem, problem, made), *_pool_lines(problem, made)]
+            solution, interrupted = end.solution, True
+        met = not any(v.code == "over-capacity" for v in check_solution(problem, solution))
+        subset = None
+        if not met:
+            limit = capacity or 0
+            subset = infeasible_subset_of_pools(problem) if pools else infeasible_subset(problem, limit)
+    rows = _rows(problem, solution) | {"met": met, "clash": _subset_rows(subset)}
+    rows |= {"pools": _pool_rows(problem, solution), "interrupted": interrupted}
+    text = [_said(chosen.problem, problem, solution), *_pool_lines(problem, solution)]
     if interrupted:
         text.append("interrupted: this is the best that was found so far")
     if not met:
-        text.append(_why(why, made, capacity))
-    if path is not None and met:
-        problem_csv.write(path, table, made.offsets, made.homes)
-        rows["output"] = str(path)
-        text.append(f"written to {path}")
-    elif path is not None:
-        text.append(f"not written to {path}: the capacity is not met")
-    if drawing is not None:
-        title = Path(chosen.problem).stem
-        write_file(drawing, packing_picture(problem, _side_by_side(problem, made), title=title).encode())
-        rows["picture"] = str(drawing)
-        text.append(f"drawn in {drawing}")
-    if page is not None:
-        shown = packing_page(problem, made, rows, title=Path(chosen.problem).stem)
-        write_file(page, shown.encode())
-        rows["report"] = str(page)
-        text.append(f"shown in {page}")
+        text.append(_why(subset, solution, capacity))
+        if (path := files.pop("output", None)) is not None:
+            text.append(f"not written to {path}: the capacity is not met")
+    title, drawn = Path(chosen.problem).stem, _side_by_side(problem, solution)
+    answer = SimpleNamespace(
+        save=lambda path: problem_csv.write(path, table, solution.offsets, solution.homes),
+        picture=lambda path: write_file(path, packing_picture(problem, drawn, title=title).encode()),
+        report=lambda path: write_file(path, packing_page(problem, solution, rows, title=title).encode()),
+    )
+    write_targets(answer, files, rows, text)
     out.answer(rows, "\n".join(text))
     return INTERRUPTED if interrupted else 0 if met else 1
 
@@ -109,32 +99,26 @@ def verify_packing(chosen: argparse.Namespace, out: Output) -> int:
         pools = _pools_of(chosen, table, capacity)
         problem, solution = _placed_of(table, pools)
         arena = solution.arena
-    found = [_unplaced(b.id, b.lower) for b in table.problem.buffers if b.pinned is None]
-    found += check_solution(replace(problem, capacity=None if pools else capacity), solution)
-    rows = [
-        {"code": v.code, "step": v.step, "subjects": list(v.subjects), "message": v.message} for v in found
+    faults = [
+        Violation("missing", b.lower, (b.id,), f"buffer {b.id!r} has no offset")
+        for b in table.problem.buffers
+        if b.pinned is None
     ]
+    faults += check_solution(replace(problem, capacity=None if pools else capacity), solution)
     head = f"{len(table.rows)} buffers, arena {_exact(arena)}"
-    if not found:
+    if not faults:
         text = f"{chosen.plan}: OK (0 violations, {head})"
     else:
-        count = f"{len(found)} violation{'s' if len(found) > 1 else ''}"
-        lines = [f"{chosen.plan}: {count} ({head})", *(f"  {_timed(v)}" for v in found[:_SHOWN])]
-        text = "\n".join(lines + ([f"  … and {len(found) - _SHOWN} more"] if len(found) > _SHOWN else []))
-    answer = {"violations": rows, "arena": arena, "capacity": capacity, "buffers": len(table.rows)}
+        count = f"{len(faults)} violation{'s' if len(faults) > 1 else ''}"
+        lines = [f"{chosen.plan}: {count} ({head})", *(f"  {_timed(v)}" for v in faults[:_SHOWN])]
+        text = "\n".join(lines + ([f"  … and {len(faults) - _SHOWN} more"] if len(faults) > _SHOWN else []))
+    answer = {"violations": [asdict(v) for v in faults], "arena": arena}
+    answer |= {"capacity": capacity, "buffers": len(table.rows)}
     out.answer(answer | ({"pools": _pool_rows(problem, solution)} if pools else {}), text)
-    return 1 if found else 0
+    return 1 if faults else 0
 
 
 # --- arguments ---
-
-
-def _search(chosen: argparse.Namespace) -> Search:
-    given = given_options(chosen)
-    for name in ("seed", "work"):
-        if given.get(name, 0) > MAX_BYTES:
-            raise BadInput(f"{given[name]} is too large: at most 2^63-1", place=f"option --{name}")
-    return Search(**given)
 
 
 def _capacity(chosen: argparse.Namespace) -> int | None:
@@ -168,18 +152,14 @@ def _baseline(path: str, problem: Problem) -> list[int]:
 # --- answers ---
 
 
-def _rows(problem: Problem, made: Solution) -> dict[str, Any]:
-    return {
-        "arena": made.arena,
-        "lower_bound": made.lower_bound,
-        "optimal": made.optimal,
-        "gap": made.arena / made.lower_bound - 1 if made.lower_bound else 0.0,
-        "planner": made.planner,
-        "seconds": made.seconds,
-        "work": made.work,
-        "capacity": problem.capacity,
-        "buffers": len(problem.buffers),
-    }
+def _rows(problem: Problem, solution: Solution) -> dict[str, Any]:
+    names = ("arena", "lower_bound", "optimal", "gap", "planner", "seconds", "work")
+    rows = {n: _gap(solution) if n == "gap" else getattr(solution, n) for n in names}
+    return rows | {"capacity": problem.capacity, "buffers": len(problem.buffers)}
+
+
+def _gap(solution: Solution) -> float:
+    return solution.arena / solution.lower_bound - 1 if solution.lower_bound else 0.0
 
 
 def _said(name: str, problem: Problem, made: Solution) -> str:
@@ -187,8 +167,9 @@ def _said(name: str, problem: Problem, made: Solution) -> str:
     if problem.capacity is not None:
         within = "within" if made.arena <= problem.capacity else "NOT within"
         verdict = f", {within} the capacity of {_exact(problem.capacity)}"
-    above = 100 * (made.arena / made.lower_bound - 1) if made.lower_bound else 0.0
-    proof = "reached: no arena is smaller" if made.optimal else f"the arena is {above:.2f} % above it"
+    proof = (
+        "reached: no arena is smaller" if made.optimal else f"the arena is {100 * _gap(made):.2f} % above it"
+    )
     rows = (
         ("arena", f"{_exact(made.arena)}{verdict}"),
         ("lower bound", f"{_exact(made.lower_bound)}, {proof}"),
@@ -216,10 +197,6 @@ def _why(why: InfeasibleSubset | None, made: Solution, capacity: int | None) -> 
 
 def _subset_rows(why: InfeasibleSubset | None) -> Mapping[str, Any] | None:
     return None if why is None else {"time": why.time, "ids": list(why.ids), "bytes": why.nbytes}
-
-
-def _unplaced(name: str, time: int) -> Violation:
-    return Violation("missing", time, (name,), f"buffer {name!r} has no offset")
 
 
 def _timed(v: Violation) -> str:

@@ -209,9 +209,7 @@ def verify(chosen: argparse.Namespace, out: Output) -> int:
     faults = api.violations(plan, graph)
     if plan.digest != graph.digest:
         del faults[1:]  # it is for another graph: what else does not fit says nothing
-    rows = [
-        {"code": v.code, "step": v.step, "subjects": list(v.subjects), "message": v.message} for v in faults
-    ]
+    rows = [asdict(v) for v in faults]
     count = f"{len(faults):,} violation{'' if len(faults) == 1 else 's'}"
     size = f"{len(graph.ops):,} ops, {len(plan.residences):,} residences"
     head = f"{count} ({size})" if faults else f"OK ({count}, {size})"
