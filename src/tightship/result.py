@@ -74,6 +74,11 @@ class Planned(_Shown):
 
         return summary(self.plan, self.graph)
 
+    @property
+    def drawn(self) -> Plan:
+        """The plan as pictures and viewers show it."""
+        return self.plan
+
     def changed(self, **values: Any) -> Planned:
         """The same with other fields of the plan."""
         return replace(self, plan=replace(self.plan, **values))
@@ -95,7 +100,7 @@ class Planned(_Shown):
         """Memory over the step, before and after, as SVG; written to ``path`` if there is one."""
         from tightship.report.picture import picture
 
-        return _written(picture(self.graph, self.plan, title=title), path)
+        return _written(picture(self.graph, self.drawn, title=title), path)
 
     def report(self, path: PathLike, *, title: str = "") -> None:
         """One HTML page with everything on it: works offline, needs nothing beside it."""
@@ -107,13 +112,13 @@ class Planned(_Shown):
         """A Chrome trace for Perfetto; compressed where the path ends in ``.gz``."""
         from tightship.report.viewers import write_trace
 
-        write_trace(self.graph, self.plan, path)
+        write_trace(self.graph, self.drawn, path)
 
     def snapshot(self, path: PathLike) -> None:
         """A memory snapshot that PyTorch's viewers read."""
         from tightship.report.viewers import write_snapshot
 
-        write_snapshot(self.graph, self.plan, path)
+        write_snapshot(self.graph, self.drawn, path)
 
 
 @dataclass(frozen=True, repr=False)

@@ -28,7 +28,7 @@ from typing import Annotated, Any, Final, Literal, TypeVar, get_args, get_origin
 import msgspec
 
 from tightship import machine
-from tightship.errors import BadInput, unreadable
+from tightship.errors import BadInput, unreadable, unwritable
 from tightship.graph import Graph, Op, Request, Storage, Value
 from tightship.machine import MODELED, Machine
 from tightship.plan import FORMS, KINDS, Inner, Plan, Residence, Step
@@ -512,8 +512,7 @@ def _read(data: bytes, cls: Any, format_: str, place: str, build: Callable[[Any]
     try:
         return build(doc)
     except BadInput as error:
-        error_at = BadInput(error.rule, error.value, f"{place}: {error.place}")
-        raise error_at from error
+        raise BadInput(error.rule, error.value, f"{place}: {error.place}") from error
 
 
 # Files
@@ -559,5 +558,4 @@ def write_file(path: PathLike, data: bytes) -> None:
             beside.unlink(missing_ok=True)
             raise
     except (OSError, ValueError) as error:  # a path with a zero byte is a ValueError
-        why = getattr(error, "strerror", None) or error
-        raise BadInput(f"cannot write {os.fspath(path)!r}: {why}") from error
+        raise unwritable(error, os.fspath(path)) from error

@@ -156,24 +156,14 @@ class PlannedModule(Planned):
         write_file(path, to_text(self.remade.module).encode())
 
     def report(self, path: Any, *, title: str = "") -> None:
-        placed, before = self._placed(), with_results(self.module, graph_before(self.module))
-        write_file(path, plan_page(self.graph, placed.plan, rows=self.rows(), before=before).encode())
+        before = with_results(self.module, graph_before(self.module))
+        write_file(path, plan_page(self.graph, self.drawn, rows=self.rows(), before=before).encode())
 
-    def picture(self, path: Any = None, *, title: str = "") -> str:
-        return self._placed().picture(path, title=title)
-
-    def trace(self, path: Any) -> None:
-        self._placed().trace(path)
-
-    def snapshot(self, path: Any) -> None:
-        self._placed().snapshot(path)
-
-    def _placed(self) -> Planned:
+    @cached_property
+    def drawn(self) -> Plan:
         """To look at: what is in memory at once is placed for that, results outside the graph."""
         layout = lay_out(self.graph, self.plan.steps, seconds=1.0)
-        return Planned(self.plan, self.graph).changed(
-            residences=layout.residences, arena=layout.arena, handed=layout.handed
-        )
+        return replace(self.plan, residences=layout.residences, arena=layout.arena, handed=layout.handed)
 
 
 def plan_module(chosen: argparse.Namespace, out: Output) -> int:

@@ -13,7 +13,6 @@ import os
 import sys
 from collections.abc import Mapping, MutableMapping, Sequence
 from pathlib import Path
-from types import TracebackType
 from typing import Any, TextIO
 
 from rich.console import Console, RenderableType
@@ -54,9 +53,7 @@ class Output:
             sys.stdout = sys.stderr
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         if self.as_json:
             sys.stdout = self._stdout
             if self._saved is not None:

@@ -405,43 +405,43 @@ class Binding(NotCopied):
         self, program: Program, model: torch.nn.Module, optimizer: torch.optim.Optimizer | None
     ) -> None:
         self._program, self._optimizer = program, optimizer
-        self._found: list[Any] = []  # by slot; None for what each step brings
+        self._tensors: list[Any] = []  # by slot; None for what each step brings
         self._leaves: list[tuple[int, int]] = []  # slot, leaf of the batch
         self._constants: list[tuple[int, int]] = []  # slot, index of the constant
         self._states: list[tuple[int, Any, Any]] = []  # slot, parameter, key
         for n, slot in enumerate(program.slots):
-            found = None
+            tensor = None
             if slot.role in ("parameter", "buffer"):
                 owner, name = compat.tensor_home(model, slot.role, slot.key)
-                found = owner[name]
+                tensor = owner[name]
             elif slot.role == "state":
                 owner, name = compat.tensor_home(model, "parameter", slot.key[0])
                 self._states.append((n, owner[name], slot.key[1]))
             elif slot.role == "input":
                 self._leaves.append((n, slot.key))
             elif slot.role == "constant":
-                found = program.constants[slot.key]
+                tensor = program.constants[slot.key]
                 self._constants.append((n, slot.key))
             else:
                 raise BadInput(f"unknown role {slot.role!r}", place=f"slot {slot.key}")
-            self._found.append(found)
+            self._tensors.append(tensor)
         self._guarded = {(s.role, s.key): n for n, s in enumerate(program.slots)}
 
     def tensors(self, leaves: Sequence[Any], constants: Sequence[Any] | None = None) -> list[Any]:
         """One tensor per slot; None for optimizer state that does not exist yet. ``leaves`` are the
         batch's, ``constants`` those of this step where they are not the program's own.
         """
-        found = self._found.copy()
+        tensors = self._tensors.copy()
         if constants is not None:
             for n, k in self._constants:
-                found[n] = constants[k]
+                tensors[n] = constants[k]
         for n, leaf in self._leaves:
-            found[n] = leaves[leaf]
+            tensors[n] = leaves[leaf]
         if self._optimizer is not None:
             state = self._optimizer.state
             for n, parameter, key in self._states:
-                found[n] = state[parameter].get(key) if parameter in state else None
-        return found
+                tensors[n] = state[parameter].get(key) if parameter in state else None
+        return tensors
 
     def broken_guard(self, tensors: Sequence[Any]) -> str | None:
         """Where the captured ops depend on data that is no longer what it was; None if they do not."""
