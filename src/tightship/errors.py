@@ -80,16 +80,6 @@ class BadInput(TightshipError):
         super().__init__(message if value is _MISSING else f"{message}, got {_shown(value)}")
 
 
-def unreadable(error: Exception, place: str) -> BadInput:
-    """What is said of a file that the system does not give: in words, without error numbers."""
-    return BadInput(f"cannot read {place!r}: {getattr(error, 'strerror', None) or error}")
-
-
-def unwritable(error: Exception, path: str) -> BadInput:
-    """What is said of a file that the system does not take."""
-    return BadInput(f"cannot write {path!r}: {getattr(error, 'strerror', None) or error}")
-
-
 class UnknownSize(BadInput):
     """The size of a value in bytes is unknown; sizes are never guessed."""
 

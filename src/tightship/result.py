@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass, fields, replace
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any
 
+from tightship.files import PathLike, write_file
 from tightship.graph import Graph
 from tightship.plan import Plan
 from tightship.planners import frontier
-from tightship.serde import save_plan, write_file
+from tightship.serde import save_plan
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
 __all__ = ["Frontier", "Planned"]
-
-PathLike: TypeAlias = str | os.PathLike[str]
 
 
 def _cell(drawn: str, text: str) -> str:

@@ -16,10 +16,10 @@ from rich.console import RenderableType
 from tightship import hlo
 from tightship.baselines import xla_assign
 from tightship.baselines.xla_remat import Result
-from tightship.cli.options import given_options, model_options
 from tightship.cli.output import Output, targets, write_targets
 from tightship.diagnose.changes import Change, changes
 from tightship.errors import BadInput
+from tightship.files import write_file
 from tightship.hlo import Module, read, to_text
 from tightship.hlo.assign import advice, tight
 from tightship.hlo.assign.allocate import Assignment
@@ -37,7 +37,7 @@ from tightship.hlo.remat.peak import (
     with_results,
 )
 from tightship.hlo.remat.tradeoff import tradeoff
-from tightship.options import filled
+from tightship.options import filled, given_options, model_options
 from tightship.plan import Plan
 from tightship.planners import planner
 from tightship.planners.default import Options, top_of_peak
@@ -47,7 +47,6 @@ from tightship.report.pages.plan import plan_page
 from tightship.report.progress import Line
 from tightship.report.text import change_lines
 from tightship.result import Frontier, Planned
-from tightship.serde import write_file
 from tightship.simulate import Timeline, baseline, replay
 from tightship.units import format_bytes, parse_budget
 

@@ -17,7 +17,8 @@ from typing import Any, TextIO
 
 from rich.console import Console, RenderableType
 
-from tightship.errors import BadInput, Infeasible, TightshipError, VerificationFailed, unwritable
+from tightship.errors import BadInput, Infeasible, TightshipError, VerificationFailed
+from tightship.files import unwritable
 from tightship.report.text import NARROW
 
 __all__ = ["INTERRUPTED", "Output", "error_rows", "infeasible_rows", "targets", "writable", "write_targets"]

@@ -9,7 +9,6 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from tightship.cli.options import given_options
 from tightship.cli.output import INTERRUPTED, Output, targets, write_targets
 from tightship.diagnose.infeasible_subset import (
     InfeasibleSubset,
@@ -17,8 +16,10 @@ from tightship.diagnose.infeasible_subset import (
     infeasible_subset_of_pools,
 )
 from tightship.errors import BadInput
+from tightship.files import write_file
 from tightship.frontends import problem_csv
 from tightship.frontends.problem_csv import Table, chosen_conflicts
+from tightship.options import given_options
 from tightship.plan import Pool, Problem, Solution
 from tightship.planners import planner
 from tightship.planners.packing import Interrupted, Search, spans, watched
@@ -26,7 +27,6 @@ from tightship.planners.packing import pack as place
 from tightship.report.packing import packing_picture
 from tightship.report.pages.packing import packing_page
 from tightship.report.progress import Line
-from tightship.serde import write_file
 from tightship.units import format_bytes, format_seconds, parse_bytes
 from tightship.verify.placement import check_solution
 from tightship.violation import Violation

@@ -14,12 +14,11 @@ from tightship import api
 from tightship.analysis.bounds import time_bound
 from tightship.api import BatchRequest, FrontierRequest, PlanRequest
 from tightship.cli.hlo import explain_module, is_module, module_frontier, plan_module
-from tightship.cli.options import given_options, model_options
 from tightship.cli.output import INTERRUPTED, Output, targets, write_targets
 from tightship.cli.pack import is_packing, verify_packing
 from tightship.diagnose.changes import changes
 from tightship.errors import BadInput, Infeasible
-from tightship.options import help_of
+from tightship.options import given_options, help_of, model_options
 from tightship.planners import planners as every_planner
 from tightship.planners.batch import MaxBatch
 from tightship.planners.default import Interrupted, Options

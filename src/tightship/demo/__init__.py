@@ -17,8 +17,8 @@ from rich.console import Console, RenderableType
 from rich.table import Table
 
 from tightship.errors import BadInput, Unsupported
+from tightship.files import write_file
 from tightship.report.progress import Line
-from tightship.serde import write_file
 from tightship.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:

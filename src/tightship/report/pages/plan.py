@@ -63,6 +63,10 @@ Line = tuple[str, int, str]
 """A line across a chart: its name, its bytes, a color."""
 
 
+_BANDS = [*NAMES.items()]
+_MEMORY = {"kind": "memory", "heading": "Memory over the steps", "across": "step"}
+
+
 def memory(
     given: Graph, graph: Graph, plan: Plan, lines: Sequence[Line], beside: tuple[int, int] = (0, 0)
 ) -> Section:
@@ -77,11 +81,8 @@ def memory(
         panels.append(
             panel(caption, rows, view) | {"labels": [label(g, steps, i) for i in range(len(steps))]}
         )
-    bands = [("batch", "results"), *((b, NAMES[b]) for b in BANDS)]
-    return {
-        "kind": "memory", "heading": "Memory over the steps", "across": "step", "lines": lines,
-        "bands": without_empty(bands, panels), "panels": panels,
-    }  # fmt: skip
+    bands = [("batch", "results"), *_BANDS]
+    return _MEMORY | {"lines": lines, "bands": without_empty(bands, panels), "panels": panels}
 
 
 def panel(caption: str, rows: Sequence[Sequence[int]], view: str) -> Section:
@@ -177,7 +178,7 @@ def arena(graph: Graph, plan: Plan) -> list[Section]:
     called = {"device": "the arena", "out": "results, outside it", "host": "offloaded"}
     return [{
         "kind": "arena", "heading": "The arena", "across": "step", "view": "plan", "start": 0, "end": len(plan.steps),
-        "names": list(names), "bands": [(b, NAMES[b]) for b in BANDS],
+        "names": list(names), "bands": _BANDS,
         "spaces": [
             {"name": called.get(pool, pool), "size": max(r[2] + r[3] for r in rows), "stays": rows}
             for pool, rows in sorted(spaces.items(), key=lambda item: item[0] != "device")
@@ -272,13 +273,10 @@ def _memory(f: Frontier) -> Section:
     slots = min(600, _SLOTS // len(f.points))
     panels = [_panel("before planning", f.graph, None, slots)]
     panels += [_panel(f"with the plan for {format_bytes(budget_of(p))}", f.graph, p, slots) for p in f.points]
-    bands = without_empty([(b, NAMES[b]) for b in BANDS], panels)
+    bands = without_empty(_BANDS, panels)
     before, first, *_ = panels
-    return {
-        "kind": "memory", "heading": "Memory over the steps", "across": "step",
-        "bands": bands,
-        "panels": [before, first | {"choices": panels[1:]}], "lines": marks(None, f.lower_bound),
-    }  # fmt: skip
+    choices = [before, first | {"choices": panels[1:]}]
+    return _MEMORY | {"bands": bands, "panels": choices, "lines": marks(None, f.lower_bound)}
 
 
 def _panel(caption: str, graph: Graph, plan: Plan | None, slots: int) -> dict[str, Any]:
