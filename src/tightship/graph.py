@@ -285,9 +285,9 @@ def _rules_of_op(g: Graph, k: int, defined: bytearray, seconds: float) -> Iterat
     yield state, "a random op has a state of so many bytes, no other op has one", o.state, place
     yield set(o.updates) <= set(o.mutates), "Op.updates is part of Op.mutates", o.updates, place
     if o.overwrites:
-        read, made = ({g.values[v].storage for v in row} for row in (o.inputs, o.outputs))
+        read, results = ({g.values[v].storage for v in row} for row in (o.inputs, o.outputs))
         for a, b in o.overwrites:
-            free = a in read - made and b in made - read and a not in o.mutates and b not in o.mutates
+            free = a in read - results and b in results - read and a not in o.mutates and b not in o.mutates
             rule = "what an op may overwrite is read and not written, and a result of it takes the place"
             yield free, rule, (a, b), place
             sizes = g.storages[a].size, g.storages[b].size

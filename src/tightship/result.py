@@ -17,16 +17,6 @@ if TYPE_CHECKING:
 __all__ = ["Frontier", "Planned"]
 
 
-def _cell(drawn: str, text: str) -> str:
-    """A picture and text as a notebook shows them. The picture is an image: the styles of one that stands in the page
-    would hold for all of it."""
-    from base64 import b64encode
-    from html import escape
-
-    data = b64encode(drawn.encode()).decode()
-    return f'<img alt="{escape(text)}" src="data:image/svg+xml;base64,{data}"><pre>{escape(text)}</pre>'
-
-
 def _written(text: str, path: PathLike | None) -> str:
     if path is not None:
         write_file(path, text.encode())
@@ -43,7 +33,12 @@ class _Shown:
         return str(self)
 
     def _repr_html_(self) -> str:
-        return _cell(self.picture(), str(self))
+        """Both. The picture is an image: the styles of one that stands in the page would hold for all of it."""
+        from base64 import b64encode
+        from html import escape
+
+        data, text = b64encode(self.picture().encode()).decode(), escape(str(self))
+        return f'<img alt="{text}" src="data:image/svg+xml;base64,{data}"><pre>{text}</pre>'
 
 
 @dataclass(frozen=True, repr=False)

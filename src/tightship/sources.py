@@ -180,8 +180,7 @@ _ENDINGS = {".onnx": _ONNX, ".pb": _TENSORFLOW, ".pbtxt": _TENSORFLOW, ".meta": 
 
 def read_model(path: str | os.PathLike[str], shape: Any = None) -> OnnxProgram | GraphDefProgram:
     """The model in a file, of the kind that its ending says; ONNX by default."""
-    text = os.fspath(path)
-    return next((kind for ending, kind in _ENDINGS.items() if text.endswith(ending)), _ONNX).read(path, shape)
+    return _ENDINGS.get(Path(path).suffix, _ONNX).read(path, shape)
 
 
 # --- SOURCE: any of them, by a text ---

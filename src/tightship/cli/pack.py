@@ -162,26 +162,26 @@ def _gap(solution: Solution) -> float:
     return solution.arena / solution.lower_bound - 1 if solution.lower_bound else 0.0
 
 
-def _said(name: str, problem: Problem, made: Solution) -> str:
+def _said(name: str, problem: Problem, solution: Solution) -> str:
     verdict = ""
     if problem.capacity is not None:
-        within = "within" if made.arena <= problem.capacity else "NOT within"
+        within = "within" if solution.arena <= problem.capacity else "NOT within"
         verdict = f", {within} the capacity of {_exact(problem.capacity)}"
-    proof = (
-        "reached: no arena is smaller" if made.optimal else f"the arena is {100 * _gap(made):.2f} % above it"
-    )
+    seconds = format_seconds(solution.seconds)
+    above = f"the arena is {100 * _gap(solution):.2f} % above it"
+    proof = "reached: no arena is smaller" if solution.optimal else above
     rows = (
-        ("arena", f"{_exact(made.arena)}{verdict}"),
-        ("lower bound", f"{_exact(made.lower_bound)}, {proof}"),
-        ("planner", f"{made.planner}, in {format_seconds(made.seconds)} ({made.work} buffers placed)"),
+        ("arena", f"{_exact(solution.arena)}{verdict}"),
+        ("lower bound", f"{_exact(solution.lower_bound)}, {proof}"),
+        ("planner", f"{solution.planner}, in {seconds} ({solution.work} buffers placed)"),
     )
     count = len(problem.buffers)
     head = f"packing of {name} ({count} buffer{'' if count == 1 else 's'})"
     return "\n".join([head, *(f"  {word:<11}  {said}" for word, said in rows)])
 
 
-def _why(why: InfeasibleSubset | None, made: Solution, capacity: int | None) -> str:
-    if why is None and capacity is not None and made.lower_bound > capacity:
+def _why(why: InfeasibleSubset | None, solution: Solution, capacity: int | None) -> str:
+    if why is None and capacity is not None and solution.lower_bound > capacity:
         return "no packing can meet the capacity: the lower bound is above it"
     if why is None:
         return "no packing was found that meets the capacity; that there is none is not proved"
@@ -239,10 +239,10 @@ def _pools_of(chosen: argparse.Namespace, table: Table, capacity: int | None) ->
     if not pools and not heaps and not any(heap for _, heap in table.homes):
         return ()
     several = {pool for pool, heap in table.homes if heap}
-    made = []
-    for name, limit in (pools or {"": capacity}).items():
-        made.append(Pool(name, limit, heaps.get(name, _ANY_HEAP if name in several else None)))
-    return tuple(made)
+    return tuple(
+        Pool(name, limit, heaps.get(name, _ANY_HEAP if name in several else None))
+        for name, limit in (pools or {"": capacity}).items()
+    )
 
 
 def _heaps(chosen: argparse.Namespace, pools: Sequence[str]) -> dict[str, int]:
@@ -282,9 +282,9 @@ def _placed_of(table: Table, pools: tuple[Pool, ...]) -> tuple[Problem, Solution
     return problem, replace(solution, arena=sum(tops.values()))
 
 
-def _pool_rows(problem: Problem, made: Solution) -> list[Mapping[str, Any]]:
+def _pool_rows(problem: Problem, solution: Solution) -> list[Mapping[str, Any]]:
     """Of each pool what lies in it; nothing for a problem of one arena."""
-    tops = _spans(problem, made)
+    tops = _spans(problem, solution)
     rows: list[Mapping[str, Any]] = []
     for pool in problem.pools:
         heaps = [top for (name, _), top in sorted(tops.items()) if name == pool.name]
@@ -295,15 +295,15 @@ def _pool_rows(problem: Problem, made: Solution) -> list[Mapping[str, Any]]:
                 "heap": None if pool.heap == _ANY_HEAP else pool.heap,
                 "arena": sum(heaps),
                 "heaps": heaps,
-                "buffers": sum(1 for name, _ in made.homes if name == pool.name),
+                "buffers": sum(1 for name, _ in solution.homes if name == pool.name),
             }
         )
     return rows
 
 
-def _pool_lines(problem: Problem, made: Solution) -> list[str]:
+def _pool_lines(problem: Problem, solution: Solution) -> list[str]:
     lines = []
-    for row in _pool_rows(problem, made):
+    for row in _pool_rows(problem, solution):
         of = "" if row["capacity"] is None else f" of {format_bytes(row['capacity'])}"
         heaps = f" in {len(row['heaps'])} heaps" if row["heap"] is not None else ""
         title = f"pool {row['name']}" if row["name"] else "heaps"
@@ -311,17 +311,17 @@ def _pool_lines(problem: Problem, made: Solution) -> list[str]:
     return lines
 
 
-def _side_by_side(problem: Problem, made: Solution) -> Solution:
+def _side_by_side(problem: Problem, solution: Solution) -> Solution:
     """The pools' heaps one above the other, as one arena that can be drawn."""
     if not problem.pools:
-        return made
+        return solution
     base, at = 0, {}
-    for home, top in sorted(_spans(problem, made).items()):
+    for home, top in sorted(_spans(problem, solution).items()):
         at[home] = base
         base += top
-    offsets = tuple(x + at[home] for x, home in zip(made.offsets, made.homes, strict=True))
-    return replace(made, offsets=offsets)
+    offsets = tuple(x + at[home] for x, home in zip(solution.offsets, solution.homes, strict=True))
+    return replace(solution, offsets=offsets)
 
 
-def _spans(problem: Problem, made: Solution) -> dict[tuple[str, int], int]:
-    return spans(problem, made.offsets, made.homes or (("", 0),) * len(made.offsets))
+def _spans(problem: Problem, solution: Solution) -> dict[tuple[str, int], int]:
+    return spans(problem, solution.offsets, solution.homes or (("", 0),) * len(solution.offsets))

@@ -55,22 +55,22 @@ def changes(
     forward = all(op.phase == "forward" for op in graph.ops)
     means = means or (("recompute",) if forward else tuple(_DECISIONS))
     line = replay(graph, baseline(graph))
-    order, found = _ordered(graph, line) if reorder else (tuple(range(len(graph.ops))), [])
-    if found:
+    order, chosen = _ordered(graph, line) if reorder else (tuple(range(len(graph.ops))), [])
+    if chosen:
         line = replay(graph, baseline(graph, order))
     problem = EvictionProblem(graph, order, tuple(means))
     bits = problem.nothing()
     least = max(1, int(_LEAST * (line.peak - graph.static_bytes)))
-    while len(found) < most and len(problem.gaps):
+    while len(chosen) < most and len(problem.gaps):
         now = problem.cost(bits, line.peak)
         tried = [t for t in _tries(problem, bits, line) if line.peak - t.cost.peak >= least]
         if not tried:
             break
         best = min(tried, key=lambda t: _price(t.cost, now, line))
         after = replay(graph, problem.lower(best.cost, best.cost.peak))
-        found.append(_change(graph, best, line, after))
+        chosen.append(_change(graph, best, line, after))
         bits, line = best.cost.evict, after
-    return tuple(found)
+    return tuple(chosen)
 
 
 def _price(then: Decision, now: Decision, line: Timeline) -> float:

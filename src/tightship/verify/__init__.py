@@ -10,16 +10,10 @@ from __future__ import annotations
 from tightship.errors import VerificationFailed
 from tightship.graph import Graph
 from tightship.plan import Plan
-from tightship.verify.rules import PLACEMENT_RULES, PLAN_RULES, violations
-from tightship.violation import Rule, Violation
+from tightship.verify.rules import PLACEMENT_RULES, PLAN_RULES, verify
+from tightship.violation import Rule
 
 __all__ = ["PLACEMENT_RULES", "PLAN_RULES", "Rule", "check", "verify"]
-
-
-def verify(graph: Graph, plan: Plan) -> list[Violation]:
-    """Everything wrong with ``plan`` as a plan for ``graph``; of one code, at most ``facts.PER_CODE`` (in each plan
-    inside it, too)."""
-    return violations(graph, plan)
 
 
 def check(graph: Graph, plan: Plan) -> None:

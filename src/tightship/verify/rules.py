@@ -26,7 +26,7 @@ __all__ = [
     "PLAN_RULES",
     "agree",
     "elapsed",
-    "violations",
+    "verify",
 ]
 
 
@@ -84,8 +84,9 @@ _ROUNDING = 1e-6
 """The share of a time by which a bound of it, found by a solver, may be above it."""
 
 
-def violations(graph: Graph, plan: Plan, depth: int = 0) -> list[Violation]:
-    """Everything wrong with ``plan`` as a plan for ``graph``, itself inside of ``depth`` others."""
+def verify(graph: Graph, plan: Plan, depth: int = 0) -> list[Violation]:
+    """Everything wrong with ``plan`` as a plan for ``graph``, itself inside of ``depth`` others; of one code, at most
+    ``facts.PER_CODE`` (in each plan inside it, too)."""
     ledger, facts, clocks = Ledger(), facts_of(graph), Clocks(plan.steps)
     replay = Replay(graph, facts, plan.steps, clocks, ledger, plan.lossy)
     inspection = Inspection(graph, plan, facts, clocks, replay, ledger, depth)
@@ -176,7 +177,7 @@ def _inner(i: Inspection) -> None:
         if not 0 <= row.op < len(graph.ops):
             i.note("unknown", str(row.op), f"there is no op {row.op} to run a graph")
             continue
-        inside = violations(row.graph, row.plan, i.depth + 1)
+        inside = verify(row.graph, row.plan, i.depth + 1)
         where = f"inside {graph.ops[row.op].name}: "
         i.ledger.violations += [replace(v, message=where + v.message) for v in inside]
         need[row.op] = need.get(row.op, 0) + max(0, row.plan.peak - row.plan.static)

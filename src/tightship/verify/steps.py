@@ -165,9 +165,9 @@ class Replay:
         skip = frozenset(op.updates) if again else frozenset()
         self._reads(i, k, again, skip)
         self._writes(i, k, again, skip)
-        made = self.facts.makes[k]
+        defined = self.facts.makes[k]
         state = op.state if step.saves or again else 0
-        need = sum(self.graph.storages[s].size for s in made) + self.facts.extra[k] + state
+        need = sum(self.graph.storages[s].size for s in defined) + self.facts.extra[k] + state
         for a, b in step.reuses:
             self._reuse(i, k, step, a, b)
         level = self.live + need
@@ -299,17 +299,17 @@ class Replay:
         self.took.append((i, b, a))
 
     def _results(self, i: int, k: int, step: Step, again: bool) -> None:
-        made = self.facts.makes[k]
-        keep = [s for s in step.storages if self._valid(i, s)] if again else made
+        defined = self.facts.makes[k]
+        keep = [s for s in step.storages if self._valid(i, s)] if again else defined
         for s in keep:
-            if s not in made:
+            if s not in defined:
                 op = self.graph.ops[k]
                 self.note(
                     "unknown", i, (self._name(s), op.name), f"{op.name} does not define {self._name(s)}"
                 )
             else:
                 self._make(i, "full", s, 1, self.graph.storages[s].size)
-        for s in made:
+        for s in defined:
             if not again:
                 self._written[s] += 1
             elif s not in keep:

@@ -123,30 +123,31 @@ def arcs(graph: Graph, plan: Plan, line: Timeline) -> list[dict[str, Any]]:
     """Each eviction: from the step that freed the full form to the one that made it again, and the seconds that this
     took (of several at once, each an equal part)."""
     left: dict[int, int] = {}
-    found = []
+    rows = []
     for i, (step, (start, end)) in enumerate(zip(plan.steps, line.spans, strict=True)):
         if step.kind == "free" and step.form == "full":
             left.update(dict.fromkeys(step.storages, i))
         left.update((s, i) for s, _ in step.reuses)
         if step.kind in _AGAIN:
             share = (end - start) / max(1, len(step.storages))
-            found += [
+            rows += [
                 {"kind": _AGAIN[step.kind], "from": left.get(s, i), "to": i, "name": graph.storages[s].name}
                 | {"bytes": graph.storages[s].size, "cost": share}
                 for s in step.storages
             ]
-    return found
+    return rows
 
 
 def evictions(graph: Graph, plan: Plan, line: Timeline) -> list[Section]:
     """The arcs, and the largest of them as a table; nothing where everything is kept."""
-    found = arcs(graph, plan, line)
-    if not found:
+    evicted = arcs(graph, plan, line)
+    if not evicted:
         return []
-    drawn = {"kind": "arcs", "heading": "What left and came back", "arcs": found, "view": "plan"}
-    largest = sorted(found, key=lambda a: (-a["bytes"], a["from"]))
+    drawn = {"kind": "arcs", "heading": "What left and came back", "arcs": evicted, "view": "plan"}
+    largest = sorted(evicted, key=lambda a: (-a["bytes"], a["from"]))
     rows = [[a["name"], a["kind"], a["bytes"], a["cost"], a["from"], a["to"]] for a in largest[:ROWS]]
-    many = f"all {len(found)}" if len(rows) == len(found) else f"the largest {len(rows)} of {len(found)}"
+    count = len(evicted)
+    many = f"all {count}" if len(rows) == count else f"the largest {len(rows)} of {count}"
     names = [("storage", "text"), ("how", "text"), ("bytes", "bytes"), ("cost", "seconds")]
     names += [("leaves at step", "count"), ("is back at step", "count")]
     listed = table("Evictions, largest first", names, rows, fold=f"as a table: {many}")
@@ -204,8 +205,8 @@ def peak_table(graph: Graph, steps: Sequence[Step], line: Timeline, beside: int 
     rows = sorted((r for r in rows if r[3]), key=lambda r: -r[3])
     running = label(graph, steps, line.peak_step) if line.peak_step >= 0 else "the static set"
     names = [("tensor", "text"), ("kind", "text"), ("shape", "shape"), ("bytes", "bytes"), ("module", "text")]
-    made = table("The peak", [*names, ("made on line", "text")], cut(rows, 3))
-    return made | {"said": f"{format_bytes(line.peak + beside)} at step {line.peak_step}: {running}"}
+    section = table("The peak", [*names, ("made on line", "text")], cut(rows, 3))
+    return section | {"said": f"{format_bytes(line.peak + beside)} at step {line.peak_step}: {running}"}
 
 
 def steps_of(
@@ -284,5 +285,5 @@ def _panel(caption: str, graph: Graph, plan: Plan | None, slots: int) -> dict[st
     rows = [c.bytes for c in columns(graph, steps)]
     less = folded(rows, slots)
     times = [len(rows) * k // max(1, len(less)) for k in range(len(less))]
-    made = panel(caption, less, "before" if plan is None else "plan")
-    return made | {"times": times, "end": max(1, len(rows))}
+    section = panel(caption, less, "before" if plan is None else "plan")
+    return section | {"times": times, "end": max(1, len(rows))}
