@@ -21,7 +21,6 @@ LAYERS = (
     ("machine",),
     ("graph",),
     ("plan",),
-    ("violation",),
     ("serde",),
     ("simulate",),
     ("verify",),
@@ -53,7 +52,7 @@ MAY_IMPORT_FRAMEWORKS = {"frontends", "execute", "integrations", "demo"}
 
 # The verifiers share no code with what they check.
 VERIFIERS = {"verify"}
-VERIFY_MAY_IMPORT = {"machine", "graph", "plan", "errors", "violation"}
+VERIFY_MAY_IMPORT = {"machine", "graph", "plan", "errors"}
 
 
 def layer_of(module: str) -> str:

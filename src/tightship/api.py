@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
 from tightship.diagnose.remedies import advised
-from tightship.errors import BadInput, VerificationFailed
+from tightship.errors import BadInput, VerificationFailed, Violation
 from tightship.graph import Graph
 from tightship.options import filled
 from tightship.plan import Plan
@@ -34,7 +34,6 @@ if TYPE_CHECKING:
     from tightship.execute.infer import Inference
     from tightship.execute.prepared import Planner
     from tightship.frontends.torch.structure import LossFn
-    from tightship.violation import Violation
 
     Model: TypeAlias = torch.nn.Module | torch.export.ExportedProgram
     Loss: TypeAlias = LossFn | torch.nn.Module

@@ -15,7 +15,7 @@ from tightship.diagnose.infeasible_subset import (
     infeasible_subset,
     infeasible_subset_of_pools,
 )
-from tightship.errors import BadInput
+from tightship.errors import BadInput, Violation
 from tightship.files import write_file
 from tightship.frontends import problem_csv
 from tightship.frontends.problem_csv import Table, chosen_conflicts
@@ -29,7 +29,6 @@ from tightship.report.pages.packing import packing_page
 from tightship.report.progress import Line
 from tightship.units import format_bytes, format_seconds, parse_bytes
 from tightship.verify.placement import check_solution
-from tightship.violation import Violation
 
 __all__ = ["is_packing", "pack", "verify_packing"]
 

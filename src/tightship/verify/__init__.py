@@ -7,11 +7,10 @@ placements alone are checked by `tightship.verify.placement`.
 
 from __future__ import annotations
 
-from tightship.errors import VerificationFailed
+from tightship.errors import Rule, VerificationFailed
 from tightship.graph import Graph
 from tightship.plan import Plan
 from tightship.verify.rules import PLACEMENT_RULES, PLAN_RULES, verify
-from tightship.violation import Rule
 
 __all__ = ["PLACEMENT_RULES", "PLAN_RULES", "Rule", "check", "verify"]
 

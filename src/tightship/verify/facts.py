@@ -10,8 +10,8 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass
 
+from tightship.errors import Violation
 from tightship.graph import Graph, Op, alignment_of
-from tightship.violation import Violation
 
 __all__ = ["PER_CODE", "Facts", "Ledger", "facts_of", "unplanned_need"]
 

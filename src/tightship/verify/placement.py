@@ -26,8 +26,8 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from tightship.errors import Rule, Violation
 from tightship.plan import Buffer, Problem, Solution
-from tightship.violation import Rule, Violation
 
 __all__ = ["PLACEMENT_RULES", "check_solution", "disjoint"]
 

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from math import inf
 
+from tightship.errors import Rule, Violation
 from tightship.graph import Graph
 from tightship.plan import Plan, Step
 from tightship.verify.facts import Ledger, facts_of, unplanned_need
@@ -19,7 +20,6 @@ from tightship.verify.lanes import Clocks
 from tightship.verify.placement import PLACEMENT_RULES
 from tightship.verify.residences import check_residences
 from tightship.verify.steps import COPIES, Inspection, Replay
-from tightship.violation import Rule, Violation
 
 __all__ = [
     "PLACEMENT_RULES",
