@@ -13,13 +13,11 @@ __all__ = [
     "BadInput",
     "BudgetExceeded",
     "Infeasible",
-    "Rule",
     "TightshipError",
     "UnknownAlias",
     "UnknownSize",
     "Unsupported",
     "VerificationFailed",
-    "Violation",
 ]
 
 _SHOWN_VALUE: Final = 120  # characters of an offending value that a message repeats
