@@ -309,9 +309,13 @@ class EvictionProblem:
 
     def steps(self, evict: Bits, budget: int = _UNLIMITED) -> tuple[Step, ...]:
         """The steps that carry a decision out; within ``budget``, which says when copies out must be waited for."""
+        return self.steps_of(self.engine.emit(evict, budget))
+
+    def steps_of(self, rows: Iterable[Sequence[Any]]) -> tuple[Step, ...]:
+        """Steps as the core has them."""
         return tuple(
             self._step(_KINDS[kind], op, storages, _FORMS[form], stream, waits, reuses)
-            for kind, op, storages, form, stream, waits, reuses in self.engine.emit(evict, budget)
+            for kind, op, storages, form, stream, waits, reuses in rows
         )
 
     def lower(
