@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from itertools import pairwise
 from typing import Any, TypedDict
@@ -23,11 +23,11 @@ from tightship.errors import BadInput, Infeasible
 from tightship.graph import Graph
 from tightship.options import option
 from tightship.plan import Plan, Step
-from tightship.planners import PlannerInfo, planner, run
+from tightship.planners import PlannerInfo, floor, planner, run
 from tightship.planners.evict.lowering import pure_random_ops
 from tightship.planners.evict.problem import MEANS, EvictionProblem, Progress
 from tightship.planners.hints import parse_hints, resolve
-from tightship.planners.layout import Layout, lay_out
+from tightship.planners.layout import Layout
 from tightship.simulate import Timeline, baseline, replay
 from tightship.units import Budget, resolve_budget
 from tightship.verify import check
@@ -50,8 +50,6 @@ __all__ = [
 _REDRAW = "redraw"
 _TIGHTEN = 4
 """How often evictions are searched again because the placement came out larger than the peak."""
-_LAYOUT = 1.0
-"""Seconds of the clock that offsets may take; their limit of work mostly ends first."""
 _REST = 12.0
 """What follows the search, over what it takes to replay a graph once."""
 _EXACT = 1 + 1e-9
@@ -158,8 +156,9 @@ def plan(
 def plan_steps(problem: EvictionProblem, steps: Sequence[Step], o: Options, planner: str) -> Plan:
     """A verified plan that does what ``steps`` say, placed; its budget is what it needs."""
     graph, began = problem.graph, time.perf_counter()
-    line, layout = replay(graph, steps), _layout(graph, steps, o)
-    budget = _placed(graph, line, layout)
+    line, placement = replay(graph, steps), floor.Placement(graph, o.place, o.hand_out, o.seed)
+    layout = placement.layout(steps)
+    budget = placement.needs(line, layout)
     search = _Search(graph, problem, o, replay(graph, baseline(graph)), budget)
     return search.verified(steps, line, layout, planner, began)
 
@@ -212,9 +211,13 @@ class _Search:
     interrupted: bool = False
     bound: int = field(init=False)
     time_bound: float = field(init=False)
+    placement: floor.Placement = field(init=False)
+    reached: floor.Reached = field(init=False)
 
     def __post_init__(self) -> None:
-        graph, budget = self.graph, self.budget
+        graph, budget, o = self.graph, self.budget, self.options
+        self.placement = floor.Placement(graph, o.place, o.hand_out, o.seed)
+        self.reached = floor.reached(graph, _allowed(self.problem, o))
         self.time_bound = 0.0 if budget is None else least_time(graph, self.problem, self.options, budget)
         self.bound = int(
             lower_bound(
@@ -226,9 +229,26 @@ class _Search:
         )
 
     def fit(self, progress: Progress | None, clock: _Clock) -> tuple[run.Evicted, Layout]:
-        """Evictions and a layout within the budget; searched again under a lower one while the layout is not."""
+        """Evictions and a layout within the budget: the best of a small graph, or the faster one of what is found
+        and what was reached before."""
+        budget, placement = self.budget, self.placement
+        if budget is not None:
+            best = floor.every_plan(self.problem, placement, budget, self.options.work, clock.search)
+            if best is not None:
+                self.reached.offer(best)
+                return best.found, best.layout
+        made = self._searched(progress, clock)
+        if budget is not None:
+            made = self.reached.within(budget)
+        if made is None:
+            raise self.infeasible()
+        return made.found, made.layout
+
+    def _searched(self, progress: Progress | None, clock: _Clock) -> floor.Placed | None:
+        """Evictions and a layout; searched again under a lower budget while the layout is above it."""
         o, archive, budget = self.options, self.problem.archive, self.budget
         target = self.before.peak if budget is None else budget
+        made = None
         for _ in range(_TIGHTEN):
             # A search again begins where the last one ended: a part of the work is enough.
             work = o.work if self.best is None else o.work // (30 if self.interrupted else 3)
@@ -236,17 +256,18 @@ class _Search:
             self.interrupted, archive.stopped = self.interrupted or archive.stopped, False
             if self.best is None or found.timeline.peak < self.best.timeline.peak:
                 self.best = found
-            if budget is not None and not found.decision.met:
-                if self.interrupted:
-                    raise KeyboardInterrupt
+            if budget is not None and not found.decision.met and self.interrupted:
+                raise KeyboardInterrupt
+            made = self.placement.lay(found, clock.deadline, budget)
+            self.reached.offer(made)
+            if budget is None or made.needs <= budget:
                 break
-            layout = _layout(self.graph, found.steps, o, clock.deadline.left)
-            placed = _placed(self.graph, found.timeline, layout)
-            if budget is None or placed <= budget:
-                return found, layout
-            self.placed = placed if self.placed is None else min(self.placed, placed)
-            target = min(target, found.timeline.peak) - (placed - budget)
-        raise self.infeasible()
+            if found.timeline.peak <= budget:
+                self.placed = made.needs if self.placed is None else min(self.placed, made.needs)
+            if not found.decision.met:
+                break
+            target = min(target, found.timeline.peak) - (made.needs - budget)
+        return made
 
     def _evict(self, budget: int, deadline: Deadline, work: int, progress: Progress | None) -> run.Evicted:
         o, info = self.options, planner(self.options.evict, "evict")
@@ -306,6 +327,13 @@ def least_time(graph: Graph, problem: EvictionProblem, o: Options, budget: int) 
     return time_bound(graph, budget, redraw=redraw, least=_least(problem), in_place=problem.in_place)
 
 
+def _allowed(problem: EvictionProblem, o: Options) -> Hashable:
+    """What plans may do: those that may do the same are answers for one another."""
+    only = tuple(sorted(problem.only.items()))
+    ways = (problem.means, only, problem.lossy, problem.host, problem.stuck, problem.in_place)
+    return (*ways, _REDRAW in _means(o), o.place, o.hand_out)
+
+
 def _means(o: Options) -> tuple[str, ...]:
     return tuple(filter(None, (m.strip() for m in o.allow.split(","))))
 
@@ -351,17 +379,6 @@ def displaced(order: tuple[int, ...]) -> int:
     """How many ops run after another one than in the graph's own order."""
     successor = dict(pairwise(order))
     return sum(1 for k in range(len(order) - 1) if successor.get(k) != k + 1)
-
-
-def _placed(graph: Graph, line: Timeline, layout: Layout) -> int:
-    """The bytes that a plan needs once everything has a place."""
-    return max(line.peak, graph.static_bytes + layout.arena + layout.handed)
-
-
-def _layout(graph: Graph, steps: Sequence[Step], o: Options, seconds: float = _LAYOUT) -> Layout:
-    if not o.place:
-        return Layout((), 0, 0, 0)
-    return lay_out(graph, steps, hand_out=o.hand_out, seed=o.seed, seconds=min(_LAYOUT, seconds))
 
 
 def top_of_peak(

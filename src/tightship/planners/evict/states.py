@@ -2,10 +2,10 @@
 
 Problem: the fastest plan within the budget, in whatever order, with as many runs of each op as it takes. Measure:
 exact bytes and seconds, as the replay counts them; with ``place`` the arena's bytes, every copy at an offset of its
-own. Source: shortest paths (Dijkstra 1959) over what has run and what is in memory, and where; a copy that lies as low
-as it can lies on a stack of others, which leaves few offsets to try. Guarantee: where ``work`` does not end it, the
-least time of all plans that recompute, or proof that none fits. Complexity: exponential; up to some eight ops with
-offsets, a dozen without. Known limits: recomputation only, at most 64 ops; the problem's order is of no account.
+own. Source: shortest paths (Dijkstra 1959) over what has run and what is in memory, and where; a copy that lies as
+low as it can lies on a stack of others, which leaves few offsets to try. Guarantee: where ``work`` does not end it,
+the least time of all plans that recompute, or proof that none fits. Complexity: exponential; up to some six ops with
+offsets, sixteen without. Known limits: recomputation only, at most 64 ops; the problem's order is of no account.
 """
 
 from __future__ import annotations
