@@ -213,7 +213,8 @@ class _Search:
     before: Timeline
     budget: int | None
     best: run.Evicted | None = None
-    placed: int | None = None
+    last: run.Evicted | None = None
+    only_places: bool = False
     interrupted: bool = False
     bound: int = field(init=False)
     time_bound: float = field(init=False)
@@ -248,6 +249,9 @@ class _Search:
             made = self.reached.within(budget)
         if made is None:
             raise self.infeasible()
+        if self.last is not None and made.found is not self.last:  # of a search that ended some other way
+            decision = replace(made.found.decision, ended=self.last.decision.ended)
+            return replace(made.found, decision=decision), made.layout
         return made.found, made.layout
 
     def _searched(self, progress: Progress | None, clock: _Clock) -> floor.Placed | None:
@@ -259,7 +263,7 @@ class _Search:
             # A search again begins where the last one ended: a part of the work is enough.
             work = o.work if self.best is None else o.work // (30 if self.interrupted else 3)
             found = self._evict(target, clock.search, work, progress)
-            self.interrupted, archive.stopped = self.interrupted or archive.stopped, False
+            self.interrupted, archive.stopped, self.last = self.interrupted or archive.stopped, False, found
             if self.best is None or found.timeline.peak < self.best.timeline.peak:
                 self.best = found
             if budget is not None and not found.decision.met and self.interrupted:
@@ -269,7 +273,7 @@ class _Search:
             if budget is None or made.needs <= budget:
                 break
             if found.timeline.peak <= budget:
-                self.placed = made.needs if self.placed is None else min(self.placed, made.needs)
+                self.only_places = True
             if not found.decision.met:
                 break
             target = min(target, found.timeline.peak) - (made.needs - budget)
@@ -314,15 +318,19 @@ class _Search:
         return made
 
     def infeasible(self) -> Infeasible:
+        """What was reached: the least bytes that a plan ever needed, or, of one with a peak within the budget, those
+        that it needs once everything has a place."""
         assert self.budget is not None and self.best is not None
-        graph, line, steps = self.graph, self.best.timeline, self.best.steps
+        graph, least = self.graph, self.reached.plans[0]
+        found = self.best if self.only_places else least.found
+        line = found.timeline
         return Infeasible(
             budget=self.budget,
             lower_bound=self.bound,
-            best_peak=line.peak,
-            top=top_of_peak(graph, line, steps),
-            placed=self.placed,
-            at=graph.ops[steps[line.peak_step].op].name if line.peak_step >= 0 else "",
+            best_peak=line.peak if self.only_places else least.needs,
+            top=top_of_peak(graph, line, found.steps),
+            placed=least.needs if self.only_places else None,
+            at=graph.ops[found.steps[line.peak_step].op].name if line.peak_step >= 0 else "",
             advice=advice(graph, self.budget, line.at_peak),
         )
 
