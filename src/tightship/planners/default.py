@@ -50,6 +50,9 @@ __all__ = [
 _REDRAW = "redraw"
 _TIGHTEN = 4
 """How often evictions are searched again because the placement came out larger than the peak."""
+_ORDERS = ("given", "lpmf", "sink")
+_FAR = 0.03
+"""Orders that are tried where the fastest plan is above the least time by more than this part of it."""
 _REST = 12.0
 """What follows the search, over what it takes to replay a graph once."""
 _EXACT = 1 + 1e-9
@@ -244,8 +247,9 @@ class _Search:
             if best is not None:
                 self.reached.offer(best)
                 return best.found, best.layout
-        made = self._searched(progress, clock)
+        made = self._searched(self.problem, progress, clock)
         if budget is not None:
+            self._other_orders(progress, clock)
             made = self.reached.within(budget)
         if made is None:
             raise self.infeasible()
@@ -254,15 +258,34 @@ class _Search:
             return replace(made.found, decision=decision), made.layout
         return made.found, made.layout
 
-    def _searched(self, progress: Progress | None, clock: _Clock) -> floor.Placed | None:
+    def _other_orders(self, progress: Progress | None, clock: _Clock) -> None:
+        """Search in other orders while nothing fits, or only what is far above the least time: the order of the least
+        peak without evictions may be a bad one to evict in."""
+        assert self.budget is not None
+        if self.options.order != Options().order or self.bound > self.budget:
+            return
+        tried = [self.problem.order]
+        for name in _ORDERS:
+            best = self.reached.within(self.budget)
+            near = best is not None and best.found.timeline.time <= self.time_bound * (1 + _FAR)
+            if near or self.interrupted or clock.search.over:
+                return
+            order = tuple(range(len(self.graph.ops))) if name == "given" else run.order(name, self.graph)
+            if order not in tried:
+                tried.append(order)
+                self._searched(self.problem.in_order(order), progress, clock)
+
+    def _searched(
+        self, problem: EvictionProblem, progress: Progress | None, clock: _Clock
+    ) -> floor.Placed | None:
         """Evictions and a layout; searched again under a lower budget while the layout is above it."""
-        o, archive, budget = self.options, self.problem.archive, self.budget
+        o, archive, budget = self.options, problem.archive, self.budget
         target = self.before.peak if budget is None else budget
-        made = None
+        made, within = None, target
         for _ in range(_TIGHTEN):
             # A search again begins where the last one ended: a part of the work is enough.
             work = o.work if self.best is None else o.work // (30 if self.interrupted else 3)
-            found = self._evict(target, clock.search, work, progress)
+            found = self._evict(problem, target, clock.search, work, progress)
             self.interrupted, archive.stopped, self.last = self.interrupted or archive.stopped, False, found
             if self.best is None or found.timeline.peak < self.best.timeline.peak:
                 self.best = found
@@ -274,12 +297,18 @@ class _Search:
                 break
             if found.timeline.peak <= budget:
                 self.only_places = True
-            if not found.decision.met:
+            if found.decision.met:
+                within = min(target, found.timeline.peak)
+                target = within - (made.needs - budget)
+            elif target + 1 < within:  # tightened too much
+                target = (target + within) // 2
+            else:
                 break
-            target = min(target, found.timeline.peak) - (made.needs - budget)
         return made
 
-    def _evict(self, budget: int, deadline: Deadline, work: int, progress: Progress | None) -> run.Evicted:
+    def _evict(
+        self, problem: EvictionProblem, budget: int, deadline: Deadline, work: int, progress: Progress | None
+    ) -> run.Evicted:
         o, info = self.options, planner(self.options.evict, "evict")
         least = self.time_bound if self.time_bound < math.inf else 0.0
         known = {
@@ -287,7 +316,7 @@ class _Search:
             "goal": least * (1 + o.gap) - self.before.time,
         }  # fmt: skip
         options = info.options(**{f.name: known[f.name] for f in fields(info.options) if f.name in known})
-        return run.evict(info, self.problem, budget, options, progress, graph=self.graph, or_keep=True)
+        return run.evict(info, problem, budget, options, progress, graph=self.graph, or_keep=True)
 
     def ended(self, found: run.Evicted) -> str:
         """Why the search ended, one of ``plan.TERMINATIONS``."""
@@ -311,7 +340,7 @@ class _Search:
             lower_bound=self.bound,
             time_bound=self.time_bound,
             host_budget=o.host or None,
-            moved=displaced(self.problem.order),
+            moved=displaced(tuple(step.op for step in steps if step.kind == "compute")),
             seconds=time.perf_counter() - began,
         )
         check(graph, made)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 from collections import defaultdict
 from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property, reduce
 from itertools import pairwise
 from typing import Any
@@ -155,6 +155,16 @@ class EvictionProblem:
     @cached_property
     def archive(self) -> Archive:
         return Archive()
+
+    @cached_property
+    def _in_order(self) -> dict[tuple[int, ...], EvictionProblem]:
+        return {}
+
+    def in_order(self, order: tuple[int, ...]) -> EvictionProblem:
+        """The same in another order; always the same problem, with what was found for it."""
+        if order not in self._in_order:
+            self._in_order[order] = replace(self, order=order)
+        return self._in_order[order]
 
     @cached_property
     def engine(self) -> Any:
