@@ -22,9 +22,9 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import pages
 import torch
 
-import pages
 import tightship
 from tightship.demo import models
 from tightship.execute import allocator, cache, prepared

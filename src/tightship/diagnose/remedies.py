@@ -12,6 +12,7 @@ from dataclasses import replace
 
 from tightship.analysis.bounds import lower_bound
 from tightship.analysis.packing import packings
+from tightship.deadline import NEVER, Deadline
 from tightship.errors import Infeasible
 from tightship.graph import Graph
 from tightship.plan import Plan
@@ -25,6 +26,8 @@ __all__ = ["advised", "remedies"]
 
 _PART = 20
 """A remedy has one such part of the search's work and time."""
+_SEARCH = 0.8
+"""What the search may take of the time; the rest is for what else may help."""
 _HINTS = 4
 """So many hints are tried to be left out, one at a time."""
 
@@ -35,30 +38,37 @@ def advised(
     options: Options | None = None,
     progress: Progress | None = None,
 ) -> Plan:
-    """As `default.plan`; an ``Infeasible`` says what was tried and would help. An interrupt ends the trials."""
+    """As `default.plan`; an ``Infeasible`` says what was tried and would help. An interrupt ends the trials, and so
+    does the end of the time, of which a part is left for them."""
+    o = options or Options()
+    deadline = Deadline.after(o.seconds)
     try:
-        return default.plan(graph, budget, options, progress)
+        return default.plan(graph, budget, replace(o, seconds=o.seconds * _SEARCH), progress)
     except Infeasible as no:
-        raise no.with_advice(remedies(graph, no, options or Options())) from None
+        raise no.with_advice(remedies(graph, no, o, deadline)) from None
 
 
-def remedies(graph: Graph, no: Infeasible, o: Options) -> tuple[str, ...]:
+def remedies(graph: Graph, no: Infeasible, o: Options, deadline: Deadline = NEVER) -> tuple[str, ...]:
     """What would help, with what it gives; then what the error says of batches and of what nothing helps against."""
     rest = [text for text in no.advice if not text.startswith(("offloading", "compression"))]
     away = int(lower_bound(graph, least=dict.fromkeys(range(len(graph.storages)), 0)))
     if away > no.budget:
         return tuple(rest)
-    found = []
+    tried = []
     try:
         for name, other in _others(graph, o):
-            found.append(f"{name}: {_outcome(graph, no.budget, _short(other))}")
+            if deadline.over:
+                tried.append(f"{name}, and what else there is: not tried, the time is over")
+                break
+            tried.append(f"{name}: {_outcome(graph, no.budget, _short(other, deadline))}")
     except KeyboardInterrupt:
-        found.append("interrupted: nothing more was tried")
-    return (*found, *rest)
+        tried.append("interrupted: nothing more was tried")
+    return (*tried, *rest)
 
 
-def _short(o: Options) -> Options:
-    return replace(o, seconds=max(0.2, o.seconds / _PART), work=max(1, o.work // _PART))
+def _short(o: Options, deadline: Deadline) -> Options:
+    seconds = min(deadline.left, max(0.2, o.seconds / _PART))
+    return replace(o, seconds=seconds, work=max(1, o.work // _PART))
 
 
 def _others(graph: Graph, o: Options) -> Iterator[tuple[str, Options]]:
@@ -88,12 +98,12 @@ def _allowing(o: Options, name: str, way: str) -> tuple[str, Options]:
 
 def _outcome(graph: Graph, limit: int, o: Options) -> str:
     try:
-        made = default.plan(graph, limit, o)
+        plan = default.plan(graph, limit, o)
     except Infeasible as no:
         if no.impossible:
             return f"not enough, no plan needs less than {format_bytes(no.lower_bound)} then"
         needed = format_bytes(no.placed if no.placed and no.best_peak <= limit else no.best_peak)
         return f"not enough in a short search, which reached {needed}"
-    extra = 100 * (made.time / made.time_before - 1) if made.time_before else 0.0
-    beside = [f"{format_bytes(made.host)} outside"] if made.host else []
+    extra = 100 * (plan.time / plan.time_before - 1) if plan.time_before else 0.0
+    beside = [f"{format_bytes(plan.host)} outside"] if plan.host else []
     return ", ".join([f"fits, {extra:+.1f} % time", *beside])

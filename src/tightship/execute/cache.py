@@ -12,7 +12,6 @@ import functools
 import hashlib
 import os
 import platform
-import threading
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from importlib.metadata import version
@@ -23,7 +22,8 @@ import msgspec
 import torch
 
 from tightship.diagnose.remedies import advised
-from tightship.errors import TightshipError
+from tightship.errors import BadInput, TightshipError
+from tightship.files import write_file
 from tightship.graph import Graph
 from tightship.plan import Plan
 from tightship.planners.default import Options
@@ -121,7 +121,7 @@ class Cache:
         self._known = dict(islice(known.items(), max(0, len(known) - MOST_MEASUREMENTS), None))
         self._new = {}
         error = _write(self.path, msgspec.json.encode(_File(self.machine, self._known)))
-        if error is not None:
+        if error:
             self.note = f"measurements could not be kept: {error}"
 
     def _read(self) -> dict[str, Measurement]:
@@ -139,18 +139,14 @@ class Cache:
         return file.entries if file.machine == self.machine else {}
 
 
-def _write(path: Path, data: bytes) -> OSError | None:
-    """The file appears complete or not at all; returns why it does not."""
-    part = path.with_name(f"{path.name}.{os.getpid()}.{threading.get_ident()}.part")
+def _write(path: Path, data: bytes) -> str:
+    """Makes the file, complete or not at all; returns why not, empty if it is there."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        part.write_bytes(data)
-        os.replace(part, path)
-    except OSError as error:
-        with contextlib.suppress(OSError):
-            part.unlink(missing_ok=True)
-        return error
-    return None
+        write_file(path, data)
+    except (OSError, BadInput) as error:
+        return str(error)
+    return ""
 
 
 # --- plans ---
@@ -186,7 +182,7 @@ class KeptPlans:
             return plan
         made = advised(graph, budget, self.options, progress)
         error = _write(path, msgspec.json.encode(_PlanFile(key, msgspec.Raw(dumps_plan(made)))))
-        if error is not None:
+        if error:
             note = f"the plan could not be kept: {error}"
         else:
             _remove_oldest(self.folder)

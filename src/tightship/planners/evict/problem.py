@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 from collections import defaultdict
 from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property, reduce
 from itertools import pairwise
 from typing import Any
@@ -83,7 +83,8 @@ class Decision:
     copied out at once.
 
     ``steps`` is set by planners that lower their decisions themselves; `EvictionProblem.lower` has those of any. One
-    that is not ``valid`` cannot be carried out, and its numbers mean nothing."""
+    that is not ``valid`` cannot be carried out, and its numbers mean nothing. ``ended``: why the planner stopped, one
+    of ``plan.TERMINATIONS``; empty where it is not known."""
 
     evict: Bits
     peak: int
@@ -94,6 +95,7 @@ class Decision:
     work: int = 0
     steps: tuple[Step, ...] | None = None
     host: int = 0
+    ended: str = ""
 
     def beats(self, other: Decision) -> bool:
         """Met before unmet; among met ones less time, among unmet ones a lower peak."""
@@ -153,6 +155,16 @@ class EvictionProblem:
     @cached_property
     def archive(self) -> Archive:
         return Archive()
+
+    @cached_property
+    def _in_order(self) -> dict[tuple[int, ...], EvictionProblem]:
+        return {}
+
+    def in_order(self, order: tuple[int, ...]) -> EvictionProblem:
+        """The same in another order; always the same problem, with what was found for it."""
+        if order not in self._in_order:
+            self._in_order[order] = replace(self, order=order)
+        return self._in_order[order]
 
     @cached_property
     def engine(self) -> Any:
@@ -309,9 +321,13 @@ class EvictionProblem:
 
     def steps(self, evict: Bits, budget: int = _UNLIMITED) -> tuple[Step, ...]:
         """The steps that carry a decision out; within ``budget``, which says when copies out must be waited for."""
+        return self.steps_of(self.engine.emit(evict, budget))
+
+    def steps_of(self, rows: Iterable[Sequence[Any]]) -> tuple[Step, ...]:
+        """Steps as the core has them."""
         return tuple(
             self._step(_KINDS[kind], op, storages, _FORMS[form], stream, waits, reuses)
-            for kind, op, storages, form, stream, waits, reuses in self.engine.emit(evict, budget)
+            for kind, op, storages, form, stream, waits, reuses in rows
         )
 
     def lower(
