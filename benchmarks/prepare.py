@@ -35,14 +35,16 @@ BEGIN, END = "<!-- begin: benchmarks/prepare.py -->", "<!-- end: benchmarks/prep
 PARTS: tuple[tuple[str, Any, str], ...] = (
     ("measure", prepared, "profile"),
     ("order", default, "order_of"),
-    ("search", default._Search, "_evict"),
-    ("place", default, "_layout"),
+    ("bound", default, "least_time"),
+    ("bound", default, "lower_bound"),
+    ("search", default._Search, "fit"),
+    ("place", default.floor.Placement, "lay"),
     ("verify", default, "check"),
     ("verify", cache, "check"),
     ("verify", prepared, "check"),
 )
 """What is timed: a name, and the function that does it, where it is called."""
-NAMES = ("capture", "measure", "order", "search", "place", "verify", "other")
+NAMES = ("capture", "measure", "order", "bound", "search", "place", "verify", "other")
 HEAD = ("model", "start", *NAMES, "all")
 MARKS = ("---", "---", *("---:" for _ in NAMES), "---:")
 
