@@ -101,10 +101,10 @@ def test_checkpoint_keeps_what_goes_between_blocks_and_runs_each_block_once_more
 
 def routed() -> Graph:
     """A block as of a mixture of experts: scores are read by the backward before they are overwritten."""
-    X, A, T, E, M, N, O, Y, G, R = range(10)
+    X, A, T, E, M, N, P, Y, G, R = range(10)
     rows: list[tuple[str, tuple[int, ...], tuple[int, ...], tuple[int, ...]]] = [
         ("net.0", (X,), (A,), ()), ("net.0", (A,), (T,), ()), ("", (T,), (E,), ()), ("net.0", (T,), (), (T,)),
-        ("net.0", (T, A), (M,), ()), ("net.0", (M,), (N,), ()), ("net.0", (N,), (O,), ()), ("net.1", (O,), (Y,), ()),
+        ("net.0", (T, A), (M,), ()), ("net.0", (M,), (N,), ()), ("net.0", (N,), (P,), ()), ("net.1", (P,), (Y,), ()),
         ("", (Y,), (G,), ()), ("", (G, M, N, E), (R,), ()),
     ]  # fmt: skip
     ops = tuple(
