@@ -1,6 +1,7 @@
 """Time against memory on paper: plans against what PyTorch has, on the same captured steps, at equal peaks.
 
-    python benchmarks/budget.py [--quick] [--seconds X] [--models gpt6,…] [--only PART] [--alone] [--execute] [--write]
+    python benchmarks/budget.py [--quick] [--seconds X] [--models gpt6,…] [--only PART] [--alone] [--execute]
+        [--write]
 
 Each model's forward and backward pass is captured on fake tensors (no memory for the model) and its ops get modeled
 times. Others are replayed on that graph by the same simulator: checkpoints around blocks, selective ones that keep
