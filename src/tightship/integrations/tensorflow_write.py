@@ -20,10 +20,10 @@ from google.protobuf import text_format
 
 from tightship.baselines.grappler_nodes import CLONE, TRIGGER, Rewrite, accumulator, crowded_sums, rewritten
 from tightship.errors import BadInput, Unsupported
+from tightship.files import write_file
 from tightship.frontends.tensorflow.lower import Program, lower
 from tightship.frontends.tensorflow.nodes import Node, Web, forwarded, name_of
 from tightship.plan import Plan, Step
-from tightship.serde import write_file
 
 __all__ = ["COPIES", "accumulated", "planned_graph", "write_graph"]
 

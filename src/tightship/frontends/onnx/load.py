@@ -18,7 +18,8 @@ import onnx
 import onnx.inliner
 from google.protobuf.message import DecodeError
 
-from tightship.errors import BadInput, Unsupported, unreadable
+from tightship.errors import BadInput, Unsupported
+from tightship.files import unreadable
 from tightship.frontends.onnx import wire
 
 __all__ = [

@@ -22,8 +22,8 @@ from tensorflow.core.framework import graph_pb2
 from tensorflow.core.protobuf import meta_graph_pb2, saved_model_pb2
 
 from tightship.errors import BadInput, Unsupported
+from tightship.files import read_bytes
 from tightship.frontends.tensorflow.nodes import name_of
-from tightship.serde import read_bytes
 
 __all__ = [
     "LARGEST_FILE",

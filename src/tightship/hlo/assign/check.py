@@ -9,14 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
-from tightship.errors import VerificationFailed
+from tightship.errors import VerificationFailed, Violation
 from tightship.hlo.alias import TARGETS, AliasSet, Sharing
 from tightship.hlo.assign.allocate import Assignment
 from tightship.hlo.dataflow import Buffer as Logical
 from tightship.hlo.liveness import LiveRanges, over
 from tightship.plan import Buffer, Pool, Problem, Solution
 from tightship.verify.placement import check_solution
-from tightship.violation import Violation
 
 __all__ = ["check", "violations"]
 
