@@ -192,9 +192,11 @@ def lay_out(
     seconds: float = 2.0,
     work: int = 400_000,
     seed: int = 0,
+    capacity: int | None = None,
 ) -> Layout:
     """Offsets for everything the steps make, in the arena and in the host pool. With ``hand_out`` the graph's
-    outputs leave the arena: they are given to the caller in memory of their own (pool ``out``)."""
+    outputs leave the arena: they are given to the caller in memory of their own (pool ``out``). ``capacity``: any
+    arena within it is small enough, and none above it."""
     rows = list(residences(graph, steps))
     ticks = np.zeros(len(steps) + 1, dtype=np.int64)
     for i, step in enumerate(steps):
@@ -212,8 +214,9 @@ def lay_out(
         )
         size = np.array([aligned(r[0].size, graph.alignment) for r in chains], dtype=np.int64)
         offsets, extent, load = portfolio.offsets(
-            lower, upper, size, time_limit=seconds, work_limit=work, seed=seed
-        )
+            lower, upper, size, time_limit=seconds, work_limit=work, seed=seed,
+            capacity=capacity if pool == "device" else None,
+        )  # fmt: skip
         at.update({r: int(o) for chain, o in zip(chains, offsets, strict=True) for r in chain})
         span[pool] = int(extent), int(load)
     done = tuple(

@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 from collections import defaultdict
 from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property, reduce
 from itertools import pairwise
 from typing import Any
@@ -155,6 +155,16 @@ class EvictionProblem:
     @cached_property
     def archive(self) -> Archive:
         return Archive()
+
+    @cached_property
+    def _in_order(self) -> dict[tuple[int, ...], EvictionProblem]:
+        return {}
+
+    def in_order(self, order: tuple[int, ...]) -> EvictionProblem:
+        """The same in another order; always the same problem, with what was found for it."""
+        if order not in self._in_order:
+            self._in_order[order] = replace(self, order=order)
+        return self._in_order[order]
 
     @cached_property
     def engine(self) -> Any:
@@ -311,9 +321,13 @@ class EvictionProblem:
 
     def steps(self, evict: Bits, budget: int = _UNLIMITED) -> tuple[Step, ...]:
         """The steps that carry a decision out; within ``budget``, which says when copies out must be waited for."""
+        return self.steps_of(self.engine.emit(evict, budget))
+
+    def steps_of(self, rows: Iterable[Sequence[Any]]) -> tuple[Step, ...]:
+        """Steps as the core has them."""
         return tuple(
             self._step(_KINDS[kind], op, storages, _FORMS[form], stream, waits, reuses)
-            for kind, op, storages, form, stream, waits, reuses in self.engine.emit(evict, budget)
+            for kind, op, storages, form, stream, waits, reuses in rows
         )
 
     def lower(
