@@ -20,7 +20,7 @@ import torch
 
 __all__ = ["Cache", "Measurement", "default_folder", "machine"]
 
-VERSION = 1
+VERSION = 2
 """Raised when measurements change their meaning."""
 
 

@@ -176,6 +176,7 @@ class _Profiler:
             if hoarded and not (updater is not None and updater.keeps):
                 raise Unsupported(self.where(k), f"it keeps {hoarded} bytes that it does not return")
             seconds = bench.time(work, [row[0] for row in rows], once)
+            del work  # and its tensors: the largest ops take as much again
             measured = self.with_requests[device]
             over = in_place_inputs(self.graph, call, device, bench.room) if measured else ()
         except (RuntimeError, ValueError, TypeError, IndexError) as error:
