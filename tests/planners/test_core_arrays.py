@@ -185,7 +185,9 @@ def placement_calls() -> Iterator[Call]:
 def cut_calls() -> Iterator[Call]:
     arguments = {"nodes": 4, "source": 0, "sink": 3, "capacity": np.array([3, 2, 4, 1])}
     edges = {"tail": np.array([0, 0, 1, 2], np.int32), "head": np.array([1, 2, 3, 3], np.int32)}
-    yield Call("min_cut", _core.min_cut, arguments | edges)
+    yield Call("min_cut", _core.min_cut, arguments | edges | {"seconds": 1.0})
+    reach = {"start": np.array([0], np.int32), "edges": (np.array([0, 1, 2, 2]), np.array([1, 2], np.int32))}
+    yield Call("reached", _core.reached, reach)
 
 
 CALLS = (*engine_calls(), *placement_calls(), *cut_calls())

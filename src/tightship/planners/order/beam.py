@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Final
 
 from tightship.analysis.bounds import lower_bound
-from tightship.analysis.order import Ordered, predecessors, successors
+from tightship.analysis.order import Ordered, dependents, predecessors
 from tightship.graph import Graph
 from tightship.options import option
 from tightship.simulate import baseline, extra_bytes, replay
@@ -87,7 +87,7 @@ class _Search:
         self.floor, self.most, self.work, self.limit = floor, most, 0, floor
         size = [s.size for s in graph.storages]
         before = predecessors(graph)
-        self.after = successors(before)
+        self.after = dependents(graph)
         self.needs = [sum(1 << b for b in row) for row in before]
         self.made = [sum(size[s] for s in d) for d in uses.defines]
         self.during = [m + extra_bytes(op) for m, op in zip(self.made, graph.ops, strict=True)]
