@@ -51,10 +51,25 @@ from typing import Any
 from tightship.errors import BadInput
 from tightship.graph import MOST_BYTES, Graph
 
-__all__ = ["KINDS", "Buffer", "Gap", "Inner", "Plan", "Pool", "Problem", "Residence", "Solution", "Step"]
+__all__ = [
+    "KINDS",
+    "TERMINATIONS",
+    "Buffer",
+    "Gap",
+    "Inner",
+    "Plan",
+    "Pool",
+    "Problem",
+    "Residence",
+    "Solution",
+    "Step",
+]
 
 KINDS = ("compute", "recompute", "offload", "fetch", "compress", "decompress", "free")
 FORMS = ("full", "packed", "host", "state")
+TERMINATIONS = ("optimal", "gap", "stagnation", "work", "seconds", "interrupted")
+"""Why a search ended: no plan is faster; none is faster by more than the gap that was asked for; more of it gained
+nothing; the limit of work; the clock; Ctrl-C."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,6 +121,7 @@ class Plan:
     ``handed`` the bytes of results that leave the arena for the caller;
     ``host`` the bytes the placement spans in the host pool, which ``host_budget`` limits. ``lower_bound`` is a
     peak no plan of this graph can beat, ``time_bound`` a time no plan within the budget can beat (0: not computed).
+    ``termination``: why the search for it ended, one of ``TERMINATIONS`` (empty: nothing was searched).
     ``lossy``: codecs that do not give back the same bits were allowed. ``inner``: plans of what ops run inside
     themselves (loops, branches).
     """
@@ -133,6 +149,7 @@ class Plan:
     host: int = 0
     host_budget: int | None = None
     lossy: bool = False
+    termination: str = ""
     inner: tuple[Inner, ...] = ()
 
     def __post_init__(self) -> None:
@@ -165,6 +182,8 @@ class Plan:
 
 def _check_numbers(plan: Plan) -> None:
     """What can be computed with at all; whether it is right is up to the verifier."""
+    if plan.termination not in ("", *TERMINATIONS):
+        raise BadInput(f"expected one of {', '.join(TERMINATIONS)}", plan.termination, "Plan.termination")
     for name in ("time", "time_before", "time_bound", "seconds"):
         if not 0 <= getattr(plan, name) < inf:
             raise BadInput(f"time {getattr(plan, name)} is negative or not finite", place=f"Plan.{name}")

@@ -53,6 +53,33 @@ def test_without_a_budget_nothing_is_recomputed() -> None:
     assert made.count("recompute") == 0 and made.budget is None and made.met
 
 
+def test_a_plan_says_why_its_search_ended() -> None:
+    graph, long = chain(40), replace(QUICK, work=10**9)
+    assert plan(graph, None, long).termination == "optimal"
+    wide = plan(graph, "60%", replace(long, gap=0.2))
+    assert wide.termination == "gap" and 0 < wide.time_gap < 0.2
+    assert plan(graph, "60%", replace(long, work=1)).termination == "work"
+    assert plan(graph, "60%", long).termination == "stagnation"
+    assert plan(graph, "60%", replace(long, seconds=0.0)).termination == "seconds"
+
+
+@pytest.mark.parametrize("part", [95, 90, 85, 80, 70, 60])
+def test_results_outside_the_arena_cost_no_plan(part: int) -> None:
+    """The bytes of a chain go up in steps of 64: a target lowered by what is missing alone may ask for the same."""
+    assert plan(chain(40), f"{part}%", QUICK).met
+
+
+def test_a_termination_that_nobody_knows_is_refused() -> None:
+    with pytest.raises(BadInput, match="optimal"):
+        replace(plan(chain(5), None, QUICK), termination="bored")
+
+
+def test_a_smaller_gap_never_gives_a_slower_plan() -> None:
+    graph = chain(40)
+    times = [plan(graph, "50%", replace(QUICK, gap=gap)).time for gap in (1.0, 0.1, 0.001, 0.0)]
+    assert times == sorted(times, reverse=True)
+
+
 def test_below_the_lower_bound_is_infeasible_and_says_who() -> None:
     graph = chain(20, size=1 << 20)
     with pytest.raises(Infeasible) as caught:

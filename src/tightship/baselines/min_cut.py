@@ -13,14 +13,13 @@ keeping everything; a seed.
 
 from __future__ import annotations
 
-import math
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
 
+from tightship.deadline import NEVER, Deadline
 from tightship.options import option
 from tightship.planners.evict.problem import (
     DROP,
@@ -77,17 +76,17 @@ def family(problem: EvictionProblem, budget: int, options: Options | None = None
             yield problem.cost(_bits(dropped, kind), budget)
 
 
-def between(problem: EvictionProblem, budget: int, until: float = math.inf) -> Iterator[Decision]:
+def between(problem: EvictionProblem, budget: int, deadline: Deadline = NEVER) -> Iterator[Decision]:
     """Decisions just within the budget: between the two neighboring saved sets, one within and one beyond it, a part
     of the layers as in the one and the rest as in the other, for each way of dropping and from either end.
 
-    Ends when the clock (`time.perf_counter`) says ``until``, with what it has."""
+    Ends at the deadline, with what it has."""
     cuts = _Cuts(problem)
     if not problem.crossing.any():
         return
 
     def over() -> bool:
-        return problem.archive.stopped or time.perf_counter() > until
+        return problem.archive.stopped or deadline.over
 
     for kind in _KINDS:
 

@@ -10,6 +10,7 @@ with several planners, such as rows of one table, lists them in ``PLANNERS``, a 
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import pkgutil
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -58,6 +59,12 @@ def planners(group: str | None = None) -> dict[str, PlannerInfo]:
 
 def planner(name: str, group: str | None = None) -> PlannerInfo:
     """The planner called ``name`` on the command line."""
+    if group and name.replace("-", "_").isidentifier():  # its file says where it is: no other one is imported
+        module = f"{PACKAGES[0]}.{group}.{name.replace('-', '_')}"
+        if importlib.util.find_spec(f"{PACKAGES[0]}.{group}") and importlib.util.find_spec(module):
+            for info in _ours(module, group):
+                if info.name == name:
+                    return info
     known = planners(group)
     if name not in known:
         raise BadInput(f"a planner is one of {', '.join(known)}", name, "planner")

@@ -8,6 +8,7 @@ first, evictions second, offsets last; when offsets do not fit, evictions are se
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
@@ -16,6 +17,7 @@ from typing import Any, TypedDict
 
 from tightship.analysis.bounds import lower_bound, time_bound
 from tightship.analysis.packing import packings
+from tightship.deadline import Deadline
 from tightship.diagnose.advice import advice
 from tightship.errors import BadInput, Infeasible
 from tightship.graph import Graph
@@ -48,6 +50,12 @@ __all__ = [
 _REDRAW = "redraw"
 _TIGHTEN = 4
 """How often evictions are searched again because the placement came out larger than the peak."""
+_LAYOUT = 1.0
+"""Seconds of the clock that offsets may take; their limit of work mostly ends first."""
+_REST = 12.0
+"""What follows the search, over what it takes to replay a graph once."""
+_EXACT = 1 + 1e-9
+"""Times that differ by less than this factor are equal: sums in other orders."""
 
 
 class Interrupted(KeyboardInterrupt):
@@ -66,6 +74,9 @@ class Options:
     evict: str = option("anneal", "planner of what leaves memory between two uses")
     seconds: float = option(10.0, "time limit of the search, in seconds")
     work: int = option(150_000_000, "limit of the search in simulated ops; makes a plan reproducible")
+    gap: float = option(
+        0.001, "end where no plan is faster by more than this part of the time; 0: only with proof"
+    )
     seed: int = option(0, "seed of random moves")
     hand_out: bool = option(True, "give results to the caller outside the arena")
     place: bool = option(True, "decide every offset; without, the plan runs on the ordinary heap")
@@ -92,6 +103,7 @@ class PlanOptions(TypedDict, total=False):
     evict: str
     seconds: float
     work: int
+    gap: float
     seed: int
     hand_out: bool
     place: bool
@@ -127,14 +139,17 @@ def plan(
     Raises ``Infeasible`` with budget, lower bound, least peak reached and what makes it up; after Ctrl-C
     ``Interrupted`` with the best plan so far, or ``KeyboardInterrupt`` where none fits yet.
     """
-    o, began = options or Options(), time.perf_counter()
+    o = options or Options()
+    clock = _Clock(o.seconds)
     before = replay(graph, baseline(graph))
+    clock.replayed()
     budget = resolve_budget(budget, before.peak, static=graph.static_bytes)
     problem = problem or problem_of(graph, order_of(graph, o, before.peak), o)
     search = _Search(graph, problem, o, before, budget)
-    found, layout = search.fit(progress, began)
+    found, layout = search.fit(progress, clock)
     name = f"{o.order}+{o.evict}" + "+portfolio" * o.place
-    made = search.verified(found.steps, found.timeline, layout, name, began)
+    ended = "interrupted" if search.interrupted else search.ended(found)
+    made = replace(search.verified(found.steps, found.timeline, layout, name, clock.began), termination=ended)
     if search.interrupted:
         raise Interrupted(made)
     return made
@@ -170,6 +185,19 @@ def plan_alone(
     return replace(made, budget=budget, meta=meta, seconds=time.perf_counter() - began)
 
 
+class _Clock:
+    """When a plan was asked for, and when the search for it has to end so that the rest is done in time: the steps
+    of the best decision, their offsets, and two verifications."""
+
+    def __init__(self, seconds: float) -> None:
+        self.began = time.perf_counter()
+        self.deadline = self.search = Deadline(self.began + seconds)
+
+    def replayed(self) -> None:
+        """What follows the search takes so many times as long as the first replay of the graph did."""
+        self.search = Deadline(self.deadline.at - _REST * (time.perf_counter() - self.began))
+
+
 @dataclass
 class _Search:
     """One problem and budget (None: keep everything); how far the search is."""
@@ -183,8 +211,11 @@ class _Search:
     placed: int | None = None
     interrupted: bool = False
     bound: int = field(init=False)
+    time_bound: float = field(init=False)
 
     def __post_init__(self) -> None:
+        graph, budget = self.graph, self.budget
+        self.time_bound = 0.0 if budget is None else least_time(graph, self.problem, self.options, budget)
         self.bound = int(
             lower_bound(
                 self.graph,
@@ -194,15 +225,14 @@ class _Search:
             )
         )
 
-    def fit(self, progress: Progress | None, began: float) -> tuple[run.Evicted, Layout]:
+    def fit(self, progress: Progress | None, clock: _Clock) -> tuple[run.Evicted, Layout]:
         """Evictions and a layout within the budget; searched again under a lower one while the layout is not."""
         o, archive, budget = self.options, self.problem.archive, self.budget
         target = self.before.peak if budget is None else budget
         for _ in range(_TIGHTEN):
-            left = o.seconds - (time.perf_counter() - began)
             # A search again begins where the last one ended: a part of the work is enough.
-            share = o.work if self.best is None else o.work // (30 if self.interrupted else 3)
-            found = self._evict(target, max(1.0, left), share, progress)
+            work = o.work if self.best is None else o.work // (30 if self.interrupted else 3)
+            found = self._evict(target, clock.search, work, progress)
             self.interrupted, archive.stopped = self.interrupted or archive.stopped, False
             if self.best is None or found.timeline.peak < self.best.timeline.peak:
                 self.best = found
@@ -210,19 +240,30 @@ class _Search:
                 if self.interrupted:
                     raise KeyboardInterrupt
                 break
-            layout = _layout(self.graph, found.steps, o)
+            layout = _layout(self.graph, found.steps, o, clock.deadline.left)
             placed = _placed(self.graph, found.timeline, layout)
             if budget is None or placed <= budget:
                 return found, layout
             self.placed = placed if self.placed is None else min(self.placed, placed)
-            target -= placed - budget
+            target = min(target, found.timeline.peak) - (placed - budget)
         raise self.infeasible()
 
-    def _evict(self, budget: int, seconds: float, work: int, progress: Progress | None) -> run.Evicted:
-        info = planner(self.options.evict, "evict")
-        known = {"seconds": seconds, "work": work, "seed": self.options.seed}
+    def _evict(self, budget: int, deadline: Deadline, work: int, progress: Progress | None) -> run.Evicted:
+        o, info = self.options, planner(self.options.evict, "evict")
+        goal = self.time_bound * (1 + o.gap) - self.before.time
+        known = {
+            "seconds": deadline.left, "work": work, "seed": o.seed, "gap": o.gap,
+            "goal": goal if goal < math.inf else 0.0,
+        }  # fmt: skip
         options = info.options(**{f.name: known[f.name] for f in fields(info.options) if f.name in known})
         return run.evict(info, self.problem, budget, options, progress, graph=self.graph, or_keep=True)
+
+    def ended(self, found: run.Evicted) -> str:
+        """Why the search ended, one of ``plan.TERMINATIONS``."""
+        least = self.before.time if self.budget is None else self.time_bound
+        if found.timeline.time <= least * _EXACT:
+            return "optimal"
+        return "gap" if found.timeline.time <= least * (1 + self.options.gap) else found.decision.ended
 
     def verified(
         self, steps: Sequence[Step], line: Timeline, layout: Layout, planner: str, began: float
@@ -237,7 +278,7 @@ class _Search:
             host=layout.host,
             budget=budget,
             lower_bound=self.bound,
-            time_bound=0.0 if budget is None else least_time(graph, self.problem, o, budget),
+            time_bound=self.time_bound,
             host_budget=o.host or None,
             moved=displaced(self.problem.order),
             seconds=time.perf_counter() - began,
@@ -317,10 +358,10 @@ def _placed(graph: Graph, line: Timeline, layout: Layout) -> int:
     return max(line.peak, graph.static_bytes + layout.arena + layout.handed)
 
 
-def _layout(graph: Graph, steps: Sequence[Step], o: Options) -> Layout:
+def _layout(graph: Graph, steps: Sequence[Step], o: Options, seconds: float = _LAYOUT) -> Layout:
     if not o.place:
         return Layout((), 0, 0, 0)
-    return lay_out(graph, steps, hand_out=o.hand_out, seed=o.seed, seconds=1.0)
+    return lay_out(graph, steps, hand_out=o.hand_out, seed=o.seed, seconds=min(_LAYOUT, seconds))
 
 
 def top_of_peak(

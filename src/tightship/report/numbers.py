@@ -68,6 +68,7 @@ NUMBERS: tuple[Number, ...] = (
     Number("time_after", lambda p: p.time, "time", "seconds"),
     Number("time_bound", lambda p: p.time_bound),
     Number("time_gap", lambda p: p.time_gap),
+    Number("termination", lambda p: p.termination),
     Number("recomputed", _steps_of("recompute"), "recomputed", "count"),
     Number("offloaded", _steps_of("offload"), "offloaded", "count"),
     Number("compressed", _steps_of("compress"), "compressed", "count"),

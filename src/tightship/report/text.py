@@ -84,7 +84,8 @@ def describe(plan: Plan, graph: Graph | None = None) -> str:
         rows.append(("time bound", least))
     rows.append(("changes", _changes(plan)))
     if plan.planner:
-        rows.append(("planner", f"{plan.planner}, in {format_seconds(plan.seconds)}"))
+        ended = f"; ended by {plan.termination}" if plan.termination else ""
+        rows.append(("planner", f"{plan.planner}, in {format_seconds(plan.seconds)}{ended}"))
     rows += [("note", note) for note in plan.notes]
     title = f"plan for {graph.name} ({len(graph.ops)} ops)" if graph is not None else "plan"
     width = max(len(name) for name, _ in rows)

@@ -34,7 +34,8 @@ def tight(graph: Graph, part: int = 60) -> int:
 )
 def test_more_work_is_never_worse(graph: Graph, monkeypatch: pytest.MonkeyPatch) -> None:
     """What runs do depends on no limit of work: the runs of a small one are the first of a large one."""
-    monkeypatch.setattr(anneal, "_FIRST", 20_000)
+    monkeypatch.setattr(anneal, "_LEAST", 0)
+    monkeypatch.setattr(anneal, "_MOST", 20_000)
     last = (1, float("inf"))
     for work in (0, 5_000, 20_000, 60_000, 100_000, 200_000, 400_000):
         found = anneal.plan(problem_of(graph), tight(graph), anneal.Options(work=work, seconds=60.0))

@@ -2,34 +2,39 @@
 
 Problem: choose gaps to recompute; minimize seconds of recomputation, peak within the budget. Measure: the exact
 simulated peak and time of every candidate. Source: Kirkpatrick et al. 1983; moving isomorphic layers together is
-ours. Seeds: keep everything, checkpoints as people set them and as blocks are found, saved sets by price and mixed
-of two layer by layer, the ladder from each side of the budget, what the problem's archive has. Guarantee: never worse
-than any seed, nor than what was found for less memory on the same problem; the same seed and work limit give the same
-plan, and more work goes on where less of it ends. Complexity: a replay per candidate, anytime. Known limits: no proof
-of optimality; the gap to the lower bound is reported instead.
+ours. Seeds: keep everything, checkpoints as people set them, saved sets by price and mixed of two layer by layer,
+what the problem's archive has; where those and annealing leave more than a point to the goal, also checkpoints as
+blocks are found, dynamic programming over a chain of blocks, and the ladder from each side of the budget. Ends at
+the goal, or once a whole run of annealing gained less than the gap. Guarantee: never worse than any seed tried, nor
+than what was found for less memory on the same problem; the same seed and work limit give the same plan, and more
+work goes on where less of it ends. Complexity: a replay per candidate, anytime. Known limits: no proof of
+optimality; the gap to the lower bound is reported instead.
 """
 
 from __future__ import annotations
 
-import time
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field, replace
 
 from tightship.baselines import chain, checkpoint, min_cut
+from tightship.deadline import Deadline
 from tightship.options import option
 from tightship.planners.evict import blocks, greedy, keep, ladder
 from tightship.planners.evict.problem import OFFLOAD, Decision, EvictionProblem, Progress, best_of
 
 __all__ = ["Options", "plan"]
 
-_FIRST, _GROWTH = 8_000_000, 2
-"""Ops simulated in the first annealing run, and how much longer each next one is. What a run does depends on no limit
-of work, so that with more of it the same things are tried, and then more."""
+_CALLS, _LEAST, _MOST, _GROWTH = 10_000, 3_000, 8_000_000, 2
+"""Candidates in the first run of annealing; at least so many, where they simulate more than so many ops; and how much
+longer each next run is. What a run does depends on no limit of work, so that with more of it the same things are
+tried, and then more."""
 _HEAT, _HOTTEST = 6.0, 0.1
 """The first temperature of every run, in step times: over the number of gaps, and at most."""
 _MIX, _CHAIN, _BLOCKS = 7_500_000, 7_500_000, 37_500_000
 _GREEDY, _LADDER, _RELAX = 15_000_000, 15_000_000, 4_500_000
 """Ops simulated at most for one seed of each kind."""
+_FAR = 0.01
+"""So far above the goal, as a part of the step's time, dearer seeds are tried."""
 
 
 _CHECKPOINTS = tuple(checkpoint.Options(depth, selective) for depth in (1, 2) for selective in (False, True))
@@ -37,94 +42,133 @@ _CHECKPOINTS = tuple(checkpoint.Options(depth, selective) for depth in (1, 2) fo
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """Limits of the search, and its seed."""
+    """Limits of the search, its goal, and its seed."""
 
     work: int = option(150_000_000, "ops simulated at most; makes a plan reproducible")
     seconds: float = option(8.0, "wall clock at most")
     seed: int = option(0, "seed of the random moves")
+    goal: float = option(0.0, "seconds of recomputation that are few enough")
+    gap: float = option(0.001, "gains of less than this part of the step's time do not keep the search going")
 
 
 @dataclass
-class _Effort:
-    """What is left of work and time."""
+class _Search:
+    """A problem and a budget; what is left of work and time, and the best found so far."""
 
+    problem: EvictionProblem
+    budget: int
+    options: Options
+    progress: Progress | None
+    best: Decision
     work: int
-    until: float
+    deadline: Deadline
+    over: list[Decision] = field(default_factory=list)
+    """Seeds above the budget."""
 
     @property
-    def seconds(self) -> float:
-        return max(0.0, self.until - time.perf_counter())
-
-    @property
-    def empty(self) -> bool:
-        return self.work <= 0 or self.seconds <= 0
+    def ended(self) -> str:
+        """Why there is nothing more to do, as in ``plan.TERMINATIONS``; empty: there is."""
+        if self.problem.archive.stopped:
+            return "interrupted"
+        if self.best.met and self.best.extra <= self.options.goal:
+            return "gap"
+        if self.work <= 0:
+            return "work"
+        return "seconds" if self.deadline.over else ""
 
     def share(self, work: int, seconds: float) -> tuple[int, float]:
         """So much work and such a share of the time, or what is left."""
-        return max(0, min(work, self.work)), seconds * self.seconds
+        return max(0, min(work, self.work)), seconds * self.deadline.left
 
     def spend(self, found: Decision) -> Decision:
         self.work -= found.work
         return found
 
+    def take(self, found: Iterable[Decision], *, until_met: bool = False) -> None:
+        """Look at decisions until nothing more is to be done; ``until_met``: whatever the limits, while none is
+        within the budget."""
+        for d in found:
+            if d.valid and not d.met:
+                self.over.append(d)
+            self.best = best_of((self.best, d))
+            told = self.progress is not None and self.progress(self.best.peak, self.best.extra, self.best.met)
+            self.problem.archive.stopped |= told
+            if self.ended and not (until_met and not self.best.met and self.ended != "interrupted"):
+                return
+
+    def gained(self, before: Decision) -> bool:
+        """Whether the best is better than ``before`` by enough to go on."""
+        now = self.best
+        if now.met and before.met:
+            return before.extra - now.extra > self.options.gap * self.problem.engine.base_time
+        return now.met or before.peak - now.peak > self.options.gap * before.peak
+
 
 def plan(
     problem: EvictionProblem, budget: int, options: Options | None = None, progress: Progress | None = None
 ) -> Decision:
-    """The best decision found within the work limit, or before Ctrl-C: the problem's archive says if it came."""
+    """The best decision found until the goal, the end of all gains, a limit, or Ctrl-C: ``ended`` says which."""
     o = options or Options()
-    effort = _Effort(o.work, time.perf_counter() + o.seconds)
     all_kept = keep.plan(problem, budget)
     if all_kept.met or not len(problem.gaps):
-        return all_kept
-    best = all_kept
+        return replace(all_kept, ended="optimal" if all_kept.met else "stagnation")
+    search = _Search(problem, budget, o, progress, all_kept, o.work, Deadline.after(o.seconds))
     try:
-        for d in _search(problem, budget, o, all_kept, effort, progress):
-            best = best_of((best, d))
-            told = progress is not None and progress(best.peak, best.extra, best.met)
-            if told or problem.archive.stopped:
-                break
+        _run(search)
     except KeyboardInterrupt:
         problem.archive.stopped = True
-    problem.archive.offer(best)
-    return replace(best, work=o.work)
+    problem.archive.offer(search.best)
+    return replace(search.best, work=o.work, ended=search.ended or "stagnation")
 
 
-def _search(
-    problem: EvictionProblem,
-    budget: int,
-    o: Options,
-    all_kept: Decision,
-    effort: _Effort,
-    progress: Progress | None,
-) -> Iterator[Decision]:
-    """Seeds, then annealing from the best so far, again and again and longer and longer."""
-    best = all_kept
-    for d in _seeds(problem, budget, all_kept, effort, progress):
-        best = best_of((best, d))
-        yield d
-    heat, size, n = min(_HOTTEST, _HEAT / len(problem.gaps)), _FIRST, 0
-    while not effort.empty:
-        work, seconds = effort.share(size, 0.9)
+def _run(search: _Search) -> None:
+    """Seeds, annealing until it gains nothing, dearer seeds where that is far from the goal, and annealing again."""
+    problem, o = search.problem, search.options
+    search.take(_saved_sets(problem, search.budget), until_met=True)
+    runs = _Runs(search)
+    if search.best.met:
+        search.take(_relaxed(search))
+        runs.until_no_gain()
+    far = o.goal + _FAR * problem.engine.base_time
+    if not search.ended and (not search.best.met or search.best.extra > far):
+        search.take(_dear_seeds(search))
+        runs.until_no_gain()
+
+
+@dataclass
+class _Runs:
+    """Annealing from the best so far, again and again and longer and longer."""
+
+    search: _Search
+    size: int = 0
+    count: int = 0
+
+    def __post_init__(self) -> None:
+        ops = max(1, len(self.search.problem.order))
+        self.size = max(_LEAST * ops, min(_CALLS * ops, _MOST))
+
+    def until_no_gain(self) -> None:
+        while not self.search.ended:
+            before = self.search.best
+            self.search.take(self._one())
+            if not self.search.gained(before):
+                return
+
+    def _one(self) -> Iterator[Decision]:
+        search, problem, size = self.search, self.search.problem, self.size
+        heat = min(_HOTTEST, _HEAT / len(problem.gaps))
+        work, seconds = search.share(size, 0.9)
+        seed = search.options.seed + self.count
+        self.size, self.count = size * _GROWTH, self.count + 1
         run = problem.engine.anneal(
-            problem.groups,
-            *problem.isomorphic_layers,
-            budget,
-            best.evict,
-            heat,
-            size,
-            work,
-            seconds,
-            o.seed + n,
-            progress,
-        )
-        found = effort.spend(problem.decision(run))
+            problem.groups, *problem.isomorphic_layers, search.budget, search.best.evict, heat, size, work, seconds,
+            seed, search.progress,
+        )  # fmt: skip
+        found = search.spend(problem.decision(run))
         yield found
         if found.met:
-            found = effort.spend(ladder.relaxed(problem, budget, found, *effort.share(size // 8, 0.5)))
-            yield found
-        best = best_of((best, found))
-        size, n = size * _GROWTH, n + 1
+            work, seconds = search.share(size // 8, 0.5)
+            yield search.spend(ladder.relaxed(problem, search.budget, found, work, seconds))
 
 
 def _saved_sets(problem: EvictionProblem, budget: int) -> Iterator[Decision]:
@@ -139,39 +183,32 @@ def _saved_sets(problem: EvictionProblem, budget: int) -> Iterator[Decision]:
     yield from min_cut.family(problem, budget)
 
 
-def _seeds(
-    problem: EvictionProblem, budget: int, all_kept: Decision, effort: _Effort, progress: Progress | None
-) -> Iterator[Decision]:
-    """What annealing may start from."""
-    found = [all_kept]
+def _relaxed(search: _Search) -> Iterator[Decision]:
+    """Saved sets mixed of two, and what the best of those need not evict."""
+    problem, budget = search.problem, search.budget
+    for d in min_cut.between(problem, budget, search.deadline):
+        work, seconds = search.share(_MIX, 0.05)
+        yield search.spend(ladder.relaxed(problem, budget, d, work, seconds)) if d.met else d
+    yield search.spend(ladder.relaxed(problem, budget, search.best, *search.share(_RELAX, 0.03)))
 
-    def offer(d: Decision) -> Decision:
-        found.append(d)
-        return d
 
-    for d in _saved_sets(problem, budget):
-        yield offer(d)
-        if effort.empty:
-            return
-    for d in min_cut.between(problem, budget, effort.until):
-        work, seconds = effort.share(_MIX, 0.05)
-        yield offer(effort.spend(ladder.relaxed(problem, budget, d, work, seconds)) if d.met else d)
-        if effort.empty:
-            return
-    work, seconds = effort.share(_CHAIN, 0.05)
-    yield offer(effort.spend(chain.plan(problem, budget, chain.Options(work=work, seconds=seconds))))
-    work, seconds = effort.share(_BLOCKS, 0.2)
-    yield offer(blocks.plan(problem, budget, blocks.Options(work=work, seconds=seconds)))
-    work, seconds = effort.share(_GREEDY, 0.1)
-    yield offer(effort.spend(greedy.plan(problem, budget, greedy.Options(work, seconds), progress)))
+def _dear_seeds(search: _Search) -> Iterator[Decision]:
+    """What takes longer, and helps where saved sets leave much to be gained."""
+    problem, budget = search.problem, search.budget
+    if not search.best.met:
+        yield from _relaxed(search)
+    work, seconds = search.share(_CHAIN, 0.05)
+    yield search.spend(chain.plan(problem, budget, chain.Options(work=work, seconds=seconds)))
+    work, seconds = search.share(_BLOCKS, 0.2)
+    yield blocks.plan(problem, budget, blocks.Options(work=work, seconds=seconds))
+    work, seconds = search.share(_GREEDY, 0.1)
+    yield search.spend(greedy.plan(problem, budget, greedy.Options(work, seconds), search.progress))
     # Up from below the budget is done by giving back, down from above it by the ladder.
-    over = sorted((d for d in found if d.valid and not d.met), key=lambda d: d.peak)
-    starts = [all_kept] if not over or over[0] is all_kept else [over[0], all_kept]
-    for d in starts:
-        work, seconds = effort.share(_LADDER, 0.1)
-        yield offer(
-            effort.spend(ladder.climb(problem, budget, d.evict, ladder.Options(work, seconds), progress))
+    starts = [problem.nothing()]
+    if search.over:
+        starts.insert(0, min(search.over, key=lambda d: d.peak).evict)
+    for start in starts:
+        work, seconds = search.share(_LADDER, 0.1)
+        yield search.spend(
+            ladder.climb(problem, budget, start, ladder.Options(work, seconds), search.progress)
         )
-    met = sorted((d for d in found if d.met), key=lambda d: d.extra)
-    for d in met[:2]:
-        yield effort.spend(ladder.relaxed(problem, budget, d, *effort.share(_RELAX, 0.03)))

@@ -74,7 +74,8 @@ class Decision:
     copied out at once.
 
     ``steps`` is set by planners that lower their decisions themselves; `EvictionProblem.lower` has those of any. One
-    that is not ``valid`` cannot be carried out, and its numbers mean nothing."""
+    that is not ``valid`` cannot be carried out, and its numbers mean nothing. ``ended``: why the planner stopped, one
+    of ``plan.TERMINATIONS``; empty where it is not known."""
 
     evict: Bits
     peak: int
@@ -85,6 +86,7 @@ class Decision:
     work: int = 0
     steps: tuple[Step, ...] | None = None
     host: int = 0
+    ended: str = ""
 
     def beats(self, other: Decision) -> bool:
         """Met before unmet; among met ones less time, among unmet ones a lower peak."""
