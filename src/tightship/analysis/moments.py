@@ -20,7 +20,7 @@ from tightship.analysis.order import Mask, csr, dependents, edges, pairs, predec
 from tightship.graph import Graph
 from tightship.simulate import extra_bytes
 
-__all__ = ["Moments", "Passing"]
+__all__ = ["Moments", "Passing", "peak_of"]
 
 _ENDLESS = 1 << 60
 
@@ -141,6 +141,11 @@ class Moments:
             if most >= self.ops
             else (1, price)
         )
+
+
+def peak_of(graph: Graph, order: Sequence[int]) -> int:
+    """The most bytes in use along an order, nothing recomputed: that of `simulate.replay`."""
+    return int(Moments(graph).during(order).max(initial=graph.static_bytes))
 
 
 class _Network:

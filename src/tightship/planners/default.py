@@ -16,8 +16,9 @@ from itertools import pairwise
 from typing import Any, TypedDict
 
 from tightship.analysis.bounds import lower_bound, time_bound
+from tightship.analysis.moments import peak_of
 from tightship.analysis.packing import packings
-from tightship.deadline import Deadline
+from tightship.deadline import NEVER, Deadline
 from tightship.diagnose.advice import advice
 from tightship.errors import BadInput, Infeasible
 from tightship.graph import Graph
@@ -28,7 +29,7 @@ from tightship.planners.evict.lowering import pure_random_ops
 from tightship.planners.evict.problem import MEANS, EvictionProblem, Progress
 from tightship.planners.hints import parse_hints, resolve
 from tightship.planners.layout import Layout, lay_out
-from tightship.simulate import Timeline, baseline, replay
+from tightship.simulate import Timeline, replay, unplanned
 from tightship.units import Budget, resolve_budget
 from tightship.verify import check
 
@@ -52,8 +53,12 @@ _TIGHTEN = 4
 """How often evictions are searched again because the placement came out larger than the peak."""
 _LAYOUT = 1.0
 """Seconds of the clock that offsets may take; their limit of work mostly ends first."""
-_REST = 12.0
+_REST = 24.0
 """What follows the search, over what it takes to replay a graph once."""
+_SAMPLE, _SAMPLES = 4096, 16
+"""Steps that are replayed to see how long that takes: so many at least, or such a part of them."""
+_PREPARED = 0.25
+"""The part of the time before the search's end that the order may take, and of what is left then the bounds."""
 _EXACT = 1 + 1e-9
 """Times that differ by less than this factor are equal: sums in other orders."""
 
@@ -141,11 +146,13 @@ def plan(
     """
     o = options or Options()
     clock = _Clock(o.seconds)
-    before = replay(graph, baseline(graph))
-    clock.replayed()
+    before = unplanned(graph)
+    clock.replayed(before)
     budget = resolve_budget(budget, before.peak, static=graph.static_bytes)
-    problem = problem or problem_of(graph, order_of(graph, o, before.peak), o)
-    search = _Search(graph, problem, o, before, budget)
+    if problem is None:
+        order = order_of(graph, o, before.peak, clock.search.part(_PREPARED))
+        problem = problem_of(graph, order, o)
+    search = _Search(graph, problem, o, before, budget, clock.search.part(_PREPARED))
     found, layout = search.fit(progress, clock)
     name = f"{o.order}+{o.evict}" + "+portfolio" * o.place
     ended = "interrupted" if search.interrupted else search.ended(found)
@@ -160,7 +167,7 @@ def plan_steps(problem: EvictionProblem, steps: Sequence[Step], o: Options, plan
     graph, began = problem.graph, time.perf_counter()
     line, layout = replay(graph, steps), _layout(graph, steps, o)
     budget = _placed(graph, line, layout)
-    search = _Search(graph, problem, o, replay(graph, baseline(graph)), budget)
+    search = _Search(graph, problem, o, unplanned(graph), budget)
     return search.verified(steps, line, layout, planner, began)
 
 
@@ -172,7 +179,7 @@ def plan_alone(
 
     Raises ``Unsupported`` where the planner's decision cannot be carried out on this graph."""
     began = time.perf_counter()
-    peak = replay(graph, baseline(graph)).peak
+    peak = unplanned(graph).peak
     budget = resolve_budget(budget, peak, static=graph.static_bytes)
     lossy = bool(getattr(options, "lossy", False))
     problem = EvictionProblem(graph, tuple(range(len(graph.ops))), lossy=lossy)
@@ -193,9 +200,14 @@ class _Clock:
         self.began = time.perf_counter()
         self.deadline = self.search = Deadline(self.began + seconds)
 
-    def replayed(self) -> None:
-        """What follows the search takes so many times as long as the first replay of the graph did."""
-        self.search = Deadline(self.deadline.at - _REST * (time.perf_counter() - self.began))
+    def replayed(self, line: Timeline) -> None:
+        """What follows the search takes so many times as long as a replay of the graph, judged by a part of it; a
+        part of what is left is for the search in any case."""
+        part = line.steps[: max(_SAMPLE, len(line.steps) // _SAMPLES)]
+        before = time.perf_counter()
+        replay(line.graph, part)
+        took = (time.perf_counter() - before) * len(line.steps) / max(1, len(part))
+        self.search = Deadline(max(self.deadline.at - _REST * took, self.deadline.part(_PREPARED).at))
 
 
 @dataclass
@@ -207,6 +219,8 @@ class _Search:
     options: Options
     before: Timeline
     budget: int | None
+    deadline: Deadline = NEVER
+    """Of the bounds."""
     best: run.Evicted | None = None
     placed: int | None = None
     interrupted: bool = False
@@ -215,13 +229,16 @@ class _Search:
 
     def __post_init__(self) -> None:
         graph, budget = self.graph, self.budget
-        self.time_bound = 0.0 if budget is None else least_time(graph, self.problem, self.options, budget)
+        self.time_bound = 0.0
+        if budget is not None:
+            self.time_bound = least_time(graph, self.problem, self.options, budget, self.deadline)
         self.bound = int(
             lower_bound(
                 self.graph,
                 redraw=_REDRAW in _means(self.options),
                 least=_least(self.problem),
                 in_place=self.problem.in_place,
+                deadline=self.deadline,
             )
         )
 
@@ -256,7 +273,9 @@ class _Search:
             "goal": goal if goal < math.inf else 0.0,
         }  # fmt: skip
         options = info.options(**{f.name: known[f.name] for f in fields(info.options) if f.name in known})
-        return run.evict(info, self.problem, budget, options, progress, graph=self.graph, or_keep=True)
+        return run.evict(
+            info, self.problem, budget, options, progress, graph=self.graph, or_keep=True, verify=False
+        )
 
     def ended(self, found: run.Evicted) -> str:
         """Why the search ended, one of ``plan.TERMINATIONS``."""
@@ -300,10 +319,13 @@ class _Search:
         )
 
 
-def least_time(graph: Graph, problem: EvictionProblem, o: Options, budget: int) -> float:
+def least_time(
+    graph: Graph, problem: EvictionProblem, o: Options, budget: int, deadline: Deadline = NEVER
+) -> float:
     """Seconds no plan by the ways that the options allow can go below."""
     redraw = _REDRAW in _means(o)
-    return time_bound(graph, budget, redraw=redraw, least=_least(problem), in_place=problem.in_place)
+    least, in_place = _least(problem), problem.in_place
+    return time_bound(graph, budget, redraw=redraw, least=least, in_place=in_place, deadline=deadline)
 
 
 def _means(o: Options) -> tuple[str, ...]:
@@ -338,13 +360,13 @@ def problem_of(graph: Graph, order: tuple[int, ...], o: Options) -> EvictionProb
     return EvictionProblem(graph, order, means, only, o.lossy, o.host or None, chained, in_place=in_place)
 
 
-def order_of(graph: Graph, o: Options, peak: int) -> tuple[int, ...]:
+def order_of(graph: Graph, o: Options, peak: int, deadline: Deadline = NEVER) -> tuple[int, ...]:
     """The planned order, unless it needs more memory than the graph's own."""
     given = tuple(range(len(graph.ops)))
     if o.order == "given":
         return given
-    order = run.order(o.order, graph)
-    return given if replay(graph, baseline(graph, order)).peak > peak else order
+    order = run.order(o.order, graph, deadline)
+    return given if order != given and peak_of(graph, order) > peak else order
 
 
 def displaced(order: tuple[int, ...]) -> int:

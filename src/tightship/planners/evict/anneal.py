@@ -122,11 +122,15 @@ def plan(
 
 
 def _run(search: _Search) -> None:
-    """Seeds, annealing until it gains nothing, dearer seeds where that is far from the goal, and annealing again."""
+    """Seeds, annealing until it gains nothing, dearer seeds where that is far from the goal, and annealing again.
+    Saved sets come first: they take the fewest replays, and leave little where layers are many."""
     problem, o = search.problem, search.options
-    search.take(_saved_sets(problem, search.budget), until_met=True)
+    search.take(problem.archive.around(search.budget, problem))
+    search.take(_mixed(search))
+    if not search.ended or not search.best.met:
+        search.take(_by_hand(problem, search.budget), until_met=True)
     runs = _Runs(search)
-    if search.best.met:
+    if search.best.met and not search.ended:
         search.take(_relaxed(search))
         runs.until_no_gain()
     far = o.goal + _FAR * problem.engine.base_time
@@ -171,9 +175,8 @@ class _Runs:
             yield search.spend(ladder.relaxed(problem, search.budget, found, work, seconds))
 
 
-def _saved_sets(problem: EvictionProblem, budget: int) -> Iterator[Decision]:
-    """What was found for other limits, everything outside, what people keep by hand, and minimum cuts."""
-    yield from problem.archive.around(budget, problem)
+def _by_hand(problem: EvictionProblem, budget: int) -> Iterator[Decision]:
+    """Everything outside, what people keep by hand, and minimum cuts by themselves."""
     if (outside := problem.wherever(OFFLOAD)).any():  # the least memory there is in this order
         yield problem.cost(outside, budget)
     for by_hand in _CHECKPOINTS:
@@ -183,20 +186,25 @@ def _saved_sets(problem: EvictionProblem, budget: int) -> Iterator[Decision]:
     yield from min_cut.family(problem, budget)
 
 
-def _relaxed(search: _Search) -> Iterator[Decision]:
-    """Saved sets mixed of two, and what the best of those need not evict."""
+def _mixed(search: _Search) -> Iterator[Decision]:
+    """Saved sets mixed of two; where one is far from the goal, also less what it need not evict."""
     problem, budget = search.problem, search.budget
     for d in min_cut.between(problem, budget, search.deadline):
-        work, seconds = search.share(_MIX, 0.05)
-        yield search.spend(ladder.relaxed(problem, budget, d, work, seconds)) if d.met else d
-    yield search.spend(ladder.relaxed(problem, budget, search.best, *search.share(_RELAX, 0.03)))
+        yield d
+        if d.met:
+            work, seconds = search.share(_MIX, 0.05)
+            yield search.spend(ladder.relaxed(problem, budget, d, work, seconds))
+
+
+def _relaxed(search: _Search) -> Iterator[Decision]:
+    """The best so far, less what it need not evict."""
+    work, seconds = search.share(_RELAX, 0.03)
+    yield search.spend(ladder.relaxed(search.problem, search.budget, search.best, work, seconds))
 
 
 def _dear_seeds(search: _Search) -> Iterator[Decision]:
     """What takes longer, and helps where saved sets leave much to be gained."""
     problem, budget = search.problem, search.budget
-    if not search.best.met:
-        yield from _relaxed(search)
     work, seconds = search.share(_CHAIN, 0.05)
     yield search.spend(chain.plan(problem, budget, chain.Options(work=work, seconds=seconds)))
     work, seconds = search.share(_BLOCKS, 0.2)
