@@ -15,9 +15,9 @@ import time
 from pathlib import Path
 
 import budget
+import pages
 import transformers
 
-from support import pages
 from tightship.baselines import chain
 from tightship.planners.default import Options, least_time, order_of, problem_of
 from tightship.planners.evict import anneal, exact

@@ -23,11 +23,11 @@ from typing import Any
 
 import activations
 import executed
+import pages
 import torch
 import transformers
 from rich.console import Console
 
-from support import pages
 from tightship import api, sources
 from tightship.errors import Infeasible
 from tightship.planners.default import Options

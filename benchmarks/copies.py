@@ -23,11 +23,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import pages
 import torch
 from rich.console import Console
 
 import tightship
-from support import pages
 from tightship.demo import models
 from tightship.demo.trial import SETTLE
 from tightship.execute.interpreter import PeakMismatch

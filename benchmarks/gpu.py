@@ -20,9 +20,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+import pages
 import torch
-
-from support import pages
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGE = ROOT / "docs" / "training.md"

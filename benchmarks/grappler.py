@@ -16,7 +16,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from support import pages
+import pages
+
 from tightship.baselines.grappler_nodes import CLONE, TRIGGER, recomputed
 from tightship.frontends.tensorflow.nodes import Node, to_rows
 

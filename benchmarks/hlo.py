@@ -15,7 +15,8 @@ import re
 import time
 from pathlib import Path
 
-from support import pages
+import pages
+
 from tightship.baselines import xla_remat
 from tightship.baselines.xla_remat import Result
 from tightship.hlo import Module, parse

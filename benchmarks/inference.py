@@ -32,8 +32,9 @@ import torch
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.append(str(ROOT / "tests"))
 
+import pages  # noqa: E402
+
 import tightship  # noqa: E402
-from support import pages  # noqa: E402
 from support.onnx_models import MODELS, exported  # noqa: E402
 from tightship import api  # noqa: E402
 from tightship.analysis.bounds import lower_bound  # noqa: E402

@@ -16,11 +16,11 @@ import datetime
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+import pages
 import transformers
 from budget import FULL, PAGE, SMALL, captured
 from rich.console import Console
 
-from support import pages
 from tightship import sources
 from tightship.analysis.bounds import lower_bound
 from tightship.errors import Infeasible

@@ -13,10 +13,10 @@ import argparse
 import sys
 from pathlib import Path
 
+import pages
 import torch
 from rich.console import Console
 
-from support import pages
 from tightship.baselines.memonger import Options, recycled
 from tightship.frontends.torch.capture.step import capture_step
 from tightship.graph import Graph

@@ -23,8 +23,8 @@ from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
+import pages
 
-from support import pages
 from tightship.plan import Buffer, Problem
 from tightship.planners.packing import Search, pack
 from tightship.planners.place import portfolio

@@ -17,9 +17,9 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
+import pages
 from place import machine, random_storages
 
-from support import pages
 from tightship.plan import Gap, Problem
 from tightship.planners.place import portfolio
 from tightship.planners.place.orders import Interrupted

@@ -20,9 +20,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import pages
 from rich.console import Console
 
-from support import pages
 from tightship import api, sources
 from tightship.analysis.bounds import lower_bound
 from tightship.errors import Infeasible, TightshipError

@@ -23,13 +23,13 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import pages
 import torch
 import transformers
 from branching import NETWORKS
 from budget import FULL, Made
 from rich.console import Console
 
-from support import pages
 from support.hlo_data import CPU, GPU, module
 from support.inductor import METHODS, scheduled
 from support.optimum import least_peak

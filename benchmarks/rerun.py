@@ -18,10 +18,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import pages
 import torch
 
 import tightship
-from support import pages
 from tightship.demo import models
 from tightship.demo.models import Workload
 

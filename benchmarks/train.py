@@ -27,13 +27,13 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+import pages
 import torch
 from rich.console import Console
 from torch._dynamo.backends.debugging import aot_eager
 from torch.utils.checkpoint import checkpoint
 
 import tightship
-from support import pages
 from tightship.demo import models
 from tightship.demo.models import Workload
 from tightship.demo.trial import SETTLE, Trainer

@@ -74,6 +74,12 @@ def test_a_termination_that_nobody_knows_is_refused() -> None:
         replace(plan(chain(5), None, QUICK), termination="bored")
 
 
+@pytest.mark.parametrize("gap", [-0.1, float("nan")])
+def test_a_gap_is_not_negative(gap: float) -> None:
+    with pytest.raises(BadInput, match="gap"):
+        plan(chain(5), "60%", Options(gap=gap))
+
+
 def test_a_smaller_gap_never_gives_a_slower_plan() -> None:
     graph = chain(40)
     times = [plan(graph, "50%", replace(QUICK, gap=gap)).time for gap in (1.0, 0.1, 0.001, 0.0)]

@@ -141,10 +141,16 @@ def plan(
     keep everything, in the better order). ``problem``: the graph in an order decided before, so that several budgets
     share what is found.
 
+    The bound on the time comes first; the search ends where no plan is faster by more than ``gap``, where more of it
+    gains nothing, or at a limit: the plan's ``termination``.
+
     Raises ``Infeasible`` with budget, lower bound, least peak reached and what makes it up; after Ctrl-C
-    ``Interrupted`` with the best plan so far, or ``KeyboardInterrupt`` where none fits yet.
+    ``Interrupted`` with the best plan so far, or ``KeyboardInterrupt`` where none fits yet; ``BadInput`` for a budget
+    or a gap that is none.
     """
     o = options or Options()
+    if not o.gap >= 0:
+        raise BadInput("a gap is a part of the time, 0 or more", o.gap, "gap")
     clock = _Clock(o.seconds)
     before = unplanned(graph)
     clock.replayed(before)
@@ -267,10 +273,10 @@ class _Search:
 
     def _evict(self, budget: int, deadline: Deadline, work: int, progress: Progress | None) -> run.Evicted:
         o, info = self.options, planner(self.options.evict, "evict")
-        goal = self.time_bound * (1 + o.gap) - self.before.time
+        least = self.time_bound if self.time_bound < math.inf else 0.0
         known = {
             "seconds": deadline.left, "work": work, "seed": o.seed, "gap": o.gap,
-            "goal": goal if goal < math.inf else 0.0,
+            "goal": least * (1 + o.gap) - self.before.time,
         }  # fmt: skip
         options = info.options(**{f.name: known[f.name] for f in fields(info.options) if f.name in known})
         return run.evict(

@@ -1,0 +1,84 @@
+"""Every benchmark starts: its imports are there, and what it takes of modules beside it and of the tests, too."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+FOLDER = Path(__file__).resolve().parent.parent / "benchmarks"
+PARTS = {"activations", "executed", "page", "pages"}
+"""Modules that others import."""
+
+_HELP = """
+import contextlib, io, runpy, sys
+sys.path[:0] = [sys.argv[1]]
+for path in sys.argv[2:]:
+    sys.argv = [path, "--help"]
+    with contextlib.redirect_stdout(io.StringIO()):
+        try:
+            runpy.run_path(path, run_name="__main__")
+        except SystemExit as end:
+            assert not end.code, (path, end.code)
+"""
+
+
+def scripts() -> list[Path]:
+    return sorted(p for p in FOLDER.glob("*.py") if p.stem not in PARTS)
+
+
+@pytest.mark.slow
+def test_every_benchmark_says_how_to_call_it():
+    pytest.importorskip("transformers")
+    command = [sys.executable, "-W", "ignore", "-c", _HELP, str(FOLDER), *map(str, scripts())]
+    ran = subprocess.run(command, capture_output=True, text=True)
+    assert ran.returncode == 0, ran.stderr[-2000:]
+
+
+@pytest.mark.parametrize("path", sorted(FOLDER.glob("*.py")), ids=lambda p: p.stem)
+def test_what_benchmarks_take_of_modules_beside_them_exists(path):
+    """Without running anything: `pages.put` must be a name of benchmarks/pages.py, `support.x` a module of tests."""
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    beside: dict[str, set[str]] = {}  # modules by the name they are used by here
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            for name in (a.name for a in node.names if (FOLDER / f"{a.name}.py").exists()):
+                beside[name] = _names(FOLDER / f"{name}.py")
+        elif isinstance(node, ast.ImportFrom) and node.module == "support":
+            for name in (a.name for a in node.names):
+                beside[name] = _names(FOLDER.parent / "tests" / "support" / f"{name}.py")
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            source = _source(node.module)
+            if source is not None:
+                assert {a.name for a in node.names} <= _names(source), f"{path.name}:{node.lineno}"
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id in beside:
+            assert node.attr in beside[node.value.id], (
+                f"{path.name}:{node.lineno}: {node.value.id}.{node.attr}"
+            )
+
+
+def _source(module: str) -> Path | None:
+    """The file of a module beside the benchmarks or in the tests; None for packages that are installed."""
+    for folder in (FOLDER, FOLDER.parent / "tests"):
+        path = folder / f"{module.replace('.', '/')}.py"
+        if path.exists():
+            return path
+    assert not module.startswith("support."), f"no module {module} in tests"
+    return None
+
+
+def _names(path: Path) -> set[str]:
+    """What a module defines or imports at its top."""
+    found: set[str] = set()
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.FunctionDef | ast.ClassDef):
+            found.add(node.name)
+        elif isinstance(node, ast.Import | ast.ImportFrom):
+            found |= {a.asname or a.name.partition(".")[0] for a in node.names}
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            found.add(node.id)
+    return found
