@@ -30,7 +30,7 @@ class Dinic {
 
     Cut run(i32 source, i32 sink, const Watch& watch) {
         Cut cut;
-        while (label(source), level_[sink] >= 0) {
+        while (label(source, sink), level_[sink] >= 0) {
             std::copy(first_.begin(), first_.end() - 1, at_.begin());
             cut.value = plus(cut.value, push(source, sink, watch));
             if (stopped_ || watch()) return {cut.value, {}, false};
@@ -48,11 +48,11 @@ class Dinic {
     std::vector<i64> at_;
     bool stopped_ = false;
 
-    void label(i32 source) {
+    void label(i32 source, i32 sink) {
         std::fill(level_.begin(), level_.end(), -1);
         std::vector<i32> queue{source};
         level_[source] = 0;
-        for (std::size_t q = 0; q < queue.size(); ++q) {
+        for (std::size_t q = 0; q < queue.size() && level_[sink] < 0; ++q) {
             const i32 v = queue[q];
             for (i64 e = first_[v]; e < first_[v + 1]; ++e)
                 if (room_[e] > 0 && level_[to_[e]] < 0)

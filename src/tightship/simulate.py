@@ -11,6 +11,7 @@ kind of step means, bytes and time included.
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -40,9 +41,14 @@ class Timeline:
     time: float
     compute_time: float
     host_peak: int
-    spans: tuple[tuple[float, float], ...]
     graph: Graph = field(repr=False, compare=False)
     steps: tuple[Step, ...] = field(repr=False, compare=False)
+    begins: array[float] = field(repr=False)
+    ends: array[float] = field(repr=False)
+
+    @cached_property
+    def spans(self) -> tuple[tuple[float, float], ...]:
+        return tuple(zip(self.begins, self.ends, strict=True))
 
     @cached_property
     def at_peak(self) -> tuple[tuple[int, int], ...]:
@@ -109,7 +115,7 @@ class _Machine:
         self.live = graph.static_bytes
         self.host_live = self.host_peak = 0
         self.clock: dict[int, float] = {0: 0.0}
-        self.spans: list[tuple[float, float]] = []
+        self.begins, self.ends = array("d"), array("d")
         self.compute_time = 0.0
         self.ran = [False] * len(graph.ops)
         self.saved: set[int] = set()  # ops whose random state is resident
@@ -278,9 +284,10 @@ class _Machine:
     def advance(self, step: Step, seconds: float) -> None:
         start = self.clock.get(step.stream, 0.0)
         if step.waits:
-            start = max(start, *(self.spans[w][1] for w in step.waits))
+            start = max(start, *(self.ends[w] for w in step.waits))
         self.clock[step.stream] = end = start + seconds
-        self.spans.append((start, end))
+        self.begins.append(start)
+        self.ends.append(end)
 
     def residents(self) -> list[tuple[int, int]]:
         rows = [(s, self.size[s]) for s, f in enumerate(self.full) if f]
@@ -310,9 +317,10 @@ def replay(graph: Graph, steps: Sequence[Step]) -> Timeline:
         max(m.clock.values(), default=0.0),
         m.compute_time,
         m.host_peak,
-        tuple(m.spans),
         graph,
         tuple(steps),
+        m.begins,
+        m.ends,
     )
 
 

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
@@ -149,13 +149,13 @@ class _Cuts:
 
     problem: EvictionProblem
     deadline: Deadline = NEVER
-    known: dict[float, Mask] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         problem = self.problem
         storages = problem.graph.storages
         size = sum(float(storages[s].size) for s in problem.gaps[problem.crossing, 0].tolist())
         self.rate = max(1.0, size) / max(1e-12, problem.engine.base_time)
+        self.known = problem.archive.cuts
 
     def dropped(self, price: float) -> Mask | None:
         """None where there is no time for the cut."""

@@ -8,9 +8,11 @@ first, evictions second, offsets last; when offsets do not fit, evictions are se
 
 from __future__ import annotations
 
+import gc
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, fields, replace
 from itertools import pairwise
 from typing import Any, TypedDict
@@ -29,6 +31,8 @@ from tightship.planners.evict.lowering import pure_random_ops
 from tightship.planners.evict.problem import MEANS, EvictionProblem, Progress
 from tightship.planners.hints import parse_hints, resolve
 from tightship.planners.layout import Layout, lay_out
+from tightship.planners.place.greedy import MANY
+from tightship.planners.place.portfolio import CLOSE
 from tightship.simulate import Timeline, replay, unplanned
 from tightship.units import Budget, resolve_budget
 from tightship.verify import check
@@ -53,7 +57,7 @@ _TIGHTEN = 4
 """How often evictions are searched again because the placement came out larger than the peak."""
 _LAYOUT = 1.0
 """Seconds of the clock that offsets may take; their limit of work mostly ends first."""
-_REST = 24.0
+_REST = 20.0
 """What follows the search, over what it takes to replay a graph once."""
 _SAMPLE, _SAMPLES = 4096, 16
 """Steps that are replayed to see how long that takes: so many at least, or such a part of them."""
@@ -130,6 +134,20 @@ def read_options(options: PlanOptions, caller: str) -> Options:
     return Options(**options)
 
 
+@contextmanager
+def _no_collection() -> Iterator[None]:
+    """Planning makes many objects, keeps most and makes few cycles: to look for those again and again would take a
+    fourth of the time on large graphs."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
+
+
+@_no_collection()
 def plan(
     graph: Graph,
     budget: Budget | str | int | None = None,
@@ -210,9 +228,12 @@ class _Clock:
         """What follows the search takes so many times as long as a replay of the graph, judged by a part of it; a
         part of what is left is for the search in any case."""
         part = line.steps[: max(_SAMPLE, len(line.steps) // _SAMPLES)]
-        before = time.perf_counter()
-        replay(line.graph, part)
-        took = (time.perf_counter() - before) * len(line.steps) / max(1, len(part))
+        begins = []
+        for steps in ((), part, ()):  # to prepare a replay takes time as well
+            begins.append(time.perf_counter())
+            replay(line.graph, steps)
+        once = max(0.0, 2 * begins[2] - begins[1] - time.perf_counter())
+        took = once * len(line.steps) / max(1, len(part))
         self.search = Deadline(max(self.deadline.at - _REST * took, self.deadline.part(_PREPARED).at))
 
 
@@ -279,9 +300,14 @@ class _Search:
             "goal": least * (1 + o.gap) - self.before.time,
         }  # fmt: skip
         options = info.options(**{f.name: known[f.name] for f in fields(info.options) if f.name in known})
-        return run.evict(
-            info, self.problem, budget, options, progress, graph=self.graph, or_keep=True, verify=False
-        )
+        many = o.place and len(self.graph.ops) > MANY  # their places span a little more than the peak
+        for limit in (budget - budget // CLOSE, budget) if many else (budget,):
+            found = run.evict(
+                info, self.problem, limit, options, progress, graph=self.graph, or_keep=True, verify=False
+            )
+            if found.decision.met or self.problem.archive.stopped:
+                break
+        return found
 
     def ended(self, found: run.Evicted) -> str:
         """Why the search ended, one of ``plan.TERMINATIONS``."""

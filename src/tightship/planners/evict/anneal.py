@@ -33,6 +33,8 @@ _HEAT, _HOTTEST = 6.0, 0.1
 _MIX, _CHAIN, _BLOCKS = 7_500_000, 7_500_000, 37_500_000
 _GREEDY, _LADDER, _RELAX = 15_000_000, 15_000_000, 4_500_000
 """Ops simulated at most for one seed of each kind."""
+_MIXED = 2e-5
+"""Seconds that mixed saved sets may take for each op, whatever the limit."""
 _FAR = 0.01
 """So far above the goal, as a part of the step's time, dearer seeds are tried."""
 
@@ -126,7 +128,7 @@ def _run(search: _Search) -> None:
     Saved sets come first: they take the fewest replays, and leave little where layers are many."""
     problem, o = search.problem, search.options
     search.take(problem.archive.around(search.budget, problem))
-    search.take(_mixed(search))
+    search.take(_mixed(search), until_met=True)
     if not search.ended or not search.best.met:
         search.take(_by_hand(problem, search.budget), until_met=True)
     runs = _Runs(search)
@@ -187,9 +189,11 @@ def _by_hand(problem: EvictionProblem, budget: int) -> Iterator[Decision]:
 
 
 def _mixed(search: _Search) -> Iterator[Decision]:
-    """Saved sets mixed of two; where one is far from the goal, also less what it need not evict."""
+    """Saved sets mixed of two; where one is far from the goal, also less what it need not evict. There is time for
+    that in any case: without, plans of large graphs would take much longer."""
     problem, budget = search.problem, search.budget
-    for d in min_cut.between(problem, budget, search.deadline):
+    least = Deadline.after(_MIXED * len(problem.order))
+    for d in min_cut.between(problem, budget, max(search.deadline, least, key=lambda d: d.at)):
         yield d
         if d.met:
             work, seconds = search.share(_MIX, 0.05)

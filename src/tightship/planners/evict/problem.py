@@ -103,10 +103,12 @@ def best_of(decisions: Iterable[Decision]) -> Decision:
 
 class Archive:
     """Decisions found so far, none of which another one beats in both bytes and seconds: what was found for less
-    memory is also an answer for more. ``stopped``: by Ctrl-C, and nothing more is to be searched."""
+    memory is also an answer for more. ``cuts``: what leaves across the boundary by the price of what is saved.
+    ``stopped``: by Ctrl-C, and nothing more is to be searched."""
 
     def __init__(self) -> None:
         self.found: list[Decision] = []
+        self.cuts: dict[float, NDArray[np.bool_]] = {}
         self.stopped = False
 
     def offer(self, d: Decision) -> None:
