@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import signal
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -109,6 +110,24 @@ def test_remedies_are_short_and_an_interrupt_ends_them(monkeypatch: pytest.Monke
         signal.signal(signal.SIGINT, before)
     assert given[1].work == QUICK.work // 20 and len(given) == 2
     assert texts[0].startswith("interrupted")
+
+
+def test_remedies_end_with_the_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The search has a part of the time; what else is tried has the rest, and what is left out is said."""
+    graph, given, made = drawn(), [], default.plan
+
+    def slow(graph, budget, o, *more):  # type: ignore[no-untyped-def]
+        given.append(o.seconds)
+        try:
+            return made(graph, budget, o, *more)
+        finally:
+            time.sleep(max(0.0, until - time.perf_counter()) if len(given) > 1 else 0.0)
+
+    monkeypatch.setattr(remedies.default, "plan", slow)
+    until = time.perf_counter() + 2.0
+    texts = said(graph, graph.static_bytes + 6400 * 4, replace(QUICK, seconds=2.0))
+    assert given[0] < 2.0 and len(given) == 2 and given[1] <= 2.0
+    assert any("not tried, the time is over" in text for text in texts)
 
 
 def test_the_command_line_says_all_of_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -12,6 +12,7 @@ from dataclasses import replace
 
 from tightship.analysis.bounds import lower_bound
 from tightship.analysis.packing import packings
+from tightship.deadline import NEVER, Deadline
 from tightship.errors import Infeasible
 from tightship.graph import Graph
 from tightship.plan import Plan
@@ -25,6 +26,8 @@ __all__ = ["advised", "remedies"]
 
 _PART = 20
 """A remedy has one such part of the search's work and time."""
+_SEARCH = 0.8
+"""What the search may take of the time; the rest is for what else may help."""
 _HINTS = 4
 """So many hints are tried to be left out, one at a time."""
 
@@ -35,14 +38,17 @@ def advised(
     options: Options | None = None,
     progress: Progress | None = None,
 ) -> Plan:
-    """As `default.plan`; an ``Infeasible`` says what was tried and would help. An interrupt ends the trials."""
+    """As `default.plan`; an ``Infeasible`` says what was tried and would help. An interrupt ends the trials, and so
+    does the end of the time, of which a part is left for them."""
+    o = options or Options()
+    deadline = Deadline.after(o.seconds)
     try:
-        return default.plan(graph, budget, options, progress)
+        return default.plan(graph, budget, replace(o, seconds=o.seconds * _SEARCH), progress)
     except Infeasible as no:
-        raise no.with_advice(remedies(graph, no, options or Options())) from None
+        raise no.with_advice(remedies(graph, no, o, deadline)) from None
 
 
-def remedies(graph: Graph, no: Infeasible, o: Options) -> tuple[str, ...]:
+def remedies(graph: Graph, no: Infeasible, o: Options, deadline: Deadline = NEVER) -> tuple[str, ...]:
     """What would help, with what it gives; then what the error says of batches and of what nothing helps against."""
     rest = [text for text in no.advice if not text.startswith(("offloading", "compression"))]
     away = int(lower_bound(graph, least=dict.fromkeys(range(len(graph.storages)), 0)))
@@ -51,14 +57,18 @@ def remedies(graph: Graph, no: Infeasible, o: Options) -> tuple[str, ...]:
     found = []
     try:
         for name, other in _others(graph, o):
-            found.append(f"{name}: {_outcome(graph, no.budget, _short(other))}")
+            if deadline.over:
+                found.append(f"{name}, and what else there is: not tried, the time is over")
+                break
+            found.append(f"{name}: {_outcome(graph, no.budget, _short(other, deadline))}")
     except KeyboardInterrupt:
         found.append("interrupted: nothing more was tried")
     return (*found, *rest)
 
 
-def _short(o: Options) -> Options:
-    return replace(o, seconds=max(0.2, o.seconds / _PART), work=max(1, o.work // _PART))
+def _short(o: Options, deadline: Deadline) -> Options:
+    seconds = min(deadline.left, max(0.2, o.seconds / _PART))
+    return replace(o, seconds=seconds, work=max(1, o.work // _PART))
 
 
 def _others(graph: Graph, o: Options) -> Iterator[tuple[str, Options]]:
