@@ -34,8 +34,6 @@ class Timeline:
     (storage, bytes), storage -1 for what the op at the peak needs while it runs, and saved random states.
     """
 
-    during: tuple[int, ...]
-    resident: tuple[int, ...]
     peak: int
     peak_step: int
     time: float
@@ -43,8 +41,19 @@ class Timeline:
     host_peak: int
     graph: Graph = field(repr=False, compare=False)
     steps: tuple[Step, ...] = field(repr=False, compare=False)
+    levels: array[int] = field(repr=False)
+    """``during`` as an array; ``left`` is ``resident`` as one, ``begins`` and ``ends`` are ``spans``."""
+    left: array[int] = field(repr=False)
     begins: array[float] = field(repr=False)
     ends: array[float] = field(repr=False)
+
+    @cached_property
+    def during(self) -> tuple[int, ...]:
+        return tuple(self.levels)
+
+    @cached_property
+    def resident(self) -> tuple[int, ...]:
+        return tuple(self.left)
 
     @cached_property
     def spans(self) -> tuple[tuple[float, float], ...]:
@@ -300,8 +309,7 @@ def replay(graph: Graph, steps: Sequence[Step]) -> Timeline:
     Raises ``BadInput`` naming the step where the steps break a rule (``verify`` collects all violations).
     """
     m = _Machine(graph)
-    during: list[int] = []
-    resident: list[int] = []
+    during, resident = array("q"), array("q")
     peak, peak_step = m.live, -1
     for i, step in enumerate(steps):
         now = m.step(i, step)
@@ -310,8 +318,6 @@ def replay(graph: Graph, steps: Sequence[Step]) -> Timeline:
         during.append(now)
         resident.append(m.live)
     return Timeline(
-        tuple(during),
-        tuple(resident),
         peak,
         peak_step,
         max(m.clock.values(), default=0.0),
@@ -319,6 +325,8 @@ def replay(graph: Graph, steps: Sequence[Step]) -> Timeline:
         m.host_peak,
         graph,
         tuple(steps),
+        during,
+        resident,
         m.begins,
         m.ends,
     )

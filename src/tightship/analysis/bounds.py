@@ -422,7 +422,7 @@ def time_bound(
     if _at_end(relaxed, alone=not least)[0] > budget:
         return math.inf
     line = unplanned(graph)
-    over = {s.op: n for s, n in zip(line.steps, line.during, strict=True) if n > budget and s.op >= 0}
+    over = {s.op: n for s, n in zip(line.steps, line.levels, strict=True) if n > budget and s.op >= 0}
     if not over or deadline.over:
         return total
     found: dict[int, float] = {}

@@ -306,7 +306,10 @@ class EvictionProblem:
 
     def steps(self, evict: Bits, budget: int = _UNLIMITED) -> tuple[Step, ...]:
         """The steps that carry a decision out; within ``budget``, which says when copies out must be waited for."""
-        return tuple([self._step(*row) for row in self.engine.emit(evict, budget)])
+        rows, steps = list(self.engine.emit(evict, budget))[::-1], []
+        while rows:  # each is let go once it is a step
+            steps.append(self._step(*rows.pop()))
+        return tuple(steps)
 
     def lower(
         self, decision: Decision, budget: int = _UNLIMITED, means: Collection[str] | None = None
