@@ -2,7 +2,7 @@
 
     python benchmarks/anytime.py [--models gpt6,…] [--shares 60,40] [--write]
 
-The models of budget.py, captured with modeled times, at shares of what a step needs beyond parameters and batch. A row
+The models of budget.py, captured with modeled times, at shares of what a step needs beyond its static set. A row
 says when the first plan within the budget was there, the gap to the bound after 0.1, 0.3 and 1 second, and when and
 why the search ended. ``--write`` puts the table and the plot into docs/search.md. Seconds are those of one thread of
 the processor from the call on: order and bounds count, capturing the model does not.

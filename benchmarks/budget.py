@@ -198,7 +198,7 @@ PUBLISHED: dict[str, tuple[str, Callable[[], Made], float, list[tuple[float, flo
 def captured(make: Callable[[], Made]) -> Any:
     with torch.device("meta"):
         model, sample = make()
-    return sources.captured(model, sample)
+    return sources.ModelStep(model, sample).program()
 
 
 def measured(make: Callable[[], Made], seconds: float, console: Console) -> Frontier:

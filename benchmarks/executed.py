@@ -64,7 +64,7 @@ def _row(make: Callable[[], Made], seconds: float) -> list[str]:
     sample = {
         k: torch.zeros_like(x) if x.dtype == torch.long else torch.randn_like(x) for k, x in blank.items()
     }
-    program = sources.captured(model, sample)
+    program = sources.ModelStep(model, sample).program()
     graph = program.graph
     given = EvictionProblem(graph, tuple(range(len(graph.ops))))
     simulated = replay(graph, baseline(graph)).peak

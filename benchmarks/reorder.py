@@ -34,7 +34,7 @@ from support.hlo_data import CPU, GPU, module
 from support.inductor import METHODS, scheduled
 from support.optimum import least_peak
 from support.strategies import random_graph
-from tightship import api
+from tightship import sources
 from tightship.analysis.order import Ordered
 from tightship.errors import Infeasible
 from tightship.graph import Graph
@@ -76,7 +76,7 @@ def of_networks(kind: str, make: Callable[[], torch.nn.Module], size: int) -> Gr
 
 
 def captured(model: torch.nn.Module, sample: Any, **how: Any) -> Graph:
-    graph: Graph = api.captured(model, sample, **how).graph
+    graph: Graph = sources.ModelStep(model, sample, **how).program().graph
     return graph
 
 

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import ast
+import importlib
+import importlib.util
 import subprocess
 import sys
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
@@ -50,6 +53,12 @@ def test_what_benchmarks_take_of_modules_beside_them_exists(path):
         elif isinstance(node, ast.ImportFrom) and node.module == "support":
             for name in (a.name for a in node.names):
                 beside[name] = _names(FOLDER.parent / "tests" / "support" / f"{name}.py")
+        elif isinstance(node, ast.ImportFrom) and (node.module or "").partition(".")[0] == "tightship":
+            for name in (a.name for a in node.names):
+                found = _ours(str(node.module), name)
+                assert found is not None, f"{path.name}:{node.lineno}: no {name} in {node.module}"
+                if isinstance(found, ModuleType):
+                    beside[name] = set(dir(found))
         elif isinstance(node, ast.ImportFrom) and node.module:
             source = _source(node.module)
             if source is not None:
@@ -59,6 +68,14 @@ def test_what_benchmarks_take_of_modules_beside_them_exists(path):
             assert node.attr in beside[node.value.id], (
                 f"{path.name}:{node.lineno}: {node.value.id}.{node.attr}"
             )
+
+
+def _ours(module: str, name: str) -> object:
+    """A name of a module of tightship's, which may be a module itself; None: there is none."""
+    found = getattr(importlib.import_module(module), name, None)
+    if found is None and importlib.util.find_spec(f"{module}.{name}") is not None:
+        return importlib.import_module(f"{module}.{name}")
+    return found
 
 
 def _source(module: str) -> Path | None:

@@ -11,9 +11,9 @@ pytest.importorskip("transformers")
 
 from tightship import cli, demo  # noqa: E402
 from tightship.demo import models  # noqa: E402
-from tightship.demo import trial as trials  # noqa: E402
 from tightship.errors import BadInput  # noqa: E402
 from tightship.execute import allocator  # noqa: E402
+from tightship.execute.fit import bit_identical  # noqa: E402
 
 SMALL = (
     lambda: models.gpt2(layers=3, width=32, heads=2, length=32, batch=4),
@@ -106,10 +106,10 @@ def test_a_claim_that_does_not_hold_is_said_and_is_a_failure(result):
 def test_a_difference_of_one_bit_is_found():
     a = torch.tensor([1.0, float("nan")])
     b = a.clone()
-    assert not trials._differ(a, b)
+    assert bit_identical(a, b)
     b.view(torch.int32)[0] += 1
-    assert trials._differ(a, b)
-    assert trials._differ(torch.tensor(0.0), torch.tensor(-0.0))
+    assert not bit_identical(a, b)
+    assert not bit_identical(torch.tensor(0.0), torch.tensor(-0.0))
 
 
 def test_too_few_steps_and_a_bad_folder(tmp_path):

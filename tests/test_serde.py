@@ -73,7 +73,7 @@ def test_plans_with_nothing_and_with_everything_come_back() -> None:
         "d", (Step("compress", -1, (0, 1), "full", 64, 1, ()), Step("free", form="packed", waits=(0,))),
         (Residence(-1, 0, 1, 64, -64, "sram", "packed", 3, 1, 2),), 2**63 - 1, 1, 2, 3, 4, 5, 6, 0.1, 1e300, 0.05,
         "p", 7.0, 8, "src", "cmd", ("é", "\n"), {"a": [1, None, {"b": 1.5}], "": True},
-        9, 10, True, (Inner(0, GRAPH, PLAN), Inner(2, GRAPH, PLAN)),
+        9, 10, True, (Inner(0, GRAPH, PLAN), Inner(2, GRAPH, PLAN)), "gap",
     )  # fmt: skip
     assert loads_plan(dumps_plan(most)) == (most, None)
     assert {f.name for f in fields(Plan)} - {"steps", "residences"} <= set(json.loads(dumps_plan(most)))

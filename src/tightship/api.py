@@ -12,8 +12,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
 from tightship.diagnose.remedies import advised
-from tightship.errors import BadInput, VerificationFailed
+from tightship.errors import BadInput, VerificationFailed, Violation
 from tightship.graph import Graph
+from tightship.options import filled
 from tightship.plan import Plan
 from tightship.planners import PlannerInfo, planners
 from tightship.planners.batch import MaxBatch
@@ -21,7 +22,7 @@ from tightship.planners.batch import max_batch as search_batch
 from tightship.planners.default import Options, PlanOptions, plan_alone, read_options
 from tightship.planners.frontier import frontier as search_frontier
 from tightship.result import Frontier, Planned
-from tightship.sources import ModelStep, captured, need_torch, read_model, torch_saved
+from tightship.sources import ModelStep, need_torch, read_model, torch_saved
 from tightship.units import BudgetLike, parse_budget, resolve_budget
 
 if TYPE_CHECKING:
@@ -33,14 +34,13 @@ if TYPE_CHECKING:
     from tightship.execute.infer import Inference
     from tightship.execute.prepared import Planner
     from tightship.frontends.torch.structure import LossFn
-    from tightship.violation import Violation
 
     Model: TypeAlias = torch.nn.Module | torch.export.ExportedProgram
     Loss: TypeAlias = LossFn | torch.nn.Module
 
 __all__ = [
-    "BatchRequest", "FitOptions", "Frontier", "FrontierRequest", "InferOptions", "PlanRequest", "Planned", "captured",
-    "check", "fit", "frontier", "frontier_of", "infer", "load", "max_batch", "plan", "plan_graph", "plan_named",
+    "BatchRequest", "FitOptions", "Frontier", "FrontierRequest", "InferOptions", "PlanRequest", "Planned",
+    "check", "fit", "frontier", "infer", "load", "max_batch", "plan", "plan_graph", "plan_named",
     "systems", "violations",
 ]  # fmt: skip
 
@@ -71,11 +71,7 @@ class PlanRequest:
             rule = f"unknown planner {self.planner!r}: those that plan alone are {', '.join(sorted(known))}"
             raise BadInput(rule)
         info = known[self.planner]
-        names = info.options.__dataclass_fields__
-        if unknown := sorted(self.options.keys() - names.keys()):
-            rule = f"unknown option {unknown[0]!r} of planner {self.planner!r}: its options are {', '.join(names)}"
-            raise BadInput(rule)
-        options = info.options(**self.options)
+        options = filled(info.options, self.options, f"planner {self.planner!r}")
         if info.group == "evict":
             return Planned(plan_alone(graph, info, options, budget), graph)
         plan: Plan = info.plan(graph, options)
@@ -281,22 +277,9 @@ def frontier(
     model, what PyTorch's ``activation_memory_budget`` would save.
     """
     if isinstance(model, Graph):
-        return frontier_of(_alone(model, sample), points, peers=peers, say=say, **options)
+        return FrontierRequest(_alone(model, sample), points, None, peers, options).solve(say)
     program = ModelStep(model, sample, loss_fn, optimizer, train).program(cache)
-    return frontier_of(program.graph, points, program=program, peers=peers, say=say, **options)
-
-
-def frontier_of(
-    graph: Graph,
-    points: int = 9,
-    *,
-    program: object = None,
-    peers: bool = True,
-    say: Say | None = None,
-    **options: Unpack[PlanOptions],
-) -> Frontier:
-    """The frontier of a graph that is there already; ``program`` is what it was captured as, if it was."""
-    return FrontierRequest(graph, points, program, peers, options).solve(say)
+    return FrontierRequest(program.graph, points, program, peers, options).solve(say)
 
 
 def max_batch(

@@ -1,4 +1,4 @@
-"""The errors tightship raises: one family, so that one ``except`` catches them all.
+"""The errors tightship raises: one family, so that one ``except`` catches them all; and what a verifier finds.
 
 A message states the fault with its value and place, then the rule, then what to do. ``exit_status`` is what the
 command line exits with: 1 for "not achievable", 2 for bad input or usage.
@@ -6,6 +6,7 @@ command line exits with: 1 for "not achievable", 2 for bad input or usage.
 
 from collections.abc import Callable, Sequence
 from copy import copy
+from dataclasses import dataclass
 from typing import Any, ClassVar, Final
 
 __all__ = [
@@ -78,16 +79,6 @@ class BadInput(TightshipError):
         self.place = place
         message = f"{place}: {rule}" if place else rule
         super().__init__(message if value is _MISSING else f"{message}, got {_shown(value)}")
-
-
-def unreadable(error: Exception, place: str) -> BadInput:
-    """What is said of a file that the system does not give: in words, without error numbers."""
-    return BadInput(f"cannot read {place!r}: {getattr(error, 'strerror', None) or error}")
-
-
-def unwritable(error: Exception, path: str) -> BadInput:
-    """What is said of a file that the system does not take."""
-    return BadInput(f"cannot write {path!r}: {getattr(error, 'strerror', None) or error}")
 
 
 class UnknownSize(BadInput):
@@ -163,6 +154,31 @@ class Infeasible(TightshipError):
         if self.advice:
             lines += ["what else may help:", *(f"  {text}" for text in self.advice)]
         return "\n".join(lines)
+
+
+@dataclass(frozen=True, slots=True)
+class Violation:
+    """A broken rule: its ``code``, the ``step`` at which it breaks (-1: none in particular), the names of
+    the ops, storages or buffers concerned (the offending one first), and a sentence for people."""
+
+    code: str
+    step: int
+    subjects: tuple[str, ...]
+    message: str
+
+    def __str__(self) -> str:
+        where = f" at step {self.step}" if self.step >= 0 else ""
+        return f"{self.code}{where}: {self.message}"
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """A row of a verifier's table: the ``code`` of its violations, what they mean in a ``sentence``, and the function
+    that finds them. One ``check`` may find violations of several rules; it runs once."""
+
+    code: str
+    sentence: str
+    check: Callable[[Any], Any]
 
 
 class VerificationFailed(TightshipError):

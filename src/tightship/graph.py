@@ -226,79 +226,74 @@ class Graph:
         return replace(self, ops=ops)
 
 
-def _check(g: Graph) -> None:
-    def bad(rule: str, value: object, place: str) -> BadInput:
-        return BadInput(rule, value, place)
+_Judged = tuple[bool, str, object, str]
+"""Whether a rule holds, what it says, of which value, and where."""
 
+
+def _check(g: Graph) -> None:
+    for holds, rule, value, place in _rules(g):
+        if not holds:
+            raise BadInput(rule, value, place)
+
+
+def _rules(g: Graph) -> Iterator[_Judged]:
+    """Every rule of every part, one after the other: a rule may rest on those before it."""
     total = 0
     for s in g.storages:
-        if s.size < 0:
-            raise bad("a storage's size is not negative", s.size, f"storage {s.name!r}")
         total += s.size
-        if not total <= MOST_BYTES:
-            raise bad("the sizes of all storages add up to at most 2^59 bytes", s.size, f"storage {s.name!r}")
+        place = f"storage {s.name!r}"
+        yield s.size >= 0, "a storage's size is not negative", s.size, place
+        yield total <= MOST_BYTES, "the sizes of all storages add up to at most 2^59 bytes", s.size, place
     for v in g.values:
-        if not 0 <= v.storage < len(g.storages):
-            raise bad("a value's storage is an index of Graph.storages", v.storage, f"value {v.name!r}")
-        if v.stride and len(v.stride) != len(v.shape):
-            raise bad("a value has a stride for each dimension", (v.shape, v.stride), f"value {v.name!r}")
-    seconds = 0.0
+        place, known = f"value {v.name!r}", 0 <= v.storage < len(g.storages)
+        yield known, "a value's storage is an index of Graph.storages", v.storage, place
+        strides = not v.stride or len(v.stride) == len(v.shape)
+        yield strides, "a value has a stride for each dimension", (v.shape, v.stride), place
     defined = bytearray(len(g.values))
     for i in g.inputs:
-        if not 0 <= i < len(g.values):
-            raise bad("a graph input is an index of Graph.values", i, "Graph.inputs")
+        yield 0 <= i < len(g.values), "a graph input is an index of Graph.values", i, "Graph.inputs"
         defined[i] = 1
+    seconds = 0.0
     for k, o in enumerate(g.ops):
-        for i in o.inputs:
-            if not 0 <= i < len(g.values):
-                raise bad("an op's input is an index of Graph.values", i, f"op {o.name!r}")
-            if not defined[i]:
-                raise bad("a value is defined before it is used", g.values[i].name, f"op {o.name!r}")
-        for i in o.outputs:
-            if not 0 <= i < len(g.values):
-                raise bad("an op's output is an index of Graph.values", i, f"op {o.name!r}")
-            if defined[i]:
-                raise bad("a value is defined once", g.values[i].name, f"op {o.name!r}")
-            defined[i] = 1
-        for s_ in o.mutates:
-            if not 0 <= s_ < len(g.storages):
-                raise bad("a mutated storage is an index of Graph.storages", s_, f"op {o.name!r}")
         seconds += o.time
-        if not (o.time >= 0 and seconds < inf):
-            raise bad("an op's time is not negative, and times have a finite sum", o.time, f"op {o.name!r}")
-        if not 0 <= o.workspace <= MOST_BYTES:
-            raise bad("an op's workspace is from 0 to 2^59 bytes", o.workspace, f"op {o.name!r}")
-        for r in o.requests:
-            if not 0 <= r.size <= MOST_BYTES:
-                raise bad("a request is for 0 to 2^59 bytes", r.size, f"op {o.name!r}")
-        if o.state > MOST_BYTES:
-            raise bad("an op's random state has at most 2^59 bytes", o.state, f"op {o.name!r}")
-        if o.state < 0 or (o.state and not o.random):
-            raise bad(
-                "a random op has a state of so many bytes, no other op has one", o.state, f"op {o.name!r}"
-            )
-        if not set(o.updates) <= set(o.mutates):
-            raise bad("Op.updates is part of Op.mutates", o.updates, f"op {o.name!r}")
-        if o.overwrites:
-            _check_overwrites(g, o)
-        for c in o.control:
-            if not 0 <= c < k:
-                raise bad("a control predecessor stands earlier in the graph's order", c, f"op {o.name!r}")
+        yield from _rules_of_op(g, k, defined, seconds)
     for i in g.outputs:
-        if not 0 <= i < len(g.values) or not defined[i]:
-            raise bad("a graph output is a defined value", i, "Graph.outputs")
+        there = 0 <= i < len(g.values) and bool(defined[i])
+        yield there, "a graph output is a defined value", i, "Graph.outputs"
 
 
-def _check_overwrites(g: Graph, o: Op) -> None:
-    read, made = ({g.values[v].storage for v in row} for row in (o.inputs, o.outputs))
-    for pair in o.overwrites:
-        a, b = pair
-        if a not in read - made or b not in made - read or a in o.mutates or b in o.mutates:
+def _rules_of_op(g: Graph, k: int, defined: bytearray, seconds: float) -> Iterator[_Judged]:
+    """``defined``: which values there are, the op's own at the end; ``seconds``: those of all ops so far."""
+    o = g.ops[k]
+    place = f"op {o.name!r}"
+    for i in o.inputs:
+        yield 0 <= i < len(g.values), "an op's input is an index of Graph.values", i, place
+        yield bool(defined[i]), "a value is defined before it is used", g.values[i].name, place
+    for i in o.outputs:
+        yield 0 <= i < len(g.values), "an op's output is an index of Graph.values", i, place
+        yield not defined[i], "a value is defined once", g.values[i].name, place
+        defined[i] = 1
+    for s in o.mutates:
+        yield 0 <= s < len(g.storages), "a mutated storage is an index of Graph.storages", s, place
+    times = o.time >= 0 and seconds < inf
+    yield times, "an op's time is not negative, and times have a finite sum", o.time, place
+    yield 0 <= o.workspace <= MOST_BYTES, "an op's workspace is from 0 to 2^59 bytes", o.workspace, place
+    for r in o.requests:
+        yield 0 <= r.size <= MOST_BYTES, "a request is for 0 to 2^59 bytes", r.size, place
+    yield o.state <= MOST_BYTES, "an op's random state has at most 2^59 bytes", o.state, place
+    state = o.state == 0 or (o.state > 0 and o.random)
+    yield state, "a random op has a state of so many bytes, no other op has one", o.state, place
+    yield set(o.updates) <= set(o.mutates), "Op.updates is part of Op.mutates", o.updates, place
+    if o.overwrites:
+        read, results = ({g.values[v].storage for v in row} for row in (o.inputs, o.outputs))
+        for a, b in o.overwrites:
+            free = a in read - results and b in results - read and a not in o.mutates and b not in o.mutates
             rule = "what an op may overwrite is read and not written, and a result of it takes the place"
-            raise BadInput(rule, pair, f"op {o.name!r}")
-        if g.storages[a].size != g.storages[b].size:
+            yield free, rule, (a, b), place
             sizes = g.storages[a].size, g.storages[b].size
-            raise BadInput("what takes a storage's place has its size", sizes, f"op {o.name!r}")
+            yield sizes[0] == sizes[1], "what takes a storage's place has its size", sizes, place
+    for c in o.control:
+        yield 0 <= c < k, "a control predecessor stands earlier in the graph's order", c, place
 
 
 def _uses(g: Graph) -> Uses:

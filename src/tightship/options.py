@@ -1,11 +1,17 @@
-"""An option of a planner: a field of its ``Options`` dataclass that carries its own help text."""
+"""Options of a planner: fields of its ``Options`` dataclass that carry their own help text, and as the command line
+has them, with their types and defaults."""
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
-from typing import Any, TypeVar
+from collections.abc import Mapping
+from typing import Any, TypeVar, get_type_hints
 
-__all__ = ["help_of", "option"]
+from tightship.errors import BadInput
+from tightship.units import MAX_BYTES
+
+__all__ = ["add_options", "filled", "flag_of", "given_options", "help_of", "model_options", "option"]
 
 T = TypeVar("T")
 
@@ -23,3 +29,57 @@ def option(default: T, help: str, *, metavar: str = "", choices: tuple[str, ...]
 def help_of(field: dataclasses.Field[Any]) -> str:
     """The field's help text, or nothing where it has none."""
     return str(field.metadata.get("help", ""))
+
+
+def filled(options: type[T], given: Mapping[str, Any], owner: str, place: str = "") -> T:
+    """The ``options`` of ``owner`` with what was given. Raises ``BadInput`` for an option that there is not."""
+    known = getattr(options, "__dataclass_fields__", {})
+    if unknown := sorted(given.keys() - known.keys()):
+        names = ", ".join(known) or "none"
+        raise BadInput(f"unknown option {unknown[0]!r} of {owner}: its options are {names}", place=place)
+    return options(**given)
+
+
+# --- on the command line ---
+
+_READERS = {int: ("N", int), float: ("X", float), str: ("NAME", str)}
+"""By type: what stands for an option's value, and how it is read."""
+
+
+def add_options(parser: argparse.ArgumentParser, options: type[Any]) -> None:
+    """One ``--option`` for each field; what is not given stays out of the namespace's way as None."""
+    group = parser.add_argument_group("planner")
+    hints = get_type_hints(options)
+    for field in dataclasses.fields(options):
+        flag = flag_of(field.name)
+        default = "none" if field.default == "" else field.default
+        text = f"{help_of(field)} (default: {default})".strip().replace("%", "%%")
+        if hints[field.name] is bool:
+            group.add_argument(flag, action=argparse.BooleanOptionalAction, help=text, default=None)
+            continue
+        metavar, reader = _READERS.get(hints[field.name], ("NAME", str))
+        metavar = field.metadata.get("metavar") or metavar
+        choices = field.metadata.get("choices") or None
+        group.add_argument(flag, dest=field.name, type=reader, metavar=metavar, choices=choices, help=text)
+
+
+def flag_of(name: str) -> str:
+    """A field's name as it is written on the command line."""
+    return f"--{name.replace('_', '-')}"
+
+
+def given_options(chosen: argparse.Namespace) -> dict[str, Any]:
+    """The options that were given; raises ``BadInput`` for numbers no planner can take."""
+    given = {f.name: getattr(chosen, f.name) for f in dataclasses.fields(chosen.options)}
+    given = {name: value for name, value in given.items() if value is not None}
+    for name, value in given.items():
+        if isinstance(value, (int, float)) and not value >= 0:
+            raise BadInput(f"{flag_of(name)} must not be negative", value)
+        if isinstance(value, int) and value > MAX_BYTES:
+            raise BadInput(f"{flag_of(name)} is at most 2^63-1", value)
+    return given
+
+
+def model_options(chosen: argparse.Namespace) -> dict[str, Any]:
+    """What is said of a model's file, by option."""
+    return {name: getattr(chosen, name) for name in ("shape", "fetch", "feed", "views", "in_place")}

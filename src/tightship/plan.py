@@ -149,8 +149,8 @@ class Plan:
     host: int = 0
     host_budget: int | None = None
     lossy: bool = False
-    termination: str = ""
     inner: tuple[Inner, ...] = ()
+    termination: str = ""
 
     def __post_init__(self) -> None:
         _check_numbers(self)

@@ -2,31 +2,19 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass, fields, replace
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any
 
+from tightship.files import PathLike, write_file
 from tightship.graph import Graph
 from tightship.plan import Plan
 from tightship.planners import frontier
-from tightship.serde import save_plan, write_file
+from tightship.serde import save_plan
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
 __all__ = ["Frontier", "Planned"]
-
-PathLike: TypeAlias = str | os.PathLike[str]
-
-
-def _cell(drawn: str, text: str) -> str:
-    """A picture and text as a notebook shows them. The picture is an image: the styles of one that stands in the page
-    would hold for all of it."""
-    from base64 import b64encode
-    from html import escape
-
-    data = b64encode(drawn.encode()).decode()
-    return f'<img alt="{escape(text)}" src="data:image/svg+xml;base64,{data}"><pre>{escape(text)}</pre>'
 
 
 def _written(text: str, path: PathLike | None) -> str:
@@ -35,8 +23,26 @@ def _written(text: str, path: PathLike | None) -> str:
     return text
 
 
+class _Shown:
+    """What prints itself in words and, in a notebook, is drawn too."""
+
+    def picture(self) -> str:
+        raise NotImplementedError
+
+    def __repr__(self) -> str:
+        return str(self)
+
+    def _repr_html_(self) -> str:
+        """Both. The picture is an image: the styles of one that stands in the page would hold for all of it."""
+        from base64 import b64encode
+        from html import escape
+
+        data, text = b64encode(self.picture().encode()).decode(), escape(str(self))
+        return f'<img alt="{text}" src="data:image/svg+xml;base64,{data}"><pre>{text}</pre>'
+
+
 @dataclass(frozen=True, repr=False)
-class Planned:
+class Planned(_Shown):
     """A plan together with the graph it is for: printed, saved, drawn and checked as one.
 
     The plan's own attributes (``peak``, ``budget``, ``met``, ``time``, …) can be read from here.
@@ -55,13 +61,16 @@ class Planned:
 
         return describe(self.plan, self.graph)
 
-    __repr__ = __str__
-
     def rows(self) -> dict[str, Any]:
         """The plan's numbers as the keys that other programs read (``--json``)."""
         from tightship.report.numbers import summary
 
         return summary(self.plan, self.graph)
+
+    @property
+    def drawn(self) -> Plan:
+        """The plan as pictures and viewers show it."""
+        return self.plan
 
     def changed(self, **values: Any) -> Planned:
         """The same with other fields of the plan."""
@@ -84,7 +93,7 @@ class Planned:
         """Memory over the step, before and after, as SVG; written to ``path`` if there is one."""
         from tightship.report.picture import picture
 
-        return _written(picture(self.graph, self.plan, title=title), path)
+        return _written(picture(self.graph, self.drawn, title=title), path)
 
     def report(self, path: PathLike, *, title: str = "") -> None:
         """One HTML page with everything on it: works offline, needs nothing beside it."""
@@ -96,21 +105,17 @@ class Planned:
         """A Chrome trace for Perfetto; compressed where the path ends in ``.gz``."""
         from tightship.report.viewers import write_trace
 
-        write_trace(self.graph, self.plan, path)
+        write_trace(self.graph, self.drawn, path)
 
     def snapshot(self, path: PathLike) -> None:
         """A memory snapshot that PyTorch's viewers read."""
         from tightship.report.viewers import write_snapshot
 
-        write_snapshot(self.graph, self.plan, path)
-
-    def _repr_html_(self) -> str:
-        """The picture and the numbers, for notebooks."""
-        return _cell(self.picture(), str(self))
+        write_snapshot(self.graph, self.drawn, path)
 
 
 @dataclass(frozen=True, repr=False)
-class Frontier(frontier.Frontier):
+class Frontier(_Shown, frontier.Frontier):
     """Plans for many budgets beside other policies: printed, drawn and shown as one."""
 
     @classmethod
@@ -127,8 +132,6 @@ class Frontier(frontier.Frontier):
         from tightship.report.text import rendered
 
         return rendered(self.tables())
-
-    __repr__ = __str__
 
     def rows(self) -> dict[str, Any]:
         """The frontier's numbers as the keys that other programs read (``--json``)."""
@@ -147,7 +150,3 @@ class Frontier(frontier.Frontier):
         from tightship.report.pages.plan import frontier_page
 
         write_file(path, frontier_page(self, title=title).encode())
-
-    def _repr_html_(self) -> str:
-        """The picture and the numbers, for notebooks."""
-        return _cell(self.picture(), str(self))

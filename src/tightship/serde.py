@@ -2,33 +2,30 @@
 
 A plan's file may carry the graph it was made for; it can then be verified, explained and run alone. Reading
 executes nothing, and whatever is wrong with a file is a ``BadInput`` that names the file and the place in it.
-Writing is atomic: the file appears complete or not at all.
 
 Plans and graphs as documents and back: what a document holds is read off the dataclasses' fields and their types.
 
 Ops, values and storages are objects, with fields at their default left out. Steps and residences, of which a plan has
 many, are columns: one list per field, left out when every entry is the default. ``_BOUNDS`` has what a type does not
-say of its numbers. Knows nothing of files.
+say of its numbers.
 """
 
 from __future__ import annotations
 
 import math
 import os
-import secrets
-import stat
 import types
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import MISSING, fields
 from itertools import chain
 from operator import attrgetter
-from pathlib import Path
 from typing import Annotated, Any, Final, Literal, TypeVar, get_args, get_origin, get_type_hints
 
 import msgspec
 
 from tightship import machine
-from tightship.errors import BadInput, unreadable
+from tightship.errors import BadInput
+from tightship.files import PathLike, read_bytes, write_file
 from tightship.graph import Graph, Op, Request, Storage, Value
 from tightship.machine import MODELED, Machine
 from tightship.plan import FORMS, KINDS, Inner, Plan, Residence, Step
@@ -52,12 +49,10 @@ __all__ = [
     "loads_any",
     "loads_graph",
     "loads_plan",
-    "read_bytes",
     "save_graph",
     "save_plan",
     "to_graph",
     "to_plan",
-    "write_file",
 ]
 
 
@@ -190,9 +185,13 @@ def _same(cls: Any, value: Any, **others: Any) -> Any:
 # Plans
 
 
-def from_plan(plan: Plan, graph: Graph | None, depth: int = 0) -> Any:
+def _check_depth(what: str, depth: int, place: str) -> None:
     if depth > DEEPEST:
-        raise BadInput(f"plans nested more than {DEEPEST} deep", place="$.inner")
+        raise BadInput(f"{what} nested more than {DEEPEST} deep", place=place)
+
+
+def from_plan(plan: Plan, graph: Graph | None, depth: int = 0) -> Any:
+    _check_depth("plans", depth, "$.inner")
     _check_meta(plan.meta, "$.meta")
     inner = (InnerRow(op=row.op, plan=from_plan(row.plan, row.graph, depth + 1)) for row in plan.inner)
     return _same(
@@ -208,8 +207,7 @@ def from_plan(plan: Plan, graph: Graph | None, depth: int = 0) -> Any:
 
 
 def to_plan(doc: Any, place: str = "$", depth: int = 0) -> tuple[Plan, Graph | None]:
-    if depth > DEEPEST:
-        raise BadInput(f"plans nested more than {DEEPEST} deep", place=place)
+    _check_depth("plans", depth, place)
     _check_meta(doc.meta, f"{place}.meta")
     graph = to_graph(doc.graph, f"{place}.graph") if doc.graph is not None else None
     steps = _rows(doc.steps, Step, f"{place}.steps")
@@ -282,8 +280,7 @@ def from_graph(graph: Graph) -> Any:
 
 
 def _body(document: Any, graph: Graph, place: str, depth: int, **header: Any) -> Any:
-    if depth > DEEPEST:
-        raise BadInput(f"graphs nested more than {DEEPEST} deep", place=place)
+    _check_depth("graphs", depth, place)
     _check_meta(graph.meta, f"{place}.meta")
     ops = []
     for k, op in enumerate(graph.ops):
@@ -302,8 +299,7 @@ def _body(document: Any, graph: Graph, place: str, depth: int, **header: Any) ->
 
 
 def to_graph(doc: Any, place: str = "$", depth: int = 0) -> Graph:
-    if depth > DEEPEST:
-        raise BadInput(f"graphs nested more than {DEEPEST} deep", place=place)
+    _check_depth("graphs", depth, place)
     _check_meta(doc.meta, f"{place}.meta")
     ops = []
     for k, row in enumerate(doc.ops):
@@ -319,15 +315,15 @@ def to_graph(doc: Any, place: str = "$", depth: int = 0) -> Graph:
             ops=tuple(ops),
             machine=_to_machine(doc.machine, f"{place}.machine"),
         )
-        made = graph.uses.defines
+        defines = graph.uses.defines
     except BadInput as error:
         if error.place.startswith(place):
             raise
         raise BadInput(error.rule, error.value, f"{place}: {error.place}") from error
     for k, op in enumerate(ops):
         for r in op.requests:
-            if r.storage >= len(made[k]):
-                rule = f"index {r.storage} is out of range: the op defines {len(made[k])} storages"
+            if r.storage >= len(defines[k]):
+                rule = f"index {r.storage} is out of range: the op defines {len(defines[k])} storages"
                 raise BadInput(rule, place=f"{place}.ops[{k}].requests")
     return graph
 
@@ -340,19 +336,17 @@ POSITIONS: Final = ("bits", "mask", "uint8", "int8", "uint16", "int16", "uint32"
 
 
 def _from_machine(known: Machine) -> Any:
-    by_name = {
-        name: rates if rates == modeled else dict(zip(machine.CODECS, rates, strict=True))
-        for name, rates, modeled in (
-            ("pack", known.pack, MODELED.pack),
-            ("unpack", known.unpack, MODELED.unpack),
-        )
-    }
-    return _same(MachineRow, known, **by_name)
+    rows = {}
+    for name in ("pack", "unpack"):
+        rates = getattr(known, name)
+        modeled = rates == getattr(MODELED, name)
+        rows[name] = rates if modeled else dict(zip(machine.CODECS, rates, strict=True))
+    return _same(MachineRow, known, **rows)
 
 
 def _to_machine(row: Any, place: str) -> Machine:
-    pack, unpack = (_in_order(getattr(row, name), f"{place}.{name}") for name in ("pack", "unpack"))
-    known: Machine = _same(Machine, row, pack=pack, unpack=unpack)
+    rates = {name: _in_order(getattr(row, name), f"{place}.{name}") for name in ("pack", "unpack")}
+    known: Machine = _same(Machine, row, **rates)
     return known
 
 
@@ -374,8 +368,7 @@ def _in_order(rates: Any, place: str) -> tuple[float, ...]:
 
 def _check_meta(value: Any, place: str, depth: int = 0) -> None:
     """``meta`` is what JSON can say and no more: anything else would come back as something else."""
-    if depth > DEEPEST:
-        raise BadInput(f"lists and objects nested more than {DEEPEST} deep", place=place)
+    _check_depth("lists and objects", depth, place)
     if isinstance(value, dict):
         for key, inner in value.items():
             if not isinstance(key, str):
@@ -399,7 +392,6 @@ def _check_meta(value: Any, place: str, depth: int = 0) -> None:
 LARGEST_FILE = 1 << 30
 """Bytes a file may have to be read."""
 
-PathLike = str | os.PathLike[str]
 _T = TypeVar("_T")
 
 
@@ -512,52 +504,4 @@ def _read(data: bytes, cls: Any, format_: str, place: str, build: Callable[[Any]
     try:
         return build(doc)
     except BadInput as error:
-        error_at = BadInput(error.rule, error.value, f"{place}: {error.place}")
-        raise error_at from error
-
-
-# Files
-
-
-def read_bytes(path: PathLike, limit: int, what: str = "file") -> bytes:
-    """What is in a regular file of at most ``limit`` bytes. Raises ``BadInput`` for all others: a pipe would wait."""
-    name = os.fspath(path)
-    try:
-        about = os.stat(path)
-        if not stat.S_ISREG(about.st_mode):
-            raise BadInput("not a regular file", place=name)
-        size, data = about.st_size, b""
-        if size <= limit:
-            with open(path, "rb") as file:
-                data = file.read(limit + 1)
-    except (OSError, ValueError) as error:
-        raise unreadable(error, name) from error
-    if max(size, len(data)) > limit:
-        raise BadInput(
-            f"{what} of {max(size, len(data))} bytes is too large: at most {limit} are read", place=name
-        )
-    return data
-
-
-def write_file(path: PathLike, data: bytes) -> None:
-    """A new file beside the old one takes its name when it is complete; a link stays a link."""
-    try:
-        target = Path(os.path.realpath(path))
-        if target.exists() and not target.is_file():  # a device is written to, not replaced
-            target.write_bytes(data)
-            return
-        beside = target.with_name(f".{target.name[:50]}.{secrets.token_hex(4)}.tmp")
-        # Opened this way, and not by tempfile, the file gets the permissions that the umask asks for.
-        handle = os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
-        try:
-            with open(handle, "wb") as file:
-                file.write(data)
-                file.flush()
-                os.fsync(file.fileno())
-            os.replace(beside, target)
-        except BaseException:
-            beside.unlink(missing_ok=True)
-            raise
-    except (OSError, ValueError) as error:  # a path with a zero byte is a ValueError
-        why = getattr(error, "strerror", None) or error
-        raise BadInput(f"cannot write {os.fspath(path)!r}: {why}") from error
+        raise BadInput(error.rule, error.value, f"{place}: {error.place}") from error

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from tightship.frontends.torch.structure import LossFn
 
 __all__ = [
-    "FILES", "ModelStep", "Source", "captured", "load_source", "need_torch", "read_graphdef", "read_model",
+    "FILES", "ModelStep", "Source", "load_source", "need_torch", "read_graphdef", "read_model",
     "read_onnx", "torch_saved", "users_code",
 ]  # fmt: skip
 
@@ -53,6 +53,11 @@ class ModelStep:
     optimizer: torch.optim.Optimizer | None = None
     train: bool = True
 
+    def __post_init__(self) -> None:
+        need_torch("capturing a model")
+        if not self.train and (self.loss_fn is not None or self.optimizer is not None):
+            raise BadInput("train=False is a forward pass alone: it takes no loss_fn and no optimizer")
+
     def program(self, cache: Path | str | None = "default") -> Program:
         """Its graph, with times (measured, or modeled for models without data), and how PyTorch runs it."""
         program = self._captured(self.sample)
@@ -68,7 +73,6 @@ class ModelStep:
 
     def batch_size(self, dim: int = 0) -> int:
         """The sample's size in the dimension that is the batch."""
-        need_torch("capturing a model")
         from tightship.frontends.torch.structure import batch_size
 
         return batch_size(self.sample, dim)
@@ -76,7 +80,6 @@ class ModelStep:
     def graph_at(self, batch: int, dim: int = 0) -> Graph:
         """The graph at another batch size, captured without data and with modeled times; ``dim`` is the dimension of
         the sample's tensors that is the batch."""
-        need_torch("capturing a model")
         from tightship.execute import profile
         from tightship.frontends.torch.structure import resized
 
@@ -84,7 +87,6 @@ class ModelStep:
 
     def _captured(self, sample: object) -> Program:
         """The program at ``sample``, not yet timed."""
-        need_torch("capturing a model")
         from tightship.frontends.torch.capture.step import (
             capture_forward,
             capture_loss,
@@ -92,27 +94,12 @@ class ModelStep:
             module_of,
         )
 
-        if not self.train and (self.loss_fn is not None or self.optimizer is not None):
-            raise BadInput("train=False is a forward pass alone: it takes no loss_fn and no optimizer")
         model = module_of(self.model)
         if not self.train:
             return capture_forward(model, sample)
         if self.loss_fn is None and self.optimizer is None:
             return capture_loss(model, sample)
         return capture_step(model, self.loss_fn, self.optimizer, sample)
-
-
-def captured(
-    model: torch.nn.Module | torch.export.ExportedProgram,
-    sample: object,
-    *,
-    loss_fn: LossFn | torch.nn.Module | None = None,
-    optimizer: torch.optim.Optimizer | None = None,
-    train: bool = True,
-    cache: Path | str | None = "default",
-) -> Program:
-    """The program of one step of a model: `ModelStep.program`."""
-    return ModelStep(model, sample, loss_fn, optimizer, train).program(cache)
 
 
 def torch_saved(program: object) -> dict[str, frozenset[int]]:
@@ -193,8 +180,7 @@ _ENDINGS = {".onnx": _ONNX, ".pb": _TENSORFLOW, ".pbtxt": _TENSORFLOW, ".meta": 
 
 def read_model(path: str | os.PathLike[str], shape: Any = None) -> OnnxProgram | GraphDefProgram:
     """The model in a file, of the kind that its ending says; ONNX by default."""
-    text = os.fspath(path)
-    return next((kind for ending, kind in _ENDINGS.items() if text.endswith(ending)), _ONNX).read(path, shape)
+    return _ENDINGS.get(Path(path).suffix, _ONNX).read(path, shape)
 
 
 # --- SOURCE: any of them, by a text ---

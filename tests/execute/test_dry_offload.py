@@ -15,20 +15,9 @@ pytestmark = [pytest.mark.slow, pytest.mark.skipif(REASON is not None, reason=st
 
 HOW = """
 from support import plans, watched
-from tightship.planners.evict import compress, offload
-from tightship.planners.evict.lowering import longest_transfers, lower, overlap
-from tightship.planners.evict.problem import OFFLOAD, EvictionProblem
 
 def planner(graph, budget):
-    frame = EvictionProblem(graph, tuple(range(len(graph.ops))), means=("offload",) * (HOW == "searched"))
-    if HOW == "searched":  # as the search does it: out on one stream, back on another
-        steps = frame.steps(((frame.gaps[:, 0] >= 0) * OFFLOAD).astype("uint8"))
-    elif HOW == "overlap":
-        copies = overlap(graph, frame.order, longest_transfers(graph, frame.order))
-        steps = lower(graph, frame.order, transfers=copies)
-    else:
-        steps = {"compress": compress, "tight": offload}[HOW].plan(frame, 0).steps
-    return plans.placed(graph, tuple(steps))
+    return plans.placed(graph, plans.evicted(graph, HOW))
 watched.packing_runs()
 step = tightship.fit(model, loss, optimizer, x, strict=True, cache=CACHE, planner=planner)
 plan, executor = step.plan, step._variants[0].executor
@@ -99,17 +88,8 @@ def test_masks_and_indices_are_packed_where_planned_and_come_back(dry, name):  #
 
 
 DROPPED = """
+from support.runs import Dropped
 from tightship.errors import Infeasible
-
-class Dropped(torch.nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.layers = torch.nn.ModuleList(torch.nn.Linear(64, 64) for _ in range(4))
-
-    def forward(self, x):
-        for layer in self.layers:
-            x = torch.nn.functional.dropout(torch.relu(layer(x)), 0.3)
-        return x.square().mean()
 
 model, x, loss = Dropped().cuda(), torch.randn(512, 64).cuda(), lambda model, batch: model(batch)
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -265,13 +245,10 @@ def test_any_way_out_of_memory_is_as_planned_ordered_and_right(dry, name):  # no
 
 
 SHARED = """
-from tightship.planners.evict.lowering import longest_transfers, lower, overlap
 from support import plans
 
 def planner(graph, budget):
-    order = tuple(range(len(graph.ops)))
-    copies = overlap(graph, order, longest_transfers(graph, order))
-    return plans.placed(graph, lower(graph, order, transfers=copies))
+    return plans.placed(graph, plans.evicted(graph, "overlap"))
 
 step = tightship.fit(model, loss, optimizer, x[:2], strict=True, cache=CACHE, planner=planner)
 first = step._variants[0].executor

@@ -207,7 +207,7 @@ def test_the_peak_follows_the_budget() -> None:
     from tightship import api, sources
 
     graph = sources.ModelStep(model, torch.randn(8, 4, 16)).graph_at(8)
-    line = api.frontier_of(graph, 6, work=3_000_000, seconds=60.0).points
+    line = api.frontier(graph, points=6, work=3_000_000, seconds=60.0).points
     assert len(line) == 6
     for less, more in pairwise(line):
         assert less.peak <= (less.budget or 0) < (more.budget or 0) and less.time >= more.time

@@ -10,28 +10,19 @@ import torch
 import tightship
 from execute.test_interpreter import Bound
 from support import plans
-from support.runs import Pair, beyond, eager
+from support.plans import evicted
+from support.runs import Dropped, Pair, beyond, eager
 from tightship import simulate
 from tightship.errors import BadInput, Infeasible, Unsupported
 from tightship.execute.compile import compile_plan
 from tightship.execute.interpreter import Executor
 from tightship.execute.transfers import Environment, Transfers
 from tightship.plan import Plan, Step
-from tightship.planners.evict import compress, offload
-from tightship.planners.evict.lowering import longest_transfers, lower, overlap
+from tightship.planners.evict import compress
 from tightship.planners.evict.problem import OFFLOAD, EvictionProblem
 from tightship.verify import check
 
 ZOO = ("cnn", "gpt2", "bert", "resnet", "in_place", "viewed")
-
-
-def aside(graph, how):
-    """Everything that can be packed, or copied out, while nobody uses it."""
-    frame = EvictionProblem(graph, tuple(range(len(graph.ops))))
-    if how == "offload":
-        can = overlap(graph, frame.order, longest_transfers(graph, frame.order))
-        return lower(graph, frame.order, transfers=can)
-    return {"compress": compress, "tight": offload}[how].plan(frame, 0).steps
 
 
 def held(bound, steps, runs=2, **changes):
@@ -47,11 +38,11 @@ def held(bound, steps, runs=2, **changes):
     return plan
 
 
-@pytest.mark.parametrize("how", ["compress", "offload", "tight"])
+@pytest.mark.parametrize("how", ["compress", "overlap", "tight"])
 @pytest.mark.parametrize("name", [*ZOO, *(pytest.param(n, marks=pytest.mark.slow) for n in ("t5", "unet"))])
 def test_the_same_bits_and_the_planned_peak(name, how):
     bound = Bound(name)
-    plan = held(bound, aside(bound.graph, how))
+    plan = held(bound, evicted(bound.graph, how))
     if how != "compress":
         assert plan.count("offload") == plan.count("fetch") > 0 < plan.host
     if how == "tight":
@@ -74,15 +65,15 @@ def test_results_wait_outside_and_are_back_at_the_end(name):
 )
 def test_masks_and_indices_are_packed(name, codecs):
     bound = Bound(name)
-    plan = held(bound, aside(bound.graph, "compress"))
+    plan = held(bound, evicted(bound.graph, "compress"))
     assert {s.codec for s in plan.steps if s.kind == "compress"} == codecs
     assert plan.peak < plan.peak_before
 
 
 def test_without_an_arena_the_bits_are_the_same():
     bound = Bound("bert", measured=False)
-    for how in ("compress", "offload"):
-        plan = plans.placed(bound.graph, aside(bound.graph, how))
+    for how in ("compress", "overlap"):
+        plan = plans.placed(bound.graph, evicted(bound.graph, how))
         for one in (plan, replace(plan, residences=(), arena=0, host=0)):
             executor = bound.executor(one)
             bound.compare(executor, 0)
@@ -153,7 +144,7 @@ def test_a_random_op_is_not_run_again_without_its_state():
 
 def test_a_copy_that_fails_is_raised_and_the_next_run_is_right():
     bound = Bound("mlp")
-    plan = plans.placed(bound.graph, aside(bound.graph, "tight"))
+    plan = plans.placed(bound.graph, evicted(bound.graph, "tight"))
     executor = bound.executor(plan)
 
     inputs = bound.inputs()
@@ -166,7 +157,7 @@ def test_a_copy_that_fails_is_raised_and_the_next_run_is_right():
 
 def test_a_codec_that_does_not_fit_raises_and_corrupts_nothing():
     bound = Bound("resnet")
-    steps = aside(bound.graph, "compress")
+    steps = evicted(bound.graph, "compress")
     plan = plans.placed(bound.graph, steps)
     graph = bound.graph
     narrow = [replace(s, codec="mask", nbytes=s.nbytes) if s.kind == "compress" else s for s in steps]
@@ -177,7 +168,7 @@ def test_a_codec_that_does_not_fit_raises_and_corrupts_nothing():
 
 def test_a_folder_without_room_is_refused_before_anything_runs(tmp_path):
     bound = Bound("mlp")
-    plan = plans.placed(bound.graph, aside(bound.graph, "tight"))
+    plan = plans.placed(bound.graph, evicted(bound.graph, "tight"))
     with pytest.raises(BadInput, match="offloaded bytes"):
         bound.executor(plan, folder=tmp_path / "missing")
     bound.compare(bound.executor(plan, folder=tmp_path), 0)
@@ -186,7 +177,7 @@ def test_a_folder_without_room_is_refused_before_anything_runs(tmp_path):
 
 def test_other_devices_are_refused_in_words():
     bound = Bound("cnn", measured=False)
-    plan = plans.placed(bound.graph, aside(bound.graph, "tight"))
+    plan = plans.placed(bound.graph, evicted(bound.graph, "tight"))
 
     def on(*devices):
         ops = tuple(replace(op, device=devices[k % len(devices)]) for k, op in enumerate(bound.graph.ops))
@@ -238,19 +229,6 @@ def test_fit_does_what_is_allowed(allow, budget, tmp_path):
     assert (plan.host > 0) == ("offload" in kinds) and os.listdir(tmp_path) == []
 
 
-class Dropped(torch.nn.Module):
-    """Dropout whose masks are larger than the random state."""
-
-    def __init__(self):
-        super().__init__()
-        self.layers = torch.nn.ModuleList(torch.nn.Linear(64, 64) for _ in range(4))
-
-    def forward(self, x):
-        for layer in self.layers:
-            x = torch.nn.functional.dropout(torch.relu(layer(x)), 0.3)
-        return x.square().mean()
-
-
 def test_the_search_draws_dropout_again_where_nothing_else_is_left():
     torch.manual_seed(0)
     model, x = Dropped(), torch.randn(256, 64)
@@ -276,7 +254,7 @@ def test_the_search_draws_dropout_again_where_nothing_else_is_left():
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_a_plan_that_copies_out_of_a_gpu_says_that_there_is_none():
     bound = Bound("cnn", measured=False)
-    plan = plans.placed(bound.graph, aside(bound.graph, "tight"))
+    plan = plans.placed(bound.graph, evicted(bound.graph, "tight"))
     ops = tuple(replace(op, device="cuda:0") for op in bound.graph.ops)
     program = replace(bound.program, graph=bound.graph.with_ops(ops))
     with pytest.raises(Unsupported, match=r"offloading from cuda:0.*no CUDA device"):

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from support import hlo_data
+from support import hlo_data, hlo_small
 from support.chains import chain
 from tightship import api
 from tightship.cli import main
@@ -94,6 +94,18 @@ def test_a_module_is_counted_as_xla_counts_it_beside_xlas_own_way() -> None:
         assert o.peak < module_peak(module) and o.time > f.points[-1].time and o.extra_flops > 0
         assert o.ours is not None and needs(o.ours) <= o.peak and o.ours.time <= o.time
     assert tradeoff(module, 1, default.Options(work=1_000), peers=False).others == ()
+
+
+@pytest.mark.parametrize("ways", ["recompute", "recompute,offload"])
+def test_plan_and_frontier_bound_a_module_alike(
+    ways: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path, bounds = tmp_path / "loop.txt", []
+    path.write_text(hlo_small.HEADER + hlo_small.LOOP)
+    for verb in (["plan", "--budget", "90%"], ["frontier", "--points", "2", "--no-peers"]):
+        assert main([verb[0], str(path), *verb[1:], "--allow", ways, "--work", "1000", "--json"]) in (0, 1)
+        bounds.append(json.loads(capsys.readouterr().out)["lower_bound"])
+    assert bounds[0] == bounds[1]
 
 
 def test_what_a_module_does_not_take_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

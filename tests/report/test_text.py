@@ -4,7 +4,7 @@ import re
 from rich.console import Console
 
 from support.chains import chain
-from tightship.cli.output import infeasible_rows
+from tightship.cli.output import error_rows
 from tightship.errors import Infeasible
 from tightship.plan import Plan
 from tightship.planners.default import Options, plan
@@ -67,7 +67,7 @@ def test_tables_of_a_real_peak_are_the_same_each_time():
 
 def test_what_is_infeasible_as_json():
     error = Infeasible(budget=10, lower_bound=20, best_peak=30, top=[("x", 5, "m")])
-    rows = infeasible_rows(error)
+    rows = error_rows(error)
     assert (rows["met"], rows["impossible"], rows["best_peak"]) == (False, True, 30)
     assert rows["top"] == [{"name": "x", "bytes": 5, "place": "m"}]
 

@@ -1,4 +1,4 @@
-"""Plans for tests of running them, without any planner: keep everything, or recompute all that can be."""
+"""Plans for tests of running them: keep everything, recompute all that can be, or evict it by other means."""
 
 from __future__ import annotations
 
@@ -8,6 +8,9 @@ from tightship import simulate
 from tightship.errors import BadInput
 from tightship.graph import Graph
 from tightship.plan import Plan, Step
+from tightship.planners.evict import compress, offload
+from tightship.planners.evict.lowering import longest_transfers, lower, overlap
+from tightship.planners.evict.problem import OFFLOAD, EvictionProblem
 from tightship.planners.layout import lay_out
 
 
@@ -18,6 +21,20 @@ def placed(graph: Graph, steps: tuple[Step, ...], budget: int | None = None) -> 
         graph.digest, steps, layout.residences, budget, line.peak, before.peak, graph.static_bytes,
         layout.arena, handed=layout.handed, time=line.time, time_before=before.time, planner="test", host=layout.host,
     )  # fmt: skip
+
+
+def evicted(graph: Graph, how: str) -> tuple[Step, ...]:
+    """Steps that compress, or offload, everything that can be while nobody uses it. ``how``: compress; tight, where
+    the peak asks for it; overlap, copies beside the ops; searched, as the search has it: out on one stream, back on
+    another."""
+    means = ("offload",) if how == "searched" else ("recompute",)
+    problem = EvictionProblem(graph, tuple(range(len(graph.ops))), means=means)
+    if how == "searched":
+        return problem.steps(((problem.gaps[:, 0] >= 0) * OFFLOAD).astype("uint8"))
+    if how == "overlap":
+        copies = overlap(graph, problem.order, longest_transfers(graph, problem.order))
+        return tuple(lower(graph, problem.order, transfers=copies))
+    return tuple({"compress": compress, "tight": offload}[how].plan(problem, 0).steps)
 
 
 def keep(graph: Graph, budget: int | None = None) -> Plan:

@@ -21,6 +21,19 @@ OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
 }
 
 
+class Dropped(torch.nn.Module):
+    """Dropout whose masks are larger than the random state; the result is the loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = torch.nn.ModuleList(torch.nn.Linear(64, 64) for _ in range(4))
+
+    def forward(self, x: Any) -> Any:
+        for layer in self.layers:
+            x = torch.nn.functional.dropout(torch.relu(layer(x)), 0.3)
+        return x.square().mean()
+
+
 def eager(model: Any, loss_fn: Any, optimizer: Any, batch: Any) -> Any:
     optimizer.zero_grad()
     if loss_fn is None:

@@ -20,7 +20,7 @@ from itertools import accumulate
 from typing import NoReturn
 
 from tightship.analysis.bounds import replayable
-from tightship.baselines.grappler_nodes import node_runs, rewritten
+from tightship.baselines.grappler_nodes import cloned, is_target, node_runs, rewritten
 from tightship.errors import BadInput
 from tightship.graph import Graph
 from tightship.options import option
@@ -58,8 +58,8 @@ _SHORTEST = 1e-3  # seconds: nor one alive for less
 
 
 def targets(graph: Graph, scope: str) -> frozenset[int]:
-    """G1: ops under the scope, also where it is nested; the backward ops where nothing is."""
-    named = {k for k, op in enumerate(graph.ops) if op.name.startswith(scope) or f"/{scope}" in op.name}
+    """G1: ops under the scope; the backward ops where nothing is."""
+    named = {k for k, op in enumerate(graph.ops) if is_target(op.name, scope)}
     return frozenset(named or (k for k, op in enumerate(graph.ops) if op.phase == "backward"))
 
 
@@ -72,8 +72,7 @@ def kind(target: str) -> str:
 def clones(
     problem: EvictionProblem, goals: frozenset[int], hinted: Iterable[int] = (), *, heuristic: bool = True
 ) -> frozenset[int]:
-    """G2, G3: the ops to clone. Candidates are cheap or hinted, no targets, and read no target; of a set that hangs
-    together the part that finally feeds a target."""
+    """G2, G3: the ops to clone. Candidates are cheap or hinted, no targets, and read no target."""
     graph, uses = problem.graph, problem.graph.uses
     hints = set(hinted)
 
@@ -95,14 +94,9 @@ def clones(
     likely -= after_goal
     # A storage that several ops write comes back only if all of them may run again.
     likely = {k for k in likely if all(w in likely for s in written_by(k) for w in uses.writers[s])}
-    chosen: set[int] = set()
-    stack = [k for k in likely if any(r in goals for s in written_by(k) for r in uses.readers[s])]
-    while stack:
-        k = stack.pop()
-        if k not in chosen:
-            chosen.add(k)
-            stack += [w for s in (*uses.reads[k], *written_by(k)) for w in uses.writers[s] if w in likely]
-    return frozenset(chosen)
+    read = {k: [w for s in (*uses.reads[k], *written_by(k)) for w in uses.writers[s]] for k in likely}
+    readers = {k: [r for s in written_by(k) for r in uses.readers[s]] for k in likely}
+    return frozenset().union(*cloned(sorted(likely), likely, goals, read, readers))
 
 
 def runs(problem: EvictionProblem, again: frozenset[int], scope: str) -> list[Run]:

@@ -10,15 +10,14 @@ destroyed under the sum's own name, so that its readers stay as they are.
 
 from __future__ import annotations
 
-import heapq
 from collections import deque
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
-from functools import partial
+from typing import TypeVar
 
 from tightship.errors import BadInput
-from tightship.frontends.tensorflow.nodes import Node, Web, from_rows, name_of
+from tightship.frontends.tensorflow.nodes import Node, Web, from_rows, in_order, name_of
 from tightship.graph import Graph
 from tightship.planners.evict.lowering import Run
 from tightship.planners.evict.problem import EvictionProblem
@@ -34,6 +33,7 @@ __all__ = [
     "Group",
     "Rewrite",
     "accumulator",
+    "cloned",
     "crowded_sums",
     "groups",
     "hinted",
@@ -44,6 +44,7 @@ __all__ = [
     "rewritten",
 ]
 
+K = TypeVar("K")
 
 CLONE, TRIGGER = "Recomputed/", "RecomputeTrigger/"
 
@@ -123,30 +124,38 @@ def groups(web: Web, scope: str, fed: Collection[str] = (), *, heuristic: bool =
         and (web.nodes[n].hinted or (heuristic and web.nodes[n].kind in CHEAP))
     }  # fmt: skip
     place = {n: i for i, n in enumerate(web.order)}
-    seen: set[str] = set()
     found = []
-    for seed in web.order:
-        if seed not in likely or seed in seen:
-            continue
-        if goals.isdisjoint(web.readers[seed]) or not goals.isdisjoint(web.read[seed]):
-            continue
-        whole = _grown([seed], lambda n: [m for m in (*web.read[n], *web.readers[n]) if m in likely])
-        seen |= whole
-        feeding = [n for n in whole if not goals.isdisjoint(web.readers[n])]
-        part = _grown(feeding, partial(_within, web, whole))
-        served = {m for n in feeding for m in web.readers[n] if m in goals}
-        found.append(
-            Group(tuple(sorted(part, key=place.__getitem__)), tuple(sorted(served, key=place.__getitem__)))
-        )
+    for part in cloned(web.order, likely, goals, web.read, web.readers):
+        served = {m for n in part for m in web.readers[n] if m in goals}
+        rows = (tuple(sorted(names, key=place.__getitem__)) for names in (part, served))
+        found.append(Group(*rows))
     return found
 
 
-def _within(web: Web, whole: Collection[str], n: str) -> list[str]:
-    return [m for m in web.read[n] if m in whole]
+def cloned(
+    order: Iterable[K],
+    likely: Collection[K],
+    goals: Collection[K],
+    read: Mapping[K, Collection[K]],
+    readers: Mapping[K, Collection[K]],
+) -> Iterator[set[K]]:
+    """The rule itself, of candidates and targets by name or number, with what each reads and who reads it."""
+    seen: set[K] = set()
+
+    def feeds(n: K) -> bool:
+        return any(m in goals for m in readers[n])
+
+    for seed in order:
+        if seed not in likely or seed in seen or not feeds(seed) or any(m in goals for m in read[seed]):
+            continue
+        whole = _grown([seed], lambda n: [m for m in (*read[n], *readers[n]) if m in likely])
+        seen |= whole
+        yield _grown(filter(feeds, whole), lambda n: [m for m in read[n] if m in likely])
 
 
-def _grown(start: Collection[str], near: Callable[[str], list[str]]) -> set[str]:
-    found, stack = set(start), list(start)
+def _grown(start: Iterable[K], near: Callable[[K], list[K]]) -> set[K]:
+    stack = list(start)
+    found = set(stack)
     while stack:
         for m in near(stack.pop()):
             if m not in found:
@@ -210,18 +219,7 @@ def late_order(nodes: Sequence[Node], rewrite: Rewrite, after: Callable[[str], i
             key[n] = (mine[0], mine[1] - 1)
         else:
             key[n] = (after(n), 0)
-    missing = {n: len(r) for n, r in web.read.items()}
-    ready = [(key[n], n) for n, count in missing.items() if not count]
-    heapq.heapify(ready)
-    order = []
-    while ready:
-        n = heapq.heappop(ready)[1]
-        order.append(n)
-        for m in web.readers[n]:
-            missing[m] -= 1
-            if not missing[m]:
-                heapq.heappush(ready, (key[m], m))
-    return order
+    return in_order(web.read, key.__getitem__)
 
 
 def hinted(graph: Graph, patterns: Sequence[str]) -> list[Node]:

@@ -12,7 +12,7 @@ A dead name's buffer goes to a new one along one order, or, with tokens, for any
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Container, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
 
@@ -66,24 +66,10 @@ def device_of(graph: Graph, storage: int) -> str:
 
 def in_list_order(graph: Graph, shareable: frozenset[int]) -> Buffers:
     """Linear recycling: an output takes the buffer that was released last, of any size."""
-    found, free = Buffers(), list[int]()
-    last: dict[int, int] = {}
+    walk = _Walk(graph, shareable, range(len(graph.ops)), None)
     for k in range(len(graph.ops)):
-        for s in (*graph.uses.reads[k], *graph.uses.defines[k], *graph.uses.mutates[k]):
-            last[s] = k
-    for k in range(len(graph.ops)):
-        for s in graph.uses.defines[k]:
-            size, device = graph.storages[s].size, device_of(graph, s)
-            at = next((b for b in reversed(free) if found.devices[b] == device), None)
-            if s not in shareable or at is None:
-                found.new(s, size, device)
-            else:
-                free.remove(at)
-                found.give(at, s, size)
-        for s in dict.fromkeys((*graph.uses.reads[k], *graph.uses.defines[k])):
-            if s in shareable and last[s] == k:
-                free.append(found.of[s])
-    return found
+        walk.visit(k)
+    return walk.found
 
 
 def in_any_order(
@@ -105,9 +91,11 @@ def in_any_order(
 
 
 class _Walk:
-    """Where the depth-first search stands."""
+    """Where a walk over the ops stands; ``best_fit`` None: in the graph's order, in which there are no tokens."""
 
-    def __init__(self, graph: Graph, shareable: frozenset[int], ops: frozenset[int], best_fit: bool) -> None:
+    def __init__(
+        self, graph: Graph, shareable: frozenset[int], ops: Container[int], best_fit: bool | None
+    ) -> None:
         self.graph, self.shareable, self.ops, self.best_fit = graph, shareable, ops, best_fit
         waits = predecessors(graph)
         self.after = successors(waits)
@@ -175,6 +163,8 @@ class _Walk:
         ]
         if not fitting:
             return None
+        if self.best_fit is None:
+            return fitting[0]
         if not self.best_fit:
             return min(fitting, key=lambda b: found.shares[b])
         # The smallest that is large enough, else the largest, which grows.

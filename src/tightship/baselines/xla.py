@@ -21,7 +21,7 @@ once, not at the end; a write to a storage of the caller counts as control succe
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import cast
 
 from tightship.baselines.xla_pick import Queue, Rescan
@@ -29,9 +29,8 @@ from tightship.baselines.xla_tracker import Item, Split, Tracker
 from tightship.errors import BadInput
 from tightship.graph import Graph
 from tightship.options import option
-from tightship.plan import Step
+from tightship.planners.evict.lowering import Run, decide
 from tightship.planners.evict.problem import Bits, Decision, EvictionProblem, Progress
-from tightship.simulate import replay
 
 __all__ = ["Options", "plan"]
 
@@ -61,13 +60,8 @@ def plan(
         raise BadInput(f"unknown policy {o.policy!r}; the policy is 'ours' or 'xla'")
     walk = Walk(frame.graph, frame.order, limit, o)
     walk.run(progress)
-    steps = lower(walk.tracker)
-    line = replay(frame.graph, steps)
-    once = sum(op.time for op in frame.graph.ops)
-    runs = sum(1 for s in steps if s.kind == "recompute")
-    bits = _bits(frame, walk.tracker)
-    met = line.peak <= limit
-    return Decision(bits, line.peak, line.compute_time - once, runs, met, work=walk.work, steps=steps)
+    made = decide(frame, limit, runs(walk.tracker))
+    return replace(made, evict=_bits(frame, walk.tracker), work=walk.work)
 
 
 class Walk:
@@ -194,28 +188,15 @@ def _floor(tracker: Tracker, base: int) -> int:
     return base + max(load, default=0)
 
 
-def lower(tracker: Tracker) -> tuple[Step, ...]:
-    """The steps that carry out a tracker's schedule."""
-    graph, uses = tracker.graph, tracker.uses
-    ran = bytearray(len(graph.ops))
-    last: dict[Item, list[int]] = {}
-    for rows in tracker.buffers:
-        for b in rows:
-            if not b.live_out:
-                last.setdefault(b.end, []).append(b.storage)
-    steps = []
+def runs(tracker: Tracker) -> list[Run]:
+    """A tracker's schedule."""
+    ran = bytearray(len(tracker.graph.ops))
+    found = []
     for item in tracker.items():
-        made = tuple(b.storage for b in item.made)
-        dead = last.get(item, [])
-        if ran[item.op]:
-            steps.append(Step("recompute", op=item.op, storages=made))
-        else:
-            steps.append(Step("compute", op=item.op))
-            dead = [*dead, *(s for s in uses.defines[item.op] if s not in made)]
+        again = bool(ran[item.op])
+        found.append(Run(item.op, again, tuple(b.storage for b in item.made) if again else ()))
         ran[item.op] = 1
-        if dead:
-            steps.append(Step("free", storages=tuple(sorted(dead))))
-    return tuple(steps)
+    return found
 
 
 def _bits(frame: EvictionProblem, tracker: Tracker) -> Bits:

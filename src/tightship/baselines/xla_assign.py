@@ -10,15 +10,14 @@ follow the order of the text, which may not be the order XLA had.
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from tightship.errors import BadInput
 from tightship.hlo import Module, flattened
 from tightship.hlo.alias import TARGETS, Sharing, target_of
-from tightship.hlo.assign.allocate import Allocation, Assignment, allocate, combine, thread_locals
-from tightship.hlo.assign.bound import lower_bound
+from tightship.hlo.assign.allocate import Assignment, allocate, combine
 from tightship.hlo.assign.check import check
-from tightship.hlo.assign.heap import best_fit, most_alive, replay, stays
+from tightship.hlo.assign.heap import assembled, best_fit, replay
 from tightship.hlo.liveness import live_ranges
 from tightship.options import option
 
@@ -45,20 +44,10 @@ def plan(module: Module, options: Options | None = None) -> Assignment:
     sharing = Sharing(live.points, target)
     assigner = allocate(live, sharing)
     groups = replay(live, assigner.heap, sharing)
-    offsets, size = best_fit(groups, TARGETS[target])
-    heap = Allocation("heap", size)
-    for group, offset in zip(groups, offsets, strict=True):
-        heap.held.update((m.buffer, offset) for m in group.members)
-    found = [*assigner.allocations, *([heap] if assigner.heap else []), *thread_locals(live)]
-    made = Assignment(
-        live,
-        target,
-        tuple(combine(found, TARGETS[target])),
-        size - most_alive(stays(groups)),
-        lower_bound(live, found, sharing),
-        "xla",
-        time.perf_counter() - began,
-    )
+    placed = best_fit(groups, TARGETS[target])
+    whole = assembled(live, sharing, assigner.allocations, groups, placed, target)
+    allocations = tuple(combine(whole.allocations, TARGETS[target]))
+    made = replace(whole, allocations=allocations, planner="xla", seconds=time.perf_counter() - began)
     check(made, sharing)
     return made
 

@@ -15,8 +15,8 @@ from typing import NamedTuple, cast
 import numpy as np
 
 from tightship.baselines.xla_tracker import Place, Usage
-from tightship.hlo.module import Computation, Instruction, Module
-from tightship.hlo.remat.instructions import Names, suffixed
+from tightship.hlo.module import Computation, Instruction, Module, Names
+from tightship.hlo.remat.instructions import suffixed
 from tightship.hlo.remat.peak import PointsTo, buffers
 from tightship.hlo.shape import Index, Shape
 

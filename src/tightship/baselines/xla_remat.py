@@ -21,8 +21,7 @@ from tightship.baselines.xla_pick import Rescan
 from tightship.hlo.module import Computation, Instruction, Module
 from tightship.hlo.remat.cost import ACCELERATOR, Work, work_of
 from tightship.hlo.remat.instructions import (
-    Copies,
-    Names,
+    Rewrite,
     can_pack_bits,
     copy_done,
     copy_start,
@@ -95,11 +94,13 @@ def plan(module: Module, limit: int, options: Options | None = None) -> Result:
     before, entry = run.peak[module.entry.name], module.entry.name
     out = result_bytes(module)
     run.computation(entry, max(0, limit - out))
-    made = run.copies.rewrite(run.done)
+    rewrite, made = run.rewrite, run.rewrite.written(run.done)
     # What is copied out is counted twice while it is walked; the module written says what there is.
-    after = peaks(made)[entry] if run.transfers else run.peak[entry]
+    after = peaks(made)[entry] if rewrite.transfers else run.peak[entry]
     chosen = tuple(run.chosen)
-    return Result(made, limit, before + out, after + out, chosen, run.added, run.origin, run.transfers)
+    return Result(
+        made, limit, before + out, after + out, chosen, run.added, rewrite.origin, rewrite.transfers
+    )
 
 
 class _Run:
@@ -108,13 +109,10 @@ class _Run:
     def __init__(self, module: Module, options: Options) -> None:
         self.module, self.options = module, options
         self.peak: dict[str, int] = dict(peaks(module))
-        self.names = Names(i.name for i in module.instructions)
-        self.copies = Copies(module)
+        self.rewrite = Rewrite(module)
         self.done: dict[str, Computation] = {}
         self.may: dict[str, bool] = {}
         self.chosen: list[str] = []
-        self.origin: dict[str, str] = {}
-        self.transfers: dict[str, tuple[str, tuple[str, Index]]] = {}
         self.allow = ways(options.allow)
         self.work = work_of(module)
         self.added = 0
@@ -133,8 +131,7 @@ class _Run:
             return
         walk = _Walk(self, self.module.by_name[name], limit)
         self.peak[name] = walk.run()
-        self.transfers |= walk.transfers.record
-        remove_dead(walk.body, self.copies.inside)
+        remove_dead(walk.body, self.rewrite.inside)
         self.done[name] = walk.body.rewrite()
 
     def callees(self, node: Node) -> int:
@@ -146,10 +143,10 @@ class _Walk:
 
     def __init__(self, run: _Run, computation: Computation, limit: int) -> None:
         self.run_, self.limit, self.inside = run, limit, computation
-        self.body = Body(computation, run.names)
+        self.body = Body(computation, run.rewrite.names)
         self.tracker = Tracker(run.module, self.body)
         self.moves: set[Node] = set()
-        self.transfers = Transfers(computation, self.body, self.tracker, run.work, run.copies)
+        self.transfers = Transfers(computation, self.body, self.tracker, run.work, run.rewrite)
         self.before = run.peak[computation.name]
         self.rescan = Rescan(self, run.options.block, limit, run.options.effort, run.allow)
 
@@ -209,9 +206,9 @@ class _Walk:
     def _recompute(self, node: Node) -> None:
         """Clone a node for its users to come, right before the first of them (R10)."""
         clone = self.body.clone(node)
-        self.run_.origin[clone.name] = node.made.name
+        self.run_.rewrite.origin[clone.name] = node.made.name
         if node.made.called:
-            clone.made = self.run_.copies.clone(node.made, self.inside.name)
+            clone.made = self.run_.rewrite.clone(node.made, self.inside.name)
         handed: list[Node] = []
         parts: dict[int, Node] = {}
         for use in self.tracker.uses(node):
@@ -270,7 +267,7 @@ class _Walk:
 
 class Transfers:
     """XLA's other ways (R12, R13; ``kCompress``, ``kHostOffload``): pack a result right after it is made, or copy it
-    to the host and back; ``record[name]`` says what the instructions are for that were added.
+    to the host and back; ``Rewrite.transfers`` says what the instructions are for that were added.
 
     A result is copied out only where the work between its last use so far and its next one hides both copies; the
     copy out begins right after the instruction, the copy back ends right before the next use, and each is given as
@@ -278,10 +275,11 @@ class Transfers:
     ``pred``, made by a fusion instead of a copy. Results that bitcasts or tuples hand on are left alone, as XLA's
     offload does (its compression does not look)."""
 
-    def __init__(self, inside: Computation, body: Body, tracker: Tracker, work: Work, copies: Copies) -> None:
+    def __init__(
+        self, inside: Computation, body: Body, tracker: Tracker, work: Work, rewrite: Rewrite
+    ) -> None:
         self.inside, self.body, self.tracker = inside, body, tracker
-        self.work, self.copies = work, copies
-        self.record: dict[str, tuple[str, tuple[str, Index]]] = {}
+        self.work, self.rewrite = work, rewrite
 
     def gain(self, way: str, node: Node, peak: int) -> int:
         """Bytes that it gives back here, 0 where it cannot be; ``peak`` is the computation's."""
@@ -318,12 +316,12 @@ class Transfers:
         names, shape, before = self.body.names, node.shape, self.inside.name
         label = names.new(f"{node.name}.remat_compressed")
         small = Node(
-            pack(label, node.name, shape, "bits", names, self.copies, before),
+            pack(label, node.name, shape, "bits", self.rewrite, before),
             label,
             packed_shape(shape, "bits"),
         )
         label = names.new(f"{node.name}.remat_uncompressed")
-        full = Node(unpack(label, small.name, shape, "bits", names, self.copies, before), label, shape)
+        full = Node(unpack(label, small.name, shape, "bits", self.rewrite, before), label, shape)
         self._take_over(node, full)
         self._added(small, node, node, "compress")
         self._added(full, small, node, "decompress")
@@ -385,13 +383,13 @@ class Transfers:
     def _added(self, node: Node, operand: Node, source: Node, kind: str) -> None:
         node.add_operand(operand)
         node.denied = True
-        self.record[node.name] = kind, (source.made.name, ())
+        self.rewrite.transfers[node.name] = kind, (source.made.name, ())
 
     def _take_over(self, node: Node, by: Node) -> None:
         """The users of ``node`` to come use ``by`` instead."""
         for user in [u for u in node.users if not u.placed]:
             for k, operand in enumerate(user.operands):
-                if operand is node and user is not by and user.name not in self.record:
+                if operand is node and user is not by and user.name not in self.rewrite.transfers:
                     user.replace_operand(k, by)
 
     def _passed(

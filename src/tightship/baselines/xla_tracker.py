@@ -209,7 +209,7 @@ class Split:
 
     source: Item
     clone: Item
-    moved: tuple[tuple[Buffer, Buffer, Item], ...]
+    moved: tuple[tuple[Buffer, Buffer], ...]
     extended: tuple[tuple[Buffer, Item | None], ...]
 
 
@@ -447,7 +447,7 @@ class Tracker:
             rows = self.buffers[old.storage]
             rows.insert(rows.index(old) + 1, new)
             clone.made.append(new)
-            moved.append((old, new, item))
+            moved.append((old, new))
         extended: list[tuple[Buffer, Item | None]] = []
         for s in clone.reads:
             b = self.buffer_at(s, clone)
@@ -468,7 +468,7 @@ class Tracker:
             b.users.remove(clone)
             if end is not None:
                 self.usage.add(end, clone, -b.size)
-        for old, new, _ in reversed(split.moved):
+        for old, new in reversed(split.moved):
             self.buffers[old.storage].remove(new)
             self.usage.add(old.end, clone, old.size)
             old.users.extend(new.users)

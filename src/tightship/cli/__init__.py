@@ -18,10 +18,10 @@ from typing import Any, NoReturn
 import tightship
 from tightship import api
 from tightship.cli import hlo, pack, verbs
-from tightship.cli.options import add_options
 from tightship.cli.output import INTERRUPTED, Output
 from tightship.errors import TightshipError
 from tightship.hlo.assign import tight
+from tightship.options import add_options
 from tightship.planners import default, packing
 from tightship.sources import FILES
 from tightship.units import BUDGET_FORMS

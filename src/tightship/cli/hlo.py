@@ -6,8 +6,9 @@ import argparse
 import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 from rich.console import RenderableType
@@ -15,10 +16,10 @@ from rich.console import RenderableType
 from tightship import hlo
 from tightship.baselines import xla_assign
 from tightship.baselines.xla_remat import Result
-from tightship.cli.options import given_options, model_options
-from tightship.cli.output import Output, targets, writable, write_targets
+from tightship.cli.output import Output, targets, write_targets
 from tightship.diagnose.changes import Change, changes
 from tightship.errors import BadInput
+from tightship.files import write_file
 from tightship.hlo import Module, read, to_text
 from tightship.hlo.assign import advice, tight
 from tightship.hlo.assign.allocate import Assignment
@@ -36,6 +37,7 @@ from tightship.hlo.remat.peak import (
     with_results,
 )
 from tightship.hlo.remat.tradeoff import tradeoff
+from tightship.options import filled, given_options, model_options
 from tightship.plan import Plan
 from tightship.planners import planner
 from tightship.planners.default import Options, top_of_peak
@@ -45,7 +47,6 @@ from tightship.report.pages.plan import plan_page
 from tightship.report.progress import Line
 from tightship.report.text import change_lines
 from tightship.result import Frontier, Planned
-from tightship.serde import write_file
 from tightship.simulate import Timeline, baseline, replay
 from tightship.units import format_bytes, parse_budget
 
@@ -59,6 +60,8 @@ __all__ = [
 
 
 _ENDINGS = (".hlo", ".txt")
+_ORDER = "assign --order --write FILE"
+"""What schedules a module that is not."""
 _TOP = 8
 """Arrays that are named where the limit is missed."""
 
@@ -152,50 +155,36 @@ class PlannedModule(Planned):
         write_file(path, to_text(self.remade.module).encode())
 
     def report(self, path: Any, *, title: str = "") -> None:
-        placed, before = self._placed(), with_results(self.module, graph_before(self.module))
-        write_file(path, plan_page(self.graph, placed.plan, rows=self.rows(), before=before).encode())
+        before = with_results(self.module, graph_before(self.module))
+        write_file(path, plan_page(self.graph, self.drawn, rows=self.rows(), before=before).encode())
 
-    def picture(self, path: Any = None, *, title: str = "") -> str:
-        return self._placed().picture(path, title=title)
-
-    def trace(self, path: Any) -> None:
-        self._placed().trace(path)
-
-    def snapshot(self, path: Any) -> None:
-        self._placed().snapshot(path)
-
-    def _placed(self) -> Planned:
+    @cached_property
+    def drawn(self) -> Plan:
         """To look at: what is in memory at once is placed for that, results outside the graph."""
         layout = lay_out(self.graph, self.plan.steps, seconds=1.0)
-        return Planned(self.plan, self.graph).changed(
-            residences=layout.residences, arena=layout.arena, handed=layout.handed
-        )
+        return replace(self.plan, residences=layout.residences, arena=layout.arena, handed=layout.handed)
 
 
 def plan_module(chosen: argparse.Namespace, out: Output) -> int:
     info = planner(chosen.planner or "search", "remat")
-    given, names = given_options(chosen), info.options.__dataclass_fields__
-    if unknown := sorted(given.keys() - names.keys()):
-        rule = f"unknown option {unknown[0]!r} of a module's planner: its options are {', '.join(names)}"
-        raise BadInput(rule, place=chosen.source)
-    options = info.options(**given)
+    options = filled(info.options, given_options(chosen), "a module's planner", chosen.source)
     budget = None if chosen.budget is None else parse_budget(chosen.budget, "--budget")
     files = targets(chosen)
-    module = _module(chosen, out)
+    module = _scheduled(_module(chosen.source, out), _ORDER)
     before = module_peak(module)
     limit = before if budget is None else budget.resolve(before)
     began = time.perf_counter()
     with Line(out.errors, f"planning {module.name}"):
-        made: Result = info.plan(module, limit, options)
+        result: Result = info.plan(module, limit, options)
     seconds = time.perf_counter() - began
     least = bounds(module, ways(options.allow), lossy=getattr(options, "lossy", False))
-    graph, plan = plan_with_results(module, *as_plan(module, made, info.name, least))
+    graph, plan = plan_with_results(module, *as_plan(module, result, info.name, least))
     plan = replace(plan, seconds=seconds, source=chosen.source, command=chosen.command)
-    answer = PlannedModule(plan, graph, module, made, least[module.entry.name], budget is not None)
+    answer = PlannedModule(plan, graph, module, result, least[module.entry.name], budget is not None)
     rows, text = answer.rows(), [str(answer)]
     write_targets(answer, files, rows, text)
     out.answer(rows, "\n".join(text))
-    return 0 if made.met else 1
+    return 0 if result.met else 1
 
 
 def module_frontier(chosen: argparse.Namespace, out: Output, options: dict[str, Any]) -> Frontier:
@@ -204,19 +193,16 @@ def module_frontier(chosen: argparse.Namespace, out: Output, options: dict[str, 
         raise BadInput(f"{', '.join(given)}: a module's text says all sizes", place=chosen.source)
     if given := [name for name in ("hints", "place", "hand_out") if name in options]:
         raise BadInput(f"{', '.join(given)}: no option of a module's planner", place=chosen.source)
-    module = _module(chosen, out, scheduled=False)
+    module = _module(chosen.source, out)
     with Line(out.errors, f"planning {module.name}") as line:
         o = Options(**options)
-        found = tradeoff(
-            module, chosen.points, o, lambda text: line.say(text, always=True), peers=chosen.peers
-        )
-    return Frontier.of(found)
+        say = partial(line.say, always=True)
+        return Frontier.of(tradeoff(module, chosen.points, o, say, peers=chosen.peers))
 
 
-def _module(chosen: argparse.Namespace, out: Output, *, scheduled: bool = True) -> Module:
-    with Line(out.errors, f"reading {chosen.source}"):
-        module = read(chosen.source)
-    return _scheduled(module, "assign --order --write FILE") if scheduled else module
+def _module(path: str, out: Output) -> Module:
+    with Line(out.errors, f"reading {path}"):
+        return read(path)
 
 
 def _arena(module: Module) -> int:
@@ -232,39 +218,32 @@ def _inner(plan: Plan) -> Iterator[Plan]:
 
 
 def assign(chosen: argparse.Namespace, out: Output) -> int:
-    options = given_options(chosen)
     info = planner(chosen.planner, "assign")
-    fields = getattr(info.options, "__dataclass_fields__", {})
-    for name in options:
-        if name not in fields:
-            known = ", ".join(fields) or "none"
-            raise BadInput(f"unknown option --{name} of planner {chosen.planner!r}: its options are {known}")
-    path, page = writable(chosen.write, "--write"), writable(chosen.report, "--report")
+    options = filled(info.options, given_options(chosen), f"planner {chosen.planner!r}")
+    files = targets(chosen)
     module, moved = _ordered(chosen, out)
     with Line(out.errors, f"assigning {module.name}"):
-        made: Assignment = info.plan(module, info.options(**options))
-        if moved is not None:
-            made, module, moved = _not_worse(chosen, made, module, moved, info, options)
-    rows = assignment_rows(made)
-    text = [assignment_text(made)]
+        result: Assignment = info.plan(module, options)
+        if moved is not None and (given := hlo.read(chosen.module)).scheduled:
+            before: Assignment = info.plan(given, options)
+            if before.total <= result.total:  # the new order comes out no smaller
+                result, module, moved = before, given, 0
+    rows = assignment_rows(result)
+    text = [assignment_text(result)]
     if moved is not None:
         rows["moved"] = moved
         text.append(f"  order        {moved} instructions moved")
-    if path is not None:
-        write_file(path, hlo.to_text(module).encode())
-        rows["written"] = str(path)
-        text.append(f"written to {path}")
-    if page is not None:
-        write_file(page, assignment_page(made, rows=rows).encode())
-        rows["report"] = str(page)
-        text.append(f"shown in {page}")
+    answer = SimpleNamespace(
+        write=lambda path: write_file(path, to_text(module).encode()),
+        report=lambda path: write_file(path, assignment_page(result, rows=rows).encode()),
+    )
+    write_targets(answer, files, rows, text)
     out.answer(rows, "\n".join(text))
     return 0
 
 
 def _ordered(chosen: argparse.Namespace, out: Output) -> tuple[Module, int | None]:
-    with Line(out.errors, f"reading {chosen.module}"):
-        module = hlo.read(chosen.module)
+    module = _module(chosen.module, out)
     if not chosen.order:
         return _scheduled(module, "--order"), None
     with Line(out.errors, f"ordering {module.name}"):
@@ -278,22 +257,6 @@ def _scheduled(module: Module, remedy: str) -> Module:
     return module
 
 
-def _not_worse(
-    chosen: argparse.Namespace,
-    made: Assignment,
-    module: Module,
-    moved: int,
-    info: Any,
-    options: dict[str, Any],
-) -> tuple[Assignment, Module, int]:
-    """The given order, where the new one comes out larger."""
-    given = hlo.read(chosen.module)
-    if not given.scheduled:
-        return made, module, moved
-    before: Assignment = info.plan(given, info.options(**options))
-    return (before, given, 0) if before.total <= made.total else (made, module, moved)
-
-
 def changes_of(module: Module) -> tuple[tuple[Change, ...], Timeline]:
     """What recomputing instructions of the entry would give, simulated with modeled times, and what there is now."""
     graph = with_results(module, graph_before(module))
@@ -304,16 +267,15 @@ def explain_module(chosen: argparse.Namespace, out: Output) -> int:
     """The peak of a module, who makes it up, and what would lower it."""
     if chosen.budget is not None:
         raise BadInput("--budget is not taken for a module", place=chosen.source)
-    with Line(out.errors, f"reading {chosen.source}"):
-        module = _scheduled(hlo.read(chosen.source), "assign --order --write FILE")
+    module = _scheduled(_module(chosen.source, out), _ORDER)
     with Line(out.errors, f"assigning {module.name}"):
-        made = planner("xla", "assign").plan(module)
-        ours = tight.plan(module)
-        peak = peak_of(made.live.points.module)
-        step, rows = peak_rows(made.live, peak)
-        found = advice.advice(made, ours, step)
+        assignment = planner("xla", "assign").plan(module)
+        live = assignment.live
+        peak = peak_of(live.points.module)
+        step, rows = peak_rows(live, peak)
+        advised = advice.advice(assignment, tight.plan(module), step)
         again, line = changes_of(module)
-    answer = assignment_rows(made) | {
+    answer = assignment_rows(assignment) | {
         "peak": {
             "step": step,
             "bytes": peak.nbytes,
@@ -322,22 +284,22 @@ def explain_module(chosen: argparse.Namespace, out: Output) -> int:
             "residents": [asdict(r) for r in rows[: chosen.top]],
             "count": len(rows),
         },
-        "advice": [asdict(a) for a in found],
-        "changes": [c.as_dict() for c in again],
+        "advice": [asdict(a) for a in advised],
+        "changes": [asdict(c) for c in again],
     }
-    place = made.live.points.module.place(made.live.schedule[step].instruction)
+    place = live.points.module.place(live.schedule[step].instruction)
     where = f"{peak.instruction} ({place})" if place else peak.instruction
     title = f"Peak: {format_bytes(peak.nbytes)}, with results and without parameters, at step {step} of"
     text: list[RenderableType] = [
-        assignment_text(replace(made, planner="xla")),
+        assignment_text(replace(assignment, planner="xla")),
         "",
-        f"{title} {made.live.end}, while {where} runs",
+        f"{title} {live.end}, while {where} runs",
         "",
         peak_table(rows, chosen.top),
         "",
         "What would lower it",
     ]
-    text += [f"  {format_bytes(a.saves):>12}  {a.text}" for a in found] or ["  nothing that was tried"]
+    text += [f"  {format_bytes(a.saves):>12}  {a.text}" for a in advised] or ["  nothing that was tried"]
     if again:
         text += ["", "\n".join(change_lines(again, line))]
     out.answer(answer, text)

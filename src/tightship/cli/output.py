@@ -13,15 +13,15 @@ import os
 import sys
 from collections.abc import Mapping, MutableMapping, Sequence
 from pathlib import Path
-from types import TracebackType
 from typing import Any, TextIO
 
 from rich.console import Console, RenderableType
 
-from tightship.errors import BadInput, Infeasible, TightshipError, VerificationFailed, unwritable
+from tightship.errors import BadInput, Infeasible, TightshipError, VerificationFailed
+from tightship.files import unwritable
 from tightship.report.text import NARROW
 
-__all__ = ["INTERRUPTED", "Output", "error_rows", "infeasible_rows", "targets", "writable", "write_targets"]
+__all__ = ["INTERRUPTED", "Output", "error_rows", "targets", "writable", "write_targets"]
 
 INTERRUPTED = 130
 """Exit status of a command that Ctrl-C ended."""
@@ -54,9 +54,7 @@ class Output:
             sys.stdout = sys.stderr
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         if self.as_json:
             sys.stdout = self._stdout
             if self._saved is not None:
@@ -164,20 +162,15 @@ def error_rows(error: TightshipError) -> dict[str, Any]:
     """An error as JSON: its type and message, and what it knows besides."""
     rows: dict[str, Any] = {"error": {"type": type(error).__name__, "message": str(error)}}
     if isinstance(error, Infeasible):
-        rows |= infeasible_rows(error)
+        names = ("budget", "lower_bound", "best_peak", "placed", "impossible", "at")
+        rows |= {"met": False} | {name: getattr(error, name) for name in names}
+        rows |= {"advice": list(error.advice)}
+        rows["top"] = [{"name": n, "bytes": b, "place": p} for n, b, p in error.top]
     if isinstance(error, BadInput):
         rows["error"] |= {"rule": error.rule, "place": error.place}
     if isinstance(error, VerificationFailed):
         rows["violations"] = [str(v) for v in error.violations]
     return rows
-
-
-def infeasible_rows(error: Infeasible) -> dict[str, object]:
-    """An ``Infeasible`` as the keys that other programs read."""
-    names = ("budget", "lower_bound", "best_peak", "placed", "impossible", "at")
-    rows = {"met": False} | {name: getattr(error, name) for name in names}
-    top = [{"name": n, "bytes": b, "place": p} for n, b, p in error.top]
-    return rows | {"advice": list(error.advice), "top": top}
 
 
 def _console(stream: TextIO, *, quiet: bool = False) -> Console:

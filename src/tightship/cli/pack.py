@@ -4,20 +4,22 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
-from tightship.cli.options import given_options
-from tightship.cli.output import INTERRUPTED, Output, writable
+from tightship.cli.output import INTERRUPTED, Output, targets, write_targets
 from tightship.diagnose.infeasible_subset import (
     InfeasibleSubset,
     infeasible_subset,
     infeasible_subset_of_pools,
 )
-from tightship.errors import BadInput
+from tightship.errors import BadInput, Violation
+from tightship.files import write_file
 from tightship.frontends import problem_csv
 from tightship.frontends.problem_csv import Table, chosen_conflicts
+from tightship.options import given_options
 from tightship.plan import Pool, Problem, Solution
 from tightship.planners import planner
 from tightship.planners.packing import Interrupted, Search, spans, watched
@@ -25,10 +27,8 @@ from tightship.planners.packing import pack as place
 from tightship.report.packing import packing_picture
 from tightship.report.pages.packing import packing_page
 from tightship.report.progress import Line
-from tightship.serde import write_file
-from tightship.units import MAX_BYTES, format_bytes, format_seconds, parse_bytes
+from tightship.units import format_bytes, format_seconds, parse_bytes
 from tightship.verify.placement import check_solution
-from tightship.violation import Violation
 
 __all__ = ["is_packing", "pack", "verify_packing"]
 
@@ -37,11 +37,10 @@ _SHOWN = 20  # ids of a clash, and violations, that people are shown
 
 
 def pack(chosen: argparse.Namespace, out: Output) -> int:
-    search = _search(chosen)
+    search = Search(**given_options(chosen))
     capacity = _capacity(chosen)
     planner(chosen.planner, "place")  # what is unknown is said before the work is done
-    path = writable(chosen.output, "--output")
-    drawing, page = writable(chosen.picture, "--svg"), writable(chosen.report, "--report")
+    files = targets(chosen)
     with Line(out.errors, f"reading {chosen.problem}"):
         table = problem_csv.read(chosen.problem)
         pools = _pools_of(chosen, table, capacity)
@@ -50,40 +49,30 @@ def pack(chosen: argparse.Namespace, out: Output) -> int:
         known = None if chosen.baseline is None else _baseline(chosen.baseline, problem)
     with Line(out.errors, f"packing {chosen.problem}", limit=search.seconds) as line, watched(line.packing):
         try:
-            made, interrupted = place(problem, chosen.planner, search, baseline=known), False
+            solution, interrupted = place(problem, chosen.planner, search, baseline=known), False
         except Interrupted as end:
-            made, interrupted = end.solution, True
-        met = not any(v.code == "over-capacity" for v in check_solution(problem, made))
-        why = (
-            None
-            if met
-            else infeasible_subset_of_pools(problem)
-            if pools
-            else infeasible_subset(problem, capacity or 0)
-        )
-    rows = _rows(problem, made) | {"met": met, "clash": _subset_rows(why), "pools": _pool_rows(problem, made)}
-    rows["interrupted"] = interrupted
-    text = [_said(chosen.problem, problem, made), *_pool_lines(problem, made)]
+            solution, interrupted = end.solution, True
+        met = not any(v.code == "over-capacity" for v in check_solution(problem, solution))
+        subset = None
+        if not met:
+            limit = capacity or 0
+            subset = infeasible_subset_of_pools(problem) if pools else infeasible_subset(problem, limit)
+    rows = _rows(problem, solution) | {"met": met, "clash": _subset_rows(subset)}
+    rows |= {"pools": _pool_rows(problem, solution), "interrupted": interrupted}
+    text = [_said(chosen.problem, problem, solution), *_pool_lines(problem, solution)]
     if interrupted:
         text.append("interrupted: this is the best that was found so far")
     if not met:
-        text.append(_why(why, made, capacity))
-    if path is not None and met:
-        problem_csv.write(path, table, made.offsets, made.homes)
-        rows["output"] = str(path)
-        text.append(f"written to {path}")
-    elif path is not None:
-        text.append(f"not written to {path}: the capacity is not met")
-    if drawing is not None:
-        title = Path(chosen.problem).stem
-        write_file(drawing, packing_picture(problem, _side_by_side(problem, made), title=title).encode())
-        rows["picture"] = str(drawing)
-        text.append(f"drawn in {drawing}")
-    if page is not None:
-        shown = packing_page(problem, made, rows, title=Path(chosen.problem).stem)
-        write_file(page, shown.encode())
-        rows["report"] = str(page)
-        text.append(f"shown in {page}")
+        text.append(_why(subset, solution, capacity))
+        if (path := files.pop("output", None)) is not None:
+            text.append(f"not written to {path}: the capacity is not met")
+    title, drawn = Path(chosen.problem).stem, _side_by_side(problem, solution)
+    answer = SimpleNamespace(
+        save=lambda path: problem_csv.write(path, table, solution.offsets, solution.homes),
+        picture=lambda path: write_file(path, packing_picture(problem, drawn, title=title).encode()),
+        report=lambda path: write_file(path, packing_page(problem, solution, rows, title=title).encode()),
+    )
+    write_targets(answer, files, rows, text)
     out.answer(rows, "\n".join(text))
     return INTERRUPTED if interrupted else 0 if met else 1
 
@@ -109,32 +98,26 @@ def verify_packing(chosen: argparse.Namespace, out: Output) -> int:
         pools = _pools_of(chosen, table, capacity)
         problem, solution = _placed_of(table, pools)
         arena = solution.arena
-    found = [_unplaced(b.id, b.lower) for b in table.problem.buffers if b.pinned is None]
-    found += check_solution(replace(problem, capacity=None if pools else capacity), solution)
-    rows = [
-        {"code": v.code, "step": v.step, "subjects": list(v.subjects), "message": v.message} for v in found
+    faults = [
+        Violation("missing", b.lower, (b.id,), f"buffer {b.id!r} has no offset")
+        for b in table.problem.buffers
+        if b.pinned is None
     ]
+    faults += check_solution(replace(problem, capacity=None if pools else capacity), solution)
     head = f"{len(table.rows)} buffers, arena {_exact(arena)}"
-    if not found:
+    if not faults:
         text = f"{chosen.plan}: OK (0 violations, {head})"
     else:
-        count = f"{len(found)} violation{'s' if len(found) > 1 else ''}"
-        lines = [f"{chosen.plan}: {count} ({head})", *(f"  {_timed(v)}" for v in found[:_SHOWN])]
-        text = "\n".join(lines + ([f"  … and {len(found) - _SHOWN} more"] if len(found) > _SHOWN else []))
-    answer = {"violations": rows, "arena": arena, "capacity": capacity, "buffers": len(table.rows)}
+        count = f"{len(faults)} violation{'s' if len(faults) > 1 else ''}"
+        lines = [f"{chosen.plan}: {count} ({head})", *(f"  {_timed(v)}" for v in faults[:_SHOWN])]
+        text = "\n".join(lines + ([f"  … and {len(faults) - _SHOWN} more"] if len(faults) > _SHOWN else []))
+    answer = {"violations": [asdict(v) for v in faults], "arena": arena}
+    answer |= {"capacity": capacity, "buffers": len(table.rows)}
     out.answer(answer | ({"pools": _pool_rows(problem, solution)} if pools else {}), text)
-    return 1 if found else 0
+    return 1 if faults else 0
 
 
 # --- arguments ---
-
-
-def _search(chosen: argparse.Namespace) -> Search:
-    given = given_options(chosen)
-    for name in ("seed", "work"):
-        if given.get(name, 0) > MAX_BYTES:
-            raise BadInput(f"{given[name]} is too large: at most 2^63-1", place=f"option --{name}")
-    return Search(**given)
 
 
 def _capacity(chosen: argparse.Namespace) -> int | None:
@@ -168,39 +151,36 @@ def _baseline(path: str, problem: Problem) -> list[int]:
 # --- answers ---
 
 
-def _rows(problem: Problem, made: Solution) -> dict[str, Any]:
-    return {
-        "arena": made.arena,
-        "lower_bound": made.lower_bound,
-        "optimal": made.optimal,
-        "gap": made.arena / made.lower_bound - 1 if made.lower_bound else 0.0,
-        "planner": made.planner,
-        "seconds": made.seconds,
-        "work": made.work,
-        "capacity": problem.capacity,
-        "buffers": len(problem.buffers),
-    }
+def _rows(problem: Problem, solution: Solution) -> dict[str, Any]:
+    names = ("arena", "lower_bound", "optimal", "gap", "planner", "seconds", "work")
+    rows = {n: _gap(solution) if n == "gap" else getattr(solution, n) for n in names}
+    return rows | {"capacity": problem.capacity, "buffers": len(problem.buffers)}
 
 
-def _said(name: str, problem: Problem, made: Solution) -> str:
+def _gap(solution: Solution) -> float:
+    return solution.arena / solution.lower_bound - 1 if solution.lower_bound else 0.0
+
+
+def _said(name: str, problem: Problem, solution: Solution) -> str:
     verdict = ""
     if problem.capacity is not None:
-        within = "within" if made.arena <= problem.capacity else "NOT within"
+        within = "within" if solution.arena <= problem.capacity else "NOT within"
         verdict = f", {within} the capacity of {_exact(problem.capacity)}"
-    above = 100 * (made.arena / made.lower_bound - 1) if made.lower_bound else 0.0
-    proof = "reached: no arena is smaller" if made.optimal else f"the arena is {above:.2f} % above it"
+    seconds = format_seconds(solution.seconds)
+    above = f"the arena is {100 * _gap(solution):.2f} % above it"
+    proof = "reached: no arena is smaller" if solution.optimal else above
     rows = (
-        ("arena", f"{_exact(made.arena)}{verdict}"),
-        ("lower bound", f"{_exact(made.lower_bound)}, {proof}"),
-        ("planner", f"{made.planner}, in {format_seconds(made.seconds)} ({made.work} buffers placed)"),
+        ("arena", f"{_exact(solution.arena)}{verdict}"),
+        ("lower bound", f"{_exact(solution.lower_bound)}, {proof}"),
+        ("planner", f"{solution.planner}, in {seconds} ({solution.work} buffers placed)"),
     )
     count = len(problem.buffers)
     head = f"packing of {name} ({count} buffer{'' if count == 1 else 's'})"
     return "\n".join([head, *(f"  {word:<11}  {said}" for word, said in rows)])
 
 
-def _why(why: InfeasibleSubset | None, made: Solution, capacity: int | None) -> str:
-    if why is None and capacity is not None and made.lower_bound > capacity:
+def _why(why: InfeasibleSubset | None, solution: Solution, capacity: int | None) -> str:
+    if why is None and capacity is not None and solution.lower_bound > capacity:
         return "no packing can meet the capacity: the lower bound is above it"
     if why is None:
         return "no packing was found that meets the capacity; that there is none is not proved"
@@ -216,10 +196,6 @@ def _why(why: InfeasibleSubset | None, made: Solution, capacity: int | None) -> 
 
 def _subset_rows(why: InfeasibleSubset | None) -> Mapping[str, Any] | None:
     return None if why is None else {"time": why.time, "ids": list(why.ids), "bytes": why.nbytes}
-
-
-def _unplaced(name: str, time: int) -> Violation:
-    return Violation("missing", time, (name,), f"buffer {name!r} has no offset")
 
 
 def _timed(v: Violation) -> str:
@@ -262,10 +238,10 @@ def _pools_of(chosen: argparse.Namespace, table: Table, capacity: int | None) ->
     if not pools and not heaps and not any(heap for _, heap in table.homes):
         return ()
     several = {pool for pool, heap in table.homes if heap}
-    made = []
-    for name, limit in (pools or {"": capacity}).items():
-        made.append(Pool(name, limit, heaps.get(name, _ANY_HEAP if name in several else None)))
-    return tuple(made)
+    return tuple(
+        Pool(name, limit, heaps.get(name, _ANY_HEAP if name in several else None))
+        for name, limit in (pools or {"": capacity}).items()
+    )
 
 
 def _heaps(chosen: argparse.Namespace, pools: Sequence[str]) -> dict[str, int]:
@@ -305,9 +281,9 @@ def _placed_of(table: Table, pools: tuple[Pool, ...]) -> tuple[Problem, Solution
     return problem, replace(solution, arena=sum(tops.values()))
 
 
-def _pool_rows(problem: Problem, made: Solution) -> list[Mapping[str, Any]]:
+def _pool_rows(problem: Problem, solution: Solution) -> list[Mapping[str, Any]]:
     """Of each pool what lies in it; nothing for a problem of one arena."""
-    tops = _spans(problem, made)
+    tops = _spans(problem, solution)
     rows: list[Mapping[str, Any]] = []
     for pool in problem.pools:
         heaps = [top for (name, _), top in sorted(tops.items()) if name == pool.name]
@@ -318,15 +294,15 @@ def _pool_rows(problem: Problem, made: Solution) -> list[Mapping[str, Any]]:
                 "heap": None if pool.heap == _ANY_HEAP else pool.heap,
                 "arena": sum(heaps),
                 "heaps": heaps,
-                "buffers": sum(1 for name, _ in made.homes if name == pool.name),
+                "buffers": sum(1 for name, _ in solution.homes if name == pool.name),
             }
         )
     return rows
 
 
-def _pool_lines(problem: Problem, made: Solution) -> list[str]:
+def _pool_lines(problem: Problem, solution: Solution) -> list[str]:
     lines = []
-    for row in _pool_rows(problem, made):
+    for row in _pool_rows(problem, solution):
         of = "" if row["capacity"] is None else f" of {format_bytes(row['capacity'])}"
         heaps = f" in {len(row['heaps'])} heaps" if row["heap"] is not None else ""
         title = f"pool {row['name']}" if row["name"] else "heaps"
@@ -334,17 +310,17 @@ def _pool_lines(problem: Problem, made: Solution) -> list[str]:
     return lines
 
 
-def _side_by_side(problem: Problem, made: Solution) -> Solution:
+def _side_by_side(problem: Problem, solution: Solution) -> Solution:
     """The pools' heaps one above the other, as one arena that can be drawn."""
     if not problem.pools:
-        return made
+        return solution
     base, at = 0, {}
-    for home, top in sorted(_spans(problem, made).items()):
+    for home, top in sorted(_spans(problem, solution).items()):
         at[home] = base
         base += top
-    offsets = tuple(x + at[home] for x, home in zip(made.offsets, made.homes, strict=True))
-    return replace(made, offsets=offsets)
+    offsets = tuple(x + at[home] for x, home in zip(solution.offsets, solution.homes, strict=True))
+    return replace(solution, offsets=offsets)
 
 
-def _spans(problem: Problem, made: Solution) -> dict[tuple[str, int], int]:
-    return spans(problem, made.offsets, made.homes or (("", 0),) * len(made.offsets))
+def _spans(problem: Problem, solution: Solution) -> dict[tuple[str, int], int]:
+    return spans(problem, solution.offsets, solution.homes or (("", 0),) * len(solution.offsets))

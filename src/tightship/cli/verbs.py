@@ -14,12 +14,11 @@ from tightship import api
 from tightship.analysis.bounds import time_bound
 from tightship.api import BatchRequest, FrontierRequest, PlanRequest
 from tightship.cli.hlo import explain_module, is_module, module_frontier, plan_module
-from tightship.cli.options import given_options, model_options
 from tightship.cli.output import INTERRUPTED, Output, targets, write_targets
 from tightship.cli.pack import is_packing, verify_packing
 from tightship.diagnose.changes import changes
 from tightship.errors import BadInput, Infeasible
-from tightship.options import help_of
+from tightship.options import given_options, help_of, model_options
 from tightship.planners import planners as every_planner
 from tightship.planners.batch import MaxBatch
 from tightship.planners.default import Interrupted, Options
@@ -209,9 +208,7 @@ def verify(chosen: argparse.Namespace, out: Output) -> int:
     faults = api.violations(plan, graph)
     if plan.digest != graph.digest:
         del faults[1:]  # it is for another graph: what else does not fit says nothing
-    rows = [
-        {"code": v.code, "step": v.step, "subjects": list(v.subjects), "message": v.message} for v in faults
-    ]
+    rows = [asdict(v) for v in faults]
     count = f"{len(faults):,} violation{'' if len(faults) == 1 else 's'}"
     size = f"{len(graph.ops):,} ops, {len(plan.residences):,} residences"
     head = f"{count} ({size})" if faults else f"OK ({count}, {size})"

@@ -17,8 +17,8 @@ from rich.console import Console, RenderableType
 from rich.table import Table
 
 from tightship.errors import BadInput, Unsupported
+from tightship.files import write_file
 from tightship.report.progress import Line
-from tightship.serde import write_file
 from tightship.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:
@@ -55,16 +55,10 @@ class Result:
         }
 
     def tables(self) -> list[RenderableType]:
-        parts: list[RenderableType] = []
-        for r in self.runs:
-            parts.append(_table(r))
+        said = [f"NOT as claimed: {fault}" for fault in self.faults]
         if self.holds:
-            parts.append(
-                "Planned peak = measured peak ≤ budget, and every number is bit-identical to eager's."
-            )
-        else:
-            parts += [f"NOT as claimed: {fault}" for fault in self.faults]
-        return [*parts, f"Plans and pictures: {', '.join(self.files)}"]
+            said = ["Planned peak = measured peak ≤ budget, and every number is bit-identical to eager's."]
+        return [*map(_table, self.runs), *said, f"Plans and pictures: {', '.join(self.files)}"]
 
 
 def run(
@@ -91,17 +85,17 @@ def run(
     runs, files = [], []
     for workload in chosen:
         with Line(console, workload.title) as line:
-            found, planned = trial(workload, steps, line, **options)
-        runs.append(found)
+            result, planned = trial(workload, steps, line, **options)
+        runs.append(result)
         planned.save(folder / f"{workload.key}.plan.json")
         planned.picture(
             folder / f"{workload.key}.svg", title=f"{workload.title}: memory over one training step"
         )
         files += [str(folder / f"{workload.key}{end}") for end in (".plan.json", ".svg")]
     files.append(str(folder / "demo.json"))
-    result = Result(tuple(runs), tuple(files))
-    write_file(folder / "demo.json", (json.dumps(result.as_dict(), indent=1) + "\n").encode())
-    return result
+    shown = Result(tuple(runs), tuple(files))
+    write_file(folder / "demo.json", (json.dumps(shown.as_dict(), indent=1) + "\n").encode())
+    return shown
 
 
 def _folder(path: Path) -> Path:

@@ -24,7 +24,7 @@ from tightship.demo.models import Workload
 from tightship.errors import Unsupported
 from tightship.execute import allocator
 from tightship.execute.allocator import Meter
-from tightship.execute.fit import TrainStep, fit
+from tightship.execute.fit import TrainStep, differences, fit, tensors_by_name
 from tightship.execute.interpreter import PeakMismatch
 from tightship.graph import Graph, aligned
 from tightship.plan import Plan
@@ -70,20 +70,18 @@ class Run:
 
     def faults(self) -> list[str]:
         """What does not hold of the claim: planned = measured ≤ budget, and bit-identical numbers."""
-        found = []
-        if self.measured_peak is None or self.eager_peak is None:
-            found.append("nothing was measured: " + "; ".join(self.notes or ["there is no meter here"]))
-        elif self.measured_peak != self.planned_peak:
-            found.append(
-                f"the measured peak is {self.measured_peak} B, the planned one {self.planned_peak} B"
-            )
-        if max(self.measured_peak or 0, self.planned_peak, self.static + self.arena) > self.budget:
-            found.append(f"the budget of {self.budget} B was exceeded")
+        faults, measured, planned = [], self.measured_peak, self.planned_peak
+        if measured is None or self.eager_peak is None:
+            faults.append("nothing was measured: " + "; ".join(self.notes or ["there is no meter here"]))
+        elif measured != planned:
+            faults.append(f"the measured peak is {measured} B, the planned one {planned} B")
+        if max(measured or 0, planned, self.static + self.arena) > self.budget:
+            faults.append(f"the budget of {self.budget} B was exceeded")
         if self.misses:
-            found.append(f"{self.misses} misplaced allocations")
+            faults.append(f"{self.misses} misplaced allocations")
         if not self.identical:
-            found.append("not bit-identical to eager: " + ", ".join(self.different[:5]))
-        return [f"{self.title}: {fault}" for fault in found]
+            faults.append("not bit-identical to eager: " + ", ".join(self.different[:5]))
+        return [f"{self.title}: {fault}" for fault in faults]
 
 
 class Trainer:
@@ -118,10 +116,11 @@ class Trainer:
         self.losses.append(loss.detach().clone())
 
     def _run(self, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+        loss: torch.Tensor
         if self.within is not None:
-            made: torch.Tensor = self.within(batch)
-            return made
-        loss: torch.Tensor = self.model(**batch).loss
+            loss = self.within(batch)
+            return loss
+        loss = self.model(**batch).loss
         loss.backward()
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
@@ -205,7 +204,7 @@ def _compared(workload: Workload, eager: Trainer, ours: Trainer, steps: int, fit
     if within is None:
         raise Unsupported("a trial", "it compares eager with a planned step")
     plan = within.plan
-    different = _differences(eager, ours)
+    different = differences(_tensors(eager), _tensors(ours))
     times = statistics.median(eager.seconds[SETTLE:]), statistics.median(ours.seconds[SETTLE:])
     return Run(
         model=workload.key,
@@ -235,28 +234,8 @@ def _compared(workload: Workload, eager: Trainer, ours: Trainer, steps: int, fit
     )
 
 
-def _differences(eager: Trainer, ours: Trainer) -> list[str]:
-    """What is not bit-identical: losses, parameters, buffers, optimizer state, random state."""
-    found = [
-        f"loss {k}" for k, pair in enumerate(zip(eager.losses, ours.losses, strict=True)) if _differ(*pair)
-    ]
-    mine, theirs = (dict(_state(t)) for t in (ours, eager))
-    found += sorted(mine.keys() ^ theirs.keys())
-    found += [name for name in theirs if name in mine and _differ(theirs[name], mine[name])]
-    return found + (["random state"] if _differ(eager.random, ours.random) else [])
-
-
-def _state(trainer: Trainer) -> Iterator[tuple[str, torch.Tensor]]:
-    yield from trainer.model.named_parameters()
-    yield from trainer.model.named_buffers()
-    for name, p in trainer.model.named_parameters():
-        for key, value in trainer.optimizer.state.get(p, {}).items():
-            if isinstance(value, torch.Tensor):
-                yield f"{name}.{key}", value
-
-
-def _differ(a: torch.Tensor, b: torch.Tensor) -> bool:
-    if a.shape != b.shape or a.dtype != b.dtype:
-        return True
-    x, y = (t.detach().contiguous().reshape(-1).view(torch.uint8) for t in (a, b))
-    return not torch.equal(x, y)
+def _tensors(trainer: Trainer) -> dict[str, torch.Tensor]:
+    """What has to be bit-identical: losses, parameters, buffers, optimizer state, random state."""
+    model = trainer.model
+    parameters, buffers = dict(model.named_parameters()), dict(model.named_buffers())
+    return tensors_by_name(trainer.losses, parameters, buffers, trainer.optimizer, [trainer.random])

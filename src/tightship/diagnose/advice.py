@@ -30,29 +30,29 @@ def advice(graph: Graph, budget: int, at_peak: Iterable[tuple[int, int]]) -> tup
     That storages are moved or compressed is judged by a bound: no plan of that kind needs less (`remedies` tries).
     The batch is an estimate: see `smaller_batch`.
     """
-    found = []
+    texts = []
     everything = range(len(graph.storages))
     away = int(lower_bound(graph, least=dict.fromkeys(everything, 0)))
     if graph.static_bytes > budget:
         size = format_bytes(graph.static_bytes)
-        found.append(f"nothing that a plan can do: parameters, state and inputs alone are {size}")
+        texts.append(f"nothing that a plan can do: parameters, state and inputs alone are {size}")
     elif away > budget:
-        found.append(
+        texts.append(
             f"no offloading: an op, or the step's results, with the static set are {format_bytes(away)}"
         )
     else:
-        found.append(f"offloading (allow=recompute,offload): no less than {format_bytes(away)} then")
+        texts.append(f"offloading (allow=recompute,offload): no less than {format_bytes(away)} then")
         half = {s: x.size // 2 for s, x in enumerate(graph.storages) if s not in graph.static}
         packed = int(lower_bound(graph, least=half))
         if packed <= budget:
             text = (
                 f"compression, to half the bytes where it is lossy: no less than {format_bytes(packed)} then"
             )
-            found.append(text)
+            texts.append(text)
     smaller, batch = smaller_batch(graph, budget, at_peak), batch_of(graph)
     if smaller:
-        found.append(f"a smaller batch: about {smaller} instead of {batch} (--max-batch finds the largest)")
-    return tuple(found)
+        texts.append(f"a smaller batch: about {smaller} instead of {batch} (--max-batch finds the largest)")
+    return tuple(texts)
 
 
 def smaller_batch(graph: Graph, budget: int, at_peak: Iterable[tuple[int, int]]) -> int | None:

@@ -4,7 +4,7 @@ Problem: a handful of changes that a person can understand, such as "offload the
 seconds per byte that the peak falls. What is changed together are storages of one role in repeated layers which are
 in memory at the peak; each such group is tried in every way of leaving memory, each change on top of those before.
 Guarantee: peak and seconds are those of the steps that carry the changes out, replayed; none on optimality. Source:
-the groups of ``evict._frame``. Complexity: groups x ways x changes evaluations. Known limits: one group at a time,
+the groups of ``evict.problem``. Complexity: groups x ways x changes evaluations. Known limits: one group at a time,
 ``GROUPS`` of them; where two have to leave for the peak to fall, neither is found.
 """
 
@@ -13,7 +13,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any
 
 from tightship.analysis.structure import pattern
 from tightship.graph import Graph
@@ -47,9 +46,6 @@ class Change:
     peak: int
     time: float
 
-    def as_dict(self) -> dict[str, Any]:
-        return {name: getattr(self, name) for name in self.__dataclass_fields__}
-
 
 def changes(
     graph: Graph, most: int = 3, means: Sequence[str] = (), *, reorder: bool = True
@@ -59,22 +55,22 @@ def changes(
     forward = all(op.phase == "forward" for op in graph.ops)
     means = means or (("recompute",) if forward else tuple(_DECISIONS))
     line = replay(graph, baseline(graph))
-    order, found = _ordered(graph, line) if reorder else (tuple(range(len(graph.ops))), [])
-    if found:
+    order, chosen = _ordered(graph, line) if reorder else (tuple(range(len(graph.ops))), [])
+    if chosen:
         line = replay(graph, baseline(graph, order))
-    frame = EvictionProblem(graph, order, tuple(means))
-    bits = frame.nothing()
+    problem = EvictionProblem(graph, order, tuple(means))
+    bits = problem.nothing()
     least = max(1, int(_LEAST * (line.peak - graph.static_bytes)))
-    while len(found) < most and len(frame.gaps):
-        now = frame.cost(bits, line.peak)
-        tried = [t for t in _tries(frame, bits, line) if line.peak - t.cost.peak >= least]
+    while len(chosen) < most and len(problem.gaps):
+        now = problem.cost(bits, line.peak)
+        tried = [t for t in _tries(problem, bits, line) if line.peak - t.cost.peak >= least]
         if not tried:
             break
         best = min(tried, key=lambda t: _price(t.cost, now, line))
-        made = replay(graph, frame.lower(best.cost, best.cost.peak))
-        found.append(_said(graph, best, line, made))
-        bits, line = best.cost.evict, made
-    return tuple(found)
+        after = replay(graph, problem.lower(best.cost, best.cost.peak))
+        chosen.append(_change(graph, best, line, after))
+        bits, line = best.cost.evict, after
+    return tuple(chosen)
 
 
 def _price(then: Decision, now: Decision, line: Timeline) -> float:
@@ -107,39 +103,41 @@ def _ordered(graph: Graph, line: Timeline) -> tuple[tuple[int, ...], list[Change
     return order, [Change("order", moved, what, "", saves, extra, other.peak, other.time)]
 
 
-def _tries(frame: EvictionProblem, bits: Bits, line: Timeline) -> Iterator[_Try]:
+def _tries(problem: EvictionProblem, bits: Bits, line: Timeline) -> Iterator[_Try]:
     """What can be changed next: only what is in memory at the present peak makes it fall."""
-    here = {s: nbytes for s, nbytes in line.at_peak if s >= 0 and s not in frame.graph.static}
+    here = {s: nbytes for s, nbytes in line.at_peak if s >= 0 and s not in problem.graph.static}
     groups: dict[tuple[int, ...], int] = {}
-    for row in frame.classes:
-        gaps = tuple(g for g in row if not bits[g] and int(frame.gaps[g][0]) in here)
+    for row in problem.classes:
+        gaps = tuple(g for g in row if not bits[g] and int(problem.gaps[g][0]) in here)
         if gaps:
-            groups[gaps] = sum(here[s] for s in {int(frame.gaps[g][0]) for g in gaps})
+            groups[gaps] = sum(here[s] for s in {int(problem.gaps[g][0]) for g in gaps})
     for gaps in sorted(groups, key=lambda row: (-groups[row], row))[:GROUPS]:
-        for way in frame.means:
-            if (made := _best(frame, bits, gaps, way, line)) is not None:
-                yield made
+        for way in problem.means:
+            if (change := _best(problem, bits, gaps, way, line)) is not None:
+                yield change
 
 
-def _best(frame: EvictionProblem, bits: Bits, gaps: tuple[int, ...], way: str, line: Timeline) -> _Try | None:
-    """A group's gaps over the peak leave in one way; None where that saves nothing."""
-    found: Decision | None = None
+def _best(
+    problem: EvictionProblem, bits: Bits, gaps: tuple[int, ...], way: str, line: Timeline
+) -> _Try | None:
+    """A group leaves memory in one way between the uses around the peak; None where that saves nothing."""
+    best: Decision | None = None
     for decision in _DECISIONS[way]:
         then = bits.copy()
         then[list(gaps)] = decision
         # With no limit at all copies are waited for at once; the second time only where the peak asks for it.
-        least = frame.cost(then, 0)
+        least = problem.cost(then, 0)
         if not least.valid or least.peak >= line.peak:
             continue
-        cost = frame.cost(then, least.peak)
-        if cost.valid and cost.peak < line.peak and (found is None or cost.extra < found.extra):
-            found = cost
-    if found is None:
+        cost = problem.cost(then, least.peak)
+        if cost.valid and cost.peak < line.peak and (best is None or cost.extra < best.extra):
+            best = cost
+    if best is None:
         return None
-    return _Try(way, tuple(dict.fromkeys(int(s) for s in frame.gaps[list(gaps), 0])), found)
+    return _Try(way, tuple(dict.fromkeys(int(s) for s in problem.gaps[list(gaps), 0])), best)
 
 
-def _said(graph: Graph, best: _Try, line: Timeline, made: Timeline) -> Change:
+def _change(graph: Graph, best: _Try, line: Timeline, after: Timeline) -> Change:
     ops = [graph.uses.definer[s] for s in best.storages]
     sources = list(dict.fromkeys(graph.ops[k].source for k in ops if graph.ops[k].source))
     more = f" and {len(sources) - 1} more" if len(sources) > 1 else ""
@@ -148,8 +146,8 @@ def _said(graph: Graph, best: _Try, line: Timeline, made: Timeline) -> Change:
         len(best.storages),
         pattern([graph.storages[s].name for s in best.storages]),
         (sources[0] if sources else "") + more,
-        line.peak - made.peak,
-        made.time - line.time,
-        made.peak,
-        made.time,
+        line.peak - after.peak,
+        after.time - line.time,
+        after.peak,
+        after.time,
     )

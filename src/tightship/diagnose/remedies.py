@@ -54,16 +54,16 @@ def remedies(graph: Graph, no: Infeasible, o: Options, deadline: Deadline = NEVE
     away = int(lower_bound(graph, least=dict.fromkeys(range(len(graph.storages)), 0)))
     if away > no.budget:
         return tuple(rest)
-    found = []
+    tried = []
     try:
         for name, other in _others(graph, o):
             if deadline.over:
-                found.append(f"{name}, and what else there is: not tried, the time is over")
+                tried.append(f"{name}, and what else there is: not tried, the time is over")
                 break
-            found.append(f"{name}: {_outcome(graph, no.budget, _short(other, deadline))}")
+            tried.append(f"{name}: {_outcome(graph, no.budget, _short(other, deadline))}")
     except KeyboardInterrupt:
-        found.append("interrupted: nothing more was tried")
-    return (*found, *rest)
+        tried.append("interrupted: nothing more was tried")
+    return (*tried, *rest)
 
 
 def _short(o: Options, deadline: Deadline) -> Options:
@@ -98,12 +98,12 @@ def _allowing(o: Options, name: str, way: str) -> tuple[str, Options]:
 
 def _outcome(graph: Graph, limit: int, o: Options) -> str:
     try:
-        made = default.plan(graph, limit, o)
+        plan = default.plan(graph, limit, o)
     except Infeasible as no:
         if no.impossible:
             return f"not enough, no plan needs less than {format_bytes(no.lower_bound)} then"
         needed = format_bytes(no.placed if no.placed and no.best_peak <= limit else no.best_peak)
         return f"not enough in a short search, which reached {needed}"
-    extra = 100 * (made.time / made.time_before - 1) if made.time_before else 0.0
-    beside = [f"{format_bytes(made.host)} outside"] if made.host else []
+    extra = 100 * (plan.time / plan.time_before - 1) if plan.time_before else 0.0
+    beside = [f"{format_bytes(plan.host)} outside"] if plan.host else []
     return ", ".join([f"fits, {extra:+.1f} % time", *beside])

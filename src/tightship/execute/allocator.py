@@ -16,7 +16,6 @@ import copy
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from types import TracebackType
 from typing import Any, Literal, Self
 
 import numpy as np
@@ -349,9 +348,7 @@ class Meter:
             _meters.append(self)
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         with _meter_lock:
             self._last = self._native.meter_current()
             _fold(self._native)

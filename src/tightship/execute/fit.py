@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, SupportsIndex, Unpack
@@ -29,7 +28,7 @@ from tightship.plan import Plan
 from tightship.planners.default import PlanOptions, read_options
 from tightship.units import Budget, parse_budget, parse_bytes
 
-__all__ = ["TrainStep", "fit"]
+__all__ = ["TrainStep", "bit_identical", "differences", "fit", "tensors_by_name"]
 
 
 def fit(
@@ -129,23 +128,24 @@ class TrainStep(Prepared):
             self._check_ranks(variant.program)
             self._steps += 1
             if self._verify_every and self._steps % self._verify_every == 0:
-                done = self._run_verified(variant, tensors, asked, flatten(batch))
+                results = self._run_verified(variant, tensors, asked, flatten(batch))
             else:
-                done = variant.executor.run(tensors)
+                results = variant.executor.run(tensors)
             compat.mark_stepped(self.optimizer)
-            return asked.results.unflatten(done)
+            return asked.results.unflatten(results)
 
     def _run_verified(
         self, variant: Variant, tensors: list[Any], asked: Asked, leaves: list[Any]
     ) -> list[Any]:
         """The step's results, compared with eager's, which runs first."""
-        eager = run_eager(asked.trace, asked.bound, leaves, self._owned, self.optimizer)
-        done = variant.executor.run(tensors)
-        wrong = eager.differences(done, self._owned, self.optimizer)
-        if wrong:
-            text = [f"{name} is not bit-identical to eager's" for name in wrong]
+        owned, optimizer = self._owned, self.optimizer
+        eager = run_eager(asked.trace, asked.bound, leaves, owned, optimizer)
+        results = variant.executor.run(tensors)
+        ours = tensors_by_name(results, dict(owned.parameters), owned.buffers, optimizer, _random_states())
+        if names := differences(eager, ours):
+            text = [f"{name} is not bit-identical to eager's" for name in names]
             raise VerificationFailed(text, f"step {self._steps}")
-        return done
+        return results
 
     def prepare(self, batch: Any) -> Plan:
         """Captures and plans for batches like this one, if that has not been done. The code of the step runs once,
@@ -248,40 +248,13 @@ def check_no_gradients(parameters: Iterable[tuple[str, torch.Tensor]]) -> None:
 # --- eager's step ---
 
 
-@dataclass(frozen=True)
-class EagerStep:
-    """What eager's step would leave behind: results by position, tensors of model and optimizer by name."""
-
-    results: tuple[torch.Tensor, ...]
-    tensors: dict[str, torch.Tensor]
-    random_states: tuple[torch.Tensor, ...]
-
-    def differences(
-        self, results: Sequence[torch.Tensor], owned: Owned, optimizer: torch.optim.Optimizer
-    ) -> list[str]:
-        """Names of what is not bit-identical now."""
-        wrong = [
-            f"result {k}"
-            for k, (a, b) in enumerate(zip(self.results, results, strict=True))
-            if not _bit_identical(a, b)
-        ]
-        now = dict(_tensors_by_name(dict(owned.parameters), owned.buffers, optimizer))
-        for name in dict.fromkeys((*self.tensors, *now)):
-            a, b = self.tensors.get(name), now.get(name)
-            if a is None or b is None or not _bit_identical(a, b):
-                wrong.append(name)
-        states = zip(self.random_states, _random_states(), strict=True)
-        return wrong + [
-            f"torch's random state {k}" for k, (a, b) in enumerate(states) if not torch.equal(a, b)
-        ]
-
-
 def run_eager(
     trace: FunctionTrace, bound: Mapping[int, torch.Tensor], leaves: Sequence[Any], owned: Owned,
     optimizer: torch.optim.Optimizer,
-) -> EagerStep:  # fmt: skip
-    """Run the calls of ``trace`` in eager, then the backward pass and the optimizer's step, on copies of everything;
-    ``bound`` are this step's constants, ``leaves`` the batch's. Needs the bytes of an eager step beside the plan's.
+) -> dict[str, torch.Tensor]:  # fmt: skip
+    """What eager's step leaves behind, by name: the calls of ``trace``, then the backward pass and the optimizer's
+    step, run on copies of everything; ``bound`` are this step's constants, ``leaves`` the batch's. Needs the bytes of
+    an eager step beside the plan's.
     """
     states = _random_states()
     parameters = {n: _parameter_copy(p) for n, p in owned.parameters}
@@ -304,8 +277,7 @@ def run_eager(
         results = [known[n] for n in trace.results if n >= 0 and n not in trace.constants]
         results[0].backward()
         compat.plain_step(type(optimizer))(twin)
-        tensors = dict(_tensors_by_name(parameters, buffers, twin))
-        return EagerStep(tuple(r.detach() for r in results), tensors, _random_states())
+        return tensors_by_name([r.detach() for r in results], parameters, buffers, twin, _random_states())
     finally:
         _restore_random_states(states)
 
@@ -336,29 +308,34 @@ def _parameter_copy(parameter: torch.Tensor) -> torch.Tensor:
     return torch.nn.Parameter(parameter.detach().clone(), parameter.requires_grad)
 
 
-def _tensors_by_name(
-    parameters: Mapping[str, torch.Tensor],
-    buffers: Mapping[str, torch.Tensor],
-    optimizer: torch.optim.Optimizer,
-) -> Iterator[tuple[str, torch.Tensor]]:
-    yield from ((f"parameter {n!r}", p) for n, p in parameters.items())
-    yield from ((f"buffer {n!r}", b) for n, b in buffers.items())
+def tensors_by_name(
+    results: Sequence[torch.Tensor], parameters: Mapping[str, torch.Tensor], buffers: Mapping[str, torch.Tensor],
+    optimizer: torch.optim.Optimizer, random_states: Sequence[torch.Tensor],
+) -> dict[str, torch.Tensor]:  # fmt: skip
+    """What training leaves behind: results, model, optimizer state, torch's random states."""
+    tensors = {f"result {k}": r for k, r in enumerate(results)}
+    tensors |= {f"parameter {n!r}": p for n, p in parameters.items()}
+    tensors |= {f"buffer {n!r}": b for n, b in buffers.items()}
     names = {id(p): n for n, p in parameters.items()}
     for p, state in optimizer.state.items():
         for k, t in state.items() if isinstance(state, dict) else ():
             if isinstance(t, torch.Tensor):
-                yield f"optimizer state {k!r} of {names.get(id(p), '?')!r}", t
+                tensors[f"optimizer state {k!r} of {names.get(id(p), '?')!r}"] = t
+    return tensors | {f"torch's random state {k}": s for k, s in enumerate(random_states)}
 
 
-def _bit_identical(a: torch.Tensor, b: torch.Tensor) -> bool:
+def differences(a: Mapping[str, torch.Tensor], b: Mapping[str, torch.Tensor]) -> list[str]:
+    """Names of what is not in both, bit-identical."""
+    names = dict.fromkeys((*a, *b))
+    return [n for n in names if n not in a or n not in b or not bit_identical(a[n], b[n])]
+
+
+def bit_identical(a: torch.Tensor, b: torch.Tensor) -> bool:
     """Whether two tensors have the same bits."""
     if (a.shape, a.dtype) != (b.shape, b.dtype):
         return False
-    if a.dtype.is_floating_point or a.dtype.is_complex:
-        return torch.equal(
-            a.contiguous().reshape(-1).view(torch.uint8), b.contiguous().reshape(-1).view(torch.uint8)
-        )
-    return torch.equal(a, b)
+    x, y = (t.detach().contiguous().reshape(-1).view(torch.uint8) for t in (a, b))
+    return torch.equal(x, y)
 
 
 def _random_states() -> tuple[torch.Tensor, ...]:

@@ -41,7 +41,32 @@ PIECE: Final = 1 << 23
 """Bytes between device and file at a time."""
 
 
-class FilePool(NotCopied):
+class _Pool(NotCopied):
+    """What pools have in common: copies are begun in one way, and bytes given back with the pool."""
+
+    def write(self, stream: int, address: int, size: int, offset: int, after: Sequence[Any] = ()) -> Any:
+        """Begins to copy ``size`` bytes of memory to ``offset``, after the copies ``after``."""
+        return self._begin(stream, True, address, size, offset, after)
+
+    def read(self, stream: int, address: int, size: int, offset: int, after: Sequence[Any] = ()) -> Any:
+        """Begins to copy ``size`` bytes at ``offset`` to memory, after the copies ``after``."""
+        return self._begin(stream, False, address, size, offset, after)
+
+    def _begin(
+        self, stream: int, out: bool, address: int, size: int, offset: int, after: Sequence[Any]
+    ) -> Any:
+        raise NotImplementedError
+
+    def close(self) -> None:
+        """Waits for what is running and gives the bytes back."""
+        raise NotImplementedError
+
+    def __del__(self) -> None:
+        with contextlib.suppress(Exception):
+            self.close()
+
+
+class FilePool(_Pool):
     """``size`` bytes in an unnamed file in ``folder`` (default: the system's for temporary files).
 
     The file is gone with the process, however it ends; its bytes are reserved here, so that a full disk is an error
@@ -79,26 +104,18 @@ class FilePool(NotCopied):
     def descriptor(self) -> int:
         return self._file.fileno()
 
-    def write(self, stream: int, address: int, size: int, offset: int, after: Sequence[Any] = ()) -> Any:
-        """Copies ``size`` bytes of memory to ``offset``, after the copies ``after``."""
-        return self._copier.begin(stream, True, address, size, offset, after)
-
-    def read(self, stream: int, address: int, size: int, offset: int, after: Sequence[Any] = ()) -> Any:
-        """Copies ``size`` bytes at ``offset`` to memory, after the copies ``after``."""
-        return self._copier.begin(stream, False, address, size, offset, after)
+    def _begin(
+        self, stream: int, out: bool, address: int, size: int, offset: int, after: Sequence[Any]
+    ) -> Any:
+        return self._copier.begin(stream, out, address, size, offset, after)
 
     def drain(self) -> None:
         """Waits for every copy, whether it fails or not."""
         self._copier.drain()
 
     def close(self) -> None:
-        """Waits for what is running and gives the bytes back."""
         self._copier.close()
         self._file.close()
-
-    def __del__(self) -> None:
-        with contextlib.suppress(Exception):
-            self.close()
 
 
 class _Runtime:
@@ -121,16 +138,14 @@ class _Runtime:
         self._call.argtypes = (pointer, pointer, pointer)
 
     def copy(self, to: int, source: int, size: int, kind: int, stream: int) -> None:
-        code = self._copy(to, source, size, kind, stream)
-        if code:
+        if code := self._copy(to, source, size, kind, stream):
             raise RuntimeError(
                 f"tightship: CUDA error {code} while copying {size} bytes between GPU and host"
             )
 
     def call(self, stream: int, function: int, argument: int) -> None:
         """Has the host call a function of C when the stream has come to it."""
-        code = self._call(stream, function, argument)
-        if code:
+        if code := self._call(stream, function, argument):
             raise RuntimeError(
                 f"tightship: CUDA error {code} while calling the host in the order of a stream"
             )
@@ -163,7 +178,7 @@ class Copied:
         torch.cuda.current_stream(self.device).wait_event(self.event)
 
 
-class PinnedPool(NotCopied):
+class PinnedPool(_Pool):
     """``size`` bytes of pinned memory beside ``device``, to the page: torch's own pinned allocator would take the
     next power of two. Stream 0 is the current one.
 
@@ -219,16 +234,8 @@ class PinnedPool(NotCopied):
             self._first = None
             self._memory.close()
 
-    def write(self, stream: int, address: int, size: int, offset: int, after: Sequence[Any] = ()) -> Copied:
-        """Copies ``size`` bytes of the device to ``offset``, after the copies ``after``."""
-        return self._begin(stream, TO_HOST, address, offset, size, after)
-
-    def read(self, stream: int, address: int, size: int, offset: int, after: Sequence[Any] = ()) -> Copied:
-        """Copies ``size`` bytes at ``offset`` to the device, after the copies ``after``."""
-        return self._begin(stream, TO_DEVICE, address, offset, size, after)
-
     def _begin(
-        self, stream: int, kind: int, address: int, offset: int, size: int, after: Sequence[Any]
+        self, stream: int, out: bool, address: int, size: int, offset: int, after: Sequence[Any]
     ) -> Copied:
         compute = torch.cuda.current_stream(self.device)
         copies = self._stream(stream) if stream else compute
@@ -236,7 +243,7 @@ class PinnedPool(NotCopied):
             copies.wait_stream(compute)
         for other in after:
             copies.wait_event(other.event)
-        self._move(copies, stream, kind, address, offset, size)
+        self._move(copies, stream, TO_HOST if out else TO_DEVICE, address, offset, size)
         return Copied(copies.record_event(), self.device)
 
     def _move(self, copies: Any, stream: int, kind: int, address: int, offset: int, size: int) -> None:
@@ -257,12 +264,7 @@ class PinnedPool(NotCopied):
             current.wait_stream(stream)
 
     def close(self) -> None:
-        """Waits for what is running, here and on the device, and gives the bytes back."""
         self._shut()
-
-    def __del__(self) -> None:
-        with contextlib.suppress(Exception):
-            self.close()
 
 
 class TieredPool(PinnedPool):

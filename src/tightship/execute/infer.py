@@ -71,19 +71,19 @@ def infer(
     wanted = None if budget is None else parse_budget(budget)
     measuring = {"cache": cache, "seconds_per_op": seconds_per_op}
     settings = Settings(wanted, partial(advised, options=chosen), measuring, strict, variants, fresh)
-    made = Inference(module_of(model), settings, dynamic=dynamic)
+    inference = Inference(module_of(model), settings, dynamic=dynamic)
     sample = dict(sample) if isinstance(sample, Mapping) else sample
-    made.prepare(sample)
+    inference.prepare(sample)
     if dynamic and variants > 1:
-        made.prepare_one(sample)
-    return made
+        inference.prepare_one(sample)
+    return inference
 
 
 @dataclass(frozen=True)
 class _Largest:
     """The largest batch: its containers, without its tensors, and its plan."""
 
-    form: Any
+    structure: Any
     rows: int
     shapes: tuple[tuple[int, ...] | None, ...]
     variant: Variant
@@ -114,7 +114,7 @@ class Inference(Prepared):
 
     def _batch(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         assert self._largest is not None
-        known = self._largest.form
+        known = self._largest.structure
         if isinstance(known, Mapping):
             if args or set(kwargs) != set(known):
                 given = f"{len(args)} by position" if args else f"by name: {', '.join(sorted(kwargs))}"
@@ -222,17 +222,16 @@ class Inference(Prepared):
             raise BadInput("tensors of one batch have different numbers of rows", sorted(rows), "infer")
 
     def _capture_variant(self, batch: Any, modes: tuple[Any, ...]) -> Variant:
-        made = super()._capture_variant(batch, modes)
+        variant = super()._capture_variant(batch, modes)
         if self._largest is None:
             leaves = flatten(batch)
             rows = next((int(x.shape[0]) for x in leaves if isinstance(x, torch.Tensor) and x.dim()), 0)
             shapes = tuple(tuple(x.shape) if isinstance(x, torch.Tensor) else None for x in leaves)
-            self._largest = _Largest(map_leaves(lambda _: None, batch), rows, shapes, made)
-        elif made.executor.extent > self.reserved:
-            made.executor = self._executor(
-                made.program, self._steps_of_largest(made.program.graph, made.executor.plan)
-            )
-        return made
+            self._largest = _Largest(map_leaves(lambda _: None, batch), rows, shapes, variant)
+        elif variant.executor.extent > self.reserved:
+            plan = self._steps_of_largest(variant.program.graph, variant.executor.plan)
+            variant.executor = self._executor(variant.program, plan)
+        return variant
 
     def _steps_of_largest(self, graph: Graph, plan: Plan) -> Plan:
         """The steps of the largest batch's plan, where the ops are the same; otherwise ``plan``."""

@@ -56,8 +56,8 @@ class NoCompiler(Unsupported):
 
 def _command(kind: str, target: Path) -> list[str]:
     named = shlex.split(os.environ.get("CXX", ""))
-    found = next((path for path in map(shutil.which, _COMPILERS) if path), None)
-    if os.name == "nt" or not (named or found):
+    compiler = next((path for path in map(shutil.which, _COMPILERS) if path), None)
+    if os.name == "nt" or not (named or compiler):
         raise NoCompiler("no C++ compiler was found" if os.name != "nt" else "Windows is not supported")
     root = Path(torch.__file__).parent
     python = sysconfig.get_paths()
@@ -66,7 +66,7 @@ def _command(kind: str, target: Path) -> list[str]:
     if kind == "cpu":
         headers.insert(0, root / "include")
     return [
-        *(named or [str(found)]),
+        *(named or [str(compiler)]),
         *("-std=c++20", "-O2", "-shared", "-fPIC", "-fvisibility=hidden"),
         _alignment(kind),
         f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}",

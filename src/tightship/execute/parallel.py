@@ -10,10 +10,9 @@ can be reached.
 from __future__ import annotations
 
 import random
-import threading
 from collections import Counter
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from typing import Any
 
 import torch
@@ -95,38 +94,22 @@ class _Run:
         self.left = len(graph.ops)
         self.in_step = Counter(executor.steps)
         self.step = min(executor.steps, default=0)
-        self.changed = threading.Condition()
-        self.failed = False
 
     def result(self) -> list[Any]:
+        """Threads only call ops; what is next, and what is over, is decided here."""
         count = self.executor.threads
+        running: dict[Future[None], int] = {}
         with ThreadPoolExecutor(count) as pool:
-            for done in [pool.submit(self.work) for _ in range(count)]:
-                done.result()
+            while self.left:
+                while len(running) < count and (ready := self.of_step()):
+                    k = min(ready) if self.rng is None else self.rng.choice(ready)
+                    self.ready.remove(k)
+                    running[pool.submit(self.call, k)] = k
+                for ended in wait(running, return_when=FIRST_COMPLETED).done:
+                    ended.result()
+                    self.ended(running.pop(ended))
         with compat.plain_execution():
             return [self.read(v).clone() for v in self.program.results]
-
-    def work(self) -> None:
-        with compat.plain_execution():
-            while (k := self.next()) is not None:
-                try:
-                    self.call(k)
-                except BaseException:
-                    with self.changed:
-                        self.failed = True
-                        self.changed.notify_all()
-                    raise
-                self.ended(k)
-
-    def next(self) -> int | None:
-        with self.changed:
-            while not (now := self.of_step()) and self.left and not self.failed:
-                self.changed.wait()
-            if self.failed or not self.left:
-                return None
-            k = min(now) if self.rng is None else self.rng.choice(now)
-            self.ready.remove(k)
-            return k
 
     def of_step(self) -> list[int]:
         """Ops that are ready and whose step it is."""
@@ -135,21 +118,18 @@ class _Run:
 
     def ended(self, k: int) -> None:
         uses = self.graph.uses
-        touched = {*uses.reads[k], *uses.defines[k], *uses.mutates[k]}
-        with self.changed:
-            for s in touched:
-                self.users[s] -= 1
-                if not self.users[s] and s not in self.graph.static | self.graph.kept:
-                    self.dead(s)
-            for a in self.executor.after[k]:
-                self.waiting[a] -= 1
-                if not self.waiting[a]:
-                    self.ready.append(a)
-            self.left -= 1
-            self.in_step[self.executor.steps[k]] -= 1
-            while self.left and not self.in_step[self.step]:
-                self.step += 1
-            self.changed.notify_all()
+        for s in {*uses.reads[k], *uses.defines[k], *uses.mutates[k]}:
+            self.users[s] -= 1
+            if not self.users[s] and s not in self.graph.static | self.graph.kept:
+                self.dead(s)
+        for a in self.executor.after[k]:
+            self.waiting[a] -= 1
+            if not self.waiting[a]:
+                self.ready.append(a)
+        self.left -= 1
+        self.in_step[self.executor.steps[k]] -= 1
+        while self.left and not self.in_step[self.step]:
+            self.step += 1
 
     def dead(self, s: int) -> None:
         size = self.graph.storages[s].size
@@ -160,12 +140,13 @@ class _Run:
 
     def call(self, k: int) -> None:
         call = self.program.calls[k]
-        out = call.fn(*substitute(call.args, self.read), **substitute(call.kwargs, self.read))
         defined = set(self.graph.uses.defines[k])
-        for v, tensor in zip(call.results, flat(out), strict=True):
-            s = self.graph.values[v].storage if v >= 0 else -1
-            if s in defined and v == self.program.bases[s]:
-                self.held[s] = self.moved(s, tensor)
+        with compat.plain_execution():
+            out = call.fn(*substitute(call.args, self.read), **substitute(call.kwargs, self.read))
+            for v, tensor in zip(call.results, flat(out), strict=True):
+                s = self.graph.values[v].storage if v >= 0 else -1
+                if s in defined and v == self.program.bases[s]:
+                    self.held[s] = self.moved(s, tensor)
 
     def moved(self, s: int, tensor: Any) -> Any:
         """The same tensor in its place of the arena."""

@@ -248,9 +248,7 @@ class Prepared(NotCopied):
             return self.settings.planner(graph, self._limit)
         except Infeasible as no:
             if peak <= self._limit:
-                plan = default.plan(graph, self._limit, default.Options(place=False))
-                note = "an arena does not fit the budget, the peak does: the plan runs on the ordinary heap"
-                return replace(plan, notes=(*plan.notes, note))
+                return plan_on_heap(graph, self._limit, default.Options())
             if first or budget.bytes is not None:
                 raise
             advice = (
@@ -278,6 +276,13 @@ class Prepared(NotCopied):
                 self._notes.append(f"the arena grew from {format_bytes(had)} to {format_bytes(need)}")
         for v in self._variants:
             v.executor.arena = self._arena
+
+
+def plan_on_heap(graph: Graph, budget: int | None, options: default.Options) -> Plan:
+    """Where only the peak is within a budget, and what an arena needs is not."""
+    plan = default.plan(graph, budget, replace(options, place=False))
+    note = "an arena does not fit the budget, the peak does: the plan runs on the ordinary heap"
+    return replace(plan, notes=(*plan.notes, note))
 
 
 # --- the caller's own tensors ---
@@ -311,9 +316,7 @@ class Identity:
 
     def changed(self) -> str | None:
         """What is different now, for people; None if nothing is."""
-        held = self._held()
-        same = len(held) == len(self._objects) and all(map(is_, held, self._objects))
-        if not same or any(self._empty):
+        if not _same_objects(self._held(), self._objects) or any(self._empty):
             return "a module, parameter or buffer of the model was added or replaced"
         what = (
             "a parameter or buffer was moved, resized or frozen",
@@ -362,7 +365,7 @@ class Attributes:
     def changed(self) -> str | None:
         """The name of one that is different now; None if none is."""
         held = self._held()
-        if len(held) == len(self._objects) and all(map(is_, held, self._objects)):
+        if _same_objects(held, self._objects):
             return None
         for (whose, now), known in zip(self._containers, self._known, strict=True):
             fresh = _copied(now)
@@ -376,6 +379,10 @@ class Attributes:
 _MEMBERS = ("_parameters", "_buffers", "_modules")
 _OURS = ("training",)  # a pass is in evaluation mode, whatever the model is in
 _MISSING = object()
+
+
+def _same_objects(a: Sequence[Any], b: Sequence[Any]) -> bool:
+    return len(a) == len(b) and all(map(is_, a, b))
 
 
 def _copied(container: Any) -> dict[Any, Any]:
@@ -398,43 +405,43 @@ class Binding(NotCopied):
         self, program: Program, model: torch.nn.Module, optimizer: torch.optim.Optimizer | None
     ) -> None:
         self._program, self._optimizer = program, optimizer
-        self._found: list[Any] = []  # by slot; None for what each step brings
+        self._tensors: list[Any] = []  # by slot; None for what each step brings
         self._leaves: list[tuple[int, int]] = []  # slot, leaf of the batch
         self._constants: list[tuple[int, int]] = []  # slot, index of the constant
         self._states: list[tuple[int, Any, Any]] = []  # slot, parameter, key
         for n, slot in enumerate(program.slots):
-            found = None
+            tensor = None
             if slot.role in ("parameter", "buffer"):
                 owner, name = compat.tensor_home(model, slot.role, slot.key)
-                found = owner[name]
+                tensor = owner[name]
             elif slot.role == "state":
                 owner, name = compat.tensor_home(model, "parameter", slot.key[0])
                 self._states.append((n, owner[name], slot.key[1]))
             elif slot.role == "input":
                 self._leaves.append((n, slot.key))
             elif slot.role == "constant":
-                found = program.constants[slot.key]
+                tensor = program.constants[slot.key]
                 self._constants.append((n, slot.key))
             else:
                 raise BadInput(f"unknown role {slot.role!r}", place=f"slot {slot.key}")
-            self._found.append(found)
+            self._tensors.append(tensor)
         self._guarded = {(s.role, s.key): n for n, s in enumerate(program.slots)}
 
     def tensors(self, leaves: Sequence[Any], constants: Sequence[Any] | None = None) -> list[Any]:
         """One tensor per slot; None for optimizer state that does not exist yet. ``leaves`` are the
         batch's, ``constants`` those of this step where they are not the program's own.
         """
-        found = self._found.copy()
+        tensors = self._tensors.copy()
         if constants is not None:
             for n, k in self._constants:
-                found[n] = constants[k]
+                tensors[n] = constants[k]
         for n, leaf in self._leaves:
-            found[n] = leaves[leaf]
+            tensors[n] = leaves[leaf]
         if self._optimizer is not None:
             state = self._optimizer.state
             for n, parameter, key in self._states:
-                found[n] = state[parameter].get(key) if parameter in state else None
-        return found
+                tensors[n] = state[parameter].get(key) if parameter in state else None
+        return tensors
 
     def broken_guard(self, tensors: Sequence[Any]) -> str | None:
         """Where the captured ops depend on data that is no longer what it was; None if they do not."""

@@ -92,8 +92,8 @@ def planned_requests(program: Program, plan: Plan, *, hand_out: bool = True) -> 
                 if not plan.residences or s in handed or (foreign and s < 0):
                     offsets.append(HEAP)
                     continue
-                found = residences.get((s, i, "full")) if s >= 0 else workspace.get((i, k))
-                offsets.append(_offset(program, step.op, i, sizes[-1], found))
+                residence = residences.get((s, i, "full")) if s >= 0 else workspace.get((i, k))
+                offsets.append(_offset(program, step.op, i, sizes[-1], residence))
         starts.append(len(sizes))
     ends = (o + n for o, n in zip(offsets, sizes, strict=True) if o != HEAP)
     extent = max(ends, default=0)
@@ -115,13 +115,14 @@ def _moved(program: Program, step: Step) -> Iterator[tuple[int, str, int]]:
         yield step.op, "state", graph.ops[step.op].state
 
 
-def _offset(program: Program, op: int, step: int, size: int, found: Residence | None) -> int:
+def _offset(program: Program, op: int, step: int, size: int, residence: Residence | None) -> int:
     place = f"step {step}"
     if op >= 0:
         place += f": op {program.graph.ops[op].name!r} at {program.graph.place(op)}"
-    if found is None:
+    if residence is None:
         rule = f"a request of {size} bytes without a residence: a plan says where each request of an op goes"
         raise BadInput(rule, place=place)
-    if aligned(found.size) < size:
-        raise BadInput(f"a residence of {found.size} bytes is too small for a request of {size}", place=place)
-    return found.offset if found.pool == "device" else HEAP
+    if aligned(residence.size) < size:
+        rule = f"a residence of {residence.size} bytes is too small for a request of {size}"
+        raise BadInput(rule, place=place)
+    return residence.offset if residence.pool == "device" else HEAP

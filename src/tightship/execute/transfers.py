@@ -135,8 +135,8 @@ class Transfers:
         dtype = dtype_of(self.graph.values[base].dtype)
 
         def run(env: list[Any]) -> None:
-            env[base] = made = make()
-            codecs.decompress(codec, env[index], _flat(made, dtype, count))
+            env[base] = full = make()
+            codecs.decompress(codec, env[index], _flat(full, dtype, count))
 
         return run
 
@@ -179,22 +179,18 @@ class Transfers:
 
     def _part(self, i: int, kind: str, s: int) -> Callable[[list[Any], HostPool, int, Sequence[Any]], Any]:
         base, size = self.program.bases[s], self.graph.storages[s].size
-        if kind == "offload":
-            offset = self.hosted[s] = self.offsets[s, i]
+        out, make = kind == "offload", self._maker(s)
+        if out:
+            self.hosted[s] = self.offsets[s, i]
+        offset = self.hosted[s]
 
-            def out(env: list[Any], pool: HostPool, stream: int, after: Sequence[Any]) -> Any:
-                memory = env[base].untyped_storage()
-                return pool.write(stream, memory.data_ptr(), min(size, memory.nbytes()), offset, after)
+        def begin(env: list[Any], pool: HostPool, stream: int, after: Sequence[Any]) -> Any:
+            if not out:
+                env[base] = make()
+            memory, copy = env[base].untyped_storage(), pool.write if out else pool.read
+            return copy(stream, memory.data_ptr(), min(size, memory.nbytes()), offset, after)
 
-            return out
-        offset, make = self.hosted[s], self._maker(s)
-
-        def back(env: list[Any], pool: HostPool, stream: int, after: Sequence[Any]) -> Any:
-            env[base] = made = make()
-            memory = made.untyped_storage()
-            return pool.read(stream, memory.data_ptr(), min(size, memory.nbytes()), offset, after)
-
-        return back
+        return begin
 
 
 def _reach(value: Value) -> int:

@@ -36,9 +36,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import BinaryIO, Final
 
-from tightship.errors import BadInput, unreadable
+from tightship.errors import BadInput
+from tightship.files import unreadable, write_file
 from tightship.plan import Buffer, Gap, Pool, Problem, Solution
-from tightship.serde import write_file
 from tightship.units import MAX_BYTES
 from tightship.verify.placement import check_solution
 

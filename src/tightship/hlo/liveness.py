@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from graphlib import TopologicalSorter
 from itertools import pairwise
 
 from tightship.errors import BadInput
@@ -22,7 +23,7 @@ from tightship.hlo.alias import AliasSet, Sharing, alias_sets
 from tightship.hlo.dataflow import Buffer, Node, PointsTo, points_to
 from tightship.hlo.module import Computation, Module, runs
 
-__all__ = ["LiveRanges", "Order", "Range", "joined", "live_ranges", "may_interfere", "total"]
+__all__ = ["LiveRanges", "Order", "Range", "joined", "live_ranges", "may_interfere", "over", "total"]
 
 
 @dataclass(slots=True)
@@ -186,6 +187,15 @@ def _normalize(sets: Sequence[AliasSet], ranges: dict[Buffer, Range]) -> None:
             first.end = min(first.end, second.start)
 
 
+def over(live: LiveRanges, old: Buffer, new: Buffer, sharing: Sharing) -> bool:
+    """Whether the result ``new`` may be written over ``old``, which ends where it begins."""
+    user = new.node
+    if old is new or user.opcode == "copy":
+        return False
+    where = [live.ranges[old].last, (old.node, old.index)]
+    return any(n in user.operands and sharing.allowed(n, i, user, new.index) for n, i in where)
+
+
 class Order:
     """``chains`` are names of instructions, each within one computation."""
 
@@ -213,7 +223,7 @@ class Order:
                 waits[named[second]].append(named[first])
         for k, node in enumerate(nodes):
             self._bit[node] = k
-        for node in _sorted(nodes, waits):
+        for node in TopologicalSorter(waits).static_order():  # the text's order may say less than the chains
             earlier = 0
             for w in waits[node]:
                 earlier |= self._earlier[w] | 1 << self._bit[w]
@@ -232,23 +242,6 @@ class Order:
         while (caller := self.points.callers.get(node.computation.name)) is not None:
             yield caller
             node = caller
-
-
-def _sorted(nodes: Sequence[Node], waits: dict[Node, list[Node]]) -> list[Node]:
-    """After all they wait for; the order of the text may say less than the chains."""
-    done: dict[Node, None] = {}
-    for first in nodes:
-        stack = [(first, False)]
-        while stack:
-            node, ready = stack.pop()
-            if node in done:
-                continue
-            if ready:
-                done[node] = None
-            else:
-                stack.append((node, True))
-                stack += [(w, False) for w in waits[node] if w not in done]
-    return list(done)
 
 
 def total(points: PointsTo) -> Order:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
@@ -26,6 +26,7 @@ __all__ = [
     "Computation",
     "Instruction",
     "Module",
+    "Names",
     "Place",
     "declared",
     "flattened",
@@ -314,14 +315,30 @@ def _shared(module: Module) -> set[str]:
     return {n for n in run if called[n] > 1}
 
 
+class Names:
+    """Names of a module, each once: a name that is taken gets a number."""
+
+    def __init__(self, taken: Iterable[str]) -> None:
+        self.taken = set(taken)
+        self.last: dict[str, int] = {}
+
+    def new(self, name: str) -> str:
+        numbered, k = name, self.last.get(name, 0)
+        while numbered in self.taken:
+            k += 1
+            numbered = f"{name}.{k}"
+        self.last[name] = k
+        self.taken.add(numbered)
+        return numbered
+
+
 class _Flattening:
     def __init__(self, module: Module) -> None:
         self.module = module
         self.taken = _elsewhere(module)
-        self.names = {c.name for c in module.computations} | {i.name for i in module.instructions}
+        self.names = Names([c.name for c in module.computations] + [i.name for i in module.instructions])
         self.made: dict[str, list[Computation]] = {c.name: [] for c in module.computations}
         self.clones: Counter[str] = Counter()
-        self.numbers: Counter[str] = Counter()
 
     def run(self) -> Module:
         self._visit(self.module.entry, self.module.entry.name)
@@ -343,7 +360,7 @@ class _Flattening:
     def _visit(self, c: Computation, name: str) -> None:
         """Computation ``c`` as it is run in one place, under a name of its own there."""
         renamed = c.name != name
-        names = {i.name: self._name(i.name) for i in c.instructions} if renamed else {}
+        names = {i.name: self.names.new(f"{i.name}.clone") for i in c.instructions} if renamed else {}
         body = []
         for i in c.instructions:
             if renamed:
@@ -370,16 +387,7 @@ class _Flattening:
             self.taken.add(callee)
             return callee
         self.clones[callee] += 1
-        return self._name(callee)
-
-    def _name(self, name: str) -> str:
-        """A name nobody has, as XLA makes them: ``name.clone``, ``name.clone.1`` …"""
-        made = f"{name}.clone"
-        while made in self.names:
-            self.numbers[name] += 1
-            made = f"{name}.clone.{self.numbers[name]}"
-        self.names.add(made)
-        return made
+        return self.names.new(f"{callee}.clone")
 
 
 def _elsewhere(module: Module) -> set[str]:

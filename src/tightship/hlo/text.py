@@ -15,11 +15,11 @@ from pathlib import Path
 from typing import NoReturn
 
 from tightship.errors import BadInput
+from tightship.files import read_bytes
 from tightship.hlo.check import check_instructions, check_module
 from tightship.hlo.module import Computation, Instruction, Module
 from tightship.hlo.opcodes import OPCODES, opcode
 from tightship.hlo.shape import BITS, Shape
-from tightship.serde import read_bytes
 
 __all__ = ["SIZE_LIMIT", "Scan", "parse", "read", "to_text"]
 

@@ -25,12 +25,11 @@ from executorch.exir.memory_planning import (
 )
 from executorch.exir.passes import MemoryPlanningPass
 
-from tightship.errors import BadInput, VerificationFailed
+from tightship.errors import BadInput, VerificationFailed, Violation
 from tightship.graph import aligned
 from tightship.plan import Buffer, Problem, Solution
 from tightship.planners.packing import DEFAULT, Search, pack
 from tightship.verify.placement import check_solution
-from tightship.violation import Violation
 
 __all__ = ["PlaceTensors", "memory_planning_pass"]
 

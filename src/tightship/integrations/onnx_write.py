@@ -18,12 +18,13 @@ from typing import Any, Final
 import onnx
 
 from tightship.errors import BadInput, Unsupported
+from tightship.files import write_file
 from tightship.frontends.onnx.load import LARGEST_FILE, Model, bodies, external, stamp, tensors
 from tightship.frontends.onnx.lower import Program
 from tightship.frontends.onnx.types import viewed
 from tightship.frontends.onnx.wire import fattened, held
 from tightship.plan import Plan, Step
-from tightship.serde import dumps_plan, write_file
+from tightship.serde import dumps_plan
 
 __all__ = ["KEY_OFFSETS", "KEY_PLAN", "planned_nodes", "write_model"]
 

@@ -20,11 +20,10 @@ import onnxruntime
 
 __all__ = ["LEVELS", "MERGING", "Measured", "measure", "random_feeds", "session_options"]
 
-LEVELS: Final = ("disabled", "basic", "extended", "all")
-_LEVEL: Final = dict(
-    zip(LEVELS, ("ORT_DISABLE_ALL", "ORT_ENABLE_BASIC", "ORT_ENABLE_EXTENDED", "ORT_ENABLE_ALL"), strict=True)
-)
-
+_LEVEL: Final = {"disabled": "ORT_DISABLE_ALL"} | {
+    level: f"ORT_ENABLE_{level.upper()}" for level in ("basic", "extended", "all")
+}
+LEVELS: Final = tuple(_LEVEL)
 
 MERGING: Final = "CommonSubexpressionElimination"
 """The optimizer that makes one node of equal ones: of a node and its clone, too."""

@@ -20,10 +20,10 @@ from google.protobuf import text_format
 
 from tightship.baselines.grappler_nodes import CLONE, TRIGGER, Rewrite, accumulator, crowded_sums, rewritten
 from tightship.errors import BadInput, Unsupported
+from tightship.files import write_file
 from tightship.frontends.tensorflow.lower import Program, lower
 from tightship.frontends.tensorflow.nodes import Node, Web, forwarded, name_of
 from tightship.plan import Plan, Step
-from tightship.serde import write_file
 
 __all__ = ["COPIES", "accumulated", "planned_graph", "write_graph"]
 
@@ -35,7 +35,7 @@ def accumulated(program: Program, memory: int) -> Program:
     sums = crowded_sums(program.graph, web, memory)
     if not sums:
         return program
-    proto = type(program.file.proto).FromString(program.file.proto.SerializeToString())
+    proto = _copied(program.file.proto)
     nodes = {n.name: n for n in proto.node}
     at = {n.name: (i, 0) for i, n in enumerate(proto.node)}
     made = {v.name: v for v in program.graph.values}
@@ -155,12 +155,9 @@ class _Writer:
             self.compute(self.graph.ops[step.op].name, step.op)
         elif step.kind == "recompute":
             self.again(step.op, step.storages)
-        elif step.kind == "offload":
+        elif step.kind in ("offload", "fetch"):
             for s in step.storages:
-                self.out(i, s)
-        elif step.kind == "fetch":
-            for s in step.storages:
-                self.back(i, s)
+                self.out(i, s) if step.kind == "offload" else self.back(i, s)
         elif step.kind == "free" and step.form == "full":
             self.leaving += [self.going.pop(s) for s in step.storages if s in self.going]
         elif step.kind != "free":

@@ -24,6 +24,7 @@ from typing import Any, Final
 from weakref import WeakValueDictionary
 
 from tightship.errors import BadInput, Infeasible, TightshipError, Unsupported
+from tightship.execute.prepared import plan_on_heap
 from tightship.execute.profile import profile
 from tightship.frontends.torch import compat, compat_compile
 from tightship.frontends.torch.capture.joint import Joint, Primal, lower_joint, pinned
@@ -112,12 +113,6 @@ def compiled_notes(compiled: Any) -> tuple[str, ...]:
 
 
 _PLACE = "torch.compile(options=…)"
-_PLANNER = tuple(f for f in fields(PlannerOptions) if f.name not in ("hand_out", "place"))
-"""Without two: results always leave the arena, and ``arena`` says whether there is one."""
-_KINDS: Final = {
-    **dict.fromkeys(("arena", "strict", "eager_fallback"), (bool, "True or False")),
-    "seconds_per_op": (float, "a number of seconds"),
-}
 
 
 @dataclass(frozen=True)
@@ -142,6 +137,12 @@ class CompileOptions:
     planner: PlannerOptions = field(default_factory=PlannerOptions)
 
 
+_DEFAULTS: Final = {f.name: f.default for cls in (CompileOptions, PlannerOptions) for f in fields(cls)}
+_OWN: Final = {f.name for f in fields(CompileOptions)}
+_KNOWN: Final = _DEFAULTS.keys() - {"planner", "hand_out", "place"}
+"""Without two of the planner's: results always leave the arena, and ``arena`` says whether there is one."""
+
+
 class BackendOptions(PlanOptions, total=False):
     """The fields of `CompileOptions` as keywords: all but ``hand_out`` and ``place`` of the planner's."""
 
@@ -155,33 +156,23 @@ class BackendOptions(PlanOptions, total=False):
 
 def read_options(given: Mapping[str, Any]) -> CompileOptions:
     """Raises ``BadInput`` for unknown options, with the list of them, and for values of the wrong kind."""
-    own = {f.name for f in fields(CompileOptions)} - {"planner"}
-    planner = {f.name for f in _PLANNER}
-    for name in given:
-        if name not in own | planner:
-            known = ", ".join(sorted(own | planner))
+    for name, value in given.items():
+        if name not in _KNOWN:
+            known = ", ".join(sorted(_KNOWN))
             raise BadInput(f"unknown option {name!r}: an option is one of {known}", place=_PLACE)
-    chosen: dict[str, Any] = {"eager_fallback": not given.get("strict", False)}
-    chosen |= {name: _of_kind(name, given[name], *kind) for name, kind in _KINDS.items() if name in given}
-    if given.get("budget") is not None:
-        chosen["budget"] = parse_budget(given["budget"], _PLACE)
+        if name not in ("budget", "on_plan", "cache"):
+            _check_kind(name, value)
+    budget = None if given.get("budget") is None else parse_budget(given["budget"], _PLACE)
     if given.get("on_plan") is not None and not callable(given["on_plan"]):
         raise BadInput("on_plan must be a function of one argument", given["on_plan"], _PLACE)
-    chosen |= {k: given[k] for k in ("on_plan", "cache") if k in given}
-    return CompileOptions(**chosen, planner=_planner_options(given))
-
-
-def _planner_options(given: Mapping[str, Any]) -> PlannerOptions:
-    chosen: dict[str, Any] = {}
-    for f in _PLANNER:
-        if f.name in given:
-            kind = type(f.default)
-            chosen[f.name] = _of_kind(f.name, given[f.name], kind, f"a {kind.__name__} such as {f.default!r}")
-    _check_recompute_only(chosen)
+    _check_recompute_only(given)
     for folder in ("order", "evict"):
-        if chosen.get(folder, "given") != "given":
-            planner_named(chosen[folder], folder)
-    return PlannerOptions(**{"allow": "recompute", **chosen})
+        if given.get(folder, "given") != "given":
+            planner_named(given[folder], folder)
+    own: dict[str, Any] = {"eager_fallback": not given.get("strict", False)}
+    own |= {name: value for name, value in given.items() if name in _OWN} | {"budget": budget}
+    planner = {name: value for name, value in given.items() if name not in _OWN}
+    return CompileOptions(**own, planner=PlannerOptions(**{"allow": "recompute", **planner}))
 
 
 def _check_recompute_only(chosen: Mapping[str, Any]) -> None:
@@ -189,16 +180,19 @@ def _check_recompute_only(chosen: Mapping[str, Any]) -> None:
     ways = {way.strip() for way in chosen.get("allow", "").split(",")} - {""}
     ways |= {way for _, way in parse_hints(chosen.get("hints", ""))} - {"keep"}
     if chosen.get("lossy") or ways - {"recompute"}:
-        found = "lossy" if chosen.get("lossy") else sorted(ways - {"recompute"})[0]
-        rule = f"{found!r} is not possible here: this backend recomputes; tightship.fit can do the rest, too"
+        means = "lossy" if chosen.get("lossy") else sorted(ways - {"recompute"})[0]
+        rule = f"{means!r} is not possible here: this backend recomputes; tightship.fit can do the rest, too"
         raise BadInput(rule, place=_PLACE)
 
 
-def _of_kind(name: str, value: Any, kind: type, rule: str) -> Any:
+def _check_kind(name: str, value: Any) -> None:
+    """A plain option is of its default's type."""
+    default = _DEFAULTS[name]
+    kind = type(default)
     fits = isinstance(value, (int, float) if kind is float else kind)
     if not fits or (isinstance(value, bool) and kind is not bool) or (kind in (int, float) and value < 0):
+        rule = "True or False" if kind is bool else f"a {kind.__name__} such as {default!r}"
         raise BadInput(f"{name} must be {rule}", value, _PLACE)
-    return value
 
 
 # --- sessions: what belongs to one call of torch.compile ----------------------------------------------------
@@ -401,7 +395,7 @@ class _Compilation:
     def _storages(self, graph: Graph) -> dict[int, int]:
         """Identity and bytes of the caller's tensors, without those that an earlier graph made and counts;
         what is not known counts as itself."""
-        found: dict[int, int] = {}
+        storages: dict[int, int] = {}
         counted = 0
         for n in self.placeholders:
             real = compat_compile.example_of(n)
@@ -411,9 +405,9 @@ class _Compilation:
             if any(p.handed_out(key) for p in self.session.graphs):
                 counted += size
             else:
-                found[key] = max(found.get(key, 0), size)
-        rest = graph.static_bytes - sum(found.values()) - counted
-        return {**found, -1 - self.frame: rest} if rest > 0 else found
+                storages[key] = max(storages.get(key, 0), size)
+        rest = graph.static_bytes - sum(storages.values()) - counted
+        return {**storages, -1 - self.frame: rest} if rest > 0 else storages
 
     # --- planning ---
 
@@ -501,15 +495,12 @@ class _Compilation:
         options, notes = self._planner_options_here(graph)
         # Where a pass runs on the heap, for its arena is taken, no result lies over an input.
         options = replace(options, reuse=False)
-        if self.options.arena:
-            try:
-                plan = default_plan(graph, limit, options)
-                return replace(plan, notes=(*plan.notes, *notes))
-            except Infeasible as error:
-                if error.impossible:
-                    raise
-            notes += ("an arena does not fit the budget, the peak does: the plan runs on the ordinary heap",)
-        plan = default_plan(graph, limit, replace(options, place=False))
+        try:
+            plan = default_plan(graph, limit, replace(options, place=self.options.arena))
+        except Infeasible as error:
+            if error.impossible or not self.options.arena:
+                raise
+            plan = plan_on_heap(graph, limit, options)
         return replace(plan, notes=(*plan.notes, *notes))
 
     def _planner_options_here(self, graph: Graph) -> tuple[PlannerOptions, tuple[str, ...]]:
@@ -539,8 +530,8 @@ def _entry(joint: Joint, program: Program, plan: Plan, where: Cut, static: int, 
 
 
 def _unchecked(joint: Joint, program: Program, value: int) -> bool:
-    found = joint.nodes.get(program.graph.values[value].storage)
-    return found is not None and compat_compile.unchecked_saving(found[0])
+    nodes = joint.nodes.get(program.graph.values[value].storage)
+    return nodes is not None and compat_compile.unchecked_saving(nodes[0])
 
 
 def _readable(source: str) -> str:

@@ -150,12 +150,12 @@ class Ledger:
                 )  # fmt: skip
 
     def _earlier(self, frame: int, current: bool) -> list[Entry]:
-        found = []
+        entries = []
         for f, e in self.entries.items():
             if f == frame:
                 break
-            found.append(self._current.get(f, e) if current else e)
-        return found
+            entries.append(self._current.get(f, e) if current else e)
+        return entries
 
     def _share(self, training: bool) -> _Share:
         return self._training if training or self._training.limit is not None else self._evaluation
@@ -341,8 +341,8 @@ class PlannedGraph(NotCopied):
 
     def handed_out(self, storage: int) -> bool:
         """Whether the storage of that identity is a result of the last forward pass, and still there."""
-        found = self._outputs.get(storage)
-        return found is not None and not found.expired()
+        reference = self._outputs.get(storage)
+        return reference is not None and not reference.expired()
 
     # --- running ---
 

@@ -70,15 +70,22 @@ def new_table(*columns: str | tuple[str, int, int | None]) -> Table:
 
 def describe(plan: Plan, graph: Graph | None = None) -> str:
     """What a plan does and what it costs, one fact a line."""
-    static = f"{format_bytes(plan.static)} of the peak"
-    rows = [("peak", _peak(plan)), ("before", _before(plan)), ("static", static)]
+    peak, before = format_bytes(plan.peak), format_bytes(plan.peak_before)
+    verdict = "within" if plan.met else "NOT within"
+    budget = "no budget" if plan.budget is None else f"{verdict} the budget of {format_bytes(plan.budget)}"
+    rows = [
+        ("peak", f"{peak}, {budget}"),
+        ("before", f"{before} unplanned ({percent(plan.peak, plan.peak_before)} with the plan)"),
+        ("static", f"{format_bytes(plan.static)} of the peak"),
+    ]
     if plan.residences:
         handed = f", and {format_bytes(plan.handed)} of results outside it" if plan.handed else ""
         rows.append(("arena", format_bytes(plan.arena) + handed))
     if plan.lower_bound:
         bound = f"{format_bytes(plan.lower_bound)}; the peak is {100 * plan.gap:.1f} % above it"
         rows.append(("lower bound", bound))
-    rows.append(("time", _time(plan)))
+    unplanned = f"{format_seconds(plan.time_before)} unplanned ({percent(plan.time, plan.time_before)})"
+    rows.append(("time", f"{format_seconds(plan.time)}, {unplanned}"))
     if plan.time_bound and plan.budget is not None:
         least = f"{format_seconds(plan.time_bound)}; the time is {100 * plan.time_gap:.1f} % above it"
         rows.append(("time bound", least))
@@ -90,24 +97,6 @@ def describe(plan: Plan, graph: Graph | None = None) -> str:
     title = f"plan for {graph.name} ({len(graph.ops)} ops)" if graph is not None else "plan"
     width = max(len(name) for name, _ in rows)
     return "\n".join([title, *(f"  {name:<{width}}  {text}" for name, text in rows)])
-
-
-def _peak(plan: Plan) -> str:
-    text = format_bytes(plan.peak)
-    if plan.budget is None:
-        return f"{text}, no budget"
-    verdict = "within" if plan.met else "NOT within"
-    return f"{text}, {verdict} the budget of {format_bytes(plan.budget)}"
-
-
-def _before(plan: Plan) -> str:
-    change = percent(plan.peak, plan.peak_before)
-    return f"{format_bytes(plan.peak_before)} unplanned ({change} with the plan)"
-
-
-def _time(plan: Plan) -> str:
-    before = format_seconds(plan.time_before)
-    return f"{format_seconds(plan.time)}, {before} unplanned ({percent(plan.time, plan.time_before)})"
 
 
 def _changes(plan: Plan) -> str:

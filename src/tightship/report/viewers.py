@@ -16,10 +16,10 @@ from typing import Any
 
 import msgspec
 
+from tightship.files import write_file
 from tightship.graph import Graph
 from tightship.plan import Plan
 from tightship.report.numbers import BANDS, ResidenceRow, columns, label, moments, residence_rows
-from tightship.serde import write_file
 from tightship.simulate import replay
 
 __all__ = ["events", "snapshot", "write_snapshot", "write_trace"]

@@ -6,8 +6,8 @@ Ranges are followed here apart from ``analysis.packing``: a planner's claim must
 from __future__ import annotations
 
 from collections import defaultdict
+from functools import cache
 from math import prod
-from typing import Any
 
 from tightship.graph import Graph, Value, aligned
 from tightship.machine import CODECS, INTEGERS, LOSSY
@@ -32,9 +32,7 @@ class Codecs:
 
     def __init__(self, graph: Graph, facts: Facts) -> None:
         self.graph, self.facts = graph, facts
-        self._known: dict[
-            tuple[str, int, int], Any
-        ] = {}  # what is asked more than once: question, storage, depth
+        self._two_values, self._tops = cache(self._drawn), cache(self._limits)  # asked more than once
         self.values: dict[int, list[Value]] = defaultdict(list)
         for v in graph.values:
             self.values[v.storage].append(v)
@@ -72,13 +70,6 @@ class Codecs:
             return f"{codec} packs it to {whole} bytes, not {nbytes}"
         return ""
 
-    def _two_values(self, s: int, depth: int) -> bool:
-        key = "two values", s, depth
-        if key not in self._known:
-            self._known[key] = self._drawn(s, depth)
-        found: bool = self._known[key]
-        return found
-
     def _drawn(self, s: int, depth: int) -> bool:
         """A draw of zeros and ones, perhaps scaled since."""
         drawn = False
@@ -104,18 +95,11 @@ class Codecs:
         _, _, most = INTEGERS[codec]
         return any(top <= most + 1 for top in self._tops(s, 0))
 
-    def _tops(self, s: int, depth: int) -> list[int]:
-        key = "tops", s, depth
-        if key not in self._known:
-            self._known[key] = sorted(set(self._limits(s, depth)))
-        found: list[int] = self._known[key]
-        return found
-
-    def _limits(self, s: int, depth: int) -> list[int]:
+    def _limits(self, s: int, depth: int) -> frozenset[int]:
         """Numbers that everything in ``s`` is below (and at least 0), each for a reason."""
-        graph, tops = self.graph, []
+        graph, tops = self.graph, list[int]()
         if depth > 8 or len(self.writers[s]) > 1 or (s in self.facts.static and self.writers[s]):
-            return []
+            return frozenset()
         for k in self.writers[s]:
             op = graph.ops[k]
             name = _aten(op.target).split(".")[0]
@@ -141,7 +125,7 @@ class Codecs:
                     tops.append(
                         inputs[0].shape[0] if name == "embedding" else max(inputs[0].shape, default=1)
                     )
-        return tops
+        return frozenset(tops)
 
 
 def _extent(v: Value) -> int:

@@ -10,8 +10,8 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass
 
+from tightship.errors import Violation
 from tightship.graph import Graph, Op, alignment_of
-from tightship.violation import Violation
 
 __all__ = ["PER_CODE", "Facts", "Ledger", "facts_of", "unplanned_need"]
 
@@ -22,13 +22,13 @@ PER_CODE = 20
 
 class Ledger:
     def __init__(self) -> None:
-        self.found: list[Violation] = []
+        self.violations: list[Violation] = []
         self._counts: Counter[str] = Counter()
 
     def add(self, code: str, step: int, subjects: tuple[str, ...], message: str) -> None:
         self._counts[code] += 1
         if self._counts[code] <= PER_CODE:
-            self.found.append(Violation(code, step, subjects, message))
+            self.violations.append(Violation(code, step, subjects, message))
 
 
 @dataclass(frozen=True)

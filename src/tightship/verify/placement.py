@@ -1,7 +1,7 @@
 """Verify a placement: every rule it breaks, by name, sharing no code with any planner.
 
 Two buffers of one heap overlap when, at some time, bytes that are alive of the one are alive bytes of the other:
-within a gap, those of the gap's window alone. Members of a group do not overlap each other. Whether there are any
+within a gap, those of its window alone. Members of a group do not overlap each other. Whether there are any
 is found for all at once (``disjoint``); if so, which, by a sweep over time with what is alive kept in order of
 offset. Buffers in conflict overlap when they share bytes at all; found by a sweep over the bytes. A buffer found to
 overlap is reported with everything it overlaps at that moment and then left out of the sweep, so that n wrong
@@ -26,10 +26,10 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from tightship.errors import Rule, Violation
 from tightship.plan import Buffer, Problem, Solution
-from tightship.violation import Rule, Violation
 
-__all__ = ["PLACEMENT_RULES", "check_solution", "disjoint", "within_capacity"]
+__all__ = ["PLACEMENT_RULES", "check_solution", "disjoint"]
 
 
 Ints = npt.NDArray[np.int64]
@@ -107,34 +107,21 @@ class _Placed(NamedTuple):
 
 @dataclass(frozen=True)
 class _Case:
-    """A solution of a problem under inspection, its buffers as they lie, and what was found wrong so far."""
+    """A solution of a problem under inspection, and its buffers as they lie."""
 
     problem: Problem
     solution: Solution
     homes: Sequence[Home]
     placed: list[_Placed]
-    found: list[Violation]
-
-
-def _case(problem: Problem, solution: Solution) -> _Case:
-    homes: Sequence[Home] = solution.homes if problem.pools else [("", 0)] * len(problem.buffers)
-    rows = zip(range(len(problem.buffers)), problem.buffers, solution.offsets, homes, strict=False)
-    return _Case(problem, solution, homes, list(map(_Placed._make, rows)), [])
 
 
 def check_solution(problem: Problem, solution: Solution) -> list[Violation]:
     """Everything that is wrong with ``solution``; nothing, if it is right."""
-    case = _case(problem, solution)
-    for check in dict.fromkeys(rule.check for rule in PLACEMENT_RULES):
-        check(case)
-    return case.found
-
-
-def within_capacity(problem: Problem, solution: Solution) -> bool:
-    """Whether a solution in which nothing else is wrong is within all capacities."""
-    case = _case(problem, solution)
-    _sums(case)
-    return not any(v.code == "over-capacity" for v in case.found)
+    homes: Sequence[Home] = solution.homes if problem.pools else [("", 0)] * len(problem.buffers)
+    rows = zip(range(len(problem.buffers)), problem.buffers, solution.offsets, homes, strict=False)
+    case = _Case(problem, solution, homes, list(map(_Placed._make, rows)))
+    checks = dict.fromkeys(rule.check for rule in PLACEMENT_RULES)
+    return [violation for check in checks for violation in check(case)]
 
 
 def _by_home(placed: Sequence[_Placed]) -> dict[Home, list[_Placed]]:
@@ -144,12 +131,9 @@ def _by_home(placed: Sequence[_Placed]) -> dict[Home, list[_Placed]]:
     return by_home
 
 
-def _sums(case: _Case) -> None:
+def _sums(case: _Case) -> Iterator[Violation]:
     """What the arena claims, and what there is room for."""
-    case.found.extend(_sums_of(case.problem, case.solution, _by_home(case.placed)))
-
-
-def _sums_of(problem: Problem, solution: Solution, by_home: dict[Home, list[_Placed]]) -> Iterator[Violation]:
+    problem, solution, by_home = case.problem, case.solution, _by_home(case.placed)
     tops = {home: max(p.offset + p.buffer.size for p in there) for home, there in by_home.items()}
     if problem.pools and sum(tops.values()) > solution.arena:
         message = f"the heaps span {sum(tops.values())} bytes together, the arena claims {solution.arena}"
@@ -171,11 +155,8 @@ def _sums_of(problem: Problem, solution: Solution, by_home: dict[Home, list[_Pla
         yield Violation("bound", -1, (), message)
 
 
-def _counts(case: _Case) -> None:
-    case.found.extend(_missing_or_unknown(case.problem, case.solution, case.homes))
-
-
-def _missing_or_unknown(problem: Problem, solution: Solution, homes: Sequence[Home]) -> Iterator[Violation]:
+def _counts(case: _Case) -> Iterator[Violation]:
+    problem, solution, homes = case.problem, case.solution, case.homes
     known, given = len(problem.buffers), len(solution.offsets)
     for buffer in problem.buffers[given:]:
         yield Violation("missing", buffer.lower, (buffer.id,), f"buffer {buffer.id!r} has no offset")
@@ -189,30 +170,22 @@ def _missing_or_unknown(problem: Problem, solution: Solution, homes: Sequence[Ho
         yield Violation("unknown", -1, (f"#{k}",), message)
 
 
-def _each(case: _Case) -> None:
-    for p in case.placed:
-        if _is_wrong_alone(p, case.solution.arena):
-            case.found.extend(_alone(p, case.solution.arena))
-
-
-def _is_wrong_alone(p: _Placed, arena: int) -> bool:
-    b, at = p.buffer, p.offset
-    pinned = b.pinned is not None and at != b.pinned
-    return at < 0 or at + b.size > arena or at % b.alignment != 0 or pinned
-
-
-def _alone(p: _Placed, arena: int) -> Iterator[Violation]:
+def _each(case: _Case) -> Iterator[Violation]:
     """What is wrong with one buffer, whatever the others do."""
-    b = p.buffer
-    if p.offset < 0 or p.offset + b.size > arena:
-        yield Violation("out-of-bounds", b.lower, (b.id,), f"{p} is not within the arena [0, {arena})")
-    if p.offset % b.alignment:
-        yield Violation("misaligned", b.lower, (b.id,), f"{p} does not start at a multiple of {b.alignment}")
-    if b.pinned is not None and p.offset != b.pinned:
-        yield Violation("moved-pin", b.lower, (b.id,), f"{p} is pinned to offset {b.pinned}")
+    arena = case.solution.arena
+    for p in case.placed:
+        b, at = p.buffer, p.offset
+        if at < 0 or at + b.size > arena:
+            yield Violation("out-of-bounds", b.lower, (b.id,), f"{p} is not within the arena [0, {arena})")
+        if at % b.alignment:
+            yield Violation(
+                "misaligned", b.lower, (b.id,), f"{p} does not start at a multiple of {b.alignment}"
+            )
+        if b.pinned is not None and at != b.pinned:
+            yield Violation("moved-pin", b.lower, (b.id,), f"{p} is pinned to offset {b.pinned}")
 
 
-def _groups(case: _Case) -> None:
+def _groups(case: _Case) -> Iterator[Violation]:
     first: dict[str, _Placed] = {}
     for p in case.placed:
         if not p.buffer.group:
@@ -220,17 +193,16 @@ def _groups(case: _Case) -> None:
         other = first.setdefault(p.buffer.group, p)
         if (p.offset, p.home) != (other.offset, other.home):
             message = f"{p} and {other} are of group {p.buffer.group!r}, which shares an offset"
-            subjects = (p.buffer.id, other.buffer.id)
-            case.found.append(Violation("colocation-broken", p.buffer.lower, subjects, message))
+            yield Violation("colocation-broken", p.buffer.lower, (p.buffer.id, other.buffer.id), message)
 
 
-def _pools(case: _Case) -> None:
+def _pools(case: _Case) -> Iterator[Violation]:
     known = {pool.name: pool for pool in case.problem.pools}
     for p in case.placed if known else ():
         name, heap = p.home
         allowed = p.buffer.pools or tuple(known)
         if not name and name not in known:
-            case.found.append(Violation("missing", p.buffer.lower, (p.buffer.id,), f"{p} has no pool"))
+            yield Violation("missing", p.buffer.lower, (p.buffer.id,), f"{p} has no pool")
             continue
         if name not in known or heap < 0 or (heap and known[name].heap is None):
             message = f"{p}: there is no such pool or heap (pools: {', '.join(known)})"
@@ -238,22 +210,22 @@ def _pools(case: _Case) -> None:
             message = f"{p} may lie in {', '.join(allowed)} only"
         else:
             continue
-        case.found.append(Violation("wrong-pool", p.buffer.lower, (p.buffer.id,), message))
+        yield Violation("wrong-pool", p.buffer.lower, (p.buffer.id,), message)
 
 
 # --- overlaps of what is alive ---
 
 
-def _shared_bytes(case: _Case) -> None:
+def _shared_bytes(case: _Case) -> Iterator[Violation]:
     by_home = _by_home(case.placed)
-    for there in by_home.values():
-        case.found.extend(_overlaps(there))
+    overlaps = [v for there in by_home.values() for v in _overlaps(there)]
+    yield from overlaps
     if not case.problem.conflicts:
         return
-    named = {frozenset(v.subjects) for v in case.found if v.code == "overlap"}
+    named = {frozenset(v.subjects) for v in overlaps}
     rows_of = _symmetric(case.problem.conflicts, len(case.problem.buffers))
     for there in by_home.values():
-        case.found.extend(v for v in _conflicts(there, rows_of) if frozenset(v.subjects) not in named)
+        yield from (v for v in _conflicts(there, rows_of) if frozenset(v.subjects) not in named)
 
 
 class _Part(NamedTuple):

@@ -9,36 +9,34 @@ is wrong with them is found elsewhere.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from math import inf
 
+from tightship.errors import Rule, Violation
 from tightship.graph import Graph
 from tightship.plan import Plan, Step
-from tightship.verify.facts import Facts, Ledger, facts_of, unplanned_need
+from tightship.verify.facts import Ledger, facts_of, unplanned_need
 from tightship.verify.lanes import Clocks
 from tightship.verify.placement import PLACEMENT_RULES
 from tightship.verify.residences import check_residences
-from tightship.verify.steps import Replay
-from tightship.violation import Rule, Violation
+from tightship.verify.steps import COPIES, Inspection, Replay
 
 __all__ = [
     "PLACEMENT_RULES",
     "PLAN_RULES",
-    "Inspection",
     "agree",
     "elapsed",
-    "violations",
+    "verify",
 ]
 
 
-_COPIES = ("offload", "fetch", "compress", "decompress")
 _CLOSE = 1e-9
 """Two ways of adding up the same seconds differ by less than this share of them."""
 
 
-def agree(stated: float, found: float) -> bool:
+def agree(stated: float, counted: float) -> bool:
     """Whether two sums of the same seconds are the same, but for rounding; what is no number agrees with nothing."""
-    return stated == found or abs(stated - found) <= _CLOSE * max(abs(stated), abs(found)) < inf
+    return stated == counted or abs(stated - counted) <= _CLOSE * max(abs(stated), abs(counted)) < inf
 
 
 def elapsed(graph: Graph, steps: Sequence[Step]) -> float:
@@ -48,7 +46,7 @@ def elapsed(graph: Graph, steps: Sequence[Step]) -> float:
     for i, step in enumerate(steps):
         took, lost = _seconds(graph, step)
         begins = [clock.get(step.stream, 0.0), *(ended[w] for w in step.waits if 0 <= w < i)]
-        beside = step.kind in _COPIES and step.stream != 0
+        beside = step.kind in COPIES and step.stream != 0
         if beside:  # stream 0 begins the copy, and loses time to it
             begins.append(clock[0])
         ended.append(max(begins) + took)
@@ -70,7 +68,7 @@ def _seconds(graph: Graph, step: Step) -> tuple[float, float]:
             moves += 3
         return op.time + moves * machine.state, 0.0
     took = lost = 0.0
-    if step.kind in _COPIES:
+    if step.kind in COPIES:
         for s in step.storages:
             if 0 <= s < len(graph.storages):
                 size = graph.storages[s].size
@@ -86,33 +84,20 @@ _ROUNDING = 1e-6
 """The share of a time by which a bound of it, found by a solver, may be above it."""
 
 
-@dataclass(frozen=True)
-class Inspection:
-    """A plan for a graph under inspection: what checks read, and the ledger that they write."""
-
-    graph: Graph
-    plan: Plan
-    facts: Facts
-    clocks: Clocks
-    replay: Replay
-    ledger: Ledger
-    depth: int
-
-
-def violations(graph: Graph, plan: Plan, depth: int = 0) -> list[Violation]:
-    """Everything wrong with ``plan`` as a plan for ``graph``, itself inside of ``depth`` others."""
+def verify(graph: Graph, plan: Plan, depth: int = 0) -> list[Violation]:
+    """Everything wrong with ``plan`` as a plan for ``graph``, itself inside of ``depth`` others; of one code, at most
+    ``facts.PER_CODE`` (in each plan inside it, too)."""
     ledger, facts, clocks = Ledger(), facts_of(graph), Clocks(plan.steps)
     replay = Replay(graph, facts, plan.steps, clocks, ledger, plan.lossy)
     inspection = Inspection(graph, plan, facts, clocks, replay, ledger, depth)
     for check in dict.fromkeys(rule.check for rule in PLAN_RULES):
         check(inspection)
-    return ledger.found
+    return ledger.violations
 
 
 def _identity(i: Inspection) -> None:
     if i.plan.digest != i.graph.digest:
-        message = f"the plan was made for another graph than {i.graph.name!r}"
-        i.ledger.add("unknown", -1, (i.graph.name,), message)
+        i.note("unknown", i.graph.name, f"the plan was made for another graph than {i.graph.name!r}")
 
 
 def _steps(i: Inspection) -> None:
@@ -122,15 +107,13 @@ def _steps(i: Inspection) -> None:
 def _peaks(i: Inspection) -> None:
     plan = i.plan
     before = i.facts.static_bytes + unplanned_need(i.graph, i.facts)
-    claims = (
-        ("peak", plan.peak, i.replay.peak, "its steps reach"),
-        ("peak_before", plan.peak_before, before, "the graph's own order has"),
-        ("static", plan.static, i.facts.static_bytes, "the graph's inputs have"),
-    )
-    for name, stated, found, where in claims:
-        if stated != found:
-            message = f"the plan states {stated} bytes as {name}, {where} {found}"
-            i.ledger.add("peak-mismatch", -1, (name,), message)
+    for name, counted, where in (
+        ("peak", i.replay.peak, "its steps reach"),
+        ("peak_before", before, "the graph's own order has"),
+        ("static", i.facts.static_bytes, "the graph's inputs have"),
+    ):
+        if (stated := getattr(plan, name)) != counted:
+            i.note("peak-mismatch", name, f"the plan states {stated} bytes as {name}, {where} {counted}")
 
 
 def _budgets(i: Inspection) -> None:
@@ -138,67 +121,65 @@ def _budgets(i: Inspection) -> None:
     outside = max(plan.host, i.replay.host_peak)
     if plan.host_budget is not None and outside > plan.host_budget:
         message = f"{outside} bytes are needed on the host, its budget is {plan.host_budget}"
-        i.ledger.add("over-budget", -1, (graph.name,), message)
+        i.note("over-budget", graph.name, message)
     placed = i.facts.static_bytes + plan.arena + plan.handed
     if plan.budget is not None and max(i.replay.peak, placed) > plan.budget:
         message = (
             f"the peak is {i.replay.peak} bytes, all that is placed {placed}; the budget is {plan.budget}"
         )
-        i.ledger.add("over-budget", -1, (graph.name,), message)
+        i.note("over-budget", graph.name, message)
 
 
 def _times(i: Inspection) -> None:
     plan = i.plan
     took, once = elapsed(i.graph, plan.steps), sum(op.time for op in i.graph.ops)
     if not agree(plan.time, took):
-        message = f"the plan states {plan.time} s as its time, its steps take {took} s"
-        i.ledger.add("time-mismatch", -1, ("time",), message)
+        i.note("time-mismatch", "time", f"the plan states {plan.time} s as its time, its steps take {took} s")
     if not agree(plan.time_before, once):
         message = f"the plan states {plan.time_before} s as the unplanned time, the ops take {once} s"
-        i.ledger.add("time-mismatch", -1, ("time_before",), message)
+        i.note("time-mismatch", "time_before", message)
     if not plan.time_bound <= took * (1 + _ROUNDING):
         message = f"the time bound of {plan.time_bound} s is above the time of {took} s"
-        i.ledger.add("bound", -1, (i.graph.name,), message)
+        i.note("bound", i.graph.name, message)
 
 
 def _bound(i: Inspection) -> None:
     if i.plan.lower_bound > i.replay.peak:
         message = f"the lower bound of {i.plan.lower_bound} bytes is above the peak of {i.replay.peak}"
-        i.ledger.add("bound", -1, (i.graph.name,), message)
+        i.note("bound", i.graph.name, message)
 
 
 def _counts(i: Inspection) -> None:
     if not 0 <= i.plan.moved <= len(i.graph.ops):
         message = f"the plan states that it moves {i.plan.moved} of {len(i.graph.ops)} ops"
-        i.ledger.add("count-mismatch", -1, ("moved",), message)
+        i.note("count-mismatch", "moved", message)
 
 
 def _residences(i: Inspection) -> None:
     if i.plan.residences:
-        check_residences(i.graph, i.facts, i.plan, i.replay, i.clocks, i.ledger)
+        check_residences(i)
         return
     # Without residences there are no bytes that they span; on the host, those in use may be stated instead.
     for name in ("arena", "handed", "host"):
         nbytes = getattr(i.plan, name)
         if nbytes and not (name == "host" and nbytes == i.replay.host_peak):
-            message = f"the plan states {nbytes} bytes as {name}, and has no residences"
-            i.ledger.add("peak-mismatch", -1, (name,), message)
+            i.note("peak-mismatch", name, f"the plan states {nbytes} bytes as {name}, and has no residences")
 
 
 def _inner(i: Inspection) -> None:
     """Plans of what ops run inside themselves are checked like any other; their violations name the op."""
     graph, plan = i.graph, i.plan
     if plan.inner and i.depth >= _DEEPEST:
-        i.ledger.add("inner", -1, (graph.name,), f"plans lie more than {_DEEPEST} deep in one another")
+        i.note("inner", graph.name, f"plans lie more than {_DEEPEST} deep in one another")
         return
     need: dict[int, int] = {}
     for row in plan.inner:
         if not 0 <= row.op < len(graph.ops):
-            i.ledger.add("unknown", -1, (str(row.op),), f"there is no op {row.op} to run a graph")
+            i.note("unknown", str(row.op), f"there is no op {row.op} to run a graph")
             continue
-        inside = violations(row.graph, row.plan, i.depth + 1)
+        inside = verify(row.graph, row.plan, i.depth + 1)
         where = f"inside {graph.ops[row.op].name}: "
-        i.ledger.found += [replace(v, message=where + v.message) for v in inside]
+        i.ledger.violations += [replace(v, message=where + v.message) for v in inside]
         need[row.op] = need.get(row.op, 0) + max(0, row.plan.peak - row.plan.static)
     for k, nbytes in need.items():
         op = graph.ops[k]
@@ -206,7 +187,7 @@ def _inner(i: Inspection) -> None:
             message = (
                 f"the graph that {op.name} runs needs {nbytes} bytes, the op's workspace has {op.workspace}"
             )
-            i.ledger.add("inner", -1, (op.name,), message)
+            i.note("inner", op.name, message)
 
 
 PLAN_RULES = (

@@ -14,12 +14,12 @@ from functools import cached_property
 
 from tightship.graph import Graph
 from tightship.machine import LOSSY
-from tightship.plan import FORMS, KINDS, Step
+from tightship.plan import FORMS, KINDS, Plan, Step
 from tightship.verify.codecs import Codecs
 from tightship.verify.facts import Facts, Ledger, place_of
 from tightship.verify.lanes import MAX_STREAMS, Clocks, Lanes
 
-__all__ = ["Replay", "Stay", "has_effects"]
+__all__ = ["COPIES", "ImpliedResidence", "Inspection", "Replay", "has_effects"]
 
 
 _BETWEEN_RANKS = (
@@ -47,16 +47,17 @@ def has_effects(target: str) -> bool:
     return whole in _BETWEEN_RANKS or whole in _WITH_THE_HOST or name in _DRAWS
 
 
-_COPIES = {
+COPIES = {
     "offload": ("full", "host"),
     "fetch": ("host", "full"),
     "compress": ("full", "packed"),
     "decompress": ("packed", "full"),
 }
+"""By kind of step: the form that is read, and the one that is made of it."""
 
 
 @dataclass(frozen=True, slots=True)
-class Stay:
+class ImpliedResidence:
     """A form of a storage is resident in steps ``[start, end)`` and is ended by step ``released``. In the form
     ``state``, ``storage`` is the op whose random state it is."""
 
@@ -78,8 +79,8 @@ class _Copy:
 
 
 class Replay:
-    """``stays`` the steps imply, ``ran`` (step, op) of all op runs, ``took`` (step, storage, the one whose place it
-    takes), ``peak`` bytes with the static set, ``host_peak`` bytes copied out."""
+    """``implied`` are the residences that the steps imply, ``ran`` (step, op) all op runs, ``took`` (step, storage,
+    the one whose place it takes), ``peak`` bytes with the static set, ``host_peak`` bytes offloaded."""
 
     def __init__(
         self,
@@ -94,7 +95,7 @@ class Replay:
         self.lossy = lossy
         self.note = ledger.add
         self.lanes = Lanes(clocks, steps)
-        self.stays: list[Stay] = []
+        self.implied: list[ImpliedResidence] = []
         self.ran: list[tuple[int, int]] = []
         self.took: list[tuple[int, int, int]] = []
         self.live = self.peak = facts.static_bytes
@@ -112,7 +113,7 @@ class Replay:
             level = self.live
             if step.kind in ("compute", "recompute"):
                 level = self._op(i, step)
-            elif step.kind in _COPIES:
+            elif step.kind in COPIES:
                 self._copy(i, step)
             elif step.kind == "free":
                 self._free(i, step)
@@ -130,8 +131,8 @@ class Replay:
                 "unknown", i, (str(step.stream),), f"a plan has streams from 0 on, at most {MAX_STREAMS}"
             )
 
-    def _name(self, s: int) -> str:
-        return self.graph.storages[s].name
+    def _name(self, s: int, form: str = "full") -> str:
+        return self.graph.ops[s].name if form == "state" else self.graph.storages[s].name
 
     def _valid(self, i: int, s: int) -> bool:
         if 0 <= s < len(self.graph.storages):
@@ -164,16 +165,16 @@ class Replay:
         skip = frozenset(op.updates) if again else frozenset()
         self._reads(i, k, again, skip)
         self._writes(i, k, again, skip)
-        made = self.facts.makes[k]
+        defined = self.facts.makes[k]
         state = op.state if step.saves or again else 0
-        need = sum(self.graph.storages[s].size for s in made) + self.facts.extra[k] + state
+        need = sum(self.graph.storages[s].size for s in defined) + self.facts.extra[k] + state
         for a, b in step.reuses:
             self._reuse(i, k, step, a, b)
         level = self.live + need
         if step.saves:
             self._save(i, k, again)
         elif again and op.state:
-            self.stays.append(Stay(k, "state", i, i + 1, op.state, i))
+            self.implied.append(ImpliedResidence(k, "state", i, i + 1, op.state, i))
         self.ran.append((i, k))
         self._results(i, k, step, again)
         return level
@@ -208,15 +209,20 @@ class Replay:
             if c not in self._at:
                 self.note("order", i, (op.name, before.name), f"{before.name} must run before {place_of(op)}")
             else:
-                self._late(i, [self._at[c]] * (not self.clocks.before(self._at[c], i)), op.name)
+                self._follows(i, self._at[c], op.name)
         if op.random:
             last, at = self._random
             if k < last:
                 name = self.graph.ops[last].name
                 message = f"{place_of(op)} draws from the random state before {name} does"
                 self.note("order", i, (op.name, name), message)
-            self._late(i, [at] * (not self.clocks.before(at, i)), op.name)
+            self._follows(i, at, op.name)
             self._random = max(last, k), i
+
+    def _follows(self, i: int, earlier: int, subject: str) -> None:
+        """Step ``i`` needs step ``earlier`` to have ended."""
+        if not self.clocks.before(earlier, i):
+            self._late(i, [earlier], subject)
 
     def _late(self, i: int, running: list[int], subject: str) -> None:
         for a in running:
@@ -255,8 +261,7 @@ class Replay:
                 message = f"{place_of(op)} reads {name}, a view that {source} has not made yet"
                 self.note("use-before-definition", i, (name, op.name), message)
             else:
-                at = self._at[maker]
-                self._late(i, [at] * (not self.clocks.before(at, i)), name)
+                self._follows(i, self._at[maker], name)
 
     def _writes(self, i: int, k: int, again: bool, skip: frozenset[int]) -> None:
         foreign = self._foreign_writes(k) if again else []
@@ -270,7 +275,7 @@ class Replay:
             self._late(i, self.lanes.write(i, ("full", s)), self._name(s))
 
     def _reuse(self, i: int, k: int, step: Step, a: int, b: int) -> None:
-        """The stay of ``a`` ends and ``b`` takes its place."""
+        """The residence of ``a`` ends and ``b`` takes its place."""
         if not (self._valid(i, a) and self._valid(i, b)):
             return
         op, full, storages = self.graph.ops[k], self._forms["full"], self.graph.storages
@@ -290,34 +295,31 @@ class Replay:
             message = f"{self._name(b)} takes the place of {self._name(a)}, {why}"
             self.note("reuse", i, (self._name(b), self._name(a)), message)
             return
-        here = full.pop(a)
-        self._late(i, self.lanes.write(i, ("full", a)), self._name(a))
-        self.stays.append(Stay(a, "full", here.start, i, here.size, i))
-        self.live -= here.size
+        self._drop(i, "full", a)
         self.took.append((i, b, a))
 
     def _results(self, i: int, k: int, step: Step, again: bool) -> None:
-        made = self.facts.makes[k]
-        keep = [s for s in step.storages if self._valid(i, s)] if again else made
+        defined = self.facts.makes[k]
+        keep = [s for s in step.storages if self._valid(i, s)] if again else defined
         for s in keep:
-            if s not in made:
+            if s not in defined:
                 op = self.graph.ops[k]
                 self.note(
                     "unknown", i, (self._name(s), op.name), f"{op.name} does not define {self._name(s)}"
                 )
             else:
                 self._make(i, "full", s, 1, self.graph.storages[s].size)
-        for s in made:
+        for s in defined:
             if not again:
                 self._written[s] += 1
             elif s not in keep:
-                self.stays.append(Stay(s, "full", i, i + 1, self.graph.storages[s].size, i))
+                self.implied.append(ImpliedResidence(s, "full", i, i + 1, self.graph.storages[s].size, i))
 
     # Forms
 
     def _make(self, i: int, form: str, s: int, version: int, size: int) -> None:
         if s in self._forms[form]:
-            name = self.graph.ops[s].name if form == "state" else self._name(s)
+            name = self._name(s, form)
             message = f"makes {name} ({form}), which is already there"
             self.note("already-resident", i, (name,), message)
             return
@@ -329,8 +331,18 @@ class Replay:
             self.host_live += size
             self.host_peak = max(self.host_peak, self.host_live)
 
+    def _drop(self, i: int, form: str, s: int) -> None:
+        """Step ``i`` ends a residence that there is."""
+        here = self._forms[form].pop(s)
+        self._late(i, self.lanes.write(i, (form, s)), self._name(s, form))
+        self.implied.append(ImpliedResidence(s, form, here.start, i, here.size, i))
+        if form != "host":
+            self.live -= here.size
+        else:
+            self.host_live -= here.size
+
     def _copy(self, i: int, step: Step) -> None:
-        source, target = _COPIES[step.kind]
+        source, target = COPIES[step.kind]
         if step.kind == "compress" and step.nbytes < 1:
             self.note("unknown", i, (str(step.nbytes),), "a packed form has at least one byte")
         for s in step.storages:
@@ -362,37 +374,22 @@ class Replay:
             self.note("unknown", i, (str(step.form),), f"a form is one of {', '.join(FORMS)}")
             return
         if step.form == "state":
-            self._forget(i, step)
+            if step.op not in self._forms["state"] or step.storages:
+                message = f"op {step.op} has no saved random state to be freed"
+                self.note("foreign-free", i, (str(step.op),), message)
+            if step.op in self._forms["state"]:
+                self._drop(i, "state", step.op)
             return
         for s in step.storages:
             if not self._valid(i, s):
                 continue
+            name = self._name(s)
             if step.form == "full" and s in self.facts.static:
-                message = f"frees {self._name(s)}, which is the caller's"
-                self.note("foreign-free", i, (self._name(s),), message)
-                continue
-            here = self._forms[step.form].pop(s, None)
-            if here is None:
-                message = f"frees {self._name(s)} ({step.form}), which is not there"
-                self.note("foreign-free", i, (self._name(s),), message)
-                continue
-            self._late(i, self.lanes.write(i, (step.form, s)), self._name(s))
-            self.stays.append(Stay(s, step.form, here.start, i, here.size, i))
-            if step.form != "host":
-                self.live -= here.size
+                self.note("foreign-free", i, (name,), f"frees {name}, which is the caller's")
+            elif s not in self._forms[step.form]:
+                self.note("foreign-free", i, (name,), f"frees {name} ({step.form}), which is not there")
             else:
-                self.host_live -= here.size
-
-    def _forget(self, i: int, step: Step) -> None:
-        here = self._forms["state"].pop(step.op, None)
-        if here is None or step.storages:
-            self.note(
-                "foreign-free", i, (str(step.op),), f"op {step.op} has no saved random state to be freed"
-            )
-        if here is not None:
-            self._late(i, self.lanes.write(i, ("state", step.op)), self.graph.ops[step.op].name)
-            self.stays.append(Stay(step.op, "state", here.start, i, here.size, i))
-            self.live -= here.size
+                self._drop(i, step.form, s)
 
     def _end(self) -> None:
         n, full = len(self.steps), self._forms["full"]
@@ -409,6 +406,23 @@ class Replay:
                 if form == "full" and s in self.facts.static:
                     continue
                 if form != "full" or s not in self.facts.kept:
-                    name = self.graph.ops[s].name if form == "state" else self._name(s)
+                    name = self._name(s, form)
                     self.note("leak", here.start, (name,), f"{name} ({form}) is never freed")
-                self.stays.append(Stay(s, form, here.start, n, here.size, n))
+                self.implied.append(ImpliedResidence(s, form, here.start, n, here.size, n))
+
+
+@dataclass(frozen=True)
+class Inspection:
+    """A plan for a graph under inspection: what checks read, and the ledger that they write."""
+
+    graph: Graph
+    plan: Plan
+    facts: Facts
+    clocks: Clocks
+    replay: Replay
+    ledger: Ledger
+    depth: int
+
+    def note(self, code: str, subject: str, message: str) -> None:
+        """Something is wrong with the plan as a whole."""
+        self.ledger.add(code, -1, (subject,), message)

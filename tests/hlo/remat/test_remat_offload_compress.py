@@ -13,9 +13,10 @@ from tightship.baselines.xla_body import Body, Tracker
 from tightship.cli import main
 from tightship.errors import BadInput
 from tightship.hlo import Module, parse, to_text
+from tightship.hlo.module import Names
 from tightship.hlo.remat import search
 from tightship.hlo.remat.as_plan import as_plan
-from tightship.hlo.remat.instructions import Names, on_host, packed_shape
+from tightship.hlo.remat.instructions import on_host, packed_shape
 from tightship.hlo.remat.lower import bound, bounds
 from tightship.hlo.remat.peak import module_peak
 from tightship.simulate import replay

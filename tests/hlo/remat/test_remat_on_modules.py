@@ -16,7 +16,7 @@ from tightship.baselines import xla_remat
 from tightship.baselines.xla_body import Body, Tracker
 from tightship.graph import Graph
 from tightship.hlo import Module
-from tightship.hlo.remat.instructions import Names
+from tightship.hlo.module import Names
 from tightship.hlo.remat.peak import module_peak, peaks, result_bytes
 from tightship.planners.evict.problem import Decision, EvictionProblem
 from tightship.simulate import baseline, replay

@@ -12,8 +12,9 @@ from tightship.baselines import xla_remat
 from tightship.baselines.xla_body import Body, Tracker
 from tightship.errors import BadInput
 from tightship.hlo import Module, parse, to_text
+from tightship.hlo.module import Names
 from tightship.hlo.remat.as_plan import as_plan
-from tightship.hlo.remat.instructions import Names, suffixed
+from tightship.hlo.remat.instructions import suffixed
 from tightship.hlo.remat.lower import repeatable
 from tightship.hlo.remat.peak import module_peak, peaks, result_bytes, sequential_order
 

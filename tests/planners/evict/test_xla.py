@@ -19,6 +19,7 @@ from tightship.baselines import xla
 from tightship.baselines.xla_pick import Rescan
 from tightship.baselines.xla_tracker import Item, Tracker, recomputable
 from tightship.graph import Graph, Op, Storage, Value
+from tightship.planners.evict.lowering import lower
 from tightship.planners.evict.problem import Decision, EvictionProblem
 from tightship.planners.order import sink
 from tightship.simulate import baseline, replay
@@ -337,7 +338,7 @@ def test_R16_the_tracker_is_right_after_every_step(g: Graph, part: float, policy
         before = walk.peak
         walk.run()
         check(walk.tracker, walk.base)
-        steps = xla.lower(walk.tracker)
+        steps = lower(walk.tracker.graph, (), xla.runs(walk.tracker))
         line = replay(g, steps)
         if policy == "ours":
             assert line.peak == walk.peak <= before == replay(g, baseline(g, order)).peak

@@ -9,7 +9,6 @@ import pytest
 from hypothesis import given
 
 from support.placing import assert_right, optimum, packing, planted, problems, stepped
-from tightship.diagnose.infeasible_subset import infeasible_subset
 from tightship.plan import Buffer, Problem
 from tightship.planners.place import exact, portfolio
 from tightship.planners.place.problem import frame
@@ -57,22 +56,6 @@ def test_parts_that_share_no_time_are_proved_apart() -> None:
     assert solution.arena == solution.lower_bound == 21
 
 
-def test_a_clash_names_buffers_that_cannot_fit() -> None:
-    beside = (Buffer("small", 0, 2, 1), Buffer("later", 7, 9, 20))
-    found = infeasible_subset(tight(more=beside[1:]), 20, ENOUGH)
-    assert found is not None
-    assert found.nbytes > 20
-    members = [b for b in tight().buffers if b.id in found.ids]
-    assert len(members) == len(found.ids)
-    assert any(b.lower <= found.time < b.upper for b in members)
-    assert exact.plan(Problem(tuple(members)), ENOUGH).lower_bound > 20
-
-
-def test_there_is_no_clash_where_all_fits() -> None:
-    assert infeasible_subset(tight(), 21, ENOUGH) is None
-    assert infeasible_subset(Problem(()), 0, ENOUGH) is None
-
-
 @pytest.mark.parametrize("seed", range(4))
 def test_fills_what_can_be_filled(seed: int) -> None:
     solution = exact.plan(planted(60, seed), ENOUGH)
@@ -115,16 +98,6 @@ def test_pinned_buffers_are_packed_around(seed: int) -> None:
     solution = exact.plan(problem, ENOUGH)
     assert_right(problem, solution)
     assert solution.arena == solution.lower_bound == 64
-
-
-def test_a_clash_counts_what_is_pinned() -> None:
-    pins = (Buffer("low", 0, 9, 4, pinned=3), Buffer("far", 20, 30, 4, pinned=3))
-    free = (Buffer("a", 1, 4, 5), Buffer("b", 2, 6, 2))
-    found = infeasible_subset(Problem((*pins, *free)), 13, ENOUGH)
-    assert found is None
-    found = infeasible_subset(Problem((*pins, *free)), 11, ENOUGH)
-    assert found is not None
-    assert set(found.ids) == {"low", "a"}
 
 
 def test_no_time_is_enough_for_an_answer() -> None:

@@ -19,7 +19,8 @@ import onnx
 from onnx import shape_inference
 from onnx.reference import ReferenceEvaluator
 
-from tightship.errors import BadInput, UnknownSize, Unsupported, unreadable
+from tightship.errors import BadInput, UnknownSize, Unsupported
+from tightship.files import unreadable
 from tightship.frontends.onnx.load import Model, external
 from tightship.frontends.onnx.types import Dim, Shapes, TensorType, nbytes_of, type_of
 from tightship.frontends.onnx.wire import held

@@ -18,7 +18,8 @@ import onnx
 import onnx.inliner
 from google.protobuf.message import DecodeError
 
-from tightship.errors import BadInput, Unsupported, unreadable
+from tightship.errors import BadInput, Unsupported
+from tightship.files import unreadable
 from tightship.frontends.onnx import wire
 
 __all__ = [
@@ -149,14 +150,21 @@ def bodies(node: Any) -> Iterator[Any]:
         yield from a.graphs
 
 
+def _graphs(proto: Any) -> Iterator[tuple[Any, Any]]:
+    """Every graph of a model with its nodes, also those inside nodes; of a function the nodes alone."""
+    work = [*((None, f.node) for f in proto.functions), (proto.graph, proto.graph.node)]
+    while work:
+        graph, nodes = work.pop()
+        yield graph, nodes
+        work += ((g, g.node) for node in nodes for g in bodies(node))
+
+
 def _check_text(proto: Any, place: str) -> None:
     """Names that are not UTF-8 come as bytes, and would go wrong in a hundred places."""
-    graphs, nodes = [proto.graph], [n for f in proto.functions for n in f.node]
     names: list[Any] = [x for f in proto.functions for x in (f.name, f.domain, *f.input, *f.output)]
     names += [o.domain for o in proto.opset_import]
-    while graphs or nodes:
-        if graphs:
-            graph = graphs.pop()
+    for graph, nodes in _graphs(proto):
+        if graph is not None:
             names.append(graph.name)
             for info in (*graph.input, *graph.output, *graph.value_info):
                 names.append(info.name)
@@ -164,13 +172,10 @@ def _check_text(proto: Any, place: str) -> None:
             for tensor in graph.initializer:
                 names.append(tensor.name)
                 names.extend(x for e in tensor.external_data for x in (e.key, e.value))
-            nodes.extend(graph.node)
-        while nodes:
-            node = nodes.pop()
+        for node in nodes:
             names += [node.name, node.op_type, node.domain, *node.input, *node.output]
             names += [x for e in node.metadata_props for x in (e.key, e.value)]
             names += [a.name for a in node.attribute]
-            graphs.extend(bodies(node))
     wrong = next((n for n in names if not isinstance(n, str)), None)
     if wrong is not None:
         raise BadInput(f"name that is not UTF-8: {wrong!r}", place=place)
@@ -181,22 +186,15 @@ def _check_text(proto: Any, place: str) -> None:
 
 def tensors(proto: Any) -> Iterator[Any]:
     """Every tensor of a model's graph that may have its bytes elsewhere: initializers and attributes."""
-    graphs = [proto.graph]
-    nodes: list[Any] = [n for f in proto.functions for n in f.node]
-    while graphs or nodes:
-        if graphs:
-            graph = graphs.pop()
+    for graph, nodes in _graphs(proto):
+        if graph is not None:
             yield from graph.initializer
             for sparse in graph.sparse_initializer:
                 yield from (sparse.values, sparse.indices)
-            nodes.extend(graph.node)
-        while nodes:
-            node = nodes.pop()
-            for a in node.attribute:
-                if a.HasField("t"):
-                    yield a.t
-                yield from a.tensors
-            graphs.extend(bodies(node))
+        for a in (a for node in nodes for a in node.attribute):
+            if a.HasField("t"):
+                yield a.t
+            yield from a.tensors
 
 
 def external(tensor: Any) -> dict[str, str]:

@@ -22,8 +22,8 @@ from tensorflow.core.framework import graph_pb2
 from tensorflow.core.protobuf import meta_graph_pb2, saved_model_pb2
 
 from tightship.errors import BadInput, Unsupported
+from tightship.files import read_bytes
 from tightship.frontends.tensorflow.nodes import name_of
-from tightship.serde import read_bytes
 
 __all__ = [
     "LARGEST_FILE",
@@ -79,13 +79,7 @@ LARGEST_TEXT: Final = 1 << 26
 MOST_NODES: Final = 1_000_000
 
 _LEAST: Final = 64  # bytes that a field takes in memory, however short it is in the file
-_NODE, _ATTR, _VALUE, _TENSOR, _CONTENT = (
-    1,
-    5,
-    2,
-    8,
-    4,
-)  # field numbers of the messages on the way to a weight
+_TO_TENSOR, _CONTENT = (1, 5, 2, 8), 4  # field numbers: node, attr, value, tensor; and the tensor's contents
 
 
 @dataclass(frozen=True)
@@ -154,7 +148,7 @@ def _measure(data: bytes, place: str, path: tuple[int, ...]) -> None:
                 fault = f"more than {LARGEST_STRUCTURE} bytes that are not the contents of constants"
                 raise BadInput(fault, place=place)
 
-    walk(0, len(data), (*path, _NODE, _ATTR, _VALUE, _TENSOR), heavy=True)
+    walk(0, len(data), (*path, *_TO_TENSOR), heavy=True)
 
 
 def _check(proto: Any, place: str) -> None:

@@ -8,7 +8,6 @@ a graph: each result has bytes of its own, so peaks are from above.
 
 from __future__ import annotations
 
-import heapq
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -23,6 +22,7 @@ from tightship.frontends.tensorflow.nodes import (
     caller_kind,
     flops_of,
     forwarded,
+    in_order,
     name_of,
     reads_handle,
     to_rows,
@@ -125,19 +125,7 @@ class _Lowering:
         count = len(self.web.nodes)
         key = {n: k + (count if self._updates(n) else 0) for k, n in enumerate(self.web.nodes)}
         read = {n: [m for m in self.web.read[n] if m in needed and n not in self.fed] for n in needed}
-        missing = {n: len(r) for n, r in read.items()}
-        ready = [(key[n], n) for n in needed if not missing[n]]
-        heapq.heapify(ready)
-        order = []
-        while ready:
-            n = heapq.heappop(ready)[1]
-            order.append(n)
-            for m in self.web.readers[n]:
-                if m in needed and m not in self.fed:
-                    missing[m] -= 1
-                    if not missing[m]:
-                        heapq.heappush(ready, (key[m], m))
-        return order
+        return in_order(read, key.__getitem__)
 
     # --- variables ---
 
@@ -223,14 +211,12 @@ class _Lowering:
 
     def _own(self, n: str) -> None:
         for port, made in enumerate(self.types.results[n]):
-            size = self._variable_bytes(n) if made.handle else made.nbytes
+            place = f"{self.place}: node {n!r}"
+            size = variable_bytes(self.proto[n], place) if made.handle else made.nbytes
             value = self._value(n, port, made, self.builder.storage(n, size, self._caller(n)))
             self.builder.inputs.append(value)
             if n in self.results and not made.handle and self._caller(n) != "parameter":
                 self.outputs.append(value)
-
-    def _variable_bytes(self, n: str) -> int:
-        return variable_bytes(self.proto[n], f"{self.place}: node {n!r}")
 
     def _op(self, n: str) -> None:
         node, given = self.web.nodes[n], self._data(n)
@@ -246,7 +232,7 @@ class _Lowering:
                 made_bytes += made.nbytes
             outs.append(self._value(n, port, made, shared))
         if n in self.results:
-            callers = self._callers()
+            callers = set(map(self.builder.storage_of, self.builder.inputs))
             self.outputs += [v for v in outs if self.builder.storage_of(v) not in callers]
         values, storages = self.builder.values, self.builder.storages
         shapes = [values[v].shape for v in ins]
@@ -257,7 +243,8 @@ class _Lowering:
             flops = flops_of(node.kind, shapes, [values[v].shape for v in outs], transposed=turned)
         traffic = made_bytes + sum(storages[values[v].storage].size for v in ins) if flops else 0
         # Who reads a view waits for the node that makes it, although the bytes are there before.
-        views = [m for (m, _), v in zip(given, ins, strict=True) if not self._made_bytes(m, v)]
+        read = zip(given, ins, strict=True)
+        views = [m for (m, _), v in read if self.first[self.builder.storage_of(v)] != m]
         waits = [name_of(i) for i in node.inputs if i.startswith("^")] + views
         control = {self.op_of[m] for m in waits if m in self.op_of}
         random = "Random" in node.kind and not node.kind.startswith("Stateless")
@@ -276,13 +263,6 @@ class _Lowering:
                 module=n.rpartition("/")[0],
             )
         )  # fmt: skip
-
-    def _made_bytes(self, n: str, v: int) -> bool:
-        """Whether a node made the storage of one of its values, and not just a view of it."""
-        return self.first[self.builder.storage_of(v)] == n
-
-    def _callers(self) -> set[int]:
-        return set(map(self.builder.storage_of, self.builder.inputs))
 
     def _shared(
         self, n: str, port: int, made: Made, given: list[tuple[str, int]], ins: list[int]

@@ -5,10 +5,11 @@ A node's inputs are ``name`` or ``name:port``, then those it only waits for, as 
 
 from __future__ import annotations
 
+import heapq
 import math
-from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import count
 from typing import Any, Final
 
 from tightship.errors import BadInput
@@ -23,6 +24,7 @@ __all__ = [
     "flops_of",
     "forwarded",
     "from_rows",
+    "in_order",
     "name_of",
     "reads_handle",
     "to_rows",
@@ -83,23 +85,32 @@ class Web:
                     raise BadInput(f"unknown input {m!r}", place=f"node {n.name!r}")
                 readers[m][n.name] = None
         self.readers = {n: tuple(r) for n, r in readers.items()}
-        self.order = self._first_come()
+        come = count()
+        self.order = in_order(self.read, lambda n: next(come))
+        if len(self.order) < len(self.nodes):
+            done = set(self.order)
+            raise BadInput(f"cycle through node {next(n for n in self.nodes if n not in done)!r}")
 
-    def _first_come(self) -> list[str]:
-        missing = {n: len(r) for n, r in self.read.items()}
-        ready = deque(n for n, count in missing.items() if not count)
-        order = []
-        while ready:
-            n = ready.popleft()
-            order.append(n)
-            for m in self.readers[n]:
-                missing[m] -= 1
-                if not missing[m]:
-                    ready.append(m)
-        if len(order) < len(self.nodes):
-            stuck = next(n for n, count in missing.items() if count)
-            raise BadInput(f"cycle through node {stuck!r}")
-        return order
+
+def in_order(read: Mapping[str, Collection[str]], key: Callable[[str], Any]) -> list[str]:
+    """Names after all that they read, of those that are ready the one of the least key first; those on a cycle, and
+    behind it, are left out. A key is asked for once, when its name is ready."""
+    readers: dict[str, list[str]] = {n: [] for n in read}
+    for n, row in read.items():
+        for m in row:
+            readers[m].append(n)
+    missing = {n: len(row) for n, row in read.items()}
+    ready = [(key(n), n) for n, many in missing.items() if not many]
+    heapq.heapify(ready)
+    order = []
+    while ready:
+        n = heapq.heappop(ready)[1]
+        order.append(n)
+        for m in readers[n]:
+            missing[m] -= 1
+            if not missing[m]:
+                heapq.heappush(ready, (key(m), m))
+    return order
 
 
 FEEDS: Final = frozenset("Placeholder PlaceholderV2 PlaceholderWithDefault".split())

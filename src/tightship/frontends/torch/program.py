@@ -17,7 +17,7 @@ from typing import Any, Protocol
 import torch
 
 from tightship.errors import BadInput
-from tightship.graph import Graph, Request, Value, aligned, alignment_of
+from tightship.graph import Graph, Request, aligned, alignment_of
 from tightship.process_local import NotCopied
 
 __all__ = [
@@ -127,14 +127,8 @@ def derive(tensor: torch.Tensor, base: Metadata, value: Metadata) -> torch.Tenso
     alike = base.dtype == value.dtype and base.shape == value.shape
     if alike and base.stride == value.stride and base.offset == value.offset:
         return tensor
-    dtype = value.dtype if isinstance(value.dtype, torch.dtype) else getattr(torch, value.dtype)
-    if dtype == tensor.dtype:
-        offset = tensor.storage_offset() + value.offset - base.offset
-        return torch.as_strided(tensor, value.shape, value.stride, offset)
-    start = (tensor.storage_offset() - base.offset) * tensor.element_size()
-    offset = start // dtype.itemsize + value.offset
-    empty = torch.empty(0, dtype=dtype, device=tensor.device)
-    return empty.set_(tensor.untyped_storage(), offset, value.shape, value.stride)
+    view: torch.Tensor = derivation(value, base, movable=True)(tensor)
+    return view
 
 
 def map_tree(fn: Callable[[Any], Any], tree: Any) -> Any:
@@ -222,15 +216,15 @@ def tensors_in(tree: Any) -> Iterator[torch.Tensor]:
         yield from tensors_in((tree.start, tree.stop, tree.step))
 
 
-def dtype_of(name: str) -> torch.dtype:
+def dtype_of(name: str | torch.dtype) -> torch.dtype:
     """The dtype that a graph value names (``float32``). Raises ``BadInput``."""
-    found = getattr(torch, name, None)
-    if not isinstance(found, torch.dtype):
+    dtype = name if isinstance(name, torch.dtype) else getattr(torch, name, None)
+    if not isinstance(dtype, torch.dtype):
         raise BadInput(f"unknown dtype {name!r}: a value's dtype is one of PyTorch's", place="Value.dtype")
-    return found
+    return dtype
 
 
-def derivation(value: Value, base: Value, *, movable: bool = False) -> Callable[[Any], Any]:
+def derivation(value: Metadata, base: Metadata, *, movable: bool = False) -> Callable[[Any], Any]:
     """A function from the tensor of ``base`` to the tensor of ``value``, which shares its storage.
 
     ``movable`` tensors (the caller's) may start elsewhere in their storage than they did at capture.

@@ -23,9 +23,9 @@ import numpy as np
 from tightship.hlo.alias import AliasSet, Sharing
 from tightship.hlo.assign.allocate import Allocation
 from tightship.hlo.dataflow import Buffer
-from tightship.hlo.liveness import LiveRanges
+from tightship.hlo.liveness import LiveRanges, over
 
-__all__ = ["lower_bound", "over"]
+__all__ = ["lower_bound"]
 
 _CELLS = 50_000_000
 """Sizes times steps that are looked at; where there are more, only the largest sizes are."""
@@ -44,15 +44,6 @@ def lower_bound(live: LiveRanges, allocations: Sequence[Allocation], sharing: Sh
     """Bytes. Time: steps times different sizes."""
     fixed = [a for a in allocations if a.read_only or a.kind == "thread-local"]
     return sum(a.size for a in fixed) + _Bound(live, allocations, sharing).least()
-
-
-def over(live: LiveRanges, old: Buffer, new: Buffer, sharing: Sharing) -> bool:
-    """Whether ``new`` may be written over ``old``, which ends where it begins."""
-    user = new.node
-    if old is new or user.opcode == "copy":
-        return False
-    where = [live.ranges[old].last, (old.node, old.index)]
-    return any(n in user.operands and sharing.allowed(n, i, user, new.index) for n, i in where)
 
 
 @dataclass

@@ -9,14 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
-from tightship.errors import VerificationFailed
+from tightship.errors import VerificationFailed, Violation
 from tightship.hlo.alias import TARGETS, AliasSet, Sharing
 from tightship.hlo.assign.allocate import Assignment
 from tightship.hlo.dataflow import Buffer as Logical
-from tightship.hlo.liveness import LiveRanges
+from tightship.hlo.liveness import LiveRanges, over
 from tightship.plan import Buffer, Pool, Problem, Solution
 from tightship.verify.placement import check_solution
-from tightship.violation import Violation
 
 __all__ = ["check", "violations"]
 
@@ -78,16 +77,6 @@ def _ends(live: LiveRanges, at: Mapping[Logical, int], sharing: Sharing) -> dict
     for buffer, offset in at.items():
         r = live.ranges[buffer]
         results = begin.get((r.end, offset), []) if r.end > r.start else []
-        over = any(_over(live, buffer, new, sharing) for new in results)
-        ends[buffer] = 2 * r.end if over else 2 * r.end + 2
+        written_over = any(over(live, buffer, new, sharing) for new in results)
+        ends[buffer] = 2 * r.end if written_over else 2 * r.end + 2
     return ends
-
-
-def _over(live: LiveRanges, old: Logical, new: Logical, sharing: Sharing) -> bool:
-    """Whether ``new`` is written over ``old``, which ends there."""
-    node, index = live.ranges[old].last
-    user = new.node
-    if old is new or user.opcode == "copy":
-        return False
-    where = [(node, index), (old.node, old.index)]
-    return any(n in user.operands and sharing.allowed(n, i, user, new.index) for n, i in where)

@@ -18,14 +18,16 @@ import numpy as np
 
 from tightship.baselines import xla_heap
 from tightship.hlo.alias import AliasSet, Sharing
-from tightship.hlo.assign.bound import over
+from tightship.hlo.assign.allocate import Allocation, Assignment, thread_locals
+from tightship.hlo.assign.bound import lower_bound
 from tightship.hlo.dataflow import Buffer
-from tightship.hlo.liveness import LiveRanges, joined
+from tightship.hlo.liveness import LiveRanges, joined, over
 from tightship.planners.place import problem
 
 __all__ = [
     "Group",
     "Member",
+    "assembled",
     "best_fit",
     "join_in_place",
     "most_alive",
@@ -51,9 +53,7 @@ class Group:
     members: list[Member] = field(default_factory=list)
 
 
-def replay(
-    live: LiveRanges, heap: Mapping[Buffer, AliasSet], sharing: Sharing, *, share: bool = True
-) -> list[Group]:
+def replay(live: LiveRanges, heap: Mapping[Buffer, AliasSet], sharing: Sharing) -> list[Group]:
     """Which temporaries share a place and when each is there. ``heap``: the buffers to place, with their sets.
 
     As in XLA, a buffer without bytes is no event: it does not make others live longer."""
@@ -71,7 +71,7 @@ def replay(
     for step in range(live.end + 1):
         for buffer in defined[step]:
             group = of_set.get(heap[buffer].id)
-            if group is None and share and len(heap[buffer].buffers) == 1:
+            if group is None and len(heap[buffer].buffers) == 1:
                 taken = _operand(buffer, step, heap, ends, freed[step], sharing)
                 if taken is not None:
                     group = of[taken][0]
@@ -80,9 +80,6 @@ def replay(
                     del freed[step][taken]
                     ends[taken] = live.ranges[buffer].end
                     group.size = max(group.size, heap[buffer].size)
-            elif group is None:
-                of_set[heap[buffer].id] = group = Group(heap[buffer].size)
-                groups.append(group)
             if group is None:
                 of_set[heap[buffer].id] = group = Group(heap[buffer].size)
                 groups.append(group)
@@ -136,6 +133,24 @@ def best_fit(groups: Sequence[Group], alignment: int) -> tuple[list[int], int]:
     for k, offset in zip(group, offsets.tolist(), strict=True):
         found[k] = offset
     return found, size
+
+
+def assembled(
+    live: LiveRanges,
+    sharing: Sharing,
+    fixed: Sequence[Allocation],
+    groups: Sequence[Group],
+    placed: tuple[Sequence[int], int],
+    target: str,
+) -> Assignment:
+    """The assignment of ``fixed`` allocations and a heap of the groups, ``placed`` at offsets in so many bytes."""
+    offsets, size = placed
+    heap = Allocation("heap", size)
+    for group, offset in zip(groups, offsets, strict=True):
+        heap.held.update((m.buffer, offset) for m in group.members)
+    every = (*fixed, *([heap] if heap.held else ()), *thread_locals(live))
+    fragmentation = size - most_alive(stays(groups))
+    return Assignment(live, target, every, fragmentation, lower_bound(live, every, sharing), "tight")
 
 
 def stays(groups: Sequence[Group]) -> list[tuple[int, int, int]]:

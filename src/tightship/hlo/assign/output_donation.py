@@ -14,10 +14,9 @@ import numpy as np
 
 from tightship.hlo.alias import Sharing
 from tightship.hlo.assign.allocate import Allocation
-from tightship.hlo.assign.bound import over
 from tightship.hlo.assign.heap import Group
 from tightship.hlo.dataflow import Buffer
-from tightship.hlo.liveness import LiveRanges
+from tightship.hlo.liveness import LiveRanges, over
 
 __all__ = ["host", "hostable"]
 

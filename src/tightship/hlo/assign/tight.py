@@ -16,10 +16,9 @@ from dataclasses import dataclass, replace
 from tightship.baselines import xla_assign
 from tightship.hlo import Module
 from tightship.hlo.alias import TARGETS, Sharing
-from tightship.hlo.assign.allocate import Allocation, Assignment, allocate, thread_locals
-from tightship.hlo.assign.bound import lower_bound
+from tightship.hlo.assign.allocate import Assignment, allocate
 from tightship.hlo.assign.check import check
-from tightship.hlo.assign.heap import Group, best_fit, join_in_place, most_alive, replay, stays
+from tightship.hlo.assign.heap import Group, assembled, best_fit, join_in_place, most_alive, replay, stays
 from tightship.hlo.assign.output_donation import host, hostable
 from tightship.hlo.liveness import LiveRanges
 from tightship.options import option
@@ -37,12 +36,7 @@ _CLOSE = 1.0001
 
 
 @dataclass(frozen=True, slots=True)
-class Options:
-    target: str = option(
-        "auto",
-        "machine whose alignment and fusions' in-place rules hold: cpu, gpu, or auto, as the module says",
-        choices=("auto", *TARGETS),
-    )
+class Options(xla_assign.Options):
     seconds: float = option(5.0, "seconds of search at most")
     work: int = option(100_000, "buffers each search may place at most; makes assignments reproducible")
     seed: int = option(0, "seed of random moves")
@@ -86,13 +80,7 @@ def _assign(
         groups = join_in_place(groups, live, sharing)
     if hosting:
         groups = host(live, sharing, groups, [a for a in fixed if not a.read_only], TARGETS[target])
-    offsets, size = _place(groups, TARGETS[target], o)
-    allocation = Allocation("heap", size)
-    for group, offset in zip(groups, offsets, strict=True):
-        allocation.held.update((m.buffer, offset) for m in group.members)
-    found = [*fixed, *([allocation] if allocation.held else []), *thread_locals(live)]
-    fragmentation = size - most_alive(stays(groups))
-    return Assignment(live, target, tuple(found), fragmentation, lower_bound(live, found, sharing), "tight")
+    return assembled(live, sharing, fixed, groups, _place(groups, TARGETS[target], o), target)
 
 
 def _place(groups: Sequence[Group], alignment: int, o: Options) -> tuple[list[int], int]:

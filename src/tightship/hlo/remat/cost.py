@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from math import prod
 from typing import Final
@@ -59,14 +59,13 @@ def work_of(module: Module) -> Work:
     return Work(module, found)
 
 
-def _flops(module: Module, inside: Computation, i: Instruction, of: object) -> int:
-    assert callable(of)
+def _flops(module: Module, inside: Computation, i: Instruction, of: Callable[[str], int]) -> int:
     shapes = [inside.by_name[o].shape for o in i.operands]
     match i.row.flops:
         case "none":
             return 0
         case "callees":
-            return sum(int(of(c)) for c in i.called)
+            return sum(map(of, i.called))
         case "dot":
             return 2 * i.shape.elements * _contracted(i, shapes[0])
         case "convolution":

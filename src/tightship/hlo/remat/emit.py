@@ -9,10 +9,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from tightship.hlo.module import Computation, Instruction, Module
+from tightship.hlo.module import Computation, Instruction
 from tightship.hlo.remat.instructions import (
-    Copies,
-    Names,
+    Rewrite,
     copy_done,
     copy_start,
     on_host,
@@ -25,26 +24,15 @@ from tightship.hlo.remat.peak import Buffer
 from tightship.hlo.shape import Shape
 from tightship.plan import Step
 
-__all__ = ["Writer", "write"]
-
-
-class Writer:
-    """Names in use in a module, the computations that clones have brought, each clone's first name (``origin``), and
-    what instructions offload, compress or restore (``transfers``)."""
-
-    def __init__(self, module: Module) -> None:
-        self.names = Names(i.name for i in module.instructions)
-        self.copies = Copies(module)
-        self.origin: dict[str, str] = {}
-        self.transfers: dict[str, tuple[str, Buffer]] = {}
+__all__ = ["write"]
 
 
 class _Run:
     """The computation written so far; ``at[s]`` is the instruction that storage ``s`` was last made by, ``array[s]``
     the one that restored it, if it was offloaded or compressed since."""
 
-    def __init__(self, lowering: Lowering, writer: Writer) -> None:
-        self.lowering, self.writer = lowering, writer
+    def __init__(self, lowering: Lowering, rewrite: Rewrite) -> None:
+        self.lowering, self.rewrite = lowering, rewrite
         self.inside = lowering.computation
         self.out: list[Instruction] = []
         self.at: dict[int, str] = {}
@@ -65,7 +53,7 @@ class _Run:
             self.at.update(dict.fromkeys(lowering.leaves(p.name), p.name))
 
     def emit(self, i: Instruction, operands: tuple[str, ...], name: str) -> None:
-        made = i if name == i.name else self.writer.copies.clone(replace(i, root=False), self.inside.name)
+        made = i if name == i.name else self.rewrite.clone(replace(i, root=False), self.inside.name)
         if before := i.control_predecessors:  # every run of theirs comes first (R11)
             every = ", ".join(f"%{run}" for p in before for run in self.runs.get(p, ()))
             made = made.but(**{"control-predecessors": f"{{{every}}}"})
@@ -77,11 +65,11 @@ class _Run:
             if before not in self.ran and self.inside.by_name[before].row.makes == "addresses":
                 self.operand(before)
         operands = tuple(map(self.operand, i.operands))
-        name = self.writer.names.new(suffixed(self.latest[i.name])) if i.name in self.ran else i.name
+        name = self.rewrite.names.new(suffixed(self.latest[i.name])) if i.name in self.ran else i.name
         self.ran.add(i.name)
         self.emit(i, operands, name)
         if name != i.name:
-            self.writer.origin[name] = i.name
+            self.rewrite.origin[name] = i.name
         self.latest[i.name] = name
         self.at.update(dict.fromkeys(kept, name))
         for s in kept:
@@ -105,7 +93,7 @@ class _Run:
         key = name, operands
         if key not in self.handed:
             first = name not in self.ran
-            self.handed[key] = name if first else self.writer.names.new(suffixed(name))
+            self.handed[key] = name if first else self.rewrite.names.new(suffixed(name))
             self.ran.add(name)
             self.emit(i, operands, self.handed[key])
         return self.handed[key]
@@ -144,14 +132,14 @@ class _Run:
             return self.back(s), shape
         if not index:
             return self.at[s], shape
-        part = self.writer.names.new(f"{name}.part")
+        part = self.rewrite.names.new(f"{name}.part")
         number = (("index", str(index[0])),)
         self.out.append(Instruction(part, "get-tuple-element", shape, (self.at[s],), attributes=number))
         return part, shape
 
     def new(self, kind: str, s: int) -> str:
-        name = self.writer.names.new(f"{self.made[s][0]}.{kind}")
-        self.writer.transfers[name] = kind, self.made[s]
+        name = self.rewrite.names.new(f"{self.made[s][0]}.{kind}")
+        self.rewrite.transfers[name] = kind, self.made[s]
         return name
 
     def offload(self, s: int) -> None:
@@ -172,21 +160,21 @@ class _Run:
 
     def compress(self, s: int, codec: str) -> None:
         source, shape = self.source(s)
-        name, w = self.new("compress", s), self.writer
-        self.out.append(pack(name, source, shape, codec, w.names, w.copies, self.inside.name))
+        name = self.new("compress", s)
+        self.out.append(pack(name, source, shape, codec, self.rewrite, self.inside.name))
         self.packed[s] = name, codec
 
     def decompress(self, s: int) -> None:
         source, codec = self.packed[s]
         name, index = self.made[s]
-        shape, w = self.inside.by_name[name].shape.part(index), self.writer
+        shape = self.inside.by_name[name].shape.part(index)
         self.array[s] = self.new("decompress", s)
-        self.out.append(unpack(self.array[s], source, shape, codec, w.names, w.copies, self.inside.name))
+        self.out.append(unpack(self.array[s], source, shape, codec, self.rewrite, self.inside.name))
 
 
-def write(lowering: Lowering, steps: Sequence[Step], writer: Writer) -> Computation:
+def write(lowering: Lowering, steps: Sequence[Step], rewrite: Rewrite) -> Computation:
     """The computation that runs as ``steps`` say."""
-    run = _Run(lowering, writer)
+    run = _Run(lowering, rewrite)
     uses = lowering.graph.uses
     wanted = _wanted(steps)
     for t, step in enumerate(steps):

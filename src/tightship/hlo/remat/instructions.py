@@ -7,18 +7,18 @@ instead of a byte, of ``f32`` (if loss is allowed) bfloat16.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from math import prod
 
 from tightship.errors import BadInput
-from tightship.hlo.module import Computation, Instruction, Module
-from tightship.hlo.remat.peak import HOST
+from tightship.hlo.module import Computation, Instruction, Module, Names
+from tightship.hlo.remat.peak import HOST, Buffer
 from tightship.hlo.shape import Shape
 
 __all__ = [
-    "WAYS", "Copies", "Names", "can_pack_bits", "copy_done", "copy_start", "on_host", "pack", "packed_shape",
-    "suffixed", "unpack", "ways",
+    "WAYS", "Rewrite", "can_pack_bits", "copy_done", "copy_start", "on_host", "pack", "packed_shape", "suffixed",
+    "unpack", "ways",
 ]  # fmt: skip
 
 WAYS = ("recompute", "compress", "offload")
@@ -38,23 +38,6 @@ def ways(allow: str) -> tuple[str, ...]:
 # -- names and computations --------------------------------------------------------------------------------------
 
 
-class Names:
-    """Names of a module, each once."""
-
-    def __init__(self, taken: Iterable[str]) -> None:
-        self.taken = set(taken)
-        self.last: dict[str, int] = {}
-
-    def new(self, name: str) -> str:
-        found, k = name, self.last.get(name, 0)
-        while found in self.taken:
-            k += 1
-            found = f"{name}.{k}"
-        self.last[name] = k
-        self.taken.add(found)
-        return found
-
-
 def suffixed(name: str, suffix: str = "remat") -> str:
     """``foo`` → ``foo.remat`` → ``foo.remat2`` → ``foo.remat3``."""
     root, dot, number = name.rpartition(f".{suffix}")
@@ -63,12 +46,16 @@ def suffixed(name: str, suffix: str = "remat") -> str:
     return f"{root}.{suffix}{int(number or 1) + 1}"
 
 
-class Copies:
-    """The computations of a module that is rewritten: ``inside`` has each by name as it is now, added ones too."""
+class Rewrite:
+    """A module that is rewritten: ``inside`` has each computation by name as it is now, added ones too; ``origin``
+    each clone's first name, ``transfers`` what instructions offload, compress or restore."""
 
     def __init__(self, module: Module) -> None:
         self.module = module
-        self.names = Names(c.name for c in module.computations)
+        self.names = Names(i.name for i in module.instructions)
+        self.computations = Names(c.name for c in module.computations)
+        self.origin: dict[str, str] = {}
+        self.transfers: dict[str, tuple[str, Buffer]] = {}
         self.inside: dict[str, Computation] = dict(module.by_name)
         self.before: dict[str, list[str]] = {}  # added computations by the one they stand before
 
@@ -84,12 +71,12 @@ class Copies:
 
     def add(self, computation: Computation, name: str, before: str) -> str:
         """Put a computation before another one, under ``name`` or one like it, which is returned."""
-        new = self.names.new(name)
+        new = self.computations.new(name)
         self.inside[new] = replace(computation, name=new, entry=False)
         self.before.setdefault(before, []).append(new)
         return new
 
-    def rewrite(self, changed: Mapping[str, Computation]) -> Module:
+    def written(self, changed: Mapping[str, Computation]) -> Module:
         """The module with ``changed`` computations in place of those of their names."""
         rows = []
         for c in self.module.computations:
@@ -131,15 +118,13 @@ def packed_shape(shape: Shape, codec: str) -> Shape:
     return Shape("u8", (-(-prod(shape.dims) // 8),), "0")
 
 
-def pack(
-    name: str, source: str, shape: Shape, codec: str, names: Names, copies: Copies, before: str
-) -> Instruction:
+def pack(name: str, source: str, shape: Shape, codec: str, rewrite: Rewrite, before: str) -> Instruction:
     """The instruction that packs ``source``; computations it calls are added before computation ``before``."""
     to = packed_shape(shape, codec)
     if codec == "bf16":
         return Instruction(name, "convert", to, (source,))
     n, m = prod(shape.dims), to.dims[0]
-    body, op = _body(names, shape)
+    body, op = _body(rewrite.names, shape)
     numbers = op("convert", Shape("u8", (n,), "0"), op("bitcast", Shape("pred", (n,), "0"), body[0].name))
     zero = op("constant", Shape("u8"), payload="0")
     if n % 8:
@@ -148,20 +133,18 @@ def pack(
     rows = Shape("u8", (m, 8), "1,0")
     place = op("iota", rows, iota_dimension="1")
     shifted = op("shift-left", rows, op("bitcast", rows, numbers), place)
-    added = copies.add(_sum(names), "sum_of_bits", before)
+    added = rewrite.add(_sum(rewrite.names), "sum_of_bits", before)
     op("reduce", to, shifted, zero, dimensions="{1}", to_apply=f"%{added}")
-    return _fusion(name, source, to, body, "pack", copies, before)
+    return _fusion(name, source, to, body, "pack", rewrite, before)
 
 
-def unpack(
-    name: str, source: str, shape: Shape, codec: str, names: Names, copies: Copies, before: str
-) -> Instruction:
+def unpack(name: str, source: str, shape: Shape, codec: str, rewrite: Rewrite, before: str) -> Instruction:
     """The instruction that makes an array of ``shape`` again of what `pack` made of it."""
     given = packed_shape(shape, codec)
     if codec == "bf16":
         return Instruction(name, "convert", shape, (source,))
     n, m = prod(shape.dims), given.dims[0]
-    body, op = _body(names, given)
+    body, op = _body(rewrite.names, given)
     rows = Shape("u8", (m, 8), "1,0")
     place = op("iota", rows, iota_dimension="1")
     right = op("shift-right-logical", rows, op("broadcast", rows, body[0].name, dimensions="{0}"), place)
@@ -170,7 +153,7 @@ def unpack(
     if n % 8:
         flat = op("slice", Shape("u8", (n,), "0"), flat, slice=f"{{[0:{n}]}}")
     op("bitcast", shape, op("convert", Shape("pred", (n,), "0"), flat))
-    return _fusion(name, source, shape, body, "unpack", copies, before)
+    return _fusion(name, source, shape, body, "unpack", rewrite, before)
 
 
 def _body(names: Names, given: Shape) -> tuple[list[Instruction], _Op]:
@@ -192,8 +175,8 @@ def _sum(names: Names) -> Computation:
 
 
 def _fusion(
-    name: str, source: str, to: Shape, body: list[Instruction], label: str, copies: Copies, before: str
+    name: str, source: str, to: Shape, body: list[Instruction], label: str, rewrite: Rewrite, before: str
 ) -> Instruction:
     rows = (*body[:-1], replace(body[-1], root=True))
-    called = copies.add(Computation(label, rows), f"fused_{label}", before)
+    called = rewrite.add(Computation(label, rows), f"fused_{label}", before)
     return Instruction(name, "fusion", to, (source,), attributes=(("kind", "kLoop"), ("calls", f"%{called}")))

@@ -12,19 +12,17 @@ dependency runs once; collectives are never recomputed.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 
 from tightship.baselines import xla_remat
 from tightship.baselines.xla_remat import Result
 from tightship.errors import Infeasible
-from tightship.hlo.module import Module
+from tightship.hlo.module import Computation, Module
 from tightship.hlo.remat.cost import work_of
-from tightship.hlo.remat.emit import Writer, write
-from tightship.hlo.remat.instructions import ways
+from tightship.hlo.remat.emit import write
+from tightship.hlo.remat.instructions import Rewrite, ways
 from tightship.hlo.remat.lower import Lowering, bound
 from tightship.hlo.remat.peak import (
-    Buffer,
     module_peak,
     peaks,
     require_schedule,
@@ -77,13 +75,10 @@ def plan(module: Module, limit: int, options: Options | None = None) -> Result:
     require_schedule(module)
     o = options or Options()
     allow = ways(o.allow)
-    out = result_bytes(module)
     small = len(module.entry.instructions) <= _SMALL
     hopeless = small and o.libraries and bound(module, allow, lossy=o.lossy) > limit
     for libraries in (False, True)[hopeless : 1 + o.libraries]:
-        search = _Search(module, replace(o, libraries=libraries))
-        search.module_within(max(0, limit - out))
-        made = search.result(limit)
+        made = _Search(module, replace(o, libraries=libraries)).within_limit(limit)
         if made.met:
             break
     if made.met or len(module.entry.instructions) > _GREEDY:
@@ -91,16 +86,6 @@ def plan(module: Module, limit: int, options: Options | None = None) -> Result:
     theirs = xla_remat.plan(module, limit, xla_remat.Options(allow=o.allow))
     peak = module_peak(theirs.module)
     return replace(theirs, peak_after=peak) if peak * _SLACK < made.peak_after else made
-
-
-@dataclass(frozen=True)
-class _Written:
-    """A module as it was planned, with what `Result` says of it."""
-
-    module: Module
-    recomputed: tuple[str, ...]
-    origin: Mapping[str, str]
-    transfers: Mapping[str, tuple[str, Buffer]]
 
 
 class _Search:
@@ -112,28 +97,29 @@ class _Search:
         shared = {f.name: getattr(options, f.name) for f in fields(options) if f.name != "libraries"}
         self.chosen = default.Options(place=False, **shared)
         self.work = work_of(module)
+        self.out = result_bytes(module)
         self.peak = dict(peaks(module))
         self.first = dict(self.peak)
         self.plans: dict[str, Plan] = {}
         self.lowered: dict[tuple[str, frozenset[str], tuple[int, ...]], Lowering] = {}
         self.once: dict[str, frozenset[str]] = {}
-        self.made = _Written(module, (), {}, {})
-        self.reached = self.first[module.entry.name]
 
-    def module_within(self, limit: int) -> None:
-        """Plan the entry; its callees only when they have to need less."""
-        entry, target = self.module.entry.name, limit
+    def within_limit(self, limit: int) -> Result:
+        """Plan the entry for a peak of ``limit`` bytes, its callees only when they have to need less."""
+        entry = self.module.entry.name
+        target = room = max(0, limit - self.out)
+        best = self._written(limit)
         for _ in range(3):
-            if self.reached <= limit:
-                return
+            if best.met:
+                break
             met = self._entry_within(entry, target)
-            made = self._written()
-            reached = peaks(made.module)[entry]
-            if reached < self.reached:
-                self.made, self.reached = made, reached
+            made = self._written(limit)
+            if made.peak_after < best.peak_after:
+                best = made
             if not met:
-                return
-            target = max(0, target - (reached - limit))
+                break
+            target = max(0, target - (made.peak_after - self.out - room))
+        return best
 
     def _entry_within(self, entry: str, limit: int) -> bool:
         inner = [c for c in sequential_order(self.module) if c != entry]
@@ -215,20 +201,16 @@ class _Search:
         rows = self.module.by_name[name].instructions
         return sum(part.nbytes for i in rows for _, part in i.shape.positions if part.is_tuple)
 
-    def _written(self) -> _Written:
+    def _written(self, limit: int) -> Result:
         """The module as it is planned now."""
-        writer, changed, again = Writer(self.module), {}, []
-        for name, made in self.plans.items():
+        rewrite, changed, again = Rewrite(self.module), dict[str, Computation](), list[str]()
+        for name, plan in self.plans.items():
             at = self._graph(name)
-            changed[name] = write(at, made.steps, writer)
-            again += [at.ops[step.op].name for step in made.steps if step.kind == "recompute"]
-        return _Written(writer.copies.rewrite(changed), tuple(again), writer.origin, writer.transfers)
-
-    def result(self, limit: int) -> Result:
-        out = result_bytes(self.module)
-        entry = self.module.entry.name
-        made = self.made
-        runs = sum(len(c.instructions) for c in made.module.computations if c.name in self.peak)
-        added = runs - sum(len(self.module.by_name[name].instructions) for name in self.peak)
-        before, after = self.first[entry] + out, self.reached + out
-        return Result(made.module, limit, before, after, made.recomputed, added, made.origin, made.transfers)
+            changed[name] = write(at, plan.steps, rewrite)
+            again += [at.ops[step.op].name for step in plan.steps if step.kind == "recompute"]
+        module, entry = rewrite.written(changed), self.module.entry.name
+        added = sum(
+            len(module.by_name[n].instructions) - len(self.module.by_name[n].instructions) for n in self.first
+        )
+        before, after = self.first[entry] + self.out, peaks(module)[entry] + self.out
+        return Result(module, limit, before, after, tuple(again), added, rewrite.origin, rewrite.transfers)

@@ -15,12 +15,11 @@ from tightship.hlo import Module
 from tightship.hlo.remat.as_plan import as_plan
 from tightship.hlo.remat.cost import work_of
 from tightship.hlo.remat.instructions import ways
-from tightship.hlo.remat.lower import Lowering
+from tightship.hlo.remat.lower import Lowering, bound
 from tightship.hlo.remat.peak import (
     module_peak,
     peaks,
     require_schedule,
-    result_bytes,
     sequential_order,
     with_results,
 )
@@ -49,16 +48,15 @@ def tradeoff(
     """
     require_schedule(module)
     o = replace(options or default.Options(), place=False, hand_out=False)
-    ways(o.allow)
+    least = bound(module, ways(o.allow), lossy=o.lossy)  # the number of a plan for one budget
     at = Lowering(module, module.entry.name, peaks(module), work_of(module))
     graph = with_results(module, at.graph)
     if say is not None and peers:
         say("XLA's own way")
     beside = _xla(module, graph) if peers and len(at.ops) <= _MOST else ()
     found = frontier.frontier(graph, points, o, None, say, peers=peers, beside=beside, stuck=at.stuck)
-    tables = graph.storages[-1].size - result_bytes(module)  # of them no bound is claimed
-    plans = tuple(replace(p, lower_bound=p.lower_bound - tables) for p in found.points)
-    return replace(found, points=plans, lower_bound=found.lower_bound - tables)
+    plans = tuple(replace(p, lower_bound=least) for p in found.points)
+    return replace(found, points=plans, lower_bound=least)
 
 
 def _xla(module: Module, graph: Graph) -> tuple[Other, ...]:

@@ -61,8 +61,8 @@ def _sections(problem: Problem, solution: Solution) -> list[Section]:
 
 def _stays(b: Buffer, offset: int, shade: int, name: int) -> list[list[int]]:
     """What of a buffer is alive; with gaps, all of it is behind that, pale."""
-    found = [[b.lower, b.upper, offset, b.size, shade, name, 0, 1]] if b.gaps else []
-    return found + [[x, y, offset + low, high - low, shade, name, 0] for x, y, low, high in b.parts()]
+    whole = [[b.lower, b.upper, offset, b.size, shade, name, 0, 1]] if b.gaps else []
+    return whole + [[x, y, offset + low, high - low, shade, name, 0] for x, y, low, high in b.parts()]
 
 
 def _lives(k: int) -> str:
@@ -105,5 +105,5 @@ def _peak(problem: Problem, solution: Solution, times: Sequence[int], alive: Seq
         ("from", "count"),
         ("to", "count"),
     ]
-    made = table("Where most is alive", names, cut(rows, 1))
-    return made | {"said": f"{format_bytes(most)} in {len(rows)} buffers at time {when}"}
+    section = table("Where most is alive", names, cut(rows, 1))
+    return section | {"said": f"{format_bytes(most)} in {len(rows)} buffers at time {when}"}

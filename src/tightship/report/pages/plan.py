@@ -63,6 +63,10 @@ Line = tuple[str, int, str]
 """A line across a chart: its name, its bytes, a color."""
 
 
+_BANDS = [*NAMES.items()]
+_MEMORY = {"kind": "memory", "heading": "Memory over the steps", "across": "step"}
+
+
 def memory(
     given: Graph, graph: Graph, plan: Plan, lines: Sequence[Line], beside: tuple[int, int] = (0, 0)
 ) -> Section:
@@ -77,11 +81,8 @@ def memory(
         panels.append(
             panel(caption, rows, view) | {"labels": [label(g, steps, i) for i in range(len(steps))]}
         )
-    bands = [("batch", "results"), *((b, NAMES[b]) for b in BANDS)]
-    return {
-        "kind": "memory", "heading": "Memory over the steps", "across": "step", "lines": lines,
-        "bands": without_empty(bands, panels), "panels": panels,
-    }  # fmt: skip
+    bands = [("batch", "results"), *_BANDS]
+    return _MEMORY | {"lines": lines, "bands": without_empty(bands, panels), "panels": panels}
 
 
 def panel(caption: str, rows: Sequence[Sequence[int]], view: str) -> Section:
@@ -122,30 +123,31 @@ def arcs(graph: Graph, plan: Plan, line: Timeline) -> list[dict[str, Any]]:
     """Each eviction: from the step that freed the full form to the one that made it again, and the seconds that this
     took (of several at once, each an equal part)."""
     left: dict[int, int] = {}
-    found = []
+    rows = []
     for i, (step, (start, end)) in enumerate(zip(plan.steps, line.spans, strict=True)):
         if step.kind == "free" and step.form == "full":
             left.update(dict.fromkeys(step.storages, i))
         left.update((s, i) for s, _ in step.reuses)
         if step.kind in _AGAIN:
             share = (end - start) / max(1, len(step.storages))
-            found += [
+            rows += [
                 {"kind": _AGAIN[step.kind], "from": left.get(s, i), "to": i, "name": graph.storages[s].name}
                 | {"bytes": graph.storages[s].size, "cost": share}
                 for s in step.storages
             ]
-    return found
+    return rows
 
 
 def evictions(graph: Graph, plan: Plan, line: Timeline) -> list[Section]:
     """The arcs, and the largest of them as a table; nothing where everything is kept."""
-    found = arcs(graph, plan, line)
-    if not found:
+    evicted = arcs(graph, plan, line)
+    if not evicted:
         return []
-    drawn = {"kind": "arcs", "heading": "What left and came back", "arcs": found, "view": "plan"}
-    largest = sorted(found, key=lambda a: (-a["bytes"], a["from"]))
+    drawn = {"kind": "arcs", "heading": "What left and came back", "arcs": evicted, "view": "plan"}
+    largest = sorted(evicted, key=lambda a: (-a["bytes"], a["from"]))
     rows = [[a["name"], a["kind"], a["bytes"], a["cost"], a["from"], a["to"]] for a in largest[:ROWS]]
-    many = f"all {len(found)}" if len(rows) == len(found) else f"the largest {len(rows)} of {len(found)}"
+    count = len(evicted)
+    many = f"all {count}" if len(rows) == count else f"the largest {len(rows)} of {count}"
     names = [("storage", "text"), ("how", "text"), ("bytes", "bytes"), ("cost", "seconds")]
     names += [("leaves at step", "count"), ("is back at step", "count")]
     listed = table("Evictions, largest first", names, rows, fold=f"as a table: {many}")
@@ -177,7 +179,7 @@ def arena(graph: Graph, plan: Plan) -> list[Section]:
     called = {"device": "the arena", "out": "results, outside it", "host": "offloaded"}
     return [{
         "kind": "arena", "heading": "The arena", "across": "step", "view": "plan", "start": 0, "end": len(plan.steps),
-        "names": list(names), "bands": [(b, NAMES[b]) for b in BANDS],
+        "names": list(names), "bands": _BANDS,
         "spaces": [
             {"name": called.get(pool, pool), "size": max(r[2] + r[3] for r in rows), "stays": rows}
             for pool, rows in sorted(spaces.items(), key=lambda item: item[0] != "device")
@@ -203,8 +205,8 @@ def peak_table(graph: Graph, steps: Sequence[Step], line: Timeline, beside: int 
     rows = sorted((r for r in rows if r[3]), key=lambda r: -r[3])
     running = label(graph, steps, line.peak_step) if line.peak_step >= 0 else "the static set"
     names = [("tensor", "text"), ("kind", "text"), ("shape", "shape"), ("bytes", "bytes"), ("module", "text")]
-    made = table("The peak", [*names, ("made on line", "text")], cut(rows, 3))
-    return made | {"said": f"{format_bytes(line.peak + beside)} at step {line.peak_step}: {running}"}
+    section = table("The peak", [*names, ("made on line", "text")], cut(rows, 3))
+    return section | {"said": f"{format_bytes(line.peak + beside)} at step {line.peak_step}: {running}"}
 
 
 def steps_of(
@@ -272,13 +274,10 @@ def _memory(f: Frontier) -> Section:
     slots = min(600, _SLOTS // len(f.points))
     panels = [_panel("before planning", f.graph, None, slots)]
     panels += [_panel(f"with the plan for {format_bytes(budget_of(p))}", f.graph, p, slots) for p in f.points]
-    bands = without_empty([(b, NAMES[b]) for b in BANDS], panels)
+    bands = without_empty(_BANDS, panels)
     before, first, *_ = panels
-    return {
-        "kind": "memory", "heading": "Memory over the steps", "across": "step",
-        "bands": bands,
-        "panels": [before, first | {"choices": panels[1:]}], "lines": marks(None, f.lower_bound),
-    }  # fmt: skip
+    choices = [before, first | {"choices": panels[1:]}]
+    return _MEMORY | {"bands": bands, "panels": choices, "lines": marks(None, f.lower_bound)}
 
 
 def _panel(caption: str, graph: Graph, plan: Plan | None, slots: int) -> dict[str, Any]:
@@ -286,5 +285,5 @@ def _panel(caption: str, graph: Graph, plan: Plan | None, slots: int) -> dict[st
     rows = [c.bytes for c in columns(graph, steps)]
     less = folded(rows, slots)
     times = [len(rows) * k // max(1, len(less)) for k in range(len(less))]
-    made = panel(caption, less, "before" if plan is None else "plan")
-    return made | {"times": times, "end": max(1, len(rows))}
+    section = panel(caption, less, "before" if plan is None else "plan")
+    return section | {"times": times, "end": max(1, len(rows))}
