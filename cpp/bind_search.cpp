@@ -8,6 +8,7 @@
 #include "bind_arrays.h"
 #include "flow.h"
 #include "search.h"
+#include "states.h"
 
 namespace nb = nanobind;
 using namespace tightship;
@@ -224,13 +225,59 @@ nb::tuple as_tuple(const std::vector<i32>& row) {
     return out;
 }
 
-nb::tuple emitted(Engine& e, const Flags& evict, i64 limit) {
-    check_limit(limit);
+nb::tuple steps_of(const std::vector<Step>& steps) {
     nb::list out;
-    for (const Step& s : e.emit(bits(e, evict), limit))
+    for (const Step& s : steps)
         out.append(nb::make_tuple(int(s.kind), s.op, as_tuple(s.storages), int(s.form), int(s.stream),
                                   as_tuple(s.waits), as_tuple(s.reuses)));
     return nb::tuple(out);
+}
+
+nb::tuple emitted(Engine& e, const Flags& evict, i64 limit) {
+    check_limit(limit);
+    return steps_of(e.emit(bits(e, evict), limit));
+}
+
+// Temporaries of each op, and when it asks for each of its results: ticks of its run.
+void requests_of(StateProblem& q, const RowsIn& temporaries, const Array<i64>& size, const Array<i32>& first,
+                 const Array<i32>& last, const RowsIn& defined) {
+    const i64 ops = q.p.ops, count = check::count("size", size);
+    check::rows("temporaries", temporaries, ops, "op", 0, count - 1, "must be a temporary");
+    check::rows("defined", defined, ops, "op", -1, check::kMostCount, "must be a tick");
+    check::length("first", first, count, "temporary");
+    check::length("last", last, count, "temporary");
+    check::within("size", size, 0, check::kMost, "must be from 0 to 2^62");
+    const Rows rows_in = rows(temporaries), ticks = rows(defined);
+    for (i32 o = 0; o < ops; ++o) {
+        if (ticks.size(o) != q.p.defines.size(o))
+            check::refuse(
+                "defined of op " + std::to_string(o) + " has " + std::to_string(ticks.size(o)) + " entries",
+                "must have one per storage the op defines");
+        q.first.emplace_back(ticks.begin(o), ticks.end(o));
+        q.temporaries.emplace_back();
+        for (const i32 t : rows_in[o])
+            q.temporaries.back().push_back({size.data()[t], first.data()[t], last.data()[t]});
+    }
+}
+
+// What `search_states` finds: the steps (none: nothing), the seconds of recomputation, whether all was tried,
+// the work, and whether Ctrl-C ended it.
+nb::tuple states_of(const Engine& e, const RowsIn& before, const RowsIn& temporaries, const Array<i64>& size,
+                    const Array<i32>& first, const Array<i32>& last, const RowsIn& defined, i64 limit,
+                    bool place, bool hand_out, i64 work, double seconds, double cutoff) {
+    const Program& p = e.index().p;
+    check_limit(limit);
+    check::seconds(seconds);
+    check::seconds(cutoff);
+    check::number("ops", p.ops, 0, kMostStateOps, "must be at most 64");
+    check::rows("before", before, p.ops, "op", 0, p.ops - 1, "must be an op");
+    StateProblem q{p, rows(before), {}, {}, limit, place, hand_out};
+    requests_of(q, temporaries, size, first, last, defined);
+    Alarm alarm;
+    const StateLimits limits{check::at_most(work), cutoff, alarm.set(seconds)};
+    const StatePath found = unlocked([&] { return search_states(q, limits); });
+    return nb::make_tuple(steps_of(found.steps), found.extra, found.found, found.all, found.work,
+                          alarm.interrupted());
 }
 
 nb::tuple gaps_of(const Engine& e) {
@@ -316,6 +363,8 @@ void bind_search(nb::module_& m) {
              })
         .def("profile", [](Engine& e, const Flags& evict) { return to_numpy(e.profile(bits(e, evict))); })
         .def("emit", &emitted)
+        .def("states", &states_of, "before"_a, "temporaries"_a, "size"_a, "first"_a, "last"_a, "defined"_a,
+             "limit"_a, "place"_a, "hand_out"_a, "work"_a, "seconds"_a, "cutoff"_a)
         .def("greedy", &greedy_of, "limit"_a, "start"_a, "work"_a, "seconds"_a, "progress"_a.none())
         .def("anneal", &anneal_of, "groups"_a, "twins"_a, "families"_a, "limit"_a, "start"_a, "heat"_a,
              "span"_a, "work"_a, "seconds"_a, "seed"_a, "progress"_a.none())

@@ -135,6 +135,21 @@ class Engine:
     def evaluate(self, arg0: U8, arg1: int, /) -> dict[str, Any]: ...
     def profile(self, arg: U8, /) -> Any: ...
     def emit(self, arg0: U8, arg1: int, /) -> tuple[Any, ...]: ...
+    def states(
+        self,
+        before: tuple[I64, I32],
+        temporaries: tuple[I64, I32],
+        size: I64,
+        first: I32,
+        last: I32,
+        defined: tuple[I64, I32],
+        limit: int,
+        place: bool,
+        hand_out: bool,
+        work: int,
+        seconds: float,
+        cutoff: float,
+    ) -> tuple[Any, ...]: ...
     def greedy(self, limit: int, start: U8, work: int, seconds: float, progress: Any) -> tuple[Any, ...]: ...
     def anneal(
         self,

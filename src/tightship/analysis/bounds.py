@@ -187,17 +187,22 @@ class Relaxation:
             early[until] = True
             after &= early
         definer = np.array(self.uses.definer, dtype=np.int64)
-        there = np.zeros(m, dtype=np.bool_)  # made before, and not among what the op holds anyway
-        there[definer >= 0] = before[definer[definer >= 0]]
+        there = np.zeros(m, dtype=np.bool_)  # perhaps made before, and not among what the op holds anyway
+        ran = before.copy()
+        if last:  # what else makes results may have run before the op or not: afterwards, it costs nothing
+            ran |= ~after
+            ran[k] = False
+        there[definer >= 0] = ran[definer[definer >= 0]]
         there[list(self.uses.reads[k])] = False
         if len(self.pairs.get(k, ())) == 1:  # of several it is not known which
             a = self.pairs[k][0][0]
             there[a] = definer[a] >= 0
         reads, writes = self._reads, self._writes
-        reads, writes = reads[there[reads[:, 1]]], writes[there[writes[:, 0]] & before[writes[:, 1]]]
-        again, later = reads[before[reads[:, 0]]], reads[after[reads[:, 0]]]
+        reads, writes = reads[there[reads[:, 1]]], writes[there[writes[:, 0]] & ran[writes[:, 1]]]
+        again, later = reads[ran[reads[:, 0]]], reads[after[reads[:, 0]]]
         wanted = np.union1d(later[:, 1], [s for s in last if there[s]]).astype(np.int64)
-        held, ops = np.flatnonzero(there), np.flatnonzero(before)
+        held, ops = np.flatnonzero(there), np.flatnonzero(ran)
+        seconds = np.where(before, self._scaled, 0)[ops]
         need, make = 2 + n, 2 + n + m
         tails: list[NDArray[Any]] = [
             np.zeros(len(wanted)),
@@ -220,7 +225,7 @@ class Relaxation:
             int(self.own[k]),
             np.concatenate(tails).astype(np.int32),
             np.concatenate(heads).astype(np.int32),
-            np.concatenate([ends[0], none[0], ends[1], self._scaled[ops]]),
+            np.concatenate([ends[0], none[0], ends[1], seconds]),
             np.concatenate([ends[0], self.waits[held], ends[1], none[1]]),
         )
 

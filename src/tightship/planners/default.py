@@ -11,7 +11,7 @@ from __future__ import annotations
 import gc
 import math
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, fields, replace
 from itertools import pairwise
@@ -26,11 +26,11 @@ from tightship.errors import BadInput, Infeasible
 from tightship.graph import Graph
 from tightship.options import option
 from tightship.plan import Plan, Step
-from tightship.planners import PlannerInfo, planner, run
+from tightship.planners import PlannerInfo, floor, planner, run
 from tightship.planners.evict.lowering import pure_random_ops
 from tightship.planners.evict.problem import MEANS, EvictionProblem, Progress
 from tightship.planners.hints import parse_hints, resolve
-from tightship.planners.layout import Layout, lay_out
+from tightship.planners.layout import Layout
 from tightship.planners.place.greedy import MANY
 from tightship.planners.place.portfolio import CLOSE
 from tightship.simulate import Timeline, replay, unplanned
@@ -55,8 +55,9 @@ __all__ = [
 _REDRAW = "redraw"
 _TIGHTEN = 4
 """How often evictions are searched again because the placement came out larger than the peak."""
-_LAYOUT = 1.0
-"""Seconds of the clock that offsets may take; their limit of work mostly ends first."""
+_ORDERS = ("given", "lpmf", "sink")
+_FAR = 0.03
+"""Orders that are tried where the fastest plan is above the least time by more than this part of it."""
 _REST = 20.0
 """What follows the search, over what it takes to replay a graph once."""
 _SAMPLE, _SAMPLES = 4096, 16
@@ -189,8 +190,9 @@ def plan(
 def plan_steps(problem: EvictionProblem, steps: Sequence[Step], o: Options, planner: str) -> Plan:
     """A verified plan that does what ``steps`` say, placed; its budget is what it needs."""
     graph, began = problem.graph, time.perf_counter()
-    line, layout = replay(graph, steps), _layout(graph, steps, o)
-    budget = _placed(graph, line, layout)
+    line, placement = replay(graph, steps), floor.Placement(graph, o.place, o.hand_out, o.seed)
+    layout = placement.layout(steps)
+    budget = placement.needs(line, layout)
     search = _Search(graph, problem, o, unplanned(graph), budget)
     return search.verified(steps, line, layout, planner, began)
 
@@ -249,16 +251,21 @@ class _Search:
     deadline: Deadline = NEVER
     """Of the bounds."""
     best: run.Evicted | None = None
-    placed: int | None = None
+    last: run.Evicted | None = None
+    only_places: bool = False
     interrupted: bool = False
     bound: int = field(init=False)
     time_bound: float = field(init=False)
+    placement: floor.Placement = field(init=False)
+    reached: floor.Reached = field(init=False)
 
     def __post_init__(self) -> None:
-        graph, budget = self.graph, self.budget
+        graph, budget, o = self.graph, self.budget, self.options
+        self.placement = floor.Placement(graph, o.place, o.hand_out, o.seed)
+        self.reached = floor.reached(graph, _allowed(self.problem, o))
         self.time_bound = 0.0
         if budget is not None:
-            self.time_bound = least_time(graph, self.problem, self.options, budget, self.deadline)
+            self.time_bound = least_time(graph, self.problem, o, budget, self.deadline)
         self.bound = int(
             lower_bound(
                 self.graph,
@@ -270,29 +277,80 @@ class _Search:
         )
 
     def fit(self, progress: Progress | None, clock: _Clock) -> tuple[run.Evicted, Layout]:
-        """Evictions and a layout within the budget; searched again under a lower one while the layout is not."""
-        o, archive, budget = self.options, self.problem.archive, self.budget
+        """Evictions and a layout within the budget: the best of a small graph, or the faster one of what is found
+        and what was reached before."""
+        budget, placement = self.budget, self.placement
+        if budget is not None:
+            best = floor.every_plan(self.problem, placement, budget, self.options.work, clock.search)
+            if best is not None:
+                self.reached.offer(best)
+                return best.found, best.layout
+        made = self._searched(self.problem, progress, clock)
+        if budget is not None:
+            self._other_orders(progress, clock)
+            made = self.reached.within(budget)
+        if made is None:
+            raise self.infeasible()
+        if self.last is not None and made.found is not self.last:  # of a search that ended some other way
+            decision = replace(made.found.decision, ended=self.last.decision.ended)
+            return replace(made.found, decision=decision), made.layout
+        return made.found, made.layout
+
+    def _other_orders(self, progress: Progress | None, clock: _Clock) -> None:
+        """Search in other orders while nothing fits, or only what is far above the least time: the order of the least
+        peak without evictions may be a bad one to evict in."""
+        assert self.budget is not None
+        if self.options.order != Options().order or self.bound > self.budget:
+            return
+        tried = [self.problem.order]
+        for name in _ORDERS:
+            best = self.reached.within(self.budget)
+            near = best is not None and best.found.timeline.time <= self.time_bound * (1 + _FAR)
+            if near or self.interrupted or clock.search.over:
+                return
+            order = (
+                tuple(range(len(self.graph.ops)))
+                if name == "given"
+                else run.order(name, self.graph, clock.search)
+            )
+            if order not in tried:
+                tried.append(order)
+                self._searched(self.problem.in_order(order), progress, clock)
+
+    def _searched(
+        self, problem: EvictionProblem, progress: Progress | None, clock: _Clock
+    ) -> floor.Placed | None:
+        """Evictions and a layout; searched again under a lower budget while the layout is above it."""
+        o, archive, budget = self.options, problem.archive, self.budget
         target = self.before.peak if budget is None else budget
+        made, within = None, target
         for _ in range(_TIGHTEN):
             # A search again begins where the last one ended: a part of the work is enough.
             work = o.work if self.best is None else o.work // (30 if self.interrupted else 3)
-            found = self._evict(target, clock.search, work, progress)
-            self.interrupted, archive.stopped = self.interrupted or archive.stopped, False
+            found = self._evict(problem, target, clock.search, work, progress)
+            self.interrupted, archive.stopped, self.last = self.interrupted or archive.stopped, False, found
             if self.best is None or found.timeline.peak < self.best.timeline.peak:
                 self.best = found
-            if budget is not None and not found.decision.met:
-                if self.interrupted:
-                    raise KeyboardInterrupt
+            if budget is not None and not found.decision.met and self.interrupted:
+                raise KeyboardInterrupt
+            made = self.placement.lay(found, clock.deadline, budget)
+            self.reached.offer(made)
+            if budget is None or made.needs <= budget:
                 break
-            layout = _layout(self.graph, found.steps, o, clock.deadline.left)
-            placed = _placed(self.graph, found.timeline, layout)
-            if budget is None or placed <= budget:
-                return found, layout
-            self.placed = placed if self.placed is None else min(self.placed, placed)
-            target = min(target, found.timeline.peak) - (placed - budget)
-        raise self.infeasible()
+            if found.timeline.peak <= budget:
+                self.only_places = True
+            if found.decision.met:
+                within = min(target, found.timeline.peak)
+                target = within - (made.needs - budget)
+            elif target + 1 < within:  # tightened too much
+                target = (target + within) // 2
+            else:
+                break
+        return made
 
-    def _evict(self, budget: int, deadline: Deadline, work: int, progress: Progress | None) -> run.Evicted:
+    def _evict(
+        self, problem: EvictionProblem, budget: int, deadline: Deadline, work: int, progress: Progress | None
+    ) -> run.Evicted:
         o, info = self.options, planner(self.options.evict, "evict")
         least = self.time_bound if self.time_bound < math.inf else 0.0
         known = {
@@ -303,9 +361,9 @@ class _Search:
         many = o.place and len(self.graph.ops) > MANY  # their places span a little more than the peak
         for limit in (budget - budget // CLOSE, budget) if many else (budget,):
             found = run.evict(
-                info, self.problem, limit, options, progress, graph=self.graph, or_keep=True, verify=False
+                info, problem, limit, options, progress, graph=self.graph, or_keep=True, verify=False
             )
-            if found.decision.met or self.problem.archive.stopped:
+            if found.decision.met or problem.archive.stopped:
                 break
         return found
 
@@ -331,22 +389,26 @@ class _Search:
             lower_bound=self.bound,
             time_bound=self.time_bound,
             host_budget=o.host or None,
-            moved=displaced(self.problem.order),
+            moved=displaced(tuple(step.op for step in steps if step.kind == "compute")),
             seconds=time.perf_counter() - began,
         )
         check(graph, made)
         return made
 
     def infeasible(self) -> Infeasible:
+        """What was reached: the least bytes that a plan ever needed, or, of one with a peak within the budget, those
+        that it needs once everything has a place."""
         assert self.budget is not None and self.best is not None
-        graph, line, steps = self.graph, self.best.timeline, self.best.steps
+        graph, least = self.graph, self.reached.plans[0]
+        found = self.best if self.only_places else least.found
+        line = found.timeline
         return Infeasible(
             budget=self.budget,
             lower_bound=self.bound,
-            best_peak=line.peak,
-            top=top_of_peak(graph, line, steps),
-            placed=self.placed,
-            at=graph.ops[steps[line.peak_step].op].name if line.peak_step >= 0 else "",
+            best_peak=line.peak if self.only_places else least.needs,
+            top=top_of_peak(graph, line, found.steps),
+            placed=least.needs if self.only_places else None,
+            at=graph.ops[found.steps[line.peak_step].op].name if line.peak_step >= 0 else "",
             advice=advice(graph, self.budget, line.at_peak),
         )
 
@@ -358,6 +420,13 @@ def least_time(
     redraw = _REDRAW in _means(o)
     least, in_place = _least(problem), problem.in_place
     return time_bound(graph, budget, redraw=redraw, least=least, in_place=in_place, deadline=deadline)
+
+
+def _allowed(problem: EvictionProblem, o: Options) -> Hashable:
+    """What plans may do: those that may do the same are answers for one another."""
+    only = tuple(sorted(problem.only.items()))
+    ways = (problem.means, only, problem.lossy, problem.host, problem.stuck, problem.in_place)
+    return (*ways, _REDRAW in _means(o), o.place, o.hand_out)
 
 
 def _means(o: Options) -> tuple[str, ...]:
@@ -405,17 +474,6 @@ def displaced(order: tuple[int, ...]) -> int:
     """How many ops run after another one than in the graph's own order."""
     successor = dict(pairwise(order))
     return sum(1 for k in range(len(order) - 1) if successor.get(k) != k + 1)
-
-
-def _placed(graph: Graph, line: Timeline, layout: Layout) -> int:
-    """The bytes that a plan needs once everything has a place."""
-    return max(line.peak, graph.static_bytes + layout.arena + layout.handed)
-
-
-def _layout(graph: Graph, steps: Sequence[Step], o: Options, seconds: float = _LAYOUT) -> Layout:
-    if not o.place:
-        return Layout((), 0, 0, 0)
-    return lay_out(graph, steps, hand_out=o.hand_out, seed=o.seed, seconds=min(_LAYOUT, seconds))
 
 
 def top_of_peak(

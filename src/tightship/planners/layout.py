@@ -193,9 +193,11 @@ def lay_out(
     seconds: float = 2.0,
     work: int = 400_000,
     seed: int = 0,
+    capacity: int | None = None,
 ) -> Layout:
     """Offsets for everything the steps make, in the arena and in the host pool. With ``hand_out`` the graph's
-    outputs leave the arena: they are given to the caller in memory of their own (pool ``out``)."""
+    outputs leave the arena: they are given to the caller in memory of their own (pool ``out``). ``capacity``: any
+    arena within it is small enough, and none above it."""
     rows, n = list(residences(graph, steps)), len(steps)
     ticks = _ticks(graph, steps)
     kept = graph.kept if hand_out else frozenset()
@@ -212,8 +214,9 @@ def lay_out(
         sizes = _column(r.size for r in firsts)
         sizes = -(-sizes // graph.alignment) * graph.alignment
         offsets, extent, load = portfolio.offsets(
-            lower, upper, sizes, time_limit=seconds, work_limit=work, seed=seed
-        )
+            lower, upper, sizes, time_limit=seconds, work_limit=work, seed=seed,
+            capacity=capacity if pool == "device" else None,
+        )  # fmt: skip
         for chain, o in zip(chains, offsets.tolist(), strict=True):
             for j in chain:
                 offset[j] = o

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property, reduce
 from itertools import chain, pairwise
 from typing import Any
@@ -148,6 +148,16 @@ class EvictionProblem:
     @cached_property
     def archive(self) -> Archive:
         return Archive()
+
+    @cached_property
+    def _in_order(self) -> dict[tuple[int, ...], EvictionProblem]:
+        return {}
+
+    def in_order(self, order: tuple[int, ...]) -> EvictionProblem:
+        """The same in another order; always the same problem, with what was found for it."""
+        if order not in self._in_order:
+            self._in_order[order] = replace(self, order=order)
+        return self._in_order[order]
 
     @cached_property
     def engine(self) -> Any:
@@ -306,9 +316,14 @@ class EvictionProblem:
 
     def steps(self, evict: Bits, budget: int = _UNLIMITED) -> tuple[Step, ...]:
         """The steps that carry a decision out; within ``budget``, which says when copies out must be waited for."""
-        rows, steps = list(self.engine.emit(evict, budget))[::-1], []
-        while rows:  # each is let go once it is a step
-            steps.append(self._step(*rows.pop()))
+        return self.steps_of(self.engine.emit(evict, budget))
+
+    def steps_of(self, rows: Iterable[Sequence[Any]]) -> tuple[Step, ...]:
+        """Steps as the core has them."""
+        left, steps = list(rows)[::-1], []
+        del rows
+        while left:  # each is let go once it is a step
+            steps.append(self._step(*left.pop()))
         return tuple(steps)
 
     def lower(
