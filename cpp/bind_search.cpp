@@ -99,7 +99,8 @@ template <class Search> nb::tuple searched(Engine& e, i64 limit, const Flags& st
 }
 
 nb::tuple cut(i32 nodes, const Array<i32>& tail, const Array<i32>& head, const Array<i64>& capacity,
-              i32 source, i32 sink) {
+              i32 source, i32 sink, double seconds) {
+    check::seconds(seconds);
     const i64 edges = check::count("tail", tail);
     check::number("nodes", nodes, 2, check::kMostCount, "must be from 2 to 2^28");
     check::number("source", source, 0, nodes - 1, "must be a node");
@@ -113,9 +114,16 @@ nb::tuple cut(i32 nodes, const Array<i32>& tail, const Array<i32>& head, const A
     check::within("capacity", capacity, 0, std::numeric_limits<i64>::max(), "must not be negative");
     const Network network{to_vector(tail), to_vector(head), to_vector(capacity)};
     Alarm alarm;
-    Cut found = unlocked([&] { return min_cut(nodes, network, source, sink, alarm.set()); });
+    Cut found = unlocked([&] { return min_cut(nodes, network, source, sink, alarm.set(seconds)); });
     alarm.raise();
     return nb::make_tuple(found.value, to_numpy(std::move(found.near)));
+}
+
+Result<std::uint8_t> reached_of(const Array<i32>& start, const RowsIn& edges) {
+    const i64 nodes = static_cast<i64>(edges.first.shape(0)) - 1;
+    check::rows("edges", edges, 0, nodes - 1, "must be a node");
+    check::within("start", start, 0, nodes - 1, "must be a node");
+    return to_numpy(reached(to_vector(start), to_vector(edges.first), to_vector(edges.second)));
 }
 
 // What the engine counts on beyond the rows themselves: an op touches a storage once, and defines what no
@@ -211,9 +219,10 @@ Engine* make(const RowsIn& reads, const RowsIn& needs, const RowsIn& defines, co
 }
 
 nb::tuple as_tuple(const std::vector<i32>& row) {
-    nb::list out;
-    for (i32 x : row) out.append(x);
-    return nb::tuple(out);
+    nb::tuple out = nb::steal<nb::tuple>(PyTuple_New(static_cast<Py_ssize_t>(row.size())));
+    for (std::size_t k = 0; k < row.size(); ++k)
+        PyTuple_SetItem(out.ptr(), static_cast<Py_ssize_t>(k), PyLong_FromLong(row[k]));
+    return out;
 }
 
 nb::tuple steps_of(const std::vector<Step>& steps) {
@@ -278,11 +287,13 @@ nb::tuple gaps_of(const Engine& e) {
     return nb::make_tuple(to_numpy(std::move(storage)), to_numpy(std::move(from)), to_numpy(std::move(to)));
 }
 
-Result<std::uint8_t> cut_of(const Engine& e, i32 boundary, double bytes_per_second) {
+Result<std::uint8_t> cut_of(const Engine& e, i32 boundary, double bytes_per_second, double seconds) {
+    check::seconds(seconds);
     check::number("boundary", boundary, 0, e.index().p.ops, "must be a position of the order");
     check::finite("bytes_per_second", bytes_per_second);
     Alarm alarm;
-    Bits kept = unlocked([&] { return priced_cut(e.index(), boundary, bytes_per_second, alarm.set()); });
+    Bits kept =
+        unlocked([&] { return priced_cut(e.index(), boundary, bytes_per_second, alarm.set(seconds)); });
     alarm.raise();
     return to_numpy(std::move(kept));
 }
@@ -323,8 +334,13 @@ nb::tuple relax_of(Engine& e, const RowsIn& groups, i64 limit, const Flags& star
 
 void bind_search(nb::module_& m) {
     using namespace nb::literals;
-    m.def("min_cut", &cut, "nodes"_a, "tail"_a, "head"_a, "capacity"_a, "source"_a, "sink"_a,
-          "Capacity of a minimum cut, and which nodes are on the source's side.");
+    m.def(
+        "min_cut", &cut, "nodes"_a, "tail"_a, "head"_a, "capacity"_a, "source"_a, "sink"_a,
+        "seconds"_a = std::numeric_limits<double>::infinity(),
+        "Capacity of a minimum cut, and which nodes are on the source's side; after so many seconds something that "
+        "no cut is below, and no nodes.");
+    m.def("reached", &reached_of, "start"_a, "edges"_a,
+          "Which nodes edges lead to from a start, or from one that is reached.");
     nb::class_<Engine>(m, "Engine")
         .def(nb::new_(&make), "reads"_a, "needs"_a, "defines"_a, "mutates"_a, "updates"_a, "extra"_a,
              "time"_a, "pure"_a, "fixed"_a, "size"_a, "owned"_a, "kept"_a, "order"_a, "packed"_a, "pack"_a,
@@ -354,6 +370,7 @@ void bind_search(nb::module_& m) {
              "span"_a, "work"_a, "seconds"_a, "seed"_a, "progress"_a.none())
         .def("lazy_greedy", &lazy_greedy_of, "rows"_a, "limit"_a, "start"_a, "work"_a, "seconds"_a,
              "progress"_a.none())
-        .def("priced_cut", &cut_of, "boundary"_a, "bytes_per_second"_a)
+        .def("priced_cut", &cut_of, "boundary"_a, "bytes_per_second"_a,
+             "seconds"_a = std::numeric_limits<double>::infinity())
         .def("relax", &relax_of, "groups"_a, "limit"_a, "start"_a, "work"_a, "seconds"_a);
 }

@@ -15,7 +15,7 @@ import torch
 
 from tightship.execute import allocator
 from tightship.frontends.torch import compat
-from tightship.frontends.torch.capture.lower import elementwise
+from tightship.frontends.torch.capture.lower import in_place_operands
 from tightship.frontends.torch.program import Call, dtype_of, flat, refs_in, substitute
 from tightship.graph import ALIGNMENT, Graph, Value, aligned, alignment_of
 
@@ -211,9 +211,9 @@ def _like(graph: Graph, v: int, device: str) -> Any:
 
 
 def in_place_inputs(graph: Graph, call: Call, device: str, room: Room) -> tuple[int, ...]:
-    """Which of the values that ``call`` is given, by number in the order of its arguments, its result can be
-    computed into, bit-identically. It is run that way to know."""
-    if not elementwise(call.fn) or len(call.results) != 1 or call.results[0] < 0:
+    """Which of the values that ``call`` is given, by number in the order of its arguments, its first result can be
+    computed into, with bit-identical results. It is run that way to know."""
+    if not call.results or call.results[0] < 0:
         return ()
     if allocator.kind_of(device) == "cuda":  # as `overwrites` says
         return ()
@@ -225,14 +225,16 @@ def in_place_inputs(graph: Graph, call: Call, device: str, room: Room) -> tuple[
         x = graph.values[v]
         return (x.dtype, x.shape, x.stride, x.offset) == layout
 
-    numbers = [n for n, v in enumerate(values) if alike(v)]
+    operands = in_place_operands(call.fn, call.args, call.kwargs)
+    numbers = [n for n, v in enumerate(values) if v in operands and alike(v)]
     if not numbers or result.offset or graph.storages[result.storage].pool != "device":
         return ()
     tensors, fn = _drawn(graph, call, device), compat.direct(call.fn)
 
-    def run(tensors: dict[int, Any]) -> Any:
+    def run(tensors: dict[int, Any]) -> list[Any]:
         args, kwargs = (substitute(tree, tensors.__getitem__) for tree in (call.args, call.kwargs))
-        return flat(fn(*args, **kwargs))[0]
+        made = flat(fn(*args, **kwargs))
+        return [t for t, v in zip(made, call.results, strict=True) if v >= 0]
 
     with allocator.record(allocator.kind_of(device)) as recording:
         want = run(tensors)
@@ -247,7 +249,7 @@ def _same(
     """Whether ``run`` gives ``want`` into the tensor of the value ``over`` as well, for which it ``asked``."""
     given, alignment = tensors[over], alignment_of(device)
     size = aligned(given.untyped_storage().nbytes(), alignment)
-    mine = max((k for k, e in enumerate(asked) if e.data_ptr == want.data_ptr()), default=-1)
+    mine = max((k for k, e in enumerate(asked) if e.data_ptr == want[0].data_ptr()), default=-1)
     if mine < 0 or asked[mine].nbytes != size:
         return False
     sizes, offsets, taking = [size], [0], [0]
@@ -265,9 +267,10 @@ def _same(
         laid.copy_(given)
         session.seek(1)
         found = run({**tensors, over: laid})
-        lies = found.data_ptr() == laid.data_ptr()
+        lies = found[0].data_ptr() == laid.data_ptr()
         del laid
-    return lies and session.stats.misses == 0 and bool(torch.equal(_bits(found), _bits(want)))
+    same = all(torch.equal(_bits(a), _bits(b)) for a, b in zip(found, want, strict=True))
+    return lies and session.stats.misses == 0 and same
 
 
 def _bits(tensor: Any) -> Any:

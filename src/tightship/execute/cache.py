@@ -35,7 +35,7 @@ from tightship.verify import check
 
 __all__ = ["Cache", "KeptPlans", "Measurement", "default_folder", "folder_of", "machine"]
 
-VERSION = 1
+VERSION = 2
 """Raised when measurements or plans change their meaning."""
 
 DEFAULT = "default"

@@ -8,16 +8,19 @@ first, evictions second, offsets last; when offsets do not fit, evictions are se
 
 from __future__ import annotations
 
+import gc
 import math
 import time
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, fields, replace
 from itertools import pairwise
 from typing import Any, TypedDict
 
 from tightship.analysis.bounds import lower_bound, time_bound
+from tightship.analysis.moments import peak_of
 from tightship.analysis.packing import packings
-from tightship.deadline import Deadline
+from tightship.deadline import NEVER, Deadline
 from tightship.diagnose.advice import advice
 from tightship.errors import BadInput, Infeasible
 from tightship.graph import Graph
@@ -28,7 +31,9 @@ from tightship.planners.evict.lowering import pure_random_ops
 from tightship.planners.evict.problem import MEANS, EvictionProblem, Progress
 from tightship.planners.hints import parse_hints, resolve
 from tightship.planners.layout import Layout
-from tightship.simulate import Timeline, baseline, replay
+from tightship.planners.place.greedy import MANY
+from tightship.planners.place.portfolio import CLOSE
+from tightship.simulate import Timeline, replay, unplanned
 from tightship.units import Budget, resolve_budget
 from tightship.verify import check
 
@@ -50,11 +55,17 @@ __all__ = [
 _REDRAW = "redraw"
 _TIGHTEN = 4
 """How often evictions are searched again because the placement came out larger than the peak."""
-_ORDERS = ("given", "lpmf", "sink")
-_FAR = 0.03
+_ORDERS = ("sink", "given", "lpmf")
+_FAR = 0.01
 """Orders that are tried where the fastest plan is above the least time by more than this part of it."""
-_REST = 12.0
+_LOOK, _NEARLY = 2_000_000, 1.002
+"""Ops simulated for a first look at another order, and over what time is needed already it is left at that."""
+_REST = 20.0
 """What follows the search, over what it takes to replay a graph once."""
+_SAMPLE, _SAMPLES = 4096, 16
+"""Steps that are replayed to see how long that takes: so many at least, or such a part of them."""
+_PREPARED = 0.25
+"""The part of the time before the search's end that the order may take, and of what is left then the bounds."""
 _EXACT = 1 + 1e-9
 """Times that differ by less than this factor are equal: sums in other orders."""
 
@@ -126,6 +137,20 @@ def read_options(options: PlanOptions, caller: str) -> Options:
     return Options(**options)
 
 
+@contextmanager
+def _no_collection() -> Iterator[None]:
+    """Planning makes many objects, keeps most and makes few cycles: to look for those again and again would take a
+    fourth of the time on large graphs."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
+
+
+@_no_collection()
 def plan(
     graph: Graph,
     budget: Budget | str | int | None = None,
@@ -148,11 +173,13 @@ def plan(
     if not o.gap >= 0:
         raise BadInput("a gap is a part of the time, 0 or more", o.gap, "gap")
     clock = _Clock(o.seconds)
-    before = replay(graph, baseline(graph))
-    clock.replayed()
+    before = unplanned(graph)
+    clock.replayed(before)
     budget = resolve_budget(budget, before.peak, static=graph.static_bytes)
-    problem = problem or problem_of(graph, order_of(graph, o, before.peak), o)
-    search = _Search(graph, problem, o, before, budget)
+    if problem is None:
+        order = order_of(graph, o, before.peak, clock.search.part(_PREPARED))
+        problem = problem_of(graph, order, o)
+    search = _Search(graph, problem, o, before, budget, clock.search.part(_PREPARED))
     found, layout = search.fit(progress, clock)
     name = f"{o.order}+{o.evict}" + "+portfolio" * o.place
     ended = "interrupted" if search.interrupted else search.ended(found)
@@ -168,7 +195,7 @@ def plan_steps(problem: EvictionProblem, steps: Sequence[Step], o: Options, plan
     line, placement = replay(graph, steps), floor.Placement(graph, o.place, o.hand_out, o.seed)
     layout = placement.layout(steps)
     budget = placement.needs(line, layout)
-    search = _Search(graph, problem, o, replay(graph, baseline(graph)), budget)
+    search = _Search(graph, problem, o, unplanned(graph), budget)
     return search.verified(steps, line, layout, planner, began)
 
 
@@ -180,7 +207,7 @@ def plan_alone(
 
     Raises ``Unsupported`` where the planner's decision cannot be carried out on this graph."""
     began = time.perf_counter()
-    peak = replay(graph, baseline(graph)).peak
+    peak = unplanned(graph).peak
     budget = resolve_budget(budget, peak, static=graph.static_bytes)
     lossy = bool(getattr(options, "lossy", False))
     problem = EvictionProblem(graph, tuple(range(len(graph.ops))), lossy=lossy)
@@ -201,9 +228,17 @@ class _Clock:
         self.began = time.perf_counter()
         self.deadline = self.search = Deadline(self.began + seconds)
 
-    def replayed(self) -> None:
-        """What follows the search takes so many times as long as the first replay of the graph did."""
-        self.search = Deadline(self.deadline.at - _REST * (time.perf_counter() - self.began))
+    def replayed(self, line: Timeline) -> None:
+        """What follows the search takes so many times as long as a replay of the graph, judged by a part of it; a
+        part of what is left is for the search in any case."""
+        part = line.steps[: max(_SAMPLE, len(line.steps) // _SAMPLES)]
+        begins = []
+        for steps in ((), part, ()):  # to prepare a replay takes time as well
+            begins.append(time.perf_counter())
+            replay(line.graph, steps)
+        once = max(0.0, 2 * begins[2] - begins[1] - time.perf_counter())
+        took = once * len(line.steps) / max(1, len(part))
+        self.search = Deadline(max(self.deadline.at - _REST * took, self.deadline.part(_PREPARED).at))
 
 
 @dataclass
@@ -215,6 +250,8 @@ class _Search:
     options: Options
     before: Timeline
     budget: int | None
+    deadline: Deadline = NEVER
+    """Of the bounds."""
     best: run.Evicted | None = None
     last: run.Evicted | None = None
     only_places: bool = False
@@ -228,13 +265,16 @@ class _Search:
         graph, budget, o = self.graph, self.budget, self.options
         self.placement = floor.Placement(graph, o.place, o.hand_out, o.seed)
         self.reached = floor.reached(graph, _allowed(self.problem, o))
-        self.time_bound = 0.0 if budget is None else least_time(graph, self.problem, self.options, budget)
+        self.time_bound = 0.0
+        if budget is not None:
+            self.time_bound = least_time(graph, self.problem, o, budget, self.deadline)
         self.bound = int(
             lower_bound(
                 self.graph,
                 redraw=_REDRAW in _means(self.options),
                 least=_least(self.problem),
                 in_place=self.problem.in_place,
+                deadline=self.deadline,
             )
         )
 
@@ -270,10 +310,17 @@ class _Search:
             near = best is not None and best.found.timeline.time <= self.time_bound * (1 + _FAR)
             if near or self.interrupted or clock.search.over:
                 return
-            order = tuple(range(len(self.graph.ops))) if name == "given" else run.order(name, self.graph)
-            if order not in tried:
-                tried.append(order)
-                self._searched(self.problem.in_order(order), progress, clock)
+            given = tuple(range(len(self.graph.ops)))
+            order = given if name == "given" else run.order(name, self.graph, clock.search)
+            if order in tried:
+                continue
+            tried.append(order)
+            problem = self.problem.in_order(order)
+            first = self._evict(problem, self.budget, clock.search, min(_LOOK, self.options.work), progress)
+            self.interrupted |= problem.archive.stopped
+            met = first.decision.met and best is not None
+            if best is None or (met and first.timeline.time <= best.found.timeline.time * _NEARLY):
+                self._searched(problem, progress, clock)
 
     def _searched(
         self, problem: EvictionProblem, progress: Progress | None, clock: _Clock
@@ -316,7 +363,14 @@ class _Search:
             "goal": least * (1 + o.gap) - self.before.time,
         }  # fmt: skip
         options = info.options(**{f.name: known[f.name] for f in fields(info.options) if f.name in known})
-        return run.evict(info, problem, budget, options, progress, graph=self.graph, or_keep=True)
+        many = o.place and len(self.graph.ops) > MANY  # their places span a little more than the peak
+        for limit in (budget - budget // CLOSE, budget) if many else (budget,):
+            found = run.evict(
+                info, problem, limit, options, progress, graph=self.graph, or_keep=True, verify=False
+            )
+            if found.decision.met or problem.archive.stopped:
+                break
+        return found
 
     def ended(self, found: run.Evicted) -> str:
         """Why the search ended, one of ``plan.TERMINATIONS``."""
@@ -364,10 +418,13 @@ class _Search:
         )
 
 
-def least_time(graph: Graph, problem: EvictionProblem, o: Options, budget: int) -> float:
+def least_time(
+    graph: Graph, problem: EvictionProblem, o: Options, budget: int, deadline: Deadline = NEVER
+) -> float:
     """Seconds no plan by the ways that the options allow can go below."""
     redraw = _REDRAW in _means(o)
-    return time_bound(graph, budget, redraw=redraw, least=_least(problem), in_place=problem.in_place)
+    least, in_place = _least(problem), problem.in_place
+    return time_bound(graph, budget, redraw=redraw, least=least, in_place=in_place, deadline=deadline)
 
 
 def _allowed(problem: EvictionProblem, o: Options) -> Hashable:
@@ -409,13 +466,13 @@ def problem_of(graph: Graph, order: tuple[int, ...], o: Options) -> EvictionProb
     return EvictionProblem(graph, order, means, only, o.lossy, o.host or None, chained, in_place=in_place)
 
 
-def order_of(graph: Graph, o: Options, peak: int) -> tuple[int, ...]:
+def order_of(graph: Graph, o: Options, peak: int, deadline: Deadline = NEVER) -> tuple[int, ...]:
     """The planned order, unless it needs more memory than the graph's own."""
     given = tuple(range(len(graph.ops)))
     if o.order == "given":
         return given
-    order = run.order(o.order, graph)
-    return given if replay(graph, baseline(graph, order)).peak > peak else order
+    order = run.order(o.order, graph, deadline)
+    return given if order != given and peak_of(graph, order) > peak else order
 
 
 def displaced(order: tuple[int, ...]) -> int:
