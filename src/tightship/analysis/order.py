@@ -23,6 +23,7 @@ __all__ = [
     "Ordered",
     "Rows",
     "Tables",
+    "backward_start",
     "csr",
     "dependents",
     "edges",
@@ -141,6 +142,21 @@ def is_legal(graph: Graph, order: Sequence[int]) -> bool:
     if len(at) != len(graph.ops) or len(order) != len(graph.ops):
         return False
     return all(at[b] < at[k] for k, row in enumerate(predecessors(graph)) for b in row)
+
+
+def backward_start(graph: Graph, order: Sequence[int]) -> int:
+    """The position that divides forward and backward with the fewest ops on the wrong side, the last of those; the
+    end where there is no backward. An order may take ops of the backward early: what an op is about to overwrite."""
+    late = [graph.ops[k].phase != "forward" for k in order]
+    if all(graph.ops[k].phase != "backward" for k in order):
+        return len(order)
+    wrong = least = late.count(False)  # all of them on the late side
+    best = 0
+    for i, backward in enumerate(late, start=1):
+        wrong += 1 if backward else -1
+        if wrong <= least:
+            best, least = i, wrong
+    return best
 
 
 @dataclass(frozen=True, slots=True)

@@ -55,9 +55,11 @@ __all__ = [
 _REDRAW = "redraw"
 _TIGHTEN = 4
 """How often evictions are searched again because the placement came out larger than the peak."""
-_ORDERS = ("given", "lpmf", "sink")
-_FAR = 0.03
+_ORDERS = ("sink", "given", "lpmf")
+_FAR = 0.01
 """Orders that are tried where the fastest plan is above the least time by more than this part of it."""
+_LOOK, _NEARLY = 2_000_000, 1.002
+"""Ops simulated for a first look at another order, and over what time is needed already it is left at that."""
 _REST = 20.0
 """What follows the search, over what it takes to replay a graph once."""
 _SAMPLE, _SAMPLES = 4096, 16
@@ -308,14 +310,17 @@ class _Search:
             near = best is not None and best.found.timeline.time <= self.time_bound * (1 + _FAR)
             if near or self.interrupted or clock.search.over:
                 return
-            order = (
-                tuple(range(len(self.graph.ops)))
-                if name == "given"
-                else run.order(name, self.graph, clock.search)
-            )
-            if order not in tried:
-                tried.append(order)
-                self._searched(self.problem.in_order(order), progress, clock)
+            given = tuple(range(len(self.graph.ops)))
+            order = given if name == "given" else run.order(name, self.graph, clock.search)
+            if order in tried:
+                continue
+            tried.append(order)
+            problem = self.problem.in_order(order)
+            first = self._evict(problem, self.budget, clock.search, min(_LOOK, self.options.work), progress)
+            self.interrupted |= problem.archive.stopped
+            met = first.decision.met and best is not None
+            if best is None or (met and first.timeline.time <= best.found.timeline.time * _NEARLY):
+                self._searched(problem, progress, clock)
 
     def _searched(
         self, problem: EvictionProblem, progress: Progress | None, clock: _Clock
