@@ -29,8 +29,11 @@ def graph() -> Graph:
 
 
 @pytest.mark.parametrize("share", [0.4, 0.6, 0.8])
-def test_without_any_time_a_plan_of_many_layers_is_near_the_bound(graph: Graph, share: float) -> None:
-    """Saved sets mixed layer by layer come first, and take so few replays that they never wait for more time."""
+def test_without_any_time_a_plan_of_many_layers_is_near_the_bound(
+    graph: Graph, share: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Saved sets mixed layer by layer come first, and have time of their own."""
+    monkeypatch.setattr(anneal, "_MIXED", 1.0)
     problem = EvictionProblem(graph, tuple(range(len(graph.ops))))
     budget = int(share * unplanned(graph).peak)
     found = anneal.plan(problem, budget, anneal.Options(seconds=0.0))

@@ -33,8 +33,8 @@ _HEAT, _HOTTEST = 6.0, 0.1
 _MIX, _CHAIN, _BLOCKS = 7_500_000, 7_500_000, 37_500_000
 _GREEDY, _LADDER, _RELAX = 15_000_000, 15_000_000, 4_500_000
 """Ops simulated at most for one seed of each kind."""
-_MIXED = 2e-5
-"""Seconds that mixed saved sets may take for each op, whatever the limit."""
+_MIXED, _BESIDE = 2e-5, 5_000
+"""Seconds that mixed saved sets may take for each op, and for as many more, whatever the limit."""
 _FAR = 0.01
 """So far above the goal, as a part of the step's time, dearer seeds are tried."""
 
@@ -192,7 +192,7 @@ def _mixed(search: _Search) -> Iterator[Decision]:
     """Saved sets mixed of two; where one is far from the goal, also less what it need not evict. There is time for
     that in any case: without, plans of large graphs would take much longer."""
     problem, budget = search.problem, search.budget
-    least = Deadline.after(_MIXED * len(problem.order))
+    least = Deadline.after(_MIXED * (_BESIDE + len(problem.order)))
     for d in min_cut.between(problem, budget, max(search.deadline, least, key=lambda d: d.at)):
         yield d
         if d.met:
