@@ -3,9 +3,9 @@
     python benchmarks/optimum.py [--graphs N] [--ops 2,3,4,5,6]
 
 Every graph has recomputation, results in the place of inputs, views, mutations, kept results and workspaces. Its best
-plans in both bytes and seconds are known by trying everything: by the peak alone (``peak``), with a place for everything
-in one arena (``arena``), and with results outside of the arena (``out``). A budget is each of those plans' bytes. It is
-met equally fast, met slower, missed by the search (no peak within it), or missed by the places alone.
+plans in both bytes and seconds are known by trying everything: by the peak alone (``peak``), with a place for
+everything in one arena (``arena``), and with results outside of the arena (``out``). A budget is each of those plans'
+bytes. It is met equally fast, met slower, missed by the search (no peak within it), or missed by the places alone.
 """
 
 from __future__ import annotations
