@@ -13,8 +13,8 @@ from tightship import _core
 from tightship.analysis.bounds import Relaxation, lower_bound, time_bound
 from tightship.analysis.order import csr, dependents, is_legal, predecessors, reached
 from tightship.baselines import min_cut
-from tightship.deadline import Deadline
 from tightship.graph import Graph
+from tightship.options import Deadline
 from tightship.planners import default, planner, run
 from tightship.planners.evict import anneal
 from tightship.planners.evict.problem import EvictionProblem

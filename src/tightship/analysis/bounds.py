@@ -37,8 +37,8 @@ from numpy.typing import NDArray
 from tightship import _core
 from tightship.analysis.moments import Moments
 from tightship.analysis.order import Mask, Rows, csr, edges, once, pairs, reached
-from tightship.deadline import NEVER, Deadline
 from tightship.graph import Graph
+from tightship.options import NEVER, Deadline
 from tightship.simulate import extra_bytes, unplanned
 
 __all__ = ["Bound", "Moment", "Relaxation", "lower_bound", "replayable", "runs_again", "time_bound"]

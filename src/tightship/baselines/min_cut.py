@@ -20,8 +20,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from tightship.deadline import NEVER, Deadline
-from tightship.options import option
+from tightship.options import NEVER, Deadline, option
 from tightship.planners.evict.problem import (
     DROP,
     EVICT,

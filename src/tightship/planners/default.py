@@ -21,11 +21,10 @@ from typing import Any, TypedDict
 from tightship.analysis.bounds import lower_bound, time_bound
 from tightship.analysis.moments import peak_of
 from tightship.analysis.packing import packings
-from tightship.deadline import NEVER, Deadline
 from tightship.diagnose.advice import advice
 from tightship.errors import BadInput, Infeasible
 from tightship.graph import Graph
-from tightship.options import option
+from tightship.options import NEVER, Deadline, option
 from tightship.plan import Plan, Step
 from tightship.planners import PlannerInfo, floor, planner, run
 from tightship.planners.evict.lowering import pure_random_ops

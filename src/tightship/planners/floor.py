@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 
-from tightship.deadline import Deadline
 from tightship.graph import Graph
+from tightship.options import Deadline
 from tightship.plan import Step
 from tightship.planners import run
 from tightship.planners.evict import states

@@ -11,9 +11,9 @@ from dataclasses import dataclass, fields
 from typing import Any, Protocol
 
 from tightship.analysis.order import is_legal
-from tightship.deadline import NEVER, Deadline
 from tightship.errors import BadInput
 from tightship.graph import Graph
+from tightship.options import NEVER, Deadline
 from tightship.plan import Plan, Problem, Solution, Step
 from tightship.planners import PlannerInfo, planner
 from tightship.planners.evict.lowering import drop_dead_copies, save_random_states

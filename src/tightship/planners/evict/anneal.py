@@ -17,8 +17,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 
 from tightship.baselines import chain, checkpoint, min_cut
-from tightship.deadline import Deadline
-from tightship.options import option
+from tightship.options import Deadline, option
 from tightship.planners.evict import blocks, greedy, keep, ladder
 from tightship.planners.evict.problem import OFFLOAD, Decision, EvictionProblem, Progress, best_of
 

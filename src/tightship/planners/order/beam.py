@@ -19,9 +19,8 @@ from typing import Any, Final
 
 from tightship.analysis.bounds import lower_bound
 from tightship.analysis.order import Ordered, dependents, predecessors
-from tightship.deadline import Deadline
 from tightship.graph import Graph
-from tightship.options import option
+from tightship.options import Deadline, option
 from tightship.simulate import baseline, extra_bytes, replay
 
 __all__ = ["MOST", "Options", "plan", "solve"]

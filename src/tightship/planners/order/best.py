@@ -17,9 +17,8 @@ from typing import Final
 
 from tightship.analysis.moments import Moments
 from tightship.analysis.order import Ordered, tables
-from tightship.deadline import Deadline
 from tightship.graph import Graph
-from tightship.options import option
+from tightship.options import Deadline, option
 from tightship.planners.order import beam, bfs, cuts, dfs, lpmf, sink
 
 __all__ = ["Options", "order_bound", "plan", "solve"]

@@ -22,9 +22,8 @@ import numpy as np
 
 from tightship.analysis.moments import Ints, Moments, Passing
 from tightship.analysis.order import Mask, Ordered
-from tightship.deadline import NEVER, Deadline
 from tightship.graph import Graph
-from tightship.options import option
+from tightship.options import NEVER, Deadline, option
 
 __all__ = ["Options", "Search", "plan"]
 
