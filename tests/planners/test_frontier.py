@@ -10,7 +10,7 @@ import pytest
 
 from support.chains import chain
 from support.strategies import random_graph
-from tightship import api
+from tightship import api, result
 from tightship.analysis.order import backward_start
 from tightship.baselines import checkpoint
 from tightship.cli import main
@@ -139,6 +139,8 @@ def test_a_policy_that_fails_loses_its_row_alone(monkeypatch: pytest.MonkeyPatch
     assert {o.name for o in f.others} == {"per block", "all"}
     assert [n.partition(": ")[0] for n in f.notes] == ["selective", "selective, inner"]
     assert all("computed once" in n for n in f.notes) and len(f.points) > 1
+    shown = " ".join(str(result.Frontier.of(f)).split())
+    assert all(n.partition(":")[0] in shown for n in f.notes) and "computed once" in shown
 
 
 @pytest.mark.slow

@@ -136,8 +136,10 @@ def _run(search: _Search) -> None:
         runs.until_no_gain()
     far = o.goal + _FAR * problem.engine.base_time
     if not search.ended and (not search.best.met or search.best.extra > far):
+        before = search.best
         search.take(_dear_seeds(search))
-        runs.until_no_gain()
+        if search.best is not before or not before.met:
+            runs.until_no_gain()
 
 
 @dataclass
