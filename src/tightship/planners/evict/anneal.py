@@ -138,7 +138,7 @@ def _run(search: _Search) -> None:
     if not search.ended and (not search.best.met or search.best.extra > far):
         before = search.best
         search.take(_dear_seeds(search))
-        if search.best is not before or not before.met:
+        if not before.met or search.gained(before):
             runs.until_no_gain()
 
 
