@@ -1,11 +1,13 @@
 """Time against memory on paper: plans against what PyTorch has, on the same captured steps, at equal peaks.
 
-    python benchmarks/budget.py [--quick] [--seconds X] [--models gpt6,…] [--only PART] [--execute] [--write]
+    python benchmarks/budget.py [--quick] [--seconds X] [--models gpt6,…] [--only PART] [--alone] [--execute]
+        [--write]
 
 Each model's forward and backward pass is captured on fake tensors (no memory for the model) and its ops get modeled
 times. Others are replayed on that graph by the same simulator: checkpoints around blocks, selective ones that keep
 the results of matrix products and convolutions, and what torch's activation_memory_budget saves at 1.0 to 0. For
 the peak of each of them a plan is made (``--seconds`` of search for each), and one for the least memory.
+``--alone`` plans each peer's peak a second time, without the peers' saved sets to start from.
 ``--execute`` runs plans for real and measures their peaks (see executed.py). ``--only`` takes one part: peers,
 published, activations or executed. ``--write`` puts the tables into docs/benchmarks.md; with ``--only activations``
 or ``--only executed``, that table alone.
@@ -30,9 +32,10 @@ from rich.console import Console
 
 from tightship import api, sources
 from tightship.errors import Infeasible
-from tightship.planners.default import Options
+from tightship.plan import Plan
+from tightship.planners.default import Options, plan
 from tightship.planners.frontier import Frontier, Other, extra_flops, frontier
-from tightship.units import format_bytes, format_seconds
+from tightship.units import Budget, format_bytes, format_seconds
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "benchmarks.md"
 BEGIN, END = "<!-- begin: benchmarks/budget.py -->", "<!-- end: benchmarks/budget.py -->"
@@ -209,11 +212,28 @@ def measured(make: Callable[[], Made], seconds: float, console: Console) -> Fron
     return frontier(program.graph, 2, options, saved, lambda text: console.print("  ", text))
 
 
+Alone = Mapping[str, Plan | None]
+"""By peer: a plan for as much memory by a search that knows no peer's saved set, if it found one."""
+
+
+def planned_alone(f: Frontier, seconds: float, console: Console) -> Alone:
+    """What `tightship plan` finds for the peak of every peer, each from nothing."""
+    options = Options(seconds=seconds, work=int(seconds * WORK), hand_out=False)
+    found: dict[str, Plan | None] = {}
+    for o in f.others:
+        console.print("  ", f"alone, as much memory as {o.name}")
+        try:
+            found[o.name] = plan(f.graph, Budget(bytes=o.peak), options)
+        except Infeasible:
+            found[o.name] = None
+    return found
+
+
 def percent(x: float) -> str:
     return f"{100 * x:+.1f} %"
 
 
-def markdown(title: str, f: Frontier) -> str:
+def markdown(title: str, f: Frontier, alone: Alone | None = None) -> str:
     once, full, least = f.points[0].time_before, f.points[-1].peak, f.points[0]
     lines = [
         f"### {title}",
@@ -226,6 +246,8 @@ def markdown(title: str, f: Frontier) -> str:
     ]
     for o in sorted(f.others, key=lambda o: -o.peak):
         lines.append(_row(f, o, once))
+        if alone is not None:
+            lines.append(_row_alone(f, o, alone[o.name], once))
     lines.append(
         f"| (ours, least memory) | {format_bytes(least.peak)} | | | {percent(least.time / once - 1)} | "
         f"{percent(extra_flops(f.graph, least.steps))} | {percent(least.time_bound / once - 1)} | {_least(f)} |"
@@ -243,6 +265,16 @@ def _row(f: Frontier, o: Other, once: float) -> str:
     verdict = "**behind**" if worse else "more than all" if o.peak > f.points[-1].peak else ""
     ours = f"{percent(o.ours.time / once - 1)} | {percent(extra_flops(f.graph, o.ours.steps))}"
     return f"{theirs} {ours} | {percent(max(o.ours.time_bound, once) / once - 1)} | {verdict} |"
+
+
+def _row_alone(f: Frontier, o: Other, found: Plan | None, once: float) -> str:
+    """The same peak without the peers' saved sets to start from: behind, where the search needs them."""
+    named = f"| ({o.name}: planned alone) | {format_bytes(o.peak)} | | |"
+    if found is None:
+        return f"{named} none found | | | **behind** |"
+    verdict = "**behind**" if found.time > o.time * (1 + 1e-9) else ""
+    ours = f"{percent(found.time / once - 1)} | {percent(extra_flops(f.graph, found.steps))}"
+    return f"{named} {ours} | {percent(found.time_bound / once - 1)} | {verdict} |"
 
 
 def _least(f: Frontier) -> str:
@@ -306,7 +338,11 @@ def parts_of(chosen: argparse.Namespace, console: Console) -> Iterator[tuple[str
         if name in PUBLISHED:
             yield part, published(name, 3 * seconds)
         else:
-            yield part, markdown(made[name][0], measured(made[name][1], seconds, console))
+            f = measured(made[name][1], seconds, console)
+            yield (
+                part,
+                markdown(made[name][0], f, planned_alone(f, seconds, console) if chosen.alone else None),
+            )
     if chosen.only in (None, "activations"):
         console.print("activations", style="bold")
         yield "activations", quarter(models, seconds)
@@ -322,6 +358,11 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, help="of search for each budget (default: 10; quick: 0.5)")
     parser.add_argument("--models", help="which, by name, with commas")
     parser.add_argument("--only", choices=("peers", "published", *APART), help="one part alone")
+    parser.add_argument(
+        "--alone",
+        action="store_true",
+        help="a row more for each peer: its peak, planned without the peers' saved sets",
+    )
     parser.add_argument("--execute", action="store_true", help="also run plans and measure their peaks")
     parser.add_argument(
         "--write", action="store_true", help=f"put the tables into {PAGE.parent.name}/{PAGE.name}"

@@ -8,6 +8,7 @@
 #include "bind_arrays.h"
 #include "flow.h"
 #include "search.h"
+#include "states.h"
 
 namespace nb = nanobind;
 using namespace tightship;
@@ -98,7 +99,8 @@ template <class Search> nb::tuple searched(Engine& e, i64 limit, const Flags& st
 }
 
 nb::tuple cut(i32 nodes, const Array<i32>& tail, const Array<i32>& head, const Array<i64>& capacity,
-              i32 source, i32 sink) {
+              i32 source, i32 sink, double seconds) {
+    check::seconds(seconds);
     const i64 edges = check::count("tail", tail);
     check::number("nodes", nodes, 2, check::kMostCount, "must be from 2 to 2^28");
     check::number("source", source, 0, nodes - 1, "must be a node");
@@ -112,9 +114,16 @@ nb::tuple cut(i32 nodes, const Array<i32>& tail, const Array<i32>& head, const A
     check::within("capacity", capacity, 0, std::numeric_limits<i64>::max(), "must not be negative");
     const Network network{to_vector(tail), to_vector(head), to_vector(capacity)};
     Alarm alarm;
-    Cut found = unlocked([&] { return min_cut(nodes, network, source, sink, alarm.set()); });
+    Cut found = unlocked([&] { return min_cut(nodes, network, source, sink, alarm.set(seconds)); });
     alarm.raise();
     return nb::make_tuple(found.value, to_numpy(std::move(found.near)));
+}
+
+Result<std::uint8_t> reached_of(const Array<i32>& start, const RowsIn& edges) {
+    const i64 nodes = static_cast<i64>(edges.first.shape(0)) - 1;
+    check::rows("edges", edges, 0, nodes - 1, "must be a node");
+    check::within("start", start, 0, nodes - 1, "must be a node");
+    return to_numpy(reached(to_vector(start), to_vector(edges.first), to_vector(edges.second)));
 }
 
 // What the engine counts on beyond the rows themselves: an op touches a storage once, and defines what no
@@ -210,18 +219,65 @@ Engine* make(const RowsIn& reads, const RowsIn& needs, const RowsIn& defines, co
 }
 
 nb::tuple as_tuple(const std::vector<i32>& row) {
+    nb::tuple out = nb::steal<nb::tuple>(PyTuple_New(static_cast<Py_ssize_t>(row.size())));
+    for (std::size_t k = 0; k < row.size(); ++k)
+        PyTuple_SetItem(out.ptr(), static_cast<Py_ssize_t>(k), PyLong_FromLong(row[k]));
+    return out;
+}
+
+nb::tuple steps_of(const std::vector<Step>& steps) {
     nb::list out;
-    for (i32 x : row) out.append(x);
+    for (const Step& s : steps)
+        out.append(nb::make_tuple(int(s.kind), s.op, as_tuple(s.storages), int(s.form), int(s.stream),
+                                  as_tuple(s.waits), as_tuple(s.reuses)));
     return nb::tuple(out);
 }
 
 nb::tuple emitted(Engine& e, const Flags& evict, i64 limit) {
     check_limit(limit);
-    nb::list out;
-    for (const Step& s : e.emit(bits(e, evict), limit))
-        out.append(nb::make_tuple(int(s.kind), s.op, as_tuple(s.storages), int(s.form), int(s.stream),
-                                  as_tuple(s.waits), as_tuple(s.reuses)));
-    return nb::tuple(out);
+    return steps_of(e.emit(bits(e, evict), limit));
+}
+
+// Temporaries of each op, and when it asks for each of its results: ticks of its run.
+void requests_of(StateProblem& q, const RowsIn& temporaries, const Array<i64>& size, const Array<i32>& first,
+                 const Array<i32>& last, const RowsIn& defined) {
+    const i64 ops = q.p.ops, count = check::count("size", size);
+    check::rows("temporaries", temporaries, ops, "op", 0, count - 1, "must be a temporary");
+    check::rows("defined", defined, ops, "op", -1, check::kMostCount, "must be a tick");
+    check::length("first", first, count, "temporary");
+    check::length("last", last, count, "temporary");
+    check::within("size", size, 0, check::kMost, "must be from 0 to 2^62");
+    const Rows rows_in = rows(temporaries), ticks = rows(defined);
+    for (i32 o = 0; o < ops; ++o) {
+        if (ticks.size(o) != q.p.defines.size(o))
+            check::refuse(
+                "defined of op " + std::to_string(o) + " has " + std::to_string(ticks.size(o)) + " entries",
+                "must have one per storage the op defines");
+        q.first.emplace_back(ticks.begin(o), ticks.end(o));
+        q.temporaries.emplace_back();
+        for (const i32 t : rows_in[o])
+            q.temporaries.back().push_back({size.data()[t], first.data()[t], last.data()[t]});
+    }
+}
+
+// What `search_states` finds: the steps (none: nothing), the seconds of recomputation, whether all was tried,
+// the work, and whether Ctrl-C ended it.
+nb::tuple states_of(const Engine& e, const RowsIn& before, const RowsIn& temporaries, const Array<i64>& size,
+                    const Array<i32>& first, const Array<i32>& last, const RowsIn& defined, i64 limit,
+                    bool place, bool hand_out, i64 work, double seconds, double cutoff) {
+    const Program& p = e.index().p;
+    check_limit(limit);
+    check::seconds(seconds);
+    check::seconds(cutoff);
+    check::number("ops", p.ops, 0, kMostStateOps, "must be at most 64");
+    check::rows("before", before, p.ops, "op", 0, p.ops - 1, "must be an op");
+    StateProblem q{p, rows(before), {}, {}, limit, place, hand_out};
+    requests_of(q, temporaries, size, first, last, defined);
+    Alarm alarm;
+    const StateLimits limits{check::at_most(work), cutoff, alarm.set(seconds)};
+    const StatePath found = unlocked([&] { return search_states(q, limits); });
+    return nb::make_tuple(steps_of(found.steps), found.extra, found.found, found.all, found.work,
+                          alarm.interrupted());
 }
 
 nb::tuple gaps_of(const Engine& e) {
@@ -231,11 +287,13 @@ nb::tuple gaps_of(const Engine& e) {
     return nb::make_tuple(to_numpy(std::move(storage)), to_numpy(std::move(from)), to_numpy(std::move(to)));
 }
 
-Result<std::uint8_t> cut_of(const Engine& e, i32 boundary, double bytes_per_second) {
+Result<std::uint8_t> cut_of(const Engine& e, i32 boundary, double bytes_per_second, double seconds) {
+    check::seconds(seconds);
     check::number("boundary", boundary, 0, e.index().p.ops, "must be a position of the order");
     check::finite("bytes_per_second", bytes_per_second);
     Alarm alarm;
-    Bits kept = unlocked([&] { return priced_cut(e.index(), boundary, bytes_per_second, alarm.set()); });
+    Bits kept =
+        unlocked([&] { return priced_cut(e.index(), boundary, bytes_per_second, alarm.set(seconds)); });
     alarm.raise();
     return to_numpy(std::move(kept));
 }
@@ -276,8 +334,13 @@ nb::tuple relax_of(Engine& e, const RowsIn& groups, i64 limit, const Flags& star
 
 void bind_search(nb::module_& m) {
     using namespace nb::literals;
-    m.def("min_cut", &cut, "nodes"_a, "tail"_a, "head"_a, "capacity"_a, "source"_a, "sink"_a,
-          "Capacity of a minimum cut, and which nodes are on the source's side.");
+    m.def(
+        "min_cut", &cut, "nodes"_a, "tail"_a, "head"_a, "capacity"_a, "source"_a, "sink"_a,
+        "seconds"_a = std::numeric_limits<double>::infinity(),
+        "Capacity of a minimum cut, and which nodes are on the source's side; after so many seconds something that "
+        "no cut is below, and no nodes.");
+    m.def("reached", &reached_of, "start"_a, "edges"_a,
+          "Which nodes edges lead to from a start, or from one that is reached.");
     nb::class_<Engine>(m, "Engine")
         .def(nb::new_(&make), "reads"_a, "needs"_a, "defines"_a, "mutates"_a, "updates"_a, "extra"_a,
              "time"_a, "pure"_a, "fixed"_a, "size"_a, "owned"_a, "kept"_a, "order"_a, "packed"_a, "pack"_a,
@@ -300,11 +363,14 @@ void bind_search(nb::module_& m) {
              })
         .def("profile", [](Engine& e, const Flags& evict) { return to_numpy(e.profile(bits(e, evict))); })
         .def("emit", &emitted)
+        .def("states", &states_of, "before"_a, "temporaries"_a, "size"_a, "first"_a, "last"_a, "defined"_a,
+             "limit"_a, "place"_a, "hand_out"_a, "work"_a, "seconds"_a, "cutoff"_a)
         .def("greedy", &greedy_of, "limit"_a, "start"_a, "work"_a, "seconds"_a, "progress"_a.none())
         .def("anneal", &anneal_of, "groups"_a, "twins"_a, "families"_a, "limit"_a, "start"_a, "heat"_a,
              "span"_a, "work"_a, "seconds"_a, "seed"_a, "progress"_a.none())
         .def("lazy_greedy", &lazy_greedy_of, "rows"_a, "limit"_a, "start"_a, "work"_a, "seconds"_a,
              "progress"_a.none())
-        .def("priced_cut", &cut_of, "boundary"_a, "bytes_per_second"_a)
+        .def("priced_cut", &cut_of, "boundary"_a, "bytes_per_second"_a,
+             "seconds"_a = std::numeric_limits<double>::infinity())
         .def("relax", &relax_of, "groups"_a, "limit"_a, "start"_a, "work"_a, "seconds"_a);
 }

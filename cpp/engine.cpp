@@ -52,6 +52,15 @@ bool Engine::passes(i32 s) const {
     return to == kDrop || (to == kPass && x_.touches.item[next] > s_.position + horizon_);
 }
 
+// Whether a storage restored after its last touch, which several recomputations may read, is kept for them
+// until the op that asked for it has run.
+bool Engine::held(i32 s) const {
+    if (!x_.shared[s] || has_touch(s)) return false;
+    for (i64 j = x_.touches.start[s + 1] - 2; j >= x_.touches.start[s]; --j)
+        if (const i32 gap = x_.gap_of[j]; gap >= 0) return s_.decisions[gap] != kDrop;
+    return true;
+}
+
 // Whether the stay of `s` ends with its touch at this position, its bytes free at once.
 bool Engine::departs(i32 s, i32 at) const {
     if (x_.p.owned[s] || !s_.resident[s] || s_.pin[s]) return false;
@@ -75,8 +84,7 @@ void Engine::take_places(i32 op, i32 at, i32 wanted) {
         if (x_.p.kept[b] || !s_.resident[a] || taken(a, 0) || taken(b, 1)) continue;
         if (at >= 0) {
             if (!departs(a, at)) continue;
-        } else if (b != wanted || s_.resident[b] || s_.pin[a] != 1 || !passes(a) ||
-                   (x_.shared[a] && !has_touch(a))) {
+        } else if (b != wanted || s_.resident[b] || s_.pin[a] != 1 || !passes(a) || held(a)) {
             continue;
         }
         reused_.push_back(a);
@@ -162,7 +170,7 @@ void Engine::end_replay(const Restoring& r) {
     if (r.ok) recompute(op, r.storage);
     for (auto t = x_.p.reads.begin(op); t != x_.p.reads.end(op); ++t) {
         if (skips(op, r.storage, *t) || --s_.pin[*t] > 0 || !r.ok || !passes(*t)) continue;
-        if (x_.shared[*t] && !has_touch(*t)) held_.push_back(*t);
+        if (held(*t)) held_.push_back(*t);
         else copies_.leave(*t);
     }
 }

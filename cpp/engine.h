@@ -8,9 +8,10 @@
 // earlier when a recomputation needs it, by running its recipe (every op that writes it, in order) again.
 // What a recipe reads is restored first, recursively. What was restored for a recomputation stays until its
 // next touch; with kPass only if that touch is within the horizon (so that recomputing through several layers
-// does not fill memory with all of them), with kDrop not even then; otherwise, and without a next touch, it
-// is dropped as soon as nothing under way needs it. What cannot be made again and is read by a recipe stays
-// until the last recomputation that reads it: a first pass finds out until when, a second one counts.
+// does not fill memory with all of them), with kDrop not even then; otherwise it is dropped as soon as
+// nothing under way needs it. After its last touch, what several ops read stays for all recomputations before
+// one op, and with kDrop in its last gap for one of them. What cannot be made again and is read by a recipe
+// stays until the last recomputation that reads it: a first pass finds out until when, a second one counts.
 //
 // In-place reuse is no decision: where an op may write a result over an input whose stay ends with that very
 // run, it does, and the bytes count once.
@@ -93,6 +94,7 @@ class Engine {
     bool beyond_cutoff() const;
     void release();
     bool passes(i32 storage) const;
+    bool held(i32 storage) const;
     bool departs(i32 storage, i32 position) const;
     void take_places(i32 op, i32 position, i32 wanted);
     i64 made(i32 op) const;

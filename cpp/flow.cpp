@@ -12,6 +12,8 @@ i64 plus(i64 a, i64 b) {
     return b > std::numeric_limits<i64>::max() - a ? std::numeric_limits<i64>::max() : a + b;
 }
 
+constexpr i64 kAskEvery = 4096;  // paths
+
 class Dinic {
   public:
     Dinic(i32 nodes, const Network& of) : n_(nodes), first_(nodes + 1, 0), level_(nodes), at_(nodes) {
@@ -28,10 +30,10 @@ class Dinic {
 
     Cut run(i32 source, i32 sink, const Watch& watch) {
         Cut cut;
-        while (label(source), level_[sink] >= 0) {
-            if (watch()) return {0, {}, false};
+        while (label(source, sink), level_[sink] >= 0) {
             std::copy(first_.begin(), first_.end() - 1, at_.begin());
-            cut.value = plus(cut.value, push(source, sink));
+            cut.value = plus(cut.value, push(source, sink, watch));
+            if (stopped_ || watch()) return {cut.value, {}, false};
         }
         for (i32 level : level_) cut.near.push_back(level >= 0);
         return cut;
@@ -44,12 +46,13 @@ class Dinic {
     std::vector<i64> back_, room_;
     std::vector<i32> level_;
     std::vector<i64> at_;
+    bool stopped_ = false;
 
-    void label(i32 source) {
+    void label(i32 source, i32 sink) {
         std::fill(level_.begin(), level_.end(), -1);
         std::vector<i32> queue{source};
         level_[source] = 0;
-        for (std::size_t q = 0; q < queue.size(); ++q) {
+        for (std::size_t q = 0; q < queue.size() && level_[sink] < 0; ++q) {
             const i32 v = queue[q];
             for (i64 e = first_[v]; e < first_[v + 1]; ++e)
                 if (room_[e] > 0 && level_[to_[e]] < 0)
@@ -58,8 +61,8 @@ class Dinic {
     }
 
     // A blocking flow, with an explicit stack.
-    i64 push(i32 source, i32 sink) {
-        i64 total = 0;
+    i64 push(i32 source, i32 sink, const Watch& watch) {
+        i64 total = 0, found = 0;
         std::vector<i64> path;
         i32 v = source;
         for (;;) {
@@ -74,6 +77,10 @@ class Dinic {
                 total = plus(total, flow);
                 v = to_[back_[path[keep]]];  // go on from the first edge that is full now
                 path.resize(keep);
+                if (++found % kAskEvery == 0 && watch()) {
+                    stopped_ = true;
+                    return total;
+                }
                 continue;
             }
             i64& e = at_[v];
@@ -95,6 +102,19 @@ class Dinic {
 };
 
 }  // namespace
+
+std::vector<std::uint8_t> reached(const std::vector<i32>& start, const std::vector<i64>& rows,
+                                  const std::vector<i32>& heads) {
+    std::vector<std::uint8_t> seen(rows.size() - 1, 0);
+    std::vector<i32> stack = start;
+    while (!stack.empty()) {
+        const i32 v = stack.back();
+        stack.pop_back();
+        for (i64 e = rows[v]; e < rows[v + 1]; ++e)
+            if (!seen[heads[e]]) seen[heads[e]] = 1, stack.push_back(heads[e]);
+    }
+    return seen;
+}
 
 Cut min_cut(i32 nodes, const Network& network, i32 source, i32 sink, const Watch& watch) {
     return Dinic(nodes, network).run(source, sink, watch);

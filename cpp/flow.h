@@ -1,4 +1,5 @@
-// Minimum cut of a network with integer capacities: Dinic's maximum flow (1970).
+// Minimum cut of a network with integer capacities: Dinic's maximum flow (1970); and what is reached along
+// edges.
 #pragma once
 
 #include <vector>
@@ -20,11 +21,16 @@ struct Network {
 };
 
 struct Cut {
-    i64 value = 0;                   // capacity of the cut
+    i64 value = 0;  // capacity of the cut; where the watch stopped it, of a flow: no cut has less
     std::vector<std::uint8_t> near;  // by node: on the source's side of the cut nearest to the source
-    bool complete = true;            // false: the watch stopped it, and the rest means nothing
+    bool complete = true;            // false: the watch stopped it, and `near` is empty
 };
 
 Cut min_cut(i32 nodes, const Network& network, i32 source, i32 sink, const Watch& watch);
+
+// Which nodes an edge leads to, from one of `start` or from another that is reached. Row v of the edges:
+// where they lead from node v.
+std::vector<std::uint8_t> reached(const std::vector<i32>& start, const std::vector<i64>& rows,
+                                  const std::vector<i32>& heads);
 
 }  // namespace tightship

@@ -83,7 +83,7 @@ Found relax(Engine& engine, const Rows& groups, i64 limit, const Bits& start, co
 // For each storage whether it is one to keep, of those made before position `boundary` and read at it or
 // later: minimizes bytes kept + bytes_per_second * seconds of ops to recompute, over all sets from which the
 // rest can be made (exactly: a closure problem, solved as a minimum cut). Ops that only feed what is read
-// after the boundary cost nothing: they can run there.
+// after the boundary cost nothing: they can run there. Empty where the watch stopped it.
 std::vector<std::uint8_t> priced_cut(const Index& index, i32 boundary, double bytes_per_second,
                                      const Watch& watch);
 

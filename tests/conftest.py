@@ -13,6 +13,14 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # for the processes that tests st
 
 
 @pytest.fixture(autouse=True, scope="session")
+def _own_cache(tmp_path_factory: pytest.TempPathFactory):
+    """Measurements and plans of tests are kept away from the user's."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TIGHTSHIP_CACHE", str(tmp_path_factory.mktemp("cache")))
+        yield
+
+
+@pytest.fixture(autouse=True, scope="session")
 def _one_thread():
     try:
         import torch

@@ -54,18 +54,19 @@ Say = Callable[[str], None]
 @dataclass(frozen=True)
 class PlanRequest:
     """A plan of ``graph`` within ``budget``, by the default planner or by the one named ``planner`` alone, with that
-    planner's ``options``."""
+    planner's ``options``. ``cache``: the folder that plans of the default planner are kept in."""
 
     graph: Graph
     budget: BudgetLike = None
     planner: str | None = None
     options: Mapping[str, object] = field(default_factory=dict)
+    cache: Path | str | None = None
 
     def solve(self, progress: Progress | None = None) -> Planned:
         """The verified plan. Raises ``Infeasible``, ``BadInput`` for names and options that there are not."""
         graph, budget = self.graph, self.budget
         if self.planner is None:
-            return Planned(advised(graph, budget, plan_options(graph, self.options), progress), graph)
+            return Planned(self._by_default(plan_options(graph, self.options), progress), graph)
         known = systems()
         if self.planner not in known:
             rule = f"unknown planner {self.planner!r}: those that plan alone are {', '.join(sorted(known))}"
@@ -77,6 +78,13 @@ class PlanRequest:
         plan: Plan = info.plan(graph, options)
         limit = resolve_budget(budget, plan.peak_before, static=plan.static)
         return Planned(replace(plan, budget=limit), graph)
+
+    def _by_default(self, options: Options, progress: Progress | None) -> Plan:
+        if self.cache is None:
+            return advised(self.graph, self.budget, options, progress)
+        from tightship.execute.cache import KeptPlans, folder_of
+
+        return KeptPlans(folder_of(self.cache), options)(self.graph, self.budget, progress)
 
 
 @dataclass(frozen=True)
@@ -215,8 +223,8 @@ def plan(
     times and without its weights ever existing; otherwise each op is measured once, on tensors made for it. The
     path of an ONNX model or a TensorFlow graph is planned for the sizes that ``sample`` gives its dimensions
     (``batch=4,seq=128``, or a mapping). ``budget`` is bytes, text (``6GiB``), or a percentage of the
-    unplanned peak (``60%``). ``cache`` is the folder measurements are kept in, ``options`` are the default
-    planner's.
+    unplanned peak (``60%``). ``cache`` is the folder measurements and plans are kept in,
+    ``options`` are the default planner's.
 
     Raises ``Infeasible`` when no plan meets the budget, ``BadInput`` and ``Unsupported`` for what cannot be
     planned.
@@ -229,6 +237,7 @@ def plan(
         graph = _alone(model, sample)
     else:
         graph = ModelStep(model, sample, loss_fn, optimizer, train).program(cache).graph
+        return PlanRequest(graph, budget, options=options, cache=cache).solve(progress)
     return plan_graph(graph, budget, progress=progress, **options)
 
 

@@ -22,6 +22,10 @@ __all__ = [
 
 _SHOWN_VALUE: Final = 120  # characters of an offending value that a message repeats
 _SHOWN_VIOLATIONS: Final = 10
+_OF_THESE_OPS: Final = (
+    "the lower bound is that of these ops, run one by one; "
+    "the same model as other ops (fused, compiled) may need less"
+)
 
 
 class _Missing:
@@ -92,11 +96,11 @@ class UnknownAlias(BadInput):
 class Infeasible(TightshipError):
     """No plan within the budget was found, or none exists.
 
-    ``best_peak`` is the least peak reached, ``lower_bound`` one that no plan can go below: if it is above the
-    budget, the budget cannot be met by any plan. ``placed``: the fewest bytes that a plan with a peak within
-    the budget needed once everything in it had a place, if there was such a plan. ``top`` are the values that
-    make up the best peak, largest first, each as (name, bytes, "module path · source line"), ``at`` is the op
-    that runs then, ``advice`` what else may help.
+    ``best_peak`` is the least peak reached, ``lower_bound`` one that no plan of this graph can go below, its ops run
+    one by one: if it is above the budget, no plan can meet it, though another graph of the model may. ``placed``:
+    the fewest bytes that a plan with a peak within the budget needed once everything in it had a place, if there was
+    such a plan. ``top`` are the values that make up the best peak, largest first, each as (name, bytes, "module path
+    · source line"), ``at`` is the op that runs then, ``advice`` what else may help.
     """
 
     exit_status: ClassVar[int] = 1
@@ -130,7 +134,7 @@ class Infeasible(TightshipError):
 
     @property
     def impossible(self) -> bool:
-        """Whether it is proved that no plan meets the budget (otherwise: none was found)."""
+        """Whether it is proved that no plan of these ops meets the budget (otherwise: none was found)."""
         return self.lower_bound > self.budget
 
     def _message(self) -> str:
@@ -144,6 +148,8 @@ class Infeasible(TightshipError):
             f"{verdict} of {_bytes(self.budget)}: the lower bound is {_bytes(self.lower_bound)}, "
             f"the best peak reached {_bytes(self.best_peak)}, {beside}"
         ]
+        if self.impossible:
+            lines.append(_OF_THESE_OPS)
         if self.top:
             where = f", reached while {self.at} runs" if self.at else ""
             lines.append(f"values that make up the best peak{where}:")

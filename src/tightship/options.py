@@ -1,17 +1,29 @@
-"""Options of a planner: fields of its ``Options`` dataclass that carry their own help text, and as the command line
-has them, with their types and defaults."""
+"""What a planner is given besides its problem: options, fields of its ``Options`` dataclass that carry their own help
+text, as the command line has them, too; and a deadline, one clock for all stages of planning."""
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
+import math
+import time
 from collections.abc import Mapping
 from typing import Any, TypeVar, get_type_hints
 
 from tightship.errors import BadInput
 from tightship.units import MAX_BYTES
 
-__all__ = ["add_options", "filled", "flag_of", "given_options", "help_of", "model_options", "option"]
+__all__ = [
+    "NEVER",
+    "Deadline",
+    "add_options",
+    "filled",
+    "flag_of",
+    "given_options",
+    "help_of",
+    "model_options",
+    "option",
+]
 
 T = TypeVar("T")
 
@@ -38,6 +50,37 @@ def filled(options: type[T], given: Mapping[str, Any], owner: str, place: str = 
         names = ", ".join(known) or "none"
         raise BadInput(f"unknown option {unknown[0]!r} of {owner}: its options are {names}", place=place)
     return options(**given)
+
+
+# --- when work must end ---
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Deadline:
+    """A moment of the wall clock (`time.perf_counter`). A deadline only ends work: limits of work decide what is done
+    before, so that a plan made in time is the same everywhere."""
+
+    at: float = math.inf
+
+    @staticmethod
+    def after(seconds: float) -> Deadline:
+        return Deadline(time.perf_counter() + seconds)
+
+    @property
+    def left(self) -> float:
+        """Seconds until then, at least zero."""
+        return max(0.0, self.at - time.perf_counter())
+
+    @property
+    def over(self) -> bool:
+        return time.perf_counter() >= self.at
+
+    def part(self, share: float) -> Deadline:
+        """The moment at which this share of what is left is over."""
+        return Deadline.after(share * self.left) if self.at < math.inf else self
+
+
+NEVER = Deadline()
 
 
 # --- on the command line ---

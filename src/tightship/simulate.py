@@ -11,20 +11,22 @@ kind of step means, bytes and time included.
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import cached_property
 from typing import NoReturn
 
 from tightship.errors import BadInput
 from tightship.graph import Graph, Op
 from tightship.plan import Step
 
-__all__ = ["Timeline", "baseline", "extra_bytes", "replay"]
+__all__ = ["Timeline", "baseline", "extra_bytes", "replay", "unplanned"]
 
 
 @dataclass(frozen=True)
 class Timeline:
-    """What a list of steps costs.
+    """What a list of steps of a graph costs.
 
     ``during[i]`` device bytes in use while step ``i`` runs, ``resident[i]`` bytes left after it. ``spans[i]`` are the
     seconds at which it begins and ends. ``time`` is seconds until the last stream ends, ``compute_time`` those that
@@ -32,15 +34,35 @@ class Timeline:
     (storage, bytes), storage -1 for what the op at the peak needs while it runs, and saved random states.
     """
 
-    during: tuple[int, ...]
-    resident: tuple[int, ...]
     peak: int
     peak_step: int
     time: float
     compute_time: float
     host_peak: int
-    at_peak: tuple[tuple[int, int], ...]
-    spans: tuple[tuple[float, float], ...] = ()
+    graph: Graph = field(repr=False, compare=False)
+    steps: tuple[Step, ...] = field(repr=False, compare=False)
+    levels: array[int] = field(repr=False)
+    """``during`` as an array; ``left`` is ``resident`` as one, ``begins`` and ``ends`` are ``spans``."""
+    left: array[int] = field(repr=False)
+    begins: array[float] = field(repr=False)
+    ends: array[float] = field(repr=False)
+
+    @cached_property
+    def during(self) -> tuple[int, ...]:
+        return tuple(self.levels)
+
+    @cached_property
+    def resident(self) -> tuple[int, ...]:
+        return tuple(self.left)
+
+    @cached_property
+    def spans(self) -> tuple[tuple[float, float], ...]:
+        return tuple(zip(self.begins, self.ends, strict=True))
+
+    @cached_property
+    def at_peak(self) -> tuple[tuple[int, int], ...]:
+        """Found when it is asked for: it takes another replay."""
+        return _at_peak(self.graph, self.steps[: self.peak_step + 1])
 
 
 def extra_bytes(op: Op) -> int:
@@ -49,31 +71,39 @@ def extra_bytes(op: Op) -> int:
 
 
 def _need(graph: Graph) -> int:
-    """The most bytes a called graph needs beyond its inputs, found once for each graph: calls within calls would be
-    replayed again at every level."""
+    """The most bytes a called graph needs beyond its inputs."""
+    return unplanned(graph).peak - graph.static_bytes
+
+
+def unplanned(graph: Graph) -> Timeline:
+    """What the graph costs in its own order with everything kept, found once for each graph."""
     known = graph.__dict__  # where cached properties are kept as well
-    if "_need" not in known:
-        known["_need"] = replay(graph, baseline(graph)).peak - graph.static_bytes
-    need: int = known["_need"]
-    return need
+    if "_unplanned" not in known:
+        known["_unplanned"] = replay(graph, baseline(graph))
+    line: Timeline = known["_unplanned"]
+    return line
 
 
 def baseline(graph: Graph, order: Sequence[int] | None = None) -> tuple[Step, ...]:
     """The steps that keep everything: each op once in ``order``, every storage freed after its last use."""
-    uses = graph.uses
+    reads, defines, mutates = graph.uses.reads, graph.uses.defines, graph.uses.mutates
     order = range(len(graph.ops)) if order is None else order
-    last: dict[int, int] = {}
-    for k in order:
-        for s in (*uses.reads[k], *uses.defines[k], *uses.mutates[k]):
-            last[s] = k
     stay = graph.static | graph.kept
+    last = [-1] * len(graph.storages)
+    for k in order:
+        for s in reads[k]:
+            last[s] = k
+        for s in defines[k]:
+            last[s] = k
+        for s in mutates[k]:
+            last[s] = k
+    for s in stay:
+        last[s] = -1
     steps = []
     for k in order:
-        steps.append(Step("compute", op=k))
-        touched = dict.fromkeys((*uses.reads[k], *uses.defines[k]))
-        dead = tuple(s for s in touched if last[s] == k and s not in stay)
-        if dead:
-            steps.append(Step("free", storages=dead))
+        steps.append(Step("compute", k))
+        if dead := tuple([s for row in (reads[k], defines[k]) for s in row if last[s] == k]):
+            steps.append(Step("free", -1, dead))
     return tuple(steps)
 
 
@@ -83,6 +113,7 @@ class _Machine:
     def __init__(self, graph: Graph) -> None:
         self.graph, self.uses, self.machine = graph, graph.uses, graph.machine
         n = len(graph.storages)
+        self.size = [s.size for s in graph.storages]
         self.full = [False] * n
         self.version = [0] * n
         self.packed = [0] * n
@@ -92,8 +123,8 @@ class _Machine:
             self.full[s] = True
         self.live = graph.static_bytes
         self.host_live = self.host_peak = 0
-        self.clock: dict[int, float] = {}
-        self.spans: list[tuple[float, float]] = []
+        self.clock: dict[int, float] = {0: 0.0}
+        self.begins, self.ends = array("d"), array("d")
         self.compute_time = 0.0
         self.ran = [False] * len(graph.ops)
         self.saved: set[int] = set()  # ops whose random state is resident
@@ -106,25 +137,27 @@ class _Machine:
 
     def step(self, i: int, step: Step) -> int:
         """Apply one step; returns the bytes in use while it runs."""
-        if not all(0 <= s < len(self.full) for s in step.storages):
-            self.fail("a step's storages are indices of Graph.storages", step.storages, i)
-        if not all(0 <= w < i for w in step.waits):
+        kind, storages = step.kind, step.storages
+        if storages and not (min(storages) >= 0 and max(storages) < len(self.full)):
+            self.fail("a step's storages are indices of Graph.storages", storages, i)
+        if step.waits and not (min(step.waits) >= 0 and max(step.waits) < i):
             self.fail("a step waits for earlier steps", step.waits, i)
-        if step.op >= len(self.ran) or (step.op < 0 and step.kind in ("compute", "recompute")):
+        runs = kind in ("compute", "recompute")
+        if step.op >= len(self.ran) or (step.op < 0 and runs):
             self.fail("a step's op is an index of Graph.ops", step.op, i)
-        if step.kind in ("compute", "recompute"):
+        if runs:
             return self.run(i, step)
-        if step.kind == "free":
+        if kind == "free":
             return self.free(i, step)
-        if step.kind in ("offload", "fetch", "compress", "decompress"):
+        if kind in ("offload", "fetch", "compress", "decompress"):
             return self.move(i, step)
-        self.fail("a step's kind is one of plan.KINDS", step.kind, i)
+        self.fail("a step's kind is one of plan.KINDS", kind, i)
 
     def run(self, i: int, step: Step) -> int:
         """Run the op of a compute or recompute step; returns the bytes in use while it runs."""
-        again = step.kind == "recompute"
-        op, k = self.graph.ops[step.op], step.op
-        if again != self.ran[k]:
+        k = step.op
+        again, op, made = step.kind == "recompute", self.graph.ops[k], self.uses.defines[k]
+        if again is not self.ran[k]:
             self.fail("an op is computed once, and recomputed only after that", op.name, i)
         if again and (op.effect or (op.random and k not in self.saved)):
             self.fail(
@@ -133,39 +166,48 @@ class _Machine:
         if step.saves and (again or not op.state):
             self.fail("a state is saved when a random op that has one is computed", op.name, i)
         self.ran[k] = True
-        skip = set(op.updates) if again else set()
-        for s, need in zip(self.uses.reads[k], self.uses.needs[k], strict=True):
-            if s in skip:
-                continue
-            if not self.full[s]:
-                self.fail("an op's inputs are resident when it runs", f"{op.name} reads {self.name(s)}", i)
-            if self.version[s] != need:
-                self.fail("an op sees the contents it saw at first", f"{op.name} reads {self.name(s)}", i)
-        for v in op.inputs:
-            maker = self.uses.maker[v]
-            if maker >= 0 and not self.ran[maker]:  # a view: what makes or writes storages is in versions
-                read = f"{op.name} reads {self.graph.values[v].name}"
-                self.fail("a value is read after the op it is a result of", read, i)
+        skip = op.updates if again else ()
+        self.read(i, k, op, skip)
         for s in self.uses.mutates[k]:
             if s not in skip:
                 self.version[s] += 1
-        made = self.uses.defines[k]
         state = op.state if step.saves or again else 0
-        self.overwrite(i, step)
-        during = self.live + sum(self.graph.storages[s].size for s in made) + extra_bytes(op) + state
+        if step.reuses:
+            self.overwrite(i, step)
+        during = self.live + extra_bytes(op) + state
+        for s in made:
+            during += self.size[s]
         if step.saves:
             self.saved.add(k)
             self.live += op.state
         for s in step.storages if again else made:
-            if s not in made or self.full[s]:
+            if self.full[s] or s not in made:
                 self.fail("a recomputation restores what is not resident", self.name(s), i)
             self.full[s], self.version[s] = True, 1
-            self.live += self.graph.storages[s].size
+            self.live += self.size[s]
         # To save takes one move of the state; to set it aside, set the saved one and put it back takes three.
-        seconds = op.time + self.machine.state * (int(step.saves) + 3 * int(again and op.random))
+        seconds = op.time
+        if op.random:
+            seconds += self.machine.state * (int(step.saves) + 3 * int(again))
         self.compute_time += seconds
         self.advance(step, seconds)
         return during
+
+    def read(self, i: int, k: int, op: Op, skip: tuple[int, ...]) -> None:
+        """What an op reads is there, as it was when the op first ran."""
+        full, version, ran, maker = self.full, self.version, self.ran, self.uses.maker
+        for s, need in zip(self.uses.reads[k], self.uses.needs[k], strict=True):
+            if full[s] and version[s] == need:
+                continue
+            if s in skip:
+                continue
+            if not full[s]:
+                self.fail("an op's inputs are resident when it runs", f"{op.name} reads {self.name(s)}", i)
+            self.fail("an op sees the contents it saw at first", f"{op.name} reads {self.name(s)}", i)
+        for v in op.inputs:
+            if maker[v] >= 0 and not ran[maker[v]]:  # a view: what makes or writes storages is in versions
+                read = f"{op.name} reads {self.graph.values[v].name}"
+                self.fail("a value is read after the op it is a result of", read, i)
 
     def overwrite(self, i: int, step: Step) -> None:
         """End the stays whose places results take."""
@@ -181,13 +223,13 @@ class _Machine:
                 self.fail(rule, f"{op.name} reads {self.name(a)}", i)
             taken.add(b)
             self.full[a] = False
-            self.live -= self.graph.storages[a].size
+            self.live -= self.size[a]
 
     def move(self, i: int, step: Step) -> int:
         """Offload, fetch, compress, decompress: one form made from another."""
         seconds = lost = 0.0
         for s in step.storages:
-            size = self.graph.storages[s].size
+            size = self.size[s]
             seconds += self.machine.seconds(step.kind, size, step.codec)
             lost += self.machine.lost(size)
             there = {"offload": self.full[s], "compress": self.full[s], "fetch": self.host[s]}
@@ -232,30 +274,32 @@ class _Machine:
             self.saved.remove(step.op)
             self.live -= self.graph.ops[step.op].state
         for s in step.storages:
-            size = self.graph.storages[s].size
-            if s in self.graph.static and step.form == "full":
+            if step.form == "full" and s in self.graph.static:
                 self.fail("the caller's storages are not freed", self.name(s), i)
-            if step.form == "host" and self.host[s]:
+            if step.form == "full" and self.full[s]:
+                self.full[s] = False
+                self.live -= self.size[s]
+            elif step.form == "host" and self.host[s]:
                 self.host[s] = False
-                self.host_live -= size
+                self.host_live -= self.size[s]
             elif step.form == "packed" and self.packed[s]:
                 self.live -= self.packed[s]
                 self.packed[s] = 0
-            elif step.form == "full" and self.full[s]:
-                self.full[s] = False
-                self.live -= size
             else:
                 self.fail("only what is resident is freed", f"{self.name(s)} ({step.form})", i)
         self.advance(step, 0.0)
         return before
 
     def advance(self, step: Step, seconds: float) -> None:
-        start = max([self.clock.get(step.stream, 0.0), *(self.spans[w][1] for w in step.waits)])
-        self.clock[step.stream] = start + seconds
-        self.spans.append((start, start + seconds))
+        start = self.clock.get(step.stream, 0.0)
+        if step.waits:
+            start = max(start, *(self.ends[w] for w in step.waits))
+        self.clock[step.stream] = end = start + seconds
+        self.begins.append(start)
+        self.ends.append(end)
 
     def residents(self) -> list[tuple[int, int]]:
-        rows = [(s, self.graph.storages[s].size) for s, f in enumerate(self.full) if f]
+        rows = [(s, self.size[s]) for s, f in enumerate(self.full) if f]
         return rows + [(s, b) for s, b in enumerate(self.packed) if b]
 
 
@@ -265,8 +309,7 @@ def replay(graph: Graph, steps: Sequence[Step]) -> Timeline:
     Raises ``BadInput`` naming the step where the steps break a rule (``verify`` collects all violations).
     """
     m = _Machine(graph)
-    during: list[int] = []
-    resident: list[int] = []
+    during, resident = array("q"), array("q")
     peak, peak_step = m.live, -1
     for i, step in enumerate(steps):
         now = m.step(i, step)
@@ -275,15 +318,17 @@ def replay(graph: Graph, steps: Sequence[Step]) -> Timeline:
         during.append(now)
         resident.append(m.live)
     return Timeline(
-        tuple(during),
-        tuple(resident),
         peak,
         peak_step,
         max(m.clock.values(), default=0.0),
         m.compute_time,
         m.host_peak,
-        _at_peak(graph, steps[: peak_step + 1]),
-        tuple(m.spans),
+        graph,
+        tuple(steps),
+        during,
+        resident,
+        m.begins,
+        m.ends,
     )
 
 

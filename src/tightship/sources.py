@@ -114,7 +114,7 @@ def torch_saved(program: object) -> dict[str, frozenset[int]]:
         return {}
     try:
         return {f"torch {budget:g}": saved for budget, saved in saved_sets(program).items()}
-    except Unsupported:
+    except TightshipError:
         return {}
 
 

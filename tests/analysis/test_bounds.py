@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from support.chains import chain
-from support.optimum import least_extra
+from support.optimum import least_extra, optimum
 from support.strategies import random_graph
 from tightship import _core
 from tightship.analysis.bounds import Relaxation, lower_bound, time_bound
@@ -147,3 +147,19 @@ def test_every_moment_bounds_alone() -> None:
     relaxed = Relaxation(graph)
     peak = replay(graph, baseline(graph)).peak
     assert all(relaxed.least_bytes(relaxed.moment(k)) <= peak for k in range(len(graph.ops)))
+
+
+def test_a_result_that_may_be_made_before_or_after_is_there_or_what_it_is_made_of() -> None:
+    """A drawn mask and a result made of it alone, beside a large op that needs neither of them then."""
+    sizes = {"x": 64, "mask": 6400, "y": 64, "result": 6400, "z": 64}
+    storages = tuple(Storage(name, size) for name, size in sizes.items())
+    values = tuple(Value(name, k) for k, name in enumerate(sizes))
+    ops = (
+        Op("draw", "draw", (0,), (1,), random=True, time=1.0),
+        Op("y", "f", (0, 1), (2,), time=1.0),
+        Op("result", "g", (1,), (3,), time=1.0),
+        Op("z", "large", (2,), (4,), workspace=12800, time=1.0),
+    )
+    graph = Graph(ops, values, storages, (0,), (3, 4))
+    (best,) = optimum(graph)
+    assert lower_bound(graph, redraw=False) == best.nbytes == 64 + 6400 + 64 + 64 + 12800

@@ -20,6 +20,7 @@ from tightship.execute.fit import fit  # noqa: E402
 from tightship.execute.interpreter import Executor  # noqa: E402
 from tightship.frontends.torch.capture import lower  # noqa: E402
 from tightship.frontends.torch.capture.step import capture_step  # noqa: E402
+from tightship.frontends.torch.program import Ref  # noqa: E402
 from tightship.planners import default  # noqa: E402
 
 aten = torch.ops.aten
@@ -83,31 +84,36 @@ def test_nothing_lies_over_what_is_not_exactly_there():
 # ---- ops are tried
 
 
-def call_of(fn, *tensors):
-    from tightship.frontends.torch.program import Call, Ref
+def call_of(fn, *args):
+    from tightship.frontends.torch.program import Call, Ref, flat
     from tightship.graph import Graph, Op, Storage, Value, aligned
 
-    args = [*tensors, fn(*tensors)]
+    given = [a for a in args if isinstance(a, torch.Tensor)]
+    made = flat(fn(*args))
+    tensors = [*given, *(t for t in made if t is not None)]
     values = tuple(
         Value(f"t{k}", k, str(t.dtype).removeprefix("torch."), tuple(t.shape), t.stride())
-        for k, t in enumerate(args)
+        for k, t in enumerate(tensors)
     )
     storages = tuple(
-        Storage(v.name, aligned(t.untyped_storage().nbytes())) for v, t in zip(values, args, strict=True)
+        Storage(v.name, aligned(t.untyped_storage().nbytes())) for v, t in zip(values, tensors, strict=True)
     )
-    n = len(tensors)
-    graph = Graph((Op("op", str(fn), tuple(range(n)), (n,)),), values, storages, tuple(range(n)), (n,))
-    return graph, Call(fn, tuple(Ref(k) for k in range(n)), {}, (n,))
+    n, numbers = len(given), iter(range(len(tensors)))
+    refs = tuple(Ref(next(numbers)) if isinstance(a, torch.Tensor) else a for a in args)
+    results = tuple(-1 if t is None else next(numbers) for t in made)
+    outputs = tuple(v for v in results if v >= 0)
+    graph = Graph((Op("op", str(fn), tuple(range(n)), outputs),), values, storages, tuple(range(n)), outputs)
+    return graph, Call(fn, refs, {}, results)
 
 
-def tried(fn, *tensors):
+def tried(fn, *args):
     arenas = []
 
     def room(size):
         arenas.append(Arena(size))
         return arenas[-1]
 
-    return bench.in_place_inputs(*call_of(fn, *tensors), "cpu", room)
+    return bench.in_place_inputs(*call_of(fn, *args), "cpu", room)
 
 
 def test_an_elementwise_op_keeps_its_result_over_each_input_laid_out_alike():
@@ -122,12 +128,101 @@ def test_an_elementwise_op_keeps_its_result_over_each_input_laid_out_alike():
 def test_an_op_that_is_no_such_is_found_out(monkeypatch):
     x = torch.randn(300, 70)
     assert tried(aten.mm.default, x[:70].clone(), x[:70].clone()) == () == tried(torch.tanh, x)
-    monkeypatch.setattr(bench, "elementwise", lambda _fn: True)
+    monkeypatch.setattr(bench, "in_place_operands", lambda _fn, args, _kwargs: tuple(a.value for a in args))
     square = x[:70].clone()
     assert tried(aten.mm.default, square, square + 1) == ()
     assert tried(lambda a: a.flip(0), x) == ()
     assert tried(lambda a: a + a.flip(0).flip(0), x) == (0,)  # all that is read elsewhere is read before
     assert tried(lambda a: torch.zeros_like(a).add_(a), x) == ()
+
+
+def rows(name):
+    """Calls of an op that works by rows (or by blocks of columns, by channels), and what may be overwritten."""
+    x, y = torch.randn(2, 6, 37, 53), torch.randn(2, 6, 37, 53)
+    last, rank2 = {"memory_format": torch.channels_last}, torch.randn(301, 70)
+    if "softmax" in name:
+        for t, dim in [
+            (rank2, 1),
+            (rank2, 0),
+            (x, 3),
+            (x, 2),
+            (x, 0),
+            (torch.randn(3, 50257), 1),
+            (rank2[0], 0),
+        ]:
+            narrow = (torch.float64, torch.bfloat16, torch.float16) if t is rank2 else ()
+            for dtype in (torch.float32, *narrow):
+                a = t.to(dtype)
+                if "backward" in name:
+                    yield (a, torch.softmax(a, dim), dim, dtype), (0, 1)
+                else:
+                    yield (a, dim, None if "safe" in name else False), (0,)
+    elif "layer_norm" in name:
+        for t in (rank2, x):
+            for weight in (torch.randn(t.shape[-1]), None):
+                if "backward" not in name:
+                    yield (t, [t.shape[-1]], weight, weight, 1e-5), (0,)
+                    continue
+                _, mean, rstd = aten.native_layer_norm(t, [t.shape[-1]], weight, weight, 1e-5)
+                for mask in ([True, False, False], [True] * 3)[: 1 if weight is None else 2]:
+                    grad = torch.randn_like(t)
+                    yield (grad, t, [t.shape[-1]], mean, rstd, weight, weight, mask), (0, 1)
+    elif "group_norm" in name:
+        for form in ({}, last):
+            a, grad, w = x.contiguous(**form), y.contiguous(**form), torch.randn(6)
+            if "backward" not in name:
+                yield (a, w, w, 2, 6, 37 * 53, 3, 1e-5), (0,)
+                continue
+            _, mean, rstd = aten.native_group_norm(a, w, w, 2, 6, 37 * 53, 3, 1e-5)
+            for mask in ([True] * 3, [True, False, False]):
+                yield (grad, a, mean, rstd, w, 2, 6, 37 * 53, 3, mask), (0, 1)
+    else:
+        for form in ({}, last):
+            a, grad, w = x.contiguous(**form), y.contiguous(**form), torch.randn(6)
+            _, mean, rstd = aten.native_batch_norm(a, w, w, None, None, True, 0.1, 1e-5)
+            for dtype in (torch.float32, torch.bfloat16):
+                yield (
+                    (grad.to(dtype), a.to(dtype), w, None, None, mean, rstd, True, 1e-5, [True] * 3),
+                    (0, 1),
+                )
+
+
+@pytest.fixture
+def threads():
+    before = torch.get_num_threads()
+    yield torch.set_num_threads
+    torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("name", sorted(lower._BY_ROW))
+def test_an_op_by_rows_keeps_its_results_over_its_inputs(name, threads):
+    """Every kind of kernel: along the last dimension and others, of one row, in 16 bits, with several threads."""
+    for args, wanted in rows(name):
+        for count in (1, 5):
+            threads(count)
+            assert tried(getattr(aten, name).default, *args) == wanted, (count, args[1:])
+
+
+def test_an_op_by_rows_that_takes_two_passes_is_found_out():
+    """A batch norm between layouts writes its result from the input first, and reads the gradient afterwards."""
+    x, w = torch.randn(2, 6, 37, 53), torch.randn(6)
+    laid, fn = torch.randn(6, 2, 37, 53).transpose(0, 1), aten.native_batch_norm_backward.default
+    _, mean, rstd = aten.native_batch_norm(laid, w, w, None, None, True, 0.1, 1e-5)
+    args = x, laid, w, None, None, mean, rstd, True, 1e-5, [True] * 3
+    assert fn(*args)[0].stride() == x.stride() and tried(fn, *args) == ()
+
+
+def test_a_value_that_an_op_by_rows_reads_elsewhere_keeps_its_place():
+    assert (
+        lower.in_place_operands(aten.native_layer_norm.default, (Ref(0), [1, 70], Ref(0), None, 1e-5), {})
+        == ()
+    )
+    assert lower.in_place_operands(
+        aten.native_layer_norm.default, (Ref(0), [1, 70], Ref(1), None, 1e-5), {}
+    ) == (0,)
+    assert lower.in_place_operands(aten.native_layer_norm.default, (Ref(0), [70], None, None, 1e-5), {}) == (
+        0,
+    )
 
 
 def test_an_op_that_differs_loses_what_it_claimed(monkeypatch, tmp_path):
@@ -212,6 +307,8 @@ def test_steps_are_those_of_eager_and_take_the_planned_bytes(name, budget, tmp_p
         pair.compare(step, number)
     assert step.last.exact and step.last.misses == 0
     assert step.last.measured_peak == step.last.process_peak == step.plan.peak
+    taken = [step.program.calls[s.op].fn for s in step.plan.steps if s.reuses]
+    assert not all(map(lower.elementwise, taken))
 
 
 def test_somebody_who_holds_an_input_is_noticed():

@@ -10,6 +10,8 @@ import torch
 from support.runs import Pair
 from tightship.errors import Unsupported
 from tightship.execute import allocator
+from tightship.execute import bench as bench_module
+from tightship.execute import profile as profile_module
 from tightship.execute.allocator import Event
 from tightship.execute.bench import sample_tensor, workspace_of
 from tightship.execute.cache import Cache, Measurement
@@ -300,3 +302,38 @@ def test_processes_write_at_the_same_time(tmp_path):
     assert not cache.note
     assert any(cache.get(f"{w}.19") for w in range(4))
     assert [p.name for p in tmp_path.iterdir()] == ["profile-m.json"]
+
+
+# --- few runs -------------------------------------------------------------------------------------------------
+
+
+def test_a_long_call_that_asks_for_more_the_first_time_is_recorded_again(monkeypatch) -> None:
+    """A kernel's first run is believed only if the next one makes exactly its requests."""
+    program = captured("mlp", "sgd")[1]
+    k = next(k for k, op in enumerate(program.graph.ops) if op.target.startswith("aten.addmm"))
+    want = quick(program).graph.ops[k].requests
+    monkeypatch.setattr(profile_module, "_HEAVY", 0)
+    known = profile_module._Profiler.work
+    first = {}
+
+    def work(self, call, device):
+        run = known(self, call, device)
+
+        def once():
+            if first.setdefault(id(call), True):
+                first[id(call)] = False
+                torch.empty(4096)
+            return run()
+
+        return once
+
+    monkeypatch.setattr(profile_module._Profiler, "work", work)
+    assert quick(program).graph.ops[k].requests == want
+    assert not any(first.values())
+
+
+def test_times_that_agree_are_enough() -> None:
+    times = iter([1.0, 1.01, 1.02, 5.0, 1.0])
+    assert bench_module._agreed(lambda: next(times), 20) == 1.01
+    times = iter([2.0, 1.0, 3.0, 1.5, 1.1])
+    assert bench_module._agreed(lambda: next(times), 5) == 1.5

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -185,7 +186,9 @@ def placement_calls() -> Iterator[Call]:
 def cut_calls() -> Iterator[Call]:
     arguments = {"nodes": 4, "source": 0, "sink": 3, "capacity": np.array([3, 2, 4, 1])}
     edges = {"tail": np.array([0, 0, 1, 2], np.int32), "head": np.array([1, 2, 3, 3], np.int32)}
-    yield Call("min_cut", _core.min_cut, arguments | edges)
+    yield Call("min_cut", _core.min_cut, arguments | edges | {"seconds": 1.0})
+    reach = partial(_core.reached, np.array([0], np.int32))  # of which there may be any number
+    yield Call("reached", reach, {"edges": (np.array([0, 1, 2, 2]), np.array([1, 2], np.int32))})
 
 
 CALLS = (*engine_calls(), *placement_calls(), *cut_calls())

@@ -13,7 +13,7 @@ from support.chains import chain
 from support.strategies import random_graph
 from tightship.errors import BadInput, Infeasible
 from tightship.graph import Op
-from tightship.planners import default
+from tightship.planners import floor
 from tightship.planners.default import Options, PlanOptions, plan, read_options
 from tightship.planners.evict.problem import EvictionProblem
 from tightship.planners.layout import Layout, lay_out, residences
@@ -114,7 +114,7 @@ def test_when_only_the_places_do_not_fit_the_error_says_so(monkeypatch: pytest.M
         return replace(layout, arena=layout.arena + (1 << 20))
 
     graph = chain(20)
-    monkeypatch.setattr(default, "lay_out", loose)
+    monkeypatch.setattr(floor, "lay_out", loose)
     with pytest.raises(Infeasible) as caught:
         plan(graph, "90%", QUICK)
     error = caught.value

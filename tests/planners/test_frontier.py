@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import json
 from itertools import pairwise
+from typing import Any
 
 import pytest
 
 from support.chains import chain
 from support.strategies import random_graph
 from tightship import api
+from tightship.analysis.order import backward_start
 from tightship.baselines import checkpoint
 from tightship.cli import main
 from tightship.errors import BadInput
-from tightship.graph import Graph
+from tightship.graph import Graph, Op, Storage, Value
 from tightship.planners.default import Options
 from tightship.planners.evict.problem import EvictionProblem
 from tightship.planners.frontier import Frontier, extra_flops, frontier, needs, with_saved
@@ -95,6 +97,65 @@ def test_checkpoint_keeps_what_goes_between_blocks_and_runs_each_block_once_more
     kept = checkpoint.plan(problem, 0, checkpoint.Options(selective=True))
     assert 0 < kept.runs < d.runs and kept.peak > d.peak
     assert checkpoint.plan(problem, 0, checkpoint.Options(depth=2)).runs == 0
+
+
+def routed() -> Graph:
+    """A block as of a mixture of experts: scores are read by the backward before they are overwritten."""
+    X, A, T, E, M, N, P, Y, G, R = range(10)
+    rows: list[tuple[str, tuple[int, ...], tuple[int, ...], tuple[int, ...]]] = [
+        ("net.0", (X,), (A,), ()), ("net.0", (A,), (T,), ()), ("", (T,), (E,), ()), ("net.0", (T,), (), (T,)),
+        ("net.0", (T, A), (M,), ()), ("net.0", (M,), (N,), ()), ("net.0", (N,), (P,), ()), ("net.1", (P,), (Y,), ()),
+        ("", (Y,), (G,), ()), ("", (G, M, N, E), (R,), ()),
+    ]  # fmt: skip
+    ops = tuple(
+        Op(f"op{k}", "f", reads, makes, writes, time=1.0, module=m, phase="forward" if m else "backward")
+        for k, (m, reads, makes, writes) in enumerate(rows)
+    )
+    storages = tuple(Storage(f"s{k}", 640, "input" if k == X else "activation") for k in range(10))
+    values = tuple(Value(f"v{k}", k) for k in range(10))
+    return Graph(ops, values, storages, (X,), (R,))
+
+
+def test_a_backward_op_that_runs_early_does_not_move_the_checkpoints() -> None:
+    graph = routed()
+    problem = EvictionProblem(graph, tuple(range(len(graph.ops))))
+    assert backward_start(graph, problem.order) == 8
+    d = checkpoint.plan(problem, 0)
+    assert d.valid and d.steps is not None
+    assert [s.op for s in d.steps if s.kind == "recompute"] == [7, 0, 1, 3, 4, 5]
+    assert with_saved(problem, frozenset()).runs
+
+
+def test_a_policy_that_fails_loses_its_row_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    graph, right = layered(), checkpoint.plan
+
+    def fails(problem: EvictionProblem, budget: int, o: checkpoint.Options) -> Any:
+        if o.selective:
+            raise BadInput("an op is computed once, and recomputed only after that", "op 'x'")
+        return right(problem, budget, o)
+
+    monkeypatch.setattr(checkpoint, "plan", fails)
+    f = frontier(graph, 2, QUICK, {"all": frozenset(range(len(graph.storages)))})
+    assert {o.name for o in f.others} == {"per block", "all"}
+    assert [n.partition(": ")[0] for n in f.notes] == ["selective", "selective, inner"]
+    assert all("computed once" in n for n in f.notes) and len(f.points) > 1
+
+
+@pytest.mark.slow
+def test_a_mixture_of_experts_has_all_rows() -> None:
+    torch, transformers = pytest.importorskip("torch"), pytest.importorskip("transformers")
+    from tightship import sources
+
+    config = transformers.MixtralConfig(
+        hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1,
+        num_local_experts=4, vocab_size=64, use_cache=False,
+    )  # fmt: skip
+    with torch.device("meta"):
+        model = transformers.MixtralForCausalLM._from_config(config, experts_implementation="batched_mm")
+        ids = torch.zeros((2, 16), dtype=torch.long)
+    program = sources.ModelStep(model, {"input_ids": ids, "labels": ids}).program()
+    f = frontier(program.graph, 2, QUICK, sources.torch_saved(program))
+    assert {"per block", "selective", "torch 0.5"} <= {o.name for o in f.others} and not f.notes
 
 
 def test_block_names() -> None:

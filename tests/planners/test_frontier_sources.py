@@ -15,7 +15,7 @@ from support.chains import chain
 from tightship import api
 from tightship.cli import main
 from tightship.hlo.remat.peak import module_peak, result_bytes
-from tightship.hlo.remat.tradeoff import tradeoff
+from tightship.hlo.remat.search import tradeoff
 from tightship.planners import default
 from tightship.planners.frontier import frontier, needs
 from tightship.report.numbers import frontier_rows

@@ -1,4 +1,4 @@
-"""The simplest graphs: a chain forward and back, a fan of branches."""
+"""The simplest graphs: a chain forward and back, wide layers, a fan of branches."""
 
 from __future__ import annotations
 
@@ -21,6 +21,27 @@ def chain(n: int, size: int = 64) -> Graph:
         ops.append(Op(f"b{k}", "b", (last, k + 1), (len(values) - 1,), time=1.0, phase="backward"))
         last = len(values) - 1
     return Graph(tuple(ops), tuple(values), tuple(storages), (0,), (last,))
+
+
+def wide_layers(layers: int) -> Graph:
+    """Layers x -> w -> x' whose w is large and made of x alone, and a backward that reads all of them in reverse."""
+    storages, ops = [Storage("x0", 64, "input")], []
+
+    def op(name: str, size: int, reads: tuple[int, ...], phase: str) -> int:
+        storages.append(Storage(name, size))
+        ops.append(Op(name, name[0], reads, (len(storages) - 1,), time=1.0, phase=phase))
+        return len(storages) - 1
+
+    x, made = 0, []
+    for k in range(layers):
+        w = op(f"w{k}", 256, (x,), "forward")
+        made.append((x, w))
+        x = op(f"x{k + 1}", 64, (x, w), "forward")
+    last = loss = x
+    for k, (x, w) in reversed(list(enumerate(made))):
+        last = op(f"b{k}", 64, (last, x, w), "backward")
+    values = tuple(Value(s.name, k) for k, s in enumerate(storages))
+    return Graph(tuple(ops), values, tuple(storages), (0,), (loss, last))
 
 
 def fan(branches: int, large: int = 1024, small: int = 64) -> Graph:

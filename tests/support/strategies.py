@@ -34,7 +34,7 @@ class _Maker:
         self.static: set[int] = set()
 
     def storage(self, name: str, kind: str = "activation") -> int:
-        size = 0 if self.rng.random() < 0.03 else 64 * self.rng.randint(1, LARGEST)
+        size = 0 if self.rng.random() < 0.03 else 64 * self.rng.randint(1, self.knobs["largest"])
         self.storages.append(Storage(name, size, kind))
         return len(self.storages) - 1
 
@@ -77,7 +77,7 @@ class _Maker:
         """A workspace as one number, or as the sequence of requests it comes from."""
         if not self.chance("workspace"):
             return {}
-        size = 64 * self.rng.randint(1, LARGEST)
+        size = 64 * self.rng.randint(1, self.knobs["largest"])
         new = list(dict.fromkeys(self.values[v].storage for v in outputs))
         if not made or not self.chance("requests"):
             return {"workspace": size}
@@ -145,11 +145,12 @@ def random_graph(seed: int, n_ops: int, **knobs: float) -> Graph:
     Knobs are probabilities: ``view``, ``inplace``, ``stats``, ``random``, ``effect``, ``calls`` (sorts of
     op), ``control``, ``workspace``, ``requests`` (features of an op); ``overwrites`` (of a plain op: a result may
     take an input's place); ``static_writes`` (0 or 1: in-place ops in the middle write the caller's storages
-    too), ``updates`` (of each static input, at the end).
+    too), ``updates`` (of each static input, at the end). ``largest``: sizes are up to this many times 64 bytes.
     """
     known = {
         "view": 0.1, "inplace": 0.12, "stats": 0.05, "random": 0.06, "effect": 0.03, "calls": 0.03,
         "control": 0.05, "workspace": 0.3, "requests": 0.5, "overwrites": 0.4, "static_writes": 0.0, "updates": 0.5,
+        "largest": LARGEST,
     }  # fmt: skip
     assert set(knobs) <= set(known), f"knobs are {sorted(known)}"
     m = _Maker(random.Random(seed), known | knobs)

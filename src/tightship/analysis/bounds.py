@@ -14,6 +14,9 @@ seconds on ops and a price per byte on storages.
   1974) on the seconds of recomputation of every plan within the budget; cuts being integral, it equals the bound
   of the linear relaxation.
 
+Results of the graph count as well that are made by ops which may run before *k* or after it: each is in memory at
+that moment, or made later from what is, where running such an op for the first time costs nothing.
+
 Valid for every plan that reorders and recomputes, in any order and any number of times, and for plans that move or
 compress storages when ``least`` says how few of a storage's bytes may stay in memory. What *k* may write a result
 over need not be there beside it, and then counts like any other storage. Capacities are rounded down to
@@ -33,9 +36,10 @@ from numpy.typing import NDArray
 
 from tightship import _core
 from tightship.analysis.moments import Moments
-from tightship.analysis.order import Mask, predecessors, reached, successors
+from tightship.analysis.order import Mask, Rows, csr, edges, once, pairs, reached
 from tightship.graph import Graph
-from tightship.simulate import baseline, extra_bytes, replay
+from tightship.options import NEVER, Deadline
+from tightship.simulate import extra_bytes, unplanned
 
 __all__ = ["Bound", "Moment", "Relaxation", "lower_bound", "replayable", "runs_again", "time_bound"]
 
@@ -45,7 +49,7 @@ _SCALE = 1 << 44
 _ROUNDS = 40
 _SAFE = 1 - 1e-9
 """What a bound in floating point is multiplied by, so that it never comes out above the true one."""
-_MARK_WORK = 20_000_000
+_MARK_WORK = 100_000_000
 """Edges looked at, at most, while marking what must be in memory (largest storages first)."""
 _CUTS = 64
 _CUT_WORK = 400_000
@@ -93,66 +97,85 @@ class Relaxation:
         self.graph = graph
         self.redraw = redraw
         self.uses = graph.uses
-        self.size = np.array([s.size for s in graph.storages], dtype=np.int64)
+        self.size = np.fromiter((s.size for s in graph.storages), np.int64, len(graph.storages))
+        self.static = np.zeros(len(self.size), dtype=np.bool_)
+        self.static[list(graph.static)] = True
         self.waits = self.size.copy()
         for storage, nbytes in (least or {}).items():
             self.waits[storage] = min(nbytes, self.size[storage])
-        self.pairs = [
-            [p for p in op.overwrites if p[0] not in graph.static] if in_place else [] for op in graph.ops
-        ]
+        self.pairs = {
+            k: [p for p in op.overwrites if p[0] not in graph.static]
+            for k, op in enumerate(graph.ops)
+            if op.overwrites and in_place
+        }
         self.total = math.fsum(op.time for op in graph.ops)
         self.nodes = 2 + len(graph.ops) + 2 * len(graph.storages)
 
     @cached_property
-    def _before(self) -> tuple[tuple[int, ...], ...]:
-        return predecessors(self.graph)
+    def _backward(self) -> Rows:
+        return edges(self.graph, forward=False)
 
     @cached_property
-    def _after(self) -> tuple[tuple[int, ...], ...]:
-        return successors(self._before)
+    def _forward(self) -> Rows:
+        return edges(self.graph, forward=True)
+
+    @cached_property
+    def again(self) -> Mask:
+        """By op, whether any plan may run it a second time."""
+        found = (runs_again(self.graph, k, redraw=self.redraw) for k in range(len(self.graph.ops)))
+        return np.fromiter(found, np.bool_, len(self.graph.ops))
 
     @cached_property
     def _scaled(self) -> NDArray[np.int64]:
         """Seconds of each op as integers; endless for what never runs again."""
-        out = np.zeros(len(self.graph.ops), dtype=np.int64)
-        for k, op in enumerate(self.graph.ops):
-            scaled = int(op.time / self.total * _SCALE) if self.total else 0
-            out[k] = scaled if runs_again(self.graph, k, redraw=self.redraw) else -1
-        return out
+        seconds = np.fromiter((op.time for op in self.graph.ops), np.float64, len(self.graph.ops))
+        scaled = (seconds / self.total * _SCALE).astype(np.int64) if self.total else np.int64(0)
+        return np.where(self.again, scaled, -1)
 
     @cached_property
-    def _reads(self) -> NDArray[np.int32]:
+    def _touched(self) -> NDArray[np.int64]:
+        """(op, storage) of every read of what is not the caller's."""
+        rows = pairs(csr(self.uses.reads))
+        return rows[~self.static[rows[:, 1]]]
+
+    @cached_property
+    def _reads(self) -> NDArray[np.int64]:
         """(op, storage) of every read of what another op made; what an op writes in place is no such read."""
-        rows = []
-        for k, op in enumerate(self.graph.ops):
-            skip = {*self.uses.mutates[k], *op.updates}
-            rows += [(k, s) for s in self.uses.reads[k] if s not in skip and s not in self.graph.static]
-        return np.array(rows, dtype=np.int32).reshape(-1, 2)
+        wrote = {(k, s) for k, row in enumerate(self.uses.mutates) if row for s in row}
+        if not wrote:
+            return self._touched
+        return self._touched[[(k, s) not in wrote for k, s in self._touched.tolist()]]
 
     @cached_property
-    def _writes(self) -> NDArray[np.int32]:
+    def _writes(self) -> NDArray[np.int64]:
         """(storage, op) of the ops that must run again for every reader that finds the storage gone."""
-        rows = []
-        for s, writers in enumerate(self.uses.writers):
-            if s in self.graph.static or not writers:
-                continue
-            needs = [
-                self.uses.needs[k][self.uses.reads[k].index(s)]
-                for k in self.uses.readers[s]
-                if s not in self.uses.mutates[k]
-            ]
-            rows += [(s, w) for w in writers[: min(needs, default=len(writers))]]
-        return np.array(rows, dtype=np.int32).reshape(-1, 2)
+        rows = [(s, self._wanted(s)) for s, row in enumerate(self.uses.writers) if len(row) > 1]
+        wanted = dict(rows)
+        lists = [wanted.get(s, row) for s, row in enumerate(self.uses.writers)]
+        found = pairs(csr(lists))
+        return found[~self.static[found[:, 0]]]
 
-    def own(self, k: int) -> int:
-        """Bytes that are there while op ``k`` runs, whatever the plan."""
-        made = sum(int(self.size[s]) for s in self.uses.defines[k])
-        read = sum(int(self.size[s]) for s in self.uses.reads[k] if s not in self.graph.static)
-        return self.graph.static_bytes + made + read + extra_bytes(self.graph.ops[k]) - self.reused(k)
+    def _wanted(self, s: int) -> tuple[int, ...]:
+        """The writers of a storage with several, up to what the first reader of it needs."""
+        uses = self.uses
+        readers = (k for k in uses.readers[s] if s not in uses.mutates[k])
+        needs = [uses.needs[k][uses.reads[k].index(s)] for k in readers]
+        return uses.writers[s][: min(needs, default=len(uses.writers[s]))]
+
+    @cached_property
+    def own(self) -> NDArray[np.int64]:
+        """By op, the bytes that are there while it runs, whatever the plan."""
+        graph, n = self.graph, len(self.graph.ops)
+        own = np.fromiter((extra_bytes(op) for op in graph.ops), np.int64, n) + graph.static_bytes
+        for rows in (pairs(csr(self.uses.defines)), self._touched):
+            np.add.at(own, rows[:, 0], self.size[rows[:, 1]])
+        for k in self.pairs:
+            own[k] -= self.reused(k)
+        return own
 
     def reused(self, k: int) -> int:
         """The most bytes of inputs whose places results of op ``k`` may take."""
-        inputs, results = ({p[side] for p in self.pairs[k]} for side in (0, 1))
+        inputs, results = ({p[side] for p in self.pairs.get(k, ())} for side in (0, 1))
         return min(sum(int(self.size[s]) for s in side) for side in (inputs, results))
 
     def moment(self, k: int, until: int = -1) -> Moment:
@@ -160,24 +183,29 @@ class Relaxation:
 
         Nodes: 0 source, 1 sink, then ops, storages needed, storages to be made."""
         n, m = len(self.graph.ops), len(self.graph.storages)
-        before, after = reached((k,), self._before), reached((k,), self._after)
+        before, after = reached((k,), self._backward), reached((k,), self._forward)
         last = [s for s in self.graph.kept if until < 0]
         if until >= 0:
-            early = reached((until,), self._before)
+            early = reached((until,), self._backward)
             early[until] = True
             after &= early
         definer = np.array(self.uses.definer, dtype=np.int64)
-        there = np.zeros(m, dtype=np.bool_)  # made before, and not among what the op holds anyway
-        there[definer >= 0] = before[definer[definer >= 0]]
+        there = np.zeros(m, dtype=np.bool_)  # perhaps made before, and not among what the op holds anyway
+        ran = before.copy()
+        if last:  # what else makes results may have run before the op or not: afterwards, it costs nothing
+            ran |= ~after
+            ran[k] = False
+        there[definer >= 0] = ran[definer[definer >= 0]]
         there[list(self.uses.reads[k])] = False
-        if len(self.pairs[k]) == 1:  # of several it is not known which
+        if len(self.pairs.get(k, ())) == 1:  # of several it is not known which
             a = self.pairs[k][0][0]
             there[a] = definer[a] >= 0
         reads, writes = self._reads, self._writes
-        reads, writes = reads[there[reads[:, 1]]], writes[there[writes[:, 0]] & before[writes[:, 1]]]
-        again, later = reads[before[reads[:, 0]]], reads[after[reads[:, 0]]]
+        reads, writes = reads[there[reads[:, 1]]], writes[there[writes[:, 0]] & ran[writes[:, 1]]]
+        again, later = reads[ran[reads[:, 0]]], reads[after[reads[:, 0]]]
         wanted = np.union1d(later[:, 1], [s for s in last if there[s]]).astype(np.int64)
-        held, ops = np.flatnonzero(there), np.flatnonzero(before)
+        held, ops = np.flatnonzero(there), np.flatnonzero(ran)
+        seconds = np.where(before, self._scaled, 0)[ops]
         need, make = 2 + n, 2 + n + m
         tails: list[NDArray[Any]] = [
             np.zeros(len(wanted)),
@@ -197,26 +225,28 @@ class Relaxation:
         none = [np.zeros(len(held), np.int64), np.zeros(len(ops), np.int64)]
         return Moment(
             k,
-            self.own(k),
+            int(self.own[k]),
             np.concatenate(tails).astype(np.int32),
             np.concatenate(heads).astype(np.int32),
-            np.concatenate([ends[0], none[0], ends[1], self._scaled[ops]]),
+            np.concatenate([ends[0], none[0], ends[1], seconds]),
             np.concatenate([ends[0], self.waits[held], ends[1], none[1]]),
         )
 
-    def _cut(self, at: Moment, capacity: NDArray[np.int64]) -> tuple[int, Mask]:
-        value, near = _core.min_cut(self.nodes, at.tail, at.head, capacity, 0, 1)
-        return int(value), near.astype(np.bool_)
+    def _cut(self, at: Moment, capacity: NDArray[np.int64], deadline: Deadline) -> tuple[int, Mask | None]:
+        """The capacity of a minimum cut and the side of the source. Without time for it, a capacity that it has at
+        least, and no side."""
+        value, near = _core.min_cut(self.nodes, at.tail, at.head, capacity, 0, 1, deadline.left)
+        return int(value), near.astype(np.bool_) if len(near) else None
 
-    def least_bytes(self, at: Moment) -> int:
+    def least_bytes(self, at: Moment, deadline: Deadline = NEVER) -> int:
         """Bytes no plan can do without while the op of ``at`` runs for the first time."""
         endless = (at.bytes < 0) | (at.seconds < 0)
-        value, _ = self._cut(at, np.where(endless, _ENDLESS, at.bytes))
+        value, _ = self._cut(at, np.where(endless, _ENDLESS, at.bytes), deadline)
         return at.own + value
 
-    def least_seconds(self, at: Moment, budget: int) -> float:
+    def least_seconds(self, at: Moment, budget: int, deadline: Deadline = NEVER) -> float:
         """Seconds of recomputation that every plan within ``budget`` bytes spends after the op of ``at`` first ran;
-        infinite when there is no such plan."""
+        infinite when there is no such plan. Less where the deadline ends it."""
         room = budget - at.own
         endless = (at.bytes < 0) | (at.seconds < 0)
         if room < 0:
@@ -228,9 +258,11 @@ class Relaxation:
             cut = near[at.tail] & ~near[at.head]
             return int(spent[cut].sum()), int(held[cut].sum())
 
-        least, near = self._cut(at, np.where(endless, _ENDLESS, at.bytes))
+        least, near = self._cut(at, np.where(endless, _ENDLESS, at.bytes), deadline)
         if least > room:
             return float("inf")
+        if near is None:
+            return 0.0
         low, high = (
             self._kept(at, held),
             line(near),
@@ -240,8 +272,11 @@ class Relaxation:
             return best
         for _ in range(_ROUNDS):
             price = (high[0] - low[0]) / (low[1] - high[1])
-            value, near = self._cut(at, np.where(endless, _ENDLESS, spent + (held * price).astype(np.int64)))
+            capacity = np.where(endless, _ENDLESS, spent + (held * price).astype(np.int64))
+            value, near = self._cut(at, capacity, deadline)
             best = max(best, value - price * room)
+            if near is None:
+                break
             found = line(near)
             if found in (low, high) or found[0] + price * found[1] >= (high[0] + price * high[1]) * _SAFE:
                 break
@@ -251,9 +286,18 @@ class Relaxation:
     def _kept(self, at: Moment, held: NDArray[np.int64]) -> tuple[int, int]:
         """Seconds (none) and bytes when all that is needed later is kept."""
         need = 2 + len(self.graph.ops)
-        wanted = set(at.head[at.tail == 0].tolist())
-        storages = np.array(sorted(w - need for w in wanted), dtype=np.int64)
-        return 0, int(self.waits[storages].sum()) if len(storages) else 0
+        storages = np.unique(at.head[at.tail == 0].astype(np.int64)) - need
+        return 0, int(self.waits[storages].sum())
+
+
+def _relaxation(graph: Graph, least: Mapping[int, int] | None, *, redraw: bool, in_place: bool) -> Relaxation:
+    """One relaxation serves both bounds; those with storages that wait in fewer bytes are not kept."""
+    if least:
+        return Relaxation(graph, least, redraw=redraw, in_place=in_place)
+    found: Relaxation = once(
+        graph, f"_relaxed_{redraw}_{in_place}", lambda g: Relaxation(g, redraw=redraw, in_place=in_place)
+    )
+    return found
 
 
 class Bound(int):
@@ -280,22 +324,9 @@ def replayable(graph: Graph, storage: int) -> bool:
     return bool(uses.writers[storage])
 
 
-def _marks(start: Sequence[int], edges: Sequence[Sequence[int]]) -> tuple[set[int], int]:
-    seen = set(start)
-    stack = list(start)
-    work = 0
-    while stack:
-        for b in edges[stack.pop()]:
-            work += 1
-            if b not in seen:
-                seen.add(b)
-                stack.append(b)
-    return seen, work
-
-
 def lower_bound(
     graph: Graph, *, recompute: bool = True, redraw: bool = True, least: Mapping[int, int] | None = None,
-    in_place: bool = True,
+    in_place: bool = True, deadline: Deadline = NEVER,
 ) -> Bound:  # fmt: skip
     """Bytes no plan can stay under, whatever its order and however often it recomputes: for each op, the static
     set, what it reads, writes and needs while it runs, and what must be there too because it was made before the op
@@ -305,25 +336,25 @@ def lower_bound(
     Without ``recompute`` nothing can be made again or written over, and every op is passed at its best moment
     (`moments`); without ``redraw`` nothing random is. ``least`` is the bytes in which storages can wait (see
     `Relaxation`): for plans that compress storages, or move them out. ``in_place``: results may take the places
-    of inputs.
+    of inputs. At the ``deadline``, the best bound so far.
     """
-    relaxed = Relaxation(graph, least, redraw=redraw, in_place=in_place and recompute)
-    load = [relaxed.own(k) for k in range(len(graph.ops))]
-    if not load:
+    relaxed = _relaxation(graph, least, redraw=redraw, in_place=in_place and recompute)
+    if not graph.ops:
         return Bound(graph.static_bytes)
-    _add_stuck(relaxed, load, recompute)
-    if recompute:
-        ranked = sorted(range(len(load)), key=lambda k: -load[k])
-        for k in _few(ranked, len(load)):
-            load[k] = max(load[k], relaxed.least_bytes(relaxed.moment(k)))
-    else:
-        moments = Moments(graph)
-        ranked = sorted(range(len(load)), key=lambda k: -load[k])
-        for k in _few(ranked, len(load)):
-            load[k] = max(load[k], moments.passing(k).bytes)
-    best = max(range(len(load)), key=load.__getitem__)
+    load = relaxed.own.copy()
+    _add_stuck(relaxed, load, recompute, deadline)
+    moments = None if recompute else Moments(graph)
+    for k in _few(np.argsort(-load, kind="stable").tolist(), len(load)):
+        if deadline.over:
+            break
+        if moments is None:
+            found = relaxed.least_bytes(relaxed.moment(k), deadline)
+        else:
+            found = moments.passing(k).bytes
+        load[k] = max(int(load[k]), found)
+    best = int(load.argmax())
     end, last = _at_end(relaxed, alone=recompute and not least)
-    bound = Bound(max(load[best], end))
+    bound = Bound(max(int(load[best]), end))
     bound.op = best if load[best] >= end else last
     return bound
 
@@ -335,16 +366,16 @@ def _at_end(relaxed: Relaxation, *, alone: bool) -> tuple[int, int]:
     that makes the last one holds what it reads and makes besides: the least that any such op needs counts.
     """
     graph, uses = relaxed.graph, relaxed.uses
-    size = relaxed.size.tolist()
+    size = relaxed.size
     stay = graph.static | graph.kept
-    floor = graph.static_bytes + sum(size[s] for s in graph.kept - graph.static)
+    floor = graph.static_bytes + int(size[list(graph.kept - graph.static)].sum())
     makers = {w for s in graph.kept - graph.static for w in uses.writers[s]}
     if not alone or not makers:
         return floor, -1
 
     def beside(k: int) -> int:
         touched = {*uses.reads[k], *uses.defines[k]} - stay
-        return max(0, sum(size[s] for s in touched) + extra_bytes(graph.ops[k]) - relaxed.reused(k))
+        return max(0, sum(int(size[s]) for s in touched) + extra_bytes(graph.ops[k]) - relaxed.reused(k))
 
     last = min(sorted(makers), key=beside)
     return floor + beside(last), last
@@ -363,63 +394,51 @@ def _spread(n: int, most: int) -> Iterable[int]:
     return range(n) if n <= most else sorted({(2 * j + 1) * n // (2 * most) for j in range(most)})
 
 
-def _add_stuck(relaxed: Relaxation, load: list[int], recompute: bool) -> None:
+def _add_stuck(relaxed: Relaxation, load: NDArray[np.int64], recompute: bool, deadline: Deadline) -> None:
     """Add to every op's bytes the storages that no plan can make again and that are there while it runs."""
-    graph, uses, waits = relaxed.graph, relaxed.uses, relaxed.waits.tolist()
-    before = predecessors(graph)
-    after = successors(before)
-
-    def stays(s: int) -> bool:
-        return not recompute or not all(
-            runs_again(graph, w, redraw=relaxed.redraw) for w in uses.writers[s][:1]
-        )
-
-    stuck = [
-        s for s in range(len(waits)) if s not in graph.static and waits[s] and uses.writers[s] and stays(s)
-    ]
-    work = 0
-    for s in sorted(stuck, key=lambda s: -waits[s]):
-        if work > _MARK_WORK:
+    graph, uses, waits = relaxed.graph, relaxed.uses, relaxed.waits
+    first = np.array(uses.definer, dtype=np.int64)
+    stuck = (first >= 0) & (waits > 0) & ~relaxed.static
+    if recompute:
+        stuck[stuck] = ~relaxed.again[first[stuck]]
+    rows = np.flatnonzero(stuck)
+    forward, backward = (edges(graph, forward=forward) for forward in (True, False))
+    most = max(1, _MARK_WORK // max(1, len(load) + len(forward[1])))
+    for s in rows[np.argsort(-waits[rows], kind="stable")][:most].tolist():
+        if deadline.over:
             break
-        later, w1 = _marks(uses.writers[s][:1], after)
-        if s in graph.kept:
-            earlier: set[int] = later
-            w2 = 0
-        else:
-            earlier, w2 = _marks(uses.readers[s], before)
-        work += w1 + w2
-        touching = {uses.definer[s], *uses.readers[s]}
-        for k in later & earlier:
-            if k not in touching:
-                load[k] += waits[s]
+        there = reached((first[s],), forward)
+        if s not in graph.kept:
+            there &= reached(uses.readers[s], backward)
+        there[[first[s], *uses.readers[s]]] = False
+        load[there] += waits[s]
 
 
 def time_bound(
     graph: Graph, budget: int, *, redraw: bool = True, least: Mapping[int, int] | None = None,
-    in_place: bool = True,
+    in_place: bool = True, deadline: Deadline = NEVER,
 ) -> float:  # fmt: skip
     """Seconds no plan within ``budget`` bytes can stay under: every op once, and the recomputation that a Lagrangian
     relaxation shows to be unavoidable. Infinite where the relaxation shows that no plan meets the budget.
 
     Valid for any order and any recomputation (without ``redraw``: that runs no random op again), and with ``least``
     (see `Relaxation`) also for plans that compress or move storages without ever waiting for it. Looks at moments at
-    which keeping everything would be over the budget.
+    which keeping everything would be over the budget. At the ``deadline``, the best bound so far.
     """
     total = math.fsum(op.time for op in graph.ops)
-    relaxed = Relaxation(graph, least, redraw=redraw, in_place=in_place)
+    relaxed = _relaxation(graph, least, redraw=redraw, in_place=in_place)
     if _at_end(relaxed, alone=not least)[0] > budget:
         return math.inf
-    steps = baseline(graph)
-    during = replay(graph, steps).during
-    over = {s.op: n for s, n in zip(steps, during, strict=True) if s.kind == "compute" and n > budget}
-    if not over:
+    line = unplanned(graph)
+    over = {s.op: n for s, n in zip(line.steps, line.levels, strict=True) if n > budget and s.op >= 0}
+    if not over or deadline.over:
         return total
     found: dict[int, float] = {}
 
     def look(ops: Iterable[int]) -> None:
         for k in ops:
-            if k not in found and len(found) < most:
-                found[k] = relaxed.least_seconds(relaxed.moment(k), budget)
+            if k not in found and len(found) < most and not (found and deadline.over):
+                found[k] = relaxed.least_seconds(relaxed.moment(k), budget, deadline)
 
     most = min(_CUTS, max(4, _CUT_WORK // len(graph.ops)))
     ranked = sorted(over, key=lambda k: -over[k])

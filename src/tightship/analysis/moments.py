@@ -16,11 +16,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tightship import _core
-from tightship.analysis.order import Mask, predecessors, reached, successors
+from tightship.analysis.order import Mask, csr, dependents, edges, pairs, predecessors, reached
 from tightship.graph import Graph
 from tightship.simulate import extra_bytes
 
-__all__ = ["Moments", "Passing"]
+__all__ = ["Moments", "Passing", "peak_of"]
 
 _ENDLESS = 1 << 60
 
@@ -43,17 +43,20 @@ class Moments:
         self.ops = len(graph.ops)
         self.static_bytes = graph.static_bytes
         self.before = predecessors(graph)
-        self.after = successors(self.before)
+        self.after = dependents(graph)
         # Storages that come into being, with bytes.
-        made = [s for s, d in enumerate(uses.definer) if d >= 0 and graph.storages[s].size]
-        self.size = np.array([graph.storages[s].size for s in made], dtype=np.int64)
-        self.definer = np.array([uses.definer[s] for s in made], dtype=np.int64)
-        self.kept = np.array([s in graph.kept for s in made], dtype=np.bool_)
-        self.reads = _pairs((j, r) for j, s in enumerate(made) for r in uses.readers[s])
+        size = np.fromiter((s.size for s in graph.storages), dtype=np.int64, count=len(graph.storages))
+        definer = np.array(uses.definer, dtype=np.int64)
+        kept = np.zeros(len(size), dtype=np.bool_)
+        kept[list(graph.kept)] = True
+        made = np.flatnonzero((definer >= 0) & (size > 0))
+        self.size, self.definer, self.kept = size[made], definer[made], kept[made]
+        self.reads = pairs(csr([uses.readers[s] for s in made.tolist()]))
         # Storages that are read, with the first of their rows in ``reads``; those that end.
         self._read, self._rows = np.unique(self.reads[:, 0], return_index=True)
         self._ends = np.flatnonzero(~self.kept)
-        self.waits = _pairs((k, b) for k, row in enumerate(self.before) for b in row)
+        self._backward, self._forward = (edges(graph, forward=forward) for forward in (False, True))
+        self.waits = pairs(self._backward)
         self.extra = np.array([extra_bytes(op) for op in graph.ops], dtype=np.int64)
         self.makes = np.bincount(self.definer, self.size, self.ops).astype(np.int64)
 
@@ -99,7 +102,7 @@ class Moments:
         """The least with which op ``k`` can be passed. Of equal sets the one that differs least from the ops
         ``first``; with a ``price``, in bytes for each op that differs, fewer differ for more bytes. ``within``: ops
         that have run in any case, and ops that may have run."""
-        done, never = reached((k,), self.before), reached((k,), self.after)
+        done, never = reached((k,), self._backward), reached((k,), self._forward)
         if within is not None:
             done |= within[0]
             never |= ~within[1]
@@ -140,8 +143,9 @@ class Moments:
         )
 
 
-def _pairs(rows: object) -> Ints:
-    return np.array(list(rows), dtype=np.int64).reshape(-1, 2)  # type: ignore[call-overload]
+def peak_of(graph: Graph, order: Sequence[int]) -> int:
+    """The most bytes in use along an order, nothing recomputed: that of `simulate.replay`."""
+    return int(Moments(graph).during(order).max(initial=graph.static_bytes))
 
 
 class _Network:

@@ -1,24 +1,35 @@
 """Which ops must run before which: data, hazards on shared storages, the random chain, effects, control.
 
-`Tables` have what list schedulers ask of a graph, `Ordered` is the answer of a search for an order.
+`Rows` are such relations as arrays, found once for each graph. `Tables` have what list schedulers ask of a graph,
+`Ordered` is the answer of a search for an order.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from itertools import chain
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from tightship import _core
 from tightship.graph import Graph
 from tightship.simulate import extra_bytes
 
 __all__ = [
     "Mask",
     "Ordered",
+    "Rows",
     "Tables",
+    "backward_start",
+    "csr",
+    "dependents",
+    "edges",
     "is_legal",
+    "once",
+    "pairs",
     "predecessors",
     "reached",
     "successors",
@@ -27,6 +38,30 @@ __all__ = [
 
 
 Mask = NDArray[np.bool_]
+Rows = tuple[NDArray[np.int64], NDArray[np.int32]]
+"""Rows of integers: where each starts, and where the last ends; the integers one after the other."""
+
+
+def csr(lists: Sequence[Sequence[int]]) -> Rows:
+    """Rows of integers as start offsets and one flat array (compressed sparse rows)."""
+    start = np.zeros(len(lists) + 1, dtype=np.int64)
+    np.cumsum(np.fromiter(map(len, lists), dtype=np.int64, count=len(lists)), out=start[1:])
+    flat = np.fromiter(chain.from_iterable(lists), dtype=np.int32, count=int(start[-1]))
+    return start, flat
+
+
+def pairs(rows: Rows) -> NDArray[np.int64]:
+    """The same as pairs (row, integer)."""
+    start, flat = rows
+    return np.stack([np.repeat(np.arange(len(start) - 1), np.diff(start)), flat], axis=1)
+
+
+def once(graph: Graph, name: str, find: Callable[[Graph], Any]) -> Any:
+    """What ``find`` says of the graph, asked for once and kept with it by that name."""
+    known = graph.__dict__  # where cached properties are kept as well
+    if name not in known:
+        known[name] = find(graph)
+    return known[name]
 
 
 def predecessors(graph: Graph) -> tuple[tuple[int, ...], ...]:
@@ -36,19 +71,41 @@ def predecessors(graph: Graph) -> tuple[tuple[int, ...], ...]:
     reader waits for the last write before it (RAW), a writer for that write (WAW) and for the readers in between
     (WAR). Ops that draw random numbers keep their order, so do ops with effects.
     """
+    found: tuple[tuple[int, ...], ...] = once(graph, "_predecessors", _predecessors)
+    return found
+
+
+def dependents(graph: Graph) -> tuple[tuple[int, ...], ...]:
+    """For each op the ops that wait for it: `predecessors`, seen from the other end."""
+    found: tuple[tuple[int, ...], ...] = once(graph, "_dependents", lambda g: successors(predecessors(g)))
+    return found
+
+
+def edges(graph: Graph, *, forward: bool) -> Rows:
+    """`dependents` (``forward``) or `predecessors` as arrays."""
+    rows, name = (dependents, "_forward") if forward else (predecessors, "_backward")
+    found: Rows = once(graph, name, lambda g: csr(rows(g)))
+    return found
+
+
+def _predecessors(graph: Graph) -> tuple[tuple[int, ...], ...]:
     uses = graph.uses
     n = len(graph.storages)
     last_write = [-1] * n
     readers: list[list[int]] = [[] for _ in range(n)]
     last_random = last_effect = -1
     out = []
+    maker = uses.maker
     for k, op in enumerate(graph.ops):
-        before = set(op.control)
-        before.update(uses.maker[v] for v in op.inputs)
-        before.update(last_write[s] for s in uses.reads[k])
+        before = {maker[v] for v in op.inputs}
+        before.update(op.control)
+        for s in uses.reads[k]:
+            before.add(last_write[s])
         for s in uses.mutates[k]:
             before.update(readers[s])
-        for s in (*uses.mutates[k], *uses.defines[k]):
+            last_write[s] = k
+            readers[s] = []
+        for s in uses.defines[k]:
             last_write[s] = k
             readers[s] = []
         for s in uses.reads[k]:
@@ -74,16 +131,9 @@ def successors(before: Sequence[Sequence[int]]) -> tuple[tuple[int, ...], ...]:
     return tuple(tuple(r) for r in out)
 
 
-def reached(start: Iterable[int], edges: Sequence[Sequence[int]]) -> Mask:
+def reached(start: Iterable[int], along: Rows) -> Mask:
     """Which ops are reached from ``start`` along edges; a start only if one leads to it."""
-    seen = bytearray(len(edges))
-    stack = list(start)
-    while stack:
-        for b in edges[stack.pop()]:
-            if not seen[b]:
-                seen[b] = 1
-                stack.append(b)
-    return np.frombuffer(seen, dtype=np.uint8).astype(np.bool_)
+    return np.asarray(_core.reached(np.array(list(start), dtype=np.int32), along)).astype(np.bool_)
 
 
 def is_legal(graph: Graph, order: Sequence[int]) -> bool:
@@ -92,6 +142,21 @@ def is_legal(graph: Graph, order: Sequence[int]) -> bool:
     if len(at) != len(graph.ops) or len(order) != len(graph.ops):
         return False
     return all(at[b] < at[k] for k, row in enumerate(predecessors(graph)) for b in row)
+
+
+def backward_start(graph: Graph, order: Sequence[int]) -> int:
+    """The position that divides forward and backward with the fewest ops on the wrong side, the last of those; the
+    end where there is no backward. An order may take ops of the backward early: what an op is about to overwrite."""
+    late = [graph.ops[k].phase != "forward" for k in order]
+    if all(graph.ops[k].phase != "backward" for k in order):
+        return len(order)
+    wrong = least = late.count(False)  # all of them on the late side
+    best = 0
+    for i, backward in enumerate(late, start=1):
+        wrong += 1 if backward else -1
+        if wrong <= least:
+            best, least = i, wrong
+    return best
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,7 +207,7 @@ def tables(graph: Graph, waits: Sequence[Sequence[int]] | None = None) -> Tables
         tuple(x + sum(unread[s] for s in d) for x, d in zip(scratch, uses.defines, strict=True)),
         reads,
         before,
-        successors(before),
+        dependents(graph) if before == predecessors(graph) else successors(before),
         size,
         uses.readers,
         tuple(s in kept for s in range(len(size))),

@@ -8,12 +8,16 @@ names at all.
 from __future__ import annotations
 
 import re
-from collections import defaultdict
 from collections.abc import Sequence
+from functools import lru_cache
 
+import numpy as np
+from numpy.typing import NDArray
+
+from tightship.analysis.order import csr, once
 from tightship.graph import Graph
 
-__all__ = ["block_of", "colors", "layer", "pattern", "role"]
+__all__ = ["block_of", "colors", "layer", "pattern", "role", "without_numbers"]
 
 _NUMBER = re.compile(r"\d+")
 _NUMBERED = re.compile(r"\.\d+(?=\.|$)")
@@ -23,15 +27,27 @@ _LAYER = re.compile(r"^(.*?\.\d+)(?:\.|$)")
 def role(graph: Graph, op: int) -> str:
     """Module path without layer numbers, and the op's target; empty when the graph has no module paths."""
     o = graph.ops[op]
-    return f"{_NUMBER.sub('#', o.module)}|{o.target}|{o.phase}" if o.module else ""
+    return f"{without_numbers(o.module)}|{o.target}|{o.phase}" if o.module else ""
+
+
+@lru_cache(maxsize=1 << 16)
+def without_numbers(module: str) -> str:
+    """A module path with ``#`` in place of each number."""
+    return _NUMBER.sub("#", module)
 
 
 def layer(graph: Graph, op: int) -> str:
     """The outermost numbered part of the module path (``transformer.h.3``), or empty."""
-    m = _LAYER.match(graph.ops[op].module)
+    return _layer(graph.ops[op].module)
+
+
+@lru_cache(maxsize=1 << 16)
+def _layer(module: str) -> str:
+    m = _LAYER.match(module)
     return m.group(1) if m else ""
 
 
+@lru_cache(maxsize=1 << 16)
 def block_of(module: str, depth: int) -> str:
     """The module path up to its ``depth``-th number; empty if it has fewer."""
     ends = [m.end() for m in _NUMBERED.finditer(module)]
@@ -39,36 +55,43 @@ def block_of(module: str, depth: int) -> str:
 
 
 def colors(graph: Graph, rounds: int = 2) -> tuple[int, ...]:
-    """A color per op: equal colors have the same target, sizes, and neighborhood up to ``rounds`` steps."""
+    """A color per op: equal colors have the same target, sizes, and neighborhood up to ``rounds`` steps.
+
+    Neighborhoods are compared by 64-bit hashes."""
+    found: tuple[int, ...] = once(graph, f"_colors_{rounds}", lambda g: _colors(g, rounds))
+    return found
+
+
+def _colors(graph: Graph, rounds: int) -> tuple[int, ...]:
     uses = graph.uses
     size = [s.size for s in graph.storages]
     ids: dict[object, int] = {}
-
-    def color(key: object) -> int:
-        return ids.setdefault(key, len(ids))
-
-    now = [
-        color((o.target, o.phase, tuple(size[s] for s in uses.defines[k]), len(uses.reads[k])))
-        for k, o in enumerate(graph.ops)
-    ]
+    kinds = (
+        ids.setdefault((o.target, o.phase, len(r), *[size[s] for s in d]), len(ids))
+        for o, r, d in zip(graph.ops, uses.reads, uses.defines, strict=True)
+    )
+    now = _hash(np.fromiter(kinds, np.uint64, len(graph.ops)))
+    start, read = csr(uses.reads)
+    reader = np.repeat(np.arange(len(now)), np.diff(start))
+    place = _hash((np.arange(len(read)) - start[reader]).astype(np.uint64))
+    definer = np.array(uses.definer, dtype=np.int64)[read]
     for _ in range(rounds):
-        into: dict[int, list[int]] = defaultdict(list)
-        for k in range(len(graph.ops)):
-            for s in uses.reads[k]:
-                d = uses.definer[s]
-                if d >= 0:
-                    into[d].append(now[k])
-        now = [
-            color(
-                (
-                    now[k],
-                    tuple(now[uses.definer[s]] if uses.definer[s] >= 0 else -1 for s in uses.reads[k]),
-                    tuple(sorted(into[k])),
-                )
-            )
-            for k in range(len(graph.ops))
-        ]
-    return tuple(now)
+        source = np.where(definer >= 0, now[definer], np.uint64(0))
+        inputs, users = np.zeros_like(now), np.zeros_like(now)
+        np.add.at(inputs, reader, _hash(source ^ place))
+        made = definer >= 0
+        np.add.at(users, definer[made], _hash(now[reader[made]]))
+        now = _hash(now ^ _hash(inputs ^ _hash(users)))
+    _, color = np.unique(now, return_inverse=True)
+    return tuple(color.tolist())
+
+
+def _hash(x: NDArray[np.uint64]) -> NDArray[np.uint64]:
+    """SplitMix64 (Steele, Lea and Flood, 2014): equal numbers stay equal, others look random."""
+    x = x + np.uint64(0x9E3779B97F4A7C15)
+    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return x ^ (x >> np.uint64(31))
 
 
 def pattern(names: Sequence[str]) -> str:

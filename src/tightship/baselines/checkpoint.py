@@ -16,6 +16,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from tightship.analysis.bounds import replayable
+from tightship.analysis.order import backward_start
 from tightship.analysis.structure import block_of
 from tightship.options import option
 from tightship.planners.evict.lowering import Run, decide
@@ -64,7 +65,7 @@ class _Blocks:
         self.graph, self.order, self.uses = problem.graph, problem.order, problem.graph.uses
         ops = self.graph.ops
         self.at = {k: i for i, k in enumerate(self.order)}
-        self.boundary = next((i for i, k in enumerate(self.order) if ops[k].phase == "backward"), len(ops))
+        self.boundary = backward_start(self.graph, self.order)
         self.block = [block_of(op.module, o.depth) if op.phase == "forward" else "" for op in ops]
         self.selective = o.selective
         self.evicted: dict[str, list[int]] = defaultdict(list)
@@ -78,7 +79,7 @@ class _Blocks:
         if s in graph.static or s in graph.kept or not graph.storages[s].size or not replayable(graph, s):
             return False
         made = uses.definer[s]
-        if not self.block[made]:
+        if not self.block[made] or any(self.at[k] >= self.boundary for k in uses.writers[s]):
             return False
         if self.selective and any(part in graph.ops[made].target for part in HEAVY):
             return False
@@ -112,7 +113,8 @@ class _Blocks:
                 ops.add(w)
                 for t in uses.reads[w]:
                     made = uses.definer[t]
-                    dead = t not in graph.static and max(self.at[k] for k in uses.readers[t]) < self.boundary
+                    touched = max(self.at[k] for k in (*uses.readers[t], *uses.writers[t]))
+                    dead = t not in graph.static and touched < self.boundary
                     inside = made >= 0 and self.block[made] == name
                     if t not in wanted and inside and dead and t not in graph.kept and replayable(graph, t):
                         wanted.add(t)

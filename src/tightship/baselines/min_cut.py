@@ -13,14 +13,14 @@ keeping everything; a seed.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
-from tightship.deadline import NEVER, Deadline
-from tightship.options import option
+from tightship.options import NEVER, Deadline, option
 from tightship.planners.evict.problem import (
     DROP,
     EVICT,
@@ -40,6 +40,8 @@ PLANNER = "evict/min-cut"
 _KINDS = (EVICT, PASS, DROP)
 _CLOSE = 1.0005
 """Prices nearer than this factor are taken for one."""
+_HIGHEST, _LOWEST = 14, -6
+"""Powers of two between which prices are looked for."""
 
 Mask = NDArray[np.bool_]
 
@@ -58,17 +60,21 @@ def plan(
     return best_of(family(problem, budget, options))
 
 
-def family(problem: EvictionProblem, budget: int, options: Options | None = None) -> Iterator[Decision]:
+def family(
+    problem: EvictionProblem, budget: int, options: Options | None = None, deadline: Deadline = NEVER
+) -> Iterator[Decision]:
     """One decision per saved set and way of dropping the rest, fewest bytes first; the first, if there is none,
-    keeps everything."""
+    keeps everything. Ends at the deadline."""
     o = options or Options()
-    cuts = _Cuts(problem)
+    cuts = _Cuts(problem, deadline)
     if not problem.crossing.any():
         yield problem.cost(problem.nothing(), budget)
         return
     seen = set()
     for k in range(o.prices):
         dropped = cuts.dropped(cuts.rate * 2.0 ** (k - 4) if k else 0.0)
+        if dropped is None:
+            return
         if (key := dropped.tobytes()) in seen:
             continue
         seen.add(key)
@@ -81,7 +87,7 @@ def between(problem: EvictionProblem, budget: int, deadline: Deadline = NEVER) -
     of the layers as in the one and the rest as in the other, for each way of dropping and from either end.
 
     Ends at the deadline, with what it has."""
-    cuts = _Cuts(problem)
+    cuts = _Cuts(problem, deadline)
     if not problem.crossing.any():
         return
 
@@ -100,25 +106,35 @@ def between(problem: EvictionProblem, budget: int, deadline: Deadline = NEVER) -
         changed = np.flatnonzero(within != beyond)
         changed = changed[np.argsort(problem.gaps[changed, 1], kind="stable")]
         for part in (changed, changed[::-1]):
-            yield _mixed(cost, within, beyond, part, over)
+            yield _mixed(cost, budget, pair, part, over)
 
 
 def _mixed(
     cost: Callable[[Mask], Decision],
-    within: Mask,
-    beyond: Mask,
+    budget: int,
+    pair: tuple[Mask, Mask],
     part: NDArray[np.int64],
     over: Callable[[], bool],
 ) -> Decision:
-    """The fewest of ``part`` as in ``within``, the rest as in ``beyond``, that the budget asks for."""
-    best, low, high = cost(within), 0, len(part)
-    while high - low > 1 and not over():
-        middle = (low + high) // 2
+    """The fewest of ``part`` as in the first of the pair, the rest as in the second, that the budget asks for. Peaks
+    are nearly linear in how many there are, so that few are looked at; every third time the middle one."""
+    within, beyond = pair
+    best = cost(within)
+    low, high, least, most = 0, len(part), best.peak, cost(beyond).peak
+    for turn in range(2 * len(part)):
+        if high - low <= 1 or over():
+            break
+        linear = turn % 3 < 2 and most > budget >= least
+        share = (most - budget) / (most - least) if linear else 0.5
+        middle = min(max(low + 1, math.ceil(low + share * (high - low))), high - 1)
         now = beyond.copy()
         now[part[:middle]] = within[part[:middle]]
         found = cost(now)
         best = best_of((best, found))
-        low, high = (low, middle) if found.met else (middle, high)
+        if found.met:
+            high, least = middle, found.peak
+        else:
+            low, most = middle, found.peak if found.valid else most
     return best
 
 
@@ -131,39 +147,77 @@ class _Cuts:
     """What is not saved across the boundary, by price in bytes per second; the dearer recomputation, the less."""
 
     problem: EvictionProblem
-    known: dict[float, Mask] = field(default_factory=dict)
+    deadline: Deadline = NEVER
 
     def __post_init__(self) -> None:
         problem = self.problem
         storages = problem.graph.storages
         size = sum(float(storages[s].size) for s in problem.gaps[problem.crossing, 0].tolist())
         self.rate = max(1.0, size) / max(1e-12, problem.engine.base_time)
+        self.known = problem.archive.cuts
 
-    def dropped(self, price: float) -> Mask:
+    def dropped(self, price: float) -> Mask | None:
+        """None where there is no time for the cut."""
         if price not in self.known:
-            saved = self.problem.engine.priced_cut(self.problem.boundary, price)
+            left = self.deadline.left
+            saved = self.problem.engine.priced_cut(self.problem.boundary, price, left)
+            if not len(saved):
+                return None
             self.known[price] = self.problem.crossing & (saved[self.problem.gaps[:, 0]] == 0)
         return self.known[price]
 
     def around(self, cost: Callable[[Mask], Decision], over: Callable[[], bool]) -> tuple[Mask, Mask] | None:
-        """Neighbors within and beyond the budget, found by halving a range of prices; None for none within."""
-        high = self.rate * 2.0**14
-        beyond = self.dropped(high)
-        for k in range(13, -7, -1):
-            low = self.rate * 2.0**k
-            within = self.dropped(low)
-            if cost(within).met:
+        """Neighbors within and beyond the budget: the highest power of two as a price that is within it and the one
+        above, and the range between them halved again and again; None for none within."""
+        high, beyond, within = _HIGHEST, self._at(_HIGHEST), None
+        for k in self._changes(_HIGHEST, _LOWEST):
+            now = self._at(k)
+            if now is not None and cost(now).met:
+                high, within = k, now
                 break
             if over():
                 return None
-            high, beyond = low, within
-        else:
+            beyond = now
+        if within is None or beyond is None:
             return None
+        return self._halved(self.rate * 2.0**high, within, beyond, cost, over)
+
+    def _halved(
+        self,
+        low: float,
+        within: Mask,
+        beyond: Mask,
+        cost: Callable[[Mask], Decision],
+        over: Callable[[], bool],
+    ) -> tuple[Mask, Mask]:
+        high = 2 * low
         while high > low * _CLOSE and not over():
             price = (low * high) ** 0.5
             now = self.dropped(price)
-            if cost(now).met:
+            if now is None:
+                break
+            if np.array_equal(now, within):
+                low = price
+            elif np.array_equal(now, beyond):
+                high = price
+            elif cost(now).met:
                 low, within = price, now
             else:
                 high, beyond = price, now
         return within, beyond
+
+    def _at(self, power: int) -> Mask | None:
+        return self.dropped(self.rate * 2.0**power)
+
+    def _changes(self, high: int, low: int) -> Iterator[int]:
+        """The powers of two, from the highest, whose set is another than that of the one above. Between prices of one
+        set there is no other."""
+        above, below = self._at(high), self._at(low)
+        if above is None or below is None or np.array_equal(above, below):
+            return
+        if high - low == 1:
+            yield low
+            return
+        middle = (high + low) // 2
+        yield from self._changes(high, middle)
+        yield from self._changes(middle, low)

@@ -36,7 +36,7 @@ from tightship.hlo.remat.peak import (
     sequential_order,
     with_results,
 )
-from tightship.hlo.remat.tradeoff import tradeoff
+from tightship.hlo.remat.search import tradeoff
 from tightship.options import filled, given_options, model_options
 from tightship.plan import Plan
 from tightship.planners import planner
@@ -188,7 +188,7 @@ def plan_module(chosen: argparse.Namespace, out: Output) -> int:
 
 
 def module_frontier(chosen: argparse.Namespace, out: Output, options: dict[str, Any]) -> Frontier:
-    """The trade-off of a module's entry: see `hlo.remat.tradeoff`."""
+    """The trade-off of a module's entry: see `hlo.remat.search.tradeoff`."""
     if given := [name for name, value in model_options(chosen).items() if value is not None]:
         raise BadInput(f"{', '.join(given)}: a module's text says all sizes", place=chosen.source)
     if given := [name for name in ("hints", "place", "hand_out") if name in options]:

@@ -51,7 +51,8 @@ def plan(chosen: argparse.Namespace, out: Output) -> int:
         raise BadInput("--copies requires a graph.pb as SOURCE, and --write", place=chosen.source)
     if kind == "tensorflow" and options.get("level") == "scheduling":
         source = _accumulated(source, budget)
-    request = PlanRequest(source.graph, budget, chosen.planner, options)
+    kept = "default" if source.step is not None else None  # what is measured once is planned once
+    request = PlanRequest(source.graph, budget, chosen.planner, options, kept)
     try:
         answer, interrupted = _solved(request, out), False
     except Interrupted as end:

@@ -12,9 +12,9 @@ from dataclasses import replace
 
 from tightship.analysis.bounds import lower_bound
 from tightship.analysis.packing import packings
-from tightship.deadline import NEVER, Deadline
 from tightship.errors import Infeasible
 from tightship.graph import Graph
+from tightship.options import NEVER, Deadline
 from tightship.plan import Plan
 from tightship.planners import default
 from tightship.planners.default import Options

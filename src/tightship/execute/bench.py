@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Callable, Sequence
+from functools import partial
 from time import perf_counter
 from typing import Any, Final
 
@@ -14,7 +15,7 @@ import torch
 
 from tightship.execute import allocator
 from tightship.frontends.torch import compat
-from tightship.frontends.torch.capture.lower import elementwise
+from tightship.frontends.torch.capture.lower import in_place_operands
 from tightship.frontends.torch.program import Call, dtype_of, flat, refs_in, substitute
 from tightship.graph import ALIGNMENT, Graph, Value, aligned, alignment_of
 
@@ -24,7 +25,11 @@ Row = tuple[int, int, int, int]
 """A request: bytes, the defined storage it becomes or -1, first event, event of its end or -1."""
 
 _LONG: Final = 0.25  # seconds; what takes longer is not run again only for its time
+_LONG_CALL: Final = 0.002
+"""Seconds from which on a kernel's first time does not count: one more run is enough."""
 _REPEATS: Final = 20
+_AGREE: Final = 0.04
+"""Of a time: by so much the middle and the least of a call's times differ, at most, when they agree."""
 _TILE: Final = 1 << 16
 _PRIME: Final = 65_521
 """Random numbers that are drawn for a probed tensor and repeated: no row or page has the same as another."""
@@ -52,6 +57,12 @@ class Bench:
         """
         if not warm:
             call()
+        return self.first_run(call, kept)
+
+    def first_run(
+        self, call: Callable[[], list[Any]], kept: Sequence[int]
+    ) -> tuple[list[Any], list[allocator.Event], float]:
+        """As `run`, without a run before: for what takes long, where `time` says whether another asks the same."""
         if not self._recording:
             start = self._now()
             results = call()
@@ -63,26 +74,36 @@ class Bench:
             results = [r if position in kept else None for position, r in enumerate(results)]
         return results, recording.events, seconds
 
-    def time(self, call: Callable[[], list[Any]], sizes: Sequence[int], once: float) -> float:
-        """Median seconds of a call whose requests are ``sizes``, when it has taken ``once`` seconds before.
+    def time(
+        self, call: Callable[[], list[Any]], sizes: Sequence[int], once: float, *, roughly: bool = False
+    ) -> tuple[float, bool]:
+        """Seconds of a call whose requests are ``sizes``, when it has taken ``once`` seconds before; and whether it
+        asked for ``sizes`` again.
 
-        It is run as it will be: from an arena, whose pages are there already.
+        It is run as it will be: from an arena, whose pages are there already. What takes long is run once more only;
+        anything else until its times agree, once if ``roughly`` is enough.
         """
-        if once >= _LONG:
-            return once
-        repeats = max(1, min(_REPEATS, int(self._seconds / max(once, 1e-7))))
+        if once >= _LONG and not self._recording:
+            return once, True
+        most = max(1, min(1 if roughly else _REPEATS, int(self._seconds / max(once, 1e-7))))
         if not self._recording:
-            return statistics.median(self._seconds_of(call) for _ in range(repeats))
+            return _agreed(partial(self._seconds_of, call), most), True
         offsets = [0]
         for size in sizes:
             offsets.append(offsets[-1] + size)
         script = allocator.Script(sizes, offsets[:-1], (0, len(sizes)), kind=self._kind)
         with allocator.replay(self.room(offsets[-1]), script) as session:
-            times = []
-            for _ in range(repeats + 1):
+
+            def run() -> float:
                 session.seek(0)
-                times.append(self._seconds_of(call))
-        return statistics.median(times[1:])
+                return self._seconds_of(call)
+
+            if once >= _LONG_CALL:
+                seconds = min(once, run())
+            else:
+                run()
+                seconds = _agreed(run, most)
+        return seconds, session.stats.as_planned
 
     def room(self, size: int) -> allocator.Arena:
         """An arena of at least so many bytes."""
@@ -101,6 +122,17 @@ class Bench:
         start = self._now()
         call()
         return self._now() - start
+
+
+def _agreed(run: Callable[[], float], most: int) -> float:
+    """The median of ``run``'s seconds, taken until it is near the least of them, ``most`` times at most."""
+    times: list[float] = []
+    while len(times) < most:
+        times.append(run())
+        middle = statistics.median(times)
+        if len(times) >= 3 and middle - min(times) <= _AGREE * middle:
+            break
+    return statistics.median(times)
 
 
 def workspace_of(
@@ -179,9 +211,9 @@ def _like(graph: Graph, v: int, device: str) -> Any:
 
 
 def in_place_inputs(graph: Graph, call: Call, device: str, room: Room) -> tuple[int, ...]:
-    """Which of the values that ``call`` is given, by number in the order of its arguments, its result can be
-    computed into, bit-identically. It is run that way to know."""
-    if not elementwise(call.fn) or len(call.results) != 1 or call.results[0] < 0:
+    """Which of the values that ``call`` is given, by number in the order of its arguments, its first result can be
+    computed into, with bit-identical results. It is run that way to know."""
+    if not call.results or call.results[0] < 0:
         return ()
     if allocator.kind_of(device) == "cuda":  # as `overwrites` says
         return ()
@@ -193,26 +225,31 @@ def in_place_inputs(graph: Graph, call: Call, device: str, room: Room) -> tuple[
         x = graph.values[v]
         return (x.dtype, x.shape, x.stride, x.offset) == layout
 
-    numbers = [n for n, v in enumerate(values) if alike(v)]
+    operands = in_place_operands(call.fn, call.args, call.kwargs)
+    numbers = [n for n, v in enumerate(values) if v in operands and alike(v)]
     if not numbers or result.offset or graph.storages[result.storage].pool != "device":
         return ()
-    return tuple(n for n in numbers if _same(graph, call, values[n], device, room))
+    tensors, fn = _drawn(graph, call, device), compat.direct(call.fn)
 
-
-def _same(graph: Graph, call: Call, over: int, device: str, room: Room) -> bool:
-    tensors = _drawn(graph, call, device)
-    fn, alignment = compat.direct(call.fn), alignment_of(device)
-
-    def run() -> Any:
+    def run(tensors: dict[int, Any]) -> list[Any]:
         args, kwargs = (substitute(tree, tensors.__getitem__) for tree in (call.args, call.kwargs))
-        return flat(fn(*args, **kwargs))[0]
+        made = flat(fn(*args, **kwargs))
+        return [t for t, v in zip(made, call.results, strict=True) if v >= 0]
 
     with allocator.record(allocator.kind_of(device)) as recording:
-        want = run()
+        want = run(tensors)
     asked = [e for e in recording.events if e.kind == "alloc"]
-    given = tensors[over]
+    return tuple(n for n in numbers if _same(run, tensors, values[n], want, asked, device, room))
+
+
+def _same(
+    run: Callable[[dict[int, Any]], Any], tensors: dict[int, Any], over: int, want: Any,
+    asked: Sequence[allocator.Event], device: str, room: Room,
+) -> bool:  # fmt: skip
+    """Whether ``run`` gives ``want`` into the tensor of the value ``over`` as well, for which it ``asked``."""
+    given, alignment = tensors[over], alignment_of(device)
     size = aligned(given.untyped_storage().nbytes(), alignment)
-    mine = max((k for k, e in enumerate(asked) if e.data_ptr == want.data_ptr()), default=-1)
+    mine = max((k for k, e in enumerate(asked) if e.data_ptr == want[0].data_ptr()), default=-1)
     if mine < 0 or asked[mine].nbytes != size:
         return False
     sizes, offsets, taking = [size], [0], [0]
@@ -228,13 +265,12 @@ def _same(graph: Graph, call: Call, over: int, device: str, room: Room) -> bool:
         session.seek(0)
         laid = torch.empty_strided(given.shape, given.stride(), dtype=given.dtype, device=device)
         laid.copy_(given)
-        tensors[over] = laid
         session.seek(1)
-        found = run()
-        tensors.clear()
-        lies = found.data_ptr() == laid.data_ptr()
-        del laid, given
-    return lies and session.stats.misses == 0 and bool(torch.equal(_bits(found), _bits(want)))
+        found = run({**tensors, over: laid})
+        lies = found[0].data_ptr() == laid.data_ptr()
+        del laid
+    same = all(torch.equal(_bits(a), _bits(b)) for a, b in zip(found, want, strict=True))
+    return lies and session.stats.misses == 0 and same
 
 
 def _bits(tensor: Any) -> Any:

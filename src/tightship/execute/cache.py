@@ -1,8 +1,8 @@
-"""Measurements kept on disk, per machine: JSON in the user's cache folder, safe with several processes.
+"""Measurements and plans kept on disk: JSON in the user's cache folder, safe with several processes.
 
-A file that cannot be read, or holds something else, is as good as none: the measurements are made again and
-the file is replaced. Writing merges with what others wrote meanwhile; losing a race costs a measurement,
-never a wrong one.
+A file that cannot be read, or holds something else, is as good as none: what it was for is made again and the file
+is replaced. Writing merges with the measurements that others wrote meanwhile; losing a race costs a measurement or a
+search, never a wrong one. A plan is found by everything that it was made from, and verified whenever it is read.
 """
 
 from __future__ import annotations
@@ -12,16 +12,40 @@ import functools
 import hashlib
 import os
 import platform
-import threading
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from importlib.metadata import version
+from itertools import islice
 from pathlib import Path
 
 import msgspec
 import torch
 
-__all__ = ["Cache", "Measurement", "default_folder", "machine"]
+from tightship.diagnose.remedies import advised
+from tightship.errors import BadInput, TightshipError
+from tightship.files import write_file
+from tightship.graph import Graph
+from tightship.plan import Plan
+from tightship.planners.default import Options
+from tightship.planners.evict.problem import Progress
+from tightship.serde import dumps_plan, loads_plan
+from tightship.simulate import baseline, replay
+from tightship.units import Budget, parse_budget
+from tightship.verify import check
 
-VERSION = 1
-"""Raised when measurements change their meaning."""
+__all__ = ["Cache", "KeptPlans", "Measurement", "default_folder", "folder_of", "machine"]
+
+VERSION = 2
+"""Raised when measurements or plans change their meaning."""
+
+DEFAULT = "default"
+"""The folder that the user's environment names."""
+
+MOST_MEASUREMENTS = 50_000
+"""Of one machine; the oldest are forgotten."""
+
+MOST_PLAN_BYTES = 256 << 20
+"""Of all plans' files; those not read for longest are removed."""
 
 
 class Measurement(msgspec.Struct, frozen=True, array_like=True):
@@ -39,9 +63,18 @@ class _File(msgspec.Struct):
     entries: dict[str, Measurement]
 
 
-def default_folder() -> Path:
-    """``tightship`` in the user's cache folder."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "tightship"
+def default_folder() -> Path | None:
+    """Where the environment variable ``TIGHTSHIP_CACHE`` says (``off``: nowhere, None), else ``tightship`` in the
+    user's cache folder."""
+    chosen = os.environ.get("TIGHTSHIP_CACHE", "")
+    if chosen.lower() == "off":
+        return None
+    return Path(chosen or Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "tightship")
+
+
+def folder_of(cache: Path | str | None) -> Path | None:
+    """The folder that a ``cache=`` of the public functions names."""
+    return default_folder() if cache == DEFAULT else None if cache is None else Path(cache)
 
 
 @functools.cache
@@ -84,17 +117,12 @@ class Cache:
         """Writes what was measured since the last save. Not being able to is a note, not an error."""
         if self.path is None or not self._new:
             return
-        self._known = {**self._read(), **self._known, **self._new}
+        known = {**self._read(), **self._known, **self._new}
+        self._known = dict(islice(known.items(), max(0, len(known) - MOST_MEASUREMENTS), None))
         self._new = {}
-        part = self.path.with_name(f"{self.path.name}.{os.getpid()}.{threading.get_ident()}.part")
-        try:
-            self.path.parent.mkdir(parents=True, exist_ok=True)
-            part.write_bytes(msgspec.json.encode(_File(self.machine, self._known)))
-            os.replace(part, self.path)
-        except OSError as error:
+        error = _write(self.path, msgspec.json.encode(_File(self.machine, self._known)))
+        if error:
             self.note = f"measurements could not be kept: {error}"
-            with contextlib.suppress(OSError):
-                part.unlink(missing_ok=True)
 
     def _read(self) -> dict[str, Measurement]:
         if self.path is None:
@@ -109,3 +137,122 @@ class Cache:
             )
             return {}
         return file.entries if file.machine == self.machine else {}
+
+
+def _write(path: Path, data: bytes) -> str:
+    """Makes the file, complete or not at all; returns why not, empty if it is there."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_file(path, data)
+    except (OSError, BadInput) as error:
+        return str(error)
+    return ""
+
+
+# --- plans ---
+
+
+class _PlanFile(msgspec.Struct):
+    key: str
+    plan: msgspec.Raw
+
+
+@dataclass(frozen=True)
+class KeptPlans:
+    """The default planner with ``options``; its plans are kept in ``folder`` (None: nowhere).
+
+    A plan's file is named by a digest of what it was made from: the measured graph (which the machine and torch's
+    version are behind), budget and options, and the planner's own code. It is verified when it is read. A file that
+    is damaged or not this plan's is noted in the plan that is made in its stead.
+    """
+
+    folder: Path | None
+    options: Options
+
+    def __call__(
+        self, graph: Graph, budget: Budget | str | int | None = None, progress: Progress | None = None
+    ) -> Plan:
+        if self.folder is None:
+            return advised(graph, budget, self.options, progress)
+        wanted = None if budget is None else parse_budget(budget)
+        key = self._key(graph, wanted)
+        path = self.folder / f"plan-{key[:32]}.json"
+        plan, note = _read_plan(path, key, graph, wanted)
+        if plan is not None:
+            return plan
+        made = advised(graph, budget, self.options, progress)
+        error = _write(path, msgspec.json.encode(_PlanFile(key, msgspec.Raw(dumps_plan(made)))))
+        if error:
+            note = f"the plan could not be kept: {error}"
+        else:
+            _remove_oldest(self.folder)
+        return replace(made, notes=(*made.notes, note)) if note else made
+
+    def _key(self, graph: Graph, budget: Budget | None) -> str:
+        h = hashlib.sha256(repr((VERSION, _planner_code(), torch.__version__, self.options, budget)).encode())
+        _digest(graph, h.update)
+        return h.hexdigest()
+
+
+def _digest(graph: Graph, add: Callable[[bytes], None]) -> None:
+    """Everything of a graph that planners can see. Lines of source files are for people only."""
+    add(repr((graph.digest, graph.machine, graph.meta)).encode())
+    for s in graph.storages:
+        add(repr((s.name, s.kind)).encode())
+    for o in graph.ops:
+        add(repr((o.name, o.module, o.phase, o.device, o.time, o.flops, o.workspace, o.requests)).encode())
+        for inner in o.calls:
+            _digest(inner, add)
+
+
+@functools.cache
+def _planner_code() -> str:
+    """Which planners there are: the package's version, and of what is installed the sizes and times."""
+    root = Path(__file__).resolve().parents[1]
+    rows = [version("tightship")]
+    for file in sorted(p for p in root.rglob("*") if p.suffix in (".py", ".so", ".pyd")):
+        about = file.stat()
+        rows.append(f"{file.relative_to(root)} {about.st_size} {about.st_mtime_ns}")
+    return hashlib.sha256("\n".join(rows).encode()).hexdigest()
+
+
+def _read_plan(path: Path, key: str, graph: Graph, budget: Budget | None) -> tuple[Plan | None, str]:
+    """The plan that was kept, verified; None with what was wrong with the file, if there is one."""
+    try:
+        data = path.read_bytes()
+    except FileNotFoundError:
+        return None, ""
+    except OSError as error:
+        return None, f"the plan kept in {path.name} cannot be read and is made again: {error}"
+    try:
+        file = msgspec.json.decode(data, type=_PlanFile)
+        plan, _ = loads_plan(bytes(file.plan), path.name)
+        check(graph, plan)
+        limit = None
+        if budget is not None:
+            limit = budget.resolve(replay(graph, baseline(graph)).peak, static=graph.static_bytes)
+        if file.key != key or plan.digest != graph.digest or plan.budget != limit:
+            return None, f"the plan kept in {path.name} is another one and is made again"
+    except (msgspec.MsgspecError, TightshipError) as error:
+        said = str(error).splitlines()[0]
+        return None, f"the plan kept in {path.name} is damaged and is made again: {said}"
+    with contextlib.suppress(OSError):
+        os.utime(path)  # the oldest go first
+    return plan, ""
+
+
+def _remove_oldest(folder: Path) -> None:
+    """Keeps the files of plans within `MOST_PLAN_BYTES`. Others may remove some at the same time."""
+    found = []
+    with contextlib.suppress(OSError):
+        for path in folder.glob("plan-*"):
+            with contextlib.suppress(OSError):
+                about = path.stat()
+                found.append((about.st_mtime_ns, about.st_size, path))
+    total = sum(size for _, size, _ in found)
+    for _, size, path in sorted(found):
+        if total <= MOST_PLAN_BYTES:
+            return
+        with contextlib.suppress(OSError):
+            path.unlink()
+        total -= size

@@ -5,14 +5,13 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
-from functools import partial
 from pathlib import Path
 from typing import Any, SupportsIndex, Unpack
 
 import torch
 
-from tightship.diagnose.remedies import advised
 from tightship.errors import BadInput, Unsupported, VerificationFailed
+from tightship.execute.cache import KeptPlans, folder_of
 from tightship.execute.prepared import Planner, Prepared, Settings, Variant
 from tightship.frontends.torch import compat, compat_capture
 from tightship.frontends.torch.capture.state_restore import untouched
@@ -76,7 +75,7 @@ def fit(
     if variants < 1:
         raise BadInput("no kind of batch would be kept: variants must be at least 1", variants, "fit")
     if planner is None:
-        planner = partial(advised, options=read_options(options, "fit"))
+        planner = KeptPlans(folder_of(cache), read_options(options, "fit"))
     elif options:
         rule = f"unused options {', '.join(options)}: planner= replaces the default planner, whose they are"
         raise BadInput(rule, place="fit")

@@ -5,16 +5,15 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import Any, SupportsIndex, Unpack
 
 import torch
 
 from tightship import simulate
-from tightship.diagnose.remedies import advised
 from tightship.errors import BadInput, Unsupported
 from tightship.execute.allocator import Arena
+from tightship.execute.cache import KeptPlans, folder_of
 from tightship.execute.interpreter import Executor
 from tightship.execute.prepared import Attributes, Prepared, Settings, Variant
 from tightship.execute.script import device_of
@@ -70,7 +69,7 @@ def infer(
         )
     wanted = None if budget is None else parse_budget(budget)
     measuring = {"cache": cache, "seconds_per_op": seconds_per_op}
-    settings = Settings(wanted, partial(advised, options=chosen), measuring, strict, variants, fresh)
+    settings = Settings(wanted, KeptPlans(folder_of(cache), chosen), measuring, strict, variants, fresh)
     inference = Inference(module_of(model), settings, dynamic=dynamic)
     sample = dict(sample) if isinstance(sample, Mapping) else sample
     inference.prepare(sample)

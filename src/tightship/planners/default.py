@@ -2,33 +2,38 @@
 
 Problem: the fastest plan whose peak, and whose arena, fit the budget. Measure: seconds, bytes. Source: the parts
 named in ``Options``. Guarantee: the plan is verified; peak and static set plus arena are within the budget, or
-``Infeasible`` is raised with the least peak reached. Complexity: that of the parts. Known limits: decides order
-first, evictions second, offsets last; when offsets do not fit, evictions are searched again under a lower budget.
+``Infeasible`` is raised with the least peak reached; of graphs of few ops it is the best there is. Complexity: that
+of the parts. Known limits: decides order first, evictions second, offsets last; when offsets do not fit, evictions
+are searched again under a lower budget, and in some other orders.
 """
 
 from __future__ import annotations
 
+import gc
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Hashable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, fields, replace
 from itertools import pairwise
 from typing import Any, TypedDict
 
 from tightship.analysis.bounds import lower_bound, time_bound
+from tightship.analysis.moments import peak_of
 from tightship.analysis.packing import packings
-from tightship.deadline import Deadline
 from tightship.diagnose.advice import advice
 from tightship.errors import BadInput, Infeasible
 from tightship.graph import Graph
-from tightship.options import option
+from tightship.options import NEVER, Deadline, option
 from tightship.plan import Plan, Step
-from tightship.planners import PlannerInfo, planner, run
+from tightship.planners import PlannerInfo, floor, planner, run
 from tightship.planners.evict.lowering import pure_random_ops
 from tightship.planners.evict.problem import MEANS, EvictionProblem, Progress
 from tightship.planners.hints import parse_hints, resolve
-from tightship.planners.layout import Layout, lay_out
-from tightship.simulate import Timeline, baseline, replay
+from tightship.planners.layout import Layout
+from tightship.planners.place.greedy import MANY
+from tightship.planners.place.portfolio import CLOSE
+from tightship.simulate import Timeline, replay, unplanned
 from tightship.units import Budget, resolve_budget
 from tightship.verify import check
 
@@ -50,10 +55,17 @@ __all__ = [
 _REDRAW = "redraw"
 _TIGHTEN = 4
 """How often evictions are searched again because the placement came out larger than the peak."""
-_LAYOUT = 1.0
-"""Seconds of the clock that offsets may take; their limit of work mostly ends first."""
-_REST = 12.0
+_ORDERS = ("sink", "given", "lpmf")
+_FAR = 0.01
+"""Orders that are tried where the fastest plan is above the least time by more than this part of it."""
+_LOOK, _NEARLY = 2_000_000, 1.002
+"""Ops simulated for a first look at another order, and over what time is needed already it is left at that."""
+_REST = 20.0
 """What follows the search, over what it takes to replay a graph once."""
+_SAMPLE, _SAMPLES = 4096, 16
+"""Steps that are replayed to see how long that takes: so many at least, or such a part of them."""
+_PREPARED = 0.25
+"""The part of the time before the search's end that the order may take, and of what is left then the bounds."""
 _EXACT = 1 + 1e-9
 """Times that differ by less than this factor are equal: sums in other orders."""
 
@@ -125,6 +137,20 @@ def read_options(options: PlanOptions, caller: str) -> Options:
     return Options(**options)
 
 
+@contextmanager
+def _no_collection() -> Iterator[None]:
+    """Planning makes many objects, keeps most and makes few cycles: to look for those again and again would take a
+    fourth of the time on large graphs."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
+
+
+@_no_collection()
 def plan(
     graph: Graph,
     budget: Budget | str | int | None = None,
@@ -147,11 +173,13 @@ def plan(
     if not o.gap >= 0:
         raise BadInput("a gap is a part of the time, 0 or more", o.gap, "gap")
     clock = _Clock(o.seconds)
-    before = replay(graph, baseline(graph))
-    clock.replayed()
+    before = unplanned(graph)
+    clock.replayed(before)
     budget = resolve_budget(budget, before.peak, static=graph.static_bytes)
-    problem = problem or problem_of(graph, order_of(graph, o, before.peak), o)
-    search = _Search(graph, problem, o, before, budget)
+    if problem is None:
+        order = order_of(graph, o, before.peak, clock.search.part(_PREPARED))
+        problem = problem_of(graph, order, o)
+    search = _Search(graph, problem, o, before, budget, clock.search.part(_PREPARED))
     found, layout = search.fit(progress, clock)
     name = f"{o.order}+{o.evict}" + "+portfolio" * o.place
     ended = "interrupted" if search.interrupted else search.ended(found)
@@ -164,9 +192,10 @@ def plan(
 def plan_steps(problem: EvictionProblem, steps: Sequence[Step], o: Options, planner: str) -> Plan:
     """A verified plan that does what ``steps`` say, placed; its budget is what it needs."""
     graph, began = problem.graph, time.perf_counter()
-    line, layout = replay(graph, steps), _layout(graph, steps, o)
-    budget = _placed(graph, line, layout)
-    search = _Search(graph, problem, o, replay(graph, baseline(graph)), budget)
+    line, placement = replay(graph, steps), floor.Placement(graph, o.place, o.hand_out, o.seed)
+    layout = placement.layout(steps)
+    budget = placement.needs(line, layout)
+    search = _Search(graph, problem, o, unplanned(graph), budget)
     return search.verified(steps, line, layout, planner, began)
 
 
@@ -178,7 +207,7 @@ def plan_alone(
 
     Raises ``Unsupported`` where the planner's decision cannot be carried out on this graph."""
     began = time.perf_counter()
-    peak = replay(graph, baseline(graph)).peak
+    peak = unplanned(graph).peak
     budget = resolve_budget(budget, peak, static=graph.static_bytes)
     lossy = bool(getattr(options, "lossy", False))
     problem = EvictionProblem(graph, tuple(range(len(graph.ops))), lossy=lossy)
@@ -199,9 +228,17 @@ class _Clock:
         self.began = time.perf_counter()
         self.deadline = self.search = Deadline(self.began + seconds)
 
-    def replayed(self) -> None:
-        """What follows the search takes so many times as long as the first replay of the graph did."""
-        self.search = Deadline(self.deadline.at - _REST * (time.perf_counter() - self.began))
+    def replayed(self, line: Timeline) -> None:
+        """What follows the search takes so many times as long as a replay of the graph, judged by a part of it; a
+        part of what is left is for the search in any case."""
+        part = line.steps[: max(_SAMPLE, len(line.steps) // _SAMPLES)]
+        begins = []
+        for steps in ((), part, ()):  # to prepare a replay takes time as well
+            begins.append(time.perf_counter())
+            replay(line.graph, steps)
+        once = max(0.0, 2 * begins[2] - begins[1] - time.perf_counter())
+        took = once * len(line.steps) / max(1, len(part))
+        self.search = Deadline(max(self.deadline.at - _REST * took, self.deadline.part(_PREPARED).at))
 
 
 @dataclass
@@ -213,48 +250,112 @@ class _Search:
     options: Options
     before: Timeline
     budget: int | None
+    deadline: Deadline = NEVER
+    """Of the bounds."""
     best: run.Evicted | None = None
-    placed: int | None = None
+    last: run.Evicted | None = None
+    only_places: bool = False
     interrupted: bool = False
     bound: int = field(init=False)
     time_bound: float = field(init=False)
+    placement: floor.Placement = field(init=False)
+    reached: floor.Reached = field(init=False)
 
     def __post_init__(self) -> None:
-        graph, budget = self.graph, self.budget
-        self.time_bound = 0.0 if budget is None else least_time(graph, self.problem, self.options, budget)
+        graph, budget, o = self.graph, self.budget, self.options
+        self.placement = floor.Placement(graph, o.place, o.hand_out, o.seed)
+        self.reached = floor.reached(graph, _allowed(self.problem, o))
+        self.time_bound = 0.0
+        if budget is not None:
+            self.time_bound = least_time(graph, self.problem, o, budget, self.deadline)
         self.bound = int(
             lower_bound(
                 self.graph,
                 redraw=_REDRAW in _means(self.options),
                 least=_least(self.problem),
                 in_place=self.problem.in_place,
+                deadline=self.deadline,
             )
         )
 
     def fit(self, progress: Progress | None, clock: _Clock) -> tuple[run.Evicted, Layout]:
-        """Evictions and a layout within the budget; searched again under a lower one while the layout is not."""
-        o, archive, budget = self.options, self.problem.archive, self.budget
+        """Evictions and a layout within the budget: the best of a small graph, or the faster one of what is found
+        and what was reached before."""
+        budget, placement = self.budget, self.placement
+        if budget is not None:
+            best = floor.every_plan(self.problem, placement, budget, self.options.work, clock.search)
+            if best is not None:
+                self.reached.offer(best)
+                return best.found, best.layout
+        made = self._searched(self.problem, progress, clock)
+        if budget is not None:
+            self._other_orders(progress, clock)
+            made = self.reached.within(budget)
+        if made is None:
+            raise self.infeasible()
+        if self.last is not None and made.found is not self.last:  # of a search that ended some other way
+            decision = replace(made.found.decision, ended=self.last.decision.ended)
+            return replace(made.found, decision=decision), made.layout
+        return made.found, made.layout
+
+    def _other_orders(self, progress: Progress | None, clock: _Clock) -> None:
+        """Search in other orders while nothing fits, or only what is far above the least time: the order of the least
+        peak without evictions may be a bad one to evict in."""
+        assert self.budget is not None
+        if self.options.order != Options().order or self.bound > self.budget:
+            return
+        tried = [self.problem.order]
+        for name in _ORDERS:
+            best = self.reached.within(self.budget)
+            near = best is not None and best.found.timeline.time <= self.time_bound * (1 + _FAR)
+            if near or self.interrupted or clock.search.over:
+                return
+            given = tuple(range(len(self.graph.ops)))
+            order = given if name == "given" else run.order(name, self.graph, clock.search)
+            if order in tried:
+                continue
+            tried.append(order)
+            problem = self.problem.in_order(order)
+            first = self._evict(problem, self.budget, clock.search, min(_LOOK, self.options.work), progress)
+            self.interrupted |= problem.archive.stopped
+            met = first.decision.met and best is not None
+            if best is None or (met and first.timeline.time <= best.found.timeline.time * _NEARLY):
+                self._searched(problem, progress, clock)
+
+    def _searched(
+        self, problem: EvictionProblem, progress: Progress | None, clock: _Clock
+    ) -> floor.Placed | None:
+        """Evictions and a layout; searched again under a lower budget while the layout is above it."""
+        o, archive, budget = self.options, problem.archive, self.budget
         target = self.before.peak if budget is None else budget
+        made, within = None, target
         for _ in range(_TIGHTEN):
             # A search again begins where the last one ended: a part of the work is enough.
             work = o.work if self.best is None else o.work // (30 if self.interrupted else 3)
-            found = self._evict(target, clock.search, work, progress)
-            self.interrupted, archive.stopped = self.interrupted or archive.stopped, False
+            found = self._evict(problem, target, clock.search, work, progress)
+            self.interrupted, archive.stopped, self.last = self.interrupted or archive.stopped, False, found
             if self.best is None or found.timeline.peak < self.best.timeline.peak:
                 self.best = found
-            if budget is not None and not found.decision.met:
-                if self.interrupted:
-                    raise KeyboardInterrupt
+            if budget is not None and not found.decision.met and self.interrupted:
+                raise KeyboardInterrupt
+            made = self.placement.lay(found, clock.deadline, budget)
+            self.reached.offer(made)
+            if budget is None or made.needs <= budget:
                 break
-            layout = _layout(self.graph, found.steps, o, clock.deadline.left)
-            placed = _placed(self.graph, found.timeline, layout)
-            if budget is None or placed <= budget:
-                return found, layout
-            self.placed = placed if self.placed is None else min(self.placed, placed)
-            target = min(target, found.timeline.peak) - (placed - budget)
-        raise self.infeasible()
+            if found.timeline.peak <= budget:
+                self.only_places = True
+            if found.decision.met:
+                within = min(target, found.timeline.peak)
+                target = within - (made.needs - budget)
+            elif target + 1 < within:  # tightened too much
+                target = (target + within) // 2
+            else:
+                break
+        return made
 
-    def _evict(self, budget: int, deadline: Deadline, work: int, progress: Progress | None) -> run.Evicted:
+    def _evict(
+        self, problem: EvictionProblem, budget: int, deadline: Deadline, work: int, progress: Progress | None
+    ) -> run.Evicted:
         o, info = self.options, planner(self.options.evict, "evict")
         least = self.time_bound if self.time_bound < math.inf else 0.0
         known = {
@@ -262,7 +363,14 @@ class _Search:
             "goal": least * (1 + o.gap) - self.before.time,
         }  # fmt: skip
         options = info.options(**{f.name: known[f.name] for f in fields(info.options) if f.name in known})
-        return run.evict(info, self.problem, budget, options, progress, graph=self.graph, or_keep=True)
+        many = o.place and len(self.graph.ops) > MANY  # their places span a little more than the peak
+        for limit in (budget - budget // CLOSE, budget) if many else (budget,):
+            found = run.evict(
+                info, problem, limit, options, progress, graph=self.graph, or_keep=True, verify=False
+            )
+            if found.decision.met or problem.archive.stopped:
+                break
+        return found
 
     def ended(self, found: run.Evicted) -> str:
         """Why the search ended, one of ``plan.TERMINATIONS``."""
@@ -286,30 +394,44 @@ class _Search:
             lower_bound=self.bound,
             time_bound=self.time_bound,
             host_budget=o.host or None,
-            moved=displaced(self.problem.order),
+            moved=displaced(tuple(step.op for step in steps if step.kind == "compute")),
             seconds=time.perf_counter() - began,
         )
         check(graph, made)
         return made
 
     def infeasible(self) -> Infeasible:
+        """What was reached: the least bytes that a plan ever needed, or, of one with a peak within the budget, those
+        that it needs once everything has a place."""
         assert self.budget is not None and self.best is not None
-        graph, line, steps = self.graph, self.best.timeline, self.best.steps
+        graph, least = self.graph, self.reached.plans[0]
+        found = self.best if self.only_places else least.found
+        line = found.timeline
         return Infeasible(
             budget=self.budget,
             lower_bound=self.bound,
-            best_peak=line.peak,
-            top=top_of_peak(graph, line, steps),
-            placed=self.placed,
-            at=graph.ops[steps[line.peak_step].op].name if line.peak_step >= 0 else "",
+            best_peak=line.peak if self.only_places else least.needs,
+            top=top_of_peak(graph, line, found.steps),
+            placed=least.needs if self.only_places else None,
+            at=graph.ops[found.steps[line.peak_step].op].name if line.peak_step >= 0 else "",
             advice=advice(graph, self.budget, line.at_peak),
         )
 
 
-def least_time(graph: Graph, problem: EvictionProblem, o: Options, budget: int) -> float:
+def least_time(
+    graph: Graph, problem: EvictionProblem, o: Options, budget: int, deadline: Deadline = NEVER
+) -> float:
     """Seconds no plan by the ways that the options allow can go below."""
     redraw = _REDRAW in _means(o)
-    return time_bound(graph, budget, redraw=redraw, least=_least(problem), in_place=problem.in_place)
+    least, in_place = _least(problem), problem.in_place
+    return time_bound(graph, budget, redraw=redraw, least=least, in_place=in_place, deadline=deadline)
+
+
+def _allowed(problem: EvictionProblem, o: Options) -> Hashable:
+    """What plans may do: those that may do the same are answers for one another."""
+    only = tuple(sorted(problem.only.items()))
+    ways = (problem.means, only, problem.lossy, problem.host, problem.stuck, problem.in_place)
+    return (*ways, _REDRAW in _means(o), o.place, o.hand_out)
 
 
 def _means(o: Options) -> tuple[str, ...]:
@@ -344,30 +466,19 @@ def problem_of(graph: Graph, order: tuple[int, ...], o: Options) -> EvictionProb
     return EvictionProblem(graph, order, means, only, o.lossy, o.host or None, chained, in_place=in_place)
 
 
-def order_of(graph: Graph, o: Options, peak: int) -> tuple[int, ...]:
+def order_of(graph: Graph, o: Options, peak: int, deadline: Deadline = NEVER) -> tuple[int, ...]:
     """The planned order, unless it needs more memory than the graph's own."""
     given = tuple(range(len(graph.ops)))
     if o.order == "given":
         return given
-    order = run.order(o.order, graph)
-    return given if replay(graph, baseline(graph, order)).peak > peak else order
+    order = run.order(o.order, graph, deadline)
+    return given if order != given and peak_of(graph, order) > peak else order
 
 
 def displaced(order: tuple[int, ...]) -> int:
     """How many ops run after another one than in the graph's own order."""
     successor = dict(pairwise(order))
     return sum(1 for k in range(len(order) - 1) if successor.get(k) != k + 1)
-
-
-def _placed(graph: Graph, line: Timeline, layout: Layout) -> int:
-    """The bytes that a plan needs once everything has a place."""
-    return max(line.peak, graph.static_bytes + layout.arena + layout.handed)
-
-
-def _layout(graph: Graph, steps: Sequence[Step], o: Options, seconds: float = _LAYOUT) -> Layout:
-    if not o.place:
-        return Layout((), 0, 0, 0)
-    return lay_out(graph, steps, hand_out=o.hand_out, seed=o.seed, seconds=min(_LAYOUT, seconds))
 
 
 def top_of_peak(

@@ -10,10 +10,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 import numpy as np
 
+from tightship.analysis.order import backward_start
 from tightship.baselines import checkpoint
 from tightship.errors import BadInput, Infeasible, TightshipError, Unsupported
 from tightship.graph import Graph
@@ -114,7 +117,8 @@ def frontier(
     else:
         beside = ()
     for kept in saved.values() if "recompute" in problem.means else ():
-        problem.archive.offer(with_saved(problem, kept))
+        with suppress(TightshipError):  # `others` says which, and why
+            problem.archive.offer(with_saved(problem, kept))
     searches = points + len(beside)
     each = replace(o, seconds=o.seconds / searches, work=o.work // searches)
     made = [default.plan(graph, None, each, problem=problem)]
@@ -210,24 +214,27 @@ def others(
     """Fixed policies on the same graph in the same order, simulated: checkpoints around blocks, and saved sets
     from which the rest is recomputed where the backward needs it. ``say`` is told of each that cannot be carried
     out, which is left out."""
-    decided: dict[str, Decision] = {}
-    for name, o in {
-        "per block": checkpoint.Options(),
-        "per inner block": checkpoint.Options(depth=2),
-        "selective": checkpoint.Options(selective=True),
-        "selective, inner": checkpoint.Options(depth=2, selective=True),
-    }.items():
-        found = checkpoint.plan(problem, 0, o)
-        if found.runs:
-            decided[name] = found
-    decided |= {name: with_saved(problem, kept) for name, kept in saved.items()}
+    policies: dict[str, Callable[[], Decision]] = {
+        name: partial(checkpoint.plan, problem, 0, o)
+        for name, o in {
+            "per block": checkpoint.Options(),
+            "per inner block": checkpoint.Options(depth=2),
+            "selective": checkpoint.Options(selective=True),
+            "selective, inner": checkpoint.Options(depth=2, selective=True),
+        }.items()
+    }
+    fixed = tuple(policies)
+    policies |= {name: partial(with_saved, problem, kept) for name, kept in saved.items()}
     rows = []
-    for name, found in decided.items():
+    for name, decide in policies.items():
         try:
-            rows.append(_row(problem, name, found))
-        except Unsupported as error:
+            found = decide()
+            if found.runs or name not in fixed:
+                rows.append(_row(problem, name, found))
+        except TightshipError as error:  # theirs: the frontier is ours without it
+            why = error.why if isinstance(error, Unsupported) else str(error).splitlines()[0]
             if say is not None:
-                say(f"{name}: left out, {error.why}")
+                say(f"{name}: left out, {why}")
     return tuple(rows)
 
 
@@ -235,7 +242,9 @@ def with_saved(problem: EvictionProblem, saved: frozenset[int]) -> Decision:
     """Everything but ``saved`` leaves between forward and backward."""
     if all(op.phase != "backward" for op in problem.graph.ops):
         return problem.cost(problem.nothing(), 0)
-    leaves = problem.crossing & ~np.isin(problem.gaps[:, 0], list(saved))
+    boundary = backward_start(problem.graph, problem.order)
+    crossing = (problem.gaps[:, 1] < boundary) & (problem.gaps[:, 2] >= boundary)
+    leaves = crossing & ~np.isin(problem.gaps[:, 0], list(saved))
     return problem.cost(leaves.astype(np.uint8) * np.uint8(EVICT), 0)
 
 

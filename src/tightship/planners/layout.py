@@ -23,6 +23,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from tightship.analysis.bounds import lower_bound
 from tightship.analysis.concurrency import interference, members, touching, waves
@@ -30,7 +31,7 @@ from tightship.analysis.order import predecessors
 from tightship.graph import Graph, Op, aligned
 from tightship.plan import Buffer, Plan, Problem, Residence, Step
 from tightship.planners.place import portfolio
-from tightship.simulate import baseline, extra_bytes, replay
+from tightship.simulate import extra_bytes, replay, unplanned
 from tightship.verify import check
 
 __all__ = [
@@ -147,7 +148,8 @@ def residences(graph: Graph, steps: Sequence[Step]) -> Iterator[Residence]:
                     begun[s, "full"] = (i, first.get(j, -1), size[s])
                 elif size[s]:
                     out.append(Residence(s, i, i + 1, size[s], first=first.get(j, -1)))
-            out.extend(_workspace(op, i))
+            if op.requests or op.workspace or op.calls:
+                out.extend(_workspace(op, i))
             if step.saves:
                 states[step.op] = i
             elif step.kind == "recompute" and op.state:
@@ -175,9 +177,8 @@ def residences(graph: Graph, steps: Sequence[Step]) -> Iterator[Residence]:
 
 
 def _workspace(op: Op, i: int) -> Iterator[Residence]:
-    temporaries = [(k, r) for k, r in enumerate(op.requests) if r.storage < 0]
-    for k, r in temporaries:
-        if r.size:
+    for k, r in enumerate(op.requests):
+        if r.storage < 0 and r.size:
             yield Residence(-1, i, i + 1, r.size, request=k, first=r.start, last=r.end)
     block = extra_bytes(op) - (op.workspace if op.requests else 0)
     if block:
@@ -192,47 +193,76 @@ def lay_out(
     seconds: float = 2.0,
     work: int = 400_000,
     seed: int = 0,
+    capacity: int | None = None,
 ) -> Layout:
     """Offsets for everything the steps make, in the arena and in the host pool. With ``hand_out`` the graph's
-    outputs leave the arena: they are given to the caller in memory of their own (pool ``out``)."""
-    rows = list(residences(graph, steps))
-    ticks = np.zeros(len(steps) + 1, dtype=np.int64)
-    for i, step in enumerate(steps):
-        runs = step.kind in ("compute", "recompute")
-        ticks[i + 1] = ticks[i] + (_width(graph.ops[step.op]) if runs else 1)
-    leaves = {r for r in rows if hand_out and r.storage in graph.kept and r.end == len(steps)}
-    at: dict[Residence, int] = {}
+    outputs leave the arena: they are given to the caller in memory of their own (pool ``out``). ``capacity``: any
+    arena within it is small enough, and none above it."""
+    rows, n = list(residences(graph, steps)), len(steps)
+    ticks = _ticks(graph, steps)
+    kept = graph.kept if hand_out else frozenset()
+    leaves = [r.storage in kept and r.end == n for r in rows]
+    offset = [0] * len(rows)
     span: dict[str, tuple[int, int]] = {}
     for pool in ("device", "host"):
-        chains = _chains([r for r in rows if r not in leaves and r.pool == pool], steps)
-        lower = np.array([ticks[r[0].start] + max(r[0].first, 0) for r in chains], dtype=np.int64)
-        upper = np.array(
-            [ticks[r[-1].end - 1] + r[-1].last if r[-1].last >= 0 else ticks[r[-1].end] for r in chains],
-            dtype=np.int64,
-        )
-        size = np.array([aligned(r[0].size, graph.alignment) for r in chains], dtype=np.int64)
+        mine = [j for j, r in enumerate(rows) if not leaves[j] and r.pool == pool]
+        chains = _chains(rows, mine, steps)
+        firsts, lasts = [rows[c[0]] for c in chains], [rows[c[-1]] for c in chains]
+        lower = ticks[_column(r.start for r in firsts)] + _column(max(r.first, 0) for r in firsts)
+        end, within = _column(r.end for r in lasts), _column(r.last for r in lasts)
+        upper = np.where(within >= 0, ticks[end - 1] + within, ticks[end])
+        sizes = _column(r.size for r in firsts)
+        sizes = -(-sizes // graph.alignment) * graph.alignment
         offsets, extent, load = portfolio.offsets(
-            lower, upper, size, time_limit=seconds, work_limit=work, seed=seed
-        )
-        at.update({r: int(o) for chain, o in zip(chains, offsets, strict=True) for r in chain})
+            lower, upper, sizes, time_limit=seconds, work_limit=work, seed=seed,
+            capacity=capacity if pool == "device" else None,
+        )  # fmt: skip
+        for chain, o in zip(chains, offsets.tolist(), strict=True):
+            for j in chain:
+                offset[j] = o
         span[pool] = int(extent), int(load)
-    done = tuple(
-        replace(r, pool="out", offset=0) if r in leaves else replace(r, offset=at.get(r, 0)) for r in rows
-    )
-    return Layout(done, *span["device"], sum(r.size for r in leaves), span["host"][0])
+    done = [
+        Residence(
+            r.storage, r.start, r.end, r.size, offset[j], "out" if leaves[j] else r.pool, r.form, r.request,
+            r.first, r.last,
+        )
+        for j, r in enumerate(rows)
+    ]  # fmt: skip
+    handed = sum(r.size for j, r in enumerate(rows) if leaves[j])
+    return Layout(tuple(done), *span["device"], handed, span["host"][0])
 
 
-def _chains(rows: Sequence[Residence], steps: Sequence[Step]) -> list[list[Residence]]:
-    """Residences, in order of their first step, of which each but the first takes the place of the one before it."""
+def _ticks(graph: Graph, steps: Sequence[Step]) -> NDArray[np.int64]:
+    """When each step begins, and the last ends, in events."""
+    ops = graph.ops
+    widths = [
+        _width(ops[step.op]) if step.kind in ("compute", "recompute") and ops[step.op].requests else 1
+        for step in steps
+    ]
+    ticks = np.zeros(len(steps) + 1, dtype=np.int64)
+    np.cumsum(widths, out=ticks[1:])
+    return ticks
+
+
+def _column(numbers: Iterable[int]) -> NDArray[np.int64]:
+    return np.fromiter(numbers, dtype=np.int64)
+
+
+def _chains(rows: Sequence[Residence], mine: Sequence[int], steps: Sequence[Step]) -> list[list[int]]:
+    """The residences ``mine``, in order of their first step, of which each but the first takes the place of the one
+    before it."""
     took = {(b, i): a for i, step in enumerate(steps) for a, b in step.reuses}
-    chains: list[list[Residence]] = []
-    ended: dict[tuple[int, int], list[Residence]] = {}  # (storage, step) -> the chain that ends there so far
-    for r in rows:
-        chain = ended.pop((took.get((r.storage, r.start), -1), r.start), []) if r.form == "full" else []
+    chains: list[list[int]] = []
+    ended: dict[tuple[int, int], list[int]] = {}  # (storage, step) -> the chain that ends there so far
+    for j in mine:
+        r = rows[j]
+        chain: list[int] = []
+        if took and r.form == "full":
+            chain = ended.pop((took.get((r.storage, r.start), -1), r.start), chain)
         if not chain:
             chains.append(chain)
-        chain.append(r)
-        if r.form == "full" and r.storage >= 0:
+        chain.append(j)
+        if took and r.form == "full" and r.storage >= 0:
             ended[r.storage, r.end] = chain
     return chains
 
@@ -276,7 +306,7 @@ def unevicted_plan(
 ) -> Plan:
     """A verified plan of steps that compute and free only, with its residences where they are given; ``facts`` go
     into ``meta`` by the planner's name. ``arena``: what they span, unless more is given."""
-    rows, line, before = tuple(placed), replay(graph, steps), replay(graph, baseline(graph))
+    rows, line, before = tuple(placed), replay(graph, steps), unplanned(graph)
     made = Plan(
         digest=graph.digest,
         steps=steps,

@@ -7,16 +7,18 @@ An author of a planner verifies nothing: what `order` and `evict` give back has 
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any, Protocol
 
+from tightship.analysis.order import is_legal
 from tightship.errors import BadInput
 from tightship.graph import Graph
+from tightship.options import NEVER, Deadline
 from tightship.plan import Plan, Problem, Solution, Step
 from tightship.planners import PlannerInfo, planner
 from tightship.planners.evict.lowering import drop_dead_copies, save_random_states
 from tightship.planners.evict.problem import Decision, EvictionProblem, Progress
-from tightship.simulate import Timeline, baseline, replay
+from tightship.simulate import Timeline, baseline, replay, unplanned
 from tightship.verify import check
 
 __all__ = ["EvictPlanner", "Evicted", "OrderPlanner", "PlacePlanner", "decision_plan", "evict", "order"]
@@ -52,11 +54,15 @@ class Evicted:
     timeline: Timeline
 
 
-def order(name: str, graph: Graph) -> tuple[int, ...]:
-    """The order of the planner called ``name``, verified."""
-    call: OrderPlanner = planner(name, "order").plan
-    found = call(graph)
-    _verified(graph, baseline(graph, found), name)
+def order(name: str, graph: Graph, deadline: Deadline = NEVER) -> tuple[int, ...]:
+    """The order of the planner called ``name``, verified. At the ``deadline``, the best found so far, where the
+    planner's options have ``seconds``."""
+    info = planner(name, "order")
+    call: OrderPlanner = info.plan
+    timed = deadline is not NEVER and any(f.name == "seconds" for f in fields(info.options))
+    found = call(graph, info.options(seconds=deadline.left)) if timed else call(graph)
+    if not is_legal(graph, found):  # the verifier says what is wrong
+        _verified(graph, baseline(graph, found), name)
     return found
 
 
@@ -70,8 +76,10 @@ def evict(
     graph: Graph | None = None,
     means: Collection[str] | None = None,
     or_keep: bool = False,
+    verify: bool = True,
 ) -> Evicted:
-    """What the planner ``info`` decides for ``budget``, lowered and verified.
+    """What the planner ``info`` decides for ``budget``, lowered and verified (without ``verify`` replayed: whoever
+    makes a plan of the steps has that verified).
 
     ``graph``: the one with random ops, where the problem's takes them for pure ones; ``means`` as for
     `EvictionProblem.lower`; ``or_keep``: keep everything where the decision cannot be carried out, which otherwise
@@ -82,17 +90,20 @@ def evict(
         decision = problem.cost(problem.nothing(), budget)
     graph = graph or problem.graph
     steps = save_random_states(graph, drop_dead_copies(problem.lower(decision, budget, means)))
-    return Evicted(decision, steps, _verified(graph, steps, info.name, lossy=problem.lossy))
+    return Evicted(decision, steps, _verified(graph, steps, info.name, lossy=problem.lossy, verify=verify))
 
 
-def _verified(graph: Graph, steps: tuple[Step, ...], planner: str, *, lossy: bool = False) -> Timeline:
+def _verified(
+    graph: Graph, steps: tuple[Step, ...], planner: str, *, lossy: bool = False, verify: bool = True
+) -> Timeline:
     """What the steps cost. Raises ``VerificationFailed`` with all that is wrong with them."""
     try:
         line = replay(graph, steps)
     except BadInput:  # the replay says what is wrong first, the verifier everything, and whose plan it is
         check(graph, Plan(graph.digest, steps, planner=planner))
         raise
-    check(graph, decision_plan(graph, steps, line, planner, lossy=lossy))
+    if verify:
+        check(graph, decision_plan(graph, steps, line, planner, lossy=lossy))
     return line
 
 
@@ -100,7 +111,7 @@ def decision_plan(
     graph: Graph, steps: Sequence[Step], line: Timeline, planner: str = "", *, lossy: bool = False
 ) -> Plan:
     """The plan of some steps, with nothing placed."""
-    before = replay(graph, baseline(graph))
+    before = unplanned(graph)
     return Plan(
         digest=graph.digest,
         steps=tuple(steps),

@@ -64,10 +64,11 @@ def facts_of(graph: Graph, inner: dict[int, int] | None = None) -> Facts:
     sees: list[dict[int, int]] = []
     makes: list[list[int]] = []
     writes: list[list[int]] = []
+    home = [v.storage for v in graph.values]
     for o, op in enumerate(graph.ops):
-        touched = {graph.values[v].storage: None for v in op.outputs}
+        touched = dict.fromkeys([home[v] for v in op.outputs])
         new = [s for s in touched if s not in known]
-        used = {graph.values[v].storage: None for v in op.inputs} | {s: None for s in op.mutates}
+        used = dict.fromkeys([*[home[v] for v in op.inputs], *op.mutates])
         views.append({v: viewer[v] for v in op.inputs if v in viewer})
         sees.append({s: final[s] for s in used if s not in new})
         makes.append(new)
@@ -75,7 +76,9 @@ def facts_of(graph: Graph, inner: dict[int, int] | None = None) -> Facts:
         for s in new:
             maker[s] = o
         own = {*new, *writes[-1]}
-        viewer.update((v, o) for v in op.outputs if graph.values[v].storage not in own)
+        for v in op.outputs:
+            if home[v] not in own:
+                viewer[v] = o
         known.update(new)
         for s in (*new, *writes[-1]):
             final[s] += 1
@@ -89,13 +92,19 @@ def facts_of(graph: Graph, inner: dict[int, int] | None = None) -> Facts:
 def unplanned_need(graph: Graph, facts: Facts) -> int:
     """The most bytes a graph uses beyond its inputs: in its own order, freeing after last use."""
     size = [s.size for s in graph.storages]
-    last = {s: o for o in range(len(graph.ops)) for s in (*facts.sees[o], *facts.makes[o])}
+    last = [-1] * len(size)
+    for o in range(len(graph.ops)):
+        for s in (*facts.sees[o], *facts.makes[o]):
+            last[s] = o
+    stay = facts.static | facts.kept
     live = peak = 0
     for o in range(len(graph.ops)):
-        live += sum(size[s] for s in facts.makes[o])
+        for s in facts.makes[o]:
+            live += size[s]
         peak = max(peak, live + facts.extra[o])
-        over = {*facts.sees[o], *facts.makes[o]} - facts.static - facts.kept
-        live -= sum(size[s] for s in over if last[s] == o)
+        for s in (*facts.sees[o], *facts.makes[o]):  # no storage is in both
+            if last[s] == o and s not in stay:
+                live -= size[s]
     return peak
 
 

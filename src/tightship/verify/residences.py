@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from tightship.graph import Graph, Op, Storage, aligned
 from tightship.plan import Residence
@@ -15,8 +15,7 @@ __all__ = ["check_residences"]
 Point = tuple[int, int]  # (step, event within it)
 
 
-@dataclass(frozen=True, slots=True)
-class _Block:
+class _Block(NamedTuple):
     """Bytes ``[low, high)`` taken at ``begin`` and given back at ``finish``, by step ``released``."""
 
     name: str
@@ -84,7 +83,7 @@ def _inside(i: Inspection, r: Residence, name: str) -> bool:
     if r.offset % i.facts.alignment:
         message = f"{name} lies at {r.offset}, which is no multiple of {i.facts.alignment}"
         i.ledger.add("misaligned", r.start, (name,), message)
-    end = {"device": i.plan.arena, "host": i.plan.host}.get(r.pool, r.offset + r.size)
+    end = i.plan.arena if r.pool == "device" else i.plan.host if r.pool == "host" else r.offset + r.size
     if r.offset < 0 or r.offset + r.size > end:
         message = f"{name} lies in [{r.offset}, {r.offset + r.size}), outside the {end} bytes of {r.pool!r}"
         i.ledger.add("out-of-bounds", r.start, (name,), message)
@@ -135,20 +134,24 @@ def _state(expected: ImpliedResidence, offset: int) -> Residence:
 
 
 def _compare(i: Inspection, r: Residence, expected: ImpliedResidence) -> None:
-    name, size = i.graph.storages[r.storage].name, expected.size
-    for fits, message in (
-        (r.end == expected.end, f"{name} ({r.form}) is resident until step {expected.end}, not {r.end}"),
-        (
-            size <= r.size <= aligned(size, i.facts.alignment),
-            f"{name} ({r.form}) has {size} bytes, not {r.size}",
-        ),
-        (_pool_fits(i, r, expected), f"{name} ({r.form}) cannot be in pool {r.pool!r}"),
-        (
-            r.request == r.last == -1 and _first_fits(i, r),
-            f"{name} is taken when its op requests it or before, and given back by a step",
-        ),
-    ):
-        if not fits:
+    size = expected.size
+    fits = (
+        r.end == expected.end,
+        size <= r.size <= aligned(size, i.facts.alignment),
+        _pool_fits(i, r, expected),
+        r.request == r.last == -1 and _first_fits(i, r),
+    )
+    if all(fits):
+        return
+    name = i.graph.storages[r.storage].name
+    messages = (
+        f"{name} ({r.form}) is resident until step {expected.end}, not {r.end}",
+        f"{name} ({r.form}) has {size} bytes, not {r.size}",
+        f"{name} ({r.form}) cannot be in pool {r.pool!r}",
+        f"{name} is taken when its op requests it or before, and given back by a step",
+    )
+    for right, message in zip(fits, messages, strict=True):
+        if not right:
             i.ledger.add("wrong-residence", r.start, (name,), message)
 
 

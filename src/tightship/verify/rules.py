@@ -45,11 +45,14 @@ def elapsed(graph: Graph, steps: Sequence[Step]) -> float:
     clock = {0: 0.0}
     for i, step in enumerate(steps):
         took, lost = _seconds(graph, step)
-        begins = [clock.get(step.stream, 0.0), *(ended[w] for w in step.waits if 0 <= w < i)]
+        begins = clock.get(step.stream, 0.0)
+        for w in step.waits:
+            if 0 <= w < i:
+                begins = max(begins, ended[w])
         beside = step.kind in COPIES and step.stream != 0
         if beside:  # stream 0 begins the copy, and loses time to it
-            begins.append(clock[0])
-        ended.append(max(begins) + took)
+            begins = max(begins, clock[0])
+        ended.append(begins + took)
         clock[step.stream] = ended[-1]
         if beside:
             clock[0] += lost

@@ -10,7 +10,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
+from typing import NamedTuple
 
 from tightship.graph import Graph
 from tightship.machine import LOSSY
@@ -34,6 +35,7 @@ _PARTS = ("-start", "-update", "-done")
 _NAMESPACES = ("c10d.", "_c10d_functional.", "c10d_functional.")
 
 
+@lru_cache(maxsize=1 << 12)
 def has_effects(target: str) -> bool:
     """Whether an op of this name is noticed by other ranks, the host or a later draw, or is half of a pair."""
     if target.startswith(_NAMESPACES):
@@ -56,8 +58,7 @@ COPIES = {
 """By kind of step: the form that is read, and the one that is made of it."""
 
 
-@dataclass(frozen=True, slots=True)
-class ImpliedResidence:
+class ImpliedResidence(NamedTuple):
     """A form of a storage is resident in steps ``[start, end)`` and is ended by step ``released``. In the form
     ``state``, ``storage`` is the op whose random state it is."""
 
@@ -119,7 +120,8 @@ class Replay:
                 self._free(i, step)
             else:
                 self.note("unknown", i, (str(step.kind),), f"a step's kind is one of {', '.join(KINDS)}")
-            self.peak = max(self.peak, level, self.live)
+            if level > self.peak or self.live > self.peak:
+                self.peak = max(level, self.live)
         self._end()
 
     def _waits(self, i: int, step: Step) -> None:
@@ -167,7 +169,7 @@ class Replay:
         self._writes(i, k, again, skip)
         defined = self.facts.makes[k]
         state = op.state if step.saves or again else 0
-        need = sum(self.graph.storages[s].size for s in defined) + self.facts.extra[k] + state
+        need = sum([self.graph.storages[s].size for s in defined]) + self.facts.extra[k] + state
         for a, b in step.reuses:
             self._reuse(i, k, step, a, b)
         level = self.live + need
@@ -230,13 +232,16 @@ class Replay:
             self.note("lane", i, (subject,), message)
 
     def _reads(self, i: int, k: int, again: bool, skip: frozenset[int]) -> None:
-        full = self._forms["full"]
-        self._views(i, k)
+        full, single = self._forms["full"], self.clocks.single
+        if self.facts.views[k]:
+            self._views(i, k)
         for s, need in self.facts.sees[k].items():
             if s in skip:
                 continue
-            here, maker = full.get(s), self.facts.maker[s]
-            op, name = self.graph.ops[k], self._name(s)
+            here = full.get(s)
+            if single and here is not None and here.version == need:
+                continue
+            op, name, maker = self.graph.ops[k], self._name(s), self.facts.maker[s]
             if here is None and maker not in self._at:
                 source = self.graph.ops[maker].name if maker >= 0 else "any op"
                 message = f"{place_of(op)} uses {name}, which {source} has not made yet"
@@ -324,7 +329,8 @@ class Replay:
             self.note("already-resident", i, (name,), message)
             return
         self._forms[form][s] = _Copy(i, version, size)
-        self.lanes.make(i, (form, s))
+        if not self.clocks.single:
+            self.lanes.make(i, (form, s))
         if form != "host":
             self.live += size
         else:
@@ -334,7 +340,8 @@ class Replay:
     def _drop(self, i: int, form: str, s: int) -> None:
         """Step ``i`` ends a residence that there is."""
         here = self._forms[form].pop(s)
-        self._late(i, self.lanes.write(i, (form, s)), self._name(s, form))
+        if not self.clocks.single:
+            self._late(i, self.lanes.write(i, (form, s)), self._name(s, form))
         self.implied.append(ImpliedResidence(s, form, here.start, i, here.size, i))
         if form != "host":
             self.live -= here.size
@@ -380,13 +387,15 @@ class Replay:
             if step.op in self._forms["state"]:
                 self._drop(i, "state", step.op)
             return
+        full, there = step.form == "full", self._forms[step.form]
         for s in step.storages:
             if not self._valid(i, s):
                 continue
-            name = self._name(s)
-            if step.form == "full" and s in self.facts.static:
+            if full and s in self.facts.static:
+                name = self._name(s)
                 self.note("foreign-free", i, (name,), f"frees {name}, which is the caller's")
-            elif s not in self._forms[step.form]:
+            elif s not in there:
+                name = self._name(s)
                 self.note("foreign-free", i, (name,), f"frees {name} ({step.form}), which is not there")
             else:
                 self._drop(i, step.form, s)

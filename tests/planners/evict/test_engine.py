@@ -108,3 +108,30 @@ def test_updated_parameter_makes_late_recomputation_invalid() -> None:
     bits = np.array([int(s == 1) for s in problem.gaps[:, 0]], dtype=np.uint8)
     assert bits.sum() == 1
     assert not problem.cost(bits, HUGE).valid
+
+
+def test_what_several_recomputations_read_can_be_dropped_after_each() -> None:
+    """Two late branches, each made of a large half that others read as well, are summed at the end: with both halves
+    kept until the sum, the peak is one half more."""
+    rows = [
+        ("l0", "x"), ("l1", "x"), ("a0", "l0"), ("a1", "l1"), ("c", "a0 a1"), ("b0", "l0 a0"), ("b1", "l1 a1"),
+        ("d", "c"), ("sum", "b0 b1 d"),
+    ]  # fmt: skip
+    names = ["x", *(name for name, _ in rows)]
+    storages = tuple(Storage(name, 6400 if name[0] == "l" else 64) for name in names)
+    ops = tuple(
+        Op(name, "f", tuple(names.index(x) for x in reads.split()), (names.index(name),), time=1.0)
+        for name, reads in rows
+    )
+    values = tuple(Value(name, k) for k, name in enumerate(names))
+    graph = Graph(ops, values, storages, (0,), (len(names) - 1,))
+    problem = EvictionProblem(graph, tuple(range(len(ops))))
+    first = [names[s][0] for s, _, _ in problem.gaps.tolist()]
+    held, dropped = (
+        problem.cost(
+            np.array([d if x == "l" else EVICT if x == "b" else KEEP for x in first], np.uint8), HUGE
+        )
+        for d in (EVICT, DROP)
+    )
+    assert held.valid and dropped.valid and held.extra == dropped.extra
+    assert held.peak - dropped.peak == 6400

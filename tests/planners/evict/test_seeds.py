@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from support.chains import chain
+from support.chains import chain, wide_layers
 from tightship.baselines import checkpoint, min_cut
 from tightship.graph import Graph, Op, Storage, Value
 from tightship.planners.evict import anneal
@@ -56,25 +56,8 @@ def test_what_leaves_by_a_policy_is_what_its_steps_recompute() -> None:
 
 
 def wide(layers: int) -> EvictionProblem:
-    """Layers x -> w -> x' whose w is large and made of x alone, and a backward that reads all of them in reverse."""
-    storages, ops = [Storage("x0", 64, "input")], []
-
-    def op(name: str, size: int, reads: tuple[int, ...], phase: str) -> int:
-        storages.append(Storage(name, size))
-        ops.append(Op(name, name[0], reads, (len(storages) - 1,), time=1.0, phase=phase))
-        return len(storages) - 1
-
-    x, made = 0, []
-    for k in range(layers):
-        w = op(f"w{k}", 256, (x,), "forward")
-        made.append((x, w))
-        x = op(f"x{k + 1}", 64, (x, w), "forward")
-    last = loss = x
-    for k, (x, w) in reversed(list(enumerate(made))):
-        last = op(f"b{k}", 64, (last, x, w), "backward")
-    values = tuple(Value(s.name, k) for k, s in enumerate(storages))
-    graph = Graph(tuple(ops), values, tuple(storages), (0,), (loss, last))
-    return EvictionProblem(graph, tuple(range(len(ops))))
+    graph = wide_layers(layers)
+    return EvictionProblem(graph, tuple(range(len(graph.ops))))
 
 
 def test_between_two_saved_sets_are_some_layers_of_each() -> None:

@@ -230,8 +230,12 @@ def python_for_stand_ins(*, has_data: bool) -> Iterator[None]:
 
 @contextmanager
 def quiet_engine() -> Iterator[None]:
-    """Backward passes of fake tensors on this thread, and no logging of formulas that fail."""
+    """Backward passes of fake tensors on this thread, no logging of formulas that fail, and no search for garbage:
+    a capture makes many objects and keeps them, which would be gone through again and again."""
     with ExitStack() as stack:
+        if gc.isenabled():
+            gc.disable()
+            stack.callback(gc.enable)
         stack.enter_context(torch.autograd.set_multithreading_enabled(False))
         # Logs the whole stack where a formula fails, also when the kernel is then asked instead.
         stack.enter_context(_patched(logging.getLogger("torch._subclasses.fake_tensor"), "disabled", True))
@@ -254,7 +258,7 @@ class GrownCaches:
 
 def _caches() -> list[Any]:
     kind = type(_caches_probe)
-    caches = [c for c in gc.get_objects() if type(c) is kind]
+    caches = [c for c in gc.get_referrers(kind) if type(c) is kind]
     return [c for c in caches if str(c.__module__).partition(".")[0] not in _WITHOUT_TENSORS]
 
 

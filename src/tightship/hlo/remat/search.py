@@ -1,4 +1,4 @@
-"""Our own rematerialization of a scheduled module: the search of evictions and of an order, limit by limit.
+"""Our own rematerialization of a scheduled module: the search of evictions and of an order, for a limit or for many.
 
 Problem: recompute and move instructions so that the module's peak is within the limit. Measure: seconds of repeated
 work, from FLOPs and bytes of each instruction; the peak is XLA's (results throughout, parameters not). Source:
@@ -17,7 +17,9 @@ from dataclasses import dataclass, fields, replace
 from tightship.baselines import xla_remat
 from tightship.baselines.xla_remat import Result
 from tightship.errors import Infeasible
+from tightship.graph import Graph
 from tightship.hlo.module import Computation, Module
+from tightship.hlo.remat.as_plan import as_plan
 from tightship.hlo.remat.cost import work_of
 from tightship.hlo.remat.emit import write
 from tightship.hlo.remat.instructions import Rewrite, ways
@@ -28,13 +30,15 @@ from tightship.hlo.remat.peak import (
     require_schedule,
     result_bytes,
     sequential_order,
+    with_results,
 )
 from tightship.options import option
 from tightship.plan import Plan
-from tightship.planners import default
+from tightship.planners import default, frontier
+from tightship.planners.frontier import Frontier, Other, Said
 from tightship.simulate import baseline, replay
 
-__all__ = ["Options", "plan"]
+__all__ = ["Options", "plan", "tradeoff"]
 
 _GREEDY = 20_000
 """Instructions of the entry up to which XLA's quadratic way is tried, too, where the limit is not met."""
@@ -49,6 +53,12 @@ _SMALL = 5_000
 
 _SLACK = 1.0001
 """Where both miss the limit, so much more of XLA's peak is not worth its repetitions: tables of addresses differ."""
+
+
+_SHARES = (90, 80, 70, 60, 50, 0)
+"""Limits that XLA's way is given, in per cent of the module's peak."""
+_MOST = 5_000
+"""Instructions of the entry up to which XLA's way, which is quadratic, is beside the plans."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -214,3 +224,58 @@ class _Search:
         )
         before, after = self.first[entry] + self.out, peaks(module)[entry] + self.out
         return Result(module, limit, before, after, tuple(again), added, rewrite.origin, rewrite.transfers)
+
+
+# --- many limits ---
+
+
+def tradeoff(
+    module: Module,
+    points: int = 9,
+    options: default.Options | None = None,
+    say: Said | None = None,
+    *,
+    peers: bool = True,
+) -> Frontier:
+    """Time against memory: plans of the module's entry for ``points`` budgets, from the least that is reached to the
+    module as it is, beside XLA's own way, at limits from nine tenths of the peak down.
+
+    What loops, branches and calls run is as it is, and counts as scratch of its call; `plan` plans these, too.
+    Raises ``BadInput`` for a module without a schedule.
+    """
+    require_schedule(module)
+    o = replace(options or default.Options(), place=False, hand_out=False)
+    least = bound(module, ways(o.allow), lossy=o.lossy)  # the number of a plan for one budget
+    at = Lowering(module, module.entry.name, peaks(module), work_of(module))
+    graph = with_results(module, at.graph)
+    if say is not None and peers:
+        say("XLA's own way")
+    beside = _xla(module, graph) if peers and len(at.ops) <= _MOST else ()
+    found = frontier.frontier(graph, points, o, None, say, peers=peers, beside=beside, stuck=at.stuck)
+    plans = tuple(replace(p, lower_bound=least) for p in found.points)
+    return replace(found, points=plans, lower_bound=least)
+
+
+def _xla(module: Module, graph: Graph) -> tuple[Other, ...]:
+    """What XLA's rematerialization comes to, each result once."""
+    work, names, before = work_of(module), sequential_order(module), module_peak(module)
+    once = sum(sum(work.flops[name].values()) for name in names)
+    found: dict[int, Other] = {}
+    for share in _SHARES:
+        made = xla_remat.plan(module, before * share // 100)
+        if made.peak_after in found or made.peak_after >= before:
+            continue
+        entry, plan = as_plan(module, made, "xla")
+        longer = plan.time - plan.time_before + sum(i.plan.time - i.plan.time_before for i in plan.inner)
+        same = (
+            entry.ops == graph.ops
+        )  # nothing inside calls was changed: the steps are a plan of this graph, too
+        again = made.flops(work, names) / once - 1 if once else 0.0
+        found[made.peak_after] = Other(
+            f"xla {share} %" + ", missed" * (not made.met),
+            made.peak_after,
+            plan.time_before + longer,
+            again,
+            steps=plan.steps if same else (),
+        )
+    return tuple(found.values())

@@ -17,8 +17,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 
 from tightship.baselines import chain, checkpoint, min_cut
-from tightship.deadline import Deadline
-from tightship.options import option
+from tightship.options import Deadline, option
 from tightship.planners.evict import blocks, greedy, keep, ladder
 from tightship.planners.evict.problem import OFFLOAD, Decision, EvictionProblem, Progress, best_of
 
@@ -33,6 +32,8 @@ _HEAT, _HOTTEST = 6.0, 0.1
 _MIX, _CHAIN, _BLOCKS = 7_500_000, 7_500_000, 37_500_000
 _GREEDY, _LADDER, _RELAX = 15_000_000, 15_000_000, 4_500_000
 """Ops simulated at most for one seed of each kind."""
+_MIXED, _BESIDE = 2e-5, 5_000
+"""Seconds that mixed saved sets may take for each op, and for as many more, whatever the limit."""
 _FAR = 0.01
 """So far above the goal, as a part of the step's time, dearer seeds are tried."""
 
@@ -122,11 +123,15 @@ def plan(
 
 
 def _run(search: _Search) -> None:
-    """Seeds, annealing until it gains nothing, dearer seeds where that is far from the goal, and annealing again."""
+    """Seeds, annealing until it gains nothing, dearer seeds where that is far from the goal, and annealing again.
+    Saved sets come first: they take the fewest replays, and leave little where layers are many."""
     problem, o = search.problem, search.options
-    search.take(_saved_sets(problem, search.budget), until_met=True)
+    search.take(problem.archive.around(search.budget, problem))
+    search.take(_mixed(search), until_met=True)
+    if not search.ended or not search.best.met:
+        search.take(_by_hand(problem, search.budget), until_met=True)
     runs = _Runs(search)
-    if search.best.met:
+    if search.best.met and not search.ended:
         search.take(_relaxed(search))
         runs.until_no_gain()
     far = o.goal + _FAR * problem.engine.base_time
@@ -171,9 +176,8 @@ class _Runs:
             yield search.spend(ladder.relaxed(problem, search.budget, found, work, seconds))
 
 
-def _saved_sets(problem: EvictionProblem, budget: int) -> Iterator[Decision]:
-    """What was found for other limits, everything outside, what people keep by hand, and minimum cuts."""
-    yield from problem.archive.around(budget, problem)
+def _by_hand(problem: EvictionProblem, budget: int) -> Iterator[Decision]:
+    """Everything outside, what people keep by hand, and minimum cuts by themselves."""
     if (outside := problem.wherever(OFFLOAD)).any():  # the least memory there is in this order
         yield problem.cost(outside, budget)
     for by_hand in _CHECKPOINTS:
@@ -183,20 +187,27 @@ def _saved_sets(problem: EvictionProblem, budget: int) -> Iterator[Decision]:
     yield from min_cut.family(problem, budget)
 
 
-def _relaxed(search: _Search) -> Iterator[Decision]:
-    """Saved sets mixed of two, and what the best of those need not evict."""
+def _mixed(search: _Search) -> Iterator[Decision]:
+    """Saved sets mixed of two; where one is far from the goal, also less what it need not evict. There is time for
+    that in any case: without, plans of large graphs would take much longer."""
     problem, budget = search.problem, search.budget
-    for d in min_cut.between(problem, budget, search.deadline):
-        work, seconds = search.share(_MIX, 0.05)
-        yield search.spend(ladder.relaxed(problem, budget, d, work, seconds)) if d.met else d
-    yield search.spend(ladder.relaxed(problem, budget, search.best, *search.share(_RELAX, 0.03)))
+    least = Deadline.after(_MIXED * (_BESIDE + len(problem.order)))
+    for d in min_cut.between(problem, budget, max(search.deadline, least, key=lambda d: d.at)):
+        yield d
+        if d.met:
+            work, seconds = search.share(_MIX, 0.05)
+            yield search.spend(ladder.relaxed(problem, budget, d, work, seconds))
+
+
+def _relaxed(search: _Search) -> Iterator[Decision]:
+    """The best so far, less what it need not evict."""
+    work, seconds = search.share(_RELAX, 0.03)
+    yield search.spend(ladder.relaxed(search.problem, search.budget, search.best, work, seconds))
 
 
 def _dear_seeds(search: _Search) -> Iterator[Decision]:
     """What takes longer, and helps where saved sets leave much to be gained."""
     problem, budget = search.problem, search.budget
-    if not search.best.met:
-        yield from _relaxed(search)
     work, seconds = search.share(_CHAIN, 0.05)
     yield search.spend(chain.plan(problem, budget, chain.Options(work=work, seconds=seconds)))
     work, seconds = search.share(_BLOCKS, 0.2)

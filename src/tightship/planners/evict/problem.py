@@ -7,20 +7,20 @@ A gap is the stretch between two uses of a storage. Gaps that play one role in s
 
 from __future__ import annotations
 
-import re
 from collections import defaultdict
 from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property, reduce
-from itertools import pairwise
+from itertools import chain, pairwise
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from tightship import _core
+from tightship.analysis.order import Rows, csr
 from tightship.analysis.packing import Packing, packings
-from tightship.analysis.structure import block_of, colors, layer, role
+from tightship.analysis.structure import block_of, colors, layer, role, without_numbers
 from tightship.errors import BadInput, Unsupported
 from tightship.graph import Graph
 from tightship.plan import Step
@@ -48,7 +48,6 @@ __all__ = [
 
 
 Bits = NDArray[np.uint8]
-Rows = tuple[NDArray[np.int64], NDArray[np.int32]]
 Progress = Callable[[int, float, bool], bool]
 """Told (peak bytes, extra seconds, whether the budget is met) now and then; true stops the search."""
 
@@ -58,14 +57,6 @@ Family = tuple[tuple[int, ...], ...]
 _KINDS = ("compute", "recompute", "free", "offload", "fetch", "compress", "decompress")
 _FORMS = ("full", "packed", "host")
 _UNLIMITED = (1 << 63) - 1
-
-
-def csr(lists: Sequence[Sequence[int]]) -> Rows:
-    """Rows of integers as start offsets and one flat array."""
-    start = np.zeros(len(lists) + 1, dtype=np.int64)
-    np.cumsum([len(r) for r in lists], out=start[1:])
-    flat = np.fromiter((x for r in lists for x in r), dtype=np.int32, count=int(start[-1]))
-    return start, flat
 
 
 KEEP, EVICT, PASS, DROP, COMPRESS, OFFLOAD = range(6)
@@ -112,10 +103,12 @@ def best_of(decisions: Iterable[Decision]) -> Decision:
 
 class Archive:
     """Decisions found so far, none of which another one beats in both bytes and seconds: what was found for less
-    memory is also an answer for more. ``stopped``: by Ctrl-C, and nothing more is to be searched."""
+    memory is also an answer for more. ``cuts``: what leaves across the boundary by the price of what is saved.
+    ``stopped``: by Ctrl-C, and nothing more is to be searched."""
 
     def __init__(self) -> None:
         self.found: list[Decision] = []
+        self.cuts: dict[float, NDArray[np.bool_]] = {}
         self.stopped = False
 
     def offer(self, d: Decision) -> None:
@@ -157,6 +150,16 @@ class EvictionProblem:
         return Archive()
 
     @cached_property
+    def _in_order(self) -> dict[tuple[int, ...], EvictionProblem]:
+        return {}
+
+    def in_order(self, order: tuple[int, ...]) -> EvictionProblem:
+        """The same in another order; always the same problem, with what was found for it."""
+        if order not in self._in_order:
+            self._in_order[order] = replace(self, order=order)
+        return self._in_order[order]
+
+    @cached_property
     def engine(self) -> Any:
         g, u = self.graph, self.graph.uses
         n = len(g.storages)
@@ -165,9 +168,7 @@ class EvictionProblem:
         fixed[[c for o in g.ops for c in o.control]] = 1
         fixed[list(self.chained)] = 1
         # The engine knows storages: of what else makes a view it cannot tell who reads that.
-        fixed[
-            [k for k, o in enumerate(g.ops) for v in o.outputs if g.values[v].storage not in u.defines[k]]
-        ] = 1
+        fixed[[k for k, o in enumerate(g.ops) for v in o.outputs if u.definer[g.values[v].storage] != k]] = 1
         owned[list(g.static)] = 1
         kept[[s for s in g.kept if s not in g.static]] = 1
         engine = _core.Engine(
@@ -184,7 +185,7 @@ class EvictionProblem:
             owned=owned,
             kept=kept,
             order=np.array(self.order, dtype=np.int32),
-            overwrites=csr([[s for pair in o.overwrites * self.in_place for s in pair] for o in g.ops]),
+            overwrites=csr([tuple(chain(*o.overwrites)) if self.in_place else () for o in g.ops]),
             **self._copies(),
         )
         if self.host is not None:
@@ -212,11 +213,15 @@ class EvictionProblem:
         must = np.zeros(len(storages), np.uint8)
         for s, ways in self.only.items():
             (may if ways == ("keep",) else must)[s] = _bits(ways)
+        outside = "offload" in self.means or any("offload" in ways for ways in self.only.values())
+        sizes = [s.size for s in storages] if outside else []
+        offload, fetch, lost = (np.zeros(len(storages)) for _ in range(3))
+        offload[: len(sizes)] = [machine.seconds("offload", n) for n in sizes]
+        fetch[: len(sizes)] = [machine.seconds("fetch", n) for n in sizes]
+        lost[: len(sizes)] = [machine.lost(n) for n in sizes]
         return {
             "packed": packed, "pack": pack_, "unpack": unpack, "may": may, "must": must, "boundary": self.boundary,
-            "offload": np.array([machine.seconds("offload", s.size) for s in storages], np.float64),
-            "fetch": np.array([machine.seconds("fetch", s.size) for s in storages], np.float64),
-            "lost": np.array([machine.lost(s.size) for s in storages], np.float64),
+            "offload": offload, "fetch": fetch, "lost": lost,
         }  # fmt: skip
 
     @cached_property
@@ -311,10 +316,15 @@ class EvictionProblem:
 
     def steps(self, evict: Bits, budget: int = _UNLIMITED) -> tuple[Step, ...]:
         """The steps that carry a decision out; within ``budget``, which says when copies out must be waited for."""
-        return tuple(
-            self._step(_KINDS[kind], op, storages, _FORMS[form], stream, waits, reuses)
-            for kind, op, storages, form, stream, waits, reuses in self.engine.emit(evict, budget)
-        )
+        return self.steps_of(self.engine.emit(evict, budget))
+
+    def steps_of(self, rows: Iterable[Sequence[Any]]) -> tuple[Step, ...]:
+        """Steps as the core has them."""
+        left, steps = list(rows)[::-1], []
+        del rows
+        while left:  # each is let go once it is a step
+            steps.append(self._step(*left.pop()))
+        return tuple(steps)
 
     def lower(
         self, decision: Decision, budget: int = _UNLIMITED, means: Collection[str] | None = None
@@ -342,15 +352,16 @@ class EvictionProblem:
         return [op for kind, op, *_ in self.engine.emit(evict, _UNLIMITED) if _KINDS[kind] == "recompute"]
 
     def _step(
-        self, kind: str, op: int, storages: tuple[int, ...], form: str, stream: int, waits: tuple[int, ...],
+        self, number: int, op: int, storages: tuple[int, ...], form: int, stream: int, waits: tuple[int, ...],
         reuses: tuple[int, ...],
     ) -> Step:  # fmt: skip
+        kind = _KINDS[number]
         if kind not in ("compress", "decompress"):
-            pairs = tuple(zip(reuses[::2], reuses[1::2], strict=True))
-            return Step(kind, op, storages, form, stream=stream, waits=waits, reuses=pairs)
+            pairs = tuple(zip(reuses[::2], reuses[1::2], strict=True)) if reuses else ()
+            return Step(kind, op, storages, _FORMS[form], 0, stream, waits, "", False, pairs)
         p = self.packings[storages[0]]
         nbytes = p.nbytes if kind == "compress" else 0
-        return Step(kind, op, storages, form, nbytes, stream, waits, codec=p.codec)
+        return Step(kind, op, storages, _FORMS[form], nbytes, stream, waits, codec=p.codec)
 
 
 def _bits(ways: Sequence[str]) -> int:
@@ -374,7 +385,6 @@ def _horizon(engine: Any, order: tuple[int, ...], graph: Graph) -> int:
     return int(np.median(near)) if near else max(1, len(order) // 8)
 
 
-_NUMBER = re.compile(r"\d+")
 _DEPTHS = (1, 2)
 """Layers are modules whose path has this many numbers (``stages.1`` and ``stages.1.layers.0``)."""
 _FEW = 3
@@ -411,7 +421,7 @@ def _named(graph: Graph, gaps: Sequence[tuple[int, int, int]], depth: int) -> li
         layer = block_of(op.module, depth)
         if not layer:
             continue
-        kind = _NUMBER.sub("#", layer)
+        kind = without_numbers(layer)
         same = (op.module[len(layer) :], op.target, op.phase, uses.defines[uses.definer[s]].index(s), gap)
         alike[layer, same] += 1
         layers.setdefault(kind, {})[layer] = None

@@ -12,14 +12,15 @@ only peak and bytes, which is little on graphs of hundreds of ops (`cuts` is bet
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
 from tightship.analysis.bounds import lower_bound
-from tightship.analysis.order import Ordered, predecessors, successors
+from tightship.analysis.order import Ordered, dependents, predecessors
 from tightship.graph import Graph
-from tightship.options import option
+from tightship.options import Deadline, option
 from tightship.simulate import baseline, extra_bytes, replay
 
 __all__ = ["MOST", "Options", "plan", "solve"]
@@ -34,6 +35,7 @@ class Options:
 
     work: int = option(400_000, "ops tried at most")
     widest: int = option(20_000, "sets of finished ops of one size that are kept at most")
+    seconds: float = option(math.inf, "wall clock at most")
 
 
 def plan(graph: Graph, options: Options | None = None) -> tuple[int, ...]:
@@ -51,7 +53,7 @@ def solve(graph: Graph, options: Options | None = None, known: Ordered | None = 
     best = replace(known, work=0)
     if not best.order or len(best.order) > MOST or best.optimal:
         return best
-    search = _Search(graph, best.bound, o.work)
+    search = _Search(graph, best.bound, o.work, Deadline.after(o.seconds))
     width = 1
     while True:
         search.limit = best.peak
@@ -61,7 +63,7 @@ def solve(graph: Graph, options: Options | None = None, known: Ordered | None = 
         best = replace(best, work=search.work)
         if whole or best.optimal:
             return replace(best, bound=best.peak)
-        if search.work >= o.work or width >= o.widest:
+        if search.spent() or width >= o.widest:
             return best
         width *= 4
 
@@ -82,12 +84,12 @@ class _State:
 class _Search:
     """One graph's tables; ``limit``: peaks from there on are of no interest."""
 
-    def __init__(self, graph: Graph, floor: int, most: int) -> None:
-        uses = graph.uses
+    def __init__(self, graph: Graph, floor: int, most: int, deadline: Deadline) -> None:
+        uses, self.deadline = graph.uses, deadline
         self.floor, self.most, self.work, self.limit = floor, most, 0, floor
         size = [s.size for s in graph.storages]
         before = predecessors(graph)
-        self.after = successors(before)
+        self.after = dependents(graph)
         self.needs = [sum(1 << b for b in row) for row in before]
         self.made = [sum(size[s] for s in d) for d in uses.defines]
         self.during = [m + extra_bytes(op) for m, op in zip(self.made, graph.ops, strict=True)]
@@ -128,12 +130,15 @@ class _Search:
                     known = layers[new.count].get(new.done)
                     if known is None or new.peak < known.peak:
                         layers[new.count][new.done] = new
-            if self.work >= self.most:
+            if self.spent():
                 return None, 0, False
         last = layers[n].get((1 << n) - 1)
         if last is None:
             return None, 0, whole
         return _order(last.path), last.peak, whole
+
+    def spent(self) -> bool:
+        return self.work >= self.most or self.deadline.over
 
     def next(self, state: _State) -> Iterator[_State]:
         for k in state.ready:

@@ -11,13 +11,14 @@ recomputation, nor of results that take the place of inputs.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Final
 
 from tightship.analysis.moments import Moments
 from tightship.analysis.order import Ordered, tables
 from tightship.graph import Graph
-from tightship.options import option
+from tightship.options import Deadline, option
 from tightship.planners.order import beam, bfs, cuts, dfs, lpmf, sink
 
 __all__ = ["Options", "order_bound", "plan", "solve"]
@@ -34,6 +35,7 @@ class Options:
 
     work: int = option(600_000, "ops in networks that are cut at most; a third as many are tried by the beam")
     seed: int = option(0, "seed of where orders are cut when nothing else helps")
+    seconds: float = option(math.inf, "wall clock at most")
 
 
 def plan(graph: Graph, options: Options | None = None) -> tuple[int, ...]:
@@ -46,11 +48,11 @@ def solve(graph: Graph, options: Options | None = None) -> Ordered:
     o = options or Options()
     if not graph.ops:
         return Ordered((), graph.static_bytes, graph.static_bytes)
-    search = cuts.Search(Moments(graph), o.work)
+    search = cuts.Search(Moments(graph), o.work, Deadline.after(o.seconds))
     best = _descended(graph, search)
     if best.peak > search.bound and len(graph.ops) <= _SMALL:
         known = Ordered(best.order, best.peak, search.bound)
-        best = beam.solve(graph, beam.Options(o.work // _BEAM), known)
+        best = beam.solve(graph, beam.Options(o.work // _BEAM, seconds=search.deadline.left), known)
     return best if best.optimal else search.kick(best, o.seed)
 
 
@@ -66,7 +68,7 @@ def _descended(graph: Graph, search: cuts.Search) -> Ordered:
     given, early = tuple(range(len(graph.ops))), sink.plan(graph)
     first, second = (early, given) if any(op.phase != "forward" for op in graph.ops) else (given, early)
     best = search.lower(first)
-    if best.peak <= search.bound:
+    if best.peak <= search.bound or search.deadline.over:
         return best
     shared = tables(graph, search.moments.before)
     starts = [second, *(planned.schedule(shared) for planned in (lpmf, bfs, dfs))]

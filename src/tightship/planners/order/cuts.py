@@ -12,6 +12,7 @@ everywhere. Known limits: knows nothing of recomputation.
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -22,7 +23,7 @@ import numpy as np
 from tightship.analysis.moments import Ints, Moments, Passing
 from tightship.analysis.order import Mask, Ordered
 from tightship.graph import Graph
-from tightship.options import option
+from tightship.options import NEVER, Deadline, option
 
 __all__ = ["Options", "Search", "plan"]
 
@@ -42,6 +43,7 @@ class Options:
 
     work: int = option(600_000, "ops in all networks that are cut at most; a few cuts are always made")
     seed: int = option(0, "seed of where orders are cut when nothing else helps")
+    seconds: float = option(math.inf, "wall clock at most")
 
 
 def plan(graph: Graph, options: Options | None = None) -> tuple[int, ...]:
@@ -49,15 +51,15 @@ def plan(graph: Graph, options: Options | None = None) -> tuple[int, ...]:
     if not graph.ops:
         return ()
     o = options or Options()
-    search = Search(Moments(graph), o.work)
+    search = Search(Moments(graph), o.work, Deadline.after(o.seconds))
     return search.kick(search.lower(range(len(graph.ops))), o.seed).order
 
 
 class Search:
     """Cuts of one graph: how much was looked at (``work``), and the largest of those that bind every order."""
 
-    def __init__(self, moments: Moments, most: int) -> None:
-        self.moments, self.work, self.bound = moments, 0, moments.at_end()
+    def __init__(self, moments: Moments, most: int, deadline: Deadline = NEVER) -> None:
+        self.moments, self.work, self.bound, self.deadline = moments, 0, moments.at_end(), deadline
         self.most = max(most, _FEW * (moments.ops + _BESIDE))
 
     def lower(self, order: Sequence[int]) -> Ordered:
@@ -80,7 +82,7 @@ class Search:
         return Ordered(tuple(order.tolist()), self.peak(order), self.bound)
 
     def spent(self) -> bool:
-        return self.work >= self.most
+        return self.work >= self.most or self.deadline.over
 
     def peak(self, order: Ints) -> int:
         return int(self.moments.during(order).max())

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from tightship.analysis.order import predecessors, successors
+from tightship.analysis.order import dependents, predecessors
 from tightship.graph import Graph
 
 __all__ = ["Options", "plan"]
@@ -28,7 +28,7 @@ def plan(graph: Graph, options: Options | None = None) -> tuple[int, ...]:
     uses = graph.uses
     size = [s.size for s in graph.storages]
     before = predecessors(graph)
-    after = successors(before)
+    after = dependents(graph)
     waiting = [len(b) for b in before]
     readers = [len(r) for r in uses.readers]
     stay = graph.static | graph.kept

@@ -56,6 +56,7 @@ def offsets(
     time_limit: float | None = 2.0,
     work_limit: int = 200_000,
     seed: int = 0,
+    capacity: int | None = None,
 ) -> tuple[Ints, int, int]:
     """Offsets, arena and lower bound of a problem given as arrays, without alignments and pins."""
     columns = [np.ascontiguousarray(x, dtype=np.int64) for x in (lower, upper, size)]
@@ -65,7 +66,7 @@ def offsets(
         raise BadInput(f"different shapes {shapes} of lower, upper and size", place="offsets")
     ones, free = np.ones(count, dtype=np.int64), np.full(count, FREE, dtype=np.int64)
     f = from_arrays(Arrays(columns[0], columns[1], columns[2], ones, free))
-    o = Options(seed=seed, work_limit=work_limit, time_limit=time_limit)
+    o = Options(seed=seed, work_limit=work_limit, time_limit=time_limit, capacity=capacity)
     best = Best(f)
     _improve(best, o, work_limit)
     return best.offsets, best.arena, best.bound

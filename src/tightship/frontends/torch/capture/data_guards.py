@@ -8,6 +8,7 @@ needs no check. Everything else stays unanswered.
 
 from __future__ import annotations
 
+import heapq
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -27,7 +28,6 @@ __all__ = [
     "Questions",
     "form_of",
     "made_of",
-    "static_answer",
     "unsupported",
     "zeros_like",
 ]
@@ -60,26 +60,37 @@ class Answer:
     sure: bool
 
 
-def static_answer(tape: Tape, value: int) -> Answer | None:
-    """What every element of a boolean value is, as far as the ops that made it tell; None if they do not."""
-    return _Reader(tape).truth(value)
-
-
 class _Reader:
+    """Who makes and writes what on a tape that grows; each record is looked at once, however many questions there
+    are."""
+
     def __init__(self, tape: Tape) -> None:
         self.tape = tape
         self.maker: dict[int, Record | None] = {}
-        for r in tape.records:
-            for v in r.results:
-                if v >= 0:
-                    self.maker[tape.storage(v)] = r
-            for s in r.writes:  # no longer what its op made, unless that is random numbers
-                self.maker[s] = r if _name(r) == "uniform_" else None
+        self.touching: dict[int, list[int]] = {}  # by storage: the records that make or write it
+        self.known = 0
+
+    def look(self) -> _Reader:
+        """Takes in what has come since."""
+        for k in range(self.known, len(self.tape.records)):
+            self._take(k, self.tape.records[k])
+        self.known = len(self.tape.records)
+        return self
+
+    def _take(self, k: int, r: Record) -> None:
+        made = [self.tape.storage(v) for v in r.results if v >= 0]
+        for s in made:
+            self.maker[s] = r
+        for s in r.writes:  # no longer what its op made, unless that is random numbers
+            self.maker[s] = r if _name(r) == "uniform_" else None
+        for s in {*made, *r.writes}:
+            self.touching.setdefault(s, []).append(k)
 
     def made_by(self, ref: Any) -> Record | None:
         return self.maker.get(self.tape.storage(ref.value)) if type(ref) is Ref else None
 
     def truth(self, value: int) -> Answer | None:
+        """What every element of a boolean value is, as far as the ops that made it tell; None if they do not."""
         r = self.maker.get(self.tape.storage(value))
         if r is None:
             return None
@@ -267,12 +278,13 @@ class Questions:
 
     def __init__(self, tape: Tape) -> None:
         self._tape = tape
+        self._reader = _Reader(tape)
         self.guards: list[Guard] = []
 
     def value(self, fn: Any, args: tuple[Any, ...], origin: Origin, phase: str) -> Any:
         """What ``fn`` returns to Python. Raises ``Unsupported`` where only the step itself can tell."""
         wanted = list(refs_in(args))
-        known = static_answer(self._tape, wanted[0]) if len(wanted) == 1 else None
+        known = self._reader.look().truth(wanted[0]) if len(wanted) == 1 else None
         if known is not None:
             if not known.sure:
                 self._expect(wanted[0], known.value, origin, phase)
@@ -303,9 +315,9 @@ class Questions:
     ) -> Any:
         tape = self._tape
         needed, sources = self._slice(wanted, fn, origin)
-        values, bases = tape.values, {s: st.base for s, st in enumerate(tape.storages)}
-        role = {v: (role, key) for v, role, key in tape.slots}
-        asked = {v: role[v] for v in sources}
+        values, asked = tape.values, {v: (role, key) for v, role, key in sources}
+        used = {*wanted, *(v for r in needed for v in (*r.reads, *r.results) if v >= 0)}
+        bases = {s: tape.storages[s].base for s in {tape.storage(v) for v in used}}
 
         def ask(tensors: Tensors) -> Any:
             given = {v: tensors[key] for v, key in asked.items()}
@@ -323,30 +335,40 @@ class Questions:
         record = self._tape.call(check, "expect", (value,), ())
         record.effect, record.origin, record.phase = True, origin, phase
 
-    def _slice(self, wanted: list[int], fn: Any, origin: Origin) -> tuple[list[Record], list[int]]:
-        """The records that compute ``wanted`` and the caller's values they start from."""
-        tape = self._tape
-        needed_storages = {tape.storage(v) for v in wanted}
+    def _slice(
+        self, wanted: list[int], fn: Any, origin: Origin
+    ) -> tuple[list[Record], list[tuple[int, str, Any]]]:
+        """The records that compute ``wanted`` and the caller's slots they start from."""
+        tape, touching = self._tape, self._reader.look().touching
+        needed_storages: set[int] = set()
         needed: list[Record] = []
-        for r in reversed(tape.records):
-            touched = {tape.storage(v) for v in r.results if v >= 0} | set(r.writes)
-            if not touched & needed_storages:
-                continue
+        later: list[int] = []  # records to look at, the last first
+        known: set[int] = set()
+
+        def need(storages: set[int], before: int) -> None:
+            for s in storages - needed_storages:
+                needed_storages.add(s)
+                for k in touching.get(s, ()):
+                    if k < before and k not in known:
+                        known.add(k)
+                        heapq.heappush(later, -k)
+
+        need({tape.storage(v) for v in wanted}, len(tape.records))
+        while later:
+            k = -heapq.heappop(later)
+            r = tape.records[k]
             if r.random or r.effect:
                 raise unsupported(
                     fn, origin, f"its data comes from {r.target} at {r.origin}", random=r.random
                 )
             needed.append(r)
-            needed_storages |= {tape.storage(v) for v in r.reads}
+            need({tape.storage(v) for v in r.reads}, k)
         written = {s for r in needed for s in r.writes}
         sources = []
-        for v, role, key in tape.slots:
-            s = tape.storage(v)
-            if s not in needed_storages:
-                continue
-            if role in ("parameter", "state") or s in written or v not in tape.real:
+        for v, role, key in tape.slots_of(needed_storages):
+            if role in ("parameter", "state") or tape.storage(v) in written or v not in tape.real:
                 raise unsupported(fn, origin, f"its data comes from {role} {key}")
-            sources.append(v)
+            sources.append((v, role, key))
         return needed[::-1], sources
 
 

@@ -425,6 +425,7 @@ class _Unlowered:
         self.mode = compat.fake_mode()
         self.fx = FxGraph()
         self.node: dict[int, Node] = {}
+        self.nodes_of: dict[int, list[int]] = {}  # by storage: the values that have a node
         self.latest: dict[int, tuple[int, Node]] = {}  # by storage: value that spans it, and its node
         self.storage: dict[Node, int] = {}
         self.late = False
@@ -461,9 +462,14 @@ class _Unlowered:
             node.meta["partitioner_tag"] = "must_be_in_backward"
         self.storage[node] = s
         self.latest[s] = value, node
-        self.node = {v: n for v, n in self.node.items() if self.graph.values[v].storage != s}
-        self.node[value] = node
+        for v in self.nodes_of.pop(s, ()):
+            del self.node[v]
+        self._set(value, node)
         return node
+
+    def _set(self, value: int, node: Node) -> None:
+        self.node[value] = node
+        self.nodes_of.setdefault(self.graph.values[value].storage, []).append(value)
 
     def read(self, value: int) -> Node:
         """The node of a value: a view of what its storage holds now."""
@@ -477,7 +483,7 @@ class _Unlowered:
             if self.late:
                 node.meta["partitioner_tag"] = "must_be_in_backward"
             self.storage[node] = v.storage
-            self.node[value] = node
+            self._set(value, node)
         return self.node[value]
 
     def call(self, k: int, call: Any) -> None:

@@ -15,48 +15,96 @@ from tightship.frontends.torch.capture.tape import Record, Tape, TapeStorage, Ta
 from tightship.frontends.torch.program import Call, Program, Ref, Slot, refs_in, substitute
 from tightship.graph import Graph, Op, Storage, Value
 
-__all__ = ["Numbers", "elementwise", "finish", "live_records", "overwrites"]
+__all__ = ["Numbers", "elementwise", "finish", "in_place_operands", "live_records", "overwrites"]
 
 
 # --- ops that may write over an input -------------------------------------------------------------------------
 # PyTorch tags ops that look at one element of each input at a time, and runs them with one kernel whether the
 # result is new, ``out=`` or the input itself. Results are as before where input and result are laid out alike and
-# this value is all the op reads of the storage: each element is read before it is written, and never again. The
-# profile tries every such op with its result over the input before the claim is used.
+# this value is all the op reads of the storage: each element is read before it is written, and never again. So they
+# are where an op reduces each row before it writes it, and reads no other row afterwards. The profile tries every
+# such op with its result over the input before the claim is used.
 
 _MORE = (
     "elu_backward", "hardsigmoid_backward", "hardswish", "hardswish_backward", "hardtanh_backward",
-    "leaky_relu_backward", "mish_backward", "softplus_backward",
+    "huber_loss_backward", "leaky_relu_backward", "mish_backward", "mse_loss_backward", "smooth_l1_loss_backward",
+    "softplus_backward",
 )  # fmt: skip
 """Elementwise in the same way, without the tag."""
 _NOT = ("clone", "frexp", "ldexp", "mvlgamma")
 """With the tag, but made of several kernels, or copies."""
 
+_BY_ROW = {
+    # aten/src/ATen/native/cpu/SoftMaxKernel.cpp and LogSoftmaxKernelImpl.h: a row (along any other dimension than
+    # the last: a block of columns) is reduced to its maximum and sum, then mapped element by element; what is
+    # written first is read again as the result (exponentials), or kept in a buffer (16-bit types).
+    "_softmax": (0,),
+    "_log_softmax": (0,),
+    "_softmax_backward_data": (0, 1),
+    "_log_softmax_backward_data": (0, 1),
+    # native/transformers/attention.cpp: a softmax, what is masked, and `where` of the two, which makes the result
+    # when the input has been read.
+    "_safe_softmax": (0,),
+    # native/cpu/layer_norm_kernel.cpp: moments of a row, then the row. Backward: what a row adds to the gradients of
+    # weight and bias, its sums, then the row; later passes read buffers.
+    "native_layer_norm": (0,),
+    "native_layer_norm_backward": (0, 1),
+    # native/cpu/group_norm_kernel.cpp: the same by groups of channels, backward after the sums of them all.
+    "native_group_norm": (0,),
+    "native_group_norm_backward": (0, 1),
+    # native/cpu/batch_norm_kernel.cpp: sums of a channel (channels last: of all of them), then one map. Tensors of
+    # unlike layout go through native/Normalization.cpp in two passes, which may not lie over the gradient: tried.
+    "native_batch_norm_backward": (0, 1),
+}
+"""Ops that compute their first result row by row, and the arguments whose places it may take."""
+
 
 def elementwise(fn: Any) -> bool:
     """Whether an op makes one new tensor, each element of it from the elements at the same place of its inputs."""
-    if not isinstance(fn, torch._ops.OpOverload) or fn.namespace != "aten" or fn._schema.is_mutable:
+    if not _functional(fn):
         return False
-    name = fn._schema.name.removeprefix("aten::")
+    name = _name(fn)
     if len(fn._schema.returns) != 1 or name in _NOT:
         return False
     return torch.Tag.pointwise in fn.tags or name in _MORE
 
 
+def in_place_operands(fn: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[int, ...]:
+    """Values among the arguments of an op whose places its first result may take, as far as the op goes: where the
+    two are laid out alike, and it reads nothing else of their storages."""
+    every = tuple(dict.fromkeys(refs_in((tuple(args), dict(kwargs)))))
+    if elementwise(fn):
+        return every
+    rows = _BY_ROW.get(_name(fn), ()) if _functional(fn) else ()
+    given = [x.value for i in rows if i < len(args) and type(x := args[i]) is Ref]
+    others = set(refs_in(([x for i, x in enumerate(args) if i not in rows], dict(kwargs))))
+    return tuple(v for v in dict.fromkeys(given) if v not in others)
+
+
+def _functional(fn: Any) -> bool:
+    return isinstance(fn, torch._ops.OpOverload) and fn.namespace == "aten" and not fn._schema.is_mutable
+
+
+def _name(fn: Any) -> str:
+    return str(fn._schema.name.removeprefix("aten::"))
+
+
 def overwrites(tape: Tape, r: Record) -> tuple[tuple[int, int], ...]:
     """``Op.overwrites`` of a record, in storages of the tape."""
-    if not elementwise(r.fn) or r.writes or r.random or r.effect or len(r.results) != 1 or r.results[0] < 0:
+    if r.writes or r.random or r.effect or not r.results or r.results[0] < 0:
         return ()
     if r.device.startswith("cuda"):  # torch's pluggable allocator takes two tensors at one address for one
         return ()
+    operands = in_place_operands(r.fn, r.args, r.kwargs)
     made = tape.values[r.results[0]]
-    if not _whole(tape, made):
+    if not operands or not _whole(tape, made):
         return ()
     home = tape.storages[made.storage]
     pairs = []
-    for s in dict.fromkeys(tape.storage(v) for v in r.reads):
+    for s in dict.fromkeys(tape.storage(v) for v in operands):
         there = tape.storages[s]
-        alike = all(tape.values[v] == replace(made, storage=s) for v in r.reads if tape.storage(v) == s)
+        read = [v for v in r.reads if tape.storage(v) == s]
+        alike = all(v in operands and tape.values[v] == replace(made, storage=s) for v in read)
         if alike and not there.role and (there.nbytes, there.device) == (home.nbytes, home.device):
             pairs.append((s, made.storage))
     return tuple(pairs)

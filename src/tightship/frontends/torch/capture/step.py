@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
@@ -295,6 +296,8 @@ class _Capture:
     def _fakes(self) -> _Fakes:
         """Fakes of parameters, buffers and batch, each an input of the tape. Equal objects give one fake."""
         made: dict[int, torch.Tensor] = {}
+        own = {id(t): t for t in (*self.parameters.values(), *self.buffers.values())}
+        self._shared = shared_storages(own.values())
 
         def fake_of(real: torch.Tensor, role: str, key: Any, name: str) -> torch.Tensor:
             if id(real) not in made:
@@ -323,15 +326,15 @@ class _Capture:
         elif real.is_meta:
             fake = self._blank(real)
         else:
-            fake = self.mode.from_tensor(real.detach())
+            whole = is_whole(real) and compat.storage_key(real) not in self._shared
+            fake = self._blank(real) if whole else self.mode.from_tensor(real.detach())
         if isinstance(real, torch.nn.Parameter):
-            fake = torch.nn.Parameter(fake, real.requires_grad)
+            fake = compat.as_parameter(fake, real.requires_grad)
         return fake
 
     def _blank(self, real: torch.Tensor) -> torch.Tensor:
-        device = self.device if real.is_meta else real.device
-        with self.mode:
-            return torch.empty_strided(real.shape, real.stride(), dtype=real.dtype, device=device)
+        device = torch.device(self.device) if real.is_meta else real.device
+        return compat.blank_like(self.mode, tuple(real.shape), real.stride(), 0, real.dtype, device)
 
     @contextmanager
     def _swapped(self, fakes: _Fakes) -> Iterator[None]:
@@ -357,11 +360,7 @@ class _Capture:
         read: list[int] = []
         written: list[int] = []
         for m in updater.members:
-            with self.mode:
-                state = [
-                    torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=t.device)
-                    for t in m.state_like
-                ]
+            state = [self._blank(t) for t in m.state_like]
             values = [
                 self.tape.input(t, "state", (m.name, k), f"{m.name}.{k}")
                 for k, t in zip(m.state_keys, state, strict=True)
@@ -494,6 +493,25 @@ def _check_same(first: Program, second: Program, changes: Sequence[Change]) -> N
             f"a step that changes {names}", "the next step would run other ops or with other numbers",
             "keep it in a buffer and compute with tensors, or run the model once before capturing it",
         )  # fmt: skip
+
+
+def is_whole(tensor: torch.Tensor) -> bool:
+    """Whether a plain tensor is all of its storage, so that its shape and strides say everything."""
+    if type(tensor) not in (torch.Tensor, torch.nn.Parameter) or tensor.layout is not torch.strided:
+        return False
+    if tensor.is_conj() or tensor.is_neg() or tensor.is_quantized or tensor.storage_offset():
+        return False
+    last = sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True))
+    extent = last + 1 if tensor.numel() else 0
+    return tensor.untyped_storage().nbytes() == extent * tensor.itemsize
+
+
+def shared_storages(tensors: Iterable[torch.Tensor]) -> set[int]:
+    """The storages in which several of the tensors lie."""
+    count = Counter(
+        compat.storage_key(t) for t in tensors if t.layout is torch.strided and not compat.is_fake(t)
+    )
+    return {s for s, n in count.items() if n > 1}
 
 
 def _tensors(tree: Any) -> list[torch.Tensor]:

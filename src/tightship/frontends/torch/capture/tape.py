@@ -13,7 +13,7 @@ from __future__ import annotations
 import functools
 import os
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -177,6 +177,7 @@ class Tape:
         self._storage_of: dict[int, int] = {}
         self._references: list[Any] = []
         self._given_values: set[int] = set()
+        self._slots_of: dict[int, list[int]] = {}
 
     # --- tensors ---
 
@@ -237,6 +238,7 @@ class Tape:
         v = self.value(tensor, name)
         if v not in self._given_values:
             self._given_values.add(v)
+            self._slots_of.setdefault(self.storage(v), []).append(len(self.slots))
             self.slots.append((v, role, key))
         s = self.storages[self.storage(v)]
         if not s.role:
@@ -252,6 +254,10 @@ class Tape:
         k = len(self.constants)
         self.constants.append(real)
         return self.input(tensor, "constant", k, f"constant_{k}", real)
+
+    def slots_of(self, storages: Collection[int]) -> list[tuple[int, str, Any]]:
+        """The caller's tensors in these storages, in order."""
+        return [self.slots[k] for k in sorted(k for s in storages for k in self._slots_of.get(s, ()))]
 
     # --- ops ---
 

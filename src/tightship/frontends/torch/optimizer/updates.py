@@ -102,7 +102,8 @@ class Updater:
             id(m.param): torch.nn.Parameter(m.param.detach().clone(), m.param.requires_grad)
             for m in self.members
         }
-        made, step = copied(self.optimizer, others), compat.plain_step(type(self.optimizer))
+        made = copied(self.optimizer, others, alone=independent(self.optimizer))
+        step = compat.plain_step(type(self.optimizer))
         pairs = [(q, torch.zeros_like(q)) for q in others.values()]
 
         def run() -> None:
@@ -289,12 +290,12 @@ def _members(
         states |= {
             id(p): state for (_, p, _), state in zip(rows, created, strict=True) if id(p) not in states
         }
-    kinds: dict[Any, Any] = {}
-    for g, p in new if not together else ():
-        kind = g, tuple(p.shape), p.stride(), p.dtype, p.device
-        if kind not in kinds:
-            kinds[kind] = _first_states(optimizer, [p])[0]
-        states[id(p)] = kinds[kind]
+    elif new:  # parameters that look alike have states that look alike
+        alike: dict[Any, list[torch.Tensor]] = {}
+        for g, p in new:
+            alike.setdefault((g, tuple(p.shape), p.stride(), p.dtype, p.device), []).append(p)
+        created = _first_states(optimizer, [some[0] for some in alike.values()])
+        states |= {id(p): state for some, state in zip(alike.values(), created, strict=True) for p in some}
     made = []
     for g, p, name in rows:
         kept = {k: t for k, t in states[id(p)].items() if isinstance(t, torch.Tensor)}
@@ -341,7 +342,7 @@ def _on_copies(
 
     def tried(scratch: Callable[[torch.Tensor], torch.Tensor]) -> Result:
         others = {id(p): torch.nn.Parameter(scratch(p), p.requires_grad) for p in params}
-        made = copied(optimizer, others)
+        made = copied(optimizer, others, alone=independent(optimizer))
         pairs = [(q, torch.zeros_like(q)) for q in others.values()]
         return run(made, pairs, lambda: stepped(made, plain, pairs))
 

@@ -1,0 +1,132 @@
+"""Near the least memory: every plan of a small graph, harder placement, and what was reached before.
+
+`Reached` has the plans of a graph for which every byte had a place, none of which another beats in both bytes and
+seconds. A plan for less memory is an answer for more, so what was reached once is never refused later.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass, field
+
+from tightship.graph import Graph
+from tightship.options import Deadline
+from tightship.plan import Step
+from tightship.planners import run
+from tightship.planners.evict import states
+from tightship.planners.evict.problem import Decision, EvictionProblem
+from tightship.planners.layout import Layout, lay_out
+from tightship.simulate import Timeline, replay
+
+__all__ = ["Placed", "Placement", "Reached", "every_plan", "reached"]
+
+_FEW, _STATES = 16, 1_000_000
+"""Ops of graphs of which every plan is tried, and runs of them tried at most."""
+_FIRST, _AGAIN = 1.0, 10.0
+"""Seconds of the clock that offsets may take, the first time and where they are too far up; their limits of work
+mostly end first."""
+_WORK, _MORE_WORK = 400_000, 4_000_000
+"""Of the search for offsets, likewise."""
+
+
+@dataclass(frozen=True, slots=True)
+class Placed:
+    """What was decided, where it lies, and the least budget that it is within."""
+
+    found: run.Evicted
+    layout: Layout
+    needs: int
+
+
+@dataclass(slots=True)
+class Reached:
+    """Plans found so far, the smallest first."""
+
+    plans: list[Placed] = field(default_factory=list)
+
+    def offer(self, made: Placed) -> None:
+        time = made.found.timeline.time
+        if any(x.needs <= made.needs and x.found.timeline.time <= time for x in self.plans):
+            return
+        rest = [x for x in self.plans if x.needs < made.needs or x.found.timeline.time < time]
+        self.plans = sorted([*rest, made], key=lambda x: x.needs)
+
+    def within(self, budget: int) -> Placed | None:
+        """The fastest for a budget: that of the largest that fits."""
+        return next((x for x in reversed(self.plans) if x.needs <= budget), None)
+
+
+def reached(graph: Graph, allowed: Hashable) -> Reached:
+    """What was reached for a graph, as long as it lives, by plans that may do what ``allowed`` says."""
+    known: dict[Hashable, Reached] = graph.__dict__.setdefault(
+        "_reached", {}
+    )  # where cached properties are kept
+    return known.setdefault(allowed, Reached())
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """How the residences of a graph's plans are placed; ``place``: at all; ``hand_out`` as for `lay_out`."""
+
+    graph: Graph
+    place: bool
+    hand_out: bool
+    seed: int
+
+    def lay(self, found: run.Evicted, deadline: Deadline, budget: int | None = None) -> Placed:
+        """Offsets for everything; with more effort where the first ones alone are above a budget."""
+        layout = self.layout(found.steps, min(_FIRST, deadline.left))
+        made = Placed(found, layout, self.needs(found.timeline, layout))
+        if budget is None or made.needs <= budget or found.timeline.peak > budget:
+            return made
+        room = budget - self.graph.static_bytes - layout.handed
+        if room < layout.load:
+            return made
+        layout = self.layout(found.steps, min(_AGAIN, deadline.left), _MORE_WORK, room)
+        again = Placed(found, layout, self.needs(found.timeline, layout))
+        return min(again, made, key=lambda x: x.needs)
+
+    def needs(self, line: Timeline, layout: Layout) -> int:
+        """The bytes that a plan needs once everything has a place."""
+        return max(line.peak, self.graph.static_bytes + layout.arena + layout.handed)
+
+    def layout(
+        self, steps: Sequence[Step], seconds: float = _FIRST, work: int = _WORK, capacity: int | None = None
+    ) -> Layout:
+        """Where everything lies; nothing where nothing is placed."""
+        if not self.place:
+            return Layout((), 0, 0, 0)
+        return lay_out(
+            self.graph,
+            steps,
+            hand_out=self.hand_out,
+            seconds=seconds,
+            work=work,
+            seed=self.seed,
+            capacity=capacity,
+        )
+
+
+def every_plan(
+    problem: EvictionProblem, placement: Placement, budget: int, work: int, deadline: Deadline
+) -> Placed | None:
+    """The fastest plan within a budget of a graph of few ops; None where not all were tried, or none fits."""
+    graph = placement.graph
+    if not states.searchable(problem) or len(graph.ops) > _FEW or set(problem.means) != {"recompute"}:
+        return None
+    tried: list[Placed] = []
+
+    def fits(steps: tuple[Step, ...]) -> bool:
+        line = replay(graph, steps)
+        decision = Decision(problem.nothing(), line.peak, 0.0, 0, met=True, steps=steps, ended="optimal")
+        tried.append(placement.lay(run.Evicted(decision, steps, line), deadline, budget))
+        return tried[-1].needs <= budget
+
+    hand_out = placement.place and placement.hand_out
+    limits = states.Options(min(work, _STATES), deadline.left, placement.place, hand_out)
+    found = states.placed(problem, budget, limits, fits)
+    if found.steps is None or not found.complete:
+        return None
+    if not tried:
+        fits(found.steps)
+    return tried[-1]

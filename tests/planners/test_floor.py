@@ -1,0 +1,80 @@
+"""Near the least memory: optimal budgets are met, and what was reached once is never refused."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from support.chains import chain
+from support.optimum import optimum
+from support.strategies import random_graph
+from tightship.errors import Infeasible
+from tightship.graph import Graph
+from tightship.planners import default, floor
+from tightship.planners.default import Options, plan
+from tightship.planners.frontier import needs
+from tightship.planners.layout import Layout, lay_out
+from tightship.simulate import baseline, replay
+
+QUICK = Options(work=100_000, seconds=30.0, hand_out=False)
+
+
+def test_budgets_equal_to_an_optimum_are_met_as_fast_as_can_be() -> None:
+    o, count = replace(QUICK, place=False), Counter[str]()
+    for seed in range(20):
+        for n in (3, 5, 6):
+            graph = random_graph(seed, n, updates=0.1)
+            problem = default.problem_of(graph, tuple(range(len(graph.ops))), o)
+            for point in optimum(graph):
+                made = plan(graph, point.nbytes, o, problem=replace(problem, in_place=True))
+                assert made.time - made.time_before == pytest.approx(point.extra), graph.name
+                count["at a cost"] += point.extra > 0
+    assert count["at a cost"] >= 8
+
+
+def budgets(graph: Graph) -> list[int]:
+    room = replay(graph, baseline(graph)).peak - graph.static_bytes
+    return [graph.static_bytes + room * part // 100 for part in (40, 60, 75, 90, 100)]
+
+
+@pytest.mark.parametrize("n", [6, 13, 24])
+def test_what_was_reached_once_is_never_refused_and_more_memory_never_costs_time(n: int) -> None:
+    refused = 0
+    for seed in range(60 // n):
+        graph = random_graph(seed, n, updates=0.1)
+        last = float("inf")
+        for budget in budgets(graph):
+            try:
+                made = plan(graph, budget, QUICK)
+            except Infeasible as no:
+                refused += 1
+                least = no.best_peak if no.placed is None else no.placed
+                assert least > budget
+                assert needs(plan(graph, least, QUICK)) <= least
+                continue
+            assert needs(made) <= budget and made.time <= last + 1e-9
+            last = made.time
+    assert refused
+
+
+def test_a_plan_with_other_rights_is_no_answer() -> None:
+    """What was reached with copies to the host is not a plan for those who must not copy."""
+    graph = chain(30)
+    least = graph.static_bytes + (replay(graph, baseline(graph)).peak - graph.static_bytes) // 5
+    offloads = plan(graph, least, replace(QUICK, allow="offload"))
+    assert offloads.met and offloads.count("offload")
+    recomputes = plan(graph, "60%", QUICK)
+    assert needs(offloads) < recomputes.budget and offloads.time < recomputes.time
+    assert recomputes.count("recompute") and not recomputes.count("offload")
+
+
+def test_offsets_that_alone_are_above_the_budget_are_searched_harder(monkeypatch: pytest.MonkeyPatch) -> None:
+    def loose(*args: Any, capacity: int | None = None, **options: Any) -> Layout:
+        layout = lay_out(*args, capacity=capacity, **options)
+        return layout if capacity is not None else replace(layout, arena=layout.arena + (1 << 20))
+
+    monkeypatch.setattr(floor, "lay_out", loose)
+    assert plan(chain(20), "90%", QUICK).met
