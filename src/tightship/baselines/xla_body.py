@@ -169,6 +169,7 @@ class Buffer:
     size: int
     live_out: bool = False
     indirect: bool = False
+    writers: tuple[Node, ...] = ()
     remaining: int = 0
 
     def __post_init__(self) -> None:
@@ -191,7 +192,9 @@ class Tracker:
                 continue
             node = body.by_name[b.definer]
             users = [Use(body.by_name[use.user], use.operand, use.part) for use in b.uses]
-            k = number[id(b)] = self._add(Buffer(node, b.index, users, b.size, b.live_out, b.indirect))
+            writers = tuple(map(body.by_name.__getitem__, b.writers))
+            made = Buffer(node, b.index, users, b.size, b.live_out, b.indirect, writers)
+            k = number[id(b)] = self._add(made)
             node.defined.append(k)
             for use in users:
                 if k not in use.node.used:
@@ -227,6 +230,8 @@ class Tracker:
     def released(self, node: Node) -> int | None:
         """Bytes of the node's results that are live; None where it may not be rematerialized now (R7, R11)."""
         if any(n.placed for n in node.after):
+            return None
+        if any(node.key <= writer.key for k in node.used for writer in self.buffers[k].writers):
             return None
         total, busy = 0, self.now.used if self.now else ()
         for k in node.defined:

@@ -298,7 +298,7 @@ class Transfers:
         if len(node.output) != 1 or node.defined != node.output or node.shape.is_tuple:
             return None
         buffer = t.buffers[node.output[0]]
-        if buffer.live_out or not node.placed or node is t.now or not buffer.remaining:
+        if buffer.live_out or buffer.indirect or not node.placed or node is t.now or not buffer.remaining:
             return None
         if any(use.node is t.now or use.node.opcode in ("bitcast", "tuple") for use in buffer.users):
             return None

@@ -1,11 +1,13 @@
 """Rematerialization as XLA does it, against what XLA did: the same instructions, the same peaks."""
 
+import lzma
 import re
 from dataclasses import replace
 
 import pytest
 
 from support import hlo_data
+from support.hlo_made import deep_module
 from support.hlo_small import CHAIN, LOOP, K, module, same_results
 from support.xla_trackers import faults
 from tightship.baselines import xla_remat
@@ -15,8 +17,9 @@ from tightship.hlo import Module, parse, to_text
 from tightship.hlo.module import Names
 from tightship.hlo.remat.as_plan import as_plan
 from tightship.hlo.remat.instructions import suffixed
-from tightship.hlo.remat.lower import repeatable
+from tightship.hlo.remat.lower import bounds, repeatable
 from tightship.hlo.remat.peak import module_peak, peaks, result_bytes, sequential_order
+from tightship.verify import verify
 
 MIB = 2**20
 
@@ -228,3 +231,76 @@ def test_R15_a_module_with_a_dead_instruction_is_verified() -> None:  # noqa: N8
     assert "d" not in made.module.entry.by_name
     graph, plan = as_plan(m, made, "xla")
     assert "d" not in {op.name for op in graph.ops} and plan.steps
+
+
+def live_module(instructions: int, seed: int) -> str:
+    """One whose backward chain is used; that of ``deep_module`` is dead, all of it."""
+    dead, live = "subtract(%w0, %w0)", "dot(%g0, %a0), lhs_contracting_dims={0}, rhs_contracting_dims={0}"
+    text = deep_module(instructions, seed)
+    assert dead in text
+    return text.replace(dead, live)
+
+
+def small(name: str) -> str:
+    return lzma.decompress((hlo_data.FOLDER / "small" / f"{name}.txt.xz").read_bytes()).decode()
+
+
+IN_PLACE = """HloModule m, is_scheduled=true
+
+ENTRY e {
+  p = f32[1024] parameter(0)
+  a = f32[1024] negate(p)
+  b = f32[1024] exponential(a)
+  q = f32[1024] add(a, b)
+  c = (f32[1024], s32[]) custom-call(a), custom_call_target="sort", output_to_operand_aliasing={{0}: (0, {})}
+  c0 = f32[1024] get-tuple-element(c), index=0
+  d = f32[1024] cosine(c0)
+  h = f32[1024] sine(d)
+  i = f32[1024] add(h, q)
+  j = f32[1024] multiply(b, i)
+  k = f32[1024] multiply(j, c0)
+  ROOT r = f32[1024] negate(k)
+}
+"""
+MADE = {
+    "dead": deep_module(40, 0),
+    "dead, larger": deep_module(150, 2),
+    "live": live_module(40, 0),
+    "live, other sizes": live_module(48, 1),
+    "in place": IN_PLACE,
+    "gpu_chol_grad": small("gpu_chol_grad"),
+    "gpu_moe": small("gpu_moe"),
+}
+
+
+@pytest.mark.parametrize(
+    "allow", ["recompute", "compress,recompute", "offload", "recompute,compress,offload"]
+)
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=pytest.mark.slow) if n == "dead, larger" else n for n in MADE]
+)
+def test_every_choice_of_options_gives_a_verified_plan(name: str, allow: str) -> None:
+    m = parse(MADE[name])
+    before, least = module_peak(m), bounds(m, tuple(allow.split(",")))
+    for block, effort in ((1, 1), (3, 2), (8, 4)):
+        for share in (0, 50, 85):
+            made = xla_remat.plan(m, before * share // 100, xla_remat.Options(block, effort, allow))
+            graph, plan = as_plan(m, made, "xla", least)
+            assert verify(graph, plan) == [] and least[m.entry.name] <= plan.peak
+
+
+def test_a_clone_reads_and_makes_nothing_that_has_been_written_over() -> None:
+    m = parse(IN_PLACE)
+    for block in (1, 3, 8):
+        made = xla_remat.plan(m, 0, xla_remat.Options(block, 4))
+        again = {made.origin.get(name, name) for name in made.recomputed}
+        assert not again & {"a", "b", "q", "c"}
+        (written,) = [i for i in made.module.entry.instructions if i.opcode == "custom-call"]
+        assert made.module.entry.by_name["k"].operands[1] == "c0" and written.operands == ("a",)
+
+
+def test_a_bound_is_none_of_what_is_dead() -> None:
+    m = parse(MADE["dead"])
+    made = xla_remat.plan(m, 0)
+    assert len(made.module.entry.instructions) < len(m.entry.instructions)
+    assert bounds(m)[m.entry.name] <= module_peak(made.module) - result_bytes(m)

@@ -8,7 +8,6 @@ is left out.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import replace
 from functools import cached_property
 
 from tightship.analysis.packing import Packing, packings
@@ -16,7 +15,7 @@ from tightship.baselines.xla_remat import Result
 from tightship.graph import Graph
 from tightship.hlo.module import Module
 from tightship.hlo.remat.cost import work_of
-from tightship.hlo.remat.lower import Lowering, bounds
+from tightship.hlo.remat.lower import Lowering, bounds, without_dead
 from tightship.hlo.remat.peak import peaks, result_bytes
 from tightship.machine import LOSSY
 from tightship.plan import Inner, Plan, Step
@@ -36,7 +35,8 @@ def as_plan(
     Bytes are without the module's result and tables of addresses, which the caller owns.
     """
     least = bounds(module) if least is None else least
-    module = _without_removed(module, made.module)
+    # The dead instructions that the written module has no more (R15) are not run, so the graph is without them, too.
+    module = without_dead(module, {i.name for c in made.module.computations for i in c.instructions})
     after, work = peaks(made.module), work_of(module)
     known: dict[str, tuple[Graph, Plan]] = {}
 
@@ -51,20 +51,6 @@ def as_plan(
     graph, plan = of(module.entry.name)
     check(graph, plan)
     return graph, plan
-
-
-def _without_removed(module: Module, written: Module) -> Module:
-    """``module`` without the dead instructions that the written one has no more (R15)."""
-    there = {i.name for c in written.computations for i in c.instructions}
-    computations = []
-    for c in module.computations:
-        used, kept = {c.root.name}, []
-        for i in reversed(c.instructions):
-            if i.name in there or i.name in used or not i.row.removable:
-                used.update(i.operands, i.control_predecessors)
-                kept.append(i)
-        computations.append(replace(c, instructions=tuple(reversed(kept))))
-    return replace(module, computations=tuple(computations))
 
 
 def graph_before(module: Module) -> Graph:

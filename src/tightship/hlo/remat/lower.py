@@ -8,7 +8,7 @@ are none: they are written anew wherever they are needed. Storages are the array
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from math import prod
 
@@ -21,7 +21,7 @@ from tightship.hlo.remat.peak import Buffer, PointsTo, device_bytes, result_byte
 from tightship.hlo.shape import Shape
 from tightship.plan import Step
 
-__all__ = ["Lowering", "bound", "bounds", "may_repeat", "repeatable"]
+__all__ = ["Lowering", "bound", "bounds", "may_repeat", "repeatable", "without_dead"]
 
 _TYPES = {"pred": "bool", "bf16": "bfloat16", "f16": "float16", "f32": "float32", "f64": "float64"}
 """Element types by the names that graphs have for them, as far as codecs know them."""
@@ -248,6 +248,28 @@ def may_repeat(module: Module, i: Instruction, *, libraries: bool = True) -> boo
     return repeatable(module, i)
 
 
+# -- dead code (R15) --------------------------------------------------------------------------------------------
+
+
+def without_dead(module: Module, keep: Collection[str] = ()) -> Module:
+    """``module`` without the instructions that nobody uses and nobody would miss, but for those named in ``keep``."""
+    live = {name: _live(module.by_name[name], keep) for name in sequential_order(module)}
+    return replace(module, computations=tuple(live.get(c.name, c) for c in module.computations))
+
+
+def _live(c: Computation, keep: Collection[str]) -> Computation:
+    used = {c.root.name, *keep}
+    for i in c.instructions:
+        if i.control_predecessors:
+            used.update((i.name, *i.control_predecessors))
+    kept = []
+    for i in reversed(c.instructions):
+        if i.name in used or not i.row.removable or _has_side_effect(i):
+            used.update(i.operands)
+            kept.append(i)
+    return replace(c, instructions=tuple(reversed(kept)))
+
+
 # -- lower bounds -----------------------------------------------------------------------------------------------
 
 
@@ -260,7 +282,9 @@ def bound(module: Module, allow: Sequence[str] = ("recompute",), *, lossy: bool 
 def bounds(
     module: Module, allow: Sequence[str] = ("recompute",), *, lossy: bool = False
 ) -> Mapping[str, int]:
-    """The same of each computation that is run in sequence, beyond its parameters and its result."""
+    """The same of each computation that is run in sequence, beyond its parameters and its result. What is dead needs
+    nothing: a rewritten module may be without it (R15)."""
+    module = without_dead(module)
     work = work_of(module)
     least: dict[str, int] = {}
     for name in sequential_order(module):

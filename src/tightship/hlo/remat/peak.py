@@ -161,7 +161,8 @@ class Use(NamedTuple):
 @dataclass(slots=True)
 class Interval:
     """A buffer that ``definer`` makes at ``index`` of its result, and its uses through any alias (R2); ``indirect``
-    ones go through more than bitcasts and get-tuple-elements. ``size`` is 0 where the caller owns it."""
+    ones go through more than bitcasts and get-tuple-elements, or come after something has written over the buffer.
+    ``size`` is 0 where the caller owns it. ``writers`` write their result over it."""
 
     definer: str
     index: Index
@@ -170,6 +171,7 @@ class Interval:
     live_out: bool
     indirect: bool
     size: int
+    writers: tuple[str, ...] = ()
 
 
 def buffers(module: Module, computation: Computation, points: PointsTo) -> Mapping[Buffer, Interval]:
@@ -182,13 +184,14 @@ def buffers(module: Module, computation: Computation, points: PointsTo) -> Mappi
             if points.sets[i.name][index] != at:
                 continue
             uses, indirect = _uses(module, points, at)
+            writers = _writers(points, at)
             out = at in points.live_out
             if i.opcode != "while":
                 size = 0 if out or i.opcode == "parameter" else device_bytes(part)
-                found[at] = Interval(i.name, index, part, uses, out, indirect, size)
+                found[at] = Interval(i.name, index, part, uses, out, indirect or bool(writers), size, writers)
                 continue
             known = found[at] = found[points.sets[i.operands[0]][index]]
-            known.indirect = True
+            known.indirect, known.writers = True, (*known.writers, *writers)
             if out:
                 known.live_out, known.size = True, 0
             users = {use.user for use in known.uses}
@@ -197,6 +200,13 @@ def buffers(module: Module, computation: Computation, points: PointsTo) -> Mappi
                     users.add(use.user)
                     known.uses.append(use)
     return found
+
+
+def _writers(points: PointsTo, buffer: Buffer) -> tuple[str, ...]:
+    """What declares that it writes its result over the buffer. The contents are others from there on: a clone of the
+    definer does not make those, and a clone of an earlier reader would read them."""
+    rows = (points.computation.by_name[name] for name, _ in points.places[buffer] if name != buffer[0])
+    return tuple(i.name for i in rows if i.opcode in ("fusion", "custom-call"))
 
 
 def _uses(module: Module, points: PointsTo, buffer: Buffer) -> tuple[list[Use], bool]:
