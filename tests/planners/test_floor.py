@@ -35,6 +35,18 @@ def test_budgets_equal_to_an_optimum_are_met_as_fast_as_can_be() -> None:
     assert count["at a cost"] >= 8
 
 
+def test_of_large_graphs_few_plans_are_kept_the_least_always(monkeypatch: pytest.MonkeyPatch) -> None:
+    graph = chain(40)
+    monkeypatch.setattr(floor, "_KEPT", 2 * len(graph.ops))
+    made = [plan(graph, f"{part}%", QUICK) for part in (50, 60, 70, 80, 60, 90)]
+    (kept,) = graph.__dict__["_reached"].values()
+    assert len(kept.plans) == 2 and kept.plans[0].needs == min(map(needs, made))
+    assert all(p.met for p in made)
+    with pytest.raises(Infeasible):
+        plan(graph, graph.static_bytes, QUICK)
+    assert needs(plan(graph, needs(made[0]), QUICK)) <= needs(made[0])
+
+
 def budgets(graph: Graph) -> list[int]:
     room = replay(graph, baseline(graph)).peak - graph.static_bytes
     return [graph.static_bytes + room * part // 100 for part in (40, 60, 75, 90, 100)]

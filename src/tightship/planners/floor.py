@@ -22,6 +22,8 @@ __all__ = ["Placed", "Placement", "Reached", "every_plan", "reached"]
 
 _FEW, _STATES = 16, 1_000_000
 """Ops of graphs of which every plan is tried, and runs of them tried at most."""
+_KEPT = 4_000_000
+"""Ops of all plans that are kept for a graph."""
 _FIRST, _AGAIN = 1.0, 10.0
 """Seconds of the clock that offsets may take, the first time and where they are too far up; their limits of work
 mostly end first."""
@@ -40,8 +42,9 @@ class Placed:
 
 @dataclass(slots=True)
 class Reached:
-    """Plans found so far, the smallest first."""
+    """Plans found so far, the smallest first, ``most`` of them: of large graphs each takes much memory."""
 
+    most: int = 1_000
     plans: list[Placed] = field(default_factory=list)
 
     def offer(self, made: Placed) -> None:
@@ -50,6 +53,9 @@ class Reached:
             return
         rest = [x for x in self.plans if x.needs < made.needs or x.found.timeline.time < time]
         self.plans = sorted([*rest, made], key=lambda x: x.needs)
+        if len(self.plans) > self.most:  # the least, and what was offered last, are what calls ask for
+            out = next(x for x in self.plans[1:] if x is not made)
+            self.plans = [x for x in self.plans if x is not out]
 
     def within(self, budget: int) -> Placed | None:
         """The fastest for a budget: that of the largest that fits."""
@@ -58,10 +64,9 @@ class Reached:
 
 def reached(graph: Graph, allowed: Hashable) -> Reached:
     """What was reached for a graph, as long as it lives, by plans that may do what ``allowed`` says."""
-    known: dict[Hashable, Reached] = graph.__dict__.setdefault(
-        "_reached", {}
-    )  # where cached properties are kept
-    return known.setdefault(allowed, Reached())
+    # Where cached properties are kept.
+    known: dict[Hashable, Reached] = graph.__dict__.setdefault("_reached", {})
+    return known.setdefault(allowed, Reached(max(2, _KEPT // max(1, len(graph.ops)))))
 
 
 @dataclass(frozen=True, slots=True)
