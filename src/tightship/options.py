@@ -95,7 +95,7 @@ def add_options(parser: argparse.ArgumentParser, options: type[Any]) -> None:
     hints = get_type_hints(options)
     for field in dataclasses.fields(options):
         flag = flag_of(field.name)
-        default = "none" if field.default == "" else field.default
+        default = "none" if field.default in ("", math.inf) else field.default
         text = f"{help_of(field)} (default: {default})".strip().replace("%", "%%")
         if hints[field.name] is bool:
             group.add_argument(flag, action=argparse.BooleanOptionalAction, help=text, default=None)

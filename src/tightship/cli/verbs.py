@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
@@ -253,6 +254,9 @@ def _accumulated(source: Source, budget: Budget | None) -> Source:
 
 
 def _plain(value: object) -> object:
+    """As JSON has it, which knows no infinity: no limit is null."""
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
     return value if isinstance(value, (str, int, float, bool, type(None))) else str(value)
 
 
