@@ -52,6 +52,24 @@ def budgets(graph: Graph) -> list[int]:
     return [graph.static_bytes + room * part // 100 for part in (40, 60, 75, 90, 100)]
 
 
+@pytest.mark.slow
+def test_of_a_thousand_graphs_no_smaller_budget_has_a_faster_plan() -> None:
+    o, plans = replace(QUICK, work=60_000), 0
+    for seed in range(1_000):
+        graph = random_graph(seed, 5 + seed % 20, updates=0.1)
+        last, least = float("inf"), None
+        for budget in budgets(graph):
+            try:
+                made = plan(graph, budget, o)
+            except Infeasible:
+                assert least is None or least > budget, (seed, budget)
+                continue
+            assert made.time <= last + 1e-9, (seed, budget)
+            last, plans = made.time, plans + 1
+            least = needs(made) if least is None else min(least, needs(made))
+    assert plans > 1_000
+
+
 @pytest.mark.parametrize("n", [6, 13, 24])
 def test_what_was_reached_once_is_never_refused_and_more_memory_never_costs_time(n: int) -> None:
     refused = 0
