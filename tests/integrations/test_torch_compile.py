@@ -5,10 +5,13 @@ import copy
 import pytest
 import torch
 
+from support.chains import chain
 from support.compiled import compiled, differences, train, zoo
 from support.models import MODELS
 from tightship import errors
 from tightship.integrations.torch_compile import Fallback, compiled_notes, compiled_plans
+from tightship.integrations.torch_partition import _lingering
+from tightship.simulate import baseline
 
 pytestmark = pytest.mark.filterwarnings("error::tightship.execute.interpreter.PeakMismatch")
 
@@ -102,6 +105,31 @@ def test_the_least_peak_that_infeasible_reports_can_be_had(name):
     torch._dynamo.reset()
     plans = check(name, found.value.best_peak)
     assert plans[0].plan.peak <= found.value.best_peak
+
+
+def test_what_a_plan_frees_late_is_handed_to_the_backward_pass():
+    """Else it is gone with the forward pass, and the backward pass has less to free than was planned."""
+    graph = chain(6)
+    steps = list(baseline(graph))
+    free = next(s for s in steps if s.kind == "free")
+    at = steps.index(free) + 1
+    assert not _lingering(graph, steps, at) & set(free.storages)
+    late = [*steps[: at - 1], steps[at], free, *steps[at + 1 :]]
+    assert set(free.storages) <= _lingering(graph, late, at - 1)
+
+
+@pytest.mark.slow
+def test_two_towers_on_the_ordinary_heap_take_what_was_planned():
+    t = pytest.importorskip("transformers")
+    sizes = {"hidden_size": 64, "intermediate_size": 256, "num_hidden_layers": 2, "num_attention_heads": 4}
+    text, vision = {"vocab_size": 128, "max_position_embeddings": 32}, {"image_size": 32, "patch_size": 8}
+    config = t.CLIPConfig(text_config=sizes | text, vision_config=sizes | vision, projection_dim=64)
+    torch.manual_seed(0)
+    model = t.CLIPModel(config)
+    call = compiled(model, budget="90%", work=2_000_000)
+    ids, pixels = torch.randint(0, 128, (4, 8)), torch.randn(4, 3, 32, 32)
+    call(input_ids=ids, pixel_values=pixels, return_loss=True).loss.backward()
+    assert all(p.last.measured_peak == p.plan.peak for p in compiled_plans(call))
 
 
 def test_gpt2_falls_into_two_graphs_and_says_so():

@@ -211,7 +211,7 @@ def cut(joint: Joint, program: Program, plan: Plan) -> Cut:
     if joint.boundary is None:
         return Cut(len(steps), (), (), line.resident[-1] if steps else static, 0, (line.peak, 0))
     at = next(i for i, s in enumerate(steps) if s.kind == "compute" and s.op == joint.boundary)
-    needed = _needed(program, joint, steps[at + 1 :])
+    needed = _needed(program, joint, steps[at + 1 :]) | _lingering(graph, steps, at)
     saved = tuple(
         s.value for s in program.slots if s.role != "constant" and graph.values[s.value].storage in needed
     )
@@ -235,6 +235,26 @@ def _needed(program: Program, joint: Joint, steps: Sequence[Step]) -> set[int]:
             there.update(uses.defines[step.op] if step.kind == "compute" else step.storages)
     ends = {graph.values[r.value].storage for r in joint.backward if isinstance(r, Ref)}
     return needed | (ends - there)
+
+
+def _lingering(graph: Graph, steps: Sequence[Step], at: int) -> set[int]:
+    """Storages that the forward pass made and that the plan frees in the backward pass, whether that reads them or
+    not: an op that would have read one may run later, with what is made anew. Until then they are in memory."""
+    there: set[int] = set()
+    for step in steps[:at]:
+        if step.kind in ("compute", "recompute"):
+            there.difference_update(a for a, _ in step.reuses)
+            there.update(graph.uses.defines[step.op] if step.kind == "compute" else step.storages)
+        elif step.kind == "free" and step.form == "full":
+            there.difference_update(step.storages)
+    made: set[int] = set()
+    freed: set[int] = set()
+    for step in steps[at:]:
+        if step.kind == "free" and step.form == "full":
+            freed.update(s for s in step.storages if s not in made)
+        elif step.kind in ("compute", "recompute"):
+            made.update(graph.uses.defines[step.op] if step.kind == "compute" else step.storages)
+    return (there & freed) - graph.kept - graph.static
 
 
 class FrameArena(NotCopied):
