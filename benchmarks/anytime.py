@@ -125,7 +125,7 @@ def picture(traces: list[Trace]) -> str:
         rows.append(f'<text x="{left + wide + 32}" y="{at}">{escape(name)}</text>')
     body = "\n".join(rows)
     return (
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 900 {top + high + 30:g}" font-family="sans-serif" '
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 960 {top + high + 30:g}" font-family="sans-serif" '
         f'font-size="11" fill="#777">\n{body}\n</svg>\n'
     )
 
