@@ -43,6 +43,29 @@ def test_an_eviction_that_breaks_a_rule_is_refused_by_the_name_of_its_planner() 
         run.evict(info, problem(chain(6)), 1 << 40)
 
 
+def test_a_refused_plan_is_no_answer_for_later_calls(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is kept for a graph has to have been verified: else it would stand in the way wherever it looks faster."""
+
+    def forgets(
+        problem: EvictionProblem, budget: int, options: object = None, progress: object = None
+    ) -> Decision:
+        kept = problem.cost(problem.nothing(), budget)
+        steps = list(problem.steps(kept.evict))
+        return replace(kept, steps=tuple(s for s in steps if s.kind != "free"), met=True)
+
+    graph, right = chain(40), default.planner
+    o = default.Options(work=100_000, seconds=30.0, hand_out=False, evict="forgets", order="given")
+    bad = replace(planner("keep", "evict"), name="forgets", plan=forgets)
+    monkeypatch.setattr(
+        default, "planner", lambda name, group: bad if name == "forgets" else right(name, group)
+    )
+    full = default.plan(chain(40), None, replace(o, evict="anneal")).peak
+    with pytest.raises(VerificationFailed, match="forgets"):
+        default.plan(graph, 10 * full, o)
+    assert not any(kept.plans for kept in graph.__dict__["_reached"].values())
+    assert default.plan(graph, 10 * full, replace(o, evict="anneal")).met
+
+
 def test_an_order_that_breaks_a_rule_is_refused_by_the_name_of_its_planner(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

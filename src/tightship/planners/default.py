@@ -22,7 +22,7 @@ from tightship.analysis.bounds import lower_bound, time_bound
 from tightship.analysis.moments import peak_of
 from tightship.analysis.packing import packings
 from tightship.diagnose.advice import advice
-from tightship.errors import BadInput, Infeasible
+from tightship.errors import BadInput, Infeasible, VerificationFailed
 from tightship.graph import Graph
 from tightship.options import NEVER, Deadline, option
 from tightship.plan import Plan, Step
@@ -316,11 +316,19 @@ class _Search:
                 continue
             tried.append(order)
             problem = self.problem.in_order(order)
-            first = self._evict(problem, self.budget, clock.search, min(_LOOK, self.options.work), progress)
-            self.interrupted |= problem.archive.stopped
-            met = first.decision.met and best is not None
-            if best is None or (met and first.timeline.time <= best.found.timeline.time * _NEARLY):
+            if best is None or self._as_good(problem, best, progress, clock):
                 self._searched(problem, progress, clock)
+
+    def _as_good(
+        self, problem: EvictionProblem, best: floor.Placed, progress: Progress | None, clock: _Clock
+    ) -> bool:
+        """Whether a first look at an order promises as much as there is already."""
+        assert self.budget is not None
+        found = self._evict(problem, self.budget, clock.search, min(_LOOK, self.options.work), progress)
+        self.interrupted |= problem.archive.stopped
+        problem.archive.stopped = False
+        near = found.timeline.time <= best.found.timeline.time * _NEARLY
+        return found.decision.met and near and not self.interrupted
 
     def _searched(
         self, problem: EvictionProblem, progress: Progress | None, clock: _Clock
@@ -397,7 +405,11 @@ class _Search:
             moved=displaced(tuple(step.op for step in steps if step.kind == "compute")),
             seconds=time.perf_counter() - began,
         )
-        check(graph, made)
+        try:
+            check(graph, made)
+        except VerificationFailed:
+            self.reached.plans.clear()  # no answer for later calls
+            raise
         return made
 
     def infeasible(self) -> Infeasible:

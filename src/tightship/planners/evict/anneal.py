@@ -119,7 +119,7 @@ def plan(
     except KeyboardInterrupt:
         problem.archive.stopped = True
     problem.archive.offer(search.best)
-    return replace(search.best, work=o.work, ended=search.ended or "stagnation")
+    return replace(search.best, work=o.work - search.work, ended=search.ended or "stagnation")
 
 
 def _run(search: _Search) -> None:
