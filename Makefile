@@ -16,7 +16,7 @@ SANITIZED := build/sanitized
 SANITIZED_READY := $(SANITIZED)/.tightship-installed
 SANITIZED_TESTS := tests/planners/place tests/planners/test_core_arrays.py $(addprefix tests/planners/evict/test_, engine.py forms.py moves.py conformance.py)
 
-.PHONY: demo test test-all gpu dry-cuda docs pictures sanitize lint format bench setup clean
+.PHONY: demo test test-all gpu dry-cuda docs pictures sanitize lint format bench compatibility setup clean
 .DEFAULT_GOAL := test
 
 demo: $(READY)
@@ -68,6 +68,11 @@ format: $(READY)
 
 bench: $(READY)
 	$(PY) benchmarks/train.py
+
+# Every row of docs/compatibility.md, in half an hour; fails if one is neither as in eager nor refused.
+compatibility: $(READY)
+	$(PIP) install --group compatibility
+	$(PY) benchmarks/compatibility.py --write
 
 # Every test and benchmark that needs a CUDA device, in 30 minutes; the table goes into docs/training.md.
 gpu: $(READY)

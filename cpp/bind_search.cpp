@@ -46,6 +46,25 @@ void check_limit(i64 limit) {
     check::number("limit", limit, -check::kMost, std::numeric_limits<i64>::max(), "must not be below -2^62");
 }
 
+// What decisions cost one after the other, each evaluated from the last one that was valid, as annealing
+// does.
+nb::list walked(Engine& e, const nb::list& decisions, i64 limit) {
+    check_limit(limit);
+    nb::list costs;
+    Bits now;
+    for (const auto& row : decisions) {
+        const Bits next = bits(e, nb::cast<Flags>(row));
+        if (now.empty()) e.follow(now = next, limit);
+        Changes changes;
+        for (i32 gap = 0; gap < static_cast<i32>(next.size()); ++gap)
+            if (next[gap] != now[gap]) changes.emplace_back(gap, now[gap]);
+        const Cost c = e.evaluate_near(next, changes, limit);
+        costs.append(as_dict(c));
+        if (c.valid) e.accept(), now = next;
+    }
+    return costs;
+}
+
 // Groups of gaps that a search decides together.
 Rows groups_of(const Engine& e, const char* name, const RowsIn& in) {
     const i64 gaps = static_cast<i64>(e.index().gaps.size());
@@ -218,19 +237,26 @@ Engine* make(const RowsIn& reads, const RowsIn& needs, const RowsIn& defines, co
     return new Engine(std::move(p));
 }
 
-nb::tuple as_tuple(const std::vector<i32>& row) {
-    nb::tuple out = nb::steal<nb::tuple>(PyTuple_New(static_cast<Py_ssize_t>(row.size())));
-    for (std::size_t k = 0; k < row.size(); ++k)
-        PyTuple_SetItem(out.ptr(), static_cast<Py_ssize_t>(k), PyLong_FromLong(row[k]));
-    return out;
-}
-
+// Steps as columns: kind, op, storages, form, stream, waits, reuses.
 nb::tuple steps_of(const std::vector<Step>& steps) {
-    nb::list out;
-    for (const Step& s : steps)
-        out.append(nb::make_tuple(int(s.kind), s.op, as_tuple(s.storages), int(s.form), int(s.stream),
-                                  as_tuple(s.waits), as_tuple(s.reuses)));
-    return nb::tuple(out);
+    std::vector<std::uint8_t> kind, form;
+    std::vector<i64> op, stream, start[3];
+    std::vector<i32> item[3];
+    for (auto& rows : start) rows.reserve(steps.size() + 1), rows.push_back(0);
+    for (const Step& s : steps) {
+        kind.push_back(s.kind), form.push_back(s.form), op.push_back(s.op), stream.push_back(s.stream);
+        int k = 0;
+        for (const auto* row : {&s.storages, &s.waits, &s.reuses}) {
+            item[k].insert(item[k].end(), row->begin(), row->end());
+            start[k].push_back(static_cast<i64>(item[k].size()));
+            ++k;
+        }
+    }
+    const auto rows = [&](int k) {
+        return nb::make_tuple(to_numpy(std::move(start[k])), to_numpy(std::move(item[k])));
+    };
+    return nb::make_tuple(to_numpy(std::move(kind)), to_numpy(std::move(op)), rows(0),
+                          to_numpy(std::move(form)), to_numpy(std::move(stream)), rows(1), rows(2));
 }
 
 nb::tuple emitted(Engine& e, const Flags& evict, i64 limit) {
@@ -361,6 +387,7 @@ void bind_search(nb::module_& m) {
                  check_limit(limit);
                  return as_dict(e.evaluate(bits(e, evict), limit));
              })
+        .def("walk", &walked, "decisions"_a, "limit"_a)
         .def("profile", [](Engine& e, const Flags& evict) { return to_numpy(e.profile(bits(e, evict))); })
         .def("emit", &emitted)
         .def("states", &states_of, "before"_a, "temporaries"_a, "size"_a, "first"_a, "last"_a, "defined"_a,

@@ -99,11 +99,14 @@ bool Engine::skips(i32 op, i32 wanted, i32 read) const {
     return read == wanted || (x_.p.updates.size(op) != 0 && x_.p.updates.has(op, read));
 }
 
+bool Engine::too_many_runs() const { return s_.cost.runs > kMaxRunsPerOp * x_.p.ops; }
+
 // Begin to run one op of a recipe again. All it reads is pinned before any is restored: what two of them
 // share must not be made twice.
 bool Engine::begin_replay(Restoring& r) {
     const i32 op = *r.writer;
-    r.ok = ++s_.cost.runs <= kMaxRunsPerOp * x_.p.ops && s_.cost.extra <= cutoff_;
+    ++s_.cost.runs;
+    r.ok = !too_many_runs() && s_.cost.extra <= cutoff_;
     if (!r.ok) return false;
     for (auto t = x_.p.reads.begin(op); t != x_.p.reads.end(op); ++t) s_.pin[*t] += !skips(op, r.storage, *t);
     r.read = 0;
@@ -301,12 +304,21 @@ void Engine::depart(i32 s, i32 at) {
 }
 
 void Engine::run() {
+    begin_run();
+    run_from(0);
+}
+
+void Engine::begin_run() {
     s_.reset(x_);
     copies_.reset();
     defer();
     held_.clear();
     restoring_.clear();
-    for (i32 at = 0; at < x_.p.ops && s_.cost.valid; ++at) {
+}
+
+void Engine::run_from(i32 position) {
+    for (i32 at = position; at < x_.p.ops && s_.cost.valid; ++at) {
+        if (tracing_ && at % stride_ == 0 && at_mark(at)) return;
         late_[at] ? pass_over(at) : compute(at);
         if (at % 16 == 0 && beyond_cutoff()) s_.cost.valid = false;
     }
@@ -330,18 +342,27 @@ Cost Engine::attempt() {
     extended_ = lost_anchor_ = false;
     copies_.begin_attempt();
     run();
-    if (s_.cost.valid || !lost_anchor_) return s_.cost;
-    extend();
+    return s_.cost.valid || !lost_anchor_ ? s_.cost : with_longer_lives();
+}
+
+// `mark`: of the run evaluated last, before which nothing was lost.
+Cost Engine::with_longer_lives(i64 mark) {
+    extend(mark);
     if (extended_) run();
     return s_.cost;
 }
 
-void Engine::extend() {
+void Engine::extend(i64 mark) {
     auto* steps = std::exchange(s_.steps, nullptr);
     auto* profile = std::exchange(s_.profile, nullptr);
     until_.assign(x_.p.storages, -1);
     scouting_ = true;
-    run();
+    begin_run();
+    if (mark > 0) {  // until there it would be the same
+        resume(tried_, mark);
+        keep_lives();
+    }
+    run_from(static_cast<i32>(mark * stride_));
     scouting_ = false;
     s_.steps = steps, s_.profile = profile;
     extended_ = s_.cost.valid;

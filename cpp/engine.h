@@ -20,12 +20,13 @@
 #include <limits>
 
 #include "copies.h"
+#include "trace.h"
 
 namespace tightship {
 
 class Engine {
   public:
-    explicit Engine(Program program) : x_(std::move(program)), copies_(x_, s_) {}
+    explicit Engine(Program program) : x_(std::move(program)), copies_(x_, s_) { begin_tracing(); }
     Engine(const Engine&) = delete;
 
     const Index& index() const { return x_; }
@@ -34,6 +35,15 @@ class Engine {
 
     // Cost of the decisions (one byte per gap); gives up (valid = false) beyond `cutoff` extra seconds.
     Cost evaluate(const Bits& decisions, i64 limit, double cutoff = std::numeric_limits<double>::infinity());
+
+    // The same for decisions that differ in `changes` from those of the run followed: only what lies between
+    // the first position where that matters and the first one behind the last where all is as it was is run.
+    // `follow` begins with a run; `accept` goes on with the one that was evaluated last. Sums may differ in
+    // the last bits.
+    void follow(const Bits& decisions, i64 limit);
+    Cost evaluate_near(const Bits& decisions, const Changes& changes, i64 limit,
+                       double cutoff = std::numeric_limits<double>::infinity());
+    void accept();
 
     // From now on `evaluate` counts this against its cutoff too: seconds per byte of the peak above the
     // limit, and per byte of excess. Lets a search stop early in what it would reject.
@@ -73,11 +83,29 @@ class Engine {
     std::vector<i32> until_;    // by storage: position up to which it stays, -1: its last touch
     std::vector<std::vector<i32>> leaving_;  // by position: storages whose extended life ends there
 
+    i64 stride_ = 0;                         // positions between two marks; 0: no run is followed
+    Trace base_, tried_;                     // the run followed, and the one evaluated last
+    std::vector<std::vector<i32>> touched_;  // by mark: the next touch of each storage
+    i64 from_mark_ = 0, joined_ = -1;  // where the last one left the run followed, and came back (-1: never)
+    i32 join_from_ = 0;
+    bool tracing_ = false;
+
+    void begin_tracing();
+    bool at_mark(i32 position);
+    std::pair<i32, i32> reach(const Bits& decisions, const Changes& changes) const;
+    void resume(const Trace& trace, i64 mark);
+    void keep_lives();
+    void join();
+
     void defer();
     bool wanted_at_once(i32 storage) const;
     Cost attempt();
-    void extend();
+    Cost with_longer_lives(i64 mark = 0);
+    void extend(i64 mark);
     void run();
+    void begin_run();
+    void run_from(i32 position);
+    bool too_many_runs() const;
     void compute(i32 position);
     void pass_over(i32 position);
     void depart_all(i32 position);

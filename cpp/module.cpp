@@ -2,13 +2,21 @@
 
 #include <nanobind/nanobind.h>
 
-void bind_copier(nanobind::module_& m);  // bind_copier.cpp
-void bind_place(nanobind::module_& m);   // bind_place.cpp
-void bind_search(nanobind::module_& m);  // bind_search.cpp
+void bind_copier(nanobind::module_& m);   // bind_copier.cpp
+void bind_graph(nanobind::module_& m);    // bind_graph.cpp
+void bind_place(nanobind::module_& m);    // bind_place.cpp
+void bind_records(nanobind::module_& m);  // bind_records.cpp
+void bind_search(nanobind::module_& m);   // bind_search.cpp
+void bind_verify(nanobind::module_& m);   // bind_verify.cpp
 
 NB_MODULE(_core, m) {
+    nanobind::set_leak_warnings(
+        false);  // graphs in caches of the process are there to its end, with their facts
     m.doc() = "Hot search loops of tightship. Private: use the planners instead.";
     bind_copier(m);
+    bind_graph(m);
     bind_place(m);
+    bind_records(m);
     bind_search(m);
+    bind_verify(m);
 }

@@ -9,8 +9,6 @@
 
 namespace tightship {
 
-using Changes = std::vector<std::pair<i32, std::uint8_t>>;  // gap, what it was
-
 // A move sets a group of gaps (or part of it) to what most of it is not, or gives some layers of a family
 // what another has, or swaps what two gaps of one role have; sometimes two moves at once.
 class Neighborhood {

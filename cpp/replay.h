@@ -42,7 +42,7 @@ struct Replay {
     std::vector<i32> version, touch,
         pin;  // by storage: writes so far; index of its next touch; who needs it now
     std::vector<std::uint8_t> crowded;  // by position: bytes above the limit there; empty if nobody asks
-    i64 live = 0;
+    i64 live = 0, most = 0;             // bytes now; the most since somebody set it to 0
     i32 position = 0;
     double now = 0;  // the clock of the stream of ops
     Cost cost;
@@ -61,6 +61,7 @@ struct Replay {
     }
 
     void use(i64 bytes, i32 at) {
+        most = std::max(most, bytes);
         if (bytes > cost.peak) cost.peak = bytes, cost.peak_at = at;
         if (bytes > limit) {
             cost.excess += static_cast<double>(bytes - limit);

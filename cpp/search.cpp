@@ -140,6 +140,7 @@ Found anneal(Engine& engine, const Rows& groups, const IsomorphicLayers& layers,
     double at = energy(cost);
     Changes changes;
     i64 calls = 0, inside = 0;
+    engine.follow(now, limit);
     while (!meter.over(best)) {
         const double t = hot * std::pow(cold / hot, std::min(1.0, double(meter.work()) / span));
         moves.apply(now, changes);
@@ -149,13 +150,14 @@ Found anneal(Engine& engine, const Rows& groups, const IsomorphicLayers& layers,
         }
         const double reject_above = at - t * std::log(std::max(1e-12, moves.uniform()));
         engine.price_excess(price * base / room, price * base / (room * ops));
-        const Cost c = engine.evaluate(now, limit, reject_above * base);
+        const Cost c = engine.evaluate_near(now, changes, limit, reject_above * base);
         engine.price_excess(0, 0);
         meter.spend(c);
         const double e = c.valid ? energy(c) : std::numeric_limits<double>::infinity();
         if (e <= reject_above) {
             cost = c;
             at = e;
+            engine.accept();
             offer(best, now, c, limit);
         } else {
             for (auto it = changes.rbegin(); it != changes.rend(); ++it) now[it->first] = it->second;
@@ -168,9 +170,13 @@ Found anneal(Engine& engine, const Rows& groups, const IsomorphicLayers& layers,
             inside = 0;
         }
         if (calls % 2000 == 0) {  // start again from the best now and then
-            if (energy(best.cost) + 4 * t < at) now = best.evict, cost = best.cost, at = energy(cost);
+            if (energy(best.cost) + 4 * t < at) {
+                now = best.evict, cost = best.cost, at = energy(cost);
+                engine.follow(now, limit);
+            }
         }
     }
+    best.cost = engine.evaluate(best.evict, limit);
     best.work = meter.work();
     return best;
 }

@@ -13,7 +13,7 @@ from tightship import cli, demo  # noqa: E402
 from tightship.demo import models  # noqa: E402
 from tightship.errors import BadInput  # noqa: E402
 from tightship.execute import allocator  # noqa: E402
-from tightship.execute.fit import bit_identical  # noqa: E402
+from tightship.execute.eager import bit_identical  # noqa: E402
 
 SMALL = (
     lambda: models.gpt2(layers=3, width=32, heads=2, length=32, batch=4),

@@ -100,7 +100,9 @@ def test_where_a_change_goes_names_files_and_names_that_exist():
     for row in table.splitlines()[2:]:
         words = re.findall(r"`([^`]+)`", row)
         files = [
-            (ROOT if w.startswith("tests/") else source) / w for w in words if "/" in w or w.endswith(".py")
+            (ROOT if w.startswith(("tests/", "cpp/")) else source) / w
+            for w in words
+            if "/" in w or w.endswith(".py")
         ]
         assert files and all(f.exists() for f in files), row
         spoken = "".join(f.read_text(encoding="utf-8") for f in files if f.is_file())

@@ -12,6 +12,7 @@ from tightship.errors import (
     TightshipError,
     UnknownAlias,
     UnknownSize,
+    Unplannable,
     Unsupported,
     VerificationFailed,
 )
@@ -30,6 +31,7 @@ EXAMPLES = [
     VerificationFailed(["overlap at step 3"], "plan.json"),
     BudgetExceeded("conv", 4096, 1024, "stem · net.py:3"),
     Unsupported("double backward", "the graph has none", "use eager"),
+    Unplannable("a mask of activations", "its shape follows from what the step computes", "use torch.where"),
 ]
 
 

@@ -16,8 +16,14 @@ SAYS = {
 }
 
 
-def ran(name: str, folder: Path) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, str(EXAMPLES / f"{name}.py")]
+LOOPS = {
+    "classifier": "static+60%", "diffusion": "static+60%", "gan": "static+90%", "lora": "static+60%",
+    "nanogpt": "static+60%", "ppo": "static+95%", "speech": "static+80%",
+}  # fmt: skip
+
+
+def ran(name: str, folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, str(EXAMPLES / f"{name}.py"), *arguments]
     return subprocess.run(command, cwd=folder, capture_output=True, text=True)
 
 
@@ -39,3 +45,30 @@ def test_an_example_runs(name, tmp_path):
     done = ran(name, tmp_path)
     assert done.returncode == 0, done.stderr[-2000:]
     assert SAYS[name] in done.stdout
+
+
+def test_every_loop_is_known():
+    assert {f.stem for f in (EXAMPLES / "loops").glob("*.py")} == set(LOOPS)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", LOOPS)
+def test_a_usual_script_prints_the_same_within_a_budget(name, tmp_path):
+    pytest.importorskip("torch")
+    eager, ours = ran(f"loops/{name}", tmp_path), ran(f"loops/{name}", tmp_path, LOOPS[name])
+    assert eager.returncode == ours.returncode == 0, ours.stderr[-2000:]
+    assert eager.stdout == ours.stdout
+    peaks = [line.split() for line in ours.stderr.splitlines() if line.startswith("planned peak")]
+    assert peaks
+    assert all(words[2] == words[5] for words in peaks)
+
+
+@pytest.mark.parametrize("name", LOOPS)
+def test_at_most_five_lines_of_a_usual_script_are_ours(name):
+    text = (EXAMPLES / "loops" / f"{name}.py").read_text()
+    ours = [
+        x
+        for x in text.splitlines()
+        if x.strip().startswith(("import tightship", "step", "loss = step")) or "= step" in x
+    ]
+    assert 2 <= len(ours) <= 5, ours

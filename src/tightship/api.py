@@ -156,6 +156,12 @@ class FitOptions(PlanOptions, total=False):
     prepare: bool
     verify_every: int
     independent: bool
+    accumulate: int
+    clip_norm: float | None
+    clip_value: float | None
+    scaler: torch.amp.GradScaler | None
+    skip_nonfinite: bool
+    split: bool
 
 
 class InferOptions(PlanOptions, total=False):
@@ -172,7 +178,7 @@ class InferOptions(PlanOptions, total=False):
 def fit(
     model: torch.nn.Module,
     loss_fn: Loss | None,
-    optimizer: torch.optim.Optimizer,
+    optimizer: torch.optim.Optimizer | None,
     sample_batch: object,
     budget: BudgetLike = None,
     **options: Unpack[FitOptions],

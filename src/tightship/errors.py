@@ -16,6 +16,7 @@ __all__ = [
     "TightshipError",
     "UnknownAlias",
     "UnknownSize",
+    "Unplannable",
     "Unsupported",
     "VerificationFailed",
 ]
@@ -229,3 +230,7 @@ class Unsupported(TightshipError):
         self.instead = instead
         message = f"{what} is not supported: {why}"
         super().__init__(f"{message}; instead, {instead}" if instead else message)
+
+
+class Unplannable(Unsupported):
+    """What a step does can be known only while it runs: it can be run, exactly, but not as planned before."""

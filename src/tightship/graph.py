@@ -13,15 +13,19 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from math import inf
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
+
+from tightship import _core
 from tightship.errors import BadInput
 from tightship.machine import MODELED, Machine
 
-__all__ = ["Graph", "Op", "Request", "Storage", "Uses", "Value"]
+__all__ = ["Columns", "Graph", "Op", "Request", "Rows", "Storage", "Uses", "Value"]
 
 ALIGNMENT = 64
 """Bytes every size and offset is rounded up to (what PyTorch's CPU allocator aligns to)."""
@@ -132,9 +136,42 @@ class Op:
         return not (self.random or self.effect)
 
 
+Rows = tuple[NDArray[np.int64], NDArray[np.int32]]
+"""Rows of integers: where each starts, and where the last ends; the integers one after the other."""
+
+
 @dataclass(frozen=True, slots=True)
+class Columns:
+    """A graph's ops, values and storages as arrays, one for each attribute: nothing is derived. ``home`` has the
+    storage of each value, ``caller`` and ``results`` are `Graph.inputs` and `Graph.outputs`; pairs in ``overwrites``
+    stand one number after the other; those of op ``o`` among all requests begin at ``requests[o]``."""
+
+    inputs: Rows
+    outputs: Rows
+    mutates: Rows
+    updates: Rows
+    control: Rows
+    overwrites: Rows
+    home: NDArray[np.int32]
+    size: NDArray[np.int64]
+    random: NDArray[np.uint8]
+    effect: NDArray[np.uint8]
+    workspace: NDArray[np.int64]
+    state: NDArray[np.int64]
+    time: NDArray[np.float64]
+    caller: NDArray[np.int32]
+    results: NDArray[np.int32]
+    requests: NDArray[np.int64]
+    request_size: NDArray[np.int64]
+    request_storage: NDArray[np.int64]
+    request_start: NDArray[np.int64]
+    request_end: NDArray[np.int64]
+
+
+@dataclass(frozen=True, eq=False)
 class Uses:
-    """Facts derived from a graph, as tuples indexed by op, by storage or (``maker``) by value.
+    """Facts derived from a graph, as tuples indexed by op, by storage or (``maker``) by value; ``facts`` has the same
+    as arrays, for work on all of them. Tuples are made when they are asked for.
 
     ``reads[o]``    storages op ``o`` reads (each once, in first-use order; includes those it mutates).
     ``defines[o]``  storages that come into being at op ``o``.
@@ -145,14 +182,54 @@ class Uses:
     ``writers[s]``  ops that write ``s`` (definer first), ``readers[s]`` ops that read it, both ascending.
     """
 
-    reads: tuple[tuple[int, ...], ...]
-    defines: tuple[tuple[int, ...], ...]
-    mutates: tuple[tuple[int, ...], ...]
-    needs: tuple[tuple[int, ...], ...]
-    definer: tuple[int, ...]
-    writers: tuple[tuple[int, ...], ...]
-    readers: tuple[tuple[int, ...], ...]
-    maker: tuple[int, ...]
+    facts: _core.Facts = field(repr=False)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Uses) and self._rows == other._rows
+
+    def __hash__(self) -> int:
+        return hash((self.definer, self.maker))
+
+    @property
+    def _rows(self) -> tuple[tuple[object, ...], ...]:
+        made = (self.reads, self.defines, self.mutates, self.needs, self.definer, self.maker)
+        return (*made, self.writers, self.readers)
+
+    @cached_property
+    def reads(self) -> tuple[tuple[int, ...], ...]:
+        return _core.tuples(self.facts.reads)
+
+    @cached_property
+    def defines(self) -> tuple[tuple[int, ...], ...]:
+        return _core.tuples(self.facts.defines)
+
+    @cached_property
+    def mutates(self) -> tuple[tuple[int, ...], ...]:
+        return _core.tuples(self.facts.mutates)
+
+    @cached_property
+    def needs(self) -> tuple[tuple[int, ...], ...]:
+        return _core.tuples(self.facts.needs)
+
+    @cached_property
+    def writers(self) -> tuple[tuple[int, ...], ...]:
+        return _core.tuples(self.facts.writers)
+
+    @cached_property
+    def readers(self) -> tuple[tuple[int, ...], ...]:
+        return _core.tuples(self.facts.readers)
+
+    @cached_property
+    def definer(self) -> tuple[int, ...]:
+        return tuple(self.facts.definer.tolist())
+
+    @cached_property
+    def maker(self) -> tuple[int, ...]:
+        return tuple(self.facts.maker.tolist())
+
+
+_DIGESTED = ("target", "inputs", "outputs", "mutates", "updates", "random", "effect", "control")
+"""What the digest says of every op."""
 
 
 @dataclass(frozen=True)
@@ -176,6 +253,14 @@ class Graph:
 
     def __post_init__(self) -> None:
         _check(self)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """What was found out about the graph is found again where it is needed."""
+        return {f.name: getattr(self, f.name) for f in fields(self)}
+
+    @cached_property
+    def columns(self) -> Columns:
+        return _columns(self)
 
     @cached_property
     def uses(self) -> Uses:
@@ -204,15 +289,22 @@ class Graph:
     def digest(self) -> str:
         """SHA-256 of the structure (ops, aliasing, sizes, flags); measured times and workspaces stay out."""
         h = hashlib.sha256()
-        for s in self.storages:
-            h.update(f"s{s.size},{s.pool};".encode())
-        for v in self.values:
-            h.update(f"v{v.storage},{v.dtype},{v.shape},{v.stride},{v.offset};".encode())
-        for o in self.ops:
-            parts = (o.target, o.inputs, o.outputs, o.mutates, o.updates, o.random, o.effect, o.control)
-            again = f"r{o.state}" if o.state else ""
-            over = f"w{o.overwrites}" if o.overwrites else ""
-            h.update(f"o{parts}{tuple(g.digest for g in o.calls)}{again}{over};".encode())
+        h.update(_core.text(self.storages, "s", ("size", "pool"), ",", ";", False))
+        of_value = ("storage", "dtype", "shape", "stride", "offset")
+        h.update(_core.text(self.values, "v", of_value, ",", ";", False))
+        more = _core.lengths(self.ops, "calls") | self.columns.state | np.diff(self.columns.overwrites[0])
+        begin = 0
+        for end in (
+            *np.flatnonzero(more).tolist(),
+            len(self.ops),
+        ):  # what calls nothing and so on: many at once
+            h.update(_core.text(self.ops[begin:end], "o(", _DIGESTED, ", ", ")();", True))
+            begin = end + 1
+            for o in self.ops[end:begin]:
+                parts = tuple(getattr(o, name) for name in _DIGESTED)
+                again = f"r{o.state}" if o.state else ""
+                over = f"w{o.overwrites}" if o.overwrites else ""
+                h.update(f"o{parts}{tuple(g.digest for g in o.calls)}{again}{over};".encode())
         h.update(f"i{self.inputs}o{self.outputs}".encode())
         return h.hexdigest()
 
@@ -296,49 +388,45 @@ def _rules_of_op(g: Graph, k: int, defined: bytearray, seconds: float) -> Iterat
         yield 0 <= c < k, "a control predecessor stands earlier in the graph's order", c, place
 
 
-def _uses(g: Graph) -> Uses:
-    n = len(g.storages)
-    store = [v.storage for v in g.values]
-    alive = [False] * n
-    for s in g.static:
-        alive[s] = True
-    version = [0] * n
-    definer = [-1] * n
-    writers: list[list[int]] = [[] for _ in range(n)]
-    readers: list[list[int]] = [[] for _ in range(n)]
-    maker = [-1] * len(store)
-    reads, defines, mutates, needs = [], [], [], []
-    for k, o in enumerate(g.ops):
-        r = tuple(dict.fromkeys([*(store[v] for v in o.inputs), *o.mutates]))
-        d = tuple(dict.fromkeys(s for s in (store[v] for v in o.outputs) if not alive[s]))
-        r = tuple(s for s in r if s not in d)
-        m = tuple(s for s in dict.fromkeys(o.mutates) if s not in d)
-        for s in r:
-            if not alive[s]:
-                raise BadInput("a storage is defined before it is used", g.storages[s].name, f"op {o.name!r}")
-            readers[s].append(k)
-        needs.append(tuple(version[s] for s in r))
-        for s in d:
-            alive[s] = True
-            definer[s] = k
-        for s in (*d, *m):
-            writers[s].append(k)
-            version[s] += 1
-        for v in o.outputs:
-            maker[v] = k
-        reads.append(r)
-        defines.append(d)
-        mutates.append(m)
-    return Uses(
-        tuple(reads),
-        tuple(defines),
-        tuple(mutates),
-        tuple(needs),
-        tuple(definer),
-        tuple(map(tuple, writers)),
-        tuple(map(tuple, readers)),
-        tuple(maker),
+def _columns(g: Graph) -> Columns:
+    counts = _core.lengths(g.ops, "requests")
+    requests = np.zeros(len(g.ops) + 1, dtype=np.int64)
+    np.cumsum(counts, out=requests[1:])
+    asked = tuple([r for k in np.flatnonzero(counts).tolist() for r in g.ops[k].requests])
+    return Columns(
+        inputs=_core.rows(g.ops, "inputs"),
+        outputs=_core.rows(g.ops, "outputs"),
+        mutates=_core.rows(g.ops, "mutates"),
+        updates=_core.rows(g.ops, "updates"),
+        control=_core.rows(g.ops, "control"),
+        overwrites=_core.rows(g.ops, "overwrites"),
+        home=_core.integers(g.values, "storage").astype(np.int32),
+        size=_core.integers(g.storages, "size"),
+        random=_core.flags(g.ops, "random"),
+        effect=_core.flags(g.ops, "effect"),
+        workspace=_core.integers(g.ops, "workspace"),
+        state=_core.integers(g.ops, "state"),
+        time=_core.numbers(g.ops, "time"),
+        caller=np.array(g.inputs, dtype=np.int32),
+        results=np.array(g.outputs, dtype=np.int32),
+        requests=requests,
+        request_size=_core.integers(asked, "size"),
+        request_storage=_core.integers(asked, "storage"),
+        request_start=_core.integers(asked, "start"),
+        request_end=_core.integers(asked, "end"),
     )
+
+
+def _uses(g: Graph) -> Uses:
+    c = g.columns
+    caller = np.zeros(len(g.storages), dtype=np.uint8)
+    caller[c.home[c.caller]] = 1
+    facts = _core.Facts(c.inputs, c.outputs, c.mutates, c.control, c.home, c.size, caller, c.random, c.effect)
+    op, storage = facts.undefined
+    if op >= 0:
+        place = f"op {g.ops[op].name!r}"
+        raise BadInput("a storage is defined before it is used", g.storages[storage].name, place)
+    return Uses(facts)
 
 
 def walk(graph: Graph) -> Iterator[tuple[str, Graph]]:

@@ -67,9 +67,10 @@ __all__ = [
 
 KINDS = ("compute", "recompute", "offload", "fetch", "compress", "decompress", "free")
 FORMS = ("full", "packed", "host", "state")
-TERMINATIONS = ("optimal", "gap", "stagnation", "work", "seconds", "interrupted")
-"""Why a search ended: no plan is faster; none is faster by more than the gap that was asked for; more of it gained
-nothing; the limit of work; the clock; Ctrl-C."""
+TERMINATIONS = ("optimal", "gap", "similar", "stagnation", "work", "seconds", "interrupted")
+"""Why a search ended: no plan is faster; none is faster by more than the gap that was asked for; it is as near to
+its bound as the plan of the same ops in other sizes that the search began with; more of it gained nothing; the limit
+of work; the clock; Ctrl-C."""
 
 
 @dataclass(frozen=True, slots=True)

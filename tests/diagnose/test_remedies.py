@@ -96,11 +96,11 @@ def test_what_nothing_helps_against_is_not_searched_for(monkeypatch: pytest.Monk
 def test_remedies_are_short_and_an_interrupt_ends_them(monkeypatch: pytest.MonkeyPatch) -> None:
     graph, given, made = drawn(), [], default.plan
 
-    def counted(graph, budget, o, *more):  # type: ignore[no-untyped-def]
+    def counted(graph, budget, o, *more, **named):  # type: ignore[no-untyped-def]
         given.append(o)
         if len(given) == 2:
             signal.raise_signal(signal.SIGINT)
-        return made(graph, budget, o, *more)
+        return made(graph, budget, o, *more, **named)
 
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     monkeypatch.setattr(remedies.default, "plan", counted)
@@ -116,10 +116,10 @@ def test_remedies_end_with_the_time(monkeypatch: pytest.MonkeyPatch) -> None:
     """The search has a part of the time; what else is tried has the rest, and what is left out is said."""
     graph, given, made = drawn(), [], default.plan
 
-    def slow(graph, budget, o, *more):  # type: ignore[no-untyped-def]
+    def slow(graph, budget, o, *more, **named):  # type: ignore[no-untyped-def]
         given.append(o.seconds)
         try:
-            return made(graph, budget, o, *more)
+            return made(graph, budget, o, *more, **named)
         finally:
             time.sleep(max(0.0, until - time.perf_counter()) if len(given) > 1 else 0.0)
 

@@ -404,3 +404,67 @@ class TestLifetimes:
         kept.resize_(4 * KB)
         assert bool((kept[:KB] == 5).all())
         assert arena.live == 0
+
+
+# --- what an update asks for ----------------------------------------------------------------------------------
+
+
+def _room(sizes, arena_size=4096):
+    arena = allocator.Arena(arena_size)
+    return arena, allocator.Script(sizes, [0] * len(sizes), range(len(sizes) + 1))
+
+
+def test_a_room_holds_whatever_its_step_asks_for_and_counts_as_a_whole():
+    arena, script = _room([512, 512])
+    with allocator.replay(arena, script) as session:
+        session.seek(0)
+        allocator.open_room()
+        first, second = torch.empty(32), torch.empty(32)
+        del first
+        third = torch.empty(16)  # in the first hole
+        at = third.data_ptr() - arena.base, second.data_ptr() - arena.base
+        del second, third
+        assert arena.live == 512 and allocator.settle() == 0 and arena.live == 0
+        session.seek(1)
+        torch.empty(128)
+    assert at == (0, 128)
+    stats = session.stats
+    assert (stats.peak, stats.misses, stats.requests, stats.served) == (512, 0, 2, 2)
+
+
+@pytest.mark.parametrize("loose", [False, True])
+def test_what_does_not_fit_a_room_lies_in_the_heap(loose):
+    arena, script = _room([512])
+    with allocator.replay(arena, script) as session:
+        session.seek(0)
+        allocator.open_room(loose=loose)
+        held = torch.empty(96), torch.empty(64)
+        allocator.settle()
+        del held
+    stats = session.stats
+    assert (stats.misses, stats.escaped, stats.peak) == (int(not loose), int(loose), 512 + 256)
+    assert arena.live == 0
+
+
+def test_what_stays_in_a_room_is_told_and_counts():
+    arena, script = _room([512])
+    with allocator.replay(arena, script) as session:
+        session.seek(0)
+        allocator.open_room()
+        kept = torch.empty(32)
+        assert allocator.settle() == 1 and arena.live == 128
+    del kept
+    assert arena.live == 0 and session.stats.misses == 0
+
+
+@pytest.mark.parametrize("slack", [0, 256])
+def test_what_is_set_aside_counts_as_planned(slack):
+    arena, script = _room([512])
+    with allocator.replay(arena, script) as session:
+        session.seek(0)
+        allocator.aside("cpu", 256, slack)
+        kept = torch.empty(128)
+        allocator.settle()
+        assert arena.live == 0  # it stands for what it replaced
+    assert session.stats.peak == (256 if slack else 512)
+    assert session.stats.misses == 0 and kept.numel() == 128

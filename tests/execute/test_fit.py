@@ -95,14 +95,14 @@ def test_the_first_step_makes_the_state_and_stays_within_the_plan(fitted, name, 
 
 def test_a_first_step_that_needs_more_than_planned_is_told(fitted, monkeypatch):
     _, step = fitted("mlp", strict=False)
-    update = Updater.__call__
+    update = Updater.step
 
-    def wasteful(self, *args):
+    def wasteful(self, gradients):
         held = torch.empty(1 << 20)
-        update(self, *args)
+        update(self, gradients)
         del held
 
-    monkeypatch.setattr(Updater, "__call__", wasteful)
+    monkeypatch.setattr(Updater, "step", wasteful)
     with pytest.warns(PeakMismatch, match="the measured peak is"):
         step(MODELS["mlp"]()[2](0))
     assert not step.last.exact and step.last.measured_peak > step.plan.peak + (3 << 20)
@@ -110,10 +110,8 @@ def test_a_first_step_that_needs_more_than_planned_is_told(fitted, monkeypatch):
 
 def test_a_first_step_is_held_to_the_budget(fitted, monkeypatch):
     _, step = fitted("mlp", planner=lambda graph, _: plans.keep(graph, plans.keep(graph).peak))
-    update = Updater.__call__
-    monkeypatch.setattr(
-        Updater, "__call__", lambda self, *args: (torch.empty(1 << 20), update(self, *args))[1]
-    )
+    update = Updater.step
+    monkeypatch.setattr(Updater, "step", lambda self, grads: (torch.empty(1 << 20), update(self, grads))[1])
     with pytest.raises(BudgetExceeded):
         step(MODELS["mlp"]()[2](0))
 
@@ -317,10 +315,10 @@ def test_two_calls_at_once_are_refused(fitted):
     executor = step._variants[0].executor
     run = executor.run
 
-    def slow(tensors):
+    def slow(tensors, **options):
         inside.set()
         assert go_on.wait(60)
-        return run(tensors)
+        return run(tensors, **options)
 
     executor.run = slow
     losses = []

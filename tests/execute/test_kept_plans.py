@@ -14,9 +14,10 @@ from support import zoo
 from support.chains import chain
 from support.models import MODELS
 from tightship.execute import cache as cache_module
-from tightship.execute.cache import Cache, KeptPlans, Measurement, folder_of
+from tightship.execute.cache import Cache, KeptLooks, KeptPlans, Measurement, folder_of
 from tightship.execute.fit import fit
 from tightship.execute.profile import profile
+from tightship.frontends.torch.capture import recorder
 from tightship.frontends.torch.capture.step import capture_step
 from tightship.planners import default
 
@@ -31,7 +32,7 @@ def searches(monkeypatch):
     """The budgets that were searched for."""
     seen = []
 
-    def advised(graph, budget, options, progress=None):
+    def advised(graph, budget=None, options=None, progress=None, like=()):
         seen.append(budget)
         return default.plan(graph, budget, options, progress)
 
@@ -161,3 +162,84 @@ def test_the_second_fit_reads_measurements_and_plan(tmp_path, searches) -> None:
 
     assert plan() == plan() and len(searches) == 1
     assert len(list(tmp_path.glob("profile-*.json"))) == len(list(tmp_path.glob("plan-*.json"))) == 1
+
+
+# --- what results look like ---
+
+
+@pytest.fixture
+def asked(monkeypatch):
+    """Ops whose results a formula or a run on zeros was asked for; no process has captured anything before."""
+    seen = []
+    correct, made_up = recorder.Prober.correct, recorder.Prober.made_up
+
+    def corrected(self, fn, args, kwargs, out):
+        seen.append(str(fn))
+        return correct(self, fn, args, kwargs, out)
+
+    def made(self, fn, args, kwargs):
+        seen.append(str(fn))
+        return made_up(self, fn, args, kwargs)
+
+    monkeypatch.setattr(recorder.Prober, "correct", corrected)
+    monkeypatch.setattr(recorder.Prober, "made_up", made)
+    monkeypatch.setattr(recorder.LOOKS, "known", {})
+    return seen
+
+
+def captured_anew(name, folder):
+    """What a process of its own would capture that finds this folder."""
+    recorder.LOOKS.known.clear()
+    kept = KeptLooks(folder)
+    model, loss, batch = MODELS[name]()
+    program = capture_step(model, loss, torch.optim.SGD(model.parameters(), lr=0.1), batch(0))
+    kept.keep()
+    return program, kept
+
+
+@pytest.mark.parametrize("name", ["mlp", "cnn"])
+def test_what_results_look_like_is_found_out_once(tmp_path, asked, name) -> None:
+    first, _ = captured_anew(name, tmp_path)
+    once = len(asked)
+    second, kept = captured_anew(name, tmp_path)
+    assert second.graph.digest == first.graph.digest and not kept.note
+    assert len(asked) - once < once / 3, asked[once:]
+
+
+@pytest.mark.parametrize("how", ["damaged", "of another machine", "nonsense"])
+def test_looks_that_cannot_be_read_are_found_out_again(tmp_path, asked, how) -> None:
+    first, _ = captured_anew("mlp", tmp_path)
+    once = len(asked)
+    (file,) = tmp_path.glob("looks-*.json")
+    text = json.loads(file.read_text())
+    if how == "of another machine":
+        text["machine"] = "another"
+    if how == "nonsense":
+        text["looks"] = {k: ["tuple", [[[1], [], 0, "gone", 7]]] for k in text["looks"]}
+    file.write_text(json.dumps(text)[: 40 if how == "damaged" else None])
+    second, kept = captured_anew("mlp", tmp_path)
+    assert second.graph.digest == first.graph.digest
+    assert len(asked) == 2 * once
+    assert bool(kept.note) == (how == "damaged")
+
+
+def test_numbers_that_are_equal_and_of_other_types_are_other_calls() -> None:
+    prober = recorder.Prober(None)
+    add = torch.ops.aten.add.Tensor
+    names = {prober._name((add, kind, x)) for kind, x in ((int, 1), (float, 1.0), (bool, True))}
+    assert len(names) == 3 and "" not in names
+    assert prober._name((add, object, object())) == "" == prober._name((add, torch.device("cuda")))
+
+
+def test_fit_keeps_and_reads_them(tmp_path, asked) -> None:
+    def step():
+        torch.manual_seed(0)
+        model, loss, batch = MODELS["mlp"]()
+        made = fit(model, loss, torch.optim.SGD(model.parameters(), lr=0.1), batch(0), cache=tmp_path)
+        return made(batch(0))
+
+    first = step()
+    once = len(asked)
+    recorder.LOOKS.known.clear()
+    assert torch.equal(step(), first) and len(asked) - once < once / 3
+    assert len(list(tmp_path.glob("looks-*.json"))) == 1

@@ -15,6 +15,7 @@ from tightship.execute import profile as profile_module
 from tightship.execute.allocator import Event
 from tightship.execute.bench import sample_tensor, workspace_of
 from tightship.execute.cache import Cache, Measurement
+from tightship.execute.fit import fit
 from tightship.execute.profile import model as modeled
 from tightship.execute.profile import profile
 from tightship.frontends.torch.capture.step import capture_step
@@ -316,8 +317,8 @@ def test_a_long_call_that_asks_for_more_the_first_time_is_recorded_again(monkeyp
     known = profile_module._Profiler.work
     first = {}
 
-    def work(self, call, device):
-        run = known(self, call, device)
+    def work(self, k, call, device):
+        run = known(self, k, call, device)
 
         def once():
             if first.setdefault(id(call), True):
@@ -337,3 +338,23 @@ def test_times_that_agree_are_enough() -> None:
     assert bench_module._agreed(lambda: next(times), 20) == 1.01
     times = iter([2.0, 1.0, 3.0, 1.5, 1.1])
     assert bench_module._agreed(lambda: next(times), 5) == 1.5
+
+
+# ---- ops that only check
+
+
+def test_what_a_check_asks_of_the_allocator_is_planned():
+    """`linalg.cholesky` looks at whether it has failed, which takes a request and makes nothing."""
+    if not allocator.available():
+        pytest.skip("needs the recording allocator")
+    model = torch.nn.Linear(4, 4)
+
+    def loss_fn(net, x):
+        return torch.linalg.cholesky(net(x).T @ net(x) + torch.eye(4)).sum()
+
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    step = fit(model, loss_fn, optimizer, torch.randn(8, 4), cache=None, seconds_per_op=0.0, strict=True)
+    assert any(o.effect and o.requests for o in step.graph.ops)
+    for _ in range(2):
+        step(torch.randn(8, 4))
+    assert step.last.as_planned

@@ -252,12 +252,12 @@ def test_verify_every_reaches_what_code_inside_of_calls_reaches():
 def test_verify_every_notices_a_wrong_update(monkeypatch):
     step = fitted(net(), ordinary, verify_every=1)
     step(batch())
-    run = Updater.__call__
+    run = Updater.step
 
-    def wrong(self, param, grad, *state):
-        run(self, param, grad * (1 + 1e-6) if self.name == "4.bias" else grad, *state)
+    def wrong(self, gradients):
+        run(self, [g * (1 + 1e-6) for g in gradients] if self.name == "4.bias" else gradients)
 
-    monkeypatch.setattr(Updater, "__call__", wrong)
+    monkeypatch.setattr(Updater, "step", wrong)
     with pytest.raises(VerificationFailed, match=r"4\.bias"):
         step(batch())
 
@@ -265,7 +265,7 @@ def test_verify_every_notices_a_wrong_update(monkeypatch):
 def test_verify_every_notices_a_wrong_loss(monkeypatch):
     step = fitted(net(), ordinary, verify_every=3)
     run = Executor.run
-    monkeypatch.setattr(Executor, "run", lambda self, inputs: [r + 1e-6 for r in run(self, inputs)])
+    monkeypatch.setattr(Executor, "run", lambda *args, **kwargs: [r + 1e-6 for r in run(*args, **kwargs)])
     step(batch()), step(batch())
     with pytest.raises(VerificationFailed, match="result 0"):
         step(batch())

@@ -92,3 +92,52 @@ def test_a_model_is_not_compiled_twice(tmp_path) -> None:
 
     with pytest.raises(BadInput, match="compiled once"):
         train(compiled, sentences(), tmp_path, Tightship("60%"))
+
+
+TRAINERS = {
+    "accumulation": {"gradient_accumulation_steps": 2},
+    "bfloat16": {"bf16": True},
+    "evaluation": {"eval_strategy": "steps", "eval_steps": 2, "per_device_eval_batch_size": 3},
+}
+
+
+def run(folder, *callbacks, resume=None, **more):
+    """Two epochs with a smaller last batch and clipping; what was logged, and the model."""
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    args = TrainingArguments(
+        str(folder), per_device_train_batch_size=6, num_train_epochs=2, logging_steps=1, report_to=[], seed=1,
+        use_cpu=True, disable_tqdm=True, max_grad_norm=0.5, **{"save_strategy": "no", **more},
+    )  # fmt: skip
+    data = sentences()
+    trainer = Trainer(gpt2(), args, train_dataset=data, eval_dataset=data[:7], callbacks=list(callbacks))
+    trainer.train(resume_from_checkpoint=resume)
+    rows = [
+        {k: r[k] for k in ("loss", "eval_loss", "grad_norm") if k in r} for r in trainer.state.log_history
+    ]
+    return rows, trainer.model
+
+
+def same(left, right):
+    rows, model = left
+    others, other = right
+    return rows == others and all(
+        torch.equal(a, b) for a, b in zip(model.parameters(), other.parameters(), strict=True)
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", TRAINERS)
+def test_trainers_as_people_have_them_are_the_same_with_the_callback(kind, tmp_path):
+    planned = Tightship("80%", say=None, **QUICK)
+    assert same(run(tmp_path, planned, **TRAINERS[kind]), run(tmp_path, **TRAINERS[kind]))
+    assert planned._session.ledger.step.name == "AdamW"
+    assert planned._session.ledger.accumulate == (kind == "accumulation")
+
+
+@pytest.mark.slow
+def test_a_run_is_resumed_from_a_checkpoint(tmp_path):
+    run(tmp_path, Tightship("80%", say=None, **QUICK), save_strategy="epoch")
+    checkpoint = str(tmp_path / "checkpoint-3")
+    resumed = run(tmp_path / "a", Tightship("80%", say=None, **QUICK), resume=checkpoint)
+    assert same(resumed, run(tmp_path / "b", resume=checkpoint))

@@ -17,7 +17,7 @@ pytestmark = pytest.mark.filterwarnings("error::tightship.execute.interpreter.Pe
 
 # Where AOTAutograd's own graph (backend="aot_eager") gives other last bits than eager: the first
 # convolution's gradients, behind a skip connection. The backend is then held to aot_eager.
-LIKE_AOT_EAGER = {"unet"}
+LIKE_AOT_EAGER: set[str] = set()
 # Dynamo leaves recurrent layers to eager, and with them the whole model: nothing to plan, which strict refuses.
 NOT_COMPILED = {"lstm", "gru"}
 

@@ -30,7 +30,7 @@ def test_infeasible_reaches_the_caller_as_itself_each_time():
 @pytest.mark.parametrize(
     ("options", "rule"),
     [
-        ({"bugdet": "1GiB"}, "unknown option 'bugdet': an option is one of allow, arena, budget"),
+        ({"bugdet": "1GiB"}, "unknown option 'bugdet': an option is one of accumulate, allow, arena, budget"),
         ({"budget": "much"}, "invalid budget: give bytes"),
         ({"budget": 0.5}, "invalid budget"),
         ({"seconds": "long"}, "seconds must be a float"),

@@ -294,7 +294,7 @@ class Broken(nn.Module):
 
 
 @needs_allocator
-@pytest.mark.parametrize("budget", ["120KiB", "90KiB", "70KiB"])
+@pytest.mark.parametrize("budget", ["120KiB", "90KiB", "70KiB", "60KiB"])
 def test_graphs_share_one_budget_in_bytes(budget):
     torch.manual_seed(0)
     model = Broken()
@@ -315,7 +315,7 @@ def test_graphs_share_one_budget_in_bytes(budget):
 def test_too_small_a_budget_for_the_later_graph_is_infeasible():
     model = Broken()
     with pytest.raises(errors.Infeasible):
-        step(compiled(model, budget="60KiB"), model, batch(64))
+        step(compiled(model, budget="45KiB"), model, batch(64))
 
 
 class Remembering(nn.Module):

@@ -84,7 +84,6 @@ def of_torch() -> Iterator[tuple[str, Make]]:
     for name in plain:
         yield f"torch {name}", two_groups(getattr(o, name), lr=0.01)
     yield "torch Muon", one_group(o.Muon, dims=(2,), lr=0.01)
-    yield "torch SparseAdam", one_group(o.SparseAdam)
     yield "torch LBFGS", one_group(o.LBFGS)
     yield "torch AdamW fused", two_groups(o.AdamW, lr=0.01, fused=True)
     yield "torch AdamW foreach", two_groups(o.AdamW, lr=0.01, foreach=True)
@@ -201,19 +200,16 @@ def kept(tmp_path_factory: Any) -> Any:
 
 
 REFUSED = {
-    "torch SparseAdam": "dense gradients",
     "torch LBFGS": "needs a closure",
     "torch Adam capturable": "capturable=True",
     "schedulefree AdamWScheduleFreeClosure": "needs a closure",
-    "pytorch_optimizer SOAP": "a container",
-    "pytorch_optimizer SAM": "requires closure",
-    "pytorch_optimizer Kron": "draws random numbers",
+    "pytorch_optimizer SAM": "needs a closure",
 }
 TOGETHER = {
     "prodigyopt Prodigy",
     *(
         f"pytorch_optimizer {n}"
-        for n in "AdamP DAdaptAdam Lamb LARS MADGRAD Prodigy Shampoo Lookahead".split()
+        for n in "AdamP DAdaptAdam Kron Lamb LARS MADGRAD Prodigy Shampoo Lookahead".split()
     ),
 }
 

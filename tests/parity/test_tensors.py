@@ -47,6 +47,21 @@ def test_a_teacher_that_follows_in_place():
 
 
 @identical()
+def test_a_teacher_whose_attention_takes_the_path_it_takes_in_eager():
+    """Under a function mode it would take another, with other bits."""
+    model = mlp()
+    layer = nn.TransformerEncoderLayer(16, 2, 32, batch_first=True)
+    teacher = nn.Sequential(nn.Linear(4, 16), nn.TransformerEncoder(layer, 1), nn.Linear(16, 3)).eval()
+
+    def loss_fn(model, batch):
+        with torch.no_grad():
+            target = teacher(batch[0][None])[0]
+        return functional.mse_loss(model(batch[0]), target)
+
+    return Loop(model, loss_fn, sgd(model), watched=teacher.state_dict)
+
+
+@identical()
 def test_a_teacher_that_is_copied_now_and_then():
     model, held = mlp(), {}
     held["teacher"] = copy.deepcopy(model)

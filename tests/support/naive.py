@@ -3,7 +3,7 @@
 import torch
 
 from tightship.frontends.torch.program import derive, flat, substitute
-from tightship.frontends.torch.structure import flatten
+from tightship.frontends.torch.structure import tensor_leaves
 from tightship.graph import aligned
 
 
@@ -43,7 +43,7 @@ class Naive:
     def __call__(self, batch):
         program = self.program
         assert program.batch.misfit(batch) is None
-        leaves = flatten(batch)
+        leaves = tensor_leaves(batch)
         tensors = {s.value: self.caller(s, leaves) for s in program.slots}
         self.check_guards(tensors)
         return interpret(program, tensors)

@@ -36,10 +36,10 @@ from numpy.typing import NDArray
 
 from tightship import _core
 from tightship.analysis.moments import Moments
-from tightship.analysis.order import Mask, Rows, csr, edges, once, pairs, reached
+from tightship.analysis.order import Mask, Rows, edges, once, pairs, reached
 from tightship.graph import Graph
 from tightship.options import NEVER, Deadline
-from tightship.simulate import extra_bytes, unplanned
+from tightship.simulate import extras, unplanned
 
 __all__ = ["Bound", "Moment", "Relaxation", "lower_bound", "replayable", "runs_again", "time_bound"]
 
@@ -97,18 +97,19 @@ class Relaxation:
         self.graph = graph
         self.redraw = redraw
         self.uses = graph.uses
-        self.size = np.fromiter((s.size for s in graph.storages), np.int64, len(graph.storages))
+        self.size = graph.columns.size
         self.static = np.zeros(len(self.size), dtype=np.bool_)
         self.static[list(graph.static)] = True
         self.waits = self.size.copy()
         for storage, nbytes in (least or {}).items():
             self.waits[storage] = min(nbytes, self.size[storage])
+        starts = graph.columns.overwrites[0]
         self.pairs = {
-            k: [p for p in op.overwrites if p[0] not in graph.static]
-            for k, op in enumerate(graph.ops)
-            if op.overwrites and in_place
+            k: [p for p in graph.ops[k].overwrites if p[0] not in graph.static]
+            for k in np.flatnonzero(np.diff(starts)).tolist()
+            if in_place
         }
-        self.total = math.fsum(op.time for op in graph.ops)
+        self.total = math.fsum(graph.columns.time)
         self.nodes = 2 + len(graph.ops) + 2 * len(graph.storages)
 
     @cached_property
@@ -122,26 +123,29 @@ class Relaxation:
     @cached_property
     def again(self) -> Mask:
         """By op, whether any plan may run it a second time."""
-        found = (runs_again(self.graph, k, redraw=self.redraw) for k in range(len(self.graph.ops)))
-        return np.fromiter(found, np.bool_, len(self.graph.ops))
+        columns, writes = self.graph.columns, np.diff(self.uses.facts.mutates[0])
+        found = (columns.effect == 0) & (columns.random == 0) & (writes == 0)
+        for k in np.flatnonzero(~found).tolist():
+            found[k] = runs_again(self.graph, k, redraw=self.redraw)
+        return found
 
     @cached_property
     def _scaled(self) -> NDArray[np.int64]:
         """Seconds of each op as integers; endless for what never runs again."""
-        seconds = np.fromiter((op.time for op in self.graph.ops), np.float64, len(self.graph.ops))
+        seconds = self.graph.columns.time
         scaled = (seconds / self.total * _SCALE).astype(np.int64) if self.total else np.int64(0)
         return np.where(self.again, scaled, -1)
 
     @cached_property
     def _touched(self) -> NDArray[np.int64]:
         """(op, storage) of every read of what is not the caller's."""
-        rows = pairs(csr(self.uses.reads))
+        rows = pairs(self.uses.facts.reads)
         return rows[~self.static[rows[:, 1]]]
 
     @cached_property
     def _reads(self) -> NDArray[np.int64]:
         """(op, storage) of every read of what another op made; what an op writes in place is no such read."""
-        wrote = {(k, s) for k, row in enumerate(self.uses.mutates) if row for s in row}
+        wrote = set(map(tuple, pairs(self.uses.facts.mutates).tolist()))
         if not wrote:
             return self._touched
         return self._touched[[(k, s) not in wrote for k, s in self._touched.tolist()]]
@@ -149,10 +153,13 @@ class Relaxation:
     @cached_property
     def _writes(self) -> NDArray[np.int64]:
         """(storage, op) of the ops that must run again for every reader that finds the storage gone."""
-        rows = [(s, self._wanted(s)) for s, row in enumerate(self.uses.writers) if len(row) > 1]
-        wanted = dict(rows)
-        lists = [wanted.get(s, row) for s, row in enumerate(self.uses.writers)]
-        found = pairs(csr(lists))
+        writers = self.uses.facts.writers
+        found = pairs(writers)
+        if several := np.flatnonzero(np.diff(writers[0]) > 1).tolist():
+            most = np.diff(writers[0])
+            most[several] = [len(self._wanted(s)) for s in several]
+            nth = np.arange(len(found)) - writers[0][found[:, 0]]
+            found = found[nth < most[found[:, 0]]]
         return found[~self.static[found[:, 0]]]
 
     def _wanted(self, s: int) -> tuple[int, ...]:
@@ -165,9 +172,9 @@ class Relaxation:
     @cached_property
     def own(self) -> NDArray[np.int64]:
         """By op, the bytes that are there while it runs, whatever the plan."""
-        graph, n = self.graph, len(self.graph.ops)
-        own = np.fromiter((extra_bytes(op) for op in graph.ops), np.int64, n) + graph.static_bytes
-        for rows in (pairs(csr(self.uses.defines)), self._touched):
+        graph = self.graph
+        own = extras(graph) + graph.static_bytes
+        for rows in (pairs(self.uses.facts.defines), self._touched):
             np.add.at(own, rows[:, 0], self.size[rows[:, 1]])
         for k in self.pairs:
             own[k] -= self.reused(k)
@@ -184,15 +191,17 @@ class Relaxation:
         Nodes: 0 source, 1 sink, then ops, storages needed, storages to be made."""
         n, m = len(self.graph.ops), len(self.graph.storages)
         before, after = reached((k,), self._backward), reached((k,), self._forward)
-        last = [s for s in self.graph.kept if until < 0]
+        last = np.array(sorted(self.graph.kept) if until < 0 else [], dtype=np.int64)
         if until >= 0:
             early = reached((until,), self._backward)
             early[until] = True
             after &= early
-        definer = np.array(self.uses.definer, dtype=np.int64)
+        definer = self.uses.facts.definer
         there = np.zeros(m, dtype=np.bool_)  # perhaps made before, and not among what the op holds anyway
         ran = before.copy()
-        if last:  # what else makes results may have run before the op or not: afterwards, it costs nothing
+        if len(
+            last
+        ):  # what else makes results may have run before the op or not: afterwards, it costs nothing
             ran |= ~after
             ran[k] = False
         there[definer >= 0] = ran[definer[definer >= 0]]
@@ -203,7 +212,7 @@ class Relaxation:
         reads, writes = self._reads, self._writes
         reads, writes = reads[there[reads[:, 1]]], writes[there[writes[:, 0]] & ran[writes[:, 1]]]
         again, later = reads[ran[reads[:, 0]]], reads[after[reads[:, 0]]]
-        wanted = np.union1d(later[:, 1], [s for s in last if there[s]]).astype(np.int64)
+        wanted = np.union1d(later[:, 1], last[there[last]])
         held, ops = np.flatnonzero(there), np.flatnonzero(ran)
         seconds = np.where(before, self._scaled, 0)[ops]
         need, make = 2 + n, 2 + n + m
@@ -369,16 +378,24 @@ def _at_end(relaxed: Relaxation, *, alone: bool) -> tuple[int, int]:
     size = relaxed.size
     stay = graph.static | graph.kept
     floor = graph.static_bytes + int(size[list(graph.kept - graph.static)].sum())
-    makers = {w for s in graph.kept - graph.static for w in uses.writers[s]}
-    if not alone or not makers:
+    made = np.zeros(len(size), dtype=np.bool_)
+    made[list(graph.kept - graph.static)] = True
+    written = pairs(uses.facts.writers)
+    makers = np.unique(written[made[written[:, 0]], 1])
+    if not alone or not len(makers):
         return floor, -1
 
-    def beside(k: int) -> int:
-        touched = {*uses.reads[k], *uses.defines[k]} - stay
-        return max(0, sum(int(size[s]) for s in touched) + extra_bytes(graph.ops[k]) - relaxed.reused(k))
-
-    last = min(sorted(makers), key=beside)
-    return floor + beside(last), last
+    stays = np.zeros(len(size), dtype=np.bool_)
+    stays[list(stay)] = True
+    beside = extras(graph).copy()
+    for rows in (uses.facts.reads, uses.facts.defines):
+        touched = pairs(rows)
+        np.add.at(beside, touched[:, 0], np.where(stays, 0, size)[touched[:, 1]])
+    for k in relaxed.pairs:
+        beside[k] -= relaxed.reused(k)
+    beside = np.maximum(beside, 0)
+    last = int(makers[beside[makers].argmin()])
+    return floor + int(beside[last]), last
 
 
 def _few(ranked: Sequence[int], ops: int) -> list[int]:
@@ -397,7 +414,7 @@ def _spread(n: int, most: int) -> Iterable[int]:
 def _add_stuck(relaxed: Relaxation, load: NDArray[np.int64], recompute: bool, deadline: Deadline) -> None:
     """Add to every op's bytes the storages that no plan can make again and that are there while it runs."""
     graph, uses, waits = relaxed.graph, relaxed.uses, relaxed.waits
-    first = np.array(uses.definer, dtype=np.int64)
+    first = uses.facts.definer
     stuck = (first >= 0) & (waits > 0) & ~relaxed.static
     if recompute:
         stuck[stuck] = ~relaxed.again[first[stuck]]
@@ -425,7 +442,7 @@ def time_bound(
     (see `Relaxation`) also for plans that compress or move storages without ever waiting for it. Looks at moments at
     which keeping everything would be over the budget. At the ``deadline``, the best bound so far.
     """
-    total = math.fsum(op.time for op in graph.ops)
+    total = math.fsum(graph.columns.time)
     relaxed = _relaxation(graph, least, redraw=redraw, in_place=in_place)
     if _at_end(relaxed, alone=not least)[0] > budget:
         return math.inf

@@ -16,9 +16,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tightship import _core
-from tightship.analysis.order import Mask, csr, dependents, edges, pairs, predecessors, reached
+from tightship.analysis.order import Mask, edges, pairs, reached
 from tightship.graph import Graph
-from tightship.simulate import extra_bytes
+from tightship.simulate import extras
 
 __all__ = ["Moments", "Passing", "peak_of"]
 
@@ -39,25 +39,27 @@ class Moments:
     """A graph's dependencies and storages as arrays: the bytes along an order, and cuts at any op."""
 
     def __init__(self, graph: Graph) -> None:
-        uses = graph.uses
+        facts = graph.uses.facts
         self.ops = len(graph.ops)
         self.static_bytes = graph.static_bytes
-        self.before = predecessors(graph)
-        self.after = dependents(graph)
         # Storages that come into being, with bytes.
-        size = np.fromiter((s.size for s in graph.storages), dtype=np.int64, count=len(graph.storages))
-        definer = np.array(uses.definer, dtype=np.int64)
+        size = graph.columns.size
+        definer = facts.definer.astype(np.int64)
         kept = np.zeros(len(size), dtype=np.bool_)
         kept[list(graph.kept)] = True
         made = np.flatnonzero((definer >= 0) & (size > 0))
         self.size, self.definer, self.kept = size[made], definer[made], kept[made]
-        self.reads = pairs(csr([uses.readers[s] for s in made.tolist()]))
+        number = np.full(len(size), -1, dtype=np.int64)
+        number[made] = np.arange(len(made))
+        reads = pairs(facts.readers)
+        reads[:, 0] = number[reads[:, 0]]
+        self.reads = reads[reads[:, 0] >= 0]
         # Storages that are read, with the first of their rows in ``reads``; those that end.
         self._read, self._rows = np.unique(self.reads[:, 0], return_index=True)
         self._ends = np.flatnonzero(~self.kept)
         self._backward, self._forward = (edges(graph, forward=forward) for forward in (False, True))
         self.waits = pairs(self._backward)
-        self.extra = np.array([extra_bytes(op) for op in graph.ops], dtype=np.int64)
+        self.extra = extras(graph)
         self.makes = np.bincount(self.definer, self.size, self.ops).astype(np.int64)
 
     def during(self, order: Sequence[int] | Ints) -> Ints:
@@ -88,9 +90,9 @@ class Moments:
         np.add.at(touched, self.reads[:, 1], self.size[self.reads[:, 0]])
         twice = np.bincount(self.definer[self.kept], self.size[self.kept], self.ops).astype(np.int64)
         np.add.at(twice, self.reads[:, 1], (self.size * self.kept)[self.reads[:, 0]])
-        last = [k for k, row in enumerate(self.after) if not row]
+        last = np.flatnonzero(np.diff(self._forward[0]) == 0)
         held = self.static_bytes + int(self.size[self.kept].sum())
-        return held + (int((touched - twice)[last].min()) if last else 0)
+        return held + (int((touched - twice)[last].min()) if len(last) else 0)
 
     def passing(
         self,

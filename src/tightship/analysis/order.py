@@ -15,8 +15,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tightship import _core
-from tightship.graph import Graph
-from tightship.simulate import extra_bytes
+from tightship.graph import Graph, Rows
+from tightship.simulate import extras
 
 __all__ = [
     "Mask",
@@ -38,8 +38,6 @@ __all__ = [
 
 
 Mask = NDArray[np.bool_]
-Rows = tuple[NDArray[np.int64], NDArray[np.int32]]
-"""Rows of integers: where each starts, and where the last ends; the integers one after the other."""
 
 
 def csr(lists: Sequence[Sequence[int]]) -> Rows:
@@ -71,55 +69,28 @@ def predecessors(graph: Graph) -> tuple[tuple[int, ...], ...]:
     reader waits for the last write before it (RAW), a writer for that write (WAW) and for the readers in between
     (WAR). Ops that draw random numbers keep their order, so do ops with effects.
     """
-    found: tuple[tuple[int, ...], ...] = once(graph, "_predecessors", _predecessors)
+    found: tuple[tuple[int, ...], ...] = once(
+        graph, "_predecessors", lambda g: _core.tuples(edges(g, forward=False))
+    )
     return found
 
 
 def dependents(graph: Graph) -> tuple[tuple[int, ...], ...]:
     """For each op the ops that wait for it: `predecessors`, seen from the other end."""
-    found: tuple[tuple[int, ...], ...] = once(graph, "_dependents", lambda g: successors(predecessors(g)))
+    found: tuple[tuple[int, ...], ...] = once(
+        graph, "_dependents", lambda g: _core.tuples(edges(g, forward=True))
+    )
     return found
 
 
 def edges(graph: Graph, *, forward: bool) -> Rows:
     """`dependents` (``forward``) or `predecessors` as arrays."""
-    rows, name = (dependents, "_forward") if forward else (predecessors, "_backward")
-    found: Rows = once(graph, name, lambda g: csr(rows(g)))
+    found: Rows
+    if forward:
+        found = once(graph, "_forward", lambda g: _core.successors(edges(g, forward=False)))
+    else:
+        found = once(graph, "_backward", lambda g: g.uses.facts.predecessors())
     return found
-
-
-def _predecessors(graph: Graph) -> tuple[tuple[int, ...], ...]:
-    uses = graph.uses
-    n = len(graph.storages)
-    last_write = [-1] * n
-    readers: list[list[int]] = [[] for _ in range(n)]
-    last_random = last_effect = -1
-    out = []
-    maker = uses.maker
-    for k, op in enumerate(graph.ops):
-        before = {maker[v] for v in op.inputs}
-        before.update(op.control)
-        for s in uses.reads[k]:
-            before.add(last_write[s])
-        for s in uses.mutates[k]:
-            before.update(readers[s])
-            last_write[s] = k
-            readers[s] = []
-        for s in uses.defines[k]:
-            last_write[s] = k
-            readers[s] = []
-        for s in uses.reads[k]:
-            if last_write[s] != k:
-                readers[s].append(k)
-        if op.random:
-            before.add(last_random)
-            last_random = k
-        if op.effect:
-            before.add(last_effect)
-            last_effect = k
-        before.discard(-1)
-        out.append(tuple(sorted(before)))
-    return tuple(out)
 
 
 def successors(before: Sequence[Sequence[int]]) -> tuple[tuple[int, ...], ...]:
@@ -138,10 +109,12 @@ def reached(start: Iterable[int], along: Rows) -> Mask:
 
 def is_legal(graph: Graph, order: Sequence[int]) -> bool:
     """Whether ``order`` has every op once and after all it must wait for."""
-    at = {k: i for i, k in enumerate(order)}
-    if len(at) != len(graph.ops) or len(order) != len(graph.ops):
+    if len(order) != len(graph.ops) or set(order) != set(range(len(order))):
         return False
-    return all(at[b] < at[k] for k, row in enumerate(predecessors(graph)) for b in row)
+    at = np.empty(len(order), dtype=np.int64)
+    at[np.array(order, dtype=np.int64)] = np.arange(len(order))
+    after, before = pairs(edges(graph, forward=False)).T
+    return bool((at[before] < at[after]).all())
 
 
 def backward_start(graph: Graph, order: Sequence[int]) -> int:
@@ -195,7 +168,7 @@ def tables(graph: Graph, waits: Sequence[Sequence[int]] | None = None) -> Tables
     """A graph's tables; several schedulers may share them. ``waits``: its `predecessors`, where they are known."""
     uses, static, kept = graph.uses, graph.static, graph.kept
     size = tuple(s.size for s in graph.storages)
-    scratch = [extra_bytes(op) for op in graph.ops]
+    scratch = extras(graph).tolist()
     reads = tuple(tuple(s for s in row if s not in static) for row in uses.reads)
     before = tuple(
         tuple(sorted({*row, *(uses.definer[s] for s in read)}))

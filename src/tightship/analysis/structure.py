@@ -14,7 +14,7 @@ from functools import lru_cache
 import numpy as np
 from numpy.typing import NDArray
 
-from tightship.analysis.order import csr, once
+from tightship.analysis.order import once
 from tightship.graph import Graph
 
 __all__ = ["block_of", "colors", "layer", "pattern", "role", "without_numbers"]
@@ -63,18 +63,19 @@ def colors(graph: Graph, rounds: int = 2) -> tuple[int, ...]:
 
 
 def _colors(graph: Graph, rounds: int) -> tuple[int, ...]:
-    uses = graph.uses
-    size = [s.size for s in graph.storages]
+    facts = graph.uses.facts
     ids: dict[object, int] = {}
+    start, read = facts.reads
+    bounds, made_by = facts.defines
+    sizes, ends = graph.columns.size[made_by].tolist(), bounds.tolist()
     kinds = (
-        ids.setdefault((o.target, o.phase, len(r), *[size[s] for s in d]), len(ids))
-        for o, r, d in zip(graph.ops, uses.reads, uses.defines, strict=True)
+        ids.setdefault((o.target, o.phase, r, *sizes[a:b]), len(ids))
+        for o, r, a, b in zip(graph.ops, np.diff(start).tolist(), ends, ends[1:], strict=False)
     )
     now = _hash(np.fromiter(kinds, np.uint64, len(graph.ops)))
-    start, read = csr(uses.reads)
     reader = np.repeat(np.arange(len(now)), np.diff(start))
     place = _hash((np.arange(len(read)) - start[reader]).astype(np.uint64))
-    definer = np.array(uses.definer, dtype=np.int64)[read]
+    definer = facts.definer[read]
     for _ in range(rounds):
         source = np.where(definer >= 0, now[definer], np.uint64(0))
         inputs, users = np.zeros_like(now), np.zeros_like(now)

@@ -24,7 +24,8 @@ from tightship.demo.models import Workload
 from tightship.errors import Unsupported
 from tightship.execute import allocator
 from tightship.execute.allocator import Meter
-from tightship.execute.fit import TrainStep, differences, fit, tensors_by_name
+from tightship.execute.eager import differences, tensors_by_name
+from tightship.execute.fit import TrainStep, fit
 from tightship.execute.interpreter import PeakMismatch
 from tightship.graph import Graph, aligned
 from tightship.plan import Plan

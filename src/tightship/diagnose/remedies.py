@@ -7,7 +7,7 @@ remedy that a twentieth of the search finds no plan for may have one.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from tightship.analysis.bounds import lower_bound
@@ -37,13 +37,14 @@ def advised(
     budget: Budget | str | int | None = None,
     options: Options | None = None,
     progress: Progress | None = None,
+    like: Sequence[tuple[Graph, Plan]] = (),
 ) -> Plan:
     """As `default.plan`; an ``Infeasible`` says what was tried and would help. An interrupt ends the trials, and so
     does the end of the time, of which a part is left for them."""
     o = options or Options()
     deadline = Deadline.after(o.seconds)
     try:
-        return default.plan(graph, budget, replace(o, seconds=o.seconds * _SEARCH), progress)
+        return default.plan(graph, budget, replace(o, seconds=o.seconds * _SEARCH), progress, like=like)
     except Infeasible as no:
         raise no.with_advice(remedies(graph, no, o, deadline)) from None
 

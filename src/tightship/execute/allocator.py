@@ -42,9 +42,11 @@ __all__ = [
     "kind_of",
     "load",
     "loaded",
+    "open_room",
     "record",
     "replay",
     "reserved",
+    "settle",
     "suspended",
     "why_not",
 ]
@@ -250,11 +252,28 @@ def replay(arena: Arena, script: Script) -> Iterator[Replay]:
         session._stats = ReplayStats(**stats)
 
 
-def aside(kind: str = "cpu") -> None:
+def aside(kind: str = "cpu", nbytes: int = -1, slack: int = 0) -> None:
     """Until the next `Replay.seek`, this thread's requests are served from the heap as if planned there, whatever
     they are for: they count, also against the limit, and none is a miss. Nothing happens outside of a replay.
+
+    With ``nbytes`` planned for them they count as so many until `settle`, even if they are fewer, or are ``slack``
+    more: for what replaces blocks that were made outside of a replay, whose end is not seen.
     """
-    load(kind).aside()
+    load(kind).aside(nbytes, slack)
+
+
+def open_room(kind: str = "cpu", *, loose: bool = False) -> None:
+    """Until `settle`, all that this thread asks for lies in the one block that is planned for this step, wherever it
+    fits first; the block counts as a whole. What does not fit is a miss or, if ``loose``, served from the heap as if
+    planned there. Does nothing where a step has no or several requests planned, and outside of a replay.
+    """
+    load(kind).open_room(loose)
+
+
+def settle(kind: str = "cpu") -> int:
+    """Ends `open_room`, and `aside` with bytes, whose survivors stand for what they replaced. Returns how many
+    blocks are still alive in the room."""
+    return int(load(kind).settle())
 
 
 @contextlib.contextmanager

@@ -35,9 +35,11 @@ inline void meter_sub(int64_t n) { g_current.fetch_sub(n, std::memory_order_rela
 // ---- arenas
 
 // A block in an arena. ``owners``: 2 while a result lies in the place of an input that is still held.
+// ``counted``: not one in the room of a step, which counts as a whole.
 struct Placed {
     int64_t size;
     int owners = 1;
+    bool counted = true;
 };
 
 // What lies where in an arena. Backends derive from it and own the memory.
@@ -84,8 +86,10 @@ struct Book {
         std::unique_lock<std::mutex> lock(mutex);
         auto block = blocks.find(static_cast<char*>(data) - base);
         if (block == blocks.end() || --block->second.owners > 0) return;
-        live -= block->second.size;
-        meter_sub(block->second.size);
+        if (block->second.counted) {
+            live -= block->second.size;
+            meter_sub(block->second.size);
+        }
         blocks.erase(block);
         settle(lock);
     }
@@ -141,6 +145,9 @@ struct Session {
     int64_t step = -1, next = 0, stop = 0;  // requests [next, stop) are still to come in this step
     int64_t taken = -1;                     // the request of this step that took an input's place
     bool aside = false;  // the rest of this step is served from the heap, whatever it asks for
+    int64_t floor = 0,
+            quiet = -1;  // aside: live when that began, and up to where it raises no peak (-1: any does)
+    int64_t room = 0, room_at = kHeap;  // the block that all requests of this step lie in, if it has one
     int64_t requests = 0, served = 0, escaped = 0, missed = 0, occupied = 0, steps_short = 0;
     int64_t start = 0, peak = 0, heap_peak = 0, high_water = 0, failed_step = -1;
     std::vector<Miss> misses{};
@@ -157,7 +164,74 @@ struct Session {
                 miss("held", taken, script->sizes[taken], script->sizes[taken]);
             }
         }
-        taken = -1;
+        settle();
+        taken = quiet = -1;
+        aside = false;
+    }
+
+    // The rest of this step is served from the heap. With ``bytes`` of them planned it counts as so many, and
+    // ``slack`` more may be there, for blocks that it takes the place of and that are none of this arena's.
+    void set_aside(int64_t bytes, int64_t slack) {
+        next = stop;
+        aside = true;
+        if (bytes < 0) return;
+        std::lock_guard<std::mutex> guard(arena->mutex);
+        floor = arena->live;
+        quiet = floor + bytes + slack;
+        peak = std::max(peak, floor + bytes);
+    }
+
+    // This step has one request planned: whatever it asks for lies in that block, which counts as a whole.
+    // ``loose``: what does not fit goes to the heap, as if planned there.
+    void open_room(bool loose) {
+        if (stop - next != 1) return;
+        int64_t k = next, size = script->sizes[k], offset = script->offsets[k];
+        if (offset == kHeap) return set_aside(size, 0);
+        std::lock_guard<std::mutex> guard(arena->mutex);
+        ++next;
+        ++requests;
+        if (!arena->is_free(offset, size)) return ++occupied, miss("occupied", k, size, size);
+        ++served;
+        aside = loose;
+        room = size;
+        room_at = offset;
+        high_water = std::max(high_water, offset + size);
+        arena->live += size;
+        meter_add(size);
+        peak = std::max(peak, arena->live);
+    }
+
+    // The first hole of the room that is large enough, or kHeap.
+    int64_t hole(int64_t size) const {
+        if (room_at == kHeap) return kHeap;
+        int64_t at = room_at, end = room_at + room;
+        for (auto block = arena->blocks.lower_bound(at); block != arena->blocks.end(); ++block) {
+            if (block->first >= end || block->first - at >= size) break;
+            at = block->first + block->second.size;
+        }
+        return at + size <= end ? at : kHeap;
+    }
+
+    // What was set aside, or given room, has run: what it has left in the heap takes the place of what it let
+    // go of. Returns how many blocks it has left in its room.
+    int64_t settle() {
+        int64_t left = 0;
+        std::lock_guard<std::mutex> guard(arena->mutex);
+        if (quiet >= 0) arena->live = floor;
+        if (room_at != kHeap) {
+            arena->live -= room;
+            meter_sub(room);
+            auto block = arena->blocks.lower_bound(room_at);
+            for (; block != arena->blocks.end() && block->first < room_at + room; ++block, ++left) {
+                block->second.counted = true;
+                arena->live += block->second.size;
+                meter_add(block->second.size);
+            }
+        }
+        quiet = -1;
+        room = 0;
+        room_at = kHeap;
+        return left;
     }
 
     void miss(const char* kind, int64_t request, int64_t asked, int64_t planned) {
@@ -196,6 +270,10 @@ struct Session {
     // ``from_heap(size)`` gives a block that `Book::free_heap` will be told of.
     template <typename Heap> void* alloc(int64_t size, Heap from_heap, const char* astray = nullptr) {
         std::unique_lock<std::mutex> lock(arena->mutex);
+        if (int64_t at = astray ? kHeap : hole(size); at != kHeap) {
+            arena->blocks.emplace(at, Placed{size, 1, false});
+            return arena->base + at;
+        }
         ++requests;
         Placed* under = astray ? nullptr : beneath(size);
         int64_t more = under ? 0 : size;
@@ -223,7 +301,7 @@ struct Session {
             meter_add(size);
         }
         arena->live += more;
-        peak = std::max(peak, arena->live);
+        if (arena->live > quiet) peak = std::max(peak, arena->live);
         return data;
     }
 };

@@ -6,8 +6,11 @@ Its tensors are made for it: the metadata of graph values, and contents that any
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from functools import partial
+from itertools import accumulate
 from time import perf_counter
 from typing import Any, Final
 
@@ -16,10 +19,20 @@ import torch
 from tightship.execute import allocator
 from tightship.frontends.torch import compat
 from tightship.frontends.torch.capture.lower import in_place_operands
+from tightship.frontends.torch.optimizer.copy import Rehearsal, random_untouched
 from tightship.frontends.torch.program import Call, dtype_of, flat, refs_in, substitute
 from tightship.graph import ALIGNMENT, Graph, Value, aligned, alignment_of
 
-__all__ = ["Bench", "Row", "in_place_inputs", "sample_arguments", "sample_tensor", "workspace_of"]
+__all__ = [
+    "Bench",
+    "Row",
+    "in_place_inputs",
+    "rehearsed",
+    "rows_of_update",
+    "sample_arguments",
+    "sample_tensor",
+    "workspace_of",
+]
 
 Row = tuple[int, int, int, int]
 """A request: bytes, the defined storage it becomes or -1, first event, event of its end or -1."""
@@ -64,13 +77,13 @@ class Bench:
     ) -> tuple[list[Any], list[allocator.Event], float]:
         """As `run`, without a run before: for what takes long, where `time` says whether another asks the same."""
         if not self._recording:
-            start = self._now()
+            start = self.now()
             results = call()
-            return results, [], self._now() - start
+            return results, [], self.now() - start
         with allocator.record(self._kind) as recording:
-            start = self._now()
+            start = self.now()
             results = call()
-            seconds = self._now() - start
+            seconds = self.now() - start
             results = [r if position in kept else None for position, r in enumerate(results)]
         return results, recording.events, seconds
 
@@ -112,16 +125,24 @@ class Bench:
             self._arena = allocator.Arena(size * 5 // 4, self._device)
         return self._arena
 
-    def _now(self) -> float:
+    def log(self) -> AbstractContextManager[allocator.Recording]:
+        """Records what this thread asks for; nothing where requests are not wanted."""
+        if self._recording:
+            return allocator.record(self._kind)
+        silent = allocator.Recording(lambda step: None)
+        silent._events = []
+        return nullcontext(silent)
+
+    def now(self) -> float:
         """Seconds, once everything asked of the device is done."""
         if self._kind == "cuda":
             torch.cuda.synchronize(self._device)
         return perf_counter()
 
     def _seconds_of(self, call: Callable[[], list[Any]]) -> float:
-        start = self._now()
+        start = self.now()
         call()
-        return self._now() - start
+        return self.now() - start
 
 
 def _agreed(run: Callable[[], float], most: int) -> float:
@@ -133,6 +154,110 @@ def _agreed(run: Callable[[], float], most: int) -> float:
         if len(times) >= 3 and middle - min(times) <= _AGREE * middle:
             break
     return statistics.median(times)
+
+
+@dataclass(frozen=True)
+class UpdateRun:
+    """One run of an update: what it asked for, and its seconds."""
+
+    events: list[allocator.Event]
+    seconds: float
+
+    @property
+    def shape(self) -> tuple[Any, ...]:
+        """What it asked for and let go of, in order, whatever the addresses."""
+        first = next((e.id for e in self.events if e.kind == "alloc"), 0)
+        return tuple((e.kind, e.id - first, e.nbytes) for e in self.events)
+
+    @property
+    def kept(self) -> int:
+        """Bytes that it has asked for and not let go of."""
+        ended = {e.id for e in self.events if e.kind == "free"}
+        return sum(e.nbytes for e in self.events if e.kind == "alloc" and e.id not in ended)
+
+    @property
+    def peak(self) -> int:
+        """The most bytes above those at its start; what it lets go of may be older than that."""
+        steps = (e.nbytes if e.kind == "alloc" else -e.nbytes for e in self.events)
+        return max(0, *accumulate(steps)) if self.events else 0
+
+    @property
+    def extent(self) -> int:
+        """Bytes of a block that has room for all it asks for, each request in the first hole that is large enough."""
+        blocks: list[tuple[int, int, int]] = []  # offset, end, id
+        most = 0
+        for e in self.events:
+            if e.kind == "free":
+                blocks = [b for b in blocks if b[2] != e.id]
+                continue
+            at = place = 0
+            for place, (start, end, _) in enumerate([*blocks, (1 << 62, 0, -1)]):  # noqa: B007
+                if start - at >= e.nbytes:
+                    break
+                at = end
+            blocks.insert(place, (at, at + e.nbytes, e.id))
+            most = max(most, at + e.nbytes)
+        return most
+
+
+_SCALES: Final = (0.0, 0.0, 1.0)
+_MORE_SCALES: Final = (0.0, 1.0, -0.5, 1.0, 0.0, 1e-3, 10.0, -1.0, 1.0, 1.0, -1.0, 1.0, 1.0)
+"""Of the gradients of an update that is tried: what an update asks for may depend on them."""
+_AHEAD: Final = (9_999, 10_000_000)
+_MORE_AHEAD: Final = (99, 999, 9_999)
+"""Steps that are skipped: what it asks for may depend on how many there were."""
+_MANY: Final = 10**7
+"""Elements of parameters above which an update is tried a few times only."""
+
+
+def rehearsed(rehearsal: Rehearsal, bench: Bench, *, exact: bool, elements: int) -> list[UpdateRun]:
+    """Runs of an update with other gradients and after other numbers of steps; ``exact``: of a known class."""
+    scales: Sequence[float] = _SCALES if exact else _MORE_SCALES
+    ahead = _AHEAD if exact else _MORE_AHEAD
+    if elements > _MANY:
+        scales = scales[:6]
+    seconds: list[float] = []
+
+    def run(scale: float) -> None:
+        log.seek(0)
+        rehearsal.fill(scale)
+        log.seek(len(seconds) + 1)
+        start = bench.now()
+        rehearsal.run()
+        seconds.append(bench.now() - start)
+        log.seek(0)
+
+    with random_untouched(), bench.log() as log:
+        for scale in scales:
+            run(scale)
+            rehearsal.count()
+        try:
+            for steps in ahead:
+                if rehearsal.skip(steps):
+                    run(1.0)
+                    if not exact:
+                        run(-1.0)
+        except Exception:  # so many steps may be more than it was made for
+            log.seek(0)
+    events: list[list[allocator.Event]] = [[] for _ in range(len(seconds) + 1)]
+    for event in log.events:
+        if event.step < len(events):
+            events[event.step].append(event)
+    return [UpdateRun(e, s) for e, s in zip(events[1:], seconds, strict=True)]
+
+
+def rows_of_update(runs: Sequence[UpdateRun], *, exact: bool, keeps: bool) -> tuple[int, tuple[Row, ...]]:
+    """The workspace of an update and its requests: those of every run, if it is ``exact`` and they are the same in
+    all; or one block that has room for those of any. What ``keeps`` some of it needs no room, but the bytes."""
+    first = runs[0]
+    if exact and not keeps and all(r.shape == first.shape for r in runs) and not first.kept:
+        workspace, rows, _ = workspace_of(first.events, {}, 0)
+        return workspace, rows
+    if keeps:
+        most = max(r.peak for r in runs)
+    else:
+        most = max([r.extent for r in runs if not r.kept] or [r.extent for r in runs])
+    return most, ((most, -1, 0, 1),) if most else ()
 
 
 def workspace_of(
@@ -183,28 +308,37 @@ def _filled(flat: Any) -> None:
     flat[whole:].copy_(tile[: flat.numel() - whole])
 
 
-def sample_tensor(value: Value, device: str) -> Any:
-    """A tensor with the metadata of ``value`` in a storage of its own, aligned as the value is in its storage."""
+def sample_tensor(value: Value, device: str, contents: Any = None) -> Any:
+    """A tensor with the metadata of ``value`` in a storage of its own, aligned as the value is in its storage, with
+    the ``contents`` of a tensor like it if one is given."""
     dtype = dtype_of(value.dtype)
     start = value.offset * dtype.itemsize % ALIGNMENT // dtype.itemsize
     extent = start + 1 + sum((n - 1) * s for n, s in zip(value.shape, value.stride, strict=True))
     if 0 in value.shape:
         extent = start
     flat = torch.empty(extent, dtype=dtype, device=device)
-    _filled(flat)
+    if contents is None:
+        _filled(flat)
+    else:
+        flat[start:].copy_(contents.as_strided((extent - start,), (1,), contents.storage_offset()))
     return flat.as_strided(value.shape, value.stride, start)
 
 
-def sample_arguments(graph: Graph, call: Call, device: str = "cpu") -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Arguments like those of ``call``; one value is one tensor, however often it is given."""
-    tensors = {v: _like(graph, v, device) for v in dict.fromkeys(refs_in((call.args, call.kwargs)))}
+def sample_arguments(
+    graph: Graph, call: Call, device: str = "cpu", contents: Mapping[int, Any] | None = None
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Arguments like those of ``call``; one value is one tensor, however often it is given. ``contents`` are those
+    of a program's ``samples``."""
+    known, values = contents or {}, dict.fromkeys(refs_in((call.args, call.kwargs)))
+    tensors = {v: _like(graph, v, device, known.get(n)) for n, v in enumerate(values)}
     return substitute(call.args, tensors.__getitem__), substitute(call.kwargs, tensors.__getitem__)
 
 
-def _like(graph: Graph, v: int, device: str) -> Any:
+def _like(graph: Graph, v: int, device: str, contents: Any = None) -> Any:
     """A sample of a value, on the host if it lies there."""
     value = graph.values[v]
-    return sample_tensor(value, "cpu" if graph.storages[value.storage].pool == "host" else device)
+    on_host = graph.storages[value.storage].pool == "host"
+    return sample_tensor(value, "cpu" if on_host else device, contents)
 
 
 # --- computing in place ---

@@ -12,7 +12,7 @@ import functools
 import hashlib
 import os
 import platform
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from importlib.metadata import version
 from itertools import islice
@@ -24,16 +24,18 @@ import torch
 from tightship.diagnose.remedies import advised
 from tightship.errors import BadInput, TightshipError
 from tightship.files import write_file
+from tightship.frontends.torch.capture.recorder import LOOKS, Look, Looks
 from tightship.graph import Graph
 from tightship.plan import Plan
 from tightship.planners.default import Options
 from tightship.planners.evict.problem import Progress
+from tightship.planners.floor import same_ops
 from tightship.serde import dumps_plan, loads_plan
 from tightship.simulate import baseline, replay
 from tightship.units import Budget, parse_budget
 from tightship.verify import check
 
-__all__ = ["Cache", "KeptPlans", "Measurement", "default_folder", "folder_of", "machine"]
+__all__ = ["Cache", "KeptLooks", "KeptPlans", "Measurement", "default_folder", "folder_of", "machine"]
 
 VERSION = 2
 """Raised when measurements or plans change their meaning."""
@@ -149,6 +151,47 @@ def _write(path: Path, data: bytes) -> str:
     return ""
 
 
+# --- what results look like ---
+
+
+class _LooksFile(msgspec.Struct):
+    machine: str
+    looks: dict[str, Look]
+
+
+class KeptLooks:
+    """What the results of calls look like, kept in ``folder`` (None: nowhere): what the first capture on a machine
+    finds out by formulas and by runs on zeros, later ones read. A plan's first run compares each result with it."""
+
+    def __init__(self, folder: Path | None, looks: Looks = LOOKS) -> None:
+        self._looks, self._count, self.note = looks, looks.count, ""
+        self._machine = machine(False)
+        self._path = None if folder is None else folder / f"looks-{self._machine}.json"
+        looks.learn(self._read())
+
+    def keep(self) -> None:
+        """Writes them if there are new ones."""
+        if self._path is None or self._looks.count == self._count:
+            return
+        self._count = self._looks.count
+        self._looks.learn(self._read())
+        error = _write(self._path, msgspec.json.encode(_LooksFile(self._machine, self._looks.known)))
+        if error:
+            self.note = f"what results look like could not be kept: {error}"
+
+    def _read(self) -> dict[str, Look]:
+        if self._path is None:
+            return {}
+        try:
+            file = msgspec.json.decode(self._path.read_bytes(), type=_LooksFile)
+        except FileNotFoundError:
+            return {}
+        except (OSError, msgspec.MsgspecError) as error:
+            self.note = f"what is kept in {self._path.name} cannot be read and is found out again: {error}"
+            return {}
+        return file.looks if file.machine == self._machine else {}
+
+
 # --- plans ---
 
 
@@ -159,7 +202,8 @@ class _PlanFile(msgspec.Struct):
 
 @dataclass(frozen=True)
 class KeptPlans:
-    """The default planner with ``options``; its plans are kept in ``folder`` (None: nowhere).
+    """The default planner with ``options``; its plans are kept in ``folder`` (None: nowhere). ``like``: as for
+    `default.plan`.
 
     A plan's file is named by a digest of what it was made from: the measured graph (which the machine and torch's
     version are behind), budget and options, and the planner's own code. It is verified when it is read. A file that
@@ -170,17 +214,19 @@ class KeptPlans:
     options: Options
 
     def __call__(
-        self, graph: Graph, budget: Budget | str | int | None = None, progress: Progress | None = None
-    ) -> Plan:
+        self, graph: Graph, budget: Budget | str | int | None = None, progress: Progress | None = None,
+        like: Sequence[tuple[Graph, Plan]] = (),
+    ) -> Plan:  # fmt: skip
+        like = [(g, p) for g, p in like if same_ops(g, graph)][:1]
         if self.folder is None:
-            return advised(graph, budget, self.options, progress)
+            return advised(graph, budget, self.options, progress, like)
         wanted = None if budget is None else parse_budget(budget)
-        key = self._key(graph, wanted)
+        key = self._key(graph, wanted, [p for _, p in like])
         path = self.folder / f"plan-{key[:32]}.json"
         plan, note = _read_plan(path, key, graph, wanted)
         if plan is not None:
             return plan
-        made = advised(graph, budget, self.options, progress)
+        made = advised(graph, budget, self.options, progress, like)
         error = _write(path, msgspec.json.encode(_PlanFile(key, msgspec.Raw(dumps_plan(made)))))
         if error:
             note = f"the plan could not be kept: {error}"
@@ -188,8 +234,10 @@ class KeptPlans:
             _remove_oldest(self.folder)
         return replace(made, notes=(*made.notes, note)) if note else made
 
-    def _key(self, graph: Graph, budget: Budget | None) -> str:
-        h = hashlib.sha256(repr((VERSION, _planner_code(), torch.__version__, self.options, budget)).encode())
+    def _key(self, graph: Graph, budget: Budget | None, like: Sequence[Plan]) -> str:
+        begins = [(p.digest, p.budget, p.time, p.peak) for p in like]
+        made_from = (VERSION, _planner_code(), torch.__version__, self.options, budget, begins)
+        h = hashlib.sha256(repr(made_from).encode())
         _digest(graph, h.update)
         return h.hexdigest()
 

@@ -66,24 +66,20 @@ def updater_of(call: Call) -> Updater | None:
     return call.fn if isinstance(call.fn, Updater) else None
 
 
-def compile_plan(
-    program: Program, plan: Plan, aside: Callable[[], None] | None = None, pool: HostPool | None = None
-) -> Code:
-    """``aside`` keeps the requests of an op's run away from the arena: optimizer state, which some make, outlives
-    the step. ``pool`` is the host pool, for plans that offload.
+def compile_plan(program: Program, plan: Plan, serving: Any = None, pool: HostPool | None = None) -> Code:
+    """``serving`` (the allocator's functions) keeps requests of updates away from the arena, which optimizer
+    state that some make outlives, or together in one block of it. ``pool`` is the host pool, for plans that offload.
 
     Raises ``BadInput`` for steps that do not fit the program, ``Unsupported`` for transfers where ops run on several
     devices, or on others than CPU and CUDA, and for a codec that is not there on CUDA.
     """
-    return _Compiler(program, plan, aside, pool).run(plan.steps)
+    return _Compiler(program, plan, serving, pool).run(plan.steps)
 
 
 class _Compiler:
-    def __init__(
-        self, program: Program, plan: Plan, aside: Callable[[], None] | None, pool: HostPool | None
-    ) -> None:
+    def __init__(self, program: Program, plan: Plan, serving: Any, pool: HostPool | None) -> None:
         self.program, self.graph = program, program.graph
-        self.aside = aside
+        self.serving = serving
         self.environment = Environment(len(self.graph.values))
         self.resident: dict[int, dict[int, None]] = {}  # storage -> values of it that have a tensor now
         self.compiled: dict[tuple[int, bool, tuple[int, ...]], Action] = {}
@@ -161,7 +157,7 @@ class _Compiler:
         key = (step.op, again, results)
         if key not in self.compiled:
             self.code.constants.setdefault((step.op, again), []).append(len(self.environment.initial))
-            self.compiled[key] = self.action(call, results)
+            self.compiled[key] = self.action(step.op, call, results)
         made = tuple(v for v in results if v >= 0)
         action = self.compiled[key]
         if step.saves or (again and self.graph.ops[step.op].random):
@@ -210,13 +206,14 @@ class _Compiler:
             index = indices[0]
             self.code.instructions.append(Instruction(i, -1, one if len(indices) == 1 else several))
 
-    def action(self, call: Call, results: tuple[int, ...]) -> Action:
+    def action(self, op: int, call: Call, results: tuple[int, ...]) -> Action:
+        updater = updater_of(call)
+        if updater is not None and self.serving is not None:
+            sizes = [r.size for r in self.graph.ops[op].requests]
+            return _update(updater, call, self.serving, sizes, {s.value for s in self.program.slots})
         get = positional(call, self.environment)
         more = keywords(call.kwargs, self.environment)
         fn = compat.direct(call.fn)
-        updater = updater_of(call)
-        if updater is not None and self.aside is not None:
-            return _update(updater, get, self.aside)
         pairs = tuple((k, v) for k, v in enumerate(results) if v >= 0)
         shape = compat.returns_tensors(call.fn)
         if not pairs:
@@ -263,11 +260,38 @@ def _some(fn: Any, get: Any, more: Any, pairs: tuple[tuple[int, int], ...], *, n
     return run
 
 
-def _update(fn: Updater, get: Any, aside: Callable[[], None]) -> Action:
+def _update(fn: Updater, call: Call, serving: Any, sizes: list[int], inputs: set[int]) -> Action:
+    """State is let go of first: what an update puts in its place ends there, as in eager."""
+    refs = [ref.value for ref in call.args]
+    gradients, states = [refs[k] for k in fn.gradients], [refs[k] for k in fn.states]
+    nbytes, slack = sum(sizes), fn.state_bytes
+    ending = [k for k, v in enumerate(gradients) if fn.takes and v not in inputs]
+
+    def step(given: list[Any]) -> None:
+        """What the optimizer keeps of gradients are copies: theirs is the arena's memory."""
+        for k in ending:
+            given[k] = given[k].clone()
+        fn.step(given)
+        given.clear()
+
     def run(env: list[Any]) -> None:
-        if fn.keeps or not fn.materialized:
-            aside()
-        fn(*get(env))
+        for v in states:
+            env[v] = None
+        given = [env[v] for v in gradients]
+        if not fn.materialized or not (sizes or fn.exact):
+            serving.aside(-1, 0)
+            step(given)
+        elif fn.keeps:
+            serving.aside(nbytes, slack)
+            step(given)
+            serving.settle()
+        elif len(sizes) == 1:
+            serving.open_room(not fn.exact)
+            fn.step(given)
+            if serving.settle():
+                fn.settle()
+        else:
+            fn.step(given)
 
     return run
 

@@ -9,7 +9,6 @@ import traceback
 import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any, Final
 
 import numpy as np
@@ -27,13 +26,17 @@ from tightship.plan import Plan, Step
 from tightship.process_local import NotCopied, check_process
 from tightship.units import format_bytes
 
-__all__ = ["Executor", "Part", "PeakMismatch", "RunStats", "report"]
+__all__ = ["Executor", "Fallback", "Part", "PeakMismatch", "RunStats", "report"]
 
 _EXCEEDED: Final = re.compile(r"tightship: budget exceeded at step (\d+): asked (\d+)")
 
 
 class PeakMismatch(UserWarning):
     """A step used other memory than its plan says."""
+
+
+class Fallback(UserWarning):
+    """A step, or a part of the model, runs in eager, or will, without a plan: there the budget is not kept."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,8 +134,8 @@ class Executor(NotCopied):
             self._begins, self._peak = part.begins, part.peak
         self.program, self.plan = program, plan
         self._pool = self._host_pool(folder, pinned, pool) if plan.count("offload") else None
-        aside = partial(allocator.aside, self._kind) if self.requests is not None else None
-        self._code: Code = compile_plan(program, plan, aside, self._pool)
+        serving = allocator.load(self._kind) if self.requests is not None else None
+        self._code: Code = compile_plan(program, plan, serving, self._pool)
         self._limit = None if plan.budget is None else max(plan.budget - self._begins, 0)
         self._scripts: dict[bool, tuple[int, allocator.Script]] = {}
         self._verified = False
@@ -197,15 +200,15 @@ class Executor(NotCopied):
 
     # --- running ---
 
-    def run(self, inputs: Sequence[Any]) -> list[Any]:
+    def run(self, inputs: Sequence[Any], *, consume: bool = False) -> list[Any]:
         """One run on the tensors of ``program.slots`` (None where optimizer state does not exist yet).
 
         Returns the tensors of ``program.results``, which lie outside the arena. If an op fails, the error is
         raised after everything the step made is freed; what the ops before it wrote stays written (parameters
         whose update has run are updated, the others are not; running statistics and random state are those of
-        the point reached).
+        the point reached). ``consume``: as for `execute`.
         """
-        results = self.execute(inputs)
+        results = self.execute(inputs, consume=consume)
         if self.last is not None:
             report(self.last, self.strict)
         return results

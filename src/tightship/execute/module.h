@@ -124,7 +124,6 @@ PyObject* seek(PyObject*, PyObject* number) {
         session->step = step;
         session->next = starts[step];
         session->stop = starts[step + 1];
-        session->aside = false;
     } else if (t_thread.recording) {
         t_thread.recording->step = step;
     } else {
@@ -133,12 +132,22 @@ PyObject* seek(PyObject*, PyObject* number) {
     Py_RETURN_NONE;
 }
 
-PyObject* aside(PyObject*, PyObject*) {
-    if (Session* session = t_thread.session) {
-        session->next = session->stop;
-        session->aside = true;
-    }
+PyObject* aside(PyObject*, PyObject* const* args, Py_ssize_t count) {
+    if (count != 2) return fail(PyExc_TypeError, "expected bytes, slack");
+    int64_t bytes = PyLong_AsLongLong(args[0]), slack = PyLong_AsLongLong(args[1]);
+    if (PyErr_Occurred()) return nullptr;
+    if (Session* session = t_thread.session) session->set_aside(bytes, slack);
     Py_RETURN_NONE;
+}
+
+PyObject* open_room(PyObject*, PyObject* loose) {
+    if (Session* session = t_thread.session) session->open_room(loose == Py_True);
+    Py_RETURN_NONE;
+}
+
+PyObject* settle(PyObject*, PyObject*) {
+    Session* session = t_thread.session;
+    return PyLong_FromLongLong(session ? session->settle() : 0);
 }
 
 PyObject* tuple_of(const Miss& miss) {
@@ -222,22 +231,25 @@ template <typename Function> PyCFunction fast(Function function) {
 }
 
 // The rows of a module's method table that are the same everywhere.
-#define TIGHTSHIP_METHODS                                                                                    \
-    {"meter_current", meter_current, METH_NOARGS, "Bytes of all live blocks allocated since the install."},  \
-        {"meter_peak", meter_peak, METH_NOARGS, "The most meter_current() was since the last reset."},       \
-        {"meter_reset_peak", meter_reset_peak, METH_NOARGS,                                                  \
-         "Sets the peak to the current level; returns the old peak."},                                       \
-        {"reserved", reserved, METH_NOARGS, "Bytes of all arenas not yet released."},                        \
-        {"arena_info", arena_info, METH_O, "(base address, size, bytes live)."},                             \
-        {"script_create", fast(script_create), METH_FASTCALL,                                                \
-         "A capsule from sizes, offsets, step_start, limit, over."},                                         \
-        {"begin", fast(begin), METH_FASTCALL, "Starts replaying a script in an arena on this thread."},      \
-        {"seek", seek, METH_O, "The requests that follow are those of this step."},                          \
-        {"aside", aside, METH_NOARGS, "The rest of the step is served from the heap, as if planned there."}, \
-        {"end", end, METH_NOARGS, "Stops replaying; a dict of counts."},                                     \
-        {"record_begin", record_begin, METH_NOARGS, "Starts logging this thread's blocks."},                 \
-        {"record_end", record_end, METH_NOARGS, "Stops; (kind, id, bytes, address, step) in order."},        \
-        {"pause", pause_thread, METH_NOARGS, "This thread's requests become plain heap; nests."},            \
+#define TIGHTSHIP_METHODS                                                                                   \
+    {"meter_current", meter_current, METH_NOARGS, "Bytes of all live blocks allocated since the install."}, \
+        {"meter_peak", meter_peak, METH_NOARGS, "The most meter_current() was since the last reset."},      \
+        {"meter_reset_peak", meter_reset_peak, METH_NOARGS,                                                 \
+         "Sets the peak to the current level; returns the old peak."},                                      \
+        {"reserved", reserved, METH_NOARGS, "Bytes of all arenas not yet released."},                       \
+        {"arena_info", arena_info, METH_O, "(base address, size, bytes live)."},                            \
+        {"script_create", fast(script_create), METH_FASTCALL,                                               \
+         "A capsule from sizes, offsets, step_start, limit, over."},                                        \
+        {"begin", fast(begin), METH_FASTCALL, "Starts replaying a script in an arena on this thread."},     \
+        {"seek", seek, METH_O, "The requests that follow are those of this step."},                         \
+        {"aside", fast(aside), METH_FASTCALL,                                                               \
+         "The rest of the step is served from the heap, as if planned there."},                             \
+        {"open_room", open_room, METH_O, "What the step asks for lies in its one planned block."},          \
+        {"settle", settle, METH_NOARGS, "What was set aside or given room has run; blocks left in it."},    \
+        {"end", end, METH_NOARGS, "Stops replaying; a dict of counts."},                                    \
+        {"record_begin", record_begin, METH_NOARGS, "Starts logging this thread's blocks."},                \
+        {"record_end", record_end, METH_NOARGS, "Stops; (kind, id, bytes, address, step) in order."},       \
+        {"pause", pause_thread, METH_NOARGS, "This thread's requests become plain heap; nests."},           \
         {"resume", resume_thread, METH_NOARGS, "Undoes one pause."},
 
 }  // namespace

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import os
 import threading
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain
@@ -21,10 +22,13 @@ import torch
 from tightship import simulate
 from tightship.errors import BadInput, Infeasible, Unsupported
 from tightship.execute.allocator import Arena
+from tightship.execute.cache import DEFAULT, KeptLooks, KeptPlans, folder_of
 from tightship.execute.host_pool import PinnedPool
 from tightship.execute.interpreter import Executor, RunStats
 from tightship.execute.profile import profile
 from tightship.frontends.torch import compat
+from tightship.frontends.torch.optimizer.copy import parameters_of
+from tightship.frontends.torch.optimizer.updates import each, state_at
 from tightship.frontends.torch.optimizer.updates import settings as optimizer_settings
 from tightship.frontends.torch.program import Program
 from tightship.frontends.torch.rerun.function_trace import FunctionTrace
@@ -36,9 +40,16 @@ from tightship.process_local import NotCopied, check_process
 from tightship.units import Budget, format_bytes
 from tightship.verify import check
 
-__all__ = ["Attributes", "Binding", "Identity", "Planner", "Prepared", "Settings", "Variant"]
+__all__ = ["Attributes", "Binding", "Identity", "Planner", "Prepared", "Settings", "Thrashing", "Variant"]
 
 _TRACES = 4
+_GONE, _RETURNS = 64, 3
+"""Kinds that were let go of which is known that they were there, and how many of them come back until it is said."""
+
+
+class Thrashing(UserWarning):
+    """More kinds of batches take turns than are kept planned."""
+
 
 Planner = Callable[[Graph, int | None], Plan]
 
@@ -59,7 +70,7 @@ class Settings:
 @dataclass
 class Variant(NotCopied):
     """What was captured and planned for one kind of batch, in one set of modes; ``windows`` are its results in the
-    arena, where they stay there."""
+    arena, where they stay there. ``part``: which part of a step it runs, where it is not all of it."""
 
     program: Program
     executor: Executor
@@ -68,6 +79,7 @@ class Variant(NotCopied):
     captured: Program  # before it was measured
     windows: list[Any] | None = None
     traces: list[FunctionTrace] = field(default_factory=list)
+    part: str = ""
 
     def remember(self, trace: FunctionTrace) -> None:
         """Code that asks for this program may do so in several ways."""
@@ -85,15 +97,19 @@ class Prepared(NotCopied):
     """
 
     def __init__(
-        self, model: torch.nn.Module, optimizer: torch.optim.Optimizer | None, settings: Settings
-    ) -> None:
+        self, model: torch.nn.Module, optimizer: torch.optim.Optimizer | None, settings: Settings, *,
+        trains: bool = False,
+    ) -> None:  # fmt: skip
         self.model, self.optimizer, self.settings = model, optimizer, settings
-        self._identity = Identity(model, optimizer)
+        self._identity = Identity(model, optimizer, trains=trains)
         self._variants: list[Variant] = []  # the one used last first
         self._arena: Arena | None = None
         self._pool: PinnedPool | None = None
         self._notes: list[str] = []
+        self._looks = KeptLooks(folder_of(settings.measuring.get("cache", DEFAULT)))
         self._limit: int | None = None  # the budget in bytes, known from the first kind of batch on
+        self._gone: list[str] = []  # kinds that were let go, by the digest of their graph
+        self._returned: set[str] = set()
         self._busy = threading.Lock()
         self._process = os.getpid()
 
@@ -139,7 +155,8 @@ class Prepared(NotCopied):
     def notes(self) -> tuple[str, ...]:
         """What a user should know: what was captured again and why, and which guarantees do not hold here."""
         now = self._latest
-        rows = [*self._notes, *now.program.notes, *now.executor.notes, *now.executor.plan.notes]
+        kept = [self._looks.note] if self._looks.note else []
+        rows = [*self._notes, *kept, *now.program.notes, *now.executor.notes, *now.executor.plan.notes]
         return tuple(dict.fromkeys(rows))
 
     @property
@@ -165,7 +182,7 @@ class Prepared(NotCopied):
 
     # --- running ---
 
-    def prepare(self, batch: Any) -> Plan:
+    def prepare(self, batch: Any) -> Plan | None:
         """Captures and plans for batches like this one, if that has not been done; runs nothing."""
         with self._exclusive():
             return self._find(batch, flatten(batch))[0].executor.plan
@@ -193,7 +210,7 @@ class Prepared(NotCopied):
         if why is not None:
             self._notes.append(f"captured again: {why}")
             self._variants.clear()
-            self._identity = Identity(self.model, self.optimizer)
+            self._identity = Identity(self.model, self.optimizer, trains=self._identity.trains)
             self._on_replaced()
 
     def _on_replaced(self) -> None:
@@ -201,11 +218,11 @@ class Prepared(NotCopied):
 
     def _find(self, batch: Any, leaves: list[Any]) -> tuple[Variant, list[Any]]:
         self._renew()
-        modes = self._modes()
+        modes, given = self._modes(), [x for x in leaves if isinstance(x, torch.Tensor)]
         for variant in self._variants:
             if variant.modes != modes or variant.program.batch.misfit(batch, leaves) is not None:
                 continue
-            tensors = variant.binding.tensors(leaves)
+            tensors = variant.binding.tensors(given)
             if variant.binding.broken_guard(tensors) is None:
                 self._use(variant)
                 return variant, tensors
@@ -213,48 +230,85 @@ class Prepared(NotCopied):
         variant = self._capture_variant(batch, modes)
         self._variants.insert(0, variant)
         self._use(variant)
-        return variant, variant.binding.tensors(leaves)
+        return variant, variant.binding.tensors(given)
 
     def _use(self, variant: Variant) -> None:
         """Makes it the one used last, and lets go of the one not used for longest if there are too many."""
         if self._variants[0] is not variant:
             self._variants.remove(variant)
             self._variants.insert(0, variant)
-        while len(self._variants) > self.settings.variants:
-            gone = self._variants.pop()
+        for gone in [v for v in self._variants if v.part == variant.part][self.settings.variants :]:
+            self._variants.remove(gone)
             gone.executor.arena = gone.windows = None
+            self._gone = [gone.captured.graph.digest, *self._gone][:_GONE]
         if variant.executor.arena is None:
             self._share_arena()
 
     def _capture_variant(self, batch: Any, modes: tuple[Any, ...]) -> Variant:
         return self._variant(self._capture(batch), modes)
 
-    def _variant(self, captured: Program, modes: tuple[Any, ...]) -> Variant:
-        program = profile(captured, **self.settings.measuring)
-        plan = self._plan_within_budget(program.graph)
-        binding = Binding(program, self.model, self.optimizer)
-        return Variant(program, self._executor(program, plan), binding, modes, captured)
+    def _note_return(self, graph: Graph) -> None:
+        """Warns, once, when kinds of batches that were let go come again and again."""
+        before = len(self._returned)
+        if graph.digest in self._gone:
+            self._returned.add(graph.digest)
+        kinds = len({*self._gone, *(v.captured.graph.digest for v in self._variants), graph.digest})
+        if before < _RETURNS <= len(self._returned):
+            text = (
+                f"{kinds} kinds of batches take turns and variants={self.settings.variants} are kept: each is "
+                f"captured and planned again when it comes back. Give variants={kinds} or more, or pad batches to "
+                "fewer shapes"
+            )
+            self._notes.append(text)
+            warnings.warn(text, Thrashing, stacklevel=6)
 
-    def _plan_within_budget(self, graph: Graph) -> Plan:
-        """A plan within the budget. What keeps within it unplanned is never refused: where only the places of an
-        arena do not fit, it runs without one."""
+    def _variant(
+        self, captured: Program, modes: tuple[Any, ...], *, part: str = "", beside: int = 0
+    ) -> Variant:
+        if part != "update":
+            self._note_return(captured.graph)
+        self._looks.keep()
+        program = profile(captured, **self.settings.measuring)
+        captured.forget_samples()
+        plan = self._plan_within_budget(program.graph, beside)
+        binding = Binding(program, self.model, self.optimizer)
+        return Variant(program, self._executor(program, plan), binding, modes, captured, part=part)
+
+    def _plan_within_budget(self, graph: Graph, beside: int = 0) -> Plan:
+        """A plan within the budget, less bytes that stand ``beside`` it. What keeps within it unplanned is never
+        refused: where only the places of an arena do not fit, it runs without one."""
         budget = self.settings.budget
         if budget is None:
             return self.settings.planner(graph, None)
-        peak, first = simulate.replay(graph, simulate.baseline(graph)).peak, self._limit is None
+        peak, first = simulate.replay(graph, simulate.baseline(graph)).peak, not self._variants
         if self._limit is None:
             self._limit = budget.resolve(peak, static=graph.static_bytes)
+        limit, planner = max(self._limit - beside, 0), self.settings.planner
         try:
-            return self.settings.planner(graph, self._limit)
+            if isinstance(planner, KeptPlans):
+                known = [(v.program.graph, v.executor.plan) for v in self._variants]
+                return planner(graph, limit, like=known)
+            return planner(graph, limit)
         except Infeasible as no:
-            if peak <= self._limit:
-                return plan_on_heap(graph, self._limit, default.Options())
+            if peak <= limit:
+                return plan_on_heap(graph, limit, default.Options())
+            no = no.with_advice((*self._static_advice(graph), *no.advice))
             if first or budget.bytes is not None:
-                raise
+                raise no from None
             advice = (
                 f"the budget is {budget} of the first kind of batch: begin with the largest, or give bytes"
             )
             raise no.with_advice((*no.advice, advice)) from None
+
+    def _static_advice(self, graph: Graph) -> tuple[str, ...]:
+        """What to say of a percentage that the static set alone is above."""
+        budget, static = self.settings.budget, graph.static_bytes
+        if budget is None or budget.bytes is not None or self._limit is None or static < self._limit:
+            return ()
+        return (
+            f"parameters, optimizer state and the batch are {format_bytes(static)}, more than {budget} of the "
+            'unplanned peak: say how much of the rest there may be, such as "static+60%"',
+        )
 
     def _executor(self, program: Program, plan: Plan) -> Executor:
         check(program.graph, plan)
@@ -291,17 +345,19 @@ def plan_on_heap(graph: Graph, budget: int | None, options: default.Options) -> 
 class Identity:
     """Whether model and optimizer (if there is one) are made of the objects they were made of at construction.
 
-    Without an optimizer it does not matter where parameters lie: a forward pass reads them from wherever they are.
+    Without training it does not matter where parameters lie: a forward pass reads them from wherever they are.
     """
 
-    def __init__(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer | None) -> None:
-        self._optimizer = optimizer
+    def __init__(
+        self, model: torch.nn.Module, optimizer: torch.optim.Optimizer | None, *, trains: bool = False
+    ) -> None:
+        self._optimizer, self.trains = optimizer, trains
         self._modules = tuple(model.modules())
         members = [m for module in self._modules for m in compat.members(module)]
         self._members = [m for m in members if m]
         self._empty = [m for m in members if not m]  # most are: most modules are leaves, or have no buffers
         self._objects = self._held()  # kept, or another could get the address of one that is gone
-        self._tensors = (*model.parameters(), *model.buffers()) if optimizer is not None else ()
+        self._tensors = (*model.parameters(), *model.buffers()) if trains else ()
         self._known = self._now()
 
     def _held(self) -> list[Any]:
@@ -408,15 +464,19 @@ class Binding(NotCopied):
         self._tensors: list[Any] = []  # by slot; None for what each step brings
         self._leaves: list[tuple[int, int]] = []  # slot, leaf of the batch
         self._constants: list[tuple[int, int]] = []  # slot, index of the constant
-        self._states: list[tuple[int, Any, Any]] = []  # slot, parameter, key
+        self._states: list[tuple[int, Any, Any, Any, int]] = []  # slot, optimizer, parameter, key, which
+        self._holds = False  # whether it keeps tensors that are no parameter's
+        self._gradients: list[tuple[int, Any]] = []  # slot, parameter
         for n, slot in enumerate(program.slots):
             tensor = None
             if slot.role in ("parameter", "buffer"):
                 owner, name = compat.tensor_home(model, slot.role, slot.key)
                 tensor = owner[name]
             elif slot.role == "state":
-                owner, name = compat.tensor_home(model, "parameter", slot.key[0])
-                self._states.append((n, owner[name], slot.key[1]))
+                self._states.append((n, *self._place_of_state(model, *slot.key)))
+            elif slot.role == "gradient":
+                owner, name = compat.tensor_home(model, "parameter", slot.key)
+                self._gradients.append((n, owner[name]))
             elif slot.role == "input":
                 self._leaves.append((n, slot.key))
             elif slot.role == "constant":
@@ -429,7 +489,7 @@ class Binding(NotCopied):
 
     def tensors(self, leaves: Sequence[Any], constants: Sequence[Any] | None = None) -> list[Any]:
         """One tensor per slot; None for optimizer state that does not exist yet. ``leaves`` are the
-        batch's, ``constants`` those of this step where they are not the program's own.
+        batch's tensors, ``constants`` those of this step where they are not the program's own.
         """
         tensors = self._tensors.copy()
         if constants is not None:
@@ -437,11 +497,27 @@ class Binding(NotCopied):
                 tensors[n] = constants[k]
         for n, leaf in self._leaves:
             tensors[n] = leaves[leaf]
+        for n, parameter in self._gradients:
+            tensors[n] = parameter.grad
         if self._optimizer is not None:
-            state = self._optimizer.state
-            for n, parameter, key in self._states:
-                tensors[n] = state[parameter].get(key) if parameter in state else None
+            params = [parameters_of(o) for o in each(self._optimizer)] if self._holds else []
+            for n, optimizer, parameter, key, which in self._states:
+                if parameter is None:
+                    tensors[n] = key.find(vars(optimizer), params[which])
+                elif parameter in optimizer.state:
+                    tensors[n] = state_at(optimizer.state[parameter], key)
         return tensors
+
+    def _place_of_state(
+        self, model: torch.nn.Module, name: str, key: Any, which: int = 0
+    ) -> tuple[Any, Any, Any, int]:
+        """The optimizer, of several perhaps; the parameter, if it is a parameter's; and the key."""
+        optimizer = each(self._optimizer)[which]
+        if not name:
+            self._holds = True
+            return optimizer, None, key, which
+        owner, last = compat.tensor_home(model, "parameter", name)
+        return optimizer, owner[last], key, which
 
     def broken_guard(self, tensors: Sequence[Any]) -> str | None:
         """Where the captured ops depend on data that is no longer what it was; None if they do not."""

@@ -10,7 +10,6 @@ import hashlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
@@ -18,11 +17,19 @@ import torch
 
 from tightship.errors import Unsupported
 from tightship.execute import allocator
-from tightship.execute.bench import Bench, in_place_inputs, sample_arguments, workspace_of
+from tightship.execute.bench import (
+    Bench,
+    in_place_inputs,
+    rehearsed,
+    rows_of_update,
+    sample_arguments,
+    workspace_of,
+)
 from tightship.execute.cache import DEFAULT, Cache, Measurement, folder_of, machine
 from tightship.execute.compile import updater_of
 from tightship.execute.speeds import device_speeds, speeds
 from tightship.frontends.torch import compat
+from tightship.frontends.torch.optimizer.copy import traits
 from tightship.frontends.torch.optimizer.updates import Updater
 from tightship.frontends.torch.program import Call, Program, Ref, dtype_of, flat, mismatch, refs_in
 from tightship.graph import ALIGNMENT, Op, Request, aligned
@@ -131,10 +138,11 @@ class _Profiler:
 
     def op(self, k: int) -> Op:
         op = self.graph.ops[k]
-        if op.device not in self.benches or op.effect:
+        usual = self.check(k) if op.effect and op.device in self.benches else None
+        if op.device not in self.benches or (op.effect and usual is None):
             self.modeled.append(op.target)
             return _modeled(self.program, k, FLOPS, BANDWIDTH, OVERHEAD)
-        usual = self.call(k, self.program.calls[k])
+        usual = usual or self.call(k, self.program.calls[k])
         if self.on_host(k):
             return replace(op, time=usual.time)
         workspace, requests = usual.workspace, _requests(usual)
@@ -145,6 +153,17 @@ class _Profiler:
                 workspace = max(workspace, again.workspace)
         safe = self.overwrites(op, self.program.calls[k], usual)
         return replace(op, time=usual.time, workspace=workspace, requests=requests, overwrites=safe)
+
+    def check(self, k: int) -> Measurement | None:
+        """Of an op that only looks at its arguments, which may ask for memory; None for any other effect, and where
+        it raises for arguments like these."""
+        fn = self.program.calls[k].fn
+        if compat.is_collective(fn) or not hasattr(fn, "_schema"):
+            return None
+        try:
+            return self.call(k, self.program.calls[k])
+        except Unsupported:
+            return None
 
     def overwrites(self, op: Op, call: Call, measured: Measurement) -> tuple[tuple[int, int], ...]:
         """Those of the op's that were tried and gave the same result."""
@@ -176,10 +195,12 @@ class _Profiler:
 
     def measure(self, k: int, call: Call) -> Measurement:
         device = self.graph.ops[k].device
-        work, bench = self.work(call, device), self.benches[device]
+        bench, updater = self.benches[device], updater_of(call)
+        if updater is not None:
+            with self.runs(k):
+                return self.update(updater, bench)
+        work = self.work(k, call, device)
         kept = [position for position, v in enumerate(call.results) if v >= 0]
-        updater = updater_of(call)
-        warm = updater is not None and not updater.materialized  # the rehearsal has begun with a run
 
         def measured(run: Callable[..., Any]) -> tuple[Measurement, bool, int]:
             """With whether later runs ask the same, and how many bytes stay."""
@@ -188,8 +209,7 @@ class _Profiler:
             del results
             size = sum(self.graph.storages[s].size for s in self.graph.uses.defines[k])
             workspace, rows, hoarded = workspace_of(events, made, size)
-            roughly = updater is not None  # which no plan runs twice
-            seconds, same = bench.time(work, [row[0] for row in rows], once, roughly=roughly)
+            seconds, same = bench.time(work, [row[0] for row in rows], once)
             return Measurement(seconds, workspace, rows), same, hoarded
 
         with self.runs(k):
@@ -197,10 +217,17 @@ class _Profiler:
             if self.graph.ops[k].flops >= _HEAVY:
                 found, same, hoarded = measured(bench.first_run)
             if found is None or not same or hoarded:
-                found, same, hoarded = measured(partial(bench.run, warm=warm))
-            if hoarded and not (updater is not None and updater.keeps):
+                found, same, hoarded = measured(bench.run)
+            if hoarded:
                 raise Unsupported(self.where(k), f"it keeps {hoarded} bytes that it does not return")
         return found
+
+    def update(self, updater: Updater, bench: Bench) -> Measurement:
+        """An update is run on copies, several times: what it asks for may depend on gradients and steps."""
+        elements = sum(m.param.numel() for m in updater.members)
+        runs = rehearsed(updater.rehearsal(), bench, exact=updater.exact, elements=elements)
+        workspace, rows = rows_of_update(runs, exact=updater.exact, keeps=updater.keeps)
+        return Measurement(min(r.seconds for r in runs), workspace, rows)
 
     @contextmanager
     def runs(self, k: int) -> Iterator[None]:
@@ -212,12 +239,8 @@ class _Profiler:
                 self.where(k), f"it does not run on tensors like those of the step: {error}"
             ) from error
 
-    def work(self, call: Call, device: str) -> Callable[[], list[Any]]:
-        updater = updater_of(call)
-        if updater is not None:
-            rehearse = updater.rehearsal()
-            return lambda: [rehearse()]
-        args, kwargs = sample_arguments(self.graph, call, device)
+    def work(self, k: int, call: Call, device: str) -> Callable[[], list[Any]]:
+        args, kwargs = sample_arguments(self.graph, call, device, self.program.samples.get(k))
         fn = compat.direct(call.fn)
         return lambda: flat(fn(*args, **kwargs))
 
@@ -273,8 +296,16 @@ def _key(program: Program, k: int, call: Call) -> str:
         [_metadata(program, v) for v in values],
         made,
         device if device == "cpu" else torch.cuda.get_device_name(device),
+        *((n, _contents(t)) for n, t in program.samples.get(k, {}).items()),
     )
     return hashlib.sha256(repr(parts).encode()).hexdigest()[:32]
+
+
+def _contents(tensor: Any) -> Any:
+    """What of a sample decides what an op asks of the allocator: of masks, how much they select."""
+    if tensor.dtype in (torch.bool, torch.uint8):
+        return int(tensor.count_nonzero())
+    return hashlib.sha256(tensor.cpu().contiguous().numpy().tobytes()).hexdigest()
 
 
 def _metadata(program: Program, value: int, *, whole: bool = False) -> tuple[Any, ...]:
@@ -307,4 +338,12 @@ def _update_key(updater: Updater) -> tuple[Any, ...]:
     rows = [
         (repr(sorted(s.items())), type(g.get("lr")).__name__) for s, g in zip(settings, groups, strict=True)
     ]
-    return cls.__module__, cls.__qualname__, *(rows if len(rows) == 1 else [rows])
+    own = () if updater.exact else traits(updater.optimizer)
+    return (
+        "rehearsed",
+        cls.__module__,
+        cls.__qualname__,
+        updater.keeps,
+        own,
+        *(rows if len(rows) == 1 else [rows]),
+    )

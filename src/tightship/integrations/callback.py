@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Unpack
 
+import torch
+
 from tightship.errors import BadInput
-from tightship.integrations.torch_compile import (
-    BackendOptions,
-    compiled_notes,
-    compiled_plans,
-    compiled_session,
-    read_options,
-)
+from tightship.integrations.torch_compile import compiled_notes, compiled_plans, compiled_session
+from tightship.integrations.torch_partition import BackendOptions, read_options
 from tightship.units import format_bytes
 
 __all__ = ["CompileCallback"]
@@ -21,7 +18,8 @@ __all__ = ["CompileCallback"]
 class CompileCallback:
     """Compiles a model when training begins, and leaves it as it was when training ends.
 
-    ``budget`` and ``options`` are those of the torch.compile backend (`CompileOptions`). ``plans`` are the graphs
+    ``budget`` and ``options`` are those of the torch.compile backend (`CompileOptions`); the trainer's optimizers are
+    counted unless ``optimizer`` says otherwise. ``plans`` are the graphs
     planned so far, each with its ``plan``, ``notes`` what a user should know of them; ``say`` is told both when
     training ends. Raises ``BadInput`` for unknown options.
     """
@@ -41,13 +39,19 @@ class CompileCallback:
         self._session: Any = None  # kept, and with it what a percentage came to
         read_options(self.options)  # before anything is loaded
 
-    def attach(self, model: Any) -> None:
-        """From here on the model runs as planned. Raises ``BadInput`` for one that is compiled already."""
+    def attach(self, model: Any, optimizers: Sequence[Any], *, accumulate: bool) -> None:
+        """From here on the model runs as planned, within a budget that counts what ``optimizers`` take. Raises
+        ``BadInput`` for a model that is compiled already.
+
+        ``accumulate``: gradients are there while the model runs.
+        """
         if getattr(model, "_compiled_call_impl", None) is not None:
             rule = f"{type(model).__name__} is compiled already: a model is compiled once, by this callback"
             raise BadInput(rule, place="Tightship")
         self._model = model
-        model.compile(backend="tightship", options=self.options)
+        plain = [_unwrapped(o) for o in optimizers if o is not None]
+        counted = {"optimizer": plain or None, "accumulate": accumulate}
+        model.compile(backend="tightship", options={**counted, **self.options})
 
     def look(self) -> None:
         """Take note of what has been planned so far."""
@@ -65,6 +69,13 @@ class CompileCallback:
         if self.say is not None:
             for text in (*map(_peaks, self.plans), *self.notes):
                 self.say(f"tightship: {text}")
+
+
+def _unwrapped(optimizer: Any) -> Any:
+    """The optimizer in a trainer's wrapper (accelerate's, Lightning's)."""
+    while isinstance(getattr(optimizer, "optimizer", None), torch.optim.Optimizer):
+        optimizer = optimizer.optimizer
+    return optimizer
 
 
 def _peaks(piece: Any) -> str:

@@ -21,13 +21,14 @@ __all__ = ["Tightship"]
 class Tightship(CompileCallback, Callback):
     """Plans each kind of batch for ``budget`` and runs the plans; keywords are those of `CompileCallback`.
 
-    A budget counts parameters, batch, gradients and everything that forward and backward make, not the optimizer's
-    state or what ``training_step`` makes of the module's results. Raises ``BadInput`` when training begins for a
+    A budget counts parameters, batch, gradients, everything that forward and backward make, and the optimizer's state
+    and step, not what ``training_step`` makes of the module's results. Lightning clears gradients only between the
+    next forward and backward pass: they are counted all along. Raises ``BadInput`` when training begins for a
     module that is compiled already.
     """
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-        self.attach(pl_module)
+        self.attach(pl_module, trainer.optimizers, accumulate=True)
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, *_: Any) -> None:
         self.look()

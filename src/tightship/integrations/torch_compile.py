@@ -1,11 +1,12 @@
 """Backend for torch.compile: ``torch.compile(model, backend="tightship", options={"budget": "6GiB"})``.
 
 Each graph that Dynamo finds is planned as one, forward and backward pass together, and run op by op on ATen:
-losses and gradients are bit-identical to those of ``backend="aot_eager"``, which are eager's but for rare last
-bits. A budget counts the graphs' inputs (parameters, buffers, batch), everything they make, and their
-gradients; not optimizer state, gradients of earlier steps, or what the caller's own code makes between
-graphs. A percentage is resolved to bytes once per call of torch.compile (per ``options`` object): it is of what all
-graphs of the first training step need together, and holds for other batches, modes and evaluation (`Ledger`).
+losses and gradients are bit-identical to eager's. What AOTAutograd would trace otherwise is put right
+(`compat_compile.compile_training`, `lower_joint`); where it cannot be, a `Fallback` is warned. A budget counts the
+graphs' inputs (parameters, buffers, batch), everything they make, and their gradients; with ``optimizer`` it is of
+the whole step (`accounting`). It does not count what the caller's own code makes between graphs. A percentage is
+resolved to bytes once per call of torch.compile (per ``options`` object): it is of what all graphs of the first
+training step (and the optimizer's step) need together, and holds for other batches, modes and evaluation (`Ledger`).
 
 Sizes are fixed: a batch of another size is planned anew, and kept. Dynamo compiles a function eight times and no
 more (``torch.compile(recompile_limit=…)``); batches of further sizes then run in eager, unplanned, which the
@@ -19,38 +20,44 @@ import copy
 import re
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
-from typing import Any, Final
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field, replace
+from typing import Any
 from weakref import WeakValueDictionary
 
 from tightship.errors import BadInput, Infeasible, TightshipError, Unsupported
+from tightship.execute import allocator
+from tightship.execute.interpreter import Fallback
 from tightship.execute.prepared import plan_on_heap
 from tightship.execute.profile import profile
+from tightship.execute.script import device_of
 from tightship.frontends.torch import compat, compat_compile
 from tightship.frontends.torch.capture.joint import Joint, Primal, lower_joint, pinned
 from tightship.frontends.torch.program import Program, Ref
 from tightship.graph import Graph, aligned
-from tightship.integrations.torch_partition import Cut, Entry, FrameArena, Ledger, PlannedGraph, cut
-from tightship.options import option
+from tightship.integrations.accounting import Entry, Ledger, StepBytes, StepMemory, measure_optimizers
+from tightship.integrations.torch_partition import (
+    CompileOptions,
+    Cut,
+    FrameArena,
+    PlannedGraph,
+    cut,
+    read_options,
+)
 from tightship.plan import Plan
-from tightship.planners import planner as planner_named
 from tightship.planners.default import Options as PlannerOptions
-from tightship.planners.default import PlanOptions
 from tightship.planners.default import plan as default_plan
 from tightship.planners.hints import matches, parse_hints
 from tightship.process_local import NotCopied
 from tightship.simulate import baseline, replay
-from tightship.units import Budget, parse_budget
 
 __all__ = [
-    "BackendOptions",
-    "CompileOptions",
     "Fallback",
     "backend",
     "compiled_notes",
     "compiled_plans",
     "compiled_session",
-    "read_options",
+    "measured_step",
 ]
 
 
@@ -66,8 +73,11 @@ _BUCKETS = (
 )
 
 
-class Fallback(UserWarning):
-    """A part of the model runs in eager, or will, without a plan: there the budget is not kept."""
+_CASTS = (
+    "is used more than once under one autocast context: eager casts it once there and adds its gradients in the "
+    "lower precision, here each use has a cast of its own and gradients are added in float32; leave the autocast "
+    "context between calls for eager's bits"
+)
 
 
 def backend(
@@ -97,6 +107,18 @@ def compiled_plans(compiled: Any) -> tuple[PlannedGraph, ...]:
     return tuple(compiled_session(compiled).graphs)
 
 
+def measured_step(compiled: Any) -> AbstractContextManager[StepBytes]:
+    """Measures a training step: ``with measured_step(compiled) as step:`` around everything from the forward pass to
+    ``zero_grad``, the batch made before; then ``step.planned`` and ``step.measured``.
+
+    Both count what a budget counts (`accounting`), the measured bytes also what the caller's own code makes. They are
+    None where a graph was planned meanwhile. Raises ``NoCompiler`` where nothing can be measured.
+    """
+    session = compiled_session(compiled)
+    kinds = {allocator.kind_of(device_of(p.graph) or "cpu") for p in session.graphs}
+    return StepBytes().measuring(session.ledger, session.graphs, "cuda" if "cuda" in kinds else "cpu")
+
+
 def compiled_notes(compiled: Any) -> tuple[str, ...]:
     """What a user should know: what runs unplanned, and every graph's notes."""
     session = compiled_session(compiled)
@@ -107,92 +129,6 @@ def compiled_notes(compiled: Any) -> tuple[str, ...]:
     return tuple(
         dict.fromkeys([*session.notes, *(f"graph {p.name}: {n}" for p in session.graphs for n in p.notes)])
     )
-
-
-# --- options ---
-
-
-_PLACE = "torch.compile(options=…)"
-
-
-@dataclass(frozen=True)
-class CompileOptions:
-    """Options of the torch.compile backend, beside those of the default planner."""
-
-    budget: Budget | None = option(  # noqa: RUF009
-        None,
-        "bytes for all graphs of the model together (6GiB, an int), or a percentage of the first training step's "
-        "unplanned peak (60%, static+60%), resolved to bytes once; none: keep everything, in the better order",
-    )
-    arena: bool = option(True, "serve requests from an arena at planned offsets")
-    strict: bool = option(False, "raise when a step did not go as planned")
-    eager_fallback: bool = option(
-        True,
-        "run in eager, with a warning, what cannot be planned and what Dynamo leaves out of its graphs, instead of "
-        "raising; by default unless strict",
-    )
-    on_plan: Callable[[Any], object] | None = option(None, "function that is told of every planned graph")  # noqa: RUF009
-    cache: Any = option("default", "folder in which measurements are kept, None for none")  # noqa: RUF009
-    seconds_per_op: float = option(0.01, "seconds for which one op is repeated to measure its time")
-    planner: PlannerOptions = field(default_factory=PlannerOptions)
-
-
-_DEFAULTS: Final = {f.name: f.default for cls in (CompileOptions, PlannerOptions) for f in fields(cls)}
-_OWN: Final = {f.name for f in fields(CompileOptions)}
-_KNOWN: Final = _DEFAULTS.keys() - {"planner", "hand_out", "place"}
-"""Without two of the planner's: results always leave the arena, and ``arena`` says whether there is one."""
-
-
-class BackendOptions(PlanOptions, total=False):
-    """The fields of `CompileOptions` as keywords: all but ``hand_out`` and ``place`` of the planner's."""
-
-    arena: bool
-    strict: bool
-    eager_fallback: bool
-    on_plan: Callable[[Any], object] | None
-    cache: Any
-    seconds_per_op: float
-
-
-def read_options(given: Mapping[str, Any]) -> CompileOptions:
-    """Raises ``BadInput`` for unknown options, with the list of them, and for values of the wrong kind."""
-    for name, value in given.items():
-        if name not in _KNOWN:
-            known = ", ".join(sorted(_KNOWN))
-            raise BadInput(f"unknown option {name!r}: an option is one of {known}", place=_PLACE)
-        if name not in ("budget", "on_plan", "cache"):
-            _check_kind(name, value)
-    budget = None if given.get("budget") is None else parse_budget(given["budget"], _PLACE)
-    if given.get("on_plan") is not None and not callable(given["on_plan"]):
-        raise BadInput("on_plan must be a function of one argument", given["on_plan"], _PLACE)
-    _check_recompute_only(given)
-    for folder in ("order", "evict"):
-        if given.get(folder, "given") != "given":
-            planner_named(given[folder], folder)
-    own: dict[str, Any] = {"eager_fallback": not given.get("strict", False)}
-    own |= {name: value for name, value in given.items() if name in _OWN} | {"budget": budget}
-    planner = {name: value for name, value in given.items() if name not in _OWN}
-    return CompileOptions(**own, planner=PlannerOptions(**{"allow": "recompute", **planner}))
-
-
-def _check_recompute_only(chosen: Mapping[str, Any]) -> None:
-    """Between forward and backward it is autograd that holds what is saved, and only as the tensors it knows."""
-    ways = {way.strip() for way in chosen.get("allow", "").split(",")} - {""}
-    ways |= {way for _, way in parse_hints(chosen.get("hints", ""))} - {"keep"}
-    if chosen.get("lossy") or ways - {"recompute"}:
-        means = "lossy" if chosen.get("lossy") else sorted(ways - {"recompute"})[0]
-        rule = f"{means!r} is not possible here: this backend recomputes; tightship.fit can do the rest, too"
-        raise BadInput(rule, place=_PLACE)
-
-
-def _check_kind(name: str, value: Any) -> None:
-    """A plain option is of its default's type."""
-    default = _DEFAULTS[name]
-    kind = type(default)
-    fits = isinstance(value, (int, float) if kind is float else kind)
-    if not fits or (isinstance(value, bool) and kind is not bool) or (kind in (int, float) and value < 0):
-        rule = "True or False" if kind is bool else f"a {kind.__name__} such as {default!r}"
-        raise BadInput(f"{name} must be {rule}", value, _PLACE)
 
 
 # --- sessions: what belongs to one call of torch.compile ----------------------------------------------------
@@ -206,12 +142,29 @@ def _session(options: Mapping[str, Any]) -> Session:
     session = _sessions.get(id(options)) if options else None
     if session is None:
         chosen = read_options(options)
-        session = Session(options, chosen, Ledger(chosen.budget))
+        step, outside = _step_memory(chosen)
+        session = Session(options, chosen, Ledger(chosen.budget, step))
+        if chosen.accumulate or (step is not None and step.existing_gradients()):
+            session.ledger.accumulates()
+        if outside:
+            session.say(outside)
         if options:
             _sessions[id(options)] = (
                 session  # the session keeps the object, so its identity is not given away
             )
     return session
+
+
+def _step_memory(chosen: CompileOptions) -> tuple[StepMemory | None, str]:
+    """What the optimizer takes; or why that is not known and outside of the budget, where that is allowed."""
+    if chosen.optimizer is None:
+        return None, ""
+    try:
+        return measure_optimizers(chosen.optimizer), ""
+    except Unsupported as error:
+        if not chosen.eager_fallback:
+            raise
+        return None, f"the optimizer's state and step are outside the budget: {error}"
 
 
 def compiled_session(compiled: Any) -> Session:
@@ -245,19 +198,23 @@ class Session(NotCopied):
     graphs: list[PlannedGraph] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     arenas: dict[int, FrameArena] = field(default_factory=dict)
+    casts: dict[str, Any] = field(
+        default_factory=dict
+    )  # by parameter: in which autocast context it was cast last
 
     def compile(self, gm: Any, inputs: Sequence[Any]) -> Callable[..., Any]:
         try:
-            compat_compile.fixed_sizes(gm, inputs)
+            symbolic = compat_compile.fixed_sizes(gm, inputs)
             follows = compat_compile.graph_break(gm)
             if follows is not None and follows.by_ddp:
                 raise BadInput(_BUCKETS, True, "torch._dynamo.config.optimize_ddp")
             if follows is not None and follows.runs:
                 what = f"what is called at {follows.place}, but for graphs of its own,"
                 self.unplanned(what, f"Dynamo breaks the graph there ({follows.why})")
-            compiled = _Compilation(self, gm).run(gm, inputs)
+            graph = _Compilation(self, gm)
+            compiled = graph.run(gm, inputs, symbolic)
             self._warn_of_recompile_limit()
-            return compiled
+            return self._watching_casts(compiled, graph.cast) if graph.cast else compiled
         except (BadInput, Infeasible) as error:
             return _raise_when_called(error, self)
         except Exception as error:
@@ -266,6 +223,20 @@ class Session(NotCopied):
             if not self.options.eager_fallback:
                 return _raise_when_called(error, self)
             return self._eager(gm, error)
+
+    def _watching_casts(self, compiled: Callable[..., Any], name: str) -> Callable[..., Any]:
+        """``compiled``, which casts the parameter of this name: says when it has been cast in the same context."""
+
+        key = f"{compat_compile.frame()[0]} {name}"
+
+        def run(*args: Any) -> Any:
+            context = compat_compile.autocast_context()
+            if context is not None and context is self.casts.get(key):
+                self.say(f"{name} {_CASTS}")
+            self.casts[key] = context
+            return compiled(*args)
+
+        return run
 
     def _warn_of_recompile_limit(self) -> None:
         count = compat_compile.last_time()
@@ -277,16 +248,16 @@ class Session(NotCopied):
             "new after that, such as batches of other sizes, runs in eager, without a plan and outside the "
             "budget; sizes seen so far stay planned. Give torch.compile a larger recompile_limit, or pad batches"
         )
-        self._say(text)
+        self.say(text)
 
     def unplanned(self, what: str, why: str) -> None:
         """Says that something runs outside of all graphs. Raises ``Unsupported`` unless that is allowed."""
         if not self.options.eager_fallback:
             instead = "change the model so that Dynamo compiles it whole, or allow it (strict=False)"
             raise Unsupported(f"{what} outside of planned graphs", why, instead)
-        self._say(f"{what} runs in eager, without a plan and outside the budget: {why}")
+        self.say(f"{what} runs in eager, without a plan and outside the budget: {why}")
 
-    def _say(self, text: str) -> None:
+    def say(self, text: str) -> None:
         if text not in self.notes:
             self.notes.append(text)
             warnings.warn(text, Fallback, stacklevel=3)
@@ -295,7 +266,7 @@ class Session(NotCopied):
         _, name = compat_compile.frame()
         kind = "" if isinstance(error, TightshipError) else f"{type(error).__name__}: "
         text = f"graph {name} runs in eager, without a plan and outside the budget: {kind}{error}"
-        self._say(text)
+        self.say(text)
 
         def eager(
             *args: Any, _session: Session = self
@@ -330,15 +301,27 @@ class _Compilation:
         self.placeholders = gm.graph.find_nodes(op="placeholder")
         self.planned: PlannedGraph | None = None
         self.entry: Entry | None = None
+        self.cast = ""  # a parameter that autocast casts
 
-    def run(self, gm: Any, inputs: Sequence[Any]) -> Callable[..., Any]:
+    def run(self, gm: Any, inputs: Sequence[Any], symbolic: bool) -> Callable[..., Any]:
         return compat_compile.compile_training(
             gm, inputs, partition=self.partition, forward=self.forward, backward=self.backward,
-            inference=self.inference,
+            inference=self.inference, symbolic=symbolic,
         )  # fmt: skip
 
     def partition(self, gm: Any, outputs: int, static: Sequence[int]) -> tuple[Any, Any]:
-        joint = lower_joint(gm, outputs, self._primals(gm, static), name=f"graph {self.name}")
+        primals = self._primals(gm, static)
+        casts = compat_compile.casts(gm)
+        named = {
+            primals[k].name: n
+            for k, n in casts.items()
+            if k < len(primals) and primals[k].role == "parameter"
+        }
+        self.cast = next(iter(named), "")
+        for name, count in named.items():
+            if count > 1:
+                self.session.say(f"{name} {_CASTS}")
+        joint = lower_joint(gm, outputs, primals, name=f"graph {self.name}")
         planned, nodes = self._plan_graph(joint)
         self.planned = planned
         return compat_compile.split(gm, nodes, outputs)
@@ -350,10 +333,12 @@ class _Compilation:
     def backward(self, _gm: Any, _inputs: Any) -> Any:
         assert self.planned is not None
         compat_compile.never_donates()
-        run, ledger = self.planned.backward, self.session.ledger
+        run, ledger, frame, entry = self.planned.backward, self.session.ledger, self.frame, self.entry
+        assert entry is not None
 
         def backward(args: list[Any]) -> list[Any]:
             ledger.settle()
+            ledger.begin(frame, entry, backward=True)
             return run(args)
 
         return self._function(backward)
@@ -367,7 +352,7 @@ class _Compilation:
         ledger, frame, entry = self.session.ledger, self.frame, self.entry
 
         def forward(args: list[Any]) -> list[Any]:
-            ledger.ran(frame, entry)
+            ledger.begin(frame, entry)
             return planned.forward(args)
 
         return self._function(forward)
@@ -449,12 +434,18 @@ class _Compilation:
 
         def entered(plan: Plan, *, current: bool = False) -> tuple[Plan, Cut]:
             where = cut(joint, program, plan)
-            self.entry = _entry(joint, program, plan, where, static, everything.peak)
+            last = self.graph_break is None
+            self.entry = _entry(
+                joint, program, plan, where, static, everything.peak, last=last, accumulate=ledger.accumulate
+            )
             ledger.enter(self.frame, self.entry, current=current)
             return plan, where
 
         def free(current: bool) -> int | None:
-            return ledger.available(self.frame, static, need, training=training, current=current)
+            last = _results(joint, graph) if self.graph_break is None else 0
+            return ledger.available(
+                self.frame, static, need, training=training, current=current, results=last
+            )
 
         try:
             return entered(self._plan(graph, free(False), training))
@@ -467,7 +458,8 @@ class _Compilation:
             rest = free(True)
             if rest is not None and need <= rest:  # kept whole it fits beside what is in memory now
                 return entered(self._plan_within(graph, graph.static_bytes + rest), current=True)
-            raise no.with_advice((*no.advice, _RESOLVED)) if later else no from None
+            more = [text for text in (_RESOLVED if later else "", ledger.beside()) if text]
+            raise no.with_advice((*no.advice, *more)) if more else no from None
 
     def _plan(self, graph: Graph, free: int | None, training: bool) -> Plan:
         """A plan that needs at most ``free`` bytes beyond the inputs. Where more graphs are to come, and
@@ -515,7 +507,17 @@ class _Compilation:
         return replace(options, hints=",".join(f"{a}={b}" for (a, b), yes in here.items() if yes)), notes
 
 
-def _entry(joint: Joint, program: Program, plan: Plan, where: Cut, static: int, unplanned: int) -> Entry:
+def _entry(
+    joint: Joint,
+    program: Program,
+    plan: Plan,
+    where: Cut,
+    static: int,
+    unplanned: int,
+    *,
+    last: bool,
+    accumulate: bool,
+) -> Entry:
     graph = program.graph
     given = {graph.values[r.value].storage for r in joint.backward if isinstance(r, Ref)} - graph.static
     keep = cut(joint, program, replace(plan, steps=baseline(graph)))
@@ -523,10 +525,18 @@ def _entry(joint: Joint, program: Program, plan: Plan, where: Cut, static: int, 
         static=static,
         dynamic=plan.peak - graph.static_bytes,
         rest=where.resident - graph.static_bytes,
-        gradients=sum(graph.storages[s].size for s in given),
+        gradients=0 if accumulate else sum(graph.storages[s].size for s in given),
         unplanned=unplanned - graph.static_bytes,
         unplanned_rest=keep.resident - graph.static_bytes,
+        results=_results(joint, graph) if last else 0,
+        forward=where.peaks[0] - graph.static_bytes,
     )
+
+
+def _results(joint: Joint, graph: Graph) -> int:
+    """Bytes that the forward pass hands out."""
+    handed = {graph.values[r.value].storage for r in joint.forward if isinstance(r, Ref)} - graph.static
+    return sum(graph.storages[s].size for s in handed)
 
 
 def _unchecked(joint: Joint, program: Program, value: int) -> bool:

@@ -1,21 +1,20 @@
-"""One graph of a compiled model, planned, as the two functions that AOTAutograd's wrappers call.
+"""Options of the torch.compile backend; and one graph of a compiled model, planned, as the two functions that
+AOTAutograd's wrappers call.
 
 The plan's steps are cut at the boundary op. What is resident there and read later is what autograd saves
 between the two passes; it comes back in the backward pass, where each tensor is dropped at its planned free.
-
-All the graphs that a compiled model falls into share one budget.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from typing import Any, Final
 
 import torch
 
-from tightship.errors import Infeasible, Unsupported, VerificationFailed
+from tightship.errors import BadInput, Unsupported, VerificationFailed
 from tightship.execute.allocator import Arena
 from tightship.execute.interpreter import Executor, Part, RunStats, report
 from tightship.execute.script import device_of
@@ -23,158 +22,124 @@ from tightship.frontends.torch import compat, compat_compile
 from tightship.frontends.torch.capture.joint import Joint
 from tightship.frontends.torch.program import Program, Ref, Slot, dtype_of, mismatch
 from tightship.graph import Graph
+from tightship.options import option
 from tightship.plan import Plan, Step
+from tightship.planners import planner as planner_named
+from tightship.planners.default import Options as PlannerOptions
+from tightship.planners.default import PlanOptions
+from tightship.planners.hints import parse_hints
 from tightship.process_local import NotCopied
 from tightship.simulate import replay
-from tightship.units import Budget, format_bytes
+from tightship.units import Budget, format_bytes, parse_budget
 
 __all__ = [
+    "BackendOptions",
+    "CompileOptions",
     "Cut",
-    "Entry",
     "FrameArena",
-    "Ledger",
     "PlannedGraph",
     "cut",
+    "read_options",
 ]
 
 
-@dataclass(frozen=True, slots=True)
-class Entry:
-    """What one graph takes, in bytes. ``static``: the caller's tensors no earlier graph has counted.
-    ``dynamic``: the most it needs beyond its inputs while it runs. ``rest``: what stays between its two
-    passes. ``gradients``: what it hands out in the backward pass. ``unplanned_*`` are the same if everything
-    was kept."""
-
-    static: int
-    dynamic: int
-    rest: int
-    gradients: int
-    unplanned: int
-    unplanned_rest: int
+# --- options ---
 
 
-@dataclass
-class _Share:
-    """What a percentage came to, in bytes, once the graphs in ``frames`` were known."""
-
-    limit: int | None = None
-    frames: set[int] = field(default_factory=set)
+_PLACE = "torch.compile(options=…)"
 
 
-@dataclass
-class Ledger:
-    """Shares ``budget`` among graphs, by the number of their Python frame, in the order they were first
-    compiled.
+@dataclass(frozen=True)
+class CompileOptions:
+    """Options of the torch.compile backend, beside those of the default planner."""
 
-    While a graph runs, the inputs of all of them and the rests of the earlier ones are in memory; while the
-    backward pass of an earlier graph runs, the gradients that the later ones have handed out.
-
-    A percentage is of the peak that the graphs of the first training step have together if they keep everything.
-    It grows with each of them, and from the first backward pass on (`settle`) it is a number of bytes for all that
-    comes: other sizes, other modes, other frames, evaluation. Graphs without a backward pass that come before any
-    with one share a percentage of what they need themselves.
-    """
-
-    budget: Budget | None
-    entries: dict[int, Entry] = field(default_factory=dict)
-    _current: dict[int, Entry] = field(default_factory=dict)  # of the graphs that ran last
-    _storages: dict[int, int] = field(default_factory=dict)
-    _training: _Share = field(default_factory=_Share)
-    _evaluation: _Share = field(default_factory=_Share)
-    _settled: bool = False
-
-    def new_static(self, frame: int, storages: Mapping[int, int]) -> int:
-        """Bytes of ``storages`` (identity: bytes) that no other frame has counted."""
-        for key in storages:
-            self._storages.setdefault(key, frame)
-        return sum(n for key, n in storages.items() if self._storages[key] == frame)
-
-    def ran(self, frame: int, entry: Entry) -> None:
-        """Takes note of which of a frame's graphs ran last."""
-        self._current[frame] = entry
-
-    def settle(self) -> None:
-        """The first backward pass has begun: all graphs of the first training step are known."""
-        self._settled = True
-
-    def binding(self, training: bool) -> bool:
-        """Whether the budget in bytes is known to be meant for such a graph: not where a percentage is of a training
-        step that nobody has seen yet."""
-        known = self.budget is None or self.budget.bytes is not None or self._training.limit is not None
-        return training or known
-
-    def resolved_before(self, frame: int, training: bool) -> bool:
-        """Whether the budget is a percentage of something that came before this graph."""
-        share = self._share(training)
-        return self.budget is not None and self.budget.bytes is None and share.limit is not None and (
-            self._settled or frame in share.frames or (share is self._training and not training)
-        )  # fmt: skip
-
-    def available(
-        self, frame: int, static: int, unplanned: int, *, training: bool, current: bool = False
-    ) -> int | None:
-        """Bytes this graph may use beyond its static set; None without a budget.
-
-        ``static`` is what `new_static` said, ``unplanned`` the most the graph needs beyond its inputs if
-        everything is kept. Earlier graphs take the most that any kind of theirs takes or, if ``current``, what those
-        take that ran last.
-        """
-        if self.budget is None:
-            return None
-        earlier = self._earlier(frame, current)
-        shared = static + sum(e.static for e in earlier)
-        peak = kept = 0
-        for e in earlier:
-            peak = max(peak, kept + e.unplanned)
-            kept += e.unplanned_rest
-        peak = max(peak, kept + unplanned) + shared
-        return self._limit(frame, peak, shared, training) - shared - sum(e.rest for e in earlier)
-
-    def enter(self, frame: int, entry: Entry, *, current: bool = False) -> None:
-        """Takes note of what a graph takes. Raises ``Infeasible`` if the gradients it hands out leave an
-        earlier graph's backward pass too little."""
-        before = self.entries.get(frame)
-        self.entries[frame] = entry if before is None else _larger(before, entry)
-        if self.budget is None or self.budget.bytes is None:
-            return
-        rows = [*self._earlier(frame, current), entry] if current else list(self.entries.values())
-        static = sum(e.static for e in rows)
-        for k, e in enumerate(rows):
-            need = (
-                static + sum(r.rest for r in rows[:k]) + e.dynamic + sum(r.gradients for r in rows[k + 1 :])
-            )
-            if need > self.budget.bytes:
-                raise Infeasible(
-                    budget=self.budget.bytes, lower_bound=static, best_peak=need,
-                    top=[(f"gradients of graph {n}", r.gradients, "") for n, r in enumerate(rows) if n > k],
-                )  # fmt: skip
-
-    def _earlier(self, frame: int, current: bool) -> list[Entry]:
-        entries = []
-        for f, e in self.entries.items():
-            if f == frame:
-                break
-            entries.append(self._current.get(f, e) if current else e)
-        return entries
-
-    def _share(self, training: bool) -> _Share:
-        return self._training if training or self._training.limit is not None else self._evaluation
-
-    def _limit(self, frame: int, peak: int, static: int, training: bool) -> int:
-        """The budget in bytes: ``peak`` is that of all graphs up to this one if they keep everything."""
-        assert self.budget is not None
-        if self.budget.bytes is not None:
-            return self.budget.bytes
-        share = self._share(training)
-        if share.limit is None or not self.resolved_before(frame, training):
-            share.limit = max(self.budget.resolve(peak, static=static), share.limit or 0)
-            share.frames.add(frame)
-        return share.limit
+    budget: Budget | None = option(  # noqa: RUF009
+        None,
+        "bytes for all graphs of the model together (6GiB, an int), or a percentage of the first training step's "
+        "unplanned peak (60%, static+60%), resolved to bytes once; none: keep everything, in the better order",
+    )
+    arena: bool = option(True, "serve requests from an arena at planned offsets")
+    strict: bool = option(False, "raise when a step did not go as planned")
+    eager_fallback: bool = option(
+        True,
+        "run in eager, with a warning, what cannot be planned and what Dynamo leaves out of its graphs, instead of "
+        "raising; by default unless strict",
+    )
+    on_plan: Callable[[Any], object] | None = option(None, "function that is told of every planned graph")  # noqa: RUF009
+    optimizer: Any = option(  # noqa: RUF009
+        None,
+        "the optimizer that steps the model's parameters, or a list of those that do: the budget is then of the "
+        "whole step, and counts its state, what its step makes, and all gradients",
+    )
+    accumulate: bool = option(
+        False, "with optimizer, gradients stay from one backward pass to the next: all are counted in each"
+    )
+    cache: Any = option("default", "folder in which measurements are kept, None for none")  # noqa: RUF009
+    seconds_per_op: float = option(0.01, "seconds for which one op is repeated to measure its time")
+    planner: PlannerOptions = field(default_factory=PlannerOptions)
 
 
-def _larger(a: Entry, b: Entry) -> Entry:
-    pairs = ((getattr(a, n), getattr(b, n)) for n in Entry.__slots__)
-    return Entry(*(max(p) for p in pairs))
+_DEFAULTS: Final = {f.name: f.default for cls in (CompileOptions, PlannerOptions) for f in fields(cls)}
+_OWN: Final = {f.name for f in fields(CompileOptions)}
+_KNOWN: Final = _DEFAULTS.keys() - {"planner", "hand_out", "place"}
+"""Without two of the planner's: results always leave the arena, and ``arena`` says whether there is one."""
+
+
+class BackendOptions(PlanOptions, total=False):
+    """The fields of `CompileOptions` as keywords: all but ``hand_out`` and ``place`` of the planner's."""
+
+    arena: bool
+    strict: bool
+    eager_fallback: bool
+    on_plan: Callable[[Any], object] | None
+    cache: Any
+    seconds_per_op: float
+    optimizer: Any
+    accumulate: bool
+
+
+def read_options(given: Mapping[str, Any]) -> CompileOptions:
+    """Raises ``BadInput`` for unknown options, with the list of them, and for values of the wrong kind."""
+    for name, value in given.items():
+        if name not in _KNOWN:
+            known = ", ".join(sorted(_KNOWN))
+            raise BadInput(f"unknown option {name!r}: an option is one of {known}", place=_PLACE)
+        if name not in ("budget", "on_plan", "cache", "optimizer"):
+            _check_kind(name, value)
+    budget = None if given.get("budget") is None else parse_budget(given["budget"], _PLACE)
+    if given.get("on_plan") is not None and not callable(given["on_plan"]):
+        raise BadInput("on_plan must be a function of one argument", given["on_plan"], _PLACE)
+    _check_recompute_only(given)
+    for folder in ("order", "evict"):
+        if given.get(folder, "given") != "given":
+            planner_named(given[folder], folder)
+    own: dict[str, Any] = {"eager_fallback": not given.get("strict", False)}
+    own |= {name: value for name, value in given.items() if name in _OWN} | {"budget": budget}
+    planner = {name: value for name, value in given.items() if name not in _OWN}
+    return CompileOptions(**own, planner=PlannerOptions(**{"allow": "recompute", **planner}))
+
+
+def _check_recompute_only(chosen: Mapping[str, Any]) -> None:
+    """Between forward and backward it is autograd that holds what is saved, and only as the tensors it knows."""
+    ways = {way.strip() for way in chosen.get("allow", "").split(",")} - {""}
+    ways |= {way for _, way in parse_hints(chosen.get("hints", ""))} - {"keep"}
+    if chosen.get("lossy") or ways - {"recompute"}:
+        means = "lossy" if chosen.get("lossy") else sorted(ways - {"recompute"})[0]
+        rule = f"{means!r} is not possible here: this backend recomputes; tightship.fit can do the rest, too"
+        raise BadInput(rule, place=_PLACE)
+
+
+def _check_kind(name: str, value: Any) -> None:
+    """A plain option is of its default's type."""
+    default = _DEFAULTS[name]
+    kind = type(default)
+    fits = isinstance(value, (int, float) if kind is float else kind)
+    if not fits or (isinstance(value, bool) and kind is not bool) or (kind in (int, float) and value < 0):
+        rule = "True or False" if kind is bool else f"a {kind.__name__} such as {default!r}"
+        raise BadInput(f"{name} must be {rule}", value, _PLACE)
+
+
+# --- a graph ---
 
 
 @dataclass(frozen=True)

@@ -62,8 +62,6 @@ _LOOK, _NEARLY = 2_000_000, 1.002
 """Ops simulated for a first look at another order, and over what time is needed already it is left at that."""
 _REST = 20.0
 """What follows the search, over what it takes to replay a graph once."""
-_SAMPLE, _SAMPLES = 4096, 16
-"""Steps that are replayed to see how long that takes: so many at least, or such a part of them."""
 _PREPARED = 0.25
 """The part of the time before the search's end that the order may take, and of what is left then the bounds."""
 _EXACT = 1 + 1e-9
@@ -157,10 +155,13 @@ def plan(
     options: Options | None = None,
     progress: Progress | None = None,
     problem: EvictionProblem | None = None,
+    like: Sequence[tuple[Graph, Plan]] = (),
 ) -> Plan:
     """A verified plan for ``budget`` (bytes, text with a unit, or a percentage of the unplanned peak; none:
     keep everything, in the better order). ``problem``: the graph in an order decided before, so that several budgets
-    share what is found.
+    share what is found. ``like``: plans of other graphs, the latest first; the search begins with the order and the
+    evictions of the first one that has the same ops, in whatever sizes, and ends as near to the bound on the time as
+    that one is to its own.
 
     The bound on the time comes first; the search ends where no plan is faster by more than ``gap``, where more of it
     gains nothing, or at a limit: the plan's ``termination``.
@@ -176,10 +177,17 @@ def plan(
     before = unplanned(graph)
     clock.replayed(before)
     budget = resolve_budget(budget, before.peak, static=graph.static_bytes)
-    if problem is None:
+    known = next((p for g, p in like if floor.same_ops(g, graph)), None) if problem is None else None
+    far = o.gap
+    if known is not None and peak_of(graph, floor.order_in(known)) <= before.peak:
+        problem = problem_of(graph, floor.order_in(known), o)
+        floor.seed(problem, known)
+        if 0 < known.time_bound < math.inf:
+            far = max(o.gap, known.time / known.time_bound - 1)
+    elif problem is None:
         order = order_of(graph, o, before.peak, clock.search.part(_PREPARED))
         problem = problem_of(graph, order, o)
-    search = _Search(graph, problem, o, before, budget, clock.search.part(_PREPARED))
+    search = _Search(graph, problem, o, before, budget, clock.search.part(_PREPARED), far)
     found, layout = search.fit(progress, clock)
     name = f"{o.order}+{o.evict}" + "+portfolio" * o.place
     ended = "interrupted" if search.interrupted else search.ended(found)
@@ -229,15 +237,11 @@ class _Clock:
         self.deadline = self.search = Deadline(self.began + seconds)
 
     def replayed(self, line: Timeline) -> None:
-        """What follows the search takes so many times as long as a replay of the graph, judged by a part of it; a
-        part of what is left is for the search in any case."""
-        part = line.steps[: max(_SAMPLE, len(line.steps) // _SAMPLES)]
-        begins = []
-        for steps in ((), part, ()):  # to prepare a replay takes time as well
-            begins.append(time.perf_counter())
-            replay(line.graph, steps)
-        once = max(0.0, 2 * begins[2] - begins[1] - time.perf_counter())
-        took = once * len(line.steps) / max(1, len(part))
+        """What follows the search takes so many times as long as a replay of the graph; a part of what is left is for
+        the search in any case."""
+        began = time.perf_counter()
+        replay(line.graph, line.steps)
+        took = time.perf_counter() - began
         self.search = Deadline(max(self.deadline.at - _REST * took, self.deadline.part(_PREPARED).at))
 
 
@@ -252,6 +256,8 @@ class _Search:
     budget: int | None
     deadline: Deadline = NEVER
     """Of the bounds."""
+    near: float = 0.0
+    """By which part of the least time a plan may be above it that is good enough."""
     best: run.Evicted | None = None
     last: run.Evicted | None = None
     only_places: bool = False
@@ -307,7 +313,8 @@ class _Search:
         tried = [self.problem.order]
         for name in _ORDERS:
             best = self.reached.within(self.budget)
-            near = best is not None and best.found.timeline.time <= self.time_bound * (1 + _FAR)
+            most = self.time_bound * (1 + max(_FAR, self.near))
+            near = best is not None and best.found.timeline.time <= most
             if near or self.interrupted or clock.search.over:
                 return
             given = tuple(range(len(self.graph.ops)))
@@ -324,7 +331,9 @@ class _Search:
     ) -> bool:
         """Whether a first look at an order promises as much as there is already."""
         assert self.budget is not None
-        found = self._evict(problem, self.budget, clock.search, min(_LOOK, self.options.work), progress)
+        found = self._evict(
+            problem, self.budget, clock.search, min(_LOOK, self.options.work), progress, dear=False
+        )
         self.interrupted |= problem.archive.stopped
         problem.archive.stopped = False
         near = found.timeline.time <= best.found.timeline.time * _NEARLY
@@ -362,13 +371,14 @@ class _Search:
         return made
 
     def _evict(
-        self, problem: EvictionProblem, budget: int, deadline: Deadline, work: int, progress: Progress | None
-    ) -> run.Evicted:
+        self, problem: EvictionProblem, budget: int, deadline: Deadline, work: int, progress: Progress | None,
+        *, dear: bool = True,
+    ) -> run.Evicted:  # fmt: skip
         o, info = self.options, planner(self.options.evict, "evict")
         least = self.time_bound if self.time_bound < math.inf else 0.0
         known = {
             "seconds": deadline.left, "work": work, "seed": o.seed, "gap": o.gap,
-            "goal": least * (1 + o.gap) - self.before.time,
+            "goal": least * (1 + max(o.gap, self.near)) - self.before.time, "dear": dear,
         }  # fmt: skip
         options = info.options(**{f.name: known[f.name] for f in fields(info.options) if f.name in known})
         many = o.place and len(self.graph.ops) > MANY  # their places span a little more than the peak
@@ -385,7 +395,9 @@ class _Search:
         least = self.before.time if self.budget is None else self.time_bound
         if found.timeline.time <= least * _EXACT:
             return "optimal"
-        return "gap" if found.timeline.time <= least * (1 + self.options.gap) else found.decision.ended
+        if found.timeline.time <= least * (1 + self.options.gap):
+            return "gap"
+        return "similar" if found.decision.ended == "gap" else found.decision.ended
 
     def verified(
         self, steps: Sequence[Step], line: Timeline, layout: Layout, planner: str, began: float

@@ -1,4 +1,5 @@
-"""Near the least memory: every plan of a small graph, harder placement, and what was reached before.
+"""What is known before a search, and what is done near the least memory: what was reached for the graph, the plan of
+a graph of the same ops, every plan of a small graph, and harder placement.
 
 `Reached` has the plans of a graph for which every byte had a place, none of which another beats in both bytes and
 seconds. A plan for less memory is an answer for more, so what was reached once is never refused later.
@@ -6,19 +7,19 @@ seconds. A plan for less memory is an answer for more, so what was reached once 
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from tightship.graph import Graph
 from tightship.options import Deadline
-from tightship.plan import Step
+from tightship.plan import Plan, Step
 from tightship.planners import run
 from tightship.planners.evict import states
-from tightship.planners.evict.problem import Decision, EvictionProblem
+from tightship.planners.evict.problem import COMPRESS, EVICT, KEEP, OFFLOAD, Decision, EvictionProblem
 from tightship.planners.layout import Layout, lay_out
 from tightship.simulate import Timeline, replay
 
-__all__ = ["Placed", "Placement", "Reached", "every_plan", "reached"]
+__all__ = ["Placed", "Placement", "Reached", "every_plan", "order_in", "reached", "same_ops", "seed"]
 
 _FEW, _STATES = 16, 1_000_000
 """Ops of graphs of which every plan is tried, and runs of them tried at most."""
@@ -67,6 +68,50 @@ def reached(graph: Graph, allowed: Hashable) -> Reached:
     # Where cached properties are kept.
     known: dict[Hashable, Reached] = graph.__dict__.setdefault("_reached", {})
     return known.setdefault(allowed, Reached(max(2, _KEPT // max(1, len(graph.ops)))))
+
+
+# --- a plan of the same ops in other sizes ---
+
+
+def same_ops(a: Graph, b: Graph) -> bool:
+    """Whether two graphs are the same but for sizes, times and names: what is decided for one can be done in the
+    other."""
+
+    def wired(graph: Graph) -> Iterator[object]:
+        yield graph.inputs, graph.outputs, len(graph.storages)
+        yield tuple(v.storage for v in graph.values)
+        for o in graph.ops:
+            yield o.target, o.inputs, o.outputs, o.mutates, o.updates, o.control, o.random, o.effect, o.phase
+
+    return len(a.ops) == len(b.ops) and all(x == y for x, y in zip(wired(a), wired(b), strict=True))
+
+
+def order_in(plan: Plan) -> tuple[int, ...]:
+    """The order of the ops in a plan."""
+    return tuple(step.op for step in plan.steps if step.kind == "compute")
+
+
+def seed(problem: EvictionProblem, plan: Plan) -> None:
+    """Puts into the problem's archive what a plan of the same ops, in the problem's order, does with every gap."""
+    leaves: dict[int, list[tuple[int, int]]] = {}
+    position = -1
+    for step in plan.steps:
+        if step.kind == "compute":
+            position += 1
+        decision = _LEAVES.get(step.kind)
+        if decision is not None and step.form == "full":
+            for s in step.storages:
+                leaves.setdefault(s, []).append((position, decision))
+    evict = problem.nothing()
+    for g, (s, begins, ends) in enumerate(problem.gaps.tolist()):
+        # What is packed or copied out is then freed, too.
+        evict[g] = max((d for at, d in leaves.get(s, ()) if begins <= at < ends), default=KEEP)
+    evict[(problem.engine.allowed >> evict & 1) == 0] = KEEP
+    problem.archive.offer(problem.cost(evict, _UNLIMITED))
+
+
+_UNLIMITED = (1 << 63) - 1
+_LEAVES = {"free": EVICT, "compress": COMPRESS, "offload": OFFLOAD}
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,20 +18,22 @@ a buffer that only it needs.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from tightship import _core
 from tightship.analysis.bounds import lower_bound
 from tightship.analysis.concurrency import interference, members, touching, waves
 from tightship.analysis.order import predecessors
-from tightship.graph import Graph, Op, aligned
-from tightship.plan import Buffer, Plan, Problem, Residence, Step
+from tightship.errors import BadInput
+from tightship.graph import Graph, aligned
+from tightship.plan import FORMS, Buffer, Plan, Problem, Residence, Step
 from tightship.planners.place import portfolio
-from tightship.simulate import extra_bytes, replay, unplanned
+from tightship.simulate import extra_bytes, extras, replay, step_columns, unplanned
 from tightship.verify import check
 
 __all__ = [
@@ -122,67 +124,48 @@ class Layout:
     host: int = 0
 
 
-def _width(op: Op) -> int:
-    ends = [max(r.start + 1, r.end) for r in op.requests]
-    return max(ends, default=0) + 1
+_FORMS = ("full", "host", "packed", "state")
+"""In the order in which residences of one storage and step stand."""
 
 
-def residences(graph: Graph, steps: Sequence[Step]) -> Iterator[Residence]:
+def _unplaced(graph: Graph, steps: Sequence[Step]) -> dict[str, NDArray[np.int64]]:
+    """Every residence the steps imply outside the static set, in order of their first step, as columns of what is
+    known before they are placed."""
+    steps, c, extra = tuple(steps), graph.columns, extras(graph)
+    columns = step_columns(graph, steps)
+    if columns is None:
+        raise BadInput("a step's kind is one of plan.KINDS", place=f"plan for {graph.name!r}")
+    measured = np.diff(c.requests) > 0
+    found: dict[str, NDArray[np.int64]] = graph.uses.facts.residences(
+        c.state,
+        np.where(measured, extra - c.workspace, extra),
+        c.requests,
+        c.request_size,
+        c.request_storage,
+        c.request_start,
+        c.request_end,
+        columns,
+    )
+    found["form"] = np.array([_FORMS.index(form) for form in FORMS])[found["form"]]
+    rank = np.lexsort((found["form"], found["storage"], found["request"], found["start"]))
+    return {name: column[rank] for name, column in found.items()}
+
+
+def _placed(
+    rows: dict[str, NDArray[np.int64]], offset: NDArray[np.int64], out: NDArray[np.bool_]
+) -> tuple[Residence, ...]:
+    """Residences at their offsets; ``out``: those that leave the arena."""
+    pools, forms = np.array(["device", "host", "out"], dtype=object), np.array(_FORMS, dtype=object)
+    pool = np.where(out, 2, rows["form"] == _FORMS.index("host"))
+    named = {"pool": pools[pool].tolist(), "form": forms[rows["form"]].tolist(), "offset": offset}
+    return _core.records(Residence, len(offset), rows | named)
+
+
+def residences(graph: Graph, steps: Sequence[Step]) -> tuple[Residence, ...]:
     """Every residence the steps imply outside the static set, in order of their first step, not yet placed."""
-    uses = graph.uses
-    size = [s.size for s in graph.storages]
-    begun: dict[tuple[int, str], tuple[int, int, int]] = {}
-    states: dict[int, int] = {}
-    out: list[Residence] = []
-    for i, step in enumerate(steps):
-        if step.kind in ("compute", "recompute"):
-            op = graph.ops[step.op]
-            made = uses.defines[step.op]
-            first = {r.storage: r.start for r in op.requests if r.storage >= 0}
-            for a, b in step.reuses:
-                start, event, nbytes = begun.pop((a, "full"))
-                out.append(Residence(a, start, i, nbytes, first=event))
-                first[made.index(b)] = -1
-            for j, s in enumerate(made):
-                if step.kind == "compute" or s in step.storages:
-                    begun[s, "full"] = (i, first.get(j, -1), size[s])
-                elif size[s]:
-                    out.append(Residence(s, i, i + 1, size[s], first=first.get(j, -1)))
-            if op.requests or op.workspace or op.calls:
-                out.extend(_workspace(op, i))
-            if step.saves:
-                states[step.op] = i
-            elif step.kind == "recompute" and op.state:
-                out.append(Residence(-1, i, i + 1, op.state, form="state", request=step.op))
-        elif step.form == "state":
-            start, nbytes = states.pop(step.op), graph.ops[step.op].state
-            out.append(Residence(-1, start, i, nbytes, form="state", request=step.op))
-        elif step.kind == "free":
-            for s in step.storages:
-                start, event, nbytes = begun.pop((s, step.form))
-                if nbytes:
-                    pool = "host" if step.form == "host" else "device"
-                    out.append(Residence(s, start, i, nbytes, 0, pool, step.form, first=event))
-        elif step.kind in ("fetch", "decompress"):
-            begun.update({(s, "full"): (i, -1, size[s]) for s in step.storages})
-        elif step.kind == "offload":
-            begun.update({(s, "host"): (i, -1, size[s]) for s in step.storages})
-        else:
-            begun.update({(s, "packed"): (i, -1, step.nbytes) for s in step.storages})
-    for (s, form), (start, event, nbytes) in begun.items():
-        if nbytes:
-            pool = "host" if form == "host" else "device"
-            out.append(Residence(s, start, len(steps), nbytes, 0, pool, form, first=event))
-    yield from sorted(out, key=lambda r: (r.start, r.request, r.storage, r.form))
-
-
-def _workspace(op: Op, i: int) -> Iterator[Residence]:
-    for k, r in enumerate(op.requests):
-        if r.storage < 0 and r.size:
-            yield Residence(-1, i, i + 1, r.size, request=k, first=r.start, last=r.end)
-    block = extra_bytes(op) - (op.workspace if op.requests else 0)
-    if block:
-        yield Residence(-1, i, i + 1, block)
+    rows = _unplaced(graph, steps)
+    nowhere = np.zeros(len(rows["start"]), dtype=np.int64)
+    return _placed(rows, nowhere, nowhere > 0)
 
 
 def lay_out(
@@ -198,73 +181,72 @@ def lay_out(
     """Offsets for everything the steps make, in the arena and in the host pool. With ``hand_out`` the graph's
     outputs leave the arena: they are given to the caller in memory of their own (pool ``out``). ``capacity``: any
     arena within it is small enough, and none above it."""
-    rows, n = list(residences(graph, steps)), len(steps)
+    rows, n = _unplaced(graph, steps), len(steps)
     ticks = _ticks(graph, steps)
-    kept = graph.kept if hand_out else frozenset()
-    leaves = [r.storage in kept and r.end == n for r in rows]
-    offset = [0] * len(rows)
+    kept = np.zeros(len(graph.storages) + 1, dtype=np.bool_)  # the last one: of what is no storage
+    kept[list(graph.kept if hand_out else ())] = True
+    leaves = kept[rows["storage"]] & (rows["end"] == n)
+    host = rows["form"] == _FORMS.index("host")
+    offset = np.zeros(len(leaves), dtype=np.int64)
     span: dict[str, tuple[int, int]] = {}
     for pool in ("device", "host"):
-        mine = [j for j, r in enumerate(rows) if not leaves[j] and r.pool == pool]
-        chains = _chains(rows, mine, steps)
-        firsts, lasts = [rows[c[0]] for c in chains], [rows[c[-1]] for c in chains]
-        lower = ticks[_column(r.start for r in firsts)] + _column(max(r.first, 0) for r in firsts)
-        end, within = _column(r.end for r in lasts), _column(r.last for r in lasts)
+        mine = np.flatnonzero(~leaves & (host == (pool == "host")))
+        first, last, chain = _chains(rows, mine, steps)
+        lower = ticks[rows["start"][first]] + np.maximum(rows["first"][first], 0)
+        end, within = rows["end"][last], rows["last"][last]
         upper = np.where(within >= 0, ticks[end - 1] + within, ticks[end])
-        sizes = _column(r.size for r in firsts)
-        sizes = -(-sizes // graph.alignment) * graph.alignment
+        sizes = -(-rows["size"][first] // graph.alignment) * graph.alignment
         offsets, extent, load = portfolio.offsets(
             lower, upper, sizes, time_limit=seconds, work_limit=work, seed=seed,
             capacity=capacity if pool == "device" else None,
         )  # fmt: skip
-        for chain, o in zip(chains, offsets.tolist(), strict=True):
-            for j in chain:
-                offset[j] = o
+        offset[mine] = offsets[chain]
         span[pool] = int(extent), int(load)
-    done = [
-        Residence(
-            r.storage, r.start, r.end, r.size, offset[j], "out" if leaves[j] else r.pool, r.form, r.request,
-            r.first, r.last,
-        )
-        for j, r in enumerate(rows)
-    ]  # fmt: skip
-    handed = sum(r.size for j, r in enumerate(rows) if leaves[j])
-    return Layout(tuple(done), *span["device"], handed, span["host"][0])
+    handed = int(rows["size"][leaves].sum())
+    return Layout(_placed(rows, offset, leaves), *span["device"], handed, span["host"][0])
 
 
 def _ticks(graph: Graph, steps: Sequence[Step]) -> NDArray[np.int64]:
     """When each step begins, and the last ends, in events."""
-    ops = graph.ops
-    widths = [
-        _width(ops[step.op]) if step.kind in ("compute", "recompute") and ops[step.op].requests else 1
-        for step in steps
-    ]
+    c = graph.columns
+    width = np.ones(len(graph.ops) + 1, dtype=np.int64)  # the last one: of what runs no op
+    ends = np.maximum(c.request_start + 1, c.request_end) + 1
+    np.maximum.at(width, np.repeat(np.arange(len(graph.ops)), np.diff(c.requests)), ends)
+    runs = _core.codes(steps, "kind", ("compute", "recompute")) < 2
     ticks = np.zeros(len(steps) + 1, dtype=np.int64)
-    np.cumsum(widths, out=ticks[1:])
+    np.cumsum(width[np.where(runs, _core.integers(steps, "op"), -1)], out=ticks[1:])
     return ticks
 
 
-def _column(numbers: Iterable[int]) -> NDArray[np.int64]:
-    return np.fromiter(numbers, dtype=np.int64)
+Ints = NDArray[np.int64]
 
 
-def _chains(rows: Sequence[Residence], mine: Sequence[int], steps: Sequence[Step]) -> list[list[int]]:
-    """The residences ``mine``, in order of their first step, of which each but the first takes the place of the one
-    before it."""
-    took = {(b, i): a for i, step in enumerate(steps) for a, b in step.reuses}
-    chains: list[list[int]] = []
-    ended: dict[tuple[int, int], list[int]] = {}  # (storage, step) -> the chain that ends there so far
-    for j in mine:
-        r = rows[j]
-        chain: list[int] = []
-        if took and r.form == "full":
-            chain = ended.pop((took.get((r.storage, r.start), -1), r.start), chain)
-        if not chain:
-            chains.append(chain)
-        chain.append(j)
-        if took and r.form == "full" and r.storage >= 0:
-            ended[r.storage, r.end] = chain
-    return chains
+def _chains(rows: dict[str, Ints], mine: Ints, steps: Sequence[Step]) -> tuple[Ints, Ints, Ints]:
+    """The residences ``mine``, in order of their first step, in chains of which each but the first takes the place of
+    the one before it: the first and the last of each chain, and the chain of each residence."""
+    starts, flat = _core.rows(steps, "reuses")
+    if not len(flat):
+        return mine, mine, np.arange(len(mine))
+    at = np.repeat(np.arange(len(steps)), np.diff(starts))[::2].tolist()
+    took = {(b, i): a for i, a, b in zip(at, flat[::2].tolist(), flat[1::2].tolist(), strict=True)}
+    first: list[int] = []
+    last: list[int] = []
+    chain: list[int] = []
+    ended: dict[tuple[int, int], int] = {}  # (storage, step) -> the chain that ends there so far
+    columns = (rows[name][mine].tolist() for name in ("storage", "start", "end", "form"))
+    for j, storage, start, end, form in zip(mine.tolist(), *columns, strict=True):
+        full = form == _FORMS.index("full")
+        before = (took.get((storage, start), -1), start)
+        number = ended.pop(before, -1) if full else -1
+        if number < 0:
+            number = len(first)
+            first.append(j)
+            last.append(j)
+        last[number] = j
+        chain.append(number)
+        if full and storage >= 0:
+            ended[storage, end] = number
+    return tuple(np.array(x, dtype=np.int64) for x in (first, last, chain))  # type: ignore[return-value]
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from tightship.errors import Violation
 from tightship.graph import Graph, Op, alignment_of
 
-__all__ = ["PER_CODE", "Facts", "Ledger", "facts_of", "unplanned_need"]
+__all__ = ["PER_CODE", "Facts", "Ledger", "extra_of", "facts_of", "unplanned_need"]
 
 
 PER_CODE = 20
@@ -83,7 +83,7 @@ def facts_of(graph: Graph, inner: dict[int, int] | None = None) -> Facts:
         for s in (*new, *writes[-1]):
             final[s] += 1
     kept = frozenset(graph.values[v].storage for v in graph.outputs)
-    extra = [op.workspace + max((_need(g, inner) for g in op.calls), default=0) for op in graph.ops]
+    extra = [extra_of(op, inner) for op in graph.ops]
     alignment = max((alignment_of(op.device) for op in graph.ops), default=alignment_of("cpu"))
     bytes_ = sum(graph.storages[s].size for s in static)
     return Facts(sees, makes, writes, views, maker, final, extra, static, kept, bytes_, alignment)
@@ -112,6 +112,11 @@ def _need(graph: Graph, inner: dict[int, int]) -> int:
     if id(graph) not in inner:
         inner[id(graph)] = unplanned_need(graph, facts_of(graph, inner))
     return inner[id(graph)]
+
+
+def extra_of(op: Op, inner: dict[int, int]) -> int:
+    """What an op needs while it runs beyond its results; ``inner`` as for `facts_of`."""
+    return op.workspace + max((_need(g, inner) for g in op.calls), default=0)
 
 
 def place_of(op: Op) -> str:

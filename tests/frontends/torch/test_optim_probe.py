@@ -422,11 +422,6 @@ def test_subclasses_of_trusted_classes_are_tried(cls):
 # --- refused
 
 
-class Draws(Plain):
-    def direction(self, group, p, state):
-        return p.grad + torch.randn_like(p) * 1e-3
-
-
 class CountsInItsClass(Plain):
     count = 0
 
@@ -459,7 +454,6 @@ def _replace(optimizer):
 
 
 REFUSED = {
-    "draws": (Draws, None, "draws random numbers"),
     "class": (CountsInItsClass, None, "its step changes CountsInItsClass.count"),
     "global": (CountsGlobally, None, "its step changes .*_count"),
     "closure": (Asks, None, "does not run on copies"),

@@ -199,9 +199,9 @@ def test_a_batch_must_be_alike():
     program = capture_step(nn.Linear(8, 4), lambda n, b: n(b["x"]).sum() * b["k"], None, batch)
     fits = program.batch.misfit
     assert fits({"x": torch.zeros(2, 8), "k": 2}) is None
-    assert "leaf 1" in fits({"x": torch.zeros(2, 8), "k": 3})
-    assert "leaf 0" in fits({"x": torch.zeros(3, 8), "k": 2})
-    assert "leaf 0" in fits({"x": torch.zeros(2, 8).double(), "k": 2})
+    assert "leaf 0" in fits({"x": torch.zeros(2, 8), "k": 3})
+    assert "leaf 1" in fits({"x": torch.zeros(3, 8), "k": 2})
+    assert "leaf 1" in fits({"x": torch.zeros(2, 8).double(), "k": 2})
     assert "structure" in fits({"x": torch.zeros(2, 8)})
 
 

@@ -39,6 +39,35 @@ def test_engine_costs_what_the_replay_of_its_steps_costs(seed: int) -> None:
         assert sum(s.kind == "recompute" for s in problem.steps(bits)) == found.runs
 
 
+def moves(problem: EvictionProblem, seed: int, n: int) -> list[np.ndarray]:
+    """Decisions each of which differs from the one before in a few gaps near one another."""
+    rng = np.random.default_rng(seed)
+    now, rows = problem.nothing(), []
+    for _ in range(n):
+        at, width = rng.integers(len(now)), rng.integers(1, 4)
+        now = now.copy() if rng.random() < 0.9 else problem.nothing()
+        now[at : at + width] = rng.choice([KEEP, EVICT, PASS, DROP], len(now[at : at + width]))
+        rows.append(now)
+    return rows
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_decisions_evaluated_from_the_ones_before_cost_the_same(seed: int) -> None:
+    graph = random_graph(seed, 60 + 5 * seed) if seed % 4 else chain(40 + seed)
+    problem = EvictionProblem(graph, tuple(range(len(graph.ops))))
+    rows = moves(problem, seed, 150)
+    limit = graph.static_bytes + (replay(graph, baseline(graph)).peak - graph.static_bytes) * 2 // 3
+    walked = problem.engine.walk(rows, limit)
+    assert any(c["valid"] for c in walked)
+    for bits, found in zip(rows, walked, strict=True):
+        alone = problem.engine.evaluate(bits, limit)
+        assert found["valid"] == alone["valid"]
+        if alone["valid"]:
+            assert (found["peak"], found["runs"]) == (alone["peak"], alone["runs"])
+            assert found["extra"] == pytest.approx(alone["extra"], abs=1e-9)
+            assert found["excess"] == pytest.approx(alone["excess"], abs=1e-3)
+
+
 def test_nothing_evicted_is_the_baseline() -> None:
     graph = random_graph(3, 40)
     problem = EvictionProblem(graph, tuple(range(len(graph.ops))))

@@ -87,3 +87,12 @@ def test_equal_tensors_that_one_op_reads_together_do_not_make_layers_of_no_lengt
     graph = Graph(tuple(ops), values, tuple(storages), (0,), (last,))
     problem = EvictionProblem(graph, tuple(range(len(ops))))
     assert _horizon(problem.engine, problem.order, graph) == 1
+
+
+@pytest.mark.parametrize("dear", [True, False])
+def test_dear_seeds_are_left_out_where_that_is_asked(monkeypatch, dear: bool) -> None:
+    asked = []
+    monkeypatch.setattr(anneal, "_dear_seeds", lambda search: asked.append(search) or ())
+    problem = EvictionProblem(chain(40), tuple(range(len(chain(40).ops))))
+    anneal.plan(problem, 1, anneal.Options(work=20_000, dear=dear))
+    assert bool(asked) == dear

@@ -91,7 +91,18 @@ def blank_like(
         storage = source.untyped_storage()
         with _fake.in_kernel_invocation_manager(mode):
             elem.set_(storage, offset, shape, stride)  # type: ignore[call-overload]
-    return _fake.FakeTensor(mode, elem, device)
+    states: dict[Any, dict[str, Any]] = mode.__dict__.setdefault("_states_of_blanks", {})
+    if (state := states.get(device)) is None:
+        first = _fake.FakeTensor(mode, elem, device)
+        states[device] = dict(first.__dict__)
+        return first
+    # What the class's constructor does, which checks its arguments for most of its time.
+    new: torch.Tensor = torch.Tensor._make_subclass(
+        _fake.FakeTensor, elem, False, dispatch_device=True, device_for_backend_keys=device
+    )
+    torch._C._set_throw_on_mutable_data_ptr(new)
+    new.__dict__.update(state)
+    return new
 
 
 def as_parameter(fake: torch.Tensor, requires_grad: bool) -> torch.Tensor:
@@ -418,9 +429,29 @@ def replaced_step(optimizer: Any) -> Any:
     return None if inner in (usual, getattr(usual, "__wrapped__", usual)) else step
 
 
+@contextmanager
+def step_replaced(optimizer: Any, step: Callable[[], None]) -> Iterator[None]:
+    """``optimizer.step`` is ``step``: for whoever calls it, such as a ``GradScaler``."""
+    before = vars(optimizer).get("step")
+    optimizer.step = lambda *args, **kwargs: step()
+    try:
+        yield
+    finally:
+        if before is None:
+            del optimizer.step
+        else:
+            optimizer.step = before
+
+
 def gradient_hooks(tensor: torch.Tensor) -> bool:
     """Whether somebody asked to be called when the tensor gets its gradient."""
     return bool(tensor._backward_hooks or getattr(tensor, "_post_accumulate_grad_hooks", None))
+
+
+def generators() -> list[torch.Generator]:
+    """Torch's own generators of random numbers, as they are in a capture as well, where setting states is refused."""
+    devices = torch.cuda.default_generators if torch.cuda.is_initialized() else ()
+    return [torch.default_generator, *devices]
 
 
 # --- running ops ----------------------------------------------------------------------------------------------
@@ -495,4 +526,5 @@ def process_settings() -> tuple[Any, ...]:
 
 def mark_stepped(optimizer: Any) -> None:
     """What ``optimizer.step()`` leaves behind for learning-rate schedulers, which warn without it."""
-    optimizer._opt_called = True
+    for one in getattr(optimizer, "optimizers", (optimizer,)):
+        one._opt_called = True

@@ -20,6 +20,7 @@ from tightship.frontends.torch.compat import require_torch
 
 require_torch()
 
+from torch import _decomp  # noqa: E402
 from torch._dynamo import config as _dynamo_config  # noqa: E402
 from torch._dynamo import convert_frame as _convert_frame  # noqa: E402
 from torch._dynamo import utils as _utils  # noqa: E402
@@ -46,9 +47,10 @@ def compile_training(
     forward: Compiler,
     backward: Compiler,
     inference: Compiler,
+    symbolic: bool = False,
 ) -> Callable[..., Any]:
     """AOTAutograd on a Dynamo graph. ``partition(joint, number of forward outputs, static inputs)`` cuts the
-    joint graph; the compilers return boxed functions (`boxed`)."""
+    joint graph; the compilers return boxed functions (`boxed`). ``symbolic``: sizes of ``inputs`` are symbols."""
 
     def partition_fn(joint: GraphModule, _inputs: Any, *, num_fwd_outputs: int, **more: Any) -> Any:
         return partition(joint, num_fwd_outputs, tuple(more.get("static_lifetime_input_indices") or ()))
@@ -56,9 +58,38 @@ def compile_training(
     compiler = _aot_autograd(
         fw_compiler=forward, bw_compiler=backward, inference_compiler=inference, partition_fn=partition_fn
     )
-    with _config.patch(functionalize_rng_ops=False, enable_autograd_cache=False):
+    own = {"functionalize_rng_ops": False, "enable_autograd_cache": False, "backward_pass_autocast": "off"}
+    with _config.patch(own), _as_eager(symbolic):
         made: Callable[..., Any] = compiler(gm, inputs)
     return made
+
+
+@contextmanager
+def _as_eager(symbolic: bool) -> Iterator[None]:
+    """What AOTAutograd traces in here is what eager would run.
+
+    Left alone it takes Python's decompositions of some ops (upsampling, recurrent layers) for eager's own kernels,
+    which leave other last bits. Symbolic sizes need them. Dropout's stays: it saves a mask of bytes (`lower_joint`
+    makes of it what eager computes).
+    """
+    taken = {} if symbolic else _decompositions()
+    for op, key in taken:
+        del op.py_kernels[key]
+        op._dispatch_cache.clear()
+    try:
+        yield
+    finally:
+        for (op, key), kernel in taken.items():
+            op.py_kernels[key] = kernel
+            op._dispatch_cache.clear()
+
+
+def _decompositions() -> dict[tuple[Any, Any], Any]:
+    """What Python's dispatcher runs in the place of the kernels above or at autograd, by op and key."""
+    keys = (torch._C.DispatchKey.CompositeImplicitAutograd, torch._C.DispatchKey.Autograd)
+    ops = [op for op in _decomp.decomposition_table if isinstance(op, torch._ops.OpOverload)]
+    dropout = torch.ops.aten.dropout.default
+    return {(o, k): o.py_kernels[k] for o in ops if o is not dropout for k in keys if k in o.py_kernels}
 
 
 def boxed(fn: Callable[[list[Any]], Any]) -> Callable[[list[Any]], Any]:
@@ -202,6 +233,37 @@ def _one_call(inputs: Sequence[Node], outputs: Sequence[Any], descs: Sequence[An
     return graph
 
 
+def casts(joint: GraphModule) -> dict[int, int]:
+    """How often the forward pass casts an input from float32 to a lower precision, by the input's position."""
+    found: dict[int, int] = {}
+    for k, n in enumerate(joint.graph.find_nodes(op="placeholder")):
+        val = n.meta.get("val")
+        lower = [
+            u for u in n.users
+            if u.target is torch.ops.aten._to_copy.default and not is_backward(u)
+            and u.kwargs.get("dtype") in (torch.bfloat16, torch.float16)
+        ]  # fmt: skip
+        if lower and isinstance(val, torch.Tensor) and val.dtype is torch.float32:
+            found[k] = len(lower)
+    return found
+
+
+_weight: Any = None
+
+
+def autocast_context() -> Any:
+    """What stands for the autocast context on the CPU or GPU that the caller is in: another object in another
+    context, None outside of any and where nothing is cached. Autocast keeps a weight's cast as long as it lasts."""
+    global _weight
+    kind = next((d for d in ("cuda", "cpu") if torch.is_autocast_enabled(d)), None)
+    if kind is None or not torch.is_autocast_cache_enabled():
+        return None
+    if _weight is None or _weight.device.type != kind:
+        _weight = torch.nn.Parameter(torch.zeros(1, 1, device=kind))
+    with torch.enable_grad():
+        return torch.mm(_weight.detach(), _weight).grad_fn.next_functions[1][0]
+
+
 def overwritten_inputs(joint: GraphModule) -> list[Node]:
     """Placeholders whose tensors AOTAutograd's wrapper overwrites between the two passes, with results of the
     forward graph. Raises ``Unsupported`` for one that cannot be found."""
@@ -317,7 +379,8 @@ def watch_frames(backend: Any, skipped: Skipped) -> None:
         if frame.f_code in given_up:
             return given_up[frame.f_code]
         before = _utils.get_compilation_metrics()[-1:]
-        found = original(self, frame, cache_entry, state)
+        with _dynamo_config.patch(automatic_dynamic_shapes=False):  # each size is compiled anew in any case
+            found = original(self, frame, cache_entry, state)
         last = _utils.get_compilation_metrics()[-1:]
         why = last[0].fail_reason if last and last != before else None
         module = _module_passed_over(frame, found)

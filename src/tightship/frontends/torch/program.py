@@ -64,9 +64,11 @@ class Call:
 class Slot:
     """Where a graph input's tensor comes from.
 
-    ``role``: parameter, buffer, state (of the optimizer), input (of the batch), constant. ``key`` finds it:
-    the qualified name for parameters and buffers, (parameter name, state key) for state, the index of the
-    flattened batch's leaf for inputs, the index into ``Program.constants`` for constants.
+    ``role``: parameter, buffer, gradient (that a parameter has before the run), state (of the optimizer), input (of
+    the batch), constant. ``key`` finds it: the qualified name for parameters and buffers, the parameter's for
+    gradients, (parameter name, state key) for state (of the optimizer of a third number, where there are several, and
+    without a parameter at a path in it), the number among the batch's tensors for inputs,
+    the index into ``Program.constants`` for constants.
     """
 
     value: int
@@ -86,8 +88,11 @@ class Program(NotCopied):
     ``asked[i]`` is the call of a torch function from which ``calls[i]`` follows, by its number in the step's trace,
     -1 where that is not known. ``replay_requests[i]`` are the measured requests of ``replays[i]`` where they differ
     from those of the op.
+    ``gradients`` are the parameters whose gradients are the last of the results.
     ``batch`` (a ``structure.BatchSpec``) says what a batch must look like, and each of ``guards`` (a
     ``data_guards.Guard``) what must be true of its data, for the captured ops to be the ones eager would run.
+    ``samples[i]`` are contents on which ``calls[i]`` is measured, where zeros would not do, by the number of the
+    value in the order of its arguments; `forget_samples` lets go of them.
     """
 
     graph: Graph
@@ -103,6 +108,13 @@ class Program(NotCopied):
     batch: Any = None
     replay_requests: dict[int, tuple[Request, ...]] = field(default_factory=dict)
     asked: tuple[int, ...] = ()
+    gradients: tuple[str, ...] = ()
+    samples: dict[int, dict[int, Any]] = field(default_factory=dict)
+
+    def forget_samples(self) -> None:
+        """To be called when the ops are measured: no memory stays taken beside the plan's."""
+        for tensors in self.samples.values():
+            tensors.clear()
 
 
 class Metadata(Protocol):

@@ -20,6 +20,7 @@ __all__ = [
     "Given",
     "LossFn",
     "Results",
+    "TensorLeaf",
     "batch_size",
     "batched",
     "caches",
@@ -30,6 +31,7 @@ __all__ = [
     "map_leaves",
     "resized",
     "summed_output",
+    "tensor_leaves",
 ]
 
 
@@ -41,7 +43,8 @@ class Given:
 
 
 def map_leaves(fn: Callable[[Any], Any], tree: Any, whole: Callable[[Any], bool] = lambda x: False) -> Any:
-    """A copy of ``tree`` with ``fn`` applied to its leaves, visited in a fixed order.
+    """A copy of ``tree`` with ``fn`` applied to its leaves, visited in a fixed order: mappings by name, however they
+    are ordered.
 
     Containers are lists, tuples (named ones too), mappings (``BatchEncoding`` and other ``UserDict``s,
     ``ModelOutput``), dataclasses, and the caches of transformers with their layers; everything else is a leaf, and
@@ -51,17 +54,22 @@ def map_leaves(fn: Callable[[Any], Any], tree: Any, whole: Callable[[Any], bool]
     if isinstance(tree, (torch.Tensor, Ref, Given, Results.Position)) or whole(tree):
         return fn(tree)
     if isinstance(tree, UserDict):
-        new = copy.copy(tree)
-        new.data = {k: map_leaves(fn, v, whole) for k, v in tree.data.items()}
-        return new
+        whose = copy.copy(tree)
+        whose.data = map_leaves(fn, tree.data, whole)
+        return whose
     if isinstance(tree, Mapping):
-        items = {k: map_leaves(fn, v, whole) for k, v in tree.items()}
+        by_name = {k: map_leaves(fn, tree[k], whole) for k in _names(tree)}
+        items = {k: by_name[k] for k in tree}
         if type(tree) is dict:
             return items
+        if isinstance(tree, dict) and not _is_dataclass(tree):
+            new = copy.copy(tree)  # what else it has, such as the factory of a ``defaultdict``
+            dict.update(new, items)
+            return new
         return type(tree)(**items) if _is_dataclass(tree) else type(tree)(items)  # type: ignore[call-arg]
     if isinstance(tree, tuple) and hasattr(tree, "_fields"):
-        return type(tree)(*(map_leaves(fn, x, whole) for x in tree))
-    if isinstance(tree, (list, tuple)):
+        return type(tree)._make(map_leaves(fn, x, whole) for x in tree)  # type: ignore[attr-defined]
+    if isinstance(tree, (list, tuple)) and type(tree) is not torch.Size:
         return type(tree)(map_leaves(fn, x, whole) for x in tree)
     if _is_cache(tree) or _is_dataclass(tree):
         new = copy.copy(tree)
@@ -69,6 +77,13 @@ def map_leaves(fn: Callable[[Any], Any], tree: Any, whole: Callable[[Any], bool]
             object.__setattr__(new, name, map_leaves(fn, x, whole))
         return new
     return fn(tree)
+
+
+def _names(tree: Mapping[Any, Any]) -> list[Any]:
+    try:
+        return sorted(tree)
+    except TypeError:  # names of several types
+        return list(tree)
 
 
 def _attributes(x: Any) -> list[tuple[str, Any]]:
@@ -120,8 +135,8 @@ def _shape_of(tree: Any) -> Any:
     if isinstance(tree, torch.Tensor):
         return None
     if isinstance(tree, Mapping):
-        return type(tree).__qualname__, tuple((k, _shape_of(v)) for k, v in tree.items())
-    if isinstance(tree, (list, tuple)):
+        return type(tree).__qualname__, tuple((k, _shape_of(tree[k])) for k in _names(tree))
+    if isinstance(tree, (list, tuple)) and type(tree) is not torch.Size:
         return type(tree).__qualname__, tuple(_shape_of(x) for x in tree)
     if _is_cache(tree) or _is_dataclass(tree):
         return type(tree).__qualname__, tuple((n, _shape_of(v)) for n, v in _attributes(tree))
@@ -129,17 +144,21 @@ def _shape_of(tree: Any) -> Any:
 
 
 def flatten(tree: Any) -> list[Any]:
-    """The leaves of ``tree``, in the order in which ``Slot.key`` of inputs counts them."""
+    """The leaves of ``tree``; ``Slot.key`` of inputs counts the tensors among them."""
     leaves: list[Any] = []
     map_leaves(leaves.append, tree)
     return leaves
+
+
+def tensor_leaves(tree: Any) -> list[torch.Tensor]:
+    return [x for x in flatten(tree) if isinstance(x, torch.Tensor)]
 
 
 @dataclass(frozen=True)
 class BatchSpec:
     """What a batch must look like to be given to a captured step.
 
-    ``leaves`` holds (dtype, shape, stride, device) for tensors and the value itself for everything else.
+    ``leaves`` holds a `TensorLeaf` for each tensor and the value itself for everything else.
     """
 
     containers: Any
@@ -152,33 +171,39 @@ class BatchSpec:
     def fits(self, batch: Any) -> bool:
         return self.misfit(batch) is None
 
-    def misfit(self, batch: Any, leaves: Sequence[Any] | None = None, *, plain: bool = True) -> str | None:
+    def misfit(self, batch: Any, leaves: Sequence[Any] | None = None) -> str | None:
         """What is different about ``batch``, or None if a captured step can take it; ``leaves`` are its own, where
-        they are known. Without ``plain``, leaves that are no tensors may differ."""
+        they are known."""
         if _shape_of(batch) != self.containers:
             return "the batch's structure"
         leaves = flatten(batch) if leaves is None else leaves
         for k, (leaf, known) in enumerate(zip(leaves, self.leaves, strict=True)):
             now = _described(leaf)
-            if not plain and not isinstance(now, _TensorLeaf) and not isinstance(known, _TensorLeaf):
-                continue
             if type(now) is not type(known) or now != known:
                 return f"leaf {k} of the batch: {now} instead of {known}"
         return None
 
 
 @dataclass(frozen=True)
-class _TensorLeaf:
+class TensorLeaf:
+    """What a captured step can ask about a tensor of the batch without its contents."""
+
     dtype: torch.dtype
     shape: tuple[int, ...]
     stride: tuple[int, ...]
     device: str
+    requires_grad: bool
+
+    @staticmethod
+    def of(tensor: torch.Tensor) -> TensorLeaf:
+        strides = tuple(tensor.stride()) if tensor.layout is torch.strided else ()
+        return TensorLeaf(
+            tensor.dtype, tuple(tensor.shape), strides, str(tensor.device), tensor.requires_grad
+        )
 
 
 def _described(leaf: Any) -> Any:
-    if isinstance(leaf, torch.Tensor):
-        return _TensorLeaf(leaf.dtype, tuple(leaf.shape), tuple(leaf.stride()), str(leaf.device))
-    return leaf
+    return TensorLeaf.of(leaf) if isinstance(leaf, torch.Tensor) else leaf
 
 
 @dataclass(frozen=True)

@@ -25,7 +25,7 @@ __all__ = ["Options", "plan"]
 
 _CALLS, _LEAST, _MOST, _GROWTH = 10_000, 3_000, 8_000_000, 2
 """Candidates in the first run of annealing; at least so many, where they simulate more than so many ops; and how much
-longer each next run is. What a run does depends on no limit of work, so that with more of it the same things are
+longer each later run is. What a run does depends on no limit of work, so that with more of it the same things are
 tried, and then more."""
 _HEAT, _HOTTEST = 6.0, 0.1
 """The first temperature of every run, in step times: over the number of gaps, and at most."""
@@ -50,6 +50,7 @@ class Options:
     seed: int = option(0, "seed of the random moves")
     goal: float = option(0.0, "seconds of recomputation that are few enough")
     gap: float = option(0.001, "gains of less than this part of the step's time do not keep the search going")
+    dear: bool = option(True, "also seeds that take long, where the others leave much to be gained")
 
 
 @dataclass
@@ -135,7 +136,7 @@ def _run(search: _Search) -> None:
         search.take(_relaxed(search))
         runs.until_no_gain()
     far = o.goal + _FAR * problem.engine.base_time
-    if not search.ended and (not search.best.met or search.best.extra > far):
+    if o.dear and not search.ended and (not search.best.met or search.best.extra > far):
         before = search.best
         search.take(_dear_seeds(search))
         if not before.met or search.gained(before):
@@ -144,7 +145,7 @@ def _run(search: _Search) -> None:
 
 @dataclass
 class _Runs:
-    """Annealing from the best so far, again and again and longer and longer."""
+    """Annealing from the best so far, again and again, longer from the second time on."""
 
     search: _Search
     size: int = 0
@@ -162,11 +163,12 @@ class _Runs:
                 return
 
     def _one(self) -> Iterator[Decision]:
-        search, problem, size = self.search, self.search.problem, self.size
+        search, problem = self.search, self.search.problem
+        size = self.size * (_GROWTH if self.count else 1)
         heat = min(_HOTTEST, _HEAT / len(problem.gaps))
         work, seconds = search.share(size, 0.9)
         seed = search.options.seed + self.count
-        self.size, self.count = size * _GROWTH, self.count + 1
+        self.count += 1
         run = problem.engine.anneal(
             problem.groups, *problem.isomorphic_layers, search.budget, search.best.evict, heat, size, work, seconds,
             seed, search.progress,
@@ -213,9 +215,12 @@ def _dear_seeds(search: _Search) -> Iterator[Decision]:
     work, seconds = search.share(_CHAIN, 0.05)
     yield search.spend(chain.plan(problem, budget, chain.Options(work=work, seconds=seconds)))
     work, seconds = search.share(_BLOCKS, 0.2)
-    yield blocks.plan(problem, budget, blocks.Options(work=work, seconds=seconds))
+    checkpoints = blocks.plan(problem, budget, blocks.Options(work=work, seconds=seconds))
+    yield checkpoints
     work, seconds = search.share(_GREEDY, 0.1)
-    yield search.spend(greedy.plan(problem, budget, greedy.Options(work, seconds), search.progress))
+    yield search.spend(
+        greedy.from_checkpoints(problem, budget, greedy.Options(work, seconds), search.progress, checkpoints)
+    )
     # Up from below the budget is done by giving back, down from above it by the ladder.
     starts = [problem.nothing()]
     if search.over:

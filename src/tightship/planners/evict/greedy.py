@@ -17,7 +17,7 @@ from tightship.options import option
 from tightship.planners.evict import blocks
 from tightship.planners.evict.problem import Decision, EvictionProblem, Progress, best_of
 
-__all__ = ["Options", "plan"]
+__all__ = ["Options", "from_checkpoints", "plan"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +32,14 @@ def plan(
     problem: EvictionProblem, budget: int, options: Options | None = None, progress: Progress | None = None
 ) -> Decision:
     """Evictions chosen greedily, then those not needed given back group by group."""
-    o = options or Options()
+    return from_checkpoints(problem, budget, options or Options(), progress)
+
+
+def from_checkpoints(
+    problem: EvictionProblem, budget: int, o: Options, progress: Progress | None = None,
+    checkpoints: Decision | None = None,
+) -> Decision:  # fmt: skip
+    """As `plan`; ``checkpoints`` is what `blocks` has found, where that is known."""
     until = time.perf_counter() + o.seconds
 
     def left() -> float:
@@ -40,7 +47,8 @@ def plan(
 
     first = problem.decision(problem.engine.greedy(budget, problem.nothing(), o.work, o.seconds, progress))
     if not first.met:
-        start = blocks.plan(problem, budget, blocks.Options(work=o.work // 4, seconds=0.5 * left()))
+        few = blocks.Options(work=o.work // 4, seconds=0.5 * left())
+        start = checkpoints or blocks.plan(problem, budget, few)
         second = start
         if start.valid and not start.met:
             second = problem.decision(problem.engine.greedy(budget, start.evict, o.work, left(), progress))

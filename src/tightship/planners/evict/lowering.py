@@ -14,6 +14,7 @@ from itertools import accumulate, pairwise
 
 import numpy as np
 
+from tightship import _core
 from tightship.analysis.packing import Packing
 from tightship.errors import BadInput
 from tightship.graph import Graph
@@ -233,6 +234,8 @@ def drop_dead_copies(steps: Sequence[Step]) -> tuple[Step, ...]:
     A search begins such a copy where it would not be over before the next use, and then keeps the storage. The
     peak on the device stays, on the host it falls, and nothing takes longer.
     """
+    if (_core.codes(steps, "kind", ("offload",)) > 0).all():
+        return tuple(steps)
     begun: dict[int, int] = {}  # storage -> the step that copies it out
     dead: dict[int, list[int]] = defaultdict(list)  # step -> storages it names in vain
     for i, step in enumerate(steps):
@@ -283,7 +286,8 @@ def pure_random_ops(graph: Graph) -> Graph:
 def save_random_states(graph: Graph, steps: Sequence[Step]) -> tuple[Step, ...]:
     """The same steps with the states that the random ops among the recomputed need: saved when the op first runs,
     forgotten after its last run. A planner that was shown `pure_random_ops` has not seen their bytes in between."""
-    last = {s.op: i for i, s in enumerate(steps) if s.kind == "recompute" and graph.ops[s.op].random}
+    again = np.flatnonzero(_core.codes(steps, "kind", ("recompute",)) == 0).tolist()
+    last = {steps[i].op: i for i in again if graph.ops[steps[i].op].random}
     if not last:
         return tuple(steps)
     out: list[Step] = []

@@ -11,20 +11,19 @@ from collections import defaultdict
 from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, reduce
-from itertools import chain, pairwise
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from tightship import _core
-from tightship.analysis.order import Rows, csr
+from tightship.analysis.order import Rows, csr, pairs
 from tightship.analysis.packing import Packing, packings
 from tightship.analysis.structure import block_of, colors, layer, role, without_numbers
 from tightship.errors import BadInput, Unsupported
 from tightship.graph import Graph
 from tightship.plan import Step
-from tightship.simulate import baseline, extra_bytes, replay
+from tightship.simulate import baseline, extras, make_steps, replay
 
 __all__ = [
     "COMPRESS",
@@ -55,6 +54,8 @@ Family = tuple[tuple[int, ...], ...]
 """One row per role, with a gap per layer, -1 where a layer has none."""
 
 _KINDS = ("compute", "recompute", "free", "offload", "fetch", "compress", "decompress")
+_COMPRESS = _KINDS.index("compress")
+"""The next one decompresses."""
 _FORMS = ("full", "packed", "host")
 _UNLIMITED = (1 << 63) - 1
 
@@ -161,31 +162,32 @@ class EvictionProblem:
 
     @cached_property
     def engine(self) -> Any:
-        g, u = self.graph, self.graph.uses
+        g, c, facts = self.graph, self.graph.columns, self.graph.uses.facts
         n = len(g.storages)
         owned, kept = np.zeros(n, np.uint8), np.zeros(n, np.uint8)
         fixed = np.zeros(len(g.ops), np.uint8)
-        fixed[[c for o in g.ops for c in o.control]] = 1
+        fixed[c.control[1]] = 1
         fixed[list(self.chained)] = 1
         # The engine knows storages: of what else makes a view it cannot tell who reads that.
-        fixed[[k for k, o in enumerate(g.ops) for v in o.outputs if u.definer[g.values[v].storage] != k]] = 1
+        maker, value = pairs(c.outputs).T
+        fixed[maker[facts.definer[c.home[value]] != maker]] = 1
         owned[list(g.static)] = 1
         kept[[s for s in g.kept if s not in g.static]] = 1
         engine = _core.Engine(
-            reads=csr(u.reads),
-            needs=csr(u.needs),
-            defines=csr(u.defines),
-            mutates=csr(u.mutates),
-            updates=csr([o.updates for o in g.ops]),
-            extra=np.array([extra_bytes(o) for o in g.ops], dtype=np.int64),
-            time=np.array([o.time for o in g.ops], dtype=np.float64),
-            pure=np.array([o.pure for o in g.ops], dtype=np.uint8),
+            reads=facts.reads,
+            needs=facts.needs,
+            defines=facts.defines,
+            mutates=facts.mutates,
+            updates=c.updates,
+            extra=extras(g),
+            time=c.time,
+            pure=((c.random | c.effect) == 0).astype(np.uint8),
             fixed=fixed,
-            size=np.array([s.size for s in g.storages], dtype=np.int64),
+            size=c.size,
             owned=owned,
             kept=kept,
             order=np.array(self.order, dtype=np.int32),
-            overwrites=csr([tuple(chain(*o.overwrites)) if self.in_place else () for o in g.ops]),
+            overwrites=c.overwrites if self.in_place else csr([()] * len(g.ops)),
             **self._copies(),
         )
         if self.host is not None:
@@ -318,13 +320,28 @@ class EvictionProblem:
         """The steps that carry a decision out; within ``budget``, which says when copies out must be waited for."""
         return self.steps_of(self.engine.emit(evict, budget))
 
-    def steps_of(self, rows: Iterable[Sequence[Any]]) -> tuple[Step, ...]:
+    def steps_of(self, columns: Sequence[Any]) -> tuple[Step, ...]:
         """Steps as the core has them."""
-        left, steps = list(rows)[::-1], []
-        del rows
-        while left:  # each is let go once it is a step
-            steps.append(self._step(*left.pop()))
-        return tuple(steps)
+        kind, op, storages, form, stream, waits, reuses = columns
+        rows = _core.tuples(storages)
+        nbytes, codec = np.zeros(len(kind), dtype=np.int64), [""] * len(kind)
+        for k in np.flatnonzero((kind == _COMPRESS) | (kind == _COMPRESS + 1)).tolist():
+            packing = self.packings[rows[k][0]]
+            codec[k] = packing.codec
+            nbytes[k] = packing.nbytes if kind[k] == _COMPRESS else 0
+        pairs_ = _core.tuples(reuses) if len(reuses[1]) else ()
+        return make_steps(
+            len(kind),
+            kind=np.array(_KINDS, dtype=object)[kind].tolist(),
+            op=op,
+            storages=list(rows),
+            form=np.array(_FORMS, dtype=object)[form].tolist(),
+            nbytes=nbytes,
+            stream=stream,
+            waits=list(_core.tuples(waits)) if len(waits[1]) else (),
+            codec=codec,
+            reuses=[tuple(zip(r[::2], r[1::2], strict=True)) for r in pairs_] if pairs_ else (),
+        )
 
     def lower(
         self, decision: Decision, budget: int = _UNLIMITED, means: Collection[str] | None = None
@@ -342,26 +359,18 @@ class EvictionProblem:
                 f"what is decided for {self.graph.name!r}", "what it evicts cannot be recomputed"
             )
         allowed = frozenset(self.means).union(*self.only.values()) if means is None else means
-        if used := dict.fromkeys(s.kind for s in steps if s.kind in MEANS and s.kind not in allowed):
+        others = tuple(kind for kind in MEANS if kind not in allowed)
+        found = _core.codes(steps, "kind", others)
+        if used := dict.fromkeys(others[k] for k in found[found < len(others)].tolist()):
             rule = f"the plan uses {', '.join(used)}, which is not allowed"
             raise BadInput(f"{rule} (allowed: {', '.join(sorted(allowed)) or 'nothing'})", place="allow")
         return steps
 
     def again(self, evict: Bits) -> list[int]:
         """The ops that a decision runs again, once for each time, without the rest of the steps."""
-        return [op for kind, op, *_ in self.engine.emit(evict, _UNLIMITED) if _KINDS[kind] == "recompute"]
-
-    def _step(
-        self, number: int, op: int, storages: tuple[int, ...], form: int, stream: int, waits: tuple[int, ...],
-        reuses: tuple[int, ...],
-    ) -> Step:  # fmt: skip
-        kind = _KINDS[number]
-        if kind not in ("compress", "decompress"):
-            pairs = tuple(zip(reuses[::2], reuses[1::2], strict=True)) if reuses else ()
-            return Step(kind, op, storages, _FORMS[form], 0, stream, waits, "", False, pairs)
-        p = self.packings[storages[0]]
-        nbytes = p.nbytes if kind == "compress" else 0
-        return Step(kind, op, storages, _FORMS[form], nbytes, stream, waits, codec=p.codec)
+        kind, op, *_ = self.engine.emit(evict, _UNLIMITED)
+        found: list[int] = op[kind == _KINDS.index("recompute")].tolist()
+        return found
 
 
 def _bits(ways: Sequence[str]) -> int:
@@ -374,15 +383,15 @@ def _bits(ways: Sequence[str]) -> int:
 
 def _horizon(engine: Any, order: tuple[int, ...], graph: Graph) -> int:
     """About one layer's worth of positions: the usual distance between uses of neighboring layers' tensors."""
-    hues = colors(graph)
-    by_hue: dict[tuple[int, int], list[int]] = defaultdict(list)
-    for s, start, to in zip(*(a.tolist() for a in engine.gaps), strict=True):
-        if to < len(order) and to - start > len(order) // 50:
-            by_hue[hues[graph.uses.definer[s]], hues[order[to]]].append(to)
+    hues, definer = np.array(colors(graph), dtype=np.int64), graph.uses.facts.definer
+    storage, start, to = engine.gaps
+    far = (to < len(order)) & (to - start > len(order) // 50)
+    storage, to = storage[far], to[far]
+    made, user = hues[definer[storage]], hues[np.array(order, dtype=np.int64)[to]]
     # Equal tensors that one op reads together say nothing of layers.
-    rows = (sorted(set(tos)) for tos in by_hue.values())
-    near = [b - a for row in rows for a, b in pairwise(row)]
-    return int(np.median(near)) if near else max(1, len(order) // 8)
+    rows = np.unique(np.stack([made, user, to], axis=1), axis=0) if len(to) else np.zeros((0, 3), np.int64)
+    near = np.diff(rows[:, 2])[(np.diff(rows[:, :2], axis=0) == 0).all(axis=1)]
+    return int(np.median(near)) if len(near) else max(1, len(order) // 8)
 
 
 _DEPTHS = (1, 2)

@@ -70,7 +70,7 @@ def _descended(graph: Graph, search: cuts.Search) -> Ordered:
     best = search.lower(first)
     if best.peak <= search.bound or search.deadline.over:
         return best
-    shared = tables(graph, search.moments.before)
+    shared = tables(graph)
     starts = [second, *(planned.schedule(shared) for planned in (lpmf, bfs, dfs))]
     for order in sorted(starts, key=lambda o: int(search.moments.during(o).max())):
         lowered = search.lower(order)

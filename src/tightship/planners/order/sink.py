@@ -12,7 +12,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from tightship.analysis.order import dependents, predecessors
+import numpy as np
+
+from tightship.analysis.order import edges
 from tightship.graph import Graph
 
 __all__ = ["Options", "plan"]
@@ -25,38 +27,7 @@ class Options:
 
 def plan(graph: Graph, options: Options | None = None) -> tuple[int, ...]:
     """A legal order of the graph's ops."""
-    uses = graph.uses
-    size = [s.size for s in graph.storages]
-    before = predecessors(graph)
-    after = dependents(graph)
-    waiting = [len(b) for b in before]
-    readers = [len(r) for r in uses.readers]
-    stay = graph.static | graph.kept
-    done = [False] * len(before)
-    order: list[int] = []
-
-    def frees(k: int) -> bool:
-        freed = sum(size[s] for s in uses.reads[k] if s not in stay and readers[s] == 1)
-        return 0 < freed >= sum(size[s] for s in uses.defines[k])
-
-    def run(first: int) -> None:
-        stack = [first]
-        while stack:
-            k = stack.pop()
-            if done[k]:
-                continue
-            done[k] = True
-            order.append(k)
-            for s in uses.reads[k]:
-                readers[s] -= 1
-            ready = []
-            for a in after[k]:
-                waiting[a] -= 1
-                if not waiting[a] and not done[a]:
-                    ready.append(a)
-            stack.extend(a for a in reversed(ready) if frees(a))
-
-    for k in range(len(before)):
-        if not done[k]:
-            run(k)
-    return tuple(order)
+    stays = np.zeros(len(graph.storages), dtype=np.uint8)
+    stays[[*graph.static, *graph.kept]] = 1
+    order = graph.uses.facts.sink(edges(graph, forward=False), stays)
+    return tuple(order.tolist())

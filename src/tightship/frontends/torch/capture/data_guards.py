@@ -1,22 +1,22 @@
 """Questions that a program asks of its data while it is captured: values for control flow, and shapes.
 
-They are answered where the answer is the same in every step: if it comes from constants, the batch or buffers, a
-``Guard`` repeats the question in each step; or it is folded to a constant without the data. "Are all numbers finite?"
-is folded to yes, and the program checks it in every step (``Expectation``); "is a number drawn from [0, 1) below 0?"
-needs no check. Everything else stays unanswered.
+They are answered where the answer is known before the ops run: if it comes from constants, the batch, buffers or
+random numbers, a ``Guard`` repeats the question in each step; or it is folded to a constant without the data. "Are
+all numbers finite?" is folded to yes, and the program checks it in every step (``Expectation``); "is a number drawn
+from [0, 1) below 0?" needs no check. Everything else stays unanswered.
 """
 
 from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 
-from tightship.errors import Unsupported
+from tightship.errors import Unplannable, Unsupported
 from tightship.frontends.torch import compat
 from tightship.frontends.torch.capture.tape import Origin, Record, Tape, TapeValue
 from tightship.frontends.torch.program import Ref, evaluate, refs_in, substitute
@@ -68,6 +68,7 @@ class _Reader:
         self.tape = tape
         self.maker: dict[int, Record | None] = {}
         self.touching: dict[int, list[int]] = {}  # by storage: the records that make or write it
+        self.numbered: set[int] = set()  # calls with numbers that answers since have looked at
         self.known = 0
 
     def look(self) -> _Reader:
@@ -95,6 +96,8 @@ class _Reader:
         if r is None:
             return None
         rule = _RULES.get(_name(r))
+        if rule and any(type(x) in (int, float) for x in r.args):
+            self.numbered.add(r.asked)
         return rule(self, r.args) if rule else None
 
     def of(self, ref: Any) -> Answer | None:
@@ -244,14 +247,34 @@ _SHAPED_BY = {
     "aten::unique_dim": ("self",),
     "aten::bincount": ("self",),
     "aten::_ctc_loss": ("input_lengths", "target_lengths"),
+    "aten::_pack_padded_sequence": ("lengths",),
 }
 """Arguments whose contents decide the shapes of the results."""
+
+_MEASURED_BY = {
+    **_SHAPED_BY,
+    "aten::index_put": ("indices",),
+    "aten::index_put_": ("indices",),
+    "aten::_index_put_impl_": ("indices",),
+    "aten::_unsafe_index_put": ("indices",),
+    "aten::masked_scatter_backward": ("mask",),
+}
+"""Arguments whose contents decide what an op asks of the allocator, or whether it runs at all."""
 
 _INSTEAD = {
     "aten::_local_scalar_dense": "keep the value in a tensor (torch.where instead of an if, no .item())",
     "aten::nonzero": "use a mask and torch.where, so that the shape does not depend on the data",
     "aten::masked_select": "multiply by the mask instead of selecting",
+    "aten::index": "multiply by the mask (or torch.where) instead of selecting by it",
 }
+
+_DRAWS = {
+    "rand", "rand_like", "randn", "randn_like", "randint", "randint_like", "randperm", "uniform_", "normal_",
+    "normal", "random_", "bernoulli", "bernoulli_", "exponential_", "native_dropout",
+}  # fmt: skip
+"""Random ops that take as many numbers of the CPU's generator whatever their arguments hold."""
+
+_MASKS = (torch.bool, torch.uint8)
 
 Tensors = Mapping[tuple[str, Any], torch.Tensor]
 
@@ -260,16 +283,21 @@ Tensors = Mapping[tuple[str, Any], torch.Tensor]
 class Guard:
     """Something read from data when the step was captured, on which the captured ops depend.
 
-    ``sources`` are the (role, key) of the caller's tensors the answer depends on. ``holds`` asks again.
+    ``sources`` are the (role, key) of the caller's tensors the answer depends on, ``calls`` the calls of torch's
+    functions, as `Record.asked` numbers them, that it follows from. ``holds`` asks again, with the numbers they had.
     """
 
     sources: tuple[tuple[str, Any], ...]
     expected: Any
     place: str
     _ask: Callable[[Tensors], Any]
+    calls: frozenset[int] = frozenset()
 
-    def holds(self, tensors: Tensors) -> bool:
-        """Whether the answer is the captured one, given the tensors of ``sources``."""
+    def holds(self, tensors: Tensors, other_numbers: Collection[int] = ()) -> bool:
+        """Whether the answer is the captured one, given the tensors of ``sources``; not where one of its calls is
+        among those with ``other_numbers``, or may be."""
+        if other_numbers and not (-1 not in self.calls and self.calls.isdisjoint(other_numbers)):
+            return False
         return bool(self._ask(tensors) == self.expected)
 
 
@@ -279,13 +307,19 @@ class Questions:
     def __init__(self, tape: Tape) -> None:
         self._tape = tape
         self._reader = _Reader(tape)
+        self._known: dict[tuple[int, int], torch.Tensor] = {}
+        self._counted: set[tuple[int, int]] = set()  # masks with a guard on how much they select
         self.guards: list[Guard] = []
 
     def value(self, fn: Any, args: tuple[Any, ...], origin: Origin, phase: str) -> Any:
         """What ``fn`` returns to Python. Raises ``Unsupported`` where only the step itself can tell."""
         wanted = list(refs_in(args))
-        known = self._reader.look().truth(wanted[0]) if len(wanted) == 1 else None
+        reader = self._reader.look()
+        reader.numbered.clear()
+        known = reader.truth(wanted[0]) if len(wanted) == 1 else None
         if known is not None:
+            if any(k >= 0 for k in reader.numbered):
+                self._guard_numbers(known.value, frozenset(reader.numbered), fn, origin)
             if not known.sure:
                 self._expect(wanted[0], known.value, origin, phase)
             return known.value
@@ -308,27 +342,86 @@ class Questions:
 
             return form_of(fn(*substitute(args, read), **substitute(kwargs, read)))
 
-        return self._ask(fn, wanted, look, origin)
+        answer = self._ask(fn, wanted, look, origin)
+        if len(wanted) == 1:
+            self._counted.add(self._key(wanted[0]))
+        return answer
+
+    def contents(self, value: int, fn: Any, origin: Origin) -> torch.Tensor:
+        """What is in ``value``, guarded; raises as ``value``."""
+        self._ask(fn, [value], lambda parts: (parts[0].dtype, parts[0].tolist()), origin)
+        return self._contents(value, fn, origin)
+
+    def samples(
+        self, fn: Any, args: tuple[Any, ...], kwargs: dict[str, Any], origin: Origin
+    ) -> dict[int, torch.Tensor]:
+        """Contents of arguments without which ``fn`` cannot be measured, as `Program.samples` has them; none where
+        only the step can tell. Where nothing else checks it, how much a mask selects is guarded, which decides what
+        the op asks of the allocator."""
+        name = fn._schema.name
+        if name not in _MEASURED_BY:
+            return {}
+        given = [compat.argument(fn, args, kwargs, n) for n in _MEASURED_BY[name]]
+        wanted = list(dict.fromkeys(refs_in(given)))
+        if "index" in name:  # zeros are as good as any other index
+            wanted = [v for v in wanted if self._tape.values[v].dtype in _MASKS]
+        if not wanted:
+            return {}
+        try:
+            if name not in _SHAPED_BY and not all(self._key(v) in self._counted for v in wanted):
+                self._ask(fn, wanted, lambda parts: [int(p.count_nonzero()) for p in parts], origin)
+                self._counted |= {self._key(v) for v in wanted}
+            order = list(dict.fromkeys(refs_in((args, kwargs))))
+            return {order.index(v): self._contents(v, fn, origin) for v in wanted}
+        except Unsupported:
+            return {}
+
+    def _key(self, value: int) -> tuple[int, int]:
+        """A value with its contents as they are now."""
+        return value, len(self._reader.look().touching.get(self._tape.storage(value), ()))
+
+    def _contents(self, value: int, fn: Any, origin: Origin) -> torch.Tensor:
+        key = self._key(value)
+        if key not in self._known:
+            ask, asked, *_ = self._question([value], lambda parts: parts[0], fn, origin)
+            with compat.without_modes():
+                self._known[key] = ask({k: self._tape.real[v] for v, k in asked.items()})
+        return self._known[key]
 
     def _ask(
         self, fn: Any, wanted: list[int], finish: Callable[[Sequence[torch.Tensor]], Any], origin: Origin
     ) -> Any:
+        ask, asked, calls, drawn = self._question(wanted, finish, fn, origin)
+        with compat.without_modes():
+            answer = ask({key: self._tape.real[v] for v, key in asked.items()})
+        if asked or drawn:
+            self.guards.append(Guard(tuple(asked.values()), answer, f"{fn} · {origin}", ask, calls))
+        elif any(k >= 0 for k in calls):
+            self._guard_numbers(answer, calls, fn, origin)
+        return answer
+
+    def _question(
+        self, wanted: list[int], finish: Callable[[Sequence[torch.Tensor]], Any], fn: Any, origin: Origin
+    ) -> tuple[Callable[[Tensors], Any], dict[int, tuple[str, Any]], frozenset[int], bool]:
+        """What ``finish`` says of the values ``wanted``, as a function of the caller's tensors; which they are,
+        (role, key) by value; the calls that it follows from; and whether random numbers go into it."""
         tape = self._tape
         needed, sources = self._slice(wanted, fn, origin)
+        drawn = any(r.random for r in needed)
         values, asked = tape.values, {v: (role, key) for v, role, key in sources}
         used = {*wanted, *(v for r in needed for v in (*r.reads, *r.results) if v >= 0)}
         bases = {s: tape.storages[s].base for s in {tape.storage(v) for v in used}}
 
         def ask(tensors: Tensors) -> Any:
             given = {v: tensors[key] for v, key in asked.items()}
-            with torch.no_grad():
+            with torch.no_grad(), compat.random_states_kept(("cpu",) if drawn else ()):
                 return finish(evaluate(needed, values, bases, given, wanted))
 
-        with compat.without_modes():
-            answer = ask({key: tape.real[v] for v, key in asked.items()})
-        if asked:
-            self.guards.append(Guard(tuple(asked.values()), answer, f"{fn} · {origin}", ask))
-        return answer
+        return ask, asked, frozenset(r.asked for r in needed), drawn
+
+    def _guard_numbers(self, answer: Any, calls: frozenset[int], fn: Any, origin: Origin) -> None:
+        """An answer that no data go into, but perhaps numbers of ``calls``."""
+        self.guards.append(Guard((), answer, f"{fn} · {origin}", lambda _: answer, calls))
 
     def _expect(self, value: int, expected: bool, origin: Origin, phase: str) -> None:
         check = Expectation(expected, str(origin))
@@ -340,8 +433,10 @@ class Questions:
     ) -> tuple[list[Record], list[tuple[int, str, Any]]]:
         """The records that compute ``wanted`` and the caller's slots they start from."""
         tape, touching = self._tape, self._reader.look().touching
+        # A floating-point number is read to be looked at; anything else decides what is done next.
+        decides = not any(tape.values[v].dtype.is_floating_point for v in wanted)
         needed_storages: set[int] = set()
-        needed: list[Record] = []
+        needed: list[int] = []
         later: list[int] = []  # records to look at, the last first
         known: set[int] = set()
 
@@ -357,25 +452,68 @@ class Questions:
         while later:
             k = -heapq.heappop(later)
             r = tape.records[k]
-            if r.random or r.effect:
-                raise unsupported(
-                    fn, origin, f"its data comes from {r.target} at {r.origin}", random=r.random
-                )
-            needed.append(r)
+            if r.effect or (r.random and not self._repeatable(r)):
+                raise _made_by(r, fn, origin, decides)
+            needed.append(k)
             need({tape.storage(v) for v in r.reads}, k)
-        written = {s for r in needed for s in r.writes}
+        written = {s for k in needed for s in tape.records[k].writes}
         sources = []
         for v, role, key in tape.slots_of(needed_storages):
             if role in ("parameter", "state") or tape.storage(v) in written or v not in tape.real:
-                raise unsupported(fn, origin, f"its data comes from {role} {key}")
+                raise unsupported(fn, origin, f"its data comes from {role} {key}", decides=decides)
             sources.append((v, role, key))
-        return needed[::-1], sources
+        return self._with_draws(needed[::-1], fn, origin, decides), sources
+
+    def _repeatable(self, r: Record) -> bool:
+        """Whether the record's random numbers can be drawn before the step, by a state that is put back."""
+        return r.device == "cpu" and self._has_data and _name(r) in _DRAWS
+
+    def _with_draws(self, needed: Sequence[int], fn: Any, origin: Origin, decides: bool) -> list[Record]:
+        """These records of the tape; what draws random numbers before one of them that does so draws them, too."""
+        records, chosen = self._tape.records, set(needed)
+        last = max((k for k in needed if records[k].random), default=-1)
+        rows = []
+        for k, r in enumerate(records[: needed[-1] + 1] if needed else ()):
+            if k in chosen:
+                rows.append(r)
+            elif r.random and k < last:
+                if not self._repeatable(r):
+                    raise _made_by(r, fn, origin, decides)
+                rows.append(self._draw(r))
+        return rows
+
+    def _draw(self, r: Record) -> Record:
+        """A record that draws as ``r`` does, and makes nothing."""
+        values = self._tape.values
+
+        def draw() -> tuple[()]:
+            def blank(v: int) -> torch.Tensor:
+                return zeros_like(values[v])
+
+            r.fn(*substitute(r.args, blank), **substitute(r.kwargs, blank))
+            return ()
+
+        return Record(draw, r.target, (), {}, random=True)
+
+    @property
+    def _has_data(self) -> bool:
+        """Whether the step is captured to be run on what it was captured of."""
+        real = self._tape.real
+        return any(v in real for v, role, _ in self._tape.slots if role != "constant")
 
 
-def unsupported(fn: Any, origin: Origin, why: str, *, random: bool = False) -> Unsupported:
+def _made_by(r: Record, fn: Any, origin: Origin, decides: bool) -> Unsupported:
+    why = f"its data comes from {r.target} at {r.origin}"
+    return unsupported(fn, origin, why, random=r.random, decides=decides)
+
+
+def unsupported(
+    fn: Any, origin: Origin, why: str, *, random: bool = False, decides: bool = False
+) -> Unsupported:
     """The error for an op that needs data, with what to do instead."""
     instead = _INSTEAD.get(fn._schema.name, "use an op whose result and shape do not depend on the data")
-    if random:
-        instead = "set the rate by which things are dropped (layerdrop, …) to 0, or decide with torch.where"
+    if random and fn._schema.name in READS_DATA:
+        instead = "draw by torch.rand or Python's random on the CPU, or decide with torch.where"
     where = f" at {origin}" if str(origin) else ""
-    return Unsupported(f"{fn}{where}", f"the ops of a step must not depend on data ({why})", instead)
+    kind = Unplannable if decides else Unsupported
+    return kind(f"{fn}{where}", f"the ops of a step must not depend on data ({why})", instead)

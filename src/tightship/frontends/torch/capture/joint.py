@@ -232,6 +232,10 @@ class _Lowering:
         args = torch.fx.node.map_arg(n.args, self.env.__getitem__)
         kwargs = torch.fx.node.map_arg(n.kwargs, self.env.__getitem__)
         run: Any = _INSTEAD.get(n.target, n.target)
+        if n.target is torch.ops.aten.native_dropout_backward.default:
+            args = (*args[:2], self._dropout_scale(n))
+        elif n.target is torch.ops.aten.bernoulli.p:
+            _check_drawn(n)
         try:
             out = run(*_plain(args), **_plain(kwargs))
         except TightshipError:
@@ -244,6 +248,13 @@ class _Lowering:
         for k, t in enumerate(flat(out)):
             if isinstance(t, torch.Tensor) and isinstance(n.target, torch._ops.OpOverload):
                 self.made.setdefault(self.tape.storage(self.tape.value(t, str(_origin(n)))), (n, k))
+
+    def _dropout_scale(self, n: Node) -> Any:
+        """What eager multiplies a gradient behind dropout by: the number its forward pass had."""
+        drawn = n.args[1].args[0] if isinstance(n.args[1], Node) and n.args[1].args else None
+        if not isinstance(drawn, Node) or drawn.target is not torch.ops.aten.native_dropout.default:
+            return n.args[2]
+        return _kept_scale(self.env[n.args[0]], drawn.args[1])
 
     def _constant(self, n: Node) -> Any:
         real: Any = self.gm
@@ -378,11 +389,49 @@ def _batch_norm(
     return (*op(x, weight, bias, new_mean, new_variance, training, momentum, eps), new_mean, new_variance)
 
 
+def _kept_scale(x: torch.Tensor, p: Any) -> float:
+    """What dropout multiplies what it keeps by: 1/(1-p), in eager on the CPU rounded to the tensor's type."""
+    if p == 1 or x.device.type != "cpu":
+        return 0.0 if p == 1 else 1 / (1 - p)
+    with compat.without_modes():
+        return float(torch.ones(8, dtype=x.dtype).div_(1 - p)[0])
+
+
+def _dropout(x: Any, p: float, train: bool | None) -> Any:
+    """Dropout as eager runs it: the same draws in the same order, and the same numbers. Its mask is of bytes."""
+    if not train or p == 0 or (x.device.type != "cpu" and p != 1):
+        return torch.ops.aten.native_dropout.default(x, p, train)
+    mask = torch.ops.aten.empty_like.default(x, dtype=torch.bool)
+    mask = torch.ops.aten.zero_.default(mask) if p == 1 else torch.ops.aten.bernoulli_.float(mask, 1 - p)
+    kept = torch.ops.aten.mul.Tensor(x, mask)
+    return (kept if p == 1 else torch.ops.aten.mul_.Scalar(kept, _kept_scale(x, p))), mask
+
+
+def _bernoulli(x: Any, p: float, generator: Any = None) -> Any:
+    """``x.bernoulli_(p)`` in a new tensor, which is drawn in the order of its memory."""
+    return torch.ops.aten.bernoulli_.float(torch.ops.aten.empty_like.default(x), p, generator=generator)
+
+
+def _check_drawn(n: Node) -> None:
+    """``x.bernoulli_(p)`` draws in the order of x's memory, ``torch.bernoulli(x, p)`` in that of its elements."""
+    if (
+        not n.args[0].meta["val"].is_contiguous()
+        and n.args[0].target is not torch.ops.aten.empty_like.default
+    ):
+        raise Unsupported(
+            f"{n.target} at {_origin(n)}",
+            "which numbers it draws depends on the memory's order",
+            "draw into a new tensor",
+        )
+
+
 _INSTEAD = {
     torch.ops.aten.copy.default: _copied,
     torch.ops.aten._native_batch_norm_legit_functional.default: _batch_norm,
+    torch.ops.aten.native_dropout.default: _dropout,
+    torch.ops.aten.bernoulli.p: _bernoulli,
 }
-"""Functional forms that cost more than what eager runs: the same values to the bit, from other ops."""
+"""Functional forms that cost more than what eager runs, or differ from it: eager's values, bit by bit."""
 
 
 def _plain(tree: Any) -> Any:

@@ -136,17 +136,19 @@ def finish(
     notes: Sequence[str] = (),
     losses: Sequence[int] = (),
     sums: bool = False,
+    whole_batch: bool = True,
 ) -> Program:
     """The program of everything on the tape that matters: ops nobody needs are left out.
 
     ``results`` are values handed back; ``losses`` those among them to be called outputs. ``sums``: take sums of
-    gradients in place, as eager does.
+    gradients in place, as eager does. Without ``whole_batch``, tensors of the batch that nothing reads are left out.
     """
     records = live_records(tape, results)
     if sums:
         records, moved = _in_place_sums(tape, records, [*results, *losses])
         results, losses = moved[: len(results)], moved[len(results) :]
-    number = Numbers.of(tape, records, results)
+    given = tape.slots if whole_batch else _read_slots(tape, records, [*results, *losses], guards)
+    number = Numbers.of(tape, records, results, given)
     names = _op_names(records)
     storages = _storages(tape, records, names, number, {tape.storage(v) for v in losses})
     calls = [_renumbered(Call(r.fn, r.args, r.kwargs, r.results), number) for r in records]
@@ -157,9 +159,9 @@ def finish(
         _op(r, n, c, by_base, number, overwrites(tape, r), tape.on_cuda)
         for r, n, c in zip(records, names, calls, strict=True)
     )
-    slots = tuple(Slot(number.value[v], role, key) for v, role, key in tape.slots)
+    slots = tuple(Slot(number.value[v], role, key) for v, role, key in given)
     inputs = [s.value for s in slots]
-    callers = {tape.storage(v) for v, _, _ in tape.slots}
+    callers = {tape.storage(v) for v, _, _ in given}
     known = set(inputs)
     inputs += [v for s in callers for v in owned[s] if v not in known]
     graph = Graph(
@@ -174,7 +176,25 @@ def finish(
     return Program(
         graph, tuple(calls), replays, bases, slots, graph.outputs, result_spec, tuple(tape.constants),
         tuple(notes), tuple(guards), batch, asked=tuple(r.asked for r in records),
+        samples={k: r.samples for k, r in enumerate(records) if r.samples},
     )  # fmt: skip
+
+
+_Given = tuple[int, str, Any]
+
+
+def _read_slots(
+    tape: Tape, records: Sequence[Record], results: Sequence[int], guards: Sequence[Any]
+) -> list[_Given]:
+    """The caller's tensors without those of the batch that nothing needs."""
+    asked = {source for g in guards for source in g.sources}
+    needed = {tape.storage(v) for r in records for v in (*r.reads, *(v for v in r.results if v >= 0))}
+    needed |= {tape.storage(v) for v in results} | {s for r in records for s in r.writes}
+    return [
+        (v, role, key)
+        for v, role, key in tape.slots
+        if role != "input" or tape.storage(v) in needed or (role, key) in asked
+    ]
 
 
 def live_records(tape: Tape, results: Sequence[int]) -> list[Record]:
@@ -197,9 +217,11 @@ class Numbers:
     value: dict[int, int]
 
     @staticmethod
-    def of(tape: Tape, records: Sequence[Record], results: Sequence[int]) -> Numbers:
+    def of(
+        tape: Tape, records: Sequence[Record], results: Sequence[int], slots: Sequence[_Given] | None = None
+    ) -> Numbers:
         used: dict[int, None] = {}
-        for v, _, _ in tape.slots:
+        for v, _, _ in tape.slots if slots is None else slots:
             used.setdefault(v)
         for r in records:
             for v in (*(v for v in r.results if v >= 0), *r.reads):

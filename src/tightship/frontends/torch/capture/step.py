@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -16,7 +16,7 @@ from tightship.frontends.torch.capture.lower import finish
 from tightship.frontends.torch.capture.recorder import Recorder
 from tightship.frontends.torch.capture.state_restore import Change, applied, untouched
 from tightship.frontends.torch.capture.tape import Origin, Tape, Tracker
-from tightship.frontends.torch.optimizer.updates import Updater, Updates, updaters
+from tightship.frontends.torch.optimizer.updates import Member, SeveralUpdates, Updater, Updates, updaters
 from tightship.frontends.torch.program import Program, Ref
 from tightship.frontends.torch.structure import (
     BatchSpec,
@@ -34,16 +34,18 @@ from tightship.frontends.torch.structure import (
 
 __all__ = [
     "DATA_PARALLEL",
+    "Ending",
     "StepCapture",
     "capture_forward",
     "capture_loss",
     "capture_step",
+    "capture_update",
     "check_changes",
     "check_hooks",
     "check_model",
+    "check_replaced",
     "checked_leaf",
     "module_of",
-    "replaced_buffer",
 ]
 
 
@@ -87,6 +89,19 @@ def capture_step(
             second = _Capture(model, batch, name).step(loss, optimizer)
         _check_same(program, second, capture.changes)
     return program
+
+
+def capture_update(
+    model: torch.nn.Module,
+    updates: Updates | SeveralUpdates,
+    gradients: Mapping[str, torch.Tensor],
+    *,
+    name: str = "update",
+) -> Program:
+    """The program of the optimizer's updates of the parameters that have these ``gradients``, which are its inputs;
+    parameters and buffers that it does not touch are inputs, too, as they stand beside it. Raises as
+    ``capture_step``."""
+    return _Capture(model, (), name).update(updates, gradients)
 
 
 def capture_loss(
@@ -167,6 +182,28 @@ def check_hooks(parameters: Iterable[tuple[str, torch.Tensor]], modules: Iterabl
 
 
 @dataclass(frozen=True)
+class Ending:
+    """What follows a step's forward pass: a backward pass for the gradients of ``wanted`` parameters, and the
+    optimizer's ``updates`` with them.
+
+    Where the step ends with the backward pass, ``leaves`` is true: gradients are added to those of ``held``, in
+    place, and the others are the program's last results; the optimizer's state stands beside them. Otherwise ``clip``
+    changes gradients before the updates, in place, and may return a tensor, which is the program's last result.
+    """
+
+    wanted: tuple[str, ...]
+    updates: Updates | SeveralUpdates | None
+    clip: Callable[[list[torch.Tensor]], torch.Tensor | None] | None = None
+    leaves: bool = False
+    held: Mapping[str, torch.Tensor] = field(default_factory=dict)
+
+    @property
+    def part(self) -> str:
+        """Which part of a step ends so; empty for all of it."""
+        return "" if not self.leaves else "adding" if self.held else "backward"
+
+
+@dataclass(frozen=True)
 class _Fakes:
     """The fake stand-ins of what the caller owns, by qualified name; ``real`` of the same names."""
 
@@ -187,6 +224,7 @@ class _Capture:
         self.tape = Tape()
         self.tracker = Tracker({m: n for n, m in model.named_modules()})
         self.recorder = Recorder(self.tape, self.mode, self.tracker)
+        self.readers = compat_capture.DataReaders(self.recorder.contents)
         self.changes: list[Change] = []
 
     def step(self, loss_fn: LossFn, optimizer: torch.optim.Optimizer | None) -> Program:
@@ -204,7 +242,9 @@ class _Capture:
             batch=BatchSpec.of(self.batch), notes=notes, losses=values[:1], sums=True,
         )  # fmt: skip
 
-    def _wanted(self, optimizer: torch.optim.Optimizer | None) -> tuple[Updates | None, list[str]]:
+    def _wanted(
+        self, optimizer: torch.optim.Optimizer | None
+    ) -> tuple[Updates | SeveralUpdates | None, list[str]]:
         """How the optimizer steps, and the parameters whose gradients are wanted."""
         by_name = self._trained()
         if optimizer is None:
@@ -225,7 +265,7 @@ class _Capture:
         return by_name
 
     def _updated(
-        self, updates: Updates | None, fakes: _Fakes, gradients: dict[str, torch.Tensor]
+        self, updates: Updates | SeveralUpdates | None, fakes: _Fakes, gradients: dict[str, torch.Tensor]
     ) -> tuple[str, ...]:
         """Takes down the optimizer's step; returns what a user should know of it."""
         if updates is None:
@@ -234,14 +274,63 @@ class _Capture:
             self._update(updater, fakes.parameters, gradients)
         return updates.notes
 
+    def update(self, updates: Updates | SeveralUpdates, gradients: Mapping[str, torch.Tensor]) -> Program:
+        fakes = self._fakes(gradients.values())
+        given = self._held(gradients)
+        notes = self._updated(updates, fakes, given)
+        return finish(self.tape, [], result_spec=Results(()), name=self.name, notes=notes)
+
+    def _clipped(
+        self, clip: Callable[[list[torch.Tensor]], torch.Tensor | None], parameters: list[torch.Tensor]
+    ) -> torch.Tensor | None:
+        with torch.no_grad(), self.mode, self.recorder, self.recorder.in_phase("update"):
+            return clip(parameters) if parameters else None
+
+    def _held(self, gradients: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """The fakes of gradients that are there before the program runs, each an input of the tape."""
+
+        def fake(name: str, g: torch.Tensor) -> torch.Tensor:
+            if not g.is_meta:
+                return self._fake(g)
+            device = self.parameters[name].device
+            return compat.blank_like(self.mode, tuple(g.shape), g.stride(), 0, g.dtype, device)
+
+        made = {n: fake(n, g) for n, g in gradients.items()}
+        for n, g in made.items():
+            self.tape.input(g, "gradient", n, f"{n}.grad")
+        return made
+
+    def _state(self, updates: Updates | SeveralUpdates, gradients: Mapping[str, torch.Tensor]) -> None:
+        """Takes down the state that the optimizer has, or will have, for parameters with ``gradients``."""
+        for updater in updates.ops(gradients):
+            for m in updater.members:
+                self._states(updater, m)
+            self._held_by(updater)
+
+    def _states(self, updater: Updater, member: Member) -> list[int]:
+        """The optimizer's state for a parameter, each tensor an input of the tape."""
+        name, mark = member.name, (updater.number,) if updater.number else ()
+        rows = zip(member.state_keys, member.state_like, strict=True)
+        return [
+            self.tape.input(self._blank(t), "state", (name, k, *mark), f"{name}.{k}{''.join(map(str, mark))}")
+            for k, t in rows
+        ]
+
+    def _held_by(self, updater: Updater) -> list[int]:
+        """What the optimizer keeps beside that."""
+        return [
+            self.tape.input(self._blank(t), "state", ("", path, updater.number), f"optimizer{path}")
+            for path, t in updater.held.items()
+        ]
+
     def forward(self) -> Program:
         self.tape.grad = False
         quiet = compat_capture.quiet_capture(has_data=self.has_data)
         with untouched(self.model, self.changes), quiet, torch.no_grad():
             fakes = self._fakes()
-            with self.mode, self.recorder, self.tracker.active(), self._swapped(fakes):
+            with self.mode, self.recorder, self.readers.active(), self.tracker.active(), self._swapped(fakes):
                 out = called(self.model, fakes.batch)
-                self._rebound(fakes)
+                self._write_back(self._replaced(fakes), fakes)
         given = caches(fakes.batch)
         spec, values = Results.of_refs(self._results(out, given), [self._results(c) for c in given])
         if not values:
@@ -257,12 +346,15 @@ class _Capture:
         with ExitStack() as stack:
             stack.enter_context(self.mode)
             stack.enter_context(self.recorder)
+            stack.enter_context(self.readers.active())
             with self.tracker.active(), self._swapped(fakes):
                 out = loss_fn(self.model, fakes.batch)
-                self._rebound(fakes)
+                replaced = self._replaced(fakes)
             loss = checked_loss(out)
             results = self._results(out)
-            return results, self._gradients(loss, wanted, leaves)
+            gradients = self._gradients(loss, wanted, leaves)
+            self._write_back(replaced, fakes)
+            return results, gradients
 
     def _gradients(
         self, loss: torch.Tensor, wanted: Sequence[str], leaves: Sequence[torch.Tensor]
@@ -293,10 +385,11 @@ class _Capture:
 
     # --- what the caller owns ---
 
-    def _fakes(self) -> _Fakes:
-        """Fakes of parameters, buffers and batch, each an input of the tape. Equal objects give one fake."""
+    def _fakes(self, gradients: Iterable[torch.Tensor] = ()) -> _Fakes:
+        """Fakes of parameters, buffers and batch, each an input of the tape. Equal objects give one fake.
+        ``gradients`` are there, too, and may lie in one storage."""
         made: dict[int, torch.Tensor] = {}
-        own = {id(t): t for t in (*self.parameters.values(), *self.buffers.values())}
+        own = {id(t): t for t in (*self.parameters.values(), *self.buffers.values(), *gradients)}
         self._shared = shared_storages(own.values())
 
         def fake_of(real: torch.Tensor, role: str, key: Any, name: str) -> torch.Tensor:
@@ -310,9 +403,9 @@ class _Capture:
         position = iter(range(1 << 30))
 
         def leaf(x: Any) -> Any:
-            k = next(position)
             if not isinstance(x, torch.Tensor):
                 return x
+            k = next(position)
             # One fake per leaf, even if two are the same tensor: in the next batch they may not be.
             fake = self._blank(x).requires_grad_(x.requires_grad)
             self.tape.input(fake, "input", k, f"batch.{k}", x if self.has_data else None)
@@ -341,16 +434,31 @@ class _Capture:
         with compat_capture.reparametrized(self.model, {**fakes.parameters, **fakes.buffers}):
             yield
 
-    def _rebound(self, fakes: _Fakes) -> None:
-        """A buffer that was replaced by a new tensor is written back, which is what the next step would read."""
+    def _replaced(self, fakes: _Fakes) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """Buffers that the code has replaced by new tensors, and these."""
+        found = []
         for n, b in self.model.named_buffers():
             fake = fakes.buffers.get(n)
             if fake is None or b is fake:
                 continue
-            if (b.shape, b.dtype, b.device) != (fake.shape, fake.dtype, fake.device):
-                raise replaced_buffer(n)
-            with torch.no_grad():
-                fake.copy_(b)
+            check_replaced(n, fake, b)
+            found.append((fake, b))
+        return found
+
+    def _write_back(self, replaced: Sequence[tuple[torch.Tensor, torch.Tensor]], fakes: _Fakes) -> None:
+        """Takes down that replaced buffers get what the next step would read there. The gradients, which may be made
+        of what they held before, are there by then, and all is read before anything is written."""
+        written = {compat.storage_key(buffer) for buffer, _ in replaced}
+        owned = {compat.storage_key(t): n for n, t in (*fakes.parameters.items(), *fakes.buffers.items())}
+        with torch.no_grad(), self.recorder.in_phase("update"):
+            fresh = []
+            for _, now in replaced:
+                key = compat.storage_key(now)
+                if key in owned and key not in written:
+                    raise shared_buffer(owned[key])
+                fresh.append(now.clone() if key in written else now)
+            for (buffer, _), now in zip(replaced, fresh, strict=True):
+                buffer.copy_(now)
 
     # --- updates ---
 
@@ -360,18 +468,18 @@ class _Capture:
         read: list[int] = []
         written: list[int] = []
         for m in updater.members:
-            state = [self._blank(t) for t in m.state_like]
-            values = [
-                self.tape.input(t, "state", (m.name, k), f"{m.name}.{k}")
-                for k, t in zip(m.state_keys, state, strict=True)
-            ]
+            values = self._states(updater, m)
             p, g = self.tape.value(parameters[m.name]), self.tape.value(gradients[m.name])
             read += [p, g, *values]
             written += [p, *([g] if updater.writes_gradients else ()), *values]
+        held = self._held_by(updater)
+        read += held
+        written += held
         target = f"optimizer.{type(updater.optimizer).__name__}"
         r = self.tape.call(updater, target, tuple(read), tuple(written))
         params = [parameters[m.name] for m in updater.members]
         r.phase, r.device, r.flops = "update", str(params[0].device), sum(p.numel() for p in params)
+        r.random = updater.draws  # random ops keep their order
         if len(params) == 1:
             r.origin = Origin(updater.name.rpartition(".")[0], "")
 
@@ -379,9 +487,11 @@ class _Capture:
 class StepCapture(_Capture):
     """Captures a step whose calls come one by one, as `Execution` makes them: ``program`` when all are made."""
 
-    def __init__(self, model: torch.nn.Module, batch: Any, name: str) -> None:
+    def __init__(self, model: torch.nn.Module, batch: Any, name: str, ending: Ending) -> None:
         super().__init__(model, batch, name)
-        self._given = self._fakes()
+        self.ending = ending
+        self._late: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self._given = self._fakes(ending.held.values())
 
     @property
     def stand_ins(self) -> Any:
@@ -403,6 +513,10 @@ class StepCapture(_Capture):
         with self.mode, self.recorder:
             yield
 
+    def instead(self, func: Any) -> Any:
+        """What is called in the place of a function that reads data by itself."""
+        return self.readers.instead(func)
+
     def swapped(self) -> AbstractContextManager[None]:
         """The model on fake tensors."""
         return self._swapped(self._given)
@@ -418,6 +532,10 @@ class StepCapture(_Capture):
         """The ops to come belong to the torch function's call of that number."""
         self.recorder.asked = number
 
+    def write_back(self, buffer: torch.Tensor, now: torch.Tensor) -> None:
+        """To be taken down behind the backward pass."""
+        self._late.append((buffer, now))
+
     def resume(self) -> None:
         self.tracker.resume()
 
@@ -426,30 +544,66 @@ class StepCapture(_Capture):
         return {r.asked for r in self.tape.records if r.random}
 
     def program(
-        self, loss: torch.Tensor, results: Sequence[torch.Tensor], spec: Results,
-        updates: Updates, notes: Sequence[str],
-    ) -> Program:  # fmt: skip
-        """The program of the calls made and of the backward pass and update that follow them."""
-        wanted = updates.names if self._trained() else ()
+        self, loss: torch.Tensor, results: Sequence[torch.Tensor], spec: Results, notes: Sequence[str]
+    ) -> Program:
+        """The program of the calls made and of what follows them."""
+        ending = self.ending
+        wanted = ending.wanted if self._trained() else ()
         leaves = [self._given.parameters[n] for n in wanted]
+        held = self._held(ending.held)
+        for n, g in held.items():
+            self._given.parameters[n].grad = g
         self.asking(-1)
         with torch.enable_grad(), self.executing():
             values = [self.tape.value(t) for t in (*results, loss)]
             gradients = self._gradients(loss, wanted, leaves)
-        notes = [*notes, *self._updated(updates, self._given, gradients)]
-        return finish(
-            self.tape, values[:-1], result_spec=spec, name=self.name, guards=self.recorder.guards,
-            batch=BatchSpec.of(self.batch), notes=notes, losses=values[-1:], sums=True,
+            self._write_back(self._late, self._given)
+        made: list[str] = []
+        norm: torch.Tensor | None = None
+        if ending.leaves:
+            made = [n for n in gradients if n not in held]
+            if ending.updates is not None:
+                self._state(ending.updates, gradients)
+        else:
+            if ending.clip is not None:
+                found = [p for n, p in self._given.parameters.items() if n in gradients]
+                norm = self._clipped(ending.clip, found)  # in the model's order, in which norms add up
+            notes = [*notes, *self._updated(ending.updates, self._given, gradients)]
+        last = [gradients[n] for n in made] if norm is None else [norm]
+        handed_back = [*values[:-1], *map(self.tape.value, last)]
+        program = finish(
+            self.tape, handed_back, result_spec=spec, name=self.name, guards=self.recorder.guards,
+            batch=BatchSpec.of(self.batch), notes=notes, losses=values[-1:], sums=True, whole_batch=False,
         )  # fmt: skip
+        return replace(program, gradients=tuple(made))
 
 
-def replaced_buffer(name: str) -> Unsupported:
-    """The error for a buffer in whose place a step puts something that cannot be written back into it."""
+def shared_buffer(name: str) -> Unsupported:
+    """The error for a buffer in whose place a step puts the bytes of a parameter, or of another buffer."""
     return Unsupported(
-        f"the buffer {name!r}",
-        "the step replaces it by a tensor of another size or type",
-        "write into it with copy_(), or run the model once before capturing it",
+        f"a buffer that a step makes share bytes with {name!r}",
+        "in eager it would follow every change of that",
+        "put a copy there (clone())",
     )
+
+
+def check_replaced(name: str, buffer: torch.Tensor, now: torch.Tensor | None) -> None:
+    """Raises ``Unsupported`` for a buffer in whose place a step puts something that cannot be written back into it:
+    later steps would find it otherwise than in eager."""
+    if now is None or (now.shape, now.dtype, now.device) != (buffer.shape, buffer.dtype, buffer.device):
+        what = "a tensor of another size or type"
+    elif _strides(now) != _strides(buffer):
+        what = f"a tensor with strides {tuple(now.stride())} instead of {tuple(buffer.stride())}"
+    else:
+        return
+    raise Unsupported(
+        f"the buffer {name!r}", f"the step replaces it by {what}",
+        "write into it with copy_(), or run the model once before capturing it",
+    )  # fmt: skip
+
+
+def _strides(tensor: torch.Tensor) -> list[int]:
+    return [s for n, s in zip(tensor.shape, tensor.stride(), strict=True) if n > 1]
 
 
 def checked_leaf(x: Any) -> Any:

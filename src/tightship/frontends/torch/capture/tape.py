@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from tightship.errors import Unsupported
+from tightship.errors import Unplannable, Unsupported
 from tightship.frontends.torch import compat, compat_capture
 from tightship.frontends.torch.program import Call, Ref, leaves_in, map_tree, refs_in
 from tightship.graph import aligned, alignment_of
@@ -141,7 +141,8 @@ class TapeStorage:
 @dataclass(slots=True)
 class Record:
     """One op. ``results`` as in ``Call``; ``reads`` are values, ``writes`` and ``updates`` storages.
-    ``asked`` is the number of the torch function's call it belongs to, -1 where that is not known."""
+    ``asked`` is the number of the torch function's call it belongs to, -1 where that is not known. ``samples`` are
+    contents of arguments without which it cannot be measured, as `Program.samples` has them."""
 
     fn: Callable[..., Any]
     target: str
@@ -159,6 +160,7 @@ class Record:
     phase: str = "forward"
     origin: Origin = field(default_factory=Origin)
     asked: int = -1
+    samples: dict[int, torch.Tensor] = field(default_factory=dict)
 
 
 class Tape:
@@ -331,7 +333,7 @@ class Tape:
 def _plain(tensor: torch.Tensor, place: str) -> None:
     at = f" at {place}" if place else ""
     if tensor.layout is not torch.strided:
-        raise Unsupported(
+        raise Unplannable(
             f"a {tensor.layout} tensor{at}",
             "its bytes are more than one strided storage",
             "use dense tensors (sparse=False in an embedding)",

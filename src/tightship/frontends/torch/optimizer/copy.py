@@ -3,26 +3,39 @@
 from __future__ import annotations
 
 import copy
+import random
 import sys
 import types
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+import numpy as np
 import torch
 
 from tightship.frontends.torch import compat
 
 __all__ = [
     "Disagreement",
+    "Path",
     "Plain",
+    "Rehearsal",
     "Turns",
     "bare",
     "copied",
+    "inside",
+    "kept_by_path",
     "kept_tensors",
+    "moved_out",
+    "numbers_of",
+    "parameters_of",
     "plain_part",
+    "random_states",
+    "random_untouched",
+    "set_numbers",
     "stepped",
+    "traits",
     "unchanged_globals",
     "why_not_plain",
 ]
@@ -43,7 +56,7 @@ def stepped(
     The parameters of the optimizer that are not among them have no gradient.
     """
     given = {id(p): g for p, g in pairs}
-    params = [p for group in optimizer.param_groups for p in group["params"]]
+    params = parameters_of(optimizer)
     before = [p.grad for p in params]
     try:
         for p in params:
@@ -88,6 +101,9 @@ def copied(optimizer: Any, others: Mapping[int, torch.Tensor], *, alone: bool = 
 def _copied(optimizer: Any, memo: dict[int, Any], left_out: frozenset[int]) -> Any:
     made = bare(optimizer)
     memo[id(optimizer)] = made
+    for value in (*vars(optimizer).values(), *(x for g in optimizer.param_groups for x in g.values())):
+        if isinstance(value, torch.Generator) and id(value) not in memo:
+            memo[id(value)] = value.clone_state()
     for value in vars(optimizer).values():  # an optimizer's own way of being copied forgets its attributes
         if isinstance(value, torch.optim.Optimizer) and id(value) not in memo:
             _copied(value, memo, left_out)
@@ -101,31 +117,188 @@ def _copied(optimizer: Any, memo: dict[int, Any], left_out: frozenset[int]) -> A
     return made
 
 
+class Rehearsal:
+    """An update on copies of parameters and state, run as often as one likes; changes nothing real.
+
+    ``fill`` before each ``run`` says what the gradients are; a call does both, with gradients of zeros. ``alone``: as
+    for `copied`.
+    """
+
+    def __init__(self, optimizer: Any, params: Sequence[torch.Tensor], *, alone: bool) -> None:
+        others = {id(p): torch.nn.Parameter(p.detach().clone(), p.requires_grad) for p in params}
+        self._made = copied(optimizer, others, alone=alone)
+        self._step = compat.plain_step(type(optimizer))
+        self._pairs = [(q, torch.zeros_like(q)) for q in others.values()]
+        self._before: dict[tuple[int, Any], float] = {}
+        self._counters: list[tuple[int, Any]] = []
+
+    def __call__(self) -> None:
+        self.fill(0.0)
+        self.run()
+
+    def fill(self, scale: float) -> None:
+        """Gradients of normally distributed numbers times ``scale``."""
+        for _, g in self._pairs:
+            flat = g.as_strided((g.untyped_storage().nbytes() // g.itemsize,), (1,), 0)
+            if scale:
+                tile = _normal_tile(g.dtype).to(g.device)
+                whole = flat.numel() // len(tile) * len(tile)
+                if whole:
+                    flat[:whole].view(-1, len(tile)).copy_(tile.expand(whole // len(tile), len(tile)))
+                flat[whole:].copy_(tile[: flat.numel() - whole])
+                flat.mul_(scale)
+            else:
+                flat.zero_()
+
+    def run(self) -> None:
+        stepped(self._made, self._step, self._pairs)
+
+    def count(self) -> None:
+        """Called after two runs in turn: numbers that the second has raised by one are counters."""
+        now = numbers_of(self._made, [q for q, _ in self._pairs])
+        self._counters = [n for n, x in now.items() if self._before.get(n) == x - 1]
+        self._before = now
+
+    def skip(self, steps: int) -> bool:
+        """As if so many steps had been done; False if nothing counts them."""
+        set_numbers(self._made, [q for q, _ in self._pairs], self._counters, steps)
+        return bool(self._counters)
+
+
+_tiles: dict[torch.dtype, torch.Tensor] = {}
+
+
+def _normal_tile(dtype: torch.dtype) -> torch.Tensor:
+    if dtype not in _tiles:
+        generator = torch.Generator().manual_seed(0)
+        wide = torch.complex64 if dtype.is_complex else torch.float32
+        _tiles[dtype] = torch.randn(1 << 16, generator=generator, dtype=wide).to(dtype)
+    return _tiles[dtype]
+
+
 def _is_hooks(name: str) -> bool:
     return name.startswith("_optimizer_") and name.endswith("_hooks")
 
 
+# --- the tensors that it keeps --------------------------------------------------------------------------------
+
+
+class Path(tuple[tuple[str, Any], ...]):
+    """Where a tensor stands inside something: attributes, keys and indices, and keys that are parameters (by their
+    number), one after the other."""
+
+    def __str__(self) -> str:
+        return "".join(f".{key}" if how == "attribute" else f"[{key!r}]" for how, key in self)
+
+    def find(self, tree: Any, params: Sequence[torch.Tensor] = ()) -> Any:
+        """What stands there now; None if nothing does."""
+        try:
+            for how, key in self:
+                if how == "attribute":
+                    tree = vars(tree)[key]
+                else:
+                    tree = tree[params[key] if how == "parameter" else key]
+        except (KeyError, IndexError, TypeError):
+            return None
+        return tree
+
+
+def parameters_of(optimizer: Any) -> list[torch.Tensor]:
+    """Every parameter of every group, in order."""
+    return [p for group in optimizer.param_groups for p in group["params"]]
+
+
+def kept_by_path(optimizer: Any) -> dict[Path, torch.Tensor]:
+    """The tensors in the optimizer's state, groups and attributes, parameters left out; each once."""
+    params = parameters_of(optimizer)
+    return dict(_walk(vars(optimizer), Path(), {id(p): k for k, p in enumerate(params)}, {*map(id, params)}))
+
+
+def inside(tree: Any) -> dict[Path, torch.Tensor]:
+    """The tensors inside what an optimizer keeps for a parameter: in lists, mappings and objects."""
+    return dict(_walk(tree, Path(), {}, set()))
+
+
 def kept_tensors(optimizer: Any) -> list[torch.Tensor]:
-    """The tensors in the optimizer's state, groups and attributes, parameters left out."""
-    params = {id(p) for g in optimizer.param_groups for p in g["params"]}
-    found = _tensors([list(vars(optimizer).items())], set())
-    return [t for t in found if id(t) not in params]
+    """As `kept_by_path`, without the paths."""
+    return list(kept_by_path(optimizer).values())
 
 
-def _tensors(tree: Any, seen: set[int]) -> Iterable[torch.Tensor]:
-    if id(tree) in seen:
+def _copy_of_storage(tensor: torch.Tensor) -> Any:
+    """From torch's allocator, which a storage's own clone does not ask."""
+    old = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())
+    return old.clone().untyped_storage()
+
+
+def _walk(
+    tree: Any, path: Path, numbers: Mapping[int, int], seen: set[int]
+) -> Iterator[tuple[Path, torch.Tensor]]:
+    if isinstance(tree, _SCALARS) or id(tree) in seen:
         return
     seen.add(id(tree))
     if isinstance(tree, torch.Tensor):
-        yield tree
-    elif isinstance(tree, torch.optim.Optimizer):
-        yield from _tensors(vars(tree), seen)
-    elif isinstance(tree, Mapping):
-        for x in tree.values():
-            yield from _tensors(x, seen)
-    elif isinstance(tree, (list, tuple)):
-        for x in tree:
-            yield from _tensors(x, seen)
+        yield path, tree
+        return
+    rows: Iterable[tuple[tuple[str, Any], Any]] = ()
+    if isinstance(tree, Mapping):
+        rows = [
+            (("parameter", numbers[id(k)]) if id(k) in numbers else ("key", k), x) for k, x in tree.items()
+        ]
+    elif isinstance(tree, (list, tuple, deque)):
+        rows = [(("key", k), x) for k, x in enumerate(tree)]
+    elif hasattr(tree, "__dict__") and not isinstance(tree, _NOT_WALKED):
+        rows = [(("attribute", k), x) for k, x in vars(tree).items()]
+    for step, x in rows:
+        yield from _walk(x, Path((*path, step)), numbers, seen)
+
+
+_NOT_WALKED = (type, types.ModuleType, types.FunctionType, types.MethodType, torch.nn.Module)
+
+
+def moved_out(optimizer: Any) -> None:
+    """Puts what the optimizer keeps into storages of its own, each tensor staying the object that it is."""
+    params = parameters_of(optimizer)
+    own = {compat.storage_key(p) for p in params}
+    moved: dict[int, Any] = {}
+    for t in kept_tensors(optimizer):
+        key = compat.storage_key(t)
+        if key not in own:
+            if key not in moved:
+                moved[key] = _copy_of_storage(t)
+            blank = torch.empty(0, dtype=t.dtype, device=t.device)
+            t.data = blank.set_(moved[key], t.storage_offset(), t.shape, t.stride())
+
+
+# --- counters -------------------------------------------------------------------------------------------------
+
+
+def _homes(optimizer: Any, params: Sequence[Any]) -> list[Any]:
+    states = [optimizer.state[p] for p in params if p in optimizer.state]
+    return [vars(optimizer), *optimizer.param_groups, *(s for s in states if isinstance(s, dict))]
+
+
+def numbers_of(optimizer: Any, params: Sequence[Any]) -> dict[tuple[int, Any], float]:
+    """Every single number in attributes, groups and state, by home and name."""
+    found: dict[tuple[int, Any], float] = {}
+    for k, home in enumerate(_homes(optimizer, params)):
+        for name, x in home.items():
+            if isinstance(x, torch.Tensor):
+                single = x.dim() == 0 and not x.is_complex()
+            else:
+                single = isinstance(x, (int, float)) and not isinstance(x, bool)
+            if single:
+                found[k, name] = float(x)
+    return found
+
+
+def set_numbers(optimizer: Any, params: Sequence[Any], names: Sequence[tuple[int, Any]], value: int) -> None:
+    homes = _homes(optimizer, params)
+    for k, name in names:
+        x = homes[k][name]
+        if isinstance(x, torch.Tensor):
+            x.fill_(value)
+        else:
+            homes[k][name] = type(x)(value)
 
 
 # --- groups and attributes ------------------------------------------------------------------------------------
@@ -136,6 +309,21 @@ def plain_part(optimizer: Any) -> Plain:
     attributes = {n: _copy(x) for n, x in vars(optimizer).items() if n not in _OWN and not _is_hooks(n)}
     groups = [{n: _copy(x) for n, x in g.items() if n != "params"} for g in optimizer.param_groups]
     return attributes, groups
+
+
+def traits(optimizer: Any) -> tuple[Any, ...]:
+    """What else than its groups may decide what an optimizer does: plain attributes, and the same of optimizers
+    inside of it."""
+    rows: list[Any] = []
+    for name, value in sorted(vars(optimizer).items()):
+        if name in _OWN or _is_hooks(name):
+            continue
+        if isinstance(value, torch.optim.Optimizer):
+            groups = [{n: repr(x) for n, x in g.items() if n != "params"} for g in value.param_groups]
+            rows.append((name, type(value).__qualname__, groups, traits(value)))
+        else:
+            rows.append((name, repr(value) if _is_plain(value) else type(value).__qualname__))
+    return tuple(rows)
 
 
 def why_not_plain(optimizer: Any) -> str | None:
@@ -171,15 +359,16 @@ def _copy(value: Any) -> Any:
 class Turns:
     """An optimizer's step, a parameter at a time.
 
-    Each of ``total`` turns starts from attributes and groups as they were before the step, as each parameter does
-    when all are stepped at once; what they become is written to the optimizer after the last turn. A parameter that
-    has had its turn begins the next step.
+    Each turn, one for each of ``params``, starts from attributes and groups as they were before the step, as each
+    parameter does when all are stepped at once; what they become is written to the optimizer after the last turn. A
+    parameter that has had its turn begins the next step.
     """
 
-    def __init__(self, optimizer: Any, total: int) -> None:
-        self.optimizer, self.total = optimizer, total
+    def __init__(self, optimizer: Any, params: Sequence[torch.Tensor]) -> None:
+        self.optimizer, self._params = optimizer, params
         self._step = compat.plain_step(type(optimizer))
         self._had: set[int] = set()
+        self._stateful: set[int] = set()  # that had an entry before the step
         self._before: Plain = ({}, [])
         self._attributes: dict[str, Any] | None = None
         self._groups: dict[int, tuple[bool, dict[str, Any]]] = {}  # whether it is a parameter's own group
@@ -191,11 +380,12 @@ class Turns:
         if not self._had or id(param) in self._had:
             self._had, self._before = set(), plain_part(self.optimizer)
             self._attributes, self._groups = None, {}
+            self._stateful = {id(p) for p in self.optimizer.state}
         self._had.add(id(param))
         one = self._alone(group, param)
         stepped(one, self._step, [(param, grad)])
         self._note(group, *plain_part(one))
-        if len(self._had) == self.total:
+        if len(self._had) == len(self._params):
             self._commit()
             self._had = set()
 
@@ -227,6 +417,10 @@ class Turns:
         _write(vars(self.optimizer), attributes, self._attributes or {})
         for k, (_, now) in self._groups.items():
             _write(self.optimizer.param_groups[k], groups[k], now)
+        state = self.optimizer.state
+        for p in self._params:  # new entries come in the order of the parameters, as in eager
+            if id(p) not in self._stateful and p in state:
+                state[p] = state.pop(p)
 
 
 class Disagreement(Exception):
@@ -250,6 +444,28 @@ def _write(home: Any, before: Mapping[str, Any], after: Mapping[str, Any]) -> No
         if isinstance(x, (list, dict)):
             raise Disagreement(f"{n!r} is changed, which others may hold")
         home[n] = x
+
+
+@contextmanager
+def random_untouched() -> Iterator[None]:
+    """What draws random numbers, torch's, Python's or NumPy's, draws the same again afterwards."""
+    generators = compat.generators()
+    torchs = [g.get_state() for g in generators]
+    pythons, numpys = random.getstate(), np.random.get_state()
+    try:
+        yield
+    finally:
+        for g, state in zip(generators, torchs, strict=True):
+            g.set_state(state)
+        random.setstate(pythons)
+        np.random.set_state(numpys)
+
+
+def random_states() -> tuple[Any, ...]:
+    """What `random_untouched` sets back, to compare."""
+    numbers = [bytes(g.get_state().numpy()) for g in compat.generators()]
+    name, keys, *more = np.random.get_state()
+    return (*numbers, random.getstate(), name, bytes(keys), *more)  # type: ignore[arg-type]
 
 
 @contextmanager

@@ -8,12 +8,11 @@ norm over all gradients is seen whatever its limit. In all other cases it steps 
 
 from __future__ import annotations
 
-import random
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch.overrides import TorchFunctionMode
@@ -26,14 +25,18 @@ from tightship.frontends.torch.optimizer.copy import (
     Turns,
     bare,
     copied,
+    numbers_of,
     plain_part,
+    random_states,
+    random_untouched,
+    set_numbers,
     stepped,
     unchanged_globals,
     why_not_plain,
 )
 from tightship.frontends.torch.program import tensors_in
 
-__all__ = ["Flow", "why_together"]
+__all__ = ["BY_ITSELF", "DRAWS", "Flow", "does_not_run", "needs_closure", "why_together"]
 
 
 # What these make does not depend on the numbers of their tensor.
@@ -186,26 +189,48 @@ def _scenarios(count: int, last_group: int) -> tuple[_Scenario, ...]:
 def why_together(optimizer: Any) -> str | None:
     """Why the optimizer's parameters are to be stepped all at once; None if each may be stepped by itself.
 
-    The optimizer stays as it is. Raises ``Unsupported`` for a step that does not run, that draws random numbers, or
-    that counts in its class or module.
+    The optimizer stays as it is. Raises ``Unsupported`` for a step that does not run, or that counts in its class or
+    module.
     """
     name = f"the optimizer {type(optimizer).__name__}"
-    drawn = torch.get_rng_state(), random.getstate()
-    with unchanged_globals(optimizer) as counted:
+    with unchanged_globals(optimizer) as counted, random_untouched():
+        before = random_states()
         try:
             why = _tried(optimizer)
         except Exception as error:
-            raise Unsupported(name, f"its step does not run on copies of its parameters: {error}") from error
-        random_too = not torch.equal(drawn[0], torch.get_rng_state()) or drawn[1] != random.getstate()
-        torch.set_rng_state(drawn[0])
-        random.setstate(drawn[1])
-    if random_too:
-        raise Unsupported(
-            name, "its step draws random numbers, and a plan moves updates before other ops that do"
-        )
+            raise does_not_run(optimizer, error) from error
+        if random_states() != before:
+            why = DRAWS
     if counted:
-        raise Unsupported(name, f"its step changes {counted[0]}, which planning would change, too")
+        raise Unsupported(
+            name, f"its step changes {counted[0]}, which planning would change, too",
+            f"{BY_ITSELF}, or keep it in the optimizer",
+        )  # fmt: skip
     return why
+
+
+DRAWS: Final = "its step draws random numbers"
+BY_ITSELF: Final = "call step.backward(batch) and its own step() (fit with None for the optimizer)"
+
+
+def does_not_run(optimizer: Any, error: Exception) -> Unsupported:
+    """The error for an optimizer that cannot be tried."""
+    text = f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else ''}"
+    if "closure" in str(error).lower():
+        return needs_closure(optimizer)
+    return Unsupported(
+        f"the optimizer {type(optimizer).__name__}", f"its step does not run on copies of its parameters ({text})",
+        BY_ITSELF,
+    )  # fmt: skip
+
+
+def needs_closure(optimizer: Any) -> Unsupported:
+    """The error for an optimizer whose step runs the model."""
+    return Unsupported(
+        f"the optimizer {type(optimizer).__name__}", "its step needs a closure that runs the model again",
+        "call its step yourself with a closure that calls step.backward(batch) (fit with None for the optimizer), "
+        "or use one without, such as AdamW",
+    )  # fmt: skip
 
 
 def _tried(optimizer: Any) -> str | None:
@@ -277,18 +302,18 @@ class _Trial:
 
     def later(self, pair: _Pair, generator: torch.Generator) -> str | None:
         """As if many more steps had been done: what happens every hundredth step is seen, too."""
-        before = _numbers(pair.whole, pair.ours)
+        before = numbers_of(pair.whole, pair.ours)
         counters = None
         for ahead in (0, *_LATER):
             if ahead:
-                _set(pair.whole, pair.ours, counters or (), ahead)
-                _set(pair.parts, pair.theirs, counters or (), ahead)
+                set_numbers(pair.whole, pair.ours, counters or (), ahead)
+                set_numbers(pair.parts, pair.theirs, counters or (), ahead)
             for _ in range(3 if ahead else 1):
                 why = self.step_both(pair, [_normal(s, d, generator) for s, d in self.shapes])
                 if why is not None:
                     return f"after {ahead} steps, {why}"
             if not ahead:
-                after = _numbers(pair.whole, pair.ours)
+                after = numbers_of(pair.whole, pair.ours)
                 counters = [n for n, x in after.items() if before.get(n) == x - 1]
                 if not counters:
                     return None
@@ -305,7 +330,7 @@ class _Trial:
         if pair.flow.met:
             return f"an op of its step, {pair.flow.met[0]}"
         present = [k for k, g in enumerate(others) if g is not None]
-        turns = Turns(pair.parts, len(present))
+        turns = Turns(pair.parts, [pair.theirs[k] for k in present])
         for k in present:
             turns.run(self.places[k], pair.theirs[k], others[k])
         if not all(map(_same, mine, others)):
@@ -332,38 +357,6 @@ def _smaller(shape: tuple[int, ...]) -> tuple[int, ...]:
 def _normal(shape: tuple[int, ...], dtype: torch.dtype, generator: torch.Generator) -> torch.Tensor:
     wide = torch.complex64 if dtype.is_complex else torch.float32
     return torch.randn(shape, generator=generator, dtype=wide).to(dtype)
-
-
-# --- counters -------------------------------------------------------------------------------------------------
-
-
-def _homes(optimizer: Any, params: Sequence[Any]) -> list[Any]:
-    states = [optimizer.state[p] for p in params if p in optimizer.state]
-    return [vars(optimizer), *optimizer.param_groups, *(s for s in states if isinstance(s, dict))]
-
-
-def _numbers(optimizer: Any, params: Sequence[Any]) -> dict[tuple[int, Any], float]:
-    """Every single number in attributes, groups and state, by home and name."""
-    found: dict[tuple[int, Any], float] = {}
-    for k, home in enumerate(_homes(optimizer, params)):
-        for name, x in home.items():
-            if isinstance(x, torch.Tensor):
-                single = x.dim() == 0 and not x.is_complex()
-            else:
-                single = isinstance(x, (int, float)) and not isinstance(x, bool)
-            if single:
-                found[k, name] = float(x)
-    return found
-
-
-def _set(optimizer: Any, params: Sequence[Any], names: Sequence[tuple[int, Any]], value: int) -> None:
-    homes = _homes(optimizer, params)
-    for k, name in names:
-        x = homes[k][name]
-        if isinstance(x, torch.Tensor):
-            x.fill_(value)
-        else:
-            homes[k][name] = type(x)(value)
 
 
 # --- comparing ------------------------------------------------------------------------------------------------

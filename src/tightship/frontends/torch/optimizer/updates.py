@@ -11,16 +11,49 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 
-from tightship.errors import BadInput, Unsupported
+from tightship.errors import BadInput, Unplannable, Unsupported
 from tightship.frontends.torch import compat
-from tightship.frontends.torch.optimizer.copy import Disagreement, Turns, bare, copied, kept_tensors, stepped
-from tightship.frontends.torch.optimizer.probe import why_together
+from tightship.frontends.torch.optimizer.copy import (
+    Disagreement,
+    Path,
+    Rehearsal,
+    Turns,
+    bare,
+    copied,
+    inside,
+    kept_by_path,
+    kept_tensors,
+    moved_out,
+    parameters_of,
+    random_untouched,
+    stepped,
+)
+from tightship.frontends.torch.optimizer.probe import (
+    DRAWS,
+    does_not_run,
+    needs_closure,
+    why_together,
+)
+from tightship.graph import aligned
 
-__all__ = ["Member", "Updater", "Updates", "independent", "settings", "updaters"]
+__all__ = [
+    "Member",
+    "Several",
+    "SeveralUpdates",
+    "Updater",
+    "Updates",
+    "as_one",
+    "each",
+    "independent",
+    "settings",
+    "state_at",
+    "twin_of",
+    "updaters",
+]
 
 
 _INDEPENDENT = (
@@ -39,26 +72,34 @@ class Member:
     name: str
     state_keys: tuple[Any, ...]
     state_like: tuple[torch.Tensor, ...]
+    has_state: bool = True  # be it without tensors
 
     def materialized(self, optimizer: Any) -> bool:
         """Whether all of the state exists (optimizers create it at their first step)."""
         state = optimizer.state.get(self.param, {})
-        return all(isinstance(state.get(k), torch.Tensor) for k in self.state_keys)
+        return all(isinstance(state_at(state, k), torch.Tensor) for k in self.state_keys)
 
 
-Result = TypeVar("Result")
-Pairs = list[tuple[torch.Tensor, torch.Tensor]]
+def state_at(state: Any, key: Any) -> Any:
+    """What stands in a parameter's state under a key, or at a path inside of it; None if nothing does."""
+    return key.find(state) if isinstance(key, Path) else state.get(key)
+
+
 Run = Callable[[list[torch.Tensor]], None]
 """Steps an updater's members with their gradients."""
 
 
 class Updater:
-    """``updater(param, grad, *state)``, with these for each member, steps the members in the real optimizer.
+    """``updater(param, grad, *state, …, *held)``, with the first three for each member, steps the members in the real
+    optimizer.
 
     It works on the optimizer's own parameters and state, which the caller's tensors are (they are named in the call
-    so that a planner sees them); hyperparameters are those of the real groups at the time of the call.
-    ``writes_gradients``: what it leaves in a gradient may differ from what was given. ``keeps``: what it makes may
-    outlive the step even if all state exists.
+    so that a planner sees them); hyperparameters are those of the real groups at the time of the call. ``held`` are
+    tensors that the optimizer keeps for no parameter, or in no usual place, by their paths.
+    ``writes_gradients``: what it leaves in a gradient may differ from what was given. ``keeps``: it puts new tensors
+    in the place of those it keeps. ``exact``: it is of a class that is known to ask for the same in every step, if
+    it does so in some. ``draws``: random numbers. ``takes``: gradients, which it keeps
+    as they are. ``number``: of the optimizer, where there are several.
     """
 
     def __init__(
@@ -69,18 +110,31 @@ class Updater:
         *,
         writes_gradients: bool = False,
         keeps: bool = False,
+        exact: bool = True,
+        alone: bool = True,
+        draws: bool = False,
+        takes: bool = False,
+        held: Mapping[Path, torch.Tensor] | None = None,
     ) -> None:
-        self.optimizer, self.members = optimizer, tuple(members)
-        self.writes_gradients, self.keeps = writes_gradients, keeps
-        self._run = run
-        self._gradients: list[int] = []  # where they stand among the arguments
-        at = 1
+        self.optimizer, self.members, self.held = optimizer, tuple(members), dict(held or {})
+        self.writes_gradients, self.keeps, self.exact = writes_gradients, keeps, exact
+        self.draws, self.takes, self.number = draws, takes, 0
+        self._run, self._is_alone = run, alone
+        self.gradients: list[int] = []  # where they stand among the arguments
+        self.states: list[int] = []
+        at = 0
         for m in self.members:
-            self._gradients.append(at)
+            self.gradients.append(at + 1)
+            self.states += range(at + 2, at + 2 + len(m.state_keys))
             at += 2 + len(m.state_keys)
+        self.states += range(at, at + len(self.held))
 
     def __call__(self, *tensors: torch.Tensor) -> None:
-        self._run([tensors[k] for k in self._gradients])
+        self._run([tensors[k] for k in self.gradients])
+
+    def step(self, gradients: list[torch.Tensor]) -> None:
+        """As a call, without the tensors that only a planner needs to see."""
+        self._run(gradients)
 
     @property
     def name(self) -> str:
@@ -90,31 +144,35 @@ class Updater:
 
     @property
     def materialized(self) -> bool:
-        """Whether all of the state exists (optimizers create it at their first step)."""
-        return all(m.materialized(self.optimizer) for m in self.members)
+        """Whether all of the state exists (optimizers create it at their first step, and some of it later)."""
+        if not all(m.materialized(self.optimizer) for m in self.members):
+            return False
+        if not self.held:
+            return True
+        params = parameters_of(self.optimizer)
+        return all(isinstance(k.find(vars(self.optimizer), params), torch.Tensor) for k in self.held)
 
-    def rehearsal(self) -> Callable[[], None]:
-        """The same update on copies of parameters and state, for measuring: changes nothing real.
+    @property
+    def state_bytes(self) -> int:
+        """Bytes of all state."""
+        kept = (t for m in self.members for t in m.state_like)
+        return sum(aligned(t.numel() * t.itemsize) for t in (*kept, *self.held.values()))
 
-        State that does not exist yet is created by a first update here, before the returned function runs.
+    def rehearsal(self) -> Rehearsal:
+        """The same update on copies of parameters and state, for measuring.
+
+        State that does not exist yet is created by a first update here.
         """
-        others = {
-            id(m.param): torch.nn.Parameter(m.param.detach().clone(), m.param.requires_grad)
-            for m in self.members
-        }
-        made = copied(self.optimizer, others, alone=independent(self.optimizer))
-        step = compat.plain_step(type(self.optimizer))
-        pairs = [(q, torch.zeros_like(q)) for q in others.values()]
-
-        def run() -> None:
-            if self.writes_gradients:
-                for _, g in pairs:
-                    g.zero_()
-            stepped(made, step, pairs)
-
+        made = Rehearsal(self.optimizer, [m.param for m in self.members], alone=self._is_alone)
         if not self.materialized:
-            run()
-        return run
+            with random_untouched():
+                made()
+        return made
+
+    def settle(self) -> None:
+        """What this update has made is kept, where the plan wants to use that memory again: moves it."""
+        self.keeps = True
+        moved_out(self.optimizer)
 
 
 class Updates:
@@ -145,34 +203,109 @@ class Updates:
     def ops(self, gradients: Collection[str]) -> list[Updater]:
         """The updaters of a step in which the parameters of these names get a gradient.
 
-        Raises ``Unsupported`` for state that cannot be planned, and for a step that does not run."""
-        names = [n for n in self.names if n in gradients]
+        Raises ``Unsupported`` for a step that does not run."""
+        rows = [(*self._places[n], n) for n in self.names if n in gradients]
         optimizer = self.optimizer
-        if not names:
+        if not rows:
             return []
-        members = _members(optimizer, [(*self._places[n], n) for n in names], self.together is not None)
+        kept = _rehearsed(optimizer, rows, known=self._known, together=self.together is not None)
+        members, self.keeps = _members(optimizer, rows, kept), kept.keeps
         if self._known:
-            return [Updater(optimizer, [m], _alone(optimizer, m)) for m in members]
-        self.keeps = _keeps(optimizer, [m.param for m in members])
+            stateful = [m.param for m in members if m.has_state]
+            return [Updater(optimizer, [m], _alone(optimizer, m, stateful)) for m in members]
+        more: dict[str, Any] = {
+            "writes_gradients": True,
+            "exact": False,
+            "keeps": kept.keeps,
+            "takes": kept.takes,
+        }
         if self.together is not None:
             params, step = [m.param for m in members], compat.plain_step(type(optimizer))
 
             def run(grads: list[torch.Tensor]) -> None:
                 stepped(optimizer, step, zip(params, grads, strict=True))
 
-            return [Updater(optimizer, members, run, writes_gradients=True, keeps=self.keeps)]
-        turns = Turns(optimizer, len(members))
-        return [
-            Updater(optimizer, [m], _turn(turns, m), writes_gradients=True, keeps=self.keeps) for m in members
-        ]
+            draws = self.together == DRAWS
+            return [Updater(optimizer, members, run, alone=False, held=kept.held, draws=draws, **more)]
+        turns = Turns(optimizer, [m.param for m in members])
+        return [Updater(optimizer, [m], _turn(turns, m), **more) for m in members]
 
 
-def updaters(optimizer: torch.optim.Optimizer, model_parameters: Mapping[str, torch.Tensor]) -> Updates:
+class SeveralUpdates:
+    """As `Updates`, of optimizers that step one after the other, perhaps the same parameters."""
+
+    def __init__(self, optimizer: Several, parts: Sequence[Updates]) -> None:
+        self.optimizer, self._parts = optimizer, parts
+        self.names = tuple(dict.fromkeys(n for u in parts for n in u.names))
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        return tuple(note for u in self._parts for note in u.notes)
+
+    def ops(self, gradients: Collection[str]) -> list[Updater]:
+        found = []
+        for k, part in enumerate(self._parts):
+            for updater in part.ops(gradients):
+                updater.number = k
+                found.append(updater)
+        return found
+
+
+class Several:
+    """Optimizers that step in turn, as one: all groups, and a step of each."""
+
+    def __init__(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
+        self.optimizers = tuple(optimizers)
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        return [g for o in self.optimizers for g in o.param_groups]
+
+    def step(self) -> None:
+        for o in self.optimizers:
+            compat.plain_step(type(o))(o)
+
+    def zero_grad(self) -> None:
+        for o in self.optimizers:
+            o.zero_grad()
+
+
+def each(optimizer: Any) -> tuple[Any, ...]:
+    """The optimizers that one stands for: itself, as a rule."""
+    return optimizer.optimizers if isinstance(optimizer, Several) else (optimizer,)
+
+
+def as_one(optimizer: Any) -> Any:
+    """The optimizer, or the several of a list or tuple as one. Raises ``BadInput`` for an empty one."""
+    if not isinstance(optimizer, (list, tuple)):
+        return optimizer
+    if not optimizer:
+        raise BadInput(
+            "an empty list of optimizers: give one, or None for a backward pass alone", place="optimizer"
+        )
+    return optimizer[0] if len(optimizer) == 1 else Several(optimizer)
+
+
+def twin_of(optimizer: Any, others: Mapping[int, torch.Tensor]) -> Any:
+    """As `copied`, of several as well."""
+    made = [copied(o, others) for o in each(optimizer)]
+    return Several(made) if isinstance(optimizer, Several) else made[0]
+
+
+def updaters(
+    optimizer: torch.optim.Optimizer | Several, model_parameters: Mapping[str, torch.Tensor]
+) -> Updates | SeveralUpdates:
     """How the optimizer's step becomes ops on those of the model's parameters that require a gradient.
 
-    Raises ``Unsupported`` for optimizers whose step needs a closure, has hooks around it, draws random numbers or
-    does not run on copies of its parameters; ``BadInput`` for one that does not hold the model's parameters.
+    Raises ``Unsupported`` for optimizers whose step needs a closure, has hooks around it or does not run on copies
+    of its parameters; ``BadInput`` for one that does not hold the model's parameters.
     """
+    if isinstance(optimizer, Several):
+        return SeveralUpdates(optimizer, [_updates(o, model_parameters) for o in optimizer.optimizers])
+    return _updates(optimizer, model_parameters)
+
+
+def _updates(optimizer: torch.optim.Optimizer, model_parameters: Mapping[str, torch.Tensor]) -> Updates:
     _check(optimizer)
     names = {id(p): n for n, p in reversed(list(model_parameters.items()))}
     places: dict[str, tuple[int, torch.Tensor]] = {}
@@ -200,6 +333,8 @@ def settings(optimizer: Any) -> tuple[Any, ...]:
 
     Numbers that are zero leave ops out; of classes that are not torch's they may count, and are not looked at.
     """
+    if isinstance(optimizer, Several):
+        return tuple(settings(o) for o in optimizer.optimizers)
     known = independent(optimizer)
 
     def kind(name: str, value: Any) -> Any:
@@ -209,7 +344,8 @@ def settings(optimizer: Any) -> tuple[Any, ...]:
             return bool(value) if known and "lr" not in name else "a number"
         return type(value).__name__
 
-    groups = [{n: kind(n, x) for n, x in g.items() if n != "params"} for g in optimizer.param_groups]
+    rows = [{n: kind(n, x) for n, x in g.items() if n != "params"} for g in optimizer.param_groups]
+    groups = [{n: x for n, x in row.items() if x != "a number"} for row in rows]  # a step may make some
     members = [[id(p) for p in g["params"]] for g in optimizer.param_groups]
     around = compat.optimizer_hooks(optimizer), compat.replaced_step(optimizer) is None
     return type(optimizer), compat.plain_step(type(optimizer)), members, groups, around
@@ -221,9 +357,14 @@ def _check(optimizer: Any) -> None:
         raise BadInput(fault, place="optimizer")
     cls = type(optimizer)
     name = f"the optimizer {cls.__name__}"
+    if isinstance(optimizer, torch.optim.SparseAdam):
+        raise Unplannable(
+            name, "what its step takes follows from how many rows of an embedding the batch has",
+            "Adam and sparse=False in the embedding",
+        )  # fmt: skip
     closure = inspect.signature(compat.plain_step(cls)).parameters.get("closure")
     if closure is not None and closure.default is inspect.Parameter.empty:
-        raise Unsupported(name, "its step needs a closure that runs the model again", "use AdamW or SGD")
+        raise needs_closure(optimizer)
     if compat.optimizer_hooks(optimizer):
         raise Unsupported(
             f"a {cls.__name__} with step hooks",
@@ -243,16 +384,22 @@ def _check(optimizer: Any) -> None:
 # --- one parameter of one of torch's own ----------------------------------------------------------------------
 
 
-def _alone(optimizer: torch.optim.Optimizer, member: Member) -> Run:
-    """Steps the parameter in an optimizer of the same class and settings that has no other."""
+def _alone(optimizer: torch.optim.Optimizer, member: Member, stateful: Sequence[torch.Tensor]) -> Run:
+    """Steps the parameter in an optimizer of the same class and settings that has no other. The ``stateful`` ones get
+    their places in the state in this order, as in eager, whatever the order of the updates."""
     one, step, param = bare(optimizer), compat.plain_step(type(optimizer)), member.param
     one.__dict__.update({n: x for n, x in vars(optimizer).items() if n not in vars(one) and n != "step"})
     one.param_groups = [{"params": [param]}]
 
     def run(grads: list[torch.Tensor]) -> None:
         one.state = optimizer.state
+        if member.has_state and param not in one.state:
+            for p in stateful:
+                one.state.setdefault(p, {})  # which these classes take for none
         group = optimizer.param_groups[member.group]
         one.param_groups[0] = {**group, "params": one.param_groups[0]["params"]}
+        for name in ("grad_scale", "found_inf"):  # what a GradScaler tells a fused step
+            vars(one)[name] = vars(optimizer).get(name)
         before, param.grad = param.grad, grads[0]
         try:
             step(one)
@@ -278,85 +425,109 @@ def _turn(turns: Turns, member: Member) -> Run:
 
 # --- state ----------------------------------------------------------------------------------------------------
 
+_FIRST_STEPS = 12
+"""Steps of a class that is not torch's that are tried for what it keeps: some make it in a later one."""
 
-def _members(
-    optimizer: torch.optim.Optimizer, rows: Sequence[tuple[int, torch.Tensor, str]], together: bool
-) -> list[Member]:
+Row = tuple[int, torch.Tensor, str]
+"""A parameter: its group, itself, and its name."""
+
+
+@dataclass(frozen=True)
+class Kept:
+    """What an optimizer keeps after some steps: the tensors in the state of each parameter, by its id; those it
+    ``held`` beside; whether it ``keeps`` new tensors in the place of others, and ``takes`` gradients themselves."""
+
+    states: Mapping[int, dict[Any, torch.Tensor] | None]
+    held: Mapping[Path, torch.Tensor]
+    keeps: bool
+    takes: bool = False
+
+
+def _members(optimizer: torch.optim.Optimizer, rows: Sequence[Row], kept: Kept) -> list[Member]:
     """Members with the keys and tensors of the state that the optimizer has or will create for them."""
-    states: dict[int, Any] = {id(p): optimizer.state[p] for _, p, _ in rows if optimizer.state.get(p)}
-    new = [(g, p) for g, p, _ in rows if id(p) not in states]
-    if together and new:
-        created = _first_states(optimizer, [p for _, p, _ in rows])
-        states |= {
-            id(p): state for (_, p, _), state in zip(rows, created, strict=True) if id(p) not in states
-        }
-    elif new:  # parameters that look alike have states that look alike
-        alike: dict[Any, list[torch.Tensor]] = {}
-        for g, p in new:
-            alike.setdefault((g, tuple(p.shape), p.stride(), p.dtype, p.device), []).append(p)
-        created = _first_states(optimizer, [some[0] for some in alike.values()])
-        states |= {id(p): state for some, state in zip(alike.values(), created, strict=True) for p in some}
     made = []
     for g, p, name in rows:
-        kept = {k: t for k, t in states[id(p)].items() if isinstance(t, torch.Tensor)}
-        for k, x in states[id(p)].items():
-            if isinstance(x, (list, tuple, dict)) and x:
-                raise Unsupported(
-                    f"the optimizer state {k!r}", "it holds tensors in a container", "use another optimizer"
-                )
-        made.append(Member(g, p, name, tuple(kept), tuple(kept.values())))
+        state = kept.states[id(p)]
+        found = state or {}
+        made.append(Member(g, p, name, tuple(found), tuple(found.values()), state is not None))
     return made
 
 
-def _first_states(optimizer: torch.optim.Optimizer, params: Sequence[torch.Tensor]) -> list[dict[Any, Any]]:
-    """The state that a first step creates for these parameters."""
+def _flat(state: Any, others: Collection[int]) -> dict[Any, torch.Tensor] | None:
+    """The tensors of a parameter's state by key or path, but ``others``, by their ids; None without a state."""
+    if not state:
+        return None
+    found: dict[Any, torch.Tensor] = {}
+    for k, x in state.items():
+        inner = {k: x} if isinstance(x, torch.Tensor) else inside(x)
+        for path, t in inner.items():
+            if id(t) not in others:
+                found[Path((("key", k), *path)) if isinstance(path, Path) else path] = t
+    return found
 
-    def run(made: Any, pairs: Pairs, step: Callable[[], None]) -> list[dict[Any, Any]]:
-        step()
-        return [dict(made.state.get(q, {})) for q, _ in pairs]
 
-    return _on_copies(optimizer, params, run)
-
-
-def _keeps(optimizer: torch.optim.Optimizer, params: Sequence[torch.Tensor]) -> bool:
-    """Whether a later step puts other tensors in the place of those it keeps."""
-
-    def run(made: Any, pairs: Pairs, step: Callable[[], None]) -> bool:
-        step()
-        before = kept_tensors(made)
-        step()
-        known = {compat.storage_key(t) for t in before}
-        return any(compat.storage_key(t) not in known for t in kept_tensors(made))
-
-    return _on_copies(optimizer, params, run)
+def _rehearsed(optimizer: torch.optim.Optimizer, rows: Sequence[Row], *, known: bool, together: bool) -> Kept:
+    """What it will keep, as a copy of it does after some steps; of parameters that look alike one is tried where each
+    is stepped by itself. Torch's own make all state in their first step."""
+    if together:
+        return _on_copies(optimizer, [p for _, p, _ in rows], _FIRST_STEPS, held=True)
+    own = {id(p) for _, p, _ in rows}
+    states = {id(p): _flat(optimizer.state[p], own) for _, p, _ in rows if known and optimizer.state.get(p)}
+    alike: dict[Any, list[torch.Tensor]] = {}
+    for g, p, _ in rows:
+        if id(p) not in states:
+            alike.setdefault((g, tuple(p.shape), p.stride(), p.dtype, p.device), []).append(p)
+    if not alike:
+        return Kept(states, {}, False)
+    tried = _on_copies(optimizer, [some[0] for some in alike.values()], 1 if known else _FIRST_STEPS)
+    states |= {id(p): tried.states[id(some[0])] for some in alike.values() for p in some}
+    return Kept(states, {}, tried.keeps, tried.takes)
 
 
 def _on_copies(
-    optimizer: torch.optim.Optimizer,
-    params: Sequence[torch.Tensor],
-    run: Callable[[Any, Pairs, Callable[[], None]], Result],
-) -> Result:
-    """``run`` with a copy of the optimizer, its parameters and gradients, and a step of it: on fake tensors, if the
-    step runs on them. Raises ``Unsupported`` if it does not run on real ones, either."""
+    optimizer: torch.optim.Optimizer, params: Sequence[torch.Tensor], steps: int, *, held: bool = False
+) -> Kept:
+    """What a copy of the optimizer keeps for these parameters after ``steps``: on fake tensors, if the step runs on
+    them. Raises ``Unsupported`` if it does not run on real ones, either."""
     plain = compat.plain_step(type(optimizer))
 
-    def tried(scratch: Callable[[torch.Tensor], torch.Tensor]) -> Result:
+    def tried(scratch: Callable[[torch.Tensor], torch.Tensor]) -> Kept:
         others = {id(p): torch.nn.Parameter(scratch(p), p.requires_grad) for p in params}
-        made = copied(optimizer, others, alone=independent(optimizer))
+        made = copied(optimizer, others, alone=not held)
         pairs = [(q, torch.zeros_like(q)) for q in others.values()]
-        return run(made, pairs, lambda: stepped(made, plain, pairs))
+        keeps, before = False, dict[Path, torch.Tensor]()
+        for _ in range(steps):
+            stepped(made, plain, pairs)
+            now = kept_by_path(made)
+            keeps = keeps or any(
+                compat.storage_key(t) != compat.storage_key(before[path])
+                for path, t in now.items()
+                if path in before
+            )
+            before = now
+        own = {id(q) for q in others.values()}
+        states = {id(p): _flat(made.state.get(others[id(p)]), own) for p in params}
+        given = {compat.storage_key(g) for _, g in pairs}
+        takes = any(compat.storage_key(t) in given for t in before.values())
+        return Kept(states, _held(made, states) if held else {}, keeps or takes, takes)
 
     def blank(p: torch.Tensor) -> torch.Tensor:
         return torch.empty_strided(p.shape, p.stride(), dtype=p.dtype, device=p.device)
 
     if not kept_tensors(optimizer):  # a copy of a real tensor among fake ones could be written to by nothing
         try:
-            with compat.fake_mode_of(params) or compat.fake_mode():
+            with random_untouched(), compat.fake_mode_of(params) or compat.fake_mode():
                 return tried(blank)
         except Exception:
             pass
     try:
-        return tried(lambda p: torch.zeros_like(p, memory_format=torch.preserve_format))
+        with random_untouched():
+            return tried(lambda p: torch.zeros_like(p, memory_format=torch.preserve_format))
     except Exception as error:
-        name = f"the optimizer {type(optimizer).__name__}"
-        raise Unsupported(name, f"its step does not run on copies of its parameters: {error}") from error
+        raise does_not_run(optimizer, error) from error
+
+
+def _held(made: Any, states: Mapping[int, dict[Any, torch.Tensor] | None]) -> dict[Path, torch.Tensor]:
+    """What it keeps beside the states of its parameters, each tensor once."""
+    own = {id(t) for state in states.values() for t in (state or {}).values()}
+    return {path: t for path, t in kept_by_path(made).items() if id(t) not in own}

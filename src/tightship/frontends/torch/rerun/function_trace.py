@@ -12,7 +12,7 @@ import dis
 import functools
 import math
 import types
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from operator import is_
@@ -40,8 +40,10 @@ __all__ = [
     "map_tensors",
     "name_of",
     "plainly_same",
+    "same_plain",
     "understood",
     "unknown",
+    "write_back",
 ]
 
 
@@ -57,7 +59,7 @@ def map_tensors(fn: Callable[[torch.Tensor], Any], tree: Any) -> Any:
         if all(map(is_, new, tree)):
             return tree
         named = isinstance(tree, tuple) and hasattr(tree, "_fields")
-        return type(tree)(*new) if named else type(tree)(new)
+        return type(tree)._make(new) if named else type(tree)(new)  # type: ignore[union-attr]
     if isinstance(tree, dict):
         new_items = {k: map_tensors(fn, x) for k, x in tree.items()}
         return tree if all(new_items[k] is tree[k] for k in tree) else new_items
@@ -74,7 +76,8 @@ def own_containers(tree: Any) -> Any:
         new = [own_containers(x) for x in tree]
         if isinstance(tree, tuple) and all(map(is_, new, tree)):
             return tree
-        return type(tree)(*new) if hasattr(tree, "_fields") else type(tree)(new)
+        named = hasattr(tree, "_fields")
+        return type(tree)._make(new) if named else type(tree)(new)  # type: ignore[union-attr]
     if isinstance(tree, dict):
         return type(tree)((k, own_containers(x)) for k, x in tree.items())
     return tree.copy() if type(tree).__module__ == "numpy" and hasattr(tree, "copy") else tree
@@ -115,7 +118,8 @@ class ExecutionState:
 @dataclass(slots=True)
 class FunctionCall:
     """One call as the Python code made it. ``kind``: ``op`` has the recorded ``answer``; ``data`` makes a tensor of
-    Python's data and is run in every step, ``now`` reads such a tensor or sets a mode, and is run, too.
+    Python's data and is run in every step, ``now`` reads such a tensor or sets a mode, and is run, too; ``last`` is
+    `write_back`, which has its turn behind the backward pass.
 
     ``bound``: an argument is a constant, of which each step may bring another. ``first`` is the number of the first
     tensor that it made; ``guards`` are what its answer says of data. ``repeats``: Python code of the caller's runs
@@ -135,14 +139,19 @@ class FunctionCall:
     guards: tuple[Any, ...] = ()
 
 
+def write_back(buffer: torch.Tensor, now: torch.Tensor) -> None:
+    """Asks that ``buffer`` hold what is in ``now``, which the step has put in its place, when gradients are there:
+    these are made of what it held before."""
+
+
 @dataclass
 class FunctionTrace(NotCopied):
     """``tensors`` are those that the code gets to see, by number: the caller's own parameters, buffers and
     constants, stand-ins without data for everything else. The first ``inputs`` are parameters, buffers and, from
     ``leaves`` on, the batch's. ``constants`` gives the form of each constant; for those in ``rigid``, which share
     bytes, no other can stand. ``results`` are the numbers of what the code handed back; ``end_guards`` are what its
-    backward pass says of data. ``attributes`` and ``caches`` are where it left stand-ins behind. ``batch`` (a
-    ``structure.BatchSpec``) is the kind of batch, ``program`` what was captured, ``renumbering`` (a
+    backward pass says of data. ``attributes`` and ``caches`` are where it left stand-ins behind. ``batch`` has a
+    ``structure.TensorLeaf`` for each tensor of the batch, ``program`` what was captured, ``renumbering`` (a
     ``numbers.Renumbering``) tells how its numbers follow. ``references`` counts who holds the tensors between runs,
     None before the first run is over. ``made_of_constants`` are the numbers of those that no parameter, buffer,
     random number or part of the batch has gone into; ``made_once`` are those among them that eager may make in the
@@ -160,7 +169,7 @@ class FunctionTrace(NotCopied):
     attributes: tuple[tuple[torch.nn.Module, str], ...] = ()
     caches: tuple[Any, ...] = ()
     end_guards: tuple[Any, ...] = ()
-    batch: Any = None
+    batch: tuple[Any, ...] = ()
     program: Any = None
     renumbering: Any = None
     references: list[int] | None = None
@@ -179,6 +188,22 @@ class FunctionTrace(NotCopied):
             for n in {self.index[id(t)] for t in tensors_in((call.args, call.kwargs, call.answer))}:
                 found.setdefault(n, []).append(k)
         return found
+
+    @functools.cached_property
+    def asked_leaves(self) -> frozenset[int]:
+        """The batch's tensors, counted from 0, of which something was asked or which were handed back: all where the
+        caller's code runs inside of a call, as that may ask without being seen."""
+        hidden = any(c.repeats or isinstance(c.func, compat_capture.Special) for c in self.calls)
+        seen = range(self.inputs) if hidden else {*self.places, *self.results}
+        return frozenset(n - self.leaves for n in range(self.leaves, self.inputs) if n in seen)
+
+    def takes(self, batch: Sequence[Any]) -> bool:
+        """Whether the step's code, on a batch of such tensors, can ask for what it has asked for here. Whatever else
+        is in the batch shows when it is used, and so does a tensor that was not."""
+        return len(batch) == len(self.batch) and all(
+            a == b or n not in self.asked_leaves
+            for n, (a, b) in enumerate(zip(batch, self.batch, strict=True))
+        )
 
     def settle_constants(self, random_calls: Collection[int]) -> None:
         """Finds ``made_of_constants``."""
@@ -214,13 +239,24 @@ class FunctionTrace(NotCopied):
                 return k
             here = Arguments(self.index.get)
             there = other.index.get
-            if not here.alike((b.args, b.kwargs), (a.args, a.kwargs), there) or here.structural(a.func):
+            if not here.alike((a.args, a.kwargs), (b.args, b.kwargs), there) or here.structural(a.func):
                 return k
             if [self.index[id(t)] for t in tensors_in(a.answer)] != [
                 there(id(t)) for t in tensors_in(b.answer)
-            ]:
+            ] or not same_plain(a.answer, b.answer):
                 return k
         return min(len(self.calls), len(other.calls))
+
+
+def same_plain(a: Any, b: Any) -> bool:
+    """Whether two answers are alike where they are no tensors."""
+    if isinstance(a, torch.Tensor):
+        return isinstance(b, torch.Tensor)
+    if isinstance(a, (list, tuple)):
+        return isinstance(b, (list, tuple)) and len(a) == len(b) and all(map(same_plain, a, b))
+    if isinstance(a, (int, float, bool, str)):
+        return type(a) is type(b) and (a == b or (a != a and b != b))
+    return True
 
 
 def name_of(func: Any) -> str:
@@ -339,8 +375,8 @@ class Arguments:
         return True
 
     def _others(self, now: Any, known: Any) -> bool:
-        if isinstance(now, float):  # NumPy's float64
-            return self._numbers(float(now), float(known))
+        if _is_numpy_number(now):
+            return self._numbers(now.item(), known.item())
         if hasattr(now, "dtype") and hasattr(now, "tobytes"):
             return bool(
                 now.dtype == known.dtype and now.shape == known.shape and now.tobytes() == known.tobytes()
@@ -365,6 +401,12 @@ _METHODS = (
 
 
 # --- Python code that runs inside a call ----------------------------------------------------------------------
+
+
+def _is_numpy_number(x: Any) -> bool:
+    """Whether this is a scalar of NumPy's that is a number, and no array."""
+    kind = getattr(getattr(x, "dtype", None), "kind", None)
+    return type(x).__module__ == "numpy" and kind in ("f", "i", "u", "c") and not hasattr(x, "__setitem__")
 
 
 def understood(fn: Any) -> bool:
@@ -419,10 +461,12 @@ class Capturing(Protocol):
     def guards(self) -> list[Any]: ...
     def inputs(self) -> list[tuple[torch.Tensor, torch.Tensor]]: ...
     def executing(self) -> AbstractContextManager[None]: ...
+    def instead(self, func: Any) -> Any: ...
     def swapped(self) -> AbstractContextManager[None]: ...
     def origin(self) -> Origin: ...
     def place(self, origin: Origin | None) -> None: ...
     def asking(self, number: int) -> None: ...
+    def write_back(self, buffer: torch.Tensor, now: torch.Tensor) -> None: ...
     def resume(self) -> None: ...
 
 
@@ -469,12 +513,19 @@ class Execution:
         self.capture.asking(len(self.trace.calls))
         try:
             with self.capture.executing(), self._inner(func):
-                out = func(*map_tensors(fake_of, tuple(args)), **map_tensors(fake_of, dict(kwargs)))
+                made = self.capture.instead(func)
+                out = made(*map_tensors(fake_of, tuple(args)), **map_tensors(fake_of, dict(kwargs)))
         except RuntimeError as error:
             if self.capture.recorder.refusal is not None:
                 raise self.capture.recorder.refusal from error
             raise
         return map_tensors(self._seen, out)
+
+    def write_back(self, buffer: torch.Tensor, now: torch.Tensor) -> None:
+        fakes = [self.fakes[n] for n in map(self.trace.index.get, map(id, (buffer, now))) if n is not None]
+        if len(fakes) < 2:
+            raise unknown("put in the place of a buffer")
+        self.capture.write_back(*fakes)
 
     @contextmanager
     def _inner(self, func: Any) -> Iterator[None]:

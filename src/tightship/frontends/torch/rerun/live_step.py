@@ -22,13 +22,25 @@ import torch
 from tightship.errors import Unsupported
 from tightship.frontends.torch import compat, compat_capture
 from tightship.frontends.torch.capture.state_restore import Leftovers
-from tightship.frontends.torch.capture.step import StepCapture, check_changes, checked_leaf, replaced_buffer
-from tightship.frontends.torch.optimizer.updates import Updates
+from tightship.frontends.torch.capture.step import (
+    Ending,
+    StepCapture,
+    check_changes,
+    check_replaced,
+    checked_leaf,
+)
 from tightship.frontends.torch.program import Program, tensors_in
-from tightship.frontends.torch.rerun.function_trace import FunctionTrace, map_tensors, name_of
+from tightship.frontends.torch.rerun.function_trace import FunctionTrace, map_tensors, name_of, write_back
 from tightship.frontends.torch.rerun.numbers import Renumbering, with_numbers_at
 from tightship.frontends.torch.rerun.rerun import Rerun
-from tightship.frontends.torch.structure import BatchSpec, LossFn, Results, checked_loss, flatten, map_leaves
+from tightship.frontends.torch.structure import (
+    LossFn,
+    Results,
+    TensorLeaf,
+    checked_loss,
+    map_leaves,
+    tensor_leaves,
+)
 
 __all__ = ["Asked", "Expired", "Owned", "expire_kept", "run_code"]
 
@@ -120,20 +132,20 @@ class Asked:
 
 
 def run_code(
-    owned: Owned, loss_fn: LossFn, updates: Updates, batch: Any,
+    owned: Owned, loss_fn: LossFn, ending: Ending, batch: Any,
     traces: Sequence[FunctionTrace], *, name: str = "step",
 ) -> Asked:  # fmt: skip
     """Run ``loss_fn(model, batch)`` of ``owned.model`` on stand-ins, with its side effects; ``traces`` are those of
-    earlier steps that may be met again, the likeliest first. Nothing is computed, and nothing drawn from torch's
-    random state.
+    earlier steps of the same ``ending`` that may be met again, the likeliest first. Nothing is computed, and nothing
+    drawn from torch's random state.
 
     Raises as ``capture_step``, and whatever the code raises.
     """
-    code = _Code(owned, batch, traces, name)
+    code = _Code(owned, ending, batch, traces, name)
     try:
         with compat_capture.python_for_stand_ins(has_data=True), code.open():
             out = code.rerun.run(lambda given: code.asked(loss_fn, given))
-            asked = code.finish(out, updates)
+            asked = code.finish(out)
             del out
         return asked
     finally:
@@ -141,22 +153,26 @@ def run_code(
 
 
 class _Code:
-    def __init__(self, owned: Owned, batch: Any, traces: Sequence[FunctionTrace], name: str) -> None:
-        self.owned, self.model = owned, owned.model
+    def __init__(
+        self, owned: Owned, ending: Ending, batch: Any, traces: Sequence[FunctionTrace], name: str
+    ) -> None:
+        self.owned, self.model, self.ending = owned, owned.model, ending
         self.batch, self.traces, self.name = batch, traces, name
-        self.leaves = flatten(batch)
+        self.leaves = tensor_leaves(batch)
         self.stack = ExitStack()
         self.captures: list[StepCapture] = []
         self.caches: list[compat_capture.GrownCaches] = []
         known = {(m, k): None for t in traces for m, k in t.attributes}
         self.left = [Leftovers(self.model, known)]
         self.has_run = False
+        self.shown: list[FunctionTrace] = []
 
     @contextmanager
     def open(self) -> Iterator[None]:
         cleaned = False
         with self.stack:
             self.rerun = Rerun(self.traces, self.start, self.stand_ins, self.read)
+            self.shown = self.rerun.shown
             try:
                 yield
                 cleaned = True
@@ -165,7 +181,7 @@ class _Code:
                     self.clean()
 
     def start(self) -> StepCapture:
-        capture = StepCapture(self.model, self.batch, self.name)
+        capture = StepCapture(self.model, self.batch, self.name, self.ending)
         if not self.has_run:
             self.caches.append(compat_capture.GrownCaches())
             self.left.append(Leftovers(self.model))
@@ -182,7 +198,7 @@ class _Code:
     def read(self, trace: FunctionTrace, bound: Mapping[int, torch.Tensor]) -> dict[tuple[str, Any], Any]:
         """The caller's tensors by role and key, as guards know them."""
         found: dict[tuple[str, Any], Any] = {("buffer", n): b for n, b in self.owned.buffers.items()}
-        found |= {("input", k): x for k, x in enumerate(self.leaves) if isinstance(x, torch.Tensor)}
+        found |= {("input", k): x for k, x in enumerate(self.leaves)}
         for k, c in enumerate(trace.program.constants if trace.program is not None else ()):
             found["constant", k] = bound.get(trace.index.get(id(c), -1), c)
         return found
@@ -198,16 +214,15 @@ class _Code:
     def rebound(self) -> None:
         """A buffer that was replaced by a new tensor is written back, which is what the next step would read."""
         for name, home, key, own, now in self.owned.replaced():
-            if now is None or (now.shape, now.dtype, now.device) != (own.shape, own.dtype, own.device):
-                raise replaced_buffer(name)
-            with torch.no_grad():
-                own.copy_(now)
+            check_replaced(name, own, now)
+            self.rerun.special(write_back, (own, now), {})
             home[key] = own
 
     def expire(self) -> None:
         """When the run is over, however it went: what the code has kept of stand-ins says so."""
-        shown = self.rerun.shown
-        del self.rerun, self.captures
+        shown, self.shown = self.shown, []
+        self.__dict__.pop("rerun", None)  # not there where no run has begun
+        del self.captures
         for trace in {id(t): t for t in shown if t.program is not None}.values():
             expire_kept(trace)
 
@@ -232,9 +247,9 @@ class _Code:
 
     # --- when it has run ---
 
-    def finish(self, out: Any, updates: Updates) -> Asked:
+    def finish(self, out: Any) -> Asked:
         rerun = self.rerun
-        tensors = [t for t in flatten(out) if isinstance(t, torch.Tensor)]
+        tensors = tensor_leaves(out)
         numbers = rerun.settle(tensors)
         self.check_made_once()
         new_numbers = self.renumbered() if rerun.execution is None else None
@@ -264,7 +279,7 @@ class _Code:
         loss = checked_loss(out)
         guards = len(capture.guards)
         program = capture.program(
-            fakes[rerun.number(loss)], [fakes[n] for n in results], spec, updates, self.notes(left)
+            fakes[rerun.number(loss)], [fakes[n] for n in results], spec, self.notes(left)
         )
         self.note(trace, program, capture.guards[guards:], left)
         check_changes(self.changes, program)
@@ -305,7 +320,7 @@ class _Code:
         left: tuple[tuple[torch.nn.Module, str], ...],
     ) -> None:  # fmt: skip
         """What is known of a trace when its program is."""
-        trace.batch = BatchSpec.of(self.batch)
+        trace.batch = tuple([TensorLeaf.of(t) for t in self.leaves])
         trace.end_guards, trace.attributes = tuple(guards), left
         trace.caches = tuple(
             {id(c): c for c in (*self.grown, *(c for t in self.traces for c in t.caches))}.values()

@@ -31,8 +31,10 @@ from tightship.frontends.torch.rerun.function_trace import (
     name_of,
     own_containers,
     plainly_same,
+    same_plain,
     understood,
     unknown,
+    write_back,
 )
 
 __all__ = ["Rerun"]
@@ -162,9 +164,11 @@ class Rerun(TorchFunctionMode):
                     continue
                 self._change_to(other)
                 try:
-                    return self._follow(func, args, kwargs)
+                    if all(self._holds(c.guards) for c in other.calls[: self._at] if c.guards):
+                        return self._follow(func, args, kwargs)
                 except _Differs:
-                    self._change_to(known)
+                    pass
+                self._change_to(known)
             self.go_on()
             assert self.execution is not None
             self.execution.capture.resume()
@@ -189,7 +193,7 @@ class Rerun(TorchFunctionMode):
             (state.autocast or compat.any_autocast()) and ExecutionState.now() != state
         ):
             raise _Differs
-        if call.guards and not self._holds(call.guards):
+        if call.guards and (self._at in self.actual or not self._holds(call.guards)):
             raise _Differs
         answer = self._answer(call, func, args, kwargs)
         self._at += 1
@@ -200,6 +204,8 @@ class Rerun(TorchFunctionMode):
             if call.bound and self.bound:
                 return map_tensors(lambda t: self.bound.get(self.trace.index[id(t)], t), call.answer)
             return list(call.answer) if type(call.answer) is list else call.answer
+        if call.kind == "last":
+            return None
         answer = func(*args, **kwargs)
         if call.kind == "data":
             if form(answer) != self.trace.constants[call.first]:
@@ -264,8 +270,11 @@ class Rerun(TorchFunctionMode):
         leaves = self._read(self.trace, {}).values()
         return any(compat.storage_key(t) == key for t in (*real, *self.bound.values(), *leaves))
 
-    def _holds(self, guards: Sequence[Any]) -> bool:
-        return all(g.holds(self._read(self.trace, self.bound)) for g in guards)
+    def _holds(self, guards: Sequence[Any], trace: FunctionTrace | None = None) -> bool:
+        if not guards:
+            return True
+        tensors = self._read(trace or self.trace, self.bound)
+        return all(g.holds(tensors, self.actual) for g in guards)
 
     def take_numbers(self) -> None:
         """Makes the numbers of this run those of the trace."""
@@ -279,9 +288,11 @@ class Rerun(TorchFunctionMode):
 
     def _leads_here(self, other: FunctionTrace) -> bool:
         """Whether the calls so far are also the first ones of ``other``."""
-        return self.trace.common(other) >= self._at and all(
+        if self.trace.common(other) < self._at or not all(
             other.constants.get(n) == form(t) and n not in other.rigid for n, t in self.bound.items()
-        )
+        ):
+            return False
+        return self._holds([g for call in other.calls[: self._at] for g in call.guards], other)
 
     def _change_to(self, other: FunctionTrace) -> None:
         known = self.trace
@@ -304,6 +315,13 @@ class Rerun(TorchFunctionMode):
 
     def go_on(self) -> None:
         """Makes the calls so far on fake tensors, in a new trace; the run can then go on with others."""
+        inside, self._inside = self._inside, True  # what this calls itself belongs to no trace
+        try:
+            self._make_again()
+        finally:
+            self._inside = inside
+
+    def _make_again(self) -> None:
         known, trace = self.trace, FunctionTrace()
         self.execution = Execution(self._start(), trace)
         # With other numbers a call may hand back its argument, or no longer: tensors get numbers of their own.
@@ -345,12 +363,15 @@ class Rerun(TorchFunctionMode):
             self._note_constants(trace, args, kwargs, used=False)
             if isinstance(func, compat_capture.Special):
                 func(*args, **kwargs)
+        elif call.kind == "last":
+            self._note_constants(trace, args, kwargs)
+            execution.write_back(*args)
         elif call.kind == "op":
             execution.capture.place(call.origin)
             self._note_constants(trace, args, kwargs)
             answer = execution.call(func, args, kwargs)
         made, before = list(tensors_in(answer)), list(tensors_in(call.answer))
-        if not _same_plain(answer, call.answer) or len(made) != len(before):
+        if not same_plain(answer, call.answer) or len(made) != len(before):
             raise Unsupported(
                 f"{name_of(func)} at {call.origin} with a number that changes", "the shape of its result follows it",
                 "keep the number as it was when the step was captured",
@@ -370,7 +391,11 @@ class Rerun(TorchFunctionMode):
         origin, state = execution.capture.origin(), ExecutionState.now()
         tensors, name = list(tensors_in((args, kwargs))), name_of(func)
         first, guards = len(trace.tensors), len(execution.capture.guards)
-        if not tensors and name in _DATA:
+        if func is write_back:
+            kind, answer = "last", None
+            self._note_constants(trace, args, kwargs)
+            execution.write_back(*args)
+        elif not tensors and name in _DATA:
             kind, answer = "data", func(*args, **kwargs)
             execution.constant(answer)
             self._watch(answer)
@@ -463,14 +488,3 @@ def _hands_back(call: FunctionCall) -> bool:
 def _bytes_of(tensor: torch.Tensor) -> bytes:
     flat = tensor.detach().cpu().contiguous().reshape(-1)
     return bytes(flat.view(torch.uint8).numpy()) if flat.numel() else b""
-
-
-def _same_plain(a: Any, b: Any) -> bool:
-    """Whether two answers are alike where they are no tensors."""
-    if isinstance(a, torch.Tensor):
-        return isinstance(b, torch.Tensor)
-    if isinstance(a, (list, tuple)):
-        return isinstance(b, (list, tuple)) and len(a) == len(b) and all(map(_same_plain, a, b))
-    if isinstance(a, (int, float, bool, str)):
-        return type(a) is type(b) and (a == b or (a != a and b != b))
-    return True

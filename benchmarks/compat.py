@@ -1,0 +1,295 @@
+"""What the tables of docs/compatibility.md are made of: a row, what came of it, and a training loop run twice.
+
+A table is a module ``compat_NAME.py`` beside this file with a ``TITLE`` and ``rows()``, which yields `Row`s; the
+command ``benchmarks/compatibility.py`` finds it by its name, and runs each row in a process of its own. A row's
+``run`` imports what it needs itself and returns an `Outcome`; an error that it raises is a row that has failed.
+
+Most rows run one loop: `trained` takes what builds a `Training`. Loops of another form make two `Side`s, one of them
+fitted, and hand them to `lockstep`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import importlib.util
+import random
+import time
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+import tightship
+from tightship.errors import BadInput, Infeasible, Unsupported
+from tightship.execute.eager import bit_identical
+from tightship.execute.interpreter import PeakMismatch
+
+__all__ = [
+    "BUDGET",
+    "GOOD",
+    "Outcome",
+    "Row",
+    "Side",
+    "Training",
+    "adamw",
+    "fitted",
+    "hugging_face",
+    "lockstep",
+    "trained",
+]
+
+BUDGET = "static+60%"
+QUICK = {"cache": None, "seconds_per_op": 0.001, "seconds": 3.0}
+"""What else `tightship.fit` is told: nothing kept, and little time for measuring and planning."""
+STEPS = 4
+GOOD = ("identical", "eager", "refused")
+"""Kinds of outcomes that are no fault; the others are ``different``, ``mismatch`` and ``failed``."""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What came of a row: ``kind`` is ``identical`` (to eager, with planned = measured and no miss), ``eager``
+    (nothing can be planned: steps run in eager, after a warning), ``refused`` (``sentence`` says why, of these two),
+    ``different``, ``mismatch`` (of memory) or ``failed``. Peaks are bytes, ``seconds`` those of the processor that
+    preparing took."""
+
+    kind: str
+    sentence: str = ""
+    unplanned: int = 0
+    planned: int = 0
+    budget: int = 0
+    seconds: float = 0.0
+    steps: int = 0
+
+
+@dataclass(frozen=True)
+class Row:
+    """A line of a table: what it is called, the modules it imports, and what runs it."""
+
+    name: str
+    packages: tuple[str, ...]
+    run: Callable[[], Outcome]
+
+
+# --- a loop that is run twice ---------------------------------------------------------------------------------
+
+
+def adamw(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(parameters, lr=1e-3)
+
+
+@dataclass
+class Training:
+    """``loss_fn`` is as `tightship.fit` takes it, ``batch(k)`` the batch of step k; ``optimizer`` makes one
+    of parameters.
+
+    ``others``: further losses with their parameters, each trained on the same batch after the first (a GAN's
+    generator after its discriminator).
+    """
+
+    model: nn.Module
+    loss_fn: Any
+    batch: Callable[[int], Any]
+    optimizer: Callable[[Any], torch.optim.Optimizer] = adamw
+    parameters: Callable[[nn.Module], Any] = nn.Module.parameters
+    others: Sequence[tuple[Any, Callable[[nn.Module], Any]]] = ()
+    steps: int = STEPS
+
+
+def trained(build: Callable[[], Training], budget: str = BUDGET, **options: Any) -> Outcome:
+    """The loop that ``build`` makes, once in eager and once within ``budget``; ``options`` go to `tightship.fit`."""
+    eager, ours = _side(build), _side(build)
+    loop = ours.loop
+    losses = [(loop.loss_fn, loop.parameters), *loop.others]
+    try:
+        steps, began = [], time.process_time()
+        with ours.turn():
+            for (loss_fn, _), optimizer in zip(losses, ours.optimizers, strict=True):
+                steps.append(fitted(loop.model, loss_fn, optimizer, loop.batch(0), budget, **options))
+        seconds = time.process_time() - began
+    except (Unsupported, BadInput) as refusal:
+        return Outcome("refused", str(refusal))
+    ours.fitted = steps
+    ours.step = lambda k: [step(ours.loop.batch(k)) for step in steps]
+    return dataclasses.replace(lockstep(eager, ours, loop.steps), seconds=seconds)
+
+
+def hugging_face(
+    name: str, head: str, settings: dict[str, Any], batch: Callable[[int], Any], **more: Any
+) -> Row:
+    """A row for the class ``name + head`` of transformers, which computes its own loss; ``settings`` are its
+    configuration's, ``more`` may have a ``loss_fn`` and the row's ``title``."""
+
+    def build() -> Training:
+        import transformers
+
+        config = getattr(transformers, name + "Config")(**settings)
+        model = getattr(transformers, name + head)(config)
+        return Training(model.train(), more.get("loss_fn"), batch)
+
+    return Row(
+        more.get("title", name + head), ("transformers",), partial(trained, build, more.get("budget", BUDGET))
+    )
+
+
+def fitted(model: nn.Module, loss_fn: Any, optimizer: Any, batch: Any, budget: str, **options: Any) -> Any:
+    """`tightship.fit` within ``budget``, or within what it says would do where nothing meets that."""
+    within: Any = budget
+    for _ in range(4):
+        try:
+            return tightship.fit(model, loss_fn, optimizer, batch, within, **QUICK | options)
+        except Infeasible as no:
+            within = max(no.placed or 0, no.best_peak)
+    return tightship.fit(model, loss_fn, optimizer, batch, within, **QUICK | options)
+
+
+class Side:
+    """One of the two runs of a loop, with random states of its own: ``step(k)`` runs step k and returns its results.
+
+    ``fitted`` are the steps that `tightship.fit` made, of the side that has them; ``more()`` is what else must be
+    equal.
+    """
+
+    def __init__(
+        self, models: Sequence[nn.Module], optimizers: Sequence[Any], step: Callable[[int], Any],
+        fitted: Sequence[Any] = (), more: Callable[[], Any] = lambda: None,
+    ) -> None:  # fmt: skip
+        self.models, self.optimizers, self.step = models, optimizers, step
+        self.fitted, self.more = fitted, more
+        self.loop: Any = None
+        self._keep_random()
+
+    def _keep_random(self) -> None:
+        self.random = torch.get_rng_state(), random.getstate(), np.random.get_state()
+
+    @contextlib.contextmanager
+    def turn(self) -> Iterator[None]:
+        """With the random states of this side."""
+        torch.set_rng_state(self.random[0])
+        random.setstate(self.random[1])
+        np.random.set_state(self.random[2])
+        try:
+            yield
+        finally:
+            self._keep_random()
+
+    def state(self) -> dict[str, Any]:
+        """All that a step leaves behind but its results."""
+        rows: dict[str, Any] = {"torch's random state": self.random[0]}
+        rows |= {"Python's random state": repr(self.random[1]), "NumPy's random state": repr(self.random[2])}
+        for m, model in enumerate(self.models):
+            rows |= {f"parameter {n!r} of model {m}": p for n, p in model.named_parameters()}
+            rows |= {f"buffer {n!r} of model {m}": b for n, b in model.named_buffers()}
+        for o, optimizer in enumerate(self.optimizers):
+            rows |= dict(_leaves(optimizer.state_dict(), f"optimizer {o}"))
+        return rows | dict(_leaves(self.more(), "more"))
+
+
+def lockstep(eager: Side, ours: Side, steps: int) -> Outcome:
+    """Both sides step by step, compared bit by bit after each; and what each fitted step measured."""
+    for k in range(steps):
+        with eager.turn():
+            expected = eager.step(k)
+        try:
+            with ours.turn(), warnings.catch_warnings():
+                warnings.simplefilter("ignore", PeakMismatch)  # what was measured is looked at below
+                got = ours.step(k)
+        except (Unsupported, BadInput) as refusal:
+            return Outcome("refused", f"in step {k}: {refusal}")
+        a, b = ({**dict(_leaves(r, "result")), **s.state()} for r, s in ((expected, eager), (got, ours)))
+        names = [n for n in dict.fromkeys((*a, *b)) if n not in a or n not in b or not _same(a[n], b[n])]
+        if names:
+            return Outcome("different", f"after step {k}: {', '.join(names[:6])}")
+        for step in ours.fitted:
+            measured = step.measure()
+            if measured["planned_peak"] is None:
+                continue  # it runs in eager
+            if measured["measured_peak"] is None:
+                return Outcome("failed", f"nothing was measured: {'; '.join(step.notes)}")
+            if measured["misses"] or not step.last.peak_as_planned:
+                return Outcome("mismatch", f"in step {k}: {measured}; {', '.join(step.last.first_misses)}")
+    for step in ours.fitted:
+        if step.measure()["planned_peak"] is None:
+            return Outcome("eager", "; ".join(step.notes))
+    measured = [step.measure() for step in ours.fitted]
+    if any(m["measured_peak"] != m["planned_peak"] for m in measured):
+        return Outcome("mismatch", str(measured))
+    tops = {k: max((m[k] or 0) for m in measured) for k in ("unplanned_peak", "planned_peak", "budget")}
+    return Outcome("identical", "", tops["unplanned_peak"], tops["planned_peak"], tops["budget"], 0.0, steps)
+
+
+def _side(build: Callable[[], Training]) -> Side:
+    torch.manual_seed(0)
+    random.seed(0)
+    np.random.seed(0)
+    loop = build()
+    groups = [loop.parameters, *(parameters for _, parameters in loop.others)]
+    optimizers = [loop.optimizer(parameters(loop.model)) for parameters in groups]
+    losses = [loop.loss_fn, *(loss_fn for loss_fn, _ in loop.others)]
+
+    def step(k: int) -> list[Any]:
+        pairs = zip(losses, optimizers, strict=True)
+        return [_eager(loop.model, loss_fn, o, loop.batch(k)) for loss_fn, o in pairs]
+
+    side = Side([loop.model], optimizers, step)
+    side.loop = loop
+    return side
+
+
+def _eager(model: nn.Module, loss_fn: Any, optimizer: torch.optim.Optimizer, batch: Any) -> Any:
+    if loss_fn is None:
+        out = model(**batch).loss
+    elif isinstance(loss_fn, nn.Module):
+        out = loss_fn(model(batch[0]), batch[1])
+    else:
+        out = loss_fn(model, batch)
+    (out[0] if isinstance(out, tuple) else out).backward()
+    optimizer.step()
+    for group in model.parameters():
+        group.grad = None
+    return out
+
+
+def _leaves(tree: Any, name: str) -> Iterator[tuple[str, Any]]:
+    """Tensors (as they are now) and other values of a tree, by name."""
+    if isinstance(tree, torch.Tensor):
+        yield name, tree.detach()
+    elif isinstance(tree, dict):
+        for k, x in tree.items():
+            yield from _leaves(x, f"{name}[{k!r}]")
+    elif isinstance(tree, list | tuple):
+        for k, x in enumerate(tree):
+            yield from _leaves(x, f"{name}[{k}]")
+    else:
+        yield name, repr(tree)
+
+
+def _same(a: Any, b: Any) -> bool:
+    if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor):
+        return bit_identical(a, b)
+    return type(a) is type(b) and bool(a == b)
+
+
+def torchvision_loads() -> None:
+    """PyPI's torchvision for Linux has its own ops for CUDA builds of torch alone; beside another, the names of two
+    that its Python code registers things for let that be imported. Its models need its ops for boxes alone."""
+    spec = importlib.util.find_spec("torchvision")
+    if spec is None or not spec.origin:
+        return
+    try:
+        torch.ops.load_library(str(Path(spec.origin).parent / "_C.so"))
+    except OSError:
+        for name in ("nms", "qnms"):
+            torch.library.define(
+                f"torchvision::{name}", "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor"
+            )
+
+
+torchvision_loads()

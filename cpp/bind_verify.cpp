@@ -1,0 +1,115 @@
+// Python binding of the verifier's replay. It knows nothing of the engine, and shares with the other bindings
+// only how arrays are checked.
+
+#include <nanobind/stl/pair.h>
+
+#include "bind_alarm.h"
+#include "bind_arrays.h"
+#include "verify.h"
+
+namespace nb = nanobind;
+using namespace tightship;
+
+namespace {
+
+// Columns by name, each checked when it is taken.
+class Columns {
+  public:
+    explicit Columns(const nb::dict& columns) : columns_(columns) {}
+
+    template <class T> verify::Column<T> column(const char* name, i64 count, const char* of) const {
+        const auto found = get<Array<T>>(name);
+        check::length(name, found, count, of);
+        return {found.data(), count};
+    }
+
+    template <class T>
+    verify::Column<T> indices(const char* name, i64 count, const char* of, i64 most) const {
+        const auto found = column<T>(name, count, of);
+        check::within(name, get<Array<T>>(name), 0, most, "must be an index");
+        return found;
+    }
+
+    verify::Table table(const char* name, i64 count, const char* of, i64 least, i64 most) const {
+        const auto found = get<RowsIn>(name);
+        check::rows(name, found, count, of, least, most, "must be an index");
+        return {{found.first.data(), count + 1},
+                {found.second.data(), static_cast<i64>(found.second.shape(0))}};
+    }
+
+    template <class T> i64 count(const char* name) const { return check::count(name, get<Array<T>>(name)); }
+    i64 number(const char* name) const { return get<i64>(name); }
+
+  private:
+    const nb::dict& columns_;
+
+    template <class T> T get(const char* name) const {
+        return nb::cast<T>(columns_[name], false);
+    }  // no copies: columns outlive this
+};
+
+constexpr i64 kLeast32 = std::numeric_limits<i32>::min(), kMost32 = std::numeric_limits<i32>::max();
+
+verify::Graph graph_of(const Columns& c) {
+    const i64 ops = c.count<double>("time"), storages = c.count<i64>("size"), values = c.count<i32>("home");
+    const auto by_op = [&](const char* name, i64 count) { return c.table(name, ops, "op", 0, count - 1); };
+    verify::Graph g;
+    g.inputs = by_op("inputs", values), g.outputs = by_op("outputs", values);
+    g.mutates = by_op("mutates", storages), g.updates = by_op("updates", storages);
+    g.control = by_op("control", ops), g.overwrites = by_op("overwrites", storages);
+    g.storage = c.indices<i32>("home", values, "value", storages - 1);
+    g.size = c.column<i64>("size", storages, "storage");
+    g.random = c.column<std::uint8_t>("random", ops, "op");
+    g.effect = c.column<std::uint8_t>("effect", ops, "op");
+    g.workspace = c.column<i64>("workspace", ops, "op"), g.extra = c.column<i64>("extra", ops, "op");
+    g.time = c.column<double>("time", ops, "op");
+    g.caller = c.indices<i32>("caller", c.count<i32>("caller"), "input", values - 1);
+    g.results = c.indices<i32>("results", c.count<i32>("results"), "output", values - 1);
+    const i64 requests = c.count<i64>("request_size");
+    g.requests = c.indices<i64>("requests", ops + 1, "op, and the end", requests);
+    for (i64 k = 0; k < ops; ++k)
+        if (g.requests[k] > g.requests[k + 1])
+            check::refuse(check::entry("requests", static_cast<std::size_t>(k + 1), g.requests[k + 1]),
+                          "must not go down");
+    g.request_size = c.column<i64>("request_size", requests, "request");
+    g.request_storage = c.column<i64>("request_storage", requests, "request");
+    g.request_start = c.column<i64>("request_start", requests, "request");
+    g.request_end = c.column<i64>("request_end", requests, "request");
+    g.alignment = c.number("alignment");
+    check::number("alignment", g.alignment, 1, check::kMost, "must be at least 1");
+    return g;
+}
+
+verify::Plan plan_of(const Columns& c) {
+    const i64 steps = c.count<std::uint8_t>("kind"), residences = c.count<i64>("storage");
+    verify::Plan p;
+    p.kind = c.indices<std::uint8_t>("kind", steps, "step", verify::kFree);
+    p.op = c.column<i64>("op", steps, "step");
+    p.storages = c.table("storages", steps, "step", kLeast32, kMost32);
+    p.reuses = c.table("reuses", steps, "step", kLeast32, kMost32);
+    const auto by_residence = [&](const char* name) { return c.column<i64>(name, residences, "residence"); };
+    p.storage = by_residence("storage"), p.start = by_residence("start"), p.end = by_residence("end");
+    p.size = by_residence("size"), p.offset = by_residence("offset"), p.request = by_residence("request");
+    p.first = by_residence("first"), p.last = by_residence("last");
+    p.pool = c.indices<std::uint8_t>("pool", residences, "residence", verify::kOut);
+    p.arena = c.number("arena");
+    return p;
+}
+
+nb::object verified(const nb::dict& graph, const nb::dict& plan) {
+    const verify::Graph g = graph_of(Columns(graph));
+    const verify::Plan p = plan_of(Columns(plan));
+    const verify::Verdict v = unlocked([&] { return verify::verify(g, p); });
+    if (!v.right) return nb::none();
+    return nb::make_tuple(v.peak, v.unplanned, v.caller, v.handed, v.seconds);
+}
+
+}  // namespace
+
+void bind_verify(nb::module_& m) {
+    using namespace nb::literals;
+    m.def(
+        "verified", &verified, "graph"_a, "plan"_a,
+        "Peak, unplanned need, the caller's bytes, bytes handed out and seconds of a plan of which nothing is wrong "
+        "with steps and residences; None where something is, or may be.");
+}

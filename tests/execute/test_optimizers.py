@@ -1,0 +1,347 @@
+"""Optimizers under `fit` whose steps differ, that keep more than they did, draw, or come several at once: as in
+eager, with every request where it was planned."""
+
+from __future__ import annotations
+
+import random
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from support import plans
+from support.state import differences, snapshot
+from tightship.errors import BadInput, Unsupported
+from tightship.execute.fit import fit
+from tightship.frontends.torch.optimizer.updates import updaters
+
+
+class Own(torch.optim.Optimizer):
+    """Gradient descent; classes below change ``direction``."""
+
+    def __init__(self, params, lr=0.05):
+        super().__init__(params, {"lr": lr})
+        self.steps = 0
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        self.steps += 1
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    p.sub_(group["lr"] * self.direction(p, self.state[p]))
+
+    def direction(self, p, state):
+        return p.grad
+
+
+class Rectifies(Own):
+    """From the fifth step on it needs more."""
+
+    def direction(self, p, state):
+        state["step"] = state.get("step", 0) + 1
+        return (p.grad.abs() + 1).sqrt() * p.grad.sign() if state["step"] > 4 else p.grad
+
+
+class Looks(Own):
+    """What it needs depends on the gradient."""
+
+    def direction(self, p, state):
+        return p.grad[p.grad > 0].sum() * p.sign() if p.grad.sum() > 0 else p.grad
+
+
+class Replaces(Own):
+    def direction(self, p, state):
+        state["m"] = state.get("m", torch.zeros_like(p)) * 0.9 + p.grad
+        return state["m"]
+
+
+class ReplacesSometimes(Own):
+    def direction(self, p, state):
+        state.setdefault("m", torch.zeros_like(p)).add_(p.grad)
+        if self.steps % 3 == 0:
+            state["m"] = state["m"] * 0.5
+        return state["m"]
+
+
+class Lists(Own):
+    """Tensors in lists and mappings."""
+
+    def direction(self, p, state):
+        if not state:
+            state["m"] = [torch.zeros_like(p), {"slow": torch.zeros_like(p)}]
+        state["m"][0].mul_(0.9).add_(p.grad)
+        state["m"][1]["slow"].lerp_(p.grad, 0.1)
+        return state["m"][0] + state["m"][1]["slow"]
+
+
+class Takes(Own):
+    """Keeps the gradient itself."""
+
+    def direction(self, p, state):
+        before, state["last"] = state.get("last", p.grad), p.grad
+        return before
+
+
+class Late(Own):
+    """Slow weights that are made in the third step, and taken over in every third."""
+
+    every = 3
+
+    def direction(self, p, state):
+        if self.steps % self.every == 0:
+            slow = state.setdefault("slow", p.clone())
+            slow.lerp_(p, 0.5)
+            p.copy_(slow)
+        return p.grad
+
+
+class VeryLate(Late):
+    every = 17
+
+
+class Around(torch.optim.Optimizer):
+    """Another optimizer with its own state, and tensors of its own."""
+
+    def __init__(self, params, lr=0.05):
+        self.inner = torch.optim.AdamW(params, lr=lr)
+        super().__init__(self.inner.param_groups, {})
+        self.sums = {p: torch.zeros_like(p) for g in self.param_groups for p in g["params"]}
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for p, total in self.sums.items():
+            if p.grad is not None:
+                total.add_(p.grad)
+        self.inner.step()
+
+
+class Draws(Own):
+    """Random numbers of torch, Python and NumPy."""
+
+    def direction(self, p, state):
+        return p.grad + torch.randn_like(p) * random.random() * np.random.rand()
+
+
+class DrawsByItself(Own):
+    def __init__(self, params, lr=0.05):
+        super().__init__(params, lr)
+        self.generator = torch.Generator().manual_seed(3)
+
+    def direction(self, p, state):
+        return p.grad * torch.rand((), generator=self.generator)
+
+
+def net():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(6, 16), nn.LayerNorm(16), nn.Tanh(), nn.Dropout(0.3), nn.Linear(16, 3))
+
+
+def loss_of(model, batch):
+    return nn.functional.cross_entropy(model(batch[0]), batch[1])
+
+
+def batch_of(number):
+    g = torch.Generator().manual_seed(number)
+    return torch.randn(5, 6, generator=g), torch.randint(0, 3, (5,), generator=g)
+
+
+class Trained:
+    def __init__(self, make, **options):
+        self.model = net()
+        self.optimizer = make(self.model)
+        self.step = None
+        if options:
+            self.step = fit(self.model, loss_of, self.optimizer, batch_of(0), **options)
+
+    def run(self, k):
+        """What step ``k`` leaves."""
+        torch.manual_seed(k)
+        random.seed(k)
+        np.random.seed(k)
+        several = self.optimizer if isinstance(self.optimizer, list) else [self.optimizer]
+        if self.step is not None:
+            loss = self.step(batch_of(k))
+        else:
+            loss = loss_of(self.model, batch_of(k))
+            loss.backward()
+            for optimizer in several:
+                optimizer.step()
+            self.model.zero_grad()
+        numbers = {id(p): n for n, p in self.model.named_parameters()}
+        kept = {
+            f"{type(o).__name__} {n}": (
+                o.state_dict(), [(numbers[id(p)], s) for p, s in o.state.items()],
+                {a: x for a, x in vars(o).items() if a in ("steps", "sums", "inner")},
+            )
+            for n, o in enumerate(several)
+        }  # fmt: skip
+        return snapshot(self.model, None, loss=loss.detach(), **kept)
+
+
+def check(make, tmp_path, steps=8, **options):
+    given = {"planner": plans.keep, "strict": True, "cache": tmp_path, "seconds_per_op": 0.0} | options
+    theirs = Trained(make)
+    expected = [theirs.run(k) for k in range(steps)]
+    ours = Trained(make, **given)
+    for k in range(steps):
+        assert not differences(expected[k], ours.run(k)), k
+        measured = ours.step.measure()
+        if ours.step.last.exact:
+            assert (measured["misses"], measured["measured_peak"]) == (0, measured["planned_peak"])
+    assert ours.step.last.exact  # all state is there
+    return ours
+
+
+def of(cls, **settings):
+    return lambda model: cls(model.parameters(), **settings)
+
+
+@pytest.mark.parametrize(
+    "cls", [Rectifies, Looks, Replaces, ReplacesSometimes, Takes, Lists, Late, Around, Draws, DrawsByItself]
+)
+def test_what_differs_from_step_to_step_is_as_in_eager_and_as_planned(cls, tmp_path):
+    check(of(cls), tmp_path)
+
+
+@pytest.mark.parametrize("cls", [torch.optim.RAdam, torch.optim.Rprop, torch.optim.ASGD, torch.optim.NAdam])
+@pytest.mark.parametrize("settings", [{}, {"foreach": True}, {"maximize": True}])
+def test_so_do_torchs_own_whose_first_steps_are_others(cls, settings, tmp_path):
+    check(of(cls, lr=0.01, **settings), tmp_path)
+
+
+def test_an_update_that_always_asks_for_the_same_is_planned_request_by_request(tmp_path):
+    ours = check(of(torch.optim.Adagrad, foreach=True), tmp_path, steps=3)
+    asked = [len(op.requests) for op in ours.step.graph.ops if op.phase == "update"]
+    assert min(asked) > 1
+    other = check(of(Rectifies), tmp_path)
+    assert {len(op.requests) for op in other.step.graph.ops if op.phase == "update"} == {1}
+
+
+def test_state_that_comes_late_counts_from_the_start(tmp_path):
+    late, plain = (check(of(cls), tmp_path).step.graph for cls in (Late, Own))
+    sizes = sum(-(-p.numel() * 4 // 64) * 64 for p in net().parameters())
+    assert late.static_bytes == plain.static_bytes + sizes
+
+
+def test_state_that_comes_later_than_was_tried_lies_outside_the_arena(tmp_path):
+    ours = check(of(VeryLate), tmp_path, steps=20)
+    state = ours.optimizer.state
+    assert all("slow" in state[p] for p in ours.model.parameters())
+    (variant,) = ours.step._variants
+    assert variant.executor.arena.live == sum(-(-p.numel() * 4 // 64) * 64 for p in ours.model.parameters())
+
+
+def test_what_an_optimizer_keeps_beside_its_state_is_counted(tmp_path):
+    graph = check(of(Around), tmp_path).step.graph
+    assert sum(s.kind == "state" for s in graph.storages) == 6 * (3 + 1)
+
+
+@pytest.mark.parametrize("cls", [torch.optim.AdamW, Lists])
+def test_state_comes_in_the_order_of_eagers_whatever_the_order_of_updates(cls, tmp_path):
+    """`check` compares it; here updates do not run in the order of the parameters."""
+    check(of(cls), tmp_path, steps=2, planner=backwards)
+
+
+def backwards(graph, budget):
+    first = [k for k, op in enumerate(graph.ops) if op.phase != "update"]
+    last = [k for k, op in enumerate(graph.ops) if op.phase == "update"]
+    steps = plans.with_frees(graph, [plans.Step("compute", op=k) for k in (*first, *reversed(last))])
+    return plans.placed(graph, steps, budget)
+
+
+# --- several --------------------------------------------------------------------------------------------------
+
+
+def muon_and_adamw(model):
+    matrices = [p for p in model.parameters() if p.dim() == 2]
+    return [
+        torch.optim.Muon(matrices, lr=0.01),
+        torch.optim.AdamW([p for p in model.parameters() if p.dim() != 2], lr=0.01),
+    ]
+
+
+def one_after_the_other(model):
+    return [
+        torch.optim.AdamW(model.parameters(), lr=0.01),
+        torch.optim.SGD(model.parameters(), lr=0.1),
+        Late(model.parameters()),
+    ]
+
+
+def same_class(model):
+    return [torch.optim.AdamW(model.parameters(), lr=0.01), torch.optim.AdamW(model.parameters(), lr=0.1)]
+
+
+@pytest.mark.parametrize("make", [muon_and_adamw, one_after_the_other, same_class, lambda m: [of(Own)(m)]])
+def test_several_optimizers_step_in_turn(make, tmp_path):
+    check(make, tmp_path, verify_every=2)
+
+
+def test_a_schedule_of_one_of_several_is_seen(tmp_path):
+    def make(model):
+        found = muon_and_adamw(model)
+        scheduler = torch.optim.lr_scheduler.StepLR(found[1], 1, 0.5)
+        found[1].register_step_post_hook = None
+        found[1].scheduler = scheduler
+        return found
+
+    theirs, ours = Trained(make), Trained(make, planner=plans.keep, strict=True, cache=tmp_path)
+    for k in range(3):
+        assert not differences(theirs.run(k), ours.run(k)), k
+        for side in (theirs, ours):
+            side.optimizer[1].scheduler.step()
+
+
+def test_no_optimizer_in_a_list_is_refused(tmp_path):
+    with pytest.raises(BadInput, match="an empty list of optimizers"):
+        fit(net(), loss_of, [], batch_of(0), cache=tmp_path)
+
+
+def test_a_scaler_and_several_optimizers_are_refused(tmp_path):
+    model = net()
+    with pytest.raises(Unsupported, match="GradScaler with several optimizers"):
+        fit(
+            model,
+            loss_of,
+            muon_and_adamw(model),
+            batch_of(0),
+            cache=tmp_path,
+            scaler=torch.amp.GradScaler("cpu"),
+        )
+
+
+# --- trying changes nothing; refusals -------------------------------------------------------------------------
+
+
+def test_trying_an_optimizer_draws_no_numbers(tmp_path):
+    before = torch.get_rng_state(), random.getstate(), str(np.random.get_state())
+    model = net()
+    made = Draws(model.parameters())
+    torch.set_rng_state(before[0])
+    fit(model, loss_of, made, batch_of(0), planner=plans.keep, cache=tmp_path)
+    assert torch.equal(before[0], torch.get_rng_state())
+    assert (random.getstate(), str(np.random.get_state())) == before[1:]
+
+
+def test_what_a_check_against_eager_draws_is_drawn_again(tmp_path):
+    check(of(Draws), tmp_path, steps=3, verify_every=1)
+
+
+def test_a_check_against_eager_knows_what_the_optimizer_keeps_in_attributes(tmp_path):
+    check(of(Around), tmp_path, steps=3, verify_every=1)
+
+
+class Asks(Own):
+    def step(self, closure=None):
+        if closure is None:
+            raise RuntimeError("Asks requires closure")
+        closure()
+
+
+@pytest.mark.parametrize("cls", [torch.optim.LBFGS, Asks])
+def test_an_optimizer_that_runs_the_model_is_refused_with_what_to_do(cls):
+    model = net()
+    with pytest.raises(Unsupported, match=r"needs a closure .* calls step.backward\(batch\)"):
+        updaters(cls(model.parameters()), dict(model.named_parameters()))

@@ -1,0 +1,105 @@
+"""Buffers in whose place a step puts other tensors: gradients follow from what they held."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from support.harness import Loop, adam, identical, refused
+
+
+class Recurrent(nn.Module):
+    """Its state goes from batch to batch, without gradients; what it was is saved for the backward pass."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.cell, self.head = nn.LSTMCell(4, 8), nn.Linear(8, 3)
+        self.register_buffer("h", torch.zeros(6, 8))
+        self.register_buffer("c", torch.zeros(6, 8))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h, c = self.cell(x, (self.h, self.c))
+        self.h, self.c = h.detach(), c.detach()
+        return self.head(h)
+
+
+class Replacing(nn.Module):
+    """``replace(module, scaled)`` is called with two buffers ``a`` and ``b`` in place."""
+
+    def __init__(self, replace) -> None:
+        super().__init__()
+        self.layer, self.head, self.replace = nn.Linear(4, 3), nn.Linear(3, 3), replace
+        self.register_buffer("a", torch.rand(3, 3))
+        self.register_buffer("b", torch.rand(3, 3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out = self.layer(x) @ self.a + 2 * self.layer(x) @ self.b
+        self.replace(self, out)
+        return self.head(out)
+
+
+def cross_entropy(model: nn.Module, batch: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+    return nn.functional.cross_entropy(model(batch[0]), batch[1])
+
+
+def trained(model: nn.Module, **options) -> Loop:
+    return Loop(model, cross_entropy, adam(model), steps=4, **options)
+
+
+@identical(plans=1)
+def test_a_recurrent_state():
+    return trained(Recurrent())
+
+
+@identical(plans=1, verify_every=2)
+def test_a_recurrent_state_verified():
+    return trained(Recurrent())
+
+
+@identical(plans=1, verify_every=2)
+def test_buffers_that_change_places():
+    def swap(net, _out):
+        net.a, net.b = net.b, net.a
+
+    return trained(Replacing(swap))
+
+
+@identical(plans=1)
+def test_a_buffer_replaced_by_a_view_of_itself():
+    def turn(net, out):
+        net.a = net.a.view(3, 3)
+        net.b = 0.9 * net.b + 0.1 * out.detach().mean()
+
+    return trained(Replacing(turn))
+
+
+@identical(plans=1)
+def test_a_buffer_replaced_by_one_that_is_replaced_too():
+    def shift(net, out):
+        net.a, net.b = out.detach()[:3], net.a
+
+    return trained(Replacing(shift))
+
+
+@refused("strides (1, 3) instead of (3, 1)")
+def test_a_buffer_that_is_transposed():
+    def turn(net, _out):
+        net.a = net.a.t()
+
+    return trained(Replacing(turn))
+
+
+@refused("share bytes with 'b'")
+def test_a_buffer_that_becomes_another():
+    def same(net, _out):
+        net.a = net.b
+
+    return trained(Replacing(same))
+
+
+@refused("share bytes with 'head.weight'")
+def test_a_buffer_that_becomes_a_parameter():
+    def same(net, _out):
+        net.a = net.head.weight.detach()
+
+    return trained(Replacing(same))
