@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from dataclasses import replace
 from typing import Any, get_type_hints
 
@@ -172,3 +173,24 @@ def test_sizes_that_are_no_multiples_of_the_alignment_are_placed_at_multiples_of
     made = plan(graph, "80%", Options(work=200_000))
     assert verify(graph, made) == []
     assert any(r.offset for r in made.residences) and all(r.offset % 64 == 0 for r in made.residences)
+
+
+@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("part", [0.75, 0.6])
+def test_bytes_lost_to_holes_cost_evictions_and_not_the_plan(
+    seed: int, part: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Places leave holes by chance: a lower target is found that is within the budget with them."""
+    graph, chance = chain(60), random.Random(seed)
+    laid = floor.Placement.layout
+
+    def with_holes(self: floor.Placement, *given: Any) -> Layout:
+        made = laid(self, *given)
+        return replace(made, arena=made.load + int(chance.uniform(0.01, 0.2) * made.load) // 64 * 64)
+
+    monkeypatch.setattr(floor.Placement, "layout", with_holes)
+    base = replay(graph, baseline(graph)).peak
+    budget = graph.static_bytes + int(part * (base - graph.static_bytes))
+    made = plan(graph, budget, Options(work=3_000_000, seconds=30.0))
+    assert verify(graph, made) == [] and made.count("recompute") > 0
+    assert made.peak < made.static + made.arena + made.handed <= budget

@@ -27,6 +27,7 @@ from tightship.graph import Graph
 from tightship.options import NEVER, Deadline, option
 from tightship.plan import Plan, Step
 from tightship.planners import PlannerInfo, floor, planner, run
+from tightship.planners.evict import ladder
 from tightship.planners.evict.lowering import pure_random_ops
 from tightship.planners.evict.problem import MEANS, EvictionProblem, Progress
 from tightship.planners.hints import parse_hints, resolve
@@ -53,8 +54,11 @@ __all__ = [
 ]
 
 _REDRAW = "redraw"
-_TIGHTEN = 4
-"""How often evictions are searched again because the placement came out larger than the peak."""
+_TIGHTEN, _SHORT = 8, 15
+"""How often evictions are searched again because the placement came out larger than the peak, and by what part of
+the work."""
+_FIRST, _PLACES = 0.8, 0.4
+"""The parts of the time left that the search before that, and places for what it found, may take."""
 _ORDERS = ("sink", "given", "lpmf")
 _FAR = 0.01
 """Orders that are tried where the fastest plan is above the least time by more than this part of it."""
@@ -343,31 +347,68 @@ class _Search:
         self, problem: EvictionProblem, progress: Progress | None, clock: _Clock
     ) -> floor.Placed | None:
         """Evictions and a layout; searched again under a lower budget while the layout is above it."""
-        o, archive, budget = self.options, problem.archive, self.budget
-        target = self.before.peak if budget is None else budget
-        made, within = None, target
-        for _ in range(_TIGHTEN):
-            # A search again begins where the last one ended: a part of the work is enough.
-            work = o.work if self.best is None else o.work // (30 if self.interrupted else 3)
-            found = self._evict(problem, target, clock.search, work, progress)
-            self.interrupted, archive.stopped, self.last = self.interrupted or archive.stopped, False, found
-            if self.best is None or found.timeline.peak < self.best.timeline.peak:
-                self.best = found
-            if budget is not None and not found.decision.met and self.interrupted:
-                raise KeyboardInterrupt
-            made = self.placement.lay(found, clock.deadline, budget)
-            self.reached.offer(made)
-            if budget is None or made.needs <= budget:
+        budget = self.budget
+        if budget is None:
+            made = self._tried(problem, self.before.peak, self.options.work, progress, clock, clock.search)
+            self.last = made.found
+            return made
+        # What has to be placed keeps some time for the case that the first places do not do.
+        first = clock.search.part(_FIRST if self.options.place else 1.0)
+        again = self.best is not None
+        work = self.options.work // (3 if again else 1)  # in another order
+        made = self._tried(problem, budget, work, progress, clock, first)
+        self.last = made.found
+        if made.needs > budget >= made.found.timeline.peak:
+            self.only_places = True
+            return self._tightened(problem, made, progress, clock)
+        return made
+
+    def _tightened(
+        self, problem: EvictionProblem, made: floor.Placed, progress: Progress | None, clock: _Clock
+    ) -> floor.Placed:
+        """Under a lower budget each time, until the places are within the one asked for: as much lower as bytes are
+        missing, more where that does not do, less where no evictions do. Each is searched for a short while, from
+        where the last one ended: the bytes that holes take depend more on chance than on any effort."""
+        assert self.budget is not None
+        budget, below, above = self.budget, 0, self.budget
+        margin = made.needs - budget
+        for k in range(_TIGHTEN):
+            if self.interrupted or clock.search.over or not 0 < margin < budget - self.bound:
                 break
-            if found.timeline.peak <= budget:
-                self.only_places = True
-            if found.decision.met:
-                within = min(target, found.timeline.peak)
-                target = within - (made.needs - budget)
-            elif target + 1 < within:  # tightened too much
-                target = (target + within) // 2
+            part, work = clock.search.part(1 / (_TIGHTEN - k)), self.options.work // _SHORT
+            if made.found.decision.steps is None:
+                lower = ladder.Options(work, part.left / 2)
+                start = made.found.decision.evict
+                problem.archive.offer(ladder.climb(problem, budget - margin, start, lower, progress))
+            made = self._tried(problem, budget - margin, work, progress, clock, part)
+            if made.needs <= budget:
+                break
+            if made.found.decision.met:
+                below = margin
+                margin = min(
+                    margin + max(made.needs - budget, margin // 2), 2 * margin, (margin + above) // 2
+                )
             else:
+                above = margin
+                margin = (below + above) // 2
+            if above - below <= 1:
                 break
+        return made
+
+    def _tried(
+        self, problem: EvictionProblem, target: int, work: int, progress: Progress | None, clock: _Clock,
+        deadline: Deadline,
+    ) -> floor.Placed:  # fmt: skip
+        """What is found for a target, placed for the budget."""
+        found = self._evict(problem, target, deadline, work, progress)
+        self.interrupted |= problem.archive.stopped
+        problem.archive.stopped = False
+        if self.best is None or found.timeline.peak < self.best.timeline.peak:
+            self.best = found
+        if self.budget is not None and not found.decision.met and self.interrupted:
+            raise KeyboardInterrupt
+        made = self.placement.lay(found, clock.deadline.part(_PLACES), self.budget)
+        self.reached.offer(made)
         return made
 
     def _evict(

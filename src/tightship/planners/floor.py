@@ -25,9 +25,9 @@ _FEW, _STATES = 16, 1_000_000
 """Ops of graphs of which every plan is tried, and runs of them tried at most."""
 _KEPT = 4_000_000
 """Ops of all plans that are kept for a graph."""
-_FIRST, _AGAIN = 1.0, 10.0
-"""Seconds of the clock that offsets may take, the first time and where they are too far up; their limits of work
-mostly end first."""
+_FIRST, _AGAIN, _LEAST = 1.0, 10.0, 0.1
+"""Seconds of the clock that offsets may take, the first time and where they are too far up (their limits of work
+mostly end first), and that they may take in any case: less leaves holes of a fifth."""
 _WORK, _MORE_WORK = 400_000, 4_000_000
 """Of the search for offsets, likewise."""
 
@@ -125,7 +125,7 @@ class Placement:
 
     def lay(self, found: run.Evicted, deadline: Deadline, budget: int | None = None) -> Placed:
         """Offsets for everything; with more effort where the first ones alone are above a budget."""
-        layout = self.layout(found.steps, min(_FIRST, deadline.left))
+        layout = self.layout(found.steps, max(_LEAST, min(_FIRST, deadline.left)))
         made = Placed(found, layout, self.needs(found.timeline, layout))
         if budget is None or made.needs <= budget or found.timeline.peak > budget:
             return made
