@@ -199,14 +199,24 @@ def evaluate(
 
 def leaves_in(tree: Any) -> Iterator[Any]:
     """Whatever is no list, tuple or dict in an argument tree, in order."""
+    found: list[Any] = []
+    _gather(tree, found.append)
+    return iter(found)
+
+
+def _gather(tree: Any, take: Callable[[Any], None]) -> None:
+    """No generator: every call of a capture asks several times."""
     if isinstance(tree, (list, tuple)):
         for x in tree:
-            yield from leaves_in(x)
+            if type(x) is Ref:  # most of them
+                take(x)
+            else:
+                _gather(x, take)
     elif isinstance(tree, dict):
         for x in tree.values():
-            yield from leaves_in(x)
+            _gather(x, take)
     else:
-        yield tree
+        take(tree)
 
 
 def refs_in(tree: Any) -> Iterator[int]:
