@@ -290,10 +290,12 @@ _tiles: dict[torch.dtype, Any] = {}
 
 
 def _tile(dtype: torch.dtype) -> Any:
-    """Random normal numbers from a seed of their own, repeated to fill what has to be filled."""
+    """Random numbers between 0 and 1, from a seed of their own, repeated to fill what has to be filled. What takes
+    probabilities, rates, variances or concentrations runs on them; a GPU would fail for good on any others."""
     if dtype not in _tiles:
         generator = torch.Generator().manual_seed(0)
-        _tiles[dtype] = torch.randn(_TILE, generator=generator, dtype=torch.float32).to(dtype)
+        drawn = torch.rand(_TILE, generator=generator, dtype=torch.float32)
+        _tiles[dtype] = (0.05 + 0.9 * drawn).to(dtype)
     return _tiles[dtype]
 
 
@@ -308,9 +310,17 @@ def _filled(flat: Any) -> None:
     flat[whole:].copy_(tile[: flat.numel() - whole])
 
 
-def sample_tensor(value: Value, device: str, contents: Any = None) -> Any:
+def _ones(tensor: Any) -> None:
+    """Square matrices are the identity, anything else is one: what can be inverted, pivots, counts, lengths."""
+    tensor.fill_(1)
+    if tensor.dim() >= 2 and tensor.shape[-1] == tensor.shape[-2] and tensor.is_floating_point():
+        tensor.zero_().diagonal(dim1=-2, dim2=-1).fill_(1)
+
+
+def sample_tensor(value: Value, device: str, contents: Any = None, *, ones: bool = False) -> Any:
     """A tensor with the metadata of ``value`` in a storage of its own, aligned as the value is in its storage, with
-    the ``contents`` of a tensor like it if one is given."""
+    the ``contents`` of a tensor like it if one is given; else with numbers that most ops accept, or with ``ones``
+    and identity matrices."""
     dtype = dtype_of(value.dtype)
     start = value.offset * dtype.itemsize % ALIGNMENT // dtype.itemsize
     extent = start + 1 + sum((n - 1) * s for n, s in zip(value.shape, value.stride, strict=True))
@@ -321,24 +331,27 @@ def sample_tensor(value: Value, device: str, contents: Any = None) -> Any:
         _filled(flat)
     else:
         flat[start:].copy_(contents.as_strided((extent - start,), (1,), contents.storage_offset()))
-    return flat.as_strided(value.shape, value.stride, start)
+    tensor = flat.as_strided(value.shape, value.stride, start)
+    if ones and contents is None:
+        _ones(tensor)
+    return tensor
 
 
 def sample_arguments(
-    graph: Graph, call: Call, device: str = "cpu", contents: Mapping[int, Any] | None = None
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    graph: Graph, call: Call, device: str = "cpu", contents: Mapping[int, Any] | None = None, *, ones: bool = False
+) -> tuple[tuple[Any, ...], dict[str, Any]]:  # fmt: skip
     """Arguments like those of ``call``; one value is one tensor, however often it is given. ``contents`` are those
-    of a program's ``samples``."""
+    of a program's ``samples``; ``ones`` as for `sample_tensor`."""
     known, values = contents or {}, dict.fromkeys(refs_in((call.args, call.kwargs)))
-    tensors = {v: _like(graph, v, device, known.get(n)) for n, v in enumerate(values)}
+    tensors = {v: _like(graph, v, device, known.get(n), ones=ones) for n, v in enumerate(values)}
     return substitute(call.args, tensors.__getitem__), substitute(call.kwargs, tensors.__getitem__)
 
 
-def _like(graph: Graph, v: int, device: str, contents: Any = None) -> Any:
+def _like(graph: Graph, v: int, device: str, contents: Any = None, *, ones: bool = False) -> Any:
     """A sample of a value, on the host if it lies there."""
     value = graph.values[v]
     on_host = graph.storages[value.storage].pool == "host"
-    return sample_tensor(value, "cpu" if on_host else device, contents)
+    return sample_tensor(value, "cpu" if on_host else device, contents, ones=ones)
 
 
 # --- computing in place ---

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
@@ -35,6 +35,8 @@ from tightship.frontends.torch.program import Call, Program, Ref, dtype_of, flat
 from tightship.graph import ALIGNMENT, Op, Request, aligned
 from tightship.machine import BANDWIDTH, FLOPS, OVERHEAD, modeled_time
 
+_REFUSES: Final = (RuntimeError, ValueError, TypeError, IndexError)
+"""What an op raises for contents that it does not run on."""
 _HEAVY: Final = 10**7
 """Floating-point operations from which on an op takes some milliseconds: it is not run once more for a first time."""
 
@@ -190,8 +192,10 @@ class _Profiler:
         device = self.graph.ops[k].device
         if not self.with_requests[device]:
             return ()
-        with self.runs(k):
+        try:
             return in_place_inputs(self.graph, call, device, self.benches[device].room)
+        except _REFUSES:  # what it is tried with
+            return ()
 
     def measure(self, k: int, call: Call) -> Measurement:
         device = self.graph.ops[k].device
@@ -199,27 +203,36 @@ class _Profiler:
         if updater is not None:
             with self.runs(k):
                 return self.update(updater, bench)
-        work = self.work(k, call, device)
+        with self.runs(k):
+            try:
+                return self.measured(k, call, self.work(k, call, device))
+            except _REFUSES as refused:
+                with suppress(*_REFUSES):
+                    return self.measured(k, call, self.work(k, call, device, ones=True))
+                raise refused
+
+    def measured(self, k: int, call: Call, work: Callable[[], list[Any]]) -> Measurement:
+        """What ``work``, which runs the call, takes."""
+        bench = self.benches[self.graph.ops[k].device]
         kept = [position for position, v in enumerate(call.results) if v >= 0]
 
-        def measured(run: Callable[..., Any]) -> tuple[Measurement, bool, int]:
+        def once(run: Callable[..., Any]) -> tuple[Measurement, bool, int]:
             """With whether later runs ask the same, and how many bytes stay."""
-            results, events, once = run(work, kept)
+            results, events, seconds = run(work, kept)
             made = self.verify(k, call, results, events)
             del results
             size = sum(self.graph.storages[s].size for s in self.graph.uses.defines[k])
             workspace, rows, hoarded = workspace_of(events, made, size)
-            seconds, same = bench.time(work, [row[0] for row in rows], once)
+            seconds, same = bench.time(work, [row[0] for row in rows], seconds)
             return Measurement(seconds, workspace, rows), same, hoarded
 
-        with self.runs(k):
-            found, same, hoarded = None, False, 0
-            if self.graph.ops[k].flops >= _HEAVY:
-                found, same, hoarded = measured(bench.first_run)
-            if found is None or not same or hoarded:
-                found, same, hoarded = measured(bench.run)
-            if hoarded:
-                raise Unsupported(self.where(k), f"it keeps {hoarded} bytes that it does not return")
+        found, same, hoarded = None, False, 0
+        if self.graph.ops[k].flops >= _HEAVY:
+            found, same, hoarded = once(bench.first_run)
+        if found is None or not same or hoarded:
+            found, same, hoarded = once(bench.run)
+        if hoarded:
+            raise Unsupported(self.where(k), f"it keeps {hoarded} bytes that it does not return")
         return found
 
     def update(self, updater: Updater, bench: Bench) -> Measurement:
@@ -234,13 +247,14 @@ class _Profiler:
         """Says which op it is that does not run."""
         try:
             yield
-        except (RuntimeError, ValueError, TypeError, IndexError) as error:
+        except _REFUSES as error:
             raise Unsupported(
                 self.where(k), f"it does not run on tensors like those of the step: {error}"
             ) from error
 
-    def work(self, k: int, call: Call, device: str) -> Callable[[], list[Any]]:
-        args, kwargs = sample_arguments(self.graph, call, device, self.program.samples.get(k))
+    def work(self, k: int, call: Call, device: str, *, ones: bool = False) -> Callable[[], list[Any]]:
+        contents = self.program.samples.get(k)
+        args, kwargs = sample_arguments(self.graph, call, device, contents, ones=ones)
         fn = compat.direct(call.fn)
         return lambda: flat(fn(*args, **kwargs))
 

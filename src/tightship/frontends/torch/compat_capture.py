@@ -16,13 +16,14 @@ from typing import Any
 
 import torch
 
-from tightship.errors import Unsupported
+from tightship.errors import Unplannable, Unsupported
 from tightship.frontends.torch.compat import require_torch
 
 require_torch()
 
 from torch.nn.modules import module as _module  # noqa: E402
 from torch.nn.utils import stateless as _stateless  # noqa: E402
+from torch.utils import _pytree as pytree  # noqa: E402
 from torch.utils import checkpoint as _checkpoint  # noqa: E402
 
 # --- modules --------------------------------------------------------------------------------------------------
@@ -310,10 +311,14 @@ def python_for_stand_ins(*, has_data: bool) -> Iterator[None]:
     the fake tensors, so that it takes the path it takes in eager; otherwise it takes its tracing path.
     Attention asks for function modes, and takes a slower path under one: it is told of none.
     Distributions do not check their arguments: whether to raise is a question to the data.
-    Setting random states raises ``Unsupported``, and so does converting a module.
+    Setting random states raises ``Unsupported``, and so does converting a module. TorchScript that gradients go
+    through raises ``Unplannable`` where steps are to run as they do in eager (``has_data``).
     """
     with ExitStack() as stack:
         enter = stack.enter_context
+        if has_data:
+            for script in (torch._C.ScriptFunction, torch._C.ScriptMethod):
+                enter(_patched(script, "__call__", _without_gradients(script.__call__)))
         enter(_patched(_checkpoint, "_checkpoint_without_reentrant_generator", _checkpoint_nothing))
         enter(_patched(_checkpoint, "CheckpointFunction", _CallThrough))
         enter(_patched(torch.nn.Module, "_apply", _apply_nothing))
@@ -331,6 +336,26 @@ def python_for_stand_ins(*, has_data: bool) -> Iterator[None]:
                 # Reads the batch to warn about padding, which would make a guard of a warning.
                 enter(_patched(models.PreTrainedModel, "warn_if_padding_and_no_attention_mask", _nothing))
         yield
+
+
+def _without_gradients(call: Callable[..., Any]) -> Callable[..., Any]:
+    """Runs TorchScript that no gradients go through. Others are differentiated by formulas of its own, from about the
+    third step on, once it has seen what it is called with: their last bits are not those of the ops before."""
+
+    def checked(script: Any, *args: Any, **kwargs: Any) -> Any:
+        tensors = isinstance(script, torch._C.ScriptMethod) or any(
+            x.requires_grad for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)
+        )
+        if tensors and torch.is_grad_enabled() and torch._C._get_graph_executor_optimize():
+            raise Unplannable(
+                f"TorchScript ({script.name}) that gradients go through",
+                "it computes other last bits once it has optimized itself, after some steps",
+                "call the function without torch.jit.script, or all of the loop under "
+                "torch.jit.optimized_execution(False)",
+            )
+        return call(script, *args, **kwargs)
+
+    return checked
 
 
 @contextmanager
