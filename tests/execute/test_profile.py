@@ -228,9 +228,13 @@ def test_fresh_tensors_have_the_metadata_and_alignment(value):
 def test_kept_measurements_are_used(tmp_path, monkeypatch):
     _, program = captured("mlp")
     first = quick(program, tmp_path)
-    monkeypatch.setattr("tightship.execute.profile.sample_arguments", None)
+
+    def measured(*_args: object, **_options: object) -> None:
+        raise AssertionError("measured again")
+
+    monkeypatch.setattr("tightship.execute.profile.sample_arguments", measured)
     assert quick(program, tmp_path).graph.ops == first.graph.ops
-    with pytest.raises(TypeError):
+    with pytest.raises(AssertionError):
         quick(captured("tied")[1], tmp_path)
 
 
