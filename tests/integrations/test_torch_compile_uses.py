@@ -208,10 +208,31 @@ def test_gradients_of_outputs_may_be_parts_of_larger_tensors():
     for net, its in ((call, model), (other, other)):
         torch.manual_seed(1)
         torch.cat([net(batch(8)), net(batch(8, 1))]).pow(2).sum().backward()
-        torch.manual_seed(2)
-        net(batch(8)).t().contiguous().pow(3).sum().backward()
         its.found = [p.grad.clone() for p in its.parameters()]
     assert equal(model.found, other.found)
+
+
+def test_a_gradient_in_another_layout_than_its_result_is_said_once():
+    """AOTAutograd makes it contiguous, and sums over it may come out otherwise than in eager."""
+    call, model, _ = pair()
+    for _ in range(2):
+        call(batch(8)).pow(2).mean().backward()
+    assert not compiled_notes(call)
+    with pytest.warns(Fallback, match="result 0 of graph 0/0 comes in another layout"):
+        call(batch(8)).t().contiguous().pow(3).sum().backward()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        call(batch(8)).t().contiguous().pow(3).sum().backward()
+    assert len([n for n in compiled_notes(call) if "another layout" in n]) == 1
+    assert all(p.grad is not None for p in model.parameters())
+
+
+def test_a_gradient_that_is_one_number_is_a_note():
+    call, _, _ = pair()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        call(batch(8)).sum().backward()
+    assert any("another layout" in n for n in compiled_notes(call))
 
 
 def test_outputs_that_share_memory_and_inputs_that_come_back():

@@ -73,6 +73,12 @@ _BUCKETS = (
 )
 
 
+_COPIED = (
+    "comes in another layout than AOTAutograd expects, which copies it: sums over it may run in "
+    "another order than in eager, with other last bits; for eager's bits compile the loss with the model"
+)
+
+
 _CASTS = (
     "is used more than once under one autocast context: eager casts it once there and adds its gradients in the "
     "lower precision, here each use has a cast of its own and gradients are added in float32; leave the autocast "
@@ -214,7 +220,8 @@ class Session(NotCopied):
             graph = _Compilation(self, gm)
             compiled = graph.run(gm, inputs, symbolic)
             self._warn_of_recompile_limit()
-            return self._watching_casts(compiled, graph.cast) if graph.cast else compiled
+            compiled = self._watching_casts(compiled, graph.cast) if graph.cast else compiled
+            return self._watching_gradients(compiled, graph) if graph.tangents else compiled
         except (BadInput, Infeasible) as error:
             return _raise_when_called(error, self)
         except Exception as error:
@@ -235,6 +242,23 @@ class Session(NotCopied):
                 self.say(f"{name} {_CASTS}")
             self.casts[key] = context
             return compiled(*args)
+
+        return run
+
+    def _watching_gradients(self, compiled: Callable[..., Any], graph: _Compilation) -> Callable[..., Any]:
+        """``compiled``: says when the gradient of a result is copied first."""
+
+        def copied(k: int, summed: bool) -> None:
+            text = f"the gradient of result {k} of graph {graph.name} {_COPIED}"
+            if not summed:
+                self.say(text)
+            elif text not in self.notes:
+                self.notes.append(text)
+
+        def run(*args: Any) -> Any:
+            results = compiled(*args)
+            compat_compile.watch_tangents(results, graph.tangents, copied)
+            return results
 
         return run
 
@@ -302,6 +326,7 @@ class _Compilation:
         self.planned: PlannedGraph | None = None
         self.entry: Entry | None = None
         self.cast = ""  # a parameter that autocast casts
+        self.tangents: dict[int, tuple[int, ...]] = {}  # strides of its results' gradients
 
     def run(self, gm: Any, inputs: Sequence[Any], symbolic: bool) -> Callable[..., Any]:
         return compat_compile.compile_training(
@@ -310,6 +335,7 @@ class _Compilation:
         )  # fmt: skip
 
     def partition(self, gm: Any, outputs: int, static: Sequence[int]) -> tuple[Any, Any]:
+        self.tangents = compat_compile.tangent_strides(gm)
         primals = self._primals(gm, static)
         casts = compat_compile.casts(gm)
         named = {

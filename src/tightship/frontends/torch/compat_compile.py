@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import operator
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any, Final
@@ -32,6 +32,7 @@ from torch._functorch._aot_autograd import descriptors as _descriptors  # noqa: 
 from torch._guards import CompileContext, TracingContext  # noqa: E402
 from torch.fx import Graph, GraphModule, Node  # noqa: E402
 from torch.fx._lazy_graph_module import _make_graph_module  # noqa: E402
+from torch.utils import _pytree as pytree  # noqa: E402
 
 Compiler = Callable[[GraphModule, Sequence[Any]], Callable[[list[Any]], Any]]
 
@@ -140,6 +141,41 @@ def outside() -> Iterator[None]:
 
 def is_tangent(node: Node) -> bool:
     return bool(_partitioners._is_tangent(node))
+
+
+def tangent_strides(joint: GraphModule) -> dict[int, tuple[int, ...]]:
+    """The strides that the gradient of each result was traced with, by the result's number. AOTAutograd copies those
+    that come in others, and sums over them may be added up in another order. Nothing where sizes are symbols."""
+    found = {}
+    for n in joint.graph.find_nodes(op="placeholder"):
+        output = getattr(n.meta.get("desc"), "output", None)
+        if is_tangent(n) and isinstance(output, _descriptors.PlainAOTOutput):
+            found[output.idx] = tuple(n.meta["val"].stride())
+    return found if all(type(s) is int for row in found.values() for s in row) else {}
+
+
+def watch_tangents(
+    results: Any, wanted: Mapping[int, tuple[int, ...]], copied: Callable[[int, bool], None]
+) -> None:
+    """Calls ``copied`` with the number of a result of a compiled function whose gradient comes in other strides than
+    those ``wanted``, and whether it is one number for all (a sum's), before the backward pass."""
+    flat, rows, node = pytree.tree_leaves(results), [], None
+    for k, strides in wanted.items():
+        tensor = flat[k] if k < len(flat) else None
+        if isinstance(tensor, torch.Tensor) and type(tensor.grad_fn).__name__ == "CompiledFunctionBackward":
+            node = tensor.grad_fn
+            rows.append((k, tensor.output_nr, tensor.shape, strides))
+
+    def before(gradients: tuple[torch.Tensor | None, ...]) -> None:
+        for k, number, shape, strides in rows:
+            given = gradients[number]
+            if given is None or given.layout is not torch.strided:
+                continue
+            if any(n > 1 and a != b for n, a, b in zip(shape, given.stride(), strides, strict=True)):
+                copied(k, not any(given.stride()))
+
+    if node is not None:
+        node.register_prehook(before)
 
 
 def is_backward(node: Node) -> bool:
