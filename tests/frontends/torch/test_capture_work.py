@@ -72,7 +72,7 @@ def test_the_work_of_a_capture_grows_with_the_step(capture, monkeypatch) -> None
     class Captured(Exception):
         pass
 
-    def variant(self, program, modes):
+    def variant(self, program, modes, **_more):
         raise Captured
 
     monkeypatch.setattr(Prepared, "_variant", variant)
