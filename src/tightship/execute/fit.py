@@ -5,13 +5,14 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, SupportsIndex, Unpack
 
 import torch
 
 from tightship import simulate
-from tightship.errors import BadInput, Unplannable, Unsupported, VerificationFailed
+from tightship.errors import BadInput, Enough, Infeasible, Unplannable, Unsupported, VerificationFailed
 from tightship.execute import allocator
 from tightship.execute.cache import KeptPlans, folder_of
 from tightship.execute.eager import Unplanned, differences, random_states, run_eager, tensors_by_name
@@ -24,7 +25,7 @@ from tightship.execute.parts import (
     gradients_of,
     layouts,
 )
-from tightship.execute.prepared import Planner, Prepared, Settings, Variant
+from tightship.execute.prepared import Planner, Prepared, Settings, Variant, within_unplanned
 from tightship.execute.profile import profile
 from tightship.frontends.torch import compat
 from tightship.frontends.torch.capture.state_restore import untouched
@@ -47,6 +48,7 @@ from tightship.frontends.torch.structure import (
     loss_function,
     tensor_leaves,
 )
+from tightship.graph import Graph
 from tightship.plan import Plan
 from tightship.planners.default import PlanOptions, read_options
 from tightship.units import Budget, format_bytes, parse_budget, parse_bytes
@@ -270,6 +272,13 @@ class TrainStep(Prepared):
         except Unplannable as no:
             no.add_note("step.prepare(batch) with this batch has it, and those that follow, run in eager")
             raise
+        except Infeasible as no:
+            if held is None:
+                raise
+            backward = self._ending({})
+            with self._undone():
+                program = self._program_of(self._ask(batch, backward), backward)
+            raise self._of_all_parts(no, batch, program, adds=bool(held)) from None
 
     def _run_unplanned(self, unplanned: Unplanned, batch: Any, *, whole: bool) -> Any:
         check_call()
@@ -421,12 +430,58 @@ class TrainStep(Prepared):
         ending = self._ending({})
         with self._undone():
             asked = self._ask(batch, ending)
-        if self.loop.accumulate > 1 and asked.program is not None:
+        try:
+            if self.loop.accumulate > 1 and asked.program is not None:
+                with self._undone():
+                    self._run_code(batch, self._ending(gradients_of(asked.program)))
+            variant = self._settled(asked, batch, ending)
+            if self._updates is not None:
+                self._update_variant(gradients_of(variant.program))
+        except Infeasible as no:
+            program = self._program_of(asked, ending)
+            raise self._of_all_parts(no, batch, program, adds=self.loop.accumulate > 1) from None
+
+    def _program_of(self, asked: Asked, ending: Ending) -> Program:
+        if asked.program is not None:
+            return asked.program
+        fitting = self._fitting(ending)
+        return next(v.captured for v in fitting if any(t is asked.trace for t in v.traces))
+
+    def _of_all_parts(self, no: Infeasible, batch: Any, backward: Program, *, adds: bool) -> Infeasible:
+        """The error of one part of the step, with budgets that are enough for all of them: its backward pass, the
+        one that adds to gradients, and the update."""
+        programs = [(backward, 0)]
+        gradients = gradients_of(backward)
+        if adds:
+            ending = self._ending(gradients)
             with self._undone():
-                self._run_code(batch, self._ending(gradients_of(asked.program)))
-        variant = self._settled(asked, batch, ending)
+                programs.append((self._program_of(self._ask(batch, ending), ending), 0))
         if self._updates is not None:
-            self._update_variant(gradients_of(variant.program))
+            update = capture_update(self.model, self._updates, gradients)
+            programs.append((update, bytes_of_inputs(backward)))
+        graphs = [(profile(p, **self.settings.measuring).graph, beside) for p, beside in programs]
+        own = next(e for e in no.enough if not e.options)
+        least = min(no.enough, key=lambda e: e.nbytes)
+        found = [self._enough_for(graphs, e) for e in dict.fromkeys((own, least))]
+        return no.with_enough([e for e in found if not e.options or e.nbytes < found[0].nbytes])
+
+    def _enough_for(self, graphs: Sequence[tuple[Graph, int]], enough: Enough) -> Enough:
+        """The budget, raised as far as any of the graphs needs, each beside some bytes."""
+        limit, planner = enough.nbytes, self.settings.planner
+        if enough.options:
+            assert isinstance(planner, KeptPlans)
+            planner = planner.with_options(dict(enough.options))
+        for graph, beside in graphs:
+            peak = simulate.replay(graph, simulate.baseline(graph)).peak
+            known = isinstance(planner, KeptPlans) and planner.knows(graph, limit - beside)
+            if known or peak + beside <= limit:
+                continue
+            try:
+                planner(graph, max(limit - beside, 0))
+            except Infeasible as no:
+                own = next(e for e in within_unplanned(no, peak).enough if not e.options)
+                limit = max(limit, own.nbytes + beside)
+        return replace(enough, nbytes=limit)
 
     def _own_updates(self) -> Updates | SeveralUpdates:
         if self._updates is None:

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from tightship import simulate
-from tightship.errors import BadInput, Infeasible, Unsupported
+from tightship.errors import BadInput, Enough, Infeasible, Unsupported
 from tightship.execute.allocator import Arena
 from tightship.execute.cache import DEFAULT, KeptLooks, KeptPlans, folder_of
 from tightship.execute.host_pool import PinnedPool
@@ -40,7 +40,10 @@ from tightship.process_local import NotCopied, check_process
 from tightship.units import Budget, format_bytes
 from tightship.verify import check
 
-__all__ = ["Attributes", "Binding", "Identity", "Planner", "Prepared", "Settings", "Thrashing", "Variant"]
+__all__ = [
+    "Attributes", "Binding", "Identity", "Planner", "Prepared", "Settings", "Thrashing", "Variant",
+    "within_unplanned",
+]  # fmt: skip
 
 _TRACES = 4
 _GONE, _RETURNS = 64, 3
@@ -292,6 +295,7 @@ class Prepared(NotCopied):
         except Infeasible as no:
             if peak <= limit:
                 return plan_on_heap(graph, limit, default.Options())
+            no = within_unplanned(no, peak).beside(beside)
             no = no.with_advice((*self._static_advice(graph), *no.advice))
             if first or budget.bytes is not None:
                 raise no from None
@@ -330,6 +334,13 @@ class Prepared(NotCopied):
                 self._notes.append(f"the arena grew from {format_bytes(had)} to {format_bytes(need)}")
         for v in self._variants:
             v.executor.arena = self._arena
+
+
+def within_unplanned(no: Infeasible, peak: int) -> Infeasible:
+    """The same, which knows that a step is never refused what it needs unplanned."""
+    others = tuple(e for e in no.enough if e.options and e.nbytes < peak)
+    own = min((e.nbytes for e in no.enough if not e.options), default=peak)
+    return no.with_enough((Enough(min(own, peak)), *others))
 
 
 def plan_on_heap(graph: Graph, budget: int | None, options: default.Options) -> Plan:
