@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import hashlib
+import math
 import os
 import platform
 from collections.abc import Callable, Mapping, Sequence
@@ -53,12 +54,14 @@ MOST_PLAN_BYTES = 256 << 20
 
 class Measurement(msgspec.Struct, frozen=True, array_like=True):
     """Of one call: seconds, bytes beyond its results, requests as (size, storage, start, end), and which of the
-    values it is given its result was laid over without changing (None: not tried)."""
+    values it is given its result was laid over without changing (None: not tried). ``rough``: the limit in seconds
+    that left no time to time it well, 0 where there was time."""
 
     time: float
     workspace: int = 0
     requests: tuple[tuple[int, int, int, int], ...] = ()
     over: tuple[int, ...] | None = None
+    rough: float = 0.0
 
 
 class _File(msgspec.Struct):
@@ -204,7 +207,7 @@ class _PlanFile(msgspec.Struct):
 @dataclass(frozen=True)
 class KeptPlans:
     """The default planner with ``options``; its plans are kept in ``folder`` (None: nowhere). ``like``: as for
-    `default.plan`.
+    `default.plan`. ``seconds``: what is left of those of the options, where some are spent by now.
 
     A plan's file is named by a digest of what it was made from: the measured graph (which the machine and torch's
     version are behind), budget and options, and the planner's own code. It is verified when it is read. A file that
@@ -216,19 +219,20 @@ class KeptPlans:
 
     def __call__(
         self, graph: Graph, budget: Budget | str | int | None = None, progress: Progress | None = None,
-        like: Sequence[tuple[Graph, Plan]] = (),
+        like: Sequence[tuple[Graph, Plan]] = (), seconds: float = math.inf,
     ) -> Plan:  # fmt: skip
+        o = replace(self.options, seconds=min(self.options.seconds, seconds))
         like = [(g, p) for g, p in like if same_ops(g, graph)][:1]
         least = KeptLeast(self.folder)
         if self.folder is None:
-            return advised(graph, budget, self.options, progress, like, least)
+            return advised(graph, budget, o, progress, like, least)
         wanted = None if budget is None else parse_budget(budget)
         key = self._key(graph, wanted, [p for _, p in like])
         path = self.folder / f"plan-{key[:32]}.json"
         plan, note = _read_plan(path, key, graph, wanted)
         if plan is not None:
             return plan
-        made = advised(graph, budget, self.options, progress, like, least)
+        made = advised(graph, budget, o, progress, like, least)
         error = _write(path, msgspec.json.encode(_PlanFile(key, msgspec.Raw(dumps_plan(made)))))
         if error:
             note = f"the plan could not be kept: {error}"

@@ -26,7 +26,6 @@ from tightship.execute.parts import (
     layouts,
 )
 from tightship.execute.prepared import Planner, Prepared, Settings, Variant, within_unplanned
-from tightship.execute.profile import profile
 from tightship.frontends.torch import compat
 from tightship.frontends.torch.capture.state_restore import untouched
 from tightship.frontends.torch.capture.step import (
@@ -114,14 +113,16 @@ def fit(
     """
     if variants < 1:
         raise BadInput("no kind of batch would be kept: variants must be at least 1", variants, "fit")
+    measuring: dict[str, Any] = {"cache": cache, "seconds_per_op": seconds_per_op, "folder": folder}
     if planner is None:
         planner = KeptPlans(folder_of(cache), read_options(options, "fit"))
+        measuring["seconds"] = planner.options.seconds
     elif options:
         rule = f"unused options {', '.join(options)}: planner= replaces the default planner, whose they are"
         raise BadInput(rule, place="fit")
     wanted = None if budget is None else parse_budget(budget)
     most = None if pinned is None else parse_bytes(pinned, "fit(pinned=…)")
-    measuring = {"cache": cache, "seconds_per_op": seconds_per_op, "folder": folder, "pinned": most}
+    measuring["pinned"] = most
     settings = Settings(wanted, planner, measuring, strict, variants)
     if verify_every < 0:
         raise BadInput("negative verify_every: it is a number of steps, 0 for never", verify_every, "fit")
@@ -459,7 +460,8 @@ class TrainStep(Prepared):
         if self._updates is not None:
             update = capture_update(self.model, self._updates, gradients)
             programs.append((update, bytes_of_inputs(backward)))
-        graphs = [(profile(p, **self.settings.measuring).graph, beside) for p, beside in programs]
+        graphs = [(self._measured(p)[0].graph, beside) for p, beside in programs]
+        self._profiled.clear()
         own = next(e for e in no.enough if not e.options)
         least = min(no.enough, key=lambda e: e.nbytes)
         found = [self._enough_for(graphs, e) for e in dict.fromkeys((own, least))]
@@ -599,11 +601,11 @@ class TrainStep(Prepared):
         budget = self.settings.budget
         if self._limit is not None or budget is None:
             return
-        graphs = [profile(program, **self.settings.measuring).graph]
+        graphs = [self._measured(program)[0].graph]
         beside = bytes_of_inputs(program)
         if self._updates is not None:
             update = capture_update(self.model, self._updates, gradients_of(program))
-            graphs.append(profile(update, **self.settings.measuring).graph)
+            graphs.append(self._measured(update)[0].graph)
         peaks = [simulate.replay(g, simulate.baseline(g)).peak for g in graphs]
         peaks[1:] = [p + beside for p in peaks[1:]]
         first = graphs[0]

@@ -68,7 +68,7 @@ def infer(
             f"hand_out={chosen.hand_out} contradicts fresh={fresh}: leave hand_out out", place="infer"
         )
     wanted = None if budget is None else parse_budget(budget)
-    measuring = {"cache": cache, "seconds_per_op": seconds_per_op}
+    measuring = {"cache": cache, "seconds_per_op": seconds_per_op, "seconds": chosen.seconds}
     settings = Settings(wanted, KeptPlans(folder_of(cache), chosen), measuring, strict, variants, fresh)
     inference = Inference(module_of(model), settings, dynamic=dynamic)
     sample = dict(sample) if isinstance(sample, Mapping) else sample

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import os
 import threading
+import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -46,6 +47,8 @@ __all__ = [
 ]  # fmt: skip
 
 _TRACES = 4
+_SEARCH = 0.25
+"""The part of the seconds that a search has, at least, however long it took to measure bytes."""
 _GONE, _RETURNS = 64, 3
 """Kinds that were let go of which is known that they were there, and how many of them come back until it is said."""
 
@@ -111,6 +114,7 @@ class Prepared(NotCopied):
         self._notes: list[str] = []
         self._looks = KeptLooks(folder_of(settings.measuring.get("cache", DEFAULT)))
         self._limit: int | None = None  # the budget in bytes, known from the first kind of batch on
+        self._profiled: list[tuple[Program, Program, float]] = []  # captured, measured, seconds that took
         self._gone: list[str] = []  # kinds that were let go, by the digest of their graph
         self._returned: set[str] = set()
         self._busy = threading.Lock()
@@ -271,27 +275,36 @@ class Prepared(NotCopied):
         if part != "update":
             self._note_return(captured.graph)
         self._looks.keep()
-        program = profile(captured, **self.settings.measuring)
+        program, took = self._measured(captured)
+        self._profiled.clear()
         captured.forget_samples()
-        plan = self._plan_within_budget(program.graph, beside)
+        plan = self._plan_within_budget(program.graph, beside, took)
         binding = Binding(program, self.model, self.optimizer)
         return Variant(program, self._executor(program, plan), binding, modes, captured, part=part)
 
-    def _plan_within_budget(self, graph: Graph, beside: int = 0) -> Plan:
-        """A plan within the budget, less bytes that stand ``beside`` it. What keeps within it unplanned is never
-        refused: where only the places of an arena do not fit, it runs without one."""
+    def _measured(self, captured: Program) -> tuple[Program, float]:
+        """The program with what its ops cost, and the seconds that it took to know."""
+        known = next((row for row in self._profiled if row[0] is captured), None)
+        if known is None:
+            began = time.perf_counter()
+            program = profile(captured, **self.settings.measuring)
+            known = captured, program, time.perf_counter() - began
+            self._profiled.append(known)
+        return known[1:]
+
+    def _plan_within_budget(self, graph: Graph, beside: int = 0, took: float = 0.0) -> Plan:
+        """A plan within the budget, less bytes that stand ``beside`` it; measuring ``took`` seconds of those that
+        there are. What keeps within the budget unplanned is never refused: where only the places of an arena do not
+        fit, it runs without one."""
         budget = self.settings.budget
         if budget is None:
-            return self.settings.planner(graph, None)
+            return self._plan(graph, None, took)
         peak, first = simulate.replay(graph, simulate.baseline(graph)).peak, not self._variants
         if self._limit is None:
             self._limit = budget.resolve(peak, static=graph.static_bytes)
-        limit, planner = max(self._limit - beside, 0), self.settings.planner
+        limit = max(self._limit - beside, 0)
         try:
-            if isinstance(planner, KeptPlans):
-                known = [(v.program.graph, v.executor.plan) for v in self._variants]
-                return planner(graph, limit, like=known)
-            return planner(graph, limit)
+            return self._plan(graph, limit, took)
         except Infeasible as no:
             if peak <= limit:
                 return plan_on_heap(graph, limit, default.Options())
@@ -303,6 +316,14 @@ class Prepared(NotCopied):
                 f"the budget is {budget} of the first kind of batch: begin with the largest, or give bytes"
             )
             raise no.with_advice((*no.advice, advice)) from None
+
+    def _plan(self, graph: Graph, limit: int | None, took: float) -> Plan:
+        planner = self.settings.planner
+        if not isinstance(planner, KeptPlans):
+            return planner(graph, limit)
+        known = [(v.program.graph, v.executor.plan) for v in self._variants] if limit is not None else []
+        whole = planner.options.seconds
+        return planner(graph, limit, like=known, seconds=max(whole - took, _SEARCH * whole))
 
     def _static_advice(self, graph: Graph) -> tuple[str, ...]:
         """What to say of a percentage that the static set alone is above."""
