@@ -25,7 +25,15 @@ from tightship.execute.parts import (
     gradients_of,
     layouts,
 )
-from tightship.execute.prepared import Planner, Prepared, Settings, Variant, within_unplanned
+from tightship.execute.prepared import (
+    Planner,
+    Prepared,
+    Settings,
+    Silent,
+    Stages,
+    Variant,
+    within_unplanned,
+)
 from tightship.frontends.torch import compat
 from tightship.frontends.torch.capture.state_restore import untouched
 from tightship.frontends.torch.capture.step import (
@@ -78,6 +86,7 @@ def fit(
     scaler: Any = None,
     skip_nonfinite: bool = False,
     split: bool = False,
+    progress: Stages | None = None,
     **options: Unpack[PlanOptions],
 ) -> TrainStep:
     """A training step of ``model`` that stays within ``budget``.
@@ -105,6 +114,8 @@ def fit(
     gradients is not finite. ``split``: prepare for ``step.backward(batch)`` and ``step.update()``, with anything
     you like between the two; without an optimizer there is ``step.backward`` alone.
 
+    ``progress`` hears which stage preparing is in. The options' ``seconds`` are for measuring and search together.
+
     ``loss_fn`` runs once in every step, as in eager, and once here: what that run changes of Python's state is put
     back. Without ``prepare`` it does not run here, and the first step captures and plans.
 
@@ -123,7 +134,7 @@ def fit(
     wanted = None if budget is None else parse_budget(budget)
     most = None if pinned is None else parse_bytes(pinned, "fit(pinned=…)")
     measuring["pinned"] = most
-    settings = Settings(wanted, planner, measuring, strict, variants)
+    settings = Settings(wanted, planner, measuring, strict, variants, progress=progress or Silent())
     if verify_every < 0:
         raise BadInput("negative verify_every: it is a number of steps, 0 for never", verify_every, "fit")
     loop = Loop(accumulate, clip_norm, clip_value, scaler, skip_nonfinite)
@@ -412,7 +423,7 @@ class TrainStep(Prepared):
             return None
 
     def _prepare(self, batch: Any) -> Plan:
-        with self._exclusive():
+        with self._exclusive(), self.settings.progress.stage("capturing"):
             self._renew()
             if not self._in_parts:
                 with self._undone():
@@ -542,7 +553,8 @@ class TrainStep(Prepared):
         check_hooks(self._owned.parameters, self._owned.modules)
         kinds = [TensorLeaf.of(t) for t in tensor_leaves(batch)]
         traces = [t for v in self._fitting(ending) for t in v.traces if t.takes(kinds)]
-        return run_code(self._owned, self._loss(batch), ending, batch, traces)
+        with nullcontext() if traces else self.settings.progress.stage("capturing"):
+            return run_code(self._owned, self._loss(batch), ending, batch, traces)
 
     def _fitting(self, ending: Ending) -> list[Variant]:
         modes = self._modes_of(ending)

@@ -13,10 +13,11 @@ import threading
 import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from itertools import chain
 from operator import is_
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -42,7 +43,8 @@ from tightship.units import Budget, format_bytes
 from tightship.verify import check
 
 __all__ = [
-    "Attributes", "Binding", "Identity", "Planner", "Prepared", "Settings", "Thrashing", "Variant",
+    "Attributes", "Binding", "Identity", "Planner", "Prepared", "Settings", "Silent", "Stages",
+    "Thrashing", "Variant",
     "within_unplanned",
 ]  # fmt: skip
 
@@ -60,10 +62,33 @@ class Thrashing(UserWarning):
 Planner = Callable[[Graph, int | None], Plan]
 
 
+class Stages(Protocol):
+    """Is told which stage a preparation is in, what of its ops is measured, and the best plan so far."""
+
+    def stage(self, what: str, step_time: float = 0.0) -> AbstractContextManager[None]: ...
+
+    def measured(self, count: int, of: int) -> None: ...
+
+    def planning(self, peak: int, extra: float, met: bool) -> bool: ...
+
+
+class Silent:
+    """Tells nobody."""
+
+    def stage(self, what: str, step_time: float = 0.0) -> AbstractContextManager[None]:
+        return contextlib.nullcontext()
+
+    def measured(self, count: int, of: int) -> None:
+        pass
+
+    def planning(self, peak: int, extra: float, met: bool) -> bool:
+        return False
+
+
 @dataclass(frozen=True)
 class Settings:
     """How kinds of batches are planned and run: ``variants`` of them are kept, ``hand_out`` and ``strict`` are as for
-    `Executor`, ``measuring`` are the arguments of `profile`."""
+    `Executor`, ``measuring`` are the arguments of `profile`, ``progress`` hears how far preparing is."""
 
     budget: Budget | None
     planner: Planner
@@ -71,6 +96,7 @@ class Settings:
     strict: bool = False
     variants: int = 4
     hand_out: bool = True
+    progress: Stages = field(default_factory=Silent)
 
 
 @dataclass
@@ -252,7 +278,8 @@ class Prepared(NotCopied):
             self._share_arena()
 
     def _capture_variant(self, batch: Any, modes: tuple[Any, ...]) -> Variant:
-        return self._variant(self._capture(batch), modes)
+        with self.settings.progress.stage("capturing"):
+            return self._variant(self._capture(batch), modes)
 
     def _note_return(self, graph: Graph) -> None:
         """Warns, once, when kinds of batches that were let go come again and again."""
@@ -275,19 +302,23 @@ class Prepared(NotCopied):
         if part != "update":
             self._note_return(captured.graph)
         self._looks.keep()
-        program, took = self._measured(captured)
-        self._profiled.clear()
-        captured.forget_samples()
-        plan = self._plan_within_budget(program.graph, beside, took)
-        binding = Binding(program, self.model, self.optimizer)
-        return Variant(program, self._executor(program, plan), binding, modes, captured, part=part)
+        with self.settings.progress.stage("measuring"):
+            program, took = self._measured(captured)
+            self._profiled.clear()
+            captured.forget_samples()
+            plan = self._plan_within_budget(program.graph, beside, took)
+            binding = Binding(program, self.model, self.optimizer)
+            executor = self._executor(program, plan)
+        return Variant(program, executor, binding, modes, captured, part=part)
 
     def _measured(self, captured: Program) -> tuple[Program, float]:
         """The program with what its ops cost, and the seconds that it took to know."""
         known = next((row for row in self._profiled if row[0] is captured), None)
         if known is None:
             began = time.perf_counter()
-            program = profile(captured, **self.settings.measuring)
+            say = self.settings.progress.measured
+            with self.settings.progress.stage("measuring"):
+                program = profile(captured, say=say, **self.settings.measuring)
             known = captured, program, time.perf_counter() - began
             self._profiled.append(known)
         return known[1:]
@@ -318,12 +349,14 @@ class Prepared(NotCopied):
             raise no.with_advice((*no.advice, advice)) from None
 
     def _plan(self, graph: Graph, limit: int | None, took: float) -> Plan:
-        planner = self.settings.planner
-        if not isinstance(planner, KeptPlans):
-            return planner(graph, limit)
-        known = [(v.program.graph, v.executor.plan) for v in self._variants] if limit is not None else []
-        whole = planner.options.seconds
-        return planner(graph, limit, like=known, seconds=max(whole - took, _SEARCH * whole))
+        planner, progress = self.settings.planner, self.settings.progress
+        with progress.stage("planning", sum(op.time for op in graph.ops)):
+            if not isinstance(planner, KeptPlans):
+                return planner(graph, limit)
+            known = [(v.program.graph, v.executor.plan) for v in self._variants] if limit is not None else []
+            whole = planner.options.seconds
+            left = max(whole - took, _SEARCH * whole)
+            return planner(graph, limit, progress.planning, known, left)
 
     def _static_advice(self, graph: Graph) -> tuple[str, ...]:
         """What to say of a percentage that the static set alone is above."""
@@ -336,8 +369,9 @@ class Prepared(NotCopied):
         )
 
     def _executor(self, program: Program, plan: Plan) -> Executor:
-        check(program.graph, plan)
         s = self.settings
+        with s.progress.stage("verifying"):
+            check(program.graph, plan)
         where = {k: s.measuring.get(k) for k in ("folder", "pinned")}
         executor = Executor(program, plan, strict=s.strict, hand_out=s.hand_out, pool=self._pool, **where)
         self._pool = executor.pool or self._pool
