@@ -6,7 +6,7 @@ Each function fills in a request, the same that the command line parses its argu
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from tightship.execute.fit import TrainStep
     from tightship.execute.infer import Inference
     from tightship.execute.prepared import Planner
-    from tightship.frontends.torch.structure import LossFn
+    from tightship.frontends.torch.structure import LossFn, Pad
     from tightship.report.progress import Preparing
 
     Model: TypeAlias = torch.nn.Module | torch.export.ExportedProgram
@@ -163,6 +163,7 @@ class FitOptions(PlanOptions, total=False):
     scaler: torch.amp.GradScaler | None
     skip_nonfinite: bool
     split: bool
+    pad_to: Pad | Sequence[Pad] | None
 
 
 class InferOptions(PlanOptions, total=False):

@@ -1,4 +1,4 @@
-"""What is said while a step is prepared, and where: a line on a terminal, otherwise the log, never standard output."""
+"""What is said while a step is prepared, and where: a line on a terminal, otherwise the log."""
 
 import contextlib
 import io

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
@@ -49,10 +50,12 @@ from tightship.frontends.torch.rerun.live_step import Asked, Owned, run_code
 from tightship.frontends.torch.rerun.numbers import other_numbers, with_numbers_at
 from tightship.frontends.torch.rerun.python_state import python_state_kept
 from tightship.frontends.torch.structure import (
+    Pad,
     TensorLeaf,
     checked_loss,
     flatten,
     loss_function,
+    padded,
     tensor_leaves,
 )
 from tightship.graph import Graph
@@ -86,6 +89,7 @@ def fit(
     scaler: Any = None,
     skip_nonfinite: bool = False,
     split: bool = False,
+    pad_to: Pad | Sequence[Pad] | None = None,
     progress: Stages | None = None,
     **options: Unpack[PlanOptions],
 ) -> TrainStep:
@@ -114,6 +118,10 @@ def fit(
     gradients is not finite. ``split``: prepare for ``step.backward(batch)`` and ``step.update()``, with anything
     you like between the two; without an optimizer there is ``step.backward`` alone.
 
+    ``pad_to`` says how batches of varying length are filled up to few lengths: each of these is captured and planned
+    once, and a step does what eager's does on the batch that ``step.padded(batch)`` gives, bit-identically. The
+    largest length that there is is planned here: a percentage is of it. Kinds for all lengths are kept.
+
     ``progress`` hears which stage preparing is in. The options' ``seconds`` are for measuring and search together.
 
     ``loss_fn`` runs once in every step, as in eager, and once here: what that run changes of Python's state is put
@@ -134,6 +142,11 @@ def fit(
     wanted = None if budget is None else parse_budget(budget)
     most = None if pinned is None else parse_bytes(pinned, "fit(pinned=…)")
     measuring["pinned"] = most
+    pads = () if pad_to is None else (pad_to,) if isinstance(pad_to, Pad) else tuple(pad_to)
+    if other := next((p for p in pads if not isinstance(p, Pad)), None):
+        raise BadInput("pad_to is a Pad, or several", type(other).__name__, "fit")
+    kinds = math.prod(len(p.lengths) for p in pads if p.lengths is not None) if pads else 0
+    variants = max(variants, min(_PER_LENGTH * kinds, _MOST_KINDS))
     settings = Settings(wanted, planner, measuring, strict, variants, progress=progress or Silent())
     if verify_every < 0:
         raise BadInput("negative verify_every: it is a number of steps, 0 for never", verify_every, "fit")
@@ -146,11 +159,16 @@ def fit(
             "leave fit's optimizer out (None), and call scaler.step for each after step.backward",
         )  # fmt: skip
     step = TrainStep(
-        model, loss_fn, one, settings, verify_every, independent=independent, loop=loop, split=split
-    )
+        model, loss_fn, one, settings, verify_every,
+        independent=independent, loop=loop, split=split, pads=pads,
+    )  # fmt: skip
     if prepare:
-        step._prepared(sample_batch, 4)
+        step._prepared(step._filled(sample_batch, largest=True), 4)
     return step
+
+
+_PER_LENGTH, _MOST_KINDS = 2, 32
+"""Kinds of batches that are kept for each length, such as with and without a mask that is all ones; and at most."""
 
 
 class TrainStep(Prepared):
@@ -175,11 +193,13 @@ class TrainStep(Prepared):
     def __init__(
         self, model: torch.nn.Module, loss_fn: Any, optimizer: Any, settings: Settings,
         verify_every: int = 0, *, independent: bool = False, loop: Loop | None = None, split: bool = False,
+        pads: Sequence[Pad] = (),
     ) -> None:  # fmt: skip
         check_model(model)
         super().__init__(model, optimizer, settings, trains=True)
         self.loss_fn, self.independent = loss_fn, independent
         self.loop, self._split = loop or Loop(), split or optimizer is None
+        self._pads, self._has_padded = tuple(pads), False
         self.grad_norm: torch.Tensor | None = None
         self.skipped = 0
         self._owned = Owned(model)
@@ -221,8 +241,21 @@ class TrainStep(Prepared):
 
     # --- running ---
 
+    def padded(self, batch: Any) -> Any:
+        """The batch that the step is run on: filled up as ``pad_to`` of `fit` says, otherwise itself. Raises
+        ``BadInput`` for one that is too long."""
+        return padded(batch, self._pads)
+
+    def _filled(self, batch: Any, *, largest: bool = False) -> Any:
+        if not self._pads:
+            return batch
+        filled = padded(batch, self._pads, largest=largest, whole=not self._has_padded)
+        self._has_padded = True
+        return filled
+
     def __call__(self, batch: Any) -> Any:
         with self._exclusive():
+            batch = self._filled(batch)
             if self._in_parts:
                 return self._call_in_parts(batch)
             self._renew()
@@ -251,7 +284,7 @@ class TrainStep(Prepared):
         added to it in place. Returns what the step itself would return. Do as you like with gradients before
         ``update``."""
         with self._exclusive():
-            return self._backward(batch)
+            return self._backward(self._filled(batch))
 
     def update(self) -> None:
         """The optimizer's step with the gradients that are in ``p.grad``, within the budget: what
@@ -403,7 +436,7 @@ class TrainStep(Prepared):
         steps run in eager, exactly and outside the budget, which a `Fallback` says once, and None is returned. With
         ``strict``, and on several ranks, that is refused.
         """
-        return self._prepared(batch, 3)
+        return self._prepared(self._filled(batch), 3)
 
     def _prepared(self, batch: Any, level: int) -> Plan | None:
         """``level``: where a warning comes from, in calls from here."""
