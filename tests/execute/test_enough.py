@@ -152,6 +152,32 @@ def test_a_later_kind_of_batch_says_what_is_enough_for_it_and_the_loop_goes_on()
         assert enough.measure()["measured_peak"] <= found.value.enough[0].nbytes
 
 
+def masked(model, batch):
+    x, mask = batch
+    return model(x)[mask].pow(2).mean()
+
+
+@pytest.mark.parametrize("budget", [1000, "static+60%", "static+90%"])
+def test_steps_whose_shapes_follow_from_data(budget):
+    """Ops are measured on the data then, which is not kept; the part that does not fit may be any."""
+
+    def prepared(budget):
+        torch.manual_seed(0)
+        model = nn.Sequential(*[m for _ in range(4) for m in (nn.Linear(32, 32), nn.Tanh())])
+        batch = torch.randn(4, 32), torch.tensor([True, False, True, True])
+        optimizer = torch.optim.AdamW(model.parameters())
+        return tightship.fit(
+            model, masked, optimizer, batch, budget, accumulate=2, cache=None, work=100_000
+        ), batch
+
+    with pytest.raises(Infeasible) as found:
+        prepared(budget)
+    step, batch = prepared(found.value.enough[0].nbytes)
+    for _ in range(4):
+        step(batch)
+    assert step.measure()["measured_peak"] <= found.value.enough[0].nbytes
+
+
 def test_what_is_said_is_what_a_call_takes():
     e = Enough(1 << 20, (("allow", "recompute,offload"), ("lossy", True)))
     assert str(e) == 'budget=1048576, allow="recompute,offload", lossy=True'

@@ -320,10 +320,14 @@ class TrainStep(Prepared):
         except Infeasible as no:
             if held is None:
                 raise
-            backward = self._ending({})
-            with self._undone():
-                program = self._program_of(self._ask(batch, backward), backward)
-            raise self._of_all_parts(no, batch, program, adds=bool(held)) from None
+            try:
+                backward = self._ending({})
+                with self._undone():
+                    program = self._program_of(self._ask(batch, backward), backward)
+                no = self._of_all_parts(no, batch, program, adds=bool(held))
+            except Unsupported:  # the code does not run once more: what one part needs is not said of all
+                no = no.with_enough(())
+            raise no from None
 
     def _run_unplanned(self, unplanned: Unplanned, batch: Any, *, whole: bool) -> Any:
         check_call()
