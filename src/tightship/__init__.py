@@ -10,6 +10,7 @@
 """
 
 from importlib.metadata import version
+from typing import TYPE_CHECKING, Any
 
 from tightship.api import Frontier, Planned, check, fit, frontier, infer, load, max_batch, plan
 from tightship.errors import (
@@ -25,6 +26,9 @@ from tightship.errors import (
 from tightship.graph import Graph
 from tightship.plan import Plan
 
+if TYPE_CHECKING:
+    from tightship.frontends.torch.structure import Pad
+
 # ``plan`` is the function: `tightship.plan` as a module has been imported by now and takes the name no more.
 
 __version__ = version("tightship")
@@ -35,6 +39,7 @@ __all__ = [
     "Frontier",
     "Graph",
     "Infeasible",
+    "Pad",
     "Plan",
     "Planned",
     "TightshipError",
@@ -50,3 +55,12 @@ __all__ = [
     "max_batch",
     "plan",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    """What loads torch is there when it is asked for."""
+    if name == "Pad":
+        from tightship.frontends.torch.structure import Pad
+
+        return Pad
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -6,7 +6,7 @@ Each function fills in a request, the same that the command line parses its argu
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
@@ -33,7 +33,8 @@ if TYPE_CHECKING:
     from tightship.execute.fit import TrainStep
     from tightship.execute.infer import Inference
     from tightship.execute.prepared import Planner
-    from tightship.frontends.torch.structure import LossFn
+    from tightship.frontends.torch.structure import LossFn, Pad
+    from tightship.report.progress import Preparing
 
     Model: TypeAlias = torch.nn.Module | torch.export.ExportedProgram
     Loss: TypeAlias = LossFn | torch.nn.Module
@@ -162,6 +163,7 @@ class FitOptions(PlanOptions, total=False):
     scaler: torch.amp.GradScaler | None
     skip_nonfinite: bool
     split: bool
+    pad_to: Pad | Sequence[Pad] | None
 
 
 class InferOptions(PlanOptions, total=False):
@@ -181,29 +183,45 @@ def fit(
     optimizer: torch.optim.Optimizer | None,
     sample_batch: object,
     budget: BudgetLike = None,
+    *,
+    progress: bool = True,
     **options: Unpack[FitOptions],
 ) -> TrainStep:
     """A training step of ``model`` that stays within ``budget``: see `tightship.execute.fit.fit`.
 
-    ``step = fit(model, loss_fn, optimizer, batch, "6GiB")``, then ``loss = step(batch)`` for every batch.
+    ``step = fit(model, loss_fn, optimizer, batch, "6GiB")``, then ``loss = step(batch)`` for every batch. Where
+    preparing takes longer than a second or two, a line on standard error says what it does, if that is a terminal,
+    and the log ``tightship`` (INFO) otherwise; ``progress=False``: neither.
     """
     need_torch("training a model")
     from tightship.execute.fit import fit as prepare
 
-    return prepare(model, loss_fn, optimizer, sample_batch, budget, **options)
+    return prepare(model, loss_fn, optimizer, sample_batch, budget, progress=_preparing(progress), **options)
 
 
 def infer(
-    model: Model, sample: object, budget: BudgetLike = None, **options: Unpack[InferOptions]
+    model: Model,
+    sample: object,
+    budget: BudgetLike = None,
+    *,
+    progress: bool = True,
+    **options: Unpack[InferOptions],
 ) -> Inference:
     """A forward pass of ``model`` in one arena, within ``budget``: see `tightship.execute.infer.infer`.
 
-    ``run = infer(model, x)``, then ``y = run(x)`` gives what ``model(x)`` gives in evaluation mode.
+    ``run = infer(model, x)``, then ``y = run(x)`` gives what ``model(x)`` gives in evaluation mode. ``progress`` as
+    for `fit`.
     """
     need_torch("running a model")
     from tightship.execute.infer import infer as prepare
 
-    return prepare(model, sample, budget, **options)
+    return prepare(model, sample, budget, progress=_preparing(progress), **options)
+
+
+def _preparing(shown: bool) -> Preparing | None:
+    from tightship.report.progress import Preparing
+
+    return Preparing() if shown else None
 
 
 # --- planning ---

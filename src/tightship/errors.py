@@ -6,7 +6,7 @@ command line exits with: 1 for "not achievable", 2 for bad input or usage.
 
 from collections.abc import Callable, Sequence
 from copy import copy
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Final
 
 __all__ = [
@@ -94,6 +94,19 @@ class UnknownAlias(BadInput):
     """It is unknown whether an op's results share bytes with its operands; that is never guessed."""
 
 
+@dataclass(frozen=True, slots=True)
+class Enough:
+    """A budget of ``nbytes`` that a plan was found for, with ``options`` (name, value) beside those that were given.
+    As text it is what a call takes: ``budget=1048576, allow="recompute,offload"``."""
+
+    nbytes: int
+    options: tuple[tuple[str, object], ...] = ()
+
+    def __str__(self) -> str:
+        said = (f'{n}="{x}"' if isinstance(x, str) else f"{n}={x!r}" for n, x in self.options)
+        return ", ".join((f"budget={self.nbytes}", *said))
+
+
 class Infeasible(TightshipError):
     """No plan within the budget was found, or none exists.
 
@@ -101,7 +114,8 @@ class Infeasible(TightshipError):
     one by one: if it is above the budget, no plan can meet it, though another graph of the model may. ``placed``:
     the fewest bytes that a plan with a peak within the budget needed once everything in it had a place, if there was
     such a plan. ``top`` are the values that make up the best peak, largest first, each as (name, bytes, "module path
-    · source line"), ``at`` is the op that runs then, ``advice`` what else may help.
+    · source line"), ``at`` is the op that runs then, ``advice`` what else may help. ``enough`` are budgets that plans
+    were found for: the least with the options that were given, if there is one, and lesser ones with others.
     """
 
     exit_status: ClassVar[int] = 1
@@ -116,6 +130,7 @@ class Infeasible(TightshipError):
         placed: int | None = None,
         at: str = "",
         advice: Sequence[str] = (),
+        enough: Sequence[Enough] = (),
     ) -> None:
         self.budget = budget
         self.lower_bound = lower_bound
@@ -123,13 +138,33 @@ class Infeasible(TightshipError):
         self.placed = placed
         self.at = at
         self.advice = tuple(advice)
+        self.enough = tuple(enough)
         self.top = tuple((name, size, place) for name, size, place in top)
         super().__init__(self._message())
 
     def with_advice(self, advice: Sequence[str]) -> "Infeasible":
         """The same with other advice."""
+        return self._with(advice=tuple(advice))
+
+    def with_enough(self, enough: Sequence[Enough]) -> "Infeasible":
+        """The same with other budgets that are enough."""
+        return self._with(enough=tuple(enough))
+
+    def beside(self, nbytes: int) -> "Infeasible":
+        """The same of a budget that holds ``nbytes`` beside what was planned."""
+        if not nbytes:
+            return self
+        return self._with(
+            budget=self.budget + nbytes,
+            lower_bound=self.lower_bound + nbytes,
+            best_peak=self.best_peak + nbytes,
+            placed=None if self.placed is None else self.placed + nbytes,
+            enough=tuple(replace(e, nbytes=e.nbytes + nbytes) for e in self.enough),
+        )
+
+    def _with(self, **changed: object) -> "Infeasible":
         other = copy(self)
-        other.advice = tuple(advice)
+        other.__dict__.update(changed)
         other.args = (other._message(),)
         return other
 
@@ -151,6 +186,11 @@ class Infeasible(TightshipError):
         ]
         if self.impossible:
             lines.append(_OF_THESE_OPS)
+        if self.enough:
+            from tightship.units import format_bytes  # here, as above
+
+            lines.append("what is enough, by a plan that was found:")
+            lines += [f"  {e}  ({format_bytes(e.nbytes)})" for e in self.enough]
         if self.top:
             where = f", reached while {self.at} runs" if self.at else ""
             lines.append(f"values that make up the best peak{where}:")

@@ -32,7 +32,7 @@ def searches(monkeypatch):
     """The budgets that were searched for."""
     seen = []
 
-    def advised(graph, budget=None, options=None, progress=None, like=()):
+    def advised(graph, budget=None, options=None, progress=None, like=(), least=None):
         seen.append(budget)
         return default.plan(graph, budget, options, progress)
 

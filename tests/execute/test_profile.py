@@ -2,6 +2,7 @@ import concurrent.futures
 import json
 import os
 import stat
+import time
 from dataclasses import replace
 
 import pytest
@@ -9,12 +10,12 @@ import torch
 
 from support.runs import Pair
 from tightship.errors import Unsupported
-from tightship.execute import allocator
+from tightship.execute import allocator, prepared
 from tightship.execute import bench as bench_module
 from tightship.execute import profile as profile_module
 from tightship.execute.allocator import Event
 from tightship.execute.bench import sample_tensor, workspace_of
-from tightship.execute.cache import Cache, Measurement
+from tightship.execute.cache import Cache, KeptPlans, Measurement
 from tightship.execute.fit import fit
 from tightship.execute.profile import model as modeled
 from tightship.execute.profile import profile
@@ -362,3 +363,86 @@ def test_what_a_check_asks_of_the_allocator_is_planned():
     for _ in range(2):
         step(torch.randn(8, 4))
     assert step.last.as_planned
+
+
+# ---- with little time
+
+
+def test_without_time_bytes_are_what_they_are_with_time(measured, monkeypatch):
+    """Only times are thinned: nothing is timed, and each op is run for its requests all the same."""
+    monkeypatch.setattr(bench_module.Bench, "time", None)
+    hurried = profile(captured()[1], cache=None, seconds=0.0)
+    for a, b in zip(hurried.graph.ops, measured.graph.ops, strict=True):
+        assert (a.requests, a.workspace, a.overwrites) == (b.requests, b.workspace, b.overwrites)
+        assert a.time > 0
+    assert any("in one run or none" in n and "(seconds=0)" in n for n in hurried.notes)
+    assert not any("in one run or none" in n for n in measured.notes)
+
+
+def test_a_time_that_is_not_measured_follows_from_the_nearest_of_its_kind():
+    program = captured()[1]
+    profiler = profile_module._Profiler(program, Cache(None, "m"), {}, 0.0, profile_module._Hurry(0.0))
+    k = op_of(program, "convolution.default")
+    target, own = program.graph.ops[k].target, profiler.by_model(k)
+    assert profiler.estimated(k, 0.125) == 0.125
+    profiler.kin[target] = [(own * 100, 7.0)]
+    assert profiler.estimated(k, 0.125) == 0.125
+    profiler.kin[target] += [(own / 2, 3.0), (own * 4, 5.0)]
+    assert profiler.estimated(k, 0.125) == pytest.approx(6.0)
+
+
+def test_what_there_was_no_time_for_is_measured_when_there_is_more(tmp_path, monkeypatch):
+    runs = []
+    measure = profile_module._Profiler.measure
+    monkeypatch.setattr(
+        profile_module._Profiler, "measure", lambda *args: (runs.append(1), measure(*args))[1]
+    )
+    first = profile(captured()[1], cache=tmp_path, seconds=1e-6)
+    count = len(runs)
+    again = profile(captured()[1], cache=tmp_path, seconds=1e-6)
+    assert len(runs) == count and again.graph == first.graph
+    assert any("in one run or none" in n for n in again.notes)
+    more = profile(captured()[1], cache=tmp_path, seconds=1000.0, seconds_per_op=0.0)
+    assert len(runs) > count and not any("in one run or none" in n for n in more.notes)
+    count = len(runs)
+    profile(captured()[1], cache=tmp_path)
+    profile(captured()[1], cache=tmp_path, seconds=1e-6)
+    assert len(runs) == count
+
+
+@pytest.mark.parametrize("name", ["cnn", "gpt2", "lstm", "buffers"])
+def test_a_step_that_was_prepared_without_time_takes_what_was_planned(name, tmp_path):
+    pair = Pair(name)
+    step = fit(
+        pair.model,
+        pair.loss_fn,
+        pair.optimizer,
+        pair.batch(0),
+        "100%",
+        cache=tmp_path,
+        seconds=1e-6,
+        strict=True,
+    )
+    for number in range(3):
+        pair.compare(step, number)
+    assert step.last.measured_peak == step.plan.peak and not step.last.misses
+    assert any("bytes are exact" in n for n in step.notes)
+
+
+def test_the_search_has_what_measuring_leaves_of_the_seconds(tmp_path, monkeypatch):
+    given, call, measure = [], KeptPlans.__call__, prepared.profile
+
+    def planned(self, *args, seconds, **named):
+        given.append(seconds)
+        return call(self, *args, seconds=seconds, **named)
+
+    def slow(*args, **named):
+        time.sleep(wait)
+        return measure(*args, **named)
+
+    monkeypatch.setattr(KeptPlans, "__call__", planned)
+    monkeypatch.setattr(prepared, "profile", slow)
+    pair = Pair("mlp")
+    for wait in (0.0, 0.3, 2.0):  # noqa: B007
+        fit(pair.model, pair.loss_fn, pair.optimizer, pair.batch(0), "100%", cache=tmp_path, seconds=1.0)
+    assert given[0] <= 1.0 and 0.25 <= given[1] <= 0.7 and given[2] == 0.25

@@ -165,6 +165,7 @@ def error_rows(error: TightshipError) -> dict[str, Any]:
         names = ("budget", "lower_bound", "best_peak", "placed", "impossible", "at")
         rows |= {"met": False} | {name: getattr(error, name) for name in names}
         rows |= {"advice": list(error.advice)}
+        rows["enough"] = [{"budget": e.nbytes, "options": dict(e.options)} for e in error.enough]
         rows["top"] = [{"name": n, "bytes": b, "place": p} for n, b, p in error.top]
     if isinstance(error, BadInput):
         rows["error"] |= {"rule": error.rule, "place": error.place}

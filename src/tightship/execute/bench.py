@@ -24,6 +24,7 @@ from tightship.frontends.torch.program import Call, dtype_of, flat, refs_in, sub
 from tightship.graph import ALIGNMENT, Graph, Value, aligned, alignment_of
 
 __all__ = [
+    "LONG_CALL",
     "Bench",
     "Row",
     "in_place_inputs",
@@ -38,7 +39,7 @@ Row = tuple[int, int, int, int]
 """A request: bytes, the defined storage it becomes or -1, first event, event of its end or -1."""
 
 _LONG: Final = 0.25  # seconds; what takes longer is not run again only for its time
-_LONG_CALL: Final = 0.002
+LONG_CALL: Final = 0.002
 """Seconds from which on a kernel's first time does not count: one more run is enough."""
 _REPEATS: Final = 20
 _AGREE: Final = 0.04
@@ -111,7 +112,7 @@ class Bench:
                 session.seek(0)
                 return self._seconds_of(call)
 
-            if once >= _LONG_CALL:
+            if once >= LONG_CALL:
                 seconds = min(once, run())
             else:
                 run()

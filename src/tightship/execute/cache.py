@@ -10,10 +10,11 @@ from __future__ import annotations
 import contextlib
 import functools
 import hashlib
+import math
 import os
 import platform
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from importlib.metadata import version
 from itertools import islice
 from pathlib import Path
@@ -26,6 +27,7 @@ from tightship.errors import BadInput, TightshipError
 from tightship.files import write_file
 from tightship.frontends.torch.capture.recorder import LOOKS, Look, Looks
 from tightship.graph import Graph
+from tightship.options import filled
 from tightship.plan import Plan
 from tightship.planners.default import Options
 from tightship.planners.evict.problem import Progress
@@ -52,12 +54,14 @@ MOST_PLAN_BYTES = 256 << 20
 
 class Measurement(msgspec.Struct, frozen=True, array_like=True):
     """Of one call: seconds, bytes beyond its results, requests as (size, storage, start, end), and which of the
-    values it is given its result was laid over without changing (None: not tried)."""
+    values it is given its result was laid over without changing (None: not tried). ``rough``: the limit in seconds
+    that left no time to time it well, 0 where there was time."""
 
     time: float
     workspace: int = 0
     requests: tuple[tuple[int, int, int, int], ...] = ()
     over: tuple[int, ...] | None = None
+    rough: float = 0.0
 
 
 class _File(msgspec.Struct):
@@ -203,7 +207,7 @@ class _PlanFile(msgspec.Struct):
 @dataclass(frozen=True)
 class KeptPlans:
     """The default planner with ``options``; its plans are kept in ``folder`` (None: nowhere). ``like``: as for
-    `default.plan`.
+    `default.plan`. ``seconds``: what is left of those of the options, where some are spent by now.
 
     A plan's file is named by a digest of what it was made from: the measured graph (which the machine and torch's
     version are behind), budget and options, and the planner's own code. It is verified when it is read. A file that
@@ -215,24 +219,33 @@ class KeptPlans:
 
     def __call__(
         self, graph: Graph, budget: Budget | str | int | None = None, progress: Progress | None = None,
-        like: Sequence[tuple[Graph, Plan]] = (),
+        like: Sequence[tuple[Graph, Plan]] = (), seconds: float = math.inf,
     ) -> Plan:  # fmt: skip
+        o = replace(self.options, seconds=min(self.options.seconds, seconds))
         like = [(g, p) for g, p in like if same_ops(g, graph)][:1]
+        least = KeptLeast(self.folder)
         if self.folder is None:
-            return advised(graph, budget, self.options, progress, like)
+            return advised(graph, budget, o, progress, like, least)
         wanted = None if budget is None else parse_budget(budget)
         key = self._key(graph, wanted, [p for _, p in like])
         path = self.folder / f"plan-{key[:32]}.json"
         plan, note = _read_plan(path, key, graph, wanted)
         if plan is not None:
             return plan
-        made = advised(graph, budget, self.options, progress, like)
+        made = advised(graph, budget, o, progress, like, least)
         error = _write(path, msgspec.json.encode(_PlanFile(key, msgspec.Raw(dumps_plan(made)))))
         if error:
             note = f"the plan could not be kept: {error}"
         else:
             _remove_oldest(self.folder)
         return replace(made, notes=(*made.notes, note)) if note else made
+
+    def with_options(self, changed: Mapping[str, object]) -> KeptPlans:
+        return replace(self, options=filled(type(self.options), asdict(self.options) | dict(changed), "fit"))
+
+    def knows(self, graph: Graph, budget: int) -> bool:
+        """Whether a plan within the budget was found in a search that failed, so that it will not be refused."""
+        return KeptLeast(self.folder).within(graph, self.options, budget) is not None
 
     def _key(self, graph: Graph, budget: Budget | None, like: Sequence[Plan]) -> str:
         begins = [(p.digest, p.budget, p.time, p.peak) for p in like]
@@ -242,15 +255,94 @@ class KeptPlans:
         return h.hexdigest()
 
 
-def _digest(graph: Graph, add: Callable[[bytes], None]) -> None:
-    """Everything of a graph that planners can see. Lines of source files are for people only."""
-    add(repr((graph.digest, graph.machine, graph.meta)).encode())
+def _digest(graph: Graph, add: Callable[[bytes], None], *, times: bool = True) -> None:
+    """Everything of a graph that planners can see, or all but ``times``. Source lines are for people only."""
+    add(repr((graph.digest, graph.machine if times else None, graph.meta)).encode())
     for s in graph.storages:
         add(repr((s.name, s.kind)).encode())
     for o in graph.ops:
-        add(repr((o.name, o.module, o.phase, o.device, o.time, o.flops, o.workspace, o.requests)).encode())
+        seconds = o.time if times else 0.0
+        add(repr((o.name, o.module, o.phase, o.device, seconds, o.flops, o.workspace, o.requests)).encode())
         for inner in o.calls:
-            _digest(inner, add)
+            _digest(inner, add, times=times)
+
+
+@dataclass(frozen=True)
+class KeptLeast:
+    """Plans of the least budgets that failed searches named, kept in ``folder`` as other plans are, or, where that
+    is None, as long as the process lives: what was named once is never refused, though a later search, with other
+    times or in less time, may not come to it again.
+
+    Such a plan is found by the bytes of its graph and by what its options allow, and verified whenever it is read.
+    """
+
+    folder: Path | None
+
+    def within(self, graph: Graph, o: Options, budget: int) -> Plan | None:
+        """One that was kept, verified, if there is one within the budget."""
+        plan = self._read(graph, self._key(graph, o))
+        return None if plan is None or plan.budget is None or plan.budget > budget else replace(
+            plan, budget=budget, notes=(*plan.notes, _LEAST_NOTE)
+        )  # fmt: skip
+
+    def offer(self, graph: Graph, o: Options, plan: Plan) -> int:
+        """Keeps a plan unless a lesser one is kept; returns the least budget."""
+        assert plan.budget is not None
+        key = self._key(graph, o)
+        kept = self._read(graph, key)
+        if kept is not None and kept.budget is not None and kept.budget <= plan.budget:
+            return kept.budget
+        if self.folder is None:
+            _least_here.pop(key, None)
+            _least_here[key] = plan
+            for old in list(_least_here)[:-_MOST_HERE]:
+                del _least_here[old]
+        else:
+            _write(self._path(key), msgspec.json.encode(_PlanFile(key, msgspec.Raw(dumps_plan(plan)))))
+            _remove_oldest(self.folder)
+        return plan.budget
+
+    def _path(self, key: str) -> Path:
+        assert self.folder is not None
+        return self.folder / f"plan-least-{key[:32]}.json"
+
+    def _key(self, graph: Graph, o: Options) -> str:
+        allowed = replace(o, order="", evict="", seconds=0.0, work=0, gap=0.0, seed=0)
+        h = hashlib.sha256(repr((VERSION, _planner_code(), torch.__version__, allowed)).encode())
+        _digest(graph, h.update, times=False)
+        return h.hexdigest()
+
+    def _read(self, graph: Graph, key: str) -> Plan | None:
+        """The plan that was kept, with the times that the graph has now."""
+        if self.folder is None:
+            plan = _least_here.get(key)
+        else:
+            plan = _plan_of_file(self._path(key), key)
+        if plan is None:
+            return None
+        line = replay(graph, plan.steps)
+        once = sum(op.time for op in graph.ops)
+        plan = replace(plan, time=line.time, time_before=once, time_bound=0.0, termination="")
+        try:
+            check(graph, plan)
+        except TightshipError:
+            return None  # of other times: copies that come later leave memory later
+        return plan
+
+
+_LEAST_NOTE = "the search found no plan: this one is of an earlier search for the least memory"
+_MOST_HERE = 16
+_least_here: dict[str, Plan] = {}
+"""By key, those used last at the end."""
+
+
+def _plan_of_file(path: Path, key: str) -> Plan | None:
+    try:
+        file = msgspec.json.decode(path.read_bytes(), type=_PlanFile)
+        plan, _ = loads_plan(bytes(file.plan), path.name)
+    except (OSError, msgspec.MsgspecError, TightshipError):
+        return None
+    return plan if file.key == key else None
 
 
 @functools.cache

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, SupportsIndex, Unpack
 
 import torch
 
 from tightship import simulate
-from tightship.errors import BadInput, Unplannable, Unsupported, VerificationFailed
+from tightship.errors import BadInput, Enough, Infeasible, Unplannable, Unsupported, VerificationFailed
 from tightship.execute import allocator
 from tightship.execute.cache import KeptPlans, folder_of
 from tightship.execute.eager import Unplanned, differences, random_states, run_eager, tensors_by_name
@@ -24,8 +26,15 @@ from tightship.execute.parts import (
     gradients_of,
     layouts,
 )
-from tightship.execute.prepared import Planner, Prepared, Settings, Variant
-from tightship.execute.profile import profile
+from tightship.execute.prepared import (
+    Planner,
+    Prepared,
+    Settings,
+    Silent,
+    Stages,
+    Variant,
+    within_unplanned,
+)
 from tightship.frontends.torch import compat
 from tightship.frontends.torch.capture.state_restore import untouched
 from tightship.frontends.torch.capture.step import (
@@ -41,12 +50,15 @@ from tightship.frontends.torch.rerun.live_step import Asked, Owned, run_code
 from tightship.frontends.torch.rerun.numbers import other_numbers, with_numbers_at
 from tightship.frontends.torch.rerun.python_state import python_state_kept
 from tightship.frontends.torch.structure import (
+    Pad,
     TensorLeaf,
     checked_loss,
     flatten,
     loss_function,
+    padded,
     tensor_leaves,
 )
+from tightship.graph import Graph
 from tightship.plan import Plan
 from tightship.planners.default import PlanOptions, read_options
 from tightship.units import Budget, format_bytes, parse_budget, parse_bytes
@@ -77,6 +89,8 @@ def fit(
     scaler: Any = None,
     skip_nonfinite: bool = False,
     split: bool = False,
+    pad_to: Pad | Sequence[Pad] | None = None,
+    progress: Stages | None = None,
     **options: Unpack[PlanOptions],
 ) -> TrainStep:
     """A training step of ``model`` that stays within ``budget``.
@@ -104,6 +118,12 @@ def fit(
     gradients is not finite. ``split``: prepare for ``step.backward(batch)`` and ``step.update()``, with anything
     you like between the two; without an optimizer there is ``step.backward`` alone.
 
+    ``pad_to`` says how batches of varying length are filled up to few lengths: each of these is captured and planned
+    once, and a step does what eager's does on the batch that ``step.padded(batch)`` gives, bit-identically. The
+    largest length that there is is planned here: a percentage is of it. Kinds for all lengths are kept.
+
+    ``progress`` hears which stage preparing is in. The options' ``seconds`` are for measuring and search together.
+
     ``loss_fn`` runs once in every step, as in eager, and once here: what that run changes of Python's state is put
     back. Without ``prepare`` it does not run here, and the first step captures and plans.
 
@@ -112,15 +132,22 @@ def fit(
     """
     if variants < 1:
         raise BadInput("no kind of batch would be kept: variants must be at least 1", variants, "fit")
+    measuring: dict[str, Any] = {"cache": cache, "seconds_per_op": seconds_per_op, "folder": folder}
     if planner is None:
         planner = KeptPlans(folder_of(cache), read_options(options, "fit"))
+        measuring["seconds"] = planner.options.seconds
     elif options:
         rule = f"unused options {', '.join(options)}: planner= replaces the default planner, whose they are"
         raise BadInput(rule, place="fit")
     wanted = None if budget is None else parse_budget(budget)
     most = None if pinned is None else parse_bytes(pinned, "fit(pinned=…)")
-    measuring = {"cache": cache, "seconds_per_op": seconds_per_op, "folder": folder, "pinned": most}
-    settings = Settings(wanted, planner, measuring, strict, variants)
+    measuring["pinned"] = most
+    pads = () if pad_to is None else (pad_to,) if isinstance(pad_to, Pad) else tuple(pad_to)
+    if other := next((p for p in pads if not isinstance(p, Pad)), None):
+        raise BadInput("pad_to is a Pad, or several", type(other).__name__, "fit")
+    kinds = math.prod(len(p.lengths) for p in pads if p.lengths is not None) if pads else 0
+    variants = max(variants, min(_PER_LENGTH * kinds, _MOST_KINDS))
+    settings = Settings(wanted, planner, measuring, strict, variants, progress=progress or Silent())
     if verify_every < 0:
         raise BadInput("negative verify_every: it is a number of steps, 0 for never", verify_every, "fit")
     loop = Loop(accumulate, clip_norm, clip_value, scaler, skip_nonfinite)
@@ -132,11 +159,16 @@ def fit(
             "leave fit's optimizer out (None), and call scaler.step for each after step.backward",
         )  # fmt: skip
     step = TrainStep(
-        model, loss_fn, one, settings, verify_every, independent=independent, loop=loop, split=split
-    )
+        model, loss_fn, one, settings, verify_every,
+        independent=independent, loop=loop, split=split, pads=pads,
+    )  # fmt: skip
     if prepare:
-        step._prepared(sample_batch, 4)
+        step._prepared(step._filled(sample_batch, largest=True), 4)
     return step
+
+
+_PER_LENGTH, _MOST_KINDS = 2, 32
+"""Kinds of batches that are kept for each length, such as with and without a mask that is all ones; and at most."""
 
 
 class TrainStep(Prepared):
@@ -161,11 +193,13 @@ class TrainStep(Prepared):
     def __init__(
         self, model: torch.nn.Module, loss_fn: Any, optimizer: Any, settings: Settings,
         verify_every: int = 0, *, independent: bool = False, loop: Loop | None = None, split: bool = False,
+        pads: Sequence[Pad] = (),
     ) -> None:  # fmt: skip
         check_model(model)
         super().__init__(model, optimizer, settings, trains=True)
         self.loss_fn, self.independent = loss_fn, independent
         self.loop, self._split = loop or Loop(), split or optimizer is None
+        self._pads, self._has_padded = tuple(pads), False
         self.grad_norm: torch.Tensor | None = None
         self.skipped = 0
         self._owned = Owned(model)
@@ -207,8 +241,21 @@ class TrainStep(Prepared):
 
     # --- running ---
 
+    def padded(self, batch: Any) -> Any:
+        """The batch that the step is run on: filled up as ``pad_to`` of `fit` says, otherwise itself. Raises
+        ``BadInput`` for one that is too long."""
+        return padded(batch, self._pads)
+
+    def _filled(self, batch: Any, *, largest: bool = False) -> Any:
+        if not self._pads:
+            return batch
+        filled = padded(batch, self._pads, largest=largest, whole=not self._has_padded)
+        self._has_padded = True
+        return filled
+
     def __call__(self, batch: Any) -> Any:
         with self._exclusive():
+            batch = self._filled(batch)
             if self._in_parts:
                 return self._call_in_parts(batch)
             self._renew()
@@ -237,7 +284,7 @@ class TrainStep(Prepared):
         added to it in place. Returns what the step itself would return. Do as you like with gradients before
         ``update``."""
         with self._exclusive():
-            return self._backward(batch)
+            return self._backward(self._filled(batch))
 
     def update(self) -> None:
         """The optimizer's step with the gradients that are in ``p.grad``, within the budget: what
@@ -270,6 +317,17 @@ class TrainStep(Prepared):
         except Unplannable as no:
             no.add_note("step.prepare(batch) with this batch has it, and those that follow, run in eager")
             raise
+        except Infeasible as no:
+            if held is None:
+                raise
+            try:
+                backward = self._ending({})
+                with self._undone():
+                    program = self._program_of(self._ask(batch, backward), backward)
+                no = self._of_all_parts(no, batch, program, adds=bool(held))
+            except Unsupported:  # the code does not run once more: what one part needs is not said of all
+                no = no.with_enough(())
+            raise no from None
 
     def _run_unplanned(self, unplanned: Unplanned, batch: Any, *, whole: bool) -> Any:
         check_call()
@@ -382,7 +440,7 @@ class TrainStep(Prepared):
         steps run in eager, exactly and outside the budget, which a `Fallback` says once, and None is returned. With
         ``strict``, and on several ranks, that is refused.
         """
-        return self._prepared(batch, 3)
+        return self._prepared(self._filled(batch), 3)
 
     def _prepared(self, batch: Any, level: int) -> Plan | None:
         """``level``: where a warning comes from, in calls from here."""
@@ -402,7 +460,7 @@ class TrainStep(Prepared):
             return None
 
     def _prepare(self, batch: Any) -> Plan:
-        with self._exclusive():
+        with self._exclusive(), self.settings.progress.stage("capturing"):
             self._renew()
             if not self._in_parts:
                 with self._undone():
@@ -421,12 +479,59 @@ class TrainStep(Prepared):
         ending = self._ending({})
         with self._undone():
             asked = self._ask(batch, ending)
-        if self.loop.accumulate > 1 and asked.program is not None:
+        try:
+            if self.loop.accumulate > 1 and asked.program is not None:
+                with self._undone():
+                    self._run_code(batch, self._ending(gradients_of(asked.program)))
+            variant = self._settled(asked, batch, ending)
+            if self._updates is not None:
+                self._update_variant(gradients_of(variant.program))
+        except Infeasible as no:
+            program = self._program_of(asked, ending)
+            raise self._of_all_parts(no, batch, program, adds=self.loop.accumulate > 1) from None
+
+    def _program_of(self, asked: Asked, ending: Ending) -> Program:
+        if asked.program is not None:
+            return asked.program
+        fitting = self._fitting(ending)
+        return next(v.captured for v in fitting if any(t is asked.trace for t in v.traces))
+
+    def _of_all_parts(self, no: Infeasible, batch: Any, backward: Program, *, adds: bool) -> Infeasible:
+        """The error of one part of the step, with budgets that are enough for all of them: its backward pass, the
+        one that adds to gradients, and the update."""
+        programs = [(backward, 0)]
+        gradients = gradients_of(backward)
+        if adds:
+            ending = self._ending(gradients)
             with self._undone():
-                self._run_code(batch, self._ending(gradients_of(asked.program)))
-        variant = self._settled(asked, batch, ending)
+                programs.append((self._program_of(self._ask(batch, ending), ending), 0))
         if self._updates is not None:
-            self._update_variant(gradients_of(variant.program))
+            update = capture_update(self.model, self._updates, gradients)
+            programs.append((update, bytes_of_inputs(backward)))
+        graphs = [(self._measured(p)[0].graph, beside) for p, beside in programs]
+        self._profiled.clear()
+        own = next(e for e in no.enough if not e.options)
+        least = min(no.enough, key=lambda e: e.nbytes)
+        found = [self._enough_for(graphs, e) for e in dict.fromkeys((own, least))]
+        return no.with_enough([e for e in found if not e.options or e.nbytes < found[0].nbytes])
+
+    def _enough_for(self, graphs: Sequence[tuple[Graph, int]], enough: Enough) -> Enough:
+        """The budget, raised as far as any of the graphs needs, each beside some bytes."""
+        limit, planner = enough.nbytes, self.settings.planner
+        if enough.options:
+            assert isinstance(planner, KeptPlans)
+            planner = planner.with_options(dict(enough.options))
+        for graph, beside in graphs:
+            peak = simulate.replay(graph, simulate.baseline(graph)).peak
+            known = isinstance(planner, KeptPlans) and planner.knows(graph, limit - beside)
+            if known or peak + beside <= limit:
+                continue
+            try:
+                planner(graph, max(limit - beside, 0))
+            except Infeasible as no:
+                own = next(e for e in within_unplanned(no, peak).enough if not e.options)
+                limit = max(limit, own.nbytes + beside)
+        return replace(enough, nbytes=limit)
 
     def _own_updates(self) -> Updates | SeveralUpdates:
         if self._updates is None:
@@ -485,7 +590,8 @@ class TrainStep(Prepared):
         check_hooks(self._owned.parameters, self._owned.modules)
         kinds = [TensorLeaf.of(t) for t in tensor_leaves(batch)]
         traces = [t for v in self._fitting(ending) for t in v.traces if t.takes(kinds)]
-        return run_code(self._owned, self._loss(batch), ending, batch, traces)
+        with nullcontext() if traces else self.settings.progress.stage("capturing"):
+            return run_code(self._owned, self._loss(batch), ending, batch, traces)
 
     def _fitting(self, ending: Ending) -> list[Variant]:
         modes = self._modes_of(ending)
@@ -544,11 +650,11 @@ class TrainStep(Prepared):
         budget = self.settings.budget
         if self._limit is not None or budget is None:
             return
-        graphs = [profile(program, **self.settings.measuring).graph]
+        graphs = [self._measured(program)[0].graph]
         beside = bytes_of_inputs(program)
         if self._updates is not None:
             update = capture_update(self.model, self._updates, gradients_of(program))
-            graphs.append(profile(update, **self.settings.measuring).graph)
+            graphs.append(self._measured(update)[0].graph)
         peaks = [simulate.replay(g, simulate.baseline(g)).peak for g in graphs]
         peaks[1:] = [p + beside for p in peaks[1:]]
         first = graphs[0]

@@ -15,7 +15,7 @@ from tightship.errors import BadInput, Unsupported
 from tightship.execute.allocator import Arena
 from tightship.execute.cache import KeptPlans, folder_of
 from tightship.execute.interpreter import Executor
-from tightship.execute.prepared import Attributes, Prepared, Settings, Variant
+from tightship.execute.prepared import Attributes, Prepared, Settings, Silent, Stages, Variant
 from tightship.execute.script import device_of
 from tightship.frontends.torch.capture.step import capture_forward, module_of
 from tightship.frontends.torch.program import Program
@@ -40,6 +40,7 @@ def infer(
     cache: Path | str | None = "default",
     seconds_per_op: float = 0.01,
     variants: int = 8,
+    progress: Stages | None = None,
     **options: Unpack[PlanOptions],
 ) -> Inference:
     """The forward pass of ``model`` in evaluation mode, planned, in one arena that is reserved once.
@@ -55,7 +56,7 @@ def infer(
     ``dynamic``: the sample is the largest there will be, in every dimension; anything smaller runs in the same arena,
     planned when it is first met (``variants`` kinds are kept); a batch of one is planned ahead, as some ops ask for
     more scratch there. ``strict`` as for `Executor`, ``cache`` and ``seconds_per_op`` as for `profile`; ``options``
-    are the default planner's.
+    are the default planner's. ``progress`` hears which stage preparing is in.
 
     Raises ``Infeasible`` when no plan meets the budget, ``Unsupported`` for what cannot be captured or run
     exactly, ``BadInput`` for arguments that make no sense.
@@ -68,8 +69,9 @@ def infer(
             f"hand_out={chosen.hand_out} contradicts fresh={fresh}: leave hand_out out", place="infer"
         )
     wanted = None if budget is None else parse_budget(budget)
-    measuring = {"cache": cache, "seconds_per_op": seconds_per_op}
-    settings = Settings(wanted, KeptPlans(folder_of(cache), chosen), measuring, strict, variants, fresh)
+    measuring = {"cache": cache, "seconds_per_op": seconds_per_op, "seconds": chosen.seconds}
+    planner, heard = KeptPlans(folder_of(cache), chosen), progress or Silent()
+    settings = Settings(wanted, planner, measuring, strict, variants, fresh, heard)
     inference = Inference(module_of(model), settings, dynamic=dynamic)
     sample = dict(sample) if isinstance(sample, Mapping) else sample
     inference.prepare(sample)

@@ -10,17 +10,19 @@ from __future__ import annotations
 import contextlib
 import os
 import threading
+import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from itertools import chain
 from operator import is_
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
 from tightship import simulate
-from tightship.errors import BadInput, Infeasible, Unsupported
+from tightship.errors import BadInput, Enough, Infeasible, Unsupported
 from tightship.execute.allocator import Arena
 from tightship.execute.cache import DEFAULT, KeptLooks, KeptPlans, folder_of
 from tightship.execute.host_pool import PinnedPool
@@ -40,9 +42,15 @@ from tightship.process_local import NotCopied, check_process
 from tightship.units import Budget, format_bytes
 from tightship.verify import check
 
-__all__ = ["Attributes", "Binding", "Identity", "Planner", "Prepared", "Settings", "Thrashing", "Variant"]
+__all__ = [
+    "Attributes", "Binding", "Identity", "Planner", "Prepared", "Settings", "Silent", "Stages",
+    "Thrashing", "Variant",
+    "within_unplanned",
+]  # fmt: skip
 
 _TRACES = 4
+_SEARCH = 0.25
+"""The part of the seconds that a search has, at least, however long it took to measure bytes."""
 _GONE, _RETURNS = 64, 3
 """Kinds that were let go of which is known that they were there, and how many of them come back until it is said."""
 
@@ -54,10 +62,33 @@ class Thrashing(UserWarning):
 Planner = Callable[[Graph, int | None], Plan]
 
 
+class Stages(Protocol):
+    """Is told which stage a preparation is in, what of its ops is measured, and the best plan so far."""
+
+    def stage(self, what: str, step_time: float = 0.0) -> AbstractContextManager[None]: ...
+
+    def measured(self, count: int, of: int) -> None: ...
+
+    def planning(self, peak: int, extra: float, met: bool) -> bool: ...
+
+
+class Silent:
+    """Tells nobody."""
+
+    def stage(self, what: str, step_time: float = 0.0) -> AbstractContextManager[None]:
+        return contextlib.nullcontext()
+
+    def measured(self, count: int, of: int) -> None:
+        pass
+
+    def planning(self, peak: int, extra: float, met: bool) -> bool:
+        return False
+
+
 @dataclass(frozen=True)
 class Settings:
     """How kinds of batches are planned and run: ``variants`` of them are kept, ``hand_out`` and ``strict`` are as for
-    `Executor`, ``measuring`` are the arguments of `profile`."""
+    `Executor`, ``measuring`` are the arguments of `profile`, ``progress`` hears how far preparing is."""
 
     budget: Budget | None
     planner: Planner
@@ -65,6 +96,7 @@ class Settings:
     strict: bool = False
     variants: int = 4
     hand_out: bool = True
+    progress: Stages = field(default_factory=Silent)
 
 
 @dataclass
@@ -108,6 +140,7 @@ class Prepared(NotCopied):
         self._notes: list[str] = []
         self._looks = KeptLooks(folder_of(settings.measuring.get("cache", DEFAULT)))
         self._limit: int | None = None  # the budget in bytes, known from the first kind of batch on
+        self._profiled: list[tuple[Program, Program, float]] = []  # captured, measured, seconds that took
         self._gone: list[str] = []  # kinds that were let go, by the digest of their graph
         self._returned: set[str] = set()
         self._busy = threading.Lock()
@@ -245,7 +278,8 @@ class Prepared(NotCopied):
             self._share_arena()
 
     def _capture_variant(self, batch: Any, modes: tuple[Any, ...]) -> Variant:
-        return self._variant(self._capture(batch), modes)
+        with self.settings.progress.stage("capturing"):
+            return self._variant(self._capture(batch), modes)
 
     def _note_return(self, graph: Graph) -> None:
         """Warns, once, when kinds of batches that were let go come again and again."""
@@ -268,30 +302,47 @@ class Prepared(NotCopied):
         if part != "update":
             self._note_return(captured.graph)
         self._looks.keep()
-        program = profile(captured, **self.settings.measuring)
-        captured.forget_samples()
-        plan = self._plan_within_budget(program.graph, beside)
-        binding = Binding(program, self.model, self.optimizer)
-        return Variant(program, self._executor(program, plan), binding, modes, captured, part=part)
+        with self.settings.progress.stage("measuring"):
+            program, took = self._measured(captured)
+            plan = self._plan_within_budget(program.graph, beside, took)
+            self._profiled.clear()
+            captured.forget_samples()
+            binding = Binding(program, self.model, self.optimizer)
+            executor = self._executor(program, plan)
+        return Variant(program, executor, binding, modes, captured, part=part)
 
-    def _plan_within_budget(self, graph: Graph, beside: int = 0) -> Plan:
-        """A plan within the budget, less bytes that stand ``beside`` it. What keeps within it unplanned is never
-        refused: where only the places of an arena do not fit, it runs without one."""
+    def _measured(self, captured: Program) -> tuple[Program, float]:
+        """The program with what its ops cost, and the seconds that it took to know."""
+        for v in self._variants:
+            if v.captured is captured:
+                return v.program, 0.0
+        known = next((row for row in self._profiled if row[0] is captured), None)
+        if known is None:
+            began = time.perf_counter()
+            say = self.settings.progress.measured
+            with self.settings.progress.stage("measuring"):
+                program = profile(captured, say=say, **self.settings.measuring)
+            known = captured, program, time.perf_counter() - began
+            self._profiled.append(known)
+        return known[1:]
+
+    def _plan_within_budget(self, graph: Graph, beside: int = 0, took: float = 0.0) -> Plan:
+        """A plan within the budget, less bytes that stand ``beside`` it; measuring ``took`` seconds of those that
+        there are. What keeps within the budget unplanned is never refused: where only the places of an arena do not
+        fit, it runs without one."""
         budget = self.settings.budget
         if budget is None:
-            return self.settings.planner(graph, None)
+            return self._plan(graph, None, took)
         peak, first = simulate.replay(graph, simulate.baseline(graph)).peak, not self._variants
         if self._limit is None:
             self._limit = budget.resolve(peak, static=graph.static_bytes)
-        limit, planner = max(self._limit - beside, 0), self.settings.planner
+        limit = max(self._limit - beside, 0)
         try:
-            if isinstance(planner, KeptPlans):
-                known = [(v.program.graph, v.executor.plan) for v in self._variants]
-                return planner(graph, limit, like=known)
-            return planner(graph, limit)
+            return self._plan(graph, limit, took)
         except Infeasible as no:
             if peak <= limit:
                 return plan_on_heap(graph, limit, default.Options())
+            no = within_unplanned(no, peak).beside(beside)
             no = no.with_advice((*self._static_advice(graph), *no.advice))
             if first or budget.bytes is not None:
                 raise no from None
@@ -299,6 +350,16 @@ class Prepared(NotCopied):
                 f"the budget is {budget} of the first kind of batch: begin with the largest, or give bytes"
             )
             raise no.with_advice((*no.advice, advice)) from None
+
+    def _plan(self, graph: Graph, limit: int | None, took: float) -> Plan:
+        planner, progress = self.settings.planner, self.settings.progress
+        with progress.stage("planning", sum(op.time for op in graph.ops)):
+            if not isinstance(planner, KeptPlans):
+                return planner(graph, limit)
+            known = [(v.program.graph, v.executor.plan) for v in self._variants] if limit is not None else []
+            whole = planner.options.seconds
+            left = max(whole - took, _SEARCH * whole)
+            return planner(graph, limit, progress.planning, known, left)
 
     def _static_advice(self, graph: Graph) -> tuple[str, ...]:
         """What to say of a percentage that the static set alone is above."""
@@ -311,8 +372,9 @@ class Prepared(NotCopied):
         )
 
     def _executor(self, program: Program, plan: Plan) -> Executor:
-        check(program.graph, plan)
         s = self.settings
+        with s.progress.stage("verifying"):
+            check(program.graph, plan)
         where = {k: s.measuring.get(k) for k in ("folder", "pinned")}
         executor = Executor(program, plan, strict=s.strict, hand_out=s.hand_out, pool=self._pool, **where)
         self._pool = executor.pool or self._pool
@@ -330,6 +392,13 @@ class Prepared(NotCopied):
                 self._notes.append(f"the arena grew from {format_bytes(had)} to {format_bytes(need)}")
         for v in self._variants:
             v.executor.arena = self._arena
+
+
+def within_unplanned(no: Infeasible, peak: int) -> Infeasible:
+    """The same, which knows that a step is never refused what it needs unplanned."""
+    others = tuple(e for e in no.enough if e.options and e.nbytes < peak)
+    own = min((e.nbytes for e in no.enough if not e.options), default=peak)
+    return no.with_enough((Enough(min(own, peak)), *others))
 
 
 def plan_on_heap(graph: Graph, budget: int | None, options: default.Options) -> Plan:

@@ -1,23 +1,27 @@
 """Profile: what each op of a program costs on this machine, in seconds, bytes and allocator requests.
 
 Ops with the same target and the same argument metadata are measured once, on tensors made for it; the model's
-own are never touched. A measurement is kept on disk for the next time.
+own are never touched. A measurement is kept on disk for the next time. Where time is limited, ops are timed in fewer
+runs and then not at all: bytes are always measured.
 """
 
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
 
+import msgspec
 import torch
 
 from tightship.errors import Unsupported
 from tightship.execute import allocator
 from tightship.execute.bench import (
+    LONG_CALL,
     Bench,
     in_place_inputs,
     rehearsed,
@@ -34,13 +38,24 @@ from tightship.frontends.torch.optimizer.updates import Updater
 from tightship.frontends.torch.program import Call, Program, Ref, dtype_of, flat, mismatch, refs_in
 from tightship.graph import ALIGNMENT, Op, Request, aligned
 from tightship.machine import BANDWIDTH, FLOPS, OVERHEAD, modeled_time
+from tightship.options import Deadline
 
 _REFUSES: Final = (RuntimeError, ValueError, TypeError, IndexError)
 """What an op raises for contents that it does not run on."""
 _HEAVY: Final = 10**7
 """Floating-point operations from which on an op takes some milliseconds: it is not run once more for a first time."""
 
-__all__ = ["BANDWIDTH", "FLOPS", "OVERHEAD", "model", "profile"]
+_FEWER: Final = 0.25
+"""The part of the seconds from which on ops are timed in one run each."""
+MEASURING: Final = 0.5
+"""The part of the seconds from which on ops are not timed any more."""
+_KIN: Final = 8.0
+"""How many times as long as another, by a model, an op may take whose time follows from the other's."""
+
+__all__ = ["BANDWIDTH", "FLOPS", "MEASURING", "OVERHEAD", "Measured", "model", "profile"]
+
+Measured = Callable[[int, int], None]
+"""Is told how many of how many ops are measured."""
 
 
 def model(
@@ -80,6 +95,8 @@ def profile(
     seconds_per_op: float = 0.01,
     folder: Path | str | None = None,
     pinned: int | None = None,
+    seconds: float = math.inf,
+    say: Measured | None = None,
 ) -> Program:
     """The program with measured ``time``, ``workspace`` and ``requests`` on its ops, and ``replay_requests``; its
     graph's ``machine`` says what copies and codecs cost here: to ``folder``; from a GPU to pinned memory, or to
@@ -90,6 +107,11 @@ def profile(
     a C++ compiler times alone are measured; ops that cannot run here (other devices, effects) are modeled. Both are
     said in the program's notes.
 
+    ``seconds`` is what measuring and the search that follows may take: when a quarter of it is over, an op is timed
+    in one run, when half of it is over, in none; then its time follows from that of an op of the same kind and like
+    size, or, without one, is that of the run in which its requests were recorded. What was measured so is measured
+    anew only when there are more seconds. Each op is run for its requests in any case. ``say`` is told how far it is.
+
     Raises ``Unsupported`` naming op, module and line if what an op really returns is not what was captured.
     """
     devices = sorted({op.device for op in program.graph.ops if _runs_here(op.device)} | {"cpu"})
@@ -99,8 +121,8 @@ def profile(
     cuda_states = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
     try:
         with compat.plain_execution():
-            measured = _Profiler(program, kept, with_requests, seconds_per_op)
-            ops = tuple(measured.op(k) for k in range(len(program.graph.ops)))
+            measured = _Profiler(program, kept, with_requests, seconds_per_op, _Hurry(seconds))
+            ops = tuple(measured.ops(say))
             on_gpu = next((d for d in devices if d != "cpu"), None)
             figures = speeds(kept, folder) if on_gpu is None else device_speeds(kept, on_gpu, pinned, folder)
     finally:
@@ -117,12 +139,37 @@ def profile(
     )
 
 
+class _Hurry:
+    """What is left of the seconds that an answer is wanted in."""
+
+    def __init__(self, seconds: float) -> None:
+        self.seconds = seconds
+        self._few, self._none = (Deadline.after(part * seconds) for part in (_FEWER, MEASURING))
+
+    @property
+    def mark(self) -> float:
+        """What measurements that had too little time are marked with."""
+        return max(self.seconds, 1e-9)
+
+    @property
+    def few(self) -> bool:
+        return self._few.over
+
+    @property
+    def over(self) -> bool:
+        return self._none.over
+
+
 class _Profiler:
     def __init__(
-        self, program: Program, cache: Cache, with_requests: dict[str, bool], seconds: float
+        self, program: Program, cache: Cache, with_requests: dict[str, bool], seconds: float, hurry: _Hurry
     ) -> None:
         self.program, self.graph = program, program.graph
         self.cache, self.with_requests = cache, with_requests
+        self.hurry = hurry
+        self.kin: dict[str, list[tuple[float, float]]] = {}  # by target: seconds by a model, and measured
+        self.keys: set[str] = set()
+        self.rough: set[str] = set()
         self.benches = {d: Bench(seconds, recorded, d) for d, recorded in with_requests.items()}
         self.replays: dict[int, tuple[Request, ...]] = {}
         self.modeled: list[str] = []
@@ -133,10 +180,23 @@ class _Profiler:
             if not recorded:
                 why = allocator.why_not(allocator.kind_of(device))
                 notes.append(f"{why}: workspaces are unknown, and counted as 0")
+        if self.rough:
+            limit = f" (seconds={self.hurry.seconds:g})" if self.hurry.seconds < math.inf else ""
+            notes.append(
+                f"{len(self.rough)} of {len(self.keys)} kinds of ops were timed in one run or none, as measuring "
+                f"takes half of the seconds{limit} at most: their bytes are exact; more seconds= measure them"
+            )
         if self.modeled:
             names = ", ".join(dict.fromkeys(self.modeled[:3]))
             notes.append(f"{len(self.modeled)} ops were not run but modeled ({names}, …)")
         return notes
+
+    def ops(self, say: Measured | None) -> Iterator[Op]:
+        count = len(self.graph.ops)
+        for k in range(count):
+            yield self.op(k)
+            if say is not None:
+                say(k + 1, count)
 
     def op(self, k: int) -> Op:
         op = self.graph.ops[k]
@@ -180,13 +240,33 @@ class _Profiler:
     def call(self, k: int, call: Call) -> Measurement:
         key = _key(self.program, k, call)
         found = self.cache.get(key)
-        if found is None:
-            found = self.measure(k, call)
+        if found is None or (0 < found.rough < self.hurry.seconds and not self.hurry.few):
+            over = None if found is None else found.over
+            found = msgspec.structs.replace(self.measure(k, call), over=over)
             self.cache.put(key, found)
         if found.over is None and self.graph.ops[k].overwrites:
-            found = Measurement(found.time, found.workspace, found.requests, self.over(k, call))
+            found = msgspec.structs.replace(found, over=self.over(k, call))
             self.cache.put(key, found)
+        if key not in self.keys:
+            self.keys.add(key)
+            if found.rough:
+                self.rough.add(key)
+            else:
+                self.kin.setdefault(self.graph.ops[k].target, []).append((self.by_model(k), found.time))
         return found
+
+    def by_model(self, k: int) -> float:
+        return _modeled(self.program, k, FLOPS, BANDWIDTH, OVERHEAD).time
+
+    def estimated(self, k: int, once: float) -> float:
+        """The time of an op that there is no time to time: as that of the op of its kind that is nearest in size, or
+        else what it took ``once``."""
+        own = self.by_model(k)
+        rows = self.kin.get(self.graph.ops[k].target, [])
+        nearest = min(rows, key=lambda row: abs(math.log(row[0] / own)), default=None)
+        if nearest is None or not 1 / _KIN <= own / nearest[0] <= _KIN:
+            return once
+        return nearest[1] * own / nearest[0]
 
     def over(self, k: int, call: Call) -> tuple[int, ...]:
         device = self.graph.ops[k].device
@@ -214,20 +294,26 @@ class _Profiler:
     def measured(self, k: int, call: Call, work: Callable[[], list[Any]]) -> Measurement:
         """What ``work``, which runs the call, takes."""
         bench = self.benches[self.graph.ops[k].device]
+        few, untimed = self.hurry.few, self.hurry.over
         kept = [position for position, v in enumerate(call.results) if v >= 0]
 
         def once(run: Callable[..., Any]) -> tuple[Measurement, bool, int]:
             """With whether later runs ask the same, and how many bytes stay."""
-            results, events, seconds = run(work, kept)
+            results, events, first = run(work, kept)
             made = self.verify(k, call, results, events)
             del results
             size = sum(self.graph.storages[s].size for s in self.graph.uses.defines[k])
             workspace, rows, hoarded = workspace_of(events, made, size)
-            seconds, same = bench.time(work, [row[0] for row in rows], seconds)
-            return Measurement(seconds, workspace, rows), same, hoarded
+            if untimed:
+                seconds, same = self.estimated(k, first), True
+            else:
+                seconds, same = bench.time(work, [row[0] for row in rows], first, roughly=few)
+            rough = self.hurry.mark if untimed or (few and first < LONG_CALL) else 0.0
+            return Measurement(seconds, workspace, rows, rough=rough), same, hoarded
 
         found, same, hoarded = None, False, 0
-        if self.graph.ops[k].flops >= _HEAVY:
+        # The run for its time says whether it asks the same.
+        if self.graph.ops[k].flops >= _HEAVY and not untimed:
             found, same, hoarded = once(bench.first_run)
         if found is None or not same or hoarded:
             found, same, hoarded = once(bench.run)

@@ -1,9 +1,17 @@
-"""One live line while something long runs: on a terminal only, on standard error, gone when it is over."""
+"""One live line while something long runs: on a terminal only, on standard error, gone when it is over; and, of a
+step that is prepared within a program of somebody else's, the log where there is no terminal."""
 
 from __future__ import annotations
 
+import contextlib
+import logging
 import math
+import os
+import sys
+import threading
 import time
+from collections.abc import Iterator
+from typing import IO, Any, cast
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, ProgressColumn, SpinnerColumn, Task, TextColumn
@@ -13,7 +21,7 @@ from rich.text import Text
 from tightship.report.numbers import percent
 from tightship.units import format_bytes, format_seconds
 
-__all__ = ["Line", "incumbent"]
+__all__ = ["Line", "Preparing", "incumbent"]
 
 _EVERY = 0.1  # seconds between two texts, at least
 
@@ -29,7 +37,10 @@ class Line:
     budget: int | None = None
     least = 0.0
 
-    def __init__(self, console: Console, what: str, *, step_time: float = 0.0, limit: float = 0.0) -> None:
+    def __init__(
+        self, console: Console, what: str, *, step_time: float = 0.0, limit: float = 0.0, guest: bool = False
+    ) -> None:
+        """``guest``: in a program of somebody else's, whose output is left alone."""
         self.console, self.what, self.step_time = console, what, step_time
         self.began = time.perf_counter()
         self._said = 0.0
@@ -47,6 +58,9 @@ class Line:
                 console=console,
                 transient=True,
                 expand=True,
+                redirect_stdout=not guest,
+                redirect_stderr=not guest,
+                refresh_per_second=4 if guest else 10,
             )
             self._task = self._live.add_task(what, total=limit or None, text="")
 
@@ -63,6 +77,12 @@ class Line:
     def shown(self) -> bool:
         """Whether anybody sees it."""
         return self._live is not None
+
+    def turn_to(self, what: str) -> None:
+        """Something else is being done."""
+        self._said = 0.0
+        if self._live is not None:
+            self._live.update(self._task, description=what, text="")
 
     def say(self, text: str, *, always: bool = False) -> None:
         """Replace the text after what is being done; texts that come too fast are left out."""
@@ -81,6 +101,130 @@ class Line:
     def packing(self, arena: int, bound: int) -> None:
         """A placement's progress: the arena of the best packing, and how far above the bound it is."""
         self.say(f"arena {format_bytes(arena)}, gap {percent(arena, bound)}", always=True)
+
+
+_LOG = logging.getLogger("tightship")
+
+
+class Preparing:
+    """Says which stage the preparation of a step is in, once it takes longer than ``after`` seconds: in a line on
+    standard error where that is a terminal, otherwise in the log ``tightship`` (INFO), at each stage and after so
+    many seconds again; nothing is written on standard output, and nothing at all where nobody looks.
+
+    Stages follow one another or lie in one another; the outermost one is the preparation.
+    """
+
+    def __init__(self, after: float = 1.5, every: float = 10.0) -> None:
+        self._after, self._every = after, every
+        self._lock = threading.Lock()
+        self._stages: list[tuple[str, float]] = []  # what is done, and the time of the step that is planned
+        self._now = self._text = ""
+        self._began = 0.0
+        self._over = threading.Event()
+        self._line: Line | None = None
+        self._logs = False
+
+    @contextlib.contextmanager
+    def stage(self, what: str, step_time: float = 0.0) -> Iterator[None]:
+        outermost = not self._stages
+        self._stages.append((what, step_time))
+        self._text, before, self._now = "", self._now, what
+        if outermost:
+            self._begin()
+        elif what != before:
+            self._turn()
+        try:
+            yield
+        finally:
+            self._stages.pop()
+            if outermost:
+                self._end()
+
+    def measured(self, count: int, of: int) -> None:
+        """Of ops."""
+        self._say(f"{count} of {of} ops")
+
+    def planning(self, peak: int, extra: float, met: bool) -> bool:
+        """A planner's progress: never stops the search."""
+        self._say(incumbent(peak, extra, met, self._stages[-1][1] if self._stages else 0.0))
+        return False
+
+    def _say(self, text: str) -> None:
+        self._text = text
+        if (line := self._line) is not None:
+            line.say(text)
+
+    def _begin(self) -> None:
+        self._began, self._over = time.perf_counter(), threading.Event()
+        on_terminal = _is_terminal()
+        if on_terminal or _LOG.isEnabledFor(logging.INFO):
+            threading.Thread(target=self._watch, args=(self._over, on_terminal), daemon=True).start()
+
+    def _watch(self, over: threading.Event, on_terminal: bool) -> None:
+        """Runs beside the preparation: most are over before there is anything to say."""
+        if over.wait(self._after):
+            return
+        if on_terminal:
+            with self._lock, contextlib.suppress(OSError, ValueError):
+                if not over.is_set():
+                    file = cast(IO[str], _Lenient(sys.stderr))
+                    console = Console(file=file, highlight=False, emoji=False, force_jupyter=False)
+                    line = Line(console, self._now, guest=True)
+                    self._line = line.__enter__()
+                    self._line.say(self._text)
+            return
+        self._logs = True
+        while not over.is_set():
+            self._log()
+            over.wait(self._every)
+
+    def _turn(self) -> None:
+        with self._lock:
+            if self._line is not None:
+                self._line.turn_to(self._now)
+        if self._logs:
+            self._log()
+
+    def _log(self) -> None:
+        beside = f", {self._text}" if self._text else ""
+        seconds = format_seconds(time.perf_counter() - self._began)
+        _LOG.info("preparing: %s%s (after %s)", self._now, beside, seconds)
+
+    def _end(self) -> None:
+        self._over.set()
+        self._logs = False
+        with self._lock:
+            line, self._line = self._line, None
+            if line is not None:
+                with contextlib.suppress(OSError, ValueError):
+                    line.__exit__()
+
+
+class _Lenient:
+    """A stream that may be closed while a line is on it."""
+
+    def __init__(self, stream: IO[str]) -> None:
+        self._stream = stream
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+    def write(self, text: str) -> None:
+        with contextlib.suppress(OSError, ValueError):
+            self._stream.write(text)
+
+    def flush(self) -> None:
+        with contextlib.suppress(OSError, ValueError):
+            self._stream.flush()
+
+
+def _is_terminal() -> bool:
+    """Whether a line can be written on standard error and taken away again."""
+    stream = sys.stderr
+    try:
+        return stream is not None and stream.isatty() and os.environ.get("TERM") != "dumb"
+    except (AttributeError, ValueError):
+        return False  # closed, or somebody's own
 
 
 class _Clock(ProgressColumn):

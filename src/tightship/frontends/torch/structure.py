@@ -1,4 +1,4 @@
-"""Batches and results: nested containers to flat tensors, and back."""
+"""Batches and results: nested containers to flat tensors, and back; and batches filled up to few lengths."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ __all__ = [
     "BatchSpec",
     "Given",
     "LossFn",
+    "Pad",
     "Results",
     "TensorLeaf",
     "batch_size",
@@ -29,6 +30,7 @@ __all__ = [
     "flatten",
     "loss_function",
     "map_leaves",
+    "padded",
     "resized",
     "summed_output",
     "tensor_leaves",
@@ -356,3 +358,208 @@ def checked_loss(out: Any) -> torch.Tensor:
     if not loss.requires_grad:
         raise BadInput("the loss depends on no parameter that requires a gradient", place="loss_fn")
     return loss
+
+
+# --- batches of varying length ---------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Pad:
+    """How batches of varying length are filled up to few lengths, each of which is captured and planned once.
+
+    ``Pad({"input_ids": 0, "attention_mask": 0, "labels": -100}, to=(128, 256, 512))`` fills each of these tensors up
+    along ``dim`` with its number, at the end, to the least of the lengths that holds the batch. ``fill`` is built as
+    the batch is: a mapping by name (for objects with named fields, too), a sequence by position, inside of one
+    another, or one number for a batch that is one tensor. What it does not name, what it says None of, and what has
+    no dimension ``dim`` stays as it is. All that is filled has one length.
+
+    ``multiple``, instead of ``to``: lengths are rounded up to multiples of it, of which ``most`` is the largest.
+
+    Raises ``BadInput`` for lengths that make no sense.
+    """
+
+    fill: Any
+    to: int | Sequence[int] = ()
+    dim: int = 1
+    multiple: int | None = None
+    most: int | None = None
+
+    def __post_init__(self) -> None:
+        lengths = (self.to,) if isinstance(self.to, int) else tuple(self.to)
+        given = [*lengths, *(x for x in (self.multiple, self.most) if x is not None)]
+        for n in given:
+            if isinstance(n, bool) or not isinstance(n, int) or n < 1:
+                raise BadInput("a length is a whole number, 1 or more", n, "Pad")
+        if bool(lengths) == (self.multiple is not None):
+            which = "both to and multiple are" if lengths else "neither to nor multiple is"
+            raise BadInput(f"{which} given: say the lengths, or what they are multiples of", place="Pad")
+        if self.most is not None and (self.multiple is None or self.most < self.multiple):
+            raise BadInput(
+                "most is the largest multiple there may be: it requires a multiple", self.most, "Pad"
+            )
+        object.__setattr__(self, "to", tuple(sorted(set(lengths))))
+
+    @property
+    def lengths(self) -> Sequence[int] | None:
+        """All lengths there may be, the least first; None where there is no largest."""
+        if self.multiple is None:
+            return self.to  # type: ignore[return-value]
+        return None if self.most is None else range(self.multiple, self.most + 1, self.multiple)
+
+    def length(self, n: int) -> int:
+        """The least length that holds ``n``. Raises ``BadInput`` if none does."""
+        lengths = self.lengths
+        if lengths is None:
+            assert self.multiple is not None
+            return max(1, -(-n // self.multiple)) * self.multiple
+        found = next((x for x in lengths if x >= n), None)
+        if found is None:
+            raise BadInput(
+                f"a batch of length {n} at dimension {self.dim}, and the largest length is {lengths[-1]}: "
+                f"truncate longer batches, or give a Pad with a larger length",
+                place="pad_to",
+            )
+        return found
+
+
+def padded(batch: Any, pads: Sequence[Pad], *, largest: bool = False, whole: bool = False) -> Any:
+    """The batch, filled up as each of ``pads`` says; to the ``largest`` length there is, if that is wanted and known.
+    ``whole``: a tensor that is not named and has the batch's length is an error.
+
+    Raises ``BadInput`` for a batch that is too long or not as a ``Pad`` describes it.
+    """
+    named: set[tuple[Any, ...]] = set()
+    lengths = []
+    for pad in pads:
+        rows = _paths(batch)
+        fills = {path: _fill_of(pad.fill, path) for path, _ in rows}
+        _check_names(pad.fill, [path for path, x in rows if isinstance(x, torch.Tensor)])
+        named |= {path for path, (is_named, _) in fills.items() if is_named}
+        filled = {
+            path: x for path, x in rows
+            if fills[path][1] is not None and isinstance(x, torch.Tensor) and -x.dim() <= pad.dim < x.dim()
+        }  # fmt: skip
+        n = _common_length(filled, pad.dim)
+        lengths.append((pad.dim, n))
+        now = pad.lengths[-1] if largest and pad.lengths is not None else 0
+        length = max(now, pad.length(n))
+        made = iter([
+            _grown(x, pad.dim, length, fills[path][1], _name(path)) if path in filled else x for path, x in rows
+        ])  # fmt: skip
+        if any(x.shape[pad.dim] != length for x in filled.values()):
+            batch = map_leaves(lambda _: next(made), batch)  # noqa: B023
+    if whole:
+        _check_whole(batch, named, lengths)
+    return batch
+
+
+def _paths(tree: Any, path: tuple[Any, ...] = ()) -> list[tuple[tuple[Any, ...], Any]]:
+    """The leaves in the order of `map_leaves`, each with the names and positions that lead to it."""
+    if isinstance(tree, UserDict):
+        return _paths(tree.data, path)
+    if isinstance(tree, Mapping):
+        inner = [(k, tree[k]) for k in _names(tree)]
+    elif isinstance(tree, tuple) and hasattr(tree, "_fields"):
+        inner = list(zip(tree._fields, tree, strict=True))
+    elif isinstance(tree, (list, tuple)) and type(tree) is not torch.Size:
+        inner = list(enumerate(tree))
+    elif _is_cache(tree) or _is_dataclass(tree):
+        inner = _attributes(tree)
+    else:
+        return [(path, tree)]
+    return [row for k, x in inner for row in _paths(x, (*path, k))]
+
+
+def _fill_of(fill: Any, path: tuple[Any, ...]) -> tuple[bool, Any]:
+    """Whether ``fill`` says something of the leaf at ``path``, and what."""
+    for key in path:
+        if isinstance(fill, Mapping):
+            if key not in fill:
+                return False, None
+            fill = fill[key]
+        elif isinstance(fill, tuple) and hasattr(fill, "_fields"):
+            fill = getattr(fill, str(key), None)
+        elif isinstance(fill, (list, tuple)):
+            if not isinstance(key, int) or key >= len(fill):
+                return False, None
+            fill = fill[key]
+        else:
+            return fill is None, None  # of all that is inside
+    return True, fill if isinstance(fill, (bool, int, float, complex)) else None
+
+
+def _check_names(fill: Any, paths: list[tuple[Any, ...]]) -> None:
+    """Raises ``BadInput`` for what is said of no tensor of the batch."""
+    known = set(paths)
+    for path, value in _paths(fill):
+        if value is None or path in known:
+            if value is not None and not isinstance(value, (bool, int, float, complex)):
+                raise BadInput(f"what fills {_name(path)} is no number", value, "pad_to")
+            continue
+        there = ", ".join(_name(p) for p in paths[:12]) or "none"
+        raise BadInput(f"the batch has no tensor {_name(path)}: its tensors are {there}", place="pad_to")
+
+
+def _name(path: tuple[Any, ...]) -> str:
+    return "".join(f"[{key!r}]" for key in path) or "batch"
+
+
+def _common_length(filled: Mapping[tuple[Any, ...], torch.Tensor], dim: int) -> int:
+    if not filled:
+        raise BadInput(f"no tensor that is to be filled has a dimension {dim}", place="pad_to")
+    sizes = {path: int(x.shape[dim]) for path, x in filled.items()}
+    first = next(iter(sizes))
+    other = next((path for path, n in sizes.items() if n != sizes[first]), None)
+    if other is not None:
+        raise BadInput(
+            f"the lengths at dimension {dim} differ: {sizes[first]} of {_name(first)}, {sizes[other]} of "
+            f"{_name(other)}; give a Pad for each length, pad_to=[Pad(…), Pad(…)]",
+            place="pad_to",
+        )
+    return sizes[first]
+
+
+def _grown(x: torch.Tensor, dim: int, length: int, value: Any, name: str) -> torch.Tensor:
+    """The tensor up to ``length``, its end filled with ``value``; itself if it has that length."""
+    if x.layout is not torch.strided or x.is_nested:
+        raise BadInput(f"{name} is no dense tensor: pad it before", str(x.layout), "pad_to")
+    if x.shape[dim] == length:
+        return x
+    _check_value(value, x.dtype, name)
+    shape = list(x.shape)
+    shape[dim] = length
+    last = x.dim() in (4, 5) and not x.is_contiguous()
+    kinds = {4: torch.channels_last, 5: torch.channels_last_3d}
+    last = last and x.is_contiguous(memory_format=kinds[x.dim()])
+    layout = kinds[x.dim()] if last else torch.contiguous_format
+    grown = torch.empty(shape, dtype=x.dtype, device=x.device, memory_format=layout)
+    n = x.shape[dim]
+    with torch.no_grad():
+        grown.narrow(dim, 0, n).copy_(x)
+        grown.narrow(dim, n, length - n).fill_(value)
+    return grown.requires_grad_(x.requires_grad)
+
+
+def _check_value(value: Any, dtype: torch.dtype, name: str) -> None:
+    """Raises ``BadInput`` for a number that a tensor of this type would hold as another."""
+    if dtype.is_complex or (dtype.is_floating_point and not isinstance(value, complex)):
+        return
+    low, high = (0, 1) if dtype == torch.bool else (0, -1)
+    if dtype != torch.bool and not dtype.is_floating_point:
+        low, high = torch.iinfo(dtype).min, torch.iinfo(dtype).max
+    whole = not isinstance(value, complex) and (isinstance(value, int) or value.is_integer())
+    if not whole or not low <= value <= high:
+        raise BadInput(f"{name} is of type {dtype}, which cannot hold what is to fill it", value, "pad_to")
+
+
+def _check_whole(batch: Any, named: set[tuple[Any, ...]], lengths: list[tuple[int, int]]) -> None:
+    for path, x in _paths(batch):
+        if not isinstance(x, torch.Tensor) or path in named:
+            continue
+        for dim, n in lengths:
+            if -x.dim() <= dim < x.dim() and x.shape[dim] == n and n > 1:
+                raise BadInput(
+                    f"{_name(path)} has length {n} at dimension {dim} as well, and nothing is said of it: say what "
+                    "fills it, or None to leave it as it is",
+                    place="pad_to",
+                )

@@ -357,7 +357,9 @@ class Prober:
         key = (fn, form_of(args), form_of(kwargs))
         if key not in self._seen:
             self._seen[key] = self._real(fn, args, kwargs, out)
-        real = self._seen[key]
+        real, apart = self._seen[key]
+        if real is not None and apart and not _apart(fresh):  # as the formula of an LSTM's biases' gradients
+            out = self._separate(out, set())
         if real is None or real == form_of(out):
             return out
         self.corrected[str(fn)] = self.corrected.get(str(fn), 0) + 1
@@ -371,10 +373,12 @@ class Prober:
         key = (fn, form_of(args), form_of(kwargs))
         if key not in self._seen:
             self._seen[key] = self._real(fn, args, kwargs, None)
-        return None if self._seen[key] is None else made_of(self._seen[key])
+        real, _ = self._seen[key]
+        return None if real is None else made_of(real)
 
-    def _real(self, fn: Any, args: Any, kwargs: Any, out: Any) -> Any:
-        """The metadata of the real results; None if the op cannot be run on zeros."""
+    def _real(self, fn: Any, args: Any, kwargs: Any, out: Any) -> tuple[Any, bool]:
+        """The metadata of the real results, None if the op cannot be run on zeros; and whether each result lies in a
+        storage of its own."""
         run = compat.runnable(fn) if torch.is_grad_enabled() else fn
         draws = compat.is_random(fn, args, kwargs)
         devices = {"cpu", *(str(t.device) for t in tensors_in((args, kwargs, out)))} if draws else ()
@@ -383,13 +387,25 @@ class Prober:
                 given, named = map_tree(_zeros, args), map_tree(_zeros, kwargs)
                 real = run(*given, **named)
             except Exception:
-                return None
+                return None, False
             keys = {compat.storage_key(t) for t in tensors_in((given, named))}
             if any(compat.storage_key(t) in keys for t in tensors_in(real)):
                 raise Unsupported(
                     str(fn), "its result shares bytes with an argument, which its formula hides"
                 )
-            return form_of(real)
+            return form_of(real), _apart(list(tensors_in(real)))
+
+    def _separate(self, out: Any, seen: set[int]) -> Any:
+        """Results that the formula puts into one storage, each in a storage of its own."""
+        if isinstance(out, (list, tuple)):
+            return type(out)(self._separate(x, seen) for x in out)
+        if not isinstance(out, torch.Tensor):
+            return out
+        home = compat.storage_key(out)
+        if home in seen:
+            return form_of(out).blank()
+        seen.add(home)
+        return out
 
     def _like(self, key: Any, out: Any) -> Any:
         if isinstance(out, (list, tuple)):
@@ -415,6 +431,10 @@ def _read_look(look: Look, given: Sequence[torch.Tensor]) -> Any:
             return None
         rows.append(_Result(shape, stride, offset, dtype, torch.device("cpu"), source))
     return None if container is look or not rows else (container, tuple(rows))
+
+
+def _apart(tensors: list[torch.Tensor]) -> bool:
+    return len({compat.storage_key(t) for t in tensors}) == len(tensors)
 
 
 @cache
