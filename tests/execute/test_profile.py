@@ -432,9 +432,9 @@ def test_a_step_that_was_prepared_without_time_takes_what_was_planned(name, tmp_
 def test_the_search_has_what_measuring_leaves_of_the_seconds(tmp_path, monkeypatch):
     given, call, measure = [], KeptPlans.__call__, prepared.profile
 
-    def planned(self, *args, seconds, **named):
+    def planned(self, graph, budget, progress, like, seconds):
         given.append(seconds)
-        return call(self, *args, seconds=seconds, **named)
+        return call(self, graph, budget, progress, like, seconds)
 
     def slow(*args, **named):
         time.sleep(wait)
