@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
@@ -162,7 +163,7 @@ class TrainStep(Prepared):
         self, model: torch.nn.Module, loss_fn: Any, optimizer: Any, settings: Settings,
         verify_every: int = 0, *, independent: bool = False, loop: Loop | None = None, split: bool = False,
     ) -> None:  # fmt: skip
-        check_model(model)
+        check_model(model, hooks=True)
         super().__init__(model, optimizer, settings, trains=True)
         self.loss_fn, self.independent = loss_fn, independent
         self.loop, self._split = loop or Loop(), split or optimizer is None
@@ -253,7 +254,7 @@ class TrainStep(Prepared):
             self._ran = PartRuns()
         out = self._run(batch, held)
         self._added += 1
-        if self._unplanned is None:
+        if self._unplanned is None and not torch.is_anomaly_enabled():
             self._ran.add(self._latest)
         return out if self.loop.scaler is None else out[1]
 
@@ -261,8 +262,9 @@ class TrainStep(Prepared):
         """What the step returns, or its backward pass with the gradients ``held`` so far; compared with eager's,
         which runs first, in every so many steps. Gradients that the program hands back are left with their
         parameters."""
-        if self._unplanned is not None:
-            return self._run_unplanned(self._unplanned, batch, whole=held is None)
+        unplanned = self._unplanned or self._anomalous()
+        if unplanned is not None:
+            return self._run_unplanned(unplanned, batch, whole=held is None)
         check_gradients(held or {})
         try:
             ending = self._ending(held)
@@ -270,6 +272,27 @@ class TrainStep(Prepared):
         except Unplannable as no:
             no.add_note("step.prepare(batch) with this batch has it, and those that follow, run in eager")
             raise
+
+    def _anomalous(self) -> Unplanned | None:
+        """Under anomaly detection a step is eager's, whose nodes it looks at; the next one may be planned again."""
+        if not torch.is_anomaly_enabled():
+            return None
+        what = (
+            "a training step under torch.autograd.set_detect_anomaly",
+            "a planned backward pass is not autograd's",
+        )
+        if self.settings.strict:
+            raise Unsupported(
+                *what, "look for the anomaly in eager, or leave out strict=True: such steps then run so"
+            )
+        note = "under torch.autograd.set_detect_anomaly steps run in eager, where the budget is not kept"
+        if note not in self._notes:
+            self._notes.append(note)
+            level, frame = 1, sys._getframe()
+            while frame.f_code.co_filename == __file__ and frame.f_back is not None:
+                level, frame = level + 1, frame.f_back
+            warnings.warn(note, Fallback, stacklevel=level)
+        return Unplanned(Unsupported(*what))
 
     def _run_unplanned(self, unplanned: Unplanned, batch: Any, *, whole: bool) -> Any:
         check_call()
@@ -290,7 +313,8 @@ class TrainStep(Prepared):
         variant, tensors, asked = self._run_code(batch, ending)
         self._check_ranks(variant.program)
         self._steps += 1
-        optimizer = None if ending.leaves else self.optimizer
+        in_hooks = any(op.phase == "update" for op in variant.program.graph.ops)
+        optimizer = self.optimizer if in_hooks or not ending.leaves else None
         eager = None
         if self._verify_every and self._steps % self._verify_every == 0:
             eager = run_eager(asked, tensor_leaves(batch), self._owned, optimizer, ending)
@@ -300,6 +324,8 @@ class TrainStep(Prepared):
         for n, g in zip(made, results[count:], strict=True):
             parameters[n].grad = g
         own = results[:count]
+        if in_hooks and ending.leaves:
+            compat.mark_stepped(self.optimizer)
         if ending.clip is not None and self.loop.clip_norm is not None:
             self.grad_norm = own.pop()
         if eager is not None:
@@ -402,7 +428,7 @@ class TrainStep(Prepared):
             return None
 
     def _prepare(self, batch: Any) -> Plan:
-        with self._exclusive():
+        with self._exclusive(), torch.autograd.set_detect_anomaly(False):
             self._renew()
             if not self._in_parts:
                 with self._undone():
@@ -413,7 +439,8 @@ class TrainStep(Prepared):
     @contextmanager
     def _undone(self) -> Iterator[None]:
         """What the code of the step changes is put back."""
-        with untouched(self.model, [], frozen=False), python_state_kept(self.model, self.loss_fn):
+        hooks = [hook.fn for hook in self._owned.hooks()]
+        with untouched(self.model, [], frozen=False), python_state_kept(self.model, self.loss_fn, *hooks):
             yield
 
     def _prepare_parts(self, batch: Any) -> None:
@@ -482,7 +509,7 @@ class TrainStep(Prepared):
     def _ask(self, batch: Any, ending: Ending) -> Asked:
         """What the code of the step asks for on this batch."""
         check_call()
-        check_hooks(self._owned.parameters, self._owned.modules)
+        check_hooks((), self._owned.modules)
         kinds = [TensorLeaf.of(t) for t in tensor_leaves(batch)]
         traces = [t for v in self._fitting(ending) for t in v.traces if t.takes(kinds)]
         return run_code(self._owned, self._loss(batch), ending, batch, traces)
@@ -595,11 +622,6 @@ def check_call() -> None:
             "it needs gradients",
             "call it outside, or evaluate the model itself",
         )
-    if torch.is_anomaly_enabled():
-        raise Unsupported(
-            "a training step under torch.autograd.set_detect_anomaly", "a planned backward pass is not autograd's",
-            "look for the anomaly in eager, with this model and batch; skip_nonfinite=True leaves out bad updates",
-        )  # fmt: skip
 
 
 def check_no_gradients(parameters: Iterable[tuple[str, torch.Tensor]]) -> None:
