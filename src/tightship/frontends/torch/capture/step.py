@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -231,6 +231,9 @@ class _Capture:
         self.readers = compat_capture.DataReaders(self.recorder.contents)
         self.changes: list[Change] = []
         self._state_values: dict[Any, int] = {}
+        self.inside: Callable[[], AbstractContextManager[Any]] = (
+            nullcontext  # around code of the backward pass
+        )
 
     def step(self, loss_fn: LossFn, optimizer: torch.optim.Optimizer | None) -> Program:
         updates, wanted = self._wanted(optimizer)
@@ -365,7 +368,7 @@ class _Capture:
     def _gradients(
         self, loss: torch.Tensor, wanted: Sequence[str], leaves: Sequence[torch.Tensor]
     ) -> dict[str, torch.Tensor]:
-        with self.recorder.in_phase("backward"):
+        with self.recorder.in_phase("backward"), compat_capture.inside_backward(self.inside):
             torch.autograd.backward(loss, inputs=leaves)
         gradients = {}
         for n, leaf in zip(wanted, leaves, strict=True):

@@ -162,7 +162,8 @@ class FunctionTrace(NotCopied):
     ``numbers.Renumbering``) tells how its numbers follow. ``references`` counts who holds the tensors between runs,
     None before the first run is over. ``made_of_constants`` are the numbers of those that no parameter, buffer,
     random number or part of the batch has gone into; ``made_once`` are those among them that eager may make in the
-    first step only, as an attribute keeps them.
+    first step only, as an attribute keeps them. ``elsewhere`` gives the number of a tensor of an earlier trace,
+    by id, which the code has been shown in this run.
     """
 
     tensors: list[torch.Tensor] = field(default_factory=list)
@@ -182,6 +183,7 @@ class FunctionTrace(NotCopied):
     references: list[int] | None = None
     made_of_constants: frozenset[int] = frozenset()
     made_once: frozenset[int] = frozenset()
+    elsewhere: Callable[[int], int | None] = lambda key: None
 
     @property
     def repeats(self) -> bool:
@@ -575,6 +577,7 @@ class Capturing(Protocol):
     """What runs calls on fake tensors and writes the ops down: `step.StepCapture`."""
 
     recorder: Any
+    inside: Any
 
     @property
     def stand_ins(self) -> Any: ...
@@ -599,6 +602,7 @@ class Execution:
         self.capture, self.trace = capture, trace
         self.fakes: list[torch.Tensor] = []
         self._number: dict[int, int] = {}
+        capture.inside = lambda: Inner(self.trace, self.fakes)
         for seen, fake in capture.inputs():
             if not trace.leaves and compat.is_fake(seen) and seen is fake:
                 trace.leaves = len(trace.tensors)
@@ -654,6 +658,10 @@ class Execution:
     @contextmanager
     def _inner(self, func: Any) -> Iterator[None]:
         """Inside of calls that code runs in: what it reaches by itself are the fake tensors, too."""
+        if func is torch.autograd.grad:
+            with compat_capture.inside_backward(lambda: Inner(self.trace, self.fakes)):
+                yield
+            return
         if not isinstance(func, compat_capture.Special):
             yield
             return
@@ -671,15 +679,17 @@ class Execution:
 
 
 class Inner(TorchFunctionMode):
-    """Takes tensors of a trace, which code inside of a call reaches by itself, for ``others``, by number."""
+    """Takes tensors of a trace, which code inside of a call or a backward pass reaches by itself, for ``others``, by
+    number."""
 
     def __init__(self, trace: FunctionTrace, others: Any) -> None:
         super().__init__()
-        self._index, self._others = trace.index, others
+        self._trace, self._others = trace, others
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         def other(t: torch.Tensor) -> torch.Tensor:
-            n = self._index.get(id(t))
+            n = self._trace.index.get(id(t))
+            n = self._trace.elsewhere(id(t)) if n is None else n
             return t if n is None else self._others[n]
 
         return func(*map_tensors(other, tuple(args)), **map_tensors(other, dict(kwargs or {})))

@@ -327,6 +327,8 @@ class Rerun(TorchFunctionMode):
         self.execution = Execution(self._start(), trace)
         # With other numbers a call may hand back its argument, or no longer: tensors get numbers of their own.
         new = {n: n for n in range(trace.inputs)}
+        others = self._others
+        trace.elsewhere = lambda key: new.get(known.index.get(key, others.get(key, -1)))
         states = compat_capture.States()
         with states.kept():
             for k, call in enumerate(known.calls[: self._at]):
@@ -335,6 +337,7 @@ class Rerun(TorchFunctionMode):
         self.execution.capture.place(None)
         seen = {id(t): n for n, t in enumerate(known.tensors) if compat.is_fake(t)}
         self._others = {key: new[n] for key, n in {**self._others, **seen}.items() if n in new}
+        trace.elsewhere = self._others.get
         self._held.append(known)
         self.trace = trace
         self.shown.append(trace)
