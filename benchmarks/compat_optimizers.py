@@ -304,7 +304,7 @@ def of_loops() -> Iterator[Row]:
         "lr as a tensor": lambda side: other_settings(lr=torch.tensor(0.02))(side),
         "maximize set": other_settings(maximize=True), "foreach set": other_settings(foreach=True),
     }  # fmt: skip
-    tensors = plain(o.AdamW, lr=torch.tensor(0.01))
+    tensors: Make = lambda model: o.AdamW(trainable(model), lr=torch.tensor(0.01))  # noqa: E731
     for (name, make), (what, act) in itertools.product(
         {**classes, "AdamW(lr=tensor)": tensors}.items(), acts.items()
     ):
@@ -537,7 +537,8 @@ class Side:
 def by_place(tree: Any, places: dict[int, int]) -> Any:
     """Parameters' numbers for their ids, by which some optimizers keep things."""
     if isinstance(tree, dict):
-        return {f"parameter {places[k]}" if k in places else k: by_place(x, places) for k, x in tree.items()}
+        known = {k: f"parameter {places[k]}" for k in tree if type(k) is int and k in places}
+        return {known.get(k, k) if type(k) is int else k: by_place(x, places) for k, x in tree.items()}
     return sorted(places.get(x, x) for x in tree) if isinstance(tree, set) and tree & places.keys() else tree
 
 

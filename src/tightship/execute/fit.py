@@ -176,6 +176,7 @@ class TrainStep(Prepared):
         self._added = 0  # batches since the last update
         self._ran = PartRuns()
         self._unplanned: Unplanned | None = None
+        self._in_eager: Unplanned | None = None  # the last step, perhaps for a while only
 
     def _on_replaced(self) -> None:
         self._owned, self._updates, self._has_no_update = Owned(self.model), None, False
@@ -194,13 +195,13 @@ class TrainStep(Prepared):
         """Bytes of the last step against its plan; None where nothing was measured (yet). Of a step in parts: the
         most of any of them, from the first backward pass to the update; ``between`` is what stood between the two,
         where `fit` was told what to do there."""
-        if self._unplanned is not None:
-            return self._unplanned.measure(self._limit)
+        if self._in_eager is not None:
+            return self._in_eager.measure(self._limit)
         return super().measure() | self._ran.measure()
 
     @property
     def last(self) -> RunStats | None:
-        return None if self._unplanned is not None else super().last
+        return None if self._in_eager is not None else super().last
 
     @property
     def notes(self) -> tuple[str, ...]:
@@ -262,7 +263,7 @@ class TrainStep(Prepared):
         """What the step returns, or its backward pass with the gradients ``held`` so far; compared with eager's,
         which runs first, in every so many steps. Gradients that the program hands back are left with their
         parameters."""
-        unplanned = self._unplanned or self._anomalous()
+        unplanned = self._in_eager = self._unplanned or self._anomalous()
         if unplanned is not None:
             return self._run_unplanned(unplanned, batch, whole=held is None)
         check_gradients(held or {})
@@ -419,7 +420,7 @@ class TrainStep(Prepared):
         except Unplannable as no:
             if self.settings.strict or (compat.world_size() > 1 and not self.independent):
                 raise
-            self._unplanned = Unplanned(no)
+            self._unplanned = self._in_eager = Unplanned(no)
             self._variants.clear()
             self._arena = None
             note = f"steps run in eager, where the budget is not kept: {no}"

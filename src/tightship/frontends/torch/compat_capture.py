@@ -349,7 +349,7 @@ def quiet_engine() -> Iterator[None]:
 
 @contextmanager
 def inside_backward(enter: Callable[[], AbstractContextManager[Any]]) -> Iterator[None]:
-    """Code that runs in backward passes, of hooks and autograd functions, runs within what ``enter`` makes. That is put
+    """Code that runs in backward passes, of hooks and autograd functions, runs within what ``enter`` makes: put
     around the engine: function modes are off inside of the functions of ``torch.autograd``."""
     run: Any = vars(torch.autograd)["_engine_run_backward"]
 
