@@ -304,7 +304,7 @@ def of_loops() -> Iterator[Row]:
         "lr as a tensor": lambda side: other_settings(lr=torch.tensor(0.02))(side),
         "maximize set": other_settings(maximize=True), "foreach set": other_settings(foreach=True),
     }  # fmt: skip
-    tensors = plain(o.AdamW, lr=torch.tensor(0.01))
+    tensors: Make = lambda model: o.AdamW(trainable(model), lr=torch.tensor(0.01))  # noqa: E731
     for (name, make), (what, act) in itertools.product(
         {**classes, "AdamW(lr=tensor)": tensors}.items(), acts.items()
     ):
@@ -373,7 +373,15 @@ def of_timm() -> Iterator[Row]:
         yield Row("timm", name, make)
 
 
-_NEEDED = {"ranger21": {"num_iterations": 10}, "a2grad": {}, "alig": {"max_lr": 0.1}}
+_NEEDED = {"ranger21": {"num_iterations": 10}, "a2grad": {}, "alig": {"max_lr": 0.1}, "bsam": {"num_data": 4}}
+_MUON = {"adago", "adamuon", "distributedmuon", "muon", "muonclip", "normuon"}
+_OF_MODEL = {"adalomo", "adammini", "lomo"}
+
+
+def muon_groups(model: nn.Module) -> list[dict[str, Any]]:
+    """Matrices by orthogonalized momentum, the rest as Adam does."""
+    rows = {flag: [p for p in trainable(model) if (p.dim() == 2) is flag] for flag in (True, False)}
+    return [{"params": ps, "use_muon": flag} for flag, ps in rows.items()]
 
 
 def of_pytorch_optimizer() -> Iterator[Row]:
@@ -384,18 +392,26 @@ def of_pytorch_optimizer() -> Iterator[Row]:
 
         def make(model: nn.Module, name: str = name) -> Any:
             cls = found.load_optimizer(name)
-            return cls(trainable(model), **_NEEDED.get(name, {}))
+            given = muon_groups(model) if name in _MUON else model if name in _OF_MODEL else trainable(model)
+            return cls(given, **_NEEDED.get(name, {}))
 
         yield Row("pytorch_optimizer", name, make)
-    for name in ("Lookahead", "SAM", "OrthoGrad", "PCGrad", "TRAC", "ScheduleFreeWrapper"):
+    for name in (
+        "Lookahead", "SAM", "WSAM", "LookSAM", "FriendlySAM", "OrthoGrad", "PCGrad", "TRAC", "Magma",
+        "ScheduleFreeWrapper",
+    ):  # fmt: skip
         wrapper = getattr(found, name, None)
         if wrapper is None:
             continue
 
         def wrapped(model: nn.Module, wrapper: Any = wrapper, name: str = name) -> Any:
-            if name == "SAM":
-                return wrapper(trainable(model), torch.optim.AdamW, lr=0.01)
-            return wrapper(torch.optim.AdamW(trainable(model), lr=0.01))
+            if "SAM" in name:
+                more = {"model": model} if name == "WSAM" else {}
+                return wrapper(params=trainable(model), base_optimizer=torch.optim.AdamW, lr=0.01, **more)
+            made = wrapper(torch.optim.AdamW(trainable(model), lr=0.01))
+            if name == "ScheduleFreeWrapper":
+                made.train()
+            return made
 
         yield Row("pytorch_optimizer", f"{name} of AdamW", wrapped)
 
@@ -513,9 +529,17 @@ class Side:
                 if k not in _PARTS and not k.startswith("_optimizer_")
             }
             kept[f"optimizer {n}"] = optimizer.state_dict()
-            kept[f"attributes {n}"] = own
+            kept[f"attributes {n}"] = by_place(own, places)
             kept[f"state {n}"] = {places.get(id(p), type(p).__name__): s for p, s in optimizer.state.items()}
         return snapshot(self.model, None, loss=loss, **plain_tree(kept))
+
+
+def by_place(tree: Any, places: dict[int, int]) -> Any:
+    """Parameters' numbers for their ids, by which some optimizers keep things."""
+    if isinstance(tree, dict):
+        known = {k: f"parameter {places[k]}" for k in tree if type(k) is int and k in places}
+        return {known.get(k, k) if type(k) is int else k: by_place(x, places) for k, x in tree.items()}
+    return sorted(places.get(x, x) for x in tree) if isinstance(tree, set) and tree & places.keys() else tree
 
 
 def plain_tree(tree: Any) -> Any:

@@ -117,6 +117,35 @@ class Around(torch.optim.Optimizer):
         self.inner.step()
 
 
+class UnderAName(Own):
+    """State that is no parameter's, under a name, made where it is not there (as in MADGRAD, TRAC)."""
+
+    def step(self, closure=None):
+        if "all" not in self.state:
+            self.state["all"] = {
+                "count": torch.zeros(1),
+                **{p: p.detach().clone() for p in self.param_groups[0]["params"]},
+            }
+        self.state["all"]["count"] += 1
+        super().step()
+
+    def direction(self, p, state):
+        return p.grad + (p - self.state["all"][p]) / self.state["all"]["count"]
+
+
+class ById(Own):
+    """What it keeps is found by the id of a parameter (as in Magma)."""
+
+    def __init__(self, params, lr=0.05):
+        super().__init__(params, lr)
+        self.sums, self.left_out = {}, {id(self.param_groups[0]["params"][1])}
+
+    def direction(self, p, state):
+        if id(p) in self.left_out:
+            return p.grad
+        return self.sums.setdefault(id(p), {"sum": torch.zeros_like(p)})["sum"].mul_(0.9).add_(p.grad)
+
+
 class Draws(Own):
     """Random numbers of torch, Python and NumPy."""
 
@@ -172,12 +201,20 @@ class Trained:
         numbers = {id(p): n for n, p in self.model.named_parameters()}
         kept = {
             f"{type(o).__name__} {n}": (
-                o.state_dict(), [(numbers[id(p)], s) for p, s in o.state.items()],
-                {a: x for a, x in vars(o).items() if a in ("steps", "sums", "inner")},
+                [(numbers.get(id(p), p), named(s, numbers)) for p, s in o.state.items()],
+                [{k: x for k, x in g.items() if k != "params"} for g in o.param_groups],
+                {a: named(x, numbers) for a, x in vars(o).items() if a in ("steps", "sums", "inner")},
             )
             for n, o in enumerate(several)
         }  # fmt: skip
         return snapshot(self.model, None, loss=loss.detach(), **kept)
+
+
+def named(tree, numbers):
+    """Parameters, and their ids, by their names."""
+    if not isinstance(tree, dict):
+        return tree
+    return {numbers.get(k if type(k) is int else id(k), k): named(x, numbers) for k, x in tree.items()}
 
 
 def check(make, tmp_path, steps=8, **options):
@@ -199,7 +236,21 @@ def of(cls, **settings):
 
 
 @pytest.mark.parametrize(
-    "cls", [Rectifies, Looks, Replaces, ReplacesSometimes, Takes, Lists, Late, Around, Draws, DrawsByItself]
+    "cls",
+    [
+        Rectifies,
+        Looks,
+        Replaces,
+        ReplacesSometimes,
+        Takes,
+        Lists,
+        Late,
+        Around,
+        UnderAName,
+        ById,
+        Draws,
+        DrawsByItself,
+    ],
 )
 def test_what_differs_from_step_to_step_is_as_in_eager_and_as_planned(cls, tmp_path):
     check(of(cls), tmp_path)

@@ -394,10 +394,45 @@ def test_what_cannot_be_added_to_is_refused(kept):
         step.update()
 
 
-def test_anomaly_detection_is_refused(kept):
-    _, _, step = pair(kept)
+@pytest.mark.filterwarnings("ignore:Anomaly Detection")
+@pytest.mark.parametrize("more", [{}, {"clip_norm": 0.1}, {"accumulate": 2}, {"split": True}])
+def test_steps_under_anomaly_detection_are_eagers(kept, more):
+    """They are said to be, and those after them are planned again."""
+    with torch.autograd.set_detect_anomaly(True):
+        theirs, ours, step = pair(kept, strict=False, **more)
+    loop = Loop(**{k: x for k, x in more.items() if k != "split"})
+    rows = batches(4)
+    torch.manual_seed(2)
+    model, optimizer = theirs
+    for k, batch in enumerate(rows):
+        loss_fn(model, batch).backward()
+        if (k + 1) % loop.accumulate == 0:
+            loop.clipped(list(model.parameters()))
+            optimizer.step()
+            optimizer.zero_grad()
+    torch.manual_seed(2)
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        for k, batch in enumerate(rows):
+            with torch.autograd.set_detect_anomaly(1 <= k < 3):
+                if step._split:
+                    step.backward(batch)
+                    step.update()
+                    ours[1].zero_grad()
+                else:
+                    step(batch)
+    assert [w.filename for w in said if "set_detect_anomaly" in str(w.message)] == [__file__]
+    alike(theirs, ours)
+
+
+@pytest.mark.filterwarnings("ignore:Anomaly Detection", "ignore:Error detected in", "ignore:under torch")
+def test_an_anomaly_is_found_as_in_eager(kept):
+    _, _, step = pair(kept, strict=False)
+    x, y = batches(1)[0]
+    with torch.autograd.set_detect_anomaly(True), pytest.raises(RuntimeError, match="returned nan values"):
+        step((x * float("nan"), y))
     with torch.autograd.set_detect_anomaly(True), pytest.raises(Unsupported, match="set_detect_anomaly"):
-        step(batches(1)[0])
+        pair(kept)[2](batches(1)[0])
 
 
 def test_gradients_that_share_a_storage(kept):

@@ -90,7 +90,9 @@ def _tensors(a: torch.Tensor, b: torch.Tensor, place: str) -> list[str]:
     left, right = (t.detach().resolve_conj().resolve_neg().contiguous().cpu() for t in (a, b))
     if left.numel() == 0:
         return []
-    left, right = (t.reshape(-1, 1).view(torch.uint8) for t in (left, right))
+    left, right = (
+        t.reshape(-1, 1).clone(memory_format=torch.contiguous_format).view(torch.uint8) for t in (left, right)
+    )
     wrong = int((left != right).any(dim=1).sum())
     return [f"{place}: {wrong} of {a.numel()} elements differ"] if wrong else []
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ from tightship.frontends.torch.optimizer.updates import each, twin_of
 from tightship.frontends.torch.program import tensors_in
 from tightship.frontends.torch.rerun.function_trace import FunctionTrace, Inner, map_tensors
 from tightship.frontends.torch.rerun.live_step import Asked, Owned
+from tightship.frontends.torch.rerun.python_state import python_state_kept
 from tightship.frontends.torch.structure import LossFn, checked_loss, map_leaves
 from tightship.graph import aligned, alignment_of
 
@@ -64,7 +66,7 @@ def run_eager(
 ) -> dict[str, torch.Tensor]:  # fmt: skip
     """What eager's step leaves behind, by name: the calls that ``asked`` of a step, the backward pass, ``ending``'s
     clipping and, if there is an ``optimizer``, its step, run on copies of everything; ``leaves`` are the batch's.
-    Without an optimizer it leaves gradients. Needs the bytes of an eager step beside the plan's.
+    Where it ends with that pass, it leaves gradients. Needs the bytes of an eager step beside the plan's.
     """
     trace = asked.trace
     parameters = {n: _parameter_copy(p) for n, p in owned.parameters}
@@ -79,10 +81,11 @@ def run_eager(
     ]
     known |= dict(zip(range(trace.leaves, trace.inputs), batch, strict=True))
     known |= {n: asked.bound.get(n, trace.tensors[n]).detach().clone() for n in trace.constants}
+    hooks = [c.args[1] for c in trace.calls if c.kind == "hook"]
     twin = None
     if optimizer is not None:
         twin = twin_of(optimizer, {id(p): parameters[n] for n, p in owned.parameters})
-    else:
+    if ending.leaves:
         for n, p in owned.parameters:
             parameters[n].grad = None if p.grad is None else p.grad.detach().clone()
     drawing = ExitStack()
@@ -91,16 +94,20 @@ def run_eager(
         _run_calls(
             trace, known, lambda: compat_capture.reparametrized(owned.model, {**parameters, **buffers})
         )
+        inside = compat_capture.inside_backward(lambda: Inner(trace, known))
         results = [known[n] for n in trace.results if n >= 0 and n not in trace.constants]
-        torch.autograd.backward(results[0], inputs=[parameters[n] for n in ending.wanted])
+        with _stepping_twins(optimizer, twin), python_state_kept(*(h.fn for h in hooks)), inside:
+            torch.autograd.backward(results[0], inputs=[parameters[n] for n in ending.wanted])
         _write_back(trace, known)
-        if twin is not None and ending.clip is not None:
+        if not ending.leaves and ending.clip is not None:
             ending.clip([p for p in parameters.values() if p.grad is not None])
-        if twin is not None:
+        if not ending.leaves and twin is not None:
             compat.plain_step(type(twin))(twin)
             twin.zero_grad()
         return tensors_by_name([r.detach() for r in results], parameters, buffers, twin, random_states())
     finally:
+        for hook in hooks:
+            hook.remove()
         drawing.close()
 
 
@@ -109,11 +116,16 @@ def _run_calls(
 ) -> None:
     """``swapped`` puts the copies into the model, for scripted code."""
     states = compat_capture.States()
+    others = [c for c in trace.program.constants if id(c) not in trace.index]  # which hooks reach
+    copies = {id(c): c.detach().clone() for c in others}
     with compat_capture.python_for_stand_ins(has_data=True), states.kept():
         for call in trace.calls:
             states.set(call.state)
             if call.kind == "now" and isinstance(call.func, compat_capture.Special):
                 call.func(*call.args, **call.kwargs)
+            if call.kind == "hook":
+                parameter, hook = call.args
+                hook.register(known[trace.index[id(parameter)]], trace, known, copies)
             if call.kind != "op":
                 continue
             args = map_tensors(lambda t: known[trace.index[id(t)]], (call.args, call.kwargs))
@@ -124,6 +136,16 @@ def _run_calls(
                 answer = call.func(*args[0], **args[1])
             for t, seen in zip(tensors_in(answer), tensors_in(call.answer), strict=True):
                 known[trace.index[id(seen)]] = t
+
+
+@contextmanager
+def _stepping_twins(optimizer: Any, twin: Any) -> Iterator[None]:
+    """Hooks on parameters that step an optimizer step its copy."""
+    with ExitStack() as stack:
+        for own, copy in zip(each(optimizer), each(twin), strict=True) if twin is not None else ():
+            step = partial(compat.plain_step(type(copy)), copy)
+            stack.enter_context(compat.step_replaced(own, step))
+        yield
 
 
 def _write_back(trace: FunctionTrace, known: dict[int, torch.Tensor]) -> None:

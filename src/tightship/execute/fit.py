@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
@@ -195,7 +196,7 @@ class TrainStep(Prepared):
         verify_every: int = 0, *, independent: bool = False, loop: Loop | None = None, split: bool = False,
         pads: Sequence[Pad] = (),
     ) -> None:  # fmt: skip
-        check_model(model)
+        check_model(model, hooks=True)
         super().__init__(model, optimizer, settings, trains=True)
         self.loss_fn, self.independent = loss_fn, independent
         self.loop, self._split = loop or Loop(), split or optimizer is None
@@ -209,6 +210,7 @@ class TrainStep(Prepared):
         self._added = 0  # batches since the last update
         self._ran = PartRuns()
         self._unplanned: Unplanned | None = None
+        self._in_eager: Unplanned | None = None  # the last step, perhaps for a while only
 
     def _on_replaced(self) -> None:
         self._owned, self._updates, self._has_no_update = Owned(self.model), None, False
@@ -227,13 +229,13 @@ class TrainStep(Prepared):
         """Bytes of the last step against its plan; None where nothing was measured (yet). Of a step in parts: the
         most of any of them, from the first backward pass to the update; ``between`` is what stood between the two,
         where `fit` was told what to do there."""
-        if self._unplanned is not None:
-            return self._unplanned.measure(self._limit)
+        if self._in_eager is not None:
+            return self._in_eager.measure(self._limit)
         return super().measure() | self._ran.measure()
 
     @property
     def last(self) -> RunStats | None:
-        return None if self._unplanned is not None else super().last
+        return None if self._in_eager is not None else super().last
 
     @property
     def notes(self) -> tuple[str, ...]:
@@ -300,7 +302,7 @@ class TrainStep(Prepared):
             self._ran = PartRuns()
         out = self._run(batch, held)
         self._added += 1
-        if self._unplanned is None:
+        if self._unplanned is None and not torch.is_anomaly_enabled():
             self._ran.add(self._latest)
         return out if self.loop.scaler is None else out[1]
 
@@ -308,8 +310,9 @@ class TrainStep(Prepared):
         """What the step returns, or its backward pass with the gradients ``held`` so far; compared with eager's,
         which runs first, in every so many steps. Gradients that the program hands back are left with their
         parameters."""
-        if self._unplanned is not None:
-            return self._run_unplanned(self._unplanned, batch, whole=held is None)
+        unplanned = self._in_eager = self._unplanned or self._anomalous()
+        if unplanned is not None:
+            return self._run_unplanned(unplanned, batch, whole=held is None)
         check_gradients(held or {})
         try:
             ending = self._ending(held)
@@ -328,6 +331,27 @@ class TrainStep(Prepared):
             except Unsupported:  # the code does not run once more: what one part needs is not said of all
                 no = no.with_enough(())
             raise no from None
+
+    def _anomalous(self) -> Unplanned | None:
+        """Under anomaly detection a step is eager's, whose nodes it looks at; the next one may be planned again."""
+        if not torch.is_anomaly_enabled():
+            return None
+        what = (
+            "a training step under torch.autograd.set_detect_anomaly",
+            "a planned backward pass is not autograd's",
+        )
+        if self.settings.strict:
+            raise Unsupported(
+                *what, "look for the anomaly in eager, or leave out strict=True: such steps then run so"
+            )
+        note = "under torch.autograd.set_detect_anomaly steps run in eager, where the budget is not kept"
+        if note not in self._notes:
+            self._notes.append(note)
+            level, frame = 1, sys._getframe()
+            while frame.f_code.co_filename == __file__ and frame.f_back is not None:
+                level, frame = level + 1, frame.f_back
+            warnings.warn(note, Fallback, stacklevel=level)
+        return Unplanned(Unsupported(*what))
 
     def _run_unplanned(self, unplanned: Unplanned, batch: Any, *, whole: bool) -> Any:
         check_call()
@@ -348,7 +372,8 @@ class TrainStep(Prepared):
         variant, tensors, asked = self._run_code(batch, ending)
         self._check_ranks(variant.program)
         self._steps += 1
-        optimizer = None if ending.leaves else self.optimizer
+        in_hooks = any(op.phase == "update" for op in variant.program.graph.ops)
+        optimizer = self.optimizer if in_hooks or not ending.leaves else None
         eager = None
         if self._verify_every and self._steps % self._verify_every == 0:
             eager = run_eager(asked, tensor_leaves(batch), self._owned, optimizer, ending)
@@ -358,6 +383,8 @@ class TrainStep(Prepared):
         for n, g in zip(made, results[count:], strict=True):
             parameters[n].grad = g
         own = results[:count]
+        if in_hooks and ending.leaves:
+            compat.mark_stepped(self.optimizer)
         if ending.clip is not None and self.loop.clip_norm is not None:
             self.grad_norm = own.pop()
         if eager is not None:
@@ -451,7 +478,7 @@ class TrainStep(Prepared):
         except Unplannable as no:
             if self.settings.strict or (compat.world_size() > 1 and not self.independent):
                 raise
-            self._unplanned = Unplanned(no)
+            self._unplanned = self._in_eager = Unplanned(no)
             self._variants.clear()
             self._arena = None
             note = f"steps run in eager, where the budget is not kept: {no}"
@@ -460,7 +487,8 @@ class TrainStep(Prepared):
             return None
 
     def _prepare(self, batch: Any) -> Plan:
-        with self._exclusive(), self.settings.progress.stage("capturing"):
+        stage = self.settings.progress.stage("capturing")
+        with self._exclusive(), torch.autograd.set_detect_anomaly(False), stage:
             self._renew()
             if not self._in_parts:
                 with self._undone():
@@ -471,7 +499,8 @@ class TrainStep(Prepared):
     @contextmanager
     def _undone(self) -> Iterator[None]:
         """What the code of the step changes is put back."""
-        with untouched(self.model, [], frozen=False), python_state_kept(self.model, self.loss_fn):
+        hooks = [hook.fn for hook in self._owned.hooks()]
+        with untouched(self.model, [], frozen=False), python_state_kept(self.model, self.loss_fn, *hooks):
             yield
 
     def _prepare_parts(self, batch: Any) -> None:
@@ -587,7 +616,7 @@ class TrainStep(Prepared):
     def _ask(self, batch: Any, ending: Ending) -> Asked:
         """What the code of the step asks for on this batch."""
         check_call()
-        check_hooks(self._owned.parameters, self._owned.modules)
+        check_hooks((), self._owned.modules)
         kinds = [TensorLeaf.of(t) for t in tensor_leaves(batch)]
         traces = [t for v in self._fitting(ending) for t in v.traces if t.takes(kinds)]
         with nullcontext() if traces else self.settings.progress.stage("capturing"):
@@ -701,11 +730,6 @@ def check_call() -> None:
             "it needs gradients",
             "call it outside, or evaluate the model itself",
         )
-    if torch.is_anomaly_enabled():
-        raise Unsupported(
-            "a training step under torch.autograd.set_detect_anomaly", "a planned backward pass is not autograd's",
-            "look for the anomaly in eager, with this model and batch; skip_nonfinite=True leaves out bad updates",
-        )  # fmt: skip
 
 
 def check_no_gradients(parameters: Iterable[tuple[str, torch.Tensor]]) -> None:

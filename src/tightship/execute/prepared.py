@@ -435,7 +435,6 @@ class Identity:
     def _now(self) -> tuple[Any, ...]:
         return (
             [(t.data_ptr(), t.requires_grad) for t in self._tensors],
-            [compat.gradient_hooks(t) for t in self._tensors],
             optimizer_settings(self._optimizer) if self._optimizer is not None else None,
         )
 
@@ -445,7 +444,6 @@ class Identity:
             return "a module, parameter or buffer of the model was added or replaced"
         what = (
             "a parameter or buffer was moved, resized or frozen",
-            "a hook on a parameter's gradient was added or removed",
             "the optimizer's parameter groups changed, or what is called around its step",
         )
         pairs = zip(what, self._now(), self._known, strict=True)

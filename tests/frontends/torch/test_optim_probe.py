@@ -490,17 +490,6 @@ def test_what_is_refused_is_refused_when_it_comes_later(case, kept):
         two.step(batch_of(1))
 
 
-@pytest.mark.parametrize("register", ["register_hook", "register_post_accumulate_grad_hook"])
-def test_a_hook_on_a_parameter_that_comes_later_is_refused(register, kept):
-    two = Two(lambda groups: torch.optim.SGD(groups, lr=0.1), kept)
-    two.compare(0)
-    handle = getattr(two.model[0].weight, register)(lambda *_: None)
-    with pytest.raises(Unsupported, match="hook on the parameter"):
-        two.step(batch_of(1))
-    handle.remove()
-    two.compare(1)
-
-
 # --- changes from outside, between steps
 
 

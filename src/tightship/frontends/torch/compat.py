@@ -443,9 +443,23 @@ def step_replaced(optimizer: Any, step: Callable[[], None]) -> Iterator[None]:
             optimizer.step = before
 
 
-def gradient_hooks(tensor: torch.Tensor) -> bool:
-    """Whether somebody asked to be called when the tensor gets its gradient."""
-    return bool(tensor._backward_hooks or getattr(tensor, "_post_accumulate_grad_hooks", None))
+@contextmanager
+def steps_seen(see: Callable[[Any], None]) -> Iterator[None]:
+    """``see(optimizer)`` before any optimizer steps."""
+    handle = _optimizer.register_optimizer_step_pre_hook(lambda optimizer, *_: see(optimizer))
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
+def gradient_hooks(tensor: torch.Tensor) -> list[tuple[bool, Callable[..., Any]]]:
+    """What somebody asked to be called when the tensor gets its gradient; true where that is when it is there."""
+    late = getattr(tensor, "_post_accumulate_grad_hooks", None)
+    if not tensor._backward_hooks and not late:
+        return []
+    early = tensor._backward_hooks or {}
+    return [*((False, fn) for fn in early.values()), *((True, fn) for fn in (late or {}).values())]
 
 
 def generators() -> list[torch.Generator]:

@@ -11,7 +11,7 @@ import importlib
 import logging
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -369,6 +369,20 @@ def quiet_engine() -> Iterator[None]:
         stack.enter_context(torch.autograd.set_multithreading_enabled(False))
         # Logs the whole stack where a formula fails, also when the kernel is then asked instead.
         stack.enter_context(_patched(logging.getLogger("torch._subclasses.fake_tensor"), "disabled", True))
+        yield
+
+
+@contextmanager
+def inside_backward(enter: Callable[[], AbstractContextManager[Any]]) -> Iterator[None]:
+    """Code that runs in backward passes, of hooks and autograd functions, runs within what ``enter`` makes: put
+    around the engine: function modes are off inside of the functions of ``torch.autograd``."""
+    run: Any = vars(torch.autograd)["_engine_run_backward"]
+
+    def engine(*args: Any, **kwargs: Any) -> Any:
+        with enter():
+            return run(*args, **kwargs)
+
+    with _patched(torch.autograd, "_engine_run_backward", engine):
         yield
 
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from tightship.errors import Unsupported
 from tightship.frontends.builder import UniqueNames
 from tightship.frontends.torch import compat
 from tightship.frontends.torch.capture.tape import Record, Tape, TapeStorage, TapeValue
@@ -299,6 +300,11 @@ def _storages(
             kind = "output" if s in losses else "gradient" if r.phase == "backward" else "activation"
             given = tape.storages[s].name
             label[s] = (unique(given or (name if len(made) == 1 else f"{name}.{k}")), kind)
+    if any(s not in label for s in number.storage):
+        raise Unsupported(
+            "a tensor whose origin is not known", "code has kept it, or made it where no op is seen",
+            "keep what steps hand on in buffers, or hand it back as a result and into the next batch",
+        )  # fmt: skip
     return tuple(_storage(tape.storages[s], *label[s], tape.on_cuda) for s in number.storage)
 
 

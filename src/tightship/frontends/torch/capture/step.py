@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -151,7 +152,8 @@ def capture_forward(
 # --- what is captured -----------------------------------------------------------------------------------------
 
 
-def check_model(model: Any) -> None:
+def check_model(model: Any, *, hooks: bool = False) -> None:
+    """``hooks``: those on parameters are taken care of."""
     compat.require_torch()
     if not isinstance(model, torch.nn.Module):
         raise BadInput(f"object of type {type(model).__name__}; give a torch.nn.Module", place="model")
@@ -160,7 +162,7 @@ def check_model(model: Any) -> None:
             "a model in DistributedDataParallel", "its hooks run outside the step",
             f"{DATA_PARALLEL}; for a forward pass, give its .module",
         )  # fmt: skip
-    check_hooks(model.named_parameters(), model.modules())
+    check_hooks(() if hooks else model.named_parameters(), model.modules())
 
 
 def check_hooks(parameters: Iterable[tuple[str, torch.Tensor]], modules: Iterable[torch.nn.Module]) -> None:
@@ -174,7 +176,9 @@ def check_hooks(parameters: Iterable[tuple[str, torch.Tensor]], modules: Iterabl
     for n, p in parameters:
         if compat.gradient_hooks(p):
             raise Unsupported(
-                f"a hook on the parameter {n!r}", "captured gradients do not run hooks", "remove it"
+                f"a hook on the parameter {n!r}",
+                "this capture runs none",
+                "remove it; tightship.fit takes it along",
             )
 
 
@@ -226,6 +230,10 @@ class _Capture:
         self.recorder = Recorder(self.tape, self.mode, self.tracker)
         self.readers = compat_capture.DataReaders(self.recorder.contents)
         self.changes: list[Change] = []
+        self._state_values: dict[Any, int] = {}
+        self.inside: Callable[[], AbstractContextManager[Any]] = (
+            nullcontext  # around code of the backward pass
+        )
 
     def step(self, loss_fn: LossFn, optimizer: torch.optim.Optimizer | None) -> Program:
         updates, wanted = self._wanted(optimizer)
@@ -311,17 +319,18 @@ class _Capture:
         """The optimizer's state for a parameter, each tensor an input of the tape."""
         name, mark = member.name, (updater.number,) if updater.number else ()
         rows = zip(member.state_keys, member.state_like, strict=True)
-        return [
-            self.tape.input(self._blank(t), "state", (name, k, *mark), f"{name}.{k}{''.join(map(str, mark))}")
-            for k, t in rows
-        ]
+        return [self._kept_by(t, (name, k, *mark), f"{name}.{k}{''.join(map(str, mark))}") for k, t in rows]
+
+    def _kept_by(self, like: torch.Tensor, key: Any, name: str) -> int:
+        """A tensor of an optimizer's, once: hooks may step a parameter before the step does."""
+        if key not in self._state_values:
+            self._state_values[key] = self.tape.input(self._blank(like), "state", key, name)
+        return self._state_values[key]
 
     def _held_by(self, updater: Updater) -> list[int]:
         """What the optimizer keeps beside that."""
-        return [
-            self.tape.input(self._blank(t), "state", ("", path, updater.number), f"optimizer{path}")
-            for path, t in updater.held.items()
-        ]
+        rows = updater.held.items()
+        return [self._kept_by(t, ("", path, updater.number), f"optimizer{path}") for path, t in rows]
 
     def forward(self) -> Program:
         self.tape.grad = False
@@ -359,7 +368,7 @@ class _Capture:
     def _gradients(
         self, loss: torch.Tensor, wanted: Sequence[str], leaves: Sequence[torch.Tensor]
     ) -> dict[str, torch.Tensor]:
-        with self.recorder.in_phase("backward"):
+        with self.recorder.in_phase("backward"), compat_capture.inside_backward(self.inside):
             torch.autograd.backward(loss, inputs=leaves)
         gradients = {}
         for n, leaf in zip(wanted, leaves, strict=True):
@@ -556,10 +565,12 @@ class StepCapture(_Capture):
         self.asking(-1)
         with torch.enable_grad(), self.executing():
             values = [self.tape.value(t) for t in (*results, loss)]
-            gradients = self._gradients(loss, wanted, leaves)
+            with self._stepping_in_hooks():
+                gradients = self._gradients(loss, wanted, leaves)
             self._write_back(self._late, self._given)
         made: list[str] = []
         norm: torch.Tensor | None = None
+        _check_held(held, gradients)
         if ending.leaves:
             made = [n for n in gradients if n not in held]
             if ending.updates is not None:
@@ -576,6 +587,43 @@ class StepCapture(_Capture):
             batch=BatchSpec.of(self.batch), notes=notes, losses=values[-1:], sums=True, whole_batch=False,
         )  # fmt: skip
         return replace(program, gradients=tuple(made))
+
+    @contextmanager
+    def _stepping_in_hooks(self) -> Iterator[None]:
+        """Where hooks on parameters step the step's optimizers, their updates are taken down there."""
+        updates = self.ending.updates
+
+        def stepped(part: int) -> None:
+            assert updates is not None
+            given = self._given.parameters
+            with compat.without_modes(), torch._C.DisableTorchFunction():
+                gradients = {n: g for n in updates.parts[part].names if (g := given[n].grad) is not None}
+                for updater in updates.ops_of(part, gradients):
+                    self._update(updater, given, gradients)
+
+        def refuse(optimizer: Any) -> None:
+            raise Unsupported(
+                f"a hook on a parameter that steps a {type(optimizer).__name__}", "fit does not know that optimizer",
+                "give fit all of them, as a list; or leave hooks out: a planned step updates each parameter "
+                "as soon as its gradient is there",
+            )  # fmt: skip
+
+        with ExitStack() as stack:
+            for k, part in enumerate(updates.parts if updates is not None else ()):
+                stack.enter_context(compat.step_replaced(part.optimizer, partial(stepped, k)))
+            stack.enter_context(compat.steps_seen(refuse))
+            yield
+
+
+def _check_held(held: Mapping[str, torch.Tensor], gradients: Mapping[str, torch.Tensor]) -> None:
+    """Raises ``Unsupported`` where a hook has put something else in the place of a gradient that was added to."""
+    for n, g in held.items():
+        now = gradients.get(n)
+        if now is None or compat.storage_key(now) != compat.storage_key(g):
+            raise Unsupported(
+                f"a hook on {n!r} that replaces or clears a gradient which earlier batches have added to",
+                "a planned step adds to it where it lies", "change it in place (grad.mul_(…)), or clear it first",
+            )  # fmt: skip
 
 
 def shared_buffer(name: str) -> Unsupported:

@@ -6,7 +6,7 @@ import copy
 import random
 import sys
 import types
-from collections import defaultdict, deque
+from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -114,7 +114,22 @@ def _copied(optimizer: Any, memo: dict[int, Any], left_out: frozenset[int]) -> A
     for name, value in vars(optimizer).items():
         if not _is_hooks(name) and name != "step":
             made.__dict__[name] = copy.deepcopy(value, memo)
+    ids = {id(p): id(q) for p in parameters_of(optimizer) if (q := memo.get(id(p))) is not None}
+    for name, value in vars(made).items():
+        if name not in _OWN:
+            made.__dict__[name] = _with_ids(value, ids)
     return made
+
+
+def _with_ids(tree: Any, ids: Mapping[int, int]) -> Any:
+    """A copy's attribute with the ids of the copy's parameters in the place of the ids of the optimizer's."""
+    if type(tree) in (set, frozenset) and not ids.keys().isdisjoint(tree):
+        return type(tree)(ids.get(x, x) if type(x) is int else x for x in tree)
+    if type(tree) in (dict, OrderedDict, defaultdict):
+        rows = [(ids.get(k, k) if type(k) is int else k, _with_ids(x, ids)) for k, x in tree.items()]
+        tree.clear()
+        tree.update(rows)
+    return tree
 
 
 class Rehearsal:
@@ -184,8 +199,8 @@ def _is_hooks(name: str) -> bool:
 
 
 class Path(tuple[tuple[str, Any], ...]):
-    """Where a tensor stands inside something: attributes, keys and indices, and keys that are parameters (by their
-    number), one after the other."""
+    """Where a tensor stands inside something: attributes, keys and indices, and keys that are parameters or the ids
+    of such (by their number), one after the other."""
 
     def __str__(self) -> str:
         return "".join(f".{key}" if how == "attribute" else f"[{key!r}]" for how, key in self)
@@ -196,8 +211,12 @@ class Path(tuple[tuple[str, Any], ...]):
             for how, key in self:
                 if how == "attribute":
                     tree = vars(tree)[key]
-                else:
-                    tree = tree[params[key] if how == "parameter" else key]
+                    continue
+                at = params[key] if how != "key" else key
+                at = id(at) if how == "id" else at
+                if isinstance(tree, Mapping) and at not in tree:  # a defaultdict would make an entry
+                    return None
+                tree = tree[at]
         except (KeyError, IndexError, TypeError):
             return None
         return tree
@@ -241,15 +260,19 @@ def _walk(
         return
     rows: Iterable[tuple[tuple[str, Any], Any]] = ()
     if isinstance(tree, Mapping):
-        rows = [
-            (("parameter", numbers[id(k)]) if id(k) in numbers else ("key", k), x) for k, x in tree.items()
-        ]
+        rows = [(_step_to(k, numbers), x) for k, x in tree.items()]
     elif isinstance(tree, (list, tuple, deque)):
         rows = [(("key", k), x) for k, x in enumerate(tree)]
     elif hasattr(tree, "__dict__") and not isinstance(tree, _NOT_WALKED):
         rows = [(("attribute", k), x) for k, x in vars(tree).items()]
     for step, x in rows:
         yield from _walk(x, Path((*path, step)), numbers, seen)
+
+
+def _step_to(key: Any, numbers: Mapping[int, int]) -> tuple[str, Any]:
+    if id(key) in numbers:
+        return "parameter", numbers[id(key)]
+    return ("id", numbers[key]) if type(key) is int and key in numbers else ("key", key)
 
 
 _NOT_WALKED = (type, types.ModuleType, types.FunctionType, types.MethodType, torch.nn.Module)

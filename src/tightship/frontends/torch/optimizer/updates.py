@@ -189,6 +189,11 @@ class Updates:
         self.together = None if self._known else why_together(optimizer)
 
     @property
+    def parts(self) -> tuple[Updates, ...]:
+        """Those of each optimizer, where there are several."""
+        return (self,)
+
+    @property
     def notes(self) -> tuple[str, ...]:
         """What a user should know of it, once `ops` has been called."""
         name, found = type(self.optimizer).__name__, []
@@ -199,6 +204,10 @@ class Updates:
         if self.keeps:
             found.append(f"{name} makes new tensors for its state at each step, beside the ones it had")
         return tuple(found)
+
+    def ops_of(self, part: int, gradients: Collection[str]) -> list[Updater]:
+        """As `ops`, of the optimizer of that number: the only one."""
+        return self.ops(gradients)
 
     def ops(self, gradients: Collection[str]) -> list[Updater]:
         """The updaters of a step in which the parameters of these names get a gradient.
@@ -235,19 +244,21 @@ class SeveralUpdates:
     """As `Updates`, of optimizers that step one after the other, perhaps the same parameters."""
 
     def __init__(self, optimizer: Several, parts: Sequence[Updates]) -> None:
-        self.optimizer, self._parts = optimizer, parts
+        self.optimizer, self.parts = optimizer, tuple(parts)
         self.names = tuple(dict.fromkeys(n for u in parts for n in u.names))
 
     @property
     def notes(self) -> tuple[str, ...]:
-        return tuple(note for u in self._parts for note in u.notes)
+        return tuple(note for u in self.parts for note in u.notes)
 
     def ops(self, gradients: Collection[str]) -> list[Updater]:
-        found = []
-        for k, part in enumerate(self._parts):
-            for updater in part.ops(gradients):
-                updater.number = k
-                found.append(updater)
+        return [u for k in range(len(self.parts)) for u in self.ops_of(k, gradients)]
+
+    def ops_of(self, part: int, gradients: Collection[str]) -> list[Updater]:
+        """Those of the optimizer of that number."""
+        found = self.parts[part].ops(gradients)
+        for updater in found:
+            updater.number = part
         return found
 
 

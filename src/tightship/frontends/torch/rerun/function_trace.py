@@ -35,12 +35,14 @@ __all__ = [
     "FunctionCall",
     "FunctionTrace",
     "Inner",
+    "add_hook",
     "form",
     "globals_of",
     "map_tensors",
     "name_of",
     "plainly_same",
     "same_plain",
+    "settled_key",
     "understood",
     "unknown",
     "write_back",
@@ -119,7 +121,7 @@ class ExecutionState:
 class FunctionCall:
     """One call as the Python code made it. ``kind``: ``op`` has the recorded ``answer``; ``data`` makes a tensor of
     Python's data and is run in every step, ``now`` reads such a tensor or sets a mode, and is run, too; ``last`` is
-    `write_back`, which has its turn behind the backward pass.
+    `write_back`, which has its turn behind the backward pass, and ``hook`` is `add_hook`, which has it there.
 
     ``bound``: an argument is a constant, of which each step may bring another. ``first`` is the number of the first
     tensor that it made; ``guards`` are what its answer says of data. ``repeats``: Python code of the caller's runs
@@ -139,6 +141,11 @@ class FunctionCall:
     guards: tuple[Any, ...] = ()
 
 
+def add_hook(parameter: torch.Tensor, hook: Any) -> None:
+    """Asks that ``hook`` (a ``live_step.GradientHook``) be called in the backward pass when ``parameter`` gets its
+    gradient."""
+
+
 def write_back(buffer: torch.Tensor, now: torch.Tensor) -> None:
     """Asks that ``buffer`` hold what is in ``now``, which the step has put in its place, when gradients are there:
     these are made of what it held before."""
@@ -155,7 +162,8 @@ class FunctionTrace(NotCopied):
     ``numbers.Renumbering``) tells how its numbers follow. ``references`` counts who holds the tensors between runs,
     None before the first run is over. ``made_of_constants`` are the numbers of those that no parameter, buffer,
     random number or part of the batch has gone into; ``made_once`` are those among them that eager may make in the
-    first step only, as an attribute keeps them.
+    first step only, as an attribute keeps them. ``elsewhere`` gives the number of a tensor of an earlier trace,
+    by id, which the code has been shown in this run.
     """
 
     tensors: list[torch.Tensor] = field(default_factory=list)
@@ -175,6 +183,7 @@ class FunctionTrace(NotCopied):
     references: list[int] | None = None
     made_of_constants: frozenset[int] = frozenset()
     made_once: frozenset[int] = frozenset()
+    elsewhere: Callable[[int], int | None] = lambda key: None
 
     @property
     def repeats(self) -> bool:
@@ -431,11 +440,125 @@ def globals_of(code: types.CodeType) -> set[str]:
     return names | {"<writes>" for i in dis.get_instructions(code) if i.opname in writes}
 
 
+_EFFECTS = {"update", "setdefault", "pop", "popitem", "clear"}
+"""Methods by which code changes a dict."""
+
+
+def settled_key(fn: Any) -> tuple[Any, ...] | None:
+    """What the outcome of a function follows from beside its arguments, to be compared from step to step: its code,
+    and in closures, defaults and globals plain values, torch's functions and tensors, which become constants of the
+    program. None where its code does not tell, or changes what it finds there."""
+    if isinstance(fn, functools.partial):
+        parts = [_settled(x) for x in (fn.func, *fn.args, *fn.keywords.values())]
+        return None if None in parts else (tuple(fn.keywords), *parts)
+    if not isinstance(fn, types.FunctionType):
+        return (fn,) if _of_torch(fn) else None
+    if fn.__globals__.get("__name__") == "torch.utils._contextlib" and hasattr(
+        fn, "__wrapped__"
+    ):  # @torch.no_grad()
+        within = next(
+            (c for x in fn.__closure__ or () if (c := getattr(_content(x), "__self__", None))), None
+        )
+        inner = settled_key(fn.__wrapped__) if isinstance(within, torch.no_grad | torch.enable_grad) else None
+        return None if inner is None else (type(within), inner)
+    names = _globals_without_effects(fn.__code__)
+    if names is None or vars(fn):
+        return None
+    found: list[Any] = [fn.__code__]
+    defaults = (*(fn.__defaults__ or ()), *(fn.__kwdefaults__ or {}).values())
+    for value in (*defaults, *(_content(cell) for cell in fn.__closure__ or ())):
+        found.append(_settled(value, fn))
+    for name in names:
+        if not _harmless(fn.__globals__, name):
+            found.append(_settled(fn.__globals__.get(name, fn), fn))
+    dicts = any(type(x) is tuple and x[:1] == (dict,) for x in found)
+    return None if None in found or (dicts and _sets_elements(fn.__code__)) else tuple(found)
+
+
+def _settled(value: Any, inside: Any = None) -> Any:
+    """A value that stands for another one in comparisons; None where the value may be changed in place."""
+    if isinstance(
+        value, (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size)
+    ):
+        return type(value), repr(value)
+    if isinstance(value, torch.Tensor):
+        return None if compat.is_fake(value) else (Identical(value), form(value))
+    if isinstance(value, torch.optim.Optimizer):
+        return Identical(value)
+    if isinstance(value, tuple):
+        parts = [_settled(x, inside) for x in value]
+        return None if None in parts else (tuple, *parts)
+    if type(value) is dict and len(value) < 10_000:  # that of optimizers by parameter
+        parts = [_settled(x, inside) for pair in value.items() for x in pair]
+        return None if None in parts else (dict, *parts)
+    return None if value is inside else settled_key(value)
+
+
+class Identical:
+    """Equal for the same object, which it keeps."""
+
+    __slots__ = ("held",)
+
+    def __init__(self, held: Any) -> None:
+        self.held = held
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Identical) and other.held is self.held
+
+    def __hash__(self) -> int:
+        return id(self.held)
+
+
+def _content(cell: Any) -> Any:
+    try:
+        return cell.cell_contents
+    except ValueError:  # it is empty so far
+        return cell
+
+
+@functools.lru_cache(maxsize=1024)
+def _globals_without_effects(code: types.CodeType) -> tuple[str, ...] | None:
+    """The globals that code names; None where it sets something that outlives it, other than elements."""
+    names = globals_of(code)
+    if "<writes>" in names:
+        return None
+    for one in _with_inner(code):
+        for i in dis.get_instructions(one):
+            outer = i.opname == "STORE_DEREF" and i.argval in one.co_freevars
+            if outer or (i.opname == "STORE_ATTR" and i.argval not in ("grad", "data")):
+                return None
+        if _EFFECTS & {*one.co_names}:
+            return None
+    return tuple(sorted(names))
+
+
+@functools.lru_cache(maxsize=1024)
+def _sets_elements(code: types.CodeType) -> bool:
+    return any(
+        "_SUBSCR" in i.opname and i.opname != "BINARY_SUBSCR"
+        for c in _with_inner(code)
+        for i in dis.get_instructions(c)
+    )
+
+
+def _with_inner(code: types.CodeType) -> list[types.CodeType]:
+    every = [code]
+    for one in every:
+        every += [c for c in one.co_consts if isinstance(c, types.CodeType)]
+    return every
+
+
+_NOT_HARMLESS = {
+    "open", "input", "eval", "exec", "globals", "locals", "vars", "next", "id", "print", "setattr", "delattr",
+    "breakpoint", "__import__",
+}  # fmt: skip
+
+
 def _harmless(scope: Mapping[str, Any], name: str) -> bool:
     builtin = scope.get("__builtins__", {})
     known = vars(builtin) if isinstance(builtin, types.ModuleType) else builtin
     if name not in scope:
-        return name in known and name not in ("open", "input", "eval", "exec", "globals", "next", "id")
+        return name in known and name not in _NOT_HARMLESS
     value = scope[name]
     if isinstance(value, types.ModuleType):
         return value.__name__.partition(".")[0] in ("torch", "math")
@@ -454,6 +577,7 @@ class Capturing(Protocol):
     """What runs calls on fake tensors and writes the ops down: `step.StepCapture`."""
 
     recorder: Any
+    inside: Any
 
     @property
     def stand_ins(self) -> Any: ...
@@ -478,6 +602,7 @@ class Execution:
         self.capture, self.trace = capture, trace
         self.fakes: list[torch.Tensor] = []
         self._number: dict[int, int] = {}
+        capture.inside = lambda: Inner(self.trace, self.fakes)
         for seen, fake in capture.inputs():
             if not trace.leaves and compat.is_fake(seen) and seen is fake:
                 trace.leaves = len(trace.tensors)
@@ -521,6 +646,9 @@ class Execution:
             raise
         return map_tensors(self._seen, out)
 
+    def add_hook(self, parameter: torch.Tensor, hook: Any) -> None:
+        hook.register(self.fakes[self.trace.index[id(parameter)]], self.trace, self.fakes)
+
     def write_back(self, buffer: torch.Tensor, now: torch.Tensor) -> None:
         fakes = [self.fakes[n] for n in map(self.trace.index.get, map(id, (buffer, now))) if n is not None]
         if len(fakes) < 2:
@@ -530,6 +658,10 @@ class Execution:
     @contextmanager
     def _inner(self, func: Any) -> Iterator[None]:
         """Inside of calls that code runs in: what it reaches by itself are the fake tensors, too."""
+        if func is torch.autograd.grad:
+            with compat_capture.inside_backward(lambda: Inner(self.trace, self.fakes)):
+                yield
+            return
         if not isinstance(func, compat_capture.Special):
             yield
             return
@@ -547,15 +679,17 @@ class Execution:
 
 
 class Inner(TorchFunctionMode):
-    """Takes tensors of a trace, which code inside of a call reaches by itself, for ``others``, by number."""
+    """Takes tensors of a trace, which code inside of a call or a backward pass reaches by itself, for ``others``, by
+    number."""
 
     def __init__(self, trace: FunctionTrace, others: Any) -> None:
         super().__init__()
-        self._index, self._others = trace.index, others
+        self._trace, self._others = trace, others
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         def other(t: torch.Tensor) -> torch.Tensor:
-            n = self._index.get(id(t))
+            n = self._trace.index.get(id(t))
+            n = self._trace.elsewhere(id(t)) if n is None else n
             return t if n is None else self._others[n]
 
         return func(*map_tensors(other, tuple(args)), **map_tensors(other, dict(kwargs or {})))

@@ -11,7 +11,10 @@ are replaced in the trace, and expire: what they stood for is gone, and every us
 
 from __future__ import annotations
 
+import gc
+import os
 import sys
+import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -19,7 +22,7 @@ from typing import Any
 
 import torch
 
-from tightship.errors import Unsupported
+from tightship.errors import Unplannable, Unsupported
 from tightship.frontends.torch import compat, compat_capture
 from tightship.frontends.torch.capture.state_restore import Leftovers
 from tightship.frontends.torch.capture.step import (
@@ -30,9 +33,17 @@ from tightship.frontends.torch.capture.step import (
     checked_leaf,
 )
 from tightship.frontends.torch.program import Program, tensors_in
-from tightship.frontends.torch.rerun.function_trace import FunctionTrace, map_tensors, name_of, write_back
+from tightship.frontends.torch.rerun.function_trace import (
+    FunctionTrace,
+    Inner,
+    add_hook,
+    map_tensors,
+    name_of,
+    settled_key,
+    write_back,
+)
 from tightship.frontends.torch.rerun.numbers import Renumbering, with_numbers_at
-from tightship.frontends.torch.rerun.rerun import Rerun
+from tightship.frontends.torch.rerun.rerun import READS, SHOWN, Rerun
 from tightship.frontends.torch.structure import (
     LossFn,
     Results,
@@ -42,7 +53,7 @@ from tightship.frontends.torch.structure import (
     tensor_leaves,
 )
 
-__all__ = ["Asked", "Expired", "Owned", "expire_kept", "run_code"]
+__all__ = ["Asked", "Expired", "GradientHook", "Owned", "expire_kept", "run_code"]
 
 
 class Expired(torch.Tensor):
@@ -101,6 +112,95 @@ def _replace(trace: FunctionTrace, numbers: Iterable[int]) -> None:
         old.__class__ = Expired
 
 
+class GradientHook:
+    """A hook on the parameter ``name``, as it was registered: ``fn`` of the gradient or, where ``late``, of the
+    parameter when its gradient is there. Equal to others that do the same; ``key`` is None where only running it
+    again tells what it does."""
+
+    def __init__(self, name: str, parameter: torch.Tensor, fn: Any, *, late: bool) -> None:
+        self.name, self.parameter, self.fn, self.late = name, parameter, fn, late
+        self.key = settled_key(fn)
+        self.made: list[Any] = []  # weakly, the tensors that it has seen
+        self._handles: list[Any] = []
+        if str(getattr(fn, "__module__", "")).startswith(("torch.autograd.graph", "torch.distributed")):
+            raise Unsupported(
+                f"{self}, which torch has put there", "it counts the nodes of autograd, which a planned step has not",
+                "remove it; between step.backward(batch) and step.update() (split=True) are all gradients",
+            )  # fmt: skip
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, GradientHook) or (other.name, other.late) != (self.name, self.late):
+            return False
+        return other.fn is self.fn if self.key is None or other.key is None else other.key == self.key
+
+    def __hash__(self) -> int:
+        return hash((self.name, self.late))
+
+    def __str__(self) -> str:
+        how = "register_post_accumulate_grad_hook" if self.late else "register_hook"
+        code = getattr(self.fn, "__code__", None)
+        where = f" at {os.path.basename(code.co_filename)}:{code.co_firstlineno}" if code is not None else ""
+        return f"the hook{where} on the parameter {self.name!r} ({how})"
+
+    def register(
+        self, target: Any, trace: FunctionTrace, others: Any, copies: Mapping[int, torch.Tensor] | None = None
+    ) -> None:
+        """On a tensor that stands for the parameter, as ``others``, by number, do for the tensors of ``trace``, and
+        ``copies``, by id, for what else it reaches."""
+
+        def called(given: torch.Tensor) -> Any:
+            with _InHook(self, trace, others, copies or {}):
+                return self.fn(self.parameter if self.late else given)
+
+        how = target.register_post_accumulate_grad_hook if self.late else target.register_hook
+        self._handles.append(how(called))
+
+    def remove(self) -> None:
+        """From all that stood for the parameter, which would be kept for ever: Python's search for garbage does not
+        see what a tensor keeps."""
+        while self._handles:
+            self._handles.pop().remove()
+
+    def keeps(self) -> bool:
+        """Whether something is held of what it has seen, when all else is gone."""
+        if self.key is None and any(r() is not None for r in self.made):
+            gc.collect()
+        return self.key is None and any(r() is not None for r in self.made)
+
+
+class _InHook(Inner):
+    """Inside of a hook: it may compute with tensors that have no data, and not look at them or take them away."""
+
+    def __init__(
+        self, hook: GradientHook, trace: FunctionTrace, others: Any, copies: Mapping[int, torch.Tensor]
+    ) -> None:
+        super().__init__(trace, others)
+        self.hook, self.copies = hook, copies
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if self.copies:
+            args, kwargs = map_tensors(lambda t: self.copies.get(id(t), t), (tuple(args), dict(kwargs or {})))
+        reads = name_of(func) in READS and any(compat.is_fake(t) for t in tensors_in(args))
+        unplannable = Unplannable(
+            f"{self.hook}, which reads a gradient ({name_of(func)}),", _NO_DATA, _BETWEEN
+        )
+        if reads and name_of(func) in SHOWN:
+            raise unplannable
+        try:
+            out = super().__torch_function__(func, types, args, kwargs)
+        except Unsupported as no:
+            raise unplannable if reads else no from no
+        self.hook.made += [weakref.ref(t) for t in tensors_in(out) if compat.is_fake(t)]
+        return out
+
+
+_NO_DATA = "gradients are there only when the step has run"
+_BETWEEN = (
+    "do it between step.backward(batch) and step.update() (fit(…, split=True)), or with ops alone "
+    "(total.add_(grad.norm()), where total is a tensor)"
+)
+
+
 class Owned:
     """A model's modules, parameters and buffers, and where buffers stand, looked up once."""
 
@@ -111,6 +211,15 @@ class Owned:
         self.buffers = dict(model.named_buffers())
         homes = [(n, m._buffers, k) for n, (m, k) in {n: _home(model, n) for n in self.buffers}.items()]
         self.homes = tuple((n, home, k, self.buffers[n]) for n, home, k in homes)
+
+    def hooks(self) -> list[GradientHook]:
+        """Those on parameters, as they are now."""
+        return [
+            GradientHook(n, p, fn, late=late)
+            for n, p in self.parameters
+            if compat.gradient_hooks(p)
+            for late, fn in compat.gradient_hooks(p)
+        ]
 
     def replaced(self) -> list[tuple[str, dict[str, Any], str, torch.Tensor, torch.Tensor]]:
         """(name, mapping, key, own tensor, tensor there now) of buffers in whose place something else stands."""
@@ -147,9 +256,14 @@ def run_code(
             out = code.rerun.run(lambda given: code.asked(loss_fn, given))
             asked = code.finish(out)
             del out
-        return asked
     finally:
         code.expire()
+    for hook in code.hooks:
+        if hook.keeps():
+            raise Unplannable(
+                f"{hook}, which keeps a gradient or what it has made of one,", _NO_DATA, _BETWEEN
+            )
+    return asked
 
 
 class _Code:
@@ -166,6 +280,13 @@ class _Code:
         self.left = [Leftovers(self.model, known)]
         self.has_run = False
         self.shown: list[FunctionTrace] = []
+        self.hooks = owned.hooks()
+        for hook in self.hooks:
+            if hook.name not in ending.wanted and hook.parameter.requires_grad:
+                raise Unsupported(
+                    f"{hook}, which the optimizer does not step", "the step leaves its gradient out",
+                    "remove it, give the parameter to the optimizer, or train in parts (split=True)",
+                )  # fmt: skip
 
     @contextmanager
     def open(self) -> Iterator[None]:
@@ -206,6 +327,9 @@ class _Code:
     # --- around the code ---
 
     def asked(self, loss_fn: LossFn, given: Any) -> Any:
+        for hook in self.hooks:
+            if hook.parameter.requires_grad:
+                self.rerun.special(add_hook, (hook.parameter, hook), {})
         out = loss_fn(self.model, given)
         self.rebound()
         self.has_run = True
@@ -223,6 +347,8 @@ class _Code:
         shown, self.shown = self.shown, []
         self.__dict__.pop("rerun", None)  # not there where no run has begun
         del self.captures
+        for hook in self.hooks:
+            hook.remove()
         for trace in {id(t): t for t in shown if t.program is not None}.values():
             expire_kept(trace)
 

@@ -26,6 +26,7 @@ from tightship.frontends.torch.rerun.function_trace import (
     ExecutionState,
     FunctionCall,
     FunctionTrace,
+    add_hook,
     form,
     map_tensors,
     name_of,
@@ -37,7 +38,7 @@ from tightship.frontends.torch.rerun.function_trace import (
     write_back,
 )
 
-__all__ = ["Rerun"]
+__all__ = ["READS", "SHOWN", "Rerun"]
 
 
 _DATA = {"tensor", "as_tensor", "asarray", "scalar_tensor", "from_numpy", "frombuffer", "from_dlpack"}
@@ -46,13 +47,13 @@ _DATA = {"tensor", "as_tensor", "asarray", "scalar_tensor", "from_numpy", "fromb
 _WATCHED = 1 << 24
 """Bytes of constants in memory of NumPy's or of others, at most, that are watched for changes while the code runs."""
 
-_READS = {
+READS = {
     "item", "tolist", "__bool__", "__int__", "__float__", "__complex__", "__index__", "is_nonzero", "equal",
     "allclose", "numpy", "__array__", "__contains__", "__format__", "__repr__", "__str__", "data_ptr", "__reversed__",
 }  # fmt: skip
 """Functions that hand contents to Python: of tensors that the step does not write, they are run in every step."""
 
-_SHOWN = {"__repr__", "__format__", "__str__", "numpy", "__array__", "data_ptr", "__dlpack__"}
+SHOWN = {"__repr__", "__format__", "__str__", "numpy", "__array__", "data_ptr", "__dlpack__"}
 _SETTERS = {"requires_grad.__set__", "requires_grad_", "data.__set__", "grad.__set__", "set_", "resize_"}
 
 
@@ -204,7 +205,7 @@ class Rerun(TorchFunctionMode):
             if call.bound and self.bound:
                 return map_tensors(lambda t: self.bound.get(self.trace.index[id(t)], t), call.answer)
             return list(call.answer) if type(call.answer) is list else call.answer
-        if call.kind == "last":
+        if call.kind in ("last", "hook"):
             return None
         answer = func(*args, **kwargs)
         if call.kind == "data":
@@ -326,6 +327,8 @@ class Rerun(TorchFunctionMode):
         self.execution = Execution(self._start(), trace)
         # With other numbers a call may hand back its argument, or no longer: tensors get numbers of their own.
         new = {n: n for n in range(trace.inputs)}
+        others = self._others
+        trace.elsewhere = lambda key: new.get(known.index.get(key, others.get(key, -1)))
         states = compat_capture.States()
         with states.kept():
             for k, call in enumerate(known.calls[: self._at]):
@@ -334,6 +337,7 @@ class Rerun(TorchFunctionMode):
         self.execution.capture.place(None)
         seen = {id(t): n for n, t in enumerate(known.tensors) if compat.is_fake(t)}
         self._others = {key: new[n] for key, n in {**self._others, **seen}.items() if n in new}
+        trace.elsewhere = self._others.get
         self._held.append(known)
         self.trace = trace
         self.shown.append(trace)
@@ -366,6 +370,8 @@ class Rerun(TorchFunctionMode):
         elif call.kind == "last":
             self._note_constants(trace, args, kwargs)
             execution.write_back(*args)
+        elif call.kind == "hook":
+            execution.add_hook(*args)
         elif call.kind == "op":
             execution.capture.place(call.origin)
             self._note_constants(trace, args, kwargs)
@@ -395,11 +401,14 @@ class Rerun(TorchFunctionMode):
             kind, answer = "last", None
             self._note_constants(trace, args, kwargs)
             execution.write_back(*args)
+        elif func is add_hook:
+            kind, answer = "hook", None
+            execution.add_hook(*args)
         elif not tensors and name in _DATA:
             kind, answer = "data", func(*args, **kwargs)
             execution.constant(answer)
             self._watch(answer)
-        elif tensors and name in _READS and all(self._is_data(t) for t in tensors):
+        elif tensors and name in READS and all(self._is_data(t) for t in tensors):
             kind, answer = "now", func(*args, **kwargs)
             self._note_constants(trace, args, kwargs, used=False)
             first = len(trace.tensors)
@@ -445,7 +454,7 @@ class Rerun(TorchFunctionMode):
 
     def _check(self, name: str, args: Any, kwargs: Any, origin: Origin) -> None:
         """Refuses what capture cannot do as eager would."""
-        if name in _SHOWN:
+        if name in SHOWN:
             raise Unsupported(
                 f"{name} of a tensor in a step at {origin}", "its contents are there only when the step has run",
                 "hand the tensor back as a result and look at it there",
@@ -469,6 +478,8 @@ class Rerun(TorchFunctionMode):
 
 def _repeats(func: Any, args: Any, kwargs: Any) -> bool:
     """Whether the caller's own Python code runs inside the call or in its backward pass, with an unknown outcome."""
+    if func is add_hook:
+        return args[1].key is None
     inner = getattr(func, "inner_code", ())
     callables = [
         x for x in (*args, *kwargs.values()) if callable(x) and not isinstance(x, (torch.Tensor, type))
