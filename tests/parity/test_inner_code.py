@@ -87,7 +87,8 @@ def test_a_scripted_module_with_an_attribute_that_changes():
     model = nn.Sequential(mlp(), torch.jit.script(Scripted()))
 
     def loss_fn(model, batch):
-        return functional.cross_entropy(model(batch[0]), batch[1])
+        with torch.jit.optimized_execution(False):  # else it differentiates by other formulas after some steps
+            return functional.cross_entropy(model(batch[0]), batch[1])
 
     def before(k):
         model[1].factor = 1.0 + 0.25 * k
