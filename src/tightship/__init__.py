@@ -12,7 +12,7 @@
 from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
 
-from tightship.api import Frontier, Planned, check, fit, frontier, infer, load, max_batch, plan
+from tightship.api import Frontier, Planned, check, fit, frontier, infer, load, max_batch, plan, tag
 from tightship.errors import (
     BadInput,
     BudgetExceeded,
@@ -54,6 +54,7 @@ __all__ = [
     "load",
     "max_batch",
     "plan",
+    "tag",
 ]
 
 

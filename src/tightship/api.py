@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 __all__ = [
     "BatchRequest", "FitOptions", "Frontier", "FrontierRequest", "InferOptions", "PlanRequest", "Planned",
     "check", "fit", "frontier", "infer", "load", "max_batch", "plan", "plan_graph", "plan_named",
-    "systems", "violations",
+    "systems", "tag", "violations",
 ]  # fmt: skip
 
 Progress = Callable[[int, float, bool], bool]
@@ -222,6 +222,23 @@ def _preparing(shown: bool) -> Preparing | None:
     from tightship.report.progress import Preparing
 
     return Preparing() if shown else None
+
+
+def tag(
+    joint: torch.fx.GraphModule,
+    budget: BudgetLike,
+    *,
+    outputs: int | None = None,
+    **options: Unpack[PlanOptions],
+) -> Plan:
+    """Tags for PyTorch's partitioners on any joint fx graph: see `tightship.integrations.torch_inductor.tag`.
+
+    ``tag(joint, "6GiB")`` writes a ``CheckpointPolicy`` into each ``node.meta["recompute"]``.
+    """
+    need_torch("tagging a joint graph")
+    from tightship.integrations.torch_inductor import tag as write
+
+    return write(joint, budget, outputs=outputs, **options)
 
 
 # --- planning ---

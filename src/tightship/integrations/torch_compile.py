@@ -30,12 +30,12 @@ from tightship.execute import allocator
 from tightship.execute.interpreter import Fallback
 from tightship.execute.prepared import plan_on_heap
 from tightship.execute.profile import profile
-from tightship.execute.script import device_of
 from tightship.frontends.torch import compat, compat_compile
 from tightship.frontends.torch.capture.joint import Joint, Primal, lower_joint, pinned
 from tightship.frontends.torch.program import Program, Ref
 from tightship.graph import Graph, aligned
 from tightship.integrations.accounting import Entry, Ledger, StepBytes, StepMemory, measure_optimizers
+from tightship.integrations.torch_inductor import CompiledGraph, Shares, compile_within
 from tightship.integrations.torch_partition import (
     CompileOptions,
     Cut,
@@ -106,7 +106,7 @@ def backend(
     return session.compile(gm, example_inputs)
 
 
-def compiled_plans(compiled: Any) -> tuple[PlannedGraph, ...]:
+def compiled_plans(compiled: Any) -> tuple[PlannedGraph | CompiledGraph, ...]:
     """The planned graphs of a compiled module or function, in the order they were planned (empty before its
     first call). Plans are found by the ``options`` given to torch.compile: raises ``BadInput`` if there were
     none."""
@@ -121,7 +121,7 @@ def measured_step(compiled: Any) -> AbstractContextManager[StepBytes]:
     None where a graph was planned meanwhile. Raises ``NoCompiler`` where nothing can be measured.
     """
     session = compiled_session(compiled)
-    kinds = {allocator.kind_of(device_of(p.graph) or "cpu") for p in session.graphs}
+    kinds = {allocator.kind_of(p.device) for p in session.graphs}
     return StepBytes().measuring(session.ledger, session.graphs, "cuda" if "cuda" in kinds else "cpu")
 
 
@@ -201,7 +201,7 @@ class Session(NotCopied):
     given: Mapping[str, Any]
     options: CompileOptions
     ledger: Ledger
-    graphs: list[PlannedGraph] = field(default_factory=list)
+    graphs: list[PlannedGraph | CompiledGraph] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     arenas: dict[int, FrameArena] = field(default_factory=dict)
     casts: dict[str, Any] = field(
@@ -218,6 +218,10 @@ class Session(NotCopied):
                 what = f"what is called at {follows.place}, but for graphs of its own,"
                 self.unplanned(what, f"Dynamo breaks the graph there ({follows.why})")
             graph = _Compilation(self, gm)
+            if self.options.mode == "compiled":
+                compiled = graph.compiled(gm, inputs)
+                self._warn_of_recompile_limit()
+                return compiled
             compiled = graph.run(gm, inputs, symbolic)
             self._warn_of_recompile_limit()
             compiled = self._watching_casts(compiled, graph.cast) if graph.cast else compiled
@@ -334,6 +338,25 @@ class _Compilation:
             inference=self.inference, symbolic=symbolic,
         )  # fmt: skip
 
+    def compiled(self, gm: Any, inputs: Sequence[Any]) -> Callable[..., Any]:
+        """Compiled mode: what Inductor makes of the graph."""
+        session, last = self.session, self.graph_break is None
+        shares = Shares(session.ledger, self.frame, self._storages_in, last)
+        arena = session.arenas.setdefault(self.frame, FrameArena())
+        run, planned = compile_within(gm, inputs, self.options, arena, shares)
+        session.graphs.append(planned)
+        if self.graph_break is not None:
+            planned.notes.append(
+                f"a graph break follows at {self.graph_break.place}: the budget is shared with other graphs"
+            )
+        if self.options.on_plan is not None:
+            self.options.on_plan(planned)
+
+        def call(*args: Any, _session: Session = session) -> Any:
+            return run(*args)
+
+        return call
+
     def partition(self, gm: Any, outputs: int, static: Sequence[int]) -> tuple[Any, Any]:
         self.tangents = compat_compile.tangent_strides(gm)
         primals = self._primals(gm, static)
@@ -404,8 +427,11 @@ class _Compilation:
         return rows
 
     def _storages(self, graph: Graph) -> dict[int, int]:
+        return self._storages_in(graph.static_bytes)
+
+    def _storages_in(self, static: int) -> dict[int, int]:
         """Identity and bytes of the caller's tensors, without those that an earlier graph made and counts;
-        what is not known counts as itself."""
+        what is not known counts as itself. ``static``: bytes of all inputs."""
         storages: dict[int, int] = {}
         counted = 0
         for n in self.placeholders:
@@ -417,7 +443,7 @@ class _Compilation:
                 counted += size
             else:
                 storages[key] = max(storages.get(key, 0), size)
-        rest = graph.static_bytes - sum(storages.values()) - counted
+        rest = static - sum(storages.values()) - counted
         return {**storages, -1 - self.frame: rest} if rest > 0 else storages
 
     # --- planning ---

@@ -58,6 +58,11 @@ class CompileOptions:
         "bytes for all graphs of the model together (6GiB, an int), or a percentage of the first training step's "
         "unplanned peak (60%, static+60%), resolved to bytes once; none: keep everything, in the better order",
     )
+    mode: str = option(
+        "exact",
+        "exact: op by op on ATen, bit-identical to eager; compiled: what PyTorch Inductor makes of the graphs, with "
+        "Inductor's numbers",
+    )
     arena: bool = option(True, "serve requests from an arena at planned offsets")
     strict: bool = option(False, "raise when a step did not go as planned")
     eager_fallback: bool = option(
@@ -88,6 +93,7 @@ _KNOWN: Final = _DEFAULTS.keys() - {"planner", "hand_out", "place"}
 class BackendOptions(PlanOptions, total=False):
     """The fields of `CompileOptions` as keywords: all but ``hand_out`` and ``place`` of the planner's."""
 
+    mode: str
     arena: bool
     strict: bool
     eager_fallback: bool
@@ -110,6 +116,8 @@ def read_options(given: Mapping[str, Any]) -> CompileOptions:
     if given.get("on_plan") is not None and not callable(given["on_plan"]):
         raise BadInput("on_plan must be a function of one argument", given["on_plan"], _PLACE)
     _check_recompute_only(given)
+    if given.get("mode", "exact") not in ("exact", "compiled"):
+        raise BadInput("mode must be 'exact' or 'compiled'", given["mode"], _PLACE)
     for folder in ("order", "evict"):
         if given.get(folder, "given") != "given":
             planner_named(given[folder], folder)
@@ -290,6 +298,11 @@ class PlannedGraph(NotCopied):
         self._first: RunStats | None = None
         self._outputs: dict[int, Any] = {}
         self._complained = False
+
+    @property
+    def device(self) -> str:
+        """Where its memory is."""
+        return self._device
 
     @property
     def graph(self) -> Graph:

@@ -1,0 +1,260 @@
+"""Compiled code within budgets in bytes: tightship's compiled mode beside Inductor's own ways and eager.
+
+    python benchmarks/compiled.py [--models gpt,…] [--budgets 80%,60%,…] [--rounds 5] [--json]
+
+A row for each model and way: the peak that was planned and the one that was measured (forward and backward pass,
+with parameters, batch and gradients), the time of a step over stock Inductor's, and of the first step over stock
+Inductor's first step. Ways: eager; Inductor at several ``activation_memory_budget`` values; Inductor with a
+checkpoint around each block; tightship exact; tightship compiled without a budget and at each of ``--budgets``, of
+stock Inductor's peak. All of one model's ways run in this process; steps are timed in turns. Models are made from
+configurations, with random weights. Kernels come from Inductor's cache of C++ where it has them: empty
+``TORCHINDUCTOR_CACHE_DIR`` for cold compile times.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+import tightship
+from tightship.execute.allocator import Meter
+from tightship.integrations.torch_compile import compiled_plans
+
+STOCK = (1.0, 0.7, 0.5, 0.3, 0.1, 0.0)
+
+
+# --- models ---
+
+
+class Block(nn.Module):
+    """A block of a GPT, its attention written out."""
+
+    def __init__(self, width: int, heads: int, dropout: float) -> None:
+        super().__init__()
+        self.norms = nn.ModuleList(nn.LayerNorm(width) for _ in range(2))
+        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+        self.heads, self.dropout = heads, dropout
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        b, t, d = x.shape
+        q, k, v = self.qkv(self.norms[0](x)).view(b, t, 3, self.heads, d // self.heads).permute(2, 0, 3, 1, 4)
+        scores = (q @ k.transpose(-1, -2)) * (d // self.heads) ** -0.5
+        mask = torch.ones(t, t, dtype=torch.bool, device=x.device).tril()
+        weights = F.dropout(scores.masked_fill(~mask, float("-inf")).softmax(-1), self.dropout, self.training)
+        x = x + self.out((weights @ v).transpose(1, 2).reshape(b, t, d))
+        return x + F.dropout(self.down(F.gelu(self.up(self.norms[1](x)))), self.dropout, self.training)
+
+
+class GPT(nn.Module):
+    """A GPT that gives its loss."""
+
+    def __init__(
+        self,
+        layers: int = 4,
+        width: int = 128,
+        length: int = 128,
+        vocabulary: int = 512,
+        dropout: float = 0.0,
+    ) -> None:
+        super().__init__()
+        self.tokens = nn.Embedding(vocabulary, width)
+        self.positions = nn.Parameter(torch.randn(length, width) * 0.02)
+        self.blocks = nn.ModuleList(Block(width, 4, dropout) for _ in range(layers))
+        self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, vocabulary, bias=False)
+        self.checkpointed = False
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        h = self.tokens(x) + self.positions
+        for block in self.blocks:
+            h = checkpoint(block, h, use_reentrant=False) if self.checkpointed else block(h)
+        return F.cross_entropy(self.head(self.norm(h)).flatten(0, 1), y.flatten())
+
+
+def gpt(dropout: float = 0.0) -> tuple[nn.Module, tuple[Any, ...]]:
+    """Four layers of 128, a batch of 8 times 128 tokens, a vocabulary of 512."""
+    return GPT(dropout=dropout), tuple(torch.randint(0, 512, (8, 128)) for _ in range(2))
+
+
+class Loss(nn.Module):
+    """A model whose output's mean square is its loss."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.model(x).square().mean()
+
+
+def convnet() -> tuple[nn.Module, tuple[Any, ...]]:
+    """Residual blocks of convolutions with group norms, on 16 images of 32 by 32."""
+
+    class Residual(nn.Module):
+        def __init__(self, width: int) -> None:
+            super().__init__()
+            rows = [
+                m for _ in range(2) for m in (nn.Conv2d(width, width, 3, padding=1), nn.GroupNorm(8, width))
+            ]
+            self.body = nn.Sequential(*rows)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return F.relu(x + self.body(x))
+
+    body = [nn.Conv2d(3, 32, 3, padding=1), *(Residual(32) for _ in range(4)), nn.AdaptiveAvgPool2d(1)]
+    return Loss(nn.Sequential(*body, nn.Flatten(), nn.Linear(32, 10))), (torch.randn(16, 3, 32, 32),)
+
+
+MODELS: dict[str, Callable[[], tuple[nn.Module, tuple[Any, ...]]]] = {
+    "gpt": gpt,
+    "gpt-dropout": lambda: gpt(0.1),
+    "convnet": convnet,
+}
+
+
+# --- ways ---
+
+
+class Way:
+    """One way to run a model's step."""
+
+    def __init__(self, name: str, model: nn.Module, batch: tuple[Any, ...], call: Callable[..., Any]) -> None:
+        self.name, self.model, self.batch, self.call = name, model, batch, call
+        self.first = 0.0
+        self.times: list[float] = []
+        self.peak = 0
+        self.budget: int | None = None
+        self.planned: int | None = None
+        self.note = ""
+
+    def step(self) -> float:
+        self.model.zero_grad()
+        began = time.perf_counter()
+        self.call(*self.batch).backward()
+        return time.perf_counter() - began
+
+    def prepare(self) -> None:
+        """The first steps, and the peak of the last of them."""
+        self.first = self.step()
+        self.step()
+        self.model.zero_grad()
+        static = sum(
+            -(-t.untyped_storage().nbytes() // 64) * 64 for t in [*self.model.parameters(), *self.batch]
+        )
+        static += sum(-(-t.untyped_storage().nbytes() // 64) * 64 for t in self.model.buffers())
+        with Meter() as meter:
+            self.step()
+        self.peak = static + meter.peak
+
+
+def stock(model: nn.Module, share: float) -> Callable[..., Any]:
+    """Inductor at an ``activation_memory_budget``, which it reads while it compiles."""
+    compiled = torch.compile(model, dynamic=False)
+
+    def call(*batch: Any) -> Any:
+        with torch._functorch.config.patch(activation_memory_budget=share):
+            return compiled(*batch)
+
+    return call
+
+
+def ways(name: str, budgets: Sequence[str]) -> list[Way]:
+    """All of them, prepared."""
+    found: list[Way] = []
+
+    def add(
+        label: str, make: Callable[[nn.Module], Callable[..., Any]], *, blocks: bool = False
+    ) -> Way | None:
+        torch.manual_seed(0)
+        torch._dynamo.reset()
+        model, batch = MODELS[name]()
+        if blocks:
+            model.checkpointed = True
+        way = Way(label, model, batch, make(model))
+        try:
+            way.prepare()
+        except tightship.Infeasible as error:
+            way.note, way.budget, way.peak = "infeasible", error.budget, error.best_peak
+        else:
+            found.append(way)
+        say(f"{name} {label}: {way.peak} {way.note} first {way.first:.1f} s")
+        return way
+
+    def ours(label: str, **options: Any) -> None:
+        kept: list[Any] = []
+
+        def make(model: nn.Module) -> Callable[..., Any]:
+            kept.append(torch.compile(model, backend="tightship", options={"strict": True, **options}))
+            return kept[0]  # type: ignore[no-any-return]
+
+        way = add(label, make)
+        if way is not None and not way.note:
+            (graph,) = compiled_plans(kept[0])
+            way.planned, way.budget = graph.plan.peak, graph.plan.budget
+
+    reference = add("Inductor 1.0", lambda model: stock(model, 1.0))
+    assert reference is not None
+    add("eager", lambda model: model)
+    for share in STOCK[1:]:
+        add(f"Inductor {share}", lambda model, share=share: stock(model, share))  # type: ignore[misc]
+    if isinstance(reference.model, GPT):
+        add("Inductor, checkpoint per block", lambda model: stock(model, 1.0), blocks=True)
+    ours("tightship compiled", mode="compiled")
+    for budget in budgets:
+        share = float(budget.rstrip("%")) / 100
+        ours(f"tightship compiled {budget}", mode="compiled", budget=int(reference.peak * share))
+    ours("tightship exact", budget=None)
+    return found
+
+
+def rows_of(name: str, budgets: Sequence[str], rounds: int) -> list[dict[str, Any]]:
+    """The rows of one model."""
+    found = ways(name, budgets)
+    for _ in range(rounds):
+        for way in found:
+            way.times.append(way.step())
+    base = found[0]
+    return [
+        {
+            "model": name, "way": w.name, "budget": w.budget, "planned_peak": w.planned, "measured_peak": w.peak,
+            "time_ratio": round(statistics.median(w.times) / statistics.median(base.times), 3),
+            "compile_ratio": round(w.first / base.first, 3),
+        }
+        for w in found
+    ]  # fmt: skip
+
+
+def say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--models", default=",".join(MODELS), help="some of %(default)s")
+    parser.add_argument("--budgets", default="80%%,60%%,50%%,42%%,37%%", help="of stock Inductor's peak")
+    parser.add_argument("--rounds", type=int, default=7, help="timed steps of each way")
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    given = parser.parse_args()
+    budgets = [b for b in given.budgets.replace("%%", "%").split(",") if b]
+    rows = [r for name in given.models.split(",") for r in rows_of(name, budgets, given.rounds)]
+    if given.json:
+        print(json.dumps({"rows": rows}))
+        return
+    for r in rows:
+        print(" | ".join(str(r[k]) for k in r))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,393 @@
+"""A joint graph as a fusing compiler runs it: a small Graph of the tensors that will exist -> what to save.
+
+Views, what is made from no tensor, and pointwise ops that feed nothing but one other kernel take no memory of their
+own once they are fused: here they belong to each op that reads them, and are computed there. What is left (matrix
+products, reductions, pointwise results that several kernels or one of somebody else's read) are the ops of a `Graph`
+over storages, with the boundary between the passes as an op of its own, as in ``joint``. Sizes are exact, but which
+tensors exist is a model of Inductor's rules: bytes of a plan are to be corrected by a replay of what it really does.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch.fx import GraphModule, Node
+
+from tightship.errors import Unsupported
+from tightship.frontends.builder import GraphBuilder, trace_line
+from tightship.frontends.torch import compat, compat_compile, compat_inductor
+from tightship.graph import Graph, Op
+from tightship.machine import modeled_time
+from tightship.plan import Plan
+
+__all__ = ["FusedJoint", "fuse"]
+
+_LIKE_VIEWS = ("aten._unsafe_view.default", "aten.reshape.default")
+_LIKE_POINTWISE = (
+    "prims.convert_element_type.default", "prims.inductor_lookup_seed.default", "prims.inductor_random.default",
+    "prims.inductor_lookup_seed", "prims.inductor_random", "inductor_lookup_seed", "inductor_random",
+    "aten.clone.default", "aten.embedding.default", "aten.index.Tensor", "aten.gather.default",
+    "aten.constant_pad_nd.default", "aten._to_copy.default",
+)  # fmt: skip
+
+
+@dataclass(frozen=True, eq=False)
+class FusedJoint:
+    """``graph``, and which fx node's tensor each of its storages is. ``seconds``: of each node, by name."""
+
+    graph: Graph
+    boundary: int
+    nodes: dict[int, str]
+    primals: tuple[str, ...]
+    seconds: dict[str, float]
+    calls: dict[int, Node]
+    exists: frozenset[Node]
+    late: frozenset[Node]
+
+    def is_late(self, node: Node) -> bool:
+        """Whether a node is of the backward pass."""
+        return node in self.late
+
+    def saved(self, plan: Plan) -> tuple[str, ...]:
+        """The nodes that cross the boundary: what its backward pass reads before it makes it, and the inputs."""
+        uses, steps = self.graph.uses, plan.steps
+        at = next(k for k, s in enumerate(steps) if s.kind == "compute" and s.op == self.boundary)
+        there: set[int] = set(uses.defines[self.boundary])
+        needed: dict[int, None] = {}
+        for step in steps[at + 1 :]:
+            if step.kind in ("compute", "recompute"):
+                needed.update(dict.fromkeys(s for s in uses.reads[step.op] if s not in there))
+                there.update(uses.defines[step.op] if step.kind == "compute" else step.storages)
+        return (*self.primals, *(self.nodes[s] for s in sorted(needed) if s in self.nodes))
+
+    def ordered(self, plan: Plan, pair: compat_inductor.Pair) -> compat_inductor.Pair:
+        """``pair``, which saves what `saved` says, with the backward pass as the plan has it: its order, and a copy
+        of an op's nodes for each time that it runs. Raises ``Unsupported`` where the plan computes in the backward
+        pass what draws random numbers or must happen once."""
+        return compat_inductor.with_backward(pair, _Writing(self, plan, pair).run())
+
+    def recompute_time(self, pair: compat_inductor.Pair) -> tuple[int, float]:
+        """How many kernels run again, and their seconds, modeled."""
+        first = {n.name for n in pair.forward.graph.nodes if n.op == "call_function"}
+        names = [compat_inductor.origin(n) for n in pair.backward.graph.nodes if n.op == "call_function"]
+        again = [name for k, name in enumerate(names) if name in first or name in names[:k]]
+        kernels = [self.seconds[name] for name in again if name in self.seconds]
+        return len(kernels), sum(kernels)
+
+
+@dataclass
+class _Writing:
+    """Writes a plan's backward pass as an fx graph."""
+
+    joint: FusedJoint
+    plan: Plan
+    pair: compat_inductor.Pair
+    fx: torch.fx.Graph = field(default_factory=torch.fx.Graph)
+    there: dict[Node, Node] = field(default_factory=dict)  # a joint node's tensor, as it is now
+    made: dict[tuple[Any, ...], Node] = field(default_factory=dict)  # what is fused into its readers
+    segment: int = 0  # grows with every kernel that nothing is fused into
+
+    def run(self) -> torch.fx.Graph:
+        joint, graph, steps = self.joint, self.joint.graph, self.plan.steps
+        (call, *_) = joint.calls.values()
+        self.named = {n.name: n for n in call.graph.nodes}
+        for old in [n for n in self.pair.backward.graph.nodes if n.op == "placeholder"]:
+            new = self.fx.placeholder(old.name)
+            new.meta = dict(old.meta)
+            self.there[self.named[old.name]] = new
+        at = next(k for k, s in enumerate(steps) if s.kind == "compute" and s.op == joint.boundary)
+        for step in steps[at + 1 :]:
+            if step.kind == "free" and step.form == "full":
+                for s in step.storages:
+                    self.there.pop(self.named[joint.nodes[s]], None)
+            elif step.kind in ("compute", "recompute"):
+                op = graph.ops[step.op]
+                if step.kind == "recompute" and not op.pure:
+                    raise Unsupported(f"computing {op.name} in the backward pass", "it must happen once")
+                kept = graph.uses.defines[step.op] if step.kind == "compute" else step.storages
+                self.op(joint.calls[step.op], {joint.nodes[s] for s in kept})
+        (old,) = self.pair.backward.graph.find_nodes(op="output")
+        (results,) = call.graph.find_nodes(op="output")
+        given = torch.utils._pytree.tree_leaves(results.args[0])[self.pair.outputs :]
+        out = self.fx.output(tuple(self.read(x) if isinstance(x, Node) else x for x in given))
+        out.meta = dict(old.meta)
+        return self.fx
+
+    def op(self, node: Node, kept: set[str]) -> None:
+        if not _is_pointwise(node) and not _is_reduction(node):
+            self.segment += 1
+        new = self.copied(node)
+        parts = [u for u in node.users if u.target is operator.getitem]
+        for part in parts or [node]:
+            if part.name in kept or not parts:
+                self.there[part] = self.copied(part, {node: new}) if part is not node else new
+
+    def copied(self, node: Node, given: dict[Node, Node] | None = None) -> Node:
+        resolve = self.read if given is None else lambda a: given.get(a) or self.read(a)
+        new = self.fx.node_copy(node, resolve)
+        new.meta = {**node.meta, "tightship_origin": node.name, compat_inductor.SEGMENT: self.segment}
+        return new
+
+    def read(self, node: Node) -> Node:
+        """The node's tensor where it is read: one that is there, or computed there from such."""
+        if node in self.there:
+            return self.there[node]
+        if node.op == "placeholder":
+            raise Unsupported(f"reading {node.name} in the backward pass", "it is not saved")
+        if node in self.joint.exists and node.target is not operator.getitem:
+            raise Unsupported(f"reading {node.name} in the backward pass", "the plan has it nowhere then")
+        for a in node.all_input_nodes:
+            self.read(a)
+        key = (self.segment, node, *(self.read(a) for a in node.all_input_nodes))
+        if key not in self.made:
+            self.made[key] = self.copied(node)
+        return self.made[key]
+
+
+def fuse(gm: GraphModule, outputs: int, *, name: str = "joint") -> FusedJoint:
+    """The model of a joint graph whose first ``outputs`` results are the forward pass's. Raises ``Unsupported`` for
+    higher-order ops and symbolic sizes."""
+    return _Fusing(gm, outputs, name).run()
+
+
+@dataclass
+class _Fusing:
+    gm: GraphModule
+    outputs: int
+    name: str
+    builder: GraphBuilder = field(default_factory=GraphBuilder)
+    value: dict[Node, int] = field(default_factory=dict)  # of nodes with a storage
+    nodes: dict[int, str] = field(default_factory=dict)
+    seconds: dict[str, float] = field(default_factory=dict)
+    ops: dict[int, Node] = field(default_factory=dict)
+
+    def run(self) -> FusedJoint:
+        (output,) = self.gm.graph.find_nodes(op="output")
+        self.results = list(torch.utils._pytree.tree_leaves(output.args[0]))
+        self.calls = [n for n in self.gm.graph.nodes if n.op == "call_function"]
+        self._check()
+        self.late = _late(self.gm, self.results[: self.outputs])
+        self.exists = self._existing()
+        primals = self._primals()
+        for n in self.calls:
+            if n not in self.late:
+                self._op(n)
+        boundary = self._boundary()
+        for n in self.calls:
+            if n in self.late:
+                self._op(n)
+        wanted = [v for x in self.results if isinstance(x, Node) for v in self._leaves(x)]
+        graph = self.builder.graph(dict.fromkeys(wanted), self.name)
+        graph = _held(graph, boundary, self._forward())
+        return FusedJoint(
+            graph,
+            boundary,
+            self.nodes,
+            primals,
+            self.seconds,
+            self.ops,
+            frozenset(self.exists),
+            frozenset(self.late),
+        )
+
+    def _check(self) -> None:
+        for n in self.calls:
+            if isinstance(n.target, torch._ops.HigherOrderOperator):
+                raise Unsupported(f"{n.target} at {_place(n)}", "it is not an ATen op")
+            for t in _tensors(n):
+                if any(isinstance(x, torch.SymInt) for x in (*t.shape, *t.stride())):
+                    raise Unsupported(f"a symbolic size at {_place(n)}", "a budget needs numbers")
+
+    # --- which tensors exist ---
+
+    def _existing(self) -> set[Node]:
+        """Of the nodes that could be fused away, those that have a tensor all the same; and all others."""
+        handed = {x for x in self.results if isinstance(x, Node)}
+        readers: dict[Node, set[Node]] = {}
+        exists: set[Node] = set()
+        for n in reversed(self.calls):
+            users = [u for u in n.users if u.op == "call_function"]
+            reached: set[Node] = set()
+            for u in users:
+                reached |= {u} if u in exists else readers.get(u, set())
+            readers[n] = reached
+            if n.target is operator.getitem or _is_view(n) or _is_created(n):
+                continue
+            foreign = any(not _is_pointwise(r) and not _is_reduction(r) for r in reached)
+            across = n not in self.late and any(r in self.late for r in reached)
+            drawn = "inductor_random" in str(n.target)  # Inductor writes them out always
+            if not _is_pointwise(n) or drawn or n in handed or foreign or len(reached) > 1 or across:
+                exists.add(n)
+        return exists
+
+    def _leaves(self, n: Node) -> dict[int, None]:
+        """The values that a node is computed from where it is read."""
+        found: dict[int, None] = {}
+        seen: set[Node] = set()
+        stack = [n]
+        while stack:
+            m = stack.pop()
+            if m in seen:
+                continue
+            seen.add(m)
+            if m in self.value:
+                found[self.value[m]] = None
+            elif m not in self.exists or m.target is operator.getitem:
+                stack.extend(reversed(m.all_input_nodes))
+        return found
+
+    # --- the graph ---
+
+    def _primals(self) -> tuple[str, ...]:
+        names = []
+        for n in self.gm.graph.find_nodes(op="placeholder"):
+            if compat_compile.is_tangent(n):
+                continue
+            names.append(n.name)
+            for t in _tensors(n):
+                self._value(n, t, "input")
+                self.builder.inputs.append(self.value[n])
+        return tuple(names)
+
+    def _value(self, n: Node, t: torch.Tensor, kind: str = "activation") -> None:
+        self.value[n] = self.builder.tensor(
+            n.name, _nbytes(t), str(t.dtype).removeprefix("torch."), tuple(t.shape), kind
+        )
+        self.nodes[self.builder.storage_of(self.value[n])] = n.name
+
+    def _op(self, n: Node) -> None:
+        if n not in self.exists:
+            return
+        reads: dict[int, None] = {}
+        for a in n.all_input_nodes:
+            reads |= self._leaves(a)
+        effect = compat_compile.mutates(n) or (n.is_impure() and not compat_inductor.draws(n))
+        made = [] if effect else [u for u in n.users if u.target is operator.getitem] or [n]
+        for m in made:
+            for t in _tensors(m):
+                self._value(m, t)
+        outs = tuple(self.value[m] for m in made if m in self.value)
+        if not outs and not effect:
+            return
+        flops, seconds = self._cost(n, reads, outs)
+        self.seconds[n.name] = seconds
+        phase = "backward" if n in self.late else "forward"
+        at = self.builder.op(
+            Op(
+                self.builder.op_name(n.name), str(n.target), tuple(reads), outs, random=compat_inductor.draws(n),
+                effect=effect, time=seconds, flops=flops, phase=phase, source=_place(n),
+            )
+        )  # fmt: skip
+        self.ops[at] = n
+
+    def _cost(self, n: Node, reads: dict[int, None], outs: Sequence[int]) -> tuple[int, float]:
+        flops = 0
+        if not _is_pointwise(n) and not _is_reduction(n):
+            args, kwargs = _arguments(n)
+            count = compat.flop_formula(n.target) if isinstance(n.target, torch._ops.OpOverload) else None
+            flops = int(count(*args, **kwargs, out_val=n.meta.get("val"))) if count else 0
+        storages = self.builder.storages
+        traffic = sum(storages[self.builder.storage_of(v)].size for v in (*reads, *outs))
+        return flops, modeled_time(flops, traffic)
+
+    def _forward(self) -> list[int]:
+        return [v for x in self.results[: self.outputs] if isinstance(x, Node) for v in self._leaves(x)]
+
+    def _boundary(self) -> int:
+        tangents = [n for n in self.gm.graph.find_nodes(op="placeholder") if compat_compile.is_tangent(n)]
+        for n in tangents:
+            for t in _tensors(n):
+                self._value(n, t)
+        made = tuple(self.value[n] for n in tangents if n in self.value)
+        before = tuple(k for k, op in enumerate(self.builder.ops) if op.random or op.effect)
+        given = tuple(dict.fromkeys(self._forward()))
+        return self.builder.op(
+            Op("tangents", "tangents", given, made, effect=True, control=before, phase="backward")
+        )
+
+
+def _held(graph: Graph, boundary: int, forward: Sequence[int]) -> Graph:
+    """What the caller gets after the forward pass stays from then on; effects keep to their side of the boundary."""
+    held = {graph.uses.definer[graph.values[v].storage] for v in forward}
+    ops = list(graph.ops)
+    for k, op in enumerate(ops):
+        effect = op.effect or k in held
+        control = (boundary,) if k > boundary and (op.random or op.effect) else op.control
+        ops[k] = replace(op, effect=effect, control=control)
+    before = tuple(k for k in range(boundary) if ops[k].random or ops[k].effect)
+    ops[boundary] = replace(ops[boundary], control=before)
+    return graph.with_ops(tuple(ops))
+
+
+def _late(gm: GraphModule, forward: Sequence[Any]) -> set[Node]:
+    """The nodes of the backward pass: those that depend on tangents, and those traced there that the forward pass
+    does not need."""
+    needed: set[Node] = set()
+    stack = [n for n in forward if isinstance(n, Node)]
+    stack += [n for n in gm.graph.nodes if compat_compile.wanted_by_forward(n)]
+    while stack:
+        n = stack.pop()
+        if n not in needed:
+            needed.add(n)
+            stack.extend(n.all_input_nodes)
+    late: set[Node] = set()
+    for n in gm.graph.nodes:
+        if n.op == "placeholder":
+            if compat_compile.is_tangent(n):
+                late.add(n)
+        elif n.op == "call_function" and (
+            any(a in late for a in n.all_input_nodes) or (compat_compile.is_backward(n) and n not in needed)
+        ):
+            late.add(n)
+    return late
+
+
+# --- kinds of nodes ---
+
+
+def _is_view(n: Node) -> bool:
+    schema = getattr(n.target, "_schema", None)
+    if str(n.target) in _LIKE_VIEWS or schema is None:
+        return str(n.target) in _LIKE_VIEWS
+    return not schema.is_mutable and any(r.alias_info is not None for r in schema.returns)
+
+
+def _is_created(n: Node) -> bool:
+    return not n.all_input_nodes and not compat_inductor.draws(n) and not compat_compile.mutates(n)
+
+
+def _is_pointwise(n: Node) -> bool:
+    if compat_inductor.draws(n) or compat_compile.mutates(n):
+        return False
+    return torch.Tag.pointwise in getattr(n.target, "tags", ()) or str(n.target) in _LIKE_POINTWISE
+
+
+def _is_reduction(n: Node) -> bool:
+    return torch.Tag.reduction in getattr(n.target, "tags", ()) or str(n.target).split(".")[1:2] in (
+        ["sum"], ["mean"], ["amax"], ["amin"], ["var_mean"], ["var"], ["prod"], ["any"], ["argmax"], ["_softmax"],
+    )  # fmt: skip
+
+
+def _tensors(n: Node) -> list[torch.Tensor]:
+    val = n.meta.get("val")
+    return [val] if isinstance(val, torch.Tensor) else []
+
+
+def _nbytes(t: torch.Tensor) -> int:
+    if not t.numel():
+        return 0
+    last = sum((n - 1) * s for n, s in zip(t.shape, t.stride(), strict=True))
+    return int((last + 1) * t.element_size())
+
+
+def _arguments(n: Node) -> tuple[Any, Any]:
+    args, kwargs = torch.fx.node.map_arg((n.args, n.kwargs), lambda a: a.meta.get("val"))
+    return args, kwargs
+
+
+def _place(n: Node) -> str:
+    return trace_line(n.meta.get("stack_trace") or "") or n.name

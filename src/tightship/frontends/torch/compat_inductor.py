@@ -1,0 +1,722 @@
+"""Every touch of PyTorch Inductor's private interfaces, of one version: partition, lower without kernels, compile.
+
+A part of ``compat``, under the same rule: nothing else in tightship may import Inductor. `require_inductor` looks
+for every hook before anything is compiled and raises ``Unsupported`` naming the ones that are gone.
+
+Inductor turns a graph into calls of kernels and, between them, lines that allocate, reuse and free buffers. `lower`
+stops there, before any kernel is written or built; `compile_graph` goes on. Both give the lines as `Lowered`.
+"""
+
+from __future__ import annotations
+
+import importlib
+import operator
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any, Final, Protocol
+
+import torch
+from torch.fx import GraphModule, Node
+
+from tightship.errors import Unsupported
+from tightship.frontends.torch.compat import VERSION, require_torch
+
+__all__ = [
+    "HOOKS",
+    "Event",
+    "Kernel",
+    "Lowered",
+    "Pair",
+    "compile_graph",
+    "draws",
+    "extract",
+    "lower",
+    "origin",
+    "overwritten_count",
+    "require_inductor",
+    "stock_pair",
+    "with_backward",
+]
+
+HOOKS: Final = (
+    ("torch._inductor.compile_fx", "compile_fx"),
+    ("torch._inductor.compile_fx", "compile_fx_inner"),
+    ("torch._inductor.compile_fx", "compile_fx_forward"),
+    ("torch._inductor.compile_fx", "compile_fx_backward"),
+    ("torch._inductor.compile_fx", "create_compiler_config_extra"),
+    ("torch._inductor.compile_fx", "get_num_model_outputs"),
+    ("torch._inductor.config", "custom_partitioner_fn"),
+    ("torch._inductor.config", "fx_graph_cache"),
+    ("torch._inductor.config", "graph_partition"),
+    ("torch._inductor.config", "memory_planning"),
+    ("torch._inductor.custom_graph_pass", "CustomPartitionerFn"),
+    ("torch._inductor.choices", "InductorChoices.can_fuse_horizontal"),
+    ("torch._inductor.codegen.common", "device_codegens"),
+    ("torch._inductor.codegen.common", "init_backend_registration"),
+    ("torch._inductor.codegen.common", "DeviceCodegen"),
+    ("torch._inductor.codegen.wrapper", "PythonWrapperCodegen.run_wrapper_ir_passes"),
+    ("torch._inductor.codegen.wrapper", "PythonWrapperCodegen.create"),
+    ("torch._inductor.codegen.wrapper", "PythonWrapperCodegen.get_graph_outputs"),
+    ("torch._inductor.codegen.wrapper", "AllocateLine"),
+    ("torch._inductor.codegen.wrapper", "ReuseLine"),
+    ("torch._inductor.codegen.wrapper", "ReinterpretLine"),
+    ("torch._inductor.codegen.wrapper", "FreeLine"),
+    ("torch._inductor.codegen.wrapper", "FreeIfNotReusedLine"),
+    ("torch._inductor.codegen.wrapper", "ExternKernelAllocLine"),
+    ("torch._inductor.codegen.wrapper", "ExternKernelOutLine"),
+    ("torch._inductor.codegen.wrapper", "MultiOutputLine"),
+    ("torch._inductor.select_algorithm", "extern_kernels"),
+    ("torch._functorch.partitioners", "min_cut_rematerialization_partition"),
+    ("torch._functorch.partitioners", "_extract_fwd_bwd_modules"),
+    ("torch._functorch.partitioners", "reordering_to_mimic_autograd_engine"),
+    ("torch._functorch.partitioners", "raise_getitems"),
+    ("torch._functorch.config", "activation_memory_budget"),
+    ("torch._functorch.config", "force_non_lazy_backward_lowering"),
+    ("torch._functorch.config", "enable_autograd_cache"),
+    ("torch._functorch.config", "donated_buffer"),
+    ("torch._functorch._aot_autograd.graph_compile", "collect_fw_donated_buffer_idxs"),
+    ("torch._functorch._aot_autograd.descriptors", "InputMutationAOTOutput"),
+    ("torch._guards", "TracingContext.try_get"),
+)
+"""What is leaned on: (module, name)."""
+
+
+def require_inductor() -> None:
+    """Raises ``Unsupported``, naming every hook of `HOOKS` that the installed PyTorch does not have."""
+    require_torch()
+    gone = [f"{module}.{name}" for module, name in HOOKS if not _has(module, name)]
+    if gone:
+        raise Unsupported(
+            "compiled mode on this PyTorch",
+            f"it leans on private interfaces of Inductor {VERSION} that are not here: {', '.join(gone)}",
+            f'install an unmodified torch>={VERSION},<2.14, or use mode="exact"',
+        )
+
+
+def _has(module: str, name: str) -> bool:
+    try:
+        found: Any = importlib.import_module(module)
+        for part in name.split("."):
+            found = getattr(found, part)
+    except (ImportError, AttributeError):
+        return False
+    return True
+
+
+# --- what a lowered graph asks of memory -----------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Kernel:
+    """A kernel that Inductor calls and has not written: it may ask for memory by itself. ``key`` is equal for calls
+    that ask the same; ``prepare`` makes tensors like its inputs and returns the call on them."""
+
+    key: str
+    prepare: Callable[[], Callable[[], Any]]
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    """One line of a lowered graph that concerns memory, about the variable ``name``.
+
+    make   the variable gets ``nbytes`` of its own.
+    alias  it shares the memory of ``source``.
+    drop   it is deleted; memory that no variable has any more is given back.
+    call   ``kernel`` runs, and its result, if there is a name, is the variable's; ``given``: variables whose memory
+           the result shares.
+    item   it is the part of the result ``source`` at ``path``.
+    """
+
+    kind: str
+    name: str
+    nbytes: int = 0
+    source: str = ""
+    path: tuple[Any, ...] = ()
+    kernel: Kernel | None = None
+    given: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Lowered:
+    """What a graph has become: variables in (``inputs``) and out (``outputs``, empty for what is no tensor), and the
+    lines in between. ``strides`` of the outputs, where known; ``constants``: bytes of tensors that the code owns."""
+
+    events: tuple[Event, ...]
+    inputs: tuple[str, ...]
+    outputs: tuple[str, ...]
+    strides: tuple[tuple[int, ...] | None, ...]
+    constants: tuple[tuple[str, int], ...]
+
+
+class _Stopped(BaseException):
+    """Ends a compilation where no more is wanted; no ``Exception``, which Inductor would wrap."""
+
+
+@dataclass
+class _Recorder:
+    stop: bool
+    found: list[Lowered] = field(default_factory=list)
+
+
+_recorders: list[_Recorder] = []
+
+
+def _wrapper_class() -> Any:
+    """Inductor's class that writes the calls of kernels, which tells the recorder what it has planned."""
+    from torch._inductor.codegen.wrapper import PythonWrapperCodegen
+
+    class Wrapper(PythonWrapperCodegen):
+        @staticmethod
+        def create(is_subgraph: bool, *args: Any, **kwargs: Any) -> Any:
+            if is_subgraph:
+                raise Unsupported("a graph within the graph in compiled mode", "its lines are not replayed")
+            return Wrapper()
+
+        def run_wrapper_ir_passes(self, is_inference: bool) -> None:
+            super().run_wrapper_ir_passes(is_inference)
+            recorder = _recorders[-1]
+            recorder.found.append(_read(self))
+            if recorder.stop:
+                raise _Stopped
+
+    return Wrapper
+
+
+SEGMENT: Final = "tightship_segment"
+"""What a node's metadata says of its place in a planned pass: nodes of two segments are not computed side by side."""
+
+
+def _choices_class() -> Any:
+    """Inductor's class that chooses what to fuse. Kernels that only share what they read are computed together, where
+    the first of them is: of a planned pass only where the plan has nothing in between, or memory is taken too
+    early."""
+    from torch._inductor.choices import InductorChoices
+
+    class Choices(InductorChoices):
+        @staticmethod
+        def can_fuse_horizontal(scheduler: Any, node1: Any, node2: Any, shared_data_score: int) -> bool:
+            first, second = _segments(node1), _segments(node2)
+            if first and second and first != second:
+                return False
+            return bool(InductorChoices.can_fuse_horizontal(scheduler, node1, node2, shared_data_score))
+
+    return Choices
+
+
+def _segments(node: Any) -> set[int]:
+    """The last segment of each buffer that a scheduler's node makes."""
+    found = set()
+    for part in node.get_nodes():
+        origins = part.node.get_origins() if part.node is not None else ()
+        found.add(max((n.meta[SEGMENT] for n in origins if SEGMENT in n.meta), default=-1))
+    return found - {-1}
+
+
+@contextmanager
+def _recording(*, stop: bool) -> Iterator[_Recorder]:
+    """Inductor writes with `_wrapper_class` inside, on every device."""
+    from torch._inductor.codegen import common
+    from torch._inductor.virtualized import V
+
+    common.init_backend_registration()
+    before = dict(common.device_codegens)
+    wrapper = _wrapper_class()
+    for device, codegen in before.items():
+        if device in ("cpu", "cuda"):
+            common.device_codegens[device] = common.DeviceCodegen(
+                codegen.scheduling, wrapper, codegen.cpp_wrapper_codegen, codegen.fx_wrapper_codegen
+            )
+    _recorders.append(_Recorder(stop))
+    try:
+        with V.set_choices_handler(_choices_class()()):
+            yield _recorders[-1]
+    finally:
+        _recorders.pop()
+        common.device_codegens.clear()
+        common.device_codegens.update(before)
+
+
+# --- reading the lines -----------------------------------------------------------------------------------------
+
+_SILENT: Final = (
+    "KernelCallLine", "KernelDefinitionLine", "CommentLine", "LineContext", "AssertSizeStrideLine", "NullLine",
+    "AssertDivByZeroLine", "EnterDeviceContextManagerLine", "ExitDeviceContextManagerLine",
+    "EnterDeviceContextManagerWithStreamInfoLine", "ExitDeviceContextManagerWithStreamInfoLine",
+)  # fmt: skip
+"""Lines that neither take nor give back memory."""
+
+
+def _read(wrapper: Any) -> Lowered:
+    from torch._inductor.virtualized import V
+
+    graph = V.graph
+    events = tuple(event for line in wrapper.lines for event in _events_of(line, graph))
+    results = list(wrapper.get_graph_outputs())
+    return Lowered(
+        events,
+        tuple(graph.graph_input_names),
+        tuple(_output_name(x) for x in results),
+        tuple(_strides(x) for x in results),
+        tuple((name, t.untyped_storage().nbytes()) for name, t in graph.constants.items()),
+    )
+
+
+def _output_name(node: Any) -> str:
+    return (
+        ""
+        if type(node).__name__ in ("NoneAsConstantBuffer", "ShapeAsConstantBuffer")
+        else str(node.get_name())
+    )
+
+
+def _strides(node: Any) -> tuple[int, ...] | None:
+    try:
+        return tuple(int(s) for s in node.get_stride())
+    except (NotImplementedError, AttributeError, TypeError):
+        return None
+
+
+def _events_of(line: Any, graph: Any) -> Iterator[Event]:
+    kind = type(line).__name__
+    if kind in _SILENT or (isinstance(line, str) and not line.strip()):
+        return
+    read = _READERS.get(kind)
+    if read is None:
+        shown = f"the line {line!r}" if isinstance(line, str) else f"a {kind}"
+        raise Unsupported(f"{shown} of Inductor's in compiled mode", "nobody knows what memory it takes")
+    yield from read(line, graph)
+
+
+def _allocate(line: Any, graph: Any) -> Iterator[Event]:
+    if line.comm_buffer or line.node.get_is_pinned():
+        raise Unsupported(
+            "a communication or pinned buffer in compiled mode", "it is not in the device's memory"
+        )
+    yield Event("make", line.node.get_name(), nbytes=_nbytes(line.node, graph.get_allocation_size(line.node)))
+
+
+def _nbytes(node: Any, shape: Any = None) -> int:
+    sizes = [int(n) for n in (node.get_size() if shape is None else shape)]
+    if 0 in sizes:
+        return 0
+    last = sum((n - 1) * int(s) for n, s in zip(sizes, node.get_stride(), strict=True))
+    return (last + 1) * int(node.get_dtype().itemsize)
+
+
+def _reuse(line: Any, graph: Any) -> Iterator[Event]:
+    old = line.node.get_name()
+    yield Event("alias", line.reused_as.get_name(), source=old)
+    if line.delete_old and old not in graph.get_output_names():
+        yield Event("drop", old)
+
+
+def _reinterpret(line: Any, graph: Any) -> Iterator[Event]:
+    if line.reused_as.get_name() not in graph.removed_buffers:
+        yield Event("alias", line.reused_as.get_name(), source=line.node.get_name())
+
+
+def _free(line: Any, _graph: Any) -> Iterator[Event]:
+    yield Event("drop", line.node.get_name())
+
+
+def _free_unless_reused(line: Any, graph: Any) -> Iterator[Event]:
+    if not line.is_reused:
+        yield from _free(line, graph)
+
+
+def _item(line: Any, _graph: Any) -> Iterator[Event]:
+    yield Event("item", line.result_name, source=line.arg_name, path=tuple(i for _, i in line.indices))
+
+
+def _extern(line: Any, _graph: Any) -> Iterator[Event]:
+    node = line.node
+    named = type(line).__name__ == "ExternKernelAllocLine" and type(node.layout).__name__ != "NoneLayout"
+    given = tuple(node.get_inputs_that_alias_output()) if named else ()
+    yield Event("call", node.get_name() if named else "", kernel=_kernel(node), given=given)
+
+
+_READERS: Final[dict[str, Callable[[Any, Any], Iterator[Event]]]] = {
+    "AllocateLine": _allocate,
+    "ReuseLine": _reuse,
+    "ReinterpretLine": _reinterpret,
+    "FreeLine": _free,
+    "FreeIfNotReusedLine": _free_unless_reused,
+    "MultiOutputLine": _item,
+    "ExternKernelAllocLine": _extern,
+    "ExternKernelOutLine": _extern,
+    "IndexPutFallbackLine": _extern,
+    "ScatterFallbackLine": _extern,
+}
+
+
+# --- kernels that Inductor does not write ----------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class _Like:
+    """Stands for a tensor of such metadata."""
+
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    device: str
+
+
+def _like(node: Any) -> _Like:
+    shape, stride = (tuple(int(n) for n in row) for row in (node.get_size(), node.get_stride()))
+    return _Like(shape, stride, node.get_dtype(), str(node.get_device()))
+
+
+def _kernel(node: Any) -> Kernel:
+    """The kernel as Inductor's line would call it, on tensors of the same metadata."""
+    kind = type(node).__name__
+    tensors = [_like(x) for x in node.inputs]
+    kwargs = {k: _constant(v) for k, v in node.kwargs.items()}
+    given = [_constant(x) for x in node.constant_args]
+    if kind == "IndexPutFallback":
+        rest = iter(tensors[2:])
+        indices = [None if x is None else next(rest) for x in node.indices]
+        args: list[Any] = [tensors[0], indices, tensors[1], *given]
+    elif hasattr(node, "unflatten_args"):
+        args, more = node.unflatten_args(tensors, given)
+        kwargs = {**kwargs, **more}
+    else:
+        args = [*tensors, *given]
+    if kind in ("ExternKernelOut", "RandomSeeds") or "ExternKernelOut" in (
+        c.__name__ for c in type(node).__mro__
+    ):
+        kwargs["out"] = _like(node)
+    name = str(getattr(node, "op_overload", None) or node.get_kernel_name())
+    call = _callable(node)
+
+    def prepare() -> Callable[[], Any]:
+        a, k = _sampled(args), _sampled(kwargs)
+        return lambda: call(*a, **k)
+
+    return Kernel(repr((name, node.get_kernel_name(), args, kwargs)), prepare)
+
+
+def _constant(x: Any) -> Any:
+    if isinstance(x, (list, tuple)):
+        return type(x)(_constant(y) for y in x)
+    if hasattr(x, "get_stride") and hasattr(x, "get_dtype"):
+        return _like(x)
+    if type(x).__module__.startswith("sympy"):
+        return int(x)
+    return x
+
+
+def _sampled(tree: Any) -> Any:
+    """Zeros are values that every op takes: indices among them."""
+    if isinstance(tree, _Like):
+        new = torch.empty_strided(tree.shape, tree.stride, dtype=tree.dtype, device=tree.device)
+        return new.zero_()
+    if isinstance(tree, (list, tuple)):
+        return type(tree)(_sampled(x) for x in tree)
+    if isinstance(tree, dict):
+        return {k: _sampled(x) for k, x in tree.items()}
+    return tree
+
+
+def _callable(node: Any) -> Callable[..., Any]:
+    """What the line's kernel name means where Inductor's code runs."""
+    from torch._inductor.select_algorithm import extern_kernels
+
+    name = str(node.get_kernel_name())
+    roots: dict[str, Any] = {"extern_kernels": extern_kernels, "torch": torch, "aten": torch.ops.aten}
+    root, _, rest = name.partition(".")
+    try:
+        found = roots[root]
+        for part in rest.split("."):
+            found = getattr(found, part)
+    except (KeyError, AttributeError):
+        raise Unsupported(f"the kernel {name} in compiled mode", "it cannot be called by itself") from None
+    return found  # type: ignore[no-any-return]
+
+
+# --- partitions ------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, eq=False)
+class Pair:
+    """Forward and backward graph of a joint graph. ``saved``: how many results of the first the second takes."""
+
+    forward: GraphModule
+    backward: GraphModule
+    outputs: int
+
+    @property
+    def saved(self) -> tuple[str, ...]:
+        """What crosses the boundary, by name."""
+        return tuple(x.name for x in _results(self.forward)[self.outputs :] if isinstance(x, Node))
+
+
+def _results(gm: GraphModule) -> tuple[Any, ...]:
+    (output,) = gm.graph.find_nodes(op="output")
+    return tuple(output.args[0])
+
+
+def draws(node: Node) -> bool:
+    """Whether a node's result is another one when it runs again."""
+    if node.op != "call_function":
+        return False
+    tags = getattr(node.target, "tags", ())
+    return torch.Tag.nondeterministic_seeded in tags or "inductor_seeds" in str(node.target)
+
+
+def overwritten_count(pair: Pair) -> int:
+    """How many of the forward pass's results, the first ones, AOTAutograd copies into the caller's tensors and
+    drops."""
+    from torch._functorch._aot_autograd.descriptors import InputMutationAOTOutput
+
+    (output,) = pair.forward.graph.find_nodes(op="output")
+    return sum(isinstance(d, InputMutationAOTOutput) for d in output.meta.get("desc") or ())
+
+
+def _copied(gm: GraphModule) -> GraphModule:
+    graph = torch.fx.Graph()
+    values: dict[Node, Node] = {}
+    output = graph.graph_copy(gm.graph, values)
+    (old,) = gm.graph.find_nodes(op="output")
+    graph.output(output).meta = dict(old.meta)
+    for node, new in values.items():
+        new.meta = dict(node.meta)
+    made = GraphModule(gm, graph)
+    made.meta = dict(gm.meta)
+    return made
+
+
+def stock_pair(joint: GraphModule, inputs: Any, outputs: int, static: Sequence[int], budget: float) -> Pair:
+    """What Inductor itself would choose at that ``activation_memory_budget``; where that draws random numbers twice,
+    which would give wrong gradients, the same with those numbers saved."""
+    from torch._functorch import config, partitioners
+
+    with config.patch(activation_memory_budget=budget):
+        forward, backward = partitioners.min_cut_rematerialization_partition(
+            _copied(joint), inputs, num_fwd_outputs=outputs, static_lifetime_input_indices=list(static)
+        )
+    pair = Pair(forward, backward, outputs)
+    try:
+        return _checked(pair)
+    except (
+        Unsupported
+    ):  # below a budget of 1 it draws dropout's seeds anew in the backward pass: here they are saved
+        return extract(joint, outputs, pair.saved)
+
+
+def extract(joint: GraphModule, outputs: int, saved: Sequence[str]) -> Pair:
+    """The partition that saves the nodes of these names, and what draws random numbers, and computes again whatever
+    else the backward pass needs, each node right before its first use. Raises
+    ``Unsupported`` where that would draw random numbers twice."""
+    from torch._functorch import partitioners
+
+    gm = _copied(joint)
+    names = {*saved, *(part.name for n in gm.graph.nodes if draws(n) for part in [n, *_parts(n)])}
+    nodes = [n for n in gm.graph.nodes if n.name in names]
+    nodes.sort(key=lambda n: bool(n.meta.get("saved_tensor_with_no_vc_check", False)))
+    forward, backward = partitioners._extract_fwd_bwd_modules(gm, nodes, [], num_fwd_outputs=outputs)
+    backward = partitioners.reordering_to_mimic_autograd_engine(backward)
+    pair = Pair(partitioners.raise_getitems(forward), partitioners.raise_getitems(backward), outputs)
+    _inputs_in_order(pair)
+    return _checked(pair)
+
+
+def _parts(node: Node) -> list[Node]:
+    return [u for u in node.users if u.target is operator.getitem]
+
+
+def _inputs_in_order(pair: Pair) -> None:
+    """Puts the backward graph's inputs as AOTAutograd gives them: what is saved, in the forward graph's order, then
+    tangents. Reordering leaves inputs that are read late behind the tangents."""
+    graph = pair.backward.graph
+    given = {n.name: n for n in graph.nodes if n.op == "placeholder"}
+    rest = [name for name in given if name not in pair.saved]
+    first = next(iter(graph.nodes))
+    for name in (*pair.saved, *rest):
+        if given[name] is first:
+            first = first.next
+        else:
+            first.prepend(given[name])
+    pair.backward.recompile()
+
+
+def with_backward(pair: Pair, backward: torch.fx.Graph) -> Pair:
+    """The pair with another backward graph, of the same inputs and results. Raises ``Unsupported`` as `extract`."""
+    backward.lint()
+    for node in backward.nodes:
+        if node.op in ("call_function", "get_attr"):
+            node.meta["autograd_backward"] = True
+    module = GraphModule(pair.backward, backward)
+    module.meta = dict(pair.backward.meta)
+    return _checked(Pair(pair.forward, module, pair.outputs))
+
+
+def origin(node: Node) -> str:
+    """The name in the joint graph of what a node is a copy of."""
+    return str(node.meta.get("tightship_origin", node.name))
+
+
+def _checked(pair: Pair) -> Pair:
+    first = {n.name for n in pair.forward.graph.nodes if draws(n)}
+    given = [n.name for n in pair.backward.graph.nodes if n.op == "placeholder"]
+    if tuple(given[: len(pair.saved)]) != pair.saved:
+        raise Unsupported(
+            "a partition whose backward pass takes what is saved in another order",
+            "it would get other tensors",
+            "report this",
+        )
+    late = [origin(n) for n in pair.backward.graph.nodes if draws(n)]
+    twice = [name for k, name in enumerate(late) if name in first or name in late[:k]]
+    if twice:
+        raise Unsupported(
+            f"drawing {', '.join(twice)} again in the backward pass",
+            "the numbers would be others",
+            "report this",
+        )
+    return pair
+
+
+# --- lowering and compiling ------------------------------------------------------------------------------------
+
+
+class Partition(Protocol):
+    def __call__(
+        self,
+        joint: GraphModule,
+        inputs: Any,
+        outputs: int,
+        static: Sequence[int],
+        lower: Callable[[Pair], Any],
+    ) -> Pair: ...
+
+
+Finished = Callable[[str, Lowered | None, Callable[[list[Any]], Any]], Callable[[list[Any]], Any]]
+
+
+def lower(
+    pair: Pair, static: Sequence[int] = (), *, orig_outputs: int, orig_inputs: int
+) -> tuple[Lowered, Lowered]:
+    """Both graphs of ``pair``, lowered as `compile_graph` would; no kernel is built, and the graphs stay as they
+    are. Inside of a compilation only."""
+    from torch._inductor import compile_fx
+
+    made: list[Lowered] = []
+    extra = compile_fx.create_compiler_config_extra(pair.forward)
+    inputs = [n.meta.get("val") for n in pair.forward.graph.find_nodes(op="placeholder")]
+    gm = _copied(pair.forward)
+    with _stopping(made), _foreseen(pair, static):
+        compile_fx.compile_fx_forward(
+            gm, inputs, num_orig_model_outputs=orig_outputs, num_example_inputs=orig_inputs,
+            compiler_config_extra=extra, inner_compile=compile_fx.compile_fx_inner,
+        )  # fmt: skip
+    with _stopping(made), _foreseen(pair, static):
+        compile_fx.compile_fx_backward(
+            _copied(pair.backward), _restrided(pair, made[0]), compiler_config_extra=extra,
+            inner_compile=compile_fx.compile_fx_inner,
+        )  # fmt: skip
+    forward, backward = made
+    return forward, backward
+
+
+@contextmanager
+def _stopping(made: list[Lowered]) -> Iterator[None]:
+    with torch.no_grad(), torch._C._DisableAutocast(), _recording(stop=True) as recorder, suppress(_Stopped):
+        yield
+    if not recorder.found:
+        raise Unsupported("a pass that computes nothing", "there is nothing to lower", "use Inductor for it")
+    made.extend(recorder.found)
+
+
+@contextmanager
+def _foreseen(pair: Pair, static: Sequence[int]) -> Iterator[None]:
+    """Inside, Inductor reads of AOTAutograd's metadata what it will when it compiles the pair: which results come
+    first, and which saved tensors nobody else has."""
+    from torch._functorch import config
+    from torch._functorch._aot_autograd.graph_compile import collect_fw_donated_buffer_idxs
+    from torch._guards import TracingContext
+
+    context = TracingContext.try_get()
+    if context is None:
+        raise Unsupported(
+            "lowering outside of a compilation", "Inductor keeps what it knows of a graph there"
+        )
+    ins = [n.meta.get("val") for n in pair.forward.graph.find_nodes(op="placeholder")]
+    outs = [x.meta.get("val") if isinstance(x, Node) else None for x in _results(pair.forward)]
+    late = [x.meta.get("val") if isinstance(x, Node) else None for x in _results(pair.backward)]
+    donated = collect_fw_donated_buffer_idxs(ins, outs[: pair.outputs], late, outs[pair.outputs :])
+    before = context.fw_metadata
+    known: Any = SimpleNamespace(
+        bw_donated_idxs=donated if config.donated_buffer else None,
+        num_mutated_inp_runtime_indices=overwritten_count(pair),
+        static_input_indices=list(static),
+    )
+    context.fw_metadata = known
+    try:
+        yield
+    finally:
+        context.fw_metadata = before
+
+
+def _restrided(pair: Pair, forward: Lowered) -> list[Any]:
+    """The backward graph's inputs, what is saved with the strides that the forward graph gives it."""
+    values = [n.meta.get("val") for n in pair.backward.graph.nodes if n.op == "placeholder"]
+    for k, stride in enumerate(forward.strides[pair.outputs :]):
+        value = values[k]
+        if isinstance(value, torch.Tensor) and stride is not None and tuple(value.stride()) != stride:
+            values[k] = value.as_strided(value.size(), stride)
+    return values
+
+
+def compile_graph(
+    gm: GraphModule, inputs: Sequence[Any], *, partition: Partition, finished: Finished
+) -> Callable[..., Any]:
+    """Compiles a Dynamo graph with Inductor. ``partition`` cuts the joint graph, if there is a backward pass;
+    ``finished(pass, lowered, function)`` gets each compiled pass (``forward``, ``backward``, ``inference``), which
+    takes a list of arguments and empties it, and returns what is called instead. ``lowered`` is None where there is
+    nothing to compute. Both passes are compiled before this returns."""
+    require_inductor()
+    from torch._functorch import config as aot_config
+    from torch._inductor import compile_fx, config
+    from torch._inductor.custom_graph_pass import CustomPartitionerFn
+
+    orig = (compile_fx.get_num_model_outputs(gm), len(inputs))
+
+    class Partitioner(CustomPartitionerFn):  # type: ignore[misc]
+        def uuid(self) -> Any:
+            return None
+
+        def __call__(self, joint: GraphModule, joint_inputs: Sequence[Any], **more: Any) -> Any:
+            static = tuple(more.get("static_lifetime_input_indices") or ())
+
+            def lowered(pair: Pair) -> tuple[Lowered, Lowered]:
+                return lower(pair, static, orig_outputs=orig[0], orig_inputs=orig[1])
+
+            pair = partition(joint, joint_inputs, int(more["num_fwd_outputs"]), static, lowered)
+            return pair.forward, pair.backward
+
+    def inner(graph: GraphModule, example_inputs: Sequence[Any], **more: Any) -> Any:
+        kind = (
+            "backward" if more.get("is_backward") else "inference" if more.get("is_inference") else "forward"
+        )
+        with _recording(stop=False) as recorder:
+            made = compile_fx.compile_fx_inner(graph, example_inputs, **more)
+        lowered = recorder.found[0] if recorder.found else None
+        if lowered is None or not hasattr(made, "current_callable"):
+            return _boxed(finished(kind, None, made))
+        made.current_callable = finished(kind, lowered, made.current_callable)
+        return made
+
+    own = {"custom_partitioner_fn": Partitioner(), "fx_graph_cache": False, "graph_partition": False}
+    aot = {"enable_autograd_cache": False, "force_non_lazy_backward_lowering": True}
+    with ExitStack() as stack:
+        stack.enter_context(config.patch({**own, "memory_planning": False}))
+        stack.enter_context(aot_config.patch(aot))
+        made: Callable[..., Any] = compile_fx.compile_fx(gm, inputs, inner_compile=inner)
+    return made
+
+
+def _boxed(fn: Any) -> Any:
+    fn._boxed_call = True
+    return fn

@@ -1,0 +1,529 @@
+"""Compiled mode of the torch.compile backend: what Inductor makes of a graph, within a budget in bytes.
+
+Problem: the partition of a joint graph (what is saved, what the backward pass computes again) whose compiled passes
+are the fastest within the budget. Measure: bytes to the byte, by replaying the lines of what Inductor lowers each
+candidate to (`execute.compiled`), before any kernel exists; seconds of recomputation, modeled. Candidates: Inductor's
+own partition, which wins where it fits; saved sets that our planner chooses on a model of fused code
+(``capture.fused``) for an inner target, moved by what the replays say; Inductor's own at several
+``activation_memory_budget`` values. Guarantee: what runs was replayed and is within the budget, or ``Infeasible`` has
+the least peak replayed. Known limits: the model of fused code steers which candidates are looked at, so a faster one
+may be missed. A budget is shared as in exact mode (`accounting`): with other graphs, gradients and the optimizer.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Final, cast
+
+import torch
+import torch.utils.checkpoint
+from torch.fx import GraphModule, Node
+
+from tightship.errors import BadInput, Infeasible, Unsupported, VerificationFailed
+from tightship.execute import allocator
+from tightship.execute.compiled import CompiledPass, Measured, StepPlan, StepReplay, place
+from tightship.execute.interpreter import RunStats, report
+from tightship.frontends.torch import compat, compat_compile, compat_inductor
+from tightship.frontends.torch.capture.fused import FusedJoint, fuse
+from tightship.frontends.torch.compat_inductor import Lowered, Pair
+from tightship.graph import aligned, alignment_of
+from tightship.integrations.accounting import Entry, Ledger
+from tightship.integrations.torch_partition import CompileOptions, FrameArena
+from tightship.plan import Plan
+from tightship.planners.default import PlanOptions, read_options
+from tightship.planners.default import plan as default_plan
+from tightship.process_local import NotCopied
+from tightship.units import BudgetLike
+
+__all__ = ["CompiledGraph", "Shares", "compile_within", "tag"]
+
+STOCK: Final = (0.7, 0.5, 0.3, 0.1, 0.0)
+"""The ``activation_memory_budget`` values whose partitions are looked at beside ours."""
+_LOWERINGS = 8
+"""Partitions of ours that are lowered, at most."""
+_CLOSE = 0.02
+"""No looser plan is looked for where so much of the budget beyond the static set is left, or less."""
+
+
+@dataclass(frozen=True, eq=False)
+class _Candidate:
+    """A partition with its replayed peak."""
+
+    pair: Pair
+    source: str
+    peak: int
+    needed: int
+    replay: StepReplay
+    recomputed: int
+    seconds: float
+
+
+@dataclass
+class Shares:
+    """A graph's part of the budget. ``storages``: the identities and bytes of the caller's tensors, of so many bytes
+    in all; ``last``: no other graph follows."""
+
+    ledger: Ledger
+    frame: int
+    storages: Callable[[int], Mapping[int, int]]
+    last: bool
+    entry: Entry | None = None
+    static: int = 0
+
+    def limit(self, static: int, need: int, results: int, *, training: bool) -> int | None:
+        """The most bytes for a graph of ``static`` bytes of inputs that needs ``need`` beyond them as Inductor has it
+        and hands out ``results``; None without a budget."""
+        self.static = self.ledger.new_static(self.frame, self.storages(static))
+        if not self.ledger.binding(training) and self.ledger.budget is not None:
+            return None
+        results = results if self.last else 0
+        free = self.ledger.available(self.frame, self.static, need, training=training, results=results)
+        return None if free is None else max(static + free, 0)
+
+    def enter(self, replay: StepReplay, unplanned: StepReplay) -> None:
+        """Takes note of what the graph takes. Raises ``Infeasible`` where other graphs are left too little."""
+        training = len(replay.peaks) > 1
+        self.entry = Entry(
+            static=self.static,
+            dynamic=max(replay.peaks) - replay.static,
+            rest=replay.rest if training else 0,
+            gradients=0 if self.ledger.accumulate else replay.handed[-1] if training else 0,
+            unplanned=max(unplanned.peaks) - unplanned.static,
+            unplanned_rest=unplanned.rest if training else 0,
+            results=replay.handed[0] if self.last else 0,
+            forward=replay.peaks[0] - replay.static,
+        )
+        self.ledger.enter(self.frame, self.entry)
+
+    def begin(self, *, backward: bool) -> None:
+        """A pass begins."""
+        assert self.entry is not None
+        if backward:
+            self.ledger.settle()
+        self.ledger.begin(self.frame, self.entry, backward=backward)
+
+
+class CompiledGraph(NotCopied):
+    """A graph that Inductor compiled as planned, as `compiled_plans` gives it. ``plan``: its bytes; ``last``: what
+    the last step used, measured; ``unplaced`` counts forward passes that ran outside the arena."""
+
+    def __init__(
+        self, name: str, options: CompileOptions, device: str, arena: FrameArena, shares: Shares
+    ) -> None:
+        self.name, self.kind, self.shares = name, "inference", shares
+        self._kept: list[bool] = []
+        self.plan = StepPlan(None, 0, 0, 0, ())
+        self.notes: list[str] = []
+        self.last: RunStats | None = None
+        self.unplaced = 0
+        self._options, self._device, self._frame_arena = options, device, arena
+        self._passes: dict[str, CompiledPass] = {}
+        self._heap: allocator.Arena | None = None
+        self._complained = False
+
+    @property
+    def device(self) -> str:
+        """Where its memory is."""
+        return self._device
+
+    def handed_out(self, _storage: int) -> bool:
+        """Results of an earlier graph count as inputs of a later one."""
+        return False
+
+    # --- running ---
+
+    def forward(self, args: list[Any]) -> Any:
+        """The forward pass (or the only one)."""
+        self.shares.begin(backward=False)
+        placed = self._options.arena and self._frame_arena.idle()
+        if self._options.arena and not placed:
+            self.unplaced += 1
+            self._note("a forward pass ran outside the arena: tensors of an earlier one lay there")
+        results = self._run("forward", args, placed)
+        if placed and "backward" in self._passes:
+            saved = list(results)[len(results) - len(self._kept) :]
+            inside = [t for t, kept in zip(saved, self._kept, strict=True) if kept]
+            self._frame_arena.hold(self, inside)
+        if "backward" not in self._passes:
+            self._report(self._passes["forward"].last)
+        return results
+
+    def backward(self, args: list[Any]) -> Any:
+        """The backward pass, from what was saved and the tangents."""
+        self.shares.begin(backward=True)
+        mine = [args[k] for k, kept in enumerate(self._kept) if kept][:1]
+        placed = self._options.arena and (
+            self._frame_arena.holds(self, mine) if mine else self._frame_arena.idle()
+        )
+        del mine
+        results = self._run("backward", args, placed)
+        self._report(self._passes["forward"].last, self._passes["backward"].last)
+        return results
+
+    def _run(self, name: str, args: list[Any], placed: bool) -> Any:
+        if self._heap is None:
+            self._heap = allocator.Arena(0, self._device)
+        arena = self._frame_arena.fit(self.plan.arena, self._device) if placed else self._heap
+        return self._passes[name].run(args, arena, placed=placed, budget=self.plan.budget)
+
+    def _note(self, text: str) -> None:
+        if text not in self.notes:
+            self.notes.append(text)
+
+    def _report(self, *passes: RunStats | None) -> None:
+        stats = [s for s in passes if s is not None]
+        if not stats:
+            return
+        self.last = RunStats(
+            planned_peak=max(s.planned_peak for s in stats),
+            measured_peak=max(s.measured_peak for s in stats),
+            process_peak=max(s.process_peak for s in stats),
+            static=self.plan.static,
+            arena=max(s.arena for s in stats),
+            requests=sum(s.requests for s in stats),
+            misses=sum(s.misses for s in stats),
+            short=sum(s.short for s in stats),
+            exact=True,
+            first_misses=tuple(m for s in stats for m in s.first_misses)[:8],
+            heap=max(s.heap for s in stats),
+        )
+        if self._options.strict or not self._complained:
+            self._complained = not self.last.as_planned
+            report(self.last, self._options.strict, self.name)
+
+
+# --- compiling -------------------------------------------------------------------------------------------------
+
+
+def compile_within(
+    gm: GraphModule, inputs: Sequence[Any], options: CompileOptions, arena: FrameArena, shares: Shares
+) -> tuple[Callable[..., Any], CompiledGraph]:
+    """The compiled function of a Dynamo graph, and its plan. Raises ``Infeasible``, ``Unsupported``."""
+    compilation = _Compilation(gm, options, arena, shares)
+    call = compat_inductor.compile_graph(
+        gm, inputs, partition=compilation.partition, finished=compilation.finished
+    )
+    return call, compilation.graph
+
+
+@dataclass(eq=False)
+class _Compilation:
+    gm: GraphModule
+    options: CompileOptions
+    arena: FrameArena
+    shares: Shares
+
+    def __post_init__(self) -> None:
+        _, self.name = compat_compile.frame()
+        self.device = _device(self.gm)
+        self.align = alignment_of(self.device)
+        self.measured = Measured(allocator.kind_of(self.device))
+        self.best: _Candidate | None = None
+        self.search: _Search | None = None
+        self.lowered: dict[str, Lowered] = {}
+        self.calls: dict[str, Callable[[list[Any]], Any]] = {}
+        self.graph = CompiledGraph(self.name, self.options, self.device, self.arena, self.shares)
+
+    def static(self, graph: GraphModule) -> int:
+        """Bytes of the distinct storages that a graph's inputs lie in."""
+        sizes: dict[int, int] = {}
+        for n in graph.graph.find_nodes(op="placeholder"):
+            t = n.meta.get("example_value", n.meta.get("val"))
+            if isinstance(t, torch.Tensor) and not compat_compile.is_tangent(n):
+                storage = t.untyped_storage()
+                sizes[storage._cdata] = aligned(int(storage.nbytes()), self.align)
+        return sum(sizes.values())
+
+    def replay(self, static: int, *lowered: Lowered) -> StepReplay:
+        given = dict(row for one in lowered for row in one.constants)
+        return StepReplay(
+            static + sum(aligned(n, self.align) for n in given.values()), self.measured, self.align
+        )
+
+    def replayed(self, pair: Pair, forward: Lowered, backward: Lowered) -> StepReplay:
+        """The step's bytes with ``pair`` lowered so."""
+        replay = self.replay(self.static(pair.forward), forward, backward)
+        made = replay.run(forward, [None] * len(forward.inputs))
+        handed, saved = made[: pair.outputs], made[pair.outputs :]
+        written = compat_inductor.overwritten_count(pair)
+        for k, held in enumerate(handed):
+            replay.hand_out(held)
+            if k < written:
+                replay.release(held)
+        replay.between(saved)
+        tangents = [
+            aligned(t.untyped_storage().nbytes(), self.align)
+            for n in pair.backward.graph.find_nodes(op="placeholder")[len(saved) :]
+            if isinstance(t := n.meta.get("val"), torch.Tensor)
+        ]
+        taken = [*saved, *[None] * (len(backward.inputs) - len(saved))]
+        for held in replay.run(backward, taken, sum(tangents)):
+            replay.hand_out(held)
+        return replay
+
+    # --- what Inductor asks and what it has made ---
+
+    def partition(
+        self, joint: GraphModule, inputs: Any, outputs: int, static: Sequence[int],
+        lower: Callable[[Pair], tuple[Lowered, Lowered]],
+    ) -> Pair:  # fmt: skip
+        self.search = _Search(self, joint, inputs, outputs, static, lower)
+        self.best = self.search.run()
+        return self.best.pair
+
+    def finished(
+        self, kind: str, lowered: Lowered | None, call: Callable[[list[Any]], Any]
+    ) -> Callable[[list[Any]], Any]:
+        if lowered is None:
+            raise Unsupported(
+                f"a {kind} pass that computes nothing, in compiled mode", "there is nothing to plan"
+            )
+        self.lowered[kind], self.calls[kind] = lowered, call
+        if kind == "inference":
+            self._ready_inference(lowered)
+        if kind == "backward":
+            self._ready_training()
+        graph, backward = self.graph, kind == "backward"
+
+        def run(args: list[Any]) -> Any:
+            return graph.backward(args) if backward else graph.forward(args)
+
+        return compat_compile.boxed(run)
+
+    def _ready_inference(self, lowered: Lowered) -> None:
+        replay = self.replay(self.static(self.gm), lowered)
+        for held in replay.run(lowered, [None] * len(lowered.inputs)):
+            replay.hand_out(held)
+        need = max(replay.peaks) - replay.static
+        budget = self.shares.limit(replay.static, need, replay.handed[0], training=False)
+        plan = StepPlan(budget, replay.static, 0, 0, (), max(replay.peaks), source="Inductor")
+        self._ready(replay, replay, plan, ("inference",))
+
+    def _ready_training(self) -> None:
+        """Both passes are compiled: what is placed are their own lines, which were replayed before they were."""
+        assert self.best is not None and self.search is not None
+        best, search = self.best, self.search
+        replay = self.replayed(best.pair, self.lowered["forward"], self.lowered["backward"])
+        if max(replay.peaks) != best.peak:
+            text = f"compiled, the passes need {max(replay.peaks)} B and not the {best.peak} B that were replayed"
+            raise VerificationFailed([text], f"graph {self.name}")
+        plan = StepPlan(
+            search.budget, replay.static, 0, 0, (), search.unplanned.peak, best.pair.saved, best.recomputed,
+            best.seconds, best.source, search.count,
+        )  # fmt: skip
+        self.graph.kind = "training"
+        self.graph.notes += search.notes
+        self._ready(replay, search.unplanned.replay, plan, ("forward", "backward"))
+
+    def _ready(
+        self, replay: StepReplay, unplanned: StepReplay, plan: StepPlan, kinds: tuple[str, ...]
+    ) -> None:
+        passes, arena = place(replay)
+        plan = replace(plan, peak=max(replay.peaks), arena=arena, passes=passes)
+        needed = max(plan.peak, plan.static + arena) if self.options.arena else plan.peak
+        if plan.budget is not None and needed > plan.budget:
+            raise Infeasible(budget=plan.budget, lower_bound=plan.static, best_peak=needed)
+        self.shares.enter(replay, unplanned)
+        graph = self.graph
+        graph.plan, graph._kept = plan, replay.kept()
+        for k, kind in enumerate(kinds):
+            name = "backward" if kind == "backward" else "forward"
+            where = f"the {kind} pass of graph {self.name}"
+            graph._passes[name] = CompiledPass(
+                self.calls[kind], passes[k], plan.static, self.measured.kind, where
+            )
+        if not self.measured.recorded:
+            graph.notes.append(
+                "no C++ compiler: nothing is placed or measured, and kernels' workspaces count as 0"
+            )
+
+
+class _Search:
+    """Which partition: lowered and replayed until nothing faster is to be expected within the budget."""
+
+    def __init__(
+        self, owner: _Compilation, joint: GraphModule, inputs: Any, outputs: int, static: Sequence[int],
+        lower: Callable[[Pair], tuple[Lowered, Lowered]],
+    ) -> None:  # fmt: skip
+        self.owner, self.joint, self.inputs, self.outputs, self.lower = owner, joint, inputs, outputs, lower
+        self.fixed = static
+        self.count = 0
+        self.notes: list[str] = []
+        self.seen: dict[Hashable, _Candidate] = {}
+        self.model: FusedJoint | None = None
+        try:
+            self.model = fuse(joint, outputs)
+        except Unsupported as error:
+            self.notes.append(f"partitions are Inductor's own: {error}")
+
+    def run(self) -> _Candidate:
+        self.unplanned = self.stock(1.0)
+        replay = self.unplanned.replay
+        static, need = replay.static, self.unplanned.peak - replay.static
+        budget = self.budget = self.owner.shares.limit(static, need, replay.handed[0], training=True)
+        if budget is None or self.unplanned.needed <= budget:
+            return self.unplanned
+        found = self._ours(budget, static)
+        best = min((c for c in found if c.needed <= budget), key=lambda c: c.seconds, default=None)
+        for share in STOCK:
+            least = budget if best is not None else min(c.needed for c in [self.unplanned, *found])
+            c = self._stock_if_faster(share, best, least)
+            if c is not None:
+                found.append(c)
+                if c.needed <= budget and (best is None or c.seconds < best.seconds):
+                    best = c
+        if best is None:
+            reached = min(c.needed for c in [self.unplanned, *found])
+            raise Infeasible(budget=budget, lower_bound=static, best_peak=reached)
+        return best
+
+    # --- candidates ---
+
+    def stock(self, share: float) -> _Candidate:
+        pair = compat_inductor.stock_pair(self.joint, self.inputs, self.outputs, self.fixed, share)
+        return self.candidate(pair, f"Inductor at activation_memory_budget {share}")
+
+    def _stock_if_faster(self, share: float, best: _Candidate | None, least: int) -> _Candidate | None:
+        """Inductor's own partition, unless it is slower than the best one, or what it saves is more than ``least``
+        bytes by itself."""
+        pair = compat_inductor.stock_pair(self.joint, self.inputs, self.outputs, self.fixed, share)
+        if best is not None and self.cost(pair)[1] >= best.seconds:
+            return None
+        if self.unplanned.replay.static + self.saved_bytes(pair) > least:
+            return None
+        return self.candidate(pair, f"Inductor at activation_memory_budget {share}")
+
+    def saved_bytes(self, pair: Pair) -> int:
+        """Bytes of what a partition saves beside inputs: its peak is not below."""
+        primals = {n.name for n in pair.forward.graph.find_nodes(op="placeholder")}
+        sizes: dict[int, int] = {}
+        for n in pair.backward.graph.find_nodes(op="placeholder"):
+            t = n.meta.get("val")
+            if n.name not in primals and n.name in pair.saved and isinstance(t, torch.Tensor):
+                sizes[t.untyped_storage()._cdata] = int(t.numel() * t.element_size())
+        return sum(sizes.values())
+
+    def cost(self, pair: Pair) -> tuple[int, float]:
+        return (0, 0.0) if self.model is None else self.model.recompute_time(pair)
+
+    def candidate(self, pair: Pair, source: str) -> _Candidate:
+        key = tuple(pair.saved), tuple(map(compat_inductor.origin, pair.backward.graph.nodes))
+        if key not in self.seen:
+            forward, backward = self.lower(pair)
+            self.count += 1
+            replay = self.owner.replayed(pair, forward, backward)
+            peak = max(replay.peaks)
+            needed = max(peak, replay.static + place(replay)[1]) if self.owner.options.arena else peak
+            self.seen[key] = _Candidate(pair, source, peak, needed, replay, *self.cost(pair))
+        return self.seen[key]
+
+    def _ours(self, budget: int, static: int) -> list[_Candidate]:
+        """Saved sets of our planner for inner targets, which follow what the replays say: looser where there is
+        room, tighter where there is none, between the tightest known to be too loose and the loosest that fits."""
+        found: list[_Candidate] = []
+        low, high, target = static, None, budget
+        for _ in range(_LOWERINGS):
+            c, least = self._at(target)
+            if c is None and least is None:
+                break
+            if c is None:
+                assert least is not None
+                if high is not None and least >= high:
+                    break
+                low, target = least, least
+                c, _ = self._at(least)
+                if c is None:
+                    break
+            found.append(c)
+            off = budget - c.needed
+            if off >= 0:
+                low = max(low, target)
+                if off <= _CLOSE * (budget - static):
+                    break
+            else:
+                high = target if high is None else min(high, target)
+            next_ = target + off
+            if high is not None and not low < next_ < high:
+                next_ = (low + high) // 2
+            if next_ == target or (high is not None and high - low <= _CLOSE * (budget - static)):
+                break
+            target = next_
+        return found
+
+    def _at(self, target: int) -> tuple[_Candidate | None, int | None]:
+        """Our partition for an inner target; or the least that the planner reaches on its model."""
+        if self.model is None:
+            return None, None
+        options = replace(self.owner.options.planner, place=False, reuse=False)
+        try:
+            plan = default_plan(self.model.graph, target, options)
+        except Infeasible as error:
+            return None, error.best_peak
+        pair = compat_inductor.extract(self.joint, self.outputs, self.model.saved(plan))
+        try:
+            pair = self.model.ordered(plan, pair)
+        except (
+            Unsupported
+        ) as error:  # the saved set alone is right as well: what is left out is the plan's order
+            note = f"a plan's order was not taken over: {error}"
+            self.notes += [] if note in self.notes else [note]
+        return self.candidate(pair, "tightship"), None
+
+
+def _device(gm: GraphModule) -> str:
+    devices = {
+        str(t.device) for n in gm.graph.nodes
+        if isinstance(t := n.meta.get("example_value", n.meta.get("val")), torch.Tensor)
+    } - {"meta"}  # fmt: skip
+    if len(devices) > 1 and (on_gpu := [d for d in devices if d != "cpu"]):
+        devices = set(on_gpu)
+    if len(devices) > 1:
+        raise Unsupported(
+            f"compiled mode on {', '.join(sorted(devices))}", "a budget is of one device's memory"
+        )
+    return next(iter(devices), "cpu")
+
+
+# --- tags ------------------------------------------------------------------------------------------------------
+
+
+def tag(joint: GraphModule, budget: BudgetLike, *, outputs: int | None = None, **options: Any) -> Plan:
+    """Says on every node of the forward pass of a joint fx graph whether it is saved for the backward pass:
+    ``node.meta["recompute"]``, a ``CheckpointPolicy``, as PyTorch's partitioners read it, in the place of what was
+    there. ``budget``: bytes, text or a percentage, of the graph's inputs and everything that the two passes
+    make. ``outputs``: how many of the graph's results are the forward pass's; by default all but one for each input,
+    as AOTAutograd writes them. ``options`` are the planner's.
+
+    Returns the plan. Its bytes are those of a model of fused code: what a compiler makes of the tags is not replayed.
+    Random ops and ops with effects are saved, never recomputed. Raises ``Infeasible``; ``BadInput`` for what is no
+    joint graph; ``Unsupported`` for symbolic sizes and higher-order ops.
+    """
+    compat.require_torch()
+    chosen = read_options(cast(PlanOptions, {"allow": "recompute", **options}), "tag")
+    inputs = joint.graph.find_nodes(op="placeholder")
+    primals = [n for n in inputs if not compat_compile.is_tangent(n)]
+    (output,) = joint.graph.find_nodes(op="output")
+    results = list(torch.utils._pytree.tree_leaves(output.args[0]))
+    count = len(results) - len(primals) if outputs is None else outputs
+    if len(primals) == len(inputs) or not 0 < count < len(results):
+        rule = "a joint graph has tangents among its inputs, and its results are the forward pass's, then gradients"
+        raise BadInput(rule, f"{len(inputs)} inputs, {len(results)} results", "tag")
+    model = fuse(joint, count)
+    plan = default_plan(model.graph, budget, replace(chosen, place=False, reuse=False))
+    saved = set(model.saved(plan))
+    for node in joint.graph.nodes:
+        if node.op == "call_function" and not model.is_late(node):
+            once = compat_inductor.draws(node) or compat_compile.mutates(node) or node.is_impure()
+            once = once or any(compat_inductor.draws(a) for a in node.all_input_nodes if _is_part(node))
+            keep = once or node.name in saved
+            node.meta["recompute"] = _POLICY.MUST_SAVE if keep else _POLICY.MUST_RECOMPUTE
+    return plan
+
+
+def _is_part(node: Node) -> bool:
+    return node.target is operator.getitem
+
+
+_POLICY: Final = torch.utils.checkpoint.CheckpointPolicy

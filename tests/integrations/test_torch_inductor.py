@@ -1,0 +1,374 @@
+"""Compiled mode: what Inductor makes of a model, within a budget, its peak as planned, its numbers Inductor's."""
+
+import copy
+import importlib
+
+import pytest
+import torch
+from torch import nn
+
+import tightship
+from support.compiled import batch, deep
+from tightship import errors
+from tightship.execute.compiled import Measured, StepReplay, place
+from tightship.frontends.torch import compat_inductor
+from tightship.frontends.torch.compat_inductor import Event, Kernel, Lowered
+from tightship.integrations.torch_compile import compiled_notes, compiled_plans, measured_step
+
+pytestmark = pytest.mark.filterwarnings("error::tightship.execute.interpreter.PeakMismatch")
+
+OPTIONS = {"mode": "compiled", "strict": True, "work": 1_000_000}
+
+
+@pytest.fixture(autouse=True)
+def _fresh():
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+def compiled(model, **options):
+    return torch.compile(model, backend="tightship", options={**OPTIONS, **options})
+
+
+def step(call, model, x, seed=1):
+    """One step on the mean of the squared output; loss and gradients."""
+    torch.manual_seed(seed)
+    model.zero_grad()
+    loss = call(x).square().mean()
+    loss.backward()
+    return [loss.detach().clone(), *(p.grad.clone() for p in model.parameters())]
+
+
+def stock(model, x):
+    torch._dynamo.reset()
+    return step(torch.compile(model, backend="inductor"), model, x)
+
+
+def wide(layers=3, width=32, dropout=0.1):
+    """Layers whose activations outweigh their parameters at a batch of a few hundred rows."""
+    torch.manual_seed(0)
+    rows = [
+        m
+        for _ in range(layers)
+        for m in (nn.Linear(width, width), nn.LayerNorm(width), nn.Tanh(), nn.Dropout(dropout))
+    ]
+    return nn.Sequential(*rows, nn.Linear(width, 4))
+
+
+def rows(n=512, width=32):
+    return torch.randn(n, width, generator=torch.Generator().manual_seed(3))
+
+
+# --- from end to end ---
+
+
+def test_without_a_budget_it_is_inductor_with_the_peak_known_to_the_byte():
+    model, x = deep(2), batch()
+    call = compiled(model)
+    got = step(call, model, x)
+    (graph,) = compiled_plans(call)
+    assert graph.kind == "training"
+    assert graph.last.measured_peak == graph.plan.peak == graph.plan.peak_before
+    assert graph.last.as_planned
+    assert all(torch.equal(a, b) for a, b in zip(got, stock(model, x), strict=True))
+
+
+@pytest.mark.slow
+def test_a_budget_holds_as_a_measured_peak_and_masks_stay_those_that_were_drawn():
+    model, x = wide(), rows()
+    call = compiled(model, budget="93%")
+    got = step(call, model, x)
+    (graph,) = compiled_plans(call)
+    plan = graph.plan
+    assert plan.met
+    assert plan.peak <= plan.budget < plan.peak_before
+    assert plan.static + plan.arena <= plan.budget
+    assert plan.recomputed
+    for _ in range(2):
+        again = step(call, model, x)
+        assert graph.last.measured_peak == plan.peak
+        assert graph.last.as_planned
+        assert all(torch.equal(a, b) for a, b in zip(got, again, strict=True))
+    reference = stock(model, x)
+    assert torch.equal(got[0], reference[0])  # the same masks: another draw would give another loss
+    for a, b in zip(got, reference, strict=True):
+        torch.testing.assert_close(a, b)
+
+
+@pytest.mark.slow
+def test_recomputed_numbers_are_no_further_from_exact_ones_than_inductors_are():
+    model, x = wide(3, dropout=0.0), rows()
+    call = compiled(model, budget="93%")
+    got = step(call, model, x)
+    assert compiled_plans(call)[0].plan.recomputed
+    reference = stock(model, x)
+    double = copy.deepcopy(model).double()
+    exact = step(double, double, x.double())
+
+    def far(numbers):
+        return max(float((a.double() - b).norm() / b.norm()) for a, b in zip(numbers, exact, strict=True))
+
+    assert far(got) <= 1.1 * far(reference)
+
+
+@pytest.mark.slow
+def test_the_least_peak_that_infeasible_reports_can_be_had():
+    model, x = wide(2, dropout=0.0), rows(256)
+    with pytest.raises(errors.Infeasible) as found:
+        step(compiled(model, budget=1024), model, x)
+    assert found.value.best_peak >= found.value.lower_bound > found.value.budget
+    torch._dynamo.reset()
+    call = compiled(model, budget=found.value.best_peak)
+    step(call, model, x)
+    (graph,) = compiled_plans(call)
+    assert graph.last.measured_peak == graph.plan.peak <= found.value.best_peak
+
+
+def test_evaluation_is_placed_as_well():
+    model, x = deep(2).eval(), batch()
+    call = compiled(model)
+    with torch.no_grad():
+        got = call(x)
+        got = call(x)
+    (graph,) = compiled_plans(call)
+    assert graph.kind == "inference"
+    assert graph.last.measured_peak == graph.plan.peak
+    torch._dynamo.reset()
+    with torch.no_grad():
+        assert torch.equal(got, torch.compile(model)(x))
+
+
+@pytest.mark.slow
+def test_sizes_have_plans_of_their_own_in_one_budget():
+    model = wide(2)
+    call = compiled(model, budget="2MiB")
+    for n in (64, 128, 64):
+        step(call, model, rows(n))
+    assert [g.last.measured_peak == g.plan.peak <= 2 << 20 for g in compiled_plans(call)] == [True, True]
+
+
+@pytest.mark.slow
+def test_the_optimizer_has_its_part_of_the_budget():
+    model, x = wide(2), rows(256)
+    optimizer = torch.optim.AdamW(model.parameters())
+    call = compiled(model, budget="100%", optimizer=optimizer)
+    for _ in range(3):
+        with measured_step(call) as bytes_:
+            step(call, model, x)
+            optimizer.step()
+            optimizer.zero_grad()
+    assert bytes_.planned is not None
+    assert bytes_.measured <= bytes_.planned
+
+
+@pytest.mark.slow
+def test_a_second_forward_pass_before_the_backward_pass_runs_outside_the_arena_and_says_so():
+    model, x = deep(2, dropout=0.0), batch()
+    call = compiled(model, strict=False)
+    step(call, model, x)
+    model.zero_grad()
+    (call(x).sum() + call(x).sum()).backward()
+    twice = [p.grad.clone() for p in model.parameters()]
+    model.zero_grad()
+    call(x).sum().backward()
+    assert all(torch.allclose(a, 2 * p.grad) for a, p in zip(twice, model.parameters(), strict=True))
+    assert any("outside the arena" in n for n in compiled_notes(call))
+
+
+def test_the_mode_is_one_of_two():
+    model = deep(1)
+    with pytest.raises(errors.BadInput, match="mode must be 'exact' or 'compiled'"):
+        torch.compile(model, backend="tightship", options={"mode": "fast"})(batch())
+
+
+# --- hooks ---
+
+
+@pytest.mark.parametrize(("module", "name"), compat_inductor.HOOKS, ids=lambda text: text.rpartition("_")[2])
+def test_a_hook_that_is_gone_is_named(module, name, monkeypatch):
+    compat_inductor.require_inductor()
+    owner = importlib.import_module(module)
+    *path, last = name.split(".")
+    for part in path:
+        owner = getattr(owner, part)
+    if module.endswith("config"):  # such modules are objects with a table of their entries
+        monkeypatch.delitem(owner._config, last)
+    else:
+        monkeypatch.delattr(owner, last)
+    with pytest.raises(errors.Unsupported, match=f"(?s){module}.{name}.*mode=.exact"):
+        compat_inductor.require_inductor()
+
+
+def test_a_hook_that_is_gone_stops_a_compilation_and_nothing_runs_in_its_place(monkeypatch):
+    monkeypatch.setattr(compat_inductor, "HOOKS", (("torch._inductor.compile_fx", "no_such_thing"),))
+    model = deep(1)
+    with pytest.raises(errors.Unsupported, match="no_such_thing"):
+        compiled(model)(batch())
+
+
+# --- replays ---
+
+
+def lowered(*events, inputs=(), outputs=()):
+    return Lowered(tuple(events), tuple(inputs), tuple(outputs), (None,) * len(outputs), ())
+
+
+def replay(static=0):
+    return StepReplay(static, Measured("cpu"), 64)
+
+
+def test_a_replay_counts_what_variables_hold():
+    r = replay(static=1000)
+    made = r.run(
+        lowered(
+            Event("make", "a", nbytes=100),  # 128 in use
+            Event("make", "b", nbytes=64),  # 192
+            Event("alias", "c", source="a"),
+            Event("drop", "a"),  # c has it still
+            Event("make", "d", nbytes=1),  # 256
+            Event("drop", "c"),
+            Event("drop", "b"),  # 64
+            Event("make", "e", nbytes=128),  # 192
+            inputs=("x",),
+            outputs=("d", "x", ""),
+        ),
+        [None],
+    )
+    assert r.peaks == [1256]
+    assert [m is None for m in made] == [False, True, True]
+    r.between([made[0]])
+    assert r.rest == 64
+    for held in r.run(
+        lowered(Event("drop", "s"), Event("make", "g", nbytes=64), inputs=("s",), outputs=("g",)),
+        made[:1],
+        64,
+    ):
+        r.hand_out(held)
+    assert r.peaks[1] == 1000 + 64 + 64
+    assert r.begins == [1000, 1000 + 64 + 64]
+    passes, arena = place(r)
+    assert passes[1].offsets == (-1,)  # handed out
+    assert arena == 256
+    assert min(passes[0].offsets) == 0
+
+
+def test_a_kernel_is_measured_once_with_its_own_workspace():
+    calls = []
+
+    def prepare():
+        calls.append(1)
+        x = torch.ones(64, 64)
+        return lambda: (torch.relu(x @ x), x)  # the product is gone when the kernel returns
+
+    r = replay()
+    kernel = Kernel("square", prepare)
+    r.run(
+        lowered(
+            Event("call", "k", kernel=kernel),
+            Event("item", "y", source="k", path=(0,)),
+            Event("drop", "k"),
+            Event("call", "", kernel=kernel),
+            outputs=("y",),
+        ),
+        [],
+    )
+    if not r.measured.recorded:
+        pytest.skip("no C++ compiler")
+    assert len(calls) == 1
+    assert r.peaks == [3 * 64 * 64 * 4]
+    assert [b.size for b in r.blocks[0]] == [64 * 64 * 4] * 4
+
+
+def test_a_kernel_that_does_not_run_by_itself_is_refused():
+    def prepare():
+        return lambda: torch.ones(2) @ torch.ones(3)
+
+    with pytest.raises(errors.Unsupported, match="does not run on tensors like those of the step"):
+        replay().run(lowered(Event("call", "", kernel=Kernel("('mm', 1)", prepare))), [])
+
+
+class Strange:
+    """A line nobody knows."""
+
+
+@pytest.mark.parametrize("line", [Strange(), "buf0 = surprise()"])
+def test_lines_that_nobody_knows_are_refused(line):
+    with pytest.raises(errors.Unsupported, match=r"nobody knows what memory it takes"):
+        list(compat_inductor._events_of(line, None))
+
+
+# --- tags and partitions ---
+
+
+def joint_of(model, x):
+    """The joint graph that AOTAutograd traces of the model's squared mean."""
+    from torch._functorch.aot_autograd import aot_function, make_boxed_compiler
+
+    found = []
+
+    def keep(joint, inputs, **more):
+        found.append((compat_inductor._copied(joint), more["num_fwd_outputs"]))
+        return torch._functorch.partitioners.default_partition(joint, inputs, **more)
+
+    params = dict(model.named_parameters())
+
+    def loss(values, x):
+        return torch.func.functional_call(model, values, (x,)).square().mean()
+
+    nop = make_boxed_compiler(lambda gm, _: gm.forward)
+    aot_function(loss, nop, nop, partition_fn=keep)(params, x)
+    return found[0]
+
+
+def test_tags_say_what_is_saved_and_a_partitioner_of_torchs_follows_them():
+    joint, outputs = joint_of(wide(3), rows())
+    plan = tightship.tag(joint, "70%", outputs=outputs)
+    assert plan.met
+    assert plan.count("recompute")
+    policy = torch.utils.checkpoint.CheckpointPolicy
+    tags = {n.name: n.meta.get("recompute") for n in joint.graph.nodes}
+    recomputed = {k for k, v in tags.items() if v is policy.MUST_RECOMPUTE}
+    assert recomputed
+    assert not any(compat_inductor.draws(n) and n.name in recomputed for n in joint.graph.nodes)
+    forward, _ = torch._functorch.partitioners.default_partition(joint, [], num_fwd_outputs=outputs)
+    (output,) = forward.graph.find_nodes(op="output")
+    saved = {x.name for x in output.args[0][outputs:]}
+    assert saved
+    assert not saved & recomputed
+
+
+def test_tags_of_what_is_no_joint_graph_are_refused():
+    gm = torch.fx.symbolic_trace(nn.Linear(2, 2))
+    with pytest.raises(errors.BadInput, match="a joint graph has tangents"):
+        tightship.tag(gm, "50%")
+
+
+def test_drawing_twice_is_refused():
+    def graph(*, draw):
+        g = torch.fx.Graph()
+        x = g.placeholder("x")
+        drawn = g.call_function(torch.ops.aten.rand_like.default, (x,)) if draw else x
+        g.output((drawn,))
+        return torch.fx.GraphModule(nn.Module(), g)
+
+    with pytest.raises(errors.Unsupported, match="again in the backward pass"):
+        compat_inductor._checked(compat_inductor.Pair(graph(draw=True), graph(draw=True), 1))
+    compat_inductor._checked(compat_inductor.Pair(graph(draw=True), graph(draw=False), 1))
+
+
+def test_what_is_saved_is_taken_in_the_order_in_which_it_is_handed_over():
+    """Another order would give the backward pass other tensors, and no error."""
+    first, second = torch.fx.Graph(), torch.fx.Graph()
+    a, b = first.placeholder("a"), first.placeholder("b")
+    first.output((a, a, b))
+    given = [second.placeholder(name) for name in ("b", "tangents_1", "a")]
+    second.output(tuple(given))
+    pair = compat_inductor.Pair(
+        torch.fx.GraphModule(nn.Module(), first), torch.fx.GraphModule(nn.Module(), second), 1
+    )
+    with pytest.raises(errors.Unsupported, match="in another order"):
+        compat_inductor._checked(pair)
+    compat_inductor._inputs_in_order(pair)
+    compat_inductor._checked(pair)
+    assert [n.name for n in second.nodes][:3] == ["a", "b", "tangents_1"]
