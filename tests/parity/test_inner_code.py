@@ -87,10 +87,12 @@ def test_a_scripted_module_with_an_attribute_that_changes():
     model = nn.Sequential(mlp(), torch.jit.script(Scripted()))
 
     def loss_fn(model, batch):
-        with torch.jit.optimized_execution(False):  # else it differentiates by other formulas after some steps
-            return functional.cross_entropy(model(batch[0]), batch[1])
+        return functional.cross_entropy(model(batch[0]), batch[1])
 
     def before(k):
         model[1].factor = 1.0 + 0.25 * k
 
-    return Loop(model, loss_fn, sgd(model), before=before)
+    def around(k):  # else it differentiates by other formulas after some steps
+        return torch.jit.optimized_execution(False)
+
+    return Loop(model, loss_fn, sgd(model), before=before, around=around)
