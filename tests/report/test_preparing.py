@@ -4,6 +4,7 @@ import contextlib
 import io
 import logging
 import re
+import subprocess
 import sys
 import threading
 import time
@@ -167,3 +168,28 @@ def test_a_terminal_that_is_closed_meanwhile_disturbs_nothing(monkeypatch):
         with said.stage("planning"):
             said.planning(1, 0.0, True)
             said._line._live.refresh()
+
+
+FIRST_IN_A_PROCESS = """
+import random
+import numpy, torch
+import tightship
+
+def states():
+    return random.getstate(), numpy.random.get_state()[1].tolist(), torch.get_rng_state().tolist()
+
+model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.ReLU(), torch.nn.Linear(8, 1))
+optimizer, before = torch.optim.SGD(model.parameters(), lr=0.1), states()
+step = tightship.fit(model, lambda m, x: m(x).mean(), optimizer, torch.ones(3, 4), "100%", cache=None)
+assert states() == before, "fit"
+step(torch.ones(3, 4))
+import tightship.report.text
+assert step.measure()["misses"] == 0
+assert states() == before, "a look at it"
+"""
+
+
+def test_the_first_call_in_a_process_draws_no_random_numbers():
+    """Libraries that it loads may: rich does."""
+    done = subprocess.run([sys.executable, "-c", FIRST_IN_A_PROCESS], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-1000:]
