@@ -26,6 +26,7 @@ from tightship.execute.parts import (
 )
 from tightship.execute.prepared import Planner, Prepared, Settings, Variant
 from tightship.execute.profile import profile
+from tightship.execute.split import ROUNDING, divide_allow
 from tightship.frontends.torch import compat
 from tightship.frontends.torch.capture.state_restore import untouched
 from tightship.frontends.torch.capture.step import (
@@ -112,17 +113,22 @@ def fit(
     """
     if variants < 1:
         raise BadInput("no kind of batch would be kept: variants must be at least 1", variants, "fit")
+    splitting = ""
     if planner is None:
-        planner = KeptPlans(folder_of(cache), read_options(options, "fit"))
+        chosen, splitting = divide_allow(read_options(options, "fit"))
+        planner = KeptPlans(folder_of(cache), chosen)
     elif options:
         rule = f"unused options {', '.join(options)}: planner= replaces the default planner, whose they are"
         raise BadInput(rule, place="fit")
     wanted = None if budget is None else parse_budget(budget)
     most = None if pinned is None else parse_bytes(pinned, "fit(pinned=…)")
     measuring = {"cache": cache, "seconds_per_op": seconds_per_op, "folder": folder, "pinned": most}
-    settings = Settings(wanted, planner, measuring, strict, variants)
+    settings = Settings(wanted, planner, measuring, strict, variants, split=splitting)
     if verify_every < 0:
         raise BadInput("negative verify_every: it is a number of steps, 0 for never", verify_every, "fit")
+    if verify_every and splitting == ROUNDING:
+        rule = f"verify_every compares bits, and allow={ROUNDING} lets sums round otherwise: leave one of them out"
+        raise BadInput(rule, place="fit")
     loop = Loop(accumulate, clip_norm, clip_value, scaler, skip_nonfinite)
     loop.check()
     one = as_one(optimizer)
@@ -525,6 +531,9 @@ class TrainStep(Prepared):
         variant.traces = [asked.trace]
 
     def _change(self, variant: Variant, captured: Program, numbers: dict[int, tuple[Any, ...]]) -> None:
+        if variant.split is not None:
+            before, now = variant.split.apply(variant.captured), variant.split.apply(captured)
+            numbers = other_numbers(before, now) or {}
         renewed = with_numbers_at(variant.program, numbers)
         assert renewed is not None  # recomputations take the numbers of the captured program's
         variant.executor.change_numbers(renewed)

@@ -26,6 +26,7 @@ from tightship.execute.cache import DEFAULT, KeptLooks, KeptPlans, folder_of
 from tightship.execute.host_pool import PinnedPool
 from tightship.execute.interpreter import Executor, RunStats
 from tightship.execute.profile import profile
+from tightship.execute.split import Decision, Splitting, advice
 from tightship.frontends.torch import compat
 from tightship.frontends.torch.optimizer.copy import parameters_of
 from tightship.frontends.torch.optimizer.updates import each, state_at
@@ -65,12 +66,15 @@ class Settings:
     strict: bool = False
     variants: int = 4
     hand_out: bool = True
+    split: str = ""
+    """Which way of splitting ops is allowed, as `split.divide_allow` says."""
 
 
 @dataclass
 class Variant(NotCopied):
     """What was captured and planned for one kind of batch, in one set of modes; ``windows`` are its results in the
-    arena, where they stay there. ``part``: which part of a step it runs, where it is not all of it."""
+    arena, where they stay there. ``part``: which part of a step it runs, where it is not all of it. ``split``: which
+    of the captured ops run in slices."""
 
     program: Program
     executor: Executor
@@ -80,6 +84,7 @@ class Variant(NotCopied):
     windows: list[Any] | None = None
     traces: list[FunctionTrace] = field(default_factory=list)
     part: str = ""
+    split: Decision | None = None
 
     def remember(self, trace: FunctionTrace) -> None:
         """Code that asks for this program may do so in several ways."""
@@ -268,11 +273,39 @@ class Prepared(NotCopied):
         if part != "update":
             self._note_return(captured.graph)
         self._looks.keep()
-        program = profile(captured, **self.settings.measuring)
+        program, plan, decision = self._planned(captured, beside)
         captured.forget_samples()
-        plan = self._plan_within_budget(program.graph, beside)
         binding = Binding(program, self.model, self.optimizer)
-        return Variant(program, self._executor(program, plan), binding, modes, captured, part=part)
+        executor = self._executor(program, plan)
+        return Variant(program, executor, binding, modes, captured, part=part, split=decision)
+
+    def _planned(self, captured: Program, beside: int) -> tuple[Program, Plan, Decision | None]:
+        """The measured program and its plan, with what of it was split."""
+
+        def measured(program: Program) -> Program:
+            return profile(program, **self.settings.measuring)
+
+        mode, base = self.settings.split, measured(captured)
+        allow = getattr(getattr(self.settings.planner, "options", None), "allow", "recompute")
+        if not mode or self.settings.budget is None:
+            try:
+                return base, self._plan_within_budget(base.graph, beside), None
+            except Infeasible as no:
+                limit = max((self._limit or 0) - beside, 0)
+                raise no.with_advice((*no.advice, *advice(captured, limit, allow))) from None
+        self._resolve_limit(base.graph)
+        limit = max((self._limit or 0) - beside, 0)
+        moves = "offload" in allow or "compress" in allow
+        return Splitting(captured, mode, moves=moves).plan(
+            base, lambda graph: self._plan_within_budget(graph, beside), measured, limit
+        )
+
+    def _resolve_limit(self, graph: Graph) -> int:
+        """The unplanned peak of a graph; the budget in bytes is a part of the first one's."""
+        peak = simulate.replay(graph, simulate.baseline(graph)).peak
+        if self._limit is None and self.settings.budget is not None:
+            self._limit = self.settings.budget.resolve(peak, static=graph.static_bytes)
+        return peak
 
     def _plan_within_budget(self, graph: Graph, beside: int = 0) -> Plan:
         """A plan within the budget, less bytes that stand ``beside`` it. What keeps within it unplanned is never
@@ -280,10 +313,8 @@ class Prepared(NotCopied):
         budget = self.settings.budget
         if budget is None:
             return self.settings.planner(graph, None)
-        peak, first = simulate.replay(graph, simulate.baseline(graph)).peak, not self._variants
-        if self._limit is None:
-            self._limit = budget.resolve(peak, static=graph.static_bytes)
-        limit, planner = max(self._limit - beside, 0), self.settings.planner
+        peak, first = self._resolve_limit(graph), not self._variants
+        limit, planner = max((self._limit or 0) - beside, 0), self.settings.planner
         try:
             if isinstance(planner, KeptPlans):
                 known = [(v.program.graph, v.executor.plan) for v in self._variants]
