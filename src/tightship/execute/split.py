@@ -20,8 +20,8 @@ from tightship.errors import Infeasible, Unsupported
 from tightship.frontends.torch import compat
 from tightship.frontends.torch.program import Call, Program, Ref, dtype_of, flat, map_tree
 from tightship.frontends.torch.split import Chain, bounds_of, chains, narrowed, split
-from tightship.frontends.torch.split_rules import SUM, Axis, axes, most_index
-from tightship.graph import Value
+from tightship.frontends.torch.split_rules import SUM, Axis, added_wide, axes, most_index
+from tightship.graph import Graph, Value
 from tightship.plan import Plan
 from tightship.planners.default import Options
 from tightship.units import format_bytes
@@ -33,11 +33,11 @@ aten = torch.ops.aten
 EXACT, ROUNDING = "split", "split-rounding"
 """Ways that ``allow`` may name: slices with the same bits as the whole, or ones that may round otherwise."""
 
-SLICES = (2, 4, 8, 16, 32, 64)
+SLICES: tuple[int, ...] = (2, 4, 8, 16, 32, 64)
 _GROUPS = 3
 """Chains that are not alike and are split together, at most."""
 _GAIN = 0.01
-"""The part of the time that a plan takes beyond the unplanned step before slices are tried, and that they must gain."""
+"""By so much of the unplanned time a plan is slower before slices are tried, and faster with them."""
 
 
 def divide_allow(options: Options) -> tuple[Options, str]:
@@ -130,8 +130,9 @@ class Splitting:
         ``base`` is the captured program, measured; ``plan_of`` plans a graph. Raises ``Infeasible``."""
         best: tuple[Program, Plan, Decision | None] | None = None
         refused: Infeasible | None = None
+        hopeless = self._least(base.graph) > limit
         try:
-            best = base, plan_of(base.graph), None
+            best = None if hopeless else (base, plan_of(base.graph), None)
         except Infeasible as no:
             refused = no
         if best is not None and best[1].time <= best[1].time_before * (1 + _GAIN):
@@ -154,7 +155,11 @@ class Splitting:
             best = program, plan, decision
         if best is not None:
             return best
-        assert refused is not None
+        if refused is None:
+            try:
+                return base, plan_of(base.graph), None
+            except Infeasible as no:
+                refused = no
         said = f"splitting: {min(least)[1]}" if least else f"no chain of ops can be split (allow={self.mode})"
         raise refused.with_advice((*refused.advice, said))
 
@@ -180,6 +185,9 @@ class Splitting:
             graph = split(self.captured, slices).graph
         except Unsupported:
             return None
+        return self._least(graph)
+
+    def _least(self, graph: Graph) -> int:
         away = dict.fromkeys(range(len(graph.storages)), 0) if self.moves else None
         return int(lower_bound(graph, least=away))
 
@@ -321,16 +329,23 @@ class _Trial:
     def sliced(self, args: Sequence[Any]) -> dict[int, Any]:
         """The results of the slices, put together as `split` does; parts in a list."""
         out: dict[int, Any] = {}
+        wide = self.axis.results.get(0) == SUM and added_wide(
+            self.call.fn, self.call.kwargs, self.run_dtype(0)
+        )
         for i in range(len(self.bounds)):
             given = self.part(i, args)
             if self.axis.counted and self.call.args[3] == 1:
                 given[3] = 2
             adds = self.axis.results.get(0) == SUM
+            if wide:
+                given = [x.float() if isinstance(x, torch.Tensor) else x for x in given]
             if i and adds and self.call.fn is aten.mm.default:
                 out[0].addmm_(*given)
                 continue
             made = self.run(given)
             for n in self.wanted():
+                if self.axis.counted:
+                    made[n] = made[n].double()
                 if self.axis.results[n] != SUM:
                     out.setdefault(n, []).append(made[n])
                 elif n in out:
@@ -341,6 +356,8 @@ class _Trial:
             used, weight = args[1] != args[4], args[2]
             total = used.sum().to(args[0].dtype) if weight is None else (weight[args[1] * used] * used).sum()
             out[0] = out[0] / total
+        if self.axis.counted or wide:
+            out[0] = out[0].to(args[0].dtype)
         return out
 
     def same(self, n: int, whole: torch.Tensor, sliced: Any) -> bool:
@@ -376,7 +393,8 @@ class _Trial:
         return theirs <= near and mine <= theirs * _TOLERANCE
 
     def run_dtype(self, n: int) -> torch.dtype:
-        v = self.call.results[n] if self.call.results[n] >= 0 else self.call.args[0].value
+        known = n < len(self.call.results) and self.call.results[n] >= 0
+        v = self.call.results[n] if known else self.call.args[0].value
         return dtype_of(self.program.graph.values[v].dtype)
 
     def sampled(

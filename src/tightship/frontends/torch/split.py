@@ -28,7 +28,7 @@ from tightship.frontends.torch.capture.lower import finish
 from tightship.frontends.torch.capture.recorder import Recorder
 from tightship.frontends.torch.capture.tape import Origin, Record, Tape, TapeStorage, TapeValue, Tracker
 from tightship.frontends.torch.program import Call, Program, Ref, Slot, dtype_of, flat, refs_in, substitute
-from tightship.frontends.torch.split_rules import SUM, Axis, axes
+from tightship.frontends.torch.split_rules import SUM, Axis, added_wide, axes
 from tightship.graph import Value, aligned, alignment_of
 
 __all__ = ["Chain", "bounds_of", "chains", "narrowed", "split"]
@@ -500,6 +500,10 @@ class _Splitter:
             self.divided(k, call, sums, total)
         else:
             for n, tensor in sums.items():
+                if self.wide(k):
+                    with self.recording(k, -1):
+                        dtype = dtype_of(self.graph.values[call.results[n]].dtype)
+                        tensor = aten._to_copy.default(tensor, dtype=dtype)
                 self.become(call.results[n], tensor)
 
     def allocate(self, k: int, v: int) -> None:
@@ -548,6 +552,13 @@ class _Splitter:
                 with self.recording(k, i, parts | {values[wholes[0]].storage}):
                     _OUT[call.fn](*args, **call.kwargs, out=into)
                 return
+        if self.wide(k):
+            with self.recording(k, i, parts):
+                args = [
+                    aten._to_copy.default(x, dtype=torch.float32) if isinstance(x, torch.Tensor) else x
+                    for x in args
+                ]
+            parts = set()
         if i and call.fn is aten.mm.default and 0 in sums:
             with self.recording(k, i, parts):
                 aten.addmm_.default(sums[0], *args)
@@ -569,7 +580,17 @@ class _Splitter:
                 self.check(made[n], x, tuple(shape))
                 self.part[x.storage, i] = made[n]
 
+    def wide(self, k: int) -> bool:
+        """Whether slices of an op are added up in float32, and rounded at last."""
+        call = self.old.calls[k]
+        if call.results[0] < 0 or self.chain[k].ops[k].results.get(0) != SUM:
+            return False
+        return added_wide(call.fn, call.kwargs, dtype_of(self.graph.values[call.results[0]].dtype))
+
     def add(self, k: int, i: int, n: int, part: torch.Tensor, sums: dict[int, torch.Tensor]) -> None:
+        if self.chain[k].ops[k].counted:
+            with self.recording(k, i):  # a few numbers only: rounded once, at last
+                part = aten._to_copy.default(part, dtype=torch.float64)
         if n not in sums:
             sums[n] = part
             return
@@ -594,11 +615,11 @@ class _Splitter:
             self.become(call.results[1], total)
         if call.results[0] < 0:
             return
-        loss = sums[0]
-        if call.args[3] == 1:
-            with self.recording(k, -1):
+        loss, dtype = sums[0], dtype_of(self.graph.values[call.results[0]].dtype)
+        with self.recording(k, -1):
+            if call.args[3] == 1:
                 loss = aten.div.Tensor(loss, total)
-        self.become(call.results[0], loss)
+            self.become(call.results[0], aten._to_copy.default(loss, dtype=dtype))
 
 
 # --- the order of the ops -------------------------------------------------------------------------------------

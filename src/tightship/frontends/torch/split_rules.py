@@ -16,9 +16,7 @@ import torch
 from tightship.frontends.torch import compat
 from tightship.frontends.torch.capture.lower import elementwise
 
-__all__ = ["SUM", "Axis", "Shape", "axes", "counts_first", "most_index"]
-
-aten = torch.ops.aten
+__all__ = ["SUM", "Axis", "Shape", "added_wide", "axes", "most_index"]
 
 SUM = -1
 """In the place of a result's dimension: the results of the slices add up to it."""
@@ -55,11 +53,17 @@ def axes(fn: Any, args: Sequence[Any], results: Sequence[Shape | None]) -> list[
     return [] if rule is None else list(rule(args, results))
 
 
-def counts_first(fn: Any) -> bool:
-    """Whether an op is a loss that is divided by a count of what is not ignored."""
-    return isinstance(fn, torch._ops.OpOverload) and fn._schema.name in (
-        "aten::nll_loss_forward", "aten::nll_loss2d_forward",
-    )  # fmt: skip
+def added_wide(fn: Any, kwargs: Any, dtype: torch.dtype) -> bool:
+    """Whether slices of a sum in 16 bits are computed and added in float32 and rounded once, as one kernel does."""
+    return dtype in (torch.bfloat16, torch.float16) and not kwargs and fn in _WIDE
+
+
+_WIDE = (
+    torch.ops.aten.mm.default,
+    torch.ops.aten.bmm.default,
+    torch.ops.aten.sum.default,
+    torch.ops.aten.sum.dim_IntList,
+)
 
 
 def most_index(fn: Any, args: Sequence[Any], position: int) -> int:
