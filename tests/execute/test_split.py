@@ -136,6 +136,44 @@ def test_backward_and_update_apart_leave_the_gradients_of_eager(model):
         assert torch.allclose(p.grad, q.grad, rtol=1e-4, atol=1e-7)
 
 
+def trained(model, batches, accumulate=1, clip=None):
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for number, batch in enumerate(batches):
+        loss_of(model, batch).backward()
+        if number % accumulate == accumulate - 1:
+            if clip:
+                torch.nn.utils.clip_grad_norm_(model.parameters(), clip)
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+@pytest.mark.parametrize(
+    "options", [{"accumulate": 2}, {"clip_norm": 0.05}, {"accumulate": 2, "clip_norm": 0.05}], ids=str
+)
+def test_accumulated_and_clipped_gradients_are_eagers_but_for_rounding(model, options):
+    twin = copy.deepcopy(model)
+    step = fitted(model, "65%", **options)
+    batches = [batch_of(number) for number in range(4)]
+    for batch in batches:
+        step(batch)
+    assert any(note.startswith("split: ") for note in step.notes)
+    trained(twin, batches, options.get("accumulate", 1), options.get("clip_norm"))
+    for p, q in zip(model.parameters(), twin.parameters(), strict=True):
+        assert torch.allclose(p, q, rtol=1e-4, atol=1e-6)
+
+
+def test_each_kind_of_batch_has_slices_of_its_own(model):
+    twin = copy.deepcopy(model)
+    step = fitted(model, "50%")
+    batches = [batch_of(0), batch_of(1, rows=7, length=31), batch_of(2, rows=1, length=5), batch_of(3)]
+    for batch in batches:
+        step(batch)
+        assert step.plan.peak <= step.plan.budget
+    trained(twin, batches)
+    for p, q in zip(model.parameters(), twin.parameters(), strict=True):
+        assert torch.allclose(p, q, rtol=1e-4, atol=1e-6)
+
+
 def test_comparing_bits_and_rounding_otherwise_exclude_each_other(model):
     with pytest.raises(BadInput, match="verify_every"):
         fitted(model, "50%", verify_every=2)
