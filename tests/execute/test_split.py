@@ -174,6 +174,47 @@ def test_each_kind_of_batch_has_slices_of_its_own(model):
         assert torch.allclose(p, q, rtol=1e-4, atol=1e-6)
 
 
+class Frozen(nn.Module):
+    """A trained layer before a wide block that is not: no slices of it add up."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.up, self.down = nn.Linear(16, 16), nn.Linear(16, 1024), nn.Linear(1024, 16)
+        for p in (*self.up.parameters(), *self.down.parameters()):
+            p.requires_grad_(False)
+
+    def forward(self, x):
+        x = self.first(x)
+        return x + self.down(F.gelu(self.up(x)))
+
+
+def test_exact_slices_leave_the_bits_of_eager():
+    torch.manual_seed(0)
+    model = Frozen()
+    twin, batch = copy.deepcopy(model), torch.randn(1024, 16)
+
+    def loss(model, x):
+        return model(x).square().mean()
+
+    def optimizer(model):
+        return torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
+
+    options = {"cache": None, "seconds_per_op": 0.0, "seconds": 1.0, "strict": True}
+    step = fit(
+        model, loss, optimizer(model), batch, "45%", allow=f"recompute,{EXACT}", verify_every=1, **options
+    )
+    assert any(note.startswith("split: ") and note.endswith("bit-identical") for note in step.notes)
+    other = optimizer(twin)
+    for _ in range(3):
+        eager = loss(twin, batch)
+        eager.backward()
+        other.step()
+        other.zero_grad()
+        assert torch.equal(step(batch), eager.detach())
+    as_planned(step)
+    assert all(torch.equal(p, q) for p, q in zip(model.parameters(), twin.parameters(), strict=True))
+
+
 def test_comparing_bits_and_rounding_otherwise_exclude_each_other(model):
     with pytest.raises(BadInput, match="verify_every"):
         fitted(model, "50%", verify_every=2)
