@@ -22,6 +22,7 @@ from tightship.frontends.torch.program import Call, Program, Ref, dtype_of, flat
 from tightship.frontends.torch.split import Chain, bounds_of, chains, narrowed, split
 from tightship.frontends.torch.split_rules import SUM, Axis, added_wide, axes, most_index
 from tightship.graph import Graph, Value
+from tightship.options import Deadline
 from tightship.plan import Plan
 from tightship.planners.default import Options
 from tightship.units import format_bytes
@@ -38,6 +39,9 @@ _GROUPS = 3
 """Chains that are not alike and are split together, at most."""
 _GAIN = 0.01
 """By so much of the unplanned time a plan is slower before slices are tried, and faster with them."""
+
+_ADVICE = 5.0
+"""Seconds in which it is found out what slices would come to that were not allowed."""
 
 
 def divide_allow(options: Options) -> tuple[Options, str]:
@@ -196,8 +200,9 @@ def advice(captured: Program, limit: int, allow: str) -> tuple[str, ...]:
     """What splitting would come to where it was not allowed; nothing without a chain that helps."""
     splitting, least = Splitting(captured, ROUNDING), int(lower_bound(captured.graph))
     best: tuple[int, dict[Chain, int]] | None = None
+    deadline = Deadline.after(_ADVICE)
     for slices in splitting.candidates():
-        if best is not None and best[0] <= limit:
+        if (best is not None and best[0] <= limit) or deadline.over:
             break
         bound = splitting.bound(slices)
         if bound is not None and bound < (least if best is None else best[0]):
