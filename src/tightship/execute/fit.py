@@ -36,6 +36,7 @@ from tightship.execute.prepared import (
     Variant,
     within_unplanned,
 )
+from tightship.execute.split import ROUNDING, divide_allow
 from tightship.frontends.torch import compat
 from tightship.frontends.torch.capture.state_restore import untouched
 from tightship.frontends.torch.capture.step import (
@@ -134,9 +135,11 @@ def fit(
     if variants < 1:
         raise BadInput("no kind of batch would be kept: variants must be at least 1", variants, "fit")
     measuring: dict[str, Any] = {"cache": cache, "seconds_per_op": seconds_per_op, "folder": folder}
+    splitting = ""
     if planner is None:
-        planner = KeptPlans(folder_of(cache), read_options(options, "fit"))
-        measuring["seconds"] = planner.options.seconds
+        chosen, splitting = divide_allow(read_options(options, "fit"))
+        planner = KeptPlans(folder_of(cache), chosen)
+        measuring["seconds"] = chosen.seconds
     elif options:
         rule = f"unused options {', '.join(options)}: planner= replaces the default planner, whose they are"
         raise BadInput(rule, place="fit")
@@ -148,9 +151,13 @@ def fit(
         raise BadInput("pad_to is a Pad, or several", type(other).__name__, "fit")
     kinds = math.prod(len(p.lengths) for p in pads if p.lengths is not None) if pads else 0
     variants = max(variants, min(_PER_LENGTH * kinds, _MOST_KINDS))
-    settings = Settings(wanted, planner, measuring, strict, variants, progress=progress or Silent())
+    said = progress or Silent()
+    settings = Settings(wanted, planner, measuring, strict, variants, progress=said, split=splitting)
     if verify_every < 0:
         raise BadInput("negative verify_every: it is a number of steps, 0 for never", verify_every, "fit")
+    if verify_every and splitting == ROUNDING:
+        rule = f"verify_every compares bits, and allow={ROUNDING} lets sums round otherwise: leave one of them out"
+        raise BadInput(rule, place="fit")
     loop = Loop(accumulate, clip_norm, clip_value, scaler, skip_nonfinite)
     loop.check()
     one = as_one(optimizer)
@@ -660,6 +667,9 @@ class TrainStep(Prepared):
         variant.traces = [asked.trace]
 
     def _change(self, variant: Variant, captured: Program, numbers: dict[int, tuple[Any, ...]]) -> None:
+        if variant.split is not None:
+            before, now = variant.split.apply(variant.captured), variant.split.apply(captured)
+            numbers = other_numbers(before, now) or {}
         renewed = with_numbers_at(variant.program, numbers)
         assert renewed is not None  # recomputations take the numbers of the captured program's
         variant.executor.change_numbers(renewed)

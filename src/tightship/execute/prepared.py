@@ -28,6 +28,7 @@ from tightship.execute.cache import DEFAULT, KeptLooks, KeptPlans, folder_of
 from tightship.execute.host_pool import PinnedPool
 from tightship.execute.interpreter import Executor, RunStats
 from tightship.execute.profile import profile
+from tightship.execute.split import Decision, Splitting, advice
 from tightship.frontends.torch import compat
 from tightship.frontends.torch.optimizer.copy import parameters_of
 from tightship.frontends.torch.optimizer.updates import each, state_at
@@ -97,12 +98,15 @@ class Settings:
     variants: int = 4
     hand_out: bool = True
     progress: Stages = field(default_factory=Silent)
+    split: str = ""
+    """Which way of splitting ops is allowed, as `split.divide_allow` says."""
 
 
 @dataclass
 class Variant(NotCopied):
     """What was captured and planned for one kind of batch, in one set of modes; ``windows`` are its results in the
-    arena, where they stay there. ``part``: which part of a step it runs, where it is not all of it."""
+    arena, where they stay there. ``part``: which part of a step it runs, where it is not all of it. ``split``: which
+    of the captured ops run in slices."""
 
     program: Program
     executor: Executor
@@ -112,6 +116,7 @@ class Variant(NotCopied):
     windows: list[Any] | None = None
     traces: list[FunctionTrace] = field(default_factory=list)
     part: str = ""
+    split: Decision | None = None
 
     def remember(self, trace: FunctionTrace) -> None:
         """Code that asks for this program may do so in several ways."""
@@ -303,13 +308,39 @@ class Prepared(NotCopied):
             self._note_return(captured.graph)
         self._looks.keep()
         with self.settings.progress.stage("measuring"):
-            program, took = self._measured(captured)
-            plan = self._plan_within_budget(program.graph, beside, took)
+            program, plan, decision = self._planned(captured, beside)
             self._profiled.clear()
             captured.forget_samples()
             binding = Binding(program, self.model, self.optimizer)
             executor = self._executor(program, plan)
-        return Variant(program, executor, binding, modes, captured, part=part)
+        return Variant(program, executor, binding, modes, captured, part=part, split=decision)
+
+    def _planned(self, captured: Program, beside: int) -> tuple[Program, Plan, Decision | None]:
+        """The measured program and its plan, with what of it was split."""
+        mode, (base, took) = self.settings.split, self._measured(captured)
+        allow = getattr(getattr(self.settings.planner, "options", None), "allow", "recompute")
+        if not mode or self.settings.budget is None:
+            try:
+                return base, self._plan_within_budget(base.graph, beside, took), None
+            except Infeasible as no:
+                limit = max((self._limit or 0) - beside, 0)
+                raise no.with_advice((*no.advice, *advice(captured, limit, allow))) from None
+        self._resolve_limit(base.graph)
+        limit = max((self._limit or 0) - beside, 0)
+        moves = "offload" in allow or "compress" in allow
+        return Splitting(captured, mode, moves=moves).plan(
+            base,
+            lambda graph: self._plan_within_budget(graph, beside, took),
+            lambda program: self._measured(program)[0],
+            limit,
+        )
+
+    def _resolve_limit(self, graph: Graph) -> int:
+        """The unplanned peak of a graph; the budget in bytes is a part of the first one's."""
+        peak = simulate.replay(graph, simulate.baseline(graph)).peak
+        if self._limit is None and self.settings.budget is not None:
+            self._limit = self.settings.budget.resolve(peak, static=graph.static_bytes)
+        return peak
 
     def _measured(self, captured: Program) -> tuple[Program, float]:
         """The program with what its ops cost, and the seconds that it took to know."""
@@ -333,10 +364,8 @@ class Prepared(NotCopied):
         budget = self.settings.budget
         if budget is None:
             return self._plan(graph, None, took)
-        peak, first = simulate.replay(graph, simulate.baseline(graph)).peak, not self._variants
-        if self._limit is None:
-            self._limit = budget.resolve(peak, static=graph.static_bytes)
-        limit = max(self._limit - beside, 0)
+        peak, first = self._resolve_limit(graph), not self._variants
+        limit = max((self._limit or 0) - beside, 0)
         try:
             return self._plan(graph, limit, took)
         except Infeasible as no:

@@ -98,7 +98,7 @@ class Options:
     allow: str = option(
         "recompute",
         "how storages may leave memory: recompute, compress, offload, redraw (recompute random ops too, from saved "
-        "random states)",
+        "random states); fit also: split, split-rounding (ops in slices)",
         metavar="MEANS,…",
     )
     hints: str = option(

@@ -186,6 +186,11 @@ class Tape:
     def knows(self, tensor: torch.Tensor) -> bool:
         return compat.storage_key(tensor) in self._storage_of
 
+    def know(self, tensor: torch.Tensor, storage: int) -> None:
+        """From now on, tensors in the storage of this one lie in a storage of the tape that is there already."""
+        self._storage_of[compat.storage_key(tensor)] = storage
+        self._references.append(compat.storage_reference(tensor))
+
     def value(self, tensor: torch.Tensor, place: str = "") -> int:
         """The value a tensor is now; its storage becomes known.
 

@@ -1,0 +1,201 @@
+"""Language models below the floor of whole logits: the least budget that is reached, and time, against slices.
+
+    python benchmarks/split.py [--quick] [--slices 2,8,…] [--steps N] [--write]
+
+GPT-2 (random weights, AdamW) trains within the least budget that a plan was found for, with the logits' chain in so
+many slices. Planned and measured bytes are compared; the loss and the parameters after the first step with a float64
+reference, beside eager's. The reference is of one run of the same model in double precision. ``--write`` puts the
+table into docs/benchmarks.md.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import datetime
+import statistics
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pages
+import torch
+import transformers
+from rich.console import Console
+
+from tightship.analysis.bounds import lower_bound
+from tightship.errors import Infeasible
+from tightship.execute import split as deciding
+from tightship.execute.fit import fit
+from tightship.execute.profile import profile
+from tightship.frontends.torch.capture.step import capture_step
+from tightship.frontends.torch.split import chains, split
+from tightship.graph import Graph
+from tightship.planners import default
+
+PAGE = Path(__file__).resolve().parent.parent / "docs" / "benchmarks.md"
+BEGIN, END = "<!-- begin: benchmarks/split.py -->", "<!-- end: benchmarks/split.py -->"
+ALLOW = f"recompute,{deciding.ROUNDING}"
+MIB = 2**20
+CONFIG = {"n_layer": 6, "n_embd": 256, "n_head": 8, "vocab_size": 50257, "n_positions": 512}
+QUICK = {"n_layer": 2, "n_embd": 64, "n_head": 2, "vocab_size": 5000, "n_positions": 64}
+console = Console(stderr=True, highlight=False)
+
+
+@dataclass(frozen=True)
+class Row:
+    """Bytes, the median of a step's seconds; errors are distances from the reference, of the parameters by norm."""
+
+    slices: str
+    bound: int
+    planned: int
+    measured: int
+    seconds: float
+    loss_error: float
+    error: float
+
+
+def model_and_batch(quick: bool) -> tuple[Any, Any]:
+    torch.manual_seed(0)
+    sizes = QUICK if quick else CONFIG
+    drop = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
+    model = transformers.GPT2LMHeadModel(transformers.GPT2Config(**sizes, **drop))
+    ids = torch.randint(0, sizes["vocab_size"], (4 if quick else 8, sizes["n_positions"]))
+    return model, {"input_ids": ids, "labels": ids}
+
+
+def sgd(model: Any) -> torch.optim.Optimizer:
+    """Errors of gradients show in one step of it as they are; AdamW's first step hides their size."""
+    return torch.optim.SGD(model.parameters(), lr=1.0)
+
+
+def stepped(model: Any, batch: Any) -> tuple[float, list[torch.Tensor]]:
+    """The loss and the parameters after one step in eager."""
+    loss = model(**batch).loss
+    loss.backward()
+    sgd(model).step()
+    return float(loss.detach()), [p.detach() for p in model.parameters()]
+
+
+def wide_step(model: Any, batch: Any) -> tuple[float, list[torch.Tensor]]:
+    """The same all in float64: transformers rounds logits to float32 by itself."""
+    logits, labels = model.double()(input_ids=batch["input_ids"]).logits, batch["labels"]
+    loss = torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
+    loss.backward()
+    sgd(model).step()
+    return float(loss.detach()), [p.detach() for p in model.parameters()]
+
+
+def distance(found: list[torch.Tensor], reference: list[torch.Tensor]) -> float:
+    return sum(float((a.double() - b).square().sum()) for a, b in zip(found, reference, strict=True)) ** 0.5
+
+
+def least(graph: Graph) -> int:
+    """The least budget that a short search reaches, everything placed."""
+    o = default.Options(seconds=10.0, work=20_000_000)
+    bound = int(lower_bound(graph))
+    try:
+        return default.plan(graph, bound, o).peak
+    except Infeasible as no:
+        return int(no.placed or no.best_peak)
+
+
+def fitted(model: Any, batch: Any, budget: int, optimizer: Any) -> Any:
+    for _ in range(6):
+        try:
+            return fit(model, None, optimizer(model), batch, budget, allow=ALLOW, seconds=10.0, strict=True)
+        except Infeasible:
+            budget = budget * 103 // 100
+    raise SystemExit(f"no plan near {budget / MIB:.0f} MiB")
+
+
+def adamw(model: Any) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters())
+
+
+def measured(model: Any, batch: Any, count: int, steps: int, reference: Any) -> Row:
+    deciding.SLICES = (count,)
+    captured = capture_step(model, None, adamw(model), batch)
+    program = profile(split(captured, {chains(captured)[0]: count}))
+    bound = int(lower_bound(program.graph))
+    budget = least(program.graph)
+    step = fitted(copy.deepcopy(model), batch, budget, adamw)
+    times = []
+    for _ in range(steps + 1):
+        began = time.perf_counter()
+        step(batch)
+        times.append(time.perf_counter() - began)
+    numbers = step.measure()
+    one = copy.deepcopy(model)
+    loss = float(fitted(one, batch, budget, sgd)(batch).detach())
+    error = distance([p.detach() for p in one.parameters()], reference[1])
+    peak = numbers["measured_peak"] or 0
+    seconds = statistics.median(times[1:])
+    return Row(
+        str(count), bound, numbers["planned_peak"] or 0, peak, seconds, abs(loss - reference[0]), error
+    )
+
+
+def eager(model: Any, batch: Any, steps: int, reference: Any) -> Row:
+    captured = profile(capture_step(model, None, adamw(model), batch))
+    loss, parameters = stepped(copy.deepcopy(model), batch)
+    twin = copy.deepcopy(model)
+    optimizer, times = adamw(twin), []
+    for _ in range(steps + 1):
+        began = time.perf_counter()
+        twin(**batch).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        times.append(time.perf_counter() - began)
+    bound, floor = int(lower_bound(captured.graph)), least(captured.graph)
+    error = distance(parameters, reference[1])
+    seconds = statistics.median(times[1:])
+    return Row("whole (time: eager)", bound, floor, 0, seconds, abs(loss - reference[0]), error)
+
+
+def markdown(rows: list[Row], what: str) -> str:
+    head = (
+        "slices",
+        "bound",
+        "least planned",
+        "measured",
+        "seconds a step",
+        "loss: error",
+        "parameters: error",
+    )
+    marks = ("---:", *["---:"] * 6)
+    cells = [
+        (
+            r.slices, *(f"{n / MIB:.1f}" if n else "" for n in (r.bound, r.planned, r.measured)),
+            f"{r.seconds:.2f}", f"{r.loss_error:.1e}", f"{r.error:.2e}",
+        )
+        for r in rows
+    ]  # fmt: skip
+    return f"{datetime.date.today()}; {what}; MiB.\n\n{pages.table(head, marks, cells)}\n"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--quick", action="store_true", help="a tiny model")
+    parser.add_argument("--slices", default="2,4,8,16,32,64", help="how many, with commas (2,4,8,16,32,64)")
+    parser.add_argument("--steps", type=int, default=3, help="steps that are timed (3)")
+    parser.add_argument("--write", action="store_true", help=f"put the table into docs/{PAGE.name}")
+    chosen = parser.parse_args()
+    transformers.logging.set_verbosity_error()
+    model, batch = model_and_batch(chosen.quick)
+    reference = wide_step(copy.deepcopy(model), batch)
+    what = f"{torch.get_num_threads()} threads, median of {chosen.steps} steps"
+    rows = [eager(model, batch, chosen.steps, reference)]
+    for count in map(int, chosen.slices.split(",")):
+        console.print(markdown(rows[-1:], what))
+        rows.append(measured(model, batch, count, chosen.steps, reference))
+    print(markdown(rows, what))
+    if chosen.write:
+        pages.put(PAGE, BEGIN, END, markdown(rows, what))
+
+
+if __name__ == "__main__":
+    main()
