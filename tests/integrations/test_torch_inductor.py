@@ -372,3 +372,61 @@ def test_what_is_saved_is_taken_in_the_order_in_which_it_is_handed_over():
     compat_inductor._inputs_in_order(pair)
     compat_inductor._checked(pair)
     assert [n.name for n in second.nodes][:3] == ["a", "b", "tangents_1"]
+
+
+# --- convolutions and batch norm ---
+
+
+def convolutional():
+    torch.manual_seed(0)
+    return nn.Sequential(
+        nn.Conv2d(3, 16, 3, padding=1),
+        nn.BatchNorm2d(16),
+        nn.ReLU(),
+        nn.Conv2d(16, 16, 3, padding=1),
+        nn.BatchNorm2d(16),
+        nn.ReLU(),
+        nn.AdaptiveAvgPool2d(1),
+        nn.Flatten(),
+        nn.Linear(16, 4),
+    )
+
+
+def images():
+    return torch.randn(4, 3, 24, 24, generator=torch.Generator().manual_seed(5))
+
+
+def test_convolutions_and_running_statistics_are_inductor_s():
+    model, other = convolutional(), convolutional()
+    call = compiled(model)
+    for _ in range(2):
+        found = step(call, model, images())
+    plain = torch.compile(other, backend="inductor")
+    for _ in range(2):
+        wanted = step(plain, other, images())
+    assert all(map(torch.equal, found, wanted))
+    assert all(map(torch.equal, model.buffers(), other.buffers()))
+    (graph,) = compiled_plans(call)
+    assert graph.last.measured_peak == graph.plan.peak
+
+
+@pytest.mark.slow
+def test_convolutions_within_a_budget():
+    model, exact = convolutional(), convolutional().double()
+    call = compiled(model, budget="90%")
+    for _ in range(2):
+        found, wanted = step(call, model, images()), step(exact, exact, images().double())
+    (graph,) = compiled_plans(call)
+    assert graph.last.measured_peak == graph.plan.peak <= graph.plan.budget
+    for a, b in zip(found, wanted, strict=True):
+        assert torch.allclose(a.double(), b, rtol=1e-4, atol=1e-6)
+
+
+def test_an_error_of_ours_while_inductor_writes_code_is_not_wrapped(monkeypatch):
+    def unknown(_line, _graph):
+        raise errors.Unsupported("a line", "nobody knows what memory it takes")
+
+    monkeypatch.setattr(compat_inductor, "_events_of", unknown)
+    model = deep(1)
+    with pytest.raises(errors.Unsupported, match="nobody knows what memory it takes"):
+        compiled(model)(batch(4)).square().mean().backward()

@@ -20,7 +20,7 @@ from typing import Any, Final, Protocol
 import torch
 from torch.fx import GraphModule, Node
 
-from tightship.errors import Unsupported
+from tightship.errors import TightshipError, Unsupported
 from tightship.frontends.torch.compat import VERSION, require_torch
 
 __all__ = [
@@ -244,6 +244,7 @@ _SILENT: Final = (
     "KernelCallLine", "KernelDefinitionLine", "CommentLine", "LineContext", "AssertSizeStrideLine", "NullLine",
     "AssertDivByZeroLine", "EnterDeviceContextManagerLine", "ExitDeviceContextManagerLine",
     "EnterDeviceContextManagerWithStreamInfoLine", "ExitDeviceContextManagerWithStreamInfoLine",
+    "SymbolicCallArgLine", "UnbackedSymbolDefsLine",
 )  # fmt: skip
 """Lines that neither take nor give back memory."""
 
@@ -280,7 +281,7 @@ def _strides(node: Any) -> tuple[int, ...] | None:
 
 def _events_of(line: Any, graph: Any) -> Iterator[Event]:
     kind = type(line).__name__
-    if kind in _SILENT or (isinstance(line, str) and not line.strip()):
+    if kind in _SILENT or (isinstance(line, str) and line.strip()[:1] in ("", "#")):
         return
     read = _READERS.get(kind)
     if read is None:
@@ -680,6 +681,7 @@ def compile_graph(
     from torch._functorch import config as aot_config
     from torch._inductor import compile_fx, config
     from torch._inductor.custom_graph_pass import CustomPartitionerFn
+    from torch._inductor.exc import InductorError
 
     orig = (compile_fx.get_num_model_outputs(gm), len(inputs))
 
@@ -713,7 +715,12 @@ def compile_graph(
     with ExitStack() as stack:
         stack.enter_context(config.patch({**own, "memory_planning": False}))
         stack.enter_context(aot_config.patch(aot))
-        made: Callable[..., Any] = compile_fx.compile_fx(gm, inputs, inner_compile=inner)
+        try:
+            made: Callable[..., Any] = compile_fx.compile_fx(gm, inputs, inner_compile=inner)
+        except InductorError as wrapped:  # whatever is raised while code is made is wrapped into one
+            if isinstance(wrapped.inner_exception, TightshipError):
+                raise wrapped.inner_exception from None
+            raise
     return made
 
 
