@@ -29,7 +29,7 @@ import torch
 
 import tightship
 from tightship.demo import models
-from tightship.execute import allocator, cache, fit, prepared
+from tightship.execute import allocator, cache, prepared
 from tightship.planners import default
 
 SCRIPTS = Path(__file__).resolve().parent.parent / "examples" / "loops"
@@ -38,7 +38,6 @@ PAGE = Path(__file__).resolve().parent.parent / "docs" / "training.md"
 BEGIN, END = "<!-- begin: benchmarks/prepare.py -->", "<!-- end: benchmarks/prepare.py -->"
 PARTS: tuple[tuple[str, Any, str], ...] = (
     ("measure", prepared, "profile"),
-    ("measure", fit, "profile"),
     ("order", default, "order_of"),
     ("bound", default, "least_time"),
     ("bound", default, "lower_bound"),

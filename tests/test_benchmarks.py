@@ -99,3 +99,14 @@ def _names(path: Path) -> set[str]:
         elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
             found.add(node.id)
     return found
+
+
+def test_what_is_timed_while_a_step_is_prepared_is_called_there():
+    pytest.importorskip("transformers")
+    code = (
+        f"import sys; sys.path.insert(0, {str(FOLDER)!r}); import prepare\n"
+        "missing = [(o.__name__, n) for _, o, n in prepare.PARTS if not hasattr(o, n)]\n"
+        "assert not missing, missing"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-500:]
