@@ -164,6 +164,7 @@ class FitOptions(PlanOptions, total=False):
     skip_nonfinite: bool
     split: bool
     pad_to: Pad | Sequence[Pad] | None
+    mode: str
 
 
 class InferOptions(PlanOptions, total=False):
@@ -180,7 +181,7 @@ class InferOptions(PlanOptions, total=False):
 def fit(
     model: torch.nn.Module,
     loss_fn: Loss | None,
-    optimizer: torch.optim.Optimizer | None,
+    optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None,
     sample_batch: object,
     budget: BudgetLike = None,
     *,

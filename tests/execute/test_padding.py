@@ -318,5 +318,6 @@ def test_a_batch_that_is_too_long_is_refused_before_its_code_runs_and_training_g
         step(text(9))
     assert len(ran) == count
     step(text(8))
-    with pytest.raises(BadInput, match="pad_to is a Pad"):
-        tightship.fit(model, counted, optimizer, text(5), pad_to=[64])
+    for wrong in ([64], 64, {"input_ids": 0}, "64"):
+        with pytest.raises(BadInput, match=r"pad_to is no tightship\.Pad"):
+            tightship.fit(model, counted, optimizer, text(5), pad_to=wrong)

@@ -93,6 +93,7 @@ def fit(
     split: bool = False,
     pad_to: Pad | Sequence[Pad] | None = None,
     progress: Stages | None = None,
+    mode: str = "exact",
     **options: Unpack[PlanOptions],
 ) -> TrainStep:
     """A training step of ``model`` that stays within ``budget``.
@@ -125,6 +126,7 @@ def fit(
     largest length that there is is planned here: a percentage is of it. Kinds for all lengths are kept.
 
     ``progress`` hears which stage preparing is in. The options' ``seconds`` are for measuring and search together.
+    ``mode`` is ``exact``: op by op. Compiled code is planned by the torch.compile backend.
 
     ``loss_fn`` runs once in every step, as in eager, and once here: what that run changes of Python's state is put
     back. Without ``prepare`` it does not run here, and the first step captures and plans.
@@ -134,6 +136,10 @@ def fit(
     """
     if variants < 1:
         raise BadInput("no kind of batch would be kept: variants must be at least 1", variants, "fit")
+    if mode == "compiled":
+        raise Unsupported("fit(mode='compiled')", "fit runs a step op by op", _COMPILED)
+    if mode != "exact":
+        raise BadInput("an unknown mode: fit knows 'exact' alone", mode, "fit(mode=…)")
     measuring: dict[str, Any] = {"cache": cache, "seconds_per_op": seconds_per_op, "folder": folder}
     splitting = ""
     if planner is None:
@@ -146,9 +152,7 @@ def fit(
     wanted = None if budget is None else parse_budget(budget)
     most = None if pinned is None else parse_bytes(pinned, "fit(pinned=…)")
     measuring["pinned"] = most
-    pads = () if pad_to is None else (pad_to,) if isinstance(pad_to, Pad) else tuple(pad_to)
-    if other := next((p for p in pads if not isinstance(p, Pad)), None):
-        raise BadInput("pad_to is a Pad, or several", type(other).__name__, "fit")
+    pads = _pads(pad_to)
     kinds = math.prod(len(p.lengths) for p in pads if p.lengths is not None) if pads else 0
     variants = max(variants, min(_PER_LENGTH * kinds, _MOST_KINDS))
     said = progress or Silent()
@@ -173,6 +177,23 @@ def fit(
     if prepare:
         step._prepared(step._filled(sample_batch, largest=True), 4)
     return step
+
+
+_COMPILED = (
+    'compile the model by torch.compile(model, backend="tightship", options={"budget": …, "mode": "compiled", '
+    '"optimizer": optimizer}), and keep your loop'
+)
+
+
+def _pads(given: Pad | Sequence[Pad] | None) -> tuple[Pad, ...]:
+    """What ``pad_to`` says, which may be anything. Raises ``BadInput``."""
+    pads = given if isinstance(given, (list, tuple)) else () if given is None else (given,)
+    for pad in pads:
+        if not isinstance(pad, Pad):
+            raise BadInput(
+                "pad_to is no tightship.Pad: it is one, or several in a list", type(pad).__name__, "fit"
+            )
+    return tuple(pads)
 
 
 _PER_LENGTH, _MOST_KINDS = 2, 32

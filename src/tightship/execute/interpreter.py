@@ -60,6 +60,23 @@ class RunStats:
     first_misses: tuple[str, ...] = ()
     heap: int = 0  # most bytes at once outside the arena, results that are handed out included
 
+    @staticmethod
+    def of_passes(passes: Sequence[RunStats], static: int) -> RunStats:
+        """Of a step in several passes, one after the other, beside ``static`` bytes."""
+        return RunStats(
+            planned_peak=max(s.planned_peak for s in passes),
+            measured_peak=max(s.measured_peak for s in passes),
+            process_peak=max(s.process_peak for s in passes),
+            static=static,
+            arena=max(s.arena for s in passes),
+            requests=sum(s.requests for s in passes),
+            misses=sum(s.misses for s in passes),
+            short=sum(s.short for s in passes),
+            exact=True,
+            first_misses=tuple(m for s in passes for m in s.first_misses)[:8],
+            heap=max(s.heap for s in passes),
+        )
+
     @property
     def as_planned(self) -> bool:
         """Whether every request was served at its planned offset, and the peak is the planned one."""

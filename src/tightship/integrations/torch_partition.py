@@ -418,18 +418,7 @@ class PlannedGraph(NotCopied):
         stats = [s for s in passes if s is not None]
         if not stats:
             return
-        self.last = RunStats(
-            planned_peak=max(s.planned_peak for s in stats),
-            measured_peak=max(s.measured_peak for s in stats),
-            process_peak=max(s.process_peak for s in stats),
-            static=self.program.graph.static_bytes,
-            arena=max(s.arena for s in stats),
-            requests=sum(s.requests for s in stats),
-            misses=sum(s.misses for s in stats),
-            short=sum(s.short for s in stats),
-            exact=True,
-            first_misses=tuple(m for s in stats for m in s.first_misses)[:8],
-        )
+        self.last = RunStats.of_passes(stats, self.program.graph.static_bytes)
         if self.strict or not self._complained:
             self._complained = not self.last.as_planned
             report(self.last, self.strict, self.name)
