@@ -30,9 +30,9 @@ if TYPE_CHECKING:
 
     import torch
 
-    from tightship.execute.fit import TrainStep
     from tightship.execute.infer import Inference
     from tightship.execute.prepared import Planner
+    from tightship.execute.train_step import TrainStep
     from tightship.frontends.torch.structure import LossFn, Pad
     from tightship.report.progress import Preparing
 

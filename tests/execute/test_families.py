@@ -12,8 +12,9 @@ torch = pytest.importorskip("torch")
 from support.models import MODELS  # noqa: E402
 from tightship.errors import Infeasible  # noqa: E402
 from tightship.execute import allocator  # noqa: E402
-from tightship.execute.fit import TrainStep, fit  # noqa: E402
+from tightship.execute.fit import fit  # noqa: E402
 from tightship.execute.interpreter import PeakMismatch  # noqa: E402
+from tightship.execute.train_step import TrainStep  # noqa: E402
 
 STEPS = 5
 

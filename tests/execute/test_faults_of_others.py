@@ -17,7 +17,8 @@ from support.runs import eager  # noqa: E402
 from support.strategies import random_graph  # noqa: E402
 from tightship.errors import Infeasible  # noqa: E402
 from tightship.execute import allocator  # noqa: E402
-from tightship.execute.fit import TrainStep, fit  # noqa: E402
+from tightship.execute.fit import fit  # noqa: E402
+from tightship.execute.train_step import TrainStep  # noqa: E402
 from tightship.graph import Graph  # noqa: E402
 from tightship.plan import Step  # noqa: E402
 from tightship.planners import planners  # noqa: E402

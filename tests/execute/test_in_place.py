@@ -338,7 +338,7 @@ def test_somebody_who_holds_an_input_is_noticed():
         instruction.run(env)
 
     executor._code.instructions[at] = profile.replace(instruction, run=run)
-    from tightship.execute.prepared import Binding
+    from tightship.execute.binding import Binding
 
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     leaves = torch.utils._pytree.tree_leaves(batch(0))

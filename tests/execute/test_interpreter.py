@@ -9,9 +9,9 @@ from support import plans
 from support.runs import Pair, eager
 from tightship.errors import BadInput, BudgetExceeded, Unsupported, VerificationFailed
 from tightship.execute import allocator
+from tightship.execute.binding import Binding
 from tightship.execute.compile import compile_plan
 from tightship.execute.interpreter import Executor, PeakMismatch
-from tightship.execute.prepared import Binding
 from tightship.execute.profile import model as modeled
 from tightship.execute.profile import profile
 from tightship.frontends.torch.capture.step import capture_step

@@ -25,8 +25,9 @@ from tightship.errors import Unsupported
 from tightship.execute import allocator
 from tightship.execute.allocator import Meter
 from tightship.execute.eager import differences, tensors_by_name
-from tightship.execute.fit import TrainStep, fit
+from tightship.execute.fit import fit
 from tightship.execute.interpreter import PeakMismatch
+from tightship.execute.train_step import TrainStep
 from tightship.graph import Graph, aligned
 from tightship.plan import Plan
 from tightship.planners import default

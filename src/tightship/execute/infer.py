@@ -13,9 +13,10 @@ import torch
 from tightship import simulate
 from tightship.errors import BadInput, Unsupported
 from tightship.execute.allocator import Arena
+from tightship.execute.binding import Attributes
 from tightship.execute.cache import KeptPlans, folder_of
 from tightship.execute.interpreter import Executor
-from tightship.execute.prepared import Attributes, Prepared, Settings, Silent, Stages, Variant
+from tightship.execute.prepared import Prepared, Settings, Silent, Stages, Variant
 from tightship.execute.script import device_of
 from tightship.frontends.torch.capture.step import capture_forward, module_of
 from tightship.frontends.torch.program import Program

@@ -12,11 +12,9 @@ import os
 import threading
 import time
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
-from itertools import chain
-from operator import is_
 from typing import Any, Protocol
 
 import torch
@@ -24,15 +22,12 @@ import torch
 from tightship import simulate
 from tightship.errors import BadInput, Enough, Infeasible, Unsupported
 from tightship.execute.allocator import Arena
+from tightship.execute.binding import Binding, Identity
 from tightship.execute.cache import DEFAULT, KeptLooks, KeptPlans, folder_of
 from tightship.execute.host_pool import PinnedPool
 from tightship.execute.interpreter import Executor, RunStats
 from tightship.execute.profile import profile
 from tightship.execute.split import Decision, Splitting, advice
-from tightship.frontends.torch import compat
-from tightship.frontends.torch.optimizer.copy import parameters_of
-from tightship.frontends.torch.optimizer.updates import each, state_at
-from tightship.frontends.torch.optimizer.updates import settings as optimizer_settings
 from tightship.frontends.torch.program import Program
 from tightship.frontends.torch.rerun.function_trace import FunctionTrace
 from tightship.frontends.torch.structure import flatten
@@ -44,7 +39,7 @@ from tightship.units import Budget, format_bytes
 from tightship.verify import check
 
 __all__ = [
-    "Attributes", "Binding", "Identity", "Planner", "Prepared", "Settings", "Silent", "Stages",
+    "Planner", "Prepared", "Settings", "Silent", "Stages",
     "Thrashing", "Variant",
     "within_unplanned",
 ]  # fmt: skip
@@ -438,186 +433,3 @@ def plan_on_heap(graph: Graph, budget: int | None, options: default.Options) -> 
 
 
 # --- the caller's own tensors ---
-
-
-class Identity:
-    """Whether model and optimizer (if there is one) are made of the objects they were made of at construction.
-
-    Without training it does not matter where parameters lie: a forward pass reads them from wherever they are.
-    """
-
-    def __init__(
-        self, model: torch.nn.Module, optimizer: torch.optim.Optimizer | None, *, trains: bool = False
-    ) -> None:
-        self._optimizer, self.trains = optimizer, trains
-        self._modules = tuple(model.modules())
-        members = [m for module in self._modules for m in compat.members(module)]
-        self._members = [m for m in members if m]
-        self._empty = [m for m in members if not m]  # most are: most modules are leaves, or have no buffers
-        self._objects = self._held()  # kept, or another could get the address of one that is gone
-        self._tensors = (*model.parameters(), *model.buffers()) if trains else ()
-        self._known = self._now()
-
-    def _held(self) -> list[Any]:
-        return list(chain.from_iterable([m.values() for m in self._members]))
-
-    def _now(self) -> tuple[Any, ...]:
-        return (
-            [(t.data_ptr(), t.requires_grad) for t in self._tensors],
-            optimizer_settings(self._optimizer) if self._optimizer is not None else None,
-        )
-
-    def changed(self) -> str | None:
-        """What is different now, for people; None if nothing is."""
-        if not _same_objects(self._held(), self._objects) or any(self._empty):
-            return "a module, parameter or buffer of the model was added or replaced"
-        what = (
-            "a parameter or buffer was moved, resized or frozen",
-            "the optimizer's parameter groups changed, or what is called around its step",
-        )
-        pairs = zip(what, self._now(), self._known, strict=True)
-        return next((text for text, now, known in pairs if now != known), None)
-
-    def modes(self) -> tuple[Any, ...]:
-        """What else decides which ops eager would run: training modes, autocast, threads, types by default, …."""
-        return (tuple([m.training for m in self._modules]), *self.settings())
-
-    def settings(self) -> tuple[Any, ...]:
-        """As `modes`, of the process alone: for what is run in evaluation mode, whatever the model is in."""
-        kinds = ("cpu", "cuda")
-        autocast = [torch.get_autocast_dtype(k) if torch.is_autocast_enabled(k) else None for k in kinds]
-        return tuple(autocast), *compat.process_settings()
-
-
-class Attributes:
-    """Whether the Python attributes of a model's modules are what they were: numbers, functions, hooks, and those of
-    plain objects, lists and mappings that modules hold (configurations).
-
-    For a pass whose Python code does not run again. What modules reach in other ways (globals, closures) is not
-    looked at. Most calls compare some thousand pointers, which takes microseconds.
-    """
-
-    def __init__(self, model: torch.nn.Module) -> None:
-        self._containers: list[tuple[str, Any]] = []  # whose, and the mapping or list
-        for m in model.modules():
-            kind = type(m).__name__
-            self._containers.append((kind, vars(m)))
-            for k, x in vars(m).items():
-                if k in _MEMBERS or isinstance(x, (torch.Tensor, torch.nn.Module)):
-                    continue
-                inner = x if isinstance(x, (dict, list)) else getattr(x, "__dict__", None)
-                if isinstance(inner, (dict, list)) and not isinstance(x, type) and not callable(x):
-                    self._containers.append((f"{kind}.{k}", inner))
-        self._known = [_copied(x) for _, x in self._containers]
-        self._objects = self._held()
-
-    def _held(self) -> list[Any]:
-        return list(chain.from_iterable([x if type(x) is list else x.values() for _, x in self._containers]))
-
-    def changed(self) -> str | None:
-        """The name of one that is different now; None if none is."""
-        held = self._held()
-        if _same_objects(held, self._objects):
-            return None
-        for (whose, now), known in zip(self._containers, self._known, strict=True):
-            fresh = _copied(now)
-            for k in dict.fromkeys((*fresh, *known)):
-                if k not in _OURS and not _equal(fresh.get(k, _MISSING), known.get(k, _MISSING)):
-                    return f"{whose}.{k}"
-        self._known, self._objects = [_copied(x) for _, x in self._containers], held
-        return None
-
-
-_MEMBERS = ("_parameters", "_buffers", "_modules")
-_OURS = ("training",)  # a pass is in evaluation mode, whatever the model is in
-_MISSING = object()
-
-
-def _same_objects(a: Sequence[Any], b: Sequence[Any]) -> bool:
-    return len(a) == len(b) and all(map(is_, a, b))
-
-
-def _copied(container: Any) -> dict[Any, Any]:
-    return dict(enumerate(container)) if isinstance(container, list) else dict(container)
-
-
-def _equal(a: Any, b: Any) -> bool:
-    plain = (bool, int, float, complex, str, tuple)
-    return a is b or (type(a) is type(b) and isinstance(a, plain) and repr(a) == repr(b))
-
-
-class Binding(NotCopied):
-    """Finds the tensors of ``program.slots``.
-
-    Parameters, buffers and constants are found once: `Identity` says when they are others, and until then nothing
-    looks at some hundred mappings before each step.
-    """
-
-    def __init__(
-        self, program: Program, model: torch.nn.Module, optimizer: torch.optim.Optimizer | None
-    ) -> None:
-        self._program, self._optimizer = program, optimizer
-        self._tensors: list[Any] = []  # by slot; None for what each step brings
-        self._leaves: list[tuple[int, int]] = []  # slot, leaf of the batch
-        self._constants: list[tuple[int, int]] = []  # slot, index of the constant
-        self._states: list[tuple[int, Any, Any, Any, int]] = []  # slot, optimizer, parameter, key, which
-        self._holds = False  # whether it keeps tensors that are no parameter's
-        self._gradients: list[tuple[int, Any]] = []  # slot, parameter
-        for n, slot in enumerate(program.slots):
-            tensor = None
-            if slot.role in ("parameter", "buffer"):
-                owner, name = compat.tensor_home(model, slot.role, slot.key)
-                tensor = owner[name]
-            elif slot.role == "state":
-                self._states.append((n, *self._place_of_state(model, *slot.key)))
-            elif slot.role == "gradient":
-                owner, name = compat.tensor_home(model, "parameter", slot.key)
-                self._gradients.append((n, owner[name]))
-            elif slot.role == "input":
-                self._leaves.append((n, slot.key))
-            elif slot.role == "constant":
-                tensor = program.constants[slot.key]
-                self._constants.append((n, slot.key))
-            else:
-                raise BadInput(f"unknown role {slot.role!r}", place=f"slot {slot.key}")
-            self._tensors.append(tensor)
-        self._guarded = {(s.role, s.key): n for n, s in enumerate(program.slots)}
-
-    def tensors(self, leaves: Sequence[Any], constants: Sequence[Any] | None = None) -> list[Any]:
-        """One tensor per slot; None for optimizer state that does not exist yet. ``leaves`` are the
-        batch's tensors, ``constants`` those of this step where they are not the program's own.
-        """
-        tensors = self._tensors.copy()
-        if constants is not None:
-            for n, k in self._constants:
-                tensors[n] = constants[k]
-        for n, leaf in self._leaves:
-            tensors[n] = leaves[leaf]
-        for n, parameter in self._gradients:
-            tensors[n] = parameter.grad
-        if self._optimizer is not None:
-            params = [parameters_of(o) for o in each(self._optimizer)] if self._holds else []
-            for n, optimizer, parameter, key, which in self._states:
-                if parameter is None:
-                    tensors[n] = key.find(vars(optimizer), params[which])
-                elif parameter in optimizer.state:
-                    tensors[n] = state_at(optimizer.state[parameter], key)
-        return tensors
-
-    def _place_of_state(
-        self, model: torch.nn.Module, name: str, key: Any, which: int = 0
-    ) -> tuple[Any, Any, Any, int]:
-        """The optimizer, of several perhaps; the parameter, if it is a parameter's; and the key."""
-        optimizer = each(self._optimizer)[which]
-        if not name:
-            self._holds = True
-            return optimizer, None, key, which
-        owner, last = compat.tensor_home(model, "parameter", name)
-        return optimizer, owner[last], key, which
-
-    def broken_guard(self, tensors: Sequence[Any]) -> str | None:
-        """Where the captured ops depend on data that is no longer what it was; None if they do not."""
-        for guard in self._program.guards:
-            if not guard.holds({source: tensors[self._guarded[source]] for source in guard.sources}):
-                return str(guard.place)
-        return None

@@ -1,0 +1,352 @@
+"""A training step within a budget, as a function of the batch, or as its parts: backward pass and update."""
+
+from __future__ import annotations
+
+import sys
+import warnings
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+
+from tightship.errors import BadInput, Infeasible, Unplannable, Unsupported, VerificationFailed
+from tightship.execute import allocator
+from tightship.execute.eager import Unplanned, differences, random_states, run_eager, tensors_by_name
+from tightship.execute.interpreter import Fallback, PeakMismatch, RunStats
+from tightship.execute.parts import (
+    Loop,
+    PartRuns,
+    check_gradients,
+)
+from tightship.execute.prepared import (
+    Settings,
+    Variant,
+)
+from tightship.execute.train_variants import TrainVariants, check_call
+from tightship.frontends.torch import compat
+from tightship.frontends.torch.capture.step import (
+    Ending,
+)
+from tightship.frontends.torch.structure import (
+    Pad,
+    flatten,
+    padded,
+    tensor_leaves,
+)
+from tightship.plan import Plan
+from tightship.units import format_bytes
+
+__all__ = ["TrainStep"]
+
+
+class TrainStep(TrainVariants):
+    """Made by `fit`. ``step(batch)`` trains on a batch and returns the loss, or (loss, what came with it).
+
+    ``loss_fn`` runs once in every step, as in eager and with its side effects, on stand-ins for tensors that compute
+    nothing; what it asks for is compared with what was captured. Numbers that have changed are taken over, anything
+    else is captured and planned as a kind of its own; the latest kinds are kept, as `Prepared` says.
+
+    The same in parts, each within the budget: ``step.backward(batch)`` leaves gradients in ``p.grad``, or adds to
+    those that are there, and ``step.update()`` is ``optimizer.step()``. A call of the step leaves no gradients, and
+    refuses one that is there.
+
+    Backward hooks of modules are refused. One thread at a time: a call while another is
+    running raises ``Unsupported``. If a step raises, the parameters whose update had run are updated and the others
+    are not (running statistics and random state likewise): load a checkpoint, or go on.
+
+    ``grad_norm`` is the norm of the gradients before the last update, where it was asked for (``clip_norm``,
+    ``skip_nonfinite``); ``skipped`` counts the updates that were left out for gradients that are not finite.
+    """
+
+    def __init__(
+        self, model: torch.nn.Module, loss_fn: Any, optimizer: Any, settings: Settings,
+        verify_every: int = 0, *, independent: bool = False, loop: Loop | None = None, split: bool = False,
+        pads: Sequence[Pad] = (),
+    ) -> None:  # fmt: skip
+        super().__init__(model, loss_fn, optimizer, settings, independent=independent, loop=loop, split=split)
+        self._pads, self._has_padded = tuple(pads), False
+        self.grad_norm: torch.Tensor | None = None
+        self.skipped = 0
+        self._verify_every, self._steps = verify_every, 0
+        self._added = 0  # batches since the last update
+        self._ran = PartRuns()
+        self._unplanned: Unplanned | None = None
+        self._in_eager: Unplanned | None = None  # the last step, perhaps for a while only
+
+    @property
+    def _latest(self) -> Variant:
+        if self._unplanned is not None:
+            raise BadInput("nothing is planned: steps run in eager, as notes says", place="plan")
+        return next((v for v in self._variants if v.part != "update"), super()._latest)
+
+    def measure(self) -> dict[str, int | None]:
+        """Bytes of the last step against its plan; None where nothing was measured (yet). Of a step in parts: the
+        most of any of them, from the first backward pass to the update; ``between`` is what stood between the two,
+        where `fit` was told what to do there."""
+        if self._in_eager is not None:
+            return self._in_eager.measure(self._limit)
+        return super().measure() | self._ran.measure()
+
+    @property
+    def last(self) -> RunStats | None:
+        return None if self._in_eager is not None else super().last
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        return tuple(self._notes) if self._unplanned is not None else super().notes
+
+    # --- preparing ---
+
+    def prepare(self, batch: Any) -> Plan | None:
+        """Captures and plans for batches like this one, if that has not been done. The code of the step runs, and
+        what it changed of the model, of random states and of what it can reach is put back; no op is run.
+
+        Where shapes or control flow follow from what only the step computes, nothing can be planned: from now on
+        steps run in eager, exactly and outside the budget, which a `Fallback` says once, and None is returned. With
+        ``strict``, and on several ranks, that is refused.
+        """
+        return self._prepared(self._filled(batch), 3)
+
+    def _prepared(self, batch: Any, level: int) -> Plan | None:
+        """``level``: where a warning comes from, in calls from here."""
+        if self._unplanned is not None:
+            return None
+        try:
+            return self._prepare(batch)
+        except Unplannable as no:
+            if self.settings.strict or (compat.world_size() > 1 and not self.independent):
+                raise
+            self._unplanned = self._in_eager = Unplanned(no)
+            self._variants.clear()
+            self._arena = None
+            note = f"steps run in eager, where the budget is not kept: {no}"
+            self._notes.append(note)
+            warnings.warn(note, Fallback, stacklevel=level)
+            return None
+
+    # --- running ---
+
+    def padded(self, batch: Any) -> Any:
+        """The batch that the step is run on: filled up as ``pad_to`` of `fit` says, otherwise itself. Raises
+        ``BadInput`` for one that is too long."""
+        return padded(batch, self._pads)
+
+    def _filled(self, batch: Any, *, largest: bool = False) -> Any:
+        if not self._pads:
+            return batch
+        filled = padded(batch, self._pads, largest=largest, whole=not self._has_padded)
+        self._has_padded = True
+        return filled
+
+    def __call__(self, batch: Any) -> Any:
+        with self._exclusive():
+            batch = self._filled(batch)
+            if self._in_parts:
+                return self._call_in_parts(batch)
+            self._renew()
+            check_no_gradients(self._owned.parameters)
+            out = self._run(batch)
+            self._ran = PartRuns()
+            compat.mark_stepped(self.optimizer)
+            return out
+
+    def _call_in_parts(self, batch: Any) -> Any:
+        if self.optimizer is None:
+            fault = "no optimizer: call step.backward(batch) and update yourself, or give fit an optimizer"
+            raise BadInput(fault, place="step")
+        if not self._added:
+            check_no_gradients(self._owned.parameters)
+        out = self._backward(batch)
+        if self._added == self.loop.accumulate:
+            self._update()
+            for _, p in self._owned.parameters:
+                p.grad = None
+        return out
+
+    def backward(self, batch: Any) -> Any:
+        """Forward and backward pass on a batch, within the budget: what ``loss = loss_fn(model, batch)`` and
+        ``loss.backward()`` do, bit-identically. Gradients are left in ``p.grad``; where one is there, the new one is
+        added to it in place. Returns what the step itself would return. Do as you like with gradients before
+        ``update``."""
+        with self._exclusive():
+            return self._backward(self._filled(batch))
+
+    def update(self) -> None:
+        """The optimizer's step with the gradients that are in ``p.grad``, within the budget: what
+        ``optimizer.step()`` does, bit-identically. Gradients stay, as in eager. What `fit` was told to do with them
+        (``clip_norm``, ``clip_value``, ``scaler``, ``skip_nonfinite``) is done before."""
+        with self._exclusive():
+            self._update()
+
+    def _backward(self, batch: Any) -> Any:
+        self._renew()
+        held = {n: p.grad for n, p in self._owned.parameters if p.grad is not None}
+        if not self._added:
+            self._ran = PartRuns()
+        out = self._run(batch, held)
+        self._added += 1
+        if self._unplanned is None and not torch.is_anomaly_enabled():
+            self._ran.add(self._latest)
+        return out if self.loop.scaler is None else out[1]
+
+    def _run(self, batch: Any, held: Mapping[str, torch.Tensor] | None = None) -> Any:
+        """What the step returns, or its backward pass with the gradients ``held`` so far; compared with eager's,
+        which runs first, in every so many steps. Gradients that the program hands back are left with their
+        parameters."""
+        unplanned = self._in_eager = self._unplanned or self._anomalous()
+        if unplanned is not None:
+            return self._run_unplanned(unplanned, batch, whole=held is None)
+        check_gradients(held or {})
+        try:
+            ending = self._ending(held)
+            return self._run_planned(batch, ending)
+        except Unplannable as no:
+            no.add_note("step.prepare(batch) with this batch has it, and those that follow, run in eager")
+            raise
+        except Infeasible as no:
+            if held is None:
+                raise
+            try:
+                backward = self._ending({})
+                with self._undone():
+                    program = self._program_of(self._ask(batch, backward), backward)
+                no = self._of_all_parts(no, batch, program, adds=bool(held))
+            except Unsupported:  # the code does not run once more: what one part needs is not said of all
+                no = no.with_enough(())
+            raise no from None
+
+    def _anomalous(self) -> Unplanned | None:
+        """Under anomaly detection a step is eager's, whose nodes it looks at; the next one may be planned again."""
+        if not torch.is_anomaly_enabled():
+            return None
+        what = (
+            "a training step under torch.autograd.set_detect_anomaly",
+            "a planned backward pass is not autograd's",
+        )
+        if self.settings.strict:
+            raise Unsupported(
+                *what, "look for the anomaly in eager, or leave out strict=True: such steps then run so"
+            )
+        note = "under torch.autograd.set_detect_anomaly steps run in eager, where the budget is not kept"
+        if note not in self._notes:
+            self._notes.append(note)
+            level, frame = 1, sys._getframe()
+            while frame.f_code.co_filename == __file__ and frame.f_back is not None:
+                level, frame = level + 1, frame.f_back
+            warnings.warn(note, Fallback, stacklevel=level)
+        return Unplanned(Unsupported(*what))
+
+    def _run_unplanned(self, unplanned: Unplanned, batch: Any, *, whole: bool) -> Any:
+        check_call()
+        static = [t for t in flatten(batch) if isinstance(t, torch.Tensor)]
+        static += [p for _, p in self._owned.parameters] + list(self._owned.buffers.values())
+        for state in self.optimizer.state.values() if self.optimizer is not None else ():
+            static += [t for t in state.values() if isinstance(t, torch.Tensor)]
+        with unplanned.metered(static):
+            out = unplanned.backward(self._loss(batch), self.model, batch)
+            if whole and self.optimizer is not None:
+                self._between(self._with_gradients(), None)
+                self.optimizer.step()
+        for _, p in self._owned.parameters if whole else ():
+            p.grad = None
+        return out
+
+    def _run_planned(self, batch: Any, ending: Ending) -> Any:
+        variant, tensors, asked = self._run_code(batch, ending)
+        self._check_ranks(variant.program)
+        self._steps += 1
+        in_hooks = any(op.phase == "update" for op in variant.program.graph.ops)
+        optimizer = self.optimizer if in_hooks or not ending.leaves else None
+        eager = None
+        if self._verify_every and self._steps % self._verify_every == 0:
+            eager = run_eager(asked, tensor_leaves(batch), self._owned, optimizer, ending)
+        results = variant.executor.run(tensors, consume=True)
+        made, parameters = variant.program.gradients, dict(self._owned.parameters)
+        count = len(variant.program.results) - len(made)
+        for n, g in zip(made, results[count:], strict=True):
+            parameters[n].grad = g
+        own = results[:count]
+        if in_hooks and ending.leaves:
+            compat.mark_stepped(self.optimizer)
+        if ending.clip is not None and self.loop.clip_norm is not None:
+            self.grad_norm = own.pop()
+        if eager is not None:
+            ours = tensors_by_name(own, parameters, self._owned.buffers, optimizer, random_states())
+            if names := differences(eager, ours):
+                text = [f"{name} is not bit-identical to eager's" for name in names]
+                raise VerificationFailed(text, f"step {self._steps}")
+        return asked.results.unflatten(own)
+
+    def _update(self) -> None:
+        self._renew()
+        if self.optimizer is None:
+            raise BadInput("no optimizer: update yourself, or give fit an optimizer", place="step.update")
+        variant = None
+        if self._unplanned is None:
+            names = self._own_updates().names
+            gradients = {n: p.grad for n, p in self._owned.parameters if n in names and p.grad is not None}
+            check_gradients(gradients)
+            variant = self._update_variant(gradients) if gradients else None
+        finite = self._between(self._with_gradients(), variant)
+        self._added = 0
+        if not finite:
+            self.skipped += 1
+        scaler = self.loop.scaler
+        if scaler is not None:
+            if finite and self._unplanned is not None:
+                scaler.step(self.optimizer)
+            elif finite:
+                with compat.step_replaced(self.optimizer, lambda: self._run_update(variant)):
+                    scaler.step(self.optimizer)
+            scaler.update()
+        elif finite:
+            self._run_update(variant)
+
+    def _with_gradients(self) -> list[torch.Tensor]:
+        """Those of the optimizer's parameters that have one."""
+        assert self.optimizer is not None
+        stepped = {id(p) for group in self.optimizer.param_groups for p in group["params"]}
+        return [p for _, p in self._owned.parameters if id(p) in stepped and p.grad is not None]
+
+    def _run_update(self, variant: Variant | None) -> None:
+        assert self.optimizer is not None
+        if self._unplanned is not None:
+            self.optimizer.step()
+        if variant is not None:
+            variant.executor.run(variant.binding.tensors(()), consume=True)
+            self._ran.add(variant, self._beside)
+        compat.mark_stepped(self.optimizer)
+
+    def _between(self, parameters: list[torch.Tensor], variant: Variant | None) -> bool:
+        """What is done with gradients before the update; returns whether they are finite, where that is asked."""
+        loop = self.loop
+        if not parameters or not (loop.clips or loop.skip_nonfinite):
+            return True
+        kind = allocator.kind_of(str(parameters[0].device))
+        meter = allocator.Meter(kind) if allocator.why_not(kind) is None else None
+        with meter or nullcontext(), torch.no_grad():
+            if loop.scaler is not None:
+                loop.scaler.unscale_(self.optimizer)
+            self.grad_norm = loop.norm(parameters)
+            if loop.skip_nonfinite and self.grad_norm is not None and not torch.isfinite(self.grad_norm):
+                return False
+            loop.clip(parameters, self.grad_norm)
+        if meter is not None and variant is not None:
+            self._ran.between = variant.program.graph.static_bytes + self._beside + meter.peak
+            if self._limit is not None and self._ran.between > self._limit:
+                warnings.warn(
+                    f"clipping takes {format_bytes(self._ran.between)}, beyond the budget of "
+                    f"{format_bytes(self._limit)}", PeakMismatch, stacklevel=4,
+                )  # fmt: skip
+        return True
+
+
+def check_no_gradients(parameters: Iterable[tuple[str, torch.Tensor]]) -> None:
+    """Raises ``Unsupported`` for gradients that eager would add to, or that would stay."""
+    for n, p in parameters:
+        if p.grad is not None:
+            raise Unsupported(
+                f"a training step while {n!r} has a gradient", "a step starts with zero_grad and leaves no gradients",
+                "call optimizer.zero_grad() before the step",
+            )  # fmt: skip

@@ -1,0 +1,328 @@
+"""The kinds of batches that a training step is captured and planned for: what its code asks for on a batch, and what
+runs that."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from tightship import simulate
+from tightship.errors import Enough, Infeasible, Unsupported
+from tightship.execute.cache import KeptPlans
+from tightship.execute.parts import (
+    Loop,
+    bytes_of_inputs,
+    gradients_of,
+    layouts,
+)
+from tightship.execute.prepared import (
+    Prepared,
+    Settings,
+    Variant,
+    within_unplanned,
+)
+from tightship.frontends.torch import compat
+from tightship.frontends.torch.capture.state_restore import untouched
+from tightship.frontends.torch.capture.step import (
+    DATA_PARALLEL,
+    Ending,
+    capture_update,
+    check_hooks,
+    check_model,
+)
+from tightship.frontends.torch.optimizer.updates import SeveralUpdates, Updates, updaters
+from tightship.frontends.torch.program import Program
+from tightship.frontends.torch.rerun.live_step import Asked, Owned, run_code
+from tightship.frontends.torch.rerun.numbers import other_numbers, with_numbers_at
+from tightship.frontends.torch.rerun.python_state import python_state_kept
+from tightship.frontends.torch.structure import (
+    TensorLeaf,
+    checked_loss,
+    flatten,
+    loss_function,
+    tensor_leaves,
+)
+from tightship.graph import Graph
+from tightship.plan import Plan
+
+__all__ = ["TrainVariants", "check_call"]
+
+
+class TrainVariants(Prepared):
+    """What has been captured and planned of a training step: as a whole, or of its backward passes and updates.
+
+    The code of the step runs for every batch, on stand-ins for tensors that compute nothing. What it asks for is
+    compared with what was captured: a kind that has its ops runs them, with the numbers it asks for now, anything
+    else is captured and planned as a kind of its own.
+    """
+
+    def __init__(
+        self, model: torch.nn.Module, loss_fn: Any, optimizer: Any, settings: Settings, *,
+        independent: bool = False, loop: Loop | None = None, split: bool = False,
+    ) -> None:  # fmt: skip
+        check_model(model, hooks=True)
+        super().__init__(model, optimizer, settings, trains=True)
+        self.loss_fn, self.independent = loss_fn, independent
+        self.loop, self._split = loop or Loop(), split or optimizer is None
+        self._owned = Owned(model)
+        self._updates: Updates | SeveralUpdates | None = None
+        self._has_no_update = False
+
+    def _on_replaced(self) -> None:
+        self._owned, self._updates, self._has_no_update = Owned(self.model), None, False
+
+    @property
+    def _in_parts(self) -> bool:
+        return self._split or self.loop.in_parts
+
+    def _prepare(self, batch: Any) -> Plan:
+        stage = self.settings.progress.stage("capturing")
+        with self._exclusive(), torch.autograd.set_detect_anomaly(False), stage:
+            self._renew()
+            if not self._in_parts:
+                with self._undone():
+                    return self._run_code(batch, self._ending())[0].executor.plan
+            self._prepare_parts(batch)
+            return self.plan
+
+    @contextmanager
+    def _undone(self) -> Iterator[None]:
+        """What the code of the step changes is put back."""
+        hooks = [hook.fn for hook in self._owned.hooks()]
+        with untouched(self.model, [], frozen=False), python_state_kept(self.model, self.loss_fn, *hooks):
+            yield
+
+    def _prepare_parts(self, batch: Any) -> None:
+        """All that an update takes is planned, from the part that needs most on, of which the budget is a share."""
+        ending = self._ending({})
+        with self._undone():
+            asked = self._ask(batch, ending)
+        try:
+            if self.loop.accumulate > 1 and asked.program is not None:
+                with self._undone():
+                    self._run_code(batch, self._ending(gradients_of(asked.program)))
+            variant = self._settled(asked, batch, ending)
+            if self._updates is not None:
+                self._update_variant(gradients_of(variant.program))
+        except Infeasible as no:
+            program = self._program_of(asked, ending)
+            raise self._of_all_parts(no, batch, program, adds=self.loop.accumulate > 1) from None
+
+    def _program_of(self, asked: Asked, ending: Ending) -> Program:
+        if asked.program is not None:
+            return asked.program
+        fitting = self._fitting(ending)
+        return next(v.captured for v in fitting if any(t is asked.trace for t in v.traces))
+
+    def _of_all_parts(self, no: Infeasible, batch: Any, backward: Program, *, adds: bool) -> Infeasible:
+        """The error of one part of the step, with budgets that are enough for all of them: its backward pass, the
+        one that adds to gradients, and the update."""
+        programs = [(backward, 0)]
+        gradients = gradients_of(backward)
+        if adds:
+            ending = self._ending(gradients)
+            with self._undone():
+                programs.append((self._program_of(self._ask(batch, ending), ending), 0))
+        if self._updates is not None:
+            update = capture_update(self.model, self._updates, gradients)
+            programs.append((update, bytes_of_inputs(backward)))
+        graphs = [(self._measured(p)[0].graph, beside) for p, beside in programs]
+        self._profiled.clear()
+        own = next(e for e in no.enough if not e.options)
+        least = min(no.enough, key=lambda e: e.nbytes)
+        found = [self._enough_for(graphs, e) for e in dict.fromkeys((own, least))]
+        return no.with_enough([e for e in found if not e.options or e.nbytes < found[0].nbytes])
+
+    def _enough_for(self, graphs: Sequence[tuple[Graph, int]], enough: Enough) -> Enough:
+        """The budget, raised as far as any of the graphs needs, each beside some bytes."""
+        limit, planner = enough.nbytes, self.settings.planner
+        if enough.options:
+            assert isinstance(planner, KeptPlans)
+            planner = planner.with_options(dict(enough.options))
+        for graph, beside in graphs:
+            peak = simulate.replay(graph, simulate.baseline(graph)).peak
+            known = isinstance(planner, KeptPlans) and planner.knows(graph, limit - beside)
+            if known or peak + beside <= limit:
+                continue
+            try:
+                planner(graph, max(limit - beside, 0))
+            except Infeasible as no:
+                own = next(e for e in within_unplanned(no, peak).enough if not e.options)
+                limit = max(limit, own.nbytes + beside)
+        return replace(enough, nbytes=limit)
+
+    def _own_updates(self) -> Updates | SeveralUpdates:
+        if self._updates is None:
+            self._updates = updaters(self.optimizer, dict(self._owned.parameters))
+        return self._updates
+
+    def _ending(self, held: Mapping[str, torch.Tensor] | None = None) -> Ending:
+        """What follows the forward pass: the whole step, or, with the gradients that are there already, its backward
+        pass, as autograd runs it for every parameter or, if `fit` does the rest, for those of the optimizer."""
+        if held is None:
+            whole = self._own_updates()
+            clip = self.loop.clipped if self.loop.clips else None
+            return Ending(whole.names, whole, clip)
+        updates = self._updates_if_any()
+        if updates is not None and not self._split and (self.loop.in_parts or self.loop.clips):
+            wanted = updates.names
+        else:
+            wanted = tuple(n for n, p in self._owned.parameters if p.requires_grad)
+        return Ending(wanted, updates, leaves=True, held={n: g for n, g in held.items() if n in wanted})
+
+    def _updates_if_any(self) -> Updates | SeveralUpdates | None:
+        """None without an optimizer, and where a split step's cannot be planned, which is noted once."""
+        if self.optimizer is None or self._has_no_update:
+            return None
+        try:
+            return self._own_updates()
+        except Unsupported as no:
+            if not self._split:
+                raise
+            self._has_no_update = True
+            self._notes.append(f"step.update is not there, and its state is not counted: {no}")
+            return None
+
+    def _loss(self, batch: Any) -> Any:
+        loss, scaler = loss_function(self.loss_fn, batch), self.loop.scaler
+        if scaler is None:
+            return loss
+        device = next((p.device for _, p in self._owned.parameters), None)
+        scaler.scale(torch.zeros((), device=device))  # makes its tensors, which stand-ins cannot be
+
+        def scaled(model: torch.nn.Module, given: Any) -> Any:
+            out = loss(model, given)
+            return scaler.scale(checked_loss(out)), out
+
+        return scaled
+
+    def _run_code(self, batch: Any, ending: Ending) -> tuple[Variant, list[Any], Asked]:
+        """What the code of the step asks for on this batch, the tensors to run it on, and how results go together."""
+        asked = self._ask(batch, ending)
+        variant = self._settled(asked, batch, ending)
+        return variant, variant.binding.tensors(tensor_leaves(batch), asked.constants), asked
+
+    def _ask(self, batch: Any, ending: Ending) -> Asked:
+        """What the code of the step asks for on this batch."""
+        check_call()
+        check_hooks((), self._owned.modules)
+        kinds = [TensorLeaf.of(t) for t in tensor_leaves(batch)]
+        traces = [t for v in self._fitting(ending) for t in v.traces if t.takes(kinds)]
+        with nullcontext() if traces else self.settings.progress.stage("capturing"):
+            return run_code(self._owned, self._loss(batch), ending, batch, traces)
+
+    def _fitting(self, ending: Ending) -> list[Variant]:
+        modes = self._modes_of(ending)
+        return [v for v in self._variants if v.modes == modes]
+
+    def _modes_of(self, ending: Ending) -> tuple[Any, ...]:
+        return (ending.part, layouts(ending.held), *self._modes())
+
+    def _settled(self, asked: Asked, batch: Any, ending: Ending) -> Variant:
+        """The variant that runs what was asked for."""
+        fitting = self._fitting(ending)
+        if asked.program is None:
+            variant = next(v for v in fitting if any(t is asked.trace for t in v.traces))
+            if asked.numbers:
+                self._renumber(variant, asked)
+        else:
+            variant = self._variant_of_same_ops(asked, fitting) or self._new(asked.program, batch, ending)
+            variant.remember(asked.trace)
+        self._use(variant)
+        return variant
+
+    def _variant_of_same_ops(self, asked: Asked, fitting: list[Variant]) -> Variant | None:
+        """The variant whose ops are those of the program but for numbers, with the numbers of the program."""
+        assert asked.program is not None
+        for variant in fitting:
+            numbers = other_numbers(variant.captured, asked.program)
+            if numbers is not None:
+                if numbers:
+                    self._change(variant, asked.program, numbers)
+                    variant.traces.clear()  # they hold other numbers
+                return variant
+        return None
+
+    def _renumber(self, variant: Variant, asked: Asked) -> None:
+        """The variant with the numbers that its code asked for, for a trace that has them by now."""
+        self._change(variant, asked.trace.program, asked.numbers)
+        variant.traces = [asked.trace]
+
+    def _change(self, variant: Variant, captured: Program, numbers: dict[int, tuple[Any, ...]]) -> None:
+        if variant.split is not None:
+            before, now = variant.split.apply(variant.captured), variant.split.apply(captured)
+            numbers = other_numbers(before, now) or {}
+        renewed = with_numbers_at(variant.program, numbers)
+        assert renewed is not None  # recomputations take the numbers of the captured program's
+        variant.executor.change_numbers(renewed)
+        variant.program, variant.captured = renewed, captured
+
+    def _new(self, program: Program, batch: Any, ending: Ending) -> Variant:
+        self._check_new(batch, flatten(batch))
+        self._check_ranks(program)
+        if ending.part:
+            self._resolve_for_parts(program)
+        variant = self._variant(program, self._modes_of(ending), part=ending.part)
+        self._variants.insert(0, variant)
+        return variant
+
+    def _resolve_for_parts(self, program: Program) -> None:
+        """A share of what the parts need unplanned: this backward pass, and the update that follows it."""
+        budget = self.settings.budget
+        if self._limit is not None or budget is None:
+            return
+        graphs = [self._measured(program)[0].graph]
+        beside = bytes_of_inputs(program)
+        if self._updates is not None:
+            update = capture_update(self.model, self._updates, gradients_of(program))
+            graphs.append(self._measured(update)[0].graph)
+        peaks = [simulate.replay(g, simulate.baseline(g)).peak for g in graphs]
+        peaks[1:] = [p + beside for p in peaks[1:]]
+        first = graphs[0]
+        held = sum(first.storages[s].size for s in first.static if first.storages[s].kind == "gradient")
+        self._limit = budget.resolve(max(peaks), static=first.static_bytes - held)
+
+    @property
+    def _beside(self) -> int:
+        """Bytes of the batch, which is there while parameters are updated."""
+        return bytes_of_inputs(self._latest.program) if self._variants else 0
+
+    def _update_variant(self, gradients: Mapping[str, torch.Tensor]) -> Variant:
+        """The planned update of parameters with gradients like these."""
+        modes = ("update", layouts(gradients), *self._modes())
+        variant = next((v for v in self._variants if v.modes == modes), None)
+        if variant is not None and self._limit is not None:
+            budget = variant.executor.plan.budget
+            if budget is not None and budget + self._beside > self._limit:  # the batch was smaller
+                self._variants.remove(variant)
+                variant = None
+        if variant is None:
+            program = capture_update(self.model, self._own_updates(), gradients)
+            variant = self._variant(program, modes, part="update", beside=self._beside)
+            self._variants.insert(0, variant)
+        self._use(variant)
+        return variant
+
+    def _check_ranks(self, program: Program) -> None:
+        """Raise ``Unsupported`` where ranks would drift apart without a word."""
+        ranks = 1 if self.independent else compat.world_size()
+        if ranks > 1 and not any(compat.is_collective(call.fn) for call in program.calls):
+            raise Unsupported(
+                f"a step without a collective on {ranks} ranks", "each rank would train a model of its own",
+                f"{DATA_PARALLEL}; where that is what you want (an ensemble), fit(…, independent=True)",
+            )  # fmt: skip
+
+
+def check_call() -> None:
+    """Raises ``Unsupported`` where eager's step would do something else than train on gradients from nothing."""
+    if not torch.is_grad_enabled() or torch.is_inference_mode_enabled():
+        mode = "inference mode" if torch.is_inference_mode_enabled() else "torch.no_grad"
+        raise Unsupported(
+            f"a training step under {mode}",
+            "it needs gradients",
+            "call it outside, or evaluate the model itself",
+        )
