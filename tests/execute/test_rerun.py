@@ -15,7 +15,7 @@ from tightship.execute.fit import fit
 from tightship.execute.interpreter import Executor
 from tightship.frontends.torch.optimizer.updates import Updater
 from tightship.frontends.torch.rerun import live_step
-from tightship.frontends.torch.rerun.function_trace import understood
+from tightship.frontends.torch.rerun.outcome import understood
 
 
 def net():

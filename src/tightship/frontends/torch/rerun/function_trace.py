@@ -8,11 +8,10 @@ results in the order in which they appear.
 
 from __future__ import annotations
 
-import dis
 import functools
 import math
 import types
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from operator import is_
@@ -37,13 +36,10 @@ __all__ = [
     "Inner",
     "add_hook",
     "form",
-    "globals_of",
     "map_tensors",
     "name_of",
     "plainly_same",
     "same_plain",
-    "settled_key",
-    "understood",
     "unknown",
     "write_back",
 ]
@@ -409,168 +405,10 @@ _METHODS = (
 )  # fmt: skip
 
 
-# --- Python code that runs inside a call ----------------------------------------------------------------------
-
-
 def _is_numpy_number(x: Any) -> bool:
     """Whether this is a scalar of NumPy's that is a number, and no array."""
     kind = getattr(getattr(x, "dtype", None), "kind", None)
     return type(x).__module__ == "numpy" and kind in ("f", "i", "u", "c") and not hasattr(x, "__setitem__")
-
-
-def understood(fn: Any) -> bool:
-    """Whether a function's outcome follows from its arguments alone, as far as its code tells: it has no closure, no
-    defaults and no object that it is bound to, and its globals are modules, functions and classes of torch. For
-    functions of the caller's own, another may stand under that name in the next step."""
-    if not isinstance(fn, types.FunctionType):
-        return _of_torch(fn)
-    if hasattr(fn, "__wrapped__") and str(fn.__globals__.get("__name__")).startswith("torch."):
-        return understood(fn.__wrapped__)  # once_differentiable, custom_fwd
-    if fn.__closure__ or fn.__defaults__ or fn.__kwdefaults__ or vars(fn):
-        return False
-    return all(_harmless(fn.__globals__, name) for name in globals_of(fn.__code__))
-
-
-def globals_of(code: types.CodeType) -> set[str]:
-    names = {i.argval for i in dis.get_instructions(code) if i.opname in ("LOAD_GLOBAL", "LOAD_NAME")}
-    for const in code.co_consts:
-        if isinstance(const, types.CodeType):
-            names |= globals_of(const)
-    writes = {"STORE_GLOBAL", "DELETE_GLOBAL", "IMPORT_NAME"}
-    return names | {"<writes>" for i in dis.get_instructions(code) if i.opname in writes}
-
-
-_EFFECTS = {"update", "setdefault", "pop", "popitem", "clear"}
-"""Methods by which code changes a dict."""
-
-
-def settled_key(fn: Any) -> tuple[Any, ...] | None:
-    """What the outcome of a function follows from beside its arguments, to be compared from step to step: its code,
-    and in closures, defaults and globals plain values, torch's functions and tensors, which become constants of the
-    program. None where its code does not tell, or changes what it finds there."""
-    if isinstance(fn, functools.partial):
-        parts = [_settled(x) for x in (fn.func, *fn.args, *fn.keywords.values())]
-        return None if None in parts else (tuple(fn.keywords), *parts)
-    if not isinstance(fn, types.FunctionType):
-        return (fn,) if _of_torch(fn) else None
-    if fn.__globals__.get("__name__") == "torch.utils._contextlib" and hasattr(
-        fn, "__wrapped__"
-    ):  # @torch.no_grad()
-        within = next(
-            (c for x in fn.__closure__ or () if (c := getattr(_content(x), "__self__", None))), None
-        )
-        inner = settled_key(fn.__wrapped__) if isinstance(within, torch.no_grad | torch.enable_grad) else None
-        return None if inner is None else (type(within), inner)
-    names = _globals_without_effects(fn.__code__)
-    if names is None or vars(fn):
-        return None
-    found: list[Any] = [fn.__code__]
-    defaults = (*(fn.__defaults__ or ()), *(fn.__kwdefaults__ or {}).values())
-    for value in (*defaults, *(_content(cell) for cell in fn.__closure__ or ())):
-        found.append(_settled(value, fn))
-    for name in names:
-        if not _harmless(fn.__globals__, name):
-            found.append(_settled(fn.__globals__.get(name, fn), fn))
-    dicts = any(type(x) is tuple and x[:1] == (dict,) for x in found)
-    return None if None in found or (dicts and _sets_elements(fn.__code__)) else tuple(found)
-
-
-def _settled(value: Any, inside: Any = None) -> Any:
-    """A value that stands for another one in comparisons; None where the value may be changed in place."""
-    if isinstance(
-        value, (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size)
-    ):
-        return type(value), repr(value)
-    if isinstance(value, torch.Tensor):
-        return None if compat.is_fake(value) else (Identical(value), form(value))
-    if isinstance(value, torch.optim.Optimizer):
-        return Identical(value)
-    if isinstance(value, tuple):
-        parts = [_settled(x, inside) for x in value]
-        return None if None in parts else (tuple, *parts)
-    if type(value) is dict and len(value) < 10_000:  # that of optimizers by parameter
-        parts = [_settled(x, inside) for pair in value.items() for x in pair]
-        return None if None in parts else (dict, *parts)
-    return None if value is inside else settled_key(value)
-
-
-class Identical:
-    """Equal for the same object, which it keeps."""
-
-    __slots__ = ("held",)
-
-    def __init__(self, held: Any) -> None:
-        self.held = held
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Identical) and other.held is self.held
-
-    def __hash__(self) -> int:
-        return id(self.held)
-
-
-def _content(cell: Any) -> Any:
-    try:
-        return cell.cell_contents
-    except ValueError:  # it is empty so far
-        return cell
-
-
-@functools.lru_cache(maxsize=1024)
-def _globals_without_effects(code: types.CodeType) -> tuple[str, ...] | None:
-    """The globals that code names; None where it sets something that outlives it, other than elements."""
-    names = globals_of(code)
-    if "<writes>" in names:
-        return None
-    for one in _with_inner(code):
-        for i in dis.get_instructions(one):
-            outer = i.opname == "STORE_DEREF" and i.argval in one.co_freevars
-            if outer or (i.opname == "STORE_ATTR" and i.argval not in ("grad", "data")):
-                return None
-        if _EFFECTS & {*one.co_names}:
-            return None
-    return tuple(sorted(names))
-
-
-@functools.lru_cache(maxsize=1024)
-def _sets_elements(code: types.CodeType) -> bool:
-    return any(
-        "_SUBSCR" in i.opname and i.opname != "BINARY_SUBSCR"
-        for c in _with_inner(code)
-        for i in dis.get_instructions(c)
-    )
-
-
-def _with_inner(code: types.CodeType) -> list[types.CodeType]:
-    every = [code]
-    for one in every:
-        every += [c for c in one.co_consts if isinstance(c, types.CodeType)]
-    return every
-
-
-_NOT_HARMLESS = {
-    "open", "input", "eval", "exec", "globals", "locals", "vars", "next", "id", "print", "setattr", "delattr",
-    "breakpoint", "__import__",
-}  # fmt: skip
-
-
-def _harmless(scope: Mapping[str, Any], name: str) -> bool:
-    builtin = scope.get("__builtins__", {})
-    known = vars(builtin) if isinstance(builtin, types.ModuleType) else builtin
-    if name not in scope:
-        return name in known and name not in _NOT_HARMLESS
-    value = scope[name]
-    if isinstance(value, types.ModuleType):
-        return value.__name__.partition(".")[0] in ("torch", "math")
-    return _of_torch(value)
-
-
-def _of_torch(value: Any) -> bool:
-    """Whether this is a function, class, op or constant of torch. Tensors, modules and generators are not: they can
-    be replaced or changed."""
-    if isinstance(value, (types.FunctionType, types.BuiltinFunctionType, type)):
-        return str(value.__module__ or "").partition(".")[0] in ("torch", "math")
-    return compat.is_fixed(value)
 
 
 class Capturing(Protocol):

@@ -39,10 +39,10 @@ from tightship.frontends.torch.rerun.function_trace import (
     add_hook,
     map_tensors,
     name_of,
-    settled_key,
     write_back,
 )
 from tightship.frontends.torch.rerun.numbers import Renumbering, with_numbers_at
+from tightship.frontends.torch.rerun.outcome import settled_key
 from tightship.frontends.torch.rerun.rerun import READS, SHOWN, Rerun
 from tightship.frontends.torch.structure import (
     LossFn,

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from tightship.errors import Unsupported
-from tightship.frontends.torch.rerun.function_trace import globals_of
+from tightship.frontends.torch.rerun.outcome import globals_of
 
 __all__ = ["python_state_kept"]
 

@@ -33,10 +33,10 @@ from tightship.frontends.torch.rerun.function_trace import (
     own_containers,
     plainly_same,
     same_plain,
-    understood,
     unknown,
     write_back,
 )
+from tightship.frontends.torch.rerun.outcome import understood
 
 __all__ = ["READS", "SHOWN", "Rerun"]
 
