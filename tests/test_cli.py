@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -498,3 +499,37 @@ def test_another_packages_planner_that_cannot_be_loaded_is_reported(there, capsy
     installed(there, monkeypatch, source)
     status, _, err = run("planners", capsys=capsys)
     assert status == 2 and said in err and "Traceback" not in err
+
+
+# --- what nobody foresaw ---
+
+
+@pytest.mark.parametrize(("raised", "said"), [
+    (KeyError("a"), "internal error: KeyError: 'a'"), (RecursionError(), "internal error: RecursionError."),
+    (MemoryError(), "out of memory (MemoryError)"),
+])  # fmt: skip
+def test_an_error_of_our_own_is_a_sentence_with_a_status_of_its_own(there, capsys, monkeypatch, raised, said):
+    def fails(*_args, **_options):
+        raise raised
+
+    monkeypatch.setitem(cli._VERBS, "verify", dataclasses.replace(cli._VERBS["verify"], run=fails))
+    assert cli.main(["verify", "p.json"]) == 3
+    err = capsys.readouterr().err
+    assert said in " ".join(err.split())
+    assert "Traceback" not in err
+    assert cli.main(["verify", "p.json", "--debug"]) == 3
+    assert "in fails" in capsys.readouterr().err
+    status, rows = as_json("verify", "p.json", capsys=capsys)
+    assert (status, rows["error"]["type"]) == (3, "InternalError")
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="this system has no /dev/full")
+@pytest.mark.parametrize("extra", [[], ["--json"]])
+def test_a_full_disk_under_standard_output_is_a_sentence(there, extra):
+    with open("/dev/full", "wb") as full:
+        command = [sys.executable, "-m", "tightship", "planners", *extra]
+        done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, cwd=there, check=False)
+    assert done.returncode == 2
+    assert (
+        done.stderr.decode().strip() == "tightship: cannot write 'standard output': No space left on device"
+    )

@@ -13,6 +13,7 @@ __all__ = [
     "BadInput",
     "BudgetExceeded",
     "Infeasible",
+    "InternalError",
     "TightshipError",
     "UnknownAlias",
     "UnknownSize",
@@ -69,6 +70,24 @@ class TightshipError(Exception):
         # Exceptions are pickled as ``cls(*args)`` by default, which does not fit the constructors below;
         # errors travel between processes when planners run in a pool.
         return _rebuild, (type(self), self.args, dict(self.__dict__))
+
+
+class InternalError(TightshipError):
+    """Something went wrong that nobody foresaw: a fault of tightship's own, ``cause``, or too little memory for the
+    work. The command line says so in the place of a traceback."""
+
+    exit_status: ClassVar[int] = 3
+
+    def __init__(self, cause: Exception) -> None:
+        self.__cause__ = cause
+        said = f"{type(cause).__name__}: {cause}" if str(cause) else type(cause).__name__
+        if isinstance(cause, MemoryError):
+            super().__init__(f"out of memory ({said}): plan a smaller graph, or where there is more memory")
+            return
+        super().__init__(
+            f"internal error: {said}. This is a fault of tightship's: --debug shows where it was raised; please "
+            "report it, with the command and its input, at https://github.com/tightship/tightship/issues"
+        )
 
 
 class BadInput(TightshipError):

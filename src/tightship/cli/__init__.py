@@ -1,7 +1,8 @@
 """The command line: ``tightship VERB …``. See ``tightship --help``.
 
-Exit status: 0 done, 1 not achievable (infeasible, not verified), 2 bad input or usage, 130 interrupted. With
-``--json`` a verb prints one JSON object on standard output, also when it fails, and nothing else there.
+Exit status: 0 done, 1 not achievable (infeasible, not verified), 2 bad input or usage, 3 internal error, 130
+interrupted. With ``--json`` a verb prints one JSON object on standard output, also when it fails, and nothing else
+there.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ import tightship
 from tightship import api
 from tightship.cli import hlo, pack, verbs
 from tightship.cli.output import INTERRUPTED, Output
-from tightship.errors import TightshipError
+from tightship.errors import InternalError, TightshipError
 from tightship.hlo.assign import tight
 from tightship.options import add_options
 from tightship.planners import default, packing
@@ -28,7 +29,7 @@ from tightship.units import BUDGET_FORMS
 
 __all__ = ["Usage", "main", "parser"]
 
-_EPILOG = "exit status: 0 done, 1 infeasible or not verified, 2 bad input or usage, 130 interrupted"
+_EPILOG = "exit status: 0 done, 1 infeasible or not verified, 2 bad input or usage, 3 internal error, 130 interrupted"
 _BUDGET = BUDGET_FORMS.replace("%", "%%")
 _SOURCE = (
     "module:factory (found from the current folder; factory() returns (model, sample), (model, loss_fn, sample) or "
@@ -196,6 +197,7 @@ def parser(given: Sequence[str] = ()) -> argparse.ArgumentParser:
         added.add_argument(
             "--quiet", "-q", action="store_true", help="no progress, and errors alone for people"
         )
+        added.add_argument("--debug", action="store_true", help="show where an error was raised")
         for argument in verb.arguments:
             names, how = _ARGUMENTS[argument]
             added.add_argument(*names, **how)
@@ -244,7 +246,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             status: int = chosen.run(chosen, out)
             return status
         except TightshipError as error:
-            out.failed(error)
+            out.failed(error, debug="--debug" in given)
             return error.exit_status
         except KeyboardInterrupt:
             out.interrupted()
@@ -252,5 +254,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         except BrokenPipeError:
             out.closed()
             return 1
+        except Exception as error:
+            out.failed(InternalError(error), debug="--debug" in given)
+            return InternalError.exit_status
         except SystemExit as done:  # --help and --version
             return done.code if isinstance(done.code, int) else 0

@@ -11,6 +11,7 @@ import contextlib
 import json
 import os
 import sys
+import traceback
 from collections.abc import Mapping, MutableMapping, Sequence
 from pathlib import Path
 from typing import Any, TextIO
@@ -65,7 +66,17 @@ class Output:
                 self._saved = None
 
     def answer(self, rows: Mapping[str, Any], text: RenderableType | Sequence[RenderableType]) -> None:
-        """The command's answer: ``rows`` with ``--json``, else ``text``."""
+        """The command's answer: ``rows`` with ``--json``, else ``text``. Raises ``BadInput`` where standard output
+        takes no more, as on a full disk."""
+        try:
+            self._answer(rows, text)
+        except BrokenPipeError:
+            raise
+        except OSError as error:
+            self.closed()
+            raise unwritable(error, "standard output") from error
+
+    def _answer(self, rows: Mapping[str, Any], text: RenderableType | Sequence[RenderableType]) -> None:
         if self.as_json:
             self._write(json.dumps(rows, allow_nan=False) + "\n")
             return
@@ -79,11 +90,17 @@ class Output:
                 console.print(item)
         self._stdout.flush()
 
-    def failed(self, error: TightshipError) -> None:
-        """Say what went wrong."""
+    def failed(self, error: TightshipError, *, debug: bool = False) -> None:
+        """Say what went wrong; with ``debug`` also where."""
         if self.as_json:
-            self.answer(error_rows(error), "")
+            with contextlib.suppress(
+                TightshipError
+            ):  # what went wrong may be that nothing can be written there
+                self.answer(error_rows(error), "")
         console = _console(sys.stderr)
+        if debug:
+            raised = error.__cause__ or error
+            console.print("".join(traceback.format_exception(raised)), markup=False, soft_wrap=True, end="")
         console.print("[bold red]tightship:[/] ", end="")
         console.print(str(error), markup=False, soft_wrap=True)
 
