@@ -106,7 +106,9 @@ def test_a_computation_run_from_two_places_has_no_points_to_sets_of_its_own() ->
         points_to(parse(AGAIN))
 
 
-def test_calls_that_multiply_without_end_are_refused() -> None:
+def test_calls_that_multiply_without_end_are_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     text = "HloModule m, is_scheduled=true\nc0 {\n p = f32[] parameter(0)\n ROOT r = f32[] negate(p)\n}\n"
     for k in range(1, 60):
         text += (
@@ -116,6 +118,11 @@ def test_calls_that_multiply_without_end_are_refused() -> None:
     text += "ENTRY e {\n p = f32[] parameter(0)\n ROOT r = f32[] call(p), to_apply=c59\n}\n"
     with pytest.raises(Unsupported, match=f"more than {CLONE_LIMIT} instructions"):
         flattened(parse(text))
+    path = tmp_path / "calls.txt"
+    path.write_text(text)
+    for verb in ("plan", "explain", "assign"):  # each ended, in time
+        assert main([verb, str(path)]) == 2
+        assert "instructions is not supported" in capsys.readouterr().err
 
 
 def test_assign_says_that_it_copied(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

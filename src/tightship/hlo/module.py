@@ -29,6 +29,7 @@ __all__ = [
     "Names",
     "Place",
     "declared",
+    "check_copies",
     "flattened",
     "names_in",
     "run_keys",
@@ -290,22 +291,28 @@ def flattened(module: Module) -> Module:
     own, and a note says how many there are. Raises ``Unsupported`` beyond ``CLONE_LIMIT`` instructions."""
     if not _shared(module):
         return module
+    check_copies(module)
+    return _Flattening(module).run()
+
+
+def check_copies(module: Module) -> None:
+    """Raises ``Unsupported`` where a module has more than ``CLONE_LIMIT`` instructions once each call has a copy of
+    what it runs: a file of a few lines can say more than any machine holds."""
     sizes: dict[str, int] = {}
-    if (size := _size(module, module.entry.name, sizes)) > CLONE_LIMIT:
+    open_ = [module.entry.name]
+    while open_:  # what a computation runs before itself; no recursion, calls may lie deep in one another
+        rows = module.by_name[open_[-1]].instructions
+        inside = [n for i in rows for n in runs(i)]
+        if missing := [n for n in dict.fromkeys(inside) if n not in sizes and n not in open_]:
+            open_ += missing[:1]
+        else:
+            sizes[open_.pop()] = len(rows) + sum(sizes.get(n, 0) for n in inside)
+    if (size := sizes[module.entry.name]) > CLONE_LIMIT:
         raise Unsupported(
             f"a module of more than {CLONE_LIMIT} instructions",
             f"there are {size:,} once each call has a copy of what it runs",
             "compile the module with XLA first, which inlines calls",
         )
-    return _Flattening(module).run()
-
-
-def _size(module: Module, name: str, sizes: dict[str, int]) -> int:
-    """Instructions of a computation with a copy of what each of its calls runs."""
-    if name not in sizes:
-        rows = module.by_name[name].instructions
-        sizes[name] = len(rows) + sum(_size(module, n, sizes) for i in rows for n in runs(i))
-    return sizes[name]
 
 
 def _shared(module: Module) -> set[str]:

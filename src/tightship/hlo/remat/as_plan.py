@@ -13,7 +13,7 @@ from functools import cached_property
 from tightship.analysis.packing import Packing, packings
 from tightship.baselines.xla_remat import Result
 from tightship.graph import Graph
-from tightship.hlo.module import Module
+from tightship.hlo.module import Module, check_copies
 from tightship.hlo.remat.cost import work_of
 from tightship.hlo.remat.lower import Lowering, bounds, without_dead
 from tightship.hlo.remat.peak import peaks, result_bytes
@@ -34,6 +34,7 @@ def as_plan(
 
     Bytes are without the module's result and tables of addresses, which the caller owns.
     """
+    check_copies(module)  # the verifier judges what each call runs
     least = bounds(module) if least is None else least
     # The dead instructions that the written module has no more (R15) are not run, so the graph is without them, too.
     module = without_dead(module, {i.name for c in made.module.computations for i in c.instructions})
@@ -55,6 +56,7 @@ def as_plan(
 
 def graph_before(module: Module) -> Graph:
     """The graph of ``module``'s entry as it is counted without any plan: what it calls is as it was, too."""
+    check_copies(module)
     return Lowering(module, module.entry.name, peaks(module), work_of(module)).graph
 
 
