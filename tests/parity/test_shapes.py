@@ -4,6 +4,8 @@ itself can tell, and where gradients are sparse, steps run in eager."""
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+
 import pytest
 import torch
 from torch import nn
@@ -452,16 +454,134 @@ def test_a_shape_that_a_later_step_decides():
     assert all(torch.equal(a, b) for a, b in zip(model.parameters(), twin.parameters(), strict=True))
 
 
-def test_a_number_that_is_looked_at_is_refused():
-    model = mlp()
+def at_item(model, batch, log):
+    log.append(cross_entropy(model(batch[0]), batch[1]).item())
 
+
+def at_numpy(model, batch, log):
+    log.append(model(batch[0]).detach().numpy().sum())
+
+
+def at_text(model, batch, log):
+    log.append(f"{model(batch[0]).mean()}")
+
+
+def at_list(model, batch, log):
+    log.append((model(batch[0]).argmax(-1) == batch[1]).float().mean().tolist())
+
+
+def at_data(model, batch, log):
+    for p in model.parameters():
+        p.data = p.data.clamp(-0.1, 0.1)
+
+
+def at_tangent(model, batch, log):
+    log.append(torch.func.jvp(model, (batch[0],), (torch.ones_like(batch[0]),))[1].sum().item())
+
+
+def at_conjugate(model, batch, log):
+    log.append(torch.view_as_real(torch.fft.fft(batch[0]).conj().clone()).numpy().sum())
+
+
+LOOKS = [at_item, at_numpy, at_text, at_list, at_data, at_tangent, at_conjugate]
+
+
+@pytest.mark.parametrize("look", LOOKS)
+def test_what_the_code_looks_at_is_there_in_eager(look):
+    """Whatever only running the step could answer is answered there, and what the code keeps of it is eager's."""
+    logs = []
+
+    def build():
+        log = []
+        logs.append(log)
+
+        def loss_fn(model, batch):
+            look(model, batch, log)
+            return cross_entropy(model(batch[0]), batch[1])
+
+        return Loop(model := mlp(), loss_fn, sgd(model), masked_pairs, steps=3)
+
+    in_eager(build, r"test_shapes\.py:\d+")
+    assert logs[0] == logs[1][-len(logs[0]) :]
+    assert all(type(a) is type(b) for a, b in zip(*logs, strict=False))
+
+
+def test_sparse_and_dense_gradients_with_an_optimizer_each():
     def loss_fn(model, batch):
-        loss = cross_entropy(model(batch[0]), batch[1])
-        loss.item()
-        return loss
+        return cross_entropy(model[1](model[0](batch[0])), batch[2])
 
-    with pytest.raises(Unsupported, match="keep the value in a tensor"):
-        fit(model, loss_fn, sgd(model), masked_pairs(0), cache=None)
+    models = [nn.Sequential(Sparse(nn.Embedding), nn.Linear(4, 4)) for _ in range(2)]
+    models[1].load_state_dict(models[0].state_dict())
+    sparse, dense = torch.optim.SparseAdam, torch.optim.Adam
+    each = [[sparse(m[0].parameters(), lr=0.1), dense(m[1].parameters(), lr=0.1)] for m in models]
+    with pytest.warns(Fallback, match="sparse=False"):
+        step = fit(models[1], loss_fn, each[1], sequences(0), cache=None)
+    for number in range(3):
+        step(sequences(number))
+        loss_fn(models[0], sequences(number)).backward()
+        for optimizer in each[0]:
+            optimizer.step()
+            optimizer.zero_grad()
+    assert all(torch.equal(a, b) for a, b in zip(*(m.parameters() for m in models), strict=True))
+    states = [[o.state_dict() for o in optimizers] for optimizers in each]
+    assert not differences(*states, "optimizers")
+
+
+@pytest.mark.parametrize("register", ["register_full_backward_hook", "register_full_backward_pre_hook"])
+def test_backward_hooks_on_modules(register):
+    logs = []
+
+    def build():
+        model, log = mlp(), []
+        logs.append(log)
+
+        def hook(module, gradients, *more):
+            log.append(gradients[0].norm().item())
+            return (gradients[0] * 0.5, *gradients[1:])
+
+        getattr(model[3], register)(hook)
+        return Loop(model, lambda m, b: cross_entropy(m(b[0]), b[1]), sgd(model), masked_pairs, steps=3)
+
+    in_eager(build, "backward hook on a module")
+    assert logs[0] == logs[1] != []
+
+
+@pytest.mark.parametrize("parts", [False, True])
+def test_backward_hooks_that_come_and_go(parts):
+    """A step with them is eager's, and said to be; those before and after it are planned."""
+    sides = [mlp(), mlp()]
+    sides[1].load_state_dict(sides[0].state_dict())
+    optimizers = [adam(m) for m in sides]
+    step = fit(sides[1], cross_entropy_of, optimizers[1], masked_pairs(0), cache=None, split=parts)
+    planned = []
+    for number in range(4):
+        hooks = [m[3].register_full_backward_hook(halved) for m in sides if number in (1, 2)]
+        with pytest.warns(Fallback, match="with backward hooks on modules") if number == 1 else nullcontext():
+            ours = step.backward(masked_pairs(number)) if parts else step(masked_pairs(number))
+        if parts:
+            step.update()
+            optimizers[1].zero_grad()
+        planned.append(step.measure()["planned_peak"] is not None)
+        theirs = cross_entropy_of(sides[0], masked_pairs(number))
+        theirs.backward()
+        optimizers[0].step()
+        optimizers[0].zero_grad()
+        assert torch.equal(ours, theirs)
+        assert all(torch.equal(a, b) for a, b in zip(*(m.parameters() for m in sides), strict=True))
+        for hook in hooks:
+            hook.remove()
+    assert planned == [True, False, False, True]
+    sides[1][3].register_full_backward_hook(halved)
+    with pytest.raises(Unsupported, match="backward hook"):
+        fit(sides[1], cross_entropy_of, optimizers[1], masked_pairs(0), cache=None, strict=True)
+
+
+def halved(module, of_inputs, of_results):
+    return (of_inputs[0] / 2,)
+
+
+def cross_entropy_of(model, batch):
+    return cross_entropy(model(batch[0]), batch[1])
 
 
 # --- sparse gradients ---------------------------------------------------------------------------------------------

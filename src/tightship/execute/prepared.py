@@ -41,7 +41,7 @@ from tightship.verify import check
 __all__ = [
     "Planner", "Prepared", "Settings", "Silent", "Stages",
     "Thrashing", "Variant",
-    "within_unplanned",
+    "seconds_left", "within_unplanned",
 ]  # fmt: skip
 
 _TRACES = 4
@@ -381,8 +381,7 @@ class Prepared(NotCopied):
             if not isinstance(planner, KeptPlans):
                 return planner(graph, limit)
             known = [(v.program.graph, v.executor.plan) for v in self._variants] if limit is not None else []
-            whole = planner.options.seconds
-            left = max(whole - took, _SEARCH * whole)
+            left = seconds_left(planner.options.seconds, took)
             return planner(graph, limit, progress.planning, known, left)
 
     def _static_advice(self, graph: Graph) -> tuple[str, ...]:
@@ -423,6 +422,11 @@ def within_unplanned(no: Infeasible, peak: int) -> Infeasible:
     others = tuple(e for e in no.enough if e.options and e.nbytes < peak)
     own = min((e.nbytes for e in no.enough if not e.options), default=peak)
     return no.with_enough((Enough(min(own, peak)), *others))
+
+
+def seconds_left(seconds: float, took: float) -> float:
+    """What a search has of ``seconds`` when measuring ``took`` some of them."""
+    return max(seconds - took, _SEARCH * seconds)
 
 
 def plan_on_heap(graph: Graph, budget: int | None, options: default.Options) -> Plan:

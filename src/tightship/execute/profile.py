@@ -18,7 +18,7 @@ from typing import Any, Final
 import msgspec
 import torch
 
-from tightship.errors import Unsupported
+from tightship.errors import Unplannable, Unsupported
 from tightship.execute import allocator
 from tightship.execute.bench import (
     LONG_CALL,
@@ -334,7 +334,7 @@ class _Profiler:
         try:
             yield
         except _REFUSES as error:
-            raise Unsupported(
+            raise Unplannable(
                 self.where(k), f"it does not run on tensors like those of the step: {error}"
             ) from error
 

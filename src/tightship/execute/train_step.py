@@ -25,9 +25,9 @@ from tightship.execute.prepared import (
 )
 from tightship.execute.train_variants import TrainVariants, check_call
 from tightship.frontends.torch import compat
-from tightship.frontends.torch.capture.step import (
-    Ending,
-)
+from tightship.frontends.torch.capture.step import Ending
+from tightship.frontends.torch.optimizer.updates import each
+from tightship.frontends.torch.program import tensors_in
 from tightship.frontends.torch.structure import (
     Pad,
     flatten,
@@ -51,7 +51,7 @@ class TrainStep(TrainVariants):
     those that are there, and ``step.update()`` is ``optimizer.step()``. A call of the step leaves no gradients, and
     refuses one that is there.
 
-    Backward hooks of modules are refused. One thread at a time: a call while another is
+    With backward hooks on modules a step runs in eager. One thread at a time: a call while another is
     running raises ``Unsupported``. If a step raises, the parameters whose update had run are updated and the others
     are not (running statistics and random state likewise): load a checkpoint, or go on.
 
@@ -186,7 +186,7 @@ class TrainStep(TrainVariants):
             self._ran = PartRuns()
         out = self._run(batch, held)
         self._added += 1
-        if self._unplanned is None and not torch.is_anomaly_enabled():
+        if self._in_eager is None:
             self._ran.add(self._latest)
         return out if self.loop.scaler is None else out[1]
 
@@ -194,7 +194,7 @@ class TrainStep(TrainVariants):
         """What the step returns, or its backward pass with the gradients ``held`` so far; compared with eager's,
         which runs first, in every so many steps. Gradients that the program hands back are left with their
         parameters."""
-        unplanned = self._in_eager = self._unplanned or self._anomalous()
+        unplanned = self._in_eager = self._unplanned or self._for_now()
         if unplanned is not None:
             return self._run_unplanned(unplanned, batch, whole=held is None)
         check_gradients(held or {})
@@ -216,19 +216,19 @@ class TrainStep(TrainVariants):
                 no = no.with_enough(())
             raise no from None
 
-    def _anomalous(self) -> Unplanned | None:
-        """Under anomaly detection a step is eager's, whose nodes it looks at; the next one may be planned again."""
-        if not torch.is_anomaly_enabled():
+    def _for_now(self) -> Unplanned | None:
+        """Under anomaly detection, and with backward hooks on modules, a step is eager's, whose nodes they look at;
+        the next one may be planned again."""
+        if torch.is_anomaly_enabled():
+            under, instead = "under torch.autograd.set_detect_anomaly", "look for the anomaly in eager"
+        elif compat.backward_hooks(self._owned.modules):
+            under, instead = "with backward hooks on modules", "remove them"
+        else:
             return None
-        what = (
-            "a training step under torch.autograd.set_detect_anomaly",
-            "a planned backward pass is not autograd's",
-        )
+        what = f"a training step {under}", "a planned backward pass is not autograd's"
         if self.settings.strict:
-            raise Unsupported(
-                *what, "look for the anomaly in eager, or leave out strict=True: such steps then run so"
-            )
-        note = "under torch.autograd.set_detect_anomaly steps run in eager, where the budget is not kept"
+            raise Unsupported(*what, f"{instead}, or leave out strict=True: such steps then run in eager")
+        note = f"{under} steps run in eager, where the budget is not kept"
         if note not in self._notes:
             self._notes.append(note)
             level, frame = 1, sys._getframe()
@@ -241,8 +241,8 @@ class TrainStep(TrainVariants):
         check_call()
         static = [t for t in flatten(batch) if isinstance(t, torch.Tensor)]
         static += [p for _, p in self._owned.parameters] + list(self._owned.buffers.values())
-        for state in self.optimizer.state.values() if self.optimizer is not None else ():
-            static += [t for t in state.values() if isinstance(t, torch.Tensor)]
+        for one in each(self.optimizer) if self.optimizer is not None else ():
+            static += [t for state in one.state.values() for t in tensors_in(state)]
         with unplanned.metered(static):
             out = unplanned.backward(self._loss(batch), self.model, batch)
             if whole and self.optimizer is not None:
@@ -283,7 +283,8 @@ class TrainStep(TrainVariants):
         if self.optimizer is None:
             raise BadInput("no optimizer: update yourself, or give fit an optimizer", place="step.update")
         variant = None
-        if self._unplanned is None:
+        in_eager = self._unplanned is not None or (self._in_eager is not None and not self._variants)
+        if not in_eager:
             names = self._own_updates().names
             gradients = {n: p.grad for n, p in self._owned.parameters if n in names and p.grad is not None}
             check_gradients(gradients)
@@ -294,12 +295,14 @@ class TrainStep(TrainVariants):
             self.skipped += 1
         scaler = self.loop.scaler
         if scaler is not None:
-            if finite and self._unplanned is not None:
+            if finite and in_eager:
                 scaler.step(self.optimizer)
             elif finite:
                 with compat.step_replaced(self.optimizer, lambda: self._run_update(variant)):
                     scaler.step(self.optimizer)
             scaler.update()
+        elif finite and in_eager:
+            self.optimizer.step()
         elif finite:
             self._run_update(variant)
 
@@ -311,8 +314,6 @@ class TrainStep(TrainVariants):
 
     def _run_update(self, variant: Variant | None) -> None:
         assert self.optimizer is not None
-        if self._unplanned is not None:
-            self.optimizer.step()
         if variant is not None:
             variant.executor.run(variant.binding.tensors(()), consume=True)
             self._ran.add(variant, self._beside)

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import copy
 import re
+import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -28,9 +29,9 @@ from weakref import WeakValueDictionary
 from tightship.errors import BadInput, Infeasible, TightshipError, Unsupported
 from tightship.execute import allocator
 from tightship.execute.interpreter import Fallback
-from tightship.execute.prepared import plan_on_heap
+from tightship.execute.prepared import plan_on_heap, seconds_left
 from tightship.execute.profile import profile
-from tightship.frontends.torch import compat, compat_compile
+from tightship.frontends.torch import compat, compat_capture, compat_compile
 from tightship.frontends.torch.capture.joint import Joint, Primal, lower_joint, pinned
 from tightship.frontends.torch.program import Program, Ref
 from tightship.graph import Graph, aligned
@@ -217,6 +218,9 @@ class Session(NotCopied):
             if follows is not None and follows.runs:
                 what = f"what is called at {follows.place}, but for graphs of its own,"
                 self.unplanned(what, f"Dynamo breaks the graph there ({follows.why})")
+            name = compat_compile.scripted_gradients(gm, inputs)
+            if name is not None:
+                raise compat_capture.scripted(name)
             graph = _Compilation(self, gm)
             if self.options.mode == "compiled":
                 compiled = graph.compiled(gm, inputs)
@@ -330,6 +334,7 @@ class _Compilation:
         self.planned: PlannedGraph | None = None
         self.entry: Entry | None = None
         self.cast = ""  # a parameter that autocast casts
+        self.began = time.perf_counter()
         self.tangents: dict[int, tuple[int, ...]] = {}  # strides of its results' gradients
 
     def run(self, gm: Any, inputs: Sequence[Any], symbolic: bool) -> Callable[..., Any]:
@@ -450,8 +455,11 @@ class _Compilation:
 
     def _plan_graph(self, joint: Joint) -> tuple[PlannedGraph, list[Any]]:
         o = self.options
+        self.began = time.perf_counter()
         with compat_compile.outside():
-            program = profile(joint.program, cache=o.cache, seconds_per_op=o.seconds_per_op)
+            program = profile(
+                joint.program, cache=o.cache, seconds_per_op=o.seconds_per_op, seconds=o.planner.seconds
+            )
         program = replace(program, notes=tuple(n for n in program.notes if "(tangents" not in n))
         program = pinned(joint, program)
         plan, where = self._within_budget(joint, program)
@@ -538,7 +546,8 @@ class _Compilation:
         does not."""
         options, notes = self._planner_options_here(graph)
         # Where a pass runs on the heap, for its arena is taken, no result lies over an input.
-        options = replace(options, reuse=False)
+        left = seconds_left(options.seconds, time.perf_counter() - self.began)
+        options = replace(options, reuse=False, seconds=left)
         try:
             plan = default_plan(graph, limit, replace(options, place=self.options.arena))
         except Infeasible as error:

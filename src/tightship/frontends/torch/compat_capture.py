@@ -347,15 +347,20 @@ def _without_gradients(call: Callable[..., Any]) -> Callable[..., Any]:
             x.requires_grad for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)
         )
         if tensors and torch.is_grad_enabled() and torch._C._get_graph_executor_optimize():
-            raise Unplannable(
-                f"TorchScript ({script.name}) that gradients go through",
-                "it computes other last bits once it has optimized itself, after some steps",
-                "call the function without torch.jit.script, or all of the loop under "
-                "torch.jit.optimized_execution(False)",
-            )
+            raise scripted(script.name)
         return call(script, *args, **kwargs)
 
     return checked
+
+
+def scripted(name: str) -> Unplannable:
+    """The error for TorchScript that gradients go through."""
+    return Unplannable(
+        f"TorchScript ({name}) that gradients go through",
+        "it computes other last bits once it has optimized itself, after some steps",
+        "call the function without torch.jit.script, or all of the loop under "
+        "torch.jit.optimized_execution(False)",
+    )
 
 
 @contextmanager

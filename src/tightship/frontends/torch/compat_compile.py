@@ -347,6 +347,16 @@ def last_time() -> int | None:
     return count if count == limit else None
 
 
+def scripted_gradients(gm: GraphModule, inputs: Sequence[Any]) -> str | None:
+    """The name of TorchScript in the graph that gradients may go through and that optimizes itself; None without."""
+    needed = torch.is_grad_enabled() and any(isinstance(x, torch.Tensor) and x.requires_grad for x in inputs)
+    if not needed or not torch._C._get_graph_executor_optimize():
+        return None
+    script = torch._C.ScriptFunction, torch._C.ScriptMethod
+    found = [n.target for n in gm.graph.nodes if isinstance(n.target, script)]
+    return str(found[0].name) if found else None
+
+
 @dataclass(frozen=True, slots=True)
 class Break:
     """Where the caller's code goes on after a graph, to be compiled on its own, and why Dynamo could not go on.

@@ -262,7 +262,7 @@ _MEASURED_BY = {
 """Arguments whose contents decide what an op asks of the allocator, or whether it runs at all."""
 
 _INSTEAD = {
-    "aten::_local_scalar_dense": "keep the value in a tensor (torch.where instead of an if, no .item())",
+    "aten::_local_scalar_dense": "keep the value in a tensor (torch.where, no .item()), or hand it back as a result",
     "aten::nonzero": "use a mask and torch.where, so that the shape does not depend on the data",
     "aten::masked_select": "multiply by the mask instead of selecting",
     "aten::index": "multiply by the mask (or torch.where) instead of selecting by it",
@@ -433,8 +433,6 @@ class Questions:
     ) -> tuple[list[Record], list[tuple[int, str, Any]]]:
         """The records that compute ``wanted`` and the caller's slots they start from."""
         tape, touching = self._tape, self._reader.look().touching
-        # A floating-point number is read to be looked at; anything else decides what is done next.
-        decides = not any(tape.values[v].dtype.is_floating_point for v in wanted)
         needed_storages: set[int] = set()
         needed: list[int] = []
         later: list[int] = []  # records to look at, the last first
@@ -453,22 +451,22 @@ class Questions:
             k = -heapq.heappop(later)
             r = tape.records[k]
             if r.effect or (r.random and not self._repeatable(r)):
-                raise _made_by(r, fn, origin, decides)
+                raise _made_by(r, fn, origin)
             needed.append(k)
             need({tape.storage(v) for v in r.reads}, k)
         written = {s for k in needed for s in tape.records[k].writes}
         sources = []
         for v, role, key in tape.slots_of(needed_storages):
             if role in ("parameter", "state") or tape.storage(v) in written or v not in tape.real:
-                raise unsupported(fn, origin, f"its data comes from {role} {key}", decides=decides)
+                raise unsupported(fn, origin, f"its data comes from {role} {key}")
             sources.append((v, role, key))
-        return self._with_draws(needed[::-1], fn, origin, decides), sources
+        return self._with_draws(needed[::-1], fn, origin), sources
 
     def _repeatable(self, r: Record) -> bool:
         """Whether the record's random numbers can be drawn before the step, by a state that is put back."""
         return r.device == "cpu" and self._has_data and _name(r) in _DRAWS
 
-    def _with_draws(self, needed: Sequence[int], fn: Any, origin: Origin, decides: bool) -> list[Record]:
+    def _with_draws(self, needed: Sequence[int], fn: Any, origin: Origin) -> list[Record]:
         """These records of the tape; what draws random numbers before one of them that does so draws them, too."""
         records, chosen = self._tape.records, set(needed)
         last = max((k for k in needed if records[k].random), default=-1)
@@ -478,7 +476,7 @@ class Questions:
                 rows.append(r)
             elif r.random and k < last:
                 if not self._repeatable(r):
-                    raise _made_by(r, fn, origin, decides)
+                    raise _made_by(r, fn, origin)
                 rows.append(self._draw(r))
         return rows
 
@@ -502,18 +500,15 @@ class Questions:
         return any(v in real for v, role, _ in self._tape.slots if role != "constant")
 
 
-def _made_by(r: Record, fn: Any, origin: Origin, decides: bool) -> Unsupported:
+def _made_by(r: Record, fn: Any, origin: Origin) -> Unplannable:
     why = f"its data comes from {r.target} at {r.origin}"
-    return unsupported(fn, origin, why, random=r.random, decides=decides)
+    return unsupported(fn, origin, why, random=r.random)
 
 
-def unsupported(
-    fn: Any, origin: Origin, why: str, *, random: bool = False, decides: bool = False
-) -> Unsupported:
+def unsupported(fn: Any, origin: Origin, why: str, *, random: bool = False) -> Unplannable:
     """The error for an op that needs data, with what to do instead."""
     instead = _INSTEAD.get(fn._schema.name, "use an op whose result and shape do not depend on the data")
     if random and fn._schema.name in READS_DATA:
         instead = "draw by torch.rand or Python's random on the CPU, or decide with torch.where"
     where = f" at {origin}" if str(origin) else ""
-    kind = Unplannable if decides else Unsupported
-    return kind(f"{fn}{where}", f"the ops of a step must not depend on data ({why})", instead)
+    return Unplannable(f"{fn}{where}", f"the ops of a step must not depend on data ({why})", instead)

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from tightship.errors import BadInput, Unsupported
+from tightship.errors import BadInput, Unplannable, Unsupported
 from tightship.frontends.torch import compat, compat_capture
 from tightship.frontends.torch.capture.lower import finish
 from tightship.frontends.torch.capture.recorder import Recorder
@@ -153,7 +153,7 @@ def capture_forward(
 
 
 def check_model(model: Any, *, hooks: bool = False) -> None:
-    """``hooks``: those on parameters are taken care of."""
+    """``hooks``: they are taken care of."""
     compat.require_torch()
     if not isinstance(model, torch.nn.Module):
         raise BadInput(f"object of type {type(model).__name__}; give a torch.nn.Module", place="model")
@@ -162,16 +162,17 @@ def check_model(model: Any, *, hooks: bool = False) -> None:
             "a model in DistributedDataParallel", "its hooks run outside the step",
             f"{DATA_PARALLEL}; for a forward pass, give its .module",
         )  # fmt: skip
-    check_hooks(() if hooks else model.named_parameters(), model.modules())
+    if not hooks:
+        check_hooks(model.named_parameters(), model.modules())
 
 
 def check_hooks(parameters: Iterable[tuple[str, torch.Tensor]], modules: Iterable[torch.nn.Module]) -> None:
     """Raises ``Unsupported`` for hooks on parameters and for backward hooks of modules, which the captured backward
     pass would not run."""
     if compat.backward_hooks(modules):
-        raise Unsupported(
+        raise Unplannable(
             "a backward hook on a module", "the captured backward pass does not run hooks",
-            "remove it, or hook the tensor in the step (tensor.register_hook)",
+            "remove it, or hook the tensor in the forward pass (tensor.register_hook)",
         )  # fmt: skip
     for n, p in parameters:
         if compat.gradient_hooks(p):

@@ -344,9 +344,13 @@ def _plain(tensor: torch.Tensor, place: str) -> None:
             "use dense tensors (sparse=False in an embedding)",
         )
     if tensor.is_quantized or tensor.is_nested:
-        raise Unsupported(f"a quantized or nested tensor{at}", "its metadata is more than shape and stride")
+        raise Unplannable(f"a quantized or nested tensor{at}", "its metadata is more than shape and stride")
+    if tensor._is_zerotensor():
+        raise Unplannable(
+            f"a tensor of zeros without bytes{at}", "autograd makes them where a tangent is zero"
+        )
     if tensor.is_neg() or tensor.is_conj():
-        raise Unsupported(
+        raise Unplannable(
             f"a lazily conjugated or negated tensor{at}",
             "the bit is not part of its bytes",
             "call resolve_conj() or resolve_neg()",

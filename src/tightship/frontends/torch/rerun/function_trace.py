@@ -20,7 +20,7 @@ from typing import Any, Protocol
 import torch
 from torch.overrides import TorchFunctionMode
 
-from tightship.errors import Unsupported
+from tightship.errors import Unplannable
 from tightship.frontends.torch import compat, compat_capture
 from tightship.frontends.torch.capture.tape import Origin
 from tightship.frontends.torch.program import tensors_in
@@ -533,9 +533,9 @@ class Inner(TorchFunctionMode):
         return func(*map_tensors(other, tuple(args)), **map_tensors(other, dict(kwargs or {})))
 
 
-def unknown(where: str) -> Unsupported:
+def unknown(where: str) -> Unplannable:
     """The error for a tensor that no call is known to have made."""
-    return Unsupported(
+    return Unplannable(
         f"a tensor {where} whose origin is not known",
         "an earlier step has made it, or code that calls no function of torch",
         "keep what steps hand on in buffers, or hand it back as a result and into the next batch",

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
-from tightship.errors import Unsupported
+from tightship.errors import Unplannable, Unsupported
 from tightship.frontends.torch import compat, compat_capture
 from tightship.frontends.torch.capture.tape import Origin
 from tightship.frontends.torch.program import tensors_in
@@ -455,7 +455,7 @@ class Rerun(TorchFunctionMode):
     def _check(self, name: str, args: Any, kwargs: Any, origin: Origin) -> None:
         """Refuses what capture cannot do as eager would."""
         if name in SHOWN:
-            raise Unsupported(
+            raise Unplannable(
                 f"{name} of a tensor in a step at {origin}", "its contents are there only when the step has run",
                 "hand the tensor back as a result and look at it there",
             )  # fmt: skip
@@ -470,7 +470,7 @@ class Rerun(TorchFunctionMode):
             return
         if name == "grad.__set__" and value is None:
             return
-        raise Unsupported(
+        raise Unplannable(
             f"{name.removesuffix('.__set__')} of a parameter, buffer or constant set in a step at {origin}",
             "the step runs on stand-ins for them", "set it before the step",
         )  # fmt: skip
