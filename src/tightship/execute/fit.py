@@ -11,6 +11,7 @@ import torch
 
 from tightship.errors import BadInput, Unsupported
 from tightship.execute.cache import KeptPlans, folder_of
+from tightship.execute.compiled_step import CompiledStep
 from tightship.execute.parts import (
     Loop,
 )
@@ -27,6 +28,7 @@ from tightship.frontends.torch.structure import (
     Pad,
 )
 from tightship.planners.default import PlanOptions, read_options
+from tightship.planners.hints import parse_hints
 from tightship.units import Budget, parse_budget, parse_bytes
 
 __all__ = ["fit"]
@@ -98,10 +100,10 @@ def fit(
     Raises ``Infeasible`` when no plan meets the budget, ``Unsupported`` for what cannot be captured or run
     exactly, ``BadInput`` for arguments that make no sense.
     """
+    if mode not in ("exact", "compiled"):
+        raise BadInput("mode must be 'exact' or 'compiled'", mode, "fit(mode=…)")
     if mode == "compiled":
-        raise Unsupported("fit(mode='compiled')", "fit runs a step op by op", _COMPILED)
-    if mode != "exact":
-        raise BadInput("an unknown mode: fit knows 'exact' alone", mode, "fit(mode=…)")
+        _check_compiled(planner, options, verify_every, folder, pinned)
     pads = _pads(pad_to)
     settings = _settings(
         budget,
@@ -128,7 +130,8 @@ def fit(
             "a GradScaler with several optimizers", "it skips each of them by itself",
             "leave fit's optimizer out (None), and call scaler.step for each after step.backward",
         )  # fmt: skip
-    step = TrainStep(
+    kind = CompiledStep if mode == "compiled" else TrainStep
+    step = kind(
         model, loss_fn, one, settings, verify_every,
         independent=independent, loop=loop, split=split, pads=pads,
     )  # fmt: skip
@@ -167,10 +170,23 @@ def _kinds(variants: int, pads: tuple[Pad, ...]) -> int:
     return max(variants, min(_PER_LENGTH * lengths, _MOST_KINDS))
 
 
-_COMPILED = (
-    'compile the model by torch.compile(model, backend="tightship", options={"budget": …, "mode": "compiled", '
-    '"optimizer": optimizer}), and keep your loop'
-)
+def _check_compiled(planner: Any, options: PlanOptions, verify_every: int, folder: Any, pinned: Any) -> None:
+    """Raises for what compiled mode does not do."""
+    place = "fit(mode='compiled')"
+    if planner is not None:
+        raise BadInput(
+            "planner= goes with exact mode: compiled code is planned by the default planner", place=place
+        )
+    if verify_every:
+        raise BadInput(
+            "verify_every compares with eager's bits, and compiled code has Inductor's: leave it out, or use "
+            'mode="exact"', verify_every, place,
+        )  # fmt: skip
+    ways = {way.strip() for way in options.get("allow", "").split(",")} - {"", "recompute"}
+    ways |= {way for _, way in parse_hints(options.get("hints", ""))} - {"keep", "recompute"}
+    if ways or options.get("lossy") or folder is not None or pinned is not None:
+        means = next(iter(sorted(ways)), "lossy" if options.get("lossy") else "offload")
+        raise BadInput(f'{means!r} goes with mode="exact": compiled code computes again', place=place)
 
 
 def _pads(given: Pad | Sequence[Pad] | None) -> tuple[Pad, ...]:

@@ -29,6 +29,7 @@ __all__ = [
     "Kernel",
     "Lowered",
     "Pair",
+    "compile_flat",
     "compile_graph",
     "draws",
     "extract",
@@ -37,6 +38,7 @@ __all__ = [
     "overwritten_count",
     "require_inductor",
     "stock_pair",
+    "traced",
     "with_backward",
 ]
 
@@ -722,6 +724,63 @@ def compile_graph(
                 raise wrapped.inner_exception from None
             raise
     return made
+
+
+# --- a graph without a backward pass of its own ----------------------------------------------------------------
+
+
+def traced(fn: Callable[..., Any], inputs: Sequence[torch.Tensor], mode: Any) -> GraphModule:
+    """The fx graph of the ops that a function calls on fake tensors of ``mode``."""
+    from torch.fx.experimental.proxy_tensor import make_fx
+
+    with mode:
+        return make_fx(fn, tracing_mode="real", _allow_non_fake_inputs=True)(*inputs)
+
+
+Lower = Callable[[GraphModule], Lowered]
+
+
+def compile_flat(
+    gm: GraphModule, inputs: Sequence[Any], choose: Callable[[GraphModule, Lower], GraphModule]
+) -> tuple[Callable[[list[Any]], Any], Lowered]:
+    """Compiles a graph that computes gradients and updates by itself, and writes to its inputs. ``choose`` gets it as
+    Inductor would compile it (without views that are written to; each write is an ``aten.copy_`` to an input, at
+    the end), and what lowers such a graph without building kernels, and returns the graph that is compiled. Returns
+    a function of a list of arguments, which it empties, and what it was lowered to."""
+    require_inductor()
+    from torch._functorch import config as aot_config
+    from torch._inductor import compile_fx, config
+    from torch._inductor.exc import InductorError
+
+    found: list[Any] = []
+
+    def inner(graph: GraphModule, example_inputs: Sequence[Any], **more: Any) -> Any:
+        def lowered(candidate: GraphModule) -> Lowered:
+            with _recording(stop=True) as recorder, suppress(_Stopped):
+                compile_fx.compile_fx_inner(_copied(candidate), example_inputs, **more)
+            if not recorder.found:
+                raise Unsupported("a step that computes nothing", "there is nothing to lower")
+            return recorder.found[0]
+
+        chosen = choose(graph, lowered)
+        with _recording(stop=False) as recorder:
+            made = compile_fx.compile_fx_inner(_copied(chosen), example_inputs, **more)
+        found[:] = [made.current_callable, recorder.found[0]]
+        return made
+
+    own = {"fx_graph_cache": False, "graph_partition": False, "memory_planning": False}
+    with ExitStack() as stack:
+        stack.enter_context(torch.no_grad())
+        stack.enter_context(config.patch(own))
+        stack.enter_context(aot_config.patch({"enable_autograd_cache": False}))
+        try:
+            compile_fx.compile_fx(gm, list(inputs), inner_compile=inner)
+        except InductorError as wrapped:  # as in `compile_graph`
+            if isinstance(wrapped.inner_exception, TightshipError):
+                raise wrapped.inner_exception from None
+            raise
+    call, lowered_ = found
+    return call, lowered_
 
 
 def _boxed(fn: Any) -> Any:

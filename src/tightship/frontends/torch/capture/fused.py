@@ -24,7 +24,7 @@ from tightship.graph import Graph, Op
 from tightship.machine import modeled_time
 from tightship.plan import Plan
 
-__all__ = ["FusedJoint", "fuse"]
+__all__ = ["FusedJoint", "FusedStep", "fuse", "fuse_step"]
 
 _LIKE_VIEWS = ("aten._unsafe_view.default", "aten.reshape.default")
 _LIKE_POINTWISE = (
@@ -83,9 +83,9 @@ class FusedJoint:
 class _Writing:
     """Writes a plan's backward pass as an fx graph."""
 
-    joint: FusedJoint
+    joint: FusedJoint | FusedStep
     plan: Plan
-    pair: compat_inductor.Pair
+    pair: compat_inductor.Pair | None
     fx: torch.fx.Graph = field(default_factory=torch.fx.Graph)
     there: dict[Node, Node] = field(default_factory=dict)  # a joint node's tensor, as it is now
     made: dict[tuple[Any, ...], Node] = field(default_factory=dict)  # what is fused into its readers
@@ -93,6 +93,7 @@ class _Writing:
 
     def run(self) -> torch.fx.Graph:
         joint, graph, steps = self.joint, self.joint.graph, self.plan.steps
+        assert isinstance(joint, FusedJoint) and self.pair is not None
         (call, *_) = joint.calls.values()
         self.named = {n.name: n for n in call.graph.nodes}
         for old in [n for n in self.pair.backward.graph.nodes if n.op == "placeholder"]:
@@ -213,16 +214,24 @@ class _Fusing:
             users = [u for u in n.users if u.op == "call_function"]
             reached: set[Node] = set()
             for u in users:
-                reached |= {u} if u in exists else readers.get(u, set())
+                reached |= {self._reader(u)} if u in exists else readers.get(u, set())
             readers[n] = reached
             if n.target is operator.getitem or _is_view(n) or _is_created(n):
                 continue
-            foreign = any(not _is_pointwise(r) and not _is_reduction(r) for r in reached)
+            foreign = any(self._foreign(r) for r in reached)
             across = n not in self.late and any(r in self.late for r in reached)
             drawn = "inductor_random" in str(n.target)  # Inductor writes them out always
             if not _is_pointwise(n) or drawn or n in handed or foreign or len(reached) > 1 or across:
                 exists.add(n)
         return exists
+
+    def _reader(self, n: Node) -> Node:
+        """The kernel that a node is part of."""
+        return n
+
+    def _foreign(self, n: Node) -> bool:
+        """Whether nothing is fused into it."""
+        return not _is_pointwise(n) and not _is_reduction(n)
 
     def _leaves(self, n: Node) -> dict[int, None]:
         """The values that a node is computed from where it is read."""
@@ -391,3 +400,174 @@ def _arguments(n: Node) -> tuple[Any, Any]:
 
 def _place(n: Node) -> str:
     return trace_line(n.meta.get("stack_trace") or "") or n.name
+
+
+# --- a whole step -----------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, eq=False)
+class FusedStep:
+    """A graph that computes gradients and updates by itself, as a fusing compiler runs it: ``graph``, and the nodes
+    of each of its ops. What writes the same parameter and its state is one op."""
+
+    gm: GraphModule
+    graph: Graph
+    nodes: dict[int, str]
+    seconds: dict[str, float]
+    calls: dict[int, Node]
+    exists: frozenset[Node]
+    together: dict[Node, list[Node]]
+
+    def ordered(self, plan: Plan) -> GraphModule:
+        """The graph as the plan has it: its order, and a copy of an op's nodes for each time that it runs."""
+        fx = _WritingStep(self, plan).run()
+        fx.lint()
+        made = GraphModule(self.gm, fx)
+        made.meta = dict(self.gm.meta)
+        return made
+
+    def recompute_time(self, gm: GraphModule) -> tuple[int, float]:
+        """How many kernels of ``gm`` run again, and their seconds, modeled."""
+        names = [compat_inductor.origin(n) for n in gm.graph.nodes if n.op == "call_function"]
+        seen: set[str] = set()
+        again = [name for name in names if name in seen or seen.add(name)]  # type: ignore[func-returns-value]
+        kernels = [self.seconds[name] for name in again if name in self.seconds]
+        return len(kernels), sum(kernels)
+
+
+def fuse_step(gm: GraphModule, outputs: int, *, name: str = "step") -> FusedStep:
+    """The model of a graph that writes to its inputs at its end. ``outputs``: how many of its results come of the
+    forward pass. Raises as `fuse`."""
+    return _FusingStep(gm, outputs, name).whole()
+
+
+class _FusingStep(_Fusing):
+    def whole(self) -> FusedStep:
+        (output,) = self.gm.graph.find_nodes(op="output")
+        self.results = list(torch.utils._pytree.tree_leaves(output.args[0]))
+        self.calls = [n for n in self.gm.graph.nodes if n.op == "call_function"]
+        self._check()
+        self.together = _written_together(self.calls)
+        self.last = {c: group[-1] for group in self.together.values() for c in group}
+        needed = _ancestors([x for x in self.results[: self.outputs] if isinstance(x, Node)])
+        self.late = {n for n in self.calls if n not in needed}
+        self.exists = self._existing()
+        self._primals()
+        for n in self.calls:
+            if n not in self.last:
+                self._op(n)
+            elif self.last[n] is n:
+                self._writes(n)
+        wanted = [v for x in self.results if isinstance(x, Node) for v in self._leaves(x)]
+        graph = self.builder.graph(dict.fromkeys(wanted), self.name)
+        return FusedStep(
+            self.gm, graph, self.nodes, self.seconds, self.ops, frozenset(self.exists), self.together
+        )
+
+    def _reader(self, n: Node) -> Node:
+        return self.last.get(n, n)
+
+    def _foreign(self, n: Node) -> bool:
+        return n not in self.last and super()._foreign(n)
+
+    def _writes(self, last: Node) -> None:
+        """What writes a parameter and its state: one kernel, which reads each before it writes it."""
+        reads: dict[int, None] = {}
+        mutated = []
+        for n in self.together[last]:
+            for a in n.all_input_nodes:
+                reads |= self._leaves(a)
+            mutated.append(self.builder.storage_of(self.value[n.args[0]]))  # type: ignore[index]
+        storages = self.builder.storages
+        traffic = sum(storages[self.builder.storage_of(v)].size for v in reads)
+        traffic += sum(storages[s].size for s in mutated)
+        at = self.builder.op(
+            Op(
+                self.builder.op_name(last.name), "update", tuple(reads), (), mutates=tuple(mutated),
+                time=modeled_time(0, traffic), phase="update", source=_place(last),
+            )
+        )  # fmt: skip
+        self.ops[at] = last
+
+
+def _ancestors(nodes: Sequence[Node]) -> set[Node]:
+    found: set[Node] = set()
+    stack = list(nodes)
+    while stack:
+        n = stack.pop()
+        if n not in found:
+            found.add(n)
+            stack.extend(n.all_input_nodes)
+    return found
+
+
+def _written_together(calls: Sequence[Node]) -> dict[Node, list[Node]]:
+    """Writes that share what they compute elementwise, and nothing else reads: by the last of each such set. What is
+    one number (a norm, a step's count) does not make one of two."""
+    written = [n for n in calls if compat_compile.mutates(n)]
+    home: dict[Node, Node] = {n: n for n in written}
+
+    def root(n: Node) -> Node:
+        while home[n] is not n:
+            n = home[n]
+        return n
+
+    reached: dict[Node, set[Node]] = {}
+    for n in reversed(calls):
+        if n in home:
+            reached[n] = {n}
+            continue
+        fusible = _is_pointwise(n) or _is_view(n)
+        if not fusible or not n.users or any(u not in reached for u in n.users):
+            continue
+        found = {w for u in n.users for w in reached[u]}
+        if all(t.numel() > 1 for t in _tensors(n)):
+            first, *rest = found
+            for w in rest:
+                home[root(w)] = root(first)
+        if len({root(w) for w in found}) == 1:
+            reached[n] = found
+    groups: dict[Node, list[Node]] = {}
+    for n in written:
+        groups.setdefault(root(n), []).append(n)
+    return {group[-1]: group for group in groups.values()}
+
+
+class _WritingStep:
+    """Writes a plan of a whole step as an fx graph."""
+
+    def __init__(self, step: FusedStep, plan: Plan) -> None:
+        self.step, self.plan = step, plan
+        self.write = _Writing(step, plan, None)  # type: ignore[arg-type]
+
+    def run(self) -> torch.fx.Graph:
+        step, write, graph = self.step, self.write, self.step.graph
+        named = {n.name: n for n in step.gm.graph.nodes}
+        for old in step.gm.graph.find_nodes(op="placeholder"):
+            new = write.fx.placeholder(old.name)
+            new.meta = dict(old.meta)
+            write.there[old] = new
+        for s in self.plan.steps:
+            if s.kind == "free" and s.form == "full":
+                for k in s.storages:
+                    write.there.pop(named[step.nodes[k]], None)
+            elif s.kind in ("compute", "recompute"):
+                node = step.calls[s.op]
+                if node in step.together:
+                    self.written(step.together[node])
+                    continue
+                kept = graph.uses.defines[s.op] if s.kind == "compute" else s.storages
+                write.op(node, {step.nodes[k] for k in kept})
+        (old,) = step.gm.graph.find_nodes(op="output")
+        write.segment += 1
+        write.fx.output(torch.fx.map_arg(old.args[0], write.read)).meta = dict(old.meta)
+        return write.fx
+
+    def written(self, group: Sequence[Node]) -> None:
+        """All is read before anything is written."""
+        self.write.segment += 1
+        for n in group:
+            for a in n.all_input_nodes:
+                self.write.read(a)
+        for n in group:
+            self.write.copied(n)

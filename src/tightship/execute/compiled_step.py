@@ -1,0 +1,359 @@
+"""fit's compiled mode: forward pass, backward pass and update as what Inductor makes of them in one graph.
+
+Each kind of batch, and each part of a step that runs by itself, is captured as in exact mode (a `Program`, whose
+code runs in every step and is compared with what was captured), written out as one fx graph (``capture.flat``) and
+compiled. Problem, measure and guarantee are those of the torch.compile backend's compiled mode
+(``integrations.torch_inductor``), without a boundary between two passes: the planner decides on a model of fused code
+(``capture.fused``) in which order ops run and what runs again; the lines that Inductor lowers a candidate to are
+replayed to the byte; what runs was replayed and is within the budget, or ``Infeasible`` has the least peak replayed.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch.fx import GraphModule
+
+from tightship.errors import Infeasible, Unsupported, VerificationFailed
+from tightship.execute import allocator
+from tightship.execute.binding import Binding
+from tightship.execute.compiled import CompiledPass, Measured, StepPlan, StepReplay, place
+from tightship.execute.interpreter import RunStats, report
+from tightship.execute.prepared import Settings, Variant
+from tightship.execute.script import device_of
+from tightship.execute.train_step import TrainStep
+from tightship.frontends.torch import compat_inductor
+from tightship.frontends.torch.capture.flat import Flat, flatten_program
+from tightship.frontends.torch.capture.fused import FusedStep, fuse_step
+from tightship.frontends.torch.compat_inductor import Lowered
+from tightship.frontends.torch.optimizer.copy import bare
+from tightship.frontends.torch.optimizer.updates import Updater, state_at
+from tightship.frontends.torch.program import Program
+from tightship.graph import aligned, alignment_of
+from tightship.planners import default
+from tightship.process_local import NotCopied
+
+__all__ = ["CompiledStep", "WholePlan"]
+
+_LOWERINGS = 8
+"""Orders and recomputations of ours that are lowered, at most."""
+_CLOSE = 0.02
+"""No looser plan is looked for where so much of the budget beyond the static set is left, or less."""
+
+
+@dataclass(frozen=True)
+class WholePlan(StepPlan):
+    """A compiled step's bytes (`StepPlan`, of one pass). ``notes``: what a user should know of it."""
+
+    notes: tuple[str, ...] = ()
+
+
+class CompiledStep(TrainStep):
+    """A `TrainStep` whose parts are compiled. ``plan`` is a `WholePlan`.
+
+    Results and what is trained are Inductor's: of the same numbers as eager's, rounded as fused kernels do, with
+    masks that Inductor draws. Learning rates, betas, momenta and weight decay are read at each step; a change of any
+    other number that is of the ops compiles again, which ``notes`` says.
+    """
+
+    def __init__(self, *args: Any, **more: Any) -> None:
+        compat_inductor.require_inductor()
+        super().__init__(*args, **more)
+
+    @property
+    def plan(self) -> Any:
+        return self._latest.executor.plan
+
+    def _variant(
+        self, captured: Program, modes: tuple[Any, ...], *, part: str = "", beside: int = 0
+    ) -> Variant:
+        if part != "update":
+            self._note_return(captured.graph)
+        captured.forget_samples()
+        return Variant(
+            captured, self._compiled(captured, beside), Binding(captured, self.model, self.optimizer), modes,
+            captured, part=part,
+        )  # fmt: skip
+
+    def _compiled(self, program: Program, beside: int) -> Any:
+        with self.settings.progress.stage("compiling"):
+            return _Compilation(program, self.optimizer, self.settings, self._resolved, beside).run()
+
+    def _resolved(self, static: int, peak: int, beside: int) -> int | None:
+        """The most bytes that a part may take, whose peak was ``peak`` as Inductor has it. A percentage is of the
+        first one."""
+        budget = self.settings.budget
+        if self._limit is None and budget is not None:
+            self._limit = budget.resolve(peak + beside, static=static + beside)
+        return None if self._limit is None else max(self._limit - beside, 0)
+
+    def _change(self, variant: Variant, captured: Program, numbers: dict[int, tuple[Any, ...]]) -> None:
+        ops = ", ".join(sorted({captured.graph.ops[k].name for k in numbers}))
+        self._note(f"compiled again: another number in {ops}, which compiled code has in it")
+        beside = 0 if variant.part != "update" else self._beside
+        variant.executor = self._compiled(captured, beside)
+        variant.program = variant.captured = captured
+        variant.binding = Binding(captured, self.model, self.optimizer)
+        self._share_arena()
+
+    def _note(self, text: str) -> None:
+        if text not in self._notes:
+            self._notes.append(text)
+
+    def _resolve_for_parts(self, program: Program) -> None:
+        """The budget is resolved when the first part is lowered."""
+
+    def _of_all_parts(self, no: Infeasible, batch: Any, backward: Program, *, adds: bool) -> Infeasible:
+        return no
+
+
+# --- running ---------------------------------------------------------------------------------------------------
+
+
+class _Compiled(NotCopied):
+    """Runs a compiled program, as `Executor` runs one op by op."""
+
+    def __init__(
+        self, program: Program, optimizer: Any, flat: Flat, call: Callable[[list[Any]], Any], plan: WholePlan,
+        kind: str, device: str, *, strict: bool,
+    ) -> None:  # fmt: skip
+        self.program, self.optimizer, self.flat, self.plan, self.strict = (
+            program,
+            optimizer,
+            flat,
+            plan,
+            strict,
+        )
+        self.notes: list[str] = []
+        self.arena: allocator.Arena | None = None
+        self.last: RunStats | None = None
+        self._device = device
+        self._numbers = [torch.zeros((), dtype=torch.float64) for _ in flat.numbers]
+        name = program.graph.name
+        (pass_,) = plan.passes
+        self._pass = CompiledPass(call, pass_, plan.static, kind, f"the compiled {name}")
+
+    @property
+    def extent(self) -> int:
+        return self.plan.arena
+
+    @property
+    def pool(self) -> None:
+        """Nothing is offloaded."""
+        return None
+
+    def reserve(self, extent: int) -> allocator.Arena:
+        return allocator.Arena(extent, self._device)
+
+    def run(self, inputs: Sequence[Any], *, consume: bool = False) -> list[Any]:
+        tensors = list(inputs)
+        if consume:
+            assert isinstance(inputs, list)
+            inputs.clear()
+        self._make_state(tensors)
+        args = [tensors[k] for k in self.flat.slots]
+        del tensors
+        for t, number in zip(self._numbers, self.flat.numbers, strict=True):
+            value = number.read(self.optimizer)
+            t.copy_(value) if isinstance(value, torch.Tensor) else t.fill_(value)
+        args += self._numbers
+        if self.arena is None:
+            self.arena = self.reserve(self.extent)
+        with torch.no_grad():
+            results = self._pass.run(args, self.arena, placed=True, budget=self.plan.budget)
+        self.last = self._pass.last
+        if self.last is not None:
+            report(self.last, self.strict)
+        return list(results)
+
+    def _make_state(self, tensors: list[Any]) -> None:
+        """Optimizers make their state at their first step; compiled code finds it there."""
+        places = {slot.value: k for k, slot in enumerate(self.program.slots)}
+        for call in self.program.calls:
+            updater = call.fn
+            if not isinstance(updater, Updater):
+                continue
+            at = [places[ref.value] for ref in call.args[2 : 2 + len(updater.members[0].state_keys)]]
+            if all(tensors[k] is not None for k in at):
+                continue
+            (member,) = updater.members
+            _first_state(updater)
+            state = updater.optimizer.state[member.param]
+            for k, key in zip(at, member.state_keys, strict=True):
+                tensors[k] = state_at(state, key)
+
+
+def _first_state(updater: Updater) -> None:
+    """The state as it is before the first step, made by the optimizer's own code."""
+    (member,) = updater.members
+    optimizer, param = updater.optimizer, member.param
+    one: Any = bare(optimizer)
+    one.__dict__.update({n: x for n, x in vars(optimizer).items() if n not in vars(one) and n != "step"})
+    group = {**optimizer.param_groups[member.group], "params": [param]}
+    one.param_groups = [group]
+    before = param.grad
+    param.grad = torch.zeros((), dtype=param.dtype, device=param.device).expand_as(param)
+    try:
+        lists: list[list[Any]] = [[] for _ in list(inspect.signature(one._init_group).parameters)[1:]]
+        with torch.no_grad():
+            one._init_group(group, *lists)
+    finally:
+        param.grad = before
+    state = optimizer.state[param]
+    for key, like in zip(member.state_keys, member.state_like, strict=True):
+        if not isinstance(state.get(key), torch.Tensor):  # SGD's momentum, which begins as the gradient
+            state[key] = torch.zeros_like(param) if like.shape == param.shape else None
+
+
+# --- compiling -------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, eq=False)
+class _Candidate:
+    """A graph with its replayed peak; ``needed``: what its arena takes, too."""
+
+    gm: GraphModule
+    source: str
+    peak: int
+    needed: int
+    recomputed: int = 0
+    seconds: float = 0.0
+
+
+class _Compilation:
+    """One program: which graph is compiled for it, and its plan."""
+
+    def __init__(
+        self, program: Program, optimizer: Any, settings: Settings,
+        resolved: Callable[[int, int, int], int | None], beside: int,
+    ) -> None:  # fmt: skip
+        self.program, self.optimizer, self.settings = program, optimizer, settings
+        self.resolved, self.beside = resolved, beside
+        device = device_of(program.graph)
+        if device is None:
+            raise Unsupported("ops on several devices in compiled mode", "a budget is of one device's memory")
+        self.device, self.align = device or "cpu", alignment_of(device or "cpu")
+        self.measured = Measured(allocator.kind_of(self.device))
+        self.notes = ["numbers are Inductor's: rounded as its kernels round, masks as it draws them"]
+        self.count = 0
+        self.seen: dict[tuple[str, ...], _Candidate] = {}
+        self.model: FusedStep | None = None
+
+    def run(self) -> _Compiled:
+        program = self.program
+        _check_first_step(program)
+        flat = flatten_program(program, self.optimizer)
+        self.own = aligned(8, self.align) * len(flat.numbers)
+        call, lowered = compat_inductor.compile_flat(flat.graph, flat.inputs, self.choose)
+        replay = self.replayed(lowered)
+        if max(replay.peaks) != self.best.peak:
+            text = f"compiled, the step needs {max(replay.peaks)} B and not the {self.best.peak} B that were replayed"
+            raise VerificationFailed([text], f"graph {program.graph.name}")
+        passes, arena = place(replay)
+        plan = WholePlan(
+            self.budget, replay.static, self.best.peak, arena, passes, self.unplanned.peak, (),
+            self.best.recomputed, self.best.seconds, self.best.source, self.count, tuple(self.notes),
+        )  # fmt: skip
+        made = _Compiled(
+            program, self.optimizer, flat, call, plan, self.measured.kind, self.device,
+            strict=self.settings.strict,
+        )  # fmt: skip
+        if not self.measured.recorded:
+            made.notes.append(
+                "no C++ compiler: nothing is placed or measured, and kernels' workspaces count as 0"
+            )
+        return made
+
+    def replayed(self, lowered: Lowered) -> StepReplay:
+        constants = sum(aligned(n, self.align) for _, n in lowered.constants)
+        replay = StepReplay(self.program.graph.static_bytes + self.own + constants, self.measured, self.align)
+        for held in replay.run(lowered, [None] * len(lowered.inputs)):
+            replay.hand_out(held)
+        return replay
+
+    # --- which graph ---
+
+    def choose(self, gm: GraphModule, lower: Callable[[GraphModule], Lowered]) -> GraphModule:
+        self.gm, self.lower = gm, lower
+        self.unplanned = self.candidate(gm, "Inductor")
+        static = self.program.graph.static_bytes + self.own
+        budget = self.budget = self.resolved(static, self.unplanned.peak, self.beside)
+        self.best = self.unplanned
+        if budget is not None and self.unplanned.needed > budget:
+            found = self._ours(budget, static)
+            fitting = [c for c in found if c.needed <= budget]
+            if not fitting:
+                least = min(c.needed for c in [self.unplanned, *found])
+                raise Infeasible(budget=budget, lower_bound=static, best_peak=least)
+            self.best = min(fitting, key=lambda c: c.seconds)
+        return self.best.gm
+
+    def candidate(self, gm: GraphModule, source: str) -> _Candidate:
+        key = tuple(map(compat_inductor.origin, gm.graph.nodes))
+        if key not in self.seen:
+            replay = self.replayed(self.lower(gm))
+            self.count += 1
+            peak = max(replay.peaks)
+            needed = max(peak, replay.static + place(replay)[1])
+            cost = self.model.recompute_time(gm) if self.model is not None else (0, 0.0)
+            self.seen[key] = _Candidate(gm, source, peak, needed, *cost)
+        return self.seen[key]
+
+    def _ours(self, budget: int, static: int) -> list[_Candidate]:
+        """Plans for inner targets, which follow what the replays say, as in the backend's compiled mode."""
+        outputs = len(self.program.results) - len(self.program.gradients)
+        self.model = fuse_step(self.gm, outputs, name=self.program.graph.name)
+        found: list[_Candidate] = []
+        low, high, target = static, None, budget
+        for _ in range(_LOWERINGS):
+            c, least = self._at(target)
+            if c is None:
+                assert least is not None
+                if high is not None and least >= high:
+                    break
+                low, target = least, least
+                c, _ = self._at(least)
+                if c is None:
+                    break
+            found.append(c)
+            off = budget - c.needed
+            if off >= 0:
+                low = max(low, target)
+                if off <= _CLOSE * (budget - static):
+                    break
+            else:
+                high = target if high is None else min(high, target)
+            next_ = target + off
+            if high is not None and not low < next_ < high:
+                next_ = (low + high) // 2
+            if next_ == target or (high is not None and high - low <= _CLOSE * (budget - static)):
+                break
+            target = next_
+        return found
+
+    def _at(self, target: int) -> tuple[_Candidate | None, int | None]:
+        """Our order and recomputations for an inner target; or the least that the planner reaches on its model."""
+        assert self.model is not None
+        options = getattr(self.settings.planner, "options", default.Options())
+        try:
+            plan = default.plan(self.model.graph, target, replace(options, place=False, reuse=False))
+        except Infeasible as error:
+            return None, error.best_peak
+        return self.candidate(self.model.ordered(plan), "tightship"), None
+
+
+def _check_first_step(program: Program) -> None:
+    """Raises ``Unsupported`` for a first step that is another than those after it."""
+    for call in program.calls:
+        updater = call.fn
+        if isinstance(updater, Updater) and isinstance(updater.optimizer, torch.optim.SGD):
+            group = updater.optimizer.param_groups[updater.members[0].group]
+            if group["dampening"] and not updater.materialized:
+                raise Unsupported(
+                    "SGD with dampening before its first step, in compiled mode",
+                    "its first step leaves dampening out", 'run a first step in eager, or use mode="exact"',
+                )  # fmt: skip

@@ -1,0 +1,348 @@
+"""Program -> one fx graph of ATen ops: views as view ops, an optimizer's step as the arithmetic that it is made of.
+
+A compiler wants to see what a program hides: a program's views are metadata, here they are the reshapes, transposes
+and slices that make them, found from shapes and strides (``as_strided``, which a compiler cannot fuse, is left for
+what is none of these). An update is the optimizer's own code, run on stand-ins as PyTorch runs it for one tensor at a
+time; hyperparameters that schedulers change, and step counts, are tensors in double precision, as Python's numbers
+are, so that no later step needs another graph.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+import torch
+from torch.fx import GraphModule
+from torch.overrides import TorchFunctionMode
+
+from tightship.errors import TightshipError, Unsupported
+from tightship.frontends.torch import compat, compat_inductor
+from tightship.frontends.torch.optimizer.copy import bare
+from tightship.frontends.torch.optimizer.updates import Updater, each, independent
+from tightship.frontends.torch.program import Program, dtype_of, flat, refs_in, substitute
+from tightship.graph import Value
+
+__all__ = ["Flat", "Number", "flatten_program", "viewed"]
+
+
+@dataclass(frozen=True)
+class Number:
+    """A hyperparameter that is read at each step: of the optimizer of that number, in its group, by its name, and
+    its place where there are two of that name (betas)."""
+
+    optimizer: int
+    group: int
+    name: str
+    place: int = -1
+
+    def read(self, optimizer: Any) -> Any:
+        """Its value now."""
+        return self.of_group(each(optimizer)[self.optimizer].param_groups[self.group])
+
+    def of_group(self, group: Mapping[str, Any]) -> Any:
+        """Its value in the settings of its group."""
+        value = group[self.name]
+        return value if self.place < 0 else value[self.place]
+
+
+@dataclass(frozen=True)
+class Flat:
+    """``graph`` takes the tensors of those of the program's ``slots`` that something reads, then ``numbers``, each a
+    tensor of one double; and returns the program's results. ``inputs`` are stand-ins for what it takes."""
+
+    graph: GraphModule
+    inputs: tuple[torch.Tensor, ...]
+    slots: tuple[int, ...]
+    numbers: tuple[Number, ...]
+
+
+def flatten_program(program: Program, optimizer: Any) -> Flat:
+    """The program as one fx graph. Raises ``Unsupported`` for optimizers that cannot be written out, and for what has
+    no ATen ops."""
+    return _Flattening(program, optimizer).run()
+
+
+class _Flattening:
+    def __init__(self, program: Program, optimizer: Any) -> None:
+        self.program, self.optimizer = program, optimizer
+        self.updaters = [c.fn for c in program.calls if isinstance(c.fn, Updater)]
+        self.numbers = self._numbers()
+        values = program.graph.values
+        read = {values[v].storage for c in program.calls for v in refs_in((c.args, c.kwargs))}
+        read |= {values[v].storage for v in program.results}
+        self.slots = [s for s in program.slots if values[s.value].storage in read]
+
+    def run(self) -> Flat:
+        self._check()
+        mode = compat.fake_mode()
+        graph = self.program.graph
+        inputs = []
+        for slot in self.slots:
+            v = graph.values[slot.value]
+            device = self._device(slot)
+            inputs.append(compat.blank_like(mode, v.shape, v.stride, 0, dtype_of(v.dtype), device))
+        inputs += [
+            compat.blank_like(mode, (), (), 0, torch.float64, torch.device("cpu")) for _ in self.numbers
+        ]
+        with torch.no_grad(), torch.autocast("cpu", enabled=False):
+            traced = compat_inductor.traced(self._computed, inputs, mode)
+        places = {s.value: k for k, s in enumerate(self.program.slots)}
+        return Flat(traced, tuple(inputs), tuple(places[s.value] for s in self.slots), self.numbers)
+
+    def _device(self, slot: Any) -> torch.device:
+        devices = {op.device for op in self.program.graph.ops if op.device}
+        return torch.device(devices.pop() if len(devices) == 1 else "cpu")
+
+    def _check(self) -> None:
+        graph = self.program.graph
+        homes: dict[int, int] = {}
+        for slot in self.program.slots:
+            s = graph.values[slot.value].storage
+            if s in homes:
+                names = graph.values[homes[s]].name, graph.values[slot.value].name
+                raise Unsupported(
+                    f"{names[0]} and {names[1]}, which share memory, in compiled mode",
+                    "Inductor takes what it writes to for memory of its own",
+                )
+            homes[s] = slot.value
+        for op, call in zip(graph.ops, self.program.calls, strict=True):
+            if not isinstance(call.fn, (Updater, torch._ops.OpOverload)):
+                raise Unsupported(
+                    f"{op.target} at {graph.place(graph.ops.index(op))} in compiled mode", "it is no op"
+                )
+
+    # --- the ops ---
+
+    def _computed(self, *tensors: torch.Tensor) -> list[torch.Tensor]:
+        program, graph = self.program, self.program.graph
+        values, bases = graph.values, dict(enumerate(program.bases))
+        held: dict[int, torch.Tensor] = {}
+        seen: dict[int, torch.Tensor] = {}
+        for slot, t in zip(self.slots, tensors, strict=False):
+            held[values[slot.value].storage] = t
+            bases[values[slot.value].storage] = slot.value
+        numbers = dict(zip(self.numbers, tensors[len(self.slots) :], strict=True))
+
+        def read(v: int) -> torch.Tensor:
+            if v not in seen:
+                s = values[v].storage
+                seen[v] = viewed(held[s], values[bases[s]], values[v])
+            return seen[v]
+
+        for call in program.calls:
+            args, kwargs = substitute((call.args, call.kwargs), read)
+            if isinstance(call.fn, Updater):
+                _update(call.fn, args, numbers)
+                continue
+            out = _AS_INDUCTOR.get(str(call.fn), call.fn)(*args, **kwargs)
+            for v, t in zip(call.results, flat(out), strict=True):
+                if v >= 0:
+                    held[values[v].storage] = t
+        return [read(v) for v in program.results]
+
+    def _numbers(self) -> tuple[Number, ...]:
+        found: dict[Number, None] = {}
+        for updater in self.updaters:
+            for member in updater.members:
+                group = updater.optimizer.param_groups[member.group]
+                for name in _SCHEDULED:
+                    value = group.get(name)
+                    for k, x in enumerate(value) if isinstance(value, (tuple, list)) else [(-1, value)]:
+                        if _is_number(x) and (x or name == "lr"):
+                            found[Number(updater.number, member.group, name, k)] = None
+        return tuple(found)
+
+
+_SCHEDULED: Final = ("lr", "weight_decay", "momentum", "betas")
+"""What schedulers of torch's change, and what is often changed by hand. Other settings are of the graph."""
+
+
+def _is_number(x: Any) -> bool:
+    return isinstance(x, torch.Tensor) or (isinstance(x, (int, float)) and not isinstance(x, bool))
+
+
+def _bernoulli(x: torch.Tensor, p: float = 0.5, *, generator: Any = None) -> torch.Tensor:
+    """As Inductor draws for dropout: of the uniform numbers that it has a kernel for."""
+    if generator is not None:
+        raise Unsupported(
+            "a random generator of the caller's in compiled mode", "Inductor draws from torch's own"
+        )
+    return (torch.rand_like(x) > 1 - p).to(x.dtype)
+
+
+_AS_INDUCTOR: Final[dict[str, Callable[..., Any]]] = {
+    "aten.bernoulli_.float": lambda x, p=0.5, **more: x.copy_(_bernoulli(x, p, **more)),
+    "aten.bernoulli.p": _bernoulli,
+}
+"""Ops that it would call and not fuse, by what it draws in their place."""
+
+
+# --- views -----------------------------------------------------------------------------------------------------
+
+
+def viewed(tensor: torch.Tensor, base: Value, value: Value) -> torch.Tensor:
+    """The view ``value`` of ``tensor``, which is ``base``, by ops that say what they do to its dimensions, where
+    there are such. Raises ``Unsupported`` for another dtype."""
+    if (base.dtype, base.shape, base.stride, base.offset) == (
+        value.dtype,
+        value.shape,
+        value.stride,
+        value.offset,
+    ):
+        return tensor
+    if base.dtype != value.dtype:
+        raise Unsupported(
+            f"{value.name}, {base.dtype} read as {value.dtype}, in compiled mode", "Inductor copies it"
+        )
+    made = _cut(tensor, base, value)
+    if made is None:
+        offset = tensor.storage_offset() + value.offset - base.offset
+        made = torch.as_strided(tensor, value.shape, value.stride, offset)
+    return made
+
+
+def _cut(tensor: torch.Tensor, base: Value, value: Value) -> torch.Tensor | None:
+    """By permutation, reshape and slices; None where that is not possible."""
+    order = sorted(range(len(base.shape)), key=lambda k: (base.shape[k] == 1, -base.stride[k]))
+    dense = 1
+    for k in reversed(order):
+        if base.shape[k] != 1:
+            if base.stride[k] != dense:
+                return None
+            dense *= base.shape[k]
+    real = [k for k, n in enumerate(value.shape) if n != 1 and value.stride[k]]
+    real.sort(key=lambda k: -value.stride[k])
+    whole, starts, left, above = [], [], value.offset - base.offset, dense
+    if 0 in value.shape or left < 0:
+        return None
+    for k in real:
+        if above % value.stride[k]:
+            return None
+        whole.append(above // value.stride[k])
+        starts.append(left // value.stride[k])
+        left, above = left % value.stride[k], value.stride[k]
+    if any(a + value.shape[k] > n for a, k, n in zip(starts, real, whole, strict=True)):
+        return None
+    rest = above > 1
+    if rest:
+        whole.append(above)
+        starts.append(left)
+    t = tensor if order == sorted(order) else tensor.permute(order)
+    if tuple(t.shape) != tuple(whole):
+        t = t.view(whole)
+    for d, k in enumerate(real):
+        if value.shape[k] != whole[d]:
+            t = torch.narrow(t, d, starts[d], value.shape[k])
+    if rest:
+        t = t.select(len(real), left)
+    return _spread(t, real, value)
+
+
+def _spread(t: torch.Tensor, real: list[int], value: Value) -> torch.Tensor:
+    """Puts dimensions, which are those of ``real``, where the value has them, and adds those that take no memory."""
+    by_place = [d for d, _ in sorted(enumerate(real), key=lambda x: x[1])]
+    if by_place != sorted(by_place):
+        t = t.permute(by_place)
+    for k in range(len(value.shape)):
+        if k not in real:
+            t = t.unsqueeze(k)
+    return t if tuple(t.shape) == value.shape else t.expand(value.shape)
+
+
+# --- updates ---------------------------------------------------------------------------------------------------
+
+
+def _update(
+    updater: Updater, tensors: Sequence[torch.Tensor], numbers: Mapping[Number, torch.Tensor]
+) -> None:
+    """The updater's step as ops on stand-ins: what torch's code for one tensor at a time asks for."""
+    optimizer, cls = updater.optimizer, type(updater.optimizer)
+    if not independent(optimizer) or len(updater.members) != 1:
+        raise _no_formula(cls.__name__, "its step is known for PyTorch's own optimizers alone")
+    (member,) = updater.members
+    param, grad, *kept = tensors
+    group = {**optimizer.param_groups[member.group], "params": [param]}
+    group |= {k: False for k in ("foreach", "fused", "capturable") if k in group}
+    hints: dict[int, Any] = {}
+    for number, t in numbers.items():
+        if (number.optimizer, number.group) == (updater.number, member.group):
+            hints[id(t)] = number.of_group(group)
+            _put(group, number, t)
+    one = bare(optimizer)
+    one.__dict__.update({n: x for n, x in vars(optimizer).items() if n not in vars(one) and n != "step"})
+    known = optimizer.state.get(member.param) or {}
+    state = {k: x for k, x in known.items() if not isinstance(x, torch.Tensor)}
+    state |= dict(zip(member.state_keys, kept, strict=True))
+    one.param_groups, one.state = [group], defaultdict(dict, {param: dict(state)})
+    param.grad = grad
+    try:
+        with _InDoubles(hints):
+            compat.plain_step(cls)(one)
+    except TightshipError:
+        raise
+    except Exception as error:
+        raise _no_formula(cls.__name__, f"its step does not run on tensors without data ({error})") from error
+    finally:
+        param.grad = None
+    now = one.state[param]
+    for k, t in zip(member.state_keys, kept, strict=True):
+        if now[k] is not t:
+            t.copy_(now[k])
+    for k, x in now.items():
+        if k not in member.state_keys and not (x is state.get(k) or x == state.get(k)):
+            raise _no_formula(cls.__name__, f"it counts {k!r} in Python")
+
+
+def _put(group: dict[str, Any], number: Number, t: torch.Tensor) -> None:
+    if number.place < 0:
+        group[number.name] = t
+    else:
+        row = list(group[number.name])
+        row[number.place] = t
+        group[number.name] = tuple(row)
+
+
+def _no_formula(name: str, why: str) -> Unsupported:
+    return Unsupported(
+        f"the optimizer {name} in compiled mode", why,
+        'use mode="exact", or leave the optimizer out (None) and step it yourself after step.backward(batch)',
+    )  # fmt: skip
+
+
+class _InDoubles(TorchFunctionMode):
+    """Inside, a tensor's number is a tensor of one double, and goes wherever an op takes a number. ``hints``: the
+    values of hyperparameters, by id, which decide what is left out."""
+
+    def __init__(self, hints: Mapping[int, Any]) -> None:
+        super().__init__()
+        self.hints = hints
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs, name = dict(kwargs or {}), getattr(func, "__name__", "")
+        if name == "item":
+            return args[0].to(torch.float64)
+        if name in _COMPARED and any(id(a) in self.hints for a in args):
+            return _COMPARED[name](*(self.hints.get(id(a), a) for a in args))
+        if name == "to" and id(args[0]) in self.hints:
+            return args[0]
+        plain = name.rstrip("_")
+        if plain in ("add", "sub") and isinstance(kwargs.get("alpha"), torch.Tensor):
+            return func(args[0], args[1] * kwargs.pop("alpha"), **kwargs)
+        if plain in ("addcmul", "addcdiv") and isinstance(kwargs.get("value"), torch.Tensor):
+            a, b, c = args
+            term = b * c if plain == "addcmul" else b / c
+            return getattr(a, "add_" if name.endswith("_") else "add")(kwargs["value"] * term)
+        if plain == "lerp" and isinstance(args[2], torch.Tensor):
+            return func(args[0], args[1], args[2].to(args[0].dtype))
+        return func(*args, **kwargs)
+
+
+_COMPARED: Final[dict[str, Callable[..., bool]]] = {
+    f"{left}{name}{right}": getattr(operator, name)
+    for name in ("eq", "ne", "lt", "le", "gt", "ge")
+    for left, right in (("", ""), ("__", "__"))
+} | {"__bool__": bool}
