@@ -30,7 +30,8 @@ from tightship.execute import split as deciding
 from tightship.execute.fit import fit
 from tightship.execute.profile import profile
 from tightship.frontends.torch.capture.step import capture_step
-from tightship.frontends.torch.split import chains, split
+from tightship.frontends.torch.split import split
+from tightship.frontends.torch.split_chains import chains
 from tightship.graph import Graph
 from tightship.planners import default
 

@@ -18,6 +18,7 @@ from tightship.execute.cache import KeptPlans, folder_of
 from tightship.execute.interpreter import Executor
 from tightship.execute.prepared import Prepared, Settings, Silent, Stages, Variant
 from tightship.execute.script import device_of
+from tightship.execute.split import divide_allow
 from tightship.frontends.torch.capture.step import capture_forward, module_of
 from tightship.frontends.torch.program import Program
 from tightship.frontends.torch.structure import flatten, map_leaves
@@ -57,7 +58,8 @@ def infer(
     ``dynamic``: the sample is the largest there will be, in every dimension; anything smaller runs in the same arena,
     planned when it is first met (``variants`` kinds are kept); a batch of one is planned ahead, as some ops ask for
     more scratch there. ``strict`` as for `Executor`, ``cache`` and ``seconds_per_op`` as for `profile`; ``options``
-    are the default planner's. ``progress`` hears which stage preparing is in.
+    are the default planner's; ``allow="recompute,split"`` computes convolutions, and what lies between them, in
+    slices of rows where the budget asks for it. ``progress`` hears which stage preparing is in.
 
     Raises ``Infeasible`` when no plan meets the budget, ``Unsupported`` for what cannot be captured or run
     exactly, ``BadInput`` for arguments that make no sense.
@@ -71,8 +73,9 @@ def infer(
         )
     wanted = None if budget is None else parse_budget(budget)
     measuring = {"cache": cache, "seconds_per_op": seconds_per_op, "seconds": chosen.seconds}
+    chosen, splitting = divide_allow(chosen)
     planner, heard = KeptPlans(folder_of(cache), chosen), progress or Silent()
-    settings = Settings(wanted, planner, measuring, strict, variants, fresh, heard)
+    settings = Settings(wanted, planner, measuring, strict, variants, fresh, heard, splitting)
     inference = Inference(module_of(model), settings, dynamic=dynamic)
     sample = dict(sample) if isinstance(sample, Mapping) else sample
     inference.prepare(sample)

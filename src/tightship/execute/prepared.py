@@ -112,6 +112,12 @@ class Variant(NotCopied):
     traces: list[FunctionTrace] = field(default_factory=list)
     part: str = ""
     split: Decision | None = None
+    whole_peak: int = 0  # unplanned, of what runs in slices as a whole
+
+    @property
+    def unplanned(self) -> int:
+        """The peak without a plan, of the program as it was captured."""
+        return self.whole_peak if self.split is not None else self.executor.plan.peak_before
 
     def remember(self, trace: FunctionTrace) -> None:
         """Code that asks for this program may do so in several ways."""
@@ -139,6 +145,7 @@ class Prepared(NotCopied):
         self._pool: PinnedPool | None = None
         self._notes: list[str] = []
         self._looks = KeptLooks(folder_of(settings.measuring.get("cache", DEFAULT)))
+        self._whole_peak = 0  # unplanned, of what was captured last
         self._limit: int | None = None  # the budget in bytes, known from the first kind of batch on
         self._profiled: list[tuple[Program, Program, float]] = []  # captured, measured, seconds that took
         self._gone: list[str] = []  # kinds that were let go, by the digest of their graph
@@ -205,7 +212,7 @@ class Prepared(NotCopied):
             "static": plan.static,
             "arena": plan.arena,
             "reserved": self.reserved,
-            "unplanned_peak": plan.peak_before,
+            "unplanned_peak": self._latest.unplanned,
             "planned_peak": plan.peak,
             "measured_peak": last.measured_peak if last else None,
             "process_peak": last.process_peak if last else None,
@@ -308,7 +315,10 @@ class Prepared(NotCopied):
             captured.forget_samples()
             binding = Binding(program, self.model, self.optimizer)
             executor = self._executor(program, plan)
-        return Variant(program, executor, binding, modes, captured, part=part, split=decision)
+        whole = 0 if decision is None else self._whole_peak
+        return Variant(
+            program, executor, binding, modes, captured, part=part, split=decision, whole_peak=whole
+        )
 
     def _planned(self, captured: Program, beside: int) -> tuple[Program, Plan, Decision | None]:
         """The measured program and its plan, with what of it was split."""
@@ -320,7 +330,7 @@ class Prepared(NotCopied):
             except Infeasible as no:
                 limit = max((self._limit or 0) - beside, 0)
                 raise no.with_advice((*no.advice, *advice(captured, limit, allow))) from None
-        self._resolve_limit(base.graph)
+        self._whole_peak = self._resolve_limit(base.graph)
         limit = max((self._limit or 0) - beside, 0)
         moves = "offload" in allow or "compress" in allow
         return Splitting(captured, mode, moves=moves).plan(

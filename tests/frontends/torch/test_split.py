@@ -7,10 +7,12 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from tightship.analysis.patches import bounds_of
 from tightship.errors import Unsupported
 from tightship.frontends.torch.capture.step import capture_step
 from tightship.frontends.torch.program import evaluate
-from tightship.frontends.torch.split import bounds_of, chains, split
+from tightship.frontends.torch.split import split
+from tightship.frontends.torch.split_chains import chains
 from tightship.graph import Graph
 
 # ---- running programs without plans

@@ -1,281 +1,44 @@
-"""Chains of ops computed in slices, so that their large intermediates never exist as a whole.
+"""A program recorded anew with ops in slices, so that their large intermediates never exist as a whole.
 
-`chains` finds them: around a large storage, all ops that touch it, and the storages of like size that these make or
-read, as long as `split_rules` says how each op is cut. `split` records the program anew with these ops in slices. Of
-storages within the chain each slice has a part of its own; what others read is written into its place of the whole;
-what all slices add to is added up in the order of the slices. Slices are ops like others: they are measured, planned
-and recomputed one by one.
-
-A storage is cut along the dimension that is outermost in memory, so that a part of it is laid out as the whole is.
+`split` takes the chains that `split_chains` finds, and the regions that are computed patch by patch
+(`tightship.analysis.patches`). Of storages within, each slice has a part of its own; what others read is written
+into its place of the whole; what all slices add to is added up in the order of the slices. Slices are ops like
+others: they are measured, planned and recomputed one by one.
 """
 
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from itertools import pairwise
-from math import gcd, prod
+from math import prod
 from typing import Any
 
 import torch
 
+from tightship.analysis.patches import DIM, Finder, Region, Rows, Window, bounds_of, made_rows
 from tightship.errors import Unsupported
 from tightship.frontends.torch import compat
 from tightship.frontends.torch.capture.lower import finish
 from tightship.frontends.torch.capture.recorder import Recorder
 from tightship.frontends.torch.capture.tape import Origin, Record, Tape, TapeStorage, TapeValue, Tracker
 from tightship.frontends.torch.program import Call, Program, Ref, Slot, dtype_of, flat, refs_in, substitute
-from tightship.frontends.torch.split_rules import SUM, Axis, added_wide, axes
+from tightship.frontends.torch.split_chains import Chain, narrowed
+from tightship.frontends.torch.split_rules import SUM, Axis, added_wide
+from tightship.frontends.torch.split_windows import slice_args, windows
 from tightship.graph import Value, aligned, alignment_of
 
-__all__ = ["Chain", "bounds_of", "chains", "narrowed", "split"]
+__all__ = ["split"]
 
 aten = torch.ops.aten
 
-_SEEDS = 64
-"""Storages around which a chain is looked for, the largest first."""
-_SIMILAR, _SMALL = 2, 256
-"""A chain takes in storages of at least such a part of the one it is found around; chains are looked for around
-storages of at least such a part of the largest."""
 
-
-@dataclass(frozen=True, eq=False)
-class Chain:
-    """``ops`` are cut as their `Axis` says, ``storages`` exist in parts alone; ``units``: how many slices there can
-    be at most."""
-
-    seed: int
-    ops: Mapping[int, Axis]
-    storages: frozenset[int]
-    units: int
-
-    def adds(self, program: Program) -> bool:
-        """Whether slices add up to something that is needed, which rounds otherwise than in one piece."""
-        return any(
-            v >= 0 and axis.results.get(n) == SUM
-            for k, axis in self.ops.items()
-            for n, v in enumerate(program.calls[k].results)
-        )
-
-    def pattern(self, program: Program) -> tuple[Any, ...]:
-        """The same for chains of the same ops in the same sizes: those of repeated layers."""
-        graph = program.graph
-        return (
-            graph.storages[self.seed].size,
-            self.units,
-            tuple(graph.ops[k].target for k in sorted(self.ops)),
-        )
-
-
-def bounds_of(units: int, slices: int) -> list[tuple[int, int]]:
-    """Where slices begin and end, in units; they differ by one unit at most."""
-    ends = [units * i // slices for i in range(slices + 1)]
-    return list(pairwise(ends))
-
-
-def narrowed(length: int, units: int, part: tuple[int, int]) -> tuple[int, int]:
-    """Start and length of a part along a dimension of that length."""
-    each = length // units
-    return part[0] * each, (part[1] - part[0]) * each
-
-
-# --- finding chains -------------------------------------------------------------------------------------------
-
-
-def chains(program: Program) -> tuple[Chain, ...]:
-    """The chains of a program, those of the largest storages first; they share no op."""
-    finder = _Finder(program)
-    graph, found, taken = program.graph, list[Chain](), set[int]()
-    sizes = sorted(
-        (s for s in range(len(graph.storages)) if finder.may_be_cut(s)), key=lambda s: -graph.storages[s].size
-    )
-    tried = 0
-    for seed in sizes:
-        if tried == _SEEDS or graph.storages[seed].size * _SMALL < graph.storages[sizes[0]].size:
-            break
-        if seed in taken:
-            continue
-        tried += 1
-        chain = finder.around(seed)
-        if chain is not None and not any(k in other.ops for other in found for k in chain.ops):
-            found.append(chain)
-            taken |= chain.storages
-    return tuple(found)
-
-
-class _Finder:
-    def __init__(self, program: Program) -> None:
-        self.program, self.graph = program, program.graph
-        self.touching: list[dict[int, None]] = [{} for _ in self.graph.storages]
-        for k, op in enumerate(self.graph.ops):
-            for v in (*op.inputs, *op.outputs):
-                self.touching[self.graph.values[v].storage][k] = None
-            for s in op.mutates:
-                self.touching[s][k] = None
-        self._axes: dict[int, list[Axis]] = {}
-        self._dims: dict[int, int | None] = {}
-
-    def may_be_cut(self, s: int) -> bool:
-        """Whether nobody but ops needs it, and its base is whole, so that parts of it are laid out alike."""
-        storage, graph = self.graph.storages[s], self.graph
-        if s in graph.static or s in graph.kept or storage.pool != "device" or not storage.size:
-            return False
-        return self.dim(self.program.bases[s]) is not None
-
-    def dim(self, v: int) -> int | None:
-        """The dimension of a value along which it is cut where its storage is: the outermost in memory."""
-        if v not in self._dims:
-            value = self.graph.values[v]
-            self._dims[v] = _outermost(value, self.graph.values[self.program.bases[value.storage]])
-        return self._dims[v]
-
-    def axes(self, k: int) -> list[Axis]:
-        """How an op may be cut, as far as it goes."""
-        if k not in self._axes:
-            self._axes[k] = list(self._possible(k))
-        return self._axes[k]
-
-    def _possible(self, k: int) -> Iterator[Axis]:
-        op, call, values = self.graph.ops[k], self.program.calls[k], self.graph.values
-        if op.random or op.effect or op.updates or op.phase == "update" or k in self.program.replays:
-            return
-        if self.program.samples.get(k) or any(
-            list(refs_in(x)) for x in (*call.args, *call.kwargs.values()) if not isinstance(x, Ref)
-        ):
-            return
-        if any(isinstance(x, Ref) for x in call.kwargs.values()):
-            return
-        shapes = [torch.Size(values[x.value].shape) if isinstance(x, Ref) else x for x in call.args]
-        made = [tuple(values[v].shape) if v >= 0 else None for v in call.results]
-        if op.mutates and made and made[0] is None:
-            made = []
-        needed = {n for n, v in enumerate(call.results) if v >= 0}
-        for axis in axes(call.fn, shapes, made):
-            written = not op.mutates or 0 in axis.args
-            if written and needed <= axis.results.keys() and self._lengths(k, axis) is not None:
-                yield axis
-
-    def _lengths(self, k: int, axis: Axis) -> set[int] | None:
-        """The lengths of what is cut; None where there is nothing to cut."""
-        call, values = self.program.calls[k], self.graph.values
-        found = {
-            values[call.args[p].value].shape[d] for p, d in axis.args.items() if isinstance(call.args[p], Ref)
-        }
-        found |= {
-            values[v].shape[axis.results[n]]
-            for n, v in enumerate(call.results)
-            if v >= 0 and axis.results[n] != SUM
-        }
-        return found if found and min(found) > 1 else None
-
-    def choose(self, k: int, cut: set[int]) -> Axis | None:
-        """A way in which an op may be cut along what is cut of its storages."""
-        call, values = self.program.calls[k], self.graph.values
-        for axis in self.axes(k):
-            rows = [(x.value, axis.args.get(p)) for p, x in enumerate(call.args) if isinstance(x, Ref)]
-            rows += [(v, axis.results[n]) for n, v in enumerate(call.results) if v >= 0]
-            if all(values[v].storage not in cut or d == self.dim(v) for v, d in rows):
-                return axis
-        return None
-
-    def parts(self, k: int, axis: Axis) -> Iterator[int]:
-        """The values of an op of which each slice has a part."""
-        call = self.program.calls[k]
-        for p, d in axis.args.items():
-            if isinstance(call.args[p], Ref) and d == self.dim(call.args[p].value):
-                yield call.args[p].value
-        for n, v in enumerate(call.results):
-            if v >= 0 and axis.results[n] != SUM and axis.results[n] == self.dim(v):
-                yield v
-
-    def around(self, seed: int) -> Chain | None:
-        """The chain around a storage; None without one."""
-        blocked: set[int] = set()
-        while True:
-            cut, ops, blame = self._grown(seed, blocked)
-            if not blame:
-                break
-            if seed in blame:
-                return None
-            blocked |= blame
-        self._take_rows(cut, ops, blocked)
-        lengths = {n for k, axis in ops.items() for n in self._lengths(k, axis) or ()}
-        units = gcd(*lengths)
-        return (
-            Chain(seed, dict(sorted(ops.items())), frozenset(cut), units)
-            if units > 1 and len(ops) > 1
-            else None
-        )
-
-    def _grown(self, seed: int, blocked: set[int]) -> tuple[set[int], dict[int, Axis], set[int]]:
-        """What is cut with ``seed``, the ops that are then; and, where one of them cannot be, what it touches."""
-        cut, ops, least = {seed}, dict[int, Axis](), self.graph.storages[seed].size // _SIMILAR
-        work = list(self.touching[seed])
-        while work:
-            k = work.pop()
-            axis = self.choose(k, cut)
-            if axis is None:
-                blame = {s for s in cut if k in self.touching[s]}
-                return cut, ops, blame - {seed} or {seed}
-            ops[k] = axis
-            for v in self.parts(k, axis):
-                s = self.graph.values[v].storage
-                large = self.graph.storages[s].size >= least
-                if s not in cut and s not in blocked and large and self.may_be_cut(s):
-                    cut.add(s)
-                    work += self.touching[s]
-        return cut, ops, set()
-
-    def _take_rows(self, cut: set[int], ops: dict[int, Axis], blocked: set[int]) -> None:
-        """Cuts also what lies between ops of the chain alone, and small storages of one number for each row, with the
-        ops that touch them: what follows from a slice alone need not wait for the others."""
-        again = True
-        while again:
-            again = False
-            near = dict.fromkeys(v for k, axis in ops.items() for v in self.parts(k, axis))
-            for v in near:
-                s = self.graph.values[v].storage
-                if s in cut or s in blocked or not self.may_be_cut(s):
-                    continue
-                base = self.graph.values[self.program.bases[s]]
-                rows = prod(base.shape) == base.shape[self.dim(self.program.bases[s]) or 0]
-                inside = all(k in ops for k in self.touching[s])
-                made_here = any(k in ops for k in self.graph.uses.writers[s])
-                if not inside and not (rows and made_here):
-                    continue
-                chosen = {k: self.choose(k, cut | {s}) for k in self.touching[s]}
-                if all(axis is not None for axis in chosen.values()):
-                    cut.add(s)
-                    ops.update({k: axis for k, axis in chosen.items() if axis is not None})
-                    again = True
-                else:
-                    blocked.add(s)
-
-
-def _outermost(value: Value, base: Value) -> int | None:
-    """The dimension along which equal parts of a value lie in equal parts of its storage."""
-    count = prod(base.shape)
-    if value.dtype != base.dtype or base.offset or count < 2:
-        return None
-    if 1 + sum((n - 1) * s for n, s in zip(base.shape, base.stride, strict=True)) != count:
-        return None
-    for d, (n, s) in enumerate(zip(value.shape, value.stride, strict=True)):
-        rest = sum(
-            (m - 1) * t for e, (m, t) in enumerate(zip(value.shape, value.stride, strict=True)) if e != d
-        )
-        if n > 1 and n * s == count and value.offset + rest < s:
-            return d
-    return None
-
-
-# --- recording a program in slices ----------------------------------------------------------------------------
-
-
-def split(program: Program, slices: Mapping[Chain, int]) -> Program:
-    """``program`` with the ops of each of these of its chains in so many slices.
+def split(
+    program: Program, slices: Mapping[Chain, int], patches: Sequence[tuple[Region, int]] = ()
+) -> Program:
+    """``program`` with the ops of each of these of its chains, and of its regions, in so many slices.
 
     Raises ``Unsupported`` where the results of slices do not look like parts of the whole.
     """
@@ -283,7 +46,12 @@ def split(program: Program, slices: Mapping[Chain, int]) -> Program:
         if not 2 <= count <= chain.units:
             rule = "there are 2 slices at least, and no empty one"
             raise Unsupported(f"{count} slices of {chain.units} equal parts", rule)
-    return _Splitter(program, slices).program_in_slices()
+    for region, count in patches:
+        if not 2 <= count <= region.rows:
+            raise Unsupported(
+                f"{count} slices of {region.rows} rows", "there are 2 at least, and no empty one"
+            )
+    return _Splitter(program, slices, patches).program_in_slices()
 
 
 _OUT = {aten.mm.default: aten.mm.out, aten.addmm.default: aten.addmm.out, aten.bmm.default: aten.bmm.out}
@@ -304,10 +72,31 @@ class _Tag:
     parts: frozenset[int] = field(default=frozenset())
 
 
+@dataclass
+class _Rows:
+    """A part of a storage: a tensor whose first row is this one of the whole; it may have more than are wanted."""
+
+    tensor: torch.Tensor
+    start: int
+
+    def of(self, rows: Rows) -> torch.Tensor:
+        """These of its rows."""
+        a, b = rows[0] - self.start, rows[1] - self.start
+        if (a, b) == (0, self.tensor.shape[DIM]):
+            return self.tensor
+        part: torch.Tensor = aten.slice.Tensor(self.tensor, DIM, a, b)
+        return part
+
+
 class _Splitter:
-    def __init__(self, program: Program, slices: Mapping[Chain, int]) -> None:
+    def __init__(
+        self, program: Program, slices: Mapping[Chain, int], patches: Sequence[tuple[Region, int]] = ()
+    ) -> None:
         self.old, self.graph = program, program.graph
         self.chain = {k: chain for chain in slices for k in chain.ops}
+        self.seed = {k: chain.seed for k, chain in self.chain.items()}
+        self.seed |= {k: region.end for region, _ in patches for k in region.ops}
+        self.patches = {region.first: (region, count) for region, count in patches}
         self.cut = {s for chain in slices for s in chain.storages}
         self.bounds = {chain.seed: bounds_of(chain.units, count) for chain, count in slices.items()}
         self.tape = Tape()
@@ -332,13 +121,12 @@ class _Splitter:
         self.tape.slots = [(self.value(s.value), s.role, s.key) for s in self.old.slots]
         for k in range(len(self.graph.ops)):
             first = len(self.tape.records)
-            if k in self.chain:
+            if k in self.patches:
+                self.in_patches(*self.patches[k])
+            elif k in self.chain:
                 self.in_slices(k, self.chain[k].ops[k])
-                op = self.graph.ops[k]
-                for r in self.tape.records[first:]:
-                    r.origin, r.phase = Origin(op.module, op.source), op.phase
-                    r.asked = self.old.asked[k] if self.old.asked else -1
-            else:
+                self.label(k, first)
+            elif k not in self.seed:
                 self.plain(k)
         self.tape.records = _ordered(self.tape, self.tags)
         results = [self.value(v) for v in self.old.results]
@@ -348,6 +136,13 @@ class _Splitter:
             batch=self.old.batch, notes=self.old.notes, losses=losses,
         )  # fmt: skip
         return replace(made, constants=self.old.constants, gradients=self.old.gradients)
+
+    def label(self, k: int, first: int) -> None:
+        """The records from ``first`` on are those of an op."""
+        op = self.graph.ops[k]
+        for r in self.tape.records[first:]:
+            r.origin, r.phase = Origin(op.module, op.source), op.phase
+            r.asked = self.old.asked[k] if self.old.asked else -1
 
     def length(self, k: int, i: int, whole: int) -> tuple[int, int]:
         """Where slice ``i`` of an op begins along a dimension of that length, and how long it is."""
@@ -413,11 +208,18 @@ class _Splitter:
         if part is None:
             return compat.blank_like(self.mode, x.shape, x.stride, x.offset, dtype, device, self.flat[home])
         k, i, d = part
-        shape = list(x.shape)
-        start, shape[d] = self.length(k, i, x.shape[d])
-        # In a storage of its own: calls that differ in offsets alone are asked of PyTorch once.
-        alone = compat.blank_like(self.mode, tuple(shape), x.stride, 0, dtype, device)
-        there = TapeValue(home, dtype, tuple(shape), x.stride, x.offset + start * x.stride[d])
+        return self.piece(v, d, *self.length(k, i, x.shape[d]))
+
+    def piece(self, v: int, d: int, start: int, length: int) -> torch.Tensor:
+        """A stand-in for a part of a whole value along a dimension: calls that differ in offsets alone are asked of
+        PyTorch once."""
+        x = self.graph.values[v]
+        home, dtype = self.storage(x.storage), dtype_of(x.dtype)
+        shape = (*x.shape[:d], length, *x.shape[d + 1 :])
+        alone = compat.blank_like(
+            self.mode, shape, x.stride, 0, dtype, torch.device(self.tape.storages[home].device)
+        )
+        there = TapeValue(home, dtype, shape, x.stride, x.offset + start * x.stride[d])
         self.stands_for[self.tape.value(alone)] = self.tape.intern(there)
         return alone
 
@@ -464,12 +266,12 @@ class _Splitter:
         return Call(call.fn, args, kwargs, tuple(self.value(v) if v >= 0 else -1 for v in call.results))
 
     @contextmanager
-    def recording(self, k: int, i: int, parts: Iterable[int] = ()) -> Iterator[None]:
+    def recording(self, k: int, i: int, parts: Collection[int] = ()) -> Iterator[None]:
         first = len(self.tape.records)
         with torch.no_grad(), self.mode, self.recorder, self.recorder.in_phase(self.graph.ops[k].phase):
             yield
         touched = frozenset(self.home[s] for s in parts if s in self.home)
-        chain = self.chain[k].seed if k in self.chain else -1
+        chain = self.seed.get(k, -1)
         for r in self.tape.records[first:]:
             self.tags.append(_Tag(chain, i, touched))
             self.put_in_place(r)
@@ -579,6 +381,81 @@ class _Splitter:
                 shape[d] = self.length(k, i, x.shape[d])[1]
                 self.check(made[n], x, tuple(shape))
                 self.part[x.storage, i] = made[n]
+
+    # --- regions, patch by patch ---
+
+    def in_patches(self, region: Region, count: int) -> None:
+        """The ops of a region for the rows of each slice in turn, which are written into their place."""
+        uses, values = self.graph.uses, self.graph.values
+        maker, first = uses.definer[region.end], len(self.tape.records)
+        end = self.old.bases[region.end]
+        self.allocate(maker, end)
+        self.label(maker, first)
+        inside = {s for k in region.ops for s in uses.defines[k]}
+        finder = Finder(self.graph, lambda k: windows(self.old, k))
+        for i, rows in enumerate(bounds_of(region.rows, count)):
+            wanted, parts = finder.wanted(region, rows), dict[int, _Rows]()
+            for k in region.ops:
+                first = len(self.tape.records)
+                self.patch(k, i, region, wanted, parts, inside)
+                self.label(k, first)
+            first = len(self.tape.records)
+            with self.recording(region.stop - 1, i, {region.end}):
+                place = self.piece(end, DIM, rows[0], rows[1] - rows[0])
+                aten.copy_.default(place, parts[region.end].of(rows))
+            self.label(region.stop - 1, first)
+            assert values[end].shape[DIM] == region.rows
+
+    def patch(
+        self,
+        k: int,
+        i: int,
+        region: Region,
+        wanted: Mapping[int, Rows],
+        parts: dict[int, _Rows],
+        inside: set[int],
+    ) -> None:
+        """One op for one slice."""
+        rows, graph, call = made_rows(self.graph, k, wanted), self.graph, self.old.calls[k]
+        if rows is None:
+            return
+        cut = region.windows[k]
+        take = next(iter(cut.values())).take(rows)
+        every = [v for v in refs_in(call.args) if graph.values[v].storage in cut]
+        alone = len(every) == 1 and graph.values[every[0]].storage in parts
+        passes = alone and self.passes(k, every[0])
+        whole = set[int]()
+        with self.recording(k, i, whole):
+
+            def given(v: int) -> torch.Tensor:
+                s = graph.values[v].storage
+                if s not in cut:
+                    return self.fake(v)
+                if s not in parts:
+                    whole.add(s)
+                    return self.piece(v, DIM, take.start, take.stop - take.start)
+                return parts[s].tensor if passes else parts[s].of((take.start, take.stop))
+
+            args = slice_args(self.old, k, list(substitute(call.args, given)), take)
+            made = flat(call.fn(*args, **call.kwargs))
+        begin = parts[graph.values[every[0]].storage].start if passes else rows[0] - take.skip
+        for n, v in enumerate(call.results):
+            if v >= 0 and graph.values[v].storage in wanted:
+                parts[graph.values[v].storage] = _Rows(made[n], begin)
+
+    def passes(self, k: int, v: int) -> bool:
+        """Whether rows that are not the slice's go through an op, which would copy what they are cut off from."""
+        graph = self.graph
+        s = graph.values[v].storage
+        if not next(iter(self.windows_of(k).values())).pointwise or list(graph.uses.reads[k]).count(s) != 1:
+            return False
+        made = [x for x in graph.uses.defines[k] if graph.storages[x].size]
+        return all(graph.storages[x].size <= graph.storages[s].size for x in made)
+
+    def windows_of(self, k: int) -> Mapping[int, Window]:
+        return windows(self.old, k) or {}
+
+    # --- sums ---
 
     def wide(self, k: int) -> bool:
         """Whether slices of an op are added up in float32, and rounded at last."""

@@ -16,7 +16,7 @@ import torch
 from tightship.frontends.torch import compat
 from tightship.frontends.torch.capture.lower import elementwise
 
-__all__ = ["SUM", "Axis", "Shape", "added_wide", "axes", "most_index"]
+__all__ = ["ELEMENTWISE", "SUM", "Axis", "Shape", "added_wide", "axes", "in_place", "most_index", "name_of"]
 
 SUM = -1
 """In the place of a result's dimension: the results of the slices add up to it."""
@@ -41,14 +41,19 @@ _Rule = Callable[[Sequence[Any], Sequence[Shape | None]], Iterator[Axis]]
 """From a call's arguments, with a `Shape` in the place of each tensor, and the shapes of its results."""
 
 
+def name_of(fn: Any) -> str:
+    """An op's name without namespace and overload."""
+    return str(fn._schema.name.removeprefix("aten::"))
+
+
 def axes(fn: Any, args: Sequence[Any], results: Sequence[Shape | None]) -> list[Axis]:
     """The ways in which a call may be cut. ``args`` have a ``torch.Size`` in the place of each tensor; ``results``
     are the shapes of the results, None for what is no tensor."""
     if not isinstance(fn, torch._ops.OpOverload) or fn.namespace != "aten":
         return []
-    name = str(fn._schema.name.removeprefix("aten::"))
+    name = name_of(fn)
     rule = _RULES.get(name)
-    if rule is None and (elementwise(fn) or name in _ELEMENTWISE or _in_place(fn)):
+    if rule is None and (elementwise(fn) or name in ELEMENTWISE or in_place(fn)):
         rule = _map
     return [] if rule is None else list(rule(args, results))
 
@@ -68,7 +73,7 @@ _WIDE = (
 
 def most_index(fn: Any, args: Sequence[Any], position: int) -> int:
     """How many different indices an integer argument may hold; 0 where it is no index. ``args`` as for `axes`."""
-    name = str(fn._schema.name.removeprefix("aten::"))
+    name = name_of(fn)
     if name.startswith("nll_loss") and position == (1 if name.endswith("forward") else 2):
         scores = args[position - 1]
         return int(scores[1]) if len(scores) > 1 else int(scores[0])
@@ -83,7 +88,7 @@ def _is_shape(x: Any) -> bool:
     return isinstance(x, torch.Size)
 
 
-def _in_place(fn: Any) -> bool:
+def in_place(fn: Any) -> bool:
     """Whether an op maps its first argument element by element, in place."""
     written = compat.written_arguments(fn)
     name = fn._schema.name
@@ -93,7 +98,7 @@ def _in_place(fn: Any) -> bool:
 
 
 _ALSO_IN_PLACE = ("aten::copy_", "aten::fill_", "aten::zero_", "aten::masked_fill_")
-_ELEMENTWISE = (
+ELEMENTWISE = (
     "clone", "_to_copy", "zeros_like", "ones_like", "empty_like", "full_like", "masked_fill",
     "native_dropout_backward",
 )  # fmt: skip

@@ -1,0 +1,349 @@
+"""Are slices what the whole is? An op is run on random data as a whole and in slices, once for calls that are alike.
+
+It gives the ``same`` bits, ``rounds`` otherwise and is no further from a float64 reference, or is ``wrong``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any
+
+import torch
+
+from tightship.analysis.patches import DIM, Finder, Region, Rows, Take, bounds_of, made_rows
+from tightship.frontends.torch import compat
+from tightship.frontends.torch.program import Call, Program, Ref, dtype_of, flat, map_tree, substitute
+from tightship.frontends.torch.split_chains import narrowed
+from tightship.frontends.torch.split_rules import SUM, Axis, added_wide, axes, most_index
+from tightship.frontends.torch.split_windows import slice_args, windows
+from tightship.graph import Value
+
+__all__ = ["patch_verdict", "verdict"]
+
+aten = torch.ops.aten
+
+
+_TOLERANCE = 1.05
+"""How much further from the reference a result may be: errors of random data differ by so much by chance."""
+_NEAR = 1.0
+"""Both are near the reference, or something else than rounding is wrong: half of the digits are right."""
+_SAMPLED = 64
+"""Of a dimension that has nothing to do with slices, so many are compared with the reference."""
+_PRIME = 65_521
+"""Random numbers that are drawn for a tensor and repeated."""
+_FEW = 2
+"""Slices that are looked at where bits need not be the same, of ops whose results lie side by side."""
+_KNOWN: dict[Any, str] = {}
+
+
+def verdict(program: Program, k: int, axis: Axis, units: int, slices: int, *, bits: bool = True) -> str:
+    """Whether an op gives the ``same`` bits in slices, ``rounds`` otherwise and is no further from a float64
+    reference, or is ``wrong``. It is run on random data, once for calls that are alike; in its first slices alone
+    where ``bits`` need not be the same and nothing is added up."""
+    call, values = program.calls[k], program.graph.values
+    looks = [
+        (values[x.value].dtype, values[x.value].shape, values[x.value].stride) if isinstance(x, Ref) else x
+        for x in call.args
+    ]
+    key: tuple[Any, ...] = (str(call.fn), repr(looks), repr(call.kwargs), repr(axis), units, slices, bits)
+    key = (*key, torch.get_num_threads())
+    if key not in _KNOWN:
+        with compat.plain_execution(), torch.no_grad(), torch.random.fork_rng(devices=[]):
+            torch.manual_seed(0)
+            _KNOWN[key] = _Trial(program, k, axis, bounds_of(units, slices), units, bits).verdict()
+    return _KNOWN[key]
+
+
+@dataclass
+class _Trial:
+    program: Program
+    k: int
+    axis: Axis
+    bounds: Sequence[tuple[int, int]]
+    units: int
+    bits: bool
+    args: list[Any] = field(init=False)
+
+    def __post_init__(self) -> None:
+        call, values, device = (
+            self.program.calls[self.k],
+            self.program.graph.values,
+            self.program.graph.ops[self.k].device,
+        )
+        shapes = [torch.Size(values[x.value].shape) if isinstance(x, Ref) else x for x in call.args]
+        adds = any(v >= 0 and self.axis.results[n] == SUM for n, v in enumerate(call.results))
+        given: list[Any] = [values[x.value] if isinstance(x, Ref) else x for x in call.args]
+        if not self.bits and not adds and len(self.bounds) > _FEW:
+            units, self.bounds = self.bounds[_FEW][0], self.bounds[:_FEW]
+            for p, d in self.axis.args.items():
+                shape = list(given[p].shape)
+                shape[d] = shape[d] // self.units * units
+                given[p] = replace(given[p], shape=tuple(shape))
+            if self.axis.sizes is not None:
+                p, d = self.axis.sizes
+                given[p] = [n // self.units * units if e == d else n for e, n in enumerate(given[p])]
+            self.units = units
+        self.args = [
+            _drawn(x, most_index(call.fn, shapes, p), device) if isinstance(x, Value) else x
+            for p, x in enumerate(given)
+        ]
+
+    @property
+    def call(self) -> Call:
+        return self.program.calls[self.k]
+
+    def run(self, args: Sequence[Any]) -> list[Any]:
+        """The results; of an op in place, what it has written."""
+        if self.program.graph.ops[self.k].mutates:
+            first = args[0].clone()
+            self.call.fn(first, *args[1:], **self.call.kwargs)
+            return [first]
+        return flat(self.call.fn(*args, **self.call.kwargs))
+
+    def wanted(self) -> list[int]:
+        if self.program.graph.ops[self.k].mutates:
+            return [0]
+        known = [n for n, v in enumerate(self.call.results) if v >= 0]
+        return [0] if self.axis.counted else known
+
+    def part(self, i: int, args: Sequence[Any]) -> list[Any]:
+        return _cut(args, self.axis, lambda n: narrowed(n, self.units, self.bounds[i]))
+
+    def verdict(self) -> str:
+        try:
+            whole = self.run(self.args)
+            sliced = self.sliced(self.args)
+            if all(self.same(n, whole[n], sliced[n]) for n in self.wanted()):
+                return "same"
+            return "rounds" if all(self.sound(n, whole[n], sliced[n]) for n in self.wanted()) else "wrong"
+        except (RuntimeError, NotImplementedError, IndexError, TypeError, ValueError):
+            return "wrong"
+
+    def sliced(self, args: Sequence[Any]) -> dict[int, Any]:
+        """The results of the slices, put together as `split` does; parts in a list."""
+        out: dict[int, Any] = {}
+        wide = self.axis.results.get(0) == SUM and added_wide(
+            self.call.fn, self.call.kwargs, self.run_dtype(0)
+        )
+        for i in range(len(self.bounds)):
+            given = self.part(i, args)
+            if self.axis.counted and self.call.args[3] == 1:
+                given[3] = 2
+            adds = self.axis.results.get(0) == SUM
+            if wide:
+                given = [x.float() if isinstance(x, torch.Tensor) else x for x in given]
+            if i and adds and self.call.fn is aten.mm.default:
+                out[0].addmm_(*given)
+                continue
+            made = self.run(given)
+            for n in self.wanted():
+                if self.axis.counted:
+                    made[n] = made[n].double()
+                if self.axis.results[n] != SUM:
+                    out.setdefault(n, []).append(made[n])
+                elif n in out:
+                    out[n].add_(made[n])
+                else:
+                    out[n] = made[n]
+        if self.axis.counted and self.call.args[3] == 1:
+            used, weight = args[1] != args[4], args[2]
+            total = used.sum().to(args[0].dtype) if weight is None else (weight[args[1] * used] * used).sum()
+            out[0] = out[0] / total
+        if self.axis.counted or wide:
+            out[0] = out[0].to(args[0].dtype)
+        return out
+
+    def same(self, n: int, whole: torch.Tensor, sliced: Any) -> bool:
+        if (
+            self.axis.results[n] == SUM
+        ):  # of floating point they may be the same for some data and not for other
+            return not whole.is_floating_point() and _same_bits(whole, sliced)
+        d = self.axis.results[n]
+        for i, part in enumerate(sliced):
+            start, length = narrowed(whole.shape[d], self.units, self.bounds[i])
+            if not _same_bits(whole.narrow(d, start, length), part):
+                return False
+        return True
+
+    def sound(self, n: int, whole: torch.Tensor, sliced: Any) -> bool:
+        """Whether slices are no further from the reference than the whole is."""
+        if not whole.is_floating_point():
+            return False
+        args, cut = self.sampled(n, self.args, whole)
+        reference, ours, d = self.reference(args)[n], sliced, self.axis.results[n]
+        if d != SUM:  # the first slice is enough
+            length = narrowed(whole.shape[d], self.units, self.bounds[0])[1]
+            reference, whole, ours = reference.narrow(d, 0, length), whole.narrow(d, 0, length), sliced[0]
+        whole, ours = cut(whole).double(), cut(ours).double()
+        theirs, mine = float((whole - reference).norm()), float((ours - reference).norm())
+        near = _NEAR * torch.finfo(self.run_dtype(n)).eps ** 0.5 * float(reference.norm())
+        if reference.numel() == 1:  # the error of a single number is a matter of chance
+            magnitudes = [
+                x.abs() if isinstance(x, torch.Tensor) and x.is_floating_point() else x for x in args
+            ]
+            least = torch.finfo(self.run_dtype(n)).eps * float(self.reference(magnitudes)[n].abs())
+            return mine <= max(theirs * _TOLERANCE, least)
+        return theirs <= near and mine <= theirs * _TOLERANCE
+
+    def run_dtype(self, n: int) -> torch.dtype:
+        known = n < len(self.call.results) and self.call.results[n] >= 0
+        v = self.call.results[n] if known else self.call.args[0].value
+        return dtype_of(self.program.graph.values[v].dtype)
+
+    def sampled(
+        self, n: int, args: Sequence[Any], whole: torch.Tensor
+    ) -> tuple[list[Any], Callable[[torch.Tensor], torch.Tensor]]:
+        """Some rows of another dimension of the result, with the arguments that they follow from."""
+        shapes = [x.shape if isinstance(x, torch.Tensor) else x for x in args]
+        results: list[Any] = [None] * len(self.call.results)
+        results[n] = tuple(whole.shape)
+        for other in axes(self.call.fn, shapes, results):
+            d = other.results.get(n, SUM)
+            if d in (SUM, self.axis.results[n]) or not other.args or other.sizes is not None:
+                continue
+            count = min(_SAMPLED, whole.shape[d])
+            given = _cut(args, other, partial(_first, count))
+            return given, partial(torch.narrow, dim=d, start=0, length=count)
+        return list(args), lambda t: t
+
+    def reference(self, args: Sequence[Any]) -> list[Any]:
+        """The results in float64."""
+
+        def wide(x: Any) -> Any:
+            if isinstance(x, torch.Tensor) and x.is_floating_point():
+                return x.double()
+            return torch.float64 if isinstance(x, torch.dtype) and x.is_floating_point else x
+
+        kwargs = map_tree(wide, self.call.kwargs)
+        given = map_tree(wide, list(args))
+        if self.program.graph.ops[self.k].mutates:
+            self.call.fn(*given, **kwargs)
+            return [given[0]]
+        return flat(self.call.fn(*given, **kwargs))
+
+
+def _cut(args: Sequence[Any], axis: Axis, place: Callable[[int], tuple[int, int]]) -> list[Any]:
+    """Arguments cut along an axis; ``place``: where of a dimension of that length, and how much."""
+    given = list(args)
+    for p, d in axis.args.items():
+        if isinstance(given[p], torch.Tensor):
+            start, length = place(given[p].shape[d])
+            given[p] = given[p].narrow(d, start, length)
+    if axis.sizes is not None:
+        p, d = axis.sizes
+        sizes = list(given[p])
+        sizes[d] = place(sizes[d])[1]
+        given[p] = sizes
+    return given
+
+
+def _first(count: int, length: int) -> tuple[int, int]:
+    """Of a dimension, so many from the first on."""
+    return 0, min(count, length)
+
+
+def _drawn(value: Any, most: int, device: str) -> torch.Tensor:
+    """Random contents for a value; ``most``: of indices."""
+    dtype = dtype_of(value.dtype)
+    extent = 1 + sum((n - 1) * s for n, s in zip(value.shape, value.stride, strict=True))
+    if dtype.is_floating_point or dtype.is_complex:
+        drawn = torch.randn(min(extent, _PRIME), dtype=dtype if dtype.itemsize > 2 else torch.float32).to(
+            dtype
+        )
+        flat_one = drawn.repeat(-(-extent // _PRIME))[:extent]  # no row has the same as another
+    elif dtype == torch.bool:
+        flat_one = torch.rand(extent) > 0.5
+    else:
+        flat_one = torch.randint(0, max(2, most) if most != 1 else 1, (extent,), dtype=dtype)
+    return flat_one.to(device).as_strided(value.shape, value.stride)
+
+
+def _same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
+    if a.shape != b.shape or a.dtype != b.dtype:
+        return False
+    return torch.equal(a.contiguous().view(-1).view(torch.uint8), b.contiguous().view(-1).view(torch.uint8))
+
+
+# --- patches ---
+
+
+def patch_verdict(program: Program, k: int, region: Region, slices: int, *, bits: bool = True) -> str:
+    """The verdict on an op of a region in so many slices: on those at the borders and one between. ``bits``: whether
+    anything but the same is of no use."""
+    call, values = program.calls[k], program.graph.values
+    takes = _takes(program, k, region, slices)
+    looks = substitute(call.args, lambda v: (values[v].dtype, values[v].shape, values[v].stride))
+    key = (str(call.fn), repr(looks), repr(call.kwargs), repr(takes), bits, torch.get_num_threads())
+    if key not in _KNOWN:
+        with compat.plain_execution(), torch.no_grad(), torch.random.fork_rng(devices=[]):
+            torch.manual_seed(0)
+            try:
+                _KNOWN[key] = _PatchTrial(program, k, region).verdict(takes, bits)
+            except (RuntimeError, NotImplementedError, IndexError, TypeError, ValueError):
+                _KNOWN[key] = "wrong"
+    return _KNOWN[key]
+
+
+def _takes(program: Program, k: int, region: Region, slices: int) -> list[tuple[Rows, Take]]:
+    """The rows that slices of an op make, and what of; of those that are alike but for their place, one."""
+    finder = Finder(program.graph, lambda k: windows(program, k))
+    found: dict[tuple[int, ...], tuple[Rows, Take]] = {}
+    for rows in bounds_of(region.rows, slices):
+        wanted = made_rows(program.graph, k, finder.wanted(region, rows))
+        if wanted is not None:
+            take = next(iter(region.windows[k].values())).take(wanted)
+            like = (take.stop - take.start, take.before, take.after, take.skip, wanted[1] - wanted[0])
+            found.setdefault(like, (wanted, take))
+    return list(found.values())
+
+
+class _PatchTrial:
+    """An op of a region on random data."""
+
+    def __init__(self, program: Program, k: int, region: Region) -> None:
+        self.program, self.k, self.call = program, k, program.calls[k]
+        graph = program.graph
+        self.cut = {v for v in graph.ops[k].inputs if graph.values[v].storage in region.windows[k]}
+        outside = {s for s in graph.uses.reads[k] if graph.uses.definer[s] not in region.ops}
+        self.views = {v for v in self.cut if graph.values[v].storage in outside}
+        self.drawn = {v: _drawn(graph.values[v], 0, graph.ops[k].device) for v in graph.ops[k].inputs}
+        for v, t in self.drawn.items():
+            if v not in self.cut and t.is_floating_point():
+                t.abs_()  # variances are not below zero
+
+    def run(self, take: Take | None, *, wide: bool = False) -> Any:
+        """The first result, or what is written in place: of the whole, or of a slice."""
+
+        def given(v: int) -> Any:
+            t = self.drawn[v]
+            if take is not None and v in self.cut:
+                t = t.narrow(DIM, take.start, take.stop - take.start)
+                t = t if v in self.views else t.clone()
+            return t.double() if wide and t.is_floating_point() else t
+
+        args = list(substitute(self.call.args, given))
+        if self.program.graph.ops[self.k].mutates:
+            args[0] = args[0].clone()
+        if take is not None:
+            args = slice_args(self.program, self.k, args, take)
+        made = flat(self.call.fn(*args, **self.call.kwargs))
+        return args[0] if self.program.graph.ops[self.k].mutates else made[0]
+
+    def verdict(self, takes: Sequence[tuple[Rows, Take]], bits: bool) -> str:
+        whole, worst = self.run(None), "same"
+        for (a, b), take in takes:
+            theirs = whole.narrow(DIM, a, b - a)
+            ours = self.run(take).narrow(DIM, take.skip, b - a)
+            if _same_bits(theirs, ours):
+                continue
+            if bits or not whole.is_floating_point():
+                return "wrong"
+            reference = self.run(take, wide=True).narrow(DIM, take.skip, b - a)
+            near = _NEAR * torch.finfo(whole.dtype).eps ** 0.5 * float(reference.norm())
+            other, mine = float((theirs - reference).norm()), float((ours - reference).norm())
+            if other > near or mine > other * _TOLERANCE:
+                return "wrong"
+            worst = "rounds"
+        return worst

@@ -1,0 +1,250 @@
+"""Chains of ops around large storages that may be computed in slices: which ops, cut along which dimension.
+
+Around a large storage, all ops that touch it, and the storages of like size that these make or read, as long as
+`split_rules` says how each op is cut. A storage is cut along the dimension that is outermost in memory, so that a
+part of it is laid out as the whole is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from math import gcd, prod
+from typing import Any
+
+import torch
+
+from tightship.frontends.torch.program import Program, Ref, refs_in
+from tightship.frontends.torch.split_rules import SUM, Axis, axes
+from tightship.graph import Value
+
+__all__ = ["Chain", "chains", "narrowed"]
+
+_SEEDS = 64
+"""Storages around which a chain is looked for, the largest first."""
+_SIMILAR, _SMALL = 2, 256
+"""A chain takes in storages of at least such a part of the one it is found around; chains are looked for around
+storages of at least such a part of the largest."""
+
+
+@dataclass(frozen=True, eq=False)
+class Chain:
+    """``ops`` are cut as their `Axis` says, ``storages`` exist in parts alone; ``units``: how many slices there can
+    be at most."""
+
+    seed: int
+    ops: Mapping[int, Axis]
+    storages: frozenset[int]
+    units: int
+
+    def adds(self, program: Program) -> bool:
+        """Whether slices add up to something that is needed, which rounds otherwise than in one piece."""
+        return any(
+            v >= 0 and axis.results.get(n) == SUM
+            for k, axis in self.ops.items()
+            for n, v in enumerate(program.calls[k].results)
+        )
+
+    def pattern(self, program: Program) -> tuple[Any, ...]:
+        """The same for chains of the same ops in the same sizes: those of repeated layers."""
+        graph = program.graph
+        return (
+            graph.storages[self.seed].size,
+            self.units,
+            tuple(graph.ops[k].target for k in sorted(self.ops)),
+        )
+
+
+def narrowed(length: int, units: int, part: tuple[int, int]) -> tuple[int, int]:
+    """Start and length of a part along a dimension of that length."""
+    each = length // units
+    return part[0] * each, (part[1] - part[0]) * each
+
+
+# --- finding chains -------------------------------------------------------------------------------------------
+
+
+def chains(program: Program) -> tuple[Chain, ...]:
+    """The chains of a program, those of the largest storages first; they share no op."""
+    finder = _Finder(program)
+    graph, found, taken = program.graph, list[Chain](), set[int]()
+    sizes = sorted(
+        (s for s in range(len(graph.storages)) if finder.may_be_cut(s)), key=lambda s: -graph.storages[s].size
+    )
+    tried = 0
+    for seed in sizes:
+        if tried == _SEEDS or graph.storages[seed].size * _SMALL < graph.storages[sizes[0]].size:
+            break
+        if seed in taken:
+            continue
+        tried += 1
+        chain = finder.around(seed)
+        if chain is not None and not any(k in other.ops for other in found for k in chain.ops):
+            found.append(chain)
+            taken |= chain.storages
+    return tuple(found)
+
+
+class _Finder:
+    def __init__(self, program: Program) -> None:
+        self.program, self.graph = program, program.graph
+        self.touching: list[dict[int, None]] = [{} for _ in self.graph.storages]
+        for k, op in enumerate(self.graph.ops):
+            for v in (*op.inputs, *op.outputs):
+                self.touching[self.graph.values[v].storage][k] = None
+            for s in op.mutates:
+                self.touching[s][k] = None
+        self._axes: dict[int, list[Axis]] = {}
+        self._dims: dict[int, int | None] = {}
+
+    def may_be_cut(self, s: int) -> bool:
+        """Whether nobody but ops needs it, and its base is whole, so that parts of it are laid out alike."""
+        storage, graph = self.graph.storages[s], self.graph
+        if s in graph.static or s in graph.kept or storage.pool != "device" or not storage.size:
+            return False
+        return self.dim(self.program.bases[s]) is not None
+
+    def dim(self, v: int) -> int | None:
+        """The dimension of a value along which it is cut where its storage is: the outermost in memory."""
+        if v not in self._dims:
+            value = self.graph.values[v]
+            self._dims[v] = _outermost(value, self.graph.values[self.program.bases[value.storage]])
+        return self._dims[v]
+
+    def axes(self, k: int) -> list[Axis]:
+        """How an op may be cut, as far as it goes."""
+        if k not in self._axes:
+            self._axes[k] = list(self._possible(k))
+        return self._axes[k]
+
+    def _possible(self, k: int) -> Iterator[Axis]:
+        op, call, values = self.graph.ops[k], self.program.calls[k], self.graph.values
+        if op.random or op.effect or op.updates or op.phase == "update" or k in self.program.replays:
+            return
+        if self.program.samples.get(k) or any(
+            list(refs_in(x)) for x in (*call.args, *call.kwargs.values()) if not isinstance(x, Ref)
+        ):
+            return
+        if any(isinstance(x, Ref) for x in call.kwargs.values()):
+            return
+        shapes = [torch.Size(values[x.value].shape) if isinstance(x, Ref) else x for x in call.args]
+        made = [tuple(values[v].shape) if v >= 0 else None for v in call.results]
+        if op.mutates and made and made[0] is None:
+            made = []
+        needed = {n for n, v in enumerate(call.results) if v >= 0}
+        for axis in axes(call.fn, shapes, made):
+            written = not op.mutates or 0 in axis.args
+            if written and needed <= axis.results.keys() and self._lengths(k, axis) is not None:
+                yield axis
+
+    def _lengths(self, k: int, axis: Axis) -> set[int] | None:
+        """The lengths of what is cut; None where there is nothing to cut."""
+        call, values = self.program.calls[k], self.graph.values
+        found = {
+            values[call.args[p].value].shape[d] for p, d in axis.args.items() if isinstance(call.args[p], Ref)
+        }
+        found |= {
+            values[v].shape[axis.results[n]]
+            for n, v in enumerate(call.results)
+            if v >= 0 and axis.results[n] != SUM
+        }
+        return found if found and min(found) > 1 else None
+
+    def choose(self, k: int, cut: set[int]) -> Axis | None:
+        """A way in which an op may be cut along what is cut of its storages."""
+        call, values = self.program.calls[k], self.graph.values
+        for axis in self.axes(k):
+            rows = [(x.value, axis.args.get(p)) for p, x in enumerate(call.args) if isinstance(x, Ref)]
+            rows += [(v, axis.results[n]) for n, v in enumerate(call.results) if v >= 0]
+            if all(values[v].storage not in cut or d == self.dim(v) for v, d in rows):
+                return axis
+        return None
+
+    def parts(self, k: int, axis: Axis) -> Iterator[int]:
+        """The values of an op of which each slice has a part."""
+        call = self.program.calls[k]
+        for p, d in axis.args.items():
+            if isinstance(call.args[p], Ref) and d == self.dim(call.args[p].value):
+                yield call.args[p].value
+        for n, v in enumerate(call.results):
+            if v >= 0 and axis.results[n] != SUM and axis.results[n] == self.dim(v):
+                yield v
+
+    def around(self, seed: int) -> Chain | None:
+        """The chain around a storage; None without one."""
+        blocked: set[int] = set()
+        while True:
+            cut, ops, blame = self._grown(seed, blocked)
+            if not blame:
+                break
+            if seed in blame:
+                return None
+            blocked |= blame
+        self._take_rows(cut, ops, blocked)
+        lengths = {n for k, axis in ops.items() for n in self._lengths(k, axis) or ()}
+        units = gcd(*lengths)
+        return (
+            Chain(seed, dict(sorted(ops.items())), frozenset(cut), units)
+            if units > 1 and len(ops) > 1
+            else None
+        )
+
+    def _grown(self, seed: int, blocked: set[int]) -> tuple[set[int], dict[int, Axis], set[int]]:
+        """What is cut with ``seed``, the ops that are then; and, where one of them cannot be, what it touches."""
+        cut, ops, least = {seed}, dict[int, Axis](), self.graph.storages[seed].size // _SIMILAR
+        work = list(self.touching[seed])
+        while work:
+            k = work.pop()
+            axis = self.choose(k, cut)
+            if axis is None:
+                blame = {s for s in cut if k in self.touching[s]}
+                return cut, ops, blame - {seed} or {seed}
+            ops[k] = axis
+            for v in self.parts(k, axis):
+                s = self.graph.values[v].storage
+                large = self.graph.storages[s].size >= least
+                if s not in cut and s not in blocked and large and self.may_be_cut(s):
+                    cut.add(s)
+                    work += self.touching[s]
+        return cut, ops, set()
+
+    def _take_rows(self, cut: set[int], ops: dict[int, Axis], blocked: set[int]) -> None:
+        """Cuts also what lies between ops of the chain alone, and small storages of one number for each row, with the
+        ops that touch them: what follows from a slice alone need not wait for the others."""
+        again = True
+        while again:
+            again = False
+            near = dict.fromkeys(v for k, axis in ops.items() for v in self.parts(k, axis))
+            for v in near:
+                s = self.graph.values[v].storage
+                if s in cut or s in blocked or not self.may_be_cut(s):
+                    continue
+                base = self.graph.values[self.program.bases[s]]
+                rows = prod(base.shape) == base.shape[self.dim(self.program.bases[s]) or 0]
+                inside = all(k in ops for k in self.touching[s])
+                made_here = any(k in ops for k in self.graph.uses.writers[s])
+                if not inside and not (rows and made_here):
+                    continue
+                chosen = {k: self.choose(k, cut | {s}) for k in self.touching[s]}
+                if all(axis is not None for axis in chosen.values()):
+                    cut.add(s)
+                    ops.update({k: axis for k, axis in chosen.items() if axis is not None})
+                    again = True
+                else:
+                    blocked.add(s)
+
+
+def _outermost(value: Value, base: Value) -> int | None:
+    """The dimension along which equal parts of a value lie in equal parts of its storage."""
+    count = prod(base.shape)
+    if value.dtype != base.dtype or base.offset or count < 2:
+        return None
+    if 1 + sum((n - 1) * s for n, s in zip(base.shape, base.stride, strict=True)) != count:
+        return None
+    for d, (n, s) in enumerate(zip(value.shape, value.stride, strict=True)):
+        rest = sum(
+            (m - 1) * t for e, (m, t) in enumerate(zip(value.shape, value.stride, strict=True)) if e != d
+        )
+        if n > 1 and n * s == count and value.offset + rest < s:
+            return d
+    return None
