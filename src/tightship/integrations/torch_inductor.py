@@ -23,7 +23,7 @@ from torch.fx import GraphModule, Node
 
 from tightship.errors import BadInput, Infeasible, Unsupported, VerificationFailed
 from tightship.execute import allocator
-from tightship.execute.compiled import CompiledPass, Measured, StepPlan, StepReplay, place
+from tightship.execute.compiled import CompiledPass, LoweredStep, Measured, StepPlan, StepReplay, place
 from tightship.execute.interpreter import RunStats, report
 from tightship.frontends.torch import compat, compat_compile, compat_inductor
 from tightship.frontends.torch.capture.fused import FusedJoint, fuse
@@ -120,6 +120,7 @@ class CompiledGraph(NotCopied):
         self.unplaced = 0
         self._options, self._device, self._frame_arena = options, device, arena
         self._passes: dict[str, CompiledPass] = {}
+        self._step: _Step | None = None
         self._heap: allocator.Arena | None = None
         self._complained = False
 
@@ -158,8 +159,14 @@ class CompiledGraph(NotCopied):
             self._frame_arena.holds(self, mine) if mine else self._frame_arena.idle()
         )
         del mine
+        assert self._step is not None
+        shared = {k: compat.storage_reference(args[k]) for k in self._step.shared}
         results = self._run("backward", args, placed)
-        self._report(self._passes["forward"].last, self._passes["backward"].last)
+        last = self._passes["backward"].last
+        dropped = frozenset(k for k, reference in shared.items() if reference.expired())
+        if last is not None and dropped:
+            last = replace(last, planned_peak=self._step.peak_without(dropped))
+        self._report(self._passes["forward"].last, last)
         return results
 
     def _run(self, name: str, args: list[Any], placed: bool) -> Any:
@@ -180,6 +187,26 @@ class CompiledGraph(NotCopied):
         if self._options.strict or not self._complained:
             self._complained = not self.last.as_planned
             report(self.last, self._options.strict, self.name)
+
+
+@dataclass(eq=False)
+class _Step:
+    """A graph's step, and which saved tensors (by position) are results that the caller was given, too. The plan
+    counts these until the backward pass is over; where the caller has let go of them, they end in it."""
+
+    lowered: LoweredStep
+    measured: Measured
+    align: int
+    shared: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        self._peaks: dict[frozenset[int], int] = {}
+
+    def peak_without(self, dropped: frozenset[int]) -> int:
+        """The backward pass's peak where the caller has let go of these."""
+        if dropped not in self._peaks:
+            self._peaks[dropped] = self.lowered.replay(self.measured, self.align, dropped).peaks[1]
+        return self._peaks[dropped]
 
 
 # --- compiling -------------------------------------------------------------------------------------------------
@@ -230,26 +257,16 @@ class _Compilation:
             static + sum(aligned(n, self.align) for n in given.values()), self.measured, self.align
         )
 
-    def replayed(self, pair: Pair, forward: Lowered, backward: Lowered) -> StepReplay:
-        """The step's bytes with ``pair`` lowered so."""
-        replay = self.replay(self.static(pair.forward), forward, backward)
-        made = replay.run(forward, [None] * len(forward.inputs))
-        handed, saved = made[: pair.outputs], made[pair.outputs :]
-        written = compat_inductor.overwritten_count(pair)
-        for k, held in enumerate(handed):
-            replay.hand_out(held)
-            if k < written:
-                replay.release(held)
-        replay.between(saved)
+    def step(self, pair: Pair, forward: Lowered, backward: Lowered) -> LoweredStep:
+        """The step with ``pair`` lowered so."""
+        saved = len(forward.outputs) - pair.outputs
         tangents = [
             aligned(t.untyped_storage().nbytes(), self.align)
-            for n in pair.backward.graph.find_nodes(op="placeholder")[len(saved) :]
+            for n in pair.backward.graph.find_nodes(op="placeholder")[saved:]
             if isinstance(t := n.meta.get("val"), torch.Tensor)
         ]
-        taken = [*saved, *[None] * (len(backward.inputs) - len(saved))]
-        for held in replay.run(backward, taken, sum(tangents)):
-            replay.hand_out(held)
-        return replay
+        written = compat_inductor.overwritten_count(pair)
+        return LoweredStep(forward, backward, pair.outputs, written, self.static(pair.forward), sum(tangents))
 
     # --- what Inductor asks and what it has made ---
 
@@ -293,7 +310,8 @@ class _Compilation:
         """Both passes are compiled: what is placed are their own lines, which were replayed before they were."""
         assert self.best is not None and self.search is not None
         best, search = self.best, self.search
-        replay = self.replayed(best.pair, self.lowered["forward"], self.lowered["backward"])
+        step = self.step(best.pair, self.lowered["forward"], self.lowered["backward"])
+        replay = step.replay(self.measured, self.align)
         if max(replay.peaks) != best.peak:
             text = f"compiled, the passes need {max(replay.peaks)} B and not the {best.peak} B that were replayed"
             raise VerificationFailed([text], f"graph {self.name}")
@@ -302,6 +320,7 @@ class _Compilation:
             best.seconds, best.source, search.count,
         )  # fmt: skip
         self.graph.kind = "training"
+        self.graph._step = _Step(step, self.measured, self.align, replay.shared())
         self.graph.notes += search.notes
         self._ready(replay, search.unplanned.replay, plan, ("forward", "backward"))
 
@@ -401,7 +420,7 @@ class _Search:
         if key not in self.seen:
             forward, backward = self.lower(pair)
             self.count += 1
-            replay = self.owner.replayed(pair, forward, backward)
+            replay = self.owner.step(pair, forward, backward).replay(self.owner.measured, self.owner.align)
             peak = max(replay.peaks)
             needed = max(peak, replay.static + place(replay)[1]) if self.owner.options.arena else peak
             self.seen[key] = _Candidate(pair, source, peak, needed, replay, *self.cost(pair))
