@@ -30,7 +30,7 @@ from tightship.frontends.torch.capture.fused import FusedJoint, fuse
 from tightship.frontends.torch.compat_inductor import Lowered, Pair
 from tightship.graph import aligned, alignment_of
 from tightship.integrations.accounting import Entry, Ledger
-from tightship.integrations.torch_partition import CompileOptions, FrameArena
+from tightship.integrations.torch_partition import RETAINED, CompileOptions, FrameArena, check_again
 from tightship.plan import Plan
 from tightship.planners.default import PlanOptions, read_options
 from tightship.planners.default import plan as default_plan
@@ -41,6 +41,8 @@ __all__ = ["CompiledGraph", "Shares", "compile_within", "tag"]
 
 STOCK: Final = (0.7, 0.5, 0.3, 0.1, 0.0)
 """The ``activation_memory_budget`` values whose partitions are looked at beside ours."""
+_INDUCTOR: Final = "Inductor at activation_memory_budget"
+_STOCK: Final = f"{_INDUCTOR} 1.0"
 _LOWERINGS = 8
 """Partitions of ours that are lowered, at most."""
 _CLOSE = 0.02
@@ -153,15 +155,22 @@ class CompiledGraph(NotCopied):
 
     def backward(self, args: list[Any]) -> Any:
         """The backward pass, from what was saved and the tangents."""
+        assert self._step is not None
+        again = compat_compile.graph_is_kept()
+        if again:  # what was saved stays where it lies: nothing is placed over it
+            check_again(self.name, self.plan.budget, self.plan.passes[1].peak + self._step.saved)
         self.shares.begin(backward=True)
         mine = [args[k] for k, kept in enumerate(self._kept) if kept][:1]
         placed = self._options.arena and (
             self._frame_arena.holds(self, mine) if mine else self._frame_arena.idle()
         )
+        placed = placed and not again
         del mine
-        assert self._step is not None
         shared = {k: compat.storage_reference(args[k]) for k in self._step.shared}
         results = self._run("backward", args, placed)
+        if again:
+            self._note(RETAINED)
+            return results
         last = self._passes["backward"].last
         dropped = frozenset(k for k, reference in shared.items() if reference.expired())
         if last is not None and dropped:
@@ -198,6 +207,7 @@ class _Step:
     measured: Measured
     align: int
     shared: tuple[int, ...]
+    saved: int
 
     def __post_init__(self) -> None:
         self._peaks: dict[frozenset[int], int] = {}
@@ -235,6 +245,7 @@ class _Compilation:
         self.device = _device(self.gm)
         self.align = alignment_of(self.device)
         self.measured = Measured(allocator.kind_of(self.device))
+        self.pair: Pair | None = None
         self.best: _Candidate | None = None
         self.search: _Search | None = None
         self.lowered: dict[str, Lowered] = {}
@@ -274,9 +285,13 @@ class _Compilation:
         self, joint: GraphModule, inputs: Any, outputs: int, static: Sequence[int],
         lower: Callable[[Pair], tuple[Lowered, Lowered]],
     ) -> Pair:  # fmt: skip
+        if self.shares.ledger.budget is None:  # it is taken as it is, and replayed as it is compiled
+            self.pair = compat_inductor.stock_pair(joint, inputs, outputs, static, 1.0)
+            return self.pair
         self.search = _Search(self, joint, inputs, outputs, static, lower)
         self.best = self.search.run()
-        return self.best.pair
+        self.pair = self.best.pair
+        return self.pair
 
     def finished(
         self, kind: str, lowered: Lowered | None, call: Callable[[list[Any]], Any]
@@ -308,21 +323,25 @@ class _Compilation:
 
     def _ready_training(self) -> None:
         """Both passes are compiled: what is placed are their own lines, which were replayed before they were."""
-        assert self.best is not None and self.search is not None
+        assert self.pair is not None
         best, search = self.best, self.search
-        step = self.step(best.pair, self.lowered["forward"], self.lowered["backward"])
+        step = self.step(self.pair, self.lowered["forward"], self.lowered["backward"])
         replay = step.replay(self.measured, self.align)
-        if max(replay.peaks) != best.peak:
-            text = f"compiled, the passes need {max(replay.peaks)} B and not the {best.peak} B that were replayed"
-            raise VerificationFailed([text], f"graph {self.name}")
-        plan = StepPlan(
-            search.budget, replay.static, 0, 0, (), search.unplanned.peak, best.pair.saved, best.recomputed,
-            best.seconds, best.source, search.count,
-        )  # fmt: skip
+        if best is None or search is None:
+            plan = StepPlan(None, replay.static, 0, 0, (), max(replay.peaks), self.pair.saved, source=_STOCK)
+        else:
+            if max(replay.peaks) != best.peak:
+                text = f"compiled, the passes need {max(replay.peaks)} B and not the {best.peak} B that were replayed"
+                raise VerificationFailed([text], f"graph {self.name}")
+            plan = StepPlan(
+                search.budget, replay.static, 0, 0, (), search.unplanned.peak, best.pair.saved, best.recomputed,
+                best.seconds, best.source, search.count,
+            )  # fmt: skip
+            self.graph.notes += search.notes
         self.graph.kind = "training"
-        self.graph._step = _Step(step, self.measured, self.align, replay.shared())
-        self.graph.notes += search.notes
-        self._ready(replay, search.unplanned.replay, plan, ("forward", "backward"))
+        self.graph._step = _Step(step, self.measured, self.align, replay.shared(), replay.rest)
+        unplanned = replay if search is None else search.unplanned.replay
+        self._ready(replay, unplanned, plan, ("forward", "backward"))
 
     def _ready(
         self, replay: StepReplay, unplanned: StepReplay, plan: StepPlan, kinds: tuple[str, ...]
@@ -390,7 +409,7 @@ class _Search:
 
     def stock(self, share: float) -> _Candidate:
         pair = compat_inductor.stock_pair(self.joint, self.inputs, self.outputs, self.fixed, share)
-        return self.candidate(pair, f"Inductor at activation_memory_budget {share}")
+        return self.candidate(pair, f"{_INDUCTOR} {share}")
 
     def _stock_if_faster(self, share: float, best: _Candidate | None, least: int) -> _Candidate | None:
         """Inductor's own partition, unless it is slower than the best one, or what it saves is more than ``least``
@@ -400,7 +419,7 @@ class _Search:
             return None
         if self.unplanned.replay.static + self.saved_bytes(pair) > least:
             return None
-        return self.candidate(pair, f"Inductor at activation_memory_budget {share}")
+        return self.candidate(pair, f"{_INDUCTOR} {share}")
 
     def saved_bytes(self, pair: Pair) -> int:
         """Bytes of what a partition saves beside inputs: its peak is not below."""

@@ -54,6 +54,10 @@ HOOKS: Final = (
     ("torch._inductor.config", "memory_planning"),
     ("torch._inductor.custom_graph_pass", "CustomPartitionerFn"),
     ("torch._inductor.choices", "InductorChoices.can_fuse_horizontal"),
+    ("torch._inductor.codegen.cpp", "CppKernelProxy.codegen_functions"),
+    ("torch._inductor.codegen.cpp", "CppScheduling.codegen_node"),
+    ("torch._inductor.codegen.cpp", "CppScheduling.kernel_proxy_cls"),
+    ("torch._inductor.codegen.cpp", "OuterLoopFusedSchedulerNode"),
     ("torch._inductor.codegen.common", "device_codegens"),
     ("torch._inductor.codegen.common", "init_backend_registration"),
     ("torch._inductor.codegen.common", "DeviceCodegen"),
@@ -382,8 +386,42 @@ def lower(
 
 
 @contextmanager
+def _scalar_kernels() -> Iterator[None]:
+    """Inside, C++ is written for one kind of each kernel, the first: what buffers it needs is decided there. Its
+    vectorized kinds take as long again and change nothing of that. Loops fused on the outside are compared first."""
+    from torch._inductor.codegen.cpp import CppKernelProxy, CppScheduling, OuterLoopFusedSchedulerNode
+
+    whole, given = CppScheduling.codegen_node, CppScheduling.kernel_proxy_cls
+
+    class Scalar(CppKernelProxy):
+        def codegen_functions(self, fn_list: Any, var_sizes_list: Any) -> None:
+            self.picked_vec_isa = None
+            super().codegen_functions(fn_list, var_sizes_list)
+
+    def codegen_node(self: Any, node: Any) -> None:
+        self.kernel_proxy_cls = given if isinstance(node, OuterLoopFusedSchedulerNode) else Scalar
+        try:
+            whole(self, node)
+        finally:
+            del self.kernel_proxy_cls
+
+    CppScheduling.codegen_node = codegen_node
+    try:
+        yield
+    finally:
+        CppScheduling.codegen_node = whole
+
+
+@contextmanager
 def _stopping(made: list[Lowered]) -> Iterator[None]:
-    with torch.no_grad(), torch._C._DisableAutocast(), _recording(stop=True) as recorder, suppress(_Stopped):
+    recording = _recording(stop=True)
+    with (
+        torch.no_grad(),
+        torch._C._DisableAutocast(),
+        _scalar_kernels(),
+        recording as recorder,
+        suppress(_Stopped),
+    ):
         yield
     if not recorder.found:
         raise Unsupported("a pass that computes nothing", "there is nothing to lower", "use Inductor for it")
