@@ -21,8 +21,9 @@ import torch
 import torch.utils.checkpoint
 from torch.fx import GraphModule, Node
 
-from tightship.errors import BadInput, Infeasible, Unsupported, VerificationFailed
+from tightship.errors import BadInput, Infeasible, TightshipError, Unsupported, VerificationFailed
 from tightship.execute import allocator
+from tightship.execute.cache import KeptPartitions, Partition, Unplanned, folder_of, partition_plan, plan_of
 from tightship.execute.compiled import CompiledPass, LoweredStep, Measured, StepPlan, StepReplay, place
 from tightship.execute.interpreter import RunStats, report
 from tightship.frontends.torch import compat, compat_compile, compat_inductor
@@ -36,6 +37,7 @@ from tightship.planners.default import PlanOptions, read_options
 from tightship.planners.default import plan as default_plan
 from tightship.process_local import NotCopied
 from tightship.units import BudgetLike
+from tightship.verify import check
 
 __all__ = ["CompiledGraph", "Shares", "compile_within", "tag"]
 
@@ -57,9 +59,11 @@ class _Candidate:
     source: str
     peak: int
     needed: int
-    replay: StepReplay
+    replay: StepReplay | None  # None: it was chosen in an earlier run
     recomputed: int
     seconds: float
+    share: float | None = None
+    plan: Plan | None = None
 
 
 @dataclass
@@ -84,7 +88,7 @@ class Shares:
         free = self.ledger.available(self.frame, self.static, need, training=training, results=results)
         return None if free is None else max(static + free, 0)
 
-    def enter(self, replay: StepReplay, unplanned: StepReplay) -> None:
+    def enter(self, replay: StepReplay, unplanned: StepReplay | Unplanned) -> None:
         """Takes note of what the graph takes. Raises ``Infeasible`` where other graphs are left too little."""
         training = len(replay.peaks) > 1
         self.entry = Entry(
@@ -226,11 +230,20 @@ def compile_within(
     gm: GraphModule, inputs: Sequence[Any], options: CompileOptions, arena: FrameArena, shares: Shares
 ) -> tuple[Callable[..., Any], CompiledGraph]:
     """The compiled function of a Dynamo graph, and its plan. Raises ``Infeasible``, ``Unsupported``."""
-    compilation = _Compilation(gm, options, arena, shares)
-    call = compat_inductor.compile_graph(
-        gm, inputs, partition=compilation.partition, finished=compilation.finished
-    )
-    return call, compilation.graph
+    for kept in (True, False):
+        compilation = _Compilation(gm, options, arena, shares, kept)
+        try:
+            call = compat_inductor.compile_graph(
+                gm, inputs, partition=compilation.partition, finished=compilation.finished
+            )
+        except _Outdated:  # a partition that was kept has become another: it is chosen anew
+            continue
+        return call, compilation.graph
+    raise AssertionError
+
+
+class _Outdated(TightshipError):
+    """What was kept of an earlier run does not hold."""
 
 
 @dataclass(eq=False)
@@ -239,6 +252,7 @@ class _Compilation:
     options: CompileOptions
     arena: FrameArena
     shares: Shares
+    kept: bool = True  # whether choices of earlier runs count
 
     def __post_init__(self) -> None:
         _, self.name = compat_compile.frame()
@@ -330,21 +344,24 @@ class _Compilation:
         if best is None or search is None:
             plan = StepPlan(None, replay.static, 0, 0, (), max(replay.peaks), self.pair.saved, source=_STOCK)
         else:
+            if max(replay.peaks) != best.peak and best.replay is None:
+                search.kept.forget()
+                raise _Outdated("a kept partition")
             if max(replay.peaks) != best.peak:
                 text = f"compiled, the passes need {max(replay.peaks)} B and not the {best.peak} B that were replayed"
                 raise VerificationFailed([text], f"graph {self.name}")
             plan = StepPlan(
-                search.budget, replay.static, 0, 0, (), search.unplanned.peak, best.pair.saved, best.recomputed,
+                search.budget, replay.static, 0, 0, (), max(search.unplanned.peaks), best.pair.saved, best.recomputed,
                 best.seconds, best.source, search.count,
             )  # fmt: skip
             self.graph.notes += search.notes
         self.graph.kind = "training"
         self.graph._step = _Step(step, self.measured, self.align, replay.shared(), replay.rest)
-        unplanned = replay if search is None else search.unplanned.replay
+        unplanned = replay if search is None else search.unplanned
         self._ready(replay, unplanned, plan, ("forward", "backward"))
 
     def _ready(
-        self, replay: StepReplay, unplanned: StepReplay, plan: StepPlan, kinds: tuple[str, ...]
+        self, replay: StepReplay, unplanned: StepReplay | Unplanned, plan: StepPlan, kinds: tuple[str, ...]
     ) -> None:
         passes, arena = place(replay)
         plan = replace(plan, peak=max(replay.peaks), arena=arena, passes=passes)
@@ -383,25 +400,65 @@ class _Search:
             self.model = fuse(joint, outputs)
         except Unsupported as error:
             self.notes.append(f"partitions are Inductor's own: {error}")
+        o = owner.options
+        folder = folder_of(o.cache) if owner.kept else None
+        made_from = (compat_inductor.digest(joint, static), outputs, owner.align, o.arena, o.planner)
+        self.kept = KeptPartitions(folder, made_from)
 
     def run(self) -> _Candidate:
-        self.unplanned = self.stock(1.0)
-        replay = self.unplanned.replay
-        static, need = replay.static, self.unplanned.peak - replay.static
-        budget = self.budget = self.owner.shares.limit(static, need, replay.handed[0], training=True)
-        if budget is None or self.unplanned.needed <= budget:
-            return self.unplanned
+        known = self.kept.read()
+        first = self.stock(1.0) if known is None else None
+        self.unplanned = known[0] if known is not None else _unplanned(first)
+        static, peak = self.unplanned.static, max(self.unplanned.peaks)
+        budget = self.owner.shares.limit(static, peak - static, self.unplanned.handed[0], training=True)
+        self.budget = budget
+        if known is not None and (chosen := known[1].get(str(budget))) is not None:
+            return self.again(chosen)
+        if first is None:
+            first = self.stock(1.0)
+        best = first if budget is None or first.needed <= budget else self.search(budget, static, first)
+        row = Partition(
+            best.source, best.share, partition_plan(best.plan), best.peak, best.needed, best.recomputed, best.seconds,
+            self.count,
+        )  # fmt: skip
+        self.kept.keep(self.unplanned, budget, row)
+        return best
+
+    def again(self, chosen: Partition) -> _Candidate:
+        """A candidate that was chosen in an earlier run. Raises ``_Outdated`` where it is not this graph's."""
+        try:
+            plan = plan_of(chosen)
+            if plan is not None and self.model is not None:
+                check(self.model.graph, plan)
+                pair = self.planned(plan)
+            elif chosen.share is not None:
+                pair = compat_inductor.stock_pair(
+                    self.joint, self.inputs, self.outputs, self.fixed, chosen.share
+                )
+            else:
+                raise BadInput("a partition is Inductor's own or of a plan")
+        except TightshipError as error:
+            self.kept.forget()
+            raise _Outdated(str(error)) from error
+        self.count = chosen.lowered
+        return _Candidate(
+            pair, chosen.source, chosen.peak, chosen.needed, None, chosen.recomputed, chosen.seconds, chosen.share,
+            plan,
+        )  # fmt: skip
+
+    def search(self, budget: int, static: int, first: _Candidate) -> _Candidate:
+        """The fastest within the budget. Raises ``Infeasible``."""
         found = self._ours(budget, static)
         best = min((c for c in found if c.needed <= budget), key=lambda c: c.seconds, default=None)
         for share in STOCK:
-            least = budget if best is not None else min(c.needed for c in [self.unplanned, *found])
+            least = budget if best is not None else min(c.needed for c in [first, *found])
             c = self._stock_if_faster(share, best, least)
             if c is not None:
                 found.append(c)
                 if c.needed <= budget and (best is None or c.seconds < best.seconds):
                     best = c
         if best is None:
-            reached = min(c.needed for c in [self.unplanned, *found])
+            reached = min(c.needed for c in [first, *found])
             raise Infeasible(budget=budget, lower_bound=static, best_peak=reached)
         return best
 
@@ -409,7 +466,7 @@ class _Search:
 
     def stock(self, share: float) -> _Candidate:
         pair = compat_inductor.stock_pair(self.joint, self.inputs, self.outputs, self.fixed, share)
-        return self.candidate(pair, f"{_INDUCTOR} {share}")
+        return self.candidate(pair, f"{_INDUCTOR} {share}", share=share)
 
     def _stock_if_faster(self, share: float, best: _Candidate | None, least: int) -> _Candidate | None:
         """Inductor's own partition, unless it is slower than the best one, or what it saves is more than ``least``
@@ -417,9 +474,9 @@ class _Search:
         pair = compat_inductor.stock_pair(self.joint, self.inputs, self.outputs, self.fixed, share)
         if best is not None and self.cost(pair)[1] >= best.seconds:
             return None
-        if self.unplanned.replay.static + self.saved_bytes(pair) > least:
+        if self.unplanned.static + self.saved_bytes(pair) > least:
             return None
-        return self.candidate(pair, f"{_INDUCTOR} {share}")
+        return self.candidate(pair, f"{_INDUCTOR} {share}", share=share)
 
     def saved_bytes(self, pair: Pair) -> int:
         """Bytes of what a partition saves beside inputs: its peak is not below."""
@@ -434,7 +491,9 @@ class _Search:
     def cost(self, pair: Pair) -> tuple[int, float]:
         return (0, 0.0) if self.model is None else self.model.recompute_time(pair)
 
-    def candidate(self, pair: Pair, source: str) -> _Candidate:
+    def candidate(
+        self, pair: Pair, source: str, *, share: float | None = None, plan: Plan | None = None
+    ) -> _Candidate:
         key = tuple(pair.saved), tuple(map(compat_inductor.origin, pair.backward.graph.nodes))
         if key not in self.seen:
             forward, backward = self.lower(pair)
@@ -442,7 +501,7 @@ class _Search:
             replay = self.owner.step(pair, forward, backward).replay(self.owner.measured, self.owner.align)
             peak = max(replay.peaks)
             needed = max(peak, replay.static + place(replay)[1]) if self.owner.options.arena else peak
-            self.seen[key] = _Candidate(pair, source, peak, needed, replay, *self.cost(pair))
+            self.seen[key] = _Candidate(pair, source, peak, needed, replay, *self.cost(pair), share, plan)
         return self.seen[key]
 
     def _ours(self, budget: int, static: int) -> list[_Candidate]:
@@ -487,15 +546,26 @@ class _Search:
             plan = default_plan(self.model.graph, target, options)
         except Infeasible as error:
             return None, error.best_peak
+        return self.candidate(self.planned(plan), "tightship", plan=plan), None
+
+    def planned(self, plan: Plan) -> Pair:
+        """The partition that a plan says."""
+        assert self.model is not None
         pair = compat_inductor.extract(self.joint, self.outputs, self.model.saved(plan))
         try:
-            pair = self.model.ordered(plan, pair)
+            return self.model.ordered(plan, pair)
         except (
             Unsupported
         ) as error:  # the saved set alone is right as well: what is left out is the plan's order
             note = f"a plan's order was not taken over: {error}"
             self.notes += [] if note in self.notes else [note]
-        return self.candidate(pair, "tightship"), None
+            return pair
+
+
+def _unplanned(first: _Candidate | None) -> Unplanned:
+    assert first is not None and first.replay is not None
+    r = first.replay
+    return Unplanned(r.static, tuple(r.peaks), r.rest, tuple(r.handed), first.needed)
 
 
 def _device(gm: GraphModule) -> str:

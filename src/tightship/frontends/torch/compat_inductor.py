@@ -9,6 +9,7 @@ stops there, before any kernel is written or built; `compile_graph` goes on. Bot
 
 from __future__ import annotations
 
+import hashlib
 import importlib
 import operator
 from collections.abc import Callable, Iterator, Sequence
@@ -31,6 +32,7 @@ __all__ = [
     "Lowered",
     "Pair",
     "compile_graph",
+    "digest",
     "draws",
     "extract",
     "lower",
@@ -251,6 +253,27 @@ def _copied(gm: GraphModule) -> GraphModule:
     made = GraphModule(gm, graph)
     made.meta = dict(gm.meta)
     return made
+
+
+def digest(joint: GraphModule, static: Sequence[int]) -> str:
+    """Names everything that Inductor's lines for a joint graph depend on: the graph, with the sizes in it, which
+    inputs stay where they are, and Inductor's settings."""
+    from torch._functorch import config as aot_config
+    from torch._inductor import config
+
+    def sizes(x: Any) -> Any:
+        if isinstance(x, torch.Tensor):
+            return tuple(x.shape), tuple(x.stride()), x.storage_offset(), str(x.dtype), str(x.device)
+        return tuple(map(sizes, x)) if isinstance(x, (list, tuple)) else str(x)
+
+    h = hashlib.sha256(repr((VERSION, torch.__version__, tuple(static))).encode())
+    for n in joint.graph.nodes:
+        row = (n.op, n.name, str(n.target), str(n.args), str(n.kwargs), sizes(n.meta.get("val")), draws(n))
+        h.update(repr(row).encode())
+    for settings in (config.save_config_portable(), aot_config.save_config_portable()):
+        settings = {k: v for k, v in settings.items() if "partitioner_fn" not in k}
+        h.update(repr(sorted((k, str(v)) for k, v in settings.items())).encode())
+    return h.hexdigest()
 
 
 def stock_pair(joint: GraphModule, inputs: Any, outputs: int, static: Sequence[int], budget: float) -> Pair:
