@@ -10,7 +10,7 @@ by the allocator, request by request, in every run (`CompiledPass`).
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -27,7 +27,7 @@ from tightship.graph import aligned, alignment_of
 from tightship.plan import Buffer, Problem
 from tightship.planners.packing import Search, pack
 
-__all__ = ["CompiledPass", "Measured", "Pass", "StepPlan", "StepReplay", "place"]
+__all__ = ["CompiledPass", "LoweredStep", "Measured", "Pass", "StepPlan", "StepReplay", "place"]
 
 _HEAP = -1
 _EXCEEDED = re.compile(r"tightship: budget exceeded at step (\d+): asked (\d+)")
@@ -163,6 +163,10 @@ class StepReplay:
         """Which of what is saved lies in the arena."""
         return [any(not b.leaves for b in _blocks(held)) for held in self._saved]
 
+    def shared(self) -> tuple[int, ...]:
+        """Which of what is saved the caller was given as well."""
+        return tuple(k for k, held in enumerate(self._saved) if any(b.leaves for b in _blocks(held)))
+
     def run(self, lowered: Lowered, inputs: Sequence[_Held], more: int = 0) -> list[_Held]:
         """Replays a pass whose inputs hold ``inputs`` (taken from the caller), with ``more`` bytes of the caller's
         in use meanwhile. Returns what its outputs hold, handed to the caller."""
@@ -266,6 +270,44 @@ def _blocks(held: _Held) -> Iterator[_Block]:
             yield from _blocks(x)
     elif held is not None:
         yield held
+
+
+@dataclass(frozen=True)
+class LoweredStep:
+    """A training step as its two passes were lowered. ``outputs``: how many of the forward pass's results are the
+    caller's, the first ``written`` of which are copied into tensors of the caller's and dropped; the others are
+    saved. ``static`` and ``tangents``: bytes of the caller's tensors, and of the gradients that the second pass gets.
+    """
+
+    forward: Lowered
+    backward: Lowered
+    outputs: int
+    written: int
+    static: int
+    tangents: int
+
+    def replay(self, measured: Measured, align: int, dropped: Collection[int] = ()) -> StepReplay:
+        """Every request of the step. ``dropped``: of what is saved, which results the caller has let go of before
+        the second pass."""
+        given = dict(row for one in (self.forward, self.backward) for row in one.constants)
+        static = self.static + sum(aligned(n, align) for n in given.values())
+        replay = StepReplay(static, measured, align)
+        made = replay.run(self.forward, [None] * len(self.forward.inputs))
+        handed, saved = made[: self.outputs], made[self.outputs :]
+        for k, held in enumerate(handed):
+            replay.hand_out(held)
+            if k < self.written:
+                replay.release(held)
+        replay.between(saved)
+        gone = {id(b) for k in dropped for b in _blocks(saved[k])}
+        for held in handed[self.written :]:
+            if gone & {id(b) for b in _blocks(held)}:
+                replay.release(held)
+        for held in replay.run(
+            self.backward, [*saved, *[None] * (len(self.backward.inputs) - len(saved))], self.tangents
+        ):
+            replay.hand_out(held)
+        return replay
 
 
 # --- the plan --------------------------------------------------------------------------------------------------

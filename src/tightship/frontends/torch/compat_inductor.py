@@ -9,6 +9,7 @@ stops there, before any kernel is written or built; `compile_graph` goes on. Bot
 
 from __future__ import annotations
 
+import hashlib
 import importlib
 import operator
 from collections.abc import Callable, Iterator, Sequence
@@ -22,6 +23,7 @@ from torch.fx import GraphModule, Node
 
 from tightship.errors import TightshipError, Unsupported
 from tightship.frontends.torch.compat import VERSION, require_torch
+from tightship.frontends.torch.compat_inductor_lines import Event, Kernel, Lowered, read_lines
 
 __all__ = [
     "HOOKS",
@@ -31,6 +33,7 @@ __all__ = [
     "Pair",
     "compile_flat",
     "compile_graph",
+    "digest",
     "draws",
     "extract",
     "lower",
@@ -55,6 +58,10 @@ HOOKS: Final = (
     ("torch._inductor.config", "memory_planning"),
     ("torch._inductor.custom_graph_pass", "CustomPartitionerFn"),
     ("torch._inductor.choices", "InductorChoices.can_fuse_horizontal"),
+    ("torch._inductor.codegen.cpp", "CppKernelProxy.codegen_functions"),
+    ("torch._inductor.codegen.cpp", "CppScheduling.codegen_node"),
+    ("torch._inductor.codegen.cpp", "CppScheduling.kernel_proxy_cls"),
+    ("torch._inductor.codegen.cpp", "OuterLoopFusedSchedulerNode"),
     ("torch._inductor.codegen.common", "device_codegens"),
     ("torch._inductor.codegen.common", "init_backend_registration"),
     ("torch._inductor.codegen.common", "DeviceCodegen"),
@@ -107,49 +114,7 @@ def _has(module: str, name: str) -> bool:
     return True
 
 
-# --- what a lowered graph asks of memory -----------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True)
-class Kernel:
-    """A kernel that Inductor calls and has not written: it may ask for memory by itself. ``key`` is equal for calls
-    that ask the same; ``prepare`` makes tensors like its inputs and returns the call on them."""
-
-    key: str
-    prepare: Callable[[], Callable[[], Any]]
-
-
-@dataclass(frozen=True, slots=True)
-class Event:
-    """One line of a lowered graph that concerns memory, about the variable ``name``.
-
-    make   the variable gets ``nbytes`` of its own.
-    alias  it shares the memory of ``source``.
-    drop   it is deleted; memory that no variable has any more is given back.
-    call   ``kernel`` runs, and its result, if there is a name, is the variable's; ``given``: variables whose memory
-           the result shares.
-    item   it is the part of the result ``source`` at ``path``.
-    """
-
-    kind: str
-    name: str
-    nbytes: int = 0
-    source: str = ""
-    path: tuple[Any, ...] = ()
-    kernel: Kernel | None = None
-    given: tuple[str, ...] = ()
-
-
-@dataclass(frozen=True)
-class Lowered:
-    """What a graph has become: variables in (``inputs``) and out (``outputs``, empty for what is no tensor), and the
-    lines in between. ``strides`` of the outputs, where known; ``constants``: bytes of tensors that the code owns."""
-
-    events: tuple[Event, ...]
-    inputs: tuple[str, ...]
-    outputs: tuple[str, ...]
-    strides: tuple[tuple[int, ...] | None, ...]
-    constants: tuple[tuple[str, int], ...]
+# --- hooks into a compilation ---
 
 
 class _Stopped(BaseException):
@@ -179,7 +144,7 @@ def _wrapper_class() -> Any:
         def run_wrapper_ir_passes(self, is_inference: bool) -> None:
             super().run_wrapper_ir_passes(is_inference)
             recorder = _recorders[-1]
-            recorder.found.append(_read(self))
+            recorder.found.append(read_lines(self))
             if recorder.stop:
                 raise _Stopped
 
@@ -240,205 +205,6 @@ def _recording(*, stop: bool) -> Iterator[_Recorder]:
         common.device_codegens.update(before)
 
 
-# --- reading the lines -----------------------------------------------------------------------------------------
-
-_SILENT: Final = (
-    "KernelCallLine", "KernelDefinitionLine", "CommentLine", "LineContext", "AssertSizeStrideLine", "NullLine",
-    "AssertDivByZeroLine", "EnterDeviceContextManagerLine", "ExitDeviceContextManagerLine",
-    "EnterDeviceContextManagerWithStreamInfoLine", "ExitDeviceContextManagerWithStreamInfoLine",
-    "SymbolicCallArgLine", "UnbackedSymbolDefsLine",
-)  # fmt: skip
-"""Lines that neither take nor give back memory."""
-
-
-def _read(wrapper: Any) -> Lowered:
-    from torch._inductor.virtualized import V
-
-    graph = V.graph
-    events = tuple(event for line in wrapper.lines for event in _events_of(line, graph))
-    results = list(wrapper.get_graph_outputs())
-    return Lowered(
-        events,
-        tuple(graph.graph_input_names),
-        tuple(_output_name(x) for x in results),
-        tuple(_strides(x) for x in results),
-        tuple((name, t.untyped_storage().nbytes()) for name, t in graph.constants.items()),
-    )
-
-
-def _output_name(node: Any) -> str:
-    return (
-        ""
-        if type(node).__name__ in ("NoneAsConstantBuffer", "ShapeAsConstantBuffer")
-        else str(node.get_name())
-    )
-
-
-def _strides(node: Any) -> tuple[int, ...] | None:
-    try:
-        return tuple(int(s) for s in node.get_stride())
-    except (NotImplementedError, AttributeError, TypeError):
-        return None
-
-
-def _events_of(line: Any, graph: Any) -> Iterator[Event]:
-    kind = type(line).__name__
-    if kind in _SILENT or (isinstance(line, str) and line.strip()[:1] in ("", "#")):
-        return
-    read = _READERS.get(kind)
-    if read is None:
-        shown = f"the line {line!r}" if isinstance(line, str) else f"a {kind}"
-        raise Unsupported(f"{shown} of Inductor's in compiled mode", "nobody knows what memory it takes")
-    yield from read(line, graph)
-
-
-def _allocate(line: Any, graph: Any) -> Iterator[Event]:
-    if line.comm_buffer or line.node.get_is_pinned():
-        raise Unsupported(
-            "a communication or pinned buffer in compiled mode", "it is not in the device's memory"
-        )
-    yield Event("make", line.node.get_name(), nbytes=_nbytes(line.node, graph.get_allocation_size(line.node)))
-
-
-def _nbytes(node: Any, shape: Any = None) -> int:
-    sizes = [int(n) for n in (node.get_size() if shape is None else shape)]
-    if 0 in sizes:
-        return 0
-    last = sum((n - 1) * int(s) for n, s in zip(sizes, node.get_stride(), strict=True))
-    return (last + 1) * int(node.get_dtype().itemsize)
-
-
-def _reuse(line: Any, graph: Any) -> Iterator[Event]:
-    old = line.node.get_name()
-    yield Event("alias", line.reused_as.get_name(), source=old)
-    if line.delete_old and old not in graph.get_output_names():
-        yield Event("drop", old)
-
-
-def _reinterpret(line: Any, graph: Any) -> Iterator[Event]:
-    if line.reused_as.get_name() not in graph.removed_buffers:
-        yield Event("alias", line.reused_as.get_name(), source=line.node.get_name())
-
-
-def _free(line: Any, _graph: Any) -> Iterator[Event]:
-    yield Event("drop", line.node.get_name())
-
-
-def _free_unless_reused(line: Any, graph: Any) -> Iterator[Event]:
-    if not line.is_reused:
-        yield from _free(line, graph)
-
-
-def _item(line: Any, _graph: Any) -> Iterator[Event]:
-    yield Event("item", line.result_name, source=line.arg_name, path=tuple(i for _, i in line.indices))
-
-
-def _extern(line: Any, _graph: Any) -> Iterator[Event]:
-    node = line.node
-    named = type(line).__name__ == "ExternKernelAllocLine" and type(node.layout).__name__ != "NoneLayout"
-    given = tuple(node.get_inputs_that_alias_output()) if named else ()
-    yield Event("call", node.get_name() if named else "", kernel=_kernel(node), given=given)
-
-
-_READERS: Final[dict[str, Callable[[Any, Any], Iterator[Event]]]] = {
-    "AllocateLine": _allocate,
-    "ReuseLine": _reuse,
-    "ReinterpretLine": _reinterpret,
-    "FreeLine": _free,
-    "FreeIfNotReusedLine": _free_unless_reused,
-    "MultiOutputLine": _item,
-    "ExternKernelAllocLine": _extern,
-    "ExternKernelOutLine": _extern,
-    "IndexPutFallbackLine": _extern,
-    "ScatterFallbackLine": _extern,
-}
-
-
-# --- kernels that Inductor does not write ----------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True)
-class _Like:
-    """Stands for a tensor of such metadata."""
-
-    shape: tuple[int, ...]
-    stride: tuple[int, ...]
-    dtype: torch.dtype
-    device: str
-
-
-def _like(node: Any) -> _Like:
-    shape, stride = (tuple(int(n) for n in row) for row in (node.get_size(), node.get_stride()))
-    return _Like(shape, stride, node.get_dtype(), str(node.get_device()))
-
-
-def _kernel(node: Any) -> Kernel:
-    """The kernel as Inductor's line would call it, on tensors of the same metadata."""
-    kind = type(node).__name__
-    tensors = [_like(x) for x in node.inputs]
-    kwargs = {k: _constant(v) for k, v in node.kwargs.items()}
-    given = [_constant(x) for x in node.constant_args]
-    if kind == "IndexPutFallback":
-        rest = iter(tensors[2:])
-        indices = [None if x is None else next(rest) for x in node.indices]
-        args: list[Any] = [tensors[0], indices, tensors[1], *given]
-    elif hasattr(node, "unflatten_args"):
-        args, more = node.unflatten_args(tensors, given)
-        kwargs = {**kwargs, **more}
-    else:
-        args = [*tensors, *given]
-    if kind in ("ExternKernelOut", "RandomSeeds") or "ExternKernelOut" in (
-        c.__name__ for c in type(node).__mro__
-    ):
-        kwargs["out"] = _like(node)
-    name = str(getattr(node, "op_overload", None) or node.get_kernel_name())
-    call = _callable(node)
-
-    def prepare() -> Callable[[], Any]:
-        a, k = _sampled(args), _sampled(kwargs)
-        return lambda: call(*a, **k)
-
-    return Kernel(repr((name, node.get_kernel_name(), args, kwargs)), prepare)
-
-
-def _constant(x: Any) -> Any:
-    if isinstance(x, (list, tuple)):
-        return type(x)(_constant(y) for y in x)
-    if hasattr(x, "get_stride") and hasattr(x, "get_dtype"):
-        return _like(x)
-    if type(x).__module__.startswith("sympy"):
-        return int(x)
-    return x
-
-
-def _sampled(tree: Any) -> Any:
-    """Zeros are values that every op takes: indices among them."""
-    if isinstance(tree, _Like):
-        new = torch.empty_strided(tree.shape, tree.stride, dtype=tree.dtype, device=tree.device)
-        return new.zero_()
-    if isinstance(tree, (list, tuple)):
-        return type(tree)(_sampled(x) for x in tree)
-    if isinstance(tree, dict):
-        return {k: _sampled(x) for k, x in tree.items()}
-    return tree
-
-
-def _callable(node: Any) -> Callable[..., Any]:
-    """What the line's kernel name means where Inductor's code runs."""
-    from torch._inductor.select_algorithm import extern_kernels
-
-    name = str(node.get_kernel_name())
-    roots: dict[str, Any] = {"extern_kernels": extern_kernels, "torch": torch, "aten": torch.ops.aten}
-    root, _, rest = name.partition(".")
-    try:
-        found = roots[root]
-        for part in rest.split("."):
-            found = getattr(found, part)
-    except (KeyError, AttributeError):
-        raise Unsupported(f"the kernel {name} in compiled mode", "it cannot be called by itself") from None
-    return found  # type: ignore[no-any-return]
-
-
 # --- partitions ------------------------------------------------------------------------------------------------
 
 
@@ -489,6 +255,27 @@ def _copied(gm: GraphModule) -> GraphModule:
     made = GraphModule(gm, graph)
     made.meta = dict(gm.meta)
     return made
+
+
+def digest(joint: GraphModule, static: Sequence[int]) -> str:
+    """Names everything that Inductor's lines for a joint graph depend on: the graph, with the sizes in it, which
+    inputs stay where they are, and Inductor's settings."""
+    from torch._functorch import config as aot_config
+    from torch._inductor import config
+
+    def sizes(x: Any) -> Any:
+        if isinstance(x, torch.Tensor):
+            return tuple(x.shape), tuple(x.stride()), x.storage_offset(), str(x.dtype), str(x.device)
+        return tuple(map(sizes, x)) if isinstance(x, (list, tuple)) else str(x)
+
+    h = hashlib.sha256(repr((VERSION, torch.__version__, tuple(static))).encode())
+    for n in joint.graph.nodes:
+        row = (n.op, n.name, str(n.target), str(n.args), str(n.kwargs), sizes(n.meta.get("val")), draws(n))
+        h.update(repr(row).encode())
+    for settings in (config.save_config_portable(), aot_config.save_config_portable()):
+        settings = {k: v for k, v in settings.items() if "partitioner_fn" not in k}
+        h.update(repr(sorted((k, str(v)) for k, v in settings.items())).encode())
+    return h.hexdigest()
 
 
 def stock_pair(joint: GraphModule, inputs: Any, outputs: int, static: Sequence[int], budget: float) -> Pair:
@@ -624,8 +411,42 @@ def lower(
 
 
 @contextmanager
+def _scalar_kernels() -> Iterator[None]:
+    """Inside, C++ is written for one kind of each kernel, the first: what buffers it needs is decided there. Its
+    vectorized kinds take as long again and change nothing of that. Loops fused on the outside are compared first."""
+    from torch._inductor.codegen.cpp import CppKernelProxy, CppScheduling, OuterLoopFusedSchedulerNode
+
+    whole, given = CppScheduling.codegen_node, CppScheduling.kernel_proxy_cls
+
+    class Scalar(CppKernelProxy):
+        def codegen_functions(self, fn_list: Any, var_sizes_list: Any) -> None:
+            self.picked_vec_isa = None
+            super().codegen_functions(fn_list, var_sizes_list)
+
+    def codegen_node(self: Any, node: Any) -> None:
+        self.kernel_proxy_cls = given if isinstance(node, OuterLoopFusedSchedulerNode) else Scalar
+        try:
+            whole(self, node)
+        finally:
+            del self.kernel_proxy_cls
+
+    CppScheduling.codegen_node = codegen_node
+    try:
+        yield
+    finally:
+        CppScheduling.codegen_node = whole
+
+
+@contextmanager
 def _stopping(made: list[Lowered]) -> Iterator[None]:
-    with torch.no_grad(), torch._C._DisableAutocast(), _recording(stop=True) as recorder, suppress(_Stopped):
+    recording = _recording(stop=True)
+    with (
+        torch.no_grad(),
+        torch._C._DisableAutocast(),
+        _scalar_kernels(),
+        recording as recorder,
+        suppress(_Stopped),
+    ):
         yield
     if not recorder.found:
         raise Unsupported("a pass that computes nothing", "there is nothing to lower", "use Inductor for it")

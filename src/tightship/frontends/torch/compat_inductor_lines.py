@@ -1,0 +1,275 @@
+"""The lines between the kernels of what Inductor lowers a graph to, read as events of memory.
+
+A part of ``compat``, under the same rule as `compat_inductor`: private interfaces of one version of Inductor. A line
+of a kind that is not known raises ``Unsupported``: it might take memory.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, Final
+
+import torch
+
+from tightship.errors import Unsupported
+
+__all__ = ["Event", "Kernel", "Lowered", "read_lines"]
+
+
+# --- what a lowered graph asks of memory -----------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Kernel:
+    """A kernel that Inductor calls and has not written: it may ask for memory by itself. ``key`` is equal for calls
+    that ask the same; ``prepare`` makes tensors like its inputs and returns the call on them."""
+
+    key: str
+    prepare: Callable[[], Callable[[], Any]]
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    """One line of a lowered graph that concerns memory, about the variable ``name``.
+
+    make   the variable gets ``nbytes`` of its own.
+    alias  it shares the memory of ``source``.
+    drop   it is deleted; memory that no variable has any more is given back.
+    call   ``kernel`` runs, and its result, if there is a name, is the variable's; ``given``: variables whose memory
+           the result shares.
+    item   it is the part of the result ``source`` at ``path``.
+    """
+
+    kind: str
+    name: str
+    nbytes: int = 0
+    source: str = ""
+    path: tuple[Any, ...] = ()
+    kernel: Kernel | None = None
+    given: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Lowered:
+    """What a graph has become: variables in (``inputs``) and out (``outputs``, empty for what is no tensor), and the
+    lines in between. ``strides`` of the outputs, where known; ``constants``: bytes of tensors that the code owns."""
+
+    events: tuple[Event, ...]
+    inputs: tuple[str, ...]
+    outputs: tuple[str, ...]
+    strides: tuple[tuple[int, ...] | None, ...]
+    constants: tuple[tuple[str, int], ...]
+
+
+# --- reading the lines -----------------------------------------------------------------------------------------
+
+_SILENT: Final = (
+    "KernelCallLine", "KernelDefinitionLine", "CommentLine", "LineContext", "AssertSizeStrideLine", "NullLine",
+    "AssertDivByZeroLine", "EnterDeviceContextManagerLine", "ExitDeviceContextManagerLine",
+    "EnterDeviceContextManagerWithStreamInfoLine", "ExitDeviceContextManagerWithStreamInfoLine",
+    "SymbolicCallArgLine", "UnbackedSymbolDefsLine",
+)  # fmt: skip
+"""Lines that neither take nor give back memory."""
+
+_SILENT_TEXT: Final = re.compile(
+    r"$|#|assert_alignment\(|\w+ = (None|get_raw_stream\(\d+\))$|aten\.bernoulli_\(|if not \(|raise RuntimeError\("
+)
+"""The same, of the lines that Inductor writes as plain text."""
+
+
+def read_lines(wrapper: Any) -> Lowered:
+    """What the code that Inductor's wrapper is about to write does with memory. Raises ``Unsupported``."""
+    from torch._inductor.virtualized import V
+
+    graph = V.graph
+    events = tuple(event for line in wrapper.lines for event in _events_of(line, graph))
+    results = list(wrapper.get_graph_outputs())
+    return Lowered(
+        events,
+        tuple(graph.graph_input_names),
+        tuple(_output_name(x) for x in results),
+        tuple(_strides(x) for x in results),
+        tuple((name, t.untyped_storage().nbytes()) for name, t in graph.constants.items()),
+    )
+
+
+def _output_name(node: Any) -> str:
+    return (
+        ""
+        if type(node).__name__ in ("NoneAsConstantBuffer", "ShapeAsConstantBuffer")
+        else str(node.get_name())
+    )
+
+
+def _strides(node: Any) -> tuple[int, ...] | None:
+    try:
+        return tuple(int(s) for s in node.get_stride())
+    except (NotImplementedError, AttributeError, TypeError):
+        return None
+
+
+def _events_of(line: Any, graph: Any) -> Iterator[Event]:
+    kind = type(line).__name__
+    if kind in _SILENT or (isinstance(line, str) and _SILENT_TEXT.match(line.strip())):
+        return
+    read = _READERS.get(kind)
+    if read is None:
+        shown = f"the line {line!r}" if isinstance(line, str) else f"a {kind}"
+        raise Unsupported(f"{shown} of Inductor's in compiled mode", "nobody knows what memory it takes")
+    yield from read(line, graph)
+
+
+def _allocate(line: Any, graph: Any) -> Iterator[Event]:
+    if line.comm_buffer or line.node.get_is_pinned():
+        raise Unsupported(
+            "a communication or pinned buffer in compiled mode", "it is not in the device's memory"
+        )
+    yield Event("make", line.node.get_name(), nbytes=_nbytes(line.node, graph.get_allocation_size(line.node)))
+
+
+def _nbytes(node: Any, shape: Any = None) -> int:
+    sizes = [int(n) for n in (node.get_size() if shape is None else shape)]
+    if 0 in sizes:
+        return 0
+    last = sum((n - 1) * int(s) for n, s in zip(sizes, node.get_stride(), strict=True))
+    return (last + 1) * int(node.get_dtype().itemsize)
+
+
+def _reuse(line: Any, graph: Any) -> Iterator[Event]:
+    old = line.node.get_name()
+    yield Event("alias", line.reused_as.get_name(), source=old)
+    if line.delete_old and old not in graph.get_output_names():
+        yield Event("drop", old)
+
+
+def _reinterpret(line: Any, graph: Any) -> Iterator[Event]:
+    if line.reused_as.get_name() not in graph.removed_buffers:
+        yield Event("alias", line.reused_as.get_name(), source=line.node.get_name())
+
+
+def _free(line: Any, _graph: Any) -> Iterator[Event]:
+    yield Event("drop", line.node.get_name())
+
+
+def _free_unless_reused(line: Any, graph: Any) -> Iterator[Event]:
+    if not line.is_reused:
+        yield from _free(line, graph)
+
+
+def _item(line: Any, _graph: Any) -> Iterator[Event]:
+    yield Event("item", line.result_name, source=line.arg_name, path=tuple(i for _, i in line.indices))
+
+
+def _extern(line: Any, _graph: Any) -> Iterator[Event]:
+    node = line.node
+    named = type(line).__name__ == "ExternKernelAllocLine" and type(node.layout).__name__ != "NoneLayout"
+    given = tuple(node.get_inputs_that_alias_output()) if named else ()
+    yield Event("call", node.get_name() if named else "", kernel=_kernel(node), given=given)
+
+
+_READERS: Final[dict[str, Callable[[Any, Any], Iterator[Event]]]] = {
+    "AllocateLine": _allocate,
+    "ReuseLine": _reuse,
+    "ReinterpretLine": _reinterpret,
+    "FreeLine": _free,
+    "FreeIfNotReusedLine": _free_unless_reused,
+    "MultiOutputLine": _item,
+    "ExternKernelAllocLine": _extern,
+    "ExternKernelOutLine": _extern,
+    "IndexPutFallbackLine": _extern,
+    "ScatterFallbackLine": _extern,
+}
+
+
+# --- kernels that Inductor does not write ----------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class _Like:
+    """Stands for a tensor of such metadata."""
+
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    device: str
+
+
+def _like(node: Any) -> _Like:
+    shape, stride = (tuple(int(n) for n in row) for row in (node.get_size(), node.get_stride()))
+    return _Like(shape, stride, node.get_dtype(), str(node.get_device()))
+
+
+def _kernel(node: Any) -> Kernel:
+    """The kernel as Inductor's line would call it, on tensors of the same metadata."""
+    kind = type(node).__name__
+    tensors = [_like(x) for x in node.inputs]
+    kwargs = {k: _constant(v) for k, v in node.kwargs.items()}
+    given = [_constant(x) for x in node.constant_args]
+    if kind == "IndexPutFallback":
+        rest = iter(tensors[2:])
+        indices = [None if x is None else next(rest) for x in node.indices]
+        args: list[Any] = [tensors[0], indices, tensors[1], *given]
+    elif kind == "ScatterFallback":
+        dim, *value = given
+        args = [tensors[0], dim, *tensors[1:], *value]
+        name = str(node.get_kernel_name())
+        kwargs = (
+            kwargs if "scatter_reduce" in name else {k: v for k, v in kwargs.items() if k == "reduce" and v}
+        )
+    elif hasattr(node, "unflatten_args"):
+        args, more = node.unflatten_args(tensors, given)
+        kwargs = {**kwargs, **more}
+    else:
+        args = [*tensors, *given]
+    if kind in ("ExternKernelOut", "RandomSeeds") or "ExternKernelOut" in (
+        c.__name__ for c in type(node).__mro__
+    ):
+        kwargs["out"] = _like(node)
+    name = str(getattr(node, "op_overload", None) or node.get_kernel_name())
+    call = _callable(node)
+
+    def prepare() -> Callable[[], Any]:
+        a, k = _sampled(args), _sampled(kwargs)
+        return lambda: call(*a, **k)
+
+    return Kernel(repr((name, node.get_kernel_name(), args, kwargs)), prepare)
+
+
+def _constant(x: Any) -> Any:
+    if isinstance(x, (list, tuple)):
+        return type(x)(_constant(y) for y in x)
+    if hasattr(x, "get_stride") and hasattr(x, "get_dtype"):
+        return _like(x)
+    if type(x).__module__.startswith("sympy"):
+        return int(x)
+    return x
+
+
+def _sampled(tree: Any) -> Any:
+    """Zeros are values that every op takes: indices among them."""
+    if isinstance(tree, _Like):
+        new = torch.empty_strided(tree.shape, tree.stride, dtype=tree.dtype, device=tree.device)
+        return new.zero_()
+    if isinstance(tree, (list, tuple)):
+        return type(tree)(_sampled(x) for x in tree)
+    if isinstance(tree, dict):
+        return {k: _sampled(x) for k, x in tree.items()}
+    return tree
+
+
+def _callable(node: Any) -> Callable[..., Any]:
+    """What the line's kernel name means where Inductor's code runs."""
+    from torch._inductor.select_algorithm import extern_kernels
+
+    name = str(node.get_kernel_name())
+    roots: dict[str, Any] = {"extern_kernels": extern_kernels, "torch": torch, "aten": torch.ops.aten}
+    root, _, rest = name.partition(".")
+    try:
+        found = roots[root]
+        for part in rest.split("."):
+            found = getattr(found, part)
+    except (KeyError, AttributeError):
+        raise Unsupported(f"the kernel {name} in compiled mode", "it cannot be called by itself") from None
+    return found  # type: ignore[no-any-return]
