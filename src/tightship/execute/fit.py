@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, SupportsIndex, Unpack
 
@@ -11,6 +12,7 @@ import torch
 
 from tightship.errors import BadInput, Unsupported
 from tightship.execute.cache import KeptPlans, folder_of
+from tightship.execute.data_parallel import DataParallel, check_together
 from tightship.execute.parts import (
     Loop,
 )
@@ -20,6 +22,7 @@ from tightship.execute.prepared import (
     Silent,
     Stages,
 )
+from tightship.execute.ranks import together
 from tightship.execute.split import ROUNDING, divide_allow
 from tightship.execute.train_step import TrainStep
 from tightship.frontends.torch.optimizer.updates import Several, as_one
@@ -49,6 +52,7 @@ def fit(
     prepare: bool = True,
     verify_every: int = 0,
     independent: bool = False,
+    parallel: DataParallel | None = None,
     accumulate: int = 1,
     clip_norm: float | None = None,
     clip_value: float | None = None,
@@ -76,7 +80,8 @@ def fit(
     offloaded bytes go, in files without names (default: the system's folder for temporary files); from a GPU to
     pinned memory instead, and to files only what is beyond ``pinned`` of it (bytes or text such as ``8GiB``), if that
     is said. ``independent``: in a world of several ranks each trains a model of its own; without, a step that has no
-    collective is refused there.
+    collective is refused there. ``parallel``: all ranks train this model, each on batches of its own
+    (`DataParallel`). All ranks call ``fit`` and each step together; one that fails ends all (``PeerFailed``).
 
     With ``accumulate=k`` each call takes one batch, and every k-th updates with the sum of the gradients (divide the
     loss by k, as in eager). ``clip_norm`` and ``clip_value`` clip the gradients of the optimizer's parameters as
@@ -98,6 +103,7 @@ def fit(
     Raises ``Infeasible`` when no plan meets the budget, ``Unsupported`` for what cannot be captured or run
     exactly, ``BadInput`` for arguments that make no sense.
     """
+    ranks = None if independent else together()
     if mode == "compiled":
         raise Unsupported("fit(mode='compiled')", "fit runs a step op by op", _COMPILED)
     if mode != "exact":
@@ -128,12 +134,14 @@ def fit(
             "a GradScaler with several optimizers", "it skips each of them by itself",
             "leave fit's optimizer out (None), and call scaler.step for each after step.backward",
         )  # fmt: skip
-    step = TrainStep(
-        model, loss_fn, one, settings, verify_every,
-        independent=independent, loop=loop, split=split, pads=pads,
-    )  # fmt: skip
-    if prepare:
-        step._prepared(step._filled(sample_batch, largest=True), 4)
+    with ranks.ending_together("fit") if ranks is not None else nullcontext():
+        check_together(ranks, parallel, settings, loop)
+        step = TrainStep(
+            model, loss_fn, one, settings, verify_every,
+            independent=independent, loop=loop, split=split, pads=pads, ranks=ranks, parallel=parallel,
+        )  # fmt: skip
+        if prepare:
+            step._prepared(step._filled(sample_batch, largest=True), 4)
     return step
 
 

@@ -112,6 +112,7 @@ class Variant(NotCopied):
     traces: list[FunctionTrace] = field(default_factory=list)
     part: str = ""
     split: Decision | None = None
+    told: Any = None  # what other ranks were told of it
 
     def remember(self, trace: FunctionTrace) -> None:
         """Code that asks for this program may do so in several ways."""
@@ -304,11 +305,18 @@ class Prepared(NotCopied):
         self._looks.keep()
         with self.settings.progress.stage("measuring"):
             program, plan, decision = self._planned(captured, beside)
-            self._profiled.clear()
-            captured.forget_samples()
-            binding = Binding(program, self.model, self.optimizer)
-            executor = self._executor(program, plan)
-        return Variant(program, executor, binding, modes, captured, part=part, split=decision)
+            variant = self._bound(captured, program, plan, modes, part=part)
+        return replace(variant, split=decision)
+
+    def _bound(
+        self, captured: Program, program: Program, plan: Plan, modes: tuple[Any, ...], *, part: str = ""
+    ) -> Variant:
+        """What runs a plan on the caller's own tensors."""
+        self._profiled.clear()
+        captured.forget_samples()
+        binding = Binding(program, self.model, self.optimizer)
+        executor = self._executor(program, plan)
+        return Variant(program, executor, binding, modes, captured, part=part)
 
     def _planned(self, captured: Program, beside: int) -> tuple[Program, Plan, Decision | None]:
         """The measured program and its plan, with what of it was split."""
