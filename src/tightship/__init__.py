@@ -17,6 +17,7 @@ from tightship.errors import (
     BadInput,
     BudgetExceeded,
     Infeasible,
+    PeerFailed,
     TightshipError,
     UnknownAlias,
     UnknownSize,
@@ -27,6 +28,7 @@ from tightship.graph import Graph
 from tightship.plan import Plan
 
 if TYPE_CHECKING:
+    from tightship.execute.data_parallel import DataParallel
     from tightship.frontends.torch.structure import Pad
 
 # ``plan`` is the function: `tightship.plan` as a module has been imported by now and takes the name no more.
@@ -36,10 +38,12 @@ __version__ = version("tightship")
 __all__ = [
     "BadInput",
     "BudgetExceeded",
+    "DataParallel",
     "Frontier",
     "Graph",
     "Infeasible",
     "Pad",
+    "PeerFailed",
     "Plan",
     "Planned",
     "TightshipError",
@@ -64,4 +68,8 @@ def __getattr__(name: str) -> Any:
         from tightship.frontends.torch.structure import Pad
 
         return Pad
+    if name == "DataParallel":
+        from tightship.execute.data_parallel import DataParallel
+
+        return DataParallel
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

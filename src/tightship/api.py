@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 
     import torch
 
+    from tightship.execute.data_parallel import DataParallel
     from tightship.execute.infer import Inference
     from tightship.execute.prepared import Planner
     from tightship.execute.train_step import TrainStep
@@ -157,6 +158,7 @@ class FitOptions(PlanOptions, total=False):
     prepare: bool
     verify_every: int
     independent: bool
+    parallel: DataParallel | None
     accumulate: int
     clip_norm: float | None
     clip_value: float | None

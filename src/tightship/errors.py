@@ -4,7 +4,7 @@ A message states the fault with its value and place, then the rule, then what to
 command line exits with: 1 for "not achievable", 2 for bad input or usage.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Final
@@ -14,6 +14,7 @@ __all__ = [
     "BudgetExceeded",
     "Infeasible",
     "InternalError",
+    "PeerFailed",
     "TightshipError",
     "UnknownAlias",
     "UnknownSize",
@@ -278,6 +279,28 @@ class BudgetExceeded(TightshipError):
         super().__init__(
             f"op {op!r}{where} asked for {_bytes(asked)}, more than is left of the budget of {_bytes(budget)}"
         )
+
+
+class PeerFailed(TightshipError):
+    """A rank has failed, or ranks do not agree, so that none of them goes on; every rank raises the same.
+
+    ``failures`` are what went wrong by rank, in words; empty where a rank has ended without a word. ``place`` is what
+    the ranks were doing.
+    """
+
+    exit_status: ClassVar[int] = 1
+
+    def __init__(self, failures: Mapping[int, str], place: str = "", lost: str = "") -> None:
+        self.failures = dict(failures)
+        self.place = place
+        rows: dict[str, list[int]] = {}
+        for rank, text in sorted(self.failures.items()):
+            rows.setdefault(text, []).append(rank)
+        head = f"{place}: " if place else ""
+        lines = [f"rank{'s'[: len(r) > 1]} {', '.join(map(str, r))}: {text}" for text, r in rows.items()]
+        if not lines:
+            lines = [f"a rank has ended, or cannot be reached any more ({lost})"]
+        super().__init__(f"{head}the ranks cannot go on\n" + "\n".join(f"  {line}" for line in lines))
 
 
 class Unsupported(TightshipError):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, SupportsIndex, Unpack
 
@@ -12,6 +13,7 @@ import torch
 from tightship.errors import BadInput, Unsupported
 from tightship.execute.cache import KeptPlans, folder_of
 from tightship.execute.compiled_step import CompiledStep
+from tightship.execute.data_parallel import DataParallel, check_together
 from tightship.execute.parts import (
     Loop,
 )
@@ -21,6 +23,7 @@ from tightship.execute.prepared import (
     Silent,
     Stages,
 )
+from tightship.execute.ranks import together
 from tightship.execute.split import ROUNDING, divide_allow
 from tightship.execute.train_step import TrainStep
 from tightship.frontends.torch.optimizer.updates import Several, as_one
@@ -51,6 +54,7 @@ def fit(
     prepare: bool = True,
     verify_every: int = 0,
     independent: bool = False,
+    parallel: DataParallel | None = None,
     accumulate: int = 1,
     clip_norm: float | None = None,
     clip_value: float | None = None,
@@ -78,7 +82,8 @@ def fit(
     offloaded bytes go, in files without names (default: the system's folder for temporary files); from a GPU to
     pinned memory instead, and to files only what is beyond ``pinned`` of it (bytes or text such as ``8GiB``), if that
     is said. ``independent``: in a world of several ranks each trains a model of its own; without, a step that has no
-    collective is refused there.
+    collective is refused there. ``parallel``: all ranks train this model, each on batches of its own
+    (`DataParallel`). All ranks call ``fit`` and each step together; one that fails ends all (``PeerFailed``).
 
     With ``accumulate=k`` each call takes one batch, and every k-th updates with the sum of the gradients (divide the
     loss by k, as in eager). ``clip_norm`` and ``clip_value`` clip the gradients of the optimizer's parameters as
@@ -102,8 +107,14 @@ def fit(
     """
     if mode not in ("exact", "compiled"):
         raise BadInput("mode must be 'exact' or 'compiled'", mode, "fit(mode=…)")
+    ranks = None if independent else together()
     if mode == "compiled":
         _check_compiled(planner, options, verify_every, folder, pinned)
+        if ranks is not None:
+            raise Unsupported(
+                "fit(mode='compiled') on several ranks", "each rank would compile and plan by itself",
+                "leave mode out; for ranks that train models of their own, independent=True",
+            )  # fmt: skip
     pads = _pads(pad_to)
     settings = _settings(
         budget,
@@ -131,12 +142,14 @@ def fit(
             "leave fit's optimizer out (None), and call scaler.step for each after step.backward",
         )  # fmt: skip
     kind = CompiledStep if mode == "compiled" else TrainStep
-    step = kind(
-        model, loss_fn, one, settings, verify_every,
-        independent=independent, loop=loop, split=split, pads=pads,
-    )  # fmt: skip
-    if prepare:
-        step._prepared(step._filled(sample_batch, largest=True), 4)
+    with ranks.ending_together("fit") if ranks is not None else nullcontext():
+        check_together(ranks, parallel, settings, loop)
+        step = kind(
+            model, loss_fn, one, settings, verify_every,
+            independent=independent, loop=loop, split=split, pads=pads, ranks=ranks, parallel=parallel,
+        )  # fmt: skip
+        if prepare:
+            step._prepared(step._filled(sample_batch, largest=True), 4)
     return step
 
 

@@ -113,6 +113,7 @@ class Variant(NotCopied):
     part: str = ""
     split: Decision | None = None
     whole_peak: int = 0  # unplanned, of what runs in slices as a whole
+    told: Any = None  # what other ranks were told of it
 
     @property
     def unplanned(self) -> int:
@@ -311,14 +312,19 @@ class Prepared(NotCopied):
         self._looks.keep()
         with self.settings.progress.stage("measuring"):
             program, plan, decision = self._planned(captured, beside)
-            self._profiled.clear()
-            captured.forget_samples()
-            binding = Binding(program, self.model, self.optimizer)
-            executor = self._executor(program, plan)
+            variant = self._bound(captured, program, plan, modes, part=part)
         whole = 0 if decision is None else self._whole_peak
-        return Variant(
-            program, executor, binding, modes, captured, part=part, split=decision, whole_peak=whole
-        )
+        return replace(variant, split=decision, whole_peak=whole)
+
+    def _bound(
+        self, captured: Program, program: Program, plan: Plan, modes: tuple[Any, ...], *, part: str = ""
+    ) -> Variant:
+        """What runs a plan on the caller's own tensors."""
+        self._profiled.clear()
+        captured.forget_samples()
+        binding = Binding(program, self.model, self.optimizer)
+        executor = self._executor(program, plan)
+        return Variant(program, executor, binding, modes, captured, part=part)
 
     def _planned(self, captured: Program, beside: int) -> tuple[Program, Plan, Decision | None]:
         """The measured program and its plan, with what of it was split."""

@@ -33,6 +33,7 @@ from tightship.execute.cache import DEFAULT, Cache, Measurement, folder_of, mach
 from tightship.execute.compile import updater_of
 from tightship.execute.speeds import device_speeds, speeds
 from tightship.frontends.torch import compat
+from tightship.frontends.torch.collectives import Collective, unsent
 from tightship.frontends.torch.optimizer.copy import traits
 from tightship.frontends.torch.optimizer.updates import Updater
 from tightship.frontends.torch.program import Call, Program, Ref, dtype_of, flat, mismatch, refs_in
@@ -200,6 +201,9 @@ class _Profiler:
 
     def op(self, k: int) -> Op:
         op = self.graph.ops[k]
+        fn = self.program.calls[k].fn
+        if isinstance(fn, Collective) and op.device in self.benches:
+            return self.collective(k, fn)
         usual = self.check(k) if op.effect and op.device in self.benches else None
         if op.device not in self.benches or (op.effect and usual is None):
             self.modeled.append(op.target)
@@ -215,6 +219,18 @@ class _Profiler:
                 workspace = max(workspace, again.workspace)
         safe = self.overwrites(op, self.program.calls[k], usual)
         return replace(op, time=usual.time, workspace=workspace, requests=requests, overwrites=safe)
+
+    def collective(self, k: int, fn: Collective) -> Op:
+        """Run without sending: its bytes are those of any run, its time is that and what sending takes."""
+        call = self.program.calls[k]
+        with unsent():
+            usual = self.call(k, call)
+        given = [self.graph.values[v] for v in refs_in((call.args, call.kwargs))]
+        nbytes = sum(math.prod(v.shape) * dtype_of(v.dtype).itemsize for v in given)
+        return replace(
+            self.graph.ops[k], time=usual.time + fn.seconds(call.args, nbytes), workspace=usual.workspace,
+            requests=_requests(usual),
+        )  # fmt: skip
 
     def check(self, k: int) -> Measurement | None:
         """Of an op that only looks at its arguments, which may ask for memory; None for any other effect, and where
@@ -390,9 +406,12 @@ def _key(program: Program, k: int, call: Call) -> str:
     number = {v: n for n, v in enumerate(values)}
     made = [None if v < 0 else _metadata(program, v, whole=True) for v in call.results]
     updater = updater_of(call)
+    given = call.args
+    if isinstance(call.fn, Collective):
+        given = (*given[:-1], len(call.fn.group(given)))
     parts: tuple[Any, ...] = (
         str(call.fn) if updater is None else _update_key(updater),
-        _plain((call.args, call.kwargs), number),
+        _plain((given, call.kwargs), number),
         [_metadata(program, v) for v in values],
         made,
         device if device == "cpu" else torch.cuda.get_device_name(device),

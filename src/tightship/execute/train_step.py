@@ -12,6 +12,7 @@ import torch
 
 from tightship.errors import BadInput, Infeasible, Unplannable, Unsupported, VerificationFailed
 from tightship.execute import allocator
+from tightship.execute.data_parallel import DataParallel, load, saved
 from tightship.execute.eager import Unplanned, differences, random_states, run_eager, tensors_by_name
 from tightship.execute.interpreter import Fallback, PeakMismatch, RunStats
 from tightship.execute.parts import (
@@ -23,6 +24,7 @@ from tightship.execute.prepared import (
     Settings,
     Variant,
 )
+from tightship.execute.ranks import Ranks
 from tightship.execute.train_variants import TrainVariants, check_call
 from tightship.frontends.torch import compat
 from tightship.frontends.torch.capture.step import Ending
@@ -62,9 +64,12 @@ class TrainStep(TrainVariants):
     def __init__(
         self, model: torch.nn.Module, loss_fn: Any, optimizer: Any, settings: Settings,
         verify_every: int = 0, *, independent: bool = False, loop: Loop | None = None, split: bool = False,
-        pads: Sequence[Pad] = (),
+        pads: Sequence[Pad] = (), ranks: Ranks | None = None, parallel: DataParallel | None = None,
     ) -> None:  # fmt: skip
-        super().__init__(model, loss_fn, optimizer, settings, independent=independent, loop=loop, split=split)
+        super().__init__(
+            model, loss_fn, optimizer, settings, independent=independent, loop=loop, split=split, ranks=ranks,
+            parallel=parallel,
+        )  # fmt: skip
         self._pads, self._has_padded = tuple(pads), False
         self.grad_norm: torch.Tensor | None = None
         self.skipped = 0
@@ -95,6 +100,19 @@ class TrainStep(TrainVariants):
     @property
     def notes(self) -> tuple[str, ...]:
         return tuple(self._notes) if self._unplanned is not None else super().notes
+
+    # --- saving ---
+
+    def state_dict(self, *, full: bool = False) -> dict[str, Any]:
+        """What `load_state_dict` takes: ``{"model": …, "optimizer": …}`` by the model's own names. Shards of several
+        ranks are DTensors, for ``torch.distributed.checkpoint``, or ``full`` tensors: then all ranks call this."""
+        with self._exclusive():
+            return saved(self.model, self.optimizer, self._replicas, full=full)
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Takes over, in place, what `state_dict` has given on this or another number of ranks."""
+        with self._exclusive():
+            load(self.model, self.optimizer, self._replicas, state)
 
     # --- preparing ---
 
@@ -255,6 +273,8 @@ class TrainStep(TrainVariants):
     def _run_planned(self, batch: Any, ending: Ending) -> Any:
         variant, tensors, asked = self._run_code(batch, ending)
         self._check_ranks(variant.program)
+        if self._replicas is not None and not self._added:
+            self._replicas.synchronize()
         self._steps += 1
         in_hooks = any(op.phase == "update" for op in variant.program.graph.ops)
         optimizer = self.optimizer if in_hooks or not ending.leaves else None
@@ -289,6 +309,8 @@ class TrainStep(TrainVariants):
             gradients = {n: p.grad for n, p in self._owned.parameters if n in names and p.grad is not None}
             check_gradients(gradients)
             variant = self._update_variant(gradients) if gradients else None
+        if self._replicas is not None:
+            self._replicas.average(self._owned.parameters)
         finite = self._between(self._with_gradients(), variant)
         self._added = 0
         if not finite:

@@ -3,7 +3,7 @@ runs that."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any
@@ -13,6 +13,7 @@ import torch
 from tightship import simulate
 from tightship.errors import Enough, Infeasible, Unsupported
 from tightship.execute.cache import KeptPlans
+from tightship.execute.data_parallel import DataParallel, Replicas
 from tightship.execute.parts import (
     Loop,
     bytes_of_inputs,
@@ -24,6 +25,17 @@ from tightship.execute.prepared import (
     Settings,
     Variant,
     within_unplanned,
+)
+from tightship.execute.ranks import (
+    Ranks,
+    Told,
+    check_plans,
+    check_sequences,
+    leader_of,
+    read,
+    refusal,
+    told_of,
+    written,
 )
 from tightship.frontends.torch import compat
 from tightship.frontends.torch.capture.state_restore import untouched
@@ -63,8 +75,13 @@ class TrainVariants(Prepared):
     def __init__(
         self, model: torch.nn.Module, loss_fn: Any, optimizer: Any, settings: Settings, *,
         independent: bool = False, loop: Loop | None = None, split: bool = False,
+        ranks: Ranks | None = None, parallel: DataParallel | None = None,
     ) -> None:  # fmt: skip
         check_model(model, hooks=True)
+        self.ranks = ranks
+        self._replicas = (
+            None if ranks is None or parallel is None else Replicas(model, optimizer, parallel, ranks)
+        )
         super().__init__(model, optimizer, settings, trains=True)
         self.loss_fn, self.independent = loss_fn, independent
         self.loop, self._split = loop or Loop(), split or optimizer is None
@@ -74,6 +91,14 @@ class TrainVariants(Prepared):
 
     def _on_replaced(self) -> None:
         self._owned, self._updates, self._has_no_update = Owned(self.model), None, False
+
+    @contextmanager
+    def _exclusive(self) -> Iterator[None]:
+        with (
+            super()._exclusive(),
+            self.ranks.ending_together("a training step") if self.ranks else nullcontext(),
+        ):
+            yield
 
     @property
     def _in_parts(self) -> bool:
@@ -105,7 +130,7 @@ class TrainVariants(Prepared):
             if self.loop.accumulate > 1 and asked.program is not None:
                 with self._undone():
                     self._run_code(batch, self._ending(gradients_of(asked.program)))
-            variant = self._settled(asked, batch, ending)
+            variant, asked = self._settled(lambda: asked, batch, ending)
             if self._updates is not None:
                 self._update_variant(gradients_of(variant.program))
         except Infeasible as no:
@@ -166,13 +191,15 @@ class TrainVariants(Prepared):
         if held is None:
             whole = self._own_updates()
             clip = self.loop.clipped if self.loop.clips else None
-            return Ending(whole.names, whole, clip)
+            averaged = frozenset() if self._replicas is None else self._replicas.averaged
+            return Ending(whole.names, whole, clip, averaged=averaged, repeats=self.ranks is not None)
         updates = self._updates_if_any()
         if updates is not None and not self._split and (self.loop.in_parts or self.loop.clips):
             wanted = updates.names
         else:
             wanted = tuple(n for n, p in self._owned.parameters if p.requires_grad)
-        return Ending(wanted, updates, leaves=True, held={n: g for n, g in held.items() if n in wanted})
+        held = {n: g for n, g in held.items() if n in wanted}
+        return Ending(wanted, updates, leaves=True, held=held, repeats=self.ranks is not None)
 
     def _updates_if_any(self) -> Updates | SeveralUpdates | None:
         """None without an optimizer, and where a split step's cannot be planned, which is noted once."""
@@ -202,8 +229,7 @@ class TrainVariants(Prepared):
 
     def _run_code(self, batch: Any, ending: Ending) -> tuple[Variant, list[Any], Asked]:
         """What the code of the step asks for on this batch, the tensors to run it on, and how results go together."""
-        asked = self._ask(batch, ending)
-        variant = self._settled(asked, batch, ending)
+        variant, asked = self._settled(lambda: self._ask(batch, ending), batch, ending)
         return variant, variant.binding.tensors(tensor_leaves(batch), asked.constants), asked
 
     def _ask(self, batch: Any, ending: Ending) -> Asked:
@@ -222,17 +248,104 @@ class TrainVariants(Prepared):
     def _modes_of(self, ending: Ending) -> tuple[Any, ...]:
         return (ending.part, layouts(ending.held), *self._modes())
 
-    def _settled(self, asked: Asked, batch: Any, ending: Ending) -> Variant:
-        """The variant that runs what was asked for."""
+    def _settled(self, ask: Callable[[], Asked], batch: Any, ending: Ending) -> tuple[Variant, Asked]:
+        """The variant that runs what is asked for; with other ranks, only where it goes together with theirs."""
+        if self.ranks is not None:
+            return self._settled_together(self.ranks, ask, batch, ending)
+        asked = ask()
+        variant = self._known(asked, ending)
+        if variant is None:
+            assert asked.program is not None
+            variant = self._new(asked.program, batch, ending)
+            variant.remember(asked.trace)
+        self._use(variant)
+        return variant, asked
+
+    def _known(self, asked: Asked, ending: Ending) -> Variant | None:
+        """The variant that there is for what was asked for, with its numbers."""
         fitting = self._fitting(ending)
         if asked.program is None:
             variant = next(v for v in fitting if any(t is asked.trace for t in v.traces))
             if asked.numbers:
                 self._renumber(variant, asked)
-        else:
-            variant = self._variant_of_same_ops(asked, fitting) or self._new(asked.program, batch, ending)
+            return variant
+        same = self._variant_of_same_ops(asked, fitting)
+        if same is not None:
+            same.remember(asked.trace)
+        return same
+
+    def _settled_together(
+        self, ranks: Ranks, ask: Callable[[], Asked], batch: Any, ending: Ending
+    ) -> tuple[Variant, Asked]:
+        """Where a rank has no plan, all take part in making it: nothing is sent before all are ready."""
+
+        def own() -> tuple[Asked, Variant | None, Program]:
+            asked = ask()
+            known = self._known(asked, ending)
+            if known is not None:
+                return asked, known, known.captured
+            assert asked.program is not None
+            self._check_new(batch, flatten(batch))
+            self._check_ranks(asked.program)
+            return asked, None, asked.program
+
+        def said(found: tuple[Asked, Variant | None, Program]) -> Told:
+            _, known, program = found
+            return known.told if known is not None else told_of(program)
+
+        (asked, variant, captured), told = ranks.agreed("running the code of the step", own, said)
+        check_sequences(ranks, told)
+        if any(row.plan is None for row in map(Told.of, told)):
+            variant = self._planned_together(ranks, captured, variant, told, ending)
             variant.remember(asked.trace)
+        assert variant is not None
         self._use(variant)
+        return variant, asked
+
+    def _planned_together(
+        self, ranks: Ranks, captured: Program, known: Variant | None, told: Sequence[Any], ending: Ending
+    ) -> Variant:
+        """One rank of those with the same ops measures and plans for them; the budget in bytes is one for all."""
+        leader, needed = leader_of(ranks, told)
+        leads = leader == ranks.rank and needed
+
+        def limit() -> int | None:
+            if leads and known is None:
+                if ending.part:
+                    self._resolve_for_parts(captured)
+                self._resolve_limit(self._measured(captured)[0].graph)
+            return self._limit
+
+        _, limits = ranks.agreed("measuring", limit, lambda n: n)
+        self._limit = max((n for n in limits if n is not None), default=None)
+
+        def plan() -> str:
+            if not leads:
+                return ""
+            if known is not None:
+                return written(known.program, known.executor.plan)
+            try:
+                return written(*self._planned(captured, 0)[:2])
+            except Infeasible as no:
+                return refusal(no)
+
+        _, plans = ranks.agreed("planning", plan, lambda text: text)
+
+        check_plans(ranks, plans)
+
+        def bound() -> Variant:
+            if known is not None:
+                return known
+            program, plan = read(captured, plans[leader])
+            self._looks.keep()
+            variant = self._bound(captured, program, plan, self._modes_of(ending), part=ending.part)
+            variant.told = told_of(captured, plan)
+            self._variants.insert(0, variant)
+            self._use(variant)
+            return variant
+
+        variant, now = ranks.agreed("verifying the plan and reserving memory", bound, lambda v: v.told)
+        check_sequences(ranks, now)
         return variant
 
     def _variant_of_same_ops(self, asked: Asked, fitting: list[Variant]) -> Variant | None:
@@ -309,7 +422,7 @@ class TrainVariants(Prepared):
 
     def _check_ranks(self, program: Program) -> None:
         """Raise ``Unsupported`` where ranks would drift apart without a word."""
-        ranks = 1 if self.independent else compat.world_size()
+        ranks = 1 if self.independent or self._replicas is not None else compat.world_size()
         if ranks > 1 and not any(compat.is_collective(call.fn) for call in program.calls):
             raise Unsupported(
                 f"a step without a collective on {ranks} ranks", "each rank would train a model of its own",

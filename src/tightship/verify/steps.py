@@ -33,13 +33,15 @@ _HALVES = ("async", "copy")
 _DRAWS = ("rng", "rng-get-and-update-state")
 _PARTS = ("-start", "-update", "-done")
 _NAMESPACES = ("c10d.", "_c10d_functional.", "c10d_functional.")
+_REPEATED = ("_c10d_functional.all_gather_into_tensor.", "_c10d_functional.all_gather_into_tensor_coalesced.")
+"""Change nothing, so that all ranks may run them again; a graph says whether they do."""
 
 
 @lru_cache(maxsize=1 << 12)
 def has_effects(target: str) -> bool:
     """Whether an op of this name is noticed by other ranks, the host or a later draw, or is half of a pair."""
     if target.startswith(_NAMESPACES):
-        return True
+        return not target.startswith(_REPEATED)
     name = target.replace("_", "-")
     whole = name
     for part in _PARTS:

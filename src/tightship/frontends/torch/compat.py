@@ -351,6 +351,28 @@ def world_size() -> int:
     return torch.distributed.get_world_size() if there else 1
 
 
+def process_group(name: str) -> Any:
+    """The process group of a name, as functional collectives have it."""
+    return torch.distributed.distributed_c10d._resolve_process_group(name)
+
+
+def process_groups_store() -> Any:
+    """The key-value store that the default process group was made with, which all ranks reach."""
+    return torch.distributed.distributed_c10d._get_default_store()
+
+
+def is_dense(tensor: torch.Tensor) -> bool:
+    """Whether the elements of a tensor lie one after the other, in whatever order, without gaps."""
+    return torch.ops.aten.is_non_overlapping_and_dense(tensor)
+
+
+def is_wait(fn: Any) -> bool:
+    """Whether the op does nothing but wait for a collective."""
+    return getattr(fn, "namespace", "") in ("c10d_functional", "_c10d_functional") and "wait_tensor" in str(
+        fn
+    )
+
+
 def is_collective(fn: Any) -> bool:
     return getattr(fn, "namespace", None) in (
         "c10d",

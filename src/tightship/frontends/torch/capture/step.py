@@ -17,6 +17,7 @@ from tightship.frontends.torch.capture.lower import finish
 from tightship.frontends.torch.capture.recorder import Recorder
 from tightship.frontends.torch.capture.state_restore import Change, applied, untouched
 from tightship.frontends.torch.capture.tape import Origin, Tape, Tracker
+from tightship.frontends.torch.collectives import averaged
 from tightship.frontends.torch.optimizer.updates import Member, SeveralUpdates, Updater, Updates, updaters
 from tightship.frontends.torch.program import Program, Ref
 from tightship.frontends.torch.structure import (
@@ -194,6 +195,8 @@ class Ending:
     Where the step ends with the backward pass, ``leaves`` is true: gradients are added to those of ``held``, in
     place, and the others are the program's last results; the optimizer's state stands beside them. Otherwise ``clip``
     changes gradients before the updates, in place, and may return a tensor, which is the program's last result.
+    ``averaged`` are the parameters whose gradients are averaged over all ranks before that. ``repeats``: whether
+    collectives that change nothing may run again.
     """
 
     wanted: tuple[str, ...]
@@ -201,6 +204,8 @@ class Ending:
     clip: Callable[[list[torch.Tensor]], torch.Tensor | None] | None = None
     leaves: bool = False
     held: Mapping[str, torch.Tensor] = field(default_factory=dict)
+    averaged: frozenset[str] = frozenset()
+    repeats: bool = False
 
     @property
     def part(self) -> str:
@@ -499,7 +504,7 @@ class StepCapture(_Capture):
 
     def __init__(self, model: torch.nn.Module, batch: Any, name: str, ending: Ending) -> None:
         super().__init__(model, batch, name)
-        self.ending = ending
+        self.ending, self.tape.repeats = ending, ending.repeats
         self._late: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._given = self._fakes(ending.held.values())
 
@@ -577,6 +582,7 @@ class StepCapture(_Capture):
             if ending.updates is not None:
                 self._state(ending.updates, gradients)
         else:
+            gradients = self._averaged(gradients)
             if ending.clip is not None:
                 found = [p for n, p in self._given.parameters.items() if n in gradients]
                 norm = self._clipped(ending.clip, found)  # in the model's order, in which norms add up
@@ -588,6 +594,32 @@ class StepCapture(_Capture):
             batch=BatchSpec.of(self.batch), notes=notes, losses=values[-1:], sums=True, whole_batch=False,
         )  # fmt: skip
         return replace(program, gradients=tuple(made))
+
+    def _averaged(self, gradients: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Averages gradients over all ranks, each in place and as soon as nothing else needs it."""
+        records, tape = self.tape.records, self.tape
+        names = [n for n in gradients if n in self.ending.averaged]
+        homes = {n: tape.storage(tape.value(gradients[n])) for n in names}
+        last: dict[int, int] = {}
+        for k, r in enumerate(records):
+            used = {tape.storage(v) for v in (*r.reads, *(v for v in r.results if v >= 0))}
+            last |= dict.fromkeys((*used, *r.writes), k)
+        behind: dict[int, list[Any]] = {}
+        with torch.no_grad(), self.executing(), self.recorder.in_phase("backward"):
+            for n in sorted(names, key=lambda n: last.get(homes[n], -1)):
+                own = list(homes.values()).count(homes[n]) == 1 and not tape.storages[homes[n]].role
+                known = len(records)
+                mean = averaged(gradients[n], own=own)
+                behind.setdefault(last.get(homes[n], -1), []).extend(records[known:])
+                del records[known:]
+                if not own:
+                    gradients[n] = self._given.parameters[n].grad = mean
+                    self._name_gradient(n, mean)
+        records[:] = [
+            *behind.get(-1, ()),
+            *(x for k, r in enumerate(records) for x in (r, *behind.get(k, ()))),
+        ]
+        return gradients
 
     @contextmanager
     def _stepping_in_hooks(self) -> Iterator[None]:

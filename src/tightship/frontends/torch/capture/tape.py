@@ -22,6 +22,7 @@ import torch
 
 from tightship.errors import Unplannable, Unsupported
 from tightship.frontends.torch import compat, compat_capture
+from tightship.frontends.torch.collectives import collective
 from tightship.frontends.torch.program import Call, Ref, leaves_in, map_tree, refs_in
 from tightship.graph import aligned, alignment_of
 
@@ -164,10 +165,11 @@ class Record:
 
 
 class Tape:
-    """``grad``: whether eager runs the ops with gradients enabled, which some kernels look at."""
+    """``grad``: whether eager runs the ops with gradients enabled, which some kernels look at. ``repeats``: whether
+    collectives that change nothing may run again, as all ranks will run one plan."""
 
     def __init__(self, *, grad: bool = True) -> None:
-        self.grad = grad
+        self.grad, self.repeats = grad, False
         self.values: list[TapeValue] = []
         self.storages: list[TapeStorage] = []
         self.on_cuda = False  # whether any of them is
@@ -285,7 +287,7 @@ class Tape:
         outs = list(leaves_in(out))
         tensors = [o for o in outs if isinstance(o, torch.Tensor)]
         values = [self.value(o, place) if isinstance(o, torch.Tensor) else -1 for o in outs]
-        if compat.is_inplace_view(fn):
+        if compat.is_inplace_view(fn) or compat.is_wait(fn):
             return None
         writes = [v for k, n in compat.written_arguments(fn) for v in self._given(args, kwargs, k, n)]
         names = compat.undeclared_writes(fn, args, kwargs)
@@ -298,7 +300,9 @@ class Tape:
             if new:
                 made.append(self.storage(v))
         random = compat.is_random(fn, args, kwargs)
-        effect = compat.is_collective(fn) or not (tensors or writes or fn._schema.returns)
+        sent = collective(fn) if compat.is_collective(fn) else None
+        effect = sent is not None and not (self.repeats and sent.repeatable)
+        effect = effect or not (tensors or writes or fn._schema.returns)
         if not (made or writes or random or effect):
             return None
         device = str(tensors[0].device) if tensors else "cpu"
@@ -307,7 +311,7 @@ class Tape:
         r.random, r.effect, r.device, r.phase, r.origin = random, effect, device, phase, origin
         r.flops = flops or sum(t.numel() for t in tensors)
         self._statistics(r)
-        r.fn = compat.runnable(fn) if self.grad else fn
+        r.fn = sent or (compat.runnable(fn) if self.grad else fn)
         self.records.append(r)
         return r
 

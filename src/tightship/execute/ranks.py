@@ -1,0 +1,372 @@
+"""Several ranks of torch.distributed train one model: they agree before anything is sent, and end together.
+
+What ranks tell one another before and between steps goes over a group of its own (gloo, which waits as long as it
+takes). Whatever one does by itself, `Ranks.agreed` says to all: a rank that fails says why instead, and every rank
+raises the same error. Inside of a step collectives are waited for in short turns; a rank that fails there leaves a
+note in the store that the process group was made with, and the others, who look there between turns, end as well.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import replace
+from datetime import timedelta
+from time import perf_counter
+from typing import Any, Final, NamedTuple, TypeVar
+
+import torch
+from torch import distributed as dist
+
+from tightship.errors import BadInput, Enough, Infeasible, PeerFailed, TightshipError
+from tightship.frontends.torch import collectives, compat
+from tightship.frontends.torch.program import Program, Ref
+from tightship.graph import Request
+from tightship.plan import Plan
+from tightship.process_local import NotCopied
+from tightship.serde import dumps_plan, loads_plan
+
+__all__ = [
+    "Ranks",
+    "Told",
+    "check_plans",
+    "check_sequences",
+    "leader_of",
+    "read",
+    "refusal",
+    "together",
+    "told_of",
+    "written",
+]
+
+T = TypeVar("T")
+
+_TURN: Final = timedelta(seconds=0.2)
+"""How long a collective is waited for until the others' notes are looked at."""
+_LONGEST: Final = timedelta(days=7)
+"""Of the control group: one rank may evaluate, or plan, while the others wait."""
+_ARRIVAL: Final = timedelta(minutes=5)
+"""Within which all ranks call fit."""
+_SLOT: Final = 512
+"""Bytes that each rank says in one go; what is longer takes a second one."""
+_PROBED: Final = (64, 1 << 20)
+"""Bytes of the messages whose times give the cost of sending."""
+
+
+class _Process:
+    """Of this process: the control group, the default group it belongs to, and how many times ranks have met."""
+
+    group: Any = None
+    of: Any = None
+    meetings: int = 0
+
+
+_process = _Process()
+
+
+def together() -> Ranks | None:
+    """The ranks of the world, which all call this at the same point; None where there is one, or all are imagined.
+
+    Raises ``BadInput`` if some do not come.
+    """
+    if compat.world_size() < 2 or dist.get_backend() == "fake":
+        return None
+    world = dist.group.WORLD
+    if _process.of is not world:
+        _process.group, _process.of, _process.meetings = None, world, 0
+    _process.meetings += 1
+    store, rank, size = compat.process_groups_store(), dist.get_rank(), dist.get_world_size()
+    key = f"tightship/{_process.meetings}"
+    store.set(f"{key}/here/{rank}", b"1")
+    try:
+        store.wait([f"{key}/here/{r}" for r in range(size)], _ARRIVAL)
+    except RuntimeError:
+        missing = [r for r in range(size) if not store.check([f"{key}/here/{r}"])]
+        rule = (
+            f"ranks {missing} did not call fit: all {size} ranks do, in the same order (or independent=True)"
+        )
+        raise BadInput(rule, place="fit") from None
+    if _process.group is None:
+        _process.group = dist.new_group(backend="gloo", timeout=_LONGEST)
+        ranks = Ranks(_process.group, store, key)
+        ranks.measure()
+        return ranks
+    return Ranks(_process.group, store, key)
+
+
+class Ranks(NotCopied):
+    """``group`` is the control group; notes of failures lie in ``store`` under ``key``."""
+
+    def __init__(self, group: Any, store: Any, key: str) -> None:
+        self.rank, self.size = dist.get_rank(), dist.get_world_size()
+        self._group, self._store, self._key = group, store, key
+        self._ended: PeerFailed | None = None
+        self._place = ""
+
+    # --- saying and hearing ---
+
+    def exchange(self, data: bytes) -> list[bytes]:
+        """What each rank says, by rank."""
+        rows = self._gathered(len(data).to_bytes(8, "little") + data[: _SLOT - 8], _SLOT)
+        counts = [int.from_bytes(row[:8], "little") for row in rows]
+        if max(counts) > _SLOT - 8:
+            return [row[:n] for row, n in zip(self._gathered(data, max(counts)), counts, strict=True)]
+        return [row[8 : 8 + n] for row, n in zip(rows, counts, strict=True)]
+
+    def _gathered(self, data: bytes, slot: int) -> list[bytes]:
+        """A sum of rows of which each rank has written one: gloo reduces in place, and copies what it gathers."""
+        buffer = bytearray(slot * self.size)
+        buffer[self.rank * slot : self.rank * slot + len(data)] = data
+        tensor = torch.frombuffer(buffer, dtype=torch.uint8)
+        try:
+            work = dist.all_reduce(tensor, group=self._group, async_op=True)
+        except RuntimeError as error:
+            raise self._lost(error) from None
+        self.wait(work)
+        return [bytes(buffer[r * slot : (r + 1) * slot]) for r in range(self.size)]
+
+    def agreed(self, place: str, own: Callable[[], T], said: Callable[[T], Any]) -> tuple[T, list[Any]]:
+        """What ``own()`` returns here, and what every rank has ``said`` of its own (as JSON has it), when all have
+        run theirs. Where one raises, all raise ``PeerFailed``, or, if all raise the same, just that."""
+        self._place = place
+        error: BaseException | None = None
+        try:
+            result = own()
+            text = "+" + json.dumps(said(result))
+        except PeerFailed:
+            raise
+        except BaseException as raised:
+            error, text = raised, "-" + _words(raised)
+        told = [row.decode() for row in self.exchange(text.encode())]
+        failures = {r: row[1:] for r, row in enumerate(told) if row[0] == "-"}
+        if not failures:
+            return result, [json.loads(row[1:]) for row in told]
+        alike = len(failures) == self.size and len(set(failures.values())) == 1
+        if error is not None and (alike or not isinstance(error, Exception)):
+            raise _marked(error)
+        raise _marked(PeerFailed(failures, place)) from error
+
+    def same(self, what: str, own: Callable[[], str]) -> None:
+        """Raises ``PeerFailed`` unless ``own()`` is the same on all ranks."""
+        _, told = self.agreed(f"comparing {what}", own, lambda text: text)
+        if len(set(told)) > 1:
+            raise self.differ(f"different {what}", told)
+
+    def differ(self, place: str, texts: Sequence[str]) -> PeerFailed:
+        """The error where ranks have to say the same and do not."""
+        return _marked(PeerFailed(dict(enumerate(texts)), place))
+
+    # --- failing ---
+
+    @contextmanager
+    def ending_together(self, place: str) -> Iterator[None]:
+        """If what runs inside fails on one rank, it ends on all. Collectives inside are waited for in turns."""
+        if self._ended is not None:
+            raise self._ended
+        self._place = place
+        try:
+            with collectives.sending(self.wait):
+                yield
+        except PeerFailed as error:
+            if not _is_marked(error):
+                self._ended = error
+            raise
+        except BaseException as error:
+            if _is_marked(error):
+                raise
+            self._ended = PeerFailed({self.rank: _words(error)}, self._place)
+            self._leave_note(_words(error))
+            if isinstance(error, Exception):
+                raise self._ended from error
+            raise
+
+    def _leave_note(self, text: str) -> None:
+        with suppress(RuntimeError):  # rank 0, which has the store, may be gone
+            self._store.set(f"{self._key}/failed/{self.rank}", json.dumps([self._place, text]).encode())
+            self._store.set(f"{self._key}/failed", b"1")
+        _process.group = None
+
+    def wait(self, work: Any) -> None:
+        """Waits for what is sent, as long as no rank has failed. Raises ``PeerFailed``."""
+        while True:
+            try:
+                work.wait(_TURN)
+                return
+            except RuntimeError as error:
+                if work.is_completed():
+                    try:
+                        work.wait()
+                        return
+                    except RuntimeError:
+                        raise self._lost(error) from None
+            failed = self._failed()
+            if failed is not None:
+                raise failed
+
+    def _failed(self) -> PeerFailed | None:
+        """What other ranks have noted."""
+        try:
+            if not self._store.check([f"{self._key}/failed"]):
+                return None
+            keys = {r: f"{self._key}/failed/{r}" for r in range(self.size)}
+            rows = {r: json.loads(self._store.get(k)) for r, k in keys.items() if self._store.check([k])}
+        except RuntimeError as error:
+            return self._lost(error)
+        _process.group = None
+        return PeerFailed({r: text for r, (_, text) in rows.items()}, next(iter(rows.values()))[0])
+
+    def _lost(self, error: Exception) -> PeerFailed:
+        """A connection has ended: because a rank has failed and said so, or has been ended."""
+        _process.group = None
+        with suppress(RuntimeError):
+            if self._store.check([f"{self._key}/failed"]):
+                failed = self._failed()
+                if failed is not None:
+                    return failed
+        return PeerFailed({}, self._place, str(error).strip().splitlines()[0][:200])
+
+    # --- what sending costs ---
+
+    def measure(self) -> None:
+        """What sending costs, timed by all ranks together."""
+        times = []
+        for nbytes in _PROBED:
+            tensor = torch.zeros(nbytes, dtype=torch.uint8)
+            best = float("inf")
+            for _ in range(3):
+                start = perf_counter()
+                self.wait(dist.all_reduce(tensor, group=self._group, async_op=True))
+                best = min(best, perf_counter() - start)
+            times.append(best)
+        per_byte = max(times[1] - times[0], 0.0) / (_PROBED[1] - _PROBED[0]) / 2
+        collectives.figures.latency, collectives.figures.per_byte = times[0], per_byte
+
+
+def _marked(error: Any) -> Any:
+    """Every rank raises it, so that none needs to be told."""
+    error._on_all_ranks = True
+    return error
+
+
+def _is_marked(error: BaseException) -> bool:
+    return getattr(error, "_on_all_ranks", False)
+
+
+def _words(error: BaseException) -> str:
+    text = str(error) if isinstance(error, TightshipError) else f"{type(error).__name__}: {error}"
+    return text or type(error).__name__
+
+
+# --- what has to be the same on all ranks ---
+
+
+class Told(NamedTuple):
+    """What a rank says of its step: a digest of its ops, the collectives among them (how many, and a digest of what
+    they are, in order), and the same of its plan, if it has one."""
+
+    ops: str
+    calls: tuple[int, str]
+    plan: tuple[int, str] | None
+
+    @staticmethod
+    def of(row: Sequence[Any]) -> Told:
+        ops, calls, plan = row
+        return Told(ops, tuple(calls), None if plan is None else tuple(plan))
+
+
+def told_of(captured: Program, plan: Plan | None = None) -> Told:
+    ops = range(len(captured.calls))
+    steps = [] if plan is None else [s.op for s in plan.steps if s.kind in ("compute", "recompute")]
+    return Told(
+        captured.graph.digest, _calls(captured, ops), None if plan is None else _calls(captured, steps)
+    )
+
+
+def _calls(program: Program, ops: Iterable[int]) -> tuple[int, str]:
+    rows = []
+    for k in ops:
+        call = program.calls[k]
+        if isinstance(call.fn, collectives.Collective):
+            rows.append(call.fn.describe(call.args, lambda a: _described(program, a)))
+    return len(rows), hashlib.sha256("\n".join(rows).encode()).hexdigest()[:32]
+
+
+def _described(program: Program, argument: Any) -> Any:
+    if isinstance(argument, Ref):
+        value = program.graph.values[argument.value]
+        return value.dtype, value.shape
+    if isinstance(argument, (list, tuple)):
+        return [_described(program, a) for a in argument]
+    return argument
+
+
+def check_sequences(ranks: Ranks, told: Sequence[Any]) -> None:
+    """Raises ``PeerFailed`` where steps, or those plans that there are, would send other things on other ranks."""
+    rows = [Told.of(row) for row in told]
+    plans = {row.plan for row in rows if row.plan is not None}
+    if len({row.calls for row in rows}) > 1:
+        texts = [f"a step of {n} collectives ({digest[:8]})" for n, digest in (row.calls for row in rows)]
+        raise ranks.differ("steps that send other things (batches, or models, of other shapes)", texts)
+    if len(plans) > 1:
+        texts = [
+            f"a plan of {row.plan[0]} collectives ({row.plan[1][:8]})" if row.plan else "no plan"
+            for row in rows
+        ]
+        rule = "plans for batches of other shapes that send in another order (give all ranks batches of one shape)"
+        raise ranks.differ(rule, texts)
+
+
+def leader_of(ranks: Ranks, told: Sequence[Any]) -> tuple[int, bool]:
+    """Which rank of those that have this rank's ops plans for them: one that has a plan, if there is one; and whether
+    one of them has none."""
+    rows = [Told.of(row) for row in told]
+    alike = [r for r, row in enumerate(rows) if row.ops == rows[ranks.rank].ops]
+    having = [r for r in alike if rows[r].plan is not None]
+    return (having or alike)[0], len(having) < len(alike)
+
+
+def written(program: Program, plan: Plan) -> str:
+    """A plan with the measured graph, for ranks with the same ops."""
+    again = [
+        [k, [[r.size, r.storage, r.start, r.end] for r in row]] for k, row in program.replay_requests.items()
+    ]
+    return json.dumps([dumps_plan(plan, program.graph).decode(), again, program.notes])
+
+
+_REFUSED: Final = "refused"
+_FIELDS: Final = ("budget", "lower_bound", "best_peak", "top", "placed", "at", "advice")
+
+
+def refusal(no: Infeasible) -> str:
+    """In the place of a plan: why there is none."""
+    enough = [[e.nbytes, e.options] for e in no.enough]
+    return _REFUSED + json.dumps([str(no), {n: getattr(no, n) for n in _FIELDS}, enough])
+
+
+def check_plans(ranks: Ranks, plans: Sequence[str]) -> None:
+    """Raises ``Infeasible`` where nobody has found a plan, ``PeerFailed`` where somebody has not."""
+    refused = {
+        r: json.loads(text.removeprefix(_REFUSED))
+        for r, text in enumerate(plans)
+        if text.startswith(_REFUSED)
+    }
+    if not refused:
+        return
+    if len(refused) < sum(bool(text) for text in plans):
+        raise ranks.differ(
+            "planning", [refused[r][0] if r in refused else "a plan was found" for r in range(ranks.size)]
+        )
+    _, fields, enough = next(iter(refused.values()))
+    found = [Enough(nbytes, tuple((n, x) for n, x in options)) for nbytes, options in enough]
+    raise _marked(Infeasible(**fields, enough=found))
+
+
+def read(captured: Program, text: str) -> tuple[Program, Plan]:
+    """This rank's program as another has measured it, and the plan, which is verified before it runs."""
+    document, again, notes = json.loads(text)
+    plan, graph = loads_plan(document.encode(), "the plan of another rank")
+    assert graph is not None
+    requests = {k: tuple(Request(*r) for r in row) for k, row in again}
+    return replace(captured, graph=graph, replay_requests=requests, notes=tuple(notes)), plan

@@ -1,0 +1,289 @@
+"""Collectives as ops of a step: how they run so that every byte they need is asked for on the thread of the step.
+
+gloo copies what it gathers and scatters inside of its own threads and lets go of the copies late, where no plan sees
+them. Its all-reduce and broadcast work in place. So a gather is a broadcast of each part into its place, and a
+reduce-scatter an all-reduce of a copy, of which the own part is kept: what gloo itself does, with the same bits. What
+is handed to gloo does not own its bytes: its threads may let go of it whenever they like.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, Final
+
+import torch
+from torch import distributed as dist
+
+from tightship.errors import Unsupported
+from tightship.frontends.torch import compat
+
+__all__ = [
+    "Collective", "Figures", "average_now", "averaged", "broadcast", "collective", "figures", "gathered", "running",
+    "scattered_mean", "sending", "unsent",
+]  # fmt: skip
+
+Waiting = Callable[[Any], None]
+"""Waits for a work of torch.distributed."""
+
+_KNOWN: Final = {
+    "all_gather_into_tensor": "gather",
+    "all_gather_into_tensor_out": "gather",
+    "all_gather_into_tensor_coalesced": "gather",
+    "reduce_scatter_tensor": "reduce",
+    "reduce_scatter_tensor_coalesced": "reduce",
+    "all_reduce": "reduce",
+    "all_reduce_": "reduce",
+    "all_reduce_coalesced": "reduce",
+    "all_reduce_coalesced_": "reduce",
+    "broadcast": "broadcast",
+    "broadcast_": "broadcast",
+    "all_to_all_single": "exchange",
+}
+_OPS: Final = {"sum": "SUM", "avg": "AVG", "product": "PRODUCT", "min": "MIN", "max": "MAX"}
+
+
+class Figures:
+    """What sending costs: seconds for a message of no bytes, and for each byte. Measured by all ranks together."""
+
+    latency: float = 1e-3
+    per_byte: float = 1e-9
+
+
+figures = Figures()
+
+
+class _State:
+    wait: Waiting = staticmethod(lambda work: work.wait())
+    sends: bool = True
+
+
+_state = _State()
+
+
+@contextmanager
+def sending(wait: Waiting) -> Iterator[None]:
+    """Inside, ``wait`` waits for what is sent."""
+    before, _state.wait = _state.wait, wait
+    try:
+        yield
+    finally:
+        _state.wait = before
+
+
+@contextmanager
+def unsent() -> Iterator[None]:
+    """Inside, collectives ask for their memory and send nothing; what their results hold means nothing."""
+    before, _state.sends = _state.sends, False
+    try:
+        yield
+    finally:
+        _state.sends = before
+
+
+def running(tensors: Sequence[Any], send: Callable[[Any], Any]) -> None:
+    """Sends each of the tensors, changed in place, by ``send(alias)``, which returns a work, and waits for all."""
+    if not _state.sends:
+        return
+    held = [*tensors]
+    works = [work for t in tensors if (work := send(_alias(t))) is not None]
+    try:
+        for work in works:
+            _state.wait(work)
+    except BaseException:
+        _unfinished.append((works, held))  # may still be written to
+        raise
+
+
+_unfinished: list[Any] = []
+"""Works that were not waited for to their end, with the memory that they write to."""
+
+
+def _alias(tensor: Any) -> Any:
+    """The bytes of a dense tensor in one row, which it does not own."""
+    if tensor.device.type != "cpu":
+        return tensor
+    count = tensor.numel()
+    if not count:
+        return tensor.new_empty(0)
+    raw = (ctypes.c_char * (count * tensor.element_size())).from_address(tensor.data_ptr())
+    return torch.frombuffer(raw, dtype=torch.uint8).view(tensor.dtype)
+
+
+@functools.cache
+def collective(fn: Any) -> Collective:
+    """What runs in the place of a functional collective. Raises ``Unsupported`` for one that is not known."""
+    return Collective(fn)
+
+
+class Collective:
+    """Runs a functional collective ``fn``, complete when it returns; ``kind``: gather, reduce, broadcast or so."""
+
+    def __init__(self, fn: Any) -> None:
+        self.fn, self.namespace = fn, fn.namespace
+        self.name = fn._schema.name.partition("::")[2]
+        kind = _KNOWN.get(self.name)
+        if kind is None or fn.namespace != "_c10d_functional":
+            raise Unsupported(
+                f"the collective {fn} inside of a step", "how it runs with planned memory is not known",
+                "use those of torch.distributed._functional_collectives (all_reduce, all_gather_single, "
+                "reduce_scatter_single, broadcast), or call it outside of the step",
+            )  # fmt: skip
+        self.kind = kind
+
+    @property
+    def repeatable(self) -> bool:
+        """Whether it may run again, if all ranks do it: it changes nothing, and gives the same each time."""
+        return self.kind == "gather" and not self.name.endswith("_out")
+
+    def __str__(self) -> str:
+        return f"collective {self.fn}"
+
+    __repr__ = __str__
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        with torch.no_grad():
+            return getattr(self, "_" + self.name.removesuffix("_"))(*args, **kwargs)
+
+    # --- each of them ---
+
+    def _all_gather_into_tensor(self, x: Any, size: int, group: Any) -> Any:
+        out = x.new_empty((x.shape[0] * size if x.dim() else size, *x.shape[1:]))
+        return self._all_gather_into_tensor_out(x, size, group, out=out)
+
+    def _all_gather_into_tensor_out(self, x: Any, size: int, group: Any, *, out: Any) -> Any:
+        group = resolved(group)
+        parts, own = out.chunk(size), dist.get_rank(group)
+        parts[own].copy_(x.view(parts[own].shape) if x.is_contiguous() else x.reshape(parts[own].shape))
+        ranks = iter(dist.get_process_group_ranks(group))
+        running(parts, lambda t: dist.broadcast(t, next(ranks), group=group, async_op=True))
+        return out
+
+    def _all_gather_into_tensor_coalesced(self, xs: Sequence[Any], size: int, group: Any) -> list[Any]:
+        return [self._all_gather_into_tensor(x, size, group) for x in xs]
+
+    def _reduce_scatter_tensor(self, x: Any, op: str, size: int, group: Any) -> Any:
+        whole = x.clone(memory_format=torch.contiguous_format)
+        self._reduced(whole, op, group)
+        return whole.chunk(size)[dist.get_rank(resolved(group))].clone()
+
+    def _reduce_scatter_tensor_coalesced(
+        self, xs: Sequence[Any], op: str, size: int, group: Any
+    ) -> list[Any]:
+        return [self._reduce_scatter_tensor(x, op, size, group) for x in xs]
+
+    def _all_reduce(self, x: Any, op: str, group: Any) -> Any:
+        out = x if self.name.endswith("_") else x.clone(memory_format=torch.contiguous_format)
+        if compat.is_dense(out):
+            self._reduced(out, op, group)
+        else:
+            row = out.contiguous()
+            self._reduced(row, op, group)
+            out.copy_(row)
+        return out
+
+    def _all_reduce_coalesced(self, xs: Sequence[Any], op: str, group: Any) -> list[Any]:
+        row = torch.cat([x.reshape(-1) for x in xs])
+        self._reduced(row, op, group)
+        outs = list(xs) if self.name.endswith("_") else [torch.empty_like(x) for x in xs]
+        for out, part in zip(outs, row.split([x.numel() for x in xs]), strict=True):
+            out.copy_(part.view(out.shape))
+        return outs
+
+    def _broadcast(self, x: Any, source: int, group: Any) -> Any:
+        out = x if self.name.endswith("_") else x.clone(memory_format=torch.contiguous_format)
+        row = out if compat.is_dense(out) else out.contiguous()
+        group = resolved(group)
+        running([row], lambda t: dist.broadcast(t, group_src=source, group=group, async_op=True))
+        return out if row is out else out.copy_(row)
+
+    def _all_to_all_single(self, x: Any, outs: Sequence[int], ins: Sequence[int], group: Any) -> Any:
+        group, row = resolved(group), x.contiguous()
+        out = x.new_empty((sum(outs), *x.shape[1:]))
+        width = out[:1].numel() if sum(outs) else 1
+        given, taken = ([n * width for n in sizes] for sizes in (ins, outs))
+        running(
+            [out], lambda t: dist.all_to_all_single(t, _alias(row), taken, given, group=group, async_op=True)
+        )
+        return out
+
+    def _reduced(self, row: Any, op: str, group: Any) -> None:
+        group, how = resolved(group), reduction(op)
+        running([row], lambda t: dist.all_reduce(t, how, group=group, async_op=True))
+
+    # --- what planning asks ---
+
+    def describe(self, args: Sequence[Any], metadata: Callable[[Any], Any]) -> str:
+        """What all ranks of its group must agree on: what it is, among whom, with how many bytes. ``metadata`` is
+        called with each argument that stands for a tensor."""
+        group = self.group(args)
+        rest = [metadata(a) for a in args[:-1]]
+        return f"{self.name}{rest} among {group}"
+
+    def group(self, args: Sequence[Any]) -> tuple[int, ...]:
+        """The ranks that take part."""
+        return tuple(dist.get_process_group_ranks(resolved(args[-1])))
+
+    def seconds(self, args: Sequence[Any], nbytes: int) -> float:
+        """What sending takes for arguments of so many bytes."""
+        return figures.latency + figures.per_byte * nbytes * (
+            len(self.group(args)) if self.kind == "gather" else 2
+        )
+
+
+def resolved(group: Any) -> Any:
+    """The process group that the argument of a collective names."""
+    return compat.process_group(group) if isinstance(group, str) else group
+
+
+def reduction(name: str) -> Any:
+    """Raises ``Unsupported`` for a reduction that is not known."""
+    known = _OPS.get(name.lower())
+    if known is None:
+        raise Unsupported(
+            f"the reduction {name!r} inside of a step", "it is not known", "use sum, avg, min or max"
+        )
+    return getattr(dist.ReduceOp, known)
+
+
+def averaged(gradient: torch.Tensor, *, own: bool) -> torch.Tensor:
+    """The mean of a gradient over all ranks, as DistributedDataParallel computes it: each rank's part first, then the
+    sum. In place if its bytes are the gradient's ``own`` and lie without gaps."""
+    factor = 1.0 / dist.get_world_size()
+    own = own and compat.is_dense(gradient)
+    part = gradient.mul_(factor) if own else gradient.mul(factor)
+    ops = torch.ops._c10d_functional
+    mean: torch.Tensor = ops.wait_tensor(ops.all_reduce_(part, "sum", dist.group.WORLD.group_name))
+    return mean
+
+
+def average_now(gradient: torch.Tensor) -> None:
+    """As `averaged`, at once and outside of a captured step."""
+    with torch.no_grad():
+        gradient.mul_(1.0 / dist.get_world_size())
+        collective(torch.ops._c10d_functional.all_reduce_.default)(gradient, "sum", dist.group.WORLD)
+
+
+def broadcast(tensor: torch.Tensor) -> None:
+    """At once: the contents of rank 0's."""
+    collective(torch.ops._c10d_functional.broadcast_.default)(tensor, 0, dist.group.WORLD)
+
+
+def gathered(part: torch.Tensor) -> torch.Tensor:
+    """The parts of all ranks, one after the other along the first dimension."""
+    ops, world = torch.ops._c10d_functional, dist.group.WORLD
+    made = ops.all_gather_into_tensor(part.contiguous(), dist.get_world_size(), world.group_name)
+    whole: torch.Tensor = ops.wait_tensor(made)
+    return whole
+
+
+def scattered_mean(gradient: torch.Tensor, rows: int) -> torch.Tensor:
+    """This rank's ``rows`` of the mean of a gradient over all ranks, filled up with zeros at its end."""
+    ops, world, size = torch.ops._c10d_functional, dist.group.WORLD, dist.get_world_size()
+    mean = gradient.mul(1.0 / size).contiguous()
+    if mean.shape[0] != rows * size:
+        mean = torch.cat([mean, mean.new_zeros((rows * size - mean.shape[0], *mean.shape[1:]))])
+    part: torch.Tensor = ops.wait_tensor(ops.reduce_scatter_tensor(mean, "sum", size, world.group_name))
+    return part

@@ -1,0 +1,163 @@
+"""Several ranks: the same budget and bits on each, and one end for all."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+WORKER = Path(__file__).with_name("worker.py")
+
+Rows = dict[str, list[Any]]
+
+
+def run(*scenarios: str, ranks: int = 2, ends: tuple[int, ...] = (0, 0)) -> Rows:
+    """What each rank has answered, by scenario."""
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        port = s.getsockname()[1]
+    env = os.environ | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(ranks)}
+    command = [sys.executable, "-W", "ignore", str(WORKER), *scenarios]
+    processes = [
+        subprocess.Popen(
+            command, env=env | {"RANK": str(r)}, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+        )
+        for r in range(ranks)
+    ]
+    try:
+        said = [p.communicate(timeout=300) for p in processes]
+    finally:
+        for p in processes:
+            p.kill()
+    assert tuple(p.returncode for p in processes) == ends, "\n".join(err[-3000:] for _, err in said)
+    rows: Rows = {name: [] for name in scenarios}
+    for out, _ in said:
+        for line in out.splitlines():
+            name, row = json.loads(line)
+            rows[name].append(row)
+    return rows
+
+
+TOGETHER = (
+    "ddp", "whole_40", "sharded_40", "infeasible", "raising_code", "other_rows", "other_models", "hand_made",
+    "state_dicts", "failing_op",
+)  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def rows() -> Rows:
+    return run(*TOGETHER)
+
+
+def as_planned(row: dict[str, Any]) -> None:
+    assert row["measured_peak"] == row["planned_peak"] == row["process_peak"]
+    assert row["measured_peak"] <= row["budget"]
+    assert row["misses"] == 0
+
+
+@pytest.mark.parametrize("how", ["whole_40", "sharded_40"])
+def test_losses_and_parameters_are_those_of_ddp(rows: Rows, how: str) -> None:
+    for mine, ddp in zip(rows[how], rows["ddp"], strict=True):
+        assert mine["losses"] == ddp["losses"]
+        assert mine["digest"] == ddp["digest"]
+
+
+@pytest.mark.parametrize("how", ["whole_40", "sharded_40"])
+def test_every_rank_runs_one_plan_and_measures_what_was_planned(rows: Rows, how: str) -> None:
+    a, b = rows[how]
+    assert a["plan"] == b["plan"]
+    assert a["recomputed"] > 0
+    assert a["notes"] == []
+    for row in (a, b):
+        as_planned(row["measure"])
+
+
+def test_a_rank_with_shards_has_half_of_the_static_set_and_gathers_again(rows: Rows) -> None:
+    sharded, whole = rows["sharded_40"][0], rows["whole_40"][0]
+    assert sharded["measure"]["static"] < 0.6 * whole["measure"]["static"]
+    assert sharded["gathered again"] > 0
+
+
+def test_all_ranks_refuse_a_budget_with_the_same_error(rows: Rows) -> None:
+    a, b = rows["infeasible"]
+    assert a["type"] == b["type"] == "Infeasible"
+    assert a["text"] == b["text"]
+
+
+def test_code_that_fails_on_one_rank_fails_on_all_and_nothing_is_sent(rows: Rows) -> None:
+    for row in rows["raising_code"]:
+        assert row["error"]["type"] == "PeerFailed"
+        assert "rank 1: ValueError: three is one too many" in row["error"]["text"]
+        assert row["error"]["seconds"] < 5
+    assert rows["raising_code"][0]["losses"] == rows["ddp"][0]["losses"]
+
+
+def test_another_number_of_rows_on_one_rank_keeps_the_sequence(rows: Rows) -> None:
+    for row in rows["other_rows"]:
+        as_planned(row["measure"])
+    assert [row["kinds"] for row in rows["other_rows"]] == [2, 2]
+
+
+def test_other_models_are_refused_before_anything_is_sent(rows: Rows) -> None:
+    a, b = rows["other_models"]
+    assert a["type"] == b["type"] == "PeerFailed"
+    assert a["text"] == b["text"]
+    assert "rank 1" in a["text"]
+
+
+def test_collectives_in_a_model_are_planned_and_measured(rows: Rows) -> None:
+    for row in rows["hand_made"]:
+        for budget in ("100%", "static+50%"):
+            assert row[budget][:2] == row[""]
+            as_planned(row[budget][2])
+
+
+def test_state_dicts_have_the_names_of_the_model_and_go_on_with_the_same_bits(rows: Rows) -> None:
+    for row in rows["state_dicts"]:
+        for shard in ("False", "True"):
+            assert row[shard]["again"] == row[shard]["ahead"]
+            assert row[shard]["names"] == row["names"]
+        assert row["True"]["kinds"] == ["DTensor"]
+
+
+def test_an_op_that_fails_on_one_rank_ends_the_step_on_all(rows: Rows) -> None:
+    for row in rows["failing_op"]:
+        for error in (row["error"], row["later"]):
+            assert error["type"] == "PeerFailed"
+            assert "rank 1" in error["text"]
+            assert "cholesky" in error["text"]
+            assert error["seconds"] < 5
+
+
+def test_a_killed_rank_ends_the_step_on_all() -> None:
+    (row,) = run("killed", ends=(0, 9))["killed"]
+    assert row["type"] == "PeerFailed"
+    assert row["seconds"] < 5
+
+
+@pytest.mark.slow
+def test_more_budgets_and_steps_in_parts() -> None:
+    rows = run("ddp", "whole_100", "sharded_100", "in_parts")
+    for how in ("whole_100", "sharded_100"):
+        for mine, ddp in zip(rows[how], rows["ddp"], strict=True):
+            assert (mine["losses"], mine["digest"]) == (ddp["losses"], ddp["digest"])
+            as_planned(mine["measure"])
+    for row in rows["in_parts"]:
+        assert row["digest"] == row["expected"]
+        as_planned(row["measure"])
+
+
+@pytest.mark.slow
+def test_three_ranks_and_parameters_that_do_not_divide() -> None:
+    rows = run("whole_40", "sharded_40", ranks=3, ends=(0, 0, 0))
+    for how in ("whole_40", "sharded_40"):
+        for row in rows[how]:
+            as_planned(row["measure"])
+    for whole, sharded in zip(rows["whole_40"], rows["sharded_40"], strict=True):
+        assert whole["losses"] == pytest.approx(sharded["losses"], rel=1e-5)

@@ -1,0 +1,286 @@
+"""One rank: runs the scenarios named on the command line and prints a line of JSON for each."""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import json
+import os
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import distributed as dist
+from torch.distributed import _functional_collectives as functional
+from torch.nn import functional as F
+
+import tightship
+
+WIDTH, ROWS = 32, 64
+
+
+def model(more: bool = False) -> torch.nn.Module:
+    torch.manual_seed(0)
+    layers: list[torch.nn.Module] = []
+    for _ in range(4):
+        layers += [torch.nn.Linear(WIDTH, 4 * WIDTH), torch.nn.GELU(), torch.nn.Linear(4 * WIDTH, WIDTH)]
+    layers += [
+        torch.nn.BatchNorm1d(WIDTH),
+        *[torch.nn.Linear(WIDTH, WIDTH)] * more,
+        torch.nn.Linear(WIDTH, 7),
+    ]
+    return torch.nn.Sequential(*layers)
+
+
+def batches(count: int = 3, rows: int = ROWS) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    g = torch.Generator().manual_seed(100 + dist.get_rank())
+    return [(torch.randn(rows, WIDTH, generator=g), torch.randn(rows, 7, generator=g)) for _ in range(count)]
+
+
+def loss_of(m: Any, batch: Any) -> torch.Tensor:
+    return F.mse_loss(m(batch[0]), batch[1])
+
+
+def adamw(m: torch.nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(m.parameters(), 1e-2)
+
+
+def digest(tensors: Any) -> str:
+    """Whatever their order."""
+    rows = [t.detach().contiguous().numpy().tobytes() for t in tensors]
+    return hashlib.sha256(b"".join(sorted(hashlib.sha256(r).digest() for r in rows))).hexdigest()
+
+
+def eager(**given: Any) -> dict[str, Any]:
+    """Under DistributedDataParallel."""
+    m = model()
+    wrapped, o = torch.nn.parallel.DistributedDataParallel(m), adamw(m)
+    losses = []
+    for b in batches(**given):
+        o.zero_grad()
+        loss = loss_of(wrapped, b)
+        loss.backward()
+        o.step()
+        losses.append(loss.item())
+    return {"losses": losses, "digest": digest([*m.parameters(), *m.buffers()])}
+
+
+def planned(budget: str, shard: bool, **options: Any) -> dict[str, Any]:
+    m = model()
+    data_parallel = tightship.DataParallel(shard=shard)
+    step = tightship.fit(m, loss_of, adamw(m), batches()[0], budget, parallel=data_parallel, **options)
+    losses = [step(b).item() for b in batches()]
+    whole = step.state_dict(full=True)["model"]
+    gathers = {k for k, op in enumerate(step.graph.ops) if "all_gather" in op.target}
+    return {
+        "losses": losses,
+        "digest": digest(whole.values()),
+        "measure": step.measure(),
+        "notes": step.notes,
+        "recomputed": step.plan.count("recompute"),
+        "gathered again": sum(s.kind == "recompute" and s.op in gathers for s in step.plan.steps),
+        "plan": hashlib.sha256(repr(step.plan.steps).encode()).hexdigest(),
+    }
+
+
+def caught(fn: Callable[[], Any]) -> dict[str, Any]:
+    """The error, and after how many seconds."""
+    start = time.monotonic()
+    try:
+        fn()
+    except Exception as error:
+        return {"type": type(error).__name__, "text": str(error), "seconds": time.monotonic() - start}
+    return {"type": "", "text": "", "seconds": time.monotonic() - start}
+
+
+def replicated(**options: Any) -> Any:
+    m = model()
+    return m, tightship.fit(m, loss_of, adamw(m), batches()[0], parallel=tightship.DataParallel(), **options)
+
+
+# --- scenarios ---
+
+
+def ddp() -> Any:
+    return eager()
+
+
+def whole_100() -> Any:
+    return planned("100%", False)
+
+
+def whole_40() -> Any:
+    return planned("static+40%", False)
+
+
+def sharded_100() -> Any:
+    return planned("100%", True)
+
+
+def sharded_40() -> Any:
+    return planned("static+40%", True, verify_every=2)
+
+
+def infeasible() -> Any:
+    return caught(lambda: planned("static+1%", False))
+
+
+class Gather(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return functional.wait_tensor(functional.all_gather_single(x, 0, dist.group.WORLD))
+
+    @staticmethod
+    def backward(ctx: Any, g: torch.Tensor) -> torch.Tensor:
+        whole = functional.reduce_scatter_single(g.contiguous(), "sum", 0, dist.group.WORLD)
+        return functional.wait_tensor(whole) / dist.get_world_size()
+
+
+class HandMade(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.parts = torch.nn.ParameterList(
+            torch.nn.Parameter(
+                torch.randn(WIDTH, WIDTH).chunk(dist.get_world_size())[dist.get_rank()].clone()
+            )
+            for _ in range(4)
+        )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for part in self.parts:
+            x = F.gelu(F.linear(x, Gather.apply(part)))
+        return x[:, :7]
+
+
+def hand_made() -> Any:
+    rows = {}
+    for budget in ("", "100%", "static+50%"):
+        m = HandMade()
+        o = adamw(m)
+        if not budget:
+            for b in batches():
+                o.zero_grad()
+                loss = loss_of(m, b)
+                loss.backward()
+                o.step()
+        else:
+            step = tightship.fit(m, loss_of, o, batches()[0], budget)
+            for b in batches():
+                loss = step(b)
+        rows[budget] = [loss.item(), digest(m.parameters())]
+        if budget:
+            rows[budget].append(step.measure())
+    return rows
+
+
+def raising_code() -> Any:
+    """A batch that the code of the step does not take, on one rank; then one that it takes."""
+
+    def loss(m: Any, batch: Any) -> torch.Tensor:
+        if len(batch) == 3:
+            raise ValueError("three is one too many")
+        return loss_of(m, batch)
+
+    m = model()
+    step = tightship.fit(m, loss, adamw(m), batches()[0], parallel=tightship.DataParallel())
+    first = step(batches()[0]).item()
+    bad = (*batches()[1], 3) if dist.get_rank() == 1 else batches()[1]
+    error = caught(lambda: step(bad))
+    return {"error": error, "losses": [first, *[step(b).item() for b in batches()[1:]]]}
+
+
+def other_rows() -> Any:
+    """Another number of rows on rank 1 from the second batch on."""
+    _, step = replicated(budget="100%")
+    step(batches()[0])
+    rows = [ROWS // 2 if dist.get_rank() else ROWS, ROWS // 2]
+    losses = [step(batches(1, n)[0]).item() for n in rows]
+    return {"losses": losses, "measure": step.measure(), "kinds": len(step._variants)}
+
+
+def other_models() -> Any:
+    """Rank 1 has a layer more."""
+    m = model(more=dist.get_rank() == 1)
+    return caught(
+        lambda: tightship.fit(m, loss_of, adamw(m), batches()[0], parallel=tightship.DataParallel())
+    )
+
+
+def in_parts() -> Any:
+    """Two batches for each update."""
+    m = model()
+    wrapped, o = torch.nn.parallel.DistributedDataParallel(m), adamw(m)
+    given = batches(4)
+    for k, b in enumerate(given):
+        if k % 2:
+            loss_of(wrapped, b).backward()
+            o.step()
+            o.zero_grad()
+        else:
+            with wrapped.no_sync():
+                loss_of(wrapped, b).backward()
+    expected = digest(m.parameters())
+    m = model()
+    data_parallel = tightship.DataParallel()
+    step = tightship.fit(m, loss_of, adamw(m), given[0], "100%", accumulate=2, parallel=data_parallel)
+    for b in given:
+        step(b)
+    return {"expected": expected, "digest": digest(m.parameters()), "measure": step.measure()}
+
+
+def state_dicts() -> Any:
+    """What one step saves, another loads, sharded or not, and goes on with the same bits."""
+    rows = {}
+    for shard in (False, True):
+        m = model()
+        o = adamw(m)
+        step = tightship.fit(m, loss_of, o, batches()[0], parallel=tightship.DataParallel(shard=shard))
+        step(batches()[0])
+        saved = copy.deepcopy(step.state_dict(full=True))
+        parts = step.state_dict()["model"]
+        kinds = sorted({type(t).__name__ for t in parts.values()})
+        ahead = [step(b).item() for b in batches()[1:]]
+        step.load_state_dict(saved)
+        again = [step(b).item() for b in batches()[1:]]
+        rows[str(shard)] = {"ahead": ahead, "again": again, "names": sorted(parts), "kinds": kinds}
+    rows["names"] = sorted(model().state_dict())
+    return rows
+
+
+def failing_op() -> Any:
+    """An op that fails inside of the step, on rank 1 alone, between two collectives."""
+
+    def loss(m: Any, batch: Any) -> torch.Tensor:
+        x, y = batch
+        out = m(x)
+        return F.mse_loss(out, y) + torch.linalg.cholesky(x[:WIDTH]).sum() + out.sum() * 0
+
+    m = model()
+    good, bad = torch.eye(ROWS, WIDTH), -torch.eye(ROWS, WIDTH)
+    y = batches()[0][1]
+    step = tightship.fit(m, loss, adamw(m), (good, y), parallel=tightship.DataParallel(shard=True))
+    step((good, y))
+    error = caught(lambda: step((bad if dist.get_rank() == 1 else good, y)))
+    return {"error": error, "later": caught(lambda: step((good, y)))}
+
+
+def killed() -> Any:
+    """Rank 1 ends without a word."""
+    _, step = replicated()
+    step(batches()[0])
+    if dist.get_rank() == 1:
+        os._exit(9)
+    return caught(lambda: step(batches()[1]))
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    for name in sys.argv[1:]:
+        start = time.monotonic()
+        print(json.dumps([name, globals()[name]()]), flush=True)
+        print(f"{name}: {time.monotonic() - start:.2f} s", file=sys.stderr)
+    os._exit(0)  # a rank may be gone, and the others' groups with it
