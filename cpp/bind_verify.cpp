@@ -38,7 +38,7 @@ class Columns {
     }
 
     template <class T> i64 count(const char* name) const { return check::count(name, get<Array<T>>(name)); }
-    i64 number(const char* name) const { return get<i64>(name); }
+    template <class T = i64> T number(const char* name) const { return get<T>(name); }
 
   private:
     const nb::dict& columns_;
@@ -62,7 +62,8 @@ verify::Graph graph_of(const Columns& c) {
     g.random = c.column<std::uint8_t>("random", ops, "op");
     g.effect = c.column<std::uint8_t>("effect", ops, "op");
     g.workspace = c.column<i64>("workspace", ops, "op"), g.extra = c.column<i64>("extra", ops, "op");
-    g.time = c.column<double>("time", ops, "op");
+    g.state = c.column<i64>("state", ops, "op");
+    g.time = c.column<double>("time", ops, "op"), g.move = c.number<double>("move");
     g.caller = c.indices<i32>("caller", c.count<i32>("caller"), "input", values - 1);
     g.results = c.indices<i32>("results", c.count<i32>("results"), "output", values - 1);
     const i64 requests = c.count<i64>("request_size");
@@ -83,8 +84,14 @@ verify::Graph graph_of(const Columns& c) {
 verify::Plan plan_of(const Columns& c) {
     const i64 steps = c.count<std::uint8_t>("kind"), residences = c.count<i64>("storage");
     verify::Plan p;
-    p.kind = c.indices<std::uint8_t>("kind", steps, "step", verify::kFree);
-    p.op = c.column<i64>("op", steps, "step");
+    p.kind = c.indices<std::uint8_t>("kind", steps, "step", verify::kDecompress);
+    p.form = c.indices<std::uint8_t>("form", steps, "step", verify::kState);
+    p.saves = c.column<std::uint8_t>("saves", steps, "step");
+    p.lossy = c.column<std::uint8_t>("lossy", steps, "step");
+    p.op = c.column<i64>("op", steps, "step"), p.nbytes = c.column<i64>("nbytes", steps, "step");
+    p.stream = c.column<i64>("stream", steps, "step");
+    p.seconds = c.column<double>("seconds", steps, "step"), p.lost = c.column<double>("lost", steps, "step");
+    p.waits = c.table("waits", steps, "step", kLeast32, kMost32);
     p.storages = c.table("storages", steps, "step", kLeast32, kMost32);
     p.reuses = c.table("reuses", steps, "step", kLeast32, kMost32);
     const auto by_residence = [&](const char* name) { return c.column<i64>(name, residences, "residence"); };
@@ -92,7 +99,8 @@ verify::Plan plan_of(const Columns& c) {
     p.size = by_residence("size"), p.offset = by_residence("offset"), p.request = by_residence("request");
     p.first = by_residence("first"), p.last = by_residence("last");
     p.pool = c.indices<std::uint8_t>("pool", residences, "residence", verify::kOut);
-    p.arena = c.number("arena");
+    p.shape = c.indices<std::uint8_t>("shape", residences, "residence", verify::kState);
+    p.arena = c.number("arena"), p.host = c.number("host");
     return p;
 }
 
@@ -101,7 +109,7 @@ nb::object verified(const nb::dict& graph, const nb::dict& plan) {
     const verify::Plan p = plan_of(Columns(plan));
     const verify::Verdict v = unlocked([&] { return verify::verify(g, p); });
     if (!v.right) return nb::none();
-    return nb::make_tuple(v.peak, v.unplanned, v.caller, v.handed, v.seconds);
+    return nb::make_tuple(v.peak, v.unplanned, v.caller, v.handed, v.host, v.seconds);
 }
 
 }  // namespace
@@ -110,6 +118,6 @@ void bind_verify(nb::module_& m) {
     using namespace nb::literals;
     m.def(
         "verified", &verified, "graph"_a, "plan"_a,
-        "Peak, unplanned need, the caller's bytes, bytes handed out and seconds of a plan of which nothing is wrong "
-        "with steps and residences; None where something is, or may be.");
+        "Peak, unplanned need, the caller's bytes, bytes handed out, the most bytes offloaded at once and seconds of a "
+        "plan of which nothing is wrong with steps and residences; None where something is, or may be.");
 }

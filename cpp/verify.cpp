@@ -2,243 +2,14 @@
 
 #include <algorithm>
 #include <map>
+#include <tuple>
 #include <utility>
+
+#include "verify_replay.h"
 
 namespace tightship::verify {
 
 namespace {
-
-// Rows that are filled one after the other.
-template <class T> struct Filled {
-    std::vector<Int> start{0};
-    std::vector<T> item;
-    void close() { start.push_back(static_cast<Int>(item.size())); }
-    const T* begin(Int k) const { return item.data() + start[k]; }
-    const T* end(Int k) const { return item.data() + start[k + 1]; }
-};
-
-struct Seen {
-    Index storage, writes;
-};
-
-// What has to be known of a graph, from its ops and values alone.
-struct Facts {
-    Filled<Seen> sees;            // by op: what it reads, and how many writes that must have behind it
-    Filled<Index> makes, writes;  // by op: storages
-    Filled<Index> views;          // by op: ops that made views that it reads
-    std::vector<Index> final;     // by storage: all writes
-    std::vector<char> caller, kept;
-    Int caller_bytes = 0;
-
-    explicit Facts(const Graph& g) : final(g.size.count), caller(g.size.count), kept(g.size.count) {
-        const Int ops = g.time.count;
-        std::vector<char> known(g.size.count);
-        std::vector<Index> viewer(g.storage.count, -1), touched(g.size.count, -1), read(g.size.count, -1);
-        for (Int k = 0; k < g.caller.count; ++k) {
-            const Index s = g.storage[g.caller[k]];
-            if (!std::exchange(caller[s], 1)) caller_bytes += g.size[s];
-            known[s] = 1;
-        }
-        for (Int k = 0; k < g.results.count; ++k) kept[g.storage[g.results[k]]] = 1;
-        for (Index o = 0; o < ops; ++o) {
-            for (const Index v : g.outputs[o])
-                if (const Index s = g.storage[v]; !known[s])
-                    known[s] = 1, touched[s] = o, makes.item.push_back(s);
-            makes.close();
-            const auto use = [&](Index s) {
-                if (touched[s] != o && std::exchange(read[s], o) != o) sees.item.push_back({s, final[s]});
-            };
-            for (const Index v : g.inputs[o]) use(g.storage[v]);
-            for (const Index s : g.mutates[o]) use(s);
-            sees.close();
-            for (const Index v : g.inputs[o])
-                if (viewer[v] >= 0) views.item.push_back(viewer[v]);
-            views.close();
-            for (const Index s : g.mutates[o])
-                if (std::exchange(touched[s], o) != o) writes.item.push_back(s);
-            writes.close();
-            for (const Index v : g.outputs[o])
-                if (touched[g.storage[v]] != o) viewer[v] = o;
-            for (auto* rows : {&makes, &writes})
-                for (const Index* s = rows->begin(o); s != rows->end(o); ++s) ++final[*s];
-        }
-    }
-};
-
-bool has(const Filled<Index>& rows, Int k, Index x) {
-    return std::find(rows.begin(k), rows.end(k), x) != rows.end(k);
-}
-
-// A storage is resident in steps [start, end).
-struct Implied {
-    Index storage;
-    Int start, end;
-};
-
-struct Taken {
-    Int step;
-    Index storage, before;
-};
-
-class Replay {
-  public:
-    Replay(const Graph& g, const Facts& f, const Plan& p)
-        : g_(g), f_(f), p_(p), since_(g.size.count), version_(g.size.count, -1), written_(g.size.count),
-          at_(g.time.count, -1), live(f.caller_bytes), peak(f.caller_bytes) {
-        for (Index s = 0; s < static_cast<Index>(g.size.count); ++s)
-            if (f.caller[s]) version_[s] = 0, since_[s] = -1;
-    }
-
-    bool run() {
-        for (Int i = 0; i < p_.kind.count; ++i) {
-            Int level = live;
-            if (p_.kind[i] == kFree ? !free(i) : !op(i, level)) return false;
-            peak = std::max({peak, level, live});
-        }
-        return end();
-    }
-
-    std::vector<Implied> implied;
-    std::vector<Taken> took;
-
-  private:
-    const Graph& g_;
-    const Facts& f_;
-    const Plan& p_;
-    std::vector<Int> since_;
-    std::vector<Index> version_, written_;  // -1: not there
-    std::vector<Int> at_;                   // by op: the step that computed it
-    Index random_ = -1;
-
-  public:
-    Int live, peak;
-    double seconds = 0;
-
-  private:
-    bool there(Index s) const { return version_[s] >= 0; }
-    bool storage(Index s) const { return s >= 0 && s < g_.size.count; }
-
-    void drop(Int i, Index s) {
-        implied.push_back({s, since_[s], i});
-        version_[s] = -1;
-        live -= g_.size[s];
-    }
-
-    bool free(Int i) {
-        for (const Index s : p_.storages[i]) {
-            if (!storage(s) || f_.caller[s] || !there(s)) return false;
-            drop(i, s);
-        }
-        return true;
-    }
-
-    bool op(Int i, Int& level) {
-        if (p_.op[i] < 0 || p_.op[i] >= g_.time.count) return false;
-        const auto k = static_cast<Index>(p_.op[i]);
-        const bool again = p_.kind[i] == kRecompute;
-        if (again != (at_[k] >= 0)) return false;
-        if (again ? !pure(k) : !in_order(k)) return false;
-        at_[k] = i;
-        if (!reads(k, again)) return false;
-        for (const Index* s = f_.writes.begin(k); s != f_.writes.end(k); ++s) {
-            if (again && g_.updates[k].has(*s)) continue;
-            if (!again) ++written_[*s];
-            if (there(*s)) ++version_[*s];
-        }
-        Int need = g_.extra[k];
-        for (const Index* s = f_.makes.begin(k); s != f_.makes.end(k); ++s) need += g_.size[*s];
-        if (!reuses(i, k, again)) return false;
-        level = live + need;
-        seconds += g_.time[k];
-        return results(i, k, again);
-    }
-
-    bool pure(Index k) const {
-        if (g_.effect[k] || g_.random[k]) return false;  // random ops with saved states: not here
-        for (const Index* s = f_.writes.begin(k); s != f_.writes.end(k); ++s)
-            if (f_.caller[*s] && !g_.updates[k].has(*s)) return false;
-        return true;
-    }
-
-    bool in_order(Index k) {
-        for (const Index c : g_.control[k])
-            if (at_[c] < 0) return false;
-        if (g_.random[k] && k < random_) return false;
-        if (g_.random[k]) random_ = k;
-        return true;
-    }
-
-    bool reads(Index k, bool again) const {
-        for (const Index* v = f_.views.begin(k); v != f_.views.end(k); ++v)
-            if (at_[*v] < 0) return false;
-        for (const Seen* s = f_.sees.begin(k); s != f_.sees.end(k); ++s)
-            if (version_[s->storage] != s->writes && !(again && g_.updates[k].has(s->storage))) return false;
-        return true;
-    }
-
-    bool reuses(Int i, Index k, bool again) {
-        const auto pairs = p_.reuses[i];
-        if (pairs.count() % 2) return false;
-        const std::size_t before = took.size();
-        for (const Index* pair = pairs.begin(); pair != pairs.end(); pair += 2) {
-            const Index a = pair[0], b = pair[1];
-            if (!storage(a) || !storage(b) || !may_overwrite(k, a, b) || g_.size[a] != g_.size[b])
-                return false;
-            const bool kept = again ? p_.storages[i].has(b) : has(f_.makes, k, b);
-            if (f_.caller[a] || !there(a) || !kept || there(b)) return false;
-            for (std::size_t t = before; t < took.size(); ++t)
-                if (took[t].storage == b) return false;
-            drop(i, a);
-            took.push_back({i, b, a});
-        }
-        return true;
-    }
-
-    bool may_overwrite(Index k, Index a, Index b) const {
-        const auto allowed = g_.overwrites[k];
-        bool named = false, seen = false;
-        for (const Index* pair = allowed.begin(); pair != allowed.end(); pair += 2)
-            named |= pair[0] == a && pair[1] == b;
-        for (const Seen* s = f_.sees.begin(k); s != f_.sees.end(k); ++s) seen |= s->storage == a;
-        return named && seen && !has(f_.writes, k, a);
-    }
-
-    bool make(Int i, Index s) {
-        if (there(s)) return false;
-        since_[s] = i, version_[s] = 1;
-        live += g_.size[s];
-        return true;
-    }
-
-    bool results(Int i, Index k, bool again) {
-        if (!again) {
-            for (const Index* s = f_.makes.begin(k); s != f_.makes.end(k); ++s) {
-                if (!make(i, *s)) return false;
-                ++written_[*s];
-            }
-            return true;
-        }
-        const auto keep = p_.storages[i];
-        for (const Index s : keep)
-            if (!storage(s) || !has(f_.makes, k, s) || !make(i, s)) return false;
-        for (const Index* s = f_.makes.begin(k); s != f_.makes.end(k); ++s)
-            if (!keep.has(*s)) implied.push_back({*s, i, i + 1});
-        return true;
-    }
-
-    bool end() {
-        const Int n = p_.kind.count;
-        for (const Int at : at_)
-            if (at < 0) return false;
-        for (Index s = 0; s < static_cast<Index>(g_.size.count); ++s) {
-            if (f_.kept[s] && version_[s] != f_.final[s]) return false;
-            if (!there(s) || f_.caller[s]) continue;
-            if (!f_.kept[s]) return false;
-            implied.push_back({s, since_[s], n});
-        }
-        return true;
-    }
-};
 
 // The most bytes a graph uses beyond its inputs: in its own order, freeing after last use.
 Int unplanned(const Graph& g, const Facts& f) {
@@ -264,7 +35,12 @@ using Point = std::pair<Int, Int>;  // step, event within it
 
 struct Block {
     Point begin, finish;
-    Int low, high;
+    Int low, high, released;
+};
+
+struct Owner {
+    Point finish;
+    Int released;
 };
 
 class Places {
@@ -273,11 +49,16 @@ class Places {
 
     bool right() {
         std::vector<Int> rows, workspace;  // residences of storages, and of what ops need while they run
-        for (Int j = 0; j < p_.storage.count; ++j) (p_.storage[j] == -1 ? workspace : rows).push_back(j);
+        released_.assign(p_.storage.count, 0);
+        for (Int j = 0; j < p_.storage.count; ++j) {
+            const bool scratch = p_.storage[j] == -1 && p_.shape[j] != kState;
+            (scratch ? workspace : rows).push_back(j);
+            if (scratch) released_[j] = p_.start[j];
+        }
         if (!match(rows) || !same_places(rows) || !temporaries(workspace)) return false;
         for (Int j = 0; j < p_.storage.count; ++j)
             if (!inside(j)) return false;
-        return apart();
+        return apart(blocks_[kDevice]) && apart(blocks_[kHost]);
     }
 
     Int handed = 0;
@@ -287,54 +68,56 @@ class Places {
     const Facts& f_;
     const Plan& p_;
     const Replay& r_;
-    std::vector<Implied> implied_;  // by start and storage
-    std::vector<Int> placed_;       // by implied residence: which of the plan, or -1
-    std::vector<Block> blocks_;
+    std::vector<Int> released_;     // by residence: the step that ends it
+    std::vector<Block> blocks_[2];  // by pool
 
     Int aligned(Int bytes) const { return (bytes + g_.alignment - 1) / g_.alignment * g_.alignment; }
 
+    // Where a residence stands in the order of those that the steps imply.
+    using Key = std::tuple<Int, Int, Int>;
+    Key key(Int j) const {
+        return {p_.start[j], p_.shape[j], p_.shape[j] == kState ? p_.request[j] : p_.storage[j]};
+    }
+    static Key key(const Implied& x) { return {x.start, x.form, x.of}; }
+
     // Each residence is one that the steps imply, and each that they imply, of any bytes, is there once.
     bool match(std::vector<Int>& rows) {
-        implied_ = r_.implied;
-        const auto key = [](Int start, Int storage) { return Point{start, storage}; };
-        std::sort(implied_.begin(), implied_.end(), [&](const Implied& a, const Implied& b) {
-            return key(a.start, a.storage) < key(b.start, b.storage);
-        });
-        const auto begins = [&](Int a, Int b) {
-            return key(p_.start[a], p_.storage[a]) < key(p_.start[b], p_.storage[b]);
-        };
+        std::vector<Implied> implied = r_.implied;
+        std::sort(implied.begin(), implied.end(),
+                  [](const Implied& a, const Implied& b) { return key(a) < key(b); });
+        const auto begins = [&](Int a, Int b) { return key(a) < key(b); };
         if (!std::is_sorted(rows.begin(), rows.end(), begins)) std::sort(rows.begin(), rows.end(), begins);
-        placed_.assign(implied_.size(), -1);
         std::size_t row = 0;
-        for (std::size_t e = 0; e < implied_.size(); ++e) {
-            const Implied& x = implied_[e];
-            if (e && key(x.start, x.storage) == key(implied_[e - 1].start, implied_[e - 1].storage))
-                return false;
-            const bool here =
-                row < rows.size() && p_.start[rows[row]] == x.start && p_.storage[rows[row]] == x.storage;
-            if (!here) {
-                if (g_.size[x.storage] > 0) return false;
+        for (std::size_t e = 0; e < implied.size(); ++e) {
+            const Implied& x = implied[e];
+            if (e && key(x) == key(implied[e - 1])) return false;
+            if (row == rows.size() || key(rows[row]) != key(x)) {
+                if (x.size > 0) return false;
                 continue;
             }
-            placed_[e] = rows[row];
-            if (!fits(rows[row++], x)) return false;
+            const Int j = rows[row++];
+            if (!fits(j, x)) return false;
+            released_[j] = x.released;
         }
         return row == rows.size();
     }
 
-    bool fits(Int j, const Implied& x) {
-        const Int size = g_.size[x.storage];
-        if (p_.end[j] != x.end || p_.size[j] < size || p_.size[j] > aligned(size)) return false;
-        if (p_.request[j] != -1 || p_.last[j] != -1 || p_.first[j] < -1) return false;
-        if (p_.pool[j] == kOut && !(x.end == p_.kind.count && f_.kept[x.storage])) return false;
+    bool fits(Int j, const Implied& x) const {
+        if (p_.end[j] != x.end || p_.last[j] != -1 || p_.first[j] < -1) return false;
+        if (x.form == kState)
+            return p_.storage[j] == -1 && p_.size[j] == x.size && p_.first[j] == -1 && p_.pool[j] == kDevice;
+        if (p_.size[j] < x.size || p_.size[j] > aligned(x.size) || p_.request[j] != -1) return false;
+        if ((x.form == kHosted) != (p_.pool[j] == kHost)) return false;
+        const bool last = x.form == kFull && x.end == p_.kind.count && f_.kept[x.of];
+        if (p_.pool[j] == kOut && !last) return false;
         return p_.first[j] < 0 || requested(j, x);
     }
 
     // A result may take its bytes with its request in the op, never later.
     bool requested(Int j, const Implied& x) const {
-        if (p_.kind[x.start] == kFree) return false;
+        if (p_.kind[x.start] > kRecompute) return false;
         const Int k = p_.op[x.start];
-        const Int which = std::find(f_.makes.begin(k), f_.makes.end(k), x.storage) - f_.makes.begin(k);
+        const Int which = std::find(f_.makes.begin(k), f_.makes.end(k), x.of) - f_.makes.begin(k);
         bool asked = false;
         for (Int q = g_.requests[k]; q < g_.requests[k + 1]; ++q) {
             if (g_.request_storage[q] != which) continue;
@@ -349,6 +132,7 @@ class Places {
         if (r_.took.empty()) return true;
         std::map<std::pair<Int, Index>, Int> begun, ended;
         for (const Int j : rows) {
+            if (p_.shape[j] != kFull) continue;
             begun[{p_.start[j], static_cast<Index>(p_.storage[j])}] = j;
             ended[{p_.end[j], static_cast<Index>(p_.storage[j])}] = j;
         }
@@ -373,7 +157,8 @@ class Places {
         for (Int i = 0; i < p_.kind.count; ++i) {
             std::size_t to = from;
             while (to < rows.size() && p_.start[rows[to]] == i) ++to;
-            if (p_.kind[i] == kFree ? to > from : !served(p_.op[i], {rows.begin() + from, rows.begin() + to}))
+            if (p_.kind[i] > kRecompute ? to > from
+                                        : !served(p_.op[i], {rows.begin() + from, rows.begin() + to}))
                 return false;
             from = to;
         }
@@ -401,7 +186,7 @@ class Places {
 
     bool temporary(Int k, Int j, Int block) const {
         const Int request = p_.request[j], count = g_.requests[k + 1] - g_.requests[k];
-        if (p_.end[j] != p_.start[j] + 1 || p_.pool[j] == kOut) return false;
+        if (p_.end[j] != p_.start[j] + 1 || p_.shape[j] != kFull || p_.pool[j] == kOut) return false;
         if (request < 0)
             return request == -1 && p_.first[j] == -1 && p_.last[j] == -1 && block > 0 &&
                    block <= p_.size[j] && p_.size[j] <= aligned(block);
@@ -433,32 +218,34 @@ class Places {
         if (begin >= finish) return false;
         if (p_.pool[j] == kOut) handed += p_.size[j];
         if (p_.size[j] <= 0 || p_.pool[j] == kOut) return true;
-        if (p_.offset[j] < 0 || p_.offset[j] % g_.alignment || p_.size[j] > p_.arena) return false;
-        if (p_.offset[j] > p_.arena - p_.size[j]) return false;
-        blocks_.push_back({begin, finish, p_.offset[j], p_.offset[j] + p_.size[j]});
+        const Int span = p_.pool[j] == kHost ? p_.host : p_.arena;
+        if (p_.offset[j] < 0 || p_.offset[j] % g_.alignment || p_.size[j] > span) return false;
+        if (p_.offset[j] > span - p_.size[j]) return false;
+        blocks_[p_.pool[j]].push_back({begin, finish, p_.offset[j], p_.offset[j] + p_.size[j], released_[j]});
         return true;
     }
 
     // In the order in which blocks begin, who had each byte last: they are apart from one another if each is
     // from those.
-    bool apart() {
-        std::stable_sort(blocks_.begin(), blocks_.end(), [](const Block& a, const Block& b) {
+    bool apart(std::vector<Block>& blocks) const {
+        std::stable_sort(blocks.begin(), blocks.end(), [](const Block& a, const Block& b) {
             return std::pair{a.begin, a.finish} < std::pair{b.begin, b.finish};
         });
-        std::map<Int, Point> until{
-            {0, Point{-1, 0}}};  // from each byte on, up to the next: when its last owner ends
-        for (const Block& b : blocks_) {
+        std::map<Int, Owner> until{{0, {{-1, 0}, -1}}};  // from each byte on, up to the next: its last owner
+        for (const Block& b : blocks) {
+            const Int step = b.begin.first;
             auto first = std::prev(until.upper_bound(b.low));
-            Point after = first->second;
+            Owner after = first->second;
             auto at = first;
             for (; at != until.end() && at->first < b.high; ++at) {
                 after = at->second;
-                if (after > b.begin) return false;
+                if (after.finish > b.begin) return false;
+                if (after.released != step && !r_.lanes().before(after.released, step)) return false;
             }
             const bool ends = at != until.end() && at->first == b.high;
             auto gone = first->first < b.low ? std::next(first) : first;
             until.erase(gone, at);
-            until.insert_or_assign(b.low, b.finish);
+            until.insert_or_assign(b.low, Owner{b.finish, b.released});
             if (!ends) until.insert_or_assign(b.high, after);
         }
         return true;
@@ -474,7 +261,8 @@ Verdict verify(const Graph& graph, const Plan& plan) {
     if (!replay.run()) return v;
     Places places(graph, facts, plan, replay);
     if (plan.storage.count && !places.right()) return v;
-    return {true, replay.peak, unplanned(graph, facts), facts.caller_bytes, places.handed, replay.seconds};
+    return {true,          replay.peak,      unplanned(graph, facts), facts.caller_bytes,
+            places.handed, replay.host_peak, replay.seconds()};
 }
 
 }  // namespace tightship::verify

@@ -42,30 +42,35 @@ struct Graph {
     Column<Int> size;                                              // by storage
     Column<std::uint8_t> random, effect;                           // by op
     Column<Int> workspace, extra;                                  // by op; with what called graphs need
+    Column<Int> state;                                             // by op
     Column<double> time;                                           // by op
+    double move = 0;                                               // seconds to save or to set a random state
     Column<Index> caller, results;                                 // values
     Column<Int> requests;  // by op, where its requests begin, and the end
     Column<Int> request_size, request_storage, request_start, request_end;
     Int alignment = 1;
 };
 
-enum Kind : std::uint8_t { kCompute, kRecompute, kFree };
-enum Pool : std::uint8_t { kDevice, kOut };
+enum Kind : std::uint8_t { kCompute, kRecompute, kFree, kOffload, kFetch, kCompress, kDecompress };
+enum Form : std::uint8_t { kFull, kPacked, kHosted, kState, kForms };
+enum Pool : std::uint8_t { kDevice, kHost, kOut };
 
-// Nothing is known of these numbers.
+// Nothing is known of these numbers, but that `seconds` and `lost` are those of copies, and that what a step
+// packs can be packed so once it is written for the last time; if `lossy`, also before.
 struct Plan {
-    Column<std::uint8_t> kind;
-    Column<Int> op;
-    Table storages, reuses;  // by step
-    // By residence, of the full form.
+    Column<std::uint8_t> kind, form, saves, lossy;
+    Column<Int> op, nbytes, stream;
+    Column<double> seconds, lost;
+    Table storages, waits, reuses;  // by step
+    // By residence.
     Column<Int> storage, start, end, size, offset, request, first, last;
-    Column<std::uint8_t> pool;
-    Int arena = 0;
+    Column<std::uint8_t> pool, shape;  // shape: the form
+    Int arena = 0, host = 0;
 };
 
 struct Verdict {
     bool right = false;  // otherwise the rest means nothing
-    Int peak = 0, unplanned = 0, caller = 0, handed = 0;
+    Int peak = 0, unplanned = 0, caller = 0, handed = 0, host = 0;
     double seconds = 0;
 };
 

@@ -20,7 +20,9 @@ import numpy as np
 from tightship import _core
 from tightship.errors import Rule, Violation
 from tightship.graph import Graph, alignment_of
-from tightship.plan import Plan, Step
+from tightship.machine import LOSSY
+from tightship.plan import FORMS, Plan, Step
+from tightship.verify.codecs import Codecs
 from tightship.verify.facts import Ledger, extra_of, facts_of, unplanned_need
 from tightship.verify.lanes import Clocks
 from tightship.verify.placement import PLACEMENT_RULES
@@ -109,24 +111,25 @@ def verify(graph: Graph, plan: Plan, depth: int = 0) -> list[Violation]:
 
 def sound(graph: Graph, plan: Plan) -> bool:
     """Whether nothing is wrong with a plan, by the verifier's own replay in the core. False also where that does not
-    know what the plan does (it knows one stream, and storages in full form): the rules are then asked."""
-    if plan.inner or plan.host or (plan.host_budget or 0) < 0 or plan.digest != graph.digest:
+    know what the plan does (plans inside of it, pools of the planner's own): the rules are then asked."""
+    if plan.inner or plan.digest != graph.digest:
         return False
     try:
-        steps = _steps_as_columns(plan)
+        steps = _steps_as_columns(graph, plan)
         found = None if steps is None else _core.verified(_graph_as_columns(graph, steps), steps)
     except (TypeError, OverflowError, ValueError):  # numbers that are none, or beyond all bounds
         return False
     if found is None:
         return False
-    peak, unplanned, static, handed, took = found
+    peak, unplanned, static, handed, host, took = found
     once = sum(graph.columns.time.tolist())
     placed = static + plan.arena + handed
     return (
         (plan.peak, plan.peak_before, plan.static) == (peak, static + unplanned, static)
         and plan.handed == handed
-        and (bool(plan.residences) or not plan.arena)
+        and (bool(plan.residences) or (not plan.arena and plan.host in (0, host)))
         and (plan.budget is None or max(peak, placed) <= plan.budget)
+        and (plan.host_budget is None or max(plan.host, host) <= plan.host_budget)
         and agree(plan.time, took)
         and agree(plan.time_before, once)
         and plan.time_bound <= took * (1 + _ROUNDING)
@@ -135,27 +138,46 @@ def sound(graph: Graph, plan: Plan) -> bool:
     )
 
 
-def _steps_as_columns(plan: Plan) -> dict[str, Any] | None:
-    """Steps and residences; None for what the core's replay does not know."""
+_KINDS = ("compute", "recompute", "free", "offload", "fetch", "compress", "decompress")
+_POOLS = ("device", "host", "out")
+
+
+def _steps_as_columns(graph: Graph, plan: Plan) -> dict[str, Any] | None:
+    """Steps and residences; None for what the core's replay does not know, and for what cannot be packed."""
     steps, rows = plan.steps, plan.residences
-    kind = _core.codes(steps, "kind", ("compute", "recompute", "free"))
-    full = _core.codes(steps, "form", ("full",)) == 0
-    pool = _core.codes(rows, "pool", ("device", "out"))
-    ends, waits = _core.rows(steps, "waits")
-    late = waits >= np.repeat(np.arange(len(kind)), np.diff(ends))
-    other = (
-        (kind > 2).any() or not full[kind == 2].all() or late.any() or (waits < 0).any() or (pool > 1).any()
-        or _core.integers(steps, "stream").any() or _core.flags(steps, "saves").any()
-        or _core.codes(rows, "form", ("full",)).any()
-    )  # fmt: skip
-    if other:
+    kind, form = _core.codes(steps, "kind", _KINDS), _core.codes(steps, "form", FORMS)
+    pool, shape = _core.codes(rows, "pool", _POOLS), _core.codes(rows, "form", FORMS)
+    form[kind != _KINDS.index("free")] = 0  # of no other step does it say anything
+    if any((column == _UNKNOWN).any() for column in (kind, form, pool, shape)):
         return None
+    copies = np.flatnonzero(kind > _KINDS.index("free")).tolist()
+    if not _packable(graph, plan, [steps[i] for i in copies if steps[i].kind == "compress"]):
+        return None
+    seconds, lost = np.zeros(len(kind)), np.zeros(len(kind))
+    lossy = np.zeros(len(kind), dtype=np.uint8)
+    for i in copies:
+        seconds[i], lost[i] = _seconds(graph, steps[i])
+        lossy[i] = steps[i].codec in LOSSY
     names = ("storage", "start", "end", "size", "offset", "request", "first", "last")
     return {
-        "kind": kind, "op": _core.integers(steps, "op"), "storages": _core.rows(steps, "storages"),
-        "reuses": _core.rows(steps, "reuses"), "pool": pool, "arena": plan.arena,
+        "kind": kind, "form": form, "seconds": seconds, "lost": lost, "lossy": lossy, "pool": pool, "shape": shape,
+        "saves": _core.flags(steps, "saves"), "arena": plan.arena, "host": plan.host,
+        **{name: _core.integers(steps, name) for name in ("op", "nbytes", "stream")},
+        **{name: _core.rows(steps, name) for name in ("storages", "waits", "reuses")},
         **{name: _core.integers(rows, name) for name in names},
     }  # fmt: skip
+
+
+_UNKNOWN = 255
+
+
+def _packable(graph: Graph, plan: Plan, steps: Sequence[Step]) -> bool:
+    """Whether each storage that is packed can be packed so, once it has been written for the last time."""
+    if not steps:
+        return True
+    codecs, count = Codecs(graph, facts_of(graph)), len(graph.storages)
+    wanted = {(s, step.codec, step.nbytes) for step in steps for s in step.storages}
+    return all(0 <= s < count and not codecs.fault(s, codec, n, plan.lossy) for s, codec, n in wanted)
 
 
 def _graph_as_columns(graph: Graph, steps: dict[str, Any]) -> dict[str, Any]:
@@ -170,7 +192,8 @@ def _graph_as_columns(graph: Graph, steps: dict[str, Any]) -> dict[str, Any]:
     devices = {op.device for op in graph.ops}
     known = {f.name: getattr(columns, f.name) for f in fields(columns)}
     alignment = max(map(alignment_of, devices), default=alignment_of("cpu"))
-    return known | {"effect": effect, "extra": extra, "alignment": alignment}
+    more = {"effect": effect, "extra": extra, "alignment": alignment, "move": float(graph.machine.state)}
+    return known | more
 
 
 def _identity(i: Inspection) -> None:
