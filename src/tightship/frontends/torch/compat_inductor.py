@@ -249,6 +249,8 @@ _SILENT: Final = (
     "SymbolicCallArgLine", "UnbackedSymbolDefsLine",
 )  # fmt: skip
 """Lines that neither take nor give back memory."""
+_SILENT_TEXT: Final = ("#", "assert_alignment(", "assert_size_stride(")
+"""What begins such lines that are text."""
 
 
 def _read(wrapper: Any) -> Lowered:
@@ -283,7 +285,9 @@ def _strides(node: Any) -> tuple[int, ...] | None:
 
 def _events_of(line: Any, graph: Any) -> Iterator[Event]:
     kind = type(line).__name__
-    if kind in _SILENT or (isinstance(line, str) and line.strip()[:1] in ("", "#")):
+    if kind in _SILENT or (isinstance(line, str) and line.strip().startswith(_SILENT_TEXT)):
+        return
+    if isinstance(line, str) and not line.strip():
         return
     read = _READERS.get(kind)
     if read is None:
