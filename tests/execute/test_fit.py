@@ -412,14 +412,3 @@ def test_a_warning_when_a_step_does_not_go_as_planned(fitted):
     with pytest.warns(PeakMismatch, match="extra"):
         loss = step(pair.batch(1))
     assert torch.isfinite(loss_of(loss))
-
-
-def test_compiled_code_is_the_backend_s():
-    net = torch.nn.Linear(2, 2)
-    given = net, lambda m, x: m(x).mean(), torch.optim.SGD(net.parameters(), lr=0.1), torch.ones(2, 2)
-    with pytest.raises(
-        Unsupported, match=r"compile the model by torch\.compile\(model, backend=\"tightship\""
-    ):
-        fit(*given, mode="compiled")
-    with pytest.raises(BadInput, match="an unknown mode"):
-        fit(*given, mode="fast")

@@ -11,6 +11,7 @@ replayed to the byte; what runs was replayed and is within the budget, or ``Infe
 from __future__ import annotations
 
 import inspect
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -23,15 +24,15 @@ from tightship.execute import allocator
 from tightship.execute.binding import Binding
 from tightship.execute.compiled import CompiledPass, Measured, StepPlan, StepReplay, place
 from tightship.execute.interpreter import RunStats, report
-from tightship.execute.prepared import Settings, Variant
+from tightship.execute.prepared import Settings, Thrashing, Variant
 from tightship.execute.script import device_of
 from tightship.execute.train_step import TrainStep
 from tightship.frontends.torch import compat_inductor
-from tightship.frontends.torch.capture.flat import Flat, flatten_program
+from tightship.frontends.torch.capture.flat import Flat, fixed_settings, flatten_program
 from tightship.frontends.torch.capture.fused import FusedStep, fuse_step
 from tightship.frontends.torch.compat_inductor import Lowered
 from tightship.frontends.torch.optimizer.copy import bare
-from tightship.frontends.torch.optimizer.updates import Updater, state_at
+from tightship.frontends.torch.optimizer.updates import Updater, each, state_at
 from tightship.frontends.torch.program import Program
 from tightship.graph import aligned, alignment_of
 from tightship.planners import default
@@ -39,6 +40,10 @@ from tightship.process_local import NotCopied
 
 __all__ = ["CompiledStep", "WholePlan"]
 
+_NUMBERS = (
+    "numbers are Inductor's: rounded as its fused kernels round, no further from exact ones than code that "
+    "torch.compile makes, and with random numbers as it draws them"
+)
 _LOWERINGS = 8
 """Orders and recomputations of ours that are lowered, at most."""
 _CLOSE = 0.02
@@ -63,6 +68,15 @@ class CompiledStep(TrainStep):
     def __init__(self, *args: Any, **more: Any) -> None:
         compat_inductor.require_inductor()
         super().__init__(*args, **more)
+        optimizers = each(self.optimizer) if self.optimizer is not None else ()
+        if self.loop.scaler is not None and any(hasattr(o, "_step_supports_amp_scaling") for o in optimizers):
+            raise Unsupported(
+                "a GradScaler with a fused optimizer in compiled mode", "its step unscales gradients by itself",
+                "leave out fused=True: a compiled step is fused anyway",
+            )  # fmt: skip
+
+    def _modes(self) -> tuple[Any, ...]:
+        return *super()._modes(), fixed_settings(self.optimizer)
 
     @property
     def plan(self) -> Any:
@@ -93,16 +107,16 @@ class CompiledStep(TrainStep):
 
     def _change(self, variant: Variant, captured: Program, numbers: dict[int, tuple[Any, ...]]) -> None:
         ops = ", ".join(sorted({captured.graph.ops[k].name for k in numbers}))
-        self._note(f"compiled again: another number in {ops}, which compiled code has in it")
+        text = f"compiled again: another number in {ops}, which compiled code has in it"
+        self._notes += [] if text in self._notes else [text]
+        warnings.warn(
+            f"{text}. What changes often belongs into a tensor of the batch", Thrashing, stacklevel=6
+        )
         beside = 0 if variant.part != "update" else self._beside
         variant.executor = self._compiled(captured, beside)
         variant.program = variant.captured = captured
         variant.binding = Binding(captured, self.model, self.optimizer)
         self._share_arena()
-
-    def _note(self, text: str) -> None:
-        if text not in self._notes:
-            self._notes.append(text)
 
     def _resolve_for_parts(self, program: Program) -> None:
         """The budget is resolved when the first part is lowered."""
@@ -238,7 +252,7 @@ class _Compilation:
             raise Unsupported("ops on several devices in compiled mode", "a budget is of one device's memory")
         self.device, self.align = device or "cpu", alignment_of(device or "cpu")
         self.measured = Measured(allocator.kind_of(self.device))
-        self.notes = ["numbers are Inductor's: rounded as its kernels round, masks as it draws them"]
+        self.notes = [_NUMBERS]
         self.count = 0
         self.seen: dict[tuple[str, ...], _Candidate] = {}
         self.model: FusedStep | None = None

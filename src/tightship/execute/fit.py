@@ -97,7 +97,8 @@ def fit(
     largest length that there is is planned here: a percentage is of it. Kinds for all lengths are kept.
 
     ``progress`` hears which stage preparing is in. The options' ``seconds`` are for measuring and search together.
-    ``mode`` is ``exact``: op by op. Compiled code is planned by the torch.compile backend.
+    ``mode``: ``exact`` runs op by op; ``compiled`` runs what PyTorch Inductor makes of the whole step, within the
+    same budget and with Inductor's numbers (`CompiledStep`).
 
     ``loss_fn`` runs once in every step, as in eager, and once here: what that run changes of Python's state is put
     back. Without ``prepare`` it does not run here, and the first step captures and plans.

@@ -26,7 +26,7 @@ from tightship.frontends.torch.optimizer.updates import Updater, each, independe
 from tightship.frontends.torch.program import Program, dtype_of, flat, refs_in, substitute
 from tightship.graph import Value
 
-__all__ = ["Flat", "Number", "flatten_program", "viewed"]
+__all__ = ["Flat", "Number", "fixed_settings", "flatten_program", "viewed"]
 
 
 @dataclass(frozen=True)
@@ -90,6 +90,10 @@ class _Flattening:
         ]
         with torch.no_grad(), torch.autocast("cpu", enabled=False):
             traced = compat_inductor.traced(self._computed, inputs, mode)
+        if any(True for _ in (*traced.parameters(), *traced.buffers())):
+            raise _no_formula(
+                type(self.optimizer).__name__, "its step makes tensors of numbers anew each time"
+            )
         places = {s.value: k for k, s in enumerate(self.program.slots)}
         return Flat(traced, tuple(inputs), tuple(places[s.value] for s in self.slots), self.numbers)
 
@@ -110,6 +114,11 @@ class _Flattening:
                 )
             homes[s] = slot.value
         for op, call in zip(graph.ops, self.program.calls, strict=True):
+            if compat.is_collective(call.fn):
+                raise Unsupported(
+                    "a collective op in compiled mode", "ranks would wait for each other while bytes are measured",
+                    'use mode="exact"',
+                )  # fmt: skip
             if not isinstance(call.fn, (Updater, torch._ops.OpOverload)):
                 raise Unsupported(
                     f"{op.target} at {graph.place(graph.ops.index(op))} in compiled mode", "it is no op"
@@ -159,6 +168,18 @@ class _Flattening:
 
 _SCHEDULED: Final = ("lr", "weight_decay", "momentum", "betas")
 """What schedulers of torch's change, and what is often changed by hand. Other settings are of the graph."""
+
+
+def fixed_settings(optimizer: Any) -> tuple[Any, ...]:
+    """The numbers among the optimizer's settings that are of the graph."""
+    rows: list[Any] = []
+    for k, o in enumerate(each(optimizer) if optimizer is not None else ()):
+        for g, group in enumerate(o.param_groups):
+            names = [
+                n for n in o.defaults if n not in _SCHEDULED and isinstance(group.get(n), (int, float, tuple))
+            ]
+            rows += [(k, g, n, group[n]) for n in names]
+    return tuple(rows)
 
 
 def _is_number(x: Any) -> bool:
@@ -285,7 +306,9 @@ def _update(
     except TightshipError:
         raise
     except Exception as error:
-        raise _no_formula(cls.__name__, f"its step does not run on tensors without data ({error})") from error
+        if "local_scalar" in str(error):
+            raise _no_formula(cls.__name__, "what its step does follows from numbers in its state") from error
+        raise _no_formula(cls.__name__, f"its step does not run on stand-ins ({error})") from error
     finally:
         param.grad = None
     now = one.state[param]

@@ -1,0 +1,460 @@
+"""fit(mode="compiled"): the whole step as Inductor's code, its peak as planned, within a budget."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+from tightship import errors, fit
+from tightship.execute import compiled_step
+from tightship.execute.prepared import Thrashing
+from tightship.frontends.torch import compat_inductor
+from tightship.frontends.torch.capture.flat import viewed
+from tightship.graph import Value
+
+pytestmark = pytest.mark.filterwarnings("error::tightship.execute.interpreter.PeakMismatch")
+
+OPTIONS = {"mode": "compiled", "strict": True, "cache": None}
+
+
+def net(layers=1, width=16, dropout=0.0):
+    torch.manual_seed(0)
+    rows = [
+        m
+        for _ in range(layers)
+        for m in (nn.Linear(width, width), nn.GELU(), nn.Dropout(dropout), nn.LayerNorm(width))
+    ]
+    return nn.Sequential(*rows, nn.Linear(width, 4))
+
+
+def data(n=32, width=16, seed=0):
+    g = torch.Generator().manual_seed(seed)
+    return torch.randn(n, width, generator=g), torch.randn(n, 4, generator=g)
+
+
+def loss(model, batch):
+    return (model(batch[0]) - batch[1]).square().mean()
+
+
+def sgd(model, **more):
+    return torch.optim.SGD(model.parameters(), **{"lr": 0.1, **more})
+
+
+def adamw(model, **more):
+    return torch.optim.AdamW(model.parameters(), **{"lr": 0.01, **more})
+
+
+def eager(model, optimizer, call=loss):
+    def step(batch):
+        optimizer.zero_grad()
+        out = call(model, batch)
+        out.backward()
+        optimizer.step()
+        return out.detach()
+
+    return step
+
+
+def train(step, steps=3, n=32, width=16):
+    found = []
+    for k in range(steps):
+        torch.manual_seed(k)
+        found.append(float(step(data(n, width, seed=k))))
+    return found
+
+
+def assert_close(a, b, **tolerance):
+    for x, y in zip(a.parameters(), b.parameters(), strict=True):
+        torch.testing.assert_close(x, y, **tolerance)
+
+
+def as_planned(step):
+    used = step.measure()
+    return used["measured_peak"] == used["planned_peak"] and not used["misses"]
+
+
+# --- from end to end ---
+
+
+def test_a_step_is_one_compiled_graph_with_the_peak_known_to_the_byte_and_rates_are_read_at_each_step(
+    monkeypatch,
+):
+    made = []
+    plain = compat_inductor.compile_flat
+    monkeypatch.setattr(compat_inductor, "compile_flat", lambda *a: made.append(1) or plain(*a))
+    model, other = net(), net()
+    ours, theirs = sgd(model, momentum=0.9), sgd(other, momentum=0.9)
+    step, reference = fit(model, loss, ours, data(), **OPTIONS), eager(other, theirs)
+    assert step.plan.met
+    schedulers = [torch.optim.lr_scheduler.StepLR(o, 1, 0.5) for o in (ours, theirs)]
+    for k in range(3):
+        torch.testing.assert_close(step(data(seed=k)), reference(data(seed=k)))
+        assert as_planned(step)
+        for s in schedulers:
+            s.step()
+    assert_close(model, other)
+    assert made == [1]
+    assert any("numbers are Inductor's" in note for note in step.notes)
+    model.eval()
+    with torch.no_grad():
+        torch.testing.assert_close(model(data()[0]), other(data()[0]))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("budget", ["60%", "static+40%"])
+def test_a_budget_holds_as_a_measured_peak_and_masks_are_drawn_once(budget):
+    model, other = net(5, 32, 0.1), net(5, 32, 0.1)
+    step = fit(model, loss, adamw(model), data(1024, 32), budget, work=1_000_000, **OPTIONS)
+    plan = step.plan
+    assert plan.recomputed
+    assert max(plan.peak, plan.static + plan.arena) <= plan.budget < plan.peak_before
+    free = fit(other, loss, adamw(other), data(1024, 32), **OPTIONS)
+    assert plan.peak_before == free.plan.peak
+    for k in range(3):
+        torch.manual_seed(k)
+        found = step(data(1024, 32, k))
+        torch.manual_seed(k)
+        torch.testing.assert_close(found, free(data(1024, 32, k)))  # other masks would give another loss
+        assert as_planned(step) and as_planned(free)
+    assert_close(model, other)
+
+
+@pytest.mark.slow
+def test_masks_are_those_that_torch_compile_draws():
+    model, other = net(2, dropout=0.5), net(2, dropout=0.5)
+    step = fit(model, loss, sgd(model), data(), **OPTIONS)
+    torch._dynamo.reset()
+    stock = torch.compile(other)
+    assert train(step) == pytest.approx(
+        train(eager(other, sgd(other), lambda _, b: loss(stock, b))), rel=1e-5
+    )
+    assert_close(model, other)
+
+
+@pytest.mark.slow
+def test_numbers_are_no_further_from_exact_ones_than_inductors_are():
+    model, other, exact = net(3, 32), net(3, 32), net(3, 32).double()
+    step = fit(model, loss, sgd(model), data(256, 32), "80%", work=1_000_000, **OPTIONS)
+    assert step.plan.recomputed
+    torch._dynamo.reset()
+    stock = torch.compile(other)
+    rows = [eager(other, sgd(other), lambda _, b: loss(stock, b)), eager(exact, sgd(exact))]
+    for k in range(3):
+        x, y = data(256, 32, k)
+        step((x, y))
+        rows[0]((x, y))
+        rows[1]((x.double(), y.double()))
+
+    def far(trained):
+        pairs = zip(trained.parameters(), exact.parameters(), strict=True)
+        return sum(float((a.double() - b).norm() ** 2) for a, b in pairs) ** 0.5
+
+    assert far(model) <= 1.1 * far(other)
+
+
+@pytest.mark.slow
+def test_the_least_peak_that_infeasible_reports_can_be_had():
+    model = net(3, 32)
+    with pytest.raises(errors.Infeasible) as found:
+        fit(model, loss, sgd(model), data(512, 32), 1024, work=1_000_000, **OPTIONS)
+    least = found.value.best_peak
+    assert least >= found.value.lower_bound > 1024
+    step = fit(model, loss, sgd(model), data(512, 32), least, work=1_000_000, **OPTIONS)
+    train(step, 1, 512, 32)
+    assert as_planned(step)
+    assert step.measure()["measured_peak"] <= least
+
+
+@pytest.mark.slow
+def test_convolutions_and_running_statistics():
+    def images(seed):
+        g = torch.Generator().manual_seed(seed)
+        return torch.randn(4, 3, 24, 24, generator=g), torch.arange(4)
+
+    def convolutional():
+        torch.manual_seed(0)
+        rows = [nn.Conv2d(3, 16, 3, padding=1), nn.BatchNorm2d(16), nn.ReLU()]
+        rows += [nn.Conv2d(16, 16, 3, padding=1), nn.BatchNorm2d(16), nn.ReLU()]
+        return nn.Sequential(*rows, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(16, 4))
+
+    def entropy(model, batch):
+        return nn.functional.cross_entropy(model(batch[0]), batch[1])
+
+    model, other = convolutional(), convolutional()
+    step = fit(model, entropy, sgd(model), images(0), "85%", work=1_000_000, **OPTIONS)
+    assert step.plan.recomputed
+    reference = eager(other, sgd(other), entropy)
+    for k in range(3):
+        torch.testing.assert_close(step(images(k)), reference(images(k)))
+        assert as_planned(step)
+    for a, b in zip(model.buffers(), other.buffers(), strict=True):
+        torch.testing.assert_close(a, b)
+    assert_close(model, other, rtol=1e-4, atol=1e-5)
+
+
+# --- loops ---
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "name", ["Adam", "Adadelta", "Adagrad", "Adamax", "NAdam", "RMSprop", "amsgrad", "nesterov", "fused"]
+)
+def test_torchs_optimizers(name):
+    special = {
+        "amsgrad": lambda m: adamw(m, amsgrad=True),
+        "nesterov": lambda m: sgd(m, momentum=0.9, nesterov=True, weight_decay=0.01),
+        "fused": lambda m: adamw(m, fused=True),
+    }
+    make = special.get(name) or (lambda m: getattr(torch.optim, name)(m.parameters(), weight_decay=0.01))
+    model, other = net(), net()
+    ours, theirs = make(model), make(other)
+    step = fit(model, loss, ours, data(), **OPTIONS)
+    assert train(step) == pytest.approx(train(eager(other, theirs)), rel=1e-4)
+    assert as_planned(step)
+    assert_close(model, other, rtol=1e-4, atol=1e-5)
+    for a, b in zip(ours.state.values(), theirs.state.values(), strict=True):
+        assert a.keys() == b.keys()
+        for k in a:
+            torch.testing.assert_close(a[k], b[k], rtol=1e-3, atol=1e-5)
+
+
+@pytest.mark.slow
+def test_cycled_momenta_are_read_at_each_step_too():
+    model, other = net(), net()
+    ours, theirs = adamw(model), adamw(other)
+    step = fit(model, loss, ours, data(), **OPTIONS)
+    reference = eager(other, theirs)
+    schedulers = [torch.optim.lr_scheduler.OneCycleLR(o, 0.1, total_steps=8) for o in (ours, theirs)]
+    for k in range(4):
+        step(data(seed=k))
+        reference(data(seed=k))
+        for s in schedulers:
+            s.step()
+    assert_close(model, other)
+    assert len(step._variants) == 1
+    ours.param_groups[0]["eps"] = theirs.param_groups[0]["eps"] = 0.1  # of the graph: another one
+    step(data())
+    reference(data())
+    assert_close(model, other)
+    assert len(step._variants) == 2
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "how",
+    [{"clip_norm": 0.1}, {"clip_value": 0.01}, {"accumulate": 2}, {"skip_nonfinite": True}, {"scaler": True}],
+)
+def test_what_a_loop_does_with_gradients(how):
+    model, other = net(), net()
+    optimizer, clip = adamw(other), how.get("clip_norm")
+    more = {**how, "scaler": torch.amp.GradScaler("cpu", init_scale=8.0)} if "scaler" in how else how
+    step = fit(model, loss, adamw(model), data(), budget="100%", work=1_000_000, **more, **OPTIONS)
+    every = how.get("accumulate", 1)
+    for k in range(4):
+        found = step(data(seed=k))
+        wanted = loss(other, data(seed=k))
+        wanted.backward()
+        torch.testing.assert_close(found, wanted.detach())
+        if (k + 1) % every == 0:
+            if clip:
+                torch.nn.utils.clip_grad_norm_(other.parameters(), clip)
+            if "clip_value" in how:
+                torch.nn.utils.clip_grad_value_(other.parameters(), how["clip_value"])
+            optimizer.step()
+            optimizer.zero_grad()
+    used = step.measure()
+    assert used["measured_peak"] == used["planned_peak"] <= used["budget"]
+    assert_close(model, other)
+
+
+@pytest.mark.slow
+def test_parts_of_a_step_and_gradients_between_them():
+    model, other = net(), net()
+    optimizer = sgd(other)
+    step = fit(model, loss, sgd(model), data(), split=True, **OPTIONS)
+    for k in range(2):
+        step.backward(data(seed=k))
+        optimizer.zero_grad()
+        loss(other, data(seed=k)).backward()
+        for p, q in zip(model.parameters(), other.parameters(), strict=True):
+            torch.testing.assert_close(p.grad, q.grad)
+            p.grad.mul_(0.5)
+            q.grad.mul_(0.5)
+        step.update()
+        optimizer.step()
+        for p in model.parameters():
+            p.grad = None
+    assert_close(model, other)
+
+
+@pytest.mark.slow
+def test_kinds_of_batches_and_a_checkpoint_in_between():
+    model, other = net(), net()
+    ours, theirs = adamw(model), adamw(other)
+    step, reference = fit(model, loss, ours, data(), "1MiB", work=1_000_000, **OPTIONS), eager(other, theirs)
+    for n in (32, 8, 32):
+        step(data(n))
+        reference(data(n))
+        assert as_planned(step)
+    assert len(step._variants) == 2
+    kept = copy.deepcopy((model.state_dict(), ours.state_dict()))
+    step(data(seed=5))
+    model.load_state_dict(kept[0])
+    ours.load_state_dict(kept[1])
+    step(data(seed=6))
+    reference(data(seed=6))
+    assert_close(model, other)
+    fresh = net()
+    again = adamw(fresh)
+    fresh.load_state_dict(kept[0])
+    again.load_state_dict(kept[1])
+    fit(fresh, loss, again, data(), **OPTIONS)(data(seed=6))
+    assert_close(fresh, other)
+
+
+@pytest.mark.slow
+def test_a_number_that_is_of_the_ops_compiles_again_and_says_so():
+    model, other = net(), net()
+    weight = [1.0]
+
+    def weighted(m, batch):
+        return loss(m, batch) * weight[0]
+
+    step, reference = fit(model, weighted, sgd(model), data(), **OPTIONS), eager(other, sgd(other), weighted)
+    step(data())
+    reference(data())
+    weight[0] = 0.25
+    with pytest.warns(Thrashing, match="compiled again: another number"):
+        step(data())
+    reference(data())
+    assert_close(model, other)
+    assert any("compiled again" in note for note in step.notes)
+
+
+# --- refused ---
+
+
+@pytest.mark.parametrize(
+    ("more", "rule"),
+    [
+        ({"verify_every": 1}, "verify_every compares with eager's bits"),
+        ({"allow": "recompute,offload"}, "'offload' goes with mode=\"exact\""),
+        ({"allow": "split"}, "'split' goes with mode=\"exact\""),
+        ({"hints": "0=compress"}, "'compress' goes with mode=\"exact\""),
+        ({"folder": "/tmp"}, "'offload' goes with mode=\"exact\""),
+        ({"planner": lambda graph, budget: None}, "planner= goes with exact mode"),
+        ({"mode": "fast"}, "mode must be 'exact' or 'compiled'"),
+    ],
+)
+def test_arguments_of_exact_mode_are_refused(more, rule):
+    model = net()
+    with pytest.raises(errors.BadInput, match=rule):
+        fit(model, loss, sgd(model), data(), **{**OPTIONS, **more})
+
+
+@pytest.mark.parametrize("name", ["RAdam", "ASGD", "Adafactor", "Rprop"])
+def test_optimizers_that_cannot_be_written_out_are_refused(name):
+    model = net()
+    with pytest.raises(errors.Unsupported, match=f"(?s)the optimizer {name} in compiled mode.*mode=.exact"):
+        fit(model, loss, getattr(torch.optim, name)(model.parameters()), data(), **OPTIONS)
+
+
+class Own(torch.optim.SGD):
+    """Somebody's own."""
+
+
+def test_other_peoples_optimizers_are_refused():
+    model = net()
+    with pytest.raises(errors.Unsupported, match="the optimizer Own in compiled mode"):
+        fit(model, loss, Own(model.parameters(), lr=0.1), data(), **OPTIONS)
+
+
+def test_a_scaler_with_a_fused_optimizer_is_refused():
+    model = net()
+    with pytest.raises(errors.Unsupported, match="a GradScaler with a fused optimizer"):
+        fit(model, loss, adamw(model, fused=True), data(), scaler=torch.amp.GradScaler("cpu"), **OPTIONS)
+
+
+def test_dampening_before_the_first_step_is_refused():
+    model = net()
+    with pytest.raises(errors.Unsupported, match="SGD with dampening before its first step"):
+        fit(model, loss, sgd(model, momentum=0.9, dampening=0.5), data(), **OPTIONS)
+
+
+def test_gradients_that_share_memory_are_refused():
+    model = net()
+    step = fit(model, loss, sgd(model), data(), split=True, prepare=False, **OPTIONS)
+    whole = torch.zeros(2, 16)
+    model[3].weight.grad, model[3].bias.grad = whole[0], whole[1]
+    with pytest.raises(errors.Unsupported, match="which share memory, in compiled mode"):
+        step.backward(data())
+
+
+def test_a_hook_of_inductor_that_is_gone_stops_fit_and_nothing_runs_in_its_place(monkeypatch):
+    monkeypatch.setattr(compat_inductor, "HOOKS", (("torch._inductor.compile_fx", "no_such_thing"),))
+    model = net()
+    with pytest.raises(errors.Unsupported, match="no_such_thing"):
+        fit(model, loss, sgd(model), data(), **OPTIONS)
+
+
+def test_what_is_compiled_is_what_was_replayed(monkeypatch):
+    first = compiled_step._Compilation.replayed
+    sizes = iter([0, 64])
+
+    def drifting(self, lowered):
+        found = first(self, lowered)
+        found.peaks[-1] += next(sizes)
+        return found
+
+    monkeypatch.setattr(compiled_step._Compilation, "replayed", drifting)
+    model = net()
+    with pytest.raises(errors.VerificationFailed, match="that were replayed"):
+        fit(model, loss, sgd(model), data(), **OPTIONS)
+
+
+# --- views ---
+
+
+@pytest.mark.parametrize(
+    "view",
+    [
+        lambda t: t,
+        lambda t: t.transpose(0, 2),
+        lambda t: t.view(2, 60),
+        lambda t: t.split(5, 2)[1],
+        lambda t: t.split(5, 2)[1].view(2, 6, 5, 1).transpose(1, 2),
+        lambda t: t[:, 3],
+        lambda t: t[1, 2, 7],
+        lambda t: t[:, 1:4, 2:9],
+        lambda t: t[0].view(3, 4, 5).permute(2, 0, 1),
+        lambda t: t[:, :1].expand(2, 6, 10),
+        lambda t: t.unsqueeze(1).expand(2, 3, 6, 10),
+        lambda t: t.view(-1)[::3],
+        lambda t: t.diagonal(dim1=0, dim2=1),
+        lambda t: t.unfold(2, 4, 2),
+        lambda t: t.view(2, 6, 2, 5)[:, :, 1, 2:4],
+    ],
+)
+@pytest.mark.parametrize("order", [(0, 1, 2), (2, 0, 1)])
+def test_views_are_found_from_shapes_and_strides(view, order):
+    dense = torch.arange(120.0).view(2, 6, 10)
+    base = dense.permute(order).contiguous().permute([order.index(k) for k in range(3)])
+    try:
+        wanted = view(base)
+    except RuntimeError:
+        pytest.skip("no view of a tensor in this order")
+
+    def value(t):
+        return Value("v", 0, "float32", tuple(t.shape), t.stride(), t.storage_offset())
+
+    found = viewed(base, value(base), value(wanted))
+    assert torch.equal(found, wanted)
+    assert found.data_ptr() == wanted.data_ptr()
+
+
+def test_another_type_of_the_same_bytes_is_refused():
+    t = torch.zeros(4)
+    base = Value("v", 0, "float32", (4,), (1,))
+    with pytest.raises(errors.Unsupported, match="float32 read as int32"):
+        viewed(t, base, Value("w", 0, "int32", (4,), (1,)))
