@@ -273,6 +273,8 @@ class TrainStep(TrainVariants):
     def _run_planned(self, batch: Any, ending: Ending) -> Any:
         variant, tensors, asked = self._run_code(batch, ending)
         self._check_ranks(variant.program)
+        if self.ranks is not None:
+            self.ranks.begin()
         if self._replicas is not None and not self._added:
             self._replicas.synchronize()
         self._steps += 1
@@ -302,12 +304,11 @@ class TrainStep(TrainVariants):
         self._renew()
         if self.optimizer is None:
             raise BadInput("no optimizer: update yourself, or give fit an optimizer", place="step.update")
-        variant = None
-        if self._unplanned is None:
-            names = self._own_updates().names
-            gradients = {n: p.grad for n, p in self._owned.parameters if n in names and p.grad is not None}
-            check_gradients(gradients)
-            variant = self._update_variant(gradients) if gradients else None
+        variant = self._planned_update()
+        if self.ranks is not None:
+            there = [n for n, p in self._owned.parameters if p.grad is not None]
+            self.ranks.same("gradients", lambda: f"gradients of {len(there)} parameters ({', '.join(there)})")
+            self.ranks.begin()
         if self._replicas is not None:
             self._replicas.average(self._owned.parameters)
         finite = self._between(self._with_gradients(), variant)
@@ -324,6 +325,14 @@ class TrainStep(TrainVariants):
             scaler.update()
         elif finite:
             self._run_update(variant)
+
+    def _planned_update(self) -> Variant | None:
+        if self._unplanned is not None:
+            return None
+        names = self._own_updates().names
+        gradients = {n: p.grad for n, p in self._owned.parameters if n in names and p.grad is not None}
+        check_gradients(gradients)
+        return self._update_variant(gradients) if gradients else None
 
     def _with_gradients(self) -> list[torch.Tensor]:
         """Those of the optimizer's parameters that have one."""
