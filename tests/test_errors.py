@@ -9,6 +9,7 @@ from tightship.errors import (
     BadInput,
     BudgetExceeded,
     Infeasible,
+    PeerFailed,
     TightshipError,
     UnknownAlias,
     UnknownSize,
@@ -30,6 +31,7 @@ EXAMPLES = [
     ),
     VerificationFailed(["overlap at step 3"], "plan.json"),
     BudgetExceeded("conv", 4096, 1024, "stem · net.py:3"),
+    PeerFailed({1: "ValueError: no"}, "planning"),
     Unsupported("double backward", "the graph has none", "use eager"),
     Unplannable("a mask of activations", "its shape follows from what the step computes", "use torch.where"),
 ]
@@ -47,7 +49,7 @@ def test_every_public_error_is_of_the_family_and_has_an_example() -> None:
 
 @pytest.mark.parametrize("error", EXAMPLES, ids=by_name)
 def test_exit_status_says_not_achievable_or_bad_input(error: TightshipError) -> None:
-    not_achievable = isinstance(error, (Infeasible, VerificationFailed, BudgetExceeded))
+    not_achievable = isinstance(error, (Infeasible, VerificationFailed, BudgetExceeded, PeerFailed))
     assert error.exit_status == (1 if not_achievable else 2)
 
 

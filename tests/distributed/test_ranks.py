@@ -45,8 +45,8 @@ def run(*scenarios: str, ranks: int = 2, ends: tuple[int, ...] = (0, 0)) -> Rows
 
 
 TOGETHER = (
-    "ddp", "whole_40", "sharded_40", "infeasible", "raising_code", "other_rows", "other_models", "hand_made",
-    "state_dicts", "failing_op",
+    "ddp", "whole_40", "sharded_40", "infeasible", "raising_code", "other_rows", "other_models", "other_parameters",
+    "hand_made", "state_dicts", "refused", "failing_op",
 )  # fmt: skip
 
 
@@ -95,6 +95,9 @@ def test_code_that_fails_on_one_rank_fails_on_all_and_nothing_is_sent(rows: Rows
         assert row["error"]["type"] == "PeerFailed"
         assert "rank 1: ValueError: three is one too many" in row["error"]["text"]
         assert row["error"]["seconds"] < 5
+        assert row["everywhere"]["type"] == "Unsupported"  # the same on all ranks, so that it is just that
+        assert row["somewhere"]["type"] == "PeerFailed"
+        assert "rank 0: a training step while '0.weight' has a gradient" in row["somewhere"]["text"]
     assert rows["raising_code"][0]["losses"] == rows["ddp"][0]["losses"]
 
 
@@ -104,11 +107,19 @@ def test_another_number_of_rows_on_one_rank_keeps_the_sequence(rows: Rows) -> No
     assert [row["kinds"] for row in rows["other_rows"]] == [2, 2]
 
 
-def test_other_models_are_refused_before_anything_is_sent(rows: Rows) -> None:
-    a, b = rows["other_models"]
+@pytest.mark.parametrize("how", ["other_models", "other_parameters"])
+def test_steps_that_do_not_match_are_refused_before_anything_is_sent(rows: Rows, how: str) -> None:
+    a, b = rows[how]
     assert a["type"] == b["type"] == "PeerFailed"
     assert a["text"] == b["text"]
     assert "rank 1" in a["text"]
+
+
+@pytest.mark.parametrize("how", ["fully_shard", "DTensor", "DDP"])
+def test_models_that_torch_has_distributed_are_refused_with_what_to_do(rows: Rows, how: str) -> None:
+    for row in rows["refused"]:
+        assert row[how]["type"] == "Unsupported"
+        assert "parallel=tightship.DataParallel(" in row[how]["text"]
 
 
 def test_collectives_in_a_model_are_planned_and_measured(rows: Rows) -> None:
@@ -143,11 +154,12 @@ def test_a_killed_rank_ends_the_step_on_all() -> None:
 
 @pytest.mark.slow
 def test_more_budgets_and_steps_in_parts() -> None:
-    rows = run("ddp", "whole_100", "sharded_100", "in_parts")
+    rows = run("ddp", "whole_100", "sharded_100", "in_parts", "checkpoints")
     for how in ("whole_100", "sharded_100"):
         for mine, ddp in zip(rows[how], rows["ddp"], strict=True):
             assert (mine["losses"], mine["digest"]) == (ddp["losses"], ddp["digest"])
             as_planned(mine["measure"])
+    assert all(row and all(row.values()) for row in rows["checkpoints"])
     for row in rows["in_parts"]:
         assert row["digest"] == row["expected"]
         as_planned(row["measure"])

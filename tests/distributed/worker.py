@@ -6,7 +6,9 @@ import copy
 import hashlib
 import json
 import os
+import shutil
 import sys
+import tempfile
 import time
 from collections.abc import Callable
 from typing import Any
@@ -124,7 +126,7 @@ def sharded_40() -> Any:
 
 
 def infeasible() -> Any:
-    return caught(lambda: planned("static+1%", False))
+    return caught(lambda: planned("static+1%", False, seconds=1.0))
 
 
 class Gather(torch.autograd.Function):
@@ -189,7 +191,18 @@ def raising_code() -> Any:
     first = step(batches()[0]).item()
     bad = (*batches()[1], 3) if dist.get_rank() == 1 else batches()[1]
     error = caught(lambda: step(bad))
-    return {"error": error, "losses": [first, *[step(b).item() for b in batches()[1:]]]}
+    p = next(m.parameters())
+    p.grad = torch.zeros_like(p)
+    everywhere = caught(lambda: step(batches()[1]))
+    p.grad = torch.zeros_like(p) if dist.get_rank() == 0 else None
+    somewhere = caught(lambda: step(batches()[1]))
+    p.grad = None
+    return {
+        "error": error,
+        "everywhere": everywhere,
+        "somewhere": somewhere,
+        "losses": [first, *[step(b).item() for b in batches()[1:]]],
+    }
 
 
 def other_rows() -> Any:
@@ -207,6 +220,44 @@ def other_models() -> Any:
     return caught(
         lambda: tightship.fit(m, loss_of, adamw(m), batches()[0], parallel=tightship.DataParallel())
     )
+
+
+class Either(torch.nn.Module):
+    """Each rank trains another of two layers of the same size."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = torch.nn.ModuleList(torch.nn.Linear(WIDTH, 7) for _ in range(2))
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return self.layers[dist.get_rank()](x)
+
+
+def other_parameters() -> Any:
+    m = Either()
+    return caught(
+        lambda: tightship.fit(m, loss_of, adamw(m), batches()[0], parallel=tightship.DataParallel())
+    )
+
+
+def refused() -> Any:
+    """Models that torch itself has distributed."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
+
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    sharded, parallel = model(), model()
+    fully_shard(sharded, mesh=mesh)
+    parallelize_module(parallel, mesh, {"0": ColwiseParallel()})
+    models = {
+        "fully_shard": sharded,
+        "DTensor": parallel,
+        "DDP": torch.nn.parallel.DistributedDataParallel(model()),
+    }
+    return {
+        n: caught(lambda m=m: tightship.fit(m, loss_of, adamw(m), batches()[0])) for n, m in models.items()
+    }
 
 
 def in_parts() -> Any:
@@ -241,13 +292,33 @@ def state_dicts() -> Any:
         step(batches()[0])
         saved = copy.deepcopy(step.state_dict(full=True))
         parts = step.state_dict()["model"]
-        kinds = sorted({type(t).__name__ for t in parts.values()})
+        kinds = sorted({type(t).__name__ for n, t in parts.items() if n.endswith((".weight", ".bias"))})
         ahead = [step(b).item() for b in batches()[1:]]
         step.load_state_dict(saved)
         again = [step(b).item() for b in batches()[1:]]
         rows[str(shard)] = {"ahead": ahead, "again": again, "names": sorted(parts), "kinds": kinds}
     rows["names"] = sorted(model().state_dict())
     return rows
+
+
+def checkpoints() -> Any:
+    """Whether torch's own checkpoint gives a plain model the parameters that a sharded step has."""
+    from torch.distributed import checkpoint
+
+    m = model()
+    step = tightship.fit(m, loss_of, adamw(m), batches()[0], parallel=tightship.DataParallel(shard=True))
+    step(batches()[0])
+    folder = [tempfile.mkdtemp() if dist.get_rank() == 0 else None]
+    dist.broadcast_object_list(folder)
+    checkpoint.save(step.state_dict(), checkpoint_id=folder[0])
+    state = {"model": model().state_dict()}
+    checkpoint.load(state, checkpoint_id=folder[0])
+    whole = step.state_dict(full=True)["model"]
+    dist.barrier()
+    if dist.get_rank() == 0:
+        shutil.rmtree(folder[0])
+    names = [n for n, _ in model().named_parameters()]
+    return {n: torch.equal(state["model"][n], whole[n]) for n in names}
 
 
 def failing_op() -> Any:

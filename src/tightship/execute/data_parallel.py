@@ -21,6 +21,7 @@ from tightship.errors import BadInput, Unsupported
 from tightship.execute.parts import Loop
 from tightship.execute.prepared import Settings
 from tightship.execute.ranks import Ranks
+from tightship.frontends.torch.capture.step import check_model
 from tightship.frontends.torch.collectives import average_now, broadcast, gathered, scattered_mean
 from tightship.frontends.torch.optimizer.updates import each
 from tightship.process_local import NotCopied
@@ -43,8 +44,22 @@ class DataParallel:
     buffers: bool = True
 
 
-def check_together(ranks: Ranks | None, parallel: object, settings: Settings, loop: Loop) -> None:
+def check_together(
+    model: torch.nn.Module, ranks: Ranks | None, parallel: object, settings: Settings, loop: Loop
+) -> None:
     """Raises ``BadInput`` and ``Unsupported`` for what does not go together with other ranks, or without them."""
+
+    def check() -> None:
+        check_model(model, hooks=True)
+        _check(ranks, parallel, settings, loop)
+
+    if ranks is None:
+        check()
+    else:
+        ranks.agreed("fit", check, lambda none: none)
+
+
+def _check(ranks: Ranks | None, parallel: object, settings: Settings, loop: Loop) -> None:
     if parallel is not None and not isinstance(parallel, DataParallel):
         raise BadInput("parallel= is no tightship.DataParallel", type(parallel).__name__, "fit")
     if parallel is not None and ranks is None:

@@ -75,7 +75,7 @@ def together() -> Ranks | None:
         return None
     world = dist.group.WORLD
     if _process.of is not world:
-        _process.group, _process.of, _process.meetings = None, world, 0
+        _process.group, _process.of = None, world
     _process.meetings += 1
     store, rank, size = compat.process_groups_store(), dist.get_rank(), dist.get_world_size()
     key = f"tightship/{_process.meetings}"
@@ -103,7 +103,7 @@ class Ranks(NotCopied):
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
         self._group, self._store, self._key = group, store, key
         self._ended: PeerFailed | None = None
-        self._place = ""
+        self._place, self._begun = "", False
 
     # --- saying and hearing ---
 
@@ -131,22 +131,35 @@ class Ranks(NotCopied):
         """What ``own()`` returns here, and what every rank has ``said`` of its own (as JSON has it), when all have
         run theirs. Where one raises, all raise ``PeerFailed``, or, if all raise the same, just that."""
         self._place = place
-        error: BaseException | None = None
         try:
             result = own()
             text = "+" + json.dumps(said(result))
         except PeerFailed:
             raise
-        except BaseException as raised:
-            error, text = raised, "-" + _words(raised)
+        except BaseException as error:
+            self._share(error)
+            raise
+        rows, failed = self._shared(text, None)
+        if failed is not None:
+            raise failed
+        return result, rows
+
+    def _share(self, error: BaseException) -> None:
+        """Says to all what has failed here; returns where all raise the same, and raises what all raise otherwise."""
+        _, failed = self._shared("-" + _words(error), error)
+        if failed is not error:
+            raise failed from error
+
+    def _shared(self, text: str, error: BaseException | None) -> tuple[list[Any], Any]:
+        """What all have said, and the error that all raise if one has one; ``text`` begins with - for ``error``."""
         told = [row.decode() for row in self.exchange(text.encode())]
         failures = {r: row[1:] for r, row in enumerate(told) if row[0] == "-"}
         if not failures:
-            return result, [json.loads(row[1:]) for row in told]
+            return [json.loads(row[1:]) for row in told], None
         alike = len(failures) == self.size and len(set(failures.values())) == 1
         if error is not None and (alike or not isinstance(error, Exception)):
-            raise _marked(error)
-        raise _marked(PeerFailed(failures, place)) from error
+            return [], _marked(error)
+        return [], _marked(PeerFailed(failures, self._place))
 
     def same(self, what: str, own: Callable[[], str]) -> None:
         """Raises ``PeerFailed`` unless ``own()`` is the same on all ranks."""
@@ -162,10 +175,11 @@ class Ranks(NotCopied):
 
     @contextmanager
     def ending_together(self, place: str) -> Iterator[None]:
-        """If what runs inside fails on one rank, it ends on all. Collectives inside are waited for in turns."""
+        """If what runs inside fails on one rank, it fails on all; once it has begun (`begin`) it ends for good.
+        Collectives inside are waited for in turns."""
         if self._ended is not None:
             raise self._ended
-        self._place = place
+        self._place, self._begun = place, False
         try:
             with collectives.sending(self.wait):
                 yield
@@ -176,11 +190,18 @@ class Ranks(NotCopied):
         except BaseException as error:
             if _is_marked(error):
                 raise
+            if not self._begun and isinstance(error, Exception):
+                self._share(error)
+                raise
             self._ended = PeerFailed({self.rank: _words(error)}, self._place)
             self._leave_note(_words(error))
             if isinstance(error, Exception):
                 raise self._ended from error
             raise
+
+    def begin(self) -> None:
+        """All are ready: from here on an error cannot be said in the next exchange, as nobody comes to one."""
+        self._begun = True
 
     def _leave_note(self, text: str) -> None:
         with suppress(RuntimeError):  # rank 0, which has the store, may be gone
@@ -296,7 +317,9 @@ def _calls(program: Program, ops: Iterable[int]) -> tuple[int, str]:
 def _described(program: Program, argument: Any) -> Any:
     if isinstance(argument, Ref):
         value = program.graph.values[argument.value]
-        return value.dtype, value.shape
+        storage = program.graph.storages[value.storage]
+        named = storage.kind == "parameter" or storage.name.endswith(".grad")
+        return value.dtype, value.shape, storage.name if named else ""
     if isinstance(argument, (list, tuple)):
         return [_described(program, a) for a in argument]
     return argument

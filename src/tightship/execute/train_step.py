@@ -273,6 +273,8 @@ class TrainStep(TrainVariants):
     def _run_planned(self, batch: Any, ending: Ending) -> Any:
         variant, tensors, asked = self._run_code(batch, ending)
         self._check_ranks(variant.program)
+        if self.ranks is not None:
+            self.ranks.begin()
         if self._replicas is not None and not self._added:
             self._replicas.synchronize()
         self._steps += 1
@@ -302,13 +304,12 @@ class TrainStep(TrainVariants):
         self._renew()
         if self.optimizer is None:
             raise BadInput("no optimizer: update yourself, or give fit an optimizer", place="step.update")
-        variant = None
         in_eager = self._unplanned is not None or (self._in_eager is not None and not self._variants)
-        if not in_eager:
-            names = self._own_updates().names
-            gradients = {n: p.grad for n, p in self._owned.parameters if n in names and p.grad is not None}
-            check_gradients(gradients)
-            variant = self._update_variant(gradients) if gradients else None
+        variant = None if in_eager else self._planned_update()
+        if self.ranks is not None:
+            there = [n for n, p in self._owned.parameters if p.grad is not None]
+            self.ranks.same("gradients", lambda: f"gradients of {len(there)} parameters ({', '.join(there)})")
+            self.ranks.begin()
         if self._replicas is not None:
             self._replicas.average(self._owned.parameters)
         finite = self._between(self._with_gradients(), variant)
@@ -327,6 +328,12 @@ class TrainStep(TrainVariants):
             self.optimizer.step()
         elif finite:
             self._run_update(variant)
+
+    def _planned_update(self) -> Variant | None:
+        names = self._own_updates().names
+        gradients = {n: p.grad for n, p in self._owned.parameters if n in names and p.grad is not None}
+        check_gradients(gradients)
+        return self._update_variant(gradients) if gradients else None
 
     def _with_gradients(self) -> list[torch.Tensor]:
         """Those of the optimizer's parameters that have one."""

@@ -426,7 +426,8 @@ class TrainVariants(Prepared):
         if ranks > 1 and not any(compat.is_collective(call.fn) for call in program.calls):
             raise Unsupported(
                 f"a step without a collective on {ranks} ranks", "each rank would train a model of its own",
-                f"{DATA_PARALLEL}; where that is what you want (an ensemble), fit(…, independent=True)",
+                f"give fit parallel=tightship.DataParallel(), or {DATA_PARALLEL}; "
+                f"where that is what you want (an ensemble), fit(…, independent=True)",
             )  # fmt: skip
 
 

@@ -367,10 +367,24 @@ def is_dense(tensor: torch.Tensor) -> bool:
 
 
 def is_wait(fn: Any) -> bool:
-    """Whether the op does nothing but wait for a collective."""
-    return getattr(fn, "namespace", "") in ("c10d_functional", "_c10d_functional") and "wait_tensor" in str(
-        fn
-    )
+    """Whether the op does nothing but wait for a collective, or wrap its result so that who reads it waits."""
+    name = str(fn)
+    return "c10d_functional" in name and (".wait_tensor." in name or "._wrap_tensor_autograd." in name)
+
+
+def distributed_by(model: torch.nn.Module) -> str:
+    """What of torch's own has distributed a model's parameters; empty if nothing has."""
+    kinds = {
+        c.__name__ for m in model.modules() for c in type(m).__mro__ if c.__module__.startswith("torch.dist")
+    }
+    tensors = {type(t).__name__ for t in (*model.parameters(), *model.buffers())}
+    for name, known in (
+        ("FSDPModule", "fully_shard"),
+        ("FullyShardedDataParallel", "FullyShardedDataParallel"),
+    ):
+        if name in kinds:
+            return known
+    return "DTensor" if "DTensor" in tensors else ""
 
 
 def is_collective(fn: Any) -> bool:

@@ -161,8 +161,15 @@ def check_model(model: Any, *, hooks: bool = False) -> None:
     if isinstance(model, torch.nn.parallel.DistributedDataParallel):
         raise Unsupported(
             "a model in DistributedDataParallel", "its hooks run outside the step",
-            f"{DATA_PARALLEL}; for a forward pass, give its .module",
+            "give fit its .module and parallel=tightship.DataParallel(), which gives the same bits; for a forward "
+            f"pass, give its .module; or {DATA_PARALLEL}",
         )  # fmt: skip
+    if by := compat.distributed_by(model):
+        raise Unsupported(
+            f"a model whose parameters are distributed by {by}",
+            "its parts are gathered outside of what a plan sees",
+            "give fit the plain model and parallel=tightship.DataParallel(shard=True)",
+        )
     if not hooks:
         check_hooks(model.named_parameters(), model.modules())
 
