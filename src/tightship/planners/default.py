@@ -304,6 +304,8 @@ class _Search:
         if budget is not None:
             self._other_orders(progress, clock)
             made = self.reached.within(budget)
+        if made is None and self.interrupted:
+            raise KeyboardInterrupt
         if made is None:
             raise self.infeasible()
         if self.last is not None and made.found is not self.last:  # of a search that ended some other way

@@ -2,10 +2,10 @@
 
 Problem: choose gaps to recompute so that the peak is within the budget. Measure: seconds added per excess gone, the
 excess being the bytes above the budget, summed over all ops. Source: lazy greedy (Minoux 1978); rows of repeated
-tensors beside single ones are ours, and so is covering the excess in batches, by estimates, where the work does not do
-for a look at every row. Guarantee: never takes what lowers no excess; reproducible. Complexity: a replay per candidate
-and per step a few more. Known limits: greedy; what only helps together with something else is found
-only where a row has both.
+tensors beside single ones are ours, and so is covering the excess in batches, by estimates, where the work does not
+do for a look at every row. Guarantee: never takes what lowers no excess; reproducible. Complexity: a replay per
+candidate and per step a few more. Known limits: greedy; what only helps together with something else is found only
+where a row has both.
 """
 
 from __future__ import annotations
