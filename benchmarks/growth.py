@@ -1,18 +1,21 @@
 """How long planning takes, in how much memory, and how far from the bound, as graphs grow.
 
-    python benchmarks/growth.py [--layers 35,350,3500,34500] [--shares 25,50] [--seconds S] [--write]
+    python benchmarks/growth.py [--layers 35,350,3500,34500] [--shares 25,50] [--irregular 1000,10000,100000]
+                                [--irregular-shares 70] [--seconds S] [--write]
 
 Graphs are stacks of equal layers, a training step's forward and backward of attention and a perceptron, 29 ops each,
-with modeled times. A row is `default.plan` in a process of its own: seconds of the processor from the graph to the
-verified plan with all offsets, the most memory that the process had, and how far the plan is above the time that none
-within the budget is below. ``--seconds`` is the limit of the clock; by default one that hardly matters, so that the
-load of the machine does not either. ``--write`` puts the table into docs/benchmarks.md.
+with modeled times; and training steps of ops that are all unlike one another, three in ten of which read a result
+from anywhere before. A row is `default.plan` in a process of its own: seconds of the processor and of the clock from
+the graph to the verified plan with all offsets, the most memory that the process had, and how far the plan is above
+the time that none within the budget is below. ``--seconds`` is the limit of the clock; by default one that hardly
+matters, so that the load of the machine does not either. ``--write`` puts the table into docs/benchmarks.md.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import random
 import resource
 import subprocess
 import sys
@@ -26,8 +29,10 @@ from tightship.planners.default import Options, plan
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "benchmarks.md"
 BEGIN, END = "<!-- begin: benchmarks/growth.py -->", "<!-- end: benchmarks/growth.py -->"
-HEAD = ("layers", "ops", "budget", "seconds of the processor", "memory", "above the bound", "ended by")
-MARKS = ("---:", "---:", "---:", "---:", "---:", "---:", "---")
+HEAD = (
+    "graph", "ops", "budget", "seconds of the processor", "of the clock", "memory", "above the bound", "ended by",
+)  # fmt: skip
+MARKS = ("---", "---:", "---:", "---:", "---:", "---:", "---:", "---")
 
 
 def stack(layers: int, width: int = 256, tokens: int = 1024) -> Graph:
@@ -80,21 +85,45 @@ def stack(layers: int, width: int = 256, tokens: int = 1024) -> Graph:
             grads.append(op(f"dw{name}.{k}", storages[w].size, (grad, chain[j]), "backward", module, flops))
             grad = op(f"d{name}.{k}", size, (grad, w), "backward", module, flops)
     values = tuple(Value(s.name, n) for n, s in enumerate(storages))
-    return Graph(tuple(ops), values, tuple(storages), tuple(inputs), (loss, *grads), name=f"{layers} layers")
+    return Graph(
+        tuple(ops), values, tuple(storages), tuple(inputs), (loss, *grads), name=f"{layers:,} layers"
+    )
 
 
-def row(layers: int, share: float, seconds: float) -> list[str]:
+def irregular(ops: int, seed: int = 0) -> Graph:
+    """A training step without layers: no two ops are alike, and three in ten read a result from anywhere before."""
+    rng = random.Random(seed)
+    storages, made, forward = [Storage("batch", 1 << 20, "input")], list[Op](), list[tuple[int, ...]]()
+
+    def op(reads: tuple[int, ...], size: int, seconds: float, phase: str) -> int:
+        storages.append(Storage(f"{phase}.{len(made)}", size))
+        out, inputs = len(storages) - 1, tuple(dict.fromkeys(reads))
+        made.append(Op(storages[out].name, "any", inputs, (out,), time=seconds, phase=phase))
+        return out
+
+    for k in range(ops // 2):
+        forward.append((k, rng.randrange(k + 1)) if rng.random() < 0.3 else (k,))
+        op(forward[-1], 64 * rng.randint(1, 16_000), rng.random() * 1e-3, "forward")
+    grads = {ops // 2: op((ops // 2,), 64, 1e-6, "forward")}
+    for k in reversed(range(ops // 2)):
+        reads = (*forward[k], k + 1) if rng.random() < 0.5 else forward[k]
+        for s in filter(None, dict.fromkeys(forward[k])):
+            earlier = (grads[s],) if s in grads else ()
+            grads[s] = op((grads[k + 1], *reads, *earlier), storages[s].size, rng.random() * 2e-3, "backward")
+    values = tuple(Value(s.name, n) for n, s in enumerate(storages))
+    results = (made[ops // 2].outputs[0], made[-1].outputs[0])
+    return Graph(tuple(made), values, tuple(storages), (0,), results, name="irregular")
+
+
+def row(graph: Graph, share: float, seconds: float) -> list[str]:
     """One row of the table; results stay in the arena, since gradients are most of what a stack hands out."""
-    graph = stack(layers)
-    began = time.process_time()
+    began, since = time.process_time(), time.perf_counter()
     made = plan(graph, f"{share:g}%", Options(seconds=seconds, hand_out=False))
-    spent = time.process_time() - began
+    spent, passed = time.process_time() - began, time.perf_counter() - since
     most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
     gap = made.time / made.time_bound - 1
-    return [
-        f"{layers:,}", f"{len(graph.ops):,}", f"{share:g} %", f"{spent:.1f}", f"{most / 2**20:,.0f} MiB",
-        f"{100 * gap:.2f} %", made.termination,
-    ]  # fmt: skip
+    took = f"{spent:.1f}", f"{passed:.1f}", f"{most / 2**20:,.0f} MiB"
+    return [graph.name, f"{len(graph.ops):,}", f"{share:g} %", *took, f"{100 * gap:.2f} %", made.termination]
 
 
 def main() -> None:
@@ -105,17 +134,33 @@ def main() -> None:
     parser.add_argument(
         "--shares", default="25,50", help="budgets in percent of the unplanned peak, with commas"
     )
+    parser.add_argument(
+        "--irregular", default="1000,10000,100000", help="ops of irregular graphs, with commas"
+    )
+    parser.add_argument("--irregular-shares", default="70", help="their budgets")
     parser.add_argument("--seconds", type=float, default=3600.0, help="limit of the clock for each plan")
-    parser.add_argument("--alone", action="store_true", help="one row, in this process, as JSON")
+    parser.add_argument(
+        "--alone", default="", metavar="KIND,SIZE,SHARE", help="one row, in this process, as JSON"
+    )
     parser.add_argument("--write", action="store_true", help=f"put the table into docs/{PAGE.name}")
     chosen = parser.parse_args()
-    sizes = [(int(n), float(share)) for n in chosen.layers.split(",") for share in chosen.shares.split(",")]
     if chosen.alone:
-        print(json.dumps(row(*sizes[0], chosen.seconds)))
+        kind, size, share = chosen.alone.split(",")
+        graph = (stack if kind == "stack" else irregular)(int(size))
+        print(json.dumps(row(graph, float(share), chosen.seconds)))
         return
+    cases = [
+        (kind, size, share)
+        for kind, sizes, shares in (
+            ("stack", chosen.layers, chosen.shares),
+            ("irregular", chosen.irregular, chosen.irregular_shares),
+        )
+        for size in filter(None, sizes.split(","))
+        for share in shares.split(",")
+    ]
     rows = []
-    for layers, share in sizes:
-        own = ["--alone", "--layers", str(layers), "--shares", str(share), "--seconds", str(chosen.seconds)]
+    for case in cases:
+        own = ["--alone", ",".join(case), "--seconds", str(chosen.seconds)]
         ran = subprocess.run([sys.executable, __file__, *own], stdout=subprocess.PIPE, check=True, text=True)
         rows.append(json.loads(ran.stdout))
         print(rows[-1], flush=True)

@@ -330,6 +330,12 @@ nb::tuple greedy_of(Engine& e, i64 limit, const Flags& start, i64 work, double s
                     [&](const Bits& from, const Budget& budget) { return greedy(e, limit, from, budget); });
 }
 
+nb::tuple cover_of(Engine& e, i64 limit, const Flags& start, i64 work, double seconds,
+                   const nb::object& progress) {
+    return searched(e, limit, start, work, seconds, progress,
+                    [&](const Bits& from, const Budget& budget) { return cover(e, limit, from, budget); });
+}
+
 nb::tuple anneal_of(Engine& e, const RowsIn& groups, const RowsIn& twins, const Array<i64>& families,
                     i64 limit, const Flags& start, double heat, i64 span, i64 work, double seconds,
                     std::uint64_t seed, const nb::object& progress) {
@@ -393,6 +399,7 @@ void bind_search(nb::module_& m) {
         .def("states", &states_of, "before"_a, "temporaries"_a, "size"_a, "first"_a, "last"_a, "defined"_a,
              "limit"_a, "place"_a, "hand_out"_a, "work"_a, "seconds"_a, "cutoff"_a)
         .def("greedy", &greedy_of, "limit"_a, "start"_a, "work"_a, "seconds"_a, "progress"_a.none())
+        .def("cover", &cover_of, "limit"_a, "start"_a, "work"_a, "seconds"_a, "progress"_a.none())
         .def("anneal", &anneal_of, "groups"_a, "twins"_a, "families"_a, "limit"_a, "start"_a, "heat"_a,
              "span"_a, "work"_a, "seconds"_a, "seed"_a, "progress"_a.none())
         .def("lazy_greedy", &lazy_greedy_of, "rows"_a, "limit"_a, "start"_a, "work"_a, "seconds"_a,

@@ -49,6 +49,9 @@ class Engine {
     // limit, and per byte of excess. Lets a search stop early in what it would reject.
     void price_excess(double peak, double excess) { peak_price_ = peak, excess_price_ = excess; }
 
+    // Whether the op at a position does not run there but when it is needed, by the decisions evaluated last.
+    bool late(i32 position) const { return late_[position]; }
+
     // Bytes in use at each position (the most over the op and the recomputations before it).
     std::vector<i64> profile(const Bits& decisions);
     std::vector<Step> emit(const Bits& decisions, i64 limit);

@@ -29,6 +29,7 @@ class Meter {
         : ops_(std::max<i64>(1, engine.index().p.ops)), budget_(budget) {}
     i64 work() const { return work_; }
     void spend(const Cost& cost) { work_ += ops_ + cost.runs, ++calls_; }
+    void spend_on(i64 ops) { work_ += ops; }  // looked at, not simulated
     bool over(const Found& best) {
         if (stopped_ || work_ >= budget_.work) return true;
         if (calls_ - asked_ < std::max<i64>(1, 20000 / ops_)) return false;
@@ -58,6 +59,13 @@ struct IsomorphicLayers {
 // peak is within the limit or nothing helps; never keeps a step that raises the peak. Then give back what is
 // not needed. Source: XLA's HloRematerialization, turned to gaps; batches keep it near-linear.
 Found greedy(Engine& engine, i64 limit, const Bits& start, const Budget& budget);
+
+// Evict in batches what takes the most away of all that is above the limit, wherever that is, by seconds per
+// byte and position: what it takes to restore a storage follows from what is there then, and what its recipe
+// reads is kept in turn. Of a batch, those parts are taken that hold half of what they promise, by their
+// exact cost. Recipes may be longer from turn to turn, and what others read is evicted as well where nothing
+// else is left. A few hundred replays, however irregular the graph.
+Found cover(Engine& engine, i64 limit, const Bits& start, const Budget& budget);
 
 // The first temperature, in step times, and after how many ops simulated it is a hundredth of it.
 struct Cooling {

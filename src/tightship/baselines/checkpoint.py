@@ -76,16 +76,17 @@ class _Blocks:
     def _leaves(self, s: int) -> bool:
         """Whether a storage lives inside of one block's forward, and the backward reads it."""
         graph, uses = self.graph, self.uses
-        if s in graph.static or s in graph.kept or not graph.storages[s].size or not replayable(graph, s):
-            return False
         made = uses.definer[s]
-        if not self.block[made] or any(self.at[k] >= self.boundary for k in uses.writers[s]):
+        if s in graph.static or s in graph.kept or not graph.storages[s].size or not self.block[made]:
+            return False
+        if any(self.at[k] >= self.boundary for k in uses.writers[s]):
             return False
         if self.selective and any(part in graph.ops[made].target for part in HEAVY):
             return False
         early = [k for k in (*uses.readers[s], *uses.writers[s]) if self.at[k] < self.boundary]
         inside = all(self.block[k] == self.block[made] for k in early)
-        return inside and any(self.at[k] >= self.boundary for k in uses.readers[s])
+        later = any(self.at[k] >= self.boundary for k in uses.readers[s])
+        return inside and later and replayable(graph, s)
 
     def runs(self) -> list[Run]:
         ready: dict[int, list[str]] = defaultdict(list)

@@ -57,8 +57,11 @@ _REDRAW = "redraw"
 _TIGHTEN, _SHORT = 8, 15
 """How often evictions are searched again because the placement came out larger than the peak, and by what part of
 the work."""
-_FIRST, _PLACES = 0.8, 0.4
-"""The parts of the time left that the search before that, and places for what it found, may take."""
+_FIRST, _FIRST_OF_MANY, _PLACES = 0.8, 0.5, 0.4
+"""The parts of the time left that the search before that, the same on large graphs (each search again takes long),
+and places for what it found, may take."""
+_LARGE = 5_000
+"""Ops of graphs that are large in that sense."""
 _ORDERS = ("sink", "given", "lpmf")
 _FAR = 0.01
 """Orders that are tried where the fastest plan is above the least time by more than this part of it."""
@@ -301,6 +304,8 @@ class _Search:
         if budget is not None:
             self._other_orders(progress, clock)
             made = self.reached.within(budget)
+        if made is None and self.interrupted:
+            raise KeyboardInterrupt
         if made is None:
             raise self.infeasible()
         if self.last is not None and made.found is not self.last:  # of a search that ended some other way
@@ -353,7 +358,7 @@ class _Search:
             self.last = made.found
             return made
         # What has to be placed keeps some time for the case that the first places do not do.
-        first = clock.search.part(_FIRST if self.options.place else 1.0)
+        first = clock.search.part(self._first_part())
         again = self.best is not None
         work = self.options.work // (3 if again else 1)  # in another order
         made = self._tried(problem, budget, work, progress, clock, first)
@@ -362,6 +367,11 @@ class _Search:
             self.only_places = True
             return self._tightened(problem, made, progress, clock)
         return made
+
+    def _first_part(self) -> float:
+        if not self.options.place:
+            return 1.0
+        return _FIRST_OF_MANY if len(self.graph.ops) > _LARGE else _FIRST
 
     def _tightened(
         self, problem: EvictionProblem, made: floor.Placed, progress: Progress | None, clock: _Clock
@@ -372,6 +382,8 @@ class _Search:
         assert self.budget is not None
         budget, below, above = self.budget, 0, self.budget
         margin = made.needs - budget
+        if len(self.graph.ops) > _LARGE:  # each turn takes long
+            margin += margin // 2
         for k in range(_TIGHTEN):
             if self.interrupted or clock.search.over or not 0 < margin < budget - self.bound:
                 break
@@ -427,7 +439,8 @@ class _Search:
             found = run.evict(
                 info, problem, limit, options, progress, graph=self.graph, or_keep=True, verify=False
             )
-            if found.decision.met or problem.archive.stopped:
+            late = deadline.over and found.decision.peak > budget
+            if found.decision.met or problem.archive.stopped or late:
                 break
         return found
 
@@ -438,7 +451,11 @@ class _Search:
             return "optimal"
         if found.timeline.time <= least * (1 + self.options.gap):
             return "gap"
-        return "similar" if found.decision.ended == "gap" else found.decision.ended
+        if found.decision.ended != "gap":
+            return found.decision.ended
+        return (
+            "similar" if self.near > self.options.gap else "stagnation"
+        )  # of lower targets, for the offsets
 
     def verified(
         self, steps: Sequence[Step], line: Timeline, layout: Layout, planner: str, began: float

@@ -3,7 +3,8 @@
 Problem: choose gaps to recompute; minimize seconds of recomputation, peak within the budget. Measure: the exact
 simulated peak and time of every candidate. Source: Kirkpatrick et al. 1983; moving isomorphic layers together is
 ours. Seeds: keep everything, checkpoints as people set them, saved sets by price and mixed of two layer by layer,
-what the problem's archive has; where those and annealing leave more than a point to the goal, also checkpoints as
+what the problem's archive has; where none of them is within the budget, batches of evictions that cover the excess
+(ours), and greed after that; where those and annealing leave more than a point to the goal, also checkpoints as
 blocks are found, dynamic programming over a chain of blocks, and the ladder from each side of the budget. Ends at
 the goal, or once a whole run of annealing gained less than the gap. Guarantee: never worse than any seed tried, nor
 than what was found for less memory on the same problem; the same seed and work limit give the same plan, and more
@@ -32,8 +33,11 @@ _HEAT, _HOTTEST = 6.0, 0.1
 _MIX, _CHAIN, _BLOCKS = 7_500_000, 7_500_000, 37_500_000
 _GREEDY, _LADDER, _RELAX = 15_000_000, 15_000_000, 4_500_000
 """Ops simulated at most for one seed of each kind."""
-_MIXED, _BESIDE = 2e-5, 5_000
-"""Seconds that mixed saved sets may take for each op, and for as many more, whatever the limit."""
+_COVER = 3
+"""The part of the work and of the time that covering the excess may take, as its inverse, and greed after that."""
+_MIXED, _BESIDE = 2e-5, 10_000
+"""Seconds that seeds may take for each op, and for as many more, whatever the limit, while nothing is within the
+budget."""
 _FAR = 0.01
 """So far above the goal, as a part of the step's time, dearer seeds are tried."""
 
@@ -66,6 +70,12 @@ class _Search:
     deadline: Deadline
     over: list[Decision] = field(default_factory=list)
     """Seeds above the budget."""
+    least: Deadline = field(init=False)
+    """Until then seeds are tried in any case: without, plans of large graphs would take much longer, or not fit."""
+
+    def __post_init__(self) -> None:
+        least = Deadline.after(_MIXED * (_BESIDE + len(self.problem.order)))
+        self.least = max(self.deadline, least, key=lambda d: d.at)
 
     @property
     def ended(self) -> str:
@@ -87,15 +97,16 @@ class _Search:
         return found
 
     def take(self, found: Iterable[Decision], *, until_met: bool = False) -> None:
-        """Look at decisions until nothing more is to be done; ``until_met``: whatever the limits, while none is
-        within the budget."""
+        """Look at decisions until nothing more is to be done; ``until_met``: until ``least``, while none is within
+        the budget."""
         for d in found:
             if d.valid and not d.met:
                 self.over.append(d)
             self.best = best_of((self.best, d))
             told = self.progress is not None and self.progress(self.best.peak, self.best.extra, self.best.met)
             self.problem.archive.stopped |= told
-            if self.ended and not (until_met and not self.best.met and self.ended != "interrupted"):
+            more = until_met and not self.best.met and self.ended != "interrupted" and not self.least.over
+            if self.ended and not more:
                 return
 
     def gained(self, before: Decision) -> bool:
@@ -128,8 +139,12 @@ def _run(search: _Search) -> None:
     Saved sets come first: they take the fewest replays, and leave little where layers are many."""
     problem, o = search.problem, search.options
     search.take(problem.archive.around(search.budget, problem))
+    if search.best.met and search.ended:
+        return
     search.take(_mixed(search), until_met=True)
-    if not search.ended or not search.best.met:
+    if not search.best.met:
+        search.take(_covered(search))
+    if not search.ended or not (search.best.met or search.least.over):
         search.take(_by_hand(problem, search.budget), until_met=True)
     runs = _Runs(search)
     if search.best.met and not search.ended:
@@ -192,15 +207,27 @@ def _by_hand(problem: EvictionProblem, budget: int) -> Iterator[Decision]:
 
 
 def _mixed(search: _Search) -> Iterator[Decision]:
-    """Saved sets mixed of two; where one is far from the goal, also less what it need not evict. There is time for
-    that in any case: without, plans of large graphs would take much longer."""
+    """Saved sets mixed of two; where one is far from the goal, also less what it need not evict."""
     problem, budget = search.problem, search.budget
-    least = Deadline.after(_MIXED * (_BESIDE + len(problem.order)))
-    for d in min_cut.between(problem, budget, max(search.deadline, least, key=lambda d: d.at)):
+    for d in min_cut.between(problem, budget, search.least):
         yield d
         if d.met:
             work, seconds = search.share(_MIX, 0.05)
             yield search.spend(ladder.relaxed(problem, budget, d, work, seconds))
+
+
+def _covered(search: _Search) -> Iterator[Decision]:
+    """What takes the excess away wherever it is, and then at the peak: graphs without layers, or with lives of every
+    length, have little that moves together."""
+    problem, budget = search.problem, search.budget
+    start = problem.nothing()
+    for climb in (problem.engine.cover, problem.engine.greedy):
+        work, seconds = search.share(search.work // _COVER, 1 / _COVER)
+        found = search.spend(problem.decision(climb(budget, start, work, seconds, search.progress)))
+        yield found
+        if found.met or not found.valid:
+            return
+        start = found.evict
 
 
 def _relaxed(search: _Search) -> Iterator[Decision]:

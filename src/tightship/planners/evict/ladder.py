@@ -2,16 +2,17 @@
 
 Problem: choose gaps to recompute so that the peak is within the budget. Measure: seconds added per excess gone, the
 excess being the bytes above the budget, summed over all ops. Source: lazy greedy (Minoux 1978); rows of repeated
-tensors beside single ones are ours. Guarantee: never takes what lowers no excess; reproducible. Complexity: a replay
-per candidate and per step a few more. Known limits: greedy; what only helps together with something else is found
-only where a row has both.
+tensors beside single ones are ours, and so is covering the excess in batches, by estimates, where the work does not
+do for a look at every row. Guarantee: never takes what lowers no excess; reproducible. Complexity: a replay per
+candidate and per step a few more. Known limits: greedy; what only helps together with something else is found only
+where a row has both.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from tightship.options import option
+from tightship.options import Deadline, option
 from tightship.planners.evict.problem import Bits, Decision, EvictionProblem, Progress
 
 __all__ = ["Options", "climb", "plan"]
@@ -35,10 +36,18 @@ def plan(
 def climb(
     problem: EvictionProblem, budget: int, start: Bits, o: Options, progress: Progress | None = None
 ) -> Decision:
-    """Evict more than ``start`` does, then give back what is not needed."""
+    """Evict more than ``start`` does, then give back what is not needed. Where the work does not do for a look at
+    every row, in batches first (``cover``), by estimates."""
+    deadline, spent = Deadline.after(o.seconds), 0
+    if o.work < len(problem.rows[0]) * len(problem.order):
+        found = problem.decision(problem.engine.cover(budget, start, o.work // 2, o.seconds / 2, progress))
+        start, spent = found.evict, found.work
+        if found.met:
+            return found
     found = problem.decision(
-        problem.engine.lazy_greedy(problem.rows, budget, start, o.work, o.seconds, progress)
+        problem.engine.lazy_greedy(problem.rows, budget, start, o.work - spent, deadline.left, progress)
     )
+    found = replace(found, work=found.work + spent)
     if not found.met or not found.extra:
         return found
     better = relaxed(problem, budget, found, o.work // 4, o.seconds / 4)

@@ -25,6 +25,8 @@ __all__ = ["Options", "order_bound", "plan", "solve"]
 
 _BEAM: Final = 3
 """The part of the work that the beam may do, as its inverse."""
+_SCHEDULED: Final = 2e-5
+"""Seconds for each op that a list scheduler may take: it does not begin where there are fewer."""
 _SMALL: Final = 1000
 """Ops of graphs on which a beam is worth its time: it finds little on larger ones, and cannot prove it."""
 
@@ -71,7 +73,10 @@ def _descended(graph: Graph, search: cuts.Search) -> Ordered:
     if best.peak <= search.bound or search.deadline.over:
         return best
     shared = tables(graph)
-    starts = [second, *(planned.schedule(shared) for planned in (lpmf, bfs, dfs))]
+    starts = [second]
+    for planned in (lpmf, bfs, dfs):
+        if search.deadline.left >= _SCHEDULED * len(graph.ops):
+            starts.append(planned.schedule(shared))
     for order in sorted(starts, key=lambda o: int(search.moments.during(o).max())):
         lowered = search.lower(order)
         if lowered.peak < best.peak:
