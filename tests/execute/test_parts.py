@@ -479,7 +479,7 @@ def test_the_default_planner_takes_the_parts(kept):
 @pytest.mark.parametrize("accumulate", [1, 2])
 def test_gradients_count_from_the_backward_pass_to_the_update(kept, accumulate):
     """Measured from outside, around clipping of one's own: everything that is there meanwhile was planned for."""
-    _, (model, optimizer), step = pair(kept, split=True, accumulate=accumulate, budget="100%")
+    _, (model, optimizer), step = pair(kept, split=True, accumulate=accumulate)
     for batch in batches(3):
         with allocator.Meter() as meter:
             for _ in range(accumulate):
@@ -491,4 +491,4 @@ def test_gradients_count_from_the_backward_pass_to_the_update(kept, accumulate):
     assert measured["misses"] == 0
     static = sum(aligned(t.nbytes) for t in (*model.state_dict().values(), *batch))
     static += sum(aligned(t.nbytes) for s in optimizer.state.values() for t in s.values())
-    assert static + meter.peak == measured["measured_peak"] == measured["planned_peak"] <= measured["budget"]
+    assert static + meter.peak == measured["measured_peak"] == measured["planned_peak"]
