@@ -6,6 +6,7 @@ Each function fills in a request, the same that the command line parses its argu
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -19,7 +20,7 @@ from tightship.plan import Plan
 from tightship.planners import PlannerInfo, planners
 from tightship.planners.batch import MaxBatch
 from tightship.planners.batch import max_batch as search_batch
-from tightship.planners.default import Options, PlanOptions, plan_alone, read_options
+from tightship.planners.default import Options, PlanOptions, plan_alone, read_options, seconds_left
 from tightship.planners.frontier import frontier as search_frontier
 from tightship.result import Frontier, Planned
 from tightship.sources import ModelStep, need_torch, read_model, torch_saved
@@ -56,13 +57,15 @@ Say = Callable[[str], None]
 @dataclass(frozen=True)
 class PlanRequest:
     """A plan of ``graph`` within ``budget``, by the default planner or by the one named ``planner`` alone, with that
-    planner's ``options``. ``cache``: the folder that plans of the default planner are kept in."""
+    planner's ``options``. ``cache``: the folder that plans of the default planner are kept in.
+    ``took``: how many of the options' seconds measuring took."""
 
     graph: Graph
     budget: BudgetLike = None
     planner: str | None = None
     options: Mapping[str, object] = field(default_factory=dict)
     cache: Path | str | None = None
+    took: float = 0.0
 
     def solve(self, progress: Progress | None = None) -> Planned:
         """The verified plan. Raises ``Infeasible``, ``BadInput`` for names and options that there are not."""
@@ -82,11 +85,12 @@ class PlanRequest:
         return Planned(replace(plan, budget=limit), graph)
 
     def _by_default(self, options: Options, progress: Progress | None) -> Plan:
+        left = seconds_left(options.seconds, self.took)
         if self.cache is None:
-            return advised(self.graph, self.budget, options, progress)
+            return advised(self.graph, self.budget, replace(options, seconds=left), progress)
         from tightship.execute.cache import KeptPlans, folder_of
 
-        return KeptPlans(folder_of(self.cache), options)(self.graph, self.budget, progress)
+        return KeptPlans(folder_of(self.cache), options)(self.graph, self.budget, progress, seconds=left)
 
 
 @dataclass(frozen=True)
@@ -280,8 +284,11 @@ def plan(
     elif isinstance(model, Graph):
         graph = _alone(model, sample)
     else:
-        graph = ModelStep(model, sample, loss_fn, optimizer, train).program(cache).graph
-        return PlanRequest(graph, budget, options=options, cache=cache).solve(progress)
+        seconds = read_options(options, "plan").seconds
+        captured, began = ModelStep(model, sample, loss_fn, optimizer, train), time.perf_counter()
+        graph = captured.program(cache, seconds).graph
+        took = time.perf_counter() - began
+        return PlanRequest(graph, budget, options=options, cache=cache, took=took).solve(progress)
     return plan_graph(graph, budget, progress=progress, **options)
 
 

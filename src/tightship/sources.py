@@ -5,8 +5,10 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import math
 import os
 import sys
+import time
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -58,8 +60,9 @@ class ModelStep:
         if not self.train and (self.loss_fn is not None or self.optimizer is not None):
             raise BadInput("train=False is a forward pass alone: it takes no loss_fn and no optimizer")
 
-    def program(self, cache: Path | str | None = "default") -> Program:
-        """Its graph, with times (measured, or modeled for models without data), and how PyTorch runs it."""
+    def program(self, cache: Path | str | None = "default", seconds: float = math.inf) -> Program:
+        """Its graph, with times (measured, or modeled for models without data), and how PyTorch runs it. ``seconds``:
+        as for `profile.profile`."""
         program = self._captured(self.sample)
         from tightship.execute import profile
         from tightship.frontends.torch import compat
@@ -69,7 +72,7 @@ class ModelStep:
         tensors = [*model.parameters(), *model.buffers()]
         if any(t.is_meta or compat.is_fake(t) for t in tensors):
             return profile.model(program)
-        return profile.profile(program, cache=cache)
+        return profile.profile(program, cache=cache, seconds=seconds)
 
     def batch_size(self, dim: int = 0) -> int:
         """The sample's size in the dimension that is the batch."""
@@ -206,10 +209,12 @@ class Source:
     plan: Plan | None = None
     program: OnnxProgram | GraphDefProgram | Program | None = None
     step: ModelStep | None = None
+    took: float = 0.0
 
 
-def load_source(text: str, options: Mapping[str, Any] | None = None) -> Source:
-    """Read SOURCE; ``options`` are those given for a model's file. Raises ``BadInput`` for whatever is wrong
+def load_source(text: str, options: Mapping[str, Any] | None = None, *, seconds: float = math.inf) -> Source:
+    """Read SOURCE; ``options`` are those given for a model's file. A model's ops are measured in ``seconds``, as
+    `profile.profile` says, of which ``took`` are gone when it is read. Raises ``BadInput`` for whatever is wrong
     with it, never anything else."""
     given = {name: value for name, value in (options or {}).items() if value is not None}
     kind = _ENDINGS.get(Path(text).suffix)
@@ -245,8 +250,9 @@ def load_source(text: str, options: Mapping[str, Any] | None = None) -> Source:
         returned = factory()
     step = _step(returned, text)
     with users_code("running the model on its sample", text):
-        captured = step.program()
-    return Source(captured.graph, program=captured, step=step)
+        began = time.perf_counter()
+        captured = step.program(seconds=seconds)
+    return Source(captured.graph, program=captured, step=step, took=time.perf_counter() - began)
 
 
 def _factory(module: str, name: str, text: str) -> Any:

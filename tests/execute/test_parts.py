@@ -10,9 +10,10 @@ from torch.nn import functional as F
 from support import plans
 from support.state import differences, snapshot
 from tightship.errors import BadInput, Infeasible, Unsupported, VerificationFailed
-from tightship.execute import eager
+from tightship.execute import allocator, eager
 from tightship.execute.fit import fit
 from tightship.execute.parts import Loop
+from tightship.graph import aligned
 
 STEPS = 6
 
@@ -473,3 +474,21 @@ def test_the_default_planner_takes_the_parts(kept):
     alike(theirs, ours)
     as_planned(step)
     assert step.measure()["measured_peak"] <= step.measure()["budget"]
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_gradients_count_from_the_backward_pass_to_the_update(kept, accumulate):
+    """Measured from outside, around clipping of one's own: everything that is there meanwhile was planned for."""
+    _, (model, optimizer), step = pair(kept, split=True, accumulate=accumulate)
+    for batch in batches(3):
+        with allocator.Meter() as meter:
+            for _ in range(accumulate):
+                step.backward(batch)
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+            step.update()
+        optimizer.zero_grad()
+    measured = step.measure()
+    assert measured["misses"] == 0
+    static = sum(aligned(t.nbytes) for t in (*model.state_dict().values(), *batch))
+    static += sum(aligned(t.nbytes) for s in optimizer.state.values() for t in s.values())
+    assert static + meter.peak == measured["measured_peak"] == measured["planned_peak"]

@@ -446,3 +446,34 @@ def test_the_search_has_what_measuring_leaves_of_the_seconds(tmp_path, monkeypat
     for wait in (0.0, 0.3, 2.0):  # noqa: B007
         fit(pair.model, pair.loss_fn, pair.optimizer, pair.batch(0), "100%", cache=tmp_path, seconds=1.0)
     assert given[0] <= 1.0 and 0.25 <= given[1] <= 0.7 and given[2] == 0.25
+
+
+@pytest.mark.parametrize("cache", [None, "folder"])
+def test_the_seconds_of_a_plan_are_for_measuring_too(cache, tmp_path, monkeypatch):
+    """Beside the command line's, whose source is read by `load_source`."""
+    import tightship
+    from tightship import sources
+    from tightship.planners import default
+
+    given, searched = [], []
+    measure, left = profile, default.seconds_left
+
+    def measured(program, *, seconds, **more):
+        given.append(seconds)
+        return measure(program, seconds=seconds, **more)
+
+    def rest(seconds, took):
+        searched.append((seconds, took))
+        return left(seconds, took)
+
+    monkeypatch.setattr("tightship.execute.profile.profile", measured)
+    monkeypatch.setattr("tightship.api.seconds_left", rest)
+    kept = cache and tmp_path
+    tightship.plan(torch.nn.Linear(4, 4), torch.randn(2, 4), cache=kept, seconds=3.0)
+    (tmp_path / "of_seconds.py").write_text(
+        "import torch\n\n\ndef step():\n    return torch.nn.Linear(4, 4), torch.randn(2, 4)\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    assert sources.load_source("of_seconds:step", seconds=5.0).took > 0
+    assert given == [3.0, 5.0]
+    assert searched[0][0] == 3.0 and searched[0][1] > 0

@@ -2,6 +2,7 @@
 strict."""
 
 import warnings
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -162,3 +163,54 @@ def test_other_backends_are_left_alone():
     with warnings.catch_warnings():
         warnings.simplefilter("error", Fallback)
         torch.compile(Loop(), backend="eager")(torch.randn(8, 16))
+
+
+class Scripted(Model):
+    def __init__(self):
+        super().__init__()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", DeprecationWarning)
+
+            def gated(x):  # one of its own, which nobody else has run
+                return x * torch.sigmoid(x) * torch.tanh(x)
+
+            self.gate = torch.jit.script(gated)
+
+    def middle(self, x):
+        return self.gate(x)
+
+
+def test_torchscript_runs_at_a_graph_break():
+    """Dynamo would trace what was scripted, whose gradients have other last bits from the second call on."""
+    options = {"budget": "100%", **SHORT}
+    gradients = []
+    for planned in (False, True):
+        model = Scripted()
+        run = torch.compile(model, backend="tightship", options=options) if planned else model
+        draw = torch.Generator().manual_seed(0)
+        rows = []
+        with pytest.warns(Fallback, match=r"TorchScript \(gated\)") if planned else nullcontext():
+            for _ in range(4):
+                run(torch.randn(8, 16, generator=draw)).square().mean().backward()
+                rows += [p.grad.clone() for p in model.parameters()]
+                model.zero_grad()
+        gradients.append(rows)
+    assert all(torch.equal(a, b) for a, b in zip(*gradients, strict=True))
+    assert len(compiled_plans(run)) == 2
+
+
+def test_torchscript_is_refused_where_all_is_to_be_planned():
+    compiled = torch.compile(
+        Scripted(), backend="tightship", options={"budget": "100%", "strict": True, **SHORT}
+    )
+    with pytest.raises(errors.Unsupported, match="TorchScript"):
+        compiled(torch.randn(8, 16)).sum().backward()
+
+
+def test_seconds_bound_measuring_too():
+    """Nothing is timed when there are none; what ops ask of the allocator is measured all the same."""
+    compiled = torch.compile(
+        deep(), backend="tightship", options={"budget": "100%", "seconds": 0.0, "cache": None}
+    )
+    compiled(torch.randn(8, 16)).sum().backward()
+    assert any("timed in one run or none" in n for n in compiled_notes(compiled))

@@ -7,7 +7,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from rich.console import RenderableType
 
@@ -22,7 +22,7 @@ from tightship.errors import BadInput, Infeasible
 from tightship.options import given_options, help_of, model_options
 from tightship.planners import planners as every_planner
 from tightship.planners.batch import MaxBatch
-from tightship.planners.default import Interrupted, Options
+from tightship.planners.default import Interrupted, Options, PlanOptions, read_options
 from tightship.planners.frontier import MOST
 from tightship.planners.order.best import order_bound
 from tightship.report.numbers import makers, peak_of
@@ -44,7 +44,10 @@ def plan(chosen: argparse.Namespace, out: Output) -> int:
     if is_module(chosen.source):
         return plan_module(chosen, out)
     options, budget, files = given_options(chosen), _budget(chosen), targets(chosen)
-    source = _loaded(chosen.source, out, model_options(chosen))
+    seconds = (
+        math.inf if chosen.planner is not None else read_options(cast(PlanOptions, options), "plan").seconds
+    )
+    source = _loaded(chosen.source, out, model_options(chosen), seconds)
     kind = "" if source.program is None else source.graph.meta.get("source", "")
     if chosen.write is not None and kind not in ("onnx", "tensorflow"):
         raise BadInput("--write requires a model.onnx or a graph.pb as SOURCE", place=chosen.source)
@@ -53,7 +56,7 @@ def plan(chosen: argparse.Namespace, out: Output) -> int:
     if kind == "tensorflow" and options.get("level") == "scheduling":
         source = _accumulated(source, budget)
     kept = "default" if source.step is not None else None  # what is measured once is planned once
-    request = PlanRequest(source.graph, budget, chosen.planner, options, kept)
+    request = PlanRequest(source.graph, budget, chosen.planner, options, kept, source.took)
     try:
         answer, interrupted = _solved(request, out), False
     except Interrupted as end:
@@ -264,9 +267,11 @@ def _budget(chosen: argparse.Namespace) -> Budget | None:
     return None if chosen.budget is None else parse_budget(chosen.budget, "--budget")
 
 
-def _loaded(text: str, out: Output, options: dict[str, object] | None = None) -> Source:
+def _loaded(
+    text: str, out: Output, options: dict[str, object] | None = None, seconds: float = math.inf
+) -> Source:
     with Line(out.errors, f"reading {text}"):
-        return load_source(text, options)
+        return load_source(text, options, seconds=seconds)
 
 
 def _solved(request: PlanRequest, out: Output) -> Planned:

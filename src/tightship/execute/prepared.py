@@ -41,12 +41,10 @@ from tightship.verify import check
 __all__ = [
     "Planner", "Prepared", "Settings", "Silent", "Stages",
     "Thrashing", "Variant",
-    "seconds_left", "within_unplanned",
+    "within_unplanned",
 ]  # fmt: skip
 
 _TRACES = 4
-_SEARCH = 0.25
-"""The part of the seconds that a search has, at least, however long it took to measure bytes."""
 _GONE, _RETURNS = 64, 3
 """Kinds that were let go of which is known that they were there, and how many of them come back until it is said."""
 
@@ -397,7 +395,7 @@ class Prepared(NotCopied):
             if not isinstance(planner, KeptPlans):
                 return planner(graph, limit)
             known = [(v.program.graph, v.executor.plan) for v in self._variants] if limit is not None else []
-            left = seconds_left(planner.options.seconds, took)
+            left = default.seconds_left(planner.options.seconds, took)
             return planner(graph, limit, progress.planning, known, left)
 
     def _static_advice(self, graph: Graph) -> tuple[str, ...]:
@@ -438,11 +436,6 @@ def within_unplanned(no: Infeasible, peak: int) -> Infeasible:
     others = tuple(e for e in no.enough if e.options and e.nbytes < peak)
     own = min((e.nbytes for e in no.enough if not e.options), default=peak)
     return no.with_enough((Enough(min(own, peak)), *others))
-
-
-def seconds_left(seconds: float, took: float) -> float:
-    """What a search has of ``seconds`` when measuring ``took`` some of them."""
-    return max(seconds - took, _SEARCH * seconds)
 
 
 def plan_on_heap(graph: Graph, budget: int | None, options: default.Options) -> Plan:

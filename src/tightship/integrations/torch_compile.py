@@ -29,9 +29,9 @@ from weakref import WeakValueDictionary
 from tightship.errors import BadInput, Infeasible, TightshipError, Unsupported
 from tightship.execute import allocator
 from tightship.execute.interpreter import Fallback
-from tightship.execute.prepared import plan_on_heap, seconds_left
+from tightship.execute.prepared import plan_on_heap
 from tightship.execute.profile import profile
-from tightship.frontends.torch import compat, compat_capture, compat_compile
+from tightship.frontends.torch import compat, compat_compile
 from tightship.frontends.torch.capture.joint import Joint, Primal, lower_joint, pinned
 from tightship.frontends.torch.program import Program, Ref
 from tightship.graph import Graph, aligned
@@ -48,6 +48,7 @@ from tightship.integrations.torch_partition import (
 from tightship.plan import Plan
 from tightship.planners.default import Options as PlannerOptions
 from tightship.planners.default import plan as default_plan
+from tightship.planners.default import seconds_left
 from tightship.planners.hints import matches, parse_hints
 from tightship.process_local import NotCopied
 from tightship.simulate import baseline, replay
@@ -218,9 +219,6 @@ class Session(NotCopied):
             if follows is not None and follows.runs:
                 what = f"what is called at {follows.place}, but for graphs of its own,"
                 self.unplanned(what, f"Dynamo breaks the graph there ({follows.why})")
-            name = compat_compile.scripted_gradients(gm, inputs)
-            if name is not None:
-                raise compat_capture.scripted(name)
             graph = _Compilation(self, gm)
             if self.options.mode == "compiled":
                 compiled = graph.compiled(gm, inputs)

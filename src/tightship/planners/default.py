@@ -50,6 +50,7 @@ __all__ = [
     "plan_steps",
     "problem_of",
     "read_options",
+    "seconds_left",
     "top_of_peak",
 ]
 
@@ -71,6 +72,8 @@ _REST = 20.0
 """What follows the search, over what it takes to replay a graph once."""
 _PREPARED = 0.25
 """The part of the time before the search's end that the order may take, and of what is left then the bounds."""
+_SEARCH = 0.25
+"""The part of the seconds that a search has, at least, however long it took to measure bytes."""
 _EXACT = 1 + 1e-9
 """Times that differ by less than this factor are equal: sums in other orders."""
 
@@ -129,6 +132,11 @@ class PlanOptions(TypedDict, total=False):
     hints: str
     lossy: bool
     host: int
+
+
+def seconds_left(seconds: float, took: float) -> float:
+    """What a search has of ``seconds`` when measuring took some of them."""
+    return max(seconds - took, _SEARCH * seconds)
 
 
 def read_options(options: PlanOptions, caller: str) -> Options:

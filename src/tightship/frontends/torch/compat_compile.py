@@ -17,6 +17,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from tightship.errors import Unsupported
 from tightship.frontends.torch.compat import require_torch
+from tightship.frontends.torch.compat_capture import scripted
 
 require_torch()
 
@@ -26,6 +27,8 @@ from torch._dynamo import convert_frame as _convert_frame  # noqa: E402
 from torch._dynamo import utils as _utils  # noqa: E402
 from torch._dynamo.backends.common import aot_autograd as _aot_autograd  # noqa: E402
 from torch._dynamo.exc import TorchDynamoException  # noqa: E402
+from torch._dynamo.exc import unimplemented as _unimplemented  # noqa: E402
+from torch._dynamo.variables import functions as _functions  # noqa: E402
 from torch._functorch import config as _config  # noqa: E402
 from torch._functorch import partitioners as _partitioners  # noqa: E402
 from torch._functorch._aot_autograd import descriptors as _descriptors  # noqa: E402
@@ -347,16 +350,6 @@ def last_time() -> int | None:
     return count if count == limit else None
 
 
-def scripted_gradients(gm: GraphModule, inputs: Sequence[Any]) -> str | None:
-    """The name of TorchScript in the graph that gradients may go through and that optimizes itself; None without."""
-    needed = torch.is_grad_enabled() and any(isinstance(x, torch.Tensor) and x.requires_grad for x in inputs)
-    if not needed or not torch._C._get_graph_executor_optimize():
-        return None
-    script = torch._C.ScriptFunction, torch._C.ScriptMethod
-    found = [n.target for n in gm.graph.nodes if isinstance(n.target, script)]
-    return str(found[0].name) if found else None
-
-
 @dataclass(frozen=True, slots=True)
 class Break:
     """Where the caller's code goes on after a graph, to be compiled on its own, and why Dynamo could not go on.
@@ -425,7 +418,8 @@ def watch_frames(backend: Any, skipped: Skipped) -> None:
         if frame.f_code in given_up:
             return given_up[frame.f_code]
         before = _utils.get_compilation_metrics()[-1:]
-        with _dynamo_config.patch(automatic_dynamic_shapes=False):  # each size is compiled anew in any case
+        # Each size is compiled anew in any case.
+        with _dynamo_config.patch(automatic_dynamic_shapes=False), _scripts_left_out():
             found = original(self, frame, cache_entry, state)
         last = _utils.get_compilation_metrics()[-1:]
         why = last[0].fail_reason if last and last != before else None
@@ -441,6 +435,27 @@ def watch_frames(backend: Any, skipped: Skipped) -> None:
 
     call._tightship_original = original  # type: ignore[attr-defined]
     wrapper.__call__ = call
+
+
+@contextmanager
+def _scripts_left_out() -> Iterator[None]:
+    """Dynamo breaks the graph at TorchScript that gradients go through. It would trace the Python code that was
+    scripted, whose last bits are others once TorchScript has optimized itself."""
+    owner = _functions.WrapperUserFunctionVariable
+    original = owner.call_function
+
+    def call(self: Any, *args: Any) -> Any:
+        script = isinstance(self.wrapper_obj, torch._C.ScriptFunction)
+        if script and torch.is_grad_enabled() and torch._C._get_graph_executor_optimize():
+            error = scripted(str(self.wrapper_obj.name))
+            _unimplemented(gb_type=str(error.what), context="", explanation=error.why, hints=[])
+        return original(self, *args)
+
+    owner.call_function = call  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        owner.call_function = original  # type: ignore[method-assign]
 
 
 def _where(code: Any) -> str:
