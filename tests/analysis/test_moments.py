@@ -8,10 +8,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from support.optimum import least_peak
-from support.strategies import graphs, random_order
-from tightship.analysis.moments import Moments
+from support.strategies import graphs, random_graph, random_order
+from tightship.analysis.moments import Moments, runs_of
 from tightship.analysis.order import is_legal, predecessors
 from tightship.graph import Graph, Op, Storage, Value
+from tightship.plan import Step
+from tightship.planners.evict.problem import EVICT, EvictionProblem
 from tightship.simulate import baseline, replay
 
 
@@ -107,3 +109,37 @@ def test_next_to_nothing(ops):
     graph = Graph(made, values, storages, (0,), (1,) if ops else ())
     assert Moments(graph).during(range(ops)).tolist() == [192] * ops
     assert Moments(graph).at_end() == 64 + 128 * ops and is_legal(graph, range(ops))
+
+
+@settings(max_examples=30)
+@given(graphs(max_ops=30))
+def test_runs_of_a_plan_that_keeps_everything_are_its_ops(graph):
+    runs = runs_of(graph, baseline(graph))
+    n = len(graph.ops)
+    assert runs.ops == tuple(range(n)) == runs.order(range(n)) and all(runs.first)
+    assert runs.moments.during(range(n)).tolist() == Moments(graph).during(range(n)).tolist()
+
+
+@pytest.mark.parametrize("in_place", [False, True])
+def test_runs_of_a_plan_need_no_more_than_its_steps(in_place):
+    """Less, where a step keeps what nothing reads any more."""
+    again = 0
+    for seed in range(20):
+        graph = random_graph(seed, 24, updates=0.1)
+        problem = EvictionProblem(graph, tuple(range(len(graph.ops))), in_place=in_place)
+        bits = problem.nothing()
+        bits[(problem.engine.allowed >> EVICT & 1) > 0] = EVICT
+        if not problem.cost(bits, 1 << 60).valid:
+            continue
+        steps = problem.steps(bits)
+        line, runs = replay(graph, steps), runs_of(graph, steps)
+        taken = [n for n, step in zip(line.during, steps, strict=True) if step.kind != "free"]
+        assert is_legal(graph, runs.order(range(len(runs.ops))))
+        assert all(a <= b for a, b in zip(runs.moments.during(range(len(runs.ops))), taken, strict=True))
+        again += len(runs.ops) > len(graph.ops)
+    assert again >= 10
+
+
+def test_steps_that_copy_have_no_runs():
+    graph = random_graph(0, 8)
+    assert runs_of(graph, (*baseline(graph), Step("offload", -1, (1,)))) is None

@@ -5,22 +5,26 @@ have, so long as whatever an op of the set waits for is in it too. A storage is 
 has run and one that reads it has not, or when it is a result. The set with the fewest bytes is a closure (Picard
 1976), found as a minimum cut: no order passes *k* with less. The largest of these bounds the peak of every order,
 and the set says which ops to run before *k*.
+
+`runs_of` sees the steps of a plan that recomputes in the same way: every run is an op of its own, every stay in
+memory a storage. So the runs of a plan can be put into another order with a lower peak.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
 from tightship import _core
-from tightship.analysis.order import Mask, edges, pairs, reached
+from tightship.analysis.order import Mask, Rows, csr, edges, pairs, predecessors, reached
 from tightship.graph import Graph
+from tightship.plan import Step
 from tightship.simulate import extras
 
-__all__ = ["Moments", "Passing", "peak_of"]
+__all__ = ["Moments", "Passing", "Runs", "peak_of", "runs_of"]
 
 _ENDLESS = 1 << 60
 
@@ -40,27 +44,60 @@ class Moments:
 
     def __init__(self, graph: Graph) -> None:
         facts = graph.uses.facts
-        self.ops = len(graph.ops)
-        self.static_bytes = graph.static_bytes
         # Storages that come into being, with bytes.
         size = graph.columns.size
         definer = facts.definer.astype(np.int64)
         kept = np.zeros(len(size), dtype=np.bool_)
         kept[list(graph.kept)] = True
         made = np.flatnonzero((definer >= 0) & (size > 0))
-        self.size, self.definer, self.kept = size[made], definer[made], kept[made]
         number = np.full(len(size), -1, dtype=np.int64)
         number[made] = np.arange(len(made))
         reads = pairs(facts.readers)
         reads[:, 0] = number[reads[:, 0]]
-        self.reads = reads[reads[:, 0] >= 0]
+        self._set(
+            graph.static_bytes,
+            (size[made], definer[made], kept[made]),
+            reads[reads[:, 0] >= 0],
+            edges(graph, forward=False),
+            edges(graph, forward=True),
+            extras(graph),
+        )
+
+    def _set(
+        self,
+        static_bytes: int,
+        made: tuple[Ints, Ints, Mask],
+        reads: Ints,
+        backward: Rows,
+        forward: Rows,
+        extra: Ints,
+    ) -> None:
+        """``made``: of every storage the size, the op that makes it, whether it is a result; ``reads``: (storage,
+        op), by storage; ``extra``: bytes beside storages while each op runs."""
+        self.ops, self.static_bytes = len(extra), static_bytes
+        self.size, self.definer, self.kept = made
+        self.reads = reads
         # Storages that are read, with the first of their rows in ``reads``; those that end.
         self._read, self._rows = np.unique(self.reads[:, 0], return_index=True)
         self._ends = np.flatnonzero(~self.kept)
-        self._backward, self._forward = (edges(graph, forward=forward) for forward in (False, True))
+        self._backward, self._forward = backward, forward
         self.waits = pairs(self._backward)
-        self.extra = extras(graph)
+        self.extra = extra
         self.makes = np.bincount(self.definer, self.size, self.ops).astype(np.int64)
+
+    @classmethod
+    def of(
+        cls,
+        static_bytes: int,
+        made: tuple[Ints, Ints, Mask],
+        reads: Ints,
+        waits: Sequence[Sequence[int]],
+        extra: Ints,
+    ) -> Moments:
+        """As of a graph with these storages and ops (see `_set`); ``waits``: by op, those it has to run after."""
+        moments, backward = cls.__new__(cls), csr(waits)
+        moments._set(static_bytes, made, reads, backward, _core.successors(backward), extra)
+        return moments
 
     def during(self, order: Sequence[int] | Ints) -> Ints:
         """Bytes in use while each op of an order runs, by position: those of `simulate.replay`."""
@@ -179,3 +216,109 @@ class _Network:
             1,
         )
         return np.asarray(near[2 : 2 + self.ops], dtype=np.bool_)
+
+
+@dataclass(frozen=True)
+class Runs:
+    """The runs of a plan's steps: the op of each, whether it is that op's ``first`` run, which stay in memory of a
+    storage the first run of an op touches, by (storage, op), and what is in memory in any order of theirs."""
+
+    ops: tuple[int, ...]
+    first: tuple[bool, ...]
+    stays: Mapping[tuple[int, int], int]
+    moments: Moments
+
+    def order(self, runs: Sequence[int]) -> tuple[int, ...]:
+        """The order of the ops' first runs in an order of all runs."""
+        return tuple(self.ops[i] for i in runs if self.first[i])
+
+
+def runs_of(graph: Graph, steps: Sequence[Step]) -> Runs | None:
+    """The runs of steps that compute, recompute and free; None for others. What an op writes over in place of an
+    input counts once wherever it runs, which in another order may be too little."""
+    builder = _Runs(graph)
+    for step in steps:
+        if step.kind == "free":
+            for s in step.storages if step.form == "full" else ():
+                builder.here.pop(s, None)
+        elif step.kind in ("compute", "recompute"):
+            builder.run(step)
+        else:
+            return None
+    return builder.result()
+
+
+class _Runs:
+    """`runs_of`, step after step; ``here``: the stays in memory by storage."""
+
+    def __init__(self, graph: Graph) -> None:
+        self.graph, self.uses, self.before = graph, graph.uses, predecessors(graph)
+        self.size, self.scratch = graph.columns.size.tolist(), extras(graph).tolist()
+        self.written = {s for row in self.uses.mutates for s in row}
+        self.here: dict[int, int] = {}
+        self.last_write: dict[int, int] = {}
+        self.readers: dict[int, list[int]] = {}  # since then
+        self.at = [-1] * len(graph.ops)
+        self.ops: list[int] = []
+        self.first: list[bool] = []
+        self.extra: list[int] = []
+        self.waits: list[list[int]] = []
+        self.made: list[tuple[int, int]] = []  # by stay: bytes, run
+        self.reads: set[tuple[int, int]] = set()
+        self.stays: dict[tuple[int, int], int] = {}
+
+    def run(self, step: Step) -> None:
+        k, i, first = step.op, len(self.ops), step.kind == "compute"
+        waits = {self.at[b] for b in self.before[k]} if first else {self.at[k]}
+        waits |= self._reads(k, i, first) | self._hazards(k, i, first)
+        extra = self.scratch[k] - sum(self.size[a] for a, _ in step.reuses)
+        for a, _ in step.reuses:
+            self.here.pop(a, None)
+        for s in self.uses.defines[k]:
+            if first or s in step.storages:
+                self.here[s] = len(self.made)
+                self.made.append((self.size[s], i))
+            else:
+                extra += self.size[s]
+            if first:
+                self.stays[s, k] = self.here[s]
+        if first:
+            self.at[k] = i
+        self.ops.append(k)
+        self.first.append(first)
+        self.extra.append(extra)
+        self.waits.append(sorted(waits - {i, -1}))
+
+    def _reads(self, k: int, i: int, first: bool) -> set[int]:
+        """The runs that make what op ``k`` reads."""
+        found = set()
+        for s in self.uses.reads[k]:
+            if s in self.here:
+                stay = self.here[s]
+                self.reads.add((stay, i))
+                found.add(self.made[stay][1])
+                if first:
+                    self.stays[s, k] = stay
+        return found
+
+    def _hazards(self, k: int, i: int, first: bool) -> set[int]:
+        """The runs that op ``k`` has to come after as it writes over what they read, or reads what they wrote."""
+        found = set()
+        updates = () if first else self.graph.ops[k].updates
+        for s in self.written.intersection(self.uses.reads[k]):
+            found.add(self.last_write.get(s, -1))
+            if s in self.uses.mutates[k] and s not in updates:
+                found.update(self.readers.pop(s, ()))
+                self.last_write[s] = i
+            else:
+                self.readers.setdefault(s, []).append(i)
+        return found
+
+    def result(self) -> Runs:
+        size, maker = np.array(self.made, dtype=np.int64).reshape(-1, 2).T
+        kept = np.zeros(len(size), dtype=np.bool_)
+        kept[[stay for s, stay in self.here.items() if s in self.graph.kept]] = True
+        reads = np.array(sorted(self.reads), dtype=np.int64).reshape(-1, 2)
+        extra = np.array(self.extra, dtype=np.int64)
+        moments = Moments.of(self.graph.static_bytes, (size, maker, kept), reads, self.waits, extra)
+        return Runs(tuple(self.ops), tuple(self.first), self.stays, moments)

@@ -12,6 +12,7 @@ itself run again stays by the engine's rule for `PASS`.
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -333,6 +334,7 @@ class _Program:
         self.chain, self.choices, self.budget, n = chain, choices, budget, chain.length
         self.slot = max(1, budget - chain.problem.graph.static_bytes) / slots
         self.kept = np.arange(slots + 1)
+        self.kept_bytes: list[float] = (self.kept * self.slot).tolist()
         self.handed = [round(x / self.slot) for x in chain.hands_on]
         self.sums = np.concatenate([[0.0], np.cumsum(chain.forward)])
         # When blocks run forward again, the gradients made so far and the one on its way are there.
@@ -367,10 +369,13 @@ class _Program:
         """Seconds by slots kept before: for each choice of the first block, and for each first part of them that is
         run again, by its last block."""
         own = np.full((len(self.choices[first]), len(self.kept)), np.inf)
+        after = self.least[first + 1, last]
         for row, c in zip(own, self.choices[first], strict=True):
-            least = self._needs(first, last, c)
-            fits = self.kept * self.slot + least <= self.budget
-            row[fits] = c.time + self._with(first + 1, last, round(c.keeps / self.slot))[fits]
+            fit = bisect_right(self.kept_bytes, self.budget - self._needs(first, last, c))
+            kept = round(c.keeps / self.slot)
+            fit = min(fit, len(after) - kept)
+            if fit > 0:
+                row[:fit] = after[kept : kept + fit] + c.time
         if not self.nested:
             return own, np.empty((0, len(self.kept)))
         again = self.sums[first + 1 : last + 1] - self.sums[first]

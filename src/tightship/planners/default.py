@@ -64,8 +64,11 @@ and places for what it found, may take."""
 _LARGE = 5_000
 """Ops of graphs that are large in that sense."""
 _ORDERS = ("sink", "given", "lpmf")
-_FAR = 0.01
-"""Orders that are tried where the fastest plan is above the least time by more than this part of it."""
+_FAR = 0.005
+"""Orders that are tried where the fastest plan is above the least time by more than this part of it; all of them, and
+that in which its own runs need least, by more than twice as much."""
+_AGAIN = 4
+"""How often the runs of what was found are put into another order."""
 _LOOK, _NEARLY = 2_000_000, 1.002
 """Ops simulated for a first look at another order, and over what time is needed already it is left at that."""
 _REST = 20.0
@@ -200,7 +203,7 @@ def plan(
         if 0 < known.time_bound < math.inf:
             far = max(o.gap, known.time / known.time_bound - 1)
     elif problem is None:
-        order = order_of(graph, o, before.peak, clock.search.part(_PREPARED))
+        order = order_of(graph, o, before.peak, clock.search.part(_PREPARED), budget)
         problem = problem_of(graph, order, o)
     search = _Search(graph, problem, o, before, budget, clock.search.part(_PREPARED), far)
     found, layout = search.fit(progress, clock)
@@ -328,20 +331,56 @@ class _Search:
         if self.options.order != Options().order or self.bound > self.budget:
             return
         tried = [self.problem.order]
+        if self.reached.within(self.budget) is None:
+            self._own_orders(tried, progress, clock)
+        searched = 0
         for name in _ORDERS:
-            best = self.reached.within(self.budget)
-            most = self.time_bound * (1 + max(_FAR, self.near))
-            near = best is not None and best.found.timeline.time <= most
+            near = self._near(_FAR) or (searched and self._near(2 * _FAR))
             if near or self.interrupted or clock.search.over:
                 return
             given = tuple(range(len(self.graph.ops)))
             order = given if name == "given" else run.order(name, self.graph, clock.search)
-            if order in tried:
-                continue
-            tried.append(order)
-            problem = self.problem.in_order(order)
-            if best is None or self._as_good(problem, best, progress, clock):
-                self._searched(problem, progress, clock)
+            if order not in tried:
+                tried.append(order)
+                searched += self._search_in(self.problem.in_order(order), progress, clock)
+        self._own_orders(tried, progress, clock)
+
+    def _near(self, far: float) -> bool:
+        """Whether there is a plan, and above the least time by no more than ``far`` as a part of it, or than is good
+        enough."""
+        assert self.budget is not None
+        best = self.reached.within(self.budget)
+        return best is not None and best.found.timeline.time <= self.time_bound * (1 + max(far, self.near))
+
+    def _own_orders(self, tried: list[tuple[int, ...]], progress: Progress | None, clock: _Clock) -> None:
+        """Search in the order in which what was found so far needs least, again as long as nothing fits."""
+        assert self.budget is not None
+        for turn in range(_AGAIN):
+            best = self.reached.within(self.budget)
+            start = best.found if best is not None else self.best
+            if (
+                self._near(2 * _FAR)
+                or self.interrupted
+                or clock.search.over
+                or start is None
+                or (turn and best)
+            ):
+                return
+            problem = floor.reordered(self.problem, self.graph, start.steps, clock.search.part(_PREPARED))
+            if problem is None or problem.order in tried:
+                return
+            tried.append(problem.order)
+            self._search_in(problem, progress, clock)
+
+    def _search_in(self, problem: EvictionProblem, progress: Progress | None, clock: _Clock) -> bool:
+        """Search in another order, where a first look says that it is as good or nothing fits yet; whether that was
+        so."""
+        assert self.budget is not None
+        best = self.reached.within(self.budget)
+        if best is not None and not self._as_good(problem, best, progress, clock):
+            return False
+        self._searched(problem, progress, clock)
+        return True
 
     def _as_good(
         self, problem: EvictionProblem, best: floor.Placed, progress: Progress | None, clock: _Clock
@@ -556,12 +595,14 @@ def problem_of(graph: Graph, order: tuple[int, ...], o: Options) -> EvictionProb
     return EvictionProblem(graph, order, means, only, o.lossy, o.host or None, chained, in_place=in_place)
 
 
-def order_of(graph: Graph, o: Options, peak: int, deadline: Deadline = NEVER) -> tuple[int, ...]:
-    """The planned order, unless it needs more memory than the graph's own."""
+def order_of(
+    graph: Graph, o: Options, peak: int, deadline: Deadline = NEVER, enough: int | None = None
+) -> tuple[int, ...]:
+    """The planned order, unless it needs more memory than the graph's own; ``enough`` as for `run.order`."""
     given = tuple(range(len(graph.ops)))
     if o.order == "given":
         return given
-    order = run.order(o.order, graph, deadline)
+    order = run.order(o.order, graph, deadline, enough)
     return given if order != given and peak_of(graph, order) > peak else order
 
 

@@ -10,16 +10,40 @@ from __future__ import annotations
 from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
 
+import numpy as np
+
+from tightship.analysis.moments import runs_of
+from tightship.analysis.order import is_legal
 from tightship.graph import Graph
 from tightship.options import Deadline
 from tightship.plan import Plan, Step
 from tightship.planners import run
 from tightship.planners.evict import states
-from tightship.planners.evict.problem import COMPRESS, EVICT, KEEP, OFFLOAD, Decision, EvictionProblem
+from tightship.planners.evict.problem import (
+    COMPRESS,
+    DROP,
+    EVICT,
+    KEEP,
+    OFFLOAD,
+    PASS,
+    Decision,
+    EvictionProblem,
+)
 from tightship.planners.layout import Layout, lay_out
+from tightship.planners.order import cuts
 from tightship.simulate import Timeline, replay
 
-__all__ = ["Placed", "Placement", "Reached", "every_plan", "order_in", "reached", "same_ops", "seed"]
+__all__ = [
+    "Placed",
+    "Placement",
+    "Reached",
+    "every_plan",
+    "order_in",
+    "reached",
+    "reordered",
+    "same_ops",
+    "seed",
+]
 
 _FEW, _STATES = 16, 1_000_000
 """Ops of graphs of which every plan is tried, and runs of them tried at most."""
@@ -110,7 +134,35 @@ def seed(problem: EvictionProblem, plan: Plan) -> None:
     problem.archive.offer(problem.cost(evict, _UNLIMITED))
 
 
+def reordered(
+    problem: EvictionProblem, graph: Graph, steps: Sequence[Step], deadline: Deadline
+) -> EvictionProblem | None:
+    """The problem in the order of first runs in which ``steps`` of the graph (with its random ops), their
+    recomputations as they are, need less memory than in theirs; its archive has what they do with every gap. None
+    where cuts find no such order."""
+    runs = runs_of(graph, steps)
+    if runs is None:
+        return None
+    given = range(len(runs.ops))
+    found = cuts.Search(runs.moments, _CUT_WORK, deadline).lower(given)
+    order = runs.order(found.order)
+    if found.peak >= int(runs.moments.during(given).max()) or not is_legal(graph, order):
+        return None
+    other = problem.in_order(order)
+    gone = other.nothing()
+    for g, (s, begins, ends) in enumerate(other.gaps.tolist()):
+        if ends < len(order):
+            gone[g] = runs.stays.get((s, order[begins])) != runs.stays.get((s, order[ends]))
+    for way in (EVICT, PASS, DROP):
+        bits = gone * np.uint8(way)
+        bits[(other.engine.allowed >> bits & 1) == 0] = KEEP
+        other.archive.offer(other.cost(bits, _UNLIMITED))
+    return other
+
+
 _UNLIMITED = (1 << 63) - 1
+_CUT_WORK = 600_000
+"""Runs in networks that are cut at most for another order."""
 _LEAVES = {"free": EVICT, "compress": COMPRESS, "offload": OFFLOAD}
 
 

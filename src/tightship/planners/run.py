@@ -54,13 +54,14 @@ class Evicted:
     timeline: Timeline
 
 
-def order(name: str, graph: Graph, deadline: Deadline = NEVER) -> tuple[int, ...]:
+def order(name: str, graph: Graph, deadline: Deadline = NEVER, enough: int | None = None) -> tuple[int, ...]:
     """The order of the planner called ``name``, verified. At the ``deadline``, the best found so far, where the
-    planner's options have ``seconds``."""
+    planner's options have ``seconds``; ``enough``: bytes for which any order within them does, where they have it."""
     info = planner(name, "order")
     call: OrderPlanner = info.plan
-    timed = deadline is not NEVER and any(f.name == "seconds" for f in fields(info.options))
-    found = call(graph, info.options(seconds=deadline.left)) if timed else call(graph)
+    known = {"seconds": None if deadline is NEVER else deadline.left, "enough": enough}
+    given = {f.name: known[f.name] for f in fields(info.options) if known.get(f.name) is not None}
+    found = call(graph, info.options(**given)) if given else call(graph)
     if not is_legal(graph, found):  # the verifier says what is wrong
         _verified(graph, baseline(graph, found), name)
     return found

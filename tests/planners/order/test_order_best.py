@@ -113,3 +113,13 @@ def test_on_trees_the_bound_and_the_order_are_about_the_known_optimum(ops):
             assert least == least_peak(graph)
         found = best.solve(graph)
         assert found.bound <= least <= found.peak <= 1.05 * least
+
+
+@settings(max_examples=25)
+@given(graphs(max_ops=40), st.integers(0, 8))
+def test_less_work_does_where_any_order_within_some_bytes_does(graph, part):
+    full = best.solve(graph, best.Options(work=20_000))
+    enough = full.bound + (peak(graph) - full.bound) * part // 8
+    found = best.solve(graph, best.Options(work=20_000, enough=enough))
+    assert found.peak <= max(enough, full.peak) or found.bound > enough
+    assert is_legal(graph, found.order)

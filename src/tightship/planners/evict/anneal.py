@@ -6,10 +6,10 @@ ours. Seeds: keep everything, checkpoints as people set them, saved sets by pric
 what the problem's archive has; where none of them is within the budget, batches of evictions that cover the excess
 (ours), and greed after that; where those and annealing leave more than a point to the goal, also checkpoints as
 blocks are found, dynamic programming over a chain of blocks, and the ladder from each side of the budget. Ends at
-the goal, or once a whole run of annealing gained less than the gap. Guarantee: never worse than any seed tried, nor
-than what was found for less memory on the same problem; the same seed and work limit give the same plan, and more
-work goes on where less of it ends. Complexity: a replay per candidate, anytime. Known limits: no proof of
-optimality; the gap to the lower bound is reported instead.
+the goal, once a whole run of annealing gained less than the gap, or a later one little of what is left. Guarantee:
+never worse than any seed tried, nor than what was found for less memory on the same problem; the same seed and work
+limit give the same plan, and more work goes on where less of it ends. Complexity: a replay per candidate, anytime.
+Known limits: no proof of optimality; the gap to the lower bound is reported instead.
 """
 
 from __future__ import annotations
@@ -38,6 +38,8 @@ _COVER = 3
 _MIXED, _BESIDE = 2e-5, 10_000
 """Seconds that seeds may take for each op, and for as many more, whatever the limit, while nothing is within the
 budget."""
+_SLOW = 0.2
+"""A run of annealing after the first that gains less than this part of what is left to the goal is the last."""
 _FAR = 0.01
 """So far above the goal, as a part of the step's time, dearer seeds are tried."""
 
@@ -174,8 +176,13 @@ class _Runs:
         while not self.search.ended:
             before = self.search.best
             self.search.take(self._one())
-            if not self.search.gained(before):
+            if not self.search.gained(before) or (self.count > 1 and self._slowed(before)):
                 return
+
+    def _slowed(self, before: Decision) -> bool:
+        """Whether the last run gained a small part of what is left to the goal: the next one would hardly gain."""
+        now, goal = self.search.best, self.search.options.goal
+        return before.met and before.extra - now.extra < _SLOW * (now.extra - goal)
 
     def _one(self) -> Iterator[Decision]:
         search, problem = self.search, self.search.problem
@@ -248,6 +255,8 @@ def _dear_seeds(search: _Search) -> Iterator[Decision]:
     yield search.spend(
         greedy.from_checkpoints(problem, budget, greedy.Options(work, seconds), search.progress, checkpoints)
     )
+    if search.best.met:
+        return
     # Up from below the budget is done by giving back, down from above it by the ladder.
     starts = [problem.nothing()]
     if search.over:

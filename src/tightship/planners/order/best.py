@@ -12,7 +12,7 @@ recomputation, nor of results that take the place of inputs.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final
 
 from tightship.analysis.moments import Moments
@@ -27,6 +27,8 @@ _BEAM: Final = 3
 """The part of the work that the beam may do, as its inverse."""
 _SCHEDULED: Final = 2e-5
 """Seconds for each op that a list scheduler may take: it does not begin where there are fewer."""
+_FIRST: Final = 10
+"""The part of the work for a first look, as its inverse, where not the best order is asked for."""
 _SMALL: Final = 1000
 """Ops of graphs on which a beam is worth its time: it finds little on larger ones, and cannot prove it."""
 
@@ -38,6 +40,9 @@ class Options:
     work: int = option(600_000, "ops in networks that are cut at most; a third as many are tried by the beam")
     seed: int = option(0, "seed of where orders are cut when nothing else helps")
     seconds: float = option(math.inf, "wall clock at most")
+    enough: int = option(
+        0, "bytes: a tenth of the work does where it finds an order within these, or shows that there is none"
+    )
 
 
 def plan(graph: Graph, options: Options | None = None) -> tuple[int, ...]:
@@ -50,6 +55,10 @@ def solve(graph: Graph, options: Options | None = None) -> Ordered:
     o = options or Options()
     if not graph.ops:
         return Ordered((), graph.static_bytes, graph.static_bytes)
+    if o.enough:
+        found = solve(graph, replace(o, work=o.work // _FIRST, enough=0))
+        if not found.bound <= o.enough < found.peak:
+            return found
     search = cuts.Search(Moments(graph), o.work, Deadline.after(o.seconds))
     best = _descended(graph, search)
     if best.peak > search.bound and len(graph.ops) <= _SMALL:
