@@ -8,22 +8,24 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Any, cast
 
 from tightship.diagnose.remedies import advised
-from tightship.errors import BadInput, VerificationFailed, Violation
+from tightship.errors import BadInput, Unsupported, VerificationFailed, Violation
 from tightship.graph import Graph
 from tightship.options import filled
 from tightship.plan import Plan
 from tightship.planners import PlannerInfo, planners
 from tightship.planners.batch import MaxBatch
 from tightship.planners.batch import max_batch as search_batch
-from tightship.planners.default import Options, PlanOptions, plan_alone, read_options
+from tightship.planners.default import EXACT, Options, PlanOptions, divide_allow, plan_alone, read_options
 from tightship.planners.frontier import frontier as search_frontier
-from tightship.result import Frontier, Planned
+from tightship.result import Frontier, Planned, SplitPlanned
+from tightship.simulate import baseline, replay
 from tightship.sources import ModelStep, need_torch, read_model, torch_saved
-from tightship.units import BudgetLike, parse_budget, resolve_budget
+from tightship.units import BudgetLike, format_bytes, format_seconds, parse_budget, resolve_budget
 
 if TYPE_CHECKING:
     from typing import TypeAlias, Unpack
@@ -55,19 +57,25 @@ Say = Callable[[str], None]
 @dataclass(frozen=True)
 class PlanRequest:
     """A plan of ``graph`` within ``budget``, by the default planner or by the one named ``planner`` alone, with that
-    planner's ``options``. ``cache``: the folder that plans of the default planner are kept in."""
+    planner's ``options``. ``cache``: the folder that plans of the default planner are kept in. ``program``: what the
+    graph was captured as, and ``step``: the model, where its ops may be split."""
 
     graph: Graph
     budget: BudgetLike = None
     planner: str | None = None
     options: Mapping[str, object] = field(default_factory=dict)
     cache: Path | str | None = None
+    program: object = None
+    step: ModelStep | None = None
 
     def solve(self, progress: Progress | None = None) -> Planned:
         """The verified plan. Raises ``Infeasible``, ``BadInput`` for names and options that there are not."""
         graph, budget = self.graph, self.budget
         if self.planner is None:
-            return Planned(self._by_default(plan_options(graph, self.options), progress), graph)
+            options, way = divide_allow(plan_options(graph, self.options))
+            if way and budget is not None:
+                return self._in_slices(options, way, progress)
+            return Planned(self._by_default(graph, budget, options, progress), graph)
         known = systems()
         if self.planner not in known:
             rule = f"unknown planner {self.planner!r}: those that plan alone are {', '.join(sorted(known))}"
@@ -80,12 +88,46 @@ class PlanRequest:
         limit = resolve_budget(budget, plan.peak_before, static=plan.static)
         return Planned(replace(plan, budget=limit), graph)
 
-    def _by_default(self, options: Options, progress: Progress | None) -> Plan:
+    def _by_default(
+        self, graph: Graph, budget: BudgetLike, options: Options, progress: Progress | None
+    ) -> Plan:
         if self.cache is None:
-            return advised(self.graph, self.budget, options, progress)
+            return advised(graph, budget, options, progress)
         from tightship.execute.cache import KeptPlans, folder_of
 
-        return KeptPlans(folder_of(self.cache), options)(self.graph, self.budget, progress)
+        return KeptPlans(folder_of(self.cache), options)(graph, budget, progress)
+
+    def _in_slices(self, options: Options, way: str, progress: Progress | None) -> Planned:
+        """A plan in which ops run in slices, where the budget asks for it."""
+        graph, program, step = self.graph, self.program, self.step
+        whole = replay(graph, baseline(graph))
+        limit = resolve_budget(self.budget, whole.peak, static=graph.static_bytes)
+        assert limit is not None
+
+        def plan_of(other: Graph) -> Plan:
+            return self._by_default(other, limit, options, progress)
+
+        made: Any
+        if program is not None and graph.meta.get("source") == "onnx":
+            from tightship.integrations.onnx_split import planned as in_rows
+
+            made, plan = in_rows(cast(Any, program), limit, plan_of, exact=way == EXACT)
+        elif program is not None and step is not None:
+            from tightship.execute.split import planned
+
+            moves = "offload" in options.allow or "compress" in options.allow
+            timed = partial(step.timed, cache="default" if self.cache is None else self.cache)
+            made, plan = planned(cast(Any, program), way, plan_of, timed, limit, moves=moves)
+        else:
+            raise Unsupported(
+                f"allow={way} for {graph.name}", "ops are split in models of PyTorch's and in ONNX files alone",
+                "leave it out, or give the model",
+            )  # fmt: skip
+        if made is program:
+            return Planned(plan, graph)
+        said = f"split: in one piece {format_bytes(whole.peak)} and {format_seconds(whole.time)}, unplanned"
+        plan = replace(plan, notes=(*plan.notes, said))
+        return SplitPlanned(plan, made.graph, made, whole.peak, whole.time)
 
 
 @dataclass(frozen=True)
@@ -105,7 +147,12 @@ class FrontierRequest:
             if say is not None:
                 say("what torch's activation_memory_budget saves")
             saved = torch_saved(self.program)
-        options = plan_options(self.graph, self.options)
+        options, way = divide_allow(plan_options(self.graph, self.options))
+        if way:
+            raise Unsupported(
+                f"allow={way} in a frontier", "its plans are of one graph, and ops in slices make another",
+                "plan for one budget at a time",
+            )  # fmt: skip
         return Frontier.of(search_frontier(self.graph, self.points, options, saved, say, peers=self.peers))
 
 
@@ -274,13 +321,14 @@ def plan(
     if budget is not None:
         budget = parse_budget(budget)  # before the model is measured
     if isinstance(model, (str, os.PathLike)):
-        graph = read_model(model, sample).graph
-    elif isinstance(model, Graph):
-        graph = _alone(model, sample)
-    else:
-        graph = ModelStep(model, sample, loss_fn, optimizer, train).program(cache).graph
-        return PlanRequest(graph, budget, options=options, cache=cache).solve(progress)
-    return plan_graph(graph, budget, progress=progress, **options)
+        read: Any = read_model(model, sample)
+        return PlanRequest(read.graph, budget, options=options, program=read).solve(progress)
+    if isinstance(model, Graph):
+        return plan_graph(_alone(model, sample), budget, progress=progress, **options)
+    step = ModelStep(model, sample, loss_fn, optimizer, train)
+    program = step.program(cache)
+    request = PlanRequest(program.graph, budget, None, options, cache, program, step)
+    return request.solve(progress)
 
 
 def plan_graph(

@@ -60,7 +60,10 @@ class ModelStep:
 
     def program(self, cache: Path | str | None = "default") -> Program:
         """Its graph, with times (measured, or modeled for models without data), and how PyTorch runs it."""
-        program = self._captured(self.sample)
+        return self.timed(self._captured(self.sample), cache)
+
+    def timed(self, program: Program, cache: Path | str | None = "default") -> Program:
+        """A program of this model's ops with times."""
         from tightship.execute import profile
         from tightship.frontends.torch import compat
         from tightship.frontends.torch.capture.step import module_of
