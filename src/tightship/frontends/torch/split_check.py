@@ -159,20 +159,17 @@ def _followed(old: Program, k: int, tape: Tape, parts: Mapping[int, _Part], r: R
             and (q * stride - there >= operand.start or operand.start == 0)
         ]  # fmt: skip
         return _Part(start, right[0], right[-1] + 1) if right else None
-    tall = [
-        _part(tape, parts, v) for v in given if len(v.shape) > DIM and v.shape[DIM] > 1 and _sliced(old, k, v)
-    ]
-    tall = tall or [_part(tape, parts, v) for v in given if v.storage in parts]
+    tall = [_part(tape, parts, v) for v in given if v.storage in parts or _sliced(old, k, _base(tape, v))]
     if len({p.start for p in tall}) != 1:
         return None
     return _Part(tall[0].start, max(p.first for p in tall), min(p.last for p in tall))
 
 
 def _sliced(old: Program, k: int, v: TapeValue) -> bool:
-    """Whether an operand has a row for each of the result: it is as wide as what is made, not broadcast."""
+    """Whether a whole has a row for each of the result, and is not broadcast."""
     made = next((x for x in old.calls[k].results if x >= 0), None)
     out = old.graph.values[old.calls[k].args[0].value if made is None else made].shape
-    return len(v.shape) == len(out)
+    return len(v.shape) == len(out) and v.shape[DIM] == out[DIM] > 1
 
 
 def _sliding(
