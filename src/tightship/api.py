@@ -9,22 +9,32 @@ import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Any, cast
 
 from tightship.diagnose.remedies import advised
-from tightship.errors import BadInput, VerificationFailed, Violation
+from tightship.errors import BadInput, Unsupported, VerificationFailed, Violation
 from tightship.graph import Graph
 from tightship.options import filled
 from tightship.plan import Plan
 from tightship.planners import PlannerInfo, planners
 from tightship.planners.batch import MaxBatch
 from tightship.planners.batch import max_batch as search_batch
-from tightship.planners.default import Options, PlanOptions, plan_alone, read_options, seconds_left
+from tightship.planners.default import (
+    EXACT,
+    Options,
+    PlanOptions,
+    divide_allow,
+    plan_alone,
+    read_options,
+    seconds_left,
+)
 from tightship.planners.frontier import frontier as search_frontier
-from tightship.result import Frontier, Planned
+from tightship.result import Frontier, Planned, SplitPlanned
+from tightship.simulate import baseline, replay
 from tightship.sources import ModelStep, need_torch, read_model, torch_saved
-from tightship.units import BudgetLike, parse_budget, resolve_budget
+from tightship.units import BudgetLike, format_bytes, format_seconds, parse_budget, resolve_budget
 
 if TYPE_CHECKING:
     from typing import TypeAlias, Unpack
@@ -57,8 +67,9 @@ Say = Callable[[str], None]
 @dataclass(frozen=True)
 class PlanRequest:
     """A plan of ``graph`` within ``budget``, by the default planner or by the one named ``planner`` alone, with that
-    planner's ``options``. ``cache``: the folder that plans of the default planner are kept in.
-    ``took``: how many of the options' seconds measuring took."""
+    planner's ``options``. ``cache``: the folder that plans of the default planner are kept in. ``took``: how many of
+    the options' seconds measuring took. ``program``: what the graph was captured as, and ``step``: the model, where
+    its ops may be split."""
 
     graph: Graph
     budget: BudgetLike = None
@@ -66,12 +77,17 @@ class PlanRequest:
     options: Mapping[str, object] = field(default_factory=dict)
     cache: Path | str | None = None
     took: float = 0.0
+    program: object = None
+    step: ModelStep | None = None
 
     def solve(self, progress: Progress | None = None) -> Planned:
         """The verified plan. Raises ``Infeasible``, ``BadInput`` for names and options that there are not."""
         graph, budget = self.graph, self.budget
         if self.planner is None:
-            return Planned(self._by_default(plan_options(graph, self.options), progress), graph)
+            options, way = divide_allow(plan_options(graph, self.options))
+            if way and budget is not None:
+                return self._in_slices(options, way, progress)
+            return Planned(self._by_default(graph, budget, options, progress), graph)
         known = systems()
         if self.planner not in known:
             rule = f"unknown planner {self.planner!r}: those that plan alone are {', '.join(sorted(known))}"
@@ -84,13 +100,47 @@ class PlanRequest:
         limit = resolve_budget(budget, plan.peak_before, static=plan.static)
         return Planned(replace(plan, budget=limit), graph)
 
-    def _by_default(self, options: Options, progress: Progress | None) -> Plan:
+    def _by_default(
+        self, graph: Graph, budget: BudgetLike, options: Options, progress: Progress | None
+    ) -> Plan:
         left = seconds_left(options.seconds, self.took)
         if self.cache is None:
-            return advised(self.graph, self.budget, replace(options, seconds=left), progress)
+            return advised(graph, budget, replace(options, seconds=left), progress)
         from tightship.execute.cache import KeptPlans, folder_of
 
-        return KeptPlans(folder_of(self.cache), options)(self.graph, self.budget, progress, seconds=left)
+        return KeptPlans(folder_of(self.cache), options)(graph, budget, progress, seconds=left)
+
+    def _in_slices(self, options: Options, way: str, progress: Progress | None) -> Planned:
+        """A plan in which ops run in slices, where the budget asks for it."""
+        graph, program, step = self.graph, self.program, self.step
+        whole = replay(graph, baseline(graph))
+        limit = resolve_budget(self.budget, whole.peak, static=graph.static_bytes)
+        assert limit is not None
+
+        def plan_of(other: Graph) -> Plan:
+            return self._by_default(other, limit, options, progress)
+
+        made: Any
+        if program is not None and graph.meta.get("source") == "onnx":
+            from tightship.integrations.onnx_split import planned as in_rows
+
+            made, plan = in_rows(cast(Any, program), limit, plan_of, exact=way == EXACT)
+        elif program is not None and step is not None:
+            from tightship.execute.split import planned
+
+            moves = "offload" in options.allow or "compress" in options.allow
+            timed = partial(step.timed, cache="default" if self.cache is None else self.cache)
+            made, plan = planned(cast(Any, program), way, plan_of, timed, limit, moves=moves)
+        else:
+            raise Unsupported(
+                f"allow={way} for {graph.name}", "ops are split in models of PyTorch's and in ONNX files alone",
+                "leave it out, or give the model",
+            )  # fmt: skip
+        if made is program:
+            return Planned(plan, graph)
+        said = f"split: in one piece {format_bytes(whole.peak)} and {format_seconds(whole.time)}, unplanned"
+        plan = replace(plan, notes=(*plan.notes, said))
+        return SplitPlanned(plan, made.graph, made, whole.peak, whole.time)
 
 
 @dataclass(frozen=True)
@@ -110,7 +160,12 @@ class FrontierRequest:
             if say is not None:
                 say("what torch's activation_memory_budget saves")
             saved = torch_saved(self.program)
-        options = plan_options(self.graph, self.options)
+        options, way = divide_allow(plan_options(self.graph, self.options))
+        if way:
+            raise Unsupported(
+                f"allow={way} in a frontier", "its plans are of one graph, and ops in slices make another",
+                "plan for one budget at a time",
+            )  # fmt: skip
         return Frontier.of(search_frontier(self.graph, self.points, options, saved, say, peers=self.peers))
 
 
@@ -280,16 +335,16 @@ def plan(
     if budget is not None:
         budget = parse_budget(budget)  # before the model is measured
     if isinstance(model, (str, os.PathLike)):
-        graph = read_model(model, sample).graph
-    elif isinstance(model, Graph):
-        graph = _alone(model, sample)
-    else:
-        seconds = read_options(options, "plan").seconds
-        captured, began = ModelStep(model, sample, loss_fn, optimizer, train), time.perf_counter()
-        graph = captured.program(cache, seconds).graph
-        took = time.perf_counter() - began
-        return PlanRequest(graph, budget, options=options, cache=cache, took=took).solve(progress)
-    return plan_graph(graph, budget, progress=progress, **options)
+        read: Any = read_model(model, sample)
+        return PlanRequest(read.graph, budget, options=options, program=read).solve(progress)
+    if isinstance(model, Graph):
+        return plan_graph(_alone(model, sample), budget, progress=progress, **options)
+    seconds = read_options(options, "plan").seconds
+    step, began = ModelStep(model, sample, loss_fn, optimizer, train), time.perf_counter()
+    program = step.program(cache, seconds)
+    took = time.perf_counter() - began
+    request = PlanRequest(program.graph, budget, None, options, cache, took, program, step)
+    return request.solve(progress)
 
 
 def plan_graph(

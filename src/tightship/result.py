@@ -14,7 +14,7 @@ from tightship.serde import save_plan
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
-__all__ = ["Frontier", "Planned"]
+__all__ = ["Frontier", "Planned", "SplitPlanned"]
 
 
 def _written(text: str, path: PathLike | None) -> str:
@@ -112,6 +112,20 @@ class Planned(_Shown):
         from tightship.report.viewers import write_snapshot
 
         write_snapshot(self.graph, self.drawn, path)
+
+
+@dataclass(frozen=True, repr=False)
+class SplitPlanned(Planned):
+    """A plan of ``program``, in which ops run in slices; in one piece it needs ``peak_whole`` bytes unplanned,
+    and ``time_whole`` seconds."""
+
+    program: Any
+    peak_whole: int
+    time_whole: float
+
+    def rows(self) -> dict[str, Any]:
+        """As `Planned.rows`; what was before is the program in one piece."""
+        return super().rows() | {"peak_before": self.peak_whole, "time_before": self.time_whole}
 
 
 @dataclass(frozen=True, repr=False)

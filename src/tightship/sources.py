@@ -63,7 +63,12 @@ class ModelStep:
     def program(self, cache: Path | str | None = "default", seconds: float = math.inf) -> Program:
         """Its graph, with times (measured, or modeled for models without data), and how PyTorch runs it. ``seconds``:
         as for `profile.profile`."""
-        program = self._captured(self.sample)
+        return self.timed(self._captured(self.sample), cache, seconds)
+
+    def timed(
+        self, program: Program, cache: Path | str | None = "default", seconds: float = math.inf
+    ) -> Program:
+        """A program of this model's ops with times."""
         from tightship.execute import profile
         from tightship.frontends.torch import compat
         from tightship.frontends.torch.capture.step import module_of

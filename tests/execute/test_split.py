@@ -10,12 +10,11 @@ from torch.nn import functional as F
 from tightship.errors import BadInput, Infeasible
 from tightship.execute import split_trials as deciding
 from tightship.execute.fit import fit
-from tightship.execute.split import EXACT, ROUNDING, divide_allow
 from tightship.execute.split_trials import verdict
 from tightship.frontends.torch.capture.step import capture_step
 from tightship.frontends.torch.split_chains import chains
 from tightship.frontends.torch.split_rules import SUM
-from tightship.planners.default import Options
+from tightship.planners.default import EXACT, ROUNDING, Options, divide_allow
 
 ALLOW = f"recompute,{ROUNDING}"
 

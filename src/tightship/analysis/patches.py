@@ -6,9 +6,9 @@ made inside is needed inside alone but for one result, whose rows are computed s
 some rows twice (the halo), which are computed twice.
 
 Problem: regions and numbers of slices with the fewest operations more whose bytes are within a limit. Measure: bytes
-of storages without what ops take for themselves, operations. Source: patch-based inference of MCUNetV2 (Lin et al.,
-NeurIPS 2021) and the fusion graph of msf-CNN (Huang and Baccelli, 2025), of which this is the shortest path.
-Guarantee: the best of regions between the points that are looked at, in the graph's order of ops. Known limits:
+of storages, with a part of what an op takes for itself; operations. Source: patch-based inference of MCUNetV2
+(Lin et al., NeurIPS 2021) and the fusion graph of msf-CNN (Huang and Baccelli, 2025), of which this is the shortest
+path. Guarantee: the best of regions between the points that are looked at, in the graph's order of ops. Known limits:
 slices along one dimension; rows of the halo are computed again and not kept.
 """
 
@@ -149,10 +149,11 @@ def _typical(parts: list[Rows]) -> list[tuple[Rows, int]]:
 
 
 class Finder:
-    """What regions there are in a graph, in its order of ops."""
+    """What regions there are in a graph, in its order of ops. ``joins``: slices stay until they are joined, rather
+    than that each is written into its place."""
 
-    def __init__(self, graph: Graph, windows: OpWindows) -> None:
-        self.graph, self._windows = graph, windows
+    def __init__(self, graph: Graph, windows: OpWindows, *, joins: bool = False) -> None:
+        self.graph, self._windows, self.joins = graph, windows, joins
         self.size = [s.size for s in graph.storages]
         self.last = [-1] * len(graph.storages)
         self.first = [len(graph.ops)] * len(graph.storages)
@@ -180,7 +181,7 @@ class Finder:
     @cached_property
     def needs(self) -> list[int]:
         """Bytes while each op runs as a whole."""
-        rows = [self.graph.static_bytes] * len(self.graph.ops)
+        rows = [self.graph.static_bytes + op.workspace for op in self.graph.ops]
         for s in self.moving:
             for k in range(self.first[s], min(self.last[s], len(rows) - 1) + 1):
                 rows[k] += self.size[s]
@@ -252,7 +253,7 @@ class Finder:
             self.size[s] for s in self.moving
             if self.first[s] < region.first and self.last[s] >= region.first
         ) + self.size[region.end]  # fmt: skip
-        peak, operations = 0, 0
+        peak, operations = self.size[region.end] if self.joins else 0, 0
         made_in = {s: k for k in region.ops for s in uses.defines[k] if self.size[s]}
         lasts: dict[int, list[int]] = {}
         for s in made_in:
@@ -270,7 +271,8 @@ class Finder:
                     if s in wanted:
                         held[s] = self.size[s] * made // window.made
                         live += held[s]
-                peak = max(peak, live)
+                scratch = graph.ops[k].workspace * made // window.made
+                peak = max(peak, live + scratch)
                 operations += times * (graph.ops[k].flops * made // window.made)
                 for s in lasts.get(k, ()):
                     live -= held.pop(s, 0)

@@ -28,7 +28,7 @@ from tightship.planners.order.best import order_bound
 from tightship.report.numbers import makers, peak_of
 from tightship.report.progress import Line
 from tightship.report.text import change_lines, new_table, peak_lines, peak_tables, plan_chart
-from tightship.result import Planned
+from tightship.result import Planned, SplitPlanned
 from tightship.simulate import baseline, replay
 from tightship.sources import Source, load_source, users_code
 from tightship.units import Budget, format_bytes, parse_budget
@@ -56,11 +56,15 @@ def plan(chosen: argparse.Namespace, out: Output) -> int:
     if kind == "tensorflow" and options.get("level") == "scheduling":
         source = _accumulated(source, budget)
     kept = "default" if source.step is not None else None  # what is measured once is planned once
-    request = PlanRequest(source.graph, budget, chosen.planner, options, kept, source.took)
+    request = PlanRequest(
+        source.graph, budget, chosen.planner, options, kept, source.took, source.program, source.step
+    )
     try:
         answer, interrupted = _solved(request, out), False
     except Interrupted as end:
         answer, interrupted = Planned(end.plan, source.graph), True
+    if isinstance(answer, SplitPlanned):
+        source = replace(source, graph=answer.graph, program=answer.program)
     answer = answer.changed(source=chosen.source, command=chosen.command)
     rows = answer.rows() | {"interrupted": interrupted}
     text: list[RenderableType] = [str(answer)]

@@ -24,13 +24,12 @@ from tightship.execute.prepared import (
     Stages,
 )
 from tightship.execute.ranks import together
-from tightship.execute.split import ROUNDING, divide_allow
 from tightship.execute.train_step import TrainStep
 from tightship.frontends.torch.optimizer.updates import Several, as_one
 from tightship.frontends.torch.structure import (
     Pad,
 )
-from tightship.planners.default import PlanOptions, read_options
+from tightship.planners.default import ROUNDING, PlanOptions, divide_allow, read_options
 from tightship.planners.hints import parse_hints
 from tightship.units import Budget, parse_budget, parse_bytes
 

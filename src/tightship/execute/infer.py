@@ -18,13 +18,12 @@ from tightship.execute.cache import KeptPlans, folder_of
 from tightship.execute.interpreter import Executor
 from tightship.execute.prepared import Prepared, Settings, Silent, Stages, Variant
 from tightship.execute.script import device_of
-from tightship.execute.split import divide_allow
 from tightship.frontends.torch.capture.step import capture_forward, module_of
 from tightship.frontends.torch.program import Program
 from tightship.frontends.torch.structure import flatten, map_leaves
 from tightship.graph import Graph
 from tightship.plan import Plan
-from tightship.planners.default import PlanOptions, read_options
+from tightship.planners.default import PlanOptions, divide_allow, read_options
 from tightship.planners.layout import lay_out
 from tightship.units import Budget, parse_budget
 

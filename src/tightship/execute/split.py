@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from tightship.analysis.bounds import lower_bound
-from tightship.analysis.patches import Finder, Region
+from tightship.analysis.patches import Finder, Patches, Region
 from tightship.errors import Infeasible, Unsupported
 from tightship.execute.split_trials import patch_verdict, verdict
 from tightship.frontends.torch.program import Program
@@ -27,15 +27,12 @@ from tightship.frontends.torch.split_windows import windows
 from tightship.graph import Graph
 from tightship.options import Deadline
 from tightship.plan import Plan
-from tightship.planners.default import Options
+from tightship.planners.default import EXACT, ROUNDING
 from tightship.units import format_bytes
 
-__all__ = ["EXACT", "ROUNDING", "Decision", "Splitting", "advice", "divide_allow"]
+__all__ = ["Decision", "Splitting", "advice", "planned"]
 
 aten = torch.ops.aten
-
-EXACT, ROUNDING = "split", "split-rounding"
-"""Ways that ``allow`` may name: slices with the same bits as the whole, or ones that may round otherwise."""
 
 SLICES: tuple[int, ...] = (2, 4, 8, 16, 32, 64)
 _GROUPS = 3
@@ -48,14 +45,6 @@ _TRIES = 8
 
 _ADVICE = 5.0
 """Seconds in which it is found out what slices would come to that were not allowed."""
-
-
-def divide_allow(options: Options) -> tuple[Options, str]:
-    """The planner's options without splitting, and which of `EXACT` and `ROUNDING` was allowed, if any."""
-    ways = [way.strip() for way in options.allow.split(",")]
-    mode = ROUNDING if ROUNDING in ways else EXACT if EXACT in ways else ""
-    rest = ",".join(way for way in ways if way not in (EXACT, ROUNDING))
-    return replace(options, allow=rest) if mode else options, mode
 
 
 @dataclass(frozen=True)
@@ -109,6 +98,7 @@ class Splitting:
 
     def __init__(self, captured: Program, mode: str, *, moves: bool = False) -> None:
         self.captured, self.mode, self.moves = captured, mode, moves
+        self.measured: Graph | None = None  # of the captured program, with what its ops take for themselves
 
     @cached_property
     def groups(self) -> list[list[Chain]]:
@@ -122,9 +112,10 @@ class Splitting:
     @cached_property
     def finder(self) -> Finder | None:
         """Finds regions; of forward passes alone, as what a backward pass needs is there as a whole."""
-        if any(op.phase != "forward" for op in self.captured.graph.ops):
+        graph = self.captured.graph if self.measured is None else self.measured
+        if any(op.phase != "forward" for op in graph.ops):
             return None
-        return Finder(self.captured.graph, partial(windows, self.captured))
+        return Finder(graph, partial(windows, self.captured))
 
     def patched(self, limit: int) -> Iterator[Decision]:
         """Regions in slices that are within a limit by the bytes of storages, then ones that need less: what ops take
@@ -173,6 +164,7 @@ class Splitting:
     ) -> tuple[Program, Plan, Decision | None]:
         """The measured program and the plan to run: without slices if they are not needed and gain nothing.
         ``base`` is the captured program, measured; ``plan_of`` plans a graph. Raises ``Infeasible``."""
+        self.measured = base.graph
         best: tuple[Program, Plan, Decision | None] | None = None
         refused: Infeasible | None = None
         hopeless = self._least(base.graph) > limit
@@ -205,8 +197,13 @@ class Splitting:
                 return base, plan_of(base.graph), None
             except Infeasible as no:
                 refused = no
+        if not least and (choice := self._least_patches()) is not None:
+            least.append((choice.peak, f"slices of rows need about {format_bytes(choice.peak)} at least"))
         said = f"splitting: {min(least)[1]}" if least else f"no chain of ops can be split (allow={self.mode})"
         raise refused.with_advice((*refused.advice, said))
+
+    def _least_patches(self) -> Patches | None:
+        return None if self.finder is None else self.finder.least()
 
     def _within(self, limit: int, above: list[tuple[int, str]]) -> Iterator[Decision]:
         """What may be split and does not need more than the limit in any case; what else does goes to ``above``."""
@@ -236,6 +233,21 @@ class Splitting:
     def _least(self, graph: Graph) -> int:
         away = dict.fromkeys(range(len(graph.storages)), 0) if self.moves else None
         return int(lower_bound(graph, least=away))
+
+
+def planned(
+    program: Program,
+    mode: str,
+    plan_of: Callable[[Graph], Plan],
+    measured: Callable[[Program], Program],
+    limit: int,
+    *,
+    moves: bool,
+) -> tuple[Program, Plan]:
+    """What `Splitting.plan` decides of a measured program, the plan with notes of what was split."""
+    made, plan, decision = Splitting(program, mode, moves=moves).plan(program, plan_of, measured, limit)
+    notes = made.notes if decision is not None else ()
+    return made, replace(plan, notes=(*plan.notes, *(n for n in notes if n.startswith("split: "))))
 
 
 def advice(captured: Program, limit: int, allow: str) -> tuple[str, ...]:

@@ -39,10 +39,13 @@ from tightship.units import Budget, resolve_budget
 from tightship.verify import check
 
 __all__ = [
+    "EXACT",
+    "ROUNDING",
     "Interrupted",
     "Options",
     "PlanOptions",
     "displaced",
+    "divide_allow",
     "least_time",
     "order_of",
     "plan",
@@ -107,7 +110,7 @@ class Options:
     allow: str = option(
         "recompute",
         "how storages may leave memory: recompute, compress, offload, redraw (recompute random ops too, from saved "
-        "random states); fit also: split, split-rounding (ops in slices)",
+        "random states); of models also: split, split-rounding (ops in slices)",
         metavar="MEANS,…",
     )
     hints: str = option(
@@ -140,6 +143,18 @@ class PlanOptions(TypedDict, total=False):
 def seconds_left(seconds: float, took: float) -> float:
     """What a search has of ``seconds`` when measuring took some of them."""
     return max(seconds - took, _SEARCH * seconds)
+
+
+EXACT, ROUNDING = "split", "split-rounding"
+"""Ways that ``allow`` may name of models: slices with the bits of the whole, or ones that may round otherwise."""
+
+
+def divide_allow(options: Options) -> tuple[Options, str]:
+    """The planner's options without splitting, and which of `EXACT` and `ROUNDING` was allowed, if any."""
+    ways = [way.strip() for way in options.allow.split(",")]
+    mode = ROUNDING if ROUNDING in ways else EXACT if EXACT in ways else ""
+    rest = ",".join(way for way in ways if way not in (EXACT, ROUNDING))
+    return replace(options, allow=rest) if mode else options, mode
 
 
 def read_options(options: PlanOptions, caller: str) -> Options:

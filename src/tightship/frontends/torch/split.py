@@ -26,6 +26,7 @@ from tightship.frontends.torch.capture.recorder import Recorder
 from tightship.frontends.torch.capture.tape import Origin, Record, Tape, TapeStorage, TapeValue, Tracker
 from tightship.frontends.torch.program import Call, Program, Ref, Slot, dtype_of, flat, refs_in, substitute
 from tightship.frontends.torch.split_chains import Chain, narrowed
+from tightship.frontends.torch.split_check import check_slices
 from tightship.frontends.torch.split_rules import SUM, Axis, added_wide
 from tightship.frontends.torch.split_windows import slice_args, windows
 from tightship.graph import Value, aligned, alignment_of
@@ -108,6 +109,7 @@ class _Splitter:
         self.flat: dict[int, torch.Tensor] = {}  # a fake tensor in a storage of the tape
         self.part: dict[tuple[int, int], torch.Tensor] = {}  # by storage and slice
         self.stands_for: dict[int, int] = {}
+        self.made_from: dict[int, int] = {}  # ops of the program, by the identity of records of patches
         self.slot: dict[int, Slot] = {}
         for s in program.slots:
             self.slot.setdefault(self.graph.values[s.value].storage, s)
@@ -129,6 +131,7 @@ class _Splitter:
             elif k not in self.seed:
                 self.plain(k)
         self.tape.records = _ordered(self.tape, self.tags)
+        check_slices(self.old, self.tape, self.tape.records, self.made_from)
         results = [self.value(v) for v in self.old.results]
         losses = [self.value(v) for v in self.old.results if self.kind(v) == "output"]
         made = finish(
@@ -386,25 +389,25 @@ class _Splitter:
 
     def in_patches(self, region: Region, count: int) -> None:
         """The ops of a region for the rows of each slice in turn, which are written into their place."""
-        uses, values = self.graph.uses, self.graph.values
+        uses = self.graph.uses
         maker, first = uses.definer[region.end], len(self.tape.records)
         end = self.old.bases[region.end]
         self.allocate(maker, end)
         self.label(maker, first)
-        inside = {s for k in region.ops for s in uses.defines[k]}
         finder = Finder(self.graph, lambda k: windows(self.old, k))
         for i, rows in enumerate(bounds_of(region.rows, count)):
             wanted, parts = finder.wanted(region, rows), dict[int, _Rows]()
             for k in region.ops:
                 first = len(self.tape.records)
-                self.patch(k, i, region, wanted, parts, inside)
+                self.patch(k, i, region, wanted, parts)
                 self.label(k, first)
+                self.made_from |= {id(r): k for r in self.tape.records[first:]}
             first = len(self.tape.records)
             with self.recording(region.stop - 1, i, {region.end}):
                 place = self.piece(end, DIM, rows[0], rows[1] - rows[0])
                 aten.copy_.default(place, parts[region.end].of(rows))
             self.label(region.stop - 1, first)
-            assert values[end].shape[DIM] == region.rows
+            self.made_from[id(self.tape.records[-1])] = maker
 
     def patch(
         self,
@@ -413,7 +416,6 @@ class _Splitter:
         region: Region,
         wanted: Mapping[int, Rows],
         parts: dict[int, _Rows],
-        inside: set[int],
     ) -> None:
         """One op for one slice."""
         rows, graph, call = made_rows(self.graph, k, wanted), self.graph, self.old.calls[k]

@@ -104,7 +104,7 @@ def _padded(position: int) -> Callable[[list[Any], Take], list[Any]]:
     def args(given: list[Any], take: Take) -> list[Any]:
         if position < len(given):
             rest = list(given[position]) or [0]
-            rest = rest * (2 if len(rest) == 1 and len(given[1]) > 1 else 1)
+            rest = rest * (given[0].dim() - DIM if len(rest) == 1 else 1)
             given[position] = [take.before, *rest[1:]]
         return given
 
