@@ -28,6 +28,7 @@ from tightship.execute.host_pool import PinnedPool
 from tightship.execute.interpreter import Executor, RunStats
 from tightship.execute.profile import profile
 from tightship.execute.split import Decision, Splitting, advice
+from tightship.execute.stream import Streamed, Streams, plan_streamed
 from tightship.frontends.torch.program import Program
 from tightship.frontends.torch.rerun.function_trace import FunctionTrace
 from tightship.frontends.torch.structure import flatten
@@ -95,13 +96,15 @@ class Settings:
     progress: Stages = field(default_factory=Silent)
     split: str = ""
     """Which way of splitting ops is allowed, as `split.divide_allow` says."""
+    stream: bool = False
+    """Whether parameters and optimizer state may leave memory."""
 
 
 @dataclass
 class Variant(NotCopied):
     """What was captured and planned for one kind of batch, in one set of modes; ``windows`` are its results in the
     arena, where they stay there. ``part``: which part of a step it runs, where it is not all of it. ``split``: which
-    of the captured ops run in slices."""
+    of the captured ops run in slices, or what of the static set streams."""
 
     program: Program
     executor: Executor
@@ -111,7 +114,7 @@ class Variant(NotCopied):
     windows: list[Any] | None = None
     traces: list[FunctionTrace] = field(default_factory=list)
     part: str = ""
-    split: Decision | None = None
+    split: Decision | Streamed | None = None
 
     def remember(self, trace: FunctionTrace) -> None:
         """Code that asks for this program may do so in several ways."""
@@ -145,6 +148,8 @@ class Prepared(NotCopied):
         self._returned: set[str] = set()
         self._busy = threading.Lock()
         self._process = os.getpid()
+        where = {k: settings.measuring.get(k) for k in ("folder", "pinned")}
+        self._streams = Streams(model, optimizer, **where)
 
     # --- what a function says of itself ---
 
@@ -231,8 +236,13 @@ class Prepared(NotCopied):
                 "call it from one thread at a time, or make two",
             )
         try:
+            if self._streams.gathered:
+                fault = "a step inside of `with step.gathered():` would run without what it streams: leave it first"
+                raise BadInput(fault, place="step")
+            self._streams.open()
             yield
         finally:
+            self._streams.shut()
             self._busy.release()
 
     # --- finding what to run ---
@@ -241,6 +251,9 @@ class Prepared(NotCopied):
         """Forgets what was captured of a model or optimizer that has other parts now."""
         why = self._identity.changed()
         if why is not None:
+            self._streams.bring_back()
+            where = self._streams.folder, self._streams.pinned
+            self._streams = Streams(self.model, self.optimizer, *where)
             self._notes.append(f"captured again: {why}")
             self._variants.clear()
             self._identity = Identity(self.model, self.optimizer, trains=self._identity.trains)
@@ -310,9 +323,14 @@ class Prepared(NotCopied):
             executor = self._executor(program, plan)
         return Variant(program, executor, binding, modes, captured, part=part, split=decision)
 
-    def _planned(self, captured: Program, beside: int) -> tuple[Program, Plan, Decision | None]:
-        """The measured program and its plan, with what of it was split."""
+    def _planned(
+        self, captured: Program, beside: int
+    ) -> tuple[Program, Plan, Decision | Streamed | None]:
+        """The measured program and its plan, with what of it was split, or streams."""
+        self._streams.bring_back()  # ops are measured on copies of it
         mode, (base, took) = self.settings.split, self._measured(captured)
+        if self.settings.stream and self.settings.budget is not None:
+            return self._plan_streamed(base, beside, took)
         allow = getattr(getattr(self.settings.planner, "options", None), "allow", "recompute")
         if not mode or self.settings.budget is None:
             try:
@@ -329,6 +347,24 @@ class Prepared(NotCopied):
             lambda program: self._measured(program)[0],
             limit,
         )
+
+    def _plan_streamed(
+        self, base: Program, beside: int, took: float
+    ) -> tuple[Program, Plan, Streamed | None]:
+        self._resolve_limit(base.graph)
+        limit, known = max((self._limit or 0) - beside, 0), set(self._streams.items)
+        program, plan, streamed = plan_streamed(
+            base, lambda graph: self._plan_within_budget(graph, beside, took), limit, self._streams
+        )
+        if known != set(self._streams.items):
+            self._variants.clear()  # they have in memory what streams from now on
+        self._put_away()
+        return program, plan, streamed
+
+    def _put_away(self) -> None:
+        """What streams leaves memory, if it is there."""
+        if self._streams.put_away():
+            self._identity = Identity(self.model, self.optimizer, trains=self._identity.trains)
 
     def _resolve_limit(self, graph: Graph) -> int:
         """The unplanned peak of a graph; the budget in bytes is a part of the first one's."""

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import sys
 import warnings
-from collections.abc import Iterable, Mapping, Sequence
-from contextlib import nullcontext
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -95,6 +95,21 @@ class TrainStep(TrainVariants):
     @property
     def notes(self) -> tuple[str, ...]:
         return tuple(self._notes) if self._unplanned is not None else super().notes
+
+    @contextmanager
+    def gathered(self) -> Iterator[None]:
+        """Everything that streams (``allow="stream"``) in memory while the block runs, beyond the budget: to read and
+        write parameters and state as ever (checkpoints, evaluation). What it changes is kept. Raises ``BadInput`` for
+        one inside of another."""
+        with self._exclusive():
+            self._streams.bring_back()
+        self._streams.gathered = True
+        try:
+            yield
+        finally:
+            self._streams.gathered = False
+            with self._exclusive():
+                self._put_away()
 
     # --- preparing ---
 
@@ -239,6 +254,7 @@ class TrainStep(TrainVariants):
 
     def _run_unplanned(self, unplanned: Unplanned, batch: Any, *, whole: bool) -> Any:
         check_call()
+        self._streams.bring_back()
         static = [t for t in flatten(batch) if isinstance(t, torch.Tensor)]
         static += [p for _, p in self._owned.parameters] + list(self._owned.buffers.values())
         for state in self.optimizer.state.values() if self.optimizer is not None else ():
@@ -261,6 +277,7 @@ class TrainStep(TrainVariants):
         eager = None
         if self._verify_every and self._steps % self._verify_every == 0:
             eager = run_eager(asked, tensor_leaves(batch), self._owned, optimizer, ending)
+        self._put_away()
         results = variant.executor.run(tensors, consume=True)
         made, parameters = variant.program.gradients, dict(self._owned.parameters)
         count = len(variant.program.results) - len(made)
@@ -314,6 +331,7 @@ class TrainStep(TrainVariants):
         if self._unplanned is not None:
             self.optimizer.step()
         if variant is not None:
+            self._put_away()
             variant.executor.run(variant.binding.tensors(()), consume=True)
             self._ran.add(variant, self._beside)
         compat.mark_stepped(self.optimizer)
