@@ -163,7 +163,14 @@ def _settings(
     wanted = None if budget is None else parse_budget(budget)
     measuring["pinned"] = None if pinned is None else parse_bytes(pinned, "fit(pinned=…)")
     return Settings(
-        wanted, planner, measuring, strict, variants, progress=progress or Silent(), split=splitting, stream=streams,
+        wanted,
+        planner,
+        measuring,
+        strict,
+        variants,
+        progress=progress or Silent(),
+        split=splitting,
+        stream=streams,
     )
 
 

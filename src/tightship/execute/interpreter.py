@@ -320,7 +320,9 @@ class Executor(NotCopied):
         slots = (s.value for s in self.program.slots if s.role == "state" and env[s.value] is None)
         return sum(graph.storages[s].size for s in {graph.values[v].storage for v in slots})
 
-    def _stats(self, stats: allocator.ReplayStats, process_peak: int, missing: int, *, exact: bool) -> RunStats:
+    def _stats(
+        self, stats: allocator.ReplayStats, process_peak: int, missing: int, *, exact: bool
+    ) -> RunStats:
         begins = self._begins - missing
         return RunStats(
             planned_peak=self._peak,

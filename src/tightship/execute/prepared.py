@@ -28,7 +28,7 @@ from tightship.execute.host_pool import PinnedPool
 from tightship.execute.interpreter import Executor, RunStats
 from tightship.execute.profile import profile
 from tightship.execute.split import Decision, Splitting, advice
-from tightship.execute.stream import Streamed, Streams, plan_streamed
+from tightship.execute.stream import Streamed, Streams, plan_streamed, streaming_advice
 from tightship.frontends.torch.program import Program
 from tightship.frontends.torch.rerun.function_trace import FunctionTrace
 from tightship.frontends.torch.structure import flatten
@@ -115,6 +115,7 @@ class Variant(NotCopied):
     traces: list[FunctionTrace] = field(default_factory=list)
     part: str = ""
     split: Decision | Streamed | None = None
+    unplanned: int = 0  # the peak of the step as it was captured, where what is planned is another program
 
     def remember(self, trace: FunctionTrace) -> None:
         """Code that asks for this program may do so in several ways."""
@@ -210,7 +211,7 @@ class Prepared(NotCopied):
             "static": plan.static,
             "arena": plan.arena,
             "reserved": self.reserved,
-            "unplanned_peak": plan.peak_before,
+            "unplanned_peak": self._latest.unplanned or plan.peak_before,
             "planned_peak": plan.peak,
             "measured_peak": last.measured_peak if last else None,
             "process_peak": last.process_peak if last else None,
@@ -321,13 +322,14 @@ class Prepared(NotCopied):
             captured.forget_samples()
             binding = Binding(program, self.model, self.optimizer)
             executor = self._executor(program, plan)
-        return Variant(program, executor, binding, modes, captured, part=part, split=decision)
+        unplanned = decision.unplanned if isinstance(decision, Streamed) else 0
+        return Variant(
+            program, executor, binding, modes, captured, part=part, split=decision, unplanned=unplanned
+        )
 
-    def _planned(
-        self, captured: Program, beside: int
-    ) -> tuple[Program, Plan, Decision | Streamed | None]:
+    def _planned(self, captured: Program, beside: int) -> tuple[Program, Plan, Decision | Streamed | None]:
         """The measured program and its plan, with what of it was split, or streams."""
-        self._streams.bring_back()  # ops are measured on copies of it
+        self._bring_back()  # ops are measured on copies of it
         mode, (base, took) = self.settings.split, self._measured(captured)
         if self.settings.stream and self.settings.budget is not None:
             return self._plan_streamed(base, beside, took)
@@ -337,7 +339,10 @@ class Prepared(NotCopied):
                 return base, self._plan_within_budget(base.graph, beside, took), None
             except Infeasible as no:
                 limit = max((self._limit or 0) - beside, 0)
-                raise no.with_advice((*no.advice, *advice(captured, limit, allow))) from None
+                more = advice(captured, limit, allow)
+                if self._identity.trains:
+                    more += streaming_advice(base, limit, allow)
+                raise no.with_advice((*no.advice, *more)) from None
         self._resolve_limit(base.graph)
         limit = max((self._limit or 0) - beside, 0)
         moves = "offload" in allow or "compress" in allow
@@ -361,10 +366,16 @@ class Prepared(NotCopied):
         self._put_away()
         return program, plan, streamed
 
+    def _bring_back(self) -> None:
+        """What streams is in memory until the next run: to be captured and measured it must be there."""
+        if self._streams.items:
+            self._streams.bring_back()
+            self._identity.moved()
+
     def _put_away(self) -> None:
         """What streams leaves memory, if it is there."""
         if self._streams.put_away():
-            self._identity = Identity(self.model, self.optimizer, trains=self._identity.trains)
+            self._identity.moved()
 
     def _resolve_limit(self, graph: Graph) -> int:
         """The unplanned peak of a graph; the budget in bytes is a part of the first one's."""

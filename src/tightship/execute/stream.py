@@ -1,12 +1,13 @@
 """Streaming the static set: parameters and optimizer state that leave memory when a step does not need them.
 
-What streams is no longer the caller's in the graph: its bytes lie in a host pool (a file without a name on a CPU,
-pinned memory beside a GPU), and a **fetch** op makes the storage from them like any op makes a result, before its first
-use. A **store** op writes it back after the optimizer's update. What lies in the pool is a storage of its own, of no
-bytes in the device pool, which fetches read and stores write. So everything that holds for ops holds here: a storage
-that nothing needs for a while is freed and fetched again, which is recomputing; one that was updated cannot be fetched
-before it is stored, nor from contents that are too new; planners weigh its seconds, the verifier checks it, and its bytes
-are requests at planned places. The idea: ZeRO-Offload (Ren et al. 2021), here as part of a plan.
+What streams is no longer the caller's in the graph: its bytes lie in a host pool (a file without a name on a
+CPU, pinned memory beside a GPU), and a **fetch** op makes the storage from them like any op makes a result,
+before its first use. A **store** op writes it back after the optimizer's update. What lies in the pool is a
+storage of its own, of no bytes in the device pool, which fetches read and stores write. So everything that
+holds for ops holds here: a storage that nothing needs for a while is freed and fetched again, which is
+recomputing; one that was updated cannot be fetched before it is stored, nor from contents that are too new;
+planners weigh its seconds, the verifier checks it, and its bytes are requests at planned places. The idea:
+ZeRO-Offload (Ren et al. 2021), here as part of a plan.
 
 Between steps the caller's tensors are without memory, and whatever reads one raises ``Unsupported``.
 """
@@ -14,25 +15,26 @@ Between steps the caller's tensors are without memory, and whatever reads one ra
 from __future__ import annotations
 
 import copy
-import os
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
 
 import torch
 
+from tightship import simulate
 from tightship.analysis.bounds import lower_bound
 from tightship.errors import BadInput, Infeasible, Unsupported
 from tightship.execute.host_pool import FilePool, HostPool, pool_beside
 from tightship.frontends.torch import compat
 from tightship.frontends.torch.optimizer.updates import Updater, each, state_at
-from tightship.frontends.torch.program import Call, Program, Ref, Slot, dtype_of
+from tightship.frontends.torch.program import Call, Program, Ref, Slot, dtype_of, tensors_in
 from tightship.frontends.torch.rerun.function_trace import name_of
 from tightship.graph import Graph, Op, Request, Storage, Value, aligned
 from tightship.plan import Plan
 from tightship.planners.default import Options
+from tightship.planners.order import sink
 from tightship.process_local import NotCopied
 from tightship.units import format_bytes
 
@@ -61,7 +63,8 @@ def allows_stream(options: Options) -> tuple[Options, bool]:
 _METADATA = {
     "shape", "dtype", "device", "layout", "requires_grad", "grad", "is_leaf", "ndim", "itemsize", "nbytes",
     "is_cuda", "is_cpu", "is_meta", "is_sparse", "is_quantized", "grad_fn", "_version", "names", "_backward_hooks",
-    "_post_accumulate_grad_hooks", "output_nr", "retains_grad", "is_mkldnn", "is_mps", "is_xla", "is_xpu", "is_nested",
+    "_post_accumulate_grad_hooks", "output_nr", "retains_grad", "is_mkldnn", "is_mps", "is_xla", "is_xpu",
+    "is_nested",
 }  # fmt: skip
 _METHODS = {
     "size", "dim", "numel", "nelement", "stride", "storage_offset", "element_size", "is_floating_point",
@@ -77,8 +80,8 @@ def _refusing(cls: type, func: Any, types: Any, args: Any = (), kwargs: Any = No
     if name in _METHODS or (how and attribute in _METADATA):
         with torch._C.DisableTorchFunctionSubclass():
             return func(*args, **(kwargs or {}))
-    away = next((a for a in torch.utils._pytree.tree_leaves((args, kwargs)) if hasattr(type(a), _ATTRIBUTE)), None)
-    whose = vars(away).get(_ATTRIBUTE, "a tensor") if away is not None else "a tensor"
+    known = (vars(t).get(_ATTRIBUTE) for t in tensors_in((args, kwargs or {})))
+    whose = next(filter(None, known), "a tensor")
     raise Unsupported(
         f"{attribute} of {whose} between steps",
         "it is streamed (allow='stream'): its bytes are outside of memory until a step needs them",
@@ -87,7 +90,7 @@ def _refusing(cls: type, func: Any, types: Any, args: Any = (), kwargs: Any = No
 
 
 @lru_cache
-def _away_class(cls: type) -> type:
+def _away_class(cls: Any) -> Any:
     """The class of a tensor of class ``cls`` while its bytes are away: metadata alone can be read."""
 
     def shown(self: torch.Tensor, *, tensor_contents: Any = None) -> str:
@@ -101,8 +104,8 @@ class Away:
     """One streamed tensor of the caller's, and its bytes in the pool.
 
     ``find`` gives the tensor that stands there now, None for optimizer state that was not made yet. ``like`` is the
-    graph value with its metadata. ``there``: whether the pool has its contents. ``rescued`` are contents that could not
-    be written, which would be lost otherwise.
+    graph value with its metadata. ``there``: whether the pool has its contents. ``rescued`` are contents that could
+    not be written, which would be lost otherwise.
     """
 
     def __init__(self, name: str, find: Callable[[], Any], like: Value, device: torch.device) -> None:
@@ -146,7 +149,9 @@ class Away:
 
     def _failed(self, verb: str, error: OSError) -> OSError:
         kept = "; its contents are kept in memory" if self.rescued is not None else ""
-        return OSError(error.errno, f"{verb} the streamed {self.name} failed: {error.strerror or error}{kept}")
+        return OSError(
+            error.errno, f"{verb} the streamed {self.name} failed: {error.strerror or error}{kept}"
+        )
 
     # --- the caller's tensor ---
 
@@ -161,7 +166,11 @@ class Away:
 
     def _check(self, tensor: torch.Tensor) -> None:
         like = self.like
-        if (tuple(tensor.shape), tensor.dtype, tuple(tensor.stride())) != (like.shape, self.dtype, like.stride):
+        if (tuple(tensor.shape), tensor.dtype, tuple(tensor.stride())) != (
+            like.shape,
+            self.dtype,
+            like.stride,
+        ):
             raise BadInput(
                 f"{self.name} has another shape, type or layout than when it was planned: make a new step",
                 tuple(tensor.shape), "stream",
@@ -193,9 +202,9 @@ class Away:
         """Reading it raises from now on."""
         tensor = self.tensor
         if tensor is not None and self._cls is None:
-            self._cls = type(tensor)
-            vars(tensor)[_ATTRIBUTE] = self.name
-            tensor.__class__ = _away_class(self._cls)
+            cls: Any = type(tensor)
+            self._cls, vars(tensor)[_ATTRIBUTE] = cls, self.name
+            tensor.__class__ = _away_class(cls)
 
     def open(self) -> None:
         """To be called before anything else is done with it; undoes `shut`."""
@@ -214,7 +223,8 @@ class Streams(NotCopied):
         self.model, self.optimizer, self.folder, self.pinned = model, optimizer, folder, pinned
         self.items: dict[tuple[str, Any], Away] = {}
         self.gathered = False
-        self._process = os.getpid()
+        # Who lets go of the step keeps the model: without the step nobody else could fetch its contents.
+        weakref.finalize(self, _bring_back, self.items).atexit = False
 
     def add(self, rows: Sequence[tuple[Slot, Value]]) -> None:
         """From now on these stream, too. Raises ``BadInput`` where there is no room for them."""
@@ -246,9 +256,7 @@ class Streams(NotCopied):
         owner, last = compat.tensor_home(self.model, "parameter", name)
         if slot.role == "parameter":
             return lambda: owner[last]
-        state = each(self.optimizer)[which].state
         parameter, optimizer = owner[last], each(self.optimizer)[which]
-        del state
         return lambda: state_at(optimizer.state[parameter], key) if parameter in optimizer.state else None
 
     def put_away(self) -> bool:
@@ -261,9 +269,7 @@ class Streams(NotCopied):
         return had
 
     def bring_back(self) -> None:
-        for away in self.items.values():
-            away.open()
-            away.bring_back()
+        _bring_back(self.items)
 
     def open(self) -> None:
         for away in self.items.values():
@@ -276,6 +282,12 @@ class Streams(NotCopied):
     @property
     def nbytes(self) -> int:
         return sum(aligned(a.nbytes) for a in self.items.values())
+
+
+def _bring_back(items: Mapping[Any, Away]) -> None:
+    for away in items.values():
+        away.open()
+        away.bring_back()
 
 
 def _name_of(slot: Slot) -> str:
@@ -328,6 +340,8 @@ class Streamed:
     slots: tuple[tuple[str, Any], ...]
     streams: Streams
     fetches: dict[tuple[str, Any], tuple[Fetch, Store]]
+    unplanned: int = 0
+    """The peak of the step in which nothing streams."""
 
     def apply(self, program: Program) -> Program:
         """``program`` with a fetch before the first use of each, and a store after the last write."""
@@ -341,13 +355,18 @@ class _Rewriting:
         wanted = dict.fromkeys(streamed.slots)
         self.slots = {values[s.value].storage: s for s in program.slots if (s.role, s.key) in wanted}
         self.storages, self.values = list(program.graph.storages), list(values)
-        self.files: dict[int, tuple[int, int]] = {}  # of each storage, what lies in the pool: value and storage
+        self.files: dict[
+            int, tuple[int, int]
+        ] = {}  # of each storage, what lies in the pool: value and storage
         self.bases = list(program.bases)
         self.updated: dict[int, int] = {}  # the value that an update works on
         for s, slot in self.slots.items():
             kind, name = self.storages[s].kind, self.storages[s].name
             self.files[s] = len(self.values), len(self.storages)
-            self.add(Value(f"{name}.away", len(self.storages), "uint8", (0,), (1,)), Storage(f"{name}.away", 0, kind))
+            self.add(
+                Value(f"{name}.away", len(self.storages), "uint8", (0,), (1,)),
+                Storage(f"{name}.away", 0, kind),
+            )
             self.updated[s] = slot.value
             if slot.role == "parameter" and program.graph.uses.writers[s]:
                 self.updated[s], own = len(self.values), f"{name}.updated"
@@ -356,7 +375,7 @@ class _Rewriting:
         self.inputs = tuple(v for v in program.graph.inputs if values[v].storage not in self.slots)
         self.ops: list[Op] = []
         self.calls: list[Call] = []
-        self.at: list[int] = []  # where ops of the program stand now
+        self.at: dict[int, int] = {}  # where ops of the program stand now
         self.asked: list[int] = []
 
     def add(self, value: Value, storage: Storage) -> None:
@@ -368,7 +387,10 @@ class _Rewriting:
         graph, program = self.graph, self.program
         uses = graph.uses
         fetched: set[int] = set()
-        for k, op in enumerate(graph.ops):
+        for k in sink.plan(
+            graph
+        ):  # updates at their gradients: what is in a chain with a fetch does not move there
+            op = graph.ops[k]
             writes = [s for s in uses.mutates[k] if s in self.slots]
             for s in dict.fromkeys((*uses.reads[k], *writes)):
                 if s not in self.slots:
@@ -377,8 +399,9 @@ class _Rewriting:
                 if base not in fetched:
                     fetched.add(base)
                     self.fetch(s, base)
-            self.at.append(len(self.ops))
-            self.put(self.updating(op, writes), self.lent(program.calls[k]), k)
+            control = tuple(self.at[c] for c in op.control)
+            self.at[k] = len(self.ops)
+            self.put(self.updating(replace(op, control=control), writes), self.lent(program.calls[k]), k)
             for s in writes:
                 self.store(s)
         files = tuple(v for v, _ in self.files.values())
@@ -407,7 +430,7 @@ class _Rewriting:
         values = {self.slots[s].value: self.updated[s] for s in writes}
         other = {s: self.values[self.updated[s]].storage for s in writes}
         return replace(
-            op, control=tuple(self.at[c] for c in op.control), inputs=tuple(values.get(v, v) for v in op.inputs),
+            op, inputs=tuple(values.get(v, v) for v in op.inputs),
             mutates=tuple(other.get(s, s) for s in op.mutates),
         )  # fmt: skip
 
@@ -492,13 +515,21 @@ def _spans(graph: Graph, value: int) -> bool:
         if n != 1 and stride != count:
             return False
         count *= n
-    return v.offset == 0 and aligned(count * dtype_of(v.dtype).itemsize, graph.alignment) == graph.storages[v.storage].size
+    return (
+        v.offset == 0
+        and aligned(count * dtype_of(v.dtype).itemsize, graph.alignment) == graph.storages[v.storage].size
+    )
 
 
 def _by_itself(program: Program, op: int) -> bool:
     """Whether it is an update of one parameter by a class that is known."""
     fn = program.calls[op].fn
-    return isinstance(fn, Updater) and len(fn.members) == 1 and fn.exact and not (fn.keeps or fn.takes or fn.held)
+    return (
+        isinstance(fn, Updater)
+        and len(fn.members) == 1
+        and fn.exact
+        and not (fn.keeps or fn.takes or fn.held)
+    )
 
 
 def plan_streamed(
@@ -544,7 +575,10 @@ class _Choice:
         raise refused
 
     def _counts(self) -> Iterator[int]:
-        """How many may be enough: from the fewest that a bound allows on."""
+        """How many may be enough: from the fewest that a bound allows on. Parts of a step agree on all."""
+        if {op.phase for op in self.base.graph.ops} & {"forward", "update"} != {"forward", "update"}:
+            yield len(self.slots)
+            return
         low, high = self.had, len(self.slots)
         while low < high:
             middle = (low + high) // 2
@@ -553,26 +587,45 @@ class _Choice:
             else:
                 low = middle + 1
         total = len(self.slots)
-        yield from dict.fromkeys(n for n in (low, low + -(-(total - low) // 4), (low + total) // 2, total) if n)
+        yield from dict.fromkeys(
+            n for n in (low, low + -(-(total - low) // 4), (low + total) // 2, total) if n
+        )
 
     def _program(self, count: int) -> Program:
         """For looking at: nothing streams yet."""
         return _stand_in(self.base, self.slots[:count]).apply(self.base)
 
     def _settled(self, count: int, program: Program, plan: Plan) -> tuple[Program, Plan, Streamed | None]:
-        chosen = self.slots[:count]
-        values = self.base.graph.values
+        chosen, graph = self.slots[:count], self.base.graph
+        values = graph.values
         self.streams.add([(s, values[s.value]) for s in chosen if (s.role, s.key) not in self.streams.items])
-        streamed = _of(chosen, self.streams)
+        streamed = _of(chosen, self.streams, simulate.replay(graph, simulate.baseline(graph)).peak)
         made = streamed.apply(self.base)
-        size = sum(self.base.graph.storages[values[s.value].storage].size for s in chosen)
+        size = sum(graph.storages[values[s.value].storage].size for s in chosen)
         note = f"streamed: {len(chosen)} parameters and tensors of optimizer state, {format_bytes(size)}"
         return replace(made, notes=(*made.notes, note)), plan, streamed
 
 
-def _of(slots: Sequence[Slot], streams: Streams) -> Streamed:
+def _of(slots: Sequence[Slot], streams: Streams, unplanned: int) -> Streamed:
     keys = tuple((s.role, s.key) for s in slots)
-    return Streamed(keys, streams, {k: (Fetch(streams.items[k]), Store(streams.items[k])) for k in keys})
+    functions = {k: (Fetch(streams.items[k]), Store(streams.items[k])) for k in keys}
+    return Streamed(keys, streams, functions, unplanned)
+
+
+def streaming_advice(base: Program, limit: int, allow: str) -> tuple[str, ...]:
+    """What streaming would come to where it was not allowed; nothing where it would not help."""
+    slots = _candidates(base)
+    if not slots:
+        return ()
+    bound = int(lower_bound(_stand_in(base, slots).apply(base).graph))
+    if bound > limit:
+        return ()
+    ways = ",".join(filter(None, (allow, STREAM)))
+    size = sum(base.graph.storages[base.graph.values[s.value].storage].size for s in slots)
+    return (
+        f"streaming (allow={ways}): parameters and optimizer state of {format_bytes(size)} leave memory while "
+        f"nothing needs them; no less than {format_bytes(bound)} then",
+    )
 
 
 def _stand_in(base: Program, slots: Sequence[Slot]) -> Streamed:

@@ -98,7 +98,7 @@ class Options:
     allow: str = option(
         "recompute",
         "how storages may leave memory: recompute, compress, offload, redraw (recompute random ops too, from saved "
-        "random states); fit also: split, split-rounding (ops in slices)",
+        "random states); fit also: split, split-rounding (ops in slices), stream (parameters and optimizer state)",
         metavar="MEANS,…",
     )
     hints: str = option(
