@@ -48,6 +48,12 @@ class Identity:
             optimizer_settings(self._optimizer) if self._optimizer is not None else None,
         )
 
+    def moved(self) -> None:
+        """The tensors lie elsewhere by our own hand: that is no change."""
+        tensors, settings = self._known
+        rows = zip(self._tensors, tensors, strict=True)
+        self._known = [(t.data_ptr(), trained) for t, (_, trained) in rows], settings
+
     def changed(self) -> str | None:
         """What is different now, for people; None if nothing is."""
         if not _same_objects(self._held(), self._objects) or any(self._empty):

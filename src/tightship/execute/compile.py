@@ -19,6 +19,7 @@ from tightship.errors import BadInput, Unsupported
 from tightship.execute.codecs import ON_DEVICE
 from tightship.execute.host_pool import HostPool
 from tightship.execute.script import device_of
+from tightship.execute.stream import Lent
 from tightship.execute.transfers import Action, Environment, Transfers, with_state
 from tightship.frontends.torch import compat
 from tightship.frontends.torch.optimizer.updates import Updater
@@ -210,7 +211,10 @@ class _Compiler:
         updater = updater_of(call)
         if updater is not None and self.serving is not None:
             sizes = [r.size for r in self.graph.ops[op].requests]
-            return _update(updater, call, self.serving, sizes, {s.value for s in self.program.slots})
+            inputs = {s.value for s in self.program.slots}
+            return _lending(updater, _update(updater, call, self.serving, sizes, inputs))
+        if updater is not None:
+            return _lending(updater, _nothing(updater, positional(call, self.environment), None))
         get = positional(call, self.environment)
         more = keywords(call.kwargs, self.environment)
         fn = compat.direct(call.fn)
@@ -292,6 +296,23 @@ def _update(fn: Updater, call: Call, serving: Any, sizes: list[int], inputs: set
                 fn.settle()
         else:
             fn.step(given)
+
+    return run
+
+
+def _lending(fn: Updater, update: Action) -> Action:
+    """An update of tensors that stream works on the caller's, which have memory while it runs."""
+    if not isinstance(fn, Lent):
+        return update
+
+    def run(env: list[Any]) -> None:
+        for v, away in fn.lends:
+            away.lend(env[v])
+        try:
+            update(env)
+        finally:
+            for v, away in fn.lends:
+                env[v] = away.take_back()
 
     return run
 

@@ -70,6 +70,11 @@ def _check(ranks: Ranks | None, parallel: object, settings: Settings, loop: Loop
             "splitting ops on several ranks", "one rank plans for all, and what was split is not told",
             "leave split out of allow",
         )  # fmt: skip
+    if ranks is not None and settings.stream:
+        raise Unsupported(
+            "streaming on several ranks", "one rank plans for all, and what streams is not told",
+            "leave stream out of allow; parallel=DataParallel(shard=True) divides what is static among ranks",
+        )  # fmt: skip
     if (
         parallel is not None
         and parallel.shard

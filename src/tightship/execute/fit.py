@@ -24,6 +24,7 @@ from tightship.execute.prepared import (
     Stages,
 )
 from tightship.execute.ranks import together
+from tightship.execute.stream import STREAM, allows_stream
 from tightship.execute.train_step import TrainStep
 from tightship.frontends.torch.optimizer.updates import Several, as_one
 from tightship.frontends.torch.structure import (
@@ -133,6 +134,9 @@ def fit(
     if verify_every and settings.split == ROUNDING:
         rule = f"verify_every compares bits, and allow={ROUNDING} lets sums round otherwise: leave one of them out"
         raise BadInput(rule, place="fit")
+    if verify_every and settings.stream:
+        rule = "verify_every runs eager beside the step, which needs all in memory at once: leave out allow=stream"
+        raise BadInput(rule, place="fit")
     loop = Loop(accumulate, clip_norm, clip_value, scaler, skip_nonfinite)
     loop.check()
     one = as_one(optimizer)
@@ -160,9 +164,13 @@ def _settings(
 ) -> Settings:  # fmt: skip
     """How the step is measured, planned and run. Raises ``BadInput`` for arguments that make no sense."""
     measuring: dict[str, Any] = {"cache": cache, "seconds_per_op": seconds_per_op, "folder": folder}
-    splitting = ""
+    splitting, streams = "", False
     if planner is None:
         chosen, splitting = divide_allow(read_options(options, "fit"))
+        chosen, streams = allows_stream(chosen)
+        if streams and splitting:
+            rule = f"{STREAM} and {splitting} do not go together yet: allow one of them"
+            raise BadInput(rule, place="fit(allow=…)")
         planner = KeptPlans(folder_of(cache), chosen)
         measuring["seconds"] = chosen.seconds
     elif options:
@@ -171,7 +179,14 @@ def _settings(
     wanted = None if budget is None else parse_budget(budget)
     measuring["pinned"] = None if pinned is None else parse_bytes(pinned, "fit(pinned=…)")
     return Settings(
-        wanted, planner, measuring, strict, variants, progress=progress or Silent(), split=splitting
+        wanted,
+        planner,
+        measuring,
+        strict,
+        variants,
+        progress=progress or Silent(),
+        split=splitting,
+        stream=streams,
     )
 
 

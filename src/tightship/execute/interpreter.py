@@ -19,6 +19,7 @@ from tightship.execute.allocator import Meter
 from tightship.execute.compile import Code, Instruction, compile_plan
 from tightship.execute.host_pool import FilePool, HostPool, PinnedPool, pool_beside
 from tightship.execute.script import HEAP, PlannedRequests, device_of, needs_memory, planned_requests
+from tightship.execute.stream import Fetch
 from tightship.execute.transfers import host_offsets
 from tightship.frontends.torch import compat
 from tightship.frontends.torch.program import Program, Slot, mismatch
@@ -156,6 +157,7 @@ class Executor(NotCopied):
         self._limit = None if plan.budget is None else max(plan.budget - self._begins, 0)
         self._scripts: dict[bool, tuple[int, allocator.Script]] = {}
         self._verified = False
+        self._fetches = [c.fn for c in program.calls if isinstance(c.fn, Fetch)]
 
     def _planned_requests(
         self, program: Program, plan: Plan, hand_out: bool, boundary: int | None
@@ -286,6 +288,7 @@ class Executor(NotCopied):
         placed: bool,
     ) -> None:
         missing = self._missing(env)
+        exact = not missing and all(f.away.there for f in self._fetches)
         meter = Meter(self._kind)
         script = self._script(requests, arena.live + missing, placed)
         try:
@@ -296,7 +299,7 @@ class Executor(NotCopied):
                         seek(i.step)
                     i.run(env)
         finally:
-            self.last = self._stats(session.stats, meter.peak, missing)
+            self.last = self._stats(session.stats, meter.peak, missing, exact=exact)
 
     def _script(self, requests: PlannedRequests, already: int, placed: bool) -> allocator.Script:
         """The limit does not count ``already``, bytes of earlier runs: results that the caller still holds, and
@@ -317,7 +320,9 @@ class Executor(NotCopied):
         slots = (s.value for s in self.program.slots if s.role == "state" and env[s.value] is None)
         return sum(graph.storages[s].size for s in {graph.values[v].storage for v in slots})
 
-    def _stats(self, stats: allocator.ReplayStats, process_peak: int, missing: int) -> RunStats:
+    def _stats(
+        self, stats: allocator.ReplayStats, process_peak: int, missing: int, *, exact: bool
+    ) -> RunStats:
         begins = self._begins - missing
         return RunStats(
             planned_peak=self._peak,
@@ -328,7 +333,7 @@ class Executor(NotCopied):
             requests=stats.requests,
             misses=stats.misses,
             short=stats.short,
-            exact=not missing,
+            exact=exact,
             first_misses=tuple(self._miss(m) for m in stats.first_misses),
             heap=stats.heap_peak,
         )

@@ -28,6 +28,7 @@ from tightship.execute.host_pool import PinnedPool
 from tightship.execute.interpreter import Executor, RunStats
 from tightship.execute.profile import profile
 from tightship.execute.split import Decision, Splitting, advice
+from tightship.execute.stream import Streamed, Streams, plan_streamed, streaming_advice
 from tightship.frontends.torch.program import Program
 from tightship.frontends.torch.rerun.function_trace import FunctionTrace
 from tightship.frontends.torch.structure import flatten
@@ -93,13 +94,15 @@ class Settings:
     progress: Stages = field(default_factory=Silent)
     split: str = ""
     """Which way of splitting ops is allowed, as `split.divide_allow` says."""
+    stream: bool = False
+    """Whether parameters and optimizer state may leave memory."""
 
 
 @dataclass
 class Variant(NotCopied):
     """What was captured and planned for one kind of batch, in one set of modes; ``windows`` are its results in the
     arena, where they stay there. ``part``: which part of a step it runs, where it is not all of it. ``split``: which
-    of the captured ops run in slices."""
+    of the captured ops run in slices, or what of the static set streams."""
 
     program: Program
     executor: Executor
@@ -109,14 +112,14 @@ class Variant(NotCopied):
     windows: list[Any] | None = None
     traces: list[FunctionTrace] = field(default_factory=list)
     part: str = ""
-    split: Decision | None = None
-    whole_peak: int = 0  # unplanned, of what runs in slices as a whole
+    split: Decision | Streamed | None = None
+    whole_peak: int = 0  # unplanned, of the step as it was captured, where what is planned is another program
     told: Any = None  # what other ranks were told of it
 
     @property
     def unplanned(self) -> int:
         """The peak without a plan, of the program as it was captured."""
-        return self.whole_peak if self.split is not None else self.executor.plan.peak_before
+        return self.whole_peak or self.executor.plan.peak_before
 
     def remember(self, trace: FunctionTrace) -> None:
         """Code that asks for this program may do so in several ways."""
@@ -151,6 +154,8 @@ class Prepared(NotCopied):
         self._returned: set[str] = set()
         self._busy = threading.Lock()
         self._process = os.getpid()
+        where = {k: settings.measuring.get(k) for k in ("folder", "pinned")}
+        self._streams = Streams(model, optimizer, **where)
 
     # --- what a function says of itself ---
 
@@ -237,8 +242,13 @@ class Prepared(NotCopied):
                 "call it from one thread at a time, or make two",
             )
         try:
+            if self._streams.gathered:
+                fault = "a step inside of `with step.gathered():` would run without what it streams: leave it first"
+                raise BadInput(fault, place="step")
+            self._streams.open()
             yield
         finally:
+            self._streams.shut()
             self._busy.release()
 
     # --- finding what to run ---
@@ -247,6 +257,9 @@ class Prepared(NotCopied):
         """Forgets what was captured of a model or optimizer that has other parts now."""
         why = self._identity.changed()
         if why is not None:
+            self._streams.bring_back()
+            where = self._streams.folder, self._streams.pinned
+            self._streams = Streams(self.model, self.optimizer, *where)
             self._notes.append(f"captured again: {why}")
             self._variants.clear()
             self._identity = Identity(self.model, self.optimizer, trains=self._identity.trains)
@@ -311,7 +324,9 @@ class Prepared(NotCopied):
         with self.settings.progress.stage("measuring"):
             program, plan, decision = self._planned(captured, beside)
             variant = self._bound(captured, program, plan, modes, part=part)
-        whole = 0 if decision is None else self._whole_peak
+        whole = 0
+        if decision is not None:
+            whole = decision.unplanned if isinstance(decision, Streamed) else self._whole_peak
         return replace(variant, split=decision, whole_peak=whole)
 
     def _bound(
@@ -324,16 +339,22 @@ class Prepared(NotCopied):
         executor = self._executor(program, plan)
         return Variant(program, executor, binding, modes, captured, part=part)
 
-    def _planned(self, captured: Program, beside: int) -> tuple[Program, Plan, Decision | None]:
-        """The measured program and its plan, with what of it was split."""
+    def _planned(self, captured: Program, beside: int) -> tuple[Program, Plan, Decision | Streamed | None]:
+        """The measured program and its plan, with what of it was split, or streams."""
+        self._bring_back()  # ops are measured on copies of it
         mode, (base, took) = self.settings.split, self._measured(captured)
+        if self.settings.stream and self.settings.budget is not None:
+            return self._plan_streamed(base, beside, took)
         allow = getattr(getattr(self.settings.planner, "options", None), "allow", "recompute")
         if not mode or self.settings.budget is None:
             try:
                 return base, self._plan_within_budget(base.graph, beside, took), None
             except Infeasible as no:
                 limit = max((self._limit or 0) - beside, 0)
-                raise no.with_advice((*no.advice, *advice(captured, limit, allow))) from None
+                more = advice(captured, limit, allow)
+                if self._identity.trains:
+                    more += streaming_advice(base, limit, allow)
+                raise no.with_advice((*no.advice, *more)) from None
         self._whole_peak = self._resolve_limit(base.graph)
         limit = max((self._limit or 0) - beside, 0)
         moves = "offload" in allow or "compress" in allow
@@ -343,6 +364,30 @@ class Prepared(NotCopied):
             lambda program: self._measured(program)[0],
             limit,
         )
+
+    def _plan_streamed(
+        self, base: Program, beside: int, took: float
+    ) -> tuple[Program, Plan, Streamed | None]:
+        self._resolve_limit(base.graph)
+        limit, known = max((self._limit or 0) - beside, 0), set(self._streams.items)
+        program, plan, streamed = plan_streamed(
+            base, lambda graph: self._plan_within_budget(graph, beside, took), limit, self._streams
+        )
+        if known != set(self._streams.items):
+            self._variants.clear()  # they have in memory what streams from now on
+        self._put_away()
+        return program, plan, streamed
+
+    def _bring_back(self) -> None:
+        """What streams is in memory until the next run: to be captured and measured it must be there."""
+        if self._streams.items:
+            self._streams.bring_back()
+            self._identity.moved()
+
+    def _put_away(self) -> None:
+        """What streams leaves memory, if it is there."""
+        if self._streams.put_away():
+            self._identity.moved()
 
     def _resolve_limit(self, graph: Graph) -> int:
         """The unplanned peak of a graph; the budget in bytes is a part of the first one's."""

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import sys
 import warnings
-from collections.abc import Iterable, Mapping, Sequence
-from contextlib import nullcontext
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -105,14 +105,32 @@ class TrainStep(TrainVariants):
 
     def state_dict(self, *, full: bool = False) -> dict[str, Any]:
         """What `load_state_dict` takes: ``{"model": …, "optimizer": …}`` by the model's own names. Shards of several
-        ranks are DTensors, for ``torch.distributed.checkpoint``, or ``full`` tensors: then all ranks call this."""
+        ranks are DTensors, for ``torch.distributed.checkpoint``, or ``full`` tensors: then all ranks call this. What
+        streams is in memory for it, beyond the budget, until the next step."""
         with self._exclusive():
+            self._bring_back()
             return saved(self.model, self.optimizer, self._replicas, full=full)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Takes over, in place, what `state_dict` has given on this or another number of ranks."""
         with self._exclusive():
+            self._bring_back()
             load(self.model, self.optimizer, self._replicas, state)
+
+    @contextmanager
+    def gathered(self) -> Iterator[None]:
+        """Everything that streams (``allow="stream"``) in memory while the block runs, beyond the budget: to read and
+        write parameters and state as ever (checkpoints, evaluation). What it changes is kept. Raises ``BadInput`` for
+        one inside of another."""
+        with self._exclusive():
+            self._streams.bring_back()
+        self._streams.gathered = True
+        try:
+            yield
+        finally:
+            self._streams.gathered = False
+            with self._exclusive():
+                self._put_away()
 
     # --- preparing ---
 
@@ -257,6 +275,7 @@ class TrainStep(TrainVariants):
 
     def _run_unplanned(self, unplanned: Unplanned, batch: Any, *, whole: bool) -> Any:
         check_call()
+        self._streams.bring_back()
         static = [t for t in flatten(batch) if isinstance(t, torch.Tensor)]
         static += [p for _, p in self._owned.parameters] + list(self._owned.buffers.values())
         for one in each(self.optimizer) if self.optimizer is not None else ():
@@ -283,6 +302,7 @@ class TrainStep(TrainVariants):
         eager = None
         if self._verify_every and self._steps % self._verify_every == 0:
             eager = run_eager(asked, tensor_leaves(batch), self._owned, optimizer, ending)
+        self._put_away()
         results = variant.executor.run(tensors, consume=True)
         made, parameters = variant.program.gradients, dict(self._owned.parameters)
         count = len(variant.program.results) - len(made)
@@ -344,6 +364,7 @@ class TrainStep(TrainVariants):
     def _run_update(self, variant: Variant | None) -> None:
         assert self.optimizer is not None
         if variant is not None:
+            self._put_away()
             variant.executor.run(variant.binding.tensors(()), consume=True)
             self._ran.add(variant, self._beside)
         compat.mark_stepped(self.optimizer)

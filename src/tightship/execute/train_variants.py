@@ -85,12 +85,12 @@ class TrainVariants(Prepared):
         super().__init__(model, optimizer, settings, trains=True)
         self.loss_fn, self.independent = loss_fn, independent
         self.loop, self._split = loop or Loop(), split or optimizer is None
-        self._owned = Owned(model)
+        self._owned = Owned(model, self._bring_back)
         self._updates: Updates | SeveralUpdates | None = None
         self._has_no_update = False
 
     def _on_replaced(self) -> None:
-        self._owned, self._updates, self._has_no_update = Owned(self.model), None, False
+        self._owned, self._updates, self._has_no_update = Owned(self.model, self._bring_back), None, False
 
     @contextmanager
     def _exclusive(self) -> Iterator[None]:
@@ -153,7 +153,7 @@ class TrainVariants(Prepared):
             with self._undone():
                 programs.append((self._program_of(self._ask(batch, ending), ending), 0))
         if self._updates is not None:
-            update = capture_update(self.model, self._updates, gradients)
+            update = self._captured_update(gradients)
             programs.append((update, bytes_of_inputs(backward)))
         graphs = [(self._measured(p)[0].graph, beside) for p, beside in programs]
         self._profiled.clear()
@@ -391,7 +391,7 @@ class TrainVariants(Prepared):
         graphs = [self._measured(program)[0].graph]
         beside = bytes_of_inputs(program)
         if self._updates is not None:
-            update = capture_update(self.model, self._updates, gradients_of(program))
+            update = self._captured_update(gradients_of(program))
             graphs.append(self._measured(update)[0].graph)
         peaks = [simulate.replay(g, simulate.baseline(g)).peak for g in graphs]
         peaks[1:] = [p + beside for p in peaks[1:]]
@@ -414,11 +414,15 @@ class TrainVariants(Prepared):
                 self._variants.remove(variant)
                 variant = None
         if variant is None:
-            program = capture_update(self.model, self._own_updates(), gradients)
+            program = self._captured_update(gradients)
             variant = self._variant(program, modes, part="update", beside=self._beside)
             self._variants.insert(0, variant)
         self._use(variant)
         return variant
+
+    def _captured_update(self, gradients: Mapping[str, torch.Tensor]) -> Program:
+        self._bring_back()
+        return capture_update(self.model, self._own_updates(), gradients)
 
     def _check_ranks(self, program: Program) -> None:
         """Raise ``Unsupported`` where ranks would drift apart without a word."""

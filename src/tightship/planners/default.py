@@ -110,7 +110,8 @@ class Options:
     allow: str = option(
         "recompute",
         "how storages may leave memory: recompute, compress, offload, redraw (recompute random ops too, from saved "
-        "random states); of models also: split, split-rounding (ops in slices)",
+        "random states); of models also: split, split-rounding (ops in slices); fit also: stream (parameters and "
+        "optimizer state)",
         metavar="MEANS,…",
     )
     hints: str = option(

@@ -15,7 +15,7 @@ import gc
 import os
 import sys
 import weakref
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -202,10 +202,11 @@ _BETWEEN = (
 
 
 class Owned:
-    """A model's modules, parameters and buffers, and where buffers stand, looked up once."""
+    """A model's modules, parameters and buffers, and where buffers stand, looked up once. ``before_capture`` brings
+    back what of them is not in memory."""
 
-    def __init__(self, model: torch.nn.Module) -> None:
-        self.model = model
+    def __init__(self, model: torch.nn.Module, before_capture: Callable[[], None] = lambda: None) -> None:
+        self.model, self.before_capture = model, before_capture
         self.modules = tuple(model.modules())
         self.parameters = tuple(model.named_parameters())
         self.buffers = dict(model.named_buffers())
@@ -302,6 +303,7 @@ class _Code:
                     self.clean()
 
     def start(self) -> StepCapture:
+        self.owned.before_capture()
         capture = StepCapture(self.model, self.batch, self.name, self.ending)
         if not self.has_run:
             self.caches.append(compat_capture.GrownCaches())

@@ -1,0 +1,636 @@
+"""Streaming the static set: parameters and optimizer state that leave memory when a step does not need them.
+
+What streams is no longer the caller's in the graph: its bytes lie in a host pool (a file without a name on a
+CPU, pinned memory beside a GPU), and a **fetch** op makes the storage from them like any op makes a result,
+before its first use. A **store** op writes it back after the optimizer's update. What lies in the pool is a
+storage of its own, of no bytes in the device pool, which fetches read and stores write. So everything that
+holds for ops holds here: a storage that nothing needs for a while is freed and fetched again, which is
+recomputing; one that was updated cannot be fetched before it is stored, nor from contents that are too new;
+planners weigh its seconds, the verifier checks it, and its bytes are requests at planned places. The idea:
+ZeRO-Offload (Ren et al. 2021), here as part of a plan.
+
+Between steps the caller's tensors are without memory, and whatever reads one raises ``Unsupported``.
+"""
+
+from __future__ import annotations
+
+import copy
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from typing import Any
+
+import torch
+
+from tightship import simulate
+from tightship.analysis.bounds import lower_bound
+from tightship.errors import BadInput, Infeasible, Unsupported
+from tightship.execute.host_pool import FilePool, HostPool, pool_beside
+from tightship.frontends.torch import compat
+from tightship.frontends.torch.optimizer.updates import Updater, each, state_at
+from tightship.frontends.torch.program import Call, Program, Ref, Slot, dtype_of, tensors_in
+from tightship.frontends.torch.rerun.function_trace import name_of
+from tightship.graph import Graph, Op, Request, Storage, Value, aligned
+from tightship.plan import Plan
+from tightship.planners.default import Options
+from tightship.planners.order import sink
+from tightship.process_local import NotCopied
+from tightship.units import format_bytes
+
+__all__ = ["STREAM", "Fetch", "Lent", "Streamed", "Streams", "allows_stream", "plan_streamed"]
+
+STREAM = "stream"
+"""The way that ``allow`` may name."""
+
+_LEAST = 4096
+"""Bytes below which a storage stays: moving it takes as long as moving these."""
+
+_GAIN = 0.01
+"""By so much of the unplanned time a plan is slower before streaming is tried where it is not needed."""
+
+
+def allows_stream(options: Options) -> tuple[Options, bool]:
+    """The planner's options without streaming, and whether it was allowed."""
+    ways = [way.strip() for way in options.allow.split(",")]
+    if STREAM not in ways:
+        return options, False
+    return replace(options, allow=",".join(way for way in ways if way != STREAM)), True
+
+
+# --- tensors that are away ------------------------------------------------------------------------------------
+
+_METADATA = {
+    "shape", "dtype", "device", "layout", "requires_grad", "grad", "is_leaf", "ndim", "itemsize", "nbytes",
+    "is_cuda", "is_cpu", "is_meta", "is_sparse", "is_quantized", "grad_fn", "_version", "names", "_backward_hooks",
+    "_post_accumulate_grad_hooks", "output_nr", "retains_grad", "is_mkldnn", "is_mps", "is_xla", "is_xpu",
+    "is_nested",
+}  # fmt: skip
+_METHODS = {
+    "size", "dim", "numel", "nelement", "stride", "storage_offset", "element_size", "is_floating_point",
+    "is_complex", "is_signed", "is_contiguous", "requires_grad_", "register_hook", "ndimension", "is_inference",
+    "register_post_accumulate_grad_hook", "__hash__", "__len__", "get_device", "is_set_to", "dim_order",
+}  # fmt: skip
+_ATTRIBUTE = "_tightship_streamed"
+
+
+def _refusing(cls: type, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    name = name_of(func)
+    attribute, _, how = name.partition(".__")
+    if name in _METHODS or (how and attribute in _METADATA):
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **(kwargs or {}))
+    known = (vars(t).get(_ATTRIBUTE) for t in tensors_in((args, kwargs or {})))
+    whose = next(filter(None, known), "a tensor")
+    raise Unsupported(
+        f"{attribute} of {whose} between steps",
+        "it is streamed (allow='stream'): its bytes are outside of memory until a step needs them",
+        "do it inside of `with step.gathered():`, which brings everything back",
+    )
+
+
+@lru_cache
+def _away_class(cls: Any) -> Any:
+    """The class of a tensor of class ``cls`` while its bytes are away: metadata alone can be read."""
+
+    def shown(self: torch.Tensor, *, tensor_contents: Any = None) -> str:
+        return f"<{cls.__name__} of shape {tuple(self.shape)} and {self.dtype}, streamed: away between steps>"
+
+    members = {"__torch_function__": classmethod(_refusing), "__repr__": shown, _ATTRIBUTE: ""}
+    return type(cls)(cls.__name__, (cls,), members)
+
+
+class Away:
+    """One streamed tensor of the caller's, and its bytes in the pool.
+
+    ``find`` gives the tensor that stands there now, None for optimizer state that was not made yet. ``like`` is the
+    graph value with its metadata. ``there``: whether the pool has its contents. ``rescued`` are contents that could
+    not be written, which would be lost otherwise.
+    """
+
+    def __init__(self, name: str, find: Callable[[], Any], like: Value, device: torch.device) -> None:
+        self.name, self.find, self.like, self.device = name, find, like, device
+        self.dtype = dtype_of(like.dtype)
+        self.nbytes = self.dtype.itemsize
+        for n in like.shape:
+            self.nbytes *= n
+        self.blank = torch.empty_strided(like.shape, like.stride, dtype=self.dtype, device=device)
+        self.blank.untyped_storage().resize_(0)
+        self.pool: HostPool | None = None
+        self.offset = 0
+        self.there = False
+        self.rescued: torch.Tensor | None = None
+        self.tensor: Any = None  # that is without memory now
+        self._cls: type | None = None
+
+    def fetch(self) -> torch.Tensor:
+        """A tensor with the contents, in memory that is asked for here; without contents if there are none."""
+        like = self.like
+        made = torch.empty_strided(like.shape, like.stride, dtype=self.dtype, device=self.device)
+        if self.rescued is not None:
+            made.copy_(self.rescued)
+        elif self.there:
+            assert self.pool is not None
+            try:
+                self.pool.read(0, made.data_ptr(), self.nbytes, self.offset).result()
+            except OSError as error:
+                raise self._failed("reading", error) from error
+        return made
+
+    def write(self, tensor: torch.Tensor) -> None:
+        """Its contents from now on. Raises ``OSError`` naming it; then they stay in memory, and nothing is lost."""
+        assert self.pool is not None
+        try:
+            self.pool.write(0, tensor.data_ptr(), self.nbytes, self.offset).result()
+        except OSError as error:
+            self.rescued, self.there = tensor.detach().clone(), True
+            raise self._failed("writing", error) from error
+        self.rescued, self.there = None, True
+
+    def _failed(self, verb: str, error: OSError) -> OSError:
+        kept = "; its contents are kept in memory" if self.rescued is not None else ""
+        return OSError(
+            error.errno, f"{verb} the streamed {self.name} failed: {error.strerror or error}{kept}"
+        )
+
+    # --- the caller's tensor ---
+
+    def put_away(self) -> None:
+        """Writes what stands there to the pool, if it has memory, and takes the memory away."""
+        tensor = self.find()
+        if tensor is None or (tensor is self.tensor and tensor.untyped_storage().nbytes() == 0):
+            return
+        self._check(tensor)
+        self.write(tensor)
+        self.take_back()
+
+    def _check(self, tensor: torch.Tensor) -> None:
+        like = self.like
+        if (tuple(tensor.shape), tensor.dtype, tuple(tensor.stride())) != (
+            like.shape,
+            self.dtype,
+            like.stride,
+        ):
+            raise BadInput(
+                f"{self.name} has another shape, type or layout than when it was planned: make a new step",
+                tuple(tensor.shape), "stream",
+            )  # fmt: skip
+
+    def bring_back(self) -> None:
+        """Gives the caller's tensor memory and contents."""
+        tensor = self.find()
+        if tensor is None or tensor is not self.tensor:
+            return  # not made yet, or replaced by one that has memory
+        tensor.data, self.tensor = self.fetch(), None
+
+    def lend(self, memory: torch.Tensor) -> None:
+        """For an update that works on the caller's tensor."""
+        tensor = self.find()
+        if tensor is not None:
+            tensor.data = memory
+
+    def take_back(self) -> Any:
+        """What the caller's tensor has in memory, as a tensor of its own; the caller's is without memory then."""
+        tensor = self.find()
+        if tensor is None:
+            return None
+        memory = tensor.detach()
+        tensor.data, self.tensor = self.blank, tensor
+        return memory
+
+    def shut(self) -> None:
+        """Reading it raises from now on."""
+        tensor = self.tensor
+        if tensor is not None and self._cls is None:
+            cls: Any = type(tensor)
+            self._cls, vars(tensor)[_ATTRIBUTE] = cls, self.name
+            tensor.__class__ = _away_class(cls)
+
+    def open(self) -> None:
+        """To be called before anything else is done with it; undoes `shut`."""
+        if self._cls is not None:
+            self.tensor.__class__ = self._cls
+            vars(self.tensor).pop(_ATTRIBUTE, None)
+            self._cls = None
+
+
+class Streams(NotCopied):
+    """What of a model and its optimizer streams, by role and key as slots have them."""
+
+    def __init__(
+        self, model: torch.nn.Module, optimizer: Any, folder: Any = None, pinned: int | None = None
+    ) -> None:
+        self.model, self.optimizer, self.folder, self.pinned = model, optimizer, folder, pinned
+        self.items: dict[tuple[str, Any], Away] = {}
+        self.gathered = False
+        # Who lets go of the step keeps the model: without the step nobody else could fetch its contents.
+        weakref.finalize(self, _bring_back, self.items).atexit = False
+
+    def add(self, rows: Sequence[tuple[Slot, Value]]) -> None:
+        """From now on these stream, too. Raises ``BadInput`` where there is no room for them."""
+        fresh, size = [], 0
+        for slot, like in rows:
+            away = Away(_name_of(slot), self._finder(slot), like, self._device(slot))
+            away.offset = size
+            size += aligned(away.nbytes)
+            fresh.append((slot, away))
+        if not fresh:
+            return
+        device = fresh[0][1].device
+        pool: HostPool = FilePool(size, self.folder)
+        if device.type == "cuda":
+            pool.close()
+            pool = pool_beside(size, str(device), self.pinned, self.folder)
+        for slot, away in fresh:
+            away.pool = pool
+            self.items[slot.role, slot.key] = away
+
+    def _device(self, slot: Slot) -> torch.device:
+        name = slot.key if slot.role == "parameter" else slot.key[0]
+        owner, last = compat.tensor_home(self.model, "parameter", name)
+        device: torch.device = owner[last].device
+        return device
+
+    def _finder(self, slot: Slot) -> Callable[[], Any]:
+        name, key, which = (slot.key, None, 0) if slot.role == "parameter" else (*slot.key, 0)[:3]
+        owner, last = compat.tensor_home(self.model, "parameter", name)
+        if slot.role == "parameter":
+            return lambda: owner[last]
+        parameter, optimizer = owner[last], each(self.optimizer)[which]
+        return lambda: state_at(optimizer.state[parameter], key) if parameter in optimizer.state else None
+
+    def put_away(self) -> bool:
+        """Takes the memory of all; returns whether any had some."""
+        had = False
+        for away in self.items.values():
+            before = away.tensor
+            away.put_away()
+            had |= away.tensor is not before
+        return had
+
+    def bring_back(self) -> None:
+        _bring_back(self.items)
+
+    def open(self) -> None:
+        for away in self.items.values():
+            away.open()
+
+    def shut(self) -> None:
+        for away in self.items.values():
+            away.shut()
+
+    @property
+    def nbytes(self) -> int:
+        return sum(aligned(a.nbytes) for a in self.items.values())
+
+
+def _bring_back(items: Mapping[Any, Away]) -> None:
+    for away in items.values():
+        away.open()
+        away.bring_back()
+
+
+def _name_of(slot: Slot) -> str:
+    if slot.role == "parameter":
+        return f"parameter {slot.key!r}"
+    return f"state {slot.key[1]!r} of {slot.key[0]!r}"
+
+
+# --- the program ----------------------------------------------------------------------------------------------
+
+
+class Fetch:
+    """Makes a streamed tensor from the pool."""
+
+    def __init__(self, away: Away) -> None:
+        self.away = away
+
+    def __call__(self) -> torch.Tensor:
+        return self.away.fetch()
+
+
+class Store:
+    """Writes a streamed tensor to the pool."""
+
+    def __init__(self, away: Away) -> None:
+        self.away = away
+
+    def __call__(self, tensor: torch.Tensor) -> None:
+        self.away.write(tensor)
+
+
+class Lent(Updater):
+    """An update of tensors that stream: they are lent their memory while it runs. ``lends``: the graph's values and
+    what they are."""
+
+    lends: tuple[tuple[int, Away], ...] = ()
+
+    @staticmethod
+    def of(updater: Updater, lends: Sequence[tuple[int, Away]]) -> Lent:
+        made: Lent = copy.copy(updater)  # type: ignore[assignment]
+        made.__class__ = Lent
+        made.lends = tuple(lends)
+        return made
+
+
+@dataclass(frozen=True)
+class Streamed:
+    """Which storages of a captured program stream, as a change of it."""
+
+    slots: tuple[tuple[str, Any], ...]
+    streams: Streams
+    fetches: dict[tuple[str, Any], tuple[Fetch, Store]]
+    unplanned: int = 0
+    """The peak of the step in which nothing streams."""
+
+    def apply(self, program: Program) -> Program:
+        """``program`` with a fetch before the first use of each, and a store after the last write."""
+        return _Rewriting(program, self).run()
+
+
+class _Rewriting:
+    def __init__(self, program: Program, streamed: Streamed) -> None:
+        self.program, self.graph, self.streamed = program, program.graph, streamed
+        values = program.graph.values
+        wanted = dict.fromkeys(streamed.slots)
+        self.slots = {values[s.value].storage: s for s in program.slots if (s.role, s.key) in wanted}
+        self.storages, self.values = list(program.graph.storages), list(values)
+        self.files: dict[
+            int, tuple[int, int]
+        ] = {}  # of each storage, what lies in the pool: value and storage
+        self.bases = list(program.bases)
+        self.updated: dict[int, int] = {}  # the value that an update works on
+        for s, slot in self.slots.items():
+            kind, name = self.storages[s].kind, self.storages[s].name
+            self.files[s] = len(self.values), len(self.storages)
+            self.add(
+                Value(f"{name}.away", len(self.storages), "uint8", (0,), (1,)),
+                Storage(f"{name}.away", 0, kind),
+            )
+            self.updated[s] = slot.value
+            if slot.role == "parameter" and program.graph.uses.writers[s]:
+                self.updated[s], own = len(self.values), f"{name}.updated"
+                like = replace(values[slot.value], name=own, storage=len(self.storages))
+                self.add(like, replace(self.storages[s], name=own))
+        self.inputs = tuple(v for v in program.graph.inputs if values[v].storage not in self.slots)
+        self.ops: list[Op] = []
+        self.calls: list[Call] = []
+        self.at: dict[int, int] = {}  # where ops of the program stand now
+        self.asked: list[int] = []
+
+    def add(self, value: Value, storage: Storage) -> None:
+        self.bases.append(len(self.values))
+        self.values.append(value)
+        self.storages.append(storage)
+
+    def run(self) -> Program:
+        graph, program = self.graph, self.program
+        uses = graph.uses
+        fetched: set[int] = set()
+        for k in sink.plan(
+            graph
+        ):  # updates at their gradients: what is in a chain with a fetch does not move there
+            op = graph.ops[k]
+            writes = [s for s in uses.mutates[k] if s in self.slots]
+            for s in dict.fromkeys((*uses.reads[k], *writes)):
+                if s not in self.slots:
+                    continue
+                base = self.updated[s] if s in writes else self.slots[s].value
+                if base not in fetched:
+                    fetched.add(base)
+                    self.fetch(s, base)
+            control = tuple(self.at[c] for c in op.control)
+            self.at[k] = len(self.ops)
+            self.put(self.updating(replace(op, control=control), writes), self.lent(program.calls[k]), k)
+            for s in writes:
+                self.store(s)
+        files = tuple(v for v, _ in self.files.values())
+        made = replace(
+            graph, ops=tuple(self.ops), values=tuple(self.values), storages=tuple(self.storages),
+            inputs=(*self.inputs, *files),
+        )  # fmt: skip
+        where = self.at
+        return replace(
+            program, graph=made, calls=tuple(self.calls),
+            replays={where[k]: c for k, c in program.replays.items()},
+            replay_requests={where[k]: r for k, r in program.replay_requests.items()},
+            samples={where[k]: x for k, x in program.samples.items()},
+            bases=tuple(self.bases),
+            slots=tuple(s for s in program.slots if graph.values[s.value].storage not in self.slots),
+            asked=tuple(self.asked) if program.asked else (),
+        )  # fmt: skip
+
+    def put(self, op: Op, call: Call, k: int) -> None:
+        self.ops.append(op)
+        self.calls.append(call)
+        self.asked.append(self.program.asked[k] if k >= 0 and self.program.asked else -1)
+
+    def updating(self, op: Op, writes: Sequence[int]) -> Op:
+        """The op on what it updates: of parameters, which are read elsewhere, that is a storage of its own."""
+        values = {self.slots[s].value: self.updated[s] for s in writes}
+        other = {s: self.values[self.updated[s]].storage for s in writes}
+        return replace(
+            op, inputs=tuple(values.get(v, v) for v in op.inputs),
+            mutates=tuple(other.get(s, s) for s in op.mutates),
+        )  # fmt: skip
+
+    def fetch(self, s: int, base: int) -> None:
+        graph, size = self.graph, self.storages[s].size
+        views = [v for v in graph.inputs if graph.values[v].storage == s and v != base]
+        if base != self.slots[s].value:
+            views = []
+        op = Op(
+            f"fetch {self.storages[s].name}", "tightship.fetch", (self.files[s][0],), (base, *views),
+            time=graph.machine.seconds("fetch", size), requests=(Request(size, 0, 0, -1),), device=self.device,
+        )  # fmt: skip
+        self.put(op, Call(self.functions(s)[0], (), {}, (base,)), -1)
+
+    def store(self, s: int) -> None:
+        base, size = self.updated[s], self.storages[s].size
+        value, storage = self.files[s]
+        op = Op(
+            f"store {self.storages[s].name}", "tightship.store", (base, value), mutates=(storage,), phase="update",
+            time=self.graph.machine.seconds("offload", size), device=self.device,
+        )  # fmt: skip
+        self.put(op, Call(self.functions(s)[1], (Ref(base),), {}, ()), -1)
+
+    @property
+    def device(self) -> str:
+        return self.graph.ops[0].device
+
+    def functions(self, s: int) -> tuple[Fetch, Store]:
+        slot = self.slots[s]
+        return self.streamed.fetches[slot.role, slot.key]
+
+    def lent(self, call: Call) -> Call:
+        if not isinstance(call.fn, Updater):
+            return call
+        values, items = self.graph.values, self.streamed.streams.items
+        rows, args = [], []
+        for ref in call.args:
+            s = values[ref.value].storage
+            slot = self.slots.get(s)
+            if slot is not None:
+                rows.append((self.updated[s], items[slot.role, slot.key]))
+            args.append(ref if slot is None else Ref(self.updated[s]))
+        return replace(call, fn=Lent.of(call.fn, rows), args=tuple(args)) if rows else call
+
+
+# --- which ----------------------------------------------------------------------------------------------------
+
+
+def _candidates(program: Program) -> list[Slot]:
+    """What can stream, in the order in which it does: optimizer state before parameters, which are needed more than
+    once in a step; large before small."""
+    graph, found = program.graph, []
+    by_storage: dict[int, list[Slot]] = {}
+    for slot in program.slots:
+        by_storage.setdefault(graph.values[slot.value].storage, []).append(slot)
+    guarded = {source for guard in program.guards for source in guard.sources}
+    kept = graph.kept | {graph.values[v].storage for v in program.results}
+    for s, slots in by_storage.items():
+        slot, storage = slots[0], graph.storages[s]
+        if len(slots) > 1 or slot.role not in ("parameter", "state") or storage.pool != "device":
+            continue
+        if slot.role == "state" and not slot.key[0]:
+            continue
+        if storage.size < _LEAST or s in kept or (slot.role, slot.key) in guarded:
+            continue
+        writers = graph.uses.writers[s]
+        if len(writers) > 1 or any(k > writers[0] for k in graph.uses.readers[s] if writers):
+            continue  # what is read after an update
+        if _spans(graph, slot.value) and all(_by_itself(program, k) for k in writers):
+            found.append(slot)
+
+    def first(slot: Slot) -> tuple[bool, int]:
+        return slot.role == "parameter", -graph.storages[graph.values[slot.value].storage].size
+
+    return sorted(found, key=first)
+
+
+def _spans(graph: Graph, value: int) -> bool:
+    """Whether the tensor is dense, and all of its storage."""
+    v, count = graph.values[value], 1
+    for n, stride in sorted(zip(v.shape, v.stride, strict=True), key=lambda row: row[1]):
+        if n != 1 and stride != count:
+            return False
+        count *= n
+    return (
+        v.offset == 0
+        and aligned(count * dtype_of(v.dtype).itemsize, graph.alignment) == graph.storages[v.storage].size
+    )
+
+
+def _by_itself(program: Program, op: int) -> bool:
+    """Whether it is an update of one parameter by a class that is known."""
+    fn = program.calls[op].fn
+    return (
+        isinstance(fn, Updater)
+        and len(fn.members) == 1
+        and fn.exact
+        and not (fn.keeps or fn.takes or fn.held)
+    )
+
+
+def plan_streamed(
+    base: Program, plan_of: Callable[[Graph], Plan], limit: int, streams: Streams
+) -> tuple[Program, Plan, Streamed | None]:
+    """The measured program and the plan to run: with as little streamed as the limit asks for, and at least what is
+    streamed already. Raises ``Infeasible``."""
+    return _Choice(base, plan_of, limit, streams).run()
+
+
+class _Choice:
+    def __init__(self, base: Program, plan_of: Callable[[Graph], Plan], limit: int, streams: Streams) -> None:
+        self.base, self.plan_of, self.limit, self.streams = base, plan_of, limit, streams
+        slots = [s for s in base.slots if (s.role, s.key) in streams.items]
+        self.had = len(slots)
+        self.slots = [*slots, *(s for s in _candidates(base) if (s.role, s.key) not in streams.items)]
+
+    def run(self) -> tuple[Program, Plan, Streamed | None]:
+        refused: Infeasible | None = None
+        found = None
+        if not self.had and lower_bound(self.base.graph) <= self.limit:
+            try:
+                found = self.base, self.plan_of(self.base.graph), None
+            except Infeasible as no:
+                refused = no
+            if found is not None and found[1].time <= found[1].time_before * (1 + _GAIN):
+                return found
+        for count in self._counts():
+            try:
+                program = self._program(count)
+                plan = self.plan_of(program.graph)
+            except Infeasible as no:
+                refused = no
+                continue
+            if found is not None and plan.time >= found[1].time:
+                return found
+            return self._settled(count, program, plan)
+        if found is not None:
+            return found
+        if refused is None:
+            plan = self.plan_of(self._program(len(self.slots)).graph)
+            return self._settled(len(self.slots), self._program(len(self.slots)), plan)
+        raise refused
+
+    def _counts(self) -> Iterator[int]:
+        """How many may be enough: from the fewest that a bound allows on. Parts of a step agree on all."""
+        if {op.phase for op in self.base.graph.ops} & {"forward", "update"} != {"forward", "update"}:
+            yield len(self.slots)
+            return
+        low, high = self.had, len(self.slots)
+        while low < high:
+            middle = (low + high) // 2
+            if int(lower_bound(self._program(middle).graph)) <= self.limit:
+                high = middle
+            else:
+                low = middle + 1
+        total = len(self.slots)
+        yield from dict.fromkeys(
+            n for n in (low, low + -(-(total - low) // 4), (low + total) // 2, total) if n
+        )
+
+    def _program(self, count: int) -> Program:
+        """For looking at: nothing streams yet."""
+        return _stand_in(self.base, self.slots[:count]).apply(self.base)
+
+    def _settled(self, count: int, program: Program, plan: Plan) -> tuple[Program, Plan, Streamed | None]:
+        chosen, graph = self.slots[:count], self.base.graph
+        values = graph.values
+        self.streams.add([(s, values[s.value]) for s in chosen if (s.role, s.key) not in self.streams.items])
+        streamed = _of(chosen, self.streams, simulate.replay(graph, simulate.baseline(graph)).peak)
+        made = streamed.apply(self.base)
+        size = sum(graph.storages[values[s.value].storage].size for s in chosen)
+        note = f"streamed: {len(chosen)} parameters and tensors of optimizer state, {format_bytes(size)}"
+        return replace(made, notes=(*made.notes, note)), plan, streamed
+
+
+def _of(slots: Sequence[Slot], streams: Streams, unplanned: int) -> Streamed:
+    keys = tuple((s.role, s.key) for s in slots)
+    functions = {k: (Fetch(streams.items[k]), Store(streams.items[k])) for k in keys}
+    return Streamed(keys, streams, functions, unplanned)
+
+
+def streaming_advice(base: Program, limit: int, allow: str) -> tuple[str, ...]:
+    """What streaming would come to where it was not allowed; nothing where it would not help."""
+    slots = _candidates(base)
+    if not slots:
+        return ()
+    bound = int(lower_bound(_stand_in(base, slots).apply(base).graph))
+    if bound > limit:
+        return ()
+    ways = ",".join(filter(None, (allow, STREAM)))
+    size = sum(base.graph.storages[base.graph.values[s.value].storage].size for s in slots)
+    return (
+        f"streaming (allow={ways}): parameters and optimizer state of {format_bytes(size)} leave memory while "
+        f"nothing needs them; no less than {format_bytes(bound)} then",
+    )
+
+
+def _stand_in(base: Program, slots: Sequence[Slot]) -> Streamed:
+    nothing: Any = None
+    streams = Streams(nothing, None)
+    keys = tuple((s.role, s.key) for s in slots)
+    streams.items = dict.fromkeys(keys, nothing)
+    return Streamed(keys, streams, dict.fromkeys(keys, (Fetch(nothing), Store(nothing))))

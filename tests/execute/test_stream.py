@@ -1,0 +1,402 @@
+"""Streaming: parameters and optimizer state leave memory while a step does not need them. Bits are eager's, bytes the
+planned ones, and the caller's tensors are there again where they are asked for."""
+
+import copy
+import gc
+import io
+
+import pytest
+import torch
+
+from support.runs import beyond, eager
+from tightship.errors import BadInput, Infeasible, Unsupported
+from tightship.execute import allocator
+from tightship.execute.allocator import Meter
+from tightship.execute.fit import fit
+from tightship.execute.stream import Away
+from tightship.verify import verify
+
+pytestmark = pytest.mark.skipif(not allocator.available(), reason="no C++ compiler")
+
+WIDTH, LAYERS = 64, 10
+
+
+@pytest.fixture(scope="module")
+def kept(tmp_path_factory):
+    return tmp_path_factory.mktemp("measurements")
+
+
+def loss_of(model, batch):
+    return (model(batch[0]) - batch[1]).square().mean()
+
+
+def layers(dropout=0.0):
+    torch.manual_seed(0)
+    rows = [
+        x
+        for _ in range(LAYERS)
+        for x in (torch.nn.Linear(WIDTH, WIDTH), torch.nn.ReLU(), torch.nn.Dropout(dropout))
+    ]
+    return torch.nn.Sequential(*rows)
+
+
+def adamw(params):
+    return torch.optim.AdamW(params, lr=1e-2)
+
+
+class Twins:
+    """A model that is fitted with streaming, and the same in eager."""
+
+    def __init__(self, kept, share=0.5, optimizer=adamw, model=None, **options):
+        self.model = layers() if model is None else model
+        self.twin = copy.deepcopy(self.model)
+        self.optimizer, self.other = optimizer(self.model.parameters()), optimizer(self.twin.parameters())
+        self.static = 3 * sum(p.numel() * 4 for p in self.model.parameters())
+        options = {"allow": "recompute,stream", "cache": kept, "seconds": 3, "strict": True} | options
+        budget = int(share * self.static)
+        self.step = fit(self.model, loss_of, self.optimizer, self.batch(0), budget, **options)
+
+    def batch(self, number, rows=4):
+        torch.manual_seed(1000 + number)
+        return torch.randn(rows, WIDTH), torch.randn(rows, WIDTH)
+
+    def run(self, number, rows=4):
+        batch = self.batch(number, rows)
+        torch.manual_seed(number)
+        expected = eager(self.twin, loss_of, self.other, batch)
+        torch.manual_seed(number)
+        assert torch.equal(self.step(batch), expected)
+        self.other.zero_grad()
+
+    def same(self):
+        with self.step.gathered():
+            for (name, p), q in zip(self.model.named_parameters(), self.twin.parameters(), strict=True):
+                assert torch.equal(p, q), name
+                mine, theirs = self.optimizer.state[p], self.other.state[q]
+                assert list(mine) == list(theirs)
+                for key in mine:
+                    assert torch.equal(mine[key], theirs[key]), (name, key)
+
+    @property
+    def streams(self):
+        return self.step._streams
+
+
+def as_planned(step):
+    last = step.last
+    assert last.as_planned
+    assert last.exact
+    assert last.measured_peak == last.process_peak == step.plan.peak <= step.plan.budget
+
+
+@pytest.mark.parametrize("share", [0.5, 1 / 3])
+def test_steps_are_those_of_eager_and_take_the_planned_bytes(kept, share):
+    twins = Twins(kept, share)
+    for number in range(20):
+        twins.run(number)
+        if number:
+            as_planned(twins.step)
+    twins.same()
+    assert verify(twins.step.graph, twins.step.plan) == []
+    assert twins.step.measure()["unplanned_peak"] > twins.static
+
+
+def test_what_is_away_takes_no_memory(kept):
+    twins = Twins(kept, 1 / 3)
+    twins.run(0)
+    gc.collect()
+    with Meter() as meter, twins.step.gathered():
+        back = meter.current
+    assert back == twins.streams.nbytes > twins.static / 2
+    assert meter.current == 0
+    assert all(away.blank.untyped_storage().nbytes() == 0 for away in twins.streams.items.values())
+
+
+def test_moments_alone_stream_where_that_is_enough(kept):
+    twins = Twins(kept, 0.9)
+    assert {role for role, _ in twins.streams.items} == {"state"}
+    for number in range(3):
+        twins.run(number)
+    as_planned(twins.step)
+    twins.same()
+    assert twins.model[0].weight.sum() == twins.twin[0].weight.sum()  # parameters are there
+
+
+def test_nothing_streams_where_the_budget_does_not_ask_for_it(kept):
+    twins = Twins(kept, 2.0)
+    twins.run(0)
+    assert not twins.streams.items
+
+
+def momentum(params):
+    return torch.optim.SGD(params, lr=1e-2, momentum=0.9)
+
+
+@pytest.mark.parametrize("optimizer", [momentum, torch.optim.Adagrad, torch.optim.RMSprop])
+def test_other_optimizers(kept, optimizer):
+    twins = Twins(kept, 0.4, optimizer)
+    for number in range(4):
+        twins.run(number)
+    as_planned(twins.step)
+    twins.same()
+
+
+def test_frozen_parameters_are_fetched_and_never_stored(kept):
+    model = layers()
+    for p in model[:9].parameters():
+        p.requires_grad_(False)
+
+    def optimizer(params):
+        return adamw([p for p in params if p.requires_grad])
+
+    twins = Twins(kept, 0.3, optimizer, model)
+    stored = {op.name for op in twins.step.graph.ops if op.target == "tightship.store"}
+    fetched = {op.name for op in twins.step.graph.ops if op.target == "tightship.fetch"}
+    assert "fetch 0.weight" in fetched
+    assert "store 0.weight" not in stored
+    for number in range(3):
+        twins.run(number)
+    as_planned(twins.step)
+
+
+# ---- the caller's tensors
+
+
+def test_what_is_away_says_so_when_it_is_read(kept):
+    twins = Twins(kept, 1 / 3)
+    twins.run(0)
+    weight = twins.model[0].weight
+    assert weight.shape == (WIDTH, WIDTH)
+    assert isinstance(weight, torch.nn.Parameter)
+    assert weight.requires_grad
+    assert weight.grad is None
+    assert "away" in repr(weight)
+    state = twins.optimizer.state[weight]["exp_avg"]
+    for read in (
+        lambda: weight.sum(),
+        lambda: weight.data,
+        lambda: twins.model(twins.batch(0)[0]),
+        lambda: twins.model.state_dict(),
+        lambda: copy.deepcopy(twins.model),
+        lambda: twins.model.double(),
+        lambda: state + 1,
+        lambda: torch.save(twins.optimizer.state_dict(), io.BytesIO()),
+        lambda: torch.stack([weight, weight]),
+        lambda: weight.tolist(),
+        lambda: weight.numpy(),
+        lambda: weight.untyped_storage(),
+        lambda: twins.model.load_state_dict(twins.twin.state_dict()),
+        lambda: twins.other.load_state_dict(twins.optimizer.state_dict()),
+        lambda: twins.optimizer.step() if weight.grad is not None else weight.add_(1),
+    ):
+        with pytest.raises((Unsupported, RuntimeError), match="gathered"):
+            read()
+    twins.run(1)
+    twins.same()
+
+
+def test_checkpoints_are_written_and_read_inside_of_gathered(kept):
+    twins = Twins(kept, 1 / 3)
+    twins.run(0)
+    with twins.step.gathered():
+        saved = copy.deepcopy((twins.model.state_dict(), twins.optimizer.state_dict()))
+    twins.run(1)
+    with twins.step.gathered():
+        twins.model.load_state_dict(saved[0])
+        twins.optimizer.load_state_dict(copy.deepcopy(saved[1]))
+    twins.twin.load_state_dict(saved[0])
+    twins.other.load_state_dict(saved[1])
+    for number in (2, 3):
+        twins.run(number)
+    twins.same()
+    as_planned(twins.step)
+
+
+def test_an_optimizers_state_may_be_loaded_while_its_own_is_away(kept):
+    twins = Twins(kept, 1 / 3)
+    twins.run(0)
+    saved = copy.deepcopy(twins.other.state_dict())
+    twins.run(1)
+    twins.optimizer.load_state_dict(saved)
+    twins.other.load_state_dict(copy.deepcopy(saved))
+    twins.run(2)
+    twins.same()
+
+
+def test_evaluation_inside_of_gathered(kept):
+    twins = Twins(kept, 1 / 3)
+    twins.run(0)
+    x = twins.batch(0)[0]
+    with twins.step.gathered(), torch.no_grad():
+        assert torch.equal(twins.model(x), twins.twin(x))
+        with pytest.raises(BadInput, match="gathered"):
+            twins.step(twins.batch(1))
+        with pytest.raises(BadInput, match="gathered"), twins.step.gathered():
+            pass
+    twins.run(1)
+    twins.same()
+
+
+def test_views_of_what_was_gathered_stay_valid(kept):
+    twins = Twins(kept, 1 / 3)
+    with twins.step.gathered():
+        view = twins.model[0].weight.detach()[0]
+    before = view.clone()
+    twins.run(0)
+    assert torch.equal(view, before)
+
+
+def test_another_kind_of_batch_is_captured_while_all_is_away(kept):
+    twins = Twins(kept, 0.5)
+    for number, rows in enumerate((4, 6, 4, 6)):
+        twins.run(number, rows)
+    as_planned(twins.step)
+    twins.same()
+
+
+def test_parameters_that_are_frozen_later(kept):
+    twins = Twins(kept, 0.5)
+    twins.run(0)
+    for model in (twins.model, twins.twin):
+        model[0].weight.requires_grad_(False)
+    for number in (1, 2):
+        twins.run(number)
+    twins.same()
+
+
+def test_a_schedule_and_dropout(kept):
+    twins = Twins(kept, 0.5, model=layers(0.2))
+    schedules = [torch.optim.lr_scheduler.StepLR(o, 1, 0.5) for o in (twins.optimizer, twins.other)]
+    for number in range(4):
+        for model in (twins.model, twins.twin):
+            model[2].p = 0.1 * number
+        twins.run(number)
+        for schedule in schedules:
+            schedule.step()
+    twins.same()
+
+
+def test_who_lets_go_of_the_step_keeps_the_model(kept):
+    twins = Twins(kept, 1 / 3)
+    twins.run(0)
+    twins.step = None
+    gc.collect()
+    for p, q in zip(twins.model.parameters(), twins.twin.parameters(), strict=True):
+        assert type(p) is torch.nn.Parameter
+        assert torch.equal(p, q)
+        assert torch.equal(twins.optimizer.state[p]["exp_avg"], twins.other.state[q]["exp_avg"])
+
+
+# ---- parts of a step
+
+
+def test_accumulated_and_clipped_gradients(kept):
+    twins = Twins(kept, 0.75, accumulate=2, clip_norm=0.1)
+    for number in range(3):
+        batches = [twins.batch(2 * number + k) for k in range(2)]
+        for batch in batches:
+            loss_of(twins.twin, batch).backward()
+            twins.step(batch)
+        torch.nn.utils.clip_grad_norm_(twins.twin.parameters(), 0.1)
+        twins.other.step()
+        twins.other.zero_grad()
+    twins.same()
+    assert twins.step.measure()["measured_peak"] <= twins.step.plan.budget
+
+
+def test_backward_and_update(kept):
+    twins = Twins(kept, 0.75, split=True)
+    for number in range(3):
+        batch = twins.batch(number)
+        loss_of(twins.twin, batch).backward()
+        twins.other.step()
+        twins.step.backward(batch)
+        for p, q in zip(twins.model.parameters(), twins.twin.parameters(), strict=True):
+            assert torch.equal(p.grad, q.grad)
+        twins.step.update()
+        twins.other.zero_grad()
+        twins.optimizer.zero_grad()
+    twins.same()
+
+
+# ---- what goes wrong
+
+
+def test_a_full_disk_is_an_error_before_the_first_step(kept, tmp_path):
+    with beyond(4096), pytest.raises(BadInput, match="no room"):
+        Twins(kept, 1 / 3, folder=tmp_path)
+
+
+def test_no_file_has_a_name(kept, tmp_path):
+    twins = Twins(kept, 1 / 3, folder=tmp_path)
+    twins.run(0)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_what_cannot_be_written_is_named_and_kept(kept, monkeypatch):
+    twins = Twins(kept, 1 / 3)
+    twins.run(0)
+    failing = next(away for away in twins.streams.items.values() if away.name == "parameter '9.weight'")
+    pool = failing.pool
+
+    class Full:
+        def write(self, *args):
+            raise OSError(28, "No space left on device")
+
+        def __getattr__(self, name):
+            return getattr(pool, name)
+
+    failing.pool = Full()
+    batch = twins.batch(1)
+    eager(twins.twin, loss_of, twins.other, batch)
+    with pytest.raises(OSError, match=r"writing the streamed parameter '9.weight' failed: No space left"):
+        twins.step(batch)
+    failing.pool = pool
+    done = set()
+    with twins.step.gathered():
+        for (name, p), q in zip(twins.model.named_parameters(), twins.twin.parameters(), strict=True):
+            if torch.equal(p, q):
+                done.add(name)
+                for key, theirs in twins.other.state[q].items():
+                    assert (
+                        key == "step"
+                        or torch.equal(twins.optimizer.state[p][key], theirs)
+                        or name == "9.weight"
+                    )
+    assert "9.weight" in done  # its update had run, and was not lost
+    assert "0.weight" not in done  # the step stopped there
+
+
+def test_a_read_that_fails_names_what_was_read(kept, monkeypatch):
+    twins = Twins(kept, 1 / 3)
+
+    def broken(self):
+        raise self._failed("reading", OSError(5, "Input/output error"))
+
+    monkeypatch.setattr(Away, "fetch", broken)
+    with pytest.raises(OSError, match="reading the streamed parameter"):
+        twins.step(twins.batch(0))
+    monkeypatch.undo()
+    twins.run(0)
+    twins.same()
+
+
+def test_arguments_that_do_not_go_together(kept):
+    with pytest.raises(BadInput, match="verify_every"):
+        Twins(kept, 0.5, verify_every=2)
+    with pytest.raises(BadInput, match="do not go together"):
+        Twins(kept, 0.5, allow="recompute,stream,split")
+
+
+def test_infeasible_offers_streaming(kept):
+    with pytest.raises(Infeasible, match=r"streaming \(allow=recompute,stream\)"):
+        Twins(kept, 0.5, allow="recompute")
+
+
+def test_a_budget_below_what_streams_is_refused_and_leaves_the_model_whole(kept):
+    model = layers()
+    before = copy.deepcopy(model.state_dict())
+    with pytest.raises(Infeasible):
+        Twins(kept, 0.01, model=model)
+    for name, t in model.state_dict().items():
+        assert torch.equal(t, before[name])
