@@ -425,6 +425,32 @@ def anomalies(ours: bool) -> Iterator[Any]:
         yield loss
 
 
+def looked_at(ours: bool) -> Iterator[Any]:
+    """The loss is logged where it is computed, and images are weighed by a number that NumPy finds."""
+    model, data, log = classifier(), images(), []
+
+    def loss_fn(model: nn.Module, batch: Any) -> torch.Tensor:
+        loss = cross_entropy(model, batch) * float(np.abs(batch[0].numpy()).mean())
+        log.append(loss.item())
+        return loss
+
+    optimizer = adamw(model)
+    steps = fit(ours, model, loss_fn, optimizer, data[0])
+    yield [model], [optimizer], steps, nothing
+    for batch in data:
+        yield plain(ours, steps, model, loss_fn, optimizer, batch), log[-1]
+
+
+def hooked_modules(ours: bool) -> Iterator[Any]:
+    model, data, norms = classifier(), images(), []
+    model[4].register_full_backward_hook(lambda m, i, o: norms.append(o[0].norm().item()))
+    optimizer = adamw(model)
+    steps = fit(ours, model, cross_entropy, optimizer, data[0])
+    yield [model], [optimizer], steps, nothing
+    for batch in data:
+        yield plain(ours, steps, model, cross_entropy, optimizer, batch), norms[-1]
+
+
 # --- around the step --------------------------------------------------------------------------------------------
 
 
@@ -846,6 +872,8 @@ LOOPS: dict[str, Loop] = {
     "bfloat16 autocast": bfloat16,
     "updates left out for gradients that are not finite": skipped,
     "anomaly detection": anomalies,
+    "the loss read and logged in the loss function": looked_at,
+    "backward hook on a module": hooked_modules,
     "one-cycle schedule": partial(
         scheduled, make=lambda o: torch.optim.lr_scheduler.OneCycleLR(o, 0.1, total_steps=STEPS + 1)
     ),

@@ -6,6 +6,7 @@ import torch
 pytest.importorskip("transformers", reason="transformers is not installed")
 pytest.importorskip("accelerate", reason="accelerate, which the Trainer needs, is not installed")
 
+from accelerate import Accelerator
 from transformers import (
     BertConfig,
     BertForSequenceClassification,
@@ -15,6 +16,7 @@ from transformers import (
     TrainingArguments,
 )
 
+import tightship
 from tightship.errors import BadInput, Infeasible
 from tightship.execute.allocator import Meter
 from tightship.integrations.huggingface import Tightship
@@ -141,3 +143,38 @@ def test_a_run_is_resumed_from_a_checkpoint(tmp_path):
     checkpoint = str(tmp_path / "checkpoint-3")
     resumed = run(tmp_path / "a", Tightship("80%", say=None, **QUICK), resume=checkpoint)
     assert same(resumed, run(tmp_path / "b", resume=checkpoint))
+
+
+@pytest.mark.parametrize("prepared", [False, True])
+def test_a_loop_of_accelerate_is_the_same_by_fit(prepared, tmp_path):
+    """``accelerator.prepare`` wraps the optimizer, whose own step is what fit plans."""
+    sides = []
+    for ours in (False, True):
+        torch.manual_seed(0)
+        model = torch.nn.Sequential(torch.nn.Linear(16, 32), torch.nn.Dropout(0.1), torch.nn.Linear(32, 4))
+        optimizer = torch.optim.AdamW(model.parameters())
+        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
+        if prepared:
+            accelerator = Accelerator(cpu=True)
+            model, optimizer, scheduler = accelerator.prepare(model, optimizer, scheduler)
+        batches = torch.randn(3, 8, 16)
+        loss_fn = lambda model, x: model(x).square().mean()  # noqa: E731
+        step = None
+        if ours:
+            step = tightship.fit(model, loss_fn, optimizer, batches[0], cache=tmp_path, strict=True)
+        losses = []
+        for batch in batches:
+            if step is None:
+                losses.append(loss_fn(model, batch))
+                losses[-1].backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            else:
+                losses.append(step(batch))
+            scheduler.step()
+        if step is not None:
+            assert step.last.measured_peak == step.plan.peak and not step.last.misses
+        rate = optimizer.param_groups[0]["lr"]
+        sides.append(([x.detach() for x in losses], list(model.state_dict().values()), rate))
+    (a, b, first), (c, d, second) = sides
+    assert all(torch.equal(x, y) for x, y in zip([*a, *b], [*c, *d], strict=True)) and first == second

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 from torch.nn.utils.rnn import pack_padded_sequence, pack_sequence, pad_packed_sequence
+from torch.utils.checkpoint import checkpoint
 
 from support.harness import Loop, _Side, adam, mlp, run, sgd
 from support.state import differences
@@ -483,7 +484,17 @@ def at_conjugate(model, batch, log):
     log.append(torch.view_as_real(torch.fft.fft(batch[0]).conj().clone()).numpy().sum())
 
 
-LOOKS = [at_item, at_numpy, at_text, at_list, at_data, at_tangent, at_conjugate]
+def at_generator(model, batch, log):
+    g = torch.Generator().manual_seed(len(log))
+    log.append(torch.randn(2, generator=g).sum().item())
+
+
+def at_seed(model, batch, log):
+    torch.manual_seed(len(log))
+    log.append(0)
+
+
+LOOKS = [at_item, at_numpy, at_text, at_list, at_data, at_tangent, at_conjugate, at_generator, at_seed]
 
 
 @pytest.mark.parametrize("look", LOOKS)
@@ -501,9 +512,28 @@ def test_what_the_code_looks_at_is_there_in_eager(look):
 
         return Loop(model := mlp(), loss_fn, sgd(model), masked_pairs, steps=3)
 
-    in_eager(build, r"test_shapes\.py:\d+")
+    in_eager(build, r"steps run in eager")
     assert logs[0] == logs[1][-len(logs[0]) :]
     assert all(type(a) is type(b) for a, b in zip(*logs, strict=False))
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_a_checkpoint_that_draws_anew(reentrant, measurements):
+    """Eager's second draw of the same dropout is another one; without any draw there is nothing to tell."""
+
+    def build(dropout):
+        model = mlp(dropout)
+
+        def loss_fn(model, batch):
+            x = batch[0].clone().requires_grad_()
+            hidden = checkpoint(model[:3], x, use_reentrant=reentrant, preserve_rng_state=False)
+            return cross_entropy(model[3](hidden), batch[1])
+
+        return Loop(model, loss_fn, sgd(model), masked_pairs, steps=3)
+
+    in_eager(lambda: build(0.5), "preserve_rng_state=False")
+    verdict = run(lambda: build(0.0), measurements)
+    assert verdict.kind == "identical", verdict
 
 
 def test_sparse_and_dense_gradients_with_an_optimizer_each():

@@ -12,11 +12,12 @@ import logging
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextvars import ContextVar
 from typing import Any
 
 import torch
 
-from tightship.errors import Unplannable, Unsupported
+from tightship.errors import Unplannable
 from tightship.frontends.torch.compat import require_torch
 
 require_torch()
@@ -268,16 +269,36 @@ def _padded(
 # --- capture --------------------------------------------------------------------------------------------------
 
 
-def _checkpoint_nothing(*_args: Any, **_kwargs: Any) -> Iterator[None]:
-    yield
+_drawing_anew: ContextVar[bool] = ContextVar("in a checkpoint that draws anew", default=False)
+
+
+def draws_anew() -> bool:
+    """Whether code runs in a checkpoint that in eager draws other random numbers when it recomputes."""
+    return _drawing_anew.get()
+
+
+@contextmanager
+def _in_checkpoint(preserve: bool) -> Iterator[None]:
+    before = draws_anew()
+    _drawing_anew.set(before or (not preserve and torch.is_grad_enabled()))
+    try:
+        yield
+    finally:
+        _drawing_anew.set(before)
+
+
+def _checkpoint_nothing(_fn: Any, preserve: bool = True, *_args: Any, **_kwargs: Any) -> Iterator[None]:
+    with _in_checkpoint(preserve):
+        yield
 
 
 class _CallThrough:
     """Stands in for the autograd function of reentrant checkpointing: calls what it was to checkpoint."""
 
     @staticmethod
-    def apply(function: Callable[..., Any], _preserve: bool, *args: Any) -> Any:
-        return function(*args)
+    def apply(function: Callable[..., Any], preserve: bool, *args: Any) -> Any:
+        with _in_checkpoint(preserve):
+            return function(*args)
 
 
 @contextmanager
@@ -311,14 +332,15 @@ def python_for_stand_ins(*, has_data: bool) -> Iterator[None]:
     the fake tensors, so that it takes the path it takes in eager; otherwise it takes its tracing path.
     Attention asks for function modes, and takes a slower path under one: it is told of none.
     Distributions do not check their arguments: whether to raise is a question to the data.
-    Setting random states raises ``Unsupported``, and so does converting a module. TorchScript that gradients go
-    through raises ``Unplannable`` where steps are to run as they do in eager (``has_data``).
+    Setting random states and converting a module raise ``Unplannable``, and so does TorchScript that gradients go
+    through where steps are to run as they do in eager (``has_data``).
     """
     with ExitStack() as stack:
         enter = stack.enter_context
         if has_data:
             for script in (torch._C.ScriptFunction, torch._C.ScriptMethod):
                 enter(_patched(script, "__call__", _without_gradients(script.__call__)))
+        _drawing_anew.set(False)  # code that failed in a checkpoint may have left it
         enter(_patched(_checkpoint, "_checkpoint_without_reentrant_generator", _checkpoint_nothing))
         enter(_patched(_checkpoint, "CheckpointFunction", _CallThrough))
         enter(_patched(torch.nn.Module, "_apply", _apply_nothing))
@@ -428,7 +450,7 @@ _SEEDING = [
 
 
 def _refuse_seed(*_args: object, **_kwargs: object) -> None:
-    raise Unsupported(
+    raise Unplannable(
         "setting torch's random state in a step",
         "the captured ops draw from the state they find, in the order of the step",
         "seed before the step",
@@ -439,7 +461,7 @@ def _apply_nothing(module: torch.nn.Module, fn: Callable[[torch.Tensor], Any], r
     """``Module.to`` and its like in the middle of a step: nothing, if nothing has to be converted."""
     for name, t in [*module.named_parameters(recurse=recurse), *module.named_buffers(recurse=recurse)]:
         if fn(t) is not t:
-            raise Unsupported(
+            raise Unplannable(
                 f"converting {name!r} of a {type(module).__name__} in a step",
                 "a step does not change what its parameters are",
                 "convert the model before",

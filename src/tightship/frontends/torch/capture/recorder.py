@@ -11,8 +11,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from tightship.errors import Unsupported
-from tightship.frontends.torch import compat
+from tightship.errors import Unplannable, Unsupported
+from tightship.frontends.torch import compat, compat_capture
 from tightship.frontends.torch.capture.data_guards import (
     READS_DATA,
     Guard,
@@ -86,9 +86,14 @@ class Recorder(compat.TorchDispatchMode):
         if fn._schema.name in READS_DATA:
             return self.questions.value(fn, taken, origin, self.phase)
         if kwargs.get("generator") is not None:
-            raise Unsupported(
+            raise Unplannable(
                 f"{fn} at {origin} with a generator", "the step draws from torch's own random state alone",
                 "leave generator out",
+            )  # fmt: skip
+        if compat_capture.draws_anew() and compat.is_random(fn, args, kwargs):
+            raise Unplannable(
+                f"{fn} at {origin} in a checkpoint with preserve_rng_state=False",
+                "eager draws other numbers when it recomputes", "leave preserve_rng_state=False out",
             )  # fmt: skip
         try:
             out = self._run(fn, args, kwargs, origin)

@@ -287,14 +287,27 @@ def each(optimizer: Any) -> tuple[Any, ...]:
 
 
 def as_one(optimizer: Any) -> Any:
-    """The optimizer, or the several of a list or tuple as one. Raises ``BadInput`` for an empty one."""
+    """The optimizer, or the several of a list or tuple as one, without the wrapper that accelerate puts around each.
+    Raises ``BadInput`` for an empty list, ``Unsupported`` for a wrapper that scales gradients."""
     if not isinstance(optimizer, (list, tuple)):
-        return optimizer
+        return _unwrapped(optimizer)
+    optimizer = [_unwrapped(o) for o in optimizer]
     if not optimizer:
         raise BadInput(
             "an empty list of optimizers: give one, or None for a backward pass alone", place="optimizer"
         )
     return optimizer[0] if len(optimizer) == 1 else Several(optimizer)
+
+
+def _unwrapped(optimizer: Any) -> Any:
+    if not type(optimizer).__module__.startswith("accelerate."):
+        return optimizer
+    if getattr(optimizer, "scaler", None) is not None:
+        raise Unsupported(
+            "an optimizer of accelerate's with a GradScaler", "its step unscales gradients and may be left out",
+            "give fit the optimizer before accelerator.prepare, and the scaler as scaler=",
+        )  # fmt: skip
+    return optimizer.optimizer
 
 
 def twin_of(optimizer: Any, others: Mapping[int, torch.Tensor]) -> Any:
