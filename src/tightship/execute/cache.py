@@ -37,7 +37,20 @@ from tightship.simulate import baseline, replay
 from tightship.units import Budget, parse_budget
 from tightship.verify import check
 
-__all__ = ["Cache", "KeptLooks", "KeptPlans", "Measurement", "default_folder", "folder_of", "machine"]
+__all__ = [
+    "Cache",
+    "KeptLooks",
+    "KeptPartitions",
+    "KeptPlans",
+    "Measurement",
+    "Partition",
+    "Unplanned",
+    "default_folder",
+    "folder_of",
+    "machine",
+    "partition_plan",
+    "plan_of",
+]
 
 VERSION = 2
 """Raised when measurements or plans change their meaning."""
@@ -396,3 +409,83 @@ def _remove_oldest(folder: Path) -> None:
         with contextlib.suppress(OSError):
             path.unlink()
         total -= size
+
+
+# --- partitions of compiled mode ---
+
+
+class Partition(msgspec.Struct, frozen=True):
+    """A partition that was chosen: Inductor's own at an ``activation_memory_budget`` of ``share`` or, where that is
+    null, what ``plan`` says. ``peak`` and ``needed`` (with its arena) were replayed in bytes; ``recomputed`` kernels
+    take ``seconds``; so many were ``lowered`` until it was found."""
+
+    source: str
+    share: float | None
+    plan: msgspec.Raw
+    peak: int
+    needed: int
+    recomputed: int
+    seconds: float
+    lowered: int
+
+
+class Unplanned(msgspec.Struct, frozen=True):
+    """Bytes of Inductor's own partition: as `StepReplay` has them, and ``needed`` with an arena."""
+
+    static: int
+    peaks: tuple[int, ...]
+    rest: int
+    handed: tuple[int, ...]
+    needed: int
+
+
+class _PartitionFile(msgspec.Struct):
+    key: str
+    unplanned: Unplanned
+    chosen: dict[str, Partition]
+
+
+class KeptPartitions:
+    """What was chosen for a joint graph, by budget, kept in ``folder`` (None: nowhere). ``made_from``: everything
+    that the choice depends on but the machine and the planner's code, which are added. What is read is compared with
+    the compiled code's own lines before it runs."""
+
+    def __init__(self, folder: Path | None, made_from: object) -> None:
+        parts = (VERSION, machine(False), _planner_code(), made_from)
+        self._key = hashlib.sha256(repr(parts).encode()).hexdigest()
+        self._path = None if folder is None else folder / f"plan-compiled-{self._key[:32]}.json"
+
+    def read(self) -> tuple[Unplanned, dict[str, Partition]] | None:
+        if self._path is None:
+            return None
+        try:
+            file = msgspec.json.decode(self._path.read_bytes(), type=_PartitionFile)
+        except (OSError, msgspec.MsgspecError):
+            return None
+        return (file.unplanned, file.chosen) if file.key == self._key else None
+
+    def keep(self, unplanned: Unplanned, budget: int | None, chosen: Partition) -> None:
+        """Adds what was chosen within ``budget``."""
+        if self._path is None:
+            return
+        known = self.read()
+        rows = {**({} if known is None else known[1]), str(budget): chosen}
+        if not _write(self._path, msgspec.json.encode(_PartitionFile(self._key, unplanned, rows))):
+            _remove_oldest(self._path.parent)
+
+    def forget(self) -> None:
+        """Removes what does not hold any more."""
+        if self._path is not None:
+            with contextlib.suppress(OSError):
+                self._path.unlink()
+
+
+def plan_of(partition: Partition) -> Plan | None:
+    """The plan in it. Raises ``BadInput`` for a damaged one."""
+    data = bytes(partition.plan)
+    return None if data == b"null" else loads_plan(data, "kept partition")[0]
+
+
+def partition_plan(plan: Plan | None) -> msgspec.Raw:
+    """A plan as `Partition` has it."""
+    return msgspec.Raw(b"null" if plan is None else dumps_plan(plan))

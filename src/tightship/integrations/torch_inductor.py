@@ -21,8 +21,10 @@ import torch
 import torch.utils.checkpoint
 from torch.fx import GraphModule, Node
 
-from tightship.errors import BadInput, Infeasible, Unsupported, VerificationFailed
+from tightship import simulate
+from tightship.errors import BadInput, Infeasible, TightshipError, Unsupported, VerificationFailed
 from tightship.execute import allocator
+from tightship.execute.cache import KeptPartitions, Partition, Unplanned, folder_of, partition_plan, plan_of
 from tightship.execute.compiled import CompiledPass, LoweredStep, Measured, StepPlan, StepReplay, place
 from tightship.execute.interpreter import RunStats, report
 from tightship.frontends.torch import compat, compat_compile, compat_inductor
@@ -30,19 +32,24 @@ from tightship.frontends.torch.capture.fused import FusedJoint, fuse
 from tightship.frontends.torch.compat_inductor import Lowered, Pair
 from tightship.graph import aligned, alignment_of
 from tightship.integrations.accounting import Entry, Ledger
-from tightship.integrations.torch_partition import CompileOptions, FrameArena
+from tightship.integrations.torch_partition import RETAINED, CompileOptions, FrameArena, check_again
 from tightship.plan import Plan
 from tightship.planners.default import PlanOptions, read_options
 from tightship.planners.default import plan as default_plan
 from tightship.process_local import NotCopied
 from tightship.units import BudgetLike
+from tightship.verify import check
 
 __all__ = ["CompiledGraph", "Shares", "compile_within", "tag"]
 
 STOCK: Final = (0.7, 0.5, 0.3, 0.1, 0.0)
 """The ``activation_memory_budget`` values whose partitions are looked at beside ours."""
+_INDUCTOR: Final = "Inductor at activation_memory_budget"
+_STOCK: Final = f"{_INDUCTOR} 1.0"
 _LOWERINGS = 8
 """Partitions of ours that are lowered, at most."""
+_LESSONS = 2
+"""Replays that the model learns from, at most."""
 _CLOSE = 0.02
 """No looser plan is looked for where so much of the budget beyond the static set is left, or less."""
 
@@ -55,9 +62,11 @@ class _Candidate:
     source: str
     peak: int
     needed: int
-    replay: StepReplay
+    replay: StepReplay | None  # None: it was chosen in an earlier run
     recomputed: int
     seconds: float
+    share: float | None = None
+    plan: Plan | None = None
 
 
 @dataclass
@@ -82,7 +91,7 @@ class Shares:
         free = self.ledger.available(self.frame, self.static, need, training=training, results=results)
         return None if free is None else max(static + free, 0)
 
-    def enter(self, replay: StepReplay, unplanned: StepReplay) -> None:
+    def enter(self, replay: StepReplay, unplanned: StepReplay | Unplanned) -> None:
         """Takes note of what the graph takes. Raises ``Infeasible`` where other graphs are left too little."""
         training = len(replay.peaks) > 1
         self.entry = Entry(
@@ -153,15 +162,22 @@ class CompiledGraph(NotCopied):
 
     def backward(self, args: list[Any]) -> Any:
         """The backward pass, from what was saved and the tangents."""
+        assert self._step is not None
+        again = compat_compile.graph_is_kept()
+        if again:  # what was saved stays where it lies: nothing is placed over it
+            check_again(self.name, self.plan.budget, self.plan.passes[1].peak + self._step.saved)
         self.shares.begin(backward=True)
         mine = [args[k] for k, kept in enumerate(self._kept) if kept][:1]
         placed = self._options.arena and (
             self._frame_arena.holds(self, mine) if mine else self._frame_arena.idle()
         )
+        placed = placed and not again
         del mine
-        assert self._step is not None
         shared = {k: compat.storage_reference(args[k]) for k in self._step.shared}
         results = self._run("backward", args, placed)
+        if again:
+            self._note(RETAINED)
+            return results
         last = self._passes["backward"].last
         dropped = frozenset(k for k, reference in shared.items() if reference.expired())
         if last is not None and dropped:
@@ -198,6 +214,7 @@ class _Step:
     measured: Measured
     align: int
     shared: tuple[int, ...]
+    saved: int
 
     def __post_init__(self) -> None:
         self._peaks: dict[frozenset[int], int] = {}
@@ -216,11 +233,20 @@ def compile_within(
     gm: GraphModule, inputs: Sequence[Any], options: CompileOptions, arena: FrameArena, shares: Shares
 ) -> tuple[Callable[..., Any], CompiledGraph]:
     """The compiled function of a Dynamo graph, and its plan. Raises ``Infeasible``, ``Unsupported``."""
-    compilation = _Compilation(gm, options, arena, shares)
-    call = compat_inductor.compile_graph(
-        gm, inputs, partition=compilation.partition, finished=compilation.finished
-    )
-    return call, compilation.graph
+    for kept in (True, False):
+        compilation = _Compilation(gm, options, arena, shares, kept)
+        try:
+            call = compat_inductor.compile_graph(
+                gm, inputs, partition=compilation.partition, finished=compilation.finished
+            )
+        except _Outdated:  # a partition that was kept has become another: it is chosen anew
+            continue
+        return call, compilation.graph
+    raise AssertionError
+
+
+class _Outdated(TightshipError):
+    """What was kept of an earlier run does not hold."""
 
 
 @dataclass(eq=False)
@@ -229,12 +255,14 @@ class _Compilation:
     options: CompileOptions
     arena: FrameArena
     shares: Shares
+    kept: bool = True  # whether choices of earlier runs count
 
     def __post_init__(self) -> None:
         _, self.name = compat_compile.frame()
         self.device = _device(self.gm)
         self.align = alignment_of(self.device)
         self.measured = Measured(allocator.kind_of(self.device))
+        self.pair: Pair | None = None
         self.best: _Candidate | None = None
         self.search: _Search | None = None
         self.lowered: dict[str, Lowered] = {}
@@ -274,9 +302,13 @@ class _Compilation:
         self, joint: GraphModule, inputs: Any, outputs: int, static: Sequence[int],
         lower: Callable[[Pair], tuple[Lowered, Lowered]],
     ) -> Pair:  # fmt: skip
+        if self.shares.ledger.budget is None:  # it is taken as it is, and replayed as it is compiled
+            self.pair = compat_inductor.stock_pair(joint, inputs, outputs, static, 1.0)
+            return self.pair
         self.search = _Search(self, joint, inputs, outputs, static, lower)
         self.best = self.search.run()
-        return self.best.pair
+        self.pair = self.best.pair
+        return self.pair
 
     def finished(
         self, kind: str, lowered: Lowered | None, call: Callable[[list[Any]], Any]
@@ -308,24 +340,31 @@ class _Compilation:
 
     def _ready_training(self) -> None:
         """Both passes are compiled: what is placed are their own lines, which were replayed before they were."""
-        assert self.best is not None and self.search is not None
+        assert self.pair is not None
         best, search = self.best, self.search
-        step = self.step(best.pair, self.lowered["forward"], self.lowered["backward"])
+        step = self.step(self.pair, self.lowered["forward"], self.lowered["backward"])
         replay = step.replay(self.measured, self.align)
-        if max(replay.peaks) != best.peak:
-            text = f"compiled, the passes need {max(replay.peaks)} B and not the {best.peak} B that were replayed"
-            raise VerificationFailed([text], f"graph {self.name}")
-        plan = StepPlan(
-            search.budget, replay.static, 0, 0, (), search.unplanned.peak, best.pair.saved, best.recomputed,
-            best.seconds, best.source, search.count,
-        )  # fmt: skip
+        if best is None or search is None:
+            plan = StepPlan(None, replay.static, 0, 0, (), max(replay.peaks), self.pair.saved, source=_STOCK)
+        else:
+            if max(replay.peaks) != best.peak and best.replay is None:
+                search.kept.forget()
+                raise _Outdated("a kept partition")
+            if max(replay.peaks) != best.peak:
+                text = f"compiled, the passes need {max(replay.peaks)} B and not the {best.peak} B that were replayed"
+                raise VerificationFailed([text], f"graph {self.name}")
+            plan = StepPlan(
+                search.budget, replay.static, 0, 0, (), max(search.unplanned.peaks), best.pair.saved, best.recomputed,
+                best.seconds, best.source, search.count,
+            )  # fmt: skip
+            self.graph.notes += search.notes
         self.graph.kind = "training"
-        self.graph._step = _Step(step, self.measured, self.align, replay.shared())
-        self.graph.notes += search.notes
-        self._ready(replay, search.unplanned.replay, plan, ("forward", "backward"))
+        self.graph._step = _Step(step, self.measured, self.align, replay.shared(), replay.rest)
+        unplanned = replay if search is None else search.unplanned
+        self._ready(replay, unplanned, plan, ("forward", "backward"))
 
     def _ready(
-        self, replay: StepReplay, unplanned: StepReplay, plan: StepPlan, kinds: tuple[str, ...]
+        self, replay: StepReplay, unplanned: StepReplay | Unplanned, plan: StepPlan, kinds: tuple[str, ...]
     ) -> None:
         passes, arena = place(replay)
         plan = replace(plan, peak=max(replay.peaks), arena=arena, passes=passes)
@@ -364,25 +403,69 @@ class _Search:
             self.model = fuse(joint, outputs)
         except Unsupported as error:
             self.notes.append(f"partitions are Inductor's own: {error}")
+        self.graph = None if self.model is None else self.model.graph
+        self.learned: list[_Candidate] = []
+        o = owner.options
+        folder = folder_of(o.cache)
+        made_from = (compat_inductor.digest(joint, static), outputs, owner.align, o.arena, o.planner)
+        self.kept = KeptPartitions(folder, made_from)
 
     def run(self) -> _Candidate:
-        self.unplanned = self.stock(1.0)
-        replay = self.unplanned.replay
-        static, need = replay.static, self.unplanned.peak - replay.static
-        budget = self.budget = self.owner.shares.limit(static, need, replay.handed[0], training=True)
-        if budget is None or self.unplanned.needed <= budget:
-            return self.unplanned
+        known = self.kept.read() if self.owner.kept else None
+        first = self.stock(1.0) if known is None else None
+        self.unplanned = known[0] if known is not None else _unplanned(first)
+        static, peak = self.unplanned.static, max(self.unplanned.peaks)
+        budget = self.owner.shares.limit(static, peak - static, self.unplanned.handed[0], training=True)
+        self.budget = budget
+        if known is not None and (chosen := known[1].get(str(budget))) is not None:
+            return self.again(chosen)
+        if first is None:
+            first = self.stock(1.0)
+        best = first if budget is None or first.needed <= budget else self.search(budget, static, first)
+        row = Partition(
+            best.source, best.share, partition_plan(best.plan), best.peak, best.needed, best.recomputed, best.seconds,
+            self.count,
+        )  # fmt: skip
+        self.kept.keep(self.unplanned, budget, row)
+        return best
+
+    def again(self, chosen: Partition) -> _Candidate:
+        """A candidate that was chosen in an earlier run. Raises ``_Outdated`` where it is not this graph's."""
+        try:
+            plan = plan_of(chosen)
+            if plan is not None and self.model is not None:
+                check(self.model.graph, plan)
+                pair = self.planned(plan)
+            elif chosen.share is not None:
+                pair = compat_inductor.stock_pair(
+                    self.joint, self.inputs, self.outputs, self.fixed, chosen.share
+                )
+            else:
+                raise BadInput("a partition is Inductor's own or of a plan")
+        except TightshipError as error:
+            self.kept.forget()
+            raise _Outdated(str(error)) from error
+        self.count = chosen.lowered
+        return _Candidate(
+            pair, chosen.source, chosen.peak, chosen.needed, None, chosen.recomputed, chosen.seconds, chosen.share,
+            plan,
+        )  # fmt: skip
+
+    def search(self, budget: int, static: int, first: _Candidate) -> _Candidate:
+        """The fastest within the budget. Raises ``Infeasible``."""
         found = self._ours(budget, static)
+        if not any(c.needed <= budget for c in found):
+            found += self._ours(budget, static, learn=True)
         best = min((c for c in found if c.needed <= budget), key=lambda c: c.seconds, default=None)
         for share in STOCK:
-            least = budget if best is not None else min(c.needed for c in [self.unplanned, *found])
+            least = budget if best is not None else min(c.needed for c in [first, *found])
             c = self._stock_if_faster(share, best, least)
             if c is not None:
                 found.append(c)
                 if c.needed <= budget and (best is None or c.seconds < best.seconds):
                     best = c
         if best is None:
-            reached = min(c.needed for c in [self.unplanned, *found])
+            reached = min(c.needed for c in [first, *found])
             raise Infeasible(budget=budget, lower_bound=static, best_peak=reached)
         return best
 
@@ -390,7 +473,7 @@ class _Search:
 
     def stock(self, share: float) -> _Candidate:
         pair = compat_inductor.stock_pair(self.joint, self.inputs, self.outputs, self.fixed, share)
-        return self.candidate(pair, f"Inductor at activation_memory_budget {share}")
+        return self.candidate(pair, f"{_INDUCTOR} {share}", share=share)
 
     def _stock_if_faster(self, share: float, best: _Candidate | None, least: int) -> _Candidate | None:
         """Inductor's own partition, unless it is slower than the best one, or what it saves is more than ``least``
@@ -398,9 +481,9 @@ class _Search:
         pair = compat_inductor.stock_pair(self.joint, self.inputs, self.outputs, self.fixed, share)
         if best is not None and self.cost(pair)[1] >= best.seconds:
             return None
-        if self.unplanned.replay.static + self.saved_bytes(pair) > least:
+        if self.unplanned.static + self.saved_bytes(pair) > least:
             return None
-        return self.candidate(pair, f"Inductor at activation_memory_budget {share}")
+        return self.candidate(pair, f"{_INDUCTOR} {share}", share=share)
 
     def saved_bytes(self, pair: Pair) -> int:
         """Bytes of what a partition saves beside inputs: its peak is not below."""
@@ -415,7 +498,9 @@ class _Search:
     def cost(self, pair: Pair) -> tuple[int, float]:
         return (0, 0.0) if self.model is None else self.model.recompute_time(pair)
 
-    def candidate(self, pair: Pair, source: str) -> _Candidate:
+    def candidate(
+        self, pair: Pair, source: str, *, share: float | None = None, plan: Plan | None = None
+    ) -> _Candidate:
         key = tuple(pair.saved), tuple(map(compat_inductor.origin, pair.backward.graph.nodes))
         if key not in self.seen:
             forward, backward = self.lower(pair)
@@ -423,28 +508,35 @@ class _Search:
             replay = self.owner.step(pair, forward, backward).replay(self.owner.measured, self.owner.align)
             peak = max(replay.peaks)
             needed = max(peak, replay.static + place(replay)[1]) if self.owner.options.arena else peak
-            self.seen[key] = _Candidate(pair, source, peak, needed, replay, *self.cost(pair))
+            self.seen[key] = _Candidate(pair, source, peak, needed, replay, *self.cost(pair), share, plan)
         return self.seen[key]
 
-    def _ours(self, budget: int, static: int) -> list[_Candidate]:
+    def _ours(self, budget: int, static: int, *, learn: bool = False) -> list[_Candidate]:
         """Saved sets of our planner for inner targets, which follow what the replays say: looser where there is
-        room, tighter where there is none, between the tightest known to be too loose and the loosest that fits."""
+        room, tighter where there is none, between the tightest known to be too loose and the loosest that fits. With
+        ``learn``, what a replay had in use beyond the model is put into the model first."""
         found: list[_Candidate] = []
         low, high, target = static, None, budget
+        reached: int | None = None  # the least that the planner came to
         for _ in range(_LOWERINGS):
             c, least = self._at(target)
             if c is None and least is None:
                 break
             if c is None:
                 assert least is not None
-                if high is not None and least >= high:
+                if (high is not None and least >= high) or (reached is not None and least >= reached):
                     break
+                reached = least
                 low, target = least, least
                 c, _ = self._at(least)
                 if c is None:
                     break
             found.append(c)
             off = budget - c.needed
+            if learn and off < 0 and self._learned(c):
+                high = None
+                target = budget
+                continue
             if off >= 0:
                 low = max(low, target)
                 if off <= _CLOSE * (budget - static):
@@ -459,24 +551,51 @@ class _Search:
             target = next_
         return found
 
+    def _learned(self, c: _Candidate) -> bool:
+        """Gives the model what a candidate's replay had in use beyond it; whether that was anything."""
+        if self.model is None or self.graph is None or c.plan is None or c.replay is None:
+            return False
+        if c in self.learned or len(self.learned) == _LESSONS:
+            return False
+        self.learned.append(c)
+        before = self.graph
+        self.graph = self.model.with_excess(before, c.plan, c.replay.levels())
+        return self.graph.ops != before.ops
+
     def _at(self, target: int) -> tuple[_Candidate | None, int | None]:
         """Our partition for an inner target; or the least that the planner reaches on its model."""
-        if self.model is None:
+        if self.model is None or self.graph is None:
             return None, None
         options = replace(self.owner.options.planner, place=False, reuse=False)
         try:
-            plan = default_plan(self.model.graph, target, options)
+            plan = default_plan(self.graph, target, options)
         except Infeasible as error:
             return None, error.best_peak
+        if self.graph is not self.model.graph:  # what was learned is not of the model that plans are kept for
+            line = simulate.replay(self.model.graph, plan.steps)
+            plan = replace(
+                plan, digest=self.model.graph.digest, peak=line.peak, time=line.time, lower_bound=0, time_bound=0.0
+            )  # fmt: skip
+        return self.candidate(self.planned(plan), "tightship", plan=plan), None
+
+    def planned(self, plan: Plan) -> Pair:
+        """The partition that a plan says."""
+        assert self.model is not None
         pair = compat_inductor.extract(self.joint, self.outputs, self.model.saved(plan))
         try:
-            pair = self.model.ordered(plan, pair)
+            return self.model.ordered(plan, pair)
         except (
             Unsupported
         ) as error:  # the saved set alone is right as well: what is left out is the plan's order
             note = f"a plan's order was not taken over: {error}"
             self.notes += [] if note in self.notes else [note]
-        return self.candidate(pair, "tightship"), None
+            return pair
+
+
+def _unplanned(first: _Candidate | None) -> Unplanned:
+    assert first is not None and first.replay is not None
+    r = first.replay
+    return Unplanned(r.static, tuple(r.peaks), r.rest, tuple(r.handed), first.needed)
 
 
 def _device(gm: GraphModule) -> str:

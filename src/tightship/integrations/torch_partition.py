@@ -33,11 +33,13 @@ from tightship.simulate import replay
 from tightship.units import Budget, format_bytes, parse_budget
 
 __all__ = [
+    "RETAINED",
     "BackendOptions",
     "CompileOptions",
     "Cut",
     "FrameArena",
     "PlannedGraph",
+    "check_again",
     "cut",
     "read_options",
 ]
@@ -230,6 +232,27 @@ def _lingering(graph: Graph, steps: Sequence[Step], at: int) -> set[int]:
     return (there & freed) - graph.kept - graph.static
 
 
+RETAINED: Final = "retain_graph: what was saved stays in memory, which is not planned"
+
+
+def check_again(name: str, budget: int | None, peak: int) -> None:
+    """Raise ``Unsupported``, before anything is computed, for a backward pass of graph ``name`` that is to be
+    differentiated, and for one that keeps what was saved where the budget has no room for that beside what the pass
+    needs: ``peak`` bytes with it."""
+    if compat_compile.graph_is_built():
+        raise Unsupported(
+            f"create_graph=True in graph {name}", "a compiled backward pass cannot be differentiated again",
+            "train with tightship.fit, which plans double backward, or leave this part out of the compiled model",
+        )  # fmt: skip
+    if budget is not None and peak > budget:
+        raise Unsupported(
+            f"retain_graph=True in graph {name} within a budget of {format_bytes(budget)}",
+            f"what the first backward pass keeps was to be freed, and may take up to {format_bytes(peak)} with what "
+            "the pass makes",
+            "add the losses up and call backward() once, or give a larger budget",
+        )  # fmt: skip
+
+
 class FrameArena(NotCopied):
     """The arena of one Python frame's graphs, and whose saved tensors lie in it.
 
@@ -369,7 +392,7 @@ class PlannedGraph(NotCopied):
         assert self.backward_pass is not None
         again = compat_compile.graph_is_kept()
         if again:
-            self._check_again()
+            check_again(self.name, self.plan.budget, self._peak_kept)
         count = len(self.saved)
         given = [x for x in args[count:] if x is not None]
         tangents = [_as_traced(self.program, v, t) for v, t in zip(self._joint.tangents, given, strict=True)]
@@ -380,27 +403,10 @@ class PlannedGraph(NotCopied):
         arena = self._frame_arena.fit(self._extent, self._device) if placed else self._heap
         results = self.backward_pass.execute(tensors, arena, placed=placed, consume=True)
         if again:
-            self._note("retain_graph: what was saved stays in memory, which is not planned")
+            self._note(RETAINED)
         else:
             self._report(self._first, self.backward_pass.last)
         return _fill(self._joint.backward, results)
-
-    def _check_again(self) -> None:
-        """Raise ``Unsupported``, before anything is computed, for a backward pass that is to be differentiated, and
-        for one that keeps what was saved where the budget has no room for that beside what the pass needs."""
-        if compat_compile.graph_is_built():
-            raise Unsupported(
-                f"create_graph=True in graph {self.name}", "a compiled backward pass cannot be differentiated again",
-                "train with tightship.fit, which plans double backward, or leave this part out of the compiled model",
-            )  # fmt: skip
-        budget = self.plan.budget
-        if budget is not None and self._peak_kept > budget:
-            raise Unsupported(
-                f"retain_graph=True in graph {self.name} within a budget of {format_bytes(budget)}",
-                f"what the first backward pass keeps was to be freed, and may take up to "
-                f"{format_bytes(self._peak_kept)} with what the pass makes",
-                "add the losses up and call backward() once, or give a larger budget",
-            )  # fmt: skip
 
     def _returned(self, args: Sequence[Any]) -> bool:
         """Whether the arena is free but for what this call's forward pass left there."""

@@ -9,6 +9,7 @@ stops there, before any kernel is written or built; `compile_graph` goes on. Bot
 
 from __future__ import annotations
 
+import hashlib
 import importlib
 import operator
 from collections.abc import Callable, Iterator, Sequence
@@ -22,15 +23,17 @@ from torch.fx import GraphModule, Node
 
 from tightship.errors import TightshipError, Unsupported
 from tightship.frontends.torch.compat import VERSION, require_torch
-from tightship.frontends.torch.compat_inductor_lines import Event, Kernel, Lowered, read_lines
+from tightship.frontends.torch.compat_inductor_lines import ORIGIN, Event, Kernel, Lowered, read_lines
 
 __all__ = [
     "HOOKS",
+    "ORIGIN",
     "Event",
     "Kernel",
     "Lowered",
     "Pair",
     "compile_graph",
+    "digest",
     "draws",
     "extract",
     "lower",
@@ -54,6 +57,9 @@ HOOKS: Final = (
     ("torch._inductor.config", "memory_planning"),
     ("torch._inductor.custom_graph_pass", "CustomPartitionerFn"),
     ("torch._inductor.choices", "InductorChoices.can_fuse_horizontal"),
+    ("torch._inductor.codegen.cpp", "CppKernelProxy.codegen_functions"),
+    ("torch._inductor.codegen.cpp", "CppScheduling.kernel_proxy_cls"),
+    ("torch._inductor.codegen.cpp", "OuterLoopFusedSchedulerNode"),
     ("torch._inductor.codegen.common", "device_codegens"),
     ("torch._inductor.codegen.common", "init_backend_registration"),
     ("torch._inductor.codegen.common", "DeviceCodegen"),
@@ -249,6 +255,27 @@ def _copied(gm: GraphModule) -> GraphModule:
     return made
 
 
+def digest(joint: GraphModule, static: Sequence[int]) -> str:
+    """Names everything that Inductor's lines for a joint graph depend on: the graph, with the sizes in it, which
+    inputs stay where they are, and Inductor's settings."""
+    from torch._functorch import config as aot_config
+    from torch._inductor import config
+
+    def sizes(x: Any) -> Any:
+        if isinstance(x, torch.Tensor):
+            return tuple(x.shape), tuple(x.stride()), x.storage_offset(), str(x.dtype), str(x.device)
+        return tuple(map(sizes, x)) if isinstance(x, (list, tuple)) else str(x)
+
+    h = hashlib.sha256(repr((VERSION, torch.__version__, tuple(static))).encode())
+    for n in joint.graph.nodes:
+        row = (n.op, n.name, str(n.target), str(n.args), str(n.kwargs), sizes(n.meta.get("val")), draws(n))
+        h.update(repr(row).encode())
+    for settings in (config.save_config_portable(), aot_config.save_config_portable()):
+        settings = {k: v for k, v in settings.items() if "partitioner_fn" not in k}
+        h.update(repr(sorted((k, str(v)) for k, v in settings.items())).encode())
+    return h.hexdigest()
+
+
 def stock_pair(joint: GraphModule, inputs: Any, outputs: int, static: Sequence[int], budget: float) -> Pair:
     """What Inductor itself would choose at that ``activation_memory_budget``; where that draws random numbers twice,
     which would give wrong gradients, the same with those numbers saved."""
@@ -316,7 +343,7 @@ def with_backward(pair: Pair, backward: torch.fx.Graph) -> Pair:
 
 def origin(node: Node) -> str:
     """The name in the joint graph of what a node is a copy of."""
-    return str(node.meta.get("tightship_origin", node.name))
+    return str(node.meta.get(ORIGIN, node.name))
 
 
 def _checked(pair: Pair) -> Pair:
@@ -382,8 +409,42 @@ def lower(
 
 
 @contextmanager
+def _scalar_kernels() -> Iterator[None]:
+    """Inside, C++ is written for one kind of each kernel, the first: what buffers it needs is decided there. Its
+    vectorized kinds take as long again and change nothing of that. Loops fused on the outside are compared first."""
+    from torch._inductor.codegen.cpp import CppKernelProxy, CppScheduling, OuterLoopFusedSchedulerNode
+
+    whole, given = CppScheduling.codegen_node, CppScheduling.kernel_proxy_cls
+
+    class Scalar(CppKernelProxy):
+        def codegen_functions(self, fn_list: Any, var_sizes_list: Any) -> None:
+            self.picked_vec_isa = None
+            super().codegen_functions(fn_list, var_sizes_list)
+
+    def codegen_node(self: Any, node: Any) -> None:
+        self.kernel_proxy_cls = given if isinstance(node, OuterLoopFusedSchedulerNode) else Scalar
+        try:
+            whole(self, node)
+        finally:
+            del self.kernel_proxy_cls
+
+    CppScheduling.codegen_node = codegen_node
+    try:
+        yield
+    finally:
+        CppScheduling.codegen_node = whole
+
+
+@contextmanager
 def _stopping(made: list[Lowered]) -> Iterator[None]:
-    with torch.no_grad(), torch._C._DisableAutocast(), _recording(stop=True) as recorder, suppress(_Stopped):
+    recording = _recording(stop=True)
+    with (
+        torch.no_grad(),
+        torch._C._DisableAutocast(),
+        _scalar_kernels(),
+        recording as recorder,
+        suppress(_Stopped),
+    ):
         yield
     if not recorder.found:
         raise Unsupported("a pass that computes nothing", "there is nothing to lower", "use Inductor for it")
