@@ -312,9 +312,10 @@ def stock(model: nn.Module, share: float) -> Callable[..., Any]:
     return call
 
 
-def ways(name: str, budgets: Sequence[str]) -> list[Way]:
-    """All of them, prepared."""
+def ways(name: str, budgets: Sequence[str]) -> tuple[list[Way], list[Way]]:
+    """All of them, prepared; and those that cannot be."""
     found: list[Way] = []
+    failed: list[Way] = []
 
     def add(
         label: str, make: Callable[[nn.Module], Callable[..., Any]], *, blocks: bool = False
@@ -329,6 +330,10 @@ def ways(name: str, budgets: Sequence[str]) -> list[Way]:
             way.prepare()
         except tightship.Infeasible as error:
             way.note, way.budget, way.peak = "infeasible", error.budget, error.best_peak
+            failed.append(way)
+        except tightship.TightshipError as error:
+            way.note = f"{type(error).__name__}: {str(error).splitlines()[0]}"
+            failed.append(way)
         else:
             found.append(way)
         say(f"{name} {label}: {way.peak} {way.note} first {way.first:.1f} s")
@@ -358,24 +363,31 @@ def ways(name: str, budgets: Sequence[str]) -> list[Way]:
         share = float(budget.rstrip("%")) / 100
         ours(f"tightship compiled {budget}", mode="compiled", budget=int(reference.peak * share))
     ours("tightship exact", budget=None)
-    return found
+    return found, failed
 
 
 def rows_of(name: str, budgets: Sequence[str], rounds: int) -> list[dict[str, Any]]:
     """The rows of one model."""
-    found = ways(name, budgets)
+    found, failed = ways(name, budgets)
     for _ in range(rounds):
         for way in found:
             way.times.append(way.step())
     base = found[0]
-    return [
+    rows = [
         {
             "model": name, "way": w.name, "budget": w.budget, "planned_peak": w.planned, "measured_peak": w.peak,
             "time_ratio": round(statistics.median(w.times) / statistics.median(base.times), 3),
-            "compile_ratio": round(w.first / base.first, 3),
+            "compile_ratio": round(w.first / base.first, 3), "note": w.note,
         }
         for w in found
     ]  # fmt: skip
+    nothing = dict.fromkeys(("planned_peak", "measured_peak", "time_ratio", "compile_ratio"))
+    rows += [
+        {"model": name, "way": w.name, "budget": w.budget, **nothing, "note": f"{w.note}, least {w.peak}"}
+        for w in failed
+    ]
+    say(json.dumps(rows))  # a long run that is ended keeps what it has
+    return rows
 
 
 def say(text: str) -> None:

@@ -8,10 +8,10 @@ import torch
 from torch import nn
 
 import tightship
-from support.compiled import batch, deep
+from support.compiled import batch, deep, loss_of, zoo
 from tightship import errors
-from tightship.execute.compiled import Measured, StepReplay, place
-from tightship.frontends.torch import compat_inductor
+from tightship.execute.compiled import LoweredStep, Measured, StepReplay, place
+from tightship.frontends.torch import compat_inductor, compat_inductor_lines
 from tightship.frontends.torch.compat_inductor import Event, Kernel, Lowered
 from tightship.integrations.torch_compile import compiled_notes, compiled_plans, measured_step
 
@@ -182,6 +182,227 @@ def test_the_mode_is_one_of_two():
         torch.compile(model, backend="tightship", options={"mode": "fast"})(batch())
 
 
+# --- what people do around it ---
+
+
+class Broken(nn.Module):
+    """Two graphs."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = wide(1, dropout=0.0), nn.Linear(4, 4)
+
+    def forward(self, x):
+        h = self.first(x)
+        torch._dynamo.graph_break()
+        return self.second(h).tanh()
+
+
+def after_evaluation(call, model, x):
+    step(call, model, x)
+    model.eval()
+    with torch.no_grad():
+        call(x)
+    model.train()
+    return step(call, model, x)
+
+
+def accumulated(call, model, x):
+    model.zero_grad()
+    for _ in range(2):
+        loss = call(x).square().mean()
+        loss.backward()
+    return [loss.detach().clone(), *(p.grad.clone() for p in model.parameters())]
+
+
+def in_bfloat16(call, model, x):
+    def run(x):
+        with torch.autocast("cpu", torch.bfloat16):
+            return call(x)
+
+    return step(run, model, x)
+
+
+def low_rank():
+    """A frozen layer beside which a product of two small ones is trained."""
+
+    class Adapted(nn.Module):
+        def __init__(self):
+            super().__init__()
+            torch.manual_seed(0)
+            self.base = nn.Linear(16, 16).requires_grad_(False)
+            self.down, self.up = nn.Linear(16, 2, bias=False), nn.Linear(2, 16, bias=False)
+
+        def forward(self, x):
+            return self.base(x) + self.up(self.down(x))
+
+    return Adapted()
+
+
+def trained(call, model, x):
+    model.zero_grad()
+    loss = call(x).square().mean()
+    loss.backward()
+    return [loss.detach().clone(), *(p.grad.clone() for p in model.parameters() if p.grad is not None)]
+
+
+SURROUNDINGS = {
+    "two graphs": (lambda: (torch.manual_seed(0), Broken())[1], rows, step),
+    "evaluation in between": (lambda: wide(1, dropout=0.0), rows, after_evaluation),
+    "trained in eval mode": (lambda: wide(1).eval(), rows, step),
+    "gradients added up": (lambda: deep(1, dropout=0.0), batch, accumulated),
+    "autocast": (lambda: wide(1), rows, in_bfloat16),
+    "frozen parameters": (low_rank, batch, trained),
+}
+
+
+@pytest.mark.parametrize("name", SURROUNDINGS)
+def test_numbers_are_inductors_and_peaks_as_planned_whatever_is_around(name):
+    make, given, run = SURROUNDINGS[name]
+    model, x = make(), given()
+    call = compiled(model)
+    found = run(call, model, x)
+    plans = compiled_plans(call)
+    assert plans
+    assert all(
+        g.last.as_planned and g.last.measured_peak == g.last.planned_peak <= g.plan.peak for g in plans
+    )
+    torch._dynamo.reset()
+    other = make()
+    wanted = run(torch.compile(other, backend="inductor"), other, x)
+    assert len(found) == len(wanted)
+    assert all(map(torch.equal, found, wanted))
+
+
+def test_a_graph_is_kept_for_a_second_backward_pass_where_inductor_donates_nothing():
+    """What was saved stays where it lies: nothing may be placed over it."""
+    model, x = deep(1, dropout=0.0), batch()
+    with torch._functorch.config.patch(donated_buffer=False):
+        call = compiled(model)
+        once = step(call, model, x)[1:]
+        model.zero_grad()
+        loss = call(x).square().mean()
+        loss.backward(retain_graph=True)
+        loss.backward()
+    assert all(torch.equal(p.grad, 2 * g) for p, g in zip(model.parameters(), once, strict=True))
+    assert any("retain_graph" in n for n in compiled_notes(call))
+    with (
+        torch._functorch.config.patch(donated_buffer=False),
+        pytest.raises(errors.Unsupported, match="create_graph"),
+    ):
+        torch.autograd.grad(call(x).square().mean(), list(model.parameters()), create_graph=True)
+
+
+def test_results_that_the_caller_drops_before_the_backward_pass_are_not_a_mismatch():
+    """What is handed out and saved as well ends in the backward pass where nobody else has it."""
+
+    class Two(nn.Module):
+        def __init__(self):
+            super().__init__()
+            torch.manual_seed(0)
+            self.up, self.down = nn.Linear(16, 64), nn.Linear(64, 4)
+
+        def forward(self, x):
+            h = self.up(x).exp()
+            return self.down(h).square().mean(), h
+
+    model, x = Two(), batch()
+    call = compiled(model)
+    call(x)[0].backward()
+    (graph,) = compiled_plans(call)
+    assert graph.last.as_planned
+    kept = call(x)
+    kept[0].backward()
+    assert graph.last.as_planned
+    assert graph.last.measured_peak == graph.plan.peak
+
+
+# --- other people's models ---
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["gpt2_sdpa", "llama", "bert", "t5", "vit", "convnext", "resnet", "unet"])
+def test_other_peoples_models_run_as_planned_with_inductors_numbers(name):
+    """Kernels that add up atomically, as the gradients of embeddings do, give other last bits in each run."""
+    pytest.importorskip("transformers")
+    model, loss_fn, batches = zoo(name, 4)
+    call = compiled(model, eager_fallback=True)
+    for k in range(2):
+        model.zero_grad()
+        torch.manual_seed(k)
+        loss = loss_of(call, loss_fn, batches(k))
+        loss.backward()
+    found = [loss.detach(), *(p.grad.clone() for p in model.parameters() if p.grad is not None)]
+    assert compiled_plans(call)
+    assert all(g.last is None or g.last.as_planned for g in compiled_plans(call))
+    assert any(g.last is not None for g in compiled_plans(call))
+    torch._dynamo.reset()
+    other, loss_fn, _ = zoo(name, 4)
+    plain = torch.compile(other, backend="inductor")
+    for k in range(2):
+        other.zero_grad()
+        torch.manual_seed(k)
+        loss = loss_of(plain, loss_fn, batches(k))
+        loss.backward()
+    wanted = [loss.detach(), *(p.grad for p in other.parameters() if p.grad is not None)]
+    for a, b in zip(found, wanted, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.slow
+def test_attention_with_dropout_within_a_budget():
+    pytest.importorskip("transformers")
+    model, loss_fn, batches = zoo("bert", 8)
+    call = compiled(model, budget="85%")
+    model.zero_grad()
+    torch.manual_seed(0)
+    loss_of(call, loss_fn, batches(0)).backward()
+    (graph,) = compiled_plans(call)
+    assert graph.last.as_planned
+    assert graph.last.measured_peak <= graph.plan.peak <= graph.plan.budget < graph.plan.peak_before
+
+
+# --- choices that are kept ---
+
+
+@pytest.mark.slow
+def test_a_second_start_chooses_nothing_and_a_file_that_does_not_hold_is_made_again(tmp_path, monkeypatch):
+    lowerings = []
+    lower = compat_inductor.lower
+
+    def counted(*args, **more):
+        lowerings.append(1)
+        return lower(*args, **more)
+
+    monkeypatch.setattr(compat_inductor, "lower", counted)
+
+    def start():
+        torch._dynamo.reset()
+        lowerings.clear()
+        model = wide(2, dropout=0.0)
+        call = compiled(model, budget="93%", cache=str(tmp_path))
+        numbers = step(call, model, rows(256))
+        (graph,) = compiled_plans(call)
+        assert graph.last.measured_peak == graph.plan.peak <= graph.plan.budget
+        return graph.plan, numbers
+
+    first, numbers = start()
+    assert lowerings
+    second, again = start()
+    assert not lowerings
+    assert (second.peak, second.saved, second.peak_before) == (first.peak, first.saved, first.peak_before)
+    assert all(map(torch.equal, numbers, again))
+    (file,) = tmp_path.glob("plan-compiled-*")
+    file.write_text(
+        file.read_text().replace(f'"peak":{first.peak},"needed"', f'"peak":{first.peak + 64},"needed"')
+    )
+    third, _ = start()
+    assert lowerings
+    assert third.peak == first.peak
+    start()
+    assert not lowerings
+
+
 # --- hooks ---
 
 
@@ -253,6 +474,34 @@ def test_a_replay_counts_what_variables_hold():
     assert min(passes[0].offsets) == 0
 
 
+def test_a_result_that_is_dropped_ends_at_its_last_use():
+    forward = lowered(Event("make", "h", nbytes=64), Event("make", "y", nbytes=64), outputs=("y", "h", "h"))
+    backward = lowered(Event("drop", "h"), Event("make", "g", nbytes=128), inputs=("h",), outputs=("g",))
+    step_ = LoweredStep(forward, backward, outputs=2, written=0, static=0, tangents=0)
+    held = step_.replay(Measured("cpu"), 64)
+    assert held.shared() == (0,)
+    assert held.peaks == [128, 256]
+    assert step_.replay(Measured("cpu"), 64, {0}).peaks == [128, 192]
+
+
+def test_levels_are_what_is_in_use_while_each_is_made():
+    r = replay(static=1000)
+    made = r.run(
+        lowered(
+            Event("make", "a", nbytes=64, origin="one"),
+            Event("make", "b", nbytes=64, origin="two"),
+            Event("make", "c", nbytes=64, origin="two"),
+            Event("drop", "b"),
+            Event("make", "d", nbytes=64, origin="three"),
+            outputs=("a", "c"),
+        ),
+        [],
+    )
+    r.between(made)
+    r.run(lowered(Event("make", "e", nbytes=64, origin="four"), inputs=("a", "c")), made, 64)
+    assert r.levels() == [[("one", 1064), ("two", 1192), ("three", 1192)], [("four", 1256)]]
+
+
 def test_a_kernel_is_measured_once_with_its_own_workspace():
     calls = []
 
@@ -292,10 +541,21 @@ class Strange:
     """A line nobody knows."""
 
 
-@pytest.mark.parametrize("line", [Strange(), "buf0 = surprise()"])
+def test_lines_that_only_check_take_no_memory():
+    for line in (
+        "assert_alignment(buf1, 16, 'aten.mm')",
+        "# a remark",
+        "",
+        "stream0 = get_raw_stream(0)",
+        "buf2 = None",
+    ):
+        assert not list(compat_inductor_lines._events_of(line, None))
+
+
+@pytest.mark.parametrize("line", [Strange(), "buf0 = surprise()", "buf0 = None or surprise()"])
 def test_lines_that_nobody_knows_are_refused(line):
     with pytest.raises(errors.Unsupported, match=r"nobody knows what memory it takes"):
-        list(compat_inductor._events_of(line, None))
+        list(compat_inductor_lines._events_of(line, None))
 
 
 # --- tags and partitions ---
@@ -426,7 +686,7 @@ def test_an_error_of_ours_while_inductor_writes_code_is_not_wrapped(monkeypatch)
     def unknown(_line, _graph):
         raise errors.Unsupported("a line", "nobody knows what memory it takes")
 
-    monkeypatch.setattr(compat_inductor, "_events_of", unknown)
+    monkeypatch.setattr(compat_inductor_lines, "_events_of", unknown)
     model = deep(1)
     with pytest.raises(errors.Unsupported, match="nobody knows what memory it takes"):
         compiled(model)(batch(4)).square().mean().backward()

@@ -119,6 +119,7 @@ class _Block:
     end: int = -1
     holders: int = 0
     leaves: bool = False
+    origin: str = ""
 
 
 _Held = Any
@@ -155,6 +156,26 @@ class StepReplay:
         """Bytes that each pass hands out."""
         return [sum(b.size for b in blocks if b.leaves) for blocks in self.blocks]
 
+    def levels(self) -> list[list[tuple[str, int]]]:
+        """Of each pass: for what its requests were made, and the most bytes in use until the next one, in order."""
+        ends = sorted((b.end, b.size) for blocks in self.blocks for b in blocks if b.end >= 0)
+        found: list[list[tuple[str, int]]] = []
+        live, k = 0, 0
+        for which, blocks in enumerate(self.blocks):
+            rows: list[tuple[str, int]] = []
+            more = self.begins[which] - self.static - (0 if not which else self.rest)
+            for b in blocks:
+                while k < len(ends) and ends[k][0] < b.start:
+                    live -= ends[k][1]
+                    k += 1
+                live += b.size
+                level = self.static + live + more
+                if rows and rows[-1][0] == b.origin:
+                    level = max(level, rows.pop()[1])
+                rows.append((b.origin, level))
+            found.append(rows)
+        return found
+
     def between(self, saved: Sequence[_Held]) -> None:
         """One pass is over, and these of its outputs are for the next."""
         self._saved, self.rest = list(saved), self._live
@@ -185,10 +206,10 @@ class StepReplay:
             self.release(held)
         return outputs
 
-    def _take(self, nbytes: int) -> _Block | None:
+    def _take(self, nbytes: int, origin: str = "") -> _Block | None:
         if not nbytes:
             return None
-        block = _Block(aligned(nbytes, self.align), self._clock)
+        block = _Block(aligned(nbytes, self.align), self._clock, origin=origin)
         self._clock += 1
         self._live += block.size
         self.peaks[-1] = max(self.peaks[-1], self.static + self._live + self._more)
@@ -225,7 +246,7 @@ class StepReplay:
         self._env[name] = held
 
     def _make(self, event: Event) -> None:
-        self._bind(event.name, self._take(event.nbytes))
+        self._bind(event.name, self._take(event.nbytes, event.origin))
 
     def _alias(self, event: Event) -> None:
         self._bind(event.name, self._env[event.source])
@@ -246,7 +267,7 @@ class StepReplay:
         ended = {i for i, n in asked.events if n < 0}
         for i, nbytes in asked.events:
             if nbytes >= 0:
-                blocks[i] = self._take(nbytes)
+                blocks[i] = self._take(nbytes, event.origin)
             elif i in blocks and (block := blocks[i]) is not None:
                 self._end(block)
         result = _tree_of_blocks(asked.result, {i: b for i, b in blocks.items() if i not in ended})

@@ -21,6 +21,7 @@ import torch
 import torch.utils.checkpoint
 from torch.fx import GraphModule, Node
 
+from tightship import simulate
 from tightship.errors import BadInput, Infeasible, TightshipError, Unsupported, VerificationFailed
 from tightship.execute import allocator
 from tightship.execute.cache import KeptPartitions, Partition, Unplanned, folder_of, partition_plan, plan_of
@@ -47,6 +48,8 @@ _INDUCTOR: Final = "Inductor at activation_memory_budget"
 _STOCK: Final = f"{_INDUCTOR} 1.0"
 _LOWERINGS = 8
 """Partitions of ours that are lowered, at most."""
+_LESSONS = 2
+"""Replays that the model learns from, at most."""
 _CLOSE = 0.02
 """No looser plan is looked for where so much of the budget beyond the static set is left, or less."""
 
@@ -400,13 +403,15 @@ class _Search:
             self.model = fuse(joint, outputs)
         except Unsupported as error:
             self.notes.append(f"partitions are Inductor's own: {error}")
+        self.graph = None if self.model is None else self.model.graph
+        self.learned: list[_Candidate] = []
         o = owner.options
-        folder = folder_of(o.cache) if owner.kept else None
+        folder = folder_of(o.cache)
         made_from = (compat_inductor.digest(joint, static), outputs, owner.align, o.arena, o.planner)
         self.kept = KeptPartitions(folder, made_from)
 
     def run(self) -> _Candidate:
-        known = self.kept.read()
+        known = self.kept.read() if self.owner.kept else None
         first = self.stock(1.0) if known is None else None
         self.unplanned = known[0] if known is not None else _unplanned(first)
         static, peak = self.unplanned.static, max(self.unplanned.peaks)
@@ -449,6 +454,8 @@ class _Search:
     def search(self, budget: int, static: int, first: _Candidate) -> _Candidate:
         """The fastest within the budget. Raises ``Infeasible``."""
         found = self._ours(budget, static)
+        if not any(c.needed <= budget for c in found):
+            found += self._ours(budget, static, learn=True)
         best = min((c for c in found if c.needed <= budget), key=lambda c: c.seconds, default=None)
         for share in STOCK:
             least = budget if best is not None else min(c.needed for c in [first, *found])
@@ -504,25 +511,32 @@ class _Search:
             self.seen[key] = _Candidate(pair, source, peak, needed, replay, *self.cost(pair), share, plan)
         return self.seen[key]
 
-    def _ours(self, budget: int, static: int) -> list[_Candidate]:
+    def _ours(self, budget: int, static: int, *, learn: bool = False) -> list[_Candidate]:
         """Saved sets of our planner for inner targets, which follow what the replays say: looser where there is
-        room, tighter where there is none, between the tightest known to be too loose and the loosest that fits."""
+        room, tighter where there is none, between the tightest known to be too loose and the loosest that fits. With
+        ``learn``, what a replay had in use beyond the model is put into the model first."""
         found: list[_Candidate] = []
         low, high, target = static, None, budget
+        reached: int | None = None  # the least that the planner came to
         for _ in range(_LOWERINGS):
             c, least = self._at(target)
             if c is None and least is None:
                 break
             if c is None:
                 assert least is not None
-                if high is not None and least >= high:
+                if (high is not None and least >= high) or (reached is not None and least >= reached):
                     break
+                reached = least
                 low, target = least, least
                 c, _ = self._at(least)
                 if c is None:
                     break
             found.append(c)
             off = budget - c.needed
+            if learn and off < 0 and self._learned(c):
+                high = None
+                target = budget
+                continue
             if off >= 0:
                 low = max(low, target)
                 if off <= _CLOSE * (budget - static):
@@ -537,15 +551,31 @@ class _Search:
             target = next_
         return found
 
+    def _learned(self, c: _Candidate) -> bool:
+        """Gives the model what a candidate's replay had in use beyond it; whether that was anything."""
+        if self.model is None or self.graph is None or c.plan is None or c.replay is None:
+            return False
+        if c in self.learned or len(self.learned) == _LESSONS:
+            return False
+        self.learned.append(c)
+        before = self.graph
+        self.graph = self.model.with_excess(before, c.plan, c.replay.levels())
+        return self.graph.ops != before.ops
+
     def _at(self, target: int) -> tuple[_Candidate | None, int | None]:
         """Our partition for an inner target; or the least that the planner reaches on its model."""
-        if self.model is None:
+        if self.model is None or self.graph is None:
             return None, None
         options = replace(self.owner.options.planner, place=False, reuse=False)
         try:
-            plan = default_plan(self.model.graph, target, options)
+            plan = default_plan(self.graph, target, options)
         except Infeasible as error:
             return None, error.best_peak
+        if self.graph is not self.model.graph:  # what was learned is not of the model that plans are kept for
+            line = simulate.replay(self.model.graph, plan.steps)
+            plan = replace(
+                plan, digest=self.model.graph.digest, peak=line.peak, time=line.time, lower_bound=0, time_bound=0.0
+            )  # fmt: skip
         return self.candidate(self.planned(plan), "tightship", plan=plan), None
 
     def planned(self, plan: Plan) -> Pair:

@@ -23,10 +23,11 @@ from torch.fx import GraphModule, Node
 
 from tightship.errors import TightshipError, Unsupported
 from tightship.frontends.torch.compat import VERSION, require_torch
-from tightship.frontends.torch.compat_inductor_lines import Event, Kernel, Lowered, read_lines
+from tightship.frontends.torch.compat_inductor_lines import ORIGIN, Event, Kernel, Lowered, read_lines
 
 __all__ = [
     "HOOKS",
+    "ORIGIN",
     "Event",
     "Kernel",
     "Lowered",
@@ -345,7 +346,7 @@ def with_backward(pair: Pair, backward: torch.fx.Graph) -> Pair:
 
 def origin(node: Node) -> str:
     """The name in the joint graph of what a node is a copy of."""
-    return str(node.meta.get("tightship_origin", node.name))
+    return str(node.meta.get(ORIGIN, node.name))
 
 
 def _checked(pair: Pair) -> Pair:

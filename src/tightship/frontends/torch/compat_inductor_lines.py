@@ -15,7 +15,7 @@ import torch
 
 from tightship.errors import Unsupported
 
-__all__ = ["Event", "Kernel", "Lowered", "read_lines"]
+__all__ = ["ORIGIN", "Event", "Kernel", "Lowered", "read_lines"]
 
 
 # --- what a lowered graph asks of memory -----------------------------------------------------------------------
@@ -40,6 +40,8 @@ class Event:
     call   ``kernel`` runs, and its result, if there is a name, is the variable's; ``given``: variables whose memory
            the result shares.
     item   it is the part of the result ``source`` at ``path``.
+
+    ``origin``: the fx node that it was made for, where there is one.
     """
 
     kind: str
@@ -49,6 +51,7 @@ class Event:
     path: tuple[Any, ...] = ()
     kernel: Kernel | None = None
     given: tuple[str, ...] = ()
+    origin: str = ""
 
 
 @dataclass(frozen=True)
@@ -126,7 +129,19 @@ def _allocate(line: Any, graph: Any) -> Iterator[Event]:
         raise Unsupported(
             "a communication or pinned buffer in compiled mode", "it is not in the device's memory"
         )
-    yield Event("make", line.node.get_name(), nbytes=_nbytes(line.node, graph.get_allocation_size(line.node)))
+    nbytes = _nbytes(line.node, graph.get_allocation_size(line.node))
+    yield Event("make", line.node.get_name(), nbytes=nbytes, origin=_origin(line.node))
+
+
+ORIGIN: Final = "tightship_origin"
+"""What a node's metadata says of the joint graph's node that it is a copy of, by name."""
+
+
+def _origin(buffer: Any) -> str:
+    node = buffer.get_origin_node()
+    if node is None:
+        return ""
+    return str(node.meta.get(ORIGIN, node.name))
 
 
 def _nbytes(node: Any, shape: Any = None) -> int:
@@ -166,7 +181,9 @@ def _extern(line: Any, _graph: Any) -> Iterator[Event]:
     node = line.node
     named = type(line).__name__ == "ExternKernelAllocLine" and type(node.layout).__name__ != "NoneLayout"
     given = tuple(node.get_inputs_that_alias_output()) if named else ()
-    yield Event("call", node.get_name() if named else "", kernel=_kernel(node), given=given)
+    yield Event(
+        "call", node.get_name() if named else "", kernel=_kernel(node), given=given, origin=_origin(node)
+    )
 
 
 _READERS: Final[dict[str, Callable[[Any, Any], Iterator[Event]]]] = {

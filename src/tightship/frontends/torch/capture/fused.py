@@ -23,6 +23,7 @@ from tightship.frontends.torch import compat, compat_compile, compat_inductor
 from tightship.graph import Graph, Op
 from tightship.machine import modeled_time
 from tightship.plan import Plan
+from tightship.simulate import replay
 
 __all__ = ["FusedJoint", "FusedStep", "fuse", "fuse_step"]
 
@@ -69,6 +70,31 @@ class FusedJoint:
         of an op's nodes for each time that it runs. Raises ``Unsupported`` where the plan computes in the backward
         pass what draws random numbers or must happen once."""
         return compat_inductor.with_backward(pair, _Writing(self, plan, pair).run())
+
+    def with_excess(self, graph: Graph, plan: Plan, passes: Sequence[Sequence[tuple[str, int]]]) -> Graph:
+        """``graph``, which is this model's, with the bytes that its ops were short of as their workspace: what the
+        passes of ``plan`` really had in use while each tensor was made (``passes``: node and bytes, in order), beyond
+        what the model has. The planner then sees what fused code keeps, converts or sums up late."""
+        line, bounds = replay(graph, plan.steps), self.boundary
+        at = next(k for k, s in enumerate(plan.steps) if s.kind == "compute" and s.op == bounds)
+        short: dict[int, int] = {}
+        for steps, used in zip((range(at), range(at + 1, len(plan.steps))), passes, strict=True):
+            levels: dict[str, list[int]] = {}
+            for name, nbytes in used:
+                levels.setdefault(name, []).append(nbytes)
+            for k in steps:
+                op = plan.steps[k].op
+                if plan.steps[k].kind not in ("compute", "recompute") or op not in self.calls:
+                    continue
+                rows = levels.get(self.calls[op].name)
+                if rows:
+                    level = rows.pop(0) if len(rows) > 1 else rows[0]
+                    short[op] = max(short.get(op, 0), level - line.during[k])
+        ops = list(graph.ops)
+        for k, nbytes in short.items():
+            if nbytes > 0:
+                ops[k] = replace(ops[k], workspace=ops[k].workspace + nbytes)
+        return graph.with_ops(tuple(ops))
 
     def recompute_time(self, pair: compat_inductor.Pair) -> tuple[int, float]:
         """How many kernels run again, and their seconds, modeled."""
@@ -130,7 +156,7 @@ class _Writing:
     def copied(self, node: Node, given: dict[Node, Node] | None = None) -> Node:
         resolve = self.read if given is None else lambda a: given.get(a) or self.read(a)
         new = self.fx.node_copy(node, resolve)
-        new.meta = {**node.meta, "tightship_origin": node.name, compat_inductor.SEGMENT: self.segment}
+        new.meta = {**node.meta, compat_inductor.ORIGIN: node.name, compat_inductor.SEGMENT: self.segment}
         return new
 
     def read(self, node: Node) -> Node:
