@@ -163,3 +163,14 @@ def test_a_result_that_may_be_made_before_or_after_is_there_or_what_it_is_made_o
     graph = Graph(ops, values, storages, (0,), (3, 4))
     (best,) = optimum(graph)
     assert lower_bound(graph, redraw=False) == best.nbytes == 64 + 6400 + 64 + 64 + 12800
+
+
+@pytest.mark.parametrize("best", [300, 437, 803, 900])
+def test_the_best_moment_is_looked_for_beside_the_best_ones_so_far(
+    best: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A few from everywhere say where the bound is largest, not how large it is."""
+    monkeypatch.setattr(Relaxation, "least_seconds", lambda _, at, *args: max(0.0, 99.0 - abs(at.op - best)))
+    graph = chain(600)
+    budget = replay(graph, baseline(graph)).peak // 3
+    assert time_bound(graph, budget) == 1200.0 + 99.0

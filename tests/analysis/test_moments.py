@@ -137,7 +137,7 @@ def test_runs_of_a_plan_need_no_more_than_its_steps(in_place):
         assert is_legal(graph, runs.order(range(len(runs.ops))))
         assert all(a <= b for a, b in zip(runs.moments.during(range(len(runs.ops))), taken, strict=True))
         again += len(runs.ops) > len(graph.ops)
-    assert again >= 10
+    assert again >= 5
 
 
 def test_steps_that_copy_have_no_runs():

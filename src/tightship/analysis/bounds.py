@@ -54,6 +54,8 @@ _MARK_WORK = 100_000_000
 _CUTS = 64
 _CUT_WORK = 400_000
 """Moments looked at, at most, and ops in all of them together (an op and all its ancestors make one network)."""
+_TOPS, _BESIDE = 3, (1, 2, 4, 8, 16)
+"""Of the moments looked at, how many of the best have those so many ops beside them looked at, too."""
 
 
 def runs_again(graph: Graph, op: int, *, redraw: bool = True) -> bool:
@@ -353,7 +355,7 @@ def lower_bound(
     load = relaxed.own.copy()
     _add_stuck(relaxed, load, recompute, deadline)
     moments = None if recompute else Moments(graph)
-    for k in _few(np.argsort(-load, kind="stable").tolist(), len(load)):
+    for k in _few(np.argsort(-load, kind="stable").tolist(), _most(len(load))):
         if deadline.over:
             break
         if moments is None:
@@ -398,9 +400,13 @@ def _at_end(relaxed: Relaxation, *, alone: bool) -> tuple[int, int]:
     return floor + int(beside[last]), last
 
 
-def _few(ranked: Sequence[int], ops: int) -> list[int]:
-    """The first of ``ranked`` and some from everywhere else, as many as the work allows."""
-    most = min(_CUTS, max(2, _CUT_WORK // max(1, ops)))
+def _most(ops: int) -> int:
+    """How many moments the work allows."""
+    return min(_CUTS, max(2, _CUT_WORK // max(1, ops)))
+
+
+def _few(ranked: Sequence[int], most: int) -> list[int]:
+    """The first of ``ranked`` and some from everywhere else."""
     first = ranked[: most // 2]
     rest = sorted(set(ranked) - set(first))
     return [*first, *(rest[j] for j in _spread(len(rest), most - len(first)))]
@@ -457,12 +463,17 @@ def time_bound(
             if k not in found and len(found) < most and not (found and deadline.over):
                 found[k] = relaxed.least_seconds(relaxed.moment(k), budget, deadline)
 
-    most = min(_CUTS, max(4, _CUT_WORK // len(graph.ops)))
+    most = max(4, _most(len(graph.ops)))
     ranked = sorted(over, key=lambda k: -over[k])
-    look(_few(ranked, len(graph.ops) * 2))
-    while len(found) < most:  # around the best one, nearer and nearer
-        best, known = max(found, key=lambda k: found[k]), len(found)
-        look(k for d in (1, 2, 4, 8, 16) for k in (best - d, best + d) if k in over)
-        if len(found) == known:
+    look(_few(ranked, most // 2))
+    while (
+        len(found) < most and not deadline.over
+    ):  # around the best one, and, once all that is known, the next ones
+        known = len(found)
+        for best in sorted(found, key=lambda k: -found[k])[:_TOPS]:
+            look(k for d in _BESIDE for k in (best - d, best + d) if k in over)
+            if len(found) > known:
+                break
+        else:
             break
     return total + max(found.values())
