@@ -21,6 +21,7 @@ from tightship.frontends.torch.capture.step import capture_forward, capture_step
 from tightship.frontends.torch.split_chains import chains
 from tightship.frontends.torch.split_rules import SUM
 from tightship.frontends.torch.split_windows import windows
+from tightship.hlo.remat.instructions import ways
 from tightship.planners.default import EXACT, ROUNDING, Options, divide_allow
 
 ALLOW = f"recompute,{ROUNDING}"
@@ -404,3 +405,9 @@ def test_a_model_is_planned_in_slices(network):
         tightship.api.plan_graph(whole.graph, static + 600_000, allow=EXACT)
     with pytest.raises(Unsupported, match="frontier"):
         tightship.frontier(whole.graph, allow=EXACT)
+
+
+@pytest.mark.parametrize("way", [EXACT, ROUNDING])
+def test_modules_of_hlo_say_that_they_are_not_split(way):
+    with pytest.raises(Unsupported, match=f"allow={way} for a module of HLO"):
+        ways(f"recompute,{way}")
