@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from tightship.diagnose.remedies import advised
-from tightship.errors import BadInput, Unsupported, VerificationFailed, Violation
+from tightship.errors import BadInput, Infeasible, Unsupported, VerificationFailed, Violation
 from tightship.graph import Graph
 from tightship.options import filled
 from tightship.plan import Plan
@@ -87,7 +87,10 @@ class PlanRequest:
             options, way = divide_allow(plan_options(graph, self.options))
             if way and budget is not None:
                 return self._in_slices(options, way, progress)
-            return Planned(self._by_default(graph, budget, options, progress), graph)
+            try:
+                return Planned(self._by_default(graph, budget, options, progress), graph)
+            except Infeasible as no:
+                raise no.with_advice((*no.advice, *self._slices_advice(no.budget, options))) from None
         known = systems()
         if self.planner not in known:
             rule = f"unknown planner {self.planner!r}: those that plan alone are {', '.join(sorted(known))}"
@@ -109,6 +112,18 @@ class PlanRequest:
         from tightship.execute.cache import KeptPlans, folder_of
 
         return KeptPlans(folder_of(self.cache), options)(graph, budget, progress, seconds=left)
+
+    def _slices_advice(self, limit: int, options: Options) -> tuple[str, ...]:
+        """What splitting would come to where it was not allowed."""
+        if self.program is not None and self.graph.meta.get("source") == "onnx":
+            from tightship.integrations.onnx_split import advice as of_rows
+
+            return of_rows(cast(Any, self.program), limit, options.allow)
+        if self.program is None or self.step is None:
+            return ()
+        from tightship.execute.split import advice
+
+        return advice(cast(Any, self.program), limit, options.allow)
 
     def _in_slices(self, options: Options, way: str, progress: Progress | None) -> Planned:
         """A plan in which ops run in slices, where the budget asks for it."""

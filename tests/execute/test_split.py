@@ -1,19 +1,27 @@
 """Steps whose large intermediates exist in slices alone: within the budget, with the planned bytes, as in eager."""
 
 import copy
+import dataclasses
+from functools import partial
 
 import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
 
-from tightship.errors import BadInput, Infeasible
+import tightship
+from tightship.analysis.patches import Finder
+from tightship.errors import BadInput, Infeasible, Unsupported
+from tightship.execute import split as split_decision
 from tightship.execute import split_trials as deciding
 from tightship.execute.fit import fit
+from tightship.execute.infer import infer
 from tightship.execute.split_trials import verdict
-from tightship.frontends.torch.capture.step import capture_step
+from tightship.frontends.torch.capture.step import capture_forward, capture_step
 from tightship.frontends.torch.split_chains import chains
 from tightship.frontends.torch.split_rules import SUM
+from tightship.frontends.torch.split_windows import windows
+from tightship.hlo.remat.instructions import ways
 from tightship.planners.default import EXACT, ROUNDING, Options, divide_allow
 
 ALLOW = f"recompute,{ROUNDING}"
@@ -274,3 +282,132 @@ def test_a_rule_that_is_wrong_is_found_out(model, monkeypatch):
     monkeypatch.setattr(deciding, "_KNOWN", {})
     assert verdict(program, k, other, 4, 4) == "wrong"
     assert verdict(program, k, other, 4, 4, bits=False) == "wrong"
+
+
+# ---- forward passes, patch by patch
+
+
+class Small(nn.Module):
+    """The shape of a mobile network: large images at first, few channels between."""
+
+    def __init__(self):
+        super().__init__()
+
+        def block(width, out, stride):
+            up = nn.Sequential(
+                nn.Conv2d(width, 6 * width, 1, bias=False), nn.BatchNorm2d(6 * width), nn.ReLU6(True)
+            )
+            deep = nn.Conv2d(6 * width, 6 * width, 3, stride, 1, groups=6 * width, bias=False)
+            return nn.Sequential(
+                up, deep, nn.BatchNorm2d(6 * width), nn.ReLU6(True), nn.Conv2d(6 * width, out, 1)
+            )
+
+        self.body = nn.Sequential(nn.Conv2d(3, 8, 3, 2, 1), block(8, 8, 1), block(8, 16, 2), block(16, 16, 2))
+        self.head = nn.Linear(16, 10)
+
+    def forward(self, x):
+        return self.head(self.body(x).mean((2, 3)))
+
+
+def inferred(model, x, budget, **options):
+    options = {"cache": None, "seconds_per_op": 0.0, "seconds": 1.0, "strict": True, "fresh": False} | options
+    return infer(model, x, budget, **options)
+
+
+@pytest.fixture
+def network():
+    torch.manual_seed(0)
+    model = Small().eval()
+    for m in model.modules():
+        if isinstance(m, nn.BatchNorm2d):
+            m.running_mean.normal_(0, 0.1)
+            m.running_var.uniform_(0.5, 2)
+    return model, torch.randn(1, 3, 128, 128)
+
+
+@pytest.mark.parametrize("way", [EXACT, ROUNDING])
+def test_a_network_runs_in_a_quarter_of_its_arena(network, way):
+    model, x = network
+    whole = inferred(model, x, None)
+    static = whole.plan.static
+    budget = static + whole.plan.arena // 4
+    run = inferred(model, x, budget, allow=f"recompute,{way}")
+    with torch.no_grad():
+        for _ in range(2):
+            y, want = run(x), model(x)
+            assert torch.equal(y, want) if way == EXACT else torch.allclose(y, want, rtol=1e-5, atol=1e-6)
+            x = torch.randn_like(x)
+    as_planned(run)
+    assert run.last.heap == 0
+    assert run.plan.peak <= budget
+    assert run.measure()["unplanned_peak"] == whole.measure()["unplanned_peak"] > run.plan.peak_before
+    more = sum(op.flops for op in run.graph.ops) - sum(op.flops for op in whole.graph.ops)
+    assert 0 < more < 0.5 * sum(op.flops for op in whole.graph.ops)
+    assert any(f"{more:,} operations more" in note for note in run.notes)
+    if way == EXACT:
+        assert any(note.endswith("rows, bit-identical") for note in run.notes)
+
+
+def test_a_forward_pass_that_does_not_fit_is_told_of_slices(network):
+    model, x = network
+    static = inferred(model, x, None).plan.static
+    with pytest.raises(Infeasible, match=r"splitting \(allow=recompute,split\).* operations"):
+        inferred(model, x, static + 600_000)
+    with pytest.raises(Infeasible, match="splitting: "):
+        inferred(model, x, static + 20_000, allow=f"recompute,{EXACT}")
+
+
+def test_kernels_that_give_other_bits_for_slices_are_found_out(network, monkeypatch):
+    """A probe that sees every convolution as rounding leaves nothing to take where bits count."""
+    model, x = network
+    static = inferred(model, x, None).plan.static
+    known = deciding.patch_verdict
+
+    def strict(program, k, region, slices, *, bits=True):
+        found = known(program, k, region, slices, bits=bits)
+        conv = "convolution" in program.graph.ops[k].target
+        return ("wrong" if bits else "rounds") if conv else found
+
+    monkeypatch.setattr(split_decision, "patch_verdict", strict)
+    with pytest.raises(Infeasible):
+        inferred(model, x, static + 600_000, allow=f"recompute,{EXACT}")
+    run = inferred(model, x, static + 600_000, allow=f"recompute,{ROUNDING}")
+    assert any("bits may differ" in note for note in run.notes)
+
+
+def test_wrong_rows_are_found_by_the_probe(network, monkeypatch):
+    program = capture_forward(*network)
+    finder = Finder(program.graph, partial(windows, program))
+    region, _ = finder.best(max(finder.needs) - 1).slices[0]
+    k = next(k for k in region.ops if program.calls[k].fn is torch.ops.aten.convolution.default)
+    right = deciding._takes
+
+    def off(*given):
+        rows = [row for row in right(*given) if row[1].start]
+        return [(w, dataclasses.replace(t, start=t.start - 1, stop=t.stop - 1)) for w, t in rows]
+
+    monkeypatch.setattr(deciding, "_KNOWN", {})
+    assert deciding.patch_verdict(program, k, region, 3, bits=False) in ("same", "rounds")
+    monkeypatch.setattr(deciding, "_takes", off)
+    assert deciding.patch_verdict(program, k, region, 3, bits=False) == "wrong"
+
+
+def test_a_model_is_planned_in_slices(network):
+    model, x = network
+    static = inferred(model, x, None).plan.static
+    options = {"train": False, "cache": None, "hand_out": False}
+    planned = tightship.plan(model, x, static + 600_000, allow=f"recompute,{EXACT}", **options)
+    tightship.check(planned)
+    assert planned.peak <= static + 600_000
+    whole = tightship.plan(model, x, None, **options)
+    assert planned.rows()["peak_before"] == whole.rows()["peak_before"] > 4 * 600_000
+    with pytest.raises(Unsupported, match="ops are split in models of PyTorch's"):
+        tightship.api.plan_graph(whole.graph, static + 600_000, allow=EXACT)
+    with pytest.raises(Unsupported, match="frontier"):
+        tightship.frontier(whole.graph, allow=EXACT)
+
+
+@pytest.mark.parametrize("way", [EXACT, ROUNDING])
+def test_modules_of_hlo_say_that_they_are_not_split(way):
+    with pytest.raises(Unsupported, match=f"allow={way} for a module of HLO"):
+        ways(f"recompute,{way}")

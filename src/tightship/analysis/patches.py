@@ -291,8 +291,6 @@ class Finder:
                         break
                     if peak < min([whole, *(row[0] for row in rows)]):
                         rows.append((peak, extra, region, count))
-                    elif rows:
-                        break
             self._costs[key] = rows
         return self._costs[key]
 

@@ -23,9 +23,10 @@ from tightship.frontends.onnx.load import bodies
 from tightship.frontends.onnx.lower import Program, lower
 from tightship.integrations.onnx_write import write_model
 from tightship.plan import Plan
+from tightship.planners.default import EXACT
 from tightship.units import format_bytes
 
-__all__ = ["finder", "planned", "split", "windows"]
+__all__ = ["advice", "finder", "planned", "split", "windows"]
 
 _POINTWISE: Final = frozenset(
     "Abs Neg Floor Ceil Round Reciprocal Sqrt Exp Log Erf Sin Cos Sign Relu LeakyRelu Elu Selu Celu ThresholdedRelu "
@@ -182,7 +183,7 @@ class _Writer:
         take = next(iter(cut.values())).take(rows)
         copy = onnx.NodeProto()
         copy.CopyFrom(node)
-        copy.name = f"{node.name or node.op_type}__rows{i}"
+        copy.name = f"{graph.ops[k].name}__rows{i}"
         for n, name in enumerate(node.input):
             if name and graph.values[number[name]].storage in cut and self.sliced(k, name):
                 yield from self.cut(i, name, (take.start, take.stop))
@@ -279,7 +280,7 @@ def planned(
             "allow=split of an ONNX model", "onnxruntime, which says whether results are equal, is not installed",
             "install it, or give split-rounding",
         )  # fmt: skip
-    where, said = finder(program), "no nodes can be computed in slices of rows"
+    where, said = finder(program), ""
     choice: Patches | None = where.best(limit)
     for _ in range(_TRIES):
         if choice is None:
@@ -299,9 +300,24 @@ def planned(
             continue
         choice = where.best(where.below(choice))
     least = where.least() if choice is None else None
-    if least is not None and least.peak > limit:
-        said = f"slices of rows need {format_bytes(least.peak)} at least"
+    if not said:
+        needs = "" if least is None else f"slices of rows need {format_bytes(least.peak)} at least"
+        said = needs or "no nodes can be computed in slices of rows"
     raise refused.with_advice((*refused.advice, f"splitting: {said}"))
+
+
+def advice(program: Program, limit: int, allow: str) -> tuple[str, ...]:
+    """What slices of rows would come to where they were not allowed."""
+    where = finder(program)
+    choice = where.best(limit) or where.least()
+    if choice is None:
+        return ()
+    more = 100 * choice.extra / max(sum(op.flops for op in program.graph.ops), 1)
+    nodes = sum(len(r.ops) for r, _ in choice.slices)
+    return (
+        f"splitting (allow={allow},{EXACT}): {format_bytes(choice.peak)} then, {nodes} nodes in slices of rows, "
+        f"{more:+.1f} % operations",
+    )
 
 
 def _notes(program: Program, made: Program, choice: Patches, *, exact: bool) -> Iterator[str]:

@@ -448,6 +448,8 @@ class _Splitter:
     def passes(self, k: int, v: int) -> bool:
         """Whether rows that are not the slice's go through an op, which would copy what they are cut off from."""
         graph = self.graph
+        if self.old.calls[k].fn is aten.convolution.default:
+            return False  # its bits follow from the number of rows: it is given those that were probed
         s = graph.values[v].storage
         if not next(iter(self.windows_of(k).values())).pointwise or list(graph.uses.reads[k]).count(s) != 1:
             return False

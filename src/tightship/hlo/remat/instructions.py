@@ -11,10 +11,11 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from math import prod
 
-from tightship.errors import BadInput
+from tightship.errors import BadInput, Unsupported
 from tightship.hlo.module import Computation, Instruction, Module, Names
 from tightship.hlo.remat.peak import HOST, Buffer
 from tightship.hlo.shape import Shape
+from tightship.planners.default import EXACT, ROUNDING
 
 __all__ = [
     "WAYS", "Rewrite", "can_pack_bits", "copy_done", "copy_start", "on_host", "pack", "packed_shape", "suffixed",
@@ -27,9 +28,14 @@ _Op = Callable[..., str]
 
 
 def ways(allow: str) -> tuple[str, ...]:
-    """The ways named between commas. Raises ``BadInput``."""
+    """The ways named between commas. Raises ``BadInput``, and ``Unsupported`` for ops in slices."""
     found = tuple(dict.fromkeys(filter(None, (w.strip() for w in allow.split(",")))))
     for way in found:
+        if way in (EXACT, ROUNDING):
+            raise Unsupported(
+                f"allow={way} for a module of HLO", "ops are split in models of PyTorch's and in ONNX files alone",
+                "leave it out",
+            )  # fmt: skip
         if way not in WAYS:
             raise BadInput(f"unknown way {way!r} in allow; a way is one of {', '.join(WAYS)}")
     return found
