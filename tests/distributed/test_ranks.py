@@ -95,9 +95,12 @@ def test_code_that_fails_on_one_rank_fails_on_all_and_nothing_is_sent(rows: Rows
         assert row["error"]["type"] == "PeerFailed"
         assert "rank 1: ValueError: three is one too many" in row["error"]["text"]
         assert row["error"]["seconds"] < 5
+        assert row["apart"]["type"] == "PeerFailed"
+        assert "rank 1: preparing the step" in row["apart"]["text"]
         assert row["everywhere"]["type"] == "Unsupported"  # the same on all ranks, so that it is just that
         assert row["somewhere"]["type"] == "PeerFailed"
         assert "rank 0: a training step while '0.weight' has a gradient" in row["somewhere"]["text"]
+    assert len({row["somewhere"]["text"] for row in rows["raising_code"]}) == 1
     assert rows["raising_code"][0]["losses"] == rows["ddp"][0]["losses"]
 
 

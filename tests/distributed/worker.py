@@ -197,7 +197,10 @@ def raising_code() -> Any:
     p.grad = torch.zeros_like(p) if dist.get_rank() == 0 else None
     somewhere = caught(lambda: step(batches()[1]))
     p.grad = None
+    other = batches(1, ROWS // 4)[0]
+    apart = caught(lambda: step.prepare(other) if dist.get_rank() else step(other))
     return {
+        "apart": apart,
         "error": error,
         "everywhere": everywhere,
         "somewhere": somewhere,
