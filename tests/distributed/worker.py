@@ -114,7 +114,7 @@ def whole_100() -> Any:
 
 
 def whole_40() -> Any:
-    return planned("static+40%", False)
+    return planned("static+40%", False, verify_every=2)
 
 
 def sharded_100() -> Any:
@@ -258,9 +258,14 @@ def refused() -> Any:
         "DTensor": parallel,
         "DDP": torch.nn.parallel.DistributedDataParallel(model()),
     }
-    return {
+    rows = {
         n: caught(lambda m=m: tightship.fit(m, loss_of, adamw(m), batches()[0])) for n, m in models.items()
     }
+    whole = torch.nn.Linear(WIDTH, 7, bias=False)
+    factored = torch.optim.Adafactor(whole.parameters())
+    shards = tightship.DataParallel(shard=True)
+    rows["Adafactor"] = caught(lambda: tightship.fit(whole, loss_of, factored, batches()[0], parallel=shards))
+    return rows
 
 
 def in_parts() -> Any:

@@ -135,7 +135,7 @@ def fit(
             "leave fit's optimizer out (None), and call scaler.step for each after step.backward",
         )  # fmt: skip
     with ranks.ending_together("fit") if ranks is not None else nullcontext():
-        check_together(model, ranks, parallel, settings, loop)
+        check_together(model, ranks, parallel, settings, loop, one)
         step = TrainStep(
             model, loss_fn, one, settings, verify_every,
             independent=independent, loop=loop, split=split, pads=pads, ranks=ranks, parallel=parallel,
