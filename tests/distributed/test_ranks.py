@@ -95,9 +95,12 @@ def test_code_that_fails_on_one_rank_fails_on_all_and_nothing_is_sent(rows: Rows
         assert row["error"]["type"] == "PeerFailed"
         assert "rank 1: ValueError: three is one too many" in row["error"]["text"]
         assert row["error"]["seconds"] < 5
+        assert row["apart"]["type"] == "PeerFailed"
+        assert "rank 1: preparing the step" in row["apart"]["text"]
         assert row["everywhere"]["type"] == "Unsupported"  # the same on all ranks, so that it is just that
         assert row["somewhere"]["type"] == "PeerFailed"
         assert "rank 0: a training step while '0.weight' has a gradient" in row["somewhere"]["text"]
+    assert len({row["somewhere"]["text"] for row in rows["raising_code"]}) == 1
     assert rows["raising_code"][0]["losses"] == rows["ddp"][0]["losses"]
 
 
@@ -115,11 +118,11 @@ def test_steps_that_do_not_match_are_refused_before_anything_is_sent(rows: Rows,
     assert "rank 1" in a["text"]
 
 
-@pytest.mark.parametrize("how", ["fully_shard", "DTensor", "DDP"])
-def test_models_that_torch_has_distributed_are_refused_with_what_to_do(rows: Rows, how: str) -> None:
+@pytest.mark.parametrize("how", ["fully_shard", "DTensor", "DDP", "Adafactor"])
+def test_what_does_not_go_together_with_shards_is_refused_with_what_to_do(rows: Rows, how: str) -> None:
     for row in rows["refused"]:
         assert row[how]["type"] == "Unsupported"
-        assert "parallel=tightship.DataParallel(" in row[how]["text"]
+        assert "DataParallel(" in row[how]["text"]
 
 
 def test_collectives_in_a_model_are_planned_and_measured(rows: Rows) -> None:

@@ -114,7 +114,7 @@ def whole_100() -> Any:
 
 
 def whole_40() -> Any:
-    return planned("static+40%", False)
+    return planned("static+40%", False, verify_every=2)
 
 
 def sharded_100() -> Any:
@@ -197,7 +197,10 @@ def raising_code() -> Any:
     p.grad = torch.zeros_like(p) if dist.get_rank() == 0 else None
     somewhere = caught(lambda: step(batches()[1]))
     p.grad = None
+    other = batches(1, ROWS // 4)[0]
+    apart = caught(lambda: step.prepare(other) if dist.get_rank() else step(other))
     return {
+        "apart": apart,
         "error": error,
         "everywhere": everywhere,
         "somewhere": somewhere,
@@ -255,9 +258,14 @@ def refused() -> Any:
         "DTensor": parallel,
         "DDP": torch.nn.parallel.DistributedDataParallel(model()),
     }
-    return {
+    rows = {
         n: caught(lambda m=m: tightship.fit(m, loss_of, adamw(m), batches()[0])) for n, m in models.items()
     }
+    whole = torch.nn.Linear(WIDTH, 7, bias=False)
+    factored = torch.optim.Adafactor(whole.parameters())
+    shards = tightship.DataParallel(shard=True)
+    rows["Adafactor"] = caught(lambda: tightship.fit(whole, loss_of, factored, batches()[0], parallel=shards))
+    return rows
 
 
 def in_parts() -> Any:

@@ -31,6 +31,12 @@ __all__ = ["DataParallel", "Replicas", "check_together", "load", "saved"]
 _INSIDE = (torch.nn.RNNBase, torch.nn.ParameterList, torch.nn.ParameterDict)
 """Modules whose parameters are read otherwise than as attributes: they stay whole."""
 
+_ELEMENTWISE = (
+    torch.optim.ASGD, torch.optim.Adadelta, torch.optim.Adagrad, torch.optim.Adam, torch.optim.AdamW,
+    torch.optim.Adamax, torch.optim.NAdam, torch.optim.RAdam, torch.optim.RMSprop, torch.optim.Rprop, torch.optim.SGD,
+)  # fmt: skip
+"""Optimizers that do with an element what they would do without the others."""
+
 
 @dataclass(frozen=True)
 class DataParallel:
@@ -45,13 +51,13 @@ class DataParallel:
 
 
 def check_together(
-    model: torch.nn.Module, ranks: Ranks | None, parallel: object, settings: Settings, loop: Loop
-) -> None:
+    model: torch.nn.Module, ranks: Ranks | None, parallel: object, settings: Settings, loop: Loop, optimizer: Any
+) -> None:  # fmt: skip
     """Raises ``BadInput`` and ``Unsupported`` for what does not go together with other ranks, or without them."""
 
     def check() -> None:
         check_model(model, hooks=True)
-        _check(ranks, parallel, settings, loop)
+        _check(ranks, parallel, settings, loop, optimizer)
 
     if ranks is None:
         check()
@@ -59,7 +65,7 @@ def check_together(
         ranks.agreed("fit", check, lambda none: none)
 
 
-def _check(ranks: Ranks | None, parallel: object, settings: Settings, loop: Loop) -> None:
+def _check(ranks: Ranks | None, parallel: object, settings: Settings, loop: Loop, optimizer: Any) -> None:
     if parallel is not None and not isinstance(parallel, DataParallel):
         raise BadInput("parallel= is no tightship.DataParallel", type(parallel).__name__, "fit")
     if parallel is not None and ranks is None:
@@ -84,6 +90,18 @@ def _check(ranks: Ranks | None, parallel: object, settings: Settings, loop: Loop
             "clip_norm, skip_nonfinite or a scaler with sharded parameters", "a rank has the norm of its parts alone",
             "train with DataParallel(shard=False), or clip by value",
         )  # fmt: skip
+    if isinstance(parallel, DataParallel) and parallel.shard:
+        _check_elementwise(optimizer)
+
+
+def _check_elementwise(optimizer: Any) -> None:
+    for one in each(optimizer) if optimizer is not None else ():
+        if type(one) not in _ELEMENTWISE:
+            raise Unsupported(
+                f"a {type(one).__name__} with sharded parameters",
+                "what it does with a part of a parameter may differ from what it does with all of it",
+                "use one of torch that treats elements one by one (AdamW, SGD, …), or DataParallel(shard=False)",
+            )  # fmt: skip
 
 
 class Replicas(NotCopied):

@@ -13,6 +13,7 @@ import torch
 from tightship.execute import allocator
 from tightship.frontends.torch import compat, compat_capture
 from tightship.frontends.torch.capture.step import Ending
+from tightship.frontends.torch.collectives import average_now
 from tightship.frontends.torch.optimizer.copy import random_untouched
 from tightship.frontends.torch.optimizer.updates import each, twin_of
 from tightship.frontends.torch.program import tensors_in
@@ -99,6 +100,9 @@ def run_eager(
         with _stepping_twins(optimizer, twin), python_state_kept(*(h.fn for h in hooks)), inside:
             torch.autograd.backward(results[0], inputs=[parameters[n] for n in ending.wanted])
         _write_back(trace, known)
+        for n, p in parameters.items():
+            if n in ending.averaged and p.grad is not None:
+                average_now(p.grad)
         if not ending.leaves and ending.clip is not None:
             ending.clip([p for p in parameters.values() if p.grad is not None])
         if not ending.leaves and twin is not None:

@@ -147,7 +147,7 @@ def fit(
         )  # fmt: skip
     kind = CompiledStep if mode == "compiled" else TrainStep
     with ranks.ending_together("fit") if ranks is not None else nullcontext():
-        check_together(model, ranks, parallel, settings, loop)
+        check_together(model, ranks, parallel, settings, loop, one)
         step = kind(
             model, loss_fn, one, settings, verify_every,
             independent=independent, loop=loop, split=split, pads=pads, ranks=ranks, parallel=parallel,

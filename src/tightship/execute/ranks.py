@@ -133,7 +133,7 @@ class Ranks(NotCopied):
         self._place = place
         try:
             result = own()
-            text = "+" + json.dumps(said(result))
+            text = "+" + json.dumps([place, said(result)])
         except PeerFailed:
             raise
         except BaseException as error:
@@ -146,20 +146,24 @@ class Ranks(NotCopied):
 
     def _share(self, error: BaseException) -> None:
         """Says to all what has failed here; returns where all raise the same, and raises what all raise otherwise."""
-        _, failed = self._shared("-" + _words(error), error)
+        _, failed = self._shared("-" + json.dumps([self._place, _words(error)]), error)
         if failed is not error:
             raise failed from error
 
     def _shared(self, text: str, error: BaseException | None) -> tuple[list[Any], Any]:
         """What all have said, and the error that all raise if one has one; ``text`` begins with - for ``error``."""
         told = [row.decode() for row in self.exchange(text.encode())]
-        failures = {r: row[1:] for r, row in enumerate(told) if row[0] == "-"}
+        rows = [json.loads(row[1:]) for row in told]
+        failures = {r: rows[r][1] for r, row in enumerate(told) if row[0] == "-"}
         if not failures:
-            return [json.loads(row[1:]) for row in told], None
+            places = [place for place, _ in rows]
+            if len(set(places)) > 1:
+                return [], self.differ("calls that do not go together", places)
+            return [said for _, said in rows], None
         alike = len(failures) == self.size and len(set(failures.values())) == 1
         if error is not None and (alike or not isinstance(error, Exception)):
             return [], _marked(error)
-        return [], _marked(PeerFailed(failures, self._place))
+        return [], _marked(PeerFailed(failures, rows[min(failures)][0]))
 
     def same(self, what: str, own: Callable[[], str]) -> None:
         """Raises ``PeerFailed`` unless ``own()`` is the same on all ranks."""

@@ -86,6 +86,7 @@ class TrainVariants(Prepared):
         self.loss_fn, self.independent = loss_fn, independent
         self.loop, self._split = loop or Loop(), split or optimizer is None
         self._owned = Owned(model, self._bring_back)
+        self._preparing = False
         self._updates: Updates | SeveralUpdates | None = None
         self._has_no_update = False
 
@@ -106,13 +107,21 @@ class TrainVariants(Prepared):
 
     def _prepare(self, batch: Any) -> Plan:
         stage = self.settings.progress.stage("capturing")
-        with self._exclusive(), torch.autograd.set_detect_anomaly(False), stage:
+        with self._exclusive(), self._as_preparing(), torch.autograd.set_detect_anomaly(False), stage:
             self._renew()
             if not self._in_parts:
                 with self._undone():
                     return self._run_code(batch, self._ending())[0].executor.plan
             self._prepare_parts(batch)
             return self.plan
+
+    @contextmanager
+    def _as_preparing(self) -> Iterator[None]:
+        self._preparing = True
+        try:
+            yield
+        finally:
+            self._preparing = False
 
     @contextmanager
     def _undone(self) -> Iterator[None]:
@@ -293,7 +302,7 @@ class TrainVariants(Prepared):
             _, known, program = found
             return known.told if known is not None else told_of(program)
 
-        (asked, variant, captured), told = ranks.agreed("running the code of the step", own, said)
+        (asked, variant, captured), told = ranks.agreed(self._what_runs(ending), own, said)
         check_sequences(ranks, told)
         if any(row.plan is None for row in map(Told.of, told)):
             variant = self._planned_together(ranks, captured, variant, told, ending)
@@ -301,6 +310,11 @@ class TrainVariants(Prepared):
         assert variant is not None
         self._use(variant)
         return variant, asked
+
+    def _what_runs(self, ending: Ending) -> str:
+        """On all ranks the same, or they would wait for one another at different points."""
+        part = "backward pass" if ending.leaves else "step"
+        return f"{'preparing' if self._preparing else 'running the code of'} the {part}"
 
     def _planned_together(
         self, ranks: Ranks, captured: Program, known: Variant | None, told: Sequence[Any], ending: Ending
