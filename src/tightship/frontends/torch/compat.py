@@ -487,6 +487,11 @@ def plain_execution() -> Iterator[None]:
         yield
 
 
+def without_overrides() -> Any:
+    """A context in which the ``__torch_function__`` of tensor classes is not asked."""
+    return torch._C.DisableTorchFunctionSubclass()
+
+
 def direct(fn: Any) -> Any:
     """What ``fn(*args)`` ends up calling, without the Python frame in between."""
     return fn._op if isinstance(fn, torch._ops.OpOverload) else fn
