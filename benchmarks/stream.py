@@ -139,7 +139,12 @@ def main() -> None:
     torch.set_num_threads(options.threads)
     found = pages.table(HEAD, MARKS, list(rows(options, Console(width=200))))
     if options.write:
-        pages.put(PAGE, BEGIN, END, f"{found}\n\n{options.steps} steps each, {options.threads} threads.")
+        pages.put(
+            PAGE,
+            BEGIN,
+            END,
+            f"{found}\n\n{options.steps} steps each, {options.threads} thread{'s' * (options.threads > 1)}; times of one machine among others' work.",
+        )
 
 
 if __name__ == "__main__":

@@ -290,6 +290,34 @@ def test_views_of_what_was_gathered_stay_valid(kept):
     assert torch.equal(view, before)
 
 
+def test_what_somebody_else_holds_a_view_of_stays(kept):
+    model = layers()
+    view = model[0].weight.detach()[0]
+    twins = Twins(kept, 0.5, model=model)
+    for number in range(2):
+        twins.run(number)
+        assert torch.equal(view, twins.twin[0].weight[0])
+    assert ("parameter", "0.weight") not in twins.streams.items
+    assert any("views" in note for note in twins.step.notes)
+    as_planned(twins.step)
+    twins.same()
+
+
+def test_a_step_after_another_of_the_same_model(kept):
+    twins = Twins(kept, 0.4)
+    twins.run(0)
+    again = {"allow": "recompute,stream", "cache": kept, "seconds": 3, "strict": True}
+    with pytest.raises(Unsupported, match="gathered"):
+        fit(twins.model, loss_of, twins.optimizer, twins.batch(0), twins.static // 2, **again)
+    twins.step = None
+    gc.collect()
+    twins.step = fit(twins.model, loss_of, twins.optimizer, twins.batch(0), twins.static // 2, **again)
+    for number in (1, 2):
+        twins.run(number)
+    as_planned(twins.step)
+    twins.same()
+
+
 def test_another_kind_of_batch_is_captured_while_all_is_away(kept):
     twins = Twins(kept, 0.5)
     for number, rows in enumerate((4, 6, 4, 6)):

@@ -211,6 +211,11 @@ class Streams(NotCopied):
             away.pool = pool
             self.items[slot.role, slot.key] = away
 
+    def shares(self, slot: Slot) -> bool:
+        """Whether somebody else holds a view of it, which would no longer be one."""
+        tensor = self._finder(slot)()
+        return tensor is not None and not compat.is_alone(tensor)
+
     def _device(self, slot: Slot) -> torch.device:
         name = slot.key if slot.role == "parameter" else slot.key[0]
         owner, last = compat.tensor_home(self.model, "parameter", name)

@@ -265,7 +265,9 @@ class _Choice:
         self.base, self.plan_of, self.limit, self.streams = base, plan_of, limit, streams
         slots = [s for s in base.slots if (s.role, s.key) in streams.items]
         self.had = len(slots)
-        self.slots = [*slots, *(s for s in _candidates(base) if (s.role, s.key) not in streams.items)]
+        fresh = [s for s in _candidates(base) if (s.role, s.key) not in streams.items]
+        self.slots = [*slots, *(s for s in fresh if not streams.shares(s))]
+        self.shared = len(fresh) - (len(self.slots) - self.had)
 
     def run(self) -> tuple[Program, Plan, Streamed | None]:
         refused: Infeasible | None = None
@@ -323,7 +325,12 @@ class _Choice:
         made = streamed.apply(self.base)
         size = sum(graph.storages[values[s.value].storage].size for s in chosen)
         note = f"streamed: {len(chosen)} parameters and tensors of optimizer state, {format_bytes(size)}"
-        return replace(made, notes=(*made.notes, note)), plan, streamed
+        notes = (*made.notes, note)
+        if self.shared:
+            notes += (
+                f"{self.shared} tensors that could stream stay in memory: somebody else holds views of them",
+            )
+        return replace(made, notes=notes), plan, streamed
 
 
 def _of(slots: Sequence[Slot], streams: Streams, unplanned: int) -> Streamed:
