@@ -139,12 +139,9 @@ def main() -> None:
     torch.set_num_threads(options.threads)
     found = pages.table(HEAD, MARKS, list(rows(options, Console(width=200))))
     if options.write:
-        pages.put(
-            PAGE,
-            BEGIN,
-            END,
-            f"{found}\n\n{options.steps} steps each, {options.threads} thread{'s' * (options.threads > 1)}; times of one machine among others' work.",
-        )
+        threads = f"{options.threads} thread{'s' * (options.threads > 1)}"
+        note = f"{options.steps} steps each, {threads}; times of one machine among others' work."
+        pages.put(PAGE, BEGIN, END, f"{found}\n\n{note}")
 
 
 if __name__ == "__main__":
