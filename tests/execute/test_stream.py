@@ -12,8 +12,9 @@ from support.runs import beyond, eager
 from tightship.errors import BadInput, Infeasible, Unsupported
 from tightship.execute import allocator
 from tightship.execute.allocator import Meter
+from tightship.execute.away import Away
 from tightship.execute.fit import fit
-from tightship.execute.stream import Away
+from tightship.graph import aligned
 from tightship.verify import verify
 
 pytestmark = pytest.mark.skipif(not allocator.available(), reason="no C++ compiler")
@@ -159,6 +160,49 @@ def test_frozen_parameters_are_fetched_and_never_stored(kept):
     as_planned(twins.step)
 
 
+@pytest.mark.parametrize("allow", ["stream", "recompute,stream,offload", "recompute,compress,stream"])
+def test_beside_other_ways(kept, allow):
+    twins = Twins(kept, 0.6, allow=allow)
+    for number in range(3):
+        twins.run(number)
+    as_planned(twins.step)
+    twins.same()
+
+
+@pytest.mark.slow
+def test_a_gpt2_of_three_times_the_budget(kept):
+    transformers = pytest.importorskip("transformers")
+    config = transformers.GPT2Config(
+        n_layer=12, n_embd=128, n_head=4, vocab_size=512, n_positions=64, bos_token_id=0, eos_token_id=0
+    )
+    torch.manual_seed(0)
+    model = transformers.GPT2LMHeadModel(config)
+    twin = copy.deepcopy(model)
+    optimizer, other = adamw(model.parameters()), adamw(twin.parameters())
+    static = 3 * sum(p.numel() * 4 for p in model.parameters())
+
+    def loss_fn(model, batch):
+        return model(input_ids=batch, labels=batch).loss
+
+    batches = torch.randint(0, 512, (20, 2, 32))
+    step = fit(
+        model, loss_fn, optimizer, batches[0], static // 3, allow="recompute,stream", cache=kept, strict=True
+    )
+    for number, batch in enumerate(batches):
+        torch.manual_seed(number)
+        expected = eager(twin, loss_fn, other, batch)
+        torch.manual_seed(number)
+        assert torch.equal(step(batch), expected)
+        if number:
+            as_planned(step)
+    assert sum(aligned(away.nbytes) for away in step._streams.items.values()) > static / 2
+    with step.gathered():
+        for p, q in zip(model.parameters(), twin.parameters(), strict=True):
+            assert torch.equal(p, q)
+            for key, theirs in other.state[q].items():
+                assert torch.equal(optimizer.state[p][key], theirs)
+
+
 # ---- the caller's tensors
 
 
@@ -244,6 +288,34 @@ def test_views_of_what_was_gathered_stay_valid(kept):
     before = view.clone()
     twins.run(0)
     assert torch.equal(view, before)
+
+
+def test_what_somebody_else_holds_a_view_of_stays(kept):
+    model = layers()
+    view = model[0].weight.detach()[0]
+    twins = Twins(kept, 0.5, model=model)
+    for number in range(2):
+        twins.run(number)
+        assert torch.equal(view, twins.twin[0].weight[0])
+    assert ("parameter", "0.weight") not in twins.streams.items
+    assert any("views" in note for note in twins.step.notes)
+    as_planned(twins.step)
+    twins.same()
+
+
+def test_a_step_after_another_of_the_same_model(kept):
+    twins = Twins(kept, 0.4)
+    twins.run(0)
+    again = {"allow": "recompute,stream", "cache": kept, "seconds": 3, "strict": True}
+    with pytest.raises(Unsupported, match="gathered"):
+        fit(twins.model, loss_of, twins.optimizer, twins.batch(0), twins.static // 2, **again)
+    twins.step = None
+    gc.collect()
+    twins.step = fit(twins.model, loss_of, twins.optimizer, twins.batch(0), twins.static // 2, **again)
+    for number in (1, 2):
+        twins.run(number)
+    as_planned(twins.step)
+    twins.same()
 
 
 def test_another_kind_of_batch_is_captured_while_all_is_away(kept):

@@ -16,10 +16,10 @@ from operator import itemgetter
 from typing import Any
 
 from tightship.errors import BadInput, Unsupported
+from tightship.execute.away import Lent
 from tightship.execute.codecs import ON_DEVICE
 from tightship.execute.host_pool import HostPool
 from tightship.execute.script import device_of
-from tightship.execute.stream import Lent
 from tightship.execute.transfers import Action, Environment, Transfers, with_state
 from tightship.frontends.torch import compat
 from tightship.frontends.torch.optimizer.updates import Updater

@@ -96,6 +96,9 @@ def fit(
     once, and a step does what eager's does on the batch that ``step.padded(batch)`` gives, bit-identically. The
     largest length that there is is planned here: a percentage is of it. Kinds for all lengths are kept.
 
+    With ``stream`` among the ways of ``allow`` (``"recompute,stream"``) parameters and optimizer state leave memory
+    while a step does not need them, to ``folder``: between steps they are there inside of ``with step.gathered():``.
+
     ``progress`` hears which stage preparing is in. The options' ``seconds`` are for measuring and search together.
     ``mode``: ``exact`` runs op by op; ``compiled`` runs what PyTorch Inductor makes of the whole step, within the
     same budget and with Inductor's numbers (`CompiledStep`).

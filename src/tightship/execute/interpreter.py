@@ -16,10 +16,10 @@ import numpy as np
 from tightship.errors import BadInput, BudgetExceeded, Unsupported, VerificationFailed
 from tightship.execute import allocator
 from tightship.execute.allocator import Meter
+from tightship.execute.away import Fetch
 from tightship.execute.compile import Code, Instruction, compile_plan
 from tightship.execute.host_pool import FilePool, HostPool, PinnedPool, pool_beside
 from tightship.execute.script import HEAP, PlannedRequests, device_of, needs_memory, planned_requests
-from tightship.execute.stream import Fetch
 from tightship.execute.transfers import host_offsets
 from tightship.frontends.torch import compat
 from tightship.frontends.torch.program import Program, Slot, mismatch

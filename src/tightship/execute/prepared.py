@@ -22,13 +22,14 @@ import torch
 from tightship import simulate
 from tightship.errors import BadInput, Enough, Infeasible, Unsupported
 from tightship.execute.allocator import Arena
+from tightship.execute.away import Streams
 from tightship.execute.binding import Binding, Identity
 from tightship.execute.cache import DEFAULT, KeptLooks, KeptPlans, folder_of
 from tightship.execute.host_pool import PinnedPool
 from tightship.execute.interpreter import Executor, RunStats
 from tightship.execute.profile import profile
 from tightship.execute.split import Decision, Splitting, advice
-from tightship.execute.stream import Streamed, Streams, plan_streamed, streaming_advice
+from tightship.execute.stream import Streamed, plan_streamed, streaming_advice
 from tightship.frontends.torch.program import Program
 from tightship.frontends.torch.rerun.function_trace import FunctionTrace
 from tightship.frontends.torch.structure import flatten

@@ -9,36 +9,28 @@ recomputing; one that was updated cannot be fetched before it is stored, nor fro
 planners weigh its seconds, the verifier checks it, and its bytes are requests at planned places. The idea:
 ZeRO-Offload (Ren et al. 2021), here as part of a plan.
 
-Between steps the caller's tensors are without memory, and whatever reads one raises ``Unsupported``.
+Between steps the caller's tensors are without memory: see `away`.
 """
 
 from __future__ import annotations
 
-import copy
-import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
 from typing import Any
-
-import torch
 
 from tightship import simulate
 from tightship.analysis.bounds import lower_bound
-from tightship.errors import BadInput, Infeasible, Unsupported
-from tightship.execute.host_pool import FilePool, HostPool, pool_beside
-from tightship.frontends.torch import compat
-from tightship.frontends.torch.optimizer.updates import Updater, each, state_at
-from tightship.frontends.torch.program import Call, Program, Ref, Slot, dtype_of, tensors_in
-from tightship.frontends.torch.rerun.function_trace import name_of
+from tightship.errors import Infeasible
+from tightship.execute.away import Fetch, Lent, Store, Streams
+from tightship.frontends.torch.optimizer.updates import Updater
+from tightship.frontends.torch.program import Call, Program, Ref, Slot, dtype_of
 from tightship.graph import Graph, Op, Request, Storage, Value, aligned
 from tightship.plan import Plan
 from tightship.planners.default import Options
 from tightship.planners.order import sink
-from tightship.process_local import NotCopied
 from tightship.units import format_bytes
 
-__all__ = ["STREAM", "Fetch", "Lent", "Streamed", "Streams", "allows_stream", "plan_streamed"]
+__all__ = ["STREAM", "Streamed", "allows_stream", "plan_streamed", "streaming_advice"]
 
 STREAM = "stream"
 """The way that ``allow`` may name."""
@@ -58,279 +50,7 @@ def allows_stream(options: Options) -> tuple[Options, bool]:
     return replace(options, allow=",".join(way for way in ways if way != STREAM)), True
 
 
-# --- tensors that are away ------------------------------------------------------------------------------------
-
-_METADATA = {
-    "shape", "dtype", "device", "layout", "requires_grad", "grad", "is_leaf", "ndim", "itemsize", "nbytes",
-    "is_cuda", "is_cpu", "is_meta", "is_sparse", "is_quantized", "grad_fn", "_version", "names", "_backward_hooks",
-    "_post_accumulate_grad_hooks", "output_nr", "retains_grad", "is_mkldnn", "is_mps", "is_xla", "is_xpu",
-    "is_nested",
-}  # fmt: skip
-_METHODS = {
-    "size", "dim", "numel", "nelement", "stride", "storage_offset", "element_size", "is_floating_point",
-    "is_complex", "is_signed", "is_contiguous", "requires_grad_", "register_hook", "ndimension", "is_inference",
-    "register_post_accumulate_grad_hook", "__hash__", "__len__", "get_device", "is_set_to", "dim_order",
-}  # fmt: skip
-_ATTRIBUTE = "_tightship_streamed"
-
-
-def _refusing(cls: type, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-    name = name_of(func)
-    attribute, _, how = name.partition(".__")
-    if name in _METHODS or (how and attribute in _METADATA):
-        with torch._C.DisableTorchFunctionSubclass():
-            return func(*args, **(kwargs or {}))
-    known = (vars(t).get(_ATTRIBUTE) for t in tensors_in((args, kwargs or {})))
-    whose = next(filter(None, known), "a tensor")
-    raise Unsupported(
-        f"{attribute} of {whose} between steps",
-        "it is streamed (allow='stream'): its bytes are outside of memory until a step needs them",
-        "do it inside of `with step.gathered():`, which brings everything back",
-    )
-
-
-@lru_cache
-def _away_class(cls: Any) -> Any:
-    """The class of a tensor of class ``cls`` while its bytes are away: metadata alone can be read."""
-
-    def shown(self: torch.Tensor, *, tensor_contents: Any = None) -> str:
-        return f"<{cls.__name__} of shape {tuple(self.shape)} and {self.dtype}, streamed: away between steps>"
-
-    members = {"__torch_function__": classmethod(_refusing), "__repr__": shown, _ATTRIBUTE: ""}
-    return type(cls)(cls.__name__, (cls,), members)
-
-
-class Away:
-    """One streamed tensor of the caller's, and its bytes in the pool.
-
-    ``find`` gives the tensor that stands there now, None for optimizer state that was not made yet. ``like`` is the
-    graph value with its metadata. ``there``: whether the pool has its contents. ``rescued`` are contents that could
-    not be written, which would be lost otherwise.
-    """
-
-    def __init__(self, name: str, find: Callable[[], Any], like: Value, device: torch.device) -> None:
-        self.name, self.find, self.like, self.device = name, find, like, device
-        self.dtype = dtype_of(like.dtype)
-        self.nbytes = self.dtype.itemsize
-        for n in like.shape:
-            self.nbytes *= n
-        self.blank = torch.empty_strided(like.shape, like.stride, dtype=self.dtype, device=device)
-        self.blank.untyped_storage().resize_(0)
-        self.pool: HostPool | None = None
-        self.offset = 0
-        self.there = False
-        self.rescued: torch.Tensor | None = None
-        self.tensor: Any = None  # that is without memory now
-        self._cls: type | None = None
-
-    def fetch(self) -> torch.Tensor:
-        """A tensor with the contents, in memory that is asked for here; without contents if there are none."""
-        like = self.like
-        made = torch.empty_strided(like.shape, like.stride, dtype=self.dtype, device=self.device)
-        if self.rescued is not None:
-            made.copy_(self.rescued)
-        elif self.there:
-            assert self.pool is not None
-            try:
-                self.pool.read(0, made.data_ptr(), self.nbytes, self.offset).result()
-            except OSError as error:
-                raise self._failed("reading", error) from error
-        return made
-
-    def write(self, tensor: torch.Tensor) -> None:
-        """Its contents from now on. Raises ``OSError`` naming it; then they stay in memory, and nothing is lost."""
-        assert self.pool is not None
-        try:
-            self.pool.write(0, tensor.data_ptr(), self.nbytes, self.offset).result()
-        except OSError as error:
-            self.rescued, self.there = tensor.detach().clone(), True
-            raise self._failed("writing", error) from error
-        self.rescued, self.there = None, True
-
-    def _failed(self, verb: str, error: OSError) -> OSError:
-        kept = "; its contents are kept in memory" if self.rescued is not None else ""
-        return OSError(
-            error.errno, f"{verb} the streamed {self.name} failed: {error.strerror or error}{kept}"
-        )
-
-    # --- the caller's tensor ---
-
-    def put_away(self) -> None:
-        """Writes what stands there to the pool, if it has memory, and takes the memory away."""
-        tensor = self.find()
-        if tensor is None or (tensor is self.tensor and tensor.untyped_storage().nbytes() == 0):
-            return
-        self._check(tensor)
-        self.write(tensor)
-        self.take_back()
-
-    def _check(self, tensor: torch.Tensor) -> None:
-        like = self.like
-        if (tuple(tensor.shape), tensor.dtype, tuple(tensor.stride())) != (
-            like.shape,
-            self.dtype,
-            like.stride,
-        ):
-            raise BadInput(
-                f"{self.name} has another shape, type or layout than when it was planned: make a new step",
-                tuple(tensor.shape), "stream",
-            )  # fmt: skip
-
-    def bring_back(self) -> None:
-        """Gives the caller's tensor memory and contents."""
-        tensor = self.find()
-        if tensor is None or tensor is not self.tensor:
-            return  # not made yet, or replaced by one that has memory
-        tensor.data, self.tensor = self.fetch(), None
-
-    def lend(self, memory: torch.Tensor) -> None:
-        """For an update that works on the caller's tensor."""
-        tensor = self.find()
-        if tensor is not None:
-            tensor.data = memory
-
-    def take_back(self) -> Any:
-        """What the caller's tensor has in memory, as a tensor of its own; the caller's is without memory then."""
-        tensor = self.find()
-        if tensor is None:
-            return None
-        memory = tensor.detach()
-        tensor.data, self.tensor = self.blank, tensor
-        return memory
-
-    def shut(self) -> None:
-        """Reading it raises from now on."""
-        tensor = self.tensor
-        if tensor is not None and self._cls is None:
-            cls: Any = type(tensor)
-            self._cls, vars(tensor)[_ATTRIBUTE] = cls, self.name
-            tensor.__class__ = _away_class(cls)
-
-    def open(self) -> None:
-        """To be called before anything else is done with it; undoes `shut`."""
-        if self._cls is not None:
-            self.tensor.__class__ = self._cls
-            vars(self.tensor).pop(_ATTRIBUTE, None)
-            self._cls = None
-
-
-class Streams(NotCopied):
-    """What of a model and its optimizer streams, by role and key as slots have them."""
-
-    def __init__(
-        self, model: torch.nn.Module, optimizer: Any, folder: Any = None, pinned: int | None = None
-    ) -> None:
-        self.model, self.optimizer, self.folder, self.pinned = model, optimizer, folder, pinned
-        self.items: dict[tuple[str, Any], Away] = {}
-        self.gathered = False
-        # Who lets go of the step keeps the model: without the step nobody else could fetch its contents.
-        weakref.finalize(self, _bring_back, self.items).atexit = False
-
-    def add(self, rows: Sequence[tuple[Slot, Value]]) -> None:
-        """From now on these stream, too. Raises ``BadInput`` where there is no room for them."""
-        fresh, size = [], 0
-        for slot, like in rows:
-            away = Away(_name_of(slot), self._finder(slot), like, self._device(slot))
-            away.offset = size
-            size += aligned(away.nbytes)
-            fresh.append((slot, away))
-        if not fresh:
-            return
-        device = fresh[0][1].device
-        pool: HostPool = FilePool(size, self.folder)
-        if device.type == "cuda":
-            pool.close()
-            pool = pool_beside(size, str(device), self.pinned, self.folder)
-        for slot, away in fresh:
-            away.pool = pool
-            self.items[slot.role, slot.key] = away
-
-    def _device(self, slot: Slot) -> torch.device:
-        name = slot.key if slot.role == "parameter" else slot.key[0]
-        owner, last = compat.tensor_home(self.model, "parameter", name)
-        device: torch.device = owner[last].device
-        return device
-
-    def _finder(self, slot: Slot) -> Callable[[], Any]:
-        name, key, which = (slot.key, None, 0) if slot.role == "parameter" else (*slot.key, 0)[:3]
-        owner, last = compat.tensor_home(self.model, "parameter", name)
-        if slot.role == "parameter":
-            return lambda: owner[last]
-        parameter, optimizer = owner[last], each(self.optimizer)[which]
-        return lambda: state_at(optimizer.state[parameter], key) if parameter in optimizer.state else None
-
-    def put_away(self) -> bool:
-        """Takes the memory of all; returns whether any had some."""
-        had = False
-        for away in self.items.values():
-            before = away.tensor
-            away.put_away()
-            had |= away.tensor is not before
-        return had
-
-    def bring_back(self) -> None:
-        _bring_back(self.items)
-
-    def open(self) -> None:
-        for away in self.items.values():
-            away.open()
-
-    def shut(self) -> None:
-        for away in self.items.values():
-            away.shut()
-
-    @property
-    def nbytes(self) -> int:
-        return sum(aligned(a.nbytes) for a in self.items.values())
-
-
-def _bring_back(items: Mapping[Any, Away]) -> None:
-    for away in items.values():
-        away.open()
-        away.bring_back()
-
-
-def _name_of(slot: Slot) -> str:
-    if slot.role == "parameter":
-        return f"parameter {slot.key!r}"
-    return f"state {slot.key[1]!r} of {slot.key[0]!r}"
-
-
-# --- the program ----------------------------------------------------------------------------------------------
-
-
-class Fetch:
-    """Makes a streamed tensor from the pool."""
-
-    def __init__(self, away: Away) -> None:
-        self.away = away
-
-    def __call__(self) -> torch.Tensor:
-        return self.away.fetch()
-
-
-class Store:
-    """Writes a streamed tensor to the pool."""
-
-    def __init__(self, away: Away) -> None:
-        self.away = away
-
-    def __call__(self, tensor: torch.Tensor) -> None:
-        self.away.write(tensor)
-
-
-class Lent(Updater):
-    """An update of tensors that stream: they are lent their memory while it runs. ``lends``: the graph's values and
-    what they are."""
-
-    lends: tuple[tuple[int, Away], ...] = ()
-
-    @staticmethod
-    def of(updater: Updater, lends: Sequence[tuple[int, Away]]) -> Lent:
-        made: Lent = copy.copy(updater)  # type: ignore[assignment]
-        made.__class__ = Lent
-        made.lends = tuple(lends)
-        return made
+# --- the program ---
 
 
 @dataclass(frozen=True)
@@ -545,7 +265,9 @@ class _Choice:
         self.base, self.plan_of, self.limit, self.streams = base, plan_of, limit, streams
         slots = [s for s in base.slots if (s.role, s.key) in streams.items]
         self.had = len(slots)
-        self.slots = [*slots, *(s for s in _candidates(base) if (s.role, s.key) not in streams.items)]
+        fresh = [s for s in _candidates(base) if (s.role, s.key) not in streams.items]
+        self.slots = [*slots, *(s for s in fresh if not streams.shares(s))]
+        self.shared = len(fresh) - (len(self.slots) - self.had)
 
     def run(self) -> tuple[Program, Plan, Streamed | None]:
         refused: Infeasible | None = None
@@ -603,7 +325,12 @@ class _Choice:
         made = streamed.apply(self.base)
         size = sum(graph.storages[values[s.value].storage].size for s in chosen)
         note = f"streamed: {len(chosen)} parameters and tensors of optimizer state, {format_bytes(size)}"
-        return replace(made, notes=(*made.notes, note)), plan, streamed
+        notes = (*made.notes, note)
+        if self.shared:
+            notes += (
+                f"{self.shared} tensors that could stream stay in memory: somebody else holds views of them",
+            )
+        return replace(made, notes=notes), plan, streamed
 
 
 def _of(slots: Sequence[Slot], streams: Streams, unplanned: int) -> Streamed:

@@ -523,6 +523,17 @@ def plain_execution() -> Iterator[None]:
         yield
 
 
+def is_alone(tensor: torch.Tensor) -> bool:
+    """Whether no other tensor, and nothing else, holds the storage of this one."""
+    storage = tensor.untyped_storage()
+    return bool(torch._C._storage_Use_Count(storage._cdata) <= 2)  # the tensor, and the line above
+
+
+def without_overrides() -> Any:
+    """A context in which the ``__torch_function__`` of tensor classes is not asked."""
+    return torch._C.DisableTorchFunctionSubclass()
+
+
 def direct(fn: Any) -> Any:
     """What ``fn(*args)`` ends up calling, without the Python frame in between."""
     return fn._op if isinstance(fn, torch._ops.OpOverload) else fn
