@@ -234,10 +234,12 @@ void Copies::land(const i32* begin, const i32* end) {
 // At the end: results are waited for; what came back for an op that ran later, and cannot be made again,
 // goes.
 void Copies::land_all() {
-    std::vector<i32> results;
-    for (i32 s = 0; s < static_cast<i32>(p_.storages); ++s)
-        if (p_.kept[s]) results.push_back(s);
-    land(results.data(), results.data() + results.size());
+    if (any()) {
+        std::vector<i32> results;
+        for (i32 s = 0; s < static_cast<i32>(p_.storages); ++s)
+            if (p_.kept[s]) results.push_back(s);
+        land(results.data(), results.data() + results.size());
+    }
     for (i32 s = 0; s < static_cast<i32>(p_.storages); ++s)
         if (s_.resident[s] && !p_.kept[s] && !p_.owned[s]) leave(s);
 }

@@ -330,9 +330,10 @@ void Engine::run_from(i32 position) {
         if (x_.p.kept[s] && !s_.resident[s]) s_.cost.valid = restore(static_cast<i32>(s));
     ending_ = false;
     release();
-    if (copies_.any() && s_.cost.valid) copies_.land_all();
     if (extended_ && s_.cost.valid)
-        for (i32 t : leaving_[x_.p.ops]) copies_.leave(t);
+        for (i32 t : leaving_[x_.p.ops])
+            if (s_.resident[t]) copies_.leave(t);
+    if (s_.cost.valid) copies_.land_all();
     s_.cost.extra += std::max(0.0, copies_.finished() - s_.now);
     if (beyond_cutoff() || waits_ > 0 || s_.cost.host > copies_.host_limit) s_.cost.valid = false;
 }

@@ -79,6 +79,17 @@ def test_many_copies_beside_ops_that_run_later(seed: int) -> None:
             checked(problem, bits, HUGE)
 
 
+@pytest.mark.parametrize("seed", range(0, 40, 2))
+def test_what_is_unpacked_for_an_op_that_runs_later_goes_again(seed: int) -> None:
+    """Also where nothing is copied out, and it cannot be made again."""
+    problem = problem_of(random_graph(seed, 30), means=("recompute", "compress"))
+    rng = np.random.default_rng(seed)
+    for _ in range(60):
+        others = rng.choice([0, 1, 2, 3], len(problem.gaps))
+        bits = np.where(rng.random(len(problem.gaps)) < 0.4, COMPRESS, others).astype(np.uint8)
+        checked(problem, bits, HUGE)
+
+
 def test_a_transfer_that_overlaps_costs_nothing() -> None:
     graph = replace(chain(20), machine=Machine(offload=1e12, fetch=1e12, latency=0.0))
     problem = EvictionProblem(graph, tuple(range(len(graph.ops))), means=("offload",))
