@@ -9,6 +9,7 @@ from tightship.errors import (
     BadInput,
     BudgetExceeded,
     Infeasible,
+    InternalError,
     PeerFailed,
     TightshipError,
     UnknownAlias,
@@ -29,6 +30,7 @@ EXAMPLES = [
     Infeasible(
         budget=GIB, lower_bound=2 * GIB, best_peak=3 * GIB, top=[("h", GIB, "encoder.0 · model.py:7")]
     ),
+    InternalError(KeyError("a")),
     VerificationFailed(["overlap at step 3"], "plan.json"),
     BudgetExceeded("conv", 4096, 1024, "stem · net.py:3"),
     PeerFailed({1: "ValueError: no"}, "planning"),
@@ -50,7 +52,7 @@ def test_every_public_error_is_of_the_family_and_has_an_example() -> None:
 @pytest.mark.parametrize("error", EXAMPLES, ids=by_name)
 def test_exit_status_says_not_achievable_or_bad_input(error: TightshipError) -> None:
     not_achievable = isinstance(error, (Infeasible, VerificationFailed, BudgetExceeded, PeerFailed))
-    assert error.exit_status == (1 if not_achievable else 2)
+    assert error.exit_status == (1 if not_achievable else 3 if isinstance(error, InternalError) else 2)
 
 
 @pytest.mark.parametrize("error", EXAMPLES, ids=by_name)

@@ -60,7 +60,6 @@ HOOKS: Final = (
     ("torch._inductor.custom_graph_pass", "CustomPartitionerFn"),
     ("torch._inductor.choices", "InductorChoices.can_fuse_horizontal"),
     ("torch._inductor.codegen.cpp", "CppKernelProxy.codegen_functions"),
-    ("torch._inductor.codegen.cpp", "CppScheduling.codegen_node"),
     ("torch._inductor.codegen.cpp", "CppScheduling.kernel_proxy_cls"),
     ("torch._inductor.codegen.cpp", "OuterLoopFusedSchedulerNode"),
     ("torch._inductor.codegen.common", "device_codegens"),
