@@ -12,7 +12,6 @@ import torch
 
 from tightship.errors import BadInput, Unsupported
 from tightship.execute.cache import KeptPlans, folder_of
-from tightship.execute.compiled_step import CompiledStep
 from tightship.execute.data_parallel import DataParallel, check_together
 from tightship.execute.parts import (
     Loop,
@@ -148,7 +147,11 @@ def fit(
             "a GradScaler with several optimizers", "it skips each of them by itself",
             "leave fit's optimizer out (None), and call scaler.step for each after step.backward",
         )  # fmt: skip
-    kind = CompiledStep if mode == "compiled" else TrainStep
+    kind = TrainStep
+    if mode == "compiled":
+        from tightship.execute.compiled_step import CompiledStep  # here: importing Dynamo takes a second
+
+        kind = CompiledStep
     with ranks.ending_together("fit") if ranks is not None else nullcontext():
         check_together(model, ranks, parallel, settings, loop, one)
         step = kind(

@@ -67,9 +67,8 @@ and places for what it found, may take."""
 _LARGE = 5_000
 """Ops of graphs that are large in that sense."""
 _ORDERS = ("sink", "given", "lpmf")
-_FAR = 0.005
-"""Orders that are tried where the fastest plan is above the least time by more than this part of it; all of them, and
-that in which its own runs need least, by more than twice as much."""
+_FAR = 0.01
+"""Other orders are tried where the fastest plan is above the least time by more than this part of it."""
 _AGAIN = 4
 """How often the runs of what was found are put into another order."""
 _LOOK, _NEARLY = 2_000_000, 1.002
@@ -349,24 +348,22 @@ class _Search:
         tried = [self.problem.order]
         if self.reached.within(self.budget) is None:
             self._own_orders(tried, progress, clock)
-        searched = 0
         for name in _ORDERS:
-            near = self._near(_FAR) or (searched and self._near(2 * _FAR))
-            if near or self.interrupted or clock.search.over:
+            if self._near() or self.interrupted or clock.search.over:
                 return
             given = tuple(range(len(self.graph.ops)))
             order = given if name == "given" else run.order(name, self.graph, clock.search)
             if order not in tried:
                 tried.append(order)
-                searched += self._search_in(self.problem.in_order(order), progress, clock)
+                self._search_in(self.problem.in_order(order), progress, clock)
         self._own_orders(tried, progress, clock)
 
-    def _near(self, far: float) -> bool:
-        """Whether there is a plan, and above the least time by no more than ``far`` as a part of it, or than is good
+    def _near(self) -> bool:
+        """Whether there is a plan, and above the least time by no more than ``_FAR`` as a part of it, or than is good
         enough."""
         assert self.budget is not None
         best = self.reached.within(self.budget)
-        return best is not None and best.found.timeline.time <= self.time_bound * (1 + max(far, self.near))
+        return best is not None and best.found.timeline.time <= self.time_bound * (1 + max(_FAR, self.near))
 
     def _own_orders(self, tried: list[tuple[int, ...]], progress: Progress | None, clock: _Clock) -> None:
         """Search in the order in which what was found so far needs least, again as long as nothing fits."""
@@ -374,13 +371,7 @@ class _Search:
         for turn in range(_AGAIN):
             best = self.reached.within(self.budget)
             start = best.found if best is not None else self.best
-            if (
-                self._near(2 * _FAR)
-                or self.interrupted
-                or clock.search.over
-                or start is None
-                or (turn and best)
-            ):
+            if self._near() or self.interrupted or clock.search.over or start is None or (turn and best):
                 return
             problem = floor.reordered(self.problem, self.graph, start.steps, clock.search.part(_PREPARED))
             if problem is None or problem.order in tried:
@@ -388,15 +379,12 @@ class _Search:
             tried.append(problem.order)
             self._search_in(problem, progress, clock)
 
-    def _search_in(self, problem: EvictionProblem, progress: Progress | None, clock: _Clock) -> bool:
-        """Search in another order, where a first look says that it is as good or nothing fits yet; whether that was
-        so."""
+    def _search_in(self, problem: EvictionProblem, progress: Progress | None, clock: _Clock) -> None:
+        """Search in another order, where a first look says that it is as good or nothing fits yet."""
         assert self.budget is not None
         best = self.reached.within(self.budget)
-        if best is not None and not self._as_good(problem, best, progress, clock):
-            return False
-        self._searched(problem, progress, clock)
-        return True
+        if best is None or self._as_good(problem, best, progress, clock):
+            self._searched(problem, progress, clock)
 
     def _as_good(
         self, problem: EvictionProblem, best: floor.Placed, progress: Progress | None, clock: _Clock
