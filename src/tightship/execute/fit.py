@@ -120,25 +120,10 @@ def fit(
             )  # fmt: skip
     pads = _pads(pad_to)
     settings = _settings(
-        budget,
-        planner,
-        options,
-        strict=strict,
-        variants=_kinds(variants, pads),
-        cache=cache,
-        seconds_per_op=seconds_per_op,
-        folder=folder,
-        pinned=pinned,
-        progress=progress,
-    )
-    if verify_every < 0:
-        raise BadInput("negative verify_every: it is a number of steps, 0 for never", verify_every, "fit")
-    if verify_every and settings.split == ROUNDING:
-        rule = f"verify_every compares bits, and allow={ROUNDING} lets sums round otherwise: leave one of them out"
-        raise BadInput(rule, place="fit")
-    if verify_every and settings.stream:
-        rule = "verify_every runs eager beside the step, which needs all in memory at once: leave out allow=stream"
-        raise BadInput(rule, place="fit")
+        budget, planner, options, strict=strict, variants=_kinds(variants, pads), cache=cache,
+        seconds_per_op=seconds_per_op, folder=folder, pinned=pinned, progress=progress,
+    )  # fmt: skip
+    _check_verified(verify_every, settings)
     loop = Loop(accumulate, clip_norm, clip_value, scaler, skip_nonfinite)
     loop.check()
     one = as_one(optimizer)
@@ -202,6 +187,18 @@ def _kinds(variants: int, pads: tuple[Pad, ...]) -> int:
         raise BadInput("no kind of batch would be kept: variants must be at least 1", variants, "fit")
     lengths = math.prod(len(p.lengths) for p in pads if p.lengths is not None) if pads else 0
     return max(variants, min(_PER_LENGTH * lengths, _MOST_KINDS))
+
+
+def _check_verified(every: int, settings: Settings) -> None:
+    """Raises ``BadInput`` where steps cannot be compared with eager's every so often."""
+    if every < 0:
+        raise BadInput("negative verify_every: it is a number of steps, 0 for never", every, "fit")
+    if every and settings.split == ROUNDING:
+        rule = f"verify_every compares bits, and allow={ROUNDING} lets sums round otherwise: leave one of them out"
+        raise BadInput(rule, place="fit")
+    if every and settings.stream:
+        rule = "verify_every runs eager beside the step, which needs all in memory at once: leave out allow=stream"
+        raise BadInput(rule, place="fit")
 
 
 def _check_compiled(planner: Any, options: PlanOptions, verify_every: int, folder: Any, pinned: Any) -> None:
