@@ -290,6 +290,11 @@ void Search::make_room(State& s) {
 
 // Every least set of what is not read that makes room.
 void Search::drop(State& s, const std::vector<i32>& loose, std::size_t at, i64 need) {
+    if (cut_) return;
+    if (++work_ >= l_.work) {  // there may be many sets
+        cut_ = true;
+        return;
+    }
     if (need <= 0) {
         for (std::size_t j = 0; j < at; ++j)  // none of them in vain
             if (!s.version[loose[j]] && need + p_.size[loose[j]] <= 0) return;

@@ -187,17 +187,11 @@ class Relaxation:
         inputs, results = ({p[side] for p in self.pairs.get(k, ())} for side in (0, 1))
         return min(sum(int(self.size[s]) for s in side) for side in (inputs, results))
 
-    def moment(self, k: int, until: int = -1) -> Moment:
-        """The network of op ``k``; with ``until``, a descendant, only of what first runs before that op is done.
-
-        Nodes: 0 source, 1 sink, then ops, storages needed, storages to be made."""
+    def moment(self, k: int) -> Moment:
+        """The network of op ``k``. Nodes: 0 source, 1 sink, then ops, storages needed, storages to be made."""
         n, m = len(self.graph.ops), len(self.graph.storages)
         before, after = reached((k,), self._backward), reached((k,), self._forward)
-        last = np.array(sorted(self.graph.kept) if until < 0 else [], dtype=np.int64)
-        if until >= 0:
-            early = reached((until,), self._backward)
-            early[until] = True
-            after &= early
+        last = np.array(sorted(self.graph.kept), dtype=np.int64)
         definer = self.uses.facts.definer
         there = np.zeros(m, dtype=np.bool_)  # perhaps made before, and not among what the op holds anyway
         ran = before.copy()

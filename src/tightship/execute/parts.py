@@ -113,11 +113,11 @@ class PartRuns:
     beside them."""
 
     def __init__(self) -> None:
-        self.parts: list[tuple[Plan, RunStats | None, int]] = []
+        self.parts: list[tuple[Plan, RunStats | None, int, int]] = []
         self.between: int | None = None
 
     def add(self, variant: Variant, beside: int = 0) -> None:
-        row = variant.executor.plan, variant.executor.last, beside
+        row = variant.executor.plan, variant.executor.last, beside, variant.unplanned
         if row not in self.parts:  # of many microbatches most are alike
             self.parts.append(row)
 
@@ -125,12 +125,12 @@ class PartRuns:
         if not self.parts:
             return {}
         found: dict[str, int | None] = {
-            "unplanned_peak": max(p.peak_before + beside for p, _, beside in self.parts),
-            "planned_peak": max(p.peak + beside for p, _, beside in self.parts),
-            "arena": max(p.arena for p, _, _ in self.parts),
+            "unplanned_peak": max(unplanned + beside for _, _, beside, unplanned in self.parts),
+            "planned_peak": max(p.peak + beside for p, _, beside, _ in self.parts),
+            "arena": max(p.arena for p, _, _, _ in self.parts),
             "between": self.between,
         }
-        rows = [(s, beside) for _, s, beside in self.parts if s is not None]
+        rows = [(s, beside) for _, s, beside, _ in self.parts if s is not None]
         if len(rows) == len(self.parts):
             found["measured_peak"] = max(self.between or 0, *(s.measured_peak + beside for s, beside in rows))
             found["process_peak"] = max(self.between or 0, *(s.process_peak + beside for s, beside in rows))
