@@ -63,7 +63,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    """What loads torch is there when it is asked for."""
+    """What loads torch or jax is there when it is asked for."""
     if name == "Pad":
         from tightship.frontends.torch.structure import Pad
 
@@ -72,4 +72,8 @@ def __getattr__(name: str) -> Any:
         from tightship.execute.data_parallel import DataParallel
 
         return DataParallel
+    if name == "jax":  # `tightship.jax.fit`
+        from importlib import import_module
+
+        return import_module("tightship.integrations.jax")
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

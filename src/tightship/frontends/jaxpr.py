@@ -17,7 +17,7 @@ from tightship.errors import Unsupported
 from tightship.frontends.builder import GraphBuilder
 from tightship.graph import Graph, Op
 
-__all__ = ["Traced", "lower"]
+__all__ = ["BYTES", "FLOPS", "Traced", "bytes_of", "flops_of", "lower", "source_of"]
 
 FLOPS = 5e10
 """Floating-point operations a second: only how they compare with bytes matters."""
@@ -46,7 +46,7 @@ def lower(traced: Any) -> Traced:
     inputs = [made.given("parameter", x.aval) for x in closed.jaxpr.invars]
     outputs = made.run(closed.jaxpr, constants, inputs, "")
     flat = tuple(dict.fromkeys(v for x in outputs for v in _flat(x) if v >= len(constants) + len(inputs)))
-    made.builder.inputs = constants + inputs  # in the order of the call; literals are not among them
+    made.builder.inputs = constants + inputs + made.literals  # the call's first, in its order
     graph = made.builder.graph(flat, str(getattr(traced, "fun_name", "") or "traced"))
     names = {name: frozenset(found) for name, found in made.names.items()}
     return Traced(graph, names, frozenset(made.carried))
@@ -65,6 +65,7 @@ class _Lowering:
     builder: GraphBuilder = field(default_factory=GraphBuilder)
     names: dict[str, set[int]] = field(default_factory=dict)
     carried: set[int] = field(default_factory=set)
+    literals: list[int] = field(default_factory=list)  # and constants of inner calls
     backward: bool = False  # inside of what runs in the backward pass
 
     def phase(self, e: Any) -> str:
@@ -73,8 +74,12 @@ class _Lowering:
     def given(self, kind: str, aval: Any) -> int:
         return self.value(f"{kind}{len(self.builder.values)}", aval, kind)
 
+    def literal(self, aval: Any) -> int:
+        self.literals.append(self.given("constant", aval))
+        return self.literals[-1]
+
     def value(self, name: str, aval: Any, kind: str = "activation") -> int:
-        return self.builder.tensor(name, _bytes(aval), str(aval.dtype), tuple(aval.shape), kind)
+        return self.builder.tensor(name, bytes_of(aval), str(aval.dtype), tuple(aval.shape), kind)
 
     def run(
         self, jaxpr: Any, constants: Sequence[_Known], inputs: Sequence[_Known], module: str
@@ -86,8 +91,7 @@ class _Lowering:
         for e in jaxpr.eqns:
             args = [None if hasattr(x, "val") else known[x] for x in e.invars]
             known |= zip(e.outvars, self.equation(e, args, module), strict=True)
-        # A literal needs no memory of its own.
-        return [self.given("constant", x.aval) if hasattr(x, "val") else known[x] for x in jaxpr.outvars]
+        return [self.literal(x.aval) if hasattr(x, "val") else known[x] for x in jaxpr.outvars]
 
     def equation(self, e: Any, args: list[_Known | None], module: str) -> list[_Known]:
         outside, self.backward = self.backward, self.phase(e) == "backward"
@@ -112,12 +116,12 @@ class _Lowering:
             closed = getattr(inside, "jaxpr", inside)
             given = [self._present(a, x) for a, x in zip(args, e.invars, strict=True)]
             if len(closed.invars) == len(given):
-                constants = [self.given("constant", x.aval) for x in closed.constvars]
+                constants = [self.literal(x.aval) for x in closed.constvars]
                 return self.run(closed, constants, given, module)
         return self.op(e, args, module)
 
     def _present(self, arg: _Known | None, var: Any) -> _Known:
-        return self.given("constant", var.aval) if arg is None else arg
+        return self.literal(var.aval) if arg is None else arg
 
     def scan(self, e: Any, args: list[_Known | None], module: str) -> list[_Known]:
         """A loop, written out."""
@@ -130,7 +134,7 @@ class _Lowering:
         present = [self._present(a, x) for a, x in zip(args, e.invars, strict=True)]
         constants, carry = present[:fixed], present[fixed : fixed + around]
         stacked = present[fixed + around :]
-        inner = [self.given("constant", x.aval) for x in body.jaxpr.constvars]
+        inner = [self.literal(x.aval) for x in body.jaxpr.constvars]
         made: list[list[int]] = [[-1] * n for _ in range(len(e.outvars) - around)]
         for k in reversed(range(n)) if p["reverse"] else range(n):
             if self.phase(e) == "forward":
@@ -157,24 +161,26 @@ class _Lowering:
         name = f"{module}{e.primitive.name}"
         number = len(self.builder.ops)
         outputs = [self.value(f"{name}.{number}", x.aval) for x in e.outvars]
-        flops = _flops(e)
-        moved = sum(_bytes(x.aval) for x in (*e.invars, *e.outvars))
+        flops = flops_of(e)
+        moved = sum(bytes_of(x.aval) for x in (*e.invars, *e.outvars))
         self.builder.op(
             Op(
                 f"{name}#{number}", e.primitive.name, inputs, tuple(outputs),
                 time=max(flops / FLOPS, moved / BYTES), flops=flops, phase=self.phase(e),
-                module=module.rstrip("."), source=_source(e), effect=bool(e.effects),
+                module=module.rstrip("."), source=source_of(e), effect=bool(e.effects),
             )
         )  # fmt: skip
         return list(outputs)
 
 
-def _bytes(aval: Any) -> int:
+def bytes_of(aval: Any) -> int:
+    """Bytes of an abstract array, 0 for what is none."""
     shape = getattr(aval, "shape", ())
     return math.prod(shape) * int(getattr(getattr(aval, "dtype", None), "itemsize", 0))
 
 
-def _flops(e: Any) -> int:
+def flops_of(e: Any) -> int:
+    """Floating-point operations of the contractions and convolutions of an equation and of what it runs inside."""
     out = math.prod(e.outvars[0].aval.shape) if e.outvars else 0
     if e.primitive.name == "dot_general":
         (contracted, _), _ = e.params["dimension_numbers"]
@@ -182,10 +188,14 @@ def _flops(e: Any) -> int:
     if e.primitive.name == "conv_general_dilated":
         kernel = e.invars[1].aval.shape
         return 2 * out * math.prod(kernel) // max(1, kernel[e.params["dimension_numbers"].rhs_spec[0]])
-    return 0
+    held = [x for p in e.params.values() for x in (p if isinstance(p, (tuple, list)) else (p,))]
+    bodies: list[Any] = [j for x in held if hasattr(j := getattr(x, "jaxpr", x), "eqns")]
+    each = sum(flops_of(x) for body in bodies for x in body.eqns)
+    return each * int(e.params.get("length", 1)) if e.primitive.name == "scan" else each
 
 
-def _source(e: Any) -> str:
+def source_of(e: Any) -> str:
+    """``file.py:line`` of the innermost frame that is the user's."""
     frames = getattr(e.source_info.traceback, "frames", ()) if e.source_info.traceback else ()
     frame = next((f for f in frames if "site-packages" not in f.file_name), None)
     return "" if frame is None else f"{'/'.join(frame.file_name.split('/')[-2:])}:{frame.line_num}"

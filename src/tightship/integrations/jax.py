@@ -1,4 +1,6 @@
-"""From a plan of a traced JAX function to a policy for `jax.checkpoint`: which named values to save.
+"""JAX programs within a budget: `fit` (module `jax_fit`) for a whole step, and policies for `jax.checkpoint`.
+
+A policy, from a plan of a traced function: which named values to save.
 
     step = jax.jit(jax.value_and_grad(loss))             # the body of its lax.scan gives names with checkpoint_name
     chosen = plan_policy(step.trace(params, batch), "60%")
@@ -21,13 +23,14 @@ import jax
 
 from tightship.errors import BadInput, Infeasible
 from tightship.frontends.jaxpr import lower
+from tightship.integrations.jax_fit import Fit, FittedStep, Memory, fit
 from tightship.planners.default import top_of_peak
 from tightship.planners.evict.problem import EvictionProblem
 from tightship.planners.frontier import with_saved
 from tightship.simulate import baseline, replay
 from tightship.units import parse_budget
 
-__all__ = ["Policy", "plan_policies", "plan_policy", "temp_bytes"]
+__all__ = ["Fit", "FittedStep", "Memory", "Policy", "fit", "plan_policies", "plan_policy", "temp_bytes"]
 
 _EVERY = 8
 """Names of which every set is tried; of more, those are left out one by one that cost least for their bytes."""

@@ -1,0 +1,349 @@
+"""A traced JAX function as equations in a row, as a Graph of what XLA would fuse, and as a function again.
+
+Calls (`jit`, `custom_jvp`, `closed_call`, checkpoints of a forward pass) are inlined; loops, branches, shard maps and
+checkpoints of a backward pass are one equation each. An op of the graph is what XLA's fusion would make one kernel
+of: an equation, the element-wise ones that only it reads, and the shapes and broadcasts it reads, which cost nothing.
+Times are modeled: floating-point operations of contractions and convolutions, bytes of all else.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.extend import core, source_info_util
+
+from tightship.frontends.builder import GraphBuilder
+from tightship.frontends.jaxpr import BYTES, FLOPS, bytes_of, flops_of, source_of
+from tightship.graph import Graph, Op
+
+__all__ = ["Equation", "Ops", "Program", "array_of", "inlined", "late", "on_values"]
+
+_CALLS = (
+    "jit",
+    "pjit",
+    "closed_call",
+    "core_call",
+    "custom_jvp_call",
+    "custom_vjp_call",
+    "custom_vjp_call_jaxpr",
+)
+_INSIDE = ("jaxpr", "call_jaxpr", "fun_jaxpr")
+_ELEMENTWISE = frozenset(
+    "abs acos acosh add add_any and asin asinh atan atan2 atanh cbrt ceil clamp convert_element_type copy "
+    "cos cosh div eq erf erf_inv erfc exp exp2 expm1 floor ge gt integer_pow is_finite le log log1p "
+    "logistic lt max min mul ne neg nextafter not or pow real imag rem round rsqrt select_n shift_left "
+    "shift_right_arithmetic shift_right_logical sign sin sinh sqrt square sub tan tanh xor".split()
+)
+_FREE = frozenset("broadcast_in_dim expand_dims iota reshape squeeze stop_gradient".split())
+"""Made again by whoever reads them: XLA takes them for views, or puts them into each fusion."""
+
+
+@dataclass(frozen=True)
+class Equation:
+    """A primitive, bound to values of the program: numbers, or literals as JAX has them. ``instead``: what computes
+    it where it was rewritten, with ``more`` floating-point operations than ``made`` says."""
+
+    made: Any
+    inputs: tuple[Any, ...]
+    outputs: tuple[int, ...]
+    backward: bool
+    instead: Callable[[Sequence[Any]], list[Any]] | None = None
+    more: int = 0
+
+    @property
+    def name(self) -> str:
+        return str(self.made.primitive.name)
+
+    @property
+    def read(self) -> tuple[int, ...]:
+        return tuple(x for x in self.inputs if isinstance(x, int))
+
+    @property
+    def flops(self) -> int:
+        return flops_of(self.made) + self.more
+
+    def bind(self, values: Sequence[Any]) -> list[Any]:
+        """The results on ``values``, one for each input."""
+        if self.instead is not None:
+            return self.instead(values)
+        e = self.made
+        params = e.primitive.get_bind_params(e.params)
+        functions, params = params if isinstance(params, tuple) else ((), params)
+        stack = source_info_util.current_name_stack() + e.source_info.name_stack
+        with source_info_util.user_context(e.source_info.traceback, name_stack=stack), e.ctx.manager:
+            out = e.primitive.bind(*functions, *values, **params)
+        return list(out) if e.primitive.multiple_results else [out]
+
+
+@dataclass
+class Program:
+    """``equations`` in order over values 0, 1, … with ``avals``; ``constants`` with their contents, ``inputs``,
+    ``outputs`` (numbers or literals)."""
+
+    equations: list[Equation] = field(default_factory=list)
+    avals: list[Any] = field(default_factory=list)
+    constants: dict[int, Any] = field(default_factory=dict)
+    inputs: list[int] = field(default_factory=list)
+    outputs: list[Any] = field(default_factory=list)
+
+    def value(self, aval: Any) -> int:
+        self.avals.append(aval)
+        return len(self.avals) - 1
+
+    def nbytes(self, values: Iterable[int]) -> int:
+        return sum(bytes_of(self.avals[v]) for v in values)
+
+    def results(self) -> set[int]:
+        return {x for x in self.outputs if isinstance(x, int)}
+
+    def call(self, args: Sequence[Any]) -> list[Any]:
+        """The outputs for ``args``: every equation, in order."""
+        known = dict(self.constants) | dict(zip(self.inputs, args, strict=True))
+        for e in self.equations:
+            known |= zip(
+                e.outputs, e.bind([known[x] if isinstance(x, int) else x.val for x in e.inputs]), strict=True
+            )
+        return [known[x] if isinstance(x, int) else array_of(x) for x in self.outputs]
+
+    def run(
+        self, jaxpr: Any, constants: Sequence[Any], args: Sequence[Any], backward: bool = False
+    ) -> list[Any]:
+        """The equations of ``jaxpr`` on values of this program; its outputs."""
+        known: dict[Any, Any] = dict(zip(jaxpr.invars, args, strict=True))
+        for var, content in zip(jaxpr.constvars, constants, strict=True):
+            known[var] = self.value(var.aval)
+            self.constants[known[var]] = content
+
+        def read(x: Any) -> Any:
+            return x if isinstance(x, core.Literal) else known[x]
+
+        for e in jaxpr.eqns:
+            given = tuple(map(read, e.invars))
+            behind = backward or "transpose" in str(e.source_info.name_stack)
+            inner = _inlines(e)
+            if inner is not None:
+                made = self.run(getattr(inner, "jaxpr", inner), getattr(inner, "consts", ()), given, behind)
+            else:
+                made = [self.value(x.aval) for x in e.outvars]
+                self.equations.append(Equation(e, given, tuple(made), behind))
+            known |= zip(e.outvars, made, strict=True)
+        return [read(x) for x in jaxpr.outvars]
+
+
+def array_of(literal: Any) -> Any:
+    """A literal as an array of its own type."""
+    return jnp.asarray(literal.val, literal.aval.dtype)
+
+
+def inlined(closed: Any) -> Program:
+    """The program of a closed jaxpr, such as ``jax.jit(f).trace(…).jaxpr``."""
+    made = Program()
+    made.inputs = [made.value(x.aval) for x in closed.jaxpr.invars]
+    made.outputs = made.run(closed.jaxpr, closed.consts, made.inputs)
+    return made
+
+
+def _inlines(e: Any) -> Any:
+    """The jaxpr of a call that means the same written out: a call that shards its arguments does not, and a
+    checkpoint's recomputation would be merged with the forward pass."""
+    name = e.primitive.name
+    if name not in _CALLS and not (
+        name in ("remat2", "checkpoint", "remat") and not e.params.get("differentiated")
+    ):
+        return None
+    if any(
+        "Unspecified" not in type(s).__name__
+        for k in ("in_shardings", "out_shardings")
+        for s in e.params.get(k, ())
+    ):
+        return None
+    inner = next((e.params[k] for k in _INSIDE if k in e.params), None)
+    jaxpr = getattr(inner, "jaxpr", inner)
+    return inner if jaxpr is not None and len(jaxpr.invars) == len(e.invars) else None
+
+
+class Ops:
+    """The equations of a program as the ops of a graph: op ``i`` runs ``members[i]``, the last of which has its
+    results; ``home`` has the graph's value of a program's value that an op makes or the caller gives."""
+
+    def __init__(self, program: Program, name: str = "step") -> None:
+        self.program = program
+        self.members: list[tuple[int, ...]] = _fused(program)
+        self.builder = GraphBuilder()
+        self.home: dict[int, int] = {}
+        for v in (*program.constants, *program.inputs):
+            self.home[v] = self._tensor(v, "parameter")
+        self.builder.inputs = [self.home[v] for v in (*program.constants, *program.inputs)]
+        for row in self.members:
+            self._op(row)
+        own = {self.home[v] for v in program.inputs}
+        found = dict.fromkeys(self.home[v] for v in program.outputs if isinstance(v, int))
+        self.graph: Graph = self.builder.graph([v for v in found if v not in own], name)
+
+    def _tensor(self, v: int, kind: str = "activation") -> int:
+        aval = self.program.avals[v]
+        shape = tuple(getattr(aval, "shape", ()))
+        return self.builder.tensor(
+            f"{kind}.{v}", bytes_of(aval), str(getattr(aval, "dtype", "")), shape, kind
+        )
+
+    def _op(self, row: tuple[int, ...]) -> None:
+        e, reads = self.program.equations[row[-1]], self.reads(row)
+        for v in e.outputs:
+            self.home[v] = self._tensor(v)
+        flops = sum(self.program.equations[i].flops for i in row)
+        moved = self.program.nbytes((*reads, *e.outputs))
+        self.builder.op(
+            Op(
+                self.builder.op_name(e.name), e.name, tuple(self.home[v] for v in reads),
+                tuple(self.home[v] for v in e.outputs), time=max(flops / FLOPS, moved / BYTES), flops=flops,
+                phase="backward" if e.backward else "forward", source=source_of(e.made), effect=bool(e.made.effects),
+            )
+        )  # fmt: skip
+
+    def reads(self, row: Iterable[int]) -> tuple[int, ...]:
+        """The values from outside that equations read."""
+        equations = [self.program.equations[i] for i in row]
+        made = {v for e in equations for v in e.outputs}
+        return tuple(dict.fromkeys(v for e in equations for v in e.read if v not in made))
+
+    @cached_property
+    def results(self) -> list[tuple[int, ...]]:
+        return [self.program.equations[row[-1]].outputs for row in self.members]
+
+    def compute(self, op: int, known: Mapping[int, Any]) -> dict[int, Any]:
+        """The results of an op by itself."""
+        local: dict[int, Any] = {}
+        for i in self.members[op]:
+            e = self.program.equations[i]
+            values = [
+                (local[x] if x in local else known[x]) if isinstance(x, int) else x.val for x in e.inputs
+            ]
+            local |= zip(e.outputs, e.bind(values), strict=True)
+        return {v: local[v] for v in self.results[op]}
+
+
+def _fused(program: Program) -> list[tuple[int, ...]]:
+    """Equations by op, the one whose results others read last."""
+    equations, results = program.equations, program.results()
+    readers: dict[int, set[int]] = {}
+    maker: dict[int, int] = {}
+    for i, e in enumerate(equations):
+        maker |= dict.fromkeys(e.outputs, i)
+        for v in e.read:
+            readers.setdefault(v, set()).add(i)
+    free = {
+        i
+        for i, e in enumerate(equations)
+        if e.name in _FREE and e.outputs[0] not in results and e.outputs[0] in readers
+    }
+    head = list(range(len(equations)))
+    for i in reversed(range(len(equations))):
+        e = equations[i]
+        if i in free or e.name not in _ELEMENTWISE or e.outputs[0] in results:
+            continue
+        heads = {head[k] for k in _through(readers.get(e.outputs[0], ()), free, equations, readers)}
+        if len(heads) == 1:
+            to = next(iter(heads))
+            if equations[to].name in _ELEMENTWISE or equations[to].name.startswith("reduce_"):
+                head[i] = to
+    rows: dict[int, set[int]] = {}
+    for i in range(len(equations)):
+        if i not in free:
+            rows.setdefault(head[i], set()).add(i)
+    for row in rows.values():  # what costs nothing goes to each of its readers
+        more = list(row)
+        while more:
+            for v in equations[more.pop()].read:
+                k = maker.get(v)
+                if k in free and k not in row:
+                    row.add(k)
+                    more.append(k)
+    return [tuple(sorted(rows[h])) for h in sorted(rows)]
+
+
+def _through(
+    readers: Iterable[int], free: set[int], equations: Sequence[Equation], of: Mapping[int, set[int]]
+) -> Iterator[int]:
+    """The readers of a value, those that cost nothing replaced by theirs."""
+    more = list(readers)
+    while more:
+        i = more.pop()
+        if i in free:
+            more.extend(of.get(equations[i].outputs[0], ()))
+        else:
+            yield i
+
+
+# --- a function again ---
+
+
+def on_values(ops: Ops, steps: Sequence[tuple[bool, int]], hold: str) -> Callable[..., list[Any]]:
+    """A function of the program's inputs that runs ``steps``: (whether it is done again, op). What is done again
+    reads its operands through `late`, by ``hold``, so that XLA neither merges it with the first time nor runs it
+    before its turn."""
+    program = ops.program
+
+    def run(*args: Any) -> list[Any]:
+        known = dict(program.constants) | dict(zip(program.inputs, args, strict=True))
+        token, at = None, 0
+        while at < len(steps):
+            again, op = steps[at]
+            if not again:
+                known |= ops.compute(op, known)
+                token = next((known[v] for v in ops.results[op] if _tells(program.avals[v])), token)
+                at += 1
+                continue
+            end = next((k for k in range(at, len(steps)) if not steps[k][0]), len(steps))
+            group = [op for _, op in steps[at:end]]
+            local = dict(known) | late(ops, group, known, token, hold)
+            for op in group:
+                made = ops.compute(op, local)
+                local |= made
+                known |= made
+            at = end
+        return [known[x] if isinstance(x, int) else array_of(x) for x in program.outputs]
+
+    return run
+
+
+def _tells(aval: Any) -> bool:
+    """Whether a value can hold back another one."""
+    return bytes_of(aval) > 0 and jnp.issubdtype(aval.dtype, jnp.floating)
+
+
+def late(ops: Ops, group: Sequence[int], known: Mapping[int, Any], token: Any, hold: str) -> dict[int, Any]:
+    """Operands of ops that are done again, with the same contents, but not before ``token``.
+
+    ``barrier``: all of them through an optimization barrier (as `jax.checkpoint` does). ``select``: XLA takes
+    barriers out before it schedules for CPUs, so of each op the smallest operand is chosen by a predicate that is
+    always true and that XLA cannot know, read off the token."""
+    program = ops.program
+    made = {v for op in group for v in ops.results[op]}
+    outside = [[v for v in ops.reads(ops.members[op]) if v not in made] for op in group]
+    if hold == "barrier":
+        names = list(dict.fromkeys(v for row in outside for v in row))
+        tokens = () if token is None else (token,)
+        held = jax.lax.optimization_barrier((*(known[v] for v in names), *tokens))
+        return dict(zip(names, held[: len(names)], strict=True))
+    if token is None:
+        return {}
+    first = jnp.ravel(token)[0] if math.prod(token.shape) > 1 else jnp.reshape(token, ())
+    always = (first == first) | (first != first)
+    held_back: dict[int, Any] = {}
+    for op, row in zip(group, outside, strict=True):
+        if set(ops.reads(ops.members[op])) & made or any(v in held_back for v in row):
+            continue  # is late by an operand that is
+        may = [v for v in row if not jax.dtypes.issubdtype(program.avals[v].dtype, jax.dtypes.extended)]
+        if may:
+            v = min(may, key=lambda v: (v in program.constants, bytes_of(program.avals[v])))
+            held_back[v] = jax.lax.select_n(
+                jnp.broadcast_to(always, known[v].shape), jnp.zeros_like(known[v]), known[v]
+            )
+    return held_back

@@ -1,0 +1,352 @@
+"""A JAX step within a budget in bytes, read off what XLA compiled: `tightship.jax.fit`.
+
+    step = tightship.jax.fit(train_step, budget="4GiB", donate_argnums=0)
+    state, loss = step(state, batch)        # planned and compiled at the first call for each kind of arguments
+
+The step is traced with its gradients and its optimizer; no names, no policies, no change of the model. What the
+forward pass leaves for the backward pass is planned as any graph is: kept, or made again. The program is written out
+again with those repetitions, compiled, and XLA's own analysis read: arguments, results, temporaries of the program.
+What is above the budget is planned again for less, until it is within it, or `Infeasible` says how near it came.
+"""
+
+from __future__ import annotations
+
+import inspect
+import time
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import numpy as np
+
+from tightship.errors import BadInput, Infeasible, Unsupported
+from tightship.frontends.jax_program import Ops, Program, inlined, on_values
+from tightship.integrations.jax_scans import loops_of, with_saved
+from tightship.planners import default
+from tightship.simulate import baseline, replay
+from tightship.units import Budget, BudgetLike, format_bytes, parse_budget
+
+__all__ = ["Fit", "FittedStep", "Memory", "fit"]
+
+_MEMORY_FIRST = {"xla_cpu_scheduler_type": "CPU_SCHEDULER_TYPE_MEMORY_OPTIMIZED"}
+"""XLA's order for CPUs is one for concurrency by default, in which what is recomputed runs as early as it can."""
+_PLACE = "tightship.jax.fit"
+_TRIES = 8
+_NEAR = 0.97
+"""A plan that needs at least this part of the budget's temporaries is not improved upon."""
+
+
+@dataclass(frozen=True, slots=True)
+class Memory:
+    """Bytes of a compiled program on one device, by XLA's analysis (`memory_analysis`): what the caller gives, what
+    it gets, how much of that lies in what was given (donated), and temporaries."""
+
+    arguments: int
+    outputs: int
+    aliased: int
+    temporaries: int
+
+    @property
+    def static(self) -> int:
+        """What is there whatever is planned."""
+        return self.arguments + self.outputs - self.aliased
+
+    @property
+    def total(self) -> int:
+        return self.static + self.temporaries
+
+
+@dataclass(frozen=True, slots=True)
+class Fit:
+    """What was planned for one kind of arguments, and what XLA says of it. ``before``: of the step as it was given.
+    ``repeated``: equations that run again; ``extra_flops`` is their part of the step's modeled operations.
+    ``tried``: total bytes of each program that was compiled; ``seconds`` of planning and compiling."""
+
+    budget: int
+    memory: Memory
+    before: Memory
+    repeated: int
+    extra_flops: float
+    tried: tuple[int, ...]
+    seconds: float
+
+    def __str__(self) -> str:
+        m, b = self.memory, self.before
+        return (
+            f"{format_bytes(m.total)} within {format_bytes(self.budget)}: arguments and results "
+            f"{format_bytes(m.static)}, temporaries {format_bytes(m.temporaries)} "
+            f"({format_bytes(b.temporaries)} before); "
+            f"{self.repeated} operations run again, +{self.extra_flops:.1%} FLOPs"
+        )
+
+
+@dataclass(frozen=True)
+class _Planned:
+    """``call`` takes the dynamic arguments and their leaves."""
+
+    call: Callable[[Any, list[Any]], Any]
+    fit: Fit
+
+
+class FittedStep:
+    """The step within its budget: call it as the step. ``fits`` has what was planned for each kind of arguments."""
+
+    def __init__(
+        self, step: Callable[..., Any], budget: BudgetLike, seconds: float, jit: dict[str, Any]
+    ) -> None:
+        self._step, self._budget, self._seconds, self._jit = step, _read(budget), seconds, jit
+        self._static = _StaticArguments(step, jit)
+        self._kinds: dict[Hashable, _Planned] = {}
+
+    @property
+    def fits(self) -> tuple[Fit, ...]:
+        return tuple(k.fit for k in self._kinds.values())
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        planned, dynamic, leaves = self._planned(args, kwargs)
+        return planned.call(dynamic, leaves)
+
+    def prepare(self, *args: Any, **kwargs: Any) -> Fit:
+        """Plans for arguments such as these (arrays or `jax.ShapeDtypeStruct`), and runs nothing. Raises what `fit`
+        says of a call."""
+        return self._planned(args, kwargs)[0].fit
+
+    def _planned(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[_Planned, Any, list[Any]]:
+        dynamic, static = self._static.divide(args, kwargs)
+        leaves, tree = jax.tree.flatten(dynamic)
+        if any(isinstance(x, jax.core.Tracer) for x in leaves):
+            raise BadInput(
+                "a fitted step was called inside of a transformation (jit, grad, vmap, scan); it is a compiled "
+                "program: give the whole step to fit, and call it from outside",
+                place=_PLACE,
+            )
+        kind = (tree, tuple(map(_kind_of, leaves)), static)
+        if kind not in self._kinds:
+            self._kinds[kind] = self._plan(args, kwargs, tree, leaves)
+        return self._kinds[kind], dynamic, leaves
+
+    def _plan(self, args: tuple[Any, ...], kwargs: dict[str, Any], tree: Any, leaves: list[Any]) -> _Planned:
+        began = time.perf_counter()
+        jitted = (
+            self._step if hasattr(self._step, "trace") else jax.jit(self._step, keep_unused=True, **self._jit)
+        )
+        traced = jitted.trace(*args, **kwargs)
+        if jax.tree.structure(traced.args_info) != tree:
+            raise BadInput(
+                "the step is a jitted function with static arguments: give the function itself, and "
+                "static_argnums= to fit",
+                place=_PLACE,
+            )
+        plain = traced.lower().compile()
+        before = _memory(plain)
+        limit = self._budget.resolve(before.total, static=before.static)
+        if before.total <= limit:
+            fit = Fit(limit, before, before, 0, 0.0, (before.total,), time.perf_counter() - began)
+            return _Planned(lambda dynamic, leaves: plain(*dynamic[0], **dynamic[1]), fit)
+        donated = [k for k, info in enumerate(jax.tree.leaves(traced.args_info)) if info.donated]
+        search = _Search(inlined(traced.jaxpr), leaves, donated, limit, before, began + self._seconds)
+        best = search.run()
+        results = jax.tree.structure(traced.out_info)
+        seconds = time.perf_counter() - began
+        fit = Fit(limit, best.memory, before, best.repeated, best.extra, tuple(search.tried), seconds)
+        return _Planned(lambda dynamic, leaves: jax.tree.unflatten(results, best.compiled(*leaves)), fit)
+
+
+def _read(budget: BudgetLike) -> Budget:
+    if budget is None:
+        raise BadInput(
+            "no budget is given; give bytes such as 4GiB, or a percentage such as 60%", place=_PLACE
+        )
+    return parse_budget(budget)
+
+
+class _StaticArguments:
+    """Which arguments are static, as `jax.jit` takes them: by number or by name."""
+
+    def __init__(self, step: Callable[..., Any], jit: dict[str, Any]) -> None:
+        numbers, names = jit.get("static_argnums"), jit.get("static_argnames")
+        self._numbers = {numbers} if isinstance(numbers, int) else set(numbers or ())
+        self._names = {names} if isinstance(names, str) else set(names or ())
+        if not self._numbers and not self._names:
+            return
+        if hasattr(step, "trace"):
+            raise BadInput(
+                "static arguments of a function that is jitted; give the function itself", place=_PLACE
+            )
+        try:
+            given = list(inspect.signature(step).parameters.values())
+        except (TypeError, ValueError):
+            return
+        order = [p.name for p in given if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+        self._numbers = {k % len(order) if k < 0 and order else k for k in self._numbers}
+        self._names |= {order[k] for k in self._numbers if k < len(order)}
+        self._numbers |= {k for k, name in enumerate(order) if name in self._names}
+
+    def divide(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Hashable]:
+        """The dynamic arguments, and the static ones with their places."""
+        dynamic = (
+            tuple(x for k, x in enumerate(args) if k not in self._numbers),
+            {name: x for name, x in kwargs.items() if name not in self._names},
+        )
+        rows = [(k, x) for k, x in enumerate(args) if k in self._numbers]
+        static = (*rows, *((n, kwargs[n]) for n in sorted(kwargs) if n in self._names))
+        try:
+            hash(static)
+        except TypeError:
+            raise BadInput(
+                "a static argument cannot be hashed, which jax.jit asks for", place=_PLACE
+            ) from None
+        return dynamic, static
+
+
+def _kind_of(leaf: Any) -> Hashable:
+    """What a program is compiled for: shape, type, and where it lies."""
+    if isinstance(leaf, jax.ShapeDtypeStruct):
+        shape, dtype, weak = leaf.shape, leaf.dtype, bool(getattr(leaf, "weak_type", False))
+    elif hasattr(leaf, "aval"):
+        shape, dtype, weak = leaf.aval.shape, leaf.aval.dtype, leaf.aval.weak_type
+    else:
+        shape, dtype, weak = (
+            np.shape(leaf),
+            jax.dtypes.result_type(leaf),
+            isinstance(leaf, (bool, int, float, complex)),
+        )
+    at = getattr(leaf, "sharding", None)
+    return shape, str(dtype), weak, None if isinstance(at, jax.sharding.SingleDeviceSharding) else at
+
+
+def _memory(compiled: Any) -> Memory:
+    found = compiled.memory_analysis()
+    if found is None:
+        raise Unsupported(
+            "planning for this backend", "XLA gives no analysis of its memory", "use CPU, GPU or TPU"
+        )
+    sizes = (found.argument_size_in_bytes, found.output_size_in_bytes, found.alias_size_in_bytes)
+    return Memory(*sizes, found.temp_size_in_bytes)
+
+
+@dataclass(frozen=True)
+class _Candidate:
+    compiled: Any
+    memory: Memory
+    repeated: int
+    extra: float
+
+
+class _Search:
+    """Programs for a share of what the step takes, from 1 (nothing runs again) to 0, until XLA's total is within
+    ``limit``: the more is kept, the more bytes and the fewer repetitions there are."""
+
+    def __init__(
+        self,
+        program: Program,
+        leaves: list[Any],
+        donated: list[int],
+        limit: int,
+        before: Memory,
+        until: float,
+    ) -> None:
+        self.program, self.leaves, self.donated = program, leaves, donated
+        self.limit, self.before, self.until = limit, before, until
+        self.loops = loops_of(program)
+        self.flops = sum(e.flops for e in program.equations)
+        self.tried: list[int] = []
+        self.cpu = jax.default_backend() == "cpu"
+
+    def run(self) -> _Candidate:
+        """The program with the fewest repetitions among those within the limit. Raises ``Infeasible``."""
+        found = [self.candidate(1.0)]
+        low, high = 0.0, 1.0
+        share = self._room / max(1, found[0].memory.temporaries)
+        while not self._done(found, low, high):
+            share = min(max(share, low + 0.1 * (high - low)), high - 0.1 * (high - low))
+            share = 0.0 if share < 0.03 else share
+            made = self.candidate(share)
+            found.append(made)
+            if made.memory.total <= self.limit:
+                low = share
+                share = (low + high) / 2
+            else:
+                high = share
+                share *= self._room / max(1, made.memory.temporaries)
+        fits = [c for c in found if c.memory.total <= self.limit]
+        if fits:
+            return min(fits, key=lambda c: (c.extra, c.repeated, c.memory.total))
+        least = min(c.memory.total for c in found)
+        raise Infeasible(budget=self.limit, lower_bound=self.before.static, best_peak=least)
+
+    @property
+    def _room(self) -> int:
+        return max(0, self.limit - self.before.static)
+
+    def _done(self, found: Sequence[_Candidate], low: float, high: float) -> bool:
+        last = found[-1].memory
+        near = last.total <= self.limit and (
+            last.temporaries >= _NEAR * self._room or found[-1].repeated == 0
+        )
+        late = len(found) >= _TRIES or time.perf_counter() > self.until
+        fits = any(c.memory.total <= self.limit for c in found)
+        return (
+            near
+            or self._room == 0
+            or high <= 0.0
+            or (high - low < 0.02)
+            or (late and fits)
+            or len(found) >= 2 * _TRIES
+        )
+
+    def candidate(self, share: float) -> _Candidate:
+        """Plan for ``share`` of what the step takes beyond its arguments, and compile."""
+        chosen = [(loop, loop.saved(share)) for loop in self.loops] if share < 1 else []
+        ops = Ops(with_saved(self.program, chosen))
+        steps = _steps(ops, share)
+        run = on_values(ops, steps, "select" if self.cpu else "barrier")
+        lowered = jax.jit(run, donate_argnums=tuple(self.donated), keep_unused=True).lower(*self.leaves)
+        compiled = _compile(lowered, self.cpu)
+        again = [op for repeats, op in steps if repeats]
+        inside = sum(len(saved.again) for _, saved in chosen)
+        flops = sum(ops.graph.ops[op].flops for _, op in steps)
+        extra = max(0.0, flops / self.flops - 1) if self.flops else 0.0
+        made = _Candidate(compiled, _memory(compiled), len(again) + inside, extra)
+        self.tried.append(made.memory.total)
+        return made
+
+
+def _steps(ops: Ops, share: float) -> list[tuple[bool, int]]:
+    """Which op runs when, and whether for the second time, so that what the graph takes beyond the arguments is
+    ``share`` of what it takes as it is; as near to that as plans come."""
+    graph = ops.graph
+    if share >= 1:
+        return [(False, op) for op in range(len(graph.ops))]
+    peak = replay(graph, baseline(graph)).peak
+    options = default.Options(order="given", place=False, seconds=3.0)
+    try:
+        made = default.plan(graph, graph.static_bytes + int((peak - graph.static_bytes) * share), options)
+    except Infeasible as error:
+        made = default.plan(graph, max(error.best_peak, error.lower_bound), options)
+    return [(s.kind == "recompute", s.op) for s in made.steps if s.kind in ("compute", "recompute")]
+
+
+def _compile(lowered: Any, cpu: bool) -> Any:
+    if cpu:
+        try:
+            return lowered.compile(_MEMORY_FIRST)
+        except Exception as error:
+            if "xla_cpu_scheduler_type" not in str(error):
+                raise
+    return lowered.compile()
+
+
+def fit(step: Callable[..., Any], budget: BudgetLike, *, seconds: float = 10.0, **jit: Any) -> FittedStep:
+    """``step`` as a compiled step that stays within ``budget``: bytes, text such as ``"4GiB"``, or a percentage of
+    what it takes as it is (``"60%"``; ``"static+60%"``: arguments and results, and that share of the temporaries).
+
+    ``step``: any function that `jax.jit` takes, with its gradients inside (or a jitted one without static arguments).
+    ``jit``: its keywords, such as ``donate_argnums`` and ``static_argnums``. ``seconds``: after which nothing better
+    is looked for once a program is within the budget.
+
+    What counts is XLA's analysis of the compiled program on one device: arguments + results − what lies in donated
+    arguments + temporaries. A step within the budget is compiled as it is. A call raises ``Infeasible`` where no
+    program within the budget was found, with the least that was reached; ``BadInput`` inside of transformations."""
+    return FittedStep(step, budget, seconds, jit)

@@ -1,0 +1,209 @@
+"""JAX steps within a budget: what XLA says of the compiled program is within it, and the values are the step's."""
+
+import pytest
+
+jax = pytest.importorskip("jax", reason="jax is not installed")
+
+import jax.numpy as jnp  # noqa: E402
+import numpy as np  # noqa: E402
+
+import tightship  # noqa: E402
+from tightship.errors import BadInput, Infeasible  # noqa: E402
+from tightship.frontends.jax_program import Ops, inlined  # noqa: E402
+from tightship.integrations.jax_fit import FittedStep, _Search  # noqa: E402
+from tightship.integrations.jax_scans import loops_of  # noqa: E402
+
+LAYERS, BATCH, WIDE = 8, 256, 64
+KEY = jax.random.PRNGKey(0)
+X = jax.random.normal(KEY, (BATCH, WIDE))
+
+
+def layer(x, w):
+    return x + jax.nn.gelu(x @ w["up"]) @ w["down"]
+
+
+def in_a_row(params, x):
+    for k in range(LAYERS):
+        x = layer(x, jax.tree.map(lambda p, k=k: p[k], params))
+    return x
+
+
+def in_a_scan(params, x):
+    return jax.lax.scan(lambda x, w: (layer(x, w), None), x, params)[0]
+
+
+def weights():
+    up, down = (
+        (0.1 * jax.random.normal(KEY, (LAYERS, a, b))) for a, b in ((WIDE, 4 * WIDE), (4 * WIDE, WIDE))
+    )
+    return {"up": up, "down": down}
+
+
+def step_of(forward):
+    def step(params, x, rate=0.1):
+        loss, grads = jax.value_and_grad(lambda p: (forward(p, x) ** 2).mean())(params)
+        return jax.tree.map(lambda p, g: p - rate * g, params, grads), loss
+
+    return step
+
+
+def same(a, b):
+    leaves = zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True)
+    return all(np.allclose(x, y, rtol=2e-6, atol=2e-7) for x, y in leaves)
+
+
+@pytest.mark.parametrize("forward", [in_a_row, in_a_scan])
+def test_a_step_is_fitted_by_what_xla_says_of_the_program(forward) -> None:
+    step = step_of(forward)
+    expected = jax.jit(step)(weights(), X)
+    extra = []
+    for budget in ("100%", "static+60%", "static+40%"):
+        fitted = tightship.jax.fit(step, budget)
+        got = fitted(weights(), X)
+        (fit,) = fitted.fits
+        assert fit.memory.total <= fit.budget and same(got, expected)
+        assert jax.tree.structure(got) == jax.tree.structure(expected)
+        extra.append(fit.extra_flops)
+    assert extra[0] == 0 and extra == sorted(extra) and fit.repeated > 0
+    assert fit.memory.temporaries <= 0.4 * fit.before.temporaries
+
+
+def test_a_step_within_the_budget_is_compiled_as_it_is() -> None:
+    step = step_of(in_a_row)
+    fitted = tightship.jax.fit(step, "1GiB")
+    for a, b in zip(
+        jax.tree.leaves(fitted(weights(), X)), jax.tree.leaves(jax.jit(step)(weights(), X)), strict=True
+    ):
+        assert np.array_equal(a, b)
+    assert fitted.fits[0].repeated == 0 and fitted.fits[0].memory == fitted.fits[0].before
+
+
+def test_what_no_program_can_meet_says_how_near_it_came() -> None:
+    with pytest.raises(Infeasible) as error:
+        tightship.jax.fit(step_of(in_a_scan), "static+1%")(weights(), X)
+    assert error.value.lower_bound < error.value.budget < error.value.best_peak
+
+
+def test_each_kind_of_arguments_is_planned_once_and_none_is_run_by_prepare() -> None:
+    step = step_of(in_a_scan)
+    fitted = tightship.jax.fit(step, "static+50%")
+    shapes = jax.tree.map(lambda p: jax.ShapeDtypeStruct(p.shape, p.dtype), (weights(), X))
+    planned = fitted.prepare(*shapes)
+    fitted(weights(), X), fitted(weights(), X)
+    assert fitted.fits == (planned,)
+    fitted(weights(), X[:128])
+    fitted(weights(), X, rate=0.2)
+    assert len(fitted.fits) == 3
+    assert same(
+        fitted(weights(), X, rate=0.5), jax.jit(step)(weights(), X, rate=0.5)
+    )  # a number is an argument
+    assert len(fitted.fits) == 3
+
+
+def test_donated_arguments_and_static_ones_are_as_in_jit() -> None:
+    def step(params, x, layers, flip=False):
+        y = in_a_scan(jax.tree.map(lambda p: p[:layers], params), x)
+        return step_of(in_a_scan)(params, -y if flip else y)
+
+    for told in (
+        {"static_argnums": (2,), "static_argnames": "flip"},
+        {"static_argnames": ("layers", "flip")},
+    ):
+        fitted = tightship.jax.fit(step, "static+60%", donate_argnums=0, **told)
+        plain = jax.jit(step, **told)
+        given = weights()
+        for args, more in (((3,), {}), ((5,), {}), ((3,), {"flip": True})):
+            assert same(fitted(weights(), X, *args, **more), plain(weights(), X, *args, **more))
+        fitted(given, X, 3)
+        assert given["up"].is_deleted() and len(fitted.fits) == 3
+    assert fitted.fits[0].memory.aliased > 0
+
+
+def test_random_bits_and_effects_happen_once(capsys) -> None:
+    def step(params, x, key):
+        def loss(p):
+            y = in_a_row(p, x)
+            jax.debug.callback(lambda v: print("seen"), y.sum(), ordered=True)
+            return ((y * jax.random.bernoulli(key, 0.5, y.shape)) ** 2).mean()
+
+        return jax.value_and_grad(loss)(params)
+
+    fitted = tightship.jax.fit(step, "static+50%")
+    got = fitted(weights(), X, KEY)
+    jax.effects_barrier()
+    assert capsys.readouterr().out.count("seen") == 1
+    assert fitted.fits[0].repeated > 0
+    assert same(got, jax.jit(step)(weights(), X, KEY))
+
+
+def test_other_programs(subtests=None) -> None:
+    """Control flow, custom derivatives, checkpoints of the user's, integers, literals and inputs as results."""
+
+    @jax.custom_vjp
+    def f(x):
+        return jnp.sin(x)
+
+    f.defvjp(lambda x: (jnp.sin(x), x), lambda x, g: (g * jnp.cos(x),))
+
+    def step(params, x):
+        def loss(p):
+            y = jax.checkpoint(in_a_scan)(p, f(x))
+            y = jax.lax.cond(y.sum() > 0, jnp.tanh, jnp.sin, y)
+            y = jax.lax.fori_loop(0, 2, lambda _, v: jnp.cos(v), y)
+            return (in_a_row(p, y) ** 2).mean() + jnp.clip(y, 0.0, 1.0).var()
+
+        return jax.value_and_grad(loss)(params), x, 1.0, jnp.arange(3)
+
+    fitted = tightship.jax.fit(step, "static+75%")
+    got = fitted(weights(), X)
+    assert same(got, jax.jit(step)(weights(), X)) and fitted.fits[0].memory.total <= fitted.fits[0].budget
+
+
+def test_a_jitted_function_keeps_its_donation_and_static_arguments_are_refused() -> None:
+    fitted = tightship.jax.fit(jax.jit(step_of(in_a_scan), donate_argnums=0), "static+60%")
+    given = weights()
+    fitted(given, X)
+    assert given["up"].is_deleted()
+    with pytest.raises(BadInput, match="static"):
+        tightship.jax.fit(jax.jit(lambda x, n: x * n, static_argnums=1), "60%")(X, 3)
+
+
+@pytest.mark.parametrize("call", [jax.jit, lambda f: jax.grad(lambda p, x: f(p, x)[1]), jax.make_jaxpr])
+def test_inside_of_a_transformation_it_says_so(call) -> None:
+    fitted = tightship.jax.fit(step_of(in_a_row), "60%")
+    with pytest.raises(BadInput, match="transformation"):
+        call(fitted)(weights(), X)
+
+
+def test_bad_input() -> None:
+    with pytest.raises(BadInput, match="budget"):
+        tightship.jax.fit(step_of(in_a_row), None)
+    with pytest.raises(BadInput, match="invalid"):
+        FittedStep(step_of(in_a_row), "many", 1.0, {})
+    with pytest.raises(BadInput, match="hashed"):
+        tightship.jax.fit(lambda x, n: x, "60%", static_argnums=1)(X, [1])
+
+
+class TestLoops:
+    def test_what_a_loop_stacks_up_is_planned_from_all_of_it_to_what_an_iteration_begins_with(self) -> None:
+        program = inlined(jax.jit(step_of(in_a_scan)).trace(weights(), X).jaxpr)
+        (loop,) = loops_of(program)
+        sizes = []
+        for share in (1.0, 0.6, 0.3, 0.0):
+            saved = loop.saved(share)
+            stacked = [v for v in saved.values if v not in loop.body.program.inputs[1:]]
+            sizes.append(loop.body.program.nbytes(stacked))
+        assert sizes == sorted(sizes, reverse=True)
+        assert sizes[0] <= loop.most and sizes[-1] == X.nbytes  # of the carry
+
+    def test_the_program_is_the_function(self) -> None:
+        """Written out again without any repetition, every equation computes what it did."""
+        args = weights(), X
+        traced = jax.jit(step_of(in_a_row)).trace(*args)
+        program = inlined(traced.jaxpr)
+        flat = jax.tree.leaves(args)
+        expected = jax.tree.leaves(step_of(in_a_row)(*args))
+        assert all(np.allclose(a, b, atol=1e-6) for a, b in zip(program.call(flat), expected, strict=True))
+        ops = Ops(program)
+        search = _Search(program, flat, [], 0, None, 0.0)  # type: ignore[arg-type]
+        assert search.flops == sum(op.flops for op in ops.graph.ops) > 0
