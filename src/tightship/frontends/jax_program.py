@@ -8,7 +8,8 @@ Times are modeled: floating-point operations of contractions and convolutions, b
 
 from __future__ import annotations
 
-import math
+import functools
+import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -292,17 +293,23 @@ def on_values(ops: Ops, steps: Sequence[tuple[bool, int]], hold: str) -> Callabl
 
     def run(*args: Any) -> list[Any]:
         known = dict(program.constants) | dict(zip(program.inputs, args, strict=True))
-        token, at = None, 0
+        before: dict[
+            int, None
+        ] = {}  # what is computed before the next repetition, and read by nothing before it
+        at = 0
         while at < len(steps):
             again, op = steps[at]
             if not again:
                 known |= ops.compute(op, known)
-                token = next((known[v] for v in ops.results[op] if _tells(program.avals[v])), token)
+                for v in ops.reads(ops.members[op]):
+                    before.pop(v, None)
+                before |= dict.fromkeys(v for v in ops.results[op] if _tells(program.avals[v]))
                 at += 1
                 continue
             end = next((k for k in range(at, len(steps)) if not steps[k][0]), len(steps))
             group = [op for _, op in steps[at:end]]
-            local = dict(known) | late(ops, group, known, token, hold)
+            local = dict(known) | late(ops, group, known, [known[v] for v in before], hold)
+            before.clear()
             for op in group:
                 made = ops.compute(op, local)
                 local |= made
@@ -318,24 +325,25 @@ def _tells(aval: Any) -> bool:
     return bytes_of(aval) > 0 and jnp.issubdtype(aval.dtype, jnp.floating)
 
 
-def late(ops: Ops, group: Sequence[int], known: Mapping[int, Any], token: Any, hold: str) -> dict[int, Any]:
-    """Operands of ops that are done again, with the same contents, but not before ``token``.
+def late(
+    ops: Ops, group: Sequence[int], known: Mapping[int, Any], tokens: Sequence[Any], hold: str
+) -> dict[int, Any]:
+    """Operands of ops that are done again, with the same contents, but not before the arrays ``tokens`` are there.
 
     ``barrier``: all of them through an optimization barrier (as `jax.checkpoint` does). ``select``: XLA takes
     barriers out before it schedules for CPUs, so of each op the smallest operand is chosen by a predicate that is
-    always true and that XLA cannot know, read off the token."""
+    always true and that XLA cannot know, read off the tokens. Gradients of weights are among these: XLA would put
+    them off to the end, with everything they read."""
     program = ops.program
     made = {v for op in group for v in ops.results[op]}
     outside = [[v for v in ops.reads(ops.members[op]) if v not in made] for op in group]
     if hold == "barrier":
         names = list(dict.fromkeys(v for row in outside for v in row))
-        tokens = () if token is None else (token,)
         held = jax.lax.optimization_barrier((*(known[v] for v in names), *tokens))
         return dict(zip(names, held[: len(names)], strict=True))
-    if token is None:
+    if not tokens:
         return {}
-    first = jnp.ravel(token)[0] if math.prod(token.shape) > 1 else jnp.reshape(token, ())
-    always = (first == first) | (first != first)
+    always = functools.reduce(operator.and_, map(_always, tokens))
     held_back: dict[int, Any] = {}
     for op, row in zip(group, outside, strict=True):
         if set(ops.reads(ops.members[op])) & made or any(v in held_back for v in row):
@@ -343,7 +351,12 @@ def late(ops: Ops, group: Sequence[int], known: Mapping[int, Any], token: Any, h
         may = [v for v in row if not jax.dtypes.issubdtype(program.avals[v].dtype, jax.dtypes.extended)]
         if may:
             v = min(may, key=lambda v: (v in program.constants, bytes_of(program.avals[v])))
-            held_back[v] = jax.lax.select_n(
-                jnp.broadcast_to(always, known[v].shape), jnp.zeros_like(known[v]), known[v]
-            )
+            chosen = jnp.broadcast_to(always, jnp.shape(known[v]))
+            held_back[v] = jax.lax.select_n(chosen, jnp.zeros_like(known[v]), known[v])
     return held_back
+
+
+def _always(token: Any) -> Any:
+    """True, once the token is there."""
+    first = jax.lax.slice(token, (0,) * token.ndim, (1,) * token.ndim).reshape(())
+    return (first == first) | (first != first)
