@@ -128,8 +128,8 @@ def _contents(tensor: torch.Tensor) -> Any:
 
 @dataclass(slots=True)
 class Moment:
-    """An op, by number (-1: none of the loop's, such as a number that becomes a tensor), and the storages that begin to
-    live with it and that end behind it; ``before`` are those of ``ended`` whose bytes its result takes over."""
+    """An op, by number (-1: none of the loop's), and the storages that begin to live with it and that end behind it;
+    ``before`` is the one of ``ended`` whose bytes its result takes over, -1 for none."""
 
     op: int
     step: int
@@ -158,6 +158,7 @@ class Timeline:
         self.lives, self.records = tape.lives, tape.records
         self.sizes = [aligned(s.nbytes, alignment or alignment_of(s.device)) for s in tape.storages]
         self._tape, self._kernels = tape, kernels
+        self.flops = 0  # of the last step
         self.moments = self._moments()
         self.phases: dict[str, int] = {}
 
@@ -167,7 +168,7 @@ class Timeline:
 
     def peak(self) -> Peak:
         level = sum(self.sizes[s] for s in self.there())
-        most, at, inside_most = level, -1, 0
+        most, at, inside_most, step = level, -1, 0, 0
         for k, m in enumerate(self.moments):
             level -= self.sizes[m.before] if m.before >= 0 else 0
             made = sum(self.sizes[s] for s in m.made)
@@ -175,6 +176,8 @@ class Timeline:
             if level + inside > most:
                 most, at, inside_most = level + inside, k, inside
             if m.op >= 0:
+                self.flops = self.records[m.op].flops + (self.flops if m.step == step else 0)
+                step = m.step
                 phase = self.records[m.op].phase
                 self.phases[phase] = max(self.phases.get(phase, 0), level + inside)
             level += made - sum(self.sizes[s] for s in m.ended if s != m.before)

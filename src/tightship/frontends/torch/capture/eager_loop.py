@@ -13,7 +13,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import IntEnum
 from functools import partial
 from typing import Any
@@ -25,7 +25,7 @@ from tightship.frontends.torch import compat, compat_capture
 from tightship.frontends.torch.capture.recorder import Recorder
 from tightship.frontends.torch.capture.state_restore import untouched
 from tightship.frontends.torch.capture.step import Capture
-from tightship.frontends.torch.capture.tape import Origin, Record, Tape
+from tightship.frontends.torch.capture.tape import Origin, Record, Tape, TapeStorage
 from tightship.frontends.torch.optimizer.copy import random_untouched
 from tightship.frontends.torch.optimizer.updates import each, twin_of
 from tightship.frontends.torch.program import tensors_in
@@ -33,6 +33,14 @@ from tightship.frontends.torch.program import tensors_in
 __all__ = ["EagerLoop", "Kind", "Life", "Loop"]
 
 _LIFT = torch.ops.aten.lift_fresh.default
+
+_SAVES_NUMBERS = (torch.ops.aten.mul.Tensor, torch.ops.aten.div.Tensor)
+"""Ops that keep the tensor that a number of Python's becomes for their backward pass."""
+_NUMBER = 8
+"""Bytes of such a tensor."""
+
+_LIGHT = 1 << 24
+"""Bytes up to which ops of a model without data are run on zeros to see what their results look like."""
 
 Loop = Callable[[Any, Any, Any], Any]
 """One step of a loop: of the model, the batch and the optimizer (None without one). What it returns lives until the
@@ -57,7 +65,7 @@ class Life:
     made: int = -1
     role: str = ""
     phase: str = ""
-    origin: Origin = Origin()
+    origin: Origin = field(default_factory=Origin)
 
 
 class _LifeTape(Tape):
@@ -70,6 +78,8 @@ class _LifeTape(Tape):
         self.between_nodes: set[int] = set()  # ops of autograd's own, by number
         self.there: str = ""  # the role of storages that are there before the loop
         self._watched: dict[int, Any] = {}
+        self._numbers: dict[int, list[int]] = {}
+        self._node = -1
 
     def value(self, tensor: torch.Tensor, place: str = "") -> int:
         known = len(self.storages)
@@ -100,7 +110,9 @@ class _LifeTape(Tape):
             copy = real.clone()
         self.records.append(Record(copy.clone, "lift_fresh", (), {}, (made,)))
 
-    def record(self, fn: Any, args: Any, kwargs: Any, out: Any, *, phase: str, origin: Origin, flops: int = 0) -> Record | None:  # fmt: skip
+    def record(
+        self, fn: Any, args: Any, kwargs: Any, out: Any, *, phase: str, origin: Origin, flops: int = 0
+    ) -> Record | None:
         if not self.there:
             self.events.append((Kind.OP, len(self.records)))
         known = len(self.storages)
@@ -112,6 +124,20 @@ class _LifeTape(Tape):
         if r is not None and phase == "backward" and compat.backward_sequence() < 0:
             self.between_nodes.add(len(self.records) - 1)
         return r
+
+    def number_saved(self, node: int) -> None:
+        """The node of autograd with that number keeps a tensor for a number of Python's until it has run."""
+        s = len(self.storages)
+        self.storages.append(TapeStorage(_NUMBER, _NUMBER, "cpu", -1))
+        self.lives.append(Life(len(self.records), "", "forward"))
+        self.events.append((Kind.ALLOC, s))
+        self._numbers.setdefault(node, []).append(s)
+
+    def node_runs(self, node: int) -> None:
+        """An op of that node begins: the one before has run, and has let go of what it kept."""
+        if node != self._node:
+            self.events += [(Kind.FREE, s) for s in self._numbers.pop(self._node, ())]
+            self._node = node
 
     def forget(self) -> None:
         """From now on nothing is taken down."""
@@ -128,7 +154,15 @@ class _LifeRecorder(Recorder):
             out = fn(*args)
             self.tape.lifted(out, args[0])
             return out
-        return super().__torch_dispatch__(fn, types, args, kwargs)
+        if self.phase == "backward":
+            self.tape.node_runs(compat.backward_sequence())
+        saves = fn in _SAVES_NUMBERS and torch.is_grad_enabled() and _requires_grad(args[0])
+        saves = saves and not isinstance(args[1], torch.Tensor)
+        node = compat.forward_sequence() if saves else -1
+        out = super().__torch_dispatch__(fn, types, args, kwargs)
+        if saves:
+            self.tape.number_saved(node)
+        return out
 
     def _faked(self, x: Any) -> Any:
         if not isinstance(x, torch.Tensor) or compat.is_fake(x):
@@ -139,12 +173,16 @@ class _LifeRecorder(Recorder):
         return fake
 
 
+def _requires_grad(x: Any) -> bool:
+    return isinstance(x, torch.Tensor) and x.requires_grad
+
+
 class EagerLoop(Capture):
     """``run`` runs a loop on stand-ins of model, batch and optimizer; ``tape`` then has its ops, ``tape.events`` when
     they ran and which storages lived when, and ``tape.lives`` what is known of each of these.
 
-    ``device`` is where tensors on the meta device are to be thought of. Model, gradients, optimizer and random states
-    stay as they are.
+    ``device`` is where tensors on the meta device are to be thought of; ``with_data``: there are none of these.
+    Model, gradients, optimizer and random states stay as they are.
     """
 
     tape: _LifeTape
@@ -154,7 +192,12 @@ class EagerLoop(Capture):
         self.tape = _LifeTape()
         self.recorder = _LifeRecorder(self.tape, self.mode, self.tracker)
         self.readers = compat_capture.DataReaders(self.recorder.contents)
-        self.has_data = True  # what has some may be asked for it, and transformers' code runs as on tensors with data
+        self.with_data = self.has_data
+        if not self.has_data:
+            self.recorder.prober.limit = _LIGHT
+        self.has_data = (
+            True  # what has some may be asked for it, and transformers' code runs as on tensors with data
+        )
 
     def run(self, loop: Loop, optimizer: Any, steps: int, *, foreach: bool = False) -> None:
         """Runs ``steps`` steps of ``loop``. ``foreach``: the optimizer's default, as on a GPU."""
@@ -204,7 +247,9 @@ class EagerLoop(Capture):
         if optimizer is None:
             return None
         others = {id(p): parameters[n] for n, p in self.parameters.items()}
-        foreign = [p for o in each(optimizer) for g in o.param_groups for p in g["params"] if id(p) not in others]
+        foreign = [
+            p for o in each(optimizer) for g in o.param_groups for p in g["params"] if id(p) not in others
+        ]
         if foreign:
             shape = tuple(foreign[0].shape)
             raise Unsupported(
@@ -215,11 +260,13 @@ class EagerLoop(Capture):
         self.tape.there = "state"
         for one in each(twin):
             for p, state in one.state.items():
-                one.state[p] = {k: self._state(x) for k, x in state.items()} if isinstance(state, dict) else state
+                one.state[p] = (
+                    {k: self._state_like(x) for k, x in state.items()} if isinstance(state, dict) else state
+                )
         self.tape.there = ""
         return twin
 
-    def _state(self, x: Any) -> Any:
+    def _state_like(self, x: Any) -> Any:
         if not isinstance(x, torch.Tensor):
             return x
         if x.numel() > 1 or x.is_meta or compat.is_fake(x):
