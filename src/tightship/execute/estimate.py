@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, Final
+from typing import Any, Final, TypedDict, Unpack
 
 import torch
 from torch.utils.checkpoint import checkpoint as recomputed_in_backward
@@ -36,7 +36,7 @@ from tightship.graph import CUDA_ALIGNMENT
 from tightship.planners import default
 from tightship.units import Budget, BudgetLike, format_bytes, parse_budget
 
-__all__ = ["DEVICES", "Device", "Estimate", "Remedy", "estimate"]
+__all__ = ["DEVICES", "Device", "Estimate", "EstimateOptions", "Remedy", "Share", "estimate"]
 
 MIB: Final = 1 << 20
 
@@ -222,6 +222,24 @@ _PARTS: Final = (
 _PHASES: Final = {"forward": "forward pass", "backward": "backward pass", "update": "optimizer step"}
 
 
+class EstimateOptions(TypedDict, total=False):
+    """What `estimate` takes by keyword."""
+
+    loop: Loop | None
+    steps: int
+    accumulate: int
+    autocast: torch.dtype | str | None
+    checkpoint: bool
+    set_to_none: bool
+    kernels: bool | None
+
+
+_DEFAULTS: Final[dict[str, Any]] = {
+    "loop": None, "steps": 2, "accumulate": 1, "autocast": None, "checkpoint": False, "set_to_none": True,
+    "kernels": None,
+}  # fmt: skip
+
+
 @dataclass(frozen=True)
 class _Asked:
     """What an estimate was asked for, so that it can be asked for with something else."""
@@ -295,14 +313,7 @@ def estimate(
     optimizer: Any = None,
     loss_fn: Any = None,
     device: str | None = None,
-    *,
-    loop: Loop | None = None,
-    steps: int = 2,
-    accumulate: int = 1,
-    autocast: torch.dtype | str | None = None,
-    checkpoint: bool = False,
-    set_to_none: bool = True,
-    kernels: bool | None = None,
+    **options: Unpack[EstimateOptions],
 ) -> Estimate:
     """What a training loop, or a forward pass, needs as it is: its peak in bytes, split up, with nothing allocated.
 
@@ -328,21 +339,22 @@ def estimate(
     """
     model = module_of(model)
     check_model(model)
-    for name, n in (("steps", steps), ("accumulate", accumulate)):
-        if n < 1:
-            raise BadInput(f"{name} must be at least 1", n, "estimate")
-    if loop is not None and (
-        loss_fn is not None or accumulate > 1 or autocast is not None or not set_to_none
-    ):
+    chosen = {**_DEFAULTS, **options}
+    if unknown := [name for name in chosen if name not in _DEFAULTS]:
         raise BadInput(
-            "loop= is all of a step: leave out loss_fn, accumulate, autocast and set_to_none",
-            place="estimate",
+            f"unknown options {', '.join(unknown)}: they are {', '.join(_DEFAULTS)}", place="estimate"
         )
-    one = None if optimizer is None else as_one(optimizer)
-    asked = _Asked(
-        model, sample, one, loss_fn, device_named(device), loop, steps, accumulate, _dtype(autocast), checkpoint,
-        set_to_none, kernels,
-    )  # fmt: skip
+    for name in ("steps", "accumulate"):
+        if not isinstance(chosen[name], int) or chosen[name] < 1:
+            raise BadInput(f"{name} must be a whole number, at least 1", chosen[name], "estimate")
+    chosen["autocast"] = _dtype(chosen["autocast"])
+    asked = _Asked(model, sample, None, loss_fn, device_named(device), **chosen)
+    own = asked.accumulate > 1 or asked.autocast is not None or not asked.set_to_none
+    if asked.loop is not None and (loss_fn is not None or own):
+        fault = "loop= is all of a step: leave out loss_fn, accumulate, autocast and set_to_none"
+        raise BadInput(fault, place="estimate")
+    if optimizer is not None:
+        asked = replace(asked, optimizer=as_one(optimizer))
     return asked.answer()
 
 
