@@ -108,7 +108,9 @@ class Estimate:
     Activations are what the forward pass has made, temporaries what the backward pass and the optimizer make for a
     while, and what the kernel at the peak holds for itself. ``total`` is the peak and what the ``device`` needs
     beside it. ``phases``: the peaks of ``forward``, ``backward`` and ``update``. ``unknown``: how many calls of which
-    ops were counted without the temporaries of their kernels, which are not known. ``flops`` are those of one step.
+    ops were counted without the temporaries of their kernels, which are not known. ``unread``: the lines that read a
+    number from data that only a real step has (``loss.item()``), which was taken to be 1.0: bytes follow from it only
+    where the code compares it. ``flops`` are those of one step.
     """
 
     peak: int
@@ -127,6 +129,7 @@ class Estimate:
     by_line: tuple[Share, ...]
     device: Device
     unknown: Mapping[str, int]
+    unread: tuple[str, ...]
     flops: int
     training: bool
     _asked: Any = field(default=None, compare=False)
@@ -177,7 +180,7 @@ class Estimate:
             "memory": self.memory(memory) if known else None,
             "fits": self.fits(memory) if known else None,
         }
-        rows |= {"phases": dict(self.phases), "unknown": dict(self.unknown)}
+        rows |= {"phases": dict(self.phases), "unknown": dict(self.unknown), "unread": list(self.unread)}
         for key, shares in (("by_module", self.by_module), ("by_line", self.by_line)):
             rows[key] = [{"place": s.place, "what": s.what, "bytes": s.nbytes} for s in shares]
         return rows
@@ -197,21 +200,23 @@ class Estimate:
             left = limit - self.total
             over = f"{format_bytes(left)} are left" if left >= 0 else f"{format_bytes(-left)} too much"
             verdict = f", {'fits' if left >= 0 else 'does NOT fit'} {format_bytes(limit)}: {over}"
-        yield f"peak             {format_bytes(self.total)}{verdict}"
+        yield f"peak               {format_bytes(self.total)}{verdict}"
         for name in _PARTS:
             if nbytes := getattr(self, name):
-                yield f"  {name.replace('_', ' '):15}{format_bytes(nbytes)}"
+                yield f"  {name.replace('_', ' '):17}{format_bytes(nbytes)}"
         if self.device.is_gpu:
-            yield f"  context        {format_bytes(self.device.context)} (assumed for {self.device.name})"
-            yield f"  cuBLAS         {format_bytes(self.device.workspace)} (assumed)"
-        yield f"reached          {self.at}"
+            yield f"  context          {format_bytes(self.device.context)} (assumed for {self.device.name})"
+            yield f"  cuBLAS           {format_bytes(self.device.workspace)} (assumed)"
+        yield f"reached            {self.at}"
         if len(self.phases) > 1:
             shown = ", ".join(f"{_PHASES[p]} {format_bytes(n)}" for p, n in self.phases.items())
-            yield f"peak of          {shown}"
+            yield f"peak of            {shown}"
+        if self.unread:
+            yield f"assumed            1.0 for numbers that only a real step has: {', '.join(self.unread[:3])}"
         if self.unknown:
             names = ", ".join(n.removeprefix("aten.").partition(".")[0] for n in list(self.unknown)[:3])
             yield (
-                f"not counted      what kernels hold for themselves: {sum(self.unknown.values())} calls of "
+                f"not counted        what kernels hold for themselves: {sum(self.unknown.values())} calls of "
                 f"{len(self.unknown)} ops ({names}, …) were not run"
             )
 
@@ -424,7 +429,8 @@ def _summed(loop: EagerLoop, timeline: Timeline, kernels: Kernels, asked: _Asked
     return Estimate(
         peak.nbytes, static, **{name: parts[name] for name in _PARTS}, at=at, phases=dict(timeline.phases),
         by_module=_shares(modules), by_line=_shares(lines), device=asked.device, unknown=dict(kernels.unknown),
-        flops=timeline.flops, training=asked.trains, _asked=asked,
+        unread=tuple(dict.fromkeys(map(str, loop.tape.unread))), flops=timeline.flops, training=asked.trains,
+        _asked=asked,
     )  # fmt: skip
 
 
@@ -433,8 +439,8 @@ def _shares(count: Counter[tuple[str, str]]) -> tuple[Share, ...]:
 
 
 def _pattern(module: str) -> str:
-    """Modules that repeat have one name: ``layers.*.mlp``."""
-    return re.sub(r"(?<=\.)\d+(?=\.|$)|^\d+(?=\.|$)", "*", module)
+    """Modules of a list have one name: ``layers.*.mlp``."""
+    return re.sub(r"(^|\.)\d+(?=\.|$)", r"\1*", module, count=1)
 
 
 # --- what would make it fit ---
@@ -465,17 +471,13 @@ def blocks(model: torch.nn.Module) -> list[torch.nn.Module]:
     found: list[torch.nn.Module] = []
 
     def look(module: torch.nn.Module) -> None:
-        for child in module.children():
-            members = list(child.children())
-            alike = len(members) > 1 and len({type(m) for m in members}) == 1
-            if (
-                alike
-                and isinstance(child, (torch.nn.ModuleList, torch.nn.Sequential))
-                and _is_block(members[0])
-            ):
-                found.extend(members)
-            else:
-                look(child)
+        members = list(module.children())
+        alike = len(members) > 1 and len({type(m) for m in members}) == 1
+        if alike and isinstance(module, (torch.nn.ModuleList, torch.nn.Sequential)) and _is_block(members[0]):
+            found.extend(members)
+            return
+        for child in members:
+            look(child)
 
     look(model)
     return found

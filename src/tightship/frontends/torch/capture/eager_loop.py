@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from tightship.errors import Unsupported
+from tightship.errors import Unplannable, Unsupported
 from tightship.frontends.torch import compat, compat_capture
 from tightship.frontends.torch.capture.recorder import Recorder
 from tightship.frontends.torch.capture.state_restore import untouched
@@ -32,9 +32,14 @@ from tightship.frontends.torch.program import tensors_in
 
 __all__ = ["EagerLoop", "Kind", "Life", "Loop"]
 
+_ITEM = torch.ops.aten._local_scalar_dense.default
 _LIFT = torch.ops.aten.lift_fresh.default
 
-_SAVES_NUMBERS = (torch.ops.aten.mul.Tensor, torch.ops.aten.div.Tensor)
+_ATEN = torch.ops.aten
+_SAVES_NUMBERS = (
+    _ATEN.mul.Tensor, _ATEN.mul_.Tensor, _ATEN.div.Tensor, _ATEN.div_.Tensor, _ATEN.div.Tensor_mode,
+    _ATEN.div_.Tensor_mode,
+)  # fmt: skip
 """Ops that keep the tensor that a number of Python's becomes for their backward pass."""
 _NUMBER = 8
 """Bytes of such a tensor."""
@@ -77,6 +82,7 @@ class _LifeTape(Tape):
         self.lives: list[Life] = []
         self.between_nodes: set[int] = set()  # ops of autograd's own, by number
         self.there: str = ""  # the role of storages that are there before the loop
+        self.unread: list[Origin] = []  # where the code reads a number that only a real step has
         self._watched: dict[int, Any] = {}
         self._numbers: dict[int, list[int]] = {}
         self._node = -1
@@ -159,7 +165,13 @@ class _LifeRecorder(Recorder):
         saves = fn in _SAVES_NUMBERS and torch.is_grad_enabled() and _requires_grad(args[0])
         saves = saves and not isinstance(args[1], torch.Tensor)
         node = compat.forward_sequence() if saves else -1
-        out = super().__torch_dispatch__(fn, types, args, kwargs)
+        try:
+            out = super().__torch_dispatch__(fn, types, args, kwargs)
+        except Unplannable:
+            if fn is not _ITEM or not args[0].is_floating_point():
+                raise
+            self.tape.unread.append(self._tracker.here())
+            return 1.0  # a number for a log, or for arithmetic: no bytes follow from it but by a comparison
         if saves:
             self.tape.number_saved(node)
         return out
@@ -193,6 +205,7 @@ class EagerLoop(Capture):
         self.recorder = _LifeRecorder(self.tape, self.mode, self.tracker)
         self.readers = compat_capture.DataReaders(self.recorder.contents)
         self.with_data = self.has_data
+        self._homes: dict[int, str] = {}
         if not self.has_data:
             self.recorder.prober.limit = _LIGHT
         self.has_data = (
@@ -220,6 +233,7 @@ class EagerLoop(Capture):
             for n, g in self._held(held).items():
                 fakes.parameters[n].grad = g
             self.tape.there = ""
+            self._homes = {id(p): n.rpartition(".")[0] for n, p in fakes.parameters.items()}
             twin = self._twin(optimizer, fakes.parameters)
             for one in each(twin) if foreach and twin is not None else ():
                 _as_on_gpu(one)
@@ -318,10 +332,12 @@ class EagerLoop(Capture):
 
     def _states_of(self, twin: Any) -> None:
         for one in each(twin) if twin is not None else ():
-            for t in tensors_in([list(s.values()) for s in one.state.values() if isinstance(s, dict)]):
-                if self.tape.knows(t):
-                    life = self.tape.lives[self.tape.storage(self.tape.value(t))]
-                    life.role = life.role or "state"
+            for p, state in one.state.items():
+                for t in tensors_in(list(state.values()) if isinstance(state, dict) else []):
+                    if self.tape.knows(t):
+                        life = self.tape.lives[self.tape.storage(self.tape.value(t))]
+                        life.role = life.role or "state"
+                        life.origin = Origin(self._homes.get(id(p), ""), "")
 
 
 def _as_on_gpu(optimizer: Any) -> None:
