@@ -183,7 +183,7 @@ def test_a_loop_that_has_run_before_has_state_and_gradients() -> None:
     fresh = estimate(model, batch, torch.optim.AdamW(model.parameters()), nn.CrossEntropyLoss())
     state = sum(aligned(t.nbytes) for s in optimizer.state.values() for t in s.values())
     assert found.optimizer_state == state
-    assert found.phases["backward"] == fresh.phases["backward"]
+    assert found.phases["backward"] > fresh.phases["backward"]  # which adds to gradients that are there
 
 
 def test_a_loop_of_ones_own() -> None:
