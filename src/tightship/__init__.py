@@ -2,6 +2,7 @@
 
     step = tightship.fit(model, loss_fn, optimizer, batch, budget="6GiB")  # train within a budget
     run = tightship.infer(model, sample)                                   # a forward pass in one arena
+    need = tightship.estimate(model, batch, optimizer, loss_fn)            # what it needs as it is: will it fit?
     plan = tightship.plan(model, sample, budget="60%")                     # decide only
     line = tightship.frontier(model, sample)                               # time against memory
     print(plan); plan.save("plan.json"); tightship.check(tightship.load("plan.json"))
@@ -12,7 +13,7 @@
 from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
 
-from tightship.api import Frontier, Planned, check, fit, frontier, infer, load, max_batch, plan, tag
+from tightship.api import Frontier, Planned, check, estimate, fit, frontier, infer, load, max_batch, plan, tag
 from tightship.errors import (
     BadInput,
     BudgetExceeded,
@@ -52,6 +53,7 @@ __all__ = [
     "Unsupported",
     "VerificationFailed",
     "check",
+    "estimate",
     "fit",
     "frontier",
     "infer",

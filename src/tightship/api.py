@@ -42,6 +42,7 @@ if TYPE_CHECKING:
     import torch
 
     from tightship.execute.data_parallel import DataParallel
+    from tightship.execute.estimate import Estimate, EstimateOptions
     from tightship.execute.infer import Inference
     from tightship.execute.prepared import Planner
     from tightship.execute.train_step import TrainStep
@@ -53,7 +54,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "BatchRequest", "FitOptions", "Frontier", "FrontierRequest", "InferOptions", "PlanRequest", "Planned",
-    "check", "fit", "frontier", "infer", "load", "max_batch", "plan", "plan_graph", "plan_named",
+    "check", "estimate", "fit", "frontier", "infer", "load", "max_batch", "plan", "plan_graph", "plan_named",
     "systems", "tag", "violations",
 ]  # fmt: skip
 
@@ -299,6 +300,24 @@ def _preparing(shown: bool) -> Preparing | None:
     from tightship.report.progress import Preparing
 
     return Preparing() if shown else None
+
+
+def estimate(
+    model: Model,
+    sample: object,
+    optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None = None,
+    loss_fn: Loss | None = None,
+    device: str | None = None,
+    **options: Unpack[EstimateOptions],
+) -> Estimate:
+    """What a loop needs as it is, nothing allocated: see `tightship.execute.estimate.estimate`.
+
+    ``estimate(model, batch, optimizer, loss_fn, device="h100")``, then ``.fits("24GiB")``, or print it.
+    """
+    need_torch("an estimate")
+    from tightship.execute.estimate import estimate as run
+
+    return run(model, sample, optimizer, loss_fn, device, **options)
 
 
 def tag(

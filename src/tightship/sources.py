@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from tightship.frontends.torch.structure import LossFn
 
 __all__ = [
-    "FILES", "ModelStep", "Source", "load_source", "need_torch", "read_graphdef", "read_model",
+    "FILES", "ModelStep", "Source", "load_source", "load_step", "need_torch", "read_graphdef", "read_model",
     "read_onnx", "torch_saved", "users_code",
 ]  # fmt: skip
 
@@ -247,17 +247,22 @@ def load_source(text: str, options: Mapping[str, Any] | None = None, *, seconds:
                 "the plan's file does not carry its graph: write it with plan --output", place=text
             )
         return Source(graph, plan)
+    step = load_step(text)
+    with users_code("running the model on its sample", text):
+        began = time.perf_counter()
+        captured = step.program(seconds=seconds)
+    return Source(captured.graph, program=captured, step=step, took=time.perf_counter() - began)
+
+
+def load_step(text: str) -> ModelStep:
+    """The model and what comes with it that ``module:factory`` makes. Raises as `load_source`."""
     module, colon, name = text.partition(":")
     if not colon or not module or not name:
         raise BadInput(f"unknown source {text!r}: a source is module:factory, {FILES}; {_RETURNS}")
     factory = _factory(module, name, text)
     with users_code("the factory", text):
         returned = factory()
-    step = _step(returned, text)
-    with users_code("running the model on its sample", text):
-        began = time.perf_counter()
-        captured = step.program(seconds=seconds)
-    return Source(captured.graph, program=captured, step=step, took=time.perf_counter() - began)
+    return _step(returned, text)
 
 
 def _factory(module: str, name: str, text: str) -> Any:

@@ -59,6 +59,17 @@ _ARGUMENTS = {
         action="store_true"),
     "batch-dim": _argument("--batch-dim", "N",
         "which dimension of the sample's tensors is the batch, from 0 (with --max-batch; default: 0)", type=int),
+    "factory": _argument("source", "SOURCE", "module:factory, as for plan; (model, sample) alone is a forward pass"),
+    "fits": _argument("--fits", "B", "memory it should fit, such as 24GiB: exit status 1 if it does not"),
+    "device": _argument("--device", "NAME", "h100, a10g, rtx4090, …: with its memory, context and libraries "
+        "(default: cpu)"),
+    "accumulate": _argument("--accumulate", "N", "backward passes before each step of the optimizer (default: 1)",
+        type=int, default=1),
+    "autocast": _argument("--autocast", "DTYPE", "the forward pass under torch.autocast to bfloat16 or float16",
+        choices=("bfloat16", "float16")),
+    "checkpoint": _argument("--checkpoint", None, "as if each block were checkpointed", action="store_true"),
+    "remedies": _argument("--remedies", None, "also try what would make it fit: checkpoints, a smaller batch, a plan",
+        action="store_true"),
     "points": _argument("--points", "N", "budgets to plan for, all of them together in --seconds (default: 9)",
         type=int, default=9),
     "peers": _argument("--peers", None, "compare with others: checkpoints around blocks, PyTorch's "
@@ -141,6 +152,11 @@ _VERBS = {
         verbs.explain,
         ("source|plan", "explained budget", "top", *_MODEL),
         default.Options,
+    ),
+    "estimate": _Verb(
+        "will it fit? what a training loop or a forward pass needs as it is, before anything is allocated",
+        verbs.estimate,
+        ("factory", "fits", "device", "accumulate", "autocast", "checkpoint", "remedies", "top"),
     ),
     "pack": _Verb(
         "placement alone: give every buffer of a CSV file its offset",

@@ -27,13 +27,21 @@ from tightship.planners.frontier import MOST
 from tightship.planners.order.best import order_bound
 from tightship.report.numbers import makers, peak_of
 from tightship.report.progress import Line
-from tightship.report.text import change_lines, new_table, peak_lines, peak_tables, plan_chart
+from tightship.report.text import (
+    change_lines,
+    new_table,
+    peak_lines,
+    peak_tables,
+    plan_chart,
+    remedy_table,
+    share_tables,
+)
 from tightship.result import Planned, SplitPlanned
 from tightship.simulate import baseline, replay
-from tightship.sources import Source, load_source, users_code
+from tightship.sources import Source, load_source, load_step, users_code
 from tightship.units import Budget, format_bytes, parse_budget
 
-__all__ = ["demo", "explain", "frontier", "plan", "planners", "verify"]
+__all__ = ["demo", "estimate", "explain", "frontier", "plan", "planners", "verify"]
 
 
 def plan(chosen: argparse.Namespace, out: Output) -> int:
@@ -200,6 +208,38 @@ def explain(chosen: argparse.Namespace, out: Output) -> int:
         text += ["", str(failure)]
     out.answer(rows, text)
     return 1 if failure is not None else 0
+
+
+def estimate(chosen: argparse.Namespace, out: Output) -> int:
+    if chosen.top < 1:
+        raise BadInput(f"--top is {chosen.top}: a table has at least one row")
+    memory = None if chosen.fits is None else parse_budget(chosen.fits, "--fits")
+    if memory is not None and memory.bytes is None:
+        raise BadInput(f"--fits is {chosen.fits!r}: give bytes, such as 24GiB")
+    with Line(out.errors, f"reading {chosen.source}"):
+        step = load_step(chosen.source)
+    options: Any = {
+        "accumulate": chosen.accumulate,
+        "checkpoint": chosen.checkpoint,
+        "autocast": chosen.autocast,
+    }
+    with (
+        Line(out.errors, "running a step without data"),
+        users_code("running the model on its sample", chosen.source),
+    ):
+        answer = api.estimate(step.model, step.sample, step.optimizer, step.loss_fn, chosen.device, **options)
+    known = memory is not None or answer.device.memory > 0
+    if chosen.remedies and not known:
+        raise BadInput("--remedies requires --fits, or a --device whose memory is known")
+    rows, lines = answer.rows(memory), "\n".join([*answer.lines(memory), ""])
+    text: list[RenderableType] = [lines, *share_tables(answer, chosen.top)]
+    if chosen.remedies:
+        with Line(out.errors, "trying what would make it fit"):
+            remedies = answer.remedies(memory)
+        rows["remedies"] = [asdict(r) for r in remedies]
+        text += ["", remedy_table(remedies)]
+    out.answer(rows, text)
+    return 1 if memory is not None and not answer.fits(memory) else 0
 
 
 def verify(chosen: argparse.Namespace, out: Output) -> int:

@@ -38,7 +38,7 @@ from tightship.units import format_bytes, format_seconds
 
 __all__ = [
     "NARROW", "Chart", "Fitting", "change_lines", "describe", "frontier_tables", "new_table", "peak_lines",
-    "peak_tables", "plan_chart", "rendered", "share_table",
+    "peak_tables", "plan_chart", "remedy_table", "rendered", "share_table", "share_tables",
 ]  # fmt: skip
 
 NARROW = 60
@@ -62,6 +62,31 @@ def new_table(*columns: str | tuple[str, int, int | None]) -> Table:
             table.add_column(column, justify="right", no_wrap=True)
         else:
             table.add_column(column[0], overflow="fold", min_width=column[1], max_width=column[2])
+    return table
+
+
+# --- an estimate ---
+
+
+def share_tables(answer: Any, top: int) -> list[RenderableType]:
+    """Who makes up an estimate's peak, by module and by line, the ``top`` largest each."""
+    tables: list[RenderableType] = []
+    for heading, shares in (("module", answer.by_module), ("line", answer.by_line)):
+        table = new_table((heading, 20, None), ("what", 11, None), "bytes", "of the peak")
+        for s in shares[:top]:
+            of_peak = f"{s.nbytes / max(answer.peak, 1):.0%}"
+            table.add_row(s.place or "(none)", s.what.replace("_", " "), format_bytes(s.nbytes), of_peak)
+        tables += [table, ""]
+    return tables
+
+
+def remedy_table(remedies: Sequence[Any]) -> RenderableType:
+    """What would make it fit."""
+    if not remedies:
+        return "nothing that could be tried would make it fit"
+    table = new_table(("what would help", 20, None), "peak", ("fits", 4, None), ("cost", 20, None))
+    for r in remedies:
+        table.add_row(r.name, format_bytes(r.peak), "yes" if r.fits else "no", r.cost)
     return table
 
 

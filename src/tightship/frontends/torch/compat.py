@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any, Final
 
 import torch
@@ -263,7 +263,7 @@ def without_statistics(
     return fn, new_args, {k: None if k in _STATISTICS[name] else v for k, v in kwargs.items()}
 
 
-class _WithGradMode:
+class WithGradMode:
     """A kernel that looks at grad mode: run as in a forward pass, on tensors that record nothing."""
 
     def __init__(self, fn: Any) -> None:
@@ -283,7 +283,7 @@ class _WithGradMode:
 def runnable(fn: Any) -> Callable[..., Any]:
     """What to call, with gradients off, to run the kernel that eager's forward or backward pass runs."""
     # oneDNN's recurrent layers save their workspace only when grad mode is on.
-    return _WithGradMode(fn) if fn._schema.name == "aten::mkldnn_rnn_layer" else fn
+    return WithGradMode(fn) if fn._schema.name == "aten::mkldnn_rnn_layer" else fn
 
 
 _RANDOM_STATES: Final = {"cpu": torch.get_rng_state().numel(), "cuda": CUDA_ALIGNMENT}
@@ -466,10 +466,10 @@ def replaced_step(optimizer: Any) -> Any:
 
 
 @contextmanager
-def step_replaced(optimizer: Any, step: Callable[[], None]) -> Iterator[None]:
+def step_called(optimizer: Any, step: Callable[..., Any]) -> Iterator[None]:
     """``optimizer.step`` is ``step``: for whoever calls it, such as a ``GradScaler``."""
     before = vars(optimizer).get("step")
-    optimizer.step = lambda *args, **kwargs: step()
+    optimizer.step = step
     try:
         yield
     finally:
@@ -477,6 +477,11 @@ def step_replaced(optimizer: Any, step: Callable[[], None]) -> Iterator[None]:
             del optimizer.step
         else:
             optimizer.step = before
+
+
+def step_replaced(optimizer: Any, step: Callable[[], None]) -> AbstractContextManager[None]:
+    """As `step_called`, without the arguments."""
+    return step_called(optimizer, lambda *args, **kwargs: step())
 
 
 @contextmanager

@@ -324,7 +324,7 @@ def quiet_capture(*, has_data: bool) -> Iterator[None]:
 
 
 @contextmanager
-def python_for_stand_ins(*, has_data: bool) -> Iterator[None]:
+def python_for_stand_ins(*, has_data: bool, checkpoints: bool = False) -> Iterator[None]:
     """What has to be different while Python code runs on tensors without data, put back afterwards.
 
     Checkpointing is switched off (what to recompute is decided here, and its random state is not the step's).
@@ -333,7 +333,8 @@ def python_for_stand_ins(*, has_data: bool) -> Iterator[None]:
     Attention asks for function modes, and takes a slower path under one: it is told of none.
     Distributions do not check their arguments: whether to raise is a question to the data.
     Setting random states and converting a module raise ``Unplannable``, and so does TorchScript that gradients go
-    through where steps are to run as they do in eager (``has_data``).
+    through where steps are to run as they do in eager (``has_data``). With ``checkpoints``, these recompute as in
+    eager, and random states may be set.
     """
     with ExitStack() as stack:
         enter = stack.enter_context
@@ -341,13 +342,14 @@ def python_for_stand_ins(*, has_data: bool) -> Iterator[None]:
             for script in (torch._C.ScriptFunction, torch._C.ScriptMethod):
                 enter(_patched(script, "__call__", _without_gradients(script.__call__)))
         _drawing_anew.set(False)  # code that failed in a checkpoint may have left it
-        enter(_patched(_checkpoint, "_checkpoint_without_reentrant_generator", _checkpoint_nothing))
-        enter(_patched(_checkpoint, "CheckpointFunction", _CallThrough))
+        if not checkpoints:
+            enter(_patched(_checkpoint, "_checkpoint_without_reentrant_generator", _checkpoint_nothing))
+            enter(_patched(_checkpoint, "CheckpointFunction", _CallThrough))
         enter(_patched(torch.nn.Module, "_apply", _apply_nothing))
         enter(torch.compiler.set_stance("force_eager"))
         enter(_patched(torch.overrides, "has_torch_function", _has_own_function))
         enter(_patched(torch.distributions.Distribution, "_validate_args", False))
-        for owner, name in _SEEDING:
+        for owner, name in _SEEDING if not checkpoints else ():
             enter(_patched(owner, name, _refuse_seed))
         if has_data and "transformers" in sys.modules:
             enter(_patched(importlib.import_module("transformers.utils.import_utils"), "is_fake_tensor", _no))
@@ -383,6 +385,24 @@ def scripted(name: str) -> Unplannable:
         "call the function without torch.jit.script, or all of the loop under "
         "torch.jit.optimized_execution(False)",
     )
+
+
+@contextmanager
+def random_states_seen(seen: Callable[[torch.Tensor], object]) -> Iterator[None]:
+    """``seen(state)`` of each state of the CPU's generator that torch's functions make, checkpoints among them."""
+
+    def made(get: Callable[[], torch.Tensor]) -> Callable[[], torch.Tensor]:
+        def state() -> torch.Tensor:
+            tensor = get()
+            seen(tensor)
+            return tensor
+
+        return state
+
+    with ExitStack() as stack:
+        for owner in (torch, torch.random):
+            stack.enter_context(_patched(owner, "get_rng_state", made(torch.default_generator.get_state)))
+        yield
 
 
 @contextmanager

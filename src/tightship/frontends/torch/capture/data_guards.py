@@ -470,6 +470,8 @@ class Questions:
         """These records of the tape; what draws random numbers before one of them that does so draws them, too."""
         records, chosen = self._tape.records, set(needed)
         last = max((k for k in needed if records[k].random), default=-1)
+        if last < 0:
+            return [records[k] for k in needed]
         rows = []
         for k, r in enumerate(records[: needed[-1] + 1] if needed else ()):
             if k in chosen:

@@ -39,7 +39,7 @@ class Recorder(compat.TorchDispatchMode):
         self.phase = "forward"
         self.questions = Questions(tape)
         self._fake = fake
-        self._prober = Prober(fake)
+        self.prober = Prober(fake)
         self._tracker = tracker
         self.asked = -1  # the number of the torch function's call being made
         self._asked_by_sequence: dict[int, int] = {}
@@ -129,12 +129,12 @@ class Recorder(compat.TorchDispatchMode):
         if compat.is_wait(fn):  # in a step, collectives are complete when they return
             return args[0]
         try:
-            return self._prober.results(fn, args, kwargs)
+            return self.prober.results(fn, args, kwargs)
         except compat.DATA_ERRORS:
             raise
         except (RuntimeError, NotImplementedError) as e:
             # Some formulas refuse what the kernel takes, and some ops have none.
-            out = self._prober.made_up(fn, args, kwargs)
+            out = self.prober.made_up(fn, args, kwargs)
             if out is None:
                 e.add_note(f"while capturing {fn} at {origin}")
                 raise
@@ -190,9 +190,6 @@ def _device(args: Any) -> str:
 # ops that follow, and so the bits. Each call with new metadata is therefore run once, on zeros, and believed.
 
 _DEVICE = torch.ops.prim.device.default
-
-LIMIT = 1 << 28
-"""Bytes of arguments and results above which the formula is believed, so that capture stays light."""
 
 _MATRIX_PRODUCTS = ("aten::mm", "aten::bmm", "aten::addmm", "aten::baddbmm")
 
@@ -259,10 +256,11 @@ _PLAIN = (
 
 
 class Prober:
-    """``correct`` replaces fake results by ones with the metadata the kernel gives. Remembers what it has seen."""
+    """``correct`` replaces fake results by ones with the metadata the kernel gives. Remembers what it has seen.
+    ``limit``: bytes of arguments and results above which the formula is believed, so that capture stays light."""
 
-    def __init__(self, fake: Any, looks: Looks = LOOKS) -> None:
-        self._fake = fake
+    def __init__(self, fake: Any, looks: Looks = LOOKS, limit: int = 1 << 28) -> None:
+        self._fake, self.limit = fake, limit
         self._looks, self._settings = looks, _settings()
         self._seen: dict[Any, Any] = {}
         self._known: dict[Any, Any] = {}
@@ -359,7 +357,9 @@ class Prober:
         tensors, fresh = list(tensors_in((args, kwargs))), list(tensors_in(out))
         if any(t.layout is not torch.strided for t in fresh):
             return out  # refused where it is recorded
-        if not fresh or _believable(fn, tensors, fresh) or not _probable(fn, args, kwargs, tensors, fresh):
+        if not fresh or _believable(fn, tensors, fresh):
+            return out
+        if not _probable(fn, args, kwargs, tensors, fresh, self.limit):
             return out
         key = (fn, form_of(args), form_of(kwargs))
         if key not in self._seen:
@@ -375,7 +375,7 @@ class Prober:
     def made_up(self, fn: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Results like the real ones where there is no formula or it fails; None if the op cannot be run."""
         tensors = list(tensors_in((args, kwargs)))
-        if not tensors or not _probable(fn, args, kwargs, tensors, []):
+        if not tensors or not _probable(fn, args, kwargs, tensors, [], self.limit):
             return None
         key = (fn, form_of(args), form_of(kwargs))
         if key not in self._seen:
@@ -461,7 +461,7 @@ def _believable(fn: Any, tensors: list[torch.Tensor], fresh: list[torch.Tensor])
 
 
 def _probable(
-    fn: Any, args: Any, kwargs: Any, tensors: list[torch.Tensor], fresh: list[torch.Tensor]
+    fn: Any, args: Any, kwargs: Any, tensors: list[torch.Tensor], fresh: list[torch.Tensor], limit: int
 ) -> bool:
     """Whether the op may be run on zeros: it writes nothing, makes new tensors of moderate size."""
     if compat.written_arguments(fn) or compat.is_collective(fn):
@@ -473,7 +473,7 @@ def _probable(
         return False
     if any(t.is_cuda for t in (*tensors, *fresh)) and not torch.cuda.is_available():
         return False
-    return sum(t.untyped_storage().nbytes() for t in (*tensors, *fresh)) <= LIMIT
+    return sum(t.untyped_storage().nbytes() for t in (*tensors, *fresh)) <= limit
 
 
 def _zeros(x: Any) -> Any:

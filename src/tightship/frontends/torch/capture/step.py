@@ -83,12 +83,12 @@ def capture_step(
     """
     check_model(model)
     loss = loss_function(loss_fn, batch)
-    capture = _Capture(model, batch, name)
+    capture = Capture(model, batch, name)
     program = capture.step(loss, optimizer)
     check_changes(capture.changes, program)
     if any(c.is_plain for c in capture.changes):
         with applied(capture.changes):
-            second = _Capture(model, batch, name).step(loss, optimizer)
+            second = Capture(model, batch, name).step(loss, optimizer)
         _check_same(program, second, capture.changes)
     return program
 
@@ -103,7 +103,7 @@ def capture_update(
     """The program of the optimizer's updates of the parameters that have these ``gradients``, which are its inputs;
     parameters and buffers that it does not touch are inputs, too, as they stand beside it. Raises as
     ``capture_step``."""
-    return _Capture(model, (), name).update(updates, gradients)
+    return Capture(model, (), name).update(updates, gradients)
 
 
 def capture_loss(
@@ -122,7 +122,7 @@ def capture_loss(
     modes = [(m, m.training) for m in model.modules()]
     try:
         model.train(train)
-        return _Capture(model, sample, name, device).step(summed_output, None)
+        return Capture(model, sample, name, device).step(summed_output, None)
     finally:
         for m, was in modes:
             m.training = was
@@ -144,7 +144,7 @@ def capture_forward(
     try:
         for m in model.modules():
             m.training = False  # not model.eval(): what torch.export made refuses that
-        return _Capture(model, sample, name, device).forward()
+        return Capture(model, sample, name, device).forward()
     finally:
         for m, was in modes:
             m.training = was
@@ -229,7 +229,7 @@ class _Fakes:
     batch: Any
 
 
-class _Capture:
+class Capture:
     def __init__(self, model: torch.nn.Module, batch: Any, name: str, device: str | None = None) -> None:
         self.model, self.batch, self.name = model, batch, name
         self.parameters = dict(model.named_parameters())
@@ -506,7 +506,7 @@ class _Capture:
             r.origin = Origin(updater.name.rpartition(".")[0], "")
 
 
-class StepCapture(_Capture):
+class StepCapture(Capture):
     """Captures a step whose calls come one by one, as `Execution` makes them: ``program`` when all are made."""
 
     def __init__(self, model: torch.nn.Module, batch: Any, name: str, ending: Ending) -> None:

@@ -1,0 +1,167 @@
+"""What `tightship.estimate` says against what the allocator measures, with two other tools' answers beside it.
+
+    python benchmarks/estimate.py [TABLE …] [--only TEXT] [--results FILE] [--write]
+
+Each row is a model of docs/compatibility.md with random weights, trained for two steps on the CPU by a plain loop:
+forward pass, backward pass, AdamW, zero_grad. ``measured`` is the most bytes of all live blocks of torch's allocator,
+rounded up to 64 each, beside parameters, buffers and batch, which are there before. Beside it, of the same loop: the
+peak that ``torch.distributed._tools.mem_tracker`` reports while the loop really runs, and what ``accelerate
+estimate-memory`` says of training with Adam, four times the largest of the model's sizes. Tables are those of the
+modules ``compat_TABLE.py``; ``--write`` puts the page's table into docs/estimate.md.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import json
+import sys
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pages
+import torch
+from compat import Row, Training
+
+import tightship
+from tightship.errors import TightshipError
+from tightship.execute.allocator import Meter
+from tightship.execute.estimate import _training
+from tightship.frontends.torch import compat
+from tightship.frontends.torch.structure import loss_function, tensor_leaves
+from tightship.graph import aligned
+from tightship.units import format_bytes
+
+TABLES = ("language", "vision", "diffusion", "adapters")
+PAGE = Path(__file__).resolve().parent.parent / "docs" / "estimate.md"
+BEGIN, END = "<!-- begin: benchmarks/estimate.py -->", "<!-- end: benchmarks/estimate.py -->"
+
+
+def builds(table: str) -> Iterator[tuple[str, Callable[[], Training]]]:
+    """The models of a table of docs/compatibility.md, by name."""
+    for row in importlib.import_module(f"compat_{table}").rows():
+        run = row.run if isinstance(row, Row) else None
+        if isinstance(run, partial) and run.args and callable(run.args[0]):
+            yield row.name, run.args[0]
+
+
+def measured(training: Training, loop: Any, optimizer: Any) -> int:
+    batch = training.batch(0)
+    tensors = (*training.model.parameters(), *training.model.buffers(), *tensor_leaves(batch))
+    homes = {compat.storage_key(t): t for t in tensors}
+    static = sum(aligned(t.untyped_storage().nbytes()) for t in homes.values())
+    held = None
+    with Meter() as meter:
+        for _ in range(2):
+            held = loop(training.model, batch, optimizer)
+    del held
+    return static + meter.peak
+
+
+def by_mem_tracker(training: Training, loop: Any, optimizer: Any) -> int | None:
+    from torch.distributed._tools.mem_tracker import MemTracker
+
+    batch, tracker = training.batch(0), MemTracker()
+    try:
+        tracker.track_external(training.model, optimizer, *tensor_leaves(batch))
+        with tracker:
+            for _ in range(2):
+                loop(training.model, batch, optimizer)
+                tracker.reset_mod_stats()  # it asks for that between steps
+        found = tracker.get_tracker_snapshot("peak")
+    except Exception:  # it is a tool of torch's own, whose limits are not ours
+        return None
+    return int(sum(sizes["Total"] for sizes in found.values()))
+
+
+def by_accelerate(model: torch.nn.Module) -> int | None:
+    try:
+        from accelerate.utils import calculate_maximum_sizes
+    except ImportError:
+        return None
+    return int(4 * calculate_maximum_sizes(model)[0])
+
+
+def one(build: Callable[[], Training]) -> dict[str, Any]:
+    torch.manual_seed(0)
+    training = build()
+    optimizer = training.optimizer(training.parameters(training.model))
+    batch, began = training.batch(0), time.process_time()
+    try:
+        estimate = tightship.estimate(training.model, batch, optimizer, training.loss_fn)
+    except TightshipError as error:
+        return {"refused": str(error)}
+    seconds = time.process_time() - began
+    loss_fn = loss_function(training.loss_fn, batch)
+    loop = partial(_training, loss_fn=loss_fn, cast=nullcontext, accumulate=1, set_to_none=True)
+    real = measured(training, loop, optimizer)
+    torch.manual_seed(0)
+    other = build()
+    theirs = by_mem_tracker(other, loop, other.optimizer(other.parameters(other.model)))
+    return {
+        "estimate": estimate.peak, "measured": real, "mem_tracker": theirs,
+        "accelerate": by_accelerate(training.model), "seconds": seconds,
+    }  # fmt: skip
+
+
+def page(results: dict[str, dict[str, Any]]) -> str:
+    rows = [(name, r) for name, r in results.items() if "measured" in r]
+    exact = sum(r["estimate"] == r["measured"] for _, r in rows)
+    head = ("model", "measured", "estimate", "off by", "mem_tracker", "accelerate")
+    lines = [
+        f"{exact} of {len(rows)} models: not a byte off. torch {torch.__version__}, CPU.", "",
+        "| " + " | ".join(head) + " |", "| --- | ---: | ---: | ---: | ---: | ---: |",
+    ]  # fmt: skip
+    for name, r in rows:
+        real = r["measured"]
+        theirs = [f"{(r[k] - real) / real:+.1%}" if r[k] is not None else "fails" for k in head[4:]]
+        off = f"{r['estimate'] - real:,} B"
+        lines.append(
+            "| " + " | ".join((name, format_bytes(real), format_bytes(r["estimate"]), off, *theirs)) + " |"
+        )
+    refused = [(name, r["refused"]) for name, r in results.items() if "refused" in r]
+    lines += [""] + [f"- {name} is refused: {why.partition(';')[0]}" for name, why in refused]
+    return "\n".join(lines).rstrip() + "\n"
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("tables", nargs="*", default=TABLES, metavar="TABLE")
+    parser.add_argument("--only", default="", metavar="TEXT")
+    parser.add_argument("--results", type=Path, metavar="FILE")
+    parser.add_argument("--write", action="store_true")
+    chosen = parser.parse_args()
+    warnings.simplefilter("ignore")
+    results: dict[str, dict[str, Any]] = {}
+    if chosen.results and chosen.results.exists():
+        results = json.loads(chosen.results.read_text())
+    for table in chosen.tables:
+        for name, build in builds(table):
+            if chosen.only not in name or name in results:
+                continue
+            try:
+                results[name] = one(build)
+            except ImportError as error:
+                print(f"{name}: not run, {error.name} is missing", file=sys.stderr)
+                continue
+            print(name, json.dumps(results[name]), flush=True)
+            if chosen.results:
+                chosen.results.write_text(json.dumps(results, indent=1))
+    if chosen.write:
+        pages.put(PAGE, BEGIN, END, page(results))
+    wrong = [n for n, r in results.items() if r.get("estimate") != r.get("measured")]
+    print(
+        f"{len(results) - len(wrong)} of {len(results)} without a difference; others: {', '.join(wrong) or 'none'}"
+    )
+    return 1 if wrong else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

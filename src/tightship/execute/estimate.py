@@ -1,0 +1,576 @@
+"""Will it fit? What a loop needs as it is, without a planner and before anything is allocated.
+
+The loop runs on tensors without data (`EagerLoop`), each kind of kernel once on tensors of its sizes (`Kernels`), and
+every byte is somebody's: of parameters, gradients, optimizer state, activations or temporaries, by module and line.
+"""
+
+from __future__ import annotations
+
+import copy
+import re
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any, Final, TypedDict, Unpack
+
+import torch
+from torch.utils.checkpoint import checkpoint as recomputed_in_backward
+
+from tightship.errors import BadInput, Infeasible, TightshipError
+from tightship.execute import profile
+from tightship.execute.eager_peak import Kernels, Timeline
+from tightship.frontends.torch.capture.eager_loop import EagerLoop, Loop
+from tightship.frontends.torch.capture.step import capture_step, check_model, module_of
+from tightship.frontends.torch.optimizer.updates import as_one
+from tightship.frontends.torch.structure import (
+    LossFn,
+    batch_size,
+    called,
+    checked_loss,
+    loss_function,
+    map_leaves,
+)
+from tightship.graph import CUDA_ALIGNMENT
+from tightship.planners import default
+from tightship.units import Budget, BudgetLike, format_bytes, parse_budget
+
+__all__ = ["DEVICES", "Device", "Estimate", "EstimateOptions", "Remedy", "Share", "estimate"]
+
+MIB: Final = 1 << 20
+
+
+@dataclass(frozen=True)
+class Device:
+    """A device by ``name``: ``memory`` is what its driver reports in bytes (0: not known), ``context`` what a process
+    takes of it before the first tensor, ``workspace`` what PyTorch takes for cuBLAS. Both are assumed: they differ
+    between drivers and libraries by some hundred MiB."""
+
+    name: str
+    memory: int = 0
+    context: int = 0
+    workspace: int = 0
+
+    @property
+    def is_gpu(self) -> bool:
+        return self.name != "cpu"
+
+
+def _gpu(name: str, mebibytes: int, context: int, workspace: int = 2 * 8320) -> Device:
+    """``context`` in MiB, ``workspace`` in KiB."""
+    return Device(name, mebibytes * MIB, context * MIB, workspace * 1024)
+
+
+_HOPPER: Final = 2 * 32 * 1024
+DEVICES: Final = {
+    d.name: d
+    for d in (
+        Device("cpu"),
+        _gpu("t4", 15_360, 350), _gpu("v100", 16_384, 400), _gpu("l4", 23_034, 400), _gpu("a10g", 23_028, 400),
+        _gpu("a100-40gb", 40_960, 500), _gpu("a100", 81_920, 500), _gpu("l40s", 46_068, 450),
+        _gpu("h100", 81_559, 550, _HOPPER), _gpu("h200", 143_771, 550, _HOPPER),
+        _gpu("rtx3060", 12_288, 350), _gpu("rtx3090", 24_576, 400), _gpu("rtx4060", 8_188, 350),
+        _gpu("rtx4080", 16_376, 400), _gpu("rtx4090", 24_564, 450), _gpu("rtx5090", 32_607, 550),
+    )
+}  # fmt: skip
+"""Memory as nvidia-smi reports it. Workspace: PyTorch's default of 8320 KiB for a handle of cuBLAS (32 MiB on Hopper,
+CUBLAS_WORKSPACE_CONFIG), of which a process has two: for the thread of the forward and for that of the backward pass.
+Context: assumed, from what idle processes take."""
+
+
+@dataclass(frozen=True)
+class Share:
+    """Bytes of the peak that have one ``place``: a module or a line; ``what`` they are."""
+
+    place: str
+    what: str
+    nbytes: int
+
+
+@dataclass(frozen=True)
+class Remedy:
+    """What would make it fit: its ``name``, the ``peak`` in bytes that it comes to (with context and libraries),
+    whether that fits, and what it costs."""
+
+    name: str
+    peak: int
+    fits: bool
+    cost: str
+
+
+@dataclass(frozen=True, repr=False)
+class Estimate:
+    """What a loop needs at its peak, in bytes. ``peak`` is the sum of ``parameters``, ``buffers``, ``batch``,
+    ``gradients``, ``optimizer_state``, ``activations``, ``temporaries`` and ``constants``; ``static`` that of what is
+    there in every step (parameters, buffers, batch, state and constants).
+
+    Activations are what the forward pass has made, temporaries what the backward pass and the optimizer make for a
+    while, and what the kernel at the peak holds for itself. ``total`` is the peak and what the ``device`` needs
+    beside it. ``phases``: the peaks of ``forward``, ``backward`` and ``update``. ``unknown``: how many calls of which
+    ops were counted without the temporaries of their kernels, which are not known. ``unread``: the lines that read a
+    number from data that only a real step has (``loss.item()``), which was taken to be 1.0: bytes follow from it only
+    where the code compares it. ``flops`` are those of one step.
+    """
+
+    peak: int
+    static: int
+    parameters: int
+    gradients: int
+    optimizer_state: int
+    activations: int
+    temporaries: int
+    buffers: int
+    batch: int
+    constants: int
+    at: str
+    phases: Mapping[str, int]
+    by_module: tuple[Share, ...]
+    by_line: tuple[Share, ...]
+    device: Device
+    unknown: Mapping[str, int]
+    unread: tuple[str, ...]
+    flops: int
+    training: bool
+    _asked: Any = field(default=None, compare=False)
+
+    @property
+    def total(self) -> int:
+        """The peak, and what the device's context and libraries take beside it."""
+        return self.peak + self.device.context + self.device.workspace
+
+    def fits(self, memory: BudgetLike = None) -> bool:
+        """Whether ``total`` is within ``memory`` (``24GiB``), or within the device's own. Raises ``BadInput`` where
+        neither is known."""
+        return self.total <= self.memory(memory)
+
+    def memory(self, memory: BudgetLike = None) -> int:
+        """``memory`` in bytes, or the device's own. Raises ``BadInput``."""
+        if memory is None:
+            if not self.device.memory:
+                fault = f"{self.device.name} has no size of its own: give the memory there is, such as 24GiB"
+                raise BadInput(fault, place="fits")
+            return self.device.memory
+        budget = memory if isinstance(memory, Budget) else parse_budget(memory)
+        if budget.bytes is None:
+            raise BadInput(f"{budget} is a percentage; give bytes, such as 24GiB", place="fits")
+        return budget.bytes
+
+    def remedies(self, memory: BudgetLike = None, *, seconds: float = 20.0) -> list[Remedy]:
+        """What would make the loop fit ``memory``, with what it costs: checkpoints around its blocks, the largest
+        batch, and tightship's own plan, searched for ``seconds``. Each is estimated or planned, none is a rule of
+        thumb. Those that a loop of one's own leaves no way to try are not there."""
+        return list(_remedies(self, self._asked, self.memory(memory), seconds))
+
+    def rows(self, memory: BudgetLike = None) -> dict[str, Any]:
+        """As JSON has it; ``fits`` is None where no memory is known."""
+        known = memory is not None or self.device.memory > 0
+        names = (
+            "peak", "static", "parameters", "gradients", "optimizer_state", "activations", "temporaries", "buffers",
+            "batch", "constants", "total", "at", "training", "flops",
+        )  # fmt: skip
+        rows: dict[str, Any] = {name: getattr(self, name) for name in names}
+        rows |= {
+            "device": self.device.name,
+            "context": self.device.context,
+            "workspace": self.device.workspace,
+        }
+        rows |= {"assumed": ["context", "workspace"] if self.device.is_gpu else []}
+        rows |= {
+            "memory": self.memory(memory) if known else None,
+            "fits": self.fits(memory) if known else None,
+        }
+        rows |= {"phases": dict(self.phases), "unknown": dict(self.unknown), "unread": list(self.unread)}
+        for key, shares in (("by_module", self.by_module), ("by_line", self.by_line)):
+            rows[key] = [{"place": s.place, "what": s.what, "bytes": s.nbytes} for s in shares]
+        return rows
+
+    def __repr__(self) -> str:
+        return str(self)
+
+    def __str__(self) -> str:
+        return "\n".join(self.lines())
+
+    def lines(self, memory: BudgetLike = None) -> Iterator[str]:
+        """In words, one fact a line."""
+        known = memory is not None or self.device.memory > 0
+        verdict = ""
+        if known:
+            limit = self.memory(memory)
+            left = limit - self.total
+            over = f"{format_bytes(left)} are left" if left >= 0 else f"{format_bytes(-left)} too much"
+            verdict = f", {'fits' if left >= 0 else 'does NOT fit'} {format_bytes(limit)}: {over}"
+        yield f"peak               {format_bytes(self.total)}{verdict}"
+        for name in _PARTS:
+            if nbytes := getattr(self, name):
+                yield f"  {name.replace('_', ' '):17}{format_bytes(nbytes)}"
+        if self.device.is_gpu:
+            yield f"  context          {format_bytes(self.device.context)} (assumed for {self.device.name})"
+            yield f"  cuBLAS           {format_bytes(self.device.workspace)} (assumed)"
+        yield f"reached            {self.at}"
+        if len(self.phases) > 1:
+            shown = ", ".join(f"{_PHASES[p]} {format_bytes(n)}" for p, n in self.phases.items())
+            yield f"peak of            {shown}"
+        if self.unread:
+            yield f"assumed            1.0 for numbers that only a real step has: {', '.join(self.unread[:3])}"
+        if self.unknown:
+            names = ", ".join(n.removeprefix("aten.").partition(".")[0] for n in list(self.unknown)[:3])
+            yield (
+                f"not counted        what kernels hold for themselves: {sum(self.unknown.values())} calls of "
+                f"{len(self.unknown)} ops ({names}, …) were not run"
+            )
+
+
+_PARTS: Final = (
+    "parameters", "buffers", "batch", "gradients", "optimizer_state", "activations", "temporaries", "constants",
+)  # fmt: skip
+_PHASES: Final = {"forward": "forward pass", "backward": "backward pass", "update": "optimizer step"}
+
+
+class EstimateOptions(TypedDict, total=False):
+    """What `estimate` takes by keyword."""
+
+    loop: Loop | None
+    steps: int
+    accumulate: int
+    autocast: torch.dtype | str | None
+    checkpoint: bool
+    set_to_none: bool
+    kernels: bool | None
+
+
+_DEFAULTS: Final[dict[str, Any]] = {
+    "loop": None, "steps": 2, "accumulate": 1, "autocast": None, "checkpoint": False, "set_to_none": True,
+    "kernels": None,
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class _Asked:
+    """What an estimate was asked for, so that it can be asked for with something else."""
+
+    model: Any
+    sample: Any
+    optimizer: Any
+    loss_fn: Any
+    device: Device
+    loop: Loop | None
+    steps: int
+    accumulate: int
+    autocast: torch.dtype | None
+    checkpoint: bool
+    set_to_none: bool
+    kernels: bool | None
+
+    @property
+    def trains(self) -> bool:
+        return self.loss_fn is not None or self.optimizer is not None
+
+    def answer(self) -> Estimate:
+        model = self.model
+        loop = EagerLoop(model, self.sample)
+        run = loop.with_data and not self.device.is_gpu if self.kernels is None else self.kernels
+        blocks = _checkpointed(model) if self.checkpoint else nullcontext()
+        with blocks, _mode(model, training=self.trains or self.loop is not None):
+            loop.run(self.loop or self.own_loop(), self.optimizer, self.steps, foreach=self.device.is_gpu)
+        kernels = Kernels(loop, run=run)
+        return _summed(
+            loop, Timeline(loop, kernels, CUDA_ALIGNMENT if self.device.is_gpu else 0), kernels, self
+        )
+
+    def own_loop(self) -> Loop:
+        """The loop of somebody who writes none: what the example of the documentation has."""
+        cast = partial(torch.autocast, "cpu", self.autocast) if self.autocast is not None else nullcontext
+        if not self.trains:
+            return partial(_inference, cast=cast)
+        loss_fn = loss_function(self.loss_fn, self.sample)
+        return partial(
+            _training, loss_fn=loss_fn, cast=cast, accumulate=self.accumulate, set_to_none=self.set_to_none
+        )
+
+
+def _training(
+    model: Any, batch: Any, optimizer: Any, *, loss_fn: LossFn, cast: Callable[[], AbstractContextManager[Any]],
+    accumulate: int, set_to_none: bool,
+) -> Any:  # fmt: skip
+    for _ in range(accumulate):
+        with cast():
+            loss = checked_loss(loss_fn(model, batch))
+        if accumulate > 1:
+            loss = loss / accumulate
+        loss.backward()  # type: ignore[no-untyped-call]
+    if optimizer is not None:
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=set_to_none)
+    else:
+        model.zero_grad(set_to_none=set_to_none)
+    return loss.detach()
+
+
+def _inference(model: Any, batch: Any, _: Any, *, cast: Callable[[], AbstractContextManager[Any]]) -> Any:
+    with torch.no_grad(), cast():
+        return called(model, batch)
+
+
+def estimate(
+    model: torch.nn.Module,
+    sample: object,
+    optimizer: Any = None,
+    loss_fn: Any = None,
+    device: str | None = None,
+    **options: Unpack[EstimateOptions],
+) -> Estimate:
+    """What a training loop, or a forward pass, needs as it is: its peak in bytes, split up, with nothing allocated.
+
+    With ``loss_fn`` or ``optimizer`` (torch's or anybody's; several in a list) the loop is forward pass, backward
+    pass, ``optimizer.step()`` and ``zero_grad(set_to_none)``, run ``steps`` times, so that the optimizer has its
+    state; with neither it is the forward pass in evaluation mode, without gradients. ``loss_fn`` and ``sample`` are
+    as `fit` takes them. ``loop(model, sample, optimizer)`` is a step of your own instead: it must use what it is
+    given, and what it returns lives until the next step has returned.
+
+    ``accumulate``: so many backward passes before each step. ``autocast``: the forward pass runs under
+    ``torch.autocast`` to that dtype (``bfloat16``). ``checkpoint``: each block is checkpointed, as
+    ``torch.utils.checkpoint`` does it. ``device``: a name of `DEVICES` (``h100``, ``rtx4090``, ``cpu``); on a GPU
+    sizes are rounded as its allocator does, torch's optimizers step all parameters together, and context and
+    libraries take what is assumed for it; the ops are those of the CPU.
+
+    A model on the meta device needs no memory; its sample should have data where the model looks at some. On the CPU,
+    for models with data, the answer is what the allocator measures, to the byte: each kind of kernel is run once on
+    tensors of its sizes for what it holds for itself (``kernels=False``: none is; True: also for models without
+    data), unless arguments and results are beyond 1 GiB. What was not run is in ``unknown``.
+
+    Raises ``BadInput`` for arguments that make no sense, ``Unsupported`` for loops that decide by data that comes
+    from parameters, and whatever the model raises.
+    """
+    model = module_of(model)
+    check_model(model)
+    chosen = {**_DEFAULTS, **options}
+    if unknown := [name for name in chosen if name not in _DEFAULTS]:
+        raise BadInput(
+            f"unknown options {', '.join(unknown)}: they are {', '.join(_DEFAULTS)}", place="estimate"
+        )
+    for name in ("steps", "accumulate"):
+        if not isinstance(chosen[name], int) or chosen[name] < 1:
+            raise BadInput(f"{name} must be a whole number, at least 1", chosen[name], "estimate")
+    chosen["autocast"] = _dtype(chosen["autocast"])
+    asked = _Asked(model, sample, None, loss_fn, device_named(device), **chosen)
+    own = asked.accumulate > 1 or asked.autocast is not None or not asked.set_to_none
+    if asked.loop is not None and (loss_fn is not None or own):
+        fault = "loop= is all of a step: leave out loss_fn, accumulate, autocast and set_to_none"
+        raise BadInput(fault, place="estimate")
+    if optimizer is not None:
+        asked = replace(asked, optimizer=as_one(optimizer))
+    return asked.answer()
+
+
+def device_named(name: str | None) -> Device:
+    """A device of `DEVICES`. Raises ``BadInput``."""
+    key = "cpu" if name is None else str(name).lower().replace(" ", "").replace("_", "-")
+    if key not in DEVICES:
+        raise BadInput(
+            f"unknown device {name!r}: those known by name are {', '.join(DEVICES)}", place="device"
+        )
+    return DEVICES[key]
+
+
+def _dtype(name: torch.dtype | str | None) -> torch.dtype | None:
+    dtype = getattr(torch, name, None) if isinstance(name, str) else name
+    if name is not None and dtype not in (torch.bfloat16, torch.float16):
+        raise BadInput("autocast is to bfloat16 or float16", name, "estimate")
+    return dtype
+
+
+@contextmanager
+def _mode(model: torch.nn.Module, *, training: bool) -> Iterator[None]:
+    """The model as it is, or in evaluation mode."""
+    modes = [(m, m.training) for m in model.modules()]
+    try:
+        if not training:
+            for m in model.modules():
+                m.training = False
+        yield
+    finally:
+        for m, was in modes:
+            m.training = was
+
+
+# --- who it is that needs the bytes ---
+
+_ROLES: Final = {
+    "parameter": "parameters", "buffer": "buffers", "input": "batch", "gradient": "gradients",
+    "state": "optimizer_state", "constant": "constants",
+}  # fmt: skip
+
+
+def _summed(loop: EagerLoop, timeline: Timeline, kernels: Kernels, asked: _Asked) -> Estimate:
+    peak = timeline.peak()
+    parts: Counter[str] = Counter()
+    modules: Counter[tuple[str, str]] = Counter()
+    lines: Counter[tuple[str, str]] = Counter()
+    for s in peak.live:
+        life, size = timeline.lives[s], timeline.sizes[s]
+        made = "activations" if life.phase == "forward" else "temporaries"
+        what = _ROLES.get(life.role, made)
+        parts[what] += size
+        module = life.origin.module
+        if what in ("parameters", "buffers"):
+            module = str(loop.tape.storages[s].key).rpartition(".")[0]
+        modules[_pattern(module), what] += size
+        if what in ("activations", "temporaries"):
+            lines[life.origin.source, what] += size
+    parts["temporaries"] += peak.inside
+    at = "before the first op"
+    if peak.op >= 0:
+        r = timeline.records[peak.op]
+        at = f"{r.target} of the {_PHASES[r.phase]}" + (f" at {r.origin}" if str(r.origin) else "")
+        modules[_pattern(r.origin.module), "temporaries"] += peak.inside
+        lines[r.origin.source, "temporaries"] += peak.inside
+    static = sum(parts[x] for x in ("parameters", "buffers", "batch", "optimizer_state", "constants"))
+    return Estimate(
+        peak.nbytes, static, **{name: parts[name] for name in _PARTS}, at=at, phases=dict(timeline.phases),
+        by_module=_shares(modules), by_line=_shares(lines), device=asked.device, unknown=dict(kernels.unknown),
+        unread=tuple(dict.fromkeys(map(str, loop.tape.unread))), flops=timeline.flops, training=asked.trains,
+        _asked=asked,
+    )  # fmt: skip
+
+
+def _shares(count: Counter[tuple[str, str]]) -> tuple[Share, ...]:
+    return tuple(Share(place, what, n) for (place, what), n in count.most_common() if n)
+
+
+def _pattern(module: str) -> str:
+    """Modules of a list have one name: ``layers.*.mlp``."""
+    return re.sub(r"(^|\.)\d+(?=\.|$)", r"\1*", module, count=1)
+
+
+# --- what would make it fit ---
+
+
+@contextmanager
+def _checkpointed(model: torch.nn.Module) -> Iterator[None]:
+    """Each block of the model is checkpointed. Blocks are the members of the outermost lists of modules of one class.
+    Raises ``BadInput`` where there are none."""
+    found = blocks(model)
+    if not found:
+        raise BadInput("no blocks to checkpoint: no list of modules of one class", place="checkpoint")
+    before = [(m, vars(m).get("forward")) for m in found]
+    try:
+        for m in found:
+            m.forward = partial(recomputed_in_backward, m.forward, use_reentrant=False)
+        yield
+    finally:
+        for m, was in before:
+            if was is None:
+                del m.forward
+            else:
+                m.forward = was
+
+
+def blocks(model: torch.nn.Module) -> list[torch.nn.Module]:
+    """The members of the outermost lists of modules of one class, with parameters."""
+    found: list[torch.nn.Module] = []
+
+    def look(module: torch.nn.Module) -> None:
+        members = list(module.children())
+        alike = len(members) > 1 and len({type(m) for m in members}) == 1
+        if alike and isinstance(module, (torch.nn.ModuleList, torch.nn.Sequential)) and _is_block(members[0]):
+            found.extend(members)
+            return
+        for child in members:
+            look(child)
+
+    look(model)
+    return found
+
+
+def _is_block(module: torch.nn.Module) -> bool:
+    return any(True for _ in module.children()) and any(True for _ in module.parameters())
+
+
+def _remedies(now: Estimate, asked: _Asked, limit: int, seconds: float) -> Iterator[Remedy]:
+    beside = now.total - now.peak
+    if asked.trains and not asked.checkpoint and blocks(asked.model):
+        other = replace(asked, checkpoint=True).answer()
+        more = other.flops / now.flops - 1 if now.flops else 0.0
+        cost = f"{more:.0%} more operations, bit-identical"
+        yield Remedy("a checkpoint around each block", other.total, other.total <= limit, cost)
+    if asked.loop is None:
+        yield from _smaller_batch(now, asked, limit)
+        if asked.trains and asked.accumulate == 1 and asked.autocast is None and asked.loss_fn is not None:
+            yield from _own_plan(asked, limit, beside, seconds)
+
+
+def _smaller_batch(now: Estimate, asked: _Asked, limit: int) -> Iterator[Remedy]:
+    """The largest batch that fits, found by estimates of batches that a straight line through two of them says."""
+    try:
+        size = batch_size(asked.sample)
+    except BadInput:
+        return
+    known = {size: now.total}
+
+    def total(n: int) -> int:
+        if n not in known:
+            known[n] = replace(asked, sample=with_batch(asked.sample, size, n)).answer().total
+        return known[n]
+
+    try:
+        low = max(1, size // 2) if size > 1 else 2
+        total(low)
+        best = _largest(known, total, limit)
+    except (TightshipError, RuntimeError, ValueError, IndexError, TypeError):  # it runs at no such size
+        return
+    if best is None:
+        yield Remedy("a batch of 1", total(1), False, "too much even so")
+        return
+    yield Remedy(f"a batch of {best}", known[best], True, f"instead of {size}")
+
+
+def _largest(known: dict[int, int], total: Callable[[int], int], limit: int) -> int | None:
+    for _ in range(12):
+        fitting = [n for n in known if known[n] <= limit]
+        beyond = [n for n in known if known[n] > limit]
+        low, high = max(fitting, default=0), min(beyond, default=0)
+        if high and high - low <= max(1, low // 64):
+            break
+        a, b = sorted(known, key=lambda n: abs(known[n] - limit))[:2]
+        slope = (known[a] - known[b]) / (a - b)
+        guess = int(a + (limit - known[a]) / slope) if slope > 0 else (low + high) // 2
+        guess = max(1, guess)
+        if high:
+            guess = min(max(guess, low + 1), high - 1)
+        elif guess in known:
+            guess = low + 1
+        if guess < 1 or guess in known:
+            break
+        total(guess)
+    return max((n for n in known if known[n] <= limit), default=None)
+
+
+def with_batch(sample: Any, was: int, size: int) -> Any:
+    """The sample with ``size`` rows in the place of ``was``, repeated or left out, wherever that is the first
+    dimension of a tensor."""
+
+    def leaf(x: Any) -> Any:
+        if not isinstance(x, torch.Tensor) or not x.dim() or x.shape[0] != was:
+            return copy.copy(x) if isinstance(x, torch.Tensor) else x
+        times = -(-size // was)
+        return x.detach().repeat(times, *[1] * (x.dim() - 1))[:size].clone()
+
+    return map_leaves(leaf, sample)
+
+
+def _own_plan(asked: _Asked, limit: int, beside: int, seconds: float) -> Iterator[Remedy]:
+    name = "tightship.fit"
+    try:
+        program = capture_step(asked.model, asked.loss_fn, asked.optimizer, asked.sample)
+        program = profile.model(program)
+        options = default.read_options({"seconds": seconds}, "estimate")
+        plan = default.plan(program.graph, Budget(bytes=max(0, limit - beside)), options)
+    except Infeasible as no:
+        yield Remedy(name, no.best_peak + beside, False, "the least peak of a plan that was found")
+        return
+    except TightshipError as no:
+        yield Remedy(name, 0, False, f"no plan: {no}")
+        return
+    slower = plan.time / plan.time_before - 1 if plan.time_before else 0.0
+    yield Remedy(name, plan.peak + beside, True, f"{slower:+.0%} of a step's time (modeled), bit-identical")

@@ -1,0 +1,347 @@
+"""A training loop run as it is, on tensors without data: which storages live when, as in eager.
+
+The loop's own Python code, autograd and the optimizer run on fake tensors below a dispatch mode. A storage lives from
+the op that makes it until nobody holds it any more, which a weak reference to it tells at once: Python's variables,
+autograd's saved tensors, checkpoints and caches of autocast hold on to it for as long as they do in eager.
+
+What differs under a dispatch mode is put right: autograd adds gradients in place where it alone holds the sum so far,
+and does so out of place as soon as a mode looks on.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from enum import IntEnum
+from functools import partial
+from typing import Any
+
+import torch
+
+from tightship.errors import Unplannable, Unsupported
+from tightship.frontends.torch import compat, compat_capture
+from tightship.frontends.torch.capture.recorder import Recorder
+from tightship.frontends.torch.capture.state_restore import untouched
+from tightship.frontends.torch.capture.step import Capture
+from tightship.frontends.torch.capture.tape import Origin, Record, Tape, TapeStorage
+from tightship.frontends.torch.optimizer.copy import random_untouched
+from tightship.frontends.torch.optimizer.updates import each, twin_of
+from tightship.frontends.torch.program import tensors_in
+
+__all__ = ["EagerLoop", "Kind", "Life", "Loop"]
+
+_ITEM = torch.ops.aten._local_scalar_dense.default
+_LIFT = torch.ops.aten.lift_fresh.default
+
+_ATEN = torch.ops.aten
+_SAVES_NUMBERS = (
+    _ATEN.mul.Tensor, _ATEN.mul_.Tensor, _ATEN.div.Tensor, _ATEN.div_.Tensor, _ATEN.div.Tensor_mode,
+    _ATEN.div_.Tensor_mode,
+)  # fmt: skip
+"""Ops that keep the tensor that a number of Python's becomes for their backward pass."""
+_NUMBER = 8
+"""Bytes of such a tensor."""
+
+_LIGHT = 1 << 24
+"""Bytes up to which ops of a model without data are run on zeros to see what their results look like."""
+
+Loop = Callable[[Any, Any, Any], Any]
+"""One step of a loop: of the model, the batch and the optimizer (None without one). What it returns lives until the
+next step has returned."""
+
+
+class Kind(IntEnum):
+    """Of an event: an op begins, a storage begins or ends to live, a step begins."""
+
+    OP = 0
+    ALLOC = 1
+    FREE = 2
+    STEP = 3
+
+
+@dataclass(slots=True)
+class Life:
+    """What is known of a storage beside its size: ``made`` is the number of the op that made it, -1 for what was
+    there before; ``role`` what it is (parameter, buffer, input, state, constant, gradient; empty for the rest), and
+    ``origin`` where it was made."""
+
+    made: int = -1
+    role: str = ""
+    phase: str = ""
+    origin: Origin = field(default_factory=Origin)
+
+
+class _LifeTape(Tape):
+    """A tape that also takes down when storages begin and end to live."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.events: list[tuple[Kind, int]] = []
+        self.lives: list[Life] = []
+        self.between_nodes: set[int] = set()  # ops of autograd's own, by number
+        self.there: str = ""  # the role of storages that are there before the loop
+        self.unread: list[Origin] = []  # where the code reads a number that only a real step has
+        self._watched: dict[int, Any] = {}
+        self._numbers: dict[int, list[int]] = {}
+        self._node = -1
+
+    def value(self, tensor: torch.Tensor, place: str = "") -> int:
+        known = len(self.storages)
+        v = super().value(tensor, place)
+        if len(self.storages) > known:
+            self.lives.append(Life(-1 if self.there else len(self.records), self.there))
+            if not self.there:
+                self.events.append((Kind.ALLOC, known))
+            end = partial(self._ended, known)
+            self._watched[known] = weakref.ref(tensor.untyped_storage(), end)
+        return v
+
+    def _ended(self, storage: int, _: object) -> None:
+        self.events.append((Kind.FREE, storage))
+
+    def given(self, tensor: torch.Tensor, real: torch.Tensor) -> None:
+        """A tensor of the user's that is neither the model's nor the batch's."""
+        before, self.there = self.there, self.there or "constant"
+        super().constant(tensor, real)
+        self.there = before
+
+    def lifted(self, tensor: torch.Tensor, real: torch.Tensor) -> None:
+        """A number or a list that has become a tensor: made anew, and perhaps written later."""
+        if not self.there:
+            self.events.append((Kind.OP, len(self.records)))
+        made = self.value(tensor)
+        with compat.without_modes():
+            copy = real.clone()
+        self.records.append(Record(copy.clone, "lift_fresh", (), {}, (made,)))
+
+    def record(
+        self, fn: Any, args: Any, kwargs: Any, out: Any, *, phase: str, origin: Origin, flops: int = 0
+    ) -> Record | None:
+        if not self.there:
+            self.events.append((Kind.OP, len(self.records)))
+        known = len(self.storages)
+        r = super().record(fn, args, kwargs, out, phase=phase, origin=origin, flops=flops)
+        if r is None and not self.there and self.events[-1][0] is Kind.OP:
+            self.events.pop()  # a view
+        for life in self.lives[known:]:
+            life.phase, life.origin = phase, origin
+        if r is not None and phase == "backward" and compat.backward_sequence() < 0:
+            self.between_nodes.add(len(self.records) - 1)
+        return r
+
+    def number_saved(self, node: int) -> None:
+        """The node of autograd with that number keeps a tensor for a number of Python's until it has run."""
+        s = len(self.storages)
+        self.storages.append(TapeStorage(_NUMBER, _NUMBER, "cpu", -1))
+        self.lives.append(Life(len(self.records), "", "forward"))
+        self.events.append((Kind.ALLOC, s))
+        self._numbers.setdefault(node, []).append(s)
+
+    def node_runs(self, node: int) -> None:
+        """An op of that node begins: the one before has run, and has let go of what it kept."""
+        if node != self._node:
+            self.events += [(Kind.FREE, s) for s in self._numbers.pop(self._node, ())]
+            self._node = node
+
+    def forget(self) -> None:
+        """From now on nothing is taken down."""
+        self._watched.clear()
+
+
+class _LifeRecorder(Recorder):
+    """A recorder of loops: what the code finds outside of model and batch was there before."""
+
+    tape: _LifeTape
+
+    def __torch_dispatch__(self, fn: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if fn is _LIFT and not compat.is_fake(args[0]):
+            out = fn(*args)
+            self.tape.lifted(out, args[0])
+            return out
+        if self.phase == "backward":
+            self.tape.node_runs(compat.backward_sequence())
+        saves = fn in _SAVES_NUMBERS and torch.is_grad_enabled() and _requires_grad(args[0])
+        saves = saves and not isinstance(args[1], torch.Tensor)
+        node = compat.forward_sequence() if saves else -1
+        try:
+            out = super().__torch_dispatch__(fn, types, args, kwargs)
+        except Unplannable:
+            if fn is not _ITEM or not args[0].is_floating_point():
+                raise
+            self.tape.unread.append(self._tracker.here())
+            return 1.0  # a number for a log, or for arithmetic: no bytes follow from it but by a comparison
+        if saves:
+            self.tape.number_saved(node)
+        return out
+
+    def _faked(self, x: Any) -> Any:
+        if not isinstance(x, torch.Tensor) or compat.is_fake(x):
+            return x
+        self._check_foreign(x)
+        fake = self._fake.from_tensor(x)
+        self.tape.given(fake, x)
+        return fake
+
+
+def _requires_grad(x: Any) -> bool:
+    return isinstance(x, torch.Tensor) and x.requires_grad
+
+
+class EagerLoop(Capture):
+    """``run`` runs a loop on stand-ins of model, batch and optimizer; ``tape`` then has its ops, ``tape.events`` when
+    they ran and which storages lived when, and ``tape.lives`` what is known of each of these.
+
+    ``device`` is where tensors on the meta device are to be thought of; ``with_data``: there are none of these.
+    Model, gradients, optimizer and random states stay as they are.
+    """
+
+    tape: _LifeTape
+
+    def __init__(self, model: torch.nn.Module, batch: Any, device: str | None = None) -> None:
+        super().__init__(model, batch, "loop", device)
+        self.tape = _LifeTape()
+        self.recorder = _LifeRecorder(self.tape, self.mode, self.tracker)
+        self.readers = compat_capture.DataReaders(self.recorder.contents)
+        self.with_data = self.has_data
+        self._homes: dict[int, str] = {}
+        if not self.has_data:
+            self.recorder.prober.limit = _LIGHT
+        self.has_data = (
+            True  # what has some may be asked for it, and transformers' code runs as on tensors with data
+        )
+
+    def run(self, loop: Loop, optimizer: Any, steps: int, *, foreach: bool = False) -> None:
+        """Runs ``steps`` steps of ``loop``. ``foreach``: the optimizer's default, as on a GPU."""
+        grown = compat_capture.GrownCaches()
+        with ExitStack() as stack:
+            enter = stack.enter_context
+            stack.callback(grown.empty)
+            stack.callback(self.tape.forget)
+            enter(random_untouched())
+            enter(untouched(self.model, self.changes, frozen=False))
+            enter(compat_capture.python_for_stand_ins(has_data=True, checkpoints=True))
+            enter(compat_capture.quiet_engine())
+            self.tape.there = "batch"
+            fakes = self._fakes()
+            self.tape.there = ""
+            for s, slot in enumerate(self.tape.storages):
+                self.tape.lives[s].role = slot.role
+            held = {n: p.grad for n, p in self.parameters.items() if p.grad is not None}
+            self.tape.there = "gradient"
+            for n, g in self._held(held).items():
+                fakes.parameters[n].grad = g
+            self.tape.there = ""
+            self._homes = {id(p): n.rpartition(".")[0] for n, p in fakes.parameters.items()}
+            twin = self._twin(optimizer, fakes.parameters)
+            for one in each(twin) if foreach and twin is not None else ():
+                _as_on_gpu(one)
+            enter(compat_capture.random_states_seen(self.tape.value))
+            enter(self.mode)
+            enter(self.recorder)
+            enter(self.readers.active())
+            enter(self.tracker.active())
+            enter(self._swapped(fakes))
+            enter(self._stepping(twin))
+            enter(compat_capture.inside_backward(self._in_backward))
+            result = None
+            for k in range(steps):
+                self.tape.events.append((Kind.STEP, k))
+                result = loop(self.model, fakes.batch, twin)
+                self._gradients_of(fakes.parameters)
+                self._states_of(twin)
+            self.tape.forget()
+            del result, twin
+
+    # --- the optimizer ---
+
+    def _twin(self, optimizer: Any, parameters: dict[str, torch.Tensor]) -> Any:
+        """The optimizer on stand-ins, with stand-ins for the state that it has."""
+        if optimizer is None:
+            return None
+        others = {id(p): parameters[n] for n, p in self.parameters.items()}
+        foreign = [
+            p for o in each(optimizer) for g in o.param_groups for p in g["params"] if id(p) not in others
+        ]
+        if foreign:
+            shape = tuple(foreign[0].shape)
+            raise Unsupported(
+                f"an optimizer with a parameter of shape {shape} that is not the model's",
+                "its gradient does not come from this model", "make the optimizer of model.parameters()",
+            )  # fmt: skip
+        twin = twin_of(optimizer, others)
+        self.tape.there = "state"
+        for one in each(twin):
+            for p, state in one.state.items():
+                one.state[p] = (
+                    {k: self._state_like(x) for k, x in state.items()} if isinstance(state, dict) else state
+                )
+        self.tape.there = ""
+        return twin
+
+    def _state_like(self, x: Any) -> Any:
+        if not isinstance(x, torch.Tensor):
+            return x
+        if x.numel() > 1 or x.is_meta or compat.is_fake(x):
+            fake = self._blank(x)
+            self.tape.value(fake)
+            return fake
+        with self.mode, self.recorder:  # a counter, whose number decides what a step does
+            made = x.clone()
+        for life, storage in zip(self.tape.lives[-2:], self.tape.storages[-2:], strict=True):
+            life.role = storage.role or life.role  # what it was copied from is no state
+        return made
+
+    @contextmanager
+    def _stepping(self, twin: Any) -> Iterator[None]:
+        """Ops of the optimizer's step are known as such."""
+        with ExitStack() as stack:
+            for one in each(twin) if twin is not None else ():
+                before = one.step
+
+                def step(*args: Any, _step: Any = before, **kwargs: Any) -> Any:
+                    with self.recorder.in_phase("update"), self._here():
+                        return _step(*args, **kwargs)
+
+                stack.enter_context(compat.step_called(one, step))
+            yield
+
+    @contextmanager
+    def _here(self) -> Iterator[None]:
+        before, self.tracker.place = self.tracker.place, Origin("optimizer", "")
+        try:
+            yield
+        finally:
+            self.tracker.place = before
+
+    @contextmanager
+    def _in_backward(self) -> Iterator[None]:
+        with self.recorder.in_phase("backward"):
+            yield
+        self._gradients_of(dict(self.model.named_parameters()))
+
+    # --- what storages are ---
+
+    def _gradients_of(self, parameters: dict[str, torch.Tensor]) -> None:
+        for n, p in parameters.items():
+            if p.grad is not None:
+                life = self.tape.lives[self.tape.storage(self.tape.value(p.grad))]
+                if not life.role or life.role == "gradient":
+                    life.role, life.origin = "gradient", Origin(n.rpartition(".")[0], "")
+
+    def _states_of(self, twin: Any) -> None:
+        for one in each(twin) if twin is not None else ():
+            for p, state in one.state.items():
+                for t in tensors_in(list(state.values()) if isinstance(state, dict) else []):
+                    if self.tape.knows(t):
+                        life = self.tape.lives[self.tape.storage(self.tape.value(t))]
+                        life.role = life.role or "state"
+                        life.origin = Origin(self._homes.get(id(p), ""), "")
+
+
+def _as_on_gpu(optimizer: Any) -> None:
+    """torch's optimizers step all parameters together on a GPU where nobody says otherwise."""
+    for group in optimizer.param_groups:
+        if group.get("foreach", False) is None and not (group.get("fused") or group.get("differentiable")):
+            group["foreach"] = True

@@ -1,0 +1,477 @@
+"""What a loop needs as it is: the bytes of torch's allocator at its fullest, split up, and what would help."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import tightship
+from support.commands import as_json, run
+from tightship.errors import BadInput, Unsupported
+from tightship.execute import allocator
+from tightship.execute.estimate import DEVICES, blocks, estimate, with_batch
+from tightship.frontends.torch import compat
+from tightship.frontends.torch.structure import tensor_leaves
+from tightship.graph import aligned
+
+PARTS = (
+    "parameters", "buffers", "batch", "gradients", "optimizer_state", "activations", "temporaries", "constants",
+)  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def _own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TIGHTSHIP_CACHE", str(tmp_path / "cache"))
+
+
+def measured(
+    model: nn.Module, batch: Any, loop: Callable[[Any, Any, Any], Any], optimizer: Any = None
+) -> int:
+    """The most bytes of two steps in eager, by the allocator."""
+    states = [t for o in [optimizer] if o for s in o.state.values() for t in tensor_leaves(s)]
+    gradients = [p.grad for p in model.parameters() if p.grad is not None]
+    tensors = (*model.parameters(), *model.buffers(), *tensor_leaves(batch), *states, *gradients)
+    homes = {compat.storage_key(t): t for t in tensors}
+    static = sum(aligned(t.untyped_storage().nbytes()) for t in homes.values())
+    held = None
+    with allocator.Meter() as meter:
+        for _ in range(2):
+            held = loop(model, batch, optimizer)
+    del held
+    return static + meter.peak
+
+
+def step(model: Any, batch: Any, optimizer: Any, *, accumulate: int = 1, set_to_none: bool = True) -> Any:
+    for _ in range(accumulate):
+        x, y = batch
+        loss = nn.functional.cross_entropy(model(x), y)
+        if accumulate > 1:
+            loss = loss / accumulate
+        loss.backward()
+    if optimizer is not None:
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=set_to_none)
+    else:
+        model.zero_grad()
+    return loss.detach()
+
+
+class Net(nn.Module):
+    """Convolutions, norms, attention and residual sums, whose gradients autograd adds in place."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Sequential(nn.Conv2d(3, 16, 3, stride=2), nn.BatchNorm2d(16), nn.ReLU())
+        layer = partial(nn.TransformerEncoderLayer, 16, 2, 32, dropout=0.1, batch_first=True)
+        self.layers = nn.ModuleList(layer() for _ in range(3))
+        self.head = nn.Linear(16, 10)
+        self.recompute = False
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.stem(x).flatten(2).transpose(1, 2)
+        for layer in self.layers:
+            x = checkpoint(layer, x, use_reentrant=False) if self.recompute else layer(x)
+            x = x * 0.5 + x / 3
+        return self.head(x.mean(1))
+
+
+def net() -> nn.Module:
+    torch.manual_seed(0)
+    return Net()
+
+
+def images(count: int = 4) -> tuple[torch.Tensor, torch.Tensor]:
+    return torch.randn(count, 3, 20, 20), torch.randint(0, 10, (count,))
+
+
+OPTIMIZERS: dict[str, Callable[[Any], Any]] = {
+    "none": lambda p: None,
+    "sgd": lambda p: torch.optim.SGD(p, 0.1),
+    "momentum": lambda p: torch.optim.SGD(p, 0.1, momentum=0.9),
+    "adam": lambda p: torch.optim.Adam(p),
+    "adamw": lambda p: torch.optim.AdamW(p),
+    "foreach": lambda p: torch.optim.AdamW(p, foreach=True),
+    "fused": lambda p: torch.optim.AdamW(p, fused=True),
+    "adafactor": lambda p: torch.optim.Adafactor(p),
+}
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_a_training_loop_needs_what_the_allocator_measures(name: str) -> None:
+    model, batch = net(), images()
+    optimizer = OPTIMIZERS[name](model.parameters())
+    found = estimate(model, batch, optimizer, nn.CrossEntropyLoss())
+    assert found.peak == measured(model, batch, step, optimizer)
+    assert found.peak == sum(getattr(found, part) for part in PARTS)
+    assert found.training and not found.unknown
+    assert found.optimizer_state == 0 or name not in ("none", "sgd")
+
+
+@pytest.mark.parametrize(
+    "options", [{"accumulate": 3}, {"set_to_none": False}, {"accumulate": 2, "set_to_none": False}]
+)
+def test_options_of_the_loop(options: dict[str, Any]) -> None:
+    model, batch = net(), images()
+    optimizer = torch.optim.AdamW(model.parameters())
+    found = estimate(model, batch, optimizer, nn.CrossEntropyLoss(), **options)
+    assert found.peak == measured(model, batch, partial(step, **options), optimizer)
+
+
+def test_checkpoints_of_the_model_itself_recompute_in_the_backward_pass() -> None:
+    model, batch = net(), images()
+    kept = estimate(model, batch, torch.optim.AdamW(model.parameters()), nn.CrossEntropyLoss())
+    model.recompute = True
+    optimizer = torch.optim.AdamW(model.parameters())
+    found = estimate(model, batch, optimizer, nn.CrossEntropyLoss())
+    assert found.peak == measured(model, batch, step, optimizer)
+    assert found.activations < kept.activations
+
+
+def test_checkpoints_as_an_option_are_those_that_a_model_of_its_own_has() -> None:
+    model, batch = net(), images()
+    asked = estimate(model, batch, None, nn.CrossEntropyLoss(), checkpoint=True)
+    assert "forward" not in vars(model.layers[0])
+    assert asked.flops > estimate(model, batch, None, nn.CrossEntropyLoss()).flops
+    for layer in model.layers:
+        layer.forward = partial(checkpoint, layer.forward, use_reentrant=False)
+    assert asked.peak == measured(model, batch, step)
+
+
+def test_autocast() -> None:
+    model, batch = net(), images()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+
+    def loop(model: Any, batch: Any, optimizer: Any) -> Any:
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = nn.functional.cross_entropy(model(batch[0]), batch[1])
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss.detach()
+
+    found = estimate(model, batch, optimizer, nn.CrossEntropyLoss(), autocast="bfloat16")
+    assert found.peak == measured(model, batch, loop, optimizer)
+
+
+def test_frozen_parts_have_no_gradients_and_no_state() -> None:
+    model, batch = net(), images()
+    for name, p in model.named_parameters():
+        p.requires_grad = name.startswith("head")
+    optimizer = torch.optim.AdamW(p for p in model.parameters() if p.requires_grad)
+    found = estimate(model, batch, optimizer, nn.CrossEntropyLoss())
+    assert found.peak == measured(model, batch, step, optimizer)
+    assert found.optimizer_state < found.parameters
+
+
+def test_a_loop_that_has_run_before_has_state_and_gradients() -> None:
+    model, batch = net(), images()
+    optimizer = torch.optim.AdamW(model.parameters())
+    step(model, batch, optimizer)
+    nn.functional.cross_entropy(model(batch[0]), batch[1]).backward()
+    before = {n: p.grad.clone() for n, p in model.named_parameters()}
+    found = estimate(model, batch, optimizer, nn.CrossEntropyLoss())
+    assert all(torch.equal(p.grad, before[n]) for n, p in model.named_parameters())
+    assert {float(s["step"]) for s in optimizer.state.values()} == {1.0}
+    fresh = estimate(model, batch, torch.optim.AdamW(model.parameters()), nn.CrossEntropyLoss())
+    state = sum(aligned(t.nbytes) for s in optimizer.state.values() for t in s.values())
+    assert found.optimizer_state == state
+    assert found.phases["backward"] > fresh.phases["backward"]  # which adds to gradients that are there
+
+
+def test_a_loop_of_ones_own() -> None:
+    model, batch = net(), images()
+    optimizer = torch.optim.AdamW(model.parameters())
+
+    def loop(model: Any, batch: Any, optimizer: Any) -> Any:
+        optimizer.zero_grad()
+        logits = model(batch[0])
+        loss = nn.functional.cross_entropy(logits, batch[1])
+        loss.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        return loss, logits
+
+    found = estimate(model, batch, optimizer, loop=loop)
+    assert found.peak == measured(model, batch, loop, optimizer)
+
+
+def test_numbers_for_a_log_are_said_to_be_assumed() -> None:
+    model, batch = net(), images()
+    optimizer, said = torch.optim.SGD(model.parameters(), 0.1), []
+
+    def loop(model: Any, batch: Any, optimizer: Any) -> Any:
+        loss = step(model, batch, optimizer)
+        said.append(loss.item())
+
+    found = estimate(model, batch, optimizer, loop=loop)
+    assert said == [1.0, 1.0] and any("test_estimate.py:" in place for place in found.unread)
+    assert found.peak == measured(model, batch, loop, optimizer)
+
+
+def test_inference_keeps_no_activations_for_a_backward_pass() -> None:
+    model, batch = net().eval(), images()[0]
+
+    def forward(model: Any, batch: Any, _: Any) -> Any:
+        with torch.no_grad():
+            return model(batch)
+
+    found = estimate(model, batch)
+    assert found.peak == measured(model, batch, forward)
+    assert not found.training and found.gradients == 0
+    assert found.peak < estimate(model, (batch, images()[1]), None, nn.CrossEntropyLoss()).peak
+
+
+def test_prefill_and_decode_of_a_language_model() -> None:
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(
+        vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4
+    )
+    model = transformers.LlamaForCausalLM(config).eval()
+    prompt = {"input_ids": torch.randint(0, 64, (2, 16)), "use_cache": True}
+
+    def forward(model: Any, batch: Any, _: Any) -> Any:
+        with torch.no_grad():
+            return model(**batch)
+
+    prefill = estimate(model, prompt)
+    assert prefill.peak == measured(model, prompt, forward)
+    cache = forward(model, prompt, None).past_key_values
+    token = {"input_ids": torch.randint(0, 64, (2, 1)), "past_key_values": cache}
+    decode = estimate(model, token, steps=1)
+    assert decode.peak > decode.parameters + 2 * 2 * 2 * 16 * 32 * 4  # keys and values of each layer
+    assert decode.peak < prefill.peak
+    assert cache.get_seq_length() == 16
+
+
+def test_a_model_on_the_meta_device_is_never_allocated() -> None:
+    with torch.device("meta"):
+        model = nn.Sequential(*[nn.Sequential(nn.Linear(8192, 8192), nn.GELU()) for _ in range(16)])
+    allocator.load()
+    with allocator.Meter() as meter:
+        found = estimate(
+            model, torch.empty(64, 8192, device="meta"), torch.optim.AdamW(model.parameters()), summed
+        )
+    size = sum(p.numel() * 4 for p in model.parameters())
+    assert found.parameters == size and found.optimizer_state >= 2 * size
+    assert found.static >= 3 * size and meter.peak < 1 << 27
+    assert found.unknown  # kernels were not run
+
+
+def summed(model: Any, x: Any) -> Any:
+    return model(x).float().pow(2).mean()
+
+
+def test_nothing_of_the_user_is_touched() -> None:
+    model, batch = net(), images()
+    before = {n: t.clone() for n, t in model.state_dict().items()}
+    optimizer = torch.optim.AdamW(model.parameters())
+    state = torch.get_rng_state()
+    estimate(model, batch, optimizer, nn.CrossEntropyLoss())
+    assert torch.equal(state, torch.get_rng_state())
+    assert all(torch.equal(t, before[n]) for n, t in model.state_dict().items())
+    assert not optimizer.state and all(p.grad is None for p in model.parameters())
+    assert model.training and "step" not in vars(optimizer)
+
+
+# --- will it fit? ---
+
+
+def test_fits_compares_with_memory_or_with_the_devices_own() -> None:
+    model, batch = net(), images()
+    found = estimate(model, batch, None, nn.CrossEntropyLoss())
+    assert found.fits(found.peak) and not found.fits(found.peak - 1) and found.fits("1GiB")
+    with pytest.raises(BadInput, match="give the memory there is"):
+        found.fits()
+    with pytest.raises(BadInput, match="percentage"):
+        found.fits("50%")
+    gpu = estimate(model, batch, None, nn.CrossEntropyLoss(), device="H100")
+    assert gpu.fits() and gpu.total == gpu.peak + DEVICES["h100"].context + DEVICES["h100"].workspace
+    assert gpu.peak % 512 == 0
+
+
+def test_on_a_gpu_the_optimizer_steps_all_parameters_together() -> None:
+    model, batch = net(), images()
+    loss = nn.CrossEntropyLoss()
+    usual = estimate(model, batch, torch.optim.AdamW(model.parameters()), loss, device="a10g")
+    together = estimate(
+        model, batch, torch.optim.AdamW(model.parameters(), foreach=True), loss, device="a10g"
+    )
+    one_by_one = estimate(
+        model, batch, torch.optim.AdamW(model.parameters(), foreach=False), loss, device="a10g"
+    )
+    assert usual.phases == together.phases
+    assert one_by_one.phases["update"] < usual.phases["update"]
+
+
+def test_remedies_are_tried_not_guessed() -> None:
+    model, batch = net(), images(8)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+
+    def loss_fn(model: Any, batch: Any) -> Any:
+        return nn.functional.cross_entropy(model(batch[0]), batch[1])
+
+    found = estimate(model, batch, optimizer, loss_fn)
+    limit = found.peak * 3 // 4
+    remedies = {r.name.partition(" of ")[0]: r for r in found.remedies(limit, seconds=1.0)}
+    assert set(remedies) == {"a checkpoint around each block", "a batch", "tightship.fit"}
+    assert remedies["a batch"].fits and remedies["a batch"].peak <= limit
+    size = int(remedies["a batch"].name.rpartition(" ")[2])
+    small, larger = (with_batch(batch, 8, n) for n in (size, size + 1))
+    assert remedies["a batch"].peak == estimate(model, small, optimizer, loss_fn).peak
+    assert estimate(model, larger, optimizer, loss_fn).peak > limit
+    kept = estimate(model, batch, optimizer, loss_fn, checkpoint=True)
+    assert remedies["a checkpoint around each block"].peak == kept.peak
+
+
+def test_blocks_are_the_members_of_lists_of_one_class() -> None:
+    model = net()
+    assert blocks(model) == list(model.layers)
+    assert blocks(nn.Sequential(nn.Linear(2, 2), nn.ReLU())) == []
+
+
+def test_who_makes_up_the_peak_by_module_and_line() -> None:
+    model, batch = net(), images()
+    found = estimate(model, batch, torch.optim.AdamW(model.parameters()), nn.CrossEntropyLoss())
+    assert sum(s.nbytes for s in found.by_module) == found.peak
+    assert any(s.place.startswith("layers.*") and s.what == "parameters" for s in found.by_module)
+    made = found.activations + found.temporaries
+    assert sum(s.nbytes for s in found.by_line) == made
+    assert any("test_estimate.py:" in s.place for s in found.by_line)
+    assert "peak" in str(found) and str(found) == repr(found)
+
+
+# --- bad input ---
+
+
+def test_arguments_that_make_no_sense() -> None:
+    model, batch = net(), images()
+    loss = nn.CrossEntropyLoss()
+    with pytest.raises(BadInput, match="unknown device 'rtx9'"):
+        estimate(model, batch, None, loss, "rtx9")
+    with pytest.raises(BadInput, match="accumulate must be"):
+        estimate(model, batch, None, loss, accumulate=0)
+    with pytest.raises(BadInput, match="unknown options compiled"):
+        estimate(model, batch, None, loss, compiled=True)  # type: ignore[call-arg]
+    with pytest.raises(BadInput, match="all of a step"):
+        estimate(model, batch, None, loss, loop=step)
+    with pytest.raises(BadInput, match="autocast is to"):
+        estimate(model, batch, None, loss, autocast="float64")
+    with pytest.raises(BadInput, match="no blocks"):
+        estimate(nn.Linear(3, 3), torch.randn(2, 3), None, lambda m, b: m(b).sum(), checkpoint=True)
+    with pytest.raises(Unsupported, match="not the model's"):
+        estimate(model, batch, torch.optim.SGD([nn.Parameter(torch.zeros(3))], 0.1), loss)
+    with pytest.raises(BadInput, match=r"give a torch\.nn\.Module"):
+        tightship.estimate("model", batch)  # type: ignore[arg-type]
+
+
+def test_a_loop_that_decides_by_its_parameters_is_refused() -> None:
+    model = nn.Linear(4, 4)
+
+    def loss_fn(model: Any, x: Any) -> Any:
+        y = model(x)
+        return y.sum() if y.mean() > 0 else y.pow(2).sum()
+
+    with pytest.raises(Unsupported, match="depend on data"):
+        estimate(model, torch.randn(2, 4), None, loss_fn)
+
+
+SOURCE = """
+import torch
+from torch import nn
+
+def net():
+    return nn.Sequential(nn.Linear(32, 64), nn.ReLU(), nn.Linear(64, 10))
+
+def step():
+    model = net()
+    batch = torch.randn(16, 32), torch.zeros(16, dtype=torch.long)
+    return model, nn.CrossEntropyLoss(), torch.optim.AdamW(model.parameters()), batch
+
+def forward():
+    return net(), torch.randn(16, 32)
+
+def raises():
+    raise KeyError("nothing here")
+
+def other_shape():
+    return net(), torch.randn(16, 5)
+
+class Moves(nn.Module):
+    def forward(self, x):
+        raise RuntimeError("no CUDA GPUs are available")
+
+def moves():
+    return Moves(), torch.randn(3)
+"""
+
+
+@pytest.fixture
+def source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    name = f"estimated_{abs(hash(str(tmp_path)))}"
+    (tmp_path / f"{name}.py").write_text(SOURCE)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    return name
+
+
+def test_the_verb_answers_in_json(source: str, capsys: pytest.CaptureFixture[str]) -> None:
+    status, rows = as_json("estimate", f"{source}:step", "--fits", "1MiB", capsys=capsys)
+    assert status == 0 and rows["fits"] is True and rows["memory"] == 1 << 20
+    assert rows["peak"] == sum(rows[part] for part in PARTS)
+    assert {"peak", "static", "parameters", "gradients", "optimizer_state", "activations", "fits"} <= set(
+        rows
+    )
+    assert json.loads(json.dumps(rows)) == rows
+    status, rows = as_json("estimate", f"{source}:step", "--fits", "10kB", "--remedies", capsys=capsys)
+    assert status == 1 and rows["fits"] is False
+    assert {r["name"].partition(" of ")[0] for r in rows["remedies"]} >= {"a batch", "tightship.fit"}
+    status, rows = as_json("estimate", f"{source}:forward", capsys=capsys)
+    assert status == 0 and rows["fits"] is None and rows["training"] is False
+
+
+def test_the_verb_answers_people(source: str, capsys: pytest.CaptureFixture[str]) -> None:
+    status, text, _ = run("estimate", f"{source}:step", "--fits", "10kB", capsys=capsys)
+    assert status == 1 and "does NOT fit" in text and "optimizer state" in text
+    status, text, _ = run("estimate", f"{source}:step", "--device", "t4", capsys=capsys)
+    assert status == 0 and "fits" in text and "assumed" in text
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("raises", "the factory raised KeyError"),
+        ("other_shape", "running the model on its sample raised RuntimeError"),
+        ("moves", "no CUDA GPUs are available"),
+        ("nosuch", "has no attribute 'nosuch'"),
+    ],
+)
+def test_bad_sources_end_with_status_2(
+    source: str, name: str, said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    status, _, errors = run("estimate", f"{source}:{name}", capsys=capsys)
+    assert status == 2 and said in errors
+    status, rows = as_json("estimate", f"{source}:{name}", capsys=capsys)
+    assert status == 2 and said in rows["error"]["message"]
+
+
+def test_bad_options_end_with_status_2(source: str, capsys: pytest.CaptureFixture[str]) -> None:
+    for given, said in (
+        (["--fits", "60%"], "give bytes"),
+        (["--fits", "much"], "invalid budget"),
+        (["--device", "rtx9"], "unknown device"),
+        (["--remedies"], "--remedies requires --fits"),
+        (["--top", "0"], "at least one row"),
+        (["--accumulate", "0"], "accumulate must be"),
+    ):
+        status, _, errors = run("estimate", f"{source}:step", *given, capsys=capsys)
+        assert status == 2 and said in errors, given
+    assert run("estimate", "nomodule:x", capsys=capsys)[0] == 2
