@@ -1,4 +1,5 @@
-"""What the public functions give back, to be printed, saved, drawn and shown: a plan with its graph, a frontier."""
+"""What the public functions give back, to be printed, saved, drawn and shown: a plan with its graph, a frontier,
+what a memory snapshot says."""
 
 from __future__ import annotations
 
@@ -14,7 +15,9 @@ from tightship.serde import save_plan
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
-__all__ = ["Frontier", "Planned", "SplitPlanned"]
+    from tightship.diagnose.snapshot import DeviceReport
+
+__all__ = ["Explained", "Frontier", "Planned", "SplitPlanned"]
 
 
 def _written(text: str, path: PathLike | None) -> str:
@@ -164,3 +167,37 @@ class Frontier(_Shown, frontier.Frontier):
         from tightship.report.pages.plan import frontier_page
 
         write_file(path, frontier_page(self, title=title).encode())
+
+
+@dataclass(frozen=True, repr=False)
+class Explained:
+    """What a memory snapshot of PyTorch's says, for each device: printed, as JSON's keys, and as a page."""
+
+    name: str
+    devices: tuple[DeviceReport, ...]
+
+    def tables(self, top: int = 10) -> list[RenderableType]:
+        """In words, tables of at most ``top`` rows, and a chart."""
+        from tightship.report.snapshot import snapshot_tables
+
+        return snapshot_tables(self.name, self.devices, top)
+
+    def __str__(self) -> str:
+        from tightship.report.text import rendered
+
+        return rendered(self.tables())
+
+    def __repr__(self) -> str:
+        return str(self)
+
+    def rows(self) -> dict[str, Any]:
+        """As the keys that other programs read (``--json``)."""
+        from tightship.report.snapshot import snapshot_rows
+
+        return snapshot_rows(self.name, self.devices)
+
+    def report(self, path: PathLike, *, title: str = "") -> None:
+        """One HTML page: bytes over the record, and every table; works offline."""
+        from tightship.report.snapshot import snapshot_page
+
+        write_file(path, snapshot_page(self.name, self.devices, title=title).encode())

@@ -59,6 +59,7 @@ class _Segment:
     small: bool
     expandable: bool
     first: _Block | None = None
+    last: _Block | None = None
 
 
 @dataclass(slots=True)
@@ -174,7 +175,7 @@ class CachingAllocator:
             return None
         segment = _Segment(self._next, total, stream, small, False)
         self._next += -(-total // _ROUND_SEGMENT) * _ROUND_SEGMENT
-        segment.first = block = _Block(segment.address, total, segment)
+        segment.first = segment.last = block = _Block(segment.address, total, segment)
         self._segments[segment.address], self._blocks[block.address] = segment, block
         self._note("segment_alloc", segment.address, total, stream, frames)
         return block
@@ -185,9 +186,7 @@ class CachingAllocator:
         if segment is None:
             segment = _Segment((len(self._growing) + 1) * _RANGE, 0, *pool, True)
             self._growing[pool] = self._segments[segment.address] = segment
-        last = segment.first
-        while last is not None and last.after is not None:
-            last = last.after
+        last = segment.last
         tail = last if last is not None and not last.used else None
         unit = _SMALL_SEGMENT if pool[1] else _LARGE_SEGMENT
         more = -(-(size - (tail.size if tail else 0)) // unit) * unit
@@ -205,13 +204,12 @@ class CachingAllocator:
             segment.first = block
         else:
             last.after = block
+        segment.last = block
         self._blocks[at] = block
         return block
 
     def _shrink(self, segment: _Segment, pool: tuple[int, bool]) -> None:
-        last = segment.first
-        while last is not None and last.after is not None:
-            last = last.after
+        last = segment.last
         if last is None or last.used:
             return
         unit = _SMALL_SEGMENT if segment.small else _LARGE_SEGMENT
@@ -228,6 +226,7 @@ class CachingAllocator:
             insort(self._free.setdefault(pool, []), (last.size, last.address))
             return
         del self._blocks[last.address]
+        segment.last = last.before
         if last.before is None:
             segment.first = None
         else:
@@ -244,6 +243,8 @@ class CachingAllocator:
         rest = _Block(block.address + size, block.size - size, block.segment, before=block, after=block.after)
         if block.after is not None:
             block.after.before = rest
+        else:
+            block.segment.last = rest
         block.after, block.size = rest, size
         self._blocks[rest.address] = rest
         insort(self._free.setdefault(pool, []), (rest.size, rest.address))
@@ -253,6 +254,8 @@ class CachingAllocator:
         one.size, one.after = one.size + two.size, two.after
         if two.after is not None:
             two.after.before = one
+        else:
+            one.segment.last = one
         del self._blocks[two.address]
         return one
 

@@ -44,7 +44,7 @@ def _argument(names: str, metavar: str | None, help: str, **how: Any) -> tuple[l
 
 _ARGUMENTS = {
     "source": _argument("source", "SOURCE", _SOURCE),
-    "source|plan": _argument("source", "SOURCE|PLAN", _SOURCE),
+    "explained": _argument("source", "SOURCE|PLAN|SNAPSHOT", f"{_SOURCE}, or a memory snapshot of PyTorch's"),
     "plan|packed": _argument("plan", "PLAN|PACKED.csv", "a plan.json, or what pack wrote"),
     "problem": _argument("problem", "PROBLEM.csv", "columns id, lower, upper, size; see the docs"),
     "module": _argument("module", "MODULE.txt", "a scheduled HLO module as text"),
@@ -139,7 +139,7 @@ _VERBS = {
     "explain": _Verb(
         "who makes up the peak, and where it came from",
         verbs.explain,
-        ("source|plan", "explained budget", "top", *_MODEL),
+        ("explained", "explained budget", "top", "report", *_MODEL),
         default.Options,
     ),
     "pack": _Verb(

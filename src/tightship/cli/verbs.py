@@ -14,11 +14,13 @@ from rich.console import RenderableType
 from tightship import api
 from tightship.analysis.bounds import time_bound
 from tightship.api import BatchRequest, FrontierRequest, PlanRequest
+from tightship.cli.explain import explain_snapshot
 from tightship.cli.hlo import explain_module, is_module, module_frontier, plan_module
 from tightship.cli.output import INTERRUPTED, Output, targets, write_targets
 from tightship.cli.pack import is_packing, verify_packing
 from tightship.diagnose.changes import changes
 from tightship.errors import BadInput, Infeasible
+from tightship.frontends.memory_snapshot import is_snapshot
 from tightship.options import given_options, help_of, model_options
 from tightship.planners import planners as every_planner
 from tightship.planners.batch import MaxBatch
@@ -166,6 +168,10 @@ def explain(chosen: argparse.Namespace, out: Output) -> int:
     options = given_options(chosen)
     if chosen.top < 1:
         raise BadInput(f"--top is {chosen.top}: a table has at least one row")
+    if is_snapshot(chosen.source):
+        return explain_snapshot(chosen, out)
+    if chosen.report is not None:
+        raise BadInput("--report requires a memory snapshot: plan --report draws a plan", place=chosen.source)
     if is_module(chosen.source):
         return explain_module(chosen, out)
     budget = _budget(chosen)
