@@ -13,7 +13,20 @@
 from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
 
-from tightship.api import Frontier, Planned, check, explain, fit, frontier, infer, load, max_batch, plan, tag
+from tightship.api import (
+    Frontier,
+    Planned,
+    check,
+    diff,
+    explain,
+    fit,
+    frontier,
+    infer,
+    load,
+    max_batch,
+    plan,
+    tag,
+)
 from tightship.errors import (
     BadInput,
     BudgetExceeded,
@@ -53,6 +66,7 @@ __all__ = [
     "Unsupported",
     "VerificationFailed",
     "check",
+    "diff",
     "explain",
     "fit",
     "frontier",

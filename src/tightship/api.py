@@ -31,7 +31,7 @@ from tightship.planners.default import (
     seconds_left,
 )
 from tightship.planners.frontier import frontier as search_frontier
-from tightship.result import Explained, Frontier, Planned, SplitPlanned
+from tightship.result import Compared, Explained, Frontier, Planned, SplitPlanned
 from tightship.simulate import baseline, replay
 from tightship.sources import ModelStep, need_torch, read_model, torch_saved
 from tightship.units import BudgetLike, format_bytes, format_seconds, parse_budget, resolve_budget
@@ -52,9 +52,9 @@ if TYPE_CHECKING:
     Loss: TypeAlias = LossFn | torch.nn.Module
 
 __all__ = [
-    "BatchRequest", "Explained", "FitOptions", "Frontier", "FrontierRequest", "InferOptions", "PlanRequest",
-    "Planned", "SnapshotRequest", "check", "explain", "fit", "frontier", "infer", "load", "max_batch", "plan",
-    "plan_graph", "plan_named", "systems", "tag", "violations",
+    "BatchRequest", "Compared", "Explained", "FitOptions", "Frontier", "FrontierRequest", "InferOptions",
+    "PlanRequest", "Planned", "SnapshotRequest", "check", "diff", "explain", "fit", "frontier", "infer", "load",
+    "max_batch", "plan", "plan_graph", "plan_named", "systems", "tag", "violations",
 ]  # fmt: skip
 
 Progress = Callable[[int, float, bool], bool]
@@ -509,6 +509,18 @@ def load(path: str | os.PathLike[str]) -> Planned:
         raise BadInput("the plan's file does not carry its graph: save it with one", place=os.fspath(path))
     check_digest(plan, graph, os.fspath(path))
     return Planned(plan, graph)
+
+
+def diff(one: Planned | str | os.PathLike[str], two: Planned | str | os.PathLike[str]) -> Compared:
+    """What two plans (or plans' files) do differently, and what each difference costs in bytes and seconds.
+
+    Each difference is simulated in the first plan, alone. Plans of different graphs are matched by the names of
+    tensors; what has no match is listed. Raises ``BadInput`` for a file that is no plan with its graph.
+    """
+    from tightship.diagnose.decisions import difference
+
+    a, b = (x if isinstance(x, Planned) else load(x) for x in (one, two))
+    return Compared(a, b, difference((a.graph, a.plan), (b.graph, b.plan)))
 
 
 def check_digest(plan: Plan, graph: Graph, place: str) -> None:

@@ -15,9 +15,10 @@ from tightship.serde import save_plan
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
+    from tightship.diagnose.decisions import Differences, Why
     from tightship.diagnose.snapshot import DeviceReport
 
-__all__ = ["Explained", "Frontier", "Planned", "SplitPlanned"]
+__all__ = ["Compared", "Explained", "Frontier", "Planned", "SplitPlanned"]
 
 
 def _written(text: str, path: PathLike | None) -> str:
@@ -91,6 +92,12 @@ class Planned(_Shown):
         steps = self.plan.steps
         words = "\n".join(peak_lines(self.graph, steps))
         return rendered([words, "", *peak_tables(peak_of(self.graph, steps), title="peak")])
+
+    def why(self, name: str) -> Why:
+        """Why the plan does what it does with the tensor called ``name``, and what else would cost: simulated."""
+        from tightship.diagnose.decisions import why
+
+        return why(self.graph, self.plan, name)
 
     def picture(self, path: PathLike | None = None, *, title: str = "") -> str:
         """Memory over the step, before and after, as SVG; written to ``path`` if there is one."""
@@ -201,3 +208,39 @@ class Explained:
         from tightship.report.snapshot import snapshot_page
 
         write_file(path, snapshot_page(self.name, self.devices, title=title).encode())
+
+
+@dataclass(frozen=True, repr=False)
+class Compared:
+    """Two plans and what they do differently: printed, as JSON's keys, and as a page."""
+
+    one: Planned
+    two: Planned
+    differences: Differences
+
+    def tables(self, top: int = 10) -> list[RenderableType]:
+        """In words, and tables of at most ``top`` rows."""
+        from tightship.report.decisions import difference_tables
+
+        return difference_tables(self.one.plan, self.two.plan, self.differences, top)
+
+    def __str__(self) -> str:
+        from tightship.report.text import rendered
+
+        return rendered(self.tables())
+
+    def __repr__(self) -> str:
+        return str(self)
+
+    def rows(self) -> dict[str, Any]:
+        """As the keys that other programs read (``--json``)."""
+        from tightship.report.decisions import difference_rows
+
+        return difference_rows(self.one.plan, self.two.plan, self.differences)
+
+    def report(self, path: PathLike, *, title: str = "") -> None:
+        """One HTML page; works offline."""
+        from tightship.report.decisions import difference_page
+
+        page = difference_page(self.one.plan, self.two.plan, self.differences, title=title)
+        write_file(path, page.encode())

@@ -18,7 +18,7 @@ from typing import Any, NoReturn
 
 import tightship
 from tightship import api
-from tightship.cli import hlo, pack, verbs
+from tightship.cli import explain, hlo, pack, verbs
 from tightship.cli.output import INTERRUPTED, Output
 from tightship.errors import InternalError, TightshipError
 from tightship.hlo.assign import tight
@@ -50,6 +50,9 @@ _ARGUMENTS = {
     "module": _argument("module", "MODULE.txt", "a scheduled HLO module as text"),
     "budget": _argument("--budget -b", "B", f"{_BUDGET}; none: keep everything"),
     "explained budget": _argument("--budget -b", "B", f"also explain a plan for it: {_BUDGET}"),
+    "why": _argument("--why", "NAME", "why a plan keeps or recomputes this tensor, and what else would have cost"),
+    "one": _argument("one", "A.json", "a plan that plan --output wrote"),
+    "two": _argument("two", "B.json", "another; differences are simulated in the first"),
     "planner": _argument("--planner", "NAME", "one planner instead of the search, with options of its own: memonger, "
         "aitemplate, grappler, …; for a module.txt, the rematerialization: search or xla (default: search)"),
     "placement": _argument("--planner", "NAME", f"placement algorithm (default: {packing.DEFAULT})",
@@ -139,8 +142,13 @@ _VERBS = {
     "explain": _Verb(
         "who makes up the peak, and where it came from",
         verbs.explain,
-        ("explained", "explained budget", "top", "report", *_MODEL),
+        ("explained", "explained budget", "why", "top", "report", *_MODEL),
         default.Options,
+    ),
+    "diff": _Verb(
+        "what two plans do differently, and what each difference costs",
+        explain.diff,
+        ("one", "two", "top", "report"),
     ),
     "pack": _Verb(
         "placement alone: give every buffer of a CSV file its offset",

@@ -14,7 +14,7 @@ from rich.console import RenderableType
 from tightship import api
 from tightship.analysis.bounds import time_bound
 from tightship.api import BatchRequest, FrontierRequest, PlanRequest
-from tightship.cli.explain import explain_snapshot
+from tightship.cli.explain import explain_snapshot, explain_why
 from tightship.cli.hlo import explain_module, is_module, module_frontier, plan_module
 from tightship.cli.output import INTERRUPTED, Output, targets, write_targets
 from tightship.cli.pack import is_packing, verify_packing
@@ -173,6 +173,10 @@ def explain(chosen: argparse.Namespace, out: Output) -> int:
     if chosen.report is not None:
         raise BadInput("--report requires a memory snapshot: plan --report draws a plan", place=chosen.source)
     if is_module(chosen.source):
+        if chosen.why is not None:
+            raise BadInput(
+                "--why requires a plan: name a plan.json, or a model and --budget", place=chosen.source
+            )
         return explain_module(chosen, out)
     budget = _budget(chosen)
     source = _loaded(chosen.source, out, model_options(chosen))
@@ -184,6 +188,12 @@ def explain(chosen: argparse.Namespace, out: Output) -> int:
             planned = _solved(PlanRequest(graph, budget, options=options), out).plan
         except Infeasible as error:  # the peak is explained all the same
             planned, failure = None, error
+    if chosen.why is not None:
+        if failure is not None:
+            raise failure
+        if planned is None:
+            raise BadInput("--why requires a plan: name a plan.json, or add --budget", place=chosen.source)
+        return explain_why(chosen.why, Planned(planned, graph), out)
     steps = baseline(graph)
     before, line = peak_of(graph, steps), replay(graph, steps)
     with Line(out.errors, "simulating changes"):

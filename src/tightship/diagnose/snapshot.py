@@ -37,7 +37,7 @@ __all__ = [
 I64 = NDArray[np.int64]
 Bools = NDArray[np.bool_]
 
-MOST_SIMULATED = 1_000_000
+MOST_SIMULATED = 300_000
 """Requests of one device that are simulated in other settings; it takes some ten microseconds for each."""
 
 ALLOC, REQUESTED, COMPLETED, SEGMENT_ALLOC, SEGMENT_FREE, MAP, UNMAP, OOM, _ = range(len(ACTIONS))
