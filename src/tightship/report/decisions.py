@@ -8,7 +8,7 @@ from typing import Any
 
 from rich.console import RenderableType
 
-from tightship.diagnose.decisions import Difference, Differences, Why
+from tightship.diagnose.decisions import Alternative, Difference, Differences, Why
 from tightship.plan import Plan
 from tightship.report.numbers import NUMBERS, shown, summary
 from tightship.report.pages import Fact, cut, page_of, table
@@ -29,15 +29,21 @@ def why_tables(w: Why) -> list[RenderableType]:
         f"{w.name} ({w.kind}, {format_bytes(w.bytes)}) is {_DONE[w.way]}{limit}{source}",
         "",
     ]
-    rows = new_table("way", ("verdict", 8, None), "peak", "time", ("why", 12, None))
-    for a in w.alternatives:
-        counted = a.verdict not in ("chosen", "not possible")
-        change = (_change(a.more), _seconds(a.extra)) if counted else ("", "")
-        rows.add_row(a.way, a.verdict, *change, a.reason)
-    items += [rows]
+    items += ["\n".join(f"  {a.way:<9}  {_outcome(a)}" for a in w.alternatives)]
     if w.place:
         items += ["", "\n".join(w.place)]
     return items if w.exact else [*items, "", f"note: {_INEXACT}"]
+
+
+def _outcome(a: Alternative) -> str:
+    if a.verdict in ("chosen", "not possible"):
+        return f"{a.verdict}: {a.reason}"
+    cost = f"peak {_change(a.more)}, time {_seconds(a.extra)}"
+    return (
+        f"{a.verdict} {a.reason}: {cost}"
+        if a.verdict == "over the budget"
+        else f"{a.verdict}, {cost}: {a.reason}"
+    )
 
 
 def _change(nbytes: int) -> str:
@@ -71,9 +77,10 @@ def difference_tables(one: Plan, two: Plan, d: Differences, top: int = 10) -> li
             ("tensors", 16, None), "bytes", ("first", 7, None), ("second", 7, None), "peak", "time"
         )
         for row in d.rows[:top]:
-            table_.add_row(_what(row), format_bytes(row.bytes), _DONE[row.one], _DONE[row.two], *_cost(row))
+            ways = f"{_DONE[row.one]}, {_DONE[row.two]}"
+            table_.add_row(_what(row), format_bytes(row.bytes), ways, *_cost(row))
         if len(d.rows) > top:
-            table_.add_row(f"({len(d.rows) - top} more)", "", "", "", "", "", style="dim")
+            table_.add_row(f"({len(d.rows) - top} more)", "", "", "", "", style="dim")
         items += [
             "",
             "What the second does differently; its cost if the first did it, too, alone:",
