@@ -468,6 +468,8 @@ class _Explaining:
             yield "several streams: the arena gives each its own bytes, as PyTorch's allocator does"
         if any(name == NO_STACK for name in self.stacks.lines(self.common.stack)[1]):
             yield f"{NO_STACK}: allocated before the record began, or recorded without stacks"
+        if len(self.common) > MOST_SIMULATED:
+            yield f"more than {MOST_SIMULATED:,} requests: other settings of the allocator were not simulated"
         settings = self.snapshot.settings
         off = {"max_split_size": (-1,), "garbage_collection_threshold": (0, 0.0)}
         for name, plain in off.items():
