@@ -4,6 +4,7 @@
 
 void bind_copier(nanobind::module_& m);   // bind_copier.cpp
 void bind_graph(nanobind::module_& m);    // bind_graph.cpp
+void bind_pickle(nanobind::module_& m);   // bind_pickle.cpp
 void bind_place(nanobind::module_& m);    // bind_place.cpp
 void bind_records(nanobind::module_& m);  // bind_records.cpp
 void bind_search(nanobind::module_& m);   // bind_search.cpp
@@ -15,6 +16,7 @@ NB_MODULE(_core, m) {
     m.doc() = "Hot search loops of tightship. Private: use the planners instead.";
     bind_copier(m);
     bind_graph(m);
+    bind_pickle(m);
     bind_place(m);
     bind_records(m);
     bind_search(m);

@@ -6,6 +6,7 @@
     plan = tightship.plan(model, sample, budget="60%")                     # decide only
     line = tightship.frontier(model, sample)                               # time against memory
     print(plan); plan.save("plan.json"); tightship.check(tightship.load("plan.json"))
+    print(tightship.explain("snapshot.pickle"))                            # why a GPU was full
 
 `tightship.planners.planners()` lists the planners. Importing this package does not import torch.
 """
@@ -13,7 +14,21 @@
 from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
 
-from tightship.api import Frontier, Planned, check, estimate, fit, frontier, infer, load, max_batch, plan, tag
+from tightship.api import (
+    Frontier,
+    Planned,
+    check,
+    diff,
+    estimate,
+    explain,
+    fit,
+    frontier,
+    infer,
+    load,
+    max_batch,
+    plan,
+    tag,
+)
 from tightship.errors import (
     BadInput,
     BudgetExceeded,
@@ -53,7 +68,9 @@ __all__ = [
     "Unsupported",
     "VerificationFailed",
     "check",
+    "diff",
     "estimate",
+    "explain",
     "fit",
     "frontier",
     "infer",

@@ -31,7 +31,7 @@ from tightship.planners.default import (
     seconds_left,
 )
 from tightship.planners.frontier import frontier as search_frontier
-from tightship.result import Frontier, Planned, SplitPlanned
+from tightship.result import Compared, Explained, Frontier, Planned, SplitPlanned
 from tightship.simulate import baseline, replay
 from tightship.sources import ModelStep, need_torch, read_model, torch_saved
 from tightship.units import BudgetLike, format_bytes, format_seconds, parse_budget, resolve_budget
@@ -53,9 +53,9 @@ if TYPE_CHECKING:
     Loss: TypeAlias = LossFn | torch.nn.Module
 
 __all__ = [
-    "BatchRequest", "FitOptions", "Frontier", "FrontierRequest", "InferOptions", "PlanRequest", "Planned",
-    "check", "estimate", "fit", "frontier", "infer", "load", "max_batch", "plan", "plan_graph", "plan_named",
-    "systems", "tag", "violations",
+    "BatchRequest", "Compared", "Explained", "FitOptions", "Frontier", "FrontierRequest", "InferOptions",
+    "PlanRequest", "Planned", "SnapshotRequest", "check", "diff", "estimate", "explain", "fit", "frontier", "infer",
+    "load", "max_batch", "plan", "plan_graph", "plan_named", "systems", "tag", "violations",
 ]  # fmt: skip
 
 Progress = Callable[[int, float, bool], bool]
@@ -203,6 +203,22 @@ class BatchRequest:
         o = plan_options(self.step.graph_at(start, self.dim), self.options)
         o = replace(o, seconds=o.seconds / 4, work=o.work // 4)
         return search_batch(lambda n: self.step.graph_at(n, self.dim), budget, o, start=start, say=say)
+
+
+@dataclass(frozen=True)
+class SnapshotRequest:
+    """What the memory snapshot in a file of PyTorch's says. ``seconds``: what placing the requests of each device may
+    take."""
+
+    path: str | os.PathLike[str]
+    seconds: float = 10.0
+
+    def solve(self) -> Explained:
+        from tightship.diagnose.snapshot import explain_snapshot
+        from tightship.frontends.memory_snapshot import read_snapshot
+
+        found = explain_snapshot(read_snapshot(self.path), seconds=self.seconds)
+        return Explained(os.fspath(self.path), found)
 
 
 def plan_options(graph: Graph, options: Mapping[str, object]) -> Options:
@@ -464,7 +480,19 @@ def _alone(graph: Graph, sample: object) -> Graph:
     return graph
 
 
-# --- plans that are there ---
+# --- what is there already ---
+
+
+def explain(path: str | os.PathLike[str], *, seconds: float = 10.0) -> Explained:
+    """Why a device was full: what a memory snapshot of PyTorch's says (``torch.cuda.memory._dump_snapshot``).
+
+    Says which lines make up the peak, which bytes lie idle and what keeps them, and what ``empty_cache``,
+    ``expandable_segments`` or a planned arena would have saved. ``seconds``: what the search for the least arena may
+    take of each device. The file is not unpickled: nothing in it is run.
+
+    Raises ``BadInput`` for what is no such snapshot, incomplete, or has anything but plain values.
+    """
+    return SnapshotRequest(path, seconds).solve()
 
 
 def violations(planned: Planned | Plan, graph: Graph | None = None) -> list[Violation]:
@@ -500,6 +528,18 @@ def load(path: str | os.PathLike[str]) -> Planned:
         raise BadInput("the plan's file does not carry its graph: save it with one", place=os.fspath(path))
     check_digest(plan, graph, os.fspath(path))
     return Planned(plan, graph)
+
+
+def diff(one: Planned | str | os.PathLike[str], two: Planned | str | os.PathLike[str]) -> Compared:
+    """What two plans (or plans' files) do differently, and what each difference costs in bytes and seconds.
+
+    Each difference is simulated in the first plan, alone. Plans of different graphs are matched by the names of
+    tensors; what has no match is listed. Raises ``BadInput`` for a file that is no plan with its graph.
+    """
+    from tightship.diagnose.decisions import difference
+
+    a, b = (x if isinstance(x, Planned) else load(x) for x in (one, two))
+    return Compared(a, b, difference((a.graph, a.plan), (b.graph, b.plan)))
 
 
 def check_digest(plan: Plan, graph: Graph, place: str) -> None:

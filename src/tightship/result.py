@@ -1,4 +1,5 @@
-"""What the public functions give back, to be printed, saved, drawn and shown: a plan with its graph, a frontier."""
+"""What the public functions give back, to be printed, saved, drawn and shown: a plan with its graph, a frontier,
+what a memory snapshot says."""
 
 from __future__ import annotations
 
@@ -14,7 +15,10 @@ from tightship.serde import save_plan
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
-__all__ = ["Frontier", "Planned", "SplitPlanned"]
+    from tightship.diagnose.decisions import Differences, Why
+    from tightship.diagnose.snapshot import DeviceReport
+
+__all__ = ["Compared", "Explained", "Frontier", "Planned", "SplitPlanned"]
 
 
 def _written(text: str, path: PathLike | None) -> str:
@@ -88,6 +92,12 @@ class Planned(_Shown):
         steps = self.plan.steps
         words = "\n".join(peak_lines(self.graph, steps))
         return rendered([words, "", *peak_tables(peak_of(self.graph, steps), title="peak")])
+
+    def why(self, name: str) -> Why:
+        """Why the plan does what it does with the tensor called ``name``, and what else would cost: simulated."""
+        from tightship.diagnose.decisions import why
+
+        return why(self.graph, self.plan, name)
 
     def picture(self, path: PathLike | None = None, *, title: str = "") -> str:
         """Memory over the step, before and after, as SVG; written to ``path`` if there is one."""
@@ -164,3 +174,73 @@ class Frontier(_Shown, frontier.Frontier):
         from tightship.report.pages.plan import frontier_page
 
         write_file(path, frontier_page(self, title=title).encode())
+
+
+@dataclass(frozen=True, repr=False)
+class Explained:
+    """What a memory snapshot of PyTorch's says, for each device: printed, as JSON's keys, and as a page."""
+
+    name: str
+    devices: tuple[DeviceReport, ...]
+
+    def tables(self, top: int = 10) -> list[RenderableType]:
+        """In words, tables of at most ``top`` rows, and a chart."""
+        from tightship.report.snapshot import snapshot_tables
+
+        return snapshot_tables(self.name, self.devices, top)
+
+    def __str__(self) -> str:
+        from tightship.report.text import rendered
+
+        return rendered(self.tables())
+
+    def __repr__(self) -> str:
+        return str(self)
+
+    def rows(self) -> dict[str, Any]:
+        """As the keys that other programs read (``--json``)."""
+        from tightship.report.snapshot import snapshot_rows
+
+        return snapshot_rows(self.name, self.devices)
+
+    def report(self, path: PathLike, *, title: str = "") -> None:
+        """One HTML page: bytes over the record, and every table; works offline."""
+        from tightship.report.snapshot import snapshot_page
+
+        write_file(path, snapshot_page(self.name, self.devices, title=title).encode())
+
+
+@dataclass(frozen=True, repr=False)
+class Compared:
+    """Two plans and what they do differently: printed, as JSON's keys, and as a page."""
+
+    one: Planned
+    two: Planned
+    differences: Differences
+
+    def tables(self, top: int = 10) -> list[RenderableType]:
+        """In words, and tables of at most ``top`` rows."""
+        from tightship.report.decisions import difference_tables
+
+        return difference_tables(self.one.plan, self.two.plan, self.differences, top)
+
+    def __str__(self) -> str:
+        from tightship.report.text import rendered
+
+        return rendered(self.tables())
+
+    def __repr__(self) -> str:
+        return str(self)
+
+    def rows(self) -> dict[str, Any]:
+        """As the keys that other programs read (``--json``)."""
+        from tightship.report.decisions import difference_rows
+
+        return difference_rows(self.one.plan, self.two.plan, self.differences)
+
+    def report(self, path: PathLike, *, title: str = "") -> None:
+        """One HTML page; works offline."""
+        from tightship.report.decisions import difference_page
+
+        page = difference_page(self.one.plan, self.two.plan, self.differences, title=title)
+        write_file(path, page.encode())

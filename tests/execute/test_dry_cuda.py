@@ -155,3 +155,32 @@ for _ in range(2):
 print("held")
 """
     assert dry_cuda.run(dry, program("llama", body)) == "held"
+
+
+ALLOCATOR = """
+import random
+from tightship.baselines.torch_allocator import CachingAllocator
+for seed in range(20):
+    random.seed(seed)
+    torch.cuda.empty_cache()
+    ours, kept = CachingAllocator(), []
+    for _ in range(300):
+        if kept and random.random() < 0.45:
+            tensor, address = kept.pop(random.randrange(len(kept)))
+            del tensor
+            ours.free(address)
+        elif random.random() > 0.99:
+            torch.cuda.empty_cache()
+            ours.empty_cache()
+        else:
+            size = random.choice([1, 5000, random.randrange(1, 1 << 20), random.randrange(1 << 20, 60 << 20)])
+            kept.append((torch.empty(size, dtype=torch.uint8, device="cuda"), ours.alloc(size)))
+        assert torch.cuda.memory_reserved() == ours.reserved, seed
+        assert torch.cuda.memory_allocated() == ours.allocated, seed
+    kept.clear()
+print("the same")
+"""
+
+
+def test_the_simulated_allocator_reserves_what_torchs_does(dry):
+    assert dry_cuda.run(dry, "import torch\n" + ALLOCATOR) == "the same"

@@ -18,7 +18,7 @@ from typing import Any, NoReturn
 
 import tightship
 from tightship import api
-from tightship.cli import hlo, pack, verbs
+from tightship.cli import explain, hlo, pack, verbs
 from tightship.cli.output import INTERRUPTED, Output
 from tightship.errors import InternalError, TightshipError
 from tightship.hlo.assign import tight
@@ -44,12 +44,15 @@ def _argument(names: str, metavar: str | None, help: str, **how: Any) -> tuple[l
 
 _ARGUMENTS = {
     "source": _argument("source", "SOURCE", _SOURCE),
-    "source|plan": _argument("source", "SOURCE|PLAN", _SOURCE),
+    "explained": _argument("source", "SOURCE|PLAN|SNAPSHOT", f"{_SOURCE}, or a memory snapshot of PyTorch's"),
     "plan|packed": _argument("plan", "PLAN|PACKED.csv", "a plan.json, or what pack wrote"),
     "problem": _argument("problem", "PROBLEM.csv", "columns id, lower, upper, size; see the docs"),
     "module": _argument("module", "MODULE.txt", "a scheduled HLO module as text"),
     "budget": _argument("--budget -b", "B", f"{_BUDGET}; none: keep everything"),
     "explained budget": _argument("--budget -b", "B", f"also explain a plan for it: {_BUDGET}"),
+    "why": _argument("--why", "NAME", "why a plan keeps or recomputes this tensor, and what else would have cost"),
+    "one": _argument("one", "A.json", "a plan that plan --output wrote"),
+    "two": _argument("two", "B.json", "another; differences are simulated in the first"),
     "planner": _argument("--planner", "NAME", "one planner instead of the search, with options of its own: memonger, "
         "aitemplate, grappler, …; for a module.txt, the rematerialization: search or xla (default: search)"),
     "placement": _argument("--planner", "NAME", f"placement algorithm (default: {packing.DEFAULT})",
@@ -150,13 +153,18 @@ _VERBS = {
     "explain": _Verb(
         "who makes up the peak, and where it came from",
         verbs.explain,
-        ("source|plan", "explained budget", "top", *_MODEL),
+        ("explained", "explained budget", "why", "top", "report", *_MODEL),
         default.Options,
     ),
     "estimate": _Verb(
         "will it fit? what a training loop or a forward pass needs as it is, before anything is allocated",
         verbs.estimate,
         ("factory", "fits", "device", "accumulate", "autocast", "checkpoint", "remedies", "top"),
+    ),
+    "diff": _Verb(
+        "what two plans do differently, and what each difference costs",
+        explain.diff,
+        ("one", "two", "top", "report"),
     ),
     "pack": _Verb(
         "placement alone: give every buffer of a CSV file its offset",

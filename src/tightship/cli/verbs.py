@@ -14,11 +14,13 @@ from rich.console import RenderableType
 from tightship import api
 from tightship.analysis.bounds import time_bound
 from tightship.api import BatchRequest, FrontierRequest, PlanRequest
+from tightship.cli.explain import explain_snapshot, explain_why
 from tightship.cli.hlo import explain_module, is_module, module_frontier, plan_module
 from tightship.cli.output import INTERRUPTED, Output, targets, write_targets
 from tightship.cli.pack import is_packing, verify_packing
 from tightship.diagnose.changes import changes
 from tightship.errors import BadInput, Infeasible
+from tightship.frontends.memory_snapshot import is_snapshot
 from tightship.options import given_options, help_of, model_options
 from tightship.planners import planners as every_planner
 from tightship.planners.batch import MaxBatch
@@ -174,7 +176,15 @@ def explain(chosen: argparse.Namespace, out: Output) -> int:
     options = given_options(chosen)
     if chosen.top < 1:
         raise BadInput(f"--top is {chosen.top}: a table has at least one row")
+    if is_snapshot(chosen.source):
+        return explain_snapshot(chosen, out)
+    if chosen.report is not None:
+        raise BadInput("--report requires a memory snapshot: plan --report draws a plan", place=chosen.source)
     if is_module(chosen.source):
+        if chosen.why is not None:
+            raise BadInput(
+                "--why requires a plan: name a plan.json, or a model and --budget", place=chosen.source
+            )
         return explain_module(chosen, out)
     budget = _budget(chosen)
     source = _loaded(chosen.source, out, model_options(chosen))
@@ -186,6 +196,12 @@ def explain(chosen: argparse.Namespace, out: Output) -> int:
             planned = _solved(PlanRequest(graph, budget, options=options), out).plan
         except Infeasible as error:  # the peak is explained all the same
             planned, failure = None, error
+    if chosen.why is not None:
+        if failure is not None:
+            raise failure
+        if planned is None:
+            raise BadInput("--why requires a plan: name a plan.json, or add --budget", place=chosen.source)
+        return explain_why(chosen.why, Planned(planned, graph), out)
     steps = baseline(graph)
     before, line = peak_of(graph, steps), replay(graph, steps)
     with Line(out.errors, "simulating changes"):

@@ -17,7 +17,7 @@ from tightship.analysis.packing import packings
 from tightship.errors import BadInput
 from tightship.graph import Graph
 
-__all__ = ["WAYS", "matches", "parse_hints", "resolve"]
+__all__ = ["WAYS", "matches", "parse_hints", "refusals", "resolve"]
 
 WAYS = ("keep", "recompute", "compress", "offload")
 
@@ -51,7 +51,7 @@ def resolve(
             raise BadInput(
                 f"unknown module {pattern!r}: no module of the forward pass matches{near}", place="hints"
             )
-        refused = _refusals(graph, storages, way, lossy)
+        refused = refusals(graph, storages, way, lossy)
         if len(refused) == len(storages):
             largest = max(storages, key=lambda s: graph.storages[s].size)
             raise BadInput(f"cannot {way} the values of {pattern!r}: {refused[largest]}", place="hints")
@@ -84,7 +84,7 @@ def _storages(graph: Graph, pattern: str) -> Iterator[int]:
             yield from (s for s in graph.uses.defines[k] if graph.storages[s].size)
 
 
-def _refusals(graph: Graph, storages: Sequence[int], way: str, lossy: bool) -> Mapping[int, str]:
+def refusals(graph: Graph, storages: Sequence[int], way: str, lossy: bool) -> Mapping[int, str]:
     """Why storages cannot leave memory in that way."""
     packed = packings(graph, lossy=lossy) if way == "compress" else {}
     reasons = {}

@@ -284,13 +284,16 @@ def plan_chart(graph: Graph, plan: Plan, *, top: int = 5) -> list[RenderableType
 class Chart:
     """Memory over one step: the plan as an area, the unplanned step as dots, budget and lower bound as lines.
 
-    Across is computing time where ops have times, else steps; a column shows the most that falls into it.
+    Across is computing time where ops have times, else steps; a column shows the most that falls into it. ``names``:
+    what area, dots and the lower line are called; ``end``: what stands at the right end.
     """
 
     before: Sequence[Column]
     after: Sequence[Column]
     budget: int | None = None
     bound: int = 0
+    names: tuple[str, str, str] = ("planned", "before", "lower bound")
+    end: str = ""
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         width = min(options.max_width, WIDEST) - LABEL - 3
@@ -299,7 +302,7 @@ class Chart:
         before, after = ([*heights, *[0] * (width - len(heights))] for heights in drawn)
         top = max([self.budget or 0, *before, *after, 1])
         yield from self._rows(before, after, top)
-        end = format_seconds(longest) if timed else f"{int(longest)} steps"
+        end = self.end or (format_seconds(longest) if timed else f"{int(longest)} steps")
         yield Text(f"{'0':>{LABEL}} └{'─' * width}")
         yield Text(f"{'':{LABEL}}  0{end:>{width - 1}}", style=STYLES["before"])
         yield self._legend()
@@ -327,9 +330,10 @@ class Chart:
             yield text
 
     def _legend(self) -> Text:
-        parts = [("█", "planned", "plan"), ("·", "before", "before")]
+        area, dots, bound = self.names
+        parts = [("█", area, "plan"), ("·", dots, "before")]
         parts += [("─", "budget", "budget")] * (self.budget is not None)
-        parts += [("┄", "lower bound", "bound")] * bool(self.bound)
+        parts += [("┄", bound, "bound")] * bool(self.bound)
         text = Text(" " * (LABEL + 2))
         for sign, name, style in parts:
             text.append(sign, STYLES[style]).append(f" {name}   ")

@@ -1,0 +1,402 @@
+"""Why a plan does this with a tensor and not that, and what two plans do differently: each answer is a simulation.
+
+The decisions of a plan are read off its steps: between two uses a storage is kept, recomputed, offloaded or
+compressed. One decision (`why`), or those of another plan for tensors of one role (`difference`), take the place of
+the plan's, everything else staying as it is; the steps that carry this out are replayed. Peak and seconds are exact
+for those steps. Where the plan's own steps are not those of its decisions (a planner that lowers them by itself),
+the differences are counted from what the decisions give, and ``exact`` is false. Known limits: one change at a time;
+what would pay only together with another is not found. Other alternatives of order and place are not tried.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from difflib import get_close_matches
+from functools import cached_property
+
+import numpy as np
+
+from tightship.analysis.structure import pattern, without_numbers
+from tightship.errors import BadInput, Unsupported
+from tightship.graph import Graph
+from tightship.plan import Plan
+from tightship.planners.evict.lowering import drop_dead_copies, pure_random_ops, save_random_states
+from tightship.planners.evict.problem import (
+    COMPRESS,
+    DROP,
+    EVICT,
+    KEEP,
+    OFFLOAD,
+    PASS,
+    Bits,
+    EvictionProblem,
+)
+from tightship.planners.hints import refusals
+from tightship.simulate import replay
+from tightship.units import format_bytes
+
+__all__ = ["Alternative", "Difference", "Differences", "Why", "difference", "why"]
+
+WAYS = {"keep": (KEEP,), "recompute": (EVICT, PASS, DROP), "offload": (OFFLOAD,), "compress": (COMPRESS,)}
+"""The decisions that stand for each way."""
+_RESTORES = {"recompute": EVICT, "fetch": OFFLOAD, "decompress": COMPRESS}
+_WAY_OF = {code: way for way, codes in WAYS.items() for code in codes}
+GROUPS = 200
+"""Differences of two plans that are simulated, those of most bytes first."""
+
+
+# --- answers ---
+
+
+@dataclass(frozen=True, slots=True)
+class Alternative:
+    """``way``: keep, recompute, offload or compress; ``verdict``: chosen, slower, over the budget, tie, faster or
+    not possible, and ``reason`` in words. With it the plan has ``peak`` bytes, ``more`` than it has now, and takes
+    ``time`` seconds, ``extra`` more."""
+
+    way: str
+    verdict: str
+    reason: str
+    peak: int = 0
+    more: int = 0
+    time: float = 0.0
+    extra: float = 0.0
+
+
+@dataclass(frozen=True)
+class Why:
+    """What a plan does with the storage ``name`` of ``bytes``, made at ``source``; ``place``: where it lies."""
+
+    name: str
+    bytes: int
+    kind: str
+    source: str
+    way: str
+    alternatives: tuple[Alternative, ...]
+    place: tuple[str, ...]
+    exact: bool
+    budget: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """``count`` tensors of ``bytes`` together, called ``what``, leave memory in way ``one`` in the first plan and
+    ``two`` in the second. Doing as the second in the first plan costs ``more`` bytes of its peak and ``extra``
+    seconds; ``possible``: whether that can be done alone."""
+
+    what: str
+    count: int
+    bytes: int
+    one: str
+    two: str
+    more: int = 0
+    extra: float = 0.0
+    possible: bool = True
+
+
+@dataclass(frozen=True)
+class Differences:
+    """What two plans do differently. ``same``: they are of one graph; ``matched``: tensors of the same name in both,
+    ``only_one`` and ``only_two``: those of one plan alone, with their bytes. ``moved``: ops of both that run in
+    another order. ``left``: differences that were not simulated."""
+
+    same: bool
+    matched: int
+    rows: tuple[Difference, ...]
+    only_one: tuple[tuple[str, int], ...]
+    only_two: tuple[tuple[str, int], ...]
+    moved: int
+    exact: bool
+    left: int = 0
+
+
+# --- decisions of a plan ---
+
+
+@dataclass(frozen=True)
+class _Decided:
+    """A plan's decisions as those of the eviction problem in its order."""
+
+    graph: Graph
+    plan: Plan
+
+    @cached_property
+    def order(self) -> tuple[int, ...]:
+        return tuple(s.op for s in self.plan.steps if s.kind == "compute")
+
+    @cached_property
+    def problem(self) -> EvictionProblem:
+        redraws = any(s.saves for s in self.plan.steps)
+        graph = pure_random_ops(self.graph) if redraws else self.graph
+        means = ("recompute", "compress", "offload")
+        in_place = any(s.reuses for s in self.plan.steps)
+        return EvictionProblem(graph, self.order, means, lossy=self.plan.lossy, in_place=in_place)
+
+    @cached_property
+    def absences(self) -> dict[int, list[tuple[int, int, int]]]:
+        """When each storage is away: computed ops before it left, before it came back, and how it did."""
+        left: dict[int, int] = {}
+        found: dict[int, list[tuple[int, int, int]]] = defaultdict(list)
+        position = 0
+        for step in self.plan.steps:
+            if step.kind == "compute":
+                position += 1
+            elif step.kind == "free" and step.form == "full":
+                left.update(dict.fromkeys(step.storages, position))
+            elif step.kind in _RESTORES:
+                for s in step.storages:
+                    found[s].append((left.pop(s, position), position, _RESTORES[step.kind]))
+            left.update({s: position for s, _ in step.reuses})
+        return found
+
+    def way(self, storage: int) -> str:
+        """Between its uses; where ways differ, that of the longest absence."""
+        rows = [row for row in self.absences.get(storage, ())]
+        return _WAY_OF[max(rows, key=lambda row: row[1] - row[0])[2]] if rows else "keep"
+
+    @cached_property
+    def bits(self) -> Bits:
+        """The decisions, of recomputation in the kind that comes nearest to the plan."""
+        plain = self.problem.nothing()
+        for g, (s, since, to) in enumerate(self.problem.gaps.tolist()):
+            for left, back, code in self.absences.get(s, ()):
+                if since < left <= back <= to:
+                    plain[g] = code
+        tried = []
+        for code in WAYS["recompute"]:
+            bits = np.where(plain == EVICT, code, plain).astype(np.uint8)
+            cost = self.replayed(bits)
+            if cost is not None:
+                tried.append((abs(cost[0] - self.plan.peak), abs(cost[1] - self.plan.time), code, bits))
+        if not tried:
+            raise Unsupported(
+                f"the plan of {self.plan.planner or 'an unknown planner'}",
+                "its steps do not follow from decisions between uses",
+            )
+        return min(tried, key=lambda row: row[:3])[3]
+
+    def replayed(self, bits: Bits) -> tuple[int, float] | None:
+        """Peak and seconds of what carries decisions out, within the plan's budget if that is possible; None if they
+        cannot be carried out."""
+        limit = self.plan.budget if self.plan.budget is not None else (1 << 62)
+        cost = self.problem.cost(bits, limit)
+        if not cost.valid:
+            return None
+        try:
+            steps = save_random_states(self.graph, drop_dead_copies(self.problem.lower(cost, limit)))
+        except (Unsupported, BadInput):
+            return None
+        line = replay(self.graph, steps)
+        return line.peak, line.time
+
+    @cached_property
+    def base(self) -> tuple[int, float]:
+        found = self.replayed(self.bits)
+        assert found is not None  # `bits` are some that can be carried out
+        return found
+
+    @property
+    def exact(self) -> bool:
+        return self.base[0] == self.plan.peak and abs(self.base[1] - self.plan.time) <= 1e-9 * max(
+            1.0, self.plan.time
+        )
+
+    def with_(self, ways: Iterable[tuple[int, str]]) -> tuple[int, float] | None:
+        """Peak and seconds with other ways for some storages; None where that cannot be."""
+        best: tuple[int, float] | None = None
+        chosen = dict(ways)
+        at = {s: np.flatnonzero(self.problem.gaps[:, 0] == s) for s in chosen}
+        allowed = self.problem.engine.allowed
+        for kind in range(max(len(WAYS[way]) for way in chosen.values()) if chosen else 0):
+            bits = self.bits.copy()
+            for s, way in chosen.items():
+                code = WAYS[way][min(kind, len(WAYS[way]) - 1)]
+                may = at[s][allowed[at[s]] >> code & 1 == 1]
+                bits[at[s]] = KEEP
+                bits[may] = code
+                if way != "keep" and not len(may):
+                    return None
+            cost = self.replayed(bits)
+            if cost is not None and (best is None or self._rank(cost) < self._rank(best)):
+                best = cost
+        return best
+
+    def _rank(self, cost: tuple[int, float]) -> tuple[bool, float, float]:
+        over = self.plan.budget is not None and cost[0] > self.plan.budget
+        return over, *((cost[0], cost[1]) if over else (cost[1], cost[0]))
+
+
+# --- why ---
+
+
+def why(graph: Graph, plan: Plan, name: str) -> Why:
+    """Why ``plan`` does what it does with the tensor called ``name``.
+
+    Raises ``BadInput`` for a name that no storage of the graph has, ``Unsupported`` for a plan without decisions."""
+    s = _named(graph, name)
+    decided, storage = _Decided(graph, plan), graph.storages[s]
+    way, op = decided.way(s), graph.uses.definer[s]
+    source = graph.place(op) if op >= 0 else ""
+    if s in graph.static:
+        reason = (
+            f"the caller owns it, {storage.kind}: it is there in every step (allow=stream moves such tensors)"
+        )
+        rows: tuple[Alternative, ...] = (Alternative("keep", "chosen", reason, plan.peak, 0, plan.time),)
+        return Why(storage.name, storage.size, storage.kind, source, "keep", rows, (), True, plan.budget)
+    found = [
+        _alternative(decided, s, other, chosen=other == way)
+        for other in sorted(WAYS, key=lambda other: other != way)
+    ]
+    place = tuple(_places(plan, s))
+    return Why(
+        storage.name, storage.size, storage.kind, source, way, tuple(found), place, decided.exact, plan.budget
+    )
+
+
+def _named(graph: Graph, name: str) -> int:
+    names = {storage.name: s for s, storage in enumerate(graph.storages)}
+    names |= {v.name: v.storage for v in graph.values if v.name not in names}
+    if name in names:
+        return names[name]
+    near = get_close_matches(name, list(names), 3, 0.3)
+    said = f" (such as {', '.join(near)})" if near else ""
+    raise BadInput(f"unknown tensor {name!r}: no value of {graph.name} has that name{said}", place="--why")
+
+
+def _alternative(decided: _Decided, s: int, way: str, *, chosen: bool) -> Alternative:
+    (peak, time), budget = decided.base, decided.plan.budget
+    if chosen:
+        return Alternative(way, "chosen", _chosen(decided, s), peak, 0, time, 0.0)
+    if reason := _impossible(decided, s, way):
+        return Alternative(way, "not possible", reason)
+    cost = decided.with_([(s, way)])
+    if cost is None:
+        return Alternative(way, "not possible", "what it needs is not there when it would have to come back")
+    more, extra = cost[0] - peak, cost[1] - time
+    if budget is not None and cost[0] > max(budget, peak):
+        verdict, reason = "over the budget", f"by {format_bytes(cost[0] - budget)}"
+    elif abs(extra) <= 1e-9 * max(time, 1e-9):
+        verdict, reason = "tie", "no second more or less, and within the budget"
+    elif extra > 0:
+        verdict, reason = "slower", "the plan gets by with less time"
+    else:
+        verdict, reason = "faster", _missed(decided.plan, way)
+    return Alternative(way, verdict, reason, cost[0], more, cost[1], extra)
+
+
+def _missed(plan: Plan, way: str) -> str:
+    """Why a plan does not do what would cost it less."""
+    kind = {"offload": "offload", "compress": "compress"}.get(way)
+    if kind is not None and not plan.count(kind):
+        return f"nothing is {way}ed in this plan: allow=recompute,{way} lets it"
+    return "the search has not found it"
+
+
+def _chosen(decided: _Decided, s: int) -> str:
+    count = len(decided.absences.get(s, ()))
+    return (
+        f"leaves memory {count} time{'s'[: count > 1]}"
+        if count
+        else "in memory from its making to its last use"
+    )
+
+
+def _impossible(decided: _Decided, s: int, way: str) -> str:
+    """Why a storage cannot be treated so at all, or nothing."""
+    gaps = decided.problem.gaps
+    if way != "keep" and not (gaps[:, 0] == s).any():
+        return "it is in use from its making to its last use, with nothing in between"
+    if way in ("recompute", "compress"):
+        refused = refusals(decided.problem.graph, [s], way, decided.plan.lossy)
+        if s in refused:
+            return refused[s]
+    allowed = decided.problem.engine.allowed[gaps[:, 0] == s]
+    if way != "keep" and not any((allowed >> code & 1).any() for code in WAYS[way]):
+        return "an op in between would see other contents, or it must be there when the step ends"
+    return ""
+
+
+def _places(plan: Plan, s: int) -> Iterable[str]:
+    """Where it lies, and whether another place could save anything."""
+    rows = [r for r in plan.residences if r.storage == s]
+    for r in rows:
+        pool = {"device": "the arena", "host": "the host's pool", "out": "memory of its own, for the caller"}[
+            r.pool
+        ]
+        at = f" at {format_bytes(r.offset)} of {pool}" if r.pool != "out" else f" in {pool}"
+        form = "" if r.form in ("full", "host") else f", {r.form}"
+        yield f"steps {r.start} to {r.end}: {format_bytes(r.size)}{at}{form}"
+    if rows and plan.arena:
+        beyond = plan.static + plan.arena + plan.handed - plan.peak
+        if beyond <= 0:
+            yield "the arena is as small as the bytes alive at the peak: every other place is a tie at best"
+        else:
+            yield f"the arena spans {format_bytes(beyond)} more than the peak: other places could save that at most"
+
+
+# --- two plans ---
+
+
+@dataclass(slots=True)
+class _Group:
+    names: list[str] = field(default_factory=list)
+    storages: list[int] = field(default_factory=list)
+    bytes: int = 0
+
+
+def difference(one: tuple[Graph, Plan], two: tuple[Graph, Plan]) -> Differences:
+    """What the second plan does differently, and what each difference costs in the first one, alone. Plans of
+    different graphs are matched by the names of tensors."""
+    first, second = _Decided(*one), _Decided(*two)
+    a, b = _by_name(one[0]), _by_name(two[0])
+    both = [name for name in a if name in b]
+    groups: dict[tuple[str, str, str], _Group] = defaultdict(_Group)
+    for name in both:
+        s, t = a[name], b[name]
+        if s in one[0].static or t in two[0].static or (ways := (first.way(s), second.way(t)))[0] == ways[1]:
+            continue
+        group = groups[without_numbers(name), *ways]
+        group.names.append(name)
+        group.storages.append(s)
+        group.bytes += one[0].storages[s].size
+    ranked = sorted(groups.items(), key=lambda item: (-item[1].bytes, item[0]))
+    rows = [_row(first, group, ways) for (_, *ways), group in ranked[:GROUPS]]
+    return Differences(
+        one[1].digest == two[1].digest, len(both), tuple(rows), _alone(one[0], a, b), _alone(two[0], b, a),
+        _moved(first, second), not rows or first.exact, max(0, len(ranked) - GROUPS),
+    )  # fmt: skip
+
+
+def _row(first: _Decided, group: _Group, ways: Sequence[str]) -> Difference:
+    about = pattern(group.names), len(group.storages), group.bytes, ways[0], ways[1]
+    cost = first.with_([(s, ways[1]) for s in group.storages])
+    if cost is None:
+        return Difference(*about, possible=False)
+    peak, time = first.base
+    return Difference(*about, cost[0] - peak, cost[1] - time)
+
+
+def _by_name(graph: Graph) -> dict[str, int]:
+    """Storages by name; of those that share one, the n-th is called so, too, with its number."""
+    found: dict[str, int] = {}
+    count: dict[str, int] = defaultdict(int)
+    for s, storage in enumerate(graph.storages):
+        count[storage.name] += 1
+        found[storage.name if count[storage.name] == 1 else f"{storage.name} ({count[storage.name]})"] = s
+    return found
+
+
+def _alone(graph: Graph, mine: dict[str, int], others: dict[str, int]) -> tuple[tuple[str, int], ...]:
+    rows = [(name, graph.storages[s].size) for name, s in mine.items() if name not in others]
+    return tuple(sorted(rows, key=lambda row: (-row[1], row[0])))
+
+
+def _moved(first: _Decided, second: _Decided) -> int:
+    """Ops of both, by name, that do not follow the same one."""
+    names = [[d.graph.ops[k].name for k in d.order] for d in (first, second)]
+    both = set(names[0]) & set(names[1])
+    rows = [[n for n in row if n in both] for row in names]
+    follows = [dict(zip(row[1:], row, strict=False)) for row in rows]
+    return sum(1 for n in both if follows[0].get(n) != follows[1].get(n))

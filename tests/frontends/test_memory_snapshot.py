@@ -1,0 +1,198 @@
+"""Memory snapshots are read without being run: what PyTorch writes is understood, anything else is refused."""
+
+import pickle
+import pickletools
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tightship import BadInput, _core
+from tightship.api import SnapshotRequest
+from tightship.baselines.torch_allocator import CachingAllocator
+from tightship.frontends.memory_snapshot import NO_STACK, is_snapshot, read_snapshot
+
+RECORDED = Path(__file__).parents[1] / "data/snapshots/torch-2.13-two-streams.pickle"
+"""Written by torch 2.13's own allocator and ``_dump_snapshot``, on a CUDA runtime that computes nothing."""
+
+plain = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers(-(1 << 63), (1 << 64) - 1)
+    | st.floats(allow_nan=False)
+    | st.text(alphabet=st.characters(exclude_categories=["Cs"]), max_size=300),
+    lambda inner: (
+        st.lists(inner, max_size=5)
+        | st.dictionaries(st.text(max_size=4), inner, max_size=5)
+        | st.lists(inner, max_size=5).map(tuple)
+    ),
+    max_leaves=30,
+)
+
+
+def built(tree, kind, number):
+    """The value, as Python has it."""
+    if kind in (6, 8):
+        items = [built(tree, int(k), int(n)) for k, n in zip(*tree.items(number), strict=True)]
+        return items if kind == 6 else tuple(items)
+    if kind == 7:
+        items = [built(tree, int(k), int(n)) for k, n in zip(*tree.items(number), strict=True)]
+        return dict(zip(items[::2], items[1::2], strict=True))
+    if kind == 3:
+        return number
+    return {1: lambda n: None, 2: bool, 4: tree.real, 5: lambda n: tree.text(n).decode()}[kind](number)
+
+
+def wrapped(value):
+    """Integers as the reader has them: 64 bits."""
+    if isinstance(value, bool) or not isinstance(value, (int, list, tuple, dict)):
+        return value
+    if isinstance(value, int):
+        return value - (1 << 64) if value >= 1 << 63 else value
+    if isinstance(value, dict):
+        return {k: wrapped(v) for k, v in value.items()}
+    return type(value)(map(wrapped, value))
+
+
+@given(plain, st.sampled_from([2, 3, 4, 5]))
+@settings(max_examples=200, deadline=None)
+def test_plain_values_come_back(value, protocol):
+    tree = _core.PlainPickle(pickle.dumps(value, protocol))
+    assert built(tree, *tree.root) == wrapped(value)
+
+
+def small_snapshot():
+    allocator = CachingAllocator(history=True)
+    frames = [{"filename": "/home/me/train.py", "line": 3, "name": "step"}]
+    kept = [allocator.alloc(n, 0, frames) for n in (100, 3 << 20, 30 << 20)]
+    allocator.free(kept[1])
+    return allocator.snapshot()
+
+
+def write(tmp_path, value, protocol=4, change=lambda data: data):
+    path = tmp_path / "snapshot.pickle"
+    path.write_bytes(change(pickle.dumps(value, protocol)))
+    return path
+
+
+@given(data=st.data())
+@settings(max_examples=300, deadline=None)
+def test_mutated_bytes_are_read_or_refused(tmp_path_factory, data):
+    good = bytearray(pickle.dumps(small_snapshot(), data.draw(st.sampled_from([2, 4]))))
+    for _ in range(data.draw(st.integers(1, 4))):
+        at = data.draw(st.integers(0, len(good) - 1))
+        good[at : at + data.draw(st.integers(0, 3))] = data.draw(st.binary(max_size=4))
+    path = tmp_path_factory.mktemp("m") / "s.pickle"
+    path.write_bytes(good)
+    try:
+        assert str(SnapshotRequest(path, 0.5).solve())
+    except BadInput as error:
+        assert str(path) in str(error)
+
+
+@given(st.binary(max_size=200))
+@settings(max_examples=300, deadline=None)
+def test_any_bytes_are_read_or_refused(data):
+    for begin in (b"", b"\x80\x04"):
+        try:
+            _core.PlainPickle(begin + data)
+        except ValueError as error:
+            assert "byte" in str(error)
+
+
+class Evil:
+    def __reduce__(self):
+        return (print, ("run",))
+
+
+@pytest.mark.parametrize("protocol", [2, 4])
+def test_what_calls_a_function_is_refused_and_not_run(tmp_path, capsys, protocol):
+    with pytest.raises(BadInput, match="GLOBAL, which no snapshot has"):
+        read_snapshot(write(tmp_path, {"segments": [], "device_traces": [Evil()]}, protocol))
+    assert "run" not in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("value", "said"),
+    [
+        ([], "it holds a list"),
+        ({"a": 1}, "has 'segments', and this has none"),
+        ({"segments": []}, "has 'device_traces', and this has none"),
+        ({"segments": {}, "device_traces": []}, "segments.*: a dict, and must be a list"),
+        ({"segments": [3], "device_traces": []}, r"segments\[0\].*'blocks' is missing"),
+        (
+            {"segments": [], "device_traces": [[{"action": "alloc", "size": 1}]]},
+            r"\[0\]\[0\].*'addr' is missing",
+        ),
+        (
+            {"segments": [], "device_traces": [[{"action": "alloc", "size": -1, "addr": 1}]]},
+            "'size' is -1, and must be at least 0",
+        ),
+        (
+            {"segments": [], "device_traces": [[{"action": "alloc", "size": 1 << 62, "addr": 1}] * 3]},
+            "more than 2.62",
+        ),
+        ({"segments": [], "device_traces": [[{"action": 1}]]}, "'action' is an integer, and must be a text"),
+    ],
+)
+def test_what_is_no_snapshot_is_refused_with_its_place(tmp_path, value, said):
+    with pytest.raises(BadInput, match=said):
+        read_snapshot(write(tmp_path, value))
+
+
+def test_empty_truncated_and_followed_files(tmp_path):
+    path = write(tmp_path, small_snapshot(), change=lambda data: b"")
+    with pytest.raises(BadInput, match="the file is empty"):
+        read_snapshot(path)
+    data = pickle.dumps(small_snapshot())
+    for end in range(1, len(data), 7):
+        path.write_bytes(data[:end])
+        with pytest.raises(BadInput):
+            read_snapshot(path)
+    path.write_bytes(data + b"x")
+    with pytest.raises(BadInput, match="1 bytes follow"):
+        read_snapshot(path)
+    path.write_bytes(b"not a pickle")
+    with pytest.raises(BadInput, match="begins like this"):
+        read_snapshot(path)
+
+
+@pytest.mark.parametrize(
+    ("data", "said"),
+    [
+        (b"\x80\x04" + b"]" * 200_000 + b".", "far more memory"),
+        (b"\x80\x04" + b"(" * 1000, "nested deeper"),
+        (b"\x80\x04\x8d" + b"\xff" * 8, "incomplete"),
+        (b"\x80\x04\x8b\xff\xff\xff\x7f", "an integer of"),
+        (b"\x80\x04Nr\xff\xff\xff\xff.", "one after the other"),
+        (b"\x80\x04h\x05.", "was not remembered"),
+        (b"\x80\x04\x95" + b"\xff" * 8, "within a frame"),
+    ],
+)
+def test_lengths_and_depth_are_bounded_before_anything_is_allocated(data, said):
+    with pytest.raises(ValueError, match=said):
+        _core.PlainPickle(data)
+
+
+def test_what_pickletools_has_made_smaller_is_read(tmp_path):
+    one = read_snapshot(write(tmp_path, small_snapshot()))
+    two = read_snapshot(write(tmp_path, small_snapshot(), change=pickletools.optimize))
+    assert np.array_equal(one.devices[0].events.size, two.devices[0].events.size)
+
+
+def test_a_snapshot_of_torchs_own_writer():
+    assert is_snapshot(str(RECORDED))
+    (device,) = read_snapshot(RECORDED).devices
+    with RECORDED.open("rb") as file:
+        known = pickle.load(file)  # ours, and only here
+    events = known["device_traces"][0]
+    assert device.events.size.tolist() == [e["size"] for e in events]
+    assert device.segments.size.sum() == sum(s["total_size"] for s in known["segments"])
+    blocks = [b for s in known["segments"] for b in s["blocks"]]
+    assert device.blocks.address.tolist() == [b["address"] for b in blocks]
+    number, names = read_snapshot(RECORDED).stacks.lines(device.events.stack)
+    assert {names[k] for k in number} == {"project/train.py:4 weights", "project/train.py:5 activation"} | (
+        {names[k] for k in number if names[k] == NO_STACK or "<module>" in names[k]}
+    )
