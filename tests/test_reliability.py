@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 
 from support.chains import chain
+from support.hostile import hostile
 from support.strategies import random_graph
 from tightship import api, cli
 from tightship.errors import BadInput
@@ -231,6 +232,22 @@ def test_events_of_a_request_are_numbers_that_are_counted_with(events: tuple[int
     op = Op("make", "f", (), (0,), workspace=64, requests=(Request(64, -1, *events),))
     with pytest.raises(BadInput, match="events of a request"):
         Graph((op,), (Value("v", 0),), (Storage("s", 64),), (), (0,))
+
+
+@pytest.mark.parametrize("what", ["IR", "opset"])
+def test_versions_that_no_model_has_are_refused(tmp_path: Path, what: str) -> None:
+    onnx = pytest.importorskip("onnx")
+    from tightship.sources import read_onnx
+
+    model = onnx.ModelProto()
+    model.ParseFromString(hostile("model", 0, 0)[1])
+    if what == "IR":
+        model.ir_version = 1 << 59
+    else:
+        model.opset_import[0].version = 1 << 59
+    (tmp_path / "m.onnx").write_bytes(model.SerializeToString())
+    with pytest.raises(BadInput, match=f"there is no {what} version"):
+        read_onnx(tmp_path / "m.onnx")
 
 
 def test_graphs_lie_in_one_another_only_so_deep_and_so_many() -> None:
