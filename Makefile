@@ -17,7 +17,7 @@ SANITIZED_READY := $(SANITIZED)/.tightship-installed
 SANITIZED_TESTS := tests/planners/place tests/planners/test_core_arrays.py tests/verify/test_sound.py \
   $(addprefix tests/planners/evict/test_, engine.py forms.py moves.py cover.py conformance.py)
 
-.PHONY: demo test test-all gpu dry-cuda docs pictures sanitize lint format bench compatibility setup clean
+.PHONY: demo soak test test-all gpu dry-cuda docs pictures sanitize lint format bench compatibility setup clean
 .DEFAULT_GOAL := test
 
 demo: $(READY)
@@ -29,6 +29,11 @@ test: $(READY)
 # The slow ones too. TEST_REPORT=FILE writes how long each took, for tests/support/slow.py.
 test-all: $(READY)
 	$(PY) -m pytest -n 2 $(if $(TEST_REPORT),--junitxml=$(TEST_REPORT))
+
+# Random cases of everything, judged by the definitions, for SECONDS; goes on where the last campaign ended.
+SECONDS ?= 600
+soak: $(READY)
+	$(PY) benchmarks/soak.py --seconds $(SECONDS)
 
 # PyTorch's CUDA build (several GB, in an environment of its own) on a CUDA runtime that computes nothing: no GPU needed.
 DRY := build/dry-cuda

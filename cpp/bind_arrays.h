@@ -44,6 +44,16 @@ constexpr i64 kMostCount = i64{1} << 28;   // entries of an array, and nodes
     throw nanobind::value_error((fault + "; " + rule).c_str());
 }
 
+// A column of a dict, of this type and not converted: what it holds belongs to the dict and outlives the
+// call.
+template <class T> T column(const nanobind::dict& columns, const char* name) {
+    if (!columns.contains(name)) refuse(std::string("there is no column ") + name, "must be given");
+    T found;
+    if (!nanobind::try_cast<T>(columns[name], found, false))
+        refuse(std::string(name) + " is of another type", "must be numbers, or arrays, of the column's type");
+    return found;
+}
+
 template <class T> std::string entry(const std::string& name, std::size_t k, T value) {
     return name + "[" + std::to_string(k) + "] is " + std::to_string(value);
 }

@@ -69,9 +69,7 @@ Result<i32> sink_of(const Facts& f, const RowsIn& before, const Flags& stays) {
 
 // Columns of steps by name.
 PlanSteps steps_of(const Facts& f, const nb::dict& columns) {
-    const auto column = [&]<class T>(const char* name, T) {
-        return nb::cast<Array<T>>(columns[name], false);
-    };
+    const auto column = [&]<class T>(const char* name, T) { return check::column<Array<T>>(columns, name); };
     PlanSteps p;
     const Flags kind = column("kind", std::uint8_t{}), form = column("form", std::uint8_t{}),
                 saves = column("saves", std::uint8_t{});
@@ -87,7 +85,7 @@ PlanSteps steps_of(const Facts& f, const nb::dict& columns) {
         return to_vector(found);
     };
     const auto table = [&](const char* name) {
-        const auto found = nb::cast<RowsIn>(columns[name], false);
+        const auto found = check::column<RowsIn>(columns, name);
         check::rows(name, found, count, "step", std::numeric_limits<i32>::min(),
                     std::numeric_limits<i32>::max(), "");
         return rows(found);

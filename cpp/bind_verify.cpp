@@ -43,9 +43,7 @@ class Columns {
   private:
     const nb::dict& columns_;
 
-    template <class T> T get(const char* name) const {
-        return nb::cast<T>(columns_[name], false);
-    }  // no copies: columns outlive this
+    template <class T> T get(const char* name) const { return check::column<T>(columns_, name); }
 };
 
 constexpr i64 kLeast32 = std::numeric_limits<i32>::min(), kMost32 = std::numeric_limits<i32>::max();

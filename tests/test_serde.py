@@ -380,7 +380,7 @@ def test_calls_have_a_depth_bound() -> None:
         with pytest.raises(BadInput):
             loads_graph(nested_calls(depth))
     graph = loads_graph(nested_calls(32))
-    with pytest.raises(BadInput, match="more than 32 deep"):
+    with pytest.raises(BadInput, match="at most 32 deep"):
         dumps_graph(Graph((Op("o", "t", calls=(graph,)),), (), ()))
 
 

@@ -11,8 +11,33 @@
 `tightship.planners.planners()` lists the planners. Importing this package does not import torch.
 """
 
+# ruff: noqa: E402 - Ctrl-C is looked after before anything that takes long is imported
+from __future__ import annotations
+
+import os
+import sys
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from types import TracebackType
+
+
+def _on_error(kind: type[BaseException], error: BaseException, where: TracebackType | None) -> None:
+    """Ctrl-C while the command line is still being imported ends it as it does later: a word, and status 130."""
+    if not issubclass(kind, KeyboardInterrupt):
+        sys.__excepthook__(kind, error, where)
+        return
+    if "--json" in sys.argv:
+        print('{"error": {"type": "Interrupted", "message": "interrupted"}}', flush=True)
+    print("tightship: interrupted", file=sys.stderr, flush=True)
+    os._exit(130)
+
+
+if os.path.basename(sys.argv[0]) == "tightship" or sys.orig_argv[1:3] == ["-m", "tightship"]:
+    sys.excepthook = _on_error
+
 from importlib.metadata import version
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from tightship.api import (
     Frontier,

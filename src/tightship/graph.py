@@ -34,6 +34,15 @@ CUDA_ALIGNMENT = 512
 """The same on CUDA devices, as torch's own allocator there (cudaMalloc: 256). The compiled allocators take both."""
 
 
+DEEPEST = 32
+"""Graphs lie in one another, called by ops, no deeper."""
+
+MOST_CALLED = 1 << 20
+"""Graphs that a graph may have inside of it, each counted as often as it is called."""
+
+_MOST_EVENTS = 1 << 30
+"""Of one op."""
+
 MOST_BYTES = 1 << 59
 """Bytes that a graph may speak of in all: sums of a few such numbers fit into 64 bits, which searches count with."""
 
@@ -239,7 +248,8 @@ class Graph:
 
     Raises ``BadInput`` on construction when an index is out of range, a value is used before it is defined, a
     value is defined twice, a size is negative or sizes add up to more than `MOST_BYTES`, a time is negative or not
-    finite, or a value's shape and stride have different lengths.
+    finite, a value's shape and stride have different lengths, or called graphs lie more than `DEEPEST` deep in one
+    another or are more than `MOST_CALLED`.
     """
 
     ops: tuple[Op, ...]
@@ -308,6 +318,16 @@ class Graph:
         h.update(f"i{self.inputs}o{self.outputs}".encode())
         return h.hexdigest()
 
+    @cached_property
+    def nesting(self) -> tuple[int, int]:
+        """How deep graphs lie in this one, and how many they are, each counted as often as it is called."""
+        deep = count = 0
+        for k in np.flatnonzero(_core.lengths(self.ops, "calls")).tolist():
+            for inner in self.ops[k].calls:
+                below, inside = inner.nesting
+                deep, count = max(deep, 1 + below), count + 1 + inside
+        return deep, count
+
     def place(self, op: int) -> str:
         """Where an op comes from, for messages: ``module.path · file:line``."""
         o = self.ops[op]
@@ -349,6 +369,10 @@ def _rules(g: Graph) -> Iterator[_Judged]:
     for k, o in enumerate(g.ops):
         seconds += o.time
         yield from _rules_of_op(g, k, defined, seconds)
+    deep, called = g.nesting
+    place = f"graph {g.name!r}"
+    yield deep <= DEEPEST, f"graphs lie at most {DEEPEST} deep in one another", deep, place
+    yield called <= MOST_CALLED, f"at most {MOST_CALLED} graphs are called inside of a graph", called, place
     for i in g.outputs:
         there = 0 <= i < len(g.values) and bool(defined[i])
         yield there, "a graph output is a defined value", i, "Graph.outputs"
@@ -372,6 +396,8 @@ def _rules_of_op(g: Graph, k: int, defined: bytearray, seconds: float) -> Iterat
     yield 0 <= o.workspace <= MOST_BYTES, "an op's workspace is from 0 to 2^59 bytes", o.workspace, place
     for r in o.requests:
         yield 0 <= r.size <= MOST_BYTES, "a request is for 0 to 2^59 bytes", r.size, place
+        events = -1 <= r.start <= _MOST_EVENTS and -1 <= r.end <= _MOST_EVENTS
+        yield events, "events of a request are counted from 0 to 2^30, or -1", (r.start, r.end), place
     yield o.state <= MOST_BYTES, "an op's random state has at most 2^59 bytes", o.state, place
     state = o.state == 0 or (o.state > 0 and o.random)
     yield state, "a random op has a state of so many bytes, no other op has one", o.state, place

@@ -26,7 +26,7 @@ import msgspec
 from tightship import machine
 from tightship.errors import BadInput
 from tightship.files import PathLike, read_bytes, write_file
-from tightship.graph import Graph, Op, Request, Storage, Value
+from tightship.graph import DEEPEST, Graph, Op, Request, Storage, Value
 from tightship.machine import MODELED, Machine
 from tightship.plan import FORMS, KINDS, Inner, Plan, Residence, Step
 
@@ -60,8 +60,6 @@ PLAN_FORMAT: Final = "tightship-plan"
 GRAPH_FORMAT: Final = "tightship-graph"
 VERSION: Final = 1
 
-DEEPEST = 32
-"""Graphs called inside one another, and lists and objects inside one another in ``meta``, at most."""
 
 # Types
 

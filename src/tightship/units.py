@@ -20,6 +20,7 @@ __all__ = [
     "parse_budget",
     "parse_bytes",
     "resolve_budget",
+    "visible",
 ]
 
 MAX_BYTES: Final = 2**63 - 1  # sizes are signed 64-bit integers in the C++ core
@@ -206,3 +207,20 @@ def _whole(value: object, rule: str, place: str) -> int:
     if size > MAX_BYTES:
         raise BadInput(_TOO_LARGE, value, place)
     return size
+
+
+_UNSEEN = {
+    code: f"<U+{code:04X}>"
+    for codes in (
+        range(9), range(11, 32), range(0x7F, 0xA0), (0x061C, 0x200E, 0x200F), range(0x202A, 0x202F),
+        range(0x2066, 0x206A),
+    )
+    for code in codes
+}  # fmt: skip
+"""Control characters but for tab and line feed, and those that change the direction of text."""
+
+
+def visible(text: str) -> str:
+    """Text in which no character hides, reorders or overwrites others, or is an order to a terminal: names that come
+    from files are shown so."""
+    return text.translate(_UNSEEN)

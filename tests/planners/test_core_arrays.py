@@ -16,9 +16,11 @@ import numpy as np
 import pytest
 
 from support.chains import chain
-from support.strategies import random_graph
+from support.strategies import random_graph, random_plan
 from tightship import _core
 from tightship.planners.evict.problem import EvictionProblem
+from tightship.simulate import extras, step_columns
+from tightship.verify import rules
 
 ORDINARY = (ValueError, TypeError, OverflowError, MemoryError)
 
@@ -191,7 +193,59 @@ def cut_calls() -> Iterator[Call]:
     yield Call("reached", reach, {"edges": (np.array([0, 1, 2, 2]), np.array([1, 2], np.int32))})
 
 
+def graph_calls() -> Iterator[Call]:
+    """Facts of a graph, what its steps cost, and the verifier's replay; columns of one call may have any length, as
+    long as all agree."""
+    graph = random_graph(11, 12, overwrites=1.0)
+    plan = random_plan(graph, 1)
+    c = graph.columns
+    caller = np.zeros(len(graph.storages), np.uint8)
+    caller[sorted(graph.static)] = 1
+    facts = {name: getattr(c, name) for name in ("inputs", "outputs", "mutates", "control", "home", "size")}
+    facts |= {"caller": caller, "random": c.random, "effect": c.effect}
+
+    def found(**given: Any) -> Any:
+        made = _core.Facts(**given)
+        _ = made.reads, made.defines, made.needs, made.writers, made.readers, made.definer, made.maker
+        return made.predecessors() if made.undefined[0] < 0 else made
+
+    yield Call("Facts", found, facts)
+    known = _core.Facts(**facts)
+    before = known.predecessors()
+    yield Call("Facts.sink", known.sink, {"before": before, "stays": caller})
+    yield Call("successors", _core.successors, {"before": before})
+    yield Call("tuples", _core.tuples, {"rows": before})
+    steps = step_columns(graph, plan.steps)
+    assert steps is not None
+    costs: dict[str, Any] = {"extra": extras(graph), "state": c.state, "time": c.time, "save": 1e-5}
+    costs |= {"updates": c.updates, "overwrites": c.overwrites}
+    timeline = lambda **given: known.timeline(  # noqa: E731
+        **{n: given[n] for n in costs}, steps={n: given[f"steps.{n}"] for n in steps}
+    )
+    yield Call("Facts.timeline", timeline, costs | {f"steps.{n}": column for n, column in steps.items()})
+    taken: list[dict[str, Any]] = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(_core, "verified", lambda *given: taken.extend(given))
+        rules.sound(graph, plan)
+    numbers = {"move", "alignment", "arena", "host"}
+    columns = {
+        f"{side} {name}": value
+        for side, given in zip(("graph", "plan"), taken, strict=True)
+        for name, value in given.items()
+        if isinstance(value, (np.ndarray, tuple)) or name in numbers
+    }
+
+    def verified(**given: Any) -> Any:
+        sides = (
+            {n.split()[1]: v for n, v in given.items() if n.startswith(side)} for side in ("graph", "plan")
+        )
+        return _core.verified(*sides)
+
+    yield Call("verified", verified, columns)
+
+
 CALLS = (*engine_calls(), *placement_calls(), *cut_calls())
+HARMLESS = (*CALLS, *graph_calls())
 
 
 def wrong(value: Any) -> Iterator[tuple[str, Any]]:
@@ -214,6 +268,9 @@ def wrong(value: Any) -> Iterator[tuple[str, Any]]:
 
 
 def wrong_arrays(array: np.ndarray) -> Iterator[tuple[str, Any]]:
+    if not len(array):
+        yield "too long", np.ones(1, array.dtype)
+        return
     yield "empty", array[:0]
     yield "too short", array[:-1]
     yield "too long", np.append(array, array[-1:])
@@ -237,12 +294,12 @@ def wrong_arrays(array: np.ndarray) -> Iterator[tuple[str, Any]]:
             yield f"all {number}", np.full_like(array, number)
 
 
-@pytest.mark.parametrize("call", CALLS, ids=lambda call: call.name)
+@pytest.mark.parametrize("call", HARMLESS, ids=lambda call: call.name)
 def test_a_valid_call_is_taken(call: Call) -> None:
     call.make(**call.arguments)
 
 
-@pytest.mark.parametrize("call", CALLS, ids=lambda call: call.name)
+@pytest.mark.parametrize("call", HARMLESS, ids=lambda call: call.name)
 @pytest.mark.filterwarnings("ignore:invalid value encountered in cast:RuntimeWarning")
 def test_a_wrong_argument_is_an_ordinary_error_or_does_no_harm(call: Call) -> None:
     for name, value in call.arguments.items():

@@ -12,15 +12,17 @@ import json
 import os
 import sys
 import traceback
-from collections.abc import Mapping, MutableMapping, Sequence
+from collections.abc import Iterable, Mapping, MutableMapping, Sequence
 from pathlib import Path
 from typing import Any, TextIO
 
-from rich.console import Console, RenderableType
+from rich.console import Console, ConsoleOptions, RenderableType
+from rich.segment import Segment
 
 from tightship.errors import BadInput, Infeasible, TightshipError, VerificationFailed
 from tightship.files import unwritable
 from tightship.report.text import NARROW
+from tightship.units import visible
 
 __all__ = ["INTERRUPTED", "Output", "error_rows", "targets", "writable", "write_targets"]
 
@@ -191,7 +193,15 @@ def error_rows(error: TightshipError) -> dict[str, Any]:
     return rows
 
 
+class _Console(Console):
+    """A console on which names from files are only shown, and order nothing."""
+
+    def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:
+        for part in super().render(renderable, options):
+            yield part if part.control else Segment(visible(part.text), part.style)
+
+
 def _console(stream: TextIO, *, quiet: bool = False) -> Console:
-    console = Console(file=stream, highlight=False, emoji=False, quiet=quiet)
+    console = _Console(file=stream, highlight=False, emoji=False, quiet=quiet)
     console.width = max(console.width, NARROW)
     return console

@@ -18,6 +18,7 @@ from dataclasses import asdict, dataclass, replace
 from importlib.metadata import version
 from itertools import islice
 from pathlib import Path
+from typing import Annotated
 
 import msgspec
 import torch
@@ -26,7 +27,7 @@ from tightship.diagnose.remedies import advised
 from tightship.errors import BadInput, TightshipError
 from tightship.files import write_file
 from tightship.frontends.torch.capture.recorder import LOOKS, Look, Looks
-from tightship.graph import Graph
+from tightship.graph import MOST_BYTES, Graph
 from tightship.options import filled
 from tightship.plan import Plan
 from tightship.planners.default import Options
@@ -65,16 +66,24 @@ MOST_PLAN_BYTES = 256 << 20
 """Of all plans' files; those not read for longest are removed."""
 
 
+_UNREADABLE = (OSError, msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
+"""What reading and decoding a file raises."""
+
+_Seconds = Annotated[float, msgspec.Meta(ge=0, le=1e6)]
+_Bytes = Annotated[int, msgspec.Meta(ge=0, le=MOST_BYTES)]
+_Index = Annotated[int, msgspec.Meta(ge=-1, lt=1 << 31)]
+
+
 class Measurement(msgspec.Struct, frozen=True, array_like=True):
     """Of one call: seconds, bytes beyond its results, requests as (size, storage, start, end), and which of the
     values it is given its result was laid over without changing (None: not tried). ``rough``: the limit in seconds
     that left no time to time it well, 0 where there was time."""
 
-    time: float
-    workspace: int = 0
-    requests: tuple[tuple[int, int, int, int], ...] = ()
-    over: tuple[int, ...] | None = None
-    rough: float = 0.0
+    time: _Seconds
+    workspace: _Bytes = 0
+    requests: tuple[tuple[_Bytes, _Index, _Index, _Index], ...] = ()
+    over: tuple[_Index, ...] | None = None
+    rough: _Seconds = 0.0
 
 
 class _File(msgspec.Struct):
@@ -84,11 +93,14 @@ class _File(msgspec.Struct):
 
 def default_folder() -> Path | None:
     """Where the environment variable ``TIGHTSHIP_CACHE`` says (``off``: nowhere, None), else ``tightship`` in the
-    user's cache folder."""
+    user's cache folder; nowhere where there is no such folder."""
     chosen = os.environ.get("TIGHTSHIP_CACHE", "")
     if chosen.lower() == "off":
         return None
-    return Path(chosen or Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "tightship")
+    try:
+        return Path(chosen or Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "tightship")
+    except RuntimeError:  # a user whom the system does not know, without HOME: containers run so
+        return None
 
 
 def folder_of(cache: Path | str | None) -> Path | None:
@@ -150,7 +162,7 @@ class Cache:
             file = msgspec.json.decode(self.path.read_bytes(), type=_File)
         except FileNotFoundError:
             return {}
-        except (OSError, msgspec.MsgspecError) as error:
+        except _UNREADABLE as error:
             self.note = (
                 f"the measurements kept in {self.path.name} cannot be read and are made again: {error}"
             )
@@ -203,7 +215,7 @@ class KeptLooks:
             file = msgspec.json.decode(self._path.read_bytes(), type=_LooksFile)
         except FileNotFoundError:
             return {}
-        except (OSError, msgspec.MsgspecError) as error:
+        except _UNREADABLE as error:
             self.note = f"what is kept in {self._path.name} cannot be read and is found out again: {error}"
             return {}
         return file.looks if file.machine == self._machine else {}
@@ -353,7 +365,7 @@ def _plan_of_file(path: Path, key: str) -> Plan | None:
     try:
         file = msgspec.json.decode(path.read_bytes(), type=_PlanFile)
         plan, _ = loads_plan(bytes(file.plan), path.name)
-    except (OSError, msgspec.MsgspecError, TightshipError):
+    except (*_UNREADABLE, TightshipError):
         return None
     return plan if file.key == key else None
 
@@ -386,7 +398,7 @@ def _read_plan(path: Path, key: str, graph: Graph, budget: Budget | None) -> tup
             limit = budget.resolve(replay(graph, baseline(graph)).peak, static=graph.static_bytes)
         if file.key != key or plan.digest != graph.digest or plan.budget != limit:
             return None, f"the plan kept in {path.name} is another one and is made again"
-    except (msgspec.MsgspecError, TightshipError) as error:
+    except (*_UNREADABLE, TightshipError) as error:
         said = str(error).splitlines()[0]
         return None, f"the plan kept in {path.name} is damaged and is made again: {said}"
     with contextlib.suppress(OSError):
@@ -460,7 +472,7 @@ class KeptPartitions:
             return None
         try:
             file = msgspec.json.decode(self._path.read_bytes(), type=_PartitionFile)
-        except (OSError, msgspec.MsgspecError):
+        except _UNREADABLE:
             return None
         return (file.unplanned, file.chosen) if file.key == self._key else None
 

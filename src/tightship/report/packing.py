@@ -14,7 +14,7 @@ from html import escape
 
 from tightship.plan import Buffer, Problem, Solution
 from tightship.report.picture import short, ticks
-from tightship.units import format_bytes
+from tightship.units import format_bytes, visible
 
 __all__ = ["COLORS", "DARK", "MOST", "age", "packing_picture", "time_ticks"]
 
@@ -105,7 +105,7 @@ def time_ticks(since: int, until: int) -> list[int]:
 
 
 def _text(text: str) -> str:
-    return escape(_NOT_XML.sub("�", text))
+    return escape(_NOT_XML.sub("�", visible(text)))
 
 
 def _head(title: str, problem: Problem, solution: Solution, shown: int) -> str:

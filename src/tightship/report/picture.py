@@ -16,7 +16,7 @@ from tightship.plan import Plan
 from tightship.planners.frontier import Frontier, budget_of
 from tightship.report.numbers import BANDS, Column, columns, comparable, percent, slots
 from tightship.simulate import baseline
-from tightship.units import format_bytes, format_seconds
+from tightship.units import format_bytes, format_seconds, visible
 
 __all__ = ["COLORS", "DARK", "NAMES", "frontier_picture", "picture", "short", "ticks"]
 
@@ -104,7 +104,7 @@ def _svg(height: int, body: str, title: str) -> str:
     style = _STYLE.format(light=light, dark=dark)
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height}" width="{WIDTH}" '
-        f'height="{height}" role="img">\n<title>{escape(title)}</title>\n<style>{style}</style>\n'
+        f'height="{height}" role="img">\n<title>{escape(visible(title))}</title>\n<style>{style}</style>\n'
         f'<rect class="paper" width="{WIDTH}" height="{height}" rx="8"/>\n{body}\n</svg>\n'
     )
 
@@ -115,7 +115,7 @@ def _line(name: str, x1: float, y1: float, x2: float, y2: float) -> str:
 
 def _text(x: float, y: float, text: str, name: str = "") -> str:
     style = f'class="{name}" ' if name else ""
-    return f'<text {style}x="{x:g}" y="{y:g}">{escape(text, quote=False)}</text>'
+    return f'<text {style}x="{x:g}" y="{y:g}">{escape(visible(text), quote=False)}</text>'
 
 
 def _head(title: str, plan: Plan) -> str:

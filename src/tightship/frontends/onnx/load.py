@@ -125,6 +125,9 @@ def _parsed(data: bytes, place: str) -> Any:
         raise BadInput(f"{_FAULT}: {error}", place=place) from error
     if not proto.HasField("graph") or not proto.opset_import:
         raise BadInput(f"{_FAULT}: it has no graph or no opsets", place=place)
+    for what, version in (("IR", proto.ir_version), *(("opset", o.version) for o in proto.opset_import)):
+        if not 0 <= version < 1 << 31:
+            raise BadInput(f"{_FAULT}: there is no {what} version {version}", place=place)
     return proto
 
 

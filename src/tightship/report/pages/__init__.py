@@ -16,6 +16,7 @@ import msgspec
 from tightship.report.packing import COLORS as AGES
 from tightship.report.packing import DARK as AGES_DARK
 from tightship.report.picture import COLORS, DARK
+from tightship.units import visible
 
 __all__ = ["ROWS", "Fact", "Section", "cut", "page_of", "table"]
 
@@ -36,13 +37,13 @@ def page_of(
     web = files("tightship.report.pages").joinpath("web")
     shown = {"title": title, "about": about, "facts": facts, "sections": sections, "summary": summary}
     # Nothing of a model's names can end the script element.
-    data = msgspec.json.encode(shown).decode().replace("</", "<\\/").replace("<!--", "<\\u0021--")
+    data = visible(msgspec.json.encode(shown).decode()).replace("</", "<\\/").replace("<!--", "<\\u0021--")
     style = web.joinpath("style.css").read_text(encoding="utf-8")
     style = style.replace("__LIGHT__", _variables(COLORS, AGES)).replace(
         "__DARK__", _variables(DARK, AGES_DARK)
     )
     script = "".join(web.joinpath(name).read_text(encoding="utf-8") for name in _SCRIPTS)
-    parts = {"TITLE": html.escape(title), "STYLE": style, "SCRIPT": script, "DATA": data}
+    parts = {"TITLE": html.escape(visible(title)), "STYLE": style, "SCRIPT": script, "DATA": data}
     text = web.joinpath("page.html").read_text(encoding="utf-8")
     head, *rest = text.split("__")  # once through, so that what is put in is not looked at again
     for name, literal in zip(rest[::2], rest[1::2], strict=True):

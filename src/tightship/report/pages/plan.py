@@ -282,7 +282,7 @@ def _memory(f: Frontier) -> Section:
 
 def _panel(caption: str, graph: Graph, plan: Plan | None, slots: int) -> dict[str, Any]:
     steps = baseline(graph) if plan is None else plan.steps
-    rows = [c.bytes for c in columns(graph, steps)]
+    rows = [c.bytes for c in columns(graph, steps)] or [(0,) * len(BANDS)]
     less = folded(rows, slots)
     times = [len(rows) * k // max(1, len(less)) for k in range(len(less))]
     section = panel(caption, less, "before" if plan is None else "plan")

@@ -1,0 +1,342 @@
+"""A campaign that goes on for as long as it is let: random cases of each class, judged by the definitions.
+
+    python benchmarks/soak.py [CLASS ...] [--seconds N] [--state FILE] [--failures DIR]
+
+``plans``: random graphs, planned in every way there is, judged by an oracle that shares no code with tightship
+(``tests/support/oracle.py``) and by the verifier. ``verifier``: plans changed at random; what the oracle finds wrong
+the verifier has to list, without raising. ``places``: random problems with every placement planner. ``optima``: small
+graphs with every plan tried; no bound is above the best. ``files``: files of every format, changed by their structure
+and read by the command line; nothing may raise, and nothing take more than ten seconds.
+
+A case is a number. What fails is shrunk to the smallest case that does, and kept as one line of ``failures``; a
+campaign goes on where the state's file says that it was.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import io
+import json
+import random
+import signal
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
+
+from support.hostile import FORMATS, hostile
+from support.optimum import optimum
+from support.oracle import faults
+from support.placing import assert_right
+from support.strategies import random_graph, random_plan
+from tightship import api
+from tightship.cli import main as command
+from tightship.errors import Infeasible, TightshipError, VerificationFailed
+from tightship.graph import Graph
+from tightship.plan import Buffer, Plan, Problem
+from tightship.planners import default, packing, planners
+from tightship.verify import verify
+
+LONGEST = 10
+"""Seconds that a case may take beyond the limits that it was given."""
+
+Judged = tuple[str, str]
+"""What came of a case, and what is wrong with it, if something is."""
+
+
+# --- plans ---
+
+WAYS = ("recompute", "compress", "offload", "redraw")
+
+
+def plans(seed: int, size: int) -> Judged:
+    rng = random.Random(seed)
+    knobs = {"largest": rng.choice((1, 4, 16)), "static_writes": rng.choice((0.0, 0.0, 1.0))}
+    graph = random_graph(seed, size, random=rng.choice((0.0, 0.06, 0.2)), **knobs)
+    budget = f"static+{rng.randint(40, 105)}%"
+    systems = sorted(api.systems())
+    name = rng.choice(["default", "default", *systems])
+    try:
+        if name == "default":
+            made = default.plan(graph, budget, _options(rng))
+        else:
+            made = api.plan_named(graph, name, rng.choice((budget, None))).plan
+            made = replace(made, budget=None)  # these say themselves whether they meet it
+    except Infeasible as no:
+        return ("infeasible", f"{name}: its bound is no bound" if no.lower_bound > no.best_peak else "")
+    except VerificationFailed as error:
+        return name, f"{name}: made a wrong plan: {error.violations[0]}"
+    except TightshipError:
+        return f"{name} refused", ""
+    return name, _wrong(graph, made, name)
+
+
+def _options(rng: random.Random) -> default.Options:
+    allow = [way for way in WAYS if rng.random() < 0.5] or ["recompute"]
+    means = {"offload": "offload", "compress": "compress"}
+    evicts = [n for n in planners("evict") if means.get(n, "recompute") in allow and n != "evict/exact"]
+    return default.Options(
+        order=rng.choice(["best", *planners("order")]),
+        evict=rng.choice(["anneal", *evicts]).removeprefix("evict/"),
+        seconds=2.0,
+        work=20_000,
+        seed=rng.randrange(9),
+        hand_out=rng.random() < 0.5,
+        place=rng.random() < 0.8,
+        reuse=rng.random() < 0.7,
+        allow=",".join(allow),
+    )
+
+
+def _wrong(graph: Graph, plan: Plan, name: str) -> str:
+    said = [*faults(graph, plan), *(str(v) for v in verify(graph, plan))]
+    return f"{name}: {said[0]}" if said else ""
+
+
+# --- the verifier ---
+
+
+def verifier(seed: int, size: int) -> Judged:
+    """A plan with one change; the sizes of cases are those of their graphs."""
+    rng = random.Random(seed)
+    graph = random_graph(seed, size)
+    plan = random_plan(graph, seed)
+    name, changed = _mutant(graph, plan, rng)
+    try:
+        wrong = faults(graph, changed)
+    except Exception:  # the oracle takes what is out of range for granted: that is wrong
+        wrong = ["out of range"]
+    found = verify(graph, changed)
+    if wrong and not found:
+        return name, f"{name}: not found: {wrong[0]}"
+    return f"{name} {'killed' if found else 'lives rightly'}", ""
+
+
+def _mutant(graph: Graph, plan: Plan, rng: random.Random) -> tuple[str, Plan]:
+    steps, rows = list(plan.steps), list(plan.residences)
+    way = rng.randrange(9)
+    i = rng.randrange(len(steps))
+    step = steps[i]
+    numbers = (-1, 0, 1, 5, len(steps), 2**31, rng.randrange(99))
+    if way == 0:
+        fields: dict[str, Callable[[], Any]] = {
+            "kind": lambda: rng.choice(
+                ("compute", "recompute", "free", "offload", "fetch", "compress", "decompress")
+            ),
+            "op": lambda: rng.choice((*numbers, rng.randrange(len(graph.ops)))),
+            "storages": lambda: tuple(
+                rng.randrange(-1, len(graph.storages) + 1) for _ in range(rng.randrange(3))
+            ),
+            "form": lambda: rng.choice(("full", "packed", "host", "state", "odd")),
+            "nbytes": lambda: rng.choice(numbers),
+            "stream": lambda: rng.choice((-1, 0, 1, 2)),
+            "waits": lambda: tuple(rng.randrange(-1, len(steps)) for _ in range(rng.randrange(3))),
+            "saves": lambda: not step.saves,
+            "reuses": lambda: ((rng.randrange(len(graph.storages)), rng.randrange(len(graph.storages))),),
+        }
+        name = rng.choice(list(fields))
+        steps[i] = replace(step, **{name: fields[name]()})
+        return f"step.{name}", replace(plan, steps=tuple(steps), residences=(), arena=0, handed=0, host=0)
+    if way in (1, 2, 3):
+        if way == 1:
+            del steps[i]
+        elif way == 2:
+            steps.insert(rng.randrange(len(steps) + 1), step)
+        else:
+            steps.insert(rng.randrange(len(steps)), steps.pop(i))
+        name = ("", "step gone", "step twice", "step moved")[way]
+        return name, replace(plan, steps=tuple(steps), residences=(), arena=0, handed=0, host=0)
+    if way in (4, 5, 6) and rows:
+        k = rng.randrange(len(rows))
+        if way == 4:
+            del rows[k]
+            return "residence gone", replace(plan, residences=tuple(rows))
+        name = rng.choice(
+            ("offset", "offset", "offset", "start", "end", "size", "storage", "request", "first", "last")
+        )
+        value = getattr(rows[k], name) + rng.choice((-64, -1, 1, 64, 2**40))
+        rows[k] = replace(rows[k], **{name: value})
+        return f"residence.{name}", replace(plan, residences=tuple(rows))
+    name = rng.choice(("peak", "static", "time", "lower_bound", "arena", "host", "handed", "peak_before"))
+    return name, replace(plan, **{name: max(0, getattr(plan, name) + rng.choice((-64, 64, 1)))})
+
+
+# --- places ---
+
+
+def places(seed: int, size: int) -> Judged:
+    rng = random.Random(seed)
+    buffers = []
+    for k in range(size):
+        lower = rng.randrange(-3, 12)
+        buffers.append(
+            Buffer(
+                f"b{k}",
+                lower,
+                lower + rng.randint(1, 9),
+                rng.choice((0, 1, 2, 3, 7, 2**40)),
+                rng.choice((1, 1, 2)),
+            )
+        )
+    problem = Problem(tuple(buffers))
+    name = rng.choice(sorted(planners("place")))
+    solution = packing.pack(problem, name, packing.Search(seconds=1.0, work=3_000))
+    assert_right(problem, solution)
+    return name, ""
+
+
+# --- optima ---
+
+
+def optima(seed: int, size: int) -> Judged:
+    graph = random_graph(seed, min(size, 5), random=0.0, effect=0.0, calls=0.0, updates=0.0, largest=4)
+    try:
+        points = optimum(graph, most=5_000)
+    except RuntimeError:
+        return "too large", ""
+    best = points[-1].nbytes
+    try:
+        o = default.Options(seconds=5.0, work=100_000, place=False)
+        problem = default.problem_of(graph, default.order_of(graph, o, 1 << 60), o)
+        made = default.plan(graph, best, o, problem=replace(problem, in_place=True))
+    except Infeasible as no:
+        return "missed", "the bound is above the optimum" if no.lower_bound > best else ""
+    return "met", "the bound is above the optimum" if made.lower_bound > best else _wrong(
+        graph, made, "default"
+    )
+
+
+# --- files ---
+
+VERBS = {
+    "graph": (["plan", "-b", "static+99%", "--seconds", "0.3", "--work", "20000"], ["explain"]),
+    "plan": (["verify"], ["explain"]),
+    "problem": (["pack", "--seconds", "0.3", "--work", "3000"], ["verify"]),
+    "module": (["assign", "--seconds", "0.3"], ["plan", "-b", "80%", "--seconds", "0.3"], ["explain"]),
+    "model": (["plan", "-b", "static+99%", "--seconds", "0.3", "--work", "20000"], ["explain"]),
+    "graphdef": (["plan", "-b", "static+99%", "--seconds", "0.3", "--work", "20000"], ["explain"]),
+}
+
+
+def files(seed: int, size: int) -> Judged:
+    rng = random.Random(seed)
+    kind = rng.choice(sorted(set(FORMATS) - ({"graphdef"} if find_spec("tensorflow") is None else set())))
+    verb = rng.choice(VERBS[kind])
+    name, data = hostile(kind, seed, min(size, 3))
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / name
+        path.write_bytes(data)
+        given = [verb[0], str(path), *verb[1:], "--json"]
+        if verb[0] in ("plan", "pack", "assign") and rng.random() < 0.3:
+            given += ["--report", str(Path(folder) / "page.html")]
+        said, errors = io.StringIO(), io.StringIO()
+        with contextlib.redirect_stdout(said), contextlib.redirect_stderr(errors):
+            status = command(given)
+    what = f"{kind} {verb[0]} -> {status}"
+    if status not in (0, 1, 2):
+        return what, f"{' '.join(verb)} {name}: {errors.getvalue().strip()[:300]}"
+    try:
+        json.loads(said.getvalue())
+    except ValueError:
+        return what, f"{' '.join(verb)} {name}: no JSON"
+    return what, ""
+
+
+CLASSES: dict[str, Callable[[int, int], Judged]] = {
+    "plans": plans, "verifier": verifier, "places": places, "optima": optima, "files": files,
+}  # fmt: skip
+
+
+# --- the campaign ---
+
+
+def judged(name: str, seed: int, size: int) -> Judged:
+    """What comes of one case; an exception that is no error of tightship's is a fault, and so is a hang."""
+
+    def stop(*_: object) -> None:
+        raise TimeoutError(f"takes more than {LONGEST} s")
+
+    before = signal.signal(signal.SIGALRM, stop)
+    signal.alarm(LONGEST + 2)
+    try:
+        return CLASSES[name](seed, size)
+    except Exception as error:
+        return "raised", f"{type(error).__name__}: {str(error)[:300]}"
+    finally:
+        signal.alarm(0)
+        signal.signal(signal.SIGALRM, before)
+
+
+def shrunk(name: str, seed: int, size: int) -> tuple[int, str]:
+    """The least size at which the case fails, and how."""
+    for less in range(1, size + 1):
+        if fault := judged(name, seed, less)[1]:
+            return less, fault
+    return size, judged(name, seed, size)[1]
+
+
+def campaign(
+    names: list[str], begin: dict[str, int], until: Callable[[], bool]
+) -> Iterator[tuple[str, int, int, Judged]]:
+    """Cases of all classes in turn, each class from its own number on."""
+    while True:
+        for name in names:
+            if until():
+                return
+            seed = begin.get(name, 0)
+            size = 1 + random.Random(f"{name} {seed}").randrange(6 if seed % 3 else 24)
+            yield name, seed, size, judged(name, seed, size)
+            begin[name] = seed + 1
+
+
+def main() -> int:
+    given = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    given.add_argument("classes", nargs="*", metavar="CLASS", help=f"of {', '.join(CLASSES)} (default: all)")
+    given.add_argument("--seconds", type=float, default=600.0, help="how long (default: 600)")
+    given.add_argument("--state", type=Path, default=Path("build/soak.json"), help="where it is")
+    given.add_argument("--failures", type=Path, default=Path("build/soak-failures.jsonl"), help="what failed")
+    chosen = given.parse_args()
+    if unknown := set(chosen.classes) - set(CLASSES):
+        given.error(f"unknown class {unknown.pop()!r}: expected {', '.join(CLASSES)}")
+    state: dict[str, Any] = json.loads(chosen.state.read_text()) if chosen.state.exists() else {}
+    begin, counts = state.get("begin", {}), {n: Counter(c) for n, c in state.get("counts", {}).items()}
+    failed = Counter(state.get("failed", {}))
+    chosen.state.parent.mkdir(parents=True, exist_ok=True)
+
+    def keep() -> None:
+        chosen.state.write_text(json.dumps({"begin": begin, "counts": counts, "failed": failed}))
+
+    until = time.monotonic() + chosen.seconds
+    kept = time.monotonic()
+    with contextlib.suppress(KeyboardInterrupt):
+        for name, seed, size, (what, fault) in campaign(
+            chosen.classes or list(CLASSES), begin, lambda: time.monotonic() > until
+        ):
+            counts.setdefault(name, Counter())[what] += 1
+            if fault:
+                failed[name] += 1
+                least, fault = shrunk(name, seed, size)
+                row = {"class": name, "seed": seed, "size": least, "fault": fault}
+                print(json.dumps(row), flush=True)
+                with chosen.failures.open("a") as file:
+                    file.write(json.dumps(row) + "\n")
+            if time.monotonic() - kept > 5:
+                keep()
+                kept = time.monotonic()
+    keep()
+    for name, known in counts.items():
+        print(f"{name}: {sum(known.values())} tried, {failed[name]} failed")
+        print("  " + ", ".join(f"{what} {n}" for what, n in sorted(known.items())))
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

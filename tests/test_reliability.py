@@ -1,0 +1,310 @@
+"""What is promised after each fault (docs/reliability.md): kills, two processes, limits of memory, homes that are
+none, files of others that would hide what they are."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from support.chains import chain
+from support.hostile import hostile
+from support.strategies import random_graph
+from tightship import api, cli
+from tightship.errors import BadInput
+from tightship.graph import DEEPEST, Graph, Op, Request, Storage, Value, replace
+from tightship.plan import Plan
+from tightship.serde import load_plan, save_graph, save_plan
+from tightship.units import visible
+
+REPEATS = 12
+EVIL = "ok\u202egnp.exe\x1b[2J\u2066"
+
+
+def started(code: str, *given: str) -> subprocess.Popen[bytes]:
+    return subprocess.Popen(
+        [sys.executable, "-c", code, *given], stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    )
+
+
+WRITER = """
+import sys
+from tightship.serde import load_plan, save_plan
+plan, graph = load_plan(sys.argv[1])
+print("ready", flush=True)
+while True:
+    save_plan(plan, sys.argv[1], graph)
+"""
+
+
+def test_a_plan_that_is_being_written_is_whole_after_a_kill(tmp_path: Path) -> None:
+    """The file is the old one or the new one; beside it may lie a part, under a name of its own."""
+    path, rng = tmp_path / "plan.json", random.Random(0)
+    graph = random_graph(1, 300)
+    plan = api.plan_graph(graph, seconds=0.2).plan
+    save_plan(plan, path, graph)
+    for _ in range(REPEATS // 3):
+        writer = started(WRITER, str(path))
+        assert writer.stdout is not None
+        assert writer.stdout.readline() == b"ready\n"
+        time.sleep(rng.random() / 10)
+        writer.kill()
+        writer.communicate()
+        assert load_plan(path)[0] == plan
+    assert all(p == path or p.name.startswith(".plan.json.") for p in tmp_path.iterdir())
+
+
+MEASURES = """
+import sys, itertools
+from tightship.execute.cache import Cache, Measurement
+print("ready", flush=True)
+for k in itertools.count():
+    cache = Cache(sys.argv[1], "m")
+    assert not cache.note, cache.note
+    cache.put(f"{sys.argv[2]}.{k}", Measurement(float(k % 100), 64, ((64, -1, 0, 1),)))
+    cache.save()
+    assert not cache.note, cache.note
+"""
+
+
+def test_a_cache_is_whole_after_kills_and_beside_other_processes(tmp_path: Path) -> None:
+    pytest.importorskip("torch")
+    from tightship.execute.cache import Cache
+
+    both = [started(MEASURES, str(tmp_path), str(k)) for k in range(2)]
+    for one in both:
+        assert one.stdout is not None
+        assert one.stdout.readline() == b"ready\n"
+    time.sleep(0.5)
+    both[0].kill()
+    time.sleep(0.2)
+    assert both[1].poll() is None, both[1].communicate()[1].decode()[-500:]
+    both[1].kill()
+    for one in both:
+        one.communicate()
+    cache = Cache(tmp_path, "m")
+    assert not cache.note
+    assert cache.get("0.0") or cache.get("1.0")
+
+
+ABSURD = [
+    b"\xff\xfe{", b"", b"[" * 5000, b'{"machine": "m", "entries": {"\xff": [1.0]}}',
+    *(b'{"machine": "m", "entries": {"k": [%s]}}' % row for row in (
+        b"1e308", b"-1", b"1.0, 1180591620717411303424", b"1.0, -1", b"1.0, 0, [[-64, -1, 0, 1]]",
+        b"1.0, 0, [[4611686018427387904, -1, 0, 1]]", b"1.0, 0, [], [-7]", b"1.0, 0, [], null, -1")),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("data", ABSURD)
+def test_a_profile_with_what_nobody_measured_is_as_good_as_none(tmp_path: Path, data: bytes) -> None:
+    pytest.importorskip("torch")
+    from tightship.execute.cache import Cache, Measurement
+
+    (tmp_path / "profile-m.json").write_bytes(data)
+    cache = Cache(tmp_path, "m")
+    assert cache.get("k") is None
+    assert "made again" in cache.note
+    cache.put("k", Measurement(1.0))
+    cache.save()
+    again = Cache(tmp_path, "m")
+    assert again.get("k") == Measurement(1.0)
+    assert not again.note
+
+
+@pytest.mark.parametrize("data", [b"\xff\xfe{", b"[" * 100_000, b"{}", b""])
+def test_a_kept_plan_that_is_damaged_is_made_again(tmp_path: Path, data: bytes) -> None:
+    pytest.importorskip("torch")
+    from tightship.execute.cache import KeptPlans
+    from tightship.planners.default import Options
+
+    planner, graph = KeptPlans(tmp_path, Options(seconds=1.0)), chain(3)
+    made = planner(graph)
+    (path,) = tmp_path.glob("plan-*")
+    path.write_bytes(data)
+    again = planner(graph)
+    assert again.steps == made.steps
+    assert any("made again" in note for note in again.notes)
+    assert not planner(graph).notes
+
+
+def test_a_user_without_a_home_keeps_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("torch")
+    from tightship.execute import cache
+
+    def nobody() -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.delenv("TIGHTSHIP_CACHE", raising=False)
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.setattr(Path, "home", nobody)
+    assert cache.default_folder() is None
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="RLIMIT_AS is Linux's")
+def test_too_little_memory_is_a_sentence_and_json(tmp_path: Path) -> None:
+    """Python and the imports need 150 MiB of address space."""
+    import resource
+
+    save_graph(random_graph(6, 15_000), tmp_path / "graph.json")
+    limit = 200 << 20
+    command = [
+        sys.executable,
+        "-m",
+        "tightship",
+        "plan",
+        str(tmp_path / "graph.json"),
+        "--seconds",
+        "2",
+        "--json",
+    ]
+    done = subprocess.run(
+        [*command, "-o", str(tmp_path / "plan.json")],
+        capture_output=True,
+        check=False,
+        env=os.environ | {"OPENBLAS_NUM_THREADS": "1"},
+        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_AS, (limit, limit)),
+    )
+    assert done.returncode == 3, done.stderr.decode()[-500:]
+    assert json.loads(done.stdout)["error"]["type"] == "InternalError"
+    assert b"out of memory" in done.stderr
+    assert b"Traceback" not in done.stderr
+    assert not (tmp_path / "plan.json").exists()
+
+
+def test_an_interrupt_at_any_time_leaves_no_half_file(tmp_path: Path) -> None:
+    save_graph(random_graph(2, 400), tmp_path / "graph.json")
+    target, rng = tmp_path / "plan.json", random.Random(1)
+    code = "import sys; from tightship.cli import main; print('ready', file=sys.stderr, flush=True); sys.exit(main())"
+    for _ in range(REPEATS // 3):
+        one = started(
+            code, "plan", str(tmp_path / "graph.json"), "-b", "90%", "--seconds", "2", "-o", str(target)
+        )
+        assert one.stderr is not None
+        assert one.stderr.readline() == b"ready\n"
+        time.sleep(0.05 + rng.random())
+        one.send_signal(signal.SIGINT)
+        _, said = one.communicate()
+        # Once Python itself is ending, the signal ends it, which a shell says as 130, too.
+        assert one.returncode in (0, 1, 130, -signal.SIGINT), said.decode()[-500:]
+        assert b"Traceback" not in said
+        if target.exists():
+            load_plan(target)
+            target.unlink()
+    assert [p.name for p in tmp_path.iterdir()] == ["graph.json"]
+
+
+def test_an_interrupt_while_modules_are_imported_is_a_word_and_a_status() -> None:
+    code = (
+        "import sys; sys.argv[0] = '/bin/tightship'; print('ready', file=sys.stderr, flush=True);"
+        "from tightship.cli import main; import time; time.sleep(5)"
+    )
+    for k in range(REPEATS // 3):
+        one = started(code, "plan", "x.json", "--json")
+        assert one.stderr is not None
+        assert one.stderr.readline() == b"ready\n"
+        time.sleep(0.4 + 0.15 * k)
+        one.send_signal(signal.SIGINT)
+        said, errors = one.communicate()
+        assert (one.returncode, errors) == (130, b"tightship: interrupted\n"), errors.decode()[-800:]
+        assert json.loads(said)["error"]["type"] == "Interrupted"
+
+
+# --- graphs that others make ---
+
+
+def nested(depth: int, width: int = 1) -> Graph:
+    graph = chain(1)
+    for _ in range(depth):
+        op = Op("call", "call", (0,), (1,), calls=(graph,) * width)
+        graph = Graph((op,), (Value("i", 0), Value("o", 1)), (Storage("i", 64), Storage("o", 64)), (0,), (1,))
+    return graph
+
+
+@pytest.mark.parametrize("events", [(0, 2**31), (2**40, -1), (-2, 5)])
+def test_events_of_a_request_are_numbers_that_are_counted_with(events: tuple[int, int]) -> None:
+    op = Op("make", "f", (), (0,), workspace=64, requests=(Request(64, -1, *events),))
+    with pytest.raises(BadInput, match="events of a request"):
+        Graph((op,), (Value("v", 0),), (Storage("s", 64),), (), (0,))
+
+
+@pytest.mark.parametrize("what", ["IR", "opset"])
+def test_versions_that_no_model_has_are_refused(tmp_path: Path, what: str) -> None:
+    onnx = pytest.importorskip("onnx")
+    from tightship.sources import read_onnx
+
+    model = onnx.ModelProto()
+    model.ParseFromString(hostile("model", 0, 0)[1])
+    if what == "IR":
+        model.ir_version = 1 << 59
+    else:
+        model.opset_import[0].version = 1 << 59
+    (tmp_path / "m.onnx").write_bytes(model.SerializeToString())
+    with pytest.raises(BadInput, match=f"there is no {what} version"):
+        read_onnx(tmp_path / "m.onnx")
+
+
+def test_graphs_lie_in_one_another_only_so_deep_and_so_many() -> None:
+    assert nested(DEEPEST).nesting == (DEEPEST, DEEPEST)
+    with pytest.raises(BadInput, match=f"at most {DEEPEST} deep"):
+        nested(DEEPEST + 1)
+    assert nested(10, 2).nesting == (10, 2046)
+    with pytest.raises(BadInput, match="called inside of a graph"):
+        nested(30, 2)
+
+
+@pytest.mark.parametrize("verb", [["plan"], ["explain"], ["frontier", "--points", "2", "--seconds", "1"]])
+def test_every_verb_reads_deep_graphs_and_empty_ones(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], verb: list[str]
+) -> None:
+    """Also into a page."""
+    for name, graph in (("deep", nested(DEEPEST - 1)), ("wide", nested(9, 2)), ("empty", Graph((), (), ()))):
+        path = tmp_path / f"{name}.json"
+        save_graph(graph, path)
+        page = [] if verb[0] == "explain" else ["--report", str(tmp_path / "page.html")]
+        assert cli.main([verb[0], str(path), *verb[1:], *page, "--json"]) == 0
+        json.loads(capsys.readouterr().out)
+
+
+# --- what is shown ---
+
+
+def test_characters_that_hide_or_reorder_are_shown() -> None:
+    assert visible(EVIL) == "ok<U+202E>gnp.exe<U+001B>[2J<U+2066>"
+    assert visible("a\tb\nünï 漢字 ⟨x⟩ 🙂") == "a\tb\nünï 漢字 ⟨x⟩ 🙂"
+
+
+def test_names_order_nothing_where_they_are_shown(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    graph = chain(3)
+    storages = tuple(replace(s, name=EVIL) for s in graph.storages)
+    save_graph(replace(graph, storages=storages, name=EVIL), tmp_path / "g.json")
+    paths = [tmp_path / "page.html", tmp_path / "picture.svg"]
+    given = ["--report", str(paths[0]), "--picture", str(paths[1])]
+    assert cli.main(["plan", str(tmp_path / "g.json"), *given]) == 0
+    assert cli.main(["explain", str(tmp_path / "g.json")]) == 0
+    (tmp_path / EVIL).write_text("{")
+    assert cli.main(["plan", str(tmp_path / EVIL)]) == 2
+    said = capsys.readouterr()
+    for text in (said.out, said.err, *(p.read_text() for p in paths)):
+        assert not {"\u202e", "\u2066", "\x1b"} & set(text)
+        assert "<U+202E>" in text or "&lt;U+202E&gt;" in text
+
+
+def test_a_page_may_ask_for_nothing(tmp_path: Path) -> None:
+    planned = api.plan_graph(chain(3), seconds=0.2)
+    planned.report(tmp_path / "page.html")
+    text = (tmp_path / "page.html").read_text()
+    head = text[: text.index("<title>")]
+    assert "Content-Security-Policy" in head
+    assert "default-src 'none'" in head
+
+
+def test_a_plan_of_absurd_numbers_is_refused() -> None:
+    with pytest.raises(BadInput):
+        Plan("", (), time=float("inf"))
