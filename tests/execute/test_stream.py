@@ -203,6 +203,76 @@ def test_a_gpt2_of_three_times_the_budget(kept):
                 assert torch.equal(optimizer.state[p][key], theirs)
 
 
+# ---- beside slices
+
+WORDS = 2000
+BOTH = "recompute,stream,split-rounding"
+
+
+class Language(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embed, self.mix = torch.nn.Embedding(WORDS, 32), torch.nn.Linear(32, 32)
+        self.head = torch.nn.Linear(32, WORDS, bias=False)
+        self.head.weight = self.embed.weight
+
+    def forward(self, ids):
+        return self.head(torch.tanh(self.mix(self.embed(ids))))
+
+
+def likelihood(model, ids):
+    return torch.nn.functional.cross_entropy(model(ids).view(-1, WORDS), ids.roll(1, 1).view(-1))
+
+
+def fused(params):
+    return torch.optim.AdamW(params, lr=1e-2, fused=True)
+
+
+def words(number):
+    return torch.randint(0, WORDS, (8, 32), generator=torch.Generator().manual_seed(number))
+
+
+def test_slices_and_streams_in_one_step_meet_what_neither_does(kept):
+    torch.manual_seed(0)
+    model = Language()
+    twin = copy.deepcopy(model)
+    optimizer, other = fused(model.parameters()), fused(twin.parameters())
+    options = {"cache": kept, "seconds": 1, "strict": True}
+    budget = 1_300_000
+    for alone in ("recompute,stream", "recompute,split-rounding"):
+        with pytest.raises(Infeasible):
+            fit(model, likelihood, optimizer, words(0), budget, allow=alone, **options)
+    step = fit(model, likelihood, optimizer, words(0), budget, allow=BOTH, **options)
+    assert any(note.startswith("split: ") for note in step.notes)
+    assert any(note.startswith("streamed: ") for note in step.notes)
+    assert step.measure()["unplanned_peak"] > 4 * budget
+    schedules = [torch.optim.lr_scheduler.StepLR(o, 1, 0.5) for o in (optimizer, other)]
+    for number in range(4):  # the rate is a number of an op that was made anew by both
+        expected = eager(twin, likelihood, other, words(number))
+        torch.testing.assert_close(step(words(number)), expected, rtol=1e-6, atol=0)
+        for schedule in schedules:
+            schedule.step()
+    as_planned(step)
+    assert verify(step.graph, step.plan) == []
+    with step.gathered():
+        for p, q in zip(model.parameters(), twin.parameters(), strict=True):
+            torch.testing.assert_close(p, q, rtol=1e-3, atol=1e-4)
+
+
+def test_a_budget_that_both_ways_would_meet_says_so(kept):
+    torch.manual_seed(0)
+    model = Language()
+    with pytest.raises(Infeasible) as refused:
+        fit(model, likelihood, fused(model.parameters()), words(0), 1_300_000, cache=kept, seconds=1)
+    assert any(f"(allow={BOTH})" in text for text in refused.value.advice)
+
+
+def test_streaming_that_was_not_allowed_says_what_its_copies_cost(kept):
+    with pytest.raises(Infeasible) as refused:
+        Twins(kept, 0.5, allow="recompute")
+    assert any("allow=recompute,stream" in x and "of copies a step" in x for x in refused.value.advice)
+
+
 # ---- the caller's tensors
 
 
@@ -456,8 +526,6 @@ def test_a_read_that_fails_names_what_was_read(kept, monkeypatch):
 def test_arguments_that_do_not_go_together(kept):
     with pytest.raises(BadInput, match="verify_every"):
         Twins(kept, 0.5, verify_every=2)
-    with pytest.raises(BadInput, match="do not go together"):
-        Twins(kept, 0.5, allow="recompute,stream,split")
 
 
 def test_infeasible_offers_streaming(kept):

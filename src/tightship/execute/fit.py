@@ -23,7 +23,7 @@ from tightship.execute.prepared import (
     Stages,
 )
 from tightship.execute.ranks import together
-from tightship.execute.stream import STREAM, allows_stream
+from tightship.execute.stream import allows_stream
 from tightship.execute.train_step import TrainStep
 from tightship.frontends.torch.optimizer.updates import Several, as_one
 from tightship.frontends.torch.structure import (
@@ -159,9 +159,6 @@ def _settings(
     if planner is None:
         chosen, splitting = divide_allow(read_options(options, "fit"))
         chosen, streams = allows_stream(chosen)
-        if streams and splitting:
-            rule = f"{STREAM} and {splitting} do not go together yet: allow one of them"
-            raise BadInput(rule, place="fit(allow=…)")
         planner = KeptPlans(folder_of(cache), chosen)
         measuring["seconds"] = chosen.seconds
     elif options:
