@@ -36,6 +36,7 @@ __all__ = [
     "STREAM",
     "Streamed",
     "Streaming",
+    "all_streamed",
     "allows_stream",
     "least_streamed",
     "streaming_advice",
@@ -368,7 +369,7 @@ def streaming_advice(base: Program, limit: int, allow: str) -> tuple[str, ...]:
     slots = _candidates(base)
     if not slots:
         return ()
-    graph = _stand_in(slots).apply(base).graph
+    graph = all_streamed(base).graph
     bound = int(lower_bound(graph))
     if bound > limit:
         return ()
@@ -382,9 +383,14 @@ def streaming_advice(base: Program, limit: int, allow: str) -> tuple[str, ...]:
     )
 
 
+def all_streamed(program: Program) -> Program:
+    """For planning: the program in which all that can stream does."""
+    return _stand_in(_candidates(program)).apply(program)
+
+
 def least_streamed(program: Program) -> int:
     """Bytes that no plan goes below where all that can stream does."""
-    return int(lower_bound(_stand_in(_candidates(program)).apply(program).graph))
+    return int(lower_bound(all_streamed(program).graph))
 
 
 def _stand_in(slots: Sequence[Slot]) -> Streamed:
