@@ -29,6 +29,7 @@ from tightship.plan import Plan
 
 if TYPE_CHECKING:
     from tightship.execute.data_parallel import DataParallel
+    from tightship.execute.weights import materialize
     from tightship.frontends.torch.structure import Pad
 
 # ``plan`` is the function: `tightship.plan` as a module has been imported by now and takes the name no more.
@@ -56,6 +57,7 @@ __all__ = [
     "frontier",
     "infer",
     "load",
+    "materialize",
     "max_batch",
     "plan",
     "tag",
@@ -72,4 +74,8 @@ def __getattr__(name: str) -> Any:
         from tightship.execute.data_parallel import DataParallel
 
         return DataParallel
+    if name == "materialize":
+        from tightship.execute.weights import materialize
+
+        return materialize
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -30,7 +30,9 @@ from tightship.execute.interpreter import Executor, RunStats
 from tightship.execute.profile import profile
 from tightship.execute.split import Change, Choice, Splitting, advice
 from tightship.execute.stream import STREAM, Streaming, least_streamed, streaming_advice
-from tightship.frontends.torch.program import Program
+from tightship.execute.weights import into_memory
+from tightship.frontends.torch.optimizer.updates import each
+from tightship.frontends.torch.program import Program, tensors_in
 from tightship.frontends.torch.rerun.function_trace import FunctionTrace
 from tightship.frontends.torch.structure import flatten
 from tightship.graph import Graph
@@ -386,15 +388,25 @@ class Prepared(NotCopied):
         return getattr(getattr(self.settings.planner, "options", None), "allow", "recompute")
 
     def _bring_back(self) -> None:
-        """What streams is in memory until the next run: to be captured and measured it must be there."""
+        """What streams can be read until the next run, without taking memory where it lies in a file: to be captured
+        it must be there."""
         if self._streams.items:
-            self._streams.bring_back()
+            self._streams.bring_back(mapped=True)
             self._identity.moved()
 
     def _put_away(self) -> None:
-        """What streams leaves memory, if it is there."""
-        if self._streams.put_away():
+        """What streams leaves memory, if it is there; what does not, and lies in a file, is in memory from now on."""
+        had = self._streams.put_away()
+        stays = into_memory(self._static())
+        if had or stays:
             self._identity.moved()
+
+    def _static(self) -> Iterator[torch.Tensor]:
+        yield from (t for t in (*self.model.parameters(), *self.model.buffers()) if t.layout is torch.strided)
+        for one in each(self.optimizer) if self.optimizer is not None else ():
+            yield from (
+                t for state in one.state.values() for t in tensors_in(state) if t.layout is torch.strided
+            )
 
     def _resolve_limit(self, graph: Graph) -> int:
         """The unplanned peak of a graph; the budget in bytes is a part of the first one's."""
