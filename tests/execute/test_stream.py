@@ -435,6 +435,57 @@ def test_who_lets_go_of_the_step_keeps_the_model(kept):
         assert torch.equal(twins.optimizer.state[p]["exp_avg"], twins.other.state[q]["exp_avg"])
 
 
+# ---- hints and plans
+
+
+def test_hints_say_whose_parameters_stream_and_whose_never_do(kept):
+    twins = Twins(kept, 0.6, hints="0=stream,27=resident")
+    assert {key for role, key in twins.streams.items if role == "parameter"} >= {"0.weight"}
+    assert not any("27.weight" in key for _, key in twins.streams.items)
+    assert ("state", ("0.weight", "exp_avg")) in twins.streams.items
+    for number in range(2):
+        twins.run(number)
+    as_planned(twins.step)
+    twins.same()
+
+
+def test_hints_that_are_about_nothing(kept):
+    with pytest.raises(BadInput, match=r"unknown module 'encoder'"):
+        Twins(kept, 0.6, hints="encoder=stream")
+    with pytest.raises(BadInput, match="add stream to allow"):
+        Twins(kept, 0.6, hints="0=resident", allow="recompute")
+    with pytest.raises(BadInput, match="malformed hint"):
+        Twins(kept, 0.6, hints="0=streamed")
+
+
+def planned(model, budget, **options):
+    batch = torch.randn(4, WIDTH), torch.randn(4, WIDTH)
+    optimizer = adamw(model.parameters())
+    return tightship.plan(model, batch, budget, loss_fn=loss_of, optimizer=optimizer, seconds=3, **options)
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_a_plan_says_what_would_stream_and_changes_nothing(kept, device):
+    model = layers().to(device)
+    size = sum(p.nbytes for p in model.parameters())
+    with pytest.raises(Infeasible) as refused:
+        planned(model, size, cache=kept)
+    assert any("(allow=recompute,stream)" in text for text in refused.value.advice)
+    found = planned(model, size, allow="recompute,stream", cache=kept)
+    assert found.met
+    assert found.plan.peak <= size
+    assert verify(found.graph, found.plan) == []
+    assert found.rows()["peak_before"] > 3 * size
+    assert any(note.startswith("streamed: ") for note in found.plan.notes)
+    assert all(p.device.type == device and type(p) is torch.nn.Parameter for p in model.parameters())
+    kept_there = planned(model, size, allow="recompute,stream", cache=kept, hints="0=resident")
+    fetched = {op.name for op in kept_there.graph.ops if op.target == "tightship.fetch"}
+    assert "fetch 3.weight" in fetched
+    assert "fetch 0.weight" not in fetched
+    with pytest.raises(Unsupported, match="stream"):
+        tightship.plan(found.graph, budget=size, allow="recompute,stream")
+
+
 # ---- the file itself
 
 

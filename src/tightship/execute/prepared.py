@@ -29,7 +29,7 @@ from tightship.execute.host_pool import PinnedPool
 from tightship.execute.interpreter import Executor, RunStats
 from tightship.execute.profile import profile
 from tightship.execute.split import Change, Choice, Splitting, advice
-from tightship.execute.stream import STREAM, Streaming, least_streamed, streaming_advice
+from tightship.execute.stream import Streaming, least_streamed, streaming_advice
 from tightship.execute.weights import into_memory
 from tightship.frontends.torch.optimizer.updates import each
 from tightship.frontends.torch.program import Program, tensors_in
@@ -38,6 +38,7 @@ from tightship.frontends.torch.structure import flatten
 from tightship.graph import Graph
 from tightship.plan import Plan
 from tightship.planners import default
+from tightship.planners.default import STREAM
 from tightship.process_local import NotCopied, check_process
 from tightship.units import Budget, format_bytes
 from tightship.verify import check
@@ -99,6 +100,8 @@ class Settings:
     """Which way of splitting ops is allowed, as `split.divide_allow` says."""
     stream: bool = False
     """Whether parameters and optimizer state may leave memory."""
+    stream_hints: tuple[tuple[str, bool], ...] = ()
+    """As for `Streaming`."""
 
 
 @dataclass
@@ -352,7 +355,10 @@ class Prepared(NotCopied):
         def plan_of(graph: Graph) -> Plan:
             return self._plan_within_budget(graph, beside, took)
 
-        streaming = Streaming(plan_of, limit, self._streams, moves=moves) if self.settings.stream else None
+        streaming = None
+        if self.settings.stream:
+            hints = self.settings.stream_hints
+            streaming = Streaming(plan_of, limit, self._streams, moves=moves, hints=hints)
         choose = streaming.choose if streaming else lambda program: Choice(program, plan_of(program.graph))
         try:
             if self.settings.split:

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from fnmatch import fnmatchcase
 from typing import Any
 
 from tightship.analysis.bounds import lower_bound
@@ -26,24 +27,20 @@ from tightship.frontends.torch.optimizer.updates import Updater
 from tightship.frontends.torch.program import Call, Program, Ref, Slot, dtype_of
 from tightship.graph import Graph, Op, Request, Storage, Value, aligned
 from tightship.plan import Plan
-from tightship.planners.default import Options
+from tightship.planners.default import STREAM
 from tightship.planners.order import sink
 from tightship.units import format_bytes, format_seconds
 
 __all__ = [
     "FETCH",
     "STORE",
-    "STREAM",
     "Streamed",
     "Streaming",
     "all_streamed",
-    "allows_stream",
+    "is_about",
     "least_streamed",
     "streaming_advice",
 ]
-
-STREAM = "stream"
-"""The way that ``allow`` may name."""
 
 FETCH, STORE = "tightship.fetch", "tightship.store"
 """Targets of the ops that copy."""
@@ -53,14 +50,6 @@ _LEAST = 4096
 
 _GAIN = 0.01
 """By so much of the unplanned time a plan is slower before streaming is tried where it is not needed."""
-
-
-def allows_stream(options: Options) -> tuple[Options, bool]:
-    """The planner's options without streaming, and whether it was allowed."""
-    ways = [way.strip() for way in options.allow.split(",")]
-    if STREAM not in ways:
-        return options, False
-    return replace(options, allow=",".join(way for way in ways if way != STREAM)), True
 
 
 # --- the program ---
@@ -266,14 +255,17 @@ def _by_itself(program: Program, op: int) -> bool:
 class Streaming:
     """Plans programs of one step within ``limit`` bytes: with as little streamed as that asks for, and at least what
     is streamed already. ``plan_of`` plans a graph; ``moves``: plans may move storages out of memory or compress them.
+    ``hints``: patterns of parameters' names, and whether these, with their state, stream in any case, or never.
 
-    Nothing streams yet when a plan is chosen: `begin` has what the choice says leave memory.
+    Nothing streams yet when a plan is chosen: `begin` has what the choice says leave memory, with ``streams``.
     """
 
     def __init__(
-        self, plan_of: Callable[[Graph], Plan], limit: int, streams: Streams, *, moves: bool = False
-    ) -> None:
+        self, plan_of: Callable[[Graph], Plan], limit: int, streams: Streams | None = None, *, moves: bool = False,
+        hints: Sequence[tuple[str, bool]] = (),
+    ) -> None:  # fmt: skip
         self.plan_of, self.limit, self.streams, self.moves = plan_of, limit, streams, moves
+        self.hints = tuple(hints)
         self._bases: list[tuple[Streamed, Program]] = []
 
     def choose(self, base: Program) -> Choice:
@@ -318,30 +310,45 @@ class Streaming:
             return choice
         last = choice.changes[-1]
         assert isinstance(last, Streamed)
+        assert self.streams is not None
         graph, streams = base.graph, self.streams
         values = graph.values
         streams.add([(s, values[s.value]) for s in last.slots if (s.role, s.key) not in streams.items])
         items = {k: streams.items[k] for k in last.fetches}
         streamed = Streamed(last.slots, streams, {k: (Fetch(a), Store(a)) for k, a in items.items()})
         made = streamed.apply(base)
-        size = sum(graph.storages[values[s.value].storage].size for s in last.slots)
-        notes = (
-            *made.notes,
-            f"streamed: {len(last.slots)} parameters and tensors of optimizer state, {format_bytes(size)}",
-        )
+        notes = (*made.notes, *self.notes(choice))
         if shared := self._candidates(base)[2]:
             notes += (
                 f"{shared} tensors that could stream stay in memory: somebody else holds views of them",
             )
         return Choice(replace(made, notes=notes), choice.plan, (*choice.changes[:-1], streamed))
 
+    def notes(self, choice: Choice) -> tuple[str, ...]:
+        """What streams by a choice, for people."""
+        row = next(((b, s) for s, b in self._bases if choice.changes and s is choice.changes[-1]), None)
+        if row is None:
+            return ()
+        graph, slots = row[0].graph, row[1].slots
+        size = sum(graph.storages[graph.values[s.value].storage].size for s in slots)
+        return (f"streamed: {len(slots)} parameters and tensors of optimizer state, {format_bytes(size)}",)
+
     def _candidates(self, base: Program) -> tuple[list[Slot], int, int]:
-        """What may stream, how many of it do already, and how many do not as somebody else holds views of them."""
-        streams = self.streams
-        had = [s for s in base.slots if (s.role, s.key) in streams.items]
-        fresh = [s for s in _candidates(base) if (s.role, s.key) not in streams.items]
-        alone = [s for s in fresh if not streams.shares(s)]
-        return [*had, *alone], len(had), len(fresh) - len(alone)
+        """What may stream, how many of it do in any case, and how many do not as others hold views of them."""
+        known = {} if self.streams is None else self.streams.items
+        had = [s for s in base.slots if (s.role, s.key) in known]
+        fresh = [s for s in _candidates(base) if (s.role, s.key) not in known]
+        fresh = [s for s in fresh if self._hinted(s) is not False]
+        alone = [s for s in fresh if self.streams is None or not self.streams.shares(s)]
+        alone.sort(key=lambda s: not self._hinted(s))
+        always = len(had) + sum(self._hinted(s) is True for s in alone)
+        return [*had, *alone], always, len(fresh) - len(alone)
+
+    def _hinted(self, slot: Slot) -> bool | None:
+        """Whether it has to stream, by the last hint about it; None without one."""
+        name = slot.key if slot.role == "parameter" else slot.key[0]
+        found = [way for pattern, way in self.hints if is_about(pattern, name)]
+        return found[-1] if found else None
 
     def _counts(self, base: Program, slots: Sequence[Slot], had: int) -> Iterator[int]:
         """How many may be enough: from the fewest that a bound allows on. Parts of a step agree on all."""
@@ -386,6 +393,11 @@ def streaming_advice(base: Program, limit: int, allow: str) -> tuple[str, ...]:
 def all_streamed(program: Program) -> Program:
     """For planning: the program in which all that can stream does."""
     return _stand_in(_candidates(program)).apply(program)
+
+
+def is_about(pattern: str, name: str) -> bool:
+    """Whether a hint's pattern, over names of modules as in a shell, is about a parameter of that name."""
+    return fnmatchcase(name, pattern) or fnmatchcase(name, f"{pattern}.*")
 
 
 def least_streamed(program: Program) -> int:
