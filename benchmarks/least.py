@@ -1,12 +1,17 @@
 """The least memory at all: fixed policies' and ours, beside what no plan can do without.
 
-    python benchmarks/least.py [--work N] [--models gpt6,…] [--write]
+    python benchmarks/least.py [--work N] [--models gpt6,…] [--steps] [--write]
 
 Parameters, buffers and the batch are there all the time, and at the end of a forward and backward pass so are all
 gradients: no plan can have less. What a policy or a plan decides about is what is beyond these; the last columns
 compare that. *All ways* allows recomputing, redrawing, packing without loss, and copying out. The search is limited
 by work (``--work``: ops simulated, some 50 million a second), so that the machine's load does not matter.
 ``--write`` puts the table into docs/benchmarks.md.
+
+``--steps``: another table, of whole training steps with AdamW, whose static set is three times the parameters: the
+least by recomputing, and with ops in slices (`split-rounding`), with streaming, and with both, where everything that
+can stream does. Slices are those of the least bound, as far as probes believe their results. Requests that ops make
+for themselves are not known on fake tensors, and not in it (AdamW that is not fused takes two).
 """
 
 from __future__ import annotations
@@ -15,8 +20,10 @@ import argparse
 import datetime
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import pages
+import torch
 import transformers
 from budget import FULL, PAGE, SMALL, captured
 from rich.console import Console
@@ -24,13 +31,21 @@ from rich.console import Console
 from tightship import sources
 from tightship.analysis.bounds import lower_bound
 from tightship.errors import Infeasible
+from tightship.execute import profile
+from tightship.execute.split import Splitting
+from tightship.execute.stream import all_streamed, least_streamed
+from tightship.frontends.torch.capture.step import capture_step
+from tightship.frontends.torch.split import split
 from tightship.graph import Graph
+from tightship.options import Deadline
 from tightship.planners import default
+from tightship.planners.default import ROUNDING
 from tightship.planners.evict.problem import EvictionProblem
 from tightship.planners.frontier import Other, others
 from tightship.simulate import baseline, replay
 
 BEGIN, END = "<!-- begin: benchmarks/least.py -->", "<!-- end: benchmarks/least.py -->"
+STEPS = "<!-- begin: benchmarks/least.py --steps -->", "<!-- end: benchmarks/least.py --steps -->"
 WAYS = {"recompute": "recompute", "all ways": "recompute,redraw,compress,offload"}
 MIB = 2**20
 
@@ -76,6 +91,48 @@ def measured(name: str, quick: bool, work: int) -> Row:
     )
 
 
+def loss_of(model: Any, batch: Any) -> Any:
+    out = model(**batch)
+    return out.loss if hasattr(out, "loss") else out.square().mean()
+
+
+def whole_step(title: str, make: Any, work: int) -> tuple[str, ...]:
+    """Of a training step: what it needs unplanned, and the least by ways."""
+    with torch.device("meta"):
+        model, sample = make()
+    optimizer = torch.optim.AdamW(model.parameters())
+    program = profile.model(capture_step(model, loss_of, optimizer, sample))
+    splitting = Splitting(program, ROUNDING, least_of=least_streamed)
+    chosen = splitting.nearest(0, Deadline.after(60.0))
+    sliced = program
+    if chosen is not None and chosen[0] < least_streamed(program):
+        kept, _ = splitting.believed(chosen[1])
+        if kept:
+            sliced = profile.model(split(program, kept))
+    graph = program.graph
+    peaks = [replay(graph, baseline(graph)).peak]
+    for made in (program, sliced):
+        peaks += [least(x.graph, "recompute", work) for x in (made, all_streamed(made))]
+    unplanned, alone, streamed, slices, both = peaks
+    slices, both = min(slices, alone), min(both, streamed)
+    cells = (graph.static_bytes, unplanned, alone, slices, streamed, both)
+    return (
+        title,
+        *map(mib, cells),
+        f"{100 * both / alone:.0f} %",
+        f"{100 * both / graph.static_bytes:.0f} %",
+    )
+
+
+def table_of_steps(rows: Sequence[tuple[str, ...]], work: int) -> str:
+    head = (
+        "model", "static", "unplanned", "recompute", "and slices", "and streaming", "and both", "of recompute",
+        "of static",
+    )  # fmt: skip
+    said = f"{datetime.date.today()}; MiB; {work // 10**6} million ops simulated for each figure."
+    return f"{said}\n\n{pages.table(head, ('---', *['---:'] * (len(head) - 1)), rows)}\n"
+
+
 def mib(nbytes: float) -> str:
     return f"{nbytes / MIB:.2f}"
 
@@ -107,17 +164,26 @@ def main() -> None:
     parser.add_argument(
         "--work", type=int, default=150_000_000, help="ops simulated for each figure (150000000)"
     )
+    parser.add_argument(
+        "--steps", action="store_true", help="whole training steps, with both ways below the floor"
+    )
     parser.add_argument("--models", help="which, by name, with commas")
     parser.add_argument("--write", action="store_true", help=f"put the table into docs/{PAGE.name}")
     chosen = parser.parse_args()
     transformers.logging.set_verbosity_error()
     console = Console(stderr=True, highlight=False)
-    rows = []
-    for name in chosen.models.split(",") if chosen.models else (SMALL if chosen.quick else FULL):
+    rows, steps, models = [], [], SMALL if chosen.quick else FULL
+    for name in chosen.models.split(",") if chosen.models else models:
         console.print(name, style="bold")
+        if chosen.steps:
+            steps.append(whole_step(*models[name], chosen.work))
+            print(*steps[-1], sep=" | ", flush=True)
+            continue
         rows.append(measured(name, chosen.quick, chosen.work))
         print(markdown(rows[-1:], chosen.work))
-    if chosen.write:
+    if chosen.write and chosen.steps:
+        pages.put(PAGE, *STEPS, table_of_steps(steps, chosen.work))
+    elif chosen.write:
         pages.put(PAGE, BEGIN, END, markdown(rows, chosen.work))
 
 

@@ -70,6 +70,7 @@ from tightship.plan import Plan
 
 if TYPE_CHECKING:
     from tightship.execute.data_parallel import DataParallel
+    from tightship.execute.weights import materialize
     from tightship.frontends.torch.structure import Pad
 
 # ``plan`` is the function: `tightship.plan` as a module has been imported by now and takes the name no more.
@@ -100,6 +101,7 @@ __all__ = [
     "frontier",
     "infer",
     "load",
+    "materialize",
     "max_batch",
     "plan",
     "tag",
@@ -120,4 +122,8 @@ def __getattr__(name: str) -> Any:
         from importlib import import_module
 
         return import_module("tightship.integrations.jax")
+    if name == "materialize":
+        from tightship.execute.weights import materialize
+
+        return materialize
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

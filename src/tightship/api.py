@@ -23,14 +23,17 @@ from tightship.planners.batch import MaxBatch
 from tightship.planners.batch import max_batch as search_batch
 from tightship.planners.default import (
     EXACT,
+    STREAM,
     Options,
     PlanOptions,
+    allows_stream,
     divide_allow,
     plan_alone,
     read_options,
     seconds_left,
 )
 from tightship.planners.frontier import frontier as search_frontier
+from tightship.planners.hints import divide_hints
 from tightship.result import Compared, Explained, Frontier, Planned, SplitPlanned
 from tightship.simulate import baseline, replay
 from tightship.sources import ModelStep, need_torch, read_model, torch_saved
@@ -86,12 +89,15 @@ class PlanRequest:
         graph, budget = self.graph, self.budget
         if self.planner is None:
             options, way = divide_allow(plan_options(graph, self.options))
+            options, streams = allows_stream(options)
+            if streams and budget is not None:
+                return self._streamed(options, way, progress)
             if way and budget is not None:
                 return self._in_slices(options, way, progress)
             try:
                 return Planned(self._by_default(graph, budget, options, progress), graph)
             except Infeasible as no:
-                raise no.with_advice((*no.advice, *self._slices_advice(no.budget, options))) from None
+                raise no.with_advice((*no.advice, *self._advice_on_ways(no.budget, options))) from None
         known = systems()
         if self.planner not in known:
             rule = f"unknown planner {self.planner!r}: those that plan alone are {', '.join(sorted(known))}"
@@ -114,8 +120,8 @@ class PlanRequest:
 
         return KeptPlans(folder_of(self.cache), options)(graph, budget, progress, seconds=left)
 
-    def _slices_advice(self, limit: int, options: Options) -> tuple[str, ...]:
-        """What splitting would come to where it was not allowed."""
+    def _advice_on_ways(self, limit: int, options: Options) -> tuple[str, ...]:
+        """What splitting, and streaming, would come to where they were not allowed."""
         if self.program is not None and self.graph.meta.get("source") == "onnx":
             from tightship.integrations.onnx_split import advice as of_rows
 
@@ -123,8 +129,47 @@ class PlanRequest:
         if self.program is None or self.step is None:
             return ()
         from tightship.execute.split import advice
+        from tightship.execute.stream import streaming_advice
 
-        return advice(cast(Any, self.program), limit, options.allow)
+        said = advice(cast(Any, self.program), limit, options.allow)
+        if any(op.phase == "update" for op in self.graph.ops):
+            said += streaming_advice(cast(Any, self.program), limit, options.allow)
+        return said
+
+    def _streamed(self, options: Options, way: str, progress: Progress | None) -> Planned:
+        """A plan in which parameters and optimizer state leave memory, and ops run in slices if ``way`` says so,
+        where the budget asks for it."""
+        graph, program, step = self.graph, self.program, self.step
+        if program is None or step is None or not any(op.phase == "update" for op in graph.ops):
+            raise Unsupported(
+                f"allow={STREAM} for {graph.name}", "parameters and optimizer state stream in training steps alone",
+                "leave it out, or give a model of PyTorch's with its optimizer",
+            )  # fmt: skip
+        from tightship.execute.split import Splitting
+        from tightship.execute.stream import Streaming
+
+        whole = replay(graph, baseline(graph))
+        limit = resolve_budget(self.budget, whole.peak, static=graph.static_bytes)
+        assert limit is not None
+        rest, hints = divide_hints(options.hints)
+        chosen = replace(options, hints=rest)
+        moves = "offload" in options.allow or "compress" in options.allow
+        streaming = Streaming(
+            lambda other: self._by_default(other, limit, chosen, progress), limit, moves=moves, hints=hints
+        )
+        base = cast(Any, program)
+        timed = partial(step.timed, cache="default" if self.cache is None else self.cache)
+        if way:
+            splitting = Splitting(base, way, moves=moves, least_of=streaming.least)
+            found = splitting.plan(base, streaming.choose, timed, limit)
+        else:
+            found = streaming.choose(base)
+        if not found.changes:
+            return Planned(found.plan, graph)
+        said = f"in one piece and in memory {format_bytes(whole.peak)} and {format_seconds(whole.time)}, unplanned"
+        notes = (*(n for n in found.program.notes if n.startswith("split: ")), *streaming.notes(found), said)
+        plan = replace(found.plan, notes=(*found.plan.notes, *notes))
+        return SplitPlanned(plan, found.program.graph, found.program, whole.peak, whole.time)
 
     def _in_slices(self, options: Options, way: str, progress: Progress | None) -> Planned:
         """A plan in which ops run in slices, where the budget asks for it."""
@@ -177,9 +222,11 @@ class FrontierRequest:
                 say("what torch's activation_memory_budget saves")
             saved = torch_saved(self.program)
         options, way = divide_allow(plan_options(self.graph, self.options))
-        if way:
+        options, streams = allows_stream(options)
+        if way or streams:
             raise Unsupported(
-                f"allow={way} in a frontier", "its plans are of one graph, and ops in slices make another",
+                f"allow={way or STREAM} in a frontier",
+                "its plans are of one graph, and ops in slices, or copies of parameters, make another",
                 "plan for one budget at a time",
             )  # fmt: skip
         return Frontier.of(search_frontier(self.graph, self.points, options, saved, say, peers=self.peers))

@@ -4,16 +4,21 @@ planned ones, and the caller's tensors are there again where they are asked for.
 import copy
 import gc
 import io
+import signal
+import subprocess
+import sys
 
 import pytest
 import torch
 
+import tightship
 from support.runs import beyond, eager
 from tightship.errors import BadInput, Infeasible, Unsupported
 from tightship.execute import allocator
 from tightship.execute.allocator import Meter
 from tightship.execute.away import Away
 from tightship.execute.fit import fit
+from tightship.execute.host_pool import in_file
 from tightship.graph import aligned
 from tightship.verify import verify
 
@@ -31,12 +36,12 @@ def loss_of(model, batch):
     return (model(batch[0]) - batch[1]).square().mean()
 
 
-def layers(dropout=0.0):
+def layers(dropout=0.0, width=WIDTH):
     torch.manual_seed(0)
     rows = [
         x
         for _ in range(LAYERS)
-        for x in (torch.nn.Linear(WIDTH, WIDTH), torch.nn.ReLU(), torch.nn.Dropout(dropout))
+        for x in (torch.nn.Linear(width, width), torch.nn.ReLU(), torch.nn.Dropout(dropout))
     ]
     return torch.nn.Sequential(*rows)
 
@@ -59,7 +64,8 @@ class Twins:
 
     def batch(self, number, rows=4):
         torch.manual_seed(1000 + number)
-        return torch.randn(rows, WIDTH), torch.randn(rows, WIDTH)
+        width = self.model[0].in_features
+        return torch.randn(rows, width), torch.randn(rows, width)
 
     def run(self, number, rows=4):
         batch = self.batch(number, rows)
@@ -201,6 +207,76 @@ def test_a_gpt2_of_three_times_the_budget(kept):
             assert torch.equal(p, q)
             for key, theirs in other.state[q].items():
                 assert torch.equal(optimizer.state[p][key], theirs)
+
+
+# ---- beside slices
+
+WORDS = 2000
+BOTH = "recompute,stream,split-rounding"
+
+
+class Language(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embed, self.mix = torch.nn.Embedding(WORDS, 32), torch.nn.Linear(32, 32)
+        self.head = torch.nn.Linear(32, WORDS, bias=False)
+        self.head.weight = self.embed.weight
+
+    def forward(self, ids):
+        return self.head(torch.tanh(self.mix(self.embed(ids))))
+
+
+def likelihood(model, ids):
+    return torch.nn.functional.cross_entropy(model(ids).view(-1, WORDS), ids.roll(1, 1).view(-1))
+
+
+def fused(params):
+    return torch.optim.AdamW(params, lr=1e-2, fused=True)
+
+
+def words(number):
+    return torch.randint(0, WORDS, (8, 32), generator=torch.Generator().manual_seed(number))
+
+
+def test_slices_and_streams_in_one_step_meet_what_neither_does(kept):
+    torch.manual_seed(0)
+    model = Language()
+    twin = copy.deepcopy(model)
+    optimizer, other = fused(model.parameters()), fused(twin.parameters())
+    options = {"cache": kept, "seconds": 1, "strict": True}
+    budget = 1_300_000
+    for alone in ("recompute,stream", "recompute,split-rounding"):
+        with pytest.raises(Infeasible):
+            fit(model, likelihood, optimizer, words(0), budget, allow=alone, **options)
+    step = fit(model, likelihood, optimizer, words(0), budget, allow=BOTH, **options)
+    assert any(note.startswith("split: ") for note in step.notes)
+    assert any(note.startswith("streamed: ") for note in step.notes)
+    assert step.measure()["unplanned_peak"] > 4 * budget
+    schedules = [torch.optim.lr_scheduler.StepLR(o, 1, 0.5) for o in (optimizer, other)]
+    for number in range(4):  # the rate is a number of an op that was made anew by both
+        expected = eager(twin, likelihood, other, words(number))
+        torch.testing.assert_close(step(words(number)), expected, rtol=1e-6, atol=0)
+        for schedule in schedules:
+            schedule.step()
+    as_planned(step)
+    assert verify(step.graph, step.plan) == []
+    with step.gathered():
+        for p, q in zip(model.parameters(), twin.parameters(), strict=True):
+            torch.testing.assert_close(p, q, rtol=1e-3, atol=1e-4)
+
+
+def test_a_budget_that_both_ways_would_meet_says_so(kept):
+    torch.manual_seed(0)
+    model = Language()
+    with pytest.raises(Infeasible) as refused:
+        fit(model, likelihood, fused(model.parameters()), words(0), 1_300_000, cache=kept, seconds=1)
+    assert any(f"(allow={BOTH})" in text for text in refused.value.advice)
+
+
+def test_streaming_that_was_not_allowed_says_what_its_copies_cost(kept):
+    with pytest.raises(Infeasible) as refused:
+        Twins(kept, 0.5, allow="recompute")
+    assert any("allow=recompute,stream" in x and "of copies a step" in x for x in refused.value.advice)
 
 
 # ---- the caller's tensors
@@ -359,6 +435,223 @@ def test_who_lets_go_of_the_step_keeps_the_model(kept):
         assert torch.equal(twins.optimizer.state[p]["exp_avg"], twins.other.state[q]["exp_avg"])
 
 
+# ---- hints and plans
+
+
+def test_hints_say_whose_parameters_stream_and_whose_never_do(kept):
+    twins = Twins(kept, 0.6, hints="0=stream,27=resident")
+    assert {key for role, key in twins.streams.items if role == "parameter"} >= {"0.weight"}
+    assert not any("27.weight" in key for _, key in twins.streams.items)
+    assert ("state", ("0.weight", "exp_avg")) in twins.streams.items
+    for number in range(2):
+        twins.run(number)
+    as_planned(twins.step)
+    twins.same()
+
+
+def test_hints_that_are_about_nothing(kept):
+    with pytest.raises(BadInput, match=r"unknown module 'encoder'"):
+        Twins(kept, 0.6, hints="encoder=stream")
+    with pytest.raises(BadInput, match="add stream to allow"):
+        Twins(kept, 0.6, hints="0=resident", allow="recompute")
+    with pytest.raises(BadInput, match="malformed hint"):
+        Twins(kept, 0.6, hints="0=streamed")
+
+
+def planned(model, budget, **options):
+    batch = torch.randn(4, WIDTH), torch.randn(4, WIDTH)
+    optimizer = adamw(model.parameters())
+    return tightship.plan(model, batch, budget, loss_fn=loss_of, optimizer=optimizer, seconds=3, **options)
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_a_plan_says_what_would_stream_and_changes_nothing(kept, device):
+    model = layers().to(device)
+    size = sum(p.nbytes for p in model.parameters())
+    with pytest.raises(Infeasible) as refused:
+        planned(model, size, cache=kept)
+    assert any("(allow=recompute,stream)" in text for text in refused.value.advice)
+    found = planned(model, size, allow="recompute,stream", cache=kept)
+    assert found.met
+    assert found.plan.peak <= size
+    assert verify(found.graph, found.plan) == []
+    assert found.rows()["peak_before"] > 3 * size
+    assert any(note.startswith("streamed: ") for note in found.plan.notes)
+    assert all(p.device.type == device and type(p) is torch.nn.Parameter for p in model.parameters())
+    kept_there = planned(model, size, allow="recompute,stream", cache=kept, hints="0=resident")
+    fetched = {op.name for op in kept_there.graph.ops if op.target == "tightship.fetch"}
+    assert "fetch 3.weight" in fetched
+    assert "fetch 0.weight" not in fetched
+    with pytest.raises(Unsupported, match="stream"):
+        tightship.plan(found.graph, budget=size, allow="recompute,stream")
+
+
+# ---- the file itself
+
+
+def test_a_state_dict_takes_no_memory_and_is_written_by_others(kept, tmp_path):
+    save_file = pytest.importorskip("safetensors.torch").save_file
+    twins = Twins(kept, 1 / 3)
+    twins.run(0)
+    with Meter() as meter:
+        state = twins.step.state_dict()
+        torch.save(state, tmp_path / "all.pt")
+        save_file(state["model"], tmp_path / "model.safetensors")
+    assert meter.peak < 4096
+    loaded = torch.load(tmp_path / "all.pt", mmap=True)
+    theirs = {n: twins.other.state[p] for n, p in twins.twin.named_parameters()}
+    for name, tensor in twins.twin.state_dict().items():
+        assert torch.equal(loaded["model"][name], tensor)
+        for key, moment in theirs[name].items():
+            assert torch.equal(loaded["optimizer"]["state"][name][key], moment)
+    saved = copy.deepcopy((twins.twin.state_dict(), twins.other.state_dict()))
+    twins.run(1)
+    assert torch.equal(state["model"]["0.weight"], twins.twin[0].weight)  # it follows the steps, as in eager
+    twins.step.load_state_dict(loaded)
+    twins.twin.load_state_dict(saved[0])
+    twins.other.load_state_dict(saved[1])
+    for number in (2, 3):
+        twins.run(number)
+    as_planned(twins.step)
+    twins.same()
+
+
+def test_gathered_in_the_file_takes_no_memory_and_keeps_changes(kept):
+    twins = Twins(kept, 1 / 3)
+    twins.run(0)
+    x = twins.batch(0)[0]
+    with Meter() as meter, twins.step.gathered(mapped=True), torch.no_grad():
+        assert torch.equal(twins.model(x), twins.twin(x))
+        twins.model[0].weight.mul_(2)
+        first, second = twins.model[3], twins.model[6]
+        first.weight.data, second.weight.data = (
+            second.weight.data,
+            first.weight.data,
+        )  # each in the other's place
+        twins.model[9].weight.data = torch.ones(WIDTH, WIDTH)
+    assert meter.peak < twins.static / 6
+    with torch.no_grad():
+        twins.twin[0].weight.mul_(2)
+        first, second = twins.twin[3], twins.twin[6]
+        first.weight.data, second.weight.data = second.weight.data, first.weight.data
+        twins.twin[9].weight.data = torch.ones(WIDTH, WIDTH)
+    for number in (1, 2):
+        twins.run(number)
+    as_planned(twins.step)
+    twins.same()
+
+
+def test_another_kind_of_batch_is_captured_without_a_parameter_in_memory(kept):
+    twins = Twins(kept, 1 / 3, model=layers(width=512))
+    twins.run(0)
+    gc.collect()
+    with Meter() as meter:
+        asked = twins.step._ask(twins.batch(1, 6), twins.step._ending())
+    assert asked.program is not None
+    assert meter.peak < 512 * 512 * 4
+    twins.run(1, 6)
+    twins.same()
+
+
+def filled(module):
+    with torch.no_grad():
+        for p in module.parameters(recurse=False):
+            p.uniform_(-0.2, 0.2)
+
+
+@pytest.mark.parametrize("before", [True, False])
+def test_a_model_is_made_module_by_module_and_never_whole_in_memory(kept, before):
+    with torch.device("meta"):
+        model = layers(width=512)
+    size = sum(p.nbytes for p in model.parameters())
+    optimizer = adamw(model.parameters()) if before else None
+    torch.manual_seed(7)
+    with Meter() as meter:
+        tightship.materialize(model, filled)
+    assert meter.peak < size / 4
+    twin = layers(width=512)
+    torch.manual_seed(7)
+    for module in twin:
+        filled(module)
+    twins = Twins.__new__(Twins)
+    twins.model, twins.twin, twins.static = model, twin, 3 * size
+    twins.optimizer, twins.other = optimizer or adamw(model.parameters()), adamw(twin.parameters())
+    with Meter() as meter:
+        twins.step = fit(
+            model, loss_of, twins.optimizer, twins.batch(0), size, allow="recompute,stream", cache=kept, seconds=3,
+            strict=True,
+        )  # fmt: skip
+        gc.collect()
+        assert meter.current <= size  # what stays, and the arena
+    for number in range(3):
+        twins.run(number)
+    as_planned(twins.step)
+    assert not any(in_file(p) for p in model.parameters())  # what does not stream is in memory
+    twins.same()
+
+
+def test_a_model_in_a_file_that_does_not_stream_is_in_memory_with_its_first_step(kept):
+    with torch.device("meta"):
+        model = layers()
+    tightship.materialize(model)
+    batch = torch.randn(4, WIDTH), torch.randn(4, WIDTH)
+    step = fit(model, loss_of, adamw(model.parameters()), batch, "100%", cache=kept, seconds=1)
+    assert all(in_file(p) for p in model.parameters())
+    step(batch)
+    assert not any(in_file(p) for p in model.parameters())
+
+
+class Odd(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.ones(64))
+        self.register_buffer("table", torch.arange(8), persistent=False)
+
+
+def test_a_model_is_read_from_files_that_have_parts_of_it(tmp_path):
+    save_file = pytest.importorskip("safetensors.torch").save_file
+    source = torch.nn.Sequential(
+        torch.nn.Linear(64, 64), torch.nn.BatchNorm1d(64), torch.nn.Linear(64, 8).bfloat16()
+    )
+    state = source.state_dict()
+    files = [tmp_path / "a.safetensors", tmp_path / "b.safetensors"]
+    save_file({n: t for n, t in state.items() if n[0] == "0"}, files[0])
+    save_file({n: t for n, t in state.items() if n[0] != "0"}, files[1])
+
+    def fresh():
+        with torch.device("meta"):
+            return copy.deepcopy(source).to("meta")
+
+    model = fresh()
+    tightship.materialize(model, files, folder=tmp_path)
+    assert sorted(tmp_path.iterdir()) == files
+    for name, tensor in model.state_dict().items():
+        assert torch.equal(tensor, state[name]), name
+    with pytest.raises(BadInput, match="in no file"):
+        tightship.materialize(fresh(), files[0])
+    with pytest.raises(BadInput, match="has a tensor that the model has not"):
+        tightship.materialize(fresh()[:1], files)
+    files[1].write_bytes(files[1].read_bytes()[:-9])
+    with pytest.raises(BadInput, match="cut off or damaged"):
+        tightship.materialize(fresh(), files)
+    files[1].write_bytes(b"no such thing")
+    with pytest.raises(BadInput, match="no safetensors file"):
+        tightship.materialize(fresh(), files)
+
+
+def test_what_nobody_fills_is_refused(tmp_path):
+    with torch.device("meta"):
+        made = [Odd() for _ in range(3)]
+    with pytest.raises(Unsupported, match="filling a Odd"):
+        tightship.materialize(made[0])
+    with pytest.raises(BadInput, match=r"table"):
+        tightship.materialize(made[1], lambda m: torch.nn.init.ones_(m.weight))
+    save_file = pytest.importorskip("safetensors.torch").save_file
+    save_file({"weight": torch.ones(64)}, tmp_path / "odd.safetensors")
+    with pytest.raises(BadInput, match=r"table"):
+        tightship.materialize(made[2], tmp_path / "odd.safetensors")
+
+
 # ---- parts of a step
 
 
@@ -453,11 +746,87 @@ def test_a_read_that_fails_names_what_was_read(kept, monkeypatch):
     twins.same()
 
 
+class Failing:
+    """A pool of which the copy of that number fails."""
+
+    def __init__(self, pool, which, at, counter):
+        self.pool, self.which, self.at, self.counter = pool, which, at, counter
+
+    def __getattr__(self, name):
+        if name != self.which:
+            return getattr(self.pool, name)
+        self.counter[0] += 1
+        if self.counter[0] == self.at:
+            raise OSError(28 if name == "write" else 5, "failed on purpose")
+        return getattr(self.pool, name)
+
+
+@pytest.mark.parametrize("which", ["read", "write"])
+def test_whichever_copy_fails_every_parameter_is_as_before_or_as_after_its_update(kept, tmp_path, which):
+    twins = Twins(kept, 1 / 3, folder=tmp_path)
+    twins.run(0)
+    items = list(twins.streams.items.values())
+    with twins.step.gathered():
+        before = copy.deepcopy((twins.model.state_dict(), twins.optimizer.state_dict()))
+    batch = twins.batch(1)
+    eager(twins.twin, loss_of, twins.other, batch)
+    at, partly = 0, 0
+    while True:
+        at, counter = at + 1, [0]
+        pools = [away.pool for away in items]
+        for away in items:
+            away.pool = Failing(away.pool, which, at, counter)
+        try:
+            twins.step(batch)
+            break
+        except OSError as error:
+            verb = "reading" if which == "read" else "writing"
+            assert f"{verb} the streamed " in str(error)
+            assert "failed on purpose" in str(error)
+        finally:
+            for away, pool in zip(items, pools, strict=True):
+                away.pool = pool
+        with twins.step.gathered():
+            for (name, p), q in zip(twins.model.named_parameters(), twins.twin.parameters(), strict=True):
+                old = torch.equal(p, before[0][name])
+                assert old or torch.equal(p, q), name
+                partly += not old
+            twins.model.load_state_dict(before[0])
+            twins.optimizer.load_state_dict(copy.deepcopy(before[1]))
+    assert at > len(items) / 2
+    assert partly  # some failed after an update
+    assert list(tmp_path.iterdir()) == []
+    twins.same()
+
+
+KILLED = """
+import os, signal, sys, torch, tightship
+model = torch.nn.Sequential(*[torch.nn.Linear(64, 64) for _ in range(8)])
+batch = torch.randn(4, 64), torch.randn(4, 64)
+size = sum(p.nbytes for p in model.parameters())
+def loss(model, batch):
+    return (model(batch[0]) - batch[1]).square().mean()
+step = tightship.fit(model, loss, torch.optim.AdamW(model.parameters()), batch, 2 * size, allow="recompute,stream",
+                     folder=sys.argv[1], cache=None, seconds=0.5)
+step(batch)
+assert step._streams.items
+print("ready", flush=True)
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_a_process_that_is_killed_leaves_no_file(tmp_path):
+    run = subprocess.run(
+        [sys.executable, "-c", KILLED, str(tmp_path)], capture_output=True, text=True, check=False
+    )
+    assert run.stdout == "ready\n", run.stderr
+    assert run.returncode == -signal.SIGKILL
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_arguments_that_do_not_go_together(kept):
     with pytest.raises(BadInput, match="verify_every"):
         Twins(kept, 0.5, verify_every=2)
-    with pytest.raises(BadInput, match="do not go together"):
-        Twins(kept, 0.5, allow="recompute,stream,split")
 
 
 def test_infeasible_offers_streaming(kept):

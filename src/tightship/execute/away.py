@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from tightship.errors import BadInput, Unsupported
-from tightship.execute.host_pool import FilePool, HostPool, pool_beside
+from tightship.execute.host_pool import FilePool, HostPool, in_file, pool_beside
 from tightship.frontends.torch import compat
 from tightship.frontends.torch.optimizer.updates import Updater, each, state_at
 from tightship.frontends.torch.program import Slot, dtype_of, tensors_in
@@ -103,6 +103,19 @@ class Away:
                 raise self._failed("reading", error) from error
         return made
 
+    def mapped(self) -> torch.Tensor:
+        """A tensor in the file itself, where there is one: of no bytes in memory. Otherwise as `fetch`."""
+        if self.rescued is not None or not isinstance(self.pool, FilePool):
+            return self.fetch()
+        return self.pool.tensor(self.offset, self.like.shape, self.like.stride, self.dtype)
+
+    def at_home(self, tensor: torch.Tensor) -> bool:
+        """Whether a tensor is the file's own bytes."""
+        if not isinstance(self.pool, FilePool):
+            return False
+        at = self.pool.address(self.offset)
+        return at is not None and at == tensor.untyped_storage().data_ptr()
+
     def write(self, tensor: torch.Tensor) -> None:
         """Its contents from now on. Raises ``OSError`` naming it; then they stay in memory, and nothing is lost."""
         assert self.pool is not None
@@ -127,7 +140,8 @@ class Away:
         if tensor is None or (tensor is self.tensor and tensor.untyped_storage().nbytes() == 0):
             return
         self._check(tensor)
-        self.write(tensor)
+        if not self.at_home(tensor):
+            self.write(tensor)
         self.take_back()
 
     def _check(self, tensor: torch.Tensor) -> None:
@@ -142,12 +156,12 @@ class Away:
                 tuple(tensor.shape), "stream",
             )  # fmt: skip
 
-    def bring_back(self) -> None:
-        """Gives the caller's tensor memory and contents."""
+    def bring_back(self, *, mapped: bool = False) -> None:
+        """Gives the caller's tensor memory and contents, or the bytes of the file."""
         tensor = self.find()
         if tensor is None or tensor is not self.tensor:
             return  # not made yet, or replaced by one that has memory
-        tensor.data, self.tensor = self.fetch(), None
+        tensor.data, self.tensor = self.mapped() if mapped else self.fetch(), None
 
     def lend(self, memory: torch.Tensor) -> None:
         """For an update that works on the caller's tensor."""
@@ -233,14 +247,19 @@ class Streams(NotCopied):
     def put_away(self) -> bool:
         """Takes the memory of all; returns whether any had some."""
         had = False
+        for away in self.items.values():  # what lies in the place of another must not be written over
+            tensor = away.find()
+            if tensor is not None and in_file(tensor) and not away.at_home(tensor):
+                tensor.data = tensor.detach().clone()
         for away in self.items.values():
             before = away.tensor
             away.put_away()
             had |= away.tensor is not before
         return had
 
-    def bring_back(self) -> None:
-        _bring_back(self.items)
+    def bring_back(self, *, mapped: bool = False) -> None:
+        """``mapped``: as bytes of the file, which take no memory."""
+        _bring_back(self.items, mapped=mapped)
 
     def open(self) -> None:
         for away in self.items.values():
@@ -255,10 +274,10 @@ class Streams(NotCopied):
         return sum(aligned(a.nbytes) for a in self.items.values())
 
 
-def _bring_back(items: Mapping[Any, Away]) -> None:
+def _bring_back(items: Mapping[Any, Away], *, mapped: bool = False) -> None:
     for away in items.values():
         away.open()
-        away.bring_back()
+        away.bring_back(mapped=mapped)
 
 
 def _name_of(slot: Slot) -> str:

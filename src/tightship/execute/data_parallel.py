@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -227,6 +227,9 @@ def _described(model: torch.nn.Module) -> str:
 
 # --- what is saved ---
 
+_MUCH = 1 << 26
+"""Bytes of state that are loaded at a time, where they do not stay in memory."""
+
 _PART = re.compile(r"parametrizations\.(\w+)\.original$")
 
 
@@ -259,8 +262,12 @@ def saved(model: torch.nn.Module, optimizer: Any, replicas: Replicas | None, *, 
     return {"model": values, "optimizer": rows[0] if len(rows) == 1 else rows}
 
 
-def load(model: torch.nn.Module, optimizer: Any, replicas: Replicas | None, state: Mapping[str, Any]) -> None:
-    """Takes over what `saved` has given, in place, from whole tensors or DTensors."""
+def load(
+    model: torch.nn.Module, optimizer: Any, replicas: Replicas | None, state: Mapping[str, Any],
+    loaded: Callable[[], None] = lambda: None,
+) -> None:  # fmt: skip
+    """Takes over what `saved` has given, in place, from whole tensors or DTensors. ``loaded`` is called
+    whenever much of it is there."""
     shards = _shards_by_id(model, replicas)
 
     def mine(p: Any, t: Any) -> Any:
@@ -284,10 +291,15 @@ def load(model: torch.nn.Module, optimizer: Any, replicas: Replicas | None, stat
     rows = state["optimizer"] if isinstance(state["optimizer"], list) else [state["optimizer"]]
     for one, row in zip(each(optimizer), rows, strict=True):
         one.state.clear()
+        fresh = 0
         for n, x in row["state"].items():
             p = owners[n]
             copied = {k: mine(p, t) for k, t in x.items()}
             one.state[p] = {k: t.clone() if isinstance(t, torch.Tensor) else t for k, t in copied.items()}
+            fresh += sum(t.nbytes for t in copied.values() if isinstance(t, torch.Tensor))
+            if fresh >= _MUCH:
+                loaded()
+                fresh = 0
         for group, given in zip(one.param_groups, row["param_groups"], strict=True):
             group.update({k: v for k, v in given.items() if k != "params"})
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from contextlib import nullcontext
+from dataclasses import replace
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, SupportsIndex, Unpack
 
@@ -23,14 +25,21 @@ from tightship.execute.prepared import (
     Stages,
 )
 from tightship.execute.ranks import together
-from tightship.execute.stream import STREAM, allows_stream
+from tightship.execute.stream import is_about
 from tightship.execute.train_step import TrainStep
 from tightship.frontends.torch.optimizer.updates import Several, as_one
 from tightship.frontends.torch.structure import (
     Pad,
 )
-from tightship.planners.default import ROUNDING, PlanOptions, divide_allow, read_options
-from tightship.planners.hints import parse_hints
+from tightship.planners.default import (
+    ROUNDING,
+    STREAM,
+    PlanOptions,
+    allows_stream,
+    divide_allow,
+    read_options,
+)
+from tightship.planners.hints import divide_hints, parse_hints
 from tightship.units import Budget, parse_budget, parse_bytes
 
 __all__ = ["fit"]
@@ -97,6 +106,7 @@ def fit(
 
     With ``stream`` among the ways of ``allow`` (``"recompute,stream"``) parameters and optimizer state leave memory
     while a step does not need them, to ``folder``: between steps they are there inside of ``with step.gathered():``.
+    ``hints="encoder.*=stream,head=resident"``: parameters of these modules, with their state, always do, or never.
 
     ``progress`` hears which stage preparing is in. The options' ``seconds`` are for measuring and search together.
     ``mode``: ``exact`` runs op by op; ``compiled`` runs what PyTorch Inductor makes of the whole step, within the
@@ -124,6 +134,7 @@ def fit(
         seconds_per_op=seconds_per_op, folder=folder, pinned=pinned, progress=progress,
     )  # fmt: skip
     _check_verified(verify_every, settings)
+    _check_stream_hints(settings, model)
     loop = Loop(accumulate, clip_norm, clip_value, scaler, skip_nonfinite)
     loop.check()
     one = as_one(optimizer)
@@ -155,13 +166,15 @@ def _settings(
 ) -> Settings:  # fmt: skip
     """How the step is measured, planned and run. Raises ``BadInput`` for arguments that make no sense."""
     measuring: dict[str, Any] = {"cache": cache, "seconds_per_op": seconds_per_op, "folder": folder}
-    splitting, streams = "", False
+    splitting, streams, static = "", False, tuple[tuple[str, bool], ...]()
     if planner is None:
         chosen, splitting = divide_allow(read_options(options, "fit"))
         chosen, streams = allows_stream(chosen)
-        if streams and splitting:
-            rule = f"{STREAM} and {splitting} do not go together yet: allow one of them"
-            raise BadInput(rule, place="fit(allow=…)")
+        rest, static = divide_hints(chosen.hints)
+        chosen = replace(chosen, hints=rest)
+        if static and not streams:
+            rule = f"the hint {static[0][0]!r} is about streaming: add {STREAM} to allow"
+            raise BadInput(rule, place="fit(hints=…)")
         planner = KeptPlans(folder_of(cache), chosen)
         measuring["seconds"] = chosen.seconds
     elif options:
@@ -178,6 +191,7 @@ def _settings(
         progress=progress or Silent(),
         split=splitting,
         stream=streams,
+        stream_hints=static,
     )
 
 
@@ -199,6 +213,15 @@ def _check_verified(every: int, settings: Settings) -> None:
     if every and settings.stream:
         rule = "verify_every runs eager beside the step, which needs all in memory at once: leave out allow=stream"
         raise BadInput(rule, place="fit")
+
+
+def _check_stream_hints(settings: Settings, model: torch.nn.Module) -> None:
+    names = [name for name, _ in model.named_parameters()]
+    for pattern, _ in settings.stream_hints:
+        if not any(is_about(pattern, name) for name in names):
+            near = get_close_matches(pattern, names, 3, 0.3) or names[:3]
+            rule = f"unknown module {pattern!r}: no parameter is in one of that name (there are {', '.join(near)})"
+            raise BadInput(rule, place="fit(hints=…)")
 
 
 def _check_compiled(planner: Any, options: PlanOptions, verify_every: int, folder: Any, pinned: Any) -> None:

@@ -20,6 +20,7 @@ import errno
 import mmap
 import os
 import tempfile
+import weakref
 from collections.abc import Sequence
 from functools import lru_cache
 from pathlib import Path
@@ -32,7 +33,7 @@ from tightship.errors import BadInput, Unsupported
 from tightship.execute import native
 from tightship.process_local import NotCopied
 
-__all__ = ["Copied", "FilePool", "HostPool", "PinnedPool", "TieredPool", "pool_beside"]
+__all__ = ["Copied", "FilePool", "HostPool", "PinnedPool", "TieredPool", "in_file", "pool_beside"]
 
 TO_DEVICE: Final = 1
 TO_HOST: Final = 2
@@ -66,6 +67,18 @@ class _Pool(NotCopied):
             self.close()
 
 
+_MAPPED: weakref.WeakKeyDictionary[mmap.mmap, int] = weakref.WeakKeyDictionary()
+"""Files that tensors lie in, and where they begin in memory."""
+
+
+def in_file(tensor: torch.Tensor) -> bool:
+    """Whether a tensor lies in the file of a pool."""
+    if not _MAPPED or tensor.device.type != "cpu":
+        return False
+    at = tensor.untyped_storage().data_ptr()
+    return any(begin <= at < begin + len(memory) for memory, begin in _MAPPED.items())
+
+
 class FilePool(_Pool):
     """``size`` bytes in an unnamed file in ``folder`` (default: the system's for temporary files).
 
@@ -84,12 +97,14 @@ class FilePool(_Pool):
         try:
             self._file = tempfile.TemporaryFile(dir=self.folder)  # noqa: SIM115
             self._reserve()
+            os.ftruncate(self.descriptor, size)
         except OSError as error:
             if "_file" in vars(self):
                 self._file.close()
             why = os.strerror(error.errno or 0)
             raise BadInput(f"no room for {size} offloaded bytes: {why}", place=str(self.folder)) from error
         self._copier = _core.Copier(self._file.fileno())
+        self._mapping: weakref.ref[mmap.mmap] | None = None
 
     def _reserve(self) -> None:
         fallocate = getattr(os, "posix_fallocate", None)
@@ -103,6 +118,25 @@ class FilePool(_Pool):
     @property
     def descriptor(self) -> int:
         return self._file.fileno()
+
+    def tensor(
+        self, offset: int, shape: tuple[int, ...], stride: tuple[int, ...], dtype: torch.dtype
+    ) -> torch.Tensor:
+        """Bytes of the file as a tensor: what it has is what the file has, from now on and both ways. Its pages are
+        the system's, which takes them when they are touched and drops them as it likes; one that cannot be read ends
+        the process. It may outlive the pool."""
+        memory = self._mapping() if self._mapping is not None else None
+        if memory is None:
+            memory = mmap.mmap(self.descriptor, self.size)
+            _MAPPED[memory] = torch.frombuffer(memory, dtype=torch.uint8).data_ptr()
+            self._mapping = weakref.ref(memory)
+        count = 1 + sum((n - 1) * s for n, s in zip(shape, stride, strict=True))
+        return torch.frombuffer(memory, dtype=dtype, count=count, offset=offset).as_strided(shape, stride)
+
+    def address(self, offset: int) -> int | None:
+        """Where in memory a tensor of the file's lies, None where there is none."""
+        memory = self._mapping() if self._mapping is not None else None
+        return None if memory is None else _MAPPED[memory] + offset
 
     def _begin(
         self, stream: int, out: bool, address: int, size: int, offset: int, after: Sequence[Any]

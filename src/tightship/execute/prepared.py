@@ -28,14 +28,17 @@ from tightship.execute.cache import DEFAULT, KeptLooks, KeptPlans, folder_of
 from tightship.execute.host_pool import PinnedPool
 from tightship.execute.interpreter import Executor, RunStats
 from tightship.execute.profile import profile
-from tightship.execute.split import Decision, Splitting, advice
-from tightship.execute.stream import Streamed, plan_streamed, streaming_advice
-from tightship.frontends.torch.program import Program
+from tightship.execute.split import Change, Choice, Splitting, advice
+from tightship.execute.stream import Streaming, least_streamed, streaming_advice
+from tightship.execute.weights import into_memory
+from tightship.frontends.torch.optimizer.updates import each
+from tightship.frontends.torch.program import Program, tensors_in
 from tightship.frontends.torch.rerun.function_trace import FunctionTrace
 from tightship.frontends.torch.structure import flatten
 from tightship.graph import Graph
 from tightship.plan import Plan
 from tightship.planners import default
+from tightship.planners.default import STREAM
 from tightship.process_local import NotCopied, check_process
 from tightship.units import Budget, format_bytes
 from tightship.verify import check
@@ -97,13 +100,15 @@ class Settings:
     """Which way of splitting ops is allowed, as `split.divide_allow` says."""
     stream: bool = False
     """Whether parameters and optimizer state may leave memory."""
+    stream_hints: tuple[tuple[str, bool], ...] = ()
+    """As for `Streaming`."""
 
 
 @dataclass
 class Variant(NotCopied):
     """What was captured and planned for one kind of batch, in one set of modes; ``windows`` are its results in the
-    arena, where they stay there. ``part``: which part of a step it runs, where it is not all of it. ``split``: which
-    of the captured ops run in slices, or what of the static set streams."""
+    arena, where they stay there. ``part``: which part of a step it runs, where it is not all of it. ``changes``:
+    which of the captured ops run in slices, and what of the static set streams."""
 
     program: Program
     executor: Executor
@@ -113,7 +118,7 @@ class Variant(NotCopied):
     windows: list[Any] | None = None
     traces: list[FunctionTrace] = field(default_factory=list)
     part: str = ""
-    split: Decision | Streamed | None = None
+    changes: tuple[Change, ...] = ()
     whole_peak: int = 0  # unplanned, of the step as it was captured, where what is planned is another program
     told: Any = None  # what other ranks were told of it
 
@@ -323,12 +328,9 @@ class Prepared(NotCopied):
             self._note_return(captured.graph)
         self._looks.keep()
         with self.settings.progress.stage("measuring"):
-            program, plan, decision = self._planned(captured, beside)
-            variant = self._bound(captured, program, plan, modes, part=part)
-        whole = 0
-        if decision is not None:
-            whole = decision.unplanned if isinstance(decision, Streamed) else self._whole_peak
-        return replace(variant, split=decision, whole_peak=whole)
+            found = self._planned(captured, beside)
+            variant = self._bound(captured, found.program, found.plan, modes, part=part)
+        return replace(variant, changes=found.changes, whole_peak=self._whole_peak if found.changes else 0)
 
     def _bound(
         self, captured: Program, program: Program, plan: Plan, modes: tuple[Any, ...], *, part: str = ""
@@ -340,55 +342,77 @@ class Prepared(NotCopied):
         executor = self._executor(program, plan)
         return Variant(program, executor, binding, modes, captured, part=part)
 
-    def _planned(self, captured: Program, beside: int) -> tuple[Program, Plan, Decision | Streamed | None]:
-        """The measured program and its plan, with what of it was split, or streams."""
+    def _planned(self, captured: Program, beside: int) -> Choice:
+        """The measured program and its plan, with what of it was split, and what streams."""
         self._bring_back()  # ops are measured on copies of it
-        mode, (base, took) = self.settings.split, self._measured(captured)
-        if self.settings.stream and self.settings.budget is not None:
-            return self._plan_streamed(base, beside, took)
-        allow = getattr(getattr(self.settings.planner, "options", None), "allow", "recompute")
-        if not mode or self.settings.budget is None:
-            try:
-                return base, self._plan_within_budget(base.graph, beside, took), None
-            except Infeasible as no:
-                limit = max((self._limit or 0) - beside, 0)
-                more = advice(captured, limit, allow)
-                if self._identity.trains:
-                    more += streaming_advice(base, limit, allow)
-                raise no.with_advice((*no.advice, *more)) from None
+        base, took = self._measured(captured)
+        if self.settings.budget is None:
+            return Choice(base, self._plan_within_budget(base.graph, beside, took))
         self._whole_peak = self._resolve_limit(base.graph)
-        limit = max((self._limit or 0) - beside, 0)
-        moves = "offload" in allow or "compress" in allow
-        return Splitting(captured, mode, moves=moves).plan(
-            base,
-            lambda graph: self._plan_within_budget(graph, beside, took),
-            lambda program: self._measured(program)[0],
-            limit,
-        )
-
-    def _plan_streamed(
-        self, base: Program, beside: int, took: float
-    ) -> tuple[Program, Plan, Streamed | None]:
-        self._resolve_limit(base.graph)
         limit, known = max((self._limit or 0) - beside, 0), set(self._streams.items)
-        program, plan, streamed = plan_streamed(
-            base, lambda graph: self._plan_within_budget(graph, beside, took), limit, self._streams
-        )
-        if known != set(self._streams.items):
-            self._variants.clear()  # they have in memory what streams from now on
-        self._put_away()
-        return program, plan, streamed
+        moves = "offload" in self._allow or "compress" in self._allow
+
+        def plan_of(graph: Graph) -> Plan:
+            return self._plan_within_budget(graph, beside, took)
+
+        streaming = None
+        if self.settings.stream:
+            hints = self.settings.stream_hints
+            streaming = Streaming(plan_of, limit, self._streams, moves=moves, hints=hints)
+        choose = streaming.choose if streaming else lambda program: Choice(program, plan_of(program.graph))
+        try:
+            if self.settings.split:
+                least = streaming.least if streaming else None
+                splitting = Splitting(captured, self.settings.split, moves=moves, least_of=least)
+                found = splitting.plan(base, choose, lambda program: self._measured(program)[0], limit)
+            else:
+                found = choose(base)
+        except Infeasible as no:
+            raise no.with_advice((*no.advice, *self._advice_on_ways(captured, base, limit))) from None
+        if streaming is not None:
+            found = streaming.begin(found)
+            if known != set(self._streams.items):
+                self._variants.clear()  # they have in memory what streams from now on
+            self._put_away()
+        return found
+
+    def _advice_on_ways(self, captured: Program, base: Program, limit: int) -> Iterator[str]:
+        """What streaming and splitting would come to, as far as they were not allowed."""
+        ways = [self._allow, self.settings.split, STREAM if self.settings.stream else ""]
+        allow, splits, streams = ",".join(filter(None, ways)), bool(ways[1]), bool(ways[2])
+        enough: tuple[str, ...] = ()
+        if not streams and self._identity.trains:
+            enough = streaming_advice(base, limit, allow)
+            yield from enough
+        if not splits:
+            yield from advice(captured, limit, allow, least_streamed if streams else None)
+        if not (streams or splits or enough) and self._identity.trains:
+            yield from advice(captured, limit, f"{allow},{STREAM}", least_streamed)
+
+    @property
+    def _allow(self) -> str:
+        return getattr(getattr(self.settings.planner, "options", None), "allow", "recompute")
 
     def _bring_back(self) -> None:
-        """What streams is in memory until the next run: to be captured and measured it must be there."""
+        """What streams can be read until the next run, without taking memory where it lies in a file: to be captured
+        it must be there."""
         if self._streams.items:
-            self._streams.bring_back()
+            self._streams.bring_back(mapped=True)
             self._identity.moved()
 
     def _put_away(self) -> None:
-        """What streams leaves memory, if it is there."""
-        if self._streams.put_away():
+        """What streams leaves memory, if it is there; what does not, and lies in a file, is in memory from now on."""
+        had = self._streams.put_away()
+        stays = into_memory(self._static())
+        if had or stays:
             self._identity.moved()
+
+    def _static(self) -> Iterator[torch.Tensor]:
+        yield from (t for t in (*self.model.parameters(), *self.model.buffers()) if t.layout is torch.strided)
+        for one in each(self.optimizer) if self.optimizer is not None else ():
+            yield from (
+                t for state in one.state.values() for t in tensors_in(state) if t.layout is torch.strided
+            )
 
     def _resolve_limit(self, graph: Graph) -> int:
         """The unplanned peak of a graph; the budget in bytes is a part of the first one's."""

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -30,7 +30,7 @@ from tightship.plan import Plan
 from tightship.planners.default import EXACT, ROUNDING
 from tightship.units import format_bytes
 
-__all__ = ["Decision", "Splitting", "advice", "planned"]
+__all__ = ["Change", "Choice", "Decision", "Splitting", "advice", "planned"]
 
 aten = torch.ops.aten
 
@@ -45,6 +45,21 @@ _TRIES = 8
 
 _ADVICE = 5.0
 """Seconds in which it is found out what slices would come to that were not allowed."""
+
+
+class Change(Protocol):
+    """What makes another program of a captured one, and of each with the same ops and other numbers."""
+
+    def apply(self, program: Program, /) -> Program: ...
+
+
+@dataclass(frozen=True)
+class Choice:
+    """A measured program and its plan; ``changes`` are what made it of the captured one, in order."""
+
+    program: Program
+    plan: Plan
+    changes: tuple[Change, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -94,10 +109,14 @@ class Decision:
 
 class Splitting:
     """Splits the chains of one captured program as ``mode`` allows; ``moves``: plans may move storages out of memory
-    or compress them."""
+    or compress them. ``least_of``: what no plan of a program goes below, where that is not the graph's own bound."""
 
-    def __init__(self, captured: Program, mode: str, *, moves: bool = False) -> None:
+    def __init__(
+        self, captured: Program, mode: str, *, moves: bool = False,
+        least_of: Callable[[Program], int] | None = None,
+    ) -> None:  # fmt: skip
         self.captured, self.mode, self.moves = captured, mode, moves
+        self.least_of = least_of or self._least
         self.measured: Graph | None = None  # of the captured program, with what its ops take for themselves
 
     @cached_property
@@ -158,27 +177,26 @@ class Splitting:
     def plan(
         self,
         base: Program,
-        plan_of: Callable[[Any], Plan],
+        plan_of: Callable[[Program], Choice],
         measured: Callable[[Program], Program],
         limit: int,
-    ) -> tuple[Program, Plan, Decision | None]:
+    ) -> Choice:
         """The measured program and the plan to run: without slices if they are not needed and gain nothing.
-        ``base`` is the captured program, measured; ``plan_of`` plans a graph. Raises ``Infeasible``."""
+        ``base`` is the captured program, measured; ``plan_of`` plans a program. Raises ``Infeasible``."""
         self.measured = base.graph
-        best: tuple[Program, Plan, Decision | None] | None = None
+        best: Choice | None = None
         refused: Infeasible | None = None
-        hopeless = self._least(base.graph) > limit
+        hopeless = self.least_of(base) > limit
         try:
-            best = None if hopeless else (base, plan_of(base.graph), None)
+            best = None if hopeless else plan_of(base)
         except Infeasible as no:
             refused = no
-        if best is not None and best[1].time <= best[1].time_before * (1 + _GAIN):
+        if best is not None and best.plan.time <= best.plan.time_before * (1 + _GAIN):
             return best
         least: list[tuple[int, str]] = []
         for decision in self._within(limit, least):
             try:
-                program = measured(decision.apply(self.captured))
-                plan = plan_of(program.graph)
+                found = plan_of(measured(decision.apply(self.captured)))
             except Infeasible as no:
                 needed = no.placed or no.best_peak
                 least.append(
@@ -187,14 +205,14 @@ class Splitting:
                 continue
             except Unsupported:
                 continue
-            if best is not None and plan.time >= best[1].time * (1 - _GAIN):
+            if best is not None and found.plan.time >= best.plan.time * (1 - _GAIN):
                 break
-            best = program, plan, decision
+            best = replace(found, changes=(decision, *found.changes))
         if best is not None:
             return best
         if refused is None:
             try:
-                return base, plan_of(base.graph), None
+                return plan_of(base)
             except Infeasible as no:
                 refused = no
         if not least and (choice := self._least_patches()) is not None:
@@ -225,14 +243,24 @@ class Splitting:
     def bound(self, slices: Mapping[Chain, int]) -> int | None:
         """Bytes that no plan of the program in slices goes below; None where it cannot be split so."""
         try:
-            graph = split(self.captured, slices).graph
+            return self.least_of(split(self.captured, slices))
         except Unsupported:
             return None
-        return self._least(graph)
 
-    def _least(self, graph: Graph) -> int:
-        away = dict.fromkeys(range(len(graph.storages)), 0) if self.moves else None
-        return int(lower_bound(graph, least=away))
+    def nearest(self, limit: int, deadline: Deadline) -> tuple[int, dict[Chain, int]] | None:
+        """The first choice whose bound is within the limit, or the one of the least bound that time allows to see."""
+        best: tuple[int, dict[Chain, int]] | None = None
+        for slices in self.candidates():
+            if (best is not None and best[0] <= limit) or deadline.over:
+                break
+            bound = self.bound(slices)
+            if bound is not None and (best is None or bound < best[0]):
+                best = bound, slices
+        return best
+
+    def _least(self, program: Program) -> int:
+        away = dict.fromkeys(range(len(program.graph.storages)), 0) if self.moves else None
+        return int(lower_bound(program.graph, least=away))
 
 
 def planned(
@@ -245,14 +273,21 @@ def planned(
     moves: bool,
 ) -> tuple[Program, Plan]:
     """What `Splitting.plan` decides of a measured program, the plan with notes of what was split."""
-    made, plan, decision = Splitting(program, mode, moves=moves).plan(program, plan_of, measured, limit)
-    notes = made.notes if decision is not None else ()
+
+    def choice(other: Program) -> Choice:
+        return Choice(other, plan_of(other.graph))
+
+    found = Splitting(program, mode, moves=moves).plan(program, choice, measured, limit)
+    made, plan, notes = found.program, found.plan, found.program.notes if found.changes else ()
     return made, replace(plan, notes=(*plan.notes, *(n for n in notes if n.startswith("split: "))))
 
 
-def advice(captured: Program, limit: int, allow: str) -> tuple[str, ...]:
-    """What splitting would come to where it was not allowed; nothing without a chain that helps."""
-    splitting, least = Splitting(captured, ROUNDING), int(lower_bound(captured.graph))
+def advice(
+    captured: Program, limit: int, allow: str, least_of: Callable[[Program], int] | None = None
+) -> tuple[str, ...]:
+    """What splitting would come to where it was not allowed; nothing without a chain that helps. ``least_of``: as for
+    `Splitting`."""
+    splitting = Splitting(captured, ROUNDING, least_of=least_of)
     if splitting.finder is not None:
         choice = splitting.finder.best(limit) or splitting.finder.least()
         if choice is not None:
@@ -261,15 +296,8 @@ def advice(captured: Program, limit: int, allow: str) -> tuple[str, ...]:
                 f"splitting (allow={allow},{EXACT}): about {format_bytes(choice.peak)} then, "
                 f"{sum(len(r.ops) for r, _ in choice.slices)} ops in slices of rows, {more:+.1f} % operations",
             )
-    best: tuple[int, dict[Chain, int]] | None = None
-    deadline = Deadline.after(_ADVICE)
-    for slices in splitting.candidates():
-        if (best is not None and best[0] <= limit) or deadline.over:
-            break
-        bound = splitting.bound(slices)
-        if bound is not None and bound < (least if best is None else best[0]):
-            best = bound, slices
-    if best is None:
+    least, best = splitting.least_of(captured), splitting.nearest(limit, Deadline.after(_ADVICE))
+    if best is None or best[0] >= least:
         return ()
     bound, slices = best
     chain = next(iter(slices))

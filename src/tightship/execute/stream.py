@@ -16,38 +16,40 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from fnmatch import fnmatchcase
 from typing import Any
 
-from tightship import simulate
 from tightship.analysis.bounds import lower_bound
 from tightship.errors import Infeasible
 from tightship.execute.away import Fetch, Lent, Store, Streams
+from tightship.execute.split import Choice
 from tightship.frontends.torch.optimizer.updates import Updater
 from tightship.frontends.torch.program import Call, Program, Ref, Slot, dtype_of
 from tightship.graph import Graph, Op, Request, Storage, Value, aligned
 from tightship.plan import Plan
-from tightship.planners.default import Options
+from tightship.planners.default import STREAM
 from tightship.planners.order import sink
-from tightship.units import format_bytes
+from tightship.units import format_bytes, format_seconds
 
-__all__ = ["STREAM", "Streamed", "allows_stream", "plan_streamed", "streaming_advice"]
+__all__ = [
+    "FETCH",
+    "STORE",
+    "Streamed",
+    "Streaming",
+    "all_streamed",
+    "is_about",
+    "least_streamed",
+    "streaming_advice",
+]
 
-STREAM = "stream"
-"""The way that ``allow`` may name."""
+FETCH, STORE = "tightship.fetch", "tightship.store"
+"""Targets of the ops that copy."""
 
 _LEAST = 4096
 """Bytes below which a storage stays: moving it takes as long as moving these."""
 
 _GAIN = 0.01
 """By so much of the unplanned time a plan is slower before streaming is tried where it is not needed."""
-
-
-def allows_stream(options: Options) -> tuple[Options, bool]:
-    """The planner's options without streaming, and whether it was allowed."""
-    ways = [way.strip() for way in options.allow.split(",")]
-    if STREAM not in ways:
-        return options, False
-    return replace(options, allow=",".join(way for way in ways if way != STREAM)), True
 
 
 # --- the program ---
@@ -57,11 +59,9 @@ def allows_stream(options: Options) -> tuple[Options, bool]:
 class Streamed:
     """Which storages of a captured program stream, as a change of it."""
 
-    slots: tuple[tuple[str, Any], ...]
+    slots: tuple[Slot, ...]
     streams: Streams
     fetches: dict[tuple[str, Any], tuple[Fetch, Store]]
-    unplanned: int = 0
-    """The peak of the step in which nothing streams."""
 
     def apply(self, program: Program) -> Program:
         """``program`` with a fetch before the first use of each, and a store after the last write."""
@@ -72,7 +72,7 @@ class _Rewriting:
     def __init__(self, program: Program, streamed: Streamed) -> None:
         self.program, self.graph, self.streamed = program, program.graph, streamed
         values = program.graph.values
-        wanted = dict.fromkeys(streamed.slots)
+        wanted = {(s.role, s.key) for s in streamed.slots}
         self.slots = {values[s.value].storage: s for s in program.slots if (s.role, s.key) in wanted}
         self.storages, self.values = list(program.graph.storages), list(values)
         self.files: dict[
@@ -160,7 +160,7 @@ class _Rewriting:
         if base != self.slots[s].value:
             views = []
         op = Op(
-            f"fetch {self.storages[s].name}", "tightship.fetch", (self.files[s][0],), (base, *views),
+            f"fetch {self.storages[s].name}", FETCH, (self.files[s][0],), (base, *views),
             time=graph.machine.seconds("fetch", size), requests=(Request(size, 0, 0, -1),), device=self.device,
         )  # fmt: skip
         self.put(op, Call(self.functions(s)[0], (), {}, (base,)), -1)
@@ -169,7 +169,7 @@ class _Rewriting:
         base, size = self.updated[s], self.storages[s].size
         value, storage = self.files[s]
         op = Op(
-            f"store {self.storages[s].name}", "tightship.store", (base, value), mutates=(storage,), phase="update",
+            f"store {self.storages[s].name}", STORE, (base, value), mutates=(storage,), phase="update",
             time=self.graph.machine.seconds("offload", size), device=self.device,
         )  # fmt: skip
         self.put(op, Call(self.functions(s)[1], (Ref(base),), {}, ()), -1)
@@ -252,91 +252,123 @@ def _by_itself(program: Program, op: int) -> bool:
     )
 
 
-def plan_streamed(
-    base: Program, plan_of: Callable[[Graph], Plan], limit: int, streams: Streams
-) -> tuple[Program, Plan, Streamed | None]:
-    """The measured program and the plan to run: with as little streamed as the limit asks for, and at least what is
-    streamed already. Raises ``Infeasible``."""
-    return _Choice(base, plan_of, limit, streams).run()
+class Streaming:
+    """Plans programs of one step within ``limit`` bytes: with as little streamed as that asks for, and at least what
+    is streamed already. ``plan_of`` plans a graph; ``moves``: plans may move storages out of memory or compress them.
+    ``hints``: patterns of parameters' names, and whether these, with their state, stream in any case, or never.
 
+    Nothing streams yet when a plan is chosen: `begin` has what the choice says leave memory, with ``streams``.
+    """
 
-class _Choice:
-    def __init__(self, base: Program, plan_of: Callable[[Graph], Plan], limit: int, streams: Streams) -> None:
-        self.base, self.plan_of, self.limit, self.streams = base, plan_of, limit, streams
-        slots = [s for s in base.slots if (s.role, s.key) in streams.items]
-        self.had = len(slots)
-        fresh = [s for s in _candidates(base) if (s.role, s.key) not in streams.items]
-        self.slots = [*slots, *(s for s in fresh if not streams.shares(s))]
-        self.shared = len(fresh) - (len(self.slots) - self.had)
+    def __init__(
+        self, plan_of: Callable[[Graph], Plan], limit: int, streams: Streams | None = None, *, moves: bool = False,
+        hints: Sequence[tuple[str, bool]] = (),
+    ) -> None:  # fmt: skip
+        self.plan_of, self.limit, self.streams, self.moves = plan_of, limit, streams, moves
+        self.hints = tuple(hints)
+        self._bases: list[tuple[Streamed, Program]] = []
 
-    def run(self) -> tuple[Program, Plan, Streamed | None]:
+    def choose(self, base: Program) -> Choice:
+        """The plan of a measured program. Raises ``Infeasible``."""
+        slots, had, _ = self._candidates(base)
         refused: Infeasible | None = None
         found = None
-        if not self.had and lower_bound(self.base.graph) <= self.limit:
+        if not had and self._bound(base) <= self.limit:
             try:
-                found = self.base, self.plan_of(self.base.graph), None
+                found = Choice(base, self.plan_of(base.graph))
             except Infeasible as no:
                 refused = no
-            if found is not None and found[1].time <= found[1].time_before * (1 + _GAIN):
+            if found is not None and found.plan.time <= found.plan.time_before * (1 + _GAIN):
                 return found
-        for count in self._counts():
+        for count in self._counts(base, slots, had):
+            streamed = _stand_in(slots[:count])
             try:
-                program = self._program(count)
+                program = streamed.apply(base)
                 plan = self.plan_of(program.graph)
             except Infeasible as no:
                 refused = no
                 continue
-            if found is not None and plan.time >= found[1].time:
+            if found is not None and plan.time >= found.plan.time:
                 return found
-            return self._settled(count, program, plan)
+            self._bases.append((streamed, base))
+            return Choice(program, plan, (streamed,))
         if found is not None:
             return found
         if refused is None:
-            plan = self.plan_of(self._program(len(self.slots)).graph)
-            return self._settled(len(self.slots), self._program(len(self.slots)), plan)
+            return Choice(base, self.plan_of(base.graph))
         raise refused
 
-    def _counts(self) -> Iterator[int]:
+    def least(self, base: Program) -> int:
+        """Bytes that no plan goes below, whatever streams."""
+        slots, _, _ = self._candidates(base)
+        return self._bound(_stand_in(slots).apply(base))
+
+    def begin(self, choice: Choice) -> Choice:
+        """The same with what moves bytes; from now on what it says streams."""
+        base = next((b for s, b in self._bases if choice.changes and s is choice.changes[-1]), None)
+        if base is None:
+            return choice
+        last = choice.changes[-1]
+        assert isinstance(last, Streamed)
+        assert self.streams is not None
+        graph, streams = base.graph, self.streams
+        values = graph.values
+        streams.add([(s, values[s.value]) for s in last.slots if (s.role, s.key) not in streams.items])
+        items = {k: streams.items[k] for k in last.fetches}
+        streamed = Streamed(last.slots, streams, {k: (Fetch(a), Store(a)) for k, a in items.items()})
+        made = streamed.apply(base)
+        notes = (*made.notes, *self.notes(choice))
+        if shared := self._candidates(base)[2]:
+            notes += (
+                f"{shared} tensors that could stream stay in memory: somebody else holds views of them",
+            )
+        return Choice(replace(made, notes=notes), choice.plan, (*choice.changes[:-1], streamed))
+
+    def notes(self, choice: Choice) -> tuple[str, ...]:
+        """What streams by a choice, for people."""
+        row = next(((b, s) for s, b in self._bases if choice.changes and s is choice.changes[-1]), None)
+        if row is None:
+            return ()
+        graph, slots = row[0].graph, row[1].slots
+        size = sum(graph.storages[graph.values[s.value].storage].size for s in slots)
+        return (f"streamed: {len(slots)} parameters and tensors of optimizer state, {format_bytes(size)}",)
+
+    def _candidates(self, base: Program) -> tuple[list[Slot], int, int]:
+        """What may stream, how many of it do in any case, and how many do not as others hold views of them."""
+        known = {} if self.streams is None else self.streams.items
+        had = [s for s in base.slots if (s.role, s.key) in known]
+        fresh = [s for s in _candidates(base) if (s.role, s.key) not in known]
+        fresh = [s for s in fresh if self._hinted(s) is not False]
+        alone = [s for s in fresh if self.streams is None or not self.streams.shares(s)]
+        alone.sort(key=lambda s: not self._hinted(s))
+        always = len(had) + sum(self._hinted(s) is True for s in alone)
+        return [*had, *alone], always, len(fresh) - len(alone)
+
+    def _hinted(self, slot: Slot) -> bool | None:
+        """Whether it has to stream, by the last hint about it; None without one."""
+        name = slot.key if slot.role == "parameter" else slot.key[0]
+        found = [way for pattern, way in self.hints if is_about(pattern, name)]
+        return found[-1] if found else None
+
+    def _counts(self, base: Program, slots: Sequence[Slot], had: int) -> Iterator[int]:
         """How many may be enough: from the fewest that a bound allows on. Parts of a step agree on all."""
-        if {op.phase for op in self.base.graph.ops} & {"forward", "update"} != {"forward", "update"}:
-            yield len(self.slots)
-            return
-        low, high = self.had, len(self.slots)
+        low, high = had, len(slots)
+        total = high
+        if {op.phase for op in base.graph.ops} & {"forward", "update"} != {"forward", "update"}:
+            low = total
         while low < high:
             middle = (low + high) // 2
-            if int(lower_bound(self._program(middle).graph)) <= self.limit:
+            if self._bound(_stand_in(slots[:middle]).apply(base)) <= self.limit:
                 high = middle
             else:
                 low = middle + 1
-        total = len(self.slots)
         yield from dict.fromkeys(
             n for n in (low, low + -(-(total - low) // 4), (low + total) // 2, total) if n
         )
 
-    def _program(self, count: int) -> Program:
-        """For looking at: nothing streams yet."""
-        return _stand_in(self.base, self.slots[:count]).apply(self.base)
-
-    def _settled(self, count: int, program: Program, plan: Plan) -> tuple[Program, Plan, Streamed | None]:
-        chosen, graph = self.slots[:count], self.base.graph
-        values = graph.values
-        self.streams.add([(s, values[s.value]) for s in chosen if (s.role, s.key) not in self.streams.items])
-        streamed = _of(chosen, self.streams, simulate.replay(graph, simulate.baseline(graph)).peak)
-        made = streamed.apply(self.base)
-        size = sum(graph.storages[values[s.value].storage].size for s in chosen)
-        note = f"streamed: {len(chosen)} parameters and tensors of optimizer state, {format_bytes(size)}"
-        notes = (*made.notes, note)
-        if self.shared:
-            notes += (
-                f"{self.shared} tensors that could stream stay in memory: somebody else holds views of them",
-            )
-        return replace(made, notes=notes), plan, streamed
-
-
-def _of(slots: Sequence[Slot], streams: Streams, unplanned: int) -> Streamed:
-    keys = tuple((s.role, s.key) for s in slots)
-    functions = {k: (Fetch(streams.items[k]), Store(streams.items[k])) for k in keys}
-    return Streamed(keys, streams, functions, unplanned)
+    def _bound(self, program: Program) -> int:
+        away = dict.fromkeys(range(len(program.graph.storages)), 0) if self.moves else None
+        return int(lower_bound(program.graph, least=away))
 
 
 def streaming_advice(base: Program, limit: int, allow: str) -> tuple[str, ...]:
@@ -344,20 +376,39 @@ def streaming_advice(base: Program, limit: int, allow: str) -> tuple[str, ...]:
     slots = _candidates(base)
     if not slots:
         return ()
-    bound = int(lower_bound(_stand_in(base, slots).apply(base).graph))
+    graph = all_streamed(base).graph
+    bound = int(lower_bound(graph))
     if bound > limit:
         return ()
     ways = ",".join(filter(None, (allow, STREAM)))
     size = sum(base.graph.storages[base.graph.values[s.value].storage].size for s in slots)
+    copies = sum(op.time for op in graph.ops if op.target in (FETCH, STORE))
     return (
         f"streaming (allow={ways}): parameters and optimizer state of {format_bytes(size)} leave memory while "
-        f"nothing needs them; no less than {format_bytes(bound)} then",
+        f"nothing needs them; no less than {format_bytes(bound)} then, and {format_seconds(copies)} of copies "
+        "a step at least",
     )
 
 
-def _stand_in(base: Program, slots: Sequence[Slot]) -> Streamed:
+def all_streamed(program: Program) -> Program:
+    """For planning: the program in which all that can stream does."""
+    return _stand_in(_candidates(program)).apply(program)
+
+
+def is_about(pattern: str, name: str) -> bool:
+    """Whether a hint's pattern, over names of modules as in a shell, is about a parameter of that name."""
+    return fnmatchcase(name, pattern) or fnmatchcase(name, f"{pattern}.*")
+
+
+def least_streamed(program: Program) -> int:
+    """Bytes that no plan goes below where all that can stream does."""
+    return int(lower_bound(all_streamed(program).graph))
+
+
+def _stand_in(slots: Sequence[Slot]) -> Streamed:
+    """For planning: moves nothing."""
     nothing: Any = None
     streams = Streams(nothing, None)
-    keys = tuple((s.role, s.key) for s in slots)
+    keys = [(s.role, s.key) for s in slots]
     streams.items = dict.fromkeys(keys, nothing)
-    return Streamed(keys, streams, dict.fromkeys(keys, (Fetch(nothing), Store(nothing))))
+    return Streamed(tuple(slots), streams, dict.fromkeys(keys, (Fetch(nothing), Store(nothing))))

@@ -106,7 +106,8 @@ class TrainStep(TrainVariants):
     def state_dict(self, *, full: bool = False) -> dict[str, Any]:
         """What `load_state_dict` takes: ``{"model": …, "optimizer": …}`` by the model's own names. Shards of several
         ranks are DTensors, for ``torch.distributed.checkpoint``, or ``full`` tensors: then all ranks call this. What
-        streams is in memory for it, beyond the budget, until the next step."""
+        streams is the bytes of its file, which take no memory: save it with ``torch.save``, or each part's tensors
+        with safetensors. As ever, it follows the steps; beside a GPU it is in memory until the next one."""
         with self._exclusive():
             self._bring_back()
             return saved(self.model, self.optimizer, self._replicas, full=full)
@@ -115,15 +116,16 @@ class TrainStep(TrainVariants):
         """Takes over, in place, what `state_dict` has given on this or another number of ranks."""
         with self._exclusive():
             self._bring_back()
-            load(self.model, self.optimizer, self._replicas, state)
+            load(self.model, self.optimizer, self._replicas, state, self._put_away)
 
     @contextmanager
-    def gathered(self) -> Iterator[None]:
+    def gathered(self, *, mapped: bool = False) -> Iterator[None]:
         """Everything that streams (``allow="stream"``) in memory while the block runs, beyond the budget: to read and
-        write parameters and state as ever (checkpoints, evaluation). What it changes is kept. Raises ``BadInput`` for
-        one inside of another."""
+        write parameters and state as ever (checkpoints, evaluation). What it changes is kept. ``mapped``: as bytes of
+        the file, which take no memory: slower, and a disk that fails to read them ends the process (beside a GPU as
+        without). Raises ``BadInput`` for one inside of another."""
         with self._exclusive():
-            self._streams.bring_back()
+            self._streams.bring_back(mapped=mapped)
         self._streams.gathered = True
         try:
             yield
@@ -275,7 +277,7 @@ class TrainStep(TrainVariants):
 
     def _run_unplanned(self, unplanned: Unplanned, batch: Any, *, whole: bool) -> Any:
         check_call()
-        self._streams.bring_back()
+        self._bring_back()
         static = [t for t in flatten(batch) if isinstance(t, torch.Tensor)]
         static += [p for _, p in self._owned.parameters] + list(self._owned.buffers.values())
         for one in each(self.optimizer) if self.optimizer is not None else ():

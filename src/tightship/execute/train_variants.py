@@ -339,7 +339,8 @@ class TrainVariants(Prepared):
             if known is not None:
                 return written(known.program, known.executor.plan)
             try:
-                return written(*self._planned(captured, 0)[:2])
+                found = self._planned(captured, 0)
+                return written(found.program, found.plan)
             except Infeasible as no:
                 return refusal(no)
 
@@ -380,8 +381,10 @@ class TrainVariants(Prepared):
         variant.traces = [asked.trace]
 
     def _change(self, variant: Variant, captured: Program, numbers: dict[int, tuple[Any, ...]]) -> None:
-        if variant.split is not None:
-            before, now = variant.split.apply(variant.captured), variant.split.apply(captured)
+        if variant.changes:
+            before, now = variant.captured, captured
+            for change in variant.changes:
+                before, now = change.apply(before), change.apply(now)
             numbers = other_numbers(before, now) or {}
         renewed = with_numbers_at(variant.program, numbers)
         assert renewed is not None  # recomputations take the numbers of the captured program's

@@ -41,9 +41,11 @@ from tightship.verify import check
 __all__ = [
     "EXACT",
     "ROUNDING",
+    "STREAM",
     "Interrupted",
     "Options",
     "PlanOptions",
+    "allows_stream",
     "displaced",
     "divide_allow",
     "least_time",
@@ -109,8 +111,8 @@ class Options:
     allow: str = option(
         "recompute",
         "how storages may leave memory: recompute, compress, offload, redraw (recompute random ops too, from saved "
-        "random states); of models also: split, split-rounding (ops in slices); fit also: stream (parameters and "
-        "optimizer state)",
+        "random states); of models also: split, split-rounding (ops in slices), stream (parameters and optimizer "
+        "state of a training step)",
         metavar="MEANS,…",
     )
     hints: str = option(
@@ -149,12 +151,24 @@ EXACT, ROUNDING = "split", "split-rounding"
 """Ways that ``allow`` may name of models: slices with the bits of the whole, or ones that may round otherwise."""
 
 
+STREAM = "stream"
+"""The way that ``allow`` may name of training steps: parameters and optimizer state leave memory between uses."""
+
+
 def divide_allow(options: Options) -> tuple[Options, str]:
     """The planner's options without splitting, and which of `EXACT` and `ROUNDING` was allowed, if any."""
     ways = [way.strip() for way in options.allow.split(",")]
     mode = ROUNDING if ROUNDING in ways else EXACT if EXACT in ways else ""
     rest = ",".join(way for way in ways if way not in (EXACT, ROUNDING))
     return replace(options, allow=rest) if mode else options, mode
+
+
+def allows_stream(options: Options) -> tuple[Options, bool]:
+    """The planner's options without streaming, and whether it was allowed."""
+    ways = [way.strip() for way in options.allow.split(",")]
+    if STREAM not in ways:
+        return options, False
+    return replace(options, allow=",".join(way for way in ways if way != STREAM)), True
 
 
 def read_options(options: PlanOptions, caller: str) -> Options:

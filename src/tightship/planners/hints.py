@@ -17,9 +17,21 @@ from tightship.analysis.packing import packings
 from tightship.errors import BadInput
 from tightship.graph import Graph
 
-__all__ = ["WAYS", "matches", "parse_hints", "refusals", "resolve"]
+__all__ = ["WAYS", "divide_hints", "matches", "parse_hints", "refusals", "resolve"]
 
 WAYS = ("keep", "recompute", "compress", "offload")
+
+
+_STATIC = {"stream": True, "resident": False}
+
+
+def divide_hints(text: str) -> tuple[str, tuple[tuple[str, bool], ...]]:
+    """Hints without those that are about parameters (``stream``, ``resident``), and these: patterns, and whether what
+    they are about has to stream or must not."""
+    parts = [part.strip() for part in text.split(",")]
+    rows = [(part.rpartition("=")[0], part.rpartition("=")[2].strip(), part) for part in parts if part]
+    static = tuple((pattern, _STATIC[way]) for pattern, way, _ in rows if pattern and way in _STATIC)
+    return ",".join(part for pattern, way, part in rows if not (pattern and way in _STATIC)), static
 
 
 def parse_hints(text: str) -> tuple[tuple[str, str], ...]:
