@@ -138,7 +138,7 @@ def fit(
 
         kind = CompiledStep
     with ranks.ending_together("fit") if ranks is not None else nullcontext():
-        check_together(model, ranks, parallel, settings, loop, one)
+        model, parallel = check_together(model, ranks, parallel, settings, loop, one)
         step = kind(
             model, loss_fn, one, settings, verify_every,
             independent=independent, loop=loop, split=split, pads=pads, ranks=ranks, parallel=parallel,
