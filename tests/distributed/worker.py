@@ -246,18 +246,11 @@ def other_parameters() -> Any:
 def refused() -> Any:
     """Models that torch itself has distributed."""
     from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import fully_shard
     from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    sharded, parallel = model(), model()
-    fully_shard(sharded, mesh=mesh)
-    parallelize_module(parallel, mesh, {"0": ColwiseParallel()})
-    models = {
-        "fully_shard": sharded,
-        "DTensor": parallel,
-        "DDP": torch.nn.parallel.DistributedDataParallel(model()),
-    }
+    parallel = parallelize_module(model(), mesh, {"0": ColwiseParallel()})
+    models = {"DTensor": parallel}
     rows = {
         n: caught(lambda m=m: tightship.fit(m, loss_of, adamw(m), batches()[0])) for n, m in models.items()
     }

@@ -25,6 +25,7 @@ from tightship.execute.prepared import (
 from tightship.execute.ranks import together
 from tightship.execute.stream import STREAM, allows_stream
 from tightship.execute.train_step import TrainStep
+from tightship.frontends.torch import compat
 from tightship.frontends.torch.optimizer.updates import Several, as_one
 from tightship.frontends.torch.structure import (
     Pad,
@@ -82,7 +83,8 @@ def fit(
     pinned memory instead, and to files only what is beyond ``pinned`` of it (bytes or text such as ``8GiB``), if that
     is said. ``independent``: in a world of several ranks each trains a model of its own; without, a step that has no
     collective is refused there. ``parallel``: all ranks train this model, each on batches of its own
-    (`DataParallel`). All ranks call ``fit`` and each step together; one that fails ends all (``PeerFailed``).
+    (`DataParallel`); a model in ``DistributedDataParallel`` or of ``fully_shard`` says that by itself, and none of
+    its hooks run. All ranks call ``fit`` and each step together; one that fails ends all (``PeerFailed``).
 
     With ``accumulate=k`` each call takes one batch, and every k-th updates with the sum of the gradients (divide the
     loss by k, as in eager). ``clip_norm`` and ``clip_value`` clip the gradients of the optimizer's parameters as
@@ -138,13 +140,15 @@ def fit(
 
         kind = CompiledStep
     with ranks.ending_together("fit") if ranks is not None else nullcontext():
-        model, parallel = check_together(model, ranks, parallel, settings, loop, one)
+        module, parallel = check_together(model, ranks, parallel, settings, loop, one)
         step = kind(
-            model, loss_fn, one, settings, verify_every,
+            module, loss_fn, one, settings, verify_every,
             independent=independent, loop=loop, split=split, pads=pads, ranks=ranks, parallel=parallel,
         )  # fmt: skip
         if prepare:
             step._prepared(step._filled(sample_batch, largest=True), 4)
+    if module is not model:
+        compat.let_go_of_buckets(model)
     return step
 
 

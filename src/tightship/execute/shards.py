@@ -17,6 +17,7 @@ from tightship.execute.ranks import Ranks
 from tightship.frontends.torch import compat
 from tightship.frontends.torch.collectives import gathered, scattered_mean
 from tightship.frontends.torch.optimizer.updates import each
+from tightship.frontends.torch.structure import map_leaves
 
 __all__ = ["Shard", "read_once", "shard_model", "shard_optimizer", "shards_of", "take_over"]
 
@@ -26,6 +27,10 @@ _MARK = "_tightship_shards"
 class Shard:
     """Which part of a parameter this rank keeps: as `torch.chunk` cuts the first dimension, filled up with zeros to
     the size of the largest part, so that all ranks run the same ops."""
+
+    dtype: torch.dtype | None = None
+    """That it is gathered in, and ``reduced``: that its gradient is averaged in; None: as it is, and as it comes."""
+    reduced: torch.dtype | None = None
 
     def __init__(
         self, shape: torch.Size, stride: tuple[int, ...], ranks: tuple[int, int], mesh: Any = None
@@ -97,7 +102,8 @@ class Shard:
         return self._read[key]
 
     def _gathered(self, part: torch.Tensor) -> torch.Tensor:
-        whole: torch.Tensor = _Gathered.apply(part, self.shape[0])  # type: ignore[no-untyped-call]
+        how = self.shape[0], self.dtype or part.dtype, self.reduced
+        whole: torch.Tensor = _Gathered.apply(part, *how)  # type: ignore[no-untyped-call]
         return whole
 
     def reading(self, once: bool) -> None:
@@ -106,14 +112,18 @@ class Shard:
 
 class _Gathered(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, part: torch.Tensor, rows: int) -> torch.Tensor:
-        ctx.filled = part.shape[0]
-        whole = gathered(part)
+    def forward(
+        ctx: Any, part: torch.Tensor, rows: int, dtype: torch.dtype, reduced: torch.dtype | None
+    ) -> torch.Tensor:
+        ctx.how = part.shape[0], part.dtype, reduced
+        whole = gathered(part.to(dtype))
         return whole if rows == whole.shape[0] else whole[:rows]
 
     @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return scattered_mean(gradient, ctx.filled), None
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
+        filled, dtype, reduced = ctx.how
+        mean = scattered_mean(gradient.to(reduced or gradient.dtype), filled)
+        return mean.to(dtype), None, None, None
 
 
 @contextmanager
@@ -167,11 +177,12 @@ def take_over(model: torch.nn.Module, optimizer: Any, ranks: Ranks) -> dict[int,
     parts: dict[int, torch.nn.Parameter] = {}
     done: dict[int, Shard] = {}
     chosen: dict[torch.nn.Module, dict[str, Shard]] = {}
-    rows = compat.fully_sharded(model)
+    rows, casts = compat.fully_sharded(model), compat.fully_shard_casts(model)
     compat.undo_fully_shard(model)
     for row in rows:
         p = row.parameter
         shard = Shard(p.shape, p.stride(), (ranks.rank, ranks.size), p.device_mesh)
+        shard.dtype, shard.reduced = row.dtype, row.reduced
         parts[id(p)] = part = torch.nn.Parameter(row.part, p.requires_grad)
         done[id(part)] = shard
         for module, name in row.places:
@@ -179,6 +190,8 @@ def take_over(model: torch.nn.Module, optimizer: Any, ranks: Ranks) -> dict[int,
             chosen.setdefault(module, {})[name] = shard
     for module, shards in chosen.items():
         _mark(module, shards)
+    for module, given, result in casts:
+        _cast(module, given, result)
     for one in each(optimizer) if optimizer is not None else ():
         for group in one.param_groups:
             group["params"] = [parts.get(id(p), p) for p in group["params"]]
@@ -186,6 +199,21 @@ def take_over(model: torch.nn.Module, optimizer: Any, ranks: Ranks) -> dict[int,
             part = parts[id(p)]
             one.state[part] = {k: done[id(part)].loaded(t) for k, t in one.state.pop(p).items()}
     return done
+
+
+def _cast(module: torch.nn.Module, given: torch.dtype | None, result: torch.dtype | None) -> None:
+    """Has a module's floating-point inputs and outputs cast, as the policy for mixed precision said."""
+
+    def cast(dtype: torch.dtype | None, tree: Any) -> Any:
+        def one(x: Any) -> Any:
+            return x.to(dtype) if isinstance(x, torch.Tensor) and x.is_floating_point() else x
+
+        return tree if dtype is None else map_leaves(one, tree)
+
+    module.register_forward_pre_hook(
+        lambda _, args, kwargs: (cast(given, args), cast(given, kwargs)), prepend=True, with_kwargs=True
+    )
+    module.register_forward_hook(lambda _, args, out: cast(result, out))
 
 
 def _mark(module: torch.nn.Module, shards: Mapping[str, Shard]) -> None:

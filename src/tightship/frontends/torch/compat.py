@@ -393,6 +393,10 @@ class FullySharded(NamedTuple):
     parameter: Any  # a DTensor
     part: torch.Tensor
     places: tuple[tuple[torch.nn.Module, str], ...]
+    dtype: torch.dtype | None  # that it is gathered in, where that is another one
+    reduced: (
+        torch.dtype | None
+    )  # that its gradient is averaged in, where that is another one than it comes in
 
 
 def _fully_shard_states(model: torch.nn.Module) -> list[tuple[torch.nn.Module, Any]]:
@@ -404,9 +408,6 @@ def fully_shard_options(model: torch.nn.Module) -> list[str]:
     """What of ``fully_shard`` changes numbers or places of a model's parameters, beside dividing their rows."""
     options: dict[str, None] = {}
     for _, state in _fully_shard_states(model):
-        policy = state._mp_policy
-        if any(d is not None for d in (policy.param_dtype, policy.reduce_dtype, policy.output_dtype)):
-            options["mp_policy"] = None
         for group in state._fsdp_param_groups:
             if type(group.offload_policy).__name__ != "OffloadPolicy":
                 options["offload_policy"] = None
@@ -436,7 +437,23 @@ def fully_sharded(model: torch.nn.Module) -> list[FullySharded]:
             places = [(info.module, info.param_name)]
             places += zip(info.shared_modules, info.shared_param_names, strict=True)
             part = one._sharded_param_data.detach().view(one.padded_sharded_param_size)
-            rows.append(FullySharded(one.sharded_param, part, tuple(places)))
+            one.init_dtype_attrs(one.mp_policy)  # as its first forward pass does
+            rows.append(
+                FullySharded(one.sharded_param, part, tuple(places), one.param_dtype, one.reduce_dtype)
+            )
+    return rows
+
+
+def fully_shard_casts(
+    model: torch.nn.Module,
+) -> list[tuple[torch.nn.Module, torch.dtype | None, torch.dtype | None]]:
+    """Modules whose floating-point inputs and outputs ``fully_shard`` casts, and to what."""
+    rows = []
+    for module, state in _fully_shard_states(model):
+        policy = state._mp_policy
+        given = policy.param_dtype if policy.cast_forward_inputs else None
+        if given is not None or policy.output_dtype is not None:
+            rows.append((module, given, policy.output_dtype))
     return rows
 
 
@@ -458,6 +475,22 @@ def undo_fully_shard(model: torch.nn.Module) -> None:
     for module in model.modules():
         for name in ("_is_fsdp_managed_module", "_fsdp_use_orig_params"):
             vars(module).pop(name, None)
+
+
+class _LetGo:
+    """In the place of what DistributedDataParallel sends with."""
+
+    def __getattr__(self, name: str) -> Any:
+        raise Unsupported(
+            "a training step of a DistributedDataParallel that tightship.fit has taken over",
+            "its buckets are no more, so that they take no memory beside the budget",
+            "call the step that fit has returned, or put the module into a new DistributedDataParallel",
+        )
+
+
+def let_go_of_buckets(ddp: Any) -> None:
+    """Frees the buckets of a DistributedDataParallel, a copy of its parameters; it evaluates as before."""
+    ddp.reducer = ddp.logger = _LetGo()
 
 
 def found_infinite(scaler: Any, optimizer: Any) -> list[torch.Tensor]:
