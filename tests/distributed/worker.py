@@ -88,13 +88,13 @@ def planned(budget: str, shard: bool, **options: Any) -> dict[str, Any]:
 
 
 def caught(fn: Callable[[], Any]) -> dict[str, Any]:
-    """The error, and after how many seconds."""
-    start = time.monotonic()
+    """The error, after how many seconds, and when."""
+    start, kind, text = time.monotonic(), "", ""
     try:
         fn()
     except Exception as error:
-        return {"type": type(error).__name__, "text": str(error), "seconds": time.monotonic() - start}
-    return {"type": "", "text": "", "seconds": time.monotonic() - start}
+        kind, text = type(error).__name__, str(error)
+    return {"type": kind, "text": text, "seconds": time.monotonic() - start, "at": time.time()}
 
 
 def replicated(**options: Any) -> Any:

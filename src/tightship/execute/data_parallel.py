@@ -11,7 +11,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterable, Mapping
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, is_dataclass
 from typing import Any
 
 import torch
@@ -62,7 +62,21 @@ def check_together(
         _check(ranks, how, settings, loop, optimizer)
         return module, how
 
-    return check() if ranks is None else ranks.agreed("fit", check, lambda row: str(row[1]))[0]
+    if ranks is None:
+        return check()
+    chosen = {"budget": str(settings.budget)} | {n: str(getattr(loop, n)) for n in _SAME}
+    for one in fields(options) if is_dataclass(options := getattr(settings.planner, "options", None)) else ():
+        chosen[one.name] = str(getattr(options, one.name))
+    found, told = ranks.agreed("fit", check, lambda row: {"parallel": str(row[1]), **chosen})
+    names = [n for n in told[0] if len({row.get(n) for row in told}) > 1]
+    if found[1] is not None and names:
+        texts = [", ".join(f"{n}={row.get(n)}" for n in names) for row in told]
+        raise ranks.differ("fit with other options (give every rank the same)", texts)
+    return found
+
+
+_SAME = ("accumulate", "clip_norm", "clip_value", "skip_nonfinite")
+"""Options of which no rank may have others."""
 
 
 def _as_torch_has_it(

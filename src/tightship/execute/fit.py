@@ -113,33 +113,33 @@ def fit(
     if mode not in ("exact", "compiled"):
         raise BadInput("mode must be 'exact' or 'compiled'", mode, "fit(mode=…)")
     ranks = None if independent else together()
-    if mode == "compiled":
-        _check_compiled(planner, options, verify_every, folder, pinned)
-        if ranks is not None:
-            raise Unsupported(
-                "fit(mode='compiled') on several ranks", "each rank would compile and plan by itself",
-                "leave mode out; for ranks that train models of their own, independent=True",
-            )  # fmt: skip
-    pads = _pads(pad_to)
-    settings = _settings(
-        budget, planner, options, strict=strict, variants=_kinds(variants, pads), cache=cache,
-        seconds_per_op=seconds_per_op, folder=folder, pinned=pinned, progress=progress,
-    )  # fmt: skip
-    _check_verified(verify_every, settings)
-    loop = Loop(accumulate, clip_norm, clip_value, scaler, skip_nonfinite)
-    loop.check()
-    one = as_one(optimizer)
-    if isinstance(one, Several) and scaler is not None:
-        raise Unsupported(
-            "a GradScaler with several optimizers", "it skips each of them by itself",
-            "leave fit's optimizer out (None), and call scaler.step for each after step.backward",
-        )  # fmt: skip
-    kind = TrainStep
-    if mode == "compiled":
-        from tightship.execute.compiled_step import CompiledStep  # here: importing Dynamo takes a second
-
-        kind = CompiledStep
     with ranks.ending_together("fit") if ranks is not None else nullcontext():
+        if mode == "compiled":
+            _check_compiled(planner, options, verify_every, folder, pinned)
+            if ranks is not None:
+                raise Unsupported(
+                    "fit(mode='compiled') on several ranks", "each rank would compile and plan by itself",
+                    "leave mode out; for ranks that train models of their own, independent=True",
+                )  # fmt: skip
+        pads = _pads(pad_to)
+        settings = _settings(
+            budget, planner, options, strict=strict, variants=_kinds(variants, pads), cache=cache,
+            seconds_per_op=seconds_per_op, folder=folder, pinned=pinned, progress=progress,
+        )  # fmt: skip
+        _check_verified(verify_every, settings)
+        loop = Loop(accumulate, clip_norm, clip_value, scaler, skip_nonfinite)
+        loop.check()
+        one = as_one(optimizer)
+        if isinstance(one, Several) and scaler is not None:
+            raise Unsupported(
+                "a GradScaler with several optimizers", "it skips each of them by itself",
+                "leave fit's optimizer out (None), and call scaler.step for each after step.backward",
+            )  # fmt: skip
+        kind = TrainStep
+        if mode == "compiled":
+            from tightship.execute.compiled_step import CompiledStep  # here: importing Dynamo takes a second
+
+            kind = CompiledStep
         module, parallel = check_together(model, ranks, parallel, settings, loop, one)
         step = kind(
             module, loss_fn, one, settings, verify_every,

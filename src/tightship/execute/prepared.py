@@ -154,6 +154,7 @@ class Prepared(NotCopied):
         self._gone: list[str] = []  # kinds that were let go, by the digest of their graph
         self._returned: set[str] = set()
         self._busy = threading.Lock()
+        self._with_others = False  # ranks that run the same plan
         self._process = os.getpid()
         where = {k: settings.measuring.get(k) for k in ("folder", "pinned")}
         self._streams = Streams(model, optimizer, **where)
@@ -351,6 +352,8 @@ class Prepared(NotCopied):
             try:
                 return base, self._plan_within_budget(base.graph, beside, took), None
             except Infeasible as no:
+                if self._with_others:  # splitting and streaming are not for several ranks
+                    raise
                 limit = max((self._limit or 0) - beside, 0)
                 more = advice(captured, limit, allow)
                 if self._identity.trains:

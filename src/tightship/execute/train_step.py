@@ -109,6 +109,8 @@ class TrainStep(TrainVariants):
         streams is in memory for it, beyond the budget, until the next step."""
         with self._exclusive():
             self._bring_back()
+            if full and self.ranks is not None:
+                self.ranks.same("state dicts", lambda: "state_dict(full=True)")
             return saved(self.model, self.optimizer, full=full)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
