@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import json
+import subprocess
+import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -87,3 +91,66 @@ def test_policies_of_mixed_precision_cast_as_torch_does() -> None:
         for policy in row.values():
             same(policy)
             as_planned(policy["fit"]["measure"])
+
+
+FACTORIES = """
+import torch
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+
+def plain():
+    with torch.device("meta"):
+        model = torch.nn.Sequential(torch.nn.Linear(64, 256), torch.nn.GELU(), torch.nn.Linear(256, 64))
+        sample = torch.zeros(32, 64)
+    optimizer = torch.optim.AdamW(model.parameters())
+    return model, lambda m, x: m(x).pow(2).mean(), optimizer, sample
+
+
+def sharded():
+    model, loss, _, sample = plain()
+    mesh = torch.distributed.init_device_mesh("cpu", (torch.distributed.get_world_size(),))
+    fully_shard(model[0], mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    return model, loss, torch.optim.AdamW(model.parameters()), sample
+
+
+def replicated():
+    model = plain()[0].to_empty(device="cpu")
+    return DistributedDataParallel(model), plain()[1], torch.optim.SGD(model.parameters()), torch.zeros(32, 64)
+"""
+
+
+def imagined(folder: Path, source: str, *given: str, verb: str = "plan") -> Any:
+    (folder / "factories.py").write_text(FACTORIES)
+    command = [
+        sys.executable,
+        "-m",
+        "tightship",
+        verb,
+        source if "." in source else f"factories:{source}",
+        *given,
+        "--json",
+    ]
+    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=300)
+    assert done.returncode in (0, 2), done.stderr
+    return json.loads(done.stdout) if not done.returncode else done.stderr
+
+
+def test_one_machine_plans_for_a_rank_of_many(tmp_path: Path) -> None:
+    alone = imagined(tmp_path, "plain")
+    rows = {ranks: imagined(tmp_path, "plain", "--ranks", ranks, "--rank", "1") for ranks in ("2", "64")}
+    batch = 32 * 64 * 4
+    kept = alone["static"] - batch
+    for ranks, row in rows.items():
+        assert row["static"] - batch < kept / int(ranks) * 1.2  # small tensors are filled up
+    assert imagined(tmp_path, "sharded", "--ranks", "64")["peak_after"] == rows["64"]["peak_after"]
+
+
+@pytest.mark.slow
+def test_frontier_and_explain_of_a_rank_and_what_makes_no_sense(tmp_path: Path) -> None:
+    assert imagined(tmp_path, "replicated", "--ranks", "4", verb="explain")
+    assert imagined(tmp_path, "plain", "--ranks", "4", "--points", "2", "--no-peers", verb="frontier")
+    assert "--rank requires --ranks" in imagined(tmp_path, "plain", "--rank", "1")
+    assert "no such rank" in imagined(tmp_path, "plain", "--ranks", "2", "--rank", "2")
+    assert "requires module:factory" in imagined(tmp_path, "factories.json", "--ranks", "2")

@@ -15,19 +15,28 @@ from dataclasses import dataclass, fields, is_dataclass
 from typing import Any
 
 import torch
+from torch import distributed as dist
 
 from tightship.errors import BadInput, Unsupported
 from tightship.execute.parts import Loop
 from tightship.execute.prepared import Settings
 from tightship.execute.ranks import Ranks
-from tightship.execute.shards import read_once, shard_model, shard_optimizer, shards_of, take_over
+from tightship.execute.shards import (
+    average_reads,
+    read_once,
+    shard_model,
+    shard_optimizer,
+    shards_of,
+    take_over,
+)
 from tightship.frontends.torch import compat
 from tightship.frontends.torch.capture.step import check_model
 from tightship.frontends.torch.collectives import average_now, broadcast, summed
 from tightship.frontends.torch.optimizer.updates import each
+from tightship.frontends.torch.structure import LossFn
 from tightship.process_local import NotCopied
 
-__all__ = ["DataParallel", "Replicas", "check_together", "load", "saved"]
+__all__ = ["DataParallel", "Replicas", "check_together", "imagined", "load", "saved"]
 
 _ELEMENTWISE = (
     torch.optim.ASGD, torch.optim.Adadelta, torch.optim.Adagrad, torch.optim.Adam, torch.optim.AdamW,
@@ -167,6 +176,28 @@ def _check_elementwise(optimizer: Any) -> None:
             )  # fmt: skip
 
 
+def imagined(model: Any, optimizer: Any, loss: LossFn | None) -> tuple[torch.nn.Module, LossFn | None]:
+    """A model, and its loss, as one of imagined ranks trains it, for planning alone: in shards, or as torch has made
+    it parallel already. Raises as `check_together`."""
+    module, how = _as_torch_has_it(model, None)
+    check_model(module, hooks=True, shards=True)
+    ranks, done = (dist.get_rank(), dist.get_world_size()), shards_of(module)
+    if compat.distributed_by(module) == "fully_shard":
+        done = take_over(module, optimizer, ranks)
+    elif how is None:
+        done = shard_model(module, ranks)
+    shard_optimizer(optimizer, done)
+    ways = average_reads(module, done)
+    if loss is None:
+        return module, None
+
+    def reading(given: torch.nn.Module, batch: Any) -> Any:
+        with read_once(ways):
+            return loss(given, batch)
+
+    return module, reading
+
+
 class Replicas(NotCopied):
     """What data parallel training does with a model, beside the planned step. At first, all ranks get the parameters
     and buffers of rank 0, but for what is in shards already."""
@@ -176,12 +207,12 @@ class Replicas(NotCopied):
         ranks.same("models (give every rank the same)", lambda: f"a model of {_described(model)}, {parallel}")
         shards = shards_of(model)
         if compat.distributed_by(model) == "fully_shard":
-            shards = take_over(model, optimizer, ranks)
+            shards = take_over(model, optimizer, (ranks.rank, ranks.size))
         elif not shards:
             for t in (*model.parameters(), *model.buffers()):
                 broadcast(t.data)
             if parallel.shard:
-                shards = shard_model(model, ranks)
+                shards = shard_model(model, (ranks.rank, ranks.size))
         shard_optimizer(optimizer, shards)
         names = {id(p): n for n, p in model.named_parameters()}
         self.shards = {names[i]: shard for i, shard in shards.items()}

@@ -75,7 +75,7 @@ def together() -> Ranks | None:
 
     Raises ``BadInput`` if some do not come.
     """
-    if compat.world_size() < 2 or dist.get_backend() == "fake":
+    if compat.world_size() < 2 or compat.imagined_ranks():
         return None
     world = dist.group.WORLD
     if _process.of is not world:

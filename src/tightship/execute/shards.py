@@ -13,18 +13,46 @@ from typing import Any
 
 import torch
 
-from tightship.execute.ranks import Ranks
 from tightship.frontends.torch import compat
-from tightship.frontends.torch.collectives import gathered, scattered_mean
+from tightship.frontends.torch.collectives import averaged, gathered, scattered_mean
 from tightship.frontends.torch.optimizer.updates import each
 from tightship.frontends.torch.structure import map_leaves
 
-__all__ = ["Shard", "read_once", "shard_model", "shard_optimizer", "shards_of", "take_over"]
+__all__ = ["Shard", "average_reads", "read_once", "shard_model", "shard_optimizer", "shards_of", "take_over"]
 
 _MARK = "_tightship_shards"
 
 
-class Shard:
+class Gathering:
+    """How a module reads a parameter."""
+
+    _read: dict[bool, torch.Tensor] | None = None
+
+    def read(self, part: torch.Tensor) -> torch.Tensor:
+        """The parameter. Inside of a step once: its gradients add up before they are sent, as in eager."""
+        if self._read is None:
+            return self._whole(part)
+        key = torch.is_grad_enabled()
+        if key not in self._read:
+            self._read[key] = self._whole(part)
+        return self._read[key]
+
+    def reading(self, once: bool) -> None:
+        self._read = {} if once else None
+
+    def _whole(self, part: torch.Tensor) -> torch.Tensor:
+        raise NotImplementedError
+
+
+class Averaging(Gathering):
+    """Of a whole parameter, whose gradient is averaged as soon as it is there."""
+
+    def _whole(self, part: torch.Tensor) -> torch.Tensor:
+        whole: torch.Tensor = _Averaged.apply(part)  # type: ignore[no-untyped-call]
+        return whole
+
+
+class Shard(Gathering):
     """Which part of a parameter this rank keeps: as `torch.chunk` cuts the first dimension, filled up with zeros to
     the size of the largest part, so that all ranks run the same ops."""
 
@@ -39,7 +67,6 @@ class Shard:
         self.rank, self.size = ranks
         self.rows = -(-self.shape[0] // self.size)
         self.padded = torch.Size((self.rows, *shape[1:]))
-        self._read: dict[bool, torch.Tensor] | None = None
 
     @property
     def own(self) -> int:
@@ -90,24 +117,10 @@ class Shard:
         alike = rows == [0] and t.device_mesh.size() == self.size and local.shape[0] == self.own
         return self.filled(local) if alike else self.part(t.full_tensor())
 
-    # --- reading ---
-
-    def read(self, part: torch.Tensor) -> torch.Tensor:
-        """The parameter. Inside of a step once: its gradients add up before they are sent, as in eager."""
-        if self._read is None:
-            return self._gathered(part)
-        key = torch.is_grad_enabled()
-        if key not in self._read:
-            self._read[key] = self._gathered(part)
-        return self._read[key]
-
-    def _gathered(self, part: torch.Tensor) -> torch.Tensor:
+    def _whole(self, part: torch.Tensor) -> torch.Tensor:
         how = self.shape[0], self.dtype or part.dtype, self.reduced
         whole: torch.Tensor = _Gathered.apply(part, *how)  # type: ignore[no-untyped-call]
         return whole
-
-    def reading(self, once: bool) -> None:
-        self._read = {} if once else None
 
 
 class _Gathered(torch.autograd.Function):
@@ -126,8 +139,18 @@ class _Gathered(torch.autograd.Function):
         return mean.to(dtype), None, None, None
 
 
+class _Averaged(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, whole: torch.Tensor) -> torch.Tensor:
+        return whole.view_as(whole)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        return averaged(gradient, own=False)
+
+
 @contextmanager
-def read_once(shards: Iterable[Shard]) -> Iterator[None]:
+def read_once(shards: Iterable[Gathering]) -> Iterator[None]:
     """Inside, each parameter is gathered once, however often it is read."""
     shards = list(shards)
     for one in shards:
@@ -151,19 +174,20 @@ def _marked(module: torch.nn.Module) -> dict[str, Shard]:
     return getattr(type(module), _MARK, {})
 
 
-def shard_model(model: torch.nn.Module, ranks: Ranks) -> dict[int, Shard]:
-    """Leaves this rank's parts in the parameters, which keep their identity, but for scalars, those with fewer rows
-    than there are ranks, and those of recurrent modules, whose parameters are read in other ways."""
+def shard_model(model: torch.nn.Module, ranks: tuple[int, int]) -> dict[int, Shard]:
+    """Leaves parts in the parameters, which keep their identity, but for scalars, those with fewer rows than there
+    are ranks, and those of recurrent modules, whose parameters are read in other ways. ``ranks``: this one, and how
+    many there are."""
     done: dict[int, Shard] = {}
     for module in list(model.modules()):
         if isinstance(module, torch.nn.RNNBase):
             continue
         chosen = {}
         for name, p in module._parameters.items():
-            if p is None or not p.dim() or p.shape[0] < ranks.size:
+            if p is None or not p.dim() or p.shape[0] < ranks[1]:
                 continue
             if id(p) not in done:
-                done[id(p)] = shard = Shard(p.shape, p.stride(), (ranks.rank, ranks.size))
+                done[id(p)] = shard = Shard(p.shape, p.stride(), ranks)
                 with torch.no_grad():
                     p.data = shard.part(p.data)
             chosen[name] = done[id(p)]
@@ -171,7 +195,7 @@ def shard_model(model: torch.nn.Module, ranks: Ranks) -> dict[int, Shard]:
     return done
 
 
-def take_over(model: torch.nn.Module, optimizer: Any, ranks: Ranks) -> dict[int, Shard]:
+def take_over(model: torch.nn.Module, optimizer: Any, ranks: tuple[int, int]) -> dict[int, Shard]:
     """Parts of a model that ``fully_shard`` has sharded, in the same memory, in the places of its DTensors, in the
     model as in the optimizer; the model is a plain one afterwards."""
     parts: dict[int, torch.nn.Parameter] = {}
@@ -181,7 +205,7 @@ def take_over(model: torch.nn.Module, optimizer: Any, ranks: Ranks) -> dict[int,
     compat.undo_fully_shard(model)
     for row in rows:
         p = row.parameter
-        shard = Shard(p.shape, p.stride(), (ranks.rank, ranks.size), p.device_mesh)
+        shard = Shard(p.shape, p.stride(), ranks, p.device_mesh)
         shard.dtype, shard.reduced = row.dtype, row.reduced
         parts[id(p)] = part = torch.nn.Parameter(row.part, p.requires_grad)
         done[id(part)] = shard
@@ -216,18 +240,31 @@ def _cast(module: torch.nn.Module, given: torch.dtype | None, result: torch.dtyp
     module.register_forward_hook(lambda _, args, out: cast(result, out))
 
 
+def average_reads(model: torch.nn.Module, done: Mapping[int, Shard]) -> list[Gathering]:
+    """Has all parameters that are not in parts averaged where they are read; returns how each parameter is read."""
+    ways: dict[int, Gathering] = dict(done)
+    for module in model.modules():
+        rows = [(n, p) for n, p in module._parameters.items() if p is not None and id(p) not in done]
+        _read_by(module, {n: ways.setdefault(id(p), Averaging()) for n, p in rows if p.requires_grad})
+    return list(ways.values())
+
+
+def _read_by(module: torch.nn.Module, ways: Mapping[str, Gathering], **own: Any) -> None:
+    kind = type(module)
+    names = {n: property(_reader(n, way)) for n, way in ways.items()}
+    own |= {"__module__": kind.__module__, "__qualname__": kind.__qualname__}
+    module.__class__ = type(kind.__name__, (kind,), names | own)
+
+
 def _mark(module: torch.nn.Module, shards: Mapping[str, Shard]) -> None:
     if not shards:
         return
-    kind = type(module)
-    names = {n: property(_reader(n, shard)) for n, shard in shards.items()}
-    own = {"__module__": kind.__module__, "__qualname__": kind.__qualname__, _MARK: dict(shards)}
-    module.__class__ = type(kind.__name__, (kind,), {**names, **own})
+    _read_by(module, shards, **{_MARK: dict(shards)})
     module.register_state_dict_post_hook(_on_save)
     module.register_load_state_dict_pre_hook(_on_load)
 
 
-def _reader(name: str, shard: Shard) -> Any:
+def _reader(name: str, shard: Gathering) -> Any:
     def read(module: torch.nn.Module) -> torch.Tensor:
         part = module._parameters[name]
         assert part is not None

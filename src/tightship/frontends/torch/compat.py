@@ -351,6 +351,21 @@ def world_size() -> int:
     return torch.distributed.get_world_size() if there else 1
 
 
+def imagined_ranks() -> bool:
+    """Whether there are other ranks by name alone, so that nothing is sent."""
+    there = torch.distributed.is_available() and torch.distributed.is_initialized()
+    return there and torch.distributed.get_backend() == "fake"
+
+
+def imagine_ranks(rank: int, size: int) -> None:
+    """Makes this process one of so many ranks, of which there are no others."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    if imagined_ranks():
+        torch.distributed.destroy_process_group()
+    torch.distributed.init_process_group("fake", store=FakeStore(), rank=rank, world_size=size)
+
+
 def process_group(name: str) -> Any:
     """The process group of a name, as functional collectives have it."""
     return torch.distributed.distributed_c10d._resolve_process_group(name)

@@ -240,6 +240,7 @@ class _Capture:
         self.mode = compat.fake_mode_of(tensors) or compat.fake_mode()
         self.device = compat.thinkable(device or "cpu")
         self.tape = Tape()
+        self.tape.repeats = compat.imagined_ranks()  # all of which would run the same plan
         self.tracker = Tracker({m: n for n, m in model.named_modules()})
         self.recorder = Recorder(self.tape, self.mode, self.tracker)
         self.readers = compat_capture.DataReaders(self.recorder.contents)
