@@ -124,5 +124,6 @@ def given_options(chosen: argparse.Namespace) -> dict[str, Any]:
 
 
 def model_options(chosen: argparse.Namespace) -> dict[str, Any]:
-    """What is said of a model's file, by option."""
-    return {name: getattr(chosen, name) for name in ("shape", "fetch", "feed", "views", "in_place")}
+    """What is said of a model, or its file, by option."""
+    names = ("ranks", "rank", "shape", "fetch", "feed", "views", "in_place")
+    return {name: getattr(chosen, name) for name in names}

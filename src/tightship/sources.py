@@ -12,7 +12,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -75,7 +75,7 @@ class ModelStep:
 
         model = module_of(self.model)
         tensors = [*model.parameters(), *model.buffers()]
-        if any(t.is_meta or compat.is_fake(t) for t in tensors):
+        if compat.imagined_ranks() or any(t.is_meta or compat.is_fake(t) for t in tensors):
             return profile.model(program)
         return profile.profile(program, cache=cache, seconds=seconds)
 
@@ -223,6 +223,9 @@ def load_source(text: str, options: Mapping[str, Any] | None = None, *, seconds:
     with it, never anything else."""
     given = {name: value for name, value in (options or {}).items() if value is not None}
     kind = _ENDINGS.get(Path(text).suffix)
+    ranks = {n: given.pop(n) for n in _RANKS if n in given}
+    if ranks and (":" not in text or kind is not None):
+        raise BadInput(f"--{next(iter(ranks))} requires module:factory as SOURCE", place=text)
     if unknown := [n for n in given if kind is None or n not in kind.options]:
         names = ", ".join(f"--{name.replace('_', '-')}" for name in unknown)
         kinds = " or ".join(
@@ -247,22 +250,55 @@ def load_source(text: str, options: Mapping[str, Any] | None = None, *, seconds:
                 "the plan's file does not carry its graph: write it with plan --output", place=text
             )
         return Source(graph, plan)
-    step = load_step(text)
+    step = load_step(text, **ranks)
     with users_code("running the model on its sample", text):
         began = time.perf_counter()
         captured = step.program(seconds=seconds)
     return Source(captured.graph, program=captured, step=step, took=time.perf_counter() - began)
 
 
-def load_step(text: str) -> ModelStep:
-    """The model and what comes with it that ``module:factory`` makes. Raises as `load_source`."""
+def load_step(text: str, **ranks: int) -> ModelStep:
+    """The model and what comes with it that ``module:factory`` makes, of one of the ``ranks`` given (``ranks``,
+    ``rank``). Raises as `load_source`."""
     module, colon, name = text.partition(":")
     if not colon or not module or not name:
         raise BadInput(f"unknown source {text!r}: a source is module:factory, {FILES}; {_RETURNS}")
     factory = _factory(module, name, text)
+    if ranks:
+        _imagine(**ranks)
     with users_code("the factory", text):
         returned = factory()
-    return _step(returned, text)
+    step = _step(returned, text)
+    if ranks:
+        with users_code("dividing the model among ranks", text):
+            step = _divided(step)
+    return step
+
+
+_RANKS = ("ranks", "rank")
+
+
+def _imagine(ranks: int = 0, rank: int = 0) -> None:
+    """Makes this process one of so many ranks, of which there are no others."""
+    need_torch("imagining ranks")
+    from tightship.frontends.torch import compat
+
+    if ranks < 2:
+        raise BadInput("--rank requires --ranks of 2 or more", ranks or None)
+    if not 0 <= rank < ranks:
+        raise BadInput(f"no such rank: of {ranks}, they count from 0 to {ranks - 1}", rank, "--rank")
+    compat.imagine_ranks(rank, ranks)
+
+
+def _divided(step: ModelStep) -> ModelStep:
+    """The step of one rank of those imagined."""
+    from tightship.execute.data_parallel import imagined
+    from tightship.frontends.torch.structure import loss_function
+
+    has_loss = step.loss_fn is not None or step.optimizer is not None
+    loss = loss_function(step.loss_fn, step.sample) if has_loss else None
+    model, loss = imagined(step.model, step.optimizer, loss)
+    return replace(step, model=model, loss_fn=loss)
 
 
 def _factory(module: str, name: str, text: str) -> Any:

@@ -2,47 +2,9 @@
 
 from __future__ import annotations
 
-import json
-import os
-import socket
-import subprocess
-import sys
-from pathlib import Path
-from typing import Any
-
 import pytest
 
-WORKER = Path(__file__).with_name("worker.py")
-
-Rows = dict[str, list[Any]]
-
-
-def run(*scenarios: str, ranks: int = 2, ends: tuple[int, ...] = (0, 0)) -> Rows:
-    """What each rank has answered, by scenario."""
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        port = s.getsockname()[1]
-    env = os.environ | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(ranks)}
-    command = [sys.executable, "-W", "ignore", str(WORKER), *scenarios]
-    processes = [
-        subprocess.Popen(
-            command, env=env | {"RANK": str(r)}, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE
-        )
-        for r in range(ranks)
-    ]
-    try:
-        said = [p.communicate(timeout=300) for p in processes]
-    finally:
-        for p in processes:
-            p.kill()
-    assert tuple(p.returncode for p in processes) == ends, "\n".join(err[-3000:] for _, err in said)
-    rows: Rows = {name: [] for name in scenarios}
-    for out, _ in said:
-        for line in out.splitlines():
-            name, row = json.loads(line)
-            rows[name].append(row)
-    return rows
-
+from support.ranks import Rows, as_planned, run
 
 TOGETHER = (
     "ddp", "whole_40", "sharded_40", "infeasible", "raising_code", "other_rows", "other_models", "other_parameters",
@@ -53,12 +15,6 @@ TOGETHER = (
 @pytest.fixture(scope="module")
 def rows() -> Rows:
     return run(*TOGETHER)
-
-
-def as_planned(row: dict[str, Any]) -> None:
-    assert row["measured_peak"] == row["planned_peak"] == row["process_peak"]
-    assert row["measured_peak"] <= row["budget"]
-    assert row["misses"] == 0
 
 
 @pytest.mark.parametrize("how", ["whole_40", "sharded_40"])
@@ -118,7 +74,7 @@ def test_steps_that_do_not_match_are_refused_before_anything_is_sent(rows: Rows,
     assert "rank 1" in a["text"]
 
 
-@pytest.mark.parametrize("how", ["fully_shard", "DTensor", "DDP", "Adafactor"])
+@pytest.mark.parametrize("how", ["DTensor", "Adafactor"])
 def test_what_does_not_go_together_with_shards_is_refused_with_what_to_do(rows: Rows, how: str) -> None:
     for row in rows["refused"]:
         assert row[how]["type"] == "Unsupported"

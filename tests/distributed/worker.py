@@ -88,13 +88,13 @@ def planned(budget: str, shard: bool, **options: Any) -> dict[str, Any]:
 
 
 def caught(fn: Callable[[], Any]) -> dict[str, Any]:
-    """The error, and after how many seconds."""
-    start = time.monotonic()
+    """The error, after how many seconds, and when."""
+    start, kind, text = time.monotonic(), "", ""
     try:
         fn()
     except Exception as error:
-        return {"type": type(error).__name__, "text": str(error), "seconds": time.monotonic() - start}
-    return {"type": "", "text": "", "seconds": time.monotonic() - start}
+        kind, text = type(error).__name__, str(error)
+    return {"type": kind, "text": text, "seconds": time.monotonic() - start, "at": time.time()}
 
 
 def replicated(**options: Any) -> Any:
@@ -246,18 +246,11 @@ def other_parameters() -> Any:
 def refused() -> Any:
     """Models that torch itself has distributed."""
     from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import fully_shard
     from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    sharded, parallel = model(), model()
-    fully_shard(sharded, mesh=mesh)
-    parallelize_module(parallel, mesh, {"0": ColwiseParallel()})
-    models = {
-        "fully_shard": sharded,
-        "DTensor": parallel,
-        "DDP": torch.nn.parallel.DistributedDataParallel(model()),
-    }
+    parallel = parallelize_module(model(), mesh, {"0": ColwiseParallel()})
+    models = {"DTensor": parallel}
     rows = {
         n: caught(lambda m=m: tightship.fit(m, loss_of, adamw(m), batches()[0])) for n, m in models.items()
     }
@@ -355,11 +348,15 @@ def killed() -> Any:
     return caught(lambda: step(batches()[1]))
 
 
-if __name__ == "__main__":
+def main(scenarios: dict[str, Any]) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     for name in sys.argv[1:]:
         start = time.monotonic()
-        print(json.dumps([name, globals()[name]()]), flush=True)
+        print(json.dumps([name, scenarios[name]()]), flush=True)
         print(f"{name}: {time.monotonic() - start:.2f} s", file=sys.stderr)
     os._exit(0)  # a rank may be gone, and the others' groups with it
+
+
+if __name__ == "__main__":
+    main(globals())

@@ -408,7 +408,7 @@ def test_steps_under_anomaly_detection_are_eagers(kept, more):
     for k, batch in enumerate(rows):
         loss_fn(model, batch).backward()
         if (k + 1) % loop.accumulate == 0:
-            loop.clipped(list(model.parameters()))
+            loop.clipped(dict(model.named_parameters()))
             optimizer.step()
             optimizer.zero_grad()
     torch.manual_seed(2)

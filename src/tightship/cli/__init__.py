@@ -97,6 +97,9 @@ _ARGUMENTS = {
         "identity (to the host's device) (default: copy)", choices=("copy", "identity")),
     "out": _argument("--out", "DIR", "where plans and pictures go", default="demo-out"),
     "steps": _argument("--steps", "N", "training steps of each model, at least 5", type=int, default=12),
+    "ranks": _argument("--ranks", "N", "of module:factory: one of so many ranks that train the model in shards (or "
+        "as torch has made it parallel), all imagined: nothing is run or sent", type=int),
+    "rank": _argument("--rank", "R", "which of --ranks (default: 0)", type=int),
     "shape": _argument("--shape", "NAME=N,…", "of a model.onnx or a graph.pb: sizes of symbolic dimensions, such as "
         "batch=4,seq=128, or of a value, such as x=1x3x224x224", action="append"),
     "fetch": _argument("--fetch", "NAME,…", "of a graph.pb: nodes that are run; what they do not need is left out "
@@ -111,7 +114,7 @@ _ARGUMENTS = {
 }  # fmt: skip
 """Every argument of every verb; those that differ between verbs by more than their place stand here twice."""
 
-_MODEL = ("shape", "fetch", "feed", "views", "in-place")
+_MODEL = ("ranks", "rank", "shape", "fetch", "feed", "views", "in-place")
 
 
 @dataclass(frozen=True)

@@ -9,27 +9,34 @@ the step, which a plan moves, frees and (gathers) repeats like any other.
 from __future__ import annotations
 
 import hashlib
-import re
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, fields, is_dataclass
 from typing import Any
 
 import torch
-from torch.nn.utils import parametrize
+from torch import distributed as dist
 
 from tightship.errors import BadInput, Unsupported
 from tightship.execute.parts import Loop
 from tightship.execute.prepared import Settings
 from tightship.execute.ranks import Ranks
+from tightship.execute.shards import (
+    average_reads,
+    read_once,
+    shard_model,
+    shard_optimizer,
+    shards_of,
+    take_over,
+)
+from tightship.frontends.torch import compat
 from tightship.frontends.torch.capture.step import check_model
-from tightship.frontends.torch.collectives import average_now, broadcast, gathered, scattered_mean
+from tightship.frontends.torch.collectives import average_now, broadcast, summed
 from tightship.frontends.torch.optimizer.updates import each
+from tightship.frontends.torch.structure import LossFn
 from tightship.process_local import NotCopied
 
-__all__ = ["DataParallel", "Replicas", "check_together", "load", "saved"]
-
-_INSIDE = (torch.nn.RNNBase, torch.nn.ParameterList, torch.nn.ParameterDict)
-"""Modules whose parameters are read otherwise than as attributes: they stay whole."""
+__all__ = ["DataParallel", "Replicas", "check_together", "imagined", "load", "saved"]
 
 _ELEMENTWISE = (
     torch.optim.ASGD, torch.optim.Adadelta, torch.optim.Adagrad, torch.optim.Adam, torch.optim.AdamW,
@@ -51,23 +58,97 @@ class DataParallel:
 
 
 def check_together(
-    model: torch.nn.Module, ranks: Ranks | None, parallel: object, settings: Settings, loop: Loop, optimizer: Any
-) -> None:  # fmt: skip
-    """Raises ``BadInput`` and ``Unsupported`` for what does not go together with other ranks, or without them."""
+    model: Any, ranks: Ranks | None, parallel: object, settings: Settings, loop: Loop, optimizer: Any
+) -> tuple[torch.nn.Module, DataParallel | None]:  # fmt: skip
+    """The model to train and how, which may follow from what torch has made of the model. Raises ``BadInput`` and
+    ``Unsupported`` for what does not go together with other ranks, or without them."""
 
-    def check() -> None:
-        check_model(model, hooks=True)
-        _check(ranks, parallel, settings, loop, optimizer)
+    def check() -> tuple[torch.nn.Module, DataParallel | None]:
+        if parallel is not None and not isinstance(parallel, DataParallel):
+            raise BadInput("parallel= is no tightship.DataParallel", type(parallel).__name__, "fit")
+        module, how = _as_torch_has_it(model, parallel) if ranks is not None else (model, parallel)
+        check_model(module, hooks=True, shards=ranks is not None)
+        _check(ranks, how, settings, loop, optimizer)
+        return module, how
 
     if ranks is None:
-        check()
-    else:
-        ranks.agreed("fit", check, lambda none: none)
+        return check()
+    chosen = {"budget": str(settings.budget)} | {n: str(getattr(loop, n)) for n in _SAME}
+    for one in fields(options) if is_dataclass(options := getattr(settings.planner, "options", None)) else ():
+        chosen[one.name] = str(getattr(options, one.name))
+    found, told = ranks.agreed("fit", check, lambda row: {"parallel": str(row[1]), **chosen})
+    names = [n for n in told[0] if len({row.get(n) for row in told}) > 1]
+    if found[1] is not None and names:
+        texts = [", ".join(f"{n}={row.get(n)}" for n in names) for row in told]
+        raise ranks.differ("fit with other options (give every rank the same)", texts)
+    return found
 
 
-def _check(ranks: Ranks | None, parallel: object, settings: Settings, loop: Loop, optimizer: Any) -> None:
-    if parallel is not None and not isinstance(parallel, DataParallel):
-        raise BadInput("parallel= is no tightship.DataParallel", type(parallel).__name__, "fit")
+_SAME = ("accumulate", "clip_norm", "clip_value", "skip_nonfinite")
+"""Options of which no rank may have others."""
+
+
+def _as_torch_has_it(
+    model: Any, parallel: DataParallel | None
+) -> tuple[torch.nn.Module, DataParallel | None]:
+    """What DistributedDataParallel or ``fully_shard`` have been told holds for the step, which runs none of their
+    hooks."""
+    if isinstance(model, torch.nn.parallel.DistributedDataParallel):
+        return _from_ddp(model, parallel)
+    if not isinstance(model, torch.nn.Module):
+        return model, parallel
+    if compat.distributed_by(model) == "fully_shard":
+        return model, _from_fully_shard(model, parallel)
+    if parallel is None and shards_of(model):
+        return model, DataParallel(shard=True, buffers=False)
+    return model, parallel
+
+
+def _from_ddp(ddp: Any, parallel: DataParallel | None) -> tuple[torch.nn.Module, DataParallel]:
+    if parallel is not None and parallel.shard:
+        raise BadInput(
+            "a model in DistributedDataParallel has all parameters on all ranks: give fit its .module, or "
+            "leave parallel out", parallel, "fit(parallel=…)",
+        )  # fmt: skip
+    if options := compat.own_ddp_options(ddp):
+        raise Unsupported(
+            f"a model in DistributedDataParallel with {', '.join(options)}",
+            "fit averages gradients over all ranks itself, in their own type",
+            "leave that out, or give fit its .module and parallel=tightship.DataParallel()",
+        )  # fmt: skip
+    return ddp.module, parallel or DataParallel(buffers=ddp.broadcast_buffers)
+
+
+def _from_fully_shard(model: torch.nn.Module, parallel: DataParallel | None) -> DataParallel:
+    if parallel is not None and not parallel.shard:
+        rule = "a model in fully_shard has its parameters in shards: leave parallel out, or fully_shard on one rank"
+        raise BadInput(rule, parallel, "fit(parallel=…)")
+    instead = "leave that out, or give fit the plain model and parallel=tightship.DataParallel(shard=True)"
+    if options := compat.fully_shard_options(model):
+        why = (
+            "fit divides the rows of parameters among all ranks, gathers and averages them in their own type"
+        )
+        raise Unsupported(f"a model in fully_shard with {', '.join(options)}", why, instead)
+    trained = [n for n, p in model.named_parameters() if p.requires_grad and not hasattr(p, "placements")]
+    if trained:
+        raise Unsupported(
+            f"the parameter {trained[0]!r}, which fully_shard has left out ({len(trained)} in all),",
+            "its gradients would differ between ranks",
+            "call fully_shard on the whole model last, or freeze it (requires_grad_(False))",
+        )  # fmt: skip
+    recurrent = next((n for n, m in model.named_modules() if isinstance(m, torch.nn.RNNBase)), None)
+    if recurrent is not None:
+        raise Unsupported(
+            f"the recurrent module {recurrent!r} in fully_shard",
+            "it holds its parameters in a list beside its attributes",
+            "give fit the plain model and parallel=tightship.DataParallel(shard=True), which keeps it whole",
+        )  # fmt: skip
+    return parallel or DataParallel(shard=True, buffers=False)
+
+
+def _check(
+    ranks: Ranks | None, parallel: DataParallel | None, settings: Settings, loop: Loop, optimizer: Any
+) -> None:
     if parallel is not None and ranks is None:
         rule = "parallel= trains one model on several ranks, and there is one: call init_process_group under torchrun"
         raise BadInput(rule, place="fit")
@@ -81,16 +162,7 @@ def _check(ranks: Ranks | None, parallel: object, settings: Settings, loop: Loop
             "streaming on several ranks", "one rank plans for all, and what streams is not told",
             "leave stream out of allow; parallel=DataParallel(shard=True) divides what is static among ranks",
         )  # fmt: skip
-    if (
-        parallel is not None
-        and parallel.shard
-        and (loop.clip_norm is not None or loop.skip_nonfinite or loop.scaler)
-    ):
-        raise Unsupported(
-            "clip_norm, skip_nonfinite or a scaler with sharded parameters", "a rank has the norm of its parts alone",
-            "train with DataParallel(shard=False), or clip by value",
-        )  # fmt: skip
-    if isinstance(parallel, DataParallel) and parallel.shard:
+    if parallel is not None and parallel.shard:
         _check_elementwise(optimizer)
 
 
@@ -104,20 +176,48 @@ def _check_elementwise(optimizer: Any) -> None:
             )  # fmt: skip
 
 
+def imagined(model: Any, optimizer: Any, loss: LossFn | None) -> tuple[torch.nn.Module, LossFn | None]:
+    """A model, and its loss, as one of imagined ranks trains it, for planning alone: in shards, or as torch has made
+    it parallel already. Raises as `check_together`."""
+    module, how = _as_torch_has_it(model, None)
+    check_model(module, hooks=True, shards=True)
+    ranks, done = (dist.get_rank(), dist.get_world_size()), shards_of(module)
+    if compat.distributed_by(module) == "fully_shard":
+        done = take_over(module, optimizer, ranks)
+    elif how is None:
+        done = shard_model(module, ranks)
+    shard_optimizer(optimizer, done)
+    ways = average_reads(module, done)
+    if loss is None:
+        return module, None
+
+    def reading(given: torch.nn.Module, batch: Any) -> Any:
+        with read_once(ways):
+            return loss(given, batch)
+
+    return module, reading
+
+
 class Replicas(NotCopied):
     """What data parallel training does with a model, beside the planned step. At first, all ranks get the parameters
-    and buffers of rank 0."""
+    and buffers of rank 0, but for what is in shards already."""
 
     def __init__(self, model: torch.nn.Module, optimizer: Any, parallel: DataParallel, ranks: Ranks) -> None:
         self.model, self.parallel = model, parallel
         ranks.same("models (give every rank the same)", lambda: f"a model of {_described(model)}, {parallel}")
-        for t in (*model.parameters(), *model.buffers()):
-            broadcast(t.data)
-        self.shards: dict[str, Shard] = {}
-        if parallel.shard:
-            self._shard(optimizer, ranks)
-        names = {n for n, p in model.named_parameters() if p.requires_grad}
-        self.averaged = frozenset(names - set(self.shards))
+        shards = shards_of(model)
+        if compat.distributed_by(model) == "fully_shard":
+            shards = take_over(model, optimizer, (ranks.rank, ranks.size))
+        elif not shards:
+            for t in (*model.parameters(), *model.buffers()):
+                broadcast(t.data)
+            if parallel.shard:
+                shards = shard_model(model, (ranks.rank, ranks.size))
+        shard_optimizer(optimizer, shards)
+        names = {id(p): n for n, p in model.named_parameters()}
+        self.shards = {names[i]: shard for i, shard in shards.items()}
+        trained = {n for n, p in model.named_parameters() if p.requires_grad}
+        self.averaged = frozenset(trained - set(self.shards))
 
     def synchronize(self) -> None:
         """Buffers are those of rank 0."""
@@ -130,92 +230,24 @@ class Replicas(NotCopied):
             if n in self.averaged and p.grad is not None:
                 average_now(p.grad)
 
-    # --- shards ---
+    def read_once(self) -> AbstractContextManager[None]:
+        """Inside, each parameter is gathered once, however often the code reads it."""
+        return read_once(self.shards.values())
 
-    def _shard(self, optimizer: Any, ranks: Ranks) -> None:
-        done: dict[int, Shard] = {}
-        for module in list(self.model.modules()):
-            if isinstance(module, _INSIDE):
-                continue
-            for name, p in list(module._parameters.items()):
-                if p is None or not p.dim() or p.shape[0] < ranks.size:
-                    continue
-                if id(p) not in done:
-                    done[id(p)] = Shard(p, ranks)
-                parametrize.register_parametrization(module, name, _Gather(done[id(p)]), unsafe=True)
-        for one in each(optimizer) if optimizer is not None else ():
-            for p, state in one.state.items():
-                shard = done.get(id(p))
-                if shard is None:
-                    continue
-                for k, t in state.items():
-                    if isinstance(t, torch.Tensor) and t.shape == shard.shape:
-                        state[k] = shard.part(t)
-        names = {id(p): n for n, p in self.model.named_parameters()}
-        self.shards = {names[i]: shard for i, shard in done.items()}
+    def norm(self, gradients: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        """The norm of all gradients, as ``get_total_norm`` of torch has it for DTensors: that of each over all
+        ranks, then that of these. What fills parts up counts as the zeros that it is."""
+        norms = dict(zip(gradients, torch._foreach_norm(list(gradients.values())), strict=True))
+        parts = [n for n in norms if n in self.shards]
+        if parts:
+            squares = summed(torch.stack([norms[n] for n in parts]) ** 2.0)
+            norms |= dict(zip(parts, (squares**0.5).unbind(), strict=True))
+        return torch.linalg.vector_norm(torch.stack(list(norms.values())))
 
-
-class Shard:
-    """Which part of a parameter this rank keeps: as `torch.chunk` cuts the first dimension, filled up with zeros to
-    the size of the largest part, so that all ranks run the same ops. The parameter keeps its identity."""
-
-    def __init__(self, parameter: torch.nn.Parameter, ranks: Ranks) -> None:
-        self.shape, self.rank, self.size = parameter.shape, ranks.rank, ranks.size
-        self.stride = parameter.stride()
-        self.rows = -(-self.shape[0] // self.size)
-        with torch.no_grad():
-            parameter.data = self.part(parameter.data)
-
-    @property
-    def own(self) -> int:
-        """Rows of this rank's part that are the parameter's."""
-        return max(0, min(self.rows, self.shape[0] - self.rank * self.rows))
-
-    def part(self, whole: torch.Tensor) -> torch.Tensor:
-        """This rank's part of a tensor like the parameter, in memory of its own."""
-        made = whole.new_zeros((self.rows, *self.shape[1:]))
-        start = self.rank * self.rows
-        made[: self.own].copy_(whole[start : start + self.own])
-        return made
-
-    def whole(self, part: torch.Tensor) -> torch.Tensor:
-        """All parts, which every rank gives."""
-        return gathered(part.detach())[: self.shape[0]]
-
-    def distributed(self, part: torch.Tensor) -> Any:
-        """The part, without what fills it up, as torch's own sharded tensor."""
-        from torch.distributed.device_mesh import init_device_mesh
-        from torch.distributed.tensor import DTensor, Shard
-
-        mesh = init_device_mesh(part.device.type, (self.size,))
-        own = part.detach()[: self.own]
-        return DTensor.from_local(
-            own, mesh, [Shard(0)], run_check=False, shape=self.shape, stride=self.stride
-        )
-
-
-class _Gather(torch.nn.Module):
-    """A parameter, from the parts of all ranks, and its gradient to the part of this one."""
-
-    def __init__(self, shard: Shard) -> None:
-        super().__init__()
-        self.rows = shard.shape[0]
-
-    def forward(self, part: torch.Tensor) -> torch.Tensor:
-        whole: torch.Tensor = _Gathered.apply(part, self.rows)  # type: ignore[no-untyped-call]
-        return whole
-
-
-class _Gathered(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, part: torch.Tensor, rows: int) -> torch.Tensor:
-        ctx.filled = part.shape[0]
-        whole = gathered(part)
-        return whole if rows == whole.shape[0] else whole[:rows]
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return scattered_mean(gradient, ctx.filled), None
+    def agree_finite(self, scaler: Any, optimizer: Any) -> None:
+        """After ``scaler.unscale_``: a gradient that is not finite on one rank is so on all."""
+        for found in compat.found_infinite(scaler, optimizer) if self.shards else ():
+            found.copy_(summed(found))
 
 
 def _described(model: torch.nn.Module) -> str:
@@ -230,25 +262,25 @@ def _described(model: torch.nn.Module) -> str:
 _MUCH = 1 << 26
 """Bytes of state that are loaded at a time, where they do not stay in memory."""
 
-_PART = re.compile(r"parametrizations\.(\w+)\.original$")
 
-
-def saved(model: torch.nn.Module, optimizer: Any, replicas: Replicas | None, *, full: bool) -> dict[str, Any]:
-    """``{"model": …, "optimizer": …}`` by the model's names without its shards: as ``torch.distributed.checkpoint``
-    takes them. Shards are DTensors, or ``full`` tensors, which every rank then helps to put together."""
-    shards = _shards_by_id(model, replicas)
+def saved(model: torch.nn.Module, optimizer: Any, *, full: bool) -> dict[str, Any]:
+    """``{"model": …, "optimizer": …}`` by the model's names: as ``torch.distributed.checkpoint`` takes them. Shards
+    are DTensors, or ``full`` tensors, which every rank then helps to put together."""
+    shards = shards_of(model)
 
     def given(p: Any, t: Any) -> Any:
         shard = shards.get(id(p))
-        if shard is None or not isinstance(t, torch.Tensor) or t.shape != (shard.rows, *shard.shape[1:]):
+        if shard is None or not shard.is_part(t):
             return t
         return shard.whole(t) if full else shard.distributed(t)
 
     parameters = dict(model.named_parameters(remove_duplicate=False))
-    values = {_PART.sub(r"\1", n): given(parameters.get(n), t) for n, t in model.state_dict().items()}
+    values = dict(model.state_dict())
+    if full:
+        values |= {n: given(p, p.detach()) for n, p in parameters.items() if id(p) in shards and n in values}
     if optimizer is None:
         return {"model": values}
-    names = {id(p): _PART.sub(r"\1", n) for n, p in model.named_parameters()}
+    names = {id(p): n for n, p in model.named_parameters()}
     rows = [
         {
             "state": {names[id(p)]: {k: given(p, t) for k, t in x.items()} for p, x in one.state.items()},
@@ -263,48 +295,34 @@ def saved(model: torch.nn.Module, optimizer: Any, replicas: Replicas | None, *, 
 
 
 def load(
-    model: torch.nn.Module, optimizer: Any, replicas: Replicas | None, state: Mapping[str, Any],
+    model: torch.nn.Module,
+    optimizer: Any,
+    state: Mapping[str, Any],
     loaded: Callable[[], None] = lambda: None,
-) -> None:  # fmt: skip
+) -> None:
     """Takes over what `saved` has given, in place, from whole tensors or DTensors. ``loaded`` is called
     whenever much of it is there."""
-    shards = _shards_by_id(model, replicas)
-
-    def mine(p: Any, t: Any) -> Any:
-        shard = shards.get(id(p))
-        t = t.full_tensor() if hasattr(t, "full_tensor") else t
-        return (
-            shard.part(t)
-            if shard is not None and isinstance(t, torch.Tensor) and t.shape == shard.shape
-            else t
-        )
-
-    parameters = dict(model.named_parameters(remove_duplicate=False))
-    known = {_PART.sub(r"\1", n): n for n in model.state_dict()}
-    if known.keys() != state["model"].keys():
-        names = sorted(known.keys() ^ state["model"].keys())
+    shards = shards_of(model)
+    known = model.state_dict().keys()
+    if known != state["model"].keys():
+        names = sorted(known ^ state["model"].keys())
         raise BadInput("the state is of a model with other names", names[:4], "load_state_dict")
-    model.load_state_dict({n: mine(parameters.get(n), state["model"][m]) for m, n in known.items()})
+    model.load_state_dict(state["model"])
     if optimizer is None:
         return
-    owners = {_PART.sub(r"\1", n): p for n, p in model.named_parameters()}
+    owners = dict(model.named_parameters())
     rows = state["optimizer"] if isinstance(state["optimizer"], list) else [state["optimizer"]]
     for one, row in zip(each(optimizer), rows, strict=True):
         one.state.clear()
         fresh = 0
         for n, x in row["state"].items():
             p = owners[n]
-            copied = {k: mine(p, t) for k, t in x.items()}
-            one.state[p] = {k: t.clone() if isinstance(t, torch.Tensor) else t for k, t in copied.items()}
-            fresh += sum(t.nbytes for t in copied.values() if isinstance(t, torch.Tensor))
+            shard = shards.get(id(p))
+            mine = {k: t if shard is None else shard.loaded(t) for k, t in x.items()}
+            one.state[p] = {k: t.clone() if isinstance(t, torch.Tensor) else t for k, t in mine.items()}
+            fresh += sum(t.nbytes for t in mine.values() if isinstance(t, torch.Tensor))
             if fresh >= _MUCH:
                 loaded()
                 fresh = 0
         for group, given in zip(one.param_groups, row["param_groups"], strict=True):
             group.update({k: v for k, v in given.items() if k != "params"})
-
-
-def _shards_by_id(model: torch.nn.Module, replicas: Replicas | None) -> dict[int, Shard]:
-    if replicas is None:
-        return {}
-    return {id(p): replicas.shards[n] for n, p in model.named_parameters() if n in replicas.shards}

@@ -104,7 +104,7 @@ def run_eager(
             if n in ending.averaged and p.grad is not None:
                 average_now(p.grad)
         if not ending.leaves and ending.clip is not None:
-            ending.clip([p for p in parameters.values() if p.grad is not None])
+            ending.clip({n: p for n, p in parameters.items() if p.grad is not None})
         if not ending.leaves and twin is not None:
             compat.plain_step(type(twin))(twin)
             twin.zero_grad()

@@ -27,6 +27,7 @@ from tightship.execute.prepared import (
 from tightship.execute.ranks import together
 from tightship.execute.stream import is_about
 from tightship.execute.train_step import TrainStep
+from tightship.frontends.torch import compat
 from tightship.frontends.torch.optimizer.updates import Several, as_one
 from tightship.frontends.torch.structure import (
     Pad,
@@ -91,7 +92,8 @@ def fit(
     pinned memory instead, and to files only what is beyond ``pinned`` of it (bytes or text such as ``8GiB``), if that
     is said. ``independent``: in a world of several ranks each trains a model of its own; without, a step that has no
     collective is refused there. ``parallel``: all ranks train this model, each on batches of its own
-    (`DataParallel`). All ranks call ``fit`` and each step together; one that fails ends all (``PeerFailed``).
+    (`DataParallel`); a model in ``DistributedDataParallel`` or of ``fully_shard`` says that by itself, and none of
+    its hooks run. All ranks call ``fit`` and each step together; one that fails ends all (``PeerFailed``).
 
     With ``accumulate=k`` each call takes one batch, and every k-th updates with the sum of the gradients (divide the
     loss by k, as in eager). ``clip_norm`` and ``clip_value`` clip the gradients of the optimizer's parameters as
@@ -121,41 +123,43 @@ def fit(
     if mode not in ("exact", "compiled"):
         raise BadInput("mode must be 'exact' or 'compiled'", mode, "fit(mode=…)")
     ranks = None if independent else together()
-    if mode == "compiled":
-        _check_compiled(planner, options, verify_every, folder, pinned)
-        if ranks is not None:
-            raise Unsupported(
-                "fit(mode='compiled') on several ranks", "each rank would compile and plan by itself",
-                "leave mode out; for ranks that train models of their own, independent=True",
-            )  # fmt: skip
-    pads = _pads(pad_to)
-    settings = _settings(
-        budget, planner, options, strict=strict, variants=_kinds(variants, pads), cache=cache,
-        seconds_per_op=seconds_per_op, folder=folder, pinned=pinned, progress=progress,
-    )  # fmt: skip
-    _check_verified(verify_every, settings)
-    _check_stream_hints(settings, model)
-    loop = Loop(accumulate, clip_norm, clip_value, scaler, skip_nonfinite)
-    loop.check()
-    one = as_one(optimizer)
-    if isinstance(one, Several) and scaler is not None:
-        raise Unsupported(
-            "a GradScaler with several optimizers", "it skips each of them by itself",
-            "leave fit's optimizer out (None), and call scaler.step for each after step.backward",
-        )  # fmt: skip
-    kind = TrainStep
-    if mode == "compiled":
-        from tightship.execute.compiled_step import CompiledStep  # here: importing Dynamo takes a second
-
-        kind = CompiledStep
     with ranks.ending_together("fit") if ranks is not None else nullcontext():
-        check_together(model, ranks, parallel, settings, loop, one)
+        if mode == "compiled":
+            _check_compiled(planner, options, verify_every, folder, pinned)
+            if ranks is not None:
+                raise Unsupported(
+                    "fit(mode='compiled') on several ranks", "each rank would compile and plan by itself",
+                    "leave mode out; for ranks that train models of their own, independent=True",
+                )  # fmt: skip
+        pads = _pads(pad_to)
+        settings = _settings(
+            budget, planner, options, strict=strict, variants=_kinds(variants, pads), cache=cache,
+            seconds_per_op=seconds_per_op, folder=folder, pinned=pinned, progress=progress,
+        )  # fmt: skip
+        _check_verified(verify_every, settings)
+        _check_stream_hints(settings, model)
+        loop = Loop(accumulate, clip_norm, clip_value, scaler, skip_nonfinite)
+        loop.check()
+        one = as_one(optimizer)
+        if isinstance(one, Several) and scaler is not None:
+            raise Unsupported(
+                "a GradScaler with several optimizers", "it skips each of them by itself",
+                "leave fit's optimizer out (None), and call scaler.step for each after step.backward",
+            )  # fmt: skip
+        kind = TrainStep
+        if mode == "compiled":
+            from tightship.execute.compiled_step import CompiledStep  # here: importing Dynamo takes a second
+
+            kind = CompiledStep
+        module, parallel = check_together(model, ranks, parallel, settings, loop, one)
         step = kind(
-            model, loss_fn, one, settings, verify_every,
+            module, loss_fn, one, settings, verify_every,
             independent=independent, loop=loop, split=split, pads=pads, ranks=ranks, parallel=parallel,
         )  # fmt: skip
         if prepare:
             step._prepared(step._filled(sample_batch, largest=True), 4)
+    if module is not model:
+        compat.let_go_of_buckets(model)
     return step
 
 

@@ -3,7 +3,7 @@ depends on of gradients that are there, and what the parts of a step have used."
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,6 +30,8 @@ class Loop:
     clip_value: float | None = None
     scaler: Any = None
     skip_nonfinite: bool = False
+    total_norm: Callable[[Mapping[str, torch.Tensor]], torch.Tensor] | None = None
+    """Of gradients by name, where each rank has parts of them; otherwise torch's."""
 
     def check(self) -> None:
         if type(self.accumulate) is not int or self.accumulate < 1:
@@ -51,19 +53,22 @@ class Loop:
     def clips(self) -> bool:
         return self.clip_norm is not None or self.clip_value is not None
 
-    def norm(self, parameters: list[torch.Tensor]) -> torch.Tensor | None:
+    def norm(self, parameters: Mapping[str, torch.Tensor]) -> torch.Tensor | None:
         """The norm of their gradients, where it is asked for."""
         if self.clip_norm is None and not self.skip_nonfinite:
             return None
-        return torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
+        gradients = {n: p.grad for n, p in parameters.items() if p.grad is not None}
+        if self.total_norm is not None:
+            return self.total_norm(gradients)
+        return torch.nn.utils.get_total_norm(list(gradients.values()))
 
-    def clip(self, parameters: list[torch.Tensor], norm: torch.Tensor | None) -> None:
+    def clip(self, parameters: Mapping[str, torch.Tensor], norm: torch.Tensor | None) -> None:
         if self.clip_norm is not None and norm is not None:
-            torch.nn.utils.clip_grads_with_norm_(parameters, self.clip_norm, norm)
+            torch.nn.utils.clip_grads_with_norm_(list(parameters.values()), self.clip_norm, norm)
         if self.clip_value is not None:
-            torch.nn.utils.clip_grad_value_(parameters, self.clip_value)
+            torch.nn.utils.clip_grad_value_(list(parameters.values()), self.clip_value)
 
-    def clipped(self, parameters: list[torch.Tensor]) -> torch.Tensor | None:
+    def clipped(self, parameters: Mapping[str, torch.Tensor]) -> torch.Tensor | None:
         norm = self.norm(parameters)
         self.clip(parameters, norm)
         return norm

@@ -159,6 +159,7 @@ class Prepared(NotCopied):
         self._gone: list[str] = []  # kinds that were let go, by the digest of their graph
         self._returned: set[str] = set()
         self._busy = threading.Lock()
+        self._with_others = False  # ranks that run the same plan
         self._process = os.getpid()
         where = {k: settings.measuring.get(k) for k in ("folder", "pinned")}
         self._streams = Streams(model, optimizer, **where)
@@ -368,6 +369,8 @@ class Prepared(NotCopied):
             else:
                 found = choose(base)
         except Infeasible as no:
+            if self._with_others:  # splitting and streaming are not for several ranks
+                raise
             raise no.with_advice((*no.advice, *self._advice_on_ways(captured, base, limit))) from None
         if streaming is not None:
             found = streaming.begin(found)

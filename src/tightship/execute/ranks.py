@@ -10,10 +10,12 @@ from __future__ import annotations
 
 import hashlib
 import json
+import platform
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from datetime import timedelta
+from importlib.metadata import version
 from time import perf_counter
 from typing import Any, Final, NamedTuple, TypeVar
 
@@ -45,6 +47,8 @@ T = TypeVar("T")
 
 _TURN: Final = timedelta(seconds=0.2)
 """How long a collective is waited for until the others' notes are looked at."""
+_HEARD: Final = timedelta(seconds=1)
+"""How long a rank that has failed stays for the others to read why: it may have the store."""
 _LONGEST: Final = timedelta(days=7)
 """Of the control group: one rank may evaluate, or plan, while the others wait."""
 _ARRIVAL: Final = timedelta(minutes=5)
@@ -71,7 +75,7 @@ def together() -> Ranks | None:
 
     Raises ``BadInput`` if some do not come.
     """
-    if compat.world_size() < 2 or dist.get_backend() == "fake":
+    if compat.world_size() < 2 or compat.imagined_ranks():
         return None
     world = dist.group.WORLD
     if _process.of is not world:
@@ -91,9 +95,14 @@ def together() -> Ranks | None:
     if _process.group is None:
         _process.group = dist.new_group(backend="gloo", timeout=_LONGEST)
         ranks = Ranks(_process.group, store, key)
+        ranks.same("versions (install the same on every rank)", _versions)
         ranks.measure()
         return ranks
     return Ranks(_process.group, store, key)
+
+
+def _versions() -> str:
+    return f"tightship {version('tightship')}, torch {torch.__version__}, Python {platform.python_version()}"
 
 
 class Ranks(NotCopied):
@@ -211,6 +220,8 @@ class Ranks(NotCopied):
         with suppress(RuntimeError):  # rank 0, which has the store, may be gone
             self._store.set(f"{self._key}/failed/{self.rank}", json.dumps([self._place, text]).encode())
             self._store.set(f"{self._key}/failed", b"1")
+            others = [r for r in range(self.size) if r != self.rank]
+            self._store.wait([f"{self._key}/heard/{r}" for r in others], _HEARD)
         _process.group = None
 
     def wait(self, work: Any) -> None:
@@ -237,6 +248,7 @@ class Ranks(NotCopied):
                 return None
             keys = {r: f"{self._key}/failed/{r}" for r in range(self.size)}
             rows = {r: json.loads(self._store.get(k)) for r, k in keys.items() if self._store.check([k])}
+            self._store.set(f"{self._key}/heard/{self.rank}", b"1")
         except RuntimeError as error:
             return self._lost(error)
         _process.group = None

@@ -110,13 +110,15 @@ class TrainStep(TrainVariants):
         with safetensors. As ever, it follows the steps; beside a GPU it is in memory until the next one."""
         with self._exclusive():
             self._bring_back()
-            return saved(self.model, self.optimizer, self._replicas, full=full)
+            if full and self.ranks is not None:
+                self.ranks.same("state dicts", lambda: "state_dict(full=True)")
+            return saved(self.model, self.optimizer, full=full)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Takes over, in place, what `state_dict` has given on this or another number of ranks."""
         with self._exclusive():
             self._bring_back()
-            load(self.model, self.optimizer, self._replicas, state, self._put_away)
+            load(self.model, self.optimizer, state, self._put_away)
 
     @contextmanager
     def gathered(self, *, mapped: bool = False) -> Iterator[None]:
@@ -357,11 +359,11 @@ class TrainStep(TrainVariants):
         check_gradients(gradients)
         return self._update_variant(gradients) if gradients else None
 
-    def _with_gradients(self) -> list[torch.Tensor]:
+    def _with_gradients(self) -> dict[str, torch.Tensor]:
         """Those of the optimizer's parameters that have one."""
         assert self.optimizer is not None
         stepped = {id(p) for group in self.optimizer.param_groups for p in group["params"]}
-        return [p for _, p in self._owned.parameters if id(p) in stepped and p.grad is not None]
+        return {n: p for n, p in self._owned.parameters if id(p) in stepped and p.grad is not None}
 
     def _run_update(self, variant: Variant | None) -> None:
         assert self.optimizer is not None
@@ -371,16 +373,19 @@ class TrainStep(TrainVariants):
             self._ran.add(variant, self._beside)
         compat.mark_stepped(self.optimizer)
 
-    def _between(self, parameters: list[torch.Tensor], variant: Variant | None) -> bool:
+    def _between(self, parameters: dict[str, torch.Tensor], variant: Variant | None) -> bool:
         """What is done with gradients before the update; returns whether they are finite, where that is asked."""
         loop = self.loop
-        if not parameters or not (loop.clips or loop.skip_nonfinite):
+        in_parts = self._replicas is not None and self._replicas.shards and loop.scaler is not None
+        if not parameters or not (loop.clips or loop.skip_nonfinite or in_parts):
             return True
-        kind = allocator.kind_of(str(parameters[0].device))
+        kind = allocator.kind_of(str(next(iter(parameters.values())).device))
         meter = allocator.Meter(kind) if allocator.why_not(kind) is None else None
         with meter or nullcontext(), torch.no_grad():
             if loop.scaler is not None:
                 loop.scaler.unscale_(self.optimizer)
+                if self._replicas is not None:
+                    self._replicas.agree_finite(loop.scaler, self.optimizer)
             self.grad_norm = loop.norm(parameters)
             if loop.skip_nonfinite and self.grad_norm is not None and not torch.isfinite(self.grad_norm):
                 return False

@@ -52,6 +52,7 @@ from tightship.frontends.torch.rerun.live_step import Asked, Owned, run_code
 from tightship.frontends.torch.rerun.numbers import other_numbers, with_numbers_at
 from tightship.frontends.torch.rerun.python_state import python_state_kept
 from tightship.frontends.torch.structure import (
+    LossFn,
     TensorLeaf,
     checked_loss,
     flatten,
@@ -77,14 +78,17 @@ class TrainVariants(Prepared):
         independent: bool = False, loop: Loop | None = None, split: bool = False,
         ranks: Ranks | None = None, parallel: DataParallel | None = None,
     ) -> None:  # fmt: skip
-        check_model(model, hooks=True)
         self.ranks = ranks
         self._replicas = (
             None if ranks is None or parallel is None else Replicas(model, optimizer, parallel, ranks)
         )
+        check_model(model, hooks=True)
         super().__init__(model, optimizer, settings, trains=True)
+        self._with_others = ranks is not None
         self.loss_fn, self.independent = loss_fn, independent
         self.loop, self._split = loop or Loop(), split or optimizer is None
+        if self._replicas is not None and self._replicas.shards:
+            self.loop = replace(self.loop, total_norm=self._replicas.norm)
         self._owned = Owned(model, self._bring_back)
         self._preparing = False
         self._updates: Updates | SeveralUpdates | None = None
@@ -225,6 +229,8 @@ class TrainVariants(Prepared):
 
     def _loss(self, batch: Any) -> Any:
         loss, scaler = loss_function(self.loss_fn, batch), self.loop.scaler
+        if self._replicas is not None and self._replicas.shards:
+            loss = _reading_once(loss, self._replicas)
         if scaler is None:
             return loss
         device = next((p.device for _, p in self._owned.parameters), None)
@@ -450,6 +456,14 @@ class TrainVariants(Prepared):
                 f"give fit parallel=tightship.DataParallel(), or {DATA_PARALLEL}; "
                 f"where that is what you want (an ensemble), fit(…, independent=True)",
             )  # fmt: skip
+
+
+def _reading_once(loss: LossFn, replicas: Replicas) -> LossFn:
+    def reading(model: torch.nn.Module, batch: Any) -> Any:
+        with replicas.read_once():
+            return loss(model, batch)
+
+    return reading
 
 
 def check_call() -> None:

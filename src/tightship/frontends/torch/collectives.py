@@ -22,7 +22,7 @@ from tightship.frontends.torch import compat
 
 __all__ = [
     "Collective", "Figures", "average_now", "averaged", "broadcast", "collective", "figures", "gathered", "running",
-    "scattered_mean", "sending", "unsent",
+    "scattered_mean", "sending", "summed", "unsent",
 ]  # fmt: skip
 
 Waiting = Callable[[Any], None]
@@ -264,6 +264,16 @@ def average_now(gradient: torch.Tensor) -> None:
     with torch.no_grad():
         gradient.mul_(1.0 / dist.get_world_size())
         collective(torch.ops._c10d_functional.all_reduce_.default)(gradient, "sum", dist.group.WORLD)
+
+
+def summed(tensor: torch.Tensor) -> torch.Tensor:
+    """In place and over all ranks: as an op of a step that is captured, otherwise at once."""
+    ops, world = torch.ops._c10d_functional, dist.group.WORLD
+    if compat.is_fake(tensor):
+        total: torch.Tensor = ops.wait_tensor(ops.all_reduce_(tensor, "sum", world.group_name))
+        return total
+    done: torch.Tensor = collective(ops.all_reduce_.default)(tensor, "sum", world)
+    return done
 
 
 def broadcast(tensor: torch.Tensor) -> None:

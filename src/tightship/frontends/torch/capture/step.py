@@ -153,18 +153,19 @@ def capture_forward(
 # --- what is captured -----------------------------------------------------------------------------------------
 
 
-def check_model(model: Any, *, hooks: bool = False) -> None:
-    """``hooks``: they are taken care of."""
+def check_model(model: Any, *, hooks: bool = False, shards: bool = False) -> None:
+    """``hooks``, and what ``fully_shard`` has made (``shards``): they are taken care of."""
     compat.require_torch()
     if not isinstance(model, torch.nn.Module):
         raise BadInput(f"object of type {type(model).__name__}; give a torch.nn.Module", place="model")
     if isinstance(model, torch.nn.parallel.DistributedDataParallel):
         raise Unsupported(
             "a model in DistributedDataParallel", "its hooks run outside the step",
-            "give fit its .module and parallel=tightship.DataParallel(), which gives the same bits; for a forward "
-            f"pass, give its .module; or {DATA_PARALLEL}",
+            "give its .module (tightship.fit on several ranks takes the model as it is, or its .module and "
+            f"parallel=tightship.DataParallel()); or {DATA_PARALLEL}",
         )  # fmt: skip
-    if by := compat.distributed_by(model):
+    by = compat.distributed_by(model)
+    if by and not (shards and by == "fully_shard"):
         raise Unsupported(
             f"a model whose parameters are distributed by {by}",
             "its parts are gathered outside of what a plan sees",
@@ -208,7 +209,7 @@ class Ending:
 
     wanted: tuple[str, ...]
     updates: Updates | SeveralUpdates | None
-    clip: Callable[[list[torch.Tensor]], torch.Tensor | None] | None = None
+    clip: Callable[[Mapping[str, torch.Tensor]], torch.Tensor | None] | None = None
     leaves: bool = False
     held: Mapping[str, torch.Tensor] = field(default_factory=dict)
     averaged: frozenset[str] = frozenset()
@@ -239,6 +240,7 @@ class Capture:
         self.mode = compat.fake_mode_of(tensors) or compat.fake_mode()
         self.device = compat.thinkable(device or "cpu")
         self.tape = Tape()
+        self.tape.repeats = compat.imagined_ranks()  # all of which would run the same plan
         self.tracker = Tracker({m: n for n, m in model.named_modules()})
         self.recorder = Recorder(self.tape, self.mode, self.tracker)
         self.readers = compat_capture.DataReaders(self.recorder.contents)
@@ -302,7 +304,9 @@ class Capture:
         return finish(self.tape, [], result_spec=Results(()), name=self.name, notes=notes)
 
     def _clipped(
-        self, clip: Callable[[list[torch.Tensor]], torch.Tensor | None], parameters: list[torch.Tensor]
+        self,
+        clip: Callable[[Mapping[str, torch.Tensor]], torch.Tensor | None],
+        parameters: Mapping[str, torch.Tensor],
     ) -> torch.Tensor | None:
         with torch.no_grad(), self.mode, self.recorder, self.recorder.in_phase("update"):
             return clip(parameters) if parameters else None
@@ -591,7 +595,7 @@ class StepCapture(Capture):
         else:
             gradients = self._averaged(gradients)
             if ending.clip is not None:
-                found = [p for n, p in self._given.parameters.items() if n in gradients]
+                found = {n: p for n, p in self._given.parameters.items() if n in gradients}
                 norm = self._clipped(ending.clip, found)  # in the model's order, in which norms add up
             notes = [*notes, *self._updated(ending.updates, self._given, gradients)]
         last = [gradients[n] for n in made] if norm is None else [norm]

@@ -1,0 +1,319 @@
+"""Parameters of which each rank keeps a part: gathered where a module reads them, saved as DTensors.
+
+A part stands in the place of its parameter, under its name, so that optimizers, checkpoints and plans see parts. The
+module gets a class of its own, whose attribute of that name gathers (as SimpleFSDP does it). State dicts of such
+modules and of optimizers have DTensors, as those of ``fully_shard`` do, and take them, or whole tensors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from tightship.frontends.torch import compat
+from tightship.frontends.torch.collectives import averaged, gathered, scattered_mean
+from tightship.frontends.torch.optimizer.updates import each
+from tightship.frontends.torch.structure import map_leaves
+
+__all__ = ["Shard", "average_reads", "read_once", "shard_model", "shard_optimizer", "shards_of", "take_over"]
+
+_MARK = "_tightship_shards"
+
+
+class Gathering:
+    """How a module reads a parameter."""
+
+    _read: dict[bool, torch.Tensor] | None = None
+
+    def read(self, part: torch.Tensor) -> torch.Tensor:
+        """The parameter. Inside of a step once: its gradients add up before they are sent, as in eager."""
+        if self._read is None:
+            return self._whole(part)
+        key = torch.is_grad_enabled()
+        if key not in self._read:
+            self._read[key] = self._whole(part)
+        return self._read[key]
+
+    def reading(self, once: bool) -> None:
+        self._read = {} if once else None
+
+    def _whole(self, part: torch.Tensor) -> torch.Tensor:
+        raise NotImplementedError
+
+
+class Averaging(Gathering):
+    """Of a whole parameter, whose gradient is averaged as soon as it is there."""
+
+    def _whole(self, part: torch.Tensor) -> torch.Tensor:
+        whole: torch.Tensor = _Averaged.apply(part)  # type: ignore[no-untyped-call]
+        return whole
+
+
+class Shard(Gathering):
+    """Which part of a parameter this rank keeps: as `torch.chunk` cuts the first dimension, filled up with zeros to
+    the size of the largest part, so that all ranks run the same ops."""
+
+    dtype: torch.dtype | None = None
+    """That it is gathered in, and ``reduced``: that its gradient is averaged in; None: as it is, and as it comes."""
+    reduced: torch.dtype | None = None
+
+    def __init__(
+        self, shape: torch.Size, stride: tuple[int, ...], ranks: tuple[int, int], mesh: Any = None
+    ) -> None:
+        self.shape, self.stride, self.mesh = shape, stride, mesh
+        self.rank, self.size = ranks
+        self.rows = -(-self.shape[0] // self.size)
+        self.padded = torch.Size((self.rows, *shape[1:]))
+
+    @property
+    def own(self) -> int:
+        """Rows of this rank's part that are the parameter's."""
+        return max(0, min(self.rows, self.shape[0] - self.rank * self.rows))
+
+    def part(self, whole: torch.Tensor) -> torch.Tensor:
+        """This rank's part of a tensor like the parameter, in memory of its own."""
+        start = self.rank * self.rows
+        return self.filled(whole[start : start + self.own])
+
+    def filled(self, own: torch.Tensor) -> torch.Tensor:
+        made = own.new_zeros(self.padded)
+        made[: self.own].copy_(own)
+        return made
+
+    def whole(self, part: torch.Tensor) -> torch.Tensor:
+        """All parts, which every rank gives."""
+        return gathered(part.detach())[: self.shape[0]]
+
+    def distributed(self, part: torch.Tensor) -> Any:
+        """The part, without what fills it up, as torch's own sharded tensor."""
+        from torch.distributed.device_mesh import init_device_mesh
+        from torch.distributed.tensor import DTensor
+        from torch.distributed.tensor import Shard as Placement
+
+        if self.mesh is None:
+            self.mesh = init_device_mesh(part.device.type, (self.size,))
+        own = part.detach()[: self.own]
+        return DTensor.from_local(
+            own, self.mesh, [Placement(0)], run_check=False, shape=self.shape, stride=self.stride
+        )
+
+    def is_part(self, t: Any) -> bool:
+        return isinstance(t, torch.Tensor) and t.shape == self.padded and not hasattr(t, "full_tensor")
+
+    def saved(self, t: Any) -> Any:
+        """What a state dict has for a part; anything else as it is."""
+        return self.distributed(t) if self.is_part(t) else t
+
+    def loaded(self, t: Any) -> Any:
+        """The part of what a state dict has: a DTensor or a whole tensor; anything else as it is."""
+        if not isinstance(t, torch.Tensor) or t.shape != self.shape:
+            return t
+        if not hasattr(t, "full_tensor"):
+            return self.part(t)
+        local, rows = t.to_local(), [getattr(x, "dim", None) for x in t.placements]
+        alike = rows == [0] and t.device_mesh.size() == self.size and local.shape[0] == self.own
+        return self.filled(local) if alike else self.part(t.full_tensor())
+
+    def _whole(self, part: torch.Tensor) -> torch.Tensor:
+        how = self.shape[0], self.dtype or part.dtype, self.reduced
+        whole: torch.Tensor = _Gathered.apply(part, *how)  # type: ignore[no-untyped-call]
+        return whole
+
+
+class _Gathered(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, part: torch.Tensor, rows: int, dtype: torch.dtype, reduced: torch.dtype | None
+    ) -> torch.Tensor:
+        ctx.how = part.shape[0], part.dtype, reduced
+        whole = gathered(part.to(dtype))
+        return whole if rows == whole.shape[0] else whole[:rows]
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
+        filled, dtype, reduced = ctx.how
+        mean = scattered_mean(gradient.to(reduced or gradient.dtype), filled)
+        return mean.to(dtype), None, None, None
+
+
+class _Averaged(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, whole: torch.Tensor) -> torch.Tensor:
+        return whole.view_as(whole)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        return averaged(gradient, own=False)
+
+
+@contextmanager
+def read_once(shards: Iterable[Gathering]) -> Iterator[None]:
+    """Inside, each parameter is gathered once, however often it is read."""
+    shards = list(shards)
+    for one in shards:
+        one.reading(True)
+    try:
+        yield
+    finally:
+        for one in shards:
+            one.reading(False)
+
+
+# --- models ---
+
+
+def shards_of(model: torch.nn.Module) -> dict[int, Shard]:
+    """By the id of each part, of a model that has been sharded."""
+    return {id(m._parameters[n]): shard for m in model.modules() for n, shard in _marked(m).items()}
+
+
+def _marked(module: torch.nn.Module) -> dict[str, Shard]:
+    return getattr(type(module), _MARK, {})
+
+
+def shard_model(model: torch.nn.Module, ranks: tuple[int, int]) -> dict[int, Shard]:
+    """Leaves parts in the parameters, which keep their identity, but for scalars, those with fewer rows than there
+    are ranks, and those of recurrent modules, whose parameters are read in other ways. ``ranks``: this one, and how
+    many there are."""
+    done: dict[int, Shard] = {}
+    for module in list(model.modules()):
+        if isinstance(module, torch.nn.RNNBase):
+            continue
+        chosen = {}
+        for name, p in module._parameters.items():
+            if p is None or not p.dim() or p.shape[0] < ranks[1]:
+                continue
+            if id(p) not in done:
+                done[id(p)] = shard = Shard(p.shape, p.stride(), ranks)
+                with torch.no_grad():
+                    p.data = shard.part(p.data)
+            chosen[name] = done[id(p)]
+        _mark(module, chosen)
+    return done
+
+
+def take_over(model: torch.nn.Module, optimizer: Any, ranks: tuple[int, int]) -> dict[int, Shard]:
+    """Parts of a model that ``fully_shard`` has sharded, in the same memory, in the places of its DTensors, in the
+    model as in the optimizer; the model is a plain one afterwards."""
+    parts: dict[int, torch.nn.Parameter] = {}
+    done: dict[int, Shard] = {}
+    chosen: dict[torch.nn.Module, dict[str, Shard]] = {}
+    rows, casts = compat.fully_sharded(model), compat.fully_shard_casts(model)
+    compat.undo_fully_shard(model)
+    for row in rows:
+        p = row.parameter
+        shard = Shard(p.shape, p.stride(), ranks, p.device_mesh)
+        shard.dtype, shard.reduced = row.dtype, row.reduced
+        parts[id(p)] = part = torch.nn.Parameter(row.part, p.requires_grad)
+        done[id(part)] = shard
+        for module, name in row.places:
+            module._parameters[name] = part
+            chosen.setdefault(module, {})[name] = shard
+    for module, shards in chosen.items():
+        _mark(module, shards)
+    for module, given, result in casts:
+        _cast(module, given, result)
+    for one in each(optimizer) if optimizer is not None else ():
+        for group in one.param_groups:
+            group["params"] = [parts.get(id(p), p) for p in group["params"]]
+        for p in [p for p in one.state if id(p) in parts]:
+            part = parts[id(p)]
+            one.state[part] = {k: done[id(part)].loaded(t) for k, t in one.state.pop(p).items()}
+    return done
+
+
+def _cast(module: torch.nn.Module, given: torch.dtype | None, result: torch.dtype | None) -> None:
+    """Has a module's floating-point inputs and outputs cast, as the policy for mixed precision said."""
+
+    def cast(dtype: torch.dtype | None, tree: Any) -> Any:
+        def one(x: Any) -> Any:
+            return x.to(dtype) if isinstance(x, torch.Tensor) and x.is_floating_point() else x
+
+        return tree if dtype is None else map_leaves(one, tree)
+
+    module.register_forward_pre_hook(
+        lambda _, args, kwargs: (cast(given, args), cast(given, kwargs)), prepend=True, with_kwargs=True
+    )
+    module.register_forward_hook(lambda _, args, out: cast(result, out))
+
+
+def average_reads(model: torch.nn.Module, done: Mapping[int, Shard]) -> list[Gathering]:
+    """Has all parameters that are not in parts averaged where they are read; returns how each parameter is read."""
+    ways: dict[int, Gathering] = dict(done)
+    for module in model.modules():
+        rows = [(n, p) for n, p in module._parameters.items() if p is not None and id(p) not in done]
+        _read_by(module, {n: ways.setdefault(id(p), Averaging()) for n, p in rows if p.requires_grad})
+    return list(ways.values())
+
+
+def _read_by(module: torch.nn.Module, ways: Mapping[str, Gathering], **own: Any) -> None:
+    kind = type(module)
+    names = {n: property(_reader(n, way)) for n, way in ways.items()}
+    own |= {"__module__": kind.__module__, "__qualname__": kind.__qualname__}
+    module.__class__ = type(kind.__name__, (kind,), names | own)
+
+
+def _mark(module: torch.nn.Module, shards: Mapping[str, Shard]) -> None:
+    if not shards:
+        return
+    _read_by(module, shards, **{_MARK: dict(shards)})
+    module.register_state_dict_post_hook(_on_save)
+    module.register_load_state_dict_pre_hook(_on_load)
+
+
+def _reader(name: str, shard: Gathering) -> Any:
+    def read(module: torch.nn.Module) -> torch.Tensor:
+        part = module._parameters[name]
+        assert part is not None
+        return shard.read(part)
+
+    return read
+
+
+def _on_save(module: torch.nn.Module, state: dict[str, Any], prefix: str, _: Any) -> None:
+    for n, shard in _marked(module).items():
+        if prefix + n in state:
+            state[prefix + n] = shard.saved(state[prefix + n])
+
+
+def _on_load(module: torch.nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
+    for n, shard in _marked(module).items():
+        if prefix + n in state:
+            state[prefix + n] = shard.loaded(state[prefix + n])
+
+
+# --- optimizers ---
+
+
+def shard_optimizer(optimizer: Any, shards: Mapping[int, Shard]) -> None:
+    """Leaves parts of the state that the optimizer has; its state dicts have DTensors."""
+    for one in each(optimizer) if optimizer is not None else ():
+        for p, state in one.state.items():
+            if id(p) in shards:
+                state.update({k: shards[id(p)].loaded(t) for k, t in state.items()})
+        if not getattr(one, _MARK, False):
+            setattr(one, _MARK, True)
+            one.register_state_dict_post_hook(_Translated(shards, Shard.saved))
+            one.register_load_state_dict_pre_hook(_Translated(shards, Shard.loaded))
+
+
+class _Translated:
+    """A state dict of an optimizer, with what ``how`` makes of tensors that are like a part or a parameter."""
+
+    def __init__(self, shards: Mapping[int, Shard], how: Any) -> None:
+        self.shards, self.how = shards, how
+
+    def __call__(self, optimizer: Any, state: dict[str, Any]) -> dict[str, Any]:
+        owners = [p for group in optimizer.param_groups for p in group["params"]]
+        numbers = [k for group in state["param_groups"] for k in group["params"]]
+        shards = {k: self.shards.get(id(p)) for k, p in zip(numbers, owners, strict=False)}
+        rows = {
+            k: {n: self.how(shard, t) for n, t in row.items()}
+            if (shard := shards.get(k)) is not None
+            else row
+            for k, row in state["state"].items()
+        }
+        return {**state, "state": rows}

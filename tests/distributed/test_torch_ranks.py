@@ -1,0 +1,156 @@
+"""Models that torch itself has made parallel: the bits of its own eager steps, each rank within its budget."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from support.ranks import Rows, as_planned, run
+
+TOGETHER = (
+    "fully_sharded", "fully_sharded_tied", "fully_sharded_later", "fully_sharded_clipped", "in_ddp", "accumulated",
+    "checkpoints", "after_infeasible", "refused",
+)  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def rows() -> Rows:
+    return run(*TOGETHER, worker="torch_worker.py")
+
+
+def same(row: dict[str, Any]) -> None:
+    for what, eager in row["eager"].items():
+        assert row["fit"][what] == eager, what
+
+
+@pytest.mark.parametrize(
+    "how", ["fully_sharded", "fully_sharded_tied", "fully_sharded_later", "fully_sharded_clipped", "in_ddp"]
+)
+def test_steps_leave_what_torchs_own_leave_and_measure_what_was_planned(rows: Rows, how: str) -> None:
+    for row in rows[how]:
+        same(row)
+        as_planned(row["fit"]["measure"])
+        assert row["fit"]["recomputed"] > 0
+
+
+def test_state_dicts_of_a_model_and_its_optimizer_have_dtensors_under_the_models_names(rows: Rows) -> None:
+    kinds = rows["fully_sharded"][0]["fit"]["kinds"]
+    assert kinds["0.weight"] == kinds["13.bias"] == "DTensor"
+    assert kinds["12.running_mean"] == "Tensor"
+
+
+def test_accumulation_scaler_and_norm_over_all_ranks_are_torchs(rows: Rows) -> None:
+    for row in rows["accumulated"]:
+        same(row)
+        assert min(row["fit"]["scales"]) < 8.0  # gradients that were not finite on one rank: all have skipped
+    assert len({row["fit"]["norms"] for row in rows["accumulated"]}) == 1
+
+
+def test_torchs_checkpoints_go_from_eager_to_planned_steps_and_back(rows: Rows) -> None:
+    for row in rows["checkpoints"]:
+        first, *others = row.values()
+        assert len(others) == 2
+        assert all(other == first for other in others)
+
+
+def test_a_model_is_taken_again_after_a_budget_that_nothing_meets(rows: Rows) -> None:
+    for row, other in zip(rows["after_infeasible"], rows["fully_sharded"], strict=True):
+        assert row["no"]["type"] == "Infeasible"
+        assert row["losses"] == other["eager"]["losses"][:3]
+        assert row["evaluates"]
+
+
+@pytest.mark.parametrize(
+    ("how", "words"),
+    [
+        ("offload_policy", "offload_policy"),
+        ("columns", "Shard(dim=1)"),
+        ("2-D", "Replicate()"),
+        ("partly", "'2.weight', which fully_shard has left out"),
+        ("recurrent", "recurrent module '0'"),
+        ("comm_hook", "a communication hook"),
+        ("TP", "DataParallel("),
+        ("parallel", "leave parallel out"),
+        ("taken", "call the step that fit has returned"),
+    ],
+)
+def test_what_is_not_taken_over_is_refused_with_what_to_do(rows: Rows, how: str, words: str) -> None:
+    for row in rows["refused"]:
+        assert row[how]["type"] in ("Unsupported", "BadInput")
+        assert words in row[how]["text"]
+
+
+@pytest.mark.slow
+def test_policies_of_mixed_precision_cast_as_torch_does() -> None:
+    for row in run("mixed_precision", worker="torch_worker.py")["mixed_precision"]:
+        for policy in row.values():
+            same(policy)
+            as_planned(policy["fit"]["measure"])
+
+
+FACTORIES = """
+import torch
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+
+def plain():
+    with torch.device("meta"):
+        model = torch.nn.Sequential(torch.nn.Linear(64, 256), torch.nn.GELU(), torch.nn.Linear(256, 64))
+        sample = torch.zeros(32, 64)
+    optimizer = torch.optim.AdamW(model.parameters())
+    return model, lambda m, x: m(x).pow(2).mean(), optimizer, sample
+
+
+def sharded():
+    model, loss, _, sample = plain()
+    mesh = torch.distributed.init_device_mesh("cpu", (torch.distributed.get_world_size(),))
+    fully_shard(model[0], mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    return model, loss, torch.optim.AdamW(model.parameters()), sample
+
+
+def replicated():
+    model = plain()[0].to_empty(device="cpu")
+    return DistributedDataParallel(model), plain()[1], torch.optim.SGD(model.parameters()), torch.zeros(32, 64)
+"""
+
+
+def imagined(folder: Path, source: str, *given: str, verb: str = "plan") -> Any:
+    (folder / "factories.py").write_text(FACTORIES)
+    command = [
+        sys.executable,
+        "-m",
+        "tightship",
+        verb,
+        source if "." in source else f"factories:{source}",
+        *given,
+        "--json",
+    ]
+    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=300)
+    assert done.returncode in (0, 2), done.stderr
+    return json.loads(done.stdout) if not done.returncode else done.stderr
+
+
+def test_one_machine_plans_for_a_rank_of_many(tmp_path: Path) -> None:
+    alone = imagined(tmp_path, "plain")
+    rows = {ranks: imagined(tmp_path, "plain", "--ranks", ranks, "--rank", "1") for ranks in ("2", "64")}
+    batch = 32 * 64 * 4
+    kept = alone["static"] - batch
+    for ranks, row in rows.items():
+        assert row["static"] - batch < kept / int(ranks) * 1.2  # small tensors are filled up
+    assert imagined(tmp_path, "sharded", "--ranks", "64")["peak_after"] == rows["64"]["peak_after"]
+
+
+@pytest.mark.slow
+def test_frontier_and_explain_of_a_rank_and_what_makes_no_sense(tmp_path: Path) -> None:
+    assert imagined(tmp_path, "replicated", "--ranks", "4", verb="explain")
+    assert imagined(tmp_path, "plain", "--ranks", "4", "--points", "2", "--no-peers", verb="frontier")
+    assert "--rank requires --ranks" in imagined(tmp_path, "plain", "--rank", "1")
+    assert "no such rank" in imagined(tmp_path, "plain", "--ranks", "2", "--rank", "2")
+    assert "requires module:factory" in imagined(tmp_path, "factories.json", "--ranks", "2")

@@ -1,0 +1,281 @@
+"""One rank: models that torch itself has made parallel, in ``fit`` and in eager."""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import distributed as dist
+from torch.distributed import checkpoint
+from torch.distributed.checkpoint import state_dict as dcp
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
+from torch.nn import functional as F
+from torch.nn.parallel import DistributedDataParallel
+from worker import WIDTH, adamw, batches, caught, digest, loss_of, main, model
+
+import tightship
+
+
+class Tied(torch.nn.Module):
+    """Words in and out by one matrix, in a number that two ranks do not divide; a layer that is called twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.words = torch.nn.Embedding(51, WIDTH)
+        self.layers = torch.nn.ModuleList(torch.nn.Linear(WIDTH, WIDTH) for _ in range(3))
+        self.extra = torch.nn.ParameterList([torch.nn.Parameter(torch.randn(WIDTH)) for _ in range(2)])
+        self.head = torch.nn.Linear(WIDTH, 51, bias=False)
+        self.head.weight = self.words.weight
+
+    def forward(self, words: torch.Tensor) -> Any:
+        x = self.words(words)
+        for layer in (*self.layers, self.layers[0]):
+            x = F.gelu(layer(x)) + self.extra[0] * self.extra[1]
+        return self.head(x)
+
+
+def words(count: int = 3) -> list[torch.Tensor]:
+    g = torch.Generator().manual_seed(100 + dist.get_rank())
+    return [torch.randint(0, 51, (64, 8), generator=g) for _ in range(count)]
+
+
+def word_loss(m: Any, batch: torch.Tensor) -> torch.Tensor:
+    return F.cross_entropy(m(batch).flatten(0, 1), batch.flatten())
+
+
+def sharded(m: Any, **options: Any) -> Any:
+    """Each layer by itself, then the whole."""
+    layers = m.layers if isinstance(m, Tied) else m
+    for layer in layers:
+        if next(layer.parameters(recurse=False), None) is not None:
+            fully_shard(layer, **options)
+    if "mp_policy" in options:
+        options["mp_policy"] = replace(options["mp_policy"], output_dtype=torch.float32)
+    return fully_shard(m, **options)
+
+
+def whole(tensors: Any) -> str:
+    return digest(t.full_tensor() if hasattr(t, "full_tensor") else t for t in tensors)
+
+
+def row(losses: list[Any], m: Any, o: Any) -> dict[str, Any]:
+    """What a training left behind, of which state dicts say all."""
+    states = o.state_dict()["state"]
+    return {
+        "losses": [loss.item() for loss in losses],
+        "model": whole(m.state_dict().values()),
+        "optimizer": whole(t for k in sorted(states) for t in states[k].values()),
+        "names": sorted(m.state_dict()),
+        "kinds": {n: type(t).__name__ for n, t in m.state_dict().items()},
+    }
+
+
+def both(
+    make: Callable[[], Any], loss: Any, given: list[Any], clip: float | None = None, budget: str = "static+50%",
+    wrap: Callable[[Any], Any] = sharded, before: int = 0, **options: Any,
+) -> dict[str, Any]:  # fmt: skip
+    """Eager training and ``fit``'s of the same model; ``before`` as many eager steps."""
+    rows = {}
+    for planned in (False, True):
+        m = wrap(make())
+        o = adamw(m)
+        losses: list[Any] = []
+        step: Any = None
+        for k, b in enumerate(given):
+            if planned and k >= before:
+                o.zero_grad()
+                step = step or tightship.fit(m, loss, o, b, budget, clip_norm=clip, **options)
+                losses.append(step(b))
+                continue
+            o.zero_grad()
+            value = loss(m, b)
+            value.backward()
+            if clip is not None:
+                norm = torch.nn.utils.clip_grad_norm_(m.parameters(), clip)
+            o.step()
+            losses.append(value.detach())
+        mine = row(losses, m, o)
+        if planned:
+            mine |= {"measure": step.measure(), "recomputed": step.plan.count("recompute")}
+        if clip is not None:
+            norm = step.grad_norm if planned else norm
+            mine["norm"] = (norm.full_tensor() if hasattr(norm, "full_tensor") else norm).item()
+        rows["fit" if planned else "eager"] = mine
+    return rows
+
+
+# --- scenarios ---
+
+
+def fully_sharded() -> Any:
+    return both(model, loss_of, batches(3), verify_every=2)
+
+
+def fully_sharded_tied() -> Any:
+    return both(Tied, word_loss, words(4))
+
+
+def fully_sharded_later() -> Any:
+    """After eager steps, whose optimizer state is taken over."""
+    return both(model, loss_of, batches(4), before=2)
+
+
+def fully_sharded_clipped() -> Any:
+    return both(model, loss_of, batches(3), clip=0.05, verify_every=2)
+
+
+def mixed_precision() -> Any:
+    half, full = torch.bfloat16, torch.float32
+    policies = {
+        "parameters": MixedPrecisionPolicy(param_dtype=half),
+        "all": MixedPrecisionPolicy(param_dtype=half, reduce_dtype=full),
+        "sent": MixedPrecisionPolicy(reduce_dtype=half, cast_forward_inputs=False),
+    }
+
+    return {
+        n: both(Tied, word_loss, words(), wrap=lambda m, p=p: sharded(m, mp_policy=p))
+        for n, p in policies.items()
+    }
+
+
+def in_ddp() -> Any:
+    return both(model, loss_of, batches(4), wrap=DistributedDataParallel)
+
+
+def accumulated() -> Any:
+    """Two batches for each update, a GradScaler, and clipping; one batch whose gradients are infinite on rank 1."""
+    rows = {}
+    for planned in (False, True):
+        m = sharded(model())
+        o, scaler = adamw(m), torch.amp.GradScaler("cpu", init_scale=8.0, growth_interval=2)
+        given = batches(8)
+        if dist.get_rank():
+            given[3][1][0] = float("inf")
+        losses, norms, scales = [], [], []
+        step: Any = None
+        for k, b in enumerate(given):
+            if planned:
+                how: dict[str, Any] = {"accumulate": 2, "scaler": scaler, "clip_norm": 0.05}
+                step = step or tightship.fit(m, loss_of, o, b, "static+60%", **how)
+                losses.append(step(b))
+            else:
+                value = loss_of(m, b)
+                scaler.scale(value).backward()
+                losses.append(value.detach())
+            if k % 2 == 0:
+                continue
+            if not planned:
+                scaler.unscale_(o)
+                norm = torch.nn.utils.clip_grad_norm_(m.parameters(), 0.05)
+                scaler.step(o)
+                scaler.update()
+                o.zero_grad()
+            norms.append((norm.full_tensor() if not planned else step.grad_norm).item())
+            scales.append(scaler.get_scale())
+        rows["fit" if planned else "eager"] = row(losses, m, o) | {"norms": repr(norms), "scales": scales}
+    return rows
+
+
+def checkpoints() -> Any:
+    """What eager FSDP2 saves, ``fit`` loads, and the other way round, with torch's own functions; and goes on."""
+    folder = [tempfile.mkdtemp() if dist.get_rank() == 0 else None]
+    dist.broadcast_object_list(folder)
+    given, rows = batches(4), {}
+    for first, then in ((False, True), (True, False), (True, True)):
+        losses: list[float] = []
+        for k, planned in enumerate((first, then)):
+            m = sharded(model())
+            o = adamw(m)
+            step = tightship.fit(m, loss_of, o, given[0], "static+60%") if planned else None
+            if k:
+                state = {
+                    "model": dcp.get_model_state_dict(m),
+                    "optimizer": dcp.get_optimizer_state_dict(m, o),
+                }
+                checkpoint.load(state, checkpoint_id=folder[0])
+                dcp.set_model_state_dict(m, state["model"])
+                dcp.set_optimizer_state_dict(m, o, state["optimizer"])
+            for b in given[2 * k : 2 * k + 2]:
+                if step is not None:
+                    losses.append(step(b).item())
+                    continue
+                o.zero_grad()
+                value = loss_of(m, b)
+                value.backward()
+                o.step()
+                losses.append(value.item())
+            if not k:
+                state = {
+                    "model": dcp.get_model_state_dict(m),
+                    "optimizer": dcp.get_optimizer_state_dict(m, o),
+                }
+                checkpoint.save(state, checkpoint_id=folder[0])
+        rows[f"{first} {then}"] = [losses, row([], m, o)]
+    dist.barrier()
+    if dist.get_rank() == 0:
+        shutil.rmtree(folder[0])
+    return rows
+
+
+def after_infeasible() -> Any:
+    """A budget that nothing meets leaves a model that ``fit`` takes again; evaluation gathers."""
+    m = sharded(model())
+    o = adamw(m)
+    no = caught(lambda: tightship.fit(m, loss_of, o, batches()[0], "static+1%", seconds=1.0))
+    step = tightship.fit(m, loss_of, o, batches()[0], "static+60%")
+    losses = [step(b).item() for b in batches()]
+    m.eval()
+    with torch.no_grad():
+        other = sharded(model())
+        dcp.set_model_state_dict(other, dcp.get_model_state_dict(m))
+        other.eval()
+        same = torch.equal(m(batches()[0][0]), other(batches()[0][0]))
+    m.train()
+    again = tightship.fit(m, loss_of, o, batches()[0], "100%")
+    return {"no": no, "losses": losses, "evaluates": same, "again": again(batches()[0]).item()}
+
+
+def refused() -> Any:
+    """What ``fit`` does not take of torch's own ways."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Shard
+    from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
+
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    two = init_device_mesh("cpu", (1, dist.get_world_size()), mesh_dim_names=("a", "b"))
+    partly = model()
+    fully_shard(partly[0], mesh=mesh)
+    recurrent = torch.nn.Sequential(torch.nn.LSTM(WIDTH, WIDTH))
+    hooked = DistributedDataParallel(model())
+    hooked.register_comm_hook(None, lambda state, bucket: bucket.buffer())
+    models = {
+        "offload_policy": fully_shard(model(), offload_policy=CPUOffloadPolicy(pin_memory=False)),
+        "columns": fully_shard(
+            torch.nn.Linear(WIDTH, 8, bias=False), mesh=mesh, shard_placement_fn=lambda p: Shard(1)
+        ),
+        "2-D": fully_shard(model(), mesh=two),
+        "partly": partly,
+        "recurrent": fully_shard(recurrent, mesh=mesh),
+        "comm_hook": hooked,
+        "TP": parallelize_module(model(), mesh, {"0": ColwiseParallel()}),
+    }
+    rows = {
+        n: caught(lambda m=m: tightship.fit(m, loss_of, adamw(m), batches()[0])) for n, m in models.items()
+    }
+    whole, m = tightship.DataParallel(), sharded(model())
+    rows["parallel"] = caught(lambda: tightship.fit(m, loss_of, adamw(m), batches()[0], parallel=whole))
+    taken = DistributedDataParallel(model())
+    tightship.fit(taken, loss_of, adamw(taken), batches()[0])
+    rows["taken"] = caught(lambda: taken(batches()[0][0]))
+    with torch.no_grad():
+        taken(batches()[0][0])
+    return rows
+
+
+if __name__ == "__main__":
+    main(globals())
