@@ -79,6 +79,46 @@ def another(fake: torch.Tensor) -> torch.Tensor:
     return new.requires_grad_() if fake.requires_grad else new
 
 
+def become(stand_in: torch.Tensor, real: torch.Tensor, *, given: bool) -> None:
+    """``stand_in``, wherever it is held, is from now on a tensor in the bytes of ``real``. Where it requires a
+    gradient it is a leaf if ``given``, otherwise made by a graph that is gone: `runs_into_the_past`."""
+    with torch._C.DisableTorchFunctionSubclass(), without_modes(), torch.enable_grad():
+        required, new = stand_in.requires_grad, real.detach()
+        if required:
+            new.requires_grad_()
+            new = new if given else _Gone.apply(new)  # type: ignore[no-untyped-call]
+        torch._C._swap_tensor_impl(stand_in, new)
+        stand_in.__class__ = torch.Tensor
+        vars(stand_in).clear()
+
+
+class _Gone(torch.autograd.Function):
+    """The end of a graph that a backward pass has freed."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        raise RuntimeError(
+            "Trying to backward through a graph that an earlier step's backward pass has freed"
+        )
+
+
+def runs_into_the_past(loss: torch.Tensor) -> bool:
+    """Whether the graph of ``loss`` leads to what an earlier step has made."""
+    seen, todo = set(), [loss.grad_fn]
+    while todo:
+        node = todo.pop()
+        if node is not None and node not in seen:
+            seen.add(node)
+            if node.name() == f"{_Gone.__name__}Backward":
+                return True
+            todo += [n for n, _ in node.next_functions]
+    return False
+
+
 def blank_like(
     mode: Any, shape: tuple[int, ...], stride: tuple[int, ...], offset: int, dtype: torch.dtype, device: Any,
     source: torch.Tensor | None = None,
