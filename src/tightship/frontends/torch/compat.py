@@ -8,7 +8,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any, Final
 
@@ -77,6 +77,18 @@ def another(fake: torch.Tensor) -> torch.Tensor:
         with without_modes(), torch.no_grad():
             new = fake.detach()
     return new.requires_grad_() if fake.requires_grad else new
+
+
+def asks_by_data(fn: Any) -> bool:
+    """Whether what an op asks of the allocator, row by row and for temporaries alone, follows from the numbers that
+    it is given: ``max_norm`` of embeddings asks for each row, and once more for each that is too long."""
+    return fn is torch.ops.aten.embedding_renorm_.default
+
+
+def grows_statistics(fn: Any, args: Sequence[Any]) -> bool:
+    """Whether an op gives buffers that are empty so far their size: those of fake quantization by channel."""
+    by_channel = fn is torch.ops.aten._fused_moving_avg_obs_fq_helper.default and args[11:12] == (True,)
+    return by_channel and args[3].numel() == 0
 
 
 def become(stand_in: torch.Tensor, real: torch.Tensor, *, given: bool) -> None:
