@@ -66,7 +66,8 @@ class Expired(torch.Tensor):
         raise Unsupported(
             f"{name_of(func)} of a tensor that an earlier step has made and its code has kept",
             "a step's code runs on stand-ins, which have no contents when the step has run",
-            "the step that made it was not run to its end: set it anew",
+            "the step that made it was not run to its end, or it was to retain its gradient (retain_grad): "
+            "set it anew, without",
         )
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:
@@ -266,9 +267,13 @@ class Asked:
         trace, given = self.trace, [x for x in leaves if isinstance(x, torch.Tensor)]
         tensors = dict(zip(trace.kept, made, strict=True))
         tensors |= dict(zip(range(trace.leaves, trace.inputs), given, strict=True))
+        # Eager's would have a gradient, which this step does not: reading one of these stays an error.
+        asked = [c.args[0] for c in trace.calls if name_of(c.func) == "retain_grad"]
+        retained = {trace.index[id(t)] for t in asked}
         # What was made of others lets go of them.
         for n, stand_in in sorted(self.kept, key=lambda one: -one[0]):
-            compat.become(stand_in, tensors[n], given=n < trace.inputs)
+            if n not in retained:
+                compat.become(stand_in, tensors[n], given=n < trace.inputs)
         self.kept.clear()
         trace.elsewhere = nowhere
 
