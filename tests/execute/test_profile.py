@@ -17,6 +17,7 @@ from tightship.execute.allocator import Event
 from tightship.execute.bench import sample_tensor, workspace_of
 from tightship.execute.cache import Cache, KeptPlans, Measurement
 from tightship.execute.fit import fit
+from tightship.execute.interpreter import Fallback
 from tightship.execute.profile import model as modeled
 from tightship.execute.profile import profile
 from tightship.frontends.torch.capture.step import capture_step
@@ -477,3 +478,95 @@ def test_the_seconds_of_a_plan_are_for_measuring_too(cache, tmp_path, monkeypatc
     assert sources.load_source("of_seconds:step", seconds=5.0).took > 0
     assert given == [3.0, 5.0]
     assert searched[0][0] == 3.0 and searched[0][1] > 0
+
+
+# ---- ops whose requests follow from data
+
+
+def trained_alike(make, batches, between=lambda k, model: None):
+    """The steps' misses and whether peaks were as planned; losses and state are compared with eager's."""
+    sides, seen = [], []
+    for planned in (True, False):
+        torch.manual_seed(0)
+        model = make()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+        step = fit(model, summed, optimizer, batches[0], cache=None, seconds_per_op=0.0) if planned else None
+        losses = []
+        for k, batch in enumerate(batches):
+            between(k, model)
+            if step is None:
+                optimizer.zero_grad()
+                losses.append(summed(model, batch))
+                losses[-1].backward()
+                optimizer.step()
+            else:
+                losses.append(step(batch))
+                seen.append(step.measure())
+        sides.append([*losses, *model.state_dict().values()])
+    assert all(map(torch.equal, *sides))
+    assert all(m["planned_peak"] == m["measured_peak"] and m["misses"] == 0 for m in seen)
+    return step
+
+
+def summed(model, batch):
+    return model(batch).square().sum()
+
+
+@pytest.mark.parametrize("bag", [False, True])
+@pytest.mark.parametrize("norm", [0.1, 2.0, 100.0])
+def test_rows_of_an_embedding_that_are_cut_to_a_norm(norm, bag):
+    batches = [
+        torch.zeros(6, 4, dtype=torch.long),
+        torch.arange(24).view(6, 4),
+        torch.arange(24).view(6, 4) % 5,
+    ]
+    kind = torch.nn.EmbeddingBag if bag else torch.nn.Embedding
+    trained_alike(lambda: torch.nn.Sequential(kind(30, 8, max_norm=norm), torch.nn.Linear(8, 3)), batches)
+
+
+def quantized(channels=False):
+    from torch.ao.quantization import FusedMovingAvgObsFakeQuantize, default_fused_per_channel_wt_fake_quant
+
+    class Net(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear, self.seen = torch.nn.Linear(8, 40), FusedMovingAvgObsFakeQuantize()
+            self.weights = default_fused_per_channel_wt_fake_quant() if channels else torch.nn.Identity()
+
+        def forward(self, x):
+            return self.seen(torch.nn.functional.linear(x, self.weights(self.linear.weight)))
+
+    return Net()
+
+
+OLD_QUANTIZATION = pytest.mark.filterwarnings(
+    "ignore:.*torch.ao.quantization is deprecated", "ignore:Please use quant"
+)
+
+
+@OLD_QUANTIZATION
+@pytest.mark.parametrize("channels", [False, True])
+def test_fake_quantization_whose_observers_are_switched_off(channels):
+    batches = [torch.randn(6, 8) for _ in range(6)]
+
+    def make():
+        model = quantized(channels)
+        model(batches[0])  # statistics by channel have no size before
+        return model
+
+    def between(k, model):
+        if k == 2:
+            model.apply(torch.ao.quantization.disable_observer)
+        if k == 4:
+            model.apply(torch.ao.quantization.disable_fake_quant)
+
+    trained_alike(make, batches, between)
+
+
+@OLD_QUANTIZATION
+def test_statistics_by_channel_without_a_size_run_in_eager():
+    model = quantized(channels=True)
+    with pytest.warns(Fallback, match="run the model once"):
+        step = fit(model, summed, torch.optim.SGD(model.parameters(), lr=0.1), torch.randn(6, 8), cache=None)
+    step(torch.randn(6, 8))
+    assert step.measure()["planned_peak"] is None

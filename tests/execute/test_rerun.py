@@ -186,21 +186,134 @@ def test_an_error_of_the_callers_code_leaves_the_step_usable():
 # ---- tensors of an earlier step
 
 
-def test_a_tensor_of_an_earlier_step_is_refused_by_name():
+def trained(loss_fn, steps=5, **options):
+    """The step, its last loss and parameters compared with those of a loop in eager; ``loss_fn()`` makes the loss."""
+    losses, models = [], []
+    for planned in (True, False):
+        model, one = net(), loss_fn()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        step = fitted(model, one, **options) if planned else None
+        for k in range(steps):
+            torch.manual_seed(k)
+            if step is None:
+                optimizer.zero_grad()
+                loss = one(model, batch(k))
+                loss.backward()
+                optimizer.step()
+            else:
+                loss, last = step(batch(k)), step
+        losses.append(loss)
+        models.append(model)
+    assert torch.equal(*losses)
+    assert all(map(torch.equal, models[0].parameters(), models[1].parameters()))
+    return last
+
+
+class Keeping:
+    """A loss that pulls outputs towards those of an earlier step; ``every``: of how many it keeps one."""
+
+    def __init__(self, every=1, graph=False):
+        self.kept, self.calls, self.every, self.graph = [], 0, every, graph
+
+    def __call__(self, model, pair):
+        out = model(pair[0])
+        loss = F.cross_entropy(out, pair[1])
+        if self.kept:
+            loss = loss + (out - self.kept[-1].detach()).pow(2).mean()
+        self.calls += 1
+        if self.calls % self.every == 0:
+            self.kept.append(out if self.graph else out.detach())
+        return loss
+
+
+@pytest.mark.parametrize("options", [{}, {"every": 3}, {"graph": True}])
+def test_what_a_step_keeps_is_an_input_of_those_that_read_it(options):
+    step = trained(lambda: Keeping(**options), verify_every=1)
+    assert step.measure()["planned_peak"] == step.measure()["measured_peak"]
+
+
+def test_what_is_kept_is_there_after_the_step_wherever_it_lies():
+    seen = {}
+
+    def loss_fn(model, pair):
+        out = model(pair[0])
+        seen["view"], seen["batch"], seen["deep"] = out.detach()[:, 1], pair[0], [{"out": (out.detach(),)}]
+        return F.cross_entropy(out, pair[1]), out
+
+    model = net()
+    step = fitted(model, loss_fn)
+    for k in range(3):
+        given = batch(k)
+        _, out = step(given)
+        assert type(seen["view"]) is torch.Tensor
+        assert torch.equal(seen["view"], out[:, 1]) and torch.equal(seen["batch"], given[0])
+        assert torch.equal(seen["deep"][0]["out"][0], out)
+        assert seen["view"].data_ptr() == out.data_ptr() + out.element_size()  # eager's is the same storage
+
+
+def test_more_is_kept_than_when_the_step_was_captured(monkeypatch):
+    count, seen = Count(monkeypatch), {}
+
+    def loss_fn(model, pair):
+        out = model(pair[0])
+        if model.keeps:
+            seen["out"] = out.detach()
+        return F.cross_entropy(out, pair[1]), out
+
+    model = net()
+    model.keeps = False
+    step = fitted(model, loss_fn, planner=count.planner)
+    step(batch())
+    model.keeps = True
+    for k in range(3):
+        _, out = step(batch(k))
+        assert torch.equal(seen["out"], out)
+    assert (count.captures, count.plans) == (2, 2)
+    model.keeps = False
+    step(batch())
+    assert (count.captures, count.plans) == (2, 2)
+
+
+def test_a_graph_of_an_earlier_step_is_gone():
     kept = []
 
     def loss_fn(model, pair):
         out = model(pair[0])
-        loss = F.cross_entropy(out, pair[1])
-        if kept:
-            loss = loss + (out - kept[-1]).pow(2).mean()
-        kept.append(out.detach())
+        loss = F.cross_entropy(out, pair[1]) + sum(k.pow(2).mean() for k in kept[-1:])
+        kept.append(out)
         return loss
 
+    step = fitted(net(), loss_fn)
+    step(batch())
+    assert kept[-1].requires_grad and not kept[-1].is_leaf
+    with pytest.raises(Unsupported, match="an earlier step has made"):
+        step(batch())
+
+
+def test_what_a_step_that_failed_has_kept_is_without_contents():
+    kept = []
+
+    def loss_fn(model, pair):
+        kept.append(model(pair[0]).detach())
+        raise ValueError("no loss today")
+
+    with pytest.raises(ValueError, match="no loss"):
+        fitted(net(), loss_fn)
+    assert not kept
+    model, fails = net(), [False]
+
+    def sometimes(model, pair):
+        kept.append(model(pair[0]).detach())
+        return loss_fn(model, pair) if fails[0] else ordinary(model, pair)
+
+    step = fitted(model, sometimes)
+    step(batch())
+    assert kept[-1].isfinite().all()
+    fails[0] = True
+    with pytest.raises(ValueError, match="no loss"):
+        step(batch())
     with pytest.raises(Unsupported, match="earlier step"):
-        step = fitted(net(), loss_fn)
-        for _ in range(3):
-            step(batch())
+        kept[-1].sum()
 
 
 def test_parameters_in_a_list_of_the_callers_are_trained_as_such():

@@ -27,6 +27,7 @@ __all__ = [
     "LONG_CALL",
     "Bench",
     "Row",
+    "UpdateRun",
     "in_place_inputs",
     "rehearsed",
     "rows_of_update",

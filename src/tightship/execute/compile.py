@@ -218,6 +218,8 @@ class _Compiler:
         get = positional(call, self.environment)
         more = keywords(call.kwargs, self.environment)
         fn = compat.direct(call.fn)
+        if self.serving is not None and compat.asks_by_data(call.fn):
+            fn = _in_one_block(fn, self.serving)
         pairs = tuple((k, v) for k, v in enumerate(results) if v >= 0)
         shape = compat.returns_tensors(call.fn)
         if not pairs:
@@ -225,6 +227,19 @@ class _Compiler:
         if shape == 1:
             return _one(fn, get, more, pairs[0][1])
         return _some(fn, get, more, pairs, nested=shape < 0)
+
+
+def _in_one_block(fn: Any, serving: Any) -> Any:
+    """``fn`` with its temporaries, however many, in the block that is planned for all of them."""
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        serving.open_room(False)
+        try:
+            return fn(*args, **kwargs)
+        finally:
+            serving.settle()
+
+    return run
 
 
 def _nothing(fn: Any, get: Any, more: Any) -> Action:

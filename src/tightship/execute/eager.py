@@ -96,7 +96,8 @@ def run_eager(
             trace, known, lambda: compat_capture.reparametrized(owned.model, {**parameters, **buffers})
         )
         inside = compat_capture.inside_backward(lambda: Inner(trace, known))
-        results = [known[n] for n in trace.results if n >= 0 and n not in trace.constants]
+        handed_back = (*trace.results, *trace.kept)
+        results = [known[n] for n in handed_back if n >= 0 and n not in trace.constants]
         with _stepping_twins(optimizer, twin), python_state_kept(*(h.fn for h in hooks)), inside:
             torch.autograd.backward(results[0], inputs=[parameters[n] for n in ending.wanted])
         _write_back(trace, known)

@@ -23,6 +23,8 @@ from tightship.execute import allocator
 from tightship.execute.bench import (
     LONG_CALL,
     Bench,
+    Row,
+    UpdateRun,
     in_place_inputs,
     rehearsed,
     rows_of_update,
@@ -300,6 +302,8 @@ class _Profiler:
             with self.runs(k):
                 return self.update(updater, bench)
         with self.runs(k):
+            if compat.asks_by_data(call.fn):
+                return self.at_worst(k, call, bench)
             try:
                 return self.measured(k, call, self.work(k, call, device))
             except _REFUSES as refused:
@@ -336,6 +340,28 @@ class _Profiler:
         if hoarded:
             raise Unsupported(self.where(k), f"it keeps {hoarded} bytes that it does not return")
         return found
+
+    def at_worst(self, k: int, call: Call, bench: Bench) -> Measurement:
+        """Of an op whose temporaries follow from data: one block with room for the most of them, which it asks for
+        when each row is looked up once and too long."""
+        args, kwargs = sample_arguments(self.graph, call, self.graph.ops[k].device)
+        fn, (weight, indices) = compat.direct(call.fn), args[:2]
+        rows = torch.arange(indices.numel(), device=indices.device).reshape(indices.shape) % weight.shape[0]
+
+        weight.fill_(1e4)
+        indices.copy_(rows)
+
+        def work() -> list[Any]:
+            fn(*args, **kwargs)
+            return []
+
+        _, events, first = bench.run(work, [], warm=True)  # in later runs no row is too long
+        run = UpdateRun(events, first)
+        sizes = [e.nbytes for e in events if e.kind == "alloc"]
+        seconds = first if self.hurry.over else bench.time(work, sizes, first, roughly=self.hurry.few)[0]
+        rough = self.hurry.mark if self.hurry.few and first < LONG_CALL else 0.0
+        block: tuple[Row, ...] = ((run.extent, -1, 0, 1),) if run.extent else ()
+        return Measurement(seconds, run.extent, block, rough=rough)
 
     def update(self, updater: Updater, bench: Bench) -> Measurement:
         """An update is run on copies, several times: what it asks for may depend on gradients and steps."""
@@ -410,7 +436,7 @@ def _key(program: Program, k: int, call: Call) -> str:
     if isinstance(call.fn, Collective):
         given = (*given[:-1], len(call.fn.group(given)))
     parts: tuple[Any, ...] = (
-        str(call.fn) if updater is None else _update_key(updater),
+        (str(call.fn), compat.asks_by_data(call.fn)) if updater is None else _update_key(updater),
         _plain((given, call.kwargs), number),
         [_metadata(program, v) for v in values],
         made,

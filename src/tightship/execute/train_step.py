@@ -313,6 +313,7 @@ class TrainStep(TrainVariants):
         for n, g in zip(made, results[count:], strict=True):
             parameters[n].grad = g
         own = results[:count]
+        del results
         if in_hooks and ending.leaves:
             compat.mark_stepped(self.optimizer)
         if ending.clip is not None and self.loop.clip_norm is not None:
@@ -322,7 +323,9 @@ class TrainStep(TrainVariants):
             if names := differences(eager, ours):
                 text = [f"{name} is not bit-identical to eager's" for name in names]
                 raise VerificationFailed(text, f"step {self._steps}")
-        return asked.results.unflatten(own)
+        count = len(own) - len(asked.trace.kept)
+        asked.fill(own[count:], tensor_leaves(batch))
+        return asked.results.unflatten(own[:count])
 
     def _update(self) -> None:
         self._renew()

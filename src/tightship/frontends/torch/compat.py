@@ -8,7 +8,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any, Final, NamedTuple
 
@@ -77,6 +77,58 @@ def another(fake: torch.Tensor) -> torch.Tensor:
         with without_modes(), torch.no_grad():
             new = fake.detach()
     return new.requires_grad_() if fake.requires_grad else new
+
+
+def asks_by_data(fn: Any) -> bool:
+    """Whether what an op asks of the allocator, row by row and for temporaries alone, follows from the numbers that
+    it is given: ``max_norm`` of embeddings asks for each row, and once more for each that is too long."""
+    return fn is torch.ops.aten.embedding_renorm_.default
+
+
+def grows_statistics(fn: Any, args: Sequence[Any]) -> bool:
+    """Whether an op gives buffers that are empty so far their size: those of fake quantization by channel."""
+    by_channel = fn is torch.ops.aten._fused_moving_avg_obs_fq_helper.default and args[11:12] == (True,)
+    return by_channel and args[3].numel() == 0
+
+
+def become(stand_in: torch.Tensor, real: torch.Tensor, *, given: bool) -> None:
+    """``stand_in``, wherever it is held, is from now on a tensor in the bytes of ``real``. Where it requires a
+    gradient it is a leaf if ``given``, otherwise made by a graph that is gone: `runs_into_the_past`."""
+    with torch._C.DisableTorchFunctionSubclass(), without_modes(), torch.enable_grad():
+        required, new = stand_in.requires_grad, real.detach()
+        if required:
+            new.requires_grad_()
+            new = new if given else _Gone.apply(new)  # type: ignore[no-untyped-call]
+        torch._C._swap_tensor_impl(stand_in, new)
+        stand_in.__class__ = torch.Tensor
+        vars(stand_in).clear()
+
+
+class _Gone(torch.autograd.Function):
+    """The end of a graph that a backward pass has freed."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        raise RuntimeError(
+            "Trying to backward through a graph that an earlier step's backward pass has freed"
+        )
+
+
+def runs_into_the_past(loss: torch.Tensor) -> bool:
+    """Whether the graph of ``loss`` leads to what an earlier step has made."""
+    seen, todo = set(), [loss.grad_fn]
+    while todo:
+        node = todo.pop()
+        if node is not None and node not in seen:
+            seen.add(node)
+            if node.name() == f"{_Gone.__name__}Backward":
+                return True
+            todo += [n for n, _ in node.next_functions]
+    return False
 
 
 def blank_like(

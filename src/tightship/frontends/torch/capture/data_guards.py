@@ -258,6 +258,7 @@ _MEASURED_BY = {
     "aten::_index_put_impl_": ("indices",),
     "aten::_unsafe_index_put": ("indices",),
     "aten::masked_scatter_backward": ("mask",),
+    "aten::_fused_moving_avg_obs_fq_helper": ("observer_on", "fake_quant_on"),
 }
 """Arguments whose contents decide what an op asks of the allocator, or whether it runs at all."""
 
@@ -285,6 +286,7 @@ class Guard:
 
     ``sources`` are the (role, key) of the caller's tensors the answer depends on, ``calls`` the calls of torch's
     functions, as `Record.asked` numbers them, that it follows from. ``holds`` asks again, with the numbers they had.
+    ``requests``: what ops ask of the allocator follows from the answer.
     """
 
     sources: tuple[tuple[str, Any], ...]
@@ -292,6 +294,7 @@ class Guard:
     place: str
     _ask: Callable[[Tensors], Any]
     calls: frozenset[int] = frozenset()
+    requests: bool = False
 
     def holds(self, tensors: Tensors, other_numbers: Collection[int] = ()) -> bool:
         """Whether the answer is the captured one, given the tensors of ``sources``; not where one of its calls is
@@ -369,7 +372,9 @@ class Questions:
             return {}
         try:
             if name not in _SHAPED_BY and not all(self._key(v) in self._counted for v in wanted):
-                self._ask(fn, wanted, lambda parts: [int(p.count_nonzero()) for p in parts], origin)
+                self._ask(
+                    fn, wanted, lambda parts: [int(p.count_nonzero()) for p in parts], origin, requests=True
+                )
                 self._counted |= {self._key(v) for v in wanted}
             order = list(dict.fromkeys(refs_in((args, kwargs))))
             return {order.index(v): self._contents(v, fn, origin) for v in wanted}
@@ -389,13 +394,15 @@ class Questions:
         return self._known[key]
 
     def _ask(
-        self, fn: Any, wanted: list[int], finish: Callable[[Sequence[torch.Tensor]], Any], origin: Origin
-    ) -> Any:
+        self, fn: Any, wanted: list[int], finish: Callable[[Sequence[torch.Tensor]], Any], origin: Origin,
+        *, requests: bool = False,
+    ) -> Any:  # fmt: skip
         ask, asked, calls, drawn = self._question(wanted, finish, fn, origin)
         with compat.without_modes():
             answer = ask({key: self._tape.real[v] for v, key in asked.items()})
         if asked or drawn:
-            self.guards.append(Guard(tuple(asked.values()), answer, f"{fn} · {origin}", ask, calls))
+            place = f"{fn} · {origin}"
+            self.guards.append(Guard(tuple(asked.values()), answer, place, ask, calls, requests))
         elif any(k >= 0 for k in calls):
             self._guard_numbers(answer, calls, fn, origin)
         return answer

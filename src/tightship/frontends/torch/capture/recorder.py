@@ -90,6 +90,11 @@ class Recorder(compat.TorchDispatchMode):
                 f"{fn} at {origin} with a generator", "the step draws from torch's own random state alone",
                 "leave generator out",
             )  # fmt: skip
+        if compat.grows_statistics(fn, args):
+            raise Unplannable(
+                f"{fn} at {origin} on statistics without a size", "it gives them one in its first run",
+                "run the model once on a batch before fit (in training mode), then steps are planned",
+            )  # fmt: skip
         if compat_capture.draws_anew() and compat.is_random(fn, args, kwargs):
             raise Unplannable(
                 f"{fn} at {origin} in a checkpoint with preserve_rng_state=False",

@@ -14,7 +14,7 @@ import torch
 from tightship.errors import Unsupported
 from tightship.frontends.torch import compat
 
-__all__ = ["Change", "Leftovers", "applied", "untouched"]
+__all__ = ["Change", "Leftovers", "applied", "stand_ins_in", "untouched"]
 
 
 @dataclass(frozen=True)
@@ -109,8 +109,8 @@ class Leftovers:
         ]
 
     def remove(self, lasts: Callable[[torch.Tensor], bool] | None = None) -> list[Change]:
-        """Puts back what holds stand-ins, but for those that ``lasts`` is true of, which are left to be found out;
-        returns what that was. Other changes stay, as eager's do.
+        """Puts back what holds stand-ins, but where ``lasts`` is true of one of them, or of a tensor that was there
+        before; returns what that was. Other changes stay, as eager's do.
 
         Raises ``Unsupported`` for modules that were replaced.
         """
@@ -119,11 +119,12 @@ class Leftovers:
             names = list(vars(m)) if self._everywhere else list(contents)
             for k in names:
                 new, old = vars(m).get(k), attributes.get(k)
-                stand_ins = [] if k in _MEMBERS else list(_stand_ins(new))
+                stand_ins = [] if k in _MEMBERS else stand_ins_in(new)
                 if not stand_ins:
                     continue
                 gone.append(Change(m, k, old, new))
-                if lasts is not None and any(map(lasts, stand_ins)):
+                before = contents.get(k) if old is new and contents.get(k) is not None else old
+                if lasts is not None and any(map(lasts, (*stand_ins, *_tensors(before)))):
                     continue
                 if old is new and contents.get(k) is not None:
                     _refill(new, contents[k])
@@ -146,10 +147,14 @@ def _copied(value: Any) -> Any:
     return value.copy() if isinstance(value, (dict, list, set)) else None
 
 
-def _stand_ins(value: Any, depth: int = 3) -> Iterator[torch.Tensor]:
+def stand_ins_in(value: Any) -> list[torch.Tensor]:
+    """The stand-ins that an attribute of a module holds."""
+    return [t for t in _tensors(value) if compat.is_fake(t)]
+
+
+def _tensors(value: Any, depth: int = 3) -> Iterator[torch.Tensor]:
     if isinstance(value, torch.Tensor):
-        if compat.is_fake(value):
-            yield value
+        yield value
         return
     parts: Iterable[Any] = ()
     if isinstance(value, (list, tuple, set)):
@@ -159,7 +164,7 @@ def _stand_ins(value: Any, depth: int = 3) -> Iterator[torch.Tensor]:
     elif hasattr(value, "__dataclass_fields__"):
         parts = getattr(value, "__dict__", {}).values()
     for x in parts if depth else ():
-        yield from _stand_ins(x, depth - 1)
+        yield from _tensors(x, depth - 1)
 
 
 def _contents(module: torch.nn.Module) -> dict[str, Any]:

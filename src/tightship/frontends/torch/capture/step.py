@@ -16,7 +16,7 @@ from tightship.frontends.torch import compat, compat_capture
 from tightship.frontends.torch.capture.lower import finish
 from tightship.frontends.torch.capture.recorder import Recorder
 from tightship.frontends.torch.capture.state_restore import Change, applied, untouched
-from tightship.frontends.torch.capture.tape import Origin, Tape, Tracker
+from tightship.frontends.torch.capture.tape import Origin, Tape, TapeValue, Tracker
 from tightship.frontends.torch.collectives import averaged
 from tightship.frontends.torch.optimizer.updates import Member, SeveralUpdates, Updater, Updates, updaters
 from tightship.frontends.torch.program import Program, Ref
@@ -569,10 +569,15 @@ class StepCapture(Capture):
         """The numbers of the calls that draw random numbers."""
         return {r.asked for r in self.tape.records if r.random}
 
-    def program(
+    def described(self, tensor: torch.Tensor) -> TapeValue | None:
+        """What `ended` takes for a tensor of the step, if it is one whose bytes a program can hand back."""
+        return self.tape.described(tensor)
+
+    def ended(
         self, loss: torch.Tensor, results: Sequence[torch.Tensor], spec: Results, notes: Sequence[str]
-    ) -> Program:
-        """The program of the calls made and of what follows them."""
+    ) -> Callable[[Sequence[TapeValue]], Program]:
+        """Takes down what follows the calls made; returns what makes the program, with further results behind
+        those that the step hands back. It holds no tensor that the code has seen."""
         ending = self.ending
         wanted = ending.wanted if self._trained() else ()
         leaves = [self._given.parameters[n] for n in wanted]
@@ -580,6 +585,12 @@ class StepCapture(Capture):
         for n, g in held.items():
             self._given.parameters[n].grad = g
         self.asking(-1)
+        if any(c.grad_fn is not None for c in self.tape.constants) and compat.runs_into_the_past(loss):
+            raise Unsupported(
+                "a backward pass through a tensor that an earlier step has made",
+                "that step's backward pass has freed its graph, in eager, too",
+                "keep a tensor without a graph (detach())",
+            )  # fmt: skip
         with torch.enable_grad(), self.executing():
             values = [self.tape.value(t) for t in (*results, loss)]
             with self._stepping_in_hooks():
@@ -599,12 +610,18 @@ class StepCapture(Capture):
                 norm = self._clipped(ending.clip, found)  # in the model's order, in which norms add up
             notes = [*notes, *self._updated(ending.updates, self._given, gradients)]
         last = [gradients[n] for n in made] if norm is None else [norm]
-        handed_back = [*values[:-1], *map(self.tape.value, last)]
-        program = finish(
-            self.tape, handed_back, result_spec=spec, name=self.name, guards=self.recorder.guards,
-            batch=BatchSpec.of(self.batch), notes=notes, losses=values[-1:], sums=True, whole_batch=False,
-        )  # fmt: skip
-        return replace(program, gradients=tuple(made))
+        tape, guards, name, ends = self.tape, self.recorder.guards, self.name, [*map(self.tape.value, last)]
+        batch = BatchSpec.of(self.batch)
+
+        def program(kept: Sequence[TapeValue]) -> Program:
+            handed_back = [*values[:-1], *map(tape.intern, kept), *ends]
+            captured = finish(
+                tape, handed_back, result_spec=spec, name=name, guards=guards, batch=batch, notes=notes,
+                losses=values[-1:], sums=True, whole_batch=False,
+            )  # fmt: skip
+            return replace(captured, gradients=tuple(made))
+
+        return program
 
     def _averaged(self, gradients: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """Averages gradients over all ranks, each in place and as soon as nothing else needs it."""

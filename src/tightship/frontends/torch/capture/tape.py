@@ -215,13 +215,15 @@ class Tape:
                 "a storage has one size from its definition to its end",
                 "make a new tensor of the other size",
             )
-        info = TapeValue(
-            s, tensor.dtype, tuple(tensor.shape), tuple(tensor.stride()), int(tensor.storage_offset())
-        )
-        v = self.intern(info)
+        v = self.intern(_info(tensor, s))
         if self.storages[s].base < 0:
             self.storages[s].base = v
         return v
+
+    def described(self, tensor: torch.Tensor) -> TapeValue | None:
+        """The value a tensor is now, not yet taken down; None for one that is not plain bytes of a known storage."""
+        s = self._storage_of.get(compat.storage_key(tensor)) if _why_not_plain(tensor) is None else None
+        return None if s is None else _info(tensor, s)
 
     def intern(self, info: TapeValue) -> int:
         """The number of a value that may be new."""
@@ -339,23 +341,29 @@ class Tape:
             r.replay = Call(*other, r.results)
 
 
+def _info(tensor: torch.Tensor, storage: int) -> TapeValue:
+    return TapeValue(
+        storage, tensor.dtype, tuple(tensor.shape), tuple(tensor.stride()), int(tensor.storage_offset())
+    )
+
+
 def _plain(tensor: torch.Tensor, place: str) -> None:
-    at = f" at {place}" if place else ""
+    why = _why_not_plain(tensor)
+    if why is not None:
+        what, *rest = why
+        raise Unplannable(f"{what}{' at ' + place if place else ''}", *rest)
+
+
+def _why_not_plain(tensor: torch.Tensor) -> tuple[str, ...] | None:
+    """What a tensor is that is not plain strided bytes, why that cannot be planned, and perhaps what to do."""
     if tensor.layout is not torch.strided:
-        raise Unplannable(
-            f"a {tensor.layout} tensor{at}",
-            "its bytes are more than one strided storage",
-            "use dense tensors (sparse=False in an embedding)",
-        )
+        rule, instead = "its bytes are more than one strided storage", "sparse=False in an embedding"
+        return f"a {tensor.layout} tensor", rule, f"use dense tensors ({instead})"
     if tensor.is_quantized or tensor.is_nested:
-        raise Unplannable(f"a quantized or nested tensor{at}", "its metadata is more than shape and stride")
+        return "a quantized or nested tensor", "its metadata is more than shape and stride"
     if tensor._is_zerotensor():
-        raise Unplannable(
-            f"a tensor of zeros without bytes{at}", "autograd makes them where a tangent is zero"
-        )
+        return "a tensor of zeros without bytes", "autograd makes them where a tangent is zero"
     if tensor.is_neg() or tensor.is_conj():
-        raise Unplannable(
-            f"a lazily conjugated or negated tensor{at}",
-            "the bit is not part of its bytes",
-            "call resolve_conj() or resolve_neg()",
-        )
+        rule = "the bit is not part of its bytes"
+        return "a lazily conjugated or negated tensor", rule, "call resolve_conj() or resolve_neg()"
+    return None

@@ -38,6 +38,7 @@ __all__ = [
     "form",
     "map_tensors",
     "name_of",
+    "nowhere",
     "plainly_same",
     "same_plain",
     "unknown",
@@ -147,6 +148,11 @@ def write_back(buffer: torch.Tensor, now: torch.Tensor) -> None:
     these are made of what it held before."""
 
 
+def nowhere(key: int) -> int | None:
+    """Of no tensor the number is known by its id."""
+    return None
+
+
 @dataclass
 class FunctionTrace(NotCopied):
     """``tensors`` are those that the code gets to see, by number: the caller's own parameters, buffers and
@@ -154,7 +160,9 @@ class FunctionTrace(NotCopied):
     ``leaves`` on, the batch's. ``constants`` gives the form of each constant; for those in ``rigid``, which share
     bytes, no other can stand. ``results`` are the numbers of what the code handed back; ``end_guards`` are what its
     backward pass says of data. ``attributes`` and ``caches`` are where it left stand-ins behind. ``batch`` has a
-    ``structure.TensorLeaf`` for each tensor of the batch, ``program`` what was captured, ``renumbering`` (a
+    ``structure.TensorLeaf`` for each tensor of the batch, ``kept`` are the numbers of what its code keeps for later,
+    which the program hands back behind the results, ``superseded`` says that another trace of the same calls
+    hands back more, ``program`` what was captured, ``renumbering`` (a
     ``numbers.Renumbering``) tells how its numbers follow. ``references`` counts who holds the tensors between runs,
     None before the first run is over. ``made_of_constants`` are the numbers of those that no parameter, buffer,
     random number or part of the batch has gone into; ``made_once`` are those among them that eager may make in the
@@ -168,6 +176,8 @@ class FunctionTrace(NotCopied):
     constants: dict[int, Form] = field(default_factory=dict)
     rigid: set[int] = field(default_factory=set)
     results: tuple[int, ...] = ()
+    kept: tuple[int, ...] = ()
+    superseded: bool = False
     inputs: int = 0
     leaves: int = 0
     attributes: tuple[tuple[torch.nn.Module, str], ...] = ()
@@ -179,7 +189,7 @@ class FunctionTrace(NotCopied):
     references: list[int] | None = None
     made_of_constants: frozenset[int] = frozenset()
     made_once: frozenset[int] = frozenset()
-    elsewhere: Callable[[int], int | None] = lambda key: None
+    elsewhere: Callable[[int], int | None] = nowhere
 
     @property
     def repeats(self) -> bool:
@@ -205,9 +215,13 @@ class FunctionTrace(NotCopied):
     def takes(self, batch: Sequence[Any]) -> bool:
         """Whether the step's code, on a batch of such tensors, can ask for what it has asked for here. Whatever else
         is in the batch shows when it is used, and so does a tensor that was not."""
-        return len(batch) == len(self.batch) and all(
-            a == b or n not in self.asked_leaves
-            for n, (a, b) in enumerate(zip(batch, self.batch, strict=True))
+        return (
+            not self.superseded
+            and len(batch) == len(self.batch)
+            and all(
+                a == b or n not in self.asked_leaves
+                for n, (a, b) in enumerate(zip(batch, self.batch, strict=True))
+            )
         )
 
     def settle_constants(self, random_calls: Collection[int]) -> None:

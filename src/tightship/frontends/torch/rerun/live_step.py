@@ -6,7 +6,9 @@ was captured.
 
 A trace hands out the same stand-ins in every run. One that the code has put into a closure, a list or an attribute
 would be taken for the tensor of the step in which it is read. So after each run those that somebody else still holds
-are replaced in the trace, and expire: what they stood for is gone, and every use of them is an error.
+are replaced in the trace, and expire: until the ops have run, every use of them is an error. What they stood for is
+handed back by the program behind the results, and they become that (`Asked.fill`), wherever they are: to the next
+step they are constants, of which each step may bring another.
 """
 
 from __future__ import annotations
@@ -17,18 +19,17 @@ import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 
 from tightship.errors import Unplannable, Unsupported
 from tightship.frontends.torch import compat, compat_capture
-from tightship.frontends.torch.capture.state_restore import Leftovers
+from tightship.frontends.torch.capture.state_restore import Change, Leftovers, stand_ins_in
 from tightship.frontends.torch.capture.step import (
     Ending,
     StepCapture,
-    check_changes,
     check_replaced,
     checked_leaf,
 )
@@ -39,6 +40,7 @@ from tightship.frontends.torch.rerun.function_trace import (
     add_hook,
     map_tensors,
     name_of,
+    nowhere,
     write_back,
 )
 from tightship.frontends.torch.rerun.numbers import Renumbering, with_numbers_at
@@ -64,7 +66,8 @@ class Expired(torch.Tensor):
         raise Unsupported(
             f"{name_of(func)} of a tensor that an earlier step has made and its code has kept",
             "a step's code runs on stand-ins, which have no contents when the step has run",
-            "keep what steps hand on in buffers, or hand it back as a result and into the next batch",
+            "the step that made it was not run to its end, or it was to retain its gradient (retain_grad): "
+            "set it anew, without",
         )
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:
@@ -74,23 +77,38 @@ class Expired(torch.Tensor):
         return self
 
 
-def expire_kept(trace: FunctionTrace) -> None:
+Kept = list[tuple[int, torch.Tensor]]
+"""Stand-ins that the code holds, each with its number."""
+
+
+def expire_kept(trace: FunctionTrace) -> Kept:
     """To be called when a run of ``trace`` is over: stand-ins that are not the trace's alone expire, and all of them
-    if the run has captured it."""
+    if the run has captured it. Returns those that somebody else holds."""
     now = _references(trace)
     known = trace.references
     kept = range(len(now)) if known is None else [n for n, c in enumerate(now) if c > known[n]]
     kept = [n for n in kept if compat.is_fake(trace.tensors[n])]
-    if kept or known is None:
-        _replace(trace, kept)
-        trace.references = _references(trace)
+    if not kept and known is not None:
+        return []
+    gone = _replace(trace, kept)
+    trace.references = _references(trace)
+    return gone if known is not None else _held_elsewhere(gone)
+
+
+def _held_elsewhere(stand_ins: Kept) -> Kept:
+    """Those that are held by something else than this list, which is emptied, and than garbage."""
+    weak = [(n, weakref.ref(t)) for n, t in stand_ins]
+    stand_ins.clear()
+    if any(r() is not None for _, r in weak):
+        gc.collect()
+    return [(n, t) for n, r in weak if (t := r()) is not None]
 
 
 def _references(trace: FunctionTrace) -> list[int]:
     return list(map(sys.getrefcount, trace.tensors))
 
 
-def _replace(trace: FunctionTrace, numbers: Iterable[int]) -> None:
+def _replace(trace: FunctionTrace, numbers: Iterable[int]) -> Kept:
     fresh: dict[int, torch.Tensor] = {}
     gone, places = [], trace.places
     for n in numbers:
@@ -110,6 +128,7 @@ def _replace(trace: FunctionTrace, numbers: Iterable[int]) -> None:
         call.answer = map_tensors(own, call.answer)
     for _, old in gone:
         old.__class__ = Expired
+    return gone
 
 
 class GradientHook:
@@ -231,7 +250,8 @@ class Owned:
 class Asked:
     """What the code of one step asked for. ``program`` is None where it is what ``trace`` has been for before.
     ``results`` puts the step's results together; ``constants`` are this step's by the index of the program's,
-    ``bound`` by their numbers in the trace; ``numbers`` are the new ones of ops of the trace's program, by op."""
+    ``bound`` by their numbers in the trace; ``numbers`` are the new ones of ops of the trace's program, by op.
+    ``kept`` are the stand-ins that the code has kept, by their numbers in the trace."""
 
     trace: FunctionTrace
     program: Program | None
@@ -239,6 +259,23 @@ class Asked:
     constants: tuple[Any, ...]
     bound: dict[int, torch.Tensor]
     numbers: dict[int, tuple[Any, ...]] = field(default_factory=dict)
+    kept: Kept = field(default_factory=list)
+
+    def fill(self, made: Sequence[torch.Tensor], leaves: Sequence[object]) -> None:
+        """What the code has kept becomes what it stood for: a tensor that the program has ``made`` (as ``trace.kept``
+        says), or one of the batch's ``leaves``. In eager, too, it is another name for the same bytes."""
+        trace, given = self.trace, [x for x in leaves if isinstance(x, torch.Tensor)]
+        tensors = dict(zip(trace.kept, made, strict=True))
+        tensors |= dict(zip(range(trace.leaves, trace.inputs), given, strict=True))
+        # Eager's would have a gradient, which this step does not: reading one of these stays an error.
+        asked = [c.args[0] for c in trace.calls if name_of(c.func) == "retain_grad"]
+        retained = {trace.index[id(t)] for t in asked}
+        # What was made of others lets go of them.
+        for n, stand_in in sorted(self.kept, key=lambda one: -one[0]):
+            if n not in retained:
+                compat.become(stand_in, tensors[n], given=n < trace.inputs)
+        self.kept.clear()
+        trace.elsewhere = nowhere
 
 
 def run_code(
@@ -252,19 +289,50 @@ def run_code(
     Raises as ``capture_step``, and whatever the code raises.
     """
     code = _Code(owned, ending, batch, traces, name)
+    kept: Kept = []
     try:
         with compat_capture.python_for_stand_ins(has_data=True), code.open():
             out = code.rerun.run(lambda given: code.asked(loss_fn, given))
             asked = code.finish(out)
             del out
     finally:
-        code.expire()
+        code.expire(kept)
+    if code.ended is None and not _handed_back(asked.trace, kept):
+        kept = _held_elsewhere(kept)
+    if code.ended is not None or _handed_back(asked.trace, kept):
+        asked = code.completed(asked, kept)
+    else:
+        asked = _handing_back(owned, ending, batch, asked, kept, name)
     for hook in code.hooks:
         if hook.keeps():
             raise Unplannable(
                 f"{hook}, which keeps a gradient or what it has made of one,", _NO_DATA, _BETWEEN
             )
     return asked
+
+
+def _handed_back(trace: FunctionTrace, kept: Kept) -> bool:
+    """Whether the trace's program hands back all that is kept of what it makes."""
+    return all(n in trace.kept for n, _ in kept if n >= trace.inputs)
+
+
+def _handing_back(owned: Owned, ending: Ending, batch: Any, asked: Asked, kept: Kept, name: str) -> Asked:
+    """``asked`` with a program that also hands back what is ``kept``: a trace of the same calls, captured without
+    running the code once more."""
+    trace = asked.trace
+    also = {*trace.kept, *(n for n, _ in kept if n >= trace.inputs)}
+    code = _Code(owned, ending, batch, [trace], name)
+    try:
+        with compat_capture.python_for_stand_ins(has_data=True), code.open():
+            rerun = code.rerun
+            new = rerun.made_again(asked.bound)
+            results = [n for n in trace.results if n >= 0 and n not in trace.constants]
+            again = code.finish(asked.results.unflatten([rerun.trace.tensors[new[n]] for n in results]))
+            del rerun
+    finally:
+        code.expire([])
+    trace.superseded = True
+    return code.completed(again, [(new.get(n, n), t) for n, t in kept], {new[n] for n in also})
 
 
 class _Code:
@@ -281,6 +349,10 @@ class _Code:
         self.left = [Leftovers(self.model, known)]
         self.has_run = False
         self.shown: list[FunctionTrace] = []
+        self.ended: Callable[[Sequence[Any]], Program] | None = None  # makes the program of a captured trace
+        self.described: dict[int, Any] = {}  # what `ended` takes, by number
+        self.trace: FunctionTrace | None = None  # what was followed or captured to its end
+        self.others: dict[int, int] = {}  # numbers of tensors of other traces, by id
         self.hooks = owned.hooks()
         for hook in self.hooks:
             if hook.name not in ending.wanted and hook.parameter.requires_grad:
@@ -344,24 +416,53 @@ class _Code:
             self.rerun.special(write_back, (own, now), {})
             home[key] = own
 
-    def expire(self) -> None:
-        """When the run is over, however it went: what the code has kept of stand-ins says so."""
+    def expire(self, kept: Kept) -> None:
+        """When the run is over, however it went: what the code has kept of stand-ins says so, and is ``kept``."""
         shown, self.shown = self.shown, []
         self.__dict__.pop("rerun", None)  # not there where no run has begun
         del self.captures
         for hook in self.hooks:
             hook.remove()
-        for trace in {id(t): t for t in shown if t.program is not None}.values():
-            expire_kept(trace)
+        for trace in {id(t): t for t in shown}.values():
+            if (
+                trace.program is None and trace is not self.trace
+            ):  # it has not come to its end, and is of no use
+                for t in filter(compat.is_fake, trace.tensors):
+                    t.__class__ = Expired
+                continue
+            for n, stand_in in expire_kept(trace):
+                number = n if trace is self.trace else self.others.get(id(stand_in))
+                if number is not None:
+                    kept.append((number, stand_in))
+
+    def completed(self, asked: Asked, kept: Kept, also: Iterable[int] = ()) -> Asked:
+        """What was asked for, with what the code has ``kept``, which a program captured in this run hands back."""
+        trace = asked.trace
+        trace.elsewhere = {id(t): n for n, t in kept}.get  # others may be gone, and their ids be given anew
+        if self.ended is None:
+            return replace(asked, kept=kept)
+        numbers = sorted({*also, *(n for n, _ in kept if n >= trace.inputs)})
+        for n in numbers:
+            if self.described.get(n) is None:
+                place = next((c.origin for c in reversed(trace.calls) if n >= c.first), "")
+                raise Unplannable(
+                    f"a tensor made at {place} and kept for later", "its bytes are not one strided storage",
+                    "keep a dense copy of it",
+                )  # fmt: skip
+        program = self.ended([self.described[n] for n in numbers])
+        trace.kept, trace.program = tuple(numbers), program
+        return replace(asked, program=program, constants=program.constants, kept=kept)
 
     def lasts(self, tensor: torch.Tensor) -> bool:
         """Whether a stand-in in an attribute stands for something that the next step might read: what parameters, the
-        batch or random numbers have gone into. Anything else would be made again."""
-        return self.rerun.number(tensor) not in self.rerun.trace.made_of_constants
+        batch or random numbers have gone into. Anything else would be made again, if the step did not read the tensor
+        that was there before."""
+        n, trace = self.rerun.number(tensor), self.rerun.trace
+        return n not in trace.made_of_constants if compat.is_fake(tensor) else n in trace.constants
 
-    def clean(self, *, finished: bool = False) -> tuple[tuple[torch.nn.Module, str], ...]:
+    def clean(self, *, finished: bool = False) -> list[Change]:
         """Takes away what the code has left of stand-ins; if it has ``finished``, only those that the next step would
-        make again. Returns where."""
+        make again. Returns all that were there."""
         for _, home, key, own, _ in self.owned.replaced():
             home[key] = own
         grown = [c.empty() for c in self.caches]
@@ -369,9 +470,7 @@ class _Code:
             for c in t.caches:
                 c.cache_clear()
         self.grown = tuple(c for some in grown for c in some)
-        changes = [c for left in reversed(self.left) for c in left.remove(self.lasts if finished else None)]
-        self.changes = changes
-        return tuple({(c.module, c.name): None for c in changes})
+        return [c for left in reversed(self.left) for c in left.remove(self.lasts if finished else None)]
 
     # --- when it has run ---
 
@@ -389,7 +488,8 @@ class _Code:
         results = [n for n in numbers if n >= 0 and n not in trace.constants]
         if rerun.execution is not None:
             trace.settle_constants(self.captures[-1].random_calls())
-        left = self.clean(finished=True)
+        changes = self.clean(finished=True)
+        self.trace, self.others = trace, rerun.other_numbers
         position = iter(range(len(results)))
 
         def leaf(x: Any) -> Any:
@@ -406,12 +506,16 @@ class _Code:
         fakes = rerun.execution.fakes
         loss = checked_loss(out)
         guards = len(capture.guards)
-        program = capture.program(
-            fakes[rerun.number(loss)], [fakes[n] for n in results], spec, self.notes(left)
+        self.described = {
+            n: capture.described(fakes[n])
+            for n in range(trace.inputs, len(fakes))
+            if n not in trace.constants
+        }
+        self.ended = capture.ended(
+            fakes[rerun.number(loss)], [fakes[n] for n in results], spec, self.notes(changes)
         )
-        self.note(trace, program, capture.guards[guards:], left)
-        check_changes(self.changes, program)
-        return Asked(trace, program, spec, program.constants, rerun.bound)
+        self.note(trace, capture.guards[guards:], changes)
+        return Asked(trace, None, spec, (), rerun.bound)
 
     def check_made_once(self) -> None:
         """Raises ``Unsupported`` where a number changes that eager would have read in the first step only."""
@@ -437,24 +541,23 @@ class _Code:
         trace.program = renewed
         return found
 
-    def notes(self, left: Sequence[tuple[torch.nn.Module, str]]) -> list[str]:
+    def notes(self, changes: Sequence[Change]) -> list[str]:
+        left = {(c.module, c.name): None for c in changes if not stand_ins_in(vars(c.module).get(c.name))}
         return [
             f"{type(m).__name__}.{k} is set to a tensor by each step in eager, not by the program"
             for m, k in left
         ]
 
-    def note(
-        self, trace: FunctionTrace, program: Program, guards: Sequence[Any],
-        left: tuple[tuple[torch.nn.Module, str], ...],
-    ) -> None:  # fmt: skip
-        """What is known of a trace when its program is."""
+    def note(self, trace: FunctionTrace, guards: Sequence[Any], changes: Sequence[Change]) -> None:
+        """What is known of a trace when its calls and what follows them are taken down."""
         trace.batch = tuple([TensorLeaf.of(t) for t in self.leaves])
-        trace.end_guards, trace.attributes = tuple(guards), left
+        trace.end_guards = tuple(guards)
+        trace.attributes = tuple({(c.module, c.name): None for c in changes})
         trace.caches = tuple(
             {id(c): c for c in (*self.grown, *(c for t in self.traces for c in t.caches))}.values()
         )
-        trace.program, trace.renumbering = program, Renumbering()
-        kept = {self.rerun.number(c.new) for c in self.changes if isinstance(c.new, torch.Tensor)}
+        trace.renumbering = Renumbering()
+        kept = {self.rerun.number(c.new) for c in changes if isinstance(c.new, torch.Tensor)}
         trace.made_once = trace.made_of_constants & trace.sources(kept)
         keys: dict[int, int] = {}
         shared = [*trace.tensors[: trace.inputs], *(trace.tensors[n] for n in trace.constants)]

@@ -136,6 +136,17 @@ class Rerun(TorchFunctionMode):
             raise unknown("among the results")
         return n
 
+    @property
+    def other_numbers(self) -> dict[int, int]:
+        """Numbers of tensors that the code has seen and that are not the trace's own, by id."""
+        return dict(self._others)
+
+    def made_again(self, bound: Mapping[int, torch.Tensor]) -> dict[int, int]:
+        """Captures all calls of the trace anew, with the constants ``bound``, instead of running the code. Returns
+        the new numbers of its tensors."""
+        self._at, self.bound = len(self.trace.calls), dict(bound)
+        return self.go_on()
+
     # --- calls ---
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -314,15 +325,16 @@ class Rerun(TorchFunctionMode):
 
     # --- capturing ---
 
-    def go_on(self) -> None:
-        """Makes the calls so far on fake tensors, in a new trace; the run can then go on with others."""
+    def go_on(self) -> dict[int, int]:
+        """Makes the calls so far on fake tensors, in a new trace; the run can then go on with others. Returns the new
+        numbers of tensors by those that they had."""
         inside, self._inside = self._inside, True  # what this calls itself belongs to no trace
         try:
-            self._make_again()
+            return self._make_again()
         finally:
             self._inside = inside
 
-    def _make_again(self) -> None:
+    def _make_again(self) -> dict[int, int]:
         known, trace = self.trace, FunctionTrace()
         self.execution = Execution(self._start(), trace)
         # With other numbers a call may hand back its argument, or no longer: tensors get numbers of their own.
@@ -342,6 +354,7 @@ class Rerun(TorchFunctionMode):
         self.trace = trace
         self.shown.append(trace)
         self.actual, self.bound = {}, {}
+        return new
 
     def _again(
         self, trace: FunctionTrace, new: dict[int, int], call: FunctionCall, func: Any, args: Any, kwargs: Any
