@@ -1,17 +1,21 @@
 """A step in parts: what people do with gradients between backward pass and update."""
 
 import warnings
+from contextlib import nullcontext
 
 import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from support import plans
 from support.state import differences, snapshot
 from tightship.errors import BadInput, Infeasible, Unsupported, VerificationFailed
 from tightship.execute import allocator, eager
 from tightship.execute.fit import fit
+from tightship.execute.interpreter import Fallback
 from tightship.execute.parts import Loop
 from tightship.graph import aligned
 
@@ -433,6 +437,64 @@ def test_an_anomaly_is_found_as_in_eager(kept):
     with torch.autograd.set_detect_anomaly(True), pytest.raises(RuntimeError, match="returned nan values"):
         step((x * float("nan"), y))
     with torch.autograd.set_detect_anomaly(True), pytest.raises(Unsupported, match="set_detect_anomaly"):
+        pair(kept)[2](batches(1)[0])
+
+
+class Ops(TorchDispatchMode):
+    """Counts ops, and makes each product half as large."""
+
+    def __init__(self):
+        super().__init__()
+        self.seen = []
+
+    def __torch_dispatch__(self, fn, types, args=(), kwargs=None):
+        self.seen.append(str(fn))
+        out = fn(*args, **(kwargs or {}))
+        return out * 0.5 if fn is torch.ops.aten.addmm.default else out
+
+
+class Functions(TorchFunctionMode):
+    """The same with functions."""
+
+    def __init__(self):
+        super().__init__()
+        self.seen = []
+
+    def __torch_function__(self, fn, types, args=(), kwargs=None):
+        out = fn(*args, **(kwargs or {}))
+        if fn is not F.linear:
+            return out
+        self.seen.append(fn)
+        return out * 0.5
+
+
+@pytest.mark.parametrize("more", [{}, {"split": True}])
+@pytest.mark.parametrize("mode", [Ops, Functions])
+def test_steps_under_modes_of_the_callers_are_eagers(kept, mode, more):
+    """The mode sees every op, and what it changes is changed; steps after it are planned again."""
+    theirs, ours, step = pair(kept, strict=False, **more)
+    seen = []
+    for model, optimizer in (theirs, ours):
+        torch.manual_seed(2)
+        for k, batch in enumerate(batches(4)):
+            with mode() if 1 <= k < 3 else nullcontext() as watch, warnings.catch_warnings():
+                warnings.simplefilter("ignore", Fallback)
+                if model is theirs[0]:
+                    loss_fn(model, batch).backward()
+                    optimizer.step()
+                elif more:
+                    step.backward(batch)
+                    step.update()
+                else:
+                    step(batch)
+            optimizer.zero_grad()
+            seen.append(watch and [x for x in watch.seen if "detach" not in str(x)])
+        assert model is theirs[0] or (
+            step.last is not None and any(mode.__base__.__name__ in n for n in step.notes)
+        )
+    assert seen[:4] == seen[4:]
+    alike(theirs, ours)
+    with mode(), pytest.raises(Unsupported, match=mode.__base__.__name__):
         pair(kept)[2](batches(1)[0])
 
 

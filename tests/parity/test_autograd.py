@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 from types import SimpleNamespace
 
@@ -371,6 +372,49 @@ def test_a_backward_pass_inside_the_loss():
         loss = plain_loss(model, batch)
         loss.backward(retain_graph=True)
         return loss
+
+    return Loop(model, loss_fn, sgd(model))
+
+
+def halved():
+    """Saves tensors for the backward pass in half the bytes, and with less precision."""
+    return torch.autograd.graph.saved_tensors_hooks(torch.Tensor.half, torch.Tensor.float)
+
+
+@identical(plans=2)
+def test_hooks_on_saved_tensors_from_some_step():
+    model, k = mlp(), [0]
+
+    def loss_fn(model, batch):
+        k[0] += 1
+        with halved() if k[0] > 3 else contextlib.nullcontext():
+            out = model(batch[0])
+        return cross_entropy(out, batch[1])
+
+    return Loop(model, loss_fn, sgd(model))
+
+
+@identical(plans=2)
+def test_hooks_on_saved_tensors_around_some_steps():
+    model = mlp()
+    around = lambda k: enlarged() if k in (2, 3) else contextlib.nullcontext()  # noqa: E731
+    loss_fn = lambda m, b: m(b[0]).pow(2).mean()  # noqa: E731
+    return Loop(model, loss_fn, sgd(model), around=around)
+
+
+def enlarged():
+    return torch.autograd.graph.saved_tensors_hooks(lambda x: x.double() * 1.25, lambda x: x.float())
+
+
+@identical()
+def test_a_number_in_hooks_on_saved_tensors():
+    model, k = mlp(), [0]
+
+    def loss_fn(model, batch):
+        k[0] += 1
+        scale = 1 + 0.1 * k[0]
+        with torch.autograd.graph.saved_tensors_hooks(lambda x: x * scale, lambda x: x):
+            return model(batch[0]).pow(2).mean()
 
     return Loop(model, loss_fn, sgd(model))
 

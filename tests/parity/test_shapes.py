@@ -517,6 +517,17 @@ def test_what_the_code_looks_at_is_there_in_eager(look):
     assert all(type(a) is type(b) for a, b in zip(*logs, strict=False))
 
 
+def test_ops_whose_memory_follows_from_their_data():
+    """How large a matrix is decides on the formula of its exponential, and so on what that asks for."""
+
+    def build():
+        turn = nn.utils.parametrizations.orthogonal(nn.Linear(4, 4))
+        model = nn.Sequential(turn, nn.Linear(4, 3))
+        return Loop(model, lambda m, b: cross_entropy(m(b[0]), b[1]), sgd(model), masked_pairs, steps=3)
+
+    in_eager(build, "matrix_exp.*how much memory it asks for follows from its data")
+
+
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_a_checkpoint_that_draws_anew(reentrant, measurements):
     """Eager's second draw of the same dropout is another one; without any draw there is nothing to tell."""

@@ -112,6 +112,20 @@ def test_a_teacher_that_is_updated_in_the_loss():
 
 
 @identical()
+def test_a_teacher_that_is_written_twice_in_the_loss():
+    model = mlp()
+    teacher = copy.deepcopy(model).requires_grad_(False)
+
+    def loss_fn(model, batch):
+        with torch.no_grad():
+            for p, q in zip(teacher.parameters(), model.parameters(), strict=True):
+                p.mul_(0.9).add_(q, alpha=0.1)
+        return cross_entropy(model(batch[0]), teacher(batch[0]).softmax(-1))
+
+    return Loop(model, loss_fn, sgd(model), watched=teacher.state_dict)
+
+
+@identical()
 def test_a_teacher_with_running_statistics():
     model = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Linear(8, 3))
     teacher = copy.deepcopy(model)
@@ -571,6 +585,45 @@ def test_an_alias_of_a_parameter():
     model = mlp()
     alias = model[0].weight.detach()
     return Loop(model, lambda m, b: plain_loss(m, b) + alias.pow(2).sum() * m[3].bias.sum(), sgd(model))
+
+
+def flat(model):
+    """Moves all parameters into one storage."""
+    whole = torch.cat([p.detach().flatten() for p in model.parameters()])
+    nn.utils.vector_to_parameters(whole, model.parameters())
+    return whole
+
+
+@identical()
+def test_parameters_that_lie_in_one_storage():
+    model = mlp()
+    whole = flat(model)
+    return Loop(model, plain_loss, sgd(model), watched=lambda: {"whole": whole})
+
+
+@identical(plans=2)
+def test_parameters_that_move_into_one_storage():
+    model = mlp()
+
+    def before(k):
+        if k == 2:
+            flat(model)
+
+    return Loop(model, plain_loss, adam(model), before=before)
+
+
+@identical()
+def test_constants_that_lie_in_one_storage():
+    model, whole = mlp(), torch.rand(40)
+    first, second = whole[:12].data, whole[8:20].data
+
+    def loss_fn(model, batch):
+        with torch.no_grad():
+            first.mul_(0.9)
+            second.add_(first.sum(), alpha=0.1)
+        return plain_loss(model, batch) * first.sum() * second.mean()
+
+    return Loop(model, loss_fn, sgd(model), watched=lambda: {"whole": whole})
 
 
 @identical()

@@ -257,15 +257,25 @@ class TrainStep(TrainVariants):
             raise no from None
 
     def _for_now(self) -> Unplanned | None:
-        """Under anomaly detection, and with backward hooks on modules, a step is eager's, whose nodes they look at;
-        the next one may be planned again."""
+        """Under anomaly detection, with backward hooks on modules, and under modes of the caller's a step is eager's,
+        whose nodes, functions and ops they look at; the next one may be planned again."""
+        why = "a planned backward pass is not autograd's"
         if torch.is_anomaly_enabled():
             under, instead = "under torch.autograd.set_detect_anomaly", "look for the anomaly in eager"
         elif compat.backward_hooks(self._owned.modules):
             under, instead = "with backward hooks on modules", "remove them"
+        elif compat.in_dispatch_mode():
+            under, why = (
+                "under a TorchDispatchMode (FlopCounterMode, say)",
+                "it would see none of the planned ops",
+            )
+            instead = "leave it"
+        elif compat.in_function_mode():
+            under, why = "under a TorchFunctionMode", "it would see none of the functions that a plan answers"
+            instead = "leave it"
         else:
             return None
-        what = f"a training step {under}", "a planned backward pass is not autograd's"
+        what = f"a training step {under}", why
         if self.settings.strict:
             raise Unsupported(*what, f"{instead}, or leave out strict=True: such steps then run in eager")
         note = f"{under} steps run in eager, where the budget is not kept"
@@ -331,7 +341,10 @@ class TrainStep(TrainVariants):
         self._renew()
         if self.optimizer is None:
             raise BadInput("no optimizer: update yourself, or give fit an optimizer", place="step.update")
-        in_eager = self._unplanned is not None or (self._in_eager is not None and not self._variants)
+        unseen = compat.in_dispatch_mode() or compat.in_function_mode()
+        in_eager = (
+            self._unplanned is not None or unseen or (self._in_eager is not None and not self._variants)
+        )
         variant = None if in_eager else self._planned_update()
         if self.ranks is not None:
             there = [n for n, p in self._owned.parameters if p.grad is not None]

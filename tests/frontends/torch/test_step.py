@@ -214,6 +214,21 @@ def test_equal_leaves_are_separate_inputs():
     assert torch.equal(loss, (net(other[0]) * other[1]).sum())
 
 
+def test_a_constant_is_one_storage_however_often_the_code_comes_to_it():
+    model, other = nn.Linear(4, 4), nn.Linear(4, 4).requires_grad_(False)
+
+    def loss_fn(model, x):
+        with torch.no_grad():
+            other.weight.mul_(0.9)
+            other.weight.add_(model.weight)
+        return (model(x) * other(x)).mean()
+
+    graph = capture_step(model, loss_fn, None, torch.zeros(2, 4)).graph
+    assert len([s for s in graph.storages if s.kind == "constant"]) == len([other.weight, other.bias])
+    written = {o.mutates for o in graph.ops if o.target in ("aten.mul_.Tensor", "aten.add_.Tensor")}
+    assert len(written) == 1
+
+
 def test_a_batch_may_be_a_slice():
     data = torch.randn(10, 8)
     net = nn.Linear(8, 4)

@@ -40,6 +40,7 @@ from torch._subclasses import fake_tensor as _fake  # noqa: E402
 from torch.multiprocessing.reductions import StorageWeakRef  # noqa: E402
 from torch.nn.modules import module as _module  # noqa: E402
 from torch.optim import optimizer as _optimizer  # noqa: E402
+from torch.utils._device import DeviceContext  # noqa: E402
 from torch.utils.flop_counter import flop_registry  # noqa: E402
 
 DATA_ERRORS: tuple[type[Exception], ...] = (
@@ -247,6 +248,7 @@ def storage_reference(tensor: torch.Tensor) -> Any:
 
 # --- what an op declares --------------------------------------------------------------------------------------
 
+_ASK_BY_DATA = ("aten::linalg_matrix_exp",)
 _UNDECLARED = {
     "aten::native_batch_norm": ("running_mean", "running_var"),
     "aten::cudnn_batch_norm": ("running_mean", "running_var"),
@@ -284,6 +286,11 @@ def argument(fn: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], name: st
         return kwargs[name]
     k = argument_positions(fn).get(name, -1)
     return args[k] if 0 <= k < len(args) else None
+
+
+def asks_by_data(fn: Any) -> bool:
+    """Whether how much memory a call asks for follows from its data: by norms, say, which choose a formula."""
+    return getattr(fn, "_schema", None) is not None and fn._schema.name in _ASK_BY_DATA
 
 
 def undeclared_writes(fn: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[str, ...]:
@@ -716,10 +723,22 @@ def plain_execution() -> Iterator[None]:
             if torch.is_autocast_enabled(device):
                 enter(torch.autocast(device, enabled=False))
         enter(torch._C.DisableTorchFunction())
-        if torch._C._len_torch_dispatch_stack():
+        if in_dispatch_mode():
             enter(_disable_current_modes())
         enter(torch._C._AutoDispatchBelowAutograd())
         yield
+
+
+def in_dispatch_mode() -> bool:
+    """Whether a dispatch mode of the caller is there to see, or to change, each op."""
+    return bool(torch._C._len_torch_dispatch_stack())
+
+
+def in_function_mode() -> bool:
+    """Whether a function mode of the caller is there to see, or to change, each function; the one of a default device
+    only says where tensors are made."""
+    stack = (torch._C._get_function_stack_at(k) for k in range(torch._C._len_torch_function_stack()))
+    return any(not isinstance(mode, DeviceContext) for mode in stack)
 
 
 def is_alone(tensor: torch.Tensor) -> bool:

@@ -272,6 +272,25 @@ def _padded(
 _drawing_anew: ContextVar[bool] = ContextVar("in a checkpoint that draws anew", default=False)
 
 
+def saving_hooks() -> bool:
+    """Whether hooks for tensors that are saved for the backward pass are on (``saved_tensors_hooks``)."""
+    return torch._C._autograd._top_saved_tensors_default_hooks(False) is not None
+
+
+@contextmanager
+def without_saving_hooks() -> Iterator[None]:
+    """Without such hooks; they are on again afterwards."""
+    held = []
+    while (pair := torch._C._autograd._top_saved_tensors_default_hooks(False)) is not None:
+        torch._C._autograd._pop_saved_tensors_default_hooks()
+        held.append(pair)
+    try:
+        yield
+    finally:
+        for pair in reversed(held):
+            torch._C._autograd._push_saved_tensors_default_hooks(*pair)
+
+
 def draws_anew() -> bool:
     """Whether code runs in a checkpoint that in eager draws other random numbers when it recomputes."""
     return _drawing_anew.get()

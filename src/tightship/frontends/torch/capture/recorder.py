@@ -24,7 +24,7 @@ from tightship.frontends.torch.capture.data_guards import (
 from tightship.frontends.torch.capture.tape import Origin, Record, Tape, Tracker
 from tightship.frontends.torch.program import leaves_in, map_tree, tensors_in
 
-__all__ = ["LOOKS", "Look", "Looks", "Recorder"]
+__all__ = ["LOOKS", "Look", "Looks", "Recorder", "is_strided", "is_whole"]
 
 
 class Recorder(compat.TorchDispatchMode):
@@ -46,6 +46,9 @@ class Recorder(compat.TorchDispatchMode):
         self.refusal: Unsupported | None = None  # the last one, which TorchScript makes an error of its own
         # Who owns bytes that belong to the model, found when first needed.
         self._owners: dict[int, tuple[str, Any]] | None = None
+        # The fake mode knows a real tensor again only while its fake is there.
+        self._constants: list[torch.Tensor] = []
+        self._storages: dict[int, torch.Tensor] = {}
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -154,9 +157,22 @@ class Recorder(compat.TorchDispatchMode):
         if not isinstance(x, torch.Tensor) or compat.is_fake(x):
             return x
         self._check_foreign(x)
-        fake = self._fake.from_tensor(x)
+        part = not x.requires_grad and is_strided(x) and not is_whole(x)
+        fake = self.in_storage(x) if part else self._fake.from_tensor(x)
+        self._constants.append(fake)
         self.tape.constant(fake, x)
         return fake
+
+    def in_storage(self, real: torch.Tensor) -> torch.Tensor:
+        """A fake of a real tensor in a storage of the size of the real one: the same for all that lie in it."""
+        key = compat.storage_key(real)
+        if key not in self._storages:
+            nbytes = real.untyped_storage().nbytes()
+            self._storages[key] = compat.blank_like(self._fake, (nbytes,), (1,), 0, torch.uint8, real.device)
+        return compat.blank_like(
+            self._fake, tuple(real.shape), real.stride(), int(real.storage_offset()), real.dtype, real.device,
+            self._storages[key],
+        )  # fmt: skip
 
     def _check_foreign(self, tensor: torch.Tensor) -> None:
         """Raises ``Unsupported`` for a constant in bytes of a parameter or buffer: it has a stand-in, through which
@@ -182,6 +198,22 @@ class Recorder(compat.TorchDispatchMode):
             if r is not record and any(v >= 0 and self.tape.storage(v) in made for v in r.results):
                 return r.origin
         return Origin()
+
+
+def is_strided(tensor: torch.Tensor) -> bool:
+    """Whether a plain tensor is a strided part of its storage and nothing else."""
+    if type(tensor) not in (torch.Tensor, torch.nn.Parameter) or tensor.layout is not torch.strided:
+        return False
+    return not (tensor.is_conj() or tensor.is_neg() or tensor.is_quantized)
+
+
+def is_whole(tensor: torch.Tensor) -> bool:
+    """Whether a plain tensor is all of its storage, so that its shape and strides say everything."""
+    if not is_strided(tensor) or tensor.storage_offset():
+        return False
+    last = sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True))
+    extent = last + 1 if tensor.numel() else 0
+    return tensor.untyped_storage().nbytes() == extent * tensor.itemsize
 
 
 def _device(args: Any) -> str:

@@ -14,7 +14,7 @@ import torch
 from tightship.errors import BadInput, Unplannable, Unsupported
 from tightship.frontends.torch import compat, compat_capture
 from tightship.frontends.torch.capture.lower import finish
-from tightship.frontends.torch.capture.recorder import Recorder
+from tightship.frontends.torch.capture.recorder import Recorder, is_strided, is_whole
 from tightship.frontends.torch.capture.state_restore import Change, applied, untouched
 from tightship.frontends.torch.capture.tape import Origin, Tape, TapeValue, Tracker
 from tightship.frontends.torch.collectives import averaged
@@ -445,11 +445,15 @@ class Capture:
         elif real.is_meta:
             fake = self._blank(real)
         else:
-            whole = is_whole(real) and compat.storage_key(real) not in self._shared
-            fake = self._blank(real) if whole else self.mode.from_tensor(real.detach())
+            fake = self._of_storage(real)
         if isinstance(real, torch.nn.Parameter):
             fake = compat.as_parameter(fake, real.requires_grad)
         return fake
+
+    def _of_storage(self, real: torch.Tensor) -> torch.Tensor:
+        if is_whole(real) and compat.storage_key(real) not in self._shared:
+            return self._blank(real)
+        return self.recorder.in_storage(real) if is_strided(real) else self.mode.from_tensor(real.detach())
 
     def _blank(self, real: torch.Tensor) -> torch.Tensor:
         device = torch.device(self.device) if real.is_meta else real.device
@@ -756,17 +760,6 @@ def _check_same(first: Program, second: Program, changes: Sequence[Change]) -> N
             f"a step that changes {names}", "the next step would run other ops or with other numbers",
             "keep it in a buffer and compute with tensors, or run the model once before capturing it",
         )  # fmt: skip
-
-
-def is_whole(tensor: torch.Tensor) -> bool:
-    """Whether a plain tensor is all of its storage, so that its shape and strides say everything."""
-    if type(tensor) not in (torch.Tensor, torch.nn.Parameter) or tensor.layout is not torch.strided:
-        return False
-    if tensor.is_conj() or tensor.is_neg() or tensor.is_quantized or tensor.storage_offset():
-        return False
-    last = sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True))
-    extent = last + 1 if tensor.numel() else 0
-    return tensor.untyped_storage().nbytes() == extent * tensor.itemsize
 
 
 def shared_storages(tensors: Iterable[torch.Tensor]) -> set[int]:

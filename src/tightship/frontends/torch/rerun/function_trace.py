@@ -98,11 +98,13 @@ def form(tensor: torch.Tensor) -> Form:
 
 @dataclass(frozen=True, slots=True)
 class ExecutionState:
-    """What a call depends on beside its arguments: gradient and inference mode, autocast's type by device."""
+    """What a call depends on beside its arguments: gradient and inference mode, autocast's type by device, and
+    whether hooks of the caller's take what is saved for the backward pass."""
 
     grad: bool
     inference: bool
     autocast: tuple[tuple[str, torch.dtype, bool], ...] = ()
+    saves: bool = False
 
     @staticmethod
     def now() -> ExecutionState:
@@ -111,7 +113,8 @@ class ExecutionState:
             cache = torch.is_autocast_cache_enabled()
             kinds = [k for k in ("cpu", "cuda") if torch.is_autocast_enabled(k)]
             autocast = tuple((k, torch.get_autocast_dtype(k), cache) for k in kinds)
-        return ExecutionState(torch.is_grad_enabled(), torch.is_inference_mode_enabled(), autocast)
+        modes = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
+        return ExecutionState(*modes, autocast, compat_capture.saving_hooks())
 
 
 @dataclass(slots=True)

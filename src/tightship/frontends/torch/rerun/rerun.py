@@ -205,6 +205,8 @@ class Rerun(TorchFunctionMode):
             (state.autocast or compat.any_autocast()) and ExecutionState.now() != state
         ):
             raise _Differs
+        if state.saves or compat_capture.saving_hooks():  # only running them tells what they do
+            raise _Differs
         if call.guards and (self._at in self.actual or not self._holds(call.guards)):
             raise _Differs
         answer = self._answer(call, func, args, kwargs)
@@ -342,7 +344,7 @@ class Rerun(TorchFunctionMode):
         others = self._others
         trace.elsewhere = lambda key: new.get(known.index.get(key, others.get(key, -1)))
         states = compat_capture.States()
-        with states.kept():
+        with states.kept(), compat_capture.without_saving_hooks():  # calls under them are not followed
             for k, call in enumerate(known.calls[: self._at]):
                 states.set(call.state)
                 self._again(trace, new, call, *self.actual.get(k, (call.func, call.args, call.kwargs)))
