@@ -218,7 +218,7 @@ class _Compiler:
         get = positional(call, self.environment)
         more = keywords(call.kwargs, self.environment)
         fn = compat.direct(call.fn)
-        if self.serving is not None and compat.asks_by_data(call.fn):
+        if self.serving is not None and compat.asks_by_row(call.fn):
             fn = _in_one_block(fn, self.serving)
         pairs = tuple((k, v) for k, v in enumerate(results) if v >= 0)
         shape = compat.returns_tensors(call.fn)

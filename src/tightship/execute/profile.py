@@ -302,7 +302,7 @@ class _Profiler:
             with self.runs(k):
                 return self.update(updater, bench)
         with self.runs(k):
-            if compat.asks_by_data(call.fn):
+            if compat.asks_by_row(call.fn):
                 return self.at_worst(k, call, bench)
             try:
                 return self.measured(k, call, self.work(k, call, device))
@@ -436,7 +436,7 @@ def _key(program: Program, k: int, call: Call) -> str:
     if isinstance(call.fn, Collective):
         given = (*given[:-1], len(call.fn.group(given)))
     parts: tuple[Any, ...] = (
-        (str(call.fn), compat.asks_by_data(call.fn)) if updater is None else _update_key(updater),
+        (str(call.fn), compat.asks_by_row(call.fn)) if updater is None else _update_key(updater),
         _plain((given, call.kwargs), number),
         [_metadata(program, v) for v in values],
         made,

@@ -80,7 +80,7 @@ def another(fake: torch.Tensor) -> torch.Tensor:
     return new.requires_grad_() if fake.requires_grad else new
 
 
-def asks_by_data(fn: Any) -> bool:
+def asks_by_row(fn: Any) -> bool:
     """Whether what an op asks of the allocator, row by row and for temporaries alone, follows from the numbers that
     it is given: ``max_norm`` of embeddings asks for each row, and once more for each that is too long."""
     return fn is torch.ops.aten.embedding_renorm_.default
