@@ -207,7 +207,8 @@ def rows(name: str, budgets: list[str]) -> Iterator[dict[str, Any]]:
     step, args = make(_plain)
     plain = jax.jit(step).lower(*args).compile()
     total, flops = _numbers(plain)
-    expected = jax.tree.leaves(plain(*args))
+    # Without the parameters: Adam's first step turns the noise of gradients that are nothing into whole steps.
+    expected = jax.tree.leaves(plain(*args)[1:])
     yield {"step": name, "budget": "", "how": "as it is", "total": total, "flops": 1.0}
     for policy, found, counted in _peers(make, name.startswith("GPT")):
         yield {"step": name, "budget": "", "how": policy, "total": found, "flops": counted / flops}
@@ -226,7 +227,7 @@ def rows(name: str, budgets: list[str]) -> Iterator[dict[str, Any]]:
                 "met": False,
             }
             continue
-        took, got = time.process_time() - began, jax.tree.leaves(fitted(*args))
+        took, got = time.process_time() - began, jax.tree.leaves(fitted(*args)[1:])
         close = all(np.allclose(a, b, rtol=1e-3, atol=1e-5) for a, b in zip(got, expected, strict=True))
         yield {
             "step": name, "budget": budget, "how": "fit", "total": fit.memory.total, "limit": fit.budget,

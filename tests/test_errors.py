@@ -130,3 +130,10 @@ def test_budget_exceeded_names_op_bytes_budget_and_place() -> None:
 def test_unsupported_says_what_why_and_what_to_do_instead() -> None:
     text = str(Unsupported("double backward", "the graph has none", "use eager"))
     assert text == "double backward is not supported: the graph has none; instead, use eager"
+
+
+def test_of_a_compiled_step_the_bound_is_not_that_of_ops_one_by_one() -> None:
+    of_ops, of_compiled = (
+        str(Infeasible(budget=10, lower_bound=20, best_peak=30, compiled=c)) for c in (False, True)
+    )
+    assert "one by one" in of_ops and "one by one" not in of_compiled and "compiled step" in of_compiled

@@ -30,6 +30,8 @@ _OF_THESE_OPS: Final = (
     "the same model as other ops (fused, compiled) may need less"
 )
 
+_OF_STATIC: Final = "the lower bound is what the compiled step holds whatever is planned"
+
 
 class _Missing:
     """The type of the default of ``BadInput.value``: ``None`` can itself be an offending value."""
@@ -136,6 +138,7 @@ class Infeasible(TightshipError):
     such a plan. ``top`` are the values that make up the best peak, largest first, each as (name, bytes, "module path
     · source line"), ``at`` is the op that runs then, ``advice`` what else may help. ``enough`` are budgets that plans
     were found for: the least with the options that were given, if there is one, and lesser ones with others.
+    ``compiled``: the program is a compiler's, and ``lower_bound`` what it is given and gives back.
     """
 
     exit_status: ClassVar[int] = 1
@@ -151,7 +154,9 @@ class Infeasible(TightshipError):
         at: str = "",
         advice: Sequence[str] = (),
         enough: Sequence[Enough] = (),
+        compiled: bool = False,
     ) -> None:
+        self.compiled = compiled
         self.budget = budget
         self.lower_bound = lower_bound
         self.best_peak = best_peak
@@ -205,7 +210,7 @@ class Infeasible(TightshipError):
             f"the best peak reached {_bytes(self.best_peak)}, {beside}"
         ]
         if self.impossible:
-            lines.append(_OF_THESE_OPS)
+            lines.append(_OF_STATIC if self.compiled else _OF_THESE_OPS)
         if self.enough:
             from tightship.units import format_bytes  # here, as above
 

@@ -302,7 +302,7 @@ class _Compilation:
             fitting = [c for c in found if c.needed <= budget]
             if not fitting:
                 least = min(c.needed for c in [self.unplanned, *found])
-                raise Infeasible(budget=budget, lower_bound=static, best_peak=least)
+                raise Infeasible(budget=budget, lower_bound=static, best_peak=least, compiled=True)
             self.best = min(fitting, key=lambda c: c.seconds)
         return self.best.gm
 

@@ -251,6 +251,8 @@ class _Search:
         self.limit, self.before, self.until = limit, before, until
         self.loops = loops_of(program)
         self.flops = sum(e.flops for e in program.equations)
+        graph = Ops(program).graph
+        self.beyond = replay(graph, baseline(graph)).peak - graph.static_bytes
         self.tried: list[int] = []
         self.cpu = jax.default_backend() == "cpu"
 
@@ -273,8 +275,8 @@ class _Search:
         fits = [c for c in found if c.memory.total <= self.limit]
         if fits:
             return min(fits, key=lambda c: (c.extra, c.repeated, c.memory.total))
-        least = min(c.memory.total for c in found)
-        raise Infeasible(budget=self.limit, lower_bound=self.before.static, best_peak=least)
+        least = min(self.before.total, *(c.memory.total for c in found))
+        raise Infeasible(budget=self.limit, lower_bound=self.before.static, best_peak=least, compiled=True)
 
     @property
     def _room(self) -> int:
@@ -300,7 +302,7 @@ class _Search:
         """Plan for ``share`` of what the step takes beyond its arguments, and compile."""
         chosen = [(loop, loop.saved(share)) for loop in self.loops] if share < 1 else []
         ops = Ops(with_saved(self.program, chosen))
-        steps = _steps(ops, share)
+        steps = _steps(ops, int(share * self.beyond))
         run = on_values(ops, steps, "select" if self.cpu else "barrier")
         lowered = jax.jit(run, donate_argnums=tuple(self.donated), keep_unused=True).lower(*self.leaves)
         compiled = _compile(lowered, self.cpu)
@@ -313,16 +315,15 @@ class _Search:
         return made
 
 
-def _steps(ops: Ops, share: float) -> list[tuple[bool, int]]:
-    """Which op runs when, and whether for the second time, so that what the graph takes beyond the arguments is
-    ``share`` of what it takes as it is; as near to that as plans come."""
+def _steps(ops: Ops, beyond: int) -> list[tuple[bool, int]]:
+    """Which op runs when, and whether for the second time, so that the graph takes ``beyond`` bytes beyond the
+    arguments; as near to that as plans come."""
     graph = ops.graph
-    if share >= 1:
+    if replay(graph, baseline(graph)).peak <= graph.static_bytes + beyond:
         return [(False, op) for op in range(len(graph.ops))]
-    peak = replay(graph, baseline(graph)).peak
     options = default.Options(order="given", place=False, seconds=3.0)
     try:
-        made = default.plan(graph, graph.static_bytes + int((peak - graph.static_bytes) * share), options)
+        made = default.plan(graph, graph.static_bytes + beyond, options)
     except Infeasible as error:
         made = default.plan(graph, max(error.best_peak, error.lower_bound), options)
     return [(s.kind == "recompute", s.op) for s in made.steps if s.kind in ("compute", "recompute")]

@@ -370,7 +370,7 @@ class _Compilation:
         plan = replace(plan, peak=max(replay.peaks), arena=arena, passes=passes)
         needed = max(plan.peak, plan.static + arena) if self.options.arena else plan.peak
         if plan.budget is not None and needed > plan.budget:
-            raise Infeasible(budget=plan.budget, lower_bound=plan.static, best_peak=needed)
+            raise Infeasible(budget=plan.budget, lower_bound=plan.static, best_peak=needed, compiled=True)
         self.shares.enter(replay, unplanned)
         graph = self.graph
         graph.plan, graph._kept = plan, replay.kept()
@@ -466,7 +466,7 @@ class _Search:
                     best = c
         if best is None:
             reached = min(c.needed for c in [first, *found])
-            raise Infeasible(budget=budget, lower_bound=static, best_peak=reached)
+            raise Infeasible(budget=budget, lower_bound=static, best_peak=reached, compiled=True)
         return best
 
     # --- candidates ---
