@@ -1,6 +1,9 @@
 """Captured steps against eager: losses, parameters, buffers and optimizer state, to the bit."""
 
 import copy
+import os
+import sysconfig
+from typing import Any
 
 import pytest
 import torch
@@ -8,6 +11,7 @@ import torch
 from support.models import MODELS
 from support.naive import Naive
 from tightship.frontends.torch.capture.step import capture_step
+from tightship.frontends.torch.capture.tape import source_line
 from tightship.frontends.torch.structure import flatten
 
 OPTIMIZERS = {
@@ -76,3 +80,11 @@ def test_bit_identical(name):
 @pytest.mark.parametrize("name", ["gpt2", "cnn", "tied", "resnet"])
 def test_optimizers(name, optimizer):
     compare(name, optimizer)
+
+
+def test_a_command_of_an_installed_package_is_no_line_of_the_users() -> None:
+    """An op of a library's module, run by ``tightship`` or ``torchrun``, has the user's line or none."""
+    path = os.path.join(sysconfig.get_path("scripts"), "torchrun")
+    inside: dict[str, Any] = {}
+    exec(compile("def run(f):\n    return f()\n", path, "exec"), inside)
+    assert inside["run"](source_line).startswith(os.path.basename(__file__) + ":")

@@ -13,6 +13,7 @@ from __future__ import annotations
 import functools
 import os
 import sys
+import sysconfig
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -30,7 +31,11 @@ __all__ = ["Origin", "Record", "Tape", "TapeStorage", "TapeValue", "Tracker"]
 
 
 _TIGHTSHIP = os.path.dirname(os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__)))))
-_LIBRARIES = (os.path.dirname(os.path.abspath(str(torch.__file__))) + os.sep, _TIGHTSHIP + os.sep)
+_COMMANDS = sysconfig.get_path("scripts")
+"""Of installed packages, `tightship` and `torchrun` among them: not the user's lines."""
+_LIBRARIES = tuple(
+    p + os.sep for p in (os.path.dirname(os.path.abspath(str(torch.__file__))), _TIGHTSHIP, _COMMANDS)
+)
 
 
 class Origin(NamedTuple):
