@@ -87,4 +87,4 @@ def test_a_command_of_an_installed_package_is_no_line_of_the_users() -> None:
     path = os.path.join(sysconfig.get_path("scripts"), "torchrun")
     inside: dict[str, Any] = {}
     exec(compile("def run(f):\n    return f()\n", path, "exec"), inside)
-    assert inside["run"](source_line).startswith(os.path.basename(__file__) + ":")
+    assert os.path.basename(__file__) + ":" in inside["run"](source_line)
