@@ -48,7 +48,8 @@ _FREE = frozenset("broadcast_in_dim expand_dims iota reshape squeeze stop_gradie
 @dataclass(frozen=True)
 class Equation:
     """A primitive, bound to values of the program: numbers, or literals as JAX has them. ``instead``: what computes
-    it where it was rewritten, with ``more`` floating-point operations than ``made`` says."""
+    it where it was rewritten, with ``more`` floating-point operations than ``made`` says. ``once``: it is not run
+    again, however much that would save."""
 
     made: Any
     inputs: tuple[Any, ...]
@@ -56,6 +57,7 @@ class Equation:
     backward: bool
     instead: Callable[[Sequence[Any]], list[Any]] | None = None
     more: int = 0
+    once: bool = False
 
     @property
     def name(self) -> str:
@@ -203,8 +205,8 @@ class Ops:
         self.builder.op(
             Op(
                 self.builder.op_name(e.name), e.name, tuple(self.home[v] for v in reads),
-                tuple(self.home[v] for v in e.outputs), time=max(flops / FLOPS, moved / BYTES), flops=flops,
-                phase="backward" if e.backward else "forward", source=source_of(e.made), effect=bool(e.made.effects),
+                tuple(self.home[v] for v in e.outputs), time=max(flops / FLOPS, moved / BYTES), flops=flops, effect=bool(e.made.effects) or e.once,
+                phase="backward" if e.backward else "forward", source=source_of(e.made),
             )
         )  # fmt: skip
 

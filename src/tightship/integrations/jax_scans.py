@@ -164,11 +164,13 @@ def loops_of(program: Program) -> tuple[Loop, ...]:
 
 
 def with_saved(program: Program, chosen: Sequence[tuple[Loop, Saved]]) -> Program:
-    """The program with other values stacked up."""
+    """The program with other values stacked up. The forward loops run once: to run one again as a whole would make
+    everything that is stacked up, and cost more than making it again where it is read."""
     made = Program(
         list(program.equations), list(program.avals), program.constants, program.inputs, program.outputs
     )
     for loop, saved in chosen:
+        made.equations[loop.forward] = replace(made.equations[loop.forward], once=True)
         if saved.again:
             _rewrite(made, loop, saved)
     return made
