@@ -205,7 +205,8 @@ class Ops:
         self.builder.op(
             Op(
                 self.builder.op_name(e.name), e.name, tuple(self.home[v] for v in reads),
-                tuple(self.home[v] for v in e.outputs), time=max(flops / FLOPS, moved / BYTES), flops=flops, effect=bool(e.made.effects) or e.once,
+                tuple(self.home[v] for v in e.outputs), time=max(flops / FLOPS, moved / BYTES), flops=flops,
+                effect=bool(e.made.effects) or e.once,
                 phase="backward" if e.backward else "forward", source=source_of(e.made),
             )
         )  # fmt: skip
