@@ -146,7 +146,7 @@ def test_the_command_fits_the_width_and_writes_a_page(tmp_path, capsys, monkeypa
     out = capsys.readouterr().out
     tables = [line for line in out.splitlines() if "─" in line]
     assert tables and max(map(len, tables)) <= columns
-    assert "train.py" in page.read_text() and "http" not in page.read_text().split("</style>")[0]
+    assert "train.py" in page.read_text() and "://" not in page.read_text().split("</style>")[0]
 
 
 def test_json_and_errors(tmp_path, capsys):
