@@ -187,6 +187,12 @@ def test_bad_input() -> None:
         tightship.jax.fit(step_of(in_a_row), None)
     with pytest.raises(BadInput, match="invalid"):
         FittedStep(step_of(in_a_row), "many", 1.0, {})
+    with pytest.raises(BadInput, match="unknown option 'donate'"):
+        tightship.jax.fit(step_of(in_a_row), "60%", donate=0)
+    with pytest.raises(BadInput, match="jitted already"):
+        tightship.jax.fit(jax.jit(step_of(in_a_row)), "60%", donate_argnums=0)
+    with pytest.raises(BadInput, match="a function"):
+        tightship.jax.fit(3, "60%")
     with pytest.raises(BadInput, match="hashed"):
         tightship.jax.fit(lambda x, n: x, "60%", static_argnums=1)(X, [1])
 

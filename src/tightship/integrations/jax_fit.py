@@ -96,6 +96,7 @@ class FittedStep:
         self, step: Callable[..., Any], budget: BudgetLike, seconds: float, jit: dict[str, Any]
     ) -> None:
         self._step, self._budget, self._seconds, self._jit = step, _read(budget), seconds, jit
+        _check_options(step, jit)
         self._static = _StaticArguments(step, jit)
         self._kinds: dict[Hashable, _Planned] = {}
 
@@ -129,7 +130,9 @@ class FittedStep:
     def _plan(self, args: tuple[Any, ...], kwargs: dict[str, Any], tree: Any, leaves: list[Any]) -> _Planned:
         began = time.perf_counter()
         jitted = (
-            self._step if hasattr(self._step, "trace") else jax.jit(self._step, keep_unused=True, **self._jit)
+            self._step
+            if hasattr(self._step, "trace")
+            else jax.jit(self._step, **{"keep_unused": True, **self._jit})
         )
         traced = jitted.trace(*args, **kwargs)
         if jax.tree.structure(traced.args_info) != tree:
@@ -159,6 +162,21 @@ def _read(budget: BudgetLike) -> Budget:
             "no budget is given; give bytes such as 4GiB, or a percentage such as 60%", place=_PLACE
         )
     return parse_budget(budget)
+
+
+def _check_options(step: Any, jit: dict[str, Any]) -> None:
+    if not callable(step):
+        raise BadInput("a step is a function", step, _PLACE)
+    unknown = next((name for name in jit if name not in inspect.signature(jax.jit).parameters), None)
+    if unknown is not None:
+        raise BadInput(
+            f"unknown option {unknown!r}: options are budget, seconds, and those of jax.jit", place=_PLACE
+        )
+    if jit and hasattr(step, "trace"):
+        raise BadInput(
+            "the step is jitted already, and options of jax.jit are given; give the function itself",
+            place=_PLACE,
+        )
 
 
 class _StaticArguments:
