@@ -115,6 +115,14 @@ nb::object timeline_of(const Facts& f, const Array<i64>& extra, const Array<i64>
             check::refuse("overwrites of op " + std::to_string(k) + " has an odd number of entries",
                           "must be pairs");
     const PlanSteps p = steps_of(f, steps);
+    check::Bytes all;  // what is alive at once is at most all of it
+    for (const i64 bytes : f.size) all.add("size", bytes);
+    all.add("extra", extra);
+    all.add("state", state);
+    for (std::size_t k = 0; k < p.nbytes.size(); ++k) {
+        if (p.nbytes[k] < 0) check::refuse(check::entry("nbytes", k, p.nbytes[k]), "must be 0 or more");
+        all.add("nbytes", p.nbytes[k]);
+    }
     Timeline t = unlocked([&] { return timeline(f.g, f.u, f.size, costs, p); });
     if (!t.legal) return nb::none();
     return nb::make_tuple(t.peak, t.peak_step, t.time, t.compute_time, t.host_peak,

@@ -73,12 +73,11 @@ def difference_tables(one: Plan, two: Plan, d: Differences, top: int = 10) -> li
         numbers.add_row(heading, a, b)
     items: list[RenderableType] = [_head(d), "", numbers]
     if d.rows:
-        table_ = new_table(
-            ("tensors", 16, None), "bytes", ("first", 7, None), ("second", 7, None), "peak", "time"
-        )
+        table_ = new_table(("tensors", 16, None), "bytes", ("first → second", 10, None), "peak", "time")
         for row in d.rows[:top]:
-            ways = f"{_DONE[row.one]}, {_DONE[row.two]}"
-            table_.add_row(_what(row), format_bytes(row.bytes), ways, *_cost(row))
+            table_.add_row(
+                _what(row), format_bytes(row.bytes), f"{_DONE[row.one]} → {_DONE[row.two]}", *_cost(row)
+            )
         if len(d.rows) > top:
             table_.add_row(f"({len(d.rows) - top} more)", "", "", "", "", style="dim")
         items += [
