@@ -73,7 +73,7 @@ def difference_tables(one: Plan, two: Plan, d: Differences, top: int = 10) -> li
         numbers.add_row(heading, a, b)
     items: list[RenderableType] = [_head(d), "", numbers]
     if d.rows:
-        table_ = new_table(("tensors", 16, None), "bytes", ("first → second", 10, None), "peak", "time")
+        table_ = new_table(("tensors", 12, None), "bytes", ("first → second", 10, None), "peak", "time")
         for row in d.rows[:top]:
             table_.add_row(
                 _what(row), format_bytes(row.bytes), f"{_DONE[row.one]} → {_DONE[row.two]}", *_cost(row)
