@@ -3,6 +3,9 @@
 
 #include <nanobind/stl/pair.h>
 
+#include <array>
+#include <initializer_list>
+
 #include "bind_alarm.h"
 #include "bind_arrays.h"
 #include "verify.h"
@@ -102,9 +105,28 @@ verify::Plan plan_of(const Columns& c) {
     return p;
 }
 
+// Whether no sum of these can overflow.
+bool small(std::initializer_list<verify::Column<i64>> columns) {
+    constexpr i64 most = i64{1} << 61;
+    i64 sum = 0;
+    for (const auto& column : columns)
+        for (i64 k = 0; k < column.count; ++k) {
+            if (column[k] > most || column[k] < -most) return false;
+            sum += column[k] < 0 ? -column[k] : column[k];
+            if (sum > most) return false;
+        }
+    return true;
+}
+
 nb::object verified(const nb::dict& graph, const nb::dict& plan) {
     const verify::Graph g = graph_of(Columns(graph));
     const verify::Plan p = plan_of(Columns(plan));
+    const std::array<i64, 2> pools{p.arena, p.host};
+    if (!small({g.size, g.workspace, g.extra, g.state, g.request_size, p.nbytes, p.size}) ||
+        !small({{pools.data(), 2}}))
+        return nb::none();
+    for (i64 k = 0; k < p.offset.count; ++k)
+        if (!small({{p.offset.data + k, 1}})) return nb::none();
     const verify::Verdict v = unlocked([&] { return verify::verify(g, p); });
     if (!v.right) return nb::none();
     return nb::make_tuple(v.peak, v.unplanned, v.caller, v.handed, v.host, v.seconds);
