@@ -20,7 +20,7 @@ import jax.numpy as jnp
 from jax.extend import core, source_info_util
 
 from tightship.frontends.builder import GraphBuilder
-from tightship.frontends.jaxpr import BYTES, FLOPS, bytes_of, flops_of, source_of
+from tightship.frontends.jaxpr import BYTES, FLOPS, bytes_of, called, flops_of, source_of
 from tightship.graph import Graph, Op
 
 __all__ = ["Equation", "Ops", "Program", "array_of", "inlined", "late", "on_values"]
@@ -34,7 +34,6 @@ _CALLS = (
     "custom_vjp_call",
     "custom_vjp_call_jaxpr",
 )
-_INSIDE = ("jaxpr", "call_jaxpr", "fun_jaxpr")
 _ELEMENTWISE = frozenset(
     "abs acos acosh add add_any and asin asinh atan atan2 atanh cbrt ceil clamp convert_element_type copy "
     "cos cosh div eq erf erf_inv erfc exp exp2 expm1 floor ge gt integer_pow is_finite le log log1p "
@@ -166,7 +165,7 @@ def _inlines(e: Any) -> Any:
         for s in e.params.get(k, ())
     ):
         return None
-    inner = next((e.params[k] for k in _INSIDE if k in e.params), None)
+    inner = called(e)
     jaxpr = getattr(inner, "jaxpr", inner)
     return inner if jaxpr is not None and len(jaxpr.invars) == len(e.invars) else None
 

@@ -17,7 +17,7 @@ from tightship.errors import Unsupported
 from tightship.frontends.builder import GraphBuilder
 from tightship.graph import Graph, Op
 
-__all__ = ["BYTES", "FLOPS", "Traced", "bytes_of", "flops_of", "lower", "source_of"]
+__all__ = ["BYTES", "FLOPS", "Traced", "bytes_of", "called", "flops_of", "lower", "source_of"]
 
 FLOPS = 5e10
 """Floating-point operations a second: only how they compare with bytes matters."""
@@ -107,7 +107,7 @@ class _Lowering:
             return [args[0]]
         if name == "scan":
             return self.scan(e, args, module)
-        inside = next((e.params[k] for k in _INSIDE if k in e.params), None)
+        inside = called(e)
         if (
             inside is not None
             and name not in ("while", "cond", "pallas_call")
@@ -171,6 +171,11 @@ class _Lowering:
             )
         )  # fmt: skip
         return list(outputs)
+
+
+def called(e: Any) -> Any:
+    """The jaxpr that a call runs, if the equation is one."""
+    return next((e.params[k] for k in _INSIDE if k in e.params), None)
 
 
 def bytes_of(aval: Any) -> int:
