@@ -82,6 +82,10 @@ class Recorder(compat.TorchDispatchMode):
                 return compat.LAZY_BITS[fn](*args)
         if compat.is_composite(fn, _device(args)):
             return self._decomposed(fn, args, kwargs)
+        with torch._C.DisableTorchFunction():  # what is asked of tensors here is no code of the step's
+            return self._recorded(fn, args, kwargs)
+
+    def _recorded(self, fn: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         origin = self._tracker.forward() if self.phase == "forward" else self._tracker.backward()
         asked = self._asked()
         args, kwargs = map_tree(self._faked, args), map_tree(self._faked, kwargs)
