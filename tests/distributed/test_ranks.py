@@ -5,10 +5,11 @@ from __future__ import annotations
 import pytest
 
 from support.ranks import Rows, as_planned, run
+from tightship.frontends.torch.collectives import messages
 
 TOGETHER = (
     "ddp", "whole_40", "sharded_40", "infeasible", "raising_code", "other_rows", "other_models", "other_parameters",
-    "hand_made", "state_dicts", "refused", "failing_op",
+    "hand_made", "state_dicts", "refused", "whole_each", "sharded_each", "taught", "failing_op",
 )  # fmt: skip
 
 
@@ -38,6 +39,32 @@ def test_a_rank_with_shards_has_half_of_the_static_set_and_gathers_again(rows: R
     sharded, whole = rows["sharded_40"][0], rows["whole_40"][0]
     assert sharded["measure"]["static"] < 0.6 * whole["measure"]["static"]
     assert sharded["gathered again"] > 0
+
+
+@pytest.mark.parametrize("how", ["whole_40", "sharded_40"])
+def test_later_steps_are_not_captured_again(rows: Rows, how: str) -> None:
+    assert [row["captured again"] for row in rows[how]] == [0, 0]
+
+
+@pytest.mark.parametrize("how", ["whole", "sharded"])
+def test_neighbors_go_as_one_message_with_the_same_bits(rows: Rows, how: str) -> None:
+    for together, each in zip(rows[f"{how}_40"], rows[f"{how}_each"], strict=True):
+        assert together["losses"] == each["losses"]
+        assert together["digest"] == each["digest"]
+        assert together["collectives"] < 0.8 * each["collectives"]
+
+
+def test_a_copy_of_a_model_in_shards_is_read_as_what_it_is(rows: Rows) -> None:
+    for row in rows["taught"]:
+        assert row["found"] == row["expected"]
+
+
+def test_messages_are_neighbors_of_one_kind_within_the_bytes_given() -> None:
+    sizes = [("a", 40), ("b", 10), ("a", 50), ("a", 20), ("b", 200), ("a", 80)]
+    assert messages(sizes, 100) == [[0, 2], [1], [3, 5], [4]]
+    assert messages(sizes, 0) == [[0], [1], [2], [3], [4], [5]]
+    assert messages(sizes) == messages(sizes, 200)
+    assert messages([]) == []
 
 
 def test_all_ranks_refuse_a_budget_with_the_same_error(rows: Rows) -> None:

@@ -10,7 +10,8 @@ import shutil
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ from torch.distributed import _functional_collectives as functional
 from torch.nn import functional as F
 
 import tightship
+from tightship.frontends.torch.capture.recorder import Recorder
 
 WIDTH, ROWS = 32, 64
 
@@ -69,11 +71,12 @@ def eager(**given: Any) -> dict[str, Any]:
     return {"losses": losses, "digest": digest([*m.parameters(), *m.buffers()])}
 
 
-def planned(budget: str, shard: bool, **options: Any) -> dict[str, Any]:
+def planned(budget: str, shard: bool, bucket: int | None = None, **options: Any) -> dict[str, Any]:
     m = model()
-    data_parallel = tightship.DataParallel(shard=shard)
+    data_parallel = tightship.DataParallel(shard=shard, bucket=bucket)
     step = tightship.fit(m, loss_of, adamw(m), batches()[0], budget, parallel=data_parallel, **options)
-    losses = [step(b).item() for b in batches()]
+    with ops_recorded() as recorded:
+        losses = [step(b).item() for b in batches()]
     whole = step.state_dict(full=True)["model"]
     gathers = {k for k, op in enumerate(step.graph.ops) if "all_gather" in op.target}
     return {
@@ -82,9 +85,28 @@ def planned(budget: str, shard: bool, **options: Any) -> dict[str, Any]:
         "measure": step.measure(),
         "notes": step.notes,
         "recomputed": step.plan.count("recompute"),
+        "captured again": len(recorded),
+        "collectives": sum("c10d" in op.target for op in step.graph.ops),
         "gathered again": sum(s.kind == "recompute" and s.op in gathers for s in step.plan.steps),
         "plan": hashlib.sha256(repr(step.plan.steps).encode()).hexdigest(),
     }
+
+
+@contextmanager
+def ops_recorded() -> Iterator[list[Any]]:
+    """The ops that are captured inside."""
+    found: list[Any] = []
+    inner = Recorder.__torch_dispatch__
+
+    def seen(self: Any, fn: Any, *rest: Any) -> Any:
+        found.append(fn)
+        return inner(self, fn, *rest)
+
+    Recorder.__torch_dispatch__ = seen
+    try:
+        yield found
+    finally:
+        Recorder.__torch_dispatch__ = inner
 
 
 def caught(fn: Callable[[], Any]) -> dict[str, Any]:
@@ -123,6 +145,54 @@ def sharded_100() -> Any:
 
 def sharded_40() -> Any:
     return planned("static+40%", True, verify_every=2)
+
+
+def whole_each() -> Any:
+    return planned("100%", False, bucket=0)
+
+
+def sharded_each() -> Any:
+    return planned("100%", True, bucket=0)
+
+
+def taught() -> Any:
+    """A copy of a sharded model is read beside it."""
+    m, teacher = model(), model()
+
+    def loss(m: Any, batch: Any) -> torch.Tensor:
+        with torch.no_grad():
+            goal = teacher(batch[0])
+        return loss_of(m, batch) + F.mse_loss(m(batch[0]), goal)
+
+    step = tightship.fit(
+        m, loss_of, adamw(m), batches()[0], "100%", parallel=tightship.DataParallel(shard=True)
+    )
+    step(batches()[0])
+    teacher = copy.deepcopy(m)
+    with torch.no_grad():
+        for p in teacher.parameters():
+            p.mul_(0.5)
+    own = model()
+    wrapped, o = torch.nn.parallel.DistributedDataParallel(own), adamw(own)
+    loss_of(wrapped, batches()[0]).backward()
+    o.step()
+    o.zero_grad()
+    step = tightship.fit(
+        m, loss, step.optimizer, batches()[1], "100%", parallel=tightship.DataParallel(shard=True)
+    )
+    found = [step(b).item() for b in batches()[1:]]
+    teacher = copy.deepcopy(own)
+    with torch.no_grad():
+        for p in teacher.parameters():
+            p.mul_(0.5)
+    expected = []
+    for b in batches()[1:]:
+        o.zero_grad()
+        one = loss(wrapped, b)
+        one.backward()
+        o.step()
+        expected.append(one.item())
+    return {"found": found, "expected": expected}
 
 
 def infeasible() -> Any:

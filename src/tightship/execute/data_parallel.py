@@ -24,6 +24,7 @@ from tightship.execute.ranks import Ranks
 from tightship.execute.shards import (
     average_reads,
     read_once,
+    send_together,
     shard_model,
     shard_optimizer,
     shards_of,
@@ -31,7 +32,7 @@ from tightship.execute.shards import (
 )
 from tightship.frontends.torch import compat
 from tightship.frontends.torch.capture.step import check_model
-from tightship.frontends.torch.collectives import average_now, broadcast, summed
+from tightship.frontends.torch.collectives import average_now, broadcast, messages, summed
 from tightship.frontends.torch.optimizer.updates import each
 from tightship.frontends.torch.structure import LossFn
 from tightship.process_local import NotCopied
@@ -51,10 +52,20 @@ class DataParallel:
 
     ``shard``: each rank keeps one part of each parameter of one dimension or more, along the first, and of what the
     optimizer holds for it; otherwise each has all. ``buffers``: before each step, buffers are set to those of rank 0.
+    ``bucket``: bytes that go as one message, of parameters or gradients that lie next to each other in the model. A
+    message takes its bytes once more while it is sent, and its gradients wait for one another. None: an eighth of all
+    parameters, at least the largest, at most 25 MiB; 0: each by itself, which takes least memory and longest.
     """
 
     shard: bool = False
     buffers: bool = True
+    bucket: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.bucket is not None and (isinstance(self.bucket, bool) or not isinstance(self.bucket, int)):
+            raise BadInput("bucket= is a number of bytes, or None", self.bucket, "DataParallel")
+        if self.bucket is not None and self.bucket < 0:
+            raise BadInput("bucket= is 0 bytes or more", self.bucket, "DataParallel")
 
 
 def check_together(
@@ -188,11 +199,12 @@ def imagined(model: Any, optimizer: Any, loss: LossFn | None) -> tuple[torch.nn.
         done = shard_model(module, ranks)
     shard_optimizer(optimizer, done)
     ways = average_reads(module, done)
+    send_together(module, ways, None if how is None else how.bucket)
     if loss is None:
         return module, None
 
     def reading(given: torch.nn.Module, batch: Any) -> Any:
-        with read_once(ways):
+        with read_once(ways.values()):
             return loss(given, batch)
 
     return module, reading
@@ -214,10 +226,13 @@ class Replicas(NotCopied):
             if parallel.shard:
                 shards = shard_model(model, (ranks.rank, ranks.size))
         shard_optimizer(optimizer, shards)
+        send_together(model, shards, parallel.bucket)
         names = {id(p): n for n, p in model.named_parameters()}
         self.shards = {names[i]: shard for i, shard in shards.items()}
-        trained = {n for n, p in model.named_parameters() if p.requires_grad}
-        self.averaged = frozenset(trained - set(self.shards))
+        whole = [(n, p) for n, p in model.named_parameters() if p.requires_grad and n not in self.shards]
+        whole.reverse()  # gradients come in about this order
+        rows = messages([((p.dtype, p.device), p.nbytes) for _, p in whole], parallel.bucket)
+        self.averaged = tuple(tuple(whole[k][0] for k in row) for row in rows)
 
     def synchronize(self) -> None:
         """Buffers are those of rank 0."""
@@ -226,9 +241,9 @@ class Replicas(NotCopied):
 
     def average(self, parameters: Iterable[tuple[str, torch.Tensor]]) -> None:
         """Gradients of whole parameters, between backward pass and update."""
-        for n, p in parameters:
-            if n in self.averaged and p.grad is not None:
-                average_now(p.grad)
+        there = {n: p.grad for n, p in parameters if p.grad is not None}
+        for names in self.averaged:
+            average_now([there[n] for n in names if n in there])
 
     def read_once(self) -> AbstractContextManager[None]:
         """Inside, each parameter is gathered once, however often the code reads it."""

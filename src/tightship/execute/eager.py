@@ -101,9 +101,8 @@ def run_eager(
         with _stepping_twins(optimizer, twin), python_state_kept(*(h.fn for h in hooks)), inside:
             torch.autograd.backward(results[0], inputs=[parameters[n] for n in ending.wanted])
         _write_back(trace, known)
-        for n, p in parameters.items():
-            if n in ending.averaged and p.grad is not None:
-                average_now(p.grad)
+        for names in ending.averaged:
+            average_now([g for n in names if (g := parameters[n].grad) is not None])
         if not ending.leaves and ending.clip is not None:
             ending.clip({n: p for n, p in parameters.items() if p.grad is not None})
         if not ending.leaves and twin is not None:

@@ -1,24 +1,29 @@
 """Parameters of which each rank keeps a part: gathered where a module reads them, saved as DTensors.
 
 A part stands in the place of its parameter, under its name, so that optimizers, checkpoints and plans see parts. The
-module gets a class of its own, whose attribute of that name gathers (as SimpleFSDP does it). State dicts of such
-modules and of optimizers have DTensors, as those of ``fully_shard`` do, and take them, or whole tensors.
+module gets a class of its own, whose attribute of that name gathers (as SimpleFSDP does it), together with others
+that go in one message. State dicts of such modules and of optimizers have DTensors, as those of ``fully_shard`` do,
+and take them, or whole tensors.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 
 from tightship.frontends.torch import compat
-from tightship.frontends.torch.collectives import averaged, gathered, scattered_mean
+from tightship.frontends.torch.collectives import gathered, messages, reduced, scattered_means, share
 from tightship.frontends.torch.optimizer.updates import each
 from tightship.frontends.torch.structure import map_leaves
 
-__all__ = ["Shard", "average_reads", "read_once", "shard_model", "shard_optimizer", "shards_of", "take_over"]
+__all__ = [
+    "Shard", "average_reads", "read_once", "send_together", "shard_model", "shard_optimizer", "shards_of",
+    "take_over",
+]  # fmt: skip
 
 _MARK = "_tightship_shards"
 
@@ -26,30 +31,40 @@ _MARK = "_tightship_shards"
 class Gathering:
     """How a module reads a parameter."""
 
-    _read: dict[bool, torch.Tensor] | None = None
+    together: tuple[tuple[Any, torch.nn.Module, str], ...] = ()
+    """Those that one message gathers, and where their parts are: this one among them."""
+    _read: dict[tuple[bool, int], torch.Tensor] | None = None
 
     def read(self, part: torch.Tensor) -> torch.Tensor:
         """The parameter. Inside of a step once: its gradients add up before they are sent, as in eager."""
         if self._read is None:
-            return self._whole(part)
-        key = torch.is_grad_enabled()
-        if key not in self._read:
-            self._read[key] = self._whole(part)
-        return self._read[key]
+            return self.wholes([(self, part)])[0]
+        grad = torch.is_grad_enabled()
+        if (found := self._read.get((grad, id(part)))) is not None:
+            return found
+        rows = [(one, module._parameters[name]) for one, module, name in self.together]
+        if not any(own is part for _, own in rows):  # of a copy of the model
+            rows = [(self, part)]
+        for (one, own), whole in zip(rows, self.wholes(rows), strict=True):
+            one._read[grad, id(own)] = whole
+        return self._read[grad, id(part)]
 
     def reading(self, once: bool) -> None:
         self._read = {} if once else None
 
-    def _whole(self, part: torch.Tensor) -> torch.Tensor:
+    @staticmethod
+    def wholes(rows: Sequence[tuple[Any, Any]]) -> Sequence[torch.Tensor]:
+        """The parameters of parts, by one message."""
         raise NotImplementedError
 
 
 class Averaging(Gathering):
     """Of a whole parameter, whose gradient is averaged as soon as it is there."""
 
-    def _whole(self, part: torch.Tensor) -> torch.Tensor:
-        whole: torch.Tensor = _Averaged.apply(part)  # type: ignore[no-untyped-call]
-        return whole
+    @staticmethod
+    def wholes(rows: Sequence[tuple[Any, Any]]) -> Sequence[torch.Tensor]:
+        made: Sequence[torch.Tensor] = _Averaged.apply(*(part for _, part in rows))  # type: ignore[no-untyped-call]
+        return made
 
 
 class Shard(Gathering):
@@ -85,7 +100,7 @@ class Shard(Gathering):
 
     def whole(self, part: torch.Tensor) -> torch.Tensor:
         """All parts, which every rank gives."""
-        return gathered(part.detach())[: self.shape[0]]
+        return gathered([part.detach()])[0][: self.shape[0]]
 
     def distributed(self, part: torch.Tensor) -> Any:
         """The part, without what fills it up, as torch's own sharded tensor."""
@@ -117,36 +132,69 @@ class Shard(Gathering):
         alike = rows == [0] and t.device_mesh.size() == self.size and local.shape[0] == self.own
         return self.filled(local) if alike else self.part(t.full_tensor())
 
-    def _whole(self, part: torch.Tensor) -> torch.Tensor:
-        how = self.shape[0], self.dtype or part.dtype, self.reduced
-        whole: torch.Tensor = _Gathered.apply(part, *how)  # type: ignore[no-untyped-call]
-        return whole
+    @staticmethod
+    def wholes(rows: Sequence[tuple[Any, Any]]) -> Sequence[torch.Tensor]:
+        how = [(one.shape[0], one.dtype or part.dtype, one.reduced) for one, part in rows]
+        made: Sequence[torch.Tensor] = _Gathered.apply(how, *(part for _, part in rows))  # type: ignore[no-untyped-call]
+        return made
 
 
 class _Gathered(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, part: torch.Tensor, rows: int, dtype: torch.dtype, reduced: torch.dtype | None
-    ) -> torch.Tensor:
-        ctx.how = part.shape[0], part.dtype, reduced
-        whole = gathered(part.to(dtype))
-        return whole if rows == whole.shape[0] else whole[:rows]
+        ctx: Any, how: Sequence[tuple[int, torch.dtype, torch.dtype | None]], *parts: torch.Tensor
+    ) -> tuple[torch.Tensor, ...]:
+        ctx.how = [(p.shape[0], p.dtype, reduced) for p, (_, _, reduced) in zip(parts, how, strict=True)]
+        ctx.set_materialize_grads(False)
+        wholes = gathered([p.to(dtype) for p, (_, dtype, _) in zip(parts, how, strict=True)])
+        return tuple(
+            w if rows == w.shape[0] else w[:rows] for w, (rows, _, _) in zip(wholes, how, strict=True)
+        )
 
     @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
-        filled, dtype, reduced = ctx.how
-        mean = scattered_mean(gradient.to(reduced or gradient.dtype), filled)
-        return mean.to(dtype), None, None, None
+    def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+        given = [(g, *how) for g, how in zip(gradients, ctx.how, strict=True) if g is not None]
+        rows = [filled for _, filled, _, _ in given]
+        means = iter(scattered_means([g.to(reduced or g.dtype) for g, _, _, reduced in given], rows))
+        return None, *(
+            None if g is None else next(means).to(dtype)
+            for g, (_, dtype, _) in zip(gradients, ctx.how, strict=True)
+        )
 
 
 class _Averaged(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, whole: torch.Tensor) -> torch.Tensor:
-        return whole.view_as(whole)
+    def forward(ctx: Any, *wholes: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        ctx.set_materialize_grads(False)
+        return tuple(whole.view_as(whole) for whole in wholes)
 
     @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
-        return averaged(gradient, own=False)
+    def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+        means = iter(reduced([share(g, own=False) for g in gradients if g is not None]))
+        return tuple(None if g is None else next(means) for g in gradients)
+
+
+def send_together(model: torch.nn.Module, ways: Mapping[int, Gathering], most: int | None) -> None:
+    """Has parameters that lie next to each other in the model, by id, gathered by one message of ``most`` bytes."""
+    rows: dict[int, tuple[Gathering, torch.nn.Module, str]] = {}
+    kinds = []
+    for module in model.modules():
+        for name, p in module._parameters.items():
+            way = None if p is None else ways.get(id(p))
+            if p is None or way is None or id(p) in rows:
+                continue
+            rows[id(p)] = way, module, name
+            if isinstance(way, Shard):
+                dtype, size = way.dtype or p.dtype, math.prod(way.shape)
+                kind: tuple[Any, ...] = (p.dtype, dtype, way.reduced)
+            else:
+                dtype, size, kind = p.dtype, p.numel(), ()
+            kinds.append(((type(way), p.device, p.dtype, p.requires_grad, kind), size * dtype.itemsize))
+    flat = list(rows.values())
+    for numbers in messages(kinds, most):
+        together = tuple(flat[k] for k in numbers)
+        for one, _, _ in together:
+            one.together = together
 
 
 @contextmanager
@@ -240,13 +288,13 @@ def _cast(module: torch.nn.Module, given: torch.dtype | None, result: torch.dtyp
     module.register_forward_hook(lambda _, args, out: cast(result, out))
 
 
-def average_reads(model: torch.nn.Module, done: Mapping[int, Shard]) -> list[Gathering]:
-    """Has all parameters that are not in parts averaged where they are read; returns how each parameter is read."""
+def average_reads(model: torch.nn.Module, done: Mapping[int, Shard]) -> dict[int, Gathering]:
+    """Has all parameters that are not in parts averaged where they are read; how each is read, by id."""
     ways: dict[int, Gathering] = dict(done)
     for module in model.modules():
         rows = [(n, p) for n, p in module._parameters.items() if p is not None and id(p) not in done]
         _read_by(module, {n: ways.setdefault(id(p), Averaging()) for n, p in rows if p.requires_grad})
-    return list(ways.values())
+    return ways
 
 
 def _read_by(module: torch.nn.Module, ways: Mapping[str, Gathering], **own: Any) -> None:

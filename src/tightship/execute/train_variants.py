@@ -204,7 +204,7 @@ class TrainVariants(Prepared):
         if held is None:
             whole = self._own_updates()
             clip = self.loop.clipped if self.loop.clips else None
-            averaged = frozenset() if self._replicas is None else self._replicas.averaged
+            averaged = () if self._replicas is None else self._replicas.averaged
             return Ending(whole.names, whole, clip, averaged=averaged, repeats=self.ranks is not None)
         updates = self._updates_if_any()
         if updates is not None and not self._split and (self.loop.in_parts or self.loop.clips):

@@ -3,7 +3,8 @@
 gloo copies what it gathers and scatters inside of its own threads and lets go of the copies late, where no plan sees
 them. Its all-reduce and broadcast work in place. So a gather is a broadcast of each part into its place, and a
 reduce-scatter an all-reduce of a copy, of which the own part is kept: what gloo itself does, with the same bits. What
-is handed to gloo does not own its bytes: its threads may let go of it whenever they like.
+is handed to gloo does not own its bytes: its threads may let go of it whenever they like. Each message costs its
+latency, so those that are ready together go as one, in one row (`messages`), as DistributedDataParallel's buckets do.
 """
 
 from __future__ import annotations
@@ -21,8 +22,8 @@ from tightship.errors import Unsupported
 from tightship.frontends.torch import compat
 
 __all__ = [
-    "Collective", "Figures", "average_now", "averaged", "broadcast", "collective", "figures", "gathered", "running",
-    "scattered_mean", "sending", "summed", "unsent",
+    "Collective", "Figures", "average_now", "broadcast", "collective", "figures", "gathered", "messages", "reduced",
+    "running", "scattered_means", "sending", "share", "summed", "unsent",
 ]  # fmt: skip
 
 Waiting = Callable[[Any], None]
@@ -157,12 +158,25 @@ class Collective:
         group = resolved(group)
         parts, own = out.chunk(size), dist.get_rank(group)
         parts[own].copy_(x.view(parts[own].shape) if x.is_contiguous() else x.reshape(parts[own].shape))
-        ranks = iter(dist.get_process_group_ranks(group))
-        running(parts, lambda t: dist.broadcast(t, next(ranks), group=group, async_op=True))
+        self._filled(parts, group)
         return out
 
+    def _filled(self, parts: Sequence[Any], group: Any) -> None:
+        """Each rank's part, in place, as that rank has it."""
+        group = resolved(group)
+        ranks = iter(dist.get_process_group_ranks(group))
+        running(parts, lambda t: dist.broadcast(t, next(ranks), group=group, async_op=True))
+
     def _all_gather_into_tensor_coalesced(self, xs: Sequence[Any], size: int, group: Any) -> list[Any]:
-        return [self._all_gather_into_tensor(x, size, group) for x in xs]
+        outs = [x.new_empty((x.shape[0] * size if x.dim() else size, *x.shape[1:])) for x in xs]
+        counts = [x.numel() for x in xs]
+        row = xs[0].new_empty(size * sum(counts))
+        parts = row.chunk(size)
+        torch.cat([x.reshape(-1) for x in xs], out=parts[dist.get_rank(resolved(group))])
+        self._filled(parts, group)
+        for out, part in zip(outs, row.view(size, -1).split(counts, 1), strict=True):
+            out.view(size, -1).copy_(part)
+        return outs
 
     def _reduce_scatter_tensor(self, x: Any, op: str, size: int, group: Any) -> Any:
         whole = x.clone(memory_format=torch.contiguous_format)
@@ -172,7 +186,10 @@ class Collective:
     def _reduce_scatter_tensor_coalesced(
         self, xs: Sequence[Any], op: str, size: int, group: Any
     ) -> list[Any]:
-        return [self._reduce_scatter_tensor(x, op, size, group) for x in xs]
+        row, own = torch.cat([x.reshape(-1) for x in xs]), dist.get_rank(resolved(group))
+        self._reduced(row, op, group)
+        parts = row.split([x.numel() for x in xs])
+        return [part.view(x.shape).chunk(size)[own].clone() for x, part in zip(xs, parts, strict=True)]
 
     def _all_reduce(self, x: Any, op: str, group: Any) -> Any:
         out = x if self.name.endswith("_") else x.clone(memory_format=torch.contiguous_format)
@@ -248,32 +265,67 @@ def reduction(name: str) -> Any:
     return getattr(dist.ReduceOp, known)
 
 
-def averaged(gradient: torch.Tensor, *, own: bool) -> torch.Tensor:
-    """The mean of a gradient over all ranks, as DistributedDataParallel computes it: each rank's part first, then the
-    sum. In place if its bytes are the gradient's ``own`` and lie without gaps."""
+_LARGEST = 25 << 20
+"""Bytes of a message at most, unless one tensor has more: those of DistributedDataParallel's buckets."""
+
+
+def messages(sizes: Sequence[tuple[Any, int]], most: int | None = None) -> list[list[int]]:
+    """Which of tensors, given as what sets them apart (type, device) and bytes, go as one message: neighbors of one
+    kind with ``most`` bytes together, or one tensor of more. Without ``most`` it is an eighth of all bytes, at least
+    the largest tensor's, at most 25 MiB: a message and the tensors in it take twice its bytes."""
+    if most is None:
+        largest = max((size for _, size in sizes), default=0)
+        most = min(_LARGEST, max(largest, sum(size for _, size in sizes) // 8))
+    rows: list[list[int]] = []
+    open_: dict[Any, tuple[list[int], int]] = {}
+    for k, (kind, size) in enumerate(sizes):
+        row, filled = open_.get(kind, ([], most + 1))
+        if filled + size > most:
+            row, filled = [], 0
+            rows.append(row)
+        row.append(k)
+        open_[kind] = row, filled + size
+    return rows
+
+
+def share(gradient: torch.Tensor, *, own: bool) -> torch.Tensor:
+    """This rank's part of the mean of a gradient over all ranks, as DistributedDataParallel computes it: each rank's
+    part first, then the sum. In place if its bytes are the gradient's ``own`` and lie without gaps."""
     factor = 1.0 / dist.get_world_size()
-    own = own and compat.is_dense(gradient)
-    part = gradient.mul_(factor) if own else gradient.mul(factor)
-    ops = torch.ops._c10d_functional
-    mean: torch.Tensor = ops.wait_tensor(ops.all_reduce_(part, "sum", dist.group.WORLD.group_name))
-    return mean
+    return gradient.mul_(factor) if own and compat.is_dense(gradient) else gradient.mul(factor)
 
 
-def average_now(gradient: torch.Tensor) -> None:
-    """As `averaged`, at once and outside of a captured step."""
+def reduced(parts: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """The sums of tensors over all ranks, in place and by one message."""
+    ops, name = torch.ops._c10d_functional, dist.group.WORLD.group_name
+    if len(parts) == 1:
+        return [_waited(ops.all_reduce_, parts[0], "sum", name)]
+    made: list[torch.Tensor] = _waited(ops.all_reduce_coalesced_, list(parts), "sum", name)
+    return made
+
+
+def _waited(packet: Any, given: Any, *how: Any) -> Any:
+    """What a functional collective makes, as an op of a step that is captured, otherwise at once."""
+    first = given[0] if isinstance(given, list) else given
+    if not compat.is_fake(first) and not compat.in_dispatch_mode():
+        return collective(packet.default)(given, *how)
+    made = packet(given, *how)
+    wait = torch.ops._c10d_functional.wait_tensor
+    return [wait(t) for t in made] if isinstance(made, (list, tuple)) else wait(made)
+
+
+def average_now(gradients: Sequence[torch.Tensor]) -> None:
+    """Their means over all ranks, in place, by one message, at once and outside of a captured step."""
     with torch.no_grad():
-        gradient.mul_(1.0 / dist.get_world_size())
-        collective(torch.ops._c10d_functional.all_reduce_.default)(gradient, "sum", dist.group.WORLD)
+        parts = [share(g, own=True) for g in gradients]
+        for g, part, mean in zip(gradients, parts, reduced(parts) if parts else (), strict=True):
+            if part is not g:
+                g.copy_(mean)
 
 
 def summed(tensor: torch.Tensor) -> torch.Tensor:
-    """In place and over all ranks: as an op of a step that is captured, otherwise at once."""
-    ops, world = torch.ops._c10d_functional, dist.group.WORLD
-    if compat.is_fake(tensor):
-        total: torch.Tensor = ops.wait_tensor(ops.all_reduce_(tensor, "sum", world.group_name))
-        return total
-    done: torch.Tensor = collective(ops.all_reduce_.default)(tensor, "sum", world)
-    return done
+    """In place and over all ranks."""
+    return reduced([tensor])[0]
 
 
 def broadcast(tensor: torch.Tensor) -> None:
@@ -281,19 +333,29 @@ def broadcast(tensor: torch.Tensor) -> None:
     collective(torch.ops._c10d_functional.broadcast_.default)(tensor, 0, dist.group.WORLD)
 
 
-def gathered(part: torch.Tensor) -> torch.Tensor:
-    """The parts of all ranks, one after the other along the first dimension."""
-    ops, world = torch.ops._c10d_functional, dist.group.WORLD
-    made = ops.all_gather_into_tensor(part.contiguous(), dist.get_world_size(), world.group_name)
-    whole: torch.Tensor = ops.wait_tensor(made)
-    return whole
-
-
-def scattered_mean(gradient: torch.Tensor, rows: int) -> torch.Tensor:
-    """This rank's ``rows`` of the mean of a gradient over all ranks, filled up with zeros at its end."""
+def gathered(parts: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Of each tensor the parts of all ranks, one after the other along the first dimension; by one message."""
     ops, world, size = torch.ops._c10d_functional, dist.group.WORLD, dist.get_world_size()
-    mean = gradient.mul(1.0 / size).contiguous()
-    if mean.shape[0] != rows * size:
-        mean = torch.cat([mean, mean.new_zeros((rows * size - mean.shape[0], *mean.shape[1:]))])
-    part: torch.Tensor = ops.wait_tensor(ops.reduce_scatter_tensor(mean, "sum", size, world.group_name))
-    return part
+    given = [part.contiguous() for part in parts]
+    if len(given) == 1:
+        return [_waited(ops.all_gather_into_tensor, given[0], size, world.group_name)]
+    made: list[torch.Tensor] = _waited(ops.all_gather_into_tensor_coalesced, given, size, world.group_name)
+    return made
+
+
+def scattered_means(gradients: Sequence[torch.Tensor], rows: Sequence[int]) -> list[torch.Tensor]:
+    """This rank's ``rows`` of the mean of each gradient over all ranks, filled up with zeros at its end; by one
+    message."""
+    ops, world, size = torch.ops._c10d_functional, dist.group.WORLD, dist.get_world_size()
+    given = []
+    for gradient, own in zip(gradients, rows, strict=True):
+        mean = gradient.mul(1.0 / size).contiguous()
+        if mean.shape[0] != own * size:
+            mean = torch.cat([mean, mean.new_zeros((own * size - mean.shape[0], *mean.shape[1:]))])
+        given.append(mean)
+    if len(given) == 1:
+        return [_waited(ops.reduce_scatter_tensor, given[0], "sum", size, world.group_name)]
+    made: list[torch.Tensor] = _waited(
+        ops.reduce_scatter_tensor_coalesced, given, "sum", size, world.group_name
+    )
+    return made

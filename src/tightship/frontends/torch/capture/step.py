@@ -17,7 +17,7 @@ from tightship.frontends.torch.capture.lower import finish
 from tightship.frontends.torch.capture.recorder import Recorder, is_strided, is_whole
 from tightship.frontends.torch.capture.state_restore import Change, applied, untouched
 from tightship.frontends.torch.capture.tape import Origin, Tape, TapeValue, Tracker
-from tightship.frontends.torch.collectives import averaged
+from tightship.frontends.torch.collectives import reduced, share
 from tightship.frontends.torch.optimizer.updates import Member, SeveralUpdates, Updater, Updates, updaters
 from tightship.frontends.torch.program import Program, Ref
 from tightship.frontends.torch.structure import (
@@ -203,8 +203,8 @@ class Ending:
     Where the step ends with the backward pass, ``leaves`` is true: gradients are added to those of ``held``, in
     place, and the others are the program's last results; the optimizer's state stands beside them. Otherwise ``clip``
     changes gradients before the updates, in place, and may return a tensor, which is the program's last result.
-    ``averaged`` are the parameters whose gradients are averaged over all ranks before that. ``repeats``: whether
-    collectives that change nothing may run again.
+    ``averaged`` are the parameters whose gradients are averaged over all ranks before that, by message.
+    ``repeats``: whether collectives that change nothing may run again.
     """
 
     wanted: tuple[str, ...]
@@ -212,7 +212,7 @@ class Ending:
     clip: Callable[[Mapping[str, torch.Tensor]], torch.Tensor | None] | None = None
     leaves: bool = False
     held: Mapping[str, torch.Tensor] = field(default_factory=dict)
-    averaged: frozenset[str] = frozenset()
+    averaged: tuple[tuple[str, ...], ...] = ()
     repeats: bool = False
 
     @property
@@ -628,25 +628,37 @@ class StepCapture(Capture):
         return program
 
     def _averaged(self, gradients: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Averages gradients over all ranks, each in place and as soon as nothing else needs it."""
+        """Averages gradients over all ranks in place, as soon as nothing else needs those of one message."""
         records, tape = self.tape.records, self.tape
-        names = [n for n in gradients if n in self.ending.averaged]
-        homes = {n: tape.storage(tape.value(gradients[n])) for n in names}
+        buckets = [[n for n in names if n in gradients] for names in self.ending.averaged]
+        homes = {n: tape.storage(tape.value(gradients[n])) for names in buckets for n in names}
         last: dict[int, int] = {}
         for k, r in enumerate(records):
             used = {tape.storage(v) for v in (*r.reads, *(v for v in r.results if v >= 0))}
             last |= dict.fromkeys((*used, *r.writes), k)
         behind: dict[int, list[Any]] = {}
+
+        def recorded(at: int, known: int) -> None:
+            behind.setdefault(at, []).extend(records[known:])
+            del records[known:]
+
         with torch.no_grad(), self.executing(), self.recorder.in_phase("backward"):
-            for n in sorted(names, key=lambda n: last.get(homes[n], -1)):
-                own = list(homes.values()).count(homes[n]) == 1 and not tape.storages[homes[n]].role
+            for names in filter(None, buckets):
+                owned, parts = [], []
+                for n in names:
+                    owned.append(
+                        list(homes.values()).count(homes[n]) == 1 and not tape.storages[homes[n]].role
+                    )
+                    known = len(records)
+                    parts.append(share(gradients[n], own=owned[-1]))
+                    recorded(last.get(homes[n], -1), known)
                 known = len(records)
-                mean = averaged(gradients[n], own=own)
-                behind.setdefault(last.get(homes[n], -1), []).extend(records[known:])
-                del records[known:]
-                if not own:
-                    gradients[n] = self._given.parameters[n].grad = mean
-                    self._name_gradient(n, mean)
+                means = reduced(parts)
+                recorded(max(last.get(homes[n], -1) for n in names), known)
+                for n, own, mean in zip(names, owned, means, strict=True):
+                    if not own:
+                        gradients[n] = self._given.parameters[n].grad = mean
+                        self._name_gradient(n, mean)
         records[:] = [
             *behind.get(-1, ()),
             *(x for k, r in enumerate(records) for x in (r, *behind.get(k, ()))),

@@ -26,6 +26,8 @@ def understood(fn: Any) -> bool:
         return understood(fn.__wrapped__)  # once_differentiable, custom_fwd
     if fn.__closure__ or fn.__defaults__ or fn.__kwdefaults__ or vars(fn):
         return False
+    if str(fn.__globals__.get("__name__")).startswith("tightship."):  # gathers and averages of several ranks
+        return True
     return all(_harmless(fn.__globals__, name) for name in globals_of(fn.__code__))
 
 
