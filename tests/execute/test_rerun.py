@@ -428,3 +428,34 @@ def _once_with_state(ctx, gradient):
 )  # fmt: skip
 def test_code_is_understood_only_if_its_arguments_decide(fn, known):
     assert understood(fn) is known
+
+
+SLOPE = 1.5
+
+
+def _gate(x):
+    return torch.sigmoid(SLOPE * x)
+
+
+class Swish(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x)
+        ctx.slope = SLOPE
+        return x * _gate(x)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        (x,) = ctx.saved_tensors
+        gate = _gate(x)
+        return gradient * (gate + ctx.slope * x * gate * (1 - gate))
+
+
+def test_what_helpers_of_an_autograd_function_read_is_compared_and_not_captured_again(count, monkeypatch):
+    step = fitted(net(), lambda model, pair: F.cross_entropy(Swish.apply(model(pair[0])), pair[1]))
+    for k in range(3):
+        step(batch(k))
+    assert count.captures == 1
+    monkeypatch.setitem(globals(), "SLOPE", 2.5)
+    step(batch())
+    assert count.captures == 2

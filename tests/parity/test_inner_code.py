@@ -73,6 +73,82 @@ def test_a_function_that_reads_a_global_tensor_that_is_replaced():
     return Loop(model, loss_fn, sgd(model), before=before)
 
 
+SLOPE = 1.0
+
+
+def _sloped(x):
+    return torch.sigmoid(SLOPE * x)
+
+
+class Swish(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x)
+        ctx.slope = SLOPE
+        return x * _sloped(x)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, gradient):
+        (x,) = ctx.saved_tensors
+        gate = _sloped(x)
+        return gradient * (gate + ctx.slope * x * gate * (1 - gate))
+
+
+@identical()
+def test_a_function_whose_helper_reads_a_number_that_changes():
+    model = mlp()
+
+    def loss_fn(model, batch):
+        return functional.cross_entropy(Swish.apply(model(batch[0])), batch[1])
+
+    def before(k):
+        global SLOPE
+        SLOPE = 1.0 + 0.5 * (k // 2)
+
+    return Loop(model, loss_fn, sgd(model), before=before)
+
+
+@identical(plans=2)
+def test_a_function_whose_helper_is_replaced():
+    model, plain = mlp(), _sloped
+
+    def loss_fn(model, batch):
+        return functional.cross_entropy(Swish.apply(model(batch[0])), batch[1])
+
+    def before(k):
+        global _sloped
+        _sloped = plain if k % 2 else torch.tanh
+
+    return Loop(model, loss_fn, sgd(model), before=before)
+
+
+class Counting(torch.autograd.Function):
+    calls = 0
+
+    @staticmethod
+    def forward(ctx, x):
+        Counting.calls += 1
+        return x * Counting.calls
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient * Counting.calls
+
+
+@identical()
+def test_a_function_that_counts_its_calls():
+    model = mlp()
+
+    def loss_fn(model, batch):
+        return functional.cross_entropy(Counting.apply(model(batch[0])), batch[1])
+
+    def before(k):
+        Counting.calls = k
+
+    return Loop(model, loss_fn, sgd(model), before=before)
+
+
 class Scripted(nn.Module):
     def __init__(self):
         super().__init__()

@@ -67,7 +67,10 @@ def reparametrized(model: torch.nn.Module, tensors: dict[str, torch.Tensor]) -> 
 
 
 class Special:
-    """Such a call as a function: equal for the same ``owner``; ``inner_code`` is the caller's Python in it."""
+    """Such a call as a function: equal for the same ``owner``; ``inner_code`` is the caller's Python in it, and
+    ``keys`` what its outcome follows from beside its arguments, as far as it is known."""
+
+    keys: tuple[Any, ...] = ()
 
     def __init__(
         self, name: str, call: Callable[..., Any], owner: Any, inner_code: tuple[Any, ...] = ()
@@ -85,7 +88,7 @@ class Special:
         return isinstance(other, Special) and other._parts() == self._parts()
 
     def _parts(self) -> tuple[Any, ...]:
-        return self.__name__, self.owner, self.inner_code
+        return self.__name__, self.owner, self.inner_code, self.keys
 
     def __hash__(self) -> int:
         return hash(self.__name__)

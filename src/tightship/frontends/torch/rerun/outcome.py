@@ -13,7 +13,7 @@ import torch
 from tightship.frontends.torch import compat
 from tightship.frontends.torch.rerun.function_trace import form
 
-__all__ = ["globals_of", "settled_key", "understood"]
+__all__ = ["globals_of", "inner_key", "settled_key", "understood"]
 
 
 def understood(fn: Any) -> bool:
@@ -44,7 +44,17 @@ _EFFECTS = {"update", "setdefault", "pop", "popitem", "clear"}
 """Methods by which code changes a dict."""
 
 
-def settled_key(fn: Any) -> tuple[Any, ...] | None:
+def inner_key(fn: Any) -> tuple[Any, ...] | None:
+    """As `settled_key`, of code of an autograd function, which may set attributes of its context, the first
+    argument."""
+    if understood(fn):
+        return (fn,)
+    while hasattr(fn, "__wrapped__") and str(fn.__globals__.get("__name__")).startswith("torch."):
+        fn = fn.__wrapped__  # once_differentiable, custom_fwd
+    return settled_key(fn, context=True)
+
+
+def settled_key(fn: Any, *, context: bool = False) -> tuple[Any, ...] | None:
     """What the outcome of a function follows from beside its arguments, to be compared from step to step: its code,
     and in closures, defaults and globals plain values, torch's functions and tensors, which become constants of the
     program. None where its code does not tell, or changes what it finds there."""
@@ -61,7 +71,7 @@ def settled_key(fn: Any) -> tuple[Any, ...] | None:
         )
         inner = settled_key(fn.__wrapped__) if isinstance(within, torch.no_grad | torch.enable_grad) else None
         return None if inner is None else (type(within), inner)
-    names = _globals_without_effects(fn.__code__)
+    names = _globals_without_effects(fn.__code__, context)
     if names is None or vars(fn):
         return None
     found: list[Any] = [fn.__code__]
@@ -117,16 +127,20 @@ def _content(cell: Any) -> Any:
 
 
 @functools.lru_cache(maxsize=1024)
-def _globals_without_effects(code: types.CodeType) -> tuple[str, ...] | None:
-    """The globals that code names; None where it sets something that outlives it, other than elements."""
+def _globals_without_effects(code: types.CodeType, context: bool) -> tuple[str, ...] | None:
+    """The globals that code names; None where it sets something that outlives it, other than elements, and other than
+    attributes of its first argument, if that is a ``context``."""
     names = globals_of(code)
     if "<writes>" in names:
         return None
     for one in _with_inner(code):
+        owner: Any = None
         for i in dis.get_instructions(one):
             outer = i.opname == "STORE_DEREF" and i.argval in one.co_freevars
-            if outer or (i.opname == "STORE_ATTR" and i.argval not in ("grad", "data")):
+            own = context and one is code and owner == ("LOAD_FAST", *code.co_varnames[:1])
+            if outer or (i.opname == "STORE_ATTR" and i.argval not in ("grad", "data") and not own):
                 return None
+            owner = i.opname, i.argval
         if _EFFECTS & {*one.co_names}:
             return None
     return tuple(sorted(names))

@@ -36,7 +36,7 @@ from tightship.frontends.torch.rerun.function_trace import (
     unknown,
     write_back,
 )
-from tightship.frontends.torch.rerun.outcome import understood
+from tightship.frontends.torch.rerun.outcome import inner_key, understood
 
 __all__ = ["READS", "SHOWN", "Rerun"]
 
@@ -158,6 +158,8 @@ class Rerun(TorchFunctionMode):
         """Calls that torch's function modes do not see: autograd functions, scripted code, functional transforms."""
         if self._inside or threading.get_ident() != self._thread:
             return func(*args, **kwargs)
+        if isinstance(func, compat_capture.Special):
+            func.keys = tuple(inner_key(f) for f in func.inner_code)
         self._inside = True
         try:
             return self._called(func, args, kwargs)
@@ -495,11 +497,11 @@ def _repeats(func: Any, args: Any, kwargs: Any) -> bool:
     """Whether the caller's own Python code runs inside the call or in its backward pass, with an unknown outcome."""
     if func is add_hook:
         return args[1].key is None
-    inner = getattr(func, "inner_code", ())
+    inner = getattr(func, "keys", ())
     callables = [
         x for x in (*args, *kwargs.values()) if callable(x) and not isinstance(x, (torch.Tensor, type))
     ]
-    return not all(understood(f) for f in (*inner, *callables))
+    return None in inner or not all(understood(f) for f in callables)
 
 
 def _hands_back(call: FunctionCall) -> bool:
