@@ -15,6 +15,7 @@ from support.chains import chain
 from support.commands import as_json, run
 from support.strategies import random_graph
 from tightship import cli, sources
+from tightship.cli import verbs
 from tightship.options import help_of
 from tightship.planners import planners
 from tightship.report.progress import Line
@@ -501,6 +502,29 @@ def test_another_packages_planner_that_cannot_be_loaded_is_reported(there, capsy
     assert status == 2 and said in err and "Traceback" not in err
 
 
+# --- what starts with it ---
+
+
+@pytest.mark.parametrize(("given", "without"), [
+    (["--version"], ("numpy", "rich", "msgspec", "tightship.api")),
+    (["--help"], ("numpy", "rich", "msgspec", "tightship.api", "importlib.metadata")),
+    (["verify", "missing.json"], ("torch", "onnx", "jax", "tightship.hlo.remat.search", "importlib.metadata")),
+])  # fmt: skip
+def test_a_command_imports_what_it_needs(given, without):
+    code = (
+        "import sys; from tightship import cli; cli.main(sys.argv[1:]); print(*sys.modules, file=sys.stderr)"
+    )
+    done = subprocess.run([sys.executable, "-c", code, *given], capture_output=True, text=True, check=True)
+    assert not {*without} & {*done.stderr.split()}
+
+
+def test_the_function_plan_stays_when_the_module_of_its_name_is_imported():
+    same = "plan is tightship.plan is tightship.api.plan"
+    code = f"import tightship.plan, tightship; from tightship import plan; print({same})"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "True"
+
+
 # --- what nobody foresaw ---
 
 
@@ -512,7 +536,7 @@ def test_an_error_of_our_own_is_a_sentence_with_a_status_of_its_own(there, capsy
     def fails(*_args, **_options):
         raise raised
 
-    monkeypatch.setitem(cli._VERBS, "verify", dataclasses.replace(cli._VERBS["verify"], run=fails))
+    monkeypatch.setattr(verbs, "verify", fails)
     assert cli.main(["verify", "p.json"]) == 3
     err = capsys.readouterr().err
     assert said in " ".join(err.split())

@@ -36,46 +36,43 @@ def _on_error(kind: type[BaseException], error: BaseException, where: TracebackT
 if os.path.basename(sys.argv[0]) == "tightship" or sys.orig_argv[1:3] == ["-m", "tightship"]:
     sys.excepthook = _on_error
 
-from importlib.metadata import version
+from types import ModuleType
 from typing import Any
 
-from tightship.api import (
-    Frontier,
-    Planned,
-    check,
-    diff,
-    estimate,
-    explain,
-    fit,
-    frontier,
-    infer,
-    load,
-    max_batch,
-    plan,
-    tag,
-)
-from tightship.errors import (
-    BadInput,
-    BudgetExceeded,
-    Infeasible,
-    PeerFailed,
-    TightshipError,
-    UnknownAlias,
-    UnknownSize,
-    Unsupported,
-    VerificationFailed,
-)
-from tightship.graph import Graph
-from tightship.plan import Plan
-
 if TYPE_CHECKING:
+    from tightship.api import (
+        Frontier,
+        Planned,
+        check,
+        diff,
+        estimate,
+        explain,
+        fit,
+        frontier,
+        infer,
+        load,
+        max_batch,
+        plan,
+        tag,
+    )
+    from tightship.errors import (
+        BadInput,
+        BudgetExceeded,
+        Infeasible,
+        PeerFailed,
+        TightshipError,
+        UnknownAlias,
+        UnknownSize,
+        Unsupported,
+        VerificationFailed,
+    )
     from tightship.execute.data_parallel import DataParallel
     from tightship.execute.weights import materialize
     from tightship.frontends.torch.structure import Pad
+    from tightship.graph import Graph
+    from tightship.plan import Plan
 
-# ``plan`` is the function: `tightship.plan` as a module has been imported by now and takes the name no more.
-
-__version__ = version("tightship")
+    __version__: str
 
 __all__ = [
     "BadInput",
@@ -108,22 +105,55 @@ __all__ = [
 ]
 
 
+_FROM = {
+    "tightship.errors": (
+        "BadInput", "BudgetExceeded", "Infeasible", "PeerFailed", "TightshipError", "UnknownAlias", "UnknownSize",
+        "Unsupported", "VerificationFailed",
+    ),
+    "tightship.graph": ("Graph",),
+    "tightship.plan": ("Plan",),
+    "tightship.execute.data_parallel": ("DataParallel",),
+    "tightship.execute.weights": ("materialize",),
+    "tightship.frontends.torch.structure": ("Pad",),
+}  # fmt: skip
+_WHERE = dict.fromkeys(__all__, "tightship.api") | {
+    n: module for module, names in _FROM.items() for n in names
+}
+"""The module that has a public name, which is imported when the name is asked for."""
+
+
 def __getattr__(name: str) -> Any:
-    """What loads torch or jax is there when it is asked for."""
-    if name == "Pad":
-        from tightship.frontends.torch.structure import Pad
+    from importlib import import_module
 
-        return Pad
-    if name == "DataParallel":
-        from tightship.execute.data_parallel import DataParallel
-
-        return DataParallel
     if name == "jax":  # `tightship.jax.fit`
-        from importlib import import_module
-
         return import_module("tightship.integrations.jax")
-    if name == "materialize":
-        from tightship.execute.weights import materialize
+    if name == "__version__":
+        from importlib.metadata import version
 
-        return materialize
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        globals()[name] = version("tightship")
+        return globals()[name]
+    if name not in _WHERE:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    found = getattr(import_module(_WHERE[name]), name)
+    if name != "plan":
+        globals()[name] = found
+    return found
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})
+
+
+class _Package(ModuleType):
+    """``tightship.plan`` is the function, also when the module of that name has been imported."""
+
+    @property
+    def plan(self) -> Any:
+        return __getattr__("plan")
+
+    @plan.setter
+    def plan(self, module: ModuleType) -> None:
+        pass
+
+
+sys.modules[__name__].__class__ = _Package

@@ -13,6 +13,7 @@ from tightship.errors import BadInput
 __all__ = [
     "BUDGET_FORMS",
     "MAX_BYTES",
+    "NARROW",
     "Budget",
     "BudgetLike",
     "format_bytes",
@@ -25,6 +26,8 @@ __all__ = [
 
 MAX_BYTES: Final = 2**63 - 1  # sizes are signed 64-bit integers in the C++ core
 MAX_PERCENT: Final = 1000
+NARROW: Final = 60
+"""Columns that are enough for every table and message in a terminal."""
 
 _DECIMAL: Final = ("kB", "MB", "GB", "TB", "PB", "EB")
 _BINARY: Final = ("KiB", "MiB", "GiB", "TiB", "PiB", "EiB")

@@ -19,8 +19,9 @@ from tightship.hlo.remat.search import tradeoff
 from tightship.planners import default
 from tightship.planners.frontier import frontier, needs
 from tightship.report.numbers import frontier_rows
-from tightship.report.text import NARROW, frontier_tables, rendered
+from tightship.report.text import frontier_tables, rendered
 from tightship.serde import save_graph
+from tightship.units import NARROW
 from tightship.verify import verify
 
 QUICK = ["--points", "4", "--work", "2000000", "--seconds", "60"]

@@ -14,37 +14,49 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from importlib import import_module
+from types import FunctionType
 from typing import Any, NoReturn
 
 import tightship
-from tightship import api
-from tightship.cli import explain, hlo, pack, verbs
 from tightship.cli.output import INTERRUPTED, Output
 from tightship.errors import InternalError, TightshipError
-from tightship.hlo.assign import tight
 from tightship.options import add_options
-from tightship.planners import default, packing
-from tightship.sources import FILES
 from tightship.units import BUDGET_FORMS
 
 __all__ = ["Usage", "main", "parser"]
 
 _EPILOG = "exit status: 0 done, 1 infeasible or not verified, 2 bad input or usage, 3 internal error, 130 interrupted"
 _BUDGET = BUDGET_FORMS.replace("%", "%%")
-_SOURCE = (
-    "module:factory (found from the current folder; factory() returns (model, sample), (model, loss_fn, sample) or "
-    f"(model, loss_fn, optimizer, sample)), {FILES}"
-)
 _CHOICE = argparse.BooleanOptionalAction
 
 
-def _argument(names: str, metavar: str | None, help: str, **how: Any) -> tuple[list[str], dict[str, Any]]:
+def _source() -> str:
+    from tightship.sources import FILES
+
+    return (
+        "module:factory (found from the current folder; factory() returns (model, sample), (model, loss_fn, sample) "
+        f"or (model, loss_fn, optimizer, sample)), {FILES}"
+    )
+
+
+def _placement() -> str:
+    from tightship.planners.packing import DEFAULT
+
+    return DEFAULT
+
+
+def _argument(
+    names: str, metavar: str | None, help: str | Callable[[], str], **how: Any
+) -> tuple[list[str], dict[str, Any]]:
+    """What functions give is asked for when a verb with the argument is parsed."""
     return names.split(), how | {"help": help} | ({} if metavar is None else {"metavar": metavar})
 
 
 _ARGUMENTS = {
-    "source": _argument("source", "SOURCE", _SOURCE),
-    "explained": _argument("source", "SOURCE|PLAN|SNAPSHOT", f"{_SOURCE}, or a memory snapshot of PyTorch's"),
+    "source": _argument("source", "SOURCE", _source),
+    "explained": _argument("source", "SOURCE|PLAN|SNAPSHOT",
+        lambda: f"{_source()}, or a memory snapshot of PyTorch's"),
     "plan|packed": _argument("plan", "PLAN|PACKED.csv", "a plan.json, or what pack wrote"),
     "problem": _argument("problem", "PROBLEM.csv", "columns id, lower, upper, size; see the docs"),
     "module": _argument("module", "MODULE.txt", "a scheduled HLO module as text"),
@@ -55,8 +67,7 @@ _ARGUMENTS = {
     "two": _argument("two", "B.json", "another; differences are simulated in the first"),
     "planner": _argument("--planner", "NAME", "one planner instead of the search, with options of its own: memonger, "
         "aitemplate, grappler, …; for a module.txt, the rematerialization: search or xla (default: search)"),
-    "placement": _argument("--planner", "NAME", f"placement algorithm (default: {packing.DEFAULT})",
-        default=packing.DEFAULT),
+    "placement": _argument("--planner", "NAME", "placement algorithm (default: %(default)s)", default=_placement),
     "assignment": _argument("--planner", "NAME", "tight (default), or xla: XLA's own", default="tight"),
     "max-batch": _argument("--max-batch", None, "find the largest batch that fits the budget, and its plan",
         action="store_true"),
@@ -119,12 +130,18 @@ _MODEL = ("ranks", "rank", "shape", "fetch", "feed", "views", "in-place")
 
 @dataclass(frozen=True)
 class _Verb:
-    """A verb: what it does, what runs it, its arguments by name, and the dataclass of its planner's options."""
+    """A verb: what it does, what runs it, its arguments by name, and the dataclass of its planner's options. Both are
+    named as ``module:name``, and imported when the verb is there to be parsed."""
 
     summary: str
-    run: Callable[[argparse.Namespace, Output], int]
+    run: str
     arguments: Sequence[str] = ()
-    options: type[Any] | None = None
+    options: str | None = None
+
+
+def _named(text: str) -> Any:
+    module, _, name = text.partition(":")
+    return getattr(import_module(f"tightship.{module}"), name)
 
 
 _PLAN = (
@@ -139,39 +156,42 @@ _PLAN = (
     "trace",
     "snapshot",
 )
+_OPTIONS = "planners.default:Options"
 _VERBS = {
-    "demo": _Verb("train real models within a budget and show what happened", verbs.demo, ("out", "steps")),
+    "demo": _Verb(
+        "train real models within a budget and show what happened", "cli.verbs:demo", ("out", "steps")
+    ),
     "plan": _Verb(
         "decide what to keep, recompute and move, and where every byte lies",
-        verbs.plan,
+        "cli.verbs:plan",
         (*_PLAN, "write", "copies", *_MODEL),
-        default.Options,
+        _OPTIONS,
     ),
     "frontier": _Verb(
         "time against memory: plans for many budgets, and what other policies come to",
-        verbs.frontier,
+        "cli.verbs:frontier",
         ("source", "points", "peers", "picture", "report", *_MODEL),
-        default.Options,
+        _OPTIONS,
     ),
     "explain": _Verb(
         "who makes up the peak, and where it came from",
-        verbs.explain,
+        "cli.verbs:explain",
         ("explained", "explained budget", "why", "top", "report", *_MODEL),
-        default.Options,
+        _OPTIONS,
     ),
     "estimate": _Verb(
         "will it fit? what a training loop or a forward pass needs as it is, before anything is allocated",
-        verbs.estimate,
+        "cli.verbs:estimate",
         ("factory", "fits", "device", "accumulate", "autocast", "checkpoint", "remedies", "top"),
     ),
     "diff": _Verb(
         "what two plans do differently, and what each difference costs",
-        explain.diff,
+        "cli.explain:diff",
         ("one", "two", "top", "report"),
     ),
     "pack": _Verb(
         "placement alone: give every buffer of a CSV file its offset",
-        pack.pack,
+        "cli.pack:pack",
         (
             "problem",
             "capacity",
@@ -183,20 +203,20 @@ _VERBS = {
             "picture",
             "report",
         ),
-        packing.Search,
+        "planners.packing:Search",
     ),
     "verify": _Verb(
         "exit 0 only if nothing is wrong; say what is wrong and where",
-        verbs.verify,
+        "cli.verbs:verify",
         ("plan|packed", "capacity", "pool", "heap", "checked source", *_MODEL),
     ),
     "assign": _Verb(
         "aliasing, liveness and buffer assignment of a scheduled HLO module",
-        hlo.assign,
+        "cli.hlo:assign",
         ("module", "assignment", "order", "write", "report"),
-        tight.Options,
+        "hlo.assign.tight:Options",
     ),
-    "planners": _Verb("what planners there are, one line each", verbs.planners),
+    "planners": _Verb("what planners there are, one line each", "cli.verbs:planners"),
 }
 
 
@@ -211,10 +231,12 @@ class _Parser(argparse.ArgumentParser):
 
 def parser(given: Sequence[str] = ()) -> argparse.ArgumentParser:
     """All verbs and their options; a planner's options come from its own dataclass: that of ``plan --planner NAME``,
-    where ``given`` has it."""
+    where ``given`` has it. Only the verb of a command that was ``given`` has its arguments."""
+    verbs = [word for word in given if not word.startswith("-")][:1] if given else [*_VERBS]
     top = _Parser(prog="tightship", description="Fits a neural network's work into the memory there is.")
     top.epilog = _EPILOG
-    top.add_argument("--version", action="version", version=f"tightship {tightship.__version__}")
+    version = f"tightship {tightship.__version__}" if not given or "--version" in given else ""
+    top.add_argument("--version", action="version", version=version)
     actions = top.add_subparsers(dest="verb", metavar="VERB", required=True)
     for name, verb in _VERBS.items():
         added = actions.add_parser(
@@ -225,26 +247,35 @@ def parser(given: Sequence[str] = ()) -> argparse.ArgumentParser:
             "--quiet", "-q", action="store_true", help="no progress, and errors alone for people"
         )
         added.add_argument("--debug", action="store_true", help="show where an error was raised")
+        if name not in verbs:
+            continue
         for argument in verb.arguments:
             names, how = _ARGUMENTS[argument]
-            added.add_argument(*names, **how)
-        options = _named_options(given) if name == "plan" else verb.options
+            asked = {k: v() if isinstance(v, FunctionType) else v for k, v in how.items()}
+            added.add_argument(*names, **asked)
+        options = None if verb.options is None else _named(verb.options)
+        if name == "plan":
+            options = _named_options(given) or options
         if options is not None:
             add_options(added, options)
-        added.set_defaults(run=verb.run, options=options)
+        added.set_defaults(run=_named(verb.run), options=options)
     return top
 
 
-def _named_options(given: Sequence[str]) -> type[Any]:
-    """The options of the planner that ``plan --planner`` names in what was given."""
+def _named_options(given: Sequence[str]) -> type[Any] | None:
+    """The options of the planner that ``plan --planner`` names in what was given, if it has its own."""
     known = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
     known.add_argument("--planner")
     try:
         name = known.parse_known_args(list(given))[0].planner if "plan" in given else None
     except argparse.ArgumentError:
         name = None  # the parser itself says what is wrong
-    system = api.systems().get(name or "") if name else None
-    return default.Options if system is None else system.options
+    if not name:
+        return None
+    from tightship.api import systems
+
+    system = systems().get(name)
+    return None if system is None else system.options
 
 
 @contextmanager

@@ -53,22 +53,15 @@ from tightship.units import format_bytes, parse_budget
 __all__ = [
     "assign",
     "explain_module",
-    "is_module",
     "module_frontier",
     "plan_module",
 ]
 
 
-_ENDINGS = (".hlo", ".txt")
 _ORDER = "assign --order --write FILE"
 """What schedules a module that is not."""
 _TOP = 8
 """Arrays that are named where the limit is missed."""
-
-
-def is_module(text: str) -> bool:
-    """Whether a SOURCE is the text of an HLO module: by its ending."""
-    return text.endswith(_ENDINGS)
 
 
 @dataclass(frozen=True, repr=False)

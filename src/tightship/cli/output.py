@@ -13,16 +13,16 @@ import os
 import sys
 import traceback
 from collections.abc import Iterable, Mapping, MutableMapping, Sequence
+from functools import cached_property
 from pathlib import Path
-from typing import Any, TextIO
-
-from rich.console import Console, ConsoleOptions, RenderableType
-from rich.segment import Segment
+from typing import TYPE_CHECKING, Any, TextIO
 
 from tightship.errors import BadInput, Infeasible, TightshipError, VerificationFailed
 from tightship.files import unwritable
-from tightship.report.text import NARROW
-from tightship.units import visible
+from tightship.units import NARROW, visible
+
+if TYPE_CHECKING:
+    from rich.console import Console, RenderableType
 
 __all__ = ["INTERRUPTED", "Output", "error_rows", "targets", "writable", "write_targets"]
 
@@ -39,7 +39,10 @@ class Output:
         self.as_json, self.quiet = as_json, quiet
         self._stdout: TextIO = sys.stdout
         self._saved: int | None = None
-        self.errors = _console(sys.stderr, quiet=quiet)
+
+    @cached_property
+    def errors(self) -> Console:
+        return _console(sys.stderr, quiet=self.quiet)
 
     @property
     def reads(self) -> bool:
@@ -193,15 +196,18 @@ def error_rows(error: TightshipError) -> dict[str, Any]:
     return rows
 
 
-class _Console(Console):
-    """A console on which names from files are only shown, and order nothing."""
-
-    def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:
-        for part in super().render(renderable, options):
-            yield part if part.control else Segment(visible(part.text), part.style)
-
-
 def _console(stream: TextIO, *, quiet: bool = False) -> Console:
-    console = _Console(file=stream, highlight=False, emoji=False, quiet=quiet)
+    """A console on which names from files are only shown, and order nothing."""
+    from rich.console import Console, ConsoleOptions
+    from rich.segment import Segment
+
+    class Shown(Console):
+        def render(
+            self, renderable: RenderableType, options: ConsoleOptions | None = None
+        ) -> Iterable[Segment]:
+            for part in super().render(renderable, options):
+                yield part if part.control else Segment(visible(part.text), part.style)
+
+    console = Shown(file=stream, highlight=False, emoji=False, quiet=quiet)
     console.width = max(console.width, NARROW)
     return console

@@ -15,7 +15,6 @@ from tightship import api
 from tightship.analysis.bounds import time_bound
 from tightship.api import BatchRequest, FrontierRequest, PlanRequest
 from tightship.cli.explain import explain_snapshot, explain_why
-from tightship.cli.hlo import explain_module, is_module, module_frontier, plan_module
 from tightship.cli.output import INTERRUPTED, Output, targets, write_targets
 from tightship.cli.pack import is_packing, verify_packing
 from tightship.diagnose.changes import changes
@@ -46,12 +45,19 @@ from tightship.units import Budget, format_bytes, parse_budget
 __all__ = ["demo", "estimate", "explain", "frontier", "plan", "planners", "verify"]
 
 
+def is_module(text: str) -> bool:
+    """Whether a SOURCE is the text of an HLO module: by its ending."""
+    return text.endswith((".hlo", ".txt"))
+
+
 def plan(chosen: argparse.Namespace, out: Output) -> int:
     if chosen.max_batch:
         return max_batch(chosen, out)
     if chosen.batch_dim is not None:
         raise BadInput("--batch-dim requires --max-batch")
     if is_module(chosen.source):
+        from tightship.cli.hlo import plan_module
+
         return plan_module(chosen, out)
     options, budget, files = given_options(chosen), _budget(chosen), targets(chosen)
     seconds = (
@@ -160,6 +166,8 @@ def frontier(chosen: argparse.Namespace, out: Output) -> int:
     if not 1 <= chosen.points <= MOST:
         raise BadInput(f"--points is {chosen.points}: a frontier has 1 to {MOST}")
     if is_module(chosen.source):
+        from tightship.cli.hlo import module_frontier
+
         answer = module_frontier(chosen, out, options)
     else:
         source = _loaded(chosen.source, out, model_options(chosen))
@@ -185,6 +193,8 @@ def explain(chosen: argparse.Namespace, out: Output) -> int:
             raise BadInput(
                 "--why requires a plan: name a plan.json, or a model and --budget", place=chosen.source
             )
+        from tightship.cli.hlo import explain_module
+
         return explain_module(chosen, out)
     budget = _budget(chosen)
     source = _loaded(chosen.source, out, model_options(chosen))

@@ -14,7 +14,6 @@ import importlib.util
 import pkgutil
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from importlib.metadata import entry_points
 from typing import Any
 
 from tightship.errors import BadInput
@@ -84,6 +83,8 @@ def _modules_in(package: str, group: str) -> Iterator[tuple[str, str]]:
 
 def _of_others() -> Iterator[PlannerInfo]:
     """Planners of other packages. One that cannot be imported is reported by name, not skipped."""
+    from importlib.metadata import entry_points  # takes longer than all of a short command's own modules
+
     for entry in entry_points(group=ENTRY_POINTS):
         group, _, name = entry.name.rpartition("/")
         try:

@@ -34,15 +34,12 @@ from tightship.report.numbers import (
     slots,
 )  # fmt: skip
 from tightship.simulate import Timeline, baseline, replay
-from tightship.units import format_bytes, format_seconds
+from tightship.units import NARROW, format_bytes, format_seconds
 
 __all__ = [
-    "NARROW", "Chart", "Fitting", "change_lines", "describe", "frontier_tables", "new_table", "peak_lines",
+    "Chart", "Fitting", "change_lines", "describe", "frontier_tables", "new_table", "peak_lines",
     "peak_tables", "plan_chart", "remedy_table", "rendered", "share_table", "share_tables",
 ]  # fmt: skip
-
-NARROW = 60
-"""Columns that are enough for every table here."""
 
 
 def rendered(items: Sequence[RenderableType], width: int = 100) -> str:
