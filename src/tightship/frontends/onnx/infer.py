@@ -47,6 +47,7 @@ class Scope:
     types: dict[str, TensorType] = field(default_factory=dict)
     values: dict[str, np.ndarray] = field(default_factory=dict)
     bodies: dict[int, dict[str, Scope]] = field(default_factory=dict)
+    notes: tuple[str, ...] = ()
 
     def type(self, name: str) -> TensorType | None:
         found = self.types.get(name)
@@ -66,16 +67,18 @@ def label(node: Any, k: int) -> str:
 def infer(model: Model, shapes: Shapes) -> Scope:
     """Types of all values of the model's graph.
 
-    Raises ``UnknownSize`` naming every dimension that has no size, ``BadInput`` for graphs that make no sense,
-    ``Unsupported`` for values that are not tensors.
+    Raises ``UnknownSize`` naming every dimension of an input that has no size, or every dimension if all inputs' have
+    one, ``BadInput`` for graphs that make no sense, ``Unsupported`` for values that are not tensors.
     """
     walk = _Walk(model, shapes)
     scope = walk.graph(model.proto.graph, None, None)
     shapes.check_used(walk.names, "--shape")
     if walk.unknown:
-        names = ", ".join(walk.unknown)
-        hint = ",".join(f"{n}={'NxM' if n in walk.shapeless else 'N'}" for n in list(walk.unknown)[:4])
+        unknown = list(walk.of_inputs or walk.unknown)  # with these sizes the others may be known, too
+        names = ", ".join(unknown)
+        hint = ",".join(f"{n}={'NxM' if n in walk.shapeless else 'N'}" for n in unknown[:4])
         raise UnknownSize(f"unknown size of {names}; give --shape {hint}", place=str(model.path))
+    scope.notes = tuple(walk.notes)
     return scope
 
 
@@ -85,6 +88,8 @@ class _Walk:
         self.opsets = model.opsets
         self.imports = list(model.proto.opset_import)
         self.unknown: dict[str, None] = {}
+        self.of_inputs: tuple[str, ...] = ()  # those among them that are dimensions of the model's inputs
+        self.notes: list[str] = []
         self.shapeless: set[str] = set()  # values among them of which not even the rank is known
         self.names: dict[str, None] = {}  # of the dimensions that can be given
 
@@ -131,6 +136,7 @@ class _Walk:
             self._once(scope, i.name, "input")
             t = type_of(i.type, f"{self.place}: input {i.name!r}")
             scope.types[i.name] = self._resolve(i.name, t, root=True)
+        self.of_inputs = tuple(self.unknown)
 
     def _declared(self, proto: Any) -> dict[str, TensorType]:
         """What the file says of its values; types that cannot be planned are met where they are made."""
@@ -286,6 +292,12 @@ class _Walk:
         scope.bodies.setdefault(k, {})[name] = inner
         return inner
 
+    def drop(self, scope: Scope, k: int, name: str, unknown: dict[str, None], notes: int) -> None:
+        """Forget a body, and what was unknown or said in it."""
+        scope.bodies.get(k, {}).pop(name, None)
+        self.unknown = unknown
+        del self.notes[notes:]
+
     def outputs(self, inner: Scope, count: int, where: str) -> list[TensorType]:
         if len(inner.proto.output) != count:
             raise BadInput(
@@ -329,12 +341,36 @@ def _proto(t: TensorType) -> Any:
 
 
 def _if(walk: _Walk, scope: Scope, k: int, node: Any, where: str) -> list[TensorType]:
-    branches = [walk.body(scope, k, name, node, (), where) for name in ("then_branch", "else_branch")]
-    then, other = (walk.outputs(b, len(node.output), where) for b in branches)
+    """Results of the branch that runs, where that is known. A branch that makes no sense for these sizes is one that
+    they never take, as long as the other does: it is left out of ``scope.bodies``."""
     condition = scope.value(node.input[0]) if node.input else None
-    if condition is not None and condition.size == 1:
-        return then if bool(condition.reshape(())) else other
-    return [_merged(a, b) for a, b in zip(then, other, strict=True)]
+    known = None if condition is None or condition.size != 1 else bool(condition.reshape(()))
+    found: dict[str, list[TensorType]] = {}
+    faults: dict[str, BadInput] = {}
+    for name, runs in (("then_branch", known), ("else_branch", None if known is None else not known)):
+        before, notes = dict(walk.unknown), len(walk.notes)
+        try:
+            inner = walk.body(scope, k, name, node, (), where)
+            found[name] = walk.outputs(inner, len(node.output), where)
+        except (UnknownSize, Unsupported):
+            raise
+        except BadInput as error:
+            faults[name] = error
+        if runs is False and (name in faults or len(walk.unknown) > len(before)):
+            walk.drop(scope, k, name, before, notes)
+            found.pop(name, None)
+        elif name in faults:
+            walk.drop(scope, k, name, before, notes)
+            said = str(faults[name]).removeprefix(f"{walk.place}: ")
+            walk.notes.append(
+                f"If {label(node, k)!r}: {name} cannot run at these sizes and is not counted: {said}"
+            )
+    if not found or (known is not None and ("then_branch" if known else "else_branch") not in found):
+        raise next(iter(faults.values()))
+    if known is not None:
+        return found["then_branch" if known else "else_branch"]
+    one, *rest = found.values()
+    return [_merged(a, b) for a, b in zip(one, rest[0], strict=True)] if rest else one
 
 
 def _merged(a: TensorType, b: TensorType) -> TensorType:

@@ -42,6 +42,8 @@ Dim = int | str
 _NAMES: Final = {number: name for name, number in onnx.TensorProto.DataType.items()}
 _BITS: Final = {"FLOAT4E2M1": 4, "INT4": 4, "UINT4": 4, "INT2": 2, "UINT2": 2}
 _TORCH: Final = {"FLOAT": "float32", "DOUBLE": "float64"}
+_NAMELESS: Final = ("?", "-1", "None")
+"""Names that exporters give to any unknown dimension, whichever."""
 _ENTRY: Final = re.compile(r"(.+?)=(\d+(?:x\d+)*|scalar)")
 
 
@@ -111,7 +113,10 @@ def type_of(proto: Any, place: str) -> TensorType:
     dims: list[Dim] = []
     for d in tensor.shape.dim:
         if not d.HasField("dim_value"):
-            dims.append(d.dim_param)
+            dims.append("" if d.dim_param in _NAMELESS else d.dim_param)
+            continue
+        if d.dim_value == -1:  # Paddle's way to say that it is not known
+            dims.append("")
             continue
         if not 0 <= d.dim_value <= MAX_BYTES:
             raise BadInput(f"dimension {d.dim_value} is not from 0 to 2^63-1", place=place)
