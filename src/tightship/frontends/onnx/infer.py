@@ -21,6 +21,7 @@ from onnx.reference import ReferenceEvaluator
 
 from tightship.errors import BadInput, UnknownSize, Unsupported
 from tightship.files import unreadable
+from tightship.frontends.onnx import contrib
 from tightship.frontends.onnx.load import Model, external
 from tightship.frontends.onnx.types import Dim, Shapes, TensorType, nbytes_of, type_of
 from tightship.frontends.onnx.wire import held
@@ -248,13 +249,19 @@ class _Walk:
         types: dict[str, TensorType] = {}
         if onnx.defs.has(node.op_type, version, domain):
             types = self._by_onnx(scope, node, domain, version, where)
-        elif standard:
-            raise BadInput(f"unknown op {node.op_type!r}: it is not in opset {version}", place=where)
         found = [types.get(name, TensorType(0)) for name in node.output]
         if found and found[0].shape is None and node.op_type in _LIKE_FIRST and node.input:
             like = self._known(scope, node.input[0], where)
             found[0] = TensorType(found[0].dtype or like.dtype, like.shape)
-        return found
+        if onnx.defs.has(node.op_type, version, domain) or all(t.known for t in found):
+            return found
+        names = [n for n in node.input if n]
+        values = {n: v for n in names if (v := scope.value(n)) is not None}
+        known = {n: self._known(scope, n, where) for n in names}
+        asked = contrib.results(node, known, values, self.opsets)
+        if asked is None and standard and found[0].shape is None:
+            raise BadInput(f"unknown op {node.op_type!r}: it is not in opset {version}", place=where)
+        return found if asked is None else asked
 
     def _by_onnx(
         self, scope: Scope, node: Any, domain: str, version: int, where: str
@@ -513,11 +520,20 @@ def evaluated(
     try:
         with warnings.catch_warnings(), np.errstate(all="ignore"):
             warnings.simplefilter("ignore")
-            found = ReferenceEvaluator(node, opsets=dict(opsets)).run(None, dict(inputs))
+            found = ReferenceEvaluator(_graph_of(node), opsets=dict(opsets)).run(None, dict(inputs))
     except Exception:  # whatever the reference cannot do stays unknown, and is asked of the user by name
         return None
     arrays = [np.asarray(x) for x in found]
     return arrays if all(x.size <= MOST * 8 for x in arrays) else None
+
+
+def _graph_of(node: Any) -> Any:
+    """A graph of one node: of a node alone the reference takes the newest version, whatever the opset."""
+    given, made = (
+        [onnx.ValueInfoProto(name=n) for n in dict.fromkeys(names) if n]
+        for names in (node.input, node.output)
+    )
+    return onnx.helper.make_graph([node], "node", given, made)
 
 
 def _few(start: np.ndarray, limit: np.ndarray, delta: np.ndarray) -> bool:

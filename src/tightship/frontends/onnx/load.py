@@ -67,12 +67,12 @@ class Model:
         return {_domain(o.domain): o.version for o in self.proto.opset_import}
 
 
-def read(path: str | os.PathLike[str]) -> Model:
+def read(path: str | os.PathLike[str], *, convert: bool = True) -> Model:
     """Read a model's file; external data stays where it is.
 
     A model of an opset older than `OLDEST` is converted by onnx's converter, without its weights, which stay where
-    they are. Raises ``BadInput`` naming file and place for whatever is wrong with it, ``Unsupported`` for an old
-    opset that the converter does not take.
+    they are; without ``convert`` it stays as it is. Raises ``BadInput`` naming file and place for whatever is wrong
+    with it, ``Unsupported`` for an old opset that the converter does not take.
     """
     place = os.fspath(path)
     data, known = _opened(path)
@@ -85,7 +85,7 @@ def read(path: str | os.PathLike[str]) -> Model:
         inlined = len(proto.functions)
         if inlined:
             proto = _inlined(proto, place)
-        proto, notes = _converted(proto, place)
+        proto, notes = _converted(proto, place) if convert else (proto, ())
     except UnicodeError as error:
         raise BadInput("a name that is not UTF-8", place=place) from error
     except RecursionError as error:
@@ -141,6 +141,18 @@ def _check(proto: Any, place: str) -> None:
     if version > newest:
         fault = f"unknown opset {version}; the installed onnx {onnx.__version__} knows opsets up to {newest}"
         raise BadInput(fault, place=place)
+
+
+def _fixed(proto: Any) -> None:
+    """In the oldest files every weight is listed as an input, which from IR version 4 on says that a caller may
+    replace it: there they are not."""
+    if proto.ir_version >= 4:
+        return
+    weights = {t.name for t in proto.graph.initializer}
+    inputs = [i for i in proto.graph.input if i.name not in weights]
+    del proto.graph.input[:]
+    proto.graph.input.extend(inputs)
+    proto.ir_version = _IR_OF_OLDEST
 
 
 def _opset(proto: Any) -> int:
@@ -319,16 +331,11 @@ def _converted(proto: Any, place: str) -> tuple[Any, tuple[str, ...]]:
     for kind in ("node", "initializer"):  # not the types: it makes up names for dimensions
         changed.graph.ClearField(kind)
         getattr(changed.graph, kind).extend(getattr(made.graph, kind))
+    _fixed(changed)
     changed.ir_version = max(proto.ir_version, _IR_OF_OLDEST)
     for opset in changed.opset_import:
         if _domain(opset.domain) == "":
             opset.version = OLDEST
-    # From IR version 4 on, a weight that is listed as an input is one that a caller may replace.
-    if proto.ir_version < 4:
-        weights = {t.name for t in changed.graph.initializer}
-        inputs = [i for i in changed.graph.input if i.name not in weights]
-        del changed.graph.input[:]
-        changed.graph.input.extend(inputs)
     return changed, (f"opset {version} converted to {OLDEST} by onnx.version_converter",)
 
 
