@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 import stat
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -33,6 +33,7 @@ __all__ = [
     "bodies",
     "check_external",
     "external",
+    "fixed_weights",
     "read",
     "stamp",
     "tensors",
@@ -143,15 +144,15 @@ def _check(proto: Any, place: str) -> None:
         raise BadInput(fault, place=place)
 
 
-def _fixed(proto: Any) -> None:
-    """In the oldest files every weight is listed as an input, which from IR version 4 on says that a caller may
-    replace it: there they are not."""
+def fixed_weights(proto: Any, inputs: Collection[str] | None = None) -> None:
+    """Leave only ``inputs`` among a model's inputs (None: all that are no weights). In the oldest files every weight
+    is listed as an input, which from IR version 4 on says that a caller may replace it."""
     if proto.ir_version >= 4:
         return
     weights = {t.name for t in proto.graph.initializer}
-    inputs = [i for i in proto.graph.input if i.name not in weights]
+    kept = [i for i in proto.graph.input if (i.name not in weights if inputs is None else i.name in inputs)]
     del proto.graph.input[:]
-    proto.graph.input.extend(inputs)
+    proto.graph.input.extend(kept)
     proto.ir_version = _IR_OF_OLDEST
 
 
@@ -331,7 +332,7 @@ def _converted(proto: Any, place: str) -> tuple[Any, tuple[str, ...]]:
     for kind in ("node", "initializer"):  # not the types: it makes up names for dimensions
         changed.graph.ClearField(kind)
         getattr(changed.graph, kind).extend(getattr(made.graph, kind))
-    _fixed(changed)
+    fixed_weights(changed)
     changed.ir_version = max(proto.ir_version, _IR_OF_OLDEST)
     for opset in changed.opset_import:
         if _domain(opset.domain) == "":
