@@ -180,6 +180,23 @@ def test_the_comparison_sees_results_that_differ(tmp_path):
     assert compared(one, one, AS_IT_IS, feeds, 0.1).difference == 0
 
 
+def test_scratch_inside_of_a_node_is_in_the_arena_and_named(tmp_path):
+    """A transposed convolution multiplies into scratch 4 times its result, and adds it up."""
+    w, nodes = tensor("w", weights(64, 8, 4, 4)), [node("Neg", ["x"], ["a"], name="first")]
+    nodes += [node("ConvTranspose", ["a", "w"], ["y"], name="up", strides=[2, 2], pads=[1, 1, 1, 1])]
+    path = saved(tmp_path, made(nodes, [value("x", [1, 64, 64, 64])], [value("y", None)], [w]))
+    feeds = feeds_of(lower(read(path)))
+    found = compared(path, path, PLANNED, feeds, 0.1)
+    scratch = 8 * 16 * 64 * 64 * 4
+    assert found.file.at == "up"
+    assert (
+        scratch <= found.file.scratch <= 2 * scratch
+    )  # the arena's pieces are larger than what is asked for
+    assert found.file.requested < scratch < found.file.arena
+    said = "\n".join(onnx_compare.Answer("planned", PLANNED, "any", {"planned": found}).lines())
+    assert "the arena's peak is inside of 'up'" in said
+
+
 # --- the command line ---
 
 

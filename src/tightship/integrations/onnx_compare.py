@@ -50,12 +50,14 @@ _SECONDS, _ROUNDS, _LEAST = 3.0, 25, 5
 @dataclass(frozen=True)
 class Use:
     """What a session takes for a run: seconds of a processor, and bytes: ``requested`` at the end of a node at most,
-    ``arena`` at any moment, and what the arena ``holds`` in the end."""
+    ``arena`` at any moment, ``scratch`` of it within the node ``at``, and what the arena ``holds`` in the end."""
 
     time: float
     requested: int
     arena: int
     holds: int
+    scratch: int = 0
+    at: str = ""
 
 
 @dataclass(frozen=True)
@@ -117,6 +119,10 @@ class Answer:
             )
             called = "the planned file" if way == "planned" else "the same, buffers reused"
             yield f"{name}, {called}: {_use(s.file)}; {100 * (s.ratio - 1):+.1f} % time, {said}"
+        if 20 * first.file.scratch > first.file.arena:
+            use = first.file
+            size = format_bytes(use.scratch)
+            yield f"the arena's peak is inside of {use.at!r}: {size} of scratch, which no order changes"
         best = self.tried.get(self.file)
         if best is None:
             yield "no order is better than the default session: the model was written as it was, for default options"
@@ -190,7 +196,7 @@ def compared(
             f"onnxruntime does not run it: {' '.join(str(error).split())}", place=os.fspath(model)
         ) from error
     uses = [
-        Use(statistics.median(t), run.peak, *held)
+        Use(statistics.median(t), run.peak, held.peak, held.holds, held.scratch, held.node)
         for t, run, held in zip(times, with_profile, arenas, strict=True)
     ]
     ratio = statistics.median(b / max(a, 1e-9) for a, b in zip(*times, strict=True))

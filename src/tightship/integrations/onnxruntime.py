@@ -31,6 +31,7 @@ __all__ = [
     "LEVELS",
     "MERGING",
     "PLANNED",
+    "Arena",
     "Measured",
     "arena",
     "measure",
@@ -192,15 +193,30 @@ def measure(
     return _read(*_profiled(path, options, feeds, runs=2, merge=merge))
 
 
-def arena(
-    path: str | os.PathLike[str], feeds: Mapping[str, Any], options: Any, *, merge: bool
-) -> tuple[int, int]:
-    """What a session's arena needed at most, and what it holds in the end, in bytes: with nodes' scratch and what
-    they have made of weights, and in the way that runs go on (the runtime reserves one block for most values from
-    the second run of a shape on)."""
+@dataclass(frozen=True)
+class Arena:
+    """What a session's arena needed at most (``peak``), with ``scratch`` bytes of it inside ``node``, which gave them
+    back before it ended, and what the arena ``holds`` in the end."""
+
+    peak: int
+    holds: int
+    scratch: int = 0
+    node: str = ""
+
+
+def arena(path: str | os.PathLike[str], feeds: Mapping[str, Any], options: Any, *, merge: bool) -> Arena:
+    """What runs of a session take of its arena: values, nodes' scratch, and what nodes have made of weights; in the
+    way that runs go on (the runtime reserves one block for most values from the second run of a shape on)."""
     events, _ = _profiled(path, options, feeds, runs=4, merge=merge)
-    said = [e["args"] for e in events if e.get("cat") == "Node" and "mem_arena_held" in e.get("args", {})]
-    return tuple(max((int(a[k]) for a in said), default=0) for k in ("mem_in_use_peak", "mem_arena_held"))  # type: ignore[return-value]
+    found = Arena(0, 0)
+    for e in sorted(events, key=lambda e: e["ts"]):
+        if e.get("cat") == "Node" and "mem_arena_held" in (said := e.get("args", {})):
+            peak, holds = int(said["mem_in_use_peak"]), max(found.holds, int(said["mem_arena_held"]))
+            if peak > found.peak:
+                name = str(e["name"]).removesuffix("_kernel_time")
+                found = Arena(peak, holds, peak - int(said["mem_bytes_in_use"]), name)
+            found = replace(found, holds=holds)
+    return found
 
 
 def _profiled(
