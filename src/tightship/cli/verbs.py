@@ -94,7 +94,8 @@ def plan(chosen: argparse.Namespace, out: Output) -> int:
     if kind == "onnx" and chosen.planner is None and not interrupted:
         rows["order_bound"] = least = order_bound(source.graph)
         text.append(f"without recomputation no order needs less than {format_bytes(least)}")
-    writing = _Writing(answer.plan, source.graph, source, chosen.copies, original, chosen.inputs)
+    must = chosen.optimize == "none" or answer.plan.budget is not None
+    writing = _Writing(answer.plan, source.graph, source, chosen.copies, original, chosen.inputs, must)
     write_targets(answer if chosen.write is None else writing, files, rows, text)
     if writing.answers:
         rows["runtime"] = writing.answers[0].rows()
@@ -113,6 +114,7 @@ class _Writing(Planned):
     copies: str | None
     original: Source
     inputs: str | None = None
+    must: bool = False  # written as planned, whatever onnxruntime says
     answers: list[Any] = field(default_factory=list)  # what onnxruntime said of the file
 
     def write(self, path: Path) -> None:
@@ -129,9 +131,8 @@ class _Writing(Planned):
             from tightship.integrations.onnx_compare import read_feeds, write_best
 
             feeds = None if self.inputs is None else read_feeds(self.inputs)
-            must = self.plan.budget is not None
             original: Any = self.original.program
-            self.answers.append(write_best(program, self.plan, original, path, feeds, must=must))
+            self.answers.append(write_best(program, self.plan, original, path, feeds, must=self.must))
 
 
 def _has_onnxruntime() -> bool:
