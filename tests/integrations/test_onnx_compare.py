@@ -121,14 +121,14 @@ def test_what_is_worse_is_written_as_it_was(tmp_path, monkeypatch):
         assert not found.better
         monkeypatch.setattr(onnx_compare, "compared", lambda *_, found=found: found)
         answer = write_best(original, plan, original, out)
-        assert answer.file == "as it was" and list(answer.tried) == ["planned", "reuse"]
+        assert answer.file == "as it was" and list(answer.tried) == ["planned", "block", "reuse"]
         assert out.read_bytes() == original.model.path.read_bytes()
         assert "written as it was" in list(answer.lines())[-1]
         assert write_best(original, plan, original, out, must=True).file == "planned"
         assert onnx.load(out).metadata_props
     second = iter([worse[1], Sessions(use(), use(), 1.0, 0.0)])
     monkeypatch.setattr(onnx_compare, "compared", lambda *_: next(second))
-    assert write_best(original, plan, original, out).file == "reuse"
+    assert write_best(original, plan, original, out).file == "block"
 
 
 def test_what_the_runtime_cannot_run_is_said(tmp_path):
@@ -156,6 +156,7 @@ def test_a_session_runs_a_file_as_its_metadata_say(tmp_path):
     write_best(original, api.plan_graph(original.graph).plan, original, tmp_path / "out.onnx", must=True)
     options = session(tmp_path / "out.onnx").get_session_options()
     assert options.execution_order == ort.ExecutionOrder.PRIORITY_BASED and not options.enable_mem_reuse
+    assert not options.enable_mem_pattern
     model = onnx.load(tmp_path / "out.onnx")
     assert json.loads(next(e.value for e in model.metadata_props if e.key == KEY_SESSION)) == dict(PLANNED)
     for entry in model.metadata_props:
@@ -211,7 +212,7 @@ def test_the_command_line_says_how_the_file_compares(tmp_path, capsys):
     assert status == 0
     runtime = rows["runtime"]
     assert runtime["name"] == f"onnxruntime {ort.__version__}" and runtime["failure"] is None
-    assert runtime["file"] in ("planned", "reuse", "as it was")
+    assert runtime["file"] in ("planned", "block", "reuse", "as it was")
     first = runtime["tried"]["planned"]
     assert first["difference"] == 0 and first["file"]["requested"] < first["default"]["requested"]
     best = runtime["tried"].get(runtime["file"])

@@ -3,8 +3,8 @@
 A planned file is never slower than the model in a session with the runtime's own defaults, and never needs more
 memory: runs take turns on one thread, the ratio of their processor times is the median over pairs of neighbors, so
 that what else a machine does falls on both; memory is what nodes had requested at their ends, and what the arena
-needed and holds, scratch within nodes included. Where neither the planned order nor the same order with the runtime's
-reuse of buffers is so, the model is written as it was.
+needed and holds, scratch within nodes included. Where the planned order is not so, not even with the runtime's own
+ways to save time (one block for most values, reuse of buffers), the model is written as it was.
 """
 
 from __future__ import annotations
@@ -47,6 +47,18 @@ _SECONDS, _ROUNDS, _LEAST = 3.0, 25, 5
 """Time for rounds, and how many there are at most and at least."""
 
 
+_WAYS: Final[Mapping[str, Mapping[str, Any]]] = {
+    "planned": PLANNED,
+    "block": {**PLANNED, "pattern": True},
+    "reuse": {**PLANNED, "pattern": True, "reuse": True},
+}
+_CALLED: Final = {
+    "planned": "the planned file",
+    "block": "the planned file, one block for most values",
+    "reuse": "the planned file, buffers reused",
+}
+
+
 @dataclass(frozen=True)
 class Use:
     """What a session takes for a run: seconds of a processor, and bytes: ``requested`` at the end of a node at most,
@@ -87,7 +99,7 @@ class Sessions:
 
 @dataclass(frozen=True)
 class Answer:
-    """What was written (``planned``, ``reuse``: in the planned order, with the runtime's reuse, or ``as it was``),
+    """What was written (a way of `_WAYS` to run the planned order, or ``as it was``),
     how a session should run it, what was ``tried`` in that order, and why nothing was compared, if nothing was."""
 
     file: str
@@ -117,8 +129,7 @@ class Answer:
             said = (
                 "equal results" if s.difference == 0 else f"results that differ by up to {s.difference:.3g}"
             )
-            called = "the planned file" if way == "planned" else "the same, buffers reused"
-            yield f"{name}, {called}: {_use(s.file)}; {100 * (s.ratio - 1):+.1f} % time, {said}"
+            yield f"{name}, {_CALLED[way]}: {_use(s.file)}; {100 * (s.ratio - 1):+.1f} % time, {said}"
         if 20 * first.file.scratch > first.file.arena:
             use = first.file
             size = format_bytes(use.scratch)
@@ -258,7 +269,7 @@ def write_best(
     beside = target.with_name(f".{target.name[:50]}.{secrets.token_hex(4)}.onnx")
     tried: dict[str, Sessions] = {}
     try:
-        for name, given in (("planned", PLANNED), ("reuse", {**PLANNED, "reuse": True})):
+        for name, given in _WAYS.items():
             write_model(program, plan, beside, given)
             try:
                 inputs = feeds_of(original) if feeds is None else feeds

@@ -67,24 +67,28 @@ class Measured:
     peak_node: str
 
 
-PLANNED: Final[Mapping[str, Any]] = {"keep_order": True, "level": "all", "reuse": False}
-AS_IT_IS: Final[Mapping[str, Any]] = {"keep_order": False, "level": "all", "reuse": True}
+PLANNED: Final[Mapping[str, Any]] = {"keep_order": True, "level": "all", "reuse": False, "pattern": False}
+AS_IT_IS: Final[Mapping[str, Any]] = {"keep_order": False, "level": "all", "reuse": True, "pattern": True}
 """How a planned file runs best, and what a session does by default: arguments of `session_options`."""
 
 
-def session_options(*, keep_order: bool = True, level: str = "all", reuse: bool = False) -> Any:
+def session_options(
+    *, keep_order: bool = True, level: str = "all", reuse: bool = False, pattern: bool = False
+) -> Any:
     """Options with which onnxruntime runs a planned model's nodes in the file's order and frees what is dead (clones
     stay with ``InferenceSession(…, disabled_optimizers=[MERGING])`` alone, unless ``level`` is ``disabled``).
 
     ``keep_order`` false is the runtime's default order. ``reuse`` is its default, too: a dead buffer is then kept
     for the next value of the same shape, which costs more memory than it saves; views and results written over an
-    input do not need it.
+    input do not need it. ``pattern`` is so as well: from the second run of a shape on the runtime takes one block for
+    most values, beside all that the arena has held since the first.
     """
     options = onnxruntime.SessionOptions()
     order = onnxruntime.ExecutionOrder
     options.execution_order = order.PRIORITY_BASED if keep_order else order.DEFAULT
     options.graph_optimization_level = getattr(onnxruntime.GraphOptimizationLevel, _LEVEL[level])
     options.enable_mem_reuse = reuse
+    options.enable_mem_pattern = pattern
     return options
 
 
@@ -183,13 +187,14 @@ def measure(
     keep_order: bool = True,
     level: str = "disabled",
     reuse: bool = False,
+    pattern: bool = False,
     merge: bool = False,
 ) -> Measured:
-    """Run a model once to warm up and once measured, on one thread; the options are those of `session_options`.
-    ``merge``: equal nodes may be made one (`MERGING`), as the runtime does by default from ``basic`` on."""
+    """Run a model once to warm up and once measured, on one thread; the options are those of `session_options`, but
+    there is never a ``pattern``. ``merge``: equal nodes may be made one (`MERGING`), as the runtime does by default from ``basic`` on."""
+    del pattern  # with it one block is reserved for all, and nodes request nothing
     options = session_options(keep_order=keep_order, level=level, reuse=reuse)
     options.intra_op_num_threads = 1
-    options.enable_mem_pattern = False  # or one block is reserved for all, and nodes request nothing
     return _read(*_profiled(path, options, feeds, runs=2, merge=merge))
 
 
