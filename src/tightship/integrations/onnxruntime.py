@@ -191,7 +191,8 @@ def measure(
     merge: bool = False,
 ) -> Measured:
     """Run a model once to warm up and once measured, on one thread; the options are those of `session_options`, but
-    there is never a ``pattern``. ``merge``: equal nodes may be made one (`MERGING`), as the runtime does by default from ``basic`` on."""
+    there is never a ``pattern``. ``merge``: equal nodes may be made one (`MERGING`), as the runtime does by default
+    from ``basic`` on."""
     del pattern  # with it one block is reserved for all, and nodes request nothing
     options = session_options(keep_order=keep_order, level=level, reuse=reuse)
     options.intra_op_num_threads = 1
