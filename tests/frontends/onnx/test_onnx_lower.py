@@ -432,3 +432,51 @@ def test_functions_are_inlined(tmp_path):
     assert found.inlined == 1
     assert found.proto.graph.initializer[0].raw_data == model.graph.initializer[0].raw_data
     assert [o.target for o in lower(found).graph.ops] == ["Add", "Add", "Relu", "Add", "Relu"]
+
+
+# --- ops of onnxruntime's own ---
+
+MS = "com.microsoft"
+WEIGHT = np.ones((16, 8, 3, 3), np.float32)
+
+
+def own(op, inputs, weights=(), domain=MS, outputs=("y",), **attributes):
+    nodes = [node("Neg", ["x"], ["a"]), node(op, inputs, outputs, domain=domain, **attributes)]
+    nodes.append(node("Neg", [outputs[0]], ["z"]))
+    opsets = [helper.make_opsetid(domain, 1)]
+    return made(nodes, [value("x", ["n", 8, 16, 16])], [value("z", None)], weights, opset=17, opsets=opsets)
+
+
+@pytest.mark.parametrize(
+    ("model", "count"),
+    [
+        (own("QuickGelu", ["a"]), 2 * 8 * 16 * 16),
+        (own("FusedMatMul", ["a", "a"], transB=1), 2 * 8 * 16 * 16),
+        (own("FusedConv", ["a", "w"], [tensor("w", WEIGHT)], activation="Relu"), 2 * 16 * 14 * 14),
+        (own("MaxPool", ["a"], domain=f"{MS}.nchwc", kernel_shape=[2, 2], strides=[2, 2]), 2 * 8 * 8 * 8),
+    ],
+)
+def test_onnxruntime_says_what_its_own_ops_make(tmp_path, model, count):
+    pytest.importorskip("onnxruntime")
+    graph = graph_of(tmp_path, model, "n=2")
+    assert graph.storages[storage_of(graph, "y")].size == 4 * count
+
+
+def test_without_onnxruntime_its_ops_are_asked_for(tmp_path, monkeypatch):
+    monkeypatch.setattr("tightship.frontends.onnx.contrib.results", lambda *_: None)
+    with pytest.raises(UnknownSize, match="unknown type of the value 'y'"):
+        graph_of(tmp_path, own("FusedMatMul", ["a", "a"], transB=1), "n=2")
+    monkeypatch.undo()
+    with pytest.raises(UnknownSize, match="unknown type of the value 'y'"):
+        graph_of(tmp_path, own("OfNobody", ["a"]), "n=2")
+
+
+def test_a_convolution_of_the_runtimes_writes_over_what_it_adds(tmp_path):
+    runtime = pytest.importorskip("tightship.integrations.onnxruntime")
+    w = tensor("w", np.ones((8, 8, 3, 3), np.float32))
+    model = own("FusedConv", ["x", "w", "", "a"], [w], activation="Relu", pads=[1, 1, 1, 1])
+    path = saved(tmp_path, model)
+    program = lower(read(path), "n=2")
+    assert storage_of(program.graph, "y") == storage_of(program.graph, "a")
+    ran = runtime.measure(path, {"x": np.ones((2, 8, 16, 16), np.float32)}, level="disabled")
+    assert ran.peak == peak(program.graph)

@@ -1,8 +1,8 @@
-"""What onnxruntime knows of ops that are not onnx's: the types of their results, and which of them share memory.
+"""What onnxruntime knows of ops that are not onnx's: the types of their results.
 
 The runtime's optimizer makes such ops (``com.microsoft``, ``com.microsoft.nchwc``), and exporters write some. Their
-schemas are in the runtime alone, so it is asked: a model of that one node, with inputs of the known types, is loaded,
-and run on zeros where loading it does not say enough.
+schemas are in the runtime alone, so it is asked: a model of that one node, with inputs of the known types, is loaded.
+Nothing is run.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from tightship.frontends.onnx.types import TensorType
 __all__ = ["results"]
 
 _MOST: Final = 1 << 28
-"""Bytes of inputs with which a node is run, at most."""
+"""Bytes of weights that are made up for a node, at most."""
 _KEPT: Final = 64
 """Elements of known contents that a node is given as constants, at most: what shapes are computed from is smaller."""
 
@@ -57,18 +57,15 @@ def _asked(
     opsets: tuple[tuple[str, int], ...],
 ) -> tuple[TensorType, ...] | None:
     node = onnx.NodeProto.FromString(text)
-    known = {n: np.frombuffer(data, dtype).reshape(shape) for n, dtype, shape, data in contents}
     for weights in (False, True):  # some kernels take weights as constants only
-        fixed = dict(known)
-        if weights:
-            if sum(math.prod(s) for _, _, s in shapes) > _MOST // 8:
-                return None
-            fixed |= {n: _zeros(t, s) for n, t, s in shapes[1:] if n not in known}
         try:
+            fixed = {n: np.frombuffer(data, dtype).reshape(shape) for n, dtype, shape, data in contents}
+            if weights:
+                if sum(math.prod(s) for _, _, s in shapes) > _MOST // 8:
+                    return None
+                fixed |= {n: _zeros(t, s) for n, t, s in shapes[1:] if n not in fixed}
             return _of_session(node, [x for x in shapes if x[0] not in fixed], fixed, opsets)
-        except (
-            Exception
-        ):  # whatever the runtime does not know stays unknown, and is asked of the user by name
+        except Exception:  # what the runtime does not know stays unknown, and is asked of the user by name
             continue
     return None
 
@@ -100,13 +97,7 @@ def _of_session(
         model.SerializeToString(), options, providers=["CPUExecutionProvider"]
     )
     made = [_type(o.type, o.shape) for o in session.get_outputs()]
-    if any(t is None or not t.known for t in made):
-        feeds = {n: _zeros(t, shape) for n, t, shape in inputs}
-        if sum(x.nbytes for x in feeds.values()) > _MOST:
-            return None
-        ran = session.run(None, feeds)
-        made = [TensorType(int(onnx.helper.np_dtype_to_tensor_dtype(x.dtype)), x.shape) for x in ran]
-    found = iter(t for t in made if t is not None)
+    found = iter([t or TensorType(0) for t in made])
     return tuple(next(found) if n else TensorType(0) for n in node.output)
 
 
