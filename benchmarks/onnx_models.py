@@ -481,7 +481,7 @@ def main() -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--packages", type=Path, default=Path("packages"), help="unpacked wheels")
-    parser.add_argument("--cache", type=Path, default=ROOT / ".cache" / "onnx-models")
+    parser.add_argument("--cache", type=Path, default=ROOT / "build" / "onnx-models")
     parser.add_argument("--only", default="", help="models, by parts of their names")
     parser.add_argument("--large", action="store_true", help="also weights beyond 2 GB")
     parser.add_argument("--again", action="store_true", help="run also what is done")
