@@ -52,11 +52,11 @@ def main() -> None:
         import onnxruntime
     except ImportError:
         sys.exit("not run: onnxruntime is not installed")
-    from tightship.integrations.onnxruntime import session_options
+    from tightship.integrations.onnxruntime import session
 
     x = np.random.default_rng(1).normal(size=(1, 16, 32, 32)).astype(np.float32)
     before = onnxruntime.InferenceSession("model.onnx").run(None, {"x": x})[0]
-    after = onnxruntime.InferenceSession("planned.onnx", session_options()).run(None, {"x": x})[0]
+    after = session("planned.onnx").run(None, {"x": x})[0]
     assert np.array_equal(before, after)
     print("onnxruntime: the same results to the bit")
 

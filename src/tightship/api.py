@@ -86,6 +86,13 @@ class PlanRequest:
 
     def solve(self, progress: Progress | None = None) -> Planned:
         """The verified plan. Raises ``Infeasible``, ``BadInput`` for names and options that there are not."""
+        answer = self._solved(progress)
+        if self.program is None or self.graph.meta.get("source") != "onnx":
+            return answer
+        notes = (*answer.plan.notes, *cast(Any, self.program).notes)  # on how the file was read
+        return answer.changed(notes=notes)
+
+    def _solved(self, progress: Progress | None) -> Planned:
         graph, budget = self.graph, self.budget
         if self.planner is None:
             options, way = divide_allow(plan_options(graph, self.options))

@@ -106,6 +106,11 @@ _ARGUMENTS = {
     "write": _argument("--write", "FILE", "write the model, graph or module as planned: order, clones"),
     "copies": _argument("--copies", None, "how --write copies out in a graph.pb: copy (ops that GPUs have) or "
         "identity (to the host's device) (default: copy)", choices=("copy", "identity")),
+    "optimize": _argument("--optimize", "LEVEL", "with --write, of a model.onnx: plan what onnxruntime's optimizer "
+        "makes of it: all (for processors like this), extended (for onnxruntime), basic (for any runtime) or none "
+        "(default: all, where it is installed)", choices=("all", "extended", "basic", "none")),
+    "inputs": _argument("--inputs", "FILE", "with --write, of a model.onnx: an .npz of inputs, on which the file is "
+        "compared with a default session (default: random numbers)"),
     "out": _argument("--out", "DIR", "where plans and pictures go", default="demo-out"),
     "steps": _argument("--steps", "N", "training steps of each model, at least 5", type=int, default=12),
     "ranks": _argument("--ranks", "N", "of module:factory: one of so many ranks that train the model in shards (or "
@@ -164,7 +169,7 @@ _VERBS = {
     "plan": _Verb(
         "decide what to keep, recompute and move, and where every byte lies",
         "cli.verbs:plan",
-        (*_PLAN, "write", "copies", *_MODEL),
+        (*_PLAN, "write", "optimize", "inputs", "copies", *_MODEL),
         _OPTIONS,
     ),
     "frontier": _Verb(

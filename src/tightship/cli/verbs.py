@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import atexit
+import importlib.util
 import math
+import shutil
+import tempfile
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -18,7 +22,7 @@ from tightship.cli.explain import explain_snapshot, explain_why
 from tightship.cli.output import INTERRUPTED, Output, targets, write_targets
 from tightship.cli.pack import is_packing, verify_packing
 from tightship.diagnose.changes import changes
-from tightship.errors import BadInput, Infeasible
+from tightship.errors import BadInput, Infeasible, TightshipError, Unsupported
 from tightship.frontends.memory_snapshot import is_snapshot
 from tightship.options import given_options, help_of, model_options
 from tightship.planners import planners as every_planner
@@ -67,10 +71,16 @@ def plan(chosen: argparse.Namespace, out: Output) -> int:
     kind = "" if source.program is None else source.graph.meta.get("source", "")
     if chosen.write is not None and kind not in ("onnx", "tensorflow"):
         raise BadInput("--write requires a model.onnx or a graph.pb as SOURCE", place=chosen.source)
+    for given, option in ((chosen.optimize, "optimize"), (chosen.inputs, "inputs")):
+        if given is not None and (chosen.write is None or kind != "onnx"):
+            raise BadInput(f"--{option} requires a model.onnx as SOURCE, and --write")
     if chosen.copies is not None and (chosen.write is None or kind != "tensorflow"):
         raise BadInput("--copies requires a graph.pb as SOURCE, and --write", place=chosen.source)
     if kind == "tensorflow" and options.get("level") == "scheduling":
         source = _accumulated(source, budget)
+    original = source
+    if kind == "onnx" and chosen.write is not None:
+        source = _optimized(source, chosen, options)
     kept = "default" if source.step is not None else None  # what is measured once is planned once
     request = PlanRequest(
         source.graph, budget, chosen.planner, options, kept, source.took, source.program, source.step
@@ -90,8 +100,12 @@ def plan(chosen: argparse.Namespace, out: Output) -> int:
     if kind == "onnx" and chosen.planner is None and not interrupted:
         rows["order_bound"] = least = order_bound(source.graph)
         text.append(f"without recomputation no order needs less than {format_bytes(least)}")
-    written = answer if chosen.write is None else _Writing(answer.plan, source.graph, source, chosen.copies)
-    write_targets(written, files, rows, text)
+    must = chosen.optimize == "none" or answer.plan.budget is not None
+    writing = _Writing(answer.plan, source.graph, source, chosen.copies, original, chosen.inputs, must)
+    write_targets(answer if chosen.write is None else writing, files, rows, text)
+    if writing.answers:
+        rows["runtime"] = writing.answers[0].rows()
+        text += writing.answers[0].lines()
     if chosen.write is not None:
         text.append(f"see docs/{'inference' if kind == 'onnx' else 'tensorflow'}.md for how to run it")
     out.answer(rows, text)
@@ -104,17 +118,58 @@ class _Writing(Planned):
 
     source: Source
     copies: str | None
+    original: Source
+    inputs: str | None = None
+    must: bool = False  # written as planned, whatever onnxruntime says
+    answers: list[Any] = field(default_factory=list)  # what onnxruntime said of the file
 
     def write(self, path: Path) -> None:
         program: Any = self.source.program
-        if self.graph.meta["source"] == "onnx":
+        if self.graph.meta["source"] != "onnx":
+            from tightship.integrations.tensorflow_write import write_graph
+
+            write_graph(program, self.plan, path, self.copies or "copy")
+        elif not _has_onnxruntime():
             from tightship.integrations.onnx_write import write_model
 
             write_model(program, self.plan, path)
         else:
-            from tightship.integrations.tensorflow_write import write_graph
+            from tightship.integrations.onnx_compare import read_feeds, write_best
 
-            write_graph(program, self.plan, path, self.copies or "copy")
+            feeds = None if self.inputs is None else read_feeds(self.inputs)
+            original: Any = self.original.program
+            self.answers.append(write_best(program, self.plan, original, path, feeds, must=self.must))
+
+
+def _has_onnxruntime() -> bool:
+    return importlib.util.find_spec("onnxruntime") is not None
+
+
+def _optimized(source: Source, chosen: argparse.Namespace, options: dict[str, Any]) -> Source:
+    """A model as onnxruntime optimizes it, where it is installed: what is planned is then what runs. Slices are of
+    onnx's own ops, and are cut before the runtime makes others of them."""
+    if chosen.inputs is not None and not _has_onnxruntime():
+        raise Unsupported("--inputs", "onnxruntime is not installed", "pip install onnxruntime")
+    level = chosen.optimize or ("none" if "split" in str(options.get("allow", "")) else "all")
+    if level == "none":
+        return source
+    if not _has_onnxruntime():
+        if chosen.optimize is None:
+            return source
+        raise Unsupported("--optimize", "onnxruntime is not installed", "pip install onnxruntime")
+    from tightship.integrations.onnxruntime import optimized
+
+    program: Any = source.program
+    folder = tempfile.mkdtemp(prefix="tightship-")
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    try:
+        made = optimized(program, Path(folder), chosen.shape, level)
+    except TightshipError as error:
+        if chosen.optimize is not None:
+            raise
+        notes = (*program.notes, f"planned as it is, not as onnxruntime optimizes it: {error}")
+        return replace(source, program=replace(program, notes=notes))
+    return replace(source, graph=made.graph, program=made)
 
 
 def max_batch(chosen: argparse.Namespace, out: Output) -> int:

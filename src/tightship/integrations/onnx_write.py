@@ -26,16 +26,19 @@ from tightship.frontends.onnx.wire import fattened, held
 from tightship.plan import Plan, Step
 from tightship.serde import dumps_plan
 
-__all__ = ["KEY_OFFSETS", "KEY_PLAN", "planned_nodes", "write_model"]
+__all__ = ["KEY_OFFSETS", "KEY_PLAN", "KEY_SESSION", "bring_data", "planned_nodes", "write_model"]
 
-KEY_PLAN, KEY_OFFSETS = "tightship.plan", "tightship.offsets"
+KEY_PLAN, KEY_OFFSETS, KEY_SESSION = "tightship.plan", "tightship.offsets", "tightship.session"
+_KEYS: Final = (KEY_PLAN, KEY_OFFSETS, KEY_SESSION)
 _BLOCK: Final = 1 << 24  # bytes copied at once
 
 
-def write_model(program: Program, plan: Plan, path: str | os.PathLike[str]) -> None:
+def write_model(
+    program: Program, plan: Plan, path: str | os.PathLike[str], session: Mapping[str, Any] | None = None
+) -> None:
     """Write the model as the plan has it. Weights are copied from the file it was read from, range by range; external
     data stays where it is when the new file lies in the same folder, otherwise it is copied beside it. The file
-    appears complete and checked, or not at all.
+    appears complete and checked, or not at all. ``session``: how onnxruntime should run it, kept in the metadata.
 
     Raises ``BadInput`` where it cannot be written, the model's file has changed meanwhile or onnx's checker does not
     accept the new one, ``Unsupported`` for steps other than compute, recompute and free.
@@ -43,8 +46,10 @@ def write_model(program: Program, plan: Plan, path: str | os.PathLike[str]) -> N
     target = Path(path)
     nodes, offsets = planned_nodes(program, plan)
     proto = _rearranged(program, nodes, plan, offsets)
-    _bring_data(program.model, target.parent)
-    beside = target.with_name(f".{target.name[:50]}.{secrets.token_hex(4)}.onnx")
+    if session is not None:
+        proto.metadata_props.add(key=KEY_SESSION, value=json.dumps(session))
+    bring_data(program.model, target.parent)
+    beside = target.with_name(f".{target.name.lstrip('.')[:50]}.{secrets.token_hex(4)}.onnx")
     try:
         _write_pieces(proto, program.model, beside)
         _check(proto, beside)
@@ -91,9 +96,11 @@ def _check(proto: Any, path: Path) -> None:
     sizes have been checked against their shapes, are said to lie beside a file without them: in the one to check.
     """
     large = [t for t in tensors(proto) if held(t) is not None]
+    versions = {"" if o.domain == "ai.onnx" else o.domain: o.version for o in proto.opset_import}
+    own = _of_runtime(proto, versions)
     slim = path.with_name(f"{path.name[:-5]}.slim.onnx")
     try:
-        if large:
+        if large or own:
             about = onnx.ModelProto()
             about.CopyFrom(proto)
             for tensor in tensors(about):
@@ -101,10 +108,25 @@ def _check(proto: Any, path: Path) -> None:
                     del tensor.external_data[:]
                     tensor.data_location = onnx.TensorProto.EXTERNAL
                     tensor.external_data.add(key="location", value=path.name)
+            for node in _of_runtime(about, versions):
+                node.domain = "com.microsoft"
+            if own and "com.microsoft" not in versions:
+                about.opset_import.add(domain="com.microsoft", version=1)
             write_file(slim, about.SerializeToString())
-        onnx.checker.check_model(os.fspath(slim if large else path))
+        onnx.checker.check_model(os.fspath(slim if large or own else path))
     finally:
         slim.unlink(missing_ok=True)
+
+
+def _of_runtime(proto: Any, versions: Mapping[str, int]) -> list[Any]:
+    """Nodes that onnxruntime's optimizer has written into onnx's domain, of ops that this opset does not have."""
+    version, work, found = versions.get("", 1), [proto.graph], []
+    while work:
+        for node in work.pop().node:
+            work += bodies(node)
+            if node.domain in ("", "ai.onnx") and not onnx.defs.has(node.op_type, version, ""):
+                found.append(node)
+    return found
 
 
 def planned_nodes(program: Program, plan: Plan) -> tuple[list[Any], dict[str, list[int]]]:
@@ -253,7 +275,7 @@ def _rearranged(program: Program, nodes: list[Any], plan: Plan, offsets: dict[st
     proto.CopyFrom(program.model.proto)
     del proto.graph.node[:]
     proto.graph.node.extend(nodes)
-    notes = [(e.key, e.value) for e in proto.metadata_props if e.key not in (KEY_PLAN, KEY_OFFSETS)]
+    notes = [(e.key, e.value) for e in proto.metadata_props if e.key not in _KEYS]
     columns = ["offset", "size", "made_at", "freed_before"]
     table = {"arena": plan.arena, "columns": columns, "values": offsets}
     notes += [
@@ -276,7 +298,7 @@ def _rank(proto: Any, program: Program) -> None:
                 x.type.tensor_type.shape.dim.add()
 
 
-def _bring_data(model: Model, folder: Path) -> None:
+def bring_data(model: Model, folder: Path) -> None:
     """External data beside the new file: the same, or a copy (links the checker refuses); never over another."""
     source = model.path.parent
     if os.path.realpath(source) == os.path.realpath(folder):

@@ -1,8 +1,11 @@
 """A model run in onnxruntime as a plan needs it, and the memory the runtime itself says it used.
 
-onnxruntime keeps the order of a file's nodes only with ``ExecutionOrder.PRIORITY_BASED``, frees what is dead only
-with ``enable_mem_reuse`` off, and keeps cloned nodes only without graph optimization, or with ``ORT_ENABLE_BASIC``
-where a session is told `MERGING` among its ``disabled_optimizers`` (higher levels also change numbers).
+onnxruntime keeps the order of a file's nodes only with ``ExecutionOrder.PRIORITY_BASED`` (of the nodes that could
+run next, the first in the file; ``DEFAULT`` walks back from the results, depth first), frees what is dead only with
+``enable_mem_reuse`` off, and keeps cloned nodes only where a session is told `MERGING` among its
+``disabled_optimizers``, or does not optimize. What its optimizer makes of a model is another graph, of fewer values
+and ops of its own: `optimized` has it written, so that it can be planned, and a session of that file finds nothing
+left to change.
 """
 
 from __future__ import annotations
@@ -10,15 +13,35 @@ from __future__ import annotations
 import json
 import os
 import tempfile
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
 import onnxruntime
 
-__all__ = ["LEVELS", "MERGING", "Measured", "measure", "random_feeds", "session_options"]
+from tightship.errors import BadInput
+from tightship.frontends.onnx.load import Model, bodies, external, fixed_weights, read, tensors
+from tightship.frontends.onnx.lower import Program, lower
+from tightship.integrations.onnx_write import KEY_PLAN, KEY_SESSION
+
+__all__ = [
+    "AS_IT_IS",
+    "LEVELS",
+    "MERGING",
+    "PLANNED",
+    "Arena",
+    "Measured",
+    "arena",
+    "measure",
+    "optimized",
+    "portable",
+    "random_feeds",
+    "session",
+    "session_options",
+    "started",
+]  # fmt: skip
 
 _LEVEL: Final = {"disabled": "ORT_DISABLE_ALL"} | {
     level: f"ORT_ENABLE_{level.upper()}" for level in ("basic", "extended", "all")
@@ -44,20 +67,117 @@ class Measured:
     peak_node: str
 
 
-def session_options(*, keep_order: bool = True, level: str = "disabled", reuse: bool = False) -> Any:
-    """Options with which onnxruntime runs a planned model's nodes in the file's order, clones included, and frees
-    what is dead (from ``basic`` on clones stay with ``InferenceSession(…, disabled_optimizers=[MERGING])`` alone).
+PLANNED: Final[Mapping[str, Any]] = {"keep_order": True, "level": "all", "reuse": False, "pattern": False}
+AS_IT_IS: Final[Mapping[str, Any]] = {"keep_order": False, "level": "all", "reuse": True, "pattern": True}
+"""How a planned file runs best, and what a session does by default: arguments of `session_options`."""
+
+
+def session_options(
+    *, keep_order: bool = True, level: str = "all", reuse: bool = False, pattern: bool = False
+) -> Any:
+    """Options with which onnxruntime runs a planned model's nodes in the file's order and frees what is dead (clones
+    stay with ``InferenceSession(…, disabled_optimizers=[MERGING])`` alone, unless ``level`` is ``disabled``).
 
     ``keep_order`` false is the runtime's default order. ``reuse`` is its default, too: a dead buffer is then kept
     for the next value of the same shape, which costs more memory than it saves; views and results written over an
-    input do not need it.
+    input do not need it. ``pattern`` is so as well: from the second run of a shape on the runtime takes one block for
+    most values, beside all that the arena has held since the first.
     """
     options = onnxruntime.SessionOptions()
     order = onnxruntime.ExecutionOrder
     options.execution_order = order.PRIORITY_BASED if keep_order else order.DEFAULT
     options.graph_optimization_level = getattr(onnxruntime.GraphOptimizationLevel, _LEVEL[level])
     options.enable_mem_reuse = reuse
+    options.enable_mem_pattern = pattern
     return options
+
+
+def session(path: str | os.PathLike[str], providers: Sequence[Any] = ("CPUExecutionProvider",)) -> Any:
+    """An ``onnxruntime.InferenceSession`` that runs a file that ``tightship plan --write`` wrote as it should run;
+    any other file runs as it does by default.
+
+    Raises ``BadInput`` for a file that onnxruntime does not load.
+    """
+    said = read(path, convert=False).proto.metadata_props
+    found = next((e.value for e in said if e.key == KEY_SESSION), None)
+    planned = found is not None or any(e.key == KEY_PLAN for e in said)
+    try:
+        given = json.loads(found) if found is not None else PLANNED if planned else AS_IT_IS
+        options = session_options(**{k: given[k] for k in AS_IT_IS})
+    except (ValueError, KeyError, TypeError) as error:
+        fault = f"its metadata {KEY_SESSION!r} is not what `tightship plan --write` writes"
+        raise BadInput(fault, place=os.fspath(path)) from error
+    return started(path, options, merge=not given["keep_order"], providers=providers)
+
+
+def started(
+    path: str | os.PathLike[str],
+    options: Any,
+    *,
+    merge: bool,
+    providers: Sequence[Any] = ("CPUExecutionProvider",),
+) -> Any:
+    """A session; ``merge``: equal nodes may become one. Raises ``BadInput`` for what the runtime does not load."""
+    try:
+        return onnxruntime.InferenceSession(
+            os.fspath(path), options, list(providers), disabled_optimizers=None if merge else [MERGING]
+        )
+    except Exception as error:  # the runtime has a dozen classes of its own, without a common one
+        said = " ".join(str(error).split())
+        raise BadInput(f"onnxruntime does not load it: {said}", place=os.fspath(path)) from error
+
+
+# --- the graph that the runtime makes of a model ---
+
+_INLINE: Final = 1 << 30
+"""Bytes of a model's weights up to which those of the optimized one are written into its file."""
+
+
+def optimized(program: Program, folder: Path, sizes: Any = None, level: str = "all") -> Program:
+    """What onnxruntime's optimizer makes of a model, written into ``folder`` and read for the same ``sizes``. Nodes
+    that are the same for every run are computed once, others fused or laid out anew.
+
+    Raises ``BadInput`` where the runtime does not load the model, and what `lower` raises.
+    """
+    model = program.model
+    path = folder / (model.path.stem + ".onnx")
+    options = session_options(keep_order=False, level=level, reuse=True)
+    options.log_severity_level = 4
+    options.optimized_model_filepath = os.fspath(path)
+    if program.graph.static_bytes > _INLINE or any(external(t) for t in tensors(model.proto)):
+        options.add_session_config_entry(
+            "session.optimized_model_external_initializers_file_name", path.name + ".data"
+        )
+        options.add_session_config_entry(
+            "session.optimized_model_external_initializers_min_size_in_bytes", "1024"
+        )
+    started(model.path, options, merge=True)
+    found = read(path, convert=False)
+    fixed_weights(found.proto, {i.name for i in model.proto.graph.input})
+    meta = program.graph.meta
+    notes = (
+        f"planned after onnxruntime {onnxruntime.__version__}'s optimization ({level}): {portable(found)[1]}",
+    )
+    made = lower(found, sizes, views=bool(meta["views"]), in_place=str(meta["in_place"]))
+    return replace(made, notes=(*made.notes, *notes))
+
+
+def portable(model: Model) -> tuple[str, str]:
+    """Where an optimized model runs, as one word and as a sentence's end."""
+    domains, work = set(), [model.proto.graph]
+    while work:
+        for node in work.pop().node:
+            work += bodies(node)
+            domains.add(node.domain)
+    if "com.microsoft.nchwc" in domains:
+        said = "its layout is this processor's kind's; where the model should run elsewhere, give --optimize extended"
+        return "processor", said
+    if any(d.startswith("com.microsoft") for d in domains):
+        return "onnxruntime", "it has onnxruntime's own ops, which other runtimes have not"
+    return "any", "it has onnx's ops alone, for any runtime"
+
+
+# --- measuring ---
 
 
 def measure(
@@ -67,27 +187,56 @@ def measure(
     keep_order: bool = True,
     level: str = "disabled",
     reuse: bool = False,
+    pattern: bool = False,
     merge: bool = False,
 ) -> Measured:
-    """Run a model once to warm up and once measured, on one thread; the options are those of `session_options`.
-    ``merge``: equal nodes may be made one (`MERGING`), as the runtime does by default from ``basic`` on."""
+    """Run a model once to warm up and once measured, on one thread; the options are those of `session_options`, but
+    there is never a ``pattern``. ``merge``: equal nodes may be made one (`MERGING`), as the runtime does by default
+    from ``basic`` on."""
+    del pattern  # with it one block is reserved for all, and nodes request nothing
     options = session_options(keep_order=keep_order, level=level, reuse=reuse)
-    options.enable_profiling = True
     options.intra_op_num_threads = 1
-    options.enable_mem_pattern = False  # or one block is reserved for all, and nodes request nothing
+    return _read(*_profiled(path, options, feeds, runs=2, merge=merge))
+
+
+@dataclass(frozen=True)
+class Arena:
+    """What a session's arena needed at most (``peak``), with ``scratch`` bytes of it inside ``node``, which gave them
+    back before it ended, and what the arena ``holds`` in the end."""
+
+    peak: int
+    holds: int
+    scratch: int = 0
+    node: str = ""
+
+
+def arena(path: str | os.PathLike[str], feeds: Mapping[str, Any], options: Any, *, merge: bool) -> Arena:
+    """What runs of a session take of its arena: values, nodes' scratch, and what nodes have made of weights; in the
+    way that runs go on (the runtime reserves one block for most values from the second run of a shape on)."""
+    events, _ = _profiled(path, options, feeds, runs=4, merge=merge)
+    found = Arena(0, 0)
+    for e in sorted(events, key=lambda e: e["ts"]):
+        if e.get("cat") == "Node" and "mem_arena_held" in (said := e.get("args", {})):
+            peak, holds = int(said["mem_in_use_peak"]), max(found.holds, int(said["mem_arena_held"]))
+            if peak > found.peak:
+                name = str(e["name"]).removesuffix("_kernel_time")
+                found = Arena(peak, holds, peak - int(said["mem_bytes_in_use"]), name)
+            found = replace(found, holds=holds)
+    return found
+
+
+def _profiled(
+    path: str | os.PathLike[str], options: Any, feeds: Mapping[str, Any], *, runs: int, merge: bool
+) -> tuple[list[dict[str, Any]], Any]:
+    """Events of a session's profile, and results of its last run."""
+    options.enable_profiling = True
     options.log_severity_level = 3
     with tempfile.TemporaryDirectory() as folder:
         options.profile_file_prefix = str(Path(folder) / "profile")
-        session = onnxruntime.InferenceSession(
-            os.fspath(path),
-            options,
-            ["CPUExecutionProvider"],
-            disabled_optimizers=None if merge else [MERGING],
-        )
-        session.run(None, dict(feeds))
-        outputs = session.run(None, dict(feeds))
-        events = json.loads(Path(session.end_profiling()).read_text())
-    return _read(events, outputs)
+        running = started(path, options, merge=merge)
+        for _ in range(runs):
+            outputs = running.run(None, dict(feeds))
+        return json.loads(Path(running.end_profiling()).read_text()), outputs
 
 
 def _read(events: list[dict[str, Any]], outputs: Any) -> Measured:
@@ -112,11 +261,10 @@ def random_feeds(
 ) -> dict[str, Any]:
     """Inputs for a model: normal numbers, small whole numbers, or true, of the given shapes."""
     rng = np.random.default_rng(seed)
-    session = onnxruntime.InferenceSession(
-        os.fspath(path), session_options(), providers=["CPUExecutionProvider"]
-    )
+    options = session_options(level="disabled")
+    options.log_severity_level = 3
     feeds: dict[str, Any] = {}
-    for i in session.get_inputs():
+    for i in started(path, options, merge=True).get_inputs():
         shape = sizes[i.name]
         if "float" in i.type or "double" in i.type:
             dtype = {"tensor(float16)": np.float16, "tensor(double)": np.float64}.get(i.type, np.float32)

@@ -117,9 +117,127 @@ def test_opsets(tmp_path, opset):
     assert peak(graph) == 2 * 8 * 8 * 4 * 2
 
 
-def test_older_opsets_say_what_to_do(tmp_path):
-    with pytest.raises(Unsupported, match="version_converter"):
-        graph_of(tmp_path, two_inputs(12))
+@pytest.mark.parametrize("opset", [7, 9, 12])
+def test_older_opsets_are_converted_and_it_is_said(tmp_path, opset):
+    model = two_inputs(opset)
+    program = lower(read(saved(tmp_path, model)), "batch=2,seq=3,y[1]=5")
+    assert peak(program.graph) == 2 * 8 * 8 * 4 * 2
+    assert program.notes == (f"opset {opset} converted to 13 by onnx.version_converter",)
+    assert program.model.opsets == {"": 13}
+
+
+def test_weights_stay_in_the_file_when_a_model_is_converted(tmp_path):
+    """Also a tensor that is no initializer; and weights of the first file format stay what no caller replaces."""
+    w, k = (np.arange(256.0 * 256).astype(np.float32).reshape(256, 256) + n for n in range(2))
+    nodes = [
+        node("MatMul", ["x", "w"], ["a"]),
+        node("Constant", [], ["k"], value=onnx.numpy_helper.from_array(k, "k")),
+        node("Add", ["a", "k"], ["b"]),
+        node("Dropout", ["b"], ["out"], ratio=0.5),
+    ]
+    x, weight = value("x", [256, 256]), value("w", [256, 256])
+    model = made(nodes, [x, weight], [value("out", None)], [onnx.numpy_helper.from_array(w, "w")], opset=9)
+    model.ir_version = 3
+    program = lower(read(saved(tmp_path, model)))
+    assert [i.name for i in program.model.proto.graph.input] == ["x"]
+    assert program.model.proto.ByteSize() < 4096
+    graph = program.graph
+    assert graph.static_bytes == 3 * 256 * 256 * 4 + 64  # Dropout's ratio has become a tensor
+    assert peak(graph) == 2 * 256 * 256 * 4  # w's product and the sum, over which nothing is written
+
+
+def test_what_cannot_be_converted_says_why(tmp_path):
+    model = made([node("Cast", ["x"], ["y"], to="FLOAT")], [value("x", [2])], [value("y", None)], opset=5)
+    with pytest.raises(
+        Unsupported, match=r"opset 5 of .*cannot convert it to 13.*No Adapter.* Cast; instead, export"
+    ):
+        graph_of(tmp_path, model)
+
+
+X = np.random.default_rng(0).standard_normal((1, 2, 5, 7)).astype(np.float32)
+OLD = [
+    *(
+        (node("Upsample", ["x"], ["y"], mode=m, scales=[1.0, 1.0, 1.7, 2.3]), 7)
+        for m in ("nearest", "linear")
+    ),
+    *((node("Upsample", ["x", "more"], ["y"], mode=m), 9) for m in ("nearest", "linear")),
+    *((node("Resize", ["x", k], ["y"], mode=m), 10) for m in ("nearest", "linear") for k in ("more", "less")),
+    (node("Softmax", ["x"], ["y"], axis=1), 11),
+    (node("LogSoftmax", ["x"], ["y"]), 7),
+    (node("ReduceSum", ["x"], ["y"], axes=[1, -1], keepdims=0), 11),
+    (node("Pad", ["x"], ["y"], pads=[0, 0, 1, 1, 0, 0, 2, 2], value=3.0), 9),
+    (node("Clip", ["x"], ["y"], min=-0.5, max=0.5), 9),
+]
+
+
+@pytest.mark.parametrize(("old", "opset"), OLD)
+def test_converted_models_give_the_same_numbers(tmp_path, old, opset):
+    """Also where onnx's converter alone does not."""
+    ort = pytest.importorskip("onnxruntime")
+    scales = [
+        tensor(n, np.array(k, np.float32))
+        for n, k in (("more", [1, 1, 1.7, 2.3]), ("less", [1, 1, 0.6, 0.5]))
+    ]
+    model = made([old], [value("x", X.shape)], [value("y", None)], scales, opset=opset)
+    model.ir_version = 6
+    before = saved(tmp_path, model)
+    after = saved(tmp_path, read(before).proto, "after.onnx")
+    options = ort.SessionOptions()
+    options.log_severity_level = 3
+    a, b = (ort.InferenceSession(str(p), options).run(None, {"x": X})[0] for p in (before, after))
+    np.testing.assert_array_equal(a, b)
+
+
+def test_what_the_converter_would_change_unseen_is_refused(tmp_path):
+    for old, opset in ((node("Hardmax", ["x"], ["y"]), 11), (node("Resize", ["x", "s"], ["y"]), 10)):
+        model = made([old], [value("x", X.shape), value("s", [4])], [value("y", None)], opset=opset)
+        with pytest.raises(Unsupported, match=r"Hardmax meant|factors that it does not know"):
+            graph_of(tmp_path, model)
+
+
+def test_nameless_dimensions_are_those_of_their_axis(tmp_path):
+    """Exporters write -1 or '?' for whatever they do not know: two of them are not one."""
+    x = helper.make_tensor_value_info("x", FLOAT, [-1, 3, "?", "?"])
+    model = made([node("Neg", ["x"], ["y"])], [x], [value("y", None)])
+    with pytest.raises(UnknownSize, match=r"unknown size of x\[0\], x\[2\], x\[3\]; give"):
+        graph_of(tmp_path, model)
+    graph = graph_of(tmp_path, model, "x=2x3x4x16")
+    assert graph.storages[storage_of(graph, "y")].size == 2 * 3 * 4 * 16 * 4
+
+
+def test_only_sizes_of_inputs_are_asked_for_where_they_may_suffice(tmp_path):
+    nodes = [node("NonZero", ["x"], ["where"]), node("Neg", ["where"], ["out"])]
+    model = made(nodes, [value("x", ["batch", 8])], [value("out", None, TensorProto.INT64)])
+    with pytest.raises(UnknownSize, match=r"unknown size of batch; give --shape batch=N$"):
+        graph_of(tmp_path, model)
+    with pytest.raises(UnknownSize, match=r"unknown size of where\[1\]; give"):
+        graph_of(tmp_path, model, "batch=2")
+
+
+def two_shapes(condition=()):
+    """y is a product with 3 rows, which fit, or with 5, which do not."""
+
+    def product(k):
+        w = tensor(f"w{k}", np.zeros((k, 4), np.float32))
+        inner = [node("MatMul", ["z", f"w{k}"], [f"r{k}"]), node("Neg", [f"r{k}"], [f"n{k}"])]
+        return helper.make_graph(inner, f"of{k}", [], [value(f"n{k}", None)], [w])
+
+    choice = node("If", ["c"], ["y"], then_branch=product(5), else_branch=product(3))
+    inputs = [value("x", [2, 3]), *([] if condition else [value("c", [], TensorProto.BOOL)])]
+    return made([node("Neg", ["x"], ["z"]), choice], inputs, [value("y", None)], condition)
+
+
+def test_a_branch_that_cannot_run_at_these_sizes_is_not_counted(tmp_path):
+    program = lower(read(saved(tmp_path, two_shapes())))
+    op = program.graph.ops[-1]
+    assert [g.name for g in op.calls] == ["of3"]
+    (note,) = program.notes
+    assert note.startswith("If 'If_1': then_branch cannot run at these sizes and is not counted: node")
+    known = [helper.make_tensor("c", TensorProto.BOOL, [], [False])]
+    assert lower(read(saved(tmp_path, two_shapes(known)))).notes == ()
+    taken = [helper.make_tensor("c", TensorProto.BOOL, [], [True])]
+    with pytest.raises(BadInput, match="inconsistent inputs"):
+        graph_of(tmp_path, two_shapes(taken))
 
 
 def test_types_without_a_size_are_named(tmp_path):
@@ -314,3 +432,51 @@ def test_functions_are_inlined(tmp_path):
     assert found.inlined == 1
     assert found.proto.graph.initializer[0].raw_data == model.graph.initializer[0].raw_data
     assert [o.target for o in lower(found).graph.ops] == ["Add", "Add", "Relu", "Add", "Relu"]
+
+
+# --- ops of onnxruntime's own ---
+
+MS = "com.microsoft"
+WEIGHT = np.ones((16, 8, 3, 3), np.float32)
+
+
+def own(op, inputs, weights=(), domain=MS, outputs=("y",), **attributes):
+    nodes = [node("Neg", ["x"], ["a"]), node(op, inputs, outputs, domain=domain, **attributes)]
+    nodes.append(node("Neg", [outputs[0]], ["z"]))
+    opsets = [helper.make_opsetid(domain, 1)]
+    return made(nodes, [value("x", ["n", 8, 16, 16])], [value("z", None)], weights, opset=17, opsets=opsets)
+
+
+@pytest.mark.parametrize(
+    ("model", "count"),
+    [
+        (own("QuickGelu", ["a"]), 2 * 8 * 16 * 16),
+        (own("FusedMatMul", ["a", "a"], transB=1), 2 * 8 * 16 * 16),
+        (own("FusedConv", ["a", "w"], [tensor("w", WEIGHT)], activation="Relu"), 2 * 16 * 14 * 14),
+        (own("MaxPool", ["a"], domain=f"{MS}.nchwc", kernel_shape=[2, 2], strides=[2, 2]), 2 * 8 * 8 * 8),
+    ],
+)
+def test_onnxruntime_says_what_its_own_ops_make(tmp_path, model, count):
+    pytest.importorskip("onnxruntime")
+    graph = graph_of(tmp_path, model, "n=2")
+    assert graph.storages[storage_of(graph, "y")].size == 4 * count
+
+
+def test_without_onnxruntime_its_ops_are_asked_for(tmp_path, monkeypatch):
+    monkeypatch.setattr("tightship.frontends.onnx.contrib.results", lambda *_: None)
+    with pytest.raises(UnknownSize, match="unknown type of the value 'y'"):
+        graph_of(tmp_path, own("FusedMatMul", ["a", "a"], transB=1), "n=2")
+    monkeypatch.undo()
+    with pytest.raises(UnknownSize, match="unknown type of the value 'y'"):
+        graph_of(tmp_path, own("OfNobody", ["a"]), "n=2")
+
+
+def test_a_convolution_of_the_runtimes_writes_over_what_it_adds(tmp_path):
+    runtime = pytest.importorskip("tightship.integrations.onnxruntime")
+    w = tensor("w", np.ones((8, 8, 3, 3), np.float32))
+    model = own("FusedConv", ["x", "w", "", "a"], [w], activation="Relu", pads=[1, 1, 1, 1])
+    path = saved(tmp_path, model)
+    program = lower(read(path), "n=2")
+    assert storage_of(program.graph, "y") == storage_of(program.graph, "a")
+    ran = runtime.measure(path, {"x": np.ones((2, 8, 16, 16), np.float32)}, level="disabled")
+    assert ran.peak == peak(program.graph)

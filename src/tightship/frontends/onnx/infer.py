@@ -21,6 +21,7 @@ from onnx.reference import ReferenceEvaluator
 
 from tightship.errors import BadInput, UnknownSize, Unsupported
 from tightship.files import unreadable
+from tightship.frontends.onnx import contrib
 from tightship.frontends.onnx.load import Model, external
 from tightship.frontends.onnx.types import Dim, Shapes, TensorType, nbytes_of, type_of
 from tightship.frontends.onnx.wire import held
@@ -47,6 +48,7 @@ class Scope:
     types: dict[str, TensorType] = field(default_factory=dict)
     values: dict[str, np.ndarray] = field(default_factory=dict)
     bodies: dict[int, dict[str, Scope]] = field(default_factory=dict)
+    notes: tuple[str, ...] = ()
 
     def type(self, name: str) -> TensorType | None:
         found = self.types.get(name)
@@ -66,16 +68,18 @@ def label(node: Any, k: int) -> str:
 def infer(model: Model, shapes: Shapes) -> Scope:
     """Types of all values of the model's graph.
 
-    Raises ``UnknownSize`` naming every dimension that has no size, ``BadInput`` for graphs that make no sense,
-    ``Unsupported`` for values that are not tensors.
+    Raises ``UnknownSize`` naming every dimension of an input that has no size, or every dimension if all inputs' have
+    one, ``BadInput`` for graphs that make no sense, ``Unsupported`` for values that are not tensors.
     """
     walk = _Walk(model, shapes)
     scope = walk.graph(model.proto.graph, None, None)
     shapes.check_used(walk.names, "--shape")
     if walk.unknown:
-        names = ", ".join(walk.unknown)
-        hint = ",".join(f"{n}={'NxM' if n in walk.shapeless else 'N'}" for n in list(walk.unknown)[:4])
+        unknown = list(walk.of_inputs or walk.unknown)  # with these sizes the others may be known, too
+        names = ", ".join(unknown)
+        hint = ",".join(f"{n}={'NxM' if n in walk.shapeless else 'N'}" for n in unknown[:4])
         raise UnknownSize(f"unknown size of {names}; give --shape {hint}", place=str(model.path))
+    scope.notes = tuple(walk.notes)
     return scope
 
 
@@ -85,6 +89,8 @@ class _Walk:
         self.opsets = model.opsets
         self.imports = list(model.proto.opset_import)
         self.unknown: dict[str, None] = {}
+        self.of_inputs: tuple[str, ...] = ()  # those among them that are dimensions of the model's inputs
+        self.notes: list[str] = []
         self.shapeless: set[str] = set()  # values among them of which not even the rank is known
         self.names: dict[str, None] = {}  # of the dimensions that can be given
 
@@ -131,6 +137,7 @@ class _Walk:
             self._once(scope, i.name, "input")
             t = type_of(i.type, f"{self.place}: input {i.name!r}")
             scope.types[i.name] = self._resolve(i.name, t, root=True)
+        self.of_inputs = tuple(self.unknown)
 
     def _declared(self, proto: Any) -> dict[str, TensorType]:
         """What the file says of its values; types that cannot be planned are met where they are made."""
@@ -242,13 +249,19 @@ class _Walk:
         types: dict[str, TensorType] = {}
         if onnx.defs.has(node.op_type, version, domain):
             types = self._by_onnx(scope, node, domain, version, where)
-        elif standard:
-            raise BadInput(f"unknown op {node.op_type!r}: it is not in opset {version}", place=where)
         found = [types.get(name, TensorType(0)) for name in node.output]
         if found and found[0].shape is None and node.op_type in _LIKE_FIRST and node.input:
             like = self._known(scope, node.input[0], where)
             found[0] = TensorType(found[0].dtype or like.dtype, like.shape)
-        return found
+        if onnx.defs.has(node.op_type, version, domain) or all(t.known for t in found):
+            return found
+        names = [n for n in node.input if n]
+        values = {n: v for n in names if (v := scope.value(n)) is not None}
+        known = {n: self._known(scope, n, where) for n in names}
+        asked = contrib.results(node, known, values, self.opsets)
+        if asked is None and standard and found[0].shape is None:
+            raise BadInput(f"unknown op {node.op_type!r}: it is not in opset {version}", place=where)
+        return found if asked is None else asked
 
     def _by_onnx(
         self, scope: Scope, node: Any, domain: str, version: int, where: str
@@ -285,6 +298,12 @@ class _Walk:
         inner = self.graph(found[0], scope, types)
         scope.bodies.setdefault(k, {})[name] = inner
         return inner
+
+    def drop(self, scope: Scope, k: int, name: str, unknown: dict[str, None], notes: int) -> None:
+        """Forget a body, and what was unknown or said in it."""
+        scope.bodies.get(k, {}).pop(name, None)
+        self.unknown = unknown
+        del self.notes[notes:]
 
     def outputs(self, inner: Scope, count: int, where: str) -> list[TensorType]:
         if len(inner.proto.output) != count:
@@ -329,12 +348,36 @@ def _proto(t: TensorType) -> Any:
 
 
 def _if(walk: _Walk, scope: Scope, k: int, node: Any, where: str) -> list[TensorType]:
-    branches = [walk.body(scope, k, name, node, (), where) for name in ("then_branch", "else_branch")]
-    then, other = (walk.outputs(b, len(node.output), where) for b in branches)
+    """Results of the branch that runs, where that is known. A branch that makes no sense for these sizes is one that
+    they never take, as long as the other does: it is left out of ``scope.bodies``."""
     condition = scope.value(node.input[0]) if node.input else None
-    if condition is not None and condition.size == 1:
-        return then if bool(condition.reshape(())) else other
-    return [_merged(a, b) for a, b in zip(then, other, strict=True)]
+    known = None if condition is None or condition.size != 1 else bool(condition.reshape(()))
+    found: dict[str, list[TensorType]] = {}
+    faults: dict[str, BadInput] = {}
+    for name, runs in (("then_branch", known), ("else_branch", None if known is None else not known)):
+        before, notes = dict(walk.unknown), len(walk.notes)
+        try:
+            inner = walk.body(scope, k, name, node, (), where)
+            found[name] = walk.outputs(inner, len(node.output), where)
+        except (UnknownSize, Unsupported):
+            raise
+        except BadInput as error:
+            faults[name] = error
+        if runs is False and (name in faults or len(walk.unknown) > len(before)):
+            walk.drop(scope, k, name, before, notes)
+            found.pop(name, None)
+        elif name in faults:
+            walk.drop(scope, k, name, before, notes)
+            said = str(faults[name]).removeprefix(f"{walk.place}: ")
+            walk.notes.append(
+                f"If {label(node, k)!r}: {name} cannot run at these sizes and is not counted: {said}"
+            )
+    if not found or (known is not None and ("then_branch" if known else "else_branch") not in found):
+        raise next(iter(faults.values()))
+    if known is not None:
+        return found["then_branch" if known else "else_branch"]
+    one, *rest = found.values()
+    return [_merged(a, b) for a, b in zip(one, rest[0], strict=True)] if rest else one
 
 
 def _merged(a: TensorType, b: TensorType) -> TensorType:
@@ -477,11 +520,20 @@ def evaluated(
     try:
         with warnings.catch_warnings(), np.errstate(all="ignore"):
             warnings.simplefilter("ignore")
-            found = ReferenceEvaluator(node, opsets=dict(opsets)).run(None, dict(inputs))
+            found = ReferenceEvaluator(_graph_of(node), opsets=dict(opsets)).run(None, dict(inputs))
     except Exception:  # whatever the reference cannot do stays unknown, and is asked of the user by name
         return None
     arrays = [np.asarray(x) for x in found]
     return arrays if all(x.size <= MOST * 8 for x in arrays) else None
+
+
+def _graph_of(node: Any) -> Any:
+    """A graph of one node: of a node alone the reference takes the newest version, whatever the opset."""
+    given, made = (
+        [onnx.ValueInfoProto(name=n) for n in dict.fromkeys(names) if n]
+        for names in (node.input, node.output)
+    )
+    return onnx.helper.make_graph([node], "node", given, made)
 
 
 def _few(start: np.ndarray, limit: np.ndarray, delta: np.ndarray) -> bool:

@@ -9,13 +9,15 @@ from __future__ import annotations
 
 import os
 import stat
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
 import onnx
 import onnx.inliner
+import onnx.shape_inference
+import onnx.version_converter
 from google.protobuf.message import DecodeError
 
 from tightship.errors import BadInput, Unsupported
@@ -31,6 +33,7 @@ __all__ = [
     "bodies",
     "check_external",
     "external",
+    "fixed_weights",
     "read",
     "stamp",
     "tensors",
@@ -43,7 +46,7 @@ LARGEST_STRUCTURE: Final = 1 << 27
 MOST_NODES: Final = 1_000_000
 """Nodes a model may have once its functions are inlined."""
 OLDEST: Final = 13
-"""The oldest opset that is read."""
+"""The oldest opset that is read as it is; older models are converted to it."""
 
 _FAULT: Final = "not an ONNX model (a protobuf message of type ModelProto)"
 
@@ -51,12 +54,13 @@ _FAULT: Final = "not an ONNX model (a protobuf message of type ModelProto)"
 @dataclass(frozen=True)
 class Model:
     """A model as it was read: ``proto`` without functions, external data, and the contents of large tensors (see
-    `wire.held`), from the file at ``path``, which had this ``stamp``."""
+    `wire.held`), from the file at ``path``, which had this ``stamp``; ``notes`` say what was changed on the way."""
 
     path: Path
     proto: Any
     inlined: int = 0
     stamp: tuple[int, ...] = ()
+    notes: tuple[str, ...] = ()
 
     @property
     def opsets(self) -> dict[str, int]:
@@ -64,11 +68,12 @@ class Model:
         return {_domain(o.domain): o.version for o in self.proto.opset_import}
 
 
-def read(path: str | os.PathLike[str]) -> Model:
+def read(path: str | os.PathLike[str], *, convert: bool = True) -> Model:
     """Read a model's file; external data stays where it is.
 
-    Raises ``BadInput`` naming file and place for whatever is wrong with it, ``Unsupported`` for an opset older
-    than `OLDEST`.
+    A model of an opset older than `OLDEST` is converted by onnx's converter, without its weights, which stay where
+    they are; without ``convert`` it stays as it is. Raises ``BadInput`` naming file and place for whatever is wrong
+    with it, ``Unsupported`` for an old opset that the converter does not take.
     """
     place = os.fspath(path)
     data, known = _opened(path)
@@ -81,11 +86,12 @@ def read(path: str | os.PathLike[str]) -> Model:
         inlined = len(proto.functions)
         if inlined:
             proto = _inlined(proto, place)
+        proto, notes = _converted(proto, place) if convert else (proto, ())
     except UnicodeError as error:
         raise BadInput("a name that is not UTF-8", place=place) from error
     except RecursionError as error:
         raise BadInput("graphs nested too deep", place=place) from error
-    return Model(Path(place), proto, inlined, known)
+    return Model(Path(place), proto, inlined, known, notes)
 
 
 def _domain(name: str) -> str:
@@ -132,17 +138,26 @@ def _parsed(data: bytes, place: str) -> Any:
 
 
 def _check(proto: Any, place: str) -> None:
-    for opset in proto.opset_import:
-        if _domain(opset.domain) == "" and opset.version < OLDEST:
-            raise Unsupported(
-                f"opset {opset.version} of {place}", f"the oldest that is read is {OLDEST}",
-                "convert the model with onnx.version_converter",
-            )  # fmt: skip
-    newest = onnx.defs.onnx_opset_version()
-    version = max((o.version for o in proto.opset_import if _domain(o.domain) == ""), default=OLDEST)
+    newest, version = onnx.defs.onnx_opset_version(), _opset(proto)
     if version > newest:
         fault = f"unknown opset {version}; the installed onnx {onnx.__version__} knows opsets up to {newest}"
         raise BadInput(fault, place=place)
+
+
+def fixed_weights(proto: Any, inputs: Collection[str] | None = None) -> None:
+    """Leave only ``inputs`` among a model's inputs (None: all that are no weights). In the oldest files every weight
+    is listed as an input, which from IR version 4 on says that a caller may replace it."""
+    if proto.ir_version >= 4:
+        return
+    weights = {t.name for t in proto.graph.initializer}
+    kept = [i for i in proto.graph.input if (i.name not in weights if inputs is None else i.name in inputs)]
+    del proto.graph.input[:]
+    proto.graph.input.extend(kept)
+    proto.ir_version = _IR_OF_OLDEST
+
+
+def _opset(proto: Any) -> int:
+    return max((int(o.version) for o in proto.opset_import if _domain(o.domain) == ""), default=OLDEST)
 
 
 def bodies(node: Any) -> Iterator[Any]:
@@ -270,3 +285,121 @@ def _expanded(proto: Any, place: str) -> tuple[int, int]:
         return known[key][0] + inner, known[key][1] + node.ByteSize()
 
     return of(proto.graph.node)
+
+
+# --- older opsets ---
+
+_IR_OF_OLDEST: Final = 7
+"""The version of the file format that came with `OLDEST`."""
+
+
+_REFUSED: Final = (
+    onnx.version_converter.ConvertError, onnx.checker.ValidationError, onnx.shape_inference.InferenceError,
+    RuntimeError, ValueError, TypeError, DecodeError,
+)  # fmt: skip
+
+
+def _converted(proto: Any, place: str) -> tuple[Any, tuple[str, ...]]:
+    """The same model in opset `OLDEST`, if it is of an older one, and what is said of it.
+
+    The converter sees large tensors without their contents, and keeps names, types and shapes alone: all else is put
+    back afterwards.
+    """
+    version = _opset(proto)
+    if version >= OLDEST:
+        return proto, ()
+    if any(graph is not None and len(graph.sparse_initializer) for graph, _ in _graphs(proto)):
+        raise _inconvertible(version, place, "it does not take sparse initializers")
+    bare = onnx.ModelProto()
+    bare.CopyFrom(proto)
+    kept = _emptied(bare)
+    try:
+        made = onnx.version_converter.convert_version(bare, OLDEST)
+    except _REFUSED as error:
+        said = " ".join(str(error).split()) or type(error).__name__
+        raise _inconvertible(version, place, said) from error
+    _mend(made, version, place)
+    for tensor in tensors(made):
+        original = kept.pop(tensor.name, None)
+        if original is not None:
+            tensor.CopyFrom(original)
+    if kept:
+        raise _inconvertible(version, place, f"it drops the tensor {next(iter(kept.values())).name!r}")
+    changed = onnx.ModelProto()
+    changed.CopyFrom(proto)
+    if [o.name for o in made.graph.output] != [o.name for o in proto.graph.output]:
+        raise _inconvertible(version, place, "it renames results")
+    for kind in ("node", "initializer"):  # not the types: it makes up names for dimensions
+        changed.graph.ClearField(kind)
+        getattr(changed.graph, kind).extend(getattr(made.graph, kind))
+    fixed_weights(changed)
+    changed.ir_version = max(proto.ir_version, _IR_OF_OLDEST)
+    for opset in changed.opset_import:
+        if _domain(opset.domain) == "":
+            opset.version = OLDEST
+    return changed, (f"opset {version} converted to {OLDEST} by onnx.version_converter",)
+
+
+def _mend(proto: Any, version: int, place: str) -> None:
+    """What onnx's converter gets wrong without saying so, put right, or refused.
+
+    Until opset 10, Upsample and Resize counted coordinates from the corner and rounded down (Resize to fewer:
+    up), of which the converter says nothing to the new op; until 12, Hardmax flattened what comes before its axis.
+    """
+    if version <= 12 and any(n.op_type == "Hardmax" for _, nodes in _graphs(proto) for n in nodes):
+        raise _inconvertible(version, place, "Hardmax meant another thing before opset 13")
+    if version > 10:
+        return
+    known = {
+        n.output[0]: a.t
+        for _, nodes in _graphs(proto)
+        for n in nodes
+        for a in n.attribute
+        if a.name == "value"
+    }
+    known |= {t.name: t for graph, _ in _graphs(proto) if graph is not None for t in graph.initializer}
+    for node in (n for _, nodes in _graphs(proto) for n in nodes if n.op_type == "Resize" and not n.domain):
+        node.attribute.add().CopyFrom(
+            onnx.helper.make_attribute("coordinate_transformation_mode", "asymmetric")
+        )
+        if any(a.name == "mode" and a.s == b"linear" for a in node.attribute):
+            continue
+        scales = known.get(node.input[2])
+        factors = [] if scales is None else onnx.numpy_helper.to_array(scales).tolist()
+        if not factors or min(factors) < 1 < max(factors):
+            raise _inconvertible(
+                version, place, "Resize by factors that it does not know rounded in ways of its own"
+            )
+        rounding = "ceil" if min(factors) < 1 else "floor"
+        node.attribute.add().CopyFrom(onnx.helper.make_attribute("nearest_mode", rounding))
+
+
+def _inconvertible(version: int, place: str, reason: str) -> Unsupported:
+    return Unsupported(
+        f"opset {version} of {place}",
+        f"onnx.version_converter cannot convert it to {OLDEST}, the oldest that is read: {reason}",
+        f"export the model with opset {OLDEST} or newer",
+    )
+
+
+def _emptied(proto: Any) -> dict[str, Any]:
+    """Take from a model the contents of the tensors that lie elsewhere, and give them names that are theirs alone.
+    Returns the tensors as they were, by that name."""
+    kept: dict[str, Any] = {}
+    named = {t.name for graph, _ in _graphs(proto) if graph is not None for t in graph.initializer}
+    for k, tensor in enumerate(tensors(proto)):
+        if not tensor.external_data:
+            continue
+        original = onnx.TensorProto()
+        original.CopyFrom(tensor)
+        if tensor.name not in named:  # of an attribute: nobody reads it by name
+            original.name = tensor.name = f"tightship.tensor.{k}"
+        if tensor.name in kept:
+            raise Unsupported(
+                f"a model of an old opset with two large tensors called {tensor.name!r}",
+                "they could not be told apart once it is converted", f"export it with opset {OLDEST} or newer",
+            )  # fmt: skip
+        kept[tensor.name] = original
+        del tensor.external_data[:]
+        tensor.data_location = onnx.TensorProto.DEFAULT
+    return kept

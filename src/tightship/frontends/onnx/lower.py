@@ -14,7 +14,8 @@ from typing import Any, Final
 from tightship.errors import BadInput
 from tightship.frontends.builder import GraphBuilder, trace_line
 from tightship.frontends.onnx.infer import Scope, infer, label
-from tightship.frontends.onnx.load import Model, bodies
+from tightship.frontends.onnx.load import Model
+from tightship.frontends.onnx.load import bodies as graphs_in
 from tightship.frontends.onnx.types import (
     IN_PLACE,
     Shapes,
@@ -40,11 +41,12 @@ _ANCESTORS: Final = 20_000
 @dataclass(frozen=True)
 class Program:
     """A model and its graph: ``nodes[o]`` is the node, by position in the file, that op ``o`` runs. Values have
-    the names they have in the model."""
+    the names they have in the model. ``notes`` say what a user should know of how the model was read."""
 
     model: Model
     graph: Graph
     nodes: tuple[int, ...]
+    notes: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +77,8 @@ def lower(
     low.run()
     name = model.path.stem or "model"
     meta = {"source": "onnx", "views": views, "in_place": in_place, "in_place_candidates": low.could}
-    return Program(model, low.builder.graph(low.outputs(), name, meta), tuple(low.nodes))
+    graph = low.builder.graph(low.outputs(), name, meta)
+    return Program(model, graph, tuple(low.nodes), (*model.notes, *scope.notes))
 
 
 @dataclass
@@ -167,6 +170,10 @@ class _Lowering:
         bodies = [self._body(inner, label(node, k)) for inner in self.scope.bodies.get(k, {}).values()]
         given = [n for n in node.input if n]
         taken = [n for b in bodies for n in b.taken]
+        if len(bodies) < len(
+            inside := list(graphs_in(node))
+        ):  # a branch never runs, but what it reads must be there
+            taken += [n for g in inside for n in _outer(g) if self.scope.type(n) is not None]
         inputs = tuple(dict.fromkeys(self._value(n) for n in (*given, *taken)))
         position = self.op_of[k] = len(self.builder.ops)
         self.before.append(self._ancestors([*given, *taken], position))
@@ -305,10 +312,18 @@ def _readers(proto: Any) -> dict[str, list[int]]:
 
 def _names(node: Any) -> Iterator[str]:
     yield from (n for n in node.input if n)
-    for graph in bodies(node):
+    for graph in graphs_in(node):
         for inner in graph.node:
             yield from _names(inner)
         yield from (o.name for o in graph.output)
+
+
+def _outer(graph: Any) -> list[str]:
+    """What a graph inside a node reads and does not make itself."""
+    own = {x.name for x in (*graph.input, *graph.initializer)} | {n for x in graph.node for n in x.output}
+    own |= {t.values.name for t in graph.sparse_initializer}
+    read = [n for x in graph.node for n in (*x.input, *(m for g in graphs_in(x) for m in _outer(g)))]
+    return [n for n in dict.fromkeys((*read, *(o.name for o in graph.output))) if n and n not in own]
 
 
 def _origin(node: Any) -> tuple[str, str]:

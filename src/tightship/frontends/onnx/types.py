@@ -3,8 +3,8 @@
 And what onnx leaves to the runtime: which results share bytes with an input, what draws random numbers, what ops
 cost.
 
-The tables of views and of results written over an input are those of onnxruntime's CPU kernels (1.31), found by
-asking them: a node of each op was run alone, and did or did not request memory.
+The tables of views and of results written over an input are those of onnxruntime's CPU kernels (1.31, its own ops:
+1.32), found by asking them: a node of each op was run alone, and did or did not request memory.
 """
 
 from __future__ import annotations
@@ -42,6 +42,8 @@ Dim = int | str
 _NAMES: Final = {number: name for name, number in onnx.TensorProto.DataType.items()}
 _BITS: Final = {"FLOAT4E2M1": 4, "INT4": 4, "UINT4": 4, "INT2": 2, "UINT2": 2}
 _TORCH: Final = {"FLOAT": "float32", "DOUBLE": "float64"}
+_NAMELESS: Final = ("?", "-1", "None")
+"""Names that exporters give to any unknown dimension, whichever."""
 _ENTRY: Final = re.compile(r"(.+?)=(\d+(?:x\d+)*|scalar)")
 
 
@@ -111,7 +113,10 @@ def type_of(proto: Any, place: str) -> TensorType:
     dims: list[Dim] = []
     for d in tensor.shape.dim:
         if not d.HasField("dim_value"):
-            dims.append(d.dim_param)
+            dims.append("" if d.dim_param in _NAMELESS else d.dim_param)
+            continue
+        if d.dim_value == -1:  # Paddle's way to say that it is not known
+            dims.append("")
             continue
         if not 0 <= d.dim_value <= MAX_BYTES:
             raise BadInput(f"dimension {d.dim_value} is not from 0 to 2^63-1", place=place)
@@ -230,6 +235,10 @@ _ELEMENTWISE: Final = frozenset(
 )
 """Ops that could as well: each element of the result needs the same element of an input, and no other of it."""
 
+_SUMS: Final = frozenset({("com.microsoft", "FusedConv"), ("com.microsoft.nchwc", "Conv")})
+_SUMMAND: Final = 3
+"""The runtime's convolutions add this input to the result, and write over it."""
+
 IN_PLACE: Final = ("onnxruntime", "elementwise", "none")
 
 _RANDOM: Final = frozenset(
@@ -251,7 +260,11 @@ def may_overwrite(node: Any, policy: str) -> tuple[int, ...]:
 
     ``policy``: what onnxruntime does, what an element-wise op allows, or none.
     """
-    if policy == "none" or not _standard(node):
+    if policy == "none":
+        return ()
+    if (node.domain, node.op_type) in _SUMS and len(node.input) > _SUMMAND:
+        return (_SUMMAND,)
+    if not _standard(node):
         return ()
     if node.op_type in _OVERWRITES:
         return (0,)
@@ -276,14 +289,14 @@ def flops_of(node: Any, inputs: Sequence[TensorType | None], outputs: Sequence[T
     shapes = [t.sizes if t is not None and t.known else () for t in inputs]
     number = {a.name: a for a in node.attribute}
     op = node.op_type
-    if op in ("Conv", "ConvInteger", "QLinearConv"):
+    if op in ("Conv", "ConvInteger", "QLinearConv", "FusedConv"):
         kernel = shapes[3 if op == "QLinearConv" and len(shapes) > 3 else 1] if len(shapes) > 1 else ()
         return 2 * made * math.prod(kernel[1:])
     if op == "ConvTranspose" and len(shapes) > 1:
         return 2 * math.prod(shapes[0]) * math.prod(shapes[1][1:])
     if op in ("MatMul", "MatMulInteger", "QLinearMatMul", "FusedMatMul"):
         return 2 * made * (shapes[0][-1] if shapes and shapes[0] else 1)
-    if op == "Gemm" and shapes and len(shapes[0]) == 2:
+    if op in ("Gemm", "FusedGemm") and shapes and len(shapes[0]) == 2:
         return 2 * made * shapes[0][0 if "transA" in number and number["transA"].i else 1]
     if op == "Einsum":
         return 2 * _einsum(number["equation"].s.decode() if "equation" in number else "", shapes) or made

@@ -1,0 +1,117 @@
+"""What onnxruntime knows of ops that are not onnx's: the types of their results.
+
+The runtime's optimizer makes such ops (``com.microsoft``, ``com.microsoft.nchwc``), and exporters write some. Their
+schemas are in the runtime alone, so it is asked: a model of that one node, with inputs of the known types, is loaded.
+Nothing is run.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import math
+from collections.abc import Mapping
+from typing import Any, Final
+
+import numpy as np
+import onnx
+
+from tightship.frontends.onnx.types import TensorType
+
+__all__ = ["results"]
+
+_MOST: Final = 1 << 28
+"""Bytes of weights that are made up for a node, at most."""
+_KEPT: Final = 64
+"""Elements of known contents that a node is given as constants, at most: what shapes are computed from is smaller."""
+
+
+def results(
+    node: Any, types: Mapping[str, TensorType], values: Mapping[str, np.ndarray], opsets: Mapping[str, int]
+) -> list[TensorType] | None:
+    """Types of a node's results, in the order of its outputs; None where onnxruntime is not installed, does not know
+    the op, or cannot say."""
+    if importlib.util.find_spec("onnxruntime") is None or any(a.HasField("g") for a in node.attribute):
+        return None
+    given = [n for n in node.input if n]
+    if any(not types[n].known for n in given):
+        return None
+    plain = onnx.NodeProto(op_type=node.op_type, domain=node.domain, name="node")
+    plain.attribute.extend(node.attribute)
+    names = {n: f"i{k}" for k, n in enumerate(dict.fromkeys(given))}
+    plain.input.extend(names.get(n, "") for n in node.input)
+    plain.output.extend(f"o{k}" if n else "" for k, n in enumerate(node.output))
+    fixed = {n: values[n] for n in names if n in values and values[n].size <= _KEPT}
+    contents = tuple((names[n], v.dtype.str, v.shape, v.tobytes()) for n, v in fixed.items())
+    shapes = tuple((names[n], types[n].dtype, types[n].sizes) for n in names)
+    versions = tuple(sorted({"": opsets.get("", 0) or 13, node.domain: opsets.get(node.domain, 1)}.items()))
+    found = _asked(plain.SerializeToString(deterministic=True), shapes, contents, versions)
+    return None if found is None else list(found)
+
+
+@functools.lru_cache(maxsize=4096)
+def _asked(
+    text: bytes,
+    shapes: tuple[tuple[str, int, tuple[int, ...]], ...],
+    contents: tuple[tuple[str, str, tuple[int, ...], bytes], ...],
+    opsets: tuple[tuple[str, int], ...],
+) -> tuple[TensorType, ...] | None:
+    node = onnx.NodeProto.FromString(text)
+    for weights in (False, True):  # some kernels take weights as constants only
+        try:
+            fixed = {n: np.frombuffer(data, dtype).reshape(shape) for n, dtype, shape, data in contents}
+            if weights:
+                if sum(math.prod(s) for _, _, s in shapes) > _MOST // 8:
+                    return None
+                fixed |= {n: _zeros(t, s) for n, t, s in shapes[1:] if n not in fixed}
+            return _of_session(node, [x for x in shapes if x[0] not in fixed], fixed, opsets)
+        except Exception:  # what the runtime does not know stays unknown, and is asked of the user by name
+            continue
+    return None
+
+
+def _of_session(
+    node: Any,
+    inputs: list[tuple[str, int, tuple[int, ...]]],
+    fixed: dict[str, np.ndarray],
+    opsets: tuple[tuple[str, int], ...],
+) -> tuple[TensorType, ...] | None:
+    import onnxruntime
+
+    model = onnx.helper.make_model(
+        onnx.helper.make_graph(
+            [node],
+            "node",
+            [onnx.helper.make_tensor_value_info(n, t, s) for n, t, s in inputs],
+            [onnx.ValueInfoProto(name=n) for n in node.output if n],
+            [onnx.numpy_helper.from_array(v, n) for n, v in fixed.items()],
+        ),
+        opset_imports=[onnx.helper.make_opsetid(d, v) for d, v in opsets],
+        ir_version=8,
+    )
+    options = onnxruntime.SessionOptions()
+    options.log_severity_level = 4
+    options.intra_op_num_threads = 1
+    options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
+    session = onnxruntime.InferenceSession(
+        model.SerializeToString(), options, providers=["CPUExecutionProvider"]
+    )
+    made = [_type(o.type, o.shape) for o in session.get_outputs()]
+    found = iter([t or TensorType(0) for t in made])
+    return tuple(next(found) if n else TensorType(0) for n in node.output)
+
+
+def _zeros(dtype: int, shape: tuple[int, ...]) -> np.ndarray:
+    return np.zeros(shape, onnx.helper.tensor_dtype_to_np_dtype(dtype))
+
+
+def _type(text: str, shape: Any) -> TensorType | None:
+    """A type as onnxruntime names it."""
+    names = {"float": "FLOAT", "double": "DOUBLE"}
+    inner = text.removeprefix("tensor(").removesuffix(")")
+    dtype = onnx.TensorProto.DataType.items()
+    number = dict(dtype).get(names.get(inner, inner.upper()))
+    if number is None:
+        return None
+    dims = tuple(d if isinstance(d, int) and d >= 0 else "" for d in shape)
+    return TensorType(number, dims)

@@ -1,0 +1,310 @@
+"""Is a planned ONNX model better where it runs? Sessions of onnxruntime side by side, and the file that is best.
+
+A planned file is never slower than the model in a session with the runtime's own defaults, and never needs more
+memory: runs take turns on one thread, the ratio of their processor times is the median over pairs of neighbors, so
+that what else a machine does falls on both; memory is what nodes had requested at their ends, and what the arena
+needed and holds, scratch within nodes included. Where the planned order is not so, not even with the runtime's own
+ways to save time (one block for most values, reuse of buffers), the model is written as it was.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import shutil
+import statistics
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+import onnxruntime
+
+from tightship.errors import BadInput, TightshipError
+from tightship.files import unreadable
+from tightship.frontends.onnx.lower import Program
+from tightship.integrations.onnx_write import bring_data, write_model
+from tightship.integrations.onnxruntime import (
+    AS_IT_IS,
+    PLANNED,
+    arena,
+    measure,
+    portable,
+    random_feeds,
+    session_options,
+    started,
+)
+from tightship.plan import Plan
+from tightship.units import format_bytes, format_seconds
+
+__all__ = ["Answer", "Sessions", "Use", "compared", "feeds_of", "read_feeds", "write_best"]
+
+_SLOWER: Final = 1.03
+"""A ratio of times from which on a file is called slower: medians of runs on a busy machine differ by less."""
+_SECONDS, _ROUNDS, _LEAST = 3.0, 25, 5
+"""Time for rounds, and how many there are at most and at least."""
+
+
+_WAYS: Final[Mapping[str, Mapping[str, Any]]] = {
+    "planned": PLANNED,
+    "block": {**PLANNED, "pattern": True},
+    "reuse": {**PLANNED, "pattern": True, "reuse": True},
+}
+_CALLED: Final = {
+    "planned": "the planned file",
+    "block": "the planned file, one block for most values",
+    "reuse": "the planned file, buffers reused",
+}
+
+
+@dataclass(frozen=True)
+class Use:
+    """What a session takes for a run: seconds of a processor, and bytes: ``requested`` at the end of a node at most,
+    ``arena`` at any moment, ``scratch`` of it within the node ``at``, and what the arena ``holds`` in the end."""
+
+    time: float
+    requested: int
+    arena: int
+    holds: int
+    scratch: int = 0
+    at: str = ""
+
+
+@dataclass(frozen=True)
+class Sessions:
+    """A model with the runtime's defaults beside a file with options of its own; ``ratio`` of their times, the file's
+    to the default's, and the largest ``difference`` between results (0: they are bit-identical)."""
+
+    default: Use
+    file: Use
+    ratio: float
+    difference: float
+
+    @property
+    def slower(self) -> bool:
+        return self.ratio > _SLOWER
+
+    @property
+    def larger(self) -> bool:
+        pairs = ("requested", "arena", "holds")
+        return any(getattr(self.file, k) > getattr(self.default, k) for k in pairs)
+
+    @property
+    def better(self) -> bool:
+        """Not slower, not larger, and equal."""
+        return not self.slower and not self.larger and self.difference == 0
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What was written (a way of `_WAYS` to run the planned order, or ``as it was``),
+    how a session should run it, what was ``tried`` in that order, and why nothing was compared, if nothing was."""
+
+    file: str
+    session: Mapping[str, Any]
+    portable: str
+    tried: Mapping[str, Sessions]
+    failure: str = ""
+
+    def rows(self) -> dict[str, Any]:
+        """As the keys that other programs read (``--json``)."""
+        rows: dict[str, Any] = {"name": f"onnxruntime {onnxruntime.__version__}", "file": self.file}
+        rows |= {"session": dict(self.session), "portable": self.portable, "failure": self.failure or None}
+        rows["tried"] = {
+            name: asdict(s) | {"slower": s.slower, "larger": s.larger} for name, s in self.tried.items()
+        }
+        return rows
+
+    def lines(self) -> Iterator[str]:
+        """In words."""
+        name = f"onnxruntime {onnxruntime.__version__}"
+        if self.failure:
+            yield f"not compared in {name}: {self.failure}"
+            return
+        first = next(iter(self.tried.values()))
+        yield f"{name}, default session of the model: {_use(first.default)}"
+        for way, s in self.tried.items():
+            said = (
+                "equal results" if s.difference == 0 else f"results that differ by up to {s.difference:.3g}"
+            )
+            yield f"{name}, {_CALLED[way]}: {_use(s.file)}; {100 * (s.ratio - 1):+.1f} % time, {said}"
+        if 20 * first.file.scratch > first.file.arena:
+            use = first.file
+            size = format_bytes(use.scratch)
+            yield f"the arena's peak is inside of {use.at!r}: {size} of scratch, which no order changes"
+        best = self.tried.get(self.file)
+        if best is None:
+            yield "no order is better than the default session: the model was written as it was, for default options"
+        elif not best.better:
+            faults = [w for w, wrong in (("slower", best.slower), ("larger", best.larger)) if wrong]
+            yield f"the file meets the budget, and is {' and '.join(faults)} than the default session"
+        else:
+            yield "never slower and never more memory than the default session: checked"
+
+
+def _use(use: Use) -> str:
+    sizes = ", ".join(
+        f"{format_bytes(n)} {what}"
+        for n, what in ((use.requested, "by nodes"), (use.arena, "arena"), (use.holds, "held"))
+    )
+    return f"{format_seconds(use.time)}, {sizes}"
+
+
+# --- what runs are given ---
+
+
+def feeds_of(program: Program) -> dict[str, Any]:
+    """Random inputs of the sizes that a model was planned for."""
+    graph = program.graph
+    sizes = {
+        graph.values[v].name: graph.values[v].shape for v in graph.inputs
+        if graph.storages[graph.values[v].storage].kind == "input"
+    }  # fmt: skip
+    return random_feeds(program.model.path, sizes)
+
+
+def read_feeds(path: str | os.PathLike[str]) -> dict[str, Any]:
+    """Inputs by name from an .npz file. Raises ``BadInput``."""
+    try:
+        with np.load(path, allow_pickle=False) as file:
+            return {name: file[name] for name in file.files}
+    except OSError as error:
+        raise unreadable(error, os.fspath(path)) from error
+    except (ValueError, AttributeError, EOFError) as error:
+        raise BadInput(f"not an .npz file of arrays: {error}", place=os.fspath(path)) from error
+
+
+# --- sessions side by side ---
+
+
+def compared(
+    model: str | os.PathLike[str],
+    file: str | os.PathLike[str],
+    given: Mapping[str, Any],
+    feeds: Mapping[str, Any],
+    seconds: float = _SECONDS,
+) -> Sessions:
+    """``model`` in a default session, and ``file`` with options ``given``, on the same inputs.
+
+    Raises ``BadInput`` where the runtime does not load or run one of them.
+    """
+    sides = [(model, AS_IT_IS), (file, given)]
+    try:
+        with_profile = [
+            measure(path, feeds, **options, merge=not options["keep_order"]) for path, options in sides
+        ]
+        arenas = [
+            arena(path, feeds, _quiet(options), merge=not options["keep_order"]) for path, options in sides
+        ]
+        running = [started(path, _quiet(options), merge=not options["keep_order"]) for path, options in sides]
+        times = _times([lambda s=s: s.run(None, dict(feeds)) for s in running], seconds)
+    except TightshipError:
+        raise
+    except Exception as error:  # the runtime's classes have no common one
+        raise BadInput(
+            f"onnxruntime does not run it: {' '.join(str(error).split())}", place=os.fspath(model)
+        ) from error
+    uses = [
+        Use(statistics.median(t), run.peak, held.peak, held.holds, held.scratch, held.node)
+        for t, run, held in zip(times, with_profile, arenas, strict=True)
+    ]
+    ratio = statistics.median(b / max(a, 1e-9) for a, b in zip(*times, strict=True))
+    one, other = (run.outputs for run in with_profile)
+    return Sessions(uses[0], uses[1], ratio, max(map(_difference, one, other), default=0.0))
+
+
+def _quiet(given: Mapping[str, Any]) -> Any:
+    options = session_options(**given)
+    options.log_severity_level = 3
+    options.intra_op_num_threads = 1
+    return options
+
+
+def _times(runs: Sequence[Any], seconds: float) -> list[list[float]]:
+    """Times of runs that take turns, in an order that changes from round to round."""
+    for run in runs:
+        run()
+        run()
+    times: list[list[float]] = [[] for _ in runs]
+    began = time.perf_counter()
+    while len(times[0]) < _LEAST or (len(times[0]) < _ROUNDS and time.perf_counter() - began < seconds):
+        turn = list(enumerate(runs))
+        for k, run in turn if len(times[0]) % 2 else turn[::-1]:
+            start = time.process_time()
+            run()
+            times[k].append(time.process_time() - start)
+    return times
+
+
+def _difference(a: Any, b: Any) -> float:
+    if not isinstance(a, np.ndarray):
+        same = isinstance(a, list) and len(a) == len(b)
+        return max(map(_difference, a, b), default=0.0) if same else 0.0 if a == b else np.inf
+    if a.shape != b.shape or a.dtype != b.dtype:
+        return np.inf
+    if a.dtype.kind not in "fc":
+        return 0.0 if np.array_equal(a, b) else np.inf
+    if np.array_equal(a, b, equal_nan=True):
+        return 0.0
+    return float(np.nanmax(np.abs(a.astype(np.float64) - b.astype(np.float64)))) or np.inf
+
+
+# --- the file that is best ---
+
+
+def write_best(
+    program: Program,
+    plan: Plan,
+    original: Program,
+    path: str | os.PathLike[str],
+    feeds: Mapping[str, Any] | None = None,
+    *,
+    must: bool = False,
+) -> Answer:
+    """Write ``program`` as planned where that is no worse than ``original`` in a default session, and the model as it
+    was where it is not; ``must``: as planned in any case, which a budget asks for. Raises as `write_model`."""
+    target, portability = Path(path), portable(program.model)[0]
+    beside = target.with_name(f".{target.name[:50]}.{secrets.token_hex(4)}.onnx")
+    tried: dict[str, Sessions] = {}
+    try:
+        for name, given in _WAYS.items():
+            write_model(program, plan, beside, given)
+            try:
+                inputs = feeds_of(original) if feeds is None else feeds
+                tried[name] = _again_if_close(original, beside, given, inputs)
+            except BadInput as error:
+                hint = "" if feeds is not None else "; give inputs it can run on with --inputs"
+                os.replace(beside, target)
+                return Answer(name, given, portability, tried, f"{error}{hint}")
+            if must or tried[name].better:
+                os.replace(beside, target)
+                return Answer(name, given, portability, tried)
+        _copied(original, target)
+        return Answer("as it was", AS_IT_IS, "any", tried)
+    finally:
+        beside.unlink(missing_ok=True)
+
+
+def _again_if_close(
+    original: Program, file: Path, given: Mapping[str, Any], feeds: Mapping[str, Any]
+) -> Sessions:
+    """Compared, and once more for longer where time alone speaks against the file."""
+    found = compared(original.model.path, file, given, feeds)
+    if found.slower and not found.larger and found.ratio < 2:
+        found = compared(original.model.path, file, given, feeds, 2 * _SECONDS)
+    return found
+
+
+def _copied(original: Program, target: Path) -> None:
+    """The model's own file at another place, its external data with it."""
+    part = target.with_name(f".{target.name[:50]}.{secrets.token_hex(4)}.tmp")
+    try:
+        bring_data(original.model, target.parent)
+        shutil.copyfile(original.model.path, part)
+        os.replace(part, target)
+    except OSError as error:
+        raise BadInput(f"cannot write {os.fspath(target)!r}: {error.strerror or error}") from error
+    finally:
+        part.unlink(missing_ok=True)

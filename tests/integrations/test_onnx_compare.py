@@ -1,0 +1,246 @@
+"""Files planned after onnxruntime's optimization, compared with a session of its defaults."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+
+pytest.importorskip("onnx")
+pytest.importorskip("onnxruntime")
+import onnx
+import onnxruntime as ort
+from onnx import TensorProto, helper
+
+from support.graphs import made, node, saved, tensor, value
+from tightship import api
+from tightship.cli import main
+from tightship.errors import BadInput
+from tightship.frontends.onnx.load import read
+from tightship.frontends.onnx.lower import lower
+from tightship.integrations import onnx_compare
+from tightship.integrations.onnx_compare import Sessions, Use, compared, feeds_of, read_feeds, write_best
+from tightship.integrations.onnx_write import KEY_PLAN, KEY_SESSION
+from tightship.integrations.onnxruntime import AS_IT_IS, PLANNED, measure, optimized, portable, session
+
+RNG = np.random.default_rng(0)
+
+
+def weights(*shape):
+    return RNG.standard_normal(shape).astype(np.float32) / 8
+
+
+def branches(opset=17):
+    """Three branches of convolutions, joined: the order matters, and the runtime fuses and lays out anew."""
+    nodes, given, ends = [], [], []
+    for k in range(3):
+        wide, thin = f"wide{k}", f"thin{k}"
+        given += [tensor(wide, weights(64, 16, 3, 3)), tensor(thin, weights(8, 64, 1, 1))]
+        nodes.append(node("Conv", ["x", wide], [f"a{k}"], pads=[1, 1, 1, 1]))
+    for k in range(3):  # all wide ones first, as exporters like to have it
+        nodes += [node("Relu", [f"a{k}"], [f"b{k}"]), node("Conv", [f"b{k}", f"thin{k}"], [f"c{k}"])]
+        ends.append(f"c{k}")
+    nodes.append(node("Concat", ends, ["y"], axis=1, name="join"))
+    model = made(nodes, [value("x", ["n", 16, 32, 32])], [value("y", None)], given, opset=opset)
+    model.ir_version = 8
+    return model
+
+
+def test_what_the_optimizer_makes_is_planned_and_runs_as_planned(tmp_path):
+    original = lower(read(saved(tmp_path, branches())), "n=1")
+    (tmp_path / "work").mkdir()
+    program = optimized(original, tmp_path / "work", "n=1")
+    graph = program.graph
+    assert all(op.target != "Relu" for op in graph.ops)  # they are in the convolutions
+    assert any(op.target.startswith("com.microsoft") for op in graph.ops)
+    plan = api.plan_graph(graph).plan
+    answer = write_best(program, plan, original, tmp_path / "out.onnx", must=True)
+    tried = answer.tried["planned"]
+    assert tried.difference == 0
+    assert tried.file.requested < tried.default.requested
+    feeds = feeds_of(original)
+    ran = measure(tmp_path / "out.onnx", feeds, level="all")
+    assert plan.peak - plan.static - 64 * len(graph.storages) <= ran.peak <= plan.peak - plan.static
+    names = [n.name for n in onnx.load(tmp_path / "out.onnx").graph.node]
+    assert list(ran.order) == names  # nothing is left to optimize
+    default = ort.InferenceSession(str(original.model.path)).run(None, feeds)
+    for a, b in zip(default, session(tmp_path / "out.onnx").run(None, feeds), strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+@pytest.mark.parametrize("level", ["basic", "extended", "all"])
+def test_levels_say_where_the_file_runs(tmp_path, level):
+    original = lower(read(saved(tmp_path, branches())), "n=1")
+    (tmp_path / "work").mkdir()
+    program = optimized(original, tmp_path / "work", "n=1", level)
+    word, said = portable(program.model)
+    assert word in {"basic": {"any"}, "extended": {"onnxruntime"}, "all": {"onnxruntime", "processor"}}[level]
+    assert any(level in note and said in note for note in program.notes)
+
+
+def test_models_of_old_opsets_are_optimized_as_they_are(tmp_path):
+    model = branches(9)
+    model.ir_version = 3
+    model.graph.input.extend(value(t.name, t.dims) for t in model.graph.initializer)
+    original = lower(read(saved(tmp_path, model)), "n=2")
+    (tmp_path / "work").mkdir()
+    program = optimized(original, tmp_path / "work", "n=2")
+    assert [i.name for i in program.model.proto.graph.input] == ["x"]
+    answer = write_best(program, api.plan_graph(program.graph).plan, original, tmp_path / "out.onnx")
+    assert answer.tried["planned"].difference == 0
+
+
+def test_weights_beside_the_model_are_beside_the_written_one(tmp_path):
+    onnx.save_model(
+        branches(), tmp_path / "m.onnx", save_as_external_data=True, location="w.bin", size_threshold=16
+    )
+    original = lower(read(tmp_path / "m.onnx"), "n=1")
+    for name in ("work", "out"):
+        (tmp_path / name).mkdir()
+    program = optimized(original, tmp_path / "work", "n=1")
+    answer = write_best(program, api.plan_graph(program.graph).plan, original, tmp_path / "out" / "o.onnx")
+    assert not answer.failure and answer.tried["planned"].difference == 0
+
+
+def use(time=1.0, requested=64, arena=64, holds=64):
+    return Use(time, requested, arena, holds)
+
+
+def test_what_is_worse_is_written_as_it_was(tmp_path, monkeypatch):
+    """Slower, larger or of other results, in either way: the model's own file; a budget is met all the same."""
+    original = lower(read(saved(tmp_path, branches())), "n=1")
+    plan = api.plan_graph(original.graph).plan
+    out = tmp_path / "out.onnx"
+    worse = [
+        Sessions(use(), use(1.2), 1.2, 0.0),
+        Sessions(use(), use(arena=128), 1.0, 0.0),
+        Sessions(use(), use(), 1.0, 1e-3),
+    ]
+    for found in worse:
+        assert not found.better
+        monkeypatch.setattr(onnx_compare, "compared", lambda *_, found=found: found)
+        answer = write_best(original, plan, original, out)
+        assert answer.file == "as it was" and list(answer.tried) == ["planned", "block", "reuse"]
+        assert out.read_bytes() == original.model.path.read_bytes()
+        assert "written as it was" in list(answer.lines())[-1]
+        assert write_best(original, plan, original, out, must=True).file == "planned"
+        assert onnx.load(out).metadata_props
+    second = iter([worse[1], Sessions(use(), use(), 1.0, 0.0)])
+    monkeypatch.setattr(onnx_compare, "compared", lambda *_: next(second))
+    assert write_best(original, plan, original, out).file == "block"
+
+
+def test_what_the_runtime_cannot_run_is_said(tmp_path):
+    """Random indices do not do for a table of one row; inputs that do can be given."""
+    nodes = [node("Gather", ["table", "i"], ["a"]), node("Neg", ["a"], ["y"])]
+    inputs = [value("i", [64], TensorProto.INT64)]
+    original = lower(
+        read(saved(tmp_path, made(nodes, inputs, [value("y", None)], [tensor("table", weights(1, 8))])))
+    )
+    plan, out = api.plan_graph(original.graph).plan, tmp_path / "out.onnx"
+    answer = write_best(original, plan, original, out)
+    assert "--inputs" in answer.failure and not answer.tried and out.exists()
+    np.savez(tmp_path / "in.npz", i=np.zeros(64, np.int64))
+    answer = write_best(original, plan, original, out, read_feeds(tmp_path / "in.npz"))
+    assert not answer.failure and answer.tried["planned"].difference == 0
+    (tmp_path / "bad.npz").write_bytes(b"nothing")
+    with pytest.raises(BadInput, match=r"not an \.npz"):
+        read_feeds(tmp_path / "bad.npz")
+
+
+def test_a_session_runs_a_file_as_its_metadata_say(tmp_path):
+    plain = saved(tmp_path, branches(), "plain.onnx")
+    assert session(plain).get_session_options().execution_order == ort.ExecutionOrder.DEFAULT
+    original = lower(read(plain), "n=1")
+    write_best(original, api.plan_graph(original.graph).plan, original, tmp_path / "out.onnx", must=True)
+    options = session(tmp_path / "out.onnx").get_session_options()
+    assert options.execution_order == ort.ExecutionOrder.PRIORITY_BASED and not options.enable_mem_reuse
+    assert not options.enable_mem_pattern
+    model = onnx.load(tmp_path / "out.onnx")
+    assert json.loads(next(e.value for e in model.metadata_props if e.key == KEY_SESSION)) == dict(PLANNED)
+    for entry in model.metadata_props:
+        if entry.key == KEY_SESSION:
+            entry.value = '{"level": "of nobody"}'
+    onnx.save(model, tmp_path / "bad.onnx")
+    with pytest.raises(BadInput, match="is not what"):
+        session(tmp_path / "bad.onnx")
+    with pytest.raises(BadInput, match="onnxruntime does not load it"):
+        session(saved(tmp_path, made([node("Nonsense", ["x"], ["y"])], [value("x", [1])], [value("y", [1])])))
+
+
+def test_the_comparison_sees_results_that_differ(tmp_path):
+    one = saved(tmp_path, branches(), "one.onnx")
+    model = onnx.load(one)
+    data = onnx.numpy_helper.to_array(model.graph.initializer[0]).copy()
+    data[0] += 1
+    model.graph.initializer[0].CopyFrom(tensor("wide0", data))
+    feeds = feeds_of(lower(read(one), "n=1"))
+    found = compared(one, saved(tmp_path, model, "two.onnx"), AS_IT_IS, feeds, 0.1)
+    assert 0 < found.difference < np.inf and not found.better
+    assert compared(one, one, AS_IT_IS, feeds, 0.1).difference == 0
+
+
+def test_scratch_inside_of_a_node_is_in_the_arena_and_named(tmp_path):
+    """A transposed convolution multiplies into scratch 4 times its result, and adds it up."""
+    w, nodes = tensor("w", weights(64, 8, 4, 4)), [node("Neg", ["x"], ["a"], name="first")]
+    nodes += [node("ConvTranspose", ["a", "w"], ["y"], name="up", strides=[2, 2], pads=[1, 1, 1, 1])]
+    path = saved(tmp_path, made(nodes, [value("x", [1, 64, 64, 64])], [value("y", None)], [w]))
+    feeds = feeds_of(lower(read(path)))
+    found = compared(path, path, PLANNED, feeds, 0.1)
+    scratch = 8 * 16 * 64 * 64 * 4
+    assert found.file.at == "up"
+    assert (
+        scratch <= found.file.scratch <= 2 * scratch
+    )  # the arena's pieces are larger than what is asked for
+    assert found.file.requested < scratch < found.file.arena
+    said = "\n".join(onnx_compare.Answer("planned", PLANNED, "any", {"planned": found}).lines())
+    assert "the arena's peak is inside of 'up'" in said
+
+
+# --- the command line ---
+
+
+def plan_of(capsys, *given):
+    status = main(["plan", *map(str, given), "--json"])
+    return status, json.loads(capsys.readouterr().out)
+
+
+def test_the_command_line_says_how_the_file_compares(tmp_path, capsys):
+    source, out = saved(tmp_path, branches()), tmp_path / "out.onnx"
+    status, rows = plan_of(capsys, source, "--shape", "n=1", "--write", out)
+    assert status == 0
+    runtime = rows["runtime"]
+    assert runtime["name"] == f"onnxruntime {ort.__version__}" and runtime["failure"] is None
+    assert runtime["file"] in ("planned", "block", "reuse", "as it was")
+    first = runtime["tried"]["planned"]
+    assert first["difference"] == 0 and first["file"]["requested"] < first["default"]["requested"]
+    best = runtime["tried"].get(runtime["file"])
+    assert best is None or not (best["slower"] or best["larger"])
+    assert any("optimization (all)" in note for note in rows["notes"])
+    status, rows = plan_of(capsys, source, "--shape", "n=1", "--write", out, "--optimize", "none")
+    assert status == 0 and not any("optimization" in note for note in rows["notes"])
+    assert main(["plan", str(source), "--shape", "n=1", "--write", str(out)]) == 0
+    text = " ".join(capsys.readouterr().out.split())
+    assert f"onnxruntime {ort.__version__}, default session of the model:" in text
+
+
+def test_options_of_writing_belong_to_writing(tmp_path, capsys):
+    source = saved(tmp_path, branches())
+    for option in (("--optimize", "all"), ("--inputs", "x.npz")):
+        status, rows = plan_of(capsys, source, "--shape", "n=1", *option)
+        assert status == 2 and "--write" in rows["error"]["message"]
+
+
+def test_what_cannot_be_optimized_is_planned_as_it_is(tmp_path, capsys):
+    """An op of a domain that the runtime does not have, in a branch's place: the file is written all the same."""
+    body = [node("Foo", ["x"], ["a"], domain="my.own"), node("Neg", ["a"], ["y"])]
+    opsets = [helper.make_opsetid("my.own", 1)]
+    model = made(body, [value("x", [4])], [value("y", [4])], opsets=opsets)
+    model.graph.value_info.append(value("a", [4]))
+    status, rows = plan_of(capsys, saved(tmp_path, model), "--write", tmp_path / "out.onnx")
+    assert status == 0
+    assert any("planned as it is" in note for note in rows["notes"])
+    assert rows["runtime"]["failure"] and any(
+        e.key == KEY_PLAN for e in onnx.load(tmp_path / "out.onnx").metadata_props
+    )
