@@ -4,7 +4,7 @@ Nodes keep their names, so what is fetched and fed stays the same, and so do the
 graph's own, a copy of one, or a copy of bytes. A session runs whatever is ready. Grappler's own plans are written
 as Grappler does, with triggers (G3-G5, G12); of any other plan every node waits for the one before it, or the
 session would not keep to the planned order, and to its peak. In loops and functions the nodes of a turn wait for one
-another, too. Nothing waits for a node that may not be run, as those on one side of a Switch, but what is on that side.
+another, too. For a node on one side of a Switch only nodes on that side wait.
 
 Sums become accumulators (G6, G7) in the GraphDef before it is planned.
 """

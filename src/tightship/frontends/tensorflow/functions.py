@@ -115,7 +115,9 @@ def inlined(proto: Any, library: Library) -> Any:
             return proto
         whole = type(proto)(library=proto.library, versions=proto.versions)
         for node in proto.node:
-            _inline(whole, node, library.body(calls[node.name])) if node.name in calls else whole.node.append(node)
+            _inline(whole, node, library.body(calls[node.name])) if node.name in calls else whole.node.append(
+                node
+            )
             if len(whole.node) > MOST_NODES:
                 raise BadInput(f"more than {MOST_NODES} nodes with its calls inlined", place=library.place)
         proto = whole
@@ -205,7 +207,10 @@ def frames_of(proto: Any, place: str) -> dict[str, Frame]:
             if back:
                 start = [i for i in given if kinds[i] in _ENTERS]
                 if len(given) != 2 or len(back) != 1 or len(start) != 1:
-                    raise BadInput("a loop's Merge has one Enter and one NextIteration", place=f"{place}: node {node.name!r}")
+                    raise BadInput(
+                        "a loop's Merge has one Enter and one NextIteration",
+                        place=f"{place}: node {node.name!r}",
+                    )
                 carried[node.name] = (start[0], back[0])
         found[name] = Frame(
             name, parent.get(name, ""),
@@ -218,7 +223,7 @@ def frames_of(proto: Any, place: str) -> dict[str, Frame]:
 
 
 def _frame_of_each(proto: Any, place: str) -> dict[str, str]:
-    """By node the path of frames it is in (names, outermost first, by line); an Exit counts to the frame it leaves."""
+    """By node the path of frames it is in (names, outermost first, by line); an Exit is in the one it leaves."""
     nodes = {n.name: n for n in proto.node}
     readers: dict[str, list[str]] = {n: [] for n in nodes}
     for node in proto.node:

@@ -2,7 +2,8 @@
 
 TensorFlow's importer checks the graph and infers shapes; what it does not know is taken from the attribute
 ``_output_shapes``, where the graph was written with it. A loop's or branch's results are those of its functions,
-for the inputs it has; a list of tensors has as many bytes as its elements. What nobody knows is an error that names it.
+for the inputs it has; a list of tensors has as many bytes as its elements. What nobody knows is an
+error that names it.
 """
 
 from __future__ import annotations
@@ -136,7 +137,13 @@ class _Inference:
     ) -> None:
         if deep > DEEPEST:
             raise BadInput(f"functions call each other more than {DEEPEST} deep", place=place)
-        self.place, self.library, self.needed, self.given, self.deep = place, library, needed, given or {}, deep
+        self.place, self.library, self.needed, self.given, self.deep = (
+            place,
+            library,
+            needed,
+            given or {},
+            deep,
+        )
         self.proto = acyclic(proto, frames.values())
         self.back = {m: back for f in frames.values() for m, (_, back) in f.carried.items()}
         self.nodes = {n.name: n for n in self.proto.node}
@@ -162,7 +169,9 @@ class _Inference:
         rest = {n: () for n in self.nodes if n not in self.results}  # on a cycle
         ops = self.ops
         stateful = frozenset(n for n, op in ops.items() if op.op_def.is_stateful)
-        refs = {n: tuple(i for i, t in enumerate(op._input_types) if t._is_ref_dtype) for n, op in ops.items()}
+        refs = {
+            n: tuple(i for i, t in enumerate(op._input_types) if t._is_ref_dtype) for n, op in ops.items()
+        }
         return Types(self.results | rest, stateful, {n: r for n, r in refs.items() if r}, self.called)
 
     def _invariant(self) -> None:
@@ -177,7 +186,9 @@ class _Inference:
                 given = [self._input(i) for i in self.nodes[name].input if not i.startswith("^")]
                 for k, (one, two) in enumerate(zip(given, _returned(called[1]), strict=False)):
                     if two is not None and one.shape != two.shape:
-                        fault = f"value {k} of the loop has shape {list(one.shape)} and then {list(two.shape)}"
+                        fault = (
+                            f"value {k} of the loop has shape {list(one.shape)} and then {list(two.shape)}"
+                        )
                         raise UnknownSize(fault, place=f"{self.place}: node {name!r}")
 
     def _imported(self) -> dict[str, Any]:
@@ -265,7 +276,9 @@ class _Inference:
             return Made(base.name, shape, nbytes, ref=dtype._is_ref_dtype)
         items = self._list(node, k, bodies)
         if items is None or (node.op not in _GROWS and items.total() is None):
-            if self.deep or node.op in _FORWARDS_LISTS:  # it is counted where it is made, or where it leaves the loop
+            if (
+                self.deep or node.op in _FORWARDS_LISTS
+            ):  # it is counted where it is made, or where it leaves the loop
                 return Made("variant", (), 0, items=items or Items())
             raise UnknownSize("elements of type variant have no fixed size in bytes", place=where)
         empty = node.op in _GROWS
@@ -284,15 +297,19 @@ class _Inference:
             )
         if node.op == "TensorListFromTensor":
             made = self._input(data[0])
-            return Items(made.shape[0], made.nbytes // made.shape[0]) if made.shape and made.shape[0] else Items(0, 0)
+            return (
+                Items(made.shape[0], made.nbytes // made.shape[0])
+                if made.shape and made.shape[0]
+                else Items(0, 0)
+            )
         given = [m.items for m in map(self._input, data) if m.items is not None]
         if node.op in ("TensorListSetItem", "TensorListPushBack"):
             item = self._input(data[-1])
             return Items(given[0].count if given else None, item.nbytes)
         if node.op in LOOPS and k < len(data):
             before = self._input(data[k]).items or Items()
-            made = bodies[0][k] if bodies and k < len(bodies[0]) else None
-            return (made.items or Items()).or_else(before) if made is not None else before
+            later = bodies[0][k] if bodies and k < len(bodies[0]) else None
+            return (later.items or Items()).or_else(before) if later is not None else before
         if node.op in BRANCHES:
             found = [row[k].items for row in bodies if k < len(row) and row[k] is not None and row[k].items]
             return found[0] if found else None

@@ -430,7 +430,11 @@ class _Lowering:
         if made.ref and (refs := self.types.refs.get(n)):
             return self.builder.storage_of(ins[refs[0]])
         source = forwarded(kind, port, len(ins))
-        if made.items is not None and kind in _LIST_WRITES and self.builder.storage_of(ins[0]) in self.callers:
+        if (
+            made.items is not None
+            and kind in _LIST_WRITES
+            and self.builder.storage_of(ins[0]) in self.callers
+        ):
             return self.builder.storage_of(ins[0])  # a loop's list: it is counted among the loop's results
         if source is None or n in self.copied:
             return None
@@ -457,11 +461,16 @@ class _Inside:
     flops: int = 0
 
     @classmethod
-    def of(cls, n: str, low: list[_Lowering], carried: int, kept: Mapping[int, int], *, every: bool) -> _Inside:
+    def of(
+        cls, n: str, low: list[_Lowering], carried: int, kept: Mapping[int, int], *, every: bool
+    ) -> _Inside:
         """``every``: all of the graphs run, not one of them."""
         graphs = tuple(x.builder.graph(x.outputs, f"{n}/{k}") for k, x in enumerate(low))
         constants = tuple(
-            (f"{n}/{s.name}", s.size) for x in low for s in x.builder.storages if s.kind == "constant" and s.size
+            (f"{n}/{s.name}", s.size)
+            for x in low
+            for s in x.builder.storages
+            if s.kind == "constant" and s.size
         )
         flops = [sum(o.flops for o in g.ops) for g in graphs]
         return cls(graphs, constants, carried, kept, sum(flops) if every else max(flops, default=0))
