@@ -26,12 +26,13 @@ if TYPE_CHECKING:
 
     from tightship.frontends.onnx.lower import Program as OnnxProgram
     from tightship.frontends.tensorflow.lower import Program as GraphDefProgram
+    from tightship.frontends.tflite import Program as TfliteProgram
     from tightship.frontends.torch.program import Program
     from tightship.frontends.torch.structure import LossFn
 
 __all__ = [
     "FILES", "ModelStep", "Source", "load_source", "load_step", "need_torch", "read_graphdef", "read_model",
-    "read_onnx", "torch_saved", "users_code",
+    "read_onnx", "read_tflite", "torch_saved", "users_code",
 ]  # fmt: skip
 
 
@@ -170,11 +171,18 @@ def read_graphdef(
     return lower(read(path), shape, fetch=fetch, feed=feed)
 
 
+def read_tflite(path: str | os.PathLike[str]) -> TfliteProgram:
+    """A TensorFlow Lite model and its graph (``.graph``): by `tightship.frontends.tflite.lower`, without other packages."""
+    from tightship.frontends.tflite import lower, read
+
+    return lower(read(path))
+
+
 @dataclass(frozen=True)
 class _FileKind:
     """A kind of file that holds a model: what reads it, its options on the command line, and what it is called."""
 
-    read: Callable[..., OnnxProgram | GraphDefProgram]
+    read: Callable[..., OnnxProgram | GraphDefProgram | TfliteProgram]
     options: tuple[str, ...]
     called: str
 
@@ -183,10 +191,15 @@ _ONNX = _FileKind(read_onnx, ("shape", "views", "in_place"), "a model.onnx")
 _TENSORFLOW = _FileKind(
     read_graphdef, ("shape", "fetch", "feed"), "a graph.pb, .pbtxt or .meta of TensorFlow's"
 )
-_ENDINGS = {".onnx": _ONNX, ".pb": _TENSORFLOW, ".pbtxt": _TENSORFLOW, ".meta": _TENSORFLOW}
+_TFLITE = _FileKind(lambda path, shape=None: read_tflite(path), (), "a model.tflite")
+_ENDINGS = {
+    ".onnx": _ONNX, ".pb": _TENSORFLOW, ".pbtxt": _TENSORFLOW, ".meta": _TENSORFLOW, ".tflite": _TFLITE,
+}  # fmt: skip
 
 
-def read_model(path: str | os.PathLike[str], shape: Any = None) -> OnnxProgram | GraphDefProgram:
+def read_model(
+    path: str | os.PathLike[str], shape: Any = None
+) -> OnnxProgram | GraphDefProgram | TfliteProgram:
     """The model in a file, of the kind that its ending says; ONNX by default."""
     return _ENDINGS.get(Path(path).suffix, _ONNX).read(path, shape)
 
@@ -194,7 +207,8 @@ def read_model(path: str | os.PathLike[str], shape: Any = None) -> OnnxProgram |
 # --- SOURCE: any of them, by a text ---
 
 FILES = (
-    "model.onnx, a graph.pb of TensorFlow's, a module.txt of HLO, or a graph.json or plan.json of tightship's"
+    "model.onnx, a graph.pb of TensorFlow's, a model.tflite, a module.txt of HLO, or a graph.json or plan.json of "
+    "tightship's"
 )
 """The files that a SOURCE may be, in the words of the command line."""
 _RETURNS = (
@@ -212,7 +226,7 @@ class Source:
 
     graph: Graph
     plan: Plan | None = None
-    program: OnnxProgram | GraphDefProgram | Program | None = None
+    program: OnnxProgram | GraphDefProgram | TfliteProgram | Program | None = None
     step: ModelStep | None = None
     took: float = 0.0
 

@@ -95,6 +95,8 @@ _ARGUMENTS = {
     "write": _argument("--write", "FILE", "write the model, graph or module as planned: order, clones"),
     "copies": _argument("--copies", None, "how --write copies out in a graph.pb: copy (ops that GPUs have) or "
         "identity (to the host's device) (default: copy)", choices=("copy", "identity")),
+    "offline plan": _argument("--offline-plan", None, "with --write of a model.tflite: also where each tensor lies "
+        "in the arena, for TensorFlow Lite Micro", action="store_true"),
     "out": _argument("--out", "DIR", "where plans and pictures go", default="demo-out"),
     "steps": _argument("--steps", "N", "training steps of each model, at least 5", type=int, default=12),
     "ranks": _argument("--ranks", "N", "of module:factory: one of so many ranks that train the model in shards (or "
@@ -144,7 +146,7 @@ _VERBS = {
     "plan": _Verb(
         "decide what to keep, recompute and move, and where every byte lies",
         verbs.plan,
-        (*_PLAN, "write", "copies", *_MODEL),
+        (*_PLAN, "write", "copies", "offline plan", *_MODEL),
         default.Options,
     ),
     "frontier": _Verb(

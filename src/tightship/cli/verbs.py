@@ -59,8 +59,12 @@ def plan(chosen: argparse.Namespace, out: Output) -> int:
     )
     source = _loaded(chosen.source, out, model_options(chosen), seconds)
     kind = "" if source.program is None else source.graph.meta.get("source", "")
-    if chosen.write is not None and kind not in ("onnx", "tensorflow"):
-        raise BadInput("--write requires a model.onnx or a graph.pb as SOURCE", place=chosen.source)
+    if chosen.write is not None and kind not in ("onnx", "tensorflow", "tflite"):
+        raise BadInput(
+            "--write requires a model.onnx, graph.pb or model.tflite as SOURCE", place=chosen.source
+        )
+    if chosen.offline_plan and (chosen.write is None or kind != "tflite"):
+        raise BadInput("--offline-plan requires a model.tflite as SOURCE, and --write", place=chosen.source)
     if chosen.copies is not None and (chosen.write is None or kind != "tensorflow"):
         raise BadInput("--copies requires a graph.pb as SOURCE, and --write", place=chosen.source)
     if kind == "tensorflow" and options.get("level") == "scheduling":
@@ -84,7 +88,11 @@ def plan(chosen: argparse.Namespace, out: Output) -> int:
     if kind == "onnx" and chosen.planner is None and not interrupted:
         rows["order_bound"] = least = order_bound(source.graph)
         text.append(f"without recomputation no order needs less than {format_bytes(least)}")
-    written = answer if chosen.write is None else _Writing(answer.plan, source.graph, source, chosen.copies)
+    written = (
+        answer
+        if chosen.write is None
+        else _Writing(answer.plan, source.graph, source, chosen.copies, chosen.offline_plan)
+    )
     write_targets(written, files, rows, text)
     if chosen.write is not None:
         text.append(f"see docs/{'inference' if kind == 'onnx' else 'tensorflow'}.md for how to run it")
@@ -98,6 +106,7 @@ class _Writing(Planned):
 
     source: Source
     copies: str | None
+    offline_plan: bool = False
 
     def write(self, path: Path) -> None:
         program: Any = self.source.program
@@ -105,6 +114,10 @@ class _Writing(Planned):
             from tightship.integrations.onnx_write import write_model
 
             write_model(program, self.plan, path)
+        elif self.graph.meta["source"] == "tflite":
+            from tightship.integrations.tflite_write import write_model as write_tflite
+
+            write_tflite(program, self.plan, path, offsets=self.offline_plan)
         else:
             from tightship.integrations.tensorflow_write import write_graph
 
