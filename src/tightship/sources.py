@@ -172,7 +172,7 @@ def read_graphdef(
 
 
 def read_tflite(path: str | os.PathLike[str]) -> TfliteProgram:
-    """A TensorFlow Lite model and its graph (``.graph``): by `tightship.frontends.tflite.lower`, without other packages."""
+    """A TensorFlow Lite model and its graph (``.graph``): see `tightship.frontends.tflite.lower`."""
     from tightship.frontends.tflite import lower, read
 
     return lower(read(path))
