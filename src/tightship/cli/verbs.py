@@ -61,7 +61,8 @@ def plan(chosen: argparse.Namespace, out: Output) -> int:
     kind = "" if source.program is None else source.graph.meta.get("source", "")
     if chosen.write is not None and kind not in ("onnx", "tensorflow", "tflite"):
         raise BadInput(
-            "--write requires a model.onnx, graph.pb or model.tflite as SOURCE", place=chosen.source
+            "--write requires a model.onnx, graph.pb, model.keras or model.tflite as SOURCE",
+            place=chosen.source,
         )
     if chosen.offline_plan and (chosen.write is None or kind != "tflite"):
         raise BadInput("--offline-plan requires a model.tflite as SOURCE, and --write", place=chosen.source)
