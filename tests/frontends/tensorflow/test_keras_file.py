@@ -26,7 +26,9 @@ from tightship.errors import BadInput, TightshipError, UnknownSize, Unsupported
 from tightship.integrations.tensorflow_write import planned_graph
 
 v1 = tf.compat.v1
-pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation doesn't accept")  # of Keras's own saving
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:__array__ implementation doesn't accept"
+)  # of Keras's own saving
 
 
 def saved(folder: Path, batch: int | None = 2) -> tuple[Any, Path]:

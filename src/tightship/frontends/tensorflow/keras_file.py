@@ -198,13 +198,13 @@ def _check_weights(data: bytes, place: str) -> None:
         raise Unsupported("reading Keras models", "h5py is not installed", instead) from error
     total = 0
 
-    def look(name: str, link: Any) -> None:
-        if not isinstance(link, h5py.HardLink):
-            raise BadInput(f"weights {name!r} are a link", place=place)
+    def look(name: str, link: Any) -> str | None:
+        return None if isinstance(link, h5py.HardLink) else str(name)  # what is not None ends the visit
 
     try:
         with h5py.File(io.BytesIO(data), "r") as file:
-            file.visititems_links(look)
+            if (linked := file.visititems_links(look)) is not None:
+                raise BadInput(f"weights {linked!r} are a link", place=place)
             names: list[str] = []
             file.visit(names.append)
             for name in names:
