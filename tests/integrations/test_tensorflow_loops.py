@@ -163,6 +163,37 @@ def test_a_loop_holds_what_it_carries_and_what_a_turn_needs(tmp_path: Path) -> N
     assert matrix in {made.storages[s].size for s in shared}
 
 
+def test_a_loop_that_is_trained_through(tmp_path: Path) -> None:
+    with tf.Graph().as_default() as g:
+        x = v1.placeholder(tf.float32, (64, 64), name="x")
+        y = tf.while_loop(
+            lambda i, a: i < 4, lambda i, a: (i + 1, tf.tanh(a @ x)), [0, x], maximum_iterations=4
+        )[1]
+        tf.identity(tf.gradients(tf.reduce_sum(y * y), x)[0], name="out")
+    proto = g.as_graph_def(add_shapes=True)
+    source = read(tmp_path, proto)
+    forward = next(o for o in source.graph.ops if o.name == "while")
+    held = [source.graph.storages[source.graph.values[v].storage].size for v in forward.outputs]
+    assert held.count(4 * 64 * 64 * 4) >= 1  # what four turns leave for the gradients
+    planned = planned_graph(source, api.plan(source.graph).plan)
+    assert np.array_equal(run(proto)[0], run(planned)[0])
+
+
+def test_arrays_of_v1_in_frames(tmp_path: Path) -> None:
+    def mapped(x: Any, p: Any) -> Any:
+        array = tf.TensorArray(tf.float32, 64, element_shape=(64,)).unstack(x)
+        made = tf.TensorArray(tf.float32, 64, element_shape=(64,))
+        turn = (lambda i, t: i < 64, lambda i, t: (i + 1, t.write(i, tf.tanh(array.read(i)))))
+        return v1.while_loop(*turn, [0, made])[1].stack() + x
+
+    proto = graph(mapped, frames=True)
+    source = read(tmp_path, proto)
+    arrays = [s.size for s in source.graph.storages if "TensorArray" in s.name and s.size == 64 * 64 * 4]
+    assert len(arrays) >= 2
+    planned = planned_graph(source, api.plan(source.graph).plan)
+    assert np.array_equal(run(proto)[0], run(planned)[0])
+
+
 def test_grappler_does_not_write_loops_of_frames(tmp_path: Path) -> None:
     source = read(tmp_path, graph(nested, frames=True))
     made = api.plan_named(source.graph, "grappler", level="recompute").plan

@@ -79,6 +79,8 @@ class Library:
             said = " ".join(str(error).split())[:400]
             raise BadInput(f"TensorFlow rejects the function: {said}", place=where) from error
         for node in proto.node:
+            if "_class" in node.attr:  # groups may have nodes of other functions
+                del node.attr["_class"]
             if node.op == "Placeholder" and "_output_shapes" in node.attr:
                 del node.attr["_output_shapes"]
         arguments = tuple(a.name for a in definition.signature.input_arg)

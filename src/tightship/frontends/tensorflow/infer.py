@@ -270,7 +270,7 @@ class _Inference:
             made = self.given[node.name]
             return replace(made, nbytes=0) if base in (tf.variant, tf.resource) else made
         if base == tf.resource:
-            return Made("resource", (), 0, handle=True)
+            return Made("resource", (), self._held(node, where), handle=True)
         if base != tf.variant:
             nbytes = bounded(math.prod(shape) * (_STRING if base == tf.string else base.size), where)
             return Made(base.name, shape, nbytes, ref=dtype._is_ref_dtype)
@@ -283,6 +283,21 @@ class _Inference:
             raise UnknownSize("elements of type variant have no fixed size in bytes", place=where)
         empty = node.op in _GROWS
         return Made("variant", (), 0 if empty else bounded(items.total() or 0, where), items=items)
+
+    def _held(self, node: Any, where: str) -> int:
+        """Bytes of the tensors that a resource holds for the graph's own use (``TensorArray`` of v1, ``Stack``)."""
+        if node.op not in ("TensorArrayV3", "StackV2"):
+            return 0
+        data = [i for i in node.input if not i.startswith("^")]
+        shape = tf.TensorShape(node.attr["element_shape"].shape)
+        count = self._number(data[0]) if node.op == "TensorArrayV3" else None
+        if count is None or not shape.is_fully_defined():
+            fault = (
+                f"unknown size of what {node.op} holds; give its elements a shape, or use control flow of v2"
+            )
+            raise UnknownSize(fault, place=where)
+        size = int(tf.dtypes.as_dtype(node.attr["dtype"].type).size)
+        return bounded(count * int(shape.num_elements()) * size, where)
 
     def _list(self, node: Any, k: int, bodies: list[Any]) -> Items | None:
         """What is known of the list that a node hands on or makes."""

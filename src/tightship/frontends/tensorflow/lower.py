@@ -23,6 +23,7 @@ from tightship.frontends.tensorflow.infer import Called, Made, Types, infer, sha
 from tightship.frontends.tensorflow.load import GraphFile
 from tightship.frontends.tensorflow.nodes import (
     FEEDS,
+    HANDLES,
     Node,
     Web,
     caller_kind,
@@ -300,7 +301,7 @@ class _Lowering:
     def _own(self, n: str) -> None:
         for port, made in enumerate(self.types.results[n]):
             place = f"{self.place}: node {n!r}"
-            ours = made.handle and self.web.nodes[n].kind not in FEEDS and not self.inner
+            ours = made.handle and self.web.nodes[n].kind in HANDLES
             size = variable_bytes(self.proto[n], place) if ours else made.nbytes
             value = self._value(n, port, made, self.builder.storage(n, size, self._caller(n)))
             self.builder.inputs.append(value)
