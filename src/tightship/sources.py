@@ -26,12 +26,13 @@ if TYPE_CHECKING:
 
     from tightship.frontends.onnx.lower import Program as OnnxProgram
     from tightship.frontends.tensorflow.lower import Program as GraphDefProgram
+    from tightship.frontends.tflite import Program as TfliteProgram
     from tightship.frontends.torch.program import Program
     from tightship.frontends.torch.structure import LossFn
 
 __all__ = [
-    "FILES", "ModelStep", "Source", "load_source", "load_step", "need_torch", "read_graphdef", "read_model",
-    "read_onnx", "torch_saved", "users_code",
+    "FILES", "ModelStep", "Source", "load_source", "load_step", "need_torch", "read_graphdef", "read_keras",
+    "read_model", "read_onnx", "read_tflite", "torch_saved", "users_code",
 ]  # fmt: skip
 
 
@@ -170,11 +171,35 @@ def read_graphdef(
     return lower(read(path), shape, fetch=fetch, feed=feed)
 
 
+def read_keras(
+    path: str | os.PathLike[str], shape: str | Iterable[str] | Mapping[str, Any] | None = None
+) -> GraphDefProgram:
+    """The forward pass of a Keras model's file, as a TensorFlow graph with its weights as constants, and its graph
+    here: see `tightship.frontends.tensorflow.keras_file`. ``shape`` gives sizes to inputs: ``x=8x32``, or a mapping.
+    """
+    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
+    try:
+        from tightship.frontends.tensorflow.infer import shapes_given
+        from tightship.frontends.tensorflow.keras_file import read_keras as read
+        from tightship.frontends.tensorflow.lower import lower
+    except ImportError as error:
+        instead = "pip install 'tightship[tensorflow]'"
+        raise Unsupported("reading Keras models", "TensorFlow is not installed", instead) from error
+    return lower(read(path, shapes_given(shape)))
+
+
+def read_tflite(path: str | os.PathLike[str]) -> TfliteProgram:
+    """A TensorFlow Lite model and its graph (``.graph``): see `tightship.frontends.tflite.lower`."""
+    from tightship.frontends.tflite import lower, read
+
+    return lower(read(path))
+
+
 @dataclass(frozen=True)
 class _FileKind:
     """A kind of file that holds a model: what reads it, its options on the command line, and what it is called."""
 
-    read: Callable[..., OnnxProgram | GraphDefProgram]
+    read: Callable[..., OnnxProgram | GraphDefProgram | TfliteProgram]
     options: tuple[str, ...]
     called: str
 
@@ -183,10 +208,17 @@ _ONNX = _FileKind(read_onnx, ("shape", "views", "in_place"), "a model.onnx")
 _TENSORFLOW = _FileKind(
     read_graphdef, ("shape", "fetch", "feed"), "a graph.pb, .pbtxt or .meta of TensorFlow's"
 )
-_ENDINGS = {".onnx": _ONNX, ".pb": _TENSORFLOW, ".pbtxt": _TENSORFLOW, ".meta": _TENSORFLOW}
+_KERAS = _FileKind(read_keras, ("shape",), "a model.keras")
+_TFLITE = _FileKind(lambda path, shape=None: read_tflite(path), (), "a model.tflite")
+_ENDINGS = {
+    ".onnx": _ONNX, ".pb": _TENSORFLOW, ".pbtxt": _TENSORFLOW, ".meta": _TENSORFLOW, ".keras": _KERAS,
+    ".tflite": _TFLITE,
+}  # fmt: skip
 
 
-def read_model(path: str | os.PathLike[str], shape: Any = None) -> OnnxProgram | GraphDefProgram:
+def read_model(
+    path: str | os.PathLike[str], shape: Any = None
+) -> OnnxProgram | GraphDefProgram | TfliteProgram:
     """The model in a file, of the kind that its ending says; ONNX by default."""
     return _ENDINGS.get(Path(path).suffix, _ONNX).read(path, shape)
 
@@ -194,7 +226,8 @@ def read_model(path: str | os.PathLike[str], shape: Any = None) -> OnnxProgram |
 # --- SOURCE: any of them, by a text ---
 
 FILES = (
-    "model.onnx, a graph.pb of TensorFlow's, a module.txt of HLO, or a graph.json or plan.json of tightship's"
+    "model.onnx, a graph.pb of TensorFlow's, a model.keras or .tflite, a module.txt of HLO, or a graph.json or "
+    "plan.json of tightship's"
 )
 """The files that a SOURCE may be, in the words of the command line."""
 _RETURNS = (
@@ -212,7 +245,7 @@ class Source:
 
     graph: Graph
     plan: Plan | None = None
-    program: OnnxProgram | GraphDefProgram | Program | None = None
+    program: OnnxProgram | GraphDefProgram | TfliteProgram | Program | None = None
     step: ModelStep | None = None
     took: float = 0.0
 

@@ -111,6 +111,8 @@ _ARGUMENTS = {
         "(default: all, where it is installed)", choices=("all", "extended", "basic", "none")),
     "inputs": _argument("--inputs", "FILE", "with --write, of a model.onnx: an .npz of inputs, on which the file is "
         "compared with a default session (default: random numbers)"),
+    "offline plan": _argument("--offline-plan", None, "with --write of a model.tflite: also where each tensor lies "
+        "in the arena, for TensorFlow Lite Micro", action="store_true"),
     "out": _argument("--out", "DIR", "where plans and pictures go", default="demo-out"),
     "steps": _argument("--steps", "N", "training steps of each model, at least 5", type=int, default=12),
     "ranks": _argument("--ranks", "N", "of module:factory: one of so many ranks that train the model in shards (or "
@@ -169,7 +171,7 @@ _VERBS = {
     "plan": _Verb(
         "decide what to keep, recompute and move, and where every byte lies",
         "cli.verbs:plan",
-        (*_PLAN, "write", "optimize", "inputs", "copies", *_MODEL),
+        (*_PLAN, "write", "optimize", "inputs", "copies", "offline plan", *_MODEL),
         _OPTIONS,
     ),
     "frontier": _Verb(

@@ -69,11 +69,16 @@ def plan(chosen: argparse.Namespace, out: Output) -> int:
     )
     source = _loaded(chosen.source, out, model_options(chosen), seconds)
     kind = "" if source.program is None else source.graph.meta.get("source", "")
-    if chosen.write is not None and kind not in ("onnx", "tensorflow"):
-        raise BadInput("--write requires a model.onnx or a graph.pb as SOURCE", place=chosen.source)
+    if chosen.write is not None and kind not in ("onnx", "tensorflow", "tflite"):
+        raise BadInput(
+            "--write requires a model.onnx, graph.pb, model.keras or model.tflite as SOURCE",
+            place=chosen.source,
+        )
     for given, option in ((chosen.optimize, "optimize"), (chosen.inputs, "inputs")):
         if given is not None and (chosen.write is None or kind != "onnx"):
             raise BadInput(f"--{option} requires a model.onnx as SOURCE, and --write")
+    if chosen.offline_plan and (chosen.write is None or kind != "tflite"):
+        raise BadInput("--offline-plan requires a model.tflite as SOURCE, and --write", place=chosen.source)
     if chosen.copies is not None and (chosen.write is None or kind != "tensorflow"):
         raise BadInput("--copies requires a graph.pb as SOURCE, and --write", place=chosen.source)
     if kind == "tensorflow" and options.get("level") == "scheduling":
@@ -101,7 +106,9 @@ def plan(chosen: argparse.Namespace, out: Output) -> int:
         rows["order_bound"] = least = order_bound(source.graph)
         text.append(f"without recomputation no order needs less than {format_bytes(least)}")
     must = chosen.optimize == "none" or answer.plan.budget is not None
-    writing = _Writing(answer.plan, source.graph, source, chosen.copies, original, chosen.inputs, must)
+    writing = _Writing(
+        answer.plan, source.graph, source, chosen.copies, chosen.offline_plan, original, chosen.inputs, must
+    )
     write_targets(answer if chosen.write is None else writing, files, rows, text)
     if writing.answers:
         rows["runtime"] = writing.answers[0].rows()
@@ -118,6 +125,7 @@ class _Writing(Planned):
 
     source: Source
     copies: str | None
+    offline_plan: bool
     original: Source
     inputs: str | None = None
     must: bool = False  # written as planned, whatever onnxruntime says
@@ -125,7 +133,11 @@ class _Writing(Planned):
 
     def write(self, path: Path) -> None:
         program: Any = self.source.program
-        if self.graph.meta["source"] != "onnx":
+        if self.graph.meta["source"] == "tflite":
+            from tightship.integrations.tflite_write import write_model as write_tflite
+
+            write_tflite(program, self.plan, path, offsets=self.offline_plan)
+        elif self.graph.meta["source"] == "tensorflow":
             from tightship.integrations.tensorflow_write import write_graph
 
             write_graph(program, self.plan, path, self.copies or "copy")

@@ -3,13 +3,15 @@
 Nodes keep their names, so what is fetched and fed stays the same, and so do the numbers: every node is one of the
 graph's own, a copy of one, or a copy of bytes. A session runs whatever is ready. Grappler's own plans are written
 as Grappler does, with triggers (G3-G5, G12); of any other plan every node waits for the one before it, or the
-session would not keep to the planned order, and to its peak.
+session would not keep to the planned order, and to its peak. In loops and functions the nodes of a turn wait for one
+another, too. For a node on one side of a Switch only nodes on that side wait.
 
 Sums become accumulators (G6, G7) in the GraphDef before it is planned.
 """
 
 from __future__ import annotations
 
+import itertools
 import os
 from dataclasses import replace
 from pathlib import Path
@@ -21,7 +23,8 @@ from google.protobuf import text_format
 from tightship.baselines.grappler_nodes import CLONE, TRIGGER, Rewrite, accumulator, crowded_sums, rewritten
 from tightship.errors import BadInput, Unsupported
 from tightship.files import write_file
-from tightship.frontends.tensorflow.lower import Program, lower
+from tightship.frontends.tensorflow.functions import acyclic, alive_when, frames_of
+from tightship.frontends.tensorflow.lower import Loop, Program, Turn, lower
 from tightship.frontends.tensorflow.nodes import Node, Web, forwarded, name_of
 from tightship.plan import Plan, Step
 
@@ -71,6 +74,16 @@ def _described(proto: Any, node: Node, kind: int, shape: tuple[int, ...], variab
         proto.attr["validate_shape"].b = False
 
 
+_CONTROL: Final = frozenset(
+    "Enter RefEnter Exit RefExit NextIteration RefNextIteration Merge RefMerge Switch RefSwitch LoopCond".split()
+)
+
+
+def _loops(turn: Turn) -> list[Loop]:
+    """The loops of Enter and Exit in a turn, and in these."""
+    return [x for loop in turn.loops.values() for x in (loop, *_loops(loop.turn))]
+
+
 COPIES: Final = ("copy", "identity")
 """How bytes are copied out and back: by Grappler's two ops, which TensorFlow has for GPUs only, or by ``Identity`` on
 the host's device and back, which runs everywhere."""
@@ -100,12 +113,19 @@ def planned_graph(program: Program, plan: Plan, copies: str = COPIES[0]) -> Any:
     if copies not in COPIES:
         raise BadInput(f"unknown {copies!r}; choose from {', '.join(COPIES)}", place="--copies")
     options = plan.meta.get("grappler")
+    if options is not None and program.turn.loops:
+        raise Unsupported(
+            f"a plan of Grappler's for {program.file.path}", "its loops of Enter and Exit are one op here",
+            "plan with another --planner",
+        )  # fmt: skip
     if options is not None and plan.count("recompute") and not plan.count("offload"):
         hints = tuple(filter(None, (h.strip() for h in options["recompute_hints"].split(","))))
         return _applied(program, rewritten(program.graph, options["level"], options["scope"], hints))
     writer = _Writer(program, plan, copies, chained=options is None)
     for i, step in enumerate(plan.steps):
         writer.step(i, step)
+    if options is None:
+        writer.chain_functions(program.turn)
     return writer.proto
 
 
@@ -139,16 +159,22 @@ class _Writer:
         self.graph, self.copies, self.chained = program.graph, copies, chained
         self.plan = plan
         self.proto = _copied(program.file.proto)
+        frames = frames_of(program.file.proto, str(program.file.path))
+        self.alive = alive_when(acyclic(program.file.proto, frames.values()))
+        self.loops = dict(program.turn.loops)
+        self.exits = {
+            f"{n}:{k}" if k else n: e for n, loop in self.loops.items() for k, e in enumerate(loop.exits)
+        }
         self.nodes = {n.name: n for n in self.proto.node}
         self.stay = [0] * len(self.graph.storages)  # how often a storage has come back
         self.ref = {
-            v: (value.name, 0) for v, value in enumerate(self.graph.values)
+            v: (self.exits.get(value.name, value.name), 0) for v, value in enumerate(self.graph.values)
         }  # where its bytes are, of a stay
         self.maker = {v: k for k, op in enumerate(self.graph.ops) for v in op.outputs}
         self.pairs: dict[int, str] = {}  # storage -> its copy outside
         self.going: dict[int, str] = {}  # the same, of those whose bytes inside are not free yet
         self.leaving: list[str] = []  # copies that the next node waits for
-        self.last = ""  # the node before
+        self.ran: list[tuple[str, frozenset[tuple[str, int]]]] = []  # nodes so far, and when they are run
 
     def step(self, i: int, step: Step) -> None:
         if step.kind == "compute":
@@ -167,19 +193,82 @@ class _Writer:
             )  # fmt: skip
 
     def compute(self, name: str, op: int) -> None:
+        if name in self.loops:
+            self.loop(name, op)
+            return
         node = self.nodes[name]
         data = [i for i in node.input if not i.startswith("^")]
         waits = [i for i in node.input if i.startswith("^")]
-        waits += [f"^{n}" for n in (*self.leaving, *([self.last] if self.chained and self.last else []))]
-        self.leaving.clear()
+        waits += self.waits(name, chained=self.chained)
         node.input[:] = [*self.read(op, data), *dict.fromkeys(waits)]
-        self.last = name
+        self.ran.append((name, self.alive[name]))
+
+    def loop(self, name: str, op: int) -> None:
+        """A loop of Enter and Exit begins after what was before it, and whoever is next waits for its Exits."""
+        loop = self.loops[name]
+        enters = [self.nodes[e] for e in loop.enters]
+        data = [i for e in enters for i in e.input if not i.startswith("^")]
+        waits = self.waits(loop.enters[0], chained=self.chained)
+        read = iter(self.read(op, data))
+        for e in enters:
+            given = [i if i.startswith("^") else next(read) for i in e.input]
+            e.input[:] = [*(i for i in given if not i.startswith("^")),
+                          *dict.fromkeys([*(i for i in given if i.startswith("^")), *waits])]  # fmt: skip
+        if self.chained:
+            self.chain_turn(loop.turn)
+        self.ran += [(e, self.alive[e]) for e in loop.exits]
+
+    def waits(self, name: str, *, chained: bool) -> list[str]:
+        """What a node waits for besides its own inputs: copies that leave, and the node before it that runs whenever
+        it does."""
+        alive = self.alive.get(name, frozenset())
+        leaving, self.leaving = self.leaving, []
+        found = [n for n in leaving if self.alive.get(n, frozenset()) <= alive]
+        return [f"^{n}" for n in (*found, *(self.before(name) if chained else ()))]
+
+    def before(self, name: str) -> list[str]:
+        alive = self.alive.get(name, frozenset())
+        return next(([n] for n, when in reversed(self.ran) if when <= alive), [])
+
+    def chain_turn(self, turn: Turn) -> None:
+        """The nodes of a turn wait for one another in its order; control nodes run as they are ready."""
+        ran: list[tuple[str, frozenset[tuple[str, int]]]] = []
+        for name in turn.order:
+            inner: Loop | None = turn.loops.get(name)
+            heads = inner.enters if inner else (name,)
+            if not inner and self.nodes[name].op in _CONTROL:
+                continue
+            for head in heads:
+                before = next((n for n, when in reversed(ran) if when <= self.alive[head]), None)
+                wait = f"^{before}"
+                if before is not None and wait not in self.nodes[head].input:
+                    self.nodes[head].input.append(wait)
+            if inner:
+                self.chain_turn(inner.turn)
+            ran += [(e, self.alive[e]) for e in (inner.exits if inner else heads)]
+
+    def chain_functions(self, turn: Turn) -> None:
+        """The nodes of functions wait for one another in the order of the first that calls them."""
+        turns, found = [turn, *(loop.turn for loop in _loops(turn))], dict[str, Turn]()
+        while turns:
+            for name, inner in turns.pop().functions.items():
+                if name not in found:
+                    found[name] = inner
+                    turns += [inner, *(loop.turn for loop in _loops(inner))]
+        for function in self.proto.library.function:
+            nodes = {n.name: n for n in function.node_def}
+            if function.signature.name not in found or any(n.op in _CONTROL for n in nodes.values()):
+                continue
+            order = [n for n in found[function.signature.name].order if n in nodes]
+            for one, two in itertools.pairwise(order):
+                if f"^{one}" not in nodes[two].input:
+                    nodes[two].input.append(f"^{one}")
 
     def read(self, op: int, data: list[str]) -> list[str]:
-        """The inputs with the names under which their bytes are there now."""
+        """The inputs with the names under which their bytes are there now; constants inside loops are last."""
         return [
             given if self.stay[self.graph.values[v].storage] == 0 else self.current(v)
-            for given, v in zip(data, self.graph.ops[op].inputs, strict=True)
+            for given, v in zip(data, self.graph.ops[op].inputs[: len(data)], strict=True)
         ]
 
     def current(self, v: int) -> str:
@@ -199,18 +288,21 @@ class _Writer:
     def again(self, op: int, storages: tuple[int, ...]) -> None:
         for s in storages:
             self.stay[s] += 1
-        name = self.fresh(TRIGGER, op)
-        waits = [f"^{n}" for n in (*self.leaving, *([self.last] if self.last else []))]
-        self.leaving.clear()
+        name, origin = self.fresh(TRIGGER, op), self.graph.ops[op].name
+        waits = self.waits(origin, chained=True)
         self.nodes[name] = _add(
             self.proto, Node(name, "NoOp", tuple(waits), self.nodes[self.graph.ops[op].name].device)
         )
-        self.last = self.clone(op, f"^{name}", storages)
+        clone = self.clone(op, f"^{name}", storages)
+        self.alive[clone] = self.alive[origin]
+        self.ran.append((clone, self.alive[origin]))
 
     def clone(self, op: int, trigger: str = "", storages: tuple[int, ...] = ()) -> str:
         """A copy of an op's node; its results are the bytes of ``storages`` from now on, those of a view anyway."""
         origin, name = self.nodes[self.graph.ops[op].name], self.fresh(CLONE, op)
-        data = [self.graph.values[v].name for v in self.graph.ops[op].inputs]
+        count = sum(not i.startswith("^") for i in origin.input)
+        named = [self.graph.values[v].name for v in self.graph.ops[op].inputs[:count]]
+        data = [self.exits.get(n, n) for n in named]
         waits = [i for i in origin.input if i.startswith("^")] if not self.chained else []
         inputs = (*self.read(op, data), *dict.fromkeys(waits), *([trigger] if trigger else []))
         self.nodes[name] = _add(self.proto, Node(name, origin.op, inputs, origin.device), origin)
@@ -253,7 +345,8 @@ class _Writer:
         """A node that copies, with the consumer's device and group."""
         if name in self.nodes:
             raise BadInput(f"input {name!r} is swapped twice", place="plan")  # G13
-        waits = () if outward or not self.last else (f"^{self.last}",)
+        waits = () if outward else tuple(f"^{n}" for n in self.before(consumer.name))
+        self.alive[name] = self.alive[consumer.name]
         device = _HOST if outward and self.copies == "identity" else consumer.device
         kind = "Identity" if self.copies == "identity" else _OUT if outward else _IN
         node = self.nodes[name] = _add(self.proto, Node(name, kind, (reads, *waits), device))
@@ -279,5 +372,6 @@ class _Writer:
                 op = self.graph.ops[step.op]
                 for index, v in enumerate(op.inputs):
                     if self.graph.values[v].storage == s:
-                        return self.nodes[op.name], index
+                        loop = self.loops.get(op.name)
+                        return self.nodes[loop.enters[0] if loop else op.name], index
         return None

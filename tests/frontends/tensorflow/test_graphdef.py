@@ -156,21 +156,6 @@ def test_text_meta_and_saved_models_are_read(tmp_path: Path) -> None:
     assert len(sources.read_graphdef(saved(tmp_path, whole, "saved_model.pb")).graph.ops) < len(graph.ops)
 
 
-def test_loops_and_functions_are_refused_by_name(tmp_path: Path) -> None:
-    def loop() -> None:
-        v1.disable_control_flow_v2()
-        try:
-            v1.while_loop(lambda i: i < 3, lambda i: i + 1, [tf.constant(0)])
-        finally:
-            v1.enable_control_flow_v2()
-
-    with pytest.raises(Unsupported, match="loops have no order"):
-        graph_of(tmp_path, built(loop))
-    called = tf.function(lambda x: x + 1.0)
-    with pytest.raises(Unsupported, match="functions it calls"):
-        graph_of(tmp_path, built(lambda: called(tf.constant(1.0))))
-
-
 def test_what_is_wrong_with_a_file_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "wrong.pb"
     for data in (b"", b"\xff" * 50, b"\x0a\x7f", b"\x08\x01", b"not a graph"):

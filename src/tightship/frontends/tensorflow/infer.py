@@ -1,38 +1,72 @@
 """Types and sizes of every result of a GraphDef, by TensorFlow's own shape functions; nothing is run.
 
 TensorFlow's importer checks the graph and infers shapes; what it does not know is taken from the attribute
-``_output_shapes``, where the graph was written with it. What nobody knows is an error that names it.
+``_output_shapes``, where the graph was written with it. A loop's or branch's results are those of its functions,
+for the inputs it has; a list of tensors has as many bytes as its elements. What nobody knows is an
+error that names it.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field, replace
+from typing import Any, Final
 
 import tensorflow as tf
 
 from tightship.errors import BadInput, UnknownSize
 from tightship.frontends.builder import bounded
+from tightship.frontends.tensorflow.functions import (
+    BRANCHES,
+    DEEPEST,
+    LOOPS,
+    Body,
+    Frame,
+    Library,
+    acyclic,
+    frames_of,
+    inlined,
+)
 from tightship.frontends.tensorflow.load import GraphFile
-from tightship.frontends.tensorflow.nodes import FEEDS
+from tightship.frontends.tensorflow.nodes import FEEDS, in_order, name_of
 
-__all__ = ["Made", "Types", "infer", "shapes_given", "variable_bytes"]
+__all__ = ["Called", "Items", "Made", "Types", "infer", "shapes_given", "variable_bytes"]
 
 _STRING = 24  # bytes of an element of a string tensor, whose text lies elsewhere
 
 
 @dataclass(frozen=True, slots=True)
+class Items:
+    """A list of tensors: how many, and the bytes of each; none where it is not known yet."""
+
+    count: int | None = None
+    nbytes: int | None = None
+
+    def total(self) -> int | None:
+        return None if self.count is None or self.nbytes is None else self.count * self.nbytes
+
+    def or_else(self, other: Items | None) -> Items:
+        """What is known of either."""
+        if other is None:
+            return self
+        return Items(
+            other.count if self.count is None else self.count,
+            other.nbytes if self.nbytes is None else self.nbytes,
+        )
+
+
+@dataclass(frozen=True, slots=True)
 class Made:
     """One result of a node: element type, shape, bytes. ``handle``: it is a variable's handle; ``ref``: a variable's
-    own bytes."""
+    own bytes; ``items``: of a list of tensors."""
 
     dtype: str
     shape: tuple[int, ...]
     nbytes: int
     handle: bool = False
     ref: bool = False
+    items: Items | None = None
 
 
 @dataclass(frozen=True)
@@ -43,6 +77,17 @@ class Types:
     results: Mapping[str, tuple[Made, ...]]
     stateful: frozenset[str]
     refs: Mapping[str, tuple[int, ...]]
+    called: Mapping[str, tuple[Called, ...]] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Called:
+    """A function that a node runs, for the inputs that it gives: the graph, its loops, its types."""
+
+    body: Body
+    proto: Any
+    frames: Mapping[str, Frame]
+    types: Types
 
 
 def shapes_given(text: str | Iterable[str] | Mapping[str, Any] | None) -> dict[str, tuple[int, ...]]:
@@ -64,37 +109,279 @@ def shapes_given(text: str | Iterable[str] | Mapping[str, Any] | None) -> dict[s
     return found
 
 
-def infer(file: GraphFile, shapes: Mapping[str, tuple[int, ...]]) -> Types:
+def infer(
+    file: GraphFile,
+    shapes: Mapping[str, tuple[int, ...]],
+    library: Library,
+    frames: Mapping[str, Frame],
+    needed: set[str] | None = None,
+) -> Types:
     """The types of a file's graph for these shapes of its placeholders. Raises ``UnknownSize`` naming every result
-    without a size that something reads, ``BadInput`` for what TensorFlow does not accept."""
-    place = str(file.path)
+    without a size that something ``needed`` (all) reads, ``BadInput`` for what TensorFlow does not accept."""
     proto = _with_shapes(file, shapes) if shapes else file.proto
-    graph = tf.Graph()
-    try:
-        with graph.as_default():
-            tf.graph_util.import_graph_def(proto, name="")
-        ops = {n.name: graph.get_operation_by_name(n.name) for n in proto.node}
-    except (ValueError, TypeError, KeyError, RuntimeError, tf.errors.OpError) as error:
-        said = " ".join(str(error).split())[:400]
-        raise BadInput(f"TensorFlow rejects the graph: {said}", place=place) from error
-    results: dict[str, tuple[Made, ...]] = {}
-    unknown: list[str] = []
-    for node in proto.node:
-        noted = list(node.attr["_output_shapes"].list.shape) if "_output_shapes" in node.attr else []
-        row = []
-        for k, tensor in enumerate(ops[node.name].outputs):
-            shape = _shape(tensor.shape, noted[k] if k < len(noted) else None)
-            if shape is None:
-                unknown.append(node.name if node.op in FEEDS else f"{node.name}:{k}")
-                shape = ()
-            row.append(_made(tensor.dtype, shape, f"{place}: node {node.name!r}"))
-        results[node.name] = tuple(row)
-    if unknown:
-        names = ", ".join(unknown[:6]) + (f" and {len(unknown) - 6} more" if len(unknown) > 6 else "")
-        raise UnknownSize(f"unknown size of {names}; give placeholders' with --shape NAME=NxM", place=place)
-    stateful = frozenset(n for n, op in ops.items() if op.op_def.is_stateful)
-    refs = {n: tuple(i for i, t in enumerate(op._input_types) if t._is_ref_dtype) for n, op in ops.items()}
-    return Types(results, stateful, {n: r for n, r in refs.items() if r})
+    return _Inference(str(file.path), proto, library, frames, needed).run()
+
+
+class _Inference:
+    """The types of one graph; ``given``: what a function's placeholders are given; ``deep``: functions around it."""
+
+    def __init__(
+        self,
+        place: str,
+        proto: Any,
+        library: Library,
+        frames: Mapping[str, Frame],
+        needed: set[str] | None = None,
+        given: Mapping[str, Made] | None = None,
+        deep: int = 0,
+    ) -> None:
+        if deep > DEEPEST:
+            raise BadInput(f"functions call each other more than {DEEPEST} deep", place=place)
+        self.place, self.library, self.needed, self.given, self.deep = (
+            place,
+            library,
+            needed,
+            given or {},
+            deep,
+        )
+        self.proto = acyclic(proto, frames.values())
+        self.back = {m: back for f in frames.values() for m, (_, back) in f.carried.items()}
+        self.nodes = {n.name: n for n in self.proto.node}
+        self.results: dict[str, tuple[Made, ...]] = {}
+        self.called: dict[str, tuple[Called, ...]] = {}
+
+    def run(self) -> Types:
+        place = {n: k for k, n in enumerate(self.nodes)}
+        read = {n: list(dict.fromkeys(map(name_of, node.input))) for n, node in self.nodes.items()}
+        order = in_order(read, place.__getitem__)
+        functional = [n for n in order if self.nodes[n].op in LOOPS | BRANCHES]
+        for _ in range(len(functional) + 1):
+            self.ops = self._imported()
+            if not self._walk(order):
+                break
+        if any(self.nodes[m].op in ("Merge", "RefMerge") and self._items_of(b) for m, b in self.back.items()):
+            self._walk(order)  # what lists hold is known where they are written
+        if unknown := [n for n in self.unknown if self.needed is None or name_of(n) in self.needed]:
+            names = ", ".join(unknown[:6]) + (f" and {len(unknown) - 6} more" if len(unknown) > 6 else "")
+            fault = f"unknown size of {names}; give placeholders' with --shape NAME=NxM"
+            raise UnknownSize(fault, place=self.place)
+        self._invariant()
+        rest = {n: () for n in self.nodes if n not in self.results}  # on a cycle
+        ops = self.ops
+        stateful = frozenset(n for n, op in ops.items() if op.op_def.is_stateful)
+        refs = {
+            n: tuple(i for i, t in enumerate(op._input_types) if t._is_ref_dtype) for n, op in ops.items()
+        }
+        return Types(self.results | rest, stateful, {n: r for n, r in refs.items() if r}, self.called)
+
+    def _invariant(self) -> None:
+        """Raise ``UnknownSize`` where a loop's value changes its shape from turn to turn."""
+        for merge, back in self.back.items():
+            first, later = self.results.get(merge, ()), self.results.get(back, ())
+            if first and later and first[0].shape != later[0].shape:
+                fault = f"the loop's value has shape {list(first[0].shape)} and then {list(later[0].shape)}"
+                raise UnknownSize(fault, place=f"{self.place}: node {merge!r}")
+        for name, called in self.called.items():
+            if self.nodes[name].op in LOOPS:
+                given = [self._input(i) for i in self.nodes[name].input if not i.startswith("^")]
+                for k, (one, two) in enumerate(zip(given, _returned(called[1]), strict=False)):
+                    if two is not None and one.shape != two.shape:
+                        fault = (
+                            f"value {k} of the loop has shape {list(one.shape)} and then {list(two.shape)}"
+                        )
+                        raise UnknownSize(fault, place=f"{self.place}: node {name!r}")
+
+    def _imported(self) -> dict[str, Any]:
+        graph = tf.Graph()
+        try:
+            with graph.as_default():
+                tf.graph_util.import_graph_def(self._whole(), name="")
+            return {n: graph.get_operation_by_name(n) for n in self.nodes}
+        except (ValueError, TypeError, KeyError, RuntimeError, tf.errors.OpError) as error:
+            said = " ".join(str(error).split())[:400]
+            raise BadInput(f"TensorFlow rejects the graph: {said}", place=self.place) from error
+
+    def _whole(self) -> Any:
+        """The graph with the functions of the file."""
+        if self.deep == 0 or not any(n.op in LOOPS | BRANCHES for n in self.proto.node):
+            return self.proto
+        whole = type(self.proto)(node=self.proto.node, versions=self.proto.versions)
+        whole.library.CopyFrom(self.library.proto)
+        return whole
+
+    def _walk(self, order: Iterable[str]) -> bool:
+        """Types of all nodes in order; whether shapes became known that TensorFlow is to go on with."""
+        self.unknown: list[str] = []
+        for name in order:
+            node, op = self.nodes[name], self.ops[name]
+            bodies: list[tuple[Made | None, ...]] = []
+            if node.op in LOOPS | BRANCHES:
+                self.called[name] = self._bodies(node)
+                bodies = [_returned(c) for c in self.called[name][node.op in LOOPS :]]
+            noted = list(node.attr["_output_shapes"].list.shape) if "_output_shapes" in node.attr else []
+            row, learned = [], False
+            for k, tensor in enumerate(op.outputs):
+                shape = _shape(tensor.shape, noted[k] if k < len(noted) else None)
+                if shape is None and (inner := _agreed(bodies, k)) is not None:
+                    shape, learned = inner.shape, True
+                if shape is None and tensor.dtype.base_dtype not in (tf.variant, tf.resource):
+                    self.unknown.append(name if node.op in FEEDS else f"{name}:{k}")
+                    shape = ()
+                row.append(self._made(node, k, tensor.dtype, shape or (), bodies))
+            self.results[name] = tuple(row)
+            if learned and "output_shapes" in node.attr:
+                node.attr["output_shapes"].list.ClearField("shape")
+                node.attr["output_shapes"].list.shape.extend(tf.TensorShape(m.shape).as_proto() for m in row)
+                return True
+        return False
+
+    def _bodies(self, node: Any) -> tuple[Called, ...]:
+        """The functions a node runs, with types for what it gives them."""
+        given = [self._input(i) for i in node.input if not i.startswith("^")]
+        given = given if node.op in LOOPS else given[1:]
+        found = []
+        for name in self.library.called(node):
+            body = self.library.body(name)
+            if len(body.arguments) != len(given):
+                fault = f"{len(given)} inputs for function {name!r} of {len(body.arguments)}"
+                raise BadInput(fault, place=f"{self.place}: node {node.name!r}")
+            proto = inlined(type(body.proto).FromString(body.proto.SerializeToString()), self.library)
+            made = dict(zip(body.arguments, given, strict=True))
+            for inner in proto.node:
+                if inner.name in made and made[inner.name].dtype not in ("variant", "resource"):
+                    inner.attr["shape"].shape.CopyFrom(tf.TensorShape(made[inner.name].shape).as_proto())
+            where = f"{self.place}: function {name!r}"
+            frames = frames_of(proto, where)
+            types = _Inference(where, proto, self.library, frames, None, made, self.deep + 1).run()
+            found.append(Called(body, proto, frames, types))
+        return tuple(found)
+
+    def _input(self, text: str) -> Made:
+        name, _, port = text.partition(":")
+        row = self.results.get(name, ())
+        if int(port or 0) >= len(row):
+            raise BadInput(f"unknown result {text}", place=self.place)
+        return row[int(port or 0)]
+
+    def _made(self, node: Any, k: int, dtype: Any, shape: tuple[int, ...], bodies: list[Any]) -> Made:
+        where = f"{self.place}: node {node.name!r}"
+        base = dtype.base_dtype
+        if node.name in self.given:
+            made = self.given[node.name]
+            return replace(made, nbytes=0) if base in (tf.variant, tf.resource) else made
+        if base == tf.resource:
+            return Made("resource", (), self._held(node, where), handle=True)
+        if base != tf.variant:
+            nbytes = bounded(math.prod(shape) * (_STRING if base == tf.string else base.size), where)
+            return Made(base.name, shape, nbytes, ref=dtype._is_ref_dtype)
+        items = self._list(node, k, bodies)
+        if items is None or (node.op not in _GROWS and items.total() is None):
+            if (
+                self.deep or node.op in _FORWARDS_LISTS
+            ):  # it is counted where it is made, or where it leaves the loop
+                return Made("variant", (), 0, items=items or Items())
+            raise UnknownSize("elements of type variant have no fixed size in bytes", place=where)
+        empty = node.op in _GROWS
+        return Made("variant", (), 0 if empty else bounded(items.total() or 0, where), items=items)
+
+    def _held(self, node: Any, where: str) -> int:
+        """Bytes of the tensors that a resource holds for the graph's own use (``TensorArray`` of v1, ``Stack``)."""
+        if node.op not in ("TensorArrayV3", "StackV2"):
+            return 0
+        data = [i for i in node.input if not i.startswith("^")]
+        shape = tf.TensorShape(node.attr["element_shape"].shape)
+        count = self._number(data[0]) if node.op == "TensorArrayV3" else None
+        if count is None or not shape.is_fully_defined():
+            fault = (
+                f"unknown size of what {node.op} holds; give its elements a shape, or use control flow of v2"
+            )
+            raise UnknownSize(fault, place=where)
+        size = int(tf.dtypes.as_dtype(node.attr["dtype"].type).size)
+        return bounded(count * int(shape.num_elements()) * size, where)
+
+    def _list(self, node: Any, k: int, bodies: list[Any]) -> Items | None:
+        """What is known of the list that a node hands on or makes."""
+        data = [i for i in node.input if not i.startswith("^")]
+        if node.op == "TensorListReserve":
+            return Items(self._number(data[1]), self._element(data[0], node.attr["element_dtype"].type))
+        if node.op == "EmptyTensorList":
+            most = self._number(data[1])
+            return Items(
+                None if most is None or most < 0 else most,
+                self._element(data[0], node.attr["element_dtype"].type),
+            )
+        if node.op == "TensorListFromTensor":
+            made = self._input(data[0])
+            return (
+                Items(made.shape[0], made.nbytes // made.shape[0])
+                if made.shape and made.shape[0]
+                else Items(0, 0)
+            )
+        given = [m.items for m in map(self._input, data) if m.items is not None]
+        if node.op in ("TensorListSetItem", "TensorListPushBack"):
+            item = self._input(data[-1])
+            return Items(given[0].count if given else None, item.nbytes)
+        if node.op in LOOPS and k < len(data):
+            before = self._input(data[k]).items or Items()
+            later = bodies[0][k] if bodies and k < len(bodies[0]) else None
+            return (later.items or Items()).or_else(before) if later is not None else before
+        if node.op in BRANCHES:
+            found = [row[k].items for row in bodies if k < len(row) and row[k] is not None and row[k].items]
+            return found[0] if found else None
+        if node.op in _FORWARDS_LISTS | {"IdentityN", "TensorListPopBack"}:
+            known = self._input(data[k]).items if node.op == "IdentityN" else given[0] if given else None
+            back = self._items_of(self.back[node.name]) if node.name in self.back else None
+            return (known or Items()).or_else(back)
+        return None
+
+    def _items_of(self, name: str) -> Items | None:
+        row = self.results.get(name, ())
+        return row[0].items if row else None
+
+    def _number(self, text: str) -> int | None:
+        value = self._constant(text)
+        return int(value.reshape(())) if value is not None and value.size == 1 else None
+
+    def _element(self, text: str, dtype: int) -> int | None:
+        """Bytes of an element of this shape, if all of it is known."""
+        shape = self._constant(text)
+        if shape is None or shape.ndim != 1 or (shape < 0).any():
+            return None
+        base = tf.dtypes.as_dtype(dtype)
+        return math.prod(map(int, shape)) * (_STRING if base == tf.string else int(base.size))
+
+    def _constant(self, text: str) -> Any:
+        """What a small tensor holds, where it is known before anything runs."""
+        name, _, port = text.partition(":")
+        outputs = self.ops[name].outputs
+        return tf.get_static_value(outputs[int(port or 0)]) if int(port or 0) < len(outputs) else None
+
+
+_FORWARDS_LISTS: Final = frozenset(
+    "Identity Enter RefEnter Exit RefExit Merge RefMerge Switch RefSwitch NextIteration RefNextIteration "
+    "StopGradient Placeholder".split()
+)
+_GROWS: Final = frozenset(("TensorListReserve", "EmptyTensorList"))
+"""Lists that hold nothing when they are made."""
+
+
+def _returned(called: Called) -> tuple[Made | None, ...]:
+    """What a function returns."""
+    row = []
+    for text in called.body.results:
+        name, _, port = text.partition(":")
+        made = called.types.results.get(name, ())
+        row.append(made[int(port or 0)] if int(port or 0) < len(made) else None)
+    return tuple(row)
+
+
+def _agreed(bodies: list[tuple[Made | None, ...]], k: int) -> Made | None:
+    """The result that all functions agree on the shape of."""
+    found = [row[k] if k < len(row) else None for row in bodies]
+    first = found[0] if found else None
+    if first is None or any(m is None or m.shape != first.shape for m in found):
+        return None
+    return first
 
 
 def _with_shapes(file: GraphFile, shapes: Mapping[str, tuple[int, ...]]) -> Any:
@@ -127,16 +414,6 @@ def _shape(known: Any, noted: Any) -> tuple[int, ...] | None:
         return None
     merged = tuple(int(d.size) for d in noted.dim)
     return merged if known.is_compatible_with(merged) else None
-
-
-def _made(dtype: Any, shape: tuple[int, ...], place: str) -> Made:
-    base = dtype.base_dtype
-    if base == tf.resource:
-        return Made("resource", (), 0, handle=True)
-    if base == tf.variant:
-        raise UnknownSize("elements of type variant have no fixed size in bytes", place=place)
-    nbytes = bounded(math.prod(shape) * (_STRING if base == tf.string else base.size), place)
-    return Made(base.name, shape, nbytes, ref=dtype._is_ref_dtype)
 
 
 def variable_bytes(node: Any, place: str) -> int:

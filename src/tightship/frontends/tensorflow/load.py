@@ -21,7 +21,7 @@ from google.protobuf.message import DecodeError
 from tensorflow.core.framework import graph_pb2
 from tensorflow.core.protobuf import meta_graph_pb2, saved_model_pb2
 
-from tightship.errors import BadInput, Unsupported
+from tightship.errors import BadInput
 from tightship.files import read_bytes
 from tightship.frontends.tensorflow.nodes import name_of
 
@@ -92,8 +92,7 @@ class GraphFile:
 
 
 def read(path: str | os.PathLike[str]) -> GraphFile:
-    """Read a file. Raises ``BadInput`` naming it for whatever is wrong with it, ``Unsupported`` where the graph is
-    only called functions."""
+    """Read a file. Raises ``BadInput`` naming it for whatever is wrong with it."""
     place = os.fspath(path)
     limit = LARGEST_TEXT if place.endswith(".pbtxt") else LARGEST_FILE
     proto, fetch = _parsed(read_bytes(path, limit), place)
@@ -170,18 +169,6 @@ def _check(proto: Any, place: str) -> None:
             if not _INPUT.fullmatch(given):  # TensorFlow ends the process at a number that is too large
                 fault = f"invalid input {given!r}; write NAME, NAME:PORT or ^NAME"
                 raise BadInput(fault, place=f"{place}: node {node.name!r}")
-    called = sorted({n.op for n in proto.node} & {f.signature.name for f in proto.library.function})
-    functional = next((n for n in proto.node if n.op in _CALLS or n.op in called), None)
-    if functional is not None:
-        raise Unsupported(
-            f"node {functional.name!r} of {place}, a {functional.op},",
-            "what is planned is one graph, not the functions it calls",
-            "write the graph with its functions inlined (freeze it, or build it with tf.compat.v1)",
-        )
 
 
 _INPUT: Final = re.compile(r"\^?[^:^]+|[^:^]+:\d{1,5}", re.ASCII)
-_CALLS: Final = frozenset(
-    "PartitionedCall StatefulPartitionedCall While StatelessWhile If StatelessIf Case StatelessCase For "
-    "SymbolicGradient RemoteCall TPUPartitionedCall BatchFunction ParallelMapDataset MapDataset".split()
-)

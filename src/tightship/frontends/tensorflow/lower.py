@@ -4,19 +4,26 @@ Placeholders, constants and variables are the caller's. A variable's handle *is*
 bytes, unless somebody writes the variable before the last use of what was read, as TensorFlow copies then. Ops that
 write variables stand as late as dependencies allow. Kernels that write their result over an input are not known of
 a graph: each result has bytes of its own, so peaks are from above.
+
+A loop or a branch is one op, with what it runs as graphs that it calls. A loop hands its results on as the next
+turn's inputs: one set of them is counted beside what a turn needs. What a loop only hands on is its input's bytes,
+and constants inside it are there all the time. Costs are those of one turn, as how many there are is not known.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass, field, replace
+from typing import Any, Final
 
-from tightship.errors import BadInput, Unsupported
+from tightship.errors import BadInput
 from tightship.frontends.builder import GraphBuilder
-from tightship.frontends.tensorflow.infer import Made, Types, infer, shapes_given, variable_bytes
+from tightship.frontends.tensorflow.functions import LOOPS, Frame, Library, frames_of, inlined
+from tightship.frontends.tensorflow.infer import Called, Made, Types, infer, shapes_given, variable_bytes
 from tightship.frontends.tensorflow.load import GraphFile
 from tightship.frontends.tensorflow.nodes import (
+    FEEDS,
+    HANDLES,
     Node,
     Web,
     caller_kind,
@@ -30,20 +37,38 @@ from tightship.frontends.tensorflow.nodes import (
 from tightship.graph import Graph, Op, aligned
 from tightship.machine import modeled_time
 
-__all__ = ["Program", "lower", "names"]
+__all__ = ["Loop", "Program", "Turn", "lower", "names"]
 
-_LOOPS = frozenset("Enter RefEnter Exit RefExit NextIteration RefNextIteration LoopCond".split())
+
+@dataclass(frozen=True)
+class Turn:
+    """What an op runs inside: ``order`` has its nodes as they run, ``loops`` those of them that are loops of
+    Enter and Exit, ``functions`` by name the turns of what its nodes call."""
+
+    order: tuple[str, ...]
+    loops: Mapping[str, Loop] = field(default_factory=dict)
+    functions: Mapping[str, Turn] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Loop:
+    """A loop of Enter and Exit as one op: the nodes it waits with, those that wait for it, and what it runs."""
+
+    enters: tuple[str, ...]
+    exits: tuple[str, ...]
+    turn: Turn
 
 
 @dataclass(frozen=True)
 class Program:
-    """A file and its graph. An op's name is its node's; a value's is ``node:port``. ``fetch``: the nodes that are
-    run, none: all."""
+    """A file and its graph, calls inlined. An op's name is its node's; a value's is ``node:port``. ``fetch``: the
+    nodes that are run, none: all. ``turn``: what runs inside ops."""
 
     file: GraphFile
     graph: Graph
     nodes: tuple[Node, ...]
     fetch: tuple[str, ...] = ()
+    turn: Turn = Turn(())
 
 
 def names(text: str | Iterable[str] | None) -> tuple[str, ...]:
@@ -62,27 +87,41 @@ def lower(
     """The graph of a file: all of it, or what ``fetch`` needs (a MetaGraph's ``train_op`` unless given). ``feed``:
     nodes besides placeholders whose results the caller gives; they are never run again (G2).
 
-    Raises ``UnknownSize`` for results without a size, ``BadInput``, and ``Unsupported`` for loops."""
-    nodes = tuple(
-        Node(n.name, n.op, tuple(n.input), n.device, "_recompute_hint" in n.attr) for n in file.proto.node
-    )
+    Raises ``UnknownSize`` for results without a size, ``BadInput``, ``Unsupported``."""
+    place = str(file.path)
+    library = Library(file.proto, place)
+    file = replace(file, proto=inlined(file.proto, library))
     wanted, fed = names(fetch) or file.fetch, names(feed)
-    known = {n.name for n in nodes}
+    known = {n.name for n in file.proto.node}
     for what, given in (("--fetch", wanted), ("--feed", fed)):
         if unknown := [n for n in given if n not in known]:
             raise BadInput(f"unknown node {unknown[0]!r}", place=what)
-    loop = next((n for n in nodes if n.kind in _LOOPS), None)
-    if loop is not None:
-        raise Unsupported(
-            f"node {loop.name!r} of {file.path}, a {loop.kind},", "loops have no order of their nodes",
-            "unroll the loop",
-        )  # fmt: skip
-    types = infer(file, shapes_given(shapes))
-    low = _Lowering(str(file.path), Web(nodes), types, frozenset(fed), {n.name: n for n in file.proto.node})
-    low.run(wanted)
+    frames = frames_of(file.proto, place)
+    needed = _needed(file.proto, wanted, fed)
+    types = infer(file, shapes_given(shapes), library, frames, needed)
+    low = _Lowering.of(place, file.proto, frames, types, frozenset(fed))
+    nodes = tuple(low.web.nodes.values())
+    low.run(tuple(low.alias.get(n, (n, 0))[0] for n in wanted), needed)
     meta = {"source": "tensorflow", "nodes": to_rows(nodes), "fed": list(fed), "fetch": list(wanted)}
     meta["swaps"] = [hint for n in file.proto.node for hint in _swaps(n) if n.name in low.op_of]
-    return Program(file, low.builder.graph(low.outputs, file.path.stem or "graph", meta), nodes, wanted)
+    graph = low.builder.graph(low.outputs, file.path.stem or "graph", meta)
+    return Program(file, graph, nodes, wanted, low.turn())
+
+
+def _needed(proto: Any, wanted: tuple[str, ...], fed: tuple[str, ...]) -> set[str]:
+    """The nodes that what is fetched needs; without that all but placeholders that nobody reads."""
+    read = {n.name: [name_of(i) for i in n.input] for n in proto.node}
+    if not wanted:
+        used = {m for row in read.values() for m in row}
+        return {n.name for n in proto.node if n.name in used or n.op not in FEEDS}
+    found, stack = set(wanted), list(wanted)
+    while stack:
+        n = stack.pop()
+        for m in () if n in fed else read[n]:
+            if m not in found:
+                found.add(m)
+                stack.append(m)
+    return found
 
 
 @dataclass
@@ -92,20 +131,70 @@ class _Lowering:
     types: Types
     fed: frozenset[str]
     proto: Mapping[str, Any]
+    frames: Mapping[str, Frame]
+    loops: Mapping[str, Frame]  # by the name of a node that is a loop of Enter and Exit
+    alias: Mapping[str, tuple[str, int]]  # by Exit, the loop's node and which of its results
+    whole: Any
+    inner: bool = False
     builder: GraphBuilder = field(default_factory=GraphBuilder)
     outputs: list[int] = field(default_factory=list)
     value_of: dict[tuple[str, int], int] = field(default_factory=dict)
     op_of: dict[str, int] = field(default_factory=dict)
     first: dict[int, str] = field(default_factory=dict)  # by storage, the node that made it
+    turned: dict[str, Loop] = field(default_factory=dict)
+    functions: dict[str, Turn] = field(default_factory=dict)
 
-    def run(self, wanted: tuple[str, ...]) -> None:
+    @classmethod
+    def of(
+        cls,
+        place: str,
+        proto: Any,
+        frames: Mapping[str, Frame],
+        types: Types,
+        fed: frozenset[str],
+        *,
+        within: str = "",
+        inner: bool = False,
+    ) -> _Lowering:
+        """The lowering of the nodes that are in no loop, or of a turn of the one that is called ``within``."""
+        loops, alias, here = _condensed(proto, frames, within)
+        own = frames.get(within)
+        starts = {*own.enters, *own.carried} if own else set()
+        nodes = []
+        results = dict(types.results)
+        stateful = set(types.stateful)
+        for name, frame in loops.items():
+            results[name] = tuple(types.results[e][0] for e in frame.exits)
+            stateful |= {name} & {name for m in frame.members if m in types.stateful}
+        done: set[str] = set()
+        at = {m: name for name, frame in loops.items() for m in (*frame.members, *frame.exits)}
+        entries = {n.name: n for n in proto.node}
+        for n in proto.node:
+            if n.name in at:
+                name = at[n.name]
+                if name not in done:
+                    done.add(name)
+                    nodes.append(_loop_node(name, loops[name], entries, alias))
+            elif n.name in here:
+                inputs = () if n.name in starts else tuple(_renamed(i, alias) for i in n.input)
+                nodes.append(Node(n.name, n.op, inputs, n.device, "_recompute_hint" in n.attr))
+        known = {**entries, **{name: entries[f.enters[0]] for name, f in loops.items()}}
+        types = replace(types, results=results, stateful=frozenset(stateful))
+        return cls(place, Web(nodes), types, fed | starts, known, frames, loops, alias, proto, inner)
+
+    def run(self, wanted: tuple[str, ...], only: set[str] | None = None) -> None:
         needed = self._needed(wanted)
+        if only is not None:
+            needed = {n for n in needed if n in only or n in self.loops}
         self.order = self._order(needed)
         self.at = {n: i for i, n in enumerate(self.order)}
         self.results = set(wanted) or {n for n in needed if not self._data_readers(n)}
         self.copied = self._copied()
         for n in self.order:
             self._own(n) if self._caller(n) else self._op(n)
+
+    def turn(self) -> Turn:
+        return Turn(tuple(n for n in self.order if n in self.op_of), self.turned, self.functions)
 
     def _caller(self, n: str) -> str:
         return caller_kind(self.web.nodes[n].kind, n in self.fed)
@@ -212,7 +301,8 @@ class _Lowering:
     def _own(self, n: str) -> None:
         for port, made in enumerate(self.types.results[n]):
             place = f"{self.place}: node {n!r}"
-            size = variable_bytes(self.proto[n], place) if made.handle else made.nbytes
+            ours = made.handle and self.web.nodes[n].kind in HANDLES
+            size = variable_bytes(self.proto[n], place) if ours else made.nbytes
             value = self._value(n, port, made, self.builder.storage(n, size, self._caller(n)))
             self.builder.inputs.append(value)
             if n in self.results and not made.handle and self._caller(n) != "parameter":
@@ -221,14 +311,21 @@ class _Lowering:
     def _op(self, n: str) -> None:
         node, given = self.web.nodes[n], self._data(n)
         ins = [self.value_of[m, p] for m, p in given]
+        inside = self._inside(n, given)
+        extra = [self._constant(name, size) for name, size in inside.constants]
         writes = [self.builder.storage_of(ins[i]) for i in self._writes(n)]
         outs, made_bytes = [], 0
         for port, made in enumerate(self.types.results[n]):
-            shared = self._shared(n, port, made, given, ins)
+            if port in inside.kept:
+                shared: int | None = self.builder.storage_of(ins[inside.kept[port]])
+            else:
+                shared = self._shared(n, port, made, given, ins)
             if shared is None:
                 kind = "output" if n in self.results else "activation"
                 kind = "gradient" if kind == "activation" and _backward(n) else kind
-                shared = self.builder.storage(f"{n}:{port}" if port else n, made.nbytes, kind)
+                given_out = self.inner and n in self.results  # counted where the op that runs this gives it
+                size = 0 if given_out else made.nbytes
+                shared = self.builder.storage(f"{n}:{port}" if port else n, size, kind)
                 made_bytes += made.nbytes
             outs.append(self._value(n, port, made, shared))
         if n in self.results:
@@ -241,6 +338,7 @@ class _Lowering:
             attrs = self.proto[n].attr  # a map that what is asked for is put into
             turned = any(k in attrs and attrs[k].b for k in ("transpose_a", "adj_x"))
             flops = flops_of(node.kind, shapes, [values[v].shape for v in outs], transposed=turned)
+            flops = inside.flops if inside.graphs else flops
         traffic = made_bytes + sum(storages[values[v].storage].size for v in ins) if flops else 0
         # Who reads a view waits for the node that makes it, although the bytes are there before.
         read = zip(given, ins, strict=True)
@@ -251,18 +349,79 @@ class _Lowering:
         harmless = bool(writes) or random or reads_handle(node.kind) or n not in self.types.stateful
         self.op_of[n] = self.builder.op(
             Op(
-                n, node.kind, tuple(ins), tuple(outs),
+                n, node.kind, (*ins, *extra), tuple(outs),
                 mutates=tuple(dict.fromkeys(writes)),
                 random=random,
-                effect=not harmless,
+                effect=not harmless or n in self.loops,  # a loop of many nodes is not copied
                 control=tuple(sorted(control)),
                 time=modeled_time(flops, traffic) if flops else 0.0,
                 flops=flops,
+                workspace=inside.carried,
+                calls=inside.graphs,
                 phase="update" if writes and self._updates(n) else "backward" if _backward(n) else "forward",
                 device=_device(node.device),
                 module=n.rpartition("/")[0],
             )
         )  # fmt: skip
+
+    # --- what runs inside an op ---
+
+    @property
+    def callers(self) -> set[int]:
+        return set(map(self.builder.storage_of, self.builder.inputs))
+
+    def _constant(self, name: str, size: int) -> int:
+        value = self.builder.tensor(name, size, kind="constant")
+        self.builder.inputs.append(value)
+        return value
+
+    def _inside(self, n: str, given: list[tuple[str, int]]) -> _Inside:
+        if n in self.loops:
+            return self._frame(n, given)
+        if n not in self.types.called:
+            return _Inside()
+        called, loop = self.types.called[n], self.web.nodes[n].kind in LOOPS
+        low = [self._function(c) for c in called]
+        for c, inner in zip(called, low, strict=True):
+            self.functions.setdefault(c.body.name, inner.turn())
+        kept = _kept(called[-1], low[-1]) if loop else {}
+        rows = [self._made(m, p, n).nbytes for m, p in given]
+        carried = sum(b for k, b in enumerate(rows) if k not in kept) if loop else 0
+        return _Inside.of(n, low, carried, kept, every=loop)
+
+    def _function(self, called: Called) -> _Lowering:
+        body = called.body
+        arguments = frozenset(body.arguments)
+        low = _Lowering.of(self.place, called.proto, called.frames, called.types, arguments, inner=True)
+        ends = tuple(dict.fromkeys([*map(name_of, body.results), *body.effects]))
+        low.run(tuple(dict.fromkeys(low.alias.get(n, (n, 0))[0] for n in ends)))
+        return low
+
+    def _frame(self, n: str, given: list[tuple[str, int]]) -> _Inside:
+        """A loop of Enter and Exit. Its results are where a turn reads what the turn before it made."""
+        frame = self.loops[n]
+        low = _Lowering.of(
+            self.place, self.whole, self.frames, self.types, frozenset(), within=frame.name, inner=False
+        )
+        backs = tuple(back for _, back in frame.carried.values())
+        conditions = tuple(m for m in low.web.nodes if low.web.nodes[m].kind == "LoopCond")
+        low.run((*backs, *conditions))
+        self.turned[n] = Loop(frame.enters, frame.exits, low.turn())
+        kept, inputs = {}, {e: k for k, e in enumerate(frame.enters)}
+        given_by = {}  # by Exit, the Merge whose value leaves
+        carried = 0
+        for merge, (enter, back) in frame.carried.items():
+            own = low.builder.storage_of(low.value_of[merge, 0])
+            stays = low.builder.storage_of(low.value_of[back, 0]) == own
+            items = self.types.results[merge][0].items is not None
+            exits = [k for k, e in enumerate(frame.exits) if _merge_of(self.proto, e) == merge]
+            for k in exits:
+                given_by[k] = merge
+                if stays and not items and self.types.results[enter][0].nbytes:
+                    kept[k] = inputs[enter]
+            if not exits and not stays:
+                carried += self.types.results[merge][0].nbytes
+        return _Inside.of(n, [low], carried, kept, every=True)
 
     def _shared(
         self, n: str, port: int, made: Made, given: list[tuple[str, int]], ins: list[int]
@@ -272,6 +431,12 @@ class _Lowering:
         if made.ref and (refs := self.types.refs.get(n)):
             return self.builder.storage_of(ins[refs[0]])
         source = forwarded(kind, port, len(ins))
+        if (
+            made.items is not None
+            and kind in _LIST_WRITES
+            and self.builder.storage_of(ins[0]) in self.callers
+        ):
+            return self.builder.storage_of(ins[0])  # a loop's list: it is counted among the loop's results
         if source is None or n in self.copied:
             return None
         here, there = self.web.nodes[n].device, self.web.nodes[given[source][0]].device
@@ -280,6 +445,99 @@ class _Lowering:
         if made.handle or (self.builder.storages[storage].size == aligned(made.nbytes) and not moved):
             return storage
         return None
+
+
+_LIST_WRITES: Final = frozenset("TensorListSetItem TensorListPushBack TensorListPopBack".split())
+
+
+@dataclass(frozen=True)
+class _Inside:
+    """What an op runs inside: graphs; constants in them (name, bytes); bytes of what a loop carries from turn to
+    turn; by result, the input that it is; operations."""
+
+    graphs: tuple[Graph, ...] = ()
+    constants: tuple[tuple[str, int], ...] = ()
+    carried: int = 0
+    kept: Mapping[int, int] = field(default_factory=dict)
+    flops: int = 0
+
+    @classmethod
+    def of(
+        cls, n: str, low: list[_Lowering], carried: int, kept: Mapping[int, int], *, every: bool
+    ) -> _Inside:
+        """``every``: all of the graphs run, not one of them."""
+        graphs = tuple(x.builder.graph(x.outputs, f"{n}/{k}") for k, x in enumerate(low))
+        constants = tuple(
+            (f"{n}/{s.name}", s.size)
+            for x in low
+            for s in x.builder.storages
+            if s.kind == "constant" and s.size
+        )
+        flops = [sum(o.flops for o in g.ops) for g in graphs]
+        return cls(graphs, constants, carried, kept, sum(flops) if every else max(flops, default=0))
+
+
+def _kept(body: Called, low: _Lowering) -> dict[int, int]:
+    """The results of a loop that are what it was given: its function returns an argument."""
+    found = {}
+    for k, (argument, text) in enumerate(zip(body.body.arguments, body.body.results, strict=False)):
+        name, _, port = text.partition(":")
+        name, number = low.alias.get(name, (name, int(port or 0)))
+        given, value = low.value_of.get((argument, 0)), low.value_of.get((name, number))
+        if given is None or value is None or body.types.results[argument][0].items is not None:
+            continue
+        if low.builder.storage_of(given) == low.builder.storage_of(value):
+            found[k] = k
+    return found
+
+
+def _merge_of(entries: Mapping[str, Any], leaving: str) -> str:
+    """The Merge whose value an Exit hands out."""
+    switch = entries[name_of(entries[leaving].input[0])]
+    return name_of(switch.input[0]) if switch.op in ("Switch", "RefSwitch") else ""
+
+
+def _condensed(
+    proto: Any, frames: Mapping[str, Frame], within: str
+) -> tuple[dict[str, Frame], dict[str, tuple[str, int]], set[str]]:
+    """Of the nodes in the loop ``within`` (no loop): the loops right inside it, by a name that is free; their Exits;
+    and the nodes that are in none of them."""
+    taken = {n.name for n in proto.node}
+    loops: dict[str, Frame] = {}
+    for frame in frames.values():
+        if frame.parent != within:
+            continue
+        name, k = frame.name.rpartition("\n")[2], 1
+        while name in taken:
+            k += 1
+            name = f"{frame.name.rpartition(chr(10))[2]}_{k}"
+        taken.add(name)
+        inside = [m for f in frames.values() if f.name.startswith(frame.name + "\n") for m in f.members]
+        loops[name] = replace(frame, members=(*frame.members, *inside))
+    alias = {e: (name, k) for name, f in loops.items() for k, e in enumerate(f.exits)}
+    deeper = {m for f in loops.values() for m in f.members}
+    own = frames[within].members if within else [n.name for n in proto.node]
+    leaving = set(frames[within].exits) if within else set()
+    return loops, alias, {n for n in own if n not in deeper and n not in leaving}
+
+
+def _renamed(text: str, alias: Mapping[str, tuple[str, int]]) -> str:
+    """An input where loops are one node."""
+    name = name_of(text)
+    if name not in alias:
+        return text
+    loop, k = alias[name]
+    return f"^{loop}" if text.startswith("^") else f"{loop}:{k}" if k else loop
+
+
+def _loop_node(
+    name: str, frame: Frame, entries: Mapping[str, Any], alias: Mapping[str, tuple[str, int]]
+) -> Node:
+    """A loop as one node: it reads what its Enters read."""
+    given = [_renamed(i, alias) for e in frame.enters for i in entries[e].input]
+    data = [i for i in given if not i.startswith("^")]
+    waits = dict.fromkeys(i for i in given if i.startswith("^"))
+    return Node(name, "Frame", (*data, *waits), entries[frame.enters[0]].device)
 
 
 def _swaps(node: Any) -> list[str]:

@@ -119,7 +119,8 @@ HANDLES: Final = frozenset("VarHandleOp VarHandlesOp".split())
 
 _FORWARD: Final = frozenset(
     "Identity IdentityN RefIdentity Snapshot StopGradient PreventGradient CheckNumerics EnsureShape Reshape Squeeze "
-    "ExpandDims Bitcast Switch RefSwitch ReadVariableOp DestroyTemporaryVariable".split()
+    "ExpandDims Bitcast Switch RefSwitch Enter RefEnter NextIteration RefNextIteration LoopCond ReadVariableOp "
+    "DestroyTemporaryVariable".split()
 )
 """Kinds whose results are their inputs' bytes."""
 _READS_HANDLE: Final = frozenset(

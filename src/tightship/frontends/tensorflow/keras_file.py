@@ -1,0 +1,219 @@
+"""A Keras model's file (``.keras``) -> the frozen GraphDef of its forward pass. No code of the file's is run.
+
+The file is a zip of a configuration and weights. Before Keras sees it, it is measured and looked through: how large
+its members become, where their names lead, which classes the configuration names (Keras's own, no ``Lambda``), and
+whether the weights link to other files.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import stat
+import zipfile
+from collections.abc import Iterator, Mapping
+from pathlib import Path, PurePosixPath
+from typing import Any, Final
+
+from tightship.errors import BadInput, TightshipError, UnknownSize, Unsupported
+from tightship.frontends.tensorflow.load import LARGEST_FILE, GraphFile
+
+__all__ = ["check_archive", "read_keras"]
+
+LARGEST_CONFIG: Final = 1 << 26
+"""Bytes of a configuration."""
+MOST_MEMBERS: Final = 10_000
+MOST_RATIO: Final = 200
+"""What a member of more than `LARGEST_CONFIG` bytes may grow by when it is unpacked."""
+_CONFIG, _WEIGHTS = "config.json", "model.weights.h5"
+_OWN: Final = ("keras", "builtins")
+
+
+def read_keras(path: str | os.PathLike[str], shapes: Mapping[str, tuple[int, ...]]) -> GraphFile:
+    """The forward pass of the model in a file, weights as constants; ``shapes`` gives sizes to inputs that have
+    unknown ones. Raises ``BadInput`` naming what is wrong with the file, ``Unsupported`` for code in it and where
+    Keras is missing, ``UnknownSize`` for inputs without a size."""
+    place = os.fspath(path)
+    check_archive(path)
+    keras, tf = _keras(place)
+    try:
+        model = keras.models.load_model(path, compile=False, safe_mode=True)
+    except Exception as error:  # Keras raises whatever its layers raise
+        raise BadInput(f"Keras cannot load the model: {_said(error)}", place=place) from error
+    given = _specs(tf, model, shapes, place)
+    try:
+        from tensorflow.python.framework.convert_to_constants import convert_variables_to_constants_v2
+
+        call = tf.function(lambda *xs: model(list(xs) if len(xs) > 1 else xs[0], training=False))
+        frozen = convert_variables_to_constants_v2(
+            call.get_concrete_function(*given), lower_control_flow=False
+        )
+        proto = frozen.graph.as_graph_def()
+    except TightshipError:
+        raise
+    except Exception as error:
+        raise BadInput(f"TensorFlow cannot make a graph of the model: {_said(error)}", place=place) from error
+    fetch = tuple(dict.fromkeys(t.op.name for t in frozen.outputs))
+    return GraphFile(Path(place), proto, fetch)
+
+
+def _said(error: Exception) -> str:
+    return " ".join(f"{type(error).__name__}: {error}".split())[:400]
+
+
+def _keras(place: str) -> tuple[Any, Any]:
+    os.environ.setdefault("KERAS_BACKEND", "tensorflow")
+    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
+    try:
+        import keras
+        import tensorflow as tf
+    except ImportError as error:
+        instead = "pip install 'tightship[tensorflow]'"
+        raise Unsupported("reading Keras models", f"{error.name} is not installed", instead) from error
+    if keras.backend.backend() != "tensorflow":
+        raise Unsupported(
+            f"reading {place} with Keras on {keras.backend.backend()}", "graphs are made by TensorFlow",
+            "set KERAS_BACKEND=tensorflow",
+        )  # fmt: skip
+    return keras, tf
+
+
+def _specs(tf: Any, model: Any, shapes: Mapping[str, tuple[int, ...]], place: str) -> list[Any]:
+    """The types of a model's inputs, of known sizes."""
+    inputs = {t.name: t for t in model.inputs or ()}
+    if not inputs:
+        raise BadInput("a model whose inputs have no shapes: build it before it is saved", place=place)
+    if unknown := [n for n in shapes if n not in inputs]:
+        raise BadInput(f"unknown input {unknown[0]!r}; the model has {', '.join(inputs)}", place="--shape")
+    specs = []
+    for name, tensor in inputs.items():
+        known = tuple(tensor.shape)
+        sizes = shapes.get(name, known)
+        if len(sizes) != len(known) or any(k not in (None, s) for k, s in zip(known, sizes, strict=True)):
+            raise BadInput(f"{name} is {list(known)} in the model, not {list(sizes)}", place="--shape")
+        if None in sizes:
+            form = "x".join("N" if s is None else str(s) for s in sizes)
+            raise UnknownSize(f"unknown size of {name}; give it with --shape {name}={form}", place=place)
+        specs.append(tf.TensorSpec(sizes, tensor.dtype, name=name))
+    return specs
+
+
+# --- what is looked at before Keras is ---
+
+
+def check_archive(path: str | os.PathLike[str]) -> None:
+    """Raise ``BadInput`` for a file that is no Keras model or grows beyond bounds, ``Unsupported`` for code in it."""
+    place = os.fspath(path)
+    try:
+        if not stat.S_ISREG(os.stat(path).st_mode):
+            raise BadInput("not a regular file", place=place)
+        with zipfile.ZipFile(path) as archive:
+            members = archive.infolist()
+            _check_members(members, place)
+            _check_code(_content(archive, _CONFIG, LARGEST_CONFIG), place)
+            if any(m.filename == _WEIGHTS for m in members):
+                _check_weights(_content(archive, _WEIGHTS, LARGEST_FILE), place)
+    except OSError as error:
+        raise BadInput(f"cannot read {place!r}: {error.strerror or error}") from error
+    except (
+        zipfile.BadZipFile,
+        ValueError,
+        EOFError,
+        NotImplementedError,
+        RuntimeError,
+        RecursionError,
+    ) as error:
+        raise BadInput(
+            f"not a Keras model (a zip of config.json and weights): {error}", place=place
+        ) from error
+
+
+def _check_members(members: list[zipfile.ZipInfo], place: str) -> None:
+    names = [m.filename for m in members]
+    if len(names) > MOST_MEMBERS or len(set(names)) != len(names):
+        raise BadInput(
+            f"{len(names)} members; the limit is {MOST_MEMBERS}, and each has its own name", place=place
+        )
+    if _CONFIG not in names:
+        raise BadInput("not a Keras model: it has no config.json", place=place)
+    for m in members:
+        parts = PurePosixPath(m.filename.replace("\\", "/"))
+        if (
+            parts.is_absolute()
+            or ".." in parts.parts
+            or stat.S_ISLNK(m.external_attr >> 16)
+            or ":" in m.filename
+        ):
+            raise BadInput(f"member {m.filename!r} leads out of the file", place=place)
+        if m.file_size > LARGEST_CONFIG and m.file_size > MOST_RATIO * max(m.compress_size, 1):
+            raise BadInput(
+                f"member {m.filename!r} grows from {m.compress_size} to {m.file_size} bytes", place=place
+            )
+    if (total := sum(m.file_size for m in members)) > LARGEST_FILE:
+        raise BadInput(f"{total} bytes unpacked; the limit is {LARGEST_FILE}", place=place)
+
+
+def _content(archive: zipfile.ZipFile, name: str, limit: int) -> bytes:
+    """A member, which may be longer than it says."""
+    with archive.open(name) as file:
+        data = file.read(limit + 1)
+    if len(data) > limit:
+        raise BadInput(f"member {name!r} has more than {limit} bytes", place=str(archive.filename))
+    return data
+
+
+def _check_code(config: bytes, place: str) -> None:
+    """Raise ``Unsupported`` where the configuration names anything but Keras's own classes."""
+    for found in _objects(json.loads(config)):
+        name, module = found.get("class_name"), found.get("module")
+        if name in ("Lambda", "__lambda__"):
+            what, instead = f"a Lambda layer in {place}", "write it as a layer of Keras's own"
+            raise Unsupported(what, "it is code, and code in files is not run", instead)
+        own = module is None or (isinstance(module, str) and module.split(".")[0] in _OWN)
+        if name is not None and not own:
+            what = f"class {name!r} of module {module!r} in {place}"
+            raise Unsupported(
+                what, "code that is not Keras's is not imported for a file", "export a graph.pb"
+            )
+
+
+def _objects(value: Any) -> Iterator[dict[str, Any]]:
+    stack = [value]
+    while stack:
+        item = stack.pop()
+        if isinstance(item, dict):
+            yield item
+            stack += item.values()
+        elif isinstance(item, list):
+            stack += item
+
+
+def _check_weights(data: bytes, place: str) -> None:
+    """Raise ``BadInput`` where weights link to other files or are larger than the limit."""
+    try:
+        import h5py
+    except ImportError as error:
+        instead = "pip install 'tightship[tensorflow]'"
+        raise Unsupported("reading Keras models", "h5py is not installed", instead) from error
+    total = 0
+
+    def look(name: str, link: Any) -> str | None:
+        return None if isinstance(link, h5py.HardLink) else str(name)  # what is not None ends the visit
+
+    try:
+        with h5py.File(io.BytesIO(data), "r") as file:
+            if (linked := file.visititems_links(look)) is not None:
+                raise BadInput(f"weights {linked!r} are a link", place=place)
+            names: list[str] = []
+            file.visit(names.append)
+            for name in names:
+                item = file[name]
+                if isinstance(item, h5py.Dataset):
+                    total += int(item.nbytes)
+                    if item.external or item.is_virtual:
+                        raise BadInput(f"weights {name!r} lie in another file", place=place)
+    except (OSError, RuntimeError, KeyError, TypeError) as error:
+        raise BadInput(f"the weights are not HDF5: {_said(error)}", place=place) from error
+    if total > LARGEST_FILE:
+        raise BadInput(f"weights of {total} bytes; the limit is {LARGEST_FILE}", place=place)

@@ -1,0 +1,183 @@
+"""A plan's order -> a TensorFlow Lite model, and on request the offsets that TensorFlow Lite Micro reads.
+
+The order is written in place: the entries of a subgraph's list of operators change places, every other byte stays.
+An interpreter runs operators in the order of the list.
+
+Offsets are written as metadata ``OfflineMemoryAllocation``: 32-bit numbers, a version (0), the subgraph's index, how
+many tensors it has, and for each of them its first byte in the arena, -1 where the runtime places it
+(tflite-micro, docs/memory_management.md). The tables that are new lie before the old ones, to which a FlatBuffer's
+offsets, which only lead forward, still lead.
+"""
+
+from __future__ import annotations
+
+import os
+import struct
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Final
+
+from tightship.errors import BadInput, Unsupported
+from tightship.files import write_file
+from tightship.frontends.tflite import Program, Reader, Subgraph, Table
+from tightship.graph import aligned
+from tightship.plan import Buffer, Plan, Problem
+from tightship.planners.packing import Search, pack
+
+__all__ = ["METADATA", "arena_problem", "planned_model", "write_model"]
+
+METADATA: Final = "OfflineMemoryAllocation"
+_ALIGNMENT: Final = 16  # of tensors in TensorFlow Lite Micro's arena
+_SHIFT: Final = 64  # what the old bytes move by is a multiple of it, so that all of them stay aligned
+
+
+def write_model(program: Program, plan: Plan, path: str | os.PathLike[str], *, offsets: bool = False) -> None:
+    """Write the model as planned, complete or not at all. Raises as `planned_model`."""
+    write_file(Path(path), planned_model(program, plan, offsets=offsets))
+
+
+def planned_model(program: Program, plan: Plan, *, offsets: bool = False) -> bytes:
+    """The bytes of the model with its operators in the plan's order; ``offsets``: with a place for each tensor.
+
+    Raises ``BadInput`` for a plan of another graph, ``Unsupported`` for plans that do more than order, and for files
+    whose tables do not lie as FlatBuffers are written, or which hold data outside of their tables."""
+    place = str(program.model.path)
+    if plan.digest != program.graph.digest:
+        raise BadInput(f"the plan was made for another graph, of digest {plan.digest[:12]}", place=place)
+    if other := sorted({s.kind for s in plan.steps} - {"compute", "free"}):
+        raise Unsupported(
+            f"a step of kind {other[0]!r} in {place}", "operators of TensorFlow Lite run once each",
+            "plan without --budget: the order alone",
+        )  # fmt: skip
+    order = [s.op for s in plan.steps if s.kind == "compute"]
+    data = _ordered(program, order, place)
+    return _with_offsets(data, program, order, place) if offsets else data
+
+
+def _ordered(program: Program, order: Sequence[int], place: str) -> bytes:
+    """The file with the entries of the first subgraph's operators in this order."""
+    data, at = bytearray(program.model.data), program.model.subgraphs[0].listed
+    tables = [at + 4 * k + struct.unpack_from("<I", data, at + 4 * k)[0] for k in range(len(order))]
+    for k, o in enumerate(order):
+        slot = at + 4 * k
+        if tables[o] <= slot:
+            raise Unsupported(
+                f"the order of {place}", "its operators lie before the list of them", "convert it anew"
+            )
+        struct.pack_into("<I", data, slot, tables[o] - slot)
+    return bytes(data)
+
+
+# --- offsets ---
+
+
+def arena_problem(graph: Subgraph, order: Sequence[int]) -> tuple[Problem, list[int]]:
+    """What TensorFlow Lite Micro places for a subgraph, run in this order, and which tensors these are: inputs from
+    the start, results to the end, all others from who makes them to who reads them last."""
+    last = len(order)
+    since: dict[int, int] = dict.fromkeys(graph.inputs, 0)
+    until: dict[int, int] = dict.fromkeys(graph.inputs, 1)
+    for step, o in enumerate(order):
+        operator = graph.operators[o]
+        for t in (t for t in (*operator.outputs, *operator.intermediates) if t >= 0):
+            since.setdefault(t, step)
+            until[t] = max(until.get(t, 0), step + 1)
+        for t in (t for t in operator.inputs if t in since):
+            until[t] = max(until[t], step + 1)
+    for t in (t for t in graph.outputs if t in since):
+        until[t] = last
+    tensors = [
+        t
+        for t in sorted(since)
+        if graph.tensors[t].nbytes and not graph.tensors[t].constant and not graph.tensors[t].variable
+    ]
+    buffers = [
+        Buffer(str(t), since[t], until[t], aligned(graph.tensors[t].nbytes or 0, _ALIGNMENT)) for t in tensors
+    ]
+    return Problem(tuple(buffers)), tensors
+
+
+def _with_offsets(data: bytes, program: Program, order: Sequence[int], place: str) -> bytes:
+    model = program.model
+    if len(model.subgraphs) > 1:
+        raise Unsupported(
+            f"offsets in {place}", f"it has {len(model.subgraphs)} subgraphs, and offsets are written for one",
+            "write the order alone",
+        )  # fmt: skip
+    graph = model.subgraphs[0]
+    problem, tensors = arena_problem(graph, order)
+    solution = pack(problem, search=Search(seconds=5.0)) if problem.buffers else None
+    numbers = [-1] * len(graph.tensors)
+    if solution is not None:
+        for t, offset in zip(tensors, solution.offsets, strict=True):
+            numbers[t] = offset
+    if max(numbers, default=0) >= 2**31:
+        raise Unsupported(f"offsets in {place}", "an arena of more than 2 GiB", "write the order alone")
+    return _prefixed(data, struct.pack(f"<{3 + len(numbers)}i", 0, 0, len(numbers), *numbers), place)
+
+
+def _prefixed(data: bytes, content: bytes, place: str) -> bytes:
+    """The file with a new root before it, whose lists of buffers and metadata have one entry more."""
+    root = Reader(data, place).table(0)
+    if any(b.field(1) or b.field(2) for b in root.tables(4)) or root.field(8):
+        raise Unsupported(f"offsets in {place}", "its weights lie behind its tables", "write the order alone")
+    buffers = [t.start for t in root.tables(4)]
+    metadata = [t for t in root.tables(6) if t.text(0) != METADATA]
+    return _Prefix(data, root, buffers, [t.start for t in metadata]).joined(content)
+
+
+class _Prefix:
+    """New tables, then the old bytes. Positions of old tables are known once the size of the new ones is."""
+
+    def __init__(self, data: bytes, root: Table, buffers: Sequence[int], metadata: Sequence[int]) -> None:
+        self.data, self.root, self.buffers, self.metadata = data, root, buffers, metadata
+
+    def joined(self, content: bytes) -> bytes:
+        fields = {
+            0: self.root.field(0),
+            **{k: self.root.field(k) for k in (1, 2, 3, 5, 7) if self.root.field(k)},
+        }
+        directory = 8
+        table = aligned(directory + 4 + 2 * 8, 4)
+        slots = {k: table + 4 + 4 * i for i, k in enumerate(sorted({*fields, 4, 6}))}
+        buffers = table + 4 + 4 * len(slots)
+        metadata = buffers + 4 + 4 * (len(self.buffers) + 1)
+        entry_directory = metadata + 4 + 4 * (len(self.metadata) + 1)  # of the metadata: name, buffer
+        entry = aligned(entry_directory + 8, 4)
+        name = entry + 12
+        held_directory = aligned(name + 4 + len(METADATA) + 1, 4)  # of the buffer: data
+        held = aligned(held_directory + 6, 4)
+        bytes_at = aligned(held + 8 + 4, _ALIGNMENT) - 4  # the data themselves are aligned
+        shift = aligned(bytes_at + 4 + len(content), _SHIFT)
+        out = bytearray(shift)
+
+        def put(form: str, at: int, *values: int) -> None:
+            struct.pack_into(form, out, at, *values)
+
+        put("<I", 0, table)
+        out[4:8] = b"TFL3"
+        last = max(slots)
+        put("<HH", directory, 4 + 2 * (last + 1), 4 + 4 * len(slots))
+        for k, slot in slots.items():
+            put("<H", directory + 4 + 2 * k, slot - table)
+        put("<i", table, table - directory)
+        for k, old in fields.items():
+            if k == 0:
+                put("<I", slots[0], self.root.number(0, "<I"))
+            else:
+                put("<I", slots[k], shift + old + self.root.reader.number("<I", old) - slots[k])
+        put("<I", slots[4], buffers - slots[4])
+        put("<I", slots[6], metadata - slots[6])
+        for at, old_tables, new in ((buffers, self.buffers, held), (metadata, self.metadata, entry)):
+            put("<I", at, len(old_tables) + 1)
+            for k, target in enumerate([*(shift + t for t in old_tables), new]):
+                put("<I", at + 4 + 4 * k, target - (at + 4 + 4 * k))
+        put("<HHHH", entry_directory, 8, 12, 4, 8)
+        put("<iII", entry, entry - entry_directory, name - (entry + 4), len(self.buffers))
+        put("<I", name, len(METADATA))
+        out[name + 4 : name + 4 + len(METADATA)] = METADATA.encode()
+        put("<HHH", held_directory, 6, 8, 4)
+        put("<iI", held, held - held_directory, bytes_at - (held + 4))
+        put("<I", bytes_at, len(content))
+        out[bytes_at + 4 : bytes_at + 4 + len(content)] = content
+        return bytes(out) + self.data

@@ -1,0 +1,206 @@
+"""TensorFlow Lite files: read without TensorFlow, planned, and written so that results stay the same."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import math
+import random
+import struct
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tightship import api, sources
+from tightship.cli import main
+from tightship.errors import BadInput, TightshipError, Unsupported
+from tightship.frontends.tflite import Reader, lower, read
+from tightship.integrations.tflite_write import METADATA, arena_problem, planned_model
+
+DATA = Path(__file__).parent.parent / "data" / "tflite"
+"""Models as TensorFlow 2.21 converts them: three branches of convolutions, in float32 and in int8, and a loop with a
+branch behind it."""
+MODELS = ("branchy", "int8", "loop")
+
+
+def test_a_file_is_read_as_it_is() -> None:
+    graph = read(DATA / "branchy.tflite").subgraphs[0]
+    assert [o.kind for o in graph.operators][:3] == ["CONV_2D", "CONV_2D", "MAX_POOL_2D"]
+    given, made = graph.tensors[graph.inputs[0]], graph.tensors[graph.outputs[0]]
+    assert given.shape == (1, 32, 32, 3) and given.nbytes == 32 * 32 * 3 * 4
+    assert made.shape == (1, 64, 10) and made.dtype == "float32"
+    assert {t.dtype for t in read(DATA / "int8.tflite").subgraphs[0].tensors} >= {"int8", "int32"}
+
+
+def test_the_graph_has_the_files_bytes() -> None:
+    program = lower(read(DATA / "branchy.tflite"))
+    graph, model = program.graph, program.model.subgraphs[0]
+    assert [o.target for o in graph.ops] == [o.kind for o in model.operators]
+    constants = sum(s.size for s in graph.storages if s.kind == "constant")
+    assert constants >= sum(t.constant for t in model.tensors if t.constant)
+    by_name = {v.name: graph.storages[v.storage].size for v in graph.values}
+    for t in model.tensors:
+        if t.name in by_name and not t.constant:
+            assert by_name[t.name] == -(-(t.nbytes or 0) // 64) * 64
+    first = next(o for o in graph.ops if o.target == "CONV_2D")
+    assert first.flops == 2 * 32 * 32 * 8 * 3 * 3 * 3
+    for o in graph.ops:
+        if o.target == "RESHAPE":
+            assert graph.values[o.outputs[0]].storage == graph.values[o.inputs[0]].storage
+
+
+def test_loops_and_branches_call_their_subgraphs() -> None:
+    graph = lower(read(DATA / "loop.tflite")).graph
+    called = {o.target: [len(g.ops) for g in o.calls] for o in graph.ops if o.calls}
+    assert called.keys() == {"WHILE", "IF"} and all(len(c) == 2 for c in called.values())
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_written_file_has_every_operator_once_in_the_plans_order(name: str, tmp_path: Path) -> None:
+    program = sources.read_tflite(DATA / f"{name}.tflite")
+    plan = api.plan(program.graph).plan
+    assert plan.peak <= api.plan_named(program.graph, "keep").plan.peak
+    path = tmp_path / "planned.tflite"
+    path.write_bytes(planned_model(program, plan))
+    again = lower(read(path))
+    assert [o.name for o in again.graph.ops] == [
+        program.graph.ops[s.op].name for s in plan.steps if s.kind == "compute"
+    ]
+    assert api.plan_named(again.graph, "keep").plan.peak == plan.peak
+    assert path.stat().st_size == (DATA / f"{name}.tflite").stat().st_size
+
+
+@pytest.mark.parametrize("name", ["branchy", "int8"])
+def test_offsets_are_written_as_the_micro_runtime_reads_them(name: str, tmp_path: Path) -> None:
+    path = tmp_path / "planned.tflite"
+    source = str(DATA / f"{name}.tflite")
+    assert main(["plan", source, "--write", str(path), "--offline-plan", "--json"]) == 0
+    model, data = read(path), path.read_bytes()
+    root = Reader(data, "x").table(0)
+    [entry] = [t for t in root.tables(6) if t.text(0) == METADATA]
+    at, count = root.tables(4)[entry.number(1, "<I")].vector(0, 1)
+    numbers = struct.unpack(f"<{count // 4}i", data[at : at + count])
+    graph = model.subgraphs[0]
+    assert (
+        at % 16 == 0 and numbers[:3] == (0, 0, len(graph.tensors)) and len(numbers) == 3 + len(graph.tensors)
+    )
+    problem, tensors = arena_problem(graph, range(len(graph.operators)))
+    placed = {t: o for t, o in enumerate(numbers[3:]) if o >= 0}
+    assert placed.keys() == set(tensors) and all(o % 16 == 0 for o in placed.values())
+    for a, t in zip(problem.buffers, tensors, strict=True):
+        for b, u in zip(problem.buffers, tensors, strict=True):
+            apart = placed[t] + a.size <= placed[u] or placed[u] + b.size <= placed[t]
+            assert t == u or apart or a.upper <= b.lower or b.upper <= a.lower
+    twice = lower(read(path))  # written once more, there is one such entry
+    again = planned_model(twice, api.plan(twice.graph).plan, offsets=True)
+    assert again.count(METADATA.encode()) == 2 and len(Reader(again, "x").table(0).tables(6)) == len(
+        root.tables(6)
+    )
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_litert_runs_what_is_written_to_the_same_bits(name: str, tmp_path: Path) -> None:
+    if importlib.util.find_spec("ai_edge_litert") is None:
+        pytest.skip("LiteRT is not installed (pip install ai-edge-litert)")
+    path = tmp_path / "planned.tflite"
+    more = [] if name == "loop" else ["--offline-plan"]
+    assert main(["plan", str(DATA / f"{name}.tflite"), "--write", str(path), *more, "--json"]) == 0
+    before, after = _run(DATA / f"{name}.tflite"), _run(path)
+    assert all(np.array_equal(a, b) for a, b in zip(before, after, strict=True))
+
+
+def _run(path: Path) -> list[Any]:
+    from ai_edge_litert.interpreter import Interpreter, OpResolverType
+
+    resolver = OpResolverType.BUILTIN_WITHOUT_DEFAULT_DELEGATES
+    interpreter = Interpreter(str(path), experimental_op_resolver_type=resolver, num_threads=1)
+    interpreter.allocate_tensors()
+    rng = np.random.default_rng(0)
+    for d in interpreter.get_input_details():
+        scale = 1 if d["dtype"] == np.float32 else 40
+        interpreter.set_tensor(d["index"], (scale * rng.standard_normal(d["shape"])).astype(d["dtype"]))
+    interpreter.invoke()
+    return [interpreter.get_tensor(d["index"]) for d in interpreter.get_output_details()]
+
+
+def test_what_is_not_an_order_is_not_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    program = sources.read_tflite(DATA / "loop.tflite")
+    plan = api.plan(program.graph).plan
+    with pytest.raises(Unsupported, match="offsets are written for one"):
+        planned_model(program, plan, offsets=True)
+    other = sources.read_tflite(DATA / "branchy.tflite")
+    with pytest.raises(BadInput, match="another graph"):
+        planned_model(other, plan)
+    assert main(["plan", str(DATA / "loop.tflite"), "--offline-plan"]) == 2
+    assert "--offline-plan requires" in capsys.readouterr().err
+    assert main(["explain", str(DATA / "loop.tflite"), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)
+
+
+def test_hostile_files_are_refused_and_never_crash(tmp_path: Path) -> None:
+    path = tmp_path / "hostile.tflite"
+    for data in (
+        b"",
+        b"TFL3",
+        b"\x08\0\0\0TFL3",
+        b"\xff\xff\xff\x7fTFL3" + bytes(64),
+        bytes(4) + b"TFL3" + bytes(99),
+    ):
+        path.write_bytes(data)
+        with pytest.raises(BadInput):
+            read(path)
+    rng, refused = random.Random(0), 0
+    for name in MODELS:
+        whole = (DATA / f"{name}.tflite").read_bytes()
+        for trial in range(300):
+            data = bytearray(whole)
+            if trial % 3 == 0:
+                data = data[: rng.randrange(len(data))]
+            for _ in range(rng.choice((1, 4, 32))):
+                if data:
+                    k = rng.randrange(len(data))
+                    data[k] = rng.choice((0, 1, 0x7F, 0x80, 0xFF, rng.randrange(256)))
+            path.write_bytes(data)
+            try:
+                program = lower(read(path))
+                planned_model(program, api.plan_named(program.graph, "keep").plan)
+            except TightshipError as error:
+                refused += 1
+                assert str(error)
+    assert refused > 300
+
+
+def test_many_tables_on_the_same_bytes_are_bounded(tmp_path: Path) -> None:
+    """A list of a million tensors, each of them one table whose shape is a million numbers."""
+    count = 200_000
+    # root -> model: field 2 (subgraphs) -> list of one -> subgraph: field 0 (tensors) -> list of the same table
+    out = bytearray(struct.pack("<I4s", 20, b"TFL3"))
+    out += struct.pack("<HHHHH", 10, 8, 0, 0, 4) + bytes(2)  # directory of the model, at 8
+    out += struct.pack("<iI", 20 - 8, 4)  # the model, at 20: subgraphs at 28
+    out += struct.pack("<II", 1, 12)  # at 28: one subgraph, at 44
+    out += struct.pack("<HHH", 6, 8, 4) + bytes(2)  # directory of the subgraph, at 36
+    out += struct.pack("<iI", 44 - 36, 4)  # the subgraph, at 44: tensors at 52
+    at = len(out)
+    tensor = at + 4 + 4 * count + 8
+    out += struct.pack("<I", count)
+    out += b"".join(struct.pack("<I", tensor - (at + 4 + 4 * k)) for k in range(count))
+    out += struct.pack("<HHH", 6, 8, 4) + bytes(2)
+    out += struct.pack("<iI", 8, 4) + struct.pack("<I", 4096) + struct.pack("<i", 1) * 4096
+    path = tmp_path / "many.tflite"
+    path.write_bytes(out)
+    with pytest.raises(BadInput, match="tables and numbers"):
+        read(path)
+
+
+def test_sizes_that_are_too_large_are_refused(tmp_path: Path) -> None:
+    data = bytearray((DATA / "branchy.tflite").read_bytes())
+    table = Reader(bytes(data), "x").table(0).tables(2)[0].tables(0)[0]
+    at, count = table.vector(0, 4)
+    data[at : at + 4 * count] = struct.pack(f"<{count}i", *[2**31 - 1] * count)
+    path = tmp_path / "large.tflite"
+    path.write_bytes(data)
+    assert math.prod([2**31 - 1] * count) > 2**100
+    with pytest.raises(BadInput):
+        read(path)
