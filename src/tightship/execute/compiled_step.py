@@ -13,7 +13,7 @@ from __future__ import annotations
 import inspect
 import warnings
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -21,6 +21,7 @@ from torch.fx import GraphModule
 
 from tightship.errors import Infeasible, Unsupported, VerificationFailed
 from tightship.execute import allocator
+from tightship.execute.aiming import Aim, Candidate
 from tightship.execute.binding import Binding
 from tightship.execute.compiled import CompiledPass, Measured, StepPlan, StepReplay, place
 from tightship.execute.interpreter import RunStats, report
@@ -35,6 +36,7 @@ from tightship.frontends.torch.optimizer.copy import bare
 from tightship.frontends.torch.optimizer.updates import Updater, each, state_at
 from tightship.frontends.torch.program import Program
 from tightship.graph import aligned, alignment_of
+from tightship.plan import Plan
 from tightship.planners import default
 from tightship.process_local import NotCopied
 
@@ -44,10 +46,6 @@ _NUMBERS = (
     "numbers are Inductor's: rounded as its fused kernels round, no further from exact ones than code that "
     "torch.compile makes, and with random numbers as it draws them"
 )
-_LOWERINGS = 8
-"""Orders and recomputations of ours that are lowered, at most."""
-_CLOSE = 0.02
-"""No looser plan is looked for where so much of the budget beyond the static set is left, or less."""
 
 
 @dataclass(frozen=True)
@@ -226,18 +224,6 @@ def _first_state(updater: Updater) -> None:
 # --- compiling -------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, eq=False)
-class _Candidate:
-    """A graph with its replayed peak; ``needed``: what its arena takes, too."""
-
-    gm: GraphModule
-    source: str
-    peak: int
-    needed: int
-    recomputed: int = 0
-    seconds: float = 0.0
-
-
 class _Compilation:
     """One program: which graph is compiled for it, and its plan."""
 
@@ -254,7 +240,7 @@ class _Compilation:
         self.measured = Measured(allocator.kind_of(self.device))
         self.notes = [_NUMBERS]
         self.count = 0
-        self.seen: dict[tuple[str, ...], _Candidate] = {}
+        self.seen: dict[tuple[str, ...], Candidate[GraphModule]] = {}
         self.model: FusedStep | None = None
 
     def run(self) -> _Compiled:
@@ -304,9 +290,9 @@ class _Compilation:
                 least = min(c.needed for c in [self.unplanned, *found])
                 raise Infeasible(budget=budget, lower_bound=static, best_peak=least, compiled=True)
             self.best = min(fitting, key=lambda c: c.seconds)
-        return self.best.gm
+        return self.best.made
 
-    def candidate(self, gm: GraphModule, source: str) -> _Candidate:
+    def candidate(self, gm: GraphModule, source: str, plan: Plan | None = None) -> Candidate[GraphModule]:
         key = tuple(map(compat_inductor.origin, gm.graph.nodes))
         if key not in self.seen:
             replay = self.replayed(self.lower(gm))
@@ -314,50 +300,18 @@ class _Compilation:
             peak = max(replay.peaks)
             needed = max(peak, replay.static + place(replay)[1])
             cost = self.model.recompute_time(gm) if self.model is not None else (0, 0.0)
-            self.seen[key] = _Candidate(gm, source, peak, needed, *cost)
+            self.seen[key] = Candidate(gm, source, peak, needed, replay, *cost, plan=plan)
         return self.seen[key]
 
-    def _ours(self, budget: int, static: int) -> list[_Candidate]:
-        """Plans for inner targets, which follow what the replays say, as in the backend's compiled mode."""
+    def _ours(self, budget: int, static: int) -> list[Candidate[GraphModule]]:
         outputs = len(self.program.results) - len(self.program.gradients)
-        self.model = fuse_step(self.gm, outputs, name=self.program.graph.name)
-        found: list[_Candidate] = []
-        low, high, target = static, None, budget
-        for _ in range(_LOWERINGS):
-            c, least = self._at(target)
-            if c is None:
-                assert least is not None
-                if high is not None and least >= high:
-                    break
-                low, target = least, least
-                c, _ = self._at(least)
-                if c is None:
-                    break
-            found.append(c)
-            off = budget - c.needed
-            if off >= 0:
-                low = max(low, target)
-                if off <= _CLOSE * (budget - static):
-                    break
-            else:
-                high = target if high is None else min(high, target)
-            next_ = target + off
-            if high is not None and not low < next_ < high:
-                next_ = (low + high) // 2
-            if next_ == target or (high is not None and high - low <= _CLOSE * (budget - static)):
-                break
-            target = next_
-        return found
+        model = self.model = fuse_step(self.gm, outputs, name=self.program.graph.name)
 
-    def _at(self, target: int) -> tuple[_Candidate | None, int | None]:
-        """Our order and recomputations for an inner target; or the least that the planner reaches on its model."""
-        assert self.model is not None
+        def ours(plan: Plan) -> Candidate[GraphModule]:
+            return self.candidate(model.ordered(plan), "tightship", plan)
+
         options = getattr(self.settings.planner, "options", default.Options())
-        try:
-            plan = default.plan(self.model.graph, target, replace(options, place=False, reuse=False))
-        except Infeasible as error:
-            return None, error.best_peak
-        return self.candidate(self.model.ordered(plan), "tightship"), None
+        return Aim(model, options, ours, budget, static).run()
 
 
 def _check_first_step(program: Program) -> None:

@@ -10,7 +10,7 @@ tensors exist is a model of Inductor's rules: bytes of a plan are to be correcte
 from __future__ import annotations
 
 import operator
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -75,26 +75,9 @@ class FusedJoint:
         """``graph``, which is this model's, with the bytes that its ops were short of as their workspace: what the
         passes of ``plan`` really had in use while each tensor was made (``passes``: node and bytes, in order), beyond
         what the model has. The planner then sees what fused code keeps, converts or sums up late."""
-        line, bounds = replay(graph, plan.steps), self.boundary
-        at = next(k for k, s in enumerate(plan.steps) if s.kind == "compute" and s.op == bounds)
-        short: dict[int, int] = {}
-        for steps, used in zip((range(at), range(at + 1, len(plan.steps))), passes, strict=True):
-            levels: dict[str, list[int]] = {}
-            for name, nbytes in used:
-                levels.setdefault(name, []).append(nbytes)
-            for k in steps:
-                op = plan.steps[k].op
-                if plan.steps[k].kind not in ("compute", "recompute") or op not in self.calls:
-                    continue
-                rows = levels.get(self.calls[op].name)
-                if rows:
-                    level = rows.pop(0) if len(rows) > 1 else rows[0]
-                    short[op] = max(short.get(op, 0), level - line.during[k])
-        ops = list(graph.ops)
-        for k, nbytes in short.items():
-            if nbytes > 0:
-                ops[k] = replace(ops[k], workspace=ops[k].workspace + nbytes)
-        return graph.with_ops(tuple(ops))
+        at = next(k for k, s in enumerate(plan.steps) if s.kind == "compute" and s.op == self.boundary)
+        parts = range(at), range(at + 1, len(plan.steps))
+        return _with_excess(graph, plan, self.calls, zip(parts, passes, strict=True))
 
     def recompute_time(self, pair: compat_inductor.Pair) -> tuple[int, float]:
         """How many kernels run again, and their seconds, modeled."""
@@ -103,6 +86,33 @@ class FusedJoint:
         again = [name for k, name in enumerate(names) if name in first or name in names[:k]]
         kernels = [self.seconds[name] for name in again if name in self.seconds]
         return len(kernels), sum(kernels)
+
+
+def _with_excess(
+    graph: Graph, plan: Plan, calls: Mapping[int, Node],
+    passes: Iterable[tuple[range, Sequence[tuple[str, int]]]],
+) -> Graph:  # fmt: skip
+    """``graph`` with the bytes that its ops were short of as their workspace. ``passes``: steps of ``plan``, and for
+    which nodes fused code asked for memory in them, with the most bytes in use meanwhile."""
+    line = replay(graph, plan.steps)
+    short: dict[int, int] = {}
+    for steps, used in passes:
+        levels: dict[str, list[int]] = {}
+        for name, nbytes in used:
+            levels.setdefault(name, []).append(nbytes)
+        for k in steps:
+            op = plan.steps[k].op
+            if plan.steps[k].kind not in ("compute", "recompute") or op not in calls:
+                continue
+            rows = levels.get(calls[op].name)
+            if rows:
+                level = rows.pop(0) if len(rows) > 1 else rows[0]
+                short[op] = max(short.get(op, 0), level - line.during[k])
+    ops = list(graph.ops)
+    for k, nbytes in short.items():
+        if nbytes > 0:
+            ops[k] = replace(ops[k], workspace=ops[k].workspace + nbytes)
+    return graph.with_ops(tuple(ops))
 
 
 @dataclass
@@ -451,6 +461,11 @@ class FusedStep:
         made = GraphModule(self.gm, fx)
         made.meta = dict(self.gm.meta)
         return made
+
+    def with_excess(self, graph: Graph, plan: Plan, passes: Sequence[Sequence[tuple[str, int]]]) -> Graph:
+        """As `FusedJoint.with_excess`, of the one pass that there is."""
+        (used,) = passes
+        return _with_excess(graph, plan, self.calls, [(range(len(plan.steps)), used)])
 
     def recompute_time(self, gm: GraphModule) -> tuple[int, float]:
         """How many kernels of ``gm`` run again, and their seconds, modeled."""
