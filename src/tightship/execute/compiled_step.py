@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import inspect
 import warnings
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -28,12 +29,12 @@ from tightship.execute.interpreter import RunStats, report
 from tightship.execute.prepared import Settings, Thrashing, Variant
 from tightship.execute.script import device_of
 from tightship.execute.train_step import TrainStep
-from tightship.frontends.torch import compat_inductor
+from tightship.frontends.torch import compat, compat_inductor
 from tightship.frontends.torch.capture.flat import Flat, fixed_settings, flatten_program
 from tightship.frontends.torch.capture.fused import FusedStep, fuse_step
 from tightship.frontends.torch.compat_inductor import Lowered
-from tightship.frontends.torch.optimizer.copy import bare
-from tightship.frontends.torch.optimizer.updates import Updater, each, state_at
+from tightship.frontends.torch.optimizer.copy import Path, bare, copied, random_untouched
+from tightship.frontends.torch.optimizer.updates import Member, Updater, each, independent, state_at
 from tightship.frontends.torch.program import Program
 from tightship.graph import aligned, alignment_of
 from tightship.plan import Plan
@@ -200,13 +201,15 @@ class _Compiled(NotCopied):
 
 
 def _first_state(updater: Updater) -> None:
-    """The state as it is before the first step, made by the optimizer's own code."""
+    """The state as it is before the first step: of PyTorch's own classes made by the optimizer's code, of others as
+    `_check_first_step` has found it to be."""
     (member,) = updater.members
     optimizer, param = updater.optimizer, member.param
-    one: Any = bare(optimizer)
-    one.__dict__.update({n: x for n, x in vars(optimizer).items() if n not in vars(one) and n != "step"})
-    group = {**optimizer.param_groups[member.group], "params": [param]}
-    one.param_groups = [group]
+    if not independent(optimizer):
+        optimizer.state[param].update({k: torch.zeros_like(t) for k, t in _state_like(member)})
+        return
+    one = _alone(optimizer, member.group, param)
+    group = one.param_groups[0]
     before = param.grad
     param.grad = torch.zeros((), dtype=param.dtype, device=param.device).expand_as(param)
     try:
@@ -219,6 +222,22 @@ def _first_state(updater: Updater) -> None:
     for key, like in zip(member.state_keys, member.state_like, strict=True):
         if not isinstance(state.get(key), torch.Tensor):  # SGD's momentum, which begins as the gradient
             state[key] = torch.zeros_like(param) if like.shape == param.shape else None
+
+
+def _alone(optimizer: Any, group: int, param: torch.Tensor) -> Any:
+    """The optimizer with one parameter, or another in its place."""
+    one: Any = bare(optimizer)
+    one.__dict__.update({n: x for n, x in vars(optimizer).items() if n not in vars(one) and n != "step"})
+    one.param_groups = [{**optimizer.param_groups[group], "params": [param]}]
+    return one
+
+
+def _state_like(member: Member) -> list[tuple[Any, torch.Tensor]]:
+    """The member's state by its keys: tensors of its metadata, of unknown numbers."""
+    return [
+        (k, torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=member.param.device))
+        for k, t in zip(member.state_keys, member.state_like, strict=True)
+    ]
 
 
 # --- compiling -------------------------------------------------------------------------------------------------
@@ -316,12 +335,51 @@ class _Compilation:
 
 def _check_first_step(program: Program) -> None:
     """Raises ``Unsupported`` for a first step that is another than those after it."""
+    tried: set[Any] = set()
     for call in program.calls:
         updater = call.fn
-        if isinstance(updater, Updater) and isinstance(updater.optimizer, torch.optim.SGD):
-            group = updater.optimizer.param_groups[updater.members[0].group]
-            if group["dampening"] and not updater.materialized:
-                raise Unsupported(
-                    "SGD with dampening before its first step, in compiled mode",
-                    "its first step leaves dampening out", 'run a first step in eager, or use mode="exact"',
-                )  # fmt: skip
+        if not isinstance(updater, Updater) or updater.materialized or len(updater.members) > 1:
+            continue
+        (member,) = updater.members
+        group = updater.optimizer.param_groups[member.group]
+        if isinstance(updater.optimizer, torch.optim.SGD) and group.get("dampening"):
+            raise Unsupported(
+                "SGD with dampening before its first step, in compiled mode",
+                "its first step leaves dampening out", 'run a first step in eager, or use mode="exact"',
+            )  # fmt: skip
+        if independent(updater.optimizer):
+            continue
+        p = member.param
+        kind = (updater.number, member.group, tuple(p.shape), p.dtype)
+        if kind not in tried and not _begins_with_zeros(updater):
+            raise Unsupported(
+                f"{type(updater.optimizer).__name__} before its first step, in compiled mode",
+                "its state does not begin as zeros", 'run a first step in eager, or use mode="exact"',
+            )  # fmt: skip
+        tried.add(kind)
+
+
+def _begins_with_zeros(updater: Updater) -> bool:
+    """Whether a first step with a state of zeros gives the same bits as one without a state, on copies."""
+    (member,) = updater.members
+    optimizer, p = updater.optimizer, member.param
+    keys = [k for k in member.state_keys if not isinstance(k, Path)]
+    found: list[list[torch.Tensor]] = []
+    with random_untouched(), torch.no_grad():
+        start, grad = torch.randn_like(p), torch.randn_like(p)
+        for zeros in (False, True):
+            param = torch.nn.Parameter(start.clone())
+            one = copied(_alone(optimizer, member.group, p), {id(p): param})
+            one.state = defaultdict(dict)
+            if zeros:
+                one.state[param] = {k: torch.zeros_like(t) for k, t in _state_like(member)}
+            param.grad = grad.clone()
+            try:
+                compat.plain_step(type(optimizer))(one)
+            except Exception:
+                return False
+            state = one.state[param]
+            if not all(isinstance(state.get(k), torch.Tensor) for k in keys):
+                return False
+            found.append([param.detach(), *(state[k] for k in keys)])
+    return all(torch.equal(a, b) for a, b in zip(*found, strict=True))

@@ -22,7 +22,7 @@ from tightship.frontends.builder import GraphBuilder, trace_line
 from tightship.frontends.torch import compat, compat_compile, compat_inductor
 from tightship.graph import Graph, Op
 from tightship.machine import modeled_time
-from tightship.plan import Plan
+from tightship.plan import Plan, Step
 from tightship.simulate import replay
 
 __all__ = ["FusedJoint", "FusedStep", "fuse", "fuse_step"]
@@ -93,19 +93,28 @@ def _with_excess(
     passes: Iterable[tuple[range, Sequence[tuple[str, int]]]],
 ) -> Graph:  # fmt: skip
     """``graph`` with the bytes that its ops were short of as their workspace. ``passes``: steps of ``plan``, and for
-    which nodes fused code asked for memory in them, with the most bytes in use meanwhile."""
+    which nodes fused code had memory in them, with the bytes in use then. What was in use for a node that the model
+    has fused away counts for the next one that it has."""
     line = replay(graph, plan.steps)
     short: dict[int, int] = {}
     for steps, used in passes:
-        levels: dict[str, list[int]] = {}
+        levels: dict[str, list[int]] = {
+            calls[op].name: [] for k in steps if (op := plan.steps[k].op) in calls and _runs(plan.steps[k])
+        }
+        between, latest = 0, None
         for name, nbytes in used:
-            levels.setdefault(name, []).append(nbytes)
+            between = max(between, nbytes)
+            if name in levels:
+                latest = levels[name]
+                latest.append(between)
+                between = 0
+        if latest:
+            latest[-1] = max(latest[-1], between)
         for k in steps:
             op = plan.steps[k].op
-            if plan.steps[k].kind not in ("compute", "recompute") or op not in calls:
+            if not _runs(plan.steps[k]) or op not in calls:
                 continue
-            rows = levels.get(calls[op].name)
-            if rows:
+            if rows := levels[calls[op].name]:
                 level = rows.pop(0) if len(rows) > 1 else rows[0]
                 short[op] = max(short.get(op, 0), level - line.during[k])
     ops = list(graph.ops)
@@ -113,6 +122,10 @@ def _with_excess(
         if nbytes > 0:
             ops[k] = replace(ops[k], workspace=ops[k].workspace + nbytes)
     return graph.with_ops(tuple(ops))
+
+
+def _runs(step: Step) -> bool:
+    return step.kind in ("compute", "recompute")
 
 
 @dataclass
