@@ -8,6 +8,7 @@ from torch import nn
 
 from tightship import errors, fit
 from tightship.execute import compiled_step
+from tightship.execute.allocator import Meter
 from tightship.execute.prepared import Thrashing
 from tightship.frontends.torch import compat_inductor
 from tightship.frontends.torch.capture.flat import viewed
@@ -189,6 +190,27 @@ def test_convolutions_and_running_statistics():
     assert_close(model, other, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.slow
+def test_without_a_budget_it_takes_no_more_than_inductor_does():
+    model, other = net(3, 32), net(3, 32)
+    step = fit(model, loss, sgd(model), data(512, 32), **OPTIONS)
+    torch._dynamo.reset()
+    stock = torch.compile(other)
+    reference = eager(other, sgd(other), lambda _, b: loss(stock, b))
+    used = []
+    for call, trained in ((step, model), (reference, other)):
+        for _ in range(2):
+            call(data(512, 32))
+        for p in trained.parameters():
+            p.grad = None
+        batch = data(512, 32)
+        with Meter() as meter:
+            call(batch)
+        used.append(meter.peak)
+    assert step.plan.static + step.plan.arena <= step.plan.peak == step.plan.peak_before
+    assert used[0] <= used[1]
+
+
 # --- loops ---
 
 
@@ -284,6 +306,15 @@ class Counting(Lion):
             group["lr"] = 0.01 / (1 + group.setdefault("count", 0))
             group["count"] += 1
         super().step()
+
+
+class Stepping(Lion):
+    """Counts in Python, for each parameter."""
+
+    def step(self, closure=None):
+        super().step()
+        for state in self.state.values():
+            state["step"] = state.get("step", 0) + 1
 
 
 class Warm(Lion):
@@ -472,6 +503,7 @@ class Clipping(Lion):
     [
         (Clipping, "the optimizer Clipping in compiled mode.*several parameters at once"),
         (Counting, "the optimizer Counting in compiled mode.*it counts 'lr|count' in Python"),
+        (Stepping, "the optimizer Stepping in compiled mode.*it keeps 'step' in Python"),
         (Warm, "the optimizer Warm in compiled mode.*follows from the value of lr"),
         (lambda p: Lion(p, start=0.5), "Lion before its first step.*does not begin as zeros.*a first step in eager"),
     ],

@@ -360,8 +360,11 @@ class StepPlan:
         return self.recomputed if kind == "recompute" else 0
 
 
-def place(replay: StepReplay, *, search: Search | None = None) -> tuple[tuple[Pass, ...], int]:
-    """Offsets for every request of the replay but those that leave, and the bytes that they span."""
+def place(
+    replay: StepReplay, *, search: Search | None = None, most: int | None = None
+) -> tuple[tuple[Pass, ...], int]:
+    """Offsets for every request of the replay but those that leave, and the bytes that they span. Nothing is placed
+    where that is more than ``most``, static set included: each request is served by itself, as without a plan."""
     last = replay._clock
     rows = [b for blocks in replay.blocks for b in blocks if not b.leaves]
     buffers = tuple(
@@ -369,7 +372,9 @@ def place(replay: StepReplay, *, search: Search | None = None) -> tuple[tuple[Pa
         for k, b in enumerate(rows)
     )
     solution = pack(Problem(buffers), search=search or Search())
-    offset = {id(b): o for b, o in zip(rows, solution.offsets, strict=True)}
+    arena, offset = solution.arena, {id(b): o for b, o in zip(rows, solution.offsets, strict=True)}
+    if most is not None and replay.static + arena > most:
+        arena, offset = 0, {}
     passes = tuple(
         Pass(
             tuple(b.size for b in blocks), tuple(offset.get(id(b), _HEAP) for b in blocks),
@@ -377,7 +382,7 @@ def place(replay: StepReplay, *, search: Search | None = None) -> tuple[tuple[Pa
         )
         for k, blocks in enumerate(replay.blocks)
     )  # fmt: skip
-    return passes, solution.arena
+    return passes, arena
 
 
 # --- running ---------------------------------------------------------------------------------------------------

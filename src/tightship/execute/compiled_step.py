@@ -272,7 +272,7 @@ class _Compilation:
         if max(replay.peaks) != self.best.peak:
             text = f"compiled, the step needs {max(replay.peaks)} B and not the {self.best.peak} B that were replayed"
             raise VerificationFailed([text], f"graph {program.graph.name}")
-        passes, arena = place(replay)
+        passes, arena = place(replay, most=self.best.peak if self.budget is None else None)
         plan = WholePlan(
             self.budget, replay.static, self.best.peak, arena, passes, self.unplanned.peak, (),
             self.best.recomputed, self.best.seconds, self.best.source, self.count, tuple(self.notes),
@@ -360,7 +360,8 @@ def _check_first_step(program: Program) -> None:
 
 
 def _begins_with_zeros(updater: Updater) -> bool:
-    """Whether a first step with a state of zeros gives the same bits as one without a state, on copies."""
+    """Whether a first step with a state of zeros gives the same bits as one without a state, on copies. Raises
+    ``Unsupported`` for a state that has more than tensors."""
     (member,) = updater.members
     optimizer, p = updater.optimizer, member.param
     keys = [k for k in member.state_keys if not isinstance(k, Path)]
@@ -379,6 +380,13 @@ def _begins_with_zeros(updater: Updater) -> bool:
             except Exception:
                 return False
             state = one.state[param]
+            if other := [k for k, x in state.items() if not isinstance(x, torch.Tensor)]:
+                raise Unsupported(
+                    f"the optimizer {type(optimizer).__name__} in compiled mode",
+                    f"it keeps {other[0]!r} in Python beside tensors, which would stay as it is",
+                    'use mode="exact", or leave the optimizer out (None) and step it yourself after '
+                    "step.backward(batch)",
+                )  # fmt: skip
             if not all(isinstance(state.get(k), torch.Tensor) for k in keys):
                 return False
             found.append([param.detach(), *(state[k] for k in keys)])

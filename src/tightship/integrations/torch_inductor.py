@@ -326,7 +326,7 @@ class _Compilation:
     def _ready(
         self, replay: StepReplay, unplanned: StepReplay | Unplanned, plan: StepPlan, kinds: tuple[str, ...]
     ) -> None:
-        passes, arena = place(replay)
+        passes, arena = place(replay, most=max(replay.peaks) if plan.budget is None else None)
         plan = replace(plan, peak=max(replay.peaks), arena=arena, passes=passes)
         needed = max(plan.peak, plan.static + arena) if self.options.arena else plan.peak
         if plan.budget is not None and needed > plan.budget:
