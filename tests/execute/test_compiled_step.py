@@ -313,8 +313,8 @@ class Stepping(Lion):
 
     def step(self, closure=None):
         super().step()
-        for state in self.state.values():
-            state["step"] = state.get("step", 0) + 1
+        for p in (p for g in self.param_groups for p in g["params"] if p.grad is not None):
+            self.state[p]["step"] = self.state[p].get("step", 0) + 1
 
 
 class Warm(Lion):
