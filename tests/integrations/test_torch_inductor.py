@@ -15,6 +15,7 @@ from tightship.execute.compiled import LoweredStep, Measured, StepReplay, place
 from tightship.frontends.torch import compat_inductor, compat_inductor_lines
 from tightship.frontends.torch.capture.fused import fuse_step
 from tightship.frontends.torch.compat_inductor import Event, Kernel, Lowered
+from tightship.integrations import torch_inductor
 from tightship.integrations.torch_compile import compiled_notes, compiled_plans, measured_step
 from tightship.planners.default import Options
 from tightship.planners.default import plan as default_plan
@@ -381,6 +382,27 @@ def test_attention_with_dropout_within_a_budget():
     (graph,) = compiled_plans(call)
     assert graph.last.as_planned
     assert graph.last.measured_peak <= graph.plan.peak <= graph.plan.budget < graph.plan.peak_before
+
+
+@pytest.mark.slow
+def test_what_checkpoints_around_blocks_reach_is_found_as_well(tmp_path, monkeypatch):
+    monkeypatch.setattr(torch_inductor.Aim, "run", lambda self: [])
+    monkeypatch.setattr(torch_inductor, "STOCK", ())
+
+    def block():
+        return nn.Sequential(nn.Linear(16, 64), nn.Tanh(), nn.Linear(64, 16), nn.Dropout(0.1))
+
+    torch.manual_seed(0)
+    model, x = nn.Sequential(*(block() for _ in range(4))), rows(256, 16)
+    for _ in range(2):  # chosen, then kept
+        torch._dynamo.reset()
+        call = compiled(model, budget="80%", cache=str(tmp_path))
+        got = step(call, model, x)
+        (graph,) = compiled_plans(call)
+        assert graph.plan.source == "each block computed again"
+        assert graph.last.measured_peak == graph.plan.peak <= graph.plan.budget
+    for a, b in zip(got, stock(model, x), strict=True):
+        torch.testing.assert_close(a, b)
 
 
 # --- choices that are kept ---

@@ -5,14 +5,16 @@ are the fastest within the budget. Measure: bytes to the byte, by replaying the 
 candidate to (`execute.compiled`), before any kernel exists; seconds of recomputation, modeled. Candidates: Inductor's
 own partition, which wins where it fits; saved sets that our planner chooses on a model of fused code
 (``capture.fused``) for an inner target, moved by what the replays say; Inductor's own at several
-``activation_memory_budget`` values. Guarantee: what runs was replayed and is within the budget, or ``Infeasible`` has
-the least peak replayed. Known limits: the model of fused code steers which candidates are looked at, so a faster one
-may be missed. A budget is shared as in exact mode (`accounting`): with other graphs, gradients and the optimizer.
+``activation_memory_budget`` values, and each block of the model computed again. Guarantee: what runs was replayed and
+is within the budget, or ``Infeasible`` has the least peak replayed. Known limits: the model of fused code steers which
+candidates are looked at, so a faster one may be missed. A budget is shared as in exact mode (`accounting`): with other
+graphs, gradients and the optimizer.
 """
 
 from __future__ import annotations
 
 import operator
+import re
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Final, cast
@@ -50,6 +52,7 @@ STOCK: Final = (0.7, 0.5, 0.3, 0.1, 0.0)
 """The ``activation_memory_budget`` values whose partitions are looked at beside ours."""
 _INDUCTOR: Final = "Inductor at activation_memory_budget"
 _STOCK: Final = f"{_INDUCTOR} 1.0"
+_BLOCKS: Final = "each block computed again"
 
 
 @dataclass
@@ -394,10 +397,8 @@ class _Search:
             if plan is not None and self.model is not None:
                 check(self.model.graph, plan)
                 pair = self.planned(plan)
-            elif chosen.share is not None:
-                pair = compat_inductor.stock_pair(
-                    self.joint, self.inputs, self.outputs, self.fixed, chosen.share
-                )
+            elif chosen.share is not None or (chosen.source == _BLOCKS and self.model is not None):
+                pair = self.seed(chosen.share)
             else:
                 raise BadInput("a partition is Inductor's own or of a plan")
         except TightshipError as error:
@@ -415,9 +416,9 @@ class _Search:
         if self.model is not None:
             found = Aim(self.model, self.owner.options.planner, self.ours, budget, static).run()
         best = min((c for c in found if c.needed <= budget), key=lambda c: c.seconds, default=None)
-        for share in STOCK:
+        for share in (*STOCK, None):
             least = budget if best is not None else min(c.needed for c in [first, *found])
-            c = self._stock_if_faster(share, best, least)
+            c = self._seed_if_faster(share, best, least)
             if c is not None:
                 found.append(c)
                 if c.needed <= budget and (best is None or c.seconds < best.seconds):
@@ -430,20 +431,31 @@ class _Search:
     # --- candidates ---
 
     def stock(self, share: float) -> Candidate[Pair]:
-        pair = compat_inductor.stock_pair(self.joint, self.inputs, self.outputs, self.fixed, share)
-        return self.candidate(pair, f"{_INDUCTOR} {share}", share=share)
+        return self.candidate(self.seed(share), f"{_INDUCTOR} {share}", share=share)
 
-    def _stock_if_faster(
-        self, share: float, best: Candidate[Pair] | None, least: int
+    def seed(self, share: float | None) -> Pair:
+        """Inductor's own partition at an ``activation_memory_budget``; for None, the one that computes each block of
+        the model again."""
+        if share is None:
+            assert self.model is not None
+            return compat_inductor.extract(
+                self.joint, self.outputs, between_blocks(self.joint, self.model.is_late)
+            )
+        return compat_inductor.stock_pair(self.joint, self.inputs, self.outputs, self.fixed, share)
+
+    def _seed_if_faster(
+        self, share: float | None, best: Candidate[Pair] | None, least: int
     ) -> Candidate[Pair] | None:
-        """Inductor's own partition, unless it is slower than the best one, or what it saves is more than ``least``
-        bytes by itself."""
-        pair = compat_inductor.stock_pair(self.joint, self.inputs, self.outputs, self.fixed, share)
+        """A partition that others would take, unless it is slower than the best one, or what it saves is more than
+        ``least`` bytes by itself."""
+        if share is None and (self.model is None or not between_blocks(self.joint, self.model.is_late)):
+            return None
+        pair = self.seed(share)
         if best is not None and self.cost(pair)[1] >= best.seconds:
             return None
         if self.unplanned.static + self.saved_bytes(pair) > least:
             return None
-        return self.candidate(pair, f"{_INDUCTOR} {share}", share=share)
+        return self.candidate(pair, _BLOCKS if share is None else f"{_INDUCTOR} {share}", share=share)
 
     def saved_bytes(self, pair: Pair) -> int:
         """Bytes of what a partition saves beside inputs: its peak is not below."""
@@ -486,6 +498,30 @@ class _Search:
             note = f"a plan's order was not taken over: {error}"
             self.notes += [] if note in self.notes else [note]
             return pair
+
+
+def between_blocks(joint: GraphModule, is_late: Callable[[Node], bool]) -> tuple[str, ...]:
+    """What a checkpoint around each block would save: the inputs, and what goes from one block of the forward pass to
+    another or to what follows. Blocks are the modules in the outermost lists or sequences; nothing where there are
+    fewer than two."""
+    block = {n: _block(n) for n in joint.graph.nodes if n.op == "call_function" and not is_late(n)}
+    if len(set(block.values()) - {""}) < 2:
+        return ()
+    crossing = [
+        n.name for n, at in block.items()
+        if isinstance(n.meta.get("val"), torch.Tensor) and n.all_input_nodes
+        and any(block.get(u, at) != at for u in n.users)
+    ]  # fmt: skip
+    return (*(n.name for n in joint.graph.find_nodes(op="placeholder") if not is_late(n)), *crossing)
+
+
+_NUMBERED: Final = re.compile(r"(\.|\[')\d+('\])?$")
+
+
+def _block(node: Node) -> str:
+    """The path of the outermost module of a list that a node is of."""
+    paths = (str(path) for path, _ in (node.meta.get("nn_module_stack") or {}).values())
+    return next((path for path in paths if _NUMBERED.search(path)), "")
 
 
 def _unplanned(first: Candidate[Pair] | None) -> Unplanned:
