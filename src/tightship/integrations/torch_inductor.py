@@ -7,8 +7,8 @@ own partition, which wins where it fits; saved sets that our planner chooses on 
 (``capture.fused``) for an inner target, moved by what the replays say; Inductor's own at several
 ``activation_memory_budget`` values, and each block of the model computed again. Guarantee: what runs was replayed
 and is within the budget, or ``Infeasible`` has the least peak replayed. Known limits: the model of fused code steers
-which candidates are looked at, so a faster one may be missed. A budget is shared as in exact mode (`accounting`): with
-other graphs, gradients and the optimizer.
+which candidates are looked at, so a faster one may be missed. A budget is shared as in exact mode (`accounting`):
+with other graphs, gradients and the optimizer.
 """
 
 from __future__ import annotations
