@@ -388,6 +388,8 @@ def row_of(name: str, way: Way, base: Way, rounds: int) -> dict[str, Any]:
     row |= {"note": way.note, "least": way.least, "load": round(os.getloadavg()[0], 1)}
     if way.note:
         return row
+    if way is base:
+        return row | {"measured_peak": way.peak, "time_ratio": 1.0, "compile_ratio": 1.0}
     times: tuple[list[float], list[float]] = ([], [])
     for _ in range(rounds):
         times[0].append(way.step())
@@ -410,7 +412,7 @@ def rows_of(
     base = prepared(name, REFERENCE, lambda model: stock(model, 1.0))
     assert not base.note, base.note
     if REFERENCE not in had:
-        had[REFERENCE] = row_of(name, base, base, 1)
+        had[REFERENCE] = row_of(name, base, base, rounds)
         keep(had[REFERENCE])
     for label, make in ways(base.peak, budgets):
         if label not in had:
@@ -428,6 +430,14 @@ def read(path: Path | None) -> list[dict[str, Any]]:
         except json.JSONDecodeError:
             say(f"{path}: left out {line[:60]!r}")
     return rows
+
+
+def write(path: Path, row: dict[str, Any]) -> None:
+    """Adds a row to a file of results, on a line of its own."""
+    before = path.read_text(encoding="utf-8") if path.exists() else ""
+    cut_off = before and not before.endswith("\n")
+    with path.open("a", encoding="utf-8") as file:
+        file.write(("\n" if cut_off else "") + json.dumps(row) + "\n")
 
 
 def say(text: str) -> None:
@@ -452,8 +462,7 @@ def main() -> None:
 
     def keep(row: dict[str, Any]) -> None:
         if given.results is not None:
-            with given.results.open("a", encoding="utf-8") as file:
-                file.write(json.dumps(row) + "\n")
+            write(given.results, row)
 
     rows = [r for name in names for r in rows_of(name, budgets, given.rounds, known, keep)]
     if given.json:
