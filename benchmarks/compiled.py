@@ -1,24 +1,28 @@
 """Compiled code within budgets in bytes: tightship's compiled mode beside Inductor's own ways and eager.
 
-    python benchmarks/compiled.py [--models gpt,…] [--budgets 80%,60%,…] [--rounds 5] [--json]
+    python benchmarks/compiled.py [--model gpt,…] [--budgets 80%,60%,…] [--rounds 5] [--results FILE] [--json]
 
 A row for each model and way: the peak that was planned and the one that was measured (forward and backward pass,
 with parameters, batch and gradients), the time of a step over stock Inductor's, and of the first step over stock
 Inductor's first step. Ways: eager; Inductor at several ``activation_memory_budget`` values; Inductor with a
 checkpoint around each block; tightship exact; tightship compiled without a budget and at each of ``--budgets``, of
-stock Inductor's peak. All of one model's ways run in this process; steps are timed in turns. Models are made from
-configurations, with random weights. Kernels come from Inductor's cache of C++ where it has them: empty
+stock Inductor's peak. Each way runs beside stock Inductor in this process; steps are timed in turns. Models are made
+from configurations, with random weights. With ``--results`` each row is written to the file once it is there, and
+those that are in it are not run again. Kernels come from Inductor's cache of C++ where it has them: empty
 ``TORCHINDUCTOR_CACHE_DIR`` for cold compile times.
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
 import json
+import os
 import statistics
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -72,12 +76,11 @@ class GPT(nn.Module):
         self.positions = nn.Parameter(torch.randn(length, width) * 0.02)
         self.blocks = nn.ModuleList(Block(width, 4, dropout) for _ in range(layers))
         self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, vocabulary, bias=False)
-        self.checkpointed = False
 
     def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
         h = self.tokens(x) + self.positions
         for block in self.blocks:
-            h = checkpoint(block, h, use_reentrant=False) if self.checkpointed else block(h)
+            h = block(h)
         return F.cross_entropy(self.head(self.norm(h)).flatten(0, 1), y.flatten())
 
 
@@ -97,20 +100,20 @@ class Loss(nn.Module):
         return self.model(x).square().mean()
 
 
+class Residual(nn.Module):
+    """Two convolutions with group norms."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        rows = [m for _ in range(2) for m in (nn.Conv2d(width, width, 3, padding=1), nn.GroupNorm(8, width))]
+        self.body = nn.Sequential(*rows)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return F.relu(x + self.body(x))
+
+
 def convnet() -> tuple[nn.Module, tuple[Any, ...]]:
     """Residual blocks of convolutions with group norms, on 16 images of 32 by 32."""
-
-    class Residual(nn.Module):
-        def __init__(self, width: int) -> None:
-            super().__init__()
-            rows = [
-                m for _ in range(2) for m in (nn.Conv2d(width, width, 3, padding=1), nn.GroupNorm(8, width))
-            ]
-            self.body = nn.Sequential(*rows)
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return F.relu(x + self.body(x))
-
     body = [nn.Conv2d(3, 32, 3, padding=1), *(Residual(32) for _ in range(4)), nn.AdaptiveAvgPool2d(1)]
     return Loss(nn.Sequential(*body, nn.Flatten(), nn.Linear(32, 10))), (torch.randn(16, 3, 32, 32),)
 
@@ -201,20 +204,23 @@ def resnet50() -> tuple[nn.Module, tuple[Any, ...]]:
     return Answer(t.ResNetForImageClassification(config), ["pixel_values"]), (torch.randn(8, 3, 64, 64),)
 
 
+class Double(nn.Sequential):
+    """Two convolutions with group norms, of a U-Net."""
+
+    def __init__(self, a: int, b: int) -> None:
+        rows = [nn.Conv2d(a, b, 3, padding=1), nn.GroupNorm(4, b), nn.SiLU()]
+        super().__init__(*rows, nn.Conv2d(b, b, 3, padding=1), nn.GroupNorm(4, b), nn.SiLU())
+
+
 class UNet(nn.Module):
     """Two levels with skip connections."""
 
     def __init__(self, width: int = 16) -> None:
         super().__init__()
-
-        def double(a: int, b: int) -> nn.Module:
-            rows = [nn.Conv2d(a, b, 3, padding=1), nn.GroupNorm(4, b), nn.SiLU()]
-            return nn.Sequential(*rows, nn.Conv2d(b, b, 3, padding=1), nn.GroupNorm(4, b), nn.SiLU())
-
-        self.down = nn.ModuleList([double(3, width), double(width, 2 * width)])
-        self.middle = double(2 * width, 4 * width)
+        self.down = nn.ModuleList([Double(3, width), Double(width, 2 * width)])
+        self.middle = Double(2 * width, 4 * width)
         self.grow = nn.ModuleList(nn.ConvTranspose2d(2 * k * width, k * width, 2, stride=2) for k in (2, 1))
-        self.up = nn.ModuleList([double(4 * width, 2 * width), double(2 * width, width)])
+        self.up = nn.ModuleList([Double(4 * width, 2 * width), Double(2 * width, width)])
         self.last = nn.Conv2d(width, 3, 1)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -229,24 +235,26 @@ class UNet(nn.Module):
         return self.last(x)
 
 
-class Mixture(nn.Module):
-    """Blocks of a mixture of experts: every expert sees all tokens, weighted by a softmax over the best two."""
+class Experts(nn.Module):
+    """A block of a mixture: every expert sees all tokens, weighted by a softmax over the best two."""
 
-    def __init__(self, layers: int = 3, width: int = 64, experts: int = 4) -> None:
+    def __init__(self, width: int, experts: int) -> None:
         super().__init__()
-        self.norms = nn.ModuleList(nn.LayerNorm(width) for _ in range(layers))
-        self.gates = nn.ModuleList(nn.Linear(width, experts) for _ in range(layers))
-        self.up = nn.ParameterList(torch.randn(experts, width, 2 * width) * 0.05 for _ in range(layers))
-        self.down = nn.ParameterList(torch.randn(experts, 2 * width, width) * 0.05 for _ in range(layers))
+        self.norm, self.gate = nn.LayerNorm(width), nn.Linear(width, experts)
+        self.up = nn.Parameter(torch.randn(experts, width, 2 * width) * 0.05)
+        self.down = nn.Parameter(torch.randn(experts, 2 * width, width) * 0.05)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for norm, gate, up, down in zip(self.norms, self.gates, self.up, self.down, strict=True):
-            h = norm(x)
-            scores, chosen = gate(h).topk(2, -1)
-            weights = torch.zeros_like(gate(h)).scatter(-1, chosen, scores.softmax(-1))
-            made = F.gelu(torch.einsum("btd,edf->betf", h, up))
-            x = x + torch.einsum("betd,bte->btd", torch.einsum("betf,efd->betd", made, down), weights)
-        return x
+        h = self.norm(x)
+        scores, chosen = self.gate(h).topk(2, -1)
+        weights = torch.zeros_like(self.gate(h)).scatter(-1, chosen, scores.softmax(-1))
+        made = F.gelu(torch.einsum("btd,edf->betf", h, self.up))
+        return x + torch.einsum("betd,bte->btd", torch.einsum("betf,efd->betd", made, self.down), weights)
+
+
+def mixture() -> tuple[nn.Module, tuple[Any, ...]]:
+    """Three layers of 64, four experts, 8 times 64 tokens."""
+    return Loss(nn.Sequential(*(Experts(64, 4) for _ in range(3)))), (torch.randn(8, 64, 64),)
 
 
 MODELS: dict[str, Callable[[], tuple[nn.Module, tuple[Any, ...]]]] = {
@@ -262,8 +270,23 @@ MODELS: dict[str, Callable[[], tuple[nn.Module, tuple[Any, ...]]]] = {
     "convnext": convnext,
     "resnet50": resnet50,
     "unet": lambda: (Loss(UNet()), (torch.randn(4, 3, 64, 64),)),
-    "mixture": lambda: (Loss(Mixture()), (torch.randn(8, 64, 64),)),
+    "mixture": mixture,
 }
+
+BLOCKS = {
+    "Block", "Residual", "Double", "Experts", "GPT2Block", "LlamaDecoderLayer", "BertLayer", "T5Block", "ViTLayer",
+    "ConvNextLayer", "ResNetBottleNeckLayer",
+}  # fmt: skip
+"""Classes that a checkpoint goes around."""
+
+
+def with_checkpoints(model: nn.Module) -> nn.Module:
+    """The model with a checkpoint around each block."""
+    found = [m for m in model.modules() if type(m).__name__ in BLOCKS]
+    assert found, f"no blocks in {type(model).__name__}"
+    for block in found:
+        block.forward = functools.partial(checkpoint, block.forward, use_reentrant=False)  # type: ignore[method-assign]
+    return model
 
 
 # --- ways ---
@@ -275,7 +298,7 @@ class Way:
     def __init__(self, name: str, model: nn.Module, batch: tuple[Any, ...], call: Callable[..., Any]) -> None:
         self.name, self.model, self.batch, self.call = name, model, batch, call
         self.first = 0.0
-        self.times: list[float] = []
+        self.least: int | None = None
         self.peak = 0
         self.budget: int | None = None
         self.planned: int | None = None
@@ -312,82 +335,109 @@ def stock(model: nn.Module, share: float) -> Callable[..., Any]:
     return call
 
 
-def ways(name: str, budgets: Sequence[str]) -> tuple[list[Way], list[Way]]:
-    """All of them, prepared; and those that cannot be."""
-    found: list[Way] = []
-    failed: list[Way] = []
+Make = Callable[[nn.Module], Callable[..., Any]]
 
-    def add(
-        label: str, make: Callable[[nn.Module], Callable[..., Any]], *, blocks: bool = False
-    ) -> Way | None:
-        torch.manual_seed(0)
-        torch._dynamo.reset()
-        model, batch = MODELS[name]()
-        if blocks:
-            model.checkpointed = True
-        way = Way(label, model, batch, make(model))
-        try:
-            way.prepare()
-        except tightship.Infeasible as error:
-            way.note, way.budget, way.peak = "infeasible", error.budget, error.best_peak
-            failed.append(way)
-        except tightship.TightshipError as error:
-            way.note = f"{type(error).__name__}: {str(error).splitlines()[0]}"
-            failed.append(way)
-        else:
-            found.append(way)
-        say(f"{name} {label}: {way.peak} {way.note} first {way.first:.1f} s")
-        return way
 
-    def ours(label: str, **options: Any) -> None:
-        kept: list[Any] = []
+def ours(**options: Any) -> Make:
+    """tightship's backend."""
+    return lambda model: torch.compile(model, backend="tightship", options={"strict": True, **options})
 
-        def make(model: nn.Module) -> Callable[..., Any]:
-            kept.append(torch.compile(model, backend="tightship", options={"strict": True, **options}))
-            return kept[0]  # type: ignore[no-any-return]
 
-        way = add(label, make)
-        if way is not None and not way.note:
-            (graph,) = compiled_plans(kept[0])
-            way.planned, way.budget = graph.plan.peak, graph.plan.budget
-
-    reference = add("Inductor 1.0", lambda model: stock(model, 1.0))
-    assert reference is not None
-    add("eager", lambda model: model)
+def ways(peak: int, budgets: Sequence[str]) -> Iterator[tuple[str, Make]]:
+    """All but stock Inductor, whose peak it is, by name."""
+    yield "eager", lambda model: model
     for share in STOCK[1:]:
-        add(f"Inductor {share}", lambda model, share=share: stock(model, share))  # type: ignore[misc]
-    if isinstance(reference.model, GPT):
-        add("Inductor, checkpoint per block", lambda model: stock(model, 1.0), blocks=True)
-    ours("tightship compiled", mode="compiled")
+        yield f"Inductor {share}", lambda model, share=share: stock(model, share)  # type: ignore[misc]
+    yield CHECKPOINTED, lambda model: stock(with_checkpoints(model), 1.0)
+    yield "tightship compiled", ours(mode="compiled")
     for budget in budgets:
-        share = float(budget.rstrip("%")) / 100
-        ours(f"tightship compiled {budget}", mode="compiled", budget=int(reference.peak * share))
-    ours("tightship exact", budget=None)
-    return found, failed
+        nbytes = int(peak * float(budget.rstrip("%")) / 100)
+        yield f"tightship compiled {budget}", ours(mode="compiled", budget=nbytes)
+    yield "tightship exact", ours()
 
 
-def rows_of(name: str, budgets: Sequence[str], rounds: int) -> list[dict[str, Any]]:
-    """The rows of one model."""
-    found, failed = ways(name, budgets)
+CHECKPOINTED = "Inductor, checkpoint per block"
+REFERENCE = "Inductor 1.0"
+
+
+def prepared(name: str, label: str, make: Make) -> Way:
+    """A way of the model of that name, after its first steps; or with a note of why there are none."""
+    torch.manual_seed(0)
+    torch._dynamo.reset()
+    model, batch = MODELS[name]()
+    way = Way(label, model, batch, make(model))
+    try:
+        way.prepare()
+    except tightship.Infeasible as error:
+        way.note, way.budget, way.least = "infeasible", error.budget, error.best_peak
+    except Exception as error:  # of whatever is beside: the other rows are worth having
+        lines = str(error).splitlines() or [""]
+        way.note = f"{type(error).__name__}: {lines[0][:200]}"
+    else:
+        if label.startswith("tightship compiled"):
+            (graph,) = compiled_plans(way.call)
+            way.planned, way.budget = graph.plan.peak, graph.plan.budget
+    say(f"{name} {label}: {way.peak} {way.note} first {way.first:.1f} s")
+    return way
+
+
+def row_of(name: str, way: Way, base: Way, rounds: int) -> dict[str, Any]:
+    """The row of a way, timed in turns with stock Inductor's."""
+    row: dict[str, Any] = {"model": name, "way": way.name, "budget": way.budget}
+    row |= dict.fromkeys(("planned_peak", "measured_peak", "time_ratio", "compile_ratio"))
+    row |= {"note": way.note, "least": way.least, "load": round(os.getloadavg()[0], 1)}
+    if way.note:
+        return row
+    if way is base:
+        return row | {"measured_peak": way.peak, "time_ratio": 1.0, "compile_ratio": 1.0}
+    times: tuple[list[float], list[float]] = ([], [])
     for _ in range(rounds):
-        for way in found:
-            way.times.append(way.step())
-    base = found[0]
-    rows = [
-        {
-            "model": name, "way": w.name, "budget": w.budget, "planned_peak": w.planned, "measured_peak": w.peak,
-            "time_ratio": round(statistics.median(w.times) / statistics.median(base.times), 3),
-            "compile_ratio": round(w.first / base.first, 3), "note": w.note,
-        }
-        for w in found
-    ]  # fmt: skip
-    nothing = dict.fromkeys(("planned_peak", "measured_peak", "time_ratio", "compile_ratio"))
-    rows += [
-        {"model": name, "way": w.name, "budget": w.budget, **nothing, "note": f"{w.note}, least {w.peak}"}
-        for w in failed
-    ]
-    say(json.dumps(rows))  # a long run that is ended keeps what it has
+        times[0].append(way.step())
+        times[1].append(base.step())
+    ratio = statistics.median(times[0]) / statistics.median(times[1])
+    return row | {
+        "planned_peak": way.planned, "measured_peak": way.peak, "time_ratio": round(ratio, 3),
+        "compile_ratio": round(way.first / base.first, 3),
+    }  # fmt: skip
+
+
+def rows_of(
+    name: str, budgets: Sequence[str], rounds: int, known: Sequence[dict[str, Any]], keep: Callable[..., None]
+) -> list[dict[str, Any]]:
+    """The rows of one model: those that are ``known``, and all others, each given to ``keep`` once it is there."""
+    had = {r["way"]: r for r in known if r["model"] == name}
+    wanted = [REFERENCE, *(label for label, _ in ways(0, budgets))]
+    if all(label in had for label in wanted):
+        return [had[label] for label in wanted]
+    base = prepared(name, REFERENCE, lambda model: stock(model, 1.0))
+    assert not base.note, base.note
+    if REFERENCE not in had:
+        had[REFERENCE] = row_of(name, base, base, rounds)
+        keep(had[REFERENCE])
+    for label, make in ways(base.peak, budgets):
+        if label not in had:
+            had[label] = row_of(name, prepared(name, label, make), base, rounds)
+            keep(had[label])
+    return [had[label] for label in wanted]
+
+
+def read(path: Path | None) -> list[dict[str, Any]]:
+    """The rows of a file of results, a JSON object in each line; one that was cut off is left out."""
+    rows = []
+    for line in path.read_text(encoding="utf-8").splitlines() if path is not None and path.exists() else ():
+        try:
+            rows.append(json.loads(line))
+        except json.JSONDecodeError:
+            say(f"{path}: left out {line[:60]!r}")
     return rows
+
+
+def write(path: Path, row: dict[str, Any]) -> None:
+    """Adds a row to a file of results, on a line of its own."""
+    before = path.read_text(encoding="utf-8") if path.exists() else ""
+    cut_off = before and not before.endswith("\n")
+    with path.open("a", encoding="utf-8") as file:
+        file.write(("\n" if cut_off else "") + json.dumps(row) + "\n")
 
 
 def say(text: str) -> None:
@@ -398,13 +448,23 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--models", default=",".join(MODELS), help="some of %(default)s")
+    parser.add_argument("--model", "--models", default=",".join(MODELS), help="some of %(default)s")
     parser.add_argument("--budgets", default="90%%,80%%,70%%,60%%,50%%", help="of stock Inductor's peak")
     parser.add_argument("--rounds", type=int, default=7, help="timed steps of each way")
+    parser.add_argument("--results", type=Path, metavar="FILE", help="file of rows, which is read first")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     given = parser.parse_args()
+    names = given.model.split(",")
+    if unknown := [n for n in names if n not in MODELS]:
+        parser.error(f"no model {unknown[0]!r}: {', '.join(MODELS)}")
     budgets = [b for b in given.budgets.replace("%%", "%").split(",") if b]
-    rows = [r for name in given.models.split(",") for r in rows_of(name, budgets, given.rounds)]
+    known = read(given.results)
+
+    def keep(row: dict[str, Any]) -> None:
+        if given.results is not None:
+            write(given.results, row)
+
+    rows = [r for name in names for r in rows_of(name, budgets, given.rounds, known, keep)]
     if given.json:
         print(json.dumps({"rows": rows}))
         return

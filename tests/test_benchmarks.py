@@ -110,3 +110,31 @@ def test_what_is_timed_while_a_step_is_prepared_is_called_there():
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-500:]
+
+
+def test_compiled_goes_on_after_the_rows_of_a_file_that_was_cut_off(tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(str(FOLDER))
+    module = importlib.import_module("compiled")
+    path = tmp_path / "rows.jsonl"
+    labels = [module.REFERENCE, *(label for label, _ in module.ways(0, ["80%"]))]
+    for label in labels[:-2]:
+        module.write(path, {"model": "unet", "way": label})
+    path.write_text(path.read_text() + '{"model": "un')
+    run: list[str] = []
+
+    def prepared(name: str, label: str, make: object) -> object:
+        run.append(label)
+        way = module.Way.__new__(module.Way)
+        way.name, way.note, way.peak, way.budget, way.least = label, "", 100, None, None
+        return way
+
+    monkeypatch.setattr(module, "prepared", prepared)
+    monkeypatch.setattr(
+        module, "row_of", lambda name, way, base, rounds: {"model": name, "way": way.name, "new": True}
+    )
+    rows = module.rows_of("unet", ["80%"], 1, module.read(path), lambda row: module.write(path, row))
+    assert [r["way"] for r in rows] == labels
+    assert run == [module.REFERENCE, *labels[-2:]]  # what others are timed beside runs again
+    assert [r["way"] for r in module.read(path)] == labels
+    assert module.rows_of("unet", ["80%"], 1, module.read(path), lambda row: None) == module.read(path)
+    assert run[3:] == []

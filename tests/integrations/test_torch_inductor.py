@@ -9,11 +9,16 @@ from torch import nn
 
 import tightship
 from support.compiled import batch, deep, loss_of, zoo
-from tightship import errors
+from tightship import errors, simulate
+from tightship.execute.allocator import Meter
 from tightship.execute.compiled import LoweredStep, Measured, StepReplay, place
 from tightship.frontends.torch import compat_inductor, compat_inductor_lines
+from tightship.frontends.torch.capture.fused import fuse_step
 from tightship.frontends.torch.compat_inductor import Event, Kernel, Lowered
+from tightship.integrations import torch_inductor
 from tightship.integrations.torch_compile import compiled_notes, compiled_plans, measured_step
+from tightship.planners.default import Options
+from tightship.planners.default import plan as default_plan
 
 pytestmark = pytest.mark.filterwarnings("error::tightship.execute.interpreter.PeakMismatch")
 
@@ -63,6 +68,15 @@ def rows(n=512, width=32):
 # --- from end to end ---
 
 
+def used_by(call, model, x):
+    """The most bytes that a step takes beyond what there was before it, once it has run."""
+    step(call, model, x)
+    model.zero_grad()
+    with Meter() as meter:
+        call(x).square().mean().backward()
+    return meter.peak
+
+
 def test_without_a_budget_it_is_inductor_with_the_peak_known_to_the_byte():
     model, x = deep(2), batch()
     call = compiled(model)
@@ -72,6 +86,10 @@ def test_without_a_budget_it_is_inductor_with_the_peak_known_to_the_byte():
     assert graph.last.measured_peak == graph.plan.peak == graph.plan.peak_before
     assert graph.last.as_planned
     assert all(torch.equal(a, b) for a, b in zip(got, stock(model, x), strict=True))
+    assert graph.plan.static + graph.plan.arena <= graph.plan.peak
+    ours = used_by(call, model, x)
+    torch._dynamo.reset()
+    assert ours <= used_by(torch.compile(model), model, x)
 
 
 @pytest.mark.slow
@@ -366,6 +384,27 @@ def test_attention_with_dropout_within_a_budget():
     assert graph.last.measured_peak <= graph.plan.peak <= graph.plan.budget < graph.plan.peak_before
 
 
+@pytest.mark.slow
+def test_what_checkpoints_around_blocks_reach_is_found_as_well(tmp_path, monkeypatch):
+    monkeypatch.setattr(torch_inductor.Aim, "run", lambda self: [])
+    monkeypatch.setattr(torch_inductor, "STOCK", ())
+
+    def block():
+        return nn.Sequential(nn.Linear(16, 64), nn.Tanh(), nn.Linear(64, 16), nn.Dropout(0.1))
+
+    torch.manual_seed(0)
+    model, x = nn.Sequential(*(block() for _ in range(4))), rows(256, 16)
+    for _ in range(2):  # chosen, then kept
+        torch._dynamo.reset()
+        call = compiled(model, budget="80%", cache=str(tmp_path))
+        got = step(call, model, x)
+        (graph,) = compiled_plans(call)
+        assert graph.plan.source == "each block computed again"
+        assert graph.last.measured_peak == graph.plan.peak <= graph.plan.budget
+    for a, b in zip(got, stock(model, x), strict=True):
+        torch.testing.assert_close(a, b)
+
+
 # --- choices that are kept ---
 
 
@@ -486,6 +525,35 @@ def test_a_result_that_is_dropped_ends_at_its_last_use():
     assert held.shared() == (0,)
     assert held.peaks == [128, 256]
     assert step_.replay(Measured("cpu"), 64, {0}).peaks == [128, 192]
+
+
+def test_what_spans_more_than_it_may_is_not_placed():
+    r = replay(static=1000)
+    r.run(lowered(Event("make", "a", nbytes=64), Event("make", "b", nbytes=128)), [])
+    passes, arena = place(r, most=1192)
+    assert (arena, passes[0].offsets) == (192, (0, 64)) or passes[0].offsets == (128, 0)
+    passes, arena = place(r, most=1191)
+    assert (arena, passes[0].sizes, passes[0].offsets) == (0, (64, 128), (-1, -1))
+
+
+def test_what_replays_had_in_use_for_fused_nodes_counts_for_the_next_one_of_the_model():
+    def gradients(x, w):
+        y = torch.tanh(x @ w)
+        return (y @ w).sum(), w.t() @ (1 - y * y)
+
+    gm = torch.fx.experimental.proxy_tensor.make_fx(gradients, tracing_mode="fake")(
+        torch.randn(8, 8), torch.randn(8, 8)
+    )
+    model = fuse_step(gm, 1)
+    plan = default_plan(model.graph, None, Options(place=False))
+    names = [model.calls[s.op].name for s in plan.steps if s.kind == "compute"]
+    fused = next(n.name for n in gm.graph.nodes if n.op == "call_function" and n.name not in names)
+    line = simulate.replay(model.graph, plan.steps)
+    rows = [(fused, line.peak + 512), (names[1], 64), (names[2], 64), (fused, line.peak + 64)]
+    taught = model.with_excess(model.graph, plan, [rows])
+    peaks = {model.calls[s.op].name: line.during[k] for k, s in enumerate(plan.steps) if s.kind == "compute"}
+    more = {op.name: op.workspace for op in taught.ops if op.workspace}
+    assert set(more.values()) == {line.peak + 512 - peaks[names[1]], line.peak + 64 - peaks[names[2]]}
 
 
 def test_levels_are_what_is_in_use_while_each_is_made():

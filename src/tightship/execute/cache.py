@@ -428,8 +428,8 @@ def _remove_oldest(folder: Path) -> None:
 
 class Partition(msgspec.Struct, frozen=True):
     """A partition that was chosen: Inductor's own at an ``activation_memory_budget`` of ``share`` or, where that is
-    null, what ``plan`` says. ``peak`` and ``needed`` (with its arena) were replayed in bytes; ``recomputed`` kernels
-    take ``seconds``; so many were ``lowered`` until it was found."""
+    null, what ``plan`` or, where that is null too, ``source`` says. ``peak`` and ``needed`` (with its arena) were
+    replayed in bytes; ``recomputed`` kernels take ``seconds``; so many were ``lowered`` until it was found."""
 
     source: str
     share: float | None

@@ -150,6 +150,7 @@ class StepReplay:
     peaks: list[int] = field(default_factory=list)
     rest: int = 0
     _saved: list[_Held] = field(default_factory=list)
+    _levels: list[list[tuple[str, int]]] = field(default_factory=list)
 
     @property
     def handed(self) -> list[int]:
@@ -157,24 +158,8 @@ class StepReplay:
         return [sum(b.size for b in blocks if b.leaves) for blocks in self.blocks]
 
     def levels(self) -> list[list[tuple[str, int]]]:
-        """Of each pass: for what its requests were made, and the most bytes in use until the next one, in order."""
-        ends = sorted((b.end, b.size) for blocks in self.blocks for b in blocks if b.end >= 0)
-        found: list[list[tuple[str, int]]] = []
-        live, k = 0, 0
-        for which, blocks in enumerate(self.blocks):
-            rows: list[tuple[str, int]] = []
-            more = self.begins[which] - self.static - (0 if not which else self.rest)
-            for b in blocks:
-                while k < len(ends) and ends[k][0] < b.start:
-                    live -= ends[k][1]
-                    k += 1
-                live += b.size
-                level = self.static + live + more
-                if rows and rows[-1][0] == b.origin:
-                    level = max(level, rows.pop()[1])
-                rows.append((b.origin, level))
-            found.append(rows)
-        return found
+        """Of each pass: the nodes whose values got memory, new or another's, in order, and the bytes in use then."""
+        return self._levels
 
     def between(self, saved: Sequence[_Held]) -> None:
         """One pass is over, and these of its outputs are for the next."""
@@ -194,6 +179,7 @@ class StepReplay:
         self._env: dict[str, _Held] = {name: None for name, _ in lowered.constants}
         self._more = more
         self.blocks.append([])
+        self._levels.append([])
         self.begins.append(self.static + self._live + more)
         self.peaks.append(self.begins[-1])
         self._env.update(zip(lowered.inputs, inputs, strict=True))
@@ -212,9 +198,18 @@ class StepReplay:
         block = _Block(aligned(nbytes, self.align), self._clock, origin=origin)
         self._clock += 1
         self._live += block.size
-        self.peaks[-1] = max(self.peaks[-1], self.static + self._live + self._more)
         self.blocks[-1].append(block)
+        self.peaks[-1] = max(self.peaks[-1], self._level(origin))
         return block
+
+    def _level(self, origin: str) -> int:
+        """Takes note of the bytes in use while a node's value is made."""
+        level = self.static + self._live + self._more
+        rows = self._levels[-1]
+        if rows and rows[-1][0] == origin:
+            level = max(level, rows.pop()[1])
+        rows.append((origin, level))
+        return level
 
     def _hold(self, held: _Held) -> None:
         for block in _blocks(held):
@@ -249,6 +244,8 @@ class StepReplay:
         self._bind(event.name, self._take(event.nbytes, event.origin))
 
     def _alias(self, event: Event) -> None:
+        if event.origin:
+            self._level(event.origin)
         self._bind(event.name, self._env[event.source])
 
     def _drop(self, event: Event) -> None:
@@ -363,8 +360,11 @@ class StepPlan:
         return self.recomputed if kind == "recompute" else 0
 
 
-def place(replay: StepReplay, *, search: Search | None = None) -> tuple[tuple[Pass, ...], int]:
-    """Offsets for every request of the replay but those that leave, and the bytes that they span."""
+def place(
+    replay: StepReplay, *, search: Search | None = None, most: int | None = None
+) -> tuple[tuple[Pass, ...], int]:
+    """Offsets for every request of the replay but those that leave, and the bytes that they span. Nothing is placed
+    where that is more than ``most``, static set included: each request is served by itself, as without a plan."""
     last = replay._clock
     rows = [b for blocks in replay.blocks for b in blocks if not b.leaves]
     buffers = tuple(
@@ -372,7 +372,9 @@ def place(replay: StepReplay, *, search: Search | None = None) -> tuple[tuple[Pa
         for k, b in enumerate(rows)
     )
     solution = pack(Problem(buffers), search=search or Search())
-    offset = {id(b): o for b, o in zip(rows, solution.offsets, strict=True)}
+    arena, offset = solution.arena, {id(b): o for b, o in zip(rows, solution.offsets, strict=True)}
+    if most is not None and replay.static + arena > most:
+        arena, offset = 0, {}
     passes = tuple(
         Pass(
             tuple(b.size for b in blocks), tuple(offset.get(id(b), _HEAP) for b in blocks),
@@ -380,7 +382,7 @@ def place(replay: StepReplay, *, search: Search | None = None) -> tuple[tuple[Pa
         )
         for k, blocks in enumerate(replay.blocks)
     )  # fmt: skip
-    return passes, solution.arena
+    return passes, arena
 
 
 # --- running ---------------------------------------------------------------------------------------------------

@@ -12,8 +12,9 @@ from __future__ import annotations
 
 import inspect
 import warnings
+from collections import defaultdict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -21,20 +22,22 @@ from torch.fx import GraphModule
 
 from tightship.errors import Infeasible, Unsupported, VerificationFailed
 from tightship.execute import allocator
+from tightship.execute.aiming import Aim, Candidate
 from tightship.execute.binding import Binding
 from tightship.execute.compiled import CompiledPass, Measured, StepPlan, StepReplay, place
 from tightship.execute.interpreter import RunStats, report
 from tightship.execute.prepared import Settings, Thrashing, Variant
 from tightship.execute.script import device_of
 from tightship.execute.train_step import TrainStep
-from tightship.frontends.torch import compat_inductor
+from tightship.frontends.torch import compat, compat_inductor
 from tightship.frontends.torch.capture.flat import Flat, fixed_settings, flatten_program
 from tightship.frontends.torch.capture.fused import FusedStep, fuse_step
 from tightship.frontends.torch.compat_inductor import Lowered
-from tightship.frontends.torch.optimizer.copy import bare
-from tightship.frontends.torch.optimizer.updates import Updater, each, state_at
+from tightship.frontends.torch.optimizer.copy import Path, bare, copied, random_untouched
+from tightship.frontends.torch.optimizer.updates import Member, Updater, each, independent, state_at
 from tightship.frontends.torch.program import Program
 from tightship.graph import aligned, alignment_of
+from tightship.plan import Plan
 from tightship.planners import default
 from tightship.process_local import NotCopied
 
@@ -44,10 +47,6 @@ _NUMBERS = (
     "numbers are Inductor's: rounded as its fused kernels round, no further from exact ones than code that "
     "torch.compile makes, and with random numbers as it draws them"
 )
-_LOWERINGS = 8
-"""Orders and recomputations of ours that are lowered, at most."""
-_CLOSE = 0.02
-"""No looser plan is looked for where so much of the budget beyond the static set is left, or less."""
 
 
 @dataclass(frozen=True)
@@ -202,13 +201,15 @@ class _Compiled(NotCopied):
 
 
 def _first_state(updater: Updater) -> None:
-    """The state as it is before the first step, made by the optimizer's own code."""
+    """The state as it is before the first step: of PyTorch's own classes made by the optimizer's code, of others as
+    `_check_first_step` has found it to be."""
     (member,) = updater.members
     optimizer, param = updater.optimizer, member.param
-    one: Any = bare(optimizer)
-    one.__dict__.update({n: x for n, x in vars(optimizer).items() if n not in vars(one) and n != "step"})
-    group = {**optimizer.param_groups[member.group], "params": [param]}
-    one.param_groups = [group]
+    if not independent(optimizer):
+        optimizer.state[param].update({k: torch.zeros_like(t) for k, t in _state_like(member)})
+        return
+    one = _alone(optimizer, member.group, param)
+    group = one.param_groups[0]
     before = param.grad
     param.grad = torch.zeros((), dtype=param.dtype, device=param.device).expand_as(param)
     try:
@@ -223,19 +224,23 @@ def _first_state(updater: Updater) -> None:
             state[key] = torch.zeros_like(param) if like.shape == param.shape else None
 
 
+def _alone(optimizer: Any, group: int, param: torch.Tensor) -> Any:
+    """The optimizer with one parameter, or another in its place."""
+    one: Any = bare(optimizer)
+    one.__dict__.update({n: x for n, x in vars(optimizer).items() if n not in vars(one) and n != "step"})
+    one.param_groups = [{**optimizer.param_groups[group], "params": [param]}]
+    return one
+
+
+def _state_like(member: Member) -> list[tuple[Any, torch.Tensor]]:
+    """The member's state by its keys: tensors of its metadata, of unknown numbers."""
+    return [
+        (k, torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=member.param.device))
+        for k, t in zip(member.state_keys, member.state_like, strict=True)
+    ]
+
+
 # --- compiling -------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, eq=False)
-class _Candidate:
-    """A graph with its replayed peak; ``needed``: what its arena takes, too."""
-
-    gm: GraphModule
-    source: str
-    peak: int
-    needed: int
-    recomputed: int = 0
-    seconds: float = 0.0
 
 
 class _Compilation:
@@ -254,7 +259,7 @@ class _Compilation:
         self.measured = Measured(allocator.kind_of(self.device))
         self.notes = [_NUMBERS]
         self.count = 0
-        self.seen: dict[tuple[str, ...], _Candidate] = {}
+        self.seen: dict[tuple[str, ...], Candidate[GraphModule]] = {}
         self.model: FusedStep | None = None
 
     def run(self) -> _Compiled:
@@ -267,7 +272,7 @@ class _Compilation:
         if max(replay.peaks) != self.best.peak:
             text = f"compiled, the step needs {max(replay.peaks)} B and not the {self.best.peak} B that were replayed"
             raise VerificationFailed([text], f"graph {program.graph.name}")
-        passes, arena = place(replay)
+        passes, arena = place(replay, most=self.best.peak if self.budget is None else None)
         plan = WholePlan(
             self.budget, replay.static, self.best.peak, arena, passes, self.unplanned.peak, (),
             self.best.recomputed, self.best.seconds, self.best.source, self.count, tuple(self.notes),
@@ -304,9 +309,9 @@ class _Compilation:
                 least = min(c.needed for c in [self.unplanned, *found])
                 raise Infeasible(budget=budget, lower_bound=static, best_peak=least, compiled=True)
             self.best = min(fitting, key=lambda c: c.seconds)
-        return self.best.gm
+        return self.best.made
 
-    def candidate(self, gm: GraphModule, source: str) -> _Candidate:
+    def candidate(self, gm: GraphModule, source: str, plan: Plan | None = None) -> Candidate[GraphModule]:
         key = tuple(map(compat_inductor.origin, gm.graph.nodes))
         if key not in self.seen:
             replay = self.replayed(self.lower(gm))
@@ -314,60 +319,75 @@ class _Compilation:
             peak = max(replay.peaks)
             needed = max(peak, replay.static + place(replay)[1])
             cost = self.model.recompute_time(gm) if self.model is not None else (0, 0.0)
-            self.seen[key] = _Candidate(gm, source, peak, needed, *cost)
+            self.seen[key] = Candidate(gm, source, peak, needed, replay, *cost, plan=plan)
         return self.seen[key]
 
-    def _ours(self, budget: int, static: int) -> list[_Candidate]:
-        """Plans for inner targets, which follow what the replays say, as in the backend's compiled mode."""
+    def _ours(self, budget: int, static: int) -> list[Candidate[GraphModule]]:
         outputs = len(self.program.results) - len(self.program.gradients)
-        self.model = fuse_step(self.gm, outputs, name=self.program.graph.name)
-        found: list[_Candidate] = []
-        low, high, target = static, None, budget
-        for _ in range(_LOWERINGS):
-            c, least = self._at(target)
-            if c is None:
-                assert least is not None
-                if high is not None and least >= high:
-                    break
-                low, target = least, least
-                c, _ = self._at(least)
-                if c is None:
-                    break
-            found.append(c)
-            off = budget - c.needed
-            if off >= 0:
-                low = max(low, target)
-                if off <= _CLOSE * (budget - static):
-                    break
-            else:
-                high = target if high is None else min(high, target)
-            next_ = target + off
-            if high is not None and not low < next_ < high:
-                next_ = (low + high) // 2
-            if next_ == target or (high is not None and high - low <= _CLOSE * (budget - static)):
-                break
-            target = next_
-        return found
+        model = self.model = fuse_step(self.gm, outputs, name=self.program.graph.name)
 
-    def _at(self, target: int) -> tuple[_Candidate | None, int | None]:
-        """Our order and recomputations for an inner target; or the least that the planner reaches on its model."""
-        assert self.model is not None
+        def ours(plan: Plan) -> Candidate[GraphModule]:
+            return self.candidate(model.ordered(plan), "tightship", plan)
+
         options = getattr(self.settings.planner, "options", default.Options())
-        try:
-            plan = default.plan(self.model.graph, target, replace(options, place=False, reuse=False))
-        except Infeasible as error:
-            return None, error.best_peak
-        return self.candidate(self.model.ordered(plan), "tightship"), None
+        return Aim(model, options, ours, budget, static).run()
 
 
 def _check_first_step(program: Program) -> None:
     """Raises ``Unsupported`` for a first step that is another than those after it."""
+    tried: set[Any] = set()
     for call in program.calls:
         updater = call.fn
-        if isinstance(updater, Updater) and isinstance(updater.optimizer, torch.optim.SGD):
-            group = updater.optimizer.param_groups[updater.members[0].group]
-            if group["dampening"] and not updater.materialized:
+        if not isinstance(updater, Updater) or updater.materialized or len(updater.members) > 1:
+            continue
+        (member,) = updater.members
+        group = updater.optimizer.param_groups[member.group]
+        if isinstance(updater.optimizer, torch.optim.SGD) and group.get("dampening"):
+            raise Unsupported(
+                "SGD with dampening before its first step, in compiled mode",
+                "its first step leaves dampening out", 'run a first step in eager, or use mode="exact"',
+            )  # fmt: skip
+        if independent(updater.optimizer):
+            continue
+        p = member.param
+        kind = (updater.number, member.group, tuple(p.shape), p.dtype)
+        if kind not in tried and not _begins_with_zeros(updater):
+            raise Unsupported(
+                f"{type(updater.optimizer).__name__} before its first step, in compiled mode",
+                "its state does not begin as zeros", 'run a first step in eager, or use mode="exact"',
+            )  # fmt: skip
+        tried.add(kind)
+
+
+def _begins_with_zeros(updater: Updater) -> bool:
+    """Whether a first step with a state of zeros gives the same bits as one without a state, on copies. Raises
+    ``Unsupported`` for a state that has more than tensors."""
+    (member,) = updater.members
+    optimizer, p = updater.optimizer, member.param
+    keys = [k for k in member.state_keys if not isinstance(k, Path)]
+    found: list[list[torch.Tensor]] = []
+    with random_untouched(), torch.no_grad():
+        start, grad = torch.randn_like(p), torch.randn_like(p)
+        for zeros in (False, True):
+            param = torch.nn.Parameter(start.clone())
+            one = copied(_alone(optimizer, member.group, p), {id(p): param})
+            one.state = defaultdict(dict)
+            if zeros:
+                one.state[param] = {k: torch.zeros_like(t) for k, t in _state_like(member)}
+            param.grad = grad.clone()
+            try:
+                compat.plain_step(type(optimizer))(one)
+            except Exception:
+                return False
+            state = one.state[param]
+            if other := [k for k, x in state.items() if not isinstance(x, torch.Tensor)]:
                 raise Unsupported(
-                    "SGD with dampening before its first step, in compiled mode",
-                    "its first step leaves dampening out", 'run a first step in eager, or use mode="exact"',
+                    f"the optimizer {type(optimizer).__name__} in compiled mode",
+                    f"it keeps {other[0]!r} in Python beside tensors, which would stay as it is",
+                    'use mode="exact", or leave the optimizer out (None) and step it yourself after '
+                    "step.backward(batch)",
                 )  # fmt: skip
+            if not all(isinstance(state.get(k), torch.Tensor) for k in keys):
+                return False
+            found.append([param.detach(), *(state[k] for k in keys)])
+    return all(torch.equal(a, b) for a, b in zip(*found, strict=True))

@@ -5,14 +5,16 @@ are the fastest within the budget. Measure: bytes to the byte, by replaying the 
 candidate to (`execute.compiled`), before any kernel exists; seconds of recomputation, modeled. Candidates: Inductor's
 own partition, which wins where it fits; saved sets that our planner chooses on a model of fused code
 (``capture.fused``) for an inner target, moved by what the replays say; Inductor's own at several
-``activation_memory_budget`` values. Guarantee: what runs was replayed and is within the budget, or ``Infeasible`` has
-the least peak replayed. Known limits: the model of fused code steers which candidates are looked at, so a faster one
-may be missed. A budget is shared as in exact mode (`accounting`): with other graphs, gradients and the optimizer.
+``activation_memory_budget`` values, and each block of the model computed again. Guarantee: what runs was replayed
+and is within the budget, or ``Infeasible`` has the least peak replayed. Known limits: the model of fused code steers
+which candidates are looked at, so a faster one may be missed. A budget is shared as in exact mode (`accounting`):
+with other graphs, gradients and the optimizer.
 """
 
 from __future__ import annotations
 
 import operator
+import re
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Final, cast
@@ -21,22 +23,26 @@ import torch
 import torch.utils.checkpoint
 from torch.fx import GraphModule, Node
 
-from tightship import simulate
 from tightship.errors import BadInput, Infeasible, TightshipError, Unsupported, VerificationFailed
 from tightship.execute import allocator
+from tightship.execute.aiming import Aim, Candidate
 from tightship.execute.cache import KeptPartitions, Partition, Unplanned, folder_of, partition_plan, plan_of
 from tightship.execute.compiled import CompiledPass, LoweredStep, Measured, StepPlan, StepReplay, place
-from tightship.execute.interpreter import RunStats, report
 from tightship.frontends.torch import compat, compat_compile, compat_inductor
 from tightship.frontends.torch.capture.fused import FusedJoint, fuse
 from tightship.frontends.torch.compat_inductor import Lowered, Pair
 from tightship.graph import aligned, alignment_of
 from tightship.integrations.accounting import Entry, Ledger
-from tightship.integrations.torch_partition import RETAINED, CompileOptions, FrameArena, check_again
+from tightship.integrations.torch_partition import (
+    RETAINED,
+    CompileOptions,
+    FrameArena,
+    GraphRuns,
+    check_again,
+)
 from tightship.plan import Plan
 from tightship.planners.default import PlanOptions, read_options
 from tightship.planners.default import plan as default_plan
-from tightship.process_local import NotCopied
 from tightship.units import BudgetLike
 from tightship.verify import check
 
@@ -46,27 +52,7 @@ STOCK: Final = (0.7, 0.5, 0.3, 0.1, 0.0)
 """The ``activation_memory_budget`` values whose partitions are looked at beside ours."""
 _INDUCTOR: Final = "Inductor at activation_memory_budget"
 _STOCK: Final = f"{_INDUCTOR} 1.0"
-_LOWERINGS = 8
-"""Partitions of ours that are lowered, at most."""
-_LESSONS = 2
-"""Replays that the model learns from, at most."""
-_CLOSE = 0.02
-"""No looser plan is looked for where so much of the budget beyond the static set is left, or less."""
-
-
-@dataclass(frozen=True, eq=False)
-class _Candidate:
-    """A partition with its replayed peak."""
-
-    pair: Pair
-    source: str
-    peak: int
-    needed: int
-    replay: StepReplay | None  # None: it was chosen in an earlier run
-    recomputed: int
-    seconds: float
-    share: float | None = None
-    plan: Plan | None = None
+_BLOCKS: Final = "each block computed again"
 
 
 @dataclass
@@ -114,29 +100,20 @@ class Shares:
         self.ledger.begin(self.frame, self.entry, backward=backward)
 
 
-class CompiledGraph(NotCopied):
-    """A graph that Inductor compiled as planned, as `compiled_plans` gives it. ``plan``: its bytes; ``last``: what
-    the last step used, measured; ``unplaced`` counts forward passes that ran outside the arena."""
+class CompiledGraph(GraphRuns):
+    """A graph that Inductor compiled as planned, as `compiled_plans` gives it. ``plan``: its bytes."""
 
     def __init__(
         self, name: str, options: CompileOptions, device: str, arena: FrameArena, shares: Shares
     ) -> None:
-        self.name, self.kind, self.shares = name, "inference", shares
+        super().__init__(name, device, strict=options.strict)
+        self.kind, self.shares = "inference", shares
         self._kept: list[bool] = []
         self.plan = StepPlan(None, 0, 0, 0, ())
-        self.notes: list[str] = []
-        self.last: RunStats | None = None
-        self.unplaced = 0
-        self._options, self._device, self._frame_arena = options, device, arena
+        self._options, self._frame_arena = options, arena
         self._passes: dict[str, CompiledPass] = {}
         self._step: _Step | None = None
         self._heap: allocator.Arena | None = None
-        self._complained = False
-
-    @property
-    def device(self) -> str:
-        """Where its memory is."""
-        return self._device
 
     def handed_out(self, _storage: int) -> bool:
         """Results of an earlier graph count as inputs of a later one."""
@@ -149,15 +126,14 @@ class CompiledGraph(NotCopied):
         self.shares.begin(backward=False)
         placed = self._options.arena and self._frame_arena.idle()
         if self._options.arena and not placed:
-            self.unplaced += 1
-            self._note("a forward pass ran outside the arena: tensors of an earlier one lay there")
+            self._outside()
         results = self._run("forward", args, placed)
         if placed and "backward" in self._passes:
             saved = list(results)[len(results) - len(self._kept) :]
             inside = [t for t, kept in zip(saved, self._kept, strict=True) if kept]
             self._frame_arena.hold(self, inside)
         if "backward" not in self._passes:
-            self._report(self._passes["forward"].last)
+            self._report(self.plan.static, self._passes["forward"].last)
         return results
 
     def backward(self, args: list[Any]) -> Any:
@@ -182,7 +158,7 @@ class CompiledGraph(NotCopied):
         dropped = frozenset(k for k, reference in shared.items() if reference.expired())
         if last is not None and dropped:
             last = replace(last, planned_peak=self._step.peak_without(dropped))
-        self._report(self._passes["forward"].last, last)
+        self._report(self.plan.static, self._passes["forward"].last, last)
         return results
 
     def _run(self, name: str, args: list[Any], placed: bool) -> Any:
@@ -190,19 +166,6 @@ class CompiledGraph(NotCopied):
             self._heap = allocator.Arena(0, self._device)
         arena = self._frame_arena.fit(self.plan.arena, self._device) if placed else self._heap
         return self._passes[name].run(args, arena, placed=placed, budget=self.plan.budget)
-
-    def _note(self, text: str) -> None:
-        if text not in self.notes:
-            self.notes.append(text)
-
-    def _report(self, *passes: RunStats | None) -> None:
-        stats = [s for s in passes if s is not None]
-        if not stats:
-            return
-        self.last = RunStats.of_passes(stats, self.plan.static)
-        if self._options.strict or not self._complained:
-            self._complained = not self.last.as_planned
-            report(self.last, self._options.strict, self.name)
 
 
 @dataclass(eq=False)
@@ -263,7 +226,7 @@ class _Compilation:
         self.align = alignment_of(self.device)
         self.measured = Measured(allocator.kind_of(self.device))
         self.pair: Pair | None = None
-        self.best: _Candidate | None = None
+        self.best: Candidate[Pair] | None = None
         self.search: _Search | None = None
         self.lowered: dict[str, Lowered] = {}
         self.calls: dict[str, Callable[[list[Any]], Any]] = {}
@@ -307,7 +270,7 @@ class _Compilation:
             return self.pair
         self.search = _Search(self, joint, inputs, outputs, static, lower)
         self.best = self.search.run()
-        self.pair = self.best.pair
+        self.pair = self.best.made
         return self.pair
 
     def finished(
@@ -354,7 +317,7 @@ class _Compilation:
                 text = f"compiled, the passes need {max(replay.peaks)} B and not the {best.peak} B that were replayed"
                 raise VerificationFailed([text], f"graph {self.name}")
             plan = StepPlan(
-                search.budget, replay.static, 0, 0, (), max(search.unplanned.peaks), best.pair.saved, best.recomputed,
+                search.budget, replay.static, 0, 0, (), max(search.unplanned.peaks), best.made.saved, best.recomputed,
                 best.seconds, best.source, search.count,
             )  # fmt: skip
             self.graph.notes += search.notes
@@ -366,7 +329,7 @@ class _Compilation:
     def _ready(
         self, replay: StepReplay, unplanned: StepReplay | Unplanned, plan: StepPlan, kinds: tuple[str, ...]
     ) -> None:
-        passes, arena = place(replay)
+        passes, arena = place(replay, most=max(replay.peaks) if plan.budget is None else None)
         plan = replace(plan, peak=max(replay.peaks), arena=arena, passes=passes)
         needed = max(plan.peak, plan.static + arena) if self.options.arena else plan.peak
         if plan.budget is not None and needed > plan.budget:
@@ -397,20 +360,18 @@ class _Search:
         self.fixed = static
         self.count = 0
         self.notes: list[str] = []
-        self.seen: dict[Hashable, _Candidate] = {}
+        self.seen: dict[Hashable, Candidate[Pair]] = {}
         self.model: FusedJoint | None = None
         try:
             self.model = fuse(joint, outputs)
         except Unsupported as error:
             self.notes.append(f"partitions are Inductor's own: {error}")
-        self.graph = None if self.model is None else self.model.graph
-        self.learned: list[_Candidate] = []
         o = owner.options
         folder = folder_of(o.cache)
         made_from = (compat_inductor.digest(joint, static), outputs, owner.align, o.arena, o.planner)
         self.kept = KeptPartitions(folder, made_from)
 
-    def run(self) -> _Candidate:
+    def run(self) -> Candidate[Pair]:
         known = self.kept.read() if self.owner.kept else None
         first = self.stock(1.0) if known is None else None
         self.unplanned = known[0] if known is not None else _unplanned(first)
@@ -429,37 +390,35 @@ class _Search:
         self.kept.keep(self.unplanned, budget, row)
         return best
 
-    def again(self, chosen: Partition) -> _Candidate:
+    def again(self, chosen: Partition) -> Candidate[Pair]:
         """A candidate that was chosen in an earlier run. Raises ``_Outdated`` where it is not this graph's."""
         try:
             plan = plan_of(chosen)
             if plan is not None and self.model is not None:
                 check(self.model.graph, plan)
                 pair = self.planned(plan)
-            elif chosen.share is not None:
-                pair = compat_inductor.stock_pair(
-                    self.joint, self.inputs, self.outputs, self.fixed, chosen.share
-                )
+            elif chosen.share is not None or (chosen.source == _BLOCKS and self.model is not None):
+                pair = self.seed(chosen.share)
             else:
                 raise BadInput("a partition is Inductor's own or of a plan")
         except TightshipError as error:
             self.kept.forget()
             raise _Outdated(str(error)) from error
         self.count = chosen.lowered
-        return _Candidate(
+        return Candidate(
             pair, chosen.source, chosen.peak, chosen.needed, None, chosen.recomputed, chosen.seconds, chosen.share,
             plan,
         )  # fmt: skip
 
-    def search(self, budget: int, static: int, first: _Candidate) -> _Candidate:
+    def search(self, budget: int, static: int, first: Candidate[Pair]) -> Candidate[Pair]:
         """The fastest within the budget. Raises ``Infeasible``."""
-        found = self._ours(budget, static)
-        if not any(c.needed <= budget for c in found):
-            found += self._ours(budget, static, learn=True)
+        found: list[Candidate[Pair]] = []
+        if self.model is not None:
+            found = Aim(self.model, self.owner.options.planner, self.ours, budget, static).run()
         best = min((c for c in found if c.needed <= budget), key=lambda c: c.seconds, default=None)
-        for share in STOCK:
+        for share in (*STOCK, None):
             least = budget if best is not None else min(c.needed for c in [first, *found])
-            c = self._stock_if_faster(share, best, least)
+            c = self._seed_if_faster(share, best, least)
             if c is not None:
                 found.append(c)
                 if c.needed <= budget and (best is None or c.seconds < best.seconds):
@@ -471,19 +430,32 @@ class _Search:
 
     # --- candidates ---
 
-    def stock(self, share: float) -> _Candidate:
-        pair = compat_inductor.stock_pair(self.joint, self.inputs, self.outputs, self.fixed, share)
-        return self.candidate(pair, f"{_INDUCTOR} {share}", share=share)
+    def stock(self, share: float) -> Candidate[Pair]:
+        return self.candidate(self.seed(share), f"{_INDUCTOR} {share}", share=share)
 
-    def _stock_if_faster(self, share: float, best: _Candidate | None, least: int) -> _Candidate | None:
-        """Inductor's own partition, unless it is slower than the best one, or what it saves is more than ``least``
-        bytes by itself."""
-        pair = compat_inductor.stock_pair(self.joint, self.inputs, self.outputs, self.fixed, share)
+    def seed(self, share: float | None) -> Pair:
+        """Inductor's own partition at an ``activation_memory_budget``; for None, the one that computes each block of
+        the model again."""
+        if share is None:
+            assert self.model is not None
+            return compat_inductor.extract(
+                self.joint, self.outputs, between_blocks(self.joint, self.model.is_late)
+            )
+        return compat_inductor.stock_pair(self.joint, self.inputs, self.outputs, self.fixed, share)
+
+    def _seed_if_faster(
+        self, share: float | None, best: Candidate[Pair] | None, least: int
+    ) -> Candidate[Pair] | None:
+        """A partition that others would take, unless it is slower than the best one, or what it saves is more than
+        ``least`` bytes by itself."""
+        if share is None and (self.model is None or not between_blocks(self.joint, self.model.is_late)):
+            return None
+        pair = self.seed(share)
         if best is not None and self.cost(pair)[1] >= best.seconds:
             return None
         if self.unplanned.static + self.saved_bytes(pair) > least:
             return None
-        return self.candidate(pair, f"{_INDUCTOR} {share}", share=share)
+        return self.candidate(pair, _BLOCKS if share is None else f"{_INDUCTOR} {share}", share=share)
 
     def saved_bytes(self, pair: Pair) -> int:
         """Bytes of what a partition saves beside inputs: its peak is not below."""
@@ -500,7 +472,7 @@ class _Search:
 
     def candidate(
         self, pair: Pair, source: str, *, share: float | None = None, plan: Plan | None = None
-    ) -> _Candidate:
+    ) -> Candidate[Pair]:
         key = tuple(pair.saved), tuple(map(compat_inductor.origin, pair.backward.graph.nodes))
         if key not in self.seen:
             forward, backward = self.lower(pair)
@@ -508,75 +480,11 @@ class _Search:
             replay = self.owner.step(pair, forward, backward).replay(self.owner.measured, self.owner.align)
             peak = max(replay.peaks)
             needed = max(peak, replay.static + place(replay)[1]) if self.owner.options.arena else peak
-            self.seen[key] = _Candidate(pair, source, peak, needed, replay, *self.cost(pair), share, plan)
+            self.seen[key] = Candidate(pair, source, peak, needed, replay, *self.cost(pair), share, plan)
         return self.seen[key]
 
-    def _ours(self, budget: int, static: int, *, learn: bool = False) -> list[_Candidate]:
-        """Saved sets of our planner for inner targets, which follow what the replays say: looser where there is
-        room, tighter where there is none, between the tightest known to be too loose and the loosest that fits. With
-        ``learn``, what a replay had in use beyond the model is put into the model first."""
-        found: list[_Candidate] = []
-        low, high, target = static, None, budget
-        reached: int | None = None  # the least that the planner came to
-        for _ in range(_LOWERINGS):
-            c, least = self._at(target)
-            if c is None and least is None:
-                break
-            if c is None:
-                assert least is not None
-                if (high is not None and least >= high) or (reached is not None and least >= reached):
-                    break
-                reached = least
-                low, target = least, least
-                c, _ = self._at(least)
-                if c is None:
-                    break
-            found.append(c)
-            off = budget - c.needed
-            if learn and off < 0 and self._learned(c):
-                high = None
-                target = budget
-                continue
-            if off >= 0:
-                low = max(low, target)
-                if off <= _CLOSE * (budget - static):
-                    break
-            else:
-                high = target if high is None else min(high, target)
-            next_ = target + off
-            if high is not None and not low < next_ < high:
-                next_ = (low + high) // 2
-            if next_ == target or (high is not None and high - low <= _CLOSE * (budget - static)):
-                break
-            target = next_
-        return found
-
-    def _learned(self, c: _Candidate) -> bool:
-        """Gives the model what a candidate's replay had in use beyond it; whether that was anything."""
-        if self.model is None or self.graph is None or c.plan is None or c.replay is None:
-            return False
-        if c in self.learned or len(self.learned) == _LESSONS:
-            return False
-        self.learned.append(c)
-        before = self.graph
-        self.graph = self.model.with_excess(before, c.plan, c.replay.levels())
-        return self.graph.ops != before.ops
-
-    def _at(self, target: int) -> tuple[_Candidate | None, int | None]:
-        """Our partition for an inner target; or the least that the planner reaches on its model."""
-        if self.model is None or self.graph is None:
-            return None, None
-        options = replace(self.owner.options.planner, place=False, reuse=False)
-        try:
-            plan = default_plan(self.graph, target, options)
-        except Infeasible as error:
-            return None, error.best_peak
-        if self.graph is not self.model.graph:  # what was learned is not of the model that plans are kept for
-            line = simulate.replay(self.model.graph, plan.steps)
-            plan = replace(
-                plan, digest=self.model.graph.digest, peak=line.peak, time=line.time, lower_bound=0, time_bound=0.0
-            )  # fmt: skip
-        return self.candidate(self.planned(plan), "tightship", plan=plan), None
+    def ours(self, plan: Plan) -> Candidate[Pair]:
+        return self.candidate(self.planned(plan), "tightship", plan=plan)
 
     def planned(self, plan: Plan) -> Pair:
         """The partition that a plan says."""
@@ -592,7 +500,31 @@ class _Search:
             return pair
 
 
-def _unplanned(first: _Candidate | None) -> Unplanned:
+def between_blocks(joint: GraphModule, is_late: Callable[[Node], bool]) -> tuple[str, ...]:
+    """What a checkpoint around each block would save: the inputs, and what goes from one block of the forward pass to
+    another or to what follows. Blocks are the modules in the outermost lists or sequences; nothing where there are
+    fewer than two."""
+    block = {n: _block(n) for n in joint.graph.nodes if n.op == "call_function" and not is_late(n)}
+    if len(set(block.values()) - {""}) < 2:
+        return ()
+    crossing = [
+        n.name for n, at in block.items()
+        if isinstance(n.meta.get("val"), torch.Tensor) and n.all_input_nodes
+        and any(block.get(u, at) != at for u in n.users)
+    ]  # fmt: skip
+    return (*(n.name for n in joint.graph.find_nodes(op="placeholder") if not is_late(n)), *crossing)
+
+
+_NUMBERED: Final = re.compile(r"(\.|\[')\d+('\])?$")
+
+
+def _block(node: Node) -> str:
+    """The path of the outermost module of a list that a node is of."""
+    paths = (str(path) for path, _ in (node.meta.get("nn_module_stack") or {}).values())
+    return next((path for path in paths if _NUMBERED.search(path)), "")
+
+
+def _unplanned(first: Candidate[Pair] | None) -> Unplanned:
     assert first is not None and first.replay is not None
     r = first.replay
     return Unplanned(r.static, tuple(r.peaks), r.rest, tuple(r.handed), first.needed)

@@ -287,23 +287,55 @@ class FrameArena(NotCopied):
         return self._holder is holder and bool(tensors) and tensors[0].data_ptr() == self._address
 
 
-class PlannedGraph(NotCopied):
-    """A planned graph. ``name`` is Dynamo's (frame/compilation), ``kind`` training or inference.
+class GraphRuns(NotCopied):
+    """What is known of a planned graph's runs: ``last``, what the last step used, measured against the plan (None
+    before the first step and where nothing can be measured); ``notes``, what a user should know; ``unplaced`` counts
+    forward passes that ran outside the arena because an earlier one's tensors lay there."""
 
-    ``plan`` and ``graph`` are what was decided; ``last`` is what the last step used, measured against the
-    plan (None before the first step and where nothing can be measured), ``notes`` what a user should know.
-    ``unplaced`` counts forward passes that ran outside the arena because an earlier one's tensors lay there.
-    """
+    def __init__(self, name: str, device: str, *, strict: bool) -> None:
+        self.name, self.strict = name, strict
+        self.notes: list[str] = []
+        self.last: RunStats | None = None
+        self.unplaced = 0
+        self._device = device
+        self._complained = False
+
+    @property
+    def device(self) -> str:
+        """Where its memory is."""
+        return self._device
+
+    def _note(self, text: str) -> None:
+        if text not in self.notes:
+            self.notes.append(text)
+
+    def _outside(self) -> None:
+        """A forward pass is not placed."""
+        self.unplaced += 1
+        self._note("a forward pass ran outside the arena: tensors of an earlier one lay there")
+
+    def _report(self, static: int, *passes: RunStats | None) -> None:
+        stats = [s for s in passes if s is not None]
+        if not stats:
+            return
+        self.last = RunStats.of_passes(stats, static)
+        if self.strict or not self._complained:
+            self._complained = not self.last.as_planned
+            report(self.last, self.strict, self.name)
+
+
+class PlannedGraph(GraphRuns):
+    """A planned graph. ``name`` is Dynamo's (frame/compilation), ``kind`` training or inference; ``plan`` and
+    ``graph`` are what was decided."""
 
     def __init__(
         self, joint: Joint, program: Program, plan: Plan, where: Cut, *, name: str, frame_arena: FrameArena,
         strict: bool, arena: bool, saved: Sequence[int],
     ) -> None:  # fmt: skip
-        self.name, self.kind = name, "inference" if joint.boundary is None else "training"
-        self.program, self.plan, self.strict = program, plan, strict
-        self.notes = [*program.notes, *plan.notes]
-        self.last: RunStats | None = None
-        self.unplaced = 0
+        super().__init__(name, device_of(program.graph) or "cpu", strict=strict)
+        self.kind = "inference" if joint.boundary is None else "training"
+        self.program, self.plan = program, plan
+        self.notes += [*program.notes, *plan.notes]
         self.saved = tuple(saved)
         self._joint, self._frame_arena = joint, frame_arena
         self._build(where)
@@ -311,7 +343,6 @@ class PlannedGraph(NotCopied):
         self.notes += [] if requests else self.forward_pass.notes
         self._placed = arena and requests is not None and requests.placed
         self._extent = requests.extent if requests is not None and self._placed else 0
-        self._device = device_of(program.graph) or "cpu"
         self._heap = None if requests is None else Arena(0, self._device)
         kept = {program.graph.values[v].storage for v in program.results}
         self._tracked = [
@@ -320,12 +351,6 @@ class PlannedGraph(NotCopied):
         ]  # fmt: skip
         self._first: RunStats | None = None
         self._outputs: dict[int, Any] = {}
-        self._complained = False
-
-    @property
-    def device(self) -> str:
-        """Where its memory is."""
-        return self._device
 
     @property
     def graph(self) -> Graph:
@@ -373,8 +398,7 @@ class PlannedGraph(NotCopied):
         args.clear()
         placed = self._placed and self._frame_arena.idle()
         if self._placed and not placed:
-            self.unplaced += 1
-            self._note("a forward pass ran outside the arena: tensors of an earlier one lay there")
+            self._outside()
         arena = self._frame_arena.fit(self._extent, self._device) if placed else self._heap
         results = self.forward_pass.execute(tensors, arena, placed=placed, consume=True)
         count = len(self._forward_values)
@@ -384,7 +408,7 @@ class PlannedGraph(NotCopied):
         self._first = self.forward_pass.last
         self._outputs = {compat.storage_key(t): compat.storage_reference(t) for t in results[:count]}
         if self.backward_pass is None:
-            self._report(self._first)
+            self._report(self.program.graph.static_bytes, self._first)
         return _fill(self._joint.forward, results[:count]) + saved
 
     def backward(self, args: list[Any]) -> list[Any]:
@@ -405,7 +429,7 @@ class PlannedGraph(NotCopied):
         if again:
             self._note(RETAINED)
         else:
-            self._report(self._first, self.backward_pass.last)
+            self._report(self.program.graph.static_bytes, self._first, self.backward_pass.last)
         return _fill(self._joint.backward, results)
 
     def _returned(self, args: Sequence[Any]) -> bool:
@@ -413,21 +437,6 @@ class PlannedGraph(NotCopied):
         if not self._tracked:
             return self._frame_arena.idle()
         return self._frame_arena.holds(self, [args[k] for k in self._tracked[:1]])
-
-    # --- afterwards ---
-
-    def _note(self, text: str) -> None:
-        if text not in self.notes:
-            self.notes.append(text)
-
-    def _report(self, *passes: RunStats | None) -> None:
-        stats = [s for s in passes if s is not None]
-        if not stats:
-            return
-        self.last = RunStats.of_passes(stats, self.program.graph.static_bytes)
-        if self.strict or not self._complained:
-            self._complained = not self.last.as_planned
-            report(self.last, self.strict, self.name)
 
 
 def _fill(spec: Sequence[Any], tensors: Sequence[Any]) -> list[Any]:

@@ -32,6 +32,7 @@ __all__ = [
     "Kernel",
     "Lowered",
     "Pair",
+    "as_if_compiling",
     "compile_flat",
     "compile_graph",
     "digest",
@@ -88,6 +89,7 @@ HOOKS: Final = (
     ("torch._functorch._aot_autograd.graph_compile", "collect_fw_donated_buffer_idxs"),
     ("torch._functorch._aot_autograd.descriptors", "InputMutationAOTOutput"),
     ("torch._guards", "TracingContext.try_get"),
+    ("torch.compiler", "_compile_session_context"),
 )
 """What is leaned on: (module, name)."""
 
@@ -556,6 +558,13 @@ def traced(fn: Callable[..., Any], inputs: Sequence[torch.Tensor], mode: Any) ->
 
     with mode:
         return make_fx(fn, tracing_mode="real", _allow_non_fake_inputs=True)(*inputs)
+
+
+@contextmanager
+def as_if_compiling() -> Iterator[None]:
+    """PyTorch's own code does as it would for a compiler inside."""
+    with torch.compiler._compile_session_context():
+        yield
 
 
 Lower = Callable[[GraphModule], Lowered]

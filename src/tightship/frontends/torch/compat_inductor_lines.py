@@ -130,18 +130,20 @@ def _allocate(line: Any, graph: Any) -> Iterator[Event]:
             "a communication or pinned buffer in compiled mode", "it is not in the device's memory"
         )
     nbytes = _nbytes(line.node, graph.get_allocation_size(line.node))
-    yield Event("make", line.node.get_name(), nbytes=nbytes, origin=_origin(line.node))
+    yield Event("make", line.node.get_name(), nbytes=nbytes, origin=_origin(line.node, graph))
 
 
 ORIGIN: Final = "tightship_origin"
 """What a node's metadata says of the joint graph's node that it is a copy of, by name."""
 
 
-def _origin(buffer: Any) -> str:
+def _origin(buffer: Any, graph: Any) -> str:
+    """The fx node whose value a buffer is: where Inductor names none, the last of those that went into it."""
     node = buffer.get_origin_node()
     if node is None:
-        return ""
-    return str(node.meta.get(ORIGIN, node.name))
+        among = set(buffer.get_origins())
+        node = next((n for n in reversed(graph.module.graph.nodes) if n in among), None) if among else None
+    return "" if node is None else str(node.meta.get(ORIGIN, node.name))
 
 
 def _nbytes(node: Any, shape: Any = None) -> int:
@@ -154,7 +156,7 @@ def _nbytes(node: Any, shape: Any = None) -> int:
 
 def _reuse(line: Any, graph: Any) -> Iterator[Event]:
     old = line.node.get_name()
-    yield Event("alias", line.reused_as.get_name(), source=old)
+    yield Event("alias", line.reused_as.get_name(), source=old, origin=_origin(line.reused_as, graph))
     if line.delete_old and old not in graph.get_output_names():
         yield Event("drop", old)
 
@@ -177,12 +179,16 @@ def _item(line: Any, _graph: Any) -> Iterator[Event]:
     yield Event("item", line.result_name, source=line.arg_name, path=tuple(i for _, i in line.indices))
 
 
-def _extern(line: Any, _graph: Any) -> Iterator[Event]:
+def _extern(line: Any, graph: Any) -> Iterator[Event]:
     node = line.node
     named = type(line).__name__ == "ExternKernelAllocLine" and type(node.layout).__name__ != "NoneLayout"
     given = tuple(node.get_inputs_that_alias_output()) if named else ()
     yield Event(
-        "call", node.get_name() if named else "", kernel=_kernel(node), given=given, origin=_origin(node)
+        "call",
+        node.get_name() if named else "",
+        kernel=_kernel(node),
+        given=given,
+        origin=_origin(node, graph),
     )
 
 

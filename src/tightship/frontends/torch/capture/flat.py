@@ -12,6 +12,7 @@ from __future__ import annotations
 import operator
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -21,7 +22,7 @@ from torch.overrides import TorchFunctionMode
 
 from tightship.errors import TightshipError, Unsupported
 from tightship.frontends.torch import compat, compat_inductor
-from tightship.frontends.torch.optimizer.copy import bare
+from tightship.frontends.torch.optimizer.copy import Path, bare
 from tightship.frontends.torch.optimizer.updates import Updater, each, independent
 from tightship.frontends.torch.program import Program, dtype_of, flat, refs_in, substitute
 from tightship.graph import Value
@@ -175,11 +176,18 @@ def fixed_settings(optimizer: Any) -> tuple[Any, ...]:
     rows: list[Any] = []
     for k, o in enumerate(each(optimizer) if optimizer is not None else ()):
         for g, group in enumerate(o.param_groups):
+            if not independent(o):  # whose ops may be others where a number is zero
+                rows += [(k, g, n, _signs(group[n])) for n in _SCHEDULED if n in group and n != "lr"]
             names = [
                 n for n in o.defaults if n not in _SCHEDULED and isinstance(group.get(n), (int, float, tuple))
             ]
             rows += [(k, g, n, group[n]) for n in names]
     return tuple(rows)
+
+
+def _signs(value: Any) -> tuple[Any, ...]:
+    numbers = value if isinstance(value, (tuple, list)) else [value]
+    return tuple((x > 0) - (x < 0) for x in numbers if isinstance(x, (int, float)))
 
 
 def _is_number(x: Any) -> bool:
@@ -282,32 +290,41 @@ def _update(
 ) -> None:
     """The updater's step as ops on stand-ins: what torch's code for one tensor at a time asks for."""
     optimizer, cls = updater.optimizer, type(updater.optimizer)
-    if not independent(optimizer) or len(updater.members) != 1:
-        raise _no_formula(cls.__name__, "its step is known for PyTorch's own optimizers alone")
+    known = independent(optimizer)
+    if why := _why_no_formula(updater):
+        raise _no_formula(cls.__name__, why)
     (member,) = updater.members
     param, grad, *kept = tensors
     group = {**optimizer.param_groups[member.group], "params": [param]}
-    group |= {k: False for k in ("foreach", "fused", "capturable") if k in group}
-    hints: dict[int, Any] = {}
+    group |= {
+        k: False for k in ("foreach", "fused", "capturable") if k in group and (known or k == "foreach")
+    }
+    by_value = known and cls.__name__ in _BY_VALUE
+    group |= {"capturable": True} if by_value else {}
+    hints: dict[int, tuple[str, Any]] = {}
     for number, t in numbers.items():
         if (number.optimizer, number.group) == (updater.number, member.group):
-            hints[id(t)] = number.of_group(group)
+            hints[id(t)] = number.name, number.of_group(group)
             _put(group, number, t)
     one = bare(optimizer)
     one.__dict__.update({n: x for n, x in vars(optimizer).items() if n not in vars(one) and n != "step"})
-    known = optimizer.state.get(member.param) or {}
-    state = {k: x for k, x in known.items() if not isinstance(x, torch.Tensor)}
-    state |= dict(zip(member.state_keys, kept, strict=True))
+    before = optimizer.state.get(member.param) or {}
+    state = {k: x for k, x in before.items() if not isinstance(x, torch.Tensor)}
+    given = [t.to(torch.float64) if by_value and not t.dim() else t for t in kept]
+    state |= dict(zip(member.state_keys, given, strict=True))
+    settings = dict(group)
     one.param_groups, one.state = [group], defaultdict(dict, {param: dict(state)})
     param.grad = grad
     try:
-        with _InDoubles(hints):
+        with _InDoubles(hints, cls.__name__, known=known), ExitStack() as stack:
+            if by_value:
+                stack.enter_context(compat_inductor.as_if_compiling())
             compat.plain_step(cls)(one)
     except TightshipError:
         raise
     except Exception as error:
         if "local_scalar" in str(error):
-            raise _no_formula(cls.__name__, "what its step does follows from numbers in its state") from error
+            raise _no_formula(cls.__name__, "what its step does follows from numbers in tensors") from error
         raise _no_formula(cls.__name__, f"its step does not run on stand-ins ({error})") from error
     finally:
         param.grad = None
@@ -315,9 +332,26 @@ def _update(
     for k, t in zip(member.state_keys, kept, strict=True):
         if now[k] is not t:
             t.copy_(now[k])
-    for k, x in now.items():
-        if k not in member.state_keys and not (x is state.get(k) or x == state.get(k)):
+    rows = [(k, x, state.get(k)) for k, x in now.items() if k not in member.state_keys]
+    rows += [(k, x, settings.get(k)) for k, x in one.param_groups[0].items()]
+    for k, x, old in rows:
+        if x is not old and (isinstance(x, torch.Tensor) or isinstance(old, torch.Tensor) or x != old):
             raise _no_formula(cls.__name__, f"it counts {k!r} in Python")
+
+
+def _why_no_formula(updater: Updater) -> str:
+    if len(updater.members) > 1 or updater.held:
+        return "it steps several parameters at once, or keeps tensors of none"
+    if updater.draws or updater.takes:
+        return "its step draws random numbers" if updater.draws else "it keeps gradients as they are"
+    if any(isinstance(k, Path) for k in updater.members[0].state_keys):
+        return "it keeps tensors inside of others' containers"
+    return ""
+
+
+_BY_VALUE: Final = ("ASGD", "RAdam", "Rprop")
+"""Classes whose step goes by numbers in its state: their capturable one computes both ways and chooses, here in
+doubles."""
 
 
 def _put(group: dict[str, Any], number: Number, t: torch.Tensor) -> None:
@@ -338,18 +372,19 @@ def _no_formula(name: str, why: str) -> Unsupported:
 
 class _InDoubles(TorchFunctionMode):
     """Inside, a tensor's number is a tensor of one double, and goes wherever an op takes a number. ``hints``: the
-    values of hyperparameters, by id, which decide what is left out."""
+    names and values of hyperparameters, by id, which decide what is left out. Of ``cls``, where that is not
+    ``known``, each kind of step is one of signs (`fixed_settings`): nothing else may decide."""
 
-    def __init__(self, hints: Mapping[int, Any]) -> None:
+    def __init__(self, hints: Mapping[int, tuple[str, Any]], cls: str, *, known: bool) -> None:
         super().__init__()
-        self.hints = hints
+        self.hints, self.cls, self.known = hints, cls, known
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs, name = dict(kwargs or {}), getattr(func, "__name__", "")
         if name == "item":
             return args[0].to(torch.float64)
         if name in _COMPARED and any(id(a) in self.hints for a in args):
-            return _COMPARED[name](*(self.hints.get(id(a), a) for a in args))
+            return self._compared(name, args)
         if name == "to" and id(args[0]) in self.hints:
             return args[0]
         plain = name.rstrip("_")
@@ -362,6 +397,14 @@ class _InDoubles(TorchFunctionMode):
         if plain == "lerp" and isinstance(args[2], torch.Tensor):
             return func(args[0], args[1], args[2].to(args[0].dtype))
         return func(*args, **kwargs)
+
+    def _compared(self, name: str, args: Any) -> bool:
+        values = [self.hints[id(a)][1] if id(a) in self.hints else a for a in args]
+        names = [self.hints[id(a)][0] for a in args if id(a) in self.hints]
+        others = [a for a in args if id(a) not in self.hints]
+        if not self.known and ("lr" in names or any(isinstance(a, torch.Tensor) or a != 0 for a in others)):
+            raise _no_formula(self.cls, f"what its step does follows from the value of {names[0]}")
+        return _COMPARED[name](*values)
 
 
 _COMPARED: Final[dict[str, Callable[..., bool]]] = {

@@ -10,7 +10,7 @@ tensors exist is a model of Inductor's rules: bytes of a plan are to be correcte
 from __future__ import annotations
 
 import operator
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -22,7 +22,7 @@ from tightship.frontends.builder import GraphBuilder, trace_line
 from tightship.frontends.torch import compat, compat_compile, compat_inductor
 from tightship.graph import Graph, Op
 from tightship.machine import modeled_time
-from tightship.plan import Plan
+from tightship.plan import Plan, Step
 from tightship.simulate import replay
 
 __all__ = ["FusedJoint", "FusedStep", "fuse", "fuse_step"]
@@ -75,26 +75,9 @@ class FusedJoint:
         """``graph``, which is this model's, with the bytes that its ops were short of as their workspace: what the
         passes of ``plan`` really had in use while each tensor was made (``passes``: node and bytes, in order), beyond
         what the model has. The planner then sees what fused code keeps, converts or sums up late."""
-        line, bounds = replay(graph, plan.steps), self.boundary
-        at = next(k for k, s in enumerate(plan.steps) if s.kind == "compute" and s.op == bounds)
-        short: dict[int, int] = {}
-        for steps, used in zip((range(at), range(at + 1, len(plan.steps))), passes, strict=True):
-            levels: dict[str, list[int]] = {}
-            for name, nbytes in used:
-                levels.setdefault(name, []).append(nbytes)
-            for k in steps:
-                op = plan.steps[k].op
-                if plan.steps[k].kind not in ("compute", "recompute") or op not in self.calls:
-                    continue
-                rows = levels.get(self.calls[op].name)
-                if rows:
-                    level = rows.pop(0) if len(rows) > 1 else rows[0]
-                    short[op] = max(short.get(op, 0), level - line.during[k])
-        ops = list(graph.ops)
-        for k, nbytes in short.items():
-            if nbytes > 0:
-                ops[k] = replace(ops[k], workspace=ops[k].workspace + nbytes)
-        return graph.with_ops(tuple(ops))
+        at = next(k for k, s in enumerate(plan.steps) if s.kind == "compute" and s.op == self.boundary)
+        parts = range(at), range(at + 1, len(plan.steps))
+        return _with_excess(graph, plan, self.calls, zip(parts, passes, strict=True))
 
     def recompute_time(self, pair: compat_inductor.Pair) -> tuple[int, float]:
         """How many kernels run again, and their seconds, modeled."""
@@ -103,6 +86,46 @@ class FusedJoint:
         again = [name for k, name in enumerate(names) if name in first or name in names[:k]]
         kernels = [self.seconds[name] for name in again if name in self.seconds]
         return len(kernels), sum(kernels)
+
+
+def _with_excess(
+    graph: Graph, plan: Plan, calls: Mapping[int, Node],
+    passes: Iterable[tuple[range, Sequence[tuple[str, int]]]],
+) -> Graph:  # fmt: skip
+    """``graph`` with the bytes that its ops were short of as their workspace. ``passes``: steps of ``plan``, and for
+    which nodes fused code had memory in them, with the bytes in use then. What was in use for a node that the model
+    has fused away counts for the next one that it has."""
+    line = replay(graph, plan.steps)
+    short: dict[int, int] = {}
+    for steps, used in passes:
+        levels: dict[str, list[int]] = {
+            calls[op].name: [] for k in steps if (op := plan.steps[k].op) in calls and _runs(plan.steps[k])
+        }
+        between, latest = 0, None
+        for name, nbytes in used:
+            between = max(between, nbytes)
+            if name in levels:
+                latest = levels[name]
+                latest.append(between)
+                between = 0
+        if latest:
+            latest[-1] = max(latest[-1], between)
+        for k in steps:
+            op = plan.steps[k].op
+            if not _runs(plan.steps[k]) or op not in calls:
+                continue
+            if rows := levels[calls[op].name]:
+                level = rows.pop(0) if len(rows) > 1 else rows[0]
+                short[op] = max(short.get(op, 0), level - line.during[k])
+    ops = list(graph.ops)
+    for k, nbytes in short.items():
+        if nbytes > 0:
+            ops[k] = replace(ops[k], workspace=ops[k].workspace + nbytes)
+    return graph.with_ops(tuple(ops))
+
+
+def _runs(step: Step) -> bool:
+    return step.kind in ("compute", "recompute")
 
 
 @dataclass
@@ -451,6 +474,11 @@ class FusedStep:
         made = GraphModule(self.gm, fx)
         made.meta = dict(self.gm.meta)
         return made
+
+    def with_excess(self, graph: Graph, plan: Plan, passes: Sequence[Sequence[tuple[str, int]]]) -> Graph:
+        """As `FusedJoint.with_excess`, of the one pass that there is."""
+        (used,) = passes
+        return _with_excess(graph, plan, self.calls, [(range(len(plan.steps)), used)])
 
     def recompute_time(self, gm: GraphModule) -> tuple[int, float]:
         """How many kernels of ``gm`` run again, and their seconds, modeled."""

@@ -1,0 +1,139 @@
+"""Plans for inner targets, until what a compiler makes of one is within the budget and close to it.
+
+Problem: the fastest plan whose compiled code is within a budget, where a planner knows only a model of that code.
+Method: the planner aims at a target; the candidate that follows is lowered and replayed to the byte; the target moves
+by what the replay was off, between the tightest known to be too loose and the loosest that fits. Where nothing fits,
+what replays had in use beyond the model becomes part of it, and the planner aims again. Guarantee: every candidate
+was replayed; none of optimality. Work: `LOWERINGS` in each of the two passes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Generic, Protocol, TypeVar
+
+from tightship import simulate
+from tightship.errors import Infeasible
+from tightship.execute.compiled import StepReplay
+from tightship.graph import Graph
+from tightship.plan import Plan
+from tightship.planners import default
+
+__all__ = ["Aim", "Candidate", "Model"]
+
+LOWERINGS = 8
+"""Candidates that are lowered in each pass, at most."""
+LESSONS = 2
+"""Replays that the model learns from, at most."""
+CLOSE = 0.02
+"""No looser plan is looked for where so much of the budget beyond the static set is left, or less."""
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, eq=False)
+class Candidate(Generic[T]):
+    """What could be compiled, with its replayed ``peak``. ``needed``: what it takes with its arena; ``replay``: None
+    where it was chosen in an earlier run; ``share``: the ``activation_memory_budget`` that it is Inductor's own of;
+    ``seconds`` of what is recomputed are modeled."""
+
+    made: T
+    source: str
+    peak: int
+    needed: int
+    replay: StepReplay | None
+    recomputed: int = 0
+    seconds: float = 0.0
+    share: float | None = None
+    plan: Plan | None = None
+
+
+class Model(Protocol):
+    """A model of compiled code, as ``capture.fused`` makes."""
+
+    @property
+    def graph(self) -> Graph: ...
+
+    def with_excess(self, graph: Graph, plan: Plan, passes: Sequence[Sequence[tuple[str, int]]]) -> Graph: ...
+
+
+@dataclass
+class Aim(Generic[T]):
+    """Aims plans of ``model`` at ``budget``, of which ``static`` bytes are always in use. ``candidate`` lowers and
+    replays what a plan says."""
+
+    model: Model
+    options: default.Options
+    candidate: Callable[[Plan], Candidate[T]]
+    budget: int
+    static: int
+    learned: list[Candidate[T]] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.graph = self.model.graph
+        self.options = replace(self.options, place=False, reuse=False)
+
+    def run(self) -> list[Candidate[T]]:
+        """What was looked at: some of it is within the budget, or nothing that the planner came to is."""
+        found = self._aimed(learn=False)
+        if not any(c.needed <= self.budget for c in found):
+            found += self._aimed(learn=True)
+        return found
+
+    def _aimed(self, *, learn: bool) -> list[Candidate[T]]:
+        found: list[Candidate[T]] = []
+        close = CLOSE * (self.budget - self.static)
+        low, high, target = self.static, None, self.budget
+        reached: int | None = None  # the least that the planner came to
+        for _ in range(LOWERINGS):
+            c, least = self._at(target)
+            if c is None:
+                assert least is not None
+                if (high is not None and least >= high) or (reached is not None and least >= reached):
+                    break
+                reached = low = target = least
+                c, _ = self._at(least)
+                if c is None:
+                    break
+            found.append(c)
+            off = self.budget - c.needed
+            if learn and off < 0 and self._learns(c):
+                high, target = None, self.budget
+                continue
+            if off >= 0:
+                low = max(low, target)
+                if off <= close:
+                    break
+            else:
+                high = target if high is None else min(high, target)
+            next_ = target + off
+            if high is not None and not low < next_ < high:
+                next_ = (low + high) // 2
+            if next_ == target or (high is not None and high - low <= close):
+                break
+            target = next_
+        return found
+
+    def _learns(self, c: Candidate[T]) -> bool:
+        """Gives the model what a candidate's replay had in use beyond it; whether that was anything."""
+        if c.plan is None or c.replay is None or c in self.learned or len(self.learned) == LESSONS:
+            return False
+        self.learned.append(c)
+        before = self.graph
+        self.graph = self.model.with_excess(before, c.plan, c.replay.levels())
+        return self.graph.ops != before.ops
+
+    def _at(self, target: int) -> tuple[Candidate[T] | None, int | None]:
+        """The candidate for an inner target; or the least that the planner reaches on its model."""
+        try:
+            plan = default.plan(self.graph, target, self.options)
+        except Infeasible as error:
+            return None, error.best_peak
+        graph = self.model.graph
+        if self.graph is not graph:  # what was learned is not of the model that plans are kept for
+            line = simulate.replay(graph, plan.steps)
+            plan = replace(
+                plan, digest=graph.digest, peak=line.peak, time=line.time, lower_bound=0, time_bound=0.0
+            )  # fmt: skip
+        return self.candidate(plan), None

@@ -1,0 +1,84 @@
+"""Plans for inner targets: moved by what replays say, and taught by them where nothing fits."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from tightship import simulate
+from tightship.execute import aiming
+from tightship.execute.aiming import Aim, Candidate
+from tightship.frontends.torch.capture.fused import fuse_step
+from tightship.planners import default
+
+
+@pytest.fixture(scope="module")
+def model():
+    def gradients(x, *weights):
+        with torch.enable_grad():
+            weights = [w.detach().requires_grad_() for w in weights]
+            for w in weights:
+                x = torch.tanh(x @ w)
+            loss = x.square().sum()
+        return loss.detach(), *torch.autograd.grad(loss, weights)
+
+    inputs = torch.randn(256, 16), *(torch.randn(16, 16) for _ in range(6))
+    return fuse_step(make_fx(gradients, tracing_mode="fake")(*inputs), 1)
+
+
+def aim(model, budget, beyond):
+    """Code that takes ``beyond(name, bytes)`` where the model takes so many bytes while it makes a node."""
+
+    def candidate(plan):
+        line = simulate.replay(model.graph, plan.steps)
+        rows = [
+            (model.calls[s.op].name, beyond(model.calls[s.op].name, line.during[k]))
+            for k, s in enumerate(plan.steps)
+            if s.kind in ("compute", "recompute")
+        ]
+        peak = max(n for _, n in rows)
+        replay = SimpleNamespace(levels=lambda: [rows])
+        return Candidate(plan, "tightship", peak, peak, replay, 0, plan.time, plan=plan)
+
+    return Aim(model, default.Options(), candidate, budget, model.graph.static_bytes)
+
+
+def least(model):
+    with pytest.raises(default.Infeasible) as found:
+        default.plan(model.graph, 1, default.Options(place=False))
+    return found.value.best_peak
+
+
+def test_what_code_takes_beyond_its_model_is_left_free(model):
+    beyond = 5000
+    budget = (least(model) + simulate.replay(model.graph, default.plan(model.graph, None).steps).peak) // 2
+    found = aim(model, budget, lambda _, n: n + beyond).run()
+    assert len(found) <= aiming.LOWERINGS
+    best = max(c.needed for c in found if c.needed <= budget)
+    assert budget - best <= 16 * 1024  # one activation: nothing looser is to be had
+
+
+def test_where_nothing_fits_the_model_learns_where_code_takes_more(model):
+    low = least(model)
+    plan = default.plan(model.graph, low, default.Options(place=False, reuse=False))
+    line = simulate.replay(model.graph, plan.steps)
+    runs = [k for k, s in enumerate(plan.steps) if s.kind == "compute"]
+    quiet = min(
+        runs, key=lambda k: line.during[k]
+    )  # where the model has room, the code takes all of it and more
+    name, more = model.calls[plan.steps[quiet].op].name, low - line.during[quiet] + 4096
+    made = aim(model, low + 64, lambda n, nbytes: nbytes + (more if n == name else 0))
+    found = made.run()
+    assert made.learned
+    taught = [op for k, op in enumerate(made.graph.ops) if op.workspace]
+    assert [model.calls[made.graph.ops.index(op)].name for op in taught] == [name]
+    assert taught[0].workspace >= more
+    assert all(c.plan.digest == model.graph.digest for c in found)
+
+
+def test_a_budget_below_what_the_planner_reaches_gives_its_least_plan_and_ends(model):
+    low = least(model)
+    found = aim(model, low - 64, lambda _, n: n).run()
+    assert found
+    assert min(c.needed for c in found) == low
