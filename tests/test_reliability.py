@@ -216,6 +216,20 @@ def test_an_interrupt_while_modules_are_imported_is_a_word_and_a_status() -> Non
         assert json.loads(said)["error"]["type"] == "Interrupted"
 
 
+@pytest.mark.parametrize("years", [-30, 30])
+def test_a_clock_that_jumps_ends_no_search(monkeypatch: pytest.MonkeyPatch, years: int) -> None:
+    """With every look the time of day is years away; what is planned stays the same."""
+    graph, now = chain(12), [time.time()]
+    expected = api.plan_graph(graph, "90%", seconds=60.0, work=2_000).plan
+
+    def jumps() -> float:
+        now[0] += years * 365 * 86_400
+        return now[0]
+
+    monkeypatch.setattr(time, "time", jumps)
+    assert api.plan_graph(graph, "90%", seconds=60.0, work=2_000).plan.steps == expected.steps
+
+
 # --- graphs that others make ---
 
 

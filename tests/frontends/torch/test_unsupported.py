@@ -203,6 +203,10 @@ def test_optimizers_with_hooks_or_of_another_model():
         capture(net, optimizer=hooked)
     with pytest.raises(BadInput, match="not one of the model's"):
         capture(net, optimizer=torch.optim.SGD(nn.Linear(8, 4).parameters(), lr=0.1))
+    before = torch.optim.SGD(net.parameters(), lr=0.1)
+    net.load_state_dict({n: t.clone() for n, t in net.state_dict().items()}, assign=True)
+    with pytest.raises(BadInput, match=r"assign=True.*before the optimizer is made"):
+        capture(net, optimizer=before)
     with pytest.raises(BadInput, match=r"torch\.optim\.Optimizer"):
         capture(net, optimizer=torch.optim.lr_scheduler.StepLR(torch.optim.SGD(net.parameters(), 0.1), 1))
 

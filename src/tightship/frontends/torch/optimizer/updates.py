@@ -338,7 +338,10 @@ def _updates(optimizer: torch.optim.Optimizer, model_parameters: Mapping[str, to
             if not p.requires_grad:
                 continue
             if id(p) not in names:
-                fault = f"a parameter of shape {tuple(p.shape)} that is not one of the model's"
+                fault = (
+                    f"a parameter of shape {tuple(p.shape)} that is not one of the model's: what puts new parameters "
+                    "there (load_state_dict(assign=True)) comes before the optimizer is made"
+                )
                 raise BadInput(fault, place=f"optimizer: group {g}, entry {k}")
             places[names[id(p)]] = g, p
     if not places:
