@@ -53,7 +53,7 @@ __all__ = [
     "plan_of",
 ]
 
-VERSION = 2
+VERSION = 3
 """Raised when measurements or plans change their meaning."""
 
 DEFAULT = "default"

@@ -88,3 +88,28 @@ def test_a_command_of_an_installed_package_is_no_line_of_the_users() -> None:
     inside: dict[str, Any] = {}
     exec(compile("def run(f):\n    return f()\n", path, "exec"), inside)
     assert os.path.basename(__file__) + ":" in inside["run"](source_line)
+
+
+RESHAPES = {
+    "view": lambda x: x.transpose(1, 2).view(2, 1, 7, 7),
+    "reshape": lambda x: x.transpose(1, 2).reshape(2, 1, 7, 7),
+    "flatten": lambda x: x.unsqueeze(2).transpose(1, 3).flatten(2, 3).unsqueeze(1),
+    "unflatten": lambda x: x.transpose(1, 2).unflatten(2, (7, 7)),
+    "view of a part": lambda x: x[:, 1:].transpose(1, 2).view(2, 1, 8, 6),
+}
+
+
+@pytest.mark.parametrize("reshape", RESHAPES.values(), ids=RESHAPES)
+def test_dimensions_of_size_one_have_the_strides_of_eager(reshape):
+    """Convolutions go by them: whether their input is channels-last."""
+    model, seen = torch.nn.Linear(1, 1), []
+
+    def loss(model, batch):
+        out = reshape(model(batch))
+        seen.append(out)
+        return (out * out).sum()
+
+    captured = capture_step(model, loss, None, torch.randn(2, 49, 1))
+    loss(model, torch.randn(2, 49, 1))
+    strides = {(tuple(v.shape), tuple(v.stride)) for v in captured.graph.values}
+    assert (tuple(seen[-1].shape), seen[-1].stride()) in strides

@@ -215,9 +215,13 @@ def is_whole(tensor: torch.Tensor) -> bool:
     """Whether a plain tensor is all of its storage, so that its shape and strides say everything."""
     if not is_strided(tensor) or tensor.storage_offset():
         return False
+    return tensor.untyped_storage().nbytes() == _extent(tensor) * tensor.itemsize
+
+
+def _extent(tensor: torch.Tensor) -> int:
+    """How many elements lie from its first to its last."""
     last = sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True))
-    extent = last + 1 if tensor.numel() else 0
-    return tensor.untyped_storage().nbytes() == extent * tensor.itemsize
+    return last + 1 if tensor.numel() else 0
 
 
 def _device(args: Any) -> str:
@@ -233,6 +237,8 @@ def _device(args: Any) -> str:
 _DEVICE = torch.ops.prim.device.default
 
 _MATRIX_PRODUCTS = ("aten::mm", "aten::bmm", "aten::addmm", "aten::baddbmm")
+
+_RESHAPES = ("aten::view", "aten::_reshape_alias", "aten::_unsafe_view", "aten::alias")
 
 _DEAR_FORMULAS = (
     "aten::native_batch_norm", "aten::native_batch_norm_backward", "aten::native_group_norm",
@@ -400,6 +406,8 @@ class Prober:
             return out  # refused where it is recorded
         if not fresh or _believable(fn, tensors, fresh):
             return out
+        if len(tensors) == len(fresh) == 1 and fn._schema.name in _RESHAPES:
+            return self._reshaped(fn, args, kwargs, tensors[0], out)
         if not _probable(fn, args, kwargs, tensors, fresh, self.limit):
             return out
         key = (fn, form_of(args), form_of(kwargs))
@@ -412,6 +420,28 @@ class Prober:
             return out
         self.corrected[str(fn)] = self.corrected.get(str(fn), 0) + 1
         return self._like(real, out)
+
+    def _reshaped(self, fn: Any, args: Any, kwargs: Any, given: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+        """A view with the strides that it has: the formula gives dimensions of size 1 others, by which convolutions
+        take their inputs for channels-last."""
+        if 1 not in out.shape or not compat.is_plain_fake(given, self._fake):
+            return out
+
+        def plain(x: Any) -> Any:
+            if not isinstance(x, torch.Tensor):
+                return x
+            whole = torch.empty(int(x.storage_offset()) + _extent(x), dtype=x.dtype, device="meta")
+            return whole.as_strided(x.shape, x.stride(), x.storage_offset())
+
+        with compat.without_modes(), torch.no_grad():
+            real = fn(*map_tree(plain, args), **map_tree(plain, kwargs))
+        if real.stride() == out.stride():
+            return out
+        self.corrected[str(fn)] = self.corrected.get(str(fn), 0) + 1
+        look = _Result(
+            tuple(real.shape), real.stride(), int(real.storage_offset()), real.dtype, compat.device_of_fake(given), 0
+        )  # fmt: skip
+        return self._made(look, [given])
 
     def made_up(self, fn: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Results like the real ones where there is no formula or it fails; None if the op cannot be run."""
