@@ -7,7 +7,7 @@ from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Any
 
 from tightship.files import PathLike, write_file
-from tightship.graph import Graph
+from tightship.graph import ALIGNMENT, Graph, alignment_of
 from tightship.plan import Plan
 from tightship.planners import frontier
 from tightship.serde import save_plan
@@ -110,6 +110,15 @@ class Planned(_Shown):
         from tightship.report.pages.plan import plan_page
 
         write_file(path, plan_page(self.graph, self.plan, title=title).encode())
+
+    def arena_header(self, path: PathLike, *, title: str = "") -> None:
+        """A C header with the arena's size and each tensor's offset, for devices. Raises ``BadInput`` for a plan
+        that is not placed."""
+        from tightship.report.c_header import header_of_plan
+
+        alignment = max((alignment_of(op.device) for op in self.graph.ops), default=ALIGNMENT)
+        text = header_of_plan(self.graph, self.plan, title or self.graph.name or "model", alignment)
+        write_file(path, text.encode())
 
     def trace(self, path: PathLike) -> None:
         """A Chrome trace for Perfetto; compressed where the path ends in ``.gz``."""

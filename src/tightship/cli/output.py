@@ -137,6 +137,7 @@ _ARTIFACTS = {
     "write": ("write", "written", "model written to"),
     "picture": ("picture", "picture", "drawn in"),
     "report": ("report", "report", "shown in"),
+    "arena_header": ("arena_header", "arena_header", "C header in"),
     "trace": ("trace", "trace", "traced in"),
     "snapshot": ("snapshot", "snapshot", "memory snapshot in"),
 }
@@ -162,7 +163,9 @@ def writable(path: str | None, option: str) -> Path | None:
 
 def targets(chosen: argparse.Namespace) -> dict[str, Path]:
     """The files that a command was asked to write, by option."""
-    asked = {name: writable(getattr(chosen, name, None), f"--{name}") for name in _ARTIFACTS}
+    asked = {
+        name: writable(getattr(chosen, name, None), f"--{name.replace('_', '-')}") for name in _ARTIFACTS
+    }
     return {name: path for name, path in asked.items() if path is not None}
 
 

@@ -24,6 +24,7 @@ from tightship.plan import Pool, Problem, Solution
 from tightship.planners import planner
 from tightship.planners.packing import Interrupted, Search, spans, watched
 from tightship.planners.packing import pack as place
+from tightship.report.c_header import header_of_packing
 from tightship.report.packing import packing_picture
 from tightship.report.pages.packing import packing_page
 from tightship.report.progress import Line
@@ -64,13 +65,15 @@ def pack(chosen: argparse.Namespace, out: Output) -> int:
         text.append("interrupted: this is the best that was found so far")
     if not met:
         text.append(_why(subset, solution, capacity))
-        if (path := files.pop("output", None)) is not None:
-            text.append(f"not written to {path}: the capacity is not met")
+        for name in ("output", "arena_header"):
+            if (path := files.pop(name, None)) is not None:
+                text.append(f"not written to {path}: the capacity is not met")
     title, drawn = Path(chosen.problem).stem, _side_by_side(problem, solution)
     answer = SimpleNamespace(
         save=lambda path: problem_csv.write(path, table, solution.offsets, solution.homes),
         picture=lambda path: write_file(path, packing_picture(problem, drawn, title=title).encode()),
         report=lambda path: write_file(path, packing_page(problem, solution, rows, title=title).encode()),
+        arena_header=lambda path: write_file(path, header_of_packing(problem, solution, title).encode()),
     )
     write_targets(answer, files, rows, text)
     out.answer(rows, "\n".join(text))

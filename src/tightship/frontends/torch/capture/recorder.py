@@ -421,7 +421,9 @@ class Prober:
         self.corrected[str(fn)] = self.corrected.get(str(fn), 0) + 1
         return self._like(real, out)
 
-    def _reshaped(self, fn: Any, args: Any, kwargs: Any, given: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+    def _reshaped(
+        self, fn: Any, args: Any, kwargs: Any, given: torch.Tensor, out: torch.Tensor
+    ) -> torch.Tensor:
         """A view with the strides that it has: the formula gives dimensions of size 1 others, by which convolutions
         take their inputs for channels-last."""
         if 1 not in out.shape or not compat.is_plain_fake(given, self._fake):
