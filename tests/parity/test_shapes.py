@@ -547,25 +547,47 @@ def test_a_checkpoint_that_draws_anew(reentrant, measurements):
     assert verdict.kind == "identical", verdict
 
 
-def test_sparse_and_dense_gradients_with_an_optimizer_each():
-    def loss_fn(model, batch):
-        return cross_entropy(model[1](model[0](batch[0])), batch[2])
+def sparse_loss(model, batch):
+    return cross_entropy(model[1](model[0](batch[0])), batch[2])
 
+
+def test_sparse_and_dense_gradients_with_an_optimizer_each():
     models = [nn.Sequential(Sparse(nn.Embedding), nn.Linear(4, 4)) for _ in range(2)]
     models[1].load_state_dict(models[0].state_dict())
     sparse, dense = torch.optim.SparseAdam, torch.optim.Adam
     each = [[sparse(m[0].parameters(), lr=0.1), dense(m[1].parameters(), lr=0.1)] for m in models]
     with pytest.warns(Fallback, match="sparse=False"):
-        step = fit(models[1], loss_fn, each[1], sequences(0), cache=None)
+        step = fit(models[1], sparse_loss, each[1], sequences(0), cache=None)
     for number in range(3):
         step(sequences(number))
-        loss_fn(models[0], sequences(number)).backward()
+        sparse_loss(models[0], sequences(number)).backward()
         for optimizer in each[0]:
             optimizer.step()
             optimizer.zero_grad()
     assert all(torch.equal(a, b) for a, b in zip(*(m.parameters() for m in models), strict=True))
     states = [[o.state_dict() for o in optimizers] for optimizers in each]
     assert not differences(*states, "optimizers")
+
+
+@pytest.mark.parametrize("limit", ["clip_norm", "clip_value"])
+def test_sparse_gradients_are_not_clipped_as_in_eager(limit):
+    model = nn.Sequential(Sparse(nn.Embedding), nn.Linear(4, 4))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    before = [p.detach().clone() for p in model.parameters()]
+    with pytest.warns(Fallback, match="sparse=False"):
+        step = fit(model, sparse_loss, optimizer, sequences(0), cache=None, **{limit: 1.0})
+    with pytest.raises(Unsupported, match=f"{limit} with the sparse gradient of '0"):
+        step(sequences(0))
+    assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
+
+
+def test_sparse_gradients_are_looked_at():
+    model = nn.Sequential(Sparse(nn.Embedding), nn.Linear(4, 4))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with pytest.warns(Fallback, match="sparse=False"):
+        step = fit(model, sparse_loss, optimizer, sequences(0), cache=None, skip_nonfinite=True)
+    step(sequences(0))
+    assert step.skipped == 0
 
 
 @pytest.mark.parametrize("register", ["register_full_backward_hook", "register_full_backward_pre_hook"])

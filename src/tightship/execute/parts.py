@@ -60,9 +60,17 @@ class Loop:
         gradients = {n: p.grad for n, p in parameters.items() if p.grad is not None}
         if self.total_norm is not None:
             return self.total_norm(gradients)
-        return torch.nn.utils.get_total_norm(list(gradients.values()))
+        own = [g.coalesce().values() if g.is_sparse else g for g in gradients.values()]
+        return torch.nn.utils.get_total_norm(own)
 
     def clip(self, parameters: Mapping[str, torch.Tensor], norm: torch.Tensor | None) -> None:
+        sparse = next((n for n, p in parameters.items() if p.grad is not None and p.grad.is_sparse), None)
+        if sparse is not None and self.clips:
+            how = "clip_norm" if self.clip_norm is not None else "clip_value"
+            raise Unsupported(
+                f"{how} with the sparse gradient of {sparse!r}", "torch's own function clips dense ones alone",
+                f"use sparse=False, or leave {how} out",
+            )  # fmt: skip
         if self.clip_norm is not None and norm is not None:
             torch.nn.utils.clip_grads_with_norm_(list(parameters.values()), self.clip_norm, norm)
         if self.clip_value is not None:
