@@ -518,6 +518,29 @@ def test_a_command_imports_what_it_needs(given, without):
     assert not {*without} & {*done.stderr.split()}
 
 
+@pytest.mark.parametrize(("given", "most"), [
+    (["--version"], 8), (["--help"], 8), (["verify", "plan.json"], 32), (["pack", "problem.csv"], 40),
+    (["verify", "packed.csv"], 40), (["plan", "graph.json", "--budget", "80%"], 90),
+])  # fmt: skip
+def test_a_short_command_imports_few_modules(there, given, most):
+    """What a command costs is mostly what it imports, and modules can be counted on a busy machine."""
+    save_graph(chain(4), "graph.json")
+    Path("problem.csv").write_text("id,lower,upper,size\na,0,2,8\nb,1,3,8\n")
+    assert cli.main(["pack", "problem.csv", "-o", "packed.csv"]) == 0
+    assert cli.main(["plan", "graph.json", "--budget", "80%", "-o", "plan.json", *QUICK]) == 0
+    code = (
+        "import sys; from tightship import cli; assert cli.main(sys.argv[1:]) == 0; "
+        "print(*sys.modules, file=sys.stderr)"
+    )
+    done = subprocess.run([sys.executable, "-c", code, *given], capture_output=True, text=True, check=True)
+    there_are = done.stderr.split()
+    ours = [name for name in there_are if name.split(".")[0] == "tightship"]
+    assert len(ours) <= most, sorted(ours)
+    assert "numpy.ma" not in there_are  # numpy.unique and numpy.median bring it
+    if given[0] != "plan":  # which draws a chart
+        assert "rich.console" not in there_are and "tightship.planners.default" not in there_are
+
+
 def test_the_function_plan_stays_when_the_module_of_its_name_is_imported():
     same = "plan is tightship.plan is tightship.api.plan"
     code = f"import tightship.plan, tightship; from tightship import plan; print({same})"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import secrets
 import stat
 from pathlib import Path
 from typing import TypeAlias
@@ -52,7 +51,7 @@ def write_file(path: PathLike, data: bytes) -> None:
         if target.exists() and not target.is_file():  # a device is written to, not replaced
             target.write_bytes(data)
             return
-        beside = target.with_name(f".{target.name[:50]}.{secrets.token_hex(4)}.tmp")
+        beside = target.with_name(f".{target.name[:50]}.{os.urandom(4).hex()}.tmp")
         # Opened this way, and not by tempfile, the file gets the permissions that the umask asks for.
         handle = os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
         try:

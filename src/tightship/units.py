@@ -20,6 +20,7 @@ __all__ = [
     "format_seconds",
     "parse_budget",
     "parse_bytes",
+    "percent",
     "resolve_budget",
     "visible",
 ]
@@ -198,6 +199,12 @@ def format_seconds(seconds: float) -> str:
         return f"{whole // 60} min {whole % 60:02d} s"
     minutes = round(seconds / 60)
     return f"{minutes // 60} h {minutes % 60:02d} min"
+
+
+def percent(part: float, whole: float) -> str:
+    """A change from ``whole`` to ``part``: ``-38.2 %``, ``+0.4 %``."""
+    change = 100 * (part / whole - 1) if whole else 0.0
+    return "±0 %" if abs(change) < 0.05 else f"{change:+.1f} %"
 
 
 def _whole(value: object, rule: str, place: str) -> int:

@@ -8,11 +8,11 @@ from tightship.cli.output import error_rows
 from tightship.errors import Infeasible
 from tightship.plan import Plan
 from tightship.planners.default import Options, plan
-from tightship.report.numbers import Peak, Share, peak_of, percent
+from tightship.report.numbers import Peak, Share, peak_of
 from tightship.report.progress import Line, incumbent
 from tightship.report.text import describe, peak_tables, rendered
 from tightship.simulate import baseline
-from tightship.units import format_bytes
+from tightship.units import format_bytes, percent
 
 
 def planned(graph, budget="60%"):

@@ -37,7 +37,7 @@ from numpy.typing import NDArray
 from tightship import _core
 from tightship.analysis.moments import Moments
 from tightship.analysis.order import Mask, Rows, edges, once, pairs, reached
-from tightship.graph import Graph
+from tightship.graph import Graph, distinct
 from tightship.options import NEVER, Deadline
 from tightship.simulate import extras, unplanned
 
@@ -208,7 +208,7 @@ class Relaxation:
         reads, writes = self._reads, self._writes
         reads, writes = reads[there[reads[:, 1]]], writes[there[writes[:, 0]] & ran[writes[:, 1]]]
         again, later = reads[ran[reads[:, 0]]], reads[after[reads[:, 0]]]
-        wanted = np.union1d(later[:, 1], last[there[last]])
+        wanted = distinct(np.concatenate((later[:, 1], last[there[last]])))
         held, ops = np.flatnonzero(there), np.flatnonzero(ran)
         seconds = np.where(before, self._scaled, 0)[ops]
         need, make = 2 + n, 2 + n + m
@@ -291,7 +291,7 @@ class Relaxation:
     def _kept(self, at: Moment, held: NDArray[np.int64]) -> tuple[int, int]:
         """Seconds (none) and bytes when all that is needed later is kept."""
         need = 2 + len(self.graph.ops)
-        storages = np.unique(at.head[at.tail == 0].astype(np.int64)) - need
+        storages = distinct(at.head[at.tail == 0].astype(np.int64)) - need
         return 0, int(self.waits[storages].sum())
 
 
@@ -377,7 +377,7 @@ def _at_end(relaxed: Relaxation, *, alone: bool) -> tuple[int, int]:
     made = np.zeros(len(size), dtype=np.bool_)
     made[list(graph.kept - graph.static)] = True
     written = pairs(uses.facts.writers)
-    makers = np.unique(written[made[written[:, 0]], 1])
+    makers = distinct(written[made[written[:, 0]], 1])
     if not alone or not len(makers):
         return floor, -1
 

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from tightship import _core
 from tightship.analysis.order import Mask, Rows, csr, edges, pairs, predecessors, reached
-from tightship.graph import Graph
+from tightship.graph import Graph, distinct
 from tightship.plan import Step
 from tightship.simulate import extras
 
@@ -78,7 +78,9 @@ class Moments:
         self.size, self.definer, self.kept = made
         self.reads = reads
         # Storages that are read, with the first of their rows in ``reads``; those that end.
-        self._read, self._rows = np.unique(self.reads[:, 0], return_index=True)
+        read = self.reads[:, 0]
+        self._rows = np.flatnonzero(np.diff(read, prepend=-1))
+        self._read = read[self._rows]
         self._ends = np.flatnonzero(~self.kept)
         self._backward, self._forward = backward, forward
         self.waits = pairs(self._backward)
@@ -159,7 +161,7 @@ class Moments:
         cut.edges(cut.op(made[must]), 1, self.size[must] * scale)
         may = (there | free[made]) & ~late
         pairs = self.reads[may[self.reads[:, 0]] & free[reader]]
-        held = np.unique(pairs[:, 0])
+        held = distinct(pairs[:, 0])
         cut.edges(np.where(there[held], 0, cut.op(made[held])), cut.storage(held), self.size[held] * scale)
         cut.edges(cut.storage(pairs[:, 0]), cut.op(pairs[:, 1]), _ENDLESS)
         waits = self.waits[free[self.waits[:, 0]] & free[self.waits[:, 1]]]

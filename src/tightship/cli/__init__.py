@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import gc
+import os
 import shlex
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -173,19 +174,19 @@ _VERBS = {
     ),
     "plan": _Verb(
         "decide what to keep, recompute and move, and where every byte lies",
-        "cli.verbs:plan",
+        "cli.plan:plan",
         (*_PLAN, "write", "optimize", "inputs", "copies", "offline plan", *_MODEL),
         _OPTIONS,
     ),
     "frontier": _Verb(
         "time against memory: plans for many budgets, and what other policies come to",
-        "cli.verbs:frontier",
+        "cli.plan:frontier",
         ("source", "points", "peers", "picture", "report", *_MODEL),
         _OPTIONS,
     ),
     "explain": _Verb(
         "who makes up the peak, and where it came from",
-        "cli.verbs:explain",
+        "cli.explain:explain",
         ("explained", "explained budget", "why", "top", "report", *_MODEL),
         _OPTIONS,
     ),
@@ -290,22 +291,47 @@ def _named_options(given: Sequence[str]) -> type[Any] | None:
 
 
 @contextmanager
-def _rarely_collected() -> Iterator[None]:
+def _rarely_collected(*, last: bool) -> Iterator[None]:
     """Graphs are millions of objects without cycles: looking for some again and again took a fifth of the time.
-    Not where models are trained and measured: what lies in cycles there is memory."""
+    Not where models are trained and measured: what lies in cycles there is memory. ``last``: the interpreter ends
+    with the command, and need not look through it all once more."""
     before = gc.get_threshold()
     gc.set_threshold(200_000, 30, 100)
     try:
         yield
     finally:
+        if last:
+            gc.freeze()
         gc.set_threshold(*before)
+
+
+@contextmanager
+def _one_blas_thread() -> Iterator[None]:
+    """Nothing of ours multiplies matrices, and OpenBLAS's threads, which start with NumPy and wait for some, took a
+    fifth of a short command's time. Other programs that are started get none of it."""
+    name = "OPENBLAS_NUM_THREADS"
+    if name in os.environ:
+        yield
+        return
+    os.environ[name] = "1"
+    try:
+        yield
+    finally:
+        os.environ.pop(name, None)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; returns its exit status."""
     given = list(sys.argv[1:] if argv is None else argv)
-    collected = nullcontext() if given[:1] == ["demo"] else _rarely_collected()
-    with collected, Output(as_json="--json" in given, quiet=not {"--quiet", "-q"}.isdisjoint(given)) as out:
+    runs_model = given[:1] == ["demo"] or any(":" in word for word in given)  # whose matrices are others'
+    alone = argv is None and not runs_model
+    collected = nullcontext() if given[:1] == ["demo"] else _rarely_collected(last=alone)
+    threads = _one_blas_thread() if alone else nullcontext()
+    with (
+        collected,
+        threads,
+        Output(as_json="--json" in given, quiet=not {"--quiet", "-q"}.isdisjoint(given)) as out,
+    ):
         try:
             chosen, unknown = parser(given).parse_known_args(given)
             if unknown:

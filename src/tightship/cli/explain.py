@@ -4,20 +4,87 @@ from __future__ import annotations
 
 import argparse
 from dataclasses import asdict
+from typing import TYPE_CHECKING
 
 from tightship import api
-from tightship.api import SnapshotRequest
+from tightship.api import PlanRequest, SnapshotRequest
 from tightship.cli.output import Output, targets, write_targets
-from tightship.errors import BadInput
+from tightship.cli.plan import solved
+from tightship.cli.verbs import is_module, loaded, read_budget
+from tightship.diagnose.changes import changes
+from tightship.errors import BadInput, Infeasible
+from tightship.frontends.memory_snapshot import is_snapshot
 from tightship.options import given_options, model_options
 from tightship.report.decisions import why_tables
+from tightship.report.numbers import makers, peak_of
 from tightship.report.progress import Line
+from tightship.report.text import change_lines, peak_lines, peak_tables
 from tightship.result import Planned
+from tightship.simulate import baseline, replay
 
-__all__ = ["diff", "explain_snapshot", "explain_why"]
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+
+__all__ = ["diff", "explain"]
 
 
-def explain_snapshot(chosen: argparse.Namespace, out: Output) -> int:
+def explain(chosen: argparse.Namespace, out: Output) -> int:
+    options = given_options(chosen)
+    if chosen.top < 1:
+        raise BadInput(f"--top is {chosen.top}: a table has at least one row")
+    if is_snapshot(chosen.source):
+        return _explain_snapshot(chosen, out)
+    if chosen.report is not None:
+        raise BadInput("--report requires a memory snapshot: plan --report draws a plan", place=chosen.source)
+    if is_module(chosen.source):
+        if chosen.why is not None:
+            raise BadInput(
+                "--why requires a plan: name a plan.json, or a model and --budget", place=chosen.source
+            )
+        from tightship.cli.hlo import explain_module
+
+        return explain_module(chosen, out)
+    budget = read_budget(chosen)
+    source = loaded(chosen.source, out, model_options(chosen))
+    graph, planned, failure = source.graph, source.plan, None
+    if planned is not None:
+        api.check_digest(planned, graph, chosen.source)
+    if budget is not None:
+        try:
+            planned = solved(PlanRequest(graph, budget, options=options), out).plan
+        except Infeasible as error:  # the peak is explained all the same
+            planned, failure = None, error
+    if chosen.why is not None:
+        if failure is not None:
+            raise failure
+        if planned is None:
+            raise BadInput("--why requires a plan: name a plan.json, or add --budget", place=chosen.source)
+        return _explain_why(chosen.why, Planned(planned, graph), out)
+    steps = baseline(graph)
+    before, line = peak_of(graph, steps), replay(graph, steps)
+    with Line(out.live, "simulating changes"):
+        cheapest = changes(graph)
+    rows: dict[str, object] = {"graph": graph.name, "static": graph.static_bytes, "before": before.as_dict()}
+    rows["makers"] = [asdict(m) for m in makers(graph, steps, line)]
+    rows["changes"] = [asdict(c) for c in cheapest]
+    text: list[RenderableType] = ["\n".join(peak_lines(graph, steps)), ""]
+    text += ["\n".join(change_lines(cheapest, line)), ""]
+    text += peak_tables(before, title="Peak before planning", top=chosen.top)
+    if planned is not None:
+        answer, after = Planned(planned, graph), peak_of(graph, planned.steps)
+        of_plan = makers(graph, planned.steps, replay(graph, planned.steps))
+        rows |= {"planned": after.as_dict(), "plan": answer.rows()}
+        rows["planned_makers"] = [asdict(m) for m in of_plan]
+        text[2:2] = ["\n".join(["With the plan:", *peak_lines(graph, planned.steps)]), ""]
+        text += ["", *peak_tables(after, title="Peak of the plan", top=chosen.top), "", str(answer)]
+    if failure is not None:
+        rows["error"] = {"type": type(failure).__name__, "message": str(failure)}
+        text += ["", str(failure)]
+    out.answer(rows, text)
+    return 1 if failure is not None else 0
+
+
+def _explain_snapshot(chosen: argparse.Namespace, out: Output) -> int:
     """``explain SNAPSHOT``: what a memory snapshot of PyTorch's says."""
     given, model = given_options(chosen), model_options(chosen)
     unused = [f"--{n}" for n in ("budget", "why") if getattr(chosen, n) is not None]
@@ -26,7 +93,7 @@ def explain_snapshot(chosen: argparse.Namespace, out: Output) -> int:
     if unused:
         raise BadInput(f"{unused[0]} requires a model or a plan, not a memory snapshot", place=chosen.source)
     files, seconds = targets(chosen), given.get("seconds", SnapshotRequest.seconds)
-    with Line(out.errors, f"reading {chosen.source}"):
+    with Line(out.live, f"reading {chosen.source}"):
         answer = SnapshotRequest(chosen.source, float(str(seconds))).solve()
     rows, text = answer.rows(), answer.tables(chosen.top)
     write_targets(answer, files, rows, text)
@@ -34,9 +101,9 @@ def explain_snapshot(chosen: argparse.Namespace, out: Output) -> int:
     return 0
 
 
-def explain_why(name: str, planned: Planned, out: Output) -> int:
+def _explain_why(name: str, planned: Planned, out: Output) -> int:
     """``explain PLAN --why NAME``: why the plan does what it does with a tensor."""
-    with Line(out.errors, "simulating alternatives"):
+    with Line(out.live, "simulating alternatives"):
         answer = planned.why(name)
     out.answer(asdict(answer), why_tables(answer))
     return 0
@@ -47,7 +114,7 @@ def diff(chosen: argparse.Namespace, out: Output) -> int:
     if chosen.top < 1:
         raise BadInput(f"--top is {chosen.top}: a table has at least one row")
     files = targets(chosen)
-    with Line(out.errors, "simulating differences"):
+    with Line(out.live, "simulating differences"):
         answer = api.diff(chosen.one, chosen.two)
     rows, text = answer.rows(), answer.tables(chosen.top)
     write_targets(answer, files, rows, text)

@@ -167,7 +167,7 @@ def plan_module(chosen: argparse.Namespace, out: Output) -> int:
     before = module_peak(module)
     limit = before if budget is None else budget.resolve(before)
     began = time.perf_counter()
-    with Line(out.errors, f"planning {module.name}"):
+    with Line(out.live, f"planning {module.name}"):
         result: Result = info.plan(module, limit, options)
     seconds = time.perf_counter() - began
     least = bounds(module, ways(options.allow), lossy=getattr(options, "lossy", False))
@@ -187,14 +187,14 @@ def module_frontier(chosen: argparse.Namespace, out: Output, options: dict[str, 
     if given := [name for name in ("hints", "place", "hand_out") if name in options]:
         raise BadInput(f"{', '.join(given)}: no option of a module's planner", place=chosen.source)
     module = _module(chosen.source, out)
-    with Line(out.errors, f"planning {module.name}") as line:
+    with Line(out.live, f"planning {module.name}") as line:
         o = Options(**options)
         say = partial(line.say, always=True)
         return Frontier.of(tradeoff(module, chosen.points, o, say, peers=chosen.peers))
 
 
 def _module(path: str, out: Output) -> Module:
-    with Line(out.errors, f"reading {path}"):
+    with Line(out.live, f"reading {path}"):
         return read(path)
 
 
@@ -215,7 +215,7 @@ def assign(chosen: argparse.Namespace, out: Output) -> int:
     options = filled(info.options, given_options(chosen), f"planner {chosen.planner!r}")
     files = targets(chosen)
     module, moved = _ordered(chosen, out)
-    with Line(out.errors, f"assigning {module.name}"):
+    with Line(out.live, f"assigning {module.name}"):
         result: Assignment = info.plan(module, options)
         if moved is not None and (given := hlo.read(chosen.module)).scheduled:
             before: Assignment = info.plan(given, options)
@@ -239,7 +239,7 @@ def _ordered(chosen: argparse.Namespace, out: Output) -> tuple[Module, int | Non
     module = _module(chosen.module, out)
     if not chosen.order:
         return _scheduled(module, "--order"), None
-    with Line(out.errors, f"ordering {module.name}"):
+    with Line(out.live, f"ordering {module.name}"):
         return reordered(module)
 
 
@@ -261,7 +261,7 @@ def explain_module(chosen: argparse.Namespace, out: Output) -> int:
     if chosen.budget is not None:
         raise BadInput("--budget is not taken for a module", place=chosen.source)
     module = _scheduled(_module(chosen.source, out), _ORDER)
-    with Line(out.errors, f"assigning {module.name}"):
+    with Line(out.live, f"assigning {module.name}"):
         assignment = planner("xla", "assign").plan(module)
         live = assignment.live
         peak = peak_of(live.points.module)

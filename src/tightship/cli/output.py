@@ -11,7 +11,6 @@ import contextlib
 import json
 import os
 import sys
-import traceback
 from collections.abc import Iterable, Mapping, MutableMapping, Sequence
 from functools import cached_property
 from pathlib import Path
@@ -33,7 +32,8 @@ INTERRUPTED = 130
 class Output:
     """``with Output(as_json=…) as out``: then ``out.answer(rows, text)`` once. ``quiet``: for people, errors alone.
 
-    ``errors`` is where progress goes."""
+    ``errors`` is what people read besides the answer. Text alone is written as it is; rich is imported for tables,
+    and on terminals."""
 
     def __init__(self, *, as_json: bool, quiet: bool = False) -> None:
         self.as_json, self.quiet = as_json, quiet
@@ -43,6 +43,11 @@ class Output:
     @cached_property
     def errors(self) -> Console:
         return _console(sys.stderr, quiet=self.quiet)
+
+    @cached_property
+    def live(self) -> Console | None:
+        """Where a live line goes; none where nobody watches one."""
+        return self.errors if not self.quiet and _styled(sys.stderr) else None
 
     @property
     def reads(self) -> bool:
@@ -87,12 +92,11 @@ class Output:
             return
         if self.quiet:
             return
-        console = _console(self._stdout)
         for item in [text] if isinstance(text, str) or not isinstance(text, Sequence) else text:
             if isinstance(item, str):
-                console.print(item, markup=False, soft_wrap=True)
+                self._stdout.write(visible(item) + "\n")
             else:
-                console.print(item)
+                _console(self._stdout).print(item)
         self._stdout.flush()
 
     def failed(self, error: TightshipError, *, debug: bool = False) -> None:
@@ -102,17 +106,24 @@ class Output:
                 TightshipError
             ):  # what went wrong may be that nothing can be written there
                 self.answer(error_rows(error), "")
-        console = _console(sys.stderr)
         if debug:
+            import traceback
+
             raised = error.__cause__ or error
-            console.print("".join(traceback.format_exception(raised)), markup=False, soft_wrap=True, end="")
-        console.print("[bold red]tightship:[/] ", end="")
-        console.print(str(error), markup=False, soft_wrap=True)
+            sys.stderr.write(visible("".join(traceback.format_exception(raised))))
+        if _styled(sys.stderr):
+            _console(sys.stderr).print("[bold red]tightship:[/] ", end="")
+        else:
+            sys.stderr.write("tightship: ")
+        sys.stderr.write(visible(str(error)) + "\n")
+        sys.stderr.flush()
 
     def interrupted(self) -> None:
         if self.as_json:
             self.answer({"error": {"type": "Interrupted", "message": "interrupted"}}, "")
-        self.errors.print("tightship: interrupted")
+        if not self.quiet:
+            sys.stderr.write("tightship: interrupted\n")
+            sys.stderr.flush()
 
     def closed(self) -> None:
         """Nobody reads any more: leave without the interpreter complaining at its end."""
@@ -197,6 +208,11 @@ def error_rows(error: TightshipError) -> dict[str, Any]:
     if isinstance(error, VerificationFailed):
         rows["violations"] = [str(v) for v in error.violations]
     return rows
+
+
+def _styled(stream: TextIO) -> bool:
+    """Whether rich would move and color on it: on a terminal, or where its variables may say so."""
+    return stream.isatty() or not {"FORCE_COLOR", "TTY_COMPATIBLE"}.isdisjoint(os.environ)
 
 
 def _console(stream: TextIO, *, quiet: bool = False) -> Console:

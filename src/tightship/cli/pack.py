@@ -7,14 +7,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from tightship.cli.output import INTERRUPTED, Output, targets, write_targets
-from tightship.diagnose.infeasible_subset import (
-    InfeasibleSubset,
-    infeasible_subset,
-    infeasible_subset_of_pools,
-)
 from tightship.errors import BadInput, Violation
 from tightship.files import write_file
 from tightship.frontends import problem_csv
@@ -25,13 +20,14 @@ from tightship.planners import planner
 from tightship.planners.packing import Interrupted, Search, spans, watched
 from tightship.planners.packing import pack as place
 from tightship.report.c_header import header_of_packing
-from tightship.report.packing import packing_picture
-from tightship.report.pages.packing import packing_page
 from tightship.report.progress import Line
 from tightship.units import format_bytes, format_seconds, parse_bytes
 from tightship.verify.placement import check_solution
 
-__all__ = ["is_packing", "pack", "verify_packing"]
+if TYPE_CHECKING:
+    from tightship.diagnose.infeasible_subset import InfeasibleSubset
+
+__all__ = ["pack", "verify_packing"]
 
 _ANY_HEAP = 2**62  # of a packing that is verified without being told a limit
 _SHOWN = 20  # ids of a clash, and violations, that people are shown
@@ -42,13 +38,13 @@ def pack(chosen: argparse.Namespace, out: Output) -> int:
     capacity = _capacity(chosen)
     planner(chosen.planner, "place")  # what is unknown is said before the work is done
     files = targets(chosen)
-    with Line(out.errors, f"reading {chosen.problem}"):
+    with Line(out.live, f"reading {chosen.problem}"):
         table = problem_csv.read(chosen.problem)
         pools = _pools_of(chosen, table, capacity)
         problem_csv.check_pins(table, capacity, pools)
         problem = replace(table.fixed, capacity=None if pools else capacity, pools=pools)
         known = None if chosen.baseline is None else _baseline(chosen.baseline, problem)
-    with Line(out.errors, f"packing {chosen.problem}", limit=search.seconds) as line, watched(line.packing):
+    with Line(out.live, f"packing {chosen.problem}", limit=search.seconds) as line, watched(line.packing):
         try:
             solution, interrupted = place(problem, chosen.planner, search, baseline=known), False
         except Interrupted as end:
@@ -56,6 +52,8 @@ def pack(chosen: argparse.Namespace, out: Output) -> int:
         met = not any(v.code == "over-capacity" for v in check_solution(problem, solution))
         subset = None
         if not met:
+            from tightship.diagnose.infeasible_subset import infeasible_subset, infeasible_subset_of_pools
+
             limit = capacity or 0
             subset = infeasible_subset_of_pools(problem) if pools else infeasible_subset(problem, limit)
     rows = _rows(problem, solution) | {"met": met, "clash": _subset_rows(subset)}
@@ -71,8 +69,8 @@ def pack(chosen: argparse.Namespace, out: Output) -> int:
     title, drawn = Path(chosen.problem).stem, _side_by_side(problem, solution)
     answer = SimpleNamespace(
         save=lambda path: problem_csv.write(path, table, solution.offsets, solution.homes),
-        picture=lambda path: write_file(path, packing_picture(problem, drawn, title=title).encode()),
-        report=lambda path: write_file(path, packing_page(problem, solution, rows, title=title).encode()),
+        picture=lambda path: _draw(path, problem, drawn, title),
+        report=lambda path: _show(path, problem, solution, rows, title),
         arena_header=lambda path: write_file(path, header_of_packing(problem, solution, title).encode()),
     )
     write_targets(answer, files, rows, text)
@@ -80,23 +78,11 @@ def pack(chosen: argparse.Namespace, out: Output) -> int:
     return INTERRUPTED if interrupted else 0 if met else 1
 
 
-def is_packing(path: str) -> bool:
-    """Whether a file is to be verified as a packing: by its name, else by how it begins."""
-    name = path.lower()
-    if name.endswith((".csv", ".json")):
-        return name.endswith(".csv")
-    try:
-        with open(path, "rb") as file:
-            return not file.read(64).lstrip().startswith(b"{")
-    except (OSError, ValueError):
-        return False
-
-
 def verify_packing(chosen: argparse.Namespace, out: Output) -> int:
     if chosen.source is not None:
         raise BadInput(f"--source {chosen.source} with a packing: only plans are verified against a graph")
     capacity = _capacity(chosen)
-    with Line(out.errors, f"reading {chosen.plan}"):
+    with Line(out.live, f"reading {chosen.plan}"):
         table = problem_csv.read(chosen.plan)
         pools = _pools_of(chosen, table, capacity)
         problem, solution = _placed_of(table, pools)
@@ -152,6 +138,18 @@ def _baseline(path: str, problem: Problem) -> list[int]:
 
 
 # --- answers ---
+
+
+def _draw(path: Path, problem: Problem, solution: Solution, title: str) -> None:
+    from tightship.report.packing import packing_picture
+
+    write_file(path, packing_picture(problem, solution, title=title).encode())
+
+
+def _show(path: Path, problem: Problem, solution: Solution, rows: Mapping[str, Any], title: str) -> None:
+    from tightship.report.pages.packing import packing_page
+
+    write_file(path, packing_page(problem, solution, rows, title=title).encode())
 
 
 def _rows(problem: Problem, solution: Solution) -> dict[str, Any]:

@@ -17,12 +17,12 @@ from tightship.graph import Graph
 from tightship.plan import Plan, Step
 from tightship.planners.frontier import Frontier, budget_of, extra_flops
 from tightship.simulate import Timeline, baseline, replay
-from tightship.units import format_bytes, format_seconds
+from tightship.units import format_bytes, format_seconds, percent
 
 __all__ = [
     "BANDS", "NUMBERS", "POINT", "POLICY", "Column", "Maker", "Number", "Peak", "ResidenceRow", "Share", "at_peak",
     "band", "changes_of", "columns", "comparable", "frontier_rows", "label", "makers", "moments", "peak_of",
-    "percent", "residence_rows", "shown", "slots", "summary",
+    "residence_rows", "shown", "slots", "summary",
 ]  # fmt: skip
 
 BANDS = ("weights", "state", "batch", "activation", "gradient", "workspace")
@@ -155,12 +155,6 @@ def shown(number: Number, value: Any) -> str:
     if number.unit == "percent":
         return percent(1 + value, 1)
     return str({"bytes": format_bytes, "seconds": format_seconds}.get(number.unit, str)(value))
-
-
-def percent(part: float, whole: float) -> str:
-    """A change from ``whole`` to ``part``: ``-38.2 %``, ``+0.4 %``."""
-    change = 100 * (part / whole - 1) if whole else 0.0
-    return "±0 %" if abs(change) < 0.05 else f"{change:+.1f} %"
 
 
 def changes_of(plan: Plan) -> str:

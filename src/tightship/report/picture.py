@@ -14,9 +14,9 @@ from html import escape
 from tightship.graph import Graph
 from tightship.plan import Plan
 from tightship.planners.frontier import Frontier, budget_of
-from tightship.report.numbers import BANDS, Column, columns, comparable, percent, slots
+from tightship.report.numbers import BANDS, Column, columns, comparable, slots
 from tightship.simulate import baseline
-from tightship.units import format_bytes, format_seconds, visible
+from tightship.units import format_bytes, format_seconds, percent, visible
 
 __all__ = ["COLORS", "DARK", "NAMES", "frontier_picture", "picture", "short", "ticks"]
 

@@ -11,15 +11,15 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-from typing import IO, Any, cast
+from typing import IO, TYPE_CHECKING, Any, cast
 
-from rich.console import Console
-from rich.progress import BarColumn, Progress, ProgressColumn, SpinnerColumn, Task, TextColumn
-from rich.table import Column
-from rich.text import Text
+from tightship.units import format_bytes, format_seconds, percent
 
-from tightship.report.numbers import percent
-from tightship.units import format_bytes, format_seconds
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.progress import Progress, Task
+    from rich.table import Column
+    from rich.text import Text
 
 __all__ = ["Line", "Preparing", "incumbent"]
 
@@ -38,30 +38,22 @@ class Line:
     least = 0.0
 
     def __init__(
-        self, console: Console, what: str, *, step_time: float = 0.0, limit: float = 0.0, guest: bool = False
+        self,
+        console: Console | None,
+        what: str,
+        *,
+        step_time: float = 0.0,
+        limit: float = 0.0,
+        guest: bool = False,
     ) -> None:
-        """``guest``: in a program of somebody else's, whose output is left alone."""
-        self.console, self.what, self.step_time = console, what, step_time
+        """``console``: None where nobody watches; ``guest``: in a program of somebody else's, whose output is left
+        alone."""
+        self.what, self.step_time = what, step_time
         self.began = time.perf_counter()
         self._said = 0.0
         self._live: Progress | None = None
-        if console.is_terminal and not console.quiet:
-            bar = [BarColumn(bar_width=12 if console.width >= 80 else 8)] if limit else []
-            text = TextColumn("{task.fields[text]}", table_column=_column(ratio=1))
-            what_column = TextColumn("{task.description}", markup=False, table_column=_column())
-            self._live = Progress(
-                SpinnerColumn(),
-                what_column,
-                *bar,
-                _Clock(),
-                text,
-                console=console,
-                transient=True,
-                expand=True,
-                redirect_stdout=not guest,
-                redirect_stderr=not guest,
-                refresh_per_second=4 if guest else 10,
-            )
+        if console is not None and console.is_terminal and not console.quiet:
+            self._live = _progress(console, bar=limit > 0, guest=guest)
             self._task = self._live.add_task(what, total=limit or None, text="")
 
     def __enter__(self) -> Line:
@@ -168,6 +160,8 @@ class Preparing:
             with self._lock, contextlib.suppress(OSError, ValueError):
                 if not over.is_set():
                     file = cast(IO[str], _Lenient(sys.stderr))
+                    from rich.console import Console
+
                     console = Console(file=file, highlight=False, emoji=False, force_jupyter=False)
                     line = Line(console, self._now, guest=True)
                     self._line = line.__enter__()
@@ -227,18 +221,35 @@ def _is_terminal() -> bool:
         return False  # closed, or somebody's own
 
 
-class _Clock(ProgressColumn):
-    """Seconds since the beginning."""
+def _progress(console: Console, *, bar: bool, guest: bool) -> Progress:
+    """What is being done, perhaps a bar, seconds since the beginning, and a text."""
+    from rich.progress import BarColumn, Progress, ProgressColumn, SpinnerColumn, TextColumn
+    from rich.table import Column
+    from rich.text import Text
 
-    def render(self, task: Task) -> Text:
-        return Text(format_seconds(task.elapsed or 0.0), style="dim")
+    class Clock(ProgressColumn):
+        def render(self, task: Task) -> Text:
+            return Text(format_seconds(task.elapsed or 0.0), style="dim")
 
-    def get_table_column(self) -> Column:
-        return Column(no_wrap=True)
+        def get_table_column(self) -> Column:
+            return Column(no_wrap=True)
 
+    def column(ratio: int | None = None) -> Column:
+        return Column(no_wrap=True, overflow="ellipsis", ratio=ratio)
 
-def _column(ratio: int | None = None) -> Column:
-    return Column(no_wrap=True, overflow="ellipsis", ratio=ratio)
+    return Progress(
+        SpinnerColumn(),
+        TextColumn("{task.description}", markup=False, table_column=column()),
+        *([BarColumn(bar_width=12 if console.width >= 80 else 8)] if bar else []),
+        Clock(),
+        TextColumn("{task.fields[text]}", table_column=column(ratio=1)),
+        console=console,
+        transient=True,
+        expand=True,
+        redirect_stdout=not guest,
+        redirect_stderr=not guest,
+        refresh_per_second=4 if guest else 10,
+    )
 
 
 def incumbent(

@@ -29,12 +29,11 @@ from tightship.report.numbers import (
     comparable,
     makers,
     peak_of,
-    percent,
     shown,
     slots,
 )  # fmt: skip
 from tightship.simulate import Timeline, baseline, replay
-from tightship.units import NARROW, format_bytes, format_seconds
+from tightship.units import NARROW, format_bytes, format_seconds, percent
 
 __all__ = [
     "Chart", "Fitting", "change_lines", "describe", "frontier_tables", "new_table", "peak_lines",

@@ -19,7 +19,7 @@ import numpy as np
 
 from tightship import _core
 from tightship.errors import Rule, Violation
-from tightship.graph import Graph, alignment_of
+from tightship.graph import Graph, alignment_of, distinct
 from tightship.machine import LOSSY
 from tightship.plan import FORMS, Plan, Step
 from tightship.verify.codecs import Codecs
@@ -184,7 +184,7 @@ def _graph_as_columns(graph: Graph, steps: dict[str, Any]) -> dict[str, Any]:
     """``effect``: of ops that run again, also by their names."""
     columns, inner = graph.columns, dict[int, int]()
     effect, extra = columns.effect.copy(), columns.workspace.copy()
-    again = np.unique(steps["op"][steps["kind"] == 1])
+    again = distinct(steps["op"][steps["kind"] == 1])
     for k in again[(again >= 0) & (again < len(graph.ops))].tolist():
         effect[k] |= has_effects(graph.ops[k].target)
     for k in np.flatnonzero(_core.lengths(graph.ops, "calls")).tolist():

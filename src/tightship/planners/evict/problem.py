@@ -21,7 +21,7 @@ from tightship.analysis.order import Rows, csr, pairs
 from tightship.analysis.packing import Packing, packings
 from tightship.analysis.structure import block_of, colors, layer, role, without_numbers
 from tightship.errors import BadInput, Unsupported
-from tightship.graph import Graph
+from tightship.graph import Graph, distinct
 from tightship.plan import Step
 from tightship.simulate import baseline, extras, make_steps, replay
 
@@ -389,7 +389,7 @@ def _horizon(engine: Any, order: tuple[int, ...], graph: Graph) -> int:
     storage, to = storage[far], to[far]
     made, user = hues[definer[storage]], hues[np.array(order, dtype=np.int64)[to]]
     # Equal tensors that one op reads together say nothing of layers.
-    rows = np.unique(np.stack([made, user, to], axis=1), axis=0) if len(to) else np.zeros((0, 3), np.int64)
+    rows = distinct(np.stack([made, user, to], axis=1))
     near = np.diff(rows[:, 2])[(np.diff(rows[:, :2], axis=0) == 0).all(axis=1)]
     return int(np.median(near)) if len(near) else max(1, len(order) // 8)
 

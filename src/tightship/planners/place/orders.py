@@ -15,6 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from tightship import _core
+from tightship.graph import distinct
 from tightship.options import option
 from tightship.plan import Problem, Solution
 from tightship.planners.place.problem import FREE, Arrays, Frame, Ints
@@ -153,7 +154,7 @@ def _breadth_rank(a: Arrays) -> Ints:
     """For every buffer, the rank of the broadest time it is alive at: 0 for those alive at the peak."""
     if not a.count:
         return given(a)
-    times = np.unique(a.lower)  # the bytes alive grow at no other time
+    times = distinct(a.lower)  # the bytes alive grow at no other time
     first, last = np.searchsorted(times, a.lower), np.searchsorted(times, a.upper)
     change = np.zeros(len(times) + 1, dtype=np.int64)
     np.add.at(change, first, a.size)
@@ -271,7 +272,7 @@ def stacked(f: Frame) -> Ints:
     free = (a.pinned == FREE) & (a.size > 0)
     top = int(np.where(a.pinned == FREE, 0, a.pinned + a.size).max(initial=0))
     offsets = np.where(a.pinned == FREE, 0, a.pinned)
-    units = np.unique(a.alignment[free])
+    units = distinct(a.alignment[free])
     if len(units) <= 1:  # no time at all, however many there are
         unit = int(units.max(initial=1))
         room = np.where(free, -(-a.size // unit) * unit, 0)

@@ -18,14 +18,13 @@ from tightship.report.numbers import (
     columns,
     frontier_rows,
     label,
-    percent,
     residence_rows,
     summary,
 )
 from tightship.report.pages import ROWS, Fact, Section, cut, page_of, table
 from tightship.report.picture import NAMES
 from tightship.simulate import Timeline, baseline, replay
-from tightship.units import format_bytes, format_seconds
+from tightship.units import format_bytes, format_seconds, percent
 
 __all__ = ["arcs", "frontier_page", "plan_page"]
 
