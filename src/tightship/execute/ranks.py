@@ -8,9 +8,11 @@ note in the store that the process group was made with, and the others, who look
 
 from __future__ import annotations
 
+import atexit
 import hashlib
 import json
 import platform
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
@@ -68,6 +70,15 @@ class _Process:
 
 
 _process = _Process()
+_living: weakref.WeakSet[Ranks] = weakref.WeakSet()
+
+
+@atexit.register
+def _let_go() -> None:
+    """Groups end, with their threads, while there is an interpreter: what holds them may live to its end."""
+    _process.group = _process.of = None
+    for ranks in [*_living]:
+        ranks.let_go()
 
 
 def together() -> Ranks | None:
@@ -113,6 +124,10 @@ class Ranks(NotCopied):
         self._group, self._store, self._key = group, store, key
         self._ended: PeerFailed | None = None
         self._place, self._begun = "", False
+        _living.add(self)
+
+    def let_go(self) -> None:
+        self._group = self._store = None
 
     # --- saying and hearing ---
 
