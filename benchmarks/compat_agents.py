@@ -19,6 +19,7 @@ TITLE = "Recommendation and reinforcement learning"
 def rows() -> Iterator[Row]:
     makers: dict[str, Callable[[], Training]] = {
         "DLRM, bags of embeddings": dlrm,
+        "DLRM, sparse gradients": partial(dlrm, sparse=True),
         "two towers, negatives of the batch": two_towers,
         "neural collaborative filtering": collaborative,
         "PPO, actor and critic": ppo,
@@ -52,10 +53,11 @@ def mlp(*sizes: int, act: Callable[[], nn.Module] = nn.ReLU) -> nn.Sequential:
 
 
 class DLRM(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, sparse: bool) -> None:
         super().__init__()
         self.bottom, self.top = mlp(8, 32, 16), mlp(16 + 6, 32, 1)
-        self.tables = nn.ModuleList([nn.EmbeddingBag(n, 16, mode="sum") for n in (50, 30, 20)])
+        tables = [nn.EmbeddingBag(n, 16, mode="sum", sparse=sparse) for n in (50, 30, 20)]
+        self.tables = nn.ModuleList(tables)
 
     def forward(self, dense: torch.Tensor, bags: Any, offsets: torch.Tensor) -> torch.Tensor:
         x = self.bottom(dense)
@@ -65,7 +67,7 @@ class DLRM(nn.Module):
         return self.top(torch.cat([x, pairs], 1)).squeeze(1)
 
 
-def dlrm() -> Training:
+def dlrm(sparse: bool = False) -> Training:
     def loss(model: nn.Module, b: Any) -> torch.Tensor:
         return F.binary_cross_entropy_with_logits(model(b["dense"], b["bags"], b["offsets"]), b["label"])
 
@@ -74,7 +76,7 @@ def dlrm() -> Training:
         label = picked(step, 2, 16).float()
         return {"dense": drawn(step, 16, 8), "bags": bags, "offsets": torch.arange(0, 48, 3), "label": label}
 
-    return Training(DLRM(), loss, batch, optimizer=partial(torch.optim.Adagrad, lr=0.01))
+    return Training(DLRM(sparse), loss, batch, optimizer=partial(torch.optim.Adagrad, lr=0.01))
 
 
 class Towers(nn.Module):

@@ -10,7 +10,7 @@ import os
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -53,7 +53,7 @@ class ModelStep:
     model: torch.nn.Module | torch.export.ExportedProgram
     sample: object
     loss_fn: LossFn | torch.nn.Module | None = None
-    optimizer: torch.optim.Optimizer | None = None
+    optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None = None
     train: bool = True
 
     def __post_init__(self) -> None:

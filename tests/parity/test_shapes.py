@@ -1,6 +1,6 @@
 """Steps whose shapes data decide. Of the batch's data (masks, what is found, counts, packed sequences) they
 are planned for what came: batches repeat, and a shape that has been planned for is met again. Where only the step
-itself can tell, and where gradients are sparse, steps run in eager."""
+itself can tell, steps run in eager."""
 
 from __future__ import annotations
 
@@ -547,49 +547,6 @@ def test_a_checkpoint_that_draws_anew(reentrant, measurements):
     assert verdict.kind == "identical", verdict
 
 
-def sparse_loss(model, batch):
-    return cross_entropy(model[1](model[0](batch[0])), batch[2])
-
-
-def test_sparse_and_dense_gradients_with_an_optimizer_each():
-    models = [nn.Sequential(Sparse(nn.Embedding), nn.Linear(4, 4)) for _ in range(2)]
-    models[1].load_state_dict(models[0].state_dict())
-    sparse, dense = torch.optim.SparseAdam, torch.optim.Adam
-    each = [[sparse(m[0].parameters(), lr=0.1), dense(m[1].parameters(), lr=0.1)] for m in models]
-    with pytest.warns(Fallback, match="sparse=False"):
-        step = fit(models[1], sparse_loss, each[1], sequences(0), cache=None)
-    for number in range(3):
-        step(sequences(number))
-        sparse_loss(models[0], sequences(number)).backward()
-        for optimizer in each[0]:
-            optimizer.step()
-            optimizer.zero_grad()
-    assert all(torch.equal(a, b) for a, b in zip(*(m.parameters() for m in models), strict=True))
-    states = [[o.state_dict() for o in optimizers] for optimizers in each]
-    assert not differences(*states, "optimizers")
-
-
-@pytest.mark.parametrize("limit", ["clip_norm", "clip_value"])
-def test_sparse_gradients_are_not_clipped_as_in_eager(limit):
-    model = nn.Sequential(Sparse(nn.Embedding), nn.Linear(4, 4))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    before = [p.detach().clone() for p in model.parameters()]
-    with pytest.warns(Fallback, match="sparse=False"):
-        step = fit(model, sparse_loss, optimizer, sequences(0), cache=None, **{limit: 1.0})
-    with pytest.raises(Unsupported, match=f"{limit} with the sparse gradient of '0"):
-        step(sequences(0))
-    assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
-
-
-def test_sparse_gradients_are_looked_at():
-    model = nn.Sequential(Sparse(nn.Embedding), nn.Linear(4, 4))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with pytest.warns(Fallback, match="sparse=False"):
-        step = fit(model, sparse_loss, optimizer, sequences(0), cache=None, skip_nonfinite=True)
-    step(sequences(0))
-    assert step.skipped == 0
-
-
 @pytest.mark.parametrize("register", ["register_full_backward_hook", "register_full_backward_pre_hook"])
 def test_backward_hooks_on_modules(register):
     logs = []
@@ -645,52 +602,6 @@ def halved(module, of_inputs, of_results):
 
 def cross_entropy_of(model, batch):
     return cross_entropy(model(batch[0]), batch[1])
-
-
-# --- sparse gradients ---------------------------------------------------------------------------------------------
-
-
-class Sparse(nn.Module):
-    def __init__(self, kind):
-        super().__init__()
-        self.embed = kind(9, 4, sparse=True)
-
-    def forward(self, x):
-        h = self.embed(x)
-        return h if h.dim() == 2 else h.mean(1)
-
-
-@pytest.mark.parametrize("kind", [nn.Embedding, nn.EmbeddingBag])
-@pytest.mark.parametrize("optimizer", [torch.optim.SparseAdam, torch.optim.SGD])
-def test_sparse_gradients(kind, optimizer):
-    def build():
-        model = Sparse(kind)
-
-        def loss_fn(model, batch):
-            return cross_entropy(model(batch[0]), batch[2])
-
-        return Loop(model, loss_fn, optimizer(model.parameters(), lr=0.1), sequences, steps=4)
-
-    in_eager(build, "sparse=False")
-
-
-def test_sparse_gradients_in_parts():
-    model, twin = Sparse(nn.Embedding), Sparse(nn.Embedding)
-    twin.load_state_dict(model.state_dict())
-    optimizers = [torch.optim.SparseAdam(m.parameters(), lr=0.1) for m in (model, twin)]
-
-    def loss_fn(model, batch):
-        return cross_entropy(model(batch[0]), batch[2]) / 2
-
-    with pytest.warns(Fallback):
-        step = fit(model, loss_fn, optimizers[0], sequences(0), cache=None, accumulate=2)
-    for number in range(4):
-        step(sequences(number))
-        loss_fn(twin, sequences(number)).backward()
-        if number % 2:
-            optimizers[1].step()
-            optimizers[1].zero_grad()
-    assert torch.equal(model.embed.weight, twin.embed.weight)
 
 
 def test_clipping_in_eager():

@@ -283,34 +283,35 @@ def _update(fn: Updater, call: Call, serving: Any, sizes: list[int], inputs: set
     """State is let go of first: what an update puts in its place ends there, as in eager."""
     refs = [ref.value for ref in call.args]
     gradients, states = [refs[k] for k in fn.gradients], [refs[k] for k in fn.states]
+    sparse = [refs[k] for k in fn.sparse]
     nbytes, slack = sum(sizes), fn.state_bytes
     ending = [k for k, v in enumerate(gradients) if fn.takes and v not in inputs]
 
-    def step(given: list[Any]) -> None:
+    def step(given: list[Any], rest: list[Any]) -> None:
         """What the optimizer keeps of gradients are copies: theirs is the arena's memory."""
         for k in ending:
             given[k] = given[k].clone()
-        fn.step(given)
+        fn.step(given, rest)
         given.clear()
 
     def run(env: list[Any]) -> None:
         for v in states:
             env[v] = None
-        given = [env[v] for v in gradients]
+        given, rest = [env[v] for v in gradients], [env[v] for v in sparse]
         if not fn.materialized or not (sizes or fn.exact):
             serving.aside(-1, 0)
-            step(given)
+            step(given, rest)
         elif fn.keeps:
             serving.aside(nbytes, slack)
-            step(given)
+            step(given, rest)
             serving.settle()
         elif len(sizes) == 1:
             serving.open_room(not fn.exact)
-            fn.step(given)
+            fn.step(given, rest)
             if serving.settle():
                 fn.settle()
         else:
-            fn.step(given)
+            fn.step(given, rest)
 
     return run
 

@@ -202,7 +202,7 @@ class _Compiled(NotCopied):
 
 def _first_state(updater: Updater) -> None:
     """The state as it is before the first step: of PyTorch's own classes made by the optimizer's code, of others as
-    `_check_first_step` has found it to be."""
+    `_check_updates` has found it to be."""
     (member,) = updater.members
     optimizer, param = updater.optimizer, member.param
     if not independent(optimizer):
@@ -264,7 +264,7 @@ class _Compilation:
 
     def run(self) -> _Compiled:
         program = self.program
-        _check_first_step(program)
+        _check_updates(program)
         flat = flatten_program(program, self.optimizer)
         self.own = aligned(8, self.align) * len(flat.numbers)
         call, lowered = compat_inductor.compile_flat(flat.graph, flat.inputs, self.choose)
@@ -333,11 +333,18 @@ class _Compilation:
         return Aim(model, options, ours, budget, static).run()
 
 
-def _check_first_step(program: Program) -> None:
-    """Raises ``Unsupported`` for a first step that is another than those after it."""
+def _check_updates(program: Program) -> None:
+    """Raises ``Unsupported`` for updates by sparse gradients, and for a first step that is another than those after
+    it."""
     tried: set[Any] = set()
     for call in program.calls:
         updater = call.fn
+        if isinstance(updater, Updater) and updater.sparse:
+            raise Unsupported(
+                f"the sparse gradient of {updater.name!r} in compiled mode",
+                "Inductor has no code for sparse tensors",
+                'use mode="exact", or sparse=False in the embedding',
+            )  # fmt: skip
         if not isinstance(updater, Updater) or updater.materialized or len(updater.members) > 1:
             continue
         (member,) = updater.members

@@ -55,6 +55,7 @@ class Loop:
 
     def norm(self, parameters: Mapping[str, torch.Tensor]) -> torch.Tensor | None:
         """The norm of their gradients, where it is asked for."""
+        self._check_dense(parameters)
         if self.clip_norm is None and not self.skip_nonfinite:
             return None
         gradients = {n: p.grad for n, p in parameters.items() if p.grad is not None}
@@ -63,7 +64,7 @@ class Loop:
         own = [g.coalesce().values() if g.is_sparse else g for g in gradients.values()]
         return torch.nn.utils.get_total_norm(own)
 
-    def clip(self, parameters: Mapping[str, torch.Tensor], norm: torch.Tensor | None) -> None:
+    def _check_dense(self, parameters: Mapping[str, torch.Tensor]) -> None:
         sparse = next((n for n, p in parameters.items() if p.grad is not None and p.grad.is_sparse), None)
         if sparse is not None and self.clips:
             how = "clip_norm" if self.clip_norm is not None else "clip_value"
@@ -71,6 +72,9 @@ class Loop:
                 f"{how} with the sparse gradient of {sparse!r}", "torch's own function clips dense ones alone",
                 f"use sparse=False, or leave {how} out",
             )  # fmt: skip
+
+    def clip(self, parameters: Mapping[str, torch.Tensor], norm: torch.Tensor | None) -> None:
+        self._check_dense(parameters)
         if self.clip_norm is not None and norm is not None:
             torch.nn.utils.clip_grads_with_norm_(list(parameters.values()), self.clip_norm, norm)
         if self.clip_value is not None:

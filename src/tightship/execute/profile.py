@@ -484,6 +484,7 @@ def _update_key(updater: Updater) -> tuple[Any, ...]:
         (repr(sorted(s.items())), type(g.get("lr")).__name__) for s, g in zip(settings, groups, strict=True)
     ]
     own = () if updater.exact else traits(updater.optimizer)
+    own += tuple(f"{m.rows} rows" for m in updater.members if m.rows)
     return (
         "rehearsed",
         cls.__module__,

@@ -86,6 +86,16 @@ def asks_by_row(fn: Any) -> bool:
     return fn is torch.ops.aten.embedding_renorm_.default
 
 
+def sparse_tensor(shape: Sequence[int], rows: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+    """A sparse tensor of ``rows`` (1, n), which may come several times, and the ``values`` (n, …) of each."""
+    make = torch.ops.aten._sparse_coo_tensor_with_dims_and_tensors.default
+    made: torch.Tensor = make(
+        1, values.dim() - 1, shape, rows, values,
+        dtype=values.dtype, layout=torch.sparse_coo, device=values.device,
+    )  # fmt: skip
+    return made
+
+
 def grows_statistics(fn: Any, args: Sequence[Any]) -> bool:
     """Whether an op gives buffers that are empty so far their size: those of fake quantization by channel."""
     by_channel = fn is torch.ops.aten._fused_moving_avg_obs_fq_helper.default and args[11:12] == (True,)

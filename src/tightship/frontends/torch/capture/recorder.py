@@ -21,6 +21,7 @@ from tightship.frontends.torch.capture.data_guards import (
     made_of,
     zeros_like,
 )
+from tightship.frontends.torch.capture.sparse import SparseGradients
 from tightship.frontends.torch.capture.tape import Origin, Record, Tape, Tracker
 from tightship.frontends.torch.program import leaves_in, map_tree, tensors_in
 
@@ -40,6 +41,7 @@ class Recorder(compat.TorchDispatchMode):
         self.questions = Questions(tape)
         self._fake = fake
         self.prober = Prober(fake)
+        self.sparse = SparseGradients(self)
         self._tracker = tracker
         self.asked = -1  # the number of the torch function's call being made
         self._asked_by_sequence: dict[int, int] = {}
@@ -82,6 +84,8 @@ class Recorder(compat.TorchDispatchMode):
                 return compat.LAZY_BITS[fn](*args)
         if compat.is_composite(fn, _device(args)):
             return self._decomposed(fn, args, kwargs)
+        if self.phase == "backward" and (out := self.sparse.instead(fn, args, kwargs)) is not NotImplemented:
+            return out
         with torch._C.DisableTorchFunction():  # what is asked of tensors here is no code of the step's
             return self._recorded(fn, args, kwargs)
 

@@ -18,7 +18,15 @@ from tightship.frontends.torch.capture.recorder import Recorder, is_strided, is_
 from tightship.frontends.torch.capture.state_restore import Change, applied, untouched
 from tightship.frontends.torch.capture.tape import Origin, Tape, TapeValue, Tracker
 from tightship.frontends.torch.collectives import reduced, share
-from tightship.frontends.torch.optimizer.updates import Member, SeveralUpdates, Updater, Updates, updaters
+from tightship.frontends.torch.optimizer.updates import (
+    Member,
+    Several,
+    SeveralUpdates,
+    Updater,
+    Updates,
+    as_one,
+    updaters,
+)
 from tightship.frontends.torch.program import Program, Ref
 from tightship.frontends.torch.structure import (
     BatchSpec,
@@ -63,7 +71,7 @@ _PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.
 def capture_step(
     model: torch.nn.Module,
     loss_fn: LossFn | torch.nn.Module | None,
-    optimizer: torch.optim.Optimizer | None,
+    optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None,
     batch: Any,
     *,
     name: str = "step",
@@ -83,6 +91,7 @@ def capture_step(
     """
     check_model(model)
     loss = loss_function(loss_fn, batch)
+    optimizer = as_one(optimizer) if optimizer is not None else None
     capture = Capture(model, batch, name)
     program = capture.step(loss, optimizer)
     check_changes(capture.changes, program)
@@ -250,7 +259,7 @@ class Capture:
             nullcontext  # around code of the backward pass
         )
 
-    def step(self, loss_fn: LossFn, optimizer: torch.optim.Optimizer | None) -> Program:
+    def step(self, loss_fn: LossFn, optimizer: torch.optim.Optimizer | Several | None) -> Program:
         updates, wanted = self._wanted(optimizer)
         quiet = compat_capture.quiet_capture(has_data=self.has_data)
         with untouched(self.model, self.changes), quiet, torch.enable_grad():
@@ -266,7 +275,7 @@ class Capture:
         )  # fmt: skip
 
     def _wanted(
-        self, optimizer: torch.optim.Optimizer | None
+        self, optimizer: torch.optim.Optimizer | Several | None
     ) -> tuple[Updates | SeveralUpdates | None, list[str]]:
         """How the optimizer steps, and the parameters whose gradients are wanted."""
         by_name = self._trained()
@@ -293,7 +302,7 @@ class Capture:
         """Takes down the optimizer's step; returns what a user should know of it."""
         if updates is None:
             return ()
-        for updater in updates.ops(gradients):
+        for updater in updates.ops(gradients, self._rows(gradients)):
             self._update(updater, fakes.parameters, gradients)
         return updates.notes
 
@@ -327,6 +336,8 @@ class Capture:
 
     def _state(self, updates: Updates | SeveralUpdates, gradients: Mapping[str, torch.Tensor]) -> None:
         """Takes down the state that the optimizer has, or will have, for parameters with ``gradients``."""
+        for g in gradients.values():
+            self.tape.value(g)  # refuses what is sparse
         for updater in updates.ops(gradients):
             for m in updater.members:
                 self._states(updater, m)
@@ -404,7 +415,14 @@ class Capture:
 
         return map_leaves(leaf, out, lambda x: any(x is c for c in given))
 
+    def _rows(self, gradients: Mapping[str, torch.Tensor]) -> dict[str, tuple[int, ...]]:
+        """Of the sparse ones, how many rows each of their terms has."""
+        terms = {n: self.recorder.sparse.terms(g) for n, g in gradients.items()}
+        return {n: tuple(t.rows.shape[1] for t in found) for n, found in terms.items() if found}
+
     def _name_gradient(self, name: str, grad: torch.Tensor) -> None:
+        terms = self.recorder.sparse.terms(grad)
+        grad = terms[0].values if terms else grad
         s = self.tape.storages[self.tape.storage(self.tape.value(grad, f"the gradient of {name}"))]
         if not s.role and not s.name:
             s.name = f"{name}.grad"
@@ -497,16 +515,21 @@ class Capture:
     ) -> None:
         read: list[int] = []
         written: list[int] = []
+        sparse: list[int] = []
         for m in updater.members:
-            values = self._states(updater, m)
-            p, g = self.tape.value(parameters[m.name]), self.tape.value(gradients[m.name])
+            values, gradient = self._states(updater, m), gradients[m.name]
+            if terms := self.recorder.sparse.terms(gradient):
+                gradient = terms[0].values
+                parts = [t for term in terms for t in (term.values, term.rows)]
+                sparse += map(self.tape.value, parts[1:])
+            p, g = self.tape.value(parameters[m.name]), self.tape.value(gradient)
             read += [p, g, *values]
             written += [p, *([g] if updater.writes_gradients else ()), *values]
         held = self._held_by(updater)
         read += held
         written += held
         target = f"optimizer.{type(updater.optimizer).__name__}"
-        r = self.tape.call(updater, target, tuple(read), tuple(written))
+        r = self.tape.call(updater, target, (*read, *sparse), tuple(written))
         params = [parameters[m.name] for m in updater.members]
         r.phase, r.device, r.flops = "update", str(params[0].device), sum(p.numel() for p in params)
         r.random = updater.draws  # random ops keep their order
@@ -675,7 +698,7 @@ class StepCapture(Capture):
             given = self._given.parameters
             with compat.without_modes(), torch._C.DisableTorchFunction():
                 gradients = {n: g for n in updates.parts[part].names if (g := given[n].grad) is not None}
-                for updater in updates.ops_of(part, gradients):
+                for updater in updates.ops_of(part, gradients, self._rows(gradients)):
                     self._update(updater, given, gradients)
 
         def refuse(optimizer: Any) -> None:

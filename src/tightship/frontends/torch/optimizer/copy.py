@@ -23,6 +23,7 @@ __all__ = [
     "Rehearsal",
     "Turns",
     "bare",
+    "blank_term",
     "copied",
     "inside",
     "kept_by_path",
@@ -34,6 +35,7 @@ __all__ = [
     "random_states",
     "random_untouched",
     "set_numbers",
+    "sparse_gradient",
     "stepped",
     "traits",
     "unchanged_globals",
@@ -136,14 +138,23 @@ class Rehearsal:
     """An update on copies of parameters and state, run as often as one likes; changes nothing real.
 
     ``fill`` before each ``run`` says what the gradients are; a call does both, with gradients of zeros. ``alone``: as
-    for `copied`.
+    for `copied`. ``rows``: by a parameter's id, how many the terms of its gradient have, if that is sparse.
     """
 
-    def __init__(self, optimizer: Any, params: Sequence[torch.Tensor], *, alone: bool) -> None:
+    def __init__(
+        self,
+        optimizer: Any,
+        params: Sequence[torch.Tensor],
+        *,
+        alone: bool,
+        rows: Mapping[int, Sequence[int]],
+    ) -> None:
         others = {id(p): torch.nn.Parameter(p.detach().clone(), p.requires_grad) for p in params}
         self._made = copied(optimizer, others, alone=alone)
         self._step = compat.plain_step(type(optimizer))
-        self._pairs = [(q, torch.zeros_like(q)) for q in others.values()]
+        self._pairs = [(q, torch.zeros_like(q)) for i, q in others.items() if i not in rows]
+        self._sparse = [(q, [blank_term(q, n) for n in rows[i]]) for i, q in others.items() if i in rows]
+        self._parameters, self._filled = list(others.values()), 0
         self._before: dict[tuple[int, Any], float] = {}
         self._counters: list[tuple[int, Any]] = []
 
@@ -153,7 +164,11 @@ class Rehearsal:
 
     def fill(self, scale: float) -> None:
         """Gradients of normally distributed numbers times ``scale``."""
-        for _, g in self._pairs:
+        self._filled += 1
+        for q, terms in self._sparse:
+            _spread(terms, q.shape[0], self._filled)
+        values = [x for _, terms in self._sparse for x, _ in terms]
+        for g in (*values, *(g for _, g in self._pairs)):
             flat = g.as_strided((g.untyped_storage().nbytes() // g.itemsize,), (1,), 0)
             if scale:
                 tile = _normal_tile(g.dtype).to(g.device)
@@ -166,18 +181,52 @@ class Rehearsal:
                 flat.zero_()
 
     def run(self) -> None:
-        stepped(self._made, self._step, self._pairs)
+        sparse = [(q, sparse_gradient(q, terms)) for q, terms in self._sparse]
+        stepped(self._made, self._step, [*self._pairs, *sparse])
 
     def count(self) -> None:
         """Called after two runs in turn: numbers that the second has raised by one are counters."""
-        now = numbers_of(self._made, [q for q, _ in self._pairs])
+        now = numbers_of(self._made, self._parameters)
         self._counters = [n for n, x in now.items() if self._before.get(n) == x - 1]
         self._before = now
 
     def skip(self, steps: int) -> bool:
         """As if so many steps had been done; False if nothing counts them."""
-        set_numbers(self._made, [q for q, _ in self._pairs], self._counters, steps)
+        set_numbers(self._made, self._parameters, self._counters, steps)
         return bool(self._counters)
+
+
+Term = tuple[torch.Tensor, torch.Tensor]
+"""The values (n, …) that a sparse gradient adds to rows (1, n) of a table, and these."""
+
+
+def blank_term(param: torch.Tensor, number: int) -> Term:
+    """One of so many rows, of zeros."""
+    values = torch.zeros(number, *param.shape[1:], dtype=param.dtype, device=param.device)
+    return values, torch.zeros(1, number, dtype=torch.int64, device=param.device)
+
+
+def sparse_gradient(param: torch.Tensor, terms: Sequence[Term]) -> torch.Tensor:
+    """The gradient of a table as autograd makes it: each term plus the sum of those behind it."""
+    made = [compat.sparse_tensor(param.shape, rows, values) for values, rows in terms]
+    while len(made) > 1:
+        last = made.pop()
+        made[-1] = made[-1] + last
+    return made[0]
+
+
+def _spread(terms: Sequence[Term], length: int, time: int) -> None:
+    """Gives the terms other rows of a table of that ``length``. Every second time no two are the same, as far as
+    there are so many, and no term has one of another's, with which it would be merged; else some, or one for each."""
+    at = 0
+    for left, (_, rows) in zip(
+        range(len(terms), 0, -1), sorted(terms, key=lambda t: t[1].shape[1]), strict=True
+    ):
+        number = rows.shape[1]
+        own = min(number, (length - at) // left)
+        some = own if time % 2 == 0 else (own + 1) // 2 if time % 4 == 1 else 1
+        rows.copy_((at + torch.arange(number, device=rows.device)[None] % max(1, some)) % length)
+        at += own
 
 
 _tiles: dict[torch.dtype, torch.Tensor] = {}

@@ -11,7 +11,8 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from types import MappingProxyType
+from typing import Any, NamedTuple
 
 import torch
 
@@ -23,6 +24,7 @@ from tightship.frontends.torch.optimizer.copy import (
     Rehearsal,
     Turns,
     bare,
+    blank_term,
     copied,
     inside,
     kept_by_path,
@@ -30,6 +32,7 @@ from tightship.frontends.torch.optimizer.copy import (
     moved_out,
     parameters_of,
     random_untouched,
+    sparse_gradient,
     stepped,
 )
 from tightship.frontends.torch.optimizer.probe import (
@@ -58,14 +61,21 @@ __all__ = [
 
 _INDEPENDENT = (
     "Adadelta", "Adafactor", "Adagrad", "Adam", "Adamax", "AdamW", "ASGD", "Muon", "NAdam", "RAdam", "RMSprop",
-    "Rprop", "SGD",
+    "Rprop", "SGD", "SparseAdam",
 )  # fmt: skip
+
+
+_NONE: Mapping[str, tuple[int, ...]] = MappingProxyType({})
+
+_SPARSE = ("Adagrad", "SGD", "SparseAdam")
+"""Those that step a parameter by a sparse gradient, and keep no sparse state."""
 
 
 @dataclass(frozen=True)
 class Member:
     """A parameter that an updater steps: its place in the optimizer, its name in the model, and its state's tensors,
-    ``state_like`` being of the right metadata (perhaps fake)."""
+    ``state_like`` being of the right metadata (perhaps fake). ``rows``: how many the terms of its gradient have, if
+    that is sparse."""
 
     group: int
     param: torch.Tensor
@@ -73,6 +83,7 @@ class Member:
     state_keys: tuple[Any, ...]
     state_like: tuple[torch.Tensor, ...]
     has_state: bool = True  # be it without tensors
+    rows: tuple[int, ...] = ()
 
     def materialized(self, optimizer: Any) -> bool:
         """Whether all of the state exists (optimizers create it at their first step)."""
@@ -90,8 +101,9 @@ Run = Callable[[list[torch.Tensor]], None]
 
 
 class Updater:
-    """``updater(param, grad, *state, …, *held)``, with the first three for each member, steps the members in the real
-    optimizer.
+    """``updater(param, grad, *state, …, *held, *sparse)``, with the first three for each member, steps the members in
+    the real optimizer. Where a gradient is sparse, ``grad`` are the values of its first term, and ``sparse`` holds
+    their rows, and values and rows of each further one.
 
     It works on the optimizer's own parameters and state, which the caller's tensors are (they are named in the call
     so that a planner sees them); hyperparameters are those of the real groups at the time of the call. ``held`` are
@@ -128,13 +140,24 @@ class Updater:
             self.states += range(at + 2, at + 2 + len(m.state_keys))
             at += 2 + len(m.state_keys)
         self.states += range(at, at + len(self.held))
+        sparse = sum(2 * len(m.rows) - 1 for m in self.members if m.rows)
+        self.sparse = range(at + len(self.held), at + len(self.held) + sparse)
 
     def __call__(self, *tensors: torch.Tensor) -> None:
-        self._run([tensors[k] for k in self.gradients])
+        self.step([tensors[k] for k in self.gradients], [tensors[k] for k in self.sparse])
 
-    def step(self, gradients: list[torch.Tensor]) -> None:
+    def step(self, gradients: list[torch.Tensor], sparse: Sequence[torch.Tensor] = ()) -> None:
         """As a call, without the tensors that only a planner needs to see."""
-        self._run(gradients)
+        self._run(self._whole(gradients, sparse) if sparse else gradients)
+
+    def _whole(self, gradients: Sequence[torch.Tensor], sparse: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """The gradients, the sparse ones put together."""
+        rest, made = iter(sparse), list(gradients)
+        for k, m in enumerate(self.members):
+            if m.rows:
+                terms = [(made[k], next(rest)), *((next(rest), next(rest)) for _ in m.rows[1:])]
+                made[k] = sparse_gradient(m.param, terms)
+        return made
 
     @property
     def name(self) -> str:
@@ -163,7 +186,8 @@ class Updater:
 
         State that does not exist yet is created by a first update here.
         """
-        made = Rehearsal(self.optimizer, [m.param for m in self.members], alone=self._is_alone)
+        rows = {id(m.param): m.rows for m in self.members if m.rows}
+        made = Rehearsal(self.optimizer, [m.param for m in self.members], alone=self._is_alone, rows=rows)
         if not self.materialized:
             with random_untouched():
                 made()
@@ -205,23 +229,30 @@ class Updates:
             found.append(f"{name} makes new tensors for its state at each step, beside the ones it had")
         return tuple(found)
 
-    def ops_of(self, part: int, gradients: Collection[str]) -> list[Updater]:
+    def ops_of(
+        self, part: int, gradients: Collection[str], sparse: Mapping[str, tuple[int, ...]]
+    ) -> list[Updater]:
         """As `ops`, of the optimizer of that number: the only one."""
-        return self.ops(gradients)
+        return self.ops(gradients, sparse)
 
-    def ops(self, gradients: Collection[str]) -> list[Updater]:
-        """The updaters of a step in which the parameters of these names get a gradient.
+    def ops(self, gradients: Collection[str], sparse: Mapping[str, tuple[int, ...]] = _NONE) -> list[Updater]:
+        """The updaters of a step in which the parameters of these names get a gradient; how many rows its terms
+        have, where it is ``sparse``.
 
         Raises ``Unsupported`` for a step that does not run."""
-        rows = [(*self._places[n], n) for n in self.names if n in gradients]
+        rows = [Row(*self._places[n], n, sparse.get(n, ())) for n in self.names if n in gradients]
         optimizer = self.optimizer
         if not rows:
             return []
+        _check_sparse(optimizer, rows)
         kept = _rehearsed(optimizer, rows, known=self._known, together=self.together is not None)
         members, self.keeps = _members(optimizer, rows, kept), kept.keeps
         if self._known:
             stateful = [m.param for m in members if m.has_state]
-            return [Updater(optimizer, [m], _alone(optimizer, m, stateful)) for m in members]
+            # What a sparse gradient asks for follows from how many rows come several times.
+            return [
+                Updater(optimizer, [m], _alone(optimizer, m, stateful), exact=not m.rows) for m in members
+            ]
         more: dict[str, Any] = {
             "writes_gradients": True,
             "exact": False,
@@ -251,12 +282,14 @@ class SeveralUpdates:
     def notes(self) -> tuple[str, ...]:
         return tuple(note for u in self.parts for note in u.notes)
 
-    def ops(self, gradients: Collection[str]) -> list[Updater]:
-        return [u for k in range(len(self.parts)) for u in self.ops_of(k, gradients)]
+    def ops(self, gradients: Collection[str], sparse: Mapping[str, tuple[int, ...]] = _NONE) -> list[Updater]:
+        return [u for k in range(len(self.parts)) for u in self.ops_of(k, gradients, sparse)]
 
-    def ops_of(self, part: int, gradients: Collection[str]) -> list[Updater]:
+    def ops_of(
+        self, part: int, gradients: Collection[str], sparse: Mapping[str, tuple[int, ...]]
+    ) -> list[Updater]:
         """Those of the optimizer of that number."""
-        found = self.parts[part].ops(gradients)
+        found = self.parts[part].ops(gradients, sparse)
         for updater in found:
             updater.number = part
         return found
@@ -384,11 +417,6 @@ def _check(optimizer: Any) -> None:
         raise BadInput(fault, place="optimizer")
     cls = type(optimizer)
     name = f"the optimizer {cls.__name__}"
-    if isinstance(optimizer, torch.optim.SparseAdam):
-        raise Unplannable(
-            name, "what its step takes follows from how many rows of an embedding the batch has",
-            "Adam and sparse=False in the embedding",
-        )  # fmt: skip
     closure = inspect.signature(compat.plain_step(cls)).parameters.get("closure")
     if closure is not None and closure.default is inspect.Parameter.empty:
         raise needs_closure(optimizer)
@@ -455,8 +483,14 @@ def _turn(turns: Turns, member: Member) -> Run:
 _FIRST_STEPS = 12
 """Steps of a class that is not torch's that are tried for what it keeps: some make it in a later one."""
 
-Row = tuple[int, torch.Tensor, str]
-"""A parameter: its group, itself, and its name."""
+
+class Row(NamedTuple):
+    """A parameter: its group, itself, its name, and how many rows the terms of a sparse gradient have."""
+
+    group: int
+    param: torch.Tensor
+    name: str
+    rows: tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -473,11 +507,26 @@ class Kept:
 def _members(optimizer: torch.optim.Optimizer, rows: Sequence[Row], kept: Kept) -> list[Member]:
     """Members with the keys and tensors of the state that the optimizer has or will create for them."""
     made = []
-    for g, p, name in rows:
+    for g, p, name, sparse in rows:
         state = kept.states[id(p)]
         found = state or {}
-        made.append(Member(g, p, name, tuple(found), tuple(found.values()), state is not None))
+        made.append(Member(g, p, name, tuple(found), tuple(found.values()), state is not None, sparse))
     return made
+
+
+def _check_sparse(optimizer: torch.optim.Optimizer, rows: Sequence[Row]) -> None:
+    """Raises ``Unplannable`` where a step by a sparse gradient is not known to be plannable."""
+    for row in rows:
+        if not row.rows:
+            continue
+        name = type(optimizer).__name__
+        momentum = optimizer.param_groups[row.group].get("momentum", 0)
+        if not independent(optimizer) or name not in _SPARSE or momentum:
+            raise Unplannable(
+                f"the sparse gradient of {row.name!r} in {name}{' with momentum' if momentum else ''}",
+                "what it keeps of it is not known before the step", "SGD without momentum, Adagrad or SparseAdam; or "
+                "sparse=False in the embedding",
+            )  # fmt: skip
 
 
 def _flat(state: Any, others: Collection[int]) -> dict[Any, torch.Tensor] | None:
@@ -497,31 +546,43 @@ def _rehearsed(optimizer: torch.optim.Optimizer, rows: Sequence[Row], *, known: 
     """What it will keep, as a copy of it does after some steps; of parameters that look alike one is tried where each
     is stepped by itself. Torch's own make all state in their first step."""
     if together:
-        return _on_copies(optimizer, [p for _, p, _ in rows], _FIRST_STEPS, held=True)
-    own = {id(p) for _, p, _ in rows}
-    states = {id(p): _flat(optimizer.state[p], own) for _, p, _ in rows if known and optimizer.state.get(p)}
+        return _on_copies(optimizer, [row.param for row in rows], _FIRST_STEPS, held=True)
+    own = {id(row.param) for row in rows}
+    states = {
+        id(p): _flat(optimizer.state[p], own) for _, p, _, _ in rows if known and optimizer.state.get(p)
+    }
     alike: dict[Any, list[torch.Tensor]] = {}
-    for g, p, _ in rows:
+    sparse: set[int] = set()
+    for g, p, _, rows_of in rows:
+        if rows_of:
+            sparse.add(id(p))
         if id(p) not in states:
-            alike.setdefault((g, tuple(p.shape), p.stride(), p.dtype, p.device), []).append(p)
+            look = g, tuple(p.shape), p.stride(), p.dtype, p.device, bool(rows_of)
+            alike.setdefault(look, []).append(p)
     if not alike:
         return Kept(states, {}, False)
-    tried = _on_copies(optimizer, [some[0] for some in alike.values()], 1 if known else _FIRST_STEPS)
+    firsts = [some[0] for some in alike.values()]
+    tried = _on_copies(optimizer, firsts, 1 if known else _FIRST_STEPS, sparse=sparse)
     states |= {id(p): tried.states[id(some[0])] for some in alike.values() for p in some}
     return Kept(states, {}, tried.keeps, tried.takes)
 
 
 def _on_copies(
-    optimizer: torch.optim.Optimizer, params: Sequence[torch.Tensor], steps: int, *, held: bool = False
-) -> Kept:
+    optimizer: torch.optim.Optimizer, params: Sequence[torch.Tensor], steps: int, *, held: bool = False,
+    sparse: Collection[int] = (),
+) -> Kept:  # fmt: skip
     """What a copy of the optimizer keeps for these parameters after ``steps``: on fake tensors, if the step runs on
-    them. Raises ``Unsupported`` if it does not run on real ones, either."""
+    them. The gradients of those whose ids are in ``sparse`` are. Raises ``Unsupported`` if it does not run on real
+    ones, either."""
     plain = compat.plain_step(type(optimizer))
 
     def tried(scratch: Callable[[torch.Tensor], torch.Tensor]) -> Kept:
         others = {id(p): torch.nn.Parameter(scratch(p), p.requires_grad) for p in params}
         made = copied(optimizer, others, alone=not held)
-        pairs = [(q, torch.zeros_like(q)) for q in others.values()]
+        pairs = [
+            (q, sparse_gradient(q, [blank_term(q, 1)]) if i in sparse else torch.zeros_like(q))
+            for i, q in others.items()
+        ]
         keeps, before = False, dict[Path, torch.Tensor]()
         for _ in range(steps):
             stepped(made, plain, pairs)
@@ -534,7 +595,7 @@ def _on_copies(
             before = now
         own = {id(q) for q in others.values()}
         states = {id(p): _flat(made.state.get(others[id(p)]), own) for p in params}
-        given = {compat.storage_key(g) for _, g in pairs}
+        given = {compat.storage_key(g) for _, g in pairs if not g.is_sparse}
         takes = any(compat.storage_key(t) in given for t in before.values())
         return Kept(states, _held(made, states) if held else {}, keeps or takes, takes)
 
