@@ -368,8 +368,8 @@ def test_verify_every_notices_a_wrong_update(monkeypatch):
     step(batch())
     run = Updater.step
 
-    def wrong(self, gradients):
-        run(self, [g * (1 + 1e-6) for g in gradients] if self.name == "4.bias" else gradients)
+    def wrong(self, gradients, sparse=()):
+        run(self, [g * (1 + 1e-6) for g in gradients] if self.name == "4.bias" else gradients, sparse)
 
     monkeypatch.setattr(Updater, "step", wrong)
     with pytest.raises(VerificationFailed, match=r"4\.bias"):
@@ -459,3 +459,101 @@ def test_what_helpers_of_an_autograd_function_read_is_compared_and_not_captured_
     monkeypatch.setitem(globals(), "SLOPE", 2.5)
     step(batch())
     assert count.captures == 2
+
+
+class Reversed(torch.autograd.Function):
+    """The number is there in the backward pass alone, as in domain-adversarial training."""
+
+    @staticmethod
+    def forward(ctx, x, factor):
+        ctx.factor = factor
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return -ctx.factor * gradient, None
+
+
+class Tensored(Reversed):
+    """The number stands in a tensor, where no op shows it."""
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient * torch.tensor(ctx.factor), None
+
+
+class NewTensored(Reversed):
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient * gradient.new_tensor([ctx.factor]), None
+
+
+class Kept(Reversed):
+    """The number says how many columns are kept, of which no op tells."""
+
+    @staticmethod
+    def forward(ctx, x, factor):
+        ctx.factor, ctx.columns = factor, x.shape[1]
+        return x[:, : 1 + int(factor * 2) % 2] * 1.0
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return F.pad(gradient, (0, ctx.columns - gradient.shape[1])), None
+
+
+class Branching(Reversed):
+    @staticmethod
+    def forward(ctx, x, factor):
+        ctx.factor = factor
+        return x * factor if factor > 1 else x + factor
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return (gradient * ctx.factor if ctx.factor > 1 else gradient.clone()), None
+
+
+class Noted(Reversed):
+    """An answer beside the tensor."""
+
+    @staticmethod
+    def forward(ctx, x, factor):
+        ctx.factor = factor
+        return x * factor, factor * 2
+
+    @staticmethod
+    def backward(ctx, gradient, _):
+        return gradient * ctx.factor, None
+
+
+@pytest.mark.parametrize(
+    ("function", "captures"),
+    [(Reversed, 1), (Tensored, 4), (NewTensored, 4), (Kept, 2), (Branching, 2), (Noted, 4)],
+    ids=lambda x: getattr(x, "__name__", None),
+)
+def test_a_number_for_an_autograd_function_that_changes(count, function, captures):
+    """A schedule costs nothing where ops show what becomes of the number, and is right where they do not."""
+    model, twin = (nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 4)) for _ in range(2))
+    twin.load_state_dict(model.state_dict())
+    factors = [0.5, 0.75, 1.5, 2.0]
+    used = []
+
+    def loss_fn(model, pair):
+        hidden, more = model(pair[0]), 0.0
+        out = function.apply(hidden, used[-1])
+        if isinstance(out, tuple):
+            out, more = out
+        return out.square().mean() * out.shape[1] + F.cross_entropy(hidden, pair[1]) * (1 + more)
+
+    used.append(factors[0])
+    step = fitted(model, loss_fn)
+    optimizer = torch.optim.SGD(twin.parameters(), lr=0.1, momentum=0.9)
+    for k, factor in enumerate(factors):
+        used.append(factor)
+        loss = loss_fn(twin, batch(k))
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        assert torch.equal(step(batch(k)), loss)
+        assert all(torch.equal(a, b) for a, b in zip(model.parameters(), twin.parameters(), strict=True))
+    assert count.captures <= captures
+    assert captures > 2 or count.captures == captures

@@ -356,6 +356,8 @@ class Arguments:
         name = name_of(func)
         if self.integers:
             return name not in _ARITHMETIC
+        if isinstance(func, compat_capture.Special):  # what it makes of another number is found out
+            return not func.keys or None in func.keys
         module = str(getattr(func, "__module__", None) or "torch")
         return name in _SHAPED_BY_NUMBERS or not (module.startswith("torch") or _is_method(func))
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -20,6 +20,7 @@ from tightship.frontends.torch.capture.tape import Tape, Tracker
 from tightship.frontends.torch.program import Call, Program, leaves_in, map_tree, tensors_in
 from tightship.frontends.torch.rerun.function_trace import (
     ExecutionState,
+    FunctionCall,
     FunctionTrace,
     form,
     map_tensors,
@@ -32,11 +33,28 @@ Made = tuple[str, tuple[Any, ...]]
 """An op's name and the numbers among its arguments, in order."""
 
 
+class Alone(NamedTuple):
+    """What a call makes alone: its ops, and all that numbers must not change, the looks of tensors and answers."""
+
+    ops: list[Made]
+    looks: Any
+
+
 class Renumbering:
     """Finds the numbers of a trace's program; remembers what calls that are alike have made of theirs."""
 
     def __init__(self) -> None:
-        self._made: dict[Any, list[Made] | None] = {}
+        self._made: dict[Any, Alone | None] = {}
+
+    def looks_alike(
+        self, trace: FunctionTrace, call: FunctionCall, args: tuple[Any, ...], kwargs: dict[str, Any],
+        number: Callable[[torch.Tensor], int],
+    ) -> bool:  # fmt: skip
+        """Whether a call of ``trace`` gives an answer that looks the same with other numbers among its arguments, by
+        the same ops. ``number`` numbers the tensors among them."""
+        before = self._alone(call.state, call.func, (call.args, call.kwargs), lambda t: t)
+        after = self._alone(call.state, call.func, (args, kwargs), lambda t: trace.tensors[number(t)])
+        return _pairs(before, after) is not None
 
     def changes(
         self, program: Program, trace: FunctionTrace,
@@ -67,7 +85,7 @@ class Renumbering:
 
     def _alone(
         self, state: ExecutionState, func: Any, given: Any, like: Callable[[torch.Tensor], torch.Tensor]
-    ) -> list[Made] | None:
+    ) -> Alone | None:
         seen: dict[int, int] = {}
 
         def described(t: torch.Tensor) -> Any:
@@ -112,9 +130,9 @@ def written(numbers: tuple[Any, ...]) -> str:
 
 def _alone(
     state: ExecutionState, func: Any, given: Any, like: Callable[[torch.Tensor], torch.Tensor]
-) -> list[Made] | None:
-    """The ops of one call and of its backward pass; None if it cannot be made alone. ``like`` says what its tensors
-    look like."""
+) -> Alone | None:
+    """The ops of one call and of its backward pass; None if it cannot be made alone, or code of the caller's in it
+    makes tensors of Python's data, in which a number may stand unseen. ``like`` says what its tensors look like."""
     tape, mode, states = Tape(), compat.fake_mode(), compat_capture.States()
     recorder = Recorder(tape, mode, Tracker({}))
     made: dict[int, torch.Tensor] = {}
@@ -147,15 +165,20 @@ def _alone(
                         )
     except (TightshipError, RuntimeError, NotImplementedError):
         return None
-    return [(r.target, tuple(_numbers_in((r.args, r.kwargs)))) for r in tape.records]
+    if isinstance(func, compat_capture.Special) and tape.constants:
+        return None
+    ops = [(r.target, tuple(_numbers_in((r.args, r.kwargs)))) for r in tape.records]
+    return Alone(ops, (tape.values, _mapped(form, out)))
 
 
-def _pairs(before: list[Made] | None, after: list[Made] | None) -> dict[Made, tuple[Any, ...]] | None:
-    """What numbers become, by op and number; None where two like ones become different ones."""
-    if before is None or after is None or [t for t, _ in before] != [t for t, _ in after]:
+def _pairs(before: Alone | None, after: Alone | None) -> dict[Made, tuple[Any, ...]] | None:
+    """What numbers become, by op and number; None where two like ones become different ones, or more than numbers."""
+    if before is None or after is None or before.looks != after.looks:
+        return None
+    if [t for t, _ in before.ops] != [t for t, _ in after.ops]:
         return None
     becomes: dict[Made, tuple[Any, ...]] = {}
-    for known, (_, numbers) in zip(before, after, strict=True):
+    for known, (_, numbers) in zip(before.ops, after.ops, strict=True):
         if len(known[1]) != len(numbers) or becomes.setdefault(known, numbers) != numbers:
             return None
     return becomes
