@@ -71,12 +71,12 @@ class ModelStep:
     ) -> Program:
         """A program of this model's ops with times."""
         from tightship.execute import profile
-        from tightship.frontends.torch import compat
+        from tightship.frontends.torch import compat, compat_distributed
         from tightship.frontends.torch.capture.step import module_of
 
         model = module_of(self.model)
         tensors = [*model.parameters(), *model.buffers()]
-        if compat.imagined_ranks() or any(t.is_meta or compat.is_fake(t) for t in tensors):
+        if compat_distributed.imagined_ranks() or any(t.is_meta or compat.is_fake(t) for t in tensors):
             return profile.model(program)
         return profile.profile(program, cache=cache, seconds=seconds)
 
@@ -314,13 +314,13 @@ _RANKS = ("ranks", "rank")
 def _imagine(ranks: int = 0, rank: int = 0) -> None:
     """Makes this process one of so many ranks, of which there are no others."""
     need_torch("imagining ranks")
-    from tightship.frontends.torch import compat
+    from tightship.frontends.torch import compat_distributed
 
     if ranks < 2:
         raise BadInput("--rank requires --ranks of 2 or more", ranks or None)
     if not 0 <= rank < ranks:
         raise BadInput(f"no such rank: of {ranks}, they count from 0 to {ranks - 1}", rank, "--rank")
-    compat.imagine_ranks(rank, ranks)
+    compat_distributed.imagine_ranks(rank, ranks)
 
 
 def _divided(step: ModelStep) -> ModelStep:

@@ -30,7 +30,7 @@ from tightship.execute.shards import (
     shards_of,
     take_over,
 )
-from tightship.frontends.torch import compat
+from tightship.frontends.torch import compat, compat_distributed
 from tightship.frontends.torch.capture.step import check_model
 from tightship.frontends.torch.collectives import average_now, broadcast, messages, summed
 from tightship.frontends.torch.optimizer.updates import each
@@ -108,7 +108,7 @@ def _as_torch_has_it(
         return _from_ddp(model, parallel)
     if not isinstance(model, torch.nn.Module):
         return model, parallel
-    if compat.distributed_by(model) == "fully_shard":
+    if compat_distributed.distributed_by(model) == "fully_shard":
         return model, _from_fully_shard(model, parallel)
     if parallel is None and shards_of(model):
         return model, DataParallel(shard=True, buffers=False)
@@ -121,7 +121,7 @@ def _from_ddp(ddp: Any, parallel: DataParallel | None) -> tuple[torch.nn.Module,
             "a model in DistributedDataParallel has all parameters on all ranks: give fit its .module, or "
             "leave parallel out", parallel, "fit(parallel=…)",
         )  # fmt: skip
-    if options := compat.own_ddp_options(ddp):
+    if options := compat_distributed.own_ddp_options(ddp):
         raise Unsupported(
             f"a model in DistributedDataParallel with {', '.join(options)}",
             "fit averages gradients over all ranks itself, in their own type",
@@ -135,7 +135,7 @@ def _from_fully_shard(model: torch.nn.Module, parallel: DataParallel | None) -> 
         rule = "a model in fully_shard has its parameters in shards: leave parallel out, or fully_shard on one rank"
         raise BadInput(rule, parallel, "fit(parallel=…)")
     instead = "leave that out, or give fit the plain model and parallel=tightship.DataParallel(shard=True)"
-    if options := compat.fully_shard_options(model):
+    if options := compat_distributed.fully_shard_options(model):
         why = (
             "fit divides the rows of parameters among all ranks, gathers and averages them in their own type"
         )
@@ -193,7 +193,7 @@ def imagined(model: Any, optimizer: Any, loss: LossFn | None) -> tuple[torch.nn.
     module, how = _as_torch_has_it(model, None)
     check_model(module, hooks=True, shards=True)
     ranks, done = (dist.get_rank(), dist.get_world_size()), shards_of(module)
-    if compat.distributed_by(module) == "fully_shard":
+    if compat_distributed.distributed_by(module) == "fully_shard":
         done = take_over(module, optimizer, ranks)
     elif how is None:
         done = shard_model(module, ranks)
@@ -218,7 +218,7 @@ class Replicas(NotCopied):
         self.model, self.parallel = model, parallel
         ranks.same("models (give every rank the same)", lambda: f"a model of {_described(model)}, {parallel}")
         shards = shards_of(model)
-        if compat.distributed_by(model) == "fully_shard":
+        if compat_distributed.distributed_by(model) == "fully_shard":
             shards = take_over(model, optimizer, (ranks.rank, ranks.size))
         elif not shards:
             for t in (*model.parameters(), *model.buffers()):

@@ -34,7 +34,7 @@ from tightship.execute.bench import (
 from tightship.execute.cache import DEFAULT, Cache, Measurement, folder_of, machine
 from tightship.execute.compile import updater_of
 from tightship.execute.speeds import device_speeds, speeds
-from tightship.frontends.torch import compat
+from tightship.frontends.torch import compat, compat_distributed
 from tightship.frontends.torch.collectives import Collective, unsent
 from tightship.frontends.torch.optimizer.copy import traits
 from tightship.frontends.torch.optimizer.updates import Updater
@@ -238,7 +238,7 @@ class _Profiler:
         """Of an op that only looks at its arguments, which may ask for memory; None for any other effect, and where
         it raises for arguments like these."""
         fn = self.program.calls[k].fn
-        if compat.is_collective(fn) or not hasattr(fn, "_schema"):
+        if compat_distributed.is_collective(fn) or not hasattr(fn, "_schema"):
             return None
         try:
             return self.call(k, self.program.calls[k])

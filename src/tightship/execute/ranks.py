@@ -25,7 +25,7 @@ import torch
 from torch import distributed as dist
 
 from tightship.errors import BadInput, Enough, Infeasible, PeerFailed, TightshipError
-from tightship.frontends.torch import collectives, compat
+from tightship.frontends.torch import collectives, compat_distributed
 from tightship.frontends.torch.program import Program, Ref
 from tightship.graph import Request
 from tightship.plan import Plan
@@ -86,13 +86,13 @@ def together() -> Ranks | None:
 
     Raises ``BadInput`` if some do not come.
     """
-    if compat.world_size() < 2 or compat.imagined_ranks():
+    if compat_distributed.world_size() < 2 or compat_distributed.imagined_ranks():
         return None
     world = dist.group.WORLD
     if _process.of is not world:
         _process.group, _process.of = None, world
     _process.meetings += 1
-    store, rank, size = compat.process_groups_store(), dist.get_rank(), dist.get_world_size()
+    store, rank, size = compat_distributed.process_groups_store(), dist.get_rank(), dist.get_world_size()
     key = f"tightship/{_process.meetings}"
     store.set(f"{key}/here/{rank}", b"1")
     try:

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from tightship.frontends.torch import compat
+from tightship.frontends.torch import compat_distributed
 from tightship.frontends.torch.collectives import gathered, messages, reduced, scattered_means, share
 from tightship.frontends.torch.optimizer.updates import each
 from tightship.frontends.torch.structure import map_leaves
@@ -249,8 +249,8 @@ def take_over(model: torch.nn.Module, optimizer: Any, ranks: tuple[int, int]) ->
     parts: dict[int, torch.nn.Parameter] = {}
     done: dict[int, Shard] = {}
     chosen: dict[torch.nn.Module, dict[str, Shard]] = {}
-    rows, casts = compat.fully_sharded(model), compat.fully_shard_casts(model)
-    compat.undo_fully_shard(model)
+    rows, casts = compat_distributed.fully_sharded(model), compat_distributed.fully_shard_casts(model)
+    compat_distributed.undo_fully_shard(model)
     for row in rows:
         p = row.parameter
         shard = Shard(p.shape, p.stride(), ranks, p.device_mesh)

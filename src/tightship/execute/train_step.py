@@ -26,7 +26,7 @@ from tightship.execute.prepared import (
 )
 from tightship.execute.ranks import Ranks
 from tightship.execute.train_variants import TrainVariants, check_call
-from tightship.frontends.torch import compat
+from tightship.frontends.torch import compat, compat_distributed
 from tightship.frontends.torch.capture.step import Ending
 from tightship.frontends.torch.optimizer.updates import each
 from tightship.frontends.torch.program import tensors_in
@@ -155,7 +155,7 @@ class TrainStep(TrainVariants):
         try:
             return self._prepare(batch)
         except Unplannable as no:
-            if self.settings.strict or (compat.world_size() > 1 and not self.independent):
+            if self.settings.strict or (compat_distributed.world_size() > 1 and not self.independent):
                 raise
             self._unplanned = self._in_eager = Unplanned(no)
             self._variants.clear()

@@ -37,7 +37,7 @@ from tightship.execute.ranks import (
     told_of,
     written,
 )
-from tightship.frontends.torch import compat
+from tightship.frontends.torch import compat_distributed
 from tightship.frontends.torch.capture.state_restore import untouched
 from tightship.frontends.torch.capture.step import (
     DATA_PARALLEL,
@@ -451,8 +451,8 @@ class TrainVariants(Prepared):
 
     def _check_ranks(self, program: Program) -> None:
         """Raise ``Unsupported`` where ranks would drift apart without a word."""
-        ranks = 1 if self.independent or self._replicas is not None else compat.world_size()
-        if ranks > 1 and not any(compat.is_collective(call.fn) for call in program.calls):
+        ranks = 1 if self.independent or self._replicas is not None else compat_distributed.world_size()
+        if ranks > 1 and not any(compat_distributed.is_collective(call.fn) for call in program.calls):
             raise Unsupported(
                 f"a step without a collective on {ranks} ranks", "each rank would train a model of its own",
                 f"give fit parallel=tightship.DataParallel(), or {DATA_PARALLEL}; "

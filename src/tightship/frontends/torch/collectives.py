@@ -19,7 +19,7 @@ import torch
 from torch import distributed as dist
 
 from tightship.errors import Unsupported
-from tightship.frontends.torch import compat
+from tightship.frontends.torch import compat, compat_distributed
 
 __all__ = [
     "Collective", "Figures", "average_now", "broadcast", "collective", "figures", "gathered", "messages", "reduced",
@@ -252,7 +252,7 @@ class Collective:
 
 def resolved(group: Any) -> Any:
     """The process group that the argument of a collective names."""
-    return compat.process_group(group) if isinstance(group, str) else group
+    return compat_distributed.process_group(group) if isinstance(group, str) else group
 
 
 def reduction(name: str) -> Any:

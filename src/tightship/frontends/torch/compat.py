@@ -1,6 +1,7 @@
 """Every touch of PyTorch's private interfaces, for one version; nothing else in tightship may import them.
 
-``compat_capture`` and ``compat_compile`` are further parts of it, under the same rule.
+``compat_capture``, ``compat_compile``, ``compat_inductor`` and ``compat_distributed`` are further parts of it, under the
+same rule.
 
 ``require_torch`` raises ``Unsupported`` on another version, before anything private is used.
 """
@@ -10,7 +11,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
@@ -414,197 +415,14 @@ def is_inplace_view(fn: Any) -> bool:
     return torch.Tag.inplace_view in fn.tags
 
 
-def world_size() -> int:
-    """Ranks that train together; 1 where torch.distributed is not initialized."""
-    there = torch.distributed.is_available() and torch.distributed.is_initialized()
-    return torch.distributed.get_world_size() if there else 1
-
-
-def imagined_ranks() -> bool:
-    """Whether there are other ranks by name alone, so that nothing is sent."""
-    there = torch.distributed.is_available() and torch.distributed.is_initialized()
-    return there and torch.distributed.get_backend() == "fake"
-
-
-def imagine_ranks(rank: int, size: int) -> None:
-    """Makes this process one of so many ranks, of which there are no others."""
-    from torch.testing._internal.distributed.fake_pg import FakeStore
-
-    if imagined_ranks():
-        torch.distributed.destroy_process_group()
-    torch.distributed.init_process_group("fake", store=FakeStore(), rank=rank, world_size=size)
-
-
-def process_group(name: str) -> Any:
-    """The process group of a name, as functional collectives have it."""
-    return torch.distributed.distributed_c10d._resolve_process_group(name)
-
-
-def process_groups_store() -> Any:
-    """The key-value store that the default process group was made with, which all ranks reach."""
-    return torch.distributed.distributed_c10d._get_default_store()
-
-
 def is_dense(tensor: torch.Tensor) -> bool:
     """Whether the elements of a tensor lie one after the other, in whatever order, without gaps."""
     return torch.ops.aten.is_non_overlapping_and_dense(tensor)
 
 
-def is_wait(fn: Any) -> bool:
-    """Whether the op does nothing but wait for a collective, or wrap its result so that who reads it waits."""
-    name = str(fn)
-    return "c10d_functional" in name and (".wait_tensor." in name or "._wrap_tensor_autograd." in name)
-
-
-def distributed_by(model: torch.nn.Module) -> str:
-    """What of torch's own has distributed a model's parameters; empty if nothing has."""
-    kinds = {
-        c.__name__ for m in model.modules() for c in type(m).__mro__ if c.__module__.startswith("torch.dist")
-    }
-    tensors = {type(t).__name__ for t in (*model.parameters(), *model.buffers())}
-    for name, known in (
-        ("FSDPModule", "fully_shard"),
-        ("FullyShardedDataParallel", "FullyShardedDataParallel"),
-    ):
-        if name in kinds:
-            return known
-    return "DTensor" if "DTensor" in tensors else ""
-
-
-class FullySharded(NamedTuple):
-    """A parameter that ``fully_shard`` has sharded: this rank's part, filled up to the size of the largest."""
-
-    parameter: Any  # a DTensor
-    part: torch.Tensor
-    places: tuple[tuple[torch.nn.Module, str], ...]
-    dtype: torch.dtype | None  # that it is gathered in, where that is another one
-    reduced: (
-        torch.dtype | None
-    )  # that its gradient is averaged in, where that is another one than it comes in
-
-
-def _fully_shard_states(model: torch.nn.Module) -> list[tuple[torch.nn.Module, Any]]:
-    found = [(m, getattr(m, "_get_fsdp_state", None)) for m in model.modules()]
-    return [(m, get()) for m, get in found if get is not None]
-
-
-def fully_shard_options(model: torch.nn.Module) -> list[str]:
-    """What of ``fully_shard`` changes numbers or places of a model's parameters, beside dividing their rows."""
-    options: dict[str, None] = {}
-    for _, state in _fully_shard_states(model):
-        for group in state._fsdp_param_groups:
-            if type(group.offload_policy).__name__ != "OffloadPolicy":
-                options["offload_policy"] = None
-            if group.gradient_divide_factor is not None:
-                options["set_gradient_divide_factor"] = None
-            if group._all_reduce_hook is not None:
-                options["set_all_reduce_hook"] = None
-            if not (group.reduce_grads and group.all_reduce_grads):
-                options["set_requires_gradient_sync(False)"] = None
-            for one in group.fsdp_params:
-                placements = getattr(one.sharded_param, "placements", ())
-                mesh = getattr(one.sharded_param, "device_mesh", None)
-                if [getattr(x, "dim", None) for x in placements] != [0]:
-                    options[f"placements {tuple(placements)}"] = None
-                elif mesh is None or mesh.size() != world_size():
-                    options[f"a mesh of {mesh.size() if mesh is not None else 0} ranks"] = None
-    return list(options)
-
-
-def fully_sharded(model: torch.nn.Module) -> list[FullySharded]:
-    """The parameters that ``fully_shard`` has sharded, none of which is gathered afterwards."""
-    rows = []
-    for module, state in _fully_shard_states(model):
-        module.reshard()
-        for one in (p for group in state._fsdp_param_groups for p in group.fsdp_params):
-            info = one._module_info
-            places = [(info.module, info.param_name)]
-            places += zip(info.shared_modules, info.shared_param_names, strict=True)
-            part = one._sharded_param_data.detach().view(one.padded_sharded_param_size)
-            one.init_dtype_attrs(one.mp_policy)  # as its first forward pass does
-            rows.append(
-                FullySharded(one.sharded_param, part, tuple(places), one.param_dtype, one.reduce_dtype)
-            )
-    return rows
-
-
-def fully_shard_casts(
-    model: torch.nn.Module,
-) -> list[tuple[torch.nn.Module, torch.dtype | None, torch.dtype | None]]:
-    """Modules whose floating-point inputs and outputs ``fully_shard`` casts, and to what."""
-    rows = []
-    for module, state in _fully_shard_states(model):
-        policy = state._mp_policy
-        given = policy.param_dtype if policy.cast_forward_inputs else None
-        if given is not None or policy.output_dtype is not None:
-            rows.append((module, given, policy.output_dtype))
-    return rows
-
-
-def undo_fully_shard(model: torch.nn.Module) -> None:
-    """Takes the hooks and the class of ``fully_shard`` from a model whose parameters have been replaced."""
-    for module, state in _fully_shard_states(model):
-        for group in state._fsdp_param_groups:
-            handles = [
-                *group._module_to_pre_save_state_dict_hook_handle.values(),
-                *group._module_to_pre_load_state_dict_hook_handle.values(),
-                *(one._post_load_hook_handle for one in group.fsdp_params),
-            ]
-            for handle in handles:
-                handle.remove()
-        state._pre_forward_hook_handle.remove()
-        state._post_forward_hook_handle.remove()
-        kind = type(module)
-        module.__class__ = kind.__mro__[kind._orig_cls_mro_index]  # type: ignore[attr-defined]
-    for module in model.modules():
-        for name in ("_is_fsdp_managed_module", "_fsdp_use_orig_params"):
-            vars(module).pop(name, None)
-
-
-class _LetGo:
-    """In the place of what DistributedDataParallel sends with."""
-
-    def __getattr__(self, name: str) -> Any:
-        raise Unsupported(
-            "a training step of a DistributedDataParallel that tightship.fit has taken over",
-            "its buckets are no more, so that they take no memory beside the budget",
-            "call the step that fit has returned, or put the module into a new DistributedDataParallel",
-        )
-
-
-def let_go_of_buckets(ddp: Any) -> None:
-    """Frees the buckets of a DistributedDataParallel, a copy of its parameters; it evaluates as before."""
-    ddp.reducer = ddp.logger = _LetGo()
-
-
 def found_infinite(scaler: Any, optimizer: Any) -> list[torch.Tensor]:
     """Where a GradScaler that has unscaled an optimizer's gradients notes, as 1.0, that some are not finite."""
     return list(scaler._per_optimizer_states[id(optimizer)]["found_inf_per_device"].values())
-
-
-def own_ddp_options(ddp: Any) -> list[str]:
-    """What of a DistributedDataParallel changes numbers, beside averaging over all ranks."""
-    options = []
-    if ddp.process_group is not torch.distributed.group.WORLD:
-        options.append("process_group")
-    if ddp.mixed_precision is not None:
-        options.append("mixed_precision")
-    if ddp._comm_hooks:
-        options.append("a communication hook")
-    if ddp.parameters_to_ignore or ddp._delay_all_reduce_params:
-        options.append("parameters that it leaves to others")
-    if hasattr(ddp, "buffer_hook"):
-        options.append("a buffer hook")
-    return options
-
-
-def is_collective(fn: Any) -> bool:
-    return getattr(fn, "namespace", None) in (
-        "c10d",
-        "c10d_functional",
-        "_c10d_functional",
-        "_c10d_functional_autograd",
-    )
 
 
 def flop_formula(fn: Any) -> Callable[..., int] | None:

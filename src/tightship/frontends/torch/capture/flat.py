@@ -21,7 +21,7 @@ from torch.fx import GraphModule
 from torch.overrides import TorchFunctionMode
 
 from tightship.errors import TightshipError, Unsupported
-from tightship.frontends.torch import compat, compat_inductor
+from tightship.frontends.torch import compat, compat_distributed, compat_inductor
 from tightship.frontends.torch.optimizer.copy import Path, bare
 from tightship.frontends.torch.optimizer.updates import Updater, each, independent
 from tightship.frontends.torch.program import Program, dtype_of, flat, refs_in, substitute
@@ -115,7 +115,7 @@ class _Flattening:
                 )
             homes[s] = slot.value
         for op, call in zip(graph.ops, self.program.calls, strict=True):
-            if compat.is_collective(call.fn):
+            if compat_distributed.is_collective(call.fn):
                 raise Unsupported(
                     "a collective op in compiled mode", "ranks would wait for each other while bytes are measured",
                     'use mode="exact"',

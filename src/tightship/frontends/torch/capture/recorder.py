@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 
 from tightship.errors import Unplannable, Unsupported
-from tightship.frontends.torch import compat, compat_capture
+from tightship.frontends.torch import compat, compat_capture, compat_distributed
 from tightship.frontends.torch.capture.data_guards import (
     READS_DATA,
     Guard,
@@ -142,7 +142,7 @@ class Recorder(compat.TorchDispatchMode):
         return self.asked
 
     def _run(self, fn: Any, args: Any, kwargs: Any, origin: Origin) -> Any:
-        if compat.is_wait(fn):  # in a step, collectives are complete when they return
+        if compat_distributed.is_wait(fn):  # in a step, collectives are complete when they return
             return args[0]
         try:
             return self.prober.results(fn, args, kwargs)
@@ -541,7 +541,7 @@ def _probable(
     fn: Any, args: Any, kwargs: Any, tensors: list[torch.Tensor], fresh: list[torch.Tensor], limit: int
 ) -> bool:
     """Whether the op may be run on zeros: it writes nothing, makes new tensors of moderate size."""
-    if compat.written_arguments(fn) or compat.is_collective(fn):
+    if compat.written_arguments(fn) or compat_distributed.is_collective(fn):
         return False
     storages = {compat.storage_key(t) for t in tensors}
     if any(compat.storage_key(t) in storages for t in fresh):

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from tightship.errors import BadInput, Unplannable, Unsupported
-from tightship.frontends.torch import compat, compat_capture
+from tightship.frontends.torch import compat, compat_capture, compat_distributed
 from tightship.frontends.torch.capture.lower import finish
 from tightship.frontends.torch.capture.recorder import Recorder, is_strided, is_whole
 from tightship.frontends.torch.capture.state_restore import Change, applied, untouched
@@ -173,7 +173,7 @@ def check_model(model: Any, *, hooks: bool = False, shards: bool = False) -> Non
             "give its .module (tightship.fit on several ranks takes the model as it is, or its .module and "
             f"parallel=tightship.DataParallel()); or {DATA_PARALLEL}",
         )  # fmt: skip
-    by = compat.distributed_by(model)
+    by = compat_distributed.distributed_by(model)
     if by and not (shards and by == "fully_shard"):
         raise Unsupported(
             f"a model whose parameters are distributed by {by}",
@@ -249,7 +249,7 @@ class Capture:
         self.mode = compat.fake_mode_of(tensors) or compat.fake_mode()
         self.device = compat.thinkable(device or "cpu")
         self.tape = Tape()
-        self.tape.repeats = compat.imagined_ranks()  # all of which would run the same plan
+        self.tape.repeats = compat_distributed.imagined_ranks()  # all of which would run the same plan
         self.tracker = Tracker({m: n for n, m in model.named_modules()})
         self.recorder = Recorder(self.tape, self.mode, self.tracker)
         self.readers = compat_capture.DataReaders(self.recorder.contents)

@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 import torch
 
 from tightship.errors import Unplannable, Unsupported
-from tightship.frontends.torch import compat, compat_capture
+from tightship.frontends.torch import compat, compat_capture, compat_distributed
 from tightship.frontends.torch.collectives import collective
 from tightship.frontends.torch.program import Call, Ref, leaves_in, map_tree, refs_in
 from tightship.graph import aligned, alignment_of
@@ -299,7 +299,7 @@ class Tape:
         outs = list(leaves_in(out))
         tensors = [o for o in outs if isinstance(o, torch.Tensor)]
         values = [self.value(o, place) if isinstance(o, torch.Tensor) else -1 for o in outs]
-        if compat.is_inplace_view(fn) or compat.is_wait(fn):
+        if compat.is_inplace_view(fn) or compat_distributed.is_wait(fn):
             return None
         writes = [v for k, n in compat.written_arguments(fn) for v in self._given(args, kwargs, k, n)]
         names = compat.undeclared_writes(fn, args, kwargs)
@@ -312,7 +312,7 @@ class Tape:
             if new:
                 made.append(self.storage(v))
         random = compat.is_random(fn, args, kwargs)
-        sent = collective(fn) if compat.is_collective(fn) else None
+        sent = collective(fn) if compat_distributed.is_collective(fn) else None
         effect = sent is not None and not (self.repeats and sent.repeatable)
         effect = effect or not (tensors or writes or fn._schema.returns)
         if not (made or writes or random or effect):
