@@ -1,7 +1,7 @@
 """Every touch of PyTorch's private interfaces, for one version; nothing else in tightship may import them.
 
-``compat_capture``, ``compat_compile``, ``compat_inductor`` and ``compat_distributed`` are further parts of it, under the
-same rule.
+``compat_capture``, ``compat_compile``, ``compat_inductor`` and ``compat_distributed`` are further parts of it, under
+the same rule.
 
 ``require_torch`` raises ``Unsupported`` on another version, before anything private is used.
 """
