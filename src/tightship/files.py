@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import re
 import stat
+from collections.abc import Iterator
 from pathlib import Path
-from typing import TypeAlias
+from typing import Final, TypeAlias
 
 from tightship.errors import BadInput
 
-__all__ = ["PathLike", "read_bytes", "unreadable", "unwritable", "write_file"]
+try:
+    import fcntl
+except ImportError:  # Windows has none
+    fcntl = None  # type: ignore[assignment]
+
+__all__ = ["PathLike", "part_of", "read_bytes", "remove_parts", "unreadable", "unwritable", "write_file"]
 
 PathLike: TypeAlias = str | os.PathLike[str]
 
@@ -51,17 +59,81 @@ def write_file(path: PathLike, data: bytes) -> None:
         if target.exists() and not target.is_file():  # a device is written to, not replaced
             target.write_bytes(data)
             return
-        beside = target.with_name(f".{target.name[:50]}.{os.urandom(4).hex()}.tmp")
-        # Opened this way, and not by tempfile, the file gets the permissions that the umask asks for.
-        handle = os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
-        try:
-            with open(handle, "wb") as file:
+        with part_of(target) as part:
+            with open(part, "wb") as file:
                 file.write(data)
                 file.flush()
                 os.fsync(file.fileno())
-            os.replace(beside, target)
-        except BaseException:
-            beside.unlink(missing_ok=True)
-            raise
+            os.replace(part, target)
     except (OSError, ValueError) as error:  # a path with a zero byte is a ValueError
         raise unwritable(error, os.fspath(path)) from error
+
+
+# --- parts ---
+
+_ENDINGS: Final = (".tmp", ".onnx")
+_LONGEST: Final = 50
+"""Characters of a file's name that are in that of its parts."""
+_TRIES: Final = 5
+
+
+@contextlib.contextmanager
+def part_of(target: Path, ending: str = ".tmp") -> Iterator[Path]:
+    """An empty file beside ``target``, to be written and to take its name. It is gone with the context, and so are
+    parts that processes left which were killed: whoever lives has a lock on theirs. Raises ``OSError``."""
+    part, handle = target, -1
+    try:
+        for _ in range(_TRIES):
+            part = target.with_name(f"{_begin(target.name)}.{os.urandom(4).hex()}{ending}")
+            # Opened this way, and not by tempfile, the file gets the permissions that the umask asks for.
+            handle = os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
+            if _lock(handle, where_there_are_none=True) and os.fstat(handle).st_nlink:
+                break
+            os.close(handle)  # somebody else took it for one that was left
+            handle = -1
+        yield part
+    finally:
+        if part != target:
+            part.unlink(missing_ok=True)
+        if handle >= 0:
+            os.close(handle)
+    remove_parts(target.parent, target.name)
+
+
+def _begin(name: str) -> str:
+    """How the names of a file's parts begin, and those of the parts' own."""
+    return f".{name.lstrip('.')[:_LONGEST]}"
+
+
+def remove_parts(folder: Path, name: str | None = None) -> None:
+    """Removes what killed processes left of a file's parts, or (``name`` None) of those of all files in a folder that
+    nobody else writes to."""
+    begin = r"\..+" if name is None else re.escape(_begin(name))
+    known = re.compile(rf"{begin}(\.[0-9a-f]{{8}}({'|'.join(map(re.escape, _ENDINGS))}))+")
+    with contextlib.suppress(OSError), os.scandir(folder) as rows:
+        for row in rows:
+            if known.fullmatch(row.name):
+                with contextlib.suppress(OSError):
+                    _remove_if_left(row.path)
+
+
+def _remove_if_left(path: str) -> None:
+    handle = os.open(path, os.O_RDONLY | getattr(os, "O_NOFOLLOW", 0))
+    try:
+        if _lock(handle, where_there_are_none=False):
+            os.unlink(path)
+    finally:
+        os.close(handle)
+
+
+def _lock(handle: int, *, where_there_are_none: bool) -> bool:
+    """Whether nobody else has this file locked; some network folders know no locks."""
+    if fcntl is None:
+        return where_there_are_none
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError:
+        return where_there_are_none
+    return True
