@@ -23,7 +23,7 @@ void raise_error(int error, const char* doing) {
         PyErr_SetString(PyExc_OSError, "the file for what is offloaded is shorter than it was");
     } else {
         const std::string said = std::string(doing) + " failed: " + std::strerror(error);
-        PyErr_SetObject(PyExc_OSError, nb::make_tuple(error, said).ptr());
+        PyErr_SetObject(PyExc_OSError, nb::make_tuple(error, said.c_str()).ptr());
     }
     throw nb::python_error();
 }

@@ -115,7 +115,7 @@ def _into_file(text: str) -> Scenario:
 
 def _training(**options: Any) -> Scenario:
     def run(folder: Path, given: Path) -> int:
-        return _train(folder, options)
+        return _train(folder, given, options)
 
     return Scenario(run, (), ("cache", "xdg", "pool"), torch=True)
 
@@ -190,13 +190,13 @@ def _batch(k: int) -> tuple[Any, Any]:
     return torch.randn(512, 32, generator=made), torch.randn(512, 32, generator=made)
 
 
-def _train(folder: Path, options: dict[str, Any]) -> int:
+def _train(folder: Path, files: Path, options: dict[str, Any]) -> int:
     """Three steps beside eager's. After a fault every parameter is as before the step or as after it; then the same
     is done once more, with nothing in the way. Returns 2 where a fault was said in words."""
     from tightship.errors import TightshipError
 
     given = dict(options, folder=folder / "pool", seconds=0.3, seconds_per_op=0.001)
-    given["cache"] = folder / "cache" if given.pop("kept", False) else None
+    given["cache"] = (folder if given.pop("kept", False) else files) / "cache"
     given["folder"].mkdir(exist_ok=True)
     if given.pop("build", False):
         os.environ["XDG_CACHE_HOME"] = str(folder / "xdg")
