@@ -6,7 +6,9 @@
 (``tests/support/oracle.py``) and by the verifier. ``verifier``: plans changed at random; what the oracle finds wrong
 the verifier has to list, without raising. ``places``: random problems with every placement planner. ``optima``: small
 graphs with every plan tried; no bound is above the best. ``files``: files of every format, changed by their structure
-and read by the command line; nothing may raise, and nothing take more than ten seconds.
+and read by the command line; nothing may raise, and nothing take more than ten seconds. ``faults``: every verb that
+writes and steps that are fitted, on a disk that fails at the n-th write, with signals at it or at some time, and with
+too little memory (``tests/support/faults.py``); what ``docs/reliability.md`` promises has to hold.
 
 A case is a number. What fails is shrunk to the smallest case that does, and kept as one line of ``failures``; a
 campaign goes on where the state's file says that it was.
@@ -15,6 +17,7 @@ campaign goes on where the state's file says that it was.
 from __future__ import annotations
 
 import argparse
+import atexit
 import contextlib
 import io
 import json
@@ -26,12 +29,14 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
 
+from support import faults as disturbances
 from support.hostile import FORMATS, hostile
 from support.optimum import optimum
 from support.oracle import faults
@@ -45,8 +50,9 @@ from tightship.plan import Buffer, Plan, Problem
 from tightship.planners import default, packing, planners
 from tightship.verify import verify
 
-LONGEST = 10
-"""Seconds that a case may take beyond the limits that it was given."""
+LONGEST = {"faults": 300}
+"""Seconds that a case may take beyond the limits that it was given: `USUAL`, but for these."""
+USUAL = 10
 
 Judged = tuple[str, str]
 """What came of a case, and what is wrong with it, if something is."""
@@ -250,8 +256,29 @@ def files(seed: int, size: int) -> Judged:
     return what, ""
 
 
+# --- faults ---
+
+
+@cache
+def _server() -> disturbances.Server:
+    server = disturbances.Server()
+    atexit.register(server.close)
+    return server
+
+
+def disturbed(seed: int, size: int) -> Judged:
+    """A scenario and a fault; there are no smaller ones."""
+    if disturbances.why_not():
+        return "not here", ""
+    rng = random.Random(f"faults {seed}")
+    scenario = rng.choice(list(disturbances.SCENARIOS))
+    fault = disturbances.random_fault(_server(), scenario, rng)
+    return f"{scenario}: {fault.kind}", disturbances.judged(_server(), scenario, fault)
+
+
 CLASSES: dict[str, Callable[[int, int], Judged]] = {
     "plans": plans, "verifier": verifier, "places": places, "optima": optima, "files": files,
+    "faults": disturbed,
 }  # fmt: skip
 
 
@@ -262,10 +289,12 @@ def judged(name: str, seed: int, size: int) -> Judged:
     """What comes of one case; an exception that is no error of tightship's is a fault, and so is a hang."""
 
     def stop(*_: object) -> None:
-        raise TimeoutError(f"takes more than {LONGEST} s")
+        raise TimeoutError(f"takes more than {longest} s")
+
+    longest = LONGEST.get(name, USUAL)
 
     before = signal.signal(signal.SIGALRM, stop)
-    signal.alarm(LONGEST + 2)
+    signal.alarm(longest + 2)
     try:
         return CLASSES[name](seed, size)
     except Exception as error:

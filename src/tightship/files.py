@@ -17,7 +17,16 @@ try:
 except ImportError:  # Windows has none
     fcntl = None  # type: ignore[assignment]
 
-__all__ = ["PathLike", "part_of", "read_bytes", "remove_parts", "unreadable", "unwritable", "write_file"]
+__all__ = [
+    "PathLike",
+    "part_of",
+    "read_bytes",
+    "remove_parts",
+    "scratch_folder",
+    "unreadable",
+    "unwritable",
+    "write_file",
+]
 
 PathLike: TypeAlias = str | os.PathLike[str]
 
@@ -121,9 +130,55 @@ def _remove_if_left(path: str) -> None:
     handle = os.open(path, os.O_RDONLY | getattr(os, "O_NOFOLLOW", 0))
     try:
         if _lock(handle, where_there_are_none=False):
-            os.unlink(path)
+            _remove_folder(path) if stat.S_ISDIR(os.fstat(handle).st_mode) else os.unlink(path)
     finally:
         os.close(handle)
+
+
+_SCRATCH: Final = "tightship-scratch-"
+
+
+@contextlib.contextmanager
+def scratch_folder() -> Iterator[Path]:
+    """A folder where the system has its temporary files. It is gone with the context, and so are those that processes
+    left which were killed. Raises ``BadInput`` where there can be none."""
+    import tempfile  # here, because few commands need it
+
+    folder, handle = "", -1
+    try:
+        for _ in range(_TRIES):
+            folder = tempfile.mkdtemp(prefix=_SCRATCH)
+            if fcntl is None:
+                break
+            handle = os.open(folder, os.O_RDONLY)
+            if _lock(handle, where_there_are_none=True) and os.path.isdir(folder):
+                break
+            os.close(handle)  # somebody else took it for one that was left
+            handle = -1
+        _remove_scratch(os.path.dirname(folder))
+    except OSError as error:
+        _remove_folder(folder)
+        raise BadInput(f"there can be no temporary folder: {error.strerror or error}") from error
+    try:
+        yield Path(folder)
+    finally:
+        _remove_folder(folder)
+        if handle >= 0:
+            os.close(handle)
+
+
+def _remove_folder(path: str) -> None:
+    import shutil
+
+    shutil.rmtree(path, ignore_errors=True)
+
+
+def _remove_scratch(parent: str) -> None:
+    with contextlib.suppress(OSError), os.scandir(parent) as rows:
+        for row in rows:
+            if row.name.startswith(_SCRATCH):
+                with contextlib.suppress(OSError):
+                    _remove_if_left(row.path)
 
 
 def _lock(handle: int, *, where_there_are_none: bool) -> bool:

@@ -106,8 +106,7 @@ def _into_file(text: str) -> Scenario:
     inner = _verb(text)
 
     def run(folder: Path, given: Path) -> int:
-        with open(folder / STDOUT, "wb") as file:
-            os.dup2(file.fileno(), 1)
+        os.dup2(os.open(folder / STDOUT, os.O_WRONLY | os.O_TRUNC), 1)
         return inner.run(folder, given)
 
     return Scenario(run, (STDOUT,))
@@ -144,7 +143,7 @@ SCENARIOS: dict[str, Scenario] = {
     "assign": _verb("assign in/module.txt --write m.txt --report p.html", "m.txt", "p.html"),
     "fit, kept": _training(budget="80%", kept=True),
     "fit, offload": _training(budget="75%", allow="offload"),
-    "fit, stream": _training(budget="70%", allow="recompute,stream"),
+    "fit, stream": _training(budget=0.6, allow="recompute,stream"),
     "fit, build": _training(budget="80%", build=True),
 }  # fmt: skip
 
@@ -170,6 +169,8 @@ def given_files(folder: Path) -> None:
 
 # --- training ---
 
+ROWS = 512
+
 
 def _layers() -> Any:
     import torch
@@ -183,11 +184,11 @@ def _loss(model: Any, batch: Any) -> Any:
     return (model(batch[0]) - batch[1]).square().mean()
 
 
-def _batch(k: int) -> tuple[Any, Any]:
+def _batch(k: int, rows: int) -> tuple[Any, Any]:
     import torch
 
     made = torch.Generator().manual_seed(k)
-    return torch.randn(512, 32, generator=made), torch.randn(512, 32, generator=made)
+    return torch.randn(rows, 32, generator=made), torch.randn(rows, 32, generator=made)
 
 
 def _train(folder: Path, files: Path, options: dict[str, Any]) -> int:
@@ -197,15 +198,14 @@ def _train(folder: Path, files: Path, options: dict[str, Any]) -> int:
 
     given = dict(options, folder=folder / "pool", seconds=0.3, seconds_per_op=0.001)
     given["cache"] = (folder if given.pop("kept", False) else files) / "cache"
-    given["folder"].mkdir(exist_ok=True)
     if given.pop("build", False):
         os.environ["XDG_CACHE_HOME"] = str(folder / "xdg")
     status = 0
     try:
         _beside_eager(given)
-    except KeyboardInterrupt:
-        status = 130
+    except KeyboardInterrupt:  # perhaps while torch imported more of itself, which it does not take up again
         sys.stderr.write("tightship: interrupted\n")
+        return 130
     except Exception as error:
         from tightship.errors import InternalError, TightshipError
 
@@ -230,14 +230,18 @@ def _beside_eager(given: dict[str, Any]) -> None:
 
     model, twin = _layers(), _layers()
     optimizer, other = torch.optim.AdamW(model.parameters()), torch.optim.AdamW(twin.parameters())
-    step = tightship.fit(model, _loss, optimizer, _batch(0), **given)
+    rows, share = ROWS, given["budget"]
+    if isinstance(share, float):  # of parameters and state
+        static = 3 * sum(p.nbytes for p in model.parameters())
+        rows, given = 4, given | {"budget": int(share * static)}
+    step = tightship.fit(model, _loss, optimizer, _batch(0, rows), **given)
     for k in range(3):
         before = [p.detach().clone() for p in twin.parameters()]
         other.zero_grad()
-        _loss(twin, _batch(k)).backward()
+        _loss(twin, _batch(k, rows)).backward()
         other.step()
         try:
-            step(_batch(k))
+            step(_batch(k, rows))
         except BaseException:
             _rest()
             with step.gathered():
@@ -381,7 +385,7 @@ class Server:
         """The folder as it is before a scenario: old files for every second target, so that both are tried."""
         case = self.base / "case"
         shutil.rmtree(case, ignore_errors=True)
-        for name in ("out", "tmp"):
+        for name in ("out/pool", "tmp") if SCENARIOS[scenario].torch else ("out", "tmp"):
             (case / name).mkdir(parents=True)
         for target in SCENARIOS[scenario].targets[::2]:
             (case / "out" / target).write_bytes(OLD)
@@ -425,6 +429,11 @@ def judged(server: Server, scenario: str, fault: Fault) -> str:
     said = "" if again["status"] == 0 else f"status {again['status']}"
     said = said or _wrong_files(server, scenario, 0, killed=False)
     return f"{scenario}, {fault}, then again: {said}; {_last(again['stderr'])}" if said else ""
+
+
+def _kills(scenario: str, fault: Fault) -> bool:
+    """Whether nobody can look after what is left: programs that fit decide themselves what ``SIGTERM`` does."""
+    return fault.kind == "kill" or (fault.kind == "term" and SCENARIOS[scenario].torch)
 
 
 def _last(text: str) -> str:

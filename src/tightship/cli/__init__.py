@@ -8,6 +8,7 @@ nothing else there.
 from __future__ import annotations
 
 import argparse
+import errno
 import gc
 import os
 import shlex
@@ -23,7 +24,8 @@ from typing import Any, NoReturn
 
 import tightship
 from tightship.cli.output import INTERRUPTED, Output
-from tightship.errors import InternalError, TightshipError
+from tightship.errors import BadInput, InternalError, TightshipError
+from tightship.files import unwritable
 from tightship.options import add_options
 from tightship.units import BUDGET_FORMS
 
@@ -388,8 +390,24 @@ def _status(given: list[str], out: Output, signals: _Signals, *, heeded: bool) -
     except BrokenPipeError:
         out.closed()
         return 1
+    except OSError as error:
+        if error.errno not in _OF_THE_SYSTEM:
+            return _internal(error, given, out)
+        out.failed(unwritable(error, str(error.filename or "a file")), debug="--debug" in given)
+        return BadInput.exit_status
     except Exception as error:
-        out.failed(InternalError(error), debug="--debug" in given)
-        return InternalError.exit_status
+        return _internal(error, given, out)
     except SystemExit as done:  # --help and --version
         return done.code if isinstance(done.code, int) else 0
+
+
+_OF_THE_SYSTEM = {
+    getattr(errno, n, None)
+    for n in ("ENOSPC", "EDQUOT", "EIO", "EROFS", "EACCES", "EPERM", "EMFILE", "ENFILE")
+} - {None}
+"""What a system says of its disks and limits, wherever it is noticed."""
+
+
+def _internal(error: Exception, given: list[str], out: Output) -> int:
+    out.failed(InternalError(error), debug="--debug" in given)
+    return InternalError.exit_status

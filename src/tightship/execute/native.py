@@ -24,14 +24,14 @@ import shutil
 import subprocess
 import sys
 import sysconfig
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Final
 
 import torch
 
-from tightship.errors import Unsupported
+from tightship.errors import BadInput, Unsupported
+from tightship.files import scratch_folder
 from tightship.graph import alignment_of
 
 __all__ = ["NoCompiler", "build_and_import", "install", "runtime"]
@@ -118,12 +118,12 @@ def _folder() -> Path:
             return cache
     except (OSError, RuntimeError):
         pass
+    held = contextlib.ExitStack()
+    atexit.register(held.close)
     try:
-        folder = tempfile.mkdtemp(prefix="tightship-")
-    except OSError as error:
-        raise NoCompiler(f"there is no folder to compile in: {error.strerror or error}") from error
-    atexit.register(shutil.rmtree, folder, ignore_errors=True)
-    return Path(folder)
+        return held.enter_context(scratch_folder())
+    except BadInput as error:
+        raise NoCompiler(str(error)) from error
 
 
 def _target(kind: str) -> Path:
