@@ -37,11 +37,12 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
 
 from support import faults as disturbances
+from support import mutation
 from support.hostile import FORMATS, hostile
 from support.optimum import optimum
 from support.oracle import faults
 from support.placing import assert_right
-from support.strategies import random_graph, random_plan
+from support.strategies import random_graph
 from tightship import api
 from tightship.cli import main as command
 from tightship.errors import Infeasible, TightshipError, VerificationFailed
@@ -111,68 +112,16 @@ def _wrong(graph: Graph, plan: Plan, name: str) -> str:
 
 
 def verifier(seed: int, size: int) -> Judged:
-    """A plan with one change; the sizes of cases are those of their graphs."""
-    rng = random.Random(seed)
-    graph = random_graph(seed, size)
-    plan = random_plan(graph, seed)
-    name, changed = _mutant(graph, plan, rng)
-    try:
-        wrong = faults(graph, changed)
-    except Exception:  # the oracle takes what is out of range for granted: that is wrong
-        wrong = ["out of range"]
-    found = verify(graph, changed)
+    """A plan with one change; the sizes of cases are those of their graphs. What comes of it is the rule that alone
+    finds it, if one does."""
+    graph, plan = mutation.case(seed, size)
+    kind, changed = mutation.mutant(graph, plan, random.Random(seed))
+    wrong, found = mutation.verdict(graph, changed)
     if wrong and not found:
-        return name, f"{name}: not found: {wrong[0]}"
-    return f"{name} {'killed' if found else 'lives rightly'}", ""
-
-
-def _mutant(graph: Graph, plan: Plan, rng: random.Random) -> tuple[str, Plan]:
-    steps, rows = list(plan.steps), list(plan.residences)
-    way = rng.randrange(9)
-    i = rng.randrange(len(steps))
-    step = steps[i]
-    numbers = (-1, 0, 1, 5, len(steps), 2**31, rng.randrange(99))
-    if way == 0:
-        fields: dict[str, Callable[[], Any]] = {
-            "kind": lambda: rng.choice(
-                ("compute", "recompute", "free", "offload", "fetch", "compress", "decompress")
-            ),
-            "op": lambda: rng.choice((*numbers, rng.randrange(len(graph.ops)))),
-            "storages": lambda: tuple(
-                rng.randrange(-1, len(graph.storages) + 1) for _ in range(rng.randrange(3))
-            ),
-            "form": lambda: rng.choice(("full", "packed", "host", "state", "odd")),
-            "nbytes": lambda: rng.choice(numbers),
-            "stream": lambda: rng.choice((-1, 0, 1, 2)),
-            "waits": lambda: tuple(rng.randrange(-1, len(steps)) for _ in range(rng.randrange(3))),
-            "saves": lambda: not step.saves,
-            "reuses": lambda: ((rng.randrange(len(graph.storages)), rng.randrange(len(graph.storages))),),
-        }
-        name = rng.choice(list(fields))
-        steps[i] = replace(step, **{name: fields[name]()})
-        return f"step.{name}", replace(plan, steps=tuple(steps), residences=(), arena=0, handed=0, host=0)
-    if way in (1, 2, 3):
-        if way == 1:
-            del steps[i]
-        elif way == 2:
-            steps.insert(rng.randrange(len(steps) + 1), step)
-        else:
-            steps.insert(rng.randrange(len(steps)), steps.pop(i))
-        name = ("", "step gone", "step twice", "step moved")[way]
-        return name, replace(plan, steps=tuple(steps), residences=(), arena=0, handed=0, host=0)
-    if way in (4, 5, 6) and rows:
-        k = rng.randrange(len(rows))
-        if way == 4:
-            del rows[k]
-            return "residence gone", replace(plan, residences=tuple(rows))
-        name = rng.choice(
-            ("offset", "offset", "offset", "start", "end", "size", "storage", "request", "first", "last")
-        )
-        value = getattr(rows[k], name) + rng.choice((-64, -1, 1, 64, 2**40))
-        rows[k] = replace(rows[k], **{name: value})
-        return f"residence.{name}", replace(plan, residences=tuple(rows))
-    name = rng.choice(("peak", "static", "time", "lower_bound", "arena", "host", "handed", "peak_before"))
-    return name, replace(plan, **{name: max(0, getattr(plan, name) + rng.choice((-64, 64, 1)))})
+        return kind, f"{kind}: not found: {wrong[0]}"
+    if not wrong:
+        return f"right to the oracle, {'refused' if found else 'and verified'}", ""
+    return f"only {next(iter(found))}" if len(found) == 1 else "several rules", ""
 
 
 # --- places ---

@@ -15,6 +15,7 @@ import gzip
 import json
 import os
 import random
+import re
 import shutil
 import signal
 import subprocess
@@ -29,8 +30,8 @@ from typing import Any
 __all__ = ["SCENARIOS", "Fault", "Server", "judged", "random_fault", "why_not"]
 
 HERE = Path(__file__).parent
-OTHERS = (".ses", "torchinductor_", "__pycache__")
-"""What onnxruntime and torch keep in the system's folder for temporary files."""
+OTHERS = re.compile(r"\.ses|torchinductor_.*|__pycache__|[a-z0-9_]{8}")
+"""What onnxruntime and torch keep in the system's folder for temporary files, and Python's looks whether it is one."""
 STDOUT = "said.json"
 """What a shell sends somewhere: nobody can write that whole or not at all."""
 LONGEST = 60
@@ -210,13 +211,14 @@ def _train(folder: Path, files: Path, options: dict[str, Any]) -> int:
         from tightship.errors import InternalError, TightshipError
 
         said = InternalError(error)  # knows in how many ways there can be too little memory
-        if "out of memory" in str(said):
-            status = 3
-        elif isinstance(error, (TightshipError, OSError)):
-            status, said = 2, error
+        if "out of memory" in str(said):  # as above
+            sys.stderr.write(f"tightship: {said}\n")
+            return 3
+        if isinstance(error, (TightshipError, OSError)):
+            status = 2
         else:
             raise
-        sys.stderr.write(f"tightship: {type(error).__name__}: {said}\n")
+        sys.stderr.write(f"tightship: {type(error).__name__}: {error}\n")
     if status:
         _rest()
         _beside_eager(given)
@@ -476,7 +478,7 @@ def _wrong_files(server: Server, scenario: str, status: int, *, killed: bool) ->
     left = [p.name for p in out.iterdir() if p.name not in (*about.targets, *about.kept)]
     left += [f"{p.parent.name}/{p.name}" for kept in about.kept for p in (out / kept).glob("**/.*")]
     left += [f"pool/{p.name}" for p in (out / "pool").glob("*")]  # files there have no names
-    left += [f"tmp/{p.name}" for p in (out.parent / "tmp").iterdir() if not p.name.startswith(OTHERS)]
+    left += [f"tmp/{p.name}" for p in (out.parent / "tmp").iterdir() if not OTHERS.fullmatch(p.name)]
     return f"left behind: {left}" if left else ""
 
 
