@@ -22,6 +22,7 @@ import contextlib
 import io
 import json
 import random
+import resource
 import signal
 import sys
 import tempfile
@@ -38,7 +39,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
 
 from support import faults as disturbances
 from support import mutation
-from support.hostile import FORMATS, hostile
+from support.hostile import changed, hostile
 from support.optimum import optimum
 from support.oracle import faults
 from support.placing import assert_right
@@ -178,13 +179,25 @@ VERBS = {
     "module": (["assign", "--seconds", "0.3"], ["plan", "-b", "80%", "--seconds", "0.3"], ["explain"]),
     "model": (["plan", "-b", "static+99%", "--seconds", "0.3", "--work", "20000"], ["explain"]),
     "graphdef": (["plan", "-b", "static+99%", "--seconds", "0.3", "--work", "20000"], ["explain"]),
+    "lite": (["plan", "-b", "static+99%", "--seconds", "0.3", "--work", "20000"], ["explain"]),
+    "keras": (["explain"],),
+    "snapshot": (["explain"],),
+    "measurements": (["fit"],),
+    "kept": (["fit"],),
 }
+"""What reads files of each kind; what `fit` reads is handed to what it reads it with."""
+
+MOST_MEMORY = 2 << 30
+"""Bytes that the process may have once a file was read."""
 
 
 def files(seed: int, size: int) -> Judged:
     rng = random.Random(seed)
-    kind = rng.choice(sorted(set(FORMATS) - ({"graphdef"} if find_spec("tensorflow") is None else set())))
+    lacking = {"graphdef"} if find_spec("tensorflow") is None else set()
+    kind = rng.choice(sorted(set(VERBS) - lacking))
     verb = rng.choice(VERBS[kind])
+    if verb[0] == "fit":
+        return kind, _kept(kind, seed, min(size, 3)) or _memory()
     name, data = hostile(kind, seed, min(size, 3))
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / name
@@ -202,7 +215,32 @@ def files(seed: int, size: int) -> Judged:
         json.loads(said.getvalue())
     except ValueError:
         return what, f"{' '.join(verb)} {name}: no JSON"
-    return what, ""
+    return what, _memory()
+
+
+def _memory() -> str:
+    most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10
+    return f"{most >> 20} MiB of memory" if most > MOST_MEMORY else ""
+
+
+def _kept(kind: str, seed: int, changes: int) -> str:
+    """What is kept between processes, damaged: it is as good as none, and the next one is whole again."""
+    from tightship.execute.cache import Cache, KeptPlans, Measurement
+
+    with tempfile.TemporaryDirectory() as folder:
+        if kind == "measurements":
+            (Path(folder) / "profile-m.json").write_bytes(hostile(kind, seed, changes)[1])
+            cache = Cache(folder, "m")
+            cache.put("op9", Measurement(1.0))
+            cache.save()
+            cache = Cache(folder, "m")
+            return "" if cache.get("op9") and not cache.note else f"not whole again: {cache.note}"
+        graph = random_graph(seed % 7, 3 + seed % 7)
+        planner = KeptPlans(Path(folder), default.Options(seconds=0.2, work=2_000))
+        planner(graph)
+        (path,) = Path(folder).glob("plan-*")
+        path.write_bytes(changed("kept", path.read_bytes(), seed, changes))
+        return _wrong(graph, planner(graph), "kept") or _wrong(graph, planner(graph), "kept again")
 
 
 # --- faults ---

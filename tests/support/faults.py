@@ -31,7 +31,7 @@ __all__ = ["SCENARIOS", "Fault", "Server", "judged", "random_fault", "why_not"]
 
 HERE = Path(__file__).parent
 OTHERS = re.compile(r"\.ses|torchinductor_.*|__pycache__|[a-z0-9_]{8}")
-"""What onnxruntime and torch keep in the system's folder for temporary files, and Python's looks whether it is one."""
+"""What onnxruntime and torch keep in the system's folder for temporary files, and Python's look whether it is one."""
 STDOUT = "said.json"
 """What a shell sends somewhere: nobody can write that whole or not at all."""
 LONGEST = 60
@@ -195,8 +195,6 @@ def _batch(k: int, rows: int) -> tuple[Any, Any]:
 def _train(folder: Path, files: Path, options: dict[str, Any]) -> int:
     """Three steps beside eager's. After a fault every parameter is as before the step or as after it; then the same
     is done once more, with nothing in the way. Returns 2 where a fault was said in words."""
-    from tightship.errors import TightshipError
-
     given = dict(options, folder=folder / "pool", seconds=0.3, seconds_per_op=0.001)
     given["cache"] = (folder if given.pop("kept", False) else files) / "cache"
     if given.pop("build", False):

@@ -388,8 +388,10 @@ def _touches(graph: Graph, step: Step) -> tuple[set[tuple[int, str]], set[tuple[
         made = {(home[v], "full") for v in op.outputs} - reads - writes
         writes |= {(s, "full") for s in step.storages} if again else made
         writes |= {(s, "full") for pair in step.reuses for s in pair}
+        writes |= {(step.op, "state")} if step.saves else set()
+        reads |= {(step.op, "state")} if again and op.random else set()
     elif step.kind == "free":
-        writes = {(s, step.form) for s in step.storages} if step.form != "state" else set()
+        writes = {(s, step.form) for s in (step.storages if step.form != "state" else (step.op,))}
     else:
         source, target = {
             "offload": ("full", "host"), "fetch": ("host", "full"),
@@ -414,6 +416,10 @@ def _races(graph: Graph, plan: Plan) -> list[str]:
                 if (wrote or form in writes) and not before[i] >> j & 1:
                     wrong.append(f"steps {j} and {i} race for {form}")
             seen.setdefault(form, []).append((i, form in writes))
+        # What comes next is another stay; whether it may have these bytes is a question of places.
+        ended = writes if step.kind == "free" else set()
+        for form in (*ended, *((old, "full") for old, _ in step.reuses)):
+            seen.pop(form, None)
     return wrong
 
 
