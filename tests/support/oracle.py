@@ -22,7 +22,6 @@ __all__ = ["faults", "seconds_of"]
 
 BETWEEN_RANKS = ("c10d.", "_c10d_functional.all_reduce")
 """Names of ops that other ranks notice, whatever a graph says of them."""
-COPIES = ("offload", "fetch", "compress", "decompress")
 
 
 def faults(graph: Graph, plan: Plan) -> list[str]:
@@ -326,13 +325,12 @@ def seconds_of(graph: Graph, steps: Iterable[Step]) -> float:
 
 
 def _before(steps: tuple[Step, ...]) -> list[int]:
-    """Of each step, a bit set of the steps that have surely ended when it begins."""
+    """Of each step, a bit set of the steps that have surely ended when it begins: those of its stream, and those that
+    it waits for. That stream 0 begins copies costs time, but is no wait."""
     ended: list[int] = []
     last: dict[int, int] = {}
     for i, step in enumerate(steps):
         begins = [*step.waits, *([last[step.stream]] if step.stream in last else [])]
-        if step.kind in COPIES and 0 in last:
-            begins.append(last[0])
         row = 0
         for w in begins:
             row |= ended[w] | 1 << w
