@@ -23,12 +23,12 @@ def server() -> Iterator[Server]:
         yield made
 
 
-@pytest.mark.parametrize("kind", ["full", "io", "short", "kill", "int", "term"])
+@pytest.mark.parametrize("kind", ["full", "short", "kill", "term"])
 def test_every_write_of_a_plan_may_fail(server: Server, kind: str) -> None:
     calls = server.calls("plan --json")
     assert calls >= 4
     faults = [Fault(kind, at) for at in range(1, calls + 1)]
-    faults += [Fault(kind, 2, stays=True)] if kind in ("full", "io", "short") else []
+    faults += [Fault(kind, 2, stays=True)] if kind in ("full", "short") else []
     assert [said for fault in faults if (said := judged(server, "plan --json", fault))] == []
 
 
@@ -37,12 +37,15 @@ def test_a_fault_at_any_time_of_a_verb_leaves_nothing_behind(server: Server, sce
     rng = random.Random(scenario)
     assert server.calls(scenario) > 0
     assert [
-        said for _ in range(3) if (said := judged(server, scenario, random_fault(server, scenario, rng)))
+        said for _ in range(2) if (said := judged(server, scenario, random_fault(server, scenario, rng)))
     ] == []
 
 
-@pytest.mark.parametrize("scenario", ["fit, offload", "fit, stream"])
-@pytest.mark.parametrize("fault", [Fault("io", 6), Fault("full", 1), Fault("int", 5)], ids=str)
+@pytest.mark.parametrize(
+    ("scenario", "fault"),
+    [("fit, offload", Fault("io", 6)), ("fit, stream", Fault("io", 9)), ("fit, stream", Fault("int", 5))],
+    ids=str,
+)
 def test_a_step_that_copies_loses_nothing(server: Server, scenario: str, fault: Fault) -> None:
     calls = server.calls(scenario)
     assert calls > fault.at
