@@ -6,7 +6,9 @@
 (``tests/support/oracle.py``) and by the verifier. ``verifier``: plans changed at random; what the oracle finds wrong
 the verifier has to list, without raising. ``places``: random problems with every placement planner. ``optima``: small
 graphs with every plan tried; no bound is above the best. ``files``: files of every format, changed by their structure
-and read by the command line; nothing may raise, and nothing take more than ten seconds.
+and read by the command line; nothing may raise, and nothing take more than ten seconds. ``faults``: every verb that
+writes and steps that are fitted, on a disk that fails at the n-th write, with signals at it or at some time, and with
+too little memory (``tests/support/faults.py``); what ``docs/reliability.md`` promises has to hold.
 
 A case is a number. What fails is shrunk to the smallest case that does, and kept as one line of ``failures``; a
 campaign goes on where the state's file says that it was.
@@ -15,10 +17,12 @@ campaign goes on where the state's file says that it was.
 from __future__ import annotations
 
 import argparse
+import atexit
 import contextlib
 import io
 import json
 import random
+import resource
 import signal
 import sys
 import tempfile
@@ -26,17 +30,20 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
 
-from support.hostile import FORMATS, hostile
+from support import faults as disturbances
+from support import mutation
+from support.hostile import changed, hostile
 from support.optimum import optimum
 from support.oracle import faults
 from support.placing import assert_right
-from support.strategies import random_graph, random_plan
+from support.strategies import random_graph
 from tightship import api
 from tightship.cli import main as command
 from tightship.errors import Infeasible, TightshipError, VerificationFailed
@@ -45,8 +52,9 @@ from tightship.plan import Buffer, Plan, Problem
 from tightship.planners import default, packing, planners
 from tightship.verify import verify
 
-LONGEST = 10
-"""Seconds that a case may take beyond the limits that it was given."""
+LONGEST = {"faults": 300}
+"""Seconds that a case may take beyond the limits that it was given: `USUAL`, but for these."""
+USUAL = 10
 
 Judged = tuple[str, str]
 """What came of a case, and what is wrong with it, if something is."""
@@ -105,68 +113,16 @@ def _wrong(graph: Graph, plan: Plan, name: str) -> str:
 
 
 def verifier(seed: int, size: int) -> Judged:
-    """A plan with one change; the sizes of cases are those of their graphs."""
-    rng = random.Random(seed)
-    graph = random_graph(seed, size)
-    plan = random_plan(graph, seed)
-    name, changed = _mutant(graph, plan, rng)
-    try:
-        wrong = faults(graph, changed)
-    except Exception:  # the oracle takes what is out of range for granted: that is wrong
-        wrong = ["out of range"]
-    found = verify(graph, changed)
+    """A plan with one change; the sizes of cases are those of their graphs. What comes of it is the rule that alone
+    finds it, if one does."""
+    graph, plan = mutation.case(seed, size)
+    kind, changed = mutation.mutant(graph, plan, random.Random(seed))
+    wrong, found = mutation.verdict(graph, changed)
     if wrong and not found:
-        return name, f"{name}: not found: {wrong[0]}"
-    return f"{name} {'killed' if found else 'lives rightly'}", ""
-
-
-def _mutant(graph: Graph, plan: Plan, rng: random.Random) -> tuple[str, Plan]:
-    steps, rows = list(plan.steps), list(plan.residences)
-    way = rng.randrange(9)
-    i = rng.randrange(len(steps))
-    step = steps[i]
-    numbers = (-1, 0, 1, 5, len(steps), 2**31, rng.randrange(99))
-    if way == 0:
-        fields: dict[str, Callable[[], Any]] = {
-            "kind": lambda: rng.choice(
-                ("compute", "recompute", "free", "offload", "fetch", "compress", "decompress")
-            ),
-            "op": lambda: rng.choice((*numbers, rng.randrange(len(graph.ops)))),
-            "storages": lambda: tuple(
-                rng.randrange(-1, len(graph.storages) + 1) for _ in range(rng.randrange(3))
-            ),
-            "form": lambda: rng.choice(("full", "packed", "host", "state", "odd")),
-            "nbytes": lambda: rng.choice(numbers),
-            "stream": lambda: rng.choice((-1, 0, 1, 2)),
-            "waits": lambda: tuple(rng.randrange(-1, len(steps)) for _ in range(rng.randrange(3))),
-            "saves": lambda: not step.saves,
-            "reuses": lambda: ((rng.randrange(len(graph.storages)), rng.randrange(len(graph.storages))),),
-        }
-        name = rng.choice(list(fields))
-        steps[i] = replace(step, **{name: fields[name]()})
-        return f"step.{name}", replace(plan, steps=tuple(steps), residences=(), arena=0, handed=0, host=0)
-    if way in (1, 2, 3):
-        if way == 1:
-            del steps[i]
-        elif way == 2:
-            steps.insert(rng.randrange(len(steps) + 1), step)
-        else:
-            steps.insert(rng.randrange(len(steps)), steps.pop(i))
-        name = ("", "step gone", "step twice", "step moved")[way]
-        return name, replace(plan, steps=tuple(steps), residences=(), arena=0, handed=0, host=0)
-    if way in (4, 5, 6) and rows:
-        k = rng.randrange(len(rows))
-        if way == 4:
-            del rows[k]
-            return "residence gone", replace(plan, residences=tuple(rows))
-        name = rng.choice(
-            ("offset", "offset", "offset", "start", "end", "size", "storage", "request", "first", "last")
-        )
-        value = getattr(rows[k], name) + rng.choice((-64, -1, 1, 64, 2**40))
-        rows[k] = replace(rows[k], **{name: value})
-        return f"residence.{name}", replace(plan, residences=tuple(rows))
-    name = rng.choice(("peak", "static", "time", "lower_bound", "arena", "host", "handed", "peak_before"))
-    return name, replace(plan, **{name: max(0, getattr(plan, name) + rng.choice((-64, 64, 1)))})
+        return kind, f"{kind}: not found: {wrong[0]}"
+    if not wrong:
+        return f"right to the oracle, {'refused' if found else 'and verified'}", ""
+    return f"only {next(iter(found))}" if len(found) == 1 else "several rules", ""
 
 
 # --- places ---
@@ -223,13 +179,25 @@ VERBS = {
     "module": (["assign", "--seconds", "0.3"], ["plan", "-b", "80%", "--seconds", "0.3"], ["explain"]),
     "model": (["plan", "-b", "static+99%", "--seconds", "0.3", "--work", "20000"], ["explain"]),
     "graphdef": (["plan", "-b", "static+99%", "--seconds", "0.3", "--work", "20000"], ["explain"]),
+    "lite": (["plan", "-b", "static+99%", "--seconds", "0.3", "--work", "20000"], ["explain"]),
+    "keras": (["explain"],),
+    "snapshot": (["explain"],),
+    "measurements": (["fit"],),
+    "kept": (["fit"],),
 }
+"""What reads files of each kind; what `fit` reads is handed to what it reads it with."""
+
+MOST_MEMORY = 2 << 30
+"""Bytes that the process may have once a file was read."""
 
 
 def files(seed: int, size: int) -> Judged:
     rng = random.Random(seed)
-    kind = rng.choice(sorted(set(FORMATS) - ({"graphdef"} if find_spec("tensorflow") is None else set())))
+    lacking = {"graphdef"} if find_spec("tensorflow") is None else set()
+    kind = rng.choice(sorted(set(VERBS) - lacking))
     verb = rng.choice(VERBS[kind])
+    if verb[0] == "fit":
+        return kind, _kept(kind, seed, min(size, 3)) or _memory()
     name, data = hostile(kind, seed, min(size, 3))
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / name
@@ -247,11 +215,57 @@ def files(seed: int, size: int) -> Judged:
         json.loads(said.getvalue())
     except ValueError:
         return what, f"{' '.join(verb)} {name}: no JSON"
-    return what, ""
+    return what, _memory()
+
+
+def _memory() -> str:
+    most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10
+    return f"{most >> 20} MiB of memory" if most > MOST_MEMORY else ""
+
+
+def _kept(kind: str, seed: int, changes: int) -> str:
+    """What is kept between processes, damaged: it is as good as none, and the next one is whole again."""
+    from tightship.execute.cache import Cache, KeptPlans, Measurement
+
+    with tempfile.TemporaryDirectory() as folder:
+        if kind == "measurements":
+            (Path(folder) / "profile-m.json").write_bytes(hostile(kind, seed, changes)[1])
+            cache = Cache(folder, "m")
+            cache.put("op9", Measurement(1.0))
+            cache.save()
+            cache = Cache(folder, "m")
+            return "" if cache.get("op9") and not cache.note else f"not whole again: {cache.note}"
+        graph = random_graph(seed % 7, 3 + seed % 7)
+        planner = KeptPlans(Path(folder), default.Options(seconds=0.2, work=2_000))
+        planner(graph)
+        (path,) = Path(folder).glob("plan-*")
+        path.write_bytes(changed("kept", path.read_bytes(), seed, changes))
+        return _wrong(graph, planner(graph), "kept") or _wrong(graph, planner(graph), "kept again")
+
+
+# --- faults ---
+
+
+@cache
+def _server() -> disturbances.Server:
+    server = disturbances.Server()
+    atexit.register(server.close)
+    return server
+
+
+def disturbed(seed: int, size: int) -> Judged:
+    """A scenario and a fault; there are no smaller ones."""
+    if disturbances.why_not():
+        return "not here", ""
+    rng = random.Random(f"faults {seed}")
+    scenario = rng.choice(list(disturbances.SCENARIOS))
+    fault = disturbances.random_fault(_server(), scenario, rng)
+    return f"{scenario}: {fault.kind}", disturbances.judged(_server(), scenario, fault)
 
 
 CLASSES: dict[str, Callable[[int, int], Judged]] = {
     "plans": plans, "verifier": verifier, "places": places, "optima": optima, "files": files,
+    "faults": disturbed,
 }  # fmt: skip
 
 
@@ -262,10 +276,12 @@ def judged(name: str, seed: int, size: int) -> Judged:
     """What comes of one case; an exception that is no error of tightship's is a fault, and so is a hang."""
 
     def stop(*_: object) -> None:
-        raise TimeoutError(f"takes more than {LONGEST} s")
+        raise TimeoutError(f"takes more than {longest} s")
+
+    longest = LONGEST.get(name, USUAL)
 
     before = signal.signal(signal.SIGALRM, stop)
-    signal.alarm(LONGEST + 2)
+    signal.alarm(longest + 2)
     try:
         return CLASSES[name](seed, size)
     except Exception as error:

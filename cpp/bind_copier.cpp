@@ -5,7 +5,8 @@
 #include <nanobind/stl/shared_ptr.h>
 #include <nanobind/stl/vector.h>
 
-#include <cerrno>
+#include <cstring>
+#include <string>
 
 #include "bind_arrays.h"
 #include "copier.h"
@@ -16,13 +17,13 @@ using namespace tightship;
 namespace {
 
 // OSError with what a copy failed with, if it did.
-void raise_error(int error) {
+void raise_error(int error, const char* doing) {
     if (!error) return;
     if (error < 0) {
         PyErr_SetString(PyExc_OSError, "the file for what is offloaded is shorter than it was");
     } else {
-        errno = error;
-        PyErr_SetFromErrno(PyExc_OSError);
+        const std::string said = std::string(doing) + " failed: " + std::strerror(error);
+        PyErr_SetObject(PyExc_OSError, nb::make_tuple(error, said.c_str()).ptr());
     }
     throw nb::python_error();
 }
@@ -38,7 +39,8 @@ void result(const std::shared_ptr<Copy>& copy) {
         nb::gil_scoped_release free;
         copy->wait();
     }
-    raise_error(copy->error);
+    raise_error(copy->error, copy->out ? "writing offloaded bytes to their file"
+                                       : "reading offloaded bytes from their file");
 }
 
 std::shared_ptr<Copy> begin(Copier& copier, int stream, bool out, std::uintptr_t address, std::int64_t size,
@@ -58,7 +60,9 @@ std::pair<std::uintptr_t, std::uintptr_t> job(const Staged& staged, bool out, st
     return staged.job(out, address, size, offset);
 }
 
-void settle(const Staged& staged) { raise_error(staged.take_error()); }
+void settle(const Staged& staged) {
+    raise_error(staged.take_error(), "copying offloaded bytes to or from their file");
+}
 
 }  // namespace
 

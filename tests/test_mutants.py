@@ -12,6 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from support import mutation
 from support.lowering import costs, random_plan
 from support.strategies import graphs, plans, random_graph
 from tightship.graph import CUDA_ALIGNMENT, Graph, Op, Storage, Value
@@ -22,6 +23,7 @@ from tightship.simulate import baseline
 from tightship.verify import verify
 from tightship.verify.codecs import Codecs
 from tightship.verify.facts import facts_of
+from tightship.verify.rules import PLAN_RULES
 
 
 def found(graph: Graph, plan: Plan) -> set[str]:
@@ -260,3 +262,26 @@ def test_calls_within_calls_are_counted_once() -> None:
     plan = laid_out(graph)
     assert plan.peak == 64 * 33 and found(graph, plan) == set()
     assert time.perf_counter() - began < 5
+
+
+# ---- by an oracle that shares no code with the verifier
+
+
+def test_all_that_the_oracle_refuses_is_refused_and_every_rule_is_needed_for_some_of_it() -> None:
+    """Mutants that no other rule finds, by rule; docs/reliability.md has the counts of a campaign."""
+    alone, missed = set(), []
+    for seed in range(2_000):
+        graph, plan = mutation.case(seed, 1 + seed % 12)
+        kind, mutant = mutation.mutant(graph, plan, random.Random(seed))
+        wrong, codes = mutation.verdict(graph, mutant)
+        if wrong and not codes:
+            missed.append((seed, kind, wrong[0]))
+        if wrong and len(codes) == 1:
+            alone |= codes
+    assert missed == []
+    assert alone == {rule.code for rule in PLAN_RULES}
+
+
+def test_a_plan_before_its_change_is_right_to_both() -> None:
+    for seed in range(300):
+        assert mutation.verdict(*mutation.case(seed, 1 + seed % 12)) == ([], set())

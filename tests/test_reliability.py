@@ -9,6 +9,7 @@ import random
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 
@@ -19,6 +20,7 @@ from support.hostile import hostile
 from support.strategies import random_graph
 from tightship import api, cli
 from tightship.errors import BadInput
+from tightship.files import remove_parts, scratch_folder, write_file
 from tightship.graph import DEEPEST, Graph, Op, Request, Storage, Value, replace
 from tightship.plan import Plan
 from tightship.serde import load_plan, save_graph, save_plan
@@ -214,6 +216,73 @@ def test_an_interrupt_while_modules_are_imported_is_a_word_and_a_status() -> Non
         said, errors = one.communicate()
         assert (one.returncode, errors) == (130, b"tightship: interrupted\n"), errors.decode()[-800:]
         assert json.loads(said)["error"]["type"] == "Interrupted"
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="Windows has other signals")
+@pytest.mark.parametrize(("number", "status"), [(signal.SIGTERM, 143), (getattr(signal, "SIGHUP", 1), 129)])
+def test_a_process_that_is_told_to_end_does_so_as_with_ctrl_c(
+    tmp_path: Path, number: int, status: int
+) -> None:
+    """With a plan, if there is one by then; where the signal is ignored, as under nohup, it stays so."""
+    save_graph(random_graph(2, 400), tmp_path / "graph.json")
+    code = (
+        "import sys, signal; signal.signal(int(sys.argv.pop(1)), getattr(signal, sys.argv.pop(1)));"
+        "from tightship.cli import main; print('ready', file=sys.stderr, flush=True); sys.exit(main())"
+    )
+    given = ("plan", str(tmp_path / "graph.json"), "-b", "90%", "--json", "-o", str(tmp_path / "plan.json"))
+    for how, seconds, allowed in (("SIG_DFL", "60", {status}), ("SIG_IGN", "1", {0, 1})):
+        one = started(code, str(int(number)), how, *given, "--seconds", seconds)
+        assert one.stderr is not None
+        assert one.stderr.readline() == b"ready\n"
+        time.sleep(0.8)
+        one.send_signal(number)
+        said, errors = one.communicate()
+        assert one.returncode in allowed, errors.decode()[-500:]
+        assert b"Traceback" not in errors
+        rows = json.loads(said)
+        assert rows.get("interrupted") == (how == "SIG_DFL") or rows["error"]["message"] == "terminated"
+    assert {p.name for p in tmp_path.iterdir()} <= {"graph.json", "plan.json"}
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="Windows has no such locks")
+def test_what_killed_processes_left_goes_with_the_next_write_and_nothing_else(tmp_path: Path) -> None:
+    import fcntl
+
+    left = tmp_path / ".plan.json.0123abcd.tmp"
+    inner = tmp_path / ".plan.json.0123abcd.onnx.89abcdef.onnx"
+    alive = tmp_path / ".plan.json.4567abcd.tmp"
+    others = [
+        tmp_path / name for name in (".plan.json.swp", ".plan.json.0123.tmp", ".other.json.0123abcd.tmp")
+    ]
+    for path in (left, inner, alive, *others):
+        path.write_bytes(b"{")
+    with alive.open() as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        write_file(tmp_path / "plan.json", b"{}")
+        assert {*tmp_path.iterdir()} == {tmp_path / "plan.json", alive, *others}
+    write_file(tmp_path / "plan.json", b"[]")
+    assert {*tmp_path.iterdir()} == {tmp_path / "plan.json", *others}
+    remove_parts(tmp_path)
+    assert {*tmp_path.iterdir()} == {tmp_path / "plan.json", *others[:2]}
+    assert (tmp_path / "plan.json").read_bytes() == b"[]"
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="Windows has no such locks")
+def test_temporary_folders_of_killed_processes_go_with_the_next(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    (tmp_path / "tightship-scratch-left" / "inner").mkdir(parents=True)
+    (tmp_path / "tightship-scratch-left" / "model.onnx").touch()
+    (tmp_path / "tightship-other").mkdir()
+    (tmp_path / "tightship-scratch-link").symlink_to(tmp_path / "tightship-other")
+    with scratch_folder() as one, scratch_folder() as two:
+        assert one.is_dir() and two.is_dir() and one != two
+        assert not (tmp_path / "tightship-scratch-left").exists()
+    assert {p.name for p in tmp_path.iterdir()} == {"tightship-other", "tightship-scratch-link"}
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "none"))
+    with pytest.raises(BadInput, match="there can be no temporary folder"), scratch_folder():
+        pass
 
 
 @pytest.mark.parametrize("years", [-30, 30])

@@ -4,6 +4,7 @@ A message states the fault with its value and place, then the rule, then what to
 command line exits with: 1 for "not achievable", 2 for bad input or usage.
 """
 
+import errno
 from collections.abc import Callable, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, replace
@@ -75,6 +76,13 @@ class TightshipError(Exception):
         return _rebuild, (type(self), self.args, dict(self.__dict__))
 
 
+def _out_of_memory(error: BaseException) -> bool:
+    """Also where the system says it in its own way, or a library that it was to load."""
+    said = ("failed to map segment", "Cannot allocate memory", "cannot allocate memory", "bad_alloc")
+    number = getattr(error, "errno", None)
+    return isinstance(error, MemoryError) or number == errno.ENOMEM or any(x in str(error) for x in said)
+
+
 class InternalError(TightshipError):
     """Something went wrong that nobody foresaw: a fault of tightship's own, ``cause``, or too little memory for the
     work. The command line says so in the place of a traceback."""
@@ -84,7 +92,7 @@ class InternalError(TightshipError):
     def __init__(self, cause: Exception) -> None:
         self.__cause__ = cause
         said = f"{type(cause).__name__}: {cause}" if str(cause) else type(cause).__name__
-        if isinstance(cause, MemoryError):
+        if _out_of_memory(cause):
             super().__init__(f"out of memory ({said}): plan a smaller graph, or where there is more memory")
             return
         super().__init__(

@@ -2,14 +2,31 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import re
 import stat
+from collections.abc import Iterator
 from pathlib import Path
-from typing import TypeAlias
+from typing import Final, TypeAlias
 
 from tightship.errors import BadInput
 
-__all__ = ["PathLike", "read_bytes", "unreadable", "unwritable", "write_file"]
+try:
+    import fcntl
+except ImportError:  # Windows has none
+    fcntl = None  # type: ignore[assignment]
+
+__all__ = [
+    "PathLike",
+    "part_of",
+    "read_bytes",
+    "remove_parts",
+    "scratch_folder",
+    "unreadable",
+    "unwritable",
+    "write_file",
+]
 
 PathLike: TypeAlias = str | os.PathLike[str]
 
@@ -51,17 +68,127 @@ def write_file(path: PathLike, data: bytes) -> None:
         if target.exists() and not target.is_file():  # a device is written to, not replaced
             target.write_bytes(data)
             return
-        beside = target.with_name(f".{target.name[:50]}.{os.urandom(4).hex()}.tmp")
-        # Opened this way, and not by tempfile, the file gets the permissions that the umask asks for.
-        handle = os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
-        try:
-            with open(handle, "wb") as file:
+        with part_of(target) as part:
+            with open(part, "wb") as file:
                 file.write(data)
                 file.flush()
                 os.fsync(file.fileno())
-            os.replace(beside, target)
-        except BaseException:
-            beside.unlink(missing_ok=True)
-            raise
+            os.replace(part, target)
     except (OSError, ValueError) as error:  # a path with a zero byte is a ValueError
         raise unwritable(error, os.fspath(path)) from error
+
+
+# --- parts ---
+
+_ENDINGS: Final = (".tmp", ".onnx")
+_LONGEST: Final = 50
+"""Characters of a file's name that are in that of its parts."""
+_TRIES: Final = 5
+
+
+@contextlib.contextmanager
+def part_of(target: Path, ending: str = ".tmp") -> Iterator[Path]:
+    """An empty file beside ``target``, to be written and to take its name. It is gone with the context, and so are
+    parts that processes left which were killed: whoever lives has a lock on theirs. Raises ``OSError``."""
+    part, handle = target, -1
+    try:
+        for _ in range(_TRIES):
+            part = target.with_name(f"{_begin(target.name)}.{os.urandom(4).hex()}{ending}")
+            # Opened this way, and not by tempfile, the file gets the permissions that the umask asks for.
+            handle = os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
+            if _lock(handle, where_there_are_none=True) and os.fstat(handle).st_nlink:
+                break
+            os.close(handle)  # somebody else took it for one that was left
+            handle = -1
+        yield part
+    finally:
+        if part != target:
+            part.unlink(missing_ok=True)
+        if handle >= 0:
+            os.close(handle)
+    remove_parts(target.parent, target.name)
+
+
+def _begin(name: str) -> str:
+    """How the names of a file's parts begin, and those of the parts' own."""
+    return f".{name.lstrip('.')[:_LONGEST]}"
+
+
+def remove_parts(folder: Path, name: str | None = None) -> None:
+    """Removes what killed processes left of a file's parts, or (``name`` None) of those of all files in a folder that
+    nobody else writes to."""
+    begin = r"\..+" if name is None else re.escape(_begin(name))
+    known = re.compile(rf"{begin}(\.[0-9a-f]{{8}}({'|'.join(map(re.escape, _ENDINGS))}))+")
+    with contextlib.suppress(OSError), os.scandir(folder) as rows:
+        for row in rows:
+            if known.fullmatch(row.name):
+                with contextlib.suppress(OSError):
+                    _remove_if_left(row.path)
+
+
+def _remove_if_left(path: str) -> None:
+    handle = os.open(path, os.O_RDONLY | getattr(os, "O_NOFOLLOW", 0))
+    try:
+        if _lock(handle, where_there_are_none=False):
+            _remove_folder(path) if stat.S_ISDIR(os.fstat(handle).st_mode) else os.unlink(path)
+    finally:
+        os.close(handle)
+
+
+_SCRATCH: Final = "tightship-scratch-"
+
+
+@contextlib.contextmanager
+def scratch_folder() -> Iterator[Path]:
+    """A folder where the system has its temporary files. It is gone with the context, and so are those that processes
+    left which were killed. Raises ``BadInput`` where there can be none."""
+    import tempfile  # here, because few commands need it
+
+    folder, handle = "", -1
+    try:
+        for _ in range(_TRIES):
+            folder = tempfile.mkdtemp(prefix=_SCRATCH)
+            if fcntl is None:
+                break
+            handle = os.open(folder, os.O_RDONLY)
+            if _lock(handle, where_there_are_none=True) and os.path.isdir(folder):
+                break
+            os.close(handle)  # somebody else took it for one that was left
+            handle = -1
+        _remove_scratch(os.path.dirname(folder))
+    except OSError as error:
+        _remove_folder(folder)
+        raise BadInput(f"there can be no temporary folder: {error.strerror or error}") from error
+    try:
+        yield Path(folder)
+    finally:
+        _remove_folder(folder)
+        if handle >= 0:
+            os.close(handle)
+
+
+def _remove_folder(path: str) -> None:
+    import shutil
+
+    shutil.rmtree(path, ignore_errors=True)
+
+
+def _remove_scratch(parent: str) -> None:
+    with contextlib.suppress(OSError), os.scandir(parent) as rows:
+        for row in rows:
+            if row.name.startswith(_SCRATCH):
+                with contextlib.suppress(OSError):
+                    _remove_if_left(row.path)
+
+
+def _lock(handle: int, *, where_there_are_none: bool) -> bool:
+    """Whether nobody else has this file locked; some network folders know no locks."""
+    if fcntl is None:
+        return where_there_are_none
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError:
+        return where_there_are_none
+    return True

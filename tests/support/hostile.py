@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+import copy
+import io
 import json
+import pickle
 import random
+import warnings
+import zipfile
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 from support.hlo_small import CHAIN, HEADER, LOOP
 from support.strategies import random_graph, random_plan
 from tightship import serde
+from tightship.report.viewers import snapshot
 
-__all__ = ["FORMATS", "hostile"]
+__all__ = ["FORMATS", "changed", "hostile"]
 
 NUMBERS = (
     0,
@@ -36,12 +43,17 @@ ODD = (*NUMBERS, *TEXTS, None, True, [], {}, [[[]]], [0], {"a": 1})
 
 def hostile(kind: str, seed: int, changes: int) -> tuple[str, bytes]:
     """A name and the bytes of a file of the kind, with so many changes made to a valid one."""
-    ending, make, change = FORMATS[kind]
-    data = make(seed % 7)
+    ending, make, _ = FORMATS[kind]
+    return f"{kind}{ending}", changed(kind, make(seed % 7), seed, changes)
+
+
+def changed(kind: str, data: bytes, seed: int, changes: int) -> bytes:
+    """So many changes made to a file of the kind; of one that is not known, as JSON."""
+    change = FORMATS[kind][2] if kind in FORMATS else _json
     for k in range(changes):
         rng = random.Random(f"{kind} {seed} {k}")
         data = _bytes(data, rng) if rng.random() < 0.15 else change(data, rng)
-    return f"{kind}{ending}", data
+    return data
 
 
 # --- JSON ---
@@ -52,6 +64,11 @@ def _json(data: bytes, rng: random.Random) -> bytes:
         doc = json.loads(data)
     except (ValueError, RecursionError):
         return _bytes(data, rng)
+    return json.dumps(_changed(doc, rng)).encode()
+
+
+def _changed(doc: Any, rng: random.Random) -> Any:
+    """One spot of a tree of lists and dictionaries: gone, twice, of another place, or with another value."""
     spots: list[tuple[Any, Any]] = []
 
     def visit(node: Any) -> None:
@@ -62,7 +79,7 @@ def _json(data: bytes, rng: random.Random) -> bytes:
 
     visit(doc)
     if not spots:
-        return _bytes(data, rng)
+        return rng.choice(ODD)
     node, key = rng.choice(spots)
     way = rng.randrange(6)
     if way == 0:
@@ -70,7 +87,7 @@ def _json(data: bytes, rng: random.Random) -> bytes:
     elif way == 1 and isinstance(node, list):
         node.insert(key, node[key])
     elif way == 2:
-        node[key] = json.loads(json.dumps(rng.choice(spots)[0]))
+        node[key] = copy.deepcopy(rng.choice(spots)[0])
     elif way == 3 and isinstance(node[key], (int, float)):
         node[key] += rng.choice((-1, 1, 64))
     elif way == 4 and isinstance(node[key], list):
@@ -80,7 +97,61 @@ def _json(data: bytes, rng: random.Random) -> bytes:
     else:  # of the same type, so that it is read further
         same = [x for x in ODD if type(x) is type(node[key])]
         node[key] = rng.choice(same or ODD)
-    return json.dumps(doc).encode()
+    return doc
+
+
+def _pickle(data: bytes, rng: random.Random) -> bytes:
+    try:
+        doc = pickle.loads(data)
+    except Exception:
+        return _bytes(data, rng)
+    return pickle.dumps(_changed(doc, rng), protocol=rng.choice((2, 4)))
+
+
+def _zip(data: bytes, rng: random.Random) -> bytes:
+    """One member: gone, twice, of another name, or with other contents."""
+    try:
+        with zipfile.ZipFile(io.BytesIO(data)) as archive:
+            members = [(name, archive.read(name)) for name in archive.namelist()]
+    except Exception:  # whatever zipfile raises of what is none
+        return _bytes(data, rng)
+    if not members:
+        return _bytes(data, rng)
+    k, way = rng.randrange(len(members)), rng.randrange(6)
+    name, inner = members[k]
+    if way == 0:
+        del members[k]
+    elif way == 1:
+        members.append(members[k])
+    elif way == 2:
+        members[k] = rng.choice(("../../x", "/etc/x", "config.json/", "\u202e", "a" * 300)), inner
+    else:
+        members[k] = name, _json(inner, rng) if name.endswith(".json") else _bytes(inner, rng)
+    return _zipped(members, rng.choice((zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED)))
+
+
+def _zipped(members: list[tuple[str, bytes]], how: int = zipfile.ZIP_DEFLATED) -> bytes:
+    out = io.BytesIO()
+    with warnings.catch_warnings(), zipfile.ZipFile(out, "w", how) as archive:
+        warnings.simplefilter("ignore")  # of names that are there twice
+        for name, inner in members:
+            archive.writestr(name, inner)
+    return out.getvalue()
+
+
+def _words(data: bytes, rng: random.Random) -> bytes:
+    """Offsets and numbers of a FlatBuffer, which are words of two, four or eight bytes at their own multiples."""
+    size = rng.choice((2, 4, 4, 4, 8))
+    if len(data) < 16:
+        return _bytes(data, rng)
+    at = rng.randrange(len(data) // size) * size
+    old = int.from_bytes(data[at : at + size], "little")
+    far = rng.randrange(len(data) // size) * size
+    new = rng.choice(
+        (0, 1, old + 1, old - 1, old + 4, old - 4, 1 << 8 * size - 1, -1, 1 << 31, len(data), far - at,
+         int.from_bytes(data[far : far + size], "little"))
+    )  # fmt: skip
+    return data[:at] + (new % (1 << 8 * size)).to_bytes(size, "little") + data[at + size :]
 
 
 # --- protobuf, whatever the message ---
@@ -285,6 +356,42 @@ def _graphdef(seed: int) -> bytes:
     return out
 
 
+DATA = Path(__file__).parent.parent / "data"
+
+
+def _tflite(seed: int) -> bytes:
+    models = sorted((DATA / "tflite").glob("*.tflite"))
+    return models[seed % len(models)].read_bytes()
+
+
+def _keras(seed: int) -> bytes:
+    """An archive as Keras writes it; the weights are no HDF5 file that anybody could read."""
+    dense = {"module": "keras.layers", "class_name": "Dense", "config": {"name": "d", "units": 2 + seed}}
+    start = {
+        "module": "keras.layers",
+        "class_name": "InputLayer",
+        "config": {"batch_shape": [2, 4], "name": "x"},
+    }
+    config = {
+        "module": "keras",
+        "class_name": "Sequential",
+        "config": {"name": "m", "layers": [start, dense]},
+    }
+    rows = [("metadata.json", {"keras_version": "3.9.0"}), ("config.json", config)]
+    weights = ("model.weights.h5", b"\x89HDF\r\n\x1a\n" + bytes(200))
+    return _zipped([*((name, json.dumps(x).encode()) for name, x in rows), weights])
+
+
+def _snapshot(seed: int) -> bytes:
+    graph = random_graph(seed, 3 + seed)
+    return pickle.dumps(snapshot(graph, random_plan(graph, seed)), protocol=4)
+
+
+def _measurements(seed: int) -> bytes:
+    rows = {f"op{k}": [0.25 * k, 64 * k, [[64, -1, 0, 1]], [0], 0.0] for k in range(1 + seed)}
+    return json.dumps({"machine": "m", "entries": rows}).encode()
+
+
 Change = Callable[[bytes, random.Random], bytes]
 FORMATS: dict[str, tuple[str, Callable[[int], bytes], Change]] = {
     "graph": (".json", _graph, _json),
@@ -293,5 +400,9 @@ FORMATS: dict[str, tuple[str, Callable[[int], bytes], Change]] = {
     "module": (".txt", _hlo, _text),
     "model": (".onnx", _onnx, _protobuf),
     "graphdef": (".pb", _graphdef, _protobuf),
+    "lite": (".tflite", _tflite, _words),
+    "keras": (".keras", _keras, _zip),
+    "snapshot": (".pickle", _snapshot, _pickle),
+    "measurements": (".json", _measurements, _json),
 }
 """By kind: how its files end, how a valid one is made, and how one is changed by its structure."""

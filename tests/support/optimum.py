@@ -176,7 +176,7 @@ def optimum(graph: Graph, *, place: bool = False, hand_out: bool = False, most: 
 
     ``place``: bytes are the static set, the arena in which every copy has an offset, and what is handed out; an op's
     requests are one block then. Labels of (seconds, bytes) per state, in order of seconds. Raises ``RuntimeError``
-    when more than ``most`` labels would be looked at.
+    when more than ``most`` labels would be looked at, or ten times as many are waiting to be.
     """
     table = _Table(graph, place, hand_out)
     n = len(graph.storages)
@@ -189,7 +189,7 @@ def optimum(graph: Graph, *, place: bool = False, hand_out: bool = False, most: 
         if nbytes >= least.get(state, 1 << 62) or (found and nbytes >= found[-1].nbytes):
             continue
         least[state] = nbytes
-        if len(least) > most:
+        if len(least) > most or len(heap) > 10 * most:
             raise RuntimeError("too many states")
         if table.done(state):
             found.append(Point(nbytes, extra))

@@ -11,25 +11,34 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from math import prod
 from typing import Any
 
+from support.oracle_places import faults_of_places
 from tightship.graph import Graph, Op
-from tightship.plan import Plan, Residence, Step
+from tightship.plan import Plan, Step
 
-__all__ = ["faults"]
+__all__ = ["faults", "seconds_of"]
 
-COPIES = ("offload", "fetch", "compress", "decompress")
+BETWEEN_RANKS = ("c10d.", "_c10d_functional.all_reduce")
+"""Names of ops that other ranks notice, whatever a graph says of them."""
 
 
 def faults(graph: Graph, plan: Plan) -> list[str]:
     """What is wrong with a plan: nothing, or the first wrong step, or all sums and places that are wrong."""
-    world = _World(graph)
+    world = _World(graph, lossy=plan.lossy)
     try:
         for i, step in enumerate(plan.steps):
             world.step(i, step)
     except _WrongError as wrong:
         return [str(wrong)]
-    return [*_end(world, graph), *_sums(world, graph, plan), *_races(graph, plan), *_places(graph, plan)]
+    return [
+        *_end(world, graph),
+        *_sums(world, graph, plan),
+        *_races(graph, plan),
+        *_places(graph, plan),
+        *_inner(plan, graph),
+    ]
 
 
 class _WrongError(Exception):
@@ -50,6 +59,7 @@ class _Terms:
 class _World:
     graph: Graph
     term: _Terms = field(default_factory=_Terms)
+    lossy: bool = False
 
     def __post_init__(self) -> None:
         g = self.graph
@@ -64,6 +74,7 @@ class _World:
         self.effects: Counter[int] = Counter()
         self.ran: set[int] = set()
         self.peak = self.host_peak = 0
+        self.views = _views(g)
         self.expected = _expected(g, dict(begin), self.term)
 
     def made(self, op: Op) -> list[int]:
@@ -83,6 +94,9 @@ class _World:
             raise _WrongError(f"step {i}: {what}")
 
     def step(self, i: int, step: Step) -> None:
+        self.need(
+            step.stream >= 0 and all(0 <= w < i for w in step.waits), i, "no such stream, or earlier step"
+        )
         if step.kind in ("compute", "recompute"):
             during = self.run(i, step)
         elif step.kind == "free":
@@ -98,6 +112,8 @@ class _World:
         self.need(again == (step.op in self.ran), i, f"{op.name} is computed twice, or again before once")
         self.need(all(c in self.ran for c in op.control), i, f"{op.name} runs before what it waits for")
         self.ran.add(step.op)
+        views = [self.views[v] for v in op.inputs if v in self.views]
+        self.need(all(k in self.ran for k in views), i, f"{op.name} reads a view that is not made yet")
         reads = dict.fromkeys([*(self.home[v] for v in op.inputs), *op.mutates])
         left_alone = set(op.updates) if again else set()
         for s in reads:
@@ -120,7 +136,7 @@ class _World:
             if s not in left_alone:
                 self.full[s] = content
                 self.need(content == expected[1][s], i, f"{op.name} writes something else to storage {s}")
-        if op.effect:
+        if _noticed(op):
             self.need(not again, i, f"the effects of {op.name} happen twice")
             self.effects[self.term("effect", step.op, *results.values())] += 1
         keep = step.storages if again else tuple(results)
@@ -151,10 +167,23 @@ class _World:
             elif step.kind == "fetch":
                 self.full[s] = self.host[s]
             elif step.kind == "compress":
+                self.need(self.packs(s, step), i, f"storage {s} does not become {step.nbytes} bytes so")
                 self.packed[s] = (self.full[s], step.nbytes)
             else:
                 self.full[s] = self.packed[s][0]
         return self.live()
+
+    def packs(self, s: int, step: Step) -> bool:
+        """Of values of which only the type is known: booleans become bits once they are written for the last time,
+        and single precision half of it where the plan allows it."""
+        values = [v for v in self.graph.values if v.storage == s]
+        count = max((prod(v.shape) for v in values), default=0)
+        kind, nbytes = {"bits": ("bool", -(-count // 8)), "bf16": ("float32", 2 * count)}.get(
+            step.codec, ("", -1)
+        )
+        right = count > 0 and {v.dtype for v in values} == {kind} and step.nbytes == -(-nbytes // 64) * 64
+        last = self.full[s] == self.expected.end.get(s)
+        return right and (self.lossy if step.codec == "bf16" else last)
 
     def free(self, i: int, step: Step) -> None:
         if step.form == "state":
@@ -166,6 +195,10 @@ class _World:
             foreign = step.form == "full" and s in self.static
             self.need(s in form and not foreign, i, f"{step.form} of storage {s} is freed")
             del form[s]
+
+
+def _noticed(op: Op) -> bool:
+    return op.effect or op.target.startswith(BETWEEN_RANKS)
 
 
 @dataclass
@@ -186,7 +219,7 @@ def _expected(g: Graph, full: dict[int, int], term: _Terms) -> _Expected:
         results, writes = _results(op, k, home, full, made, random, term)
         if op.random:
             random = term("drawn", k, random)
-        if op.effect:
+        if _noticed(op):
             effects[term("effect", k, *results.values())] += 1
         of[k] = (results, writes)
         full.update(results)
@@ -244,11 +277,25 @@ def _sums(world: _World, graph: Graph, plan: Plan) -> list[str]:
     stated = {
         "peak": (plan.peak, max(world.peak, static)),
         "static": (plan.static, static),
+        "peak_before": (plan.peak_before, static + _inside(graph)),
     }
     wrong = [f"{name}: {said}, not {is_}" for name, (said, is_) in stated.items() if said != is_]
-    seconds = _seconds(graph, plan.steps)
+    seconds = seconds_of(graph, plan.steps)
     if abs(seconds - plan.time) > 1e-9 * max(seconds, plan.time):
         wrong.append(f"time: {plan.time}, not {seconds}")
+    once = sum(op.time for op in graph.ops)
+    if abs(once - plan.time_before) > 1e-9 * max(once, plan.time_before):
+        wrong.append(f"time before: {plan.time_before}, not {once}")
+    if plan.time_bound > seconds * (1 + 1e-6):
+        wrong.append(f"the bound {plan.time_bound} is above the time {seconds}")
+    if plan.digest != graph.digest:
+        wrong.append("it is another graph's")
+    if not 0 <= plan.moved <= len(graph.ops):
+        wrong.append(f"{plan.moved} ops are said to move")
+    if plan.host_budget is not None and max(plan.host, world.host_peak) > plan.host_budget:
+        wrong.append(f"{max(plan.host, world.host_peak)} bytes on the host are above {plan.host_budget}")
+    if not plan.residences and plan.host not in (0, world.host_peak):
+        wrong.append(f"{plan.host} bytes on the host without a place")
     placed = static + plan.arena + plan.handed
     if plan.budget is not None and max(world.peak, placed) > plan.budget:
         wrong.append(f"{max(world.peak, placed)} bytes are above the budget of {plan.budget}")
@@ -257,7 +304,7 @@ def _sums(world: _World, graph: Graph, plan: Plan) -> list[str]:
     return wrong
 
 
-def _seconds(graph: Graph, steps: Iterable[Step]) -> float:
+def seconds_of(graph: Graph, steps: Iterable[Step]) -> float:
     machine, end, clock = graph.machine, list[float](), {0: 0.0}
     for step in steps:
         begin = max([clock.get(step.stream, 0.0), *(end[w] for w in step.waits)])
@@ -278,19 +325,51 @@ def _seconds(graph: Graph, steps: Iterable[Step]) -> float:
 
 
 def _before(steps: tuple[Step, ...]) -> list[int]:
-    """Of each step, a bit set of the steps that have surely ended when it begins."""
+    """Of each step, a bit set of the steps that have surely ended when it begins: those of its stream, and those that
+    it waits for. That stream 0 begins copies costs time, but is no wait."""
     ended: list[int] = []
     last: dict[int, int] = {}
     for i, step in enumerate(steps):
         begins = [*step.waits, *([last[step.stream]] if step.stream in last else [])]
-        if step.kind in COPIES and 0 in last:
-            begins.append(last[0])
         row = 0
         for w in begins:
             row |= ended[w] | 1 << w
         ended.append(row)
         last[step.stream] = i
     return ended
+
+
+def _views(graph: Graph) -> dict[int, int]:
+    """Values that are views of what was there, each with the op that makes it."""
+    home, there, views = (
+        [v.storage for v in graph.values],
+        {graph.values[v].storage for v in graph.inputs},
+        {},
+    )
+    for k, op in enumerate(graph.ops):
+        for v in op.outputs:
+            if home[v] in there and home[v] not in op.mutates:
+                views[v] = k
+        there |= {home[v] for v in op.outputs}
+    return views
+
+
+def _follows(graph: Graph, plan: Plan, before: list[int]) -> list[str]:
+    """What has to have ended when an op begins, whatever it touches: ops that it waits for, that draw before it and
+    that make its views."""
+    at = {step.op: i for i, step in enumerate(plan.steps) if step.kind == "compute"}
+    views, wrong, drawn = _views(graph), [], None
+    for i, step in enumerate(plan.steps):
+        if step.kind not in ("compute", "recompute"):
+            continue
+        op = graph.ops[step.op]
+        needed = [at[views[v]] for v in op.inputs if v in views]
+        if step.kind == "compute":
+            needed += [at[c] for c in op.control]
+            needed += [drawn] if op.random and drawn is not None else []
+            drawn = i if op.random else drawn
+        wrong += [f"step {i} has to follow step {j}" for j in needed if not before[i] >> j & 1]
+    return wrong
 
 
 def _touches(graph: Graph, step: Step) -> tuple[set[tuple[int, str]], set[tuple[int, str]]]:
@@ -307,8 +386,10 @@ def _touches(graph: Graph, step: Step) -> tuple[set[tuple[int, str]], set[tuple[
         made = {(home[v], "full") for v in op.outputs} - reads - writes
         writes |= {(s, "full") for s in step.storages} if again else made
         writes |= {(s, "full") for pair in step.reuses for s in pair}
+        writes |= {(step.op, "state")} if step.saves else set()
+        reads |= {(step.op, "state")} if again and op.random else set()
     elif step.kind == "free":
-        writes = {(s, step.form) for s in step.storages} if step.form != "state" else set()
+        writes = {(s, step.form) for s in (step.storages if step.form != "state" else (step.op,))}
     else:
         source, target = {
             "offload": ("full", "host"), "fetch": ("host", "full"),
@@ -324,8 +405,8 @@ def _races(graph: Graph, plan: Plan) -> list[str]:
     if all(s.stream == 0 for s in plan.steps):
         return []
     before = _before(plan.steps)
+    wrong = _follows(graph, plan, before)
     seen: dict[tuple[int, str], list[tuple[int, bool]]] = {}
-    wrong = []
     for i, step in enumerate(plan.steps):
         reads, writes = _touches(graph, step)
         for form in reads | writes:
@@ -333,43 +414,21 @@ def _races(graph: Graph, plan: Plan) -> list[str]:
                 if (wrote or form in writes) and not before[i] >> j & 1:
                     wrong.append(f"steps {j} and {i} race for {form}")
             seen.setdefault(form, []).append((i, form in writes))
+        # What comes next is another stay; whether it may have these bytes is a question of places.
+        ended = writes if step.kind == "free" else set()
+        for form in (*ended, *((old, "full") for old, _ in step.reuses)):
+            seen.pop(form, None)
     return wrong
 
 
 def _places(graph: Graph, plan: Plan) -> list[str]:
-    """No two residences share bytes of a pool at one time, but for those that follow one another within a step."""
-    wrong = []
-    rows = plan.residences
-    given = {(s, new) for step in plan.steps for s, new in step.reuses}
-    for r in rows:
-        if r.pool == "out":  # it lies where the caller's allocator puts it
-            continue
-        top = {"device": plan.arena, "host": plan.host}.get(r.pool)
-        if r.size and (r.offset < 0 or (top is not None and r.offset + r.size > top)):
-            wrong.append(f"storage {r.storage} lies outside of its pool")
-    for a, b in _meeting(rows):
-        if (a.storage, b.storage) in given or (b.storage, a.storage) in given:
-            continue
-        wrong.append(f"storages {a.storage} and {b.storage} share bytes of {a.pool}")
-    return wrong
+    return faults_of_places(graph, plan, _before(plan.steps), _inside)
 
 
-def _meeting(rows: tuple[Residence, ...]) -> Iterable[tuple[Residence, Residence]]:
-    for i, a in enumerate(rows):
-        for b in rows[:i]:
-            if a.pool != b.pool or a.pool == "out" or not a.size or not b.size:
-                continue
-            if a.offset < b.offset + b.size and b.offset < a.offset + a.size and _at_one_time(a, b):
-                yield b, a
-
-
-def _at_one_time(a: Residence, b: Residence) -> bool:
-    """Within one step, events order what is taken and given back; both with the step itself meet."""
-
-    def times(r: Residence) -> tuple[tuple[int, int], tuple[int, int]]:
-        begin = (r.start, r.first)
-        end = (r.end - 1, r.last) if r.last >= 0 else (r.end, -1)
-        return begin, end
-
-    (a0, a1), (b0, b1) = times(a), times(b)
-    return max(a0, b0) < min(a1, b1)
+def _inner(plan: Plan, graph: Graph) -> list[str]:
+    """Plans of what ops run inside themselves are plans, and what they need is in the ops' workspace."""
+    wrong, need = [], Counter[int]()
+    for row in plan.inner:
+        wrong += faults(row.graph, row.plan)
+        need[row.op] += max(0, row.plan.peak - row.plan.static)
+    return wrong + [f"op {k} needs {n} bytes inside" for k, n in need.items() if n > graph.ops[k].workspace]

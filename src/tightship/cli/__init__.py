@@ -1,27 +1,31 @@
 """The command line: ``tightship VERB …``. See ``tightship --help``.
 
 Exit status: 0 done, 1 not achievable (infeasible, not verified), 2 bad input or usage, 3 internal error, 130
-interrupted. With ``--json`` a verb prints one JSON object on standard output, also when it fails, and nothing else
-there.
+interrupted, 143 terminated. With ``--json`` a verb prints one JSON object on standard output, also when it fails, and
+nothing else there.
 """
 
 from __future__ import annotations
 
 import argparse
+import errno
 import gc
 import os
 import shlex
+import signal
 import sys
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from importlib import import_module
-from types import FunctionType
+from types import FrameType, FunctionType
 from typing import Any, NoReturn
 
 import tightship
 from tightship.cli.output import INTERRUPTED, Output
-from tightship.errors import InternalError, TightshipError
+from tightship.errors import BadInput, InternalError, TightshipError
+from tightship.files import unwritable
 from tightship.options import add_options
 from tightship.units import BUDGET_FORMS
 
@@ -320,6 +324,36 @@ def _one_blas_thread() -> Iterator[None]:
         os.environ.pop(name, None)
 
 
+class _Signals:
+    """While a command runs by itself, signals that tell a process to end do it as Ctrl-C does: nothing is left
+    behind. ``number`` is the one that came, 0 if none did. Those that somebody ignores (``nohup``) or handles are
+    left alone."""
+
+    def __init__(self) -> None:
+        self.number, self._process = 0, os.getpid()
+
+    def heed(self) -> None:
+        """From now on, until the process ends."""
+        if threading.current_thread() is not threading.main_thread():
+            return
+        for name in ("SIGTERM", "SIGHUP"):
+            number = getattr(signal, name, None)  # Windows has one of them
+            if number is not None and signal.getsignal(number) is signal.SIG_DFL:
+                signal.signal(number, self._told)
+
+    def _told(self, number: int, _: FrameType | None) -> None:
+        if os.getpid() != self._process:  # one that a model of the user's has forked
+            signal.signal(number, signal.SIG_DFL)
+            os.kill(os.getpid(), number)
+            return
+        self.number = number
+        raise KeyboardInterrupt
+
+    def status(self, status: int) -> int:
+        """The exit status, as shells have it for signals."""
+        return 128 + self.number if self.number and status == INTERRUPTED else status
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; returns its exit status."""
     given = list(sys.argv[1:] if argv is None else argv)
@@ -332,25 +366,48 @@ def main(argv: Sequence[str] | None = None) -> int:
         threads,
         Output(as_json="--json" in given, quiet=not {"--quiet", "-q"}.isdisjoint(given)) as out,
     ):
-        try:
-            chosen, unknown = parser(given).parse_known_args(given)
-            if unknown:
-                fault = f"unrecognized arguments: {' '.join(unknown)}"
-                raise Usage(f"{fault} (see tightship {chosen.verb} --help)")
-            chosen.command = shlex.join(["tightship", *given])
-            status: int = chosen.run(chosen, out)
-            return status
-        except TightshipError as error:
-            out.failed(error, debug="--debug" in given)
-            return error.exit_status
-        except KeyboardInterrupt:
-            out.interrupted()
-            return INTERRUPTED
-        except BrokenPipeError:
-            out.closed()
-            return 1
-        except Exception as error:
-            out.failed(InternalError(error), debug="--debug" in given)
-            return InternalError.exit_status
-        except SystemExit as done:  # --help and --version
-            return done.code if isinstance(done.code, int) else 0
+        signals = _Signals()
+        return signals.status(_status(given, out, signals, heeded=argv is None))
+
+
+def _status(given: list[str], out: Output, signals: _Signals, *, heeded: bool) -> int:
+    try:
+        if heeded:
+            signals.heed()
+        chosen, unknown = parser(given).parse_known_args(given)
+        if unknown:
+            fault = f"unrecognized arguments: {' '.join(unknown)}"
+            raise Usage(f"{fault} (see tightship {chosen.verb} --help)")
+        chosen.command = shlex.join(["tightship", *given])
+        status: int = chosen.run(chosen, out)
+        return status
+    except TightshipError as error:
+        out.failed(error, debug="--debug" in given)
+        return error.exit_status
+    except KeyboardInterrupt:
+        out.interrupted("terminated" if signals.number else "interrupted")
+        return INTERRUPTED
+    except BrokenPipeError:
+        out.closed()
+        return 1
+    except OSError as error:
+        if error.errno not in _OF_THE_SYSTEM:
+            return _internal(error, given, out)
+        out.failed(unwritable(error, str(error.filename or "a file")), debug="--debug" in given)
+        return BadInput.exit_status
+    except Exception as error:
+        return _internal(error, given, out)
+    except SystemExit as done:  # --help and --version
+        return done.code if isinstance(done.code, int) else 0
+
+
+_OF_THE_SYSTEM = {
+    getattr(errno, n, None)
+    for n in ("ENOSPC", "EDQUOT", "EIO", "EROFS", "EACCES", "EPERM", "EMFILE", "ENFILE")
+} - {None}
+"""What a system says of its disks and limits, wherever it is noticed."""
+
+
+def _internal(error: Exception, given: list[str], out: Output) -> int:
+    out.failed(InternalError(error), debug="--debug" in given)
+    return InternalError.exit_status

@@ -118,11 +118,11 @@ class Output:
         sys.stderr.write(visible(str(error)) + "\n")
         sys.stderr.flush()
 
-    def interrupted(self) -> None:
+    def interrupted(self, how: str) -> None:
         if self.as_json:
-            self.answer({"error": {"type": "Interrupted", "message": "interrupted"}}, "")
+            self.answer({"error": {"type": "Interrupted", "message": how}}, "")
         if not self.quiet:
-            sys.stderr.write("tightship: interrupted\n")
+            sys.stderr.write(f"tightship: {how}\n")
             sys.stderr.flush()
 
     def closed(self) -> None:

@@ -5,10 +5,9 @@ from __future__ import annotations
 
 import argparse
 import atexit
+import contextlib
 import importlib.util
 import math
-import shutil
-import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -19,6 +18,7 @@ from tightship.api import BatchRequest, FrontierRequest, PlanRequest, plan_optio
 from tightship.cli.output import INTERRUPTED, Output, targets, write_targets
 from tightship.cli.verbs import is_module, loaded, read_budget
 from tightship.errors import BadInput, TightshipError, Unsupported
+from tightship.files import scratch_folder
 from tightship.options import given_options, model_options
 from tightship.planners.default import Interrupted, Options, PlanOptions, read_options
 from tightship.planners.frontier import MOST
@@ -160,10 +160,10 @@ def _optimized(source: Source, chosen: argparse.Namespace, options: dict[str, An
     from tightship.integrations.onnxruntime import optimized
 
     program: Any = source.program
-    folder = tempfile.mkdtemp(prefix="tightship-")
-    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    held = contextlib.ExitStack()
+    atexit.register(held.close)  # weights are read from there as long as the model is
     try:
-        made = optimized(program, Path(folder), chosen.shape, level)
+        made = optimized(program, held.enter_context(scratch_folder()), chosen.shape, level)
     except TightshipError as error:
         if chosen.optimize is not None:
             raise

@@ -8,6 +8,7 @@ Whatever reads one that is away raises ``Unsupported``.
 from __future__ import annotations
 
 import copy
+import os
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
@@ -128,9 +129,8 @@ class Away:
 
     def _failed(self, verb: str, error: OSError) -> OSError:
         kept = "; its contents are kept in memory" if self.rescued is not None else ""
-        return OSError(
-            error.errno, f"{verb} the streamed {self.name} failed: {error.strerror or error}{kept}"
-        )
+        why = os.strerror(error.errno) if error.errno else error
+        return OSError(error.errno, f"{verb} the streamed {self.name} failed: {why}{kept}")
 
     # --- the caller's tensor ---
 

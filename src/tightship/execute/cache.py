@@ -25,7 +25,7 @@ import torch
 
 from tightship.diagnose.remedies import advised
 from tightship.errors import BadInput, TightshipError
-from tightship.files import write_file
+from tightship.files import remove_parts, write_file
 from tightship.frontends.torch.capture.recorder import LOOKS, Look, Looks
 from tightship.graph import MOST_BYTES, Graph
 from tightship.options import filled
@@ -175,6 +175,7 @@ def _write(path: Path, data: bytes) -> str:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         write_file(path, data)
+        remove_parts(path.parent)
     except (OSError, BadInput) as error:
         return str(error)
     return ""

@@ -24,14 +24,14 @@ import shutil
 import subprocess
 import sys
 import sysconfig
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Final
 
 import torch
 
-from tightship.errors import Unsupported
+from tightship.errors import BadInput, Unsupported
+from tightship.files import scratch_folder
 from tightship.graph import alignment_of
 
 __all__ = ["NoCompiler", "build_and_import", "install", "runtime"]
@@ -83,11 +83,21 @@ def _alignment(kind: str) -> str:
 
 
 def _compile(kind: str, target: Path) -> None:
-    """Writes the extension to ``target`` in one step, so that no other process ever sees half of it."""
-    part = target.with_name(f"{target.name}.{os.getpid()}")
+    """Writes the extension to ``target`` in one step, so that no other process ever sees half of it. What the
+    compiler leaves where it is killed lies in a folder beside it, which is gone then or, where this process is
+    killed, with the next time."""
+    folder = target.with_name(f"{target.name}.{os.getpid()}")
+    part = folder / target.name
     command = _command(kind, part)
     try:
-        done = subprocess.run(command, capture_output=True, text=True, errors="replace")
+        folder.mkdir()
+        done = subprocess.run(
+            command,
+            capture_output=True,
+            text=True,
+            errors="replace",
+            env={**os.environ, "TMPDIR": str(folder)},
+        )
         if done.returncode != 0:
             lines = done.stderr.strip().splitlines()
             first = next((line for line in lines if "error" in line), lines[-1] if lines else "no message")
@@ -96,7 +106,7 @@ def _compile(kind: str, target: Path) -> None:
     except OSError as error:
         raise NoCompiler(f"{command[0]} could not be run: {error}") from error
     finally:
-        part.unlink(missing_ok=True)
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def _folder() -> Path:
@@ -108,9 +118,12 @@ def _folder() -> Path:
             return cache
     except (OSError, RuntimeError):
         pass
-    folder = tempfile.mkdtemp(prefix="tightship-")
-    atexit.register(shutil.rmtree, folder, ignore_errors=True)
-    return Path(folder)
+    held = contextlib.ExitStack()
+    atexit.register(held.close)
+    try:
+        return held.enter_context(scratch_folder())
+    except BadInput as error:
+        raise NoCompiler(str(error)) from error
 
 
 def _target(kind: str) -> Path:
@@ -126,9 +139,13 @@ def _one_builder(target: Path) -> Iterator[None]:
     """Processes that start together build once; unlike a lock file, this lock dies with its holder."""
     import fcntl  # here, because Windows has none and is refused before
 
-    with open(target.with_suffix(".lock"), "w") as file:
-        with contextlib.suppress(OSError):  # some network folders cannot lock: then each builds for itself
+    with contextlib.ExitStack() as held:
+        # Some network folders cannot lock, and a full disk has no file to lock: then each builds for itself.
+        with contextlib.suppress(OSError):
+            file = held.enter_context(open(target.with_suffix(".lock"), "w"))
             fcntl.flock(file, fcntl.LOCK_EX)
+            for left in target.parent.glob(f"{target.name}.*"):  # by processes that were killed
+                shutil.rmtree(left, ignore_errors=True)
         yield
 
 

@@ -63,7 +63,7 @@ def speeds(cache: Cache, folder: Path | str | None = None) -> Machine:
         whole = kept(f"copy:beside:{where}", partial(_taken, folder, _BYTES, 1 << 19, 1))
         beside = _share(max(0.0, whole - begin), min(out, back)) / _BYTES
         copies = _BYTES / out, _BYTES / back, latency
-    except BadInput:  # no such folder: who copies there will say so
+    except (BadInput, OSError):  # no such folder, or no room: who copies there will say so
         copies, begin, beside = (MODELED.offload, MODELED.fetch, MODELED.latency), 0.0, 0.0
     pack, unpack = (
         tuple(_BYTES / kept(f"speed:{kind}:{codec}", partial(_codecs, kind, codec)) for codec in CODECS)
@@ -95,7 +95,7 @@ def device_speeds(
         )
         copies = offload, fetch, seconds("latency", _copying, "offload", 64, *where)
         begin = seconds("begin", _beginning, *where)
-    except BadInput:  # nothing can be pinned, or there is no such folder: who copies there will say so
+    except (BadInput, OSError):  # nothing can be pinned, or no such folder: who copies there will say so
         copies, begin = (MODELED.offload, MODELED.fetch, MODELED.latency), 0.0
     pack, unpack = (
         tuple(

@@ -10,7 +10,6 @@ ways to save time (one block for most values, reuse of buffers), the model is wr
 from __future__ import annotations
 
 import os
-import secrets
 import shutil
 import statistics
 import time
@@ -23,7 +22,7 @@ import numpy as np
 import onnxruntime
 
 from tightship.errors import BadInput, TightshipError
-from tightship.files import unreadable
+from tightship.files import part_of, unreadable, unwritable
 from tightship.frontends.onnx.lower import Program
 from tightship.integrations.onnx_write import bring_data, write_model
 from tightship.integrations.onnxruntime import (
@@ -266,25 +265,28 @@ def write_best(
     """Write ``program`` as planned where that is no worse than ``original`` in a default session, and the model as it
     was where it is not; ``must``: as planned in any case, which a budget asks for. Raises as `write_model`."""
     target, portability = Path(path), portable(program.model)[0]
-    beside = target.with_name(f".{target.name[:50]}.{secrets.token_hex(4)}.onnx")
     tried: dict[str, Sessions] = {}
     try:
-        for name, given in _WAYS.items():
-            write_model(program, plan, beside, given)
-            try:
-                inputs = feeds_of(original) if feeds is None else feeds
-                tried[name] = _again_if_close(original, beside, given, inputs)
-            except BadInput as error:
-                hint = "" if feeds is not None else "; give inputs it can run on with --inputs"
-                os.replace(beside, target)
-                return Answer(name, given, portability, tried, f"{error}{hint}")
-            if must or tried[name].better:
-                os.replace(beside, target)
-                return Answer(name, given, portability, tried)
-        _copied(original, target)
+        with part_of(target, ".onnx") as part:
+            for name, given in _WAYS.items():
+                write_model(program, plan, part, given, named=path)
+                try:
+                    inputs = feeds_of(original) if feeds is None else feeds
+                    tried[name] = _again_if_close(original, part, given, inputs)
+                except BadInput as error:
+                    hint = "" if feeds is not None else "; give inputs it can run on with --inputs"
+                    os.replace(part, target)
+                    return Answer(name, given, portability, tried, f"{error}{hint}")
+                if must or tried[name].better:
+                    os.replace(part, target)
+                    return Answer(name, given, portability, tried)
+        bring_data(original.model, target.parent)
+        with part_of(target) as part:
+            shutil.copyfile(original.model.path, part)
+            os.replace(part, target)
         return Answer("as it was", AS_IT_IS, "any", tried)
-    finally:
-        beside.unlink(missing_ok=True)
+    except OSError as error:
+        raise unwritable(error, os.fspath(path)) from error
 
 
 def _again_if_close(
@@ -295,16 +297,3 @@ def _again_if_close(
     if found.slower and not found.larger and found.ratio < 2:
         found = compared(original.model.path, file, given, feeds, 2 * _SECONDS)
     return found
-
-
-def _copied(original: Program, target: Path) -> None:
-    """The model's own file at another place, its external data with it."""
-    part = target.with_name(f".{target.name[:50]}.{secrets.token_hex(4)}.tmp")
-    try:
-        bring_data(original.model, target.parent)
-        shutil.copyfile(original.model.path, part)
-        os.replace(part, target)
-    except OSError as error:
-        raise BadInput(f"cannot write {os.fspath(target)!r}: {error.strerror or error}") from error
-    finally:
-        part.unlink(missing_ok=True)

@@ -8,10 +8,8 @@ What a region makes is joined by a Concat: until then its slices are there, too.
 from __future__ import annotations
 
 import importlib.util
-import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import Any, Final
 
 import onnx
@@ -19,6 +17,7 @@ from onnx import helper
 
 from tightship.analysis.patches import DIM, Finder, Patches, Region, Rows, Take, Window, bounds_of, made_rows
 from tightship.errors import Infeasible, Unsupported
+from tightship.files import scratch_folder
 from tightship.frontends.onnx.load import bodies
 from tightship.frontends.onnx.lower import Program, lower
 from tightship.integrations.onnx_write import write_model
@@ -344,8 +343,8 @@ def _equal(program: Program, made: Program, plan: Plan) -> bool:
         if graph.storages[graph.values[v].storage].kind == "input"
     }  # fmt: skip
     feeds = random_feeds(program.model.path, shapes)
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "slices.onnx"
+    with scratch_folder() as folder:
+        path = folder / "slices.onnx"
         write_model(made, plan, path)
         one, other = measure(program.model.path, feeds), measure(path, feeds)
     return all(np.array_equal(a, b, equal_nan=True) for a, b in zip(one.outputs, other.outputs, strict=True))

@@ -9,7 +9,6 @@ from __future__ import annotations
 import filecmp
 import json
 import os
-import secrets
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
@@ -18,7 +17,7 @@ from typing import Any, Final
 import onnx
 
 from tightship.errors import BadInput, Unsupported
-from tightship.files import write_file
+from tightship.files import PathLike, part_of, unwritable
 from tightship.frontends.onnx.load import LARGEST_FILE, Model, bodies, external, stamp, tensors
 from tightship.frontends.onnx.lower import Program
 from tightship.frontends.onnx.types import viewed
@@ -34,33 +33,37 @@ _BLOCK: Final = 1 << 24  # bytes copied at once
 
 
 def write_model(
-    program: Program, plan: Plan, path: str | os.PathLike[str], session: Mapping[str, Any] | None = None
+    program: Program,
+    plan: Plan,
+    path: PathLike,
+    session: Mapping[str, Any] | None = None,
+    *,
+    named: PathLike | None = None,
 ) -> None:
     """Write the model as the plan has it. Weights are copied from the file it was read from, range by range; external
     data stays where it is when the new file lies in the same folder, otherwise it is copied beside it. The file
     appears complete and checked, or not at all. ``session``: how onnxruntime should run it, kept in the metadata.
+    ``named``: the file that errors name, where it is not yet this one.
 
     Raises ``BadInput`` where it cannot be written, the model's file has changed meanwhile or onnx's checker does not
     accept the new one, ``Unsupported`` for steps other than compute, recompute and free.
     """
-    target = Path(path)
+    target, name = Path(path), os.fspath(path if named is None else named)
     nodes, offsets = planned_nodes(program, plan)
     proto = _rearranged(program, nodes, plan, offsets)
     if session is not None:
         proto.metadata_props.add(key=KEY_SESSION, value=json.dumps(session))
     bring_data(program.model, target.parent)
-    beside = target.with_name(f".{target.name.lstrip('.')[:50]}.{secrets.token_hex(4)}.onnx")
     try:
-        _write_pieces(proto, program.model, beside)
-        _check(proto, beside)
-        os.replace(beside, target)
+        with part_of(target, ".onnx") as part:
+            _write_pieces(proto, program.model, part)
+            _check(proto, part)
+            os.replace(part, target)
     except onnx.checker.ValidationError as error:
         said = " ".join(str(error).split())
-        raise BadInput(f"onnx's checker rejects the model: {said}", place=os.fspath(path)) from error
+        raise BadInput(f"onnx's checker rejects the model: {said}", place=name) from error
     except OSError as error:
-        raise BadInput(f"cannot write {os.fspath(path)!r}: {error.strerror or error}") from error
-    finally:
-        beside.unlink(missing_ok=True)
+        raise unwritable(error, name) from error
 
 
 def _write_pieces(proto: Any, model: Model, path: Path) -> None:
@@ -72,7 +75,7 @@ def _write_pieces(proto: Any, model: Model, path: Path) -> None:
             f"file of {size} bytes with its plan; the limit is {LARGEST_FILE}, put weights into external data"
         )
         raise BadInput(fault, place=str(model.path))
-    with open(model.path, "rb") as source, open(path, "xb") as file:
+    with open(model.path, "rb") as source, open(path, "wb") as file:
         if stamp(os.fstat(source.fileno())) != model.stamp:
             raise BadInput("the file has changed since it was read", place=str(model.path))
         for p in pieces:
@@ -98,24 +101,23 @@ def _check(proto: Any, path: Path) -> None:
     large = [t for t in tensors(proto) if held(t) is not None]
     versions = {"" if o.domain == "ai.onnx" else o.domain: o.version for o in proto.opset_import}
     own = _of_runtime(proto, versions)
-    slim = path.with_name(f"{path.name[:-5]}.slim.onnx")
-    try:
-        if large or own:
-            about = onnx.ModelProto()
-            about.CopyFrom(proto)
-            for tensor in tensors(about):
-                if held(tensor) is not None:
-                    del tensor.external_data[:]
-                    tensor.data_location = onnx.TensorProto.EXTERNAL
-                    tensor.external_data.add(key="location", value=path.name)
-            for node in _of_runtime(about, versions):
-                node.domain = "com.microsoft"
-            if own and "com.microsoft" not in versions:
-                about.opset_import.add(domain="com.microsoft", version=1)
-            write_file(slim, about.SerializeToString())
-        onnx.checker.check_model(os.fspath(slim if large or own else path))
-    finally:
-        slim.unlink(missing_ok=True)
+    if not (large or own):
+        onnx.checker.check_model(os.fspath(path))
+        return
+    about = onnx.ModelProto()
+    about.CopyFrom(proto)
+    for tensor in tensors(about):
+        if held(tensor) is not None:
+            del tensor.external_data[:]
+            tensor.data_location = onnx.TensorProto.EXTERNAL
+            tensor.external_data.add(key="location", value=path.name)
+    for node in _of_runtime(about, versions):
+        node.domain = "com.microsoft"
+    if own and "com.microsoft" not in versions:
+        about.opset_import.add(domain="com.microsoft", version=1)
+    with part_of(path, ".onnx") as slim:
+        slim.write_bytes(about.SerializeToString())
+        onnx.checker.check_model(os.fspath(slim))
 
 
 def _of_runtime(proto: Any, versions: Mapping[str, int]) -> list[Any]:
@@ -313,12 +315,9 @@ def bring_data(model: Model, folder: Path) -> None:
                     )
                 continue
             new.parent.mkdir(parents=True, exist_ok=True)
-            part = new.with_name(f".{new.name[:50]}.{secrets.token_hex(4)}.tmp")
-            try:
+            with part_of(new) as part:
                 shutil.copyfile(old, part)
                 os.replace(part, new)
-            finally:
-                part.unlink(missing_ok=True)
         except OSError as error:
             fault = f"cannot write external data {location!r}: {error.strerror or error}"
             raise BadInput(fault, place=str(folder)) from error

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import json
 import os
-import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -22,6 +21,7 @@ import numpy as np
 import onnxruntime
 
 from tightship.errors import BadInput
+from tightship.files import scratch_folder
 from tightship.frontends.onnx.load import Model, bodies, external, fixed_weights, read, tensors
 from tightship.frontends.onnx.lower import Program, lower
 from tightship.integrations.onnx_write import KEY_PLAN, KEY_SESSION
@@ -231,8 +231,8 @@ def _profiled(
     """Events of a session's profile, and results of its last run."""
     options.enable_profiling = True
     options.log_severity_level = 3
-    with tempfile.TemporaryDirectory() as folder:
-        options.profile_file_prefix = str(Path(folder) / "profile")
+    with scratch_folder() as folder:
+        options.profile_file_prefix = str(folder / "profile")
         running = started(path, options, merge=merge)
         for _ in range(runs):
             outputs = running.run(None, dict(feeds))
