@@ -52,7 +52,7 @@ KIB = 2**10
 ALIGNMENT = 64
 VELA_ROUNDS = 5_000
 """Rounds of Vela's hill climb at most; its own limit of 99,999 takes minutes of Python for a large network."""
-SHARES = (2, 4, 8)
+SHARES = (1.25, 1.5, 2, 3, 4, 6, 8)
 """How many times smaller an arena in slices is asked to be, one after the other."""
 
 Row = dict[str, Any]
