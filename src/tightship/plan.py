@@ -226,6 +226,7 @@ class Buffer:
     Gaps lie within the live range and do not overlap each other. ``hint`` is an offset worth trying. Buffers of
     one ``group`` are aliases: they share an offset, each alive in its own live range, and are not in one another's
     way. ``pools`` are those it may lie in, by name and best first; none: any of the problem's, in their order.
+    ``traffic``: bytes of it that are read and written in all; None: each byte is written once and read once.
     """
 
     id: str
@@ -238,6 +239,7 @@ class Buffer:
     hint: int | None = None
     group: str = ""
     pools: tuple[str, ...] = ()
+    traffic: int | None = None
 
     @property
     def gap_fault(self) -> str:
@@ -270,11 +272,13 @@ class Buffer:
 @dataclass(frozen=True, slots=True)
 class Pool:
     """Memory to place in: at most ``capacity`` bytes (None: as many as need be) in heaps of at most ``heap`` bytes
-    each (None: one heap). A buffer lies within one heap; offsets are counted from its start."""
+    each (None: one heap). A buffer lies within one heap; offsets are counted from its start. ``speed``: bytes that
+    can be read or written in a unit of time, the same unit for all pools of a problem."""
 
     name: str
     capacity: int | None = None
     heap: int | None = None
+    speed: float = 1.0
 
 
 @dataclass(frozen=True)

@@ -150,6 +150,80 @@ def test_random_tensors_pass_executorchs_own_checks_and_are_never_larger_than_gr
     assert again.bufsizes == result.bufsizes
 
 
+# ---- banks
+
+
+def banks(*rows):
+    map_ = pytest.importorskip("executorch.exir.banked_memory_planning", reason="without banks")
+    return map_.TargetMemoryMap([map_.Bank(name, size, number, at) for name, size, number, at in rows])
+
+
+TWO = (("fast", 100, 2, None), ("slow", 4096, 1, None))
+
+
+def test_what_fits_the_fast_bank_lies_there():
+    rows = [tensor(64, 0, 3), tensor(64, 2, 5), tensor(64, 4, 6)]
+    result = placed(rows, algorithm=PlaceTensors(target=banks(*TWO)))
+    assert [result.spec_dict[s].mem_id for s in rows] == [2, 1, 2]
+    assert result.bufsizes == [0, 64, 64]
+
+
+def test_memory_ids_that_are_given_stay_and_those_of_no_bank_are_placed_apart():
+    rows = [tensor(64, 0, 3, 1), tensor(64, 0, 3), tensor(64, 0, 3, 4)]
+    result = placed(rows, algorithm=PlaceTensors(target=banks(*TWO)))
+    assert [result.spec_dict[s].mem_id for s in rows] == [1, 2, 4]
+    assert result.bufsizes == [0, 64, 64, 0, 64]
+
+
+def test_control_flow_padding_and_alignment_count_in_a_bank():
+    rows = [tensor(33, 0, 3), tensor(33, 0, 3)]
+    target = banks(("fast", 64 + 64 + 48, 1, 32), ("slow", 4096, 2, None))
+    result = placed(rows, reserved=(0, 64), padding=48, algorithm=PlaceTensors(target=target))
+    assert sorted(r.mem_id for r in result.spec_dict.values()) == [1, 2]
+    assert result.bufsizes == [0, 64 + 64 + 48, 64 + 48]
+    assert all(r.mem_offset % 32 == 0 for r in result.spec_dict.values())
+
+
+def test_banks_that_cannot_hold_it_are_named():
+    with pytest.raises(BadInput, match="bank 'slow'"):
+        placed(
+            [tensor(64, 0, 3)],
+            algorithm=PlaceTensors(target=banks(("fast", 16, 1, None), ("slow", 16, 2, None))),
+        )
+    with pytest.raises(BadInput, match="no multiple"):
+        placed([], algorithm=PlaceTensors(target=banks(("fast", 16, 1, 24))))
+    with pytest.raises(BadInput, match="1 speeds of 2 banks"):
+        placed([], algorithm=PlaceTensors(target=banks(*TWO), speeds=(1.0,)))
+
+
+def cost(rows, result):
+    return sum(s.allocated_memory * (1 if result.spec_dict[s].mem_id == 2 else 2) for s in rows)
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_no_more_lies_in_slow_banks_than_by_executorchs_own(seed):
+    target = banks(("fast", 40_000, 2, None), ("slow", 10**6, 1, None))
+    from executorch.exir.banked_memory_planning import BankedGreedy
+
+    make = lambda: [tensor(s.nbytes(), *s.lifetime) for s in drawn(seed)]  # noqa: E731
+    rows, theirs = make(), make()
+    result = placed(rows, algorithm=PlaceTensors(target=target, seconds=2.0))
+    for k, a in enumerate(rows):
+        assert all(apart(result, a, b) for b in rows[:k] if Verifier.lifetime_overlap(a, b))
+    assert all(result.bufsizes[k] <= bank.size for k, bank in ((b.mem_id, b) for b in target.banks))
+    assert cost(rows, result) <= cost(theirs, placed(theirs, algorithm=BankedGreedy(target)))
+
+
+def test_a_model_runs_the_same_in_banks():
+    x = torch.randn(1, 24, 32, generator=torch.Generator().manual_seed(0))
+    target = banks(("fast", 8192, 1, None), ("slow", 10**6, 2, None))
+    theirs = lowered(Attention, x, by(greedy))
+    mine = lowered(Attention, x, memory_planning_pass(PlaceTensors(target=target, speeds=(8, 1))))
+    assert 0 < sizes(mine)[1] <= 8192 and sizes(mine)[2] > 0
+    for a, b in zip(ran(theirs, x), ran(mine, x), strict=True):
+        assert torch.equal(a, b)
+
+
 # ---- exported models
 
 

@@ -99,6 +99,9 @@ _ARGUMENTS = {
     "capacity": _argument("--capacity -c", "B", "bytes, with or without a unit, that have to do"),
     "pool": _argument("--pool", "NAME[=B]", "a pool, the first one being tried first, and the bytes it has (may be "
         "given several times)", action="append", default=[]),
+    "bank": _argument("--bank", "NAME[=B][@SPEED]", "a memory bank in spill order, its bytes and bytes per unit of "
+        "time (may be given several times): buffers lie where their traffic costs least (default: each half as fast "
+        "as the one before)", action="append", default=[]),
     "heap": _argument("--heap", "[NAME=]B", "the most bytes of a heap: of one pool, or where there is only one",
         action="append", default=[]),
     "checked source": _argument("--source", "SOURCE", "check against this graph, not the one in the plan's file"),
@@ -168,6 +171,7 @@ _PLAN = (
     "picture",
     "report",
     "arena header",
+    "bank",
     "trace",
     "snapshot",
 )
@@ -212,6 +216,7 @@ _VERBS = {
             "capacity",
             "pool",
             "heap",
+            "bank",
             "packed output",
             "placement",
             "baseline",

@@ -17,6 +17,7 @@ from tightship.frontends.problem_csv import Table, chosen_conflicts
 from tightship.options import given_options
 from tightship.plan import Pool, Problem, Solution
 from tightship.planners import planner
+from tightship.planners.banks import Banked, assign_banks, parse_banks
 from tightship.planners.packing import Interrupted, Search, spans, watched
 from tightship.planners.packing import pack as place
 from tightship.report.c_header import header_of_packing
@@ -27,7 +28,7 @@ from tightship.verify.placement import check_solution
 if TYPE_CHECKING:
     from tightship.diagnose.infeasible_subset import InfeasibleSubset
 
-__all__ = ["pack", "verify_packing"]
+__all__ = ["bank_lines", "bank_rows", "pack", "verify_packing"]
 
 _ANY_HEAP = 2**62  # of a packing that is verified without being told a limit
 _SHOWN = 20  # ids of a clash, and violations, that people are shown
@@ -44,10 +45,17 @@ def pack(chosen: argparse.Namespace, out: Output) -> int:
         problem_csv.check_pins(table, capacity, pools)
         problem = replace(table.fixed, capacity=None if pools else capacity, pools=pools)
         known = None if chosen.baseline is None else _baseline(chosen.baseline, problem)
+    banked: Banked | None = None
     with Line(out.live, f"packing {chosen.problem}", limit=search.seconds) as line, watched(line.packing):
         try:
-            solution, interrupted = place(problem, chosen.planner, search, baseline=known), False
+            if chosen.bank:
+                banked = assign_banks(problem, chosen.planner, search)
+                solution, interrupted = banked.solution, False
+            else:
+                solution, interrupted = place(problem, chosen.planner, search, baseline=known), False
         except Interrupted as end:
+            if chosen.bank:  # what was found is a part of it
+                raise KeyboardInterrupt from None
             solution, interrupted = end.solution, True
         met = not any(v.code == "over-capacity" for v in check_solution(problem, solution))
         subset = None
@@ -59,6 +67,9 @@ def pack(chosen: argparse.Namespace, out: Output) -> int:
     rows = _rows(problem, solution) | {"met": met, "clash": _subset_rows(subset)}
     rows |= {"pools": _pool_rows(problem, solution), "interrupted": interrupted}
     text = [_said(chosen.problem, problem, solution), *_pool_lines(problem, solution)]
+    if banked is not None:
+        rows |= bank_rows(problem, banked)
+        text += bank_lines(banked)
     if interrupted:
         text.append("interrupted: this is the best that was found so far")
     if not met:
@@ -207,6 +218,29 @@ def _exact(nbytes: int) -> str:
     return format_bytes(nbytes) if nbytes < 1024 else f"{format_bytes(nbytes)} ({nbytes} B)"
 
 
+# --- banks ---
+
+
+def bank_rows(problem: Problem, banked: Banked) -> dict[str, Any]:
+    """What lies in each bank, and what the traffic costs."""
+    pools = [
+        dict(row) | {"speed": pool.speed, "traffic": banked.traffic[pool.name]}
+        for pool, row in zip(problem.pools, _pool_rows(problem, banked.solution), strict=True)
+    ]
+    return {"pools": pools, "cost": banked.cost, "cost_bound": banked.bound, "cost_optimal": banked.optimal}
+
+
+def bank_lines(banked: Banked) -> list[str]:
+    """The same for people."""
+    proof = "no choice costs less" if banked.optimal else f"at most {100 * banked.gap:.2f} % above the least"
+    every = sum(banked.traffic.values())
+    shares = ", ".join(f"{name} {format_bytes(n)}" for name, n in banked.traffic.items())
+    return [
+        f"  traffic      {format_bytes(every)} read and written: {shares}",
+        f"  cost         {format_bytes(round(banked.cost))} of the fastest bank's, {proof}",
+    ]
+
+
 # --- pools ---
 
 
@@ -214,25 +248,31 @@ def _pools_of(chosen: argparse.Namespace, table: Table, capacity: int | None) ->
     """The pools of a problem: those given, else those that its file names; none if it needs none.
 
     Raises ``BadInput`` for pools that nobody may go to, and for rows that name pools there are not."""
-    given: dict[str, int | None] = {}
+    given: dict[str, Pool] = {}
+    if banks := getattr(chosen, "bank", None):
+        for option in ("pool", "heap", "capacity", "baseline"):
+            if getattr(chosen, option):
+                raise BadInput(f"--{option} does not go with --bank")
+        given = {bank.name: bank for bank in parse_banks(banks)}
     for text in chosen.pool:
         name, equals, size = text.partition("=")
         if name.split() != [name] or name in given:
             raise BadInput(f"{text!r} is not NAME or NAME=BYTES with a new name", place="--pool")
-        given[name] = parse_bytes(size, "--pool") if equals else None
+        given[name] = Pool(name, parse_bytes(size, "--pool") if equals else None)
+    source = "--bank" if banks else "--pool"
     rows = zip(table.problem.buffers, table.homes, strict=True)
     named = [(k, n) for k, (b, (pool, _)) in enumerate(rows) for n in (*b.pools, pool) if n]
     if given:
         for k, name in named:
             if name not in given:
                 raise BadInput(
-                    f"unknown pool {name!r}; --pool gives {', '.join(given)}", place=table.place(k)
+                    f"unknown pool {name!r}; {source} gives {', '.join(given)}", place=table.place(k)
                 )
         free = any(not b.pools for b in table.fixed.buffers)
         for name in given:
             if not free and name not in table.pool_names:
-                raise BadInput(f"no buffer may go to pool {name!r}", place="--pool")
-    pools = given or dict.fromkeys(table.pool_names)
+                raise BadInput(f"no buffer may go to pool {name!r}", place=source)
+    pools = given or {name: Pool(name) for name in table.pool_names}
     heaps = _heaps(chosen, list(pools))
     if capacity is not None and pools:
         raise BadInput("--capacity is for one arena: give each pool its own, --pool NAME=BYTES")
@@ -240,8 +280,8 @@ def _pools_of(chosen: argparse.Namespace, table: Table, capacity: int | None) ->
         return ()
     several = {pool for pool, heap in table.homes if heap}
     return tuple(
-        Pool(name, limit, heaps.get(name, _ANY_HEAP if name in several else None))
-        for name, limit in (pools or {"": capacity}).items()
+        replace(pool, heap=heaps.get(name, _ANY_HEAP if name in several else None))
+        for name, pool in (pools or {"": Pool("", capacity)}).items()
     )
 
 

@@ -18,8 +18,9 @@ from tightship.api import BatchRequest, FrontierRequest, PlanRequest, plan_optio
 from tightship.cli.output import INTERRUPTED, Output, targets, write_targets
 from tightship.cli.verbs import is_module, loaded, read_budget
 from tightship.errors import BadInput, TightshipError, Unsupported
-from tightship.files import scratch_folder
+from tightship.files import scratch_folder, write_file
 from tightship.options import given_options, model_options
+from tightship.planners.banks import parse_banks
 from tightship.planners.default import Interrupted, Options, PlanOptions, read_options
 from tightship.planners.frontier import MOST
 from tightship.report.progress import Line
@@ -45,6 +46,8 @@ def plan(chosen: argparse.Namespace, out: Output) -> int:
         from tightship.cli.hlo import plan_module
 
         return plan_module(chosen, out)
+    if chosen.bank:
+        parse_banks(chosen.bank)  # what is wrong with them is said before the work is done
     options, budget, files = given_options(chosen), read_budget(chosen), targets(chosen)
     seconds = (
         math.inf if chosen.planner is not None else read_options(cast(PlanOptions, options), "plan").seconds
@@ -93,6 +96,7 @@ def plan(chosen: argparse.Namespace, out: Output) -> int:
 
         rows["order_bound"] = least = order_bound(source.graph)
         text.append(f"without recomputation no order needs less than {format_bytes(least)}")
+    short = _banked(answer, chosen, files, rows, text) if chosen.bank else False
     must = chosen.optimize == "none" or answer.plan.budget is not None
     writing = _Writing(
         answer.plan, source.graph, source, chosen.copies, chosen.offline_plan, original, chosen.inputs, must
@@ -104,7 +108,40 @@ def plan(chosen: argparse.Namespace, out: Output) -> int:
     if chosen.write is not None:
         text.append(f"see docs/{'inference' if kind == 'onnx' else 'tensorflow'}.md for how to run it")
     out.answer(rows, text)
-    return INTERRUPTED if interrupted else 0 if answer.met else 1
+    return INTERRUPTED if interrupted else 0 if answer.met and not short else 1
+
+
+def _banked(
+    answer: Planned, chosen: argparse.Namespace, files: dict[str, Path], rows: dict[str, Any], text: list[Any]
+) -> bool:
+    """The plan's arena in banks instead: says where everything lies, and writes the header. Whether a bank is too
+    small."""
+    from tightship.cli.pack import bank_lines, bank_rows
+    from tightship.planners.banks import assign_banks, problem_of
+
+    problem = problem_of(answer.graph, answer.plan, parse_banks(chosen.bank))
+    banked = assign_banks(problem)
+    found = bank_rows(problem, banked)
+    rows["banks"] = found.pop("pools")
+    rows |= found | {"banks_met": banked.met}
+    said = (
+        f"{r['name']} {format_bytes(r['arena'])} ({r['buffers']} tensor{'' if r['buffers'] == 1 else 's'})"
+        for r in rows["banks"]
+    )
+    text += [f"banks: {', '.join(said)}", *bank_lines(banked)]
+    if not banked.met:
+        text.append("no placement was found that keeps the capacity of every bank")
+    path = files.pop("arena_header", None)
+    if path is not None and banked.met:
+        from tightship.report.c_header import header_of_packing
+
+        title = Path(chosen.source).stem
+        write_file(path, header_of_packing(problem, banked.solution, title).encode())
+        rows["arena_header"] = str(path)
+        text.append(f"C header in {path}")
+    elif path is not None:
+        text.append(f"not written to {path}: a capacity is not met")
+    return not banked.met
 
 
 @dataclass(frozen=True, repr=False)

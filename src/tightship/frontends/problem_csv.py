@@ -16,6 +16,7 @@ offset                 (may be absent or empty) where it lies: pinned in a probl
 group, colocation      (may be absent or empty) buffers of one group share an offset, as aliases do
 conflicts              (may be absent or empty) ids, separated by spaces, of buffers that it shares no bytes with
                        although no time is theirs together; said of one of the two, it holds for both
+traffic                (may be absent or empty) bytes of it read and written in all; else written once, read once
 pools                  (may be absent or empty) names, separated by spaces, of the pools it may lie in, best first
 pool                   (may be absent or empty) the pool it lies in: fixed in a problem, chosen in a packing
 heap                   (may be absent or empty) the number of the heap of that pool; only in a packing
@@ -70,7 +71,7 @@ _COLUMNS: Final = {
     "id": "id", "buffer": "id", "buffer_id": "id", "lower": "lower", "begin": "lower", "start": "lower",
     "upper": "upper", "end": "upper", "size": "size", "alignment": "alignment", "hint": "hint", "gaps": "gaps",
     "offset": "offset", "group": "group", "colocation": "group", "conflicts": "conflicts", "pools": "pools",
-    "pool": "pool", "heap": "heap",
+    "pool": "pool", "heap": "heap", "traffic": "traffic",
 }  # fmt: skip
 REQUIRED: Final = ("id", "lower", "upper", "size")
 _GAP: Final = re.compile(r"([0-9]+)-([0-9]+)(?:@([0-9]+):([0-9]+))?")
@@ -128,6 +129,7 @@ class Row:
             self._maybe(fields, "hint", place),
             self._text(fields, "group", place),
             tuple(dict.fromkeys(self._text(fields, "pools", place).split())),
+            self._maybe(fields, "traffic", place),
         )
         if b.upper > MAX_BYTES:
             raise BadInput(f"number {b.upper} is too large: at most 2^63-1", place=place)
@@ -336,6 +338,7 @@ def table_of(problem: Problem, name: str = "problem") -> Table:
         "group": [b.group for b in buffers],
         "conflicts": [_words(names, name) for names in _conflict_names(problem)],
         "pools": [_words(b.pools, name) for b in buffers],
+        "traffic": ["" if b.traffic is None else str(b.traffic) for b in buffers],
         "offset": ["" if b.pinned is None else str(b.pinned) for b in buffers],
     }
     columns = fixed | {name: texts for name, texts in optional.items() if any(texts)}

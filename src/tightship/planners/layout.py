@@ -46,6 +46,7 @@ __all__ = [
     "lay_out",
     "pack_workspaces",
     "residences",
+    "ticks_of",
     "unevicted_plan",
 ]
 
@@ -182,7 +183,7 @@ def lay_out(
     outputs leave the arena: they are given to the caller in memory of their own (pool ``out``). ``capacity``: any
     arena within it is small enough, and none above it."""
     rows, n = _unplaced(graph, steps), len(steps)
-    ticks = _ticks(graph, steps)
+    ticks = ticks_of(graph, steps)
     kept = np.zeros(len(graph.storages) + 1, dtype=np.bool_)  # the last one: of what is no storage
     kept[list(graph.kept if hand_out else ())] = True
     leaves = kept[rows["storage"]] & (rows["end"] == n)
@@ -206,7 +207,7 @@ def lay_out(
     return Layout(_placed(rows, offset, leaves), *span["device"], handed, span["host"][0])
 
 
-def _ticks(graph: Graph, steps: Sequence[Step]) -> NDArray[np.int64]:
+def ticks_of(graph: Graph, steps: Sequence[Step]) -> NDArray[np.int64]:
     """When each step begins, and the last ends, in events."""
     c = graph.columns
     width = np.ones(len(graph.ops) + 1, dtype=np.int64)  # the last one: of what runs no op

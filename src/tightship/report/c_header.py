@@ -41,10 +41,12 @@ _CHECK = """#if defined(__cplusplus) && __cplusplus >= 201103L
 
 
 def c_header(title: str, arenas: Mapping[str, int], alignment: int, places: Iterable[Place]) -> str:
-    """The header's text: ``arenas`` are names with bytes, all aligned to ``alignment``."""
+    """The header's text: ``arenas`` are names with bytes, all aligned to ``alignment``; of several, each
+    tensor has the number of its own."""
     prefix = _word(title) or "MODEL"
     prefix = f"MODEL_{prefix}" if prefix[0].isdigit() else prefix
     used: set[str] = {"CHECK", "AT", "H"}
+    number = {name: k for k, name in enumerate(arenas)}
     words = {name: _unique(_word(name) or "ARENA", used) for name in arenas}
     lines = [
         f"/* Where each tensor of {_comment(title)} lies. Made by tightship; do not edit.",
@@ -66,8 +68,9 @@ def c_header(title: str, arenas: Mapping[str, int], alignment: int, places: Iter
         word = f"{prefix}_{_unique(_word(place.name) or 'TENSOR', used)}"
         within = f"{word}_OFFSET + {word}_SIZE <= {prefix}_{words[place.arena]}_SIZE"
         lines += [
-            f"/* {_comment(place.name)} [{place.first}, {place.end}) */",
+            f"/* {_comment(place.name)} [{place.first}, {place.end}){_within(place, arenas)} */",
             f"#define {word}_OFFSET {_number(place.offset)}", f"#define {word}_SIZE {_number(place.size)}",
+            *([f"#define {word}_BANK {number[place.arena]}u"] if len(arenas) > 1 else []),
             f"{prefix}_CHECK({within});", "",
         ]  # fmt: skip
     return "\n".join([*lines, f"#endif /* {prefix}_H */", ""])
@@ -91,7 +94,7 @@ def header_of_plan(graph: Graph, plan: Plan, title: str, alignment: int) -> str:
 def header_of_packing(problem: Problem, solution: Solution, title: str) -> str:
     """As `c_header`, of a packing: one arena, or one for each heap of each pool."""
     homes = solution.homes or (("arena", 0),) * len(problem.buffers)
-    ends: dict[str, int] = {}
+    ends = dict.fromkeys((pool.name for pool in problem.pools if pool.heap is None), 0)
     places = []
     heaps = {home for home in homes if home[1]}
     for b, offset, (pool, heap) in zip(problem.buffers, solution.offsets, homes, strict=True):
@@ -118,11 +121,18 @@ def _word(name: str) -> str:
 def _unique(word: str, used: set[str]) -> str:
     found, k = word, 1
     # What is made of a word, such as X_SIZE, must not be another word either.
-    while {found, f"{found}_SIZE", f"{found}_OFFSET", f"{found}_ALIGNMENT"} & used:
+    while (made := {found, *(f"{found}_{end}" for end in _ENDS)}) & used:
         k += 1
         found = f"{word}_{k}"
-    used |= {found, f"{found}_SIZE", f"{found}_OFFSET", f"{found}_ALIGNMENT"}
+    used |= made
     return found
+
+
+_ENDS = ("SIZE", "OFFSET", "ALIGNMENT", "BANK")
+
+
+def _within(place: Place, arenas: Mapping[str, int]) -> str:
+    return f" in {_comment(place.arena)}" if len(arenas) > 1 else ""
 
 
 def _comment(name: str) -> str:
