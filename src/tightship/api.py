@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from tightship.diagnose.remedies import advised
-from tightship.errors import BadInput, Infeasible, Unsupported, VerificationFailed, Violation
+from tightship.errors import BadInput, Infeasible, VerificationFailed, Violation
 from tightship.graph import Graph
 from tightship.options import filled
 from tightship.plan import Plan
@@ -22,8 +22,6 @@ from tightship.planners import PlannerInfo, planners
 from tightship.planners.batch import MaxBatch
 from tightship.planners.batch import max_batch as search_batch
 from tightship.planners.default import (
-    EXACT,
-    STREAM,
     Options,
     PlanOptions,
     allows_stream,
@@ -32,12 +30,13 @@ from tightship.planners.default import (
     read_options,
     seconds_left,
 )
+from tightship.planners.default import plan as search_plan
+from tightship.planners.frontier import Changed, below
 from tightship.planners.frontier import frontier as search_frontier
-from tightship.planners.hints import divide_hints
 from tightship.result import Compared, Explained, Frontier, Planned, SplitPlanned
 from tightship.simulate import baseline, replay
 from tightship.sources import ModelStep, need_torch, read_model, torch_saved
-from tightship.units import BudgetLike, format_bytes, format_seconds, parse_budget, resolve_budget
+from tightship.units import BudgetLike, parse_budget, resolve_budget
 
 if TYPE_CHECKING:
     from typing import TypeAlias, Unpack
@@ -49,6 +48,7 @@ if TYPE_CHECKING:
     from tightship.execute.infer import Inference
     from tightship.execute.prepared import Planner
     from tightship.execute.train_step import TrainStep
+    from tightship.execute.ways import Ways
     from tightship.frontends.torch.structure import LossFn, Pad
     from tightship.report.progress import Preparing
 
@@ -97,10 +97,8 @@ class PlanRequest:
         if self.planner is None:
             options, way = divide_allow(plan_options(graph, self.options))
             options, streams = allows_stream(options)
-            if streams and budget is not None:
-                return self._streamed(options, way, progress)
-            if way and budget is not None:
-                return self._in_slices(options, way, progress)
+            if (way or streams) and budget is not None:
+                return self._changed(options, way, streams, progress)
             try:
                 return Planned(self._by_default(graph, budget, options, progress), graph)
             except Infeasible as no:
@@ -143,84 +141,35 @@ class PlanRequest:
             said += streaming_advice(cast(Any, self.program), limit, options.allow)
         return said
 
-    def _streamed(self, options: Options, way: str, progress: Progress | None) -> Planned:
-        """A plan in which parameters and optimizer state leave memory, and ops run in slices if ``way`` says so,
-        where the budget asks for it."""
-        graph, program, step = self.graph, self.program, self.step
-        if program is None or step is None or not any(op.phase == "update" for op in graph.ops):
-            raise Unsupported(
-                f"allow={STREAM} for {graph.name}", "parameters and optimizer state stream in training steps alone",
-                "leave it out, or give a model of PyTorch's with its optimizer",
-            )  # fmt: skip
-        from tightship.execute.split import Splitting
-        from tightship.execute.stream import Streaming
+    def _changed(self, options: Options, way: str, streams: bool, progress: Progress | None) -> Planned:
+        """A plan in which ops run in slices, and parameters and optimizer state leave memory, where the budget asks
+        for it."""
+        from tightship.execute.ways import Ways
 
-        whole = replay(graph, baseline(graph))
-        limit = resolve_budget(self.budget, whole.peak, static=graph.static_bytes)
-        assert limit is not None
-        rest, hints = divide_hints(options.hints)
-        chosen = replace(options, hints=rest)
-        moves = "offload" in options.allow or "compress" in options.allow
-        streaming = Streaming(
-            lambda other: self._by_default(other, limit, chosen, progress), limit, moves=moves, hints=hints
+        def plan_of(graph: Graph, limit: int, chosen: Options) -> Plan:
+            return self._by_default(graph, limit, chosen, progress)
+
+        ways = Ways(
+            self.graph, self.program, self.step, way, options, plan_of, streams=streams, cache=self.cache
         )
-        base = cast(Any, program)
-        timed = partial(step.timed, cache="default" if self.cache is None else self.cache)
-        if way:
-            splitting = Splitting(base, way, moves=moves, least_of=streaming.least)
-            found = splitting.plan(base, streaming.choose, timed, limit)
-        else:
-            found = streaming.choose(base)
-        if not found.changes:
-            return Planned(found.plan, graph)
-        said = f"in one piece and in memory {format_bytes(whole.peak)} and {format_seconds(whole.time)}, unplanned"
-        notes = (*(n for n in found.program.notes if n.startswith("split: ")), *streaming.notes(found), said)
-        plan = replace(found.plan, notes=(*found.plan.notes, *notes))
-        return SplitPlanned(plan, found.program.graph, found.program, whole.peak, whole.time)
-
-    def _in_slices(self, options: Options, way: str, progress: Progress | None) -> Planned:
-        """A plan in which ops run in slices, where the budget asks for it."""
-        graph, program, step = self.graph, self.program, self.step
-        whole = replay(graph, baseline(graph))
-        limit = resolve_budget(self.budget, whole.peak, static=graph.static_bytes)
+        peak = replay(self.graph, baseline(self.graph)).peak
+        limit = resolve_budget(self.budget, peak, static=self.graph.static_bytes)
         assert limit is not None
-
-        def plan_of(other: Graph) -> Plan:
-            return self._by_default(other, limit, options, progress)
-
-        made: Any
-        if program is not None and graph.meta.get("source") == "onnx":
-            from tightship.integrations.onnx_split import planned as in_rows
-
-            made, plan = in_rows(cast(Any, program), limit, plan_of, exact=way == EXACT)
-        elif program is not None and step is not None:
-            from tightship.execute.split import planned
-
-            moves = "offload" in options.allow or "compress" in options.allow
-            timed = partial(step.timed, cache="default" if self.cache is None else self.cache)
-            made, plan = planned(cast(Any, program), way, plan_of, timed, limit, moves=moves)
-        else:
-            raise Unsupported(
-                f"allow={way} for {graph.name}", "ops are split in models of PyTorch's and in ONNX files alone",
-                "leave it out, or give the model",
-            )  # fmt: skip
-        if made is program:
-            return Planned(plan, graph)
-        said = f"split: in one piece {format_bytes(whole.peak)} and {format_seconds(whole.time)}, unplanned"
-        plan = replace(plan, notes=(*plan.notes, said))
-        return SplitPlanned(plan, made.graph, made, whole.peak, whole.time)
+        return ways.plan(limit)
 
 
 @dataclass(frozen=True)
 class FrontierRequest:
     """Plans of ``graph`` for ``points`` budgets. ``program``: what it was captured as, if it was; ``peers``: beside
-    other policies; ``options``: the default planner's, for all budgets together."""
+    other policies; ``options``: the default planner's, for all budgets together. ``step``: the model, where its ops
+    may be split or its parameters stream; half of the search is then for such plans."""
 
     graph: Graph
     points: int = 9
     program: object = None
     peers: bool = True
     options: Mapping[str, object] = field(default_factory=dict)
+    step: ModelStep | None = None
 
     def solve(self, say: Say | None = None) -> Frontier:
         saved = {}
@@ -230,13 +179,29 @@ class FrontierRequest:
             saved = torch_saved(self.program)
         options, way = divide_allow(plan_options(self.graph, self.options))
         options, streams = allows_stream(options)
-        if way or streams:
-            raise Unsupported(
-                f"allow={way or STREAM} in a frontier",
-                "its plans are of one graph, and ops in slices, or copies of parameters, make another",
-                "plan for one budget at a time",
-            )  # fmt: skip
-        return Frontier.of(search_frontier(self.graph, self.points, options, saved, say, peers=self.peers))
+        if not (way or streams):
+            found = search_frontier(self.graph, self.points, options, saved, say, peers=self.peers)
+            return Frontier.of(found)
+        from tightship.execute.ways import Ways
+
+        def plan_of(graph: Graph, limit: int, chosen: Options) -> Plan:
+            return search_plan(graph, limit, chosen)
+
+        ways = Ways(self.graph, self.program, self.step, way, options, plan_of, streams=streams)
+        half = replace(ways.options, seconds=options.seconds / 2, work=options.work // 2)
+        found = search_frontier(self.graph, self.points, half, saved, say, peers=self.peers)
+        each = replace(half, seconds=half.seconds / self.points, work=half.work // self.points)
+        return Frontier.of(below(found, self.points, ways.least(), partial(_changed_at, ways, each), say))
+
+
+def _changed_at(ways: Ways, each: Options, budget: int) -> Changed | int:
+    """A plan within a budget in slices or with streams; the bytes that were enough, 0 if unknown, where there is
+    none."""
+    try:
+        found = ways.plan(budget, each)
+    except Infeasible:
+        return ways.reached
+    return Changed(found.plan, found.graph, found.how if isinstance(found, SplitPlanned) else "")
 
 
 @dataclass(frozen=True)
@@ -493,12 +458,14 @@ def frontier(
 
     Arguments as for `plan`; ``seconds`` and ``work`` among the options are for all budgets together. With ``peers``
     the result has what fixed policies come to on the same graph: checkpoints per block, selective ones, and, for a
-    model, what PyTorch's ``activation_memory_budget`` would save.
+    model, what PyTorch's ``activation_memory_budget`` would save. With ``split`` or ``stream`` in ``allow`` it goes
+    on below what one graph reaches, and ``.graph_of(plan)`` is the graph that a plan is for.
     """
     if isinstance(model, Graph):
         return FrontierRequest(_alone(model, sample), points, None, peers, options).solve(say)
-    program = ModelStep(model, sample, loss_fn, optimizer, train).program(cache)
-    return FrontierRequest(program.graph, points, program, peers, options).solve(say)
+    step = ModelStep(model, sample, loss_fn, optimizer, train)
+    program = step.program(cache)
+    return FrontierRequest(program.graph, points, program, peers, options, step).solve(say)
 
 
 def max_batch(

@@ -135,12 +135,13 @@ class Planned(_Shown):
 
 @dataclass(frozen=True, repr=False)
 class SplitPlanned(Planned):
-    """A plan of ``program``, in which ops run in slices; in one piece it needs ``peak_whole`` bytes unplanned,
-    and ``time_whole`` seconds."""
+    """A plan of ``program``, in which ops run in slices, or parameters stream: ``how``, in a few words. In one piece
+    and in memory it needs ``peak_whole`` bytes unplanned, and ``time_whole`` seconds."""
 
     program: Any
     peak_whole: int
     time_whole: float
+    how: str = ""
 
     def rows(self) -> dict[str, Any]:
         """As `Planned.rows`; what was before is the program in one piece."""

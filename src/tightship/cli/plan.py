@@ -263,7 +263,9 @@ def frontier(chosen: argparse.Namespace, out: Output) -> int:
         answer = module_frontier(chosen, out, options)
     else:
         source = loaded(chosen.source, out, model_options(chosen))
-        request = FrontierRequest(source.graph, chosen.points, source.program, chosen.peers, options)
+        request = FrontierRequest(
+            source.graph, chosen.points, source.program, chosen.peers, options, source.step
+        )
         with Line(out.live, f"planning {source.graph.name}") as line:
             answer = request.solve(lambda text: line.say(text, always=True))
     rows, text = answer.rows(), answer.tables()

@@ -118,6 +118,7 @@ class Splitting:
         self.captured, self.mode, self.moves = captured, mode, moves
         self.least_of = least_of or self._least
         self.measured: Graph | None = None  # of the captured program, with what its ops take for themselves
+        self._bounds: dict[tuple[tuple[int, int], ...], int | None] = {}
 
     @cached_property
     def groups(self) -> list[list[Chain]]:
@@ -242,10 +243,22 @@ class Splitting:
 
     def bound(self, slices: Mapping[Chain, int]) -> int | None:
         """Bytes that no plan of the program in slices goes below; None where it cannot be split so."""
-        try:
-            return self.least_of(split(self.captured, slices))
-        except Unsupported:
-            return None
+        key = tuple(sorted((c.seed, n) for c, n in slices.items()))
+        if key not in self._bounds:
+            try:
+                self._bounds[key] = self.least_of(split(self.captured, slices))
+            except Unsupported:
+                self._bounds[key] = None
+        return self._bounds[key]
+
+    def floor(self, base: Program) -> int:
+        """The least bound, in one piece or of any of the choices that are tried, whether their bits are believed or
+        not. ``base`` is the captured program, measured."""
+        self.measured = base.graph
+        bounds = [self.least_of(base), *(self.bound(slices) for slices in self.candidates())]
+        if (choice := self._least_patches()) is not None:
+            bounds.append(choice.peak)
+        return min(b for b in bounds if b is not None)
 
     def nearest(self, limit: int, deadline: Deadline) -> tuple[int, dict[Chain, int]] | None:
         """The first choice whose bound is within the limit, or the one of the least bound that time allows to see."""

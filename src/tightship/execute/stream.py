@@ -326,12 +326,18 @@ class Streaming:
 
     def notes(self, choice: Choice) -> tuple[str, ...]:
         """What streams by a choice, for people."""
+        count, size = self.moved(choice)
+        if not count:
+            return ()
+        return (f"streamed: {count} parameters and tensors of optimizer state, {format_bytes(size)}",)
+
+    def moved(self, choice: Choice) -> tuple[int, int]:
+        """How many tensors stream by a choice, and their bytes."""
         row = next(((b, s) for s, b in self._bases if choice.changes and s is choice.changes[-1]), None)
         if row is None:
-            return ()
+            return 0, 0
         graph, slots = row[0].graph, row[1].slots
-        size = sum(graph.storages[graph.values[s.value].storage].size for s in slots)
-        return (f"streamed: {len(slots)} parameters and tensors of optimizer state, {format_bytes(size)}",)
+        return len(slots), sum(graph.storages[graph.values[s.value].storage].size for s in slots)
 
     def _candidates(self, base: Program) -> tuple[list[Slot], int, int]:
         """What may stream, how many of it do in any case, and how many do not as others hold views of them."""

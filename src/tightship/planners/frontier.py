@@ -26,11 +26,24 @@ from tightship.planners.evict.problem import EVICT, Decision, EvictionProblem
 from tightship.simulate import baseline, replay
 from tightship.units import Budget
 
-__all__ = ["MOST", "Frontier", "Other", "budget_of", "extra_flops", "frontier", "needs", "others"]
+__all__ = [
+    "MOST",
+    "Changed",
+    "Frontier",
+    "Other",
+    "below",
+    "budget_of",
+    "extra_flops",
+    "frontier",
+    "needs",
+    "others",
+]
 
 MOST = 200
 _SLACK = 30
 """By what part of it the least budget grows until there is a plan, with a place for everything."""
+_GAIN = 0.01
+"""By so much of the unplanned time a plan is slower before other graphs are tried for its budget."""
 
 Said = Callable[[str], None]
 
@@ -49,9 +62,20 @@ class Other:
 
 
 @dataclass(frozen=True)
+class Changed:
+    """A plan of another graph that does the same, with ops in slices or a static set that streams: ``how``, in a few
+    words. Empty where nothing had to be changed."""
+
+    plan: Plan
+    graph: Graph = field(repr=False)
+    how: str
+
+
+@dataclass(frozen=True)
 class Frontier:
     """Plans for ``budget``s in ascending order, ``others`` to compare with, and a peak no plan can beat;
-    ``interrupted``: not all that were asked for; ``notes``: which policies are not there, and why."""
+    ``interrupted``: not all that were asked for; ``notes``: which policies are not there, and why. ``changed``: where
+    ops may run in slices, or the static set streams, the plans that such changes made of the graph."""
 
     graph: Graph
     points: tuple[Plan, ...]
@@ -60,6 +84,33 @@ class Frontier:
     seconds: float = 0.0
     interrupted: bool = False
     notes: tuple[str, ...] = ()
+    changed: tuple[Changed, ...] = ()
+
+    def change_of(self, plan: Plan) -> Changed | None:
+        """How a plan's graph was changed, None where it is the given one."""
+        return next((c for c in self.changed if c.plan.digest == plan.digest and c.how), None)
+
+    def graph_of(self, plan: Plan) -> Graph:
+        """The graph that a plan is for."""
+        change = self.change_of(plan)
+        return self.graph if change is None else change.graph
+
+    @property
+    def before(self) -> tuple[int, float]:
+        """Bytes and seconds of the step as it was given, unplanned."""
+        plan = self.points[-1]  # which keeps everything, or is no slower
+        if not self.changed:
+            return plan.peak_before, plan.time_before
+        line = replay(self.graph, baseline(self.graph))
+        return line.peak, line.time
+
+    def more_flops(self, plan: Plan) -> float:
+        """Floating-point operations beyond those of the given step, as a share of them."""
+        change, once = self.change_of(plan), sum(op.flops for op in self.graph.ops)
+        if change is None or not once:
+            return extra_flops(self.graph, plan.steps)
+        ops = change.graph.ops
+        return sum(ops[s.op].flops for s in plan.steps if s.op >= 0) / once - 1
 
     def best(self, budget: int) -> Plan | None:
         """The fastest of the plans that need at most ``budget`` bytes."""
@@ -203,6 +254,65 @@ class _Search:
 def _best(made: Sequence[Plan], budget: int) -> Plan | None:
     fits = [p for p in made if needs(p) <= budget]
     return min(fits, key=lambda p: (p.time, needs(p)), default=None)
+
+
+# --- below the floor of one graph ---
+
+
+def below(
+    base: Frontier, points: int, least: int, at: Callable[[int], Changed | int], say: Said | None = None
+) -> Frontier:
+    """``base`` with plans that may change the graph, for ``points`` budgets from the least that is reached so to what
+    keeping everything needs. ``least``: bytes that none of them goes below; ``at`` plans for a budget, or gives the
+    bytes that would have been enough, 0 if it does not know. Where a plan of the given graph takes the unplanned
+    time, nothing is changed. Bounds of time are those of the graph that a plan is for."""
+    began, tell = time.perf_counter(), say or (lambda text: None)
+    made = [Changed(p, base.graph, "") for p in base.points]
+    full, reached = needs(base.points[-1]), needs(base.points[0])
+    interrupted, budgets = base.interrupted, {full}
+
+    def add(budget: int, why: str) -> int:
+        tell(why)
+        found = at(budget)
+        if isinstance(found, int):
+            return found
+        made.append(found)
+        return budget
+
+    try:
+        budget = least if not interrupted else reached
+        while budget < reached:
+            enough = add(budget, f"the least memory, with changes: {budget:,} bytes")
+            if enough == budget:
+                reached = needs(made[-1].plan)
+            else:
+                budget = max(enough, budget + budget // _SLACK, budget + 1)
+        budgets.add(reached)
+        for j in range(points - 2 if not interrupted else 0):
+            budget = full - (full - reached) * (j + 1) // (points - 1)
+            budgets.add(budget)
+            known = _fastest(made, budget)
+            if known is None or known.plan.time > base.points[-1].time_before * (1 + _GAIN):
+                add(budget, f"budget {j + 2} of {points}, with changes")
+    except KeyboardInterrupt:
+        interrupted = True
+        budgets |= {budget_of(p) for p in base.points}
+    rows: dict[int, Changed] = {}
+    for budget in sorted(budgets):
+        if (best := _fastest(made, budget)) is not None:
+            bound = min(best.plan.time_bound, best.plan.time)
+            rows[budget] = replace(best, plan=replace(best.plan, budget=budget, time_bound=bound))
+    bound = min([least, *(c.plan.lower_bound for c in made if c.how)], default=base.lower_bound)
+    seconds = base.seconds + time.perf_counter() - began
+    return replace(
+        base, points=tuple(c.plan for c in rows.values()), lower_bound=min(bound, base.lower_bound),
+        seconds=seconds, interrupted=interrupted, changed=tuple(rows.values()),
+    )  # fmt: skip
+
+
+def _fastest(made: Sequence[Changed], budget: int) -> Changed | None:
+    fits = [c for c in made if needs(c.plan) <= budget]
+    return min(fits, key=lambda c: (c.plan.time, needs(c.plan)), default=None)
 
 
 # --- what others do ---

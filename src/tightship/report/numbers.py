@@ -15,7 +15,7 @@ from typing import Any
 from tightship.analysis.structure import pattern
 from tightship.graph import Graph
 from tightship.plan import Plan, Step
-from tightship.planners.frontier import Frontier, budget_of, extra_flops
+from tightship.planners.frontier import Frontier, budget_of
 from tightship.simulate import Timeline, baseline, replay
 from tightship.units import format_bytes, format_seconds, percent
 
@@ -103,7 +103,7 @@ def summary(plan: Plan, graph: Graph | None = None) -> dict[str, Any]:
 
 def _once(f: Frontier) -> float:
     """Seconds of the step before planning."""
-    return f.points[0].time_before or 1.0
+    return f.before[1] or 1.0
 
 
 def _ours(f: Frontier, other: Any) -> str:
@@ -116,8 +116,8 @@ POINT: tuple[Number, ...] = (
     Number("peak", lambda f, p: p.peak, "peak", "bytes"),
     Number("extra", lambda f, p: p.time / _once(f) - 1, "extra time", "percent"),
     Number("least", lambda f, p: max(0.0, p.time_bound / _once(f) - 1), "at least", "percent"),
-    Number("flops", lambda f, p: extra_flops(f.graph, p.steps), "extra FLOPs", "percent", wide=True),
-    Number("changes", lambda f, p: changes_of(p), "changes", "text"),
+    Number("flops", lambda f, p: f.more_flops(p), "extra FLOPs", "percent", wide=True),
+    Number("changes", lambda f, p: _changes(f, p), "changes", "text"),
 )
 """What is said of each plan of a frontier."""
 
@@ -141,13 +141,30 @@ def frontier_rows(f: Frontier) -> dict[str, Any]:
         "seconds": f.seconds,
         "interrupted": f.interrupted,
         "notes": list(f.notes),
-        "points": [summary(p, f.graph) | {"extra_flops": extra_flops(f.graph, p.steps)} for p in f.points],
+        "points": [_point(f, p) for p in f.points],
         "peers": [
             {"name": o.name, "peak_after": o.peak, "time_after": o.time, "extra_flops": o.extra_flops}
             | {"ours": None if o.ours is None else summary(o.ours, f.graph)}
             for o in f.others
         ],
     }
+
+
+def _point(f: Frontier, plan: Plan) -> dict[str, Any]:
+    row = summary(plan, f.graph_of(plan)) | {"extra_flops": f.more_flops(plan)}
+    if f.changed:
+        peak, seconds = f.before
+        change = f.change_of(plan)
+        row |= {"peak_before": peak, "time_before": seconds, "changed": "" if change is None else change.how}
+    return row
+
+
+def _changes(f: Frontier, plan: Plan) -> str:
+    """What a plan does, with how its graph was changed."""
+    change, does = f.change_of(plan), changes_of(plan)
+    if change is None:
+        return does
+    return change.how if does == "none" else f"{change.how}, {does}"
 
 
 def shown(number: Number, value: Any) -> str:

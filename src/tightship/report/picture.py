@@ -214,7 +214,7 @@ def _legend(data: Sequence[Column]) -> str:
 
 def frontier_picture(f: Frontier) -> str:
     """Extra time (share of a step) against peak, as SVG that needs nothing else."""
-    once = f.points[0].time_before or 1.0
+    once = f.before[1] or 1.0
     ours = [(p.peak, 100 * (p.time / once - 1)) for p in f.points]
     bound = [(budget_of(p), 100 * (p.time_bound / once - 1)) for p in f.points]
     shown = [o for o in f.others if o.peak <= 2 * max(p.peak for p in f.points)]
@@ -235,7 +235,8 @@ def frontier_picture(f: Frontier) -> str:
     base, end = FRONTIER - BOTTOM, LEFT + wide
     title = f"{f.graph.name}: time against memory"
     parts = [_text(LEFT, 30, title, "title")]
-    parts.append(_text(LEFT, 50, "extra time of one step, by peak; dashed: no plan is below"))
+    ringed = "; ringed: ops in slices, or a static set that streams" if f.changed else ""
+    parts.append(_text(LEFT, 50, f"extra time of one step, by peak; dashed: no plan is below{ringed}"))
     for v in up:
         parts += [_line("grid", LEFT, y(v), end, y(v)), _text(LEFT - 8, y(v) + 4, f"+{v:g} %", "end")]
     parts += [_text(x(v), base + 18, format_bytes(v), "mid") for v in across]
@@ -243,7 +244,9 @@ def frontier_picture(f: Frontier) -> str:
     parts += [_line("axis", LEFT, base, end, base), _line("bound", low, TOP, low, base)]
     parts.append(f'<polyline class="bound" points="{path(bound)}"/>')
     parts.append(f'<polyline class="line" points="{path(ours)}"/>')
-    parts += [f'<circle class="activation" cx="{x(a)}" cy="{y(max(0.0, b))}" r="3.5"/>' for a, b in ours]
+    for p, (a, b) in zip(f.points, ours, strict=True):
+        ring = "" if f.change_of(p) is None else ' stroke="currentColor" stroke-width="2"'
+        parts.append(f'<circle class="activation" cx="{x(a)}" cy="{y(max(0.0, b))}" r="3.5"{ring}/>')
     for o, (a, b) in zip(shown, theirs, strict=True):
         parts.append(f'<circle class="gradient" cx="{x(a)}" cy="{y(b)}" r="4"/>')
         parts.append(_text(x(a) + 7, y(b) + 4, o.name))

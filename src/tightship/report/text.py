@@ -224,8 +224,9 @@ def _largest(heading: str, peak: Peak, top: int) -> Table:
 
 def frontier_tables(f: Frontier) -> list[RenderableType]:
     """The plans, from the least memory up; then each of the others beside the plan for as much memory."""
-    head = f"{f.graph.name} ({len(f.graph.ops)} ops), one step {format_seconds(f.points[0].time_before)}; "
-    items: list[RenderableType] = [f"{head}no plan needs less than {format_bytes(f.lower_bound)}"]
+    head = f"{f.graph.name} ({len(f.graph.ops)} ops), one step {format_seconds(f.before[1])}; "
+    of = " of those that are tried" if f.changed else ""
+    items: list[RenderableType] = [f"{head}no plan{of} needs less than {format_bytes(f.lower_bound)}"]
     for numbers, rows in ((POINT, f.points), (POLICY, f.others)):
         if rows:
             items += ["", Fitting([_number_table(f, rows, numbers, wide) for wide in (True, False)])]

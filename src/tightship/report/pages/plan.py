@@ -230,9 +230,9 @@ def frontier_page(f: Frontier, *, title: str = "") -> str:
     rows = frontier_rows(f)
     facts: list[Fact] = [
         ("least peak", rows["least_peak"], "bytes"),
-        ("before", f.points[0].peak_before, "bytes"),
+        ("before", f.before[0], "bytes"),
         ("lower bound", f.lower_bound, "bytes"),
-        ("time before", f.points[0].time_before, "seconds"),
+        ("time before", f.before[1], "seconds"),
         ("plans", len(f.points), "count"),
         ("other policies", len(f.others), "count"),
     ]
@@ -240,7 +240,8 @@ def frontier_page(f: Frontier, *, title: str = "") -> str:
         f"{len(f.points)} plans for {f.graph.name} ({len(f.graph.ops)} ops), in {format_seconds(f.seconds)}"
     )
     tightest = f.points[0]
-    at_peak = peak_table(f.graph, tightest.steps, replay(f.graph, tightest.steps))
+    graph = f.graph_of(tightest)
+    at_peak = peak_table(graph, tightest.steps, replay(graph, tightest.steps))
     at_peak["heading"] = "The peak of the plan that needs least"
     tables = [
         table(
@@ -256,9 +257,17 @@ def frontier_page(f: Frontier, *, title: str = "") -> str:
 
 
 def _chart(f: Frontier) -> Section:
-    once = f.points[0].time_before or 1.0
+    once = f.before[1] or 1.0
     values = [{n.key: n.of(f, p) for n in POINT} | {"time": p.time} for p in f.points]
-    points = [v | {"name": f"budget {format_bytes(v['budget'])}", "said": v["changes"]} for v in values]
+    points = [
+        v
+        | {
+            "name": f"budget {format_bytes(v['budget'])}",
+            "said": v["changes"],
+            "changed": f.change_of(p) is not None,
+        }
+        for v, p in zip(values, f.points, strict=True)
+    ]
     peers = [
         {"name": o.name, "peak": o.peak, "time": o.time, "extra": o.time / once - 1}
         | {"said": "" if o.ours is None else f"a plan for as much memory: {percent(o.ours.time, once)}"}
@@ -272,7 +281,9 @@ def _memory(f: Frontier) -> Section:
     """Before, beside the plan that was chosen; the lines are those of the tightest budget."""
     slots = min(600, _SLOTS // len(f.points))
     panels = [_panel("before planning", f.graph, None, slots)]
-    panels += [_panel(f"with the plan for {format_bytes(budget_of(p))}", f.graph, p, slots) for p in f.points]
+    panels += [
+        _panel(f"with the plan for {format_bytes(budget_of(p))}", f.graph_of(p), p, slots) for p in f.points
+    ]
     bands = without_empty(_BANDS, panels)
     before, first, *_ = panels
     choices = [before, first | {"choices": panels[1:]}]

@@ -69,6 +69,10 @@ PARTS.frontier = (s, host) => {
       if (p.ours) g.arc(px, py, i === chosen ? 6 : 4, 0, 7);
       else g.rect(px - 4, py - 4, 8, 8);
       g.fill();
+      if (p.changed) {
+        g.strokeStyle = color("ink");
+        g.stroke();
+      }
       if (!p.ours) named(g, w, p, taken);
     });
   }
@@ -106,6 +110,7 @@ PARTS.frontier = (s, host) => {
     key("gradient", "other policies, simulated"),
     key("bound", "no plan is below")
   ];
+  if (s.points.some(p => p.changed)) caption.push(key("ink", "ringed: ops in slices, or a static set that streams"));
   const label = `Time against memory: ${s.points.length} plans, ${s.peers.length} other policies. ` +
     "Arrow keys read them, Enter shows a plan below.";
   const count = () => shown.length;
