@@ -1,6 +1,7 @@
 """fit(mode="compiled"): the whole step as Inductor's code, its peak as planned, within a budget."""
 
 import copy
+import re
 
 import pytest
 import torch
@@ -483,13 +484,6 @@ def test_arguments_of_exact_mode_are_refused(more, rule):
         fit(model, loss, sgd(model), data(), **{**OPTIONS, **more})
 
 
-@pytest.mark.parametrize("name", ["Adafactor"])
-def test_optimizers_that_cannot_be_written_out_are_refused(name):
-    model = net()
-    with pytest.raises(errors.Unsupported, match=f"(?s)the optimizer {name} in compiled mode.*mode=.exact"):
-        fit(model, loss, getattr(torch.optim, name)(model.parameters()), data(), **OPTIONS)
-
-
 class Clipping(Lion):
     """Couples parameters."""
 
@@ -498,32 +492,71 @@ class Clipping(Lion):
         super().step()
 
 
-@pytest.mark.parametrize(
-    ("make", "why"),
-    [
-        (Clipping, "the optimizer Clipping in compiled mode.*several parameters at once"),
-        (Counting, "the optimizer Counting in compiled mode.*it counts 'lr|count' in Python"),
-        (Stepping, "the optimizer Stepping in compiled mode.*it keeps 'step' in Python"),
-        (Warm, "the optimizer Warm in compiled mode.*follows from the value of lr"),
-        (lambda p: Lion(p, start=0.5), "Lion before its first step.*does not begin as zeros.*a first step in eager"),
-    ],
-)  # fmt: skip
-def test_optimizers_whose_steps_would_not_be_those_that_were_compiled_are_refused(make, why):
+def dampened(params):
+    return torch.optim.SGD(params, lr=0.1, momentum=0.9, dampening=0.5)
+
+
+APART = {
+    "Adafactor": (lambda p: torch.optim.Adafactor(p), "follows from numbers in tensors"),
+    "coupled": (Clipping, "several parameters at once"),
+    "counting": (Counting, "it counts 'lr|count' in Python"),
+    "stepping": (Stepping, "it keeps 'step' in Python"),
+    "warm": (Warm, "follows from the value of lr"),
+    "not_zeros": (lambda p: Lion(p, start=0.5), "Lion before its first step.*does not begin as zeros"),
+    "dampening": (dampened, "SGD with dampening before its first step"),
+}
+
+
+def check_apart(name, **more):
+    make, why = APART[name]
+    model, exact = net(), net()
+    step = fit(model, loss, make(model.parameters()), data(), **OPTIONS, **more)
+    wanted = train(eager(exact, make(exact.parameters())))
+    assert train(step) == pytest.approx(wanted, rel=1e-5)
+    assert_close(model, exact)
+    (note,) = [n for n in step.notes if "the update runs op by op" in n]
+    assert re.search(why, note)
+    assert as_planned(step)
+    return step
+
+
+def test_an_update_that_cannot_be_written_out_runs_op_by_op_after_a_compiled_backward_pass():
+    step = check_apart("Adafactor")
+    assert {v.part for v in step._variants} == {"backward", "update"}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", APART)
+def test_steps_that_would_not_be_those_that_were_compiled_run_op_by_op_within_the_budget(name):
+    step = check_apart(name, budget="100%")
+    used = step.measure()
+    assert used["measured_peak"] <= used["budget"]
+
+
+@pytest.mark.slow
+def test_an_update_apart_is_known_before_a_first_step_that_nobody_prepared():
+    calls = []
+
+    def counted(model, batch):
+        calls.append(1)
+        return loss(model, batch)
+
     model = net()
-    with pytest.raises(errors.Unsupported, match=f"(?s){why}"):
-        fit(model, loss, make(model.parameters()), data(), **OPTIONS)
+    step = fit(model, counted, Counting(model.parameters()), data(), prepare=False, **OPTIONS)
+    kept = list(calls)
+    step(data())
+    assert step.plan.source and kept == []
+    model.eval()
+    step(data())
+    with pytest.raises(errors.Unsupported, match="has a gradient"):
+        model[0].weight.grad = torch.zeros_like(model[0].weight)
+        step(data())
 
 
 def test_a_scaler_with_a_fused_optimizer_is_refused():
     model = net()
     with pytest.raises(errors.Unsupported, match="a GradScaler with a fused optimizer"):
         fit(model, loss, adamw(model, fused=True), data(), scaler=torch.amp.GradScaler("cpu"), **OPTIONS)
-
-
-def test_dampening_before_the_first_step_is_refused():
-    model = net()
-    with pytest.raises(errors.Unsupported, match="SGD with dampening before its first step"):
-        fit(model, loss, sgd(model, momentum=0.9, dampening=0.5), data(), **OPTIONS)
 
 
 def test_gradients_that_share_memory_are_refused():

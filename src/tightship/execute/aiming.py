@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Generic, Protocol, TypeVar
+from typing import Final, Generic, Protocol, TypeVar
 
 from tightship import simulate
 from tightship.errors import Infeasible
@@ -20,7 +20,7 @@ from tightship.graph import Graph
 from tightship.plan import Plan
 from tightship.planners import default
 
-__all__ = ["Aim", "Candidate", "Model"]
+__all__ = ["STOCK", "Aim", "Candidate", "Model", "source_of"]
 
 LOWERINGS = 8
 """Candidates that are lowered in each pass, at most."""
@@ -29,7 +29,16 @@ LESSONS = 2
 CLOSE = 0.02
 """No looser plan is looked for where so much of the budget beyond the static set is left, or less."""
 
+STOCK: Final = (0.7, 0.5, 0.3, 0.1, 0.0)
+"""The ``activation_memory_budget`` values whose partitions are looked at beside ours."""
+
 T = TypeVar("T")
+
+
+def source_of(share: float | None) -> str:
+    """What a candidate that is not of a plan is called: Inductor's own at an ``activation_memory_budget``, or, for
+    None, a checkpoint around each block."""
+    return "each block computed again" if share is None else f"Inductor at activation_memory_budget {share}"
 
 
 @dataclass(frozen=True, eq=False)

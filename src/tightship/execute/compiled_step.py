@@ -20,18 +20,20 @@ from typing import Any
 import torch
 from torch.fx import GraphModule
 
+from tightship import simulate
 from tightship.errors import Infeasible, Unsupported, VerificationFailed
 from tightship.execute import allocator
-from tightship.execute.aiming import Aim, Candidate
+from tightship.execute.aiming import STOCK, Aim, Candidate, source_of
 from tightship.execute.binding import Binding
 from tightship.execute.compiled import CompiledPass, Measured, StepPlan, StepReplay, place
 from tightship.execute.interpreter import RunStats, report
+from tightship.execute.parts import bytes_of_inputs, gradients_of
 from tightship.execute.prepared import Settings, Thrashing, Variant
 from tightship.execute.script import device_of
 from tightship.execute.train_step import TrainStep
 from tightship.frontends.torch import compat, compat_inductor
-from tightship.frontends.torch.capture.flat import Flat, fixed_settings, flatten_program
-from tightship.frontends.torch.capture.fused import FusedStep, fuse_step
+from tightship.frontends.torch.capture.flat import Flat, NoFormula, fixed_settings, flatten_program
+from tightship.frontends.torch.capture.fused import FusedStep, between_blocks, fuse_step
 from tightship.frontends.torch.compat_inductor import Lowered
 from tightship.frontends.torch.optimizer.copy import Path, bare, copied, random_untouched
 from tightship.frontends.torch.optimizer.updates import Member, Updater, each, independent, state_at
@@ -66,6 +68,8 @@ class CompiledStep(TrainStep):
 
     def __init__(self, *args: Any, **more: Any) -> None:
         compat_inductor.require_inductor()
+        self._apart = False  # whether the update is not compiled
+        self._update_peak = 0
         super().__init__(*args, **more)
         optimizers = each(self.optimizer) if self.optimizer is not None else ()
         if self.loop.scaler is not None and any(hasattr(o, "_step_supports_amp_scaling") for o in optimizers):
@@ -75,7 +79,34 @@ class CompiledStep(TrainStep):
             )  # fmt: skip
 
     def _modes(self) -> tuple[Any, ...]:
-        return *super()._modes(), fixed_settings(self.optimizer)
+        return *super()._modes(), () if self._apart else fixed_settings(self.optimizer)
+
+    @property
+    def _in_parts(self) -> bool:
+        return self._apart or super()._in_parts
+
+    def __call__(self, batch: Any) -> Any:
+        with self._exclusive():
+            self._renew()
+        if not self._variants and not self._in_parts and self._for_now() is None:
+            self.prepare(batch)  # which says whether the update is apart, before the code has run for good
+        return super().__call__(batch)
+
+    def _prepare(self, batch: Any) -> Plan:
+        try:
+            return super()._prepare(batch)
+        except NoFormula as no:
+            if self._in_parts:
+                raise
+            self._step_apart(no)
+            return super()._prepare(batch)
+
+    def _step_apart(self, no: NoFormula) -> None:
+        self._apart = True
+        note = (
+            f"the update runs op by op, as in exact mode, after a compiled backward pass: {no.what}: {no.why}"
+        )
+        self._notes += [] if note in self._notes else [note]
 
     @property
     def plan(self) -> Any:
@@ -84,13 +115,21 @@ class CompiledStep(TrainStep):
     def _variant(
         self, captured: Program, modes: tuple[Any, ...], *, part: str = "", beside: int = 0
     ) -> Variant:
+        if part == "update" and self._apart:
+            return super()._variant(captured, modes, part=part, beside=beside)
         if part != "update":
             self._note_return(captured.graph)
+        try:
+            executor = self._compiled(captured, beside)
+        except NoFormula as no:
+            if part != "update":
+                raise
+            self._step_apart(no)
+            return super()._variant(captured, modes, part=part, beside=beside)
         captured.forget_samples()
         return Variant(
-            captured, self._compiled(captured, beside), Binding(captured, self.model, self.optimizer), modes,
-            captured, part=part,
-        )  # fmt: skip
+            captured, executor, Binding(captured, self.model, self.optimizer), modes, captured, part=part
+        )
 
     def _compiled(self, program: Program, beside: int) -> Any:
         with self.settings.progress.stage("compiling"):
@@ -101,7 +140,7 @@ class CompiledStep(TrainStep):
         first one."""
         budget = self.settings.budget
         if self._limit is None and budget is not None:
-            self._limit = budget.resolve(peak + beside, static=static + beside)
+            self._limit = budget.resolve(max(peak + beside, self._update_peak), static=static + beside)
         return None if self._limit is None else max(self._limit - beside, 0)
 
     def _change(self, variant: Variant, captured: Program, numbers: dict[int, tuple[Any, ...]]) -> None:
@@ -118,7 +157,18 @@ class CompiledStep(TrainStep):
         self._share_arena()
 
     def _resolve_for_parts(self, program: Program) -> None:
-        """The budget is resolved when the first part is lowered."""
+        """The budget is resolved when the first part is lowered. An update that is not compiled counts as it is in
+        exact mode."""
+        if (
+            self._apart
+            and self._limit is None
+            and self.settings.budget is not None
+            and self._updates is not None
+        ):
+            graph = self._measured(self._captured_update(gradients_of(program)))[0].graph
+            self._update_peak = (
+                bytes_of_inputs(program) + simulate.replay(graph, simulate.baseline(graph)).peak
+            )
 
     def _of_all_parts(self, no: Infeasible, batch: Any, backward: Program, *, adds: bool) -> Infeasible:
         return no
@@ -303,12 +353,7 @@ class _Compilation:
         budget = self.budget = self.resolved(static, self.unplanned.peak, self.beside)
         self.best = self.unplanned
         if budget is not None and self.unplanned.needed > budget:
-            found = self._ours(budget, static)
-            fitting = [c for c in found if c.needed <= budget]
-            if not fitting:
-                least = min(c.needed for c in [self.unplanned, *found])
-                raise Infeasible(budget=budget, lower_bound=static, best_peak=least, compiled=True)
-            self.best = min(fitting, key=lambda c: c.seconds)
+            self.best = self._within(budget, static)
         return self.best.made
 
     def candidate(self, gm: GraphModule, source: str, plan: Plan | None = None) -> Candidate[GraphModule]:
@@ -322,7 +367,9 @@ class _Compilation:
             self.seen[key] = Candidate(gm, source, peak, needed, replay, *cost, plan=plan)
         return self.seen[key]
 
-    def _ours(self, budget: int, static: int) -> list[Candidate[GraphModule]]:
+    def _within(self, budget: int, static: int) -> Candidate[GraphModule]:
+        """The fastest within the budget: of our plans, and of what Inductor or checkpoints would save. Raises
+        ``Infeasible``."""
         outputs = len(self.program.results) - len(self.program.gradients)
         model = self.model = fuse_step(self.gm, outputs, name=self.program.graph.name)
 
@@ -330,12 +377,36 @@ class _Compilation:
             return self.candidate(model.ordered(plan), "tightship", plan)
 
         options = getattr(self.settings.planner, "options", default.Options())
-        return Aim(model, options, ours, budget, static).run()
+        found = Aim(model, options, ours, budget, static).run()
+        best = min((c for c in found if c.needed <= budget), key=lambda c: c.seconds, default=None)
+        for share in (1.0, *STOCK, None):
+            made = self._seed(model, share)
+            if made is None or (best is not None and model.recompute_time(made)[1] >= best.seconds):
+                continue
+            c = self.candidate(made, source_of(share))
+            found.append(c)
+            if c.needed <= budget:
+                best = c
+        if best is None:
+            least = min(c.needed for c in [self.unplanned, *found])
+            raise Infeasible(budget=budget, lower_bound=static, best_peak=least, compiled=True)
+        return best
+
+    def _seed(self, model: FusedStep, share: float | None) -> GraphModule | None:
+        """What keeps for the backward pass what Inductor would at an ``activation_memory_budget``; for None, what a
+        checkpoint around each block does, if there are blocks."""
+        if share is None:
+            saved = between_blocks(self.gm, model.is_late)
+            return model.saving(saved) if saved else None
+        return model.saving(compat_inductor.stock_saved(self.gm, model.late, model.outputs, share))
+
+
+_INSTEAD = "call step.prepare(batch): the update is then planned by itself, op by op"
 
 
 def _check_updates(program: Program) -> None:
-    """Raises ``Unsupported`` for updates by sparse gradients, and for a first step that is another than those after
-    it."""
+    """Raises ``Unsupported`` for updates by sparse gradients, and ``NoFormula`` for a first step that is another than
+    those after it."""
     tried: set[Any] = set()
     for call in program.calls:
         updater = call.fn
@@ -350,25 +421,25 @@ def _check_updates(program: Program) -> None:
         (member,) = updater.members
         group = updater.optimizer.param_groups[member.group]
         if isinstance(updater.optimizer, torch.optim.SGD) and group.get("dampening"):
-            raise Unsupported(
+            raise NoFormula(
                 "SGD with dampening before its first step, in compiled mode",
-                "its first step leaves dampening out", 'run a first step in eager, or use mode="exact"',
+                "its first step leaves dampening out", _INSTEAD,
             )  # fmt: skip
         if independent(updater.optimizer):
             continue
         p = member.param
         kind = (updater.number, member.group, tuple(p.shape), p.dtype)
         if kind not in tried and not _begins_with_zeros(updater):
-            raise Unsupported(
+            raise NoFormula(
                 f"{type(updater.optimizer).__name__} before its first step, in compiled mode",
-                "its state does not begin as zeros", 'run a first step in eager, or use mode="exact"',
+                "its state does not begin as zeros", _INSTEAD,
             )  # fmt: skip
         tried.add(kind)
 
 
 def _begins_with_zeros(updater: Updater) -> bool:
     """Whether a first step with a state of zeros gives the same bits as one without a state, on copies. Raises
-    ``Unsupported`` for a state that has more than tensors."""
+    ``NoFormula`` for a state that has more than tensors."""
     (member,) = updater.members
     optimizer, p = updater.optimizer, member.param
     keys = [k for k in member.state_keys if not isinstance(k, Path)]
@@ -388,11 +459,9 @@ def _begins_with_zeros(updater: Updater) -> bool:
                 return False
             state = one.state[param]
             if other := [k for k, x in state.items() if not isinstance(x, torch.Tensor)]:
-                raise Unsupported(
+                raise NoFormula(
                     f"the optimizer {type(optimizer).__name__} in compiled mode",
-                    f"it keeps {other[0]!r} in Python beside tensors, which would stay as it is",
-                    'use mode="exact", or leave the optimizer out (None) and step it yourself after '
-                    "step.backward(batch)",
+                    f"it keeps {other[0]!r} in Python beside tensors, which would stay as it is", _INSTEAD,
                 )  # fmt: skip
             if not all(isinstance(state.get(k), torch.Tensor) for k in keys):
                 return False

@@ -207,7 +207,7 @@ class TrainVariants(Prepared):
             averaged = () if self._replicas is None else self._replicas.averaged
             return Ending(whole.names, whole, clip, averaged=averaged, repeats=self.ranks is not None)
         updates = self._updates_if_any()
-        if updates is not None and not self._split and (self.loop.in_parts or self.loop.clips):
+        if updates is not None and not self._split and (self._in_parts or self.loop.clips):
             wanted = updates.names
         else:
             wanted = tuple(n for n, p in self._owned.parameters if p.requires_grad)

@@ -14,7 +14,6 @@ with other graphs, gradients and the optimizer.
 from __future__ import annotations
 
 import operator
-import re
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Final, cast
@@ -25,11 +24,11 @@ from torch.fx import GraphModule, Node
 
 from tightship.errors import BadInput, Infeasible, TightshipError, Unsupported, VerificationFailed
 from tightship.execute import allocator
-from tightship.execute.aiming import Aim, Candidate
+from tightship.execute.aiming import STOCK, Aim, Candidate, source_of
 from tightship.execute.cache import KeptPartitions, Partition, Unplanned, folder_of, partition_plan, plan_of
 from tightship.execute.compiled import CompiledPass, LoweredStep, Measured, StepPlan, StepReplay, place
 from tightship.frontends.torch import compat, compat_compile, compat_inductor
-from tightship.frontends.torch.capture.fused import FusedJoint, fuse
+from tightship.frontends.torch.capture.fused import FusedJoint, between_blocks, fuse
 from tightship.frontends.torch.compat_inductor import Lowered, Pair
 from tightship.graph import aligned, alignment_of
 from tightship.integrations.accounting import Entry, Ledger
@@ -48,11 +47,7 @@ from tightship.verify import check
 
 __all__ = ["CompiledGraph", "Shares", "compile_within", "tag"]
 
-STOCK: Final = (0.7, 0.5, 0.3, 0.1, 0.0)
-"""The ``activation_memory_budget`` values whose partitions are looked at beside ours."""
-_INDUCTOR: Final = "Inductor at activation_memory_budget"
-_STOCK: Final = f"{_INDUCTOR} 1.0"
-_BLOCKS: Final = "each block computed again"
+_STOCK: Final = source_of(1.0)
 
 
 @dataclass
@@ -397,7 +392,7 @@ class _Search:
             if plan is not None and self.model is not None:
                 check(self.model.graph, plan)
                 pair = self.planned(plan)
-            elif chosen.share is not None or (chosen.source == _BLOCKS and self.model is not None):
+            elif chosen.share is not None or (chosen.source == source_of(None) and self.model is not None):
                 pair = self.seed(chosen.share)
             else:
                 raise BadInput("a partition is Inductor's own or of a plan")
@@ -431,7 +426,7 @@ class _Search:
     # --- candidates ---
 
     def stock(self, share: float) -> Candidate[Pair]:
-        return self.candidate(self.seed(share), f"{_INDUCTOR} {share}", share=share)
+        return self.candidate(self.seed(share), source_of(share), share=share)
 
     def seed(self, share: float | None) -> Pair:
         """Inductor's own partition at an ``activation_memory_budget``; for None, the one that computes each block of
@@ -455,7 +450,7 @@ class _Search:
             return None
         if self.unplanned.static + self.saved_bytes(pair) > least:
             return None
-        return self.candidate(pair, _BLOCKS if share is None else f"{_INDUCTOR} {share}", share=share)
+        return self.candidate(pair, source_of(share), share=share)
 
     def saved_bytes(self, pair: Pair) -> int:
         """Bytes of what a partition saves beside inputs: its peak is not below."""
@@ -498,30 +493,6 @@ class _Search:
             note = f"a plan's order was not taken over: {error}"
             self.notes += [] if note in self.notes else [note]
             return pair
-
-
-def between_blocks(joint: GraphModule, is_late: Callable[[Node], bool]) -> tuple[str, ...]:
-    """What a checkpoint around each block would save: the inputs, and what goes from one block of the forward pass to
-    another or to what follows. Blocks are the modules in the outermost lists or sequences; nothing where there are
-    fewer than two."""
-    block = {n: _block(n) for n in joint.graph.nodes if n.op == "call_function" and not is_late(n)}
-    if len(set(block.values()) - {""}) < 2:
-        return ()
-    crossing = [
-        n.name for n, at in block.items()
-        if isinstance(n.meta.get("val"), torch.Tensor) and n.all_input_nodes
-        and any(block.get(u, at) != at for u in n.users)
-    ]  # fmt: skip
-    return (*(n.name for n in joint.graph.find_nodes(op="placeholder") if not is_late(n)), *crossing)
-
-
-_NUMBERED: Final = re.compile(r"(\.|\[')\d+('\])?$")
-
-
-def _block(node: Node) -> str:
-    """The path of the outermost module of a list that a node is of."""
-    paths = (str(path) for path, _ in (node.meta.get("nn_module_stack") or {}).values())
-    return next((path for path in paths if _NUMBERED.search(path)), "")
 
 
 def _unplanned(first: Candidate[Pair] | None) -> Unplanned:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import hashlib
 import importlib
 import operator
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from types import SimpleNamespace
@@ -39,10 +39,12 @@ __all__ = [
     "draws",
     "extract",
     "lower",
+    "of_module",
     "origin",
     "overwritten_count",
     "require_inductor",
     "stock_pair",
+    "stock_saved",
     "traced",
     "with_backward",
 ]
@@ -89,6 +91,8 @@ HOOKS: Final = (
     ("torch._functorch._aot_autograd.graph_compile", "collect_fw_donated_buffer_idxs"),
     ("torch._functorch._aot_autograd.descriptors", "InputMutationAOTOutput"),
     ("torch._guards", "TracingContext.try_get"),
+    ("torch.fx.traceback", "preserve_node_meta"),
+    ("torch.fx.traceback", "current_meta"),
     ("torch.compiler", "_compile_session_context"),
 )
 """What is leaned on: (module, name)."""
@@ -296,6 +300,32 @@ def stock_pair(joint: GraphModule, inputs: Any, outputs: int, static: Sequence[i
         Unsupported
     ):  # below a budget of 1 it draws dropout's seeds anew in the backward pass: here they are saved
         return extract(joint, outputs, pair.saved)
+
+
+def stock_saved(gm: GraphModule, late: Collection[Node], outputs: int, budget: float) -> tuple[str, ...]:
+    """What Inductor would save at that ``activation_memory_budget`` of a graph that computes gradients and updates by
+    itself, by name. ``late``: the nodes that are of its backward pass or its update."""
+    from torch._functorch import config, partitioners
+
+    names = {n.name for n in late}
+    joint = _copied(gm)
+    (end,) = joint.graph.find_nodes(op="output")
+    given = list(end.args[0])
+    first, rest = given[:outputs], given[outputs:]
+    for n in list(joint.graph.nodes):
+        if n.name in names:
+            n.meta["partitioner_tag"] = "must_be_in_backward"
+        if n.target is torch.ops.aten.copy_.default:
+            (rest if n.args[1].name in names else first).append(n.args[1])
+            n.replace_all_uses_with(n.args[0])
+            joint.graph.erase_node(n)
+    (end,) = joint.graph.find_nodes(op="output")
+    first, rest = ([x for x in part if x is not None] for part in (first, rest))
+    end.args = ((*first, *rest),)
+    end.meta.pop("desc", None)
+    with config.patch(activation_memory_budget=budget):
+        forward, _ = partitioners.min_cut_rematerialization_partition(joint, (), num_fwd_outputs=len(first))
+    return tuple(x.name for x in _results(forward)[len(first) :] if isinstance(x, Node))
 
 
 def extract(joint: GraphModule, outputs: int, saved: Sequence[str]) -> Pair:
@@ -556,8 +586,15 @@ def traced(fn: Callable[..., Any], inputs: Sequence[torch.Tensor], mode: Any) ->
     """The fx graph of the ops that a function calls on fake tensors of ``mode``."""
     from torch.fx.experimental.proxy_tensor import make_fx
 
-    with mode:
+    with mode, torch.fx.traceback.preserve_node_meta():
         return make_fx(fn, tracing_mode="real", _allow_non_fake_inputs=True)(*inputs)
+
+
+def of_module(path: str) -> None:
+    """What is traced from here on is of the module of that path, and of those around it."""
+    parts = path.split(".") if path else []
+    paths = [".".join(parts[: k + 1]) for k in range(len(parts))]
+    torch.fx.traceback.current_meta["nn_module_stack"] = {p: (p, "") for p in paths}
 
 
 @contextmanager
@@ -586,7 +623,7 @@ def compile_flat(
 
     def inner(graph: GraphModule, example_inputs: Sequence[Any], **more: Any) -> Any:
         def lowered(candidate: GraphModule) -> Lowered:
-            with _recording(stop=True) as recorder, suppress(_Stopped):
+            with _scalar_kernels(), _recording(stop=True) as recorder, suppress(_Stopped):
                 compile_fx.compile_fx_inner(_copied(candidate), example_inputs, **more)
             if not recorder.found:
                 raise Unsupported("a step that computes nothing", "there is nothing to lower")

@@ -27,7 +27,11 @@ from tightship.frontends.torch.optimizer.updates import Updater, each, independe
 from tightship.frontends.torch.program import Program, dtype_of, flat, refs_in, substitute
 from tightship.graph import Value
 
-__all__ = ["Flat", "Number", "fixed_settings", "flatten_program", "viewed"]
+__all__ = ["Flat", "NoFormula", "Number", "fixed_settings", "flatten_program", "viewed"]
+
+
+class NoFormula(Unsupported):
+    """An optimizer's step cannot be written out as ops that are the same in every step."""
 
 
 @dataclass(frozen=True)
@@ -143,7 +147,8 @@ class _Flattening:
                 seen[v] = viewed(held[s], values[bases[s]], values[v])
             return seen[v]
 
-        for call in program.calls:
+        for op, call in zip(graph.ops, program.calls, strict=True):
+            compat_inductor.of_module(op.module)
             args, kwargs = substitute((call.args, call.kwargs), read)
             if isinstance(call.fn, Updater):
                 _update(call.fn, args, numbers)
@@ -363,10 +368,10 @@ def _put(group: dict[str, Any], number: Number, t: torch.Tensor) -> None:
         group[number.name] = tuple(row)
 
 
-def _no_formula(name: str, why: str) -> Unsupported:
-    return Unsupported(
+def _no_formula(name: str, why: str) -> NoFormula:
+    return NoFormula(
         f"the optimizer {name} in compiled mode", why,
-        'use mode="exact", or leave the optimizer out (None) and step it yourself after step.backward(batch)',
+        "call step.prepare(batch): the update is then planned by itself, op by op",
     )  # fmt: skip
 
 

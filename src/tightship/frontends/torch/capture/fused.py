@@ -10,9 +10,10 @@ tensors exist is a model of Inductor's rules: bytes of a plan are to be correcte
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable, Mapping, Sequence
+import re
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch.fx import GraphModule, Node
@@ -25,7 +26,7 @@ from tightship.machine import modeled_time
 from tightship.plan import Plan, Step
 from tightship.simulate import replay
 
-__all__ = ["FusedJoint", "FusedStep", "fuse", "fuse_step"]
+__all__ = ["FusedJoint", "FusedStep", "between_blocks", "fuse", "fuse_step"]
 
 _LIKE_VIEWS = ("aten._unsafe_view.default", "aten.reshape.default")
 _LIKE_POINTWISE = (
@@ -451,6 +452,30 @@ def _place(n: Node) -> str:
     return trace_line(n.meta.get("stack_trace") or "") or n.name
 
 
+def between_blocks(joint: GraphModule, is_late: Callable[[Node], bool]) -> tuple[str, ...]:
+    """What a checkpoint around each block would save: the inputs, and what goes from one block of the forward pass to
+    another or to what follows. Blocks are the modules in the outermost lists or sequences; nothing where there are
+    fewer than two."""
+    block = {n: _block(n) for n in joint.graph.nodes if n.op == "call_function" and not is_late(n)}
+    if len(set(block.values()) - {""}) < 2:
+        return ()
+    crossing = [
+        n.name for n, at in block.items()
+        if isinstance(n.meta.get("val"), torch.Tensor) and n.all_input_nodes
+        and any(block.get(u, at) != at for u in n.users)
+    ]  # fmt: skip
+    return (*(n.name for n in joint.graph.find_nodes(op="placeholder") if not is_late(n)), *crossing)
+
+
+_NUMBERED: Final = re.compile(r"(\.|\[')\d+('\])?$")
+
+
+def _block(node: Node) -> str:
+    """The path of the outermost module of a list that a node is of."""
+    paths = (str(path) for path, _ in (node.meta.get("nn_module_stack") or {}).values())
+    return next((path for path in paths if _NUMBERED.search(path)), "")
+
+
 # --- a whole step -----------------------------------------------------------------------------------------------
 
 
@@ -466,6 +491,17 @@ class FusedStep:
     calls: dict[int, Node]
     exists: frozenset[Node]
     together: dict[Node, list[Node]]
+    outputs: int
+    late: frozenset[Node]
+
+    def is_late(self, node: Node) -> bool:
+        """Whether a node is of the backward pass or of the update."""
+        return node in self.late
+
+    def saving(self, saved: Collection[str]) -> GraphModule:
+        """The graph that keeps the nodes of these names for the backward pass, and what draws random numbers, and
+        computes whatever else it reads of the forward pass again, once, each node right before its first use."""
+        return _Saving(self, frozenset(saved)).run()
 
     def ordered(self, plan: Plan) -> GraphModule:
         """The graph as the plan has it: its order, and a copy of an op's nodes for each time that it runs."""
@@ -515,8 +551,9 @@ class _FusingStep(_Fusing):
         wanted = [v for x in self.results if isinstance(x, Node) for v in self._leaves(x)]
         graph = self.builder.graph(dict.fromkeys(wanted), self.name)
         return FusedStep(
-            self.gm, graph, self.nodes, self.seconds, self.ops, frozenset(self.exists), self.together
-        )
+            self.gm, graph, self.nodes, self.seconds, self.ops, frozenset(self.exists), self.together,
+            self.outputs, frozenset(self.late),
+        )  # fmt: skip
 
     def _reader(self, n: Node) -> Node:
         return self.last.get(n, n)
@@ -625,3 +662,62 @@ class _WritingStep:
                 self.write.read(a)
         for n in group:
             self.write.copied(n)
+
+
+class _Saving:
+    """Writes a step's graph in its own order with what it saves of the forward pass."""
+
+    def __init__(self, step: FusedStep, saved: frozenset[str]) -> None:
+        self.step, self.saved = step, saved
+        self.fx = torch.fx.Graph()
+        self.there: dict[Node, Node] = {}
+        self.again: dict[Node, Node] = {}
+        self.segment = 0
+
+    def run(self) -> GraphModule:
+        late = self.step.late
+        first = [n for n in self.step.gm.graph.nodes if n not in late and n.op != "output"]
+        for n in first:
+            self.there[n] = self.copied(n, self.there.__getitem__)
+        for n in (n for n in self.step.gm.graph.nodes if n in late):
+            for a in n.all_input_nodes:
+                self.make(a)
+            self.there[n] = self.copied(n, self.read)
+        (old,) = self.step.gm.graph.find_nodes(op="output")
+        self.fx.output(torch.fx.map_arg(old.args[0], self.there.__getitem__)).meta = dict(old.meta)
+        self.fx.lint()
+        made = GraphModule(self.step.gm, self.fx)
+        made.meta = dict(self.step.gm.meta)
+        return made
+
+    def copied(self, node: Node, read: Callable[[Node], Node]) -> Node:
+        if node.op == "call_function" and not _is_pointwise(node) and not _is_reduction(node):
+            self.segment += not _is_view(node) and node.target is not operator.getitem
+        new = self.fx.node_copy(node, read)
+        new.meta = {**node.meta, compat_inductor.ORIGIN: node.name}
+        if node.op == "call_function":
+            new.meta[compat_inductor.SEGMENT] = self.segment
+        return new
+
+    def kept(self, node: Node) -> bool:
+        """Whether the backward pass reads what there is."""
+        once = compat_inductor.draws(node) or compat_compile.mutates(node) or node.is_impure()
+        if node.target is operator.getitem:
+            once = once or compat_inductor.draws(node.args[0])  # type: ignore[arg-type]
+        return once or node in self.step.late or node.op != "call_function" or node.name in self.saved
+
+    def read(self, node: Node) -> Node:
+        return self.there[node] if self.kept(node) else self.again[node]
+
+    def make(self, node: Node) -> None:
+        """Sees to it that a node can be read in the backward pass. As deep as the forward pass: no recursion."""
+        stack = [node]
+        while stack:
+            n = stack[-1]
+            if self.kept(n) or n in self.again:
+                stack.pop()
+            elif missing := [a for a in n.all_input_nodes if not self.kept(a) and a not in self.again]:
+                stack.extend(missing)
+            else:
+                self.again[n] = self.copied(n, self.read)
+                stack.pop()
