@@ -32,6 +32,7 @@ LAYERS = (
     ("integrations",),
     ("result",),
     ("sources",),
+    ("ways",),
     ("__init__", "__main__", "api", "cli", "demo"),
 )
 RANK = {name: rank for rank, names in enumerate(LAYERS) for name in names}

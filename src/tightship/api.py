@@ -48,9 +48,9 @@ if TYPE_CHECKING:
     from tightship.execute.infer import Inference
     from tightship.execute.prepared import Planner
     from tightship.execute.train_step import TrainStep
-    from tightship.execute.ways import Ways
     from tightship.frontends.torch.structure import LossFn, Pad
     from tightship.report.progress import Preparing
+    from tightship.ways import Ways
 
     Model: TypeAlias = torch.nn.Module | torch.export.ExportedProgram
     Loss: TypeAlias = LossFn | torch.nn.Module
@@ -144,7 +144,7 @@ class PlanRequest:
     def _changed(self, options: Options, way: str, streams: bool, progress: Progress | None) -> Planned:
         """A plan in which ops run in slices, and parameters and optimizer state leave memory, where the budget asks
         for it."""
-        from tightship.execute.ways import Ways
+        from tightship.ways import Ways
 
         def plan_of(graph: Graph, limit: int, chosen: Options) -> Plan:
             return self._by_default(graph, limit, chosen, progress)
@@ -182,7 +182,7 @@ class FrontierRequest:
         if not (way or streams):
             found = search_frontier(self.graph, self.points, options, saved, say, peers=self.peers)
             return Frontier.of(found)
-        from tightship.execute.ways import Ways
+        from tightship.ways import Ways
 
         def plan_of(graph: Graph, limit: int, chosen: Options) -> Plan:
             return search_plan(graph, limit, chosen)
