@@ -272,7 +272,9 @@ def _serve(base: Path) -> None:
         answer = _forked(base, case)
         if answer is None:  # in the process that was forked
             _run(base, case)
-        print(json.dumps(answer), flush=True)
+        with contextlib.suppress(BrokenPipeError):
+            print(json.dumps(answer), flush=True)
+    shutil.rmtree(base, ignore_errors=True)  # also where who has started this was killed
 
 
 def _import_all() -> None:

@@ -8,7 +8,6 @@ Whatever reads one that is away raises ``Unsupported``.
 from __future__ import annotations
 
 import copy
-import os
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
@@ -129,7 +128,7 @@ class Away:
 
     def _failed(self, verb: str, error: OSError) -> OSError:
         kept = "; its contents are kept in memory" if self.rescued is not None else ""
-        why = os.strerror(error.errno) if error.errno else error
+        why = (error.strerror or str(error)).rpartition(" failed: ")[2]  # the core's begins with what it did
         return OSError(error.errno, f"{verb} the streamed {self.name} failed: {why}{kept}")
 
     # --- the caller's tensor ---
