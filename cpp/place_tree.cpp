@@ -100,8 +100,9 @@ std::vector<i32> ranks(const std::vector<i32>& order, double disorder, Random& r
 
 Tree::Tree(const Part& part)
     : p_(part), elder_(part.count()), placed_(part.count()), left_(part.count()),
-      place_in_left_(part.count()), lowest_(part.count()), floor_(part.sections), rest_(part.sections),
-      witness_(part.sections), raised_(part.count()), reason_(part.count()), need_(part.count(), kAbsent) {}
+      place_in_left_(part.count()), lowest_(part.count()), open_(part.count()), floor_(part.sections),
+      rest_(part.sections), witness_(part.sections), raised_(part.count()), reason_(part.count()),
+      need_(part.count(), kAbsent) {}
 
 void Tree::reset(const std::vector<i32>& rank) {
     const i32 n = p_.count();
@@ -124,7 +125,7 @@ void Tree::reset(const std::vector<i32>& rank) {
     }
     for (i32 b = 0; b < n; ++b) {
         left_[b] = place_in_left_[b] = b;
-        lowest_[b] = p_.clear(b, 0);
+        lowest_[b] = open_[b] = p_.clear(b, 0);
         for (i32 s = p_.first[b]; s < p_.last[b]; ++s) {
             rest_[s] += p_.size[b];
             if (lowest_[b] <= floor_[s]) floor_[s] = lowest_[b], witness_[s] = b;
@@ -150,10 +151,22 @@ bool Tree::over(i32 b) {
     return false;
 }
 
-void Tree::look(Node& node) const {
+// As sections only become emptier on the way down, the fullest stays so until a buffer of it is placed.
+void Tree::look_for_fullest(Node& node) const {
+    if (!path_.empty()) {
+        const Node& above = path_.back();
+        if (above.fullest < p_.first[above.placed] || above.fullest >= p_.last[above.placed]) {
+            node.most_rest = above.most_rest, node.fullest = above.fullest;
+            return;
+        }
+    }
     node.most_rest = 0, node.fullest = 0;
     for (i32 s = 0; s < p_.sections; ++s)
         if (rest_[s] > node.most_rest) node.most_rest = rest_[s], node.fullest = s;
+}
+
+void Tree::look(Node& node) const {
+    look_for_fullest(node);
     node.least_top = kNone, node.least = -1;
     for (i32 b : left_)
         if (lowest_[b] + p_.size[b] < node.least_top)
@@ -243,6 +256,7 @@ void Tree::remember(i32 b) {
 bool Tree::place(i32 b, i64 offset) {
     const i64 size = p_.size[b], top = offset + size;
     placed_[b] = 1;
+    open_[b] = kNone;
     const i32 last = left_.back(), hole = place_in_left_[b];
     left_[hole] = last, place_in_left_[last] = hole;
     left_.pop_back();
@@ -252,9 +266,9 @@ bool Tree::place(i32 b, i64 offset) {
     raised_[b] = mark_;
     for (i32 k = p_.meets_from[b]; k < p_.meets_from[b + 1]; ++k) {
         const i32 c = p_.meets[k];
-        if (placed_[c] || lowest_[c] >= top) continue;
+        if (open_[c] >= top) continue;
         lifts_.push_back({c, lowest_[c]});
-        lowest_[c] = p_.clear(c, top);
+        lowest_[c] = open_[c] = p_.clear(c, top);
         raised_[c] = mark_;
         from = std::min(from, p_.first[c]), to = std::max(to, p_.last[c]);
     }
@@ -270,7 +284,7 @@ bool Tree::settle(i32 from, i32 to, i64 top, i32 b) {
         i32 witness = -1;
         for (i32 k = p_.alive_from[s]; k < p_.alive_from[s + 1] && floor > reach; ++k) {
             const i32 c = p_.alive[k];
-            if (!placed_[c] && lowest_[c] < floor) floor = lowest_[c], witness = c;
+            if (open_[c] < floor) floor = open_[c], witness = c;
         }
         drops_.push_back({s, witness_[s], floor_[s]});
         floor_[s] = floor, witness_[s] = witness;
@@ -289,9 +303,11 @@ void Tree::take_back(i32 b, std::size_t lifts, std::size_t drops) {
         const Drop& d = drops_.back();
         floor_[d.section] = d.floor, witness_[d.section] = d.witness;
     }
-    for (; lifts_.size() > lifts; lifts_.pop_back()) lowest_[lifts_.back().at] = lifts_.back().was;
+    for (; lifts_.size() > lifts; lifts_.pop_back())
+        lowest_[lifts_.back().at] = open_[lifts_.back().at] = lifts_.back().was;
     for (i32 s = p_.first[b]; s < p_.last[b]; ++s) rest_[s] += p_.size[b];
     placed_[b] = 0;
+    open_[b] = lowest_[b];
     if (const i32 hole = place_in_left_[b]; hole < static_cast<i32>(left_.size())) {
         const i32 other = left_[hole];
         place_in_left_[other] = static_cast<i32>(left_.size());

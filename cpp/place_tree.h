@@ -104,6 +104,7 @@ class Tree {
     std::vector<char> placed_;
     std::vector<i32> left_, place_in_left_;  // those not placed, in no order
     std::vector<i64> lowest_;                // offset of the placed, lowest possible one of the others
+    std::vector<i64> open_;                  // lowest possible offset of those not placed, else beyond all
     std::vector<i64> floor_, rest_;          // by section: lowest possible offset, bytes not placed
     std::vector<i32> witness_;               // one not placed whose lowest offset is the floor
     std::vector<i32> raised_;                // marks of the current placement
@@ -135,6 +136,7 @@ class Tree {
     void leave();
     void fail();
     void look(Node& node) const;
+    void look_for_fullest(Node& node) const;
     void remember(i32 b);
     bool place(i32 b, i64 offset);
     bool settle(i32 from, i32 to, i64 top, i32 b);
