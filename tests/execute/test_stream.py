@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import tightship
-from support.runs import beyond, eager
+from support.runs import Failing, beyond, eager
 from tightship.errors import BadInput, Infeasible, Unsupported
 from tightship.execute import allocator
 from tightship.execute.allocator import Meter
@@ -744,21 +744,6 @@ def test_a_read_that_fails_names_what_was_read(kept, monkeypatch):
     monkeypatch.undo()
     twins.run(0)
     twins.same()
-
-
-class Failing:
-    """A pool of which the copy of that number fails."""
-
-    def __init__(self, pool, which, at, counter):
-        self.pool, self.which, self.at, self.counter = pool, which, at, counter
-
-    def __getattr__(self, name):
-        if name != self.which:
-            return getattr(self.pool, name)
-        self.counter[0] += 1
-        if self.counter[0] == self.at:
-            raise OSError(28 if name == "write" else 5, "failed on purpose")
-        return getattr(self.pool, name)
 
 
 @pytest.mark.parametrize("which", ["read", "write"])

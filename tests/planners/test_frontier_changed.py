@@ -76,7 +76,8 @@ def test_the_least_plan_is_what_a_fit_measures(both):
     step = tightship.fit(
         model, loss_fn, optimizer, batch, budget, allow="recompute,split-rounding,stream", seconds=8.0
     )
-    step(batch)
+    for _ in range(2):  # the first makes the optimizer's state
+        step(batch)
     used = step.measure()
     assert used["measured_peak"] == used["planned_peak"] <= budget
 
@@ -95,7 +96,7 @@ def test_slices_of_an_onnx_file(tmp_path, capsys):
     ]
     nodes.append(helper.make_node("GlobalAveragePool", ["x3"], ["y"]))
     given = helper.make_tensor_value_info("x0", TensorProto.FLOAT, [1, 3, 64, 64])
-    made = helper.make_tensor_value_info("y", TensorProto.FLOAT, [1, 8, 1, 1])
+    made = helper.make_tensor_value_info("y", TensorProto.FLOAT, [1, 4, 1, 1])
     graph = helper.make_graph(nodes, "rows", [given], [made], weights)
     model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=8)
     onnx.save(model, tmp_path / "rows.onnx")

@@ -94,3 +94,18 @@ def beyond(size: int) -> Iterator[None]:
         yield
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+class Failing:
+    """A pool of which the copy of that number fails."""
+
+    def __init__(self, pool, which, at, counter):
+        self.pool, self.which, self.at, self.counter = pool, which, at, counter
+
+    def __getattr__(self, name):
+        if name != self.which:
+            return getattr(self.pool, name)
+        self.counter[0] += 1
+        if self.counter[0] == self.at:
+            raise OSError(28 if name == "write" else 5, "failed on purpose")
+        return getattr(self.pool, name)

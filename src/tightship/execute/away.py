@@ -24,7 +24,7 @@ from tightship.frontends.torch.rerun.function_trace import name_of
 from tightship.graph import Value, aligned
 from tightship.process_local import NotCopied
 
-__all__ = ["Away", "Fetch", "Lent", "Store", "Streams"]
+__all__ = ["Away", "Fetch", "FetchPiece", "Lent", "Store", "StorePiece", "Streams", "Turn"]
 
 _METADATA = {
     "shape", "dtype", "device", "layout", "requires_grad", "grad", "is_leaf", "ndim", "itemsize", "nbytes",
@@ -66,6 +66,9 @@ def _away_class(cls: Any) -> Any:
     return type(cls)(cls.__name__, (cls,), members)
 
 
+_PART = "rows (the update is done in part) of"
+
+
 class Away:
     """One streamed tensor of the caller's, and its bytes in the pool.
 
@@ -86,6 +89,7 @@ class Away:
         self.offset = 0
         self.there = False
         self.rescued: torch.Tensor | None = None
+        self.pieces: dict[int, torch.Tensor] = {}  # what could not be written of it, by its first byte
         self.tensor: Any = None  # that is without memory now
         self._cls: type | None = None
 
@@ -96,16 +100,25 @@ class Away:
         if self.rescued is not None:
             made.copy_(self.rescued)
         elif self.there:
-            assert self.pool is not None
-            try:
-                self.pool.read(0, made.data_ptr(), self.nbytes, self.offset).result()
-            except OSError as error:
-                raise self._failed("reading", error) from error
+            self.read(made, 0, self.nbytes)
         return made
+
+    def read(self, made: torch.Tensor, begin: int, size: int, what: str = "") -> None:
+        """``size`` bytes from ``begin`` on into ``made``. Raises ``OSError`` naming it, and ``what`` of it."""
+        assert self.pool is not None
+        try:
+            self.pool.read(0, made.data_ptr(), size, self.offset + begin).result()
+        except OSError as error:
+            raise self._failed(f"reading {what}", error) from error
+        flat = made.view(-1).view(torch.uint8) if self.pieces else made
+        for at, piece in self.pieces.items():
+            low, high = max(at, begin), min(at + len(piece), begin + size)
+            if low < high:
+                flat[low - begin : high - begin] = piece[low - at : high - at]
 
     def mapped(self) -> torch.Tensor:
         """A tensor in the file itself, where there is one: of no bytes in memory. Otherwise as `fetch`."""
-        if self.rescued is not None or not isinstance(self.pool, FilePool):
+        if self.rescued is not None or self.pieces or not isinstance(self.pool, FilePool):
             return self.fetch()
         return self.pool.tensor(self.offset, self.like.shape, self.like.stride, self.dtype)
 
@@ -125,11 +138,24 @@ class Away:
             self.rescued, self.there = tensor.detach().clone(), True
             raise self._failed("writing", error) from error
         self.rescued, self.there = None, True
+        self.pieces.clear()
 
-    def _failed(self, verb: str, error: OSError) -> OSError:
-        kept = "; its contents are kept in memory" if self.rescued is not None else ""
+    def write_piece(self, tensor: torch.Tensor, begin: int) -> None:
+        """As `write`, of the bytes from ``begin`` on."""
+        assert self.pool is not None
+        size = tensor.numel() * tensor.itemsize
+        try:
+            self.pool.write(0, tensor.data_ptr(), size, self.offset + begin).result()
+        except OSError as error:
+            self.pieces[begin], self.there = tensor.detach().clone().view(-1).view(torch.uint8), True
+            raise self._failed(f"writing {_PART}", error, kept=True) from error
+        self.pieces.pop(begin, None)
+        self.there = True
+
+    def _failed(self, verb: str, error: OSError, *, kept: bool = False) -> OSError:
+        said = "; its contents are kept in memory" if kept or self.rescued is not None else ""
         why = (error.strerror or str(error)).rpartition(" failed: ")[2]  # the core's begins with what it did
-        return OSError(error.errno, f"{verb} the streamed {self.name} failed: {why}{kept}")
+        return OSError(error.errno, f"{verb.strip()} the streamed {self.name} failed: {why}{said}")
 
     # --- the caller's tensor ---
 
@@ -308,11 +334,61 @@ class Store:
         self.away.write(tensor)
 
 
+class FetchPiece:
+    """Makes rows of a streamed tensor from the pool."""
+
+    def __init__(self, away: Away, like: Value, begin: int) -> None:
+        self.away, self.like, self.begin = away, like, begin
+
+    def __call__(self) -> torch.Tensor:
+        away, like = self.away, self.like
+        made = torch.empty_strided(like.shape, like.stride, dtype=away.dtype, device=away.device)
+        if away.rescued is not None:
+            row = self.begin // (away.nbytes // away.like.shape[0])
+            made.copy_(away.rescued[row : row + like.shape[0]])
+        elif away.there:
+            away.read(made, self.begin, made.numel() * made.itemsize, _PART)
+        return made
+
+
+class StorePiece:
+    """Writes rows of a streamed tensor to the pool."""
+
+    def __init__(self, away: Away, begin: int) -> None:
+        self.away, self.begin = away, begin
+
+    def __call__(self, tensor: torch.Tensor) -> None:
+        away = self.away
+        if away.rescued is not None:  # the pool has not got the rest of it
+            row = self.begin // (away.nbytes // away.like.shape[0])
+            away.rescued[row : row + tensor.shape[0]] = tensor
+        else:
+            away.write_piece(tensor, self.begin)
+
+
 class Lent(Updater):
     """An update of tensors that stream: they are lent their memory while it runs. ``lends``: the graph's values and
-    what they are."""
+    what they are. ``rows``: of the parameter, where it is updated in pieces, one after the other in one step of the
+    optimizer: ``turn`` is what they share."""
 
     lends: tuple[tuple[int, Away], ...] = ()
+    rows: tuple[int, int] | None = None
+    turn: Turn | None = None
+
+    def step(self, gradients: list[torch.Tensor]) -> None:
+        if self.rows is not None:
+            gradients = [g[slice(*self.rows)] for g in gradients]
+        super().step(gradients)
+
+    def ready(self) -> None:
+        """To be called before it is lent anything."""
+        if self.turn is not None and self.rows is not None:
+            self.turn.begin(self, first=self.rows[0] == 0)
+
+    def of_rows(self, rows: tuple[int, int], turn: Turn) -> Lent:
+        made = copy.copy(self)
+        made.rows, made.turn = rows, turn
+        return made
 
     @staticmethod
     def of(updater: Updater, lends: Sequence[tuple[int, Away]]) -> Lent:
@@ -320,3 +396,28 @@ class Lent(Updater):
         made.__class__ = Lent
         made.lends = tuple(lends)
         return made
+
+
+class Turn:
+    """What the pieces of one update share: numbers of the optimizer's that count steps (``step``) are in each piece
+    what they were in the first, and state that is made in its first step is made for each piece."""
+
+    def __init__(self) -> None:
+        self.fresh = False
+        self.numbers: dict[Any, float] = {}
+
+    def begin(self, update: Lent, *, first: bool) -> None:
+        optimizer, param = update.optimizer, update.members[0].param
+        if first:
+            self.fresh = not update.materialized
+            state = optimizer.state[param] if not self.fresh else {}
+            self.numbers = {k: t.item() for k, t in state.items() if _is_number(t)}
+        elif self.fresh:
+            optimizer.state[param] = {}  # which these classes take for none
+        else:
+            for k, x in self.numbers.items():
+                optimizer.state[param][k].fill_(x)
+
+
+def _is_number(x: Any) -> bool:
+    return isinstance(x, torch.Tensor) and x.ndim == 0

@@ -322,6 +322,7 @@ def _lending(fn: Updater, update: Action) -> Action:
         return update
 
     def run(env: list[Any]) -> None:
+        fn.ready()
         for v, away in fn.lends:
             away.lend(env[v])
         try:

@@ -16,7 +16,7 @@ import numpy as np
 from tightship.errors import BadInput, BudgetExceeded, Unsupported, VerificationFailed
 from tightship.execute import allocator
 from tightship.execute.allocator import Meter
-from tightship.execute.away import Fetch
+from tightship.execute.away import Fetch, FetchPiece
 from tightship.execute.compile import Code, Instruction, compile_plan
 from tightship.execute.host_pool import FilePool, HostPool, PinnedPool, pool_beside
 from tightship.execute.script import HEAP, PlannedRequests, device_of, needs_memory, planned_requests
@@ -157,7 +157,7 @@ class Executor(NotCopied):
         self._limit = None if plan.budget is None else max(plan.budget - self._begins, 0)
         self._scripts: dict[bool, tuple[int, allocator.Script]] = {}
         self._verified = False
-        self._fetches = [c.fn for c in program.calls if isinstance(c.fn, Fetch)]
+        self._fetches = [c.fn for c in program.calls if isinstance(c.fn, Fetch | FetchPiece)]
 
     def _planned_requests(
         self, program: Program, plan: Plan, hand_out: bool, boundary: int | None

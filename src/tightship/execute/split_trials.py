@@ -5,7 +5,8 @@ It gives the ``same`` bits, ``rounds`` otherwise and is no further from a float6
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -14,13 +15,15 @@ import torch
 
 from tightship.analysis.patches import DIM, Finder, Region, Rows, Take, bounds_of, made_rows
 from tightship.frontends.torch import compat
+from tightship.frontends.torch.optimizer.copy import bare
+from tightship.frontends.torch.optimizer.updates import Updater, independent
 from tightship.frontends.torch.program import Call, Program, Ref, dtype_of, flat, map_tree, substitute
 from tightship.frontends.torch.split_chains import narrowed
 from tightship.frontends.torch.split_rules import SUM, Axis, added_wide, axes, most_index
 from tightship.frontends.torch.split_windows import slice_args, windows
 from tightship.graph import Value
 
-__all__ = ["patch_verdict", "verdict"]
+__all__ = ["patch_verdict", "same_in_pieces", "verdict"]
 
 aten = torch.ops.aten
 
@@ -54,6 +57,54 @@ def verdict(program: Program, k: int, axis: Axis, units: int, slices: int, *, bi
             torch.manual_seed(0)
             _KNOWN[key] = _Trial(program, k, axis, bounds_of(units, slices), units, bits).verdict()
     return _KNOWN[key]
+
+
+_ELEMENTWISE = ("Adadelta", "Adagrad", "Adam", "Adamax", "AdamW", "NAdam", "RAdam", "RMSprop", "SGD")
+"""Optimizers of torch's that treat the elements of a parameter independently."""
+
+
+def same_in_pieces(
+    update: Updater, shape: Sequence[int], dtype: str, pieces: Sequence[tuple[int, int]]
+) -> bool:
+    """Whether an update of rows after rows gives the bits that it gives of all: of the first two pieces and the last
+    of random data, in three steps. Alike ones are tried once."""
+    optimizer, member = update.optimizer, update.members[0]
+    if type(optimizer).__name__ not in _ELEMENTWISE or not independent(optimizer):
+        return False
+    group = {n: x for n, x in optimizer.param_groups[member.group].items() if n != "params"}
+    looks = sorted((n, x.item() if isinstance(x, torch.Tensor) else repr(x)) for n, x in group.items())
+    key: Any = (type(optimizer).__name__, looks, tuple(shape[1:]), dtype, pieces[0], pieces[-1])
+    key = (repr(key), torch.get_num_threads())
+    if key not in _KNOWN:
+        sizes = [b - a for a, b in dict.fromkeys((*pieces[:2], pieces[-1]))]
+        device = "cpu" if member.param.is_meta or compat.is_fake(member.param) else member.param.device
+        with compat.plain_execution(), torch.random.fork_rng(devices=[]):
+            torch.manual_seed(0)
+            rows = (sum(sizes), *shape[1:])
+            data = [torch.randn(rows, dtype=torch.float32).to(device, dtype_of(dtype)) for _ in range(4)]
+            whole = _updated(optimizer, group, data)
+            cut = [
+                _updated(optimizer, group, part) for part in zip(*(x.split(sizes) for x in data), strict=True)
+            ]
+        same = all(
+            torch.equal(w, torch.cat(parts)) for w, *parts in zip(whole, *cut, strict=True) if w.ndim
+        ) and all(
+            torch.equal(w, p) for w, *parts in zip(whole, *cut, strict=True) for p in parts if not w.ndim
+        )
+        _KNOWN[key] = "same" if same else "wrong"
+    return _KNOWN[key] == "same"
+
+
+def _updated(optimizer: Any, group: Mapping[str, Any], data: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """The first of the tensors, updated with each of the others as its gradient; then what the optimizer keeps."""
+    one, param = bare(optimizer), torch.nn.Parameter(data[0].clone())
+    one.__dict__.update({n: x for n, x in vars(optimizer).items() if n not in vars(one) and n != "step"})
+    one.state, one.param_groups = defaultdict(dict), [{**group, "params": [param]}]
+    for gradient in data[1:]:
+        param.grad = gradient.clone()
+        compat.plain_step(type(optimizer))(one)
+    kept = one.state[param].values()
+    return [param.detach(), *(x for x in kept if isinstance(x, torch.Tensor))]
 
 
 @dataclass

@@ -14,15 +14,17 @@ Between steps the caller's tensors are without memory: see `away`.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
-from typing import Any
+from typing import Any, Final
 
 from tightship.analysis.bounds import lower_bound
 from tightship.errors import Infeasible
-from tightship.execute.away import Fetch, Lent, Store, Streams
+from tightship.execute.away import Fetch, FetchPiece, Lent, Store, StorePiece, Streams, Turn
 from tightship.execute.split import Choice
+from tightship.execute.split_trials import same_in_pieces
 from tightship.frontends.torch.optimizer.updates import Updater
 from tightship.frontends.torch.program import Call, Program, Ref, Slot, dtype_of
 from tightship.graph import Graph, Op, Request, Storage, Value, aligned
@@ -48,6 +50,9 @@ FETCH, STORE = "tightship.fetch", "tightship.store"
 _LEAST = 4096
 """Bytes below which a storage stays: moving it takes as long as moving these."""
 
+PIECES: Final = (4, 16, 64)
+"""In how many pieces the updates of large parameters run."""
+
 _GAIN = 0.01
 """By so much of the unplanned time a plan is slower before streaming is tried where it is not needed."""
 
@@ -62,6 +67,8 @@ class Streamed:
     slots: tuple[Slot, ...]
     streams: Streams
     fetches: dict[tuple[str, Any], tuple[Fetch, Store]]
+    pieces: int = 1
+    """Updates whose tensors all stream run in so many pieces, where their bits allow it."""
 
     def apply(self, program: Program) -> Program:
         """``program`` with a fetch before the first use of each, and a store after the last write."""
@@ -107,19 +114,23 @@ class _Rewriting:
         graph, program = self.graph, self.program
         uses = graph.uses
         fetched: set[int] = set()
+        cut = {k: n for k in range(len(graph.ops)) if (n := self.pieces_of(k)) > 1}
         for k in sink.plan(
             graph
         ):  # updates at their gradients: what is in a chain with a fetch does not move there
             op = graph.ops[k]
             writes = [s for s in uses.mutates[k] if s in self.slots]
             for s in dict.fromkeys((*uses.reads[k], *writes)):
-                if s not in self.slots:
+                if s not in self.slots or k in cut:
                     continue
                 base = self.updated[s] if s in writes else self.slots[s].value
                 if base not in fetched:
                     fetched.add(base)
                     self.fetch(s, base)
             control = tuple(self.at[c] for c in op.control)
+            if k in cut:
+                self.in_pieces(k, replace(op, control=control), writes, cut[k])
+                continue
             self.at[k] = len(self.ops)
             self.put(self.updating(replace(op, control=control), writes), self.lent(program.calls[k]), k)
             for s in writes:
@@ -174,6 +185,93 @@ class _Rewriting:
         )  # fmt: skip
         self.put(op, Call(self.functions(s)[1], (Ref(base),), {}, ()), -1)
 
+    # --- an update in pieces ---
+
+    def pieces_of(self, k: int) -> int:
+        """In how many pieces an update runs: 1 where it is no update of rows that stream, or its bits do not allow
+        it."""
+        if self.streamed.pieces < 2:
+            return 1
+        program, graph = self.program, self.graph
+        writes = [s for s in graph.uses.mutates[k] if s in self.slots]
+        fn = program.calls[k].fn
+        if not writes or not isinstance(fn, Updater) or not _by_itself(program, k):
+            return 1
+        values = [graph.values[self.slots[s].value] for s in writes]
+        shape = values[0].shape
+        alike = all(v.shape == shape and _is_rows(v) for v in values)
+        rest = (s for s in graph.uses.mutates[k] if s not in self.slots)
+        whole = alike and all(graph.storages[s].size <= graph.alignment for s in rest)
+        parameter = any(self.slots[s].role == "parameter" for s in writes)
+        if not (whole and parameter) or _pieces_of_requests(graph, k, values[0], 1, 1) is None:
+            return 1
+        most = graph.storages[writes[0]].size // _LEAST
+        count = min(self.streamed.pieces, shape[0], most)
+        return (
+            count if count > 1 and same_in_pieces(fn, shape, values[0].dtype, _rows(shape[0], count)) else 1
+        )
+
+    def in_pieces(self, k: int, op: Op, writes: Sequence[int], count: int) -> None:
+        """The update of rows after rows: what of it streams is fetched, updated and stored for each."""
+        values, shape = self.graph.values, self.graph.values[self.slots[writes[0]].value].shape
+        whole, turn = self.lent(self.program.calls[k]), Turn()
+        assert isinstance(whole.fn, Lent)
+        aways = {v: a for v, a in whole.fn.lends}
+        for a, b in _rows(shape[0], count):
+            made: dict[int, int] = {}
+            for s in writes:
+                made[s] = self.fetch_rows(s, a, b)
+            of = {self.slots[s].value: made[s] for s in writes}
+            numbers = {self.updated[s]: made[s] for s in writes}
+            fn = whole.fn.of_rows((a, b), turn)
+            fn.lends = tuple((numbers[v], away) for v, away in aways.items())
+            args = tuple(Ref(numbers.get(r.value, r.value)) for r in whole.args)
+            requests = _pieces_of_requests(
+                self.graph, k, values[self.slots[writes[0]].value], b - a, shape[0]
+            )
+            assert requests is not None
+            share = (b - a) / shape[0]
+            self.at[k] = len(self.ops)
+            piece = replace(
+                op, name=f"{op.name} [{a}:{b}]", inputs=tuple(of.get(v, v) for v in op.inputs),
+                mutates=tuple(self.values[made[s]].storage if s in made else s for s in op.mutates),
+                time=op.time * share, flops=round(op.flops * share), requests=requests,
+                workspace=_most(requests) if op.requests else round(op.workspace * share),
+            )  # fmt: skip
+            self.put(piece, replace(whole, fn=fn, args=args), k)
+            for s in writes:
+                self.store_rows(s, made[s], a)
+
+    def fetch_rows(self, s: int, a: int, b: int) -> int:
+        """A fetch of rows; returns the value it makes."""
+        slot, storage = self.slots[s], self.storages[s]
+        like, each = self.graph.values[slot.value], self.row_bytes(s)
+        name, size = f"{storage.name}[{a}:{b}]", aligned((b - a) * each, self.graph.alignment)
+        made = len(self.values)
+        value = replace(like, name=name, storage=len(self.storages), shape=(b - a, *like.shape[1:]))
+        self.add(value, replace(storage, name=name, size=size))
+        time = self.graph.machine.seconds("fetch", size)
+        op = Op(
+            f"fetch {name}", FETCH, (self.files[s][0],), (made,), phase="update", time=time,
+            requests=(Request(size, 0, 0, -1),), device=self.device,
+        )  # fmt: skip
+        self.put(op, Call(FetchPiece(self.functions(s)[0].away, value, a * each), (), {}, (made,)), -1)
+        return made
+
+    def store_rows(self, s: int, made: int, a: int) -> None:
+        value, storage = self.files[s]
+        size = self.storages[self.values[made].storage].size
+        op = Op(
+            f"store {self.values[made].name}", STORE, (made, value), mutates=(storage,), phase="update",
+            time=self.graph.machine.seconds("offload", size), device=self.device,
+        )  # fmt: skip
+        fn = StorePiece(self.functions(s)[1].away, a * self.row_bytes(s))
+        self.put(op, Call(fn, (Ref(made),), {}, ()), -1)
+
+    def row_bytes(self, s: int) -> int:
+        value = self.graph.values[self.slots[s].value]
+        return math.prod(value.shape[1:]) * dtype_of(value.dtype).itemsize
+
     @property
     def device(self) -> str:
         return self.graph.ops[0].device
@@ -194,6 +292,44 @@ class _Rewriting:
                 rows.append((self.updated[s], items[slot.role, slot.key]))
             args.append(ref if slot is None else Ref(self.updated[s]))
         return replace(call, fn=Lent.of(call.fn, rows), args=tuple(args)) if rows else call
+
+
+def _rows(rows: int, count: int) -> list[tuple[int, int]]:
+    """So many pieces of rows, all but the last of the same size."""
+    each = -(-rows // count)
+    return [(a, min(a + each, rows)) for a in range(0, rows, each)]
+
+
+def _is_rows(value: Value) -> bool:
+    """Whether its rows lie one after the other."""
+    count = 1
+    for n, stride in zip(reversed(value.shape), reversed(value.stride), strict=True):
+        if n != 1 and stride != count:
+            return False
+        count *= n
+    return len(value.shape) > 0 and value.shape[0] > 1
+
+
+def _pieces_of_requests(graph: Graph, k: int, like: Value, rows: int, of: int) -> tuple[Request, ...] | None:
+    """What an update asks for of ``rows`` rows: of temporaries that are as large as the parameter, as much less; None
+    where there are others that are large."""
+    whole, made = math.prod(like.shape), []
+    for r in graph.ops[k].requests:
+        width = next((w for w in (1, 2, 4, 8) if r.size == aligned(whole * w, graph.alignment)), 0)
+        if not width and r.size > graph.alignment:
+            return None
+        nbytes = aligned(whole // of * rows * width, graph.alignment) if width else r.size
+        made.append(replace(r, size=nbytes))
+    return tuple(made)
+
+
+def _most(requests: Sequence[Request]) -> int:
+    """Bytes of temporaries that are there at one time."""
+
+    def there(at: int) -> int:
+        return sum(r.size for r in requests if r.storage < 0 and r.start <= at and (at < r.end or r.end < 0))
+
+    return max((there(r.start) for r in requests), default=0)
 
 
 # --- which ----------------------------------------------------------------------------------------------------
@@ -280,8 +416,8 @@ class Streaming:
                 refused = no
             if found is not None and found.plan.time <= found.plan.time_before * (1 + _GAIN):
                 return found
-        for count in self._counts(base, slots, had):
-            streamed = _stand_in(slots[:count])
+        for count, pieces in self._tries(base, slots, had):
+            streamed = _stand_in(slots[:count], pieces)
             try:
                 program = streamed.apply(base)
                 plan = self.plan_of(program.graph)
@@ -301,7 +437,7 @@ class Streaming:
     def least(self, base: Program) -> int:
         """Bytes that no plan goes below, whatever streams."""
         slots, _, _ = self._candidates(base)
-        return self._bound(_stand_in(slots).apply(base))
+        return self._bound(_stand_in(slots, PIECES[-1]).apply(base))
 
     def begin(self, choice: Choice) -> Choice:
         """The same with what moves bytes; from now on what it says streams."""
@@ -315,7 +451,8 @@ class Streaming:
         values = graph.values
         streams.add([(s, values[s.value]) for s in last.slots if (s.role, s.key) not in streams.items])
         items = {k: streams.items[k] for k in last.fetches}
-        streamed = Streamed(last.slots, streams, {k: (Fetch(a), Store(a)) for k, a in items.items()})
+        moving = {k: (Fetch(a), Store(a)) for k, a in items.items()}
+        streamed = Streamed(last.slots, streams, moving, last.pieces)
         made = streamed.apply(base)
         notes = (*made.notes, *self.notes(choice))
         if shared := self._candidates(base)[2]:
@@ -356,7 +493,20 @@ class Streaming:
         found = [way for pattern, way in self.hints if is_about(pattern, name)]
         return found[-1] if found else None
 
-    def _counts(self, base: Program, slots: Sequence[Slot], had: int) -> Iterator[int]:
+    def _tries(self, base: Program, slots: Sequence[Slot], had: int) -> Iterator[tuple[int, int]]:
+        """How many stream, and in how many pieces updates run: as many as a bound allows, where whole ones were not
+        enough."""
+        whole = self._bound(_stand_in(slots).apply(base)) <= self.limit
+        if whole:
+            yield from ((n, 1) for n in self._counts(base, slots, had))
+        for pieces in PIECES if slots else ():
+            if self._bound(_stand_in(slots, pieces).apply(base)) <= self.limit or pieces == PIECES[-1]:
+                yield from ((n, pieces) for n in self._counts(base, slots, had, pieces))
+                if pieces != PIECES[-1]:
+                    yield len(slots), PIECES[-1]
+                return
+
+    def _counts(self, base: Program, slots: Sequence[Slot], had: int, pieces: int = 1) -> Iterator[int]:
         """How many may be enough: from the fewest that a bound allows on. Parts of a step agree on all."""
         low, high = had, len(slots)
         total = high
@@ -364,7 +514,7 @@ class Streaming:
             low = total
         while low < high:
             middle = (low + high) // 2
-            if self._bound(_stand_in(slots[:middle]).apply(base)) <= self.limit:
+            if self._bound(_stand_in(slots[:middle], pieces).apply(base)) <= self.limit:
                 high = middle
             else:
                 low = middle + 1
@@ -397,8 +547,8 @@ def streaming_advice(base: Program, limit: int, allow: str) -> tuple[str, ...]:
 
 
 def all_streamed(program: Program) -> Program:
-    """For planning: the program in which all that can stream does."""
-    return _stand_in(_candidates(program)).apply(program)
+    """For planning: the program in which all that can stream does, and updates run in pieces."""
+    return _stand_in(_candidates(program), PIECES[-1]).apply(program)
 
 
 def is_about(pattern: str, name: str) -> bool:
@@ -411,10 +561,10 @@ def least_streamed(program: Program) -> int:
     return int(lower_bound(all_streamed(program).graph))
 
 
-def _stand_in(slots: Sequence[Slot]) -> Streamed:
+def _stand_in(slots: Sequence[Slot], pieces: int = 1) -> Streamed:
     """For planning: moves nothing."""
     nothing: Any = None
     streams = Streams(nothing, None)
     keys = [(s.role, s.key) for s in slots]
     streams.items = dict.fromkeys(keys, nothing)
-    return Streamed(tuple(slots), streams, dict.fromkeys(keys, (Fetch(nothing), Store(nothing))))
+    return Streamed(tuple(slots), streams, dict.fromkeys(keys, (Fetch(nothing), Store(nothing))), pieces)

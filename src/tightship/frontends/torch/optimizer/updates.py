@@ -445,6 +445,7 @@ def _alone(optimizer: torch.optim.Optimizer, member: Member, stateful: Sequence[
     one, step, param = bare(optimizer), compat.plain_step(type(optimizer)), member.param
     one.__dict__.update({n: x for n, x in vars(optimizer).items() if n not in vars(one) and n != "step"})
     one.param_groups = [{"params": [param]}]
+    nothing: dict[Any, Any] = {}
 
     def run(grads: list[torch.Tensor]) -> None:
         one.state = optimizer.state
@@ -460,6 +461,9 @@ def _alone(optimizer: torch.optim.Optimizer, member: Member, stateful: Sequence[
             step(one)
         finally:
             param.grad = before
+            one.state = (
+                nothing  # state that is replaced (load_state_dict) is let go of then, not a step later
+            )
 
     return run
 
