@@ -84,6 +84,7 @@ HOOKS: Final = (
     ("torch._functorch.partitioners", "_extract_fwd_bwd_modules"),
     ("torch._functorch.partitioners", "reordering_to_mimic_autograd_engine"),
     ("torch._functorch.partitioners", "raise_getitems"),
+    ("torch._functorch.partitioners", "_has_tag_must_be_in_backward"),
     ("torch._functorch.config", "activation_memory_budget"),
     ("torch._functorch.config", "force_non_lazy_backward_lowering"),
     ("torch._functorch.config", "enable_autograd_cache"),
