@@ -562,11 +562,13 @@ def test_a_second_start_of_a_step_chooses_nothing_and_a_file_that_does_not_hold_
 
     def start():
         counted.clear()
-        model = net(2, 32)
+        torch.manual_seed(0)
+        rows = [m for _ in range(3) for m in (nn.Linear(16, 64), nn.GELU(), nn.Linear(64, 16))]
+        model = nn.Sequential(*rows, nn.Linear(16, 4))
         step = fit(
-            model, loss, sgd(model), data(256, 32), "80%", mode="compiled", strict=True, cache=str(tmp_path)
+            model, loss, sgd(model), data(256), "75%", mode="compiled", strict=True, cache=str(tmp_path)
         )
-        return train(step, n=256, width=32), (step.plan.peak, step.plan.source, step.plan.peak_before)
+        return train(step, n=256), (step.plan.peak, step.plan.source, step.plan.peak_before)
 
     first = start()
     assert counted
