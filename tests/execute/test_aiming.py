@@ -1,5 +1,6 @@
 """Plans for inner targets: moved by what replays say, and taught by them where nothing fits."""
 
+import dataclasses
 from types import SimpleNamespace
 
 import pytest
@@ -42,6 +43,22 @@ def aim(model, budget, beyond):
         return Candidate(plan, "tightship", peak, peak, replay, 0, plan.time, plan=plan)
 
     return Aim(model, default.Options(), candidate, budget, model.graph.static_bytes)
+
+
+def test_nothing_looser_is_lowered_where_hardly_any_time_is_to_be_saved(model):
+    whole = simulate.replay(model.graph, default.plan(model.graph, None).steps).peak
+    made = aim(model, (least(model) + whole) // 2, lambda _, n: n - 20000)
+    counted, candidate = [], made.candidate
+
+    def cheap(plan):
+        counted.append(plan)
+        return dataclasses.replace(candidate(plan), seconds=made.slack / 2)
+
+    made.candidate = cheap
+    assert [c.needed <= made.budget for c in made.run()] == [True]
+    counted.clear()
+    made.candidate = lambda plan: dataclasses.replace(cheap(plan), seconds=made.slack * 100)
+    assert len(made.run()) == len(counted) > 1
 
 
 def least(model):

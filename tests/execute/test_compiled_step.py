@@ -6,6 +6,7 @@ import re
 import pytest
 import torch
 from torch import nn
+from torch.fx.experimental.proxy_tensor import make_fx
 
 from tightship import errors, fit
 from tightship.execute import compiled_step
@@ -13,6 +14,7 @@ from tightship.execute.allocator import Meter
 from tightship.execute.prepared import Thrashing
 from tightship.frontends.torch import compat_inductor
 from tightship.frontends.torch.capture.flat import viewed
+from tightship.frontends.torch.capture.fused import between_blocks, fuse_step
 from tightship.graph import Value
 
 pytestmark = pytest.mark.filterwarnings("error::tightship.execute.interpreter.PeakMismatch")
@@ -482,6 +484,103 @@ def test_arguments_of_exact_mode_are_refused(more, rule):
     model = net()
     with pytest.raises(errors.BadInput, match=rule):
         fit(model, loss, sgd(model), data(), **{**OPTIONS, **more})
+
+
+# --- what is saved, and choices that are kept ---
+
+
+def stepped(x, *weights):
+    """A step of four layers that writes its weights at the end."""
+    with torch.enable_grad():
+        leaves = [w.detach().requires_grad_() for w in weights]
+        for w in leaves:
+            x = torch.tanh(x @ w) * 2
+        loss = x.square().sum()
+    made = [w - 0.1 * g for w, g in zip(weights, torch.autograd.grad(loss, leaves), strict=True)]
+    return loss.detach(), *(w.copy_(m) for w, m in zip(weights, made, strict=True))
+
+
+def inputs(seed=0):
+    g = torch.Generator().manual_seed(seed)
+    return [torch.randn(*s, generator=g) for s in ((32, 16), *((16, 16),) * 4)]
+
+
+def test_what_inductor_saves_at_its_budgets_is_saved_in_a_step_with_the_same_numbers():
+    gm = make_fx(stepped, tracing_mode="fake")(*inputs())
+    model = fuse_step(gm, 1)
+    exact, again = inputs(), []
+    wanted = gm(*exact)
+    for share in (1.0, 0.5, 0.0):
+        saved = compat_inductor.stock_saved(gm, model.late, 1, share)
+        made = model.saving(saved)
+        names = [compat_inductor.origin(n) for n in made.graph.nodes]
+        assert all(names.count(n) == 1 for n in saved)
+        given = inputs()
+        assert all(map(torch.equal, made(*given), wanted))
+        assert all(map(torch.equal, given, exact))
+        again.append(len(names) - len(gm.graph.nodes))
+    assert again == sorted(again)
+    assert again[-1] > again[0]
+
+
+def test_blocks_of_a_step_are_those_of_the_model(monkeypatch):
+    found = {}
+
+    class Stop(BaseException):
+        pass
+
+    def choose(self, gm, _):
+        found["model"] = fuse_step(gm, self.outputs)
+        raise Stop
+
+    monkeypatch.setattr(compiled_step._Compilation, "choose", choose)
+    blocks = [nn.Sequential(nn.Linear(16, 32), nn.GELU(), nn.Linear(32, 16)) for _ in range(2)]
+    model = nn.Sequential(*blocks, nn.BatchNorm1d(16), nn.Linear(16, 4))
+    with pytest.raises(Stop):
+        fit(model, loss, sgd(model), data(), **OPTIONS)
+    step = found["model"]
+    saved = [n for n in step.gm.graph.nodes if n.name in between_blocks(step.gm, step.is_late)]
+    shapes = [tuple(n.meta["val"].shape) for n in saved if n.op == "call_function"]
+    assert shapes[:2] == [(32, 16), (32, 16)]
+    assert (32, 32) not in shapes
+    written = [n for n in step.late if n.target is torch.ops.aten.copy_.default]
+    statistics = {n.args[1] for n in written} - step.late
+    assert len(statistics) == 3  # of the forward pass, though no result needs them
+
+
+@pytest.mark.slow
+def test_a_second_start_of_a_step_chooses_nothing_and_a_file_that_does_not_hold_is_made_again(
+    tmp_path, monkeypatch
+):
+    counted, candidate = [], compiled_step._Compilation.candidate
+
+    def counting(self, *args, **more):
+        counted.append(1)
+        return candidate(self, *args, **more)
+
+    monkeypatch.setattr(compiled_step._Compilation, "candidate", counting)
+
+    def start():
+        counted.clear()
+        torch.manual_seed(0)
+        rows = [m for _ in range(3) for m in (nn.Linear(16, 64), nn.GELU(), nn.Linear(64, 16))]
+        model = nn.Sequential(*rows, nn.Linear(16, 4))
+        step = fit(
+            model, loss, sgd(model), data(256), "75%", mode="compiled", strict=True, cache=str(tmp_path)
+        )
+        return train(step, n=256), (step.plan.peak, step.plan.source, step.plan.peak_before)
+
+    first = start()
+    assert counted
+    assert start() == first
+    assert not counted
+    (file,) = tmp_path.glob("plan-compiled-*")
+    file.write_text(file.read_text().replace(f'"peak":{first[1][0]},', f'"peak":{first[1][0] + 64},'))
+    assert start() == first
+    assert counted
+
+
+# --- updates apart ---
 
 
 class Clipping(Lion):

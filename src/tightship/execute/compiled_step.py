@@ -21,10 +21,19 @@ import torch
 from torch.fx import GraphModule
 
 from tightship import simulate
-from tightship.errors import Infeasible, Unsupported, VerificationFailed
+from tightship.errors import BadInput, Infeasible, TightshipError, Unsupported, VerificationFailed
 from tightship.execute import allocator
 from tightship.execute.aiming import STOCK, Aim, Candidate, source_of
 from tightship.execute.binding import Binding
+from tightship.execute.cache import (
+    DEFAULT,
+    KeptPartitions,
+    Partition,
+    Unplanned,
+    folder_of,
+    partition_plan,
+    plan_of,
+)
 from tightship.execute.compiled import CompiledPass, Measured, StepPlan, StepReplay, place
 from tightship.execute.interpreter import RunStats, report
 from tightship.execute.parts import bytes_of_inputs, gradients_of
@@ -42,6 +51,7 @@ from tightship.graph import aligned, alignment_of
 from tightship.plan import Plan
 from tightship.planners import default
 from tightship.process_local import NotCopied
+from tightship.verify import check
 
 __all__ = ["CompiledStep", "WholePlan"]
 
@@ -293,6 +303,19 @@ def _state_like(member: Member) -> list[tuple[Any, torch.Tensor]]:
 # --- compiling -------------------------------------------------------------------------------------------------
 
 
+_INDUCTOR = "Inductor"
+
+
+class _Outdated(TightshipError):
+    """What was kept of an earlier run does not hold."""
+
+
+def _unplanned(first: Candidate[GraphModule] | None) -> Unplanned:
+    assert first is not None and first.replay is not None
+    r = first.replay
+    return Unplanned(r.static, tuple(r.peaks), 0, tuple(r.handed), first.needed)
+
+
 class _Compilation:
     """One program: which graph is compiled for it, and its plan."""
 
@@ -311,20 +334,33 @@ class _Compilation:
         self.count = 0
         self.seen: dict[tuple[str, ...], Candidate[GraphModule]] = {}
         self.model: FusedStep | None = None
+        self.outputs = len(program.results) - len(program.gradients)
+        self.looks = True  # whether choices of earlier runs count
 
     def run(self) -> _Compiled:
+        _check_updates(self.program)
+        try:
+            return self._run()
+        except _Outdated:  # it is chosen anew
+            self.kept.forget()
+            self.looks, self.count = False, 0
+            self.seen.clear()
+            return self._run()
+
+    def _run(self) -> _Compiled:
         program = self.program
-        _check_updates(program)
         flat = flatten_program(program, self.optimizer)
         self.own = aligned(8, self.align) * len(flat.numbers)
         call, lowered = compat_inductor.compile_flat(flat.graph, flat.inputs, self.choose)
         replay = self.replayed(lowered)
         if max(replay.peaks) != self.best.peak:
+            if self.best.replay is None:
+                raise _Outdated("a kept choice")
             text = f"compiled, the step needs {max(replay.peaks)} B and not the {self.best.peak} B that were replayed"
             raise VerificationFailed([text], f"graph {program.graph.name}")
         passes, arena = place(replay, most=self.best.peak if self.budget is None else None)
         plan = WholePlan(
-            self.budget, replay.static, self.best.peak, arena, passes, self.unplanned.peak, (),
+            self.budget, replay.static, self.best.peak, arena, passes, max(self.unplanned.peaks), (),
             self.best.recomputed, self.best.seconds, self.best.source, self.count, tuple(self.notes),
         )  # fmt: skip
         made = _Compiled(
@@ -348,15 +384,51 @@ class _Compilation:
 
     def choose(self, gm: GraphModule, lower: Callable[[GraphModule], Lowered]) -> GraphModule:
         self.gm, self.lower = gm, lower
-        self.unplanned = self.candidate(gm, "Inductor")
         static = self.program.graph.static_bytes + self.own
-        budget = self.budget = self.resolved(static, self.unplanned.peak, self.beside)
-        self.best = self.unplanned
-        if budget is not None and self.unplanned.needed > budget:
-            self.best = self._within(budget, static)
-        return self.best.made
+        options = getattr(self.settings.planner, "options", default.Options())
+        made_from = ("step", compat_inductor.digest(gm, ()), self.outputs, static, self.align, options)
+        self.kept = KeptPartitions(folder_of(self.settings.measuring.get("cache", DEFAULT)), made_from)
+        known = self.kept.read() if self.looks else None
+        first = None if known is not None else self.candidate(gm, _INDUCTOR)
+        self.unplanned = known[0] if known is not None else _unplanned(first)
+        budget = self.budget = self.resolved(static, max(self.unplanned.peaks), self.beside)
+        if known is not None and (row := known[1].get(str(budget))) is not None:
+            self.best = self._again(row)
+            return self.best.made
+        best = first or self.candidate(gm, _INDUCTOR)
+        if budget is not None and best.needed > budget:
+            best = self._within(budget, static)
+        self.best = best
+        row = Partition(
+            best.source, best.share, partition_plan(best.plan), best.peak, best.needed, best.recomputed, best.seconds,
+            self.count,
+        )  # fmt: skip
+        self.kept.keep(self.unplanned, budget, row)
+        return best.made
 
-    def candidate(self, gm: GraphModule, source: str, plan: Plan | None = None) -> Candidate[GraphModule]:
+    def _again(self, row: Partition) -> Candidate[GraphModule]:
+        """What was chosen in an earlier run. Raises ``_Outdated`` where it is not this graph's."""
+        try:
+            plan, made = plan_of(row), self.gm if row.source == _INDUCTOR else None
+            if made is None:
+                model = self.model = fuse_step(self.gm, self.outputs, name=self.program.graph.name)
+                if plan is not None:
+                    check(model.graph, plan)
+                    made = model.ordered(plan)
+                else:
+                    made = self._seed(model, row.share)
+            if made is None:
+                raise BadInput("a kept choice is Inductor's own, or of a plan")
+        except TightshipError as error:
+            raise _Outdated(str(error)) from error
+        self.count = row.lowered
+        return Candidate(
+            made, row.source, row.peak, row.needed, None, row.recomputed, row.seconds, row.share, plan
+        )
+
+    def candidate(
+        self, gm: GraphModule, source: str, plan: Plan | None = None, *, share: float | None = None
+    ) -> Candidate[GraphModule]:
         key = tuple(map(compat_inductor.origin, gm.graph.nodes))
         if key not in self.seen:
             replay = self.replayed(self.lower(gm))
@@ -364,31 +436,35 @@ class _Compilation:
             peak = max(replay.peaks)
             needed = max(peak, replay.static + place(replay)[1])
             cost = self.model.recompute_time(gm) if self.model is not None else (0, 0.0)
-            self.seen[key] = Candidate(gm, source, peak, needed, replay, *cost, plan=plan)
+            self.seen[key] = Candidate(gm, source, peak, needed, replay, *cost, share, plan)
         return self.seen[key]
 
     def _within(self, budget: int, static: int) -> Candidate[GraphModule]:
         """The fastest within the budget: of our plans, and of what Inductor or checkpoints would save. Raises
         ``Infeasible``."""
-        outputs = len(self.program.results) - len(self.program.gradients)
-        model = self.model = fuse_step(self.gm, outputs, name=self.program.graph.name)
+        model = self.model = fuse_step(self.gm, self.outputs, name=self.program.graph.name)
 
         def ours(plan: Plan) -> Candidate[GraphModule]:
             return self.candidate(model.ordered(plan), "tightship", plan)
 
         options = getattr(self.settings.planner, "options", default.Options())
-        found = Aim(model, options, ours, budget, static).run()
+        aim = Aim(model, options, ours, budget, static)
+        found = aim.run()
         best = min((c for c in found if c.needed <= budget), key=lambda c: c.seconds, default=None)
         for share in (1.0, *STOCK, None):
+            if best is not None and best.seconds <= aim.slack:
+                break
             made = self._seed(model, share)
-            if made is None or (best is not None and model.recompute_time(made)[1] >= best.seconds):
+            if made is None:
                 continue
-            c = self.candidate(made, source_of(share))
+            if best is not None and model.recompute_time(made)[1] >= best.seconds - aim.slack:
+                continue
+            c = self.candidate(made, source_of(share), share=share)
             found.append(c)
             if c.needed <= budget:
                 best = c
         if best is None:
-            least = min(c.needed for c in [self.unplanned, *found])
+            least = min(c.needed for c in [*self.seen.values(), *found])
             raise Infeasible(budget=budget, lower_bound=static, best_peak=least, compiled=True)
         return best
 

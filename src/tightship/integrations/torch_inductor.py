@@ -357,6 +357,7 @@ class _Search:
         self.notes: list[str] = []
         self.seen: dict[Hashable, Candidate[Pair]] = {}
         self.model: FusedJoint | None = None
+        self.slack = 0.0  # seconds that are not worth another look
         try:
             self.model = fuse(joint, outputs)
         except Unsupported as error:
@@ -409,7 +410,8 @@ class _Search:
         """The fastest within the budget. Raises ``Infeasible``."""
         found: list[Candidate[Pair]] = []
         if self.model is not None:
-            found = Aim(self.model, self.owner.options.planner, self.ours, budget, static).run()
+            aim = Aim(self.model, self.owner.options.planner, self.ours, budget, static)
+            self.slack, found = aim.slack, aim.run()
         best = min((c for c in found if c.needed <= budget), key=lambda c: c.seconds, default=None)
         for share in (*STOCK, None):
             least = budget if best is not None else min(c.needed for c in [first, *found])
@@ -445,8 +447,10 @@ class _Search:
         ``least`` bytes by itself."""
         if share is None and (self.model is None or not between_blocks(self.joint, self.model.is_late)):
             return None
+        if best is not None and best.seconds <= self.slack:
+            return None
         pair = self.seed(share)
-        if best is not None and self.cost(pair)[1] >= best.seconds:
+        if best is not None and self.cost(pair)[1] >= best.seconds - self.slack:
             return None
         if self.unplanned.static + self.saved_bytes(pair) > least:
             return None

@@ -84,6 +84,7 @@ HOOKS: Final = (
     ("torch._functorch.partitioners", "_extract_fwd_bwd_modules"),
     ("torch._functorch.partitioners", "reordering_to_mimic_autograd_engine"),
     ("torch._functorch.partitioners", "raise_getitems"),
+    ("torch._functorch.partitioners", "_has_tag_must_be_in_backward"),
     ("torch._functorch.config", "activation_memory_budget"),
     ("torch._functorch.config", "force_non_lazy_backward_lowering"),
     ("torch._functorch.config", "enable_autograd_cache"),
@@ -309,23 +310,25 @@ def stock_saved(gm: GraphModule, late: Collection[Node], outputs: int, budget: f
 
     names = {n.name for n in late}
     joint = _copied(gm)
-    (end,) = joint.graph.find_nodes(op="output")
-    given = list(end.args[0])
-    first, rest = given[:outputs], given[outputs:]
+    written: tuple[list[Node], list[Node]] = [], []
     for n in list(joint.graph.nodes):
         if n.name in names:
             n.meta["partitioner_tag"] = "must_be_in_backward"
         if n.target is torch.ops.aten.copy_.default:
-            (rest if n.args[1].name in names else first).append(n.args[1])
+            written[n.args[1].name in names].append(n.args[1])
             n.replace_all_uses_with(n.args[0])
             joint.graph.erase_node(n)
     (end,) = joint.graph.find_nodes(op="output")
-    first, rest = ([x for x in part if x is not None] for part in (first, rest))
-    end.args = ((*first, *rest),)
+    first = [*_nodes(end.args[0][:outputs]), *written[False]]
+    end.args = ((*first, *_nodes(end.args[0][outputs:]), *written[True]),)
     end.meta.pop("desc", None)
     with config.patch(activation_memory_budget=budget):
         forward, _ = partitioners.min_cut_rematerialization_partition(joint, (), num_fwd_outputs=len(first))
-    return tuple(x.name for x in _results(forward)[len(first) :] if isinstance(x, Node))
+    return tuple(x.name for x in _nodes(_results(forward)[len(first) :]))
+
+
+def _nodes(results: Sequence[Any]) -> list[Node]:
+    return [x for x in results if isinstance(x, Node)]
 
 
 def extract(joint: GraphModule, outputs: int, saved: Sequence[str]) -> Pair:
@@ -590,9 +593,10 @@ def traced(fn: Callable[..., Any], inputs: Sequence[torch.Tensor], mode: Any) ->
         return make_fx(fn, tracing_mode="real", _allow_non_fake_inputs=True)(*inputs)
 
 
-def of_module(path: str) -> None:
-    """What is traced from here on is of the module of that path, and of those around it."""
-    parts = path.split(".") if path else []
+def of_module(path: str | None) -> None:
+    """What is traced from here on is of the forward pass, in the module of that path and those around it; None: of
+    the backward pass or the update."""
+    parts = [] if path is None else ["model", *filter(None, path.split("."))]
     paths = [".".join(parts[: k + 1]) for k in range(len(parts))]
     torch.fx.traceback.current_meta["nn_module_stack"] = {p: (p, "") for p in paths}
 

@@ -148,7 +148,7 @@ class _Flattening:
             return seen[v]
 
         for op, call in zip(graph.ops, program.calls, strict=True):
-            compat_inductor.of_module(op.module)
+            compat_inductor.of_module(op.module if op.phase == "forward" else None)
             args, kwargs = substitute((call.args, call.kwargs), read)
             if isinstance(call.fn, Updater):
                 _update(call.fn, args, numbers)

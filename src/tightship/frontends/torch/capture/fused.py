@@ -552,8 +552,18 @@ class _FusingStep(_Fusing):
         graph = self.builder.graph(dict.fromkeys(wanted), self.name)
         return FusedStep(
             self.gm, graph, self.nodes, self.seconds, self.ops, frozenset(self.exists), self.together,
-            self.outputs, frozenset(self.late),
+            self.outputs, frozenset(self._after_forward()),
         )  # fmt: skip
+
+    def _after_forward(self) -> set[Node]:
+        """The nodes of the backward pass and the update. Running statistics, which no result needs, are of the
+        forward pass."""
+        found: set[Node] = set()
+        for n in self.calls:
+            of_forward = n.meta.get("nn_module_stack") and not any(a in found for a in n.all_input_nodes)
+            if n in self.late and not of_forward:
+                found.add(n)
+        return found
 
     def _reader(self, n: Node) -> Node:
         return self.last.get(n, n)
