@@ -26,7 +26,7 @@ from tightship.execute.aiming import Aim, Candidate
 from tightship.execute.binding import Binding
 from tightship.execute.compiled import CompiledPass, Measured, StepPlan, StepReplay, place
 from tightship.execute.interpreter import RunStats, report
-from tightship.execute.prepared import Settings, Thrashing, Variant
+from tightship.execute.prepared import Settings, Thrashing, Variant, log_plan
 from tightship.execute.script import device_of
 from tightship.execute.train_step import TrainStep
 from tightship.frontends.torch import compat, compat_inductor
@@ -87,8 +87,10 @@ class CompiledStep(TrainStep):
         if part != "update":
             self._note_return(captured.graph)
         captured.forget_samples()
+        compiled = self._compiled(captured, beside)
+        log_plan(compiled.plan, part)
         return Variant(
-            captured, self._compiled(captured, beside), Binding(captured, self.model, self.optimizer), modes,
+            captured, compiled, Binding(captured, self.model, self.optimizer), modes,
             captured, part=part,
         )  # fmt: skip
 
