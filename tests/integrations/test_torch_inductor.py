@@ -749,8 +749,9 @@ def test_a_traced_step_that_does_not_say_what_is_backward_is_refused():
 
 
 def test_a_policy_says_at_once_what_is_no_budget_and_no_option():
-    with pytest.raises(errors.BadInput):
-        MemoryPolicy("some")
+    for budget in ("some", None):
+        with pytest.raises(errors.BadInput):
+            MemoryPolicy(budget)
     with pytest.raises(errors.BadInput):
         MemoryPolicy("70%", {"color": "red"})
 

@@ -557,7 +557,9 @@ def _batches(
 def _largest(
     known: dict[int, int], total: Callable[[int], int], limit: int, most: int = LARGEST
 ) -> int | None:
-    for _ in range(_TRIES):
+    """The largest size whose bytes are within ``limit``: on a straight line through what is nearest, and every other
+    time in the middle between what fits and what does not, as bytes may be flat below and steep beyond."""
+    for k in range(_TRIES):
         fitting = [n for n in known if known[n] <= limit]
         beyond = [n for n in known if known[n] > limit]
         low, high = max(fitting, default=0), min(beyond, default=0)
@@ -568,10 +570,12 @@ def _largest(
             break
         a, b = sorted(known, key=lambda n: abs(known[n] - limit))[:2]
         slope = (known[a] - known[b]) / (a - b)
-        guess = int(a + (limit - known[a]) / slope) if slope > 0 else (low + high) // 2 if high else 2 * low
         if high:
+            line = slope > 0 and k % 2 == 0
+            guess = int(a + (limit - known[a]) / slope) if line else (low + high) // 2
             guess = min(max(guess, low + 1), high - 1)
-        else:  # bytes may be flat below, and steep beyond
+        else:
+            guess = int(a + (limit - known[a]) / slope) if slope > 0 else 2 * low
             guess = min(max(guess, low + 1), _GROWTH * low, most)
         if guess < 1 or guess in known:
             break

@@ -17,6 +17,7 @@ from typing import Any
 
 from torch.fx import GraphModule
 
+from tightship.errors import BadInput
 from tightship.integrations.torch_inductor import tag
 from tightship.plan import Plan
 from tightship.planners.default import read_options
@@ -44,6 +45,11 @@ class MemoryPolicy:
     plans: list[Plan] = field(default_factory=list, init=False, repr=False)
 
     def __post_init__(self) -> None:
+        if self.budget is None:
+            raise BadInput("a policy needs a budget, such as 60GiB", place="MemoryPolicy")
+        parse_budget(self.budget)
+        if self.budget is None:
+            raise BadInput("a policy needs a budget, such as 60GiB", place="MemoryPolicy")
         parse_budget(self.budget)
         read_options(self.options, "MemoryPolicy")  # type: ignore[arg-type]
 
