@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from tightship.files import PathLike, write_file
 from tightship.graph import ALIGNMENT, Graph, alignment_of
+from tightship.notebook import Shown
 from tightship.plan import Plan
 from tightship.planners import frontier
 from tightship.serde import save_plan
@@ -27,26 +28,15 @@ def _written(text: str, path: PathLike | None) -> str:
     return text
 
 
-class _Shown:
-    """What prints itself in words and, in a notebook, is drawn too."""
-
-    def picture(self) -> str:
-        raise NotImplementedError
+class _Printed(Shown):
+    """Printed where it is looked at."""
 
     def __repr__(self) -> str:
         return str(self)
 
-    def _repr_html_(self) -> str:
-        """Both. The picture is an image: the styles of one that stands in the page would hold for all of it."""
-        from base64 import b64encode
-        from html import escape
-
-        data, text = b64encode(self.picture().encode()).decode(), escape(str(self))
-        return f'<img alt="{text}" src="data:image/svg+xml;base64,{data}"><pre>{text}</pre>'
-
 
 @dataclass(frozen=True, repr=False)
-class Planned(_Shown):
+class Planned(_Printed):
     """A plan together with the graph it is for: printed, saved, drawn and checked as one.
 
     The plan's own attributes (``peak``, ``budget``, ``met``, ``time``, …) can be read from here.
@@ -149,7 +139,7 @@ class SplitPlanned(Planned):
 
 
 @dataclass(frozen=True, repr=False)
-class Frontier(_Shown, frontier.Frontier):
+class Frontier(_Printed, frontier.Frontier):
     """Plans for many budgets beside other policies: printed, drawn and shown as one."""
 
     @classmethod
@@ -187,7 +177,7 @@ class Frontier(_Shown, frontier.Frontier):
 
 
 @dataclass(frozen=True, repr=False)
-class Explained:
+class Explained(_Printed):
     """What a memory snapshot of PyTorch's says, for each device: printed, as JSON's keys, and as a page."""
 
     name: str
@@ -204,9 +194,6 @@ class Explained:
 
         return rendered(self.tables())
 
-    def __repr__(self) -> str:
-        return str(self)
-
     def rows(self) -> dict[str, Any]:
         """As the keys that other programs read (``--json``)."""
         from tightship.report.snapshot import snapshot_rows
@@ -221,7 +208,7 @@ class Explained:
 
 
 @dataclass(frozen=True, repr=False)
-class Compared:
+class Compared(_Printed):
     """Two plans and what they do differently: printed, as JSON's keys, and as a page."""
 
     one: Planned
@@ -238,9 +225,6 @@ class Compared:
         from tightship.report.text import rendered
 
         return rendered(self.tables())
-
-    def __repr__(self) -> str:
-        return str(self)
 
     def rows(self) -> dict[str, Any]:
         """As the keys that other programs read (``--json``)."""

@@ -1,3 +1,5 @@
+import json
+import logging
 import threading
 import warnings
 
@@ -412,3 +414,44 @@ def test_a_warning_when_a_step_does_not_go_as_planned(fitted):
     with pytest.warns(PeakMismatch, match="extra"):
         loss = step(pair.batch(1))
     assert torch.isfinite(loss_of(loss))
+
+
+# ---- what a tracker and a log are told
+
+
+def test_metrics_are_plain_numbers_under_keys_that_stay(fitted):
+    pair, step = fitted("mlp", budget="100%", prepare=False, planner=None, seconds=0.5)
+    assert step.metrics() == {}
+    assert "nothing is captured" in str(step)
+    for number in range(2):
+        pair.compare(step, number)
+    found = json.loads(json.dumps(step.metrics()))
+    assert list(found) == [
+        "peak", "planned", "unplanned", "process", "budget", "static", "arena", "reserved", "outside", "misses",
+        "kinds", "time", "time_unplanned", "skipped", "eager",
+    ]  # fmt: skip
+    assert found["peak"] == found["planned"] == step.last.measured_peak <= found["budget"]
+    assert (found["misses"], found["kinds"], found["eager"]) == (0, 1, 0)
+    assert set(step.metrics("memory/")) == {f"memory/{key}" for key in found}
+    assert all(type(x) in (int, float) for x in found.values())
+    assert str(step) in step._repr_mimebundle_()["text/plain"]
+
+
+def test_metrics_of_a_step_in_eager_have_no_plan(fitted):
+    pair, step = fitted("mlp", strict=False)
+    with torch.autograd.set_detect_anomaly(True), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        step(pair.batch(0))
+    found = step.metrics()
+    assert found["eager"] == 1 and found["peak"] > 0
+    assert "planned" not in found and "budget" not in found and "time" not in found
+
+
+def test_plans_are_logged_under_the_packages_name_and_nothing_is_printed(fitted, caplog, capsys):
+    with caplog.at_level(logging.INFO, logger="tightship"):
+        _, step = fitted("mlp")
+    (row,) = [r for r in caplog.records if r.name == "tightship.plan"]
+    assert row.levelno == logging.INFO and "unplanned" in row.getMessage()
+    assert not capsys.readouterr().out
+    assert not any(logging.getLogger(n).handlers for n in logging.root.manager.loggerDict if "tightship" in n)
+    assert step.plan.peak

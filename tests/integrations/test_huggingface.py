@@ -1,5 +1,7 @@
 """The callback in the real Trainer: bit-identical losses and parameters, a lower measured peak, nothing left."""
 
+import json
+
 import pytest
 import torch
 
@@ -19,7 +21,9 @@ from transformers import (
 import tightship
 from tightship.errors import BadInput, Infeasible
 from tightship.execute.allocator import Meter
-from tightship.integrations.huggingface import Tightship
+from tightship.graph import aligned
+from tightship.integrations.accelerate import find_executable_batch_size
+from tightship.integrations.huggingface import Tightship, fit_trainer
 
 QUICK = {"seconds_per_op": 0.0005, "seconds": 20.0, "work": 500_000, "strict": True}
 
@@ -178,3 +182,127 @@ def test_a_loop_of_accelerate_is_the_same_by_fit(prepared, tmp_path):
         sides.append(([x.detach() for x in losses], list(model.state_dict().values()), rate))
     (a, b, first), (c, d, second) = sides
     assert all(torch.equal(x, y) for x, y in zip([*a, *b], [*c, *d], strict=True)) and first == second
+
+
+# --- one line, and what a tracker is told ---
+
+
+def trainer_of(folder, **more):
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    args = TrainingArguments(
+        str(folder), per_device_train_batch_size=8, max_steps=2, logging_steps=1, report_to=[], seed=1,
+        save_strategy="no", use_cpu=True, disable_tqdm=True, **more,
+    )  # fmt: skip
+    data = sentences()
+    return Trainer(gpt2(), args, train_dataset=data, eval_dataset=data[:3])
+
+
+@pytest.mark.slow
+def test_one_line_is_enough_with_all_that_a_trainer_does(tmp_path, caplog):
+    """Clipping, accumulation, mixed precision and evaluation together."""
+    more = {
+        "max_grad_norm": 0.3, "gradient_accumulation_steps": 2, "bf16": True, "eval_strategy": "steps",
+        "eval_steps": 1, "per_device_eval_batch_size": 3,
+    }  # fmt: skip
+    sides = []
+    for ours in (True, False):
+        trainer = trainer_of(tmp_path, **more)
+        if ours:
+            callback = fit_trainer(trainer, "85%", say=None, **QUICK)
+            assert callback.metrics() == {"graphs": 0, "notes": 0}
+        with caplog.at_level("INFO", logger="tightship"):
+            trainer.train()
+        rows = [{k: v for k, v in r.items() if "loss" in k or "norm" in k} for r in trainer.state.log_history]
+        sides.append((rows, [p.detach() for p in trainer.model.parameters()]))
+    assert sides[0][0] == sides[1][0]
+    assert all(torch.equal(a, b) for a, b in zip(sides[0][1], sides[1][1], strict=True))
+    found = json.loads(json.dumps(callback.metrics("memory/")))
+    assert set(found) == {
+        f"memory/{k}" for k in ("graphs", "notes", "planned", "unplanned", "peak", "misses")
+    }
+    assert found["memory/planned"] < found["memory/unplanned"]
+    assert found["memory/misses"] == 0 and found["memory/graphs"] > 0
+    assert any(r.name == "tightship.callback" for r in caplog.records)
+
+
+def test_one_line_is_refused_where_it_would_say_nothing_or_twice(tmp_path):
+    trainer = trainer_of(tmp_path)
+    fit_trainer(trainer, "6GiB")
+    with pytest.raises(BadInput, match="has the callback already"):
+        fit_trainer(trainer, "6GiB")
+    with pytest.raises(BadInput, match="no Trainer of transformers"):
+        fit_trainer(object(), "6GiB")
+    with pytest.raises(BadInput, match="an option is one of"):
+        fit_trainer(trainer_of(tmp_path), "6GiB", color="red")
+
+
+# --- accelerate's decorator ---
+
+
+def parts():
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.GELU(), torch.nn.Linear(64, 64))
+    optimizer = torch.optim.AdamW(model.parameters())
+    return {"model": model, "sample": torch.randn(4, 64), "optimizer": optimizer, "loss_fn": squared}
+
+
+def squared(model, x):
+    return model(x).square().mean()
+
+
+def eager_peak(size):
+    made = parts()
+    model, optimizer, x = made["model"], made["optimizer"], torch.randn(size, 64)
+    static = sum(aligned(t.nbytes) for t in (*model.parameters(), x))
+    with Meter() as meter:
+        for _ in range(2):
+            squared(model, x).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    return static + meter.peak
+
+
+def test_the_decorator_runs_once_with_the_largest_batch_that_eager_has_room_for():
+    calls = []
+
+    @find_executable_batch_size(step=parts, budget="300kB")
+    def train(batch_size, epochs, *, rate):
+        calls.append(batch_size)
+        return batch_size, epochs, rate
+
+    size, *rest = train(3, rate=0.1)
+    assert rest == [3, 0.1] and calls == [size] == [train.batch_size()]
+    assert eager_peak(size) <= 300_000 < eager_peak(size + max(1, size // 32))
+
+
+def test_a_planned_step_has_room_for_a_larger_batch():
+    options = {"step": parts, "budget": "200kB", "seconds": 2.0}
+    plain, planned = (
+        find_executable_batch_size(planned=planned, **options)(lambda size: size)()
+        for planned in (False, True)
+    )
+    assert planned > plain
+    capped = find_executable_batch_size(planned=True, starting_batch_size=plain, **options)
+    assert capped(lambda size: size)() == plain
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"step": parts}, "needs a budget in bytes"),
+        ({"step": parts, "budget": "60%"}, "needs a budget in bytes"),
+        ({"step": parts, "budget": "1MiB", "starting_batch_size": 0}, "starting_batch_size"),
+        ({"step": {"model": None}, "budget": "1MiB"}, "sample missing"),
+        ({"step": {"models": None}, "budget": "1MiB"}, "unknown models"),
+        ({"step": lambda: None, "budget": "1MiB"}, "a step is a mapping"),
+    ],
+)
+def test_what_the_decorator_cannot_do_is_said(options, message):
+    with pytest.raises(BadInput, match=message):
+        find_executable_batch_size(**options)(lambda size: size)()
+
+
+def test_no_batch_fits():
+    with pytest.raises(Infeasible):
+        find_executable_batch_size(step=parts, budget="20kB")(lambda size: size)()

@@ -9,9 +9,10 @@ from torch import nn
 
 lightning = pytest.importorskip("lightning", reason="lightning is not installed")
 
-from tightship.errors import Infeasible  # noqa: E402
+from tightship.errors import BadInput, Infeasible, Unsupported  # noqa: E402
 from tightship.execute.allocator import Meter  # noqa: E402
-from tightship.integrations.lightning import Tightship  # noqa: E402
+from tightship.graph import aligned  # noqa: E402
+from tightship.integrations.lightning import LargestBatch, Tightship  # noqa: E402
 
 QUICK = {"seconds_per_op": 0.0005, "seconds": 20.0, "work": 500_000, "strict": True}
 logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
@@ -150,3 +151,97 @@ def test_a_run_is_resumed_from_a_checkpoint(tmp_path):
     other, _ = run(tmp_path, resume=checkpoint)
     same(model, other)
     assert planned.plans
+
+
+# --- the largest batch ---
+
+
+class Sized(Net):
+    """A module with its own loader, as the batch size finder wants it."""
+
+    def __init__(self, batch_size=4):
+        super().__init__()
+        self.batch_size = batch_size
+
+    def training_step(self, batch, _):
+        loss = self(*batch)
+        self.log("train", loss)
+        return {"loss": loss}
+
+    def configure_optimizers(self):
+        return torch.optim.AdamW(self.parameters())
+
+    def train_dataloader(self):
+        data = torch.utils.data.TensorDataset(torch.randn(4096, 32), torch.randint(0, 4, (4096,)))
+        return torch.utils.data.DataLoader(data, batch_size=self.batch_size)
+
+
+def sized(folder, module, *callbacks, steps=2, **more):
+    trainer = lightning.Trainer(
+        max_steps=steps, accelerator="cpu", callbacks=list(callbacks), logger=False, default_root_dir=folder,
+        enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False, **more,
+    )  # fmt: skip
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        trainer.fit(module)
+    return module
+
+
+class Peak(lightning.pytorch.Callback):
+    """The most bytes of a step, with what was there before."""
+
+    def on_train_batch_start(self, trainer, module, batch, index):
+        held = [*module.parameters(), *batch, *(p.grad for p in module.parameters() if p.grad is not None)]
+        states = [t for s in trainer.optimizers[0].state.values() for t in s.values()]
+        self.static = sum(aligned(t.untyped_storage().nbytes()) for t in (*held, *states))
+        self.meter = Meter()
+        self.meter.__enter__()
+
+    def on_train_batch_end(self, *_):
+        self.meter.__exit__(None, None, None)
+        self.peak = self.static + self.meter.peak
+
+
+@pytest.mark.parametrize(
+    "more", [{}, {"gradient_clip_val": 0.1, "precision": "bf16-mixed"}], ids=["plain", "bf16"]
+)
+def test_the_largest_batch_fits_the_budget_and_the_next_does_not(more, tmp_path):
+    budget, finder = 500_000, LargestBatch("500kB")
+    module = sized(tmp_path, Sized(), finder, **more)
+    assert module.batch_size == finder.optimal_batch_size > 64
+    peaks = []
+    for size in (module.batch_size, module.batch_size + max(2, module.batch_size // 32)):
+        peak = Peak()
+        sized(tmp_path, Sized(size), peak, **more)
+        peaks.append(peak.peak)
+    assert 0.9 * budget < peaks[0] <= budget < peaks[1]
+
+
+def test_the_largest_batch_is_at_most_what_was_said_and_the_data_set(tmp_path):
+    assert sized(tmp_path, Sized(), LargestBatch("1GiB", max_val=100), steps=1).batch_size == 100
+    assert sized(tmp_path, Sized(), LargestBatch("1GiB"), steps=1).batch_size == 4096
+
+
+def test_no_batch_within_the_budget_and_budgets_that_are_none(tmp_path):
+    with pytest.raises(Infeasible):
+        sized(tmp_path, Sized(), LargestBatch("10kB"))
+    with pytest.raises(BadInput, match="a budget in bytes"):
+        LargestBatch("60%")
+    with pytest.raises(BadInput, match="a budget in bytes"):
+        LargestBatch()
+
+
+def test_looking_for_the_largest_batch_changes_nothing_of_the_module(tmp_path):
+    torch.manual_seed(0)
+    before = Sized()
+    state = {n: t.clone() for n, t in before.state_dict().items()}
+    sized(tmp_path, before, LargestBatch("500kB"), steps=0)
+    assert all(torch.equal(t, state[n]) for n, t in before.state_dict().items())
+    assert not {"log", "log_dict"} & set(vars(before))
+
+
+def test_manual_optimization_is_refused(tmp_path):
+    module = Sized()
+    module.automatic_optimization = False
+    with pytest.raises(Unsupported, match="LargestBatch for Sized"):
+        sized(tmp_path, module, LargestBatch("1GiB"))

@@ -17,6 +17,7 @@ from tightship.frontends.torch.capture.fused import fuse_step
 from tightship.frontends.torch.compat_inductor import Event, Kernel, Lowered
 from tightship.integrations import torch_inductor
 from tightship.integrations.torch_compile import compiled_notes, compiled_plans, measured_step
+from tightship.integrations.torchtitan import MemoryPolicy
 from tightship.planners.default import Options
 from tightship.planners.default import plan as default_plan
 
@@ -674,6 +675,85 @@ def test_tags_of_what_is_no_joint_graph_are_refused():
     gm = torch.fx.symbolic_trace(nn.Linear(2, 2))
     with pytest.raises(errors.BadInput, match="a joint graph has tangents"):
         tightship.tag(gm, "50%")
+
+
+def traced(model, x, *, chunks=1, marked=True):
+    """A step as trainers trace it: forward pass, loss and gradients in one graph without tangents, the backward pass
+    marked; the loss in so many chunks. Also what it takes."""
+    from torch.fx import traceback
+    from torch.fx.experimental.proxy_tensor import make_fx
+
+    names = [n for n, _ in model.named_parameters()]
+    values = [p.detach().clone().requires_grad_() for p in model.parameters()]
+
+    def step(*given):
+        values, x = given[:-1], given[-1]
+        out = torch.func.functional_call(model, dict(zip(names, values, strict=True)), (x,))
+        total, slopes = 0.0, []
+        for part in out.detach().requires_grad_().chunk(chunks) if chunks > 1 else ():
+            loss = part.tanh().square().sum()
+            with traceback.annotate({"phase": "backward"}):
+                slopes.append(torch.autograd.grad(loss, part)[0])
+            total = total + loss.detach()
+        if chunks == 1:
+            total = out.tanh().square().sum()
+        with traceback.annotate({"phase": "backward"} if marked else {}):
+            grads = torch.autograd.grad(
+                total if chunks == 1 else out, values, None if chunks == 1 else torch.cat(slopes)
+            )
+        return total, *grads
+
+    with traceback.preserve_node_meta():
+        return make_fx(step, tracing_mode="fake")(*values, x), (*values, x)
+
+
+def test_a_policy_tags_a_traced_step_and_torchs_pass_recomputes_what_it_says():
+    from torch._functorch._activation_checkpointing import (
+        remat_using_tags_for_fwd_loss_bwd_graph_pass as remat,
+    )
+
+    policy = MemoryPolicy("70%", {"seconds": 3.0})
+    joint, given = traced(wide(3), rows())
+    torch.manual_seed(1)
+    before = joint(*given)
+    assert policy(joint, config=object()) is joint
+    (plan,) = policy.plans
+    assert plan.met and plan.peak < plan.peak_before
+    tagged = [n for n in joint.graph.nodes if "recompute" in n.meta]
+    assert not any(n.meta["custom"].get("phase") for n in tagged if "custom" in n.meta)
+    assert not any("partitioner_tag" in n.meta for n in joint.graph.nodes)
+    after = remat.remat_using_tags_for_fwd_loss_bwd_graph(joint)
+    assert any("recomputed" in n.name for n in after.graph.nodes)
+    torch.manual_seed(1)  # masks are drawn once, in the forward pass
+    ours = torch.fx.Interpreter(after).run(*given)
+    assert all(torch.equal(a, b) for a, b in zip(before, ours, strict=True))
+
+
+def test_what_the_loss_reads_chunk_by_chunk_is_saved():
+    joint, _ = traced(wide(3), rows(), chunks=2)
+    MemoryPolicy("80%", {"seconds": 2.0})(joint)
+    nodes = list(joint.graph.nodes)
+    late = [n for n in nodes if n.meta.get("custom", {}).get("phase") == "backward"]
+    first = late[: next(k for k in range(1, len(late)) if late[k - 1].next is not late[k])]
+    policy = torch.utils.checkpoint.CheckpointPolicy
+    read = {a for n in first for a in n.all_input_nodes if "recompute" in a.meta}
+    assert all(a.meta["recompute"] is policy.MUST_SAVE for a in read)
+
+
+def test_a_traced_step_that_does_not_say_what_is_backward_is_refused():
+    joint, _ = traced(wide(1), rows(), marked=False)
+    for n in joint.graph.nodes:
+        n.meta.pop("autograd_backward", None)
+    with pytest.raises(errors.BadInput, match="marks on the nodes of its backward pass"):
+        MemoryPolicy("70%")(joint)
+
+
+def test_a_policy_says_at_once_what_is_no_budget_and_no_option():
+    for budget in ("some", None):
+        with pytest.raises(errors.BadInput):
+            MemoryPolicy(budget)
+    with pytest.raises(errors.BadInput):
+        MemoryPolicy("70%", {"color": "red"})
 
 
 def test_drawing_twice_is_refused():

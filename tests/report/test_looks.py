@@ -1,6 +1,7 @@
 """The page, the trace and the snapshot of one plan: their numbers are the plan's, and their readers accept them."""
 
 import gzip
+import html
 import json
 import os
 import pickle
@@ -10,8 +11,10 @@ from collections import Counter
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
 from support.chains import chain
 from support.pages import in_page
@@ -251,3 +254,34 @@ def test_the_command_line_writes_all_three(
     for e in device:
         live.append(live[-1] + {"alloc": e["size"], "free_completed": -e["size"]}.get(e["action"], 0))
     assert max(live) == rows["peak_after"]
+
+
+# --- notebooks ---
+
+
+@pytest.mark.parametrize("kind", ["planned", "estimate", "snapshot", "comparison"])
+def test_answers_are_displayed_without_scripts_offline_and_escaped(kind: str, tmp_path: Path) -> None:
+    """A notebook's file keeps what is displayed: nothing in it may need another file, a server or JavaScript."""
+    from torch import nn
+
+    graph = chain(4)
+    planned = api.plan_graph(graph, seconds=0.5)
+    if kind == "planned":
+        shown: Any = planned
+    elif kind == "comparison":
+        shown = api.diff(planned, planned)
+    elif kind == "estimate":
+        shown = api.estimate(nn.Sequential(nn.Linear(4, 4), nn.GELU()), torch.randn(2, 4))
+    else:
+        path = tmp_path / "<script>alert(1)<b>.pickle"
+        planned.snapshot(path)
+        shown = api.explain(path, seconds=0.5)
+    found = shown._repr_mimebundle_()
+    assert set(found) == {"text/plain", "text/html"} == set(json.loads(json.dumps(found)))
+    assert found["text/plain"] == str(shown)
+    page = found["text/html"]
+    assert html.unescape(page).count(str(shown)) >= 1
+    for word in ("<script", "<style", "<link", "http:", "https:", "onload", "<svg"):
+        assert word not in page.replace("data:image/svg+xml", "")
+    assert set(shown._repr_mimebundle_(include=["text/html"])) == {"text/html"}
+    assert set(shown._repr_mimebundle_(exclude=["text/html"])) == {"text/plain"}

@@ -37,7 +37,7 @@ from tightship.execute.cache import (
 from tightship.execute.compiled import CompiledPass, Measured, StepPlan, StepReplay, place
 from tightship.execute.interpreter import RunStats, report
 from tightship.execute.parts import bytes_of_inputs, gradients_of
-from tightship.execute.prepared import Settings, Thrashing, Variant
+from tightship.execute.prepared import Settings, Thrashing, Variant, log_plan
 from tightship.execute.script import device_of
 from tightship.execute.train_step import TrainStep
 from tightship.frontends.torch import compat, compat_inductor
@@ -137,6 +137,7 @@ class CompiledStep(TrainStep):
             self._step_apart(no)
             return super()._variant(captured, modes, part=part, beside=beside)
         captured.forget_samples()
+        log_plan(executor.plan, part)
         return Variant(
             captured, executor, Binding(captured, self.model, self.optimizer), modes, captured, part=part
         )

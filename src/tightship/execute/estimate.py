@@ -7,6 +7,7 @@ every byte is somebody's: of parameters, gradients, optimizer state, activations
 from __future__ import annotations
 
 import copy
+import logging
 import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
@@ -33,12 +34,15 @@ from tightship.frontends.torch.structure import (
     map_leaves,
 )
 from tightship.graph import CUDA_ALIGNMENT
+from tightship.notebook import Shown
 from tightship.planners import default
+from tightship.planners.batch import LARGEST
 from tightship.units import Budget, BudgetLike, format_bytes, parse_budget
 
 __all__ = ["DEVICES", "Device", "Estimate", "EstimateOptions", "Remedy", "Share", "estimate"]
 
 MIB: Final = 1 << 20
+log = logging.getLogger("tightship.estimate")
 
 
 @dataclass(frozen=True)
@@ -100,7 +104,7 @@ class Remedy:
 
 
 @dataclass(frozen=True, repr=False)
-class Estimate:
+class Estimate(Shown):
     """What a loop needs at its peak, in bytes. ``peak`` is the sum of ``parameters``, ``buffers``, ``batch``,
     ``gradients``, ``optimizer_state``, ``activations``, ``temporaries`` and ``constants``; ``static`` that of what is
     there in every step (parameters, buffers, batch, state and constants).
@@ -161,6 +165,24 @@ class Estimate:
         batch, and tightship's own plan, searched for ``seconds``. Each is estimated or planned, none is a rule of
         thumb. Those that a loop of one's own leaves no way to try are not there."""
         return list(_remedies(self, self._asked, self.memory(memory), seconds))
+
+    def largest_batch(self, memory: BudgetLike = None, *, most: int = LARGEST) -> int:
+        """The largest batch, at most ``most``, with which ``total`` is within ``memory`` (or the device's own), all
+        else as it was asked for. Each size looked at is an estimate of its own; beyond 128 the answer is the largest
+        to within one part in 64. It takes the bytes to grow with the batch.
+
+        Raises ``Infeasible`` where not even a batch of 1 fits, ``BadInput`` for a sample without a batch, and what
+        the loop raises at sizes at which it does not run.
+        """
+        limit, size = self.memory(memory), batch_size(self._asked.sample)
+        found, known = _batches(self, self._asked, limit, most)
+        if found is None:
+            least = known[min(known)]
+            raise Infeasible(
+                budget=limit, lower_bound=self.static, best_peak=least, at=f"a batch of {min(known)}"
+            )
+        log.info("largest batch within %s: %d (the sample has %d)", format_bytes(limit), found, size)
+        return found
 
     def rows(self, memory: BudgetLike = None) -> dict[str, Any]:
         """As JSON has it; ``fits`` is None where no memory is known."""
@@ -504,8 +526,20 @@ def _smaller_batch(now: Estimate, asked: _Asked, limit: int) -> Iterator[Remedy]
     """The largest batch that fits, found by estimates of batches that a straight line through two of them says."""
     try:
         size = batch_size(asked.sample)
-    except BadInput:
+        best, known = _batches(now, asked, limit)
+    except (TightshipError, RuntimeError, ValueError, IndexError, TypeError):  # it runs at no such size
         return
+    if best is None:
+        yield Remedy("a batch of 1", known[1], False, "too much even so")
+        return
+    yield Remedy(f"a batch of {best}", known[best], True, f"instead of {size}")
+
+
+def _batches(
+    now: Estimate, asked: _Asked, limit: int, most: int = LARGEST
+) -> tuple[int | None, dict[int, int]]:
+    """The largest batch up to ``most`` whose bytes are within ``limit``, and the bytes of all that were tried."""
+    size = batch_size(asked.sample)
     known = {size: now.total}
 
     def total(n: int) -> int:
@@ -513,37 +547,44 @@ def _smaller_batch(now: Estimate, asked: _Asked, limit: int) -> Iterator[Remedy]
             known[n] = replace(asked, sample=with_batch(asked.sample, size, n)).answer().total
         return known[n]
 
-    try:
-        low = max(1, size // 2) if size > 1 else 2
-        total(low)
-        best = _largest(known, total, limit)
-    except (TightshipError, RuntimeError, ValueError, IndexError, TypeError):  # it runs at no such size
-        return
+    total(max(1, size // 2) if size > 1 else 2)
+    best = _largest(known, total, limit, most)
     if best is None:
-        yield Remedy("a batch of 1", total(1), False, "too much even so")
-        return
-    yield Remedy(f"a batch of {best}", known[best], True, f"instead of {size}")
+        total(1)
+    return best, known
 
 
-def _largest(known: dict[int, int], total: Callable[[int], int], limit: int) -> int | None:
-    for _ in range(12):
+def _largest(
+    known: dict[int, int], total: Callable[[int], int], limit: int, most: int = LARGEST
+) -> int | None:
+    """The largest size whose bytes are within ``limit``: on a straight line through what is nearest, and every other
+    time in the middle between what fits and what does not, as bytes may be flat below and steep beyond."""
+    for k in range(_TRIES):
         fitting = [n for n in known if known[n] <= limit]
         beyond = [n for n in known if known[n] > limit]
         low, high = max(fitting, default=0), min(beyond, default=0)
+        if low >= most:
+            total(most)
+            break
         if high and high - low <= max(1, low // 64):
             break
         a, b = sorted(known, key=lambda n: abs(known[n] - limit))[:2]
         slope = (known[a] - known[b]) / (a - b)
-        guess = int(a + (limit - known[a]) / slope) if slope > 0 else (low + high) // 2
-        guess = max(1, guess)
         if high:
+            line = slope > 0 and k % 2 == 0
+            guess = int(a + (limit - known[a]) / slope) if line else (low + high) // 2
             guess = min(max(guess, low + 1), high - 1)
-        elif guess in known:
-            guess = low + 1
+        else:
+            guess = int(a + (limit - known[a]) / slope) if slope > 0 else 2 * low
+            guess = min(max(guess, low + 1), _GROWTH * low, most)
         if guess < 1 or guess in known:
             break
         total(guess)
-    return max((n for n in known if known[n] <= limit), default=None)
+    return max((n for n in known if known[n] <= limit and n <= most), default=None)
+
+
+_TRIES: Final = 24
+_GROWTH: Final = 8
 
 
 def with_batch(sample: Any, was: int, size: int) -> Any:

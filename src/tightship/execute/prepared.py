@@ -8,6 +8,7 @@ whatever it misses is caught by the executor's first run.
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import threading
 import time
@@ -36,18 +37,26 @@ from tightship.frontends.torch.program import Program, tensors_in
 from tightship.frontends.torch.rerun.function_trace import FunctionTrace
 from tightship.frontends.torch.structure import flatten
 from tightship.graph import Graph
+from tightship.notebook import Shown
 from tightship.plan import Plan
 from tightship.planners import default
 from tightship.planners.default import STREAM
 from tightship.process_local import NotCopied, check_process
-from tightship.units import Budget, format_bytes
+from tightship.units import Budget, format_bytes, format_seconds
 from tightship.verify import check
 
 __all__ = [
     "Planner", "Prepared", "Settings", "Silent", "Stages",
-    "Thrashing", "Variant",
-    "within_unplanned",
+    "Thrashing", "Variant", "log_plan", "within_unplanned",
 ]  # fmt: skip
+
+_LOG = logging.getLogger("tightship.plan")
+_METRICS = {
+    "peak": "measured_peak", "planned": "planned_peak", "unplanned": "unplanned_peak", "process": "process_peak",
+    "budget": "budget", "static": "static", "arena": "arena", "reserved": "reserved", "outside": "outside",
+    "misses": "misses",
+}  # fmt: skip
+"""The keys of `Prepared.metrics`, and what `measure` calls them."""
 
 _TRACES = 4
 _GONE, _RETURNS = 64, 3
@@ -132,7 +141,7 @@ class Variant(NotCopied):
         self.traces = [trace, *self.traces][:_TRACES]
 
 
-class Prepared(NotCopied):
+class Prepared(NotCopied, Shown):
     """What has been captured and planned for ``model`` (and ``optimizer``): one `Variant` per kind of batch.
 
     A batch of another structure, shape or dtype, another mode of the model, and data on which the captured control
@@ -230,6 +239,54 @@ class Prepared(NotCopied):
             "outside": last.heap if last else None,
             "misses": last.misses if last else None,
         }
+
+    def metrics(self, prefix: str = "") -> dict[str, int | float]:
+        """The numbers of the last run, for any tracker: ``tracker.log(step.metrics("memory/"))``.
+
+        In bytes: ``peak`` (measured), ``planned``, ``unplanned`` (the peak without a plan), ``process`` (the peak of
+        all threads), ``budget``, ``static``, ``arena``, ``reserved`` (the arena's size), ``outside`` (at once outside
+        of the arena). Counts: ``misses`` (requests that went elsewhere than planned), ``kinds`` (of batches that are
+        kept planned). ``time`` and ``time_unplanned`` are seconds of the plan, not of a clock. What is not
+        known is left out: what was not measured, a budget that was not given; before the first capture, everything.
+        """
+        if not self._captured_something():
+            return {}
+        used = self.measure()
+        rows: dict[str, Any] = {key: used.get(name) for key, name in _METRICS.items()}
+        rows |= {"kinds": len(self._variants), **self._times()}
+        return {f"{prefix}{key}": value for key, value in rows.items() if value is not None}
+
+    def _captured_something(self) -> bool:
+        return bool(self._variants)
+
+    def _times(self) -> dict[str, float | None]:
+        plan = self._latest.executor.plan
+        return {
+            key: getattr(plan, name, None)
+            for key, name in (("time", "time"), ("time_unplanned", "time_before"))
+        }
+
+    def __str__(self) -> str:
+        """What is planned and what was measured, in a few lines."""
+        name, m = type(self.model).__name__, dict[str, Any](self.metrics())
+        if not m:
+            return f"step of {name}: nothing is captured yet"
+        budget = f", within a budget of {format_bytes(m['budget'])}" if "budget" in m else ", no budget"
+        rows = [f"step of {name}{budget}"]
+        for key, what in (
+            ("planned", "planned peak"),
+            ("peak", "measured peak"),
+            ("unplanned", "unplanned peak"),
+        ):
+            if key in m:
+                rows.append(f"  {what:16}{format_bytes(m[key])}")
+        if "time" in m:
+            rows.append(
+                f"  {'time':16}{format_seconds(m['time'])}, {format_seconds(m['time_unplanned'])} unplanned"
+            )
+        rows.append(f"  {'kinds':16}{m['kinds']} of batches are planned")
+        notes = self.notes if self._variants else self._notes
+        return "\n".join([*rows, *(f"  note: {note}" for note in notes)])
 
     # --- running ---
 
@@ -339,6 +396,7 @@ class Prepared(NotCopied):
         """What runs a plan on the caller's own tensors."""
         self._profiled.clear()
         captured.forget_samples()
+        log_plan(plan, part)
         binding = Binding(program, self.model, self.optimizer)
         executor = self._executor(program, plan)
         return Variant(program, executor, binding, modes, captured, part=part)
@@ -502,6 +560,15 @@ class Prepared(NotCopied):
                 self._notes.append(f"the arena grew from {format_bytes(had)} to {format_bytes(need)}")
         for v in self._variants:
             v.executor.arena = self._arena
+
+
+def log_plan(plan: Any, part: str = "") -> None:
+    """Say in the log ``tightship.plan`` that a kind of batch, or a ``part`` of its step, is planned."""
+    budget = "no budget" if plan.budget is None else f"budget {format_bytes(plan.budget)}"
+    _LOG.info(
+        "planned %s: peak %s, unplanned %s, %s", part or "a kind of batch", format_bytes(plan.peak),
+        format_bytes(plan.peak_before), budget,
+    )  # fmt: skip
 
 
 def within_unplanned(no: Infeasible, peak: int) -> Infeasible:

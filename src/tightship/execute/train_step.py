@@ -93,6 +93,20 @@ class TrainStep(TrainVariants):
             return self._in_eager.measure(self._limit)
         return super().measure() | self._ran.measure()
 
+    def metrics(self, prefix: str = "") -> dict[str, int | float]:
+        """As `Prepared.metrics`, with ``skipped`` (updates that were left out), and ``eager``: 1 where the last step
+        ran in eager, else 0."""
+        rows = super().metrics(prefix)
+        if rows:
+            rows |= {f"{prefix}skipped": self.skipped, f"{prefix}eager": int(self._in_eager is not None)}
+        return rows
+
+    def _captured_something(self) -> bool:
+        return self._in_eager is not None or super()._captured_something()
+
+    def _times(self) -> dict[str, float | None]:
+        return {} if self._in_eager is not None else super()._times()
+
     @property
     def last(self) -> RunStats | None:
         return None if self._in_eager is not None else super().last

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 from typing import Any, Unpack
 
@@ -14,6 +15,8 @@ from tightship.units import format_bytes
 
 __all__ = ["CompileCallback"]
 
+_LOG = logging.getLogger("tightship.callback")
+
 
 class CompileCallback:
     """Compiles a model when training begins, and leaves it as it was when training ends.
@@ -21,7 +24,8 @@ class CompileCallback:
     ``budget`` and ``options`` are those of the torch.compile backend (`CompileOptions`); the trainer's optimizers are
     counted unless ``optimizer`` says otherwise. ``plans`` are the graphs
     planned so far, each with its ``plan``, ``notes`` what a user should know of them; ``say`` is told both when
-    training ends. Raises ``BadInput`` for unknown options.
+    training ends (None: nobody), and so is the log ``tightship.callback`` (INFO). Raises ``BadInput`` for unknown
+    options.
     """
 
     def __init__(
@@ -59,6 +63,23 @@ class CompileCallback:
             self._session = compiled_session(self._model)
             self.plans, self.notes = compiled_plans(self._model), compiled_notes(self._model)
 
+    def metrics(self, prefix: str = "") -> dict[str, int]:
+        """Numbers for any tracker: ``tracker.log(callback.metrics("memory/"))``, while training and after it.
+
+        ``graphs`` and ``notes`` count what is planned and said. In bytes, of the graph with the most: ``planned`` and
+        ``unplanned`` peak, and ``peak``, measured. ``misses``: requests that went elsewhere than planned, in the last
+        run of each graph. What was not measured is left out; before the first step, all but the counts.
+        """
+        self.look()
+        rows = {"graphs": len(self.plans), "notes": len(self.notes)}
+        if self.plans:
+            rows["planned"] = max(p.plan.peak for p in self.plans)
+            rows["unplanned"] = max(p.plan.peak_before for p in self.plans)
+        if runs := [p.last for p in self.plans if p.last is not None]:
+            rows["peak"] = max(run.measured_peak for run in runs)
+            rows["misses"] = sum(run.misses for run in runs)
+        return {f"{prefix}{key}": value for key, value in rows.items()}
+
     def detach(self) -> None:
         """Leave the model as it was, and say what was planned."""
         if self._model is None:
@@ -66,8 +87,9 @@ class CompileCallback:
         self.look()
         self._model._compiled_call_impl = None
         self._model = None
-        if self.say is not None:
-            for text in (*map(_peaks, self.plans), *self.notes):
+        for text in (*map(_peaks, self.plans), *self.notes):
+            _LOG.info("%s", text)
+            if self.say is not None:
                 self.say(f"tightship: {text}")
 
 

@@ -2,6 +2,10 @@
 
     Trainer(model, args, train_dataset=data, callbacks=[Tightship("60%")]).train()
 
+or, of a Trainer that is there already (TRL's, a script's), one line before it trains:
+
+    fit_trainer(trainer, "6GiB")
+
 When training begins the model is given to ``torch.compile`` with tightship's backend; each size of batch is planned
 when it first comes, and losses are bit-identical to those of the Trainer alone. When training ends the model is
 as it was (not after an error: the Trainer then tells no callback).
@@ -9,14 +13,16 @@ as it was (not after an error: the Trainer then tells no callback).
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, Unpack
 
 from transformers import TrainerCallback
 
 from tightship.errors import BadInput
 from tightship.integrations.callback import CompileCallback
+from tightship.integrations.torch_partition import BackendOptions
 
-__all__ = ["Tightship"]
+__all__ = ["Tightship", "fit_trainer"]
 
 
 class Tightship(CompileCallback, TrainerCallback):
@@ -32,9 +38,7 @@ class Tightship(CompileCallback, TrainerCallback):
         self, args: Any, state: Any, control: Any, model: Any = None, optimizer: Any = None, **_: Any
     ) -> None:
         """Attach: from here on the model runs as planned."""
-        if getattr(args, "torch_compile", False):
-            rule = "torch_compile=True, but the callback compiles: a model is compiled once, leave it out"
-            raise BadInput(rule, place="TrainingArguments")
+        _check(args)
         self.attach(model, [optimizer], accumulate=getattr(args, "gradient_accumulation_steps", 1) > 1)
         if hasattr(model, "loss_function") and getattr(model, "loss_type", None) is None:
             self._untyped = model
@@ -48,3 +52,37 @@ class Tightship(CompileCallback, TrainerCallback):
         self.detach()
         if self._untyped is not None:
             self._untyped.loss_type = self._untyped = None
+
+
+def fit_trainer(
+    trainer: Any,
+    budget: Any = None,
+    *,
+    say: Callable[[str], object] | None = print,
+    **options: Unpack[BackendOptions],
+) -> Tightship:
+    """Have a Trainer train within ``budget``; returns its callback, which has ``plans``, ``notes`` and ``metrics()``.
+
+    The Trainer stays as it is but for the callback: clipping, accumulation, mixed precision, evaluation, resuming
+    and every ``TrainingArguments`` do what they did. ``options`` are those of `Tightship`. Raises ``BadInput`` for
+    unknown options, for a Trainer that has the callback or compiles by itself, and for what is no Trainer.
+    """
+    callback = Tightship(budget, say=say, **options)
+    handler = getattr(trainer, "callback_handler", None)
+    if handler is None:
+        raise BadInput(
+            "no Trainer of transformers: it has no callbacks", type(trainer).__name__, "fit_trainer"
+        )
+    if any(isinstance(c, Tightship) for c in handler.callbacks):
+        raise BadInput(
+            "this Trainer has the callback already: one budget holds for all of it", place="fit_trainer"
+        )
+    _check(trainer.args)
+    trainer.add_callback(callback)
+    return callback
+
+
+def _check(args: Any) -> None:
+    if getattr(args, "torch_compile", False):
+        rule = "torch_compile=True, but the callback compiles: a model is compiled once, leave it out"
+        raise BadInput(rule, place="TrainingArguments")

@@ -186,6 +186,26 @@ def is_backward(node: Node) -> bool:
     return node.meta.get("partitioner_tag") in ("is_backward", "must_be_in_backward")
 
 
+@contextmanager
+def phases_marked(graph: GraphModule) -> Iterator[list[Node]]:
+    """The nodes that a graph of forward pass, loss and backward pass says are of the backward pass, by its own marks
+    (``custom["phase"]``, or ``autograd_backward``); meanwhile `is_backward` knows them."""
+    nodes = [n for n in graph.graph.nodes if n.op == "call_function"]
+    named = [n for n in nodes if n.meta.get("custom", {}).get("phase") == "backward"]
+    found = named or [n for n in nodes if n.meta.get("autograd_backward", False)]
+    before = [n.meta.get("partitioner_tag") for n in found]
+    for n in found:
+        n.meta["partitioner_tag"] = "is_backward"
+    try:
+        yield found
+    finally:
+        for n, tag in zip(found, before, strict=True):
+            if tag is None:
+                del n.meta["partitioner_tag"]
+            else:
+                n.meta["partitioner_tag"] = tag
+
+
 def mutates(node: Node) -> bool:
     return isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable
 
