@@ -17,7 +17,6 @@ from tightship.frontends.problem_csv import Table, chosen_conflicts
 from tightship.options import given_options
 from tightship.plan import Pool, Problem, Solution
 from tightship.planners import planner
-from tightship.planners.banks import Banked, assign_banks, parse_banks
 from tightship.planners.packing import Interrupted, Search, spans, watched
 from tightship.planners.packing import pack as place
 from tightship.report.c_header import header_of_packing
@@ -27,6 +26,7 @@ from tightship.verify.placement import check_solution
 
 if TYPE_CHECKING:
     from tightship.diagnose.infeasible_subset import InfeasibleSubset
+    from tightship.planners.banks import Banked
 
 __all__ = ["bank_lines", "bank_rows", "pack", "verify_packing"]
 
@@ -49,6 +49,8 @@ def pack(chosen: argparse.Namespace, out: Output) -> int:
     with Line(out.live, f"packing {chosen.problem}", limit=search.seconds) as line, watched(line.packing):
         try:
             if chosen.bank:
+                from tightship.planners.banks import assign_banks
+
                 banked = assign_banks(problem, chosen.planner, search)
                 solution, interrupted = banked.solution, False
             else:
@@ -253,6 +255,8 @@ def _pools_of(chosen: argparse.Namespace, table: Table, capacity: int | None) ->
         for option in ("pool", "heap", "capacity", "baseline"):
             if getattr(chosen, option):
                 raise BadInput(f"--{option} does not go with --bank")
+        from tightship.planners.banks import parse_banks
+
         given = {bank.name: bank for bank in parse_banks(banks)}
     for text in chosen.pool:
         name, equals, size = text.partition("=")

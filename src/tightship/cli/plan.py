@@ -20,7 +20,6 @@ from tightship.cli.verbs import is_module, loaded, read_budget
 from tightship.errors import BadInput, TightshipError, Unsupported
 from tightship.files import scratch_folder, write_file
 from tightship.options import given_options, model_options
-from tightship.planners.banks import parse_banks
 from tightship.planners.default import Interrupted, Options, PlanOptions, read_options
 from tightship.planners.frontier import MOST
 from tightship.report.progress import Line
@@ -47,6 +46,8 @@ def plan(chosen: argparse.Namespace, out: Output) -> int:
 
         return plan_module(chosen, out)
     if chosen.bank:
+        from tightship.planners.banks import parse_banks
+
         parse_banks(chosen.bank)  # what is wrong with them is said before the work is done
     options, budget, files = given_options(chosen), read_budget(chosen), targets(chosen)
     seconds = (
@@ -117,7 +118,7 @@ def _banked(
     """The plan's arena in banks instead: says where everything lies, and writes the header. Whether a bank is too
     small."""
     from tightship.cli.pack import bank_lines, bank_rows
-    from tightship.planners.banks import assign_banks, problem_of
+    from tightship.planners.banks import assign_banks, parse_banks, problem_of
 
     problem = problem_of(answer.graph, answer.plan, parse_banks(chosen.bank))
     banked = assign_banks(problem)

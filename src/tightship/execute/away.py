@@ -375,10 +375,10 @@ class Lent(Updater):
     rows: tuple[int, int] | None = None
     turn: Turn | None = None
 
-    def step(self, gradients: list[torch.Tensor]) -> None:
+    def step(self, gradients: list[torch.Tensor], sparse: Sequence[torch.Tensor] = ()) -> None:
         if self.rows is not None:
             gradients = [g[slice(*self.rows)] for g in gradients]
-        super().step(gradients)
+        super().step(gradients, sparse)
 
     def ready(self) -> None:
         """To be called before it is lent anything."""

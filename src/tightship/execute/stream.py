@@ -195,7 +195,7 @@ class _Rewriting:
         program, graph = self.program, self.graph
         writes = [s for s in graph.uses.mutates[k] if s in self.slots]
         fn = program.calls[k].fn
-        if not writes or not isinstance(fn, Updater) or not _by_itself(program, k):
+        if not writes or not isinstance(fn, Updater) or fn.sparse or not _by_itself(program, k):
             return 1
         values = [graph.values[self.slots[s].value] for s in writes]
         shape = values[0].shape
