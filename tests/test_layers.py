@@ -32,7 +32,6 @@ LAYERS = (
     ("integrations",),
     ("result",),
     ("sources",),
-    ("ways",),
     ("__init__", "__main__", "api", "cli", "demo"),
 )
 RANK = {name: rank for rank, names in enumerate(LAYERS) for name in names}

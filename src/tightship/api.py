@@ -49,8 +49,8 @@ if TYPE_CHECKING:
     from tightship.execute.prepared import Planner
     from tightship.execute.train_step import TrainStep
     from tightship.frontends.torch.structure import LossFn, Pad
+    from tightship.integrations.ways import Ways
     from tightship.report.progress import Preparing
-    from tightship.ways import Ways
 
     Model: TypeAlias = torch.nn.Module | torch.export.ExportedProgram
     Loss: TypeAlias = LossFn | torch.nn.Module
@@ -144,18 +144,21 @@ class PlanRequest:
     def _changed(self, options: Options, way: str, streams: bool, progress: Progress | None) -> Planned:
         """A plan in which ops run in slices, and parameters and optimizer state leave memory, where the budget asks
         for it."""
-        from tightship.ways import Ways
+        from tightship.integrations.ways import Ways
 
         def plan_of(graph: Graph, limit: int, chosen: Options) -> Plan:
             return self._by_default(graph, limit, chosen, progress)
 
-        ways = Ways(
-            self.graph, self.program, self.step, way, options, plan_of, streams=streams, cache=self.cache
-        )
+        cache = "default" if self.cache is None else self.cache
+        timed = None if self.step is None else partial(self.step.timed, cache=cache)
+        ways = Ways(self.graph, self.program, timed, way, options, plan_of, streams=streams)
         peak = replay(self.graph, baseline(self.graph)).peak
         limit = resolve_budget(self.budget, peak, static=self.graph.static_bytes)
         assert limit is not None
-        return ways.plan(limit)
+        made = ways.plan(limit)
+        if made.program is None:
+            return Planned(made.plan, self.graph)
+        return SplitPlanned(made.plan, made.program.graph, made.program, made.peak, made.time, made.how)
 
 
 @dataclass(frozen=True)
@@ -182,12 +185,13 @@ class FrontierRequest:
         if not (way or streams):
             found = search_frontier(self.graph, self.points, options, saved, say, peers=self.peers)
             return Frontier.of(found)
-        from tightship.ways import Ways
+        from tightship.integrations.ways import Ways
 
         def plan_of(graph: Graph, limit: int, chosen: Options) -> Plan:
             return search_plan(graph, limit, chosen)
 
-        ways = Ways(self.graph, self.program, self.step, way, options, plan_of, streams=streams)
+        timed = None if self.step is None else partial(self.step.timed, cache="default")
+        ways = Ways(self.graph, self.program, timed, way, options, plan_of, streams=streams)
         half = replace(ways.options, seconds=options.seconds / 2, work=options.work // 2)
         found = search_frontier(self.graph, self.points, half, saved, say, peers=self.peers)
         each = replace(half, seconds=half.seconds / self.points, work=half.work // self.points)
@@ -201,7 +205,7 @@ def _changed_at(ways: Ways, each: Options, budget: int) -> Changed | int:
         found = ways.plan(budget, each)
     except Infeasible:
         return ways.reached
-    return Changed(found.plan, found.graph, found.how if isinstance(found, SplitPlanned) else "")
+    return Changed(found.plan, ways.graph if found.program is None else found.program.graph, found.how)
 
 
 @dataclass(frozen=True)

@@ -42,6 +42,8 @@ __all__ = [
 MOST = 200
 _SLACK = 30
 """By what part of it the least budget grows until there is a plan, with a place for everything."""
+_FAR = 4
+"""By what part of it at most where a search says what would have been enough."""
 _GAIN = 0.01
 """By so much of the unplanned time a plan is slower before other graphs are tried for its budget."""
 
@@ -286,7 +288,8 @@ def below(
             if enough == budget:
                 reached = needs(made[-1].plan)
             else:
-                budget = max(enough, budget + budget // _SLACK, budget + 1)
+                far = min(enough, budget + budget // _FAR)  # it may be of the given graph alone
+                budget = max(far, budget + budget // _SLACK, budget + 1)
         budgets.add(reached)
         for j in range(points - 2 if not interrupted else 0):
             budget = full - (full - reached) * (j + 1) // (points - 1)

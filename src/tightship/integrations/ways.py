@@ -5,9 +5,9 @@ state that stream. Each makes another graph of a captured program, taken where a
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
-from functools import cached_property, partial
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
 
 from tightship.errors import Infeasible, Unsupported
 from tightship.execute.split import Choice, Decision, Splitting
@@ -16,51 +16,60 @@ from tightship.graph import Graph
 from tightship.plan import Plan
 from tightship.planners.default import EXACT, STREAM, Options
 from tightship.planners.hints import divide_hints
-from tightship.result import Planned, SplitPlanned
 from tightship.simulate import baseline, replay
 from tightship.units import format_bytes, format_seconds
 
-if TYPE_CHECKING:
-    from tightship.sources import ModelStep
-
-__all__ = ["Ways"]
+__all__ = ["Made", "Ways"]
 
 Planning = Callable[[Graph, int, Options], Plan]
+Timed = Callable[[Any], Any]
+
+
+@dataclass(frozen=True)
+class Made:
+    """A plan, and the program that it is of where that is another one: ``how``, in a few words. As it was given it
+    needs ``peak`` bytes unplanned, and ``time`` seconds."""
+
+    plan: Plan
+    program: Any
+    peak: int
+    time: float
+    how: str = ""
 
 
 class Ways:
     """How plans of ``graph`` may change what runs: ``mode`` of slices (``split``, ``split-rounding`` or empty), and
-    whether its static set ``streams``. ``program``: what it was captured as, measured; ``step``: the model;
-    ``cache``: where measurements are kept; ``plan_of`` plans a graph within a limit.
+    whether its static set ``streams``. ``program``: what it was captured as, measured; ``timed`` measures
+    another one; ``plan_of`` plans a graph within a limit.
 
     What is found out about slices holds for every limit. ``reached``: the least bytes that a search ended at which
     did not meet its limit, 0 without one. Raises ``Unsupported`` for what cannot be changed so.
     """
 
     def __init__(
-        self, graph: Graph, program: Any, step: ModelStep | None, mode: str, options: Options, plan_of: Planning, *,
-        streams: bool = False, cache: Any = None,
+        self, graph: Graph, program: Any, timed: Timed | None, mode: str, options: Options, plan_of: Planning, *,
+        streams: bool = False,
     ) -> None:  # fmt: skip
-        self.graph, self.program, self.step, self.mode = graph, program, step, mode
-        self.streams, self.cache, self._plan_of = streams, cache, plan_of
+        self.graph, self.program, self._timed, self.mode = graph, program, timed, mode
+        self.streams, self._plan_of = streams, plan_of
         self.is_onnx = program is not None and graph.meta.get("source") == "onnx"
         rest, self._hints = divide_hints(options.hints) if streams else (options.hints, ())
         self.options = replace(options, hints=rest)
         self.moves = "offload" in options.allow or "compress" in options.allow
         self.reached = 0
         trains = any(op.phase == "update" for op in graph.ops)
-        if streams and (program is None or step is None or not trains):
+        if streams and (program is None or timed is None or not trains):
             raise Unsupported(
                 f"allow={STREAM} for {graph.name}", "parameters and optimizer state stream in training steps alone",
                 "leave it out, or give a model of PyTorch's with its optimizer",
             )  # fmt: skip
-        if not streams and not self.is_onnx and (program is None or step is None):
+        if not streams and not self.is_onnx and (program is None or timed is None):
             raise Unsupported(
                 f"allow={mode} for {graph.name}", "ops are split in models of PyTorch's and in ONNX files alone",
                 "leave it out, or give the model",
             )  # fmt: skip
 
-    def plan(self, limit: int, options: Options | None = None) -> Planned:
+    def plan(self, limit: int, options: Options | None = None) -> Made:
         """The plan within ``limit`` bytes, changed as far as that asks for. Raises ``Infeasible``."""
         self.reached = 0
         chosen = self.options if options is None else replace(options, hints=self.options.hints)
@@ -80,10 +89,9 @@ class Ways:
             return self._answer(plan, made, ["in slices of rows"] if made is not self.program else [], ())
         streaming = Streaming(plan_of, limit, moves=self.moves, hints=self._hints)
         if self.mode:
-            assert self.step is not None
-            timed = partial(self.step.timed, cache="default" if self.cache is None else self.cache)
+            assert self._timed is not None
             choose = streaming.choose if self.streams else lambda made: Choice(made, plan_of(made.graph))
-            found = self.splitting.plan(self.program, choose, timed, limit)
+            found = self.splitting.plan(self.program, choose, self._timed, limit)
         else:
             found = streaming.choose(self.program)
         if not found.changes:
@@ -94,13 +102,13 @@ class Ways:
             how.append(f"{format_bytes(size)} streamed")
         return self._answer(found.plan, found.program, how, (*said, *streaming.notes(found)))
 
-    def _answer(self, plan: Plan, made: Any, how: list[str], notes: tuple[str, ...]) -> Planned:
+    def _answer(self, plan: Plan, made: Any, how: list[str], notes: tuple[str, ...]) -> Made:
         if made is self.program:
-            return Planned(plan, self.graph)
+            return Made(plan, None, 0, 0.0)
         whole = replay(self.graph, baseline(self.graph))
         said = f"in one piece and in memory {format_bytes(whole.peak)} and {format_seconds(whole.time)}, unplanned"
         plan = replace(plan, notes=(*plan.notes, *notes, said))
-        return SplitPlanned(plan, made.graph, made, whole.peak, whole.time, ", ".join(how))
+        return Made(plan, made, whole.peak, whole.time, ", ".join(how))
 
     @cached_property
     def splitting(self) -> Splitting:
