@@ -313,7 +313,7 @@ def test_a_slider_goes_through_the_plans_with_the_keyboard(choices, opened) -> N
         after = page.page.locator("section[id^=memory] figcaption").nth(1).text_content()
         assert after.endswith(f"peak {format_bytes(plan.peak)}")
     recomputed = made.points[0].count("recompute")
-    assert recomputed and "everything is kept. " in page.page.text_content(".whatif")
+    assert recomputed and "Everything is kept. " in page.page.text_content(".whatif")
     assert "recomputed" in page.page.text_content(".whatif table")
     slider.press("Home")
     assert f"{recomputed} recomputed" in page.page.text_content(".whatif")

@@ -459,6 +459,13 @@ class ModuleCost:
     share: float
 
 
+def _path(module: str) -> list[tuple[bool, int, str]]:
+    """The order of modules: numbers as numbers, whatever their length."""
+    return (
+        [(not p.isdecimal(), len(p) if p.isdecimal() else 0, p) for p in module.split(".")] if module else []
+    )
+
+
 def module_costs(graph: Graph, plan: Plan) -> list[ModuleCost]:
     """Every module with ops, each after the one that it is in; nothing where no op has a module.
 
@@ -493,5 +500,5 @@ def module_costs(graph: Graph, plan: Plan) -> list[ModuleCost]:
                 add(uses.definer[s], 4, (end - start) / len(step.storages))
     return [
         ModuleCost(name, int(p), int(a), int(r), int(o), t, (p + a) / line.peak if line.peak else 0.0)
-        for name, (p, a, r, o, t) in sorted(costs.items(), key=lambda item: item[0].split("."))
+        for name, (p, a, r, o, t) in sorted(costs.items(), key=lambda item: _path(item[0]))
     ]

@@ -7,7 +7,7 @@ PARTS.table = (s, host) => {
     } : {})
   }, v === null ? "" : tag === "th" ? v : WORDS[kind](v));
   const body = make("tbody", {}, ...s.rows.map(r => make("tr", {}, ...r.map((v, k) => cell("td", v, s.columns[k][1])))));
-  const table = make("table", {}, make("caption", {
+  const table = make("table", { className: s.sortable ? "sortable" : "" }, make("caption", {
     className: "unseen"
   }, s.heading), make("thead", {}, make("tr", {}, ...s.columns.map(c => cell("th", c[0], c[1])))), body);
   if (s.sortable) sortable(table, s.columns, s.rows);

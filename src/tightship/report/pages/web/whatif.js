@@ -22,7 +22,7 @@ PARTS.whatif = (s, host) => {
       return make("div", {}, make("dt", {}, heading), d);
     }));
     const said = p.does.map(([word, n, bytes]) => `${n} ${word} (${size(bytes)})`).join(", ");
-    does.textContent = (said || "everything is kept") + ". " + (p.changed ?
+    does.textContent = (said || "Everything is kept") + ". " + (p.changed ?
       `${p.changed} tensors are treated otherwise than in ${s.base}:` :
       `No tensor is treated otherwise than in ${s.base}.`);
     changes.replaceChildren();
